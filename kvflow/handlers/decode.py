@@ -1,0 +1,284 @@
+"""What decode does about messages: rooms by grant, links by prefill incarnation, one ledger."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Any
+
+from kvflow.handlers.decode_room import DecodeSession
+from kvflow.handlers.ledger import Grant, Ledger
+from kvflow.handlers.link import Link
+from kvflow.handlers.settings import Counts, Timing
+from kvflow.protocols.codec import decode_to_decode
+from kvflow.protocols.decode_room import DecodeEvent, DecodeKind, DecodePhase
+from kvflow.protocols.errors import Cause, Code, KvflowError, LostError, WireError
+from kvflow.protocols.layout import PoolLayout, pack_pages
+from kvflow.protocols.loans import LoanKey, LoanKind
+from kvflow.protocols.messages import (
+    AbortAck,
+    Belief,
+    Bootstrap,
+    ChunkDone,
+    Heartbeat,
+    Registered,
+    Resync,
+    RoomFailed,
+)
+from kvflow.protocols.ports import ControlSocket, DataPlane, Endpoint, PageStore
+from kvflow.protocols.ranks import RankInfo
+
+log = logging.getLogger(__name__)
+
+Connect = Callable[[str, int], ControlSocket]  # (control endpoint, our incarnation) -> DEALER
+
+
+class DecodeHandlers:
+    """The rooms, links and loans of one decode incarnation. Lives on the event loop."""
+
+    def __init__(
+        self,
+        *,
+        incarnation: int,
+        pages: PageStore,
+        plane: DataPlane,
+        exported: tuple[PoolLayout, Endpoint],
+        connect: Connect,
+        now: Callable[[], float],
+        timing: Timing | None = None,
+    ) -> None:
+        self.incarnation, self.pages, self.plane, self.exported = incarnation, pages, plane, exported
+        self.now, self.timing = now, timing or Timing()
+        self.counts = Counts()
+        self.ledger = Ledger(pages, now)
+        self.rooms: dict[int, DecodeSession] = {}
+        self.links: dict[int, Link] = {}
+        self._connect = connect
+        self._next_grant = 1
+        self._closing: set[asyncio.Task[None]] = set()
+        self._sweeper = asyncio.create_task(self._sweep(), name="kvflow-decode-sweep")
+
+    # --- rooms
+
+    async def link_all(self, ranks: Sequence[RankInfo]) -> list[Link]:
+        """A registered link to every rank, opened where there is none.
+
+        Raises: RefusedError (the pools do not fit: says what differs), LostError.
+        """
+        links = []
+        for info in ranks:
+            link = self.links.get(info.incarnation)
+            if link is None:
+                link = Link(self, info, self._connect(info.control, self.incarnation))
+                self.links[info.incarnation] = link
+            links.append(link)
+        for link in links:
+            await asyncio.shield(link.ready)
+            if not link.usable:
+                raise LostError(f"prefill at {link.control} is {link.phase.value}")
+        return links
+
+    def open_room(
+        self, room: int, links: Sequence[Link], prompt_tokens: int, digest: bytes, deadline_s: float | None
+    ) -> DecodeSession:
+        """Take pages and offer them to every rank; synchronous, so there is no half-open room to clean up.
+
+        Raises: CapacityError; the prefill legs are told at once.
+        """
+        number, self._next_grant = self._next_grant, self._next_grant + 1
+        owner = ("grant", number)
+        try:
+            pages = self.pages.take(self.exported[0].pages_for(prompt_tokens), owner)
+        except KvflowError as error:
+            for link in links:
+                link.send_abort(room, number, error.cause())
+            raise
+        deadline = float("inf") if deadline_s is None else self.now() + deadline_s
+        grant = Grant(number, room, pages, owner)
+        session = DecodeSession(self, links, grant, prompt_tokens, digest, deadline)
+        self.rooms[number] = session
+        self.counts.rooms_opened += 1
+        session.feed(DecodeEvent(DecodeKind.REGISTERED))
+        return session
+
+    def lend(self, session: DecodeSession) -> None:
+        """Put the room's pages on loan to every rank, and say so."""
+        for link in session.links:
+            self.ledger.lend(session.grant, link)
+        for link in session.links:
+            self._send_bootstrap(session, link)
+
+    def forget(self, session: DecodeSession, cause: Cause | None) -> None:
+        """The room has ended: out of the one table it is in."""
+        del self.rooms[session.grant.number]
+        self.counts.ended(session.state.phase.name, cause)
+        if cause is None:
+            self.counts.bytes_moved += len(session.pages) * self.exported[0].page_bytes
+
+    def source_lost(self, link: Link, cause: Cause) -> None:
+        for session in [s for s in self.rooms.values() if link in s.links]:
+            session.feed(DecodeEvent(DecodeKind.SOURCE_LOST, cause=cause))
+        self.ledger.feed_link(link, LoanKind.SOURCE_LOST)
+
+    def settled_below(self) -> int:
+        """Every grant below this has ended here, room and loans."""
+        return self.ledger.lowest_open_grant(min(self.rooms, default=self._next_grant))
+
+    async def close(self) -> None:
+        """End every room, wait for the loans a living prefill can still prove, close the links."""
+        for session in list(self.rooms.values()):
+            session.close(Cause(Code.SHUTDOWN, "decode is shutting down"))
+        patience = self.now() + self.timing.lost_after_s
+        while len(self.ledger) and self.now() < patience and any(link.usable for link in self.links.values()):
+            await asyncio.sleep(self.timing.sweep_s)
+        self._sweeper.cancel()
+        await asyncio.gather(self._sweeper, *self._closing, return_exceptions=True)
+        for link in list(self.links.values()):
+            await link.close()
+        self.links.clear()
+
+    # --- messages
+
+    async def serve_link(self, link: Link, socket: ControlSocket) -> None:
+        """Consume one link's messages until cancelled; bad bytes are counted and dropped, the loop goes on (I7)."""
+        while True:
+            for _, frame in await socket.receive():
+                try:
+                    message = decode_to_decode(frame)
+                except WireError:
+                    self.counts.malformed += 1
+                    continue
+                if message.target != self.incarnation:
+                    self.counts.foreign += 1
+                    continue
+                try:
+                    await _HANDLERS[type(message)](self, link, message)
+                except Exception:
+                    self.counts.handler_errors += 1
+                    log.exception("%s failed", type(message).__name__)
+
+    async def on_registered(self, link: Link, message: Registered) -> None:
+        link.on_registered(message)
+
+    async def on_heartbeat(self, link: Link, message: Heartbeat) -> None:
+        if message.source == link.source:
+            link.heard()
+
+    async def on_chunk_done(self, link: Link, message: ChunkDone) -> None:
+        session = self._room_of(link, message)
+        if session is None:
+            return
+        link.heard()
+        state = session.state
+        rank = session.links.index(link)
+        if message.seq != state.next_seq[rank]:
+            self.counts.stale += 1  # repeated, or one before it is missing: resync brings that
+            return
+        if message.last:
+            self.ledger.feed(LoanKey(link.source, link.rank, message.grant), LoanKind.LANDED)
+        event = DecodeEvent(DecodeKind.CHUNK_LANDED, rank, message.seq, message.pages, message.last)
+        session.chunk_done(event, message.handoff)
+
+    async def on_room_failed(self, link: Link, message: RoomFailed) -> None:
+        if session := self._room_of(link, message):
+            link.heard()
+            session.feed(DecodeEvent(DecodeKind.ROOM_FAILED, cause=message.cause))
+
+    async def on_abort_ack(self, link: Link, message: AbortAck) -> None:
+        if message.source != link.source:
+            self.counts.foreign += 1
+            return
+        link.heard()
+        kind = LoanKind.DRAINED if message.drained else LoanKind.UNPROVEN
+        if not self.ledger.feed(LoanKey(link.source, link.rank, message.grant), kind):
+            self.counts.stale += 1
+
+    async def on_resync(self, link: Link, message: Resync) -> None:
+        """Grants prefill has never heard of: their Bootstrap was lost."""
+        if message.source != link.source:
+            self.counts.foreign += 1
+            return
+        link.heard()
+        for belief in message.rooms:
+            session = self.rooms.get(belief.grant)
+            if session is not None and link in session.links and session.state.phase is DecodePhase.WAITING_FOR_INPUT:
+                self._send_bootstrap(session, link)
+
+    def _room_of(self, link: Link, message: ChunkDone | RoomFailed) -> DecodeSession | None:
+        session = self.rooms.get(message.grant)
+        if (
+            session is None
+            or session.room != message.room
+            or message.source != link.source
+            or link not in session.links
+        ):
+            self.counts.stale += 1
+            return None
+        return session
+
+    def _send_bootstrap(self, session: DecodeSession, link: Link) -> None:
+        packed = pack_pages(session.pages)
+        link.send(
+            Bootstrap(
+                session.room,
+                session.grant.number,
+                link.source,
+                self.incarnation,
+                packed,
+                session.prompt_tokens,
+                session.digest,
+            )
+        )
+
+    # --- time
+
+    async def _sweep(self) -> None:
+        while True:
+            await asyncio.sleep(self.timing.sweep_s)
+            try:
+                self._sweep_once(self.now())
+            except Exception:
+                self.counts.handler_errors += 1
+                log.exception("sweep failed")
+
+    def _sweep_once(self, now: float) -> None:
+        stale: dict[Link, list[Belief]] = {}
+        for session in list(self.rooms.values()):
+            if now >= session.deadline_at_s:
+                text = f"room {session.room}: deadline of {session.deadline_at_s - session.opened_at_s:g} s has passed"
+                session.close(Cause(Code.DEADLINE, text))
+            elif (
+                session.state.phase is not DecodePhase.DRAINING
+                and now - session.progress_at_s >= self.timing.repeat_after_s
+            ):
+                session.progress_at_s = now
+                for i, link in enumerate(session.links):
+                    stale.setdefault(link, []).append(
+                        Belief(session.room, session.grant.number, session.state.next_seq[i])
+                    )
+        for link in list(self.links.values()):
+            link.sweep(now)
+            if link in stale and link.usable:
+                link.ask_again(stale[link])
+            if not link.usable and not self.ledger.owes(link) and not any(link in s.links for s in self.rooms.values()):
+                self._drop(link)
+        self.ledger.repeat(now - self.timing.repeat_after_s)
+
+    def _drop(self, link: Link) -> None:
+        """A link that cannot be used and owes nothing: the next room opens a new one."""
+        if self.links.get(link.source) is link:
+            del self.links[link.source]
+        task = asyncio.create_task(link.close())
+        self._closing.add(task)
+        task.add_done_callback(self._closing.discard)
+
+
+_HANDLERS: dict[type, Callable[[DecodeHandlers, Link, Any], Awaitable[None]]] = {
+    Registered: DecodeHandlers.on_registered,
+    ChunkDone: DecodeHandlers.on_chunk_done,
+    RoomFailed: DecodeHandlers.on_room_failed,
+    AbortAck: DecodeHandlers.on_abort_ack,
+    Resync: DecodeHandlers.on_resync,
+    Heartbeat: DecodeHandlers.on_heartbeat,
+}

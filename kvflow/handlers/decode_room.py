@@ -1,0 +1,160 @@
+"""A room at decode, as its user holds it: everything known about the room lives in this object (I5)."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Hashable, Sequence
+from typing import TYPE_CHECKING
+
+from kvflow.handlers.ledger import Grant
+from kvflow.handlers.story import Line, Story
+from kvflow.protocols.decode_room import (
+    TERMINAL,
+    DecodeCommand,
+    DecodeEvent,
+    DecodeKind,
+    DecodePhase,
+    DecodeRoom,
+    opened,
+    step,
+)
+from kvflow.protocols.errors import Cause, Code, MisuseError, room_error
+from kvflow.protocols.layout import PageIndices
+
+if TYPE_CHECKING:
+    from kvflow.handlers.decode import DecodeHandlers
+    from kvflow.handlers.link import Link
+
+
+class DecodeSession:
+    """One room's pages and their fate. Close it, or use it as an async context manager; then nothing is left behind."""
+
+    def __init__(
+        self,
+        home: DecodeHandlers,
+        links: Sequence[Link],
+        grant: Grant,
+        prompt_tokens: int,
+        digest: bytes,
+        deadline_at_s: float,
+    ) -> None:
+        self._home = home
+        self.links = links
+        self.grant = grant
+        self.room = grant.room
+        self.prompt_tokens, self.digest = prompt_tokens, digest
+        self.deadline_at_s = deadline_at_s
+        self.state: DecodeRoom = opened(len(grant.pages), len(links))
+        self.progress_at_s = home.now()
+        self.opened_at_s = self.progress_at_s
+        self._handoff = b""
+        self._landed: asyncio.Future[bytes] = asyncio.get_running_loop().create_future()
+        self._on_end: list[Callable[[], None]] = []
+        self._kept = False
+        self._story = Story()
+
+    @property
+    def pages(self) -> PageIndices:
+        """The room's pages, int32 [pages of the prompt]; theirs to read after `landed`."""
+        return self.grant.pages
+
+    @property
+    def ended(self) -> bool:
+        return self.state.phase in TERMINAL
+
+    def story(self) -> Sequence[Line]:
+        return self._story.lines()
+
+    async def landed(self) -> bytes:
+        """Wait for every page from every rank. Returns prefill's hand-over.
+
+        Raises: KvflowError by what ended the room (see errors.py); its `code` is the first cause.
+        """
+        return await asyncio.shield(self._landed)
+
+    def keep(self, owner: Hashable) -> PageIndices:
+        """Take the landed pages over: they are `owner`'s now, and closing the room leaves them alone.
+
+        Raises: MisuseError before they have landed, or a second time.
+        """
+        if self.state.phase is not DecodePhase.SUCCESS or self._kept:
+            raise MisuseError(f"room {self.room}: pages can be kept once, after landed()")
+        self._home.pages.move(self.grant.pages, self.grant.owner, owner)
+        self._kept = True
+        return self.grant.pages
+
+    def close(self, cause: Cause | None = None) -> None:
+        """End the room, in any state, any number of times. Before it landed this is an abort: the caller is told at
+        once, and pages that are still lent come home when their loans end."""
+        self.feed(DecodeEvent(DecodeKind.ENDED_LOCALLY, cause=cause or Cause(Code.CLIENT_GONE)))
+        if self.state.phase is DecodePhase.SUCCESS and not self._kept:
+            self._kept = True
+            self._home.ledger.room_ended(self.grant, keep=False)
+
+    def on_end(self, callback: Callable[[], None]) -> None:
+        """Call back once, when the room has ended; at once if it has."""
+        if self.ended:
+            callback()
+        else:
+            self._on_end.append(callback)
+
+    async def __aenter__(self) -> DecodeSession:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        self.close()
+
+    def chunk_done(self, event: DecodeEvent, handoff: bytes) -> None:
+        """An in-order ChunkDone. The hand-over is the lowest rank's that brings one."""
+        if handoff and not self._handoff:
+            self._handoff = handoff
+        self.progress_at_s = self._home.now()
+        self.feed(event)
+
+    def feed(self, event: DecodeEvent) -> None:
+        """The one place that changes the room's state."""
+        self.state, commands = step(self.state, event)
+        if commands or event.kind is not DecodeKind.CHUNK_LANDED:
+            self._story.tell(self._home.now(), event.kind, self.state.phase, str(event.cause or ""))
+        for command in commands:
+            self._run(command)
+
+    def _run(self, command: DecodeCommand) -> None:
+        if command is DecodeCommand.SEND_BOOTSTRAP:
+            self._home.lend(self)
+        elif command is DecodeCommand.RECALL_LOANS:
+            self.grant.on_change = self._loans_changed
+            self._home.ledger.recall(self.grant, self._cause)
+            self._loans_changed()
+        elif command is DecodeCommand.TELL_LANDED:
+            if not self._landed.done():
+                self._landed.set_result(self._handoff)
+        elif command is DecodeCommand.TELL_FAILED:
+            if not self._landed.done():
+                self._landed.set_exception(room_error(self._cause))
+                self._landed.exception()  # the room's user may never ask: then nobody is to be warned
+        else:
+            self._end()
+
+    @property
+    def _cause(self) -> Cause:
+        return self.state.cause or Cause(Code.PROTOCOL_ERROR)
+
+    def _loans_changed(self) -> None:
+        """Called by the ledger once loans are recalled: tell the machine when none is left that could still be proven."""
+        if not self.grant.loans:
+            self.feed(DecodeEvent(DecodeKind.LOANS_ENDED))
+        elif self.grant.doubtful:
+            cause = Cause(Code.TRANSFER_ERROR, "prefill cannot prove where its writes went")
+            self.feed(DecodeEvent(DecodeKind.LOANS_DOUBTFUL, cause=cause))
+
+    def _end(self) -> None:
+        if self.state.phase is DecodePhase.SUCCESS:
+            self._home.forget(self, None)
+        else:
+            self._kept = True
+            self._home.ledger.room_ended(self.grant, keep=False)
+            self._home.forget(self, self._cause)
+        for callback in self._on_end:
+            callback()
+        self._on_end.clear()

@@ -1,0 +1,319 @@
+"""What prefill does about messages: rooms by id, targets by decode incarnation."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import OrderedDict
+from collections.abc import Awaitable, Callable, Coroutine
+from typing import Any
+
+from kvflow.handlers.prefill_room import PrefillSession
+from kvflow.handlers.settings import Bounds, Counts, Timing
+from kvflow.handlers.target import Target
+from kvflow.protocols.codec import decode_to_prefill, encode, routing_id
+from kvflow.protocols.errors import Cause, Code, KvflowError, LayoutError, MisuseError, TransferError, WireError
+from kvflow.protocols.layout import PageIndices, PoolLayout, differences, unpack_pages
+from kvflow.protocols.messages import (
+    WIRE_VERSION,
+    Abort,
+    AbortAck,
+    Belief,
+    Bootstrap,
+    ChunkDone,
+    Heartbeat,
+    Register,
+    Registered,
+    Resync,
+    RoomFailed,
+    ToPrefill,
+)
+from kvflow.protocols.ports import ControlSocket, DataPlane, Endpoint, PageStore
+from kvflow.protocols.prefill_room import PrefillEvent, PrefillKind, PrefillPhase
+
+log = logging.getLogger(__name__)
+
+
+class PrefillHandlers:
+    """The rooms and targets of one prefill incarnation. Lives on the event loop."""
+
+    def __init__(
+        self,
+        *,
+        incarnation: int,
+        rank: int,
+        pages: PageStore,
+        plane: DataPlane,
+        layout: PoolLayout,
+        endpoint: Endpoint,
+        socket: ControlSocket,
+        now: Callable[[], float],
+        timing: Timing | None = None,
+        bounds: Bounds | None = None,
+    ) -> None:
+        self.incarnation, self.rank, self.pages, self.plane = incarnation, rank, pages, plane
+        self.layout, self.endpoint, self.socket, self.now = layout, endpoint, socket, now
+        self.page_bytes = layout.page_bytes
+        self.timing, self.bounds = timing or Timing(), bounds or Bounds()
+        self.counts = Counts()
+        self.rooms: dict[int, PrefillSession] = {}
+        self.targets: dict[int, Target] = {}
+        self._refusals: OrderedDict[int, tuple[Cause, float]] = (
+            OrderedDict()
+        )  # rooms that ended as halves, for the other half
+        self._room_ended = asyncio.Event()
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._spawn(self._serve(), "kvflow-prefill-serve")
+        self._spawn(self._sweep(), "kvflow-prefill-sweep")
+
+    # --- rooms
+
+    def open_room(self, room: int, prompt_tokens: int, digest: bytes, deadline_s: float | None) -> PrefillSession:
+        """The engine's half of a room. Raises: MisuseError when the id is in use."""
+        session = self.rooms.get(room)
+        if session is not None and session.prompt is not None:
+            raise MisuseError(f"room {room} is in use")
+        if session is None:
+            session = self._new_room(room, PrefillPhase.EXPECTED)
+        session.prompt = (prompt_tokens, digest)
+        if deadline_s is not None:
+            session.own_deadline_at_s = self.now() + deadline_s
+            session.deadline_at_s = min(session.deadline_at_s, session.own_deadline_at_s)
+        if session.bootstrap is not None:
+            session.meet()
+        elif refusal := self._refusals.pop(room, None):
+            session.feed(PrefillEvent(PrefillKind.ENDED_LOCALLY, cause=refusal[0]))
+        return session
+
+    def forget(self, session: PrefillSession) -> None:
+        """The room has ended: out of the tables it is in, its last words kept for whoever missed them."""
+        del self.rooms[session.room]
+        cause = session.state.cause
+        if session.target is not None:
+            session.target.close_grant(session.grant, tuple(session.said))
+        if cause is not None and (session.prompt is None or session.target is None):
+            self._refusals[session.room] = (cause, self.now() + self.timing.rendezvous_s)
+            if len(self._refusals) > self.bounds.refusals:
+                self._refusals.popitem(last=False)
+        self.counts.ended(session.state.phase.name, cause)
+        self._room_ended.set()
+
+    async def close(self) -> None:
+        """End every room, drain every write, stop the tasks. The control socket and the data plane stay the caller's."""
+        for session in list(self.rooms.values()):
+            session.close(Cause(Code.SHUTDOWN, "prefill is shutting down"))
+        while self.rooms:
+            self._room_ended.clear()
+            await self._room_ended.wait()
+        tasks = list(self._tasks)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        for target in self.targets.values():
+            if target.route is not None:
+                target.route.close()
+        self.targets.clear()
+
+    def _new_room(self, room: int, phase: PrefillPhase) -> PrefillSession:
+        session = PrefillSession(self, room, phase)
+        self.rooms[room] = session
+        self.counts.rooms_opened += 1
+        return session
+
+    def _spawn(self, work: Coroutine[Any, Any, None], name: str) -> asyncio.Task[None]:
+        task = asyncio.create_task(work, name=name)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return task
+
+    # --- messages
+
+    async def _serve(self) -> None:
+        """Consume messages until cancelled; bad bytes are counted and dropped, the loop goes on (I7)."""
+        while True:
+            for peer, frame in await self.socket.receive():
+                try:
+                    message = decode_to_prefill(frame)
+                except WireError:
+                    self.counts.malformed += 1
+                    continue
+                if peer != routing_id(message.target):
+                    self.counts.foreign += 1
+                    continue
+                try:
+                    await self._handle(message)
+                except Exception:
+                    self.counts.handler_errors += 1
+                    log.exception("%s failed", type(message).__name__)
+
+    async def _handle(self, message: ToPrefill) -> None:
+        if message.source != self.incarnation:
+            self.counts.stale += 1
+            self._answer(message, "another incarnation serves here now")
+        elif type(message) is Register:
+            await self.on_register(message)
+        elif (target := self.targets.get(message.target)) is None or target.route is None:
+            self.counts.stale += 1
+        else:
+            target.heard_at_s, target.silent = self.now(), False
+            await _HANDLERS[type(message)](self, target, message)
+
+    def _answer(self, message: ToPrefill, refusal: str) -> None:
+        registered = Registered(self.incarnation, message.target, WIRE_VERSION, self.rank, refusal, self.endpoint)
+        self.socket.send(encode(registered), routing_id(message.target))
+
+    async def on_register(self, message: Register) -> None:
+        """A decode says who it is; the way into its pool is opened in the background."""
+        if message.wire_version != WIRE_VERSION:
+            return self._answer(message, f"wire version {message.wire_version}, this prefill speaks {WIRE_VERSION}")
+        target = self.targets.get(message.target)
+        if target is None:
+            if len(self.targets) >= self.bounds.targets:
+                return self._answer(message, f"{self.bounds.targets} decodes are registered already")
+            target = self.targets[message.target] = Target(self, message)
+            target.watch = self._spawn(self._open_target(target, message), f"kvflow-target-{message.target:x}")
+        elif target.refusal or target.route is not None:
+            target.heard_at_s, target.silent = self.now(), False
+            self._answer(message, target.refusal)
+        return None
+
+    async def _open_target(self, target: Target, message: Register) -> None:
+        """Check the pools against each other, open the route, then watch the process until it dies."""
+        try:
+            message.layout.check()
+            if found := differences(self.layout, message.layout):
+                raise LayoutError("; ".join(found))
+            target.route = await self.plane.connect(message.endpoint, message.layout)
+        except KvflowError as error:
+            target.refusal = str(error)
+        self._answer(message, target.refusal)
+        try:
+            await self.plane.fence(message.endpoint)
+        except TransferError:
+            return  # its death cannot be observed from here: silence ends its rooms
+        self._lose(target, f"decode {target.incarnation:x} died")
+        while any(s.target is target for s in self.rooms.values()):  # a route is closed when nothing flies on it
+            self._room_ended.clear()
+            await self._room_ended.wait()
+        if target.route is not None:
+            target.route.close()
+        del self.targets[target.incarnation]
+
+    async def on_bootstrap(self, target: Target, message: Bootstrap) -> None:
+        """Decode's half of a room. A repeated one changes nothing; one that cannot be served is refused at once."""
+        if message.grant in target.grants:
+            return
+        if message.grant in target.closed:
+            return self._say_again(target, message.grant, 0)
+        try:
+            pages = self._check_bootstrap(target, message)
+        except KvflowError as error:
+            return self._refuse(target, message, error.cause())
+        session = self.rooms.get(message.room)
+        if session is not None and session.bootstrap is not None:
+            cause = Cause(Code.ROOM_IN_USE, f"room {message.room} has a decode already")
+            return self._refuse(target, message, cause)
+        if session is None and (refusal := self._refusals.pop(message.room, None)):
+            return self._refuse(target, message, refusal[0])
+        if session is None:
+            session = self._new_room(message.room, PrefillPhase.BOOTSTRAPPED)
+        session.bind(target, message, pages)
+        target.grants[message.grant] = session
+        if session.prompt is not None:
+            session.meet()
+        return None
+
+    def _check_bootstrap(self, target: Target, message: Bootstrap) -> PageIndices:
+        """The pages it lends. Raises: KvflowError."""
+        if message.grant < target.low_water:
+            error = MisuseError(f"grant {message.grant} is below {target.low_water}: it has ended")
+            error.code = Code.STALE_GRANT
+            raise error
+        pages = unpack_pages(message.pages, target.layout.num_pages)
+        wanted = self.layout.pages_for(message.prompt_tokens) - message.prefix_tokens // self.layout.page_size
+        if len(pages) != wanted or wanted < 1:
+            raise MisuseError(f"{len(pages)} pages lent, {message.prompt_tokens} tokens need {wanted}")
+        return pages
+
+    def _refuse(self, target: Target, message: Bootstrap, cause: Cause) -> None:
+        who = (message.room, message.grant, self.incarnation, target.incarnation, self.rank)
+        said = (RoomFailed(*who, cause), AbortAck(*who, True))
+        target.close_grant(message.grant, said)
+        for word in said:
+            target.send(word)
+
+    async def on_abort(self, target: Target, message: Abort) -> None:
+        """Stop writing for this grant. Answered when nothing of it runs; at once when nothing ever did."""
+        session = target.grants.get(message.grant)
+        if session is not None:
+            session.feed(PrefillEvent(PrefillKind.ABORT_RECEIVED, cause=message.cause))
+            return
+        half = self.rooms.get(message.room)
+        if message.grant not in target.closed:
+            if half is not None and half.bootstrap is None:  # decode could not even offer pages
+                half.feed(PrefillEvent(PrefillKind.ENDED_LOCALLY, cause=message.cause))
+            target.close_grant(message.grant, ())
+        who = (message.room, message.grant, self.incarnation, target.incarnation, self.rank)
+        target.send(AbortAck(*who, target.drained(message.grant)))
+
+    async def on_resync(self, target: Target, message: Resync) -> None:
+        """Say again what decode has missed, and name the grants this incarnation has never heard of."""
+        unknown: list[Belief] = []
+        for belief in message.rooms:
+            session = target.grants.get(belief.grant)
+            if session is not None:
+                for word in session.said:
+                    if type(word) is not ChunkDone or word.seq >= belief.next_seq:
+                        target.send(word)
+            elif belief.grant in target.closed:
+                self._say_again(target, belief.grant, belief.next_seq)
+            else:
+                unknown.append(belief)
+        if unknown:
+            target.send(Resync(self.incarnation, target.incarnation, tuple(unknown)))
+
+    async def on_heartbeat(self, target: Target, message: Heartbeat) -> None:
+        target.settle(message.settled_below)
+        target.send(Heartbeat(self.incarnation, target.incarnation))
+
+    def _say_again(self, target: Target, grant: int, next_seq: int) -> None:
+        for word in target.closed[grant]:
+            if type(word) is not ChunkDone or word.seq >= next_seq:
+                target.send(word)
+
+    def _lose(self, target: Target, text: str) -> None:
+        target.silent = True
+        for session in list(target.grants.values()):
+            session.feed(PrefillEvent(PrefillKind.TARGET_LOST, cause=Cause(Code.PEER_LOST, text)))
+
+    # --- time
+
+    async def _sweep(self) -> None:
+        while True:
+            await asyncio.sleep(self.timing.sweep_s)
+            try:
+                self._sweep_once(self.now())
+            except Exception:
+                self.counts.handler_errors += 1
+                log.exception("sweep failed")
+
+    def _sweep_once(self, now: float) -> None:
+        for session in list(self.rooms.values()):
+            if now >= session.deadline_at_s and not session.ended:
+                half = session.prompt is None or session.bootstrap is None
+                code = Code.RENDEZVOUS if half and now < session.own_deadline_at_s else Code.DEADLINE
+                text = f"room {session.room}: nothing more came for {now - session.opened_at_s:.1f} s"
+                session.close(Cause(code, text))
+        for target in self.targets.values():
+            if not target.silent and now - target.heard_at_s > self.timing.lost_after_s:
+                self._lose(target, f"decode {target.incarnation:x} was silent for {self.timing.lost_after_s:g} s")
+        while self._refusals and next(iter(self._refusals.values()))[1] < now:
+            self._refusals.popitem(last=False)
+
+
+_HANDLERS: dict[type, Callable[[PrefillHandlers, Target, Any], Awaitable[None]]] = {
+    Bootstrap: PrefillHandlers.on_bootstrap,
+    Abort: PrefillHandlers.on_abort,
+    Resync: PrefillHandlers.on_resync,
+    Heartbeat: PrefillHandlers.on_heartbeat,
+}

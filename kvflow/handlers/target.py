@@ -1,0 +1,61 @@
+"""Prefill's view of one decode incarnation: the way into its pool, its open grants, and what has ended."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import OrderedDict
+from typing import TYPE_CHECKING
+
+from kvflow.protocols.codec import encode, routing_id
+from kvflow.protocols.messages import AbortAck, Message, Register
+from kvflow.protocols.ports import Route
+
+if TYPE_CHECKING:
+    from kvflow.handlers.prefill import PrefillHandlers
+    from kvflow.handlers.prefill_room import PrefillSession
+
+
+class Target:
+    """One decode incarnation that has registered. Kept through silence, dropped when its process is known to be dead."""
+
+    def __init__(self, home: PrefillHandlers, message: Register) -> None:
+        self._home = home
+        self.incarnation = message.target
+        self.layout, self.endpoint = message.layout, message.endpoint
+        self.peer = routing_id(message.target)
+        self.route: Route | None = None
+        self.refusal = ""
+        self.heard_at_s = home.now()
+        self.silent = False
+        self.grants: dict[int, PrefillSession] = {}
+        self.closed: OrderedDict[int, tuple[Message, ...]] = OrderedDict()
+        self.doubtful: set[int] = set()  # evicted from `closed` though some write of theirs may still land
+        self.low_water = 0  # a grant below this has ended or never will begin
+        self.watch: asyncio.Task[None] | None = None
+
+    def send(self, message: Message) -> None:
+        if not self._home.socket.send(encode(message), self.peer):
+            self._home.counts.undelivered += 1
+
+    def close_grant(self, grant: int, said: tuple[Message, ...]) -> None:
+        """Remember how a grant ended, so that it can be said again and nothing resurrects it (I6)."""
+        self.grants.pop(grant, None)
+        self.closed[grant] = said
+        while len(self.closed) > self._home.bounds.closed_grants:
+            evicted, words = self.closed.popitem(last=False)
+            if any(type(word) is AbortAck and not word.drained for word in words):
+                self.doubtful.add(evicted)
+            self.low_water = max(self.low_water, evicted + 1)
+
+    def drained(self, grant: int) -> bool:
+        """Nothing of a grant that is not open can land any more."""
+        said = self.closed.get(grant, ())
+        return grant not in self.doubtful and all(word.drained for word in said if type(word) is AbortAck)
+
+    def settle(self, below: int) -> None:
+        """Decode needs nothing said again below this grant."""
+        while self.closed and next(iter(self.closed)) < below:
+            self.closed.popitem(last=False)
+        self.doubtful = {g for g in self.doubtful if g >= below} if self.doubtful else self.doubtful
+        if below > self.low_water and not any(g < below for g in self.grants):
+            self.low_water = below

@@ -1,0 +1,233 @@
+"""The library: a prefill or a decode node over your own paged pool. The only place that wires floors together.
+
+async with DecodeNode(pool, plane) as decode:
+    async with await decode.room(7, prefill="127.0.0.1:8998", prompt=ids) as room:
+        handoff = await room.landed()          # room.pages are filled
+
+async with PrefillNode(pool, plane) as prefill:
+    async with prefill.room(7, prompt=ids) as room:
+        await room.matched()
+        room.send(pages, last=True, handoff=b"...")
+        await room.done()
+"""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+from collections.abc import Awaitable, Callable, Sequence
+from time import monotonic
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvflow.handlers.decode import DecodeHandlers
+from kvflow.handlers.decode_room import DecodeSession
+from kvflow.handlers.prefill import PrefillHandlers
+from kvflow.handlers.prefill_room import PrefillSession
+from kvflow.handlers.settings import Counts, Timing
+from kvflow.memory.allocator import PageAllocator
+from kvflow.memory.pool import PagedPool
+from kvflow.protocols.codec import prompt_digest
+from kvflow.protocols.errors import MisuseError
+from kvflow.protocols.ports import DataPlane
+from kvflow.protocols.ranks import PoolShape, RankInfo
+from kvflow.transports.control import ZmqSocket, bind_router, connect_dealer
+
+Prompt = Sequence[int] | NDArray[np.integer[Any]]
+Resolve = Callable[[str], Awaitable[Sequence[RankInfo]]]
+"""From the word a user names a prefill by to its ranks, in rank order. Raises: LostError."""
+
+
+class _Node:
+    """What both roles share: identity, pool, page owners, data plane."""
+
+    def __init__(
+        self, pool: PagedPool, plane: DataPlane, *, pages: PageAllocator | None, timing: Timing | None
+    ) -> None:
+        self.pool, self.plane = pool, plane
+        self.pages = pages or PageAllocator(pool.layout.num_pages)
+        self.timing = timing or Timing()
+        self.incarnation = secrets.randbits(63) | 1
+
+    @property
+    def shape(self) -> PoolShape:
+        layout = self.pool.layout
+        return PoolShape(layout.page_size, layout.num_pages, layout.page_bytes, len(layout.components))
+
+
+def _check_prompt(room: int, prompt: Prompt) -> tuple[int, bytes]:
+    """Token count and digest of a prompt. Raises: MisuseError."""
+    if not 0 <= room < 1 << 64:
+        raise MisuseError(f"room {room} is no u64")
+    if not len(prompt):
+        raise MisuseError("prompt is empty: at least 1 token")
+    return len(prompt), prompt_digest(prompt)
+
+
+class PrefillNode(_Node):
+    """One prefill rank: binds the control ROUTER and writes rooms into decodes' pools."""
+
+    def __init__(
+        self,
+        pool: PagedPool,
+        plane: DataPlane,
+        *,
+        host: str = "127.0.0.1",
+        port: int = 0,
+        rank: int = 0,
+        world_size: int = 1,
+        model: str = "",
+        pages: PageAllocator | None = None,
+        timing: Timing | None = None,
+    ) -> None:
+        """`host` is where decodes reach the control socket; `port` 0 takes a free one."""
+        super().__init__(pool, plane, pages=pages, timing=timing)
+        self._host, self._port, self._rank, self._world_size, self._model = host, port, rank, world_size, model
+        self._socket: ZmqSocket | None = None
+        self._handlers: PrefillHandlers | None = None
+
+    @property
+    def handlers(self) -> PrefillHandlers:
+        if self._handlers is None:
+            raise MisuseError("the prefill node is not started")
+        return self._handlers
+
+    @property
+    def counts(self) -> Counts:
+        return self.handlers.counts
+
+    @property
+    def info(self) -> RankInfo:
+        """What the bootstrap registry is told about this rank."""
+        control = f"tcp://{self._host}:{self._port}"
+        return RankInfo(
+            self._rank, self._world_size, self.incarnation, control, self.plane.name, self._model, self.shape
+        )
+
+    async def start(self) -> None:
+        """Raises: MisuseError when the control port is taken."""
+        endpoint, _ = self.plane.export(self.pool.layout)
+        self._socket, self._port = bind_router(self._host, self._port)
+        self._handlers = PrefillHandlers(
+            incarnation=self.incarnation,
+            rank=self._rank,
+            pages=self.pages,
+            plane=self.plane,
+            layout=self.pool.layout,
+            endpoint=endpoint,
+            socket=self._socket,
+            now=monotonic,
+            timing=self.timing,
+        )
+
+    def room(self, room: int, prompt: Prompt, *, deadline_s: float | None = None) -> PrefillSession:
+        """The engine's half of a room; synchronous, so that a refusal is known before any work.
+
+        Raises: MisuseError (room in use, empty prompt).
+        """
+        tokens, digest = _check_prompt(room, prompt)
+        return self.handlers.open_room(room, tokens, digest, deadline_s)
+
+    async def close(self) -> None:
+        """End and drain every room, then the data plane. The pool stays the caller's."""
+        if self._handlers is not None:
+            await self._handlers.close()
+        await self.plane.close()
+        if self._socket is not None:
+            self._socket.close()
+
+    async def __aenter__(self) -> PrefillNode:
+        await self.start()
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.close()
+
+
+class DecodeNode(_Node):
+    """A decode: lends its pages to prefill ranks, room by room."""
+
+    def __init__(
+        self,
+        pool: PagedPool,
+        plane: DataPlane,
+        *,
+        resolve: Resolve | None = None,
+        pages: PageAllocator | None = None,
+        timing: Timing | None = None,
+    ) -> None:
+        """`resolve` turns the word a room names its prefill by into ranks (a registry's client, say)."""
+        super().__init__(pool, plane, pages=pages, timing=timing)
+        self._resolve = resolve
+        self._ranks: dict[str, Sequence[RankInfo]] = {}
+        self._asking: dict[str, asyncio.Future[Sequence[RankInfo]]] = {}
+        self._handlers: DecodeHandlers | None = None
+
+    @property
+    def handlers(self) -> DecodeHandlers:
+        if self._handlers is None:
+            raise MisuseError("the decode node is not started")
+        return self._handlers
+
+    @property
+    def counts(self) -> Counts:
+        return self.handlers.counts
+
+    async def start(self) -> None:
+        endpoint, layout = self.plane.export(self.pool.layout)
+        self._handlers = DecodeHandlers(
+            incarnation=self.incarnation,
+            pages=self.pages,
+            plane=self.plane,
+            exported=(layout, endpoint),
+            connect=connect_dealer,
+            now=monotonic,
+            timing=self.timing,
+        )
+
+    async def room(
+        self, room: int, prefill: str | Sequence[RankInfo], prompt: Prompt, *, deadline_s: float | None = None
+    ) -> DecodeSession:
+        """Open a room at `prefill` (what `resolve` understands, or the ranks themselves) for a prompt of token ids.
+
+        Raises: MisuseError; LostError (nobody answers there); RefusedError (the pools do not fit); CapacityError (no pages).
+        """
+        tokens, digest = _check_prompt(room, prompt)
+        if not isinstance(prefill, str):
+            return self.handlers.open_room(room, await self.handlers.link_all(prefill), tokens, digest, deadline_s)
+        if self._resolve is None:
+            raise MisuseError(f"prefill {prefill!r}: this node was given no resolve()")
+        ranks = self._ranks.get(prefill)
+        if ranks is None or any(not self._usable(info) for info in ranks):
+            ranks = await self._ask(prefill)
+        links = await self.handlers.link_all(ranks)
+        return self.handlers.open_room(room, links, tokens, digest, deadline_s)
+
+    def _usable(self, info: RankInfo) -> bool:
+        link = self.handlers.links.get(info.incarnation)
+        return link is not None and link.usable
+
+    async def _ask(self, prefill: str) -> Sequence[RankInfo]:
+        """Resolve once for all rooms that wait for the same word."""
+        task = self._asking.get(prefill)
+        if task is None:
+            assert self._resolve is not None
+            task = self._asking[prefill] = asyncio.ensure_future(self._resolve(prefill))
+            task.add_done_callback(lambda _: self._asking.pop(prefill, None))
+        ranks = self._ranks[prefill] = await asyncio.shield(task)
+        return ranks
+
+    async def close(self) -> None:
+        """End every room, take lent pages back where a living prefill can prove them, then the data plane."""
+        if self._handlers is not None:
+            await self._handlers.close()
+        await self.plane.close()
+
+    async def __aenter__(self) -> DecodeNode:
+        await self.start()
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.close()

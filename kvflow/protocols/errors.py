@@ -1,0 +1,131 @@
+"""One tree of errors, by who has to act.
+
+KvflowError
+├── MisuseError            the caller broke a rule of the API; nothing was sent
+│   ├── LayoutError        a pool that cannot be described, or two that do not fit together
+│   ├── OwnershipError     double free, foreign free, pages given to somebody else
+│   └── CapacityError      more pages, rooms or bytes than there are (retry later may help)
+├── PeerError              the peer said something it must not say
+│   ├── WireError          bytes that are no message
+│   └── RefusedError       the peer understood, and declined
+├── TransferError          the data plane failed, or cannot say what landed
+├── AbortedError           the room was ended on purpose, by one of the two sides
+└── LostError              the peer, or the link to it, is gone
+"""
+
+from __future__ import annotations
+
+from enum import StrEnum
+
+import msgspec
+
+
+class Code(StrEnum):
+    """Why a room ended, as it travels on the wire and stands in metrics."""
+
+    CLIENT_GONE = "client_gone"
+    DEADLINE = "deadline"
+    RENDEZVOUS = "rendezvous"
+    CAPACITY = "capacity"
+    BAD_REQUEST = "bad_request"
+    PROMPT_MISMATCH = "prompt_mismatch"
+    ROOM_IN_USE = "room_in_use"
+    STALE_GRANT = "stale_grant"
+    ENGINE_ERROR = "engine_error"
+    TRANSFER_ERROR = "transfer_error"
+    PROTOCOL_ERROR = "protocol_error"
+    PEER_LOST = "peer_lost"
+    SHUTDOWN = "shutdown"
+
+
+class Cause(msgspec.Struct, frozen=True, array_like=True):
+    """The first thing that went wrong in a room; later ones do not replace it."""
+
+    code: Code
+    text: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.code}: {self.text}" if self.text else str(self.code)
+
+
+class KvflowError(Exception):
+    """Root of everything kvflow raises on purpose."""
+
+    code: Code = Code.ENGINE_ERROR
+
+    def cause(self) -> Cause:
+        return Cause(self.code, str(self))
+
+
+class MisuseError(KvflowError):
+    """The caller broke a rule of the API."""
+
+    code = Code.BAD_REQUEST
+
+
+class LayoutError(MisuseError):
+    """A pool that cannot be described, or two that do not fit together."""
+
+
+class OwnershipError(MisuseError):
+    """A page was freed twice, or by somebody who does not own it."""
+
+
+class CapacityError(MisuseError):
+    """More was asked for than there is."""
+
+    code = Code.CAPACITY
+
+    def __init__(self, what: str, asked: int, limit: int) -> None:
+        super().__init__(f"{what}: asked for {asked}, limit {limit}")
+        self.what, self.asked, self.limit = what, asked, limit
+
+
+class PeerError(KvflowError):
+    """The peer said something it must not say."""
+
+    code = Code.PROTOCOL_ERROR
+
+
+class WireError(PeerError):
+    """Bytes that are no message."""
+
+
+class RefusedError(PeerError):
+    """The peer understood the request and declined it."""
+
+
+class TransferError(KvflowError):
+    """The data plane failed, or cannot say what landed."""
+
+    code = Code.TRANSFER_ERROR
+
+
+class LostError(KvflowError):
+    """The peer, or the link to it, is gone."""
+
+    code = Code.PEER_LOST
+
+
+class AbortedError(KvflowError):
+    """The room was ended on purpose by one of its two sides."""
+
+    code = Code.CLIENT_GONE
+
+
+_BY_CODE: dict[Code, type[KvflowError]] = {
+    Code.CLIENT_GONE: AbortedError,
+    Code.SHUTDOWN: AbortedError,
+    Code.DEADLINE: AbortedError,
+    Code.RENDEZVOUS: LostError,
+    Code.PEER_LOST: LostError,
+    Code.TRANSFER_ERROR: TransferError,
+    Code.PROTOCOL_ERROR: PeerError,
+}
+
+
+def room_error(cause: Cause) -> KvflowError:
+    """The exception a user of a room sees for `cause`: one class per kind of ending, with the first cause as its code."""
+    error = _BY_CODE.get(cause.code, RefusedError)(str(cause))
+    error.code = cause.code
+    return error

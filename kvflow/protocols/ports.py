@@ -1,0 +1,149 @@
+"""What the handlers need from the world, as `typing.Protocol`s: time, links, pages, data planes."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Hashable
+from enum import Enum
+from typing import Protocol
+
+import msgspec
+
+from kvflow.protocols.layout import PageIndices, PoolLayout
+
+
+class Landing(Enum):
+    """How a write ended. Only the first two prove where the bytes are."""
+
+    LANDED = "landed"  # every block is in the target's memory
+    DRAINED = "drained"  # cancelled: every block that was submitted has landed, nothing else will be
+    UNPROVEN = "unproven"  # some block ended in error or time-out: it may land now, later, or never
+
+
+class Witness(msgspec.Struct, frozen=True, array_like=True):
+    """What lets another process of the same host observe this one's death (Linux pidfd).
+
+    `pid` means something only under the same `boot_id` and `pid_namespace`; `start_ticks` tells a re-used pid apart.
+    """
+
+    boot_id: str
+    pid_namespace: str
+    pid: int
+    start_ticks: int
+
+
+class Endpoint(msgspec.Struct, frozen=True, array_like=True):
+    """Where a data plane reaches this process: `address` is the back end's own word (a session, a shared-memory handle)."""
+
+    backend: str
+    address: str
+    witness: Witness
+
+
+class Flight(Protocol):
+    """One write under way."""
+
+    @property
+    def landed_bytes(self) -> int:
+        """Bytes proven to be in the target's memory so far."""
+
+    @property
+    def total_bytes(self) -> int: ...
+
+    @property
+    def error(self) -> str:
+        """What the data plane said, after UNPROVEN; else empty."""
+
+    @property
+    def done(self) -> asyncio.Future[Landing]:
+        """Resolves, on the event loop, when nothing of this write runs any more. Never an exception; never cancel it
+        (await it through `asyncio.shield`)."""
+
+    def cancel(self) -> None:
+        """Submit nothing more; `done` resolves when what was submitted has ended. Idempotent, returns at once."""
+
+
+class Route(Protocol):
+    """A checked pairing of our pool with one peer's pool, over one data plane.
+
+    Validity ends with `close`; a route belongs to one incarnation of the peer.
+    """
+
+    def write(self, source_pages: PageIndices, target_pages: PageIndices) -> Flight:
+        """Start copying our `source_pages` onto the peer's `target_pages` (same length, int32 [n], indices in range).
+
+        Returns at once; planning and copying happen on the plane's own thread. The caller keeps both page lists
+        allocated until `done`, and the target's on loan until proof if the landing is UNPROVEN.
+        Raises: LayoutError for lists of different length or indices outside either pool.
+        """
+
+    def close(self) -> None:
+        """Drop mappings and sessions. Call only when no flight of this route is under way."""
+
+
+class DataPlane(Protocol):
+    """One way of moving pages between processes. Every back end answers three questions in its module docstring: what
+    status means landed, whether a write can outlive its error, and what fences a peer."""
+
+    @property
+    def name(self) -> str: ...
+
+    def export(self, layout: PoolLayout) -> tuple[Endpoint, PoolLayout]:
+        """Make our pool (whose `layout.buffers` carry this process's addresses) known to the plane; called once, before
+        `connect`. Returns what a peer needs to reach it: the endpoint, and the layout with addresses as the peer must
+        use them (plain addresses for mooncake, offsets in the shared segment for local).
+
+        Raises: LayoutError when the memory cannot be reached that way.
+        """
+
+    async def connect(self, endpoint: Endpoint, layout: PoolLayout) -> Route:
+        """Open the way from our pool into the peer's, as it exported them; slow work runs in a thread.
+
+        Raises: LayoutError (the pools do not fit), TransferError (the peer cannot be reached).
+        """
+
+    async def fence(self, writer: Endpoint) -> None:
+        """Return once no write of `writer` can reach our pool any more; wait as long as that takes (the caller cancels).
+
+        Raises: TransferError when this back end can never prove it for that writer (another host, say).
+        """
+
+    async def close(self) -> None:
+        """Cancel and drain every flight, end the threads, unregister the memory."""
+
+
+class ControlSocket(Protocol):
+    """One end of the control link; a peer is a routing id, empty on the side that knows only one."""
+
+    def send(self, frame: bytes, peer: bytes = b"") -> bool:
+        """Queue a frame; False when it cannot be delivered now (no such peer, queue full). Resync repairs what is lost."""
+
+    async def receive(self) -> list[tuple[bytes, bytes]]:
+        """The next burst of (peer, frame); at least one, at most a few hundred so that the loop stays free."""
+
+    def close(self) -> None: ...
+
+
+class PageStore(Protocol):
+    """The owners of every page of one pool (I1). Owners are hashable values; indices int32 [n]."""
+
+    @property
+    def free_pages(self) -> int: ...
+
+    def take(self, count: int, owner: Hashable) -> PageIndices:
+        """`count` free pages, now owned by `owner`. Raises: CapacityError (nothing is taken)."""
+
+    def move(self, pages: PageIndices, owner: Hashable, new_owner: Hashable) -> None:
+        """Change the owner. Raises: OwnershipError when a page is not `owner`'s (nothing is moved)."""
+
+    def give_back(self, pages: PageIndices, owner: Hashable) -> None:
+        """Return pages to the free list, or, for pages that are held, as soon as the last hold ends (I13).
+
+        Raises: OwnershipError for pages that are free already or somebody else's (nothing is given back).
+        """
+
+    def hold(self, pages: PageIndices) -> None:
+        """A reader or writer that cannot be stopped uses these pages: a model step, a running write. Counted."""
+
+    def unhold(self, pages: PageIndices) -> None:
+        """That use has ended. Raises: OwnershipError when it was not held."""
