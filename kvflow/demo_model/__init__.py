@@ -1,0 +1,33 @@
+"""The small model that `kvflow demo` serves: a Hugging Face model directory, its training script and its provenance."""
+
+from pathlib import Path
+
+DEMO_MODEL_DIR = Path(__file__).parent
+
+# Openings whose greedy continuations are known to be readable and to differ from each other (tests/demo_model).
+DEMO_PROMPTS = (
+    "The assert statement",
+    "A class definition",
+    "The with statement is used to",
+    "An exception is raised when",
+    "Dictionaries are",
+    "The for loop",
+    "The del statement",
+    "Exceptions are",
+    "A module",
+    "The operator",
+    "Numbers are created by",
+    "Attribute access can be customized by",
+    "The return statement",
+    "A decorator is",
+    "The try statement specifies",
+    "Names refer to objects.",
+    "Lists are created",
+    "Calling a method",
+    "The global statement",
+    "The format string",
+    "Coroutine objects are",
+    "A slice object",
+    "Comparison operators",
+    "Boolean operations",
+)

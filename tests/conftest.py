@@ -1,0 +1,64 @@
+"""What all tests share: one thread, one printed seed, uvloop."""
+
+from __future__ import annotations
+
+import os
+import random
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING
+
+import pytest
+import uvloop
+
+if TYPE_CHECKING:
+    import asyncio
+
+# Before anything imports torch: more threads than cores make every timing and every timeout a matter of luck.
+for _variable in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"):
+    os.environ.setdefault(_variable, "1")
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--seed", type=int, default=None, help="seed of all random tests (default: KVFLOW_SEED or random)")
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_configure(config: pytest.Config) -> None:
+    # Kept in the options, so that the workers of xdist use the seed of the process that printed it.
+    if config.option.seed is None:
+        config.option.seed = int(os.environ.get("KVFLOW_SEED") or random.SystemRandom().randrange(2**32))
+    if getattr(config.option, "hypothesis_seed", None) is None:
+        config.option.hypothesis_seed = str(config.option.seed)
+
+
+def pytest_report_header(config: pytest.Config) -> str:
+    return f"seed: {config.option.seed} (repeat with --seed {config.option.seed})"
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    marked = [item for item in items if item.get_closest_marker("gpu")]
+    if not marked:
+        return
+    # Only now: importing torch takes seconds.
+    import torch
+
+    if not torch.cuda.is_available():
+        for item in marked:
+            item.add_marker(pytest.mark.skip(reason="no accelerator"))
+
+
+def pytest_asyncio_loop_factories() -> Mapping[str, Callable[[], asyncio.AbstractEventLoop]]:
+    return {"uvloop": uvloop.new_event_loop}
+
+
+@pytest.fixture
+def seed(request: pytest.FixtureRequest) -> int:
+    """The seed of this run, printed in the header."""
+    value: int = request.config.option.seed
+    return value
+
+
+@pytest.fixture(autouse=True)
+def _seeded(request: pytest.FixtureRequest) -> None:
+    random.seed(request.config.option.seed)
