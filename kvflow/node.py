@@ -31,7 +31,8 @@ from kvflow.memory.allocator import PageAllocator
 from kvflow.memory.pool import PagedPool
 from kvflow.protocols.codec import prompt_digest
 from kvflow.protocols.errors import MisuseError
-from kvflow.protocols.ports import DataPlane
+from kvflow.protocols.layout import PoolLayout
+from kvflow.protocols.ports import DataPlane, Endpoint
 from kvflow.protocols.ranks import PoolShape, RankInfo
 from kvflow.transports.control import ZmqSocket, bind_router, connect_dealer
 
@@ -50,6 +51,7 @@ class _Node:
         self.pages = pages or PageAllocator(pool.layout.num_pages)
         self.timing = timing or Timing()
         self.incarnation = secrets.randbits(63) | 1
+        self.exported: tuple[Endpoint, PoolLayout] = plane.export(pool.layout)
 
     @property
     def shape(self) -> PoolShape:
@@ -108,7 +110,6 @@ class PrefillNode(_Node):
 
     async def start(self) -> None:
         """Raises: MisuseError when the control port is taken."""
-        endpoint, _ = self.plane.export(self.pool.layout)
         self._socket, self._port = bind_router(self._host, self._port)
         self._handlers = PrefillHandlers(
             incarnation=self.incarnation,
@@ -116,7 +117,7 @@ class PrefillNode(_Node):
             pages=self.pages,
             plane=self.plane,
             layout=self.pool.layout,
-            endpoint=endpoint,
+            endpoint=self.exported[0],
             socket=self._socket,
             now=monotonic,
             timing=self.timing,
@@ -176,7 +177,7 @@ class DecodeNode(_Node):
         return self.handlers.counts
 
     async def start(self) -> None:
-        endpoint, layout = self.plane.export(self.pool.layout)
+        endpoint, layout = self.exported
         self._handlers = DecodeHandlers(
             incarnation=self.incarnation,
             pages=self.pages,

@@ -1,0 +1,104 @@
+"""Two worker processes, prefill and decode, and a driver that asks both the same thing at once."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import sys
+import time
+from types import TracebackType
+from typing import Any
+
+START_DELAY_S = 0.1
+
+
+class Process:
+    """A child that answers JSON lines with JSON lines."""
+
+    def __init__(self, child: asyncio.subprocess.Process, name: str) -> None:
+        self._child, self.name = child, name
+
+    @classmethod
+    async def spawn(cls, *argv: str, name: str, env: dict[str, str] | None = None) -> Process:
+        child = await asyncio.create_subprocess_exec(
+            *argv,
+            stdin=asyncio.subprocess.PIPE,
+            stdout=asyncio.subprocess.PIPE,
+            limit=1 << 26,
+            env={**os.environ, "OMP_NUM_THREADS": "1", **(env or {})},
+        )
+        return cls(child, name)
+
+    async def ask(self, do: str, **arguments: Any) -> dict[str, Any]:
+        """Raises: RuntimeError with the child's own words."""
+        assert self._child.stdin is not None and self._child.stdout is not None
+        self._child.stdin.write(json.dumps({"do": do, **arguments}).encode() + b"\n")
+        await self._child.stdin.drain()
+        line = await self._child.stdout.readline()
+        if not line:
+            raise RuntimeError(f"{self.name} ended with status {await self._child.wait()}")
+        reply: dict[str, Any] = json.loads(line)
+        if "error" in reply:
+            raise RuntimeError(f"{self.name}: {reply['error']}")
+        return reply
+
+    async def close(self) -> None:
+        if self._child.returncode is None and self._child.stdin is not None:
+            self._child.stdin.write(b'{"do": "quit"}\n')
+            self._child.stdin.close()
+            try:
+                await asyncio.wait_for(self._child.wait(), 20)
+            except TimeoutError:
+                self._child.kill()
+                await self._child.wait()
+
+
+class Pair:
+    """kvflow's prefill and decode, on one data plane and one pool shape."""
+
+    def __init__(self, prefill: Process, decode: Process, page_bytes: int) -> None:
+        self.prefill, self.decode, self.page_bytes = prefill, decode, page_bytes
+        self._next_room = 1
+
+    @classmethod
+    async def open(cls, plane: str, **shape: Any) -> Pair:
+        """`shape`: layers, heads, dim, page_size, pages, order."""
+        prefill, decode = [
+            await Process.spawn(sys.executable, "-m", "kvflow.bench.worker", role, name=role)
+            for role in ("prefill", "decode")
+        ]
+        ready = await prefill.ask("setup", plane=plane, ranks=[], **shape)
+        await decode.ask("setup", plane=plane, ranks=ready["ranks"], **shape)
+        return cls(prefill, decode, ready["page_bytes"])
+
+    async def rooms(self, count: int, concurrency: int, pages: int) -> tuple[dict[str, Any], dict[str, Any]]:
+        """Run `count` rooms of `pages` pages; what prefill and what decode saw."""
+        first, self._next_room = self._next_room, self._next_room + count
+        arguments = {"first": first, "count": count, "concurrency": concurrency, "pages": pages}
+        start_at = time.monotonic() + START_DELAY_S
+        seen = await asyncio.gather(
+            *(side.ask("rooms", start_at=start_at, **arguments) for side in (self.prefill, self.decode))
+        )
+        return seen[0], seen[1]
+
+    async def raw_setup(self) -> dict[str, Any]:
+        """The way of driving the bare plane that was found best."""
+        return await self.prefill.ask("raw_setup", **await self.decode.ask("exported"))
+
+    async def raw(self, count: int, pages: int) -> float:
+        """Seconds for the bytes of `count` rooms of `pages` pages through the bare data plane."""
+        first, self._next_room = self._next_room, self._next_room + count
+        return float((await self.prefill.ask("raw", first=first, count=count, pages=pages))["seconds"])
+
+    async def close(self) -> None:
+        await self.decode.close()
+        await self.prefill.close()
+
+    async def __aenter__(self) -> Pair:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.close()

@@ -1,0 +1,121 @@
+"""The physical limit beside every goodput figure: the same page lists through the data plane's bare calls.
+
+Blocks are planned before the clock starts. Each writer tries a few ways once and keeps the fastest: block sizes, and for
+a windowed plane also the window and whether to spin or to pause while it waits (spinning takes a core from the engine).
+"""
+
+from __future__ import annotations
+
+import ctypes
+import statistics
+import time
+from collections import deque
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from kvflow.protocols.layout import PageIndices, PoolLayout
+from kvflow.protocols.plan import Blocks, Pairing
+from kvflow.protocols.ports import DataPlane, Endpoint
+from kvflow.transports.local import LocalPlane, map_peer
+from kvflow.transports.mooncake import MooncakePlane
+
+BLOCK_SIZES = (1 << 20, 2 << 20, 64 << 20)
+WINDOWS = (16, 32, 128)
+PAUSES_S = (0.0, 0.0001, 0.0005)
+TUNE_ROUNDS = 3
+
+
+class Way(NamedTuple):
+    """One way of driving the bare plane; only a windowed one looks at `window` and `pause_s`."""
+
+    block_bytes: int
+    window: int = 0
+    pause_s: float = 0.0
+
+
+class RawWriter:
+    """One process's bare writes into a peer's pool."""
+
+    def __init__(self, pairing: Pairing, target_bases: Any) -> None:
+        self._pairing, self._target_bases = pairing, target_bases
+        self.way = self.ways()[0]
+
+    def ways(self) -> list[Way]:
+        return [Way(size) for size in BLOCK_SIZES]
+
+    def tune(self, pages: PageIndices) -> Way:
+        """Keep the way that moves `pages` fastest; returns it."""
+        seconds = {}
+        for self.way in self.ways():
+            seconds[self.way] = statistics.median(self.write(pages) for _ in range(TUNE_ROUNDS))
+        self.way = min(seconds, key=seconds.__getitem__)
+        return self.way
+
+    def write(self, pages: PageIndices) -> float:
+        """Copy `pages` onto as many scattered target pages; returns the seconds it took."""
+        total = self._pairing.target.num_pages
+        targets = np.random.default_rng(len(pages)).permutation(total)[: len(pages)].astype(np.int32)
+        blocks = self._pairing.blocks(
+            pages, targets, max_block_bytes=self.way.block_bytes, target_bases=self._target_bases
+        )
+        columns = Blocks(*(column.tolist() for column in blocks))
+        start = time.perf_counter()
+        self.move(columns)
+        return time.perf_counter() - start
+
+    def move(self, blocks: Blocks) -> None:
+        raise NotImplementedError
+
+
+class RawMemmove(RawWriter):
+    """memmove, block by block, into the shared pool."""
+
+    def __init__(self, ours: PoolLayout, endpoint: Endpoint, theirs: PoolLayout) -> None:
+        self._segment = map_peer(endpoint)
+        bases = np.array([self._segment.address + b.address for b in theirs.buffers], dtype=np.int64)
+        super().__init__(Pairing(ours, theirs), bases)
+
+    def move(self, blocks: Blocks) -> None:
+        memmove = ctypes.memmove
+        for source, target, size in zip(*blocks, strict=True):
+            memmove(target, source, size)
+
+
+class RawWindow(RawWriter):
+    """Windowed transfer_submit_write and transfer_check_status: the fastest way known to drive the engine."""
+
+    def __init__(self, plane: MooncakePlane, ours: PoolLayout, endpoint: Endpoint, theirs: PoolLayout) -> None:
+        super().__init__(Pairing(ours, theirs), None)
+        self._engine, self._session = plane.engine, endpoint.address
+
+    def ways(self) -> list[Way]:
+        return [Way(size, w, pause) for size in BLOCK_SIZES[:2] for w in WINDOWS for pause in PAUSES_S]
+
+    def move(self, blocks: Blocks) -> None:
+        submit, check, session = self._engine.transfer_submit_write, self._engine.transfer_check_status, self._session
+        window: deque[int] = deque()
+        for source, target, size in zip(*blocks, strict=True):
+            while len(window) >= self.way.window:
+                self._follow(window, check)
+            window.append(submit(session, source, target, size))
+        while window:
+            self._follow(window, check)
+
+    def _follow(self, window: deque[int], check: Any) -> None:
+        before = len(window)
+        while window and (status := check(window[0])):
+            if status != 1:
+                raise RuntimeError(f"raw write ended with status {status}")
+            window.popleft()
+        if len(window) == before and self.way.pause_s:
+            time.sleep(self.way.pause_s)
+
+
+def open_raw(plane: DataPlane, ours: PoolLayout, endpoint: Endpoint, theirs: PoolLayout) -> RawWriter:
+    """The bare writer of a plane."""
+    if isinstance(plane, LocalPlane):
+        return RawMemmove(ours, endpoint, theirs)
+    if isinstance(plane, MooncakePlane):
+        return RawWindow(plane, ours, endpoint, theirs)
+    raise TypeError(f"no raw writer for {plane.name}")

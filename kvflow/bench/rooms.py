@@ -1,0 +1,112 @@
+"""`kvflow bench rooms`: what a room costs when there is next to nothing to move."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from kvflow.bench.pair import Pair, Process
+from kvflow.bench.peer import POLLS_MS, open_peer
+
+CONCURRENCY = (1, 32, 256)
+SHAPE = {"layers": 1, "heads": 1, "dim": 8, "page_size": 16, "pages": 1024}
+PEER_SHAPE = {"layers": 1, "heads": 1, "dim": 8, "pages": 1024}
+ROOMS = {1: 400, 32: 3000, 256: 6000}
+PEER_ROOMS = {1: 200, 32: 800, 256: 1024}
+IDLE_S = 1.0
+
+Row = dict[str, float]
+Say = Callable[[str], None]
+
+
+def row(opened: dict[Any, float], done: dict[Any, float], prefill_cpu_s: float, decode_cpu_s: float) -> Row:
+    """One round's figures from decode's clock: a room runs from its opening to its last page."""
+    latency_ms = np.array([(done[r] - opened[r]) * 1e3 for r in done])
+    n = len(done)
+    return {
+        "rooms_per_s": n / (max(done.values()) - min(opened.values())),
+        "p50_ms": float(np.percentile(latency_ms, 50)),
+        "p99_ms": float(np.percentile(latency_ms, 99)),
+        "cpu_ms_per_room_prefill": prefill_cpu_s / n * 1e3,
+        "cpu_ms_per_room_decode": decode_cpu_s / n * 1e3,
+    }
+
+
+def medians(rows: list[Row]) -> Row:
+    return {key: round(statistics.median(r[key] for r in rows), 4) for key in rows[0]}
+
+
+async def ours(pair: Pair, concurrency: int) -> Row:
+    prefill, decode = await pair.rooms(ROOMS[concurrency], concurrency, 1)
+    found = row(decode["opened"], decode["done"], prefill["cpu_s"], decode["cpu_s"])
+    return found | {"stall_p99_ms_prefill": prefill["late_p99_ms"], "stall_p99_ms_decode": decode["late_p99_ms"]}
+
+
+async def theirs(peer: Process, concurrency: int, poll_ms: float) -> Row:
+    seen = await peer.ask("rooms", count=PEER_ROOMS[concurrency], concurrency=concurrency, pages=1, poll_ms=poll_ms)
+    return row(seen["opened"], seen["done"], seen["prefill_cpu_s"], seen["decode_cpu_s"])
+
+
+async def bench_rooms(planes: tuple[str, ...], rounds: int, peer_harness: str | None, say: Say) -> dict[str, Any]:
+    """Rounds interleaved: every data plane, then the peer at each polling interval, at each concurrency.
+
+    Returns {"rounds", "idle": {...}, plane: {concurrency: medians}, "sglang": ..., "ratios": ...}.
+    """
+    pairs = {plane: await Pair.open(plane, order="page_first", **SHAPE) for plane in planes}
+    peer = await open_peer(peer_harness, **PEER_SHAPE) if peer_harness else None
+    rows: dict[tuple[str, int], list[Row]] = {}
+    polled: dict[tuple[float, int], list[Row]] = {}
+    try:
+        idle = {plane: await pair.decode.ask("idle", seconds=IDLE_S) for plane, pair in pairs.items()}
+        for pair in pairs.values():
+            await pair.rooms(200, 8, 1)
+        for turn in range(rounds):
+            for concurrency in CONCURRENCY:
+                for plane, pair in pairs.items():
+                    rows.setdefault((plane, concurrency), []).append(await ours(pair, concurrency))
+                for poll_ms in POLLS_MS if peer else ():
+                    assert peer is not None
+                    polled.setdefault((poll_ms, concurrency), []).append(await theirs(peer, concurrency, poll_ms))
+            say(f"round {turn + 1} of {rounds}")
+        left = {plane: [await side.ask("state") for side in (p.prefill, p.decode)] for plane, p in pairs.items()}
+    finally:
+        for pair in pairs.values():
+            await pair.close()
+        if peer is not None:
+            await peer.close()
+    report: dict[str, Any] = {"rounds": rounds, "idle": idle, "left": left}
+    for plane in planes:
+        report[plane] = {str(c): medians(rows[plane, c]) for c in CONCURRENCY}
+    if peer is not None:
+        report["sglang"], report["ratios"] = compare(rows, polled, planes)
+    return report
+
+
+def compare(
+    rows: dict[tuple[str, int], list[Row]], polled: dict[tuple[float, int], list[Row]], planes: tuple[str, ...]
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The peer at its best polling, separately for rooms/s and for CPU, and our median ratios round by round."""
+    best: dict[str, Any] = {}
+    ratios: dict[str, Any] = {plane: {} for plane in planes}
+    for c in CONCURRENCY:
+        fast = max(POLLS_MS, key=lambda poll: statistics.median(r["rooms_per_s"] for r in polled[poll, c]))
+        lean = min(POLLS_MS, key=lambda poll: statistics.median(cpu(r) for r in polled[poll, c]))
+        best[str(c)] = {"poll_ms": fast, **medians(polled[fast, c]), "leanest_poll_ms": lean}
+        best[str(c)]["cpu_ms_per_room_leanest"] = round(statistics.median(cpu(r) for r in polled[lean, c]), 4)
+        for plane in planes:
+            mine = rows[plane, c]
+            speed = [a["rooms_per_s"] / b["rooms_per_s"] for a, b in zip(mine, polled[fast, c], strict=True)]
+            share = [cpu(a) / cpu(b) for a, b in zip(mine, polled[lean, c], strict=True)]
+            ratios[plane][str(c)] = {
+                "rooms_per_s": round(statistics.median(speed), 2),
+                "cpu_per_room": round(statistics.median(share), 3),
+            }
+    return best, ratios
+
+
+def cpu(r: Row) -> float:
+    """CPU ms per room, both sides together."""
+    return r["cpu_ms_per_room_prefill"] + r["cpu_ms_per_room_decode"]

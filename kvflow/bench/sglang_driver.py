@@ -1,0 +1,61 @@
+"""SGLang's own prefill/decode pair, driven beside ours. Runs under the peer's Python, imports nothing of kvflow.
+
+    PEER_PYTHON sglang_driver.py DIR      (DIR holds the harness: ctl.py, node.py, sgkit.py)
+
+JSON lines in, JSON lines out, as `worker.py`: setup, rooms, quit. Its manager, sender and receiver are the released
+ones; they are polled from a loop, so every figure names the polling interval it was best at.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import json
+import sys
+
+QUEUE_ENV = {  # the settings that let it move scattered pages over Mooncake TCP at all
+    "MC_TCP_MAX_QUEUED_TRANSFERS_PER_PEER": "65535",
+    "MC_TCP_MAX_PENDING_ADMISSIONS_PER_PEER": "65535",
+    "MC_TCP_ADMISSION_TIMEOUT_MS": "120000",
+    "SGLANG_MOONCAKE_MAX_TRANSFER_BATCH_INDICES": "512",
+}
+
+
+def main(harness: str) -> None:
+    sys.path.insert(0, harness)
+    ctl = importlib.import_module("ctl")
+    pair = None
+    room = 1
+    for line in sys.stdin:
+        command = json.loads(line)
+        do = command.pop("do")
+        if do == "quit":
+            break
+        with contextlib.redirect_stdout(sys.stderr):
+            if do == "setup":
+                pair = ctl.Pair(env=QUEUE_ENV, **command)
+                reply: dict[str, object] = {}
+            else:
+                rooms = list(range(room, room + command["count"]))
+                room += command["count"]
+                prefill, decode = pair.rooms(rooms, command["concurrency"], command["pages"], command["poll_ms"])
+                failed = {**prefill["fails"], **decode["fails"]}
+                reply = (
+                    {"error": f"{len(failed)} rooms failed: {list(failed.values())[:1]}"}
+                    if failed
+                    else {
+                        "opened": decode["opened"],
+                        "done": decode["done"],
+                        "sends": prefill["sends"],
+                        "prefill_cpu_s": prefill["cpu"],
+                        "decode_cpu_s": decode["cpu"],
+                    }
+                )
+        sys.stdout.write(json.dumps(reply) + "\n")
+        sys.stdout.flush()
+    if pair is not None:
+        pair.close()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

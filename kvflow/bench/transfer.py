@@ -1,0 +1,120 @@
+"""`kvflow bench transfer`: goodput through rooms, as a ratio to the bare data plane on the same page lists."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from kvflow.bench.pair import Pair, Process
+from kvflow.bench.peer import POLLS_MS, open_peer
+
+SHAPE = {"layers": 32, "heads": 8, "dim": 128, "page_size": 16}
+SPARE_PAGES = 64
+
+
+class Case(NamedTuple):
+    """`rooms` rooms at once, `pages` scattered pages each."""
+
+    pages: int
+    rooms: int
+
+    def __str__(self) -> str:
+        return f"{self.pages} pages x {self.rooms}"
+
+
+CASES = (Case(64, 1), Case(512, 1), Case(2048, 1), Case(64, 8), Case(256, 8))
+PEER_CASES = (Case(64, 1), Case(512, 1), Case(64, 8))
+Say = Callable[[str], None]
+
+
+def quartiles(values: list[float]) -> dict[str, float]:
+    low, middle, high = np.percentile(values, (25, 50, 75))
+    return {"median": round(float(middle), 3), "q1": round(float(low), 3), "q3": round(float(high), 3)}
+
+
+async def through_rooms(pair: Pair, case: Case) -> float:
+    """GB/s from the first room's opening at decode to its last page."""
+    _, decode = await pair.rooms(case.rooms, case.rooms, case.pages)
+    seconds = max(decode["done"].values()) - min(decode["opened"].values())
+    return case.rooms * case.pages * pair.page_bytes / seconds / 1e9
+
+
+async def bare(pair: Pair, case: Case) -> float:
+    seconds = await pair.raw(case.rooms, case.pages)
+    return case.rooms * case.pages * pair.page_bytes / seconds / 1e9
+
+
+async def bench_plane(plane: str, order: str, pairs: int, cases: tuple[Case, ...], say: Say) -> dict[str, Any]:
+    """One data plane: `pairs` interleaved (rooms, bare) measurements of every case.
+
+    Returns {case: {"ratio": quartiles, "rooms_gb_s": quartiles, "raw_gb_s": quartiles}}.
+    """
+    pages = max(case.pages * case.rooms for case in cases) + SPARE_PAGES
+    report: dict[str, Any] = {}
+    async with await Pair.open(plane, order=order, pages=pages, **SHAPE) as pair:
+        report["raw"] = await pair.raw_setup()
+        for case in cases:
+            await through_rooms(pair, case)
+            seen = []
+            for turn in range(pairs):  # the order alternates, so that neither side always runs on the other's heels
+                if turn % 2:
+                    raw, rooms = await bare(pair, case), await through_rooms(pair, case)
+                else:
+                    rooms, raw = await through_rooms(pair, case), await bare(pair, case)
+                seen.append((rooms, raw))
+            report[str(case)] = {
+                "ratio": quartiles([rooms / raw for rooms, raw in seen]),
+                "rooms_gb_s": quartiles([rooms for rooms, _ in seen]),
+                "raw_gb_s": quartiles([raw for _, raw in seen]),
+            }
+            say(f"{plane} {order} {case}: {report[str(case)]['ratio']}")
+    return report
+
+
+async def peer_goodput(peer: Process, case: Case, page_bytes: int, poll_ms: float) -> float:
+    """The peer's GB/s by the clock that favours it: from its first send to decode's last success."""
+    seen = await peer.ask("rooms", count=case.rooms, concurrency=case.rooms, pages=case.pages, poll_ms=poll_ms)
+    seconds = max(seen["done"].values()) - min(seen["sends"].values())
+    return case.rooms * case.pages * page_bytes / seconds / 1e9
+
+
+async def bench_against_peer(harness: str, pairs: int, say: Say) -> dict[str, Any]:
+    """kvflow (page-first) and SGLang over Mooncake TCP, interleaved; SGLang at its better polling interval."""
+    pages = max(case.pages * case.rooms for case in PEER_CASES) + SPARE_PAGES
+    report: dict[str, Any] = {}
+    peer_shape = {"layers": SHAPE["layers"], "heads": SHAPE["heads"], "dim": SHAPE["dim"], "pages": pages}
+    async with await Pair.open("mooncake", order="page_first", pages=pages, **SHAPE) as pair:
+        peer = await open_peer(harness, **peer_shape)
+        try:
+            for case in PEER_CASES:
+                await through_rooms(pair, case)
+                await peer_goodput(peer, case, pair.page_bytes, POLLS_MS[0])
+                mine, theirs = [], []
+                for _ in range(pairs):
+                    mine.append(await through_rooms(pair, case))
+                    theirs.append(max([await peer_goodput(peer, case, pair.page_bytes, p) for p in POLLS_MS]))
+                ratios = [a / b for a, b in zip(mine, theirs, strict=True)]
+                report[str(case)] = {
+                    "ratio": quartiles(ratios),
+                    "kvflow_gb_s": quartiles(mine),
+                    "sglang_gb_s": quartiles(theirs),
+                }
+                say(f"against SGLang, {case}: {report[str(case)]['ratio']}")
+        finally:
+            await peer.close()
+    return report
+
+
+async def bench_transfer(
+    planes: tuple[str, ...], orders: tuple[str, ...], pairs: int, peer_harness: str | None, say: Say
+) -> dict[str, Any]:
+    """Every data plane and page order in turn, then the peer."""
+    report: dict[str, Any] = {"pairs": pairs, "shape": SHAPE}
+    for plane in planes:
+        for order in orders:
+            report[f"{plane} {order}"] = await bench_plane(plane, order, pairs, CASES, say)
+    if peer_harness:
+        report["mooncake page_first against sglang"] = await bench_against_peer(peer_harness, pairs, say)
+    return report

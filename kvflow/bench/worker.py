@@ -1,0 +1,198 @@
+"""One role of a benchmark pair as a process of its own: JSON lines in, JSON lines out.
+
+    python -m kvflow.bench.worker prefill|decode
+
+Commands: setup, rooms, raw (prefill only), idle, quit. The driver (`pair.py`) sends the same `rooms` to both sides.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import random
+import resource
+import sys
+import time
+from collections.abc import Awaitable, Callable, Iterator
+from typing import Any
+
+import msgspec
+import numpy as np
+import uvloop
+
+from kvflow.bench.raw import RawWriter, open_raw
+from kvflow.memory.pool import PagedPool
+from kvflow.node import DecodeNode, PrefillNode
+from kvflow.protocols.layout import PageIndices, PoolLayout, build_layout
+from kvflow.protocols.ports import Endpoint
+from kvflow.protocols.ranks import RankInfo, rank_from_json, rank_to_json
+from kvflow.transports.select import open_plane
+
+TICK_S = 0.001
+
+
+def cpu_s() -> float:
+    """CPU seconds of this process, all its threads."""
+    usage = resource.getrusage(resource.RUSAGE_SELF)
+    return usage.ru_utime + usage.ru_stime
+
+
+class Ticker:
+    """Lateness of a 1 ms ticker on the event loop: how long anything else on the loop would have waited."""
+
+    def __init__(self) -> None:
+        self.late_s: list[float] = []
+        self._task = asyncio.create_task(self._run())
+
+    async def _run(self) -> None:
+        due = time.perf_counter() + TICK_S
+        while True:
+            await asyncio.sleep(max(0.0, due - time.perf_counter()))
+            now = time.perf_counter()
+            self.late_s.append(now - due)
+            due = max(due + TICK_S, now)
+
+    def stop(self) -> float:
+        """99th percentile of the lateness, in ms."""
+        self._task.cancel()
+        return float(np.percentile(self.late_s, 99) * 1e3) if self.late_s else 0.0
+
+
+class Worker:
+    """The commands; `tokens` of room r are the same on both sides."""
+
+    def __init__(self, role: str) -> None:
+        self.role = role
+        self.pool: PagedPool
+        self.node: PrefillNode | DecodeNode
+        self.ranks: list[RankInfo] = []
+        self.source_pages: PageIndices
+        self.raw_writer: RawWriter
+        self._sources: dict[int, PageIndices] = {}
+
+    async def setup(
+        self, *, plane: str, layers: int, heads: int, dim: int, page_size: int, pages: int, order: str, ranks: list[Any]
+    ) -> dict[str, Any]:
+        streams = [(f"layer.{i}.{x}", "bfloat16", (heads, dim)) for i in range(layers) for x in "kv"]
+        layout = build_layout(streams, page_size=page_size, num_pages=pages, order=order)  # type: ignore[arg-type]
+        self.pool = await asyncio.to_thread(PagedPool.allocate, layout)
+        data_plane = await asyncio.to_thread(open_plane, plane, self.pool.segment)
+        if self.role == "prefill":
+            self.node = PrefillNode(self.pool, data_plane)
+            await self.node.start()
+            self.source_pages = self.node.pages.take(self.node.pages.free_pages, "bench")
+            return {"ranks": [rank_to_json(self.node.info)], "page_bytes": layout.page_bytes}
+        self.ranks = [rank_from_json(rank) for rank in ranks]
+        self.node = DecodeNode(self.pool, data_plane)
+        await self.node.start()
+        self._scatter()
+        return {"page_bytes": layout.page_bytes}
+
+    def _scatter(self) -> None:
+        """Leave the free list in random order, so that the pages of a room are scattered."""
+        pages = self.node.pages.take(self.node.pages.free_pages, "scatter")
+        order = np.random.default_rng(7).permutation(len(pages))
+        for start in range(0, len(pages), 1):
+            self.node.pages.give_back(pages[order[start : start + 1]], "scatter")
+
+    async def rooms(self, *, first: int, count: int, concurrency: int, pages: int, start_at: float) -> dict[str, Any]:
+        """Run rooms first..first+count-1, `concurrency` at a time, each of `pages` pages."""
+        prompt = np.arange(pages * self.pool.layout.page_size, dtype=np.int64)
+        numbers = iter(range(first, first + count))
+        if self.role == "prefill":
+            self._sources = {n: source_slice(self.source_pages, n, pages) for n in range(first, first + count)}
+        out: dict[str, dict[int, float]] = {"opened": {}, "done": {}}
+        one = self._prefill_room if self.role == "prefill" else self._decode_room
+        await asyncio.sleep(max(0.0, start_at - time.monotonic()))
+        ticker, cpu_before = Ticker(), cpu_s()
+        await asyncio.gather(*(self._lane(one, numbers, prompt, pages, out) for _ in range(concurrency)))
+        cpu = cpu_s() - cpu_before
+        return {"cpu_s": cpu, "late_p99_ms": ticker.stop(), "opened": out["opened"], "done": out["done"]}
+
+    async def _lane(
+        self,
+        one: Callable[[int, Any, int, dict[str, dict[int, float]]], Awaitable[None]],
+        numbers: Iterator[int],
+        prompt: Any,
+        pages: int,
+        out: dict[str, dict[int, float]],
+    ) -> None:
+        for number in numbers:
+            await one(number, prompt, pages, out)
+
+    async def _prefill_room(self, number: int, prompt: Any, pages: int, out: dict[str, dict[int, float]]) -> None:
+        assert isinstance(self.node, PrefillNode)
+        out["opened"][number] = time.monotonic()
+        room = self.node.room(number, prompt)
+        await room.matched()
+        room.send(self._sources[number], last=True, handoff=b"bench")
+        await room.done()
+        out["done"][number] = time.monotonic()
+
+    async def _decode_room(self, number: int, prompt: Any, pages: int, out: dict[str, dict[int, float]]) -> None:
+        assert isinstance(self.node, DecodeNode)
+        out["opened"][number] = time.monotonic()
+        room = await self.node.room(number, self.ranks, prompt)
+        await room.landed()
+        out["done"][number] = time.monotonic()
+        room.close()
+
+    async def raw_setup(self, *, endpoint: Any, layout: Any) -> dict[str, Any]:
+        """Open the raw way into decode's pool and find the best one."""
+        peer, theirs = msgspec.convert(endpoint, Endpoint), msgspec.convert(layout, PoolLayout)
+        self.raw_writer = await asyncio.to_thread(open_raw, self.node.plane, self.pool.layout, peer, theirs)
+        sample = source_slice(self.source_pages, 0, min(64, len(self.source_pages) - 1))
+        return (await asyncio.to_thread(self.raw_writer.tune, sample))._asdict()
+
+    async def raw(self, *, first: int, count: int, pages: int) -> dict[str, Any]:
+        """The bytes of `count` rooms with nothing of ours above the data plane's own calls."""
+        lists = [source_slice(self.source_pages, number, pages) for number in range(first, first + count)]
+        return {"seconds": await asyncio.to_thread(self.raw_writer.write, np.concatenate(lists))}
+
+    async def exported(self) -> dict[str, Any]:
+        """What a raw writer needs to reach this pool."""
+        endpoint, layout = self.node.exported
+        return {"endpoint": msgspec.to_builtins(endpoint), "layout": msgspec.to_builtins(layout)}
+
+    async def idle(self, *, seconds: float) -> dict[str, Any]:
+        ticker, cpu_before = Ticker(), cpu_s()
+        await asyncio.sleep(seconds)
+        return {"late_p99_ms": ticker.stop(), "cpu_percent": (cpu_s() - cpu_before) / seconds * 100}
+
+    async def state(self) -> dict[str, Any]:
+        """What is left when no room runs."""
+        handlers = self.node.handlers
+        left = {"rooms": len(handlers.rooms), "endings": handlers.counts.endings}
+        free = self.node.pages.num_pages if self.role == "prefill" else self.node.pages.free_pages
+        return {**left, "free_pages": free, "num_pages": self.node.pages.num_pages}
+
+
+def source_slice(pages: PageIndices, number: int, count: int) -> PageIndices:
+    """`count` scattered source pages for a room, the same for the same room number."""
+    return np.random.default_rng(number).permutation(pages)[:count]
+
+
+async def serve(role: str) -> None:
+    worker = Worker(role)
+    loop = asyncio.get_running_loop()
+    reader = asyncio.StreamReader(limit=1 << 26)
+    await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), sys.stdin)
+    while line := await reader.readline():
+        command = json.loads(line)
+        name = command.pop("do")
+        if name == "quit":
+            break
+        try:
+            reply = await getattr(worker, name)(**command)
+        except Exception as error:
+            reply = {"error": f"{type(error).__name__}: {error}"}
+        sys.stdout.write(json.dumps(reply) + "\n")
+        sys.stdout.flush()
+    await worker.node.close()
+
+
+if __name__ == "__main__":
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    random.seed(0)
+    uvloop.run(serve(sys.argv[1]))
