@@ -17,7 +17,7 @@ import asyncio
 import secrets
 from collections.abc import Awaitable, Callable, Sequence
 from time import monotonic
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -139,7 +139,7 @@ class PrefillNode(_Node):
         if self._socket is not None:
             self._socket.close()
 
-    async def __aenter__(self) -> PrefillNode:
+    async def __aenter__(self) -> Self:
         await self.start()
         return self
 
@@ -193,7 +193,7 @@ class DecodeNode(_Node):
     ) -> DecodeSession:
         """Open a room at `prefill` (what `resolve` understands, or the ranks themselves) for a prompt of token ids.
 
-        Raises: MisuseError; LostError (nobody answers there); RefusedError (the pools do not fit); CapacityError (no pages).
+        Raises: MisuseError; LostError (nobody answers); RefusedError (the pools do not fit); CapacityError.
         """
         tokens, digest = _check_prompt(room, prompt)
         if not isinstance(prefill, str):
@@ -226,7 +226,7 @@ class DecodeNode(_Node):
             await self._handlers.close()
         await self.plane.close()
 
-    async def __aenter__(self) -> DecodeNode:
+    async def __aenter__(self) -> Self:
         await self.start()
         return self
 

@@ -1,1 +1,1 @@
-"""What is reported about speed comes from here: `kvflow bench`, each figure beside a peer or a physical limit of the run."""
+"""What is reported about speed comes from here: each figure beside a peer or a physical limit of the same run."""

@@ -8,7 +8,7 @@ import os
 import sys
 import time
 from types import TracebackType
-from typing import Any
+from typing import Any, Self
 
 START_DELAY_S = 0.1
 
@@ -95,7 +95,7 @@ class Pair:
         await self.decode.close()
         await self.prefill.close()
 
-    async def __aenter__(self) -> Pair:
+    async def __aenter__(self) -> Self:
         return self
 
     async def __aexit__(

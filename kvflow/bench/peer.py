@@ -13,12 +13,17 @@ POLLS_MS = (0.1, 1.0)  # polling without a pause was never the best: it starves 
 
 async def open_peer(harness: str, **shape: int) -> Process:
     """SGLang's pair, set up with `shape` (layers, pages, heads, dim). Raises: MisuseError when it is not installed."""
+    argv, env = _command(harness)
+    process = await Process.spawn(*argv, name="sglang", env=env)
+    await process.ask("setup", **shape)
+    return process
+
+
+def _command(harness: str) -> tuple[list[str], dict[str, str]]:
     home = Path(os.environ.get("PEERS_HOME", "~/.cache/kvflow-peers")).expanduser()
     python = Path(os.environ.get("SGB_PY", str(home / "sglang-venv" / "bin" / "python")))
     if not python.exists() or not (Path(harness) / "ctl.py").exists():
         raise MisuseError(f"no SGLang harness at {harness} with {python}: run its install.sh, or leave --peer out")
     env = {"SGB_PY": str(python), "SGB_SRC": os.environ.get("SGB_SRC", str(home / "sglang-src"))}
     driver = str(Path(__file__).with_name("sglang_driver.py"))
-    process = await Process.spawn(str(python), driver, str(Path(harness).resolve()), name="sglang", env=env)
-    await process.ask("setup", **shape)
-    return process
+    return [str(python), driver, str(Path(harness).resolve())], env

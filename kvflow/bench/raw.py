@@ -1,7 +1,7 @@
 """The physical limit beside every goodput figure: the same page lists through the data plane's bare calls.
 
-Blocks are planned before the clock starts. Each writer tries a few ways once and keeps the fastest: block sizes, and for
-a windowed plane also the window and whether to spin or to pause while it waits (spinning takes a core from the engine).
+Blocks are planned before the clock starts. Each writer tries a few ways and keeps the fastest: block sizes, and for a
+windowed plane also the window and whether to spin or to pause while it waits (spinning takes a core from the engine).
 """
 
 from __future__ import annotations
@@ -47,8 +47,9 @@ class RawWriter:
     def tune(self, pages: PageIndices) -> Way:
         """Keep the way that moves `pages` fastest; returns it."""
         seconds = {}
-        for self.way in self.ways():
-            seconds[self.way] = statistics.median(self.write(pages) for _ in range(TUNE_ROUNDS))
+        for way in self.ways():
+            self.way = way
+            seconds[way] = statistics.median(self.write(pages) for _ in range(TUNE_ROUNDS))
         self.way = min(seconds, key=seconds.__getitem__)
         return self.way
 

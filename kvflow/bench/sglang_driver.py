@@ -12,6 +12,7 @@ import contextlib
 import importlib
 import json
 import sys
+from typing import Any
 
 QUEUE_ENV = {  # the settings that let it move scattered pages over Mooncake TCP at all
     "MC_TCP_MAX_QUEUED_TRANSFERS_PER_PEER": "65535",
@@ -24,7 +25,7 @@ QUEUE_ENV = {  # the settings that let it move scattered pages over Mooncake TCP
 def main(harness: str) -> None:
     sys.path.insert(0, harness)
     ctl = importlib.import_module("ctl")
-    pair = None
+    pair: Any = None
     room = 1
     for line in sys.stdin:
         command = json.loads(line)

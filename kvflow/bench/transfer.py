@@ -37,7 +37,7 @@ def quartiles(values: list[float]) -> dict[str, float]:
 async def through_rooms(pair: Pair, case: Case) -> float:
     """GB/s from the first room's opening at decode to its last page."""
     _, decode = await pair.rooms(case.rooms, case.rooms, case.pages)
-    seconds = max(decode["done"].values()) - min(decode["opened"].values())
+    seconds: float = max(decode["done"].values()) - min(decode["opened"].values())
     return case.rooms * case.pages * pair.page_bytes / seconds / 1e9
 
 
@@ -76,7 +76,7 @@ async def bench_plane(plane: str, order: str, pairs: int, cases: tuple[Case, ...
 async def peer_goodput(peer: Process, case: Case, page_bytes: int, poll_ms: float) -> float:
     """The peer's GB/s by the clock that favours it: from its first send to decode's last success."""
     seen = await peer.ask("rooms", count=case.rooms, concurrency=case.rooms, pages=case.pages, poll_ms=poll_ms)
-    seconds = max(seen["done"].values()) - min(seen["sends"].values())
+    seconds: float = max(seen["done"].values()) - min(seen["sends"].values())
     return case.rooms * case.pages * page_bytes / seconds / 1e9
 
 

@@ -130,7 +130,7 @@ class DecodeHandlers:
         for session in list(self.rooms.values()):
             session.close(Cause(Code.SHUTDOWN, "decode is shutting down"))
         patience = self.now() + self.timing.lost_after_s
-        while len(self.ledger) and self.now() < patience and any(link.usable for link in self.links.values()):
+        while len(self.ledger) and self.now() < patience and any(link.usable for link in self.links.values()):  # noqa: ASYNC110
             await asyncio.sleep(self.timing.sweep_s)
         self._sweeper.cancel()
         await asyncio.gather(self._sweeper, *self._closing, return_exceptions=True)

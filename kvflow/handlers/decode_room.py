@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Hashable, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Self
 
 from kvflow.handlers.ledger import Grant
 from kvflow.handlers.story import Line, Story
@@ -98,7 +98,7 @@ class DecodeSession:
         else:
             self._on_end.append(callback)
 
-    async def __aenter__(self) -> DecodeSession:
+    async def __aenter__(self) -> Self:
         return self
 
     async def __aexit__(self, *_: object) -> None:
@@ -141,7 +141,7 @@ class DecodeSession:
         return self.state.cause or Cause(Code.PROTOCOL_ERROR)
 
     def _loans_changed(self) -> None:
-        """Called by the ledger once loans are recalled: tell the machine when none is left that could still be proven."""
+        """Called by the ledger once loans are recalled: tell the machine when none is left that could be proven."""
         if not self.grant.loans:
             self.feed(DecodeEvent(DecodeKind.LOANS_ENDED))
         elif self.grant.doubtful:

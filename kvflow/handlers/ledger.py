@@ -1,4 +1,4 @@
-"""The ledger of loans: pages in the hands of prefill ranks, apart from rooms, because rooms end in time and loans on proof."""
+"""The ledger of loans: pages in the hands of prefill ranks. Apart from rooms, which end in time; loans end on proof."""
 
 from __future__ import annotations
 
@@ -106,7 +106,7 @@ class Ledger:
             self._feed(LoanKey(loan.link.source, loan.link.rank, grant.number), loan, LoanKind.RECALL)
 
     def room_ended(self, grant: Grant, *, keep: bool) -> None:
-        """The room is over. Its pages go home now, stay with the caller (`keep`), or wait in quarantine for their loans."""
+        """The room is over: its pages go home, stay with the caller (`keep`), or wait in quarantine for their loans."""
         grant.room_ended = True
         grant.on_change = None
         if grant.loans:

@@ -99,7 +99,7 @@ class PrefillHandlers:
         self._room_ended.set()
 
     async def close(self) -> None:
-        """End every room, drain every write, stop the tasks. The control socket and the data plane stay the caller's."""
+        """End every room, drain every write, stop the tasks. Control socket and data plane stay the caller's."""
         for session in list(self.rooms.values()):
             session.close(Cause(Code.SHUTDOWN, "prefill is shutting down"))
         while self.rooms:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, Self
 
 from kvflow.handlers.story import Line, Story
 from kvflow.protocols.errors import Cause, Code, MisuseError, room_error
@@ -38,7 +38,7 @@ class _Chunk(NamedTuple):
 
 
 class PrefillSession:
-    """One room's writes and their fate. Close it, or use it as an async context manager; then nothing is left behind."""
+    """One room's writes and their fate. Close it, or use it as an async context manager: nothing is left behind."""
 
     def __init__(self, home: PrefillHandlers, room: int, phase: PrefillPhase) -> None:
         self._home = home
@@ -127,7 +127,7 @@ class PrefillSession:
         else:
             self._on_end.append(callback)
 
-    async def __aenter__(self) -> PrefillSession:
+    async def __aenter__(self) -> Self:
         return self
 
     async def __aexit__(self, *_: object) -> None:

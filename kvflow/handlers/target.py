@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 class Target:
-    """One decode incarnation that has registered. Kept through silence, dropped when its process is known to be dead."""
+    """One decode incarnation that has registered. Kept through silence, dropped when its process is dead."""
 
     def __init__(self, home: PrefillHandlers, message: Register) -> None:
         self._home = home

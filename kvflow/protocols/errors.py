@@ -125,7 +125,7 @@ _BY_CODE: dict[Code, type[KvflowError]] = {
 
 
 def room_error(cause: Cause) -> KvflowError:
-    """The exception a user of a room sees for `cause`: one class per kind of ending, with the first cause as its code."""
+    """The exception a user of a room sees for `cause`: a class per kind of ending, the first cause as its code."""
     error = _BY_CODE.get(cause.code, RefusedError)(str(cause))
     error.code = cause.code
     return error

@@ -1,8 +1,8 @@
 """What a paged pool looks like, in bytes: shared by the pools that own memory and the planes that move it.
 
-A pool is `num_pages` pages of `page_size` token slots. What one page holds is a list of *components* (one layer's K, one
-layer's V, a scale stream ...), each with its shape per token slot. Components lie in *buffers*: page-first pools have one
-buffer in which a page is one block; layer-first pools have one buffer per component. Transfers are planned component by
+A pool is `num_pages` pages of `page_size` token slots. What one page holds is a list of *components* (one layer's K,
+one layer's V, a scale stream ...), each with its shape per token slot. Components lie in *buffers*: page-first pools
+have one buffer in which a page is one block; layer-first pools have one buffer per component. Transfers are planned component by
 component and merged where bytes are adjacent on both sides, so either kind can be copied into the other.
 """
 
@@ -25,7 +25,7 @@ DTYPE_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2, "float8_e4m3fn": 1, "u
 
 
 class Component(msgspec.Struct, frozen=True, array_like=True):
-    """One named stream of a page: `page_size` slots of `shape` elements, contiguous, at `offset` in a page of `buffer`."""
+    """One stream of a page: `page_size` slots of `shape` elements, contiguous, at `offset` in a page of `buffer`."""
 
     name: str
     dtype: str
@@ -36,7 +36,7 @@ class Component(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Buffer(msgspec.Struct, frozen=True, array_like=True):
-    """One stretch of memory. Page p begins at `address + p * page_bytes`; the address is the owner's, 0 where unknown."""
+    """One stretch of memory. Page p begins at `address + p * page_bytes`; the address is the owner's."""
 
     name: str
     page_bytes: int
@@ -107,7 +107,7 @@ def slot_bytes(dtype: str, shape: tuple[int, ...]) -> int:
 def build_layout(
     streams: list[tuple[str, str, tuple[int, ...]]], *, page_size: int, num_pages: int, order: Order = "page_first"
 ) -> PoolLayout:
-    """Lay out `streams` (name, dtype, shape per token slot) in one buffer (page-first) or one buffer each (layer-first).
+    """Lay out `streams` (name, dtype, shape per token slot) in one buffer (page-first) or in one each (layer-first).
 
     Raises: LayoutError.
     """

@@ -1,10 +1,10 @@
-"""What prefill and decode say to each other. One ZMQ frame is one message: a msgpack array whose first element is the tag.
+"""What prefill and decode say to each other. One ZMQ frame is one message: a msgpack array that begins with its tag.
 
 Wire history
     1   first version
 
-Arrays grow at the end only: a reader ignores elements it does not know, and a new element has a default. What cannot be
-said that way takes a new version; `Register` carries it, and a prefill that does not speak it refuses with both numbers.
+Arrays grow at the end only: a reader ignores elements it does not know, and a new element has a default. What cannot
+be said that way takes a new version; `Register` carries it, and a prefill that does not speak it refuses with both.
 
 Every message names the incarnation it comes from and the one it is meant for. An incarnation is a random u64 that a
 process draws at start; it is also the routing id of the link. `source` is always prefill's, `target` always decode's.
@@ -52,7 +52,7 @@ class Register(msgspec.Struct, frozen=True, array_like=True, tag=1):
 
 
 class Registered(msgspec.Struct, frozen=True, array_like=True, tag=2):
-    """prefill -> decode: accepted (`refusal` empty), or what differs. `source` is who really answers at this address."""
+    """prefill -> decode: accepted (`refusal` empty), or what differs. `source` is who really answers here."""
 
     source: Incarnation
     target: Incarnation
@@ -111,7 +111,7 @@ class Abort(msgspec.Struct, frozen=True, array_like=True, tag=6):
 
 
 class AbortAck(msgspec.Struct, frozen=True, array_like=True, tag=7):
-    """prefill -> decode: nothing of this grant runs any more; `drained` when all that was submitted has landed, else unproven."""
+    """prefill -> decode: nothing of this grant runs any more; `drained` when all that was submitted has landed."""
 
     room: Room
     grant: Grant
@@ -139,7 +139,7 @@ class Resync(msgspec.Struct, frozen=True, array_like=True, tag=8):
 
 
 class Heartbeat(msgspec.Struct, frozen=True, array_like=True, tag=9):
-    """Both ways. From decode, every grant below `settled_below` has ended there: nothing of it needs to be said again."""
+    """Both ways. From decode: every grant below `settled_below` has ended there, nothing of it need be said again."""
 
     source: Incarnation
     target: Incarnation

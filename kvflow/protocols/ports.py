@@ -33,7 +33,7 @@ class Witness(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Endpoint(msgspec.Struct, frozen=True, array_like=True):
-    """Where a data plane reaches this process: `address` is the back end's own word (a session, a shared-memory handle)."""
+    """Where a data plane reaches this process; `address` is the back end's word (a session, a shared-memory handle)."""
 
     backend: str
     address: str
@@ -103,7 +103,7 @@ class DataPlane(Protocol):
         """
 
     async def fence(self, writer: Endpoint) -> None:
-        """Return once no write of `writer` can reach our pool any more; wait as long as that takes (the caller cancels).
+        """Return once no write of `writer` can reach our pool any more, however long that takes (the caller cancels).
 
         Raises: TransferError when this back end can never prove it for that writer (another host, say).
         """
@@ -116,7 +116,7 @@ class ControlSocket(Protocol):
     """One end of the control link; a peer is a routing id, empty on the side that knows only one."""
 
     def send(self, frame: bytes, peer: bytes = b"") -> bool:
-        """Queue a frame; False when it cannot be delivered now (no such peer, queue full). Resync repairs what is lost."""
+        """Queue a frame; False when it cannot be delivered (no such peer, queue full). Resync repairs what is lost."""
 
     async def receive(self) -> list[tuple[bytes, bytes]]:
         """The next burst of (peer, frame); at least one, at most a few hundred so that the loop stays free."""

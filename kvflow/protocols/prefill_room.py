@@ -1,4 +1,4 @@
-"""The prefill side of one room: two halves meet, chunks are written, and nothing is said to have ended while it runs."""
+"""The prefill side of one room: two halves meet, chunks are written, and nothing is called ended while it runs."""
 
 from __future__ import annotations
 

@@ -44,7 +44,11 @@ class _RankJson(msgspec.Struct, frozen=True):
 
 def rank_to_json(info: RankInfo) -> dict[str, Any]:
     """JSON cannot carry a u64, so the incarnation travels as hex digits."""
-    return {**msgspec.structs.asdict(info), "incarnation": f"{info.incarnation:016x}", "pool": msgspec.to_builtins(info.pool)}
+    return {
+        **msgspec.structs.asdict(info),
+        "incarnation": f"{info.incarnation:016x}",
+        "pool": msgspec.to_builtins(info.pool),
+    }
 
 
 def rank_from_json(value: object) -> RankInfo:
