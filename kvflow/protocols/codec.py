@@ -1,4 +1,4 @@
-"""Bytes to messages and back. Decoding is strict: what is not exactly a message this side may receive is a WireError."""
+"""Bytes to messages and back. Decoding is strict: what is not a message this side may receive is a WireError."""
 
 from __future__ import annotations
 

@@ -2,8 +2,8 @@
 
 A pool is `num_pages` pages of `page_size` token slots. What one page holds is a list of *components* (one layer's K,
 one layer's V, a scale stream ...), each with its shape per token slot. Components lie in *buffers*: page-first pools
-have one buffer in which a page is one block; layer-first pools have one buffer per component. Transfers are planned component by
-component and merged where bytes are adjacent on both sides, so either kind can be copied into the other.
+have one buffer in which a page is one block; layer-first pools have one buffer per component. Transfers are planned
+component by component and merged where bytes are adjacent on both sides, so either kind can be copied into the other.
 """
 
 from __future__ import annotations
