@@ -1,0 +1,72 @@
+"""Incremental text: token ids in, text out, right on split UTF-8, holding back what could become a stop string."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from tokenizers import Tokenizer
+from tokenizers.decoders import DecodeStream
+
+from kvflow.protocols.errors import MisuseError
+
+
+class TextStream:
+    """Turns one request's tokens into text. Once `stopped` is set, the stop string was met: no more tokens, please."""
+
+    def __init__(self, tokenizer: Any, stop: Sequence[str] = (), *, skip_special_tokens: bool = True) -> None:
+        """`tokenizer`: a tokenizers.Tokenizer, or a fast transformers tokenizer around one. Raises: MisuseError."""
+        backend = tokenizer if isinstance(tokenizer, Tokenizer) else getattr(tokenizer, "backend_tokenizer", None)
+        if not isinstance(backend, Tokenizer):
+            raise MisuseError(f"{type(tokenizer).__name__} has no fast tokenizer: text cannot be streamed")
+        self._tokenizer = backend
+        self._special = skip_special_tokens
+        self._decoder = DecodeStream(skip_special_tokens=skip_special_tokens)
+        self._stop = tuple(stop)
+        self._hold = max((len(s) for s in self._stop), default=1) - 1
+        self._pending = ""  # decoded, and not given out yet
+        self._since: list[int] = []  # tokens since the decoder last gave text
+        self.stopped: str | None = None
+
+    def feed(self, token_id: int) -> str:
+        """The text that is certain now, "" often. The text ends before the stop string."""
+        if self.stopped is not None:
+            return ""
+        piece = self._decoder.step(self._tokenizer, token_id)
+        if piece is None:
+            self._since.append(token_id)
+            return ""
+        self._since.clear()
+        return self._release(piece)
+
+    def finish(self) -> str:
+        """No token will follow: what was held back, and bytes that never became a character (as U+FFFD)."""
+        if self.stopped is not None:
+            return ""
+        text = ""
+        if self._since:
+            text = self._tokenizer.decode(self._since, skip_special_tokens=self._special)
+            self._since.clear()
+        text = self._release(text)
+        rest, self._pending = self._pending, ""
+        return text + rest
+
+    def _release(self, piece: str) -> str:
+        self._pending += piece
+        hits = [(at, s) for s in self._stop if (at := self._pending.find(s)) >= 0]
+        if hits:
+            at, self.stopped = min(hits, key=lambda hit: hit[0])
+            text, self._pending = self._pending[:at], ""
+            return text
+        keep = self._held_length()
+        cut = len(self._pending) - keep
+        text, self._pending = self._pending[:cut], self._pending[cut:]
+        return text
+
+    def _held_length(self) -> int:
+        """Length of the longest end of the pending text that begins a stop string."""
+        for length in range(min(self._hold, len(self._pending)), 0, -1):
+            end = self._pending[-length:]
+            if any(s.startswith(end) for s in self._stop):
+                return length
+        return 0

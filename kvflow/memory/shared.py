@@ -1,0 +1,119 @@
+"""A segment of memory that a process of the same user can open through /proc, and that has no name to leak.
+
+The segment is a sealed memfd: it can neither shrink nor grow, so whoever maps it can never be hit by SIGBUS. Mappings
+are not inherited by children (MADV_DONTFORK) and the descriptor is closed on exec, so only the process that opened a
+segment can write through its mapping: that process's death is the fence of the local data plane.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import fcntl
+import mmap
+import os
+
+from kvflow.protocols.errors import LayoutError, TransferError
+
+_F_ADD_SEALS, _F_GET_SEALS = 1033, 1034
+_SEAL_SEAL, _SEAL_SHRINK, _SEAL_GROW = 1, 2, 4
+_SEALS = _SEAL_SEAL | _SEAL_SHRINK | _SEAL_GROW
+_MADV_POPULATE_WRITE = 23  # Linux 5.14; the mmap module of Python 3.11 does not name it
+_PREFAULT_BYTES = 16 << 20
+_libc = ctypes.CDLL(None, use_errno=True)
+_libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+
+
+def prefault(address: int, size_bytes: int) -> bool:
+    """Back `size_bytes` at `address` with pages, piece by piece and without the GIL; False where the kernel cannot."""
+    for offset in range(0, size_bytes, _PREFAULT_BYTES):
+        if _libc.madvise(address + offset, min(_PREFAULT_BYTES, size_bytes - offset), _MADV_POPULATE_WRITE):
+            return False
+    return True
+
+
+class SharedSegment:
+    """One mapping of memory: our own (`create`, `private`), or a peer's (`open_peer`).
+
+    `close` gives the descriptor back at once, and the mapping as soon as no view of it is left.
+    """
+
+    def __init__(self, mapping: mmap.mmap, fd: int) -> None:
+        self._mapping: mmap.mmap | None = mapping
+        self.fd = fd
+        self.size_bytes = len(mapping)
+        self.address = ctypes.addressof(ctypes.c_char.from_buffer(mapping))
+
+    @classmethod
+    def create(cls, size_bytes: int) -> SharedSegment:
+        """New zeroed memory that peers can open, pre-faulted. Raises: LayoutError when there is not enough."""
+        size_bytes = _whole_pages(size_bytes)
+        fd = os.memfd_create("kvflow-pool", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        try:
+            os.ftruncate(fd, size_bytes)
+            fcntl.fcntl(fd, _F_ADD_SEALS, _SEALS)
+            return _own(cls(_map(fd, size_bytes, mmap.MAP_SHARED), fd))
+        except (OSError, OverflowError, ValueError) as error:
+            os.close(fd)
+            raise LayoutError(f"no memory for a pool of {size_bytes} bytes: {error}") from error
+
+    @classmethod
+    def private(cls, size_bytes: int) -> SharedSegment:
+        """New zeroed memory nobody else can open (`fd` is -1), pre-faulted. Raises: LayoutError."""
+        size_bytes = _whole_pages(size_bytes)
+        try:
+            return _own(cls(_map(-1, size_bytes, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS), -1))
+        except (OSError, OverflowError, ValueError) as error:
+            raise LayoutError(f"no memory for a pool of {size_bytes} bytes: {error}") from error
+
+    @classmethod
+    def open_peer(cls, pid: int, fd: int) -> SharedSegment:
+        """Map descriptor `fd` of process `pid`; slow (pre-faults), so call it in a thread.
+
+        The caller checks before and after that `pid` is still the process it means.
+        Raises: TransferError when it cannot be opened, or is no sealed segment.
+        """
+        try:
+            ours = os.open(f"/proc/{pid}/fd/{fd}", os.O_RDWR | os.O_CLOEXEC | os.O_NONBLOCK)
+        except OSError as error:
+            raise TransferError(f"cannot open the pool of process {pid}: {error.strerror}") from error
+        try:
+            if fcntl.fcntl(ours, _F_GET_SEALS) & _SEALS != _SEALS:
+                raise TransferError(f"descriptor {fd} of process {pid} is no sealed pool")
+            segment = cls(_map(ours, os.fstat(ours).st_size, mmap.MAP_SHARED), -1)
+        except (OSError, ValueError) as error:
+            raise TransferError(f"cannot map the pool of process {pid}: {error}") from error
+        finally:
+            os.close(ours)
+        prefault(segment.address, segment.size_bytes)  # where the kernel cannot, the first writes fault pages in
+        return segment
+
+    @property
+    def memory(self) -> mmap.mmap:
+        """The mapping, as a buffer. Raises: LayoutError after `close`."""
+        if self._mapping is None:
+            raise LayoutError("the pool is closed")
+        return self._mapping
+
+    def close(self) -> None:
+        """Idempotent."""
+        # Not mmap.close: a torch tensor keeps the mmap object alive, but does not count as a user of its buffer.
+        self._mapping = None
+        fd, self.fd = self.fd, -1
+        if fd >= 0:
+            os.close(fd)
+
+
+def _whole_pages(size_bytes: int) -> int:
+    return max(1, -(-size_bytes // mmap.PAGESIZE)) * mmap.PAGESIZE
+
+
+def _map(fd: int, size_bytes: int, flags: int) -> mmap.mmap:
+    mapping = mmap.mmap(fd, size_bytes, flags=flags, prot=mmap.PROT_READ | mmap.PROT_WRITE)
+    mapping.madvise(mmap.MADV_DONTFORK)
+    return mapping
+
+
+def _own(segment: SharedSegment) -> SharedSegment:
+    if not prefault(segment.address, segment.size_bytes):
+        ctypes.memset(segment.address, 0, segment.size_bytes)  # older kernels: touch what is ours, and zero anyway
+    return segment

@@ -1,0 +1,218 @@
+"""A prefill and a decode engine in one process, each with a pool of its own; rooms between them without a network."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from collections.abc import Callable, Hashable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, Self
+
+import numpy as np
+import torch
+
+from kvflow.engine.decode import DecodeEngine
+from kvflow.engine.load import LoadedModel
+from kvflow.engine.params import SamplingParams, TokenOut
+from kvflow.engine.prefill import PrefillEngine
+from kvflow.memory.allocator import PageAllocator
+from kvflow.memory.pool import PagedPool
+from kvflow.protocols.errors import Cause, Code, KvflowError, room_error
+from kvflow.protocols.layout import Order, PageIndices, build_layout
+
+
+class Side:
+    """One pool with its owners. Every byte is poison at first: whoever reads what nobody wrote gets NaN."""
+
+    def __init__(self, model: LoadedModel, num_pages: int, page_size: int, order: Order) -> None:
+        layout = build_layout(model.streams, page_size=page_size, num_pages=num_pages, order=order)
+        self.pool = PagedPool.allocate(layout, shared=False)
+        self.pages = PageAllocator(num_pages)
+        for component in layout.components:
+            self.pool.tensor(component.name).fill_(float("nan"))
+
+    def scatter(self) -> None:
+        """Hand pages out in no order from now on."""
+        count = self.pages.free_pages
+        self.pages._stack[:count] = np.random.default_rng(3).permutation(self.pages._stack[:count])
+
+
+class PrefillHalf:
+    """What prefill sees of a FakeRoom."""
+
+    def __init__(self, room: FakeRoom) -> None:
+        self.matched, self.send, self.done, self.on_end, self.close = (
+            room.matched,
+            room.send,
+            room.landed_at_all,
+            room.on_end,
+            room.fail,
+        )
+        self._room = room
+
+    @property
+    def ended(self) -> bool:
+        return self._room.ended
+
+
+class FakeRoom:
+    """One room; itself decode's half, `prefill_half` is the other. Writes land while `gate` is open."""
+
+    def __init__(self, source: Side, target: Side, prompt_tokens: int) -> None:
+        self._source, self._target = source, target
+        self._owner: Hashable = ("room", id(self))
+        self.pages: PageIndices = target.pages.take(target.pool.layout.pages_for(prompt_tokens), self._owner)
+        self.gate = asyncio.Event()
+        self.gate.set()
+        self.sends: list[tuple[int, bool]] = []
+        self.cause: Cause | None = None
+        self.closed = self._kept = False
+        self._sent = 0
+        self._writes: set[asyncio.Task[None]] = set()
+        self._landed: asyncio.Future[bytes] = asyncio.get_running_loop().create_future()
+        self._callbacks: list[Callable[[], None]] = []
+        self.on_landed: Callable[[], None] = lambda: None
+        self.prefill_half = PrefillHalf(self)
+
+    async def matched(self) -> int:
+        self._raise_if_ended()
+        return 0
+
+    def send(self, pages: PageIndices, *, last: bool = False, handoff: bytes = b"") -> None:
+        self._raise_if_ended()
+        targets = self.pages[self._sent : self._sent + pages.size]
+        assert targets.size == pages.size
+        self._sent += pages.size
+        self.sends.append((pages.size, last))
+        self._source.pages.hold(pages)
+        task = asyncio.ensure_future(self._write(pages, targets, handoff if last else None))
+        self._writes.add(task)
+        task.add_done_callback(self._writes.discard)
+
+    async def _write(self, pages: PageIndices, targets: PageIndices, handoff: bytes | None) -> None:
+        await self.gate.wait()
+        s, t = torch.from_numpy(pages.astype(np.int64)), torch.from_numpy(targets.astype(np.int64))
+        for component in self._source.pool.layout.components:
+            found = self._source.pool.tensor(component.name)[s]
+            self._target.pool.tensor(component.name)[t] = found
+        self._source.pages.unhold(pages)
+        if handoff is not None and not self._landed.done():
+            assert self._sent == self.pages.size
+            self.on_landed()
+            self._landed.set_result(handoff)
+            self._end()
+
+    async def landed_at_all(self) -> None:
+        await asyncio.shield(self._landed)
+
+    async def landed(self) -> bytes:
+        return await asyncio.shield(self._landed)
+
+    def keep(self, owner: Hashable) -> PageIndices:
+        self._target.pages.move(self.pages, self._owner, owner)
+        self._kept = True
+        return self.pages
+
+    @property
+    def ended(self) -> bool:
+        return self._landed.done()
+
+    def on_end(self, callback: Callable[[], None]) -> None:
+        self._callbacks.append(callback)
+
+    def fail(self, cause: Cause | None = None) -> None:
+        """Prefill's close."""
+        if not self._landed.done():
+            self.cause = cause or Cause(Code.CLIENT_GONE)
+            self._landed.set_exception(room_error(self.cause))
+            self._landed.exception()
+            self._end()
+
+    def close(self, cause: Cause | None = None) -> None:
+        """Decode's close."""
+        self.fail(cause)
+        if not self.closed:
+            self.closed = True
+            if not self._kept:
+                self._target.pages.give_back(self.pages, self._owner)
+
+    def _end(self) -> None:
+        for callback in self._callbacks:
+            callback()
+
+    def _raise_if_ended(self) -> None:
+        if self._landed.done() and (error := self._landed.exception()):
+            raise error
+
+
+class Pair:
+    """Two engines on one model thread, and requests through both."""
+
+    def __init__(self, model: LoadedModel, **options: Any) -> None:
+        page_size, num_pages = options.pop("page_size", 16), options.pop("num_pages", 256)
+        orders: tuple[Order, Order] = options.pop("orders", ("page_first", "layer_first"))
+        max_batch = options.pop("max_batch", 256)
+        self.source = Side(model, options.pop("source_pages", num_pages), page_size, orders[0])
+        self.target = Side(model, num_pages, page_size, orders[1])
+        self.source.scatter()
+        self.target.scatter()
+        self.executor = ThreadPoolExecutor(1)
+        self.prefill = PrefillEngine(model, self.source.pool, self.source.pages, self.executor, **options)
+        self.decode = DecodeEngine(model, self.target.pool, self.target.pages, self.executor, max_batch=max_batch)
+        self.rooms: list[FakeRoom] = []
+        self.on_room: Callable[[FakeRoom], None] = lambda room: None
+        self._numbers = itertools.count()
+
+    async def __aenter__(self) -> Self:
+        await self.prefill.start()
+        await self.decode.start()
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.prefill.close()
+        await self.decode.close()
+        self.executor.shutdown()
+
+    def room(self, prompt: list[int]) -> FakeRoom:
+        room = FakeRoom(self.source, self.target, len(prompt))
+        self.rooms.append(room)
+        self.on_room(room)
+        return room
+
+    async def outputs(self, prompt: list[int], params: SamplingParams) -> list[TokenOut]:
+        """One request through both engines. Raises what decode raises."""
+        admission = await self.decode.admit(prompt, params)
+        room = self.room(prompt)
+        leg = asyncio.ensure_future(self.prefill.prefill(room.prefill_half, prompt, params))
+        found: list[TokenOut] = []
+        try:
+            async for out in self.decode.generate(room, prompt, params, admission):
+                found.append(out)
+        finally:
+            await asyncio.wait([leg])
+            if not leg.cancelled() and (error := leg.exception()) and not isinstance(error, KvflowError):
+                raise error
+        return found
+
+    async def tokens(self, prompt: list[int], params: SamplingParams) -> list[int]:
+        return [out.token_id for out in await self.outputs(prompt, params)]
+
+    @property
+    def home(self) -> bool:
+        return self.source.pages.at_rest() and self.target.pages.at_rest()
+
+
+def prompt_of(length: int, salt: int = 0) -> list[int]:
+    """Ids that repeat themselves nowhere near."""
+    return [(i * i * 31 + i * 7 + salt * 101) % 509 + 2 for i in range(length)]
+
+
+def greedy(count: int, **more: Any) -> SamplingParams:
+    return SamplingParams(temperature=0, max_new_tokens=count, **more)
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    """Wait for something that nobody announces; a test that waits in vain fails."""
+    async with asyncio.timeout(20):
+        while not condition():  # noqa: ASYNC110
+            await asyncio.sleep(0.001)

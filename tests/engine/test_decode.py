@@ -1,0 +1,235 @@
+"""The decode engine: batches, endings, admission, and pages that come home whatever happens."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from kvflow.engine.handoff import HandOff
+from kvflow.engine.load import LoadedModel
+from kvflow.engine.params import SamplingParams
+from kvflow.engine.step import Row
+from kvflow.protocols.errors import AbortedError, CapacityError, Cause, Code, KvflowError, MisuseError, WireError
+from tests.engine.pair import Pair, greedy, prompt_of, until
+
+
+async def test_requests_join_and_leave_a_running_batch(llama: LoadedModel) -> None:
+    widths: list[int] = []
+    async with Pair(llama) as pair:
+        alone = [await pair.tokens(prompt_of(n, n), greedy(n)) for n in (5, 30, 12)]
+        honest = pair.decode._runner.forward
+
+        def forward(rows: list[Row]) -> torch.Tensor:
+            widths.append(len(rows))
+            return honest(rows)
+
+        pair.decode._runner.forward = forward  # type: ignore[method-assign]
+        among = await asyncio.gather(*(pair.tokens(prompt_of(n, n), greedy(n)) for n in (5, 30, 12)))
+        assert among == alone and pair.home
+    assert max(widths) > 1 and widths[-1] == 1 and sum(widths) == 4 + 29 + 11
+
+
+async def test_what_ends_a_request(llama: LoadedModel) -> None:
+    prompt = prompt_of(20)
+    async with Pair(llama) as pair:
+        outs = await pair.outputs(prompt, greedy(8))
+        tokens = [o.token_id for o in outs]
+        assert [o.finish_reason for o in outs] == [None] * 7 + ["length"]
+        (only,) = await pair.outputs(prompt, greedy(1))
+        assert (only.token_id, only.finish_reason) == (tokens[0], "length")
+        first = await pair.outputs(prompt, greedy(8, stop_token_ids=(tokens[0],)))
+        assert [(o.finish_reason, o.matched_stop) for o in first] == [("stop", tokens[0])]
+        third = await pair.outputs(prompt, greedy(8, stop_token_ids=(tokens[2],)))
+        assert len(third) == tokens.index(tokens[2]) + 1 and third[-1].matched_stop == tokens[2]
+        assert pair.home
+    async with Pair(replace(llama, eos_ids=frozenset({tokens[1]}))) as pair:
+        assert await pair.tokens(prompt, greedy(8)) == tokens[: tokens.index(tokens[1]) + 1]
+        assert await pair.tokens(prompt, greedy(8, ignore_eos=True)) == tokens
+
+
+async def test_new_tokens_are_cut_to_the_context(llama: LoadedModel) -> None:
+    async with Pair(llama) as pair:
+        outs = await pair.outputs(prompt_of(505), greedy(100))
+        assert len(outs) == 7 and outs[-1].finish_reason == "length"
+        with pytest.raises(CapacityError, match="asked for 512, limit 511"):
+            pair.decode.check(prompt_of(512), greedy(1))
+        assert pair.home
+
+
+async def test_what_can_never_run_is_refused_at_once(llama: LoadedModel) -> None:
+    async with Pair(llama, num_pages=8) as pair:
+        for prompt, params, said in (
+            (prompt_of(200), greedy(1), "pages for the prompt: asked for 13, limit 8"),
+            (prompt_of(100), greedy(60), "prompt . max_new_tokens: asked for 10, limit 8"),
+        ):
+            with pytest.raises(CapacityError, match=said):
+                await pair.decode.admit(prompt, params)
+        assert len(await pair.tokens(prompt_of(100), greedy(29))) == 29, "8 pages exactly"
+        assert pair.home
+
+
+async def test_nobody_starves_in_a_small_pool(llama: LoadedModel) -> None:
+    """Twelve requests, each of which grows; at most two fit at once. All of them end, with the right tokens."""
+    prompts = [prompt_of(20 + n, n) for n in range(12)]
+    async with Pair(llama) as roomy:
+        want = [await roomy.tokens(p, greedy(30)) for p in prompts]
+    async with Pair(llama, page_size=4, num_pages=32) as pair:
+        assert await asyncio.gather(*(pair.tokens(p, greedy(30)) for p in prompts)) == want
+        assert pair.home
+
+
+async def test_without_admission_a_full_pool_ends_a_request_instead_of_all(llama: LoadedModel) -> None:
+    """Rooms took every page before anybody was admitted: one gives up, the others can go on."""
+    async with Pair(llama, page_size=4, num_pages=20, source_pages=64) as pair:
+
+        async def one(n: int) -> int:
+            room = pair.room(prompt_of(20, n))
+            leg = asyncio.ensure_future(pair.prefill.prefill(room.prefill_half, prompt_of(20, n), greedy(20)))
+            await asyncio.wait([leg])
+            return len([o async for o in pair.decode.generate(room, prompt_of(20, n), greedy(20))])
+
+        found = await asyncio.gather(*(one(n) for n in range(4)), return_exceptions=True)
+        assert 20 in found
+        assert all(f == 20 or isinstance(f, CapacityError) for f in found)
+        assert pair.home
+
+
+def blocked(pair: Pair) -> tuple[threading.Event, threading.Event]:
+    """Decode steps wait in the model thread; returns (entered, gate)."""
+    honest = pair.decode._runner.forward
+    entered, gate = threading.Event(), threading.Event()
+
+    def forward(rows: list[Row]) -> torch.Tensor:
+        entered.set()
+        assert gate.wait(20)
+        return honest(rows)
+
+    pair.decode._runner.forward = forward  # type: ignore[method-assign]
+    return entered, gate
+
+
+@pytest.mark.parametrize("how", ["closed", "cancelled", "engine closed"])
+async def test_pages_of_a_dropped_request_are_free_when_its_step_has_ended(how: str, llama: LoadedModel) -> None:
+    async with Pair(llama) as pair:
+        entered, gate = blocked(pair)
+        room = pair.room(prompt_of(40))
+        asyncio.ensure_future(pair.prefill.prefill(room.prefill_half, prompt_of(40), greedy(9)))  # noqa: RUF006
+        stream = pair.decode.generate(room, prompt_of(40), greedy(9))
+        assert (await anext(stream)).finish_reason is None
+        await until(entered.is_set)
+        closing: asyncio.Future[Any] | None = None
+        if how == "closed":
+            await stream.aclose()
+        elif how == "cancelled":
+            reader = asyncio.ensure_future(anext(stream))
+            await asyncio.sleep(0)
+            reader.cancel()
+            await asyncio.wait([reader])
+            assert reader.cancelled()
+        else:
+            closing = asyncio.ensure_future(pair.decode.close())
+            with pytest.raises(AbortedError, match="closing"):
+                await anext(stream)
+        assert pair.target.pages.returning_pages == 3 and pair.decode.load().running == 0
+        gate.set()
+        if closing is not None:
+            await closing
+        await until(pair.target.pages.at_rest)
+        assert room.closed
+
+
+async def test_a_failed_room_is_told_and_its_pages_come_home(llama: LoadedModel) -> None:
+    async with Pair(llama) as pair:
+        room = pair.room(prompt_of(40))
+        stream = pair.decode.generate(room, prompt_of(40), greedy(9))
+        reader = asyncio.ensure_future(anext(stream))
+        await asyncio.sleep(0)
+        room.fail(Cause(Code.TRANSFER_ERROR, "the wire broke"))
+        with pytest.raises(KvflowError, match="the wire broke"):
+            await reader
+        assert pair.home
+
+
+async def test_a_reader_that_leaves_before_landing_aborts_the_room(llama: LoadedModel) -> None:
+    async with Pair(llama) as pair:
+        room = pair.room(prompt_of(40))
+        admission = await pair.decode.admit(prompt_of(40), greedy(9))
+        reader = asyncio.ensure_future(anext(pair.decode.generate(room, prompt_of(40), greedy(9), admission)))
+        await asyncio.sleep(0)
+        reader.cancel()
+        await asyncio.wait([reader])
+        assert room.cause is not None and room.cause.code is Code.CLIENT_GONE
+        assert pair.home
+
+
+@pytest.mark.parametrize(
+    "handoff",
+    [b"junk", HandOff(first_token=1, prompt_tokens=39).encode(), HandOff(first_token=512, prompt_tokens=40).encode()],
+)
+async def test_a_hand_over_for_something_else_ends_the_request(handoff: bytes, llama: LoadedModel) -> None:
+    async with Pair(llama) as pair:
+        room = pair.room(prompt_of(40))
+        room._landed.set_result(handoff)
+        with pytest.raises(WireError, match="hand-over"):
+            await anext(pair.decode.generate(room, prompt_of(40), greedy(9)))
+        assert pair.home and room.closed
+
+
+async def test_a_failing_step_ends_its_requests_and_nothing_else(llama: LoadedModel) -> None:
+    async with Pair(llama) as pair:
+        honest = pair.decode._runner.forward
+
+        def fail(rows: list[Row]) -> torch.Tensor:
+            raise RuntimeError("out of something")
+
+        pair.decode._runner.forward = fail  # type: ignore[method-assign]
+        with pytest.raises(KvflowError, match="decode step failed: RuntimeError") as caught:
+            await pair.tokens(prompt_of(30), greedy(5))
+        assert caught.value.code is Code.ENGINE_ERROR
+        pair.decode._runner.forward = honest  # type: ignore[method-assign]
+        assert len(await pair.tokens(prompt_of(30), greedy(5))) == 5
+        assert pair.home and pair.decode.failed_steps == 1 and pair.decode.healthy
+
+
+async def test_a_closed_engine_refuses(llama: LoadedModel) -> None:
+    async with Pair(llama) as pair:
+        await pair.decode.close()
+        assert not pair.decode.healthy
+        with pytest.raises(AbortedError, match="closing"):
+            await pair.decode.admit(prompt_of(3), SamplingParams())
+
+
+async def test_admission_checks_the_prompt(llama: LoadedModel) -> None:
+    async with Pair(llama) as pair:
+        with pytest.raises(MisuseError, match="no tokens"):
+            await pair.decode.admit([], SamplingParams())
+
+
+@pytest.mark.parametrize("stage", ["waiting for pages", "landing", "loop gone"])
+async def test_an_engine_that_ends_leaves_nobody_waiting(stage: str, llama: LoadedModel) -> None:
+    async with Pair(llama, num_pages=8) as pair:
+        room = pair.room(prompt_of(40))
+        if stage == "waiting for pages":
+            request: asyncio.Future[Any] = asyncio.ensure_future(pair.decode.admit(prompt_of(100), greedy(5)))
+        else:
+            request = asyncio.ensure_future(anext(pair.decode.generate(room, prompt_of(40), greedy(9))))
+        await asyncio.sleep(0)
+        if stage == "loop gone":
+            assert pair.decode._task is not None
+            pair.decode._task.cancel()
+            await asyncio.wait([pair.decode._task])
+            pair.decode._task = None
+        else:
+            await pair.decode.close()
+        if stage != "waiting for pages":
+            room._landed.set_result(HandOff(first_token=1, prompt_tokens=40).encode())
+        with pytest.raises(AbortedError):
+            await request
+        assert not pair.decode.healthy
+        room.close()
+        assert pair.home

@@ -1,0 +1,142 @@
+"""Loading: what is taken, what is refused with one clear line, and which mode the self-test chooses."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+from transformers.utils import logging as transformers_logging
+
+from kvflow.engine import selftest
+from kvflow.engine.load import LoadedModel, load_model
+from kvflow.engine.probe import probe
+from kvflow.memory.pool import PagedPool
+from kvflow.protocols.errors import LayoutError, MisuseError
+from kvflow.protocols.layout import build_layout
+from tests.engine import tiny_models
+
+Tiny = Callable[[str], Path]
+
+
+@pytest.mark.parametrize("family", tiny_models.REFUSED)
+def test_models_that_are_not_paged_kv_are_refused(family: str, tiny: Tiny) -> None:
+    with pytest.raises(MisuseError, match=r"is not supported: .*(recurrent state|indexer)") as caught:
+        load_model(str(tiny(family)))
+    assert "\n" not in str(caught.value)
+
+
+def test_recurrent_layers_are_seen_in_the_cache_too(tiny: Tiny) -> None:
+    """Not every configuration says what its layers are."""
+    model = AutoModelForCausalLM.from_pretrained(tiny("qwen3_next")).eval()
+    model._is_stateful = False
+    with pytest.raises(MisuseError, match="layer 0 keeps recurrent state"):
+        probe(model, "qwen3_next")
+    sparse = AutoModelForCausalLM.from_pretrained(tiny("deepseek_v32")).eval()
+    with pytest.raises(MisuseError, match="indexer"):
+        probe(sparse, "deepseek_v32")
+
+
+@pytest.mark.parametrize(("family", "mode"), [("llama", "packed"), ("llama4_chunked", "pad"), ("bloom", "pad")])
+def test_the_self_test_chooses_the_mode(family: str, mode: str, loaded: Callable[..., LoadedModel]) -> None:
+    """llama4's chunked masks never reach an attention function; bloom takes no positions."""
+    assert loaded(family).mode == mode
+
+
+def test_mla_and_shared_layers_are_described_as_they_are(loaded: Callable[..., LoadedModel]) -> None:
+    mla = loaded("deepseek_v3").layers[0]
+    assert mla is not None and (mla.key_shape, mla.value_shape) == ((1, 24), (1, 8))
+    shared = loaded("gemma4_shared_kv")
+    assert [layer is None for layer in shared.layers[:2]] == [False, False] and len(shared.streams) == 4
+    assert loaded("mistral").layers[0].window == 16  # type: ignore[union-attr]
+    half = loaded("llama", "bfloat16")
+    assert half.dtype == "bfloat16" and {dtype for _, dtype, _ in half.streams} == {"bfloat16"}
+
+
+def test_a_model_wrong_on_our_pages_fails_its_self_test(tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
+    honest = selftest._ours
+    monkeypatch.setattr(selftest, "_ours", lambda *a, **k: honest(*a, **k).roll(1, -1))
+    with pytest.raises(MisuseError, match=r"self-test failed \(packed: logits differ by .*; pad: logits differ"):
+        load_model(str(tiny("llama")))
+
+
+def test_a_model_that_disagrees_with_itself_is_refused(tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
+    honest = selftest._stock
+    monkeypatch.setattr(
+        selftest,
+        "_stock",
+        lambda model, prompt, chunk: honest(model, prompt, chunk) + (chunk < len(prompt)) * torch.rand(512),
+    )
+    with pytest.raises(MisuseError, match="disagrees with itself"):
+        load_model(str(tiny("llama")))
+
+
+def test_asking_for_a_mode_takes_that_or_refuses(tiny: Tiny) -> None:
+    assert load_model(str(tiny("llama")), attention="pad").mode == "pad"
+    with pytest.raises(MisuseError, match="packed: "):
+        load_model(str(tiny("llama4_chunked")), attention="packed")
+
+
+@pytest.mark.parametrize(
+    ("path", "dtype", "attention", "said"),
+    [
+        ("/nowhere/at/all", "auto", "auto", "model path '/nowhere/at/all' does not exist"),
+        ("", "auto", "auto", "does not exist"),
+        ("x", "int3", "auto", "dtype 'int3' is none of"),
+        ("x", "auto", "flash", "attention 'flash' is none of"),
+    ],
+)
+def test_bad_arguments_get_one_line(path: str, dtype: str, attention: str, said: str) -> None:
+    with pytest.raises(MisuseError, match=said) as caught:
+        load_model(path, dtype, attention)
+    assert "\n" not in str(caught.value)
+
+
+def test_broken_directories_get_one_line(tiny: Tiny, tmp_path: Path) -> None:
+    with pytest.raises(MisuseError, match=r"has no config\.json"):
+        load_model(str(tmp_path))
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "no_such_model"}))
+    with pytest.raises(MisuseError, match="cannot be loaded") as caught:
+        load_model(str(tmp_path))
+    assert "\n" not in str(caught.value)
+    shutil.copy(tiny("llama") / "config.json", tmp_path)
+    with pytest.raises(MisuseError, match="cannot be loaded"):
+        load_model(str(tmp_path))
+
+
+def test_a_checkpoint_with_holes_is_refused(tiny: Tiny, tmp_path: Path) -> None:
+    """transformers would fill them with random numbers, and warn."""
+    from safetensors.torch import load_file, save_file
+
+    broken = shutil.copytree(tiny("llama"), tmp_path / "broken")
+    weights = load_file(broken / "model.safetensors")
+    del weights["model.layers.1.mlp.up_proj.weight"]
+    save_file(weights, broken / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(MisuseError, match=r"the checkpoint lacks 1 weights, 'model\.layers\.1\.mlp\.up_proj\.weight'"):
+        load_model(str(broken))
+
+
+def test_loading_is_silent_and_tells_how_far_it_is(tiny: Tiny, capfd: pytest.CaptureFixture[str]) -> None:
+    path = str(tiny("llama"))
+    capfd.readouterr()
+    before = transformers_logging.get_verbosity(), transformers_logging.is_progress_bar_enabled()
+    told: list[tuple[str, float]] = []
+    load_model(path, progress=lambda stage, done: told.append((stage, done)))
+    assert capfd.readouterr() == ("", "")
+    assert (transformers_logging.get_verbosity(), transformers_logging.is_progress_bar_enabled()) == before
+    stages = list(dict.fromkeys(stage for stage, _ in told))
+    assert stages == ["configuration", "weights", "self-test", "ready"]
+    weights = [done for stage, done in told if stage == "weights"]
+    assert weights == sorted(weights) and weights[-1] == 1.0 and len(weights) > 10
+
+
+def test_a_pool_of_another_model_is_refused(loaded: Callable[..., LoadedModel]) -> None:
+    streams: Any = loaded("qwen3").streams[:-1]
+    pool = PagedPool.allocate(build_layout(streams, page_size=4, num_pages=2), shared=False)
+    with pytest.raises(LayoutError, match=r"the pool does not fit the model: .*only model has it"):
+        loaded("llama").runner(pool)

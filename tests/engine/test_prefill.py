@@ -1,0 +1,217 @@
+"""The prefill engine: what leaves when, who shares a step, and how requests end."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from kvflow.engine.handoff import HandOff
+from kvflow.engine.load import LoadedModel
+from kvflow.engine.params import SamplingParams
+from kvflow.engine.step import Row
+from kvflow.protocols.errors import AbortedError, CapacityError, Code, KvflowError, MisuseError
+from tests.engine.pair import FakeRoom, Pair, greedy, prompt_of, until
+
+Forward = Callable[[list[Row]], torch.Tensor]
+
+
+def watch(pair: Pair, seen: list[list[int]], before: Callable[[], object] = lambda: None) -> None:
+    """Note the new tokens of every row of every prefill step."""
+    honest: Forward = pair.prefill._runner.forward
+
+    def forward(rows: list[Row]) -> torch.Tensor:
+        seen.append([r.new for r in rows])
+        before()
+        return honest(rows)
+
+    pair.prefill._runner.forward = forward  # type: ignore[method-assign]
+
+
+async def test_full_pages_leave_while_the_next_chunk_is_computed(llama: LoadedModel) -> None:
+    async with Pair(llama, page_size=4, chunk_tokens=10) as pair:
+        steps: list[list[int]] = []
+        watch(pair, steps)
+        room = pair.room(prompt_of(27))
+        room.gate.clear()
+        leg = asyncio.ensure_future(pair.prefill.prefill(room.prefill_half, prompt_of(27), greedy(1)))
+        await until(lambda: len(room.sends) == 3)
+        assert steps == [[10], [10], [7]], "computing went on although nothing had landed"
+        assert room.sends == [(2, False), (3, False), (2, True)]
+        assert not leg.done() and pair.source.pages.held_pages == 7
+        room.gate.set()
+        first = await leg
+        handoff = HandOff.decode(await room.landed())
+        assert (handoff.first_token, handoff.prompt_tokens) == (first.token_id, 27)
+        assert pair.source.pages.at_rest()
+        room.close()
+
+
+async def test_several_rooms_share_a_step_within_the_budgets(llama: LoadedModel) -> None:
+    prompts = [prompt_of(n, n) for n in (20, 9, 30)]
+    for options, want in (
+        ({"chunk_tokens": 16, "max_batch_tokens": 24}, [[16, 8], [4, 1, 16], [14]]),
+        ({"chunk_tokens": 16, "max_batch_tokens": 24, "max_batch_rooms": 1}, [[16], [4], [9], [16], [14]]),
+    ):
+        steps: list[list[int]] = []
+        async with Pair(llama, **options) as pair:
+            watch(pair, steps)
+            rooms = [pair.room(p) for p in prompts]
+            await asyncio.gather(
+                *(pair.prefill.prefill(r.prefill_half, p, greedy(1)) for r, p in zip(rooms, prompts, strict=True))
+            )
+            for room in rooms:
+                room.close()
+            assert pair.home
+        assert steps == want
+
+
+async def test_a_prompt_waits_for_pages_in_its_turn(llama: LoadedModel) -> None:
+    async with Pair(llama, page_size=4, source_pages=6, num_pages=64) as pair:
+        rooms = [pair.room(prompt_of(n, n)) for n in (20, 16, 3)]
+        rooms[0].gate.clear()
+        legs = [
+            asyncio.ensure_future(pair.prefill.prefill(r.prefill_half, prompt_of(n, n), greedy(1)))
+            for r, n in zip(rooms, (20, 16, 3), strict=True)
+        ]
+        await until(lambda: bool(rooms[0].sends) and rooms[0].sends[-1][1])
+        assert pair.prefill.load().waiting == 2, "the third would fit, but came after the second"
+        rooms[0].gate.set()
+        await asyncio.gather(*legs)
+        for room in rooms:
+            room.close()
+        assert pair.home
+
+
+@pytest.mark.parametrize("how", ["cancelled", "room ended", "engine closed"])
+async def test_pages_of_an_ended_request_are_free_when_its_step_has_ended(how: str, llama: LoadedModel) -> None:
+    entered, gate = threading.Event(), threading.Event()
+
+    def block() -> None:
+        entered.set()
+        assert gate.wait(20)
+
+    async with Pair(llama, page_size=4, chunk_tokens=8) as pair:
+        steps: list[list[int]] = []
+        watch(pair, steps, block)
+        room = pair.room(prompt_of(30))
+        leg = asyncio.ensure_future(pair.prefill.prefill(room.prefill_half, prompt_of(30), greedy(1)))
+        await until(entered.is_set)
+        closing: asyncio.Future[Any] | None = None
+        if how == "cancelled":
+            leg.cancel()
+        elif how == "room ended":
+            room.close()
+        else:
+            closing = asyncio.ensure_future(pair.prefill.close())
+        await asyncio.wait([leg])
+        assert pair.source.pages.returning_pages == 8 and pair.source.pages.free_pages == 248
+        gate.set()
+        if closing is not None:
+            await closing
+        await until(pair.source.pages.at_rest)
+        assert steps == [[8]] and not room.sends
+        assert room.cause is not None
+        assert room.cause.code is (Code.SHUTDOWN if how == "engine closed" else Code.CLIENT_GONE)
+        assert leg.cancelled() or isinstance(leg.exception(), AbortedError)
+        room.close()
+
+
+async def test_a_failing_step_ends_its_requests_and_nothing_else(llama: LoadedModel) -> None:
+    async with Pair(llama) as pair:
+        honest = pair.prefill._runner.forward
+
+        def fail(rows: list[Row]) -> torch.Tensor:
+            raise RuntimeError("out of something")
+
+        pair.prefill._runner.forward = fail  # type: ignore[method-assign]
+        room = pair.room(prompt_of(30))
+        with pytest.raises(KvflowError, match="prefill step failed: RuntimeError") as caught:
+            await pair.prefill.prefill(room.prefill_half, prompt_of(30), greedy(1))
+        assert caught.value.code is Code.ENGINE_ERROR and room.cause is not None
+        room.close()
+        pair.prefill._runner.forward = honest  # type: ignore[method-assign]
+        assert len(await pair.tokens(prompt_of(30), greedy(3))) == 3
+        assert pair.home and pair.prefill.failed_steps == 1 and pair.prefill.healthy
+
+
+@pytest.mark.parametrize(
+    ("prompt", "error", "said"),
+    [
+        ([], MisuseError, "it has no tokens"),
+        ([1, 512], MisuseError, "within 0..511"),
+        ([-1], MisuseError, "within 0..511"),
+        ([1.5], MisuseError, "integers"),
+        (prompt_of(512), CapacityError, "asked for 512, limit 511"),
+        (prompt_of(300), CapacityError, "pages for the prompt: asked for 19, limit 16"),
+    ],
+)
+async def test_prompts_that_cannot_be_are_refused_and_decode_is_told(
+    prompt: list[Any], error: type[MisuseError], said: str, llama: LoadedModel
+) -> None:
+    async with Pair(llama, source_pages=16) as pair:
+        room: FakeRoom = pair.room([1])
+        with pytest.raises(error, match=said):
+            pair.prefill.check(prompt, SamplingParams())
+        with pytest.raises(error, match=said):
+            await pair.prefill.prefill(room.prefill_half, prompt, SamplingParams())
+        assert room.cause is not None and room.cause.code is error.code
+        room.close()
+        assert pair.home
+
+
+async def test_a_room_that_breaks_takes_no_other_with_it(llama: LoadedModel) -> None:
+    async with Pair(llama) as pair:
+        room = pair.room(prompt_of(30))
+
+        def broken(*_: Any, **__: Any) -> None:
+            raise OSError("no route")
+
+        room.prefill_half.send = broken  # type: ignore[method-assign]
+        with pytest.raises(KvflowError, match="sending pages failed: OSError"):
+            await pair.prefill.prefill(room.prefill_half, prompt_of(30), greedy(1))
+        room.close()
+        assert len(await pair.tokens(prompt_of(30), greedy(3))) == 3
+        assert pair.home and pair.prefill.healthy
+
+
+async def test_a_match_that_comes_after_the_end_is_refused(llama: LoadedModel) -> None:
+    async with Pair(llama) as pair:
+        room = pair.room(prompt_of(30))
+        met = asyncio.Event()
+
+        async def matched() -> int:
+            await met.wait()
+            return 0
+
+        room.prefill_half.matched = matched  # type: ignore[method-assign]
+        leg = asyncio.ensure_future(pair.prefill.prefill(room.prefill_half, prompt_of(30), greedy(1)))
+        await asyncio.sleep(0)
+        await pair.prefill.close()
+        met.set()
+        with pytest.raises(AbortedError, match="closing"):
+            await leg
+        assert room.cause is not None and room.cause.code is Code.SHUTDOWN
+        room.close()
+        assert pair.home
+
+
+async def test_tokens_decode_has_already_are_not_sent(llama: LoadedModel) -> None:
+    """They are computed all the same: there is no prefix cache on this side yet."""
+    async with Pair(llama, page_size=4, chunk_tokens=10) as pair:
+        room = pair.room(prompt_of(27))
+
+        async def matched() -> int:
+            return 12
+
+        room.prefill_half.matched = matched  # type: ignore[method-assign]
+        room.pages, held = room.pages[3:], room.pages[:3]
+        await pair.prefill.prefill(room.prefill_half, prompt_of(27), greedy(1))
+        assert room.sends == [(2, False), (2, True)], "the first chunk was known"
+        pair.target.pages.give_back(held, room._owner)
+        room.close()
+        assert pair.home

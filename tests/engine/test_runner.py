@@ -1,0 +1,91 @@
+"""One forward over a mix of rows: what it writes, what it must not touch, and that company changes nothing in fp32."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+import torch
+
+from kvflow.engine.load import LoadedModel, load_model
+from kvflow.engine.sequence import Sequence
+from kvflow.engine.step import Row
+from kvflow.memory.pool import PagedPool
+from kvflow.protocols.layout import Order, PageIndices, build_layout
+from tests.engine.pair import prompt_of
+
+PAGE = 4
+
+
+def pool_of(model: LoadedModel, num_pages: int, order: Order) -> PagedPool:
+    pool = PagedPool.allocate(
+        build_layout(model.streams, page_size=PAGE, num_pages=num_pages, order=order), shared=False
+    )
+    for component in pool.layout.components:
+        pool.tensor(component.name).fill_(float("nan"))
+    return pool
+
+
+def sequence_of(prompt: list[int], pages: list[int]) -> Sequence:
+    found = Sequence("test", prompt, 8, PAGE)
+    found.add_pages(np.array(pages, dtype=np.int32))
+    return found
+
+
+def others(pool: PagedPool, mine: list[int]) -> PageIndices:
+    return np.setdiff1d(np.arange(pool.layout.num_pages, dtype=np.int32), np.array(mine, dtype=np.int32))
+
+
+@pytest.mark.parametrize("order", ["page_first", "layer_first"])
+@pytest.mark.parametrize("family", ["gemma2", "deepseek_v2", "gpt2", "bloom"])
+def test_a_step_touches_its_own_slots_only(family: str, order: Order, loaded: Callable[..., LoadedModel]) -> None:
+    """All else is NaN before and after: neither read, for the logits are numbers, nor written."""
+    model = loaded(family)
+    pool = pool_of(model, 20, order)
+    runner = model.runner(pool)
+    a, b = sequence_of(prompt_of(10), [7, 3, 12]), sequence_of(prompt_of(6, 1), [1, 18])
+    logits = runner.forward([Row(a, 9, False), Row(b, 6)])
+    assert logits.shape == (1, 512) and bool(torch.isfinite(logits).all())
+    a.computed, b.computed = 9, 6
+    b.append(int(logits[0].argmax()))
+    mixed = runner.forward([Row(a, 1), Row(b, 1)])
+    assert mixed.shape == (2, 512) and bool(torch.isfinite(mixed).all())
+    for component in pool.layout.components:
+        values = pool.tensor(component.name)
+        assert bool(torch.isnan(values[others(pool, [7, 3, 12, 1, 18])]).all())
+        assert bool(torch.isnan(values[12, 2:]).all()) and bool(torch.isnan(values[18, 3:]).all())
+        assert not bool(torch.isnan(values[[7, 3]]).any()) and not bool(torch.isnan(values[18, :3]).any())
+
+
+@pytest.mark.parametrize("attention", ["packed", "pad"])
+@pytest.mark.parametrize("family", ["mistral", "gemma3", "mixtral"])
+def test_chunks_and_company_change_nothing_in_fp32(family: str, attention: str, tiny: Callable[[str], object]) -> None:
+    model = load_model(str(tiny(family)), attention=attention)
+    assert model.mode == attention
+    prompts = [prompt_of(n, n) for n in (30, 7, 1, 19)]
+
+    def run(groups: list[list[int]], chunk: int) -> torch.Tensor:
+        pool = pool_of(model, 40, "page_first")
+        runner = model.runner(pool)
+        pages = np.random.default_rng(1).permutation(40).tolist()
+        sequences = [sequence_of(p, [pages.pop() for _ in range(-(-len(p) // PAGE))]) for p in prompts]
+        found: dict[int, torch.Tensor] = {}
+        for group in groups:
+            while rows := [
+                (i, Row(s, min(chunk, s.length - s.computed))) for i in group if (s := sequences[i]).computed < s.length
+            ]:
+                logits = runner.forward([row for _, row in rows])
+                for (i, row), one in zip(rows, logits, strict=True):
+                    found[i] = one
+                    sequences[i].computed += row.new
+        return torch.stack([found[i] for i in range(len(prompts))])
+
+    alone = run([[0], [1], [2], [3]], 100)
+    assert torch.allclose(run([[0, 1, 2, 3]], 5), alone, atol=2e-3, rtol=1e-3)
+    assert torch.allclose(run([[3, 1], [2, 0]], 100), alone, atol=2e-3, rtol=1e-3)
+
+
+def test_a_step_without_logits_computes_none(llama: LoadedModel) -> None:
+    pool = pool_of(llama, 8, "page_first")
+    assert llama.runner(pool).forward([Row(sequence_of(prompt_of(9), [0, 1, 2]), 8, False)]).shape[0] == 0

@@ -1,0 +1,40 @@
+"""Prefill and decode in one process: requests end wherever they are, and the pool is whole again."""
+
+from __future__ import annotations
+
+import asyncio
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from kvflow.engine.load import LoadedModel
+from kvflow.engine.params import TokenOut
+from kvflow.engine.single import SingleEngine
+from kvflow.protocols.errors import CapacityError
+from tests.engine.pair import Pair, Side, greedy, prompt_of, until
+
+
+async def test_one_process_equals_two_and_frees_everything(llama: LoadedModel) -> None:
+    side = Side(llama, 30, 16, "layer_first")
+    prompts = [prompt_of(n, n) for n in (1, 16, 100, 61)]
+    with ThreadPoolExecutor(1) as executor:
+        engine = SingleEngine(llama, side.pool, side.pages, executor, chunk_tokens=32)
+        await engine.start()
+
+        async def one(prompt: list[int]) -> list[TokenOut]:
+            return [out async for out in engine.generate(prompt, greedy(12))]
+
+        found = await asyncio.gather(*map(one, prompts))
+        dropped = engine.generate(prompt_of(90), greedy(50))
+        await anext(dropped)
+        await dropped.aclose()
+        early = asyncio.ensure_future(anext(engine.generate(prompt_of(200), greedy(50))))
+        await asyncio.sleep(0)
+        early.cancel()
+        await asyncio.wait([early])
+        with pytest.raises(CapacityError):
+            await anext(engine.generate(prompt_of(500), greedy(400)))
+        await until(side.pages.at_rest)
+        await engine.close()
+    async with Pair(llama, chunk_tokens=32) as pair:
+        assert found == [await pair.outputs(p, greedy(12)) for p in prompts]

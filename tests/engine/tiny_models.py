@@ -1,0 +1,190 @@
+"""Tiny random models of many families, for token parity.
+
+The initializer range is large and Gemma's embeddings are untied: with the usual small weights a random model repeats
+one token for ever, and parity would mean nothing.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+BASE: dict[str, Any] = {
+    "vocab_size": 512,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 512,
+    "initializer_range": 0.3,
+    "bos_token_id": 1,
+    "eos_token_id": None,
+    "pad_token_id": 0,
+    "tie_word_embeddings": False,
+}
+MLA: dict[str, Any] = {
+    "q_lora_rank": 32,
+    "kv_lora_rank": 24,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 12,
+    "num_key_value_heads": 4,
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 32,
+    "n_shared_experts": 1,
+    "n_group": 2,
+    "topk_group": 1,
+    "first_k_dense_replace": 1,
+    "head_dim": 8,
+}
+ALTERNATING = ["sliding_attention", "full_attention"] * 2
+GEMMA: dict[str, Any] = {"head_dim": 16, "sliding_window": 16, "query_pre_attn_scalar": 16, "layer_types": ALTERNATING}
+GPT2: dict[str, Any] = {
+    "vocab_size": 512,
+    "n_embd": 64,
+    "n_layer": 4,
+    "n_head": 4,
+    "n_positions": 512,
+    "initializer_range": 0.3,
+    "bos_token_id": 1,
+    "eos_token_id": None,
+}
+KV_SHARED: dict[str, Any] = {
+    "num_kv_shared_layers": 2,
+    "vocab_size_per_layer_input": 512,
+    "hidden_size_per_layer_input": 16,
+}
+
+# The families the project promises, then others that reach a corner of their own.
+FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("llama", BASE),
+    "qwen3": ("qwen3", {**BASE, "head_dim": 16}),
+    "mistral": ("mistral", {**BASE, "sliding_window": 16}),
+    "gemma2": ("gemma2", {**BASE, **GEMMA}),
+    "gemma3": ("gemma3_text", {**BASE, **GEMMA}),
+    "gpt2": ("gpt2", GPT2),
+    "mixtral": ("mixtral", {**BASE, "num_local_experts": 4}),
+    "deepseek_v2": ("deepseek_v2", {**BASE, **MLA}),
+    "deepseek_v3": ("deepseek_v3", {**BASE, **MLA}),
+}
+CORNERS: dict[str, tuple[str, dict[str, Any]]] = {
+    "gpt_oss": (
+        "gpt_oss",
+        {**BASE, "head_dim": 16, "sliding_window": 16, "num_local_experts": 4, "layer_types": ALTERNATING},
+    ),
+    "gemma4_shared_kv": (
+        "gemma4_text",
+        {**BASE, "head_dim": 16, "global_head_dim": 32, "sliding_window": 16, "layer_types": ALTERNATING, **KV_SHARED},
+    ),
+    "llama4_chunked": (
+        "llama4_text",
+        {
+            **BASE,
+            "head_dim": 16,
+            "attention_chunk_size": 16,
+            "num_local_experts": 2,
+            "intermediate_size_mlp": 128,
+            "no_rope_layers": [1, 1, 1, 0],
+            "use_qk_norm": True,
+        },
+    ),
+    "bloom": (
+        "bloom",
+        {
+            "vocab_size": 512,
+            "hidden_size": 64,
+            "n_layer": 4,
+            "n_head": 4,
+            "initializer_range": 0.3,
+            "eos_token_id": None,
+        },
+    ),
+    "opt": ("opt", {**BASE, "ffn_dim": 128, "word_embed_proj_dim": 64}),
+}
+REFUSED: dict[str, tuple[str, dict[str, Any]]] = {
+    "mamba2": (
+        "mamba2",
+        {
+            "vocab_size": 512,
+            "hidden_size": 64,
+            "num_hidden_layers": 2,
+            "num_heads": 8,
+            "head_dim": 16,
+            "state_size": 16,
+            "n_groups": 1,
+            "eos_token_id": None,
+        },
+    ),
+    "mamba": (
+        "mamba",
+        {"vocab_size": 512, "hidden_size": 64, "num_hidden_layers": 2, "state_size": 8, "eos_token_id": None},
+    ),
+    "qwen3_next": (
+        "qwen3_next",
+        {
+            **BASE,
+            "head_dim": 16,
+            "num_experts": 4,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 32,
+            "shared_expert_intermediate_size": 32,
+            "linear_num_key_heads": 2,
+            "linear_num_value_heads": 4,
+            "linear_key_head_dim": 16,
+            "linear_value_head_dim": 16,
+            "layer_types": ["linear_attention", "full_attention"] * 2,
+        },
+    ),
+    "deepseek_v32": ("deepseek_v32", {**BASE, **MLA, "index_topk": 8, "index_n_heads": 2, "index_head_dim": 16}),
+}
+ALL = {**FAMILIES, **CORNERS, **REFUSED}
+
+
+def build(family: str, directory: Path, **changes: Any) -> Path:
+    """Write the family's random model to `directory` / its name, once; returns that path."""
+    target = directory / family
+    if (target / "config.json").is_file():
+        return target
+    model_type, values = ALL[family]
+    torch.manual_seed(1234)
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(model_type, **{**values, **changes}))
+    generator = torch.Generator().manual_seed(7)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if parameter.dim() == 1 and "weight" in name and ("norm" in name or "ln" in name):
+                parameter.add_(0.1 * torch.randn(parameter.shape, generator=generator))
+            elif "sink" in name:
+                parameter.copy_(torch.randn(parameter.shape, generator=generator))
+            elif parameter.dim() >= 2 and float(parameter.std()) < 0.1 and family not in REFUSED:
+                parameter.copy_(0.2 * torch.randn(parameter.shape, generator=generator))
+    model.generation_config.eos_token_id = None
+    model.save_pretrained(target)
+    return target
+
+
+def load_stock(path: Path, dtype: torch.dtype = torch.float32) -> Any:
+    """The same model without kvflow, for `generate`."""
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype).eval()
+    model.generation_config.eos_token_id = None
+    return model
+
+
+def generate(stock: Any, prompt: list[int], count: int) -> list[int]:
+    """What `model.generate` says, greedy."""
+    ids = torch.tensor([prompt])
+    out = stock.generate(
+        ids,
+        attention_mask=torch.ones_like(ids),
+        max_new_tokens=count,
+        min_new_tokens=count,
+        do_sample=False,
+        eos_token_id=None,
+        pad_token_id=0,
+    )
+    found: list[int] = out[0, len(prompt) :].tolist()
+    return found

@@ -1,0 +1,192 @@
+"""I1: a page has exactly one owner; I13: pages that are held come home when the last hold ends."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from kvflow.memory.allocator import Kept, PageAllocator
+from kvflow.protocols.errors import CapacityError, MisuseError, OwnershipError
+from kvflow.protocols.layout import PageIndices
+
+
+def pages(*indices: int) -> PageIndices:
+    return np.array(indices, dtype=np.int32)
+
+
+def snapshot(store: PageAllocator) -> tuple[int, dict[object, int], int, int]:
+    return store.free_pages, dict(store.owned()), store.held_pages, store.returning_pages
+
+
+def test_reserved_pages_are_never_handed_out() -> None:
+    store = PageAllocator(8, reserved=2)
+    assert store.take(6, "a").tolist() == [2, 3, 4, 5, 6, 7]
+    with pytest.raises(CapacityError):
+        store.take(1, "b")
+    with pytest.raises(OwnershipError, match="reserved"):
+        store.give_back(pages(0), "a")
+
+
+def test_pages_come_out_in_ascending_runs_again() -> None:
+    store = PageAllocator(16)
+    first = store.take(8, "a")
+    store.give_back(first, "a")
+    assert store.take(8, "b").tolist() == first.tolist()
+
+
+@pytest.mark.parametrize("wrong", [pages(1), pages(0, 0), pages(-1), pages(8), np.zeros((1, 1), dtype=np.int32)])
+def test_a_wrong_return_changes_nothing(wrong: PageIndices) -> None:
+    store = PageAllocator(8)
+    store.take(1, "a")
+    store.take(1, "b")
+    before = snapshot(store)
+    with pytest.raises(OwnershipError):
+        store.give_back(wrong, "a")
+    with pytest.raises(OwnershipError):
+        store.move(wrong, "a", "c")
+    assert snapshot(store) == before
+
+
+def test_double_free_is_an_error() -> None:
+    store = PageAllocator(8)
+    mine = store.take(2, "a")
+    store.give_back(mine, "a")
+    with pytest.raises(OwnershipError, match="free"):
+        store.give_back(mine, "a")
+    assert store.at_rest()
+
+
+def test_held_pages_return_with_their_last_hold() -> None:
+    store = PageAllocator(8)
+    mine = store.take(3, ("room", 1))
+    store.hold(mine[:2])
+    store.hold(mine[:1])
+    store.give_back(mine, ("room", 1))
+    assert store.free_pages == 6 and store.owned() == {Kept.RETURNING: 2}
+    with pytest.raises(OwnershipError, match="on its way back"):
+        store.give_back(mine[:1], ("room", 1))
+    with pytest.raises(OwnershipError, match="no owner"):
+        store.hold(mine[:1])
+    store.unhold(mine[:2])
+    assert store.free_pages == 7 and not store.at_rest()
+    store.unhold(mine[:1])
+    assert store.at_rest()
+
+
+def test_unhold_without_hold_is_an_error_and_changes_nothing() -> None:
+    store = PageAllocator(8)
+    mine = store.take(2, "a")
+    store.hold(mine[:1])
+    for wrong in (mine, mine[1:], pages(int(mine[0]), int(mine[0]))):
+        with pytest.raises(OwnershipError, match="not held"):
+            store.unhold(wrong)
+    assert store.held_pages == 1
+
+
+def test_a_page_named_twice_in_a_hold_is_held_twice() -> None:
+    store = PageAllocator(4)
+    page = store.take(1, "a")
+    store.hold(np.repeat(page, 2))
+    store.unhold(page)
+    assert store.held_pages == 1
+
+
+def test_moving_keeps_the_hold_and_changes_the_owner() -> None:
+    store = PageAllocator(4)
+    mine = store.take(2, ("room", 1))
+    store.hold(mine)
+    store.move(mine, ("room", 1), ("sequence", 9))
+    assert store.owned() == {("sequence", 9): 2} and store.held_pages == 2
+    assert store.pages_of(("sequence", 9)).tolist() == mine.tolist() and store.pages_of("nobody").size == 0
+
+
+def test_counts_by_kind() -> None:
+    store = PageAllocator(8)
+    store.take(2, ("room", 1))
+    store.take(1, ("room", 2))
+    store.take(1, 7)
+    assert (store.count_by("room"), store.count_by(int), store.count_by(7), store.count_by("loan")) == (3, 1, 1, 0)
+
+
+@pytest.mark.parametrize(("num_pages", "reserved"), [(0, 0), (4, 5), (4, -1)])
+def test_impossible_pools_are_refused(num_pages: int, reserved: int) -> None:
+    with pytest.raises(MisuseError):
+        PageAllocator(num_pages, reserved)
+
+
+class AgainstAModel(RuleBasedStateMachine):
+    """The allocator beside a dict from page to owner and a count of holds."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.store = PageAllocator(12, reserved=1)
+        self.owner: dict[int, object] = {}
+        self.holds: dict[int, int] = {}
+        self.returning: set[int] = set()
+
+    @rule(count=st.integers(-1, 13), owner=st.sampled_from("abc"))
+    def take(self, count: int, owner: str) -> None:
+        free = 11 - len(self.owner) - len(self.returning)
+        if not 0 <= count <= free:
+            with pytest.raises(CapacityError):
+                self.store.take(count, owner)
+            return
+        got = self.store.take(count, owner).tolist()
+        assert len(set(got)) == count and not set(got) & (set(self.owner) | self.returning | {0})
+        self.owner.update(dict.fromkeys(got, owner))
+
+    @rule(some=st.lists(st.integers(-1, 12), max_size=4), owner=st.sampled_from("abc"))
+    def give_back(self, some: list[int], owner: str) -> None:
+        if len(set(some)) != len(some) or any(self.owner.get(p) != owner for p in some):
+            with pytest.raises(OwnershipError):
+                self.store.give_back(pages(*some), owner)
+            return
+        self.store.give_back(pages(*some), owner)
+        for p in some:
+            del self.owner[p]
+            if self.holds.get(p):
+                self.returning.add(p)
+
+    @rule(owner=st.sampled_from("abc"), new=st.sampled_from("abc"), data=st.data())
+    def move(self, owner: str, new: str, data: st.DataObject) -> None:
+        mine = [p for p, o in self.owner.items() if o == owner]
+        some = data.draw(st.lists(st.sampled_from(mine), unique=True)) if mine else []
+        self.store.move(pages(*some), owner, new)
+        self.owner.update(dict.fromkeys(some, new))
+
+    @precondition(lambda self: self.owner)
+    @rule(data=st.data())
+    def hold(self, data: st.DataObject) -> None:
+        some = data.draw(st.lists(st.sampled_from(sorted(self.owner)), max_size=4))
+        self.store.hold(pages(*some))
+        for p in some:
+            self.holds[p] = self.holds.get(p, 0) + 1
+
+    @rule(some=st.lists(st.integers(0, 11), max_size=3))
+    def unhold(self, some: list[int]) -> None:
+        if any(some.count(p) > self.holds.get(p, 0) for p in some):
+            with pytest.raises(OwnershipError):
+                self.store.unhold(pages(*some))
+            return
+        self.store.unhold(pages(*some))
+        for p in some:
+            self.holds[p] -= 1
+        self.returning -= {p for p in some if not self.holds[p]}
+
+    @invariant()
+    def conserved(self) -> None:
+        owners = list(self.owner.values())
+        expected: dict[object, int] = {o: owners.count(o) for o in set(owners)}
+        if self.returning:
+            expected[Kept.RETURNING] = len(self.returning)
+        assert self.store.owned() == expected
+        assert self.store.free_pages == 11 - sum(expected.values())
+        assert self.store.held_pages == sum(1 for n in self.holds.values() if n)
+        assert self.store.at_rest() == (not expected and not any(self.holds.values()))
+
+
+AgainstAModel.TestCase.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+TestAgainstAModel = AgainstAModel.TestCase

@@ -1,0 +1,148 @@
+"""Pools: typed views that share bytes, and memory that goes back."""
+
+from __future__ import annotations
+
+import os
+
+import numpy as np
+import pytest
+import torch
+
+from kvflow.memory.pool import PagedPool
+from kvflow.memory.shared import SharedSegment
+from kvflow.protocols.errors import LayoutError, TransferError
+from kvflow.protocols.layout import Order, PoolLayout, build_layout
+
+STREAMS = [("0.k", "bfloat16", (2, 4)), ("0.v", "float32", (3,)), ("scale", "uint8", (4,))]
+ORDERS: list[Order] = ["page_first", "layer_first"]
+
+
+def layout(order: Order, num_pages: int = 6) -> PoolLayout:
+    return build_layout(STREAMS, page_size=4, num_pages=num_pages, order=order)
+
+
+def numbers(*pages: int) -> np.ndarray[tuple[int], np.dtype[np.int32]]:
+    return np.array(pages, dtype=np.int32)
+
+
+@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize("shared", [True, False])
+def test_tensors_are_views_of_the_pages(order: Order, shared: bool) -> None:
+    pool = PagedPool.allocate(layout(order), shared=shared)
+    assert (pool.segment is not None) == shared
+    for i, (name, dtype, shape) in enumerate(STREAMS):
+        t = pool.tensor(name)
+        assert t.shape == (6, 4, *shape) and t.dtype == getattr(torch, dtype)
+        assert not t.any()  # new memory is zeroed
+        t[3] = i + 1
+    page = pool.pages_bytes(numbers(3))[0]
+    expected = [pool.tensor(name)[3].contiguous().view(torch.uint8).numpy().ravel() for name, _, _ in STREAMS]
+    assert page.tobytes() == np.concatenate(expected).tobytes()
+    assert not pool.pages_bytes(numbers(0, 1, 2, 4, 5)).any()
+    pool.close()
+
+
+def test_a_stream_its_dtype_cannot_read_is_refused() -> None:
+    odd = build_layout([("a", "uint8", (1,)), ("b", "float32", (1,))], page_size=3, num_pages=2)
+    pool = PagedPool.allocate(odd, shared=False)
+    with pytest.raises(LayoutError, match="float32 cannot lie"):
+        pool.tensor("b")
+    with pytest.raises(LayoutError, match="no component"):
+        pool.tensor("c")
+    pool.close()
+
+
+@pytest.mark.parametrize("order", ORDERS)
+def test_over_finds_the_layout_a_pool_was_made_with(order: Order) -> None:
+    made = PagedPool.allocate(layout(order), shared=False)
+    pool = PagedPool.over({name: made.tensor(name) for name, _, _ in STREAMS}, page_size=4)
+    assert pool.layout.components == made.layout.components
+    assert [b.address for b in pool.layout.buffers] == [b.address for b in made.layout.buffers]
+    assert pool.tensor("0.v") is made.tensor("0.v") and pool.segment is None
+    made.tensor("0.v")[2] = 7.0
+    assert pool.pages_bytes(numbers(2)).tobytes() == made.pages_bytes(numbers(2)).tobytes()
+
+
+def test_over_a_part_of_each_page_stays_inside_the_memory() -> None:
+    whole = torch.zeros(5, 2, 4, 8)  # [page, k/v, slot, dim]; only v is given
+    pool = PagedPool.over({"v": whole[:, 1]}, page_size=4)
+    (buffer,) = pool.layout.buffers
+    assert buffer.address >= whole.data_ptr()
+    assert buffer.address + buffer.size_bytes <= whole.data_ptr() + whole.numel() * 4
+    whole[4, 1] = 2.0
+    assert (pool.pages_bytes(numbers(4)).view(np.float32) == 2.0).all()
+
+
+@pytest.mark.parametrize(
+    "tensors",
+    [
+        {},
+        {"k": torch.zeros(4, 3, 2)},  # page size is not 4
+        {"k": torch.zeros(4, 4, 2), "v": torch.zeros(5, 4, 2)},
+        {"k": torch.zeros(4, 2, 4).transpose(1, 2)},  # slots of one page are not contiguous
+        {"k": torch.zeros(4, 4, 2).expand(4, 4, 2)[:0]},
+        {"k": torch.zeros(1, 4, 2).expand(4, 4, 2)},  # four pages on the same bytes
+        {"k": torch.zeros(4, 4, 2, dtype=torch.float64)},
+    ],
+)
+def test_over_refuses_what_cannot_be_described(tensors: dict[str, torch.Tensor]) -> None:
+    with pytest.raises(LayoutError):
+        PagedPool.over(tensors, page_size=4)
+
+
+def test_closing_gives_the_memory_back_with_the_last_view() -> None:
+    pool = PagedPool.allocate(layout("page_first"))
+    segment = pool.segment
+    assert segment is not None
+    fd = os.readlink(f"/proc/self/fd/{segment.fd}")
+    inode = os.stat(f"/proc/self/fd/{segment.fd}").st_ino
+    view = pool.tensor("0.v")
+    pool.close()
+    pool.close()
+    assert "kvflow-pool" in fd and segment.fd == -1 and pool.segment is None
+    assert f" {inode} " in _maps()  # the view still reads zeros instead of crashing
+    assert not view.any()
+    del view
+    assert f" {inode} " not in _maps()
+    with pytest.raises(LayoutError, match="closed"):
+        pool.tensor("0.v")
+
+
+def _maps() -> str:
+    with open("/proc/self/maps", encoding="utf-8") as file:
+        return "\n".join(line for line in file if "kvflow-pool" in line)
+
+
+def test_a_mapping_is_not_inherited_by_children() -> None:
+    segment = SharedSegment.create(1 << 16)
+    with open("/proc/self/smaps", encoding="utf-8") as file:
+        after = file.read().partition("kvflow-pool")[2]
+    flags = next(line for line in after.splitlines() if line.startswith("VmFlags"))
+    assert " dc" in flags  # do not copy on fork
+    assert os.get_inheritable(segment.fd) is False
+    segment.close()
+
+
+def test_a_segment_cannot_shrink_under_its_readers() -> None:
+    segment = SharedSegment.create(1 << 16)
+    with pytest.raises(PermissionError):
+        os.ftruncate(segment.fd, 4096)
+    segment.close()
+
+
+def test_only_sealed_segments_are_opened(tmp_path: object) -> None:
+    fd = os.memfd_create("unsealed", os.MFD_ALLOW_SEALING)
+    os.ftruncate(fd, 8192)
+    with pytest.raises(TransferError, match="no sealed pool"):
+        SharedSegment.open_peer(os.getpid(), fd)
+    os.close(fd)
+    with pytest.raises(TransferError, match="cannot open"):
+        SharedSegment.open_peer(os.getpid(), fd)
+    with open(f"{tmp_path}/file", "w+b") as file, pytest.raises(TransferError):
+        SharedSegment.open_peer(os.getpid(), file.fileno())
+
+
+def test_a_pool_larger_than_memory_is_refused() -> None:
+    huge = build_layout([("k", "float32", (1 << 20,))], page_size=1024, num_pages=1 << 20)
+    with pytest.raises(LayoutError, match="no memory"):
+        PagedPool.allocate(huge)
