@@ -1,0 +1,28 @@
+"""The data plane of a name."""
+
+from __future__ import annotations
+
+from kvflow.memory.shared import SharedSegment
+from kvflow.protocols.errors import MisuseError
+from kvflow.protocols.ports import DataPlane
+from kvflow.transports.local import LocalPlane
+from kvflow.transports.mooncake import MooncakePlane
+
+PLANES = ("local", "mooncake")
+
+
+def open_plane(
+    name: str,
+    pool_segment: SharedSegment | None,
+    rate_limit_bytes_per_s: float | None = None,
+    host: str = "127.0.0.1",
+) -> DataPlane:
+    """Open one of `PLANES`; takes some milliseconds (a back end may start threads and listen), so do it at start-up.
+
+    Raises: MisuseError for an unknown name, a rate not above 0, or a package that is missing (the text says which).
+    """
+    if name == "local":
+        return LocalPlane(pool_segment, rate_limit_bytes_per_s)
+    if name == "mooncake":
+        return MooncakePlane(host, rate_limit_bytes_per_s)
+    raise MisuseError(f"no data plane {name!r}; there are: {', '.join(PLANES)}")

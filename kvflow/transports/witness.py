@@ -1,0 +1,115 @@
+"""Observe the death of another process of this host, so that it is known and not assumed (Linux pidfd).
+
+A pid alone proves nothing: it may be re-used. A witness carries the process's start time too, and the boot and the pid
+namespace in which the pid means something; outside of them a death can never be proven.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import os
+from types import TracebackType
+from typing import Self
+
+from kvflow.protocols.errors import TransferError
+from kvflow.protocols.ports import Witness
+
+
+@functools.cache
+def _place() -> tuple[str, str]:
+    with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:
+        boot_id = file.read().strip()
+    return boot_id, os.readlink("/proc/self/ns/pid")
+
+
+def own_witness() -> Witness:
+    """What others need to observe this process's death. Not cached: a forked child is another process."""
+    boot_id, namespace = _place()
+    pid = os.getpid()
+    return Witness(boot_id, namespace, pid, _start_ticks(pid) or 0)
+
+
+def check_same_host(witness: Witness) -> None:
+    """Raises: TransferError when `witness` belongs to another boot or pid namespace, where nothing can be observed."""
+    if (witness.boot_id, witness.pid_namespace) != _place():
+        raise TransferError(f"process {witness.pid} is on another host or in another pid namespace: cannot be observed")
+
+
+def is_alive(witness: Witness) -> bool:
+    """Whether that very process still runs; a zombie does not. Raises: TransferError (another host)."""
+    check_same_host(witness)
+    return _start_ticks(witness.pid) == witness.start_ticks
+
+
+class DeathWatch:
+    """An open pidfd on one process. Close it, or use it as an `async with`; closing cancels `died`."""
+
+    def __init__(self, witness: Witness) -> None:
+        """Call on the event loop. Raises: TransferError when that process cannot be observed from here."""
+        check_same_host(witness)
+        self._loop = asyncio.get_running_loop()
+        self.died: asyncio.Future[None] = self._loop.create_future()  # resolves when the process has ended
+        self._fd = -1
+        try:
+            self._fd = os.pidfd_open(witness.pid)
+        except ProcessLookupError:
+            self.died.set_result(None)
+            return
+        except OSError as error:
+            raise TransferError(f"cannot observe process {witness.pid}: {error.strerror}") from error
+        # Read after opening: if the start time still fits now, the descriptor can only be that process's.
+        if _start_ticks(witness.pid) != witness.start_ticks:
+            self._release()
+            self.died.set_result(None)
+            return
+        self._loop.add_reader(self._fd, self._ended)
+
+    @property
+    def dead(self) -> bool:
+        return self.died.done() and not self.died.cancelled()
+
+    def close(self) -> None:
+        """Idempotent."""
+        self._release()
+        self.died.cancel()
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _ended(self) -> None:
+        self._release()
+        if not self.died.done():
+            self.died.set_result(None)
+
+    def _release(self) -> None:
+        fd, self._fd = self._fd, -1
+        if fd >= 0:
+            self._loop.remove_reader(fd)
+            os.close(fd)
+
+
+def watch(witness: Witness) -> DeathWatch:
+    """Begin to observe a process: `async with watch(w) as death: await asyncio.shield(death.died)`."""
+    return DeathWatch(witness)
+
+
+async def wait_dead(witness: Witness) -> None:
+    """Return once that process has ended. Raises: TransferError when it cannot be observed from here."""
+    async with watch(witness) as death:
+        await asyncio.shield(death.died)
+
+
+def _start_ticks(pid: int) -> int | None:
+    """Field 22 of /proc/pid/stat; None when there is no such process, or only its zombie."""
+    try:
+        with open(f"/proc/{pid}/stat", "rb") as file:
+            fields = file.read().rpartition(b")")[2].split()
+    except (FileNotFoundError, ProcessLookupError):
+        return None
+    return None if fields[0] in (b"Z", b"X", b"x") else int(fields[19])

@@ -1,0 +1,122 @@
+"""Planned blocks do what a naive copy, page by page and component by component, would do."""
+
+from __future__ import annotations
+
+import msgspec
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from numpy.typing import NDArray
+
+from kvflow.protocols.errors import LayoutError
+from kvflow.protocols.layout import Order, PageIndices, PoolLayout, build_layout
+from kvflow.protocols.plan import Blocks, Pairing
+
+Memory = NDArray[np.uint8]
+
+
+def placed(layout: PoolLayout, at: int) -> PoolLayout:
+    """The layout with buffers at `at`, a gap between each two: nothing may spill from one into the next."""
+    buffers = []
+    for b in layout.buffers:
+        buffers.append(msgspec.structs.replace(b, address=at))
+        at += b.size_bytes + 13
+    return msgspec.structs.replace(layout, buffers=tuple(buffers))
+
+
+def copied(blocks: Blocks, source: Memory, target: Memory) -> Memory:
+    out = target.copy()
+    for s, t, n in zip(*blocks, strict=True):
+        out[t : t + n] = source[s : s + n]
+    return out
+
+
+def naively(source: PoolLayout, target: PoolLayout, s: PageIndices, t: PageIndices, a: Memory, b: Memory) -> Memory:
+    out = b.copy()
+    there = {c.name: c for c in target.components}
+    for i, j in zip(s, t, strict=True):
+        for c in source.components:
+            o = there[c.name]
+            sb, tb = source.buffers[c.buffer], target.buffers[o.buffer]
+            at, to = sb.address + i * sb.page_bytes + c.offset, tb.address + j * tb.page_bytes + o.offset
+            out[to : to + c.size_bytes] = a[at : at + c.size_bytes]
+    return out
+
+
+@st.composite
+def cases(draw: st.DrawFn) -> tuple[PoolLayout, PoolLayout, PageIndices, PageIndices, int]:
+    orders: st.SearchStrategy[Order] = st.sampled_from(["page_first", "layer_first"])
+    streams: list[tuple[str, str, tuple[int, ...]]] = [
+        (name, draw(st.sampled_from(["uint8", "bfloat16", "float32"])), (draw(st.integers(1, 5)),))
+        for name in ("0.k", "0.v", "1.k", "1.v", "scale")[: draw(st.integers(1, 5))]
+    ]
+    other = draw(st.permutations(streams)) if draw(st.booleans()) else streams
+    page_size = draw(st.integers(1, 4))
+    sizes = draw(st.tuples(st.integers(1, 9), st.integers(1, 9)))
+    source = build_layout(streams, page_size=page_size, num_pages=sizes[0], order=draw(orders))
+    target = build_layout(list(other), page_size=page_size, num_pages=sizes[1], order=draw(orders))
+    count = draw(st.integers(0, min(sizes)))
+    pick = [draw(st.permutations(range(n))) if draw(st.booleans()) else list(range(n)) for n in sizes]
+    s, t = (np.array(p[:count], dtype=np.int32) for p in pick)
+    return placed(source, 7), placed(target, 3), s, t, draw(st.integers(1, 200))
+
+
+@given(cases())
+@settings(max_examples=300, deadline=None)
+def test_blocks_equal_a_naive_copy(case: tuple[PoolLayout, PoolLayout, PageIndices, PageIndices, int]) -> None:
+    source, target, s, t, limit = case
+    size = max(layout.size_bytes + 20 * len(layout.buffers) for layout in (source, target))
+    a = np.random.default_rng(0).integers(1, 255, size, dtype=np.uint8)
+    b = np.zeros(size, dtype=np.uint8)
+    pairing = Pairing(source, target)
+    pairing.check(s, t)
+    blocks = pairing.blocks(s, t, max_block_bytes=limit)
+    assert blocks.total_bytes == s.size * source.page_bytes
+    assert not blocks.sizes.size or 0 < int(blocks.sizes.min()) <= int(blocks.sizes.max()) <= limit
+    assert (copied(blocks, a, b) == naively(source, target, s, t, a, b)).all()
+
+
+@given(cases())
+@settings(max_examples=60, deadline=None)
+def test_target_bases_move_the_target_and_nothing_else(
+    case: tuple[PoolLayout, PoolLayout, PageIndices, PageIndices, int],
+) -> None:
+    source, target, s, t, limit = case
+    moved = placed(target, 1000)
+    bases = np.array([b.address for b in moved.buffers], dtype=np.int64)
+    got = Pairing(source, target).blocks(s, t, max_block_bytes=limit, target_bases=bases)
+    expected = Pairing(source, moved).blocks(s, t, max_block_bytes=limit)
+    assert all((g == e).all() for g, e in zip(got, expected, strict=True))
+
+
+def pool(order: Order, num_pages: int = 64) -> PoolLayout:
+    streams: list[tuple[str, str, tuple[int, ...]]] = [
+        (f"{i}.{part}", "bfloat16", (2, 8)) for i in range(4) for part in "kv"
+    ]
+    return placed(build_layout(streams, page_size=4, num_pages=num_pages, order=order), 0)
+
+
+def test_adjacent_pages_become_one_block() -> None:
+    pages = np.array([5, 6, 7, 20, 21, 40], dtype=np.int32)
+    runs = Pairing(pool("page_first"), pool("page_first")).blocks(pages, pages, max_block_bytes=1 << 20)
+    assert (runs.sizes // pool("page_first").page_bytes).tolist() == [3, 2, 1]
+    layers = Pairing(pool("layer_first"), pool("layer_first")).blocks(pages, pages, max_block_bytes=1 << 20)
+    assert len(layers.sizes) == 3 * 8
+    mixed = Pairing(pool("page_first"), pool("layer_first")).blocks(pages, pages, max_block_bytes=1 << 20)
+    assert len(mixed.sizes) == 6 * 8
+
+
+@pytest.mark.parametrize(
+    ("source_pages", "target_pages"),
+    [([0], [0, 1]), ([64], [0]), ([0], [64]), ([-1], [0]), ([0], [-1]), ([[0]], [[0]])],
+)
+def test_lists_that_do_not_fit_are_refused(source_pages: list[int], target_pages: list[int]) -> None:
+    pairing = Pairing(pool("page_first"), pool("layer_first"))
+    with pytest.raises(LayoutError):
+        pairing.check(np.array(source_pages, dtype=np.int32), np.array(target_pages, dtype=np.int32))
+
+
+def test_pools_that_do_not_fit_are_refused() -> None:
+    with pytest.raises(LayoutError, match="page_size"):
+        Pairing(pool("page_first"), build_layout([("0.k", "bfloat16", (2, 8))], page_size=8, num_pages=4))

@@ -1,0 +1,145 @@
+"""The fake plane does as it is told, and with real bytes."""
+
+from __future__ import annotations
+
+import asyncio
+
+import numpy as np
+import pytest
+
+from kvflow.memory.pool import PagedPool
+from kvflow.protocols.errors import LayoutError, TransferError
+from kvflow.protocols.layout import PageIndices, build_layout
+from kvflow.protocols.ports import Endpoint, Landing
+from kvflow.transports.fake import FakeNetwork, FakePlane, FakeRoute, Fault
+from tests.transports.peer_process import pages
+
+PAGE_BYTES = 64
+
+
+class Pair:
+    """A prefill plane whose pool is full of ones, and a decode plane whose pool is empty."""
+
+    def __init__(self) -> None:
+        self.network = FakeNetwork()
+        layout = build_layout([("k", "uint8", (8,)), ("v", "uint8", (8,))], page_size=4, num_pages=8)
+        self.source, self.target = (PagedPool.allocate(layout, shared=False) for _ in range(2))
+        self.source.tensor("k")[:] = 1
+        self.source.tensor("v")[:] = 1
+        self.prefill, self.decode = FakePlane(self.network), FakePlane(self.network)
+        self.prefill_end, _ = self.prefill.export(self.source.layout)
+        self.decode_end, self.theirs = self.decode.export(self.target.layout)
+
+    async def route(self) -> FakeRoute:
+        return await self.prefill.connect(self.decode_end, self.theirs)
+
+    def arrived(self) -> int:
+        return int(np.count_nonzero(self.target.pages_bytes(np.arange(8, dtype=np.int32))))
+
+
+FOUR: tuple[PageIndices, PageIndices] = (pages(0, 1, 2, 3), pages(7, 1, 4, 2))
+
+
+async def test_without_a_script_everything_lands() -> None:
+    pair = Pair()
+    route = await pair.route()
+    flight = route.write(*FOUR)
+    assert flight.landed_bytes == 0 and not flight.done.done()  # never within the call itself
+    assert await asyncio.shield(flight.done) is Landing.LANDED
+    assert flight.landed_bytes == flight.total_bytes == pair.arrived() == 4 * PAGE_BYTES
+    assert pair.prefill.flights == [] and pair.prefill.written == [flight]
+
+
+async def test_held_writes_move_page_by_page() -> None:
+    pair = Pair()
+    pair.prefill.hold()
+    route = await pair.route()
+    flight, later = route.write(*FOUR), route.write(pages(5), pages(5))
+    await asyncio.sleep(0)
+    assert pair.arrived() == 0
+    assert pair.prefill.step(3) == 3 * PAGE_BYTES == flight.landed_bytes == pair.arrived()
+    flight.cancel()
+    flight.cancel()
+    assert flight.done.result() is Landing.DRAINED and pair.arrived() == 3 * PAGE_BYTES
+    pair.prefill.release()
+    assert later.done.result() is Landing.LANDED and pair.arrived() == 4 * PAGE_BYTES
+    assert pair.prefill.step() == 0
+
+
+@pytest.mark.parametrize("fault", [Fault.ERROR, Fault.LATE])
+async def test_errors_prove_nothing_and_late_ones_land_later(fault: Fault) -> None:
+    pair = Pair()
+    pair.prefill.script(fault)
+    flight = (await pair.route()).write(*FOUR)
+    assert await asyncio.shield(flight.done) is Landing.UNPROVEN and fault.value in flight.error
+    assert flight.landed_bytes == pair.arrived() == 2 * PAGE_BYTES
+    pair.source.tensor("k")[:] = 2  # whatever the source holds by then
+    assert pair.prefill.land_late() == (2 * PAGE_BYTES if fault is Fault.LATE else 0)
+    values = pair.target.pages_bytes(pages(4, 2))
+    assert bool((values == 2).any()) == (fault is Fault.LATE)
+
+
+@pytest.mark.parametrize("fault", [Fault.ERROR, Fault.LATE])
+async def test_one_page_meets_a_fault_too(fault: Fault) -> None:
+    pair = Pair()
+    pair.prefill.script(fault)
+    flight = (await pair.route()).write(pages(1), pages(1))
+    assert await asyncio.shield(flight.done) is Landing.UNPROVEN and pair.arrived() == 0
+
+
+async def test_a_stuck_write_ends_only_when_released() -> None:
+    pair = Pair()
+    pair.prefill.script(Fault.STUCK)
+    route = await pair.route()
+    stuck, other = route.write(*FOUR), route.write(pages(5), pages(5))
+    assert await asyncio.shield(other.done) is Landing.LANDED  # it holds up nobody else
+    stuck.cancel()
+    await asyncio.sleep(0)
+    assert not stuck.done.done()
+    pair.prefill.release()
+    assert stuck.done.result() is Landing.DRAINED
+
+
+async def test_a_fence_resolves_with_death_and_nothing_lands_after_it() -> None:
+    pair = Pair()
+    pair.prefill.script(Fault.LATE)
+    route = await pair.route()
+    await asyncio.shield(route.write(*FOUR).done)
+    fence = asyncio.ensure_future(pair.decode.fence(pair.prefill_end))
+    await asyncio.sleep(0)
+    assert not fence.done()
+    pair.prefill.die()
+    await asyncio.wait_for(fence, 1)
+    landed = pair.arrived()
+    assert pair.prefill.land_late() == 0 and pair.arrived() == landed
+    with pytest.raises(TransferError):
+        route.write(*FOUR)
+
+
+async def test_closing_ends_what_is_under_way() -> None:
+    pair = Pair()
+    pair.prefill.hold()
+    pair.prefill.script(Fault.STUCK)
+    route = await pair.route()
+    stuck, waiting = route.write(*FOUR), route.write(*FOUR)
+    await pair.prefill.close()
+    assert stuck.done.result() is Landing.UNPROVEN and waiting.done.result() is Landing.DRAINED
+    with pytest.raises(TransferError):
+        await pair.decode.connect(pair.prefill_end, pair.source.layout)
+
+
+async def test_wrong_use_is_refused() -> None:
+    pair = Pair()
+    route = await pair.route()
+    with pytest.raises(LayoutError):
+        route.write(pages(0), pages(8))
+    route.close()
+    with pytest.raises(TransferError, match="closed"):
+        route.write(*FOUR)
+    nowhere = Endpoint("fake", "fake-99", pair.decode_end.witness)
+    with pytest.raises(TransferError):
+        await pair.prefill.connect(nowhere, pair.theirs)
+    with pytest.raises(TransferError):
+        await pair.decode.fence(nowhere)
+    with pytest.raises(LayoutError, match="export"):
+        await FakePlane(pair.network).connect(pair.decode_end, pair.theirs)

@@ -1,0 +1,193 @@
+"""The thread of a plane: fair, quick to stop, never asleep with work and never awake without."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+
+import pytest
+
+from kvflow.protocols.errors import MisuseError, TransferError
+from kvflow.protocols.ports import Landing
+from kvflow.transports.writer import WriteFlight, WriteThread
+from tests.transports.peer_process import pages, until
+
+LOG = list[tuple[str, int]]
+
+
+class Slices:
+    """A job of `left` bytes that writes down when it was served."""
+
+    def __init__(self, name: str, left: int, log: LOG, gate: list[bool]) -> None:
+        self.name, self.left, self.log, self.gate = name, left, log, gate
+        self.landed_bytes, self.error = 0, ""
+        self.landing: Landing | None = None
+
+    def advance(self, max_bytes: int, cancelled: bool) -> int:
+        if self.left < 0:
+            raise ZeroDivisionError("a bug in a back end")
+        if cancelled:
+            self.landing = Landing.DRAINED
+            return 0
+        if not self.gate[0] or not max_bytes:
+            return -1
+        moved = min(max_bytes, self.left)
+        self.left -= moved
+        self.landed_bytes += moved
+        self.log.append((self.name, moved))
+        self.landing = None if self.left else Landing.LANDED
+        return moved
+
+
+class Works:
+    """Begins jobs in the order of their flights."""
+
+    def __init__(self, thread: WriteThread) -> None:
+        self.thread, self.log, self.gate, self.jobs = thread, LOG(), [True], dict[WriteFlight, Slices]()
+
+    def write(self, name: str, size: int) -> WriteFlight:
+        flight = WriteFlight(self.thread, self, pages(0), pages(0), size)
+        self.jobs[flight] = Slices(name, size, self.log, self.gate)
+        self.thread.submit(flight)
+        return flight
+
+    def begin(self, flight: WriteFlight) -> Slices:
+        return self.jobs[flight]
+
+
+def started(rate: float | None = None, slice_bytes: int = 10) -> Works:
+    thread = WriteThread("test", rate, slice_bytes)
+    thread.start()
+    return Works(thread)
+
+
+async def test_flights_are_served_in_turn() -> None:
+    works = started()
+    works.gate[0] = False
+    flights = [works.write("a", 30), works.write("b", 10), works.write("c", 20)]
+    await until(works.thread._inbox.empty)
+    works.gate[0] = True
+    assert {await asyncio.shield(f.done) for f in flights} == {Landing.LANDED}
+    order = [name for name, _ in works.log]
+    first = order.index("a")
+    assert sorted(order[:3]) == ["a", "b", "c"] and order.count("a") == 3 and first < 3
+    assert order[-1] == "a" and flights[0].landed_bytes == 30
+    await works.thread.close()
+
+
+async def test_a_cancel_takes_effect_between_two_slices() -> None:
+    works = started(rate=1000.0, slice_bytes=1 << 20)
+    assert works.thread.slice_bytes == 4096
+    flight = works.write("a", 1 << 20)
+    await until(lambda: flight.landed_bytes > 0)
+    flight.cancel()
+    assert (
+        await asyncio.wait_for(asyncio.shield(flight.done), 2) is Landing.DRAINED
+    )  # though the next slice is 4 s away
+    assert flight.landed_bytes == 4096
+    flight.cancel()
+    await works.thread.close()
+
+
+async def test_never_more_than_one_slice_early() -> None:
+    rate = 2_000_000.0
+    works = started(rate, 1 << 20)
+    began = time.monotonic()
+    flights = [works.write(name, 60_000) for name in "abc"]
+    while not all(f.done.done() for f in flights):
+        so_far = sum(f.landed_bytes for f in flights)
+        assert so_far <= rate * (time.monotonic() - began) + works.thread.slice_bytes
+        await asyncio.sleep(0.002)
+    await asyncio.sleep(0.05)
+    began = time.monotonic()  # idle time is not saved up
+    assert await asyncio.shield(works.write("d", 60_000).done) is Landing.LANDED
+    assert time.monotonic() - began >= (60_000 - works.thread.slice_bytes) / rate - 0.001
+    await works.thread.close()
+
+
+async def test_ends_come_back_in_batches(monkeypatch: pytest.MonkeyPatch) -> None:
+    works = started()
+    told = 0
+    call = works.thread.loop.call_soon_threadsafe
+
+    class Counting:
+        def __getattr__(self, name: str) -> object:
+            return getattr(asyncio.get_running_loop(), name)
+
+        def call_soon_threadsafe(self, *args: object) -> None:
+            nonlocal told
+            told += 1
+            call(*args)  # type: ignore[arg-type]
+
+    works.gate[0] = False
+    flights = [works.write(str(i), 10) for i in range(256)]
+    monkeypatch.setattr(works.thread, "loop", Counting())
+    works.gate[0] = True
+    time.sleep(0.2)
+    await asyncio.gather(*(asyncio.shield(f.done) for f in flights))
+    assert told == 1
+    monkeypatch.undo()
+    await works.thread.close()
+
+
+async def test_a_bug_in_a_back_end_ends_one_flight_unproven() -> None:
+    works = started()
+    bad, good = works.write("bad", -1), works.write("good", 50)
+    assert await asyncio.shield(bad.done) is Landing.UNPROVEN and "ZeroDivisionError" in bad.error
+    assert await asyncio.shield(good.done) is Landing.LANDED
+    assert works.thread.surprises == 1
+    await works.thread.close()
+
+
+async def test_closing_drains_even_when_it_is_cancelled_twice() -> None:
+    works = started(rate=1000.0)
+    flights = [works.write("a", 1 << 20), works.write("b", 1 << 20)]
+    closing = asyncio.ensure_future(works.thread.close())
+    await asyncio.sleep(0)
+    closing.cancel()
+    await asyncio.sleep(0)
+    closing.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await closing
+    assert {f.done.result() for f in flights} == {Landing.DRAINED}
+    with pytest.raises(TransferError, match="closed"):
+        works.write("c", 1)
+    await works.thread.close()
+
+
+async def test_what_cannot_be_drained_in_time_ends_unproven() -> None:
+    works = started()
+
+    class Stuck(Slices):
+        def advance(self, max_bytes: int, cancelled: bool) -> int:
+            return -1
+
+    flight = WriteFlight(works.thread, works, pages(0), pages(0), 1)
+    works.jobs[flight] = Stuck("stuck", 1, works.log, works.gate)
+    works.thread.submit(flight)
+    await until(lambda: flight.job is not None)
+    await works.thread.close(grace_s=0.05)
+    assert flight.done.result() is Landing.UNPROVEN and "closed" in flight.error
+    assert works.thread.surprises == 0
+
+
+async def test_idle_costs_nothing() -> None:
+    works = started()
+    assert await asyncio.shield(works.write("a", 10).done) is Landing.LANDED
+    used = time.process_time()
+    await asyncio.sleep(0.3)
+    assert time.process_time() - used < 0.02
+    await works.thread.close()
+
+
+@pytest.mark.parametrize("rate", [0, -1, float("nan")])
+def test_a_rate_must_be_positive(rate: float) -> None:
+    with pytest.raises(MisuseError, match="rate limit"):
+        WriteThread("test", rate)
+
+
+async def test_a_thread_never_started_closes_at_once() -> None:
+    thread = WriteThread("test")
+    await thread.close()
+    with pytest.raises(MisuseError, match="closed"):
+        thread.start()
