@@ -22,7 +22,7 @@ from typing import Any, Self
 import numpy as np
 from numpy.typing import NDArray
 
-from kvflow.handlers.decode import DecodeHandlers
+from kvflow.handlers.decode import Connect, DecodeHandlers
 from kvflow.handlers.decode_room import DecodeSession
 from kvflow.handlers.prefill import PrefillHandlers
 from kvflow.handlers.prefill_room import PrefillSession
@@ -32,13 +32,15 @@ from kvflow.memory.pool import PagedPool
 from kvflow.protocols.codec import prompt_digest
 from kvflow.protocols.errors import MisuseError
 from kvflow.protocols.layout import PoolLayout
-from kvflow.protocols.ports import DataPlane, Endpoint
+from kvflow.protocols.ports import ControlSocket, DataPlane, Endpoint
 from kvflow.protocols.ranks import PoolShape, RankInfo
-from kvflow.transports.control import ZmqSocket, bind_router, connect_dealer
+from kvflow.transports.control import bind_router, connect_dealer
 
 Prompt = Sequence[int] | NDArray[np.integer[Any]]
 Resolve = Callable[[str], Awaitable[Sequence[RankInfo]]]
 """From the word a user names a prefill by to its ranks, in rank order. Raises: LostError."""
+Bind = Callable[[str, int], tuple[ControlSocket, int]]
+"""(host, port or 0) -> prefill's end of the control link and its port. Raises: MisuseError (port taken)."""
 
 
 class _Node:
@@ -83,11 +85,13 @@ class PrefillNode(_Node):
         model: str = "",
         pages: PageAllocator | None = None,
         timing: Timing | None = None,
+        bind: Bind = bind_router,
     ) -> None:
         """`host` is where decodes reach the control socket; `port` 0 takes a free one."""
         super().__init__(pool, plane, pages=pages, timing=timing)
         self._host, self._port, self._rank, self._world_size, self._model = host, port, rank, world_size, model
-        self._socket: ZmqSocket | None = None
+        self._socket: ControlSocket | None = None
+        self._bind = bind
         self._handlers: PrefillHandlers | None = None
 
     @property
@@ -110,7 +114,7 @@ class PrefillNode(_Node):
 
     async def start(self) -> None:
         """Raises: MisuseError when the control port is taken."""
-        self._socket, self._port = bind_router(self._host, self._port)
+        self._socket, self._port = self._bind(self._host, self._port)
         self._handlers = PrefillHandlers(
             incarnation=self.incarnation,
             rank=self._rank,
@@ -134,8 +138,10 @@ class PrefillNode(_Node):
     async def close(self) -> None:
         """End and drain every room, then the data plane. The pool stays the caller's."""
         if self._handlers is not None:
+            await self._handlers.drain(self.timing.lost_after_s)
+        await self.plane.close()  # what a frozen peer still holds up ends here, unproven
+        if self._handlers is not None:
             await self._handlers.close()
-        await self.plane.close()
         if self._socket is not None:
             self._socket.close()
 
@@ -158,10 +164,11 @@ class DecodeNode(_Node):
         resolve: Resolve | None = None,
         pages: PageAllocator | None = None,
         timing: Timing | None = None,
+        connect: Connect = connect_dealer,
     ) -> None:
         """`resolve` turns the word a room names its prefill by into ranks (a registry's client, say)."""
         super().__init__(pool, plane, pages=pages, timing=timing)
-        self._resolve = resolve
+        self._resolve, self._connect = resolve, connect
         self._ranks: dict[str, Sequence[RankInfo]] = {}
         self._asking: dict[str, asyncio.Future[Sequence[RankInfo]]] = {}
         self._handlers: DecodeHandlers | None = None
@@ -183,7 +190,7 @@ class DecodeNode(_Node):
             pages=self.pages,
             plane=self.plane,
             exported=(layout, endpoint),
-            connect=connect_dealer,
+            connect=self._connect,
             now=monotonic,
             timing=self.timing,
         )

@@ -69,7 +69,6 @@ class Worker:
         self.ranks: list[RankInfo] = []
         self.source_pages: PageIndices
         self.raw_writer: RawWriter
-        self._sources: dict[int, PageIndices] = {}
 
     async def setup(
         self, *, plane: str, layers: int, heads: int, dim: int, page_size: int, pages: int, order: str, ranks: list[Any]
@@ -81,7 +80,8 @@ class Worker:
         if self.role == "prefill":
             self.node = PrefillNode(self.pool, data_plane)
             await self.node.start()
-            self.source_pages = self.node.pages.take(self.node.pages.free_pages, "bench")
+            pages_of_all = self.node.pages.take(self.node.pages.free_pages, "bench")
+            self.source_pages = np.random.default_rng(5).permutation(pages_of_all)
             return {"ranks": [rank_to_json(self.node.info)], "page_bytes": layout.page_bytes}
         self.ranks = [rank_from_json(rank) for rank in ranks]
         self.node = DecodeNode(self.pool, data_plane)
@@ -100,8 +100,6 @@ class Worker:
         """Run rooms first..first+count-1, `concurrency` at a time, each of `pages` pages."""
         prompt = np.arange(pages * self.pool.layout.page_size, dtype=np.int64)
         numbers = iter(range(first, first + count))
-        if self.role == "prefill":
-            self._sources = {n: source_slice(self.source_pages, n, pages) for n in range(first, first + count)}
         out: dict[str, dict[int, float]] = {"opened": {}, "done": {}}
         one = self._prefill_room if self.role == "prefill" else self._decode_room
         await asyncio.sleep(max(0.0, start_at - time.monotonic()))
@@ -126,7 +124,7 @@ class Worker:
         out["opened"][number] = time.monotonic()
         room = self.node.room(number, prompt)
         await room.matched()
-        room.send(self._sources[number], last=True, handoff=b"bench")
+        room.send(source_slice(self.source_pages, number, pages), last=True, handoff=b"bench")
         await room.done()
         out["done"][number] = time.monotonic()
 
@@ -169,8 +167,9 @@ class Worker:
 
 
 def source_slice(pages: PageIndices, number: int, count: int) -> PageIndices:
-    """`count` scattered source pages for a room, the same for the same room number."""
-    return np.random.default_rng(number).permutation(pages)[:count]
+    """`count` source pages for a room out of shuffled `pages`, the same for the same room number."""
+    start = number * count % (len(pages) - count + 1)
+    return pages[start : start + count]
 
 
 async def serve(role: str) -> None:

@@ -66,6 +66,8 @@ class DecodeHandlers:
 
         Raises: RefusedError (the pools do not fit: says what differs), LostError.
         """
+        if not ranks:
+            raise LostError("no rank of that prefill is known")
         links = []
         for info in ranks:
             link = self.links.get(info.incarnation)
@@ -202,7 +204,9 @@ class DecodeHandlers:
         link.heard()
         for belief in message.rooms:
             session = self.rooms.get(belief.grant)
-            if session is not None and link in session.links and session.state.phase is DecodePhase.WAITING_FOR_INPUT:
+            if session is None or link not in session.links or session.state.phase is DecodePhase.DRAINING:
+                continue
+            if session.state.next_seq[session.links.index(link)] == 0:  # other ranks may be further
                 self._send_bootstrap(session, link)
 
     def _room_of(self, link: Link, message: ChunkDone | RoomFailed) -> DecodeSession | None:
@@ -245,13 +249,12 @@ class DecodeHandlers:
     def _sweep_once(self, now: float) -> None:
         stale: dict[Link, list[Belief]] = {}
         for session in list(self.rooms.values()):
+            if session.state.phase is DecodePhase.DRAINING:
+                continue  # its loans are recalled and asked for by the ledger
             if now >= session.deadline_at_s:
                 text = f"room {session.room}: deadline of {session.deadline_at_s - session.opened_at_s:g} s has passed"
                 session.close(Cause(Code.DEADLINE, text))
-            elif (
-                session.state.phase is not DecodePhase.DRAINING
-                and now - session.progress_at_s >= self.timing.repeat_after_s
-            ):
+            elif now - session.progress_at_s >= self.timing.repeat_after_s:
                 session.progress_at_s = now
                 for i, link in enumerate(session.links):
                     stale.setdefault(link, []).append(

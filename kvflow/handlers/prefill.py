@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
-from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any
 
+from kvflow.handlers.halves import EndedHalves, Half
 from kvflow.handlers.prefill_room import PrefillSession
 from kvflow.handlers.settings import Bounds, Counts, Timing
 from kvflow.handlers.target import Target
@@ -58,9 +59,7 @@ class PrefillHandlers:
         self.counts = Counts()
         self.rooms: dict[int, PrefillSession] = {}
         self.targets: dict[int, Target] = {}
-        self._refusals: OrderedDict[int, tuple[Cause, float]] = (
-            OrderedDict()
-        )  # rooms that ended as halves, for the other half
+        self.ended_halves = EndedHalves(self.bounds.ended_halves)
         self._room_ended = asyncio.Event()
         self._tasks: set[asyncio.Task[None]] = set()
         self._spawn(self._serve(), "kvflow-prefill-serve")
@@ -81,8 +80,8 @@ class PrefillHandlers:
             session.deadline_at_s = min(session.deadline_at_s, session.own_deadline_at_s)
         if session.bootstrap is not None:
             session.meet()
-        elif refusal := self._refusals.pop(room, None):
-            session.feed(PrefillEvent(PrefillKind.ENDED_LOCALLY, cause=refusal[0]))
+        elif cause := self.ended_halves.take(room, Half.ENGINE):
+            session.feed(PrefillEvent(PrefillKind.ENDED_LOCALLY, cause=cause))
         return session
 
     def forget(self, session: PrefillSession) -> None:
@@ -92,19 +91,21 @@ class PrefillHandlers:
         if session.target is not None:
             session.target.close_grant(session.grant, tuple(session.said))
         if cause is not None and (session.prompt is None or session.target is None):
-            self._refusals[session.room] = (cause, self.now() + self.timing.rendezvous_s)
-            if len(self._refusals) > self.bounds.refusals:
-                self._refusals.popitem(last=False)
+            half = Half.DECODE if session.prompt is None else Half.ENGINE
+            self.ended_halves.remember(session.room, half, cause, self.now() + self.timing.rendezvous_s)
         self.counts.ended(session.state.phase.name, cause)
         self._room_ended.set()
 
-    async def close(self) -> None:
-        """End every room, drain every write, stop the tasks. Control socket and data plane stay the caller's."""
+    async def drain(self, patience_s: float) -> None:
+        """End every room and wait until its writes have ended, or patience has."""
         for session in list(self.rooms.values()):
             session.close(Cause(Code.SHUTDOWN, "prefill is shutting down"))
-        while self.rooms:
-            self._room_ended.clear()
-            await self._room_ended.wait()
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(patience_s):
+                await self._no_rooms(lambda _: True)
+
+    async def close(self) -> None:
+        """Stop the tasks; the data plane must be closed, so that no write runs. The socket stays the caller's."""
         tasks = list(self._tasks)
         for task in tasks:
             task.cancel()
@@ -113,6 +114,11 @@ class PrefillHandlers:
             if target.route is not None:
                 target.route.close()
         self.targets.clear()
+
+    async def _no_rooms(self, chosen: Callable[[PrefillSession], bool]) -> None:
+        while any(chosen(session) for session in self.rooms.values()):
+            self._room_ended.clear()
+            await self._room_ended.wait()
 
     def _new_room(self, room: int, phase: PrefillPhase) -> PrefillSession:
         session = PrefillSession(self, room, phase)
@@ -186,15 +192,17 @@ class PrefillHandlers:
             target.route = await self.plane.connect(message.endpoint, message.layout)
         except KvflowError as error:
             target.refusal = str(error)
+        except Exception as error:  # the decode must hear something
+            self.counts.handler_errors += 1
+            log.exception("cannot open the way to decode %x", target.incarnation)
+            target.refusal = f"internal error: {type(error).__name__}"
         self._answer(message, target.refusal)
         try:
             await self.plane.fence(message.endpoint)
         except TransferError:
             return  # its death cannot be observed from here: silence ends its rooms
         self._lose(target, f"decode {target.incarnation:x} died")
-        while any(s.target is target for s in self.rooms.values()):  # a route is closed when nothing flies on it
-            self._room_ended.clear()
-            await self._room_ended.wait()
+        await self._no_rooms(lambda session: session.target is target)  # a route is closed when nothing flies on it
         if target.route is not None:
             target.route.close()
         del self.targets[target.incarnation]
@@ -211,10 +219,10 @@ class PrefillHandlers:
             return self._refuse(target, message, error.cause())
         session = self.rooms.get(message.room)
         if session is not None and session.bootstrap is not None:
-            cause = Cause(Code.ROOM_IN_USE, f"room {message.room} has a decode already")
+            in_use = Cause(Code.ROOM_IN_USE, f"room {message.room} has a decode already")
+            return self._refuse(target, message, in_use)
+        if session is None and (cause := self.ended_halves.take(message.room, Half.DECODE)):
             return self._refuse(target, message, cause)
-        if session is None and (refusal := self._refusals.pop(message.room, None)):
-            return self._refuse(target, message, refusal[0])
         if session is None:
             session = self._new_room(message.room, PrefillPhase.BOOTSTRAPPED)
         session.bind(target, message, pages)
@@ -307,8 +315,7 @@ class PrefillHandlers:
         for target in self.targets.values():
             if not target.silent and now - target.heard_at_s > self.timing.lost_after_s:
                 self._lose(target, f"decode {target.incarnation:x} was silent for {self.timing.lost_after_s:g} s")
-        while self._refusals and next(iter(self._refusals.values()))[1] < now:
-            self._refusals.popitem(last=False)
+        self.ended_halves.expire(now)
 
 
 _HANDLERS: dict[type, Callable[[PrefillHandlers, Target, Any], Awaitable[None]]] = {

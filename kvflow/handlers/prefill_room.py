@@ -8,9 +8,9 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, NamedTuple, Self
 
 from kvflow.handlers.story import Line, Story
-from kvflow.protocols.errors import Cause, Code, MisuseError, room_error
+from kvflow.protocols.errors import CapacityError, Cause, Code, MisuseError, room_error
 from kvflow.protocols.layout import PageIndices
-from kvflow.protocols.messages import AbortAck, Bootstrap, ChunkDone, Message, RoomFailed
+from kvflow.protocols.messages import MAX_HANDOFF_BYTES, AbortAck, Bootstrap, ChunkDone, Message, RoomFailed
 from kvflow.protocols.ports import Flight, Landing
 from kvflow.protocols.prefill_room import (
     TERMINAL,
@@ -55,7 +55,7 @@ class PrefillSession:
         self._target_pages: PageIndices | None = None
         self._placed = 0
         self._chunks: deque[_Chunk] = deque()
-        self._pending: tuple[PageIndices, PageIndices, bool, bytes] | None = None  # between send() and START_WRITE
+        self._pending: _Chunk | None = None  # between send() and START_WRITE
         self._report: _Chunk | None = None  # between a write's end and SEND_CHUNK_DONE
         self._landed_bytes = 0
         self._next_seq = 0
@@ -94,10 +94,10 @@ class PrefillSession:
         """Queue one chunk: our `pages` (int32 [n]) go onto the next n target pages, and are held until the write ended.
 
         The last chunk carries the hand-over, which reaches decode's `landed`. Only full pages before the last chunk.
-        Raises: MisuseError (before matched, after the last chunk, or more pages than decode lent); the room's own error
-        once it has ended.
+        Raises: MisuseError (before matched, after the last chunk, no page or more than decode lent, a page that is
+        nobody's), TransferError (the data plane is closed): nothing was queued; the room's own error once it has ended.
         """
-        if self.ended:
+        if self.ended and self.state.phase is not PrefillPhase.SUCCESS:
             raise room_error(self.state.cause or Cause(Code.SHUTDOWN))
         if self._target_pages is None or self.target is None or self.state.phase < PrefillPhase.WAITING_FOR_INPUT:
             raise MisuseError(f"room {self.room}: send() before matched()")
@@ -106,9 +106,11 @@ class PrefillSession:
         room_left = len(self._target_pages) - self._placed
         if len(pages) > room_left or (last and len(pages) != room_left):
             raise MisuseError(f"room {self.room}: chunk of {len(pages)} pages, {room_left} of decode's are left")
+        if len(handoff) > MAX_HANDOFF_BYTES:
+            raise CapacityError("bytes of hand-over", len(handoff), MAX_HANDOFF_BYTES)
         targets = self._target_pages[self._placed : self._placed + len(pages)]
+        self._pending = self._begin_write(pages, targets, last, handoff)
         self._placed += len(pages)
-        self._pending = (pages, targets, last, handoff)
         self.feed(PrefillEvent(PrefillKind.CHUNK_QUEUED, last=last))
 
     async def done(self) -> None:
@@ -179,15 +181,23 @@ class PrefillSession:
             self._report = chunk
             self.feed(PrefillEvent(None, landing=landing, cause=cause))
 
-    def _start_write(self) -> None:
-        assert self._pending is not None and self.target is not None and self.target.route is not None
-        source, targets, last, handoff = self._pending
-        self._pending = None
+    def _begin_write(self, source: PageIndices, targets: PageIndices, last: bool, handoff: bytes) -> _Chunk:
+        """Before the machine hears of it: a write that was refused must not be waited for."""
+        assert self.target is not None and self.target.route is not None
         self._home.pages.hold(source)
-        flight = self.target.route.write(source, targets)
-        self._chunks.append(_Chunk(flight, source, self._next_seq, last, handoff))
+        try:
+            flight = self.target.route.write(source, targets)
+        except BaseException:
+            self._home.pages.unhold(source)
+            raise
+        return _Chunk(flight, source, self._next_seq, last, handoff)
+
+    def _start_write(self) -> None:
+        assert self._pending is not None
+        chunk, self._pending = self._pending, None
+        self._chunks.append(chunk)
         self._next_seq += 1
-        flight.done.add_done_callback(self._flight_ended)
+        chunk.flight.done.add_done_callback(self._flight_ended)
 
     def _send_chunk_done(self) -> None:
         c, (source, target) = self._report, self._incarnations()

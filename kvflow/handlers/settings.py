@@ -22,7 +22,7 @@ class Bounds(msgspec.Struct, frozen=True, kw_only=True):
     """How much is remembered about what has ended."""
 
     closed_grants: int = 65_536  # per peer
-    refusals: int = 65_536
+    ended_halves: int = 65_536
     targets: int = 1_024
 
 

@@ -77,7 +77,7 @@ TABLE: Table[LoanPhase, LoanKind, LoanCommand] = Table(
             K.DRAINED: _RETURN,
             K.UNPROVEN: IGNORE,
             K.SOURCE_LOST: IGNORE,
-            K.SOURCE_BACK: Move(P.DOUBTFUL, (C.SEND_ABORT,)),
+            K.SOURCE_BACK: Move(P.RECALLED, (C.SEND_ABORT,)),  # asked again until it answers
             K.REPEAT_DUE: IGNORE,
             K.FENCED: _RETURN,
         },

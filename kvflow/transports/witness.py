@@ -27,7 +27,8 @@ def own_witness() -> Witness:
     """What others need to observe this process's death. Not cached: a forked child is another process."""
     boot_id, namespace = _place()
     pid = os.getpid()
-    return Witness(boot_id, namespace, pid, _start_ticks(pid) or 0)
+    _, ticks = _stat(pid)
+    return Witness(boot_id, namespace, pid, ticks)
 
 
 def check_same_host(witness: Witness) -> None:
@@ -39,7 +40,8 @@ def check_same_host(witness: Witness) -> None:
 def is_alive(witness: Witness) -> bool:
     """Whether that very process still runs; a zombie does not. Raises: TransferError (another host)."""
     check_same_host(witness)
-    return _start_ticks(witness.pid) == witness.start_ticks
+    state, ticks = _stat(witness.pid)
+    return ticks == witness.start_ticks and state not in b"ZXx"
 
 
 class DeathWatch:
@@ -59,7 +61,8 @@ class DeathWatch:
         except OSError as error:
             raise TransferError(f"cannot observe process {witness.pid}: {error.strerror}") from error
         # Read after opening: if the start time still fits now, the descriptor can only be that process's.
-        if _start_ticks(witness.pid) != witness.start_ticks:
+        # A zombie counts as living: its other threads may still run, and only the pidfd knows when the last has ended.
+        if _stat(witness.pid)[1] != witness.start_ticks:
             self._release()
             self.died.set_result(None)
             return
@@ -105,11 +108,11 @@ async def wait_dead(witness: Witness) -> None:
         await asyncio.shield(death.died)
 
 
-def _start_ticks(pid: int) -> int | None:
-    """Field 22 of /proc/pid/stat; None when there is no such process, or only its zombie."""
+def _stat(pid: int) -> tuple[bytes, int]:
+    """State and start time (fields 3 and 22 of /proc/pid/stat); -1 for the time when there is no such process."""
     try:
         with open(f"/proc/{pid}/stat", "rb") as file:
             fields = file.read().rpartition(b")")[2].split()
     except (FileNotFoundError, ProcessLookupError):
-        return None
-    return None if fields[0] in (b"Z", b"X", b"x") else int(fields[19])
+        return b"X", -1
+    return fields[0], int(fields[19])

@@ -24,6 +24,7 @@ from kvflow.protocols.ports import Landing
 
 SLICE_BYTES = 8 << 20  # 1 to 3 ms of memmove: what a cancel, or another room, waits for
 _LIMITED_SLICE_S = 0.005
+_TOLD_AT_ONCE = 32
 _SMALLEST_SLICE = 4 << 10
 _FIRST_WAIT_S, _LONGEST_WAIT_S = 0.00005, 0.01
 
@@ -147,7 +148,8 @@ class WriteThread:
                 await asyncio.shield(joined)
             except asyncio.CancelledError:
                 cancelled = True
-        self._deliver()
+        while self._ended:
+            self._deliver()
         if cancelled:
             raise asyncio.CancelledError
 
@@ -225,9 +227,13 @@ class WriteThread:
                 self._ended.clear()
 
     def _deliver(self) -> None:
-        self._told = False
-        while self._ended:
+        """Tell some of what has ended, and come again for the rest: what is told wakes rooms, and others wait (I11)."""
+        for _ in range(min(_TOLD_AT_ONCE, len(self._ended))):
             flight = self._ended.popleft()
             self._open.discard(flight)
             if not flight.done.done():
                 flight.done.set_result(flight.landing)
+        self._told = False
+        if self._ended:  # more than one turn's worth, or ended since: the thread may have seen `_told` and said nothing
+            self._told = True
+            self.loop.call_soon(self._deliver)
