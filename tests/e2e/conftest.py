@@ -1,0 +1,35 @@
+"""Tiny models on disk, and what stock transformers makes of a prompt."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.engine import tiny_models
+
+
+@pytest.fixture(scope="session")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """Path of a family's tiny model."""
+    directory = tmp_path_factory.mktemp("tiny")
+    return lambda family: tiny_models.build(family, directory)
+
+
+@pytest.fixture(scope="session")
+def expected(tiny: Callable[[str], Path]) -> Callable[[str, list[int], int], list[int]]:
+    """`model.generate`, greedy, in fp32, one prompt at a time, in this process."""
+    models: dict[str, Any] = {}
+    known: dict[tuple[str, tuple[int, ...], int], list[int]] = {}
+
+    def generate(family: str, prompt: list[int], count: int) -> list[int]:
+        key = (family, tuple(prompt), count)
+        if key not in known:
+            if family not in models:
+                models[family] = tiny_models.load_stock(tiny(family))
+            known[key] = tiny_models.generate(models[family], prompt, count)
+        return known[key]
+
+    return generate

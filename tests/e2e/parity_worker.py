@@ -1,0 +1,259 @@
+"""One role of a parity pair as a process of its own: JSON lines in, JSON lines out.
+
+    python -m tests.e2e.parity_worker prefill|decode
+
+Commands: load (a model, with pool, data plane, node and engine of the role), serve (requests, all at once), single (the
+same requests through one process), close (the model; the process goes on to the next), quit.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import sys
+from collections.abc import AsyncGenerator, Awaitable, Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import aclosing
+from functools import partial
+from typing import Any
+
+import msgspec
+import numpy as np
+import uvloop
+
+from kvflow.engine.decode import DecodeEngine
+from kvflow.engine.load import LoadedModel, load_model
+from kvflow.engine.params import SamplingParams, TokenOut
+from kvflow.engine.prefill import PrefillEngine
+from kvflow.engine.single import SingleEngine
+from kvflow.memory.allocator import PageAllocator
+from kvflow.memory.pool import PagedPool
+from kvflow.node import DecodeNode, PrefillNode
+from kvflow.protocols.layout import PageIndices, build_layout
+from kvflow.protocols.ranks import RankInfo, rank_from_json, rank_to_json
+from kvflow.server.serving import die_with_parent
+from kvflow.transports.select import open_plane
+
+
+class Ask(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """One request. `zero_page`: the landed page, by its place in the prompt, that is zeroed before decoding starts."""
+
+    room: int
+    prompt: list[int]
+    params: SamplingParams
+    zero_page: int | None = None
+
+
+class CountedSends:
+    """Prefill's half of a room; remembers how many pages each chunk had."""
+
+    def __init__(self, session: Any) -> None:
+        self._session = session
+        self.sends: list[int] = []
+
+    def send(self, pages: PageIndices, *, last: bool = False, handoff: bytes = b"") -> None:
+        self.sends.append(len(pages))
+        self._session.send(pages, last=last, handoff=handoff)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._session, name)
+
+
+class Spoiled:
+    """Decode's half of a room, in which a landed page is lost again."""
+
+    def __init__(self, session: Any, pool: PagedPool, index: int) -> None:
+        self._session, self._pool, self._index = session, pool, index
+
+    async def landed(self) -> bytes:
+        handoff: bytes = await self._session.landed()
+        for component in self._pool.layout.components:
+            self._pool.tensor(component.name)[int(self._session.pages[self._index])] = 0
+        return handoff
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._session, name)
+
+
+Turn = Callable[[], Awaitable[None]]
+
+
+class Turns:
+    """In lockstep a request joins the batch when the one before it has; then the order of rows is known too.
+
+    (One process needs no turns: it prefills prompts in order, and they join as they are done.)
+    """
+
+    def __init__(self, count: int, lockstep: bool) -> None:
+        self._events = [asyncio.Event() for _ in range(count + 1)]
+        for event in self._events[:1] if lockstep else self._events:
+            event.set()
+
+    async def mine(self, index: int) -> None:
+        await self._events[index].wait()
+
+    def next(self, index: int) -> None:
+        self._events[index + 1].set()
+
+    async def all_joined(self) -> None:
+        await self._events[-1].wait()
+
+
+def new_pool(model: LoadedModel, *, page_size: int, order: str, shared: bool) -> tuple[PagedPool, PageAllocator]:
+    """Enough for 16 full contexts. Every byte is poison, so that who reads what nobody wrote gets NaN; pages come out
+    in no order."""
+    num_pages = 16 * -(-model.context_length // page_size)
+    layout = build_layout(model.streams, page_size=page_size, num_pages=num_pages, order=order)  # type: ignore[arg-type]
+    pool = PagedPool.allocate(layout, shared=shared)
+    for component in layout.components:
+        pool.tensor(component.name).fill_(float("nan"))
+    pages = PageAllocator(num_pages)
+    taken = pages.take(num_pages, "scatter")
+    for page in np.random.default_rng(3 if shared else 4).permutation(taken):
+        pages.give_back(np.array([page], dtype=np.int32), "scatter")
+    return pool, pages
+
+
+class Worker:
+    """The commands; at most one model is loaded at a time."""
+
+    def __init__(self, role: str) -> None:
+        self.role = role
+        self.executor = ThreadPoolExecutor(1)
+        self.model: LoadedModel
+        self.pool: PagedPool
+        self.node: PrefillNode | DecodeNode
+        self.engine: PrefillEngine | DecodeEngine
+        self.ranks: list[RankInfo] = []
+        self.chunks: dict[str, int] = {}
+        self.pool_shape: dict[str, Any] = {}
+
+    async def load(
+        self, *, path: str, dtype: str, page_size: int, order: str, plane: str, chunks: dict[str, int], ranks: list[Any]
+    ) -> dict[str, Any]:
+        """`chunks`: the prefill engine's limits. `ranks`: where decode finds prefill."""
+        loop = asyncio.get_running_loop()
+        self.model = await loop.run_in_executor(self.executor, load_model, path, dtype)
+        self.chunks, self.pool_shape = chunks, {"page_size": page_size, "order": order}
+        self.pool, pages = new_pool(self.model, **self.pool_shape, shared=True)
+        data_plane = await asyncio.to_thread(open_plane, plane, self.pool.segment)
+        if self.role == "prefill":
+            self.node = PrefillNode(self.pool, data_plane, pages=pages)
+            self.engine = PrefillEngine(self.model, self.pool, pages, self.executor, **chunks)
+        else:
+            self.ranks = [rank_from_json(rank) for rank in ranks]
+            self.node = DecodeNode(self.pool, data_plane, pages=pages)
+            self.engine = DecodeEngine(self.model, self.pool, pages, self.executor)
+        await self.node.start()
+        await self.engine.start()
+        told = {"pid": os.getpid(), "mode": self.model.mode, "page_bytes": self.pool.layout.page_bytes}
+        return {**told, "ranks": [rank_to_json(self.node.info)] if isinstance(self.node, PrefillNode) else []}
+
+    async def serve(self, *, requests: list[Any], lockstep: bool) -> dict[str, Any]:
+        """Run all requests at once; `outs` by request. `lockstep`: decode steps have all of them, in this order."""
+        asks = msgspec.convert(requests, list[Ask])
+        if isinstance(self.engine, PrefillEngine):
+            reply = await self._prefill(asks)
+        else:
+            engine = self.engine
+            reply = await self._decode(asks, engine, lambda ask, turn: self._decode_one(ask, engine, turn), lockstep)
+        return {**reply, "at_rest": self.node.pages.at_rest()}
+
+    async def single(self, *, requests: list[Any], lockstep: bool) -> dict[str, Any]:
+        """The same in one process, on a pool of its own, without a room, a socket or a data plane."""
+        asks = msgspec.convert(requests, list[Ask])
+        pool, pages = new_pool(self.model, **self.pool_shape, shared=False)
+        engine = SingleEngine(self.model, pool, pages, self.executor, **self.chunks)
+        await engine.start()
+        try:
+            reply = await self._decode(asks, engine.decode, lambda a, _: engine.generate(a.prompt, a.params), lockstep)
+        finally:
+            await engine.close()
+            pool.close()
+        return {**reply, "at_rest": pages.at_rest()}
+
+    async def close(self) -> dict[str, Any]:
+        """End the node, and tell what is left of it."""
+        await self.engine.close()
+        await self.node.close()
+        counts, pages = self.node.counts, self.node.pages
+        self.pool.close()
+        return {
+            "at_rest": pages.at_rest(),
+            "owned": {str(owner): count for owner, count in pages.owned().items()},
+            "endings": counts.endings,
+            "bytes_moved": counts.bytes_moved,
+            "troubles": self.engine.failed_steps + counts.handler_errors + counts.malformed + counts.undelivered,
+        }
+
+    async def _prefill(self, asks: list[Ask]) -> dict[str, Any]:
+        assert isinstance(self.node, PrefillNode) and isinstance(self.engine, PrefillEngine)
+        rooms = [CountedSends(self.node.room(ask.room, ask.prompt)) for ask in asks]
+        legs = zip(rooms, asks, strict=True)
+        await asyncio.gather(*(self.engine.prefill(room, ask.prompt, ask.params) for room, ask in legs))
+        return {"sends": [room.sends for room in rooms]}
+
+    async def _decode_one(self, ask: Ask, engine: DecodeEngine, turn: Turn) -> AsyncGenerator[TokenOut, None]:
+        assert isinstance(self.node, DecodeNode)
+        admission = await engine.admit(ask.prompt, ask.params)
+        session: Any = await self.node.room(ask.room, self.ranks, ask.prompt)
+        if ask.zero_page is not None:
+            session = Spoiled(session, self.pool, ask.zero_page)
+        await turn()
+        async with aclosing(engine.generate(session, ask.prompt, ask.params, admission)) as tokens:
+            async for out in tokens:
+                yield out
+
+    async def _decode(
+        self,
+        asks: list[Ask],
+        engine: DecodeEngine,
+        start: Callable[[Ask, Turn], AsyncGenerator[TokenOut, None]],
+        lockstep: bool,
+    ) -> dict[str, Any]:
+        turns, steps = Turns(len(asks), lockstep), engine.steps
+
+        async def read(index: int, ask: Ask) -> list[TokenOut]:
+            found: list[TokenOut] = []
+            try:
+                async with aclosing(start(ask, partial(turns.mine, index))) as tokens:
+                    async for out in tokens:
+                        turns.next(index)
+                        found.append(out)
+                return found
+            finally:
+                turns.next(index)
+
+        if lockstep:
+            engine.pause()
+        running = asyncio.gather(*(read(i, ask) for i, ask in enumerate(asks)))
+        if lockstep:
+            await turns.all_joined()
+            engine.resume()
+        return {"outs": msgspec.to_builtins(await running), "steps": engine.steps - steps}
+
+
+async def serve(role: str, replies: Any) -> None:
+    worker = Worker(role)
+    reader = asyncio.StreamReader(limit=1 << 26)
+    await asyncio.get_running_loop().connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), sys.stdin)
+    while line := await reader.readline():
+        command = json.loads(line)
+        name = command.pop("do")
+        if name == "quit":
+            break
+        try:
+            reply = await getattr(worker, name)(**command)
+        except Exception as error:  # noqa: BLE001  # the driver is told, and decides
+            reply = {"error": f"{type(error).__name__}: {error}"}
+        replies.write(json.dumps(reply) + "\n")
+        replies.flush()
+
+
+if __name__ == "__main__":
+    die_with_parent()
+    # What libraries print must not stand between the replies.
+    with os.fdopen(os.dup(1), "w") as replies:
+        os.dup2(2, 1)
+        uvloop.run(serve(sys.argv[1], replies))
