@@ -11,9 +11,13 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
-app = typer.Typer(help="Measure transfers and rooms, each figure beside a peer or a limit of the same run.")
+app = typer.Typer(
+    help="Measure transfers and rooms, each figure beside a peer or a limit of the same run.", no_args_is_help=True
+)
 
-Planes = Annotated[str, typer.Option("--transfer-backend", help="Data planes, separated by commas.")]
+Planes = Annotated[
+    str, typer.Option("--transfer-backend", help="Data planes, separated by commas.", metavar="local,mooncake")
+]
 Peer = Annotated[str, typer.Option(help="Folder of the SGLang harness to measure against, interleaved.", metavar="DIR")]
 AsJson = Annotated[bool, typer.Option("--json", help="One JSON object on stdout.")]
 

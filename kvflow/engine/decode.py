@@ -29,13 +29,14 @@ _log = logging.getLogger("kvflow.engine")
 class _Request:
     """One sequence in the batch; `tokens` carries what it generated to its reader, an error at the end if need be."""
 
-    __slots__ = ("admission", "limit", "number", "params", "seed", "sequence", "tokens")
+    __slots__ = ("admission", "limit", "number", "params", "retired", "seed", "sequence", "tokens")
 
     def __init__(
         self, number: int, sequence: Sequence, params: SamplingParams, limit: int, admission: Admission
     ) -> None:
         self.number, self.sequence, self.params, self.limit, self.admission = number, sequence, params, limit, admission
         self.seed = params.seed_or_random()
+        self.retired = False  # its pages have been given back
         self.tokens: asyncio.Queue[TokenOut | KvflowError] = asyncio.Queue()
 
 
@@ -187,9 +188,9 @@ class DecodeEngine:
         """Idempotent. Pages that a step still uses become free when it has ended (I13)."""
         self._running.pop(request.number, None)
         s = request.sequence
-        if s.page_count:
+        if not request.retired:  # marked here, not in the sequence: a step under way still reads that
+            request.retired = True
             self._pages.give_back(s.pages, s.owner)
-            s.page_count = 0
 
     def _fail(self, request: _Request, error: KvflowError) -> None:
         self._running.pop(request.number, None)

@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Callable, Hashable, Sequence
 from typing import TYPE_CHECKING, Self
 
+from kvflow.handlers.callbacks import call_all
 from kvflow.handlers.ledger import Grant
 from kvflow.handlers.story import Line, Story
 from kvflow.protocols.decode_room import (
@@ -155,6 +156,4 @@ class DecodeSession:
             self._kept = True
             self._home.ledger.room_ended(self.grant, keep=False)
             self._home.forget(self, self._cause)
-        for callback in self._on_end:
-            callback()
-        self._on_end.clear()
+        call_all(self._on_end, self._home.counts)

@@ -13,9 +13,19 @@ from kvflow.handlers.prefill_room import PrefillSession
 from kvflow.handlers.settings import Bounds, Counts, Timing
 from kvflow.handlers.target import Target
 from kvflow.protocols.codec import decode_to_prefill, encode, routing_id
-from kvflow.protocols.errors import Cause, Code, KvflowError, LayoutError, MisuseError, TransferError, WireError
+from kvflow.protocols.errors import (
+    Cause,
+    Code,
+    KvflowError,
+    LayoutError,
+    MisuseError,
+    TransferError,
+    WireError,
+    room_error,
+)
 from kvflow.protocols.layout import PageIndices, PoolLayout, differences, unpack_pages
 from kvflow.protocols.messages import (
+    MAX_TEXT,
     WIRE_VERSION,
     Abort,
     AbortAck,
@@ -60,6 +70,7 @@ class PrefillHandlers:
         self.rooms: dict[int, PrefillSession] = {}
         self.targets: dict[int, Target] = {}
         self.ended_halves = EndedHalves(self.bounds.ended_halves)
+        self._leaving: Cause | None = None  # no new room: one that came now would have to be waited for
         self._room_ended = asyncio.Event()
         self._tasks: set[asyncio.Task[None]] = set()
         self._spawn(self._serve(), "kvflow-prefill-serve")
@@ -68,7 +79,9 @@ class PrefillHandlers:
     # --- rooms
 
     def open_room(self, room: int, prompt_tokens: int, digest: bytes, deadline_s: float | None) -> PrefillSession:
-        """The engine's half of a room. Raises: MisuseError when the id is in use."""
+        """The engine's half of a room. Raises: MisuseError when the id is in use, AbortedError while shutting down."""
+        if self._leaving is not None:
+            raise room_error(self._leaving)
         session = self.rooms.get(room)
         if session is not None and session.prompt is not None:
             raise MisuseError(f"room {room} is in use")
@@ -98,8 +111,9 @@ class PrefillHandlers:
 
     async def drain(self, patience_s: float) -> None:
         """End every room and wait until its writes have ended, or patience has."""
+        self._leaving = Cause(Code.SHUTDOWN, "prefill is shutting down")
         for session in list(self.rooms.values()):
-            session.close(Cause(Code.SHUTDOWN, "prefill is shutting down"))
+            session.close(self._leaving)
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(patience_s):
                 await self._no_rooms(lambda _: True)
@@ -165,7 +179,8 @@ class PrefillHandlers:
             await _HANDLERS[type(message)](self, target, message)
 
     def _answer(self, message: ToPrefill, refusal: str) -> None:
-        registered = Registered(self.incarnation, message.target, WIRE_VERSION, self.rank, refusal, self.endpoint)
+        text = refusal[:MAX_TEXT]  # what differs between two pools can be long
+        registered = Registered(self.incarnation, message.target, WIRE_VERSION, self.rank, text, self.endpoint)
         self.socket.send(encode(registered), routing_id(message.target))
 
     async def on_register(self, message: Register) -> None:
@@ -213,6 +228,8 @@ class PrefillHandlers:
             return
         if message.grant in target.closed:
             return self._say_again(target, message.grant, 0)
+        if self._leaving is not None:
+            return self._refuse(target, message, self._leaving)
         try:
             pages = self._check_bootstrap(target, message)
         except KvflowError as error:
@@ -245,7 +262,7 @@ class PrefillHandlers:
 
     def _refuse(self, target: Target, message: Bootstrap, cause: Cause) -> None:
         who = (message.room, message.grant, self.incarnation, target.incarnation, self.rank)
-        said = (RoomFailed(*who, cause), AbortAck(*who, True))
+        said = (RoomFailed(*who, cause), AbortAck(*who, target.drained(message.grant)))
         target.close_grant(message.grant, said)
         for word in said:
             target.send(word)
@@ -256,13 +273,22 @@ class PrefillHandlers:
         if session is not None:
             session.feed(PrefillEvent(PrefillKind.ABORT_RECEIVED, cause=message.cause))
             return
-        half = self.rooms.get(message.room)
-        if message.grant not in target.closed:
-            if half is not None and half.bootstrap is None:  # decode could not even offer pages
-                half.feed(PrefillEvent(PrefillKind.ENDED_LOCALLY, cause=message.cause))
+        if message.grant not in target.closed and message.grant >= target.low_water:
+            self._end_other_half(message)
             target.close_grant(message.grant, ())
         who = (message.room, message.grant, self.incarnation, target.incarnation, self.rank)
         target.send(AbortAck(*who, target.drained(message.grant)))
+
+    def _end_other_half(self, message: Abort) -> None:
+        """Decode could not even offer pages, or its offer was lost: the engine's half is told, now or when it comes."""
+        half = self.rooms.get(message.room)
+        if half is None:
+            if self.ended_halves.take(message.room, Half.DECODE) is None:
+                until = self.now() + self.timing.rendezvous_s
+                self.ended_halves.remember(message.room, Half.DECODE, message.cause, until)
+        elif half.bootstrap is None:
+            half.feed(PrefillEvent(PrefillKind.ENDED_LOCALLY, cause=message.cause))
+            self.ended_halves.take(message.room, Half.DECODE)  # decode knows
 
     async def on_resync(self, target: Target, message: Resync) -> None:
         """Say again what decode has missed, and name the grants this incarnation has never heard of."""

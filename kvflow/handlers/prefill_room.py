@@ -7,6 +7,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, NamedTuple, Self
 
+from kvflow.handlers.callbacks import call_all
 from kvflow.handlers.story import Line, Story
 from kvflow.protocols.errors import CapacityError, Cause, Code, MisuseError, room_error
 from kvflow.protocols.layout import PageIndices
@@ -248,9 +249,7 @@ class PrefillSession:
         self._call_back()
 
     def _call_back(self) -> None:
-        for callback in self._on_end:
-            callback()
-        self._on_end.clear()
+        call_all(self._on_end, self._home.counts)
 
     def _end(self) -> None:
         self._home.forget(self)

@@ -1,0 +1,177 @@
+"""The command line: kvflow prefill | decode | router | up | demo | bench | doctor.
+
+Options are made from the fields of `config.Settings`, so flags, environment and file cannot drift apart. Heavy imports
+stand in the commands: `kvflow --help` loads neither torch nor transformers.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import os
+import sys
+from collections.abc import Callable, Mapping
+from typing import Annotated, Any, Literal, get_args, get_origin
+
+import typer
+
+import kvflow
+from kvflow import config
+from kvflow.bench.commands import app as bench_commands
+from kvflow.protocols.errors import KvflowError, MisuseError
+
+app = typer.Typer(
+    name="kvflow",
+    help="Moves the KV cache of a prompt from the machine that computed it to the machine that goes on generating.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+app.add_typer(bench_commands, name="bench")
+_METAVARS = {int: "INT", float: "FLOAT", str: "TEXT"}
+
+
+def _option(name: str, role: str) -> Any:
+    """The typer option of one setting; values stay text, so that `config` checks them all in one way."""
+    kind = config.base_type(name)
+    default = config.default_of(name, role)
+    shown = f"default {default}, " if default not in ("", (), None) else ""
+    text = f"{config.describe(name)} ({shown}env {config.env_of(name)})"
+    flags = [config.flag_of(name), *(config.flag_of(alias) for alias in config.ALIASES.get(name, ()))]
+    if kind is bool:
+        return Annotated[bool | None, typer.Option(f"{flags[0]}/--no-{flags[0][2:]}", help=text, show_default=False)]
+    if get_origin(kind) is tuple:
+        return Annotated[list[str] | None, typer.Option(*flags, help=text, metavar="URL", show_default=False)]
+    choices = get_origin(kind) is Literal
+    metavar = "|".join(c for c in get_args(kind) if c) if choices else _METAVARS[kind]
+    return Annotated[str | None, typer.Option(*flags, help=text, metavar=metavar, show_default=False)]
+
+
+def _with_settings(role: str) -> Callable[[Callable[[dict[str, Any], str | None], None]], Callable[..., None]]:
+    """A command whose parameters are the settings of `role`; the function gets what was given, and the config file."""
+
+    def decorate(function: Callable[[dict[str, Any], str | None], None]) -> Callable[..., None]:
+        def command(**given: Any) -> None:
+            path = given.pop("config")
+            function({name: tuple(v) if isinstance(v, list) else v for name, v in given.items()}, path)
+
+        file_option = Annotated[
+            str | None, typer.Option("--config", help="TOML file (env KVFLOW_CONFIG).", metavar="FILE")
+        ]
+        hints = {name: _option(name, role) for name in config.FIELDS_OF_ROLE[role]} | {"config": file_option}
+        kind = inspect.Parameter.KEYWORD_ONLY
+        parameters = [inspect.Parameter(n, kind, default=None, annotation=hint) for n, hint in hints.items()]
+        command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+        command.__annotations__ = hints
+        command.__doc__ = function.__doc__
+        command.__name__ = function.__name__
+        return command
+
+    return decorate
+
+
+def _run(role: Literal["prefill", "decode", "router"], given: Mapping[str, Any], path: str | None) -> None:
+    settings = config.resolve(role, given, config=path)
+    _limit_threads(settings.threads)
+    from kvflow.server import roles, serving
+
+    mains = {"prefill": roles.run_prefill, "decode": roles.run_decode, "router": roles.run_router}
+    serving.run_role(mains[role], settings)
+
+
+def _limit_threads(threads: int) -> None:
+    """Before torch is imported: its threads spin against each other when roles share cores."""
+    if threads:
+        os.environ["OMP_NUM_THREADS"] = str(threads)
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+
+@app.command()
+@_with_settings("prefill")
+def prefill(given: dict[str, Any], path: str | None) -> None:
+    """Serve the prefill half: computes prompts and writes their KV into decodes."""
+    _run("prefill", given, path)
+
+
+@app.command()
+@_with_settings("decode")
+def decode(given: dict[str, Any], path: str | None) -> None:
+    """Serve the decode half: lends pages to prefill and generates."""
+    _run("decode", given, path)
+
+
+@app.command()
+@_with_settings("router")
+def router(given: dict[str, Any], path: str | None) -> None:
+    """Serve clients: pairs a prefill and a decode for every request."""
+    _run("router", given, path)
+
+
+@app.command()
+@_with_settings("up")
+def up(given: dict[str, Any], path: str | None) -> None:
+    """Start router, prefill and decode on this machine, and end them together."""
+    settings = config.resolve("up", given, config=path)
+    from kvflow.server.serving import set_up_logging
+    from kvflow.server.supervisor import run_up
+
+    set_up_logging(settings.log_level)
+    raise typer.Exit(asyncio.run(run_up(settings, given, path)))
+
+
+@app.command()
+def demo(
+    model: Annotated[
+        str, typer.Option("--model", "--model-path", help="Folder or name; the packaged model when empty.")
+    ] = "",
+    transfer_backend: Annotated[
+        str, typer.Option("--transfer-backend", help="local or mooncake; both when empty.", metavar="local|mooncake")
+    ] = "",
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON object per data plane on stdout.")] = False,
+    requests: Annotated[int, typer.Option(help="Distinct prompts to complete.", min=1, max=64)] = 16,
+    new_tokens: Annotated[int, typer.Option(help="Tokens of each completion.", min=2, max=512)] = 64,
+) -> None:
+    """Prove it here: completions through three processes against stock transformers, one abort in mid-transfer."""
+    from kvflow.demo.run import run_demo
+
+    _limit_threads(0)
+    raise typer.Exit(run_demo(model, transfer_backend, as_json=as_json, requests=requests, new_tokens=new_tokens))
+
+
+@app.command()
+def doctor(as_json: Annotated[bool, typer.Option("--json", help="JSON on stdout.")] = False) -> None:
+    """Check packages, system libraries and limits, and say what to install."""
+    from kvflow.server.doctor import run_doctor
+
+    raise typer.Exit(run_doctor(as_json=as_json))
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"kvflow {kvflow.__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _root(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and exit.")
+    ] = False,
+) -> None:
+    pass
+
+
+def main() -> None:
+    """The `kvflow` script. What the user can mend is one line on stderr and exit status 2."""
+    command = next((word for word in sys.argv[1:] if not word.startswith("-")), "")
+    try:
+        app()
+    except KvflowError as error:
+        text = " ".join(str(error).split())
+        sys.stderr.write(f"kvflow {command}: error: {text}\n")
+        raise SystemExit(2 if isinstance(error, MisuseError) else 1) from None
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,227 @@
+"""All settings of all roles: one typed Struct, filled flag by flag from the command line, KVFLOW_* and a TOML file.
+
+Precedence: flag > environment > the role's table in the file > the file's top level > default. Limits stand at the
+fields; a value that breaks one is refused with a line that names the setting, where the value came from, and the limit.
+"""
+
+from __future__ import annotations
+
+import os
+import tomllib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
+
+import msgspec
+from msgspec import Meta
+
+from kvflow.protocols.errors import MisuseError
+
+Role = Literal["prefill", "decode", "router", "up"]
+DEFAULT_PORTS: dict[str, int] = {"prefill": 30000, "decode": 30001, "router": 8000, "up": 8000}
+ENV_PREFIX = "KVFLOW_"
+
+
+class ConfigError(MisuseError):
+    """A setting that cannot be used; the text is one line for the person who set it."""
+
+
+class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What a role is told at its start. Zero or empty means "choose for me" where the help says so."""
+
+    host: Annotated[str, Meta(description="Address to listen on.", min_length=1)] = "127.0.0.1"
+    port: Annotated[int, Meta(description="HTTP port; 0 picks a free one.", ge=0, le=65535)] = 0
+    api_key: Annotated[str, Meta(description="Bearer key asked of every call but /health and /metrics.")] = ""
+    log_level: Annotated[Literal["debug", "info", "warning", "error"], Meta(description="Log level.")] = "info"
+    drain_timeout_s: Annotated[
+        float, Meta(description="Seconds rooms may take to finish after SIGTERM.", ge=0, le=3600)
+    ] = 10.0
+    sse_keepalive_s: Annotated[
+        float, Meta(description="Silence in a stream after which a comment is sent.", gt=0, le=60)
+    ] = 0.1
+    sglang_metrics: Annotated[bool, Meta(description="Also publish the sglang:* metric names.")] = False
+    threads: Annotated[
+        int, Meta(description="CPU threads of the model; 0 = OMP_NUM_THREADS, else 1.", ge=0, le=1024)
+    ] = 0
+
+    model_path: Annotated[str, Meta(description="Folder or Hugging Face name of the model.")] = ""
+    served_model_name: Annotated[str, Meta(description="Name clients see; the model path when empty.")] = ""
+    dtype: Annotated[Literal["auto", "float32", "bfloat16", "float16"], Meta(description="Weights and KV.")] = "auto"
+    attention: Annotated[Literal["auto", "packed", "pad"], Meta(description="How the model reads the pages.")] = "auto"
+    page_size: Annotated[int, Meta(description="Tokens per page.", ge=1, le=65536)] = 16
+    num_pages: Annotated[
+        int, Meta(description="Pages of the pool; 0 = 65536 tokens, within --pool-bytes.", ge=0, le=1 << 26)
+    ] = 0
+    pool_bytes: Annotated[int, Meta(description="Most memory a pool sized for you may take.", ge=1 << 16)] = 1 << 30
+    pool_order: Annotated[Literal["page_first", "layer_first"], Meta(description="Order of bytes in the pool.")] = (
+        "page_first"
+    )
+    chunked_prefill_size: Annotated[int, Meta(description="Tokens of one prefill chunk.", ge=1, le=1 << 20)] = 512
+    max_batch_tokens: Annotated[
+        int, Meta(description="Tokens of one model step, all rooms together.", ge=1, le=1 << 20)
+    ] = 2048
+    max_running_requests: Annotated[
+        int, Meta(description="Requests served at once; more are answered 503.", ge=1, le=1 << 20)
+    ] = 256
+    request_timeout_s: Annotated[float, Meta(description="Longest a request may take.", gt=0, le=86400)] = 600.0
+
+    disaggregation_mode: Annotated[
+        Literal["", "prefill", "decode"], Meta(description="Accepted for familiarity; must agree with the command.")
+    ] = ""
+    disaggregation_bootstrap_port: Annotated[
+        int, Meta(description="Port of prefill's bootstrap registry; 0 picks a free one.", ge=0, le=65535)
+    ] = 8998
+    disaggregation_transfer_backend: Annotated[Literal["local", "mooncake"], Meta(description="Data plane.")] = "local"
+    disaggregation_ib_device: Annotated[str, Meta(description="RDMA device of the data plane.")] = ""
+    kv_events_config: Annotated[str, Meta(description="KV event publishing; not available in this version.")] = ""
+    transfer_rate_limit: Annotated[
+        int, Meta(description="Most bytes per second prefill sends; 0 = no limit.", ge=0)
+    ] = 0
+    control_port: Annotated[
+        int, Meta(description="Port of prefill's control endpoint; 0 picks a free one.", ge=0, le=65535)
+    ] = 0
+
+    prefill: Annotated[tuple[str, ...], Meta(description="URL of a prefill worker (repeat for more).")] = ()
+    decode: Annotated[tuple[str, ...], Meta(description="URL of a decode worker (repeat for more).")] = ()
+    poll_s: Annotated[float, Meta(description="Seconds between two looks at a worker's health.", gt=0, le=3600)] = 1.0
+
+    prefill_workers: Annotated[int, Meta(description="Prefill processes to start.", ge=1, le=64)] = 1
+    decode_workers: Annotated[int, Meta(description="Decode processes to start.", ge=1, le=64)] = 1
+    start_timeout_s: Annotated[
+        float, Meta(description="Longest a role may take to become healthy.", gt=0, le=86400)
+    ] = 300.0
+
+    @property
+    def model_name(self) -> str:
+        """The name clients see."""
+        return self.served_model_name or self.model_path
+
+
+_HTTP = ("host", "port", "api_key", "log_level", "drain_timeout_s")
+_MODEL = ("model_path", "served_model_name", "dtype", "attention", "threads")
+_POOL = ("page_size", "num_pages", "pool_bytes", "pool_order")
+_STEPS = ("chunked_prefill_size", "max_batch_tokens", "max_running_requests", "request_timeout_s")
+_PLANE = ("disaggregation_transfer_backend", "disaggregation_ib_device", "transfer_rate_limit", "kv_events_config")
+_WORKER = (*_HTTP, "sse_keepalive_s", "sglang_metrics", *_MODEL, *_POOL, *_STEPS, *_PLANE, "disaggregation_mode")
+FIELDS_OF_ROLE: dict[str, tuple[str, ...]] = {
+    "prefill": (*_WORKER, "disaggregation_bootstrap_port", "control_port"),
+    "decode": _WORKER,
+    "router": (*_HTTP, "request_timeout_s", "prefill", "decode", "poll_s"),
+    "up": (*_WORKER[:-1], "prefill_workers", "decode_workers", "start_timeout_s", "poll_s"),
+}
+ALIASES: dict[str, tuple[str, ...]] = {
+    "model_path": ("model",),
+    "disaggregation_bootstrap_port": ("bootstrap_port",),
+    "disaggregation_transfer_backend": ("transfer_backend",),
+    "disaggregation_ib_device": ("ib_device",),
+}
+_CANONICAL = {alias: name for name, aliases in ALIASES.items() for alias in aliases}
+_HINTS: dict[str, Any] = get_type_hints(Settings, include_extras=True)
+_FIELDS = {field.name: field for field in msgspec.structs.fields(Settings)}
+
+
+def flag_of(name: str) -> str:
+    """`page_size` as it is written on a command line."""
+    return "--" + name.replace("_", "-")
+
+
+def env_of(name: str) -> str:
+    """`page_size` as it is written in the environment."""
+    return ENV_PREFIX + name.upper()
+
+
+def describe(name: str) -> str:
+    """The field's own sentence."""
+    for meta in get_args(_HINTS[name])[1:]:
+        if isinstance(meta, Meta) and meta.description:
+            return meta.description
+    return ""
+
+
+def default_of(name: str, role: str) -> Any:
+    """The value when nobody sets it."""
+    return DEFAULT_PORTS[role] if name == "port" else _FIELDS[name].default
+
+
+def base_type(name: str) -> Any:
+    """The Python type below the limits: int, float, bool, str, tuple, or a Literal."""
+    return get_args(_HINTS[name])[0]
+
+
+def resolve(
+    role: Role, flags: Mapping[str, Any], *, env: Mapping[str, str] | None = None, config: str | None = None
+) -> Settings:
+    """The settings of one role. `flags` maps field names to values, None meaning "not given".
+
+    Raises: ConfigError, one line, naming the setting and its source.
+    """
+    env = os.environ if env is None else env
+    given = {name: value for name, value in flags.items() if value is not None}
+    values: dict[str, Any] = {}
+    allowed = FIELDS_OF_ROLE[role]
+    for name, (value, source) in _from_file(role, config or env.get(ENV_PREFIX + "CONFIG")).items():
+        values[name] = _convert(name, value, source)
+    for name in allowed:
+        for key in (*ALIASES.get(name, ()), name):
+            if env_of(key) in env:
+                values[name] = _convert(name, env[env_of(key)], f"environment {env_of(key)}")
+    for name, value in given.items():
+        values[name] = _convert(name, value, flag_of(name))
+    values.setdefault("port", DEFAULT_PORTS[role])
+    settings = Settings(**values)
+    _check(role, settings)
+    return settings
+
+
+def _from_file(role: str, path: str | None) -> dict[str, tuple[Any, str]]:
+    if not path:
+        return {}
+    try:
+        document = tomllib.loads(Path(path).read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(f"config file {path}: {error.strerror or error}") from None
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ConfigError(f"config file {path}: {error}") from None
+    found: dict[str, tuple[Any, str]] = {}
+    # A table may share its name with a setting of the router (prefill, decode): a table is a dict, a setting a list.
+    tables = {key: value for key, value in document.items() if key in DEFAULT_PORTS and isinstance(value, dict)}
+    common = {key: value for key, value in document.items() if key not in tables}
+    for where, table in (("", common), (f"[{role}] ", tables.get(role, {}))):
+        for key, value in table.items():
+            name = _CANONICAL.get(key.replace("-", "_"), key.replace("-", "_"))
+            if name not in _FIELDS:
+                raise ConfigError(f"config file {path}: {where}unknown setting {key!r}")
+            if where and name not in FIELDS_OF_ROLE[role]:
+                raise ConfigError(f"config file {path}: {where}{key!r} is no setting of {role}")
+            if name in FIELDS_OF_ROLE[role]:
+                found[name] = (value, f"config file {path}: {where}{key}")
+    return found
+
+
+def _convert(name: str, value: Any, source: str) -> Any:
+    hint = _HINTS[name]
+    from_text = isinstance(value, str)
+    if base_type(name) == tuple[str, ...] and from_text:
+        value = tuple(part.strip() for part in value.split(",") if part.strip())
+    try:
+        return msgspec.convert(value, hint, strict=not from_text)
+    except msgspec.ValidationError as error:
+        shown = "***" if name == "api_key" else repr(value)
+        choices = get_args(base_type(name)) if get_origin(base_type(name)) is Literal else ()
+        limit = f"expected one of {', '.join(repr(choice) for choice in choices)}" if choices else str(error)
+        raise ConfigError(f"{source}: {shown}: {limit[:1].lower()}{limit[1:].replace('`', '')}") from None
+
+
+def _check(role: Role, settings: Settings) -> None:
+    if role in ("prefill", "decode") and not settings.model_path:
+        raise ConfigError("no model: give --model-path (or KVFLOW_MODEL_PATH)")
+    if settings.disaggregation_mode and settings.disaggregation_mode != role:
+        raise ConfigError(f"--disaggregation-mode {settings.disaggregation_mode} does not fit `kvflow {role}`")
+    if settings.kv_events_config:
+        raise ConfigError("--kv-events-config: KV events are not available in this version")
+    if role == "router" and not (settings.prefill and settings.decode):
+        raise ConfigError("router needs at least one --prefill URL and one --decode URL")
+    for name in ("prefill", "decode"):
+        for url in getattr(settings, name):
+            if not url.startswith(("http://", "https://")):
+                raise ConfigError(f"--{name}: {url!r} is no http:// URL")

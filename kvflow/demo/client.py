@@ -1,0 +1,153 @@
+"""The demo as a client: streamed completions, one abort in mid-transfer, and looks at what the roles report."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncGenerator, Callable
+from typing import Any
+
+import aiohttp
+import msgspec
+
+from kvflow.protocols.errors import KvflowError, TransferError
+
+LOOK_S = 0.005
+HOME_TIMEOUT_S = 10.0
+ABORT_TIMEOUT_S = 60.0
+ABORT_SHARE = 0.125  # of the bytes, before the client leaves
+
+
+class DemoError(KvflowError):
+    """The demo could not do what it came to do; the text is for the person watching."""
+
+
+class Streamed(msgspec.Struct, kw_only=True):
+    """One completion, as its client saw it."""
+
+    prompt: str
+    text: str = ""
+    output_ids: list[int] = []
+    ttft_s: float = 0.0
+    total_s: float = 0.0
+
+
+class Aborted(msgspec.Struct, frozen=True, kw_only=True):
+    """A room that was aborted while its pages were moving, as both sides tell it."""
+
+    room: int
+    bytes_at_abort: int
+    bytes_total: int
+    sides: dict[str, Any]
+
+
+class Roles:
+    """The URLs of one fleet, and questions to them."""
+
+    def __init__(self, session: aiohttp.ClientSession, router: str, prefill: str, decode: str) -> None:
+        self.session, self.router, self.prefill, self.decode = session, router, prefill, decode
+
+    async def get(self, url: str) -> Any:
+        async with self.session.get(url) as answer:
+            return msgspec.json.decode(await answer.read())
+
+    async def complete(self, prompt: str, new_tokens: int, show: Callable[[str], None] | None = None) -> Streamed:
+        """One greedy completion of exactly `new_tokens` tokens. Raises: DemoError."""
+        done = Streamed(prompt=prompt)
+        started = time.perf_counter()
+        body = {"text": prompt, "stream": True, "sampling_params": _greedy(new_tokens)}
+        async with self.session.post(f"{self.router}/generate", json=body) as answer:
+            async for event in events(answer):
+                if not done.ttft_s:
+                    done.ttft_s = time.perf_counter() - started
+                if show is not None:
+                    show(event["text"][len(done.text) :])
+                done.text, done.output_ids = event["text"], event["output_ids"]
+        done.total_s = time.perf_counter() - started
+        return done
+
+    async def pages_home(self) -> bool:
+        """Whether every page of both pools is free again, within `HOME_TIMEOUT_S`."""
+        until = time.monotonic() + HOME_TIMEOUT_S
+        while True:
+            infos = [await self.get(f"{url}/server_info") for url in (self.prefill, self.decode)]
+            if all(info["pages"]["home"] and not info["quarantine_pages"] for info in infos):
+                return True
+            if time.monotonic() > until:
+                return False
+            await asyncio.sleep(LOOK_S)
+
+    async def move(self, input_ids: list[int]) -> None:
+        """A long prompt for the sake of its transfer. Raises: DemoError."""
+        await self._read({"input_ids": input_ids, "stream": True, "sampling_params": _greedy(1)})
+
+    async def moved(self) -> tuple[int, float]:
+        """Bytes of all finished rooms, and the seconds their writes took, as prefill tells it."""
+        total, seconds = 0, 0.0
+        for line in (await self.get(f"{self.prefill}/rooms"))["rooms"]:
+            story = await self.get(f"{self.prefill}/rooms/{line['room']}")
+            total += story["bytes_landed"]
+            seconds += _writing_s(story["events"])
+        return total, seconds
+
+    async def abort_in_mid_transfer(self, input_ids: list[int]) -> Aborted:
+        """Ask for a completion, and leave when some of its bytes have landed but not all. Raises: DemoError."""
+        body = {"input_ids": input_ids, "stream": True, "sampling_params": _greedy(8)}
+        request = asyncio.create_task(self._read(body))
+        try:
+            room = await self._moving_room(request)
+        finally:
+            request.cancel()  # the client is gone: its connection closes
+            await asyncio.wait([request])
+        async with asyncio.timeout(HOME_TIMEOUT_S):
+            line = await self.get(f"{self.prefill}/rooms/{room}")
+            while not line["ended"] or line["phase"] == "draining":
+                await asyncio.sleep(LOOK_S)
+                line = await self.get(f"{self.prefill}/rooms/{room}")
+        sides = await self.get(f"{self.router}/rooms/{room}")
+        return Aborted(room=room, bytes_at_abort=line["bytes_landed"], bytes_total=line["bytes_total"], sides=sides)
+
+    async def _moving_room(self, request: asyncio.Task[None]) -> int:
+        async with asyncio.timeout(ABORT_TIMEOUT_S):
+            while not request.done():
+                for line in (await self.get(f"{self.prefill}/rooms"))["rooms"]:
+                    if not line["ended"] and line["bytes_landed"] > line["bytes_total"] * ABORT_SHARE:
+                        return int(line["room"])
+                await asyncio.sleep(LOOK_S)
+        request.result()
+        raise TransferError("the request to abort was done before it could be aborted")
+
+    async def _read(self, body: dict[str, Any]) -> None:
+        async with self.session.post(f"{self.router}/generate", json=body) as answer:
+            async for _ in events(answer):
+                pass
+
+
+def _writing_s(events: list[dict[str, Any]]) -> float:
+    """Seconds in which at least one chunk of a room was queued and had not landed."""
+    open_chunks, since_s, total_s = 0, 0.0, 0.0
+    for event in events:
+        if event["what"] == "chunk_queued":
+            since_s = since_s if open_chunks else event["at_s"]
+            open_chunks += 1
+        elif event["what"] == "write_ended" and open_chunks:
+            open_chunks -= 1
+            total_s += 0.0 if open_chunks else event["at_s"] - since_s
+    return total_s
+
+
+def _greedy(new_tokens: int) -> dict[str, Any]:
+    return {"temperature": 0, "max_new_tokens": new_tokens, "ignore_eos": True}
+
+
+async def events(answer: aiohttp.ClientResponse) -> AsyncGenerator[Any, None]:
+    """The JSON events of a stream. Raises: DemoError for an error status or an error event."""
+    if answer.status != 200:
+        raise DemoError(f"the router answered {answer.status}: {(await answer.read())[:300].decode(errors='replace')}")
+    async for line in answer.content:
+        if not line.startswith(b"data: ") or line.startswith(b"data: [DONE]"):
+            continue
+        event = msgspec.json.decode(line[6:])
+        if "error" in event:
+            raise DemoError(f"the stream ended in an error: {event['error']['message']}")
+        yield event

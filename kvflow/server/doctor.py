@@ -1,0 +1,170 @@
+"""`kvflow doctor`: what this machine lacks, and the one thing to do about each."""
+
+from __future__ import annotations
+
+import ctypes.util
+import importlib.metadata
+import importlib.util
+import os
+import platform
+import resource
+import subprocess
+import sys
+
+import msgspec
+from rich.console import Console
+from rich.markup import escape
+
+import kvflow
+
+MOONCAKE_WHEELS = (
+    "mooncake-transfer-engine-non-cuda",
+    "mooncake-transfer-engine",
+    "mooncake-transfer-engine-cuda13",
+)
+OLDEST_MOONCAKE = (0, 3, 12)
+# Library as the loader knows it, and the Debian package that has it.
+LIBRARIES = (("ibverbs", "libibverbs1"), ("numa", "libnuma1"), ("curl", "libcurl4"))
+ENGINE_PACKAGES = ("torch", "transformers", "tokenizers", "safetensors", "jinja2")
+CORE_PACKAGES = ("aiohttp", "msgspec", "numpy", "prometheus_client", "zmq", "rich", "typer", "uvloop")
+FEW_FILES = 4096
+IMPORT_TIMEOUT_S = 60.0
+
+
+class Finding(msgspec.Struct, frozen=True):
+    """One thing that was looked at. `needed` things that are not `ok` make the exit status 1."""
+
+    name: str
+    ok: bool
+    detail: str
+    needed: bool
+    advice: str = ""
+
+
+def findings() -> list[Finding]:
+    """Everything `doctor` looks at; takes as long as importing mooncake."""
+    return [
+        _python(),
+        *(_package(name, needed=True, advice="pip install kvflow") for name in CORE_PACKAGES),
+        *(_package(name, needed=False, advice="pip install 'kvflow[engine]'") for name in ENGINE_PACKAGES),
+        _mooncake_wheels(),
+        *(_library(name, package) for name, package in LIBRARIES),
+        _mooncake(),
+        _shared_memory(),
+        _pidfd(),
+        _open_files(),
+    ]
+
+
+def mooncake_trouble() -> str | None:
+    """Why the mooncake data plane cannot be used here, in one line; None when it can."""
+    if importlib.util.find_spec("mooncake") is None:
+        return "mooncake is not installed: pip install 'kvflow[mooncake]'"
+    wheels = _mooncake_wheels()
+    if not wheels.ok:
+        return f"{wheels.detail}: {wheels.advice}"
+    missing = [package for name, package in LIBRARIES if not ctypes.util.find_library(name)]
+    try:
+        # In a process of its own: a broken library may end the one that loads it.
+        probe = subprocess.run(
+            [sys.executable, "-c", "import mooncake.engine"],
+            capture_output=True, text=True, timeout=IMPORT_TIMEOUT_S, check=False,
+        )  # fmt: skip
+    except subprocess.TimeoutExpired:
+        return f"mooncake cannot be loaded (no answer in {IMPORT_TIMEOUT_S:g} s)"
+    if probe.returncode == 0:
+        return None
+    said = probe.stderr.strip().splitlines()[-1:] or [f"status {probe.returncode}"]
+    advice = f": apt-get install -y {' '.join(missing)}" if missing else ""
+    return f"mooncake cannot be loaded ({said[0]}){advice}"
+
+
+def _python() -> Finding:
+    ok = sys.version_info >= (3, 11) and sys.platform == "linux"
+    return Finding(
+        "python", ok, f"{platform.python_version()} on {sys.platform}", True, "kvflow needs Linux, Python 3.11"
+    )
+
+
+def _package(module: str, *, needed: bool, advice: str) -> Finding:
+    if importlib.util.find_spec(module) is None:
+        return Finding(module, False, "not installed", needed, advice)
+    names = importlib.metadata.packages_distributions().get(module, [module])
+    return Finding(module, True, importlib.metadata.version(names[0]), needed)
+
+
+def _mooncake_wheels() -> Finding:
+    found: dict[str, str] = {}
+    for wheel in MOONCAKE_WHEELS:
+        try:
+            found[wheel] = importlib.metadata.version(wheel)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    if not found:
+        return Finding("mooncake wheel", False, "not installed", False, "pip install 'kvflow[mooncake]'")
+    detail = ", ".join(f"{name} {version}" for name, version in found.items())
+    if len(found) > 1:  # they install the same files: the last one wins, and removing one removes both
+        advice = f"pip uninstall -y {' '.join(found)}, then install one of them"
+        return Finding("mooncake wheel", False, f"two wheels of one package: {detail}", True, advice)
+    version = next(iter(found.values()))
+    if _numbers(version) < OLDEST_MOONCAKE:
+        advice = "upgrade to 0.3.12.post1 or newer: older ones report writes done before the bytes arrived"
+        return Finding("mooncake wheel", False, detail, True, advice)
+    return Finding("mooncake wheel", True, detail, False)
+
+
+def _numbers(version: str) -> tuple[int, ...]:
+    return tuple(int(part) for part in version.split(".")[:3] if part.isdigit())
+
+
+def _library(name: str, package: str) -> Finding:
+    found = ctypes.util.find_library(name)
+    return Finding(f"lib{name}", bool(found), found or "not found", False, f"apt-get install -y {package}")
+
+
+def _mooncake() -> Finding:
+    trouble = mooncake_trouble()
+    return Finding("mooncake data plane", trouble is None, trouble or "can be loaded", False, trouble or "")
+
+
+def _shared_memory() -> Finding:
+    try:
+        descriptor = os.memfd_create("kvflow-doctor")
+        os.ftruncate(descriptor, 1 << 20)
+        os.close(descriptor)
+    except OSError as error:
+        return Finding(
+            "shared memory", False, f"memfd_create: {error.strerror}", True, "the local data plane needs memfd"
+        )
+    return Finding("shared memory", True, "memfd works", True)
+
+
+def _pidfd() -> Finding:
+    try:
+        os.close(os.pidfd_open(os.getpid()))
+    except OSError as error:
+        return Finding(
+            "pidfd", False, f"pidfd_open: {error.strerror}", False, "a peer's death cannot be observed: Linux 5.3"
+        )
+    return Finding("pidfd", True, "a peer's death can be observed", False)
+
+
+def _open_files() -> Finding:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return Finding("open files", soft >= FEW_FILES, f"soft {soft}, hard {hard}", False, f"ulimit -n {min(hard, 65536)}")
+
+
+def run_doctor(*, as_json: bool) -> int:
+    """Print the findings. Returns the exit status: 0 when nothing needed is missing."""
+    found = findings()
+    bad = [finding for finding in found if finding.needed and not finding.ok]
+    if as_json:
+        document = {"version": kvflow.__version__, "ok": not bad, "findings": found}
+        sys.stdout.write(msgspec.json.encode(document).decode() + "\n")
+        return 1 if bad else 0
+    console = Console(highlight=False)
+    for finding in found:
+        mark = "[green]ok  [/]" if finding.ok else "[red]bad [/]" if finding.needed else "[yellow]none[/]"
+        advice = f"  -> {escape(finding.advice)}" if finding.advice and not finding.ok else ""
+        console.print(f"{mark} {finding.name:<20} {escape(finding.detail)}{advice}", soft_wrap=True)
+    return 1 if bad else 0

@@ -1,0 +1,87 @@
+"""Errors as HTTP: one body for all of them, one status per cause.
+
+    {"error": {"type": ..., "code": ..., "message": ...}}
+
+Statuses follow what routers do with them (contracts.md 1): 408/429/500/502/503/504 are retried with a new room, 400 and
+404 never, and only 5xx count against a worker. So what the client got wrong is 4xx and what a retry may mend is 5xx.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+from aiohttp import web
+
+from kvflow.protocols.errors import CapacityError, Code, KvflowError, MisuseError
+
+RETRY_AFTER_S = 1
+
+STATUS_OF_CODE: dict[Code, int] = {
+    Code.CLIENT_GONE: 499,  # the other leg's client left; nobody reads this, and no breaker counts it
+    Code.DEADLINE: 504,
+    Code.RENDEZVOUS: 504,
+    Code.CAPACITY: 503,
+    Code.BAD_REQUEST: 400,
+    Code.PROMPT_MISMATCH: 400,
+    Code.ROOM_IN_USE: 409,
+    Code.STALE_GRANT: 502,
+    Code.ENGINE_ERROR: 500,
+    Code.TRANSFER_ERROR: 502,
+    Code.PROTOCOL_ERROR: 502,
+    Code.PEER_LOST: 502,
+    Code.SHUTDOWN: 503,
+}
+
+_TYPE_OF_STATUS = {
+    400: "invalid_request_error",
+    401: "authentication_error",
+    404: "not_found_error",
+    405: "invalid_request_error",
+    409: "conflict_error",
+    413: "invalid_request_error",
+    429: "rate_limit_error",
+    499: "client_closed_request",
+    500: "internal_error",
+    502: "bad_gateway",
+    503: "service_unavailable",
+    504: "gateway_timeout",
+}
+
+
+class RequestError(MisuseError):
+    """A request that cannot be served as it is; the text says what to change."""
+
+
+class OverloadError(CapacityError):
+    """As many requests are running as this server takes."""
+
+
+class Failure(msgspec.Struct, frozen=True):
+    """One error on its way to a client."""
+
+    status: int
+    code: str
+    message: str
+
+    @property
+    def body(self) -> dict[str, Any]:
+        kind = _TYPE_OF_STATUS.get(self.status, "api_error")
+        return {"error": {"type": kind, "code": self.code, "message": self.message}}
+
+    def response(self) -> web.Response:
+        """The error as a complete answer."""
+        headers = {"Retry-After": str(RETRY_AFTER_S)} if self.status in (429, 503) else {}
+        body = msgspec.json.encode(self.body)
+        return web.Response(body=body, status=self.status, content_type="application/json", headers=headers)
+
+
+def failure_of(error: BaseException) -> Failure:
+    """Status, code and message of anything a handler may raise."""
+    if isinstance(error, KvflowError):
+        return Failure(STATUS_OF_CODE.get(error.code, 500), str(error.code), str(error))
+    if isinstance(error, web.HTTPException):
+        return Failure(error.status, f"http_{error.status}", error.text or error.reason)
+    if isinstance(error, TimeoutError):
+        return Failure(504, str(Code.DEADLINE), "the request took longer than this server allows")
+    return Failure(500, str(Code.ENGINE_ERROR), f"internal error: {type(error).__name__}")

@@ -1,0 +1,174 @@
+"""The way of every request through a role: admission, orders, tokens, and what is left when it ends.
+
+The routes differ in how they read a body and how they write an answer; that is a `Dialect`. Everything else is here.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+from typing import Any, Protocol
+
+import msgspec
+from aiohttp import web
+
+from kvflow.protocols.errors import AbortedError, Code, KvflowError
+from kvflow.server.completion import Completion, Delta, written
+from kvflow.server.failures import OverloadError, failure_of
+from kvflow.server.metrics import Metrics
+from kvflow.server.orders import Limits, rooms_of
+from kvflow.server.schemas import Rendezvous
+from kvflow.server.service import Order, Service
+from kvflow.server.sse import EventStream, Paced, merged
+from kvflow.server.text import Wording
+
+_log = logging.getLogger("kvflow.http")
+
+
+class Job(Protocol):
+    """One parsed request of one dialect."""
+
+    stream: bool
+
+    @property
+    def request(self) -> Rendezvous: ...
+
+    async def orders(self, front: Front) -> list[Order]:
+        """Read prompts and sampling. Raises: RequestError."""
+
+    def answer(self, completions: list[Completion]) -> Any:
+        """The JSON body when nothing is streamed."""
+
+    def opening(self) -> list[Any]:
+        """Events before the first token."""
+
+    def event(self, index: int, delta: Delta, completion: Completion) -> Any:
+        """The event of one delta."""
+
+    def closing(self, completions: list[Completion]) -> list[Any]:
+        """Events after the last token."""
+
+
+class Front:
+    """What the routes of one role share."""
+
+    def __init__(
+        self,
+        service: Service,
+        wording: Wording,
+        metrics: Metrics,
+        *,
+        bootstrap_port: int = 8998,
+        max_running_requests: int = 256,
+        request_timeout_s: float = 600.0,
+        keepalive_s: float = 0.1,
+    ) -> None:
+        self.service = service
+        self.wording = wording
+        self.metrics = metrics
+        self.draining = False
+        self.running = 0
+        self.idle = asyncio.Event()
+        self.idle.set()
+        self.limits = Limits(service.card, service.pool_tokens, service.role == "decode", bootstrap_port)
+        self._most = max_running_requests
+        self._timeout_s = request_timeout_s
+        self._keepalive_s = keepalive_s
+
+    async def serve(self, http: web.Request, job: Job) -> web.StreamResponse:
+        """Answer one request. Errors before the first token are raised; later ones are written into the stream."""
+        arrived = time.perf_counter()
+        try:
+            self._admit()
+        except (AbortedError, OverloadError) as error:
+            self._refuse(job, error)
+            raise
+        self.running += 1
+        self.idle.clear()
+        try:
+            async with asyncio.timeout(self._timeout_s):
+                try:
+                    orders = await job.orders(self)
+                    pieces = [self.wording.pieces(order.params.stop) for order in orders]
+                except KvflowError as error:
+                    self._refuse(job, error)
+                    raise
+                sources = [written(self.service.tokens(o), p) for o, p in zip(orders, pieces, strict=True)]
+                answer = self._stream if job.stream else self._collect
+                return await answer(http, job, sources, arrived)
+        finally:
+            self.running -= 1
+            if not self.running:
+                self.idle.set()
+
+    def _admit(self) -> None:
+        if self.draining:
+            error = AbortedError("this server is shutting down")
+            error.code = Code.SHUTDOWN
+            raise error
+        if self.running >= self._most:
+            raise OverloadError("running requests", self.running + 1, self._most)
+
+    def _refuse(self, job: Job, error: KvflowError) -> None:
+        """The other leg waits for this room: tell it why it will never come."""
+        for room in rooms_of(job.request):
+            self.service.refuse(room, error.cause())
+
+    async def _collect(
+        self, http: web.Request, job: Job, sources: list[AsyncGenerator[Delta, None]], arrived: float
+    ) -> web.StreamResponse:
+        completions = [Completion() for _ in sources]
+        async with aclosing(merged(sources)) as deltas:
+            async for index, delta in deltas:
+                self._count(completions[index], arrived)
+                completions[index].add(delta)
+        return json_response(job.answer(completions))
+
+    async def _stream(
+        self, http: web.Request, job: Job, sources: list[AsyncGenerator[Delta, None]], arrived: float
+    ) -> web.StreamResponse:
+        completions = [Completion() for _ in sources]
+        events = EventStream(http)
+        async with Paced(merged(sources), self._keepalive_s) as deltas:
+            try:
+                async for item in deltas:
+                    if item is None:
+                        if events.response.prepared:
+                            await events.keepalive()
+                        continue
+                    if not events.response.prepared:
+                        await events.start()
+                        for event in job.opening():
+                            await events.send(event)
+                    index, delta = item
+                    self._count(completions[index], arrived)
+                    completions[index].add(delta)
+                    await events.send(job.event(index, delta, completions[index]))
+                for event in job.closing(completions):
+                    await events.send(event)
+            except ConnectionError:
+                raise
+            except Exception as error:
+                if not events.response.prepared:
+                    raise
+                if not isinstance(error, KvflowError | TimeoutError):
+                    _log.exception("stream of %s failed", http.path)
+                failure = failure_of(error)
+                self.metrics.stream_failed(failure)
+                await events.fail(failure)
+                return events.response
+        await events.end()
+        return events.response
+
+    def _count(self, completion: Completion, arrived: float) -> None:
+        if not completion.tokens:
+            self.metrics.first_token(time.perf_counter() - arrived)
+        self.metrics.generated(1)
+
+
+def json_response(body: Any, status: int = 200) -> web.Response:
+    """A JSON answer."""
+    return web.Response(body=msgspec.json.encode(body), status=status, content_type="application/json")

@@ -1,0 +1,209 @@
+"""The real services: an engine and a node behind the `Service` the HTTP layer asks."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import AsyncGenerator, Sequence
+from typing import TYPE_CHECKING, Any
+
+from kvflow.engine.params import TokenOut
+from kvflow.handlers.decode_room import DecodeSession
+from kvflow.handlers.prefill_room import PrefillSession
+from kvflow.memory.allocator import PageAllocator
+from kvflow.node import DecodeNode, PrefillNode
+from kvflow.protocols.errors import Cause, KvflowError
+from kvflow.protocols.ranks import RankInfo
+from kvflow.server.failures import RequestError
+from kvflow.server.service import ModelCard, Order, Report
+
+if TYPE_CHECKING:  # the engines import torch
+    from kvflow.engine.decode import DecodeEngine
+    from kvflow.engine.prefill import PrefillEngine
+
+REMEMBERED_ROOMS = 256
+_KIND_WORDS = {"grant": "room", "quarantined": "quarantine"}
+
+
+class Recent:
+    """The latest rooms, for stories; bounded, and nothing else reads it."""
+
+    def __init__(self) -> None:
+        self._sessions: OrderedDict[int, PrefillSession | DecodeSession] = OrderedDict()
+
+    def add(self, session: PrefillSession | DecodeSession) -> None:
+        self._sessions[session.room] = session
+        self._sessions.move_to_end(session.room)
+        if len(self._sessions) > REMEMBERED_ROOMS:
+            self._sessions.popitem(last=False)
+
+    def lines(self) -> list[dict[str, Any]]:
+        return [_line(session) for session in reversed(self._sessions.values())]
+
+    def story(self, room: int) -> dict[str, Any] | None:
+        session = self._sessions.get(room)
+        if session is None:
+            return None
+        events = [
+            {
+                "at_s": round(line.at_s - session.opened_at_s, 6),
+                "what": line.what,
+                "phase": line.phase.lower(),
+                "text": line.text,
+            }
+            for line in session.story()
+        ]
+        return {**_line(session), "events": events}
+
+
+def _line(session: PrefillSession | DecodeSession) -> dict[str, Any]:
+    cause = session.state.cause
+    line = {
+        "room": session.room,
+        "phase": session.state.phase.name.lower(),
+        "ended": session.ended,
+        "cause": None if cause is None else str(cause),
+    }
+    if isinstance(session, PrefillSession):
+        line.update(bytes_landed=session.bytes_landed, bytes_total=session.bytes_total)
+    return line
+
+
+def pages_by_kind(pages: PageAllocator) -> dict[str, int]:
+    """Pages that are not free, by what owns them."""
+    kinds: dict[str, int] = {}
+    for owner, count in pages.owned().items():
+        word = owner[0] if isinstance(owner, tuple) else type(owner).__name__.lower()
+        word = _KIND_WORDS.get(str(word), str(word))
+        kinds[word] = kinds.get(word, 0) + count
+    return kinds
+
+
+def _report(node: PrefillNode | DecodeNode, control: str, quarantine: int, running: int, waiting: int) -> Report:
+    states: dict[str, int] = {}
+    for session in node.handlers.rooms.values():
+        state = session.state.phase.name.lower()
+        states[state] = states.get(state, 0) + 1
+    return Report(
+        incarnation=node.incarnation,
+        control_endpoint=control,
+        data_plane=node.plane.name,
+        pool=node.shape,
+        pages_free=node.pages.free_pages,
+        pages_total=node.pages.num_pages,
+        pages_by_kind=pages_by_kind(node.pages),
+        pages_home=node.pages.at_rest(),
+        quarantine_pages=quarantine,
+        rooms_by_state=states,
+        rooms_ended=dict(node.counts.endings),
+        bytes_moved=node.counts.bytes_moved,
+        running=running,
+        waiting=waiting,
+    )
+
+
+class PrefillService:
+    """Prefill: an order is one prompt computed, moved to decode, and its first token."""
+
+    role = "prefill"
+
+    def __init__(self, card: ModelCard, node: PrefillNode, engine: PrefillEngine, timeout_s: float) -> None:
+        self.card = card
+        self._node, self._engine, self._timeout_s = node, engine, timeout_s
+        self._recent = Recent()
+
+    @property
+    def rank(self) -> RankInfo:
+        """What the registry is told."""
+        return self._node.info
+
+    @property
+    def healthy(self) -> bool:
+        return self._engine.healthy
+
+    @property
+    def pool_tokens(self) -> int:
+        return self._node.shape.page_size * self._node.shape.num_pages
+
+    async def tokens(self, order: Order) -> AsyncGenerator[TokenOut, None]:
+        session = self._node.room(order.room, order.prompt, deadline_s=self._timeout_s)
+        self._recent.add(session)
+        first = await self._engine.prefill(session, order.prompt, order.params)
+        if first.finish_reason is None:
+            first = TokenOut(first.token_id, first.logprob, first.top_logprobs, "length")
+        yield first
+
+    def refuse(self, room: int, cause: Cause) -> None:
+        half = self._node.handlers.rooms.get(room)
+        if half is not None:
+            if half.prompt is None:  # decode's half is here and waits
+                half.close(cause)
+            return
+        try:
+            self._node.room(room, [0]).close(cause)  # kept for decode's half
+        except KvflowError:
+            return
+
+    def report(self) -> Report:
+        load = self._engine.load()
+        return _report(self._node, self._node.info.control, 0, load.running, load.waiting)
+
+    def rooms(self) -> Sequence[dict[str, Any]]:
+        return self._recent.lines()
+
+    def story(self, room: int) -> dict[str, Any] | None:
+        return self._recent.story(room)
+
+    async def flush_cache(self) -> None:
+        return None
+
+
+class DecodeService:
+    """Decode: an order is pages lent to prefill, and every token once they have landed."""
+
+    role = "decode"
+
+    def __init__(self, card: ModelCard, node: DecodeNode, engine: DecodeEngine, timeout_s: float) -> None:
+        self.card = card
+        self._node, self._engine, self._timeout_s = node, engine, timeout_s
+        self._recent = Recent()
+
+    @property
+    def healthy(self) -> bool:
+        return self._engine.healthy
+
+    @property
+    def pool_tokens(self) -> int:
+        return self._node.shape.page_size * self._node.shape.num_pages
+
+    async def tokens(self, order: Order) -> AsyncGenerator[TokenOut, None]:
+        if not order.prefill:
+            raise RequestError("bootstrap_host is missing: decode must know where its prefill is")
+        admission = await self._engine.admit(order.prompt, order.params)
+        try:
+            session = await self._node.room(order.room, order.prefill, order.prompt, deadline_s=self._timeout_s)
+        except BaseException:
+            admission.release()
+            raise
+        self._recent.add(session)
+        tokens = self._engine.generate(session, order.prompt, order.params, admission)
+        try:
+            async for token in tokens:
+                yield token
+        finally:
+            await tokens.aclose()
+
+    def refuse(self, room: int, cause: Cause) -> None:
+        """Nothing was lent for this room, and the router drops prefill's leg when ours fails."""
+
+    def report(self) -> Report:
+        load = self._engine.load()
+        return _report(self._node, "", self._node.handlers.ledger.quarantined_pages, load.running, load.waiting)
+
+    def rooms(self) -> Sequence[dict[str, Any]]:
+        return self._recent.lines()
+
+    def story(self, room: int) -> dict[str, Any] | None:
+        return self._recent.story(room)
+
+    async def flush_cache(self) -> None:
+        return None

@@ -1,0 +1,79 @@
+"""The demo itself, as a user runs it, and the little it computes."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from kvflow.demo.client import _writing_s
+from kvflow.demo.run import Outcome, _prompts
+
+KEYS = ["backend", "requests", "identical", "aborted", "bytes_at_abort", "bytes_total", "pages_home", "bytes_moved"]
+GOOD = Outcome(
+    backend="local",
+    requests=16,
+    identical=16,
+    aborted=1,
+    bytes_at_abort=1,
+    bytes_total=2,
+    pages_home=True,
+    bytes_moved=3,
+)
+
+
+def demo(*arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "kvflow.cli", "demo", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+
+
+def test_json_has_exactly_the_promised_keys() -> None:
+    assert list(msgspec.to_builtins(GOOD)) == KEYS
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{"identical": 15}, {"aborted": 0}, {"bytes_at_abort": 0}, {"bytes_at_abort": 2}, {"pages_home": False}],
+)
+def test_anything_that_did_not_hold_is_no_success(changes: dict[str, int]) -> None:
+    assert GOOD.good
+    assert not msgspec.structs.replace(GOOD, **changes).good
+
+
+def test_prompts_are_distinct_however_many_are_asked_for() -> None:
+    assert len(set(_prompts(64))) == 64
+
+
+def test_writing_time_counts_overlapping_chunks_once() -> None:
+    told = [("matched", 0.0), ("chunk_queued", 1.0), ("chunk_queued", 2.0), ("write_ended", 3.0), ("write_ended", 5.0),
+            ("chunk_queued", 7.0), ("write_ended", 8.0)]  # fmt: skip
+    assert _writing_s([{"what": what, "at_s": at} for what, at in told]) == 5.0
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("backend", ["local", "mooncake"])
+def test_the_demo_holds_what_it_promises(backend: str) -> None:
+    if backend == "mooncake" and importlib.util.find_spec("mooncake") is None:
+        pytest.skip("mooncake is not installed")
+    done = demo("--json", "--transfer-backend", backend)
+    assert done.returncode == 0, done.stderr
+    outcome = json.loads(done.stdout)
+    assert list(outcome) == KEYS
+    assert outcome["requests"] == outcome["identical"] >= 16
+    assert outcome["aborted"] >= 1
+    assert 0 < outcome["bytes_at_abort"] < outcome["bytes_total"]
+    assert outcome["pages_home"] is True
+    assert outcome["bytes_moved"] > 0
+
+
+def test_an_unknown_model_is_one_line_and_status_2(tmp_path: Path) -> None:
+    done = demo("--model", str(tmp_path / "none"), "--transfer-backend", "local")
+    assert done.returncode == 2
+    assert done.stderr.splitlines()[-1].startswith("kvflow demo: error: ")
+    assert "does not exist" in done.stderr.splitlines()[-1]

@@ -1,0 +1,49 @@
+"""A router, a prefill and a decode of the demo model as real processes, for the tests that need them."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import aiohttp
+import msgspec
+
+from kvflow.config import resolve
+from kvflow.demo_model import DEMO_MODEL_DIR
+from kvflow.server.supervisor import Fleet
+
+WITHIN_S = 10.0
+
+
+@asynccontextmanager
+async def running(**changes: Any) -> AsyncIterator[Fleet]:
+    """`kvflow up` with small pools on free ports."""
+    given = {
+        "model_path": str(DEMO_MODEL_DIR), "port": 0, "num_pages": 512, "dtype": "float32", "poll_s": 0.2,
+        "drain_timeout_s": 2.0, **changes,
+    }  # fmt: skip
+    async with Fleet(resolve("up", given, env={}), given, quiet=True) as fleet:
+        yield fleet
+
+
+async def ask(session: aiohttp.ClientSession, url: str) -> Any:
+    async with session.get(url) as answer:
+        return msgspec.json.decode(await answer.read())
+
+
+async def all_home(session: aiohttp.ClientSession, *urls: str) -> bool:
+    """Every page of these roles becomes free, none stays in quarantine, no room is left, within `WITHIN_S`."""
+    info: Any = None
+    try:
+        async with asyncio.timeout(WITHIN_S):
+            for url in urls:
+                info = await ask(session, f"{url}/server_info")
+                while not info["pages"]["home"] or info["quarantine_pages"] or info["rooms"]:
+                    await asyncio.sleep(0.02)
+                    info = await ask(session, f"{url}/server_info")
+    except TimeoutError:
+        names = ("role", "pages", "rooms", "quarantine_pages", "rooms_ended", "running", "waiting")
+        raise AssertionError({name: info[name] for name in names if info}) from None
+    return True

@@ -1,0 +1,177 @@
+"""A prefill and a decode without engine and node, which really meet by room: for the routes and the router."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+from aiohttp import web
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import Whitespace
+
+from kvflow.config import Settings
+from kvflow.engine.params import SamplingParams, TokenOut
+from kvflow.protocols.errors import Cause, Code, room_error
+from kvflow.protocols.ranks import PoolShape
+from kvflow.server import generate, openai, operations
+from kvflow.server.app import build_app
+from kvflow.server.front import Front
+from kvflow.server.metrics import Metrics
+from kvflow.server.service import ModelCard, Order, Report
+from kvflow.server.serving import bound_socket, serving
+from kvflow.server.text import Wording
+
+WORDS = [f"w{i}" for i in range(100)]
+
+
+class WordTokenizer:
+    """One word per token, `w7` is 7; enough of a transformers tokenizer for the server."""
+
+    chat_template = "present"
+
+    def __init__(self) -> None:
+        self.backend_tokenizer = Tokenizer(WordLevel({word: i for i, word in enumerate(WORDS)}, unk_token="w0"))
+        self.backend_tokenizer.pre_tokenizer = Whitespace()
+
+    def encode(self, text: str) -> list[int]:
+        return list(self.backend_tokenizer.encode(text).ids)
+
+    def decode(self, ids: list[int]) -> str:
+        return self.backend_tokenizer.decode(ids)
+
+    def apply_chat_template(self, messages: list[dict[str, Any]], **_: Any) -> dict[str, list[int]]:
+        return {"input_ids": self.encode(" ".join(message["content"] for message in messages))}
+
+
+class Meeting:
+    """Where the two fakes meet: one future per room, resolved by prefill."""
+
+    def __init__(self) -> None:
+        self._rooms: dict[int, asyncio.Future[None]] = {}
+
+    def of(self, room: int) -> asyncio.Future[None]:
+        return self._rooms.setdefault(room, asyncio.get_running_loop().create_future())
+
+
+class FakeService:
+    """Counts up from the prompt's last token. `gate` holds every token after the first until it is set."""
+
+    def __init__(self, role: str, meeting: Meeting, *, pool_tokens: int = 64) -> None:
+        self.role = role
+        self.card = ModelCard(path="fake/model", name="fake", context_length=128, vocab_size=100)
+        self.healthy = True
+        self.pool_tokens = pool_tokens
+        self.gate = asyncio.Event()
+        self.gate.set()
+        self.failure: Cause | None = None
+        self.fail_after: int | None = None
+        self.refused: list[tuple[int, Cause]] = []
+        self.orders: list[Order] = []
+        self.started = asyncio.Event()
+        self.ended: asyncio.Queue[int] = asyncio.Queue()
+        self._meeting = meeting
+
+    async def tokens(self, order: Order) -> AsyncGenerator[TokenOut, None]:
+        self.orders.append(order)
+        self.started.set()
+        try:
+            if self.failure is not None:
+                raise room_error(self.failure)
+            meeting = self._meeting.of(order.room)
+            if self.role == "prefill":
+                await self.gate.wait()
+                meeting.set_result(None)
+                yield self._token(order.prompt[-1] + 1, order.params, "length")
+                return
+            await asyncio.shield(meeting)
+            for i in range(1, order.params.max_new_tokens + 1):
+                if self.fail_after is not None and i > self.fail_after:
+                    raise room_error(Cause(Code.ENGINE_ERROR, "step failed"))
+                if i > 1:
+                    await self.gate.wait()
+                last = i == order.params.max_new_tokens
+                token = self._token(order.prompt[-1] + i, order.params, "length" if last else None)
+                yield token
+                if token.finish_reason is not None:
+                    return
+        finally:
+            self.ended.put_nowait(order.room)
+
+    def _token(self, token: int, params: SamplingParams, reason: Any) -> TokenOut:
+        token %= 100
+        if token in params.stop_token_ids:
+            return TokenOut(token, -0.5, (), "stop", token)
+        top = () if params.logprobs is None else tuple(((token + i) % 100, -0.5 - i) for i in range(params.logprobs))
+        return TokenOut(token, -0.5, top, reason)
+
+    def refuse(self, room: int, cause: Cause) -> None:
+        self.refused.append((room, cause))
+        future = self._meeting.of(room)
+        if not future.done():
+            future.set_exception(room_error(cause))
+            future.exception()
+
+    def report(self) -> Report:
+        return Report(
+            incarnation=0xABC,
+            control_endpoint="tcp://127.0.0.1:1",
+            data_plane="fake",
+            pool=PoolShape(16, 4, 1024, 2),
+            pages_free=3,
+            pages_total=4,
+            pages_by_kind={"room": 1},
+            pages_home=False,
+            rooms_by_state={"transferring": 1},
+            rooms_ended={"success": 2, "failed:rendezvous": 1},
+            bytes_moved=2048,
+            running=1,
+            waiting=2,
+        )
+
+    def rooms(self) -> list[dict[str, Any]]:
+        return [{"room": order.room} for order in self.orders]
+
+    def story(self, room: int) -> dict[str, Any] | None:
+        return {"room": room, "events": []} if any(order.room == room for order in self.orders) else None
+
+    async def flush_cache(self) -> None:
+        return None
+
+
+class Role:
+    """A fake service behind the real routes."""
+
+    def __init__(self, service: FakeService, *, api_key: str = "", bootstrap_port: int = 8998, **front: Any) -> None:
+        self.service = service
+        self.metrics = Metrics(service.report, role=service.role, sglang=True)
+        self.wording = Wording(WordTokenizer())
+        self.front = Front(service, self.wording, self.metrics, **{"keepalive_s": 0.02, **front})
+        settings = Settings(api_key=api_key)
+        routes = [
+            *generate.routes(self.front),
+            *openai.routes(self.front),
+            *operations.routes(self.front, settings, bootstrap_port if service.role == "prefill" else None),
+        ]
+        self.app: web.Application = build_app(routes, self.metrics, api_key)
+
+
+class Server:
+    """Where an application answers."""
+
+    def __init__(self, port: int) -> None:
+        self.port = port
+        self.url = f"http://127.0.0.1:{port}"
+
+    def make_url(self, path: str) -> str:
+        return self.url + path
+
+
+@asynccontextmanager
+async def served(app: web.Application) -> AsyncIterator[Server]:
+    """The application on a real port, as production serves it."""
+    made = bound_socket("127.0.0.1", 0, "--port")
+    async with serving(app, made):
+        yield Server(made.getsockname()[1])

@@ -1,0 +1,78 @@
+"""doctor: what it finds, and the advice for what is missing."""
+
+from __future__ import annotations
+
+import ctypes.util
+import importlib.metadata
+import importlib.util
+import json
+import subprocess
+from typing import Any
+
+import pytest
+
+from kvflow.server import doctor
+
+
+def finding(name: str) -> doctor.Finding:
+    return next(found for found in doctor.findings() if found.name == name)
+
+
+def wheels(monkeypatch: pytest.MonkeyPatch, installed: dict[str, str]) -> None:
+    real = importlib.metadata.version
+
+    def version(name: str) -> str:
+        if name not in doctor.MOONCAKE_WHEELS:
+            return real(name)
+        if name not in installed:
+            raise importlib.metadata.PackageNotFoundError(name)
+        return installed[name]
+
+    monkeypatch.setattr(importlib.metadata, "version", version)
+
+
+def test_json_says_whether_all_is_well(capsys: pytest.CaptureFixture[str]) -> None:
+    status = doctor.run_doctor(as_json=True)
+    document = json.loads(capsys.readouterr().out)
+    assert document["ok"] is (status == 0)
+    assert {"python", "aiohttp", "torch", "shared memory", "open files"} <= {f["name"] for f in document["findings"]}
+
+
+def test_people_see_every_finding(capsys: pytest.CaptureFixture[str]) -> None:
+    doctor.run_doctor(as_json=False)
+    out = capsys.readouterr().out
+    assert all(found.name in out for found in doctor.findings())
+
+
+def test_two_mooncake_wheels_are_an_error_with_its_cure(monkeypatch: pytest.MonkeyPatch) -> None:
+    wheels(monkeypatch, {"mooncake-transfer-engine": "0.3.13", "mooncake-transfer-engine-non-cuda": "0.3.13"})
+    found = finding("mooncake wheel")
+    assert not found.ok and found.needed
+    assert "pip uninstall -y mooncake-transfer-engine-non-cuda mooncake-transfer-engine" in found.advice
+
+
+def test_an_old_mooncake_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    wheels(monkeypatch, {"mooncake-transfer-engine": "0.3.9.post2"})
+    assert not finding("mooncake wheel").ok
+
+
+def test_a_missing_mooncake_is_no_error_but_has_an_advice(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    wheels(monkeypatch, {})
+    real = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "mooncake" else real(name))
+    assert doctor.mooncake_trouble() == "mooncake is not installed: pip install 'kvflow[mooncake]'"
+    assert not finding("mooncake wheel").needed
+    assert doctor.run_doctor(as_json=True) == 0
+    capsys.readouterr()
+
+
+def test_a_library_that_is_missing_is_named_with_its_package(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ctypes.util, "find_library", lambda name: None if name == "numa" else f"lib{name}.so")
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: object())
+    wheels(monkeypatch, {"mooncake-transfer-engine": "0.3.13"})
+    failed: Any = subprocess.CompletedProcess([], 1, "", "Traceback\nImportError: libnuma.so.1: cannot open")
+    monkeypatch.setattr(subprocess, "run", lambda *_, **__: failed)
+    trouble = doctor.mooncake_trouble()
+    assert trouble == "mooncake cannot be loaded (ImportError: libnuma.so.1: cannot open): apt-get install -y libnuma1"

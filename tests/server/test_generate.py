@@ -1,0 +1,251 @@
+"""POST /generate on a decode: bodies, answers, streams, errors, a client that leaves."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import json
+from typing import Any
+
+import aiohttp
+import pytest
+
+from kvflow.protocols.errors import Cause, Code
+from tests.server.fake_service import Meeting, Role, Server
+
+META = {"bootstrap_host": "127.0.0.1", "bootstrap_port": 8998, "bootstrap_room": 7}
+
+
+def body(**changes: Any) -> dict[str, Any]:
+    return {"text": "w1 w2", "sampling_params": {"max_new_tokens": 3, "temperature": 0}, **META, **changes}
+
+
+async def post(
+    session: aiohttp.ClientSession, server: Server, document: Any, path: str = "/generate"
+) -> tuple[int, Any]:
+    async with session.post(server.make_url(path), json=document) as answer:
+        return answer.status, json.loads(await answer.read())
+
+
+async def events(answer: aiohttp.ClientResponse) -> list[str]:
+    text = (await answer.read()).decode()
+    return [line.removeprefix("data: ") for line in text.split("\n\n") if line.startswith("data: ")]
+
+
+@pytest.fixture(autouse=True)
+async def met(meeting: Meeting) -> None:
+    for room in range(7, 12):
+        meeting.of(room).set_result(None)
+
+
+async def test_text_in_text_and_ids_out(decode: Role, decode_server: Server, session: aiohttp.ClientSession) -> None:
+    status, answer = await post(session, decode_server, body(rid="r1"))
+    assert status == 200
+    assert answer["output_ids"] == [3, 4, 5]
+    assert answer["text"].split() == ["w3", "w4", "w5"]
+    assert answer["meta_info"] == {
+        "id": "r1",
+        "prompt_tokens": 2,
+        "completion_tokens": 3,
+        "cached_tokens": 0,
+        "finish_reason": {"type": "length", "length": 3},
+    }
+    order = decode.service.orders[0]
+    assert (order.room, order.prefill, order.prompt) == (7, "127.0.0.1:8998", [1, 2])
+
+
+async def test_fields_of_other_programs_are_accepted(decode_server: Server, session: aiohttp.ClientSession) -> None:
+    extra = {
+        "log_metrics": True,
+        "no_logs": False,
+        "session_params": None,
+        "return_hidden_states": False,
+        "lora_path": None,
+    }
+    sampling = {"max_new_tokens": 1, "frequency_penalty": 0.0, "repetition_penalty": 1.0, "regex": None, "min_p": 0.0}
+    status, _ = await post(session, decode_server, body(**extra, sampling_params=sampling, bootstrap_port=None))
+    assert status == 200
+
+
+async def test_a_stream_repeats_the_cumulative_text(decode_server: Server, session: aiohttp.ClientSession) -> None:
+    async with session.post(decode_server.make_url("/generate"), json=body(stream=True)) as answer:
+        assert answer.content_type == "text/event-stream"
+        lines = await events(answer)
+    assert lines[-1] == "[DONE]"
+    seen = [json.loads(line) for line in lines[:-1]]
+    assert [event["output_ids"] for event in seen] == [[3], [3, 4], [3, 4, 5]]
+    assert [event["meta_info"]["finish_reason"] is None for event in seen] == [True, True, False]
+    assert all(later["text"].startswith(earlier["text"]) for earlier, later in itertools.pairwise(seen))
+
+
+async def test_several_prompts_and_choices_use_their_own_rooms(
+    decode: Role, decode_server: Server, session: aiohttp.ClientSession
+) -> None:
+    document = {
+        "input_ids": [[1], [5]],
+        "sampling_params": {"max_new_tokens": 2, "n": 2, "sampling_seed": 40},
+        "bootstrap_host": ["127.0.0.1"] * 4,
+        "bootstrap_port": [1, 2, 3, None],
+        "bootstrap_room": [7, 8, 9, 10],
+    }
+    status, answer = await post(session, decode_server, document)
+    assert status == 200
+    assert [one["output_ids"] for one in answer] == [[2, 3], [2, 3], [6, 7], [6, 7]]
+    orders = sorted(decode.service.orders, key=lambda order: order.room)
+    assert [order.prefill for order in orders] == ["127.0.0.1:1", "127.0.0.1:2", "127.0.0.1:3", "127.0.0.1:8998"]
+    assert [order.params.seed for order in orders] == [40, 41, 40, 41]
+
+
+async def test_logprobs(decode_server: Server, session: aiohttp.ClientSession) -> None:
+    _, answer = await post(session, decode_server, body(return_logprob=True, top_logprobs_num=2))
+    meta = answer["meta_info"]
+    assert meta["input_token_logprobs"] == []
+    assert meta["output_token_logprobs"] == [[-0.5, 3, None], [-0.5, 4, None], [-0.5, 5, None]]
+    assert meta["output_top_logprobs"][0] == [[-0.5, 3, None], [-1.5, 4, None]]
+
+
+@pytest.mark.parametrize(
+    ("sampling", "text", "reason"),
+    [
+        ({"stop": "w5", "max_new_tokens": 9}, ["w3", "w4"], {"type": "stop", "matched": "w5"}),
+        ({"stop_token_ids": [5], "max_new_tokens": 9}, ["w3", "w4"], {"type": "stop", "matched": 5}),
+    ],
+)
+async def test_stops(
+    decode: Role, decode_server: Server, session: aiohttp.ClientSession, sampling: Any, text: list[str], reason: Any
+) -> None:
+    status, answer = await post(session, decode_server, body(sampling_params=sampling))
+    assert status == 200
+    assert answer["text"].split() == text
+    assert answer["meta_info"]["finish_reason"] == reason
+    assert await asyncio.wait_for(decode.service.ended.get(), 5) == 7  # the engine's iterator was closed
+
+
+@pytest.mark.parametrize(
+    ("changes", "part"),
+    [
+        ({"text": None}, "text or input_ids"),
+        ({"text": 5}, "text"),
+        ({"input_ids": [1]}, "text or input_ids"),
+        ({"text": None, "input_ids": [1, [2]]}, "token ids"),
+        ({"text": None, "input_ids": []}, "empty"),
+        ({"text": None, "input_ids": [100]}, "vocabulary"),
+        ({"text": None, "input_ids": [-1]}, "input_ids"),
+        ({"text": None, "input_ids": [1] * 128}, "context is 128"),
+        ({"text": None, "input_ids": [1] * 60, "sampling_params": {"max_new_tokens": 6}}, "pool, which holds 64"),
+        ({"sampling_params": {"max_new_tokens": 0}}, "max_new_tokens"),
+        ({"sampling_params": {"max_new_tokens": 127}}, "context of 128"),
+        ({"sampling_params": {"temperature": -1}}, "temperature"),
+        ({"sampling_params": {"temperature": "hot"}}, "temperature"),
+        ({"sampling_params": {"regex": "a+"}}, "sampling_params.regex"),
+        ({"sampling_params": []}, "sampling_params"),
+        ({"bootstrap_room": None}, "bootstrap_room is missing"),
+        ({"bootstrap_room": -1}, "bootstrap_room"),
+        ({"bootstrap_room": 1 << 64}, "bootstrap_room"),
+        ({"bootstrap_room": [1, 2]}, "2 entries for 1"),
+        ({"bootstrap_host": "a/b"}, "bootstrap_host"),
+        ({"bootstrap_port": 0}, "bootstrap_port"),
+    ],
+)
+async def test_bad_bodies_are_400_and_name_the_field(
+    decode_server: Server, session: aiohttp.ClientSession, changes: dict[str, Any], part: str
+) -> None:
+    status, answer = await post(session, decode_server, body(**changes))
+    assert status == 400
+    assert set(answer["error"]) == {"type", "code", "message"}
+    assert part in answer["error"]["message"]
+
+
+@pytest.mark.parametrize("raw", [b"", b"{", b"[]", b"nope", b'"x"', b"\xff\xfe", b"[" * 5000, b'{"text": NaN}'])
+async def test_malformed_json_is_400(decode_server: Server, session: aiohttp.ClientSession, raw: bytes) -> None:
+    async with session.post(decode_server.make_url("/generate"), data=raw) as answer:
+        assert answer.status == 400
+        assert "error" in json.loads(await answer.read())
+
+
+@pytest.mark.parametrize(
+    ("code", "status"),
+    [
+        (Code.CAPACITY, 503),
+        (Code.RENDEZVOUS, 504),
+        (Code.DEADLINE, 504),
+        (Code.PEER_LOST, 502),
+        (Code.TRANSFER_ERROR, 502),
+        (Code.ENGINE_ERROR, 500),
+        (Code.PROMPT_MISMATCH, 400),
+        (Code.SHUTDOWN, 503),
+    ],
+)
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_room_that_fails_before_its_first_token_is_a_status(
+    decode: Role, decode_server: Server, session: aiohttp.ClientSession, code: Code, status: int, stream: bool
+) -> None:
+    decode.service.failure = Cause(code, "because")
+    async with session.post(decode_server.make_url("/generate"), json=body(stream=stream)) as answer:
+        assert answer.status == status
+        assert ("Retry-After" in answer.headers) == (status == 503)
+        error = json.loads(await answer.read())["error"]
+    assert error["code"] == code
+    assert "because" in error["message"]
+
+
+async def test_a_failure_after_the_first_token_is_the_last_event(
+    decode: Role, decode_server: Server, session: aiohttp.ClientSession
+) -> None:
+    decode.service.fail_after = 1
+    async with session.post(decode_server.make_url("/generate"), json=body(stream=True)) as answer:
+        assert answer.status == 200
+        lines = await events(answer)
+    assert json.loads(lines[0])["output_ids"] == [3]
+    assert json.loads(lines[-1])["error"]["code"] == "engine_error"
+    assert len(lines) == 2
+
+
+async def test_silence_in_a_stream_is_filled_with_comments(
+    decode: Role, decode_server: Server, session: aiohttp.ClientSession
+) -> None:
+    decode.service.gate.clear()
+    async with session.post(decode_server.make_url("/generate"), json=body(stream=True)) as answer:
+        seen = b""
+        while b": ka\n\n" not in seen:
+            seen += await asyncio.wait_for(answer.content.readany(), 5)
+        decode.service.gate.set()
+        seen += await answer.read()
+    assert seen.endswith(b"data: [DONE]\n\n")
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_client_that_leaves_ends_its_room(
+    decode: Role, decode_server: Server, session: aiohttp.ClientSession, stream: bool
+) -> None:
+    decode.service.gate.clear()
+    request = asyncio.create_task(post(session, decode_server, body(stream=stream)))
+    await asyncio.wait_for(decode.service.started.wait(), 5)
+    request.cancel()
+    assert await asyncio.wait_for(decode.service.ended.get(), 5) == 7
+    await asyncio.wait_for(decode.front.idle.wait(), 5)
+    assert decode.front.running == 0
+
+
+async def test_a_refused_prefill_tells_the_other_leg(
+    prefill: Role, prefill_server: Server, session: aiohttp.ClientSession
+) -> None:
+    status, _ = await post(session, prefill_server, body(input_ids=[1]))
+    assert status == 400
+    [(room, cause)] = prefill.service.refused
+    assert room == 7
+    assert cause.code is Code.BAD_REQUEST
+
+
+async def test_prefill_answers_with_the_first_token(
+    prefill: Role, prefill_server: Server, session: aiohttp.ClientSession
+) -> None:
+    status, answer = await post(session, prefill_server, body(bootstrap_room=99))
+    assert status == 200
+    assert answer["output_ids"] == [3]
+
+
+async def test_prefill_holds_only_the_prompt(prefill_server: Server, session: aiohttp.ClientSession) -> None:
+    document = body(text=None, input_ids=[1] * 60, sampling_params={"max_new_tokens": 60}, bootstrap_room=98)
+    status, _ = await post(session, prefill_server, document)
+    assert status == 200

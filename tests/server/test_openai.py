@@ -1,0 +1,168 @@
+"""The OpenAI routes, asked by the official client."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncIterator
+from typing import Any
+
+import aiohttp
+import openai
+import pytest
+
+from kvflow.config import Settings
+from kvflow.protocols.errors import Cause, Code
+from kvflow.server.router import Router, router_app
+from tests.server.fake_service import Role, Server, served
+
+
+@pytest.fixture
+async def client(prefill_server: Server, decode_server: Server) -> AsyncIterator[openai.AsyncOpenAI]:
+    """The official client in front of our router, which is in front of the two fakes."""
+    router = Router(Settings(prefill=(prefill_server.url,), decode=(decode_server.url,)))
+    await router.start()
+    async with (
+        served(router_app(router)) as server,
+        openai.AsyncOpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as made,
+    ):
+        yield made
+    await router.close()
+
+
+async def test_models(client: openai.AsyncOpenAI) -> None:
+    assert [model.id async for model in client.models.list()] == ["fake"]
+
+
+async def test_chat(client: openai.AsyncOpenAI) -> None:
+    messages: Any = [
+        {"role": "system", "content": "w1"},
+        {"role": "user", "content": [{"type": "text", "text": "w2 "}, {"type": "text", "text": "w3"}]},
+    ]
+    answer = await client.chat.completions.create(model="fake", messages=messages, max_tokens=3, temperature=0)
+    assert (answer.choices[0].message.content or "").split() == ["w4", "w5", "w6"]
+    assert answer.choices[0].finish_reason == "length"
+    assert answer.usage is not None
+    assert (answer.usage.prompt_tokens, answer.usage.completion_tokens) == (3, 3)
+    assert answer.id.startswith("chatcmpl-")
+
+
+async def test_chat_without_a_limit_may_fill_what_the_pool_has_left(client: openai.AsyncOpenAI, decode: Role) -> None:
+    await client.chat.completions.create(model="fake", messages=[{"role": "user", "content": "w1"}])
+    assert decode.service.orders[0].params.max_new_tokens == 63
+
+
+async def test_chat_choices_seed_stop_and_logprobs(client: openai.AsyncOpenAI, decode: Role) -> None:
+    answer = await client.chat.completions.create(
+        model="fake", messages=[{"role": "user", "content": "w1"}], n=2, seed=5, stop=["w4"], logprobs=True,
+        top_logprobs=2, max_completion_tokens=9,
+    )  # fmt: skip
+    assert [choice.index for choice in answer.choices] == [0, 1]
+    for choice in answer.choices:
+        assert (choice.message.content or "").split() == ["w2", "w3"]
+        assert choice.finish_reason == "stop"
+        assert choice.logprobs is not None and choice.logprobs.content is not None
+        first = choice.logprobs.content[0]
+        assert (first.token, first.logprob, first.bytes) == ("w2", -0.5, list(b"w2"))
+        assert [top.token for top in first.top_logprobs] == ["w2", "w3"]
+    assert sorted(order.params.seed or 0 for order in decode.service.orders) == [5, 6]
+    assert len({order.room for order in decode.service.orders}) == 2
+
+
+async def test_chat_stream_with_usage(client: openai.AsyncOpenAI) -> None:
+    stream = await client.chat.completions.create(
+        model="fake", messages=[{"role": "user", "content": "w1"}], max_tokens=3, stream=True, n=2,
+        stream_options={"include_usage": True},
+    )  # fmt: skip
+    chunks = [chunk async for chunk in stream]
+    texts = ["", ""]
+    for chunk in chunks:
+        for choice in chunk.choices:
+            texts[choice.index] += choice.delta.content or ""
+    assert [text.split() for text in texts] == [["w2", "w3", "w4"]] * 2
+    assert chunks[0].choices[0].delta.role == "assistant"
+    assert {chunk.choices[0].finish_reason for chunk in chunks if chunk.choices} == {None, "length"}
+    assert chunks[-1].choices == []
+    assert chunks[-1].usage is not None and chunks[-1].usage.completion_tokens == 6
+    assert all(chunk.usage is None for chunk in chunks[:-1])
+
+
+async def test_completions_of_texts_and_of_token_ids(client: openai.AsyncOpenAI) -> None:
+    answer = await client.completions.create(model="fake", prompt=["w1", "w5 w6"], max_tokens=2, n=2, echo=True)
+    assert [choice.text.split() for choice in answer.choices] == [
+        ["w1w2", "w3"], ["w1w2", "w3"], ["w5", "w6w7", "w8"], ["w5", "w6w7", "w8"],
+    ]  # fmt: skip
+    for prompt in ([9], [[9]]):
+        answer = await client.completions.create(model="fake", prompt=prompt, max_tokens=2)
+        assert answer.choices[0].text.split() == ["w10", "w11"]
+
+
+async def test_completions_default_to_sixteen_tokens(client: openai.AsyncOpenAI) -> None:
+    answer = await client.completions.create(model="fake", prompt="w1")
+    assert answer.usage is not None and answer.usage.completion_tokens == 16
+
+
+async def test_completion_logprobs(client: openai.AsyncOpenAI) -> None:
+    answer = await client.completions.create(model="fake", prompt="w1", max_tokens=2, logprobs=1)
+    logprobs = answer.choices[0].logprobs
+    assert logprobs is not None
+    assert logprobs.tokens == ["w2", "w3"]
+    assert logprobs.token_logprobs == [-0.5, -0.5]
+    assert logprobs.top_logprobs == [{"w2": -0.5}, {"w3": -0.5}]
+    assert logprobs.text_offset == [0, 2]
+
+
+async def test_completion_stream(client: openai.AsyncOpenAI) -> None:
+    stream = await client.completions.create(model="fake", prompt="w1", max_tokens=3, stream=True)
+    assert "".join([chunk.choices[0].text async for chunk in stream]).split() == ["w2", "w3", "w4"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "part"),
+    [
+        ({"messages": []}, "messages"),
+        ({"messages": [{"content": "w1"}]}, "messages[0].role"),
+        ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "type text"),
+        ({"messages": [{"role": "user", "content": "w1"}], "tools": [{"type": "function"}]}, "tools"),
+        (
+            {"messages": [{"role": "user", "content": "w1"}], "response_format": {"type": "json_object"}},
+            "response_format",
+        ),
+        ({"messages": [{"role": "user", "content": "w1"}], "top_logprobs": 1}, "logprobs"),
+        ({"messages": [{"role": "user", "content": "w1"}], "n": 0}, "`n`"),
+        ({"messages": [{"role": "user", "content": "w1"}], "presence_penalty": 0.5}, "presence_penalty"),
+        ({"messages": [{"role": "user", "content": "w1"}], "max_tokens": 1000}, "context"),
+    ],
+)
+async def test_bad_chats_are_bad_requests(client: openai.AsyncOpenAI, arguments: dict[str, Any], part: str) -> None:
+    with pytest.raises(openai.BadRequestError) as caught:
+        await client.chat.completions.create(model="fake", **arguments)
+    assert part in str(caught.value)
+
+
+async def test_a_full_server_is_retryable(client: openai.AsyncOpenAI, decode: Role) -> None:
+    decode.service.failure = Cause(Code.CAPACITY, "no pages")
+    with pytest.raises(openai.InternalServerError) as caught:
+        await client.completions.create(model="fake", prompt="w1")
+    assert caught.value.status_code == 503
+    assert caught.value.response.headers["Retry-After"] == "1"
+
+
+async def test_an_error_in_a_stream_reaches_the_client(client: openai.AsyncOpenAI, decode: Role) -> None:
+    decode.service.fail_after = 1
+    stream = await client.completions.create(model="fake", prompt="w1", stream=True)
+    with pytest.raises(openai.APIError, match="step failed"):
+        async for _ in stream:
+            pass
+
+
+async def test_a_model_without_tokenizer_serves_token_ids_only(decode: Role, session: aiohttp.ClientSession) -> None:
+    decode.wording._tokenizer = None
+    async with served(decode.app) as server:
+        for path, body in (
+            ("/v1/completions", {"prompt": "w1"}),
+            ("/v1/chat/completions", {"messages": [{"role": "user", "content": "w1"}]}),
+            ("/v1/completions", {"prompt": [1], "stop": "w5", "bootstrap_room": 1, "bootstrap_host": "h"}),
+        ):
+            async with session.post(server.make_url(path), json=body) as answer:
+                assert answer.status == 400
+                assert "tokenizer" in json.loads(await answer.read())["error"]["message"]

@@ -1,0 +1,160 @@
+"""The routes for routers and operators, the key, and bytes that are no HTTP."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+from typing import Any
+
+import aiohttp
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from kvflow.protocols.errors import Code
+from tests.server.fake_service import FakeService, Meeting, Role, Server, served
+
+Session = aiohttp.ClientSession
+
+
+async def get(session: Session, server: Server, path: str) -> tuple[int, Any]:
+    async with session.get(server.make_url(path)) as answer:
+        return answer.status, json.loads(await answer.read())
+
+
+async def test_health_follows_the_engine_and_the_drain(decode: Role, decode_server: Server, session: Session) -> None:
+    for path in ("/health", "/health_generate"):
+        assert (await get(session, decode_server, path))[0] == 200
+    decode.service.healthy = False
+    assert (await get(session, decode_server, "/health"))[0] == 503
+    decode.service.healthy = True
+    decode.front.draining = True
+    assert (await get(session, decode_server, "/health"))[0] == 503
+
+
+async def test_a_draining_server_refuses_and_tells_the_other_leg(
+    prefill: Role, prefill_server: Server, session: Session
+) -> None:
+    prefill.front.draining = True
+    body = {"text": "w1", "bootstrap_room": 3, "bootstrap_host": "h"}
+    async with session.post(prefill_server.make_url("/generate"), json=body) as answer:
+        assert answer.status == 503
+        assert answer.headers["Retry-After"] == "1"
+    [(room, cause)] = prefill.service.refused
+    assert (room, cause.code) == (3, Code.SHUTDOWN)
+
+
+async def test_more_than_the_most_running_requests_are_refused(meeting: Meeting, session: Session) -> None:
+    role = Role(FakeService("decode", meeting), max_running_requests=1)
+    async with served(role.app) as server:
+        url = server.make_url("/generate")
+        first = asyncio.create_task(session.post(url, json={"text": "w1", "bootstrap_room": 1, "bootstrap_host": "h"}))
+        await asyncio.wait_for(role.service.started.wait(), 5)
+        async with session.post(url, json={"text": "w1", "bootstrap_room": 2, "bootstrap_host": "h"}) as second:
+            assert second.status == 503
+            assert json.loads(await second.read())["error"]["code"] == "capacity"
+        meeting.of(1).set_result(None)
+        assert (await asyncio.wait_for(first, 5)).status == 200
+
+
+async def test_a_request_that_takes_too_long_is_504(meeting: Meeting, session: Session) -> None:
+    role = Role(FakeService("decode", meeting), request_timeout_s=0.05)
+    async with served(role.app) as server:
+        body = {"text": "w1", "bootstrap_room": 1, "bootstrap_host": "h"}
+        async with session.post(server.make_url("/generate"), json=body) as answer:
+            assert answer.status == 504
+    assert await asyncio.wait_for(role.service.ended.get(), 5) == 1
+
+
+@pytest.mark.parametrize("path", ["/server_info", "/get_server_info"])
+async def test_server_info(prefill_server: Server, session: Session, path: str) -> None:
+    status, info = await get(session, prefill_server, path)
+    assert status == 200
+    routers = {"model_path", "served_model_name", "tp_size", "dp_size", "load_balance_method", "disaggregation_mode"}
+    assert routers <= set(info)
+    assert info["disaggregation_mode"] == info["role"] == "prefill"
+    assert info["disaggregation_bootstrap_port"] == 8998
+    assert info["incarnation"] == "0000000000000abc"
+    assert info["control_endpoint"] == "tcp://127.0.0.1:1"
+    assert info["data_plane"] == "fake"
+    assert info["pool"] == {"page_size": 16, "num_pages": 4, "page_bytes": 1024, "components": 2}
+    assert info["pages"] == {"free": 3, "total": 4, "home": False, "room": 1}
+
+
+async def test_model_info_load_rooms_and_flush(decode: Role, decode_server: Server, session: Session) -> None:
+    for path in ("/model_info", "/get_model_info"):
+        assert (await get(session, decode_server, path))[1]["model_path"] == "fake/model"
+    for path in ("/get_load", "/get_loads"):
+        [line] = (await get(session, decode_server, path))[1]
+        assert line == {"dp_rank": 0, "num_reqs": 3, "num_waiting_reqs": 2, "num_tokens": 16}
+    async with session.post(decode_server.make_url("/flush_cache")) as answer:
+        assert answer.status == 200
+    assert (await get(session, decode_server, "/rooms/5"))[0] == 404
+    assert (await get(session, decode_server, "/rooms/five"))[0] == 400
+
+
+async def test_unknown_routes_and_methods_have_error_bodies(decode_server: Server, session: Session) -> None:
+    status, body = await get(session, decode_server, "/nope")
+    assert status == 404
+    assert body["error"]["type"] == "not_found_error"
+    assert (await get(session, decode_server, "/generate"))[0] == 405
+
+
+async def test_metrics_are_valid_and_carry_both_vocabularies(decode_server: Server, session: Session) -> None:
+    await get(session, decode_server, "/health")
+    async with session.get(decode_server.make_url("/metrics")) as answer:
+        text = (await answer.read()).decode()
+    samples = {
+        (sample.name, *sorted(sample.labels.values())): sample.value
+        for family in text_string_to_metric_families(text)
+        for sample in family.samples
+    }
+    assert samples[("kvflow_pages", "free")] == 3
+    assert samples[("kvflow_pages", "room")] == 1
+    assert samples[("kvflow_transfer_bytes_total",)] == 2048
+    assert samples[("kvflow_quarantine_pages",)] == 0
+    assert samples[("kvflow_rooms", "transferring")] == 1
+    assert samples[("kvflow_rooms_ended_total", "failed:rendezvous")] == 1
+    assert samples[("kvflow_requests_total", "/health", "200")] == 1
+    assert samples[("sglang:num_decode_transfer_queue_reqs",)] == 1
+    assert samples[("sglang:num_decode_prealloc_queue_reqs",)] == 0
+    assert samples[("sglang:num_bootstrap_failed_reqs_total",)] == 1
+
+
+async def test_the_key_guards_everything_but_health_and_metrics(meeting: Meeting, session: Session) -> None:
+    role = Role(FakeService("decode", meeting), api_key="sesame")
+    async with served(role.app) as server:
+        for path, status in (
+            ("/health", 200),
+            ("/metrics", 200),
+            ("/server_info", 401),
+            ("/v1/models", 401),
+            ("/no", 401),
+        ):
+            async with session.get(server.make_url(path)) as answer:
+                assert answer.status == status, path
+        for key, status in (("sesame", 200), ("Sesame", 401), ("\u00e9", 401)):
+            headers = {"Authorization": f"Bearer {key}"}
+            async with session.get(server.make_url("/server_info"), headers=headers) as answer:
+                assert answer.status == status, key
+
+
+@pytest.mark.parametrize(
+    "preface",
+    [
+        b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n\x00\x00\x00\x04\x00\x00\x00\x00\x00",
+        b"\x16\x03\x01\x02\x00\x01\x00\r\n\r\n",
+        b"\x00" * 64 + b"\r\n\r\n",
+    ],
+)
+async def test_bytes_that_are_no_http_leave_no_traceback(
+    decode_server: Server, session: Session, preface: bytes, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.DEBUG)
+    reader, writer = await asyncio.open_connection("127.0.0.1", decode_server.port)
+    writer.write(preface)
+    assert b" 400 " in await asyncio.wait_for(reader.read(), 5)
+    writer.close()
+    await writer.wait_closed()
+    assert not [record for record in caplog.records if record.exc_info]
+    assert (await get(session, decode_server, "/health"))[0] == 200

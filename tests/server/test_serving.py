@@ -1,0 +1,175 @@
+"""A role as a process: ports, announcement, drain, signals, and death with its parent."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import select
+import signal
+import socket
+import subprocess
+import sys
+from types import SimpleNamespace
+
+import aiohttp
+import msgspec
+import pytest
+from aiohttp import web
+
+from kvflow.protocols.errors import MisuseError
+from kvflow.server.serving import Stop, bound_socket, drained, serving
+
+# A role without a model: a router's life with a handler that takes until it is told.
+ROLE = """
+import asyncio, os, sys
+from aiohttp import web
+from kvflow.server.serving import *
+
+class Busy:
+    draining, running = False, 0
+    idle = asyncio.Event()
+
+async def main(settings):
+    made = bound_socket("127.0.0.1", 0, "--port")
+    busy = Busy()
+    async def work(http):
+        busy.running += 1
+        busy.idle.clear()
+        try:
+            await asyncio.sleep(float(http.query["s"]))
+            return web.Response(text="done")
+        finally:
+            busy.running -= 1
+            busy.idle.set()
+    async def health(http):
+        return web.Response(status=503 if busy.draining else 200)
+    app = web.Application()
+    app.add_routes([web.get("/work", work), web.get("/health", health)])
+    ready = Ready("role", url_of(made, "127.0.0.1"), os.getpid())
+    await serve_until_stopped(app, made, busy, ready, float(sys.argv[1]))
+
+from kvflow.config import Settings
+run_role(main, Settings())
+"""
+
+
+async def start_role(drain_s: float) -> tuple[asyncio.subprocess.Process, str]:
+    reading, writing = os.pipe()
+    environment = {**os.environ, "KVFLOW_READY_FD": str(writing)}
+    process = await asyncio.create_subprocess_exec(
+        sys.executable,
+        "-c",
+        ROLE,
+        str(drain_s),
+        pass_fds=(writing,),
+        env=environment,
+        stderr=asyncio.subprocess.DEVNULL,
+    )
+    os.close(writing)
+    with os.fdopen(reading, "rb") as pipe:
+        line = await asyncio.to_thread(pipe.readline)
+    return process, str(msgspec.json.decode(line)["url"])
+
+
+def test_a_taken_port_is_one_line_that_names_it() -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        with pytest.raises(MisuseError, match=rf"port {port} on 127\.0\.0\.1 is in use.*--port"):
+            bound_socket("127.0.0.1", port, "--port")
+
+
+async def test_a_port_somebody_else_listened_on_first_is_one_line_too() -> None:
+    first = bound_socket("127.0.0.1", 0, "--port")
+    port = first.getsockname()[1]
+    second = bound_socket("127.0.0.1", port, "--port")
+    async with serving(web.Application(), first):
+        with pytest.raises(MisuseError, match=f"port {port} .* is in use"):
+            await _serve_at_once(second)
+
+
+async def _serve_at_once(made: socket.socket) -> None:
+    async with serving(web.Application(), made):
+        pass
+
+
+def test_an_address_that_is_not_ours_is_one_line() -> None:
+    with pytest.raises(MisuseError, match=r"cannot listen on 192\.0\.2\.1:0"):
+        bound_socket("192.0.2.1", 0, "--port")
+
+
+async def test_a_drain_waits_for_requests_but_not_for_ever() -> None:
+    idle = asyncio.Event()
+    busy = SimpleNamespace(draining=False, running=1, idle=idle)
+    waiting = asyncio.create_task(drained(busy, Stop(), 60))
+    await asyncio.sleep(0)
+    assert busy.draining
+    assert not waiting.done()
+    idle.set()
+    await asyncio.wait_for(waiting, 5)
+    idle.clear()
+    await asyncio.wait_for(drained(busy, Stop(), 0.01), 5)
+
+
+async def test_a_second_signal_does_not_wait() -> None:
+    busy = SimpleNamespace(draining=False, running=1, idle=asyncio.Event())
+    stop = Stop()
+    stop.hurried.set()
+    await asyncio.wait_for(drained(busy, stop, 60), 5)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+async def test_a_signal_drains_and_ends_with_status_0(number: signal.Signals, session: aiohttp.ClientSession) -> None:
+    process, url = await start_role(30)
+    work = asyncio.create_task(session.get(f"{url}/work?s=0.5"))
+    async with asyncio.timeout(10):
+        async with session.get(f"{url}/health") as answer:
+            assert answer.status == 200
+        process.send_signal(number)
+        status = 200
+        while status == 200:
+            async with session.get(f"{url}/health") as answer:
+                status = answer.status
+        assert status == 503
+        async with await work as answer:
+            assert await answer.text() == "done"
+        assert await process.wait() == 0
+
+
+async def test_what_does_not_finish_in_time_is_ended(session: aiohttp.ClientSession) -> None:
+    process, url = await start_role(0.1)
+    work = asyncio.create_task(session.get(f"{url}/work?s=600"))
+    async with asyncio.timeout(10):
+        async with session.get(f"{url}/health") as answer:
+            assert answer.status == 200
+        process.terminate()
+        with pytest.raises(aiohttp.ClientError):
+            await work
+        assert await process.wait() == 0
+
+
+def test_a_child_dies_with_its_parent_however_that_dies() -> None:
+    child = (
+        "import time\n"
+        "from kvflow.server.serving import die_with_parent\n"
+        "die_with_parent()\n"
+        "print('up', flush=True)\n"
+        "time.sleep(600)\n"
+    )
+    parent = (
+        "import os, subprocess, sys, time\n"
+        "env = {**os.environ, 'KVFLOW_PARENT_PID': str(os.getpid())}\n"
+        f"child = subprocess.Popen([sys.executable, '-c', {child!r}], env=env, stdout=subprocess.PIPE)\n"
+        "child.stdout.readline()\n"
+        "print(child.pid, flush=True)\n"
+        "time.sleep(600)\n"
+    )
+    with subprocess.Popen([sys.executable, "-c", parent], stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        pid = int(process.stdout.readline())
+        descriptor = os.pidfd_open(pid)
+        process.kill()
+        readable, _, _ = select.select([descriptor], [], [], 10)
+        os.close(descriptor)
+        assert readable

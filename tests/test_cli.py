@@ -1,0 +1,119 @@
+"""The command line as a user meets it: help, version, and one clear line with exit status 2."""
+
+from __future__ import annotations
+
+import json
+import socket
+import subprocess
+import sys
+
+import pytest
+
+import kvflow
+from kvflow.demo_model import DEMO_MODEL_DIR
+
+COMMANDS = ("prefill", "decode", "router", "up", "demo", "bench", "doctor")
+HEAVY = ("torch", "transformers", "aiohttp", "zmq", "mooncake")
+MODEL = ("--model-path", str(DEMO_MODEL_DIR), "--port", "0", "--num-pages", "16")
+PREFILL = ("prefill", *MODEL, "--disaggregation-bootstrap-port", "0")
+
+
+def start(code: str, cwd: str | None = None) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-c", code]
+    return subprocess.run(command, capture_output=True, text=True, timeout=100, check=False, cwd=cwd)
+
+
+def run(*arguments: str, before: str = "pass") -> subprocess.CompletedProcess[str]:
+    """`kvflow ARGUMENTS`, after the statements in `before`."""
+    code = f"import sys; {before}; sys.argv = ['kvflow', *{list(arguments)!r}]; from kvflow.cli import main; main()"
+    return start(code, cwd="/")
+
+
+def test_help_names_every_command_and_loads_nothing_heavy() -> None:
+    code = (
+        "import sys; sys.argv = ['kvflow', '--help']\n"
+        "from kvflow.cli import main\n"
+        "try: main()\n"
+        f"finally: print('heavy:', [name for name in {HEAVY!r} if name in sys.modules])\n"
+    )
+    done = start(code)
+    assert done.returncode == 0
+    assert all(command in done.stdout for command in COMMANDS)
+    assert "heavy: []" in done.stdout
+
+
+@pytest.mark.parametrize("command", [c for c in COMMANDS if c != "bench"])
+def test_every_command_explains_itself(command: str) -> None:
+    done = run(command, "--help")
+    assert done.returncode == 0
+    assert "Usage" in done.stdout
+
+
+def test_version() -> None:
+    assert run("--version").stdout == f"kvflow {kvflow.__version__}\n"
+
+
+def test_familiar_flags_exist() -> None:
+    words = set(
+        run("prefill", "--help", before="import os; os.environ['COLUMNS'] = '300'").stdout.replace(",", " ").split()
+    )
+    assert words >= {
+        "--host", "--port", "--model-path", "--model", "--served-model-name", "--api-key", "--log-level", "--page-size",
+        "--disaggregation-mode", "--disaggregation-bootstrap-port", "--disaggregation-transfer-backend",
+        "--disaggregation-ib-device", "--kv-events-config", "--config", "--threads",
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("arguments", "part"),
+    [
+        (("prefill",), "no model"),
+        ((*PREFILL, "--page-size", "0"), "--page-size: '0': expected int >= 1"),
+        (("prefill", *MODEL[2:], "--model-path", "/nowhere/model"), "'/nowhere/model' does not exist"),
+        (("decode", *MODEL, "--config", "/nowhere.toml"), "/nowhere.toml"),
+        (("decode", *MODEL, "--transfer-backend", "pigeon"), "'local', 'mooncake'"),
+        (("decode", *MODEL, "--page-size", "65536", "--num-pages", "67108864"), "memory"),
+        (("router",), "--prefill URL"),
+        (("up", "--prefill-workers", "0"), "--prefill-workers"),
+        (("demo", "--transfer-backend", "pigeon"), "local, mooncake"),
+    ],
+)
+def test_what_the_user_can_mend_is_one_line_and_status_2(arguments: tuple[str, ...], part: str) -> None:
+    done = run(*arguments)
+    lines = [line for line in done.stderr.splitlines() if " I kvflow." not in line]
+    assert len(lines) == 1, done.stderr
+    assert lines[0].startswith(f"kvflow {arguments[0]}: error: ")
+    assert part in lines[0]
+    assert done.returncode == 2
+
+
+@pytest.mark.parametrize("role", ["prefill", "decode", "router"])
+def test_a_port_in_use(role: str) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = str(taken.getsockname()[1])
+        rest = ("--prefill", "http://x", "--decode", "http://y") if role == "router" else MODEL[:2]
+        done = run(role, "--port", port, *rest)
+    assert done.returncode == 2
+    assert f"kvflow {role}: error: port {port} on 127.0.0.1 is in use; choose another one with --port\n" == done.stderr
+
+
+@pytest.mark.parametrize("arguments", [("decode", *MODEL, "--transfer-backend", "mooncake")])
+def test_a_missing_mooncake(arguments: tuple[str, ...]) -> None:
+    done = run(*arguments, before="sys.modules['mooncake'] = None")
+    lines = [line for line in done.stderr.splitlines() if " I kvflow." not in line]
+    assert lines == ["kvflow decode: error: mooncake is not installed: pip install 'kvflow[mooncake]'"]
+    assert done.returncode == 2
+
+
+def test_doctor_json_is_json() -> None:
+    done = run("doctor", "--json")
+    assert json.loads(done.stdout)["version"] == kvflow.__version__
+
+
+def test_up_ends_with_the_status_of_a_role_that_cannot_start() -> None:
+    done = run("up", "--model-path", "/nowhere/model", "--port", "0")
+    assert done.returncode == 2
+    assert done.stderr.splitlines()[-1].startswith("kvflow up: error: ")
+    assert "'/nowhere/model' does not exist" in done.stderr.splitlines()[-1]

@@ -1,0 +1,133 @@
+"""Settings: precedence, conversions, limits, and one clear line for everything else."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from kvflow import config
+from kvflow.config import ConfigError, Settings, resolve
+
+MODEL = {"model_path": "m"}
+
+
+def write(tmp_path: Path, text: str) -> str:
+    path = tmp_path / "kvflow.toml"
+    path.write_text(text)
+    return str(path)
+
+
+def test_flag_beats_environment_beats_role_table_beats_top_level_beats_default(tmp_path: Path) -> None:
+    path = write(tmp_path, "page_size = 2\n[decode]\npage_size = 4\n")
+    environment = {"KVFLOW_PAGE_SIZE": "8"}
+    assert resolve("decode", MODEL, env={}).page_size == 16
+    assert resolve("prefill", MODEL, env={}, config=path).page_size == 2
+    assert resolve("decode", MODEL, env={}, config=path).page_size == 4
+    assert resolve("decode", MODEL, env=environment, config=path).page_size == 8
+    assert resolve("decode", {**MODEL, "page_size": "32"}, env=environment, config=path).page_size == 32
+
+
+def test_the_file_can_be_named_in_the_environment(tmp_path: Path) -> None:
+    path = write(tmp_path, 'model_path = "from-file"\n')
+    assert resolve("prefill", {}, env={"KVFLOW_CONFIG": path}).model_path == "from-file"
+
+
+def test_familiar_names_are_aliases(tmp_path: Path) -> None:
+    path = write(tmp_path, 'model = "m"\nbootstrap-port = 9000\n')
+    settings = resolve("prefill", {}, env={"KVFLOW_TRANSFER_BACKEND": "mooncake"}, config=path)
+    assert settings.model_path == "m"
+    assert settings.disaggregation_bootstrap_port == 9000
+    assert settings.disaggregation_transfer_backend == "mooncake"
+
+
+def test_settings_of_other_roles_in_the_file_are_left_alone(tmp_path: Path) -> None:
+    path = write(tmp_path, 'model_path = "m"\nprefill_workers = 3\n[prefill]\nport = 1234\n')
+    assert resolve("decode", {}, env={}, config=path).port == config.DEFAULT_PORTS["decode"]
+    assert resolve("prefill", {}, env={}, config=path).port == 1234
+    assert resolve("up", {}, env={}, config=path).prefill_workers == 3
+
+
+def test_lists_come_as_repeated_flags_commas_or_arrays(tmp_path: Path) -> None:
+    path = write(tmp_path, 'prefill = ["http://a:1"]\ndecode = ["http://b:1", "http://b:2"]\n')
+    assert resolve("router", {}, env={}, config=path).decode == ("http://b:1", "http://b:2")
+    environment = {"KVFLOW_PREFILL": "http://a:1, http://a:2", "KVFLOW_DECODE": "http://b:1"}
+    assert resolve("router", {}, env=environment).prefill == ("http://a:1", "http://a:2")
+
+
+def test_booleans_are_words_in_the_environment() -> None:
+    assert resolve("decode", MODEL, env={"KVFLOW_SGLANG_METRICS": "true"}).sglang_metrics is True
+
+
+@pytest.mark.parametrize(
+    ("role", "flags", "environment", "parts"),
+    [
+        ("prefill", {"page_size": "0"}, {}, ["--page-size", "0", ">= 1"]),
+        ("prefill", {"page_size": "many"}, {}, ["--page-size", "many", "int"]),
+        ("prefill", {}, {"KVFLOW_PAGE_SIZE": "0"}, ["environment KVFLOW_PAGE_SIZE", ">= 1"]),
+        ("prefill", {"port": "70000"}, {}, ["--port", "<= 65535"]),
+        ("prefill", {"dtype": "int3"}, {}, ["--dtype", "float32", "bfloat16"]),
+        ("prefill", {"disaggregation_transfer_backend": "pigeon"}, {}, ["local", "mooncake"]),
+        ("prefill", {"disaggregation_mode": "decode"}, {}, ["--disaggregation-mode", "kvflow prefill"]),
+        ("prefill", {"kv_events_config": "{}"}, {}, ["--kv-events-config", "not available"]),
+        ("router", {}, {}, ["--prefill", "--decode"]),
+        ("router", {"prefill": ("ftp://x",), "decode": ("http://d",)}, {}, ["ftp://x"]),
+    ],
+)
+def test_a_bad_value_is_one_line_with_setting_source_and_limit(
+    role: config.Role, flags: dict[str, object], environment: dict[str, str], parts: list[str]
+) -> None:
+    base = {} if role == "router" else MODEL
+    with pytest.raises(ConfigError) as caught:
+        resolve(role, {**base, **flags}, env=environment)
+    assert "\n" not in str(caught.value)
+    for part in parts:
+        assert part in str(caught.value)
+
+
+def test_no_model_is_an_error() -> None:
+    with pytest.raises(ConfigError, match="--model-path"):
+        resolve("decode", {}, env={})
+
+
+@pytest.mark.parametrize(
+    ("text", "part"),
+    [
+        ("pagesize = 1\n", "pagesize"),
+        ("[decode]\nprefill_workers = 1\n", "no setting of decode"),
+        ("page_size = \n", "line 1"),
+        ('page_size = "16x"\n', "page_size"),
+    ],
+)
+def test_a_bad_file_is_one_line_with_its_path(tmp_path: Path, text: str, part: str) -> None:
+    path = write(tmp_path, text)
+    with pytest.raises(ConfigError) as caught:
+        resolve("decode", MODEL, env={}, config=path)
+    assert path in str(caught.value)
+    assert part in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_missing_file_is_an_error() -> None:
+    with pytest.raises(ConfigError, match="No such file"):
+        resolve("decode", MODEL, env={}, config="/nowhere/kvflow.toml")
+
+
+def test_an_api_key_is_never_shown(tmp_path: Path) -> None:
+    path = write(tmp_path, "api_key = 12345\n")
+    with pytest.raises(ConfigError) as caught:
+        resolve("decode", MODEL, env={}, config=path)
+    assert "12345" not in str(caught.value)
+
+
+def test_every_setting_belongs_to_a_role_and_says_what_it_is() -> None:
+    of_roles = {name for names in config.FIELDS_OF_ROLE.values() for name in names}
+    assert of_roles == set(Settings.__struct_fields__)
+    assert all(config.describe(name) for name in of_roles)
+
+
+@pytest.mark.parametrize("role", ["prefill", "decode", "up"])
+def test_the_example_file_is_valid(role: config.Role) -> None:
+    path = Path(__file__).parents[1] / "examples" / "kvflow.toml"
+    settings = resolve(role, MODEL, env={}, config=str(path))
+    assert settings.num_pages == {"prefill": 2048, "decode": 4096, "up": 0}[role]
