@@ -102,12 +102,12 @@ _MODEL = ("model_path", "served_model_name", "dtype", "attention", "threads")
 _POOL = ("page_size", "num_pages", "pool_bytes", "pool_order")
 _STEPS = ("chunked_prefill_size", "max_batch_tokens", "max_running_requests", "request_timeout_s")
 _PLANE = ("disaggregation_transfer_backend", "disaggregation_ib_device", "transfer_rate_limit", "kv_events_config")
-_WORKER = (*_HTTP, "sse_keepalive_s", "sglang_metrics", *_MODEL, *_POOL, *_STEPS, *_PLANE, "disaggregation_mode")
+_WORKER = (*_HTTP, "sse_keepalive_s", "sglang_metrics", *_MODEL, *_POOL, *_STEPS, *_PLANE)
 FIELDS_OF_ROLE: dict[str, tuple[str, ...]] = {
-    "prefill": (*_WORKER, "disaggregation_bootstrap_port", "control_port"),
-    "decode": _WORKER,
+    "prefill": (*_WORKER, "disaggregation_mode", "disaggregation_bootstrap_port", "control_port"),
+    "decode": (*_WORKER, "disaggregation_mode"),
     "router": (*_HTTP, "request_timeout_s", "prefill", "decode", "poll_s"),
-    "up": (*_WORKER[:-1], "prefill_workers", "decode_workers", "start_timeout_s", "poll_s"),
+    "up": (*_WORKER, "prefill_workers", "decode_workers", "start_timeout_s", "poll_s"),
 }
 ALIASES: dict[str, tuple[str, ...]] = {
     "model_path": ("model",),

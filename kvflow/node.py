@@ -1,8 +1,8 @@
-"""The library: a prefill or a decode node over your own paged pool. The only place that wires floors together.
+"""The library: a prefill or a decode node over your own paged pool: handlers, page owners, data plane, control link.
 
 async with DecodeNode(pool, plane) as decode:
-    async with await decode.room(7, prefill="127.0.0.1:8998", prompt=ids) as room:
-        handoff = await room.landed()          # room.pages are filled
+    async with await decode.room(7, prefill=ranks, prompt=ids) as room:    # ranks: each prefill node's `info`
+        handoff = await room.landed()                                      # room.pages are filled
 
 async with PrefillNode(pool, plane) as prefill:
     async with prefill.room(7, prompt=ids) as room:
@@ -15,22 +15,24 @@ from __future__ import annotations
 
 import asyncio
 import secrets
+from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
 from time import monotonic
-from typing import Any, Self
+from typing import Any, Generic, Self, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
+from kvflow.handlers.counts import Counts
 from kvflow.handlers.decode import Connect, DecodeHandlers
 from kvflow.handlers.decode_room import DecodeSession
 from kvflow.handlers.prefill import PrefillHandlers
 from kvflow.handlers.prefill_room import PrefillSession
-from kvflow.handlers.settings import Counts, Timing
+from kvflow.handlers.settings import Timing
 from kvflow.memory.allocator import PageAllocator
 from kvflow.memory.pool import PagedPool
 from kvflow.protocols.codec import prompt_digest
-from kvflow.protocols.errors import MisuseError
+from kvflow.protocols.errors import Cause, KvflowError, MisuseError
 from kvflow.protocols.layout import PoolLayout
 from kvflow.protocols.ports import ControlSocket, DataPlane, Endpoint
 from kvflow.protocols.ranks import PoolShape, RankInfo
@@ -41,10 +43,14 @@ Resolve = Callable[[str], Awaitable[Sequence[RankInfo]]]
 """From the word a user names a prefill by to its ranks, in rank order. Raises: LostError."""
 Bind = Callable[[str, int], tuple[ControlSocket, int]]
 """(host, port or 0) -> prefill's end of the control link and its port. Raises: MisuseError (port taken)."""
+H = TypeVar("H", PrefillHandlers, DecodeHandlers)
 
 
-class _Node:
-    """What both roles share: identity, pool, page owners, data plane."""
+class _Node(Generic[H]):
+    """What both roles share: identity, pool, page owners, data plane, and the way they start and end."""
+
+    role = ""
+    _handlers: H | None = None
 
     def __init__(
         self, pool: PagedPool, plane: DataPlane, *, pages: PageAllocator | None, timing: Timing | None
@@ -60,6 +66,43 @@ class _Node:
         layout = self.pool.layout
         return PoolShape(layout.page_size, layout.num_pages, layout.page_bytes, len(layout.components))
 
+    @property
+    def handlers(self) -> H:
+        if self._handlers is None:
+            raise MisuseError(f"the {self.role} node is not started")
+        return self._handlers
+
+    @property
+    def counts(self) -> Counts:
+        return self.handlers.counts
+
+    def rooms_by_phase(self) -> dict[str, int]:
+        """Open rooms, by the name of their phase."""
+        return dict(Counter(session.state.phase.name.lower() for session in self.handlers.rooms.values()))
+
+    @property
+    def control(self) -> str:
+        """Where decodes reach this node, "tcp://host:port"; empty for a node that binds nothing."""
+        return ""
+
+    @property
+    def quarantined_pages(self) -> int:
+        """Pages lent by rooms that have ended, without proof yet that nobody writes into them."""
+        return 0
+
+    async def start(self) -> None:
+        raise NotImplementedError
+
+    async def close(self) -> None:
+        raise NotImplementedError
+
+    async def __aenter__(self) -> Self:
+        await self.start()
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.close()
+
 
 def _check_prompt(room: int, prompt: Prompt) -> tuple[int, bytes]:
     """Token count and digest of a prompt. Raises: MisuseError."""
@@ -70,8 +113,10 @@ def _check_prompt(room: int, prompt: Prompt) -> tuple[int, bytes]:
     return len(prompt), prompt_digest(prompt)
 
 
-class PrefillNode(_Node):
+class PrefillNode(_Node[PrefillHandlers]):
     """One prefill rank: binds the control ROUTER and writes rooms into decodes' pools."""
+
+    role = "prefill"
 
     def __init__(
         self,
@@ -92,24 +137,16 @@ class PrefillNode(_Node):
         self._host, self._port, self._rank, self._world_size, self._model = host, port, rank, world_size, model
         self._socket: ControlSocket | None = None
         self._bind = bind
-        self._handlers: PrefillHandlers | None = None
 
     @property
-    def handlers(self) -> PrefillHandlers:
-        if self._handlers is None:
-            raise MisuseError("the prefill node is not started")
-        return self._handlers
-
-    @property
-    def counts(self) -> Counts:
-        return self.handlers.counts
+    def control(self) -> str:
+        return f"tcp://{self._host}:{self._port}"
 
     @property
     def info(self) -> RankInfo:
         """What the bootstrap registry is told about this rank."""
-        control = f"tcp://{self._host}:{self._port}"
         return RankInfo(
-            self._rank, self._world_size, self.incarnation, control, self.plane.name, self._model, self.shape
+            self._rank, self._world_size, self.incarnation, self.control, self.plane.name, self._model, self.shape
         )
 
     async def start(self) -> None:
@@ -135,6 +172,18 @@ class PrefillNode(_Node):
         tokens, digest = _check_prompt(room, prompt)
         return self.handlers.open_room(room, tokens, digest, deadline_s)
 
+    def refuse(self, room: int, cause: Cause) -> None:
+        """The engine's half of a room will never come: decode is told why, now or when its half comes. Never raises."""
+        half = self.handlers.rooms.get(room)
+        if half is not None:
+            if half.prompt is None:  # decode's half is here and waits
+                half.close(cause)
+            return
+        try:
+            self.room(room, [0]).close(cause)  # kept for decode's half
+        except KvflowError:
+            return
+
     async def close(self) -> None:
         """End and drain every room, then the data plane. The pool stays the caller's."""
         if self._handlers is not None:
@@ -145,16 +194,11 @@ class PrefillNode(_Node):
         if self._socket is not None:
             self._socket.close()
 
-    async def __aenter__(self) -> Self:
-        await self.start()
-        return self
 
-    async def __aexit__(self, *_: object) -> None:
-        await self.close()
-
-
-class DecodeNode(_Node):
+class DecodeNode(_Node[DecodeHandlers]):
     """A decode: lends its pages to prefill ranks, room by room."""
+
+    role = "decode"
 
     def __init__(
         self,
@@ -171,17 +215,10 @@ class DecodeNode(_Node):
         self._resolve, self._connect = resolve, connect
         self._ranks: dict[str, Sequence[RankInfo]] = {}
         self._asking: dict[str, asyncio.Future[Sequence[RankInfo]]] = {}
-        self._handlers: DecodeHandlers | None = None
 
     @property
-    def handlers(self) -> DecodeHandlers:
-        if self._handlers is None:
-            raise MisuseError("the decode node is not started")
-        return self._handlers
-
-    @property
-    def counts(self) -> Counts:
-        return self.handlers.counts
+    def quarantined_pages(self) -> int:
+        return self.handlers.ledger.quarantined_pages
 
     async def start(self) -> None:
         endpoint, layout = self.exported
@@ -189,7 +226,8 @@ class DecodeNode(_Node):
             incarnation=self.incarnation,
             pages=self.pages,
             plane=self.plane,
-            exported=(layout, endpoint),
+            layout=layout,
+            endpoint=endpoint,
             connect=self._connect,
             now=monotonic,
             timing=self.timing,
@@ -232,10 +270,3 @@ class DecodeNode(_Node):
         if self._handlers is not None:
             await self._handlers.close()
         await self.plane.close()
-
-    async def __aenter__(self) -> Self:
-        await self.start()
-        return self
-
-    async def __aexit__(self, *_: object) -> None:
-        await self.close()

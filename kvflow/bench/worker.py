@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 import json
 import os
-import random
 import resource
 import sys
 import time
@@ -193,5 +192,4 @@ async def serve(role: str) -> None:
 
 if __name__ == "__main__":
     os.environ.setdefault("OMP_NUM_THREADS", "1")
-    random.seed(0)
     uvloop.run(serve(sys.argv[1]))

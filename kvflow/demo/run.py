@@ -17,9 +17,9 @@ from kvflow.protocols.errors import MisuseError
 from kvflow.server.child import ChildEndedError
 from kvflow.server.doctor import mooncake_trouble
 from kvflow.server.supervisor import Fleet
+from kvflow.transports.select import PLANES
 
 DTYPE = "float32"  # in which kvflow and stock transformers must agree token for token
-BACKENDS = ("local", "mooncake")
 CONCURRENT = 8
 SHOWN = 2
 LONG_PROMPT_TOKENS = 1024
@@ -56,14 +56,14 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
 
 def run_demo(model: str, backend: str, *, as_json: bool, requests: int, new_tokens: int) -> int:
     """`kvflow demo`. Returns the exit status. Raises: MisuseError."""
-    if backend and backend not in BACKENDS:
-        raise MisuseError(f"--transfer-backend: {backend!r}: expected one of {', '.join(BACKENDS)}")
+    if backend and backend not in PLANES:
+        raise MisuseError(f"--transfer-backend: {backend!r}: expected one of {', '.join(PLANES)}")
     trouble = mooncake_trouble() if backend != "local" else None
     if backend == "mooncake" and trouble:
         raise MisuseError(trouble)
     plan = Plan(model=model or str(DEMO_MODEL_DIR), prompts=_prompts(requests), new_tokens=new_tokens)
     stage: Stage = Silent() if as_json else Terminal()
-    backends = [backend] if backend else [name for name in BACKENDS if name == "local" or not trouble]
+    backends = [backend] if backend else [name for name in PLANES if name == "local" or not trouble]
     outcomes = asyncio.run(_all(plan, backends, stage))
     if as_json:
         for outcome in outcomes:

@@ -13,7 +13,7 @@ from kvflow.engine.step import Span, Step, current
 NAME = "kvflow"
 
 
-class Witness:
+class Asked:
     """What the self-test wants to know: which window each layer asked for (0: none)."""
 
     windows: dict[int, int] | None = None
@@ -38,8 +38,8 @@ def packed_attention(
     if step is None:
         raise RuntimeError("kvflow attention was called outside a kvflow step")
     window = sliding_window or 0
-    if Witness.windows is not None:
-        Witness.windows[getattr(module, "layer_idx", -1)] = window
+    if Asked.windows is not None:
+        Asked.windows[getattr(module, "layer_idx", -1)] = window
     out = query.new_empty(1, query.shape[2], query.shape[1], value.shape[-1])
     for span in step.spans:
         q = query[:, :, span.q0 : span.q1]

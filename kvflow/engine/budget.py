@@ -34,7 +34,7 @@ class PageBudget:
 
     def __init__(self, pages: PageAllocator) -> None:
         self._pages = pages
-        self.capacity = pages.free_pages + sum(pages.owned().values())
+        self.capacity = pages.capacity
         self._live: set[Admission] = set()
         self._waiting: deque[Admission] = deque()
         self._timer: asyncio.TimerHandle | None = None

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-import logging
 from collections.abc import AsyncGenerator
 from concurrent.futures import Executor
 from functools import partial
@@ -13,6 +12,7 @@ from kvflow.engine.budget import Admission, PageBudget
 from kvflow.engine.handoff import HandOff
 from kvflow.engine.limits import Limits
 from kvflow.engine.load import LoadedModel
+from kvflow.engine.loop import EngineLoop
 from kvflow.engine.model_thread import ModelThread
 from kvflow.engine.params import EngineLoad, SamplingParams, TokenOut, finish
 from kvflow.engine.sampling import Choice, Draw, choose
@@ -22,8 +22,6 @@ from kvflow.engine.step import Row
 from kvflow.memory.allocator import PageAllocator
 from kvflow.memory.pool import PagedPool
 from kvflow.protocols.errors import Cause, Code, KvflowError, WireError, room_error
-
-_log = logging.getLogger("kvflow.engine")
 
 
 class _Request:
@@ -40,13 +38,14 @@ class _Request:
         self.tokens: asyncio.Queue[TokenOut | KvflowError] = asyncio.Queue()
 
 
-class DecodeEngine:
+class DecodeEngine(EngineLoop):
     """Steps over all running requests, `max_batch` at most. None runs before its worst case of pages is promised."""
 
     def __init__(
         self, model: LoadedModel, pool: PagedPool, pages: PageAllocator, executor: Executor, *, max_batch: int = 256
     ) -> None:
         """Raises: LayoutError when the pool is not this model's."""
+        super().__init__("decode")
         self._runner = model.runner(pool)
         self._model, self._pages, self._page_size = model, pages, pool.layout.page_size
         self._budget = PageBudget(pages)
@@ -55,33 +54,13 @@ class DecodeEngine:
         self._max_batch = max_batch
         self._running: dict[int, _Request] = {}  # by number: in order of arrival
         self._numbers = itertools.count()
-        self._wake = asyncio.Event()
-        self._task: asyncio.Task[None] | None = None
-        self._closing = self._paused = False
-        self.failed_steps = self.steps = 0
+        self._paused = False
+        self.steps = 0
 
-    async def start(self) -> None:
-        if self._task is None:
-            self._task = asyncio.create_task(self._run(), name="kvflow-decode-engine")
-            self._task.add_done_callback(lambda _: self._end_all("the decode engine has stopped"))
-
-    async def close(self) -> None:
-        """End every request, and return when the step under way has ended."""
-        self._wake.set()
-        self._end_all("the engine is closing")
-        if self._task is not None:
-            await self._task
-
-    def _end_all(self, why: str) -> None:
-        """Whatever ends the loop, nobody waits for it any more."""
-        self._closing = True
-        self._budget.close(room_error(Cause(Code.SHUTDOWN, why)))
+    def _fail_all(self, cause: Cause) -> None:
+        self._budget.close(room_error(cause))
         for request in list(self._running.values()):
-            self._fail(request, room_error(Cause(Code.SHUTDOWN, why)))
-
-    def _refuse_when_closing(self) -> None:
-        if self._closing:
-            raise room_error(Cause(Code.SHUTDOWN, "the engine is closing"))
+            self._fail(request, room_error(cause))
 
     def pause(self) -> None:
         """Start no step until `resume`. Requests gather meanwhile: with this, a batch's composition is known."""
@@ -91,13 +70,8 @@ class DecodeEngine:
         self._paused = False
         self._wake.set()
 
-    @property
-    def healthy(self) -> bool:
-        return self._task is not None and not self._task.done() and not self._closing
-
     def load(self) -> EngineLoad:
-        running = self._running.values()
-        return EngineLoad(len(running), self._budget.waiting, sum(r.sequence.computed for r in running))
+        return EngineLoad(len(self._running), self._budget.waiting)
 
     def check(self, prompt: Prompt, params: SamplingParams) -> None:
         """Raises: MisuseError, CapacityError; what `admit` and `generate` would refuse."""
@@ -209,9 +183,7 @@ class DecodeEngine:
                 choices = await self._thread.run([r.sequence for r in batch], partial(self._step, rows, draws))
             # The loop serves everybody: one failed step ends the requests in it, is counted, and no more.
             except Exception as error:  # noqa: BLE001
-                self.failed_steps += 1
-                _log.exception("decode step failed")
-                cause = Cause(Code.ENGINE_ERROR, f"decode step failed: {type(error).__name__}")
+                cause = self._failed("decode step", error)
                 for request in batch:
                     self._fail(request, room_error(cause))
                 continue

@@ -11,6 +11,7 @@ import numpy as np
 
 from kvflow.engine import sequence
 from kvflow.protocols.ports import PageStore
+from kvflow.transports.threads import drained
 
 T = TypeVar("T")
 
@@ -29,18 +30,3 @@ class ModelThread:
             return await drained(asyncio.get_running_loop().run_in_executor(self._executor, work))
         finally:
             self._pages.unhold(held)
-
-
-async def drained(running: asyncio.Future[T]) -> T:
-    """Await a thread's work to its end. A cancellation is passed on, but only then; a second one changes nothing."""
-    cancelled: asyncio.CancelledError | None = None
-    while not running.done():
-        try:
-            await asyncio.wait([running])
-        except asyncio.CancelledError as error:
-            cancelled = error
-    if cancelled is not None:
-        if not running.cancelled():
-            running.exception()  # looked at, so that nobody complains about it
-        raise cancelled
-    return running.result()

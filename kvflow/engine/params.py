@@ -69,11 +69,10 @@ class TokenOut(msgspec.Struct, frozen=True):
 
 
 class EngineLoad(msgspec.Struct, frozen=True):
-    """How busy an engine is: requests in the batch, requests waiting for pages or a turn, tokens in the pool."""
+    """How busy an engine is: requests in the batch, requests waiting for pages or a turn."""
 
     running: int
     waiting: int
-    tokens: int
 
 
 def finish(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-import logging
 from collections import deque
 from concurrent.futures import Executor
 from functools import partial
@@ -13,6 +12,7 @@ from kvflow.engine.budget import LOOK_AGAIN_S
 from kvflow.engine.handoff import HandOff
 from kvflow.engine.limits import Limits
 from kvflow.engine.load import LoadedModel
+from kvflow.engine.loop import EngineLoop
 from kvflow.engine.model_thread import ModelThread
 from kvflow.engine.params import EngineLoad, SamplingParams, TokenOut, finish
 from kvflow.engine.sampling import Choice, Draw, choose
@@ -23,8 +23,6 @@ from kvflow.memory.allocator import PageAllocator
 from kvflow.memory.pool import PagedPool
 from kvflow.protocols.errors import Cause, Code, KvflowError, room_error
 from kvflow.protocols.layout import PageIndices
-
-_log = logging.getLogger("kvflow.engine")
 
 
 class _Job:
@@ -38,7 +36,7 @@ class _Job:
         self.first: asyncio.Future[TokenOut | None] = asyncio.get_running_loop().create_future()
 
 
-class PrefillEngine:
+class PrefillEngine(EngineLoop):
     """Prompts in order of arrival, `chunk_tokens` of each at most per step, `max_batch_tokens` in all (and
     `max_batch_rooms`, where the composition of a batch must be known: bf16 logits depend on it)."""
 
@@ -47,50 +45,23 @@ class PrefillEngine:
         chunk_tokens: int = 512, max_batch_tokens: int = 512, max_batch_rooms: int | None = None,
     ) -> None:  # fmt: skip
         """Raises: LayoutError when the pool is not this model's."""
+        super().__init__("prefill")
         self._runner = model.runner(pool)
         self._model, self._pages, self._page_size = model, pages, pool.layout.page_size
-        self._limits = Limits(model, self._page_size, pages.free_pages + sum(pages.owned().values()))
+        self._limits = Limits(model, self._page_size, pages.capacity)
         self._thread = ModelThread(executor, pages)
         self._chunk_tokens, self._max_tokens = max(1, chunk_tokens), max(1, max_batch_tokens)
         self._max_rooms = max_batch_rooms or 1 << 30
         self._waiting: deque[_Job] = deque()  # for pages
         self._jobs: dict[int, _Job] = {}  # in order of arrival
-        self._wake = asyncio.Event()
-        self._task: asyncio.Task[None] | None = None
         self._numbers = itertools.count()
-        self._closing = False
-        self.failed_steps = 0
 
-    async def start(self) -> None:
-        if self._task is None:
-            self._task = asyncio.create_task(self._run(), name="kvflow-prefill-engine")
-            self._task.add_done_callback(lambda _: self._end_all("the prefill engine has stopped"))
-
-    async def close(self) -> None:
-        """End every request, and return when the step under way has ended."""
-        self._closing = True
-        self._wake.set()
-        self._end_all("the engine is closing")
-        if self._task is not None:
-            await self._task
-
-    def _end_all(self, why: str) -> None:
-        """Whatever ends the loop, nobody waits for it any more."""
-        self._closing = True
+    def _fail_all(self, cause: Cause) -> None:
         for job in [*self._waiting, *self._jobs.values()]:
-            self._fail(job, room_error(Cause(Code.SHUTDOWN, why)))
-
-    def _refuse_when_closing(self) -> None:
-        if self._closing:
-            raise room_error(Cause(Code.SHUTDOWN, "the engine is closing"))
-
-    @property
-    def healthy(self) -> bool:
-        return self._task is not None and not self._task.done() and not self._closing
+            self._fail(job, room_error(cause))
 
     def load(self) -> EngineLoad:
-        tokens = sum(job.sequence.computed for job in self._jobs.values())
-        return EngineLoad(len(self._jobs), len(self._waiting), tokens)
+        return EngineLoad(len(self._jobs), len(self._waiting))
 
     def check(self, prompt: Prompt, params: SamplingParams) -> None:
         """Raises: MisuseError, CapacityError; what `prefill` would refuse."""
@@ -172,9 +143,7 @@ class PrefillEngine:
                 choices = await self._thread.run([r.sequence for r in rows], partial(self._step, rows, jobs))
             # The loop serves everybody: one failed step ends the requests in it, is counted, and no more.
             except Exception as error:  # noqa: BLE001
-                self.failed_steps += 1
-                _log.exception("prefill step failed")
-                cause = Cause(Code.ENGINE_ERROR, f"prefill step failed: {type(error).__name__}")
+                cause = self._failed("prefill step", error)
                 for job in jobs:
                     self._fail(job, room_error(cause))
                 continue
@@ -255,9 +224,7 @@ class PrefillEngine:
             return
         # A broken room must not take the others with it.
         except Exception as error:  # noqa: BLE001
-            self.failed_steps += 1
-            _log.exception("sending pages failed")
-            self._fail(job, room_error(Cause(Code.ENGINE_ERROR, f"sending pages failed: {type(error).__name__}")))
+            self._fail(job, room_error(self._failed("sending pages", error)))
             return
         reason, matched = finish(choice.token_id, 1, job.params.max_new_tokens, job.params, self._model.eos_ids)
         if not job.first.done():

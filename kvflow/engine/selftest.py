@@ -7,7 +7,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 from transformers import DynamicCache
 
-from kvflow.engine.attention import Witness
+from kvflow.engine.attention import Asked
 from kvflow.engine.probe import LayerStreams
 from kvflow.engine.runner import Runner, set_packed
 from kvflow.engine.sequence import Sequence
@@ -63,15 +63,15 @@ def _try(
     """None when the mode works, else why not."""
     if not set_packed(model, mode == "packed"):
         return "the model does not take an attention function"
-    Witness.windows = {}
+    Asked.windows = {}
     try:
         ours = _ours(model, layers, reference.prompts, packed=mode == "packed")
-        windows = Witness.windows
+        windows = Asked.windows
     # Models disagree about the interface in ways nobody can list; whatever they raise, this mode is not for them.
     except Exception as error:  # noqa: BLE001
         return f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
     finally:
-        Witness.windows = None
+        Asked.windows = None
     if (error_size := distance(ours, reference.logits)) > allowed:
         return f"logits differ by {error_size:.2g}, allowed {allowed:.2g}"
     if mode == "packed":

@@ -21,9 +21,6 @@ class PrefillSession(Protocol):
     async def done(self) -> None:
         """Every write has landed."""
 
-    @property
-    def ended(self) -> bool: ...
-
     def close(self, cause: Cause | None = None) -> None:
         """Idempotent, in any state; before success, decode is told why."""
 

@@ -47,10 +47,6 @@ class SharedRoom:
         self._owned = False
         return self.pages
 
-    @property
-    def ended(self) -> bool:
-        return self._handoff.done()
-
     def on_end(self, callback: Callable[[], None]) -> None:
         self._callbacks.append(callback)
 

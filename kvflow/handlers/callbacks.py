@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 
-from kvflow.handlers.settings import Counts
+from kvflow.handlers.counts import Counts
 
 log = logging.getLogger(__name__)
 

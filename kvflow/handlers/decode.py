@@ -7,13 +7,14 @@ import logging
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
+from kvflow.handlers.counts import Counts
 from kvflow.handlers.decode_room import DecodeSession
 from kvflow.handlers.ledger import Grant, Ledger
 from kvflow.handlers.link import Link
-from kvflow.handlers.settings import Counts, Timing
+from kvflow.handlers.settings import Timing
 from kvflow.protocols.codec import decode_to_decode
 from kvflow.protocols.decode_room import DecodeEvent, DecodeKind, DecodePhase
-from kvflow.protocols.errors import Cause, Code, KvflowError, LostError, WireError
+from kvflow.protocols.errors import Cause, Code, KvflowError, LostError, WireError, room_error
 from kvflow.protocols.layout import PoolLayout, pack_pages
 from kvflow.protocols.loans import LoanKey, LoanKind
 from kvflow.protocols.messages import (
@@ -43,12 +44,14 @@ class DecodeHandlers:
         incarnation: int,
         pages: PageStore,
         plane: DataPlane,
-        exported: tuple[PoolLayout, Endpoint],
+        layout: PoolLayout,
+        endpoint: Endpoint,
         connect: Connect,
         now: Callable[[], float],
         timing: Timing | None = None,
     ) -> None:
-        self.incarnation, self.pages, self.plane, self.exported = incarnation, pages, plane, exported
+        self.incarnation, self.pages, self.plane = incarnation, pages, plane
+        self.layout, self.endpoint = layout, endpoint  # of our pool, as peers must use them
         self.now, self.timing = now, timing or Timing()
         self.counts = Counts()
         self.ledger = Ledger(pages, now)
@@ -57,6 +60,7 @@ class DecodeHandlers:
         self._connect = connect
         self._next_grant = 1
         self._closing: set[asyncio.Task[None]] = set()
+        self._leaving: Cause | None = None  # no new room: nobody would repeat what it says
         self._sweeper = asyncio.create_task(self._sweep(), name="kvflow-decode-sweep")
 
     # --- rooms
@@ -64,8 +68,10 @@ class DecodeHandlers:
     async def link_all(self, ranks: Sequence[RankInfo]) -> list[Link]:
         """A registered link to every rank, opened where there is none.
 
-        Raises: RefusedError (the pools do not fit: says what differs), LostError.
+        Raises: RefusedError (the pools do not fit: says what differs), LostError, AbortedError while shutting down.
         """
+        if self._leaving is not None:
+            raise room_error(self._leaving)
         if not ranks:
             raise LostError("no rank of that prefill is known")
         links = []
@@ -86,12 +92,14 @@ class DecodeHandlers:
     ) -> DecodeSession:
         """Take pages and offer them to every rank; synchronous, so there is no half-open room to clean up.
 
-        Raises: CapacityError; the prefill legs are told at once.
+        Raises: CapacityError; the prefill legs are told at once. AbortedError while shutting down.
         """
+        if self._leaving is not None:
+            raise room_error(self._leaving)
         number, self._next_grant = self._next_grant, self._next_grant + 1
         owner = ("grant", number)
         try:
-            pages = self.pages.take(self.exported[0].pages_for(prompt_tokens), owner)
+            pages = self.pages.take(self.layout.pages_for(prompt_tokens), owner)
         except KvflowError as error:
             for link in links:
                 link.send_abort(room, number, error.cause())
@@ -116,7 +124,7 @@ class DecodeHandlers:
         del self.rooms[session.grant.number]
         self.counts.ended(session.state.phase.name, cause)
         if cause is None:
-            self.counts.bytes_moved += len(session.pages) * self.exported[0].page_bytes
+            self.counts.bytes_moved += len(session.pages) * self.layout.page_bytes
 
     def source_lost(self, link: Link, cause: Cause) -> None:
         for session in [s for s in self.rooms.values() if link in s.links]:
@@ -129,14 +137,16 @@ class DecodeHandlers:
 
     async def close(self) -> None:
         """End every room, wait for the loans a living prefill can still prove, close the links."""
+        self._leaving = Cause(Code.SHUTDOWN, "decode is shutting down")
         for session in list(self.rooms.values()):
-            session.close(Cause(Code.SHUTDOWN, "decode is shutting down"))
+            session.close(self._leaving)
         patience = self.now() + self.timing.lost_after_s
         while len(self.ledger) and self.now() < patience and any(link.usable for link in self.links.values()):  # noqa: ASYNC110
             await asyncio.sleep(self.timing.sweep_s)
         self._sweeper.cancel()
         await asyncio.gather(self._sweeper, *self._closing, return_exceptions=True)
         for link in list(self.links.values()):
+            self.source_lost(link, self._leaving)  # rooms that still wait for proof end here; their loans do not
             await link.close()
         self.links.clear()
 

@@ -118,24 +118,24 @@ class DecodeSession:
         if commands or event.kind is not DecodeKind.CHUNK_LANDED:
             self._story.tell(self._home.now(), event.kind, self.state.phase, str(event.cause or ""))
         for command in commands:
-            self._run(command)
+            _RUN[command](self)
 
-    def _run(self, command: DecodeCommand) -> None:
-        if command is DecodeCommand.SEND_BOOTSTRAP:
-            self._home.lend(self)
-        elif command is DecodeCommand.RECALL_LOANS:
-            self.grant.on_change = self._loans_changed
-            self._home.ledger.recall(self.grant, self._cause)
-            self._loans_changed()
-        elif command is DecodeCommand.TELL_LANDED:
-            if not self._landed.done():
-                self._landed.set_result(self._handoff)
-        elif command is DecodeCommand.TELL_FAILED:
-            if not self._landed.done():
-                self._landed.set_exception(room_error(self._cause))
-                self._landed.exception()  # the room's user may never ask: then nobody is to be warned
-        else:
-            self._end()
+    def _send_bootstrap(self) -> None:
+        self._home.lend(self)
+
+    def _recall_loans(self) -> None:
+        self.grant.on_change = self._loans_changed
+        self._home.ledger.recall(self.grant, self._cause)
+        self._loans_changed()
+
+    def _tell_landed(self) -> None:
+        if not self._landed.done():
+            self._landed.set_result(self._handoff)
+
+    def _tell_failed(self) -> None:
+        if not self._landed.done():
+            self._landed.set_exception(room_error(self._cause))
+            self._landed.exception()  # the room's user may never ask: then nobody is to be warned
 
     @property
     def _cause(self) -> Cause:
@@ -157,3 +157,12 @@ class DecodeSession:
             self._home.ledger.room_ended(self.grant, keep=False)
             self._home.forget(self, self._cause)
         call_all(self._on_end, self._home.counts)
+
+
+_RUN: dict[DecodeCommand, Callable[[DecodeSession], None]] = {
+    DecodeCommand.SEND_BOOTSTRAP: DecodeSession._send_bootstrap,
+    DecodeCommand.RECALL_LOANS: DecodeSession._recall_loans,
+    DecodeCommand.TELL_LANDED: DecodeSession._tell_landed,
+    DecodeCommand.TELL_FAILED: DecodeSession._tell_failed,
+    DecodeCommand.END: DecodeSession._end,
+}

@@ -75,7 +75,8 @@ class Link:
     def heard(self) -> None:
         self._heard_at_s = self._home.now()
         if self.phase is LinkPhase.SILENT:
-            self._come_up()
+            self.phase = LinkPhase.UP
+            self._home.ledger.feed_link(self, LoanKind.SOURCE_BACK)
 
     def on_registered(self, message: Registered) -> None:
         """Accepted, refused, or answered by somebody else than the one we know."""
@@ -89,7 +90,7 @@ class Link:
             self.phase = LinkPhase.UP
             if not self.ready.done():
                 self.ready.set_result(None)
-            self._start_fence()
+            self.await_fence()
 
     def sweep(self, now: float) -> None:
         """Time passed: repeat what was not answered, notice silence, ask about rooms that stand still."""
@@ -123,7 +124,9 @@ class Link:
         self._home.source_lost(self, Cause(error.code, str(error)))
 
     def await_fence(self) -> None:
-        self._start_fence()
+        """One watch per link, from its first day: a writer's death ends rooms at once and proves loans ended."""
+        if self._fence is None and self.writer is not None:
+            self._fence = asyncio.create_task(self._watch(self.writer), name=f"kvflow-fence-{self.control}")
 
     async def close(self) -> None:
         """Stop the tasks and close the socket; cancelled tasks are awaited."""
@@ -139,17 +142,8 @@ class Link:
 
     def _register(self) -> None:
         self._said_at_s = self._home.now()
-        layout, endpoint = self._home.exported
-        self.send(Register(self.source, self._home.incarnation, WIRE_VERSION, layout, endpoint))
-
-    def _come_up(self) -> None:
-        self.phase = LinkPhase.UP
-        self._home.ledger.feed_link(self, LoanKind.SOURCE_BACK)
-
-    def _start_fence(self) -> None:
-        """One watch per link, from its first day: a writer's death ends rooms at once and proves loans ended."""
-        if self._fence is None and self.writer is not None:
-            self._fence = asyncio.create_task(self._watch(self.writer), name=f"kvflow-fence-{self.control}")
+        home = self._home
+        self.send(Register(self.source, home.incarnation, WIRE_VERSION, home.layout, home.endpoint))
 
     async def _watch(self, writer: Endpoint) -> None:
         try:

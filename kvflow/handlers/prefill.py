@@ -8,9 +8,10 @@ import logging
 from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any
 
+from kvflow.handlers.counts import Counts
 from kvflow.handlers.halves import EndedHalves, Half
 from kvflow.handlers.prefill_room import PrefillSession
-from kvflow.handlers.settings import Bounds, Counts, Timing
+from kvflow.handlers.settings import Bounds, Timing
 from kvflow.handlers.target import Target
 from kvflow.protocols.codec import decode_to_prefill, encode, routing_id
 from kvflow.protocols.errors import (
@@ -31,7 +32,6 @@ from kvflow.protocols.messages import (
     AbortAck,
     Belief,
     Bootstrap,
-    ChunkDone,
     Heartbeat,
     Register,
     Registered,
@@ -192,7 +192,7 @@ class PrefillHandlers:
             if len(self.targets) >= self.bounds.targets:
                 return self._answer(message, f"{self.bounds.targets} decodes are registered already")
             target = self.targets[message.target] = Target(self, message)
-            target.watch = self._spawn(self._open_target(target, message), f"kvflow-target-{message.target:x}")
+            self._spawn(self._open_target(target, message), f"kvflow-target-{message.target:x}")
         elif target.refusal or target.route is not None:
             target.heard_at_s, target.silent = self.now(), False
             self._answer(message, target.refusal)
@@ -227,7 +227,7 @@ class PrefillHandlers:
         if message.grant in target.grants:
             return
         if message.grant in target.closed:
-            return self._say_again(target, message.grant, 0)
+            return target.say_again(target.closed[message.grant], 0)
         if self._leaving is not None:
             return self._refuse(target, message, self._leaving)
         try:
@@ -296,11 +296,9 @@ class PrefillHandlers:
         for belief in message.rooms:
             session = target.grants.get(belief.grant)
             if session is not None:
-                for word in session.said:
-                    if type(word) is not ChunkDone or word.seq >= belief.next_seq:
-                        target.send(word)
+                target.say_again(session.said, belief.next_seq)
             elif belief.grant in target.closed:
-                self._say_again(target, belief.grant, belief.next_seq)
+                target.say_again(target.closed[belief.grant], belief.next_seq)
             else:
                 unknown.append(belief)
         if unknown:
@@ -309,11 +307,6 @@ class PrefillHandlers:
     async def on_heartbeat(self, target: Target, message: Heartbeat) -> None:
         target.settle(message.settled_below)
         target.send(Heartbeat(self.incarnation, target.incarnation))
-
-    def _say_again(self, target: Target, grant: int, next_seq: int) -> None:
-        for word in target.closed[grant]:
-            if type(word) is not ChunkDone or word.seq >= next_seq:
-                target.send(word)
 
     def _lose(self, target: Target, text: str) -> None:
         target.silent = True

@@ -59,7 +59,6 @@ class PrefillSession:
         self._pending: _Chunk | None = None  # between send() and START_WRITE
         self._report: _Chunk | None = None  # between a write's end and SEND_CHUNK_DONE
         self._landed_bytes = 0
-        self._next_seq = 0
         self.said: list[Message] = []  # what ends the room is said again when decode asks
         loop = asyncio.get_running_loop()
         self._matched: asyncio.Future[int] = loop.create_future()
@@ -191,13 +190,12 @@ class PrefillSession:
         except BaseException:
             self._home.pages.unhold(source)
             raise
-        return _Chunk(flight, source, self._next_seq, last, handoff)
+        return _Chunk(flight, source, self.state.queued, last, handoff)
 
     def _start_write(self) -> None:
         assert self._pending is not None
         chunk, self._pending = self._pending, None
         self._chunks.append(chunk)
-        self._next_seq += 1
         chunk.flight.done.add_done_callback(self._flight_ended)
 
     def _send_chunk_done(self) -> None:

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import msgspec
 
-from kvflow.protocols.errors import Cause
-
 
 class Timing(msgspec.Struct, frozen=True, kw_only=True):
     """Seconds. Deadlines measure liveness: a peer that answers heartbeats is never lost, however loaded it is."""
@@ -24,21 +22,3 @@ class Bounds(msgspec.Struct, frozen=True, kw_only=True):
     closed_grants: int = 65_536  # per peer
     ended_halves: int = 65_536
     targets: int = 1_024
-
-
-class Counts:
-    """What was dropped, repeated or refused; read by /metrics."""
-
-    def __init__(self) -> None:
-        self.rooms_opened = 0
-        self.endings: dict[str, int] = {}
-        self.bytes_moved = 0
-        self.malformed = 0
-        self.foreign = 0
-        self.stale = 0
-        self.undelivered = 0
-        self.handler_errors = 0
-
-    def ended(self, phase: str, cause: Cause | None) -> None:
-        key = phase.lower() if cause is None else f"{phase.lower()}:{cause.code}"
-        self.endings[key] = self.endings.get(key, 0) + 1

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections import OrderedDict
+from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 from kvflow.protocols.codec import encode, routing_id
-from kvflow.protocols.messages import AbortAck, Message, Register
+from kvflow.protocols.messages import AbortAck, ChunkDone, Message, Register
 from kvflow.protocols.ports import Route
 
 if TYPE_CHECKING:
@@ -21,7 +21,7 @@ class Target:
     def __init__(self, home: PrefillHandlers, message: Register) -> None:
         self._home = home
         self.incarnation = message.target
-        self.layout, self.endpoint = message.layout, message.endpoint
+        self.layout = message.layout
         self.peer = routing_id(message.target)
         self.route: Route | None = None
         self.refusal = ""
@@ -31,11 +31,16 @@ class Target:
         self.closed: OrderedDict[int, tuple[Message, ...]] = OrderedDict()
         self.doubtful: set[int] = set()  # evicted from `closed` though some write of theirs may still land
         self.low_water = 0  # a grant below this has ended or never will begin
-        self.watch: asyncio.Task[None] | None = None
 
     def send(self, message: Message) -> None:
         if not self._home.socket.send(encode(message), self.peer):
             self._home.counts.undelivered += 1
+
+    def say_again(self, said: Iterable[Message], next_seq: int) -> None:
+        """What was said of one grant, but for the chunks decode has heard of."""
+        for word in said:
+            if type(word) is not ChunkDone or word.seq >= next_seq:
+                self.send(word)
 
     def close_grant(self, grant: int, said: tuple[Message, ...]) -> None:
         """Remember how a grant ended, so that it can be said again and nothing resurrects it (I6)."""
@@ -56,6 +61,6 @@ class Target:
         """Decode needs nothing said again below this grant."""
         while self.closed and next(iter(self.closed)) < below:
             self.closed.popitem(last=False)
-        self.doubtful = {g for g in self.doubtful if g >= below} if self.doubtful else self.doubtful
+        self.doubtful = {g for g in self.doubtful if g >= below}
         if below > self.low_water and not any(g < below for g in self.grants):
             self.low_water = below

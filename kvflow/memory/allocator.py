@@ -50,7 +50,7 @@ class PageAllocator:
         self._marks: NDArray[np.int64] = np.full(num_pages, _FREE, dtype=np.int64)
         self._marks[:reserved] = _RESERVED
         self._holds: NDArray[np.int32] = np.zeros(num_pages, dtype=np.int32)
-        self._seen: NDArray[np.int32] = np.zeros(num_pages, dtype=np.int32)  # scratch of `_distinct`
+        self._seen: NDArray[np.int32] = np.zeros(num_pages, dtype=np.int32)  # scratch of `_owned_by`
         self._accounts: dict[Hashable, _Account] = {}
         self._next_mark = itertools.count()
         self._returning = 0
@@ -59,6 +59,11 @@ class PageAllocator:
     @property
     def num_pages(self) -> int:
         return self._num_pages
+
+    @property
+    def capacity(self) -> int:
+        """Pages that can be handed out at all."""
+        return self._num_pages - self._reserved
 
     @property
     def free_pages(self) -> int:
@@ -177,7 +182,7 @@ class PageAllocator:
 
     def at_rest(self) -> bool:
         """Every page that can be handed out is free, and nothing is held."""
-        return self._free == self._num_pages - self._reserved and not self._held_calls
+        return self._free == self.capacity and not self._held_calls
 
     def _account(self, owner: Hashable) -> _Account:
         account = self._accounts.get(owner)

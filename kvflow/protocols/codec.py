@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvflow.protocols.errors import WireError
-from kvflow.protocols.messages import MAX_FRAME_BYTES, Message, ToDecode, ToPrefill
+from kvflow.protocols.messages import MAX_FRAME_BYTES, ToDecode, ToPrefill
 
 _encoder = msgspec.msgpack.Encoder()
 _to_prefill: msgspec.msgpack.Decoder[Any] = msgspec.msgpack.Decoder(ToPrefill)
@@ -49,6 +49,3 @@ def prompt_digest(token_ids: Sequence[int] | NDArray[np.integer[Any]]) -> bytes:
 def routing_id(incarnation: int) -> bytes:
     """The ZMQ routing id of an incarnation; the leading byte keeps it from starting with zero, which ZMQ reserves."""
     return b"k" + incarnation.to_bytes(8, "big")
-
-
-__all__ = ["Message", "decode_to_decode", "decode_to_prefill", "encode", "prompt_digest", "routing_id"]

@@ -7,8 +7,7 @@ from typing import Any
 import msgspec
 
 from kvflow.protocols.errors import WireError
-
-MAX_RANKS = 4096
+from kvflow.protocols.messages import MAX_RANKS
 
 
 class PoolShape(msgspec.Struct, frozen=True):

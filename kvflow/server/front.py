@@ -1,6 +1,6 @@
 """The way of every request through a role: admission, orders, tokens, and what is left when it ends.
 
-The routes differ in how they read a body and how they write an answer; that is a `Dialect`. Everything else is here.
+The routes differ in how they read a body and how they write an answer; that is a `Job`. Everything else is here.
 """
 
 from __future__ import annotations
@@ -15,13 +15,14 @@ from typing import Any, Protocol
 import msgspec
 from aiohttp import web
 
-from kvflow.protocols.errors import AbortedError, Code, KvflowError
+from kvflow.protocols.errors import AbortedError, KvflowError
 from kvflow.server.completion import Completion, Delta, written
 from kvflow.server.failures import OverloadError, failure_of
 from kvflow.server.metrics import Metrics
 from kvflow.server.orders import Limits, rooms_of
 from kvflow.server.schemas import Rendezvous
 from kvflow.server.service import Order, Service
+from kvflow.server.serving import Busy
 from kvflow.server.sse import EventStream, Paced, merged
 from kvflow.server.text import Wording
 
@@ -52,7 +53,7 @@ class Job(Protocol):
         """Events after the last token."""
 
 
-class Front:
+class Front(Busy):
     """What the routes of one role share."""
 
     def __init__(
@@ -66,13 +67,10 @@ class Front:
         request_timeout_s: float = 600.0,
         keepalive_s: float = 0.1,
     ) -> None:
+        super().__init__()
         self.service = service
         self.wording = wording
         self.metrics = metrics
-        self.draining = False
-        self.running = 0
-        self.idle = asyncio.Event()
-        self.idle.set()
         self.limits = Limits(service.card, service.pool_tokens, service.role == "decode", bootstrap_port)
         self._most = max_running_requests
         self._timeout_s = request_timeout_s
@@ -86,9 +84,7 @@ class Front:
         except (AbortedError, OverloadError) as error:
             self._refuse(job, error)
             raise
-        self.running += 1
-        self.idle.clear()
-        try:
+        with self.one_more():
             async with asyncio.timeout(self._timeout_s):
                 try:
                     orders = await job.orders(self)
@@ -99,16 +95,9 @@ class Front:
                 sources = [written(self.service.tokens(o), p) for o, p in zip(orders, pieces, strict=True)]
                 answer = self._stream if job.stream else self._collect
                 return await answer(http, job, sources, arrived)
-        finally:
-            self.running -= 1
-            if not self.running:
-                self.idle.set()
 
     def _admit(self) -> None:
-        if self.draining:
-            error = AbortedError("this server is shutting down")
-            error.code = Code.SHUTDOWN
-            raise error
+        self.refuse_when_draining()
         if self.running >= self._most:
             raise OverloadError("running requests", self.running + 1, self._most)
 

@@ -19,11 +19,10 @@ from kvflow.server.service import Order
 class GenerateJob:
     """One /generate body."""
 
-    def __init__(self, request: GenerateRequest, request_id: str | None, token_text: Any) -> None:
+    def __init__(self, request: GenerateRequest, request_id: str | None) -> None:
         self.request = request
         self.stream = bool(request.stream)
         self._request_id = request_id or uuid.uuid4().hex
-        self._token_text = token_text
         self._orders: list[Order] = []
         self._is_list = False
 
@@ -100,6 +99,6 @@ def routes(front: Front) -> list[web.RouteDef]:
 
     async def generate(http: web.Request) -> web.StreamResponse:
         request = parse(await http.read(), GenerateRequest)
-        return await front.serve(http, GenerateJob(request, http.headers.get("X-Request-ID"), front.wording.token_text))
+        return await front.serve(http, GenerateJob(request, http.headers.get("X-Request-ID")))
 
     return [web.post("/generate", generate)]

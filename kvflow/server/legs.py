@@ -120,14 +120,16 @@ async def _refusal(
 
 def copied(answer: aiohttp.ClientResponse, body: bytes) -> web.Response:
     """A worker's complete answer, as ours."""
-    headers = {name: answer.headers[name] for name in _COPIED if name in answer.headers}
-    return web.Response(body=body, status=answer.status, headers=headers)
+    return web.Response(body=body, status=answer.status, headers=_headers(answer))
+
+
+def _headers(answer: aiohttp.ClientResponse) -> dict[str, str]:
+    return {name: answer.headers[name] for name in _COPIED if name in answer.headers}
 
 
 async def relay(http: web.Request, answer: aiohttp.ClientResponse, room_header: dict[str, str]) -> web.StreamResponse:
     """Decode's stream to the client, event by event; a decode that dies in between becomes an error event."""
-    headers = {name: answer.headers[name] for name in _COPIED if name in answer.headers}
-    out = web.StreamResponse(headers={**headers, **room_header})
+    out = web.StreamResponse(headers={**_headers(answer), **room_header})
     await out.prepare(http)
     rest = b""
     try:

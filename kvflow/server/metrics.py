@@ -109,7 +109,7 @@ _QUEUES = {
     "prefill": {"num_prefill_bootstrap_queue_reqs": "bootstrapping", "num_prefill_inflight_queue_reqs": "transferring"},
     "decode": {"num_decode_prealloc_queue_reqs": "bootstrapping", "num_decode_transfer_queue_reqs": "transferring"},
 }
-_BEFORE = ("bootstrapping", "expected", "waiting")
+_BEFORE = ("bootstrapping", "expected", "bootstrapped")
 
 
 def _familiar(report: Report, role: str) -> Iterator[Metric]:

@@ -63,7 +63,6 @@ class RegistryClient:
 
     def __init__(self, api_key: str = "", timeout_s: float = 5.0) -> None:
         headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
-        self._timeout_s = timeout_s
         self._session = aiohttp.ClientSession(headers=headers, timeout=aiohttp.ClientTimeout(total=timeout_s))
 
     async def register(self, prefill: str, info: RankInfo) -> None:

@@ -11,13 +11,14 @@ import msgspec
 from aiohttp import web
 
 from kvflow.config import Settings
-from kvflow.protocols.errors import AbortedError, Code
 from kvflow.server.app import build_app
 from kvflow.server.failures import Failure, RequestError
 from kvflow.server.front import json_response
 from kvflow.server.legs import Leg, LegFailedError, bootstrap_fields, both_legs, relay
 from kvflow.server.metrics import Metrics
 from kvflow.server.orders import MAX_COMPLETIONS
+from kvflow.server.schemas import json_object
+from kvflow.server.serving import Busy
 from kvflow.server.workers import NoWorkerError, Worker, Workers
 
 CONNECT_TIMEOUT_S = 5.0
@@ -25,10 +26,11 @@ ROOM_HEADER = "X-Kvflow-Room"
 _FORWARDED = ("Authorization", "X-Request-ID", "traceparent", "tracestate")
 
 
-class Router:
+class Router(Busy):
     """One router, running. `close` drops every leg."""
 
     def __init__(self, settings: Settings) -> None:
+        super().__init__()
         headers = {"Authorization": f"Bearer {settings.api_key}"} if settings.api_key else {}
         timeout = aiohttp.ClientTimeout(total=settings.request_timeout_s, sock_connect=CONNECT_TIMEOUT_S)
         connector = aiohttp.TCPConnector(limit=0)
@@ -37,10 +39,6 @@ class Router:
         )
         self.workers = Workers(settings.prefill, settings.decode, self._session, settings.poll_s)
         self.metrics = Metrics()
-        self.draining = False
-        self.running = 0
-        self.idle = asyncio.Event()
-        self.idle.set()
 
     async def start(self) -> None:
         await self.workers.start()
@@ -51,21 +49,12 @@ class Router:
 
     async def serve(self, http: web.Request) -> web.StreamResponse:
         """One request, on as many pairs as it takes until one of them answers."""
-        if self.draining:
-            error = AbortedError("this router is shutting down")
-            error.code = Code.SHUTDOWN
-            raise error
-        self.running += 1
-        self.idle.clear()
-        try:
+        self.refuse_when_draining()
+        with self.one_more():
             return await self._on_some_pair(http, await http.read())
-        finally:
-            self.running -= 1
-            if not self.running:
-                self.idle.set()
 
     async def _on_some_pair(self, http: web.Request, raw: bytes) -> web.StreamResponse:
-        document = _document(raw)
+        document = json_object(raw)
         count = _completions(document)
         tried: set[Worker] = set()
         last: LegFailedError | None = None
@@ -108,16 +97,6 @@ class Router:
                 return msgspec.json.decode(await answer.read()) if answer.status == 200 else None
         except (aiohttp.ClientError, OSError, TimeoutError, ValueError):
             return None
-
-
-def _document(raw: bytes) -> dict[str, Any]:
-    try:
-        document = msgspec.json.decode(raw)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise RequestError(f"the body is not valid JSON: {error}") from None
-    if not isinstance(document, dict):
-        raise RequestError(f"the body must be a JSON object, got {type(document).__name__}")
-    return document
 
 
 def _completions(document: dict[str, Any]) -> int:

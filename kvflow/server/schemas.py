@@ -136,22 +136,29 @@ def _refuse_unsupported(document: Mapping[str, Any], where: str) -> None:
             raise RequestError(f"{where}{name} is not supported by this server")
 
 
+def json_object(raw: bytes) -> dict[str, Any]:
+    """The body of any request. Raises: RequestError (400)."""
+    try:
+        document = msgspec.json.decode(raw)
+    except (msgspec.DecodeError, RecursionError) as error:
+        raise RequestError(f"the body is not valid JSON: {error}") from None
+    except UnicodeDecodeError as error:
+        raise RequestError(f"the body is not UTF-8: {error}") from None
+    if not isinstance(document, dict):
+        raise RequestError(f"the body must be a JSON object, got {type(document).__name__}")
+    return document
+
+
 def parse(raw: bytes, kind: type[T]) -> T:
     """The body as `kind`.
 
     Raises: RequestError (400) naming the field.
     """
+    document = json_object(raw)
     try:
-        document = msgspec.json.decode(raw)
-        if not isinstance(document, dict):
-            raise RequestError(f"the body must be a JSON object, got {type(document).__name__}")
         request = msgspec.convert(document, kind)
     except msgspec.ValidationError as error:
         raise RequestError(str(error).replace("`$.", "`")) from None
-    except (msgspec.DecodeError, RecursionError) as error:
-        raise RequestError(f"the body is not valid JSON: {error}") from None
-    except UnicodeDecodeError as error:
-        raise RequestError(f"the body is not UTF-8: {error}") from None
     _refuse_unsupported(document, "")
     nested = document.get("sampling_params")
     if isinstance(nested, dict):

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import AsyncGenerator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from kvflow.engine.params import TokenOut
 from kvflow.handlers.decode_room import DecodeSession
 from kvflow.handlers.prefill_room import PrefillSession
 from kvflow.memory.allocator import PageAllocator
 from kvflow.node import DecodeNode, PrefillNode
-from kvflow.protocols.errors import Cause, KvflowError
+from kvflow.protocols.errors import Cause
 from kvflow.protocols.ranks import RankInfo
 from kvflow.server.failures import RequestError
 from kvflow.server.service import ModelCard, Order, Report
@@ -22,6 +22,8 @@ if TYPE_CHECKING:  # the engines import torch
 
 REMEMBERED_ROOMS = 256
 _KIND_WORDS = {"grant": "room", "quarantined": "quarantine"}
+N = TypeVar("N", PrefillNode, DecodeNode)
+E = TypeVar("E", bound="PrefillEngine | DecodeEngine")
 
 
 class Recent:
@@ -78,43 +80,19 @@ def pages_by_kind(pages: PageAllocator) -> dict[str, int]:
     return kinds
 
 
-def _report(node: PrefillNode | DecodeNode, control: str, quarantine: int, running: int, waiting: int) -> Report:
-    states: dict[str, int] = {}
-    for session in node.handlers.rooms.values():
-        state = session.state.phase.name.lower()
-        states[state] = states.get(state, 0) + 1
-    return Report(
-        incarnation=node.incarnation,
-        control_endpoint=control,
-        data_plane=node.plane.name,
-        pool=node.shape,
-        pages_free=node.pages.free_pages,
-        pages_total=node.pages.num_pages,
-        pages_by_kind=pages_by_kind(node.pages),
-        pages_home=node.pages.at_rest(),
-        quarantine_pages=quarantine,
-        rooms_by_state=states,
-        rooms_ended=dict(node.counts.endings),
-        bytes_moved=node.counts.bytes_moved,
-        running=running,
-        waiting=waiting,
-    )
+class _EngineService(Generic[N, E]):
+    """What both roles answer alike, of one node and one engine."""
 
-
-class PrefillService:
-    """Prefill: an order is one prompt computed, moved to decode, and its first token."""
-
-    role = "prefill"
-
-    def __init__(self, card: ModelCard, node: PrefillNode, engine: PrefillEngine, timeout_s: float) -> None:
+    def __init__(self, card: ModelCard, node: N, engine: E, timeout_s: float) -> None:
         self.card = card
-        self._node, self._engine, self._timeout_s = node, engine, timeout_s
+        self._node: N = node
+        self._engine: E = engine
+        self._timeout_s = timeout_s
         self._recent = Recent()
 
     @property
-    def rank(self) -> RankInfo:
-        """What the registry is told."""
-        return self._node.info
+    def role(self) -> str:
+        return self._node.role
 
     @property
     def healthy(self) -> bool:
@@ -124,28 +102,24 @@ class PrefillService:
     def pool_tokens(self) -> int:
         return self._node.shape.page_size * self._node.shape.num_pages
 
-    async def tokens(self, order: Order) -> AsyncGenerator[TokenOut, None]:
-        session = self._node.room(order.room, order.prompt, deadline_s=self._timeout_s)
-        self._recent.add(session)
-        first = await self._engine.prefill(session, order.prompt, order.params)
-        if first.finish_reason is None:
-            first = TokenOut(first.token_id, first.logprob, first.top_logprobs, "length")
-        yield first
-
-    def refuse(self, room: int, cause: Cause) -> None:
-        half = self._node.handlers.rooms.get(room)
-        if half is not None:
-            if half.prompt is None:  # decode's half is here and waits
-                half.close(cause)
-            return
-        try:
-            self._node.room(room, [0]).close(cause)  # kept for decode's half
-        except KvflowError:
-            return
-
     def report(self) -> Report:
-        load = self._engine.load()
-        return _report(self._node, self._node.info.control, 0, load.running, load.waiting)
+        node, load = self._node, self._engine.load()
+        return Report(
+            incarnation=node.incarnation,
+            control_endpoint=node.control,
+            data_plane=node.plane.name,
+            pool=node.shape,
+            pages_free=node.pages.free_pages,
+            pages_total=node.pages.num_pages,
+            pages_by_kind=pages_by_kind(node.pages),
+            pages_home=node.pages.at_rest(),
+            quarantine_pages=node.quarantined_pages,
+            rooms_by_state=node.rooms_by_phase(),
+            rooms_ended=dict(node.counts.endings),
+            bytes_moved=node.counts.bytes_moved,
+            running=load.running,
+            waiting=load.waiting,
+        )
 
     def rooms(self) -> Sequence[dict[str, Any]]:
         return self._recent.lines()
@@ -157,23 +131,28 @@ class PrefillService:
         return None
 
 
-class DecodeService:
+class PrefillService(_EngineService[PrefillNode, "PrefillEngine"]):
+    """Prefill: an order is one prompt computed, moved to decode, and its first token."""
+
+    @property
+    def rank(self) -> RankInfo:
+        """What the registry is told."""
+        return self._node.info
+
+    async def tokens(self, order: Order) -> AsyncGenerator[TokenOut, None]:
+        session = self._node.room(order.room, order.prompt, deadline_s=self._timeout_s)
+        self._recent.add(session)
+        first = await self._engine.prefill(session, order.prompt, order.params)
+        if first.finish_reason is None:
+            first = TokenOut(first.token_id, first.logprob, first.top_logprobs, "length")
+        yield first
+
+    def refuse(self, room: int, cause: Cause) -> None:
+        self._node.refuse(room, cause)
+
+
+class DecodeService(_EngineService[DecodeNode, "DecodeEngine"]):
     """Decode: an order is pages lent to prefill, and every token once they have landed."""
-
-    role = "decode"
-
-    def __init__(self, card: ModelCard, node: DecodeNode, engine: DecodeEngine, timeout_s: float) -> None:
-        self.card = card
-        self._node, self._engine, self._timeout_s = node, engine, timeout_s
-        self._recent = Recent()
-
-    @property
-    def healthy(self) -> bool:
-        return self._engine.healthy
-
-    @property
-    def pool_tokens(self) -> int:
-        return self._node.shape.page_size * self._node.shape.num_pages
 
     async def tokens(self, order: Order) -> AsyncGenerator[TokenOut, None]:
         if not order.prefill:
@@ -194,16 +173,3 @@ class DecodeService:
 
     def refuse(self, room: int, cause: Cause) -> None:
         """Nothing was lent for this room, and the router drops prefill's leg when ours fails."""
-
-    def report(self) -> Report:
-        load = self._engine.load()
-        return _report(self._node, "", self._node.handlers.ledger.quarantined_pages, load.running, load.waiting)
-
-    def rooms(self) -> Sequence[dict[str, Any]]:
-        return self._recent.lines()
-
-    def story(self, room: int) -> dict[str, Any] | None:
-        return self._recent.story(room)
-
-    async def flush_cache(self) -> None:
-        return None

@@ -11,15 +11,15 @@ import os
 import signal
 import socket
 import sys
-from collections.abc import AsyncGenerator, Callable
-from contextlib import AsyncExitStack, asynccontextmanager
-from typing import Any, Protocol
+from collections.abc import AsyncGenerator, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager
+from typing import Any
 
 import msgspec
 from aiohttp import web
 
 from kvflow.config import Settings
-from kvflow.protocols.errors import MisuseError
+from kvflow.protocols.errors import AbortedError, Code, MisuseError
 from kvflow.server.app import new_runner
 
 READY_FD = "KVFLOW_READY_FD"
@@ -29,12 +29,33 @@ _BACKLOG = 1024
 _log = logging.getLogger("kvflow.serve")
 
 
-class Busy(Protocol):
-    """What can be drained: a front or a router."""
+class Busy:
+    """The requests under way, and whether more are taken: what can be drained, a front or a router."""
 
-    draining: bool
-    running: int
-    idle: asyncio.Event
+    def __init__(self) -> None:
+        self.draining = False
+        self.running = 0
+        self.idle = asyncio.Event()
+        self.idle.set()
+
+    def refuse_when_draining(self) -> None:
+        """Raises: AbortedError."""
+        if self.draining:
+            error = AbortedError("this server is shutting down")
+            error.code = Code.SHUTDOWN
+            raise error
+
+    @contextmanager
+    def one_more(self) -> Iterator[None]:
+        """One request more is running, until the block ends."""
+        self.running += 1
+        self.idle.clear()
+        try:
+            yield
+        finally:
+            self.running -= 1
+            if not self.running:
+                self.idle.set()
 
 
 class Ready(msgspec.Struct, frozen=True):
@@ -159,8 +180,7 @@ async def serve_until_stopped(
 ) -> None:
     """The life of a role whose parts are running: announce, serve, drain. Leaving ends the handlers that are left."""
     stop = Stop()
-    async with AsyncExitStack() as stack:
-        await stack.enter_async_context(serving(app, made))
+    async with serving(app, made):
         stop.listen()
         announce(ready)
         await stop.asked.wait()

@@ -12,18 +12,19 @@ from urllib.parse import urlsplit
 import aiohttp
 import msgspec
 
-from kvflow.protocols.errors import CapacityError
+from kvflow.protocols.errors import Code, KvflowError
 
 _log = logging.getLogger("kvflow.router")
 LOOK_TIMEOUT_S = 3.0
 
 
-class NoWorkerError(CapacityError):
+class NoWorkerError(KvflowError):
     """Nobody of a role is up; a retry may find somebody."""
 
+    code = Code.CAPACITY
+
     def __init__(self, role: str, known: int) -> None:
-        super().__init__(f"{role} workers up", 1, 0)
-        self.args = (f"no {role} worker is up ({known} known)",)
+        super().__init__(f"no {role} worker is up ({known} known)")
 
 
 class Worker:

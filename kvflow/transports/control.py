@@ -15,7 +15,7 @@ from kvflow.protocols.codec import routing_id
 from kvflow.protocols.errors import MisuseError
 from kvflow.protocols.messages import MAX_FRAME_BYTES
 
-BURST_FRAMES = 32  # a millisecond or so of handlers
+BURST_FRAMES = 16  # a millisecond or so of handlers
 QUEUE_FRAMES = 100_000
 RECONNECT_MS = 100
 

@@ -28,7 +28,8 @@ from kvflow.protocols.errors import LayoutError, MisuseError, TransferError
 from kvflow.protocols.layout import PoolLayout
 from kvflow.protocols.ports import Endpoint, Landing, Witness
 from kvflow.transports.lanes import listening_ports, orphaned_lanes
-from kvflow.transports.route import BlockQueue, PlannedRoute, Planner, in_thread
+from kvflow.transports.route import BlockQueue, PlannedRoute, Planner
+from kvflow.transports.threads import in_thread
 from kvflow.transports.witness import own_witness, wait_dead
 from kvflow.transports.writer import WriteFlight, WriteThread
 
@@ -91,7 +92,7 @@ class MooncakePlane:
         layout.check()
         self._thread.start()
         planner = Planner(ours, layout, max_block_bytes=min(MAX_BLOCK_BYTES, self._thread.slice_bytes))
-        engine = await in_thread(lambda: self._reach(endpoint, ours, layout), lambda _: None)
+        engine = await in_thread(lambda: self._reach(endpoint, ours, layout))
         return MooncakeRoute(self._thread, planner, engine, endpoint.address)
 
     def _reach(self, peer: Endpoint, ours: PoolLayout, theirs: PoolLayout) -> Any:
@@ -144,7 +145,7 @@ class MooncakePlane:
     async def close(self) -> None:
         """Cancel, drain for at most 5 s (a frozen peer's blocks then end UNPROVEN), unregister the pool."""
         await self._thread.close(_CLOSE_GRACE_S)
-        await in_thread(self._unregister, lambda _: None)
+        await in_thread(self._unregister)
 
     def _unregister(self) -> None:
         layout, self._layout = self._layout, None

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Callable
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple
 
 import numpy as np
 
@@ -14,7 +12,6 @@ from kvflow.protocols.plan import Addresses, Pairing
 from kvflow.transports.writer import Job, WriteFlight, WriteThread
 
 _FEW_BLOCKS = 64
-T = TypeVar("T")
 
 
 class BlockList(NamedTuple):
@@ -72,22 +69,6 @@ class Planner:
 
     def _plan(self, source_pages: PageIndices, target_pages: PageIndices) -> BlockList:
         return BlockList(*(column.tolist() for column in self.blocks(source_pages, target_pages)))
-
-
-async def in_thread(work: Callable[[], T], undo: Callable[[T], object]) -> T:
-    """Run `work` in a thread. Cancelling does not stop a thread: it is waited for, and its result undone (I12)."""
-    running = asyncio.ensure_future(asyncio.to_thread(work))
-    cancelled = False
-    while not running.done():
-        try:
-            await asyncio.wait([running])
-        except asyncio.CancelledError:
-            cancelled = True
-    if not cancelled:
-        return running.result()
-    if running.exception() is None:
-        undo(running.result())
-    raise asyncio.CancelledError
 
 
 class PlannedRoute:

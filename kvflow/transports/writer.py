@@ -21,10 +21,11 @@ from typing import Protocol
 from kvflow.protocols.errors import MisuseError, TransferError
 from kvflow.protocols.layout import PageIndices
 from kvflow.protocols.ports import Landing
+from kvflow.transports.threads import drained
 
 SLICE_BYTES = 8 << 20  # 1 to 3 ms of memmove: what a cancel, or another room, waits for
 _LIMITED_SLICE_S = 0.005
-_TOLD_AT_ONCE = 32
+_TOLD_AT_ONCE = 8
 _SMALLEST_SLICE = 4 << 10
 _FIRST_WAIT_S, _LONGEST_WAIT_S = 0.00005, 0.01
 
@@ -141,17 +142,11 @@ class WriteThread:
         if thread is None:
             return
         self.wake()
-        joined = self.loop.run_in_executor(None, thread.join)
-        cancelled = False
-        while not joined.done():
-            try:
-                await asyncio.shield(joined)
-            except asyncio.CancelledError:
-                cancelled = True
-        while self._ended:
-            self._deliver()
-        if cancelled:
-            raise asyncio.CancelledError
+        try:
+            await drained(self.loop.run_in_executor(None, thread.join))
+        finally:
+            while self._ended:
+                self._deliver()
 
     def _run(self) -> None:
         active: deque[WriteFlight] = deque()

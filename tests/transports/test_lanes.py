@@ -27,6 +27,7 @@ def test_a_lane_is_an_orphan_from_its_writers_death_to_our_close(
         with subprocess.Popen([sys.executable, "-c", CONNECT, reach, str(port)], stdin=subprocess.PIPE) as process:
             accepted, _ = server.accept()
             with accepted:
+                accepted.recv(1, socket.MSG_PEEK)  # it has written
                 assert orphaned_lanes({port}) == 0  # its writer lives
                 process.kill()
                 process.wait()

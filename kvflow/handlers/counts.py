@@ -1,0 +1,23 @@
+"""What one node has seen so far, in numbers."""
+
+from __future__ import annotations
+
+from kvflow.protocols.errors import Cause
+
+
+class Counts:
+    """Rooms and how they ended, bytes that have landed, and messages that were dropped, by why."""
+
+    def __init__(self) -> None:
+        self.rooms_opened = 0
+        self.endings: dict[str, int] = {}
+        self.bytes_moved = 0
+        self.malformed = 0
+        self.foreign = 0
+        self.stale = 0
+        self.undelivered = 0
+        self.handler_errors = 0
+
+    def ended(self, phase: str, cause: Cause | None) -> None:
+        key = phase.lower() if cause is None else f"{phase.lower()}:{cause.code}"
+        self.endings[key] = self.endings.get(key, 0) + 1

@@ -1,0 +1,1 @@
+"""Parts for tests, yours too: a control network in memory, a pair of nodes on it over fake data planes, audits."""

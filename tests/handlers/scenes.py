@@ -1,0 +1,61 @@
+"""What many of these tests begin with, and what they say about how a room ended."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable
+
+import numpy as np
+
+from kvflow.handlers.decode_room import DecodeSession
+from kvflow.handlers.prefill_room import PrefillSession
+from kvflow.protocols.errors import Cause, Code, KvflowError
+from kvflow.sim.pair import PAGE_SIZE, Pair
+
+PROMPT = range(5 * PAGE_SIZE)  # five pages
+WHY = Cause(Code.ENGINE_ERROR, "the engine gave up")
+
+
+async def code_of(waiting: Awaitable[object]) -> Code:
+    """The code of the error it raises."""
+    try:
+        await waiting
+    except KvflowError as error:
+        return error.code
+    raise AssertionError("it succeeded")
+
+
+async def matched(p: Pair, room: int = 7) -> tuple[PrefillSession, DecodeSession]:
+    """Both halves know of each other; nothing is written."""
+    source, target = await p.open(room, PROMPT)
+    assert await source.matched() == 0
+    return source, target
+
+
+async def midway(p: Pair, room: int = 7) -> tuple[PrefillSession, DecodeSession]:
+    """Two of five pages have landed as chunk 0; chunk 1 runs, and one of its three pages has landed."""
+    source, target = await matched(p, room)
+    plane = p.plane(p.prefill)
+    plane.hold()
+    store = p.prefill.pages
+    pages = store.take(5, ("engine", room))
+    source.on_end(lambda: store.give_back(pages, ("engine", room)))
+    source.send(pages[:2])
+    source.send(pages[2:], last=True, handoff=b"h")
+    assert plane.step(2) and plane.step(1)
+    assert source.bytes_landed * 5 == source.bytes_total * 3
+    return source, target
+
+
+async def success(p: Pair, room: int = 7, *, chunks: int = 2) -> None:
+    """A whole room, its bytes compared."""
+    source, target = await matched(p, room)
+    pages = p.send_all(source, chunks=chunks)
+    assert await target.landed() == b"handoff"
+    await source.done()
+    assert_same_bytes(p, pages, target)
+    target.close()
+
+
+def assert_same_bytes(p: Pair, source_pages: np.ndarray, target: DecodeSession) -> None:
+    sent, got = p.prefill.pool.pages_bytes(source_pages), p.decode.pool.pages_bytes(target.pages)
+    assert (sent == got).all() and sent.all()

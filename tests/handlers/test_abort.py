@@ -1,0 +1,210 @@
+"""A room ended on purpose, in every phase and from either side: one cause, every page home, no late write."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+
+import pytest
+
+from kvflow.handlers.decode_room import DecodeSession
+from kvflow.handlers.prefill_room import PrefillSession
+from kvflow.protocols.errors import Cause, Code
+from kvflow.protocols.messages import ChunkDone, Heartbeat
+from kvflow.sim.pair import Pair, fill, until
+from kvflow.transports.fake import Fault
+from tests.handlers.scenes import PROMPT, WHY, code_of, matched, midway, success
+
+pytest_plugins = ["kvflow.sim.fixtures"]
+Both = tuple[PrefillSession, DecodeSession]
+
+
+async def waiting(p: Pair) -> Both:
+    return await matched(p)
+
+
+async def between_chunks(p: Pair) -> Both:
+    """The first chunk has landed and nothing runs."""
+    source, target = await matched(p)
+    mine = p.prefill.pages.take(2, "engine")
+    source.on_end(lambda: p.prefill.pages.give_back(mine, "engine"))
+    source.send(mine)
+    await until(lambda: target.state.filled == (2,))
+    assert source.state.phase.name == "WAITING_FOR_INPUT"
+    return source, target
+
+
+async def first_chunk_running(p: Pair) -> Both:
+    source, target = await matched(p)
+    p.plane(p.prefill).hold()
+    p.send_all(source)
+    return source, target
+
+
+SCENES: list[Callable[[Pair], Awaitable[Both]]] = [waiting, first_chunk_running, between_chunks, midway]
+
+
+@pytest.mark.parametrize("scene", SCENES)
+@pytest.mark.parametrize("again", [0, 1, 3])
+async def test_decode_aborts(kvflow_pair: Pair, scene: Callable[[Pair], Awaitable[Both]], again: int) -> None:
+    p = kvflow_pair
+    source, target = await scene(p)
+    target.close(WHY)
+    assert await code_of(target.landed()) is WHY.code  # at once: the client waits for no network
+    for _ in range(again):
+        target.close(Cause(Code.DEADLINE))
+    assert await code_of(source.done()) is WHY.code
+    await p.rest()
+    assert target.state.phase.name == source.state.phase.name == "ABORTED"
+    assert target.state.cause == source.state.cause == WHY
+    for _ in range(again):
+        target.close()
+        source.close()
+    assert p.decode.counts.endings == p.prefill.counts.endings == {f"aborted:{WHY.code}": 1}
+    p.plane(p.prefill).release()
+    await success(p, 8)
+
+
+@pytest.mark.parametrize("scene", SCENES)
+@pytest.mark.parametrize("again", [0, 1, 3])
+async def test_prefill_fails(kvflow_pair: Pair, scene: Callable[[Pair], Awaitable[Both]], again: int) -> None:
+    p = kvflow_pair
+    source, target = await scene(p)
+    source.close(WHY)
+    for _ in range(again):
+        source.close(Cause(Code.DEADLINE))
+    assert await code_of(source.done()) is WHY.code
+    assert await code_of(target.landed()) is WHY.code
+    await p.rest()
+    assert target.state.phase.name == "FAILED" and source.state.phase.name in ("FAILED", "ABORTED")
+    assert target.state.cause == source.state.cause == WHY
+    target.close()
+    assert p.decode.counts.endings == {f"failed:{WHY.code}": 1}
+    p.plane(p.prefill).release()
+    await success(p, 8)
+
+
+@pytest.mark.parametrize("scene", SCENES)
+async def test_both_at_once_keep_their_own_cause(kvflow_pair: Pair, scene: Callable[[Pair], Awaitable[Both]]) -> None:
+    p = kvflow_pair
+    source, target = await scene(p)
+    target.close(Cause(Code.CLIENT_GONE))
+    source.close(WHY)
+    assert await code_of(target.landed()) is Code.CLIENT_GONE
+    assert await code_of(source.done()) is WHY.code
+    await p.rest()
+
+
+async def test_closing_what_has_landed_is_no_abort(kvflow_pair: Pair) -> None:
+    p = kvflow_pair
+    await success(p)
+    await p.rest()
+    assert p.network.seen["Abort"] == 0
+
+
+async def test_nothing_is_written_and_no_page_is_free_before_the_drain(kvflow_pair: Pair) -> None:
+    """A write that cannot be stopped: client and engine have their error, but the pages stay lent (I2, I12)."""
+    p = kvflow_pair
+    p.plane(p.prefill).script(Fault.STUCK)
+    source, target = await matched(p)
+    p.send_all(source)
+    target.close(WHY)
+    assert await code_of(target.landed()) is await code_of(source.done()) is WHY.code
+    asked = p.network.seen["Abort"]
+    await until(lambda: p.network.seen["Abort"] >= asked + 3)  # repeated, and repeated
+    assert p.decode.pages.free_pages == 64 - 5 and len(p.decode.handlers.ledger) == 1
+    assert p.prefill.pages.held_pages == 5 and p.network.seen["AbortAck"] == 0
+    assert source.state.phase.name == target.state.phase.name == "DRAINING"
+    p.plane(p.prefill).release()
+    await p.rest()
+    assert target.state.phase.name == "ABORTED"
+
+
+async def test_freed_pages_are_written_by_their_new_owner_only(kvflow_pair: Pair) -> None:
+    """The pages of an aborted room, taken again at once, keep what their new owner writes."""
+    p = kvflow_pair
+    _, target = await midway(p)
+    pages = target.pages.copy()
+    target.close()
+    await until(p.decode.pages.at_rest)
+    mine = p.decode.pages.take(64, "canary")
+    fill(p.decode.pool, mine, 0xEE)
+    p.plane(p.prefill).release()
+    await success_on_a_full_pool(p)
+    assert (p.decode.pool.pages_bytes(pages) == 0xEE).all()
+    p.decode.pages.give_back(mine, "canary")
+
+
+async def success_on_a_full_pool(p: Pair) -> None:
+    """Nothing fits, so nothing may be written."""
+    prefill = p.prefill.room(9, PROMPT)
+    with pytest.raises(Exception, match="pages: asked for 5, limit 0"):
+        await p.decode.room(9, "sim", PROMPT)
+    assert await code_of(prefill.matched()) is Code.CAPACITY
+
+
+async def test_an_abort_that_crosses_the_last_chunk(kvflow_pair: Pair) -> None:
+    p = kvflow_pair
+    p.network.hold(ChunkDone)
+    source, target = await matched(p)
+    p.send_all(source, chunks=2)
+    await source.done()
+    target.close(WHY)
+    assert await code_of(target.landed()) is WHY.code
+    p.network.release()
+    await p.rest()
+    assert target.state.phase.name == "ABORTED" and source.state.phase.name == "SUCCESS"
+
+
+async def test_an_abort_after_success_for_a_grant_prefill_has_forgotten(kvflow_pair: Pair) -> None:
+    p = kvflow_pair
+    source, target = await matched(p)
+    link = target.links[0]
+    p.send_all(source)
+    await target.landed()
+    target.close()
+    await p.rest()
+    half = p.prefill.room(7, PROMPT)  # the id is used again; what is late must not touch it (I6)
+    for acks in range(3):
+        assert p.network.seen["AbortAck"] == acks
+        link.send_abort(7, target.grant.number, WHY)
+        await until(lambda acks=acks: p.network.seen["AbortAck"] > acks)
+        assert not half.ended
+    second = await p.decode.room(7, "sim", PROMPT)
+    await half.matched()
+    p.send_all(half)
+    await second.landed()
+    second.close()
+
+
+async def test_a_room_whose_deadline_passes_is_ended_by_decode(kvflow_pair: Pair) -> None:
+    p = kvflow_pair
+    source = p.prefill.room(7, PROMPT)
+    target = await p.decode.room(7, "sim", PROMPT, deadline_s=30)
+    await source.matched()
+    p.clock(p.decode).advance(31)
+    assert await code_of(target.landed()) is Code.DEADLINE
+    assert await code_of(source.done()) is Code.DEADLINE
+    await p.rest()
+
+
+async def test_a_room_whose_deadline_passes_is_ended_by_prefill(kvflow_pair: Pair) -> None:
+    p = kvflow_pair
+    source = p.prefill.room(7, PROMPT, deadline_s=30)
+    target = await p.decode.room(7, "sim", PROMPT)
+    await source.matched()
+    p.clock(p.prefill).advance(31)
+    assert await code_of(source.done()) is Code.DEADLINE
+    assert await code_of(target.landed()) is Code.DEADLINE
+    await p.rest()
+
+
+async def test_heartbeats_let_prefill_forget_what_has_ended(kvflow_pair: Pair) -> None:
+    p = kvflow_pair
+    p.network.hold(Heartbeat)
+    for room in range(5):
+        await success(p, room)
+    (known,) = p.prefill.handlers.targets.values()
+    assert len(known.closed) == 5
+    p.network.release()
+    await until(lambda: not known.closed)
+    assert known.low_water > 5 and not known.doubtful

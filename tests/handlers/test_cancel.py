@@ -1,0 +1,247 @@
+"""Cancel at every await a user has, and close nodes in the middle of everything: nothing is left behind (I5, I12)."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+
+import msgspec
+import pytest
+
+from kvflow.handlers.decode_room import DecodeSession
+from kvflow.handlers.prefill_room import PrefillSession
+from kvflow.protocols.errors import AbortedError, Code, KvflowError, LostError
+from kvflow.protocols.messages import Abort, Bootstrap, Register, Registered
+from kvflow.sim.pair import QUICK, Pair, pair, until
+from kvflow.transports.fake import Fault
+from tests.handlers.scenes import PROMPT, WHY, code_of, matched, midway, success
+
+pytest_plugins = ["kvflow.sim.fixtures"]
+Waits = Callable[[PrefillSession, DecodeSession], Awaitable[object]]
+AWAITS: dict[str, Waits] = {
+    "matched": lambda source, _: source.matched(),
+    "done": lambda source, _: source.done(),
+    "landed": lambda _, target: target.landed(),
+}
+
+
+async def cancelled(task: asyncio.Future[object]) -> None:
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+
+
+@pytest.mark.parametrize("name", AWAITS)
+@pytest.mark.parametrize("turns", range(4))
+async def test_a_cancelled_wait_leaves_the_room_as_it_is(kvflow_pair: Pair, name: str, turns: int) -> None:
+    p = kvflow_pair
+    p.network.hold(Bootstrap)
+    p.plane(p.prefill).hold()
+    source, target = await p.open(7, PROMPT)
+    if name != "matched":
+        p.network.release()
+        await source.matched()
+        p.send_all(source)
+    waiting = asyncio.ensure_future(AWAITS[name](source, target))
+    for _ in range(turns):
+        await asyncio.sleep(0)
+    await cancelled(waiting)
+    assert not (source.ended or target.ended)
+    p.network.release()
+    await source.matched()
+    if name == "matched":
+        p.send_all(source)
+    p.plane(p.prefill).release()
+    assert await target.landed() == b"handoff"
+    target.close()
+
+
+@pytest.mark.parametrize("name", AWAITS)
+async def test_a_cancelled_user_whose_context_closes_the_room(kvflow_pair: Pair, name: str) -> None:
+    p = kvflow_pair
+    p.plane(p.prefill).hold()
+
+    async def use(ready: asyncio.Event) -> None:
+        source, target = await p.open(7, PROMPT)
+        async with source, target:
+            if name != "matched":
+                await source.matched()
+                p.send_all(source)
+            ready.set()
+            await AWAITS[name](source, target)
+            await asyncio.Event().wait()
+
+    ready = asyncio.Event()
+    user = asyncio.ensure_future(use(ready))
+    await ready.wait()
+    await cancelled(user)
+    await p.rest()
+
+
+@pytest.mark.parametrize("kind", [Register, Registered], ids=lambda kind: kind.__name__)
+@pytest.mark.parametrize("turns", range(4))
+async def test_an_opening_that_is_cancelled_leaves_no_room(kvflow_pair: Pair, kind: type, turns: int) -> None:
+    p = kvflow_pair
+    p.network.hold(kind)
+    opening = asyncio.ensure_future(p.decode.room(7, "sim", PROMPT))
+    other = asyncio.ensure_future(p.decode.room(8, "sim", PROMPT))
+    for _ in range(turns):
+        await asyncio.sleep(0)
+    await cancelled(opening)
+    assert not p.decode.handlers.rooms and p.decode.pages.at_rest()
+    p.network.release()
+    (await other).close()  # the one who waits for the same registration is not harmed
+    await success(p, 9)
+
+
+async def test_an_opening_is_cancelled_while_the_registry_is_asked(kvflow_pair: Pair) -> None:
+    p = kvflow_pair
+    asked, resolve = asyncio.Event(), p.decode._resolve
+    assert resolve is not None
+
+    async def slow(word: str) -> object:
+        await asked.wait()
+        return await resolve(word)
+
+    p.decode._resolve = slow  # type: ignore[assignment]
+    openings = [asyncio.ensure_future(p.decode.room(room, "sim", PROMPT)) for room in (7, 8)]
+    await asyncio.sleep(0)
+    await cancelled(openings[0])
+    asked.set()
+    (await openings[1]).close()
+
+
+SCENES = [matched, midway]
+
+
+@pytest.mark.parametrize("scene", SCENES)
+@pytest.mark.parametrize("stuck", [False, True])
+async def test_closing_prefill_in_mid_transfer(
+    kvflow_pair: Pair, scene: Callable[[Pair], Awaitable[tuple[PrefillSession, DecodeSession]]], stuck: bool
+) -> None:
+    p = kvflow_pair
+    if stuck:
+        p.plane(p.prefill).script(Fault.STUCK)
+    source, target = await scene(p) if not stuck else await sending(p)
+    half = p.prefill.room(50, PROMPT)
+    lonely = await p.decode.room(51, "sim", PROMPT)
+    await until(lambda: 51 in p.prefill.handlers.rooms)
+    node = p.prefills.pop(0)
+    closing = asyncio.ensure_future(node.close())
+    await asyncio.sleep(0)
+    if stuck:
+        assert await code_of(target.landed()) is Code.SHUTDOWN
+        assert not p.decode.pages.at_rest() and not closing.done()
+        p.plane(node).release()
+    await closing
+    for waiting in (source.done(), half.matched(), target.landed(), lonely.landed()):
+        assert await code_of(waiting) in (Code.SHUTDOWN, Code.PEER_LOST)
+    assert node.pages.at_rest() and not node.handlers.rooms
+    await p.rest()
+    await node.close()
+
+
+async def sending(p: Pair) -> tuple[PrefillSession, DecodeSession]:
+    source, target = await matched(p)
+    p.send_all(source)
+    return source, target
+
+
+async def test_a_closing_prefill_takes_no_new_room(kvflow_pair: Pair) -> None:
+    p = kvflow_pair
+    p.plane(p.prefill).script(Fault.STUCK)
+    source, target = await sending(p)
+    node = p.prefills[0]
+    closing = asyncio.ensure_future(node.close())
+    await asyncio.sleep(0)
+    with pytest.raises(AbortedError):
+        node.room(8, PROMPT)
+    late = await p.decode.room(9, "sim", PROMPT)
+    assert await code_of(late.landed()) is Code.SHUTDOWN
+    p.prefills.clear()
+    p.plane(node).release()
+    await closing
+    assert await code_of(source.done()) is await code_of(target.landed()) is Code.SHUTDOWN
+    await p.rest()
+
+
+@pytest.mark.parametrize("scene", SCENES)
+async def test_closing_decode_in_mid_transfer(
+    kvflow_pair: Pair, scene: Callable[[Pair], Awaitable[tuple[PrefillSession, DecodeSession]]]
+) -> None:
+    p = kvflow_pair
+    source, target = await scene(p)
+    node = p.decodes.pop(0)
+    await node.close()
+    assert await code_of(target.landed()) is await code_of(source.done()) is Code.SHUTDOWN
+    assert node.pages.at_rest() and not node.handlers.rooms and not len(node.handlers.ledger)
+    await until(lambda: not p.prefill.handlers.targets)
+    await p.rest()
+    await node.close()
+
+
+async def test_closing_decode_while_prefill_does_not_answer(kvflow_pair: Pair) -> None:
+    """Patience ends, every room has its one ending, and what is not proven stays out of the free list."""
+    p = kvflow_pair
+    source, target = await midway(p)
+    p.network.drop(Abort, times=1_000)
+    node = p.decodes.pop(0)
+    closing = asyncio.ensure_future(node.close())
+    assert await code_of(target.landed()) is Code.SHUTDOWN
+    p.clock(node).advance(p.timing.lost_after_s + 1)
+    await closing
+    assert target.ended and not node.handlers.rooms
+    assert node.handlers.ledger.quarantined_pages == 5 == 64 - node.pages.free_pages
+    assert await code_of(source.done()) is Code.PEER_LOST
+
+
+async def test_closing_decode_while_a_write_cannot_be_stopped() -> None:
+    async with pair(timing=msgspec.structs.replace(QUICK, lost_after_s=0.4)) as p:
+        p.plane(p.prefill).script(Fault.STUCK)
+        source, target = await sending(p)
+        node = p.decodes.pop(0)
+        await node.close()
+        assert target.state.phase.name == "LOST" and not node.handlers.rooms
+        assert node.handlers.ledger.quarantined_pages == 5
+        assert await code_of(source.done()) is Code.SHUTDOWN
+        p.plane(p.prefill).release()
+        await p.rest()
+
+
+async def test_closing_decode_while_rooms_are_being_opened(kvflow_pair: Pair) -> None:
+    p = kvflow_pair
+    p.network.hold(Registered)
+    openings = [asyncio.ensure_future(p.decode.room(room, "sim", PROMPT)) for room in range(3)]
+    await until(lambda: p.decode.handlers.links)
+    node = p.decodes.pop(0)
+    await node.close()
+    for opening in openings:
+        with pytest.raises(LostError, match="closing"):
+            await opening
+    assert node.pages.at_rest()
+
+
+async def test_nodes_that_never_started_or_are_closed_twice() -> None:
+    async with pair() as p:
+        await success(p)
+        for node in p.nodes:
+            await node.close()
+            await node.close()
+        with pytest.raises(KvflowError):
+            p.prefill.room(8, PROMPT)
+        with pytest.raises(KvflowError):
+            await p.decode.room(8, p.ranks, PROMPT)
+
+
+@pytest.mark.parametrize("side", ["prefill", "decode"])
+async def test_leaving_by_an_exception_tells_the_other_side(kvflow_pair: Pair, side: str) -> None:
+    p = kvflow_pair
+    source, target = await midway(p)
+    with pytest.raises(ZeroDivisionError):
+        async with source if side == "prefill" else target:
+            raise ZeroDivisionError
+    for waiting in (source.done(), target.landed()):
+        assert await code_of(waiting) in (Code.CLIENT_GONE, Code.ENGINE_ERROR)
+    await p.rest()
+    source.close(WHY)
+    target.close(WHY)

@@ -1,0 +1,208 @@
+"""Rooms with one half only, or with halves that do not fit: both are told why, as soon as one knows (I4)."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from kvflow.handlers.halves import EndedHalves, Half
+from kvflow.protocols.errors import Cause, Code, KvflowError, LostError, RefusedError
+from kvflow.protocols.layout import build_layout
+from kvflow.protocols.messages import MAX_TEXT, Abort, Bootstrap
+from kvflow.sim.pair import PAGE_SIZE, Pair, pair, small_layout, until
+from tests.handlers.scenes import PROMPT, WHY, code_of, matched, success
+
+pytest_plugins = ["kvflow.sim.fixtures"]
+
+
+async def test_decode_never_comes(kvflow_pair: Pair) -> None:
+    p = kvflow_pair
+    source = p.prefill.room(7, PROMPT)
+    p.clock(p.prefill).advance(p.timing.rendezvous_s - 1)
+    p.prefill.handlers._sweep_once(p.prefill.handlers.now())
+    assert not source.ended
+    p.clock(p.prefill).advance(2)
+    assert await code_of(source.matched()) is Code.RENDEZVOUS
+    target = await p.decode.room(7, "sim", PROMPT)  # late, and told so
+    assert await code_of(target.landed()) is Code.RENDEZVOUS
+
+
+async def test_prefill_never_comes(kvflow_pair: Pair) -> None:
+    p = kvflow_pair
+    target = await p.decode.room(7, "sim", PROMPT)
+    await until(lambda: 7 in p.prefill.handlers.rooms)
+    p.clock(p.prefill).advance(p.timing.rendezvous_s + 1)
+    p.clock(p.decode).advance(1)
+    assert await code_of(target.landed()) is Code.RENDEZVOUS
+    source = p.prefill.room(7, PROMPT)
+    assert await code_of(source.matched()) is Code.RENDEZVOUS
+
+
+async def test_prefill_refuses_before_decode_comes(kvflow_pair: Pair) -> None:
+    p = kvflow_pair
+    p.prefill.room(7, PROMPT).close(WHY)
+    target = await p.decode.room(7, "sim", PROMPT)
+    assert await code_of(target.landed()) is WHY.code
+    assert target.state.cause == WHY
+    await success(p, 7)  # told once: the id is free again
+
+
+async def test_decode_ends_before_prefill_comes(kvflow_pair: Pair) -> None:
+    p = kvflow_pair
+    target = await p.decode.room(7, "sim", PROMPT)
+    await until(lambda: 7 in p.prefill.handlers.rooms)
+    target.close(WHY)
+    await until(p.decode.pages.at_rest)
+    assert await code_of(p.prefill.room(7, PROMPT).matched()) is WHY.code
+    await success(p, 7)
+
+
+async def test_the_same_half_may_begin_afresh(kvflow_pair: Pair) -> None:
+    p = kvflow_pair
+    p.prefill.room(7, PROMPT).close(WHY)
+    await success(p, 7)
+    assert not len(p.prefill.handlers.ended_halves)
+
+
+async def test_what_nobody_asked_for_is_forgotten(kvflow_pair: Pair) -> None:
+    p = kvflow_pair
+    for room in range(10):
+        p.prefill.room(room, PROMPT).close(WHY)
+    assert len(p.prefill.handlers.ended_halves) == 10
+    p.clock(p.prefill).advance(p.timing.rendezvous_s + 1)
+    await until(lambda: not len(p.prefill.handlers.ended_halves))
+
+
+@pytest.mark.parametrize("first", ["prefill", "decode"])
+@pytest.mark.parametrize(
+    "other",
+    [range(1, 5 * PAGE_SIZE + 1), range(5 * PAGE_SIZE - 1), [0] * (5 * PAGE_SIZE)],
+    ids=["ids", "length", "zeros"],
+)
+async def test_halves_that_mean_different_prompts(kvflow_pair: Pair, first: str, other: list[int]) -> None:
+    p = kvflow_pair
+    if first == "prefill":
+        source = p.prefill.room(7, PROMPT)
+        target = await p.decode.room(7, "sim", other)
+    else:
+        target = await p.decode.room(7, "sim", other)
+        await until(lambda: 7 in p.prefill.handlers.rooms)
+        source = p.prefill.room(7, PROMPT)
+    assert await code_of(source.matched()) is await code_of(target.landed()) is Code.PROMPT_MISMATCH
+    await p.rest()
+    assert not p.plane(p.prefill).written
+
+
+@pytest.mark.parametrize("first", ["prefill", "decode"])
+async def test_decode_has_no_pages(kvflow_pair: Pair, first: str) -> None:
+    p = kvflow_pair
+    await success(p, 1)
+    taken = p.decode.pages.take(60, "somebody")
+    source = p.prefill.room(7, PROMPT) if first == "prefill" else None
+    assert await code_of(p.decode.room(7, "sim", PROMPT)) is Code.CAPACITY
+    if source is None:
+        await until(lambda: p.network.seen["AbortAck"])
+        source = p.prefill.room(7, PROMPT)
+    assert await code_of(source.matched()) is Code.CAPACITY
+    p.decode.pages.give_back(taken, "somebody")
+    await success(p, 7)
+
+
+async def test_a_second_decode_for_the_same_room(kvflow_pair: Pair) -> None:
+    p = kvflow_pair
+    source, target = await matched(p)
+    other = await p.add_decode()
+    for node in (other, p.decode):
+        late = await node.room(7, "sim", PROMPT)
+        assert await code_of(late.landed()) is Code.ROOM_IN_USE
+    p.send_all(source)
+    assert await target.landed() == b"handoff"
+    target.close()
+
+
+async def test_a_bootstrap_that_lends_too_few_or_foreign_pages(kvflow_pair: Pair) -> None:
+    p = kvflow_pair
+    _, target = await matched(p, 1)
+    link = target.links[0]
+    me, them = p.decode.incarnation, p.prefill.incarnation
+    refused = [b"\0" * 8, b"\0\0\0\0", b"\xff\xff\xff\xff" * 5, b"\x40\0\0\0", b"abc", b""]
+    for i, pages in enumerate(refused):
+        link.send(Bootstrap(50 + i, 100 + i, them, me, pages, 5 * PAGE_SIZE, b"d" * 32))
+    link.send(Bootstrap(60, 160, them, me, b"", 0, b"d" * 32))
+    link.send(Bootstrap(61, 161, them, me, b"", 4, b"d" * 32, 400))
+    await until(lambda: p.network.seen["RoomFailed"] == len(refused) + 2)
+    assert set(p.prefill.handlers.rooms) == {1}
+    target.close()
+    p.prefill.handlers.targets[me].closed.clear()  # grants of its own making: no heartbeat would settle them
+
+
+async def test_pools_that_do_not_fit_are_told_what_differs(kvflow_pair: Pair) -> None:
+    p = kvflow_pair
+    other = await p.add_decode(small_layout(page_size=8))
+    for _ in range(2):
+        with pytest.raises(RefusedError, match="page_size: prefill 4, decode 8"):
+            await other.room(7, "sim", PROMPT)
+    await until(lambda: not other.handlers.links)
+    await success(p, 8)
+
+
+async def test_pools_that_differ_in_everything_are_told_some_of_it() -> None:
+    layers = [(f"layer {i} of a model with a long name.{kv}", "uint8", (8,)) for i in range(100) for kv in "kv"]
+    theirs = [(name, dtype, (16,)) for name, dtype, _ in layers]
+    source = build_layout(layers, page_size=4, num_pages=2)
+    async with pair(source_layout=source, target_layout=build_layout(theirs, page_size=4, num_pages=2)) as p:
+        with pytest.raises(RefusedError, match="shape") as caught:
+            await p.decode.room(7, "sim", [1])
+        assert len(str(caught.value)) > MAX_TEXT // 2
+
+
+async def test_nobody_answers(kvflow_pair: Pair) -> None:
+    p = kvflow_pair
+    p.network.cut()
+    task = asyncio.ensure_future(p.decode.room(7, "sim", PROMPT))
+    await until(lambda: p.decode.handlers.links)
+    p.clock(p.decode).advance(p.timing.register_s + 1)
+    with pytest.raises(LostError, match="did not answer"):
+        await task
+    p.network.mend()
+    await success(p)
+
+
+async def test_a_word_nobody_can_resolve(kvflow_pair: Pair) -> None:
+    p = kvflow_pair
+
+    async def resolve(_: str) -> list[object]:
+        raise LostError("no registry there")
+
+    p.decode._resolve = resolve  # type: ignore[assignment]
+    for _ in range(2):
+        with pytest.raises(KvflowError, match="no registry"):
+            await p.decode.room(7, "elsewhere", PROMPT)
+
+
+def test_ended_halves_are_bounded_and_told_once_to_the_other_half() -> None:
+    halves = EndedHalves(limit=2)
+    for room in (1, 2, 3):
+        halves.remember(room, Half.ENGINE, Cause(Code.DEADLINE, str(room)), forget_at_s=room)
+    assert len(halves) == 2 and halves.take(1, Half.DECODE) is None
+    assert halves.take(2, Half.DECODE) == Cause(Code.DEADLINE, "2")
+    assert halves.take(2, Half.DECODE) is None
+    assert halves.take(3, Half.ENGINE) is None and not len(halves)
+    halves.remember(4, Half.DECODE, WHY, 4.0)
+    halves.expire(4.0)
+    assert len(halves) == 1
+    halves.expire(4.1)
+    assert not len(halves)
+
+
+async def test_a_late_abort_for_a_room_both_of_whose_halves_have_ended(kvflow_pair: Pair) -> None:
+    p = kvflow_pair
+    p.network.hold(Abort)
+    p.network.hold(Bootstrap)
+    source, target = await p.open(7, PROMPT)
+    target.close(WHY)
+    source.close(WHY)
+    p.network.release(list.reverse)
+    await p.rest()
+    await success(p, 7)

@@ -1,0 +1,205 @@
+"""Who says something matters: other lives of a peer, other versions, silence that is not death (I6)."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from kvflow.protocols.codec import encode, routing_id
+from kvflow.protocols.errors import Code, LostError
+from kvflow.protocols.messages import (
+    WIRE_VERSION,
+    Abort,
+    AbortAck,
+    ChunkDone,
+    Heartbeat,
+    Register,
+    Registered,
+    Resync,
+    RoomFailed,
+)
+from kvflow.sim.network import Frame
+from kvflow.sim.pair import Pair, pair, until
+from tests.handlers.scenes import PROMPT, WHY, code_of, matched, midway, success
+
+pytest_plugins = ["kvflow.sim.fixtures"]
+
+
+async def test_a_restarted_prefill_at_the_same_address() -> None:
+    async with pair() as p:
+        _, target = await midway(p)
+        port = int(p.prefill.info.control.rsplit(":", 1)[1])
+        first = p.prefill.incarnation
+        await p.crash(p.prefill)
+        await p.add_prefill(port)
+        assert p.prefill.incarnation != first
+        assert await code_of(target.landed()) is Code.PEER_LOST
+        await success(p, 8)
+        await until(lambda: set(p.decode.handlers.links) == {p.prefill.incarnation})
+        await p.rest()
+
+
+async def test_another_incarnation_answers_and_nobody_saw_the_old_one_die() -> None:
+    """Rooms end at once; loans do not: a new life at an address says nothing about the writes of the old one."""
+    async with pair() as p:
+        source, target = await midway(p)
+        port = int(p.prefill.info.control.rsplit(":", 1)[1])
+        old = p.prefill
+        p.network.leave(old.handlers.socket)  # type: ignore[arg-type]
+        p.prefills.clear()
+        await p.add_prefill(port)
+        assert await code_of(target.landed()) is Code.PEER_LOST
+        assert target.state.phase.name == "LOST"
+        assert p.decode.handlers.ledger.quarantined_pages == 5
+        await success(p, 8)
+        assert p.decode.handlers.ledger.quarantined_pages == 5
+        p.plane(old).die()
+        await until(p.decode.pages.at_rest)
+        assert await code_of(source.done()) is not None
+        await old.close()
+        await p.rest()
+
+
+async def test_a_silent_prefill_that_comes_back(kvflow_pair: Pair) -> None:
+    """Silence ends rooms. The loan is recalled when it speaks again, and its answer is proof."""
+    p = kvflow_pair
+    source, target = await midway(p)
+    p.network.cut()
+    p.clock(p.decode).advance(p.timing.lost_after_s + 1)
+    assert await code_of(target.landed()) is Code.PEER_LOST
+    assert target.state.phase.name == "LOST" and p.decode.handlers.ledger.quarantined_pages == 5
+    with pytest.raises(LostError, match="silent"):
+        await p.decode.room(8, "sim", PROMPT)
+    assert not source.ended, "prefill has seen nothing wrong yet"
+    p.network.mend()
+    await p.rest()
+    assert await code_of(source.done()) is Code.PEER_LOST
+    p.plane(p.prefill).release()
+    await success(p, 9)
+
+
+@pytest.mark.parametrize("lost", [Abort, AbortAck], ids=lambda kind: kind.__name__)
+async def test_a_silent_prefill_comes_back_and_the_first_word_is_lost(kvflow_pair: Pair, lost: type) -> None:
+    p = kvflow_pair
+    _, target = await midway(p)
+    p.network.cut()
+    p.clock(p.decode).advance(p.timing.lost_after_s + 1)
+    assert await code_of(target.landed()) is Code.PEER_LOST
+    p.network.mend()
+    p.network.drop(lost, times=2)
+    await p.rest()
+
+
+async def test_a_silent_decode_that_comes_back(kvflow_pair: Pair) -> None:
+    p = kvflow_pair
+    source, target = await midway(p)
+    p.network.cut()
+    p.clock(p.prefill).advance(p.timing.lost_after_s + 1)
+    assert await code_of(source.done()) is Code.PEER_LOST
+    await until(lambda: not p.prefill.pages.held_pages)
+    assert not target.ended
+    p.network.mend()
+    assert await code_of(target.landed()) is Code.PEER_LOST
+    await p.rest()
+    p.plane(p.prefill).release()
+    await success(p, 8)
+
+
+async def test_a_loaded_peer_is_not_a_dead_one(kvflow_pair: Pair) -> None:
+    """A room may stand still for as long as it likes while heartbeats are answered."""
+    p = kvflow_pair
+    source, target = await matched(p)
+    for _ in range(5):
+        beats = p.network.seen["Heartbeat"]
+        for node in (p.prefill, p.decode):
+            p.clock(node).advance(p.timing.lost_after_s / 2)
+        await until(lambda beats=beats: p.network.seen["Heartbeat"] >= beats + 4)
+    assert not (source.ended or target.ended)
+    p.send_all(source)
+    await target.landed()
+    target.close()
+
+
+async def test_messages_of_other_lives_are_counted_and_change_nothing(kvflow_pair: Pair) -> None:
+    p = kvflow_pair
+    source, target = await midway(p)
+    me, them, grant = p.decode.incarnation, p.prefill.incarnation, target.grant.number
+    await until(lambda: target.state.filled == (2,))
+    before = target.state
+    foreign = [(them, me + 2), (them + 2, me)]
+    to_decode = [
+        message
+        for s, t in foreign
+        for message in (
+            ChunkDone(7, grant, s, t, 0, 1, 3, True, b""),
+            RoomFailed(7, grant, s, t, 0, WHY),
+            AbortAck(7, grant, s, t, 0, True),
+            Resync(s, t, ()),
+            Heartbeat(s, t),
+        )
+    ] + [
+        ChunkDone(8, grant, them, me, 0, 1, 3, True, b""),  # another room
+        ChunkDone(7, grant + 1, them, me, 0, 1, 3, True, b""),  # another grant
+        RoomFailed(7, grant + 1, them, me, 0, WHY),
+        AbortAck(7, grant + 1, them, me, 0, True),
+    ]
+    counted = p.decode.counts
+    seen = counted.stale + counted.foreign
+    for message in to_decode:
+        p.network.inject(Frame(p.prefill.info.control, routing_id(me), False, encode(message)))
+    # heartbeats of another source are ignored without a count
+    await until(lambda: counted.stale + counted.foreign >= seen + len(to_decode) - 1)
+    assert target.state == before and len(p.decode.handlers.ledger) == 1
+    dropped = p.prefill.counts.foreign
+    for message in (Abort(7, grant, them, me + 2, WHY), Heartbeat(them, me + 2, 1 << 40)):
+        p.network.inject(Frame(p.prefill.info.control, routing_id(me), True, encode(message)))
+    await until(lambda: p.prefill.counts.foreign == dropped + 2)
+    assert not source.ended
+    target.close()
+
+
+async def test_a_peer_nobody_knows_is_answered_nothing(kvflow_pair: Pair) -> None:
+    p = kvflow_pair
+    stranger = p.network.connect(p.prefill.info.control, 99)
+    stale = p.prefill.counts.stale
+    stranger.send(encode(Abort(7, 1, p.prefill.incarnation, 99, WHY)))
+    stranger.send(encode(Heartbeat(p.prefill.incarnation, 99)))
+    await until(lambda: p.prefill.counts.stale == stale + 2)
+    assert not p.prefill.handlers.targets
+    stranger.close()
+
+
+async def test_another_wire_version_is_refused_with_both_numbers(kvflow_pair: Pair) -> None:
+    p = kvflow_pair
+    stranger = p.network.connect(p.prefill.info.control, 99)
+    endpoint, layout = p.decode.exported
+    stranger.send(encode(Register(p.prefill.incarnation, 99, WIRE_VERSION + 6, layout, endpoint)))
+    ((_, frame),) = await asyncio.wait_for(stranger.receive(), 5)
+    answer = Frame("", b"", False, frame).message
+    assert isinstance(answer, Registered) and answer.wire_version == WIRE_VERSION
+    assert str(WIRE_VERSION) in answer.refusal and str(WIRE_VERSION + 6) in answer.refusal
+    assert not p.prefill.handlers.targets
+    stranger.close()
+
+
+async def test_decodes_are_bounded(kvflow_pair: Pair) -> None:
+    p = kvflow_pair
+    await success(p)
+    p.prefill.handlers.bounds = type(p.prefill.handlers.bounds)(targets=1)
+    other = await p.add_decode()
+    with pytest.raises(Exception, match="registered already"):
+        await other.room(8, "sim", PROMPT)
+
+
+@pytest.mark.parametrize("garbage", [b"", b"\0", b"\xc1" * 100, b"\x93\x03\x01\x02", encode(Heartbeat(1, 2))[:-1]])
+async def test_bad_bytes_are_counted_and_the_next_room_works(kvflow_pair: Pair, garbage: bytes) -> None:
+    p = kvflow_pair
+    await success(p, 1)
+    control, peer = p.prefill.info.control, routing_id(p.decode.incarnation)
+    for to_prefill, counts in ((True, p.prefill.counts), (False, p.decode.counts)):
+        for _ in range(40):
+            p.network.inject(Frame(control, peer, to_prefill, garbage))
+        await until(lambda counts=counts: counts.malformed == 40)
+        assert not counts.handler_errors
+    await success(p, 2)

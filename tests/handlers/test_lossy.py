@@ -1,0 +1,177 @@
+"""Every message lost once, said twice, or overtaken: the room ends the same way, and nothing is left behind."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from kvflow.handlers.settings import Timing
+from kvflow.protocols.messages import (
+    Abort,
+    AbortAck,
+    Bootstrap,
+    ChunkDone,
+    Heartbeat,
+    Register,
+    Registered,
+    Resync,
+    RoomFailed,
+)
+from kvflow.sim.network import DELIVERED, LOST, TWICE, Fate, Frame
+from kvflow.sim.pair import QUICK, Pair, pair, until
+from tests.handlers.scenes import PROMPT, WHY, assert_same_bytes, code_of, matched, midway
+
+pytest_plugins = ["kvflow.sim.fixtures"]
+
+GOOD = [Register, Registered, Bootstrap, ChunkDone, Heartbeat, Resync]
+ABORTED = [Bootstrap, ChunkDone, Abort, AbortAck]
+FAILED = [ChunkDone, RoomFailed, AbortAck]
+
+
+@pytest.mark.parametrize("kind", GOOD, ids=lambda kind: kind.__name__)
+@pytest.mark.parametrize("fault", ["drop", "duplicate", "drop three"])
+async def test_success(kvflow_pair: Pair, kind: type, fault: str) -> None:
+    p = kvflow_pair
+    disturb(p, kind, fault)
+    source, target = await matched(p)
+    pages = p.send_all(source, chunks=3)
+    assert await target.landed() == b"handoff"
+    assert_same_bytes(p, pages, target)
+    target.close()
+    await p.rest()
+    assert p.decode.counts.endings == {"success": 1}
+
+
+@pytest.mark.parametrize("kind", ABORTED, ids=lambda kind: kind.__name__)
+@pytest.mark.parametrize("fault", ["drop", "duplicate", "drop three"])
+async def test_abort_in_mid_transfer(kvflow_pair: Pair, kind: type, fault: str) -> None:
+    p = kvflow_pair
+    disturb(p, kind, fault)
+    source, target = await midway(p)
+    target.close(WHY)
+    assert await code_of(source.done()) is WHY.code
+    await p.rest()
+    assert p.decode.counts.endings == {f"aborted:{WHY.code}": 1}
+
+
+@pytest.mark.parametrize("kind", FAILED, ids=lambda kind: kind.__name__)
+@pytest.mark.parametrize("fault", ["drop", "duplicate", "drop three"])
+async def test_failure_in_mid_transfer(kvflow_pair: Pair, kind: type, fault: str) -> None:
+    p = kvflow_pair
+    disturb(p, kind, fault)
+    source, target = await midway(p)
+    source.close(WHY)
+    assert await code_of(target.landed()) is WHY.code
+    await p.rest()
+    assert p.decode.counts.endings == {f"failed:{WHY.code}": 1}
+
+
+@pytest.mark.parametrize("kind", [RoomFailed, AbortAck], ids=lambda kind: kind.__name__)
+async def test_a_refusal(kvflow_pair: Pair, kind: type) -> None:
+    p = kvflow_pair
+    p.network.drop(kind)
+    p.prefill.room(7, PROMPT).close(WHY)
+    target = await p.decode.room(7, "sim", PROMPT)
+    assert await code_of(target.landed()) is WHY.code
+    await p.rest()
+
+
+async def test_an_abort_overtakes_its_bootstrap(kvflow_pair: Pair) -> None:
+    p = kvflow_pair
+    source = p.prefill.room(7, PROMPT)
+    p.network.hold(Bootstrap)
+    target = await p.decode.room(7, "sim", PROMPT)
+    target.close(WHY)
+    await until(p.decode.pages.at_rest)
+    assert await code_of(source.matched()) is WHY.code
+    again = p.prefill.room(7, PROMPT)
+    assert p.network.release()
+    await until(p.decode.pages.at_rest)
+    assert not again.ended, "a stale Bootstrap bound it"
+    again.close()
+    await p.rest()
+    assert not p.plane(p.prefill).written
+
+
+async def test_chunks_out_of_order_wait_for_the_missing_one(kvflow_pair: Pair) -> None:
+    p = kvflow_pair
+    p.network.hold(ChunkDone)
+    source, target = await matched(p)
+    pages = p.send_all(source, chunks=5)
+    await source.done()
+    await until(lambda: len(p.network.held) >= 5)
+    p.network.release(list.reverse)
+    assert await target.landed() == b"handoff"
+    assert p.decode.counts.stale >= 4, "four came before the one they follow"
+    assert_same_bytes(p, pages, target)
+    target.close()
+
+
+async def test_one_of_several_ranks_never_got_its_bootstrap() -> None:
+    """While another is done already: its pages must be offered again all the same."""
+    async with pair(ranks=2) as p:
+        sources = [node.room(7, PROMPT) for node in p.prefills]
+        second = p.prefills[1].info.control
+        lost = iter([LOST])
+
+        def rule(frame: Frame) -> Fate | None:
+            return next(lost, None) if frame.control == second and isinstance(frame.message, Bootstrap) else None
+
+        p.network.rules.append(rule)
+        target = await p.decode.room(7, "sim", PROMPT)
+        await sources[0].matched()
+        p.send_all(sources[0])
+        await until(lambda: target.state.finished == 1)
+        await sources[1].matched()
+        p.send_all(sources[1], node=p.prefills[1])
+        assert await target.landed() == b"handoff"
+        target.close()
+        await p.rest()
+
+
+@pytest.mark.parametrize("turn", range(6))
+async def test_everything_at_once(kvflow_pair: Pair, seed: int, turn: int) -> None:
+    """A third of all frames lost, doubled or late, rooms ended at random: what is left at the end is nothing."""
+    p, rng = kvflow_pair, random.Random(f"{seed} {turn}")
+
+    def rule(_: Frame) -> Fate:
+        return rng.choices([DELIVERED, LOST, TWICE, (0.01,), (0.0, 0.02)], [6, 1, 1, 1, 1])[0]
+
+    p.network.rules.append(rule)
+    for room in range(12):
+        source, target = await p.open(room, PROMPT)
+        if rng.random() < 0.2:
+            rng.choice([source, target]).close(WHY)
+        await until(lambda s=source: s.bytes_total or s.ended)
+        if not source.ended:
+            await until(lambda s=source: s.state.phase.name == "WAITING_FOR_INPUT" or s.ended)
+        if not source.ended:
+            p.send_all(source, chunks=rng.randint(1, 5))
+        if rng.random() < 0.4:
+            rng.choice([source, target]).close(WHY)
+        await until(lambda t=target: t.ended)
+        target.close()
+    p.patience_s = 10
+    await p.rest()
+    endings = p.decode.counts.endings
+    assert sum(endings.values()) == 12, endings
+
+
+async def test_nothing_is_repeated_when_nothing_is_lost() -> None:
+    """The repeats must not be what makes it work."""
+    async with pair(timing=Timing(sweep_s=0.005, repeat_after_s=30, heartbeat_s=0.02)) as p:
+        source, target = await midway(p)
+        target.close(WHY)
+        await p.rest()
+        assert await code_of(source.done()) is WHY.code
+        assert p.network.seen["Abort"] == p.network.seen["AbortAck"] == p.network.seen["Register"] == 1
+        assert p.network.seen["Resync"] == 0
+    assert QUICK.repeat_after_s < 1
+
+
+def disturb(p: Pair, kind: type, fault: str) -> None:
+    if fault == "duplicate":
+        p.network.duplicate(kind, times=4)
+    else:
+        p.network.drop(kind, times=3 if fault == "drop three" else 1)

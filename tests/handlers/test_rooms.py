@@ -1,0 +1,245 @@
+"""Rooms that go well, what their two ends promise, and what misuse is told."""
+
+from __future__ import annotations
+
+import asyncio
+
+import numpy as np
+import pytest
+
+from kvflow.protocols.errors import CapacityError, Code, KvflowError, LayoutError, MisuseError, OwnershipError
+from kvflow.protocols.messages import MAX_HANDOFF_BYTES
+from kvflow.sim.pair import PAGE_SIZE, Pair, pair, until
+from tests.handlers.scenes import PROMPT, WHY, assert_same_bytes, code_of, matched, midway, success
+
+pytest_plugins = ["kvflow.sim.fixtures"]
+
+
+@pytest.mark.parametrize("chunks", [1, 2, 5])
+@pytest.mark.parametrize("first", ["prefill", "decode"])
+async def test_a_room_moves_its_pages(kvflow_pair: Pair, chunks: int, first: str) -> None:
+    p = kvflow_pair
+    if first == "prefill":
+        source, target = await p.open(7, PROMPT)
+    else:
+        target = await p.decode.room(7, "sim", PROMPT)
+        await until(lambda: 7 in p.prefill.handlers.rooms)
+        source = p.prefill.room(7, PROMPT)
+    assert await source.matched() == 0
+    assert not (source.ended or target.ended)
+    pages = p.send_all(source, chunks=chunks)
+    assert await target.landed() == await target.landed() == b"handoff"
+    await source.done()
+    assert source.ended and target.ended and source.bytes_landed == source.bytes_total > 0
+    assert_same_bytes(p, pages, target)
+    assert p.network.seen["ChunkDone"] == chunks
+    target.close()
+    await p.rest()
+    assert p.decode.counts.endings == p.prefill.counts.endings == {"success": 1}
+    assert p.decode.counts.bytes_moved == p.prefill.counts.bytes_moved == source.bytes_total
+
+
+@pytest.mark.parametrize("room", [0, 1, 2**63, 2**64 - 1])
+async def test_any_u64_is_a_room(kvflow_pair: Pair, room: int) -> None:
+    await success(kvflow_pair, room)
+
+
+@pytest.mark.parametrize("tokens", [1, PAGE_SIZE - 1, PAGE_SIZE, PAGE_SIZE + 1, 64 * PAGE_SIZE])
+async def test_a_page_for_each_page_of_the_prompt(kvflow_pair: Pair, tokens: int) -> None:
+    p = kvflow_pair
+    source, target = await p.open(7, range(tokens))
+    await source.matched()
+    assert len(target.pages) == -(-tokens // PAGE_SIZE) == source.bytes_total // p.prefill.pool.layout.page_bytes
+    p.send_all(source)
+    await target.landed()
+    target.close()
+
+
+async def test_many_rooms_at_once_in_two_decodes(kvflow_pair: Pair) -> None:
+    p = kvflow_pair
+    other = await p.add_decode()
+
+    async def one(room: int) -> None:
+        source = p.prefill.room(room, PROMPT)
+        target = await (other if room % 2 else p.decode).room(room, "sim", PROMPT)
+        await source.matched()
+        pages = p.send_all(source, chunks=room % 3 + 1, handoff=str(room).encode())
+        assert await target.landed() == str(room).encode()
+        pool = (other if room % 2 else p.decode).pool
+        assert (pool.pages_bytes(target.pages) == p.prefill.pool.pages_bytes(pages)).all()
+        target.close()
+
+    for _ in range(4):
+        await asyncio.gather(*(one(room) for room in range(10)))
+    assert p.prefill.counts.endings == {"success": 40}
+
+
+async def test_every_rank_must_finish() -> None:
+    async with pair(ranks=3) as p:
+        sources = [node.room(7, PROMPT) for node in p.prefills]
+        target = await p.decode.room(7, "sim", PROMPT)
+        for node, source in zip(p.prefills, sources, strict=True):
+            await source.matched()
+            assert not target.ended
+            p.send_all(source, node=node, handoff=b"" if node is p.prefill else b"from another rank")
+            await source.done()
+        assert await target.landed() == b"from another rank"
+        target.close()
+        await p.rest()
+
+
+async def test_kept_pages_belong_to_their_keeper(kvflow_pair: Pair) -> None:
+    p = kvflow_pair
+    source, target = await matched(p)
+    with pytest.raises(MisuseError, match="after landed"):
+        target.keep("sequence")
+    p.send_all(source)
+    await target.landed()
+    pages = target.keep("sequence")
+    assert p.decode.pages.owned() == {"sequence": len(pages)}
+    with pytest.raises(MisuseError, match="once"):
+        target.keep("another")
+    target.close()
+    assert p.decode.pages.owned() == {"sequence": len(pages)}
+    p.decode.pages.give_back(pages, "sequence")
+
+
+async def test_leaving_the_context_closes(kvflow_pair: Pair) -> None:
+    p = kvflow_pair
+    source, target = await matched(p)
+    async with source, target:
+        p.send_all(source)
+        await target.landed()
+    await p.rest()
+    source, target = await matched(p, 8)
+    async with target:
+        pass
+    assert target.ended or target.state.phase.name == "DRAINING"
+    assert await code_of(source.done()) is Code.CLIENT_GONE
+
+
+async def test_the_end_is_called_back_once_also_late(kvflow_pair: Pair) -> None:
+    p = kvflow_pair
+    source, target = await matched(p)
+    called: list[str] = []
+    source.on_end(lambda: called.append("source"))
+    target.on_end(lambda: called.append("target"))
+    assert not called
+    p.send_all(source)
+    await target.landed()
+    target.close()
+    target.on_end(lambda: called.append("late target"))
+    source.on_end(lambda: called.append("late source"))
+    source.close()
+    await p.rest()
+    assert sorted(called) == ["late source", "late target", "source", "target"]
+
+
+async def test_source_pages_are_held_while_their_write_runs(kvflow_pair: Pair) -> None:
+    p = kvflow_pair
+    source, target = await midway(p)
+    assert p.prefill.pages.held_pages == 5
+    target.close()
+    await until(lambda: source.ended)
+    assert p.prefill.pages.free_pages < 64 or not p.prefill.pages.held_pages
+    await p.rest()
+
+
+async def test_both_ends_tell_their_story(kvflow_pair: Pair) -> None:
+    p = kvflow_pair
+    source, target = await midway(p)
+    source.close(WHY)
+    await code_of(target.landed())
+    assert any(WHY.text in line.text for line in source.story())
+    assert any(WHY.text in line.text for line in target.story())
+    assert [line.at_s for line in source.story()] == sorted(line.at_s for line in source.story())
+
+
+async def test_misuse_of_a_prefill_room_is_told_and_changes_nothing(kvflow_pair: Pair) -> None:
+    p = kvflow_pair
+    source, target = await p.open(7, PROMPT)
+    mine = p.prefill.pages.take(6, "engine")
+    early = p.prefill.room(8, PROMPT)
+    with pytest.raises(MisuseError, match="before matched"):
+        early.send(mine[:1])
+    early.close()
+    await source.matched()
+    free = np.array([p.prefill.pages.take(1, "probe")[0]], dtype=np.int32)
+    p.prefill.pages.give_back(free, "probe")
+    for pages, last, error in (
+        (mine, False, MisuseError),  # six pages, five lent
+        (mine[:4], True, MisuseError),  # the last chunk must fill the room
+        (mine[:0], False, MisuseError),
+        (free, False, OwnershipError),
+        (np.array([-1], dtype=np.int32), False, KvflowError),
+        (np.array([64], dtype=np.int32), False, KvflowError),
+    ):
+        with pytest.raises(error):
+            source.send(pages, last=last)
+        assert source.state.phase.name == "WAITING_FOR_INPUT"
+    with pytest.raises(CapacityError, match="bytes of hand-over"):
+        source.send(mine[:5], last=True, handoff=b"x" * (MAX_HANDOFF_BYTES + 1))
+    source.send(mine[:5], last=True, handoff=b"x" * MAX_HANDOFF_BYTES)
+    with pytest.raises(MisuseError, match="after the last chunk"):
+        source.send(mine[5:])
+    assert len(await target.landed()) == MAX_HANDOFF_BYTES
+    target.close()
+    p.prefill.pages.give_back(mine, "engine")
+    with pytest.raises(MisuseError):
+        source.send(mine[:1])
+
+
+async def test_a_write_the_plane_refuses_leaves_no_room_behind(kvflow_pair: Pair) -> None:
+    p = kvflow_pair
+    source, target = await matched(p)
+    mine = p.prefill.pages.take(5, "engine")
+    assert source.target is not None and source.target.route is not None
+    write, source.target.route.write = source.target.route.write, _refuse  # type: ignore[method-assign]
+    with pytest.raises(LayoutError, match="planned badly"):
+        source.send(mine, last=True)
+    assert not p.prefill.pages.held_pages
+    source.target.route.write = write  # type: ignore[method-assign]
+    source.send(mine[:5], last=True)
+    await target.landed()
+    target.close()
+    p.prefill.pages.give_back(mine, "engine")
+
+
+def _refuse(*_: object) -> None:
+    raise LayoutError("planned badly")
+
+
+async def test_rooms_nobody_can_open(kvflow_pair: Pair) -> None:
+    p = kvflow_pair
+    for room, prompt in ((-1, PROMPT), (2**64, PROMPT), (7, [])):
+        with pytest.raises(MisuseError):
+            p.prefill.room(room, prompt)
+        with pytest.raises(MisuseError):
+            await p.decode.room(room, "sim", prompt)
+    with pytest.raises(KvflowError, match="no rank"):
+        await p.decode.room(7, [], PROMPT)
+    source, target = await matched(p)
+    with pytest.raises(MisuseError, match="in use"):
+        p.prefill.room(7, PROMPT)
+    assert not source.ended
+    target.close()
+
+
+async def test_a_callback_that_raises_ends_no_room_halfway(kvflow_pair: Pair) -> None:
+    p = kvflow_pair
+    source, target = await matched(p)
+    called: list[str] = []
+    for session, name in ((source, "source"), (target, "target")):
+        session.on_end(_raise)
+        session.on_end(lambda name=name: called.append(name))
+    p.send_all(source)
+    await target.landed()
+    target.close()
+    await until(lambda: sorted(called) == ["source", "target"])
+    for counts in (p.prefill.counts, p.decode.counts):
+        assert counts.handler_errors == 1
+        counts.handler_errors = 0
+
+
+def _raise() -> None:
+    raise ValueError("a user's mistake")

@@ -1,0 +1,135 @@
+"""The shape of what is said: frozen, tagged, with limits that can be reached, and nothing more than the limits."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from typing import Any, get_args
+
+import msgspec
+import pytest
+
+from kvflow.protocols import messages
+from kvflow.protocols.codec import decode_to_decode, decode_to_prefill, encode
+from kvflow.protocols.errors import WireError
+from kvflow.protocols.messages import (
+    MAX_BELIEFS,
+    MAX_FRAME_BYTES,
+    MAX_HANDOFF_BYTES,
+    MAX_PAGES_PER_ROOM,
+    MAX_RANKS,
+    MAX_TEXT,
+    Abort,
+    AbortAck,
+    Belief,
+    Bootstrap,
+    ChunkDone,
+    Heartbeat,
+    Message,
+    Registered,
+    Resync,
+    RoomFailed,
+)
+from tests.protocols.wire import ALL, GOOD, U64
+
+
+def read(message: Message) -> Message:
+    """As the side it is meant for reads it."""
+    if isinstance(message, get_args(messages.ToPrefill)):
+        return decode_to_prefill(encode(message))
+    return decode_to_decode(encode(message))
+
+
+def changed(kind: type, **fields: object) -> Any:
+    return msgspec.structs.replace(GOOD[kind], **fields)
+
+
+def test_every_message_stands_in_a_union() -> None:
+    assert set(ALL) == set(GOOD)
+    assert set(get_args(messages.ToPrefill)) | set(get_args(messages.ToDecode)) == set(ALL)
+    assert set(get_args(messages.ToPrefill)) & set(get_args(messages.ToDecode)) == {Resync, Heartbeat}
+
+
+@pytest.mark.parametrize("kind", ALL, ids=lambda kind: kind.__name__)
+def test_frozen_hashable_tagged_and_named_by_both_incarnations(kind: type) -> None:
+    message = GOOD[kind]
+    assert kind.__struct_config__.frozen and kind.__struct_config__.array_like  # type: ignore[attr-defined]
+    assert hash(message) == hash(changed(kind))
+    with pytest.raises(AttributeError):
+        message.source = 5
+    assert {"source", "target"} <= {field.name for field in msgspec.structs.fields(kind)}
+
+
+def test_tags_are_distinct_and_the_first_element() -> None:
+    tags = [msgspec.msgpack.decode(encode(GOOD[kind]))[0] for kind in ALL]
+    assert sorted(tags) == list(range(1, len(ALL) + 1))
+
+
+@pytest.mark.parametrize(
+    "kind", [k for k in ALL if "room" in {f.name for f in msgspec.structs.fields(k)}], ids=lambda kind: kind.__name__
+)
+@pytest.mark.parametrize("room", [0, 1, 2**63 - 1, 2**63, U64])
+def test_room_is_any_u64(kind: type, room: int) -> None:
+    assert read(changed(kind, room=room)) == changed(kind, room=room)
+
+
+LIMITS: list[tuple[type, str, Any, Any]] = [
+    *((kind, name, U64, 0) for kind in ALL for name in ("source", "target")),
+    *((kind, "grant", U64, 0) for kind in (Bootstrap, ChunkDone, RoomFailed, Abort, AbortAck)),
+    *((kind, "room", U64, -1) for kind in (Bootstrap, ChunkDone, RoomFailed, Abort, AbortAck)),
+    *((kind, "rank", MAX_RANKS - 1, MAX_RANKS) for kind in (Registered, ChunkDone, RoomFailed, AbortAck)),
+    *((kind, "rank", 0, -1) for kind in (Registered, ChunkDone, RoomFailed, AbortAck)),
+    (Registered, "refusal", "x" * MAX_TEXT, "x" * (MAX_TEXT + 1)),
+    (Bootstrap, "pages", b"\0" * 4 * MAX_PAGES_PER_ROOM, b"\0" * (4 * MAX_PAGES_PER_ROOM + 1)),
+    (Bootstrap, "prompt_digest", b"x" * 32, b"x" * 31),
+    (Bootstrap, "prompt_digest", b"x" * 32, b"x" * 33),
+    (Bootstrap, "prompt_tokens", 1 << 40, (1 << 40) + 1),
+    (Bootstrap, "prefix_tokens", 1 << 40, -1),
+    (ChunkDone, "handoff", b"x" * MAX_HANDOFF_BYTES, b"x" * (MAX_HANDOFF_BYTES + 1)),
+    (ChunkDone, "seq", 1 << 32, (1 << 32) + 1),
+    (ChunkDone, "seq", 0, -1),
+    (ChunkDone, "pages", 1 << 40, (1 << 40) + 1),
+    (ChunkDone, "pages", 0, -1),
+    (Heartbeat, "settled_below", 1 << 40, (1 << 40) + 1),
+    (Heartbeat, "settled_below", 0, -1),
+    (Resync, "rooms", (Belief(7, 1, 0),) * MAX_BELIEFS, (Belief(7, 1, 0),) * (MAX_BELIEFS + 1)),
+    (Resync, "rooms", (Belief(0, 1, 0),), (Belief(-1, 1, 0),)),
+    (Resync, "rooms", (Belief(0, 1, 0),), (Belief(0, 0, 0),)),
+]
+
+
+@pytest.mark.parametrize(
+    ("kind", "name", "allowed", "refused"), LIMITS, ids=[f"{k.__name__}.{n}-{i}" for i, (k, n, *_) in enumerate(LIMITS)]
+)
+def test_limits_hold_and_can_be_reached(kind: type, name: str, allowed: object, refused: object) -> None:
+    assert read(changed(kind, **{name: allowed})) == changed(kind, **{name: allowed})
+    with pytest.raises(WireError):
+        read(changed(kind, **{name: refused}))
+
+
+def test_frames_over_the_limit_are_refused_before_they_are_read() -> None:
+    with pytest.raises(WireError, match=str(MAX_FRAME_BYTES)):
+        decode_to_prefill(b"\0" * (MAX_FRAME_BYTES + 1))
+
+
+def test_the_largest_messages_fit_in_a_frame() -> None:
+    assert len(encode(changed(Bootstrap, pages=b"\0" * 4 * MAX_PAGES_PER_ROOM))) <= MAX_FRAME_BYTES
+    assert len(encode(changed(ChunkDone, handoff=b"\0" * MAX_HANDOFF_BYTES))) <= MAX_FRAME_BYTES
+    beliefs = (Belief(U64, U64, 1 << 32),) * MAX_BELIEFS
+    assert len(encode(changed(Resync, rooms=beliefs))) <= MAX_FRAME_BYTES
+
+
+@pytest.mark.parametrize("kind", ALL, ids=lambda kind: kind.__name__)
+def test_a_newer_peer_may_say_more(kind: type) -> None:
+    longer = msgspec.msgpack.encode([*msgspec.msgpack.decode(encode(GOOD[kind])), "from the future"])
+    decode = decode_to_prefill if kind in get_args(messages.ToPrefill) else decode_to_decode
+    assert decode(longer) == GOOD[kind]
+
+
+def test_importing_the_protocols_loads_no_framework() -> None:
+    program = (
+        "import sys, kvflow.protocols.codec, kvflow.protocols.decode_room, kvflow.protocols.prefill_room;"
+        "print(*({'torch', 'zmq', 'uvloop', 'aiohttp'} & set(sys.modules)))"
+    )
+    found = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert found.stdout.split() == []

@@ -1,0 +1,198 @@
+"""The prefill table, cell by cell, against rules written down apart from it, and its counting (I3, I4, I12)."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvflow.protocols.errors import Cause, Code
+from kvflow.protocols.ports import Landing
+from kvflow.protocols.prefill_room import (
+    TABLE,
+    TERMINAL,
+    PrefillCommand,
+    PrefillEvent,
+    PrefillKind,
+    PrefillPhase,
+    PrefillRoom,
+    step,
+)
+from kvflow.protocols.tables import ERROR, IGNORE, Move, TransitionError
+
+P, K, C = PrefillPhase, PrefillKind, PrefillCommand
+CELLS = list(itertools.product(P, K))
+ENDINGS = {K.ABORT_RECEIVED, K.ENDED_LOCALLY, K.TARGET_LOST, K.MISMATCHED}
+IN_DOUBT = {K.WRITE_FAILED, K.ALL_DOUBTFUL}
+WRITES = {K.CHUNK_LANDED, K.IDLE, K.ALL_LANDED, *IN_DOUBT, K.DRAINED, K.UNPROVEN}
+HAS_ENGINE = {P.EXPECTED, P.WAITING_FOR_INPUT, P.TRANSFERRING}  # somebody waits for matched() or done()
+HAS_DECODE = {P.BOOTSTRAPPED, P.WAITING_FOR_INPUT, P.TRANSFERRING}  # somebody has lent pages
+
+
+def ending(phase: PrefillPhase, kind: PrefillKind) -> object:
+    """What an open room does about a reason to end, with nothing running."""
+    tell = (C.TELL_ENDED,) if phase in HAS_ENGINE else ()
+    if kind is K.ABORT_RECEIVED:  # decode knows why; it waits for the proof only
+        return Move(P.ABORTED, (C.SEND_DRAINED, *tell, C.END))
+    if phase is P.EXPECTED and kind is K.ENDED_LOCALLY:  # nobody to send anything to
+        return Move(P.FAILED, (C.TELL_ENDED, C.END))
+    if kind is K.MISMATCHED:  # both halves are there, whichever came first
+        tell = (C.TELL_ENDED,)
+    return Move(P.FAILED, (C.SEND_FAILED, C.SEND_DRAINED, *tell, C.END))
+
+
+def expected(phase: PrefillPhase, kind: PrefillKind) -> object:
+    if phase in TERMINAL:
+        return IGNORE
+    if phase is P.DRAINING:  # the ends of writes decide; new work would be our own mistake
+        last = {K.DRAINED: Move(P.ABORTED, (C.SEND_DRAINED, C.END)), K.UNPROVEN: Move(P.LOST, (C.SEND_UNPROVEN, C.END))}
+        return last.get(kind, ERROR if kind in (K.MATCHED, K.MISMATCHED, K.CHUNK_QUEUED) else IGNORE)
+    halves = phase in (P.EXPECTED, P.BOOTSTRAPPED)
+    if kind is K.MATCHED:
+        return Move(P.WAITING_FOR_INPUT, (C.TELL_MATCHED,)) if halves else ERROR
+    if kind is K.CHUNK_QUEUED:
+        return ERROR if halves else Move(P.TRANSFERRING, (C.START_WRITE,))
+    if kind in WRITES:
+        if phase is not P.TRANSFERRING:  # nothing runs
+            return ERROR
+        return {
+            K.CHUNK_LANDED: Move(P.TRANSFERRING, (C.SEND_CHUNK_DONE,)),
+            K.IDLE: Move(P.WAITING_FOR_INPUT, (C.SEND_CHUNK_DONE,)),
+            K.ALL_LANDED: Move(P.SUCCESS, (C.SEND_CHUNK_DONE, C.TELL_SUCCESS, C.END)),
+            K.WRITE_FAILED: Move(P.DRAINING, (C.SEND_FAILED, C.TELL_ENDED, C.CANCEL_WRITES)),
+            K.ALL_DOUBTFUL: Move(P.LOST, (C.SEND_FAILED, C.SEND_UNPROVEN, C.TELL_ENDED, C.END)),
+        }.get(kind, ERROR)
+    if kind is K.MISMATCHED and not halves:
+        return ERROR
+    if phase is P.EXPECTED and kind in (K.ABORT_RECEIVED, K.TARGET_LOST):  # there is no decode yet
+        return ERROR
+    if phase is not P.TRANSFERRING:
+        return ending(phase, kind)
+    failed = () if kind is K.ABORT_RECEIVED else (C.SEND_FAILED,)
+    return Move(P.DRAINING, (*failed, C.TELL_ENDED, C.CANCEL_WRITES))
+
+
+@pytest.mark.parametrize(("phase", "kind"), CELLS, ids=lambda value: value.name)
+def test_cell(phase: PrefillPhase, kind: PrefillKind) -> None:
+    cell, wanted = TABLE.cell(phase, kind), expected(phase, kind)
+    assert cell is wanted if wanted in (IGNORE, ERROR) else cell == wanted
+    if wanted is ERROR:
+        with pytest.raises(TransitionError):
+            TABLE.move(phase, kind)
+
+
+@pytest.mark.parametrize(("phase", "kind"), CELLS, ids=lambda value: value.name)
+def test_rules(phase: PrefillPhase, kind: PrefillKind) -> None:
+    cell = TABLE.cell(phase, kind)
+    if not isinstance(cell, Move):
+        return
+    commands = list(cell.commands)
+    assert (C.END in commands) == (cell.phase in TERMINAL), "the end comes once, with the last move"
+    assert not commands or C.END not in commands[:-1], "and nothing after it"
+    acks = commands.count(C.SEND_DRAINED) + commands.count(C.SEND_UNPROVEN)
+    ended_early = cell.phase in TERMINAL and cell.phase is not P.SUCCESS
+    heard_of = phase in HAS_DECODE | {P.DRAINING} or kind is K.MISMATCHED
+    assert acks == (1 if ended_early and heard_of else 0), "one verdict on the loan, when nothing runs any more"
+    if cell.phase in (P.TRANSFERRING, P.DRAINING):
+        assert not {C.SEND_DRAINED, C.SEND_UNPROVEN, C.TELL_SUCCESS, C.END} & set(commands), "writes still run"
+    if C.SEND_DRAINED in commands:
+        assert kind not in IN_DOUBT | {K.UNPROVEN}, "never drained after doubt"
+    assert (C.SEND_UNPROVEN in commands) == (cell.phase is P.LOST)
+    assert (C.SEND_CHUNK_DONE in commands) == (kind in (K.CHUNK_LANDED, K.IDLE, K.ALL_LANDED)), "only what landed (I3)"
+    assert (C.TELL_SUCCESS in commands) == (cell.phase is P.SUCCESS)
+    if C.SEND_FAILED in commands:
+        assert commands[0] is C.SEND_FAILED, "the other side is told first, whatever else there is to do"
+        assert kind is not K.ABORT_RECEIVED, "it told us"
+    assert (C.CANCEL_WRITES in commands) == (cell.phase is P.DRAINING)
+
+
+def queued(*, last: bool = False) -> PrefillEvent:
+    return PrefillEvent(K.CHUNK_QUEUED, last=last)
+
+
+def ended(landing: Landing, cause: Cause | None = None) -> PrefillEvent:
+    return PrefillEvent(None, landing=landing, cause=cause)
+
+
+def run(*events: PrefillEvent) -> tuple[PrefillRoom, list[PrefillCommand]]:
+    room, said = PrefillRoom(P.WAITING_FOR_INPUT), list[PrefillCommand]()
+    for event in events:
+        room, commands = step(room, event)
+        said.extend(commands)
+    return room, said
+
+
+def test_states_are_frozen_values_and_step_is_pure() -> None:
+    room, _ = run(queued())
+    with pytest.raises(AttributeError):
+        room.phase = P.LOST  # type: ignore[misc]
+    assert step(room, queued()) == step(room, queued())
+    assert room == run(queued())[0] and hash(room) == hash(run(queued())[0])
+
+
+def test_chunks_land_one_after_the_other_or_together() -> None:
+    landed = ended(Landing.LANDED)
+    together, _ = run(queued(), queued(last=True), landed)
+    assert together.phase is P.TRANSFERRING
+    for events in ([queued(), queued(last=True), landed, landed], [queued(), landed, queued(last=True), landed]):
+        room, said = run(*events)
+        assert room.phase is P.SUCCESS
+        assert said.count(C.SEND_CHUNK_DONE) == 2 and said[-2:] == [C.TELL_SUCCESS, C.END]
+
+
+@pytest.mark.parametrize("why", [K.ABORT_RECEIVED, K.ENDED_LOCALLY, K.TARGET_LOST], ids=lambda value: value.name)
+@pytest.mark.parametrize("landings", list(itertools.product(Landing, repeat=2)), ids=str)
+def test_an_ending_waits_for_every_write_and_remembers_doubt(
+    why: PrefillKind, landings: tuple[Landing, Landing]
+) -> None:
+    room, said = run(queued(), queued(), PrefillEvent(why, cause=Cause(Code.CLIENT_GONE)), ended(landings[0]))
+    assert room.phase is P.DRAINING
+    assert not {C.SEND_DRAINED, C.SEND_UNPROVEN, C.END} & set(said)
+    room, commands = step(room, ended(landings[1]))
+    doubt = Landing.UNPROVEN in landings
+    assert room.phase is (P.LOST if doubt else P.ABORTED)
+    assert commands == (C.SEND_UNPROVEN if doubt else C.SEND_DRAINED, C.END)
+
+
+def test_a_write_in_doubt_fails_the_room_and_is_said_at_once() -> None:
+    cause = Cause(Code.TRANSFER_ERROR, "reset")
+    room, said = run(queued(), queued(last=True), ended(Landing.UNPROVEN, cause))
+    assert room.phase is P.DRAINING and said[-3:] == [C.SEND_FAILED, C.TELL_ENDED, C.CANCEL_WRITES]
+    room, commands = step(room, ended(Landing.LANDED))
+    assert (room.phase, commands, room.cause) == (P.LOST, (C.SEND_UNPROVEN, C.END), cause)
+
+
+def test_the_first_cause_is_kept() -> None:
+    first, second = Cause(Code.CLIENT_GONE), Cause(Code.TRANSFER_ERROR)
+    room, _ = run(queued(), PrefillEvent(K.ABORT_RECEIVED, cause=first), ended(Landing.UNPROVEN, second))
+    assert (room.phase, room.cause) == (P.LOST, first)
+
+
+@settings(max_examples=400, deadline=None)
+@given(st.data())
+def test_whatever_happens_nothing_ends_while_it_runs(data: st.DataObject) -> None:
+    """Random lives; what the handler guarantees (no chunk after the last one or the end) is the only restriction."""
+    room, said, running, doubt = PrefillRoom(P.WAITING_FOR_INPUT), list[PrefillCommand](), 0, False
+    for _ in range(data.draw(st.integers(0, 14))):
+        can_send = room.phase in (P.WAITING_FOR_INPUT, P.TRANSFERRING) and not room.last_queued
+        choices = ["abort", "local", "lost"] + ["send"] * 4 * can_send + ["write"] * 3 * bool(running)
+        match data.draw(st.sampled_from(choices)):
+            case "send":
+                event, running = queued(last=data.draw(st.booleans())), running + 1
+            case "write":
+                landing = data.draw(st.sampled_from(Landing))
+                event, running, doubt = ended(landing), running - 1, doubt or landing is Landing.UNPROVEN
+            case other:
+                kinds = {"abort": K.ABORT_RECEIVED, "local": K.ENDED_LOCALLY, "lost": K.TARGET_LOST}
+                event = PrefillEvent(kinds[other], cause=Cause(Code.CLIENT_GONE, other))
+        room, commands = step(room, event)
+        said.extend(commands)
+        assert not (running and {C.SEND_DRAINED, C.SEND_UNPROVEN, C.TELL_SUCCESS, C.END} & set(commands))
+        assert not (doubt and {C.SEND_DRAINED, C.TELL_SUCCESS} & set(commands))
+        assert room.queued - room.ended == running
+    assert said.count(C.END) == (room.phase in TERMINAL)
+    assert said.count(C.TELL_SUCCESS) + said.count(C.TELL_ENDED) <= 1
+    if not running:
+        assert room.phase is not P.DRAINING, "a drained room has ended"

@@ -1,0 +1,130 @@
+"""The library's two nodes: what they refuse, whom they ask, and what they leave to their user."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+
+import numpy as np
+import pytest
+
+from kvflow.memory.allocator import PageAllocator
+from kvflow.memory.pool import PagedPool
+from kvflow.node import DecodeNode, PrefillNode
+from kvflow.protocols.errors import Code, LostError, MisuseError
+from kvflow.protocols.ranks import RankInfo, rank_from_json, rank_to_json
+from kvflow.sim.network import Network
+from kvflow.sim.pair import QUICK, Pair, small_layout, until
+from kvflow.transports.fake import FakeNetwork, FakePlane
+
+pytest_plugins = ["kvflow.sim.fixtures"]
+
+
+async def test_nodes_that_are_not_started_say_so() -> None:
+    network = FakeNetwork()
+    pool = PagedPool.allocate(small_layout(), shared=False)
+    prefill, decode = PrefillNode(pool, FakePlane(network)), DecodeNode(pool, FakePlane(network))
+    with pytest.raises(MisuseError, match="not started"):
+        prefill.room(1, [1])
+    with pytest.raises(MisuseError, match="not started"):
+        await decode.room(1, [], [1])
+    with pytest.raises(MisuseError, match="not started"):
+        _ = prefill.counts, decode.counts
+    await prefill.close()
+    await decode.close()
+
+
+async def test_a_node_describes_itself(kvflow_pair: Pair) -> None:
+    p = kvflow_pair
+    info = p.prefill.info
+    assert (info.rank, info.world_size, info.backend) == (0, 1, "fake")
+    assert info.incarnation == p.prefill.incarnation != p.decode.incarnation
+    assert (info.pool.page_size, info.pool.num_pages, info.pool.page_bytes, info.pool.components) == (4, 64, 96, 2)
+    assert rank_from_json(rank_to_json(info)) == info
+
+
+async def test_the_allocator_may_be_the_callers() -> None:
+    network, planes = Network(), FakeNetwork()
+    pages = PageAllocator(64, reserved=1)
+    pools = [PagedPool.allocate(small_layout(), shared=False) for _ in range(2)]
+    prefill = PrefillNode(pools[0], FakePlane(planes), bind=network.bind, timing=QUICK)
+    decode = DecodeNode(pools[1], FakePlane(planes), connect=network.connect, timing=QUICK, pages=pages)
+    async with prefill, decode:
+        source = prefill.room(1, range(8))
+        async with await decode.room(1, [prefill.info], range(8)) as target:
+            await source.matched()
+            mine = prefill.pages.take(2, "engine")
+            source.send(mine, last=True)
+            assert await target.landed() == b""
+            assert 0 not in target.pages and pages.owned() == {target.grant.owner: 2}
+        assert pages.at_rest()
+        prefill.pages.give_back(mine, "engine")
+    for pool in pools:
+        pool.close()
+
+
+@pytest.mark.parametrize("dtype", [np.int32, np.int64, np.uint32])
+async def test_prompts_are_ids_of_any_integer_kind(kvflow_pair: Pair, dtype: type) -> None:
+    p = kvflow_pair
+    source = p.prefill.room(7, list(range(9)))
+    target = await p.decode.room(7, "sim", np.arange(9, dtype=dtype))
+    assert await source.matched() == 0
+    target.close()
+
+
+async def test_a_word_is_resolved_once_for_all_who_wait_and_again_when_it_no_longer_serves(kvflow_pair: Pair) -> None:
+    p = kvflow_pair
+    asked = 0
+
+    async def resolve(word: str) -> Sequence[RankInfo]:
+        nonlocal asked
+        asked += 1
+        assert word == "registry:1"
+        await asyncio.sleep(0)
+        return p.ranks
+
+    p.decode._resolve = resolve
+    rooms = await asyncio.gather(*(p.decode.room(room, "registry:1", [1]) for room in range(5)))
+    rooms.append(await p.decode.room(9, "registry:1", [1]))
+    assert asked == 1
+    for room in rooms:
+        room.close()
+    await until(p.decode.pages.at_rest)
+    port = int(p.prefill.info.control.rsplit(":", 1)[1])
+    await p.crash(p.prefill)
+    await p.add_prefill(port)
+    await until(lambda: not p.decode.handlers.links)
+    (await p.decode.room(10, "registry:1", [1])).close()
+    assert asked == 2
+
+
+async def test_a_registry_that_fails_is_asked_again(kvflow_pair: Pair) -> None:
+    p = kvflow_pair
+    answers = iter([LostError("registry down"), None])
+
+    async def resolve(_: str) -> Sequence[RankInfo]:
+        if error := next(answers):
+            raise error
+        return p.ranks
+
+    p.decode._resolve = resolve
+    with pytest.raises(LostError, match="registry down"):
+        await p.decode.room(1, "word", [1])
+    (await p.decode.room(1, "word", [1])).close()
+
+
+async def test_words_need_a_resolver(kvflow_pair: Pair) -> None:
+    p = kvflow_pair
+    p.decode._resolve = None
+    with pytest.raises(MisuseError, match="no resolve"):
+        await p.decode.room(1, "word", [1])
+
+
+async def test_a_control_port_that_is_taken(kvflow_pair: Pair) -> None:
+    p = kvflow_pair
+    port = int(p.prefill.info.control.rsplit(":", 1)[1])
+    second = PrefillNode(p.prefill.pool, FakePlane(p.planes), port=port, bind=p.network.bind)
+    with pytest.raises(MisuseError, match=str(port)) as caught:
+        await second.start()
+    assert caught.value.code is Code.BAD_REQUEST
+    await second.close()

@@ -1,0 +1,280 @@
+"""The control link over real ZMQ: delivery, bursts, what happens to frames that are none, restarts at one address."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Self
+
+import pytest
+
+from kvflow.memory.pool import PagedPool
+from kvflow.node import DecodeNode, PrefillNode
+from kvflow.protocols.codec import routing_id
+from kvflow.protocols.errors import Cause, Code, KvflowError, LostError, MisuseError
+from kvflow.protocols.messages import MAX_FRAME_BYTES
+from kvflow.sim.pair import QUICK, small_layout, until
+from kvflow.transports.control import BURST_FRAMES, ZmqSocket, bind_router, connect_dealer
+from kvflow.transports.fake import FakeNetwork, FakePlane
+
+pytest_plugins = ["kvflow.sim.fixtures"]
+pytestmark = pytest.mark.usefixtures("kvflow_clean_loop")
+Frames = list[tuple[bytes, bytes]]
+
+
+@asynccontextmanager
+async def link() -> AsyncIterator[tuple[ZmqSocket, ZmqSocket]]:
+    router, port = bind_router("127.0.0.1", 0)
+    dealer = connect_dealer(f"tcp://127.0.0.1:{port}", 5)
+    try:
+        yield router, dealer
+    finally:
+        dealer.close()
+        router.close()
+
+
+async def take(socket: ZmqSocket, count: int) -> Frames:
+    found: Frames = []
+    async with asyncio.timeout(10):
+        while len(found) < count:
+            burst = await socket.receive()
+            assert 1 <= len(burst) <= BURST_FRAMES
+            found += burst
+    return found
+
+
+async def test_both_ways_in_order_by_routing_id() -> None:
+    async with link() as (router, dealer):
+        frames = [str(i).encode() for i in range(10 * BURST_FRAMES)]
+        for frame in frames:
+            assert dealer.send(frame)
+        assert await take(router, len(frames)) == [(routing_id(5), frame) for frame in frames]
+        for frame in frames:
+            assert router.send(frame, routing_id(5))
+        assert await take(dealer, len(frames)) == [(b"", frame) for frame in frames]
+
+
+async def test_a_flood_leaves_the_loop_to_others() -> None:
+    async with link() as (router, dealer):
+        count, turns = 2_000, 0
+        for _ in range(count):
+            dealer.send(b"x")
+
+        async def ticker() -> None:
+            nonlocal turns
+            while True:
+                await asyncio.sleep(0)
+                turns += 1
+
+        ticking = asyncio.ensure_future(ticker())
+        await take(router, count)
+        ticking.cancel()
+        assert turns >= count / BURST_FRAMES / 2
+        await asyncio.gather(ticking, return_exceptions=True)
+
+
+async def test_answers_while_sending_are_not_missed() -> None:
+    """The descriptor is edge-triggered and sends consume its edges: a thousand round trips would stall on one miss."""
+    async with link() as (router, dealer):
+
+        async def echo() -> None:
+            while True:
+                for peer, frame in await router.receive():
+                    router.send(frame, peer)
+
+        echoing = asyncio.ensure_future(echo())
+        for i in range(1_000):
+            for _ in range(i % 3 + 1):
+                dealer.send(b"x")
+            await take(dealer, i % 3 + 1)
+        echoing.cancel()
+        await asyncio.gather(echoing, return_exceptions=True)
+
+
+async def test_a_peer_nobody_knows_cannot_be_sent_to() -> None:
+    async with link() as (router, dealer):
+        assert not router.send(b"x", routing_id(6))
+        dealer.send(b"hello")
+        await take(router, 1)
+        assert router.send(b"x", routing_id(5))
+
+
+async def test_frames_that_are_no_message_of_ours_arrive_as_empty_ones() -> None:
+    async with link() as (router, dealer):
+        dealer._socket.send_multipart([b"two", b"parts"])
+        dealer._socket.send(b"")
+        dealer.send(b"good")
+        assert [frame for _, frame in await take(router, 3)] == [b"", b"", b"good"]
+
+
+async def test_an_oversized_frame_ends_the_connection_not_the_node() -> None:
+    async with link() as (router, dealer):
+        dealer.send(b"x" * (MAX_FRAME_BYTES + 1))
+        await until(lambda: dealer.send(b"good"))
+        assert (await take(router, 1))[0][1] == b"good"
+
+
+async def test_a_port_that_is_taken_is_one_clear_line() -> None:
+    router, port = bind_router("127.0.0.1", 0)
+    with pytest.raises(MisuseError, match=f"control port 127.0.0.1:{port}: Address already in use"):
+        bind_router("127.0.0.1", port)
+    with pytest.raises(MisuseError, match="control endpoint"):
+        connect_dealer("tcp://nowhere:not-a-port", 5)
+    router.close()
+    await until(lambda: rebound(port))
+    again, _ = BOUND.pop()
+    again.close()
+    again.close()
+
+
+async def test_cancelling_a_receive_loses_nothing() -> None:
+    async with link() as (router, dealer):
+        for _ in range(3):
+            waiting = asyncio.ensure_future(router.receive())
+            await asyncio.sleep(0)
+            waiting.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await waiting
+        dealer.send(b"x")
+        assert await take(router, 1) == [(routing_id(5), b"x")]
+
+
+async def test_a_dealer_finds_the_next_router_at_its_address() -> None:
+    router, port = bind_router("127.0.0.1", 0)
+    dealer = connect_dealer(f"tcp://127.0.0.1:{port}", 5)
+    dealer.send(b"first")
+    await take(router, 1)
+    router.close()
+    await until(lambda: rebound(port))
+    router, _ = BOUND.pop()
+    heard = asyncio.ensure_future(take(router, 1))
+    await until(lambda: dealer.send(b"again") and heard.done(), 10)  # the first ones may go into the dead connection
+    assert heard.result()[0] == (routing_id(5), b"again") and router.send(b"x", routing_id(5))
+    assert await take(dealer, 1) == [(b"", b"x")]
+    dealer.close()
+    router.close()
+
+
+BOUND: list[tuple[ZmqSocket, int]] = []
+
+
+def rebound(port: int) -> bool:
+    """ZMQ closes in the background: the address is free a moment later."""
+    try:
+        BOUND.append(bind_router("127.0.0.1", port))
+    except MisuseError:
+        return False
+    return True
+
+
+class Nodes:
+    """A prefill and a decode over real ZMQ and a fake data plane."""
+
+    def __init__(self) -> None:
+        self.network = FakeNetwork()
+        self.pools = [PagedPool.allocate(small_layout(), shared=False) for _ in range(2)]
+        self.plane = FakePlane(self.network)
+        self.prefill = PrefillNode(self.pools[0], self.plane, timing=QUICK)
+        self.decode = DecodeNode(self.pools[1], FakePlane(self.network), timing=QUICK)
+
+    async def __aenter__(self) -> Self:
+        await self.prefill.start()
+        await self.decode.start()
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        self.plane.release()
+        await self.decode.close()
+        await self.prefill.close()
+        for pool in self.pools:
+            pool.close()
+
+    def at_rest(self) -> bool:
+        p, d = self.prefill.handlers, self.decode.handlers
+        errors = p.counts.handler_errors + d.counts.handler_errors
+        home = self.prefill.pages.at_rest() and self.decode.pages.at_rest()
+        return home and not (p.rooms or d.rooms or len(d.ledger) or errors)
+
+    async def one(self, room: int) -> bytes:
+        """A whole room of three pages."""
+        source = self.prefill.room(room, range(12))
+        async with await self.decode.room(room, [self.prefill.info], range(12)) as target:
+            await source.matched()
+            pages = self.prefill.pages.take(3, room)
+            source.on_end(lambda: self.prefill.pages.give_back(pages, room))
+            source.send(pages[:1])
+            source.send(pages[1:], last=True, handoff=str(room).encode())
+            return await target.landed()
+
+
+async def test_rooms_over_zmq() -> None:
+    async with Nodes() as n:
+        found = await asyncio.gather(*(n.one(room) for room in range(15)))
+        assert found == [str(room).encode() for room in range(15)]
+        await until(n.at_rest)
+
+
+async def test_aborts_and_failures_over_zmq() -> None:
+    async with Nodes() as n:
+        n.plane.hold()
+        for room, side in enumerate(("prefill", "decode", "both")):
+            source = n.prefill.room(room, range(12))
+            target = await n.decode.room(room, [n.prefill.info], range(12))
+            await source.matched()
+            pages = n.prefill.pages.take(3, room)
+            source.on_end(lambda pages=pages, room=room: n.prefill.pages.give_back(pages, room))
+            source.send(pages, last=True)
+            n.plane.step(1)
+            why = Cause(Code.ENGINE_ERROR, side)
+            for session, name in ((source, "prefill"), (target, "decode")):
+                if side in (name, "both"):
+                    session.close(why)
+            for waiting in (source.done(), target.landed()):
+                with pytest.raises(KvflowError, match=side):
+                    await asyncio.wait_for(waiting, 5)
+        await until(n.at_rest)
+
+
+async def test_bad_bytes_over_zmq() -> None:
+    async with Nodes() as n:
+        await n.one(1)
+        stranger = connect_dealer(n.prefill.info.control, 77)
+        for garbage in (b"", b"\xc1", b"\x93\x01\x02\x03", b"x" * 1_000):
+            stranger.send(garbage)
+        stranger._socket.send_multipart([b"a", b"b", b"c"])
+        await until(lambda: n.prefill.counts.malformed == 5)
+        n.prefill.handlers.socket.send(b"\xc1", routing_id(n.decode.incarnation))
+        await until(lambda: n.decode.counts.malformed == 1)
+        assert await n.one(2) == b"2"
+        stranger.close()
+        await until(n.at_rest)
+
+
+async def test_a_prefill_that_restarts_at_the_same_port_over_zmq() -> None:
+    async with Nodes() as n:
+        await n.one(1)
+        old = n.prefill.info
+        port = int(old.control.rsplit(":", 1)[1])
+        n.prefill.handlers.socket.close()  # the old life is cut off, but nobody saw it die
+        plane = FakePlane(n.network)
+        await until(lambda: rebound(port))
+        BOUND.pop()[0].close()
+        second = PrefillNode(n.pools[0], plane, port=port, timing=QUICK)
+        await until_started(second)
+        await until(lambda: not n.decode.handlers.links or not n.decode._usable(old))
+        with pytest.raises(LostError):
+            await n.decode.room(2, [old], range(12))
+        first, n.prefill = n.prefill, second
+        assert await n.one(3) == b"3"
+        await first.close()
+
+
+async def until_started(node: PrefillNode) -> None:
+    """Its port is free a moment after the last one closed."""
+    async with asyncio.timeout(5):
+        while True:
+            try:
+                return await node.start()
+            except MisuseError:
+                await asyncio.sleep(0.01)
