@@ -69,7 +69,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         Literal["", "prefill", "decode"], Meta(description="Accepted for familiarity; must agree with the command.")
     ] = ""
     disaggregation_bootstrap_port: Annotated[
-        int, Meta(description="Port of prefill's bootstrap registry; 0 picks a free one.", ge=0, le=65535)
+        int, Meta(description="Port of prefill's bootstrap registry; 0 picks a free one at prefill.", ge=0, le=65535)
     ] = 8998
     disaggregation_transfer_backend: Annotated[Literal["local", "mooncake"], Meta(description="Data plane.")] = "local"
     disaggregation_ib_device: Annotated[str, Meta(description="RDMA device of the data plane.")] = ""
@@ -100,14 +100,15 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 _HTTP = ("host", "port", "api_key", "log_level", "drain_timeout_s")
 _MODEL = ("model_path", "served_model_name", "dtype", "attention", "threads")
 _POOL = ("page_size", "num_pages", "pool_bytes", "pool_order")
-_STEPS = ("chunked_prefill_size", "max_batch_tokens", "max_running_requests", "request_timeout_s")
-_PLANE = ("disaggregation_transfer_backend", "disaggregation_ib_device", "transfer_rate_limit", "kv_events_config")
-_WORKER = (*_HTTP, "sse_keepalive_s", "sglang_metrics", *_MODEL, *_POOL, *_STEPS, *_PLANE)
+_LOAD = ("max_running_requests", "request_timeout_s")
+_PLANE = ("disaggregation_transfer_backend", "disaggregation_ib_device", "kv_events_config")
+_WORKER = (*_HTTP, "sse_keepalive_s", "sglang_metrics", *_MODEL, *_POOL, *_LOAD, *_PLANE)
+_SENDER = ("chunked_prefill_size", "max_batch_tokens", "transfer_rate_limit")
 FIELDS_OF_ROLE: dict[str, tuple[str, ...]] = {
-    "prefill": (*_WORKER, "disaggregation_mode", "disaggregation_bootstrap_port", "control_port"),
-    "decode": (*_WORKER, "disaggregation_mode"),
+    "prefill": (*_WORKER, *_SENDER, "disaggregation_mode", "disaggregation_bootstrap_port", "control_port"),
+    "decode": (*_WORKER, "disaggregation_mode", "disaggregation_bootstrap_port"),
     "router": (*_HTTP, "request_timeout_s", "prefill", "decode", "poll_s"),
-    "up": (*_WORKER, "prefill_workers", "decode_workers", "start_timeout_s", "poll_s"),
+    "up": (*_WORKER, *_SENDER, "prefill_workers", "decode_workers", "start_timeout_s", "poll_s"),
 }
 ALIASES: dict[str, tuple[str, ...]] = {
     "model_path": ("model",),

@@ -18,6 +18,16 @@ class Counts:
         self.undelivered = 0
         self.handler_errors = 0
 
+    @property
+    def dropped(self) -> dict[str, int]:
+        """Messages that changed nothing, by why: no message at all, somebody else's, too late, nobody to take it."""
+        return {
+            "malformed": self.malformed,
+            "foreign": self.foreign,
+            "stale": self.stale,
+            "undelivered": self.undelivered,
+        }
+
     def ended(self, phase: str, cause: Cause | None) -> None:
         key = phase.lower() if cause is None else f"{phase.lower()}:{cause.code}"
         self.endings[key] = self.endings.get(key, 0) + 1

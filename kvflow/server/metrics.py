@@ -101,6 +101,14 @@ def _own(report: Report) -> Iterator[Metric]:
         ended.add_metric([ending], count)
     yield ended
     yield CounterMetricFamily("kvflow_transfer_bytes", "KV bytes that have landed.", value=report.bytes_moved)
+    dropped = CounterMetricFamily("kvflow_messages_dropped", "Control messages that changed nothing.", labels=["why"])
+    for why, count in report.messages_dropped.items():
+        dropped.add_metric([why], count)
+    yield dropped
+    errors = CounterMetricFamily("kvflow_internal_errors", "Errors of our own that were survived.", labels=["where"])
+    for where, count in report.internal_errors.items():
+        errors.add_metric([where], count)
+    yield errors
     yield GaugeMetricFamily("kvflow_running_requests", "Requests in the engine's batch.", value=report.running)
     yield GaugeMetricFamily("kvflow_waiting_requests", "Requests waiting for the engine.", value=report.waiting)
 

@@ -151,7 +151,8 @@ def _num_pages(settings: Settings, page_bytes: int) -> int:
 
 def _plane(settings: Settings, pool: PagedPool) -> DataPlane:
     rate = float(settings.transfer_rate_limit) or None
-    return open_plane(settings.disaggregation_transfer_backend, pool.segment, rate, settings.host)
+    device = settings.disaggregation_ib_device
+    return open_plane(settings.disaggregation_transfer_backend, pool.segment, rate, settings.host, device)
 
 
 def _card(settings: Settings, model: LoadedModel) -> ModelCard:

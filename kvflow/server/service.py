@@ -48,6 +48,8 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
     rooms_by_state: dict[str, int] = {}
     rooms_ended: dict[str, int] = {}
     bytes_moved: int = 0
+    messages_dropped: dict[str, int] = {}
+    internal_errors: dict[str, int] = {}
     running: int = 0
     waiting: int = 0
 

@@ -117,6 +117,8 @@ class _EngineService(Generic[N, E]):
             rooms_by_state=node.rooms_by_phase(),
             rooms_ended=dict(node.counts.endings),
             bytes_moved=node.counts.bytes_moved,
+            messages_dropped=node.counts.dropped,
+            internal_errors={"handler": node.counts.handler_errors, "step": self._engine.failed_steps},
             running=load.running,
             waiting=load.waiting,
         )

@@ -53,14 +53,15 @@ class MooncakePlane:
 
     name = "mooncake"
 
-    def __init__(self, host: str = "127.0.0.1", rate_limit_bytes_per_s: float | None = None) -> None:
+    def __init__(self, host: str = "127.0.0.1", rate_limit_bytes_per_s: float | None = None, device: str = "") -> None:
         """Starts the engine, which holds the GIL for some milliseconds: before the event loop serves anybody.
 
-        `host` is the address peers reach us at.
+        `host` is the address peers reach us at; `device` an RDMA device, TCP without one.
         Raises: MisuseError when the package cannot be loaded, TransferError when the engine does not start.
         """
         self._thread = WriteThread(self.name, rate_limit_bytes_per_s)
-        self._host, self._engine_class = host, _engine_class()
+        self._host, self._device = host, device
+        self._engine_class = _engine_class(force_tcp=not device)
         self._engines: list[Any] = []
         self._ports: set[int] = set()
         self._layout: PoolLayout | None = None
@@ -123,7 +124,7 @@ class MooncakePlane:
     def _start_engine(self) -> Any:
         before = listening_ports()
         engine = self._engine_class()
-        if engine.initialize(self._host, "P2PHANDSHAKE", "tcp", ""):
+        if engine.initialize(self._host, "P2PHANDSHAKE", "rdma" if self._device else "tcp", self._device):
             raise TransferError(f"the mooncake engine does not start on {self._host}")
         self._ports |= listening_ports() - before
         self._engines.append(engine)
@@ -137,7 +138,12 @@ class MooncakePlane:
                 raise LayoutError(f"mooncake cannot register buffer {b.name!r} (status {status})")
 
     async def fence(self, writer: Endpoint) -> None:
-        """Return once the writer's process is dead and its lanes are closed. Raises: TransferError (another host)."""
+        """Return once the writer's process is dead and its lanes are closed.
+
+        Raises: TransferError for a writer of another host, and over RDMA, whose queues nothing here can see into.
+        """
+        if self._device:
+            raise TransferError("over RDMA the end of a writer's bytes cannot be observed")
         await wait_dead(writer.witness)
         while await asyncio.to_thread(orphaned_lanes, self._ports):  # noqa: ASYNC110 - the kernel tells nobody
             await asyncio.sleep(_LANES_POLL_S)
@@ -226,8 +232,10 @@ class _WindowJob:
         return submitted
 
 
-def _engine_class() -> Any:
+def _engine_class(*, force_tcp: bool) -> Any:
     """mooncake.engine.TransferEngine. Raises: MisuseError with the one thing to do."""
+    if force_tcp:  # else the engine takes RDMA by itself wherever it finds a device, and the fence would prove nothing
+        os.environ.setdefault("MC_FORCE_TCP", "1")
     for name, value in _ENVIRONMENT.items():
         os.environ.setdefault(name, value)
     try:

@@ -16,13 +16,17 @@ def open_plane(
     pool_segment: SharedSegment | None,
     rate_limit_bytes_per_s: float | None = None,
     host: str = "127.0.0.1",
+    device: str = "",
 ) -> DataPlane:
     """Open one of `PLANES`; takes some milliseconds (a back end may start threads and listen), so do it at start-up.
 
+    `device` names the RDMA device, for planes that have one.
     Raises: MisuseError for an unknown name, a rate not above 0, or a package that is missing (the text says which).
     """
     if name == "local":
+        if device:
+            raise MisuseError(f"RDMA device {device!r}: the local data plane has no use for one")
         return LocalPlane(pool_segment, rate_limit_bytes_per_s)
     if name == "mooncake":
-        return MooncakePlane(host, rate_limit_bytes_per_s)
+        return MooncakePlane(host, rate_limit_bytes_per_s, device)
     raise MisuseError(f"no data plane {name!r}; there are: {', '.join(PLANES)}")
