@@ -12,7 +12,6 @@ from typing import Any
 
 import pytest_asyncio
 
-from kvflow.sim.network import Network
 from kvflow.sim.pair import Pair, pair
 
 
@@ -40,9 +39,3 @@ async def kvflow_pair(kvflow_clean_loop: None) -> AsyncIterator[Pair]:
         for node in made.nodes:
             made.plane(node).release()
         await made.rest()
-
-
-@pytest_asyncio.fixture
-async def kvflow_network() -> Network:
-    """A control network alone, for nodes of one's own."""
-    return Network()
