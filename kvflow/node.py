@@ -53,9 +53,15 @@ class _Node(Generic[H]):
     _handlers: H | None = None
 
     def __init__(
-        self, pool: PagedPool, plane: DataPlane, *, pages: PageAllocator | None, timing: Timing | None
+        self,
+        pool: PagedPool,
+        plane: DataPlane,
+        *,
+        pages: PageAllocator | None,
+        timing: Timing | None,
+        now: Callable[[], float],
     ) -> None:
-        self.pool, self.plane = pool, plane
+        self.pool, self.plane, self._now = pool, plane, now
         self.pages = pages or PageAllocator(pool.layout.num_pages)
         self.timing = timing or Timing()
         self.incarnation = secrets.randbits(63) | 1
@@ -130,17 +136,20 @@ class PrefillNode(_Node[PrefillHandlers]):
         model: str = "",
         pages: PageAllocator | None = None,
         timing: Timing | None = None,
+        advertise: str = "",
         bind: Bind = bind_router,
+        now: Callable[[], float] = monotonic,
     ) -> None:
-        """`host` is where decodes reach the control socket; `port` 0 takes a free one."""
-        super().__init__(pool, plane, pages=pages, timing=timing)
+        """Binds the control socket on `host` (`port` 0: a free one); decodes reach it at `advertise`, else `host`."""
+        super().__init__(pool, plane, pages=pages, timing=timing, now=now)
+        self._advertise = advertise or host
         self._host, self._port, self._rank, self._world_size, self._model = host, port, rank, world_size, model
         self._socket: ControlSocket | None = None
         self._bind = bind
 
     @property
     def control(self) -> str:
-        return f"tcp://{self._host}:{self._port}"
+        return f"tcp://{self._advertise}:{self._port}"
 
     @property
     def info(self) -> RankInfo:
@@ -160,7 +169,7 @@ class PrefillNode(_Node[PrefillHandlers]):
             layout=self.pool.layout,
             endpoint=self.exported[0],
             socket=self._socket,
-            now=monotonic,
+            now=self._now,
             timing=self.timing,
         )
 
@@ -209,9 +218,10 @@ class DecodeNode(_Node[DecodeHandlers]):
         pages: PageAllocator | None = None,
         timing: Timing | None = None,
         connect: Connect = connect_dealer,
+        now: Callable[[], float] = monotonic,
     ) -> None:
         """`resolve` turns the word a room names its prefill by into ranks (a registry's client, say)."""
-        super().__init__(pool, plane, pages=pages, timing=timing)
+        super().__init__(pool, plane, pages=pages, timing=timing, now=now)
         self._resolve, self._connect = resolve, connect
         self._ranks: dict[str, Sequence[RankInfo]] = {}
         self._asking: dict[str, asyncio.Future[Sequence[RankInfo]]] = {}
@@ -229,7 +239,7 @@ class DecodeNode(_Node[DecodeHandlers]):
             layout=layout,
             endpoint=endpoint,
             connect=self._connect,
-            now=monotonic,
+            now=self._now,
             timing=self.timing,
         )
 

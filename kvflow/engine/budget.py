@@ -76,6 +76,9 @@ class PageBudget:
     def _grant(self) -> None:
         while self._waiting:
             head = self._waiting[0]
+            if head.granted.done():  # cancelled in this very turn of the loop: its own `forget` is still to come
+                self._waiting.popleft()
+                continue
             promised = sum(a.total - a.taken for a in self._live)
             spare = self._pages.free_pages - promised
             if head.total - head.taken > spare:

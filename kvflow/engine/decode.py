@@ -215,6 +215,7 @@ class DecodeEngine(EngineLoop):
         s.computed += 1
         s.append(choice.token_id)
         out = self._token_out(request, choice)
-        if out.finish_reason is not None:
-            del self._running[request.number]
+        if out.finish_reason is not None:  # its reader may be slow: the pages do not wait for it
+            self._retire(request)
+            request.admission.release()
         request.tokens.put_nowait(out)

@@ -189,7 +189,7 @@ class PrefillHandlers:
             return self._answer(message, f"wire version {message.wire_version}, this prefill speaks {WIRE_VERSION}")
         target = self.targets.get(message.target)
         if target is None:
-            if len(self.targets) >= self.bounds.targets:
+            if len(self.targets) >= self.bounds.targets and not self._drop_silent_target():
                 return self._answer(message, f"{self.bounds.targets} decodes are registered already")
             target = self.targets[message.target] = Target(self, message)
             self._spawn(self._open_target(target, message), f"kvflow-target-{message.target:x}")
@@ -197,6 +197,16 @@ class PrefillHandlers:
             target.heard_at_s, target.silent = self.now(), False
             self._answer(message, target.refusal)
         return None
+
+    def _drop_silent_target(self) -> bool:
+        """Make room by forgetting a decode that has gone silent and has nothing left to hear (its death may never be
+        observed when it is on another host). False when there is none."""
+        for incarnation, target in self.targets.items():
+            if target.silent and target.route is not None and not target.grants and not target.doubtful:
+                del self.targets[incarnation]
+                target.route.close()
+                return True
+        return False
 
     async def _open_target(self, target: Target, message: Register) -> None:
         """Check the pools against each other, open the route, then watch the process until it dies."""
@@ -218,9 +228,8 @@ class PrefillHandlers:
             return  # its death cannot be observed from here: silence ends its rooms
         self._lose(target, f"decode {target.incarnation:x} died")
         await self._no_rooms(lambda session: session.target is target)  # a route is closed when nothing flies on it
-        if target.route is not None:
+        if self.targets.pop(target.incarnation, None) is target and target.route is not None:
             target.route.close()
-        del self.targets[target.incarnation]
 
     async def on_bootstrap(self, target: Target, message: Bootstrap) -> None:
         """Decode's half of a room. A repeated one changes nothing; one that cannot be served is refused at once."""

@@ -26,7 +26,7 @@ from kvflow.server.registry import RankTable, RegistryClient, registry_app
 from kvflow.server.router import Router, router_app
 from kvflow.server.service import ModelCard, Service
 from kvflow.server.services import DecodeService, PrefillService
-from kvflow.server.serving import Ready, bound_socket, serve_until_stopped, serving, url_of
+from kvflow.server.serving import Ready, bound_socket, reachable, serve_until_stopped, serving, url_of
 from kvflow.server.text import Wording
 from kvflow.transports.select import open_plane
 
@@ -82,7 +82,15 @@ async def prefill_service(settings: Settings) -> AsyncGenerator[tuple[PrefillSer
         plane = _plane(settings, pool)
         pages = PageAllocator(pool.layout.num_pages)
         name = settings.model_name
-        node = PrefillNode(pool, plane, host=settings.host, port=settings.control_port, model=name, pages=pages)
+        node = PrefillNode(
+            pool,
+            plane,
+            host=settings.host,
+            port=settings.control_port,
+            model=name,
+            pages=pages,
+            advertise=reachable(settings.host),
+        )
         engine = PrefillEngine(
             model, pool, pages, executor,
             chunk_tokens=settings.chunked_prefill_size, max_batch_tokens=settings.max_batch_tokens,
@@ -152,7 +160,7 @@ def _num_pages(settings: Settings, page_bytes: int) -> int:
 def _plane(settings: Settings, pool: PagedPool) -> DataPlane:
     rate = float(settings.transfer_rate_limit) or None
     device = settings.disaggregation_ib_device
-    return open_plane(settings.disaggregation_transfer_backend, pool.segment, rate, settings.host, device)
+    return open_plane(settings.disaggregation_transfer_backend, pool.segment, rate, reachable(settings.host), device)
 
 
 def _card(settings: Settings, model: LoadedModel) -> ModelCard:

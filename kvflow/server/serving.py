@@ -95,6 +95,19 @@ def url_of(made: socket.socket, host: str) -> str:
     return f"http://{shown}:{made.getsockname()[1]}"
 
 
+def reachable(host: str) -> str:
+    """The address peers are told for a role that listens on `host`: that of the default route for "every interface"."""
+    if host not in ("0.0.0.0", "::"):
+        return host
+    family, outside = (socket.AF_INET, "192.0.2.1") if host == "0.0.0.0" else (socket.AF_INET6, "2001:db8::1")
+    with socket.socket(family, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect((outside, 9))  # a documentation address, and a datagram socket: nothing is sent
+        except OSError:
+            return "127.0.0.1" if family == socket.AF_INET else "::1"
+        return str(probe.getsockname()[0])
+
+
 @asynccontextmanager
 async def serving(app: web.Application, made: socket.socket) -> AsyncGenerator[None, None]:
     """Answer on a bound socket until the block ends."""

@@ -19,7 +19,6 @@ from time import monotonic
 import numpy as np
 
 from kvflow.handlers.decode_room import DecodeSession
-from kvflow.handlers.ledger import Ledger
 from kvflow.handlers.prefill_room import PrefillSession
 from kvflow.handlers.settings import Timing
 from kvflow.memory.pool import PagedPool
@@ -93,23 +92,32 @@ class Pair:
         taken = {node.info.rank for node in self.prefills}
         rank = min(set(range(self._world_size + 1)) - taken)
         pool, plane = self._pool(self._layouts[0]), FakePlane(self.planes)
+        clock = Clock()
         node = PrefillNode(
-            pool, plane, port=port, rank=rank, world_size=self._world_size, timing=self.timing, bind=self.network.bind
+            pool,
+            plane,
+            port=port,
+            rank=rank,
+            world_size=self._world_size,
+            timing=self.timing,
+            bind=self.network.bind,
+            now=clock.now,
         )
+        self.clocks[node.incarnation] = clock
         await node.start()
         for page in range(pool.layout.num_pages):
             fill(pool, [page], page % 255 + 1)
-        clock = self.clocks[node.incarnation] = Clock()
-        node.handlers.now = clock.now
         self.prefills.insert(rank, node)
         return node
 
     async def add_decode(self, layout: PoolLayout | None = None) -> DecodeNode:
         pool, plane = self._pool(layout or self._layouts[1]), FakePlane(self.planes)
-        node = DecodeNode(pool, plane, resolve=self._resolve, timing=self.timing, connect=self.network.connect)
+        clock = Clock()
+        node = DecodeNode(
+            pool, plane, resolve=self._resolve, timing=self.timing, connect=self.network.connect, now=clock.now
+        )
+        self.clocks[node.incarnation] = clock
         await node.start()
-        clock = self.clocks[node.incarnation] = Clock()
-        node.handlers.now, node.handlers.ledger = clock.now, Ledger(node.pages, clock.now)
         self.decodes.append(node)
         return node
 

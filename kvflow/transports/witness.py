@@ -58,8 +58,8 @@ class DeathWatch:
         except ProcessLookupError:
             self.died.set_result(None)
             return
-        except OSError as error:
-            raise TransferError(f"cannot observe process {witness.pid}: {error.strerror}") from error
+        except (OSError, OverflowError) as error:  # the pid came over the wire: it may be no pid at all
+            raise TransferError(f"cannot observe process {witness.pid}: {error}") from error
         # Read after opening: if the start time still fits now, the descriptor can only be that process's.
         # A zombie counts as living: its other threads may still run, and only the pidfd knows when the last has ended.
         if _stat(witness.pid)[1] != witness.start_ticks:

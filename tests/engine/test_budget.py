@@ -105,3 +105,18 @@ async def test_closing_ends_those_who_wait() -> None:
     with pytest.raises(AbortedError, match="closing"):
         await waiting
     assert budget.waiting == 0
+
+
+async def test_a_release_in_the_turn_in_which_a_waiter_is_cancelled() -> None:
+    budget = PageBudget(PageAllocator(4))
+    first = await budget.admit(4)
+    leaving = [asyncio.ensure_future(budget.admit(4)) for _ in range(2)]
+    staying = asyncio.ensure_future(budget.admit(3))
+    await settled()
+    for waiting in leaving:
+        waiting.cancel()
+    first.release()
+    await settled()
+    assert all(waiting.cancelled() for waiting in leaving)
+    (await asyncio.wait_for(staying, 5)).release()
+    assert (await budget.admit(4)).total == 4

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import ipaddress
 import os
 import select
 import signal
@@ -17,7 +18,7 @@ import pytest
 from aiohttp import web
 
 from kvflow.protocols.errors import MisuseError
-from kvflow.server.serving import Stop, bound_socket, drained, serving
+from kvflow.server.serving import Stop, bound_socket, drained, reachable, serving
 
 # A role without a model: a router's life with a handler that takes until it is told.
 ROLE = """
@@ -173,3 +174,8 @@ def test_a_child_dies_with_its_parent_however_that_dies() -> None:
         readable, _, _ = select.select([descriptor], [], [], 10)
         os.close(descriptor)
         assert readable
+
+
+def test_every_interface_is_told_as_an_address_peers_can_use() -> None:
+    assert reachable("10.1.2.3") == "10.1.2.3"
+    assert ipaddress.ip_address(reachable("0.0.0.0")) != ipaddress.ip_address("0.0.0.0")
