@@ -233,3 +233,17 @@ async def test_an_engine_that_ends_leaves_nobody_waiting(stage: str, llama: Load
         assert not pair.decode.healthy
         room.close()
         assert pair.home
+
+
+async def test_pages_of_a_finished_request_do_not_wait_for_its_reader(llama: LoadedModel) -> None:
+    async with Pair(llama, num_pages=8) as pair:
+        room = pair.room(prompt_of(40))
+        leg = asyncio.ensure_future(pair.prefill.prefill(room.prefill_half, prompt_of(40), greedy(20)))
+        slow = pair.decode.generate(room, prompt_of(40), greedy(20), await pair.decode.admit(prompt_of(40), greedy(20)))
+        first = await anext(slow)
+        await leg
+        await until(lambda: not pair.decode.load().running)
+        assert pair.home, "its last token is made, though nobody has read it"
+        assert len(await pair.tokens(prompt_of(100), greedy(29))) == 29, "the whole pool"
+        assert len([first] + [out async for out in slow]) == 20
+        assert pair.home
