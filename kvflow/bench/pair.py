@@ -72,10 +72,12 @@ class Pair:
         await decode.ask("setup", plane=plane, ranks=ready["ranks"], **shape)
         return cls(prefill, decode, ready["page_bytes"])
 
-    async def rooms(self, count: int, concurrency: int, pages: int) -> tuple[dict[str, Any], dict[str, Any]]:
+    async def rooms(
+        self, count: int, concurrency: int, pages: int, *, ticking: bool = False
+    ) -> tuple[dict[str, Any], dict[str, Any]]:
         """Run `count` rooms of `pages` pages; what prefill and what decode saw."""
         first, self._next_room = self._next_room, self._next_room + count
-        arguments = {"first": first, "count": count, "concurrency": concurrency, "pages": pages}
+        arguments = {"first": first, "count": count, "concurrency": concurrency, "pages": pages, "ticking": ticking}
         start_at = time.monotonic() + START_DELAY_S
         seen = await asyncio.gather(
             *(side.ask("rooms", start_at=start_at, **arguments) for side in (self.prefill, self.decode))

@@ -40,7 +40,7 @@ def medians(rows: list[Row]) -> Row:
 
 
 async def ours(pair: Pair, concurrency: int) -> Row:
-    prefill, decode = await pair.rooms(ROOMS[concurrency], concurrency, 1)
+    prefill, decode = await pair.rooms(ROOMS[concurrency], concurrency, 1, ticking=True)
     found = row(decode["opened"], decode["done"], prefill["cpu_s"], decode["cpu_s"])
     return found | {"stall_p99_ms_prefill": prefill["late_p99_ms"], "stall_p99_ms_decode": decode["late_p99_ms"]}
 

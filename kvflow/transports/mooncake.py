@@ -18,10 +18,12 @@ from __future__ import annotations
 
 import asyncio
 import importlib
+import itertools
 import os
 import re
 import threading
 from collections import deque
+from collections.abc import Callable
 from typing import Any
 
 from kvflow.protocols.errors import LayoutError, MisuseError, TransferError
@@ -37,6 +39,7 @@ WINDOW_HANDLES = 128
 WINDOW_BYTES = 32 << 20
 MAX_BLOCK_BYTES = 1 << 20
 MAX_REGIONS = 1024
+SENDERS = 2  # engines a route submits through over TCP: each has one thread that copies into sockets
 _CLOSE_GRACE_S = 5.0
 _LANES_POLL_S = 0.02
 _SESSION = re.compile(r"[A-Za-z0-9_.:\[\]-]{1,255}:[0-9]{1,5}\Z", re.ASCII)
@@ -65,7 +68,7 @@ class MooncakePlane:
         self._engines: list[Any] = []
         self._ports: set[int] = set()
         self._layout: PoolLayout | None = None
-        self._sessions: dict[str, tuple[Witness, Any]] = {}  # who was reached at a session, through which engine
+        self._sessions: dict[str, tuple[Witness, list[Any]]] = {}  # who was reached at a session, through which engines
         self._opening = threading.Lock()
         self.engine = self._start_engine()  # the one peers write through
         self._session = f"{host}:{self.engine.get_rpc_port()}"
@@ -93,33 +96,36 @@ class MooncakePlane:
         layout.check()
         self._thread.start()
         planner = Planner(ours, layout, max_block_bytes=min(MAX_BLOCK_BYTES, self._thread.slice_bytes))
-        engine = await in_thread(lambda: self._reach(endpoint, ours, layout))
-        return MooncakeRoute(self._thread, planner, engine, endpoint.address)
+        engines = await in_thread(lambda: self._reach(endpoint, ours, layout))
+        return MooncakeRoute(self._thread, planner, engines, endpoint.address)
 
-    def _reach(self, peer: Endpoint, ours: PoolLayout, theirs: PoolLayout) -> Any:
+    def _reach(self, peer: Endpoint, ours: PoolLayout, theirs: PoolLayout) -> list[Any]:
         """Open the session with a write of no bytes, so that no later submit has to connect (up to 5 s)."""
         session = peer.address
         with self._opening:
-            engine = self._engine_for(peer, ours)
-        if status := engine.send_probe(session):
-            raise TransferError(f"no mooncake engine answers at {session} (status {status})")
-        handle = engine.transfer_submit_write(session, ours.buffers[0].address, theirs.buffers[0].address, 0)
-        if not handle or engine.transfer_check_status(handle) != 1:
-            raise TransferError(f"cannot open a mooncake session with {session}")
-        return engine
+            engines = self._engines_for(peer, ours)
+        for engine in engines:
+            if status := engine.send_probe(session):
+                raise TransferError(f"no mooncake engine answers at {session} (status {status})")
+            handle = engine.transfer_submit_write(session, ours.buffers[0].address, theirs.buffers[0].address, 0)
+            if not handle or engine.transfer_check_status(handle) != 1:
+                raise TransferError(f"cannot open a mooncake session with {session}")
+        return engines
 
-    def _engine_for(self, peer: Endpoint, ours: PoolLayout) -> Any:
-        """An engine that has never met another process at this session. It keeps what it learned of a session for good,
+    def _engines_for(self, peer: Endpoint, ours: PoolLayout) -> list[Any]:
+        """Engines that have never met another process at this session. One keeps what it learned of a session for good,
         so a new process behind a re-used port (one in some 2,000) would be written to at its predecessor's ports."""
         known = self._sessions.get(peer.address)
         if known is not None and known[0] == peer.witness:
             return known[1]
-        engine = self.engine
-        if known is not None:
+        senders = 1 if self._device else SENDERS
+        fresh = self._engines[:senders] if known is None else []
+        while len(fresh) < senders:
             engine = self._start_engine()
             self._register(engine, ours)
-        self._sessions[peer.address] = (peer.witness, engine)
-        return engine
+            fresh.append(engine)
+        self._sessions[peer.address] = (peer.witness, fresh)
+        return fresh
 
     def _start_engine(self) -> Any:
         before = listening_ports()
@@ -163,10 +169,9 @@ class MooncakePlane:
 class MooncakeRoute(PlannedRoute):
     """Implements `protocols.ports.Route`. The window is the route's, so a frozen peer holds up nobody else's writes."""
 
-    def __init__(self, thread: WriteThread, planner: Planner, engine: Any, session: str) -> None:
+    def __init__(self, thread: WriteThread, planner: Planner, engines: list[Any], session: str) -> None:
         super().__init__(thread, planner)
-        self.submit = engine.transfer_submit_write
-        self.check = engine.transfer_check_status
+        self.calls = itertools.cycle([(e.transfer_submit_write, e.transfer_check_status) for e in engines])
         self.session = session
         self.jobs = self.handles = self.bytes = 0  # under way; the plane's thread only
 
@@ -184,7 +189,9 @@ class _WindowJob:
 
     def __init__(self, route: MooncakeRoute, blocks: BlockQueue) -> None:
         self._route, self._blocks = route, blocks
-        self._handles: deque[tuple[int, int]] = deque()  # (handle, size), oldest first
+        self._handles: deque[tuple[Callable[[int], int], int, int]] = (
+            deque()
+        )  # (status call, handle, size), oldest first
         self.landed_bytes, self.error = 0, ""
         self.landing: Landing | None = None
         route.jobs += 1
@@ -204,8 +211,8 @@ class _WindowJob:
     def _follow(self) -> int:
         """Take what has ended off the front of the window; each handle is asked until it has ended, and never again."""
         route, handles, ended = self._route, self._handles, 0
-        while handles and (status := route.check(handles[0][0])):
-            _, size = handles.popleft()
+        while handles and (status := handles[0][0](handles[0][1])):
+            _, _, size = handles.popleft()
             route.handles -= 1
             route.bytes -= size
             ended += 1
@@ -221,11 +228,12 @@ class _WindowJob:
         free_bytes = WINDOW_BYTES - route.bytes
         blocks = self._blocks.take(min(max_bytes, free_bytes), min(share, WINDOW_HANDLES - route.handles))
         for source, target, size in zip(*blocks, strict=True):
-            handle = route.submit(route.session, source, target, size)
+            submit, check = next(route.calls)
+            handle = submit(route.session, source, target, size)
             if not handle:
                 self.error = f"mooncake took no block for {route.session}"
                 break
-            self._handles.append((handle, size))
+            self._handles.append((check, handle, size))
             route.handles += 1
             route.bytes += size
             submitted += size
