@@ -248,13 +248,22 @@ class DecodeHandlers:
     # --- time
 
     async def _sweep(self) -> None:
+        loop = asyncio.get_running_loop()
         while True:
+            due = loop.time() + self.timing.sweep_s
             await asyncio.sleep(self.timing.sweep_s)
             try:
+                if (late_s := loop.time() - due) > self.timing.heartbeat_s:
+                    self._forgive(late_s)
                 self._sweep_once(self.now())
             except Exception:
                 self.counts.handler_errors += 1
                 log.exception("sweep failed")
+
+    def _forgive(self, late_s: float) -> None:
+        """We stood still ourselves: what peers said meanwhile lies unread, so their silence does not count."""
+        for link in self.links.values():
+            link.forgive(late_s)
 
     def _sweep_once(self, now: float) -> None:
         stale: dict[Link, list[Belief]] = {}

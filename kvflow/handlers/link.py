@@ -78,6 +78,10 @@ class Link:
             self.phase = LinkPhase.UP
             self._home.ledger.feed_link(self, LoanKind.SOURCE_BACK)
 
+    def forgive(self, late_s: float) -> None:
+        """Our own loop stood still for so long: nobody is silent because of it."""
+        self._heard_at_s += late_s
+
     def on_registered(self, message: Registered) -> None:
         """Accepted, refused, or answered by somebody else than the one we know."""
         if message.source != self.source:

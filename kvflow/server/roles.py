@@ -183,7 +183,7 @@ async def _serve(
     http: socket.socket,
     bootstrap_port: int | None,
 ) -> None:
-    wording = Wording(model.tokenizer)
+    wording = Wording(model.tokenizer, model.context_length)
     front = Front(
         service,
         wording,

@@ -35,13 +35,16 @@ class Silence:
 class Wording:
     """A tokenizer on a thread of its own, because long prompts take long and fast tokenizers are not re-entrant."""
 
-    def __init__(self, tokenizer: Any | None) -> None:
+    def __init__(self, tokenizer: Any | None, context_length: int = 1 << 20) -> None:
         self._tokenizer = tokenizer
+        longest = max((len(entry) for entry in tokenizer.get_vocab()), default=1) if tokenizer is not None else 1
+        self._most_characters = context_length * longest  # more cannot fit, and encoding it takes memory by the GiB
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="kvflow-text")
 
     async def encode(self, text: str) -> list[int]:
         """Token ids of a plain prompt. Raises: RequestError when the model has no tokenizer."""
         tokenizer = self._require()
+        self._check_length(len(text))
         return await self._run(lambda: list(tokenizer.encode(text)))
 
     async def encode_chat(self, messages: Sequence[dict[str, Any]]) -> list[int]:
@@ -56,6 +59,7 @@ class Wording:
         if getattr(tokenizer, "chat_template", None) is None:
             raise RequestError("this model has no chat template; use /v1/completions")
         plain = [_with_plain_content(i, message) for i, message in enumerate(messages)]
+        self._check_length(sum(len(str(message.get("content") or "")) for message in plain))
 
         def render() -> list[int]:
             return list(tokenizer.apply_chat_template(plain, add_generation_prompt=True, return_dict=True)["input_ids"])
@@ -64,6 +68,10 @@ class Wording:
             return await self._run(render)
         except (ValueError, TypeError, KeyError, _template_error()) as error:
             raise RequestError(f"the chat template refused the messages: {error}") from None
+
+    def _check_length(self, characters: int) -> None:
+        if characters > self._most_characters:
+            raise RequestError(f"the text has {characters} characters; at most {self._most_characters} fit the context")
 
     def pieces(self, stops: tuple[str, ...]) -> Pieces:
         """A fresh text stream for one completion. Raises: RequestError for stop strings without a tokenizer."""

@@ -36,6 +36,9 @@ class WordTokenizer:
         self.backend_tokenizer = Tokenizer(WordLevel({word: i for i, word in enumerate(WORDS)}, unk_token="w0"))
         self.backend_tokenizer.pre_tokenizer = Whitespace()
 
+    def get_vocab(self) -> dict[str, int]:
+        return {word: i for i, word in enumerate(WORDS)}
+
     def encode(self, text: str) -> list[int]:
         return list(self.backend_tokenizer.encode(text).ids)
 
