@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, AsyncIterable
 from contextlib import aclosing
 from typing import Any, Protocol
 
@@ -17,7 +17,7 @@ from aiohttp import web
 
 from kvflow.protocols.errors import AbortedError, KvflowError
 from kvflow.server.completion import Completion, Delta, written
-from kvflow.server.failures import OverloadError, failure_of
+from kvflow.server.failures import Failure, OverloadError, failure_of
 from kvflow.server.metrics import Metrics
 from kvflow.server.orders import Limits, rooms_of
 from kvflow.server.schemas import Rendezvous
@@ -27,6 +27,7 @@ from kvflow.server.sse import EventStream, Paced, merged
 from kvflow.server.text import Wording
 
 _log = logging.getLogger("kvflow.http")
+FAREWELL_S = 1.0  # for the error event of a stream that fails
 
 
 class Job(Protocol):
@@ -84,17 +85,20 @@ class Front(Busy):
         except (AbortedError, OverloadError) as error:
             self._refuse(job, error)
             raise
+        ends = asyncio.get_running_loop().time() + self._timeout_s
         with self.one_more():
-            async with asyncio.timeout(self._timeout_s):
+            async with asyncio.timeout_at(ends):
                 try:
                     orders = await job.orders(self)
                     pieces = [self.wording.pieces(order.params.stop) for order in orders]
                 except KvflowError as error:
                     self._refuse(job, error)
                     raise
-                sources = [written(self.service.tokens(o), p) for o, p in zip(orders, pieces, strict=True)]
-                answer = self._stream if job.stream else self._collect
-                return await answer(http, job, sources, arrived)
+            sources = [written(self.service.tokens(o), p) for o, p in zip(orders, pieces, strict=True)]
+            if job.stream:
+                return await self._stream(http, job, sources, arrived, ends)
+            async with asyncio.timeout_at(ends):
+                return await self._collect(http, job, sources, arrived)
 
     def _admit(self) -> None:
         self.refuse_when_draining()
@@ -117,27 +121,13 @@ class Front(Busy):
         return json_response(job.answer(completions))
 
     async def _stream(
-        self, http: web.Request, job: Job, sources: list[AsyncGenerator[Delta, None]], arrived: float
+        self, http: web.Request, job: Job, sources: list[AsyncGenerator[Delta, None]], arrived: float, ends: float
     ) -> web.StreamResponse:
-        completions = [Completion() for _ in sources]
         events = EventStream(http)
         async with Paced(merged(sources), self._keepalive_s) as deltas:
             try:
-                async for item in deltas:
-                    if item is None:
-                        if events.response.prepared:
-                            await events.keepalive()
-                        continue
-                    if not events.response.prepared:
-                        await events.start()
-                        for event in job.opening():
-                            await events.send(event)
-                    index, delta = item
-                    self._count(completions[index], arrived)
-                    completions[index].add(delta)
-                    await events.send(job.event(index, delta, completions[index]))
-                for event in job.closing(completions):
-                    await events.send(event)
+                async with asyncio.timeout_at(ends):
+                    await self._write(events, job, deltas, [Completion() for _ in sources], arrived)
             except ConnectionError:
                 raise
             except Exception as error:
@@ -147,10 +137,44 @@ class Front(Busy):
                     _log.exception("stream of %s failed", http.path)
                 failure = failure_of(error)
                 self.metrics.stream_failed(failure)
-                await events.fail(failure)
+                await self._take_leave(http, events, failure)
                 return events.response
         await events.end()
         return events.response
+
+    async def _write(
+        self,
+        events: EventStream,
+        job: Job,
+        deltas: AsyncIterable[tuple[int, Delta] | None],
+        completions: list[Completion],
+        arrived: float,
+    ) -> None:
+        """Every delta as an event; a comment where nothing came for a while, so that a client that left is noticed."""
+        async for item in deltas:
+            if item is None:
+                if events.response.prepared:
+                    await events.keepalive()
+                continue
+            if not events.response.prepared:
+                await events.start()
+                for event in job.opening():
+                    await events.send(event)
+            index, delta = item
+            self._count(completions[index], arrived)
+            completions[index].add(delta)
+            await events.send(job.event(index, delta, completions[index]))
+        for event in job.closing(completions):
+            await events.send(event)
+
+    async def _take_leave(self, http: web.Request, events: EventStream, failure: Failure) -> None:
+        """Say in the stream why it ends; a reader that does not read gets its connection cut instead."""
+        try:
+            async with asyncio.timeout(FAREWELL_S):
+                await events.fail(failure)
+        except TimeoutError:
+            if http.transport is not None:
+                http.transport.abort()
 
     def _count(self, completion: Completion, arrived: float) -> None:
         if not completion.tokens:

@@ -15,7 +15,7 @@ import msgspec
 from aiohttp import web
 
 from kvflow.protocols.errors import Code, LostError
-from kvflow.server.failures import Failure
+from kvflow.server.failures import Failure, failure_of
 from kvflow.server.workers import Worker
 
 ROOT_CAUSE_WAIT_S = 2.0
@@ -140,9 +140,9 @@ async def relay(http: web.Request, answer: aiohttp.ClientResponse, room_header: 
                 await out.write(rest[:cut])
                 rest = rest[cut:]
     except (aiohttp.ClientError, TimeoutError) as error:
-        failure = Failure(
-            502, str(Code.PEER_LOST), f"decode was lost in the middle of the answer ({type(error).__name__})"
-        )
+        text = f"decode was lost in the middle of the answer ({type(error).__name__})"
+        late = isinstance(error, TimeoutError)
+        failure = failure_of(error) if late else Failure(502, str(Code.PEER_LOST), text)
         rest = b"data: " + msgspec.json.encode(failure.body) + b"\n\n"
     if rest:
         await out.write(rest)

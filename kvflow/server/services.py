@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections import OrderedDict
 from collections.abc import AsyncGenerator, Sequence
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
@@ -11,7 +12,7 @@ from kvflow.handlers.decode_room import DecodeSession
 from kvflow.handlers.prefill_room import PrefillSession
 from kvflow.memory.allocator import PageAllocator
 from kvflow.node import DecodeNode, PrefillNode
-from kvflow.protocols.errors import Cause
+from kvflow.protocols.errors import Cause, Code, room_error
 from kvflow.protocols.ranks import RankInfo
 from kvflow.server.failures import RequestError
 from kvflow.server.service import ModelCard, Order, Report
@@ -21,6 +22,7 @@ if TYPE_CHECKING:  # the engines import torch
     from kvflow.engine.prefill import PrefillEngine
 
 REMEMBERED_ROOMS = 256
+ADMISSION_S = 20.0  # less than prefill's half room waits for us: the true reason is told first
 _KIND_WORDS = {"grant": "room", "quarantined": "quarantine"}
 N = TypeVar("N", PrefillNode, DecodeNode)
 E = TypeVar("E", bound="PrefillEngine | DecodeEngine")
@@ -159,7 +161,12 @@ class DecodeService(_EngineService[DecodeNode, "DecodeEngine"]):
     async def tokens(self, order: Order) -> AsyncGenerator[TokenOut, None]:
         if not order.prefill:
             raise RequestError("bootstrap_host is missing: decode must know where its prefill is")
-        admission = await self._engine.admit(order.prompt, order.params)
+        try:
+            async with asyncio.timeout(ADMISSION_S):
+                admission = await self._engine.admit(order.prompt, order.params)
+        except TimeoutError:
+            text = f"decode had no pages for this request within {ADMISSION_S:g} s"
+            raise room_error(Cause(Code.CAPACITY, text)) from None
         try:
             session = await self._node.room(order.room, order.prefill, order.prompt, deadline_s=self._timeout_s)
         except BaseException:

@@ -11,7 +11,7 @@ import aiohttp
 import pytest
 
 from kvflow.protocols.errors import Cause, Code
-from tests.server.fake_service import Meeting, Role, Server
+from tests.server.fake_service import FakeService, Meeting, Role, Server, served
 
 META = {"bootstrap_host": "127.0.0.1", "bootstrap_port": 8998, "bootstrap_room": 7}
 
@@ -249,3 +249,16 @@ async def test_prefill_holds_only_the_prompt(prefill_server: Server, session: ai
     document = body(text=None, input_ids=[1] * 60, sampling_params={"max_new_tokens": 60}, bootstrap_room=98)
     status, _ = await post(session, prefill_server, document)
     assert status == 200
+
+
+async def test_a_stream_that_takes_too_long_says_so_and_ends(meeting: Meeting, session: aiohttp.ClientSession) -> None:
+    decode = Role(FakeService("decode", meeting), request_timeout_s=0.3)
+    meeting.of(7).set_result(None)
+    decode.service.gate.clear()
+    async with served(decode.app) as server:
+        async with session.post(server.make_url("/generate"), json=body(stream=True)) as answer:
+            lines = await events(answer)
+    assert json.loads(lines[0])["output_ids"] == [3]
+    assert json.loads(lines[-1])["error"]["code"] == "deadline"
+    assert len(lines) == 2
+    assert await decode.service.ended.get() == 7
