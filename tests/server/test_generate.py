@@ -253,11 +253,12 @@ async def test_prefill_holds_only_the_prompt(prefill_server: Server, session: ai
 
 async def test_a_stream_that_takes_too_long_says_so_and_ends(meeting: Meeting, session: aiohttp.ClientSession) -> None:
     decode = Role(FakeService("decode", meeting), request_timeout_s=0.3)
-    meeting.of(7).set_result(None)
     decode.service.gate.clear()
-    async with served(decode.app) as server:
-        async with session.post(server.make_url("/generate"), json=body(stream=True)) as answer:
-            lines = await events(answer)
+    async with (
+        served(decode.app) as server,
+        session.post(server.make_url("/generate"), json=body(stream=True)) as answer,
+    ):
+        lines = await events(answer)
     assert json.loads(lines[0])["output_ids"] == [3]
     assert json.loads(lines[-1])["error"]["code"] == "deadline"
     assert len(lines) == 2
