@@ -65,7 +65,7 @@ class MooncakePlane:
         self._thread = WriteThread(self.name, rate_limit_bytes_per_s)
         self._host, self._device = host, device
         self._engine_class = _engine_class(force_tcp=not device)
-        self._engines: list[Any] = []
+        self.engines: list[Any] = []
         self._ports: set[int] = set()
         self._layout: PoolLayout | None = None
         self._sessions: dict[str, tuple[Witness, list[Any]]] = {}  # who was reached at a session, through which engines
@@ -119,7 +119,7 @@ class MooncakePlane:
         if known is not None and known[0] == peer.witness:
             return known[1]
         senders = 1 if self._device else SENDERS
-        fresh = self._engines[:senders] if known is None else []
+        fresh = self.engines[:senders] if known is None else []
         while len(fresh) < senders:
             engine = self._start_engine()
             self._register(engine, ours)
@@ -133,7 +133,7 @@ class MooncakePlane:
         if engine.initialize(self._host, "P2PHANDSHAKE", "rdma" if self._device else "tcp", self._device):
             raise TransferError(f"the mooncake engine does not start on {self._host}")
         self._ports |= listening_ports() - before
-        self._engines.append(engine)
+        self.engines.append(engine)
         return engine
 
     def _register(self, engine: Any, layout: PoolLayout) -> None:
@@ -162,7 +162,7 @@ class MooncakePlane:
     def _unregister(self) -> None:
         layout, self._layout = self._layout, None
         for b in layout.buffers if layout is not None else ():
-            for engine in self._engines:
+            for engine in self.engines:
                 engine.unregister_memory(b.address)
 
 
