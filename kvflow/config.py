@@ -216,6 +216,9 @@ def _convert(name: str, value: Any, source: str) -> Any:
 def _check(role: Role, settings: Settings) -> None:
     if role in ("prefill", "decode") and not settings.model_path:
         raise ConfigError("no model: give --model-path (or KVFLOW_MODEL_PATH)")
+    model = settings.model_path
+    if role != "router" and model.startswith(("/", "./", "../", "~")) and not Path(model).expanduser().is_dir():
+        raise ConfigError(f"model path {model!r} does not exist or is not a directory")
     if settings.disaggregation_mode and settings.disaggregation_mode != role:
         raise ConfigError(f"--disaggregation-mode {settings.disaggregation_mode} does not fit `kvflow {role}`")
     if settings.kv_events_config:

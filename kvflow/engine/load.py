@@ -155,6 +155,9 @@ def _quiet(tell: Progress) -> Iterator[None]:
     """No warnings, log lines or bars of transformers while loading; its weights' bar becomes calls of `tell`."""
     verbosity, bars = transformers_logging.get_verbosity(), transformers_logging.is_progress_bar_enabled()
     transformers_logging.set_verbosity(logging.CRITICAL)
+    hub = logging.getLogger("huggingface_hub")  # a hub that cannot be reached would be told in a dozen lines
+    hub_level = hub.level
+    hub.setLevel(logging.CRITICAL)
     transformers_logging.disable_progress_bar()
     set_hook = getattr(transformers_logging, "set_tqdm_hook", lambda hook: None)
     previous = set_hook(lambda factory, args, kwargs: _told(tell, factory, args, kwargs))
@@ -165,6 +168,7 @@ def _quiet(tell: Progress) -> Iterator[None]:
     finally:
         set_hook(previous)
         transformers_logging.set_verbosity(verbosity)
+        hub.setLevel(hub_level)
         if bars:
             transformers_logging.enable_progress_bar()
 
