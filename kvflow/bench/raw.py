@@ -89,8 +89,8 @@ class RawWindow(RawWriter):
     """Windowed transfer_submit_write and transfer_check_status: the fastest way known to drive the engine."""
 
     def __init__(self, plane: MooncakePlane, ours: PoolLayout, endpoint: Endpoint, theirs: PoolLayout) -> None:
-        super().__init__(Pairing(ours, theirs), None)
         self._calls = [(e.transfer_submit_write, e.transfer_check_status) for e in plane.engines]
+        super().__init__(Pairing(ours, theirs), None)
         self._session = endpoint.address
 
     def ways(self) -> list[Way]:

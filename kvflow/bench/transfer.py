@@ -54,6 +54,7 @@ async def bench_plane(plane: str, order: str, pairs: int, cases: tuple[Case, ...
     pages = max(case.pages * case.rooms for case in cases) + SPARE_PAGES
     report: dict[str, Any] = {}
     async with await Pair.open(plane, order=order, pages=pages, **SHAPE) as pair:
+        await through_rooms(pair, cases[0])  # opens the route, and with it every engine the raw side may use
         report["raw"] = await pair.raw_setup()
         for case in cases:
             await through_rooms(pair, case)
