@@ -12,6 +12,7 @@ from kvflow.handlers.decode_room import DecodeSession
 from kvflow.handlers.ledger import Grant, Ledger
 from kvflow.handlers.link import Link
 from kvflow.handlers.settings import Timing
+from kvflow.handlers.sweep import keep_sweeping
 from kvflow.protocols.codec import decode_to_decode
 from kvflow.protocols.decode_room import DecodeEvent, DecodeKind, DecodePhase
 from kvflow.protocols.errors import Cause, Code, KvflowError, LostError, WireError, room_error
@@ -248,20 +249,9 @@ class DecodeHandlers:
     # --- time
 
     async def _sweep(self) -> None:
-        loop = asyncio.get_running_loop()
-        while True:
-            due = loop.time() + self.timing.sweep_s
-            await asyncio.sleep(self.timing.sweep_s)
-            try:
-                if (late_s := loop.time() - due) > self.timing.heartbeat_s:
-                    self._forgive(late_s)
-                self._sweep_once(self.now())
-            except Exception:
-                self.counts.handler_errors += 1
-                log.exception("sweep failed")
+        await keep_sweeping(self.timing, self.counts, lambda: self._sweep_once(self.now()), self._forgive)
 
     def _forgive(self, late_s: float) -> None:
-        """We stood still ourselves: what peers said meanwhile lies unread, so their silence does not count."""
         for link in self.links.values():
             link.forgive(late_s)
 

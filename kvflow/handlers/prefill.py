@@ -12,6 +12,7 @@ from kvflow.handlers.counts import Counts
 from kvflow.handlers.halves import EndedHalves, Half
 from kvflow.handlers.prefill_room import PrefillSession
 from kvflow.handlers.settings import Bounds, Timing
+from kvflow.handlers.sweep import keep_sweeping
 from kvflow.handlers.target import Target
 from kvflow.protocols.codec import decode_to_prefill, encode, routing_id
 from kvflow.protocols.errors import (
@@ -325,20 +326,9 @@ class PrefillHandlers:
     # --- time
 
     async def _sweep(self) -> None:
-        loop = asyncio.get_running_loop()
-        while True:
-            due = loop.time() + self.timing.sweep_s
-            await asyncio.sleep(self.timing.sweep_s)
-            try:
-                if (late_s := loop.time() - due) > self.timing.heartbeat_s:
-                    self._forgive(late_s)
-                self._sweep_once(self.now())
-            except Exception:
-                self.counts.handler_errors += 1
-                log.exception("sweep failed")
+        await keep_sweeping(self.timing, self.counts, lambda: self._sweep_once(self.now()), self._forgive)
 
     def _forgive(self, late_s: float) -> None:
-        """We stood still ourselves: what peers said meanwhile lies unread, so their silence does not count."""
         for target in self.targets.values():
             target.heard_at_s += late_s
 

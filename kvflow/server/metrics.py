@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from typing import TypeVar
 
 from aiohttp import web
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
@@ -12,6 +13,7 @@ from prometheus_client.registry import Collector
 from kvflow.server.failures import Failure
 from kvflow.server.service import Report
 
+F = TypeVar("F", GaugeMetricFamily, CounterMetricFamily)
 _SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 300)
 
 
@@ -81,10 +83,7 @@ class _ReportCollector(Collector):
 
 def _own(report: Report) -> Iterator[Metric]:
     pages = GaugeMetricFamily("kvflow_pages", "Pages of the KV pool by owner.", labels=["owner"])
-    pages.add_metric(["free"], report.pages_free)
-    for kind, count in report.pages_by_kind.items():
-        pages.add_metric([kind], count)
-    yield pages
+    yield _labelled(pages, {"free": report.pages_free, **report.pages_by_kind})
     yield GaugeMetricFamily("kvflow_pool_pages", "Pages of the KV pool.", value=report.pages_total)
     yield GaugeMetricFamily(
         "kvflow_pool_bytes", "Bytes of the KV pool.", value=report.pages_total * report.pool.page_bytes
@@ -92,25 +91,23 @@ def _own(report: Report) -> Iterator[Metric]:
     yield GaugeMetricFamily(
         "kvflow_quarantine_pages", "Pages lent without proof of return.", value=report.quarantine_pages
     )
-    rooms = GaugeMetricFamily("kvflow_rooms", "Open rooms by state.", labels=["state"])
-    for state, count in report.rooms_by_state.items():
-        rooms.add_metric([state], count)
-    yield rooms
+    yield _labelled(GaugeMetricFamily("kvflow_rooms", "Open rooms by state.", labels=["state"]), report.rooms_by_state)
     ended = CounterMetricFamily("kvflow_rooms_ended", "Rooms that have ended, by how.", labels=["ending"])
-    for ending, count in report.rooms_ended.items():
-        ended.add_metric([ending], count)
-    yield ended
+    yield _labelled(ended, report.rooms_ended)
     yield CounterMetricFamily("kvflow_transfer_bytes", "KV bytes that have landed.", value=report.bytes_moved)
     dropped = CounterMetricFamily("kvflow_messages_dropped", "Control messages that changed nothing.", labels=["why"])
-    for why, count in report.messages_dropped.items():
-        dropped.add_metric([why], count)
-    yield dropped
+    yield _labelled(dropped, report.messages_dropped)
     errors = CounterMetricFamily("kvflow_internal_errors", "Errors of our own that were survived.", labels=["where"])
-    for where, count in report.internal_errors.items():
-        errors.add_metric([where], count)
-    yield errors
+    yield _labelled(errors, report.internal_errors)
     yield GaugeMetricFamily("kvflow_running_requests", "Requests in the engine's batch.", value=report.running)
     yield GaugeMetricFamily("kvflow_waiting_requests", "Requests waiting for the engine.", value=report.waiting)
+
+
+def _labelled(family: F, counts: Mapping[str, int]) -> F:
+    """`family` with one sample per label."""
+    for label, count in counts.items():
+        family.add_metric([label], count)
+    return family
 
 
 _QUEUES = {
