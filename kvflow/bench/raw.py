@@ -7,7 +7,6 @@ windowed plane also the window and whether to spin or to pause while it waits (s
 from __future__ import annotations
 
 import ctypes
-import itertools
 import statistics
 import time
 from collections import deque
@@ -28,12 +27,11 @@ TUNE_ROUNDS = 3
 
 
 class Way(NamedTuple):
-    """One way of driving the bare plane; only a windowed one looks at `window`, `pause_s` and `engines`."""
+    """One way of driving the bare plane; only a windowed one looks at `window` and `pause_s`."""
 
     block_bytes: int
     window: int = 0
     pause_s: float = 0.0
-    engines: int = 1
 
 
 class RawWriter:
@@ -89,29 +87,25 @@ class RawWindow(RawWriter):
     """Windowed transfer_submit_write and transfer_check_status: the fastest way known to drive the engine."""
 
     def __init__(self, plane: MooncakePlane, ours: PoolLayout, endpoint: Endpoint, theirs: PoolLayout) -> None:
-        self._calls = [(e.transfer_submit_write, e.transfer_check_status) for e in plane.engines]
         super().__init__(Pairing(ours, theirs), None)
-        self._session = endpoint.address
+        self._engine, self._session = plane.engine, endpoint.address
 
     def ways(self) -> list[Way]:
-        counts = sorted({1, len(self._calls)})
-        sizes = BLOCK_SIZES[:2]
-        return [Way(*way) for way in itertools.product(sizes, WINDOWS, PAUSES_S, counts)]
+        return [Way(size, w, pause) for size in BLOCK_SIZES[:2] for w in WINDOWS for pause in PAUSES_S]
 
     def move(self, blocks: Blocks) -> None:
-        calls = itertools.cycle(self._calls[: self.way.engines])
-        window: deque[tuple[Any, int]] = deque()
+        submit, check, session = self._engine.transfer_submit_write, self._engine.transfer_check_status, self._session
+        window: deque[int] = deque()
         for source, target, size in zip(*blocks, strict=True):
             while len(window) >= self.way.window:
-                self._follow(window)
-            submit, check = next(calls)
-            window.append((check, submit(self._session, source, target, size)))
+                self._follow(window, check)
+            window.append(submit(session, source, target, size))
         while window:
-            self._follow(window)
+            self._follow(window, check)
 
-    def _follow(self, window: deque[tuple[Any, int]]) -> None:
+    def _follow(self, window: deque[int], check: Any) -> None:
         before = len(window)
-        while window and (status := window[0][0](window[0][1])):
+        while window and (status := check(window[0])):
             if status != 1:
                 raise RuntimeError(f"raw write ended with status {status}")
             window.popleft()

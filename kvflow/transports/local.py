@@ -147,6 +147,7 @@ class _CopyJob:
     """Implements `writer.Job`: what was submitted has landed."""
 
     __slots__ = ("_blocks", "error", "landed_bytes", "landing")
+    waiting = False
 
     def __init__(self, blocks: BlockQueue) -> None:
         self._blocks = blocks

@@ -18,18 +18,17 @@ from __future__ import annotations
 
 import asyncio
 import importlib
-import itertools
 import os
 import re
 import threading
 from collections import deque
-from collections.abc import Callable
 from typing import Any
 
 from kvflow.protocols.errors import LayoutError, MisuseError, TransferError
 from kvflow.protocols.layout import PoolLayout
 from kvflow.protocols.ports import Endpoint, Landing, Witness
 from kvflow.transports.lanes import listening_ports, orphaned_lanes
+from kvflow.transports.pacing import unpace_local_connections
 from kvflow.transports.route import BlockQueue, PlannedRoute, Planner
 from kvflow.transports.threads import in_thread
 from kvflow.transports.witness import own_witness, wait_dead
@@ -39,7 +38,7 @@ WINDOW_HANDLES = 128
 WINDOW_BYTES = 32 << 20
 MAX_BLOCK_BYTES = 1 << 20
 MAX_REGIONS = 1024
-SENDERS = 2  # engines a route submits through over TCP: each has one thread that copies into sockets
+_FIRST_LOOK_BYTES, _LAST_LOOK_BYTES = 4 << 20, 256 << 20
 _CLOSE_GRACE_S = 5.0
 _LANES_POLL_S = 0.02
 _SESSION = re.compile(r"[A-Za-z0-9_.:\[\]-]{1,255}:[0-9]{1,5}\Z", re.ASCII)
@@ -65,10 +64,10 @@ class MooncakePlane:
         self._thread = WriteThread(self.name, rate_limit_bytes_per_s)
         self._host, self._device = host, device
         self._engine_class = _engine_class(force_tcp=not device)
-        self.engines: list[Any] = []
+        self._engines: list[Any] = []
         self._ports: set[int] = set()
         self._layout: PoolLayout | None = None
-        self._sessions: dict[str, tuple[Witness, list[Any]]] = {}  # who was reached at a session, through which engines
+        self._sessions: dict[str, tuple[Witness, Any]] = {}  # who was reached at a session, through which engine
         self._opening = threading.Lock()
         self.engine = self._start_engine()  # the one peers write through
         self._session = f"{host}:{self.engine.get_rpc_port()}"
@@ -96,36 +95,33 @@ class MooncakePlane:
         layout.check()
         self._thread.start()
         planner = Planner(ours, layout, max_block_bytes=min(MAX_BLOCK_BYTES, self._thread.slice_bytes))
-        engines = await in_thread(lambda: self._reach(endpoint, ours, layout))
-        return MooncakeRoute(self._thread, planner, engines, endpoint.address)
+        engine = await in_thread(lambda: self._reach(endpoint, ours, layout))
+        return MooncakeRoute(self._thread, planner, engine, endpoint.address)
 
-    def _reach(self, peer: Endpoint, ours: PoolLayout, theirs: PoolLayout) -> list[Any]:
+    def _reach(self, peer: Endpoint, ours: PoolLayout, theirs: PoolLayout) -> Any:
         """Open the session with a write of no bytes, so that no later submit has to connect (up to 5 s)."""
         session = peer.address
         with self._opening:
-            engines = self._engines_for(peer, ours)
-        for engine in engines:
-            if status := engine.send_probe(session):
-                raise TransferError(f"no mooncake engine answers at {session} (status {status})")
-            handle = engine.transfer_submit_write(session, ours.buffers[0].address, theirs.buffers[0].address, 0)
-            if not handle or engine.transfer_check_status(handle) != 1:
-                raise TransferError(f"cannot open a mooncake session with {session}")
-        return engines
+            engine = self._engine_for(peer, ours)
+        if status := engine.send_probe(session):
+            raise TransferError(f"no mooncake engine answers at {session} (status {status})")
+        handle = engine.transfer_submit_write(session, ours.buffers[0].address, theirs.buffers[0].address, 0)
+        if not handle or engine.transfer_check_status(handle) != 1:
+            raise TransferError(f"cannot open a mooncake session with {session}")
+        return engine
 
-    def _engines_for(self, peer: Endpoint, ours: PoolLayout) -> list[Any]:
-        """Engines that have never met another process at this session. One keeps what it learned of a session for good,
+    def _engine_for(self, peer: Endpoint, ours: PoolLayout) -> Any:
+        """An engine that has never met another process at this session. It keeps what it learned of a session for good,
         so a new process behind a re-used port (one in some 2,000) would be written to at its predecessor's ports."""
         known = self._sessions.get(peer.address)
         if known is not None and known[0] == peer.witness:
             return known[1]
-        senders = 1 if self._device else SENDERS
-        fresh = self.engines[:senders] if known is None else []
-        while len(fresh) < senders:
+        engine = self.engine
+        if known is not None:
             engine = self._start_engine()
             self._register(engine, ours)
-            fresh.append(engine)
-        self._sessions[peer.address] = (peer.witness, fresh)
-        return fresh
+        self._sessions[peer.address] = (peer.witness, engine)
+        return engine
 
     def _start_engine(self) -> Any:
         before = listening_ports()
@@ -133,7 +129,7 @@ class MooncakePlane:
         if engine.initialize(self._host, "P2PHANDSHAKE", "rdma" if self._device else "tcp", self._device):
             raise TransferError(f"the mooncake engine does not start on {self._host}")
         self._ports |= listening_ports() - before
-        self.engines.append(engine)
+        self._engines.append(engine)
         return engine
 
     def _register(self, engine: Any, layout: PoolLayout) -> None:
@@ -162,21 +158,31 @@ class MooncakePlane:
     def _unregister(self) -> None:
         layout, self._layout = self._layout, None
         for b in layout.buffers if layout is not None else ():
-            for engine in self.engines:
+            for engine in self._engines:
                 engine.unregister_memory(b.address)
 
 
 class MooncakeRoute(PlannedRoute):
     """Implements `protocols.ports.Route`. The window is the route's, so a frozen peer holds up nobody else's writes."""
 
-    def __init__(self, thread: WriteThread, planner: Planner, engines: list[Any], session: str) -> None:
+    def __init__(self, thread: WriteThread, planner: Planner, engine: Any, session: str) -> None:
         super().__init__(thread, planner)
-        self.calls = itertools.cycle([(e.transfer_submit_write, e.transfer_check_status) for e in engines])
+        self.submit = engine.transfer_submit_write
+        self.check = engine.transfer_check_status
         self.session = session
         self.jobs = self.handles = self.bytes = 0  # under way; the plane's thread only
+        self._next_look, self._until_look = _FIRST_LOOK_BYTES, 0
 
     def begin(self, flight: WriteFlight) -> _WindowJob:
         return _WindowJob(self, BlockQueue(self.planner, flight.source_pages, flight.target_pages))
+
+    def moved(self, submitted_bytes: int) -> None:
+        """The engine opens its connections while it has work, so they are looked for often at first, then seldom."""
+        self._until_look -= submitted_bytes
+        if self._until_look <= 0 and submitted_bytes:
+            unpace_local_connections()
+            self._until_look = self._next_look
+            self._next_look = min(2 * self._next_look, _LAST_LOOK_BYTES)
 
     def close(self) -> None:
         """Nothing to give back: an engine has no call to drop a session (see `_engine_for`)."""
@@ -185,20 +191,20 @@ class MooncakeRoute(PlannedRoute):
 class _WindowJob:
     """Implements `writer.Job`: some handles of the route's window."""
 
-    __slots__ = ("_blocks", "_handles", "_route", "error", "landed_bytes", "landing")
+    __slots__ = ("_blocks", "_handles", "_route", "error", "landed_bytes", "landing", "waiting")
 
     def __init__(self, route: MooncakeRoute, blocks: BlockQueue) -> None:
         self._route, self._blocks = route, blocks
-        self._handles: deque[tuple[Callable[[int], int], int, int]] = (
-            deque()
-        )  # (status call, handle, size), oldest first
+        self._handles: deque[tuple[int, int]] = deque()  # (handle, size), oldest first
         self.landed_bytes, self.error = 0, ""
         self.landing: Landing | None = None
+        self.waiting = False
         route.jobs += 1
 
     def advance(self, max_bytes: int, cancelled: bool) -> int:
         ended = self._follow()
         submitted = 0 if cancelled or self.error else self._submit(max_bytes)
+        self.waiting = submitted < max_bytes
         if not self._handles and (cancelled or self.error or not self._blocks.left_bytes):
             self._route.jobs -= 1
             if self.error:
@@ -211,8 +217,8 @@ class _WindowJob:
     def _follow(self) -> int:
         """Take what has ended off the front of the window; each handle is asked until it has ended, and never again."""
         route, handles, ended = self._route, self._handles, 0
-        while handles and (status := handles[0][0](handles[0][1])):
-            _, _, size = handles.popleft()
+        while handles and (status := route.check(handles[0][0])):
+            _, size = handles.popleft()
             route.handles -= 1
             route.bytes -= size
             ended += 1
@@ -228,15 +234,15 @@ class _WindowJob:
         free_bytes = WINDOW_BYTES - route.bytes
         blocks = self._blocks.take(min(max_bytes, free_bytes), min(share, WINDOW_HANDLES - route.handles))
         for source, target, size in zip(*blocks, strict=True):
-            submit, check = next(route.calls)
-            handle = submit(route.session, source, target, size)
+            handle = route.submit(route.session, source, target, size)
             if not handle:
                 self.error = f"mooncake took no block for {route.session}"
                 break
-            self._handles.append((check, handle, size))
+            self._handles.append((handle, size))
             route.handles += 1
             route.bytes += size
             submitted += size
+        route.moved(submitted)
         return submitted
 
 

@@ -18,6 +18,8 @@ LOG = list[tuple[str, int]]
 class Slices:
     """A job of `left` bytes that writes down when it was served."""
 
+    waiting = False
+
     def __init__(self, name: str, left: int, log: LOG, gate: list[bool]) -> None:
         self.name, self.left, self.log, self.gate = name, left, log, gate
         self.landed_bytes, self.error = 0, ""

@@ -1,0 +1,50 @@
+"""TCP pacing is for links that are shared; a machine's way to itself is not one.
+
+Where the system's congestion control is BBR, every 64 KiB a sender hands to the kernel arms a pacing timer. From a
+machine to itself that took two thirds of the throughput mooncake has without (1.5 against 4 GB/s, two cores). Over a
+real link the algorithm is the operator's choice and stays.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import stat
+
+_PACED = b"bbr"
+_UNPACED = b"reno"  # the one algorithm that every kernel has and every user may choose
+
+
+def unpace_local_connections() -> int:
+    """Take pacing off this process's TCP connections whose two ends have one address; returns how many were changed.
+
+    Some 100 us of system calls: not on the event loop.
+    """
+    try:
+        names = os.listdir("/proc/self/fd")
+    except OSError:  # no descriptor is left to list them with
+        return 0
+    return sum(_unpaced(int(name)) for name in names)
+
+
+def _unpaced(fd: int) -> bool:
+    try:
+        fd = os.dup(fd)  # ours: whoever owns the connection may close it meanwhile
+    except OSError:
+        return False
+    try:
+        if not stat.S_ISSOCK(os.fstat(fd).st_mode):
+            return False
+        with socket.socket(fileno=os.dup(fd)) as connection:
+            if connection.family not in (socket.AF_INET, socket.AF_INET6) or connection.type != socket.SOCK_STREAM:
+                return False
+            if connection.getpeername()[0] != connection.getsockname()[0]:
+                return False
+            if connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, 16).rstrip(b"\0") != _PACED:
+                return False
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, _UNPACED)
+            return True
+    except OSError:  # it has no other end, or none any more
+        return False
+    finally:
+        os.close(fd)
