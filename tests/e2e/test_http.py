@@ -174,12 +174,16 @@ async def test_an_http2_preface_prints_nothing(fleet: Fleet) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("backend", ["local", "mooncake"])
 @pytest.mark.parametrize("victim", ["prefill", "decode", "router"])
-async def test_a_role_killed_under_load(victim: str, backend: str, session: aiohttp.ClientSession) -> None:
-    """Clients get an answer, survivors get their pages back, within ten seconds."""
+@pytest.mark.parametrize("num_pages", [512, 160], ids=["enough for some", "enough for one"])
+async def test_a_role_killed_under_load(
+    victim: str, backend: str, num_pages: int, session: aiohttp.ClientSession
+) -> None:
+    """Clients get an answer, survivors get their pages back, within ten seconds; those that wait for pages too."""
     if backend == "mooncake":
         pytest.importorskip("mooncake.engine")
     rate = 2 << 20  # slow enough that some rooms are in mid-transfer
-    async with running(disaggregation_transfer_backend=backend, transfer_rate_limit=rate) as fleet:
+    limits = {"transfer_rate_limit": rate, "num_pages": num_pages}
+    async with running(disaggregation_transfer_backend=backend, **limits) as fleet:
         roles = {child.role: child for child in fleet.children}
         long_prompt = " ".join(DEMO_PROMPTS) * 4
         loads = [
