@@ -27,6 +27,7 @@ def transfer(
     planes: Planes = "local,mooncake",
     pairs: Annotated[int, typer.Option(help="Interleaved pairs of each case.", min=2)] = 10,
     order: Annotated[str, typer.Option(help="page_first, layer_first, or both with a comma.")] = "page_first",
+    verify: Annotated[bool, typer.Option("--verify", help="What --verify-transfers costs, instead.")] = False,
     peer: Peer = "",
     as_json: AsJson = False,
 ) -> None:
@@ -34,7 +35,7 @@ def transfer(
     from kvflow.bench.transfer import bench_transfer
 
     names, orders = tuple(planes.split(",")), tuple(order.split(","))
-    _report(bench_transfer(names, orders, pairs, peer or None, _say), as_json)
+    _report(bench_transfer(names, orders, pairs, peer or None, verify, _say), as_json)
 
 
 @app.command()
@@ -48,6 +49,24 @@ def rooms(
     from kvflow.bench.rooms import bench_rooms
 
     _report(bench_rooms(tuple(planes.split(",")), rounds, peer or None, _say), as_json)
+
+
+@app.command()
+def abort(
+    planes: Planes = "local,mooncake",
+    times: Annotated[int, typer.Option(help="Aborts that count, on each data plane.", min=1)] = 200,
+    pages: Annotated[int, typer.Option(help="Pages of 2 MiB in each room.", min=8)] = 256,
+    seed: Annotated[int, typer.Option(help="Where in the transfers the aborts come.")] = 3,
+    peer: Peer = "",
+    as_json: AsJson = False,
+) -> None:
+    """Aborts in mid-transfer: time until the pages are free, and foreign bytes in their next owner's hands.
+
+    Needs 5 GiB of memory at 256 pages.
+    """
+    from kvflow.bench.abort import bench_abort
+
+    _report(bench_abort(tuple(planes.split(",")), times, pages, seed, peer or None, _say), as_json)
 
 
 def _say(text: str) -> None:

@@ -11,6 +11,7 @@ from types import TracebackType
 from typing import Any, Self
 
 START_DELAY_S = 0.1
+WORKER = "kvflow.bench.worker"
 
 
 class Process:
@@ -29,6 +30,10 @@ class Process:
             env={**os.environ, "OMP_NUM_THREADS": "1", **(env or {})},
         )
         return cls(child, name)
+
+    @property
+    def pid(self) -> int:
+        return self._child.pid
 
     async def ask(self, do: str, **arguments: Any) -> dict[str, Any]:
         """Raises: RuntimeError with the child's own words."""
@@ -62,11 +67,10 @@ class Pair:
         self._next_room = 1
 
     @classmethod
-    async def open(cls, plane: str, **shape: Any) -> Pair:
-        """`shape`: layers, heads, dim, page_size, pages, order."""
+    async def open(cls, plane: str, module: str = WORKER, /, **shape: Any) -> Pair:
+        """`module`: what each process runs, with its role; `shape`: layers, heads, dim, page_size, pages, order."""
         prefill, decode = [
-            await Process.spawn(sys.executable, "-m", "kvflow.bench.worker", role, name=role)
-            for role in ("prefill", "decode")
+            await Process.spawn(sys.executable, "-m", module, role, name=role) for role in ("prefill", "decode")
         ]
         ready = await prefill.ask("setup", plane=plane, ranks=[], **shape)
         await decode.ask("setup", plane=plane, ranks=ready["ranks"], **shape)
@@ -78,10 +82,11 @@ class Pair:
         """Run `count` rooms of `pages` pages; what prefill and what decode saw."""
         first, self._next_room = self._next_room, self._next_room + count
         arguments = {"first": first, "count": count, "concurrency": concurrency, "pages": pages, "ticking": ticking}
-        start_at = time.monotonic() + START_DELAY_S
-        seen = await asyncio.gather(
-            *(side.ask("rooms", start_at=start_at, **arguments) for side in (self.prefill, self.decode))
-        )
+        return await self.both("rooms", start_at=time.monotonic() + START_DELAY_S, **arguments)
+
+    async def both(self, do: str, **arguments: Any) -> tuple[dict[str, Any], dict[str, Any]]:
+        """Ask prefill and decode the same; what each answered."""
+        seen = await asyncio.gather(*(side.ask(do, **arguments) for side in (self.prefill, self.decode)))
         return seen[0], seen[1]
 
     async def raw_setup(self) -> dict[str, Any]:

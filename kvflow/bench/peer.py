@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from pathlib import Path
 
 from kvflow.bench.pair import Process
@@ -11,11 +12,14 @@ from kvflow.protocols.errors import MisuseError
 POLLS_MS = (0.1, 1.0)  # polling without a pause was never the best: it starves the peer's own threads
 
 
-async def open_peer(harness: str, **shape: int) -> Process:
-    """SGLang's pair, set up with `shape` (layers, pages, heads, dim). Raises: MisuseError when it is not installed."""
+async def open_peer(harness: str, settings: Mapping[str, str] | None = None, /, **shape: int) -> Process:
+    """SGLang's pair, set up with `shape` (layers, pages, heads, dim) and environment `settings`.
+
+    Raises: MisuseError when it is not installed.
+    """
     argv, env = _command(harness)
     process = await Process.spawn(*argv, name="sglang", env=env)
-    await process.ask("setup", **shape)
+    await process.ask("setup", settings=dict(settings or {}), **shape)
     return process
 
 

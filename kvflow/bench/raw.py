@@ -53,10 +53,11 @@ class RawWriter:
         self.way = min(seconds, key=seconds.__getitem__)
         return self.way
 
-    def write(self, pages: PageIndices) -> float:
-        """Copy `pages` onto as many scattered target pages; returns the seconds it took."""
-        total = self._pairing.target.num_pages
-        targets = np.random.default_rng(len(pages)).permutation(total)[: len(pages)].astype(np.int32)
+    def write(self, pages: PageIndices, targets: PageIndices | None = None) -> float:
+        """Copy `pages` onto `targets`, or as many scattered target pages; returns the seconds it took."""
+        if targets is None:
+            total = self._pairing.target.num_pages
+            targets = np.random.default_rng(len(pages)).permutation(total)[: len(pages)].astype(np.int32)
         blocks = self._pairing.blocks(
             pages, targets, max_block_bytes=self.way.block_bytes, target_bases=self._target_bases
         )

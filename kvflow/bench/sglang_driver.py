@@ -2,8 +2,8 @@
 
     PEER_PYTHON sglang_driver.py DIR      (DIR holds the harness: ctl.py, node.py, sgkit.py)
 
-JSON lines in, JSON lines out, as `worker.py`: setup, rooms, quit. Its manager, sender and receiver are the released
-ones; they are polled from a loop, so every figure names the polling interval it was best at.
+JSON lines in, JSON lines out, as `worker.py`: setup, rooms, abort, quit. Its manager, sender and receiver are the
+released ones; they are polled from a loop, so every figure names the polling interval it was best at.
 """
 
 from __future__ import annotations
@@ -34,28 +34,45 @@ def main(harness: str) -> None:
             break
         with contextlib.redirect_stdout(sys.stderr):
             if do == "setup":
-                pair = ctl.Pair(env=QUEUE_ENV, **command)
+                pair = ctl.Pair(env={**QUEUE_ENV, **command.pop("settings")}, **command)
                 reply: dict[str, object] = {}
+            elif do == "abort":
+                reply = abort(pair, room, **command)
+                room += 1
             else:
-                rooms = list(range(room, room + command["count"]))
+                reply = rooms(pair, list(range(room, room + command["count"])), command)
                 room += command["count"]
-                prefill, decode = pair.rooms(rooms, command["concurrency"], command["pages"], command["poll_ms"])
-                failed = {**prefill["fails"], **decode["fails"]}
-                reply = (
-                    {"error": f"{len(failed)} rooms failed: {list(failed.values())[:1]}"}
-                    if failed
-                    else {
-                        "opened": decode["opened"],
-                        "done": decode["done"],
-                        "sends": prefill["sends"],
-                        "prefill_cpu_s": prefill["cpu"],
-                        "decode_cpu_s": decode["cpu"],
-                    }
-                )
         sys.stdout.write(json.dumps(reply) + "\n")
         sys.stdout.flush()
     if pair is not None:
         pair.close()
+
+
+def rooms(pair: Any, numbers: list[int], command: dict[str, Any]) -> dict[str, object]:
+    prefill, decode = pair.rooms(numbers, command["concurrency"], command["pages"], command["poll_ms"])
+    failed = {**prefill["fails"], **decode["fails"]}
+    if failed:
+        return {"error": f"{len(failed)} rooms failed: {list(failed.values())[:1]}"}
+    return {
+        "opened": decode["opened"],
+        "done": decode["done"],
+        "sends": prefill["sends"],
+        "prefill_cpu_s": prefill["cpu"],
+        "decode_cpu_s": decode["cpu"],
+    }
+
+
+def abort(pair: Any, room: int, pages: int, after_s: float) -> dict[str, object]:
+    """One room aborted `after_s` after its first byte; its pages re-used when the peer's policy lets them go."""
+    pair.send("prefill", "abort_prefill", room=room, npages=pages, chunk=pages)
+    pair.send("decode", "abort_decode", room=room, npages=pages, abort_after=after_s, watch=0.7)
+    decode = pair.recv("decode")
+    pair.recv("prefill")
+    if decode.get("late"):
+        return {"aborted": False}
+    if decode["prefill_failed"] or decode["timed_out"]:
+        return {"error": f"the peer's prefill failed by itself: {decode}"}
+    return {"aborted": True, "pages_hit": decode["pages"], "seconds": decode["t_rel"] - decode["t_abort"]}
 
 
 if __name__ == "__main__":

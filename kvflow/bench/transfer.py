@@ -73,6 +73,28 @@ async def bench_plane(plane: str, order: str, pairs: int, cases: tuple[Case, ...
     return report
 
 
+async def bench_verified(plane: str, order: str, pairs: int, cases: tuple[Case, ...], say: Say) -> dict[str, Any]:
+    """What `--verify-transfers` costs: goodput with checksums as a ratio to the same rooms without, interleaved."""
+    pages = max(case.pages * case.rooms for case in cases) + SPARE_PAGES
+    report: dict[str, Any] = {}
+    async with await Pair.open(plane, order=order, pages=pages, **SHAPE) as pair:
+        for case in cases:
+            seen: dict[bool, list[float]] = {True: [], False: []}
+            for turn in range(1 + pairs):
+                for verified in (True, False) if turn % 2 else (False, True):
+                    await pair.both("verify", on=verified)
+                    goodput = await through_rooms(pair, case)
+                    if turn:  # the first turn warms up
+                        seen[verified].append(goodput)
+            report[str(case)] = {
+                "ratio": quartiles([a / b for a, b in zip(seen[True], seen[False], strict=True)]),
+                "verified_gb_s": quartiles(seen[True]),
+                "plain_gb_s": quartiles(seen[False]),
+            }
+            say(f"{plane} {order} {case}, verified: {report[str(case)]['ratio']}")
+    return report
+
+
 async def peer_goodput(peer: Process, case: Case, page_bytes: int, poll_ms: float) -> float:
     """The peer's GB/s by the clock that favours it: from its first send to decode's last success."""
     seen = await peer.ask("rooms", count=case.rooms, concurrency=case.rooms, pages=case.pages, poll_ms=poll_ms)
@@ -108,13 +130,14 @@ async def bench_against_peer(harness: str, pairs: int, say: Say) -> dict[str, An
 
 
 async def bench_transfer(
-    planes: tuple[str, ...], orders: tuple[str, ...], pairs: int, peer_harness: str | None, say: Say
+    planes: tuple[str, ...], orders: tuple[str, ...], pairs: int, peer_harness: str | None, verify: bool, say: Say
 ) -> dict[str, Any]:
-    """Every data plane and page order in turn, then the peer."""
+    """Every data plane and page order in turn, then the peer; with `verify`, what checksums cost instead."""
     report: dict[str, Any] = {"pairs": pairs, "shape": SHAPE}
+    measure = bench_verified if verify else bench_plane
     for plane in planes:
         for order in orders:
-            report[f"{plane} {order}"] = await bench_plane(plane, order, pairs, CASES, say)
+            report[f"{plane} {order}"] = await measure(plane, order, pairs, CASES, say)
     if peer_harness:
         report["mooncake page_first against sglang"] = await bench_against_peer(peer_harness, pairs, say)
     return report

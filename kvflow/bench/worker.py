@@ -2,7 +2,8 @@
 
     python -m kvflow.bench.worker prefill|decode
 
-Commands: setup, rooms, raw (prefill only), idle, quit. The driver (`pair.py`) sends the same `rooms` to both sides.
+Commands: setup, verify, rooms, raw (prefill only), idle, quit. The driver (`pair.py`) sends the same `rooms` to both
+sides.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ import numpy as np
 import uvloop
 
 from kvflow.bench.raw import RawWriter, open_raw
+from kvflow.memory.checksum import PageSums
 from kvflow.memory.pool import PagedPool
 from kvflow.node import DecodeNode, PrefillNode
 from kvflow.protocols.layout import PageIndices, PoolLayout, build_layout
@@ -70,12 +72,22 @@ class Worker:
         self.raw_writer: RawWriter
 
     async def setup(
-        self, *, plane: str, layers: int, heads: int, dim: int, page_size: int, pages: int, order: str, ranks: list[Any]
+        self,
+        *,
+        plane: str,
+        layers: int,
+        heads: int,
+        dim: int,
+        page_size: int,
+        pages: int,
+        order: str,
+        ranks: list[Any],
+        rate_bytes_per_s: float | None = None,
     ) -> dict[str, Any]:
         streams = [(f"layer.{i}.{x}", "bfloat16", (heads, dim)) for i in range(layers) for x in "kv"]
         layout = build_layout(streams, page_size=page_size, num_pages=pages, order=order)  # type: ignore[arg-type]
         self.pool = await asyncio.to_thread(PagedPool.allocate, layout)
-        data_plane = await asyncio.to_thread(open_plane, plane, self.pool.segment)
+        data_plane = await asyncio.to_thread(open_plane, plane, self.pool.segment, rate_bytes_per_s)
         if self.role == "prefill":
             self.node = PrefillNode(self.pool, data_plane)
             await self.node.start()
@@ -87,6 +99,11 @@ class Worker:
         await self.node.start()
         self._scatter()
         return {"page_bytes": layout.page_bytes}
+
+    async def verify(self, *, on: bool) -> dict[str, Any]:
+        """Rooms opened from now on carry checksums, or none."""
+        self.node.handlers.checksums = PageSums(self.pool) if on else None
+        return {}
 
     def _scatter(self) -> None:
         """Leave the free list in random order, so that the pages of a room are scattered."""
@@ -177,8 +194,8 @@ def source_slice(pages: PageIndices, number: int, count: int) -> PageIndices:
     return pages[start : start + count]
 
 
-async def serve(role: str) -> None:
-    worker = Worker(role)
+async def serve(worker: Worker) -> None:
+    """Answer commands with the methods of their names, until told to quit."""
     loop = asyncio.get_running_loop()
     reader = asyncio.StreamReader(limit=1 << 26)
     await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), sys.stdin)
@@ -198,4 +215,4 @@ async def serve(role: str) -> None:
 
 if __name__ == "__main__":
     os.environ.setdefault("OMP_NUM_THREADS", "1")
-    uvloop.run(serve(sys.argv[1]))
+    uvloop.run(serve(Worker(sys.argv[1])))

@@ -56,6 +56,10 @@ class LocalPlane:
         self._layout: PoolLayout | None = None
         self._routes: set[LocalRoute] = set()
 
+    @property
+    def stalled_s(self) -> float:
+        return self._thread.stalled_s
+
     def export(self, layout: PoolLayout) -> tuple[Endpoint, PoolLayout]:
         """Buffer addresses become offsets in the segment. Without a segment (a user's own tensors) peers can read our
         layout but not write to us: the endpoint's address is empty.
@@ -106,9 +110,11 @@ class LocalPlane:
         await wait_dead(writer.witness)
 
     async def close(self) -> None:
-        await self._thread.close()
-        for route in list(self._routes):
-            route.close()
+        try:
+            await self._thread.close()
+        finally:  # the thread has ended, cancelled or not
+            for route in list(self._routes):
+                route.close()
 
 
 def map_peer(endpoint: Endpoint) -> SharedSegment:

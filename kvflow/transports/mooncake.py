@@ -63,7 +63,7 @@ class MooncakePlane:
         """
         self._thread = WriteThread(self.name, rate_limit_bytes_per_s)
         self._host, self._device = host, device
-        self._engine_class = _engine_class(force_tcp=not device)
+        self._engine_class = engine_class(force_tcp=not device)
         self._engines: list[Any] = []
         self._ports: set[int] = set()
         self._layout: PoolLayout | None = None
@@ -71,6 +71,10 @@ class MooncakePlane:
         self._opening = threading.Lock()
         self.engine = self._start_engine()  # the one peers write through
         self._session = f"{host}:{self.engine.get_rpc_port()}"
+
+    @property
+    def stalled_s(self) -> float:
+        return self._thread.stalled_s
 
     def export(self, layout: PoolLayout) -> tuple[Endpoint, PoolLayout]:
         """Register every buffer (some 20 us per GiB). Raises: LayoutError when the engine refuses one."""
@@ -152,8 +156,10 @@ class MooncakePlane:
 
     async def close(self) -> None:
         """Cancel, drain for at most 5 s (a frozen peer's blocks then end UNPROVEN), unregister the pool."""
-        await self._thread.close(_CLOSE_GRACE_S)
-        await in_thread(self._unregister)
+        try:
+            await self._thread.close(_CLOSE_GRACE_S)
+        finally:  # the thread has ended, cancelled or not
+            await in_thread(self._unregister)
 
     def _unregister(self) -> None:
         layout, self._layout = self._layout, None
@@ -174,7 +180,7 @@ class MooncakeRoute(PlannedRoute):
         self._next_look, self._until_look = _FIRST_LOOK_BYTES, 0
 
     def begin(self, flight: WriteFlight) -> _WindowJob:
-        return _WindowJob(self, BlockQueue(self.planner, flight.source_pages, flight.target_pages))
+        return _WindowJob(self, flight, BlockQueue(self.planner, flight.source_pages, flight.target_pages))
 
     def moved(self, submitted_bytes: int) -> None:
         """The engine opens its connections while it has work, so they are looked for often at first, then seldom."""
@@ -191,10 +197,10 @@ class MooncakeRoute(PlannedRoute):
 class _WindowJob:
     """Implements `writer.Job`: some handles of the route's window."""
 
-    __slots__ = ("_blocks", "_handles", "_route", "error", "landed_bytes", "landing", "waiting")
+    __slots__ = ("_blocks", "_flight", "_handles", "_route", "error", "landed_bytes", "landing", "waiting")
 
-    def __init__(self, route: MooncakeRoute, blocks: BlockQueue) -> None:
-        self._route, self._blocks = route, blocks
+    def __init__(self, route: MooncakeRoute, flight: WriteFlight, blocks: BlockQueue) -> None:
+        self._route, self._flight, self._blocks = route, flight, blocks
         self._handles: deque[tuple[int, int]] = deque()  # (handle, size), oldest first
         self.landed_bytes, self.error = 0, ""
         self.landing: Landing | None = None
@@ -210,7 +216,8 @@ class _WindowJob:
             if self.error:
                 self.landing = Landing.UNPROVEN
             else:
-                self.landing = Landing.DRAINED if self._blocks.left_bytes else Landing.LANDED
+                whole = self.landed_bytes == self._flight.total_bytes
+                self.landing = Landing.LANDED if whole else Landing.DRAINED
             return submitted
         return submitted if submitted or ended else -1
 
@@ -234,6 +241,8 @@ class _WindowJob:
         free_bytes = WINDOW_BYTES - route.bytes
         blocks = self._blocks.take(min(max_bytes, free_bytes), min(share, WINDOW_HANDLES - route.handles))
         for source, target, size in zip(*blocks, strict=True):
+            if self._flight.cancelled:  # looked at once more per block: after an abort, one window at most may land
+                break
             handle = route.submit(route.session, source, target, size)
             if not handle:
                 self.error = f"mooncake took no block for {route.session}"
@@ -246,7 +255,7 @@ class _WindowJob:
         return submitted
 
 
-def _engine_class(*, force_tcp: bool) -> Any:
+def engine_class(*, force_tcp: bool) -> Any:
     """mooncake.engine.TransferEngine. Raises: MisuseError with the one thing to do."""
     if force_tcp:  # else the engine takes RDMA by itself wherever it finds a device, and the fence would prove nothing
         os.environ.setdefault("MC_FORCE_TCP", "1")

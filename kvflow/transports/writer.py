@@ -65,7 +65,7 @@ class WriteFlight:
     """Implements `protocols.ports.Flight`."""
 
     __slots__ = (
-        *("_cancelled", "_thread", "done", "error", "job", "landed_bytes", "landing", "source_pages", "target_pages"),
+        *("_cancelled", "_landed_bytes", "_thread", "done", "error", "job", "landing", "source_pages", "target_pages"),
         *("total_bytes", "work"),
     )
 
@@ -75,14 +75,24 @@ class WriteFlight:
         self.done: asyncio.Future[Landing] = thread.loop.create_future()
         self.source_pages, self.target_pages = source_pages, target_pages
         self.work, self.total_bytes = work, total_bytes
-        self.landed_bytes, self.error = 0, ""
+        self._landed_bytes, self.error = 0, ""
         self.landing = Landing.UNPROVEN
         self.job: Job | None = None
         self._thread, self._cancelled = thread, False
 
     @property
+    def landed_bytes(self) -> int:
+        job = self.job
+        return self._landed_bytes if job is None else job.landed_bytes
+
+    @property
     def cancelled(self) -> bool:
         return self._cancelled
+
+    def end(self) -> None:
+        """Nothing of it is under way any more; on the plane's thread."""
+        if self.job is not None:
+            self._landed_bytes, self.job = self.job.landed_bytes, None
 
     def cancel(self) -> None:
         if not self._cancelled and not self.done.done():
@@ -110,6 +120,7 @@ class WriteThread:
         self._told = False  # the loop has been woken and has not looked yet
         self._open: set[WriteFlight] = set()  # event loop's side
         self._closing = False
+        self._turned_at = 0.0  # when a flight had its turn, or work came to an idle thread
         self._next_slice_at = 0.0
         self._abandon_at = float("inf")
         self.surprises = 0  # exceptions of a back end, each of which ended its flight UNPROVEN
@@ -124,10 +135,19 @@ class WriteThread:
         elif self._closing or loop is not self.loop:
             raise MisuseError(f"the {self._name} plane is closed, or belongs to another event loop")
 
+    @property
+    def stalled_s(self) -> float:
+        """See `protocols.ports.DataPlane`."""
+        if self._thread is None or len(self._open) == len(self._ended):
+            return 0.0
+        return time.monotonic() - self._turned_at if self._thread.is_alive() else float("inf")
+
     def submit(self, flight: WriteFlight) -> None:
         """Hand a flight over. Raises: TransferError after `close`."""
         if self._closing:
             raise TransferError(f"the {self._name} plane is closed")
+        if len(self._open) == len(self._ended):
+            self._turned_at = time.monotonic()
         self._open.add(flight)
         self._inbox.put(flight)
 
@@ -152,6 +172,10 @@ class WriteThread:
         finally:
             while self._ended:
                 self._deliver()
+            for flight in self._open:  # of a thread that died: nobody knows what became of them
+                flight.error = "the thread of the data plane died"
+                flight.done.set_result(flight.landing)
+            self._open.clear()
 
     def _run(self) -> None:
         active: deque[WriteFlight] = deque()
@@ -163,6 +187,7 @@ class WriteThread:
             for _ in range(len(active)):
                 flight = active.popleft()
                 moved |= self._turn(flight)
+                self._turned_at = time.monotonic()
                 if flight.job is None:
                     self._tell(flight)
                 else:
@@ -205,10 +230,10 @@ class WriteThread:
                     return True
                 job = flight.job = flight.work.begin(flight)
             if time.monotonic() > self._abandon_at:
-                flight.job, flight.error = None, "the plane was closed while blocks were under way"
+                flight.error = "the plane was closed while blocks were under way"
+                flight.end()
                 return True  # its landing still says UNPROVEN
             submitted = job.advance(self._allowance(), flight.cancelled)
-            flight.landed_bytes = job.landed_bytes
             if submitted > 0 and self.rate:
                 self._next_slice_at = max(time.monotonic(), self._next_slice_at) + submitted / self.rate
             if (landing := job.landing) is None:
@@ -217,7 +242,7 @@ class WriteThread:
         except Exception as error:  # noqa: BLE001 - the thread serves other rooms too; this one ends unproven, counted
             self.surprises += 1
             flight.landing, flight.error = Landing.UNPROVEN, f"{type(error).__name__}: {error}"
-        flight.job = None
+        flight.end()
         return True
 
     def _allowance(self) -> int:

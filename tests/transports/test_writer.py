@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 import time
 
 import pytest
@@ -193,3 +194,70 @@ async def test_a_thread_never_started_closes_at_once() -> None:
     await thread.close()
     with pytest.raises(MisuseError, match="closed"):
         thread.start()
+
+
+class Hanging(Slices):
+    """A job that hangs in its first turn until it is let go."""
+
+    def __init__(self, left: int) -> None:
+        super().__init__("hanging", left, [], [True])
+        self.hangs, self.go_on = threading.Event(), threading.Event()
+
+    def advance(self, max_bytes: int, cancelled: bool) -> int:
+        self.hangs.set()
+        self.go_on.wait(20)
+        return super().advance(max_bytes, cancelled)
+
+
+class Frozen(Slices):
+    """A job whose peer is frozen: all it may have under way is, and none of it ends."""
+
+    waiting = True
+    turns = 0
+
+    def advance(self, max_bytes: int, cancelled: bool) -> int:
+        self.turns += 1
+        return super().advance(max_bytes, cancelled)
+
+
+async def test_a_hanging_back_end_is_seen_and_an_idle_thread_is_none() -> None:
+    works = started()
+    assert works.thread.stalled_s == 0
+    await asyncio.shield(works.write("a", 10).done)
+    assert works.thread.stalled_s == 0
+    flight = WriteFlight(works.thread, works, pages(0), pages(0), 10)
+    works.jobs[flight] = hanging = Hanging(10)
+    works.thread.submit(flight)
+    await until(hanging.hangs.is_set)
+    before = works.thread.stalled_s
+    await until(lambda: works.thread.stalled_s > before + 0.02)
+    hanging.go_on.set()
+    assert await asyncio.shield(flight.done) is Landing.LANDED
+    assert works.thread.stalled_s == 0
+    await works.thread.close()
+
+
+async def test_a_frozen_peer_is_no_stall_of_ours() -> None:
+    works = started()
+    works.gate[0] = False
+    flight = WriteFlight(works.thread, works, pages(0), pages(0), 10)
+    works.jobs[flight] = frozen = Frozen("frozen", 10, works.log, works.gate)
+    works.thread.submit(flight)
+    submitted_at = time.monotonic()
+    await until(lambda: frozen.turns > 20)
+    assert works.thread.stalled_s < time.monotonic() - submitted_at
+    works.gate[0] = True
+    await works.thread.close()
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+async def test_a_dead_thread_is_seen_and_its_flights_end_unproven() -> None:
+    works = started()
+    works.gate[0] = False
+    flight = works.write("a", 10)
+    assert works.thread.stalled_s < float("inf")
+    works.thread._inbox.put(object())  # type: ignore[arg-type]
+    await until(lambda: works.thread.stalled_s == float("inf"))
+    await works.thread.close()
+    assert flight.done.result() is Landing.UNPROVEN and "died" in flight.error
+    assert works.thread.stalled_s == 0

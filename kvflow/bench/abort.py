@@ -1,0 +1,140 @@
+"""`kvflow bench abort`: what an abort in mid-transfer costs, and whether a byte of it reaches the pages' next owner."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from kvflow.bench.abort_worker import WATCHED_ROOMS
+from kvflow.bench.pair import Pair
+from kvflow.bench.peer import open_peer
+from kvflow.transports.mooncake import WINDOW_BYTES
+from kvflow.transports.writer import SLICE_BYTES
+
+WORKER = "kvflow.bench.abort_worker"
+SHAPE = {"layers": 32, "heads": 8, "dim": 128, "page_size": 16}  # 2 MiB a page
+WINDOWS = {"local": SLICE_BYTES, "mooncake": WINDOW_BYTES}  # what a plane may have under way when it is told to stop
+EARLIEST, LATEST = 0.1, 0.9  # an abort counts when this part of the bytes has moved
+WHOLE_PAGES_IN = 0.1  # of the aborts every byte is looked at, not only the marks
+TRIES = 10  # per abort that counts
+SETTLE_S = 1.0
+PEER_TIMES = 20
+PEER_AFTER_S = 0.25  # the peer aborts up to so long after its first byte
+# The batch size at which its workers look for an abort, and whether pages wait for prefill's word.
+PEER_ENV = {"SGLANG_MOONCAKE_MAX_TRANSFER_BATCH_INDICES": "16"}
+DEFERRED = "SGLANG_DISAGGREGATION_DEFERRED_DECODE_KV_RELEASE"
+
+Say = Callable[[str], None]
+Row = dict[str, float]
+
+
+class Plan(NamedTuple):
+    """`times` aborts of rooms of `pages` pages."""
+
+    times: int
+    pages: int
+    seed: int
+    worker: str = WORKER
+    rate_bytes_per_s: float | None = None
+
+
+def spread(values: list[float]) -> Row:
+    """Median, 99th percentile and maximum."""
+    median, p99, largest = np.percentile(values, (50, 99, 100))
+    return {"median": round(float(median), 3), "p99": round(float(p99), 3), "max": round(float(largest), 3)}
+
+
+async def bench_plane(plane: str, plan: Plan, say: Say, shape: dict[str, int] = SHAPE) -> dict[str, Any]:
+    """One data plane: aborts at random places, each beside one window of bytes through the bare plane."""
+    chance = random.Random(plan.seed)
+    whole = set(chance.sample(range(plan.times), math.ceil(WHOLE_PAGES_IN * plan.times)))
+    pages = (WATCHED_ROOMS + 2) * plan.pages
+    open_pair = Pair.open(
+        plane, plan.worker, order="page_first", pages=pages, rate_bytes_per_s=plan.rate_bytes_per_s, **shape
+    )
+    rows: list[Row] = []
+    tried = 0
+    async with await open_pair as pair:
+        await pair.raw_setup()
+        window_pages = min(plan.pages, WINDOWS[plane] // pair.page_bytes)
+        reserved = await pair.decode.ask("reserve", pages=window_pages)
+        while len(rows) < plan.times and tried < TRIES * plan.times:
+            tried += 1
+            aim, look_at_all = chance.uniform(EARLIEST, LATEST), len(rows) in whole
+            sent, got = await pair.both("abort", room=tried, pages=plan.pages, aim=aim, whole=look_at_all)
+            window_s = (await pair.prefill.ask("window", **reserved))["seconds"]
+            if got["aborted"] and EARLIEST <= got["moved"] <= LATEST:
+                rows.append({**sent, "moved": got["moved"], "seconds": got["seconds"], "window_s": window_s})
+                if len(rows) % 20 == 0:
+                    say(f"{plane}: {len(rows)} aborts, the last after {got['moved']:.0%} of the bytes")
+        seen = await pair.decode.ask("look", after_s=SETTLE_S)
+        left = {name: await side.ask("state") for name, side in (("prefill", pair.prefill), ("decode", pair.decode))}
+    return {
+        "aborts": len(rows),
+        "not_counted": tried - len(rows),
+        **seen,
+        **figures(rows, WINDOWS[plane]),
+        "left": left,
+    }
+
+
+def figures(rows: list[Row], window_bytes: int) -> dict[str, Any]:
+    """Times in ms; ratios to the median time of one window through the bare plane of the same run."""
+    if not rows:
+        return {}
+    window_s = float(np.median([r["window_s"] for r in rows]))
+    return {
+        "moved": spread([r["moved"] for r in rows]),
+        "abort_to_reusable_ms": spread([r["seconds"] * 1e3 for r in rows]),
+        "prefill_drain_ms": spread([r["drain_s"] * 1e3 for r in rows]),
+        "bare_window_ms": spread([r["window_s"] * 1e3 for r in rows]),
+        "abort_to_reusable_windows": spread([r["seconds"] / window_s for r in rows]),
+        "window_bytes": window_bytes,
+        "bytes_after_abort": spread([r["bytes_after"] for r in rows]),
+    }
+
+
+async def bench_peer(harness: str, plan: Plan, deferred: bool, say: Say) -> dict[str, Any]:
+    """SGLang's aborts: with its deferred release, or with the pages given to the next owner at once."""
+    env = {**PEER_ENV, DEFERRED: str(int(deferred))}
+    shape = {"layers": SHAPE["layers"], "heads": SHAPE["heads"], "dim": SHAPE["dim"], "pages": plan.pages + 64}
+    rows: list[dict[str, Any]] = []
+    chance, tried = random.Random(plan.seed), 0
+    peer = await open_peer(harness, env, **shape)
+    try:
+        while len(rows) < min(PEER_TIMES, plan.times) and tried < TRIES * plan.times:
+            tried += 1
+            seen = await peer.ask("abort", pages=plan.pages, after_s=chance.uniform(0, PEER_AFTER_S))
+            if seen["aborted"]:
+                rows.append(seen)
+    finally:
+        await peer.close()
+    say(f"sglang, deferred release {deferred}: {len(rows)} aborts")
+    return {
+        "aborts": len(rows),
+        "not_counted": tried - len(rows),
+        "aborts_hit": sum(r["pages_hit"] > 0 for r in rows),
+        "pages_hit": sum(r["pages_hit"] for r in rows),
+        "pages_checked": len(rows) * plan.pages,
+        "abort_to_reusable_ms": spread([r["seconds"] * 1e3 for r in rows]),
+    }
+
+
+async def bench_abort(
+    planes: tuple[str, ...], times: int, pages: int, seed: int, peer_harness: str | None, say: Say
+) -> dict[str, Any]:
+    """Every data plane in turn, then the peer."""
+    plan = Plan(times, pages, seed)
+    report: dict[str, Any] = {"times": times, "pages": pages, "shape": SHAPE, "seed": seed}
+    for plane in planes:
+        report[plane] = await bench_plane(plane, plan, say)
+    if peer_harness:
+        report["sglang"] = {
+            "deferred_release": await bench_peer(peer_harness, plan, True, say),
+            "released_at_once": await bench_peer(peer_harness, plan, False, say),
+        }
+    return report

@@ -1,0 +1,153 @@
+"""One role of `kvflow bench abort` as a process of its own; what the commands are told, `worker.py` says.
+
+    python -m kvflow.bench.abort_worker prefill|decode
+
+Commands beside the worker's: reserve (decode), window (prefill), abort (both), look (decode).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+import time
+from collections import deque
+from typing import Any, NamedTuple
+
+import numpy as np
+import uvloop
+
+from kvflow.bench.canary import CanaryPool
+from kvflow.bench.worker import Worker, serve, source_slice
+from kvflow.handlers.decode_room import DecodeSession
+from kvflow.node import DecodeNode, PrefillNode
+from kvflow.protocols import prefill_room
+from kvflow.protocols.errors import AbortedError, KvflowError, TransferError
+from kvflow.protocols.layout import PageIndices
+
+POLL_S = 0.001  # uvloop makes 0 of anything that is less
+WATCHED_ROOMS = 3  # a re-used page is looked at while so many more rooms run
+_SCRATCH = "scratch"
+
+
+class _Reused(NamedTuple):
+    """Pages of an aborted room in the hands of their next owner."""
+
+    pages: PageIndices
+    whole: bool
+    owner: tuple[str, int]
+    reusable_at_s: float
+
+
+class AbortWorker(Worker):
+    """Rooms that are aborted in mid-transfer, and an eye on the pages they had."""
+
+    def __init__(self, role: str) -> None:
+        super().__init__(role)
+        self._canary: CanaryPool
+        self._watched: deque[_Reused] = deque()
+        counted = ("foreign_bytes", "pages_hit", "aborts_hit", "marked_pages_checked", "whole_pages_checked")
+        self._seen = dict.fromkeys(counted, 0)
+
+    async def setup(self, **shape: Any) -> dict[str, Any]:
+        reply = await super().setup(**shape)
+        self._canary = CanaryPool(self.pool)
+        if self.role == "prefill":
+            await asyncio.to_thread(self._canary.fill)
+        return reply
+
+    async def reserve(self, *, pages: int) -> dict[str, Any]:
+        """Take `pages` for the bare writes, and wipe what they have left elsewhere so far."""
+        kept, others = self.node.pages.take(pages, _SCRATCH), self.node.pages.free_pages
+        left = self.node.pages.take(others, "wipe")
+        self._canary.mark(left)
+        for one in left[:, None]:  # page by page, in this order: rooms shall go on finding them scattered
+            self.node.pages.give_back(one, "wipe")
+        return {"targets": kept.tolist()}
+
+    async def window(self, *, targets: list[int]) -> dict[str, Any]:
+        """Seconds in which the bare data plane moves one page for each of `targets`."""
+        sources = self.source_pages[: len(targets)]
+        where = np.array(targets, dtype=np.int32)
+        return {"seconds": await asyncio.to_thread(self.raw_writer.write, sources, where)}
+
+    async def abort(self, *, room: int, pages: int, aim: float, whole: bool) -> dict[str, Any]:
+        """One room of `pages` pages that decode aborts when the part `aim` of its bytes has moved."""
+        prompt = np.arange(pages * self.pool.layout.page_size, dtype=np.int64)
+        if self.role == "prefill":
+            return await self._send(room, prompt, pages)
+        found = await self._receive(room, prompt, aim, whole)
+        while len(self._watched) > WATCHED_ROOMS:
+            self._let_go()
+        return found
+
+    async def look(self, *, after_s: float) -> dict[str, Any]:
+        """Wait, let go of every page that is still watched; what was found in all of them."""
+        await asyncio.sleep(after_s)
+        while self._watched:
+            self._let_go()
+        return self._seen
+
+    async def _send(self, number: int, prompt: Any, pages: int) -> dict[str, Any]:
+        assert isinstance(self.node, PrefillNode)
+        room = self.node.room(number, prompt)
+        await room.matched()
+        at_end: list[int] = []
+        room.on_end(lambda: at_end.append(room.bytes_landed))  # called when the Abort is received
+        room.send(source_slice(self.source_pages, number, pages), last=True)
+        try:
+            await room.done()
+        except AbortedError:
+            while room.state.phase not in prefill_room.TERMINAL:  # noqa: ASYNC110 - rooms tell nobody of this
+                await asyncio.sleep(POLL_S)
+        told = {line.what: line.at_s for line in room.story()}
+        drain_s = told["write_ended"] - told.get("abort_received", told["write_ended"])
+        return {"bytes_after": room.bytes_landed - at_end[0], "drain_s": drain_s}
+
+    async def _receive(self, number: int, prompt: Any, aim: float, whole: bool) -> dict[str, Any]:
+        assert isinstance(self.node, DecodeNode)
+        room = await self.node.room(number, self.ranks, prompt)
+        moved = 0.0
+        while moved < aim and not room.ended:
+            await asyncio.sleep(POLL_S)
+            moved = self._canary.moved(room.pages)
+        if room.ended:  # it was faster
+            await room.landed()
+            self._canary.mark(room.pages)
+            room.close()
+            return {"aborted": False}
+        home: asyncio.Future[_Reused] = asyncio.get_running_loop().create_future()
+        aborted_at_s = time.monotonic()
+        room.close()
+        room.on_end(lambda: self._reuse(room, whole, home))
+        reused = await home
+        return {"aborted": True, "moved": moved, "seconds": reused.reusable_at_s - aborted_at_s}
+
+    def _reuse(self, room: DecodeSession, whole: bool, home: asyncio.Future[_Reused]) -> None:
+        """The room has ended: its pages are the free list's next, and go to an owner who writes at once."""
+        owner = ("reused", room.room)
+        try:
+            pages = self.node.pages.take(len(room.pages), owner)
+        except KvflowError as error:
+            return home.set_exception(error)
+        reused = _Reused(pages, whole, owner, time.monotonic())
+        if set(pages.tolist()) != set(room.pages.tolist()):
+            self.node.pages.give_back(pages, owner)
+            return home.set_exception(TransferError(f"room {room.room} ended, its pages have not come back"))
+        self._canary.mark(pages, whole=whole)
+        self._watched.append(reused)
+        return home.set_result(reused)
+
+    def _let_go(self) -> None:
+        """Whatever came late is there to be seen: nobody else has written into these pages."""
+        reused = self._watched.popleft()
+        foreign = self._canary.foreign_bytes(reused.pages, whole=reused.whole)
+        self._seen["foreign_bytes"] += int(foreign.sum())
+        self._seen["pages_hit"] += int(np.count_nonzero(foreign))
+        self._seen["aborts_hit"] += bool(foreign.any())
+        self._seen["whole_pages_checked" if reused.whole else "marked_pages_checked"] += len(reused.pages)
+        self._canary.mark(reused.pages)
+        self.node.pages.give_back(reused.pages, reused.owner)
+
+
+if __name__ == "__main__":
+    uvloop.run(serve(AbortWorker(sys.argv[1])))

@@ -1,0 +1,47 @@
+"""The abort bench in small, over real data planes; and the eye it has for bytes that come late."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from kvflow.bench.abort import EARLIEST, LATEST, Plan, bench_plane, figures
+
+SHAPE = {"layers": 2, "heads": 4, "dim": 64, "page_size": 16}  # 32 KiB a page
+PAGES = 64
+RATE = 10_000_000  # a room takes 0.2 s, so its middle can be met
+TIMES = 3
+
+
+@pytest.fixture(params=["local", "mooncake"])
+def plane(request: pytest.FixtureRequest) -> str:
+    if request.param == "mooncake":
+        pytest.importorskip("mooncake.engine")
+    return str(request.param)
+
+
+async def run(plane: str, seed: int, **changes: Any) -> dict[str, Any]:
+    plan = Plan(TIMES, PAGES, seed, rate_bytes_per_s=RATE, **changes)
+    return await bench_plane(plane, plan, print, SHAPE)
+
+
+async def test_no_byte_comes_late(plane: str, seed: int) -> None:
+    report = await run(plane, seed)
+    assert report["aborts"] == TIMES
+    assert EARLIEST <= report["moved"]["median"] <= LATEST
+    assert report["foreign_bytes"] == report["pages_hit"] == report["aborts_hit"] == 0
+    assert report["marked_pages_checked"] == (TIMES - 1) * PAGES and report["whole_pages_checked"] == PAGES
+    assert report["bytes_after_abort"]["max"] <= report["window_bytes"]
+    assert report["left"]["prefill"]["rooms"] == report["left"]["decode"]["rooms"] == 0
+
+
+async def test_pages_given_back_early_are_found_out(plane: str, seed: int) -> None:
+    report = await run(plane, seed, worker="tests.bench.early_release")
+    assert report["aborts_hit"] == TIMES
+    assert report["foreign_bytes"] >= report["pages_hit"] > 0
+
+
+def test_ratios_are_to_the_bare_window() -> None:
+    row = {"moved": 0.5, "seconds": 0.006, "window_s": 0.002, "drain_s": 0.004, "bytes_after": 7.0}
+    assert figures([row], 8)["abort_to_reusable_windows"]["median"] == 3.0

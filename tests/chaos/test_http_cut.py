@@ -1,0 +1,100 @@
+"""HTTP between router and workers, cut by a proxy in between: every request ends, and its pages come home."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import random
+from collections import Counter
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import aiohttp
+import pytest
+
+from kvflow.demo_model import DEMO_PROMPTS
+from kvflow.server.child import Child
+from kvflow.server.supervisor import Fleet
+from tests.chaos.pair import until
+from tests.chaos.proxy import FAULTS, Proxy, disturb
+from tests.e2e.fleet import all_home, running
+
+pytestmark = pytest.mark.slow
+
+LANES, ENOUGH_FAULTS, PAUSE_S = 8, 8, 0.1
+REFERENCE = {"temperature": 0, "max_new_tokens": 48, "ignore_eos": True}
+
+
+@asynccontextmanager
+async def router_through(fleet: Fleet, prefill: Proxy, decode: Proxy) -> AsyncIterator[str]:
+    """A second router of the same workers, which reaches them through the proxies."""
+    urls = [f for role, proxy in (("prefill", prefill), ("decode", decode)) for f in (f"--{role}", url_of(proxy))]
+    router = Child("router", "router", ["--port", "0", *urls], quiet=True)
+    try:
+        await router.start(dict(os.environ), 30)
+        yield router.url
+    finally:
+        await router.stop(5)
+
+
+def url_of(proxy: Proxy) -> str:
+    return f"http://127.0.0.1:{proxy.port}"
+
+
+def port_of(url: str) -> int:
+    return int(url.rsplit(":", 1)[1])
+
+
+async def generate(session: aiohttp.ClientSession, url: str, prompt: str, stream: bool) -> tuple[int, Any]:
+    body = {"text": prompt, "sampling_params": REFERENCE, "stream": stream}
+    async with session.post(f"{url}/generate", json=body) as answer:
+        return answer.status, (await answer.text()) if stream else (await answer.json())
+
+
+@pytest.mark.parametrize("cut", ["prefill", "decode"])
+async def test_requests_end_whatever_http_does(cut: str, plane: str, seed: int) -> None:
+    chance = random.Random(seed)
+    changes = {"disaggregation_transfer_backend": plane, "transfer_rate_limit": 16 << 20}
+    async with running(**changes) as fleet, aiohttp.ClientSession() as session:
+        workers = {"prefill": fleet.prefills[0].url, "decode": fleet.decodes[0].url}
+        async with (
+            Proxy(port_of(workers["prefill"])) as prefill,
+            Proxy(port_of(workers["decode"])) as decode,
+            router_through(fleet, prefill, decode) as url,
+        ):
+            references = [(await generate(session, url, prompt, False)) for prompt in DEMO_PROMPTS[:2]]
+            assert [status for status, _ in references] == [200, 200]
+            ended: Counter[int] = Counter()
+            faults = 0
+
+            async def lane(number: int) -> None:
+                which, stream = number % 2, number % 4 > 1
+                while faults < ENOUGH_FAULTS:
+                    try:
+                        async with asyncio.timeout(30):
+                            status, answer = await generate(session, url, DEMO_PROMPTS[which], stream)
+                    except aiohttp.ClientError:  # a stream that broke in its middle
+                        status, answer = 0, None
+                    ended[status] += 1
+                    if status == 200 and not stream:  # an answer that came is the answer
+                        assert answer["output_ids"] == references[which][1]["output_ids"]
+                    elif status != 200:
+                        await asyncio.sleep(PAUSE_S)  # or all would be refused while nobody is there
+
+            lanes = asyncio.gather(*(lane(number) for number in range(LANES)))
+            proxy = prefill if cut == "prefill" else decode
+            while faults < ENOUGH_FAULTS:
+                await asyncio.sleep(chance.uniform(0.3, 0.8))
+                await disturb(proxy, FAULTS[faults % len(FAULTS)], chance.uniform(0, 0.5))
+                faults += 1
+            await lanes
+            print(f"{plane}, {cut} cut {faults} times: {dict(ended)}")
+            assert ended[200] and len(ended) > 1
+            assert await all_home(session, *workers.values())
+
+            async def back() -> bool:
+                return (await generate(session, url, DEMO_PROMPTS[0], False))[0] == 200
+
+            await until(back)
+            assert await all_home(session, *workers.values())

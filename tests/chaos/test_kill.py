@@ -1,0 +1,65 @@
+"""kill -9 of either side in mid-transfer: what is left has its pages back, with nobody else's bytes in them."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+
+import pytest
+
+from tests.chaos.pair import NUM_PAGES, begin, in_the_middle, pair, station
+
+pytestmark = pytest.mark.slow
+
+RATE = 8_000_000
+PAGES = 64
+REWRITTEN = 0x3333_3333_3333_3333
+
+
+async def test_a_killed_sender(plane: str) -> None:
+    async with pair(plane, RATE) as (prefill, decode):
+        await begin(1, PAGES, prefill, decode)
+        await in_the_middle(decode, 1)
+        prefill.signal(signal.SIGKILL)
+        async with asyncio.timeout(2):
+            assert (await decode.ask("outcome", room=1))["outcome"] == "peer_lost"
+        await decode.settled()
+        assert (await decode.ask("reuse"))["pages"] == NUM_PAGES
+        await asyncio.sleep(0.5)  # what could still arrive would arrive now
+        assert (await decode.ask("foreign"))["bytes"] == 0
+        await decode.ask("let_go")
+        async with station("prefill", plane, []) as successor:
+            await decode.ask("meet", ranks=successor.ranks)
+            await begin(2, PAGES, successor, decode)
+            assert await decode.ask("outcome", room=2) == {"outcome": "success", "foreign_bytes": 0}
+
+
+async def test_a_killed_receiver(plane: str) -> None:
+    async with pair(plane, RATE) as (prefill, decode):
+        await begin(1, PAGES, prefill, decode)
+        await in_the_middle(decode, 1)
+        decode.signal(signal.SIGKILL)
+        async with asyncio.timeout(5):
+            assert (await prefill.ask("outcome", room=1))["outcome"] in ("peer_lost", "transfer_error")
+        await prefill.settled()
+        assert await prefill.ask("rewrite", word=REWRITTEN) == {"held": 0}
+        async with station("decode", plane, prefill.ranks) as successor:
+            await begin(2, PAGES, prefill, successor)
+            assert await successor.ask("outcome", room=2) == {"outcome": "success", "foreign_bytes": 0}
+            await successor.ask("end", room=2)
+            await asyncio.gather(prefill.settled(), successor.settled())
+
+
+async def test_both_sides_in_turn_while_rooms_run(plane: str, seed: int) -> None:
+    """Two prefills feed one decode; one of them is killed: the other's rooms do not notice."""
+    async with pair(plane, RATE) as (prefill, decode), station("prefill", plane, []) as other:
+        await begin(1, PAGES, prefill, decode)
+        await in_the_middle(decode, 1)
+        await decode.ask("meet", ranks=other.ranks)
+        plan = {"first": 100, "count": 40, "pages": 8, "lanes": 4, "seed": seed, "quit_part": 0.0}
+        storm = asyncio.gather(*(one.ask("storm", **plan) for one in (other, decode)))
+        prefill.signal(signal.SIGKILL)
+        for ended in await storm:
+            assert ended == {"outcomes": {"success": 40}, "foreign_bytes": 0}
+        await decode.ask("end", room=1)
+        await asyncio.gather(decode.settled(), other.settled())
