@@ -1,4 +1,4 @@
-"""The command line: kvflow prefill | decode | router | up | demo | bench | doctor.
+"""The command line: kvflow prefill | decode | router | up | demo | bench | sim | doctor | keygen | declare-dead.
 
 Options are made from the fields of `config.Settings`, so flags, environment and file cannot drift apart. Heavy imports
 stand in the commands: `kvflow --help` loads neither torch nor transformers.
@@ -19,6 +19,7 @@ import kvflow
 from kvflow import config
 from kvflow.bench.commands import app as bench_commands
 from kvflow.protocols.errors import KvflowError, MisuseError
+from kvflow.sim.commands import app as sim_commands
 
 app = typer.Typer(
     name="kvflow",
@@ -29,6 +30,7 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 app.add_typer(bench_commands, name="bench")
+app.add_typer(sim_commands, name="sim")
 _METAVARS = {int: "INT", float: "FLOAT", str: "TEXT"}
 
 
@@ -145,6 +147,32 @@ def doctor(as_json: Annotated[bool, typer.Option("--json", help="JSON on stdout.
     from kvflow.server.doctor import run_doctor
 
     raise typer.Exit(run_doctor(as_json=as_json))
+
+
+@app.command()
+def keygen(path: Annotated[str, typer.Argument(help="The file to write; it must not exist.", metavar="FILE")]) -> None:
+    """Write a new control key (mode 0600), to be given to every prefill and decode as --control-key-file."""
+    from kvflow.transports.curve import write_key
+
+    write_key(path)
+
+
+@app.command()
+def declare_dead(
+    incarnation: Annotated[
+        str, typer.Argument(help="The prefill's incarnation, as GET /peers of the decode shows it.")
+    ],
+    url: Annotated[str, typer.Option("--url", help="URL of the decode.", metavar="URL")],
+    api_key: Annotated[str, typer.Option("--api-key", help="Its key.", envvar="KVFLOW_API_KEY")] = "",
+    why: Annotated[str, typer.Option("--why", help="For the decode's log.")] = "no reason given",
+) -> None:
+    """Give a decode your word that a prefill writes no more: its pages leave quarantine without proof.
+
+    Only when its machine is off, or its process has ended: what it still writes would corrupt other requests.
+    """
+    from kvflow.server.operator import declare_dead
+
+    declare_dead(url, api_key, incarnation, why)
 
 
 def _print_version(wanted: bool) -> None:

@@ -77,9 +77,19 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     transfer_rate_limit: Annotated[
         int, Meta(description="Most bytes per second prefill sends; 0 = no limit.", ge=0)
     ] = 0
+    verify_transfers: Annotated[
+        bool, Meta(description="Check every chunk's checksum where it landed; give it to prefill and decode.")
+    ] = False
     control_port: Annotated[
         int, Meta(description="Port of prefill's control endpoint; 0 picks a free one.", ge=0, le=65535)
     ] = 0
+
+    control_key_file: Annotated[
+        str, Meta(description="Key of kvflow keygen, the same at prefill and decode: others are cut off.")
+    ] = ""
+    max_quarantine_share: Annotated[
+        float, Meta(description="Share of decode's pages in quarantine above which requests are refused.", ge=0, le=1)
+    ] = 0.5
 
     prefill: Annotated[tuple[str, ...], Meta(description="URL of a prefill worker (repeat for more).")] = ()
     decode: Annotated[tuple[str, ...], Meta(description="URL of a decode worker (repeat for more).")] = ()
@@ -101,14 +111,28 @@ _HTTP = ("host", "port", "api_key", "log_level", "drain_timeout_s")
 _MODEL = ("model_path", "served_model_name", "dtype", "attention", "threads")
 _POOL = ("page_size", "num_pages", "pool_bytes", "pool_order")
 _LOAD = ("max_running_requests", "request_timeout_s")
-_PLANE = ("disaggregation_transfer_backend", "disaggregation_ib_device", "kv_events_config")
+_PLANE = (
+    "disaggregation_transfer_backend",
+    "disaggregation_ib_device",
+    "kv_events_config",
+    "verify_transfers",
+    "control_key_file",
+)
 _WORKER = (*_HTTP, "sse_keepalive_s", "sglang_metrics", *_MODEL, *_POOL, *_LOAD, *_PLANE)
 _SENDER = ("chunked_prefill_size", "max_batch_tokens", "transfer_rate_limit")
 FIELDS_OF_ROLE: dict[str, tuple[str, ...]] = {
     "prefill": (*_WORKER, *_SENDER, "disaggregation_mode", "disaggregation_bootstrap_port", "control_port"),
-    "decode": (*_WORKER, "disaggregation_mode", "disaggregation_bootstrap_port"),
+    "decode": (*_WORKER, "disaggregation_mode", "disaggregation_bootstrap_port", "max_quarantine_share"),
     "router": (*_HTTP, "request_timeout_s", "prefill", "decode", "poll_s"),
-    "up": (*_WORKER, *_SENDER, "prefill_workers", "decode_workers", "start_timeout_s", "poll_s"),
+    "up": (
+        *_WORKER,
+        *_SENDER,
+        "max_quarantine_share",
+        "prefill_workers",
+        "decode_workers",
+        "start_timeout_s",
+        "poll_s",
+    ),
 }
 ALIASES: dict[str, tuple[str, ...]] = {
     "model_path": ("model",),

@@ -28,15 +28,17 @@ from kvflow.handlers.decode import Connect, DecodeHandlers
 from kvflow.handlers.decode_room import DecodeSession
 from kvflow.handlers.prefill import PrefillHandlers
 from kvflow.handlers.prefill_room import PrefillSession
-from kvflow.handlers.settings import Timing
+from kvflow.handlers.settings import Bounds, Timing
 from kvflow.memory.allocator import PageAllocator
+from kvflow.memory.checksum import PageSums
 from kvflow.memory.pool import PagedPool
 from kvflow.protocols.codec import prompt_digest
-from kvflow.protocols.errors import Cause, KvflowError, MisuseError
+from kvflow.protocols.errors import Cause, MisuseError
 from kvflow.protocols.layout import PoolLayout
 from kvflow.protocols.ports import ControlSocket, DataPlane, Endpoint
 from kvflow.protocols.ranks import PoolShape, RankInfo
 from kvflow.transports.control import bind_router, connect_dealer
+from kvflow.transports.threads import drained
 
 Prompt = Sequence[int] | NDArray[np.integer[Any]]
 Resolve = Callable[[str], Awaitable[Sequence[RankInfo]]]
@@ -51,6 +53,7 @@ class _Node(Generic[H]):
 
     role = ""
     _handlers: H | None = None
+    _closing: asyncio.Task[None] | None = None
 
     def __init__(
         self,
@@ -59,9 +62,11 @@ class _Node(Generic[H]):
         *,
         pages: PageAllocator | None,
         timing: Timing | None,
+        verify_transfers: bool,
         now: Callable[[], float],
     ) -> None:
         self.pool, self.plane, self._now = pool, plane, now
+        self._checksums = PageSums(pool) if verify_transfers else None
         self.pages = pages or PageAllocator(pool.layout.num_pages)
         self.timing = timing or Timing()
         self.incarnation = secrets.randbits(63) | 1
@@ -96,11 +101,45 @@ class _Node(Generic[H]):
         """Pages lent by rooms that have ended, without proof yet that nobody writes into them."""
         return 0
 
+    @property
+    def quarantine_limit(self) -> int:
+        """With more pages in quarantine no room is opened."""
+        return 0
+
+    @property
+    def trouble(self) -> str:
+        """Why this node cannot serve; empty when all is well."""
+        return ""
+
+    def peers(self) -> list[dict[str, Any]]:
+        """The nodes this one knows, a line each: incarnation, phase, when last heard, what is open with it."""
+        raise NotImplementedError
+
+    def peers_by_phase(self) -> dict[str, int]:
+        raise NotImplementedError
+
     async def start(self) -> None:
         raise NotImplementedError
 
     async def close(self) -> None:
+        """End and drain every room, then the data plane; idempotent. The pool stays the caller's.
+
+        Cancelling it, once or several times, does not stop it: the cancellation is passed on when all has ended (I12).
+        """
+        if self._closing is None:
+            if self._handlers is not None:
+                self._handlers.leave()
+            self._closing = asyncio.create_task(self._close(), name=f"kvflow-{self.role}-close")
+        await drained(self._closing)
+
+    async def _close(self) -> None:
         raise NotImplementedError
+
+    async def _close_memory(self) -> None:
+        """Nothing of ours touches the pool any more."""
+        await self.plane.close()
+        if self._checksums is not None:
+            await self._checksums.close()
 
     async def __aenter__(self) -> Self:
         await self.start()
@@ -136,12 +175,16 @@ class PrefillNode(_Node[PrefillHandlers]):
         model: str = "",
         pages: PageAllocator | None = None,
         timing: Timing | None = None,
+        verify_transfers: bool = False,
         advertise: str = "",
         bind: Bind = bind_router,
         now: Callable[[], float] = monotonic,
     ) -> None:
-        """Binds the control socket on `host` (`port` 0: a free one); decodes reach it at `advertise`, else `host`."""
-        super().__init__(pool, plane, pages=pages, timing=timing, now=now)
+        """Binds the control socket on `host` (`port` 0: a free one); decodes reach it at `advertise`, else `host`.
+
+        `verify_transfers`: a checksum with every chunk, for decodes that ask for it by the same name.
+        """
+        super().__init__(pool, plane, pages=pages, timing=timing, verify_transfers=verify_transfers, now=now)
         self._advertise = advertise or host
         self._host, self._port, self._rank, self._world_size, self._model = host, port, rank, world_size, model
         self._socket: ControlSocket | None = None
@@ -171,6 +214,7 @@ class PrefillNode(_Node[PrefillHandlers]):
             socket=self._socket,
             now=self._now,
             timing=self.timing,
+            checksums=self._checksums,
         )
 
     def room(self, room: int, prompt: Prompt, *, deadline_s: float | None = None) -> PrefillSession:
@@ -183,21 +227,22 @@ class PrefillNode(_Node[PrefillHandlers]):
 
     def refuse(self, room: int, cause: Cause) -> None:
         """The engine's half of a room will never come: decode is told why, now or when its half comes. Never raises."""
-        half = self.handlers.rooms.get(room)
-        if half is not None:
-            if half.prompt is None:  # decode's half is here and waits
-                half.close(cause)
-            return
-        try:
-            self.room(room, [0]).close(cause)  # kept for decode's half
-        except KvflowError:
-            return
+        self.handlers.refuse_room(room, cause)
 
-    async def close(self) -> None:
-        """End and drain every room, then the data plane. The pool stays the caller's."""
+    @property
+    def trouble(self) -> str:
+        return self.handlers.trouble
+
+    def peers(self) -> list[dict[str, Any]]:
+        return [target.line() for target in self.handlers.targets.values()]
+
+    def peers_by_phase(self) -> dict[str, int]:
+        return dict(Counter(target.phase for target in self.handlers.targets.values()))
+
+    async def _close(self) -> None:
         if self._handlers is not None:
             await self._handlers.drain(self.timing.lost_after_s)
-        await self.plane.close()  # what a frozen peer still holds up ends here, unproven
+        await self._close_memory()  # what a frozen peer still holds up ends here, unproven
         if self._handlers is not None:
             await self._handlers.close()
         if self._socket is not None:
@@ -217,18 +262,42 @@ class DecodeNode(_Node[DecodeHandlers]):
         resolve: Resolve | None = None,
         pages: PageAllocator | None = None,
         timing: Timing | None = None,
+        bounds: Bounds | None = None,
+        verify_transfers: bool = False,
         connect: Connect = connect_dealer,
         now: Callable[[], float] = monotonic,
     ) -> None:
-        """`resolve` turns the word a room names its prefill by into ranks (a registry's client, say)."""
-        super().__init__(pool, plane, pages=pages, timing=timing, now=now)
-        self._resolve, self._connect = resolve, connect
+        """`resolve` turns the word a room names its prefill by into ranks (a registry's client, say).
+
+        `verify_transfers`: a chunk has landed when its checksum is that of prefill, which must send one. A room whose
+        pages differ fails; prefill hears of it too, of the last chunk after it has succeeded there.
+        """
+        super().__init__(pool, plane, pages=pages, timing=timing, verify_transfers=verify_transfers, now=now)
+        self._resolve, self._connect, self._bounds = resolve, connect, bounds
         self._ranks: dict[str, Sequence[RankInfo]] = {}
         self._asking: dict[str, asyncio.Future[Sequence[RankInfo]]] = {}
 
     @property
     def quarantined_pages(self) -> int:
         return self.handlers.ledger.quarantined_pages
+
+    @property
+    def quarantine_limit(self) -> int:
+        return self.handlers.ledger.quarantine_limit
+
+    def peers(self) -> list[dict[str, Any]]:
+        return [link.line() for link in self.handlers.links.values()]
+
+    def peers_by_phase(self) -> dict[str, int]:
+        return dict(Counter(link.phase.value for link in self.handlers.links.values()))
+
+    def declare_dead(self, incarnation: int, why: str) -> None:
+        """An operator's word that a prefill incarnation writes no more: the only end of a loan without proof.
+
+        Its rooms end, its pages leave quarantine, and it is never linked again. If the word is wrong, what that process
+        still writes corrupts whoever has the pages then. Raises: MisuseError (not linked here).
+        """
+        self.handlers.declare_dead(incarnation, why)
 
     async def start(self) -> None:
         endpoint, layout = self.exported
@@ -241,6 +310,8 @@ class DecodeNode(_Node[DecodeHandlers]):
             connect=self._connect,
             now=self._now,
             timing=self.timing,
+            bounds=self._bounds,
+            checksums=self._checksums,
         )
 
     async def room(
@@ -275,8 +346,8 @@ class DecodeNode(_Node[DecodeHandlers]):
         ranks = self._ranks[prefill] = await asyncio.shield(task)
         return ranks
 
-    async def close(self) -> None:
-        """End every room, take lent pages back where a living prefill can prove them, then the data plane."""
+    async def _close(self) -> None:
+        """Lent pages come back where a living prefill can prove them."""
         if self._handlers is not None:
             await self._handlers.close()
-        await self.plane.close()
+        await self._close_memory()

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import json
+import re
 import socket
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
 import kvflow
 from kvflow.demo_model import DEMO_MODEL_DIR
 
-COMMANDS = ("prefill", "decode", "router", "up", "demo", "bench", "doctor")
+COMMANDS = ("prefill", "decode", "router", "up", "demo", "bench", "sim", "doctor", "keygen", "declare-dead")
 HEAVY = ("torch", "transformers", "aiohttp", "zmq", "mooncake")
 MODEL = ("--model-path", str(DEMO_MODEL_DIR), "--port", "0", "--num-pages", "16")
 PREFILL = ("prefill", *MODEL, "--disaggregation-bootstrap-port", "0")
@@ -99,12 +101,35 @@ def test_a_port_in_use(role: str) -> None:
     assert f"kvflow {role}: error: port {port} on 127.0.0.1 is in use; choose another one with --port\n" == done.stderr
 
 
-@pytest.mark.parametrize("arguments", [("decode", *MODEL, "--transfer-backend", "mooncake")])
-def test_a_missing_mooncake(arguments: tuple[str, ...]) -> None:
-    done = run(*arguments, before="sys.modules['mooncake'] = None")
-    lines = [line for line in done.stderr.splitlines() if " I kvflow." not in line]
-    assert lines == ["kvflow decode: error: mooncake is not installed: pip install 'kvflow[mooncake]'"]
+def test_a_missing_mooncake() -> None:
+    done = run("decode", *MODEL, "--transfer-backend", "mooncake", before="sys.modules['mooncake'] = None")
+    assert done.stderr == "kvflow decode: error: mooncake is not installed: pip install 'kvflow[mooncake]'\n"
     assert done.returncode == 2
+
+
+def test_up_without_mooncake_is_one_line(tmp_path: Path) -> None:
+    (tmp_path / "mooncake.py").write_text("raise ModuleNotFoundError('mooncake')\n")
+    before = f"import os; os.environ['PYTHONPATH'] = {str(tmp_path)!r}"
+    done = run("up", "--port", "0", "--transfer-backend", "mooncake", before=before)
+    assert re.fullmatch(r"kvflow up: error: (prefill|decode): mooncake is not installed: .*\n", done.stderr)
+    assert done.returncode == 2
+
+
+def test_a_control_port_in_use_is_known_before_a_model_is_loaded() -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        done = run(*PREFILL, "--control-port", str(port))
+    assert done.stderr == f"kvflow prefill: error: control port 127.0.0.1:{port}: Address already in use\n"
+    assert done.returncode == 2
+
+
+def test_a_name_no_hub_knows_is_one_line() -> None:
+    offline = "import os; os.environ['HF_HUB_OFFLINE'] = '1'"
+    done = run("decode", "--model-path", "nobody/nothing", "--port", "0", before=offline)
+    assert done.stderr.startswith("kvflow decode: error: model 'nobody/nothing' cannot be loaded: ")
+    assert done.stderr.count("\n") == 1 and done.returncode == 2
 
 
 def test_doctor_json_is_json() -> None:

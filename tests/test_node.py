@@ -12,10 +12,12 @@ from kvflow.memory.allocator import PageAllocator
 from kvflow.memory.pool import PagedPool
 from kvflow.node import DecodeNode, PrefillNode
 from kvflow.protocols.errors import Code, LostError, MisuseError
+from kvflow.protocols.layout import PoolLayout
+from kvflow.protocols.ports import Endpoint
 from kvflow.protocols.ranks import RankInfo, rank_from_json, rank_to_json
 from kvflow.sim.network import Network
-from kvflow.sim.pair import QUICK, Pair, small_layout, until
-from kvflow.transports.fake import FakeNetwork, FakePlane
+from kvflow.sim.pair import QUICK, Pair, pair, small_layout, until
+from kvflow.transports.fake import FakeNetwork, FakePlane, FakeRoute, Fault
 
 pytest_plugins = ["kvflow.sim.fixtures"]
 
@@ -128,3 +130,59 @@ async def test_a_control_port_that_is_taken(kvflow_pair: Pair) -> None:
         await second.start()
     assert caught.value.code is Code.BAD_REQUEST
     await second.close()
+
+
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+@pytest.mark.parametrize("times", [1, 2])
+async def test_a_cancelled_close_drains_first(role: str, times: int) -> None:
+    async with pair() as p:
+        p.plane(p.prefill).script(Fault.STUCK)
+        source = p.prefill.room(7, range(8))
+        target = await p.decode.room(7, "sim", range(8))
+        await source.matched()
+        p.send_all(source)
+        node = p.prefill if role == "prefill" else p.decode
+        closing = asyncio.create_task(node.close())
+        for _ in range(times):
+            await asyncio.sleep(0)
+            closing.cancel()
+        for _ in range(5):
+            await asyncio.sleep(0)
+        assert not closing.done() and not p.decode.pages.at_rest()
+        p.plane(p.prefill).release()
+        with pytest.raises(asyncio.CancelledError):
+            await closing
+        assert not node.handlers.rooms and node.pages.at_rest() and p.plane(node)._dead.is_set()
+        await node.close()
+        target.close()
+        await p.rest()
+
+
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+async def test_a_close_is_cancelled_while_the_two_connect(role: str) -> None:
+    async with pair() as p:
+        plane, asked, go_on = p.plane(p.prefill), asyncio.Event(), asyncio.Event()
+        connect = plane.connect
+
+        async def slow(endpoint: Endpoint, layout: PoolLayout) -> FakeRoute:
+            asked.set()
+            await go_on.wait()
+            return await connect(endpoint, layout)
+
+        plane.connect = slow  # type: ignore[method-assign]
+        opening = asyncio.create_task(p.decode.room(7, "sim", range(8)))
+        await asked.wait()
+        node = p.prefill if role == "prefill" else p.decode
+        closing = asyncio.create_task(node.close())
+        await asyncio.sleep(0)
+        closing.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await closing
+        assert p.plane(node)._dead.is_set() and not node.handlers.rooms
+        go_on.set()
+        if role == "decode":
+            with pytest.raises(LostError, match="closing"):
+                await opening
+        opening.cancel()
+        await asyncio.wait([opening])
+        await p.rest()

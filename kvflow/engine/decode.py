@@ -49,7 +49,7 @@ class DecodeEngine(EngineLoop):
         self._runner = model.runner(pool)
         self._model, self._pages, self._page_size = model, pages, pool.layout.page_size
         self._budget = PageBudget(pages)
-        self._limits = Limits(model, self._page_size, self._budget.capacity)
+        self.limits = Limits(model.context_length, model.vocab_size, self._page_size, self._budget.capacity)
         self._thread = ModelThread(executor, pages)
         self._max_batch = max_batch
         self._running: dict[int, _Request] = {}  # by number: in order of arrival
@@ -75,8 +75,8 @@ class DecodeEngine(EngineLoop):
 
     def check(self, prompt: Prompt, params: SamplingParams) -> None:
         """Raises: MisuseError, CapacityError; what `admit` and `generate` would refuse."""
-        self._limits.check_prompt(prompt)
-        self._budget.check(self._limits.worst_pages(prompt, self._limits.new_tokens(prompt, params)))
+        self.limits.check_prompt(prompt)
+        self._budget.check(self.limits.worst_pages(prompt, self.limits.new_tokens(prompt, params)))
 
     async def admit(self, prompt: Prompt, params: SamplingParams) -> Admission:
         """Wait until the request's worst case of pages can be promised; open its room then. Release it, or pass it on.
@@ -85,7 +85,7 @@ class DecodeEngine(EngineLoop):
         """
         self._refuse_when_closing()
         self.check(prompt, params)
-        return await self._budget.admit(self._limits.worst_pages(prompt, self._limits.new_tokens(prompt, params)))
+        return await self._budget.admit(self.limits.worst_pages(prompt, self.limits.new_tokens(prompt, params)))
 
     async def generate(
         self, session: DecodeSession, prompt: Prompt, params: SamplingParams, admission: Admission | None = None
@@ -105,9 +105,9 @@ class DecodeEngine(EngineLoop):
             if admission is not None:
                 admission.took(len(session.pages))
             handoff = HandOff.decode(await session.landed())
-            limit = self._limits.new_tokens(prompt, params)
+            limit = self.limits.new_tokens(prompt, params)
             if admission is None:
-                total = self._limits.worst_pages(prompt, limit)
+                total = self.limits.worst_pages(prompt, limit)
                 admission = await self._budget.admit(total, len(session.pages))
             self._refuse_when_closing()
             request = self._seat(number, session, prompt, params, limit, admission)

@@ -6,8 +6,6 @@ import msgspec
 
 from kvflow.protocols.errors import WireError
 
-MAX_HANDOFF_BYTES = 1 << 16
-
 
 class HandOff(msgspec.Struct, frozen=True, tag="handoff.v1", kw_only=True):
     """The first token, sampled where the prompt's last hidden state was, and what is known about the prompt."""
@@ -23,9 +21,7 @@ class HandOff(msgspec.Struct, frozen=True, tag="handoff.v1", kw_only=True):
 
     @staticmethod
     def decode(data: bytes) -> HandOff:
-        """Raises: WireError for bytes that are no hand-over."""
-        if len(data) > MAX_HANDOFF_BYTES:
-            raise WireError(f"hand-over: {len(data)} bytes, limit {MAX_HANDOFF_BYTES}")
+        """Raises: WireError for bytes that are no hand-over; the message that brought them bounds their number."""
         try:
             return _DECODER.decode(data)
         except msgspec.MsgspecError as error:

@@ -67,8 +67,8 @@ def load_model(
     name = str(path)
     tell = progress or (lambda stage, done: None)
     with _quiet(tell):
-        tell("configuration", 0.0)
-        config = _config(name)
+        config = _config(name)  # may name something that does not exist: nothing is told before
+        tell("configuration", 1.0)
         refuse_by_config(config, name)
         model = _weights(name, dtype)
         tokenizer = _tokenizer(name)

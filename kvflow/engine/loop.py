@@ -6,6 +6,7 @@ import asyncio
 import logging
 
 from kvflow.protocols.errors import Cause, Code, room_error
+from kvflow.transports.threads import drained
 
 _log = logging.getLogger("kvflow.engine")
 
@@ -26,11 +27,11 @@ class EngineLoop:
             self._task.add_done_callback(lambda _: self._end_all(f"the {self._name} engine has stopped"))
 
     async def close(self) -> None:
-        """End every request, and return when the step under way has ended."""
+        """End every request, and return when the step under way has ended, also when cancelled meanwhile (I12)."""
         self._wake.set()
         self._end_all("the engine is closing")
         if self._task is not None:
-            await self._task
+            await drained(self._task)
 
     @property
     def healthy(self) -> bool:

@@ -14,6 +14,7 @@ FinishReason = Literal["stop", "length"]
 
 MAX_TOP_LOGPROBS = 128
 MAX_STOPS = 64
+GREEDY_BELOW = 1e-6  # dividing by less leaves the range of a float; the answer is the most likely token anyway
 
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
@@ -51,7 +52,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def greedy(self) -> bool:
-        return self.temperature == 0 or self.top_k == 1
+        return self.temperature < GREEDY_BELOW or self.top_k == 1
 
     def seed_or_random(self) -> int:
         """The seed of this request; a fresh one where none was given."""

@@ -48,7 +48,7 @@ class PrefillEngine(EngineLoop):
         super().__init__("prefill")
         self._runner = model.runner(pool)
         self._model, self._pages, self._page_size = model, pages, pool.layout.page_size
-        self._limits = Limits(model, self._page_size, pages.capacity)
+        self.limits = Limits(model.context_length, model.vocab_size, self._page_size, pages.capacity)
         self._thread = ModelThread(executor, pages)
         self._chunk_tokens, self._max_tokens = max(1, chunk_tokens), max(1, max_batch_tokens)
         self._max_rooms = max_batch_rooms or 1 << 30
@@ -65,7 +65,7 @@ class PrefillEngine(EngineLoop):
 
     def check(self, prompt: Prompt, params: SamplingParams) -> None:
         """Raises: MisuseError, CapacityError; what `prefill` would refuse."""
-        self._limits.check_prompt(prompt)
+        self.limits.check_prompt(prompt)
 
     async def prefill(
         self, session: PrefillSession, prompt: Prompt, params: SamplingParams, *, into: PageIndices | None = None
@@ -80,7 +80,7 @@ class PrefillEngine(EngineLoop):
         owner = ("prefill", next(self._numbers))
         try:
             self._refuse_when_closing()
-            self._limits.check_prompt(prompt)
+            self.limits.check_prompt(prompt)
             prefix = await session.matched()
             self._refuse_when_closing()
             sequence = Sequence(owner, prompt, 0, self._page_size)

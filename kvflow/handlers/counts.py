@@ -6,16 +6,19 @@ from kvflow.protocols.errors import Cause
 
 
 class Counts:
-    """Rooms and how they ended, bytes that have landed, and messages that were dropped, by why."""
+    """Rooms and how they ended, bytes that have landed, chunks whose checksum did not agree, and messages that were
+    dropped, by why."""
 
     def __init__(self) -> None:
         self.rooms_opened = 0
         self.endings: dict[str, int] = {}
         self.bytes_moved = 0
+        self.mismatched = 0
         self.malformed = 0
         self.foreign = 0
         self.stale = 0
         self.undelivered = 0
+        self.declared_dead = 0
         self.handler_errors = 0
 
     @property

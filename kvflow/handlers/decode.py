@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from typing import Any
 
 from kvflow.handlers.counts import Counts
 from kvflow.handlers.decode_room import DecodeSession
 from kvflow.handlers.ledger import Grant, Ledger
 from kvflow.handlers.link import Link
-from kvflow.handlers.settings import Timing
+from kvflow.handlers.settings import Bounds, Timing
 from kvflow.handlers.sweep import keep_sweeping
+from kvflow.handlers.tasks import spawn
 from kvflow.protocols.codec import decode_to_decode
 from kvflow.protocols.decode_room import DecodeEvent, DecodeKind, DecodePhase
-from kvflow.protocols.errors import Cause, Code, KvflowError, LostError, WireError, room_error
+from kvflow.protocols.errors import Cause, Code, KvflowError, LostError, MisuseError, WireError, room_error
 from kvflow.protocols.layout import PoolLayout, pack_pages
 from kvflow.protocols.loans import LoanKey, LoanKind
 from kvflow.protocols.messages import (
@@ -28,7 +29,7 @@ from kvflow.protocols.messages import (
     Resync,
     RoomFailed,
 )
-from kvflow.protocols.ports import ControlSocket, DataPlane, Endpoint, PageStore
+from kvflow.protocols.ports import Checksums, ControlSocket, DataPlane, Endpoint, PageStore
 from kvflow.protocols.ranks import RankInfo
 
 log = logging.getLogger(__name__)
@@ -50,19 +51,25 @@ class DecodeHandlers:
         connect: Connect,
         now: Callable[[], float],
         timing: Timing | None = None,
+        bounds: Bounds | None = None,
+        checksums: Checksums | None = None,
     ) -> None:
-        self.incarnation, self.pages, self.plane = incarnation, pages, plane
+        """With `checksums` every chunk is summed where it landed, and must agree with what prefill sent."""
+        self.incarnation, self.pages, self.plane, self.checksums = incarnation, pages, plane, checksums
         self.layout, self.endpoint = layout, endpoint  # of our pool, as peers must use them
         self.now, self.timing = now, timing or Timing()
         self.counts = Counts()
-        self.ledger = Ledger(pages, now)
+        share = (bounds or Bounds()).quarantine_share
+        self.ledger = Ledger(pages, now, int(share * layout.num_pages))
         self.rooms: dict[int, DecodeSession] = {}
         self.links: dict[int, Link] = {}
+        self._declared_dead: set[int] = set()
         self._connect = connect
         self._next_grant = 1
         self._closing: set[asyncio.Task[None]] = set()
+        self._patient_until_s = 0.0
         self._leaving: Cause | None = None  # no new room: nobody would repeat what it says
-        self._sweeper = asyncio.create_task(self._sweep(), name="kvflow-decode-sweep")
+        self._sweeper = spawn(self._sweep(), "kvflow-decode-sweep", self.counts)
 
     # --- rooms
 
@@ -77,13 +84,16 @@ class DecodeHandlers:
             raise LostError("no rank of that prefill is known")
         links = []
         for info in ranks:
+            if info.incarnation in self._declared_dead:
+                raise LostError(f"prefill {info.incarnation:016x} at {info.control} was declared dead")
             link = self.links.get(info.incarnation)
             if link is None:
-                link = Link(self, info, self._connect(info.control, self.incarnation))
+                link = Link(self, info, self.dial(info))
                 self.links[info.incarnation] = link
             links.append(link)
         for link in links:
             await asyncio.shield(link.ready)
+        for link in links:  # the first may be lost by the time the last is ready
             if not link.usable:
                 raise LostError(f"prefill at {link.control} is {link.phase.value}")
         return links
@@ -93,17 +103,18 @@ class DecodeHandlers:
     ) -> DecodeSession:
         """Take pages and offer them to every rank; synchronous, so there is no half-open room to clean up.
 
-        Raises: CapacityError; the prefill legs are told at once. AbortedError while shutting down.
+        Raises: CapacityError (no pages, or too many in quarantine); the prefill legs are told at once. AbortedError
+        while shutting down.
         """
         if self._leaving is not None:
             raise room_error(self._leaving)
         number, self._next_grant = self._next_grant, self._next_grant + 1
         owner = ("grant", number)
         try:
+            self.ledger.check_quarantine()
             pages = self.pages.take(self.layout.pages_for(prompt_tokens), owner)
         except KvflowError as error:
-            for link in links:
-                link.send_abort(room, number, error.cause())
+            self._refuse(Grant(number, room, self.pages.take(0, owner), owner), links, error.cause())
             raise
         deadline = float("inf") if deadline_s is None else self.now() + deadline_s
         grant = Grant(number, room, pages, owner)
@@ -112,6 +123,13 @@ class DecodeHandlers:
         self.counts.rooms_opened += 1
         session.feed(DecodeEvent(DecodeKind.REGISTERED))
         return session
+
+    def _refuse(self, grant: Grant, links: Sequence[Link], cause: Cause) -> None:
+        """A loan of no pages: its Abort is repeated until every rank has heard it."""
+        for link in links:
+            self.ledger.lend(grant, link)
+        self.ledger.recall(grant, cause)
+        self.ledger.room_ended(grant)
 
     def lend(self, session: DecodeSession) -> None:
         """Put the room's pages on loan to every rank, and say so."""
@@ -132,24 +150,47 @@ class DecodeHandlers:
             session.feed(DecodeEvent(DecodeKind.SOURCE_LOST, cause=cause))
         self.ledger.feed_link(link, LoanKind.SOURCE_LOST)
 
+    def declare_dead(self, incarnation: int, why: str) -> None:
+        """An operator's word that a prefill writes no more: the only end of a loan without proof.
+
+        If it is wrong, what that process still writes lands in pages that belong to others by then. The incarnation is
+        never linked again. Raises: MisuseError when it is not known here.
+        """
+        link = self.links.get(incarnation)
+        if link is None:
+            raise MisuseError(f"no prefill {incarnation:016x} is linked here")
+        self.counts.declared_dead += 1
+        self._declared_dead.add(incarnation)
+        link.declare_dead(why)
+
     def settled_below(self) -> int:
         """Every grant below this has ended here, room and loans."""
         return self.ledger.lowest_open_grant(min(self.rooms, default=self._next_grant))
 
+    def leave(self) -> None:
+        """No new room from here on, and every room is aborted; `close` waits for what follows."""
+        if self._leaving is None:
+            self._leaving = Cause(Code.SHUTDOWN, "decode is shutting down")
+            self._patient_until_s = self.now() + self.timing.lost_after_s
+            for session in list(self.rooms.values()):
+                session.close(self._leaving)
+
     async def close(self) -> None:
-        """End every room, wait for the loans a living prefill can still prove, close the links."""
-        self._leaving = Cause(Code.SHUTDOWN, "decode is shutting down")
-        for session in list(self.rooms.values()):
-            session.close(self._leaving)
-        patience = self.now() + self.timing.lost_after_s
-        while len(self.ledger) and self.now() < patience and any(link.usable for link in self.links.values()):  # noqa: ASYNC110
+        """Wait for the loans a living prefill can still prove, close the links. Call `leave` first."""
+        while self._proof_may_come():  # noqa: ASYNC110
             await asyncio.sleep(self.timing.sweep_s)
         self._sweeper.cancel()
         await asyncio.gather(self._sweeper, *self._closing, return_exceptions=True)
         for link in list(self.links.values()):
-            self.source_lost(link, self._leaving)  # rooms that still wait for proof end here; their loans do not
+            self.source_lost(
+                link, self._leaving or Cause(Code.SHUTDOWN)
+            )  # rooms that still wait for proof end here; their loans do not
             await link.close()
         self.links.clear()
+
+    def _proof_may_come(self) -> bool:
+        living = any(link.usable for link in self.links.values())
+        return living and len(self.ledger) > 0 and self.now() < self._patient_until_s
 
     # --- messages
 
@@ -172,26 +213,29 @@ class DecodeHandlers:
                     log.exception("%s failed", type(message).__name__)
 
     async def on_registered(self, link: Link, message: Registered) -> None:
-        link.on_registered(message)
+        """The answer to what was asked of another life of that address is for that life's link."""
+        asked = self.links.get(message.asked)
+        if asked is not None and asked.control == link.control:
+            asked.on_registered(message)
+        else:
+            self.counts.stale += 1
 
     async def on_heartbeat(self, link: Link, message: Heartbeat) -> None:
-        if message.source == link.source:
-            link.heard()
+        if message.source != link.source:
+            self.counts.foreign += 1
+            return
+        link.heard()
 
     async def on_chunk_done(self, link: Link, message: ChunkDone) -> None:
         session = self._room_of(link, message)
         if session is None:
             return
         link.heard()
-        state = session.state
         rank = session.links.index(link)
-        if message.seq != state.next_seq[rank]:
+        if message.seq != session.next_seq(rank):
             self.counts.stale += 1  # repeated, or one before it is missing: resync brings that
             return
-        if message.last:
-            self.ledger.feed(LoanKey(link.source, link.rank, message.grant), LoanKind.LANDED)
-        event = DecodeEvent(DecodeKind.CHUNK_LANDED, rank, message.seq, message.pages, message.last)
-        session.chunk_done(event, message.handoff)
+        session.chunk_done(rank, message)
 
     async def on_room_failed(self, link: Link, message: RoomFailed) -> None:
         if session := self._room_of(link, message):
@@ -208,16 +252,18 @@ class DecodeHandlers:
             self.counts.stale += 1
 
     async def on_resync(self, link: Link, message: Resync) -> None:
-        """Grants prefill has never heard of: their Bootstrap was lost."""
+        """Grants prefill knows nothing of: their Bootstrap was lost, or they were closed too long ago."""
         if message.source != link.source:
             self.counts.foreign += 1
             return
         link.heard()
-        for belief in message.rooms:
+        for belief in {belief.grant: belief for belief in message.rooms}.values():  # each is answered once
             session = self.rooms.get(belief.grant)
             if session is None or link not in session.links or session.state.phase is DecodePhase.DRAINING:
                 continue
-            if session.state.next_seq[session.links.index(link)] == 0:  # other ranks may be further
+            if belief.next_seq:  # it had written for that grant when we asked, and has forgotten it since
+                session.close(Cause(Code.STALE_GRANT, f"room {session.room}: prefill remembers nothing of it"))
+            elif session.next_seq(session.links.index(link)) == 0:  # other ranks may be further
                 self._send_bootstrap(session, link)
 
     def _room_of(self, link: Link, message: ChunkDone | RoomFailed) -> DecodeSession | None:
@@ -266,9 +312,7 @@ class DecodeHandlers:
             elif now - session.progress_at_s >= self.timing.repeat_after_s:
                 session.progress_at_s = now
                 for i, link in enumerate(session.links):
-                    stale.setdefault(link, []).append(
-                        Belief(session.room, session.grant.number, session.state.next_seq[i])
-                    )
+                    stale.setdefault(link, []).append(Belief(session.room, session.grant.number, session.next_seq(i)))
         for link in list(self.links.values()):
             link.sweep(now)
             if link in stale and link.usable:
@@ -281,7 +325,14 @@ class DecodeHandlers:
         """A link that cannot be used and owes nothing: the next room opens a new one."""
         if self.links.get(link.source) is link:
             del self.links[link.source]
-        task = asyncio.create_task(link.close())
+        self.finish(link.close())
+
+    def dial(self, info: RankInfo) -> ControlSocket:
+        return self._connect(info.control, self.incarnation)
+
+    def finish(self, work: Coroutine[Any, Any, None]) -> None:
+        """Run the rest of something that is over; `close` waits for it."""
+        task = spawn(work, "kvflow-decode-finish", self.counts)
         self._closing.add(task)
         task.add_done_callback(self._closing.discard)
 

@@ -7,6 +7,7 @@ from collections.abc import Callable, Hashable, Sequence
 from typing import TYPE_CHECKING, Self
 
 from kvflow.handlers.callbacks import call_all
+from kvflow.handlers.checks import ChunkChecks
 from kvflow.handlers.ledger import Grant
 from kvflow.handlers.story import Line, Story
 from kvflow.protocols.decode_room import (
@@ -21,6 +22,8 @@ from kvflow.protocols.decode_room import (
 )
 from kvflow.protocols.errors import Cause, Code, MisuseError, room_error
 from kvflow.protocols.layout import PageIndices
+from kvflow.protocols.loans import LoanKey, LoanKind
+from kvflow.protocols.messages import ChunkDone
 
 if TYPE_CHECKING:
     from kvflow.handlers.decode import DecodeHandlers
@@ -53,6 +56,7 @@ class DecodeSession:
         self._on_end: list[Callable[[], None]] = []
         self._kept = False
         self._story = Story()
+        self._checks = None if home.checksums is None else ChunkChecks(self, home.pages, home.checksums)
 
     @property
     def pages(self) -> PageIndices:
@@ -90,7 +94,7 @@ class DecodeSession:
         self.feed(DecodeEvent(DecodeKind.ENDED_LOCALLY, cause=cause or Cause(Code.CLIENT_GONE)))
         if self.state.phase is DecodePhase.SUCCESS and not self._kept:
             self._kept = True
-            self._home.ledger.room_ended(self.grant, keep=False)
+            self._home.ledger.room_ended(self.grant)
 
     def on_end(self, callback: Callable[[], None]) -> None:
         """Call back once, when the room has ended; at once if it has."""
@@ -105,12 +109,36 @@ class DecodeSession:
     async def __aexit__(self, *_: object) -> None:
         self.close()
 
-    def chunk_done(self, event: DecodeEvent, handoff: bytes) -> None:
-        """An in-order ChunkDone. The hand-over is the lowest rank's that brings one."""
-        if handoff and not self._handoff:
-            self._handoff = handoff
+    @property
+    def open(self) -> bool:
+        """Chunks may still land."""
+        return self.state.phase in (DecodePhase.WAITING_FOR_INPUT, DecodePhase.TRANSFERRING)
+
+    def next_seq(self, rank: int) -> int:
+        """The first chunk of `rank` not heard of."""
+        return self.state.next_seq[rank] + (self._checks.under_way(rank) if self._checks is not None else 0)
+
+    def chunk_done(self, rank: int, message: ChunkDone) -> None:
+        """An in-order ChunkDone: it has landed; where transfers are verified, as soon as its checksum agrees."""
         self.progress_at_s = self._home.now()
-        self.feed(event)
+        if self._checks is not None and self.open:
+            self._checks.begin(rank, message)
+        else:
+            self.chunk_landed(rank, message)
+
+    def chunk_landed(self, rank: int, message: ChunkDone) -> None:
+        """The hand-over is the lowest rank's that brings one."""
+        link = self.links[rank]
+        if message.last:
+            self._home.ledger.feed(LoanKey(link.source, link.rank, message.grant), LoanKind.LANDED)
+        if message.handoff and not self._handoff:
+            self._handoff = message.handoff
+        self.feed(DecodeEvent(DecodeKind.CHUNK_LANDED, rank, message.seq, message.pages, message.last))
+
+    def chunk_differs(self, cause: Cause) -> None:
+        """What landed is not what prefill sent: the room ends here, and prefill is told why."""
+        self._home.counts.mismatched += 1
+        self.close(cause)
 
     def feed(self, event: DecodeEvent) -> None:
         """The one place that changes the room's state."""
@@ -133,6 +161,8 @@ class DecodeSession:
             self._landed.set_result(self._handoff)
 
     def _tell_failed(self) -> None:
+        if self._checks is not None:
+            self._checks.cancel()
         if not self._landed.done():
             self._landed.set_exception(room_error(self._cause))
             self._landed.exception()  # the room's user may never ask: then nobody is to be warned
@@ -154,7 +184,7 @@ class DecodeSession:
             self._home.forget(self, None)
         else:
             self._kept = True
-            self._home.ledger.room_ended(self.grant, keep=False)
+            self._home.ledger.room_ended(self.grant)
             self._home.forget(self, self._cause)
         call_all(self._on_end, self._home.counts)
 

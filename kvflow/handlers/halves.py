@@ -36,6 +36,11 @@ class EndedHalves:
         if len(self._endings) > self._limit:
             self._endings.popitem(last=False)
 
+    def never_comes(self, room: int, half: Half, cause: Cause, forget_at_s: float) -> None:
+        """`half` of `room` has ended before it came: kept for the other one, unless that has ended already."""
+        if self.take(room, half) is None:
+            self.remember(room, half, cause, forget_at_s)
+
     def take(self, room: int, half: Half) -> Cause | None:
         """Why the other half of `room` ended, for `half` that comes now; the same half coming again begins afresh."""
         ending = self._endings.pop(room, None)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable
 from typing import Protocol
 
-from kvflow.protocols.errors import Cause
+from kvflow.protocols.errors import Cause, QuarantineError
 from kvflow.protocols.layout import PageIndices
 from kvflow.protocols.loans import LoanCommand, LoanKey, LoanKind, LoanPhase, step
 from kvflow.protocols.ports import PageStore
@@ -68,13 +68,18 @@ class Quarantined:
 class Ledger:
     """Runs the loan machine; the only place that gives lent pages back."""
 
-    def __init__(self, pages: PageStore, now: Callable[[], float]) -> None:
+    def __init__(self, pages: PageStore, now: Callable[[], float], quarantine_limit: int) -> None:
         self._pages, self._now = pages, now
         self._loans: dict[LoanKey, Loan] = {}
-        self.quarantined_pages = 0
+        self.quarantined_pages, self.quarantine_limit = 0, quarantine_limit
 
     def __len__(self) -> int:
         return len(self._loans)
+
+    def check_quarantine(self) -> None:
+        """Raises: QuarantineError while it holds more than its share of the pool."""
+        if self.quarantined_pages > self.quarantine_limit:
+            raise QuarantineError(self.quarantined_pages, self.quarantine_limit)
 
     def lend(self, grant: Grant, link: Lender) -> None:
         loan = Loan(grant, link)
@@ -105,8 +110,8 @@ class Ledger:
         for loan in list(grant.loans):
             self._feed(LoanKey(loan.link.source, loan.link.rank, grant.number), loan, LoanKind.RECALL)
 
-    def room_ended(self, grant: Grant, *, keep: bool) -> None:
-        """The room is over: its pages go home, stay with the caller (`keep`), or wait in quarantine for their loans."""
+    def room_ended(self, grant: Grant) -> None:
+        """The room is over: its pages go home, or wait in quarantine for their loans."""
         grant.room_ended = True
         grant.on_change = None
         if grant.loans:
@@ -114,15 +119,20 @@ class Ledger:
             self._pages.move(grant.pages, grant.owner, owner)
             grant.owner = owner
             self.quarantined_pages += len(grant.pages)
-        elif not keep:
+        else:
             self._pages.give_back(grant.pages, grant.owner)
 
     def owes(self, link: Lender) -> bool:
         """Some loan of this link has not ended."""
         return any(loan.link is link for loan in self._loans.values())
 
+    def owed_by(self, link: Lender) -> tuple[int, int]:
+        """Loans of this link that have not ended, and pages it keeps in quarantine."""
+        grants = [loan.grant for loan in self._loans.values() if loan.link is link]
+        return len(grants), sum(len(grant.pages) for grant in grants if grant.room_ended)
+
     def lowest_open_grant(self, default: int) -> int:
-        return min((key.grant for key in self._loans), default=default)
+        return min((key.grant for key in self._loans if key.grant < default), default=default)
 
     def _feed(self, key: LoanKey, loan: Loan, kind: LoanKind) -> None:
         loan.phase, commands = step(loan.phase, kind)

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from enum import Enum
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+from kvflow.handlers.tasks import fenced, spawn
 from kvflow.protocols.codec import encode
-from kvflow.protocols.errors import Cause, LostError, RefusedError, TransferError
+from kvflow.protocols.errors import Cause, LostError, RefusedError
 from kvflow.protocols.loans import LoanKind
 from kvflow.protocols.messages import (
     MAX_BELIEFS,
@@ -27,11 +29,14 @@ if TYPE_CHECKING:
     from kvflow.handlers.decode import DecodeHandlers
 
 
+log = logging.getLogger(__name__)
+
+
 class LinkPhase(Enum):
     REGISTERING = "registering"
     UP = "up"
     SILENT = "silent"  # nothing heard for too long; it may come back as the same incarnation
-    GONE = "gone"  # refused, replaced by another incarnation, or dead: never used again
+    GONE = "gone"  # refused, replaced by another incarnation, dead or declared dead: never used again
 
 
 class Link:
@@ -45,7 +50,7 @@ class Link:
         self._heard_at_s = self._said_at_s = home.now()
         self._opened_at_s = self._heard_at_s
         self._fence: asyncio.Task[None] | None = None
-        self._reader = asyncio.create_task(home.serve_link(self, socket), name=f"kvflow-link-{info.control}")
+        self._reader = self._read()
         self._register()
 
     @property
@@ -99,8 +104,12 @@ class Link:
     def sweep(self, now: float) -> None:
         """Time passed: repeat what was not answered, notice silence, ask about rooms that stand still."""
         timing = self._home.timing
+        trouble = self._socket.trouble  # asked in every phase: what it has to tell must not pile up
         if self.phase is LinkPhase.REGISTERING:
-            if now - self._opened_at_s > timing.register_s:
+            if trouble:
+                text = f"prefill at {self.control} does not let this decode in: {trouble}"
+                self.lose(LinkPhase.GONE, RefusedError(text))
+            elif now - max(self._heard_at_s, self._opened_at_s) > timing.register_s:
                 self.lose(
                     LinkPhase.GONE, LostError(f"prefill at {self.control} did not answer for {timing.register_s:g} s")
                 )
@@ -111,6 +120,8 @@ class Link:
             self.lose(
                 LinkPhase.SILENT, LostError(f"prefill at {self.control} was silent for {timing.lost_after_s:g} s")
             )
+        if self.phase is LinkPhase.SILENT and now - max(self._heard_at_s, self._opened_at_s) > timing.lost_after_s:
+            self._redial(now)
         if self.phase is not LinkPhase.GONE and now - self._said_at_s >= timing.heartbeat_s:
             self._said_at_s = now
             self.send(Heartbeat(self.source, self._home.incarnation, self._home.settled_below()))
@@ -125,12 +136,37 @@ class Link:
         if not self.ready.done():
             self.ready.set_exception(error)
             self.ready.exception()
+        if phase is LinkPhase.GONE:  # else its socket would go on fighting with the next link's for our name
+            self._home.finish(_hang_up(self._reader, self._socket))
         self._home.source_lost(self, Cause(error.code, str(error)))
+
+    def declare_dead(self, why: str) -> None:
+        """End its rooms and loans on an operator's word."""
+        self.lose(LinkPhase.GONE, LostError(f"prefill at {self.control} was declared dead: {why}"))
+        loans, pages = self._home.ledger.owed_by(self)
+        log.warning(
+            "prefill %016x at %s is declared dead (%s): %d loans end without proof, %d pages leave quarantine",
+            self.source, self.control, why, loans, pages,
+        )  # fmt: skip
+        self._home.ledger.feed_link(self, LoanKind.FENCED)
+
+    def line(self) -> dict[str, Any]:
+        """The link as operators see it."""
+        loans, quarantined = self._home.ledger.owed_by(self)
+        return {
+            "incarnation": f"{self.source:016x}",
+            "control": self.control,
+            "rank": self.rank,
+            "phase": self.phase.value,
+            "heard_ago_s": round(self._home.now() - self._heard_at_s, 3),
+            "loans": loans,
+            "quarantine_pages": quarantined,
+        }
 
     def await_fence(self) -> None:
         """One watch per link, from its first day: a writer's death ends rooms at once and proves loans ended."""
         if self._fence is None and self.writer is not None:
-            self._fence = asyncio.create_task(self._watch(self.writer), name=f"kvflow-fence-{self.control}")
+            self._fence = spawn(self._watch(self.writer), f"kvflow-fence-{self.control}", self._home.counts)
 
     async def close(self) -> None:
         """Stop the tasks and close the socket; cancelled tasks are awaited."""
@@ -138,11 +174,20 @@ class Link:
         if not self.ready.done():
             self.ready.set_exception(LostError("this node is closing"))
             self.ready.exception()
-        tasks = [t for t in (self._reader, self._fence) if t is not None and t is not asyncio.current_task()]
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-        self._socket.close()
+        if self._fence is not None and self._fence is not asyncio.current_task():
+            self._fence.cancel()
+            await asyncio.gather(self._fence, return_exceptions=True)
+        await _hang_up(self._reader, self._socket)
+
+    def _redial(self, now: float) -> None:
+        """Another connection: the old one may stand and yet lead nowhere, when somebody took our name at prefill."""
+        self._opened_at_s = now
+        self._home.finish(_hang_up(self._reader, self._socket))
+        self._socket = self._home.dial(self._info)
+        self._reader = self._read()
+
+    def _read(self) -> asyncio.Task[None]:
+        return spawn(self._home.serve_link(self, self._socket), f"kvflow-link-{self.control}", self._home.counts)
 
     def _register(self) -> None:
         self._said_at_s = self._home.now()
@@ -150,9 +195,14 @@ class Link:
         self.send(Register(self.source, home.incarnation, WIRE_VERSION, home.layout, home.endpoint))
 
     async def _watch(self, writer: Endpoint) -> None:
-        try:
-            await self._home.plane.fence(writer)
-        except TransferError:
+        home = self._home
+        if not await fenced(home.plane, writer, home.timing, home.counts):
             return  # this writer's end can never be proven from here: silence ends rooms, loans stay in quarantine
         self.lose(LinkPhase.GONE, LostError(f"prefill at {self.control} died"))
         self._home.ledger.feed_link(self, LoanKind.FENCED)
+
+
+async def _hang_up(reader: asyncio.Task[None], socket: ControlSocket) -> None:
+    reader.cancel()
+    await asyncio.gather(reader, return_exceptions=True)
+    socket.close()

@@ -14,14 +14,15 @@ from kvflow.handlers.prefill_room import PrefillSession
 from kvflow.handlers.settings import Bounds, Timing
 from kvflow.handlers.sweep import keep_sweeping
 from kvflow.handlers.target import Target
+from kvflow.handlers.tasks import fenced, spawn
 from kvflow.protocols.codec import decode_to_prefill, encode, routing_id
 from kvflow.protocols.errors import (
+    CapacityError,
     Cause,
     Code,
     KvflowError,
     LayoutError,
     MisuseError,
-    TransferError,
     WireError,
     room_error,
 )
@@ -40,7 +41,7 @@ from kvflow.protocols.messages import (
     RoomFailed,
     ToPrefill,
 )
-from kvflow.protocols.ports import ControlSocket, DataPlane, Endpoint, PageStore
+from kvflow.protocols.ports import Checksums, ControlSocket, DataPlane, Endpoint, PageStore
 from kvflow.protocols.prefill_room import PrefillEvent, PrefillKind, PrefillPhase
 
 log = logging.getLogger(__name__)
@@ -62,8 +63,11 @@ class PrefillHandlers:
         now: Callable[[], float],
         timing: Timing | None = None,
         bounds: Bounds | None = None,
+        checksums: Checksums | None = None,
     ) -> None:
+        """With `checksums` every chunk tells decode the checksum of its source pages."""
         self.incarnation, self.rank, self.pages, self.plane = incarnation, rank, pages, plane
+        self.checksums = checksums
         self.layout, self.endpoint, self.socket, self.now = layout, endpoint, socket, now
         self.page_bytes = layout.page_bytes
         self.timing, self.bounds = timing or Timing(), bounds or Bounds()
@@ -76,6 +80,15 @@ class PrefillHandlers:
         self._tasks: set[asyncio.Task[None]] = set()
         self._spawn(self._serve(), "kvflow-prefill-serve")
         self._spawn(self._sweep(), "kvflow-prefill-sweep")
+
+    @property
+    def trouble(self) -> str:
+        """Why this prefill cannot move pages now; empty when all is well. Having much to do is no trouble."""
+        stalled_s = self.plane.stalled_s
+        if stalled_s <= self.timing.lost_after_s:
+            return ""
+        how = "has died" if stalled_s == float("inf") else f"has not moved for {stalled_s:.0f} s"
+        return f"the worker of the {self.plane.name} data plane {how}"
 
     # --- rooms
 
@@ -98,6 +111,14 @@ class PrefillHandlers:
             session.feed(PrefillEvent(PrefillKind.ENDED_LOCALLY, cause=cause))
         return session
 
+    def refuse_room(self, room: int, cause: Cause) -> None:
+        """The engine's half of a room will never come: decode's is told why, now or when it comes."""
+        half = self.rooms.get(room)
+        if half is None:
+            self.ended_halves.never_comes(room, Half.ENGINE, cause, self.now() + self.timing.rendezvous_s)
+        elif half.prompt is None:
+            half.close(cause)
+
     def forget(self, session: PrefillSession) -> None:
         """The room has ended: out of the tables it is in, its last words kept for whoever missed them."""
         del self.rooms[session.room]
@@ -110,11 +131,16 @@ class PrefillHandlers:
         self.counts.ended(session.state.phase.name, cause)
         self._room_ended.set()
 
+    def leave(self) -> None:
+        """No new room from here on, and every room is ended; `drain` waits for its writes."""
+        if self._leaving is None:
+            self._leaving = Cause(Code.SHUTDOWN, "prefill is shutting down")
+            for session in list(self.rooms.values()):
+                session.close(self._leaving)
+
     async def drain(self, patience_s: float) -> None:
-        """End every room and wait until its writes have ended, or patience has."""
-        self._leaving = Cause(Code.SHUTDOWN, "prefill is shutting down")
-        for session in list(self.rooms.values()):
-            session.close(self._leaving)
+        """Wait until the writes of every room have ended, or patience has."""
+        self.leave()
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(patience_s):
                 await self._no_rooms(lambda _: True)
@@ -142,7 +168,7 @@ class PrefillHandlers:
         return session
 
     def _spawn(self, work: Coroutine[Any, Any, None], name: str) -> asyncio.Task[None]:
-        task = asyncio.create_task(work, name=name)
+        task = spawn(work, name, self.counts)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
         return task
@@ -181,22 +207,27 @@ class PrefillHandlers:
 
     def _answer(self, message: ToPrefill, refusal: str) -> None:
         text = refusal[:MAX_TEXT]  # what differs between two pools can be long
-        registered = Registered(self.incarnation, message.target, WIRE_VERSION, self.rank, text, self.endpoint)
+        who = (self.incarnation, message.target, WIRE_VERSION, self.rank)
+        registered = Registered(*who, text, self.endpoint, message.source)
         self.socket.send(encode(registered), routing_id(message.target))
 
     async def on_register(self, message: Register) -> None:
         """A decode says who it is; the way into its pool is opened in the background."""
         if message.wire_version != WIRE_VERSION:
             return self._answer(message, f"wire version {message.wire_version}, this prefill speaks {WIRE_VERSION}")
+        if self.trouble:
+            return self._answer(message, self.trouble)
         target = self.targets.get(message.target)
         if target is None:
             if len(self.targets) >= self.bounds.targets and not self._drop_silent_target():
                 return self._answer(message, f"{self.bounds.targets} decodes are registered already")
             target = self.targets[message.target] = Target(self, message)
             self._spawn(self._open_target(target, message), f"kvflow-target-{message.target:x}")
-        elif target.refusal or target.route is not None:
+        elif target.route is not None:
             target.heard_at_s, target.silent = self.now(), False
-            self._answer(message, target.refusal)
+            self._answer(message, "")
+        else:  # it is being opened, and that can take a while
+            target.send(Heartbeat(self.incarnation, target.incarnation))
         return None
 
     def _drop_silent_target(self) -> bool:
@@ -206,30 +237,43 @@ class PrefillHandlers:
             if target.silent and target.route is not None and not target.grants and not target.doubtful:
                 del self.targets[incarnation]
                 target.route.close()
+                if target.watch is not None:
+                    target.watch.cancel()
                 return True
         return False
 
     async def _open_target(self, target: Target, message: Register) -> None:
-        """Check the pools against each other, open the route, then watch the process until it dies."""
+        """Check the pools against each other, open the route, then have the process watched. Of a decode that is
+        refused nothing is kept: strangers may come with a new name each time."""
+        refusal = ""
         try:
+            if message.endpoint.backend != self.plane.name:
+                planes = f"prefill {self.plane.name}, decode {message.endpoint.backend}"
+                raise MisuseError(f"data planes differ: {planes}")
             message.layout.check()
             if found := differences(self.layout, message.layout):
                 raise LayoutError("; ".join(found))
             target.route = await self.plane.connect(message.endpoint, message.layout)
         except KvflowError as error:
-            target.refusal = str(error)
+            refusal = str(error) or type(error).__name__
         except Exception as error:  # the decode must hear something
             self.counts.handler_errors += 1
             log.exception("cannot open the way to decode %x", target.incarnation)
-            target.refusal = f"internal error: {type(error).__name__}"
-        self._answer(message, target.refusal)
-        try:
-            await self.plane.fence(message.endpoint)
-        except TransferError:
+            refusal = f"internal error: {type(error).__name__}"
+        if refusal:
+            del self.targets[target.incarnation]
+        else:
+            target.watch = self._spawn(self._watch(target, message.endpoint), f"kvflow-watch-{target.incarnation:x}")
+        self._answer(message, refusal)
+
+    async def _watch(self, target: Target, endpoint: Endpoint) -> None:
+        """End a target whose process has died."""
+        if not await fenced(self.plane, endpoint, self.timing, self.counts):
             return  # its death cannot be observed from here: silence ends its rooms
         self._lose(target, f"decode {target.incarnation:x} died")
         await self._no_rooms(lambda session: session.target is target)  # a route is closed when nothing flies on it
-        if self.targets.pop(target.incarnation, None) is target and target.route is not None:
+        if self.targets.get(target.incarnation) is target and target.route is not None:
+            del self.targets[target.incarnation]
             target.route.close()
 
     async def on_bootstrap(self, target: Target, message: Bootstrap) -> None:
@@ -250,6 +294,9 @@ class PrefillHandlers:
             return self._refuse(target, message, in_use)
         if session is None and (cause := self.ended_halves.take(message.room, Half.DECODE)):
             return self._refuse(target, message, cause)
+        if session is None and len(self.rooms) >= self.bounds.rooms:
+            full = CapacityError("rooms at prefill", len(self.rooms) + 1, self.bounds.rooms)
+            return self._refuse(target, message, full.cause())
         if session is None:
             session = self._new_room(message.room, PrefillPhase.BOOTSTRAPPED)
         session.bind(target, message, pages)
@@ -264,7 +311,7 @@ class PrefillHandlers:
             error = MisuseError(f"grant {message.grant} is below {target.low_water}: it has ended")
             error.code = Code.STALE_GRANT
             raise error
-        pages = unpack_pages(message.pages, target.layout.num_pages)
+        pages = unpack_pages(message.pages, target.num_pages)
         wanted = self.layout.pages_for(message.prompt_tokens) - message.prefix_tokens // self.layout.page_size
         if len(pages) != wanted or wanted < 1:
             raise MisuseError(f"{len(pages)} pages lent, {message.prompt_tokens} tokens need {wanted}")
@@ -293,9 +340,8 @@ class PrefillHandlers:
         """Decode could not even offer pages, or its offer was lost: the engine's half is told, now or when it comes."""
         half = self.rooms.get(message.room)
         if half is None:
-            if self.ended_halves.take(message.room, Half.DECODE) is None:
-                until = self.now() + self.timing.rendezvous_s
-                self.ended_halves.remember(message.room, Half.DECODE, message.cause, until)
+            until = self.now() + self.timing.rendezvous_s
+            self.ended_halves.never_comes(message.room, Half.DECODE, message.cause, until)
         elif half.bootstrap is None:
             half.feed(PrefillEvent(PrefillKind.ENDED_LOCALLY, cause=message.cause))
             self.ended_halves.take(message.room, Half.DECODE)  # decode knows
@@ -303,7 +349,7 @@ class PrefillHandlers:
     async def on_resync(self, target: Target, message: Resync) -> None:
         """Say again what decode has missed, and name the grants this incarnation has never heard of."""
         unknown: list[Belief] = []
-        for belief in message.rooms:
+        for belief in {belief.grant: belief for belief in message.rooms}.values():  # each is answered once
             session = target.grants.get(belief.grant)
             if session is not None:
                 target.say_again(session.said, belief.next_seq)
@@ -316,7 +362,8 @@ class PrefillHandlers:
 
     async def on_heartbeat(self, target: Target, message: Heartbeat) -> None:
         target.settle(message.settled_below)
-        target.send(Heartbeat(self.incarnation, target.incarnation))
+        if not self.trouble:  # else decode shall take us for silent: its rooms end, their loans do not
+            target.send(Heartbeat(self.incarnation, target.incarnation))
 
     def _lose(self, target: Target, text: str) -> None:
         target.silent = True

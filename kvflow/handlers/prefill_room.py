@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, NamedTuple, Self
 
 from kvflow.handlers.callbacks import call_all
+from kvflow.handlers.checks import SummedFlight
 from kvflow.handlers.story import Line, Story
 from kvflow.protocols.errors import CapacityError, Cause, Code, MisuseError, room_error
 from kvflow.protocols.layout import PageIndices
@@ -190,6 +191,8 @@ class PrefillSession:
         except BaseException:
             self._home.pages.unhold(source)
             raise
+        if self._home.checksums is not None:
+            flight = SummedFlight(flight, self._home.checksums.begin(source))
         return _Chunk(flight, source, self.state.queued, last, handoff)
 
     def _start_write(self) -> None:
@@ -201,11 +204,9 @@ class PrefillSession:
     def _send_chunk_done(self) -> None:
         c, (source, target) = self._report, self._incarnations()
         assert c is not None
-        self._say(
-            ChunkDone(
-                self.room, self.grant, source, target, self._home.rank, c.seq, len(c.source_pages), c.last, c.handoff
-            )
-        )
+        who = (self.room, self.grant, source, target, self._home.rank)
+        checksum = c.flight.checksum if isinstance(c.flight, SummedFlight) else b""
+        self._say(ChunkDone(*who, c.seq, len(c.source_pages), c.last, c.handoff, checksum))
 
     def _send_failed(self) -> None:
         source, target = self._incarnations()

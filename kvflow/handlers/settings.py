@@ -17,8 +17,10 @@ class Timing(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Bounds(msgspec.Struct, frozen=True, kw_only=True):
-    """How much is remembered about what has ended."""
+    """How much is remembered about what has ended, and how much of a pool may wait for proof."""
 
     closed_grants: int = 65_536  # per peer
     ended_halves: int = 65_536
     targets: int = 1_024
+    rooms: int = 32_768  # at prefill; decodes open none above it
+    quarantine_share: float = 0.5  # of decode's pages: above it no room is opened

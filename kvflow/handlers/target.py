@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections import OrderedDict
 from collections.abc import Iterable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from kvflow.protocols.codec import encode, routing_id
 from kvflow.protocols.messages import AbortAck, ChunkDone, Message, Register
@@ -21,16 +22,29 @@ class Target:
     def __init__(self, home: PrefillHandlers, message: Register) -> None:
         self._home = home
         self.incarnation = message.target
-        self.layout = message.layout
+        self.num_pages = message.layout.num_pages
         self.peer = routing_id(message.target)
         self.route: Route | None = None
-        self.refusal = ""
+        self.watch: asyncio.Task[None] | None = None
         self.heard_at_s = home.now()
         self.silent = False
         self.grants: dict[int, PrefillSession] = {}
         self.closed: OrderedDict[int, tuple[Message, ...]] = OrderedDict()
         self.doubtful: set[int] = set()  # evicted from `closed` though some write of theirs may still land
         self.low_water = 0  # a grant below this has ended or never will begin
+
+    @property
+    def phase(self) -> str:
+        return "silent" if self.silent else "up" if self.route else "opening"
+
+    def line(self) -> dict[str, Any]:
+        """The target as operators see it."""
+        return {
+            "incarnation": f"{self.incarnation:016x}",
+            "phase": self.phase,
+            "heard_ago_s": round(self._home.now() - self.heard_at_s, 3),
+            "rooms": len(self.grants),
+        }
 
     def send(self, message: Message) -> None:
         if not self._home.socket.send(encode(message), self.peer):

@@ -63,6 +63,11 @@ class PagedPool:
         """What a peer of this machine can open; None for private memory and for a user's own tensors."""
         return self._memory if self._memory is not None and self._memory.fd >= 0 else None
 
+    @property
+    def on_host(self) -> bool:
+        """The CPU can read every buffer at its address."""
+        return all(tensor.device.type == "cpu" for tensor in self._tensors.values())
+
     def tensor(self, component_name: str) -> torch.Tensor:
         """View [num_pages, page_size, *shape] of one component; strided for page-first pools.
 

@@ -5,6 +5,7 @@ KvflowError
 │   ├── LayoutError        a pool that cannot be described, or two that do not fit together
 │   ├── OwnershipError     double free, foreign free, pages given to somebody else
 │   └── CapacityError      more pages, rooms or bytes than there are (retry later may help)
+│       └── QuarantineError  too many pages wait for proof that nobody writes into them
 ├── PeerError              the peer said something it must not say
 │   ├── WireError          bytes that are no message
 │   └── RefusedError       the peer understood, and declined
@@ -18,6 +19,8 @@ from __future__ import annotations
 from enum import StrEnum
 
 import msgspec
+
+MAX_CAUSE_TEXT = 2048
 
 
 class Code(StrEnum):
@@ -43,6 +46,10 @@ class Cause(msgspec.Struct, frozen=True, array_like=True):
 
     code: Code
     text: str = ""
+
+    def __post_init__(self) -> None:
+        if len(self.text) > MAX_CAUSE_TEXT:  # causes are kept, and some come from peers
+            msgspec.structs.force_setattr(self, "text", self.text[:MAX_CAUSE_TEXT])
 
     def __str__(self) -> str:
         return f"{self.code}: {self.text}" if self.text else str(self.code)
@@ -79,6 +86,17 @@ class CapacityError(MisuseError):
     def __init__(self, what: str, asked: int, limit: int) -> None:
         super().__init__(f"{what}: asked for {asked}, limit {limit}")
         self.what, self.asked, self.limit = what, asked, limit
+
+
+class QuarantineError(CapacityError):
+    """Too many pages wait for proof that nobody writes into them any more."""
+
+    def __init__(self, quarantined: int, limit: int) -> None:
+        super().__init__("pages in quarantine", quarantined, limit)
+        text = (
+            f"{quarantined} pages are in quarantine, more than {limit}: no new room until their writers are proven gone"
+        )
+        self.args = (text,)
 
 
 class PeerError(KvflowError):

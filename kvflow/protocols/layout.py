@@ -21,6 +21,7 @@ Order = Literal["page_first", "layer_first"]
 
 MAX_COMPONENTS = 4096
 MAX_PAGES = 1 << 26
+MAX_DIFFERENCES = 5  # named in a refusal
 DTYPE_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2, "float8_e4m3fn": 1, "uint8": 1, "int8": 1, "int32": 4}
 
 
@@ -136,7 +137,10 @@ def build_layout(
 
 
 def differences(source: PoolLayout, target: PoolLayout) -> list[str]:
-    """Why pages of `source` cannot be copied into `target`, in words a person can act on; empty when they can."""
+    """Why pages of `source` cannot be copied into `target`, in words a person can act on; empty when they can.
+
+    The first few: two models of 32 layers differ in all of them.
+    """
     found: list[str] = []
     if source.page_size != target.page_size:
         found.append(f"page_size: prefill {source.page_size}, decode {target.page_size}")
@@ -150,7 +154,8 @@ def differences(source: PoolLayout, target: PoolLayout) -> list[str]:
         elif c.shape != other.shape:
             found.append(f"{c.name} shape (heads, dim): prefill {c.shape}, decode {other.shape}")
     found.extend(f"{name}: only decode has it" for name in theirs)
-    return found
+    more = len(found) - MAX_DIFFERENCES
+    return found if more <= 0 else [*found[:MAX_DIFFERENCES], f"and {more} more"]
 
 
 def pack_pages(pages: PageIndices) -> bytes:

@@ -1,7 +1,7 @@
 """What prefill and decode say to each other. One ZMQ frame is one message: a msgpack array that begins with its tag.
 
 Wire history
-    1   first version
+    1   first version; later ChunkDone.checksum, Registered.asked
 
 Arrays grow at the end only: a reader ignores elements it does not know, and a new element has a default. What cannot
 be said that way takes a new version; `Register` carries it, and a prefill that does not speak it refuses with both.
@@ -52,7 +52,8 @@ class Register(msgspec.Struct, frozen=True, array_like=True, tag=1):
 
 
 class Registered(msgspec.Struct, frozen=True, array_like=True, tag=2):
-    """prefill -> decode: accepted (`refusal` empty), or what differs. `source` is who really answers here."""
+    """prefill -> decode: accepted (`refusal` empty), or what differs. `source` is who really answers here, `asked` who
+    was asked: a decode that knows two lives of one address must not take the answer to one for that to the other."""
 
     source: Incarnation
     target: Incarnation
@@ -60,6 +61,7 @@ class Registered(msgspec.Struct, frozen=True, array_like=True, tag=2):
     rank: Rank
     refusal: Text
     endpoint: Endpoint | None = None
+    asked: Annotated[int, Meta(ge=0)] = 0
 
 
 class Bootstrap(msgspec.Struct, frozen=True, array_like=True, tag=3):
@@ -76,7 +78,10 @@ class Bootstrap(msgspec.Struct, frozen=True, array_like=True, tag=3):
 
 
 class ChunkDone(msgspec.Struct, frozen=True, array_like=True, tag=4):
-    """prefill -> decode: every write of chunk `seq` has landed; it filled `pages` pages. `last` is the rank's proof."""
+    """prefill -> decode: every write of chunk `seq` has landed; it filled `pages` pages. `last` is the rank's proof.
+
+    `checksum` is that of the source pages (see `ports.Checksums`), empty where transfers are not verified.
+    """
 
     room: Room
     grant: Grant
@@ -87,6 +92,7 @@ class ChunkDone(msgspec.Struct, frozen=True, array_like=True, tag=4):
     pages: Count
     last: bool = False
     handoff: Annotated[bytes, Meta(max_length=MAX_HANDOFF_BYTES)] = b""
+    checksum: Annotated[bytes, Meta(max_length=32)] = b""
 
 
 class RoomFailed(msgspec.Struct, frozen=True, array_like=True, tag=5):

@@ -5,11 +5,13 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Hashable
 from enum import Enum
-from typing import Protocol
+from typing import Annotated, Protocol
 
 import msgspec
 
 from kvflow.protocols.layout import PageIndices, PoolLayout
+
+Word = Annotated[str, msgspec.Meta(max_length=4096)]
 
 
 class Landing(Enum):
@@ -26,8 +28,8 @@ class Witness(msgspec.Struct, frozen=True, array_like=True):
     `pid` means something only under the same `boot_id` and `pid_namespace`; `start_ticks` tells a re-used pid apart.
     """
 
-    boot_id: str
-    pid_namespace: str
+    boot_id: Word
+    pid_namespace: Word
     pid: int
     start_ticks: int
 
@@ -35,8 +37,8 @@ class Witness(msgspec.Struct, frozen=True, array_like=True):
 class Endpoint(msgspec.Struct, frozen=True, array_like=True):
     """Where a data plane reaches this process; `address` is the back end's word (a session, a shared-memory handle)."""
 
-    backend: str
-    address: str
+    backend: Word
+    address: Word
     witness: Witness
 
 
@@ -88,6 +90,13 @@ class DataPlane(Protocol):
     @property
     def name(self) -> str: ...
 
+    @property
+    def stalled_s(self) -> float:
+        """For how long its own worker has moved nothing on though it had work; endless when the worker has died.
+
+        About us, never about peers: a write that waits for a frozen one has its turns, and is no stall.
+        """
+
     def export(self, layout: PoolLayout) -> tuple[Endpoint, PoolLayout]:
         """Make our pool (whose `layout.buffers` carry this process's addresses) known to the plane; called once, before
         `connect`. Returns what a peer needs to reach it: the endpoint, and the layout with addresses as the peer must
@@ -112,8 +121,34 @@ class DataPlane(Protocol):
         """Cancel and drain every flight, end the threads, unregister the memory."""
 
 
+class Summing(Protocol):
+    """One checksum under way."""
+
+    @property
+    def done(self) -> asyncio.Future[bytes]:
+        """Resolves, on the event loop, when nothing reads the pages any more: the checksum, or nothing when it was
+        cancelled or failed. Never an exception; never cancel it."""
+
+    def cancel(self) -> None:
+        """Stop soon. Idempotent, returns at once."""
+
+
+class Checksums(Protocol):
+    """Checksums over the pages of one pool; equal for equal pages, however either pool is laid out."""
+
+    def begin(self, pages: PageIndices) -> Summing:
+        """Sum `pages` in their order, in a thread. The caller keeps them allocated until `done`. Never raises."""
+
+    async def close(self) -> None:
+        """Cancel and drain: nothing reads the pool any more."""
+
+
 class ControlSocket(Protocol):
     """One end of the control link; a peer is a routing id, empty on the side that knows only one."""
+
+    @property
+    def trouble(self) -> str:
+        """Why the other end does not let us in, as far as is known; empty while nothing is wrong."""
 
     def send(self, frame: bytes, peer: bytes = b"") -> bool:
         """Queue a frame; False when it cannot be delivered (no such peer, queue full). Resync repairs what is lost."""

@@ -17,13 +17,15 @@ from kvflow.server.failures import Failure, failure_of
 from kvflow.server.metrics import Metrics
 
 MAX_BODY_BYTES = 8 << 20  # a million tokens; parsing holds the event loop, some 30 ms per plain MiB
+BODY_TIMEOUT_S = 60.0
+IDLE_TIMEOUT_S = 120.0  # without a request, or with one whose headers never end; longer than routers keep theirs
 OPEN_PATHS = frozenset({"/health", "/health_generate", "/metrics"})
 _log = logging.getLogger("kvflow.http")
 
 
 def build_app(routes: Iterable[web.RouteDef], metrics: Metrics, api_key: str = "") -> web.Application:
     """The application with the middlewares every role has."""
-    middlewares = [_answers(metrics), *([_key_asked(api_key)] if api_key else [])]
+    middlewares = [_answers(metrics), *([_key_asked(api_key)] if api_key else []), _body_read]
     app = web.Application(middlewares=middlewares, client_max_size=MAX_BODY_BYTES)
     app.add_routes(routes)
     return app
@@ -64,12 +66,25 @@ def _key_asked(api_key: str) -> Middleware:
     return checked
 
 
+@web.middleware
+async def _body_read(request: web.Request, handler: Handler) -> web.StreamResponse:
+    """A body is here in time, or its sender has had its chance."""
+    try:
+        async with asyncio.timeout(BODY_TIMEOUT_S):
+            await request.read()
+    except TimeoutError:
+        raise web.HTTPRequestTimeout(text=f"the body did not arrive within {BODY_TIMEOUT_S:g} s") from None
+    except (web.RequestPayloadError, BadHttpMessage) as error:
+        raise web.HTTPBadRequest(text=f"the body cannot be read: {str(error)[:200]}") from None
+    return await handler(request)
+
+
 class _GarbageFilter(logging.Filter):
     """Bytes that are no HTTP/1 (an HTTP/2 preface, TLS) get their 400; a traceback for them helps nobody."""
 
     def filter(self, record: logging.LogRecord) -> bool:
         error = record.exc_info[1] if record.exc_info else None
-        return not isinstance(error, (BadHttpMessage, ConnectionError))
+        return not isinstance(error, (BadHttpMessage, web.RequestPayloadError, ConnectionError))
 
 
 def quiet_about_garbage() -> None:
@@ -82,4 +97,6 @@ def quiet_about_garbage() -> None:
 def new_runner(app: web.Application) -> web.AppRunner:
     """A runner in which a client that leaves cancels its handler."""
     quiet_about_garbage()
-    return web.AppRunner(app, handler_cancellation=True, access_log=None, shutdown_timeout=0.5)
+    return web.AppRunner(
+        app, handler_cancellation=True, access_log=None, shutdown_timeout=0.5, keepalive_timeout=IDLE_TIMEOUT_S
+    )

@@ -17,6 +17,7 @@ from kvflow.protocols.errors import KvflowError
 from kvflow.server.serving import PARENT_PID, READY_FD, Ready
 
 KEPT_LINES = 40
+_ERROR_MARK = ": error: "  # see `cli.main`
 _log = logging.getLogger("kvflow.up")
 
 
@@ -24,7 +25,10 @@ class ChildEndedError(KvflowError):
     """A role ended that should not have; `status` is its exit status, negative for a signal."""
 
     def __init__(self, name: str, status: int, last_line: str = "") -> None:
-        super().__init__(f"{name} {_how(status)}" + (f": {last_line}" if last_line else ""))
+        how = f"{name} {_how(status)}"
+        if status == 2:  # it said what its user can mend, and ended: nothing else is worth a word
+            how, last_line = name, last_line.partition(_ERROR_MARK)[2] or last_line
+        super().__init__(f"{how}: {last_line}" if last_line else how)
         self.status = status
 
 
@@ -92,11 +96,16 @@ class Child:
                     await self.process.wait()
             except TimeoutError:
                 _log.warning("%s does not end: killed", self.name)
-                self._signal(signal.SIGKILL)
+                self.kill()
                 await self.process.wait()
         if self._reading is not None:
             await self._reading
         return self.process.returncode or 0
+
+    def kill(self) -> None:
+        """SIGKILL, whatever it does; `stop` then returns."""
+        if self._process is not None:
+            self._signal(signal.SIGKILL)
 
     def _signal(self, number: int) -> None:
         with contextlib.suppress(ProcessLookupError):
@@ -110,13 +119,23 @@ class Child:
 
     async def _read_stderr(self) -> None:
         stream = self.process.stderr
-        while stream is not None and (line := await stream.readline()):
+        while stream is not None and (line := await _line_of(stream)):
             text = line.decode(errors="replace").rstrip("\n")
             if text:
                 self.last_lines.append(text)
-            if not self._quiet:
+            if not self._quiet and not text.startswith(f"kvflow {self.role}{_ERROR_MARK}"):  # the supervisor says it
                 sys.stderr.write(f"[{self.name}] {text}\n")
                 sys.stderr.flush()
+
+
+async def _line_of(stream: asyncio.StreamReader) -> bytes:
+    """The next line, empty at the end; a line longer than the reader holds comes in pieces."""
+    try:
+        return await stream.readuntil()
+    except asyncio.IncompleteReadError as error:
+        return error.partial
+    except asyncio.LimitOverrunError as error:
+        return await stream.read(error.consumed)
 
 
 async def _line_from(descriptor: int) -> bytes:

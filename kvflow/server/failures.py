@@ -36,6 +36,7 @@ STATUS_OF_CODE: dict[Code, int] = {
 _TYPE_OF_STATUS = {
     400: "invalid_request_error",
     401: "authentication_error",
+    403: "permission_error",
     404: "not_found_error",
     405: "invalid_request_error",
     409: "conflict_error",
@@ -74,6 +75,14 @@ class Failure(msgspec.Struct, frozen=True):
         headers = {"Retry-After": str(RETRY_AFTER_S)} if self.status in (429, 503) else {}
         body = msgspec.json.encode(self.body)
         return web.Response(body=body, status=self.status, content_type="application/json", headers=headers)
+
+
+def message_of(body: bytes) -> str:
+    """The message of an error body, cut to a line; what a stranger answered instead is not repeated."""
+    try:
+        return str(msgspec.json.decode(body)["error"]["message"])[:300]
+    except (ValueError, KeyError, TypeError):
+        return "no reason given"
 
 
 def failure_of(error: BaseException) -> Failure:

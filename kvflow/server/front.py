@@ -6,27 +6,29 @@ The routes differ in how they read a body and how they write an answer; that is 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import time
 from collections.abc import AsyncGenerator, AsyncIterable
 from contextlib import aclosing
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import msgspec
 from aiohttp import web
 
 from kvflow.protocols.errors import AbortedError, KvflowError
 from kvflow.server.completion import Completion, Delta, written
-from kvflow.server.failures import Failure, OverloadError, failure_of
+from kvflow.server.failures import Failure, OverloadError, RequestError, failure_of
 from kvflow.server.metrics import Metrics
-from kvflow.server.orders import Limits, rooms_of
-from kvflow.server.schemas import Rendezvous
+from kvflow.server.orders import Menu, rooms_of
+from kvflow.server.schemas import Rendezvous, decoded, parse
 from kvflow.server.service import Order, Service
 from kvflow.server.serving import Busy
 from kvflow.server.sse import EventStream, Paced, merged
 from kvflow.server.text import Wording
 
 _log = logging.getLogger("kvflow.http")
+R = TypeVar("R", bound=Rendezvous)
 FAREWELL_S = 1.0  # for the error event of a stream that fails
 
 
@@ -72,7 +74,7 @@ class Front(Busy):
         self.service = service
         self.wording = wording
         self.metrics = metrics
-        self.limits = Limits(service.card, service.pool_tokens, service.role == "decode", bootstrap_port)
+        self.menu = Menu(service.limits, service.role == "decode", bootstrap_port)
         self._most = max_running_requests
         self._timeout_s = request_timeout_s
         self._keepalive_s = keepalive_s
@@ -83,7 +85,7 @@ class Front(Busy):
         try:
             self._admit()
         except (AbortedError, OverloadError) as error:
-            self._refuse(job, error)
+            self._refuse(job.request, error)
             raise
         ends = asyncio.get_running_loop().time() + self._timeout_s
         with self.one_more():
@@ -92,7 +94,7 @@ class Front(Busy):
                     orders = await job.orders(self)
                     pieces = [self.wording.pieces(order.params.stop) for order in orders]
                 except KvflowError as error:
-                    self._refuse(job, error)
+                    self._refuse(job.request, error)
                     raise
             sources = [written(self.service.tokens(o), p) for o, p in zip(orders, pieces, strict=True)]
             if job.stream:
@@ -100,14 +102,23 @@ class Front(Busy):
             async with asyncio.timeout_at(ends):
                 return await self._collect(http, job, sources, arrived)
 
+    def read(self, raw: bytes, kind: type[R]) -> R:
+        """A body as `kind`. One that cannot be read may still name the room whose other leg waits."""
+        try:
+            return parse(raw, kind)
+        except RequestError as error:
+            with contextlib.suppress(RequestError):
+                self._refuse(decoded(raw, Rendezvous), error)
+            raise
+
     def _admit(self) -> None:
         self.refuse_when_draining()
         if self.running >= self._most:
             raise OverloadError("running requests", self.running + 1, self._most)
 
-    def _refuse(self, job: Job, error: KvflowError) -> None:
+    def _refuse(self, request: Rendezvous, error: KvflowError) -> None:
         """The other leg waits for this room: tell it why it will never come."""
-        for room in rooms_of(job.request):
+        for room in rooms_of(request):
             self.service.refuse(room, error.cause())
 
     async def _collect(

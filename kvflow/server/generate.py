@@ -12,7 +12,7 @@ from kvflow.server.completion import Completion, Delta
 from kvflow.server.failures import RequestError
 from kvflow.server.front import Front
 from kvflow.server.orders import orders, params_of_generate, prompt_ids
-from kvflow.server.schemas import GenerateRequest, parse
+from kvflow.server.schemas import GenerateRequest
 from kvflow.server.service import Order
 
 
@@ -40,8 +40,8 @@ class GenerateJob:
             several = isinstance(request.text, list)
         choices = (request.sampling_params.n if request.sampling_params else None) or 1
         self._is_list = several or choices > 1
-        params = [params_of_generate(request, prompt, front.limits) for prompt in prompts]
-        self._orders = orders(request, prompts, params, choices, front.limits)
+        params = [params_of_generate(request, prompt, front.menu) for prompt in prompts]
+        self._orders = orders(request, prompts, params, choices, front.menu)
         return self._orders
 
     def answer(self, completions: list[Completion]) -> Any:
@@ -98,7 +98,7 @@ def routes(front: Front) -> list[web.RouteDef]:
     """/generate."""
 
     async def generate(http: web.Request) -> web.StreamResponse:
-        request = parse(await http.read(), GenerateRequest)
+        request = front.read(await http.read(), GenerateRequest)
         return await front.serve(http, GenerateJob(request, http.headers.get("X-Request-ID")))
 
     return [web.post("/generate", generate)]

@@ -150,6 +150,13 @@ async def relay(http: web.Request, answer: aiohttp.ClientResponse, room_header: 
     return out
 
 
+def with_fields(raw: bytes, fields: dict[str, Any]) -> bytes:
+    """A JSON object with `fields` added at its end, where they win over fields of the same name; what stands before
+    them is forwarded as it came, and not decoded."""
+    head = raw.rstrip()[:-1].rstrip()
+    return head + (b"" if head.endswith(b"{") else b",") + msgspec.json.encode(fields)[1:]
+
+
 def bootstrap_fields(prefill: Worker, rooms: list[int]) -> dict[str, Any]:
     """What both legs are told so that they meet; arrays for several rooms."""
     if len(rooms) == 1:

@@ -91,10 +91,18 @@ def _own(report: Report) -> Iterator[Metric]:
     yield GaugeMetricFamily(
         "kvflow_quarantine_pages", "Pages lent without proof of return.", value=report.quarantine_pages
     )
+    limit = "Pages in quarantine above which no new request is taken."
+    yield GaugeMetricFamily("kvflow_quarantine_limit_pages", limit, value=report.quarantine_limit_pages)
+    peers = GaugeMetricFamily("kvflow_peers", "Nodes of the other role by phase.", labels=["phase"])
+    yield _labelled(peers, report.peers_by_phase)
+    declared = "Prefills an operator declared dead."
+    yield CounterMetricFamily("kvflow_peers_declared_dead", declared, value=report.peers_declared_dead)
     yield _labelled(GaugeMetricFamily("kvflow_rooms", "Open rooms by state.", labels=["state"]), report.rooms_by_state)
     ended = CounterMetricFamily("kvflow_rooms_ended", "Rooms that have ended, by how.", labels=["ending"])
     yield _labelled(ended, report.rooms_ended)
     yield CounterMetricFamily("kvflow_transfer_bytes", "KV bytes that have landed.", value=report.bytes_moved)
+    differ = "Chunks that landed with another checksum than they were sent with."
+    yield CounterMetricFamily("kvflow_chunks_mismatched", differ, value=report.chunks_mismatched)
     dropped = CounterMetricFamily("kvflow_messages_dropped", "Control messages that changed nothing.", labels=["why"])
     yield _labelled(dropped, report.messages_dropped)
     errors = CounterMetricFamily("kvflow_internal_errors", "Errors of our own that were survived.", labels=["where"])

@@ -13,7 +13,7 @@ from kvflow.engine.params import TokenOut
 from kvflow.server.completion import Completion, Delta
 from kvflow.server.front import Front, json_response
 from kvflow.server.orders import orders, params_of_chat, params_of_completion, prompt_ids
-from kvflow.server.schemas import ChatRequest, CompletionRequest, StreamOptions, parse
+from kvflow.server.schemas import ChatRequest, CompletionRequest, StreamOptions
 from kvflow.server.service import Order
 
 TokenText = Callable[[int], str]
@@ -71,8 +71,8 @@ class ChatJob(_OpenAIJob):
         """The conversation through the chat template."""
         request = self.request
         prompt = await front.wording.encode_chat(request.messages)
-        params = params_of_chat(request, prompt, front.limits)
-        self._orders = orders(request, [prompt], [params], request.n or 1, front.limits)
+        params = params_of_chat(request, prompt, front.menu)
+        self._orders = orders(request, [prompt], [params], request.n or 1, front.menu)
         return self._orders
 
     def opening(self) -> list[Any]:
@@ -136,9 +136,9 @@ class CompletionJob(_OpenAIJob):
             prompts = prompt_ids(given)
             texts = ["".join(map(self._token_text, prompt)) for prompt in prompts] if request.echo else []
         choices = request.n or 1
-        params = [params_of_completion(request, prompt, front.limits) for prompt in prompts]
+        params = [params_of_completion(request, prompt, front.menu) for prompt in prompts]
         self._echoes = [text for text in texts for _ in range(choices)] if request.echo else []
-        self._orders = orders(request, prompts, params, choices, front.limits)
+        self._orders = orders(request, prompts, params, choices, front.menu)
         return self._orders
 
     def opening(self) -> list[Any]:
@@ -188,11 +188,11 @@ def routes(front: Front) -> list[web.RouteDef]:
     name = front.service.card.name
 
     async def chat(http: web.Request) -> web.StreamResponse:
-        request = parse(await http.read(), ChatRequest)
+        request = front.read(await http.read(), ChatRequest)
         return await front.serve(http, ChatJob(request, name, front.wording.token_text))
 
     async def completions(http: web.Request) -> web.StreamResponse:
-        request = parse(await http.read(), CompletionRequest)
+        request = front.read(await http.read(), CompletionRequest)
         return await front.serve(http, CompletionJob(request, name, front.wording.token_text))
 
     async def models(http: web.Request) -> web.StreamResponse:

@@ -10,6 +10,8 @@ from kvflow.config import Settings
 from kvflow.server.failures import Failure, RequestError
 from kvflow.server.front import Front, json_response
 
+MAX_WHY = 200
+
 
 def server_info(front: Front, settings: Settings, bootstrap_port: int | None) -> dict[str, object]:
     """/server_info: the keys routers read, then ours."""
@@ -42,6 +44,7 @@ def server_info(front: Front, settings: Settings, bootstrap_port: int | None) ->
             **report.pages_by_kind,
         },
         "quarantine_pages": report.quarantine_pages,
+        "quarantine_limit_pages": report.quarantine_limit_pages,
         "rooms": report.rooms_by_state,
         "rooms_ended": report.rooms_ended,
         "bytes_moved": report.bytes_moved,
@@ -53,7 +56,7 @@ def server_info(front: Front, settings: Settings, bootstrap_port: int | None) ->
 
 def routes(front: Front, settings: Settings, bootstrap_port: int | None) -> list[web.RouteDef]:
     """Everything but completions."""
-    return [*_description(front, settings, bootstrap_port), *_state(front)]
+    return [*_description(front, settings, bootstrap_port), *_state(front), *_peers(front, settings)]
 
 
 def _description(front: Front, settings: Settings, bootstrap_port: int | None) -> list[web.RouteDef]:
@@ -90,8 +93,8 @@ def _state(front: Front) -> list[web.RouteDef]:
     async def health(_: web.Request) -> web.StreamResponse:
         if front.draining:
             return Failure(503, "draining", "this server is shutting down").response()
-        if not service.healthy:
-            return Failure(503, "unhealthy", "the engine has stopped").response()
+        if trouble := service.trouble:  # routers are to send their requests elsewhere
+            return Failure(503, "degraded", trouble).response()
         return json_response({"status": "ok", "quarantine_pages": service.report().quarantine_pages})
 
     async def load(_: web.Request) -> web.StreamResponse:
@@ -131,3 +134,24 @@ def _state(front: Front) -> list[web.RouteDef]:
         web.get("/rooms", rooms),
         web.get("/rooms/{room}", story),
     ]
+
+
+def _peers(front: Front, settings: Settings) -> list[web.RouteDef]:
+    """Who the other side is, and an operator's word about it."""
+    service = front.service
+
+    async def peers(_: web.Request) -> web.StreamResponse:
+        return json_response({"peers": list(service.peers())})
+
+    async def declare_dead(http: web.Request) -> web.StreamResponse:
+        if not settings.api_key:  # with one, `app` has asked for it
+            return Failure(403, "forbidden", "declaring a peer dead needs a server with --api-key").response()
+        try:
+            incarnation = int(http.match_info["incarnation"], 16)
+        except ValueError:
+            raise RequestError(f"{http.match_info['incarnation'][:40]!r} is no incarnation (16 hex digits)") from None
+        why = http.query.get("why", "no reason given")[:MAX_WHY]
+        service.declare_dead(incarnation, f"operator at {http.remote}: {why!r}")
+        return json_response({"declared_dead": f"{incarnation:016x}", "peers": list(service.peers())})
+
+    return [web.get("/peers", peers), web.post("/peers/{incarnation}/declare_dead", declare_dead)]

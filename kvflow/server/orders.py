@@ -6,7 +6,9 @@ from typing import Any
 
 import msgspec
 
+from kvflow.engine.limits import Limits
 from kvflow.engine.params import SamplingParams
+from kvflow.protocols.errors import MisuseError
 from kvflow.server.failures import RequestError
 from kvflow.server.schemas import (
     ChatRequest,
@@ -16,7 +18,7 @@ from kvflow.server.schemas import (
     Rendezvous,
     stops_of,
 )
-from kvflow.server.service import ModelCard, Order
+from kvflow.server.service import Order
 
 MAX_COMPLETIONS = 256
 DEFAULT_MAX_NEW_TOKENS = 128
@@ -25,44 +27,50 @@ _ROOM_MASK = (1 << 63) - 1
 _ROOM_STEP = 0x9E3779B97F4A7C15  # golden-ratio step: rooms derived from one number do not meet those of another
 
 
-class Limits(msgspec.Struct, frozen=True):
-    """What one request may ask for on this role."""
+class Menu(msgspec.Struct, frozen=True):
+    """What can be ordered from this role."""
 
-    card: ModelCard
-    pool_tokens: int
+    limits: Limits
     generates: bool  # decode keeps prompt and completion in its pool, prefill only the prompt
     bootstrap_port: int
 
+    def room_left(self, prompt: list[int]) -> int:
+        """New tokens that fit behind a prompt; what is asked for by default stays below it."""
+        return max(1, min(self.limits.context_length, self.limits.pool_tokens) - len(prompt))
 
-def _room_left(prompt: list[int], limits: Limits) -> int:
-    """New tokens that fit behind a prompt; what is asked for by default stays below it."""
-    return max(1, min(limits.card.context_length, limits.pool_tokens) - len(prompt))
+    def check(self, prompt: list[int], params: SamplingParams) -> None:
+        """Raises: RequestError: what never fits is the client's to mend, whatever the engine calls it."""
+        try:
+            self.limits.check_prompt(prompt)
+            self.limits.check_new_tokens(prompt, params, generates=self.generates)
+        except MisuseError as error:
+            raise RequestError(str(error)) from None
 
 
-def params_of_generate(request: GenerateRequest, prompt: list[int], limits: Limits) -> SamplingParams:
+def params_of_generate(request: GenerateRequest, prompt: list[int], menu: Menu) -> SamplingParams:
     """The sampling of a /generate body."""
     sampling = request.sampling_params or GenerateSampling()
     seed = sampling.sampling_seed if sampling.sampling_seed is not None else sampling.seed
     logprobs = (request.top_logprobs_num or 0) if request.return_logprob else None
     fields = _sampling_fields(sampling, seed)
-    most = sampling.max_new_tokens or min(DEFAULT_MAX_NEW_TOKENS, _room_left(prompt, limits))
+    most = sampling.max_new_tokens or min(DEFAULT_MAX_NEW_TOKENS, menu.room_left(prompt))
     return SamplingParams(**fields, max_new_tokens=most, logprobs=logprobs)
 
 
-def params_of_chat(request: ChatRequest, prompt: list[int], limits: Limits) -> SamplingParams:
+def params_of_chat(request: ChatRequest, prompt: list[int], menu: Menu) -> SamplingParams:
     """The sampling of a chat body; without a limit the answer may fill the context."""
-    most = request.max_completion_tokens or request.max_tokens or _room_left(prompt, limits)
+    most = request.max_completion_tokens or request.max_tokens or menu.room_left(prompt)
     if request.top_logprobs is not None and not request.logprobs:
         raise RequestError("top_logprobs needs logprobs: true")
     logprobs = (request.top_logprobs or 0) if request.logprobs else None
     return SamplingParams(**_sampling_fields(request, request.seed), max_new_tokens=most, logprobs=logprobs)
 
 
-def params_of_completion(request: CompletionRequest, prompt: list[int], limits: Limits) -> SamplingParams:
+def params_of_completion(request: CompletionRequest, prompt: list[int], menu: Menu) -> SamplingParams:
     """The sampling of a completions body."""
     if request.echo and request.logprobs is not None:
         raise RequestError("echo together with logprobs is not supported")
-    most = request.max_tokens or min(DEFAULT_COMPLETION_TOKENS, _room_left(prompt, limits))
+    most = request.max_tokens or min(DEFAULT_COMPLETION_TOKENS, menu.room_left(prompt))
     return SamplingParams(**_sampling_fields(request, request.seed), max_new_tokens=most, logprobs=request.logprobs)
 
 
@@ -79,7 +87,7 @@ def _sampling_fields(source: Any, seed: int | None) -> dict[str, Any]:
 
 
 def orders(
-    request: Rendezvous, prompts: list[list[int]], params: list[SamplingParams], choices: int, limits: Limits
+    request: Rendezvous, prompts: list[list[int]], params: list[SamplingParams], choices: int, menu: Menu
 ) -> list[Order]:
     """One order per prompt and choice, prompt by prompt.
 
@@ -88,14 +96,15 @@ def orders(
     total = len(prompts) * choices
     if not 1 <= total <= MAX_COMPLETIONS:
         raise RequestError(f"the request asks for {total} completions, limit 1..{MAX_COMPLETIONS}")
+    for prompt, sampling in zip(prompts, params, strict=True):
+        menu.check(prompt, sampling)
     made: list[Order] = []
     for i in range(total):
         prompt, sampling = prompts[i // choices], params[i // choices]
-        _check_lengths(prompt, sampling, limits)
         choice = i % choices
         if choice and sampling.seed is not None:
             sampling = msgspec.structs.replace(sampling, seed=sampling.seed + choice)
-        room, prefill = _meeting(request, i, total, limits.bootstrap_port)
+        room, prefill = _meeting(request, i, total, menu.bootstrap_port)
         made.append(Order(room=room, prefill=prefill, prompt=prompt, params=sampling))
     if len({order.room for order in made}) != total:
         raise RequestError("bootstrap_room: one room is named twice")
@@ -130,25 +139,6 @@ def _pick(name: str, value: Any, index: int, total: int) -> Any:
     if len(value) != total:
         raise RequestError(f"{name}: {len(value)} entries for {total} completions")
     return value[index]
-
-
-def _check_lengths(prompt: list[int], params: SamplingParams, limits: Limits) -> None:
-    if not prompt:
-        raise RequestError("the prompt is empty")
-    card = limits.card
-    if max(prompt) >= card.vocab_size or min(prompt) < 0:
-        raise RequestError(f"token id {max(prompt)} is outside the vocabulary of {card.vocab_size}")
-    if len(prompt) >= card.context_length:
-        raise RequestError(f"the prompt has {len(prompt)} tokens, the model's context is {card.context_length}")
-    wanted = len(prompt) + params.max_new_tokens
-    if wanted > card.context_length:
-        raise RequestError(
-            f"{len(prompt)} prompt tokens and {params.max_new_tokens} new ones exceed "
-            f"the model's context of {card.context_length}"
-        )
-    held = wanted - 1 if limits.generates else len(prompt)  # the last new token is never fed back
-    if held > limits.pool_tokens:
-        raise RequestError(f"the request needs {held} tokens in the KV pool, which holds {limits.pool_tokens}")
 
 
 def prompt_ids(value: list[Any]) -> list[list[int]]:

@@ -12,6 +12,7 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from typing import TYPE_CHECKING
 
 from kvflow.config import Settings
+from kvflow.handlers.settings import Bounds
 from kvflow.memory.allocator import PageAllocator
 from kvflow.memory.pool import PagedPool
 from kvflow.node import DecodeNode, PrefillNode
@@ -28,7 +29,9 @@ from kvflow.server.service import ModelCard, Service
 from kvflow.server.services import DecodeService, PrefillService
 from kvflow.server.serving import Ready, bound_socket, reachable, serve_until_stopped, serving, url_of
 from kvflow.server.text import Wording
-from kvflow.transports.select import open_plane
+from kvflow.transports.control import bind_router, connect_dealer
+from kvflow.transports.curve import read_key
+from kvflow.transports.select import check_plane, open_plane
 
 if TYPE_CHECKING:
     from kvflow.engine.load import LoadedModel
@@ -76,7 +79,12 @@ async def run_router(settings: Settings) -> None:
 @asynccontextmanager
 async def prefill_service(settings: Settings) -> AsyncGenerator[tuple[PrefillService, LoadedModel], None]:
     """A running prefill without its HTTP. Raises: MisuseError."""
-    async with _parts(settings) as (model, pool, executor):
+    async with AsyncExitStack() as stack:
+        key = read_key(settings.control_key_file)
+        # Bound here, so that a taken port is known before a model is loaded.
+        control = bind_router(settings.host, settings.control_port, key)
+        stack.callback(control[0].close)
+        model, pool, executor = await stack.enter_async_context(_parts(settings))
         from kvflow.engine.prefill import PrefillEngine
 
         plane = _plane(settings, pool)
@@ -89,45 +97,54 @@ async def prefill_service(settings: Settings) -> AsyncGenerator[tuple[PrefillSer
             port=settings.control_port,
             model=name,
             pages=pages,
+            verify_transfers=settings.verify_transfers,
             advertise=reachable(settings.host),
+            bind=lambda _host, _port: control,
         )
         engine = PrefillEngine(
             model, pool, pages, executor,
             chunk_tokens=settings.chunked_prefill_size, max_batch_tokens=settings.max_batch_tokens,
         )  # fmt: skip
-        try:
-            await node.start()
-            await engine.start()
-            yield PrefillService(_card(settings, model), node, engine, settings.request_timeout_s), model
-        finally:
-            await engine.close()
-            await node.close()
+        stack.push_async_callback(node.close)
+        await node.start()
+        stack.push_async_callback(engine.close)
+        await engine.start()
+        yield PrefillService(_card(settings, model), node, engine, settings.request_timeout_s), model
 
 
 @asynccontextmanager
 async def decode_service(settings: Settings) -> AsyncGenerator[tuple[DecodeService, LoadedModel], None]:
     """A running decode without its HTTP. Raises: MisuseError."""
-    async with _parts(settings) as (model, pool, executor):
+    key = read_key(settings.control_key_file)
+    async with AsyncExitStack() as stack:
+        model, pool, executor = await stack.enter_async_context(_parts(settings))
         from kvflow.engine.decode import DecodeEngine
 
         plane = _plane(settings, pool)
         pages = PageAllocator(pool.layout.num_pages)
         registry = RegistryClient(settings.api_key)
-        node = DecodeNode(pool, plane, resolve=registry.resolve, pages=pages)
+        node = DecodeNode(
+            pool,
+            plane,
+            resolve=registry.resolve,
+            connect=functools.partial(connect_dealer, key=key),
+            pages=pages,
+            bounds=Bounds(quarantine_share=settings.max_quarantine_share),
+            verify_transfers=settings.verify_transfers,
+        )
         engine = DecodeEngine(model, pool, pages, executor, max_batch=settings.max_running_requests)
-        try:
-            await node.start()
-            await engine.start()
-            yield DecodeService(_card(settings, model), node, engine, settings.request_timeout_s), model
-        finally:
-            await engine.close()
-            await node.close()
-            await registry.close()
+        stack.push_async_callback(registry.close)
+        stack.push_async_callback(node.close)
+        await node.start()
+        stack.push_async_callback(engine.close)
+        await engine.start()
+        yield DecodeService(_card(settings, model), node, engine, settings.request_timeout_s), model
 
 
 @asynccontextmanager
 async def _parts(settings: Settings) -> AsyncGenerator[tuple[LoadedModel, PagedPool, ThreadPoolExecutor], None]:
-    """Model, pool and the one thread of model steps."""
+    """Model, pool and the one thread of model steps; first what would refuse to work with them."""
+    check_plane(settings.disaggregation_transfer_backend, settings.disaggregation_ib_device)
     from kvflow.engine.load import load_model
 
     executor = ThreadPoolExecutor(1, thread_name_prefix="kvflow-model")

@@ -14,10 +14,10 @@ from kvflow.config import Settings
 from kvflow.server.app import build_app
 from kvflow.server.failures import Failure, RequestError
 from kvflow.server.front import json_response
-from kvflow.server.legs import Leg, LegFailedError, bootstrap_fields, both_legs, relay
+from kvflow.server.legs import Leg, LegFailedError, bootstrap_fields, both_legs, relay, with_fields
 from kvflow.server.metrics import Metrics
 from kvflow.server.orders import MAX_COMPLETIONS
-from kvflow.server.schemas import json_object
+from kvflow.server.schemas import decoded
 from kvflow.server.serving import Busy
 from kvflow.server.workers import NoWorkerError, Worker, Workers
 
@@ -54,8 +54,7 @@ class Router(Busy):
             return await self._on_some_pair(http, await http.read())
 
     async def _on_some_pair(self, http: web.Request, raw: bytes) -> web.StreamResponse:
-        document = json_object(raw)
-        count = _completions(document)
+        count = _completions(decoded(raw, _Shape))
         tried: set[Worker] = set()
         last: LegFailedError | None = None
         while True:
@@ -67,17 +66,17 @@ class Router(Busy):
                     raise last from None
                 raise
             try:
-                return await self._on_pair(http, document, count, prefill, decode)
+                return await self._on_pair(http, raw, count, prefill, decode)
             except LegFailedError as error:
                 error.worker.lost(str(error))
                 tried.add(error.worker)
                 last = error
 
     async def _on_pair(
-        self, http: web.Request, document: dict[str, Any], count: int, prefill: Worker, decode: Worker
+        self, http: web.Request, raw: bytes, count: int, prefill: Worker, decode: Worker
     ) -> web.StreamResponse:
         rooms = [secrets.randbits(63) for _ in range(count)]
-        body = msgspec.json.encode({**document, **bootstrap_fields(prefill, rooms)})
+        body = with_fields(raw, bootstrap_fields(prefill, rooms))
         headers = {name: http.headers[name] for name in _FORWARDED if name in http.headers}
         headers["Content-Type"] = "application/json"
         legs = [Leg(self._session, worker, http.path, body, headers) for worker in (prefill, decode)]
@@ -99,15 +98,27 @@ class Router(Busy):
             return None
 
 
-def _completions(document: dict[str, Any]) -> int:
+class _Sampling(msgspec.Struct):
+    n: Any = None
+
+
+class _Shape(msgspec.Struct):
+    """Of a body, what says how many completions it asks for; the rest is for the workers to judge."""
+
+    text: Any = None
+    input_ids: Any = None
+    prompt: Any = None
+    sampling_params: _Sampling | None = None
+    n: Any = None
+
+
+def _completions(shape: _Shape) -> int:
     """How many rooms a body needs: prompts times choices."""
     prompts = 1
-    for name in ("text", "input_ids", "prompt"):
-        value = document.get(name)
+    for value in (shape.text, shape.input_ids, shape.prompt):
         if isinstance(value, list) and value and not isinstance(value[0], int):
             prompts = len(value)
-    nested = document.get("sampling_params")
-    choices = (nested.get("n") if isinstance(nested, dict) else None) or document.get("n") or 1
+    choices = (shape.sampling_params.n if shape.sampling_params else None) or shape.n or 1
     if not isinstance(choices, int) or isinstance(choices, bool) or not 1 <= prompts * choices <= MAX_COMPLETIONS:
         raise RequestError(f"n: {choices!r} times {prompts} prompts is outside 1..{MAX_COMPLETIONS} completions")
     return prompts * choices

@@ -7,6 +7,7 @@ from typing import Any, Protocol
 
 import msgspec
 
+from kvflow.engine.limits import Limits
 from kvflow.engine.params import SamplingParams, TokenOut
 from kvflow.protocols.errors import Cause
 from kvflow.protocols.ranks import PoolShape
@@ -45,9 +46,13 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
     pages_by_kind: dict[str, int] = {}
     pages_home: bool
     quarantine_pages: int = 0
+    quarantine_limit_pages: int = 0  # more than these, and no new request is taken
+    peers_by_phase: dict[str, int] = {}
+    peers_declared_dead: int = 0
     rooms_by_state: dict[str, int] = {}
     rooms_ended: dict[str, int] = {}
     bytes_moved: int = 0
+    chunks_mismatched: int = 0
     messages_dropped: dict[str, int] = {}
     internal_errors: dict[str, int] = {}
     running: int = 0
@@ -64,11 +69,12 @@ class Service(Protocol):
     def card(self) -> ModelCard: ...
 
     @property
-    def healthy(self) -> bool: ...
+    def trouble(self) -> str:
+        """Why no request can be served here; empty when all is well."""
 
     @property
-    def pool_tokens(self) -> int:
-        """Tokens one request can occupy when it has the pool for itself."""
+    def limits(self) -> Limits:
+        """What one request may ask for when it has the pool for itself."""
 
     def tokens(self, order: Order) -> AsyncGenerator[TokenOut, None]:
         """The order's tokens: prefill yields the first one when its KV has landed at decode, decode yields all of them.
@@ -86,6 +92,12 @@ class Service(Protocol):
 
     def story(self, room: int) -> dict[str, Any] | None:
         """What happened in a room: events with times, bytes landed of bytes to move; None when it is unknown."""
+
+    def peers(self) -> Sequence[dict[str, Any]]:
+        """The nodes of the other role this one knows, a line each."""
+
+    def declare_dead(self, incarnation: int, why: str) -> None:
+        """An operator's word that a prefill writes no more (see `DecodeNode.declare_dead`). Raises: MisuseError."""
 
     async def flush_cache(self) -> None:
         """Forget cached prefixes; there are none yet."""

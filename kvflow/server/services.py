@@ -7,17 +7,19 @@ from collections import OrderedDict
 from collections.abc import AsyncGenerator, Sequence
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
+from kvflow.engine.limits import Limits
 from kvflow.engine.params import TokenOut
 from kvflow.handlers.decode_room import DecodeSession
 from kvflow.handlers.prefill_room import PrefillSession
 from kvflow.memory.allocator import PageAllocator
 from kvflow.node import DecodeNode, PrefillNode
-from kvflow.protocols.errors import Cause, Code, room_error
+from kvflow.protocols.errors import Cause, Code, QuarantineError, room_error
 from kvflow.protocols.ranks import RankInfo
 from kvflow.server.failures import RequestError
 from kvflow.server.service import ModelCard, Order, Report
 
 if TYPE_CHECKING:  # the engines import torch
+    from kvflow.engine.budget import Admission
     from kvflow.engine.decode import DecodeEngine
     from kvflow.engine.prefill import PrefillEngine
 
@@ -97,12 +99,12 @@ class _EngineService(Generic[N, E]):
         return self._node.role
 
     @property
-    def healthy(self) -> bool:
-        return self._engine.healthy
+    def trouble(self) -> str:
+        return self._node.trouble if self._engine.healthy else "the engine has stopped"
 
     @property
-    def pool_tokens(self) -> int:
-        return self._node.shape.page_size * self._node.shape.num_pages
+    def limits(self) -> Limits:
+        return self._engine.limits
 
     def report(self) -> Report:
         node, load = self._node, self._engine.load()
@@ -116,9 +118,13 @@ class _EngineService(Generic[N, E]):
             pages_by_kind=pages_by_kind(node.pages),
             pages_home=node.pages.at_rest(),
             quarantine_pages=node.quarantined_pages,
+            quarantine_limit_pages=node.quarantine_limit,
+            peers_by_phase=node.peers_by_phase(),
+            peers_declared_dead=node.counts.declared_dead,
             rooms_by_state=node.rooms_by_phase(),
             rooms_ended=dict(node.counts.endings),
             bytes_moved=node.counts.bytes_moved,
+            chunks_mismatched=node.counts.mismatched,
             messages_dropped=node.counts.dropped,
             internal_errors={"handler": node.counts.handler_errors, "step": self._engine.failed_steps},
             running=load.running,
@@ -130,6 +136,12 @@ class _EngineService(Generic[N, E]):
 
     def story(self, room: int) -> dict[str, Any] | None:
         return self._recent.story(room)
+
+    def peers(self) -> Sequence[dict[str, Any]]:
+        return self._node.peers()
+
+    def declare_dead(self, incarnation: int, why: str) -> None:
+        raise RequestError(f"{self.role} lends no pages: declare a prefill dead at the decodes it served")
 
     async def flush_cache(self) -> None:
         return None
@@ -158,19 +170,32 @@ class PrefillService(_EngineService[PrefillNode, "PrefillEngine"]):
 class DecodeService(_EngineService[DecodeNode, "DecodeEngine"]):
     """Decode: an order is pages lent to prefill, and every token once they have landed."""
 
+    @property
+    def trouble(self) -> str:
+        return super().trouble or self._quarantine
+
+    @property
+    def _quarantine(self) -> str:
+        """Why no room can be opened now, if it is because too many pages wait for proof."""
+        try:
+            self._node.handlers.ledger.check_quarantine()
+        except QuarantineError as error:
+            return str(error)
+        return ""
+
+    def declare_dead(self, incarnation: int, why: str) -> None:
+        self._node.declare_dead(incarnation, why)
+
     async def tokens(self, order: Order) -> AsyncGenerator[TokenOut, None]:
         if not order.prefill:
             raise RequestError("bootstrap_host is missing: decode must know where its prefill is")
-        try:
-            async with asyncio.timeout(ADMISSION_S):
-                admission = await self._engine.admit(order.prompt, order.params)
-        except TimeoutError:
-            text = f"decode had no pages for this request within {ADMISSION_S:g} s"
-            raise room_error(Cause(Code.CAPACITY, text)) from None
+        # While quarantine is full nobody waits for pages: `room` refuses, and tells prefill why.
+        admission = None if self._quarantine else await self._admitted(order)
         try:
             session = await self._node.room(order.room, order.prefill, order.prompt, deadline_s=self._timeout_s)
         except BaseException:
-            admission.release()
+            if admission is not None:
+                admission.release()
             raise
         self._recent.add(session)
         tokens = self._engine.generate(session, order.prompt, order.params, admission)
@@ -179,6 +204,14 @@ class DecodeService(_EngineService[DecodeNode, "DecodeEngine"]):
                 yield token
         finally:
             await tokens.aclose()
+
+    async def _admitted(self, order: Order) -> Admission:
+        try:
+            async with asyncio.timeout(ADMISSION_S):
+                return await self._engine.admit(order.prompt, order.params)
+        except TimeoutError:
+            text = f"decode had no pages for this request within {ADMISSION_S:g} s"
+            raise room_error(Cause(Code.CAPACITY, text)) from None
 
     def refuse(self, room: int, cause: Cause) -> None:
         """Nothing was lent for this room, and the router drops prefill's leg when ours fails."""

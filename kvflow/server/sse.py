@@ -12,6 +12,7 @@ import msgspec
 from aiohttp import web
 
 from kvflow.server.failures import Failure
+from kvflow.transports.threads import drained
 
 T = TypeVar("T")
 
@@ -55,7 +56,7 @@ class EventStream:
 
 class Paced(AsyncIterator[T | None]):
     """`source` with a None after every `silence_s` without an item. Use as an async context manager: leaving closes
-    `source`, whatever it was waiting for, before anything else happens."""
+    `source`, whatever it was waiting for and however often the leaving is cancelled, before anything else happens."""
 
     def __init__(self, source: AsyncGenerator[T, None], silence_s: float) -> None:
         self._source = source
@@ -68,6 +69,9 @@ class Paced(AsyncIterator[T | None]):
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None
     ) -> None:
+        await drained(asyncio.ensure_future(self._close()))
+
+    async def _close(self) -> None:
         pending, self._pending = self._pending, None
         if pending is not None:
             pending.cancel()
@@ -123,4 +127,4 @@ async def merged(sources: list[AsyncGenerator[T, None]]) -> AsyncGenerator[tuple
     finally:
         for task in tasks:
             task.cancel()
-        await asyncio.wait(tasks)
+        await drained(asyncio.gather(*tasks, return_exceptions=True))

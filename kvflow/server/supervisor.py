@@ -18,7 +18,7 @@ import msgspec
 from kvflow.config import FIELDS_OF_ROLE, Settings, flag_of
 from kvflow.demo_model import DEMO_MODEL_DIR
 from kvflow.server.child import Child, ChildEndedError
-from kvflow.server.serving import Stop
+from kvflow.server.serving import Stop, bound_socket
 
 KILL_AFTER_S = 5.0
 # Set by the supervisor itself, or not to be seen in a process list.
@@ -71,12 +71,21 @@ class Fleet:
                 wait.cancel()
             await asyncio.wait(waits)
 
-    async def stop(self) -> None:
-        """The router first, so that nothing new arrives, then the workers together."""
+    async def stop(self, hurried: asyncio.Event | None = None) -> None:
+        """The router first, so that nothing new arrives, then the workers together. Set `hurried`: all at once."""
         patience_s = self._settings.drain_timeout_s + KILL_AFTER_S
-        if self.router is not None:
-            await self.router.stop(patience_s)
-        await asyncio.gather(*(child.stop(patience_s) for child in (*self.prefills, *self.decodes)))
+        hurrying = asyncio.create_task(self._kill_when(hurried or asyncio.Event()))
+        try:
+            if self.router is not None:
+                await self.router.stop(patience_s)
+            await asyncio.gather(*(child.stop(patience_s) for child in (*self.prefills, *self.decodes)))
+        finally:
+            hurrying.cancel()
+
+    async def _kill_when(self, hurried: asyncio.Event) -> None:
+        await hurried.wait()
+        for child in self.children:
+            child.kill()
 
     async def __aenter__(self) -> Self:
         try:
@@ -136,6 +145,7 @@ async def run_up(settings: Settings, given: Mapping[str, Any], config: str | Non
     if not settings.model_path:
         settings = msgspec.structs.replace(settings, model_path=str(DEMO_MODEL_DIR))
         given = {"served_model_name": "kvflow-demo", **{name: v for name, v in given.items() if v is not None}}
+    bound_socket(settings.host, settings.port, "--port").close()  # a taken port is known before any model is loaded
     fleet = Fleet(settings, given, config)
     stop = Stop()
     stop.listen()
@@ -149,13 +159,14 @@ async def run_up(settings: Settings, given: Mapping[str, Any], config: str | Non
         if not isinstance(error, ChildEndedError | TimeoutError):
             raise error
         text = str(error) or f"not healthy after {settings.start_timeout_s:g} s"
-        sys.stderr.write(f"kvflow up: error: {text}; ending the others\n")
-        return 2 if isinstance(error, ChildEndedError) and error.status == 2 else 1
+        mendable = isinstance(error, ChildEndedError) and error.status == 2
+        sys.stderr.write(f"kvflow up: error: {text}{'' if mendable else '; ending the others'}\n")
+        return 2 if mendable else 1
     finally:
         for task in (asked, life):
             task.cancel()
         await asyncio.wait([asked, life])
-        await fleet.stop()
+        await fleet.stop(stop.hurried)
 
 
 async def _live(fleet: Fleet) -> ChildEndedError:

@@ -13,6 +13,7 @@ import aiohttp
 import msgspec
 
 from kvflow.protocols.errors import Code, KvflowError
+from kvflow.server.failures import message_of
 
 _log = logging.getLogger("kvflow.router")
 LOOK_TIMEOUT_S = 3.0
@@ -23,8 +24,9 @@ class NoWorkerError(KvflowError):
 
     code = Code.CAPACITY
 
-    def __init__(self, role: str, known: int) -> None:
-        super().__init__(f"no {role} worker is up ({known} known)")
+    def __init__(self, role: str, troubles: list[str]) -> None:
+        why = f": {troubles[0]}" if troubles else ""
+        super().__init__(f"no {role} worker is up ({len(troubles)} known){why}")
 
 
 class Worker:
@@ -96,7 +98,7 @@ class Workers:
         """The worker to use next; among equals, the one that has served least. Raises: NoWorkerError."""
         choices = [worker for worker in self.of(role) if worker.up and worker not in tried]
         if not choices:
-            raise NoWorkerError(role, len(self.of(role)))
+            raise NoWorkerError(role, [worker.trouble for worker in self.of(role)])
         return min(choices, key=lambda worker: (worker.running, worker.served))
 
     def complete(self) -> bool:
@@ -116,7 +118,7 @@ class Workers:
         try:
             async with self._session.get(f"{worker.url}/health", timeout=timeout) as health:
                 if health.status != 200:
-                    worker.lost(f"/health answered {health.status}")
+                    worker.lost(f"/health answered {health.status}: {message_of(await health.read())}")
                     return
             async with self._session.get(f"{worker.url}/server_info", timeout=timeout) as info:
                 if info.status != 200:

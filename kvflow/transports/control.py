@@ -8,27 +8,38 @@ sends, so EVENTS is read again after each burst and after sends.
 from __future__ import annotations
 
 import asyncio
+from typing import NamedTuple
 
 import zmq
+from zmq.auth.asyncio import AsyncioAuthenticator
+from zmq.utils.monitor import parse_monitor_message
 
 from kvflow.protocols.codec import routing_id
 from kvflow.protocols.errors import MisuseError
 from kvflow.protocols.messages import MAX_FRAME_BYTES
+from kvflow.transports.curve import ControlKey
 
 BURST_FRAMES = 16  # a millisecond or so of handlers
 QUEUE_FRAMES = 100_000
 RECONNECT_MS = 100
+CUT_OFF = 4  # a peer that ends so many handshakes without a word has another key, or is no kvflow
+_REFUSED = zmq.EVENT_HANDSHAKE_FAILED_AUTH | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
+_HANDSHAKES = _REFUSED | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL | zmq.EVENT_HANDSHAKE_SUCCEEDED
 
 
 class ZmqSocket:
     """Implements `protocols.ports.ControlSocket` over one ROUTER or DEALER."""
 
-    def __init__(self, socket: zmq.Socket[bytes], *, router: bool) -> None:
-        self._socket, self._router = socket, router
+    def __init__(self, socket: zmq.Socket[bytes], *, router: bool, watch: _Handshakes | _Gate | None = None) -> None:
+        self._socket, self._router, self._watch = socket, router, watch
         self._loop = asyncio.get_running_loop()
         self._waiting: asyncio.Future[None] | None = None
         self._look_again = False
         self._loop.add_reader(socket.fileno(), self._wake)
+
+    @property
+    def trouble(self) -> str:
+        return "" if self._watch is None else self._watch.trouble
 
     def send(self, frame: bytes, peer: bytes = b"") -> bool:
         """Queue a frame; False when there is no such peer or its queue is full."""
@@ -60,6 +71,8 @@ class ZmqSocket:
     def close(self) -> None:
         if not self._socket.closed:
             self._loop.remove_reader(self._socket.fileno())
+            if self._watch is not None:
+                self._watch.close()
             self._socket.close(linger=200)
 
     def _drain(self) -> list[tuple[bytes, bytes]]:
@@ -90,36 +103,82 @@ class ZmqSocket:
             self._wake()
 
 
-def bind_router(host: str, port: int) -> tuple[ZmqSocket, int]:
-    """Prefill's end, on `port` (0: any). Returns the socket and its port. Raises: MisuseError (port taken)."""
-    socket = _socket(zmq.ROUTER)
+class _Gate(NamedTuple):
+    """Who asks every client of a ROUTER for the key."""
+
+    authenticator: AsyncioAuthenticator
+    trouble: str = ""
+
+    def close(self) -> None:
+        context = self.authenticator.context  # the gate's own, and its end waits for the socket's linger
+        self.authenticator.stop()
+        asyncio.get_running_loop().run_in_executor(None, context.term)
+
+
+class _Handshakes:
+    """What has become of a DEALER's connections, read when somebody asks: ask now and then, ZMQ's queue is bounded."""
+
+    def __init__(self, socket: zmq.Socket[bytes], key: ControlKey | None) -> None:
+        self._socket = socket
+        self._monitor = socket.get_monitor_socket(_HANDSHAKES)
+        self._why = "it has another control key, or none" if key else "it asks for a control key (--control-key-file)"
+        self._failed = 0
+
+    @property
+    def trouble(self) -> str:
+        while not self._socket.closed and int(self._monitor.get(zmq.EVENTS)) & zmq.POLLIN:
+            event = parse_monitor_message(self._monitor.recv_multipart())["event"]
+            if event & zmq.EVENT_HANDSHAKE_SUCCEEDED:
+                self._failed = 0
+            else:
+                self._failed += CUT_OFF if event & _REFUSED else 1
+        return f"{self._why}, or is no kvflow prefill" if self._failed >= CUT_OFF else ""
+
+    def close(self) -> None:
+        self._socket.disable_monitor()
+        self._monitor.close(linger=0)
+
+
+def bind_router(host: str, port: int, key: ControlKey | None = None) -> tuple[ZmqSocket, int]:
+    """Prefill's end, on `port` (0: any); with a `key`, for decodes that have it. Returns the socket and its port.
+
+    Raises: MisuseError (port taken).
+    """
+    socket = _socket(zmq.ROUTER, zmq.Context() if key else zmq.Context.instance())
+    gate = _Gate(key.arm_server(socket)) if key else None
     socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
     socket.setsockopt(zmq.ROUTER_HANDOVER, 1)  # a decode that reconnects takes its own name back
     try:
         socket.bind(f"tcp://{host}:{port}" if port else f"tcp://{host}:*")
     except zmq.ZMQError as error:
+        if gate is not None:
+            gate.close()
         socket.close(linger=0)
-        raise MisuseError(f"control port {host}:{port}: {error.strerror}") from None
+        raise MisuseError(f"control port {host}:{port}: {zmq.strerror(error.errno or 0)}") from None
     bound = int(str(socket.getsockopt_string(zmq.LAST_ENDPOINT)).rsplit(":", 1)[1])
-    return ZmqSocket(socket, router=True), bound
+    return ZmqSocket(socket, router=True, watch=gate), bound
 
 
-def connect_dealer(control: str, incarnation: int) -> ZmqSocket:
+def connect_dealer(control: str, incarnation: int, key: ControlKey | None = None) -> ZmqSocket:
     """Decode's end, to the control endpoint "tcp://host:port" of one prefill rank; it connects in the background."""
-    socket = _socket(zmq.DEALER)
+    socket = _socket(zmq.DEALER, zmq.Context.instance())
+    if key:
+        key.arm_client(socket)
+    handshakes = _Handshakes(socket, key)
     socket.setsockopt(zmq.ROUTING_ID, routing_id(incarnation))
     socket.setsockopt(zmq.RECONNECT_IVL, RECONNECT_MS)
     socket.setsockopt(zmq.RECONNECT_IVL_MAX, 10 * RECONNECT_MS)
     try:
         socket.connect(control)
     except zmq.ZMQError as error:
+        handshakes.close()
         socket.close(linger=0)
-        raise MisuseError(f"control endpoint {control!r}: {error.strerror}") from None
-    return ZmqSocket(socket, router=False)
+        raise MisuseError(f"control endpoint {control!r}: {zmq.strerror(error.errno or 0)}") from None
+    return ZmqSocket(socket, router=False, watch=handshakes)
 
 
-def _socket(kind: int) -> zmq.Socket[bytes]:
-    socket: zmq.Socket[bytes] = zmq.Context.instance().socket(kind)
+def _socket(kind: int, context: zmq.Context[zmq.Socket[bytes]]) -> zmq.Socket[bytes]:
+    socket: zmq.Socket[bytes] = context.socket(kind)
     socket.setsockopt(zmq.SNDHWM, QUEUE_FRAMES)
     socket.setsockopt(zmq.RCVHWM, QUEUE_FRAMES)
     socket.setsockopt(zmq.MAXMSGSIZE, MAX_FRAME_BYTES)

@@ -12,6 +12,8 @@ Planes that share a `FakeNetwork` reach each other. Without a script a write lan
     prefill.hold()                          # or prefill.script(Fault.LATE) for the next write
     ...
     prefill.step(3); flight.cancel()        # exactly 3 pages are in decode's pool
+
+A subclass that overrides `began`, `copied` and `ended` decides when pages move, and sees them (`sim.plane`).
 """
 
 from __future__ import annotations
@@ -56,6 +58,8 @@ class FakePlane:
     """Implements `protocols.ports.DataPlane`."""
 
     name = "fake"
+    stalled_s = 0.0
+    drains_at_once = True  # a cancelled write has nothing running that would have to be awaited
 
     def __init__(self, network: FakeNetwork) -> None:
         self.address = network.join(self)
@@ -116,7 +120,7 @@ class FakePlane:
         if endpoint.backend != self.name or peer is None or peer._dead.is_set():
             raise TransferError(f"no fake plane answers at {endpoint.address!r}")
         layout.check()
-        return FakeRoute(self, Planner(self._layout, layout, max_block_bytes=self._layout.page_bytes))
+        return FakeRoute(self, peer, Planner(self._layout, layout, max_block_bytes=self._layout.page_bytes))
 
     async def fence(self, writer: Endpoint) -> None:
         peer = self._network.planes.get(writer.address)
@@ -136,7 +140,16 @@ class FakePlane:
         flight.fault = self._script.popleft() if self._script else None
         self.flights.append(flight)
         self.written.append(flight)
+        self.began(flight)
+
+    def began(self, flight: FakeFlight) -> None:
         asyncio.get_running_loop().call_soon(self._turn, flight)
+
+    def copied(self, flight: FakeFlight, size_bytes: int) -> None:
+        """So many bytes more of it are in the peer's memory, proven or not."""
+
+    def ended(self, flight: FakeFlight, landing: Landing) -> None:
+        """Nothing of it runs any more; it is about to say so."""
 
     def keep_late(self, flight: FakeFlight) -> None:
         self._late.append(flight)
@@ -149,17 +162,15 @@ class FakePlane:
 class FakeRoute:
     """Implements `protocols.ports.Route`."""
 
-    def __init__(self, plane: FakePlane, planner: Planner) -> None:
+    def __init__(self, plane: FakePlane, peer: FakePlane, planner: Planner) -> None:
         self.closed = False
-        self._plane, self._planner = plane, planner
+        self._plane, self._peer, self._planner = plane, peer, planner
 
     def write(self, source_pages: PageIndices, target_pages: PageIndices) -> FakeFlight:
         if self.closed:
             raise TransferError("the route is closed")
         self._planner.check(source_pages, target_pages)
-        flight = FakeFlight(
-            self._plane, BlockQueue(self._planner, source_pages, target_pages), self._planner.page_bytes
-        )
+        flight = FakeFlight(self._plane, self._peer, self._planner, source_pages, target_pages)
         self._plane.begin(flight)
         return flight
 
@@ -170,19 +181,27 @@ class FakeRoute:
 class FakeFlight:
     """Implements `protocols.ports.Flight`."""
 
-    def __init__(self, plane: FakePlane, blocks: BlockQueue, page_bytes: int) -> None:
+    def __init__(
+        self,
+        plane: FakePlane,
+        peer: FakePlane,
+        planner: Planner,
+        source_pages: PageIndices,
+        target_pages: PageIndices,
+    ) -> None:
         self.done: asyncio.Future[Landing] = asyncio.get_running_loop().create_future()
-        self.page_bytes, self.total_bytes = page_bytes, blocks.left_bytes
+        self.peer, self.source_pages, self.target_pages = peer, source_pages, target_pages
+        self._plane, self._blocks = plane, BlockQueue(planner, source_pages, target_pages)
+        self.page_bytes, self.total_bytes = planner.page_bytes, self._blocks.left_bytes
         self.landed_bytes, self.error = 0, ""
         self.fault: Fault | None = None
         self.cancelled = False
-        self._plane, self._blocks = plane, blocks
 
     def cancel(self) -> None:
         if self.done.done() or self.cancelled:
             return
         self.cancelled = True
-        if self.fault is not Fault.STUCK:
+        if self.fault is not Fault.STUCK and self._plane.drains_at_once:
             self.end(Landing.DRAINED)
 
     def move(self, max_bytes: int) -> None:
@@ -208,10 +227,12 @@ class FakeFlight:
             sources, targets, sizes = self._blocks.take(max_bytes - copied, 1)
             ctypes.memmove(targets[0], sources[0], sizes[0])
             copied += sizes[0]
+            self._plane.copied(self, sizes[0])
         return copied
 
     def end(self, landing: Landing, error: str = "") -> None:
         if not self.done.done():
             self.error = error
             self._plane.flights.remove(self)
+            self._plane.ended(self, landing)
             self.done.set_result(landing)

@@ -6,9 +6,19 @@ from kvflow.memory.shared import SharedSegment
 from kvflow.protocols.errors import MisuseError
 from kvflow.protocols.ports import DataPlane
 from kvflow.transports.local import LocalPlane
-from kvflow.transports.mooncake import MooncakePlane
+from kvflow.transports.mooncake import MooncakePlane, engine_class
 
 PLANES = ("local", "mooncake")
+
+
+def check_plane(name: str, device: str = "") -> None:
+    """What `open_plane` would refuse of a data plane, before there is a pool for it. Raises: MisuseError."""
+    if name not in PLANES:
+        raise MisuseError(f"no data plane {name!r}; there are: {', '.join(PLANES)}")
+    if name == "local" and device:
+        raise MisuseError(f"RDMA device {device!r}: the local data plane has no use for one")
+    if name == "mooncake":
+        engine_class(force_tcp=not device)
 
 
 def open_plane(
@@ -23,10 +33,7 @@ def open_plane(
     `device` names the RDMA device, for planes that have one.
     Raises: MisuseError for an unknown name, a rate not above 0, or a package that is missing (the text says which).
     """
+    check_plane(name, device)
     if name == "local":
-        if device:
-            raise MisuseError(f"RDMA device {device!r}: the local data plane has no use for one")
         return LocalPlane(pool_segment, rate_limit_bytes_per_s)
-    if name == "mooncake":
-        return MooncakePlane(host, rate_limit_bytes_per_s, device)
-    raise MisuseError(f"no data plane {name!r}; there are: {', '.join(PLANES)}")
+    return MooncakePlane(host, rate_limit_bytes_per_s, device)

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import os
 import signal
-import socket
 import sys
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -22,6 +20,7 @@ from kvflow.config import resolve
 from kvflow.demo_model import DEMO_MODEL_DIR, DEMO_PROMPTS
 from kvflow.server.supervisor import Fleet
 from tests.e2e.fleet import WITHIN_S, all_home, ask, running
+from tests.e2e.sglang import sglang_router
 
 LONG = {"temperature": 0, "max_new_tokens": 1500, "ignore_eos": True}
 
@@ -68,36 +67,6 @@ async def test_the_official_client(fleet: Fleet) -> None:
         assert all(value is not None and value <= 0 for value in logprobs.token_logprobs)
         with pytest.raises(openai.BadRequestError, match="context"):
             await client.completions.create(model=model, prompt="class " * 5000, max_tokens=1)
-
-
-@contextlib.asynccontextmanager
-async def sglang_router(fleet: Fleet) -> AsyncIterator[str]:
-    with socket.socket() as free, socket.socket() as other:
-        for unused in (free, other):
-            unused.bind(("127.0.0.1", 0))
-        port, metrics_port = free.getsockname()[1], other.getsockname()[1]
-    prefill, decode = fleet.prefills[0], fleet.decodes[0]
-    process = await asyncio.create_subprocess_exec(
-        sys.executable, "-m", "sglang_router.launch_router", "--pd-disaggregation",
-        "--prefill", prefill.url, str(prefill.bootstrap_port), "--decode", decode.url,
-        "--host", "127.0.0.1", "--port", str(port), "--prometheus-port", str(metrics_port),
-        stdout=asyncio.subprocess.DEVNULL, stderr=asyncio.subprocess.DEVNULL, start_new_session=True,
-    )  # fmt: skip
-    url = f"http://127.0.0.1:{port}"
-    try:
-        async with asyncio.timeout(60), aiohttp.ClientSession() as session:
-            while True:
-                with contextlib.suppress(aiohttp.ClientError):
-                    status, _ = await generate(session, url)
-                    if status == 200:
-                        break
-                assert process.returncode is None
-                await asyncio.sleep(0.2)
-        yield url
-    finally:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
-        await process.wait()
 
 
 @pytest.mark.asyncio(loop_scope="module")

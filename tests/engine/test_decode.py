@@ -206,7 +206,7 @@ async def test_a_closed_engine_refuses(llama: LoadedModel) -> None:
 
 async def test_admission_checks_the_prompt(llama: LoadedModel) -> None:
     async with Pair(llama) as pair:
-        with pytest.raises(MisuseError, match="no tokens"):
+        with pytest.raises(MisuseError, match="empty"):
             await pair.decode.admit([], SamplingParams())
 
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from kvflow.engine.handoff import MAX_HANDOFF_BYTES, HandOff
+from kvflow.engine.handoff import HandOff
 from kvflow.engine.params import SamplingParams, finish
 from kvflow.protocols.errors import MisuseError, WireError
 
@@ -57,7 +57,7 @@ def test_handoff_survives_the_wire() -> None:
     assert HandOff.decode(told.encode()) == told
 
 
-@pytest.mark.parametrize("data", [b"", b"\xc1", b"\x80", b"x" * (MAX_HANDOFF_BYTES + 1), b"\x81\xa4type\xa5other"])
+@pytest.mark.parametrize("data", [b"", b"\xc1", b"\x80", b"x" * 100, b"\x81\xa4type\xa5other"])
 def test_other_bytes_are_no_handoff(data: bytes) -> None:
     with pytest.raises(WireError, match="hand-over"):
         HandOff.decode(data)

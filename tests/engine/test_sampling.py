@@ -95,3 +95,10 @@ def test_logprobs_are_raw() -> None:
     assert [t for t, _ in choice.top_logprobs] == want.topk(3).indices.tolist()
     (own,) = choose(logits, draws(1, temperature=0, logprobs=0))
     assert own.top_logprobs == () and own.logprob == pytest.approx(float(want.max()))
+
+
+@pytest.mark.parametrize("temperature", [5e-324, 1e-300, 1e-40, 1e-7])
+def test_next_to_no_temperature_is_greedy(temperature: float) -> None:
+    logits = torch.randn(1, 50, generator=torch.Generator().manual_seed(3)) * 30
+    (choice,) = choose(logits, [Draw(SamplingParams(temperature=temperature, top_p=0.9), 1, 2)])
+    assert choice.token_id == int(logits.argmax())

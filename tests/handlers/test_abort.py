@@ -9,8 +9,9 @@ import pytest
 from kvflow.handlers.decode_room import DecodeSession
 from kvflow.handlers.prefill_room import PrefillSession
 from kvflow.protocols.errors import Cause, Code
-from kvflow.protocols.messages import ChunkDone, Heartbeat
-from kvflow.sim.pair import Pair, fill, until
+from kvflow.protocols.messages import Abort, Bootstrap, ChunkDone, Heartbeat, RoomFailed
+from kvflow.protocols.ports import Landing
+from kvflow.sim.pair import Pair, fill, pair, until
 from kvflow.transports.fake import Fault
 from tests.handlers.scenes import PROMPT, WHY, code_of, matched, midway, success
 
@@ -208,3 +209,87 @@ async def test_heartbeats_let_prefill_forget_what_has_ended(kvflow_pair: Pair) -
     p.network.release()
     await until(lambda: not known.closed)
     assert known.low_water > 5 and not known.doubtful
+
+
+async def test_queued_chunks_never_reach_the_target(kvflow_pair: Pair) -> None:
+    p = kvflow_pair
+    source, target = await matched(p)
+    p.plane(p.prefill).hold()
+    p.send_all(source, chunks=5)
+    p.plane(p.prefill).step(1)
+    target.close(WHY)
+    assert await code_of(source.done()) is WHY.code
+    p.plane(p.prefill).release()
+    await p.rest()
+    (first, *others) = p.plane(p.prefill).written
+    assert first.landed_bytes == p.prefill.pool.layout.page_bytes and not any(f.landed_bytes for f in others)
+    landed = p.decode.pool.pages_bytes(target.pages).any(axis=1)
+    assert landed.tolist() == [True, False, False, False, False]
+
+
+async def test_each_rank_answers_for_itself() -> None:
+    """One has drained, one cannot prove anything: the room is lost, and only that one's loan stays out."""
+    async with pair(ranks=2) as p:
+        p.network.hold(RoomFailed)
+        sources = [node.room(7, PROMPT) for node in p.prefills]
+        target = await p.decode.room(7, "sim", PROMPT)
+        for node, source in zip(p.prefills, sources, strict=True):
+            await source.matched()
+            p.plane(node).hold()
+            p.send_all(source, node=node)
+        first, second = p.prefills
+        p.network.hold(Abort)
+        target.close(WHY)
+        second_plane = p.plane(second)
+        second_plane.flights[0].end(Landing.UNPROVEN, "a lane was reset")
+        p.network.release()
+        await until(lambda: target.ended)
+        assert target.state.phase.name == "LOST" and target.state.cause == WHY
+        (loan,) = target.grant.loans
+        assert loan.link.rank == second.info.rank and p.decode.handlers.ledger.quarantined_pages == 5
+        await p.crash(second)
+        await until(p.decode.pages.at_rest)
+        assert first.pages.at_rest()
+
+
+async def test_an_abort_for_a_room_nobody_knows(kvflow_pair: Pair) -> None:
+    """Drained, as nothing of it ever ran; and its grant is closed, whenever its Bootstrap comes."""
+    p = kvflow_pair
+    _, target = await matched(p, 1)
+    (link,) = target.links
+    (known,) = p.prefill.handlers.targets.values()
+    for _ in range(3):
+        acks = p.network.seen["AbortAck"]
+        link.send_abort(99, 50, WHY)
+        await until(lambda acks=acks: p.network.seen["AbortAck"] > acks)
+        assert known.drained(50) and 50 in known.closed and set(p.prefill.handlers.rooms) == {1}
+        link.send(Bootstrap(99, 50, link.source, p.decode.incarnation, b"\0\0\0\0", 4, b"d" * 32))
+    acks = p.network.seen["AbortAck"]
+    link.send_abort(99, 50, WHY)  # and behind the last Bootstrap
+    await until(lambda: p.network.seen["AbortAck"] > acks)
+    assert set(p.prefill.handlers.rooms) == {1}
+    known.closed.clear()  # a grant of this test's making: no heartbeat would settle it
+    target.close()
+
+
+async def test_a_bootstrap_that_comes_after_its_tombstone_was_evicted(kvflow_pair: Pair) -> None:
+    p = kvflow_pair
+    p.prefill.handlers.bounds = type(p.prefill.handlers.bounds)(closed_grants=2)
+    await success(p, 1)
+    p.network.hold(Heartbeat)
+    p.network.hold(Bootstrap, times=1)
+    late = await p.decode.room(7, "sim", PROMPT)
+    late.close(WHY)
+    await until(p.decode.pages.at_rest)
+    for room in range(20, 24):
+        await success(p, room)
+    (known,) = p.prefill.handlers.targets.values()
+    assert late.grant.number not in known.closed and late.grant.number < known.low_water
+    half, failed = p.prefill.room(7, range(4)), p.network.seen["RoomFailed"]
+    assert await code_of(half.matched()) is WHY.code  # what ended decode's half is kept for it
+    half = p.prefill.room(7, PROMPT)
+    assert p.network.release()
+    await until(lambda: p.network.seen["RoomFailed"] > failed)
+    assert not half.ended and half.bootstrap is None, "a stale Bootstrap bound it"
+    half.close()
+    p.prefill.handlers.ended_halves.expire(float("inf"))

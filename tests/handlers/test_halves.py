@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
+import msgspec
 import pytest
 
 from kvflow.handlers.halves import EndedHalves, Half
@@ -46,6 +47,36 @@ async def test_prefill_refuses_before_decode_comes(kvflow_pair: Pair) -> None:
     assert await code_of(target.landed()) is WHY.code
     assert target.state.cause == WHY
     await success(p, 7)  # told once: the id is free again
+
+
+async def test_the_engine_refuses_a_room_it_never_opened(kvflow_pair: Pair) -> None:
+    p = kvflow_pair
+    opened = p.prefill.counts.rooms_opened
+    p.prefill.refuse(7, WHY)
+    p.prefill.refuse(7, WHY)
+    target = await p.decode.room(7, "sim", PROMPT)
+    assert await code_of(target.landed()) is WHY.code and target.state.cause == WHY
+    assert p.prefill.counts.rooms_opened == opened and not p.prefill.handlers.rooms
+    target = await p.decode.room(8, "sim", PROMPT)
+    await until(lambda: 8 in p.prefill.handlers.rooms)
+    p.prefill.refuse(8, WHY)
+    assert await code_of(target.landed()) is WHY.code
+    source, target = await matched(p, 9)
+    p.prefill.refuse(9, WHY)  # too late: its own half is here
+    assert not source.ended
+    target.close()
+
+
+async def test_the_engine_refuses_a_room_decode_has_given_up(kvflow_pair: Pair) -> None:
+    """Both know: nothing is kept for the next user of the id."""
+    p = kvflow_pair
+    target = await p.decode.room(7, "sim", PROMPT)
+    await until(lambda: 7 in p.prefill.handlers.rooms)
+    target.close(WHY)
+    await until(p.decode.pages.at_rest)
+    p.prefill.refuse(7, WHY)
+    assert not len(p.prefill.handlers.ended_halves)
+    await success(p, 7)
 
 
 async def test_decode_ends_before_prefill_comes(kvflow_pair: Pair) -> None:
@@ -147,8 +178,17 @@ async def test_pools_that_do_not_fit_are_told_what_differs(kvflow_pair: Pair) ->
     await success(p, 8)
 
 
+async def test_data_planes_that_differ_are_told_by_name(kvflow_pair: Pair) -> None:
+    p = kvflow_pair
+    other = await p.add_decode()
+    other.handlers.endpoint = msgspec.structs.replace(other.handlers.endpoint, backend="pigeon")
+    with pytest.raises(RefusedError, match="data planes differ: prefill fake, decode pigeon"):
+        await other.room(7, "sim", PROMPT)
+
+
 async def test_pools_that_differ_in_everything_are_told_some_of_it() -> None:
-    layers = [(f"layer {i} of a model with a long name.{kv}", "uint8", (8,)) for i in range(100) for kv in "kv"]
+    name = f"layer of a model with a {'very ' * 200}long name"
+    layers = [(f"{name} {i}.{kv}", "uint8", (8,)) for i in range(100) for kv in "kv"]
     theirs = [(name, dtype, (16,)) for name, dtype, _ in layers]
     source = build_layout(layers, page_size=4, num_pages=2)
     async with pair(source_layout=source, target_layout=build_layout(theirs, page_size=4, num_pages=2)) as p:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 
-import numpy as np
 import pytest
 
 from kvflow.handlers.ledger import Grant, Ledger, Quarantined
@@ -39,7 +38,7 @@ class Desk:
     def __init__(self, ranks: int) -> None:
         self.at_s = 100.0
         self.pages = PageAllocator(16)
-        self.ledger = Ledger(self.pages, lambda: self.at_s)
+        self.ledger = Ledger(self.pages, lambda: self.at_s, quarantine_limit=4)
         self.links = [FakeLink(7, rank) for rank in range(ranks)]
         self.grant = Grant(1, 99, self.pages.take(4, "room"), "room")
         for link in self.links:
@@ -59,7 +58,7 @@ def test_pages_come_home_once_everything_is_over(proofs: tuple[LoanKind, ...], r
     for step in range(3):
         if step == room_ends_at:
             desk.ledger.recall(desk.grant, WHY)
-            desk.ledger.room_ended(desk.grant, keep=False)
+            desk.ledger.room_ended(desk.grant)
         if step < 2:
             assert not desk.pages.at_rest()
             desk.feed(step, proofs[step])
@@ -71,7 +70,7 @@ def test_quarantine_is_counted_and_owned_apart_from_the_room() -> None:
     desk = Desk(1)
     desk.ledger.recall(desk.grant, WHY)
     desk.feed(0, LoanKind.UNPROVEN)
-    desk.ledger.room_ended(desk.grant, keep=False)
+    desk.ledger.room_ended(desk.grant)
     (owner,) = desk.pages.owned()
     assert isinstance(owner, Quarantined) and repr(owner) == "quarantine(1)"
     assert desk.ledger.quarantined_pages == desk.pages.count_by(Quarantined) == 4
@@ -105,15 +104,6 @@ def test_one_event_for_all_loans_of_a_link_and_no_other() -> None:
     assert changes == [False, True]
     desk.ledger.feed_link(desk.links[0], LoanKind.SOURCE_BACK)
     assert [len(link.aborts) for link in desk.links] == [2, 1]
-
-
-def test_kept_pages_stay_with_their_keeper() -> None:
-    desk = Desk(1)
-    desk.feed(0, LoanKind.LANDED)
-    desk.ledger.room_ended(desk.grant, keep=True)
-    assert desk.pages.owned() == {"room": 4}
-    desk.pages.give_back(desk.grant.pages, "room")
-    assert np.array_equal(np.sort(desk.grant.pages), np.arange(4))
 
 
 def test_a_story_is_bounded_and_keeps_its_beginning_and_its_end() -> None:

@@ -175,3 +175,19 @@ def disturb(p: Pair, kind: type, fault: str) -> None:
         p.network.duplicate(kind, times=4)
     else:
         p.network.drop(kind, times=3 if fault == "drop three" else 1)
+
+
+async def test_a_reason_that_was_lost_is_told_though_its_acknowledgement_was_not(kvflow_pair: Pair) -> None:
+    """The loan has ended, the room has not: nothing of it is settled yet, or its end could not be said again (I4)."""
+    p = kvflow_pair
+    source, target = await matched(p)
+    other = await p.decode.room(8, "sim", PROMPT)  # an open loan of a later grant
+    p.network.hold(Resync)
+    p.network.drop(RoomFailed)
+    source.close(WHY)
+    await until(lambda: len(p.decode.handlers.ledger) == 1)
+    p.network.seen.clear()
+    await until(lambda: p.network.seen["Heartbeat"] > 4)
+    p.network.release()
+    assert await code_of(target.landed()) is WHY.code
+    other.close()

@@ -86,6 +86,14 @@ def test_differences_say_what_differs() -> None:
         assert any(part in line for line in found)
 
 
+def test_differences_of_many_layers_are_summed_up() -> None:
+    source, target = (
+        build_layout([(f"{i}.k", dtype, (1,)) for i in range(36)], page_size=1, num_pages=1)
+        for dtype in ("float32", "float16")
+    )
+    assert differences(source, target)[-2:] == ["4.k dtype: prefill float32, decode float16", "and 31 more"]
+
+
 def test_a_layout_survives_the_wire() -> None:
     layout = build_layout(STREAMS, page_size=4, num_pages=10, order="layer_first")
     assert msgspec.msgpack.decode(msgspec.msgpack.encode(layout), type=PoolLayout) == layout

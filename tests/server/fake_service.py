@@ -13,8 +13,9 @@ from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Whitespace
 
 from kvflow.config import Settings
+from kvflow.engine.limits import Limits
 from kvflow.engine.params import SamplingParams, TokenOut
-from kvflow.protocols.errors import Cause, Code, room_error
+from kvflow.protocols.errors import Cause, Code, MisuseError, room_error
 from kvflow.protocols.ranks import PoolShape
 from kvflow.server import generate, openai, operations
 from kvflow.server.app import build_app
@@ -65,8 +66,9 @@ class FakeService:
     def __init__(self, role: str, meeting: Meeting, *, pool_tokens: int = 64) -> None:
         self.role = role
         self.card = ModelCard(path="fake/model", name="fake", context_length=128, vocab_size=100)
-        self.healthy = True
-        self.pool_tokens = pool_tokens
+        self.trouble = ""
+        self.dead: list[tuple[int, str]] = []
+        self.limits = Limits(128, 100, 1, pool_tokens)
         self.gate = asyncio.Event()
         self.gate.set()
         self.failure: Cause | None = None
@@ -127,6 +129,8 @@ class FakeService:
             pages_total=4,
             pages_by_kind={"room": 1},
             pages_home=False,
+            peers_by_phase={"silent": 1},
+            peers_declared_dead=2,
             rooms_by_state={"transferring": 1},
             rooms_ended={"success": 2, "failed:rendezvous": 1},
             bytes_moved=2048,
@@ -139,6 +143,14 @@ class FakeService:
 
     def story(self, room: int) -> dict[str, Any] | None:
         return {"room": room, "events": []} if any(order.room == room for order in self.orders) else None
+
+    def peers(self) -> list[dict[str, Any]]:
+        return [{"incarnation": "000000000000abcd", "phase": "silent"}]
+
+    def declare_dead(self, incarnation: int, why: str) -> None:
+        if incarnation != 0xABCD:
+            raise MisuseError(f"no prefill {incarnation:016x} is linked here")
+        self.dead.append((incarnation, why))
 
     async def flush_cache(self) -> None:
         return None

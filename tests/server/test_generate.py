@@ -131,10 +131,10 @@ async def test_stops(
         ({"text": None, "input_ids": []}, "empty"),
         ({"text": None, "input_ids": [100]}, "vocabulary"),
         ({"text": None, "input_ids": [-1]}, "input_ids"),
-        ({"text": None, "input_ids": [1] * 128}, "context is 128"),
-        ({"text": None, "input_ids": [1] * 60, "sampling_params": {"max_new_tokens": 6}}, "pool, which holds 64"),
+        ({"text": None, "input_ids": [1] * 128}, "asked for 128, limit 127"),
+        ({"text": None, "input_ids": [1] * 60, "sampling_params": {"max_new_tokens": 6}}, "asked for 65, limit 64"),
         ({"sampling_params": {"max_new_tokens": 0}}, "max_new_tokens"),
-        ({"sampling_params": {"max_new_tokens": 127}}, "context of 128"),
+        ({"sampling_params": {"max_new_tokens": 127}}, "asked for 129, limit 128"),
         ({"sampling_params": {"temperature": -1}}, "temperature"),
         ({"sampling_params": {"temperature": "hot"}}, "temperature"),
         ({"sampling_params": {"regex": "a+"}}, "sampling_params.regex"),
@@ -263,3 +263,31 @@ async def test_a_stream_that_takes_too_long_says_so_and_ends(meeting: Meeting, s
     assert json.loads(lines[-1])["error"]["code"] == "deadline"
     assert len(lines) == 2
     assert await decode.service.ended.get() == 7
+
+
+async def test_a_body_that_cannot_be_read_still_ends_its_room(
+    prefill: Role, prefill_server: Server, session: aiohttp.ClientSession
+) -> None:
+    """The other leg may have a good one, and waits."""
+    status, answer = await post(session, prefill_server, body(sampling_params={"temperature": -1}))
+    assert status == 400
+    ((room, cause),) = prefill.service.refused
+    assert (room, cause.code) == (7, Code.BAD_REQUEST)
+    assert cause.text == answer["error"]["message"]
+
+
+async def test_a_body_that_does_not_come(
+    decode_server: Server, session: aiohttp.ClientSession, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvflow.server.app.BODY_TIMEOUT_S", 0.01)
+    reader, writer = await asyncio.open_connection("127.0.0.1", decode_server.port)
+    writer.write(b"POST /generate HTTP/1.1\r\nHost: x\r\nContent-Length: 100\r\n\r\n{")
+    assert b" 408 " in await asyncio.wait_for(reader.readline(), 5)
+    writer.close()
+
+
+async def test_a_body_in_a_coding_it_is_not_in(decode_server: Server, session: aiohttp.ClientSession) -> None:
+    headers = {"Content-Encoding": "gzip"}
+    async with session.post(decode_server.make_url("/generate"), data=b"no gzip", headers=headers) as answer:
+        assert answer.status == 400
+        assert "cannot be read" in await answer.text()

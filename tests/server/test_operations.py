@@ -11,7 +11,8 @@ import aiohttp
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from kvflow.protocols.errors import Code
+from kvflow.protocols.errors import Code, MisuseError
+from kvflow.server.operator import declare_dead
 from tests.server.fake_service import FakeService, Meeting, Role, Server, served
 
 Session = aiohttp.ClientSession
@@ -25,9 +26,9 @@ async def get(session: Session, server: Server, path: str) -> tuple[int, Any]:
 async def test_health_follows_the_engine_and_the_drain(decode: Role, decode_server: Server, session: Session) -> None:
     for path in ("/health", "/health_generate"):
         assert (await get(session, decode_server, path))[0] == 200
-    decode.service.healthy = False
+    decode.service.trouble = "the engine has stopped"
     assert (await get(session, decode_server, "/health"))[0] == 503
-    decode.service.healthy = True
+    decode.service.trouble = ""
     decode.front.draining = True
     assert (await get(session, decode_server, "/health"))[0] == 503
 
@@ -58,7 +59,7 @@ async def test_more_than_the_most_running_requests_are_refused(meeting: Meeting,
 
 
 async def test_a_request_that_takes_too_long_is_504(meeting: Meeting, session: Session) -> None:
-    role = Role(FakeService("decode", meeting), request_timeout_s=0.05)
+    role = Role(FakeService("decode", meeting), request_timeout_s=0.5)
     async with served(role.app) as server:
         body = {"text": "w1", "bootstrap_room": 1, "bootstrap_host": "h"}
         async with session.post(server.make_url("/generate"), json=body) as answer:
@@ -112,7 +113,9 @@ async def test_metrics_are_valid_and_carry_both_vocabularies(decode_server: Serv
     assert samples[("kvflow_pages", "free")] == 3
     assert samples[("kvflow_pages", "room")] == 1
     assert samples[("kvflow_transfer_bytes_total",)] == 2048
-    assert samples[("kvflow_quarantine_pages",)] == 0
+    assert samples[("kvflow_quarantine_pages",)] == samples[("kvflow_quarantine_limit_pages",)] == 0
+    assert samples[("kvflow_peers", "silent")] == 1
+    assert samples[("kvflow_peers_declared_dead_total",)] == 2
     assert samples[("kvflow_rooms", "transferring")] == 1
     assert samples[("kvflow_rooms_ended_total", "failed:rendezvous")] == 1
     assert samples[("kvflow_requests_total", "/health", "200")] == 1
@@ -137,6 +140,58 @@ async def test_the_key_guards_everything_but_health_and_metrics(meeting: Meeting
             headers = {"Authorization": f"Bearer {key}"}
             async with session.get(server.make_url("/server_info"), headers=headers) as answer:
                 assert answer.status == status, key
+
+
+async def test_quarantine_above_its_limit_is_a_degraded_server(
+    decode: Role, decode_server: Server, session: Session
+) -> None:
+    decode.service.trouble = "600 pages are in quarantine, more than 512: no new room"
+    status, body = await get(session, decode_server, "/health")
+    assert (status, body["error"]["code"]) == (503, "degraded")
+    assert "600 pages" in body["error"]["message"]
+
+
+async def test_a_peer_is_declared_dead_by_who_has_the_key(meeting: Meeting, session: Session) -> None:
+    role = Role(FakeService("decode", meeting), api_key="sesame")
+    key = {"Authorization": "Bearer sesame"}
+    async with served(role.app) as server:
+        path = "/peers/000000000000abcd/declare_dead"
+        async with session.get(server.make_url("/peers"), headers=key) as answer:
+            assert json.loads(await answer.read())["peers"][0]["phase"] == "silent"
+        for headers in ({}, {"Authorization": "Bearer open"}):
+            async with session.post(server.make_url(path), headers=headers) as answer:
+                assert answer.status == 401
+        for wrong in ("/peers/dead/declare_dead", "/peers/nobody/declare_dead"):
+            async with session.post(server.make_url(wrong), headers=key) as answer:
+                assert answer.status == 400
+        assert role.service.dead == []
+        async with session.post(server.make_url(path + "?why=it+burnt+down"), headers=key) as answer:
+            assert answer.status == 200
+        [(incarnation, why)] = role.service.dead
+        assert incarnation == 0xABCD and "127.0.0.1" in why and "it burnt down" in why
+
+
+async def test_without_a_key_nobody_is_declared_dead(decode: Role, decode_server: Server, session: Session) -> None:
+    async with session.post(decode_server.make_url("/peers/000000000000abcd/declare_dead")) as answer:
+        assert answer.status == 403
+        assert "--api-key" in json.loads(await answer.read())["error"]["message"]
+    assert decode.service.dead == []
+
+
+@pytest.mark.parametrize("key", ["sesame", "open"])
+async def test_declaring_dead_from_the_command_line(
+    meeting: Meeting, key: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    role = Role(FakeService("decode", meeting), api_key="sesame")
+    async with served(role.app) as server:
+        asking = asyncio.to_thread(declare_dead, server.url + "/", key, "000000000000abcd", "its machine is off")
+        if key == "sesame":
+            await asking
+            assert json.loads(capsys.readouterr().out)["declared_dead"] == "000000000000abcd"
+            assert "its machine is off" in role.service.dead[0][1]
+        else:
+            with pytest.raises(MisuseError, match=r"401.*API key"):
+                await asking
 
 
 @pytest.mark.parametrize(

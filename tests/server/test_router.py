@@ -175,7 +175,7 @@ async def test_nobody_left_is_a_clear_error(
     assert "prefill" in answer["error"]["message"] and "cannot be reached" in answer["error"]["message"]
     status, answer = await post(session, server)
     assert status == 503
-    assert answer["error"]["message"] == "no prefill worker is up (1 known)"
+    assert "no prefill worker is up (1 known): prefill http" in answer["error"]["message"]
     async with session.get(server.make_url("/health")) as health:
         assert health.status == 503
 

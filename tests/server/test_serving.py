@@ -43,7 +43,7 @@ async def main(settings):
             busy.running -= 1
             busy.idle.set()
     async def health(http):
-        return web.Response(status=503 if busy.draining else 200)
+        return web.Response(status=503 if busy.draining else 200, text=str(busy.running))
     app = web.Application()
     app.add_routes([web.get("/work", work), web.get("/health", health)])
     ready = Ready("role", url_of(made, "127.0.0.1"), os.getpid())
@@ -70,6 +70,15 @@ async def start_role(drain_s: float) -> tuple[asyncio.subprocess.Process, str]:
     with os.fdopen(reading, "rb") as pipe:
         line = await asyncio.to_thread(pipe.readline)
     return process, str(msgspec.json.decode(line)["url"])
+
+
+async def has_begun(session: aiohttp.ClientSession, url: str) -> None:
+    """The one request has reached its handler."""
+    running = ""
+    while running != "1":
+        async with session.get(f"{url}/health") as answer:
+            assert answer.status == 200
+            running = await answer.text()
 
 
 def test_a_taken_port_is_one_line_that_names_it() -> None:
@@ -125,8 +134,7 @@ async def test_a_signal_drains_and_ends_with_status_0(number: signal.Signals, se
     process, url = await start_role(30)
     work = asyncio.create_task(session.get(f"{url}/work?s=0.5"))
     async with asyncio.timeout(10):
-        async with session.get(f"{url}/health") as answer:
-            assert answer.status == 200
+        await has_begun(session, url)
         process.send_signal(number)
         status = 200
         while status == 200:
@@ -142,8 +150,7 @@ async def test_what_does_not_finish_in_time_is_ended(session: aiohttp.ClientSess
     process, url = await start_role(0.1)
     work = asyncio.create_task(session.get(f"{url}/work?s=600"))
     async with asyncio.timeout(10):
-        async with session.get(f"{url}/health") as answer:
-            assert answer.status == 200
+        await has_begun(session, url)
         process.terminate()
         with pytest.raises(aiohttp.ClientError):
             await work

@@ -1,0 +1,120 @@
+"""Every wait of the engines' requests and of their close is cancelled: pages come home, no step is forgotten (I12)."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from collections.abc import Awaitable, Callable, Coroutine
+from contextlib import aclosing
+from typing import Any
+
+import pytest
+
+from kvflow.engine.load import LoadedModel
+from kvflow.protocols.errors import KvflowError
+from kvflow.sim.cancellation import Steps
+from tests.engine.pair import FakeRoom, Pair, greedy, prompt_of, until
+
+PROMPT = prompt_of(27)
+TOKENS = greedy(4)
+Work = Coroutine[Any, Any, object]
+Scene = Callable[[Pair], Awaitable[Work]]
+
+
+def beside(work: Work) -> None:
+    asyncio.ensure_future(work).add_done_callback(lambda task: task.cancelled() or task.exception())
+
+
+def send(pair: Pair, room: FakeRoom) -> Work:
+    return pair.prefill.prefill(room.prefill_half, PROMPT, TOKENS)
+
+
+async def read(pair: Pair) -> None:
+    admission = await pair.decode.admit(PROMPT, TOKENS)
+    room = pair.room(PROMPT)
+    beside(send(pair, room))
+    async with aclosing(pair.decode.generate(room, PROMPT, TOKENS, admission)) as tokens:
+        async for _ in tokens:
+            pass
+
+
+async def prefilling(pair: Pair) -> Work:
+    return send(pair, pair.room(PROMPT))
+
+
+async def prefilling_slowly(pair: Pair) -> Work:
+    """All is computed and nothing has landed."""
+    room = pair.room(PROMPT)
+    room.gate.clear()
+    asyncio.get_running_loop().call_later(0.02, room.gate.set)
+    return send(pair, room)
+
+
+async def prefilling_in_turn(pair: Pair) -> Work:
+    """Another room has all the pages."""
+    first = pair.room(PROMPT)
+    first.gate.clear()
+    beside(send(pair, first))
+    await until(lambda: first.sends != [])
+    asyncio.get_running_loop().call_later(0.02, first.gate.set)
+    return await prefilling(pair)
+
+
+async def generating(pair: Pair) -> Work:
+    return read(pair)
+
+
+async def generating_in_turn(pair: Pair) -> Work:
+    beside(read(pair))
+    await until(lambda: pair.decode.load().running == 1 or pair.rooms != [])
+    return read(pair)
+
+
+async def closing_prefill(pair: Pair) -> Work:
+    beside(read(pair))
+    await until(lambda: pair.source.pages.held_pages > 0)
+    return pair.prefill.close()
+
+
+async def closing_decode(pair: Pair) -> Work:
+    beside(read(pair))
+    await until(lambda: pair.target.pages.held_pages > 0)
+    return pair.decode.close()
+
+
+@pytest.mark.parametrize("how", ["once", "late", "twice", "throughout"])
+@pytest.mark.parametrize(
+    "scene",
+    [
+        prefilling,
+        prefilling_slowly,
+        prefilling_in_turn,
+        generating,
+        generating_in_turn,
+        closing_prefill,
+        closing_decode,
+    ],
+)
+async def test_every_wait(llama: LoadedModel, scene: Scene, how: str) -> None:
+    before = asyncio.all_tasks()
+    for first in itertools.count():
+        plan = range(first, first + {"once": 1, "late": 1, "twice": 2, "throughout": 6}[how])
+        async with Pair(llama, page_size=4, chunk_tokens=10, num_pages=16, source_pages=9) as pair:
+            steps = Steps(await scene(pair), *plan, after_s=0.003 if how == "late" else 0.0)
+            (result,) = await asyncio.gather(steps.task(), return_exceptions=True)
+            assert result is None or not isinstance(result, Exception) or isinstance(result, KvflowError), result
+            if scene is closing_prefill:
+                assert not pair.source.pages.held_pages, "a step outlived its engine"
+            if scene is closing_decode:
+                assert not pair.target.pages.held_pages, "a step outlived its engine"
+        for room in pair.rooms:
+            room.close()
+        await until(lambda pair=pair: pair.home)
+        assert not pair.prefill.load().running + pair.prefill.load().waiting
+        assert not pair.decode.load().running + pair.decode.load().waiting
+        assert not pair.decode._budget._live, "promises nobody will keep"
+        await until(lambda: asyncio.all_tasks() <= before)
+        if steps.waits <= first:
+            break
+    print(f"{scene.__name__}, {how}: {first} waits")
+    assert first

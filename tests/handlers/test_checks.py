@@ -1,0 +1,351 @@
+"""Verified transfers: what lands is what was sent, or the room fails with both sums; no page being read is free."""
+
+from __future__ import annotations
+
+import asyncio
+import ctypes
+from collections.abc import AsyncIterator
+
+import msgspec
+import pytest
+import pytest_asyncio
+
+from kvflow.handlers.decode_room import DecodeSession
+from kvflow.handlers.prefill_room import PrefillSession
+from kvflow.memory.checksum import PageSums
+from kvflow.memory.pool import PagedPool
+from kvflow.node import DecodeNode, PrefillNode
+from kvflow.protocols.codec import decode_to_decode, encode
+from kvflow.protocols.errors import Code, KvflowError
+from kvflow.protocols.layout import PageIndices
+from kvflow.protocols.messages import ChunkDone, Resync
+from kvflow.sim.network import Fate, Frame
+from kvflow.sim.pair import Pair, small_layout, until
+from kvflow.transports.fake import Fault
+from kvflow.transports.local import LocalPlane
+from tests.handlers.scenes import WHY, assert_same_bytes, code_of, matched
+
+pytest_plugins = ["kvflow.sim.fixtures"]
+
+
+class SlowSum:
+    def __init__(self, pages: PageIndices) -> None:
+        self.pages, self.cancelled = pages, False
+        self.done: asyncio.Future[bytes] = asyncio.get_running_loop().create_future()
+
+    def cancel(self) -> None:
+        self.cancelled = True
+
+
+class SlowSums(PageSums):
+    """Sums that end when they are told to."""
+
+    def __init__(self, pool: PagedPool) -> None:
+        super().__init__(pool)
+        self.begun: list[SlowSum] = []
+
+    def begin(self, pages: PageIndices) -> SlowSum:  # type: ignore[override]
+        self.begun.append(SlowSum(pages))
+        return self.begun[-1]
+
+    async def end(self, slow: SlowSum) -> None:
+        slow.done.set_result(b"" if slow.cancelled else await super().begin(slow.pages).done)
+
+    async def close(self) -> None:
+        if running := [slow.done for slow in self.begun if not slow.done.done()]:
+            await asyncio.wait(running)
+
+
+def verify(node: PrefillNode | DecodeNode, kind: type[PageSums] = PageSums) -> PageSums:
+    """As if it had been made with `verify_transfers`, with sums of one's own."""
+    node._checksums = node.handlers.checksums = kind(node.pool)
+    return node._checksums
+
+
+@pytest_asyncio.fixture
+async def p(kvflow_pair: Pair) -> AsyncIterator[Pair]:
+    """Both nodes verify."""
+    for node in kvflow_pair.nodes:
+        verify(node)
+    yield kvflow_pair
+
+
+def flip(pool: PagedPool, page: int) -> None:
+    (buffer,) = pool.layout.buffers
+    byte = ctypes.c_uint8.from_address(buffer.address + page * buffer.page_bytes + 5)
+    byte.value ^= 0x10
+
+
+def corrupt(p: Pair, seq: int, page: int) -> None:
+    """Change a byte of target page number `page` of the room when ChunkDone(`seq`) is under way."""
+
+    def rule(frame: Frame) -> Fate | None:
+        message = frame.message
+        room = p.decode.handlers.rooms.get(message.grant) if isinstance(message, ChunkDone) else None
+        if room is not None and isinstance(message, ChunkDone) and message.seq == seq:
+            flip(p.decode.pool, int(room.pages[page]))
+        return None
+
+    p.network.rules.append(rule)
+
+
+async def checking(p: Pair, chunks: int = 1) -> tuple[PrefillSession, DecodeSession, SlowSums]:
+    """Every chunk has landed in a room, and decode is about to sum them."""
+    sums = verify(p.decode, SlowSums)
+    assert isinstance(sums, SlowSums)
+    source, target = await matched(p)
+    p.send_all(source, chunks=chunks)
+    await until(lambda: len(sums.begun) == chunks)
+    assert source.state.phase.name == "SUCCESS"
+    return source, target, sums
+
+
+@pytest.mark.parametrize("chunks", [1, 2, 5])
+async def test_a_verified_room(p: Pair, chunks: int) -> None:
+    sums: list[bytes] = []
+
+    def rule(frame: Frame) -> None:
+        if isinstance(frame.message, ChunkDone):
+            sums.append(frame.message.checksum)
+
+    p.network.rules.append(rule)
+    source, target = await matched(p)
+    pages = p.send_all(source, chunks=chunks)
+    assert await target.landed() == b"handoff"
+    assert_same_bytes(p, pages, target)
+    target.close()
+    assert len(set(sums)) == chunks and all(len(checksum) == 8 for checksum in sums)
+    assert p.decode.counts.mismatched == 0
+
+
+async def test_a_changed_byte_fails_the_room_on_both_sides(p: Pair) -> None:
+    p.plane(p.prefill).hold()
+    corrupt(p, seq=0, page=1)
+    source, target = await matched(p)
+    p.send_all(source, chunks=2)  # three pages and two
+    p.plane(p.prefill).step(3)
+    for waiting in (target.landed(), source.done()):
+        sums = r"chunk 0 of rank 0: checksum [0-9a-f]{16} at prefill, [0-9a-f]{16} at decode"
+        with pytest.raises(KvflowError, match=sums) as caught:
+            await waiting
+        assert caught.value.code is Code.TRANSFER_ERROR
+    await p.rest()
+    assert p.decode.counts.mismatched == 1
+    assert target.state.phase.name == source.state.phase.name == "ABORTED"
+
+
+async def test_a_changed_byte_of_the_last_chunk(p: Pair) -> None:
+    """Prefill's writes have landed, as far as it can know; its loan ends with the AbortAck all the same."""
+    corrupt(p, seq=2, page=4)
+    source, target = await matched(p)
+    p.send_all(source, chunks=3)
+    with pytest.raises(KvflowError, match="chunk 2 of rank 0: checksum"):
+        await target.landed()
+    await p.rest()
+    assert target.state.phase.name == "ABORTED" and source.state.phase.name == "SUCCESS"
+    assert p.decode.counts.mismatched == 1 and p.network.seen["Abort"] == 1
+
+
+async def test_the_first_difference_ends_the_room_and_later_chunks_do_not_matter(p: Pair) -> None:
+    corrupt(p, seq=0, page=0)
+    corrupt(p, seq=1, page=3)
+    source, target = await matched(p)
+    p.send_all(source, chunks=2)
+    with pytest.raises(KvflowError, match="chunk 0"):
+        await target.landed()
+    await p.rest()
+    assert p.decode.counts.mismatched == 1
+
+
+async def test_chunks_are_summed_side_by_side_and_land_in_order(p: Pair) -> None:
+    _, target, sums = await checking(p, chunks=3)
+    for slow in reversed(sums.begun):
+        assert target.state.filled == (0,) and not target.ended
+        await sums.end(slow)
+        await asyncio.sleep(0)
+    assert await target.landed() == b"handoff"
+    assert len(p.decode.handlers.ledger) == p.decode.pages.held_pages == 0
+    target.close()
+
+
+async def test_a_chunk_that_is_being_summed_is_not_asked_for_again(p: Pair) -> None:
+    _, target, sums = await checking(p, chunks=2)
+    asked = p.network.seen["Resync"]
+    await until(lambda: p.network.seen["Resync"] >= asked + 2)  # what was asked before they were heard of is answered
+    said = p.network.seen["ChunkDone"]
+    await until(lambda: p.network.seen["Resync"] >= asked + 5)
+    assert p.network.seen["ChunkDone"] == said
+    for slow in sums.begun:
+        await sums.end(slow)
+    await target.landed()
+    target.close()
+
+
+async def test_an_abort_during_the_check_frees_no_page_that_is_read(p: Pair) -> None:
+    _, target, sums = await checking(p, chunks=2)
+    await sums.end(sums.begun[1])
+    target.close(WHY)
+    assert await code_of(target.landed()) is WHY.code  # at once
+    await until(lambda: target.ended and not len(p.decode.handlers.ledger))
+    assert sums.begun[0].cancelled and p.decode.pages.free_pages == 64 - 5
+    await sums.end(sums.begun[0])
+    await p.rest()
+    assert not p.decode.counts.mismatched
+
+
+async def test_a_cancelled_wait_does_not_end_the_check(p: Pair) -> None:
+    _, target, sums = await checking(p)
+    waiting = asyncio.ensure_future(target.landed())
+    await asyncio.sleep(0)
+    waiting.cancel()
+    await asyncio.wait([waiting])
+    assert waiting.cancelled() and not sums.begun[0].cancelled
+    await sums.end(sums.begun[0])
+    assert await target.landed() == b"handoff"
+    target.close()
+
+
+@pytest.mark.parametrize("agrees", [True, False])
+async def test_prefill_dies_during_the_check(p: Pair, agrees: bool) -> None:
+    """Its ChunkDone(last) is proof of its writes whatever came after, and needs no room."""
+    _, target, sums = await checking(p)
+    if not agrees:
+        flip(p.decode.pool, int(target.pages[0]))
+    await p.crash(p.prefill)
+    assert await code_of(target.landed()) is Code.PEER_LOST
+    await sums.end(sums.begun[0])
+    await until(p.decode.pages.at_rest)
+    assert not p.left() and not p.decode.counts.mismatched
+
+
+async def test_closing_decode_waits_for_the_check(p: Pair) -> None:
+    _, target, sums = await checking(p)
+    node = p.decodes.pop(0)
+    closing = asyncio.ensure_future(node.close())
+    assert await code_of(target.landed()) is Code.SHUTDOWN
+    await until(lambda: not node.handlers.links)
+    for _ in range(10):
+        await asyncio.sleep(0)
+    assert not closing.done() and sums.begun[0].cancelled and node.pages.held_pages
+    await sums.end(sums.begun[0])
+    await closing
+    assert node.pages.at_rest()
+
+
+async def test_source_pages_are_held_while_they_are_summed(p: Pair) -> None:
+    sums = verify(p.prefill, SlowSums)
+    assert isinstance(sums, SlowSums)
+    source, target = await matched(p)
+    p.send_all(source)
+    await until(lambda: source.bytes_landed == source.bytes_total)
+    assert p.prefill.pages.held_pages == 5 and p.network.seen["ChunkDone"] == 0
+    target.close(WHY)
+    assert await code_of(source.done()) is WHY.code
+    assert sums.begun[0].cancelled and source.state.phase.name == "DRAINING" and p.prefill.pages.free_pages == 59
+    await sums.end(sums.begun[0])
+    await p.rest()
+    assert source.state.phase.name == "ABORTED" and p.network.seen["ChunkDone"] == 0
+
+
+async def test_closing_prefill_waits_for_its_sums(p: Pair) -> None:
+    sums = verify(p.prefill, SlowSums)
+    assert isinstance(sums, SlowSums)
+    source, target = await matched(p)
+    p.send_all(source)
+    await until(lambda: source.bytes_landed == source.bytes_total)
+    node = p.prefills.pop(0)
+    closing = asyncio.ensure_future(node.close())
+    assert await code_of(target.landed()) is Code.SHUTDOWN
+    for _ in range(10):
+        await asyncio.sleep(0)
+    assert not closing.done() and node.pages.held_pages
+    await sums.end(sums.begun[0])
+    await closing
+    assert node.pages.at_rest() and not node.handlers.rooms
+
+
+async def test_a_write_in_doubt_stays_in_doubt(p: Pair) -> None:
+    p.plane(p.prefill).script(Fault.ERROR)
+    source, target = await matched(p)
+    p.send_all(source)
+    assert await code_of(target.landed()) is await code_of(source.done()) is Code.TRANSFER_ERROR
+    await until(lambda: source.state.phase.name == "LOST" and not p.prefill.pages.held_pages)
+    assert not p.decode.counts.mismatched and p.decode.handlers.ledger.quarantined_pages == 5
+    await p.crash(p.prefill)
+    await until(p.decode.pages.at_rest)
+    await p.add_prefill()
+
+
+async def test_decode_verifies_and_prefill_does_not(p: Pair) -> None:
+    p.prefill.handlers.checksums = None
+    source, target = await matched(p)
+    p.send_all(source)
+    with pytest.raises(KvflowError, match="prefill sends no checksum"):
+        await target.landed()
+    await p.rest()
+
+
+async def test_prefill_verifies_and_decode_does_not(p: Pair) -> None:
+    p.decode.handlers.checksums = None
+    source, target = await matched(p)
+    p.send_all(source, chunks=3)
+    assert await target.landed() == b"handoff"
+    target.close()
+
+
+async def test_what_cannot_be_summed_has_not_landed(p: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(p.decode.handlers.checksums, "_stretches", None)
+    source, target = await matched(p)
+    p.send_all(source)
+    with pytest.raises(KvflowError, match="could not be summed"):
+        await target.landed()
+    await p.rest()
+
+
+async def test_a_lost_chunk_is_said_again_with_its_checksum(kvflow_pair: Pair) -> None:
+    p = kvflow_pair
+    for node in p.nodes:
+        verify(node)
+    p.network.drop(ChunkDone)
+    p.network.drop(Resync)
+    source, target = await matched(p)
+    p.send_all(source, chunks=3)
+    assert await target.landed() == b"handoff"
+    target.close()
+
+
+@pytest.mark.parametrize("spoiled", [False, True])
+async def test_over_shared_memory(spoiled: bool, kvflow_clean_loop: None) -> None:
+    """Real nodes, socket, data plane and threads."""
+    pools = [PagedPool.allocate(small_layout(256)) for _ in range(2)]
+    planes = [LocalPlane(pool.segment) for pool in pools]
+    async with (
+        PrefillNode(pools[0], planes[0], verify_transfers=True) as prefill,
+        DecodeNode(pools[1], planes[1], verify_transfers=True) as decode,
+    ):
+        pages = prefill.pages.take(200, "engine")
+        for name in ("0.k", "0.v"):
+            pools[0].tensor(name).random_(1, 255)
+        async with prefill.room(7, range(800)) as source, await decode.room(7, [prefill.info], range(800)) as target:
+            await source.matched()
+            if spoiled:
+                source.on_end(lambda: flip(pools[1], int(target.pages[199])))  # written, and not yet heard of
+            source.send(pages[:100])
+            source.send(pages[100:], last=True, handoff=b"h")
+            if spoiled:
+                with pytest.raises(KvflowError, match="chunk 1 of rank 0: checksum"):
+                    await target.landed()
+            else:
+                assert await target.landed() == b"h"
+                assert (pools[0].pages_bytes(pages) == pools[1].pages_bytes(target.pages)).all()
+        await until(decode.pages.at_rest)
+        assert decode.counts.mismatched == spoiled
+        prefill.pages.give_back(pages, "engine")
+    for pool in pools:
+        pool.close()
+
+
+def test_a_chunk_of_a_prefill_that_knows_no_checksums() -> None:
+    message = ChunkDone(7, 1, 3, 5, 0, 0, 2, True, b"h", b"12345678")
+    older = msgspec.msgpack.encode(msgspec.msgpack.decode(encode(message))[:-1])
+    assert decode_to_decode(older) == msgspec.structs.replace(message, checksum=b"")

@@ -1,0 +1,177 @@
+"""Closing is idempotent: from every phase, by every path, again and again; the first cause stands (I4, I5)."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import pytest
+
+from kvflow.handlers.decode_room import DecodeSession
+from kvflow.handlers.prefill_room import PrefillSession
+from kvflow.protocols.decode_room import DecodePhase
+from kvflow.protocols.errors import Cause, Code
+from kvflow.protocols.messages import Abort, RoomFailed
+from kvflow.protocols.prefill_room import PrefillPhase
+from kvflow.sim.pair import Pair, pair, until
+from kvflow.transports.fake import Fault
+from tests.handlers.scenes import PROMPT, WHY, matched, midway
+
+Both = tuple[PrefillSession | None, DecodeSession | None]
+OTHER = Cause(Code.SHUTDOWN, "another cause, later")
+
+
+async def expected(p: Pair) -> Both:
+    return p.prefill.room(7, PROMPT), None
+
+
+async def bootstrapped(p: Pair) -> Both:
+    target = await p.decode.room(7, "sim", PROMPT)
+    await until(lambda: 7 in p.prefill.handlers.rooms)
+    return p.prefill.handlers.rooms[7], target
+
+
+async def transferring(p: Pair) -> Both:
+    source, target = await midway(p)
+    await until(lambda: target.state.phase is DecodePhase.TRANSFERRING)
+    return source, target
+
+
+async def stuck(p: Pair) -> tuple[PrefillSession, DecodeSession]:
+    source, target = await matched(p)
+    p.plane(p.prefill).script(Fault.STUCK)
+    p.send_all(source)
+    return source, target
+
+
+async def prefill_draining(p: Pair) -> Both:
+    source, target = await stuck(p)
+    source.close(WHY)
+    return source, target
+
+
+async def decode_draining(p: Pair) -> Both:
+    source, target = await stuck(p)
+    target.close(WHY)
+    return source, target
+
+
+async def landed(p: Pair) -> Both:
+    source, target = await matched(p)
+    p.send_all(source)
+    await target.landed()
+    await source.done()
+    return source, target
+
+
+async def failed(p: Pair) -> Both:
+    source, target = await matched(p)
+    source.close(WHY)
+    await until(lambda: target.ended)
+    return source, target
+
+
+async def aborted(p: Pair) -> Both:
+    source, target = await midway(p)
+    target.close(WHY)
+    await until(lambda: source.state.phase is PrefillPhase.ABORTED and target.ended)
+    return source, target
+
+
+async def lost(p: Pair) -> Both:
+    source, target = await matched(p)
+    p.plane(p.prefill).script(Fault.ERROR)
+    p.send_all(source)
+    await until(lambda: source.state.phase is PrefillPhase.LOST and target.ended)
+    return source, target
+
+
+async def lost_by_both(p: Pair) -> Both:
+    """Decode aborts, and hears that nobody knows before it hears of the failure."""
+    plane = p.plane(p.prefill)
+    plane.script(Fault.ERROR)
+    plane.hold()
+    source, target = await matched(p)
+    p.send_all(source)
+    for word in (Abort, RoomFailed):
+        p.network.drop(word, 1 << 30)
+    target.close(WHY)
+    plane.release()
+    await until(lambda: target.state.phase is DecodePhase.LOST and source.ended)
+    return source, target
+
+
+async def by_itself(p: Pair, session: Any) -> None:
+    session.close(OTHER)
+
+
+async def by_its_context(p: Pair, session: Any) -> None:
+    async with session:
+        pass
+
+
+async def by_its_deadline(p: Pair, session: Any) -> None:
+    session.deadline_at_s = float("-inf")
+    for node in (p.prefill, p.decode):
+        node.handlers._sweep_once(p.clock(node).now())
+
+
+async def by_the_peer(p: Pair, session: Any) -> None:
+    """What the other side would say of this grant: handed to the handler, so that the phase is still the one meant."""
+    me, you = p.prefill.incarnation, p.decode.incarnation
+    if isinstance(session, PrefillSession):
+        if (known := p.prefill.handlers.targets.get(you)) is not None:
+            await p.prefill.handlers.on_abort(known, Abort(session.room, session.grant or 1 << 50, me, you, OTHER))
+    else:
+        failed = RoomFailed(session.room, session.grant.number, me, you, 0, OTHER)
+        await p.decode.handlers.on_room_failed(session.links[0], failed)
+
+
+PATHS = (by_itself, by_its_context, by_its_deadline, by_the_peer)
+P, D = PrefillPhase, DecodePhase
+SCENES: list[tuple[Callable[[Pair], Awaitable[Both]], Any]] = [
+    *((expected, P.EXPECTED), (bootstrapped, P.BOOTSTRAPPED), (matched, P.WAITING_FOR_INPUT)),
+    *((transferring, P.TRANSFERRING), (prefill_draining, P.DRAINING), (landed, P.SUCCESS)),
+    *((failed, P.FAILED), (aborted, P.ABORTED), (lost, P.LOST)),
+    *((bootstrapped, D.WAITING_FOR_INPUT), (transferring, D.TRANSFERRING), (decode_draining, D.DRAINING)),
+    *((landed, D.SUCCESS), (failed, D.FAILED), (aborted, D.ABORTED), (lost_by_both, D.LOST)),
+]
+
+
+def test_every_phase_is_here() -> None:
+    """But BOOTSTRAPPING, which nobody outside can see: opening takes pages and offers them in one step."""
+    assert {phase for _, phase in SCENES if isinstance(phase, P)} == set(P)
+    assert {phase for _, phase in SCENES if isinstance(phase, D)} == set(D) - {D.BOOTSTRAPPING}
+
+
+@pytest.mark.parametrize("first", range(len(PATHS)), ids=[path.__name__ for path in PATHS])
+@pytest.mark.parametrize(
+    ("scene", "phase"), SCENES, ids=[f"{type(phase).__name__}-{phase.name}" for _, phase in SCENES]
+)
+async def test_closing_again_changes_nothing(scene: Any, phase: Any, first: int) -> None:
+    async with pair() as p:
+        source, target = await scene(p)
+        session = source if isinstance(phase, P) else target
+        assert session.state.phase is phase
+        called: list[str] = []
+        session.on_end(lambda: called.append("once"))
+        p.network.mend()
+        paths = [*PATHS[first:], *PATHS[:first]]
+        await paths[0](p, session)
+        cause = session.state.cause
+        for path in paths * 3:
+            await path(p, session)
+            assert session.state.cause == cause or cause is None, "the first cause stands"
+        p.plane(p.prefill).release()
+        for other in (source, target):
+            if other is not None:
+                other.close()
+        if phase.name == "LOST":
+            await p.crash(p.prefill)
+        for path in paths:
+            if p.prefills:
+                await path(p, session)
+        await until(lambda: not p.left())
+        assert called == ([] if phase is P.BOOTSTRAPPED else ["once"])  # that half has no user
+        for node in p.nodes:
+            assert sum(node.counts.endings.values()) == node.counts.rooms_opened <= 1

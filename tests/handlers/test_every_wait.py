@@ -1,0 +1,277 @@
+"""Every wait of the control plane is cancelled: as it begins, late, twice, and all through the clean-up (I5, I12).
+
+Afterwards everything is at rest: no room, no page, no task; and what is still being written is written to lent pages.
+`pytest tests/handlers/test_every_wait.py -rP | grep waits` prints how many waits that were.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
+from contextlib import asynccontextmanager
+from typing import Any
+
+import pytest
+
+from kvflow.node import DecodeNode, PrefillNode
+from kvflow.protocols.errors import KvflowError
+from kvflow.sim.cancellation import Steps, stepping
+from kvflow.sim.pair import Pair, fill, pair, until
+from kvflow.transports.fake import FakePlane, Fault
+from tests.handlers.scenes import PROMPT, matched, midway, success
+
+pytest_plugins = ["kvflow.sim.fixtures"]
+Work = Coroutine[Any, Any, object]
+Scene = Callable[[Pair], Awaitable[Work]]
+CANARY = 0xEE
+LATE_S = 0.01
+
+
+# --- who uses the nodes
+
+
+async def decode_user(p: Pair) -> None:
+    async with await p.decode.room(7, "sim", PROMPT) as room:
+        await room.landed()
+
+
+async def prefill_user(p: Pair) -> None:
+    async with p.prefill.room(7, PROMPT) as room:
+        await room.matched()
+        p.send_all(room, chunks=2)
+        await room.done()
+
+
+def beside(work: Work) -> None:
+    """The other leg, until `audited` ends it; whatever happens to it is nobody's business here."""
+    asyncio.create_task(work, name="beside").add_done_callback(lambda task: task.cancelled() or task.exception())
+
+
+def slow(p: Pair) -> None:
+    """Connecting to a decode takes two turns of the loop."""
+    plane = p.plane(p.prefill)
+    connect = plane.connect
+
+    async def connected(*to: Any) -> Any:
+        await asyncio.sleep(0)
+        route = await connect(*to)
+        await asyncio.sleep(0)
+        return route
+
+    plane.connect = connected  # type: ignore[method-assign]
+
+
+def stick(p: Pair) -> None:
+    """The next write cannot be stopped: it lands some time after its room has been given up."""
+    plane = p.plane(p.prefill)
+    plane.script(Fault.STUCK)
+
+    async def let_go() -> None:
+        await until(lambda: plane.flights)
+        await asyncio.sleep(2 * LATE_S)
+        plane.release()
+
+    beside(let_go())
+
+
+async def leave() -> None:
+    others = [task for task in asyncio.all_tasks() if task.get_name() == "beside"]
+    for task in others:
+        task.cancel()
+    await asyncio.gather(*others, return_exceptions=True)
+
+
+# --- what is cancelled, and what goes on meanwhile
+
+
+async def opening(p: Pair) -> Work:
+    beside(prefill_user(p))
+    return decode_user(p)
+
+
+async def opening_known(p: Pair) -> Work:
+    """The link is up already."""
+    await success(p, 1)
+    return await opening(p)
+
+
+async def serving(p: Pair) -> Work:
+    beside(decode_user(p))
+    return prefill_user(p)
+
+
+async def opening_while_stuck(p: Pair) -> Work:
+    stick(p)
+    return await opening(p)
+
+
+async def serving_while_stuck(p: Pair) -> Work:
+    stick(p)
+    return await serving(p)
+
+
+async def closing_decode(p: Pair) -> Work:
+    await midway(p)
+    return p.decode.close()
+
+
+async def closing_decode_while_opening(p: Pair) -> Work:
+    beside(decode_user(p))
+    await until(lambda: p.decode.handlers.links)
+    return p.decode.close()
+
+
+async def closing_decode_while_stuck(p: Pair) -> Work:
+    stick(p)
+    source, _ = await matched(p)
+    p.send_all(source)
+    return p.decode.close()
+
+
+async def closing_prefill(p: Pair) -> Work:
+    await midway(p)
+    return p.prefill.close()
+
+
+async def closing_prefill_while_stuck(p: Pair) -> Work:
+    stick(p)
+    source, _ = await matched(p)
+    p.send_all(source)
+    return p.prefill.close()
+
+
+async def draining_prefill(p: Pair) -> Work:
+    stick(p)
+    source, _ = await matched(p)
+    p.send_all(source)
+    return p.prefill.handlers.drain(1.0)
+
+
+async def living(p: Pair) -> Work:
+    """One more prefill from start to close, with a room in between."""
+
+    async def life() -> None:
+        node = PrefillNode(p.prefill.pool, FakePlane(p.planes), bind=p.network.bind, timing=p.timing)
+        async with node, node.room(9, PROMPT) as source, await p.decode.room(9, [node.info], PROMPT) as target:
+            await source.matched()
+            p.send_all(source, node=node)
+            await target.landed()
+
+    return life()
+
+
+DECODES: list[Scene] = [
+    opening,
+    opening_known,
+    opening_while_stuck,
+    living,
+    closing_decode,
+    closing_decode_while_opening,
+    closing_decode_while_stuck,
+]
+PREFILLS: list[Scene] = [serving, serving_while_stuck, closing_prefill, closing_prefill_while_stuck, draining_prefill]
+TASKS = [
+    "PrefillHandlers._serve",
+    "PrefillHandlers._sweep",
+    "PrefillHandlers._open_target",
+    "PrefillHandlers._watch",
+    "DecodeHandlers.serve_link",
+    "DecodeHandlers._sweep",
+    "Link._watch",
+]
+
+
+# --- what must hold afterwards
+
+
+@asynccontextmanager
+async def audited() -> AsyncIterator[Pair]:
+    """A pair whose nodes are closed at the end; nothing is left of them then, and no write found a free page."""
+    async with pair() as p:
+        nodes, store = p.nodes, p.decode.pages
+        yield p
+        pages = store.take(store.free_pages, "canary")  # as the next request would
+        fill(p.decode.pool, pages, CANARY)
+        for node in nodes:
+            p.plane(node).release()
+        await leave()
+        for node in nodes:
+            await _close(p, node)
+            assert not node.handlers.rooms, "a closed node has rooms"
+        left = {task.get_name() for task in asyncio.all_tasks()}
+        assert not any(name.startswith("kvflow") for name in left), left
+        assert not len(pages) or (p.decode.pool.pages_bytes(pages) == CANARY).all(), "a late write"
+        store.give_back(pages, "canary")
+        for node in nodes:
+            assert node.pages.held_pages == 0
+
+
+async def _close(p: Pair, node: PrefillNode | DecodeNode) -> None:
+    closing = asyncio.create_task(node.close())
+    while not closing.done():
+        p.clock(node).advance(p.timing.lost_after_s)  # it may have nobody left to wait for
+        await asyncio.sleep(0.001)
+    await closing
+
+
+async def rest(p: Pair) -> None:
+    """Once the other leg has left, and the pages that are free have become somebody else's, all of the room ends."""
+    await leave()
+    for node in p.nodes:
+        p.plane(node).release()
+    await p.rest()
+
+
+async def cancel(work: Work, first: int, how: str) -> Steps[object]:
+    steps = Steps(work, *plan(first, how), after_s=LATE_S if how == "late" else 0.0)
+    (result,) = await asyncio.gather(steps.task(), return_exceptions=True)
+    if isinstance(result, BaseException) and not isinstance(result, KvflowError | asyncio.CancelledError):
+        raise result
+    return steps
+
+
+def plan(first: int, how: str) -> range:
+    return range(first, first + {"once": 1, "late": 1, "twice": 2, "throughout": 6}[how])
+
+
+HOW = ["once", "late", "twice", "throughout"]
+ENOUGH = 60  # a close that polls has as many waits as it takes
+
+
+@pytest.mark.parametrize("how", HOW)
+@pytest.mark.parametrize("scene", [*DECODES, *PREFILLS])
+async def test_every_wait(kvflow_clean_loop: None, scene: Scene, how: str) -> None:
+    for first in itertools.count():
+        async with audited() as p:
+            steps = await cancel(await scene(p), first, how)
+            node = p.prefill if scene in PREFILLS else p.decode
+            assert all(room.ended or room.state.phase.name == "DRAINING" for room in node.handlers.rooms.values())
+            if scene.__name__.startswith("closing"):
+                assert not node.handlers.rooms, "it said it had stopped"
+            elif how == "twice":  # else: straight into closing
+                await rest(p)
+        if steps.waits <= first or first == ENOUGH:
+            break
+    print(f"{scene.__name__}, {how}: {first} waits")
+    assert first
+
+
+@pytest.mark.parametrize("how", ["once", "twice", "throughout"])
+@pytest.mark.parametrize("name", TASKS)
+async def test_every_wait_of_a_task(kvflow_clean_loop: None, name: str, how: str) -> None:
+    """A task of the node's own ends too early: rooms may fail, closing must still bring everything to rest."""
+    for first in itertools.count():
+        with stepping(name, *plan(first, how)) as found:
+            async with audited() as p:
+                slow(p)
+                users = [asyncio.create_task(user(p)) for user in (decode_user, prefill_user)]
+                await asyncio.wait(users, timeout=0.05)
+                for user in users:
+                    user.cancel()
+                await asyncio.gather(*users, return_exceptions=True)
+        (steps,) = found
+        if steps.waits <= first or first == ENOUGH:
+            break
+    print(f"{name}, {how}: {first} waits")
+    assert first

@@ -1,0 +1,197 @@
+"""What ends a room on one side reaches the other side's client in under a second, with its reason (I4).
+
+In virtual time and with the times that ship: a second is a second of the node's own timers, however slow the machine.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import pytest
+
+from kvflow.handlers.settings import Timing
+from kvflow.protocols.errors import Cause, Code, KvflowError
+from kvflow.protocols.messages import Abort, Bootstrap, ChunkDone, RoomFailed
+from kvflow.sim import pair as pair_module
+from kvflow.sim.loop import VirtualLoop
+from kvflow.sim.pair import Pair, pair, until
+from kvflow.transports.fake import Fault
+from tests.handlers.scenes import PROMPT, WHY, matched, midway
+
+FULL = Cause(Code.CAPACITY, "no page for another token")
+Ending = Callable[[Pair], Awaitable[tuple[Awaitable[object], Code, str]]]
+"""Ends a room, and returns what the other side's client waits for, and what it must be told."""
+
+
+# --- prefill's side fails, decode's client hears it
+
+
+async def engine_fails_waiting(p: Pair) -> Any:
+    source, target = await matched(p)
+    source.close(WHY)
+    return target.landed(), WHY.code, WHY.text
+
+
+async def engine_fails_midway(p: Pair) -> Any:
+    source, target = await midway(p)
+    source.close(WHY)
+    return target.landed(), WHY.code, WHY.text
+
+
+async def engine_is_full(p: Pair) -> Any:
+    source, target = await matched(p)
+    source.close(FULL)
+    return target.landed(), FULL.code, FULL.text
+
+
+async def prefill_refuses_before_decode_comes(p: Pair) -> Any:
+    await matched(p, 1)
+    p.prefill.refuse(7, FULL)
+    return (await p.decode.room(7, "sim", PROMPT)).landed(), FULL.code, FULL.text
+
+
+async def prefill_refuses_after_decode_came(p: Pair) -> Any:
+    target = await p.decode.room(7, "sim", PROMPT)
+    await until(lambda: 7 in p.prefill.handlers.rooms)
+    p.prefill.refuse(7, FULL)
+    return target.landed(), FULL.code, FULL.text
+
+
+async def the_prompts_differ(p: Pair) -> Any:
+    target = await p.decode.room(7, "sim", PROMPT)
+    await until(lambda: 7 in p.prefill.handlers.rooms)
+    p.prefill.room(7, range(3))
+    return target.landed(), Code.PROMPT_MISMATCH, "prefill's prompt has 3 tokens"
+
+
+async def the_write_fails(p: Pair) -> Any:
+    source, target = await matched(p)
+    p.plane(p.prefill).script(Fault.ERROR)
+    p.send_all(source)
+    return target.landed(), Code.TRANSFER_ERROR, "scripted error"
+
+
+async def prefill_runs_out_of_time(p: Pair) -> Any:
+    source, target = await matched(p)
+    source.deadline_at_s = p.clock(p.prefill).now()
+    return target.landed(), Code.DEADLINE, "room 7: nothing more came"
+
+
+async def prefill_closes(p: Pair) -> Any:
+    _, target = await midway(p)
+    await p.prefills.pop().close()
+    return target.landed(), Code.SHUTDOWN, "prefill is shutting down"
+
+
+async def prefill_dies(p: Pair) -> Any:
+    _, target = await midway(p)
+    await p.crash(p.prefill)
+    return target.landed(), Code.PEER_LOST, "died"
+
+
+# --- decode's side fails, prefill's client hears it
+
+
+async def the_client_leaves_waiting(p: Pair) -> Any:
+    source, target = await matched(p)
+    target.close(WHY)
+    return source.done(), WHY.code, WHY.text
+
+
+async def the_client_leaves_midway(p: Pair) -> Any:
+    source, target = await midway(p)
+    target.close(WHY)
+    return source.done(), WHY.code, WHY.text
+
+
+async def the_client_leaves_before_its_bootstrap_arrives(p: Pair) -> Any:
+    await matched(p, 1)
+    p.network.drop(Bootstrap)
+    source, target = await p.open(7, PROMPT)
+    target.close(WHY)
+    return source.matched(), WHY.code, WHY.text
+
+
+async def decode_has_no_pages(p: Pair) -> Any:
+    await matched(p, 1)
+    source = p.prefill.room(7, PROMPT)
+    with pytest.raises(KvflowError):
+        await p.decode.room(7, "sim", range(4 * 1000))
+    return source.matched(), Code.CAPACITY, "asked for 1000"
+
+
+async def decode_runs_out_of_time(p: Pair) -> Any:
+    source, target = await matched(p)
+    target.deadline_at_s = p.clock(p.decode).now()
+    return source.done(), Code.DEADLINE, "room 7: deadline"
+
+
+async def decode_closes(p: Pair) -> Any:
+    source, _ = await midway(p)
+    await p.decodes.pop().close()
+    return source.done(), Code.SHUTDOWN, "decode is shutting down"
+
+
+async def decode_dies(p: Pair) -> Any:
+    source, _ = await midway(p)
+    await p.crash(p.decode)
+    return source.done(), Code.PEER_LOST, "died"
+
+
+AT_PREFILL: list[Ending] = [
+    engine_fails_waiting,
+    engine_fails_midway,
+    engine_is_full,
+    prefill_refuses_before_decode_comes,
+    prefill_refuses_after_decode_came,
+    the_prompts_differ,
+    the_write_fails,
+    prefill_runs_out_of_time,
+    prefill_closes,
+    prefill_dies,
+]
+AT_DECODE: list[Ending] = [
+    the_client_leaves_waiting,
+    the_client_leaves_midway,
+    the_client_leaves_before_its_bootstrap_arrives,
+    decode_has_no_pages,
+    decode_runs_out_of_time,
+    decode_closes,
+    decode_dies,
+]
+UNSAID: list[Ending] = [prefill_closes, prefill_dies, decode_closes, decode_dies]  # nobody is left to say it again
+LOSSY = [ending for ending in [*AT_PREFILL, *AT_DECODE] if ending not in UNSAID]
+
+
+@pytest.mark.parametrize("ending", [*AT_PREFILL, *AT_DECODE])
+def test_the_other_client_hears_why(ending: Ending, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    in_virtual_time(ending, (), seed, monkeypatch)
+
+
+@pytest.mark.parametrize("ending", LOSSY)
+def test_also_when_the_first_word_is_lost(ending: Ending, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    in_virtual_time(ending, (RoomFailed, Abort, ChunkDone), seed, monkeypatch)
+
+
+def in_virtual_time(ending: Ending, lost: tuple[type, ...], seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    loop = VirtualLoop(random.Random(seed))
+    monkeypatch.setattr(pair_module, "monotonic", loop.time)
+    took_s: list[float] = []
+
+    async def main() -> None:
+        async with pair(timing=Timing()) as p:
+            for kind in lost:
+                p.network.drop(kind)
+            began_at_s = loop.time()  # what comes before the end costs some milliseconds of virtual time
+            waiting, code, text = await ending(p)
+            with pytest.raises(KvflowError) as caught:
+                await waiting
+            took_s.append(loop.time() - began_at_s)
+            assert caught.value.code is code and text in str(caught.value)
+
+    loop.play(main())
+    assert not loop.raised
+    loop.close()
+    assert took_s[0] < 1.0

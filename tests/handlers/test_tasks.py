@@ -1,0 +1,60 @@
+"""Nothing dies in silence: a fence that fails is asked again, a task that ends is told."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+
+from kvflow.handlers.counts import Counts
+from kvflow.handlers.tasks import spawn
+from kvflow.protocols.errors import Code
+from kvflow.protocols.ports import Endpoint
+from kvflow.sim.pair import Pair, pair, until
+from tests.handlers.scenes import code_of, midway
+
+
+def few_descriptors(p: Pair, times: int) -> list[int]:
+    """The fences of every plane fail at first, as when no descriptor is left to watch a process with."""
+    failed: list[int] = []
+    for node in p.nodes:
+        plane = p.plane(node)
+        fence, left = plane.fence, iter(range(times))
+
+        async def failing(writer: Endpoint, fence: object = fence, left: object = left) -> None:
+            for i in left:  # type: ignore[attr-defined]
+                failed.append(i)
+                raise OSError(24, "Too many open files")
+            await fence(writer)  # type: ignore[operator]
+
+        plane.fence = failing  # type: ignore[method-assign]
+    return failed
+
+
+@pytest.mark.parametrize("dies", ["prefill", "decode"])
+async def test_a_fence_that_fails_is_asked_again(dies: str, caplog: pytest.LogCaptureFixture) -> None:
+    async with pair() as p:
+        failed = few_descriptors(p, 2)
+        source, target = await midway(p)
+        await until(lambda: len(failed) == 4)
+        assert p.prefill.counts.handler_errors == p.decode.counts.handler_errors == 2
+        assert "cannot watch" in caplog.text and "Too many open files" in caplog.text
+        await p.crash(p.prefill if dies == "prefill" else p.decode)
+        assert await code_of(target.landed() if dies == "prefill" else source.done()) is Code.PEER_LOST
+        if dies == "prefill":
+            await until(p.decode.pages.at_rest)
+        else:
+            await until(lambda: not p.prefill.handlers.targets)
+
+
+async def test_a_task_that_ends_by_surprise_is_told(caplog: pytest.LogCaptureFixture) -> None:
+    counts = Counts()
+
+    async def work() -> None:
+        raise ZeroDivisionError
+
+    task = spawn(work(), "kvflow-worker", counts)
+    await until(task.done)
+    await until(lambda: counts.handler_errors == 1)
+    [record] = [record for record in caplog.records if record.levelno == logging.ERROR]
+    assert "kvflow-worker" in record.getMessage() and record.exc_info

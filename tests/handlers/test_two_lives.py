@@ -1,0 +1,98 @@
+"""What the simulator found: two lives of one address, a memory that was too short, a link lost while another opens."""
+
+from __future__ import annotations
+
+import asyncio
+
+import msgspec
+import pytest
+
+from kvflow.handlers.link import LinkPhase
+from kvflow.protocols.codec import encode, routing_id
+from kvflow.protocols.errors import Code, LostError
+from kvflow.protocols.messages import WIRE_VERSION, ChunkDone, Register, Registered
+from kvflow.sim.network import HELD, LOST, Fate, Frame
+from kvflow.sim.pair import Pair, pair, until
+from tests.handlers.scenes import PROMPT, code_of, matched, midway, success
+
+pytest_plugins = ["kvflow.sim.fixtures"]
+
+
+def answer(p: Pair, control: str, source: int, asked: int) -> None:
+    """Somebody at `control` says that `asked` does not serve there any more."""
+    text = "another incarnation serves here now"
+    said = Registered(source, p.decode.incarnation, WIRE_VERSION, 0, text, p.prefill.exported[0], asked)
+    p.network.inject(Frame(control, routing_id(p.decode.incarnation), False, encode(said)))
+
+
+async def test_a_room_whose_prefill_has_forgotten_it_fails(kvflow_pair: Pair) -> None:
+    """Its last word was lost, and so many grants were closed since that it is forgotten: waiting would not help."""
+    p = kvflow_pair
+    handlers = p.prefill.handlers
+    handlers.bounds = msgspec.structs.replace(handlers.bounds, closed_grants=1)
+
+    def lose_the_last_word(frame: Frame) -> Fate | None:
+        message = frame.message
+        return LOST if isinstance(message, ChunkDone) and message.room == 7 and message.last else None
+
+    p.network.rules.append(lose_the_last_word)
+    source, target = await matched(p)
+    p.send_all(source, chunks=2)
+    await source.done()
+    for room in (8, 9):
+        await success(p, room)
+    assert await code_of(target.landed()) is Code.STALE_GRANT
+    await p.rest()
+
+
+async def test_the_answer_to_an_earlier_life_does_not_end_the_link_to_this_one(kvflow_pair: Pair) -> None:
+    p = kvflow_pair
+    _, target = await matched(p)
+    (link,) = p.decode.handlers.links.values()
+    stale = p.decode.counts.stale
+    answer(p, link.control, link.source, asked=12345)
+    await until(lambda: p.decode.counts.stale > stale)
+    assert link.phase is LinkPhase.UP and not target.ended
+    target.close()
+
+
+async def test_a_link_hears_of_its_replacement_through_the_next_one_and_gives_up_its_name() -> None:
+    """Both sockets have one name at that address: what is said to the old link arrives at the new one."""
+    async with pair() as p:
+        await midway(p)
+        old, control = p.prefill, p.prefill.info.control
+        (first,) = p.decode.handlers.links.values()
+        p.network.leave(old.handlers.socket)  # type: ignore[arg-type]
+        p.prefills.clear()
+        p.network.cut(control)
+        await p.add_prefill(int(control.rsplit(":", 1)[1]))
+        opening = asyncio.ensure_future(p.decode.room(8, p.ranks, PROMPT))
+        await until(lambda: len(p.decode.handlers.links) == 2)
+        p.network.mend()
+        (await opening).close()
+        await until(lambda: first.phase is LinkPhase.GONE)
+        assert p.decode.handlers.ledger.quarantined_pages == 5, "its loans still wait for proof"
+        await success(p, 9)
+        p.plane(old).die()
+        await old.close()
+        await p.rest()
+
+
+async def test_a_link_that_is_lost_while_another_rank_registers_opens_no_room() -> None:
+    async with pair(ranks=2) as p:
+        first, second = p.ranks
+
+        def hold_rank_1(frame: Frame) -> Fate | None:
+            return HELD if frame.control == second.control and isinstance(frame.message, Register) else None
+
+        p.network.rules.append(hold_rank_1)
+        opening = asyncio.ensure_future(p.decode.room(7, "sim", PROMPT))
+        await until(lambda: any(link.phase is LinkPhase.UP for link in p.decode.handlers.links.values()))
+        answer(p, first.control, 12345, asked=first.incarnation)
+        await until(lambda: any(link.phase is LinkPhase.GONE for link in p.decode.handlers.links.values()))
+        p.network.rules.clear()
+        p.network.release()
+        with pytest.raises(LostError):
+            await opening
+        assert p.decode.pages.at_rest()
+        await p.rest()

@@ -1,0 +1,181 @@
+"""A prefill and a decode over real ZMQ, real shared memory and one uvloop, with their sockets tapped."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import Counter
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from typing import Any
+
+from kvflow.handlers.settings import Timing
+from kvflow.memory.pool import PagedPool
+from kvflow.node import DecodeNode, PrefillNode
+from kvflow.protocols.codec import decode_to_decode, decode_to_prefill, routing_id
+from kvflow.protocols.errors import KvflowError, WireError
+from kvflow.protocols.messages import AbortAck, ChunkDone, Heartbeat, Register, Resync, RoomFailed
+from kvflow.protocols.ports import ControlSocket
+from kvflow.sim.pair import small_layout, until
+from kvflow.transports.control import bind_router, connect_dealer
+from kvflow.transports.local import LocalPlane
+from tests.hostile.tables import tables
+
+TIMING = Timing(heartbeat_s=0.2, lost_after_s=2.0, repeat_after_s=0.2, rendezvous_s=3.0)
+PROMPT = range(8)
+END = b"the end of an attack "
+
+
+class Tap:
+    """A control socket that says, of every frame it hands over, which counter it must raise."""
+
+    def __init__(self, socket: ControlSocket, judge: Callable[[bytes, bytes], str]) -> None:
+        self._socket, self._judge = socket, judge
+        self.seen: Counter[str] = Counter()
+        self.ends: set[bytes] = set()
+
+    @property
+    def trouble(self) -> str:
+        return self._socket.trouble
+
+    def send(self, frame: bytes, peer: bytes = b"") -> bool:
+        return self._socket.send(frame, peer)
+
+    async def receive(self) -> list[tuple[bytes, bytes]]:
+        burst = await self._socket.receive()
+        for peer, frame in burst:
+            self.seen[self._judge(peer, frame)] += 1
+            if frame.startswith(END):
+                self.ends.add(frame)
+        return burst
+
+    def close(self) -> None:
+        self._socket.close()
+
+
+class Nodes:
+    """Both nodes, and what is left in them."""
+
+    def __init__(self) -> None:
+        layout = small_layout(512)
+        self.pools = [PagedPool.allocate(layout) for _ in range(2)]
+        source, target = self.pools
+        self.taps: dict[str, Tap] = {}  # by role
+        self.prefill = PrefillNode(source, LocalPlane(source.segment), timing=TIMING, bind=self._bind)
+        self.decode = DecodeNode(target, LocalPlane(target.segment), timing=TIMING, connect=self._connect)
+        self.prefills, self.decodes = [self.prefill], [self.decode]
+        self._next_room = 1
+
+    def _bind(self, host: str, port: int) -> tuple[Tap, int]:
+        socket, port = bind_router(host, port)
+        self.taps["prefill"] = Tap(socket, self._judge_to_prefill)
+        return self.taps["prefill"], port
+
+    def _connect(self, control: str, incarnation: int) -> ControlSocket:
+        socket = connect_dealer(control, incarnation)
+        if control == self.prefill.control:
+            return socket
+        self.taps["decode"] = Tap(socket, self._judge_to_decode)  # the link to a prefill that is none
+        return self.taps["decode"]
+
+    def _judge_to_prefill(self, peer: bytes, frame: bytes) -> str:
+        try:
+            message = decode_to_prefill(frame)
+        except WireError:
+            return "malformed"
+        if peer != routing_id(message.target):
+            return "foreign"
+        known = self.prefill.handlers.targets.get(message.target)
+        if message.source != self.prefill.incarnation:
+            return "stale"
+        unknown = known is None or known.route is None
+        return "stale" if unknown and type(message) is not Register else "taken"
+
+    def _judge_to_decode(self, _: bytes, frame: bytes) -> str:
+        """On a link without rooms."""
+        try:
+            message = decode_to_decode(frame)
+        except WireError:
+            return "malformed"
+        mine = message.source in self.decode.handlers.links
+        if message.target != self.decode.incarnation:
+            return "foreign"
+        if isinstance(message, ChunkDone | RoomFailed):
+            return "stale"
+        if isinstance(message, AbortAck | Resync | Heartbeat) and not mine:
+            return "foreign"
+        return "stale" if isinstance(message, AbortAck) else "taken"
+
+    async def room(self, number: int) -> None:
+        target = await self.decode.room(number, [self.prefill.info], PROMPT)
+        source = self.prefill.room(number, PROMPT)
+        async with source, target:
+            await source.matched()
+            pages = self.prefill.pages.take(2, number)
+            source.on_end(lambda: self.prefill.pages.give_back(pages, number))
+            source.send(pages, last=True, handoff=b"h")
+            assert await target.landed() == b"h"
+
+    async def rooms_per_s(self, count: int, lanes: int = 32) -> tuple[float, float]:
+        """`count` good rooms, `lanes` at a time: per second, and per second of this process's CPU."""
+        numbers = iter(range(self._next_room, self._next_room + count))
+        self._next_room += count
+
+        async def lane() -> None:
+            for number in numbers:
+                await self.room(number)
+
+        started, cpu = time.perf_counter(), time.process_time()
+        await asyncio.gather(*(lane() for _ in range(lanes)))
+        return count / (time.perf_counter() - started), count / (time.process_time() - cpu)
+
+    def dropped(self) -> dict[str, dict[str, int]]:
+        return {node.role: dict(node.counts.dropped) for node in (self.prefill, self.decode)}
+
+    async def healed(self) -> float:
+        """Seconds until rooms go well again: a link whose name was stolen dials anew once it is found silent."""
+        started = time.perf_counter()
+        while True:
+            self._next_room += 1
+            try:
+                await self.room(self._next_room)
+                return time.perf_counter() - started
+            except KvflowError:
+                assert time.perf_counter() - started < 30
+                await asyncio.sleep(0.1)
+
+    async def settled(self) -> dict[str, int]:
+        """The tables once no room, grant, loan or page of anybody is open any more."""
+        names = ("prefill rooms", "open grants", "decode rooms", "loans", "quarantined pages", "pages away")
+
+        def idle() -> bool:
+            found = tables(self)
+            return not any(found[name] for name in names)
+
+        try:
+            await until(idle, 30)
+        except TimeoutError:
+            raise AssertionError(f"not at rest: {tables(self)}") from None
+        return tables(self)
+
+
+@asynccontextmanager
+async def nodes() -> AsyncIterator[Nodes]:
+    made = Nodes()
+    await made.prefill.start()
+    await made.decode.start()
+    try:
+        yield made
+    finally:
+        await made.decode.close()
+        await made.prefill.close()
+        for pool in made.pools:
+            pool.close()
+
+
+def tasks() -> set[str]:
+    """Names of kvflow's own tasks: none may die."""
+    return {task.get_name() for task in asyncio.all_tasks() if task.get_name().startswith("kvflow")}
+
+
+Report = dict[str, Any]

@@ -1,0 +1,18 @@
+"""On a prefill's PYTHONPATH: its model step raises for prompts that begin with token 7, once some pages have left."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+if "prefill" in sys.orig_argv:
+    from kvflow.engine.prefill import PrefillEngine
+
+    step = PrefillEngine._step
+
+    def failing(self: Any, rows: Any, jobs: Any) -> Any:
+        if any(row.sequence.tokens[0] == 7 and row.sequence.computed for row in rows):
+            raise RuntimeError("planted")
+        return step(self, rows, jobs)
+
+    PrefillEngine._step = failing  # type: ignore[method-assign]

@@ -1,0 +1,28 @@
+"""Real roles under fire, over real HTTP (the commands print the figures, at full size)."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.hostile import errors, http, storm
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+
+
+async def test_broken_http(seed: int) -> None:
+    report = await http.run(each=300, seed=seed, good=24, loris=10)
+    print(report)
+    assert not http.faults(report), report
+
+
+async def test_failures_at_prefill(seed: int) -> None:
+    report = await errors.run(failures=40, seed=seed)
+    print(report)
+    assert not [fault for fault in errors.faults(report) if not fault.startswith("p99")], report
+
+
+@pytest.mark.parametrize("router", ["kvflow", "sglang"])
+async def test_clients_that_leave(router: str, seed: int) -> None:
+    report = await storm.run(requests=100, router=router, seed=seed)
+    print(report)
+    assert not storm.faults(report), report

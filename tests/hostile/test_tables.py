@@ -1,0 +1,83 @@
+"""What strangers and endings may leave behind: nothing, or something bounded (the commands print the figures)."""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+
+from kvflow.handlers.settings import Bounds
+from kvflow.protocols.codec import encode, routing_id
+from kvflow.protocols.errors import KvflowError
+from kvflow.protocols.messages import Register
+from kvflow.sim.network import Frame
+from kvflow.sim.pair import Pair, until
+from tests.handlers.scenes import PROMPT, code_of, success
+from tests.hostile import endings, strays
+from tests.hostile.tables import tables
+
+pytest_plugins = ["kvflow.sim.fixtures"]
+
+
+@pytest.mark.parametrize("each", [2_000, pytest.param(100_000, marks=pytest.mark.slow)])
+async def test_messages_for_rooms_that_never_open(each: int, seed: int) -> None:
+    report = await strays.run(each, seed)
+    print(report)
+    assert not strays.faults(report), report
+    assert report["peaks"]["open grants"] > each // 4
+
+
+@pytest.mark.parametrize("rooms", [1_200, pytest.param(100_000, marks=[pytest.mark.slow, pytest.mark.timeout(900)])])
+async def test_rooms_of_every_ending(rooms: int, seed: int) -> None:
+    report = await endings.run(rooms, seed)
+    print(report)
+    grown = [fault for fault in endings.faults(report) if rooms > 10_000 or "left" in fault]
+    assert not grown, report
+
+
+async def test_half_rooms_are_bounded(kvflow_pair: Pair) -> None:
+    p = kvflow_pair
+    p.prefill.handlers.bounds = Bounds(rooms=3)
+    halves = [await p.decode.room(room, "sim", PROMPT) for room in range(5)]
+    await until(lambda: sum(half.ended for half in halves) == 2)
+    assert len(p.prefill.handlers.rooms) == 3
+    for half in halves[3:]:
+        assert await code_of(half.landed()) == "capacity"
+    for half in halves:
+        half.close()
+    await p.rest()
+    await success(p, 9)
+
+
+async def test_nothing_is_kept_of_decodes_that_were_refused(kvflow_pair: Pair) -> None:
+    """With a name of its own each: they cannot keep anybody else out."""
+    p = kvflow_pair
+    await success(p)
+    endpoint, layout = p.decode.exported
+    layout = msgspec.structs.replace(layout, page_size=3)
+    tasks = len(p.prefill.handlers._tasks)
+    for me in range(1, 3_001):
+        frame = encode(Register(p.prefill.incarnation, me, 1, layout, endpoint))
+        p.network.inject(Frame(p.prefill.control, routing_id(me), True, frame))
+    await until(lambda: len(p.prefill.handlers.targets) == 1 and len(p.prefill.handlers._tasks) == tasks)
+    other = await p.add_decode()
+    source = p.prefill.room(8, PROMPT)
+    async with await other.room(8, "sim", PROMPT) as target:
+        await source.matched()
+        p.send_all(source)
+        await target.landed()
+    assert not tables(p)["handler errors"]
+
+
+async def test_a_stolen_name_is_taken_back(kvflow_pair: Pair) -> None:
+    """Somebody took our name at prefill: nothing is heard any more, until the link is dialled anew."""
+    p = kvflow_pair
+    await success(p)
+    p.network.connect(p.prefill.control, p.decode.incarnation)  # the thief
+    with pytest.raises(KvflowError):
+        source, target = await p.open(8, PROMPT)
+        p.clock(p.decode).advance(p.timing.lost_after_s + 1)
+        await target.landed()
+    source.close()
+    (link,) = p.decode.handlers.links.values()
+    await until(lambda: link.phase.value == "up")
+    await success(p, 9)

@@ -1,0 +1,122 @@
+"""Checksums of pages: equal for equal content in any layout, stopped and drained like any other thread (I12)."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from kvflow.memory import checksum
+from kvflow.memory.checksum import PageSums
+from kvflow.memory.pool import PagedPool
+from kvflow.protocols.errors import LayoutError
+from kvflow.protocols.layout import Order, build_layout
+
+LAYERS = 12  # so that "10.k" must not be summed before "9.v"
+STREAMS: list[tuple[str, str, tuple[int, ...]]] = [
+    (f"{i}.{kv}", "uint8", (8,)) for i in range(LAYERS) for kv in ("k", "v", "scale")
+]
+
+
+def pool(order: Order = "page_first", streams: list[tuple[str, str, tuple[int, ...]]] = STREAMS) -> PagedPool:
+    """Byte i of a component of page p depends on the component's name, p and i."""
+    made = PagedPool.allocate(build_layout(streams, page_size=4, num_pages=16, order=order), shared=False)
+    for component in made.layout.components:
+        name = sum(component.name.encode())
+        view = made.tensor(component.name).numpy()
+        view[:] = ((np.arange(view.size) * 7 + name) % 251).reshape(view.shape)
+    return made
+
+
+def pages(*indices: int) -> Any:
+    return np.array(indices, dtype=np.int32)
+
+
+async def summed(of: PagedPool, *indices: int) -> bytes:
+    return await PageSums(of).begin(pages(*indices)).done
+
+
+async def test_equal_pages_have_equal_sums_in_any_layout() -> None:
+    pools = [pool("page_first"), pool("layer_first"), pool("page_first", STREAMS[::-1])]
+    for indices in ((0,), (15,), (3, 4, 5), (7, 1, 12)):
+        sums = {await summed(of, *indices) for of in pools}
+        assert len(sums) == 1 and len(sums.pop()) == 8
+
+
+async def test_a_page_first_page_is_summed_as_one_block() -> None:
+    streams = [stream for stream in STREAMS if not stream[0].endswith("scale")]
+    assert len(PageSums(pool("page_first", streams))._stretches) == 1
+    assert len(PageSums(pool("layer_first", streams))._stretches) == len(streams)
+
+
+async def test_order_number_and_every_byte_count() -> None:
+    made = pool()
+    seen = [await summed(made, *indices) for indices in ((1, 2), (2, 1), (1,), (2,), (1, 1))]
+    before = await summed(made, 5)
+    view = made.tensor("11.scale").numpy()
+    view[5, 3, 7] ^= 1  # the last byte of the page
+    seen += [before, await summed(made, 5)]
+    assert len(set(seen)) == len(seen)
+    view[5, 3, 7] ^= 1
+    assert await summed(made, 5) == before
+
+
+async def test_a_pool_the_cpu_cannot_read_is_refused() -> None:
+    made = pool()
+    made._tensors["gpu"] = SimpleNamespace(device=SimpleNamespace(type="cuda"))  # type: ignore[assignment]
+    with pytest.raises(LayoutError, match="host memory"):
+        PageSums(made)
+
+
+class Gate:
+    """A sum that stops in its first page until it is let go."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.reached, self.let_go, self.updates = threading.Event(), threading.Event(), 0
+        monkeypatch.setattr(checksum, "xxh3_64", lambda: self)
+
+    def update(self, _: object) -> None:
+        self.updates += 1
+        self.reached.set()
+        assert self.let_go.wait(10)
+
+    def digest(self) -> bytes:
+        return b"whole"
+
+
+async def test_cancel_stops_after_the_page_under_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    gate = Gate(monkeypatch)
+    summing = PageSums(pool()).begin(pages(1, 2, 3))
+    await asyncio.to_thread(gate.reached.wait, 10)
+    summing.cancel()
+    summing.cancel()
+    assert not summing.done.done()
+    gate.let_go.set()
+    assert await summing.done == b"" and gate.updates <= len(STREAMS)
+
+
+async def test_close_drains_however_often_it_is_cancelled(monkeypatch: pytest.MonkeyPatch) -> None:
+    gate = Gate(monkeypatch)
+    sums = PageSums(pool())
+    summing = sums.begin(pages(1, 2, 3))
+    await asyncio.to_thread(gate.reached.wait, 10)
+    closing = asyncio.ensure_future(sums.close())
+    for _ in range(3):
+        await asyncio.sleep(0)
+        closing.cancel()
+    await asyncio.sleep(0)
+    assert not closing.done() and not summing.done.done()
+    gate.let_go.set()
+    with pytest.raises(asyncio.CancelledError):
+        await closing
+    assert summing.done.done() and gate.updates <= len(STREAMS)
+    await sums.close()
+
+
+async def test_a_sum_that_fails_is_no_sum(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(checksum, "xxh3_64", lambda: 1 / 0)
+    assert await PageSums(pool()).begin(pages(1)).done == b""

@@ -1,0 +1,70 @@
+"""Bodies: what no client should send is a 400 that names it, and costs the event loop little."""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvflow.server.failures import RequestError
+from kvflow.server.legs import with_fields
+from kvflow.server.schemas import MAX_STRUCTURE, ChatRequest, CompletionRequest, GenerateRequest, parse
+
+KINDS = (GenerateRequest, ChatRequest, CompletionRequest)
+GOOD = {
+    GenerateRequest: b'{"text":"a","sampling_params":{"temperature":0,"stop":["x"]},"tools":[],"stream":true}',
+    ChatRequest: b'{"messages":[{"role":"user","content":"a"}],"response_format":{"type":"text"},"n":1}',
+    CompletionRequest: b'{"prompt":[[1,2],[3]],"max_tokens":3,"best_of":1,"suffix":null,"logit_bias":{}}',
+}
+values = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
+    max_leaves=6,
+)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@settings(max_examples=150, deadline=None)
+@given(data=st.data())
+def test_a_body_is_a_request_or_a_request_error(kind: type, data: st.DataObject) -> None:
+    """Fields of the wrong kind, unknown ones, flipped and missing bytes: nothing but RequestError comes out."""
+    document = msgspec.json.decode(GOOD[kind])
+    names = [*document, *kind.__struct_fields__, "lora_path", "min_p", "repetition_penalty"]
+    document |= data.draw(st.dictionaries(st.sampled_from(names), values, max_size=2))
+    raw = bytearray(msgspec.json.encode(document))
+    for _ in range(data.draw(st.integers(0, 2))):
+        at = data.draw(st.integers(0, len(raw) - 1))
+        raw[at : at + data.draw(st.integers(0, 2))] = data.draw(st.binary(max_size=2))
+        raw = raw or bytearray(b" ")
+    try:
+        assert type(parse(bytes(raw), kind)) is kind
+    except RequestError as error:
+        assert len(str(error)) < 500
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("bomb", [b"[],", b"{},", b'{"a":0},'], ids=str)
+@pytest.mark.parametrize("field", ["messages", "input_ids", "prompt", "unheard_of"])
+def test_a_body_of_a_million_objects_is_refused_unbuilt(kind: type, bomb: bytes, field: str) -> None:
+    many = bomb * (MAX_STRUCTURE + 1)
+    raw = GOOD[kind][:-1] + f',"{field}":['.encode() + many[:-1] + b"]}"
+    with pytest.raises(RequestError, match="lists, objects and fields"):
+        parse(raw, kind)
+
+
+def test_a_million_token_ids_are_a_prompt() -> None:
+    raw = b'{"input_ids":[' + b"12345," * 999_999 + b"7]}"
+    assert len(parse(raw, GenerateRequest).input_ids or ()) == 1_000_000
+
+
+def test_nesting_does_not_exhaust_the_stack() -> None:
+    for bomb in (b'{"text":"a","unheard_of":' + b"[" * 100_000, b"[" * 100_000, b'{"a":' * 100_000):
+        with pytest.raises(RequestError):
+            parse(bomb, GenerateRequest)
+
+
+@pytest.mark.parametrize("raw", [b"{}", b" { } \n", b'{"a":1}', b'{"a":{}}\r\n', b'{"b":[],"room":{"x":3} } '])
+def test_added_fields_win_and_the_rest_stays(raw: bytes) -> None:
+    before = msgspec.json.decode(raw)
+    assert msgspec.json.decode(with_fields(raw, {"room": 7, "b": "c"})) == {**before, "room": 7, "b": "c"}

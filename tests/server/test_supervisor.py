@@ -1,0 +1,49 @@
+"""Roles as processes: what they say, how they end, and a supervisor in a hurry. Routers stand for all: the quickest."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+
+import pytest
+
+from kvflow.config import Settings
+from kvflow.server.child import Child, ChildEndedError
+from kvflow.server.supervisor import Fleet
+
+NOBODY = "http://127.0.0.1:1"
+ROUTER = ["--port", "0", "--prefill", NOBODY, "--decode", NOBODY]
+
+
+async def test_a_second_signal_kills_what_does_not_end() -> None:
+    fleet = Fleet(Settings(drain_timeout_s=3000), {}, quiet=True)
+    fleet.router = Child("router", "router", ROUTER, quiet=True)
+    await fleet.router.start(os.environ, 30)
+    hurried = asyncio.Event()
+    fleet.router.process.send_signal(signal.SIGSTOP)
+    stopping = asyncio.create_task(fleet.stop(hurried))
+    await asyncio.sleep(0)
+    hurried.set()
+    async with asyncio.timeout(10):
+        await stopping
+    assert fleet.router.process.returncode == -signal.SIGKILL
+
+
+async def test_a_line_longer_than_the_reader_holds_does_not_end_it() -> None:
+    word = "x" * 100_000
+    child = Child("router", "router", ["--port", "0", "--decode", NOBODY, "--prefill", word], quiet=True)
+    with pytest.raises(ChildEndedError) as caught:
+        await child.start(os.environ, 30)
+    assert caught.value.status == 2
+    assert sum(map(len, child.last_lines)) > len(word)
+    assert await child.stop(1) == 2
+
+
+async def test_what_the_user_can_mend_is_told_without_ceremony(capfd: pytest.CaptureFixture[str]) -> None:
+    child = Child("router", "router", ["--port", "0"], quiet=False)
+    with pytest.raises(
+        ChildEndedError, match=r"^router: router needs at least one --prefill URL and one --decode URL$"
+    ):
+        await child.start(os.environ, 30)
+    assert capfd.readouterr().err == ""

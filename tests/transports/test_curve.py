@@ -1,0 +1,139 @@
+"""The control key: who has it is served, who has not is cut off before a frame of his reaches our code."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import stat
+from pathlib import Path
+
+import pytest
+import zmq
+
+from kvflow.node import DecodeNode, PrefillNode
+from kvflow.protocols.codec import encode
+from kvflow.protocols.errors import MisuseError, RefusedError
+from kvflow.protocols.messages import Heartbeat
+from kvflow.sim.pair import QUICK, until
+from kvflow.transports.control import bind_router, connect_dealer
+from kvflow.transports.curve import ControlKey, read_key, write_key
+from kvflow.transports.fake import FakePlane
+from tests.transports.test_control import Nodes
+
+pytest_plugins = ["kvflow.sim.fixtures"]
+pytestmark = pytest.mark.usefixtures("kvflow_clean_loop")
+
+
+@pytest.fixture
+def key(tmp_path: Path) -> ControlKey:
+    write_key(str(tmp_path / "key"))
+    made = read_key(str(tmp_path / "key"))
+    assert made is not None
+    return made
+
+
+class Keyed(Nodes):
+    """`Nodes` whose two ends have the keys they are given."""
+
+    def __init__(self, prefill: ControlKey | None, decode: ControlKey | None) -> None:
+        super().__init__()
+        self.prefill = PrefillNode(
+            self.pools[0], self.plane, timing=QUICK, bind=functools.partial(bind_router, key=prefill)
+        )
+        connect = functools.partial(connect_dealer, key=decode)
+        self.decode = DecodeNode(self.pools[1], FakePlane(self.network), timing=QUICK, connect=connect)
+
+
+def another() -> ControlKey:
+    return ControlKey(*zmq.curve_keypair())
+
+
+async def test_rooms_with_the_key(key: ControlKey) -> None:
+    async with Keyed(key, key) as n, Keyed(key, key) as others:  # several in one process
+        for nodes in (n, others):
+            assert await nodes.one(1) == b"1"
+            await until(nodes.at_rest)
+
+
+@pytest.mark.parametrize("with_key", ["only prefill", "only decode", "two different ones"])
+async def test_a_decode_that_is_not_let_in_hears_why(key: ControlKey, with_key: str) -> None:
+    prefill = None if with_key == "only decode" else key
+    decode = None if with_key == "only prefill" else another()
+    text = "it asks for a control key" if decode is None else "it has another control key, or none"
+    async with Keyed(prefill, decode) as n:
+        async with asyncio.timeout(10):
+            with pytest.raises(RefusedError, match=f"does not let this decode in: {text}"):
+                await n.decode.room(1, [n.prefill.info], range(12))
+        assert not n.prefill.handlers.targets
+        await until(lambda: not n.decode.handlers.links)
+
+
+async def test_no_frame_of_a_stranger_reaches_us(key: ControlKey) -> None:
+    strangers = {
+        "no key": None,
+        "another key": another(),
+        "our public half only": ControlKey(key.public, another().secret),
+    }
+    async with Keyed(key, key) as n:
+        control = n.prefill.info.control
+        sockets = [raw_dealer(control, stranger) for stranger in strangers.values()]
+        frame = encode(Heartbeat(n.prefill.incarnation, 77))
+        for socket in sockets:
+            for _ in range(100):
+                socket.send(frame, zmq.NOBLOCK)
+        # Each has failed its handshake before the room begins, and goes on trying during it.
+        refused = [connect_dealer(control, 78 + i, stranger) for i, stranger in enumerate(strangers.values())]
+        for dealer in refused:
+            dealer.send(frame)
+            await until(functools.partial(getattr, dealer, "trouble"), 10)
+        assert await n.one(1) == b"1"
+        counts = n.prefill.counts
+        assert (counts.malformed, counts.foreign, counts.stale) == (0, 0, 0)
+        assert set(n.prefill.handlers.targets) == {n.decode.incarnation}
+        for socket in sockets:
+            socket.close()
+        for dealer in refused:
+            dealer.close()
+
+
+def raw_dealer(control: str, key: ControlKey | None) -> zmq.Socket[bytes]:
+    socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.DEALER)
+    socket.setsockopt(zmq.LINGER, 0)
+    if key is not None:
+        socket.setsockopt(zmq.CURVE_SERVERKEY, key.public)
+        socket.setsockopt(zmq.CURVE_PUBLICKEY, zmq.curve_public(key.secret))
+        socket.setsockopt(zmq.CURVE_SECRETKEY, key.secret)
+    socket.connect(control)
+    return socket
+
+
+async def test_a_port_that_is_taken_with_a_key(key: ControlKey) -> None:
+    router, port = bind_router("127.0.0.1", 0, key)
+    with pytest.raises(MisuseError, match=f"control port 127.0.0.1:{port}: Address already in use"):
+        bind_router("127.0.0.1", port, key)
+    router.close()
+
+
+def test_a_key_file_is_its_owners_alone(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    path = tmp_path / "key"
+    write_key(str(path))
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+    before = path.read_bytes()
+    with pytest.raises(MisuseError, match="File exists"):
+        write_key(str(path))
+    assert path.read_bytes() == before and read_key(str(path)) == read_key(str(path))
+    assert not caplog.records
+    path.chmod(0o644)
+    read_key(str(path))
+    assert "can be read by everybody" in caplog.text
+
+
+def test_a_file_that_holds_no_key(tmp_path: Path) -> None:
+    assert read_key("") is None
+    with pytest.raises(MisuseError, match="No such file"):
+        read_key(str(tmp_path / "nowhere"))
+    for text in ("", "too short", '"' * 40):
+        (tmp_path / "bad").write_text(text)
+        with pytest.raises(MisuseError, match="no key of `kvflow keygen`") as caught:
+            read_key(str(tmp_path / "bad"))
+        assert not text or text not in str(caught.value)

@@ -1,0 +1,90 @@
+"""Every wait of a plane's close and connect is cancelled: once it says it has stopped, nothing is copied (I12)."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import threading
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+import numpy as np
+import pytest
+
+from kvflow.memory.pool import PagedPool
+from kvflow.protocols.layout import build_layout
+from kvflow.protocols.ports import Flight, Landing, Route
+from kvflow.sim.cancellation import Steps
+from kvflow.transports import local
+from kvflow.transports.local import LocalPlane
+from tests.transports.peer_process import until
+
+HOW = ["once", "late", "twice", "throughout"]
+LAYOUT = build_layout([("0.k", "uint8", (1 << 14,))], page_size=4, num_pages=64)  # 64 KiB a page
+PAGES = np.arange(64, dtype=np.int32)
+RATE_BYTES_PER_S = 8e6  # half a second for all of it
+
+
+@asynccontextmanager
+async def planes() -> AsyncIterator[tuple[LocalPlane, LocalPlane, PagedPool]]:
+    """A slow writer and its target in this process."""
+    pools = [PagedPool.allocate(LAYOUT) for _ in range(2)]
+    pools[0].tensor("0.k").fill_(7)
+    source, target = LocalPlane(pools[0].segment, RATE_BYTES_PER_S), LocalPlane(pools[1].segment)
+    source.export(pools[0].layout)
+    try:
+        yield source, target, pools[1]
+    finally:
+        await source.close()
+        await target.close()
+        for pool in pools:
+            pool.close()
+
+
+def plan(first: int, how: str) -> range:
+    return range(first, first + {"once": 1, "late": 1, "twice": 2, "throughout": 6}[how])
+
+
+def after_s(how: str) -> float:
+    return 0.003 if how == "late" else 0.0
+
+
+@pytest.mark.parametrize("how", HOW)
+async def test_every_wait_of_close(how: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    copying, copy = threading.Event(), local._copy
+
+    def slowly(*blocks: list[int]) -> int:
+        copying.set()
+        time.sleep(0.02)
+        return copy(*blocks)
+
+    monkeypatch.setattr(local, "_copy", slowly)
+    for first in itertools.count():
+        async with planes() as (source, target, pool):
+            route: Route = await source.connect(*target.export(pool.layout))
+            flights: list[Flight] = [route.write(PAGES, PAGES) for _ in range(3)]
+            copying.clear()
+            await until(copying.is_set)
+            steps = Steps(source.close(), *plan(first, how), after_s=after_s(how))
+            await asyncio.gather(steps.task(), return_exceptions=True)
+            assert {flight.done.result() for flight in flights} == {Landing.DRAINED}
+            assert not any(thread.name == "kvflow-local" for thread in threading.enumerate())
+            pool.tensor("0.k").fill_(1)
+        if steps.waits <= first:
+            break
+    print(f"closing a plane, {how}: {first} waits")
+    assert first
+
+
+@pytest.mark.parametrize("how", HOW)
+async def test_every_wait_of_connect(how: str) -> None:
+    for first in itertools.count():
+        async with planes() as (source, target, pool):
+            steps = Steps(source.connect(*target.export(pool.layout)), *plan(first, how), after_s=after_s(how))
+            (found,) = await asyncio.gather(steps.task(), return_exceptions=True)
+            assert isinstance(found, asyncio.CancelledError) == (not source._routes), "a mapping nobody has"
+        if steps.waits <= first:
+            break
+    print(f"connecting a plane, {how}: {first} waits")
+    assert first
