@@ -9,7 +9,7 @@ CODE := kvflow tests $(wildcard examples)
 ARGS ?=
 export PYTHON TORCH_INDEX
 
-.PHONY: setup demo test check lint types bench gpu clean
+.PHONY: setup demo test prove check lint types bench gpu clean
 
 setup: $(DONE)
 
@@ -22,6 +22,9 @@ demo: setup
 
 test: setup
 	$(BIN)/python -m pytest -m "not slow and not gpu" $(ARGS)
+
+prove: setup
+	$(BIN)/kvflow sim --plant all $(ARGS)
 
 check: lint types
 	$(BIN)/lint-imports --no-logo

@@ -62,7 +62,7 @@ class Network:
         self.held: list[Frame] = []
         self.seen: Counter[str] = Counter()  # frames sent, by the name of their message
         self._routers: dict[str, RouterSocket] = {}
-        self._dealers: dict[tuple[str, bytes], DealerSocket] = {}
+        self._dealers: dict[tuple[str, bytes], list[DealerSocket]] = {}  # of one name; the latest has it
         self._ports = itertools.count(40_000)
 
     # --- what a node is given
@@ -77,9 +77,9 @@ class Network:
         return self._routers[control], port
 
     def connect(self, control: str, incarnation: int) -> DealerSocket:
-        """Decode's end; like ZMQ's it needs nobody to talk to yet, and takes its name over from an older one."""
+        """Decode's end; like ZMQ's it needs nobody to talk to yet, and has the name of an older one until it closes."""
         dealer = DealerSocket(self, control, routing_id(incarnation))
-        self._dealers[control, dealer.peer] = dealer
+        self._dealers.setdefault((control, dealer.peer), []).append(dealer)
         return dealer
 
     # --- what a test does
@@ -128,15 +128,16 @@ class Network:
         return self._give(frame, DELIVERED)
 
     def knows(self, control: str, peer: bytes) -> bool:
-        return (control, peer) in self._dealers
+        return bool(self._dealers.get((control, peer)))
 
     def leave(self, socket: RouterSocket | DealerSocket) -> None:
         """A closed socket: its address is free, what was under way to it is lost."""
         if isinstance(socket, RouterSocket):
             if self._routers.get(socket.control) is socket:
                 del self._routers[socket.control]
-        elif self._dealers.get((socket.control, socket.peer)) is socket:
-            del self._dealers[socket.control, socket.peer]
+        else:
+            named = self._dealers.get((socket.control, socket.peer), [])
+            named[:] = [dealer for dealer in named if dealer is not socket]
 
     def _give(self, frame: Frame, fate: Fate) -> None:
         loop = asyncio.get_running_loop()
@@ -153,7 +154,7 @@ class Network:
         if frame.to_prefill:
             socket = self._routers.get(frame.control)
         else:
-            socket = self._dealers.get((frame.control, frame.peer))
+            socket = next(reversed(self._dealers.get((frame.control, frame.peer), ())), None)
         if socket is not None:
             socket.arrive((frame.peer if frame.to_prefill else b"", frame.data))
 
@@ -184,6 +185,8 @@ class _Cut:
 
 class _Socket:
     """What both ends share: an inbox, and somebody who waits for it."""
+
+    trouble = ""
 
     def __init__(self, network: Network, control: str) -> None:
         self.control = control

@@ -1,0 +1,84 @@
+"""Cancel a coroutine at one chosen wait, so that a test can do it at every wait there is.
+
+    for at in itertools.count():
+        steps = Steps(node.close(), at)             # Steps(work, 3, 4): again at the next wait, in the clean-up
+        await asyncio.gather(steps.task(), return_exceptions=True)
+        ...                                         # nothing may be left behind
+        if steps.waits <= at:
+            break                                   # it had fewer waits than that: all were tried
+
+Only waits that give the event loop a turn count: an `await` of something that is ready is no place to be cancelled at.
+`stepping` does the same to a task that the code under test starts for itself.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Coroutine, Generator, Iterator
+from contextlib import contextmanager
+from typing import Any, Generic, TypeVar
+
+T = TypeVar("T")
+
+
+class Steps(Generic[T]):
+    """Drives a coroutine in the task that awaits this, and cancels that task in its waits number `at` (from 0): as they
+    begin, or when they have lasted for `after_s`."""
+
+    def __init__(self, work: Coroutine[Any, Any, T], *at: int, after_s: float = 0.0) -> None:
+        self._work, self._at, self._after_s = work, frozenset(at), after_s
+        self.waits = 0  # begun so far
+
+    def task(self) -> asyncio.Task[T]:
+        """In a task of its own."""
+        return asyncio.create_task(self.run())
+
+    async def run(self) -> T:
+        return await self
+
+    def __await__(self) -> Generator[Any, Any, T]:
+        error: BaseException | None = None
+        while True:
+            try:
+                waiting = self._work.send(None) if error is None else self._work.throw(error)
+            except StopIteration as end:
+                result: T = end.value
+                return result
+            late = self._cancel() if self.waits in self._at else None
+            self.waits += 1
+            try:
+                yield waiting
+                error = None
+            except BaseException as caught:  # noqa: BLE001 - all of it belongs to the coroutine
+                error = caught
+            if late is not None:
+                late.cancel()
+
+    def _cancel(self) -> asyncio.TimerHandle | None:
+        task = asyncio.current_task()
+        assert task is not None
+        if self._after_s:
+            return asyncio.get_running_loop().call_later(self._after_s, task.cancel)
+        task.cancel()
+        return None
+
+
+@contextmanager
+def stepping(name: str, *at: int) -> Iterator[list[Steps[Any]]]:
+    """The first task created meanwhile whose coroutine is called `name` ("PrefillHandlers._serve") is driven by the
+    `Steps` that then stand in the list."""
+    found: list[Steps[Any]] = []
+    loop = asyncio.get_running_loop()
+    before = loop.get_task_factory()
+
+    def factory(loop: asyncio.AbstractEventLoop, work: Any, **options: Any) -> asyncio.Task[Any]:
+        if not found and getattr(work, "__qualname__", "") == name:
+            found.append(Steps(work, *at))
+            work = found[0].run()
+        return asyncio.Task(work, loop=loop, **options)
+
+    loop.set_task_factory(factory)
+    try:
+        yield found
+    finally:
+        loop.set_task_factory(before)

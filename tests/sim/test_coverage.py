@@ -1,0 +1,33 @@
+"""Cells are counted as the machines look them up, and the report names what is missing."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+
+from kvflow.protocols import loans
+from kvflow.protocols.loans import LoanKind, LoanPhase
+from kvflow.protocols.tables import TransitionError
+from kvflow.sim.coverage import Cell, covered, report
+
+
+def test_visits_are_counted_while_it_is_asked_for() -> None:
+    visits: Counter[Cell] = Counter()
+    with covered(visits):
+        assert loans.step(LoanPhase.LENT, LoanKind.LANDED)[0] is LoanPhase.RETURNED
+    loans.step(LoanPhase.LENT, LoanKind.LANDED)
+    assert visits == {("loan", LoanPhase.LENT, LoanKind.LANDED): 1}
+    said = report(visits)
+    assert said["visited"] == 1 and not said["error"]
+    assert "loan LENT x LANDED" not in said["missing"] and "loan LENT x RECALL" in said["missing"]
+
+
+def test_an_impossible_cell_is_named() -> None:
+    from kvflow.protocols import prefill_room
+    from kvflow.protocols.prefill_room import PrefillEvent, PrefillKind, PrefillPhase, PrefillRoom
+
+    visits: Counter[Cell] = Counter()
+    with covered(visits), pytest.raises(TransitionError):
+        prefill_room.step(PrefillRoom(PrefillPhase.EXPECTED), PrefillEvent(PrefillKind.DRAINED))
+    assert report(visits)["error"] == ["prefill EXPECTED x DRAINED"]

@@ -1,0 +1,83 @@
+"""Each planted bug is found, by the seed that stands here and by the invariant it breaks.
+
+A change of what nodes say to each other moves the seeds: `make prove` hunts them anew, and prints what belongs here.
+"""
+
+from __future__ import annotations
+
+import pytest
+
+from kvflow.protocols.errors import MisuseError
+from kvflow.sim.plants import all_plants, hunt, planted
+from kvflow.sim.run import simulate
+
+SEEDS = {
+    "free on timer": (1, "I2"),
+    "ack before drain": (1, "I2"),
+    "ack popped before send": (2, "I5"),
+    "abort never retried": (7, "I5"),
+    "no grant check": (512, "I4"),
+    "no grant check at prefill": (2, "I4"),
+    "resurrect on late metadata": (7, "I6"),
+    "failed slice retried": (0, "I3"),
+    "success before all ranks": (2, "I8"),
+    "double close": (0, "I1"),
+    "tombstone unbounded": (2, "I5"),
+    "restart taken for death": (30, "I2"),
+    "silence taken for proof": (30, "I2"),
+    "doubt taken for proof": (0, "I2"),
+    "failed handle taken for landed": (0, "I3"),
+    "heartbeat counts queueing": (0, "I7"),
+    "handoff slot shared": (0, "I9"),
+    "second cancel skips the drain": (16, "I13"),
+    "source let go": (3, "I13"),
+    "nothing said again": (8, "I4"),
+    "dropped from one table": (0, "I5"),
+    "ack for another life": (2, "I6"),
+    "prompts not compared": (2, "I8"),
+    "garbage ends the loop": (0, "I7"),
+    "free on timer (table)": (10, "I2"),
+    "ack before drain (table)": (3, "I12"),
+    "abort never retried (table)": (7, "I5"),
+    "restart taken for death (table)": (30, "I2"),
+    "failed handle taken for landed (table)": (0, "I3"),
+    "doubt forgotten": (1, "I2"),
+    "unproven taken for drained": (0, "I2"),
+    "room failed ends the loan": (0, "I2"),
+    "success before all ranks (table)": (2, "I8"),
+    "resurrect after terminal": (0, "I4"),
+    "success without the last word": (21, "I8"),
+}
+
+
+def test_there_are_enough_plants_with_names_of_their_own() -> None:
+    names = [plant.name for plant in all_plants()]
+    assert len(set(names)) == len(names) >= 12
+    assert set(names) == set(SEEDS), "each plant has its seed here"
+
+
+@pytest.mark.parametrize("name", SEEDS)
+def test_the_pinned_seed_finds_the_plant(name: str) -> None:
+    seed, invariant = SEEDS[name]
+    with planted(name):
+        violation = simulate(seed).violation
+    assert violation is not None and violation.invariant == invariant, violation
+
+
+def test_a_plant_is_gone_afterwards() -> None:
+    for plant in all_plants():
+        with plant.install():
+            pass
+    assert simulate(0).violation is None
+
+
+def test_a_hunt_says_what_it_found_or_that_it_did_not() -> None:
+    said: list[str] = []
+    assert hunt("double close", range(50), said.append)["invariant"] == "I1"
+    assert hunt("double close", range(0), said.append) == {"plant": "double close"}
+    assert "breaks I1" in said[0] and "NOT FOUND" in said[1]
+
+
+def test_an_unknown_plant_is_refused_with_the_known_ones() -> None:
+    with pytest.raises(MisuseError, match="free on timer"):
+        planted("tulip")

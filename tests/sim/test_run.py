@@ -1,0 +1,86 @@
+"""Whole runs: seeds without a plant break nothing, and one seed is one run, in this process and in any other."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import subprocess
+import sys
+
+import pytest
+
+from kvflow.sim.engine import Job, PlainScheduler
+from kvflow.sim.faults import KINDS
+from kvflow.sim.report import simulate_many
+from kvflow.sim.run import STEPS_MIN, simulate
+
+SEEDS = 200
+
+
+def story_of(seed: int) -> str:
+    """A hash of every line of the story."""
+    lines: list[str] = []
+    simulate(seed, tell=lambda at_s, who, what: lines.append(f"{at_s:.9f} {who} {what}"))
+    assert len(lines) > 100
+    return hashlib.sha256("\n".join(lines).encode()).hexdigest()
+
+
+def test_seeds_without_a_plant_break_nothing() -> None:
+    report = simulate_many(range(SEEDS))
+    assert not report["first_violations"]
+    assert report["seeds"] == SEEDS and report["violations"] == 0
+    assert report["min_nodes"] >= 3 and report["min_rooms"] >= 8 and report["min_steps"] >= STEPS_MIN
+    assert report["seeds_with_fewer_than_2_fault_kinds"] == 0
+    assert set(report["faults"]) == set(KINDS) and all(report["faults"].values())
+    assert not report["cells"]["error"] and not report["cells"]["guarded_visited"]
+
+
+@pytest.mark.slow
+def test_more_seeds_in_processes() -> None:
+    report = simulate_many(range(1000, 3000), jobs=2)
+    assert not report["first_violations"] and report["seeds"] == 2000
+    assert len(report["cells"]["missing"]) <= 2, "nearly every cell is visited in 2,000 seeds, all of them in 100,000"
+
+
+def test_a_seed_is_one_run() -> None:
+    assert story_of(3) == story_of(3) != story_of(4)
+
+
+def test_a_seed_is_the_same_run_in_another_process() -> None:
+    code = "import sys; sys.path.insert(0, sys.argv[1]); from test_run import story_of; print(story_of(3))"
+    environment = {**os.environ, "PYTHONHASHSEED": "77"}
+    command = [sys.executable, "-c", code, os.path.dirname(__file__)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60, env=environment)
+    assert done.stdout.strip() == story_of(3), done.stderr
+
+
+class _Forgetful(PlainScheduler):
+    """Somebody's scheduler with a bug: it keeps pages of a room that has failed."""
+
+    async def prefill(self, node, job):  # type: ignore[no-untyped-def]
+        node.pages.take(1, object())
+        await super().prefill(node, job)
+
+
+def test_a_scheduler_that_leaks_pages_is_found() -> None:
+    outcome = simulate(0, _Forgetful())
+    assert outcome.violation is not None and outcome.violation.invariant in ("I5", "I7")
+
+
+class _Hasty(PlainScheduler):
+    """It sends a chunk before its model step has ended."""
+
+    async def prefill(self, node, job):  # type: ignore[no-untyped-def]
+        steps: list[object] = []
+        original = job.model_step
+        job.model_step = lambda *arguments: steps.append(original(*arguments)) or int  # type: ignore[func-returns-value]
+        await super().prefill(node, job)
+
+
+def test_a_scheduler_that_sends_what_it_has_not_computed_is_found() -> None:
+    violations = [simulate(seed, _Hasty()).violation for seed in range(3)]
+    assert any(v is not None and v.invariant in ("I8", "I13") for v in violations)
+
+
+def test_a_job_hands_over_what_its_prompt_says() -> None:
+    assert Job(1, [1, 2]).handoff == Job(2, [1, 2]).handoff != Job(1, [1, 3]).handoff
