@@ -147,7 +147,8 @@ class DecodeHandlers:
 
     def source_lost(self, link: Link, cause: Cause) -> None:
         for session in [s for s in self.rooms.values() if link in s.links]:
-            session.feed(DecodeEvent(DecodeKind.SOURCE_LOST, cause=cause))
+            if not session.ended:  # by what a user does when another room ends
+                session.feed(DecodeEvent(DecodeKind.SOURCE_LOST, cause=cause))
         self.ledger.feed_link(link, LoanKind.SOURCE_LOST)
 
     def declare_dead(self, incarnation: int, why: str) -> None:

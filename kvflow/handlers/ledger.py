@@ -96,8 +96,8 @@ class Ledger:
 
     def feed_link(self, link: Lender, kind: LoanKind) -> None:
         """The same event for every loan of one link."""
-        for key, loan in [(k, v) for k, v in self._loans.items() if v.link is link]:
-            self._feed(key, loan, kind)
+        for key in [key for key, loan in self._loans.items() if loan.link is link]:
+            self.feed(key, kind)  # unless it has ended by what a user does when a room ends
 
     def repeat(self, older_than_s: float) -> None:
         """Say Abort again for loans recalled before `older_than_s` and not answered."""

@@ -206,9 +206,8 @@ class PrefillHandlers:
             await _HANDLERS[type(message)](self, target, message)
 
     def _answer(self, message: ToPrefill, refusal: str) -> None:
-        text = refusal[:MAX_TEXT]  # what differs between two pools can be long
         who = (self.incarnation, message.target, WIRE_VERSION, self.rank)
-        registered = Registered(*who, text, self.endpoint, message.source)
+        registered = Registered(*who, refusal[:MAX_TEXT], self.endpoint, message.source)
         self.socket.send(encode(registered), routing_id(message.target))
 
     async def on_register(self, message: Register) -> None:
@@ -368,7 +367,8 @@ class PrefillHandlers:
     def _lose(self, target: Target, text: str) -> None:
         target.silent = True
         for session in list(target.grants.values()):
-            session.feed(PrefillEvent(PrefillKind.TARGET_LOST, cause=Cause(Code.PEER_LOST, text)))
+            if session.grant in target.grants:  # not ended by what a user does when another room ends
+                session.feed(PrefillEvent(PrefillKind.TARGET_LOST, cause=Cause(Code.PEER_LOST, text)))
 
     # --- time
 

@@ -7,7 +7,7 @@ from enum import IntEnum
 import msgspec
 
 from kvflow.protocols.errors import Cause, Code
-from kvflow.protocols.tables import ERROR, IGNORE, Move, Table, rest
+from kvflow.protocols.tables import ERROR, IGNORE, Cell, Move, Table, rest
 
 
 class DecodePhase(IntEnum):
@@ -67,48 +67,44 @@ P, K, C = DecodePhase, DecodeKind, DecodeCommand
 _FAIL = Move(P.FAILED, (C.TELL_FAILED, C.RECALL_LOANS, C.END))
 _LOSE = Move(P.LOST, (C.TELL_FAILED, C.RECALL_LOANS, C.END))
 _DRAIN = Move(P.DRAINING, (C.TELL_FAILED, C.RECALL_LOANS))
+_ENDED: dict[DecodeKind, Cell[DecodePhase, DecodeCommand]] = {K.ENDED_LOCALLY: IGNORE}
+_ENDED_WITH_LOANS = _ENDED | {K.LOANS_ENDED: IGNORE, K.LOANS_DOUBTFUL: IGNORE}
 _LAND = Move(P.SUCCESS, (C.TELL_LANDED, C.END))
 
 TABLE: Table[DecodePhase, DecodeKind, DecodeCommand] = Table(
     P,
     K,
     {
-        P.BOOTSTRAPPING: rest(K, ERROR)
+        P.BOOTSTRAPPING: rest(K, ERROR) | {K.REGISTERED: Move(P.WAITING_FOR_INPUT, (C.SEND_BOOTSTRAP,))},
+        P.WAITING_FOR_INPUT: rest(K, ERROR)
         | {
-            K.REGISTERED: Move(P.WAITING_FOR_INPUT, (C.SEND_BOOTSTRAP,)),
-            K.ROOM_FAILED: Move(P.FAILED, (C.TELL_FAILED, C.END)),
-            K.ENDED_LOCALLY: Move(P.ABORTED, (C.TELL_FAILED, C.END)),
-            K.SOURCE_LOST: Move(P.FAILED, (C.TELL_FAILED, C.END)),
-        },
-        P.WAITING_FOR_INPUT: {
-            K.REGISTERED: IGNORE,
             K.CHUNK_LANDED: Move(P.TRANSFERRING),
             K.ALL_LANDED: _LAND,
             K.ROOM_FAILED: _FAIL,
             K.ENDED_LOCALLY: _DRAIN,
             K.SOURCE_LOST: _LOSE,
-            K.LOANS_ENDED: ERROR,
-            K.LOANS_DOUBTFUL: ERROR,
         },
-        P.TRANSFERRING: {
-            K.REGISTERED: IGNORE,
+        P.TRANSFERRING: rest(K, ERROR)
+        | {
             K.CHUNK_LANDED: Move(P.TRANSFERRING),
             K.ALL_LANDED: _LAND,
             K.ROOM_FAILED: _FAIL,
             K.ENDED_LOCALLY: _DRAIN,
             K.SOURCE_LOST: _LOSE,
-            K.LOANS_ENDED: ERROR,
-            K.LOANS_DOUBTFUL: ERROR,
         },
-        P.DRAINING: rest(K, IGNORE)
+        P.DRAINING: rest(K, ERROR)
         | {
+            K.ROOM_FAILED: IGNORE,
+            K.ENDED_LOCALLY: IGNORE,
+            K.SOURCE_LOST: IGNORE,
             K.LOANS_ENDED: Move(P.ABORTED, (C.END,)),
             K.LOANS_DOUBTFUL: Move(P.LOST, (C.END,)),
         },
-        P.SUCCESS: rest(K, IGNORE),
-        P.FAILED: rest(K, IGNORE),
-        P.ABORTED: rest(K, IGNORE),
-        P.LOST: rest(K, IGNORE),
+        # An ended room is in no table: only its user can reach it, and while it ends the ledger.
+        P.SUCCESS: rest(K, ERROR) | _ENDED,
+        P.FAILED: rest(K, ERROR) | _ENDED_WITH_LOANS,
+        P.ABORTED: rest(K, ERROR) | _ENDED,
+        P.LOST: rest(K, ERROR) | _ENDED_WITH_LOANS,
     },
 )
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from enum import IntEnum
 from typing import NamedTuple
 
-from kvflow.protocols.tables import IGNORE, Move, Table, rest
+from kvflow.protocols.tables import ERROR, IGNORE, Move, Table, rest
 
 
 class LoanKey(NamedTuple):
@@ -51,37 +51,35 @@ TABLE: Table[LoanPhase, LoanKind, LoanCommand] = Table(
     P,
     K,
     {
-        P.LENT: {
+        # What happens to a source ends its rooms first, and that recalls their loans; only recalled ones are repeated.
+        P.LENT: rest(K, ERROR)
+        | {
             K.RECALL: Move(P.RECALLED, (C.SEND_ABORT,)),
             K.LANDED: _RETURN,
             K.DRAINED: _RETURN,
             K.UNPROVEN: Move(P.DOUBTFUL, (C.AWAIT_FENCE,)),
-            K.SOURCE_LOST: Move(P.DOUBTFUL, (C.AWAIT_FENCE,)),
             K.SOURCE_BACK: IGNORE,
-            K.REPEAT_DUE: IGNORE,
-            K.FENCED: _RETURN,
         },
-        P.RECALLED: {
-            K.RECALL: IGNORE,
+        P.RECALLED: rest(K, ERROR)
+        | {
             K.LANDED: _RETURN,
             K.DRAINED: _RETURN,
             K.UNPROVEN: Move(P.DOUBTFUL, (C.AWAIT_FENCE,)),
             K.SOURCE_LOST: Move(P.DOUBTFUL, (C.AWAIT_FENCE,)),
             K.SOURCE_BACK: Move(P.RECALLED, (C.SEND_ABORT,)),
             K.REPEAT_DUE: Move(P.RECALLED, (C.SEND_ABORT,)),
-            K.FENCED: _RETURN,
         },
-        P.DOUBTFUL: {
+        P.DOUBTFUL: rest(K, ERROR)
+        | {
             K.RECALL: IGNORE,
             K.LANDED: _RETURN,
             K.DRAINED: _RETURN,
             K.UNPROVEN: IGNORE,
             K.SOURCE_LOST: IGNORE,
             K.SOURCE_BACK: Move(P.RECALLED, (C.SEND_ABORT,)),  # asked again until it answers
-            K.REPEAT_DUE: IGNORE,
             K.FENCED: _RETURN,
         },
-        P.RETURNED: rest(K, IGNORE),
+        P.RETURNED: rest(K, ERROR),  # out of the ledger
     },
 )
 

@@ -114,18 +114,20 @@ TABLE: Table[PrefillPhase, PrefillKind, PrefillCommand] = Table(
                 P.DRAINING, (C.SEND_FAILED, C.TELL_ENDED, C.CANCEL_WRITES)
             ),  # said again if it comes back
         },
-        P.DRAINING: rest(K, IGNORE)
+        P.DRAINING: rest(K, ERROR)
         | {
-            K.MATCHED: ERROR,
-            K.MISMATCHED: ERROR,
-            K.CHUNK_QUEUED: ERROR,
+            K.CHUNK_LANDED: IGNORE,
+            K.ABORT_RECEIVED: IGNORE,
+            K.ENDED_LOCALLY: IGNORE,
+            K.TARGET_LOST: IGNORE,
             K.DRAINED: Move(P.ABORTED, (C.SEND_DRAINED, C.END)),
             K.UNPROVEN: Move(P.LOST, (C.SEND_UNPROVEN, C.END)),
         },
-        P.SUCCESS: rest(K, IGNORE),
-        P.FAILED: rest(K, IGNORE),
-        P.ABORTED: rest(K, IGNORE),
-        P.LOST: rest(K, IGNORE),
+        # An ended room is in no table, and nothing of it runs: nobody is left to tell it anything.
+        P.SUCCESS: rest(K, ERROR),
+        P.FAILED: rest(K, ERROR),
+        P.ABORTED: rest(K, ERROR),
+        P.LOST: rest(K, ERROR),
     },
 )
 

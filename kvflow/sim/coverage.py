@@ -10,12 +10,8 @@ from types import ModuleType
 from typing import Any
 
 from kvflow.protocols import decode_room, loans, prefill_room
-from kvflow.protocols.decode_room import DecodeKind as D
-from kvflow.protocols.decode_room import DecodePhase
 from kvflow.protocols.loans import LoanKind as L
 from kvflow.protocols.loans import LoanPhase
-from kvflow.protocols.prefill_room import PrefillKind as P
-from kvflow.protocols.prefill_room import PrefillPhase
 from kvflow.protocols.tables import ERROR
 from kvflow.sim.swap import swapped
 
@@ -24,28 +20,12 @@ TABLES: dict[str, ModuleType] = {"decode": decode_room, "prefill": prefill_room,
 Cell = tuple[str, int, int]
 """Table, phase, kind."""
 
-_OPEN = (DecodePhase.WAITING_FOR_INPUT, DecodePhase.TRANSFERRING)
-_CLOSED = tuple(phase for phase in DecodePhase if phase not in (DecodePhase.BOOTSTRAPPING, *_OPEN))
 
 GUARDED: tuple[tuple[str, tuple[IntEnum, ...], tuple[IntEnum, ...]], ...] = (
-    # a room at decode is opened in one synchronous call, which begins with REGISTERED and is no second time
-    ("decode", (DecodePhase.BOOTSTRAPPING,), (D.ROOM_FAILED, D.ENDED_LOCALLY, D.SOURCE_LOST)),
-    ("decode", (*_OPEN, *_CLOSED), (D.REGISTERED,)),
-    # `step` answers for chunks of a room that takes none before it looks into the table
-    ("decode", _CLOSED, (D.CHUNK_LANDED, D.ALL_LANDED)),
-    # an ended room is in no table of its node: no word finds it, only its user can close it again
-    ("decode", tuple(decode_room.TERMINAL), (D.ROOM_FAILED, D.SOURCE_LOST)),
-    ("decode", (DecodePhase.SUCCESS, DecodePhase.ABORTED), (D.LOANS_ENDED, D.LOANS_DOUBTFUL)),
-    ("prefill", tuple(prefill_room.TERMINAL), tuple(P)),
-    # `_end_of_write` calls the end of a write by other names while a room drains
-    ("prefill", (PrefillPhase.DRAINING,), (P.IDLE, P.ALL_LANDED, P.WRITE_FAILED, P.ALL_DOUBTFUL)),
-    # whatever happens to a source ends its rooms first, and that recalls their loans; only recalled ones are repeated
-    ("loan", (LoanPhase.LENT,), (L.SOURCE_LOST, L.SOURCE_BACK, L.REPEAT_DUE, L.FENCED)),
-    ("loan", (LoanPhase.RECALLED,), (L.RECALL, L.SOURCE_BACK, L.FENCED)),
-    # a chunk that lands late finds no room any more, and its loan waits for the acknowledgement
-    ("loan", (LoanPhase.DOUBTFUL,), (L.LANDED, L.REPEAT_DUE)),
-    # a loan that has ended is out of the ledger
-    ("loan", (LoanPhase.RETURNED,), tuple(L)),
+    # a silent source's rooms have ended, and its recalled loans are in doubt
+    ("loan", (LoanPhase.LENT, LoanPhase.RECALLED), (L.SOURCE_BACK,)),
+    # a prefill that cannot vouch for a write never says that its last chunk has landed
+    ("loan", (LoanPhase.DOUBTFUL,), (L.LANDED,)),
 )
 """Legal cells no whole node comes to, because its handlers settle the matter before. The exhaustive walk and the
 machines' own tests go through them; a simulation that comes to one says so."""

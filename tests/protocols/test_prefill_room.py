@@ -44,11 +44,12 @@ def ending(phase: PrefillPhase, kind: PrefillKind) -> object:
 
 
 def expected(phase: PrefillPhase, kind: PrefillKind) -> object:
-    if phase in TERMINAL:
-        return IGNORE
+    if phase in TERMINAL:  # in no table any more, and nothing of it runs
+        return ERROR
     if phase is P.DRAINING:  # the ends of writes decide; new work would be our own mistake
         last = {K.DRAINED: Move(P.ABORTED, (C.SEND_DRAINED, C.END)), K.UNPROVEN: Move(P.LOST, (C.SEND_UNPROVEN, C.END))}
-        return last.get(kind, ERROR if kind in (K.MATCHED, K.MISMATCHED, K.CHUNK_QUEUED) else IGNORE)
+        late = (K.CHUNK_LANDED, K.ABORT_RECEIVED, K.ENDED_LOCALLY, K.TARGET_LOST)
+        return last.get(kind, IGNORE if kind in late else ERROR)
     halves = phase in (P.EXPECTED, P.BOOTSTRAPPED)
     if kind is K.MATCHED:
         return Move(P.WAITING_FOR_INPUT, (C.TELL_MATCHED,)) if halves else ERROR
@@ -176,6 +177,8 @@ def test_whatever_happens_nothing_ends_while_it_runs(data: st.DataObject) -> Non
     """Random lives; what the handler guarantees (no chunk after the last one or the end) is the only restriction."""
     room, said, running, doubt = PrefillRoom(P.WAITING_FOR_INPUT), list[PrefillCommand](), 0, False
     for _ in range(data.draw(st.integers(0, 14))):
+        if room.phase in TERMINAL:
+            break
         can_send = room.phase in (P.WAITING_FOR_INPUT, P.TRANSFERRING) and not room.last_queued
         choices = ["abort", "local", "lost"] + ["send"] * 4 * can_send + ["write"] * 3 * bool(running)
         match data.draw(st.sampled_from(choices)):

@@ -32,7 +32,7 @@ SEEDS = {
     "second cancel skips the drain": (16, "I13"),
     "source let go": (3, "I13"),
     "nothing said again": (8, "I4"),
-    "dropped from one table": (0, "I5"),
+    "dropped from one table": (0, "I7"),
     "ack for another life": (2, "I6"),
     "prompts not compared": (2, "I8"),
     "garbage ends the loop": (0, "I7"),
@@ -45,7 +45,7 @@ SEEDS = {
     "unproven taken for drained": (0, "I2"),
     "room failed ends the loan": (0, "I2"),
     "success before all ranks (table)": (2, "I8"),
-    "resurrect after terminal": (0, "I4"),
+    "resurrect after terminal": (0, "I1"),
     "success without the last word": (21, "I8"),
 }
 
