@@ -82,6 +82,8 @@ class DecodeHandlers:
             raise room_error(self._leaving)
         if not ranks:
             raise LostError("no rank of that prefill is known")
+        if len({info.incarnation for info in ranks}) < len(ranks):
+            raise MisuseError(f"two ranks of {ranks[0].control} have one incarnation")
         links = []
         for info in ranks:
             if info.incarnation in self._declared_dead:
@@ -103,11 +105,13 @@ class DecodeHandlers:
     ) -> DecodeSession:
         """Take pages and offer them to every rank; synchronous, so there is no half-open room to clean up.
 
-        Raises: CapacityError (no pages, or too many in quarantine); the prefill legs are told at once. AbortedError
-        while shutting down.
+        Raises: CapacityError (no pages, or too many in quarantine); the prefill legs are told at once. LostError when a
+        link was lost since `link_all`, AbortedError while shutting down.
         """
         if self._leaving is not None:
             raise room_error(self._leaving)
+        if lost := [link.control for link in links if not link.usable]:
+            raise LostError(f"prefill at {lost[0]} was just lost")
         number, self._next_grant = self._next_grant, self._next_grant + 1
         owner = ("grant", number)
         try:
@@ -215,7 +219,7 @@ class DecodeHandlers:
 
     async def on_registered(self, link: Link, message: Registered) -> None:
         """The answer to what was asked of another life of that address is for that life's link."""
-        asked = self.links.get(message.asked)
+        asked = self.links.get(message.asked or link.source)
         if asked is not None and asked.control == link.control:
             asked.on_registered(message)
         else:

@@ -121,6 +121,9 @@ class DecodeSession:
     def chunk_done(self, rank: int, message: ChunkDone) -> None:
         """An in-order ChunkDone: it has landed; where transfers are verified, as soon as its checksum agrees."""
         self.progress_at_s = self._home.now()
+        if message.last:  # proof, whatever its checksum says
+            link = self.links[rank]
+            self._home.ledger.feed(LoanKey(link.source, link.rank, message.grant), LoanKind.LANDED)
         if self._checks is not None and self.open:
             self._checks.begin(rank, message)
         else:
@@ -128,9 +131,6 @@ class DecodeSession:
 
     def chunk_landed(self, rank: int, message: ChunkDone) -> None:
         """The hand-over is the lowest rank's that brings one."""
-        link = self.links[rank]
-        if message.last:
-            self._home.ledger.feed(LoanKey(link.source, link.rank, message.grant), LoanKind.LANDED)
         if message.handoff and not self._handoff:
             self._handoff = message.handoff
         self.feed(DecodeEvent(DecodeKind.CHUNK_LANDED, rank, message.seq, message.pages, message.last))
@@ -154,7 +154,8 @@ class DecodeSession:
     def _recall_loans(self) -> None:
         self.grant.on_change = self._loans_changed
         self._home.ledger.recall(self.grant, self._cause)
-        self._loans_changed()
+        if self.grant.on_change is not None:  # else they ended at once, and the room with them
+            self._loans_changed()
 
     def _tell_landed(self) -> None:
         if not self._landed.done():

@@ -233,7 +233,7 @@ class PrefillHandlers:
         """Make room by forgetting a decode that has gone silent and has nothing left to hear (its death may never be
         observed when it is on another host). False when there is none."""
         for incarnation, target in self.targets.items():
-            if target.silent and target.route is not None and not target.grants and not target.doubtful:
+            if target.silent and target.route is not None and not target.grants and target.all_drained:
                 del self.targets[incarnation]
                 target.route.close()
                 if target.watch is not None:

@@ -71,6 +71,11 @@ class Target:
         said = self.closed.get(grant, ())
         return grant not in self.doubtful and all(word.drained for word in said if type(word) is AbortAck)
 
+    @property
+    def all_drained(self) -> bool:
+        """No ended grant is in doubt: it may be forgotten that they were, and said of any that nothing can land."""
+        return not self.doubtful and all(self.drained(grant) for grant in self.closed)
+
     def settle(self, below: int) -> None:
         """Decode needs nothing said again below this grant."""
         while self.closed and next(iter(self.closed)) < below:

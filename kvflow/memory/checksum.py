@@ -64,7 +64,15 @@ class _Sum:
         self._stretches, self._pages = stretches, pages.tolist()
         self._breath_pages = max(1, _BREATH_BYTES // page_bytes)
         self._cancelled = False
-        self.done: asyncio.Future[bytes] = asyncio.get_running_loop().run_in_executor(None, self._run)
+        loop = asyncio.get_running_loop()
+        self.done: asyncio.Future[bytes]
+        try:
+            self.done = loop.run_in_executor(None, self._run)
+        except RuntimeError:  # no thread is to be had: what was queued must not read on, and nothing was summed
+            log.exception("a checksum could not start")
+            self._cancelled = True
+            self.done = loop.create_future()
+            self.done.set_result(b"")
 
     def cancel(self) -> None:
         self._cancelled = True

@@ -6,6 +6,7 @@ import sys
 import urllib.error
 import urllib.parse
 import urllib.request
+from typing import Any
 
 import msgspec
 
@@ -13,6 +14,11 @@ from kvflow.protocols.errors import LostError, MisuseError
 from kvflow.server.failures import message_of
 
 TIMEOUT_S = 10.0
+
+
+class _Stay(urllib.request.HTTPRedirectHandler):
+    def redirect_request(self, *_: Any) -> None:
+        return None
 
 
 def declare_dead(url: str, api_key: str, incarnation: str, why: str) -> None:
@@ -23,8 +29,9 @@ def declare_dead(url: str, api_key: str, incarnation: str, why: str) -> None:
     request = urllib.request.Request(url.rstrip("/") + path, method="POST")
     if api_key:
         request.add_header("Authorization", f"Bearer {api_key}")
+    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}), _Stay)  # the key is for that server alone
     try:
-        with urllib.request.urlopen(request, timeout=TIMEOUT_S) as answer:
+        with opener.open(request, timeout=TIMEOUT_S) as answer:
             document = msgspec.json.decode(answer.read())
     except urllib.error.HTTPError as error:
         raise MisuseError(f"{url} refused ({error.code}): {message_of(error.read())}") from None
