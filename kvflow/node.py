@@ -29,6 +29,7 @@ from kvflow.handlers.decode_room import DecodeSession
 from kvflow.handlers.prefill import PrefillHandlers
 from kvflow.handlers.prefill_room import PrefillSession
 from kvflow.handlers.settings import Bounds, Timing
+from kvflow.handlers.threads import drained
 from kvflow.memory.allocator import PageAllocator
 from kvflow.memory.checksum import PageSums
 from kvflow.memory.pool import PagedPool
@@ -38,7 +39,6 @@ from kvflow.protocols.layout import PoolLayout
 from kvflow.protocols.ports import ControlSocket, DataPlane, Endpoint
 from kvflow.protocols.ranks import PoolShape, RankInfo
 from kvflow.transports.control import bind_router, connect_dealer
-from kvflow.transports.threads import drained
 
 Prompt = Sequence[int] | NDArray[np.integer[Any]]
 Resolve = Callable[[str], Awaitable[Sequence[RankInfo]]]
@@ -270,7 +270,7 @@ class DecodeNode(_Node[DecodeHandlers]):
         """`resolve` turns the word a room names its prefill by into ranks (a registry's client, say).
 
         `verify_transfers`: a chunk has landed when its checksum is that of prefill, which must send one. A room whose
-        pages differ fails; prefill hears of it too, of the last chunk after it has succeeded there.
+        pages differ fails; prefill hears of it too, unless it was the last chunk: there the room has succeeded by then.
         """
         super().__init__(pool, plane, pages=pages, timing=timing, verify_transfers=verify_transfers, now=now)
         self._resolve, self._connect, self._bounds = resolve, connect, bounds

@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 import logging
 
+from kvflow.handlers.threads import drained
 from kvflow.protocols.errors import Cause, Code, room_error
-from kvflow.transports.threads import drained
 
 _log = logging.getLogger("kvflow.engine")
 

@@ -10,8 +10,8 @@ from typing import TypeVar
 import numpy as np
 
 from kvflow.engine import sequence
+from kvflow.handlers.threads import drained
 from kvflow.protocols.ports import PageStore
-from kvflow.transports.threads import drained
 
 T = TypeVar("T")
 

@@ -187,9 +187,8 @@ class DecodeHandlers:
         self._sweeper.cancel()
         await asyncio.gather(self._sweeper, *self._closing, return_exceptions=True)
         for link in list(self.links.values()):
-            self.source_lost(
-                link, self._leaving or Cause(Code.SHUTDOWN)
-            )  # rooms that still wait for proof end here; their loans do not
+            # Rooms that still wait for proof end here; their loans do not.
+            self.source_lost(link, self._leaving or Cause(Code.SHUTDOWN))
             await link.close()
         self.links.clear()
 

@@ -136,7 +136,7 @@ class DecodeSession:
         self.feed(DecodeEvent(DecodeKind.CHUNK_LANDED, rank, message.seq, message.pages, message.last))
 
     def chunk_differs(self, cause: Cause) -> None:
-        """What landed is not what prefill sent: the room ends here, and prefill is told why."""
+        """What landed is not what prefill sent: the room ends here, and a prefill that still writes is told why."""
         self._home.counts.mismatched += 1
         self.close(cause)
 

@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 from xxhash import xxh3_64
 
+from kvflow.handlers.threads import drained
 from kvflow.memory.pool import PagedPool
 from kvflow.protocols.errors import LayoutError
 from kvflow.protocols.layout import PageIndices, PoolLayout
@@ -47,14 +48,7 @@ class PageSums:
     async def close(self) -> None:
         for made in self._running:
             made.cancel()
-        cancelled: asyncio.CancelledError | None = None
-        while running := [made.done for made in self._running]:
-            try:
-                await asyncio.wait(running)
-            except asyncio.CancelledError as error:
-                cancelled = error  # passed on, but only when nothing runs any more (I12)
-        if cancelled is not None:
-            raise cancelled
+        await drained(asyncio.gather(*(made.done for made in self._running)))
 
 
 class _Sum:

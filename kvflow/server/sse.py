@@ -11,8 +11,8 @@ from typing import Any, Self, TypeVar
 import msgspec
 from aiohttp import web
 
+from kvflow.handlers.threads import drained
 from kvflow.server.failures import Failure
-from kvflow.transports.threads import drained
 
 T = TypeVar("T")
 

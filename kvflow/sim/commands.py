@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from typing import Annotated, Any
 
 import typer
@@ -109,7 +108,6 @@ def _say(text: str) -> None:
 
 
 def _report(report: dict[str, Any], as_json: bool) -> None:
-    os.environ.setdefault("OMP_NUM_THREADS", "1")
     if as_json:
         typer.echo(json.dumps(report))
     else:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
 from kvflow.handlers.decode_room import DecodeSession
+from kvflow.handlers.link import Link
 from kvflow.handlers.prefill_room import PrefillSession
 from kvflow.protocols import decode_room, prefill_room
 from kvflow.protocols.codec import routing_id
@@ -21,6 +22,7 @@ from kvflow.sim.truth import Key, Seen, Truth
 HEAR_S = 1.0  # the other side of a failed room hears of it within so long while the link is up
 PATIENCE_S = 2.2  # silence for so long is no wonder when something has happened
 RECOVER_S = 1.2  # and within so long after the link is up again
+Session = DecodeSession | PrefillSession
 _OVER_AT_DECODE = decode_room.TERMINAL | {DecodePhase.DRAINING}
 _OVER_AT_PREFILL = prefill_room.TERMINAL | {PrefillPhase.DRAINING}
 
@@ -34,7 +36,7 @@ class Endings:
         self.count: dict[str, int] = {}
         self._decodes: dict[Key, DecodeSession] = {}
         self._prefills: dict[Key, PrefillSession] = {}
-        self._over_at_s: dict[DecodeSession | PrefillSession, float] = {}
+        self._over_at_s: dict[Session, float] = {}
         self._halves: dict[tuple[int, int], PrefillSession] = {}  # (incarnation, room): the engine's latest
 
     # --- what sessions do
@@ -54,10 +56,8 @@ class Endings:
         if before.phase not in _OVER_AT_DECODE and now.phase in _OVER_AT_DECODE:
             self._over_at_s[session] = self.loop.time()
             self._ended("decode", now.phase.name, now.cause)
-            if now.cause is not None and now.cause.code is Code.PEER_LOST:
-                sources = [(self.truth.by_incarnation[link.source], link.control) for link in session.links]
-                if all(self._fine(source, node, control) for source, control in sources):
-                    self.truth.broken("I4", f"room {session.room} at decode: {now.cause}; nothing has happened to it")
+            halves = [self._halves.get((link.source, session.room)) for link in session.links]
+            self._not_for_nothing(session, [half for half in halves if half is not None], session.links, node)
             if now.phase is DecodePhase.SUCCESS:
                 self.truth.landed(session, session._landed.result())
             elif not session._landed.done():
@@ -80,6 +80,8 @@ class Endings:
                 self.truth.broken("I4", f"room {session.room} ended at prefill, its engine was not told")
             if key is not None:
                 self._look(key)
+                decode, target = self._decodes[key], self.truth.by_incarnation[key.target]
+                self._not_for_nothing(session, [decode], [k for k in decode.links if k.source == key.source], target)
         if key is not None and now.phase in prefill_room.TERMINAL and before.phase not in prefill_room.TERMINAL:
             writes = self.truth.writes.get(key, ())
             if any(write.landing is None for write in writes):
@@ -94,6 +96,17 @@ class Endings:
         if key in self._prefills or key in self.truth.acked:
             self.truth.broken("I6", f"{key} opens room {session.room} at prefill, and was closed before")
         self._prefills[key] = session
+
+    def _not_for_nothing(
+        self, session: Session, others: Sequence[Session], links: Sequence[Link], target: Seen
+    ) -> None:
+        """A peer is given up when something has happened between the two, or when one of `others` gave up its own."""
+        cause = session.state.cause
+        if cause is None or cause.code is not Code.PEER_LOST or any(other.state.cause == cause for other in others):
+            return
+        if all(self._fine(self.truth.by_incarnation[link.source], target, link.control) for link in links):
+            side = "decode" if isinstance(session, DecodeSession) else "prefill"
+            self.truth.broken("I4", f"room {session.room} at {side}: {cause}; nothing has happened to it")
 
     def _one_ending(self, who: str, before: Any, now: Any, terminal: frozenset[Any]) -> None:
         if before.phase in terminal and now.phase is not before.phase:

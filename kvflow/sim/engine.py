@@ -7,6 +7,7 @@ import ctypes
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
+from kvflow.handlers.threads import in_thread
 from kvflow.node import DecodeNode, PrefillNode
 from kvflow.protocols.codec import prompt_digest
 from kvflow.protocols.errors import Cause, Code, KvflowError
@@ -14,7 +15,6 @@ from kvflow.protocols.layout import PageIndices
 from kvflow.protocols.ranks import RankInfo
 from kvflow.sim.pages import WatchedPages
 from kvflow.sim.truth import content, handoff_of
-from kvflow.transports.threads import in_thread
 
 
 class Job:

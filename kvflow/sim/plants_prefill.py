@@ -7,7 +7,7 @@ from collections import OrderedDict
 from contextlib import AbstractContextManager, ExitStack
 from typing import Any
 
-from kvflow.handlers import prefill, prefill_room
+from kvflow.handlers import prefill, prefill_room, threads
 from kvflow.handlers.prefill import PrefillHandlers
 from kvflow.handlers.prefill_room import PrefillSession
 from kvflow.handlers.target import Target
@@ -19,7 +19,6 @@ from kvflow.protocols.messages import Abort, AbortAck, Bootstrap, Message, Resyn
 from kvflow.protocols.ports import Flight, Landing
 from kvflow.protocols.prefill_room import PrefillCommand, PrefillEvent, PrefillKind
 from kvflow.sim.swap import swapped, swapped_item
-from kvflow.transports import threads
 
 Installed = AbstractContextManager[object]
 

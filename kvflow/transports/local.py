@@ -24,12 +24,12 @@ import re
 import msgspec
 import numpy as np
 
+from kvflow.handlers.threads import in_thread
 from kvflow.memory.shared import SharedSegment
 from kvflow.protocols.errors import LayoutError, TransferError
 from kvflow.protocols.layout import PoolLayout
 from kvflow.protocols.ports import Endpoint, Landing
 from kvflow.transports.route import BlockQueue, PlannedRoute, Planner
-from kvflow.transports.threads import in_thread
 from kvflow.transports.witness import check_same_host, is_alive, own_witness, wait_dead
 from kvflow.transports.writer import WriteFlight, WriteThread
 

@@ -24,13 +24,13 @@ import threading
 from collections import deque
 from typing import Any
 
+from kvflow.handlers.threads import in_thread
 from kvflow.protocols.errors import LayoutError, MisuseError, TransferError
 from kvflow.protocols.layout import PoolLayout
 from kvflow.protocols.ports import Endpoint, Landing, Witness
 from kvflow.transports.lanes import listening_ports, orphaned_lanes
 from kvflow.transports.pacing import unpace_local_connections
 from kvflow.transports.route import BlockQueue, PlannedRoute, Planner
-from kvflow.transports.threads import in_thread
 from kvflow.transports.witness import own_witness, wait_dead
 from kvflow.transports.writer import WriteFlight, WriteThread
 
@@ -100,7 +100,7 @@ class MooncakePlane:
         self._thread.start()
         planner = Planner(ours, layout, max_block_bytes=min(MAX_BLOCK_BYTES, self._thread.slice_bytes))
         engine = await in_thread(lambda: self._reach(endpoint, ours, layout))
-        return MooncakeRoute(self._thread, planner, engine, endpoint.address)
+        return MooncakeRoute(self._thread, planner, engine, endpoint.address, over_tcp=not self._device)
 
     def _reach(self, peer: Endpoint, ours: PoolLayout, theirs: PoolLayout) -> Any:
         """Open the session with a write of no bytes, so that no later submit has to connect (up to 5 s)."""
@@ -171,13 +171,14 @@ class MooncakePlane:
 class MooncakeRoute(PlannedRoute):
     """Implements `protocols.ports.Route`. The window is the route's, so a frozen peer holds up nobody else's writes."""
 
-    def __init__(self, thread: WriteThread, planner: Planner, engine: Any, session: str) -> None:
+    def __init__(self, thread: WriteThread, planner: Planner, engine: Any, session: str, *, over_tcp: bool) -> None:
         super().__init__(thread, planner)
         self.submit = engine.transfer_submit_write
         self.check = engine.transfer_check_status
         self.session = session
         self.jobs = self.handles = self.bytes = 0  # under way; the plane's thread only
-        self._next_look, self._until_look = _FIRST_LOOK_BYTES, 0
+        self._next_look = _FIRST_LOOK_BYTES
+        self._until_look = 0 if over_tcp else float("inf")  # bytes; RDMA has no connections to look at
 
     def begin(self, flight: WriteFlight) -> _WindowJob:
         return _WindowJob(self, flight, BlockQueue(self.planner, flight.source_pages, flight.target_pages))

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import os
 import socket
-import stat
 
 _PACED = b"bbr"
 _UNPACED = b"reno"  # the one algorithm that every kernel has and every user may choose
@@ -33,18 +32,23 @@ def _unpaced(fd: int) -> bool:
     except OSError:
         return False
     try:
-        if not stat.S_ISSOCK(os.fstat(fd).st_mode):
-            return False
-        with socket.socket(fileno=os.dup(fd)) as connection:
-            if connection.family not in (socket.AF_INET, socket.AF_INET6) or connection.type != socket.SOCK_STREAM:
-                return False
-            if connection.getpeername()[0] != connection.getsockname()[0]:
-                return False
-            if connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, 16).rstrip(b"\0") != _PACED:
-                return False
-            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, _UNPACED)
-            return True
-    except OSError:  # it has no other end, or none any more
-        return False
-    finally:
+        connection = socket.socket(fileno=fd)
+    except OSError:  # something else than a socket
         os.close(fd)
+        return False
+    with connection:
+        try:
+            return _unpace(connection)
+        except OSError:  # it has no other end, or none any more
+            return False
+
+
+def _unpace(connection: socket.socket) -> bool:
+    if connection.family not in (socket.AF_INET, socket.AF_INET6) or connection.type != socket.SOCK_STREAM:
+        return False
+    if connection.getpeername()[0] != connection.getsockname()[0]:
+        return False
+    if connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, 16).rstrip(b"\0") != _PACED:
+        return False
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, _UNPACED)
+    return True

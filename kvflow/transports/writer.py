@@ -18,10 +18,10 @@ import time
 from collections import deque
 from typing import Protocol
 
+from kvflow.handlers.threads import drained
 from kvflow.protocols.errors import MisuseError, TransferError
 from kvflow.protocols.layout import PageIndices
 from kvflow.protocols.ports import Landing
-from kvflow.transports.threads import drained
 
 SLICE_BYTES = 8 << 20  # 1 to 3 ms of memmove: what a cancel, or another room, waits for
 _LIMITED_SLICE_S = 0.005

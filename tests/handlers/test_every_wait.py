@@ -106,6 +106,12 @@ async def opening_while_stuck(p: Pair) -> Work:
     return await opening(p)
 
 
+async def midway_and_stuck(p: Pair) -> None:
+    stick(p)
+    source, _ = await matched(p)
+    p.send_all(source)
+
+
 async def serving_while_stuck(p: Pair) -> Work:
     stick(p)
     return await serving(p)
@@ -123,9 +129,7 @@ async def closing_decode_while_opening(p: Pair) -> Work:
 
 
 async def closing_decode_while_stuck(p: Pair) -> Work:
-    stick(p)
-    source, _ = await matched(p)
-    p.send_all(source)
+    await midway_and_stuck(p)
     return p.decode.close()
 
 
@@ -135,16 +139,12 @@ async def closing_prefill(p: Pair) -> Work:
 
 
 async def closing_prefill_while_stuck(p: Pair) -> Work:
-    stick(p)
-    source, _ = await matched(p)
-    p.send_all(source)
+    await midway_and_stuck(p)
     return p.prefill.close()
 
 
 async def draining_prefill(p: Pair) -> Work:
-    stick(p)
-    source, _ = await matched(p)
-    p.send_all(source)
+    await midway_and_stuck(p)
     return p.prefill.handlers.drain(1.0)
 
 

@@ -17,6 +17,8 @@ from contextlib import suppress
 import msgspec
 import psutil
 
+from kvflow.handlers.decode_room import DecodeSession
+from kvflow.handlers.prefill_room import PrefillSession
 from kvflow.protocols.errors import Cause, Code, KvflowError
 from kvflow.sim.network import DELIVERED, LOST, TWICE, Fate, Frame
 from kvflow.sim.pair import QUICK, Pair, pair, small_layout
@@ -39,22 +41,24 @@ async def success(p: Pair, room: int) -> None:
             p.decode.pages.give_back(target.keep(room), room)
 
 
-async def aborted_by_decode(p: Pair, room: int) -> None:
+async def under_way(p: Pair, room: int) -> tuple[PrefillSession, DecodeSession]:
+    """Open, matched, or with its chunks sent, by its number."""
     source, target = await p.open(room, PROMPT)
     if room % 3:
         await source.matched()
         if room % 2:
             p.send_all(source, chunks=2)
+    return source, target
+
+
+async def aborted_by_decode(p: Pair, room: int) -> None:
+    source, target = await under_way(p, room)
     target.close(GONE)
     await ended(source.done())
 
 
 async def failed_by_prefill(p: Pair, room: int) -> None:
-    source, target = await p.open(room, PROMPT)
-    if room % 3:
-        await source.matched()
-        if room % 2:
-            p.send_all(source, chunks=2)
+    source, target = await under_way(p, room)
     source.close(WHY)
     await ended(target.landed())
     target.close()
