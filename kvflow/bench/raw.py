@@ -23,7 +23,8 @@ from kvflow.transports.mooncake import MooncakePlane
 BLOCK_SIZES = (1 << 20, 2 << 20, 64 << 20)
 WINDOWS = (16, 32, 128)
 PAUSES_S = (0.0, 0.0001, 0.0005)
-TUNE_ROUNDS = 3
+TUNE_ROUNDS = 5
+TUNE_PAGES = 256
 
 
 class Way(NamedTuple):

@@ -12,6 +12,7 @@ from kvflow.bench.peer import POLLS_MS, open_peer
 
 SHAPE = {"layers": 32, "heads": 8, "dim": 128, "page_size": 16}
 SPARE_PAGES = 64
+SHORT_PAGES = 256  # what moves less is done in some 50 ms, and depends on which cores its threads woke up on
 
 
 class Case(NamedTuple):
@@ -19,6 +20,10 @@ class Case(NamedTuple):
 
     pages: int
     rooms: int
+
+    def pairs(self, pairs: int) -> int:
+        """How many measurements its median takes: more of a short one."""
+        return pairs * max(1, SHORT_PAGES // (self.pages * self.rooms))
 
     def __str__(self) -> str:
         return f"{self.pages} pages x {self.rooms}"
@@ -47,24 +52,26 @@ async def bare(pair: Pair, case: Case) -> float:
 
 
 async def bench_plane(plane: str, order: str, pairs: int, cases: tuple[Case, ...], say: Say) -> dict[str, Any]:
-    """One data plane: `pairs` interleaved (rooms, bare) measurements of every case.
+    """One data plane: `pairs` interleaved (rooms, bare) measurements of every case, more of a short one.
 
-    Returns {case: {"ratio": quartiles, "rooms_gb_s": quartiles, "raw_gb_s": quartiles}}.
+    Returns {case: {"pairs": measurements, "ratio": quartiles, "rooms_gb_s": quartiles, "raw_gb_s": quartiles}}.
     """
     pages = max(case.pages * case.rooms for case in cases) + SPARE_PAGES
     report: dict[str, Any] = {}
     async with await Pair.open(plane, order=order, pages=pages, **SHAPE) as pair:
+        await through_rooms(pair, max(cases))  # connections get up to speed, for both
         report["raw"] = await pair.raw_setup()
         for case in cases:
             await through_rooms(pair, case)
             seen = []
-            for turn in range(pairs):  # the order alternates, so that neither side always runs on the other's heels
+            for turn in range(case.pairs(pairs)):  # in turn, so that neither side always runs on the other's heels
                 if turn % 2:
                     raw, rooms = await bare(pair, case), await through_rooms(pair, case)
                 else:
                     rooms, raw = await through_rooms(pair, case), await bare(pair, case)
                 seen.append((rooms, raw))
             report[str(case)] = {
+                "pairs": len(seen),
                 "ratio": quartiles([rooms / raw for rooms, raw in seen]),
                 "rooms_gb_s": quartiles([rooms for rooms, _ in seen]),
                 "raw_gb_s": quartiles([raw for _, raw in seen]),

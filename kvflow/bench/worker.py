@@ -21,7 +21,7 @@ import msgspec
 import numpy as np
 import uvloop
 
-from kvflow.bench.raw import RawWriter, open_raw
+from kvflow.bench.raw import TUNE_PAGES, RawWriter, open_raw
 from kvflow.memory.checksum import PageSums
 from kvflow.memory.pool import PagedPool
 from kvflow.node import DecodeNode, PrefillNode
@@ -162,7 +162,7 @@ class Worker:
         """Open the raw way into decode's pool and find the best one."""
         peer, theirs = msgspec.convert(endpoint, Endpoint), msgspec.convert(layout, PoolLayout)
         self.raw_writer = await asyncio.to_thread(open_raw, self.node.plane, self.pool.layout, peer, theirs)
-        sample = source_slice(self.source_pages, 0, min(64, len(self.source_pages) - 1))
+        sample = source_slice(self.source_pages, 0, min(TUNE_PAGES, len(self.source_pages) - 1))
         return (await asyncio.to_thread(self.raw_writer.tune, sample))._asdict()
 
     async def raw(self, *, first: int, count: int, pages: int) -> dict[str, Any]:

@@ -153,7 +153,7 @@ class _CopyJob:
     """Implements `writer.Job`: what was submitted has landed."""
 
     __slots__ = ("_blocks", "error", "landed_bytes", "landing")
-    waiting = False
+    pause_s = 0.0
 
     def __init__(self, blocks: BlockQueue) -> None:
         self._blocks = blocks

@@ -36,9 +36,13 @@ from kvflow.transports.writer import WriteFlight, WriteThread
 
 WINDOW_HANDLES = 128
 WINDOW_BYTES = 32 << 20
-MAX_BLOCK_BYTES = 1 << 20
+MAX_BLOCK_BYTES = 2 << 20
 MAX_REGIONS = 1024
-_FIRST_LOOK_BYTES, _LAST_LOOK_BYTES = 4 << 20, 256 << 20
+_FIRST_UNPACE_BYTES, _LAST_UNPACE_BYTES = 4 << 20, 256 << 20
+# A look at a window takes some 100 us of CPU, which the copying threads lack where cores are few: it is taken a few
+# times while the window empties, and not before the last of a write can have landed at the best speed seen.
+_TCP_PAUSE_S, _RDMA_PAUSE_S = 0.001, 0.0002
+_BEST_BYTES_PER_S = 8e9
 _CLOSE_GRACE_S = 5.0
 _LANES_POLL_S = 0.02
 _SESSION = re.compile(r"[A-Za-z0-9_.:\[\]-]{1,255}:[0-9]{1,5}\Z", re.ASCII)
@@ -177,19 +181,20 @@ class MooncakeRoute(PlannedRoute):
         self.check = engine.transfer_check_status
         self.session = session
         self.jobs = self.handles = self.bytes = 0  # under way; the plane's thread only
-        self._next_look = _FIRST_LOOK_BYTES
-        self._until_look = 0 if over_tcp else float("inf")  # bytes; RDMA has no connections to look at
+        self._next_unpace = _FIRST_UNPACE_BYTES
+        self.pause_s = _TCP_PAUSE_S if over_tcp else _RDMA_PAUSE_S
+        self._until_unpace = 0 if over_tcp else float("inf")  # bytes; RDMA has no connections to look at
 
     def begin(self, flight: WriteFlight) -> _WindowJob:
         return _WindowJob(self, flight, BlockQueue(self.planner, flight.source_pages, flight.target_pages))
 
     def moved(self, submitted_bytes: int) -> None:
         """The engine opens its connections while it has work, so they are looked for often at first, then seldom."""
-        self._until_look -= submitted_bytes
-        if self._until_look <= 0 and submitted_bytes:
+        self._until_unpace -= submitted_bytes
+        if self._until_unpace <= 0 and submitted_bytes:
             unpace_local_connections()
-            self._until_look = self._next_look
-            self._next_look = min(2 * self._next_look, _LAST_LOOK_BYTES)
+            self._until_unpace = self._next_unpace
+            self._next_unpace = min(2 * self._next_unpace, _LAST_UNPACE_BYTES)
 
     def close(self) -> None:
         """Nothing to give back: an engine has no call to drop a session (see `_engine_for`)."""
@@ -198,20 +203,21 @@ class MooncakeRoute(PlannedRoute):
 class _WindowJob:
     """Implements `writer.Job`: some handles of the route's window."""
 
-    __slots__ = ("_blocks", "_flight", "_handles", "_route", "error", "landed_bytes", "landing", "waiting")
+    __slots__ = ("_blocks", "_flight", "_handles", "_route", "error", "landed_bytes", "landing", "pause_s")
 
     def __init__(self, route: MooncakeRoute, flight: WriteFlight, blocks: BlockQueue) -> None:
         self._route, self._flight, self._blocks = route, flight, blocks
         self._handles: deque[tuple[int, int]] = deque()  # (handle, size), oldest first
         self.landed_bytes, self.error = 0, ""
         self.landing: Landing | None = None
-        self.waiting = False
+        self.pause_s = 0.0
         route.jobs += 1
 
     def advance(self, max_bytes: int, cancelled: bool) -> int:
         ended = self._follow()
         submitted = 0 if cancelled or self.error else self._submit(max_bytes)
-        self.waiting = submitted < max_bytes
+        left_s = (self._flight.total_bytes - self.landed_bytes) / _BEST_BYTES_PER_S
+        self.pause_s = min(left_s, self._route.pause_s) if submitted < max_bytes else 0.0
         if not self._handles and (cancelled or self.error or not self._blocks.left_bytes):
             self._route.jobs -= 1
             if self.error:

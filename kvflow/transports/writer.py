@@ -27,8 +27,7 @@ SLICE_BYTES = 8 << 20  # 1 to 3 ms of memmove: what a cancel, or another room, w
 _LIMITED_SLICE_S = 0.005
 _TOLD_AT_ONCE = 8
 _SMALLEST_SLICE = 4 << 10
-_SHORTEST_WAIT_S, _LONG_FIRST_WAIT_S, _LONGEST_WAIT_S = 0.00005, 0.0005, 0.01
-_FAST_PLANE_BYTES_PER_S = 8e9
+_SHORTEST_WAIT_S, _LONGEST_WAIT_S = 0.00005, 0.01
 
 
 class Job(Protocol):
@@ -45,8 +44,8 @@ class Job(Protocol):
         """How it ended; None while anything is under way or left to submit (not cancelled)."""
 
     @property
-    def waiting(self) -> bool:
-        """All it may have under way is: nothing can be submitted before some of it has ended."""
+    def pause_s(self) -> float:
+        """0 while more can be submitted; else how soon the next look at what is under way is worth its CPU time."""
 
     @property
     def landed_bytes(self) -> int: ...
@@ -182,7 +181,7 @@ class WriteThread:
         wait_s = 0.0
         while active or not (self._closing and self._inbox.empty()):  # `close` wakes us after it set the flag
             self._collect(active, wait_s)
-            moved, waiting = False, True
+            moved, pause_s = False, _LONGEST_WAIT_S
             now = time.monotonic()
             for _ in range(len(active)):
                 flight = active.popleft()
@@ -191,13 +190,13 @@ class WriteThread:
                 if flight.job is None:
                     self._tell(flight)
                 else:
-                    waiting &= flight.job.waiting
+                    pause_s = min(pause_s, flight.job.pause_s)
                     active.append(flight)
                 now = time.monotonic() if self.rate else now
-            if not active or (moved and not waiting):
+            if not active or (moved and not pause_s):
                 wait_s = 0.0
             elif moved or not wait_s:
-                wait_s = _first_wait_s(active)
+                wait_s = max(pause_s, _SHORTEST_WAIT_S)
             else:
                 wait_s = min(wait_s * 1.5, _LONGEST_WAIT_S)
             if wait_s and self._next_slice_at > now:
@@ -268,9 +267,3 @@ class WriteThread:
         if self._ended:  # more than one turn's worth, or ended since: the thread may have seen `_told` and said nothing
             self._told = True
             self.loop.call_soon(self._deliver)
-
-
-def _first_wait_s(active: deque[WriteFlight]) -> float:
-    """How long nothing can have ended: polling takes a core from whoever copies, so a large write is asked seldom."""
-    left_bytes = min(flight.total_bytes - flight.landed_bytes for flight in active)
-    return min(max(left_bytes / _FAST_PLANE_BYTES_PER_S, _SHORTEST_WAIT_S), _LONG_FIRST_WAIT_S)

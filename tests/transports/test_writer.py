@@ -19,7 +19,7 @@ LOG = list[tuple[str, int]]
 class Slices:
     """A job of `left` bytes that writes down when it was served."""
 
-    waiting = False
+    pause_s = 0.0
 
     def __init__(self, name: str, left: int, log: LOG, gate: list[bool]) -> None:
         self.name, self.left, self.log, self.gate = name, left, log, gate
@@ -212,7 +212,7 @@ class Hanging(Slices):
 class Frozen(Slices):
     """A job whose peer is frozen: all it may have under way is, and none of it ends."""
 
-    waiting = True
+    pause_s = 0.0005
     turns = 0
 
     def advance(self, max_bytes: int, cancelled: bool) -> int:
