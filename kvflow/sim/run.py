@@ -171,11 +171,13 @@ class Run:
 
     async def _two_kinds_at_least(self) -> None:
         """Some kinds may have found nothing to strike: then a node stands still, or is cut off, for a moment."""
-        place = next(n for n in reversed(range(len(self._places))) if self._places[n].alive)
         for kind in ("freeze", "partition"):
-            if len(self.faults.struck) < 2:
-                self._happen(Accident(0.0, kind, place, 0.2))
-                await asyncio.sleep(0.25)
+            if len(self.faults.struck) >= 2:
+                return
+            while not (alive := [n for n, member in enumerate(self._places) if member.alive]):  # noqa: ASYNC110
+                await asyncio.sleep(0.1)  # all of them are about to start again
+            self._happen(Accident(0.0, kind, alive[-1], 0.2))
+            await asyncio.sleep(0.25)
 
     def _calm(self) -> None:
         """No more faults: what was dropped stays lost, what is late stays late, but nothing new goes wrong."""
@@ -255,6 +257,9 @@ def simulate(
         steps, virtual_s = loop.steps, loop.time()
         truth.over = True
         loop.wind_up()
+    except Exception as error:
+        error.add_note(f"seed {seed}")
+        raise
     finally:
         loop.close()
         run.cluster.close()
