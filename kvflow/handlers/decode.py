@@ -236,8 +236,8 @@ class DecodeHandlers:
             return
         link.heard()
         rank = session.links.index(link)
-        if message.seq != session.next_seq(rank):
-            self.counts.stale += 1  # repeated, or one before it is missing: resync brings that
+        if message.seq != session.next_seq(rank) or session.in_doubt(rank):
+            self.counts.stale += 1  # repeated, or one before it is missing (resync brings that); or a contradiction
             return
         session.chunk_done(rank, message)
 

@@ -22,7 +22,7 @@ from kvflow.protocols.decode_room import (
 )
 from kvflow.protocols.errors import Cause, Code, MisuseError, room_error
 from kvflow.protocols.layout import PageIndices
-from kvflow.protocols.loans import LoanKey, LoanKind
+from kvflow.protocols.loans import LoanKey, LoanKind, LoanPhase
 from kvflow.protocols.messages import ChunkDone
 
 if TYPE_CHECKING:
@@ -117,6 +117,10 @@ class DecodeSession:
     def next_seq(self, rank: int) -> int:
         """The first chunk of `rank` not heard of."""
         return self.state.next_seq[rank] + (self._checks.under_way(rank) if self._checks is not None else 0)
+
+    def in_doubt(self, rank: int) -> bool:
+        """`rank` has said that it cannot vouch for its writes, and cannot take that back."""
+        return any(loan.phase is LoanPhase.DOUBTFUL for loan in self.grant.loans if loan.link is self.links[rank])
 
     def chunk_done(self, rank: int, message: ChunkDone) -> None:
         """An in-order ChunkDone: it has landed; where transfers are verified, as soon as its checksum agrees."""

@@ -52,13 +52,13 @@ TABLE: Table[LoanPhase, LoanKind, LoanCommand] = Table(
     K,
     {
         # What happens to a source ends its rooms first, and that recalls their loans; only recalled ones are repeated.
+        # No room is opened on a source that is lost, and a recalled loan is in doubt from then on.
         P.LENT: rest(K, ERROR)
         | {
             K.RECALL: Move(P.RECALLED, (C.SEND_ABORT,)),
             K.LANDED: _RETURN,
             K.DRAINED: _RETURN,
             K.UNPROVEN: Move(P.DOUBTFUL, (C.AWAIT_FENCE,)),
-            K.SOURCE_BACK: IGNORE,
         },
         P.RECALLED: rest(K, ERROR)
         | {
@@ -66,13 +66,11 @@ TABLE: Table[LoanPhase, LoanKind, LoanCommand] = Table(
             K.DRAINED: _RETURN,
             K.UNPROVEN: Move(P.DOUBTFUL, (C.AWAIT_FENCE,)),
             K.SOURCE_LOST: Move(P.DOUBTFUL, (C.AWAIT_FENCE,)),
-            K.SOURCE_BACK: Move(P.RECALLED, (C.SEND_ABORT,)),
             K.REPEAT_DUE: Move(P.RECALLED, (C.SEND_ABORT,)),
         },
         P.DOUBTFUL: rest(K, ERROR)
         | {
             K.RECALL: IGNORE,
-            K.LANDED: _RETURN,
             K.DRAINED: _RETURN,
             K.UNPROVEN: IGNORE,
             K.SOURCE_LOST: IGNORE,

@@ -31,7 +31,7 @@ class Decode(NamedTuple):
     links: tuple[LinkState, ...]
     room: d.DecodeRoom | None = None
     loans: tuple[loans.LoanPhase, ...] = ()
-    refused: bool = False  # there were no pages for the room
+    refused: bool = False  # there were no pages for the room, or a prefill was lost
     recalled: bool = False
     told: bool = False  # the client knows the ending
     ended: bool = False
@@ -82,7 +82,7 @@ class DecodeSide:
         if room is None or self.state.ended:
             return
         self.heard(rank)
-        if not in_order(room, rank, word.seq):
+        if not in_order(room, rank, word.seq) or self.state.loans[rank] is loans.LoanPhase.DOUBTFUL:
             return
         last = word.seq == self.chunks - 1
         if last:
@@ -266,8 +266,11 @@ def acts(state: Decode, chunks: int, rank: int, seen: Neighbour, word: Word) -> 
     if rank == 0:
         may("crashes", DecodeSide.crash, Price.CRASH)
         if state.room is None and not state.refused:
-            must("lends its pages", DecodeSide.open_room)
-            may("has no pages", DecodeSide.refuse, Price.DECODE_ABORT)
+            if all(link is LinkState.UP for link in state.links):
+                must("lends its pages", DecodeSide.open_room)
+                may("has no pages", DecodeSide.refuse, Price.DECODE_ABORT)
+            else:
+                must("has lost a prefill, and opens no room", lambda side: side.put(refused=True))
         if state.room is not None:
             may("loses its client", DecodeSide.close, Price.DECODE_ABORT)
     link = state.links[rank]

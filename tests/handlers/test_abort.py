@@ -8,9 +8,12 @@ import pytest
 
 from kvflow.handlers.decode_room import DecodeSession
 from kvflow.handlers.prefill_room import PrefillSession
+from kvflow.protocols.codec import encode, routing_id
 from kvflow.protocols.errors import Cause, Code
+from kvflow.protocols.loans import LoanPhase
 from kvflow.protocols.messages import Abort, Bootstrap, ChunkDone, Heartbeat, RoomFailed
 from kvflow.protocols.ports import Landing
+from kvflow.sim.network import Frame
 from kvflow.sim.pair import Pair, fill, pair, until
 from kvflow.transports.fake import Fault
 from tests.handlers.scenes import PROMPT, WHY, code_of, matched, midway, success
@@ -250,6 +253,31 @@ async def test_each_rank_answers_for_itself() -> None:
         await p.crash(second)
         await until(p.decode.pages.at_rest)
         assert first.pages.at_rest()
+
+
+async def test_a_rank_that_could_not_vouch_does_not_take_that_back() -> None:
+    """After its `unproven` a last chunk of the same rank is a contradiction: counted, and no proof."""
+    async with pair(ranks=2) as p:
+        p.network.hold(RoomFailed)
+        sources = [node.room(7, PROMPT) for node in p.prefills]
+        target = await p.decode.room(7, "sim", PROMPT)
+        for node, source in zip(p.prefills, sources, strict=True):
+            await source.matched()
+            p.plane(node).hold()
+            p.send_all(source, node=node)
+        liar = p.prefills[1]
+        p.plane(liar).flights[0].end(Landing.UNPROVEN, "a lane was reset")
+        await until(lambda: any(loan.phase is LoanPhase.DOUBTFUL for loan in target.grant.loans))
+        stale = p.decode.counts.stale
+        last = ChunkDone(7, target.grant.number, liar.incarnation, p.decode.incarnation, 1, 0, 5, True, b"")
+        p.network.inject(Frame(liar.info.control, routing_id(p.decode.incarnation), False, encode(last)))
+        await until(lambda: p.decode.counts.stale == stale + 1)
+        assert len(target.grant.loans) == 2 and target.state.filled == (0, 0)
+        target.close(WHY)
+        p.network.release()
+        await p.crash(liar)
+        p.plane(p.prefills[0]).release()
+        await until(p.decode.pages.at_rest)
 
 
 async def test_an_abort_for_a_room_nobody_knows(kvflow_pair: Pair) -> None:

@@ -25,6 +25,10 @@ def expected(phase: LoanPhase, kind: LoanKind) -> tuple[LoanPhase, tuple[LoanCom
         return ERROR  # the room is ended first, which recalls its loans once
     if kind is K.REPEAT_DUE and phase is not P.RECALLED:
         return ERROR
+    if kind is K.SOURCE_BACK and phase is not P.DOUBTFUL:  # it was lost before
+        return ERROR
+    if kind is K.LANDED and phase is P.DOUBTFUL:  # a prefill that cannot vouch does not take that back
+        return ERROR
     if kind in PROOF:
         return P.RETURNED, (C.RETURN,)
     if kind in DOUBT:
@@ -34,7 +38,7 @@ def expected(phase: LoanPhase, kind: LoanKind) -> tuple[LoanPhase, tuple[LoanCom
     if kind is K.REPEAT_DUE:
         return (P.RECALLED, (C.SEND_ABORT,)) if phase is P.RECALLED else None
     assert kind is K.SOURCE_BACK  # whoever owes an answer is asked again, and from then on repeatedly
-    return (P.RECALLED, (C.SEND_ABORT,)) if phase in (P.RECALLED, P.DOUBTFUL) else None
+    return P.RECALLED, (C.SEND_ABORT,)
 
 
 @pytest.mark.parametrize(("phase", "kind"), CELLS, ids=lambda value: value.name)
