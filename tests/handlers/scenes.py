@@ -46,6 +46,17 @@ async def midway(p: Pair, room: int = 7) -> tuple[PrefillSession, DecodeSession]
     return source, target
 
 
+async def every_rank_writes(p: Pair, room: int = 7) -> tuple[list[PrefillSession], DecodeSession]:
+    """Of every rank one write of the whole room runs, and nothing of it has landed."""
+    sources = [node.room(room, PROMPT) for node in p.prefills]
+    target = await p.decode.room(room, "sim", PROMPT)
+    for node, source in zip(p.prefills, sources, strict=True):
+        await source.matched()
+        p.plane(node).hold()
+        p.send_all(source, node=node)
+    return sources, target
+
+
 async def success(p: Pair, room: int = 7, *, chunks: int = 2) -> None:
     """A whole room, its bytes compared."""
     source, target = await matched(p, room)

@@ -16,7 +16,7 @@ from kvflow.protocols.ports import Landing
 from kvflow.sim.network import Frame
 from kvflow.sim.pair import Pair, fill, pair, until
 from kvflow.transports.fake import Fault
-from tests.handlers.scenes import PROMPT, WHY, code_of, matched, midway, success
+from tests.handlers.scenes import PROMPT, WHY, code_of, every_rank_writes, matched, midway, success
 
 pytest_plugins = ["kvflow.sim.fixtures"]
 Both = tuple[PrefillSession, DecodeSession]
@@ -234,12 +234,7 @@ async def test_each_rank_answers_for_itself() -> None:
     """One has drained, one cannot prove anything: the room is lost, and only that one's loan stays out."""
     async with pair(ranks=2) as p:
         p.network.hold(RoomFailed)
-        sources = [node.room(7, PROMPT) for node in p.prefills]
-        target = await p.decode.room(7, "sim", PROMPT)
-        for node, source in zip(p.prefills, sources, strict=True):
-            await source.matched()
-            p.plane(node).hold()
-            p.send_all(source, node=node)
+        _, target = await every_rank_writes(p)
         first, second = p.prefills
         p.network.hold(Abort)
         target.close(WHY)
@@ -259,12 +254,7 @@ async def test_a_rank_that_could_not_vouch_does_not_take_that_back() -> None:
     """After its `unproven` a last chunk of the same rank is a contradiction: counted, and no proof."""
     async with pair(ranks=2) as p:
         p.network.hold(RoomFailed)
-        sources = [node.room(7, PROMPT) for node in p.prefills]
-        target = await p.decode.room(7, "sim", PROMPT)
-        for node, source in zip(p.prefills, sources, strict=True):
-            await source.matched()
-            p.plane(node).hold()
-            p.send_all(source, node=node)
+        _, target = await every_rank_writes(p)
         liar = p.prefills[1]
         p.plane(liar).flights[0].end(Landing.UNPROVEN, "a lane was reset")
         await until(lambda: any(loan.phase is LoanPhase.DOUBTFUL for loan in target.grant.loans))

@@ -9,7 +9,7 @@ from kvflow.protocols.errors import Code
 from kvflow.protocols.messages import Abort, AbortAck, Bootstrap, Heartbeat, RoomFailed
 from kvflow.sim.pair import Pair, pair, until
 from kvflow.transports.fake import Fault
-from tests.handlers.scenes import PROMPT, WHY, code_of, matched, midway, success
+from tests.handlers.scenes import WHY, code_of, every_rank_writes, matched, midway, success
 
 pytest_plugins = ["kvflow.sim.fixtures"]
 
@@ -106,12 +106,7 @@ async def test_a_crash_in_mid_transfer_ends_rooms_and_loans() -> None:
 
 async def test_one_dead_rank_of_three_quarantines_nothing_for_long() -> None:
     async with pair(ranks=3) as p:
-        sources = [node.room(7, PROMPT) for node in p.prefills]
-        target = await p.decode.room(7, "sim", PROMPT)
-        for node, source in zip(p.prefills, sources, strict=True):
-            await source.matched()
-            p.plane(node).hold()
-            p.send_all(source, node=node)
+        sources, target = await every_rank_writes(p)
         await p.crash(p.prefills[1])
         assert await code_of(target.landed()) is Code.PEER_LOST
         for source in (sources[0], sources[2]):
