@@ -87,9 +87,11 @@ async def test_a_link_that_is_lost_while_another_rank_registers_opens_no_room() 
 
         p.network.rules.append(hold_rank_1)
         opening = asyncio.ensure_future(p.decode.room(7, "sim", PROMPT))
-        await until(lambda: any(link.phase is LinkPhase.UP for link in p.decode.handlers.links.values()))
+        links = p.decode.handlers.links
+        await until(lambda: first.incarnation in links and links[first.incarnation].phase is LinkPhase.UP)
+        lost = links[first.incarnation]  # once it is lost, the next sweep forgets it
         answer(p, first.control, 12345, asked=first.incarnation)
-        await until(lambda: any(link.phase is LinkPhase.GONE for link in p.decode.handlers.links.values()))
+        await until(lambda: lost.phase is LinkPhase.GONE)
         p.network.rules.clear()
         p.network.release()
         with pytest.raises(LostError):
