@@ -77,13 +77,17 @@ def flip(pool: PagedPool, page: int) -> None:
 
 
 def corrupt(p: Pair, seq: int, page: int) -> None:
-    """Change a byte of target page number `page` of the room when ChunkDone(`seq`) is under way."""
+    """Change a byte of target page number `page` of the room when ChunkDone(`seq`) is under way; once: a slow decode
+    asks for it again, and to flip a byte twice changes nothing."""
+    fresh = True
 
     def rule(frame: Frame) -> Fate | None:
+        nonlocal fresh
         message = frame.message
         room = p.decode.handlers.rooms.get(message.grant) if isinstance(message, ChunkDone) else None
-        if room is not None and isinstance(message, ChunkDone) and message.seq == seq:
+        if fresh and room is not None and isinstance(message, ChunkDone) and message.seq == seq:
             flip(p.decode.pool, int(room.pages[page]))
+            fresh = False
         return None
 
     p.network.rules.append(rule)
