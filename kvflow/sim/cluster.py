@@ -42,6 +42,11 @@ class Member:
     def alive(self) -> bool:
         return not self.process.dead
 
+    @property
+    def up(self) -> bool:
+        """Alive, and not standing still."""
+        return self.alive and self.process.parked is None
+
     def spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         """A task of this node's own."""
         task: asyncio.Task[None] = self.process.run(asyncio.ensure_future, work)

@@ -125,7 +125,7 @@ class Run:
 
     def _end(self, member: Member, task: asyncio.Task[None], job: Job, how: str) -> None:
         """The client goes away, or the engine wants the room's pages back."""
-        if not member.alive or member.process.parked is not None or task.done():
+        if not member.up or task.done():
             return
         self.truth.told(lambda: f"{member.name}: room {job.room}: {how}")
         if how == "close" and job.close is not None:
@@ -140,7 +140,7 @@ class Run:
     def _happen(self, accident: Accident) -> None:
         member = self._places[accident.node]
         kind, cluster = accident.kind, self.cluster
-        if not member.alive or member.process.parked is not None:
+        if not member.up:
             return
         if kind == "crash" and not self._enough_without(member):
             kind = "restart"
@@ -174,9 +174,9 @@ class Run:
         for kind in ("freeze", "partition"):
             if len(self.faults.struck) >= 2:
                 return
-            while not (alive := [n for n, member in enumerate(self._places) if member.alive]):  # noqa: ASYNC110
+            while not (up := [n for n, member in enumerate(self._places) if member.up]):  # noqa: ASYNC110
                 await asyncio.sleep(0.1)  # all of them are about to start again
-            self._happen(Accident(0.0, kind, alive[-1], 0.2))
+            self._happen(Accident(0.0, kind, up[-1], 0.2))
             await asyncio.sleep(0.25)
 
     def _calm(self) -> None:
