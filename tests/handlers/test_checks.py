@@ -20,7 +20,7 @@ from kvflow.protocols.errors import Code, KvflowError
 from kvflow.protocols.layout import PageIndices
 from kvflow.protocols.messages import ChunkDone, Resync
 from kvflow.sim.network import Fate, Frame
-from kvflow.sim.pair import Pair, small_layout, until
+from kvflow.sim.pair import Pair, fill, small_layout, until
 from kvflow.transports.fake import Fault
 from kvflow.transports.local import LocalPlane
 from tests.handlers.scenes import WHY, assert_same_bytes, code_of, matched
@@ -328,8 +328,8 @@ async def test_over_shared_memory(spoiled: bool, kvflow_clean_loop: None) -> Non
         DecodeNode(pools[1], planes[1], verify_transfers=True) as decode,
     ):
         pages = prefill.pages.take(200, "engine")
-        for name in ("0.k", "0.v"):
-            pools[0].tensor(name).random_(1, 255)
+        for page in pages:
+            fill(pools[0], [page], 1 + int(page) % 255)
         async with prefill.room(7, range(800)) as source, await decode.room(7, [prefill.info], range(800)) as target:
             await source.matched()
             if spoiled:

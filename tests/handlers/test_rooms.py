@@ -32,7 +32,8 @@ async def test_a_room_moves_its_pages(kvflow_pair: Pair, chunks: int, first: str
     await source.done()
     assert source.ended and target.ended and source.bytes_landed == source.bytes_total > 0
     assert_same_bytes(p, pages, target)
-    assert p.network.seen["ChunkDone"] == chunks
+    seen = p.network.seen  # told once, and again only when a slow decode asked
+    assert chunks <= seen["ChunkDone"] <= chunks * (1 + seen["Resync"])
     target.close()
     await p.rest()
     assert p.decode.counts.endings == p.prefill.counts.endings == {"success": 1}
