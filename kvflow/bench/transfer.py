@@ -64,7 +64,8 @@ async def bench_plane(plane: str, order: str, pairs: int, cases: tuple[Case, ...
         for case in cases:
             await through_rooms(pair, case)
             seen = []
-            for turn in range(case.pairs(pairs)):  # in turn, so that neither side always runs on the other's heels
+            for turn in range(case.pairs(pairs)):
+                # The order alternates, so that neither side always runs on the other's heels.
                 if turn % 2:
                     raw, rooms = await bare(pair, case), await through_rooms(pair, case)
                 else:

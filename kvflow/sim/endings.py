@@ -56,8 +56,9 @@ class Endings:
         if before.phase not in _OVER_AT_DECODE and now.phase in _OVER_AT_DECODE:
             self._over_at_s[session] = self.loop.time()
             self._ended("decode", now.phase.name, now.cause)
-            halves = [self._halves.get((link.source, session.room)) for link in session.links]
-            self._not_for_nothing(session, [half for half in halves if half is not None], session.links, node)
+            keys = [(link.source, session.room) for link in session.links]
+            halves = [self._halves[key] for key in keys if key in self._halves]
+            self._not_for_nothing(session, halves, session.links, node)
             if now.phase is DecodePhase.SUCCESS:
                 self.truth.landed(session, session._landed.result())
             elif not session._landed.done():

@@ -306,10 +306,7 @@ async def test_what_cannot_be_summed_has_not_landed(p: Pair, monkeypatch: pytest
     await p.rest()
 
 
-async def test_a_lost_chunk_is_said_again_with_its_checksum(kvflow_pair: Pair) -> None:
-    p = kvflow_pair
-    for node in p.nodes:
-        verify(node)
+async def test_a_lost_chunk_is_said_again_with_its_checksum(p: Pair) -> None:
     p.network.drop(ChunkDone)
     p.network.drop(Resync)
     source, target = await matched(p)
