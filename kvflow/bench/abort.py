@@ -61,14 +61,15 @@ async def bench_plane(plane: str, plan: Plan, say: Say, shape: dict[str, int] = 
     async with await open_pair as pair:
         await pair.raw_setup()
         window_pages = min(plan.pages, WINDOWS[plane] // pair.page_bytes)
-        reserved = await pair.decode.ask("reserve", pages=window_pages)
+        bell, targets = await pair.both("reserve", pages=window_pages)
         while len(rows) < plan.times and tried < TRIES * plan.times:
             tried += 1
             aim, look_at_all = chance.uniform(EARLIEST, LATEST), len(rows) in whole
             sent, got = await pair.both("abort", room=tried, pages=plan.pages, aim=aim, whole=look_at_all)
-            window_s = (await pair.prefill.ask("window", **reserved))["seconds"]
+            moved, told = await pair.both("window", **bell, **targets)
             if got["aborted"] and EARLIEST <= got["moved"] <= LATEST:
-                rows.append({**sent, "moved": got["moved"], "seconds": got["seconds"], "window_s": window_s})
+                windows = {"window_s": moved["seconds"], "stop_s": told["seconds"]}
+                rows.append({**sent, **windows, "moved": got["moved"], "seconds": got["seconds"]})
                 if len(rows) % 20 == 0:
                     say(f"{plane}: {len(rows)} aborts, the last after {got['moved']:.0%} of the bytes")
         seen = await pair.decode.ask("look", after_s=SETTLE_S)
@@ -83,16 +84,22 @@ async def bench_plane(plane: str, plan: Plan, say: Say, shape: dict[str, int] = 
 
 
 def figures(rows: list[Row], window_bytes: int) -> dict[str, Any]:
-    """Times in ms; ratios to the median time of one window through the bare plane of the same run."""
+    """Times in ms. `windows` are ratios to the median time of one window through the bare plane of the same run,
+    `stops` to a window that decode asks for and is told of over a bare socket: median to median, maximum to maximum,
+    for what else the machine does delays both.
+    """
     if not rows:
         return {}
     window_s = float(np.median([r["window_s"] for r in rows]))
+    aborts, stops = (spread([r[what] * 1e3 for r in rows]) for what in ("seconds", "stop_s"))
     return {
         "moved": spread([r["moved"] for r in rows]),
-        "abort_to_reusable_ms": spread([r["seconds"] * 1e3 for r in rows]),
+        "abort_to_reusable_ms": aborts,
         "prefill_drain_ms": spread([r["drain_s"] * 1e3 for r in rows]),
         "bare_window_ms": spread([r["window_s"] * 1e3 for r in rows]),
+        "bare_stop_ms": stops,
         "abort_to_reusable_windows": spread([r["seconds"] / window_s for r in rows]),
+        "abort_to_reusable_stops": {at: round(aborts[at] / stops[at], 3) for at in aborts},
         "window_bytes": window_bytes,
         "bytes_after_abort": spread([r["bytes_after"] for r in rows]),
     }

@@ -2,7 +2,7 @@
 
     python -m kvflow.bench.abort_worker prefill|decode
 
-Commands beside the worker's: reserve (decode), window (prefill), abort (both), look (decode).
+Commands beside the worker's: reserve, window, abort (both sides), look (decode).
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from kvflow.node import DecodeNode, PrefillNode
 from kvflow.protocols import prefill_room
 from kvflow.protocols.errors import AbortedError, KvflowError, TransferError
 from kvflow.protocols.layout import PageIndices
+from kvflow.transports.control import ZmqSocket, bind_router, connect_dealer
 
 POLL_S = 0.001  # uvloop makes 0 of anything that is less
 WATCHED_ROOMS = 3  # a re-used page is looked at while so many more rooms run
@@ -44,6 +45,7 @@ class AbortWorker(Worker):
     def __init__(self, role: str) -> None:
         super().__init__(role)
         self._canary: CanaryPool
+        self._bell: ZmqSocket | None = None
         self._watched: deque[_Reused] = deque()
         counted = ("foreign_bytes", "pages_hit", "aborts_hit", "marked_pages_checked", "whole_pages_checked")
         self._seen = dict.fromkeys(counted, 0)
@@ -56,7 +58,10 @@ class AbortWorker(Worker):
         return reply
 
     async def reserve(self, *, pages: int) -> dict[str, Any]:
-        """Take `pages` for the bare writes, and wipe what they have left elsewhere so far."""
+        """Decode takes `pages` for the bare writes, and wipes what they have left elsewhere; prefill opens its bell."""
+        if self.role == "prefill":
+            self._bell, port = bind_router("127.0.0.1", 0)
+            return {"bell": f"tcp://127.0.0.1:{port}"}
         kept, others = self.node.pages.take(pages, _SCRATCH), self.node.pages.free_pages
         left = self.node.pages.take(others, "wipe")
         self._canary.mark(left)
@@ -64,11 +69,24 @@ class AbortWorker(Worker):
             self.node.pages.give_back(one, "wipe")
         return {"targets": kept.tolist()}
 
-    async def window(self, *, targets: list[int]) -> dict[str, Any]:
-        """Seconds in which the bare data plane moves one page for each of `targets`."""
-        sources = self.source_pages[: len(targets)]
-        where = np.array(targets, dtype=np.int32)
-        return {"seconds": await asyncio.to_thread(self.raw_writer.write, sources, where)}
+    async def window(self, *, bell: str, targets: list[int]) -> dict[str, Any]:
+        """Decode rings, the bare data plane moves one page for each of `targets`, decode is told.
+
+        Seconds of the move for prefill; for decode those of it all, the least a stop can take between two processes.
+        """
+        if self.role == "decode":
+            if self._bell is None:
+                self._bell = connect_dealer(bell, self.node.incarnation)
+            started_at_s = time.monotonic()
+            self._bell.send(b"")
+            await self._bell.receive()
+            return {"seconds": time.monotonic() - started_at_s}
+        assert self._bell is not None
+        ((peer, _),) = await self._bell.receive()
+        sources, where = self.source_pages[: len(targets)], np.array(targets, dtype=np.int32)
+        seconds = await asyncio.to_thread(self.raw_writer.write, sources, where)
+        self._bell.send(b"", peer)
+        return {"seconds": seconds}
 
     async def abort(self, *, room: int, pages: int, aim: float, whole: bool) -> dict[str, Any]:
         """One room of `pages` pages that decode aborts when the part `aim` of its bytes has moved."""
@@ -86,6 +104,11 @@ class AbortWorker(Worker):
         while self._watched:
             self._let_go()
         return self._seen
+
+    async def close(self) -> None:
+        if self._bell is not None:
+            self._bell.close()
+        await super().close()
 
     async def _send(self, number: int, prompt: Any, pages: int) -> dict[str, Any]:
         assert isinstance(self.node, PrefillNode)

@@ -187,6 +187,9 @@ class Worker:
         free = self.node.pages.num_pages if self.role == "prefill" else self.node.pages.free_pages
         return {**left, "free_pages": free, "num_pages": self.node.pages.num_pages}
 
+    async def close(self) -> None:
+        await self.node.close()
+
 
 def source_slice(pages: PageIndices, number: int, count: int) -> PageIndices:
     """`count` source pages for a room out of shuffled `pages`, the same for the same room number."""
@@ -210,7 +213,7 @@ async def serve(worker: Worker) -> None:
             reply = {"error": f"{type(error).__name__}: {error}"}
         sys.stdout.write(json.dumps(reply) + "\n")
         sys.stdout.flush()
-    await worker.node.close()
+    await worker.close()
 
 
 if __name__ == "__main__":

@@ -22,6 +22,7 @@ from kvflow.handlers.threads import drained
 from kvflow.protocols.errors import MisuseError, TransferError
 from kvflow.protocols.layout import PageIndices
 from kvflow.protocols.ports import Landing
+from kvflow.transports.scheduling import make_patient
 
 SLICE_BYTES = 8 << 20  # 1 to 3 ms of memmove: what a cancel, or another room, waits for
 _LIMITED_SLICE_S = 0.005
@@ -177,6 +178,7 @@ class WriteThread:
             self._open.clear()
 
     def _run(self) -> None:
+        make_patient()
         active: deque[WriteFlight] = deque()
         wait_s = 0.0
         while active or not (self._closing and self._inbox.empty()):  # `close` wakes us after it set the flag

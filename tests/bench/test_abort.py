@@ -43,6 +43,9 @@ async def test_pages_given_back_early_are_found_out(plane: str, seed: int) -> No
     assert report["foreign_bytes"] >= report["pages_hit"] > 0
 
 
-def test_ratios_are_to_the_bare_window() -> None:
-    row = {"moved": 0.5, "seconds": 0.006, "window_s": 0.002, "drain_s": 0.004, "bytes_after": 7.0}
-    assert figures([row], 8)["abort_to_reusable_windows"]["median"] == 3.0
+def test_ratios_are_to_the_bare_window_and_to_the_bare_stop() -> None:
+    row = {"moved": 0.5, "seconds": 0.006, "window_s": 0.002, "stop_s": 0.003, "drain_s": 0.004, "bytes_after": 7.0}
+    slow = {**row, "seconds": 0.02, "stop_s": 0.01}
+    found = figures([row, row, slow], 8)
+    assert found["abort_to_reusable_windows"]["median"] == 3.0 and found["abort_to_reusable_windows"]["max"] == 10.0
+    assert found["abort_to_reusable_stops"]["median"] == found["abort_to_reusable_stops"]["max"] == 2.0
