@@ -19,7 +19,7 @@ from kvflow.protocols.messages import (
     Resync,
     RoomFailed,
 )
-from kvflow.sim.network import Frame
+from kvflow.sim.network import LOST, Frame
 from kvflow.sim.pair import Pair, pair, until
 from tests.handlers.scenes import PROMPT, WHY, code_of, matched, midway, success
 
@@ -104,6 +104,49 @@ async def test_a_silent_decode_that_comes_back(kvflow_pair: Pair) -> None:
     await p.rest()
     p.plane(p.prefill).release()
     await success(p, 8)
+
+
+async def test_a_silent_decode_that_prefill_forgot_meanwhile(kvflow_pair: Pair) -> None:
+    """It registers again, and hears of its old grant what it missed: nothing of it can land any more."""
+    p = kvflow_pair
+    source, _ = await midway(p)
+    first = p.decode
+    p.network.rules.append(lambda frame: LOST if frame.peer == routing_id(first.incarnation) else None)
+    for node in (first, p.prefill):
+        p.clock(node).advance(p.timing.lost_after_s + 1)
+    await until(lambda: first.peers_by_phase() == {"silent": 1} and first.quarantined_pages == 5)
+    assert await code_of(source.done()) is Code.PEER_LOST
+    p.plane(p.prefill).release()
+    p.prefill.handlers.bounds = type(p.prefill.handlers.bounds)(targets=1)
+    (await (await p.add_decode()).room(8, "sim", PROMPT)).close()
+    assert first.incarnation not in p.prefill.handlers.targets
+    p.prefill.handlers.bounds = type(p.prefill.handlers.bounds)()
+    p.network.mend()
+    await p.rest()
+    assert first.peers_by_phase() in ({}, {"up": 1})
+    await success(p, 9)
+
+
+async def test_a_silent_decode_that_is_refused_asks_again(kvflow_pair: Pair) -> None:
+    """No room for it now is no word about the pages it has in quarantine."""
+    p = kvflow_pair
+    source, _ = await midway(p)
+    first = p.decode
+    p.network.rules.append(lambda frame: LOST if frame.peer == routing_id(first.incarnation) else None)
+    for node in (first, p.prefill):
+        p.clock(node).advance(p.timing.lost_after_s + 1)
+    await until(lambda: first.quarantined_pages == 5)
+    assert await code_of(source.done()) is Code.PEER_LOST
+    p.plane(p.prefill).release()
+    p.prefill.handlers.bounds = type(p.prefill.handlers.bounds)(targets=1)
+    (await (await p.add_decode()).room(8, "sim", PROMPT)).close()
+    p.network.mend()
+    refused = p.network.seen["Registered"]
+    await until(lambda: p.network.seen["Registered"] >= refused + 3)
+    assert first.peers_by_phase() == {"silent": 1} and first.quarantined_pages == 5
+    p.prefill.handlers.bounds = type(p.prefill.handlers.bounds)()
+    await p.rest()
+    await success(p, 9)
 
 
 async def test_a_loaded_peer_is_not_a_dead_one(kvflow_pair: Pair) -> None:
