@@ -49,7 +49,7 @@ def spread(values: list[float]) -> Row:
 
 
 async def bench_plane(plane: str, plan: Plan, say: Say, shape: dict[str, int] = SHAPE) -> dict[str, Any]:
-    """One data plane: aborts at random places, each beside one window of bytes through the bare plane."""
+    """One data plane: aborts at random places, each followed by one window of bytes through the bare plane."""
     chance = random.Random(plan.seed)
     whole = set(chance.sample(range(plan.times), math.ceil(WHOLE_PAGES_IN * plan.times)))
     pages = (WATCHED_ROOMS + 2) * plan.pages
@@ -61,12 +61,12 @@ async def bench_plane(plane: str, plan: Plan, say: Say, shape: dict[str, int] = 
     async with await open_pair as pair:
         await pair.raw_setup()
         window_pages = min(plan.pages, WINDOWS[plane] // pair.page_bytes)
-        bell, targets = await pair.both("reserve", pages=window_pages)
+        where, kept = await pair.both("reserve", pages=window_pages)
         while len(rows) < plan.times and tried < TRIES * plan.times:
             tried += 1
             aim, look_at_all = chance.uniform(EARLIEST, LATEST), len(rows) in whole
             sent, got = await pair.both("abort", room=tried, pages=plan.pages, aim=aim, whole=look_at_all)
-            moved, told = await pair.both("window", **bell, **targets)
+            moved, told = await pair.both("bare_stop", **where, **kept)
             if got["aborted"] and EARLIEST <= got["moved"] <= LATEST:
                 windows = {"window_s": moved["seconds"], "stop_s": told["seconds"]}
                 rows.append({**sent, **windows, "moved": got["moved"], "seconds": got["seconds"]})
@@ -84,9 +84,8 @@ async def bench_plane(plane: str, plan: Plan, say: Say, shape: dict[str, int] = 
 
 
 def figures(rows: list[Row], window_bytes: int) -> dict[str, Any]:
-    """Times in ms. `windows` are ratios to the median time of one window through the bare plane of the same run,
-    `stops` to a window that decode asks for and is told of over a bare socket: median to median, maximum to maximum,
-    for what else the machine does delays both.
+    """Times in ms. `windows`: each abort by the median bare window of this run. `stops`: by a bare window that decode
+    asks for and is told of, median by median, p99 by p99, maximum by maximum: what else the machine does delays both.
     """
     if not rows:
         return {}

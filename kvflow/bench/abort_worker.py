@@ -2,7 +2,7 @@
 
     python -m kvflow.bench.abort_worker prefill|decode
 
-Commands beside the worker's: reserve, window, abort (both sides), look (decode).
+Commands beside the worker's: reserve, bare_stop, abort (both sides), look (decode).
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class AbortWorker(Worker):
     def __init__(self, role: str) -> None:
         super().__init__(role)
         self._canary: CanaryPool
-        self._bell: ZmqSocket | None = None
+        self._bare_socket: ZmqSocket | None = None
         self._watched: deque[_Reused] = deque()
         counted = ("foreign_bytes", "pages_hit", "aborts_hit", "marked_pages_checked", "whole_pages_checked")
         self._seen = dict.fromkeys(counted, 0)
@@ -58,10 +58,10 @@ class AbortWorker(Worker):
         return reply
 
     async def reserve(self, *, pages: int) -> dict[str, Any]:
-        """Decode takes `pages` for the bare writes, and wipes what they have left elsewhere; prefill opens its bell."""
+        """Decode takes `pages` for the bare writes, and wipes what they have left elsewhere; prefill opens a socket."""
         if self.role == "prefill":
-            self._bell, port = bind_router("127.0.0.1", 0)
-            return {"bell": f"tcp://127.0.0.1:{port}"}
+            self._bare_socket, port = bind_router("127.0.0.1", 0)
+            return {"control": f"tcp://127.0.0.1:{port}"}
         kept, others = self.node.pages.take(pages, _SCRATCH), self.node.pages.free_pages
         left = self.node.pages.take(others, "wipe")
         self._canary.mark(left)
@@ -69,23 +69,27 @@ class AbortWorker(Worker):
             self.node.pages.give_back(one, "wipe")
         return {"targets": kept.tolist()}
 
-    async def window(self, *, bell: str, targets: list[int]) -> dict[str, Any]:
-        """Decode rings, the bare data plane moves one page for each of `targets`, decode is told.
+    async def bare_stop(self, *, control: str, targets: list[int]) -> dict[str, Any]:
+        """Decode asks, the bare data plane moves one page for each of `targets`, decode is told.
 
-        Seconds of the move for prefill; for decode those of it all, the least a stop can take between two processes.
+        Prefill's seconds are those of the move; decode's are those of it all: planning, a thread, and two messages over
+        a control socket without any room.
         """
         if self.role == "decode":
-            if self._bell is None:
-                self._bell = connect_dealer(bell, self.node.incarnation)
+            socket = self._bare_socket = self._bare_socket or connect_dealer(control, self.node.incarnation)
+            socket.send(b"")
+            await socket.receive()  # it is listening now
             started_at_s = time.monotonic()
-            self._bell.send(b"")
-            await self._bell.receive()
+            socket.send(b"")
+            await socket.receive()
             return {"seconds": time.monotonic() - started_at_s}
-        assert self._bell is not None
-        ((peer, _),) = await self._bell.receive()
+        assert self._bare_socket is not None
+        ((peer, _),) = await self._bare_socket.receive()
+        self._bare_socket.send(b"", peer)
+        await self._bare_socket.receive()
         sources, where = self.source_pages[: len(targets)], np.array(targets, dtype=np.int32)
         seconds = await asyncio.to_thread(self.raw_writer.write, sources, where)
-        self._bell.send(b"", peer)
+        self._bare_socket.send(b"", peer)
         return {"seconds": seconds}
 
     async def abort(self, *, room: int, pages: int, aim: float, whole: bool) -> dict[str, Any]:
@@ -106,8 +110,8 @@ class AbortWorker(Worker):
         return self._seen
 
     async def close(self) -> None:
-        if self._bell is not None:
-            self._bell.close()
+        if self._bare_socket is not None:
+            self._bare_socket.close()
         await super().close()
 
     async def _send(self, number: int, prompt: Any, pages: int) -> dict[str, Any]:

@@ -228,7 +228,7 @@ class DecodeHandlers:
         if message.source != link.source:
             self.counts.foreign += 1
             return
-        link.well()
+        link.heard()
 
     async def on_chunk_done(self, link: Link, message: ChunkDone) -> None:
         session = self._room_of(link, message)

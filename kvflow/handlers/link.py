@@ -79,10 +79,6 @@ class Link:
 
     def heard(self) -> None:
         self._heard_at_s = self._home.now()
-
-    def well(self) -> None:
-        """Prefill says that rooms can be opened. Other words are no such news: one in trouble still answers Aborts."""
-        self.heard()
         if self.phase is LinkPhase.SILENT:
             self.phase = LinkPhase.UP
             self._home.ledger.feed_link(self, LoanKind.SOURCE_BACK)
@@ -96,12 +92,9 @@ class Link:
         if message.source != self.source:
             text = f"prefill at {self.control} restarted: another incarnation answers"
             self.lose(LinkPhase.GONE, LostError(text))
-        elif self.phase is not LinkPhase.REGISTERING:
-            if not message.refusal:  # else not now: it is asked again, for it may still have to tell us of loans
-                self.well()
         elif message.refusal:
             self.lose(LinkPhase.GONE, RefusedError(f"prefill at {self.control} refused: {message.refusal}"))
-        else:
+        elif self.phase is LinkPhase.REGISTERING:
             self.writer = message.endpoint
             self.phase = LinkPhase.UP
             if not self.ready.done():
@@ -129,12 +122,9 @@ class Link:
             )
         if self.phase is LinkPhase.SILENT and now - max(self._heard_at_s, self._opened_at_s) > timing.lost_after_s:
             self._redial(now)
-        if self.phase is LinkPhase.GONE or now - self._said_at_s < timing.heartbeat_s:
-            return
-        if self.phase is LinkPhase.SILENT:
-            self._register()  # it may have forgotten us
-        else:
-            self._beat()
+        if self.phase is not LinkPhase.GONE and now - self._said_at_s >= timing.heartbeat_s:
+            self._said_at_s = now
+            self.send(Heartbeat(self.source, self._home.incarnation, self._home.settled_below()))
 
     def ask_again(self, rooms: list[Belief]) -> None:
         for start in range(0, len(rooms), MAX_BELIEFS):
@@ -180,8 +170,6 @@ class Link:
 
     async def close(self) -> None:
         """Stop the tasks and close the socket; cancelled tasks are awaited."""
-        if self.phase is LinkPhase.SILENT:
-            self._beat()  # what is settled here need not be remembered there, should prefill come back
         self.phase = LinkPhase.GONE
         if not self.ready.done():
             self.ready.set_exception(LostError("this node is closing"))
@@ -204,11 +192,8 @@ class Link:
     def _register(self) -> None:
         self._said_at_s = self._home.now()
         home = self._home
-        self.send(Register(self.source, home.incarnation, WIRE_VERSION, home.layout, home.endpoint))
-
-    def _beat(self) -> None:
-        self._said_at_s = self._home.now()
-        self.send(Heartbeat(self.source, self._home.incarnation, self._home.settled_below()))
+        who = (self.source, home.incarnation, WIRE_VERSION)
+        self.send(Register(*who, home.layout, home.endpoint, home.settled_below()))
 
     async def _watch(self, writer: Endpoint) -> None:
         home = self._home

@@ -31,7 +31,7 @@ class Target:
         self.grants: dict[int, PrefillSession] = {}
         self.closed: OrderedDict[int, tuple[Message, ...]] = OrderedDict()
         self.doubtful: set[int] = set()  # evicted from `closed` though some write of theirs may still land
-        self.low_water = 0  # a grant below this has ended or never will begin
+        self.low_water = message.settled_below  # a grant below this has ended or never will begin
 
     @property
     def phase(self) -> str:

@@ -49,6 +49,7 @@ class Register(msgspec.Struct, frozen=True, array_like=True, tag=1):
     wire_version: int
     layout: PoolLayout
     endpoint: Endpoint
+    settled_below: Count = 0  # no grant below this may begin: prefill may have known, and forgotten, this decode
 
 
 class Registered(msgspec.Struct, frozen=True, array_like=True, tag=2):

@@ -81,6 +81,7 @@ class DecodeSide:
         room = self.state.room
         if room is None or self.state.ended:
             return
+        self.heard(rank)
         if not in_order(room, rank, word.seq) or self.state.loans[rank] is loans.LoanPhase.DOUBTFUL:
             return
         last = word.seq == self.chunks - 1
@@ -90,19 +91,22 @@ class DecodeSide:
 
     def on_room_failed(self, rank: int, _: Word) -> None:
         if self.state.room is not None and not self.state.ended:
+            self.heard(rank)
             self.feed(d.DecodeEvent(d.DecodeKind.ROOM_FAILED, cause=LATER))
 
     def on_abort_ack(self, rank: int, word: Word) -> None:
+        self.heard(rank)
         self.loan(rank, loans.LoanKind.DRAINED if word.name == "drained" else loans.LoanKind.UNPROVEN)
 
     def on_resync(self, rank: int, _: Word) -> None:
+        self.heard(rank)
         room = self.state.room
         if room is not None and self.state.open and room.next_seq[rank] == 0:
             self.words[rank].append(Word("bootstrap"))
 
     # --- links and time
 
-    def well(self, rank: int) -> None:
+    def heard(self, rank: int) -> None:
         if self.state.links[rank] is LinkState.SILENT:
             self._link(rank, LinkState.UP)
             self.loan(rank, loans.LoanKind.SOURCE_BACK)
@@ -282,7 +286,7 @@ def acts(state: Decode, chunks: int, rank: int, seen: Neighbour, word: Word) -> 
         price = Price.SILENCE if seen.alive else Price.NOTHING
         may("misses prefill's heartbeat", lambda side: side.lose(rank, LinkState.SILENT), price, fair=not seen.alive)
     if link is LinkState.SILENT and seen.alive:
-        must("hears prefill's heartbeat", lambda side: side.well(rank))
+        must("hears prefill's heartbeat", lambda side: side.heard(rank))
     if link is not LinkState.GONE and seen.restarted:
         must("is answered by prefill's next life", lambda side: side.lose(rank, LinkState.GONE))
     if seen.fenced:

@@ -45,7 +45,6 @@ async def test_pages_given_back_early_are_found_out(plane: str, seed: int) -> No
 
 def test_ratios_are_to_the_bare_window_and_to_the_bare_stop() -> None:
     row = {"moved": 0.5, "seconds": 0.006, "window_s": 0.002, "stop_s": 0.003, "drain_s": 0.004, "bytes_after": 7.0}
-    slow = {**row, "seconds": 0.02, "stop_s": 0.01}
-    found = figures([row, row, slow], 8)
+    found = figures([row, {**row, "seconds": 0.02}, {**row, "stop_s": 0.01}], 8)
     assert found["abort_to_reusable_windows"]["median"] == 3.0 and found["abort_to_reusable_windows"]["max"] == 10.0
     assert found["abort_to_reusable_stops"]["median"] == found["abort_to_reusable_stops"]["max"] == 2.0

@@ -6,12 +6,14 @@ import asyncio
 
 import pytest
 
+from kvflow.handlers.settings import Bounds
 from kvflow.protocols.codec import encode, routing_id
 from kvflow.protocols.errors import Code, LostError
 from kvflow.protocols.messages import (
     WIRE_VERSION,
     Abort,
     AbortAck,
+    Bootstrap,
     ChunkDone,
     Heartbeat,
     Register,
@@ -106,47 +108,36 @@ async def test_a_silent_decode_that_comes_back(kvflow_pair: Pair) -> None:
     await success(p, 8)
 
 
-async def test_a_silent_decode_that_prefill_forgot_meanwhile(kvflow_pair: Pair) -> None:
-    """It registers again, and hears of its old grant what it missed: nothing of it can land any more."""
+async def test_a_forgotten_decode_that_registers_again_and_a_bootstrap_of_its_past(kvflow_pair: Pair) -> None:
+    """Prefill has given its place to another; what it knew of ended grants it hears again, before anything else."""
     p = kvflow_pair
-    source, _ = await midway(p)
-    first = p.decode
+    first, prefill = p.decode, p.prefill.handlers
+    past: list[Frame] = []
+    p.network.rules.append(lambda f: past.append(f) if isinstance(f.message, Bootstrap) else None)
+    target = await first.room(7, "sim", PROMPT)
+    await until(lambda: bool(past))
+    target.close()
+    await until(lambda: target.ended and not first.handlers.ledger)
     p.network.rules.append(lambda frame: LOST if frame.peer == routing_id(first.incarnation) else None)
-    for node in (first, p.prefill):
-        p.clock(node).advance(p.timing.lost_after_s + 1)
-    await until(lambda: first.peers_by_phase() == {"silent": 1} and first.quarantined_pages == 5)
-    assert await code_of(source.done()) is Code.PEER_LOST
-    p.plane(p.prefill).release()
-    p.prefill.handlers.bounds = type(p.prefill.handlers.bounds)(targets=1)
-    (await (await p.add_decode()).room(8, "sim", PROMPT)).close()
-    assert first.incarnation not in p.prefill.handlers.targets
-    p.prefill.handlers.bounds = type(p.prefill.handlers.bounds)()
+    known = prefill.targets[first.incarnation]
+    p.clock(first).advance(p.timing.lost_after_s + 1)
+    await until(lambda: not first.handlers.links)
+    p.clock(p.prefill).advance(p.timing.lost_after_s + 1)
+    await until(lambda: known.silent)
+    prefill.bounds, bounds = Bounds(targets=1), prefill.bounds
+    other = await p.add_decode()
+    await other.handlers.link_all(p.ranks)
+    assert set(prefill.targets) == {other.incarnation}
+    prefill.bounds = bounds
+    p.network.mend()
+    p.network.drop(Heartbeat, times=1 << 30)
+    await first.handlers.link_all(p.ranks)
+    refused = p.network.seen["RoomFailed"]
+    p.network.inject(past[0])
+    await until(lambda: p.network.seen["RoomFailed"] > refused)
+    assert prefill.targets[first.incarnation] is not known and not prefill.rooms
     p.network.mend()
     await p.rest()
-    assert first.peers_by_phase() in ({}, {"up": 1})
-    await success(p, 9)
-
-
-async def test_a_silent_decode_that_is_refused_asks_again(kvflow_pair: Pair) -> None:
-    """No room for it now is no word about the pages it has in quarantine."""
-    p = kvflow_pair
-    source, _ = await midway(p)
-    first = p.decode
-    p.network.rules.append(lambda frame: LOST if frame.peer == routing_id(first.incarnation) else None)
-    for node in (first, p.prefill):
-        p.clock(node).advance(p.timing.lost_after_s + 1)
-    await until(lambda: first.quarantined_pages == 5)
-    assert await code_of(source.done()) is Code.PEER_LOST
-    p.plane(p.prefill).release()
-    p.prefill.handlers.bounds = type(p.prefill.handlers.bounds)(targets=1)
-    (await (await p.add_decode()).room(8, "sim", PROMPT)).close()
-    p.network.mend()
-    refused = p.network.seen["Registered"]
-    await until(lambda: p.network.seen["Registered"] >= refused + 3)
-    assert first.peers_by_phase() == {"silent": 1} and first.quarantined_pages == 5
-    p.prefill.handlers.bounds = type(p.prefill.handlers.bounds)()
-    await p.rest()
-    await success(p, 9)
 
 
 async def test_a_loaded_peer_is_not_a_dead_one(kvflow_pair: Pair) -> None:
@@ -229,7 +220,7 @@ async def test_another_wire_version_is_refused_with_both_numbers(kvflow_pair: Pa
 async def test_decodes_are_bounded(kvflow_pair: Pair) -> None:
     p = kvflow_pair
     await success(p)
-    p.prefill.handlers.bounds = type(p.prefill.handlers.bounds)(targets=1)
+    p.prefill.handlers.bounds = Bounds(targets=1)
     other = await p.add_decode()
     with pytest.raises(Exception, match="registered already"):
         await other.room(8, "sim", PROMPT)

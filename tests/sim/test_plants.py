@@ -27,7 +27,7 @@ SEEDS = {
     "silence taken for proof": (30, "I2"),
     "doubt taken for proof": (0, "I2"),
     "failed handle taken for landed": (0, "I3"),
-    "heartbeat counts queueing": (24, "I7"),
+    "heartbeat counts queueing": (0, "I7"),
     "handoff slot shared": (0, "I9"),
     "second cancel skips the drain": (16, "I13"),
     "source let go": (3, "I13"),
