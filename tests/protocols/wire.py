@@ -69,7 +69,7 @@ digests = st.binary(min_size=32, max_size=32)
 who: tuple[Any, ...] = (rooms, ids, ids, ids)
 
 to_prefill: dict[type, st.SearchStrategy[Message]] = {
-    Register: st.builds(Register, ids, ids, numbers, layouts, endpoints),
+    Register: st.builds(Register, ids, ids, numbers, layouts, endpoints, counts),
     Bootstrap: st.builds(Bootstrap, *who, packed, counts, digests, counts),
     Abort: st.builds(Abort, *who, causes),
     Resync: st.builds(Resync, ids, ids, st.lists(beliefs, max_size=5).map(tuple)),
