@@ -36,6 +36,7 @@ def test_seeds_without_a_plant_break_nothing() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(600)  # a minute of pure computing, on a machine that may have other things to do
 def test_more_seeds_in_processes() -> None:
     report = simulate_many(range(1000, 3000), jobs=2)
     assert not report["first_violations"] and report["seeds"] == 2000
