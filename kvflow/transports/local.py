@@ -52,7 +52,7 @@ class LocalPlane:
     def __init__(self, segment: SharedSegment | None, rate_limit_bytes_per_s: float | None = None) -> None:
         """`segment`: our own pool's, for peers to write into; a pool that only sends needs none."""
         self._segment = segment
-        self._thread = WriteThread(self.name, rate_limit_bytes_per_s, copies=True)
+        self._thread = WriteThread(self.name, rate_limit_bytes_per_s)
         self._layout: PoolLayout | None = None
         self._routes: set[LocalRoute] = set()
 

@@ -22,7 +22,6 @@ from kvflow.handlers.threads import drained
 from kvflow.protocols.errors import MisuseError, TransferError
 from kvflow.protocols.layout import PageIndices
 from kvflow.protocols.ports import Landing
-from kvflow.transports.scheduling import take_long_slice
 
 SLICE_BYTES = 8 << 20  # 1 to 3 ms of memmove: what a cancel, or another room, waits for
 _LIMITED_SLICE_S = 0.005
@@ -103,15 +102,8 @@ class WriteFlight:
 class WriteThread:
     """The thread of one plane. Made by the plane, started by the first connect, on the event loop it reports to."""
 
-    def __init__(
-        self,
-        name: str,
-        rate_limit_bytes_per_s: float | None = None,
-        slice_bytes: int = SLICE_BYTES,
-        *,
-        copies: bool = False,
-    ) -> None:
-        """`copies`: it moves the bytes itself. Raises: MisuseError for a rate that is not positive."""
+    def __init__(self, name: str, rate_limit_bytes_per_s: float | None = None, slice_bytes: int = SLICE_BYTES) -> None:
+        """Raises: MisuseError for a rate that is not positive."""
         rate = rate_limit_bytes_per_s
         if rate is not None and not rate > 0:
             raise MisuseError(f"rate limit {rate} bytes/s is not above 0")
@@ -120,7 +112,7 @@ class WriteThread:
             slice_bytes if rate is None else int(max(_SMALLEST_SLICE, min(slice_bytes, rate * _LIMITED_SLICE_S)))
         )
         self.loop: asyncio.AbstractEventLoop
-        self._name, self._copies = name, copies
+        self._name = name
         self._thread: threading.Thread | None = None
         self._inbox: queue.SimpleQueue[WriteFlight | None] = queue.SimpleQueue()
         self._ended: deque[WriteFlight] = deque()
@@ -185,8 +177,6 @@ class WriteThread:
             self._open.clear()
 
     def _run(self) -> None:
-        if self._copies:
-            take_long_slice()  # an abort must not wait behind us on a busy core
         active: deque[WriteFlight] = deque()
         wait_s = 0.0
         while active or not (self._closing and self._inbox.empty()):  # `close` wakes us after it set the flag

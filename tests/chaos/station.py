@@ -49,6 +49,7 @@ class Station(Worker):
         self.sessions: dict[int, PrefillSession | DecodeSession] = {}
         self.reused: list[PageIndices] = []
         self.running: set[asyncio.Task[None]] = set()
+        self.words: dict[str, str] = {}  # the first ones that came with each code in a storm
         self.node.timing = self.node.handlers.timing = timing
         return reply
 
@@ -170,7 +171,7 @@ class Station(Worker):
                     quitter.cancel()
 
         await asyncio.gather(*(lane(number) for number in range(lanes)))
-        return {"outcomes": outcomes, "foreign_bytes": foreign}
+        return {"outcomes": outcomes, "foreign_bytes": foreign, "words": self.words}
 
     def _quit(self, room: int) -> None:
         session = self.sessions.get(room)
@@ -202,6 +203,7 @@ class Station(Worker):
                 receiver.close()
             return "success", foreign
         except KvflowError as error:
+            self.words.setdefault(str(error.code), str(error))
             return str(error.code), foreign
         finally:
             self.sessions.pop(room, None)
