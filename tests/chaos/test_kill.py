@@ -60,6 +60,6 @@ async def test_both_sides_in_turn_while_rooms_run(plane: str, seed: int) -> None
         storm = asyncio.gather(*(one.ask("storm", **plan) for one in (other, decode)))
         prefill.signal(signal.SIGKILL)
         for ended in await storm:
-            assert ended == {"outcomes": {"success": 40}, "foreign_bytes": 0}
+            assert ended == {"outcomes": {"success": 40}, "foreign_bytes": 0, "words": {}}
         await decode.ask("end", room=1)
         await asyncio.gather(decode.settled(), other.settled())
