@@ -10,12 +10,13 @@ from tests.chaos.pair import pair
 
 pytestmark = pytest.mark.slow
 
+PATIENT = {"lost_after_s": 10.0}  # a machine that stands still for a second is no matter of this test
 ROOMS, LANES, PAGES = 500, 24, 96  # rooms of 3 MiB, as fast as the plane can: an abort finds bytes under way
 
 
 async def test_an_abort_storm(plane: str, seed: int) -> None:
     print(f"seed {seed}")
-    async with pair(plane, pages=LANES * PAGES) as (prefill, decode):
+    async with pair(plane, pages=LANES * PAGES, timing=PATIENT) as (prefill, decode):
         plan = {"first": 1, "count": ROOMS, "pages": PAGES, "lanes": LANES}
         sent, got = await asyncio.gather(
             prefill.ask("storm", seed=seed, quit_part=0.3, **plan),
