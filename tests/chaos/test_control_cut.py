@@ -12,6 +12,7 @@ import pytest
 from kvflow.protocols.ranks import rank_from_json, rank_to_json
 from tests.chaos.pair import begin, in_the_middle, pair, until
 from tests.chaos.proxy import FAULTS, Proxy, disturb
+from tests.chaos.station import TIMING
 
 pytestmark = pytest.mark.slow
 
@@ -45,7 +46,8 @@ async def test_rooms_end_whatever_the_link_does(plane: str, longest_s: float, se
         print(f"{plane}: {faults} faults, {proxy.accepted} connections, prefill {sent}, decode {got}")
         assert sum(sent["outcomes"].values()) == sum(got["outcomes"].values()) == ROOMS
         assert faults >= len(FAULTS)
-        assert got["outcomes"]["success"] > 0
+        if longest_s < TIMING.lost_after_s:  # else the first silence may end them all
+            assert got["outcomes"]["success"] > 0
         assert got["foreign_bytes"] == 0
         await asyncio.gather(prefill.settled(), decode.settled())
 
