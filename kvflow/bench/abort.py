@@ -20,6 +20,7 @@ SHAPE = {"layers": 32, "heads": 8, "dim": 128, "page_size": 16}  # 2 MiB a page
 WINDOWS = {"local": SLICE_BYTES, "mooncake": WINDOW_BYTES}  # what a plane may have under way when it is told to stop
 EARLIEST, LATEST = 0.1, 0.9  # an abort counts when this part of the bytes has moved
 WHOLE_PAGES_IN = 0.1  # of the aborts every byte is looked at, not only the marks
+STOPPED_AFTER_S = (0.01, 0.06)  # the bare plane, as a transfer of 512 MiB would be
 TRIES = 10  # per abort that counts
 SETTLE_S = 1.0
 PEER_TIMES = 20
@@ -49,7 +50,7 @@ def spread(values: list[float]) -> Row:
 
 
 async def bench_plane(plane: str, plan: Plan, say: Say, shape: dict[str, int] = SHAPE) -> dict[str, Any]:
-    """One data plane: aborts at random places, each followed by one window of bytes through the bare plane."""
+    """One data plane: aborts at random places, each followed by a stop of the bare plane in mid-transfer."""
     chance = random.Random(plan.seed)
     whole = set(chance.sample(range(plan.times), math.ceil(WHOLE_PAGES_IN * plan.times)))
     pages = (WATCHED_ROOMS + 2) * plan.pages
@@ -60,13 +61,13 @@ async def bench_plane(plane: str, plan: Plan, say: Say, shape: dict[str, int] = 
     tried = 0
     async with await open_pair as pair:
         await pair.raw_setup()
-        window_pages = min(plan.pages, WINDOWS[plane] // pair.page_bytes)
-        where, kept = await pair.both("reserve", pages=window_pages)
+        where, kept = await pair.both("reserve", pages=plan.pages)
+        bare = {**where, **kept, "window_pages": min(plan.pages, WINDOWS[plane] // pair.page_bytes)}
         while len(rows) < plan.times and tried < TRIES * plan.times:
             tried += 1
             aim, look_at_all = chance.uniform(EARLIEST, LATEST), len(rows) in whole
             sent, got = await pair.both("abort", room=tried, pages=plan.pages, aim=aim, whole=look_at_all)
-            moved, told = await pair.both("bare_stop", **where, **kept)
+            moved, told = await pair.both("bare_stop", **bare, after_s=chance.uniform(*STOPPED_AFTER_S))
             if got["aborted"] and EARLIEST <= got["moved"] <= LATEST:
                 windows = {"window_s": moved["seconds"], "stop_s": told["seconds"]}
                 rows.append({**sent, **windows, "moved": got["moved"], "seconds": got["seconds"]})
@@ -84,8 +85,8 @@ async def bench_plane(plane: str, plan: Plan, say: Say, shape: dict[str, int] = 
 
 
 def figures(rows: list[Row], window_bytes: int) -> dict[str, Any]:
-    """Times in ms. `windows`: each abort by the median bare window of this run. `stops`: by a bare window that decode
-    asks for and is told of, median by median, p99 by p99, maximum by maximum: what else the machine does delays both.
+    """Times in ms. `windows`: each abort by the median bare window of this run. `stops`: by the time in which decode
+    has the bare plane stopped, median by median, p99 by p99, maximum by maximum: what the machine does delays both.
     """
     if not rows:
         return {}

@@ -8,7 +8,9 @@ Commands beside the worker's: reserve, bare_stop, abort (both sides), look (deco
 from __future__ import annotations
 
 import asyncio
+import itertools
 import sys
+import threading
 import time
 from collections import deque
 from typing import Any, NamedTuple
@@ -69,26 +71,43 @@ class AbortWorker(Worker):
             self.node.pages.give_back(one, "wipe")
         return {"targets": kept.tolist()}
 
-    async def bare_stop(self, *, control: str, targets: list[int]) -> dict[str, Any]:
-        """Decode asks, the bare data plane moves one page for each of `targets`, decode is told.
+    async def bare_stop(self, *, control: str, targets: list[int], window_pages: int, after_s: float) -> dict[str, Any]:
+        """The bare data plane moves window upon window to `targets`; after `after_s` decode asks it to stop, the window
+        under way is the last one, decode is told.
 
-        Prefill's seconds are those of the move; decode's are those of it all: planning, a thread, and two messages over
-        a control socket without any room.
+        Prefill's seconds are those of that window; decode's run from asking to being told: the rest of the window, a
+        thread, and two messages over a control socket without any room.
         """
         if self.role == "decode":
             socket = self._bare_socket = self._bare_socket or connect_dealer(control, self.node.incarnation)
             socket.send(b"")
-            await socket.receive()  # it is listening now
-            started_at_s = time.monotonic()
+            await socket.receive()  # it is moving now
+            await asyncio.sleep(after_s)
+            asked_at_s = time.monotonic()
             socket.send(b"")
             await socket.receive()
-            return {"seconds": time.monotonic() - started_at_s}
+            return {"seconds": time.monotonic() - asked_at_s}
         assert self._bare_socket is not None
-        ((peer, _),) = await self._bare_socket.receive()
-        self._bare_socket.send(b"", peer)
-        await self._bare_socket.receive()
         sources, where = self.source_pages[: len(targets)], np.array(targets, dtype=np.int32)
-        seconds = await asyncio.to_thread(self.raw_writer.write, sources, where)
+        stop = threading.Event()
+
+        def move_on() -> float:
+            seconds = 0.0
+            for first in itertools.cycle(range(0, len(where) - window_pages + 1, window_pages)):
+                window = slice(first, first + window_pages)
+                seconds = self.raw_writer.write(sources[window], where[window])
+                if stop.is_set():
+                    break
+            return seconds
+
+        ((peer, _),) = await self._bare_socket.receive()
+        moving = asyncio.create_task(asyncio.to_thread(move_on))
+        try:
+            self._bare_socket.send(b"", peer)
+            await self._bare_socket.receive()
+        finally:
+            stop.set()
+            seconds = await moving
         self._bare_socket.send(b"", peer)
         return {"seconds": seconds}
 
