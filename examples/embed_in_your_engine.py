@@ -10,9 +10,9 @@ import torch
 from kvflow.memory.pool import PagedPool
 from kvflow.node import DecodeNode, PrefillNode
 from kvflow.protocols.errors import KvflowError
-from kvflow.protocols.layout import build_layout
-from kvflow.protocols.ranks import RankInfo
-from kvflow.transports.select import open_plane
+from kvflow.protocols.pages.layout import build_layout
+from kvflow.protocols.wire.ranks import RankInfo
+from kvflow.transports.data.select import open_plane
 
 LAYERS, HEADS, DIM, PAGE_SIZE, PAGES, CHUNK_PAGES = 4, 2, 8, 16, 128, 2
 

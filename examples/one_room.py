@@ -9,8 +9,8 @@ import torch
 
 from kvflow.memory.pool import PagedPool
 from kvflow.node import DecodeNode, PrefillNode
-from kvflow.protocols.layout import build_layout
-from kvflow.transports.select import open_plane
+from kvflow.protocols.pages.layout import build_layout
+from kvflow.transports.data.select import open_plane
 
 PAGES, PAGE_SIZE, HEADS, DIM = 64, 16, 2, 8
 PROMPT = list(range(100))  # token ids; both sides must mean the same ones

@@ -10,10 +10,10 @@ that all comes to rest.
 import asyncio
 from collections import defaultdict
 
-from kvflow.handlers.threads import in_thread
+from kvflow.aio import in_thread
 from kvflow.node import PrefillNode
-from kvflow.sim.engine import Job, PlainScheduler
-from kvflow.sim.run import simulate
+from kvflow.testing.sim.engine import Job, PlainScheduler
+from kvflow.testing.sim.run import simulate
 
 AT_ONCE = 3
 

@@ -19,7 +19,7 @@ import kvflow
 from kvflow import config
 from kvflow.bench.commands import app as bench_commands
 from kvflow.protocols.errors import KvflowError, MisuseError
-from kvflow.sim.commands import app as sim_commands
+from kvflow.testing.sim.commands import app as sim_commands
 
 app = typer.Typer(
     name="kvflow",
@@ -76,7 +76,8 @@ def _with_settings(role: str) -> Callable[[Callable[[dict[str, Any], str | None]
 def _run(role: Literal["prefill", "decode", "router"], given: Mapping[str, Any], path: str | None) -> None:
     settings = config.resolve(role, given, config=path)
     _limit_threads(settings.threads)
-    from kvflow.server import roles, serving
+    from kvflow.launch import process as serving
+    from kvflow.launch import roles
 
     mains = {"prefill": roles.run_prefill, "decode": roles.run_decode, "router": roles.run_router}
     serving.run_role(mains[role], settings)
@@ -115,8 +116,8 @@ def router(given: dict[str, Any], path: str | None) -> None:
 def up(given: dict[str, Any], path: str | None) -> None:
     """Start router, prefill and decode on this machine, and end them together."""
     settings = config.resolve("up", given, config=path)
-    from kvflow.server.serving import set_up_logging
-    from kvflow.server.supervisor import run_up
+    from kvflow.launch.process import set_up_logging
+    from kvflow.launch.supervisor import run_up
 
     set_up_logging(settings.log_level)
     raise typer.Exit(asyncio.run(run_up(settings, given, path)))
@@ -144,7 +145,7 @@ def demo(
 @app.command()
 def doctor(as_json: Annotated[bool, typer.Option("--json", help="JSON on stdout.")] = False) -> None:
     """Check packages, system libraries and limits, and say what to install."""
-    from kvflow.server.doctor import run_doctor
+    from kvflow.launch.doctor import run_doctor
 
     raise typer.Exit(run_doctor(as_json=as_json))
 
@@ -152,7 +153,7 @@ def doctor(as_json: Annotated[bool, typer.Option("--json", help="JSON on stdout.
 @app.command()
 def keygen(path: Annotated[str, typer.Argument(help="The file to write; it must not exist.", metavar="FILE")]) -> None:
     """Write a new control key (mode 0600), to be given to every prefill and decode as --control-key-file."""
-    from kvflow.transports.curve import write_key
+    from kvflow.transports.control.curve import write_key
 
     write_key(path)
 
@@ -170,7 +171,7 @@ def declare_dead(
 
     Only when its machine is off, or its process has ended: what it still writes would corrupt other requests.
     """
-    from kvflow.server.operator import declare_dead
+    from kvflow.launch.operator import declare_dead
 
     declare_dead(url, api_key, incarnation, why)
 

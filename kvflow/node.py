@@ -23,22 +23,22 @@ from typing import Any, Generic, Self, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from kvflow.handlers.counts import Counts
+from kvflow.aio import drained
 from kvflow.handlers.decode import Connect, DecodeHandlers
 from kvflow.handlers.decode_room import DecodeSession
 from kvflow.handlers.prefill import PrefillHandlers
 from kvflow.handlers.prefill_room import PrefillSession
-from kvflow.handlers.settings import Bounds, Timing
-from kvflow.handlers.threads import drained
 from kvflow.memory.allocator import PageAllocator
 from kvflow.memory.checksum import PageSums
 from kvflow.memory.pool import PagedPool
-from kvflow.protocols.codec import prompt_digest
 from kvflow.protocols.errors import Cause, MisuseError
-from kvflow.protocols.layout import PoolLayout
+from kvflow.protocols.limits import Bounds, Timing
+from kvflow.protocols.pages.layout import PoolLayout
 from kvflow.protocols.ports import ControlSocket, DataPlane, Endpoint
-from kvflow.protocols.ranks import PoolShape, RankInfo
-from kvflow.transports.control import bind_router, connect_dealer
+from kvflow.protocols.wire.codec import prompt_digest
+from kvflow.protocols.wire.ranks import PoolShape, RankInfo
+from kvflow.telemetry.counters import Counts
+from kvflow.transports.control.zmq import bind_router, connect_dealer
 
 Prompt = Sequence[int] | NDArray[np.integer[Any]]
 Resolve = Callable[[str], Awaitable[Sequence[RankInfo]]]

@@ -12,14 +12,14 @@ from kvflow.memory.allocator import PageAllocator
 from kvflow.memory.pool import PagedPool
 from kvflow.node import DecodeNode, PrefillNode
 from kvflow.protocols.errors import Code, LostError, MisuseError
-from kvflow.protocols.layout import PoolLayout
+from kvflow.protocols.pages.layout import PoolLayout
 from kvflow.protocols.ports import Endpoint
-from kvflow.protocols.ranks import RankInfo, rank_from_json, rank_to_json
-from kvflow.sim.network import Network
-from kvflow.sim.pair import QUICK, Pair, pair, small_layout, until
-from kvflow.transports.fake import FakeNetwork, FakePlane, FakeRoute, Fault
+from kvflow.protocols.wire.ranks import RankInfo, rank_from_json, rank_to_json
+from kvflow.testing.pair import QUICK, Pair, pair, small_layout, until
+from kvflow.transports.control.memory import Network
+from kvflow.transports.data.fake import FakeNetwork, FakePlane, FakeRoute, Fault
 
-pytest_plugins = ["kvflow.sim.fixtures"]
+pytest_plugins = ["kvflow.testing.fixtures"]
 
 
 async def test_nodes_that_are_not_started_say_so() -> None:

@@ -12,8 +12,8 @@ import numpy as np
 from kvflow.bench.abort_worker import WATCHED_ROOMS
 from kvflow.bench.pair import Pair
 from kvflow.bench.peer import open_peer
-from kvflow.transports.mooncake import WINDOW_BYTES
-from kvflow.transports.writer import SLICE_BYTES
+from kvflow.transports.data.mooncake.plane import WINDOW_BYTES
+from kvflow.transports.data.write_thread import SLICE_BYTES
 
 WORKER = "kvflow.bench.abort_worker"
 SHAPE = {"layers": 32, "heads": 8, "dim": 128, "page_size": 16}  # 2 MiB a page

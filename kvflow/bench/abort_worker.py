@@ -22,10 +22,10 @@ from kvflow.bench.canary import CanaryPool
 from kvflow.bench.worker import Worker, serve, source_slice
 from kvflow.handlers.decode_room import DecodeSession
 from kvflow.node import DecodeNode, PrefillNode
-from kvflow.protocols import prefill_room
 from kvflow.protocols.errors import AbortedError, KvflowError, TransferError
-from kvflow.protocols.layout import PageIndices
-from kvflow.transports.control import ZmqSocket, bind_router, connect_dealer
+from kvflow.protocols.machines import prefill_room
+from kvflow.protocols.pages.layout import PageIndices
+from kvflow.transports.control.zmq import ZmqSocket, bind_router, connect_dealer
 
 POLL_S = 0.001  # uvloop makes 0 of anything that is less
 WATCHED_ROOMS = 3  # a re-used page is looked at while so many more rooms run

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from kvflow.memory.pool import PagedPool
 from kvflow.protocols.errors import MisuseError
-from kvflow.protocols.layout import PageIndices
+from kvflow.protocols.pages.layout import PageIndices
 
 WRITTEN = np.uint64(0xE7E7E7E7E7E7E7E7)  # every word prefill sends
 CANARY = np.uint64(0x5A5A5A5A5A5A5A5A)  # every word of the next owner

@@ -14,11 +14,11 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from kvflow.protocols.layout import PageIndices, PoolLayout
-from kvflow.protocols.plan import Blocks, Pairing
+from kvflow.protocols.pages.layout import PageIndices, PoolLayout
+from kvflow.protocols.pages.plan import Blocks, Pairing
 from kvflow.protocols.ports import DataPlane, Endpoint
-from kvflow.transports.local import LocalPlane, map_peer
-from kvflow.transports.mooncake import MooncakePlane
+from kvflow.transports.data.local import LocalPlane, map_peer
+from kvflow.transports.data.mooncake.plane import MooncakePlane
 
 BLOCK_SIZES = (1 << 20, 2 << 20, 64 << 20)
 WINDOWS = (16, 32, 128)

@@ -25,10 +25,10 @@ from kvflow.bench.raw import TUNE_PAGES, RawWriter, open_raw
 from kvflow.memory.checksum import PageSums
 from kvflow.memory.pool import PagedPool
 from kvflow.node import DecodeNode, PrefillNode
-from kvflow.protocols.layout import PageIndices, PoolLayout, build_layout
+from kvflow.protocols.pages.layout import PageIndices, PoolLayout, build_layout
 from kvflow.protocols.ports import Endpoint
-from kvflow.protocols.ranks import RankInfo, rank_from_json, rank_to_json
-from kvflow.transports.select import open_plane
+from kvflow.protocols.wire.ranks import RankInfo, rank_from_json, rank_to_json
+from kvflow.transports.data.select import open_plane
 
 TICK_S = 0.001
 

@@ -13,11 +13,11 @@ from kvflow.config import Settings, resolve
 from kvflow.demo.client import Aborted, DemoError, Roles, Streamed
 from kvflow.demo.show import Silent, Stage, Terminal
 from kvflow.demo_model import DEMO_MODEL_DIR, DEMO_PROMPTS
+from kvflow.launch.child import ChildEndedError
+from kvflow.launch.doctor import mooncake_trouble
+from kvflow.launch.supervisor import Fleet
 from kvflow.protocols.errors import MisuseError
-from kvflow.server.child import ChildEndedError
-from kvflow.server.doctor import mooncake_trouble
-from kvflow.server.supervisor import Fleet
-from kvflow.transports.select import PLANES
+from kvflow.transports.data.select import PLANES
 
 DTYPE = "float32"  # in which kvflow and stock transformers must agree token for token
 CONCURRENT = 8

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 
-from kvflow.handlers.counts import Counts
+from kvflow.telemetry.counters import Counts
 
 log = logging.getLogger(__name__)
 

@@ -7,19 +7,19 @@ import logging
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from typing import Any
 
-from kvflow.handlers.counts import Counts
 from kvflow.handlers.decode_room import DecodeSession
-from kvflow.handlers.ledger import Grant, Ledger
 from kvflow.handlers.link import Link
-from kvflow.handlers.settings import Bounds, Timing
 from kvflow.handlers.sweep import keep_sweeping
 from kvflow.handlers.tasks import spawn
-from kvflow.protocols.codec import decode_to_decode
-from kvflow.protocols.decode_room import DecodeEvent, DecodeKind, DecodePhase
 from kvflow.protocols.errors import Cause, Code, KvflowError, LostError, MisuseError, WireError, room_error
-from kvflow.protocols.layout import PoolLayout, pack_pages
-from kvflow.protocols.loans import LoanKey, LoanKind
-from kvflow.protocols.messages import (
+from kvflow.protocols.limits import Bounds, Timing
+from kvflow.protocols.machines.decode_room import DecodeEvent, DecodeKind, DecodePhase
+from kvflow.protocols.machines.ledger import Grant, Ledger
+from kvflow.protocols.machines.loan import LoanKey, LoanKind
+from kvflow.protocols.pages.layout import PoolLayout, pack_pages
+from kvflow.protocols.ports import Checksums, ControlSocket, DataPlane, Endpoint, PageStore
+from kvflow.protocols.wire.codec import decode_to_decode
+from kvflow.protocols.wire.messages import (
     AbortAck,
     Belief,
     Bootstrap,
@@ -29,8 +29,8 @@ from kvflow.protocols.messages import (
     Resync,
     RoomFailed,
 )
-from kvflow.protocols.ports import Checksums, ControlSocket, DataPlane, Endpoint, PageStore
-from kvflow.protocols.ranks import RankInfo
+from kvflow.protocols.wire.ranks import RankInfo
+from kvflow.telemetry.counters import Counts
 
 log = logging.getLogger(__name__)
 

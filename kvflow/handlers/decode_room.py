@@ -7,10 +7,9 @@ from collections.abc import Callable, Hashable, Sequence
 from typing import TYPE_CHECKING, Self
 
 from kvflow.handlers.callbacks import call_all
-from kvflow.handlers.checks import ChunkChecks
-from kvflow.handlers.ledger import Grant
-from kvflow.handlers.story import Line, Story
-from kvflow.protocols.decode_room import (
+from kvflow.handlers.verify import ChunkChecks
+from kvflow.protocols.errors import Cause, Code, MisuseError, room_error
+from kvflow.protocols.machines.decode_room import (
     TERMINAL,
     DecodeCommand,
     DecodeEvent,
@@ -20,10 +19,11 @@ from kvflow.protocols.decode_room import (
     opened,
     step,
 )
-from kvflow.protocols.errors import Cause, Code, MisuseError, room_error
-from kvflow.protocols.layout import PageIndices
-from kvflow.protocols.loans import LoanKey, LoanKind, LoanPhase
-from kvflow.protocols.messages import ChunkDone
+from kvflow.protocols.machines.ledger import Grant
+from kvflow.protocols.machines.loan import LoanKey, LoanKind, LoanPhase
+from kvflow.protocols.machines.story import Line, Story
+from kvflow.protocols.pages.layout import PageIndices
+from kvflow.protocols.wire.messages import ChunkDone
 
 if TYPE_CHECKING:
     from kvflow.handlers.decode import DecodeHandlers

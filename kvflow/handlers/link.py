@@ -8,10 +8,11 @@ from enum import Enum
 from typing import TYPE_CHECKING, Any
 
 from kvflow.handlers.tasks import fenced, spawn
-from kvflow.protocols.codec import encode
 from kvflow.protocols.errors import Cause, LostError, RefusedError
-from kvflow.protocols.loans import LoanKind
-from kvflow.protocols.messages import (
+from kvflow.protocols.machines.loan import LoanKind
+from kvflow.protocols.ports import ControlSocket, Endpoint
+from kvflow.protocols.wire.codec import encode
+from kvflow.protocols.wire.messages import (
     MAX_BELIEFS,
     WIRE_VERSION,
     Abort,
@@ -22,8 +23,7 @@ from kvflow.protocols.messages import (
     Registered,
     Resync,
 )
-from kvflow.protocols.ports import ControlSocket, Endpoint
-from kvflow.protocols.ranks import RankInfo
+from kvflow.protocols.wire.ranks import RankInfo
 
 if TYPE_CHECKING:
     from kvflow.handlers.decode import DecodeHandlers

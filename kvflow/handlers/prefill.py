@@ -8,14 +8,10 @@ import logging
 from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any
 
-from kvflow.handlers.counts import Counts
-from kvflow.handlers.halves import EndedHalves, Half
 from kvflow.handlers.prefill_room import PrefillSession
-from kvflow.handlers.settings import Bounds, Timing
 from kvflow.handlers.sweep import keep_sweeping
 from kvflow.handlers.target import Target
 from kvflow.handlers.tasks import fenced, spawn
-from kvflow.protocols.codec import decode_to_prefill, encode, routing_id
 from kvflow.protocols.errors import (
     CapacityError,
     Cause,
@@ -26,8 +22,13 @@ from kvflow.protocols.errors import (
     WireError,
     room_error,
 )
-from kvflow.protocols.layout import PageIndices, PoolLayout, differences, unpack_pages
-from kvflow.protocols.messages import (
+from kvflow.protocols.limits import Bounds, Timing
+from kvflow.protocols.machines.prefill_room import PrefillEvent, PrefillKind, PrefillPhase
+from kvflow.protocols.machines.rendezvous import EndedHalves, Half
+from kvflow.protocols.pages.layout import PageIndices, PoolLayout, differences, unpack_pages
+from kvflow.protocols.ports import Checksums, ControlSocket, DataPlane, Endpoint, PageStore
+from kvflow.protocols.wire.codec import decode_to_prefill, encode, routing_id
+from kvflow.protocols.wire.messages import (
     MAX_TEXT,
     WIRE_VERSION,
     Abort,
@@ -41,8 +42,7 @@ from kvflow.protocols.messages import (
     RoomFailed,
     ToPrefill,
 )
-from kvflow.protocols.ports import Checksums, ControlSocket, DataPlane, Endpoint, PageStore
-from kvflow.protocols.prefill_room import PrefillEvent, PrefillKind, PrefillPhase
+from kvflow.telemetry.counters import Counts
 
 log = logging.getLogger(__name__)
 

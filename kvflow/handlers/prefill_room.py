@@ -8,13 +8,9 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, NamedTuple, Self
 
 from kvflow.handlers.callbacks import call_all
-from kvflow.handlers.checks import SummedFlight
-from kvflow.handlers.story import Line, Story
+from kvflow.handlers.verify import SummedFlight
 from kvflow.protocols.errors import CapacityError, Cause, Code, MisuseError, room_error
-from kvflow.protocols.layout import PageIndices
-from kvflow.protocols.messages import MAX_HANDOFF_BYTES, AbortAck, Bootstrap, ChunkDone, Message, RoomFailed
-from kvflow.protocols.ports import Flight, Landing
-from kvflow.protocols.prefill_room import (
+from kvflow.protocols.machines.prefill_room import (
     TERMINAL,
     PrefillCommand,
     PrefillEvent,
@@ -23,6 +19,10 @@ from kvflow.protocols.prefill_room import (
     PrefillRoom,
     step,
 )
+from kvflow.protocols.machines.story import Line, Story
+from kvflow.protocols.pages.layout import PageIndices
+from kvflow.protocols.ports import Flight, Landing
+from kvflow.protocols.wire.messages import MAX_HANDOFF_BYTES, AbortAck, Bootstrap, ChunkDone, Message, RoomFailed
 
 if TYPE_CHECKING:
     from kvflow.handlers.prefill import PrefillHandlers

@@ -6,8 +6,8 @@ import asyncio
 import logging
 from collections.abc import Callable
 
-from kvflow.handlers.counts import Counts
-from kvflow.handlers.settings import Timing
+from kvflow.protocols.limits import Timing
+from kvflow.telemetry.counters import Counts
 
 log = logging.getLogger(__name__)
 

@@ -7,9 +7,9 @@ from collections import OrderedDict
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
-from kvflow.protocols.codec import encode, routing_id
-from kvflow.protocols.messages import AbortAck, ChunkDone, Message, Register
 from kvflow.protocols.ports import Route
+from kvflow.protocols.wire.codec import encode, routing_id
+from kvflow.protocols.wire.messages import AbortAck, ChunkDone, Message, Register
 
 if TYPE_CHECKING:
     from kvflow.handlers.prefill import PrefillHandlers

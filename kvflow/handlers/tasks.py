@@ -7,10 +7,10 @@ import logging
 from collections.abc import Coroutine
 from typing import Any
 
-from kvflow.handlers.counts import Counts
-from kvflow.handlers.settings import Timing
 from kvflow.protocols.errors import TransferError
+from kvflow.protocols.limits import Timing
 from kvflow.protocols.ports import DataPlane, Endpoint
+from kvflow.telemetry.counters import Counts
 
 log = logging.getLogger(__name__)
 

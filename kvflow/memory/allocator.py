@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvflow.protocols.errors import CapacityError, MisuseError, OwnershipError
-from kvflow.protocols.layout import PageIndices
+from kvflow.protocols.pages.layout import PageIndices
 
 _FREE, _RESERVED, _RETURNING = -1, -2, -3
 

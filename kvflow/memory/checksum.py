@@ -11,10 +11,10 @@ from typing import NamedTuple
 
 from xxhash import xxh3_64
 
-from kvflow.handlers.threads import drained
+from kvflow.aio import drained
 from kvflow.memory.pool import PagedPool
 from kvflow.protocols.errors import LayoutError
-from kvflow.protocols.layout import PageIndices, PoolLayout
+from kvflow.protocols.pages.layout import PageIndices, PoolLayout
 
 _BREATH_BYTES = 1 << 20  # small blocks are summed with the GIL held: let others have it after so many bytes
 log = logging.getLogger("kvflow.memory")

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from kvflow.memory.shared import SharedSegment
 from kvflow.protocols.errors import LayoutError
-from kvflow.protocols.layout import DTYPE_BYTES, Buffer, Component, PageIndices, PoolLayout
+from kvflow.protocols.pages.layout import DTYPE_BYTES, Buffer, Component, PageIndices, PoolLayout
 
 if TYPE_CHECKING:
     import torch

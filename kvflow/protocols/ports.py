@@ -9,7 +9,7 @@ from typing import Annotated, Protocol
 
 import msgspec
 
-from kvflow.protocols.layout import PageIndices, PoolLayout
+from kvflow.protocols.pages.layout import PageIndices, PoolLayout
 
 Word = Annotated[str, msgspec.Meta(max_length=4096)]
 

@@ -8,9 +8,9 @@ import uvloop
 
 from kvflow.bench.abort_worker import AbortWorker
 from kvflow.bench.worker import serve
-from kvflow.handlers.ledger import Grant, Ledger
 from kvflow.protocols.errors import Cause
-from kvflow.protocols.loans import LoanKey, LoanKind
+from kvflow.protocols.machines.ledger import Grant, Ledger
+from kvflow.protocols.machines.loan import LoanKey, LoanKind
 
 
 def _believe(self: Ledger, grant: Grant, cause: Cause) -> None:

@@ -10,7 +10,7 @@ import pytest
 from kvflow.bench.canary import CANARY, CanaryPool
 from kvflow.memory.pool import PagedPool
 from kvflow.protocols.errors import MisuseError
-from kvflow.protocols.layout import Order, build_layout
+from kvflow.protocols.pages.layout import Order, build_layout
 
 PAGES = np.array([9, 2, 30, 31, *range(10, 28)], dtype=np.int32)
 STREAMS: list[tuple[str, str, tuple[int, ...]]] = [("k", "uint8", (32,)), ("v", "uint8", (16,))]

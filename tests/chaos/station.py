@@ -20,12 +20,12 @@ from kvflow.bench.canary import CanaryPool
 from kvflow.bench.worker import Worker, serve
 from kvflow.handlers.decode_room import DecodeSession
 from kvflow.handlers.prefill_room import PrefillSession
-from kvflow.handlers.settings import Timing
 from kvflow.node import DecodeNode, PrefillNode
 from kvflow.protocols.errors import KvflowError
-from kvflow.protocols.layout import PageIndices
-from kvflow.protocols.ranks import rank_from_json
-from kvflow.transports.mooncake import MooncakeRoute
+from kvflow.protocols.limits import Timing
+from kvflow.protocols.pages.layout import PageIndices
+from kvflow.protocols.wire.ranks import rank_from_json
+from kvflow.transports.data.mooncake.plane import MooncakeRoute
 
 LAYERS, HEADS, DIM, PAGE_SIZE = 2, 4, 64, 16  # 32 KiB a page
 TIMING = Timing(heartbeat_s=0.1, lost_after_s=1.0, repeat_after_s=0.1, sweep_s=0.02, register_s=3.0, rendezvous_s=1.0)

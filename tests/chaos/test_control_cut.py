@@ -9,7 +9,7 @@ import random
 import msgspec
 import pytest
 
-from kvflow.protocols.ranks import rank_from_json, rank_to_json
+from kvflow.protocols.wire.ranks import rank_from_json, rank_to_json
 from tests.chaos.pair import begin, in_the_middle, pair, until
 from tests.chaos.proxy import FAULTS, Proxy, disturb
 from tests.chaos.station import TIMING

@@ -14,8 +14,8 @@ import aiohttp
 import pytest
 
 from kvflow.demo_model import DEMO_PROMPTS
-from kvflow.server.child import Child
-from kvflow.server.supervisor import Fleet
+from kvflow.launch.child import Child
+from kvflow.launch.supervisor import Fleet
 from tests.chaos.pair import until
 from tests.chaos.proxy import FAULTS, Proxy, disturb
 from tests.e2e.fleet import all_home, running

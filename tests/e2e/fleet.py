@@ -12,7 +12,7 @@ import msgspec
 
 from kvflow.config import resolve
 from kvflow.demo_model import DEMO_MODEL_DIR
-from kvflow.server.supervisor import Fleet
+from kvflow.launch.supervisor import Fleet
 
 WITHIN_S = 10.0
 

@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from kvflow.server.serving import PARENT_PID
+from kvflow.launch.process import PARENT_PID
 
 ROOT = Path(__file__).parents[2]
 REPLY_S = 60.0

@@ -22,18 +22,18 @@ import msgspec
 import numpy as np
 import uvloop
 
-from kvflow.engine.decode import DecodeEngine
-from kvflow.engine.load import LoadedModel, load_model
-from kvflow.engine.params import SamplingParams, TokenOut
-from kvflow.engine.prefill import PrefillEngine
-from kvflow.engine.single import SingleEngine
+from kvflow.engine.model.load import LoadedModel, load_model
+from kvflow.engine.scheduler.decode import DecodeEngine
+from kvflow.engine.scheduler.params import SamplingParams, TokenOut
+from kvflow.engine.scheduler.prefill import PrefillEngine
+from kvflow.engine.scheduler.single import SingleEngine
+from kvflow.launch.process import die_with_parent
 from kvflow.memory.allocator import PageAllocator
 from kvflow.memory.pool import PagedPool
 from kvflow.node import DecodeNode, PrefillNode
-from kvflow.protocols.layout import PageIndices, build_layout
-from kvflow.protocols.ranks import RankInfo, rank_from_json, rank_to_json
-from kvflow.server.serving import die_with_parent
-from kvflow.transports.select import open_plane
+from kvflow.protocols.pages.layout import PageIndices, build_layout
+from kvflow.protocols.wire.ranks import RankInfo, rank_from_json, rank_to_json
+from kvflow.transports.data.select import open_plane
 
 
 class Ask(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

@@ -18,7 +18,7 @@ from typing import Any
 
 import pytest
 
-from kvflow.server.serving import PARENT_PID
+from kvflow.launch.process import PARENT_PID
 
 NEW = 16
 START_S, STOP_S, REQUEST_S, HOME_S = 90.0, 20.0, 60.0, 10.0

@@ -18,7 +18,7 @@ import pytest_asyncio
 
 from kvflow.config import resolve
 from kvflow.demo_model import DEMO_MODEL_DIR, DEMO_PROMPTS
-from kvflow.server.supervisor import Fleet
+from kvflow.launch.supervisor import Fleet
 from tests.e2e.fleet import WITHIN_S, all_home, ask, running
 from tests.e2e.sglang import sglang_router
 

@@ -14,8 +14,8 @@ import msgspec
 import pytest
 
 from kvflow.demo_model import DEMO_PROMPTS
-from kvflow.server.child import Child
-from kvflow.transports.curve import write_key
+from kvflow.launch.child import Child
+from kvflow.transports.control.curve import write_key
 from tests.e2e.fleet import WITHIN_S, all_home, ask, running
 
 KEY = "sesame"

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from kvflow.server.doctor import mooncake_trouble
+from kvflow.launch.doctor import mooncake_trouble
 from tests.e2e.parity_pair import CHUNKS, Model, Pair, WorkerError
 from tests.engine.tiny_models import FAMILIES
 

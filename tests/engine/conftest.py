@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from kvflow.engine.load import LoadedModel, load_model
+from kvflow.engine.model.load import LoadedModel, load_model
 from tests.engine import tiny_models
 
 

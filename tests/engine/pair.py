@@ -11,14 +11,14 @@ from typing import Any, Self
 import numpy as np
 import torch
 
-from kvflow.engine.decode import DecodeEngine
-from kvflow.engine.load import LoadedModel
-from kvflow.engine.params import SamplingParams, TokenOut
-from kvflow.engine.prefill import PrefillEngine
+from kvflow.engine.model.load import LoadedModel
+from kvflow.engine.scheduler.decode import DecodeEngine
+from kvflow.engine.scheduler.params import SamplingParams, TokenOut
+from kvflow.engine.scheduler.prefill import PrefillEngine
 from kvflow.memory.allocator import PageAllocator
 from kvflow.memory.pool import PagedPool
 from kvflow.protocols.errors import Cause, Code, KvflowError, room_error
-from kvflow.protocols.layout import Order, PageIndices, build_layout
+from kvflow.protocols.pages.layout import Order, PageIndices, build_layout
 
 
 class Side:

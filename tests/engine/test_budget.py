@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from kvflow.engine.budget import PageBudget
+from kvflow.engine.scheduler.budget import PageBudget
 from kvflow.memory.allocator import PageAllocator
 from kvflow.protocols.errors import AbortedError, CapacityError
 

@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
-from kvflow.engine.load import LoadedModel
+from kvflow.engine.model.load import LoadedModel
 from kvflow.protocols.errors import KvflowError
-from kvflow.sim.cancellation import Steps
+from kvflow.testing.cancellation import Steps
 from tests.engine.pair import FakeRoom, Pair, greedy, prompt_of, until
 
 PROMPT = prompt_of(27)

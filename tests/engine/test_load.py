@@ -13,12 +13,12 @@ import torch
 from transformers import AutoModelForCausalLM
 from transformers.utils import logging as transformers_logging
 
-from kvflow.engine import selftest
-from kvflow.engine.load import LoadedModel, load_model
-from kvflow.engine.probe import probe
+from kvflow.engine.model import selftest
+from kvflow.engine.model.load import LoadedModel, load_model
+from kvflow.engine.model.probe import probe
 from kvflow.memory.pool import PagedPool
 from kvflow.protocols.errors import LayoutError, MisuseError
-from kvflow.protocols.layout import build_layout
+from kvflow.protocols.pages.layout import build_layout
 from tests.engine import tiny_models
 
 Tiny = Callable[[str], Path]

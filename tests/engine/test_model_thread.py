@@ -8,8 +8,8 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from kvflow.engine.model_thread import ModelThread
-from kvflow.engine.sequence import Sequence
+from kvflow.engine.model.sequence import Sequence
+from kvflow.engine.model.thread import ModelThread
 from kvflow.memory.allocator import PageAllocator
 
 

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from kvflow.engine.handoff import HandOff
-from kvflow.engine.params import SamplingParams, finish
+from kvflow.engine.scheduler.handoff import HandOff
+from kvflow.engine.scheduler.params import SamplingParams, finish
 from kvflow.protocols.errors import MisuseError, WireError
 
 

@@ -13,10 +13,10 @@ from typing import Any
 import pytest
 import torch
 
-from kvflow.engine.load import LoadedModel
-from kvflow.engine.params import SamplingParams, TokenOut
-from kvflow.engine.single import SingleEngine
-from kvflow.protocols.layout import Order
+from kvflow.engine.model.load import LoadedModel
+from kvflow.engine.scheduler.params import SamplingParams, TokenOut
+from kvflow.engine.scheduler.single import SingleEngine
+from kvflow.protocols.pages.layout import Order
 from tests.engine import tiny_models
 from tests.engine.pair import FakeRoom, Pair, Side, greedy, prompt_of, until
 

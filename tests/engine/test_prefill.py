@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 import torch
 
-from kvflow.engine.handoff import HandOff
-from kvflow.engine.load import LoadedModel
-from kvflow.engine.params import SamplingParams
-from kvflow.engine.step import Row
+from kvflow.engine.model.load import LoadedModel
+from kvflow.engine.model.step import Row
+from kvflow.engine.scheduler.handoff import HandOff
+from kvflow.engine.scheduler.params import SamplingParams
 from kvflow.protocols.errors import AbortedError, CapacityError, Code, KvflowError, MisuseError
 from tests.engine.pair import FakeRoom, Pair, greedy, prompt_of, until
 

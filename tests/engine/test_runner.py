@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 import torch
 
-from kvflow.engine.load import LoadedModel, load_model
-from kvflow.engine.sequence import Sequence
-from kvflow.engine.step import Row
+from kvflow.engine.model.load import LoadedModel, load_model
+from kvflow.engine.model.sequence import Sequence
+from kvflow.engine.model.step import Row
 from kvflow.memory.pool import PagedPool
-from kvflow.protocols.layout import Order, PageIndices, build_layout
+from kvflow.protocols.pages.layout import Order, PageIndices, build_layout
 from tests.engine.pair import prompt_of
 
 PAGE = 4

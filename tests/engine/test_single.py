@@ -7,9 +7,9 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from kvflow.engine.load import LoadedModel
-from kvflow.engine.params import TokenOut
-from kvflow.engine.single import SingleEngine
+from kvflow.engine.model.load import LoadedModel
+from kvflow.engine.scheduler.params import TokenOut
+from kvflow.engine.scheduler.single import SingleEngine
 from kvflow.protocols.errors import CapacityError
 from tests.engine.pair import Pair, Side, greedy, prompt_of, until
 

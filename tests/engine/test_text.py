@@ -8,7 +8,7 @@ import pytest
 from tokenizers import Tokenizer, decoders, pre_tokenizers
 from tokenizers.models import BPE
 
-from kvflow.engine.text import TextStream
+from kvflow.engine.scheduler.text import TextStream
 from kvflow.protocols.errors import MisuseError
 
 

@@ -9,7 +9,7 @@ import numpy as np
 from kvflow.handlers.decode_room import DecodeSession
 from kvflow.handlers.prefill_room import PrefillSession
 from kvflow.protocols.errors import Cause, Code, KvflowError
-from kvflow.sim.pair import PAGE_SIZE, Pair
+from kvflow.testing.pair import PAGE_SIZE, Pair
 
 PROMPT = range(5 * PAGE_SIZE)  # five pages
 WHY = Cause(Code.ENGINE_ERROR, "the engine gave up")

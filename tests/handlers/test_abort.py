@@ -8,17 +8,17 @@ import pytest
 
 from kvflow.handlers.decode_room import DecodeSession
 from kvflow.handlers.prefill_room import PrefillSession
-from kvflow.protocols.codec import encode, routing_id
 from kvflow.protocols.errors import Cause, Code
-from kvflow.protocols.loans import LoanPhase
-from kvflow.protocols.messages import Abort, Bootstrap, ChunkDone, Heartbeat, RoomFailed
+from kvflow.protocols.machines.loan import LoanPhase
 from kvflow.protocols.ports import Landing
-from kvflow.sim.network import Frame
-from kvflow.sim.pair import Pair, fill, pair, until
-from kvflow.transports.fake import Fault
+from kvflow.protocols.wire.codec import encode, routing_id
+from kvflow.protocols.wire.messages import Abort, Bootstrap, ChunkDone, Heartbeat, RoomFailed
+from kvflow.testing.pair import Pair, fill, pair, until
+from kvflow.transports.control.memory import Frame
+from kvflow.transports.data.fake import Fault
 from tests.handlers.scenes import PROMPT, WHY, code_of, every_rank_writes, matched, midway, success
 
-pytest_plugins = ["kvflow.sim.fixtures"]
+pytest_plugins = ["kvflow.testing.fixtures"]
 Both = tuple[PrefillSession, DecodeSession]
 
 

@@ -11,12 +11,12 @@ import pytest
 from kvflow.handlers.decode_room import DecodeSession
 from kvflow.handlers.prefill_room import PrefillSession
 from kvflow.protocols.errors import AbortedError, Code, KvflowError, LostError
-from kvflow.protocols.messages import Abort, Bootstrap, Register, Registered
-from kvflow.sim.pair import QUICK, Pair, pair, until
-from kvflow.transports.fake import Fault
+from kvflow.protocols.wire.messages import Abort, Bootstrap, Register, Registered
+from kvflow.testing.pair import QUICK, Pair, pair, until
+from kvflow.transports.data.fake import Fault
 from tests.handlers.scenes import PROMPT, WHY, code_of, matched, midway, success
 
-pytest_plugins = ["kvflow.sim.fixtures"]
+pytest_plugins = ["kvflow.testing.fixtures"]
 Waits = Callable[[PrefillSession, DecodeSession], Awaitable[object]]
 AWAITS: dict[str, Waits] = {
     "matched": lambda source, _: source.matched(),

@@ -15,17 +15,17 @@ from kvflow.handlers.prefill_room import PrefillSession
 from kvflow.memory.checksum import PageSums
 from kvflow.memory.pool import PagedPool
 from kvflow.node import DecodeNode, PrefillNode
-from kvflow.protocols.codec import decode_to_decode, encode
 from kvflow.protocols.errors import Code, KvflowError
-from kvflow.protocols.layout import PageIndices
-from kvflow.protocols.messages import ChunkDone, Resync
-from kvflow.sim.network import Fate, Frame
-from kvflow.sim.pair import Pair, fill, small_layout, until
-from kvflow.transports.fake import Fault
-from kvflow.transports.local import LocalPlane
+from kvflow.protocols.pages.layout import PageIndices
+from kvflow.protocols.wire.codec import decode_to_decode, encode
+from kvflow.protocols.wire.messages import ChunkDone, Resync
+from kvflow.testing.pair import Pair, fill, small_layout, until
+from kvflow.transports.control.memory import Fate, Frame
+from kvflow.transports.data.fake import Fault
+from kvflow.transports.data.local import LocalPlane
 from tests.handlers.scenes import WHY, assert_same_bytes, code_of, matched
 
-pytest_plugins = ["kvflow.sim.fixtures"]
+pytest_plugins = ["kvflow.testing.fixtures"]
 
 
 class SlowSum:

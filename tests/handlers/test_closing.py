@@ -9,12 +9,12 @@ import pytest
 
 from kvflow.handlers.decode_room import DecodeSession
 from kvflow.handlers.prefill_room import PrefillSession
-from kvflow.protocols.decode_room import DecodePhase
 from kvflow.protocols.errors import Cause, Code
-from kvflow.protocols.messages import Abort, RoomFailed
-from kvflow.protocols.prefill_room import PrefillPhase
-from kvflow.sim.pair import Pair, pair, until
-from kvflow.transports.fake import Fault
+from kvflow.protocols.machines.decode_room import DecodePhase
+from kvflow.protocols.machines.prefill_room import PrefillPhase
+from kvflow.protocols.wire.messages import Abort, RoomFailed
+from kvflow.testing.pair import Pair, pair, until
+from kvflow.transports.data.fake import Fault
 from tests.handlers.scenes import PROMPT, WHY, matched, midway
 
 Both = tuple[PrefillSession | None, DecodeSession | None]

@@ -6,12 +6,12 @@ import pytest
 
 from kvflow.handlers.target import Target
 from kvflow.protocols.errors import Code
-from kvflow.protocols.messages import Abort, AbortAck, Bootstrap, Heartbeat, RoomFailed
-from kvflow.sim.pair import Pair, pair, until
-from kvflow.transports.fake import Fault
+from kvflow.protocols.wire.messages import Abort, AbortAck, Bootstrap, Heartbeat, RoomFailed
+from kvflow.testing.pair import Pair, pair, until
+from kvflow.transports.data.fake import Fault
 from tests.handlers.scenes import WHY, code_of, every_rank_writes, matched, midway, success
 
-pytest_plugins = ["kvflow.sim.fixtures"]
+pytest_plugins = ["kvflow.testing.fixtures"]
 
 
 async def doubtful(p: Pair, *faults: Fault, chunks: int = 1) -> None:

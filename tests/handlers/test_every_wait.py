@@ -16,12 +16,12 @@ import pytest
 
 from kvflow.node import DecodeNode, PrefillNode
 from kvflow.protocols.errors import KvflowError
-from kvflow.sim.cancellation import Steps, stepping
-from kvflow.sim.pair import Pair, fill, pair, until
-from kvflow.transports.fake import FakePlane, Fault
+from kvflow.testing.cancellation import Steps, stepping
+from kvflow.testing.pair import Pair, fill, pair, until
+from kvflow.transports.data.fake import FakePlane, Fault
 from tests.handlers.scenes import PROMPT, matched, midway, success
 
-pytest_plugins = ["kvflow.sim.fixtures"]
+pytest_plugins = ["kvflow.testing.fixtures"]
 Work = Coroutine[Any, Any, object]
 Scene = Callable[[Pair], Awaitable[Work]]
 CANARY = 0xEE

@@ -7,14 +7,14 @@ import asyncio
 import msgspec
 import pytest
 
-from kvflow.handlers.halves import EndedHalves, Half
 from kvflow.protocols.errors import Cause, Code, KvflowError, LostError, RefusedError
-from kvflow.protocols.layout import build_layout
-from kvflow.protocols.messages import MAX_TEXT, Abort, Bootstrap
-from kvflow.sim.pair import PAGE_SIZE, Pair, pair, small_layout, until
+from kvflow.protocols.machines.rendezvous import EndedHalves, Half
+from kvflow.protocols.pages.layout import build_layout
+from kvflow.protocols.wire.messages import MAX_TEXT, Abort, Bootstrap
+from kvflow.testing.pair import PAGE_SIZE, Pair, pair, small_layout, until
 from tests.handlers.scenes import PROMPT, WHY, code_of, matched, success
 
-pytest_plugins = ["kvflow.sim.fixtures"]
+pytest_plugins = ["kvflow.testing.fixtures"]
 
 
 async def test_decode_never_comes(kvflow_pair: Pair) -> None:

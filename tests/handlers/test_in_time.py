@@ -11,13 +11,13 @@ from typing import Any
 
 import pytest
 
-from kvflow.handlers.settings import Timing
 from kvflow.protocols.errors import Cause, Code, KvflowError
-from kvflow.protocols.messages import Abort, Bootstrap, ChunkDone, RoomFailed
-from kvflow.sim import pair as pair_module
-from kvflow.sim.loop import VirtualLoop
-from kvflow.sim.pair import Pair, pair, until
-from kvflow.transports.fake import Fault
+from kvflow.protocols.limits import Timing
+from kvflow.protocols.wire.messages import Abort, Bootstrap, ChunkDone, RoomFailed
+from kvflow.testing import pair as pair_module
+from kvflow.testing.pair import Pair, pair, until
+from kvflow.testing.sim.loop import VirtualLoop
+from kvflow.transports.data.fake import Fault
 from tests.handlers.scenes import PROMPT, WHY, matched, midway
 
 FULL = Cause(Code.CAPACITY, "no page for another token")

@@ -6,10 +6,10 @@ import asyncio
 
 import pytest
 
-from kvflow.handlers.settings import Bounds
-from kvflow.protocols.codec import encode, routing_id
 from kvflow.protocols.errors import Code, LostError
-from kvflow.protocols.messages import (
+from kvflow.protocols.limits import Bounds
+from kvflow.protocols.wire.codec import encode, routing_id
+from kvflow.protocols.wire.messages import (
     WIRE_VERSION,
     Abort,
     AbortAck,
@@ -21,11 +21,11 @@ from kvflow.protocols.messages import (
     Resync,
     RoomFailed,
 )
-from kvflow.sim.network import LOST, Frame
-from kvflow.sim.pair import Pair, pair, until
+from kvflow.testing.pair import Pair, pair, until
+from kvflow.transports.control.memory import LOST, Frame
 from tests.handlers.scenes import PROMPT, WHY, code_of, matched, midway, success
 
-pytest_plugins = ["kvflow.sim.fixtures"]
+pytest_plugins = ["kvflow.testing.fixtures"]
 
 
 async def test_a_restarted_prefill_at_the_same_address() -> None:

@@ -6,12 +6,12 @@ import itertools
 
 import pytest
 
-from kvflow.handlers.ledger import Grant, Ledger, Quarantined
-from kvflow.handlers.story import STORY_LINES, Story
 from kvflow.memory.allocator import PageAllocator
-from kvflow.protocols.decode_room import DecodePhase
 from kvflow.protocols.errors import Cause, Code
-from kvflow.protocols.loans import LoanKey, LoanKind
+from kvflow.protocols.machines.decode_room import DecodePhase
+from kvflow.protocols.machines.ledger import Grant, Ledger, Quarantined
+from kvflow.protocols.machines.loan import LoanKey, LoanKind
+from kvflow.protocols.machines.story import STORY_LINES, Story
 
 WHY = Cause(Code.CLIENT_GONE)
 

@@ -11,14 +11,14 @@ import pytest
 from kvflow.memory.pool import PagedPool
 from kvflow.node import DecodeNode, PrefillNode
 from kvflow.protocols.errors import Code, LostError, RefusedError
-from kvflow.protocols.layout import PoolLayout
+from kvflow.protocols.pages.layout import PoolLayout
 from kvflow.protocols.ports import Endpoint
-from kvflow.sim.pair import QUICK, Pair, pair, small_layout, until
-from kvflow.transports.fake import FakeRoute
-from kvflow.transports.local import LocalPlane
+from kvflow.testing.pair import QUICK, Pair, pair, small_layout, until
+from kvflow.transports.data.fake import FakeRoute
+from kvflow.transports.data.local import LocalPlane
 from tests.handlers.scenes import PROMPT, code_of, matched, midway, success
 
-pytest_plugins = ["kvflow.sim.fixtures"]
+pytest_plugins = ["kvflow.testing.fixtures"]
 IMPATIENT = msgspec.structs.replace(QUICK, lost_after_s=0.5)
 
 

@@ -6,8 +6,8 @@ import random
 
 import pytest
 
-from kvflow.handlers.settings import Timing
-from kvflow.protocols.messages import (
+from kvflow.protocols.limits import Timing
+from kvflow.protocols.wire.messages import (
     Abort,
     AbortAck,
     Bootstrap,
@@ -18,11 +18,11 @@ from kvflow.protocols.messages import (
     Resync,
     RoomFailed,
 )
-from kvflow.sim.network import DELIVERED, LOST, TWICE, Fate, Frame
-from kvflow.sim.pair import QUICK, Pair, pair, until
+from kvflow.testing.pair import QUICK, Pair, pair, until
+from kvflow.transports.control.memory import DELIVERED, LOST, TWICE, Fate, Frame
 from tests.handlers.scenes import PROMPT, WHY, assert_same_bytes, code_of, matched, midway
 
-pytest_plugins = ["kvflow.sim.fixtures"]
+pytest_plugins = ["kvflow.testing.fixtures"]
 
 GOOD = [Register, Registered, Bootstrap, ChunkDone, Heartbeat, Resync]
 ABORTED = [Bootstrap, ChunkDone, Abort, AbortAck]

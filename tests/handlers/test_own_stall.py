@@ -6,7 +6,7 @@ import time
 
 import msgspec
 
-from kvflow.sim.pair import QUICK, pair
+from kvflow.testing.pair import QUICK, pair
 from tests.handlers.scenes import success
 
 TIMING = msgspec.structs.replace(QUICK, heartbeat_s=0.05, lost_after_s=0.3)

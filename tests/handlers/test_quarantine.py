@@ -7,13 +7,13 @@ import logging
 
 import pytest
 
-from kvflow.handlers.settings import Bounds
 from kvflow.node import DecodeNode
 from kvflow.protocols.errors import Code, LostError, MisuseError, QuarantineError
-from kvflow.protocols.messages import Abort
-from kvflow.sim.network import LOST, Fate, Frame
-from kvflow.sim.pair import Pair, pair, until
-from kvflow.transports.fake import FakePlane
+from kvflow.protocols.limits import Bounds
+from kvflow.protocols.wire.messages import Abort
+from kvflow.testing.pair import Pair, pair, until
+from kvflow.transports.control.memory import LOST, Fate, Frame
+from kvflow.transports.data.fake import FakePlane
 from tests.handlers.scenes import PROMPT, code_of, midway, success
 
 

@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 
 from kvflow.protocols.errors import CapacityError, Code, KvflowError, LayoutError, MisuseError, OwnershipError
-from kvflow.protocols.messages import MAX_HANDOFF_BYTES
-from kvflow.sim.pair import PAGE_SIZE, Pair, pair, until
+from kvflow.protocols.wire.messages import MAX_HANDOFF_BYTES
+from kvflow.testing.pair import PAGE_SIZE, Pair, pair, until
 from tests.handlers.scenes import PROMPT, WHY, assert_same_bytes, code_of, matched, midway, success
 
-pytest_plugins = ["kvflow.sim.fixtures"]
+pytest_plugins = ["kvflow.testing.fixtures"]
 
 
 @pytest.mark.parametrize("chunks", [1, 2, 5])

@@ -6,11 +6,11 @@ import logging
 
 import pytest
 
-from kvflow.handlers.counts import Counts
 from kvflow.handlers.tasks import spawn
 from kvflow.protocols.errors import Code
 from kvflow.protocols.ports import Endpoint
-from kvflow.sim.pair import Pair, pair, until
+from kvflow.telemetry.counters import Counts
+from kvflow.testing.pair import Pair, pair, until
 from tests.handlers.scenes import code_of, midway
 
 

@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from kvflow.handlers.threads import drained, in_thread
+from kvflow.aio import drained, in_thread
 
 
 async def test_a_cancelled_wait_drains_first_and_twice_too() -> None:

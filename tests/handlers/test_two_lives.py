@@ -8,14 +8,14 @@ import msgspec
 import pytest
 
 from kvflow.handlers.link import LinkPhase
-from kvflow.protocols.codec import encode, routing_id
 from kvflow.protocols.errors import Code, LostError
-from kvflow.protocols.messages import WIRE_VERSION, ChunkDone, Register, Registered
-from kvflow.sim.network import HELD, LOST, Fate, Frame
-from kvflow.sim.pair import Pair, pair, until
+from kvflow.protocols.wire.codec import encode, routing_id
+from kvflow.protocols.wire.messages import WIRE_VERSION, ChunkDone, Register, Registered
+from kvflow.testing.pair import Pair, pair, until
+from kvflow.transports.control.memory import HELD, LOST, Fate, Frame
 from tests.handlers.scenes import PROMPT, code_of, matched, midway, success
 
-pytest_plugins = ["kvflow.sim.fixtures"]
+pytest_plugins = ["kvflow.testing.fixtures"]
 
 
 def answer(p: Pair, control: str, source: int, asked: int) -> None:

@@ -20,8 +20,8 @@ import psutil
 from kvflow.handlers.decode_room import DecodeSession
 from kvflow.handlers.prefill_room import PrefillSession
 from kvflow.protocols.errors import Cause, Code, KvflowError
-from kvflow.sim.network import DELIVERED, LOST, TWICE, Fate, Frame
-from kvflow.sim.pair import QUICK, Pair, pair, small_layout, until
+from kvflow.testing.pair import QUICK, Pair, pair, small_layout, until
+from kvflow.transports.control.memory import DELIVERED, LOST, TWICE, Fate, Frame
 from tests.hostile.nodes import Report
 from tests.hostile.tables import tables
 

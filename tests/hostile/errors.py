@@ -24,7 +24,7 @@ import numpy as np
 
 from kvflow.config import resolve
 from kvflow.demo_model import DEMO_MODEL_DIR
-from kvflow.server.supervisor import Fleet
+from kvflow.launch.supervisor import Fleet
 from tests.e2e.fleet import all_home
 from tests.hostile.nodes import Report
 

@@ -8,8 +8,8 @@ from typing import Any
 
 import msgspec
 
-from kvflow.protocols.codec import encode
-from kvflow.protocols.messages import MAX_FRAME_BYTES
+from kvflow.protocols.wire.codec import encode
+from kvflow.protocols.wire.messages import MAX_FRAME_BYTES
 
 U64 = 2**64 - 1
 ODD: tuple[Any, ...] = (

@@ -20,7 +20,7 @@ import msgspec
 import psutil
 
 from kvflow.demo_model import DEMO_PROMPTS
-from kvflow.server.supervisor import Fleet
+from kvflow.launch.supervisor import Fleet
 from tests.e2e.fleet import all_home, running
 from tests.hostile.frames import COMMON
 from tests.hostile.nodes import Report

@@ -9,16 +9,16 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from typing import Any
 
-from kvflow.handlers.settings import Timing
 from kvflow.memory.pool import PagedPool
 from kvflow.node import DecodeNode, PrefillNode
-from kvflow.protocols.codec import decode_to_decode, decode_to_prefill, routing_id
 from kvflow.protocols.errors import KvflowError, WireError
-from kvflow.protocols.messages import AbortAck, ChunkDone, Heartbeat, Register, Resync, RoomFailed
+from kvflow.protocols.limits import Timing
 from kvflow.protocols.ports import ControlSocket
-from kvflow.sim.pair import small_layout, until
-from kvflow.transports.control import bind_router, connect_dealer
-from kvflow.transports.local import LocalPlane
+from kvflow.protocols.wire.codec import decode_to_decode, decode_to_prefill, routing_id
+from kvflow.protocols.wire.messages import AbortAck, ChunkDone, Heartbeat, Register, Resync, RoomFailed
+from kvflow.testing.pair import small_layout, until
+from kvflow.transports.control.zmq import bind_router, connect_dealer
+from kvflow.transports.data.local import LocalPlane
 from tests.hostile.tables import tables
 
 TIMING = Timing(heartbeat_s=0.2, lost_after_s=2.0, repeat_after_s=0.2, rendezvous_s=3.0)

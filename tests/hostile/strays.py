@@ -2,7 +2,7 @@
 
     python -m tests.hostile strays --each 100000
 
-What a table may hold is `kvflow.handlers.settings.Bounds`; the peaks are printed beside it.
+What a table may hold is `kvflow.protocols.limits.Bounds`; the peaks are printed beside it.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from collections.abc import Callable
 import msgspec
 import psutil
 
-from kvflow.handlers.settings import Bounds
 from kvflow.node import DecodeNode
-from kvflow.protocols.codec import encode, routing_id
 from kvflow.protocols.errors import Cause, Code
-from kvflow.protocols.layout import pack_pages
-from kvflow.protocols.messages import (
+from kvflow.protocols.limits import Bounds
+from kvflow.protocols.pages.layout import pack_pages
+from kvflow.protocols.wire.codec import encode, routing_id
+from kvflow.protocols.wire.messages import (
     Abort,
     AbortAck,
     Belief,
@@ -34,8 +34,8 @@ from kvflow.protocols.messages import (
     Resync,
     RoomFailed,
 )
-from kvflow.sim.network import Frame
-from kvflow.sim.pair import QUICK, Pair, pair
+from kvflow.testing.pair import QUICK, Pair, pair
+from kvflow.transports.control.memory import Frame
 from tests.hostile.nodes import Report
 from tests.hostile.tables import tables
 

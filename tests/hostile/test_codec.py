@@ -9,9 +9,9 @@ from typing import Any, get_args
 import msgspec
 import pytest
 
-from kvflow.protocols.codec import decode_to_decode, decode_to_prefill, encode
 from kvflow.protocols.errors import WireError
-from kvflow.protocols.messages import MAX_FRAME_BYTES, ToDecode, ToPrefill
+from kvflow.protocols.wire.codec import decode_to_decode, decode_to_prefill, encode
+from kvflow.protocols.wire.messages import MAX_FRAME_BYTES, ToDecode, ToPrefill
 from tests.hostile.frames import COMMON, ODD, bent, huge
 from tests.protocols.wire import ALL, GOOD
 

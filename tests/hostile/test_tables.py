@@ -5,17 +5,17 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from kvflow.handlers.settings import Bounds
-from kvflow.protocols.codec import encode, routing_id
 from kvflow.protocols.errors import KvflowError
-from kvflow.protocols.messages import Register
-from kvflow.sim.network import Frame
-from kvflow.sim.pair import Pair, until
+from kvflow.protocols.limits import Bounds
+from kvflow.protocols.wire.codec import encode, routing_id
+from kvflow.protocols.wire.messages import Register
+from kvflow.testing.pair import Pair, until
+from kvflow.transports.control.memory import Frame
 from tests.handlers.scenes import PROMPT, code_of, success
 from tests.hostile import endings, strays
 from tests.hostile.tables import tables
 
-pytest_plugins = ["kvflow.sim.fixtures"]
+pytest_plugins = ["kvflow.testing.fixtures"]
 
 
 @pytest.mark.parametrize("each", [2_000, pytest.param(100_000, marks=pytest.mark.slow)])

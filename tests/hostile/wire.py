@@ -17,10 +17,10 @@ from typing import Any
 import msgspec
 import zmq
 
-from kvflow.protocols.codec import encode, routing_id
-from kvflow.protocols.messages import Register, Registered
-from kvflow.protocols.ranks import RankInfo
-from kvflow.sim.pair import until
+from kvflow.protocols.wire.codec import encode, routing_id
+from kvflow.protocols.wire.messages import Register, Registered
+from kvflow.protocols.wire.ranks import RankInfo
+from kvflow.testing.pair import until
 from tests.hostile.frames import bent
 from tests.hostile.nodes import END, Nodes, Report, nodes, tasks
 from tests.protocols.wire import GOOD, to_decode, to_prefill

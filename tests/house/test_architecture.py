@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from kvflow.protocols.diagrams import MERMAID, render
+from kvflow.protocols.machines.diagrams import MERMAID, render
 
 DOCUMENT = Path(__file__).parents[2] / "ARCHITECTURE.md"
 
 
 def test_diagrams_are_fresh() -> None:
     text = DOCUMENT.read_text(encoding="utf-8")
-    assert render(text) == text, "run: python -m kvflow.protocols.diagrams ARCHITECTURE.md"
+    assert render(text) == text, "run: python -m kvflow.protocols.machines.diagrams ARCHITECTURE.md"
 
 
 def test_every_machine_is_drawn() -> None:

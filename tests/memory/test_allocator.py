@@ -10,7 +10,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from kvflow.memory.allocator import Kept, PageAllocator
 from kvflow.protocols.errors import CapacityError, MisuseError, OwnershipError
-from kvflow.protocols.layout import PageIndices
+from kvflow.protocols.pages.layout import PageIndices
 
 
 def pages(*indices: int) -> PageIndices:

@@ -14,7 +14,7 @@ from kvflow.memory import checksum
 from kvflow.memory.checksum import PageSums
 from kvflow.memory.pool import PagedPool
 from kvflow.protocols.errors import LayoutError
-from kvflow.protocols.layout import Order, build_layout
+from kvflow.protocols.pages.layout import Order, build_layout
 
 LAYERS = 12  # so that "10.k" must not be summed before "9.v"
 STREAMS: list[tuple[str, str, tuple[int, ...]]] = [

@@ -11,7 +11,7 @@ import torch
 from kvflow.memory.pool import PagedPool
 from kvflow.memory.shared import SharedSegment
 from kvflow.protocols.errors import LayoutError, TransferError
-from kvflow.protocols.layout import Order, PoolLayout, build_layout
+from kvflow.protocols.pages.layout import Order, PoolLayout, build_layout
 
 STREAMS = [("0.k", "bfloat16", (2, 4)), ("0.v", "float32", (3,)), ("scale", "uint8", (4,))]
 ORDERS: list[Order] = ["page_first", "layer_first"]

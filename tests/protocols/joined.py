@@ -1,6 +1,6 @@
 """The machines joined without tables and bounds, one step at a time: for random walks over any number of ranks.
 
-What each side does is `kvflow.sim.explore_decode` and `explore_prefill`, the same as in the exhaustive walk.
+What each side does is `kvflow.testing.sim.explore_decode` and `explore_prefill`, the same as in the exhaustive walk.
 """
 
 from __future__ import annotations
@@ -8,11 +8,11 @@ from __future__ import annotations
 import random
 from typing import Any, NamedTuple
 
-from kvflow.protocols.loans import LoanPhase
-from kvflow.sim import explore_decode, explore_prefill
-from kvflow.sim.explore_decode import Decode, LinkState
-from kvflow.sim.explore_prefill import Act, Prefill, Price, Word
-from kvflow.sim.explore_tables import neighbour, orphaned
+from kvflow.protocols.machines.loan import LoanPhase
+from kvflow.testing.sim import explore_decode, explore_prefill
+from kvflow.testing.sim.explore_decode import Decode, LinkState
+from kvflow.testing.sim.explore_prefill import Act, Prefill, Price, Word
+from kvflow.testing.sim.explore_tables import neighbour, orphaned
 
 CHUNKS = 3
 NOTHING = Word("nothing")

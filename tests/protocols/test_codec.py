@@ -12,9 +12,18 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from kvflow.protocols.codec import decode_to_decode, decode_to_prefill, encode, prompt_digest, routing_id
 from kvflow.protocols.errors import WireError
-from kvflow.protocols.messages import Abort, AbortAck, Bootstrap, ChunkDone, Heartbeat, Message, Registered, RoomFailed
+from kvflow.protocols.wire.codec import decode_to_decode, decode_to_prefill, encode, prompt_digest, routing_id
+from kvflow.protocols.wire.messages import (
+    Abort,
+    AbortAck,
+    Bootstrap,
+    ChunkDone,
+    Heartbeat,
+    Message,
+    Registered,
+    RoomFailed,
+)
 from tests.protocols.wire import ALL, GOOD, to_decode, to_prefill
 
 BOTH = (decode_to_prefill, decode_to_decode)

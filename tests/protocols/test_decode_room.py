@@ -8,7 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvflow.protocols.decode_room import (
+from kvflow.protocols.errors import Cause, Code
+from kvflow.protocols.machines.decode_room import (
     TABLE,
     TERMINAL,
     DecodeCommand,
@@ -19,8 +20,7 @@ from kvflow.protocols.decode_room import (
     opened,
     step,
 )
-from kvflow.protocols.errors import Cause, Code
-from kvflow.protocols.tables import ERROR, IGNORE, Move, TransitionError
+from kvflow.protocols.machines.tables import ERROR, IGNORE, Move, TransitionError
 
 P, K, C = DecodePhase, DecodeKind, DecodeCommand
 CELLS = list(itertools.product(P, K))

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvflow.protocols.errors import LayoutError
-from kvflow.protocols.layout import (
+from kvflow.protocols.pages.layout import (
     MAX_PAGES,
     Buffer,
     Component,

@@ -6,8 +6,8 @@ import itertools
 
 import pytest
 
-from kvflow.protocols.loans import TABLE, LoanCommand, LoanKey, LoanKind, LoanPhase, step
-from kvflow.protocols.tables import ERROR, IGNORE, Move, TransitionError
+from kvflow.protocols.machines.loan import TABLE, LoanCommand, LoanKey, LoanKind, LoanPhase, step
+from kvflow.protocols.machines.tables import ERROR, IGNORE, Move, TransitionError
 
 P, K, C = LoanPhase, LoanKind, LoanCommand
 PROOF = {K.LANDED, K.DRAINED, K.FENCED}

@@ -8,9 +8,9 @@ from collections import Counter
 
 import pytest
 
-from kvflow.protocols import decode_room as d
-from kvflow.sim.explore_prefill import Price
-from kvflow.sim.table_plants import PLANTS
+from kvflow.protocols.machines import decode_room as d
+from kvflow.testing.sim.explore_prefill import Price
+from kvflow.testing.sim.table_plants import PLANTS
 from tests.protocols.joined import World, is_fault, meddle, start, steps
 
 WALKS, STEPS = 40, 40

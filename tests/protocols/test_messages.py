@@ -9,10 +9,10 @@ from typing import Any, get_args
 import msgspec
 import pytest
 
-from kvflow.protocols import messages
-from kvflow.protocols.codec import decode_to_decode, decode_to_prefill, encode
 from kvflow.protocols.errors import WireError
-from kvflow.protocols.messages import (
+from kvflow.protocols.wire import messages
+from kvflow.protocols.wire.codec import decode_to_decode, decode_to_prefill, encode
+from kvflow.protocols.wire.messages import (
     MAX_BELIEFS,
     MAX_FRAME_BYTES,
     MAX_HANDOFF_BYTES,
@@ -129,7 +129,8 @@ def test_a_newer_peer_may_say_more(kind: type) -> None:
 
 def test_importing_the_protocols_loads_no_framework() -> None:
     program = (
-        "import sys, kvflow.protocols.codec, kvflow.protocols.decode_room, kvflow.protocols.prefill_room;"
+        "import sys, kvflow.protocols.wire.codec;"
+        "import kvflow.protocols.machines.decode_room, kvflow.protocols.machines.prefill_room;"
         "print(*({'torch', 'zmq', 'uvloop', 'aiohttp'} & set(sys.modules)))"
     )
     found = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)

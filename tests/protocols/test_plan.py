@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from kvflow.protocols.errors import LayoutError
-from kvflow.protocols.layout import Order, PageIndices, PoolLayout, build_layout
-from kvflow.protocols.plan import Blocks, Pairing
+from kvflow.protocols.pages.layout import Order, PageIndices, PoolLayout, build_layout
+from kvflow.protocols.pages.plan import Blocks, Pairing
 
 Memory = NDArray[np.uint8]
 

@@ -9,8 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvflow.protocols.errors import Cause, Code
-from kvflow.protocols.ports import Landing
-from kvflow.protocols.prefill_room import (
+from kvflow.protocols.machines.prefill_room import (
     TABLE,
     TERMINAL,
     PrefillCommand,
@@ -20,7 +19,8 @@ from kvflow.protocols.prefill_room import (
     PrefillRoom,
     step,
 )
-from kvflow.protocols.tables import ERROR, IGNORE, Move, TransitionError
+from kvflow.protocols.machines.tables import ERROR, IGNORE, Move, TransitionError
+from kvflow.protocols.ports import Landing
 
 P, K, C = PrefillPhase, PrefillKind, PrefillCommand
 CELLS = list(itertools.product(P, K))

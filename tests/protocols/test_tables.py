@@ -7,8 +7,9 @@ from typing import Any
 
 import pytest
 
-from kvflow.protocols import decode_room, loans, prefill_room
-from kvflow.protocols.tables import ERROR, IGNORE, Move, Table, TransitionError, rest
+from kvflow.protocols.machines import decode_room, prefill_room
+from kvflow.protocols.machines import loan as loans
+from kvflow.protocols.machines.tables import ERROR, IGNORE, Move, Table, TransitionError, rest
 
 
 class Lamp(IntEnum):

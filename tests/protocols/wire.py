@@ -7,8 +7,9 @@ from typing import Any, get_args
 from hypothesis import strategies as st
 
 from kvflow.protocols.errors import Cause, Code
-from kvflow.protocols.layout import Buffer, Component, PoolLayout, build_layout
-from kvflow.protocols.messages import (
+from kvflow.protocols.pages.layout import Buffer, Component, PoolLayout, build_layout
+from kvflow.protocols.ports import Endpoint, Witness
+from kvflow.protocols.wire.messages import (
     MAX_RANKS,
     WIRE_VERSION,
     Abort,
@@ -23,7 +24,6 @@ from kvflow.protocols.messages import (
     Resync,
     RoomFailed,
 )
-from kvflow.protocols.ports import Endpoint, Witness
 
 U64 = 2**64 - 1
 ALL: tuple[type, ...] = get_args(Message)

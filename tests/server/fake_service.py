@@ -13,17 +13,17 @@ from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Whitespace
 
 from kvflow.config import Settings
-from kvflow.engine.limits import Limits
-from kvflow.engine.params import SamplingParams, TokenOut
+from kvflow.engine.scheduler.limits import Limits
+from kvflow.engine.scheduler.params import SamplingParams, TokenOut
 from kvflow.protocols.errors import Cause, Code, MisuseError, room_error
-from kvflow.protocols.ranks import PoolShape
-from kvflow.server import generate, openai, operations
-from kvflow.server.app import build_app
-from kvflow.server.front import Front
-from kvflow.server.metrics import Metrics
-from kvflow.server.service import ModelCard, Order, Report
-from kvflow.server.serving import bound_socket, serving
-from kvflow.server.text import Wording
+from kvflow.protocols.wire.ranks import PoolShape
+from kvflow.server.http import generate, openai, operations
+from kvflow.server.http.app import build_app
+from kvflow.server.http.listening import bound_socket, serving
+from kvflow.server.http.metrics import Metrics
+from kvflow.server.http.pipeline import Front
+from kvflow.server.http.service import ModelCard, Order, Report
+from kvflow.server.http.text import Wording
 
 WORDS = [f"w{i}" for i in range(100)]
 

@@ -9,9 +9,9 @@ import pytest
 from aiohttp import web
 
 from kvflow.config import Settings
-from kvflow.server.metrics import Metrics
-from kvflow.server.registry import RankTable, registry_app
-from kvflow.server.router import Router, router_app
+from kvflow.server.http.metrics import Metrics
+from kvflow.server.http.registry import RankTable, registry_app
+from kvflow.server.router.router import Router, router_app
 from tests.server.fake_service import FakeService, Meeting, Role, served
 
 KEY = "sesame"

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from kvflow.server import doctor
+from kvflow.launch import doctor
 
 
 def finding(name: str) -> doctor.Finding:

@@ -11,7 +11,7 @@ import pytest
 from aiohttp import web
 from aiohttp.typedefs import Handler, Middleware
 
-from kvflow.sim.cancellation import Steps
+from kvflow.testing.cancellation import Steps
 from tests.server.fake_service import FakeService, Meeting, Role, served
 
 ROOMS = [7, 8]

@@ -279,7 +279,7 @@ async def test_a_body_that_cannot_be_read_still_ends_its_room(
 async def test_a_body_that_does_not_come(
     decode_server: Server, session: aiohttp.ClientSession, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("kvflow.server.app.BODY_TIMEOUT_S", 0.01)
+    monkeypatch.setattr("kvflow.server.http.app.BODY_TIMEOUT_S", 0.01)
     reader, writer = await asyncio.open_connection("127.0.0.1", decode_server.port)
     writer.write(b"POST /generate HTTP/1.1\r\nHost: x\r\nContent-Length: 100\r\n\r\n{")
     assert b" 408 " in await asyncio.wait_for(reader.readline(), 5)

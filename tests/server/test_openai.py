@@ -12,7 +12,7 @@ import pytest
 
 from kvflow.config import Settings
 from kvflow.protocols.errors import Cause, Code
-from kvflow.server.router import Router, router_app
+from kvflow.server.router.router import Router, router_app
 from tests.server.fake_service import Role, Server, served
 
 

@@ -11,8 +11,8 @@ import aiohttp
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from kvflow.launch.operator import declare_dead
 from kvflow.protocols.errors import Code, MisuseError
-from kvflow.server.operator import declare_dead
 from tests.server.fake_service import FakeService, Meeting, Role, Server, served
 
 Session = aiohttp.ClientSession

@@ -11,9 +11,9 @@ import msgspec
 import pytest
 
 from kvflow.protocols.errors import LostError, WireError
-from kvflow.protocols.ranks import PoolShape, RankInfo, rank_to_json
-from kvflow.server.metrics import Metrics
-from kvflow.server.registry import RankTable, RegistryClient, registry_app
+from kvflow.protocols.wire.ranks import PoolShape, RankInfo, rank_to_json
+from kvflow.server.http.metrics import Metrics
+from kvflow.server.http.registry import RankTable, RegistryClient, registry_app
 from tests.server.fake_service import Server, served
 
 RANK = RankInfo(0, 1, (1 << 64) - 1, "tcp://127.0.0.1:5", "local", "m", PoolShape(16, 8, 1024, 2))

@@ -14,9 +14,9 @@ from aiohttp import web
 
 from kvflow.config import Settings
 from kvflow.protocols.errors import Cause, Code
-from kvflow.server import legs
-from kvflow.server.router import Router, router_app
-from kvflow.server.workers import Worker
+from kvflow.server.router import legs
+from kvflow.server.router.router import Router, router_app
+from kvflow.server.router.workers import Worker
 from tests.server.fake_service import FakeService, Meeting, Role, Server, served
 
 Session = aiohttp.ClientSession

@@ -7,9 +7,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvflow.server.failures import RequestError
-from kvflow.server.legs import with_fields
-from kvflow.server.schemas import MAX_STRUCTURE, ChatRequest, CompletionRequest, GenerateRequest, parse
+from kvflow.server.http.errors import RequestError
+from kvflow.server.http.schemas import MAX_STRUCTURE, ChatRequest, CompletionRequest, GenerateRequest, parse
+from kvflow.server.router.legs import with_fields
 
 KINDS = (GenerateRequest, ChatRequest, CompletionRequest)
 GOOD = {

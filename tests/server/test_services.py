@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 
 from kvflow.protocols.errors import MisuseError, QuarantineError
-from kvflow.server.failures import failure_of
-from kvflow.server.service import ModelCard
-from kvflow.server.services import DecodeService, PrefillService
-from kvflow.sim.pair import pair
+from kvflow.server.http.errors import failure_of
+from kvflow.server.http.service import ModelCard
+from kvflow.server.http.services import DecodeService, PrefillService
+from kvflow.testing.pair import pair
 
 CARD = ModelCard(path="m", name="m", context_length=8, vocab_size=8)
 

@@ -17,14 +17,16 @@ import msgspec
 import pytest
 from aiohttp import web
 
+from kvflow.launch.process import Stop, drained
 from kvflow.protocols.errors import MisuseError
-from kvflow.server.serving import Stop, bound_socket, drained, reachable, serving
+from kvflow.server.http.listening import bound_socket, reachable, serving
 
 # A role without a model: a router's life with a handler that takes until it is told.
 ROLE = """
 import asyncio, os, sys
 from aiohttp import web
-from kvflow.server.serving import *
+from kvflow.launch.process import *
+from kvflow.server.http.listening import *
 
 class Busy:
     draining, running = False, 0
@@ -160,7 +162,7 @@ async def test_what_does_not_finish_in_time_is_ended(session: aiohttp.ClientSess
 def test_a_child_dies_with_its_parent_however_that_dies() -> None:
     child = (
         "import time\n"
-        "from kvflow.server.serving import die_with_parent\n"
+        "from kvflow.launch.process import die_with_parent\n"
         "die_with_parent()\n"
         "print('up', flush=True)\n"
         "time.sleep(600)\n"

@@ -7,7 +7,7 @@ from collections.abc import AsyncGenerator
 
 import pytest
 
-from kvflow.server.sse import Paced, merged
+from kvflow.server.http.sse import Paced, merged
 
 
 class Source:

@@ -9,8 +9,8 @@ import signal
 import pytest
 
 from kvflow.config import Settings
-from kvflow.server.child import Child, ChildEndedError
-from kvflow.server.supervisor import Fleet
+from kvflow.launch.child import Child, ChildEndedError
+from kvflow.launch.supervisor import Fleet
 
 NOBODY = "http://127.0.0.1:1"
 ROUTER = ["--port", "0", "--prefill", NOBODY, "--decode", NOBODY]

@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from kvflow.sim.cancellation import Steps, stepping
+from kvflow.testing.cancellation import Steps, stepping
 
 
 async def three_waits(seen: list[str]) -> str:

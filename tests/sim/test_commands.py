@@ -8,7 +8,7 @@ import pytest
 from typer.testing import CliRunner
 
 from kvflow.protocols.errors import MisuseError
-from kvflow.sim.commands import app
+from kvflow.testing.sim.commands import app
 
 
 def run(*arguments: str) -> tuple[int, str]:

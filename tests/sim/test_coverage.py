@@ -6,10 +6,10 @@ from collections import Counter
 
 import pytest
 
-from kvflow.protocols import loans
-from kvflow.protocols.loans import LoanKind, LoanPhase
-from kvflow.protocols.tables import TransitionError
-from kvflow.sim.coverage import Cell, covered, report
+from kvflow.protocols.machines import loan as loans
+from kvflow.protocols.machines.loan import LoanKind, LoanPhase
+from kvflow.protocols.machines.tables import TransitionError
+from kvflow.testing.sim.coverage import Cell, covered, report
 
 
 def test_visits_are_counted_while_it_is_asked_for() -> None:
@@ -24,8 +24,8 @@ def test_visits_are_counted_while_it_is_asked_for() -> None:
 
 
 def test_an_impossible_cell_is_named() -> None:
-    from kvflow.protocols import prefill_room
-    from kvflow.protocols.prefill_room import PrefillEvent, PrefillKind, PrefillPhase, PrefillRoom
+    from kvflow.protocols.machines import prefill_room
+    from kvflow.protocols.machines.prefill_room import PrefillEvent, PrefillKind, PrefillPhase, PrefillRoom
 
     visits: Counter[Cell] = Counter()
     with covered(visits), pytest.raises(TransitionError):

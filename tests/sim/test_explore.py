@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 
 from kvflow.protocols.errors import MisuseError
-from kvflow.sim import explore
-from kvflow.sim.explore_decode import DecodeSide
-from kvflow.sim.explore_prefill import Price, Word
-from kvflow.sim.explore_tables import Bounds
-from kvflow.sim.explore_walk import Faults, Walk
+from kvflow.testing.sim import explore
+from kvflow.testing.sim.explore_decode import DecodeSide
+from kvflow.testing.sim.explore_prefill import Price, Word
+from kvflow.testing.sim.explore_tables import Bounds
+from kvflow.testing.sim.explore_walk import Faults, Walk
 from tests.protocols.joined import World, start, steps
 
 WORDS = [Word("chunk", n) for n in range(3)] + [Word(name) for name in ("failed", "drained", "unproven", "unknown")]

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from kvflow.sim.loop import Process, VirtualLoop, current_process
+from kvflow.testing.sim.loop import Process, VirtualLoop, current_process
 
 
 def play(main: Coroutine[Any, Any, None], loop: VirtualLoop | None = None) -> VirtualLoop:

@@ -8,10 +8,19 @@ from collections.abc import AsyncIterator
 import pytest
 import pytest_asyncio
 
-from kvflow.protocols.codec import encode, routing_id
 from kvflow.protocols.errors import MisuseError
-from kvflow.protocols.messages import Abort, Heartbeat
-from kvflow.sim.network import BURST_FRAMES, DELIVERED, LOST, DealerSocket, Fate, Frame, Network, RouterSocket
+from kvflow.protocols.wire.codec import encode, routing_id
+from kvflow.protocols.wire.messages import Abort, Heartbeat
+from kvflow.transports.control.memory import (
+    BURST_FRAMES,
+    DELIVERED,
+    LOST,
+    DealerSocket,
+    Fate,
+    Frame,
+    Network,
+    RouterSocket,
+)
 
 Link = tuple[Network, RouterSocket, DealerSocket]
 

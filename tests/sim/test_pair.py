@@ -10,13 +10,13 @@ from pathlib import Path
 import pytest
 
 from kvflow.protocols.errors import LostError
-from kvflow.sim.pair import Clock, Pair, pair, until
+from kvflow.testing.pair import Clock, Pair, pair, until
 
 USERS_TEST = """
 import asyncio
 import pytest
 
-pytest_plugins = ["kvflow.sim.fixtures"]
+pytest_plugins = ["kvflow.testing.fixtures"]
 pytestmark = pytest.mark.asyncio
 
 

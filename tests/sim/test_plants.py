@@ -8,8 +8,8 @@ from __future__ import annotations
 import pytest
 
 from kvflow.protocols.errors import MisuseError
-from kvflow.sim.plants import all_plants, hunt, planted
-from kvflow.sim.run import simulate
+from kvflow.testing.sim.plants import all_plants, hunt, planted
+from kvflow.testing.sim.run import simulate
 
 SEEDS = {
     "free on timer": (1, "I2"),

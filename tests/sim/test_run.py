@@ -9,10 +9,10 @@ import sys
 
 import pytest
 
-from kvflow.sim.engine import Job, PlainScheduler
-from kvflow.sim.faults import KINDS
-from kvflow.sim.report import simulate_many
-from kvflow.sim.run import STEPS_MIN, simulate
+from kvflow.testing.sim.engine import Job, PlainScheduler
+from kvflow.testing.sim.faults import KINDS
+from kvflow.testing.sim.report import simulate_many
+from kvflow.testing.sim.run import STEPS_MIN, simulate
 
 SEEDS = 200
 

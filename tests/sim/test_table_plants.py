@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from kvflow.protocols import decode_room, loans, prefill_room
-from kvflow.sim import explore
-from kvflow.sim.explore_tables import Bounds
-from kvflow.sim.table_plants import PLANTS, Plant
+from kvflow.protocols.machines import decode_room, prefill_room
+from kvflow.protocols.machines import loan as loans
+from kvflow.testing.sim import explore
+from kvflow.testing.sim.explore_tables import Bounds
+from kvflow.testing.sim.table_plants import PLANTS, Plant
 
 ONE = Bounds(chunks=2, in_flight=2, drops=1, duplicates=1)
 THREE = Bounds(ranks=2, chunks=1, in_flight=2, drops=0, duplicates=0, crashes=0, aborts=0, doubts=0, silences=0)

@@ -17,9 +17,9 @@ import msgspec
 import numpy as np
 
 from kvflow.memory.pool import PagedPool
-from kvflow.protocols.layout import PageIndices, PoolLayout, build_layout
+from kvflow.protocols.pages.layout import PageIndices, PoolLayout, build_layout
 from kvflow.protocols.ports import DataPlane, Endpoint, Flight, Landing, Route
-from kvflow.transports.select import open_plane
+from kvflow.transports.data.select import open_plane
 
 STREAMS = [
     ("0.k", "bfloat16", (4, 64)),

@@ -11,14 +11,14 @@ import pytest
 
 from kvflow.memory.pool import PagedPool
 from kvflow.node import DecodeNode, PrefillNode
-from kvflow.protocols.codec import routing_id
 from kvflow.protocols.errors import Cause, Code, KvflowError, LostError, MisuseError
-from kvflow.protocols.messages import MAX_FRAME_BYTES
-from kvflow.sim.pair import QUICK, small_layout, until
-from kvflow.transports.control import BURST_FRAMES, ZmqSocket, bind_router, connect_dealer
-from kvflow.transports.fake import FakeNetwork, FakePlane
+from kvflow.protocols.wire.codec import routing_id
+from kvflow.protocols.wire.messages import MAX_FRAME_BYTES
+from kvflow.testing.pair import QUICK, small_layout, until
+from kvflow.transports.control.zmq import BURST_FRAMES, ZmqSocket, bind_router, connect_dealer
+from kvflow.transports.data.fake import FakeNetwork, FakePlane
 
-pytest_plugins = ["kvflow.sim.fixtures"]
+pytest_plugins = ["kvflow.testing.fixtures"]
 pytestmark = pytest.mark.usefixtures("kvflow_clean_loop")
 Frames = list[tuple[bytes, bytes]]
 

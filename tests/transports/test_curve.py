@@ -11,16 +11,16 @@ import pytest
 import zmq
 
 from kvflow.node import DecodeNode, PrefillNode
-from kvflow.protocols.codec import encode
 from kvflow.protocols.errors import MisuseError, RefusedError
-from kvflow.protocols.messages import Heartbeat
-from kvflow.sim.pair import QUICK, until
-from kvflow.transports.control import bind_router, connect_dealer
-from kvflow.transports.curve import ControlKey, read_key, write_key
-from kvflow.transports.fake import FakePlane
+from kvflow.protocols.wire.codec import encode
+from kvflow.protocols.wire.messages import Heartbeat
+from kvflow.testing.pair import QUICK, until
+from kvflow.transports.control.curve import ControlKey, read_key, write_key
+from kvflow.transports.control.zmq import bind_router, connect_dealer
+from kvflow.transports.data.fake import FakePlane
 from tests.transports.test_control import Nodes
 
-pytest_plugins = ["kvflow.sim.fixtures"]
+pytest_plugins = ["kvflow.testing.fixtures"]
 pytestmark = pytest.mark.usefixtures("kvflow_clean_loop")
 
 

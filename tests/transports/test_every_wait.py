@@ -13,11 +13,11 @@ import numpy as np
 import pytest
 
 from kvflow.memory.pool import PagedPool
-from kvflow.protocols.layout import build_layout
+from kvflow.protocols.pages.layout import build_layout
 from kvflow.protocols.ports import Flight, Landing, Route
-from kvflow.sim.cancellation import Steps
-from kvflow.transports import local
-from kvflow.transports.local import LocalPlane
+from kvflow.testing.cancellation import Steps
+from kvflow.transports.data import local
+from kvflow.transports.data.local import LocalPlane
 from tests.transports.peer_process import until
 
 HOW = ["once", "late", "twice", "throughout"]

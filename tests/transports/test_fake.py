@@ -9,9 +9,9 @@ import pytest
 
 from kvflow.memory.pool import PagedPool
 from kvflow.protocols.errors import LayoutError, TransferError
-from kvflow.protocols.layout import PageIndices, build_layout
+from kvflow.protocols.pages.layout import PageIndices, build_layout
 from kvflow.protocols.ports import Endpoint, Landing
-from kvflow.transports.fake import FakeNetwork, FakePlane, FakeRoute, Fault
+from kvflow.transports.data.fake import FakeNetwork, FakePlane, FakeRoute, Fault
 from tests.transports.peer_process import pages
 
 PAGE_BYTES = 64

@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from kvflow.transports.lanes import listening_ports, orphaned_lanes
+from kvflow.transports.data.mooncake.tcp_table import listening_ports, orphaned_lanes
 
 CONNECT = (
     "import socket, sys; s = socket.create_connection((sys.argv[1], int(sys.argv[2]))); s.sendall(b'x' * 9); input()"

@@ -12,9 +12,9 @@ import pytest
 
 from kvflow.memory.pool import PagedPool
 from kvflow.protocols.errors import LayoutError, TransferError
-from kvflow.protocols.layout import build_layout
+from kvflow.protocols.pages.layout import build_layout
 from kvflow.protocols.ports import Landing
-from kvflow.transports.local import LocalPlane
+from kvflow.transports.data.local import LocalPlane
 from tests.transports.peer_process import NUM_PAGES, Side, pages, spawned
 
 

@@ -13,10 +13,10 @@ import numpy as np
 import pytest
 
 from kvflow.protocols.errors import LayoutError, MisuseError, TransferError
-from kvflow.protocols.layout import build_layout
+from kvflow.protocols.pages.layout import build_layout
 from kvflow.protocols.ports import Flight, Landing
-from kvflow.transports import mooncake
-from kvflow.transports.writer import WriteFlight
+from kvflow.transports.data.mooncake import plane as mooncake
+from kvflow.transports.data.write_thread import WriteFlight
 from tests.transports.peer_process import NUM_PAGES, Side, pages, spawned, until
 
 pytest.importorskip("mooncake")

@@ -7,7 +7,7 @@ import socket
 
 import pytest
 
-from kvflow.transports import pacing
+from kvflow.transports.data.mooncake import congestion as pacing
 
 
 def algorithm(connection: socket.socket) -> bytes:

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from kvflow.protocols.errors import LayoutError, TransferError
-from kvflow.protocols.layout import build_layout
+from kvflow.protocols.pages.layout import build_layout
 from kvflow.protocols.ports import Landing
 from tests.transports.peer_process import NUM_PAGES, PAGE_SIZE, Side, pages, spawned, until
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from kvflow.protocols.errors import MisuseError
-from kvflow.transports.select import open_plane
+from kvflow.transports.data.select import open_plane
 
 
 def test_the_name_of_a_plane_is_checked() -> None:

@@ -11,10 +11,10 @@ import pytest
 
 from kvflow.protocols.errors import TransferError
 from kvflow.protocols.ports import Witness
-from kvflow.transports.witness import is_alive, own_witness, wait_dead, watch
+from kvflow.transports.host.identity import is_alive, own_witness, wait_dead, watch
 
 SAY = (
-    "import sys, msgspec; from kvflow.transports.witness import own_witness;"
+    "import sys, msgspec; from kvflow.transports.host.identity import own_witness;"
     "print(msgspec.json.encode(own_witness()).decode(), flush=True); sys.stdin.read()"
 )
 

@@ -10,7 +10,7 @@ import pytest
 
 from kvflow.protocols.errors import MisuseError, TransferError
 from kvflow.protocols.ports import Landing
-from kvflow.transports.writer import WriteFlight, WriteThread
+from kvflow.transports.data.write_thread import WriteFlight, WriteThread
 from tests.transports.peer_process import pages, until
 
 LOG = list[tuple[str, int]]

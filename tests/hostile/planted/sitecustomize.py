@@ -6,7 +6,7 @@ import sys
 from typing import Any
 
 if "prefill" in sys.orig_argv:
-    from kvflow.engine.prefill import PrefillEngine
+    from kvflow.engine.scheduler.prefill import PrefillEngine
 
     step = PrefillEngine._step
 

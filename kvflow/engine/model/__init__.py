@@ -1,0 +1,1 @@
+"""A Hugging Face causal LM on our pages."""

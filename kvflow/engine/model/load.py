@@ -1,0 +1,187 @@
+"""Loading a model: from a directory or a Hugging Face name to something the engines can run, or one clear refusal."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import warnings
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from transformers.utils import logging as transformers_logging
+
+from kvflow.engine.model.probe import LayerStreams, Stream, probe, refuse_by_config
+from kvflow.engine.model.runner import Runner
+from kvflow.engine.model.selftest import Mode, choose_mode
+from kvflow.memory.pool import PagedPool
+from kvflow.protocols.errors import MisuseError
+
+Progress = Callable[[str, float], None]
+"""Called with a stage and how much of it is done, 0 to 1; from the loading thread."""
+
+DTYPES = ("auto", "float32", "float16", "bfloat16")
+ATTENTIONS = ("auto", "packed", "pad")
+NO_LIMIT = 1 << 20
+
+
+@dataclass(frozen=True)
+class LoadedModel:
+    """A model that passed the self-test. `streams` go to `build_layout`; `tokenizer` is None where there is none."""
+
+    model: Any
+    name: str
+    model_type: str
+    architectures: tuple[str, ...]
+    dtype: str
+    mode: Mode
+    layers: tuple[LayerStreams | None, ...]
+    eos_ids: frozenset[int]
+    context_length: int
+    vocab_size: int
+    tokenizer: Any
+
+    @property
+    def streams(self) -> list[Stream]:
+        return [s for layer in self.layers if layer for s in layer.streams]
+
+    def runner(self, pool: PagedPool) -> Runner:
+        """Raises: LayoutError when the pool was not made from `streams`."""
+        return Runner(self.model, self.layers, pool, packed=self.mode == "packed")
+
+
+def load_model(
+    path: str, dtype: str = "auto", attention: str = "auto", progress: Progress | None = None
+) -> LoadedModel:
+    """Load, probe and self-test; blocks. `attention` "auto" takes packed where it works, pad where it does not.
+
+    Raises: MisuseError, one line: unknown path or dtype, unsupported model, missing weights, failed self-test.
+    """
+    if dtype not in DTYPES:
+        raise MisuseError(f"dtype {dtype!r} is none of {', '.join(DTYPES)}")
+    if attention not in ATTENTIONS:
+        raise MisuseError(f"attention {attention!r} is none of {', '.join(ATTENTIONS)}")
+    name = str(path)
+    tell = progress or (lambda stage, done: None)
+    with _quiet(tell):
+        config = _config(name)  # may name something that does not exist: nothing is told before
+        tell("configuration", 1.0)
+        refuse_by_config(config, name)
+        model = _weights(name, dtype)
+        tokenizer = _tokenizer(name)
+        tell("self-test", 0.0)
+        layers = probe(model, name)
+        mode = choose_mode(model, layers, name, attention)
+        tell("ready", 1.0)
+    text = model.config.get_text_config()
+    return LoadedModel(
+        model=model,
+        name=name,
+        model_type=str(config.model_type),
+        architectures=tuple(config.architectures or (type(model).__name__,)),
+        dtype=str(model.dtype).removeprefix("torch."),
+        mode=mode,
+        layers=layers,
+        eos_ids=_eos_ids(model),
+        context_length=_context_length(text),
+        vocab_size=int(model.get_input_embeddings().num_embeddings),
+        tokenizer=tokenizer,
+    )
+
+
+def _config(name: str) -> Any:
+    looks_local = name.startswith(("/", "./", "../", "~")) or name.count("/") > 1 or not name
+    if name and Path(name).is_dir():
+        if not (Path(name) / "config.json").is_file():
+            raise MisuseError(f"model path {name!r} has no config.json")
+    elif looks_local or Path(name).exists():
+        raise MisuseError(f"model path {name!r} does not exist or is not a directory")
+    try:
+        return AutoConfig.from_pretrained(name)
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise MisuseError(f"model {name!r} cannot be loaded: {_one_line(error)}") from None
+
+
+def _weights(name: str, dtype: str) -> Any:
+    wanted = dtype if dtype == "auto" else getattr(torch, dtype)
+    try:
+        loaded: Any = AutoModelForCausalLM.from_pretrained(name, dtype=wanted, output_loading_info=True)
+    except (OSError, ValueError, KeyError, TypeError, ImportError, RuntimeError) as error:
+        raise MisuseError(f"model {name!r} cannot be loaded: {_one_line(error)}") from None
+    model, info = loaded
+    if missing := sorted(info["missing_keys"]):
+        raise MisuseError(f"model {name!r}: the checkpoint lacks {len(missing)} weights, {missing[0]!r} first")
+    return model.eval()
+
+
+def _tokenizer(name: str) -> Any:
+    here = Path(name)
+    if here.is_dir() and not any(here.glob("tokenizer*")) and not (here / "vocab.json").is_file():
+        return None
+    try:
+        return AutoTokenizer.from_pretrained(name)
+    except (OSError, ValueError, KeyError, TypeError, ImportError) as error:
+        if not here.is_dir():
+            return None
+        raise MisuseError(f"model {name!r}: the tokenizer cannot be loaded: {_one_line(error)}") from None
+
+
+def _eos_ids(model: Any) -> frozenset[int]:
+    for config in (getattr(model, "generation_config", None), model.config.get_text_config()):
+        ids = getattr(config, "eos_token_id", None)
+        if ids is not None:
+            return frozenset([ids] if isinstance(ids, int) else ids)
+    return frozenset()
+
+
+def _context_length(text: Any) -> int:
+    for field in ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length"):
+        length = getattr(text, field, None)
+        if isinstance(length, int) and length > 0:
+            return length
+    return NO_LIMIT
+
+
+def _one_line(error: BaseException) -> str:
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return lines[0] if lines else type(error).__name__
+
+
+@contextlib.contextmanager
+def _quiet(tell: Progress) -> Iterator[None]:
+    """No warnings, log lines or bars of transformers while loading; its weights' bar becomes calls of `tell`."""
+    verbosity, bars = transformers_logging.get_verbosity(), transformers_logging.is_progress_bar_enabled()
+    transformers_logging.set_verbosity(logging.CRITICAL)
+    hub = logging.getLogger("huggingface_hub")  # a hub that cannot be reached would be told in a dozen lines
+    hub_level = hub.level
+    hub.setLevel(logging.CRITICAL)
+    transformers_logging.disable_progress_bar()
+    set_hook = getattr(transformers_logging, "set_tqdm_hook", lambda hook: None)
+    previous = set_hook(lambda factory, args, kwargs: _told(tell, factory, args, kwargs))
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        set_hook(previous)
+        transformers_logging.set_verbosity(verbosity)
+        hub.setLevel(hub_level)
+        if bars:
+            transformers_logging.enable_progress_bar()
+
+
+def _told(tell: Progress, factory: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    items = args[0] if args else kwargs.get("iterable")
+    if "weights" not in str(kwargs.get("desc", "")).lower() or not hasattr(items, "__len__"):
+        return factory(*args, **kwargs)
+    return _counted(tell, items)
+
+
+def _counted(tell: Progress, items: Any) -> Iterable[Any]:
+    for n, item in enumerate(items):
+        tell("weights", n / len(items))
+        yield item
+    tell("weights", 1.0)

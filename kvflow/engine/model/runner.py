@@ -1,0 +1,95 @@
+"""A model over one pool: one forward over any mix of prompt chunks and decoding sequences.
+
+Runs in the model thread. It reads and writes pages of the rows it is given, and no others.
+"""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import torch
+
+from kvflow.engine.model.attention import NAME
+from kvflow.engine.model.paged_cache import PagedCache
+from kvflow.engine.model.probe import LayerStreams
+from kvflow.engine.model.step import Row, Step, current
+from kvflow.memory.pool import PagedPool
+from kvflow.protocols.errors import LayoutError
+from kvflow.protocols.pages.layout import build_layout, differences
+
+
+class Runner:
+    """`packed` mode is one row with our attention function; otherwise the model's own attention, left-padded."""
+
+    def __init__(self, model: Any, layers: tuple[LayerStreams | None, ...], pool: PagedPool, *, packed: bool) -> None:
+        """Raises: LayoutError when the pool's streams are not the model's."""
+        streams = [s for layer in layers if layer for s in layer.streams]
+        wanted = build_layout(streams, page_size=pool.layout.page_size, num_pages=pool.layout.num_pages)
+        if found := differences(wanted, pool.layout):
+            said = "; ".join(found).replace("prefill", "model").replace("decode", "pool")
+            raise LayoutError(f"the pool does not fit the model: {said}")
+        parameters = inspect.signature(model.forward).parameters
+        self._model, self._packed = model, packed
+        self._takes_positions, self._takes_keep = "position_ids" in parameters, "logits_to_keep" in parameters
+        self._page_size = pool.layout.page_size
+        self._cache = PagedCache(layers, pool)
+
+    @torch.inference_mode()
+    def forward(self, rows: list[Row]) -> torch.Tensor:
+        """Compute every row's new tokens. Returns logits [rows that want them, vocabulary], in row order.
+
+        Every sequence must have pages for all of its tokens up to the new ones.
+        """
+        if self._packed:
+            return self._forward_packed(rows)
+        decoding = [r for r in rows if r.new == 1 and r.sequence.computed]
+        parts: dict[int, torch.Tensor] = {}
+        if decoding:
+            logits = self._forward_padded(decoding)
+            parts.update((id(r.sequence), logits[i : i + 1]) for i, r in enumerate(decoding))
+        for r in rows:
+            if r.new > 1 or not r.sequence.computed:
+                parts[id(r.sequence)] = self._forward_padded([r])
+        return torch.cat([parts[id(r.sequence)] for r in rows if r.wants_logits] or [torch.empty(0, 1)])
+
+    def _forward_packed(self, rows: list[Row]) -> torch.Tensor:
+        step = Step(rows, self._page_size)
+        ends = [s.q1 - 1 for s, r in zip(step.spans, rows, strict=True) if r.wants_logits]
+        keep = torch.tensor(ends, dtype=torch.long)
+        current.step = self._cache.step = step
+        try:
+            logits = self._call(step.ids[None], step.positions[None], keep, None)
+        finally:
+            current.step = None
+        return logits if self._takes_keep else logits[keep]
+
+    def _forward_padded(self, rows: list[Row]) -> torch.Tensor:
+        step = Step(rows, self._page_size)
+        new = rows[0].new
+        mask = step.pad(new)
+        if mask is None and not self._takes_positions:
+            mask = torch.ones(step.batch, step.keys, dtype=torch.long)
+        self._cache.step = step
+        logits = self._call(step.ids.view(step.batch, new), step.positions.view(step.batch, new), 1, mask)
+        return logits if step.batch > 1 else logits[-1:]
+
+    def _call(self, ids: torch.Tensor, positions: torch.Tensor, keep: Any, mask: torch.Tensor | None) -> torch.Tensor:
+        """Logits [kept tokens, vocabulary] of a packed row, or of the last token of each padded one."""
+        more: dict[str, Any] = {"attention_mask": mask}
+        if self._takes_positions:
+            more["position_ids"] = positions
+        if self._takes_keep:
+            more["logits_to_keep"] = keep
+        logits: torch.Tensor = self._model(input_ids=ids, past_key_values=self._cache, use_cache=True, **more).logits
+        return logits[:, -1] if ids.shape[0] > 1 else logits[0]
+
+
+def set_packed(model: Any, packed: bool) -> bool:
+    """Switch the model to our attention function or back to its own; False when the model does not let itself."""
+    if packed:
+        model.set_attn_implementation(NAME)
+        return bool(model.config.get_text_config()._attn_implementation == NAME)
+    if model.config.get_text_config()._attn_implementation == NAME:
+        model.set_attn_implementation("sdpa" if getattr(model, "_supports_sdpa", False) else "eager")
+    return True

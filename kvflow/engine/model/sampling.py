@@ -1,0 +1,123 @@
+"""Choosing tokens. Stateless: the random number of a draw is a hash of (seed, position), so that prefill, decode and a
+single process draw the same token, and no generator's state crosses from one to the other."""
+
+from __future__ import annotations
+
+import hashlib
+import struct
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+
+from kvflow.engine.scheduler.params import SamplingParams
+
+# top_k and top_p look among this many first; the whole vocabulary is sorted only when that is too few.
+CANDIDATES = 1024
+
+
+class Draw(NamedTuple):
+    """One row's request: `position` is the index the chosen token will have in its sequence."""
+
+    params: SamplingParams
+    seed: int
+    position: int
+
+
+class Choice(NamedTuple):
+    """A chosen token, with log-probabilities under the raw distribution (before temperature) where asked for."""
+
+    token_id: int
+    logprob: float | None = None
+    top_logprobs: tuple[tuple[int, float], ...] = ()
+
+
+def choose(logits: torch.Tensor, draws: Sequence[Draw]) -> list[Choice]:
+    """One token for each row of `logits` [rows, vocabulary]. A batch of greedy rows costs one argmax."""
+    tokens: list[int] = logits.argmax(dim=-1).tolist()
+    drawn = [i for i, d in enumerate(draws) if not d.params.greedy]
+    if drawn:
+        for i, token in zip(drawn, _draw(logits[drawn].float(), [draws[i] for i in drawn]), strict=True):
+            tokens[i] = token
+    told = [i for i, d in enumerate(draws) if d.params.logprobs is not None]
+    choices = [Choice(token) for token in tokens]
+    if told:
+        _add_logprobs(choices, torch.log_softmax(logits[told].float(), dim=-1), told, draws)
+    return choices
+
+
+def uniform(seed: int, position: int) -> float:
+    """The number in [0, 1) that belongs to this draw, the same on every machine."""
+    packed = struct.pack("<QQ", seed & 0xFFFF_FFFF_FFFF_FFFF, position)
+    digest = hashlib.blake2b(packed, digest_size=8, person=b"kvflow-draw").digest()
+    return float(int.from_bytes(digest, "little") >> 11) / float(1 << 53)
+
+
+def _draw(logits: torch.Tensor, draws: list[Draw]) -> list[int]:
+    """Inverse-CDF sampling. Which path a row takes depends on that row alone, never on its neighbours."""
+    vocabulary = logits.shape[-1]
+    scaled = (logits.double() / torch.tensor([[d.params.temperature] for d in draws], dtype=torch.float64)).float()
+    points = torch.tensor([[uniform(d.seed, d.position)] for d in draws], dtype=torch.float64)
+    tokens = [-1] * len(draws)
+    free = [i for i, d in enumerate(draws) if d.params.top_p >= 1 and not 0 < d.params.top_k < vocabulary]
+    if free:
+        cumulative = torch.softmax(scaled[free].double(), dim=-1).cumsum(dim=-1)
+        _pick(tokens, free, cumulative, points[free], None)
+    cut = sorted(set(range(len(draws))) - set(free))
+    if cut:
+        few = min(CANDIDATES, vocabulary)
+        rest = _draw_cut(tokens, cut, *scaled[cut].topk(few, dim=-1), scaled[cut], points, draws)
+        if rest:
+            everything = scaled[rest].sort(dim=-1, descending=True, stable=True)
+            _draw_cut(tokens, rest, *everything, scaled[rest], points, draws)
+    return tokens
+
+
+def _draw_cut(
+    tokens: list[int], rows: list[int], values: torch.Tensor, ids: torch.Tensor, scaled: torch.Tensor,
+    points: torch.Tensor, draws: list[Draw],
+) -> list[int]:  # fmt: skip
+    """top_k, then top_p over what is left of it, among `values` [rows, candidates] in descending order.
+
+    Returns the rows for which these candidates were too few; they have no token yet.
+    """
+    candidates, vocabulary = values.shape[-1], scaled.shape[-1]
+    ranks = torch.arange(candidates)
+    top_k = [d.params.top_k if 0 < d.params.top_k < vocabulary else vocabulary for d in (draws[i] for i in rows)]
+    top_p = torch.tensor([[draws[i].params.top_p] for i in rows], dtype=torch.float64)
+    limits = torch.tensor(top_k)[:, None]
+    chances = torch.exp(values.double() - scaled.double().logsumexp(dim=-1, keepdim=True))
+    chances = chances.masked_fill(ranks >= limits, 0.0)
+    inside = chances.sum(dim=-1, keepdim=True)
+    total = torch.where(limits <= candidates, inside, torch.ones_like(inside))
+    enough = ((limits <= candidates) | (inside >= top_p))[:, 0] | (candidates == vocabulary)
+    before = chances.cumsum(dim=-1) - chances
+    cumulative = chances.masked_fill(before >= top_p * total, 0.0).cumsum(dim=-1)
+    fits = [i for i, ok in enumerate(enough.tolist()) if ok]
+    if fits:
+        chosen = [rows[i] for i in fits]
+        _pick(tokens, chosen, cumulative[fits], points[chosen], ids[fits])
+    return [rows[i] for i, ok in enumerate(enough.tolist()) if not ok]
+
+
+def _pick(
+    tokens: list[int], rows: list[int], cumulative: torch.Tensor, points: torch.Tensor, ids: torch.Tensor | None
+) -> None:
+    """The first entry whose cumulative chance passes the point; an entry of chance 0 is never the first."""
+    found = torch.searchsorted(cumulative, points * cumulative[:, -1:], right=True)
+    last = (cumulative < cumulative[:, -1:]).sum(dim=-1, keepdim=True)  # the last entry with a chance of its own
+    found = torch.minimum(found, last)
+    if ids is not None:
+        found = ids.gather(-1, found)
+    for row, token in zip(rows, found[:, 0].tolist(), strict=True):
+        tokens[row] = token
+
+
+def _add_logprobs(choices: list[Choice], logprobs: torch.Tensor, rows: list[int], draws: Sequence[Draw]) -> None:
+    most = max(draws[i].params.logprobs or 0 for i in rows)
+    values, ids = logprobs.topk(min(most, logprobs.shape[-1]), dim=-1)
+    for n, row in enumerate(rows):
+        count = draws[row].params.logprobs or 0
+        token = choices[row].token_id
+        top = tuple(zip(ids[n, :count].tolist(), values[n, :count].tolist(), strict=True))
+        choices[row] = Choice(token, float(logprobs[n, token]), top)

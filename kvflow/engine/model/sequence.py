@@ -1,0 +1,48 @@
+"""One request's tokens and pages, as numpy tables that a step reads without a Python loop per token or page."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from collections.abc import Sequence as SequenceOf
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvflow.protocols.pages.layout import PageIndices
+
+Prompt = SequenceOf[int] | NDArray[np.integer]
+
+
+class Sequence:
+    """Tokens known so far (`length`), how many of them have their K/V in the pool (`computed`), and the pages for it.
+
+    The event loop changes it between steps; the model thread only reads it, during one.
+    """
+
+    __slots__ = ("_pages", "computed", "length", "owner", "page_count", "page_size", "prompt_length", "tokens")
+
+    def __init__(self, owner: Hashable, prompt: Prompt, max_new_tokens: int, page_size: int) -> None:
+        self.owner, self.page_size = owner, page_size
+        self.prompt_length = self.length = len(prompt)
+        self.tokens: NDArray[np.int64] = np.empty(self.length + max_new_tokens, dtype=np.int64)
+        self.tokens[: self.length] = prompt
+        self.computed = 0
+        self._pages: PageIndices = np.empty(-(-self.tokens.size // page_size), dtype=np.int32)
+        self.page_count = 0
+
+    @property
+    def pages(self) -> PageIndices:
+        """A view; valid until the next `add_pages`."""
+        return self._pages[: self.page_count]
+
+    def add_pages(self, pages: PageIndices) -> None:
+        self._pages[self.page_count : self.page_count + pages.size] = pages
+        self.page_count += pages.size
+
+    def pages_missing(self, tokens: int) -> int:
+        """How many more pages the first `tokens` tokens need."""
+        return max(0, -(-tokens // self.page_size) - self.page_count)
+
+    def append(self, token_id: int) -> None:
+        self.tokens[self.length] = token_id
+        self.length += 1

@@ -1,0 +1,1 @@
+"""Which request steps when."""

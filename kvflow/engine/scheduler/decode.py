@@ -1,0 +1,221 @@
+"""The decode engine: continuous batching of sequences whose pages have landed, one token each per step."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from collections.abc import AsyncGenerator
+from concurrent.futures import Executor
+from functools import partial
+
+from kvflow.engine.model.load import LoadedModel
+from kvflow.engine.model.sampling import Choice, Draw, choose
+from kvflow.engine.model.sequence import Prompt, Sequence
+from kvflow.engine.model.step import Row
+from kvflow.engine.model.thread import ModelThread
+from kvflow.engine.scheduler.budget import Admission, PageBudget
+from kvflow.engine.scheduler.handoff import HandOff
+from kvflow.engine.scheduler.limits import Limits
+from kvflow.engine.scheduler.loop import EngineLoop
+from kvflow.engine.scheduler.params import EngineLoad, SamplingParams, TokenOut, finish
+from kvflow.engine.scheduler.rooms import DecodeSession
+from kvflow.memory.allocator import PageAllocator
+from kvflow.memory.pool import PagedPool
+from kvflow.protocols.errors import Cause, Code, KvflowError, WireError, room_error
+
+
+class _Request:
+    """One sequence in the batch; `tokens` carries what it generated to its reader, an error at the end if need be."""
+
+    __slots__ = ("admission", "limit", "number", "params", "retired", "seed", "sequence", "tokens")
+
+    def __init__(
+        self, number: int, sequence: Sequence, params: SamplingParams, limit: int, admission: Admission
+    ) -> None:
+        self.number, self.sequence, self.params, self.limit, self.admission = number, sequence, params, limit, admission
+        self.seed = params.seed_or_random()
+        self.retired = False  # its pages have been given back
+        self.tokens: asyncio.Queue[TokenOut | KvflowError] = asyncio.Queue()
+
+
+class DecodeEngine(EngineLoop):
+    """Steps over all running requests, `max_batch` at most. None runs before its worst case of pages is promised."""
+
+    def __init__(
+        self, model: LoadedModel, pool: PagedPool, pages: PageAllocator, executor: Executor, *, max_batch: int = 256
+    ) -> None:
+        """Raises: LayoutError when the pool is not this model's."""
+        super().__init__("decode")
+        self._runner = model.runner(pool)
+        self._model, self._pages, self._page_size = model, pages, pool.layout.page_size
+        self._budget = PageBudget(pages)
+        self.limits = Limits(model.context_length, model.vocab_size, self._page_size, self._budget.capacity)
+        self._thread = ModelThread(executor, pages)
+        self._max_batch = max_batch
+        self._running: dict[int, _Request] = {}  # by number: in order of arrival
+        self._numbers = itertools.count()
+        self._paused = False
+        self.steps = 0
+
+    def _fail_all(self, cause: Cause) -> None:
+        self._budget.close(room_error(cause))
+        for request in list(self._running.values()):
+            self._fail(request, room_error(cause))
+
+    def pause(self) -> None:
+        """Start no step until `resume`. Requests gather meanwhile: with this, a batch's composition is known."""
+        self._paused = True
+
+    def resume(self) -> None:
+        self._paused = False
+        self._wake.set()
+
+    def load(self) -> EngineLoad:
+        return EngineLoad(len(self._running), self._budget.waiting)
+
+    def check(self, prompt: Prompt, params: SamplingParams) -> None:
+        """Raises: MisuseError, CapacityError; what `admit` and `generate` would refuse."""
+        self.limits.check_prompt(prompt)
+        self._budget.check(self.limits.worst_pages(prompt, self.limits.new_tokens(prompt, params)))
+
+    async def admit(self, prompt: Prompt, params: SamplingParams) -> Admission:
+        """Wait until the request's worst case of pages can be promised; open its room then. Release it, or pass it on.
+
+        Raises: MisuseError, CapacityError for what can never run.
+        """
+        self._refuse_when_closing()
+        self.check(prompt, params)
+        return await self._budget.admit(self.limits.worst_pages(prompt, self.limits.new_tokens(prompt, params)))
+
+    async def generate(
+        self, session: DecodeSession, prompt: Prompt, params: SamplingParams, admission: Admission | None = None
+    ) -> AsyncGenerator[TokenOut, None]:
+        """Tokens as they come, the first one prefill's. Takes over the session and the admission.
+
+        Closing the generator, or cancelling its reader, aborts the room or drops the sequence; pages that a step uses
+        are free when it has ended. Without an admission the pages to grow are asked for after landing.
+        Raises: MisuseError, CapacityError, the room's error.
+        """
+        request: _Request | None = None
+        number = next(self._numbers)
+        cause: Cause | None = Cause(Code.CLIENT_GONE, "the reader is gone")
+        try:
+            self._refuse_when_closing()
+            self.check(prompt, params)
+            if admission is not None:
+                admission.took(len(session.pages))
+            handoff = HandOff.decode(await session.landed())
+            limit = self.limits.new_tokens(prompt, params)
+            if admission is None:
+                total = self.limits.worst_pages(prompt, limit)
+                admission = await self._budget.admit(total, len(session.pages))
+            self._refuse_when_closing()
+            request = self._seat(number, session, prompt, params, limit, admission)
+            out = self._first(request, handoff)
+            yield out
+            while out.finish_reason is None:
+                found = await request.tokens.get()
+                if isinstance(found, KvflowError):
+                    raise found
+                out = found
+                yield out
+            cause = None
+        except KvflowError as error:
+            cause = error.cause()
+            raise
+        finally:
+            if request is not None:
+                self._retire(request)
+            session.close(cause)
+            if admission is not None:
+                admission.release()
+
+    def _seat(
+        self, number: int, session: DecodeSession, prompt: Prompt, params: SamplingParams, limit: int,
+        admission: Admission,
+    ) -> _Request:  # fmt: skip
+        """The landed pages become a sequence of ours."""
+        owner = ("sequence", number)
+        sequence = Sequence(owner, prompt, limit, self._page_size)
+        sequence.add_pages(session.keep(owner))
+        sequence.computed = sequence.prompt_length
+        return _Request(number, sequence, params, limit, admission)
+
+    def _first(self, request: _Request, handoff: HandOff) -> TokenOut:
+        """Prefill's token; unless it is the last one, the sequence joins the batch. Raises: WireError."""
+        s = request.sequence
+        if handoff.prompt_tokens != s.prompt_length or not 0 <= handoff.first_token < self._model.vocab_size:
+            raise WireError(f"hand-over for {handoff.prompt_tokens} prompt tokens, ours are {s.prompt_length}")
+        s.append(handoff.first_token)
+        out = self._token_out(request, Choice(handoff.first_token, handoff.logprob, handoff.top_logprobs))
+        if out.finish_reason is None:
+            self._running[request.number] = request
+            self._wake.set()
+        return out
+
+    def _token_out(self, request: _Request, choice: Choice) -> TokenOut:
+        generated = request.sequence.length - request.sequence.prompt_length
+        reason, matched = finish(choice.token_id, generated, request.limit, request.params, self._model.eos_ids)
+        return TokenOut(choice.token_id, choice.logprob, choice.top_logprobs, reason, matched)
+
+    def _retire(self, request: _Request) -> None:
+        """Idempotent. Pages that a step still uses become free when it has ended (I13)."""
+        self._running.pop(request.number, None)
+        s = request.sequence
+        if not request.retired:  # marked here, not in the sequence: a step under way still reads that
+            request.retired = True
+            self._pages.give_back(s.pages, s.owner)
+
+    def _fail(self, request: _Request, error: KvflowError) -> None:
+        self._running.pop(request.number, None)
+        request.tokens.put_nowait(error)
+
+    async def _run(self) -> None:
+        while not self._closing:
+            self._wake.clear()
+            batch = [] if self._paused else self._grown(list(self._running.values())[: self._max_batch])
+            if not batch:
+                await self._wake.wait()
+                continue
+            rows = [Row(r.sequence, 1) for r in batch]
+            draws = [Draw(r.params, r.seed, r.sequence.length) for r in batch]
+            try:
+                choices = await self._thread.run([r.sequence for r in batch], partial(self._step, rows, draws))
+            # The loop serves everybody: one failed step ends the requests in it, is counted, and no more.
+            except Exception as error:  # noqa: BLE001
+                cause = self._failed("decode step", error)
+                for request in batch:
+                    self._fail(request, room_error(cause))
+                continue
+            self.steps += 1
+            for request, choice in zip(batch, choices, strict=True):
+                if request.number in self._running:
+                    self._advance(request, choice)
+
+    def _grown(self, batch: list[_Request]) -> list[_Request]:
+        """Those of `batch` that have a page for their next token; the promise makes that all of them."""
+        ready: list[_Request] = []
+        for request in batch:
+            s = request.sequence
+            try:
+                if missing := s.pages_missing(s.computed + 1):
+                    s.add_pages(self._pages.take(missing, s.owner))
+                    request.admission.took(missing)
+                ready.append(request)
+            except KvflowError as error:
+                self._fail(request, error)
+        return ready
+
+    def _step(self, rows: list[Row], draws: list[Draw]) -> list[Choice]:
+        """In the model thread."""
+        return choose(self._runner.forward(rows), draws)
+
+    def _advance(self, request: _Request, choice: Choice) -> None:
+        s = request.sequence
+        s.computed += 1
+        s.append(choice.token_id)
+        out = self._token_out(request, choice)
+        if out.finish_reason is not None:  # its reader may be slow: the pages do not wait for it
+            self._retire(request)
+            request.admission.release()
+        request.tokens.put_nowait(out)

@@ -1,0 +1,58 @@
+"""The life of an engine: one task that steps until it is closed, and nobody left waiting for it, however it ends."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+
+from kvflow.aio import drained
+from kvflow.protocols.errors import Cause, Code, room_error
+
+_log = logging.getLogger("kvflow.engine")
+
+
+class EngineLoop:
+    """What both engines share. `_run` steps until `_closing` and sleeps on `_wake`; `_fail_all` ends every request."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._wake = asyncio.Event()
+        self._task: asyncio.Task[None] | None = None
+        self._closing = False
+        self.failed_steps = 0
+
+    async def start(self) -> None:
+        if self._task is None:
+            self._task = asyncio.create_task(self._run(), name=f"kvflow-{self._name}-engine")
+            self._task.add_done_callback(lambda _: self._end_all(f"the {self._name} engine has stopped"))
+
+    async def close(self) -> None:
+        """End every request, and return when the step under way has ended, also when cancelled meanwhile (I12)."""
+        self._wake.set()
+        self._end_all("the engine is closing")
+        if self._task is not None:
+            await drained(self._task)
+
+    @property
+    def healthy(self) -> bool:
+        return self._task is not None and not self._task.done() and not self._closing
+
+    async def _run(self) -> None:
+        raise NotImplementedError
+
+    def _fail_all(self, cause: Cause) -> None:
+        raise NotImplementedError
+
+    def _end_all(self, why: str) -> None:
+        self._closing = True
+        self._fail_all(Cause(Code.SHUTDOWN, why))
+
+    def _refuse_when_closing(self) -> None:
+        if self._closing:
+            raise room_error(Cause(Code.SHUTDOWN, "the engine is closing"))
+
+    def _failed(self, what: str, error: Exception) -> Cause:
+        """Count and log a step that failed; returns what its requests are told."""
+        self.failed_steps += 1
+        _log.exception("%s failed", what)
+        return Cause(Code.ENGINE_ERROR, f"{what} failed: {type(error).__name__}")

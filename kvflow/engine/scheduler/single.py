@@ -1,0 +1,114 @@
+"""Prefill and decode in one process, on one pool: the same engines, and a room that moves nothing."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from collections.abc import AsyncGenerator, Callable, Hashable
+from concurrent.futures import Executor
+
+from kvflow.engine.model.load import LoadedModel
+from kvflow.engine.model.sequence import Prompt
+from kvflow.engine.scheduler.decode import DecodeEngine
+from kvflow.engine.scheduler.params import SamplingParams, TokenOut
+from kvflow.engine.scheduler.prefill import PrefillEngine
+from kvflow.memory.allocator import PageAllocator
+from kvflow.memory.pool import PagedPool
+from kvflow.protocols.errors import Cause, Code, room_error
+from kvflow.protocols.pages.layout import PageIndices
+
+
+class SharedRoom:
+    """Both halves of a room whose source and target are the same pages, computed in place."""
+
+    def __init__(self, pages: PageAllocator, count: int, owner: Hashable) -> None:
+        """Raises: CapacityError."""
+        self._allocator, self._owner = pages, owner
+        self.pages: PageIndices = pages.take(count, owner)
+        self._owned = True
+        self._handoff: asyncio.Future[bytes] = asyncio.get_running_loop().create_future()
+        self._callbacks: list[Callable[[], None]] = []
+
+    async def matched(self) -> int:
+        return 0
+
+    def send(self, pages: PageIndices, *, last: bool = False, handoff: bytes = b"") -> None:
+        if last and not self._handoff.done():
+            self._handoff.set_result(handoff)
+
+    async def done(self) -> None:
+        await asyncio.shield(self._handoff)
+
+    async def landed(self) -> bytes:
+        return await asyncio.shield(self._handoff)
+
+    def keep(self, owner: Hashable) -> PageIndices:
+        self._allocator.move(self.pages, self._owner, owner)
+        self._owned = False
+        return self.pages
+
+    def on_end(self, callback: Callable[[], None]) -> None:
+        self._callbacks.append(callback)
+
+    def close(self, cause: Cause | None = None) -> None:
+        if not self._handoff.done():
+            self._handoff.set_exception(room_error(cause or Cause(Code.CLIENT_GONE, "closed")))
+            self._handoff.exception()  # looked at: there may be no reader left
+            for callback in self._callbacks:
+                callback()
+
+    def free(self) -> None:
+        """Give the pages back, unless a sequence keeps them."""
+        if self._owned:
+            self._owned = False
+            self._allocator.give_back(self.pages, self._owner)
+
+
+class SingleEngine:
+    """What two processes are compared with. `max_batch_rooms=1` prefills one prompt at a time; `decode.pause` and
+    `decode.resume` let requests gather, so that they decode in lockstep."""
+
+    def __init__(
+        self, model: LoadedModel, pool: PagedPool, pages: PageAllocator, executor: Executor, *,
+        chunk_tokens: int = 512, max_batch_tokens: int = 512, max_batch_rooms: int | None = None, max_batch: int = 256,
+    ) -> None:  # fmt: skip
+        """Raises: LayoutError when the pool is not this model's."""
+        self.prefill = PrefillEngine(
+            model, pool, pages, executor,
+            chunk_tokens=chunk_tokens, max_batch_tokens=max_batch_tokens, max_batch_rooms=max_batch_rooms,
+        )  # fmt: skip
+        self.decode = DecodeEngine(model, pool, pages, executor, max_batch=max_batch)
+        self._pages, self._page_size = pages, pool.layout.page_size
+        self._numbers = itertools.count()
+
+    async def start(self) -> None:
+        await self.prefill.start()
+        await self.decode.start()
+
+    async def close(self) -> None:
+        await self.prefill.close()
+        await self.decode.close()
+
+    async def generate(self, prompt: Prompt, params: SamplingParams) -> AsyncGenerator[TokenOut, None]:
+        """Tokens as they come. Closing the generator drops the request wherever it is.
+
+        Raises: MisuseError, CapacityError.
+        """
+        admission = await self.decode.admit(prompt, params)
+        try:
+            room = SharedRoom(self._pages, -(-len(prompt) // self._page_size), ("shared room", next(self._numbers)))
+        except BaseException:
+            admission.release()
+            raise
+        prefill = asyncio.create_task(self.prefill.prefill(room, prompt, params, into=room.pages))
+        tokens = self.decode.generate(room, prompt, params, admission)
+        try:
+            async for out in tokens:
+                yield out
+        finally:
+            await tokens.aclose()
+            prefill.cancel()
+            await asyncio.wait([prefill])
+            if not prefill.cancelled():
+                prefill.exception()  # the same error as decode's, told once
+            room.free()

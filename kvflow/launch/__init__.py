@@ -1,0 +1,1 @@
+"""Roles as processes; the one composition root."""

@@ -1,0 +1,151 @@
+"""One role as a process of this machine: started, announced, followed to its end."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import signal
+import sys
+from collections import deque
+from collections.abc import Mapping
+
+import msgspec
+
+from kvflow.launch.process import PARENT_PID, READY_FD, Ready
+from kvflow.protocols.errors import KvflowError
+
+KEPT_LINES = 40
+_ERROR_MARK = ": error: "  # see `cli.main`
+_log = logging.getLogger("kvflow.up")
+
+
+class ChildEndedError(KvflowError):
+    """A role ended that should not have; `status` is its exit status, negative for a signal."""
+
+    def __init__(self, name: str, status: int, last_line: str = "") -> None:
+        how = f"{name} {_how(status)}"
+        if status == 2:  # it said what its user can mend, and ended: nothing else is worth a word
+            how, last_line = name, last_line.partition(_ERROR_MARK)[2] or last_line
+        super().__init__(f"{how}: {last_line}" if last_line else how)
+        self.status = status
+
+
+def _how(status: int) -> str:
+    if status < 0:
+        with contextlib.suppress(ValueError):
+            return f"was killed by {signal.Signals(-status).name}"
+    return f"ended with status {status}"
+
+
+class Child:
+    """One role as a process. `url` and `bootstrap_port` are known once it is ready."""
+
+    def __init__(self, name: str, role: str, arguments: list[str], *, quiet: bool) -> None:
+        self.name, self.role = name, role
+        self.url = ""
+        self.bootstrap_port: int | None = None
+        self.last_lines: deque[str] = deque(maxlen=KEPT_LINES)
+        self._arguments, self._quiet = arguments, quiet
+        self._process: asyncio.subprocess.Process | None = None
+        self._reading: asyncio.Task[None] | None = None
+
+    @property
+    def process(self) -> asyncio.subprocess.Process:
+        if self._process is None:
+            raise RuntimeError(f"{self.name} is not started")
+        return self._process
+
+    async def start(self, environment: Mapping[str, str], timeout_s: float) -> None:
+        """Return when it serves. Raises: ChildEndedError, TimeoutError."""
+        reading, writing = os.pipe()
+        try:
+            self._process = await asyncio.create_subprocess_exec(
+                sys.executable, "-m", "kvflow.cli", self.role, *self._arguments,
+                stdin=asyncio.subprocess.DEVNULL,
+                stdout=sys.stderr,
+                stderr=asyncio.subprocess.PIPE,
+                pass_fds=(writing,),
+                env={**environment, READY_FD: str(writing), PARENT_PID: str(os.getpid())},
+                start_new_session=True,  # Ctrl-C reaches the supervisor alone, which ends them in order
+            )  # fmt: skip
+        finally:
+            os.close(writing)
+        self._reading = asyncio.create_task(self._read_stderr())
+        async with asyncio.timeout(timeout_s):
+            line = await _line_from(reading)
+        if not line:
+            raise await self._ended()
+        ready = msgspec.json.decode(line, type=Ready)
+        self.url, self.bootstrap_port = ready.url, ready.bootstrap_port
+
+    async def crashed(self) -> ChildEndedError:
+        """Wait for its end."""
+        await self.process.wait()
+        return await self._ended()
+
+    async def stop(self, patience_s: float) -> int:
+        """SIGTERM, and SIGKILL to what does not leave. Returns the exit status."""
+        if self._process is None:
+            return 0
+        if self.process.returncode is None:
+            self._signal(signal.SIGTERM)
+            try:
+                async with asyncio.timeout(patience_s):
+                    await self.process.wait()
+            except TimeoutError:
+                _log.warning("%s does not end: killed", self.name)
+                self.kill()
+                await self.process.wait()
+        if self._reading is not None:
+            await self._reading
+        return self.process.returncode or 0
+
+    def kill(self) -> None:
+        """SIGKILL, whatever it does; `stop` then returns."""
+        if self._process is not None:
+            self._signal(signal.SIGKILL)
+
+    def _signal(self, number: int) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            self.process.send_signal(number)
+
+    async def _ended(self) -> ChildEndedError:
+        status = await self.process.wait()
+        if self._reading is not None:
+            await self._reading
+        return ChildEndedError(self.name, status, self.last_lines[-1] if self.last_lines else "")
+
+    async def _read_stderr(self) -> None:
+        stream = self.process.stderr
+        while stream is not None and (line := await _line_of(stream)):
+            text = line.decode(errors="replace").rstrip("\n")
+            if text:
+                self.last_lines.append(text)
+            if not self._quiet and not text.startswith(f"kvflow {self.role}{_ERROR_MARK}"):  # the supervisor says it
+                sys.stderr.write(f"[{self.name}] {text}\n")
+                sys.stderr.flush()
+
+
+async def _line_of(stream: asyncio.StreamReader) -> bytes:
+    """The next line, empty at the end; a line longer than the reader holds comes in pieces."""
+    try:
+        return await stream.readuntil()
+    except asyncio.IncompleteReadError as error:
+        return error.partial
+    except asyncio.LimitOverrunError as error:
+        return await stream.read(error.consumed)
+
+
+async def _line_from(descriptor: int) -> bytes:
+    """The first line of a pipe, empty when it closes without one."""
+    loop = asyncio.get_running_loop()
+    reader = asyncio.StreamReader()
+    transport, _ = await loop.connect_read_pipe(
+        lambda: asyncio.StreamReaderProtocol(reader), os.fdopen(descriptor, "rb", buffering=0)
+    )
+    try:
+        return await reader.readline()
+    finally:
+        transport.close()

@@ -1,0 +1,40 @@
+"""What an operator asks of a running decode from the command line."""
+
+from __future__ import annotations
+
+import sys
+import urllib.error
+import urllib.parse
+import urllib.request
+from typing import Any
+
+import msgspec
+
+from kvflow.protocols.errors import LostError, MisuseError
+from kvflow.server.http.errors import message_of
+
+TIMEOUT_S = 10.0
+
+
+class _Stay(urllib.request.HTTPRedirectHandler):
+    def redirect_request(self, *_: Any) -> None:
+        return None
+
+
+def declare_dead(url: str, api_key: str, incarnation: str, why: str) -> None:
+    """`kvflow declare-dead`: print the peers that are left. Raises: MisuseError (refused), LostError (no answer)."""
+    path = f"/peers/{urllib.parse.quote(incarnation, safe='')}/declare_dead?{urllib.parse.urlencode({'why': why})}"
+    if not url.startswith(("http://", "https://")):
+        raise MisuseError(f"--url: {url!r} is no http:// URL")
+    request = urllib.request.Request(url.rstrip("/") + path, method="POST")
+    if api_key:
+        request.add_header("Authorization", f"Bearer {api_key}")
+    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}), _Stay)  # the key is for that server alone
+    try:
+        with opener.open(request, timeout=TIMEOUT_S) as answer:
+            document = msgspec.json.decode(answer.read())
+    except urllib.error.HTTPError as error:
+        raise MisuseError(f"{url} refused ({error.code}): {message_of(error.read())}") from None
+    except (OSError, ValueError) as error:
+        raise LostError(f"{url}: {error}") from None
+    sys.stdout.write(msgspec.json.format(msgspec.json.encode(document), indent=2).decode() + "\n")

@@ -1,0 +1,220 @@
+"""The one place where a role's parts are made from its settings: model, pool, data plane, node, engine, routes."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import os
+import socket
+from collections.abc import AsyncGenerator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AsyncExitStack, asynccontextmanager
+from typing import TYPE_CHECKING
+
+from kvflow.config import Settings
+from kvflow.launch.loading import Loading
+from kvflow.launch.process import Ready, serve_until_stopped
+from kvflow.memory.allocator import PageAllocator
+from kvflow.memory.pool import PagedPool
+from kvflow.node import DecodeNode, PrefillNode
+from kvflow.protocols.limits import Bounds
+from kvflow.protocols.pages.layout import build_layout, slot_bytes
+from kvflow.protocols.ports import DataPlane
+from kvflow.server.http import generate, openai, operations
+from kvflow.server.http.app import build_app
+from kvflow.server.http.listening import bound_socket, reachable, serving, url_of
+from kvflow.server.http.metrics import Metrics
+from kvflow.server.http.pipeline import Front
+from kvflow.server.http.registry import RankTable, RegistryClient, registry_app
+from kvflow.server.http.service import ModelCard, Service
+from kvflow.server.http.services import DecodeService, PrefillService
+from kvflow.server.http.text import Wording
+from kvflow.server.router.router import Router, router_app
+from kvflow.transports.control.curve import read_key
+from kvflow.transports.control.zmq import bind_router, connect_dealer
+from kvflow.transports.data.select import check_plane, open_plane
+
+if TYPE_CHECKING:
+    from kvflow.engine.model.load import LoadedModel
+
+DEFAULT_POOL_TOKENS = 65_536
+
+
+async def run_prefill(settings: Settings) -> None:
+    """`kvflow prefill`, until it is told to stop."""
+    http = bound_socket(settings.host, settings.port, "--port")
+    bootstrap = bound_socket(settings.host, settings.disaggregation_bootstrap_port, "--disaggregation-bootstrap-port")
+    bootstrap_port: int = bootstrap.getsockname()[1]
+    async with AsyncExitStack() as stack:
+        service, model = await stack.enter_async_context(prefill_service(settings))
+        metrics = Metrics(service.report, role="prefill", sglang=settings.sglang_metrics)
+        table = RankTable()
+        await stack.enter_async_context(serving(registry_app(table, metrics, settings.api_key), bootstrap))
+        client = RegistryClient(settings.api_key)
+        stack.push_async_callback(client.close)
+        await client.register(url_of(bootstrap, settings.host).removeprefix("http://"), service.rank)
+        await _serve(settings, service, model, metrics, http, bootstrap_port)
+
+
+async def run_decode(settings: Settings) -> None:
+    """`kvflow decode`, until it is told to stop."""
+    http = bound_socket(settings.host, settings.port, "--port")
+    async with decode_service(settings) as (service, model):
+        metrics = Metrics(service.report, role="decode", sglang=settings.sglang_metrics)
+        await _serve(settings, service, model, metrics, http, None)
+
+
+async def run_router(settings: Settings) -> None:
+    """`kvflow router`, until it is told to stop."""
+    http = bound_socket(settings.host, settings.port, "--port")
+    router = Router(settings)
+    try:
+        await router.start()
+        ready = Ready("router", url_of(http, settings.host), os.getpid())
+        app = router_app(router, settings.api_key)
+        await serve_until_stopped(app, http, router, ready, settings.drain_timeout_s)
+    finally:
+        await router.close()
+
+
+@asynccontextmanager
+async def prefill_service(settings: Settings) -> AsyncGenerator[tuple[PrefillService, LoadedModel], None]:
+    """A running prefill without its HTTP. Raises: MisuseError."""
+    async with AsyncExitStack() as stack:
+        key = read_key(settings.control_key_file)
+        # Bound here, so that a taken port is known before a model is loaded.
+        control = bind_router(settings.host, settings.control_port, key)
+        stack.callback(control[0].close)
+        model, pool, executor = await stack.enter_async_context(_parts(settings))
+        from kvflow.engine.scheduler.prefill import PrefillEngine
+
+        plane = _plane(settings, pool)
+        pages = PageAllocator(pool.layout.num_pages)
+        name = settings.model_name
+        node = PrefillNode(
+            pool,
+            plane,
+            host=settings.host,
+            port=settings.control_port,
+            model=name,
+            pages=pages,
+            verify_transfers=settings.verify_transfers,
+            advertise=reachable(settings.host),
+            bind=lambda _host, _port: control,
+        )
+        engine = PrefillEngine(
+            model, pool, pages, executor,
+            chunk_tokens=settings.chunked_prefill_size, max_batch_tokens=settings.max_batch_tokens,
+        )  # fmt: skip
+        stack.push_async_callback(node.close)
+        await node.start()
+        stack.push_async_callback(engine.close)
+        await engine.start()
+        yield PrefillService(_card(settings, model), node, engine, settings.request_timeout_s), model
+
+
+@asynccontextmanager
+async def decode_service(settings: Settings) -> AsyncGenerator[tuple[DecodeService, LoadedModel], None]:
+    """A running decode without its HTTP. Raises: MisuseError."""
+    key = read_key(settings.control_key_file)
+    async with AsyncExitStack() as stack:
+        model, pool, executor = await stack.enter_async_context(_parts(settings))
+        from kvflow.engine.scheduler.decode import DecodeEngine
+
+        plane = _plane(settings, pool)
+        pages = PageAllocator(pool.layout.num_pages)
+        registry = RegistryClient(settings.api_key)
+        node = DecodeNode(
+            pool,
+            plane,
+            resolve=registry.resolve,
+            connect=functools.partial(connect_dealer, key=key),
+            pages=pages,
+            bounds=Bounds(quarantine_share=settings.max_quarantine_share),
+            verify_transfers=settings.verify_transfers,
+        )
+        engine = DecodeEngine(model, pool, pages, executor, max_batch=settings.max_running_requests)
+        stack.push_async_callback(registry.close)
+        stack.push_async_callback(node.close)
+        await node.start()
+        stack.push_async_callback(engine.close)
+        await engine.start()
+        yield DecodeService(_card(settings, model), node, engine, settings.request_timeout_s), model
+
+
+@asynccontextmanager
+async def _parts(settings: Settings) -> AsyncGenerator[tuple[LoadedModel, PagedPool, ThreadPoolExecutor], None]:
+    """Model, pool and the one thread of model steps; first what would refuse to work with them."""
+    check_plane(settings.disaggregation_transfer_backend, settings.disaggregation_ib_device)
+    from kvflow.engine.model.load import load_model
+
+    executor = ThreadPoolExecutor(1, thread_name_prefix="kvflow-model")
+    loop = asyncio.get_running_loop()
+    try:
+        with Loading(settings.model_name) as loading:
+            load = functools.partial(load_model, settings.model_path, settings.dtype, settings.attention, loading.tell)
+            model = await loop.run_in_executor(executor, load)
+        streams = [(name, dtype, tuple(shape)) for name, dtype, shape in model.streams]
+        page_bytes = settings.page_size * sum(slot_bytes(dtype, shape) for _, dtype, shape in streams)
+        layout = build_layout(
+            streams, page_size=settings.page_size, num_pages=_num_pages(settings, page_bytes), order=settings.pool_order
+        )
+        pool = await loop.run_in_executor(executor, PagedPool.allocate, layout)
+        try:
+            yield model, pool, executor
+        finally:
+            pool.close()
+    finally:
+        executor.shutdown(wait=False)
+
+
+def _num_pages(settings: Settings, page_bytes: int) -> int:
+    if settings.num_pages:
+        return settings.num_pages
+    wanted = -(-DEFAULT_POOL_TOKENS // settings.page_size)
+    return max(1, min(wanted, settings.pool_bytes // page_bytes))
+
+
+def _plane(settings: Settings, pool: PagedPool) -> DataPlane:
+    rate = float(settings.transfer_rate_limit) or None
+    device = settings.disaggregation_ib_device
+    return open_plane(settings.disaggregation_transfer_backend, pool.segment, rate, reachable(settings.host), device)
+
+
+def _card(settings: Settings, model: LoadedModel) -> ModelCard:
+    return ModelCard(
+        path=settings.model_path,
+        name=settings.model_name,
+        model_type=model.model_type,
+        architectures=model.architectures,
+        dtype=model.dtype,
+        context_length=model.context_length,
+        vocab_size=model.vocab_size,
+    )
+
+
+async def _serve(
+    settings: Settings,
+    service: Service,
+    model: LoadedModel,
+    metrics: Metrics,
+    http: socket.socket,
+    bootstrap_port: int | None,
+) -> None:
+    wording = Wording(model.tokenizer, model.context_length)
+    front = Front(
+        service,
+        wording,
+        metrics,
+        bootstrap_port=settings.disaggregation_bootstrap_port,
+        max_running_requests=settings.max_running_requests,
+        request_timeout_s=settings.request_timeout_s,
+        keepalive_s=settings.sse_keepalive_s,
+    )
+    routes = [*generate.routes(front), *openai.routes(front), *operations.routes(front, settings, bootstrap_port)]
+    app = build_app(routes, metrics, settings.api_key)
+    ready = Ready(service.role, url_of(http, settings.host), os.getpid(), bootstrap_port)
+    try:
+        await serve_until_stopped(app, http, front, ready, settings.drain_timeout_s)
+    finally:
+        wording.close()

@@ -1,0 +1,178 @@
+"""`kvflow up`: router, prefills and decodes as processes of this machine, which end together.
+
+Children announce themselves through a pipe, so ports can be picked by the kernel. The kernel kills them when this
+process dies, however it dies (`serving.die_with_parent`); they hold no named shared memory, so nothing leaks.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import sys
+from collections.abc import Mapping
+from typing import Any, Self
+
+import aiohttp
+import msgspec
+
+from kvflow.config import FIELDS_OF_ROLE, Settings, flag_of
+from kvflow.demo_model import DEMO_MODEL_DIR
+from kvflow.launch.child import Child, ChildEndedError
+from kvflow.launch.process import Stop
+from kvflow.server.http.listening import bound_socket
+
+KILL_AFTER_S = 5.0
+# Set by the supervisor itself, or not to be seen in a process list.
+_OWN_FIELDS = frozenset(
+    {"port", "api_key", "disaggregation_bootstrap_port", "control_port", "disaggregation_mode", "prefill", "decode"}
+)
+
+
+class Fleet:
+    """The roles of one machine. Use as an async context manager; leaving ends all of them."""
+
+    def __init__(
+        self, settings: Settings, given: Mapping[str, Any], config: str | None = None, *, quiet: bool = False
+    ) -> None:
+        self._settings, self._config, self._quiet = settings, config, quiet
+        self._given = {name: value for name, value in given.items() if value is not None and name not in _OWN_FIELDS}
+        self.prefills: list[Child] = []
+        self.decodes: list[Child] = []
+        self.router: Child | None = None
+
+    @property
+    def children(self) -> list[Child]:
+        return [*self.prefills, *self.decodes, *([self.router] if self.router else [])]
+
+    @property
+    def url(self) -> str:
+        """Where clients go."""
+        return self.router.url if self.router else ""
+
+    async def start(self) -> None:
+        """All roles up and healthy. Raises: ChildEndedError, TimeoutError."""
+        settings = self._settings
+        self.prefills = [self._worker("prefill", i) for i in range(settings.prefill_workers)]
+        self.decodes = [self._worker("decode", i) for i in range(settings.decode_workers)]
+        await self._start_together([*self.prefills, *self.decodes])
+        urls = [f for child in (*self.prefills, *self.decodes) for f in (f"--{child.role}", child.url)]
+        arguments = [*self._arguments("router"), "--port", str(settings.port), *urls]
+        self.router = Child("router", "router", arguments, quiet=self._quiet)
+        await self._start_together([self.router])
+        await self._healthy()
+
+    async def crashed(self) -> ChildEndedError:
+        """Wait until any of them ends."""
+        waits = [asyncio.create_task(child.crashed()) for child in self.children]
+        try:
+            done, _ = await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+            return done.pop().result()
+        finally:
+            for wait in waits:
+                wait.cancel()
+            await asyncio.wait(waits)
+
+    async def stop(self, hurried: asyncio.Event | None = None) -> None:
+        """The router first, so that nothing new arrives, then the workers together. Set `hurried`: all at once."""
+        patience_s = self._settings.drain_timeout_s + KILL_AFTER_S
+        hurrying = asyncio.create_task(self._kill_when(hurried or asyncio.Event()))
+        try:
+            if self.router is not None:
+                await self.router.stop(patience_s)
+            await asyncio.gather(*(child.stop(patience_s) for child in (*self.prefills, *self.decodes)))
+        finally:
+            hurrying.cancel()
+
+    async def _kill_when(self, hurried: asyncio.Event) -> None:
+        await hurried.wait()
+        for child in self.children:
+            child.kill()
+
+    async def __aenter__(self) -> Self:
+        try:
+            await self.start()
+        except BaseException:
+            await self.stop()
+            raise
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.stop()
+
+    def _worker(self, role: str, index: int) -> Child:
+        several = self._settings.prefill_workers if role == "prefill" else self._settings.decode_workers
+        name = f"{role}-{index}" if several > 1 else role
+        arguments = [*self._arguments(role), "--port", "0"]
+        if role == "prefill":
+            arguments += ["--disaggregation-bootstrap-port", "0", "--control-port", "0"]
+        return Child(name, role, arguments, quiet=self._quiet)
+
+    def _arguments(self, role: str) -> list[str]:
+        """The flags given to us that are also this role's; environment and file reach it by themselves."""
+        arguments = ["--config", self._config] if self._config else []
+        for name, value in self._given.items():
+            if name in FIELDS_OF_ROLE[role]:
+                if isinstance(value, bool):
+                    arguments.append(flag_of(name) if value else f"--no-{flag_of(name)[2:]}")
+                else:
+                    arguments += [flag_of(name), str(value)]
+        if "model_path" in FIELDS_OF_ROLE[role] and "model_path" not in self._given:
+            arguments += ["--model-path", self._settings.model_path]
+        return arguments
+
+    async def _start_together(self, children: list[Child]) -> None:
+        environment = dict(os.environ)
+        if self._settings.api_key:
+            environment["KVFLOW_API_KEY"] = self._settings.api_key
+        starts = [asyncio.create_task(child.start(environment, self._settings.start_timeout_s)) for child in children]
+        try:
+            await asyncio.gather(*starts)
+        finally:
+            for start in starts:
+                start.cancel()
+            await asyncio.wait(starts)
+
+    async def _healthy(self) -> None:
+        async with asyncio.timeout(self._settings.start_timeout_s), aiohttp.ClientSession() as session:
+            while True:
+                async with session.get(f"{self.url}/health") as answer:
+                    if answer.status == 200:
+                        return
+                await asyncio.sleep(0.05)
+
+
+async def run_up(settings: Settings, given: Mapping[str, Any], config: str | None) -> int:
+    """`kvflow up`. Returns the exit status: 0 after a signal, otherwise that of the role that ended first, or 1."""
+    if not settings.model_path:
+        settings = msgspec.structs.replace(settings, model_path=str(DEMO_MODEL_DIR))
+        given = {"served_model_name": "kvflow-demo", **{name: v for name, v in given.items() if v is not None}}
+    bound_socket(settings.host, settings.port, "--port").close()  # a taken port is known before any model is loaded
+    fleet = Fleet(settings, given, config)
+    stop = Stop()
+    stop.listen()
+    asked = asyncio.create_task(stop.asked.wait())
+    life = asyncio.create_task(_live(fleet))
+    try:
+        await asyncio.wait([asked, life], return_when=asyncio.FIRST_COMPLETED)
+        if not life.done():
+            return 0
+        error = life.exception() or life.result()
+        if not isinstance(error, ChildEndedError | TimeoutError):
+            raise error
+        text = str(error) or f"not healthy after {settings.start_timeout_s:g} s"
+        mendable = isinstance(error, ChildEndedError) and error.status == 2
+        sys.stderr.write(f"kvflow up: error: {text}{'' if mendable else '; ending the others'}\n")
+        return 2 if mendable else 1
+    finally:
+        for task in (asked, life):
+            task.cancel()
+        await asyncio.wait([asked, life])
+        await fleet.stop(stop.hurried)
+
+
+async def _live(fleet: Fleet) -> ChildEndedError:
+    await fleet.start()
+    for child in fleet.children:
+        sys.stdout.write(f"{child.name:<10} {child.url}  pid {child.process.pid}\n")
+    sys.stdout.flush()
+    return await fleet.crashed()

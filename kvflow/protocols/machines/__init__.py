@@ -1,0 +1,1 @@
+"""Total tables, and what is built of them."""

@@ -1,0 +1,147 @@
+"""The decode side of one room: pages are offered, chunks land on them, and exactly one ending is told to the client."""
+
+from __future__ import annotations
+
+from enum import IntEnum
+
+import msgspec
+
+from kvflow.protocols.errors import Cause, Code
+from kvflow.protocols.machines.tables import ERROR, IGNORE, Cell, Move, Table, rest
+
+
+class DecodePhase(IntEnum):
+    BOOTSTRAPPING = 0  # resolving ranks, taking pages: nothing is lent yet
+    WAITING_FOR_INPUT = 1  # Bootstrap sent to every rank
+    TRANSFERRING = 2  # the first chunk has landed
+    DRAINING = 3  # ended here; loans are recalled
+    SUCCESS = 4
+    FAILED = 5  # the other side ended it
+    ABORTED = 6  # this side ended it, and every loan came home
+    LOST = 7  # ended, and some loan is in doubt
+
+
+class DecodeKind(IntEnum):
+    REGISTERED = 0  # every rank is reachable and has accepted our pool
+    CHUNK_LANDED = 1
+    ALL_LANDED = 2  # the last chunk of the last rank
+    ROOM_FAILED = 3
+    ENDED_LOCALLY = 4  # client gone, deadline, retract, protocol violation
+    SOURCE_LOST = 5
+    LOANS_ENDED = 6
+    LOANS_DOUBTFUL = 7  # every loan has ended or is in doubt, at least one is
+
+
+class DecodeCommand(IntEnum):
+    SEND_BOOTSTRAP = 0
+    RECALL_LOANS = 1
+    TELL_LANDED = 2
+    TELL_FAILED = 3
+    END = 4
+
+
+class DecodeEvent(msgspec.Struct, frozen=True):
+    """What happened. `rank`, `seq`, `pages`, `last` belong to a ChunkDone; `cause` to an ending."""
+
+    kind: DecodeKind
+    rank: int = 0
+    seq: int = 0
+    pages: int = 0
+    last: bool = False
+    cause: Cause | None = None
+
+
+class DecodeRoom(msgspec.Struct, frozen=True):
+    """Everything that decides what happens next; a hashable value."""
+
+    pages: int  # pages each rank must fill
+    ranks: int = 1
+    phase: DecodePhase = DecodePhase.BOOTSTRAPPING
+    next_seq: tuple[int, ...] = (0,)
+    filled: tuple[int, ...] = (0,)
+    finished: int = 0  # bit per rank whose last chunk has landed
+    cause: Cause | None = None
+
+
+P, K, C = DecodePhase, DecodeKind, DecodeCommand
+_FAIL = Move(P.FAILED, (C.TELL_FAILED, C.RECALL_LOANS, C.END))
+_LOSE = Move(P.LOST, (C.TELL_FAILED, C.RECALL_LOANS, C.END))
+_DRAIN = Move(P.DRAINING, (C.TELL_FAILED, C.RECALL_LOANS))
+_ENDED: dict[DecodeKind, Cell[DecodePhase, DecodeCommand]] = {K.ENDED_LOCALLY: IGNORE}
+_ENDED_WITH_LOANS = _ENDED | {K.LOANS_ENDED: IGNORE, K.LOANS_DOUBTFUL: IGNORE}
+_LAND = Move(P.SUCCESS, (C.TELL_LANDED, C.END))
+
+TABLE: Table[DecodePhase, DecodeKind, DecodeCommand] = Table(
+    P,
+    K,
+    {
+        P.BOOTSTRAPPING: rest(K, ERROR) | {K.REGISTERED: Move(P.WAITING_FOR_INPUT, (C.SEND_BOOTSTRAP,))},
+        P.WAITING_FOR_INPUT: rest(K, ERROR)
+        | {
+            K.CHUNK_LANDED: Move(P.TRANSFERRING),
+            K.ALL_LANDED: _LAND,
+            K.ROOM_FAILED: _FAIL,
+            K.ENDED_LOCALLY: _DRAIN,
+            K.SOURCE_LOST: _LOSE,
+        },
+        P.TRANSFERRING: rest(K, ERROR)
+        | {
+            K.CHUNK_LANDED: Move(P.TRANSFERRING),
+            K.ALL_LANDED: _LAND,
+            K.ROOM_FAILED: _FAIL,
+            K.ENDED_LOCALLY: _DRAIN,
+            K.SOURCE_LOST: _LOSE,
+        },
+        P.DRAINING: rest(K, ERROR)
+        | {
+            K.ROOM_FAILED: IGNORE,
+            K.ENDED_LOCALLY: IGNORE,
+            K.SOURCE_LOST: IGNORE,
+            K.LOANS_ENDED: Move(P.ABORTED, (C.END,)),
+            K.LOANS_DOUBTFUL: Move(P.LOST, (C.END,)),
+        },
+        # An ended room is in no table: only its user can reach it, and while it ends the ledger.
+        P.SUCCESS: rest(K, ERROR) | _ENDED,
+        P.FAILED: rest(K, ERROR) | _ENDED_WITH_LOANS,
+        P.ABORTED: rest(K, ERROR) | _ENDED,
+        P.LOST: rest(K, ERROR) | _ENDED_WITH_LOANS,
+    },
+)
+
+TERMINAL = frozenset({P.SUCCESS, P.FAILED, P.ABORTED, P.LOST})
+
+
+def opened(pages: int, ranks: int) -> DecodeRoom:
+    return DecodeRoom(pages, ranks, next_seq=(0,) * ranks, filled=(0,) * ranks)
+
+
+def step(room: DecodeRoom, event: DecodeEvent) -> tuple[DecodeRoom, tuple[DecodeCommand, ...]]:
+    """The next state and what to do now. Out-of-order and repeated chunks leave the room as it is: a gap is filled by
+    resynchronisation, never guessed at."""
+    kind = event.kind
+    if kind is K.CHUNK_LANDED:
+        if room.phase not in (P.WAITING_FOR_INPUT, P.TRANSFERRING) or event.seq != room.next_seq[event.rank]:
+            return room, ()
+        room, kind, event = _count_chunk(room, event)
+    move = TABLE.move(room.phase, kind)
+    if move is None:
+        return room, ()
+    cause = room.cause if room.cause is not None else event.cause
+    return DecodeRoom(
+        room.pages, room.ranks, move.phase, room.next_seq, room.filled, room.finished, cause
+    ), move.commands
+
+
+def _count_chunk(room: DecodeRoom, event: DecodeEvent) -> tuple[DecodeRoom, DecodeKind, DecodeEvent]:
+    """Book one in-order chunk; a chunk that does not add up ends the room (I8)."""
+    rank = event.rank
+    filled = room.filled[rank] + event.pages
+    if filled > room.pages or (event.last and filled != room.pages):
+        text = f"rank {rank} filled {filled} pages of {room.pages} by chunk {event.seq}"
+        return room, K.ENDED_LOCALLY, DecodeEvent(K.ENDED_LOCALLY, cause=Cause(Code.PROTOCOL_ERROR, text))
+    finished = room.finished | (1 << rank if event.last else 0)
+    next_seq = (*room.next_seq[:rank], event.seq + 1, *room.next_seq[rank + 1 :])
+    counts = (*room.filled[:rank], filled, *room.filled[rank + 1 :])
+    room = DecodeRoom(room.pages, room.ranks, room.phase, next_seq, counts, finished, room.cause)
+    done = finished == (1 << room.ranks) - 1
+    return room, K.ALL_LANDED if done else K.CHUNK_LANDED, event

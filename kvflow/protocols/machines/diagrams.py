@@ -1,0 +1,31 @@
+"""Write the state diagrams of the machines into a document: python -m kvflow.protocols.machines.diagrams FILE
+
+A document marks each place with `<!-- table: NAME -->` before and `<!-- end -->` after.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+from kvflow.protocols.machines import decode_room, prefill_room
+from kvflow.protocols.machines import loan as loans
+
+MERMAID: dict[str, Callable[[], str]] = {
+    "prefill room": prefill_room.TABLE.mermaid,
+    "decode room": decode_room.TABLE.mermaid,
+    "loan": loans.TABLE.mermaid,
+}
+_PLACE = re.compile(r"(<!-- table: (?P<name>[a-z ]+) -->\n).*?(<!-- end -->)", re.DOTALL)
+
+
+def render(document: str) -> str:
+    """`document` with every marked place made anew. Raises: KeyError for a machine there is not."""
+    return _PLACE.sub(lambda found: f"{found[1]}```mermaid\n{MERMAID[found['name']]()}\n```\n{found[3]}", document)
+
+
+if __name__ == "__main__":
+    path = Path(sys.argv[1])
+    path.write_text(render(path.read_text(encoding="utf-8")), encoding="utf-8")

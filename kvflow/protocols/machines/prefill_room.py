@@ -1,0 +1,165 @@
+"""The prefill side of one room: two halves meet, chunks are written, and nothing is called ended while it runs."""
+
+from __future__ import annotations
+
+from enum import IntEnum
+
+import msgspec
+
+from kvflow.protocols.errors import Cause
+from kvflow.protocols.machines.tables import ERROR, IGNORE, Move, Table, rest
+from kvflow.protocols.ports import Landing
+
+
+class PrefillPhase(IntEnum):
+    EXPECTED = 0  # the engine's request is here, decode's Bootstrap is not
+    BOOTSTRAPPED = 1  # the other way round
+    WAITING_FOR_INPUT = 2  # both halves known, no write running
+    TRANSFERRING = 3  # writes running
+    DRAINING = 4  # ended; writes still running are awaited
+    SUCCESS = 5
+    FAILED = 6  # this side ended it with nothing running
+    ABORTED = 7  # ended by either side, every write that ran has landed
+    LOST = 8  # ended, and some write may still land
+
+
+class PrefillKind(IntEnum):
+    MATCHED = 0
+    MISMATCHED = 1  # the halves do not agree on the prompt, or the Bootstrap cannot be served
+    CHUNK_QUEUED = 2
+    CHUNK_LANDED = 3  # others are running
+    IDLE = 4  # a chunk landed, nothing runs, more will come
+    ALL_LANDED = 5
+    WRITE_FAILED = 6  # in doubt, and others are running
+    ALL_DOUBTFUL = 7  # in doubt, and nothing else runs
+    ABORT_RECEIVED = 8
+    ENDED_LOCALLY = 9
+    TARGET_LOST = 10
+    DRAINED = 11
+    UNPROVEN = 12
+
+
+class PrefillCommand(IntEnum):
+    TELL_MATCHED = 0
+    START_WRITE = 1
+    SEND_CHUNK_DONE = 2
+    CANCEL_WRITES = 3
+    SEND_FAILED = 4
+    SEND_DRAINED = 5
+    SEND_UNPROVEN = 6
+    TELL_SUCCESS = 7
+    TELL_ENDED = 8
+    END = 9
+
+
+class PrefillEvent(msgspec.Struct, frozen=True):
+    """What happened. `last` belongs to a queued chunk; `landing` turns WRITE_ENDED into one of the kinds above."""
+
+    kind: PrefillKind | None
+    last: bool = False
+    landing: Landing | None = None
+    cause: Cause | None = None
+
+
+class PrefillRoom(msgspec.Struct, frozen=True):
+    """Everything that decides what happens next; a hashable value."""
+
+    phase: PrefillPhase
+    queued: int = 0
+    ended: int = 0  # writes that have come to an end, in whatever way
+    last_queued: bool = False
+    doubt: bool = False
+    cause: Cause | None = None
+
+
+P, K, C = PrefillPhase, PrefillKind, PrefillCommand
+_REFUSE = Move(P.FAILED, (C.SEND_FAILED, C.SEND_DRAINED, C.TELL_ENDED, C.END))
+
+TABLE: Table[PrefillPhase, PrefillKind, PrefillCommand] = Table(
+    P,
+    K,
+    {
+        P.EXPECTED: rest(K, ERROR)
+        | {
+            K.MATCHED: Move(P.WAITING_FOR_INPUT, (C.TELL_MATCHED,)),
+            K.MISMATCHED: _REFUSE,
+            K.ENDED_LOCALLY: Move(P.FAILED, (C.TELL_ENDED, C.END)),
+        },
+        P.BOOTSTRAPPED: rest(K, ERROR)
+        | {
+            K.MATCHED: Move(P.WAITING_FOR_INPUT, (C.TELL_MATCHED,)),
+            K.MISMATCHED: _REFUSE,
+            K.ABORT_RECEIVED: Move(P.ABORTED, (C.SEND_DRAINED, C.END)),
+            K.ENDED_LOCALLY: Move(P.FAILED, (C.SEND_FAILED, C.SEND_DRAINED, C.END)),
+            K.TARGET_LOST: Move(P.FAILED, (C.SEND_FAILED, C.SEND_DRAINED, C.END)),
+        },
+        P.WAITING_FOR_INPUT: rest(K, ERROR)
+        | {
+            K.CHUNK_QUEUED: Move(P.TRANSFERRING, (C.START_WRITE,)),
+            K.ABORT_RECEIVED: Move(P.ABORTED, (C.SEND_DRAINED, C.TELL_ENDED, C.END)),
+            K.ENDED_LOCALLY: _REFUSE,
+            K.TARGET_LOST: _REFUSE,
+        },
+        P.TRANSFERRING: rest(K, ERROR)
+        | {
+            K.CHUNK_QUEUED: Move(P.TRANSFERRING, (C.START_WRITE,)),
+            K.CHUNK_LANDED: Move(P.TRANSFERRING, (C.SEND_CHUNK_DONE,)),
+            K.IDLE: Move(P.WAITING_FOR_INPUT, (C.SEND_CHUNK_DONE,)),
+            K.ALL_LANDED: Move(P.SUCCESS, (C.SEND_CHUNK_DONE, C.TELL_SUCCESS, C.END)),
+            K.WRITE_FAILED: Move(P.DRAINING, (C.SEND_FAILED, C.TELL_ENDED, C.CANCEL_WRITES)),
+            K.ALL_DOUBTFUL: Move(P.LOST, (C.SEND_FAILED, C.SEND_UNPROVEN, C.TELL_ENDED, C.END)),
+            K.ABORT_RECEIVED: Move(P.DRAINING, (C.TELL_ENDED, C.CANCEL_WRITES)),
+            K.ENDED_LOCALLY: Move(P.DRAINING, (C.SEND_FAILED, C.TELL_ENDED, C.CANCEL_WRITES)),
+            K.TARGET_LOST: Move(
+                P.DRAINING, (C.SEND_FAILED, C.TELL_ENDED, C.CANCEL_WRITES)
+            ),  # said again if it comes back
+        },
+        P.DRAINING: rest(K, ERROR)
+        | {
+            K.CHUNK_LANDED: IGNORE,
+            K.ABORT_RECEIVED: IGNORE,
+            K.ENDED_LOCALLY: IGNORE,
+            K.TARGET_LOST: IGNORE,
+            K.DRAINED: Move(P.ABORTED, (C.SEND_DRAINED, C.END)),
+            K.UNPROVEN: Move(P.LOST, (C.SEND_UNPROVEN, C.END)),
+        },
+        # An ended room is in no table, and nothing of it runs: nobody is left to tell it anything.
+        P.SUCCESS: rest(K, ERROR),
+        P.FAILED: rest(K, ERROR),
+        P.ABORTED: rest(K, ERROR),
+        P.LOST: rest(K, ERROR),
+    },
+)
+
+TERMINAL = frozenset({P.SUCCESS, P.FAILED, P.ABORTED, P.LOST})
+
+
+def step(room: PrefillRoom, event: PrefillEvent) -> tuple[PrefillRoom, tuple[PrefillCommand, ...]]:
+    """The next state and what to do now; an event without a kind is the end of one write."""
+    queued, ended, last, doubt, kind = room.queued, room.ended, room.last_queued, room.doubt, event.kind
+    if kind is K.CHUNK_QUEUED:
+        queued, last = queued + 1, last or event.last
+    elif kind is None:
+        ended += 1
+        doubt = doubt or event.landing is Landing.UNPROVEN
+        kind = _end_of_write(room.phase, event.landing, running=queued - ended, last=last, doubt=doubt)
+    move = TABLE.move(room.phase, kind)
+    if move is None:
+        return PrefillRoom(room.phase, queued, ended, last, doubt, room.cause), ()
+    cause = room.cause if room.cause is not None else event.cause
+    return PrefillRoom(move.phase, queued, ended, last, doubt, cause), move.commands
+
+
+def _end_of_write(
+    phase: PrefillPhase, landing: Landing | None, *, running: int, last: bool, doubt: bool
+) -> PrefillKind:
+    """What the end of a write means here. Writes end in the order they were queued (the handler sees to it)."""
+    if phase is P.DRAINING:
+        if running:
+            return K.CHUNK_LANDED
+        return K.UNPROVEN if doubt else K.DRAINED
+    if landing is not Landing.LANDED:
+        return K.WRITE_FAILED if running else K.ALL_DOUBTFUL
+    if running:
+        return K.CHUNK_LANDED
+    return K.ALL_LANDED if last else K.IDLE

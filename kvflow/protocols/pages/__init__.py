@@ -1,0 +1,1 @@
+"""Pools described, and copies planned."""

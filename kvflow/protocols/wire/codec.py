@@ -1,0 +1,51 @@
+"""Bytes to messages and back. Decoding is strict: what is not a message this side may receive is a WireError."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from kvflow.protocols.errors import WireError
+from kvflow.protocols.wire.messages import MAX_FRAME_BYTES, ToDecode, ToPrefill
+
+_encoder = msgspec.msgpack.Encoder()
+_to_prefill: msgspec.msgpack.Decoder[Any] = msgspec.msgpack.Decoder(ToPrefill)
+_to_decode: msgspec.msgpack.Decoder[Any] = msgspec.msgpack.Decoder(ToDecode)
+
+encode = _encoder.encode
+
+
+def decode_to_prefill(frame: bytes) -> ToPrefill:
+    """Raises: WireError."""
+    message: ToPrefill = _decode(_to_prefill, frame)
+    return message
+
+
+def decode_to_decode(frame: bytes) -> ToDecode:
+    """Raises: WireError."""
+    message: ToDecode = _decode(_to_decode, frame)
+    return message
+
+
+def _decode(decoder: msgspec.msgpack.Decoder[Any], frame: bytes) -> Any:
+    if len(frame) > MAX_FRAME_BYTES:
+        raise WireError(f"frame of {len(frame)} bytes is over the limit of {MAX_FRAME_BYTES}")
+    try:
+        return decoder.decode(frame)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+        raise WireError(f"{len(frame)} bytes are no message: {error}") from None
+
+
+def prompt_digest(token_ids: Sequence[int] | NDArray[np.integer[Any]]) -> bytes:
+    """SHA-256 over the token ids as little-endian u32: how the two legs agree on the prompt (I8)."""
+    return hashlib.sha256(np.asarray(token_ids, dtype="<u4").tobytes()).digest()
+
+
+def routing_id(incarnation: int) -> bytes:
+    """The ZMQ routing id of an incarnation; the leading byte keeps it from starting with zero, which ZMQ reserves."""
+    return b"k" + incarnation.to_bytes(8, "big")

@@ -1,0 +1,69 @@
+"""What the bootstrap registry knows: which rank of a prefill serves where, and which life of it that is."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from kvflow.protocols.errors import WireError
+from kvflow.protocols.wire.messages import MAX_RANKS
+
+
+class PoolShape(msgspec.Struct, frozen=True):
+    """The pool in a line, for people and dashboards; peers compare the whole layout when they register."""
+
+    page_size: int = 0
+    num_pages: int = 0
+    page_bytes: int = 0
+    components: int = 0
+
+
+class RankInfo(msgspec.Struct, frozen=True):
+    """One rank of one prefill. `control` is its "tcp://host:port"; `incarnation` is drawn anew at every start."""
+
+    rank: int
+    world_size: int
+    incarnation: int
+    control: str
+    backend: str
+    model: str
+    pool: PoolShape = PoolShape()
+
+
+class _RankJson(msgspec.Struct, frozen=True):
+    rank: int
+    world_size: int
+    incarnation: str
+    control: str
+    backend: str
+    model: str
+    pool: PoolShape = PoolShape()
+
+
+def rank_to_json(info: RankInfo) -> dict[str, Any]:
+    """JSON cannot carry a u64, so the incarnation travels as hex digits."""
+    return {
+        **msgspec.structs.asdict(info),
+        "incarnation": f"{info.incarnation:016x}",
+        "pool": msgspec.to_builtins(info.pool),
+    }
+
+
+def rank_from_json(value: object) -> RankInfo:
+    """The rank somebody announced, checked.
+
+    Raises: WireError naming the field.
+    """
+    try:
+        seen = msgspec.convert(value, _RankJson)
+        incarnation = int(seen.incarnation, 16)
+    except (msgspec.ValidationError, ValueError) as error:
+        raise WireError(f"rank: {error}") from None
+    if not 0 <= seen.rank < seen.world_size <= MAX_RANKS:
+        raise WireError(f"rank: {seen.rank} of {seen.world_size} is outside 0..{MAX_RANKS}")
+    if not 0 <= incarnation < 1 << 64:
+        raise WireError("rank: incarnation is no u64")
+    if not seen.control.startswith("tcp://"):
+        raise WireError(f"rank: control endpoint {seen.control[:80]!r} is no tcp:// address")
+    return RankInfo(seen.rank, seen.world_size, incarnation, seen.control, seen.backend, seen.model, seen.pool)

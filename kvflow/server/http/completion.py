@@ -1,0 +1,56 @@
+"""One completion being written: engine tokens in, pieces of text with their ids and logprobs out."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+
+import msgspec
+
+from kvflow.engine.scheduler.params import TokenOut
+from kvflow.server.http.text import Pieces
+
+
+class Delta(msgspec.Struct, frozen=True):
+    """What one engine step added. `finish` is "length", "stop" or None; `matched` is the stop string or token id."""
+
+    text: str
+    token: TokenOut
+    finish: str | None = None
+    matched: str | int | None = None
+
+
+class Completion:
+    """The sum of the deltas of one choice."""
+
+    def __init__(self) -> None:
+        self.text = ""
+        self.tokens: list[TokenOut] = []
+        self.finish: str | None = None
+        self.matched: str | int | None = None
+
+    @property
+    def output_ids(self) -> list[int]:
+        return [token.token_id for token in self.tokens]
+
+    def add(self, delta: Delta) -> None:
+        self.text += delta.text
+        self.tokens.append(delta.token)
+        if delta.finish is not None:
+            self.finish, self.matched = delta.finish, delta.matched
+
+
+async def written(tokens: AsyncGenerator[TokenOut, None], pieces: Pieces) -> AsyncGenerator[Delta, None]:
+    """Deltas of one choice; ends the engine's iterator itself once a stop string is complete.
+
+    A token that ends the completion by its id carries no text.
+    """
+    async with aclosing(tokens) as source:
+        async for token in source:
+            text = "" if token.finish_reason == "stop" else pieces.feed(token.token_id)
+            if token.finish_reason is not None:
+                text += pieces.finish()
+            if pieces.stopped is not None:
+                yield Delta(text, token, "stop", pieces.stopped)
+                return
+            yield Delta(text, token, token.finish_reason, token.matched_stop)

@@ -1,0 +1,104 @@
+"""Listening: bind first, answer on what is bound, and know what is still running."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import socket
+from collections.abc import AsyncGenerator, Iterator
+from contextlib import asynccontextmanager, contextmanager
+
+from aiohttp import web
+
+from kvflow.protocols.errors import AbortedError, Code, MisuseError
+from kvflow.server.http.app import new_runner
+
+_BACKLOG = 1024
+
+
+class Busy:
+    """The requests under way, and whether more are taken: what can be drained, a front or a router."""
+
+    def __init__(self) -> None:
+        self.draining = False
+        self.running = 0
+        self.idle = asyncio.Event()
+        self.idle.set()
+
+    def refuse_when_draining(self) -> None:
+        """Raises: AbortedError."""
+        if self.draining:
+            error = AbortedError("this server is shutting down")
+            error.code = Code.SHUTDOWN
+            raise error
+
+    @contextmanager
+    def one_more(self) -> Iterator[None]:
+        """One request more is running, until the block ends."""
+        self.running += 1
+        self.idle.clear()
+        try:
+            yield
+        finally:
+            self.running -= 1
+            if not self.running:
+                self.idle.set()
+
+
+def bound_socket(host: str, port: int, flag: str) -> socket.socket:
+    """A bound TCP socket, so that a taken port is known before a model is loaded.
+
+    Raises: MisuseError, one line.
+    """
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    made = socket.socket(family, socket.SOCK_STREAM)
+    made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        made.bind((host, port))
+    except OSError as error:
+        made.close()
+        raise _cannot_listen(error, host, port, flag) from None
+    return made
+
+
+def _cannot_listen(error: OSError, host: str, port: int, flag: str) -> MisuseError:
+    if error.errno == errno.EADDRINUSE:
+        return MisuseError(f"port {port} on {host} is in use; choose another one with {flag}")
+    return MisuseError(f"cannot listen on {host}:{port}: {error.strerror or error}")
+
+
+def url_of(made: socket.socket, host: str) -> str:
+    """The URL under which this machine reaches a bound socket."""
+    shown = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}.get(host, f"[{host}]" if ":" in host else host)
+    return f"http://{shown}:{made.getsockname()[1]}"
+
+
+def reachable(host: str) -> str:
+    """The address peers are told for a role that listens on `host`: that of the default route for "every interface"."""
+    if host not in ("0.0.0.0", "::"):
+        return host
+    family, outside = (socket.AF_INET, "192.0.2.1") if host == "0.0.0.0" else (socket.AF_INET6, "2001:db8::1")
+    with socket.socket(family, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect((outside, 9))  # a documentation address, and a datagram socket: nothing is sent
+        except OSError:
+            return "127.0.0.1" if family == socket.AF_INET else "::1"
+        return str(probe.getsockname()[0])
+
+
+@asynccontextmanager
+async def serving(app: web.Application, made: socket.socket) -> AsyncGenerator[None, None]:
+    """Answer on a bound socket until the block ends."""
+    host, port = made.getsockname()[:2]
+    runner = new_runner(app)
+    await runner.setup()
+    try:
+        try:
+            made.listen(_BACKLOG)  # here and not in uvloop, which would swallow that somebody else listened first
+        except OSError as error:
+            raise _cannot_listen(error, host, port, "--port") from None
+        await web.SockSite(runner, made, backlog=_BACKLOG).start()
+        yield
+    finally:
+        await runner.cleanup()
+        made.close()

@@ -1,0 +1,186 @@
+"""The request bodies we accept: /generate, chat completions, completions; and what they ask of the engine.
+
+Routers and clients send many more fields with default values; those are ignored. Fields that would change the output
+and that we do not support are refused when they are set to something that matters: ignoring them would be a lie.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, TypeVar
+
+import msgspec
+from msgspec import Meta
+
+from kvflow.server.http.errors import RequestError
+
+Temperature = Annotated[float, Meta(ge=0, le=100)]
+Share = Annotated[float, Meta(gt=0, le=1)]
+TopK = Annotated[int, Meta(ge=-1, le=1 << 31)]
+Tokens = Annotated[int, Meta(ge=1, le=1 << 24)]
+TopLogprobs = Annotated[int, Meta(ge=0, le=20)]
+Choices = Annotated[int, Meta(ge=1, le=128)]
+TokenId = Annotated[int, Meta(ge=0, le=(1 << 31) - 1)]
+Room = int  # a u64, which is wider than the limits msgspec can state; checked in orders.py
+BootstrapPort = Annotated[int, Meta(ge=1, le=65535)]
+Seed = Annotated[int, Meta(ge=-(1 << 63), le=(1 << 63) - 1)]
+
+
+class StreamOptions(msgspec.Struct, frozen=True):
+    """OpenAI's stream_options."""
+
+    include_usage: bool = False
+
+
+class Rendezvous(msgspec.Struct, frozen=True, kw_only=True):
+    """What a router adds so that both legs meet; arrays when the body asks for several completions."""
+
+    bootstrap_host: str | list[str | None] | None = None
+    bootstrap_port: BootstrapPort | list[BootstrapPort | None] | None = None
+    bootstrap_room: Room | list[Room] | None = None
+
+
+class GenerateSampling(msgspec.Struct, frozen=True, kw_only=True):
+    """sampling_params of /generate."""
+
+    temperature: Temperature | None = None
+    top_p: Share | None = None
+    top_k: TopK | None = None
+    max_new_tokens: Tokens | None = None
+    stop: str | list[str] | None = None
+    stop_token_ids: list[TokenId] | None = None
+    ignore_eos: bool | None = None
+    sampling_seed: Seed | None = None
+    seed: Seed | None = None
+    n: Choices | None = None
+
+
+class GenerateRequest(Rendezvous, frozen=True, kw_only=True):
+    """POST /generate."""
+
+    text: str | list[str] | None = None
+    input_ids: list[TokenId | list[TokenId]] | None = None
+    sampling_params: GenerateSampling | None = None
+    stream: bool | None = None
+    return_logprob: bool | None = None
+    top_logprobs_num: TopLogprobs | None = None
+    rid: str | list[str] | None = None
+
+
+class _OpenAIRequest(Rendezvous, frozen=True, kw_only=True):
+    model: str | None = None
+    temperature: Temperature | None = None
+    top_p: Share | None = None
+    top_k: TopK | None = None
+    max_tokens: Tokens | None = None
+    n: Choices | None = None
+    stop: str | list[str] | None = None
+    stop_token_ids: list[TokenId] | None = None
+    ignore_eos: bool | None = None
+    seed: Seed | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+
+
+class ChatRequest(_OpenAIRequest, frozen=True, kw_only=True):
+    """POST /v1/chat/completions. Messages go to the model's chat template as they are."""
+
+    messages: Annotated[list[dict[str, Any]], Meta(min_length=1)]
+    max_completion_tokens: Tokens | None = None
+    logprobs: bool | None = None
+    top_logprobs: TopLogprobs | None = None
+
+
+class CompletionRequest(_OpenAIRequest, frozen=True, kw_only=True):
+    """POST /v1/completions."""
+
+    prompt: str | list[TokenId | str | list[TokenId]]
+    logprobs: TopLogprobs | None = None
+    echo: bool | None = None
+
+
+# Objects that a body may make us build: a million of them hold the event loop for a second, where a million token ids
+# take 10 ms. No prompt that fits a context comes near it.
+MAX_STRUCTURE = 1 << 18
+
+S = TypeVar("S")
+T = TypeVar("T", bound=Rendezvous)
+
+
+def _absent(value: Any) -> bool:
+    return not value
+
+
+_UNSUPPORTED: dict[str, Any] = {
+    "tools": _absent,
+    "functions": _absent,
+    "logit_bias": _absent,
+    "regex": _absent,
+    "json_schema": _absent,
+    "ebnf": _absent,
+    "structural_tag": _absent,
+    "suffix": _absent,
+    "lora_path": _absent,
+    "image_data": _absent,
+    "input_embeds": _absent,
+    "stop_regex": _absent,
+    "min_tokens": _absent,
+    "min_new_tokens": _absent,
+    "min_p": _absent,
+    "frequency_penalty": _absent,
+    "presence_penalty": _absent,
+    "repetition_penalty": lambda value: value is None or value == 1,
+    "response_format": lambda value: not value or (isinstance(value, dict) and value.get("type") == "text"),
+    "best_of": lambda value: value in (None, 1),
+}
+
+
+_NOT_SET = msgspec.Raw(b"null")
+_Asked = msgspec.defstruct("_Asked", [(name, msgspec.Raw, _NOT_SET) for name in ("sampling_params", *_UNSUPPORTED)])
+_LONGEST_DEFAULT = 64  # bytes of JSON; what is longer is no way of saying "not set"
+
+
+def _read(raw: bytes, kind: Any) -> Any:
+    try:
+        return msgspec.json.decode(raw, type=kind)
+    except msgspec.ValidationError as error:
+        raise RequestError(str(error).replace("`$.", "`")) from None
+    except (msgspec.DecodeError, RecursionError) as error:
+        raise RequestError(f"the body is not valid JSON: {error}") from None
+    except UnicodeDecodeError as error:
+        raise RequestError(f"the body is not UTF-8: {error}") from None
+
+
+def _refuse_unsupported(raw: bytes, where: str = "") -> None:
+    """Raises: RequestError. `raw` is a JSON object."""
+    asked = msgspec.structs.asdict(_read(raw, _Asked))
+    for name, harmless in _UNSUPPORTED.items():
+        given = bytes(asked[name])
+        if len(given) > _LONGEST_DEFAULT or not harmless(_read(given, Any)):
+            raise RequestError(f"{where}{name} is not supported by this server")
+    nested = bytes(asked["sampling_params"]).strip()
+    if nested.startswith(b"{") and not where:
+        _refuse_unsupported(nested, "sampling_params.")
+
+
+def decoded(raw: bytes, kind: type[S]) -> S:
+    """The body of any request as `kind`; what `kind` does not name is checked to be JSON and costs nothing else.
+
+    Raises: RequestError (400) naming the field.
+    """
+    if len(raw) > MAX_STRUCTURE and sum(map(raw.count, (b"[", b"{", b":"))) > MAX_STRUCTURE:
+        raise RequestError(f"the body has more than {MAX_STRUCTURE} lists, objects and fields")
+    read: S = _read(raw, kind)
+    return read
+
+
+def parse(raw: bytes, kind: type[T]) -> T:
+    """The body of a completion request as `kind`. Raises: RequestError (400) naming the field."""
+    request = decoded(raw, kind)
+    _refuse_unsupported(raw)
+    return request
+
+
+def stops_of(stop: str | list[str] | None) -> tuple[str, ...]:
+    """Stop strings as a tuple; empty ones, which some clients send for "none", are left out."""
+    stops = (stop,) if isinstance(stop, str) else tuple(stop or ())
+    return tuple(s for s in stops if s)

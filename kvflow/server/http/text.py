@@ -1,0 +1,122 @@
+"""Text on both ends of a request: prompts to token ids in a thread, token ids to text as they come."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, Protocol
+
+from kvflow.server.http.errors import RequestError
+
+
+class Pieces(Protocol):
+    """Incremental detokenisation with stop strings (kvflow.engine.scheduler.text.TextStream)."""
+
+    stopped: str | None
+
+    def feed(self, token_id: int) -> str: ...
+
+    def finish(self) -> str: ...
+
+
+class Silence:
+    """The text of a model without a tokenizer."""
+
+    stopped: str | None = None
+
+    def feed(self, token_id: int) -> str:
+        return ""
+
+    def finish(self) -> str:
+        return ""
+
+
+class Wording:
+    """A tokenizer on a thread of its own, because long prompts take long and fast tokenizers are not re-entrant."""
+
+    def __init__(self, tokenizer: Any | None, context_length: int = 1 << 20) -> None:
+        self._tokenizer = tokenizer
+        longest = max((len(entry) for entry in tokenizer.get_vocab()), default=1) if tokenizer is not None else 1
+        self._most_characters = context_length * longest  # more cannot fit, and encoding it takes memory by the GiB
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="kvflow-text")
+
+    async def encode(self, text: str) -> list[int]:
+        """Token ids of a plain prompt. Raises: RequestError when the model has no tokenizer."""
+        tokenizer = self._require()
+        self._check_length(len(text))
+        return await self._run(lambda: list(tokenizer.encode(text)))
+
+    async def encode_chat(self, messages: Sequence[dict[str, Any]]) -> list[int]:
+        """Token ids of a conversation, after the model's own chat template.
+
+        Raises: RequestError when there is no template, or the template refuses the messages.
+        """
+        tokenizer = self._require()
+        for i, message in enumerate(messages):
+            if not isinstance(message.get("role"), str):
+                raise RequestError(f"messages[{i}].role must be a string")
+        if getattr(tokenizer, "chat_template", None) is None:
+            raise RequestError("this model has no chat template; use /v1/completions")
+        plain = [_with_plain_content(i, message) for i, message in enumerate(messages)]
+        self._check_length(sum(len(str(message.get("content") or "")) for message in plain))
+
+        def render() -> list[int]:
+            return list(tokenizer.apply_chat_template(plain, add_generation_prompt=True, return_dict=True)["input_ids"])
+
+        try:
+            return await self._run(render)
+        except (ValueError, TypeError, KeyError, _template_error()) as error:
+            raise RequestError(f"the chat template refused the messages: {error}") from None
+
+    def _check_length(self, characters: int) -> None:
+        if characters > self._most_characters:
+            raise RequestError(f"the text has {characters} characters; at most {self._most_characters} fit the context")
+
+    def pieces(self, stops: tuple[str, ...]) -> Pieces:
+        """A fresh text stream for one completion. Raises: RequestError for stop strings without a tokenizer."""
+        if self._tokenizer is None:
+            if stops:
+                raise RequestError("stop strings need a tokenizer, and this model has none")
+            return Silence()
+        from kvflow.engine.scheduler.text import TextStream
+
+        return TextStream(self._tokenizer, stops)
+
+    def token_text(self, token_id: int) -> str:
+        """One token alone, for logprobs."""
+        return "" if self._tokenizer is None else str(self._tokenizer.decode([token_id]))
+
+    def close(self) -> None:
+        self._thread.shutdown(wait=False, cancel_futures=True)
+
+    def _require(self) -> Any:
+        if self._tokenizer is None:
+            raise RequestError("this model has no tokenizer; send input_ids")
+        return self._tokenizer
+
+    async def _run(self, work: Any) -> list[int]:
+        return await asyncio.get_running_loop().run_in_executor(self._thread, work)
+
+
+def _with_plain_content(index: int, message: dict[str, Any]) -> dict[str, Any]:
+    """Content parts of type text joined; templates of text models expect a string."""
+    content = message.get("content")
+    if content is None or isinstance(content, str):
+        return {**message, "content": content or ""}
+    if not isinstance(content, list):
+        raise RequestError(f"messages[{index}].content must be a string or a list of parts")
+    texts: list[str] = []
+    for part in content:
+        if not isinstance(part, dict) or part.get("type") != "text" or not isinstance(part.get("text"), str):
+            raise RequestError(f"messages[{index}].content: only parts of type text are supported")
+        texts.append(part["text"])
+    return {**message, "content": "".join(texts)}
+
+
+def _template_error() -> type[Exception]:
+    try:
+        from jinja2 import TemplateError
+    except ImportError:
+        return ValueError
+    return TemplateError

@@ -1,0 +1,1 @@
+"""One request as two legs."""

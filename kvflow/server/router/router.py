@@ -1,0 +1,189 @@
+"""The router role: pairs a prefill and a decode for every request, least loaded first, and relays decode's answer."""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+from typing import Any
+
+import aiohttp
+import msgspec
+from aiohttp import web
+
+from kvflow.config import Settings
+from kvflow.server.http.app import build_app
+from kvflow.server.http.errors import Failure, RequestError
+from kvflow.server.http.listening import Busy
+from kvflow.server.http.metrics import Metrics
+from kvflow.server.http.orders import MAX_COMPLETIONS
+from kvflow.server.http.pipeline import json_response
+from kvflow.server.http.schemas import decoded
+from kvflow.server.router.legs import Leg, LegFailedError, bootstrap_fields, both_legs, relay, with_fields
+from kvflow.server.router.workers import NoWorkerError, Worker, Workers
+
+CONNECT_TIMEOUT_S = 5.0
+ROOM_HEADER = "X-Kvflow-Room"
+_FORWARDED = ("Authorization", "X-Request-ID", "traceparent", "tracestate")
+
+
+class Router(Busy):
+    """One router, running. `close` drops every leg."""
+
+    def __init__(self, settings: Settings) -> None:
+        super().__init__()
+        headers = {"Authorization": f"Bearer {settings.api_key}"} if settings.api_key else {}
+        timeout = aiohttp.ClientTimeout(total=settings.request_timeout_s, sock_connect=CONNECT_TIMEOUT_S)
+        connector = aiohttp.TCPConnector(limit=0)
+        self._session = aiohttp.ClientSession(
+            headers=headers, timeout=timeout, connector=connector, read_bufsize=1 << 18
+        )
+        self.workers = Workers(settings.prefill, settings.decode, self._session, settings.poll_s)
+        self.metrics = Metrics()
+
+    async def start(self) -> None:
+        await self.workers.start()
+
+    async def close(self) -> None:
+        await self.workers.close()
+        await self._session.close()
+
+    async def serve(self, http: web.Request) -> web.StreamResponse:
+        """One request, on as many pairs as it takes until one of them answers."""
+        self.refuse_when_draining()
+        with self.one_more():
+            return await self._on_some_pair(http, await http.read())
+
+    async def _on_some_pair(self, http: web.Request, raw: bytes) -> web.StreamResponse:
+        count = _completions(decoded(raw, _Shape))
+        tried: set[Worker] = set()
+        last: LegFailedError | None = None
+        while True:
+            try:
+                prefill = self.workers.least_loaded("prefill", tried)
+                decode = self.workers.least_loaded("decode", tried)
+            except NoWorkerError:
+                if last is not None:
+                    raise last from None
+                raise
+            try:
+                return await self._on_pair(http, raw, count, prefill, decode)
+            except LegFailedError as error:
+                error.worker.lost(str(error))
+                tried.add(error.worker)
+                last = error
+
+    async def _on_pair(
+        self, http: web.Request, raw: bytes, count: int, prefill: Worker, decode: Worker
+    ) -> web.StreamResponse:
+        rooms = [secrets.randbits(63) for _ in range(count)]
+        body = with_fields(raw, bootstrap_fields(prefill, rooms))
+        headers = {name: http.headers[name] for name in _FORWARDED if name in http.headers}
+        headers["Content-Type"] = "application/json"
+        legs = [Leg(self._session, worker, http.path, body, headers) for worker in (prefill, decode)]
+        room_header = {ROOM_HEADER: ",".join(map(str, rooms))}
+        async with both_legs(*legs) as answer:
+            if not isinstance(answer, web.Response):
+                return await relay(http, answer, room_header)
+            answer.headers.update(room_header)
+            return answer
+
+    async def ask(self, worker: Worker, path: str, method: str = "GET") -> Any:
+        """A worker's JSON answer, None when it has none."""
+        try:
+            async with self._session.request(
+                method, f"{worker.url}{path}", timeout=aiohttp.ClientTimeout(total=5)
+            ) as answer:
+                return msgspec.json.decode(await answer.read()) if answer.status == 200 else None
+        except (aiohttp.ClientError, OSError, TimeoutError, ValueError):
+            return None
+
+
+class _Sampling(msgspec.Struct):
+    n: Any = None
+
+
+class _Shape(msgspec.Struct):
+    """Of a body, what says how many completions it asks for; the rest is for the workers to judge."""
+
+    text: Any = None
+    input_ids: Any = None
+    prompt: Any = None
+    sampling_params: _Sampling | None = None
+    n: Any = None
+
+
+def _completions(shape: _Shape) -> int:
+    """How many rooms a body needs: prompts times choices."""
+    prompts = 1
+    for value in (shape.text, shape.input_ids, shape.prompt):
+        if isinstance(value, list) and value and not isinstance(value[0], int):
+            prompts = len(value)
+    choices = (shape.sampling_params.n if shape.sampling_params else None) or shape.n or 1
+    if not isinstance(choices, int) or isinstance(choices, bool) or not 1 <= prompts * choices <= MAX_COMPLETIONS:
+        raise RequestError(f"n: {choices!r} times {prompts} prompts is outside 1..{MAX_COMPLETIONS} completions")
+    return prompts * choices
+
+
+def routes(router: Router) -> list[web.RouteDef]:
+    """What a router answers."""
+
+    async def health(_: web.Request) -> web.StreamResponse:
+        if router.draining:
+            return Failure(503, "draining", "this router is shutting down").response()
+        if not router.workers.complete():
+            troubles = "; ".join(f"{w.role} {w.url}: {w.trouble}" for w in router.workers.all if not w.up)
+            return Failure(503, "no_workers", troubles).response()
+        return json_response({"status": "ok"})
+
+    async def info(_: web.Request) -> web.StreamResponse:
+        lines = [worker.line() for worker in router.workers.all]
+        model = next((worker.model for worker in router.workers.of("decode") if worker.model), "")
+        return json_response(
+            {"role": "router", "served_model_name": model, "draining": router.draining, "workers": lines}
+        )
+
+    async def from_decode(http: web.Request) -> web.StreamResponse:
+        answer = await router.ask(router.workers.least_loaded("decode", set()), http.path)
+        return (
+            Failure(502, "peer_lost", "no decode worker answered").response()
+            if answer is None
+            else json_response(answer)
+        )
+
+    async def load(http: web.Request) -> web.StreamResponse:
+        answers = await asyncio.gather(*(router.ask(worker, "/get_load") for worker in router.workers.all))
+        lines = [line for answer in answers for line in (answer or [])]
+        return json_response(lines)
+
+    async def flush(_: web.Request) -> web.StreamResponse:
+        await asyncio.gather(*(router.ask(worker, "/flush_cache", "POST") for worker in router.workers.all))
+        return web.Response(text="Cache flushed.\n")
+
+    async def story(http: web.Request) -> web.StreamResponse:
+        sides = {}
+        for worker in router.workers.all:
+            told = await router.ask(worker, http.path)
+            if told is not None:
+                sides[worker.role] = told
+        return json_response(sides) if sides else Failure(404, "unknown_room", "no worker knows this room").response()
+
+    async def metrics(_: web.Request) -> web.StreamResponse:
+        return router.metrics.response()
+
+    return [
+        *(web.post(path, router.serve) for path in ("/generate", "/v1/chat/completions", "/v1/completions")),
+        web.get("/health", health),
+        web.get("/health_generate", health),
+        web.get("/server_info", info),
+        web.get("/get_server_info", info),
+        *(web.get(path, from_decode) for path in ("/v1/models", "/model_info", "/get_model_info")),
+        web.get("/get_load", load),
+        web.post("/flush_cache", flush),
+        web.get(r"/rooms/{room:\d+}", story),
+        web.get("/metrics", metrics),
+    ]
+
+
+def router_app(router: Router, api_key: str = "") -> web.Application:
+    """The router as an application."""
+    return build_app(routes(router), router.metrics, api_key)

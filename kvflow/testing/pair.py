@@ -1,0 +1,238 @@
+"""Two nodes in one process: prefill ranks and a decode on a network in memory and fake data planes, real bytes between.
+
+async with pair() as p:
+    source, target = await p.open(7, prompt=range(40))
+    await source.matched()
+    p.send_all(source)
+    assert await target.landed() == b"handoff"
+    await p.rest()                       # every page home, every table empty, or it says what is left
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ctypes
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
+from time import monotonic
+
+import numpy as np
+
+from kvflow.handlers.decode_room import DecodeSession
+from kvflow.handlers.prefill_room import PrefillSession
+from kvflow.memory.pool import PagedPool
+from kvflow.node import DecodeNode, PrefillNode, Prompt
+from kvflow.protocols.limits import Timing
+from kvflow.protocols.pages.layout import PageIndices, PoolLayout, build_layout
+from kvflow.protocols.wire.ranks import RankInfo
+from kvflow.transports.control.memory import Network
+from kvflow.transports.data.fake import FakeNetwork, FakePlane
+
+PAGE_SIZE = 4
+QUICK = Timing(heartbeat_s=0.02, lost_after_s=60, repeat_after_s=0.02, rendezvous_s=60, register_s=60, sweep_s=0.005)
+"""Repeats at once and never loses patience by itself: move a `Clock` where patience is what the test is about."""
+
+
+class Clock:
+    """Monotonic seconds that a test can move forward."""
+
+    def __init__(self) -> None:
+        self._ahead_s = 0.0
+
+    def now(self) -> float:
+        return monotonic() + self._ahead_s
+
+    def advance(self, seconds: float) -> None:
+        self._ahead_s += seconds
+
+
+def small_layout(num_pages: int = 64, *, page_size: int = PAGE_SIZE) -> PoolLayout:
+    """Two streams of a page, page-first, some 100 bytes a page."""
+    streams: list[tuple[str, str, tuple[int, ...]]] = [("0.k", "uint8", (8,)), ("0.v", "uint8", (16,))]
+    return build_layout(streams, page_size=page_size, num_pages=num_pages)
+
+
+class Pair:
+    """The nodes, and what a test does with them. Source page p holds the byte p + 1 everywhere, target pages 0."""
+
+    def __init__(self, timing: Timing, layouts: tuple[PoolLayout, PoolLayout], ranks: int) -> None:
+        self.network, self.planes = Network(), FakeNetwork()
+        self.timing, self._layouts, self._world_size = timing, layouts, ranks
+        self.prefills: list[PrefillNode] = []
+        self.decodes: list[DecodeNode] = []
+        self.clocks: dict[int, Clock] = {}  # by incarnation
+        self.patience_s = 5.0  # how long `rest` waits
+        self._pools: list[PagedPool] = []
+
+    @property
+    def prefill(self) -> PrefillNode:
+        return self.prefills[0]
+
+    @property
+    def decode(self) -> DecodeNode:
+        return self.decodes[0]
+
+    @property
+    def nodes(self) -> list[PrefillNode | DecodeNode]:
+        return [*self.decodes, *self.prefills]
+
+    @property
+    def ranks(self) -> list[RankInfo]:
+        return [node.info for node in self.prefills]
+
+    def plane(self, node: PrefillNode | DecodeNode) -> FakePlane:
+        assert isinstance(node.plane, FakePlane)
+        return node.plane
+
+    def clock(self, node: PrefillNode | DecodeNode) -> Clock:
+        return self.clocks[node.incarnation]
+
+    async def add_prefill(self, port: int = 0) -> PrefillNode:
+        """One more rank, or, in the place of one that was closed or crashed, its next life: give it the old port."""
+        taken = {node.info.rank for node in self.prefills}
+        rank = min(set(range(self._world_size + 1)) - taken)
+        pool, plane = self._pool(self._layouts[0]), FakePlane(self.planes)
+        clock = Clock()
+        node = PrefillNode(
+            pool,
+            plane,
+            port=port,
+            rank=rank,
+            world_size=self._world_size,
+            timing=self.timing,
+            bind=self.network.bind,
+            now=clock.now,
+        )
+        self.clocks[node.incarnation] = clock
+        await node.start()
+        for page in range(pool.layout.num_pages):
+            fill(pool, [page], page % 255 + 1)
+        self.prefills.insert(rank, node)
+        return node
+
+    async def add_decode(self, layout: PoolLayout | None = None) -> DecodeNode:
+        pool, plane = self._pool(layout or self._layouts[1]), FakePlane(self.planes)
+        clock = Clock()
+        node = DecodeNode(
+            pool, plane, resolve=self._resolve, timing=self.timing, connect=self.network.connect, now=clock.now
+        )
+        self.clocks[node.incarnation] = clock
+        await node.start()
+        self.decodes.append(node)
+        return node
+
+    async def open(self, room: int, prompt: Prompt) -> tuple[PrefillSession, DecodeSession]:
+        """Both halves of a room on rank 0, prefill's first."""
+        source = self.prefill.room(room, prompt)
+        return source, await self.decode.room(room, "sim", prompt)
+
+    def send_all(
+        self, source: PrefillSession, *, chunks: int = 1, node: PrefillNode | None = None, handoff: bytes = b"handoff"
+    ) -> PageIndices:
+        """Take source pages for the whole room, send them in `chunks` pieces; they go back when the room has ended."""
+        node = node or self.prefill
+        count = source.bytes_total // node.pool.layout.page_bytes
+        owner = ("engine", source.room)
+        pages = node.pages.take(count, owner)
+        source.on_end(lambda: node.pages.give_back(pages, owner))
+        parts = np.array_split(pages, chunks)
+        for i, part in enumerate(parts):
+            last = i == len(parts) - 1
+            source.send(part, last=last, handoff=handoff if last else b"")
+        return pages
+
+    async def crash(self, node: PrefillNode | DecodeNode) -> None:
+        """The process is gone without a word: no goodbye arrives, no write lands any more, fences resolve."""
+        rules = self.network.rules
+        self.network.rules = []
+        self.network.cut()
+        self.plane(node).die()
+        closing = asyncio.create_task(node.close())
+        await asyncio.sleep(0)
+        self.clock(node).advance(1e9)  # a dead decode waits for nobody
+        await closing
+        self.network.rules = rules
+        if isinstance(node, PrefillNode):
+            self.prefills.remove(node)
+        else:
+            self.decodes.remove(node)
+
+    def left(self) -> list[str]:
+        """What is not at rest, in words; empty when all is (I1, I5)."""
+        found: list[str] = []
+        for prefill in self.prefills:
+            p = prefill.handlers
+            open_grants = sum(len(t.grants) for t in p.targets.values())
+            remembered = sum(len(t.closed) for t in p.targets.values())
+            found += _said(f"prefill {prefill.info.rank}", rooms=len(p.rooms), grants=open_grants, closed=remembered)
+            found += _said(f"prefill {prefill.info.rank}", handler_errors=p.counts.handler_errors)
+            if not prefill.pages.at_rest():
+                found.append(f"prefill {prefill.info.rank}: pages of {prefill.pages.owned()}")
+        for decode in self.decodes:
+            d = decode.handlers
+            found += _said("decode", rooms=len(d.rooms), loans=len(d.ledger), quarantined=d.ledger.quarantined_pages)
+            found += _said("decode", handler_errors=d.counts.handler_errors)
+            if not decode.pages.at_rest():
+                found.append(f"decode: pages of {decode.pages.owned()}")
+        return found
+
+    async def rest(self) -> None:
+        """Wait until everything is at rest. Raises: TimeoutError that says what is left."""
+        try:
+            await until(lambda: not self.left(), self.patience_s)
+        except TimeoutError:
+            raise TimeoutError(f"not at rest: {'; '.join(self.left())}") from None
+
+    async def close(self) -> None:
+        for node in self.nodes:
+            self.plane(node).release()
+            await node.close()
+        for pool in self._pools:
+            pool.close()
+
+    async def _resolve(self, _: str) -> Sequence[RankInfo]:
+        return self.ranks
+
+    def _pool(self, layout: PoolLayout) -> PagedPool:
+        pool = PagedPool.allocate(layout, shared=False)
+        self._pools.append(pool)
+        return pool
+
+
+@asynccontextmanager
+async def pair(
+    *,
+    timing: Timing = QUICK,
+    source_layout: PoolLayout | None = None,
+    target_layout: PoolLayout | None = None,
+    ranks: int = 1,
+) -> AsyncIterator[Pair]:
+    """`ranks` prefill nodes and one decode node, started; closed, with every write let go, at the end."""
+    made = Pair(timing, (source_layout or small_layout(), target_layout or small_layout()), ranks)
+    try:
+        for _ in range(ranks):
+            await made.add_prefill()
+        await made.add_decode()
+        yield made
+    finally:
+        await made.close()
+
+
+async def until(condition: Callable[[], object], timeout_s: float = 5.0) -> None:
+    """Let the event loop run until `condition()` is true. Raises: TimeoutError."""
+    deadline = monotonic() + timeout_s
+    while not condition():
+        if monotonic() > deadline:
+            raise TimeoutError(f"{condition} was not true within {timeout_s:g} s")
+        await asyncio.sleep(0.001)
+
+
+def fill(pool: PagedPool, pages: Sequence[int] | PageIndices, value: int) -> None:
+    """Set every byte of `pages` (of a pool with one buffer) to `value`."""
+    (buffer,) = pool.layout.buffers
+    for page in pages:
+        ctypes.memset(buffer.address + int(page) * buffer.page_bytes, value, buffer.page_bytes)
+
+
+def _said(who: str, **counts: int) -> list[str]:
+    return [f"{who}: {count} {what}" for what, count in counts.items() if count]

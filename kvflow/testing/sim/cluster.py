@@ -1,0 +1,183 @@
+"""The nodes of one run: real ones, each a process on the virtual loop, with everything they touch watched."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Coroutine, Sequence
+from typing import Any
+
+import msgspec
+
+from kvflow.memory.pool import PagedPool
+from kvflow.node import DecodeNode, PrefillNode
+from kvflow.protocols.limits import Bounds, Timing
+from kvflow.protocols.pages.layout import build_layout
+from kvflow.protocols.wire.codec import routing_id
+from kvflow.protocols.wire.ranks import RankInfo
+from kvflow.testing.sim.faults import Faults
+from kvflow.testing.sim.loop import Process, VirtualLoop
+from kvflow.testing.sim.pages import WatchedPages
+from kvflow.testing.sim.plane import PacedPlane
+from kvflow.testing.sim.truth import Seen, Truth
+from kvflow.testing.sim.wire import Wire
+from kvflow.transports.data.fake import FakeNetwork
+
+PAGE_SIZE, NUM_PAGES = 4, 48
+LAYOUT = build_layout([("0.k", "uint8", (8,)), ("0.v", "uint8", (8,))], page_size=PAGE_SIZE, num_pages=NUM_PAGES)
+TIMING = Timing(heartbeat_s=0.5, lost_after_s=1.5, rendezvous_s=2.0, register_s=1.5)
+"""Less patience than in real life, so that a run is short; what is repeated is repeated as often."""
+
+
+class Member:
+    """One life of one node: dead ones stay on the list."""
+
+    def __init__(
+        self, name: str, process: Process, node: PrefillNode | DecodeNode, plane: PacedPlane, seen: Seen, group: int
+    ) -> None:
+        self.name, self.process, self.node, self.plane, self.seen, self.group = name, process, node, plane, seen, group
+        self.tasks: list[asyncio.Task[None]] = []
+
+    @property
+    def alive(self) -> bool:
+        return not self.process.dead
+
+    @property
+    def up(self) -> bool:
+        """Alive, and not standing still."""
+        return self.alive and self.process.parked is None
+
+    def spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        """A task of this node's own."""
+        task: asyncio.Task[None] = self.process.run(asyncio.ensure_future, work)
+        self.tasks.append(task)
+        return task
+
+
+class Cluster:
+    """Prefill groups of one or more ranks, and decodes."""
+
+    def __init__(self, loop: VirtualLoop, truth: Truth, faults: Faults, bounds: Bounds) -> None:
+        self.loop, self.truth, self.faults, self.bounds = loop, truth, faults, bounds
+        self.wire = Wire(truth, faults)
+        self.planes = FakeNetwork()
+        self.members: list[Member] = []
+        self._pools: list[PagedPool] = []
+
+    def living(self, kind: type) -> list[Member]:
+        return [m for m in self.members if m.alive and not m.seen.outcast and isinstance(m.node, kind)]
+
+    def ranks(self, group: int) -> Sequence[RankInfo]:
+        """What a registry says about a prefill group now; a dead rank's last word stands until it is back."""
+        latest: dict[int, RankInfo] = {}
+        for member in self.members:
+            if member.group == group and isinstance(member.node, PrefillNode):
+                latest[member.node.info.rank] = member.node.info
+        return [latest[rank] for rank in sorted(latest)]
+
+    def start_prefill(self, group: int, rank: int, world_size: int, port: int = 0) -> Member:
+        name = f"prefill {group}.{rank}" if world_size > 1 else f"prefill {group}"
+        process, pool, plane, pages = self._parts(name)
+        node = PrefillNode(
+            pool,
+            plane,
+            port=port,
+            rank=rank,
+            world_size=world_size,
+            pages=pages,
+            timing=TIMING,
+            bind=self.wire.bind,
+            now=self.loop.time,
+        )
+        member = self._join(name, process, node, plane, pages, group)
+        node.handlers.bounds = self.bounds
+        return member
+
+    def start_decode(self, number: int) -> Member:
+        name = f"decode {number}"
+        process, pool, plane, pages = self._parts(name)
+        node = DecodeNode(pool, plane, pages=pages, timing=TIMING, connect=self.wire.connect, now=self.loop.time)
+        return self._join(name, process, node, plane, pages, number)
+
+    # --- what can happen to a node
+
+    def crash(self, member: Member) -> None:
+        """Gone without a word: nothing of it runs, arrives or lands any more, and that can be observed."""
+        self.truth.told(lambda: f"{member.name} dies")
+        self.loop.kill(member.process)
+        self.wire.unplug(member.process)
+        member.plane.die()
+        self.truth.died(member.seen)
+
+    def start_again(self, member: Member) -> Member:
+        """The next life of a node, at the same address."""
+        self.truth.told(lambda: f"{member.name} starts again")
+        node = member.node
+        if isinstance(node, DecodeNode):
+            return self.start_decode(member.group)
+        port = int(node.control.rsplit(":", 1)[1])
+        return self.start_prefill(member.group, node.info.rank, node.info.world_size, port)
+
+    def take_over(self, member: Member) -> Member:
+        """Another process answers at its address, though it lives, and its writes go on."""
+        self.truth.told(lambda: f"{member.name} loses its address to another process")
+        member.seen.outcast = True
+        self.wire.unplug(member.process)
+        return self.start_again(member)
+
+    def halt(self, member: Member) -> None:
+        self.truth.told(lambda: f"{member.name} stands still")
+        self.loop.halt(member.process)
+
+    def resume(self, member: Member) -> None:
+        self.truth.told(lambda: f"{member.name} goes on")
+        member.seen.troubled_at_s = self.loop.time()
+        self.loop.resume(member.process)
+
+    def cut(self, member: Member) -> None:
+        self.truth.told(lambda: f"{member.name} is cut off")
+        if isinstance(member.node, PrefillNode):
+            self.wire.cut_controls.add(member.node.control)
+        else:
+            self.wire.cut_peers.add(routing_id(member.node.incarnation))
+
+    def mend(self, member: Member) -> None:
+        self.truth.told(lambda: f"{member.name} can be reached again")
+        member.seen.troubled_at_s = self.loop.time()
+        if isinstance(member.node, PrefillNode):
+            self.wire.cut_controls.discard(member.node.control)
+        else:
+            self.wire.cut_peers.discard(routing_id(member.node.incarnation))
+
+    def close(self) -> None:
+        for pool in self._pools:
+            pool.close()
+
+    def _parts(self, name: str) -> tuple[Process, PagedPool, PacedPlane, WatchedPages]:
+        pool = PagedPool.allocate(LAYOUT, shared=False)
+        self._pools.append(pool)
+        plane = PacedPlane(self.planes, self.truth, self.faults)
+        return Process(name), pool, plane, WatchedPages(NUM_PAGES, name, self.truth, self.faults)
+
+    def _join(
+        self,
+        name: str,
+        process: Process,
+        node: PrefillNode | DecodeNode,
+        plane: PacedPlane,
+        pages: WatchedPages,
+        group: int,
+    ) -> Member:
+        node.incarnation = self.loop.rng.getrandbits(63) | 1  # drawn from the seed, not from the system
+        seen = Seen(process, node.incarnation, pages, node.pool)
+        member = Member(name, process, node, plane, seen, group)
+        self.members.append(member)
+        self.truth.join(seen, plane.address)
+        start = node.start()
+        with contextlib.suppress(StopIteration):
+            process.run(start.send, None)
+        return member
+
+
+def bounds(closed_grants: int) -> Bounds:
+    return msgspec.structs.replace(Bounds(), closed_grants=closed_grants)

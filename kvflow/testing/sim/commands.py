@@ -1,0 +1,116 @@
+"""`kvflow sim`: seeds, one run as a story, planted bugs, and the exhaustive walk."""
+
+from __future__ import annotations
+
+import json
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from kvflow.protocols.errors import MisuseError
+
+FIND_WITHIN_SEEDS = 2_000
+
+app = typer.Typer(help="Play the real handlers in virtual time, with faults, and check what must hold at every step.")
+
+
+@app.callback(invoke_without_command=True)
+def sim(
+    seeds: Annotated[str, typer.Option(help="Play these seeds.", metavar="FIRST:END")] = "",
+    seed: Annotated[int | None, typer.Option(help="Play one seed.")] = None,
+    trace: Annotated[bool, typer.Option("--trace", help="Tell the story of that seed, line by line.")] = False,
+    plant: Annotated[str, typer.Option(help="With this planted bug, or 'all': hunt it and print the first seed.")] = "",
+    plants: Annotated[bool, typer.Option("--plants", help="List the planted bugs.")] = False,
+    exhaust: Annotated[
+        bool, typer.Option("--exhaust", help="Walk everything two rooms and their link can do.")
+    ] = False,
+    bounds: Annotated[str, typer.Option(help="With --exhaust: small, wide or full.")] = "",
+    jobs: Annotated[int, typer.Option(help="Processes that share the seeds.", min=1)] = 1,
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON object on stdout.")] = False,
+) -> None:
+    """Exit status 1 when an invariant broke, or a plant was not found."""
+    if plants:
+        return _list_plants(as_json)
+    if exhaust:
+        from kvflow.testing.sim import explore
+
+        return _report(explore.run(bounds, plant, _say), as_json)
+    if seed is not None:
+        return _one(seed, plant, trace, as_json)
+    if plant:
+        return _hunt(plant, seeds, as_json)
+    from kvflow.testing.sim.report import simulate_many
+
+    return _report(simulate_many(_range(seeds or "0:1000"), jobs, say=_say), as_json)
+
+
+def _one(seed: int, plant: str, trace: bool, as_json: bool) -> None:
+    from kvflow.testing.sim.plants import planted
+    from kvflow.testing.sim.report import described
+    from kvflow.testing.sim.run import simulate
+
+    def tell(at_s: float, who: str, what: str) -> None:
+        typer.echo(f"{at_s:9.4f}  {who:<12} {what}", err=as_json)
+
+    with planted(plant):
+        outcome = simulate(seed, tell=tell if trace else None)
+    report: dict[str, Any] = {"seed": seed, "violations": 0, "faults": dict(outcome.faults), "steps": outcome.steps}
+    if outcome.violation is not None:
+        report |= {"violations": 1, **described(outcome, plant)}
+    _report(report, as_json)
+
+
+def _hunt(plant: str, seeds: str, as_json: bool) -> None:
+    from kvflow.testing.sim.plants import all_plants, hunt
+
+    names = [p.name for p in all_plants()] if plant == "all" else [plant]
+    found = [hunt(name, _range(seeds or f"0:{FIND_WITHIN_SEEDS}"), _say) for name in names]
+    if as_json:
+        typer.echo(json.dumps({"plants": len(found), "not_found": sum("seed" not in f for f in found), "found": found}))
+    else:
+        table = Table("plant", "found by", "invariant", "what the run says", box=None)
+        for one in found:
+            table.add_row(
+                one["plant"], str(one.get("seed", "NOT FOUND")), one.get("invariant", ""), one.get("text", "")
+            )
+        Console().print(table)
+    if any("seed" not in one for one in found):
+        raise typer.Exit(1)
+
+
+def _list_plants(as_json: bool) -> None:
+    from kvflow.testing.sim.plants import all_plants
+
+    if as_json:
+        typer.echo(json.dumps([{"name": p.name, "text": p.text, "invariant": p.invariant} for p in all_plants()]))
+        return
+    table = Table("plant", "breaks", "what it is", box=None)
+    for p in all_plants():
+        table.add_row(p.name, p.invariant, p.text)
+    Console().print(table)
+
+
+def _range(text: str) -> range:
+    first, colon, end = text.partition(":")
+    try:
+        found = range(int(first), int(end)) if colon else range(int(first))
+    except ValueError:
+        raise MisuseError(f"--seeds {text!r} is not FIRST:END") from None
+    if not found:
+        raise MisuseError(f"--seeds {text!r} names no seed")
+    return found
+
+
+def _say(text: str) -> None:
+    Console(stderr=True, highlight=False, soft_wrap=True).print(text, markup=False)
+
+
+def _report(report: dict[str, Any], as_json: bool) -> None:
+    if as_json:
+        typer.echo(json.dumps(report))
+    else:
+        Console().print_json(data=report)
+    if report.get("violations"):
+        raise typer.Exit(1)

@@ -1,0 +1,54 @@
+"""Which cells of the shipped tables a simulation has been through, and which it must."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from types import ModuleType
+from typing import Any
+
+from kvflow.protocols.machines import decode_room, prefill_room
+from kvflow.protocols.machines import loan as loans
+from kvflow.protocols.machines.tables import ERROR
+from kvflow.testing.sim.swap import swapped
+
+TABLES: dict[str, ModuleType] = {"decode": decode_room, "prefill": prefill_room, "loan": loans}
+
+Cell = tuple[str, int, int]
+"""Table, phase, kind."""
+
+
+@contextmanager
+def covered(visits: Counter[Cell]) -> Iterator[None]:
+    """Count every look into the three tables."""
+    with ExitStack() as swaps:
+        for name, module in TABLES.items():
+            swaps.enter_context(swapped(module.TABLE, "move", _counting(name, module.TABLE.move, visits)))
+        yield
+
+
+def _counting(name: str, move: Any, visits: Counter[Cell]) -> Any:
+    def counted(phase: Any, kind: Any) -> Any:
+        visits[name, phase, kind] += 1
+        return move(phase, kind)
+
+    return counted
+
+
+def report(visits: Counter[Cell]) -> dict[str, Any]:
+    """How many cells were visited; legal ones that were not, and impossible ones that were."""
+    visited, missing, error = 0, [], []
+    for name, module in TABLES.items():
+        table = module.TABLE
+        for phase in table.phases:
+            for kind in table.kinds:
+                count = visits[name, phase, kind]
+                what = f"{name} {phase.name} x {kind.name}"
+                if table.cell(phase, kind) is ERROR:
+                    error += [what] if count else []
+                elif count:
+                    visited += 1
+                else:
+                    missing.append(what)
+    return {"visited": visited, "missing": missing, "error": error}

@@ -1,0 +1,115 @@
+"""What an engine does with rooms, as little as will do; put your own scheduler in its place (`Scheduler`)."""
+
+from __future__ import annotations
+
+import asyncio
+import ctypes
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+from kvflow.aio import in_thread
+from kvflow.node import DecodeNode, PrefillNode
+from kvflow.protocols.errors import Cause, Code, KvflowError
+from kvflow.protocols.pages.layout import PageIndices
+from kvflow.protocols.wire.codec import prompt_digest
+from kvflow.protocols.wire.ranks import RankInfo
+from kvflow.testing.sim.pages import WatchedPages
+from kvflow.testing.sim.truth import content, handoff_of
+
+
+class Job:
+    """One request as one node gets it. Both legs of a request have the same `room`, and normally the same `prompt`."""
+
+    def __init__(
+        self,
+        room: int,
+        prompt: list[int],
+        chunks: Sequence[int] = (1,),
+        *,
+        deadline_s: float | None = None,
+        ranks: Callable[[], Sequence[RankInfo]] = tuple,
+        fails_at: int | None = None,
+        refused: bool = False,
+        kept_s: float = 0.0,
+    ) -> None:
+        self.room, self.prompt, self.chunks, self.deadline_s = room, prompt, chunks, deadline_s
+        self.ranks = ranks  # of the prefill it is for, as a registry would tell decode now
+        self.fails_at, self.refused = fails_at, refused  # the engine breaks down at that chunk, or will not have it
+        self.kept_s = kept_s  # how long decode goes on generating
+        self.close: Callable[[Cause], None] | None = None  # ends the room, once there is one
+        self.succeeded = False
+
+    @property
+    def handoff(self) -> bytes:
+        """What prefill must hand over with its last chunk."""
+        return handoff_of(prompt_digest(self.prompt))
+
+    def model_step(self, node: PrefillNode, pages: PageIndices, first: int) -> Callable[[], None]:
+        """Computes `pages`, the prompt's pages from number `first` on; call it in a thread. They are the step's until
+        it has returned (I13)."""
+        digest, layout = prompt_digest(self.prompt), node.pool.layout
+        (buffer,) = layout.buffers
+        store = node.pages
+        assert isinstance(store, WatchedPages)
+        for page in pages.tolist():
+            store.readers[page] += 1
+
+        def compute() -> None:
+            for index, page in enumerate(pages.tolist(), first):
+                ctypes.memmove(
+                    buffer.address + page * buffer.page_bytes, content(digest, index, layout), layout.page_bytes
+                )
+                store.readers[page] -= 1
+
+        return compute
+
+
+class Scheduler(Protocol):
+    """What the simulator calls, in a task of the node's own, once per job; a `KvflowError` may leave it."""
+
+    async def prefill(self, node: PrefillNode, job: Job) -> None: ...
+
+    async def decode(self, node: DecodeNode, job: Job) -> None: ...
+
+
+class PlainScheduler:
+    """Every job at once."""
+
+    async def prefill(self, node: PrefillNode, job: Job) -> None:
+        if job.refused:
+            return node.refuse(job.room, Cause(Code.CAPACITY, "the engine will not have it"))
+        owner = object()
+        async with node.room(job.room, job.prompt, deadline_s=job.deadline_s) as session:
+            job.close = session.close
+            try:
+                pages = node.pages.take(sum(job.chunks), owner)
+            except KvflowError as error:
+                session.close(error.cause())
+                raise
+            try:
+                await session.matched()
+                start = 0
+                for number, count in enumerate(job.chunks):
+                    if number == job.fails_at:
+                        return session.close(Cause(Code.ENGINE_ERROR, "the engine broke down"))
+                    chunk, last = pages[start : start + count], start + count == len(pages)
+                    await in_thread(job.model_step(node, chunk, start))
+                    session.send(chunk, last=last, handoff=job.handoff if last else b"")
+                    start += count
+                await session.done()
+                job.succeeded = True
+            finally:
+                node.pages.give_back(pages, owner)
+        return None
+
+    async def decode(self, node: DecodeNode, job: Job) -> None:
+        async with await node.room(job.room, job.ranks(), job.prompt, deadline_s=job.deadline_s) as session:
+            job.close = session.close
+            await session.landed()
+            job.succeeded = True
+            owner = object()
+            pages = session.keep(owner)
+            try:
+                await asyncio.sleep(job.kept_s)
+            finally:
+                node.pages.give_back(pages, owner)

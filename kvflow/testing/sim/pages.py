@@ -1,0 +1,82 @@
+"""A page allocator that is looked at: a second set of books, and what of the world outside could touch a page."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from typing import TYPE_CHECKING
+
+from kvflow.memory.allocator import Kept, PageAllocator
+from kvflow.protocols.errors import CapacityError, OwnershipError
+from kvflow.protocols.machines.ledger import Quarantined
+from kvflow.protocols.pages.layout import PageIndices
+
+if TYPE_CHECKING:
+    from kvflow.testing.sim.faults import Faults
+    from kvflow.testing.sim.truth import Truth
+
+
+class WatchedPages(PageAllocator):
+    """Implements `protocols.ports.PageStore`; some takes fail on purpose."""
+
+    def __init__(self, num_pages: int, who: str, truth: Truth, faults: Faults) -> None:
+        super().__init__(num_pages)
+        self.owners: list[Hashable | None] = [None] * num_pages
+        self.writers = [0] * num_pages  # writes that may still land on the page, proven or not
+        self.readers = [0] * num_pages  # writes and model steps that use it as their source
+        self._who, self._truth, self._faults = who, truth, faults
+
+    def take(self, count: int, owner: Hashable) -> PageIndices:
+        if self._faults.of_take():
+            raise CapacityError("pages (on purpose)", count, 0)
+        pages = super().take(count, owner)
+        for page in pages.tolist():
+            if self.owners[page] is not None:
+                self._truth.broken("I1", f"{self._who}: page {page} of {self.owners[page]!r} is handed out again")
+            self.owners[page] = owner
+        self._count()
+        return pages
+
+    def move(self, pages: PageIndices, owner: Hashable, new_owner: Hashable) -> None:
+        self._guard(super().move, pages, owner, new_owner)
+        for page in pages.tolist():
+            self.owners[page] = new_owner
+            if self.writers[page] and grant_of(new_owner) is None:
+                self._truth.broken("I2", f"{self._who}: page {page} goes to {new_owner!r} while a write may reach it")
+
+    def give_back(self, pages: PageIndices, owner: Hashable) -> None:
+        self._guard(super().give_back, pages, owner)
+        for page in pages.tolist():
+            if self.owners[page] is not None:
+                self.owners[page] = Kept.RETURNING
+        self._count()
+
+    def unhold(self, pages: PageIndices) -> None:
+        self._guard(super().unhold, pages)
+        self._count()
+
+    def _free_now(self, pages: PageIndices) -> None:
+        super()._free_now(pages)
+        for page in pages.tolist():
+            if self.writers[page]:
+                self._truth.broken("I2", f"{self._who}: page {page} is free while a write may still reach it")
+            if self.readers[page]:
+                self._truth.broken("I13", f"{self._who}: page {page} is free while it is read or computed")
+            self.owners[page] = None
+
+    def _guard(self, call: object, *arguments: object) -> None:
+        try:
+            call(*arguments)  # type: ignore[operator]
+        except OwnershipError as error:
+            self._truth.broken("I1", f"{self._who}: {error}")
+            raise
+
+    def _count(self) -> None:
+        if self.owners.count(None) != self.free_pages:
+            self._truth.broken("I1", f"{self._who}: {self.free_pages} pages free, {self.owners.count(None)} unowned")
+
+
+def grant_of(owner: Hashable | None) -> int | None:
+    """The grant under which decode lends a page, in its room's hands or in quarantine."""
+    if isinstance(owner, tuple):
+        return owner[1] if owner[0] == "grant" else None
+    return owner.grant if isinstance(owner, Quarantined) else None

@@ -1,0 +1,81 @@
+"""Many seeds, one report: what struck, how rooms ended, which cells were visited, and how fast it went."""
+
+from __future__ import annotations
+
+import multiprocessing
+import statistics
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from typing import Any
+
+from kvflow.testing.sim.coverage import Cell, report
+from kvflow.testing.sim.faults import KINDS
+from kvflow.testing.sim.plants import planted
+from kvflow.testing.sim.run import Outcome, simulate
+
+BATCH = 50  # seeds a worker process plays at a time
+SHOWN = 20  # violations that are printed in full
+
+
+def simulate_many(
+    seeds: Sequence[int], jobs: int = 1, plant: str = "", say: Callable[[str], None] = lambda _: None
+) -> dict[str, Any]:
+    """Play `seeds`; the report counts, and tells how to replay each violation."""
+    visits: Counter[Cell] = Counter()
+    faults: Counter[str] = Counter(dict.fromkeys(KINDS, 0))
+    endings: Counter[str] = Counter()
+    violations: list[dict[str, Any]] = []
+    steps: list[int] = []
+    cpu_s, few_faults, rooms_min, nodes_min = 0.0, 0, 1 << 30, 1 << 30
+    for outcomes, cells in _batches(seeds, jobs, plant):
+        visits.update(cells)
+        for outcome in outcomes:
+            faults.update(outcome.faults)
+            endings.update(outcome.endings)
+            steps.append(outcome.steps)
+            cpu_s += outcome.cpu_s
+            few_faults += len(outcome.faults) < 2
+            rooms_min, nodes_min = min(rooms_min, outcome.rooms), min(nodes_min, outcome.nodes)
+            if outcome.violation is not None:
+                violations.append(described(outcome, plant))
+                say(f"seed {outcome.seed}: {outcome.violation.invariant}: {outcome.violation.text}")
+        if len(steps) % 1000 == 0:
+            say(f"{len(steps)} of {len(seeds)} seeds, {len(violations)} violations")
+    return {
+        "seeds": len(seeds),
+        "violations": len(violations),
+        "faults": dict(faults),
+        "steps": sum(steps),
+        "median_steps": int(statistics.median(steps)),
+        "min_steps": min(steps),
+        "steps_per_s": round(sum(steps) / cpu_s),
+        "cells": report(visits),
+        "endings": dict(endings.most_common()),
+        "seeds_with_fewer_than_2_fault_kinds": few_faults,
+        "min_rooms": rooms_min,
+        "min_nodes": nodes_min,
+        "first_violations": violations[:SHOWN],
+    }
+
+
+def described(outcome: Outcome, plant: str = "") -> dict[str, Any]:
+    assert outcome.violation is not None
+    replay = f"kvflow sim --seed {outcome.seed} --trace" + (f" --plant {plant!r}" if plant else "")
+    return {"seed": outcome.seed, **outcome.violation._asdict(), "replay": replay}
+
+
+def _batches(seeds: Sequence[int], jobs: int, plant: str) -> Iterator[tuple[list[Outcome], Counter[Cell]]]:
+    batches = [seeds[start : start + BATCH] for start in range(0, len(seeds), BATCH)]
+    play = partial(_play, plant=plant)
+    if jobs == 1:
+        yield from map(play, batches)
+        return
+    with multiprocessing.get_context("spawn").Pool(jobs) as pool:
+        yield from pool.imap(play, batches)
+
+
+def _play(seeds: Sequence[int], plant: str) -> tuple[list[Outcome], Counter[Cell]]:
+    visits: Counter[Cell] = Counter()
+    with planted(plant):
+        return [simulate(seed, visits=visits) for seed in seeds], visits

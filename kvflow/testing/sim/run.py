@@ -1,0 +1,294 @@
+"""One seed, played to its end: faults, calm, rest, one more room that must succeed, and every writer's death."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from time import process_time
+from typing import NamedTuple
+
+from kvflow.node import DecodeNode, PrefillNode
+from kvflow.protocols.errors import Cause, Code, KvflowError
+from kvflow.testing.sim.cluster import PAGE_SIZE, TIMING, Cluster, Member, bounds
+from kvflow.testing.sim.coverage import Cell, covered
+from kvflow.testing.sim.endings import RECOVER_S, Endings, observed
+from kvflow.testing.sim.engine import Job, PlainScheduler, Scheduler
+from kvflow.testing.sim.faults import Faults
+from kvflow.testing.sim.loop import VirtualLoop, current_process
+from kvflow.testing.sim.rest import left
+from kvflow.testing.sim.scenario import FAULTS_END_S, Accident, Leg, Request, Scenario, draw
+from kvflow.testing.sim.swap import swapped
+from kvflow.testing.sim.truth import Truth, Violation
+
+STEPS_MIN = 200
+REST_S = 6.0  # with the faults over, everything has come to rest within so long
+PROBES, PROBE_CHUNKS = 6, (1, 1)  # good rooms for every pair, pages of their chunks: they fit beside any quarantine
+FENCED_S = 0.5  # and with every writer dead, every page is home within so long
+
+
+class Outcome(NamedTuple):
+    seed: int
+    violation: Violation | None
+    steps: int
+    virtual_s: float
+    cpu_s: float
+    faults: Counter[str]
+    endings: dict[str, int]
+    rooms: int
+    nodes: int
+
+
+class Run:
+    """One scenario on one cluster."""
+
+    def __init__(
+        self, loop: VirtualLoop, faults: Faults, scenario: Scenario, scheduler: Scheduler, truth: Truth
+    ) -> None:
+        self.loop, self.faults, self.scenario, self.scheduler, self.truth = loop, faults, scenario, scheduler, truth
+        self.cluster = Cluster(loop, truth, faults, bounds(scenario.closed_grants))
+        self.endings = Endings(truth)
+        self._places: list[Member] = []  # who is in each place now
+        self._probe_room = 1_000_000
+
+    async def play(self) -> None:
+        for group, world_size in enumerate(self.scenario.groups):
+            self._places += [self.cluster.start_prefill(group, rank, world_size) for rank in range(world_size)]
+        self._places += [self.cluster.start_decode(n) for n in range(self.scenario.decodes)]
+        for request in self.scenario.requests:
+            self._schedule(request)
+        for accident in self.scenario.accidents:
+            self.loop.later(accident.at_s, self._happen, accident)
+        await asyncio.sleep(FAULTS_END_S)
+        await self._two_kinds_at_least()
+        self._calm()
+        await self._until_rest(REST_S, "with the faults over", doubts=True)
+        await asyncio.sleep(RECOVER_S)  # links that were given up come back with a heartbeat
+        await self._probe()
+        while self.loop.steps < STEPS_MIN:
+            await self._probe()
+        await self._until_rest(REST_S, "after one more room", doubts=True)
+        self._check_counts()
+        for member in self.cluster.members:
+            if isinstance(member.node, PrefillNode) and member.alive:
+                self.cluster.crash(member)
+        await self._until_rest(FENCED_S, "with every writer dead", doubts=False)
+
+    # --- requests
+
+    def _schedule(self, request: Request) -> None:
+        if request.prefill is not None:
+            first = sum(self.scenario.groups[: request.group])
+            for rank in range(self.scenario.groups[request.group]):
+                job = Job(
+                    request.room,
+                    request.prompt,
+                    request.chunks,
+                    deadline_s=request.prefill.deadline_s,
+                    fails_at=request.fails_at,
+                    refused=request.refused,
+                )
+                self.loop.later(request.prefill.at_s, self._begin, first + rank, job, request.prefill)
+        if request.decode is not None:
+            job = Job(
+                request.room,
+                request.decode_prompt,
+                deadline_s=request.decode.deadline_s,
+                ranks=lambda: self.cluster.ranks(request.group),
+                kept_s=request.kept_s,
+            )
+            place = sum(self.scenario.groups) + request.decode_at
+            self.loop.later(request.decode.at_s, self._begin, place, job, request.decode)
+
+    def _begin(self, place: int, job: Job, leg: Leg) -> None:
+        member = self._places[place]
+        if not member.alive:
+            return
+        task = member.spawn(self._leg(member, job))
+        if leg.ends is not None:
+            after_s, how = leg.ends
+            self.loop.later(after_s, self._end, member, task, job, how)
+
+    async def _leg(self, member: Member, job: Job) -> None:
+        try:
+            if isinstance(member.node, PrefillNode):
+                await self.scheduler.prefill(member.node, job)
+            else:
+                await self.scheduler.decode(member.node, job)
+        except KvflowError as error:
+            said = f"{member.name}: room {job.room}: {type(error).__name__}: {error}"
+            self.truth.told(lambda: said)
+
+    def _end(self, member: Member, task: asyncio.Task[None], job: Job, how: str) -> None:
+        """The client goes away, or the engine wants the room's pages back."""
+        if not member.up or task.done():
+            return
+        self.truth.told(lambda: f"{member.name}: room {job.room}: {how}")
+        if how == "close" and job.close is not None:
+            member.process.run(job.close, Cause(Code.CLIENT_GONE, "retracted"))
+        else:
+            member.process.run(task.cancel)
+            if how == "cancel twice":
+                self.loop.later(0.0005, task.cancel)
+
+    # --- accidents
+
+    def _happen(self, accident: Accident) -> None:
+        member = self._places[accident.node]
+        kind, cluster = accident.kind, self.cluster
+        if not member.up:
+            return
+        if kind == "crash" and not self._enough_without(member):
+            kind = "restart"
+        self.faults.strike(kind)
+        if kind in ("crash", "restart"):
+            cluster.crash(member)
+            if kind == "restart":
+                self.loop.later(accident.for_s, self._start_again, accident.node)
+        elif kind == "takeover":
+            self._places[accident.node] = cluster.take_over(member)
+        elif kind == "freeze":
+            cluster.halt(member)
+            self.loop.later(accident.for_s, cluster.resume, member)
+        else:
+            cluster.cut(member)
+            self.loop.later(accident.for_s, cluster.mend, member)
+
+    def _enough_without(self, gone: Member) -> bool:
+        """A whole prefill group and a decode would be left."""
+        left = Counter(
+            m.group if isinstance(m.node, PrefillNode) else "decode" for m in self._places if m.alive and m is not gone
+        )
+        return left["decode"] > 0 and any(left[g] == ranks for g, ranks in enumerate(self.scenario.groups))
+
+    def _start_again(self, place: int) -> None:
+        if not self._places[place].alive:
+            self._places[place] = self.cluster.start_again(self._places[place])
+
+    async def _two_kinds_at_least(self) -> None:
+        """Some kinds may have found nothing to strike: then a node stands still, or is cut off, for a moment."""
+        for kind in ("freeze", "partition"):
+            if len(self.faults.struck) >= 2:
+                return
+            while not (up := [n for n, member in enumerate(self._places) if member.up]):  # noqa: ASYNC110
+                await asyncio.sleep(0.1)  # all of them are about to start again
+            self._happen(Accident(0.0, kind, up[-1], 0.2))
+            await asyncio.sleep(0.25)
+
+    def _calm(self) -> None:
+        """No more faults: what was dropped stays lost, what is late stays late, but nothing new goes wrong."""
+        self.truth.told(lambda: "calm")
+        self.faults.calm()
+        for member in self.cluster.members:
+            if member.alive:
+                self.cluster.resume(member)
+                self.cluster.mend(member)
+
+    # --- rest
+
+    async def _until_rest(self, patience_s: float, when: str, *, doubts: bool) -> None:
+        deadline_s = self.loop.time() + patience_s
+        while still := left(self.cluster.members, self.truth, doubts=doubts):
+            if self.loop.time() >= deadline_s:
+                return self.truth.broken("I5", f"{when}, after {patience_s:g} s: {'; '.join(still)}")
+            await asyncio.sleep(0.1)
+        return None
+
+    async def _probe(self) -> None:
+        """The next good room works, for every pair that lives (I7)."""
+        legs: list[tuple[Member, Job]] = []
+        for group in range(len(self.scenario.groups)):
+            ranks = [m for m in self.cluster.living(PrefillNode) if m.group == group]
+            if len(ranks) < self.scenario.groups[group]:
+                continue
+            for decode in self.cluster.living(DecodeNode):
+                assert isinstance(decode.node, DecodeNode)
+                if decode.node.quarantined_pages > decode.node.quarantine_limit:
+                    continue  # it may refuse
+                for _ in range(PROBES):
+                    self._probe_room = room = self._probe_room + 1
+                    prompt = [room] * (sum(PROBE_CHUNKS) * PAGE_SIZE)
+                    legs += [(member, Job(room, prompt, PROBE_CHUNKS)) for member in ranks]
+                    legs.append((decode, Job(room, prompt, ranks=partial(self.cluster.ranks, group))))
+        await asyncio.sleep(TIMING.sweep_s)
+        if legs:
+            await asyncio.wait([member.spawn(self._leg(member, job)) for member, job in legs], timeout=REST_S)
+        for member, job in legs:
+            if not job.succeeded:
+                self.truth.broken("I7", f"{member.name}: a good room after the faults has not succeeded")
+
+    def _check_counts(self) -> None:
+        for member in self.cluster.members:
+            if member.alive and member.node.counts.malformed != member.seen.malformed:
+                said, there = member.node.counts.malformed, member.seen.malformed
+                self.truth.broken("I7", f"{member.name} counts {said} malformed frames of {there}")
+
+
+def simulate(
+    seed: int,
+    scheduler: Scheduler | None = None,
+    *,
+    visits: Counter[Cell] | None = None,
+    tell: Callable[[float, str, str], None] | None = None,
+) -> Outcome:
+    """Play one seed. `tell(virtual time, who, what)` hears the story."""
+    begun = process_time()
+    rng = random.Random(seed)
+    loop = VirtualLoop(rng)
+    faults = Faults(rng)
+    scenario = draw(rng, faults)
+
+    def line(what: str) -> None:
+        assert tell is not None
+        process = current_process()
+        tell(loop.time(), process.name if process else "", what)
+
+    truth = Truth(loop, None if tell is None else line)
+    run = Run(loop, faults, scenario, scheduler or PlainScheduler(), truth)
+    try:
+        with covered(Counter() if visits is None else visits), observed(run.endings), _logged(truth):
+            loop.play(run.play())
+            if loop.raised and truth.violation is None:
+                truth.broken("I7", f"raised into the event loop: {loop.raised[0]}")
+        steps, virtual_s = loop.steps, loop.time()
+        truth.over = True
+        loop.wind_up()
+    except Exception as error:
+        error.add_note(f"seed {seed}")
+        raise
+    finally:
+        loop.close()
+        run.cluster.close()
+    return Outcome(
+        seed,
+        truth.violation,
+        steps,
+        virtual_s,
+        process_time() - begun,
+        faults.struck,
+        run.endings.count,
+        len(scenario.requests),
+        sum(scenario.groups) + scenario.decodes,
+    )
+
+
+@contextmanager
+def _logged(truth: Truth) -> Iterator[None]:
+    """Handlers log what they survive: nothing of the kind may happen, whatever comes over the wire."""
+    logger = logging.getLogger("kvflow.handlers")
+    with swapped(logger, "propagate", False), swapped(logger, "handlers", [_Errors(truth)]):
+        yield
+
+
+class _Errors(logging.Handler):
+    def __init__(self, truth: Truth) -> None:
+        super().__init__(logging.ERROR)
+        self._truth = truth
+
+    def emit(self, record: logging.LogRecord) -> None:
+        error = record.exc_info[1] if record.exc_info else None
+        self._truth.broken("I7", f"{record.getMessage()}: {error!r}")

@@ -1,0 +1,133 @@
+"""What one seed plays: how many nodes, which requests with which fates, and what happens to nodes and when."""
+
+from __future__ import annotations
+
+import random
+from typing import NamedTuple
+
+from kvflow.testing.sim.cluster import PAGE_SIZE
+from kvflow.testing.sim.faults import ON_NODES, Faults
+
+SHAPES = (((1, 1), 1), ((2,), 1), ((1,), 2), ((2,), 2), ((1, 1), 2), ((2, 1), 1))
+"""Ranks of each prefill group, and decodes: at least three nodes."""
+FAULTS_END_S = 3.0
+PROMPT_PAGES_MAX = 6
+
+Moment = tuple[float, str]
+"""When (s after the leg has begun) and what: cancel, cancel twice, close."""
+
+
+class Leg(NamedTuple):
+    at_s: float
+    ends: Moment | None = None
+    deadline_s: float | None = None
+
+
+class Request(NamedTuple):
+    """`prefill` or `decode` is None for a leg that never comes."""
+
+    room: int
+    prompt: list[int]
+    chunks: list[int]
+    group: int
+    decode_at: int
+    prefill: Leg | None
+    decode: Leg | None
+    decode_prompt: list[int]
+    fails_at: int | None
+    refused: bool
+    kept_s: float
+
+
+class Accident(NamedTuple):
+    """`node` counts all nodes, prefill ranks first."""
+
+    at_s: float
+    kind: str
+    node: int
+    for_s: float
+
+
+class Scenario(NamedTuple):
+    groups: tuple[int, ...]
+    decodes: int
+    closed_grants: int
+    requests: list[Request]
+    accidents: list[Accident]
+
+
+def draw(rng: random.Random, faults: Faults) -> Scenario:
+    groups, decodes = rng.choice(SHAPES)
+    requests: list[Request] = []
+    for n in range(rng.randint(10, 14)):
+        request = _request(rng, n, len(groups), decodes)
+        if request.decode is not None and rng.random() < 0.2:
+            requests += _retracted(rng, request, request.decode)
+        else:
+            requests.append(request)
+    nodes = sum(groups) + decodes
+    accidents = []
+    for kind in (*ON_NODES, "partition"):
+        if kind in faults.kinds:
+            for _ in range(rng.randint(1, 2)):
+                first = nodes if kind != "takeover" else sum(groups)
+                accidents.append(Accident(rng.uniform(0.05, 2.2), kind, rng.randrange(first), _duration_s(rng)))
+    return Scenario(groups, decodes, rng.choice((2, 8, 65_536)), requests, accidents)
+
+
+def _duration_s(rng: random.Random) -> float:
+    """Short ones go unnoticed, long ones outlast every patience."""
+    return rng.choice((rng.uniform(0.05, 0.6), rng.uniform(0.6, 2.5)))
+
+
+def _request(rng: random.Random, room: int, groups: int, decodes: int) -> Request:
+    prompt = [rng.randrange(1 << 31) for _ in range(rng.randint(1, PROMPT_PAGES_MAX * PAGE_SIZE))]
+    pages = -(-len(prompt) // PAGE_SIZE)
+    at_s = rng.uniform(0.0, 1.6)
+    prefill: Leg | None = _leg(rng, at_s + rng.choice((0.0, 0.0, rng.uniform(0, 0.4))))
+    decode: Leg | None = _leg(rng, at_s + rng.choice((0.0, 0.0, rng.uniform(0, 0.4))))
+    fate = rng.random()
+    if fate < 0.04:
+        prefill = None
+    elif fate < 0.08:
+        decode = None
+    return Request(
+        room,
+        prompt,
+        _chunks(rng, pages),
+        rng.randrange(groups),
+        rng.randrange(decodes),
+        prefill,
+        decode,
+        decode_prompt=prompt if rng.random() > 0.05 else [*prompt[:-1], prompt[-1] ^ 1],
+        fails_at=rng.randrange(4) if rng.random() < 0.08 else None,
+        refused=rng.random() < 0.04,
+        kept_s=rng.uniform(0, 0.5),
+    )
+
+
+def _leg(rng: random.Random, at_s: float) -> Leg:
+    ends = None
+    if rng.random() < 0.22:
+        ends = (
+            rng.choice((rng.uniform(0, 0.03), rng.uniform(0, 0.5))),
+            rng.choice(("cancel", "cancel twice", "close")),
+        )
+    return Leg(at_s, ends, rng.uniform(0.01, 2.0) if rng.random() < 0.1 else None)
+
+
+def _retracted(rng: random.Random, request: Request, leg: Leg) -> list[Request]:
+    """Decode wants the room's pages back in the middle of it, and the same room is tried again a moment later."""
+    after_s = rng.uniform(0.0, 0.1)
+    again_s = leg.at_s + after_s + rng.uniform(0.001, 0.2)
+    prompt = [*request.prompt[:-1], request.prompt[-1] ^ 2]
+    again = request._replace(prompt=prompt, decode_prompt=prompt, prefill=Leg(again_s), decode=Leg(again_s))
+    return [request._replace(decode=leg._replace(ends=(after_s, "close"))), again]
+
+
+def _chunks(rng: random.Random, pages: int) -> list[int]:
+    chunks: list[int] = []
+    while pages:
+        chunks.append(rng.randint(1, min(pages, 3)))
+        pages -= chunks[-1]
+    return chunks

@@ -1,0 +1,234 @@
+"""What really happened to pages, bytes and words, seen at the data planes, the allocators and the wire (I1-I3, I6-I9,
+I12, I13). The handlers' own books are never asked whether they are right.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+from collections.abc import Callable
+from typing import TYPE_CHECKING, NamedTuple
+
+from kvflow.memory.pool import PagedPool
+from kvflow.protocols.pages.layout import PoolLayout
+from kvflow.protocols.ports import Landing
+from kvflow.protocols.wire.messages import AbortAck, Bootstrap, ChunkDone, Message
+from kvflow.testing.sim.loop import Process, VirtualLoop, current_process
+from kvflow.testing.sim.pages import WatchedPages, grant_of
+
+if TYPE_CHECKING:
+    from kvflow.handlers.decode_room import DecodeSession
+    from kvflow.handlers.prefill_room import PrefillSession
+    from kvflow.transports.control.memory import Frame
+    from kvflow.transports.data.fake import FakeFlight
+
+
+_DULL = {"source", "target", "layout", "endpoint", "wire_version", "prompt_digest", "handoff", "checksum", "asked"}
+
+
+class Key(NamedTuple):
+    """One promise: who may write, into whose pages, under which grant."""
+
+    source: int
+    target: int
+    grant: int
+
+
+class Violation(NamedTuple):
+    invariant: str
+    text: str
+    at_s: float
+
+
+class Seen:
+    """One life of one node, as the world knows it."""
+
+    def __init__(self, process: Process, incarnation: int, pages: WatchedPages, pool: PagedPool) -> None:
+        self.process, self.incarnation, self.pages, self.pool = process, incarnation, pages, pool
+        self.malformed = 0
+        self.troubled_at_s = -1.0  # when it was last cut off or halted
+        self.outcast = False  # alive, but its address belongs to somebody else now
+
+
+class Write:
+    """One flight: `sources` and `targets` page by page, `next` of them in the target's memory."""
+
+    __slots__ = ("flight", "key", "landing", "next", "source", "sources", "target", "targets")
+
+    def __init__(self, flight: FakeFlight, key: Key, source: Seen, target: Seen) -> None:
+        self.flight, self.key, self.source, self.target = flight, key, source, target
+        self.sources: list[int] = flight.source_pages.tolist()
+        self.targets: list[int] = flight.target_pages.tolist()
+        self.next = 0
+        self.landing: Landing | None = None
+
+
+class Truth:
+    """Keeps the first violation, and stops the loop at it."""
+
+    def __init__(self, loop: VirtualLoop, tell: Callable[[str], None] | None) -> None:
+        self.loop = loop
+        self.violation: Violation | None = None
+        self.over = False  # what is swept up afterwards proves nothing
+        self.by_process: dict[Process | None, Seen] = {}
+        self.by_incarnation: dict[int, Seen] = {}
+        self.by_address: dict[str, Seen] = {}  # of a data plane
+        self.writes: dict[Key, list[Write]] = {}
+        self.acked: set[Key] = set()
+        self.trouble: dict[tuple[str, bytes], float] = {}  # per link: when something last happened to it
+        self.garbage: set[bytes] = set()  # frames that are no message
+        self.writing: PrefillSession | None = None  # whose send() it is
+        self._tell = tell
+
+    def join(self, seen: Seen, address: str) -> None:
+        self.by_process[seen.process] = self.by_incarnation[seen.incarnation] = self.by_address[address] = seen
+
+    def broken(self, invariant: str, text: str) -> None:
+        if self.violation is None and not self.over:
+            self.violation = Violation(invariant, text, self.loop.time())
+            self.told(lambda: f"VIOLATION of {invariant}: {text}")
+            self.loop.stop()
+
+    def told(self, line: Callable[[], str]) -> None:
+        """One line of the story, made only when somebody reads it."""
+        if self._tell is not None:
+            self._tell(line())
+
+    # --- writes
+
+    def write_began(self, address: str, flight: FakeFlight) -> None:
+        source, target, session = self.by_address[address], self.by_address[flight.peer.address], self.writing
+        key = Key(source.incarnation, target.incarnation, session.grant if session is not None else 0)
+        write = flight.truth = Write(flight, key, source, target)  # type: ignore[attr-defined]
+        earlier = self.writes.setdefault(key, [])
+        self.told(
+            lambda: f"write {write.sources} -> {write.targets} of grant {key.grant}, {flight.fault or 'no fault'}"
+        )
+        if key in self.acked:
+            self.broken("I6", f"{key} is closed, and a write begins")
+        if any(page in other.targets for other in earlier for page in write.targets):
+            self.broken("I3", f"{key}: {write.targets} are written again under the same grant")
+        earlier.append(write)
+        for page in write.sources:
+            source.pages.readers[page] += 1
+        for page in write.targets:
+            target.pages.writers[page] += 1
+
+    def page_landed(self, flight: FakeFlight) -> None:
+        write: Write = flight.truth  # type: ignore[attr-defined]
+        page = write.targets[write.next]
+        write.next += 1
+        pages = write.target.pages
+        pages.writers[page] -= 1
+        if grant_of(owner := pages.owners[page]) != write.key.grant and not write.target.process.dead:
+            self.broken("I2", f"{write.key}: a byte lands on page {page}, which belongs to {owner!r}")
+        self.told(lambda: f"page {page} of grant {write.key.grant} lands")
+
+    def write_ended(self, flight: FakeFlight, landing: Landing) -> None:
+        write: Write = flight.truth  # type: ignore[attr-defined]
+        write.landing = landing
+        self.told(lambda: f"write of grant {write.key.grant} ends: {landing.value}, {write.next} pages landed")
+        for page in write.sources:
+            write.source.pages.readers[page] -= 1
+        if landing is not Landing.UNPROVEN:
+            self._out_of_reach(write)
+
+    def died(self, seen: Seen) -> None:
+        """Nothing of that process is copied any more."""
+        for key, writes in self.writes.items():
+            if key.source == seen.incarnation:
+                for write in writes:
+                    self._out_of_reach(write)
+
+    def _out_of_reach(self, write: Write) -> None:
+        for page in write.targets[write.next :]:
+            write.target.pages.writers[page] -= 1
+        write.targets = write.targets[: write.next]
+
+    # --- words
+
+    def sent(self, frame: Frame, message: Message | None) -> None:
+        process = current_process()
+        sender = self.by_process[process]
+        if message is None:
+            return self.broken("I7", f"{sender.process.name} says what is no message")
+        self.told(lambda: self._worded(frame, message))
+        mine = message.target if frame.to_prefill else message.source
+        if mine != sender.incarnation:
+            self.broken("I6", f"{sender.process.name} ({sender.incarnation:x}) speaks for {mine:x}: {message}")
+        if type(message) is ChunkDone:
+            self._chunk_said(Key(message.source, message.target, message.grant), message)
+        elif type(message) is AbortAck:
+            self._ack_said(Key(message.source, message.target, message.grant), message)
+        elif type(message) is Bootstrap:
+            for page in memoryview(message.pages).cast("i"):
+                if grant_of(owner := sender.pages.owners[page]) != message.grant:
+                    return self.broken("I6", f"grant {message.grant} lends page {page} of {owner!r}")
+        return None
+
+    def _worded(self, frame: Frame, message: Message) -> str:
+        """A message as people want to read it: to whom, and without what is the same in all of them."""
+        hearer = self.by_incarnation.get(message.source if frame.to_prefill else message.target)
+        said = {name: getattr(message, name) for name in message.__struct_fields__ if name not in _DULL}
+        if type(message) is Bootstrap:
+            said["pages"] = memoryview(message.pages).cast("i").tolist()
+        words = ", ".join(f"{name}={value}" for name, value in said.items())
+        return f"to {hearer.process.name if hearer else 'nobody'}: {type(message).__name__}({words})"
+
+    def _chunk_said(self, key: Key, message: ChunkDone) -> None:
+        writes = self.writes.get(key, [])[: message.seq + 1]
+        if len(writes) <= message.seq or any(write.landing is not Landing.LANDED for write in writes):
+            self.broken("I3", f"{key}: chunk {message.seq} is said to have landed, and has not")
+        elif len(writes[-1].sources) != message.pages:
+            self.broken("I3", f"{key}: chunk {message.seq} has {len(writes[-1].sources)} pages, not {message.pages}")
+
+    def _ack_said(self, key: Key, message: AbortAck) -> None:
+        self.acked.add(key)
+        for write in self.writes.get(key, ()):
+            if write.landing is None:
+                self.broken("I12", f"{key}: acknowledged while a write of it runs")
+            elif message.drained and write.landing is Landing.UNPROVEN:
+                self.broken("I2", f"{key}: said to be drained, and a write of it may still land")
+
+    def received(self, process: Process | None, frames: list[bytes]) -> None:
+        if self.garbage:
+            self.by_process[process].malformed += sum(data in self.garbage for data in frames)
+
+    def disturbed(self, frame: Frame) -> None:
+        """Something happened to that link which both ends have to recover from."""
+        self.trouble[frame.control, frame.peer] = self.loop.time()
+
+    # --- bytes
+
+    def landed(self, session: DecodeSession, handoff: bytes) -> None:
+        """Decode calls a room a success: every page from every rank, the right bytes, the right hand-over."""
+        node = self.by_process[current_process()]
+        pages = session.pages.tolist()
+        for link in session.links:
+            writes = self.writes.get(Key(link.source, node.incarnation, session.grant.number), [])
+            there = {page for write in writes for page in write.targets[: write.next]}
+            if missing := [page for page in pages if page not in there]:
+                self.broken("I8", f"room {session.room} succeeds, rank {link.rank} has not written pages {missing}")
+        for index, page in enumerate(pages):
+            if node.pages.writers[page]:
+                self.broken("I2", f"room {session.room} succeeds while a write may still reach page {page}")
+            if page_bytes(node.pool, page) != content(session.digest, index, node.pool.layout):
+                self.broken("I8", f"room {session.room} succeeds, page {page} has somebody else's bytes")
+        if handoff != handoff_of(session.digest):
+            self.broken("I9", f"room {session.room} got another room's hand-over")
+
+
+def content(digest: bytes, index: int, layout: PoolLayout) -> bytes:
+    """What a page of a prompt holds: its place and the prompt decide every byte."""
+    block = hashlib.blake2b(digest, digest_size=32, salt=index.to_bytes(4, "little")).digest()
+    size = layout.page_bytes
+    return (block * (size // len(block) + 1))[:size]
+
+
+def handoff_of(digest: bytes) -> bytes:
+    return b"handoff " + digest[:8]
+
+
+def page_bytes(pool: PagedPool, page: int) -> bytes:
+    (buffer,) = pool.layout.buffers
+    return ctypes.string_at(buffer.address + page * buffer.page_bytes, buffer.page_bytes)

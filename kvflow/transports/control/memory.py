@@ -1,0 +1,242 @@
+"""The control link in memory: frames pass through the event loop in the order they were sent, unless a rule says else.
+
+    network = Network()
+    PrefillNode(..., bind=network.bind); DecodeNode(..., connect=network.connect)
+    network.drop(ChunkDone)                  # the next ChunkDone never arrives
+    network.duplicate(Abort, times=3)        # the next three arrive twice
+    network.hold(Bootstrap); ...; network.release()
+    network.cut(); ...; network.mend()       # nothing arrives in between, either way
+
+Anything else is a rule of one's own, a function from a frame to its fate: seeded drops, delays, reordering.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import math
+from collections import Counter, deque
+from collections.abc import Callable
+from typing import NamedTuple
+
+from kvflow.protocols.errors import MisuseError, WireError
+from kvflow.protocols.wire.codec import decode_to_decode, decode_to_prefill, routing_id
+from kvflow.protocols.wire.messages import Message
+
+BURST_FRAMES = 32
+
+Fate = tuple[float, ...]
+"""After how many seconds each copy of a frame arrives: none is a loss, two are a duplicate, different ones reorder."""
+LOST: Fate = ()
+DELIVERED: Fate = (0.0,)
+TWICE: Fate = (0.0, 0.0)
+HELD: Fate = (math.inf,)  # until `release`
+
+
+class Frame(NamedTuple):
+    """One frame under way. `control` is the prefill's endpoint, `peer` the decode's routing id."""
+
+    control: str
+    peer: bytes
+    to_prefill: bool
+    data: bytes
+
+    @property
+    def message(self) -> Message | None:
+        """What it says; None for bytes that are no message."""
+        try:
+            return decode_to_prefill(self.data) if self.to_prefill else decode_to_decode(self.data)
+        except WireError:
+            return None
+
+
+Rule = Callable[[Frame], Fate | None]
+"""A frame's fate, or None to leave it to the next rule."""
+
+
+class Network:
+    """Every link between the nodes of one test. Use it on one event loop."""
+
+    def __init__(self) -> None:
+        self.rules: list[Rule] = []
+        self.held: list[Frame] = []
+        self.seen: Counter[str] = Counter()  # frames sent, by the name of their message
+        self._routers: dict[str, RouterSocket] = {}
+        self._dealers: dict[tuple[str, bytes], list[DealerSocket]] = {}  # of one name; the latest has it
+        self._ports = itertools.count(40_000)
+
+    # --- what a node is given
+
+    def bind(self, host: str, port: int) -> tuple[RouterSocket, int]:
+        """Prefill's end. Raises: MisuseError (port taken)."""
+        port = port or next(self._ports)
+        control = f"tcp://{host}:{port}"
+        if control in self._routers:
+            raise MisuseError(f"control port {host}:{port}: Address already in use")
+        self._routers[control] = RouterSocket(self, control)
+        return self._routers[control], port
+
+    def connect(self, control: str, incarnation: int) -> DealerSocket:
+        """Decode's end; like ZMQ's it needs nobody to talk to yet, and has the name of an older one until it closes."""
+        dealer = DealerSocket(self, control, routing_id(incarnation))
+        self._dealers.setdefault((control, dealer.peer), []).append(dealer)
+        return dealer
+
+    # --- what a test does
+
+    def drop(self, kind: type, times: int = 1) -> None:
+        """Lose the next `times` messages of that class."""
+        self._rule_for(kind, LOST, times)
+
+    def duplicate(self, kind: type, times: int = 1) -> None:
+        self._rule_for(kind, TWICE, times)
+
+    def hold(self, kind: type, times: int = 1 << 30) -> None:
+        """Keep the next `times` messages of that class until `release`."""
+        self._rule_for(kind, HELD, times)
+
+    def release(self, order: Callable[[list[Frame]], None] | None = None) -> int:
+        """Deliver what is held, put in `order` (list.reverse, a shuffle); holding ends. Returns how many frames."""
+        self.rules = [rule for rule in self.rules if not (isinstance(rule, _Counted) and rule.fate == HELD)]
+        held, self.held = self.held, []
+        if order is not None:
+            order(held)
+        for frame in held:
+            self._deliver(frame)
+        return len(held)
+
+    def cut(self, control: str | None = None) -> None:
+        """Lose everything, both ways, of one prefill's links or of all, until `mend`."""
+        self.rules.insert(0, _Cut(control))
+
+    def mend(self) -> None:
+        """No cut, no rule: frames arrive again."""
+        self.rules.clear()
+
+    def inject(self, frame: Frame, fate: Fate = DELIVERED) -> None:
+        """Put any bytes on a link."""
+        self._give(frame, fate)
+
+    # --- the way of a frame
+
+    def carry(self, frame: Frame) -> None:
+        message = frame.message
+        self.seen[type(message).__name__ if message is not None else "garbage"] += 1
+        for rule in list(self.rules):
+            if (fate := rule(frame)) is not None:
+                return self._give(frame, fate)
+        return self._give(frame, DELIVERED)
+
+    def knows(self, control: str, peer: bytes) -> bool:
+        return bool(self._dealers.get((control, peer)))
+
+    def leave(self, socket: RouterSocket | DealerSocket) -> None:
+        """A closed socket: its address is free, what was under way to it is lost."""
+        if isinstance(socket, RouterSocket):
+            if self._routers.get(socket.control) is socket:
+                del self._routers[socket.control]
+        else:
+            named = self._dealers.get((socket.control, socket.peer), [])
+            named[:] = [dealer for dealer in named if dealer is not socket]
+
+    def _give(self, frame: Frame, fate: Fate) -> None:
+        loop = asyncio.get_running_loop()
+        for delay_s in fate:
+            if delay_s == math.inf:
+                self.held.append(frame)
+            elif delay_s:
+                loop.call_later(delay_s, self._deliver, frame)
+            else:
+                loop.call_soon(self._deliver, frame)
+
+    def _deliver(self, frame: Frame) -> None:
+        socket: _Socket | None
+        if frame.to_prefill:
+            socket = self._routers.get(frame.control)
+        else:
+            socket = next(reversed(self._dealers.get((frame.control, frame.peer), ())), None)
+        if socket is not None:
+            socket.arrive((frame.peer if frame.to_prefill else b"", frame.data))
+
+    def _rule_for(self, kind: type, fate: Fate, times: int) -> None:
+        self.rules.append(_Counted(kind, fate, times))
+
+
+class _Counted:
+    """The same fate for so many messages of one class."""
+
+    def __init__(self, kind: type, fate: Fate, times: int) -> None:
+        self.kind, self.fate, self.times = kind, fate, times
+
+    def __call__(self, frame: Frame) -> Fate | None:
+        if not self.times or not isinstance(frame.message, self.kind):
+            return None
+        self.times -= 1
+        return self.fate
+
+
+class _Cut:
+    def __init__(self, control: str | None) -> None:
+        self._control = control
+
+    def __call__(self, frame: Frame) -> Fate | None:
+        return LOST if self._control in (None, frame.control) else None
+
+
+class _Socket:
+    """What both ends share: an inbox, and somebody who waits for it."""
+
+    trouble = ""
+
+    def __init__(self, network: Network, control: str) -> None:
+        self.control = control
+        self.closed = False
+        self._network = network
+        self._inbox: deque[tuple[bytes, bytes]] = deque()
+        self._waiting: asyncio.Future[None] | None = None
+
+    def arrive(self, item: tuple[bytes, bytes]) -> None:
+        self._inbox.append(item)
+        if self._waiting is not None and not self._waiting.done():
+            self._waiting.set_result(None)
+
+    async def receive(self) -> list[tuple[bytes, bytes]]:
+        while not self._inbox:
+            self._waiting = asyncio.get_running_loop().create_future()
+            try:
+                await self._waiting
+            finally:
+                self._waiting = None
+        return [self._inbox.popleft() for _ in range(min(len(self._inbox), BURST_FRAMES))]
+
+
+class RouterSocket(_Socket):
+    """Implements `protocols.ports.ControlSocket` for prefill."""
+
+    def send(self, frame: bytes, peer: bytes = b"") -> bool:
+        if self.closed or not self._network.knows(self.control, peer):
+            return False
+        self._network.carry(Frame(self.control, peer, False, frame))
+        return True
+
+    def close(self) -> None:
+        self.closed = True
+        self._network.leave(self)
+
+
+class DealerSocket(_Socket):
+    """Implements `protocols.ports.ControlSocket` for decode."""
+
+    def __init__(self, network: Network, control: str, peer: bytes) -> None:
+        super().__init__(network, control)
+        self.peer = peer
+
+    def send(self, frame: bytes, peer: bytes = b"") -> bool:
+        if self.closed:
+            return False
+        self._network.carry(Frame(self.control, self.peer, True, frame))
+        return True
+
+    def close(self) -> None:
+        self.closed = True
+        self._network.leave(self)

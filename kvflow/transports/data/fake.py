@@ -1,0 +1,238 @@
+"""Pages within one process, for tests: real bytes, no thread, no clock, and faults one can ask for.
+
+What status means landed?       The bytes were copied by `step`, before `landed_bytes` counted them.
+Can a write outlive its error?  When the script says so (`Fault.LATE`): it then lands on `land_late`.
+What fences a peer?             `die`: nothing of that plane is copied any more.
+
+Planes that share a `FakeNetwork` reach each other. Without a script a write lands in the next turn of the event loop;
+`plane.hold()` stops that, and `plane.step(pages)` and `plane.release()` then move things on, one write after the other:
+
+    network = FakeNetwork()
+    prefill, decode = FakePlane(network), FakePlane(network)
+    prefill.hold()                          # or prefill.script(Fault.LATE) for the next write
+    ...
+    prefill.step(3); flight.cancel()        # exactly 3 pages are in decode's pool
+
+A subclass that overrides `began`, `copied` and `ended` decides when pages move, and sees them (`sim.plane`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ctypes
+import itertools
+from collections import deque
+from enum import Enum
+
+from kvflow.protocols.errors import LayoutError, TransferError
+from kvflow.protocols.pages.layout import PageIndices, PoolLayout
+from kvflow.protocols.ports import Endpoint, Landing
+from kvflow.transports.data.route import BlockQueue, Planner
+from kvflow.transports.host.identity import own_witness
+
+_ALL = 1 << 62
+
+
+class Fault(Enum):
+    """What happens to one scripted write."""
+
+    ERROR = "error"  # half of its pages land, the rest never; UNPROVEN
+    LATE = "late"  # as ERROR, but the rest lands on `land_late`, with the source's bytes of that moment
+    STUCK = "stuck"  # nothing lands and nothing ends, cancelled or not, until `release`
+
+
+class FakeNetwork:
+    """Planes that can reach each other, by name."""
+
+    def __init__(self) -> None:
+        self.planes: dict[str, FakePlane] = {}
+        self._numbers = itertools.count(1)
+
+    def join(self, plane: FakePlane) -> str:
+        address = f"fake-{next(self._numbers)}"
+        self.planes[address] = plane
+        return address
+
+
+class FakePlane:
+    """Implements `protocols.ports.DataPlane`."""
+
+    name = "fake"
+    stalled_s = 0.0
+    drains_at_once = True  # a cancelled write has nothing running that would have to be awaited
+
+    def __init__(self, network: FakeNetwork) -> None:
+        self.address = network.join(self)
+        self.flights: list[FakeFlight] = []  # under way, oldest first
+        self.written: list[FakeFlight] = []  # every write ever started
+        self._network = network
+        self._layout: PoolLayout | None = None
+        self._script: deque[Fault] = deque()
+        self._late: list[FakeFlight] = []
+        self._held = False
+        self._dead: asyncio.Event = asyncio.Event()
+
+    def script(self, *faults: Fault) -> None:
+        """The next writes meet these faults, one each."""
+        self._script.extend(faults)
+
+    def hold(self) -> None:
+        """Writes wait for `step` or `release` from now on."""
+        self._held = True
+
+    def release(self) -> None:
+        """Let everything under way land, stuck writes too, and later writes by themselves."""
+        self._held = False
+        for flight in list(self.flights):
+            flight.fault = None if flight.fault is Fault.STUCK else flight.fault
+            flight.move(_ALL)
+
+    def step(self, pages: int = 1) -> int:
+        """Copy up to `pages` pages of the oldest write that is not stuck; returns the bytes it copied."""
+        flight = next((f for f in self.flights if f.fault is not Fault.STUCK), None)
+        if flight is None:
+            return 0
+        before = flight.landed_bytes
+        flight.move(pages * flight.page_bytes)
+        return flight.landed_bytes - before
+
+    def land_late(self) -> int:
+        """The rest of every `Fault.LATE` write arrives now; returns its bytes. Nothing arrives of a dead plane."""
+        late, self._late = self._late, []
+        return 0 if self._dead.is_set() else sum(flight.copy(_ALL) for flight in late)
+
+    def die(self) -> None:
+        """The process of this plane is gone: nothing of it is copied any more, its fence resolves."""
+        self._dead.set()
+        self._late.clear()
+        for flight in list(self.flights):
+            flight.end(Landing.UNPROVEN, "the process is gone")
+
+    def export(self, layout: PoolLayout) -> tuple[Endpoint, PoolLayout]:
+        layout.check()
+        self._layout = layout
+        return Endpoint(self.name, self.address, own_witness()), layout
+
+    async def connect(self, endpoint: Endpoint, layout: PoolLayout) -> FakeRoute:
+        peer = self._network.planes.get(endpoint.address)
+        if self._layout is None:
+            raise LayoutError("export our own pool before connecting to a peer's")
+        if endpoint.backend != self.name or peer is None or peer._dead.is_set():
+            raise TransferError(f"no fake plane answers at {endpoint.address!r}")
+        layout.check()
+        return FakeRoute(self, peer, Planner(self._layout, layout, max_block_bytes=self._layout.page_bytes))
+
+    async def fence(self, writer: Endpoint) -> None:
+        peer = self._network.planes.get(writer.address)
+        if peer is None:
+            raise TransferError(f"no fake plane was ever at {writer.address!r}")
+        await peer._dead.wait()
+
+    async def close(self) -> None:
+        """Cancel what is under way (stuck writes end UNPROVEN) and leave the network as a dead plane does."""
+        for flight in list(self.flights):
+            flight.cancel()
+        self.die()
+
+    def begin(self, flight: FakeFlight) -> None:
+        if self._dead.is_set():
+            raise TransferError("the fake plane is closed")
+        flight.fault = self._script.popleft() if self._script else None
+        self.flights.append(flight)
+        self.written.append(flight)
+        self.began(flight)
+
+    def began(self, flight: FakeFlight) -> None:
+        asyncio.get_running_loop().call_soon(self._turn, flight)
+
+    def copied(self, flight: FakeFlight, size_bytes: int) -> None:
+        """So many bytes more of it are in the peer's memory, proven or not."""
+
+    def ended(self, flight: FakeFlight, landing: Landing) -> None:
+        """Nothing of it runs any more; it is about to say so."""
+
+    def keep_late(self, flight: FakeFlight) -> None:
+        self._late.append(flight)
+
+    def _turn(self, flight: FakeFlight) -> None:
+        if not self._held:
+            flight.move(_ALL)
+
+
+class FakeRoute:
+    """Implements `protocols.ports.Route`."""
+
+    def __init__(self, plane: FakePlane, peer: FakePlane, planner: Planner) -> None:
+        self.closed = False
+        self._plane, self._peer, self._planner = plane, peer, planner
+
+    def write(self, source_pages: PageIndices, target_pages: PageIndices) -> FakeFlight:
+        if self.closed:
+            raise TransferError("the route is closed")
+        self._planner.check(source_pages, target_pages)
+        flight = FakeFlight(self._plane, self._peer, self._planner, source_pages, target_pages)
+        self._plane.begin(flight)
+        return flight
+
+    def close(self) -> None:
+        self.closed = True
+
+
+class FakeFlight:
+    """Implements `protocols.ports.Flight`."""
+
+    def __init__(
+        self,
+        plane: FakePlane,
+        peer: FakePlane,
+        planner: Planner,
+        source_pages: PageIndices,
+        target_pages: PageIndices,
+    ) -> None:
+        self.done: asyncio.Future[Landing] = asyncio.get_running_loop().create_future()
+        self.peer, self.source_pages, self.target_pages = peer, source_pages, target_pages
+        self._plane, self._blocks = plane, BlockQueue(planner, source_pages, target_pages)
+        self.page_bytes, self.total_bytes = planner.page_bytes, self._blocks.left_bytes
+        self.landed_bytes, self.error = 0, ""
+        self.fault: Fault | None = None
+        self.cancelled = False
+
+    def cancel(self) -> None:
+        if self.done.done() or self.cancelled:
+            return
+        self.cancelled = True
+        if self.fault is not Fault.STUCK and self._plane.drains_at_once:
+            self.end(Landing.DRAINED)
+
+    def move(self, max_bytes: int) -> None:
+        """Copy, and end when that was the last of it, or where the fault strikes."""
+        if self.done.done() or self.fault is Fault.STUCK:
+            return
+        if self.cancelled:
+            self.end(Landing.DRAINED)
+            return
+        stop_at = self.total_bytes // self.page_bytes // 2 * self.page_bytes if self.fault else self.total_bytes
+        self.landed_bytes += self.copy(min(max_bytes, stop_at - self.landed_bytes))
+        if self._blocks.left_bytes == 0:
+            self.end(Landing.LANDED)
+        elif self.fault and self.landed_bytes >= stop_at:
+            if self.fault is Fault.LATE:
+                self._plane.keep_late(self)
+            self.end(Landing.UNPROVEN, f"scripted {self.fault.value}")
+
+    def copy(self, max_bytes: int) -> int:
+        """Whole blocks up to `max_bytes`, into the peer's pool; returns the bytes."""
+        copied = 0
+        while max_bytes > copied and self._blocks.left_bytes:
+            sources, targets, sizes = self._blocks.take(max_bytes - copied, 1)
+            ctypes.memmove(targets[0], sources[0], sizes[0])
+            copied += sizes[0]
+            self._plane.copied(self, sizes[0])
+        return copied
+
+    def end(self, landing: Landing, error: str = "") -> None:
+        if not self.done.done():
+            self.error = error
+            self._plane.flights.remove(self)
+            self._plane.ended(self, landing)
+            self.done.set_result(landing)

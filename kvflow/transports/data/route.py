@@ -1,0 +1,123 @@
+"""From page lists to blocks for one pair of pools: checks on the event loop, planning on the plane's thread."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+
+from kvflow.protocols.errors import LayoutError
+from kvflow.protocols.pages.layout import PageIndices, PoolLayout
+from kvflow.protocols.pages.plan import Addresses, Pairing
+from kvflow.transports.data.write_thread import Job, WriteFlight, WriteThread
+
+_FEW_BLOCKS = 64
+
+
+class BlockList(NamedTuple):
+    """Parallel lists of Python ints: what ctypes and pybind calls take fastest."""
+
+    sources: list[int]
+    targets: list[int]
+    sizes: list[int]
+
+
+class Planner:
+    """A `Pairing` with the target's buffers placed where this plane reaches them, and a short way for one page."""
+
+    def __init__(
+        self, source: PoolLayout, target: PoolLayout, *, max_block_bytes: int, target_bases: Addresses | None = None
+    ) -> None:
+        """Raises: LayoutError when the pools do not fit."""
+        self._pairing = Pairing(source, target)
+        self._max_block_bytes, self._target_bases = max_block_bytes, target_bases
+        self.page_bytes = source.page_bytes
+        self._source_pages, self._target_pages = source.num_pages, target.num_pages
+        # Where the blocks of page 0 lie, and how far those of page 1 are from them: numpy costs a tiny write more than
+        # the write itself, so one page with few blocks is worked out in plain ints.
+        at_0, at_1 = (self._plan(np.array([page], dtype=np.int32), np.array([page], dtype=np.int32)) for page in (0, 1))
+        self._page: list[tuple[int, int, int, int, int]] = []
+        if len(at_0.sizes) <= _FEW_BLOCKS:
+            steps = zip(at_0.sources, at_1.sources, at_0.targets, at_1.targets, at_0.sizes, strict=True)
+            self._page = [(s, s1 - s, t, t1 - t, size) for s, s1, t, t1, size in steps]
+
+    def check(self, source_pages: PageIndices, target_pages: PageIndices) -> None:
+        """Raises: LayoutError for lists of different length, or an index outside its pool."""
+        one = source_pages.shape == target_pages.shape == (1,)  # the short way, several times as fast
+        if one and 0 <= source_pages[0] < self._source_pages and 0 <= target_pages[0] < self._target_pages:
+            return
+        if source_pages.size == 0:
+            raise LayoutError("a write of no pages")
+        self._pairing.check(source_pages, target_pages)
+
+    def first_blocks(self, source_pages: PageIndices, target_pages: PageIndices) -> BlockList | None:
+        """The whole plan, when it is one page in few blocks; else None: use `blocks`."""
+        if source_pages.size != 1 or not self._page:
+            return None
+        s, t = int(source_pages[0]), int(target_pages[0])
+        return BlockList(
+            [base + step * s for base, step, _, _, _ in self._page],
+            [base + step * t for _, _, base, step, _ in self._page],
+            [size for _, _, _, _, size in self._page],
+        )
+
+    def blocks(self, source_pages: PageIndices, target_pages: PageIndices) -> tuple[Addresses, Addresses, Addresses]:
+        """Sources, targets and sizes, int64 [n] each, no block above the plane's limit."""
+        return self._pairing.blocks(
+            source_pages, target_pages, max_block_bytes=self._max_block_bytes, target_bases=self._target_bases
+        )
+
+    def _plan(self, source_pages: PageIndices, target_pages: PageIndices) -> BlockList:
+        return BlockList(*(column.tolist() for column in self.blocks(source_pages, target_pages)))
+
+
+class PlannedRoute:
+    """The event loop's half of `protocols.ports.Route`; a back end adds `begin` (see `writer.Work`) and `close`."""
+
+    def __init__(self, thread: WriteThread, planner: Planner) -> None:
+        self.planner = planner
+        self._thread = thread
+
+    def write(self, source_pages: PageIndices, target_pages: PageIndices) -> WriteFlight:
+        """Raises: LayoutError (nothing was started), TransferError after the plane was closed."""
+        self.planner.check(source_pages, target_pages)
+        total_bytes = self.planner.page_bytes * int(source_pages.size)
+        flight = WriteFlight(self._thread, self, source_pages, target_pages, total_bytes)
+        self._thread.submit(flight)
+        return flight
+
+    def begin(self, flight: WriteFlight) -> Job:
+        raise NotImplementedError
+
+
+class BlockQueue:
+    """What is left to submit of one write, handed out in slices of whole blocks."""
+
+    __slots__ = ("_columns", "_ends", "_few", "_given", "_next", "left_bytes")
+
+    def __init__(self, planner: Planner, source_pages: PageIndices, target_pages: PageIndices) -> None:
+        self._few = planner.first_blocks(source_pages, target_pages)
+        self.left_bytes = planner.page_bytes * int(source_pages.size)
+        self._next = self._given = 0
+        if self._few is None:
+            self._columns = planner.blocks(source_pages, target_pages)
+            self._ends = np.cumsum(self._columns[2])
+        else:
+            self._ends = np.cumsum(self._few.sizes)
+
+    def take(self, max_bytes: int, max_blocks: int) -> BlockList:
+        """The next blocks: as many as fit, at least one while there are any and both limits are above 0."""
+        if max_bytes <= 0 or max_blocks <= 0 or not self.left_bytes:
+            return _NOTHING
+        start = self._next
+        stop = int(np.searchsorted(self._ends, self._given + max_bytes, side="right"))
+        stop = min(max(stop, start + 1), start + max_blocks, self._ends.size)
+        self._next = stop
+        given = int(self._ends[stop - 1])
+        self.left_bytes -= given - self._given
+        self._given = given
+        columns = self._few if self._few is not None else self._columns
+        return BlockList(*(c[start:stop] if isinstance(c, list) else c[start:stop].tolist() for c in columns))
+
+
+_NOTHING = BlockList([], [], [])

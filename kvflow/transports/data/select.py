@@ -1,0 +1,39 @@
+"""The data plane of a name."""
+
+from __future__ import annotations
+
+from kvflow.memory.shared import SharedSegment
+from kvflow.protocols.errors import MisuseError
+from kvflow.protocols.ports import DataPlane
+from kvflow.transports.data.local import LocalPlane
+from kvflow.transports.data.mooncake.plane import MooncakePlane, engine_class
+
+PLANES = ("local", "mooncake")
+
+
+def check_plane(name: str, device: str = "") -> None:
+    """What `open_plane` would refuse of a data plane, before there is a pool for it. Raises: MisuseError."""
+    if name not in PLANES:
+        raise MisuseError(f"no data plane {name!r}; there are: {', '.join(PLANES)}")
+    if name == "local" and device:
+        raise MisuseError(f"RDMA device {device!r}: the local data plane has no use for one")
+    if name == "mooncake":
+        engine_class(force_tcp=not device)
+
+
+def open_plane(
+    name: str,
+    pool_segment: SharedSegment | None,
+    rate_limit_bytes_per_s: float | None = None,
+    host: str = "127.0.0.1",
+    device: str = "",
+) -> DataPlane:
+    """Open one of `PLANES`; takes some milliseconds (a back end may start threads and listen), so do it at start-up.
+
+    `device` names the RDMA device, for planes that have one.
+    Raises: MisuseError for an unknown name, a rate not above 0, or a package that is missing (the text says which).
+    """
+    check_plane(name, device)
+    if name == "local":
+        return LocalPlane(pool_segment, rate_limit_bytes_per_s)
+    return MooncakePlane(host, rate_limit_bytes_per_s, device)

@@ -1,0 +1,269 @@
+"""One thread per data plane that moves the blocks of many flights, round robin and slice by slice.
+
+Fair between rooms (a flight moves one slice per turn), and quick to stop: `cancel` takes effect between slices. Work
+arrives through a queue the idle thread blocks on; ends go back to the event loop in batches, one wake-up for all that
+ended since the loop last looked.
+
+Rate limit (bytes/s over the whole plane): a slice may start once the bytes before it would have been sent at that rate,
+so by any moment at most one slice more than rate x time has been submitted. Idle time is not saved up. Slices shrink
+with the rate (5 ms worth each), which makes the middle of a transfer a place one can reach on purpose.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import queue
+import threading
+import time
+from collections import deque
+from typing import Protocol
+
+from kvflow.aio import drained
+from kvflow.protocols.errors import MisuseError, TransferError
+from kvflow.protocols.pages.layout import PageIndices
+from kvflow.protocols.ports import Landing
+
+SLICE_BYTES = 8 << 20  # 1 to 3 ms of memmove: what a cancel, or another room, waits for
+_LIMITED_SLICE_S = 0.005
+_TOLD_AT_ONCE = 8
+_SMALLEST_SLICE = 4 << 10
+_SHORTEST_WAIT_S, _LONGEST_WAIT_S = 0.00005, 0.01
+
+
+class Job(Protocol):
+    """What a back end does for one flight, on the plane's thread only."""
+
+    def advance(self, max_bytes: int, cancelled: bool) -> int:
+        """Submit at most `max_bytes` (one block at least, unless 0) and follow what is under way.
+
+        Returns how many bytes were submitted; -1 when nothing changed at all.
+        """
+
+    @property
+    def landing(self) -> Landing | None:
+        """How it ended; None while anything is under way or left to submit (not cancelled)."""
+
+    @property
+    def pause_s(self) -> float:
+        """0 while more can be submitted; else how soon the next look at what is under way is worth its CPU time."""
+
+    @property
+    def landed_bytes(self) -> int: ...
+
+    @property
+    def error(self) -> str: ...
+
+
+class Work(Protocol):
+    """Turns a flight into its job, on the plane's thread: planning is not the event loop's work."""
+
+    def begin(self, flight: WriteFlight) -> Job: ...
+
+
+class WriteFlight:
+    """Implements `protocols.ports.Flight`."""
+
+    __slots__ = (
+        *("_cancelled", "_landed_bytes", "_thread", "done", "error", "job", "landing", "source_pages", "target_pages"),
+        *("total_bytes", "work"),
+    )
+
+    def __init__(
+        self, thread: WriteThread, work: Work, source_pages: PageIndices, target_pages: PageIndices, total_bytes: int
+    ) -> None:
+        self.done: asyncio.Future[Landing] = thread.loop.create_future()
+        self.source_pages, self.target_pages = source_pages, target_pages
+        self.work, self.total_bytes = work, total_bytes
+        self._landed_bytes, self.error = 0, ""
+        self.landing = Landing.UNPROVEN
+        self.job: Job | None = None
+        self._thread, self._cancelled = thread, False
+
+    @property
+    def landed_bytes(self) -> int:
+        job = self.job
+        return self._landed_bytes if job is None else job.landed_bytes
+
+    @property
+    def cancelled(self) -> bool:
+        return self._cancelled
+
+    def end(self) -> None:
+        """Nothing of it is under way any more; on the plane's thread."""
+        if self.job is not None:
+            self._landed_bytes, self.job = self.job.landed_bytes, None
+
+    def cancel(self) -> None:
+        if not self._cancelled and not self.done.done():
+            self._cancelled = True
+            self._thread.wake()
+
+
+class WriteThread:
+    """The thread of one plane. Made by the plane, started by the first connect, on the event loop it reports to."""
+
+    def __init__(self, name: str, rate_limit_bytes_per_s: float | None = None, slice_bytes: int = SLICE_BYTES) -> None:
+        """Raises: MisuseError for a rate that is not positive."""
+        rate = rate_limit_bytes_per_s
+        if rate is not None and not rate > 0:
+            raise MisuseError(f"rate limit {rate} bytes/s is not above 0")
+        self.rate = rate
+        self.slice_bytes = (
+            slice_bytes if rate is None else int(max(_SMALLEST_SLICE, min(slice_bytes, rate * _LIMITED_SLICE_S)))
+        )
+        self.loop: asyncio.AbstractEventLoop
+        self._name = name
+        self._thread: threading.Thread | None = None
+        self._inbox: queue.SimpleQueue[WriteFlight | None] = queue.SimpleQueue()
+        self._ended: deque[WriteFlight] = deque()
+        self._told = False  # the loop has been woken and has not looked yet
+        self._open: set[WriteFlight] = set()  # event loop's side
+        self._closing = False
+        self._turned_at = 0.0  # when a flight had its turn, or work came to an idle thread
+        self._next_slice_at = 0.0
+        self._abandon_at = float("inf")
+        self.surprises = 0  # exceptions of a back end, each of which ended its flight UNPROVEN
+
+    def start(self) -> None:
+        """Idempotent; call on the event loop. Raises: MisuseError from a second loop, or after `close`."""
+        loop = asyncio.get_running_loop()
+        if self._thread is None and not self._closing:
+            self.loop = loop
+            self._thread = threading.Thread(target=self._run, name=f"kvflow-{self._name}", daemon=True)
+            self._thread.start()
+        elif self._closing or loop is not self.loop:
+            raise MisuseError(f"the {self._name} plane is closed, or belongs to another event loop")
+
+    @property
+    def stalled_s(self) -> float:
+        """See `protocols.ports.DataPlane`."""
+        if self._thread is None or len(self._open) == len(self._ended):
+            return 0.0
+        return time.monotonic() - self._turned_at if self._thread.is_alive() else float("inf")
+
+    def submit(self, flight: WriteFlight) -> None:
+        """Hand a flight over. Raises: TransferError after `close`."""
+        if self._closing:
+            raise TransferError(f"the {self._name} plane is closed")
+        if len(self._open) == len(self._ended):
+            self._turned_at = time.monotonic()
+        self._open.add(flight)
+        self._inbox.put(flight)
+
+    def wake(self) -> None:
+        self._inbox.put(None)
+
+    async def close(self, grace_s: float = float("inf")) -> None:
+        """Cancel every flight, wait until all have ended, end the thread. A second cancel does not skip the wait (I12).
+
+        What a back end cannot bring to an end within `grace_s` (a frozen peer) ends UNPROVEN.
+        """
+        self._abandon_at = min(self._abandon_at, time.monotonic() + grace_s)
+        self._closing = True
+        for flight in list(self._open):
+            flight.cancel()
+        thread = self._thread
+        if thread is None:
+            return
+        self.wake()
+        try:
+            await drained(self.loop.run_in_executor(None, thread.join))
+        finally:
+            while self._ended:
+                self._deliver()
+            for flight in self._open:  # of a thread that died: nobody knows what became of them
+                flight.error = "the thread of the data plane died"
+                flight.done.set_result(flight.landing)
+            self._open.clear()
+
+    def _run(self) -> None:
+        active: deque[WriteFlight] = deque()
+        wait_s = 0.0
+        while active or not (self._closing and self._inbox.empty()):  # `close` wakes us after it set the flag
+            self._collect(active, wait_s)
+            moved, pause_s = False, _LONGEST_WAIT_S
+            now = time.monotonic()
+            for _ in range(len(active)):
+                flight = active.popleft()
+                moved |= self._turn(flight)
+                self._turned_at = time.monotonic()
+                if flight.job is None:
+                    self._tell(flight)
+                else:
+                    pause_s = min(pause_s, flight.job.pause_s)
+                    active.append(flight)
+                now = time.monotonic() if self.rate else now
+            if not active or (moved and not pause_s):
+                wait_s = 0.0
+            elif moved or not wait_s:
+                wait_s = max(pause_s, _SHORTEST_WAIT_S)
+            else:
+                wait_s = min(wait_s * 1.5, _LONGEST_WAIT_S)
+            if wait_s and self._next_slice_at > now:
+                wait_s = max(wait_s, min(self._next_slice_at - now, _LONGEST_WAIT_S))
+
+    def _collect(self, active: deque[WriteFlight], wait_s: float) -> None:
+        """Take what has arrived. Blocks while there is nothing to do; waits `wait_s` while only others have to act."""
+        inbox = self._inbox
+        try:
+            if not active:
+                item = inbox.get()
+            elif wait_s:
+                item = inbox.get(timeout=wait_s)
+            else:
+                item = inbox.get_nowait()
+            while True:
+                if item is not None:
+                    active.append(item)
+                item = inbox.get_nowait()
+        except queue.Empty:
+            return
+
+    def _turn(self, flight: WriteFlight) -> bool:
+        """One slice of one flight; a finished flight has no job afterwards. True when anything changed."""
+        try:
+            job = flight.job
+            if job is None:
+                if flight.cancelled:
+                    flight.landing = Landing.DRAINED
+                    return True
+                job = flight.job = flight.work.begin(flight)
+            if time.monotonic() > self._abandon_at:
+                flight.error = "the plane was closed while blocks were under way"
+                flight.end()
+                return True  # its landing still says UNPROVEN
+            submitted = job.advance(self._allowance(), flight.cancelled)
+            if submitted > 0 and self.rate:
+                self._next_slice_at = max(time.monotonic(), self._next_slice_at) + submitted / self.rate
+            if (landing := job.landing) is None:
+                return submitted >= 0
+            flight.landing, flight.error = landing, job.error
+        except Exception as error:  # noqa: BLE001 - the thread serves other rooms too; this one ends unproven, counted
+            self.surprises += 1
+            flight.landing, flight.error = Landing.UNPROVEN, f"{type(error).__name__}: {error}"
+        flight.end()
+        return True
+
+    def _allowance(self) -> int:
+        return 0 if self.rate and time.monotonic() < self._next_slice_at else self.slice_bytes
+
+    def _tell(self, flight: WriteFlight) -> None:
+        self._ended.append(flight)
+        if not self._told:
+            self._told = True
+            try:
+                self.loop.call_soon_threadsafe(self._deliver)
+            except RuntimeError:  # the loop is closed: nobody is left to be told
+                self._ended.clear()
+
+    def _deliver(self) -> None:
+        """Tell some of what has ended, and come again for the rest: what is told wakes rooms, and others wait (I11)."""
+        for _ in range(min(_TOLD_AT_ONCE, len(self._ended))):
+            flight = self._ended.popleft()
+            self._open.discard(flight)
+            if not flight.done.done():
+                flight.done.set_result(flight.landing)
+        self._told = False
+        if self._ended:  # more than one turn's worth, or ended since: the thread may have seen `_told` and said nothing
+            self._told = True
+            self.loop.call_soon(self._deliver)
