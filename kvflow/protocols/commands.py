@@ -156,9 +156,10 @@ class WatchProcess(msgspec.Struct, frozen=True):
 
 
 class StartWrite(msgspec.Struct, frozen=True):
-    """Hold the source pages, write them onto the target's pages, then call `write_ended` and let go of them."""
+    """Write the source pages, which are held, onto the target's pages, then let go of them and call `write_ended`."""
 
     write: int
+    serial: int  # of the room
     peer: Incarnation
     source_pages: PageIndices
     target_pages: PageIndices

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Hashable
 from enum import Enum
-from typing import Annotated, Protocol
+from typing import Annotated, NamedTuple, Protocol
 
 import msgspec
 
@@ -41,6 +41,17 @@ class Endpoint(msgspec.Struct, frozen=True, array_like=True):
     backend: Word
     address: Word
     witness: Witness
+
+
+class UnprovenLoan(NamedTuple):
+    """Pages that a writer, lost or frozen, may still write into. Only proof that it has ended makes them usable again.
+
+    `owner` is under what they stand in the pool's allocator; None for pages of the caller's own.
+    """
+
+    writer: Endpoint
+    pages: PageIndices
+    owner: Hashable | None
 
 
 class Observer(Protocol):

@@ -157,8 +157,10 @@ class PrefillCore:
         while record.chunks and record.chunks[0].landing is not None:
             chunk = record.chunks.popleft()
             cause = None
-            if chunk.landing is not Landing.LANDED:
+            if chunk.landing is Landing.UNPROVEN:
                 cause = Cause(Code.TRANSFER_ERROR, chunk.error or "the data plane cannot say what landed")
+            elif chunk.landing is Landing.DRAINED and record.phase is PrefillPhase.TRANSFERRING:
+                cause = Cause(Code.TRANSFER_ERROR, chunk.error or "the data plane stopped the write")
             record.report = chunk
             self.feed_room(record, PrefillEvent(None, landing=chunk.landing, cause=cause), now)
 
@@ -224,7 +226,7 @@ def _start_write(core: PrefillCore, record: PrefillRoomRecord, now: float) -> No
         return
     assert record.peer is not None
     core.writes[chunk.write] = (record, chunk)
-    core.outbox.append(StartWrite(chunk.write, record.peer.incarnation, chunk.source_pages, targets))
+    core.outbox.append(StartWrite(chunk.write, record.serial, record.peer.incarnation, chunk.source_pages, targets))
 
 
 def _send_chunk_done(core: PrefillCore, record: PrefillRoomRecord, now: float) -> None:
