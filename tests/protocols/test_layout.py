@@ -91,9 +91,9 @@ def test_nonsense_is_not_laid_out(page_size: int, num_pages: int, dtype: str) ->
 
 @pytest.mark.parametrize("wrong", [1.5, "16", None])
 def test_sizes_are_integers(wrong: object) -> None:
-    with pytest.raises(LayoutError, match="page_size .* is not an integer"):
+    with pytest.raises(LayoutError, match=r"page_size .* is not an integer"):
         build_layout(STREAMS, page_size=wrong, num_pages=1)  # type: ignore[arg-type]
-    with pytest.raises(LayoutError, match="num_pages .* is not an integer"):
+    with pytest.raises(LayoutError, match=r"num_pages .* is not an integer"):
         opaque_layout({"blob": 8}, page_size=1, num_pages=wrong, tag="x")  # type: ignore[arg-type]
 
 
