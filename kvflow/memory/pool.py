@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Hashable, Mapping
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, SupportsIndex
 
 import msgspec
 import numpy as np
@@ -86,7 +86,7 @@ class PagedPool:
     def wrap(
         cls,
         tensors: Mapping[str, Array],
-        page_size: int,
+        page_size: SupportsIndex,
         *,
         segment: SharedSegment | None = None,
         tag: str = "",
@@ -181,7 +181,11 @@ class PagedPool:
         return np.concatenate(columns, axis=1)
 
     def close(self) -> None:
-        """Give the memory back (as soon as the last view of it is gone); a wrapped segment stays open. Idempotent."""
+        """Give the memory back (as soon as the last view of it is gone); a wrapped segment stays open. Idempotent.
+
+        While `unproven` is not empty, close a pool only at the end of the process: a writer that addresses plain memory
+        (mooncake) would reach what is mapped at the same addresses later.
+        """
         self._closed = True
         self._tensors.clear()
         self._arrays.clear()

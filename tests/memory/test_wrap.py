@@ -12,7 +12,6 @@ import numpy as np
 import pytest
 import torch
 
-from kvflow.memory.allocator import PageAllocator
 from kvflow.memory.pool import PagedPool, UnprovenLoan
 from kvflow.memory.shared import SharedSegment
 from kvflow.protocols.errors import LayoutError
@@ -23,11 +22,10 @@ from kvflow.transports.data.local import LocalPlane
 KINDS: dict[str, Callable[[Any], Any]] = {"numpy": lambda array: array, "torch": torch.from_numpy}
 
 
-@pytest.fixture(params=KINDS.values(), ids=KINDS)
+@pytest.fixture(params=KINDS)
 def kind(request: pytest.FixtureRequest) -> Callable[[Any], Any]:
     """Makes the kind of array under test from a numpy array, without a copy."""
-    made: Callable[[Any], Any] = request.param
-    return made
+    return KINDS[request.param]
 
 
 def numbers(*pages: int) -> PageIndices:
@@ -224,7 +222,7 @@ def small() -> PoolLayout:
 
 def test_a_pool_keeps_its_own_books() -> None:
     pool = PagedPool.allocate(small(), shared=False)
-    assert pool.unproven == [] and isinstance(pool.pages, PageAllocator) and pool.pages.num_pages == 8
+    assert (pool.unproven, pool.pages.num_pages) == ([], 8)
     lent = pool.pages.take(3, "loan 1")
     writer = Endpoint("local", "fd:3", Witness("boot", "ns", 1, 2))
     pool.unproven.append(UnprovenLoan(writer, lent, "loan 1"))

@@ -98,7 +98,7 @@ def test_sizes_are_integers(wrong: object) -> None:
 
 
 def test_sizes_from_numpy_survive_the_wire() -> None:
-    layout = build_layout(STREAMS, page_size=np.int64(4), num_pages=np.int32(10))  # type: ignore[arg-type]
+    layout = build_layout([("k", "uint8", (np.int16(3),))], page_size=np.int64(4), num_pages=np.int32(10))
     assert msgspec.msgpack.decode(msgspec.msgpack.encode(layout), type=PoolLayout) == layout
 
 

@@ -12,6 +12,7 @@ the order in which they are listed, and the tag stands for everything that those
 from __future__ import annotations
 
 import operator
+from collections.abc import Mapping, Sequence
 from typing import Literal, SupportsIndex
 
 import msgspec
@@ -156,10 +157,10 @@ def slot_bytes(dtype: str, shape: tuple[int, ...]) -> int:
 
 
 def build_layout(
-    streams: list[tuple[str, str, tuple[int, ...]]],
+    streams: Sequence[tuple[str, str, Sequence[SupportsIndex]]],
     *,
-    page_size: int,
-    num_pages: int,
+    page_size: SupportsIndex,
+    num_pages: SupportsIndex,
     order: Order = "page_first",
     fingerprint: str = "",
 ) -> PoolLayout:
@@ -167,22 +168,21 @@ def build_layout(
 
     Raises: LayoutError.
     """
-    page_size, num_pages = whole_number("page_size", page_size), whole_number("num_pages", num_pages)
-    for name, dtype, _ in streams:
+    slots, pages = whole_number("page_size", page_size), whole_number("num_pages", num_pages)
+    sized: list[Component] = []
+    for name, dtype, shape in streams:
         if dtype not in DTYPE_BYTES:
             raise _unknown_dtype(name, dtype)
-    sized = [
-        Component(name, dtype, tuple(shape), 0, 0, slot_bytes(dtype, shape) * page_size)
-        for name, dtype, shape in streams
-    ]
-    return _placed(sized, page_size, num_pages, order, fingerprint=fingerprint)
+        whole = tuple(whole_number(f"component {name!r}: shape", n) for n in shape)
+        sized.append(Component(name, dtype, whole, 0, 0, slot_bytes(dtype, whole) * slots))
+    return _placed(sized, slots, pages, order, fingerprint=fingerprint)
 
 
 def opaque_layout(
-    streams: dict[str, int],
+    streams: Mapping[str, int],
     *,
-    page_size: int,
-    num_pages: int,
+    page_size: SupportsIndex,
+    num_pages: SupportsIndex,
     tag: str,
     order: Order = "page_first",
     fingerprint: str = "",
@@ -193,9 +193,10 @@ def opaque_layout(
     """
     if not tag:
         raise LayoutError("tag is empty: an opaque pool needs one, which both sides must have in common")
-    page_size, num_pages = whole_number("page_size", page_size), whole_number("num_pages", num_pages)
-    sized = [Component(name, OPAQUE, (size,), 0, 0, size) for name, size in streams.items()]
-    return _placed(sized, page_size, num_pages, order, tag=tag, fingerprint=fingerprint)
+    slots, pages = whole_number("page_size", page_size), whole_number("num_pages", num_pages)
+    sizes = {name: whole_number(f"component {name!r}: size", size) for name, size in streams.items()}
+    sized = [Component(name, OPAQUE, (size,), 0, 0, size) for name, size in sizes.items()]
+    return _placed(sized, slots, pages, order, tag=tag, fingerprint=fingerprint)
 
 
 def _placed(
