@@ -1,30 +1,29 @@
-"""One room between two nodes over your own tensors: no model, no HTTP. Run it: python examples/one_room.py
+"""One room between two nodes over your own arrays: no model, no HTTP, no torch. Run it: python examples/one_room.py
 
-Prefill's tensors are plain torch tensors; decode's lie in shared memory, so that prefill can write into them.
+Prefill's arrays are plain numpy memory; decode's lie in shared memory, so that prefill can write into them.
 """
 
 import asyncio
 
-import torch
+import numpy as np
 
-from kvflow.memory.pool import PagedPool
-from kvflow.node import DecodeNode, PrefillNode
-from kvflow.protocols.pages.layout import build_layout
-from kvflow.transports.data.select import open_plane
+import kvflow
 
 PAGES, PAGE_SIZE, HEADS, DIM = 64, 16, 2, 8
+NAMES = ("layer.0.k", "layer.0.v")
 PROMPT = list(range(100))  # token ids; both sides must mean the same ones
 
 
 async def main() -> None:
-    mine = {name: torch.randn(PAGES, PAGE_SIZE, HEADS, DIM) for name in ("layer.0.k", "layer.0.v")}
-    source = PagedPool.over(mine, PAGE_SIZE)
-    streams = [(name, "float32", (HEADS, DIM)) for name in mine]
-    target = PagedPool.allocate(build_layout(streams, page_size=PAGE_SIZE, num_pages=PAGES))
+    random = np.random.default_rng(0)
+    mine = {name: random.standard_normal((PAGES, PAGE_SIZE, HEADS, DIM), dtype=np.float32) for name in NAMES}
+    source = kvflow.PagedPool.wrap(mine, page_size=PAGE_SIZE)
+    streams = [(name, "float32", (HEADS, DIM)) for name in NAMES]
+    target = kvflow.PagedPool.allocate(kvflow.build_layout(streams, page_size=PAGE_SIZE, num_pages=PAGES))
 
     async with (
-        PrefillNode(source, open_plane("local", source.segment)) as prefill,
-        DecodeNode(target, open_plane("local", target.segment)) as decode,
+        kvflow.PrefillNode(source, kvflow.open_plane("local", source.segment)) as prefill,
+        kvflow.DecodeNode(target, kvflow.open_plane("local", target.segment)) as decode,
         prefill.room(7, PROMPT) as sending,
         await decode.room(7, [prefill.info], PROMPT) as receiving,
     ):
@@ -35,7 +34,7 @@ async def main() -> None:
         print(await receiving.landed())
         await sending.done()
 
-        same = (source.pages_bytes(pages) == target.pages_bytes(receiving.pages)).all()
+        same = (target.array("layer.0.k")[receiving.pages] == mine["layer.0.k"][pages]).all()
         print(f"{len(pages)} pages, {source.layout.page_bytes * len(pages)} bytes, identical: {same}")
         prefill.pages.give_back(pages, "my engine")
         for line in receiving.story():

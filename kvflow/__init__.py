@@ -1,3 +1,110 @@
-"""kvflow moves the KV cache of a prompt from the machine that computed it to the machine that goes on generating."""
+"""kvflow moves the KV cache of a prompt from the machine that computed it to the machine that goes on generating.
+
+nodes and rooms   PrefillNode, DecodeNode, PrefillRoom, DecodeRoom, RankInfo, RegistryClient, Timing, Bounds
+pools             PagedPool, PageAllocator, SharedSegment, build_layout
+data planes       open_plane, LocalPlane, MooncakePlane
+errors            KvflowError and the classes under it that have to be told apart; Cause, Code
+
+Each name is imported when it is first used: `import kvflow` by itself loads neither numpy nor a socket library.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from kvflow.handlers.decode_room import DecodeSession as DecodeRoom
+    from kvflow.handlers.prefill_room import PrefillSession as PrefillRoom
+    from kvflow.memory.allocator import PageAllocator
+    from kvflow.memory.pool import PagedPool
+    from kvflow.memory.shared import SharedSegment
+    from kvflow.node import DecodeNode, PrefillNode
+    from kvflow.protocols.errors import (
+        AbortedError,
+        CapacityError,
+        Cause,
+        Code,
+        KvflowError,
+        LostError,
+        MisuseError,
+        PeerError,
+        RefusedError,
+        TransferError,
+    )
+    from kvflow.protocols.limits import Bounds, Timing
+    from kvflow.protocols.pages.layout import build_layout
+    from kvflow.protocols.wire.ranks import RankInfo
+    from kvflow.transports.control.registry import RegistryClient
+    from kvflow.transports.data.local import LocalPlane
+    from kvflow.transports.data.mooncake.plane import MooncakePlane
+    from kvflow.transports.data.select import open_plane
 
 __version__ = "0.1.0"
+__all__ = [
+    "AbortedError",
+    "Bounds",
+    "CapacityError",
+    "Cause",
+    "Code",
+    "DecodeNode",
+    "DecodeRoom",
+    "KvflowError",
+    "LocalPlane",
+    "LostError",
+    "MisuseError",
+    "MooncakePlane",
+    "PageAllocator",
+    "PagedPool",
+    "PeerError",
+    "PrefillNode",
+    "PrefillRoom",
+    "RankInfo",
+    "RefusedError",
+    "RegistryClient",
+    "SharedSegment",
+    "Timing",
+    "TransferError",
+    "build_layout",
+    "open_plane",
+]
+
+_ERRORS = "kvflow.protocols.errors"
+_HOMES = {
+    "AbortedError": _ERRORS,
+    "Bounds": "kvflow.protocols.limits",
+    "CapacityError": _ERRORS,
+    "Cause": _ERRORS,
+    "Code": _ERRORS,
+    "DecodeNode": "kvflow.node",
+    "DecodeRoom": "kvflow.handlers.decode_room:DecodeSession",
+    "KvflowError": _ERRORS,
+    "LocalPlane": "kvflow.transports.data.local",
+    "LostError": _ERRORS,
+    "MisuseError": _ERRORS,
+    "MooncakePlane": "kvflow.transports.data.mooncake.plane",
+    "PageAllocator": "kvflow.memory.allocator",
+    "PagedPool": "kvflow.memory.pool",
+    "PeerError": _ERRORS,
+    "PrefillNode": "kvflow.node",
+    "PrefillRoom": "kvflow.handlers.prefill_room:PrefillSession",
+    "RankInfo": "kvflow.protocols.wire.ranks",
+    "RefusedError": _ERRORS,
+    "RegistryClient": "kvflow.transports.control.registry",
+    "SharedSegment": "kvflow.memory.shared",
+    "Timing": "kvflow.protocols.limits",
+    "TransferError": _ERRORS,
+    "build_layout": "kvflow.protocols.pages.layout",
+    "open_plane": "kvflow.transports.data.select",
+}
+
+if not TYPE_CHECKING:  # a type checker that saw this would believe in every name
+
+    def __getattr__(name: str) -> object:
+        home, _, there = _HOMES.get(name, "").partition(":")
+        if not home:
+            raise AttributeError(f"module 'kvflow' has no attribute {name!r}")
+        found = globals()[name] = getattr(import_module(home), there or name)
+        return found
+
+
+def __dir__() -> list[str]:
+    return [*__all__, "__version__"]

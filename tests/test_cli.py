@@ -142,3 +142,21 @@ def test_up_ends_with_the_status_of_a_role_that_cannot_start() -> None:
     assert done.returncode == 2
     assert done.stderr.splitlines()[-1].startswith("kvflow up: error: ")
     assert "'/nowhere/model' does not exist" in done.stderr.splitlines()[-1]
+
+
+def test_a_server_without_an_engine_names_the_extra() -> None:
+    program = (
+        "import sys; sys.modules['torch'] = None\n"
+        f"sys.argv = ['kvflow', *{list(PREFILL)!r}]\n"
+        "from kvflow.__main__ import main\n"
+        "main()\n"
+    )
+    done = start(program, cwd="/")
+    assert done.stderr.splitlines()[-1] == "kvflow: error: torch is not installed: pip install 'kvflow[engine]'"
+    assert done.returncode == 2 and "Traceback" not in done.stderr
+
+
+def test_a_module_that_no_extra_brings_is_not_explained_away() -> None:
+    program = "import sys; sys.modules['kvflow.config'] = None\nfrom kvflow.__main__ import main\nmain()\n"
+    done = start(program, cwd="/")
+    assert done.returncode == 1 and "kvflow.config" in done.stderr.splitlines()[-1]

@@ -16,6 +16,7 @@ from rich.console import Console
 from rich.markup import escape
 
 import kvflow
+from kvflow.extras import CORE, EXTRAS
 
 MOONCAKE_WHEELS = (
     "mooncake-transfer-engine-non-cuda",
@@ -25,8 +26,6 @@ MOONCAKE_WHEELS = (
 OLDEST_MOONCAKE = (0, 3, 12)
 # Library as the loader knows it, and the Debian package that has it.
 LIBRARIES = (("ibverbs", "libibverbs1"), ("numa", "libnuma1"), ("curl", "libcurl4"))
-ENGINE_PACKAGES = ("torch", "transformers", "tokenizers", "safetensors", "jinja2")
-CORE_PACKAGES = ("aiohttp", "msgspec", "numpy", "prometheus_client", "zmq", "rich", "typer", "uvloop")
 FEW_FILES = 4096
 IMPORT_TIMEOUT_S = 60.0
 
@@ -45,8 +44,9 @@ def findings() -> list[Finding]:
     """Everything `doctor` looks at; takes as long as importing mooncake."""
     return [
         _python(),
-        *(_package(name, needed=True, advice="pip install kvflow") for name in CORE_PACKAGES),
-        *(_package(name, needed=False, advice="pip install 'kvflow[engine]'") for name in ENGINE_PACKAGES),
+        *(_package(name, needed=True, advice="pip install kvflow") for name in CORE),
+        *(_package(name, needed=True, advice="pip install 'kvflow[server]'") for name in EXTRAS["server"]),
+        *(_package(name, needed=False, advice="pip install 'kvflow[engine]'") for name in EXTRAS["engine"]),
         _mooncake_wheels(),
         *(_library(name, package) for name, package in LIBRARIES),
         _mooncake(),

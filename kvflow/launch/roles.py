@@ -25,12 +25,13 @@ from kvflow.server.http.app import build_app
 from kvflow.server.http.listening import bound_socket, reachable, serving, url_of
 from kvflow.server.http.metrics import Metrics
 from kvflow.server.http.pipeline import Front
-from kvflow.server.http.registry import RankTable, RegistryClient, registry_app
+from kvflow.server.http.registry import registry_app
 from kvflow.server.http.service import ModelCard, Service
 from kvflow.server.http.services import DecodeService, PrefillService
 from kvflow.server.http.text import Wording
 from kvflow.server.router.router import Router, router_app
 from kvflow.transports.control.curve import read_key
+from kvflow.transports.control.registry import RankTable, RegistryClient
 from kvflow.transports.control.zmq import bind_router, connect_dealer
 from kvflow.transports.data.select import check_plane, open_plane
 
@@ -51,7 +52,6 @@ async def run_prefill(settings: Settings) -> None:
         table = RankTable()
         await stack.enter_async_context(serving(registry_app(table, metrics, settings.api_key), bootstrap))
         client = RegistryClient(settings.api_key)
-        stack.push_async_callback(client.close)
         await client.register(url_of(bootstrap, settings.host).removeprefix("http://"), service.rank)
         await _serve(settings, service, model, metrics, http, bootstrap_port)
 
@@ -123,18 +123,16 @@ async def decode_service(settings: Settings) -> AsyncGenerator[tuple[DecodeServi
 
         plane = _plane(settings, pool)
         pages = PageAllocator(pool.layout.num_pages)
-        registry = RegistryClient(settings.api_key)
         node = DecodeNode(
             pool,
             plane,
-            resolve=registry.resolve,
+            resolve=RegistryClient(settings.api_key).resolve,
             connect=functools.partial(connect_dealer, key=key),
             pages=pages,
             bounds=Bounds(quarantine_share=settings.max_quarantine_share),
             verify_transfers=settings.verify_transfers,
         )
         engine = DecodeEngine(model, pool, pages, executor, max_batch=settings.max_running_requests)
-        stack.push_async_callback(registry.close)
         stack.push_async_callback(node.close)
         await node.start()
         stack.push_async_callback(engine.close)

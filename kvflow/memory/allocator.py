@@ -1,4 +1,4 @@
-"""The owners of every page of one pool (I1), and the deferred return of pages somebody still uses (I13).
+"""The owners of every page of one pool (I1), and the deferred return of pages that are still in use (I13).
 
 Every page is in exactly one place: reserved, free, owned, or returning (given back while held). Used on the event loop
 only, so nothing here locks. One page costs a few microseconds, 2,048 pages well under a millisecond.
@@ -20,7 +20,7 @@ _FREE, _RESERVED, _RETURNING = -1, -2, -3
 
 
 class Kept(Enum):
-    """The key under which `owned()` counts pages that were given back while somebody still held them."""
+    """The key under which `owned()` counts pages that were given back while they were held."""
 
     RETURNING = "returning"
 
@@ -42,8 +42,10 @@ class PageAllocator:
 
         Raises: MisuseError.
         """
-        if num_pages < 1 or not 0 <= reserved <= num_pages:
-            raise MisuseError(f"{num_pages} pages with {reserved} reserved make no pool")
+        if num_pages < 1:
+            raise MisuseError(f"num_pages {num_pages} is below 1")
+        if not 0 <= reserved <= num_pages:
+            raise MisuseError(f"reserved {reserved} is outside 0..{num_pages}, the pages of the pool")
         self._num_pages, self._reserved = num_pages, reserved
         self._stack: PageIndices = np.arange(num_pages - 1, -1, -1, dtype=np.int32)  # free pages, the next one on top
         self._free = num_pages - reserved
@@ -55,6 +57,13 @@ class PageAllocator:
         self._next_mark = itertools.count()
         self._returning = 0
         self._held_calls = 0  # hold() page uses not yet ended: 0 lets give_back skip the look at `_holds`
+
+    def __repr__(self) -> str:
+        more = f", {self._reserved} reserved" if self._reserved else ""
+        return (
+            f"<PageAllocator of {self._num_pages} pages: {self._free} free{more}, {len(self._accounts)} owners, "
+            f"{self.held_pages} held, {self._returning} returning>"
+        )
 
     @property
     def num_pages(self) -> int:
@@ -122,7 +131,7 @@ class PageAllocator:
     def hold(self, pages: PageIndices) -> None:
         """A reader or writer that cannot be stopped uses these pages. Counted; a page may be named more than once.
 
-        Raises: OwnershipError for pages nobody owns (nothing is held).
+        Raises: OwnershipError for pages without an owner (nothing is held).
         """
         pages = self._checked(pages)
         if pages.size == 1:  # the common case of tiny rooms: scalars are several times cheaper than arrays of one

@@ -92,10 +92,12 @@ class _Sum:
 
 
 def _stretches(layout: PoolLayout) -> list[_Stretch]:
-    """Components in an order that depends on their names only; neighbours in memory are summed as one."""
+    """Components in an order that depends on their names only (in an opaque pool, that of the bytes of its page);
+    neighbours in memory are summed as one."""
     memories = [memoryview((ctypes.c_uint8 * b.size_bytes).from_address(b.address)) for b in layout.buffers]
     found: list[_Stretch] = []
-    for c in sorted(layout.components, key=lambda c: (len(c.name), c.name)):  # "9.v" stands before "10.k", as in memory
+    by_name = sorted(layout.components, key=lambda c: (len(c.name), c.name))  # "9.v" stands before "10.k", as in memory
+    for c in layout.components if layout.tag else by_name:
         new = _Stretch(memories[c.buffer], layout.buffers[c.buffer].page_bytes, c.offset, c.size_bytes)
         last = found[-1] if found else None
         if last is not None and last.memory is new.memory and last.offset + last.size_bytes == new.offset:

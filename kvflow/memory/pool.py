@@ -3,30 +3,65 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Mapping
-from typing import TYPE_CHECKING
+from collections.abc import Hashable, Mapping
+from typing import TYPE_CHECKING, Any, NamedTuple, SupportsIndex
 
 import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+from kvflow.memory.allocator import PageAllocator
 from kvflow.memory.shared import SharedSegment
-from kvflow.protocols.errors import LayoutError
-from kvflow.protocols.pages.layout import DTYPE_BYTES, Buffer, Component, PageIndices, PoolLayout
+from kvflow.memory.streams import describe, streams_of
+from kvflow.protocols.errors import LayoutError, MisuseError
+from kvflow.protocols.pages.layout import DTYPE_BYTES, OPAQUE, Component, PageIndices, PoolLayout
+from kvflow.protocols.ports import Endpoint
 
 if TYPE_CHECKING:
     import torch
 
+    from kvflow.memory.streams import Array
+
 _BUFFER_ALIGNMENT = 4096
+_BITS = {"bfloat16": "uint16", "float8_e4m3fn": "uint8", OPAQUE: "uint8"}  # what numpy has no name for
+
+
+class UnprovenLoan(NamedTuple):
+    """Pages that a writer, lost or frozen, may still write into. Only proof that it has ended makes them usable again.
+
+    `owner` is under what they stand in `PagedPool.pages`.
+    """
+
+    writer: Endpoint
+    pages: PageIndices
+    owner: Hashable
 
 
 class PagedPool:
-    """Owns (`allocate`) or borrows (`over`) the bytes of one pool. `layout.buffers` carry this process's addresses."""
+    """Owns (`allocate`) or borrows (`wrap`) the bytes of one pool. `layout.buffers` carry this process's addresses.
 
-    def __init__(self, layout: PoolLayout, memory: SharedSegment | None, tensors: dict[str, torch.Tensor]) -> None:
+    `unproven`: a decode node that is closed leaves here the loans whose end it could not prove, and the next node over
+    this pool takes them over. The pages of each stay with their owner in `pages`.
+    """
+
+    def __init__(
+        self,
+        layout: PoolLayout,
+        *,
+        memory: SharedSegment | None = None,
+        segment: SharedSegment | None = None,
+        arrays: Mapping[str, Array] | None = None,
+        on_host: bool = True,
+    ) -> None:
+        """`allocate` and `wrap` call this: `memory` belongs to the pool and is closed with it, `segment` does not."""
         self.layout = layout
-        self._memory, self._tensors = memory, tensors
+        self.unproven: list[UnprovenLoan] = []
+        self._memory, self._segment, self._on_host = memory, segment, on_host
+        self._arrays: dict[str, Array] = dict(arrays or {})
+        self._tensors: dict[str, torch.Tensor] = {}
         self._components = {c.name: c for c in layout.components}
+        self._pages: PageAllocator | None = None
+        self._closed = False
 
     @classmethod
     def allocate(cls, layout: PoolLayout, shared: bool = True) -> PagedPool:
@@ -45,37 +80,91 @@ class PagedPool:
             msgspec.structs.replace(b, address=memory.address + offset)
             for b, offset in zip(layout.buffers, offsets, strict=True)
         )
-        return cls(msgspec.structs.replace(layout, buffers=placed), memory, {})
+        return cls(msgspec.structs.replace(layout, buffers=placed), memory=memory)
 
     @classmethod
-    def over(cls, tensors: Mapping[str, torch.Tensor], page_size: int) -> PagedPool:
-        """Wrap a user's tensors, each [num_pages, page_size, *shape], without a copy: one contiguous tensor per stream
-        (layer-first), or views into one page-first tensor. The pool keeps them alive.
+    def wrap(
+        cls,
+        tensors: Mapping[str, Array],
+        page_size: SupportsIndex,
+        *,
+        segment: SharedSegment | None = None,
+        tag: str = "",
+        fingerprint: str = "",
+    ) -> PagedPool:
+        """A pool over an engine's own numpy arrays or torch tensors, each [num_pages, page_size, *shape], not copied:
+        one contiguous array per stream (layer-first), or views into one page-first array. The pool keeps them alive.
 
-        Raises: LayoutError when a page of a stream is not contiguous, or shapes disagree.
+        `segment`: the shared segment in which they lie, so that prefills of this machine can write into them (see
+        `SharedSegment.memory`). It stays the caller's. Without one this pool can send, and receive over other planes.
+        `tag`: the pages are opaque, [num_pages, *any inner layout]; see `protocols.pages.layout`.
+        `fingerprint`: what model's KV this is; peers whose fingerprint differs are refused.
+
+        Raises: LayoutError when a page of a stream is not contiguous, shapes disagree, or memory is not the segment's.
         """
-        layout = _describe(dict(tensors), page_size)
-        layout.check()
-        return cls(layout, None, dict(tensors))
+        streams = streams_of(tensors)
+        layout = describe(streams, page_size, tag=tag, fingerprint=fingerprint)
+        if segment is not None:
+            _check_inside(layout, segment)
+        return cls(layout, segment=segment, arrays=tensors, on_host=all(s.on_host for s in streams))
+
+    def __repr__(self) -> str:
+        layout = self.layout
+        memory = "closed" if self._closed else "shared" if self.segment is not None else "private"
+        tag = f", tag {layout.tag!r}" if layout.tag else ""
+        return (
+            f"<PagedPool of {layout.num_pages} pages, {layout.page_size} tokens and {layout.page_bytes} bytes each, in "
+            f"{len(layout.components)} streams{tag}, {memory}>"
+        )
+
+    @property
+    def pages(self) -> PageAllocator:
+        """Who owns which page, made when first asked for: nodes made one after the other over one pool share it."""
+        if self._pages is None:
+            self._pages = PageAllocator(self.layout.num_pages)
+        return self._pages
 
     @property
     def segment(self) -> SharedSegment | None:
-        """What a peer of this machine can open; None for private memory and for a user's own tensors."""
-        return self._memory if self._memory is not None and self._memory.fd >= 0 else None
+        """What a peer of this machine can open; None for private memory and for arrays outside any segment."""
+        found = self._memory or self._segment
+        return found if found is not None and found.fd >= 0 else None
 
     @property
     def on_host(self) -> bool:
         """The CPU can read every buffer at its address."""
-        return all(tensor.device.type == "cpu" for tensor in self._tensors.values())
+        return self._on_host
+
+    def array(self, component_name: str) -> NDArray[Any]:
+        """Numpy view [num_pages, page_size, *shape] of one component; strided for page-first pools.
+
+        What numpy has no dtype for is seen as bits: bfloat16 as uint16, float8 as uint8. A component of an opaque pool
+        that was allocated here is [num_pages, size_bytes] of uint8; a wrapped one has the shape it was given in.
+        Raises: LayoutError for an unknown name, a closed pool, or memory that the CPU cannot read.
+        """
+        component = self._component(component_name)
+        given = self._arrays.get(component_name)
+        if given is None:
+            return self._view(component)
+        if isinstance(given, np.ndarray):
+            return given
+        if given.device.type != "cpu":
+            raise LayoutError(f"stream {component_name!r} is on {given.device}: numpy reads host memory only")
+        import torch
+
+        bits = _BITS.get(str(given.dtype).removeprefix("torch."))
+        found: NDArray[Any] = (given if bits is None else given.view(getattr(torch, bits))).detach().numpy()
+        return found
 
     def tensor(self, component_name: str) -> torch.Tensor:
-        """View [num_pages, page_size, *shape] of one component; strided for page-first pools.
+        """Torch view [num_pages, page_size, *shape] of one component; strided for page-first pools.
 
-        Raises: LayoutError for an unknown name, or a place in memory its dtype cannot be read from.
+        Raises: LayoutError for an unknown name, a closed pool, or a place in memory its dtype cannot be read from;
+        MisuseError when torch is not installed.
         """
         found = self._tensors.get(component_name)
         if found is None:
-            found = self._tensors[component_name] = self._view(self._component(component_name))
+            found = self._tensors[component_name] = self._tensor(self._component(component_name))
         return found
 
     def pages_bytes(self, pages: PageIndices) -> NDArray[np.uint8]:
@@ -92,75 +181,67 @@ class PagedPool:
         return np.concatenate(columns, axis=1)
 
     def close(self) -> None:
-        """Give the memory back (as soon as the last tensor over it is gone). Idempotent."""
+        """Give the memory back (as soon as the last view of it is gone); a wrapped segment stays open. Idempotent.
+
+        While `unproven` is not empty, close a pool only at the end of the process: a writer that addresses plain memory
+        (mooncake) would reach what is mapped at the same addresses later.
+        """
+        self._closed = True
         self._tensors.clear()
+        self._arrays.clear()
         if self._memory is not None:
             self._memory.close()
 
     def _component(self, name: str) -> Component:
+        if self._closed:
+            raise LayoutError("the pool is closed")
         component = self._components.get(name)
         if component is None:
-            raise LayoutError(f"the pool has no component {name!r}")
+            names = ", ".join(list(self._components)[:5])
+            raise LayoutError(f"the pool has no component {name!r}; it has {len(self._components)}: {names} ...")
         return component
 
-    def _view(self, c: Component) -> torch.Tensor:
-        import torch
-
-        if self._memory is None:
-            raise LayoutError("the pool is closed")
-        itemsize = DTYPE_BYTES[c.dtype]
+    def _view(self, c: Component) -> NDArray[Any]:
+        assert self._memory is not None  # without memory of its own a pool has an array for every component
         b = self.layout.buffers[c.buffer]
-        start = b.address - self._memory.address + c.offset
-        if start % itemsize or b.page_bytes % itemsize:
+        dtype = np.dtype(_BITS.get(c.dtype, c.dtype))
+        shape = c.shape if c.dtype == OPAQUE else (self.layout.page_size, *c.shape)
+        inner: list[int] = [dtype.itemsize]
+        for length in reversed(shape[1:]):
+            inner.append(inner[-1] * length)
+        start, strides = b.address - self._memory.address + c.offset, (b.page_bytes, *reversed(inner))
+        return np.ndarray((self.layout.num_pages, *shape), dtype, self._memory.memory, start, strides)
+
+    def _tensor(self, c: Component) -> torch.Tensor:
+        try:
+            import torch
+        except ModuleNotFoundError:
+            raise MisuseError(
+                "PagedPool.tensor needs torch, which is not installed: use PagedPool.array, or pip install "
+                "'kvflow[engine]'"
+            ) from None
+        given = self._arrays.get(c.name)
+        if isinstance(given, torch.Tensor):
+            return given
+        bits = None if c.dtype == OPAQUE else _BITS.get(c.dtype)
+        seen = self._view(c) if given is None else given if bits is None else given.view(bits)
+        itemsize = DTYPE_BYTES.get(c.dtype, 1)
+        if any(step % itemsize for step in seen.strides) or seen.ctypes.data % itemsize:
+            b = self.layout.buffers[c.buffer]
             raise LayoutError(
                 f"component {c.name!r}: {c.dtype} cannot lie at {c.offset} in pages of {b.page_bytes} bytes"
             )
-        flat = torch.frombuffer(self._memory.memory, dtype=torch.uint8).view(getattr(torch, c.dtype))
-        shape = (self.layout.num_pages, self.layout.page_size, *c.shape)
-        strides = [1] * len(shape)
-        for i in range(len(shape) - 2, 0, -1):
-            strides[i] = strides[i + 1] * shape[i + 1]
-        strides[0] = b.page_bytes // itemsize
-        return flat.as_strided(shape, strides, start // itemsize)
+        tensor = torch.from_numpy(seen)
+        return tensor if bits is None else tensor.view(getattr(torch, c.dtype))
 
 
-def _describe(tensors: dict[str, torch.Tensor], page_size: int) -> PoolLayout:
-    """The layout of a user's tensors: streams whose pages interleave share a buffer."""
-    if not tensors:
-        raise LayoutError("a pool needs at least one tensor")
-    num_pages = next(iter(tensors.values())).shape[0]
-    for name, t in tensors.items():
-        _check_stream(name, t, num_pages, page_size)
-    components: list[Component] = []
-    buffers: list[Buffer] = []
-    for name, t in sorted(tensors.items(), key=lambda item: item[1].data_ptr()):
-        step, size = t.stride(0) * t.element_size(), t[0].numel() * t.element_size()
-        if num_pages == 1:
-            step = size
-        last = buffers[-1] if buffers else None
-        if last is None or step != last.page_bytes or t.data_ptr() + size > last.address + step:
-            last = Buffer(name, step, step * num_pages, _buffer_start(name, t, step * num_pages))
-            buffers.append(last)
-        dtype = str(t.dtype).removeprefix("torch.")
-        components.append(
-            Component(name, dtype, tuple(t.shape[2:]) or (1,), len(buffers) - 1, t.data_ptr() - last.address, size)
-        )
-    order = {name: i for i, name in enumerate(tensors)}
-    components.sort(key=lambda c: order[c.name])
-    return PoolLayout(page_size, num_pages, tuple(components), tuple(buffers))
-
-
-def _check_stream(name: str, t: torch.Tensor, num_pages: int, page_size: int) -> None:
-    if t.dim() < 2 or t.shape[0] != num_pages or t.shape[1] != page_size or not t.numel():
-        raise LayoutError(f"tensor {name!r}: shape {tuple(t.shape)} is not [{num_pages}, {page_size}, ...]")
-    if not t[0].is_contiguous() or t.stride(0) < t[0].numel():
-        raise LayoutError(f"tensor {name!r}: one page of it is not contiguous")
-
-
-def _buffer_start(name: str, t: torch.Tensor, size_bytes: int) -> int:
-    """Where the buffer that begins with `t` starts: at `t`, or earlier, so that its whole last page is real memory."""
-    storage = t.untyped_storage()
-    start = min(t.data_ptr(), storage.data_ptr() + storage.nbytes() - size_bytes)
-    if start < storage.data_ptr():
-        raise LayoutError(f"tensor {name!r}: {size_bytes} bytes of pages leave its storage of {storage.nbytes()}")
-    return start
+def _check_inside(layout: PoolLayout, segment: SharedSegment) -> None:
+    if segment.fd < 0:
+        raise LayoutError(f"{segment!r} cannot be opened by a peer: make it with SharedSegment.create")
+    for b in layout.buffers:
+        offset = b.address - segment.address
+        if offset < 0 or offset + b.size_bytes > segment.size_bytes:
+            raise LayoutError(
+                f"stream {b.name!r} does not lie in {segment!r}: make it over its memory, as in "
+                f"np.frombuffer(segment.memory, ...)"
+            )

@@ -1,8 +1,8 @@
 """A segment of memory that a process of the same user can open through /proc, and that has no name to leak.
 
-The segment is a sealed memfd: it can neither shrink nor grow, so whoever maps it can never be hit by SIGBUS. Mappings
-are not inherited by children (MADV_DONTFORK) and the descriptor is closed on exec, so only the process that opened a
-segment can write through its mapping: that process's death is the fence of the local data plane.
+The segment is a sealed memfd: it can neither shrink nor grow, so a process that maps it is never hit by SIGBUS.
+Mappings are not inherited by children (MADV_DONTFORK) and the descriptor is closed on exec, so only the process that
+opened a segment can write through its mapping: that process's death is the fence of the local data plane.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class SharedSegment:
 
     @classmethod
     def private(cls, size_bytes: int) -> SharedSegment:
-        """New zeroed memory nobody else can open (`fd` is -1), pre-faulted. Raises: LayoutError."""
+        """New zeroed memory that no other process can open (`fd` is -1), pre-faulted. Raises: LayoutError."""
         size_bytes = _whole_pages(size_bytes)
         try:
             return _own(cls(_map(-1, size_bytes, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS), -1))
@@ -70,7 +70,7 @@ class SharedSegment:
         """Map descriptor `fd` of process `pid`; slow (pre-faults), so call it in a thread.
 
         The caller checks before and after that `pid` is still the process it means.
-        Raises: TransferError when it cannot be opened, or is no sealed segment.
+        Raises: TransferError when it cannot be opened, or is not a sealed segment.
         """
         try:
             ours = os.open(f"/proc/{pid}/fd/{fd}", os.O_RDWR | os.O_CLOEXEC | os.O_NONBLOCK)
@@ -78,7 +78,7 @@ class SharedSegment:
             raise TransferError(f"cannot open the pool of process {pid}: {error.strerror}") from error
         try:
             if fcntl.fcntl(ours, _F_GET_SEALS) & _SEALS != _SEALS:
-                raise TransferError(f"descriptor {fd} of process {pid} is no sealed pool")
+                raise TransferError(f"descriptor {fd} of process {pid} is not a sealed segment")
             segment = cls(_map(ours, os.fstat(ours).st_size, mmap.MAP_SHARED), -1)
         except (OSError, ValueError) as error:
             raise TransferError(f"cannot map the pool of process {pid}: {error}") from error
@@ -87,11 +87,16 @@ class SharedSegment:
         prefault(segment.address, segment.size_bytes)  # where the kernel cannot, the first writes fault pages in
         return segment
 
+    def __repr__(self) -> str:
+        kind = "closed" if self._mapping is None else "private" if self.fd < 0 else f"descriptor {self.fd}"
+        return f"<SharedSegment of {self.size_bytes} bytes at {self.address:#x}, {kind}>"
+
     @property
     def memory(self) -> mmap.mmap:
-        """The mapping, as a buffer. Raises: LayoutError after `close`."""
+        """The mapping, as a buffer: `np.frombuffer` and `torch.frombuffer` make arrays in it that share its bytes, for
+        `PagedPool.wrap(..., segment=)`. Raises: LayoutError after `close`."""
         if self._mapping is None:
-            raise LayoutError("the pool is closed")
+            raise LayoutError(f"the segment of {self.size_bytes} bytes is closed")
         return self._mapping
 
     def close(self) -> None:
@@ -104,7 +109,9 @@ class SharedSegment:
 
 
 def _whole_pages(size_bytes: int) -> int:
-    return max(1, -(-size_bytes // mmap.PAGESIZE)) * mmap.PAGESIZE
+    if size_bytes < 1:
+        raise LayoutError(f"a segment of {size_bytes} bytes: at least 1 is needed")
+    return -(-size_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
 
 
 def _map(fd: int, size_bytes: int, flags: int) -> mmap.mmap:

@@ -34,7 +34,7 @@ def test_contracts_are_those_of_the_design() -> None:
     order = [name.strip(" ()") for layer in layers for name in layer.split("|")]
     floors = ["cli", "launch", "server", "node", "engine", "handlers", "memory", "protocols"]
     assert floors == sorted(floors, key=order.index)
-    assert order[-2:] == ["protocols", "aio"]
+    assert order[-3:] == ["protocols", "aio", "extras"]
 
 
 @pytest.mark.parametrize("floor", sorted(ALLOWED))

@@ -2,29 +2,51 @@
 
 from __future__ import annotations
 
+import importlib.metadata
+import os
 import subprocess
 import sys
 import sysconfig
 import tarfile
+import tomllib
 import venv
 import zipfile
 from pathlib import Path
 
 import pytest
 
+from kvflow.extras import CORE, EXTRAS
+
 ROOT = Path(__file__).parents[2]
 PACKAGE_DATA = [
     "py.typed",
     *("demo_model/" + name for name in ("config.json", "model.safetensors", "tokenizer.json", "PROVENANCE.md")),
 ]
+CORE_DISTRIBUTIONS = ("msgspec", "numpy", "pyzmq", "xxhash")
 pytestmark = pytest.mark.timeout(300)
+
+
+def finished(*command: str | Path, cwd: Path = Path("/")) -> subprocess.CompletedProcess[str]:
+    """A command run to its end, without the paths that a developer's environment adds to Python's."""
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    arguments = [str(part) for part in command]
+    return subprocess.run(arguments, cwd=cwd, env=environment, capture_output=True, text=True, check=False)
 
 
 def run(*command: str | Path, cwd: Path = Path("/")) -> str:
     """Run a command and return what it printed; its whole output explains a failure."""
-    result = subprocess.run([str(part) for part in command], cwd=cwd, capture_output=True, text=True, check=False)
+    result = finished(*command, cwd=cwd)
     assert result.returncode == 0, f"{command}\n{result.stdout}\n{result.stderr}"
     return result.stdout
+
+
+def made_venv(home: Path, built: Path) -> Path:
+    """A new environment with the wheel, and nothing else, in it. Returns its folder of packages."""
+    venv.create(home)
+    (wheel,) = built.glob("*.whl")
+    # With the pip of this environment: a new one in each costs several seconds.
+    run(sys.executable, "-m", "pip", "--python", home / "bin/python", "install", "--no-deps", "--no-index", wheel)
+    return Path(run(home / "bin/python", "-c", "import sysconfig; print(sysconfig.get_path('purelib'), end='')"))
 
 
 @pytest.fixture(scope="module")
@@ -44,12 +66,22 @@ def installed(built: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     A path added as a folder does not run the .pth files in it, so the editable install here stays invisible.
     """
     home = tmp_path_factory.mktemp("installed")
-    venv.create(home, with_pip=True)
-    (wheel,) = built.glob("*.whl")
-    run(home / "bin/python", "-m", "pip", "install", "--no-deps", "--no-index", wheel)
-    ask = "import sysconfig; print(sysconfig.get_path('purelib'), end='')"
-    site_packages = Path(run(home / "bin/python", "-c", ask))
-    (site_packages / "dependencies.pth").write_text(sysconfig.get_path("purelib") + "\n")
+    (made_venv(home, built) / "dependencies.pth").write_text(sysconfig.get_path("purelib") + "\n")
+    return home
+
+
+@pytest.fixture(scope="module")
+def bare(built: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What `pip install kvflow` makes: the wheel, and links to the packages it requires without any extra."""
+    home = tmp_path_factory.mktemp("bare")
+    target = made_venv(home, built)
+    for name in CORE_DISTRIBUTIONS:
+        files = importlib.metadata.files(name)
+        assert files
+        for top in {file.parts[0] for file in files} - {".."}:
+            link = target / top
+            if not link.exists():
+                link.symlink_to(Path(str(importlib.metadata.distribution(name).locate_file(top))))
     return home
 
 
@@ -74,3 +106,43 @@ def test_command_runs_from_the_root_folder(installed: Path) -> None:
 def test_import_is_the_installed_one(installed: Path) -> None:
     where = run(installed / "bin/python", "-c", "import kvflow; print(kvflow.__file__)")
     assert Path(where).is_relative_to(installed)
+
+
+def required(lines: list[str]) -> set[str]:
+    return {line.split(">")[0].split("<")[0].strip() for line in lines}
+
+
+def test_extras_are_those_of_the_project_file() -> None:
+    """`kvflow.extras` says which extra brings a module; it has to agree with what is installed for it."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    assert required(project["dependencies"]) == set(CORE_DISTRIBUTIONS)
+    modules = importlib.metadata.packages_distributions()
+    assert {modules[name][0].lower() for name in CORE} == set(CORE_DISTRIBUTIONS)
+    optional = project["optional-dependencies"]
+    for extra, names in EXTRAS.items():
+        brought = {modules[name][0].lower().replace("_", "-") for name in names}
+        assert brought == required(optional[extra]), extra
+
+
+def test_the_bare_library_has_only_what_it_requires(bare: Path) -> None:
+    names = sorted(name for modules in EXTRAS.values() for name in modules)
+    ask = f"import importlib.util as u; print([n for n in {names!r} if u.find_spec(n)])"
+    assert run(bare / "bin/python", "-c", ask) == "[]\n"
+
+
+def test_the_bare_library_moves_a_room(bare: Path) -> None:
+    out = run(bare / "bin/python", "-W", "error", ROOT / "examples/one_room.py")
+    assert "identical: True" in out
+
+
+def test_the_bare_library_plays_the_simulator(bare: Path) -> None:
+    play = "from kvflow.testing.sim.run import simulate; print(simulate(7).violation)"
+    assert run(bare / "bin/python", "-c", play) == "None\n"
+
+
+@pytest.mark.parametrize("arguments", [("--help",), ("prefill", "--model-path", "m"), ()])
+def test_the_command_line_names_the_extra_it_needs(bare: Path, arguments: tuple[str, ...]) -> None:
+    for command in ([bare / "bin/kvflow"], [bare / "bin/python", "-m", "kvflow"]):
+        done = finished(*command, *arguments)
+        assert (done.returncode, done.stdout) == (2, "")
+        assert done.stderr == "kvflow: error: typer is not installed: pip install 'kvflow[server]'\n"

@@ -111,10 +111,22 @@ def test_counts_by_kind() -> None:
     assert (store.count_by("room"), store.count_by(int), store.count_by(7), store.count_by("loan")) == (3, 1, 1, 0)
 
 
-@pytest.mark.parametrize(("num_pages", "reserved"), [(0, 0), (4, 5), (4, -1)])
-def test_impossible_pools_are_refused(num_pages: int, reserved: int) -> None:
-    with pytest.raises(MisuseError):
+@pytest.mark.parametrize(
+    ("num_pages", "reserved", "text"),
+    [(0, 0, "num_pages 0 is below 1"), (4, 5, r"reserved 5 is outside 0\.\.4"), (4, -1, "reserved -1")],
+)
+def test_impossible_pools_are_refused(num_pages: int, reserved: int, text: str) -> None:
+    with pytest.raises(MisuseError, match=text):
         PageAllocator(num_pages, reserved)
+
+
+def test_an_allocator_says_how_full_it_is() -> None:
+    store = PageAllocator(8, reserved=1)
+    assert repr(store) == "<PageAllocator of 8 pages: 7 free, 1 reserved, 0 owners, 0 held, 0 returning>"
+    mine = store.take(3, "a")
+    store.hold(mine)
+    store.give_back(mine[:1], "a")
+    assert repr(store) == "<PageAllocator of 8 pages: 4 free, 1 reserved, 1 owners, 3 held, 1 returning>"
 
 
 class AgainstAModel(RuleBasedStateMachine):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -14,7 +13,7 @@ from kvflow.memory import checksum
 from kvflow.memory.checksum import PageSums
 from kvflow.memory.pool import PagedPool
 from kvflow.protocols.errors import LayoutError
-from kvflow.protocols.pages.layout import Order, build_layout
+from kvflow.protocols.pages.layout import Order, build_layout, opaque_layout
 
 LAYERS = 12  # so that "10.k" must not be summed before "9.v"
 STREAMS: list[tuple[str, str, tuple[int, ...]]] = [
@@ -27,7 +26,7 @@ def pool(order: Order = "page_first", streams: list[tuple[str, str, tuple[int, .
     made = PagedPool.allocate(build_layout(streams, page_size=4, num_pages=16, order=order), shared=False)
     for component in made.layout.components:
         name = sum(component.name.encode())
-        view = made.tensor(component.name).numpy()
+        view = made.array(component.name)
         view[:] = ((np.arange(view.size) * 7 + name) % 251).reshape(view.shape)
     return made
 
@@ -53,11 +52,22 @@ async def test_a_page_first_page_is_summed_as_one_block() -> None:
     assert len(PageSums(pool("layer_first", streams))._stretches) == len(streams)
 
 
+async def test_opaque_pages_are_summed_as_the_bytes_they_are() -> None:
+    cut = {"z": 5, "a": 3}  # not in the order of names
+    whole, parts = (
+        PagedPool.allocate(opaque_layout(streams, page_size=4, num_pages=2, tag="t"), shared=False)
+        for streams in ({"blob": 8}, cut)
+    )
+    whole.array("blob")[1] = np.arange(8)
+    parts.array("z")[1], parts.array("a")[1] = np.arange(5), np.arange(5, 8)
+    assert await summed(whole, 1) == await summed(parts, 1) != await summed(parts, 0)
+
+
 async def test_order_number_and_every_byte_count() -> None:
     made = pool()
     seen = [await summed(made, *indices) for indices in ((1, 2), (2, 1), (1,), (2,), (1, 1))]
     before = await summed(made, 5)
-    view = made.tensor("11.scale").numpy()
+    view = made.array("11.scale")
     view[5, 3, 7] ^= 1  # the last byte of the page
     seen += [before, await summed(made, 5)]
     assert len(set(seen)) == len(seen)
@@ -66,10 +76,9 @@ async def test_order_number_and_every_byte_count() -> None:
 
 
 async def test_a_pool_the_cpu_cannot_read_is_refused() -> None:
-    made = pool()
-    made._tensors["gpu"] = SimpleNamespace(device=SimpleNamespace(type="cuda"))  # type: ignore[assignment]
+    on_a_device = PagedPool(pool().layout, on_host=False)
     with pytest.raises(LayoutError, match="host memory"):
-        PageSums(made)
+        PageSums(on_a_device)
 
 
 class Gate:

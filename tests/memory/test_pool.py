@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import pytest
@@ -42,20 +44,37 @@ def test_tensors_are_views_of_the_pages(order: Order, shared: bool) -> None:
     pool.close()
 
 
+@pytest.mark.parametrize("order", ORDERS)
+def test_arrays_and_tensors_are_views_of_the_same_pages(order: Order) -> None:
+    pool = PagedPool.allocate(layout(order), shared=False)
+    for name, dtype, shape in STREAMS:
+        tensor, array = pool.tensor(name), pool.array(name)
+        assert array.shape == (6, 4, *shape) and array.dtype == {"bfloat16": "uint16"}.get(dtype, dtype)
+        tensor[2] = 3
+        bits = tensor[2].contiguous().view(torch.uint8).numpy().tobytes()
+        assert array[2].tobytes() == bits and not array[[0, 1, 3, 4, 5]].any()
+        array[2] = 0
+        assert not tensor.any()
+    pool.close()
+
+
 def test_a_stream_its_dtype_cannot_read_is_refused() -> None:
     odd = build_layout([("a", "uint8", (1,)), ("b", "float32", (1,))], page_size=3, num_pages=2)
     pool = PagedPool.allocate(odd, shared=False)
     with pytest.raises(LayoutError, match="float32 cannot lie"):
         pool.tensor("b")
-    with pytest.raises(LayoutError, match="no component"):
+    assert pool.array("b").shape == (2, 3, 1)  # numpy reads it at any address
+    with pytest.raises(LayoutError, match="no component 'c'"):
         pool.tensor("c")
+    with pytest.raises(LayoutError, match="no component 'c'"):
+        pool.array("c")
     pool.close()
 
 
 @pytest.mark.parametrize("order", ORDERS)
-def test_over_finds_the_layout_a_pool_was_made_with(order: Order) -> None:
+def test_wrap_finds_the_layout_a_pool_was_made_with(order: Order) -> None:
     made = PagedPool.allocate(layout(order), shared=False)
-    pool = PagedPool.over({name: made.tensor(name) for name, _, _ in STREAMS}, page_size=4)
+    pool = PagedPool.wrap({name: made.tensor(name) for name, _, _ in STREAMS}, page_size=4)
     assert pool.layout.components == made.layout.components
     assert [b.address for b in pool.layout.buffers] == [b.address for b in made.layout.buffers]
     assert pool.tensor("0.v") is made.tensor("0.v") and pool.segment is None
@@ -63,40 +82,14 @@ def test_over_finds_the_layout_a_pool_was_made_with(order: Order) -> None:
     assert pool.pages_bytes(numbers(2)).tobytes() == made.pages_bytes(numbers(2)).tobytes()
 
 
-def test_over_a_part_of_each_page_stays_inside_the_memory() -> None:
-    whole = torch.zeros(5, 2, 4, 8)  # [page, k/v, slot, dim]; only v is given
-    pool = PagedPool.over({"v": whole[:, 1]}, page_size=4)
-    (buffer,) = pool.layout.buffers
-    assert buffer.address >= whole.data_ptr()
-    assert buffer.address + buffer.size_bytes <= whole.data_ptr() + whole.numel() * 4
-    whole[4, 1] = 2.0
-    assert (pool.pages_bytes(numbers(4)).view(np.float32) == 2.0).all()
-
-
-@pytest.mark.parametrize(
-    "tensors",
-    [
-        {},
-        {"k": torch.zeros(4, 3, 2)},  # page size is not 4
-        {"k": torch.zeros(4, 4, 2), "v": torch.zeros(5, 4, 2)},
-        {"k": torch.zeros(4, 2, 4).transpose(1, 2)},  # slots of one page are not contiguous
-        {"k": torch.zeros(4, 4, 2).expand(4, 4, 2)[:0]},
-        {"k": torch.zeros(1, 4, 2).expand(4, 4, 2)},  # four pages on the same bytes
-        {"k": torch.zeros(4, 4, 2, dtype=torch.float64)},
-    ],
-)
-def test_over_refuses_what_cannot_be_described(tensors: dict[str, torch.Tensor]) -> None:
-    with pytest.raises(LayoutError):
-        PagedPool.over(tensors, page_size=4)
-
-
-def test_closing_gives_the_memory_back_with_the_last_view() -> None:
+@pytest.mark.parametrize("view_of", [PagedPool.tensor, PagedPool.array])
+def test_closing_gives_the_memory_back_with_the_last_view(view_of: Callable[[PagedPool, str], Any]) -> None:
     pool = PagedPool.allocate(layout("page_first"))
     segment = pool.segment
     assert segment is not None
     fd = os.readlink(f"/proc/self/fd/{segment.fd}")
     inode = os.stat(f"/proc/self/fd/{segment.fd}").st_ino
-    view = pool.tensor("0.v")
+    view = view_of(pool, "0.v")
     pool.close()
     pool.close()
     assert "kvflow-pool" in fd and segment.fd == -1 and pool.segment is None
@@ -105,7 +98,7 @@ def test_closing_gives_the_memory_back_with_the_last_view() -> None:
     del view
     assert f" {inode} " not in _maps()
     with pytest.raises(LayoutError, match="closed"):
-        pool.tensor("0.v")
+        view_of(pool, "0.v")
 
 
 def _maps() -> str:
@@ -133,7 +126,7 @@ def test_a_segment_cannot_shrink_under_its_readers() -> None:
 def test_only_sealed_segments_are_opened(tmp_path: object) -> None:
     fd = os.memfd_create("unsealed", os.MFD_ALLOW_SEALING)
     os.ftruncate(fd, 8192)
-    with pytest.raises(TransferError, match="no sealed pool"):
+    with pytest.raises(TransferError, match="not a sealed segment"):
         SharedSegment.open_peer(os.getpid(), fd)
     os.close(fd)
     with pytest.raises(TransferError, match="cannot open"):
@@ -146,3 +139,20 @@ def test_a_pool_larger_than_memory_is_refused() -> None:
     huge = build_layout([("k", "float32", (1 << 20,))], page_size=1024, num_pages=1 << 20)
     with pytest.raises(LayoutError, match="no memory"):
         PagedPool.allocate(huge)
+
+
+@pytest.mark.parametrize("size_bytes", [0, -1])
+def test_a_segment_has_at_least_one_byte(size_bytes: int) -> None:
+    for make in (SharedSegment.create, SharedSegment.private):
+        with pytest.raises(LayoutError, match=f"{size_bytes} bytes"):
+            make(size_bytes)
+
+
+def test_segments_say_what_they_are() -> None:
+    shared, private = SharedSegment.create(1), SharedSegment.private(8192)
+    assert f"4096 bytes at {shared.address:#x}, descriptor {shared.fd}" in repr(shared)
+    assert "8192 bytes" in repr(private) and "private" in repr(private)
+    shared.close()
+    assert "closed" in repr(shared)
+    with pytest.raises(LayoutError, match="4096 bytes is closed"):
+        _ = shared.memory

@@ -10,12 +10,14 @@ from hypothesis import strategies as st
 
 from kvflow.protocols.errors import LayoutError
 from kvflow.protocols.pages.layout import (
+    MAX_LABEL,
     MAX_PAGES,
     Buffer,
     Component,
     PoolLayout,
     build_layout,
     differences,
+    opaque_layout,
     pack_pages,
     unpack_pages,
 )
@@ -40,6 +42,8 @@ def _changed(**fields: object) -> PoolLayout:
 
 _K = Component("0.k", "bfloat16", (8, 16), 0, 0, 1024)
 _BUFFER = Buffer("pages", 1024, 10240)
+_BLOB = Component("blob", "opaque", (1024,), 0, 0, 1024)
+_LONG = "x" * (MAX_LABEL + 1)
 
 
 @pytest.mark.parametrize(
@@ -59,10 +63,19 @@ _BUFFER = Buffer("pages", 1024, 10240)
         (PoolLayout(4, 10, (msgspec.structs.replace(_K, shape=()),), (_BUFFER,)), "shape"),
         (PoolLayout(4, 10, (msgspec.structs.replace(_K, shape=(-8, -16)),), (_BUFFER,)), "shape"),
         (PoolLayout(4, 10, (msgspec.structs.replace(_K, size_bytes=1023),), (_BUFFER,)), "shape"),
-        (PoolLayout(4, 10, (msgspec.structs.replace(_K, buffer=1),), (_BUFFER,)), "no buffer 1"),
-        (PoolLayout(4, 10, (msgspec.structs.replace(_K, buffer=-1),), (_BUFFER,)), "no buffer -1"),
+        (PoolLayout(4, 10, (msgspec.structs.replace(_K, buffer=1),), (_BUFFER,)), "buffer 1 is outside"),
+        (PoolLayout(4, 10, (msgspec.structs.replace(_K, buffer=-1),), (_BUFFER,)), "buffer -1 is outside"),
         (PoolLayout(4, 10, (msgspec.structs.replace(_K, offset=-1),), (_BUFFER,)), "leave"),
         (PoolLayout(4, 10, (msgspec.structs.replace(_K, offset=1),), (_BUFFER,)), "leave"),
+        (PoolLayout(4, 10, (_K, _K), (_BUFFER,)), "component '0.k' is named twice"),
+        (PoolLayout(4, 10, (msgspec.structs.replace(_K, name=_LONG),), (_BUFFER,)), "over the limit of 256"),
+        (PoolLayout(4, 10, (_K,), (msgspec.structs.replace(_BUFFER, name=_LONG),)), "over the limit of 256"),
+        (PoolLayout(4, 10, (_BLOB,), (_BUFFER,), _LONG), "tag of 257 characters"),
+        (_changed(fingerprint=_LONG), "fingerprint of 257 characters"),
+        (PoolLayout(4, 10, (_BLOB,), (_BUFFER,)), "unknown dtype 'opaque'"),
+        (PoolLayout(4, 10, (_K,), (_BUFFER,), "tag"), "dtype 'bfloat16'"),
+        (PoolLayout(4, 10, (msgspec.structs.replace(_BLOB, shape=(512,)),), (_BUFFER,), "tag"), r"shape \(512,\)"),
+        (PoolLayout(4, 10, (Component("b", "opaque", (0,), 0, 0, 0),), (_BUFFER,), "tag"), r"shape \(0,\)"),
     ],
 )
 def test_a_descriptor_that_does_not_hold_is_refused(layout: PoolLayout, names: str) -> None:
@@ -74,6 +87,65 @@ def test_a_descriptor_that_does_not_hold_is_refused(layout: PoolLayout, names: s
 def test_nonsense_is_not_laid_out(page_size: int, num_pages: int, dtype: str) -> None:
     with pytest.raises(LayoutError):
         build_layout([("k", dtype, (1,))], page_size=page_size, num_pages=num_pages)
+
+
+@pytest.mark.parametrize("wrong", [1.5, "16", None])
+def test_sizes_are_integers(wrong: object) -> None:
+    with pytest.raises(LayoutError, match=r"page_size .* is not an integer"):
+        build_layout(STREAMS, page_size=wrong, num_pages=1)  # type: ignore[arg-type]
+    with pytest.raises(LayoutError, match=r"num_pages .* is not an integer"):
+        opaque_layout({"blob": 8}, page_size=1, num_pages=wrong, tag="x")  # type: ignore[arg-type]
+
+
+def test_sizes_from_numpy_survive_the_wire() -> None:
+    layout = build_layout([("k", "uint8", (np.int16(3),))], page_size=np.int64(4), num_pages=np.int32(10))
+    assert msgspec.msgpack.decode(msgspec.msgpack.encode(layout), type=PoolLayout) == layout
+
+
+def test_an_order_nobody_knows_is_refused() -> None:
+    with pytest.raises(LayoutError, match="order 'token_first' is neither"):
+        build_layout(STREAMS, page_size=1, num_pages=1, order="token_first")  # type: ignore[arg-type]
+
+
+def opaque(streams: dict[str, int], tag: str = "flash-attn HND", page_size: int = 16) -> PoolLayout:
+    return opaque_layout(streams, page_size=page_size, num_pages=10, tag=tag)
+
+
+def test_opaque_pools_fit_when_tag_page_size_and_bytes_agree() -> None:
+    whole, layers = opaque({"blob": 1001}), opaque({"layer 0": 500, "layer 1": 501})
+    assert whole.page_bytes == layers.page_bytes == 1001  # which needs not be a multiple of the page size
+    assert differences(whole, layers) == differences(layers, whole) == []
+    assert differences(whole, opaque({"blob": 1001}, tag="flash-attn NHD")) == [
+        "page tag: prefill 'flash-attn HND', decode 'flash-attn NHD'"
+    ]
+    assert differences(whole, opaque({"blob": 1000}, page_size=8)) == [
+        "page_size: prefill 16, decode 8",
+        "bytes per page: prefill 1001, decode 1000",
+    ]
+    typed = build_layout([("blob", "uint8", (1,))], page_size=16, num_pages=10)
+    assert differences(whole, typed)[0] == "page tag: prefill 'flash-attn HND', decode ''"
+
+
+def test_opaque_streams_of_one_name_lie_at_one_place() -> None:
+    found = differences(opaque({"k": 8, "v": 8}), opaque({"v": 8, "k": 8}))
+    assert found[0] == "k: bytes 0..8 of a page at prefill, 8..16 at decode"
+
+
+def test_an_opaque_pool_needs_a_tag() -> None:
+    with pytest.raises(LayoutError, match="tag is empty"):
+        opaque({"blob": 8}, tag="")
+
+
+def test_fingerprints_are_compared() -> None:
+    ours, theirs = (build_layout(STREAMS, page_size=4, num_pages=10, fingerprint=f) for f in ("llama tp1", ""))
+    assert differences(ours, ours) == []
+    assert differences(ours, theirs) == ["model fingerprint: prefill 'llama tp1', decode ''"]
+
+
+def test_a_peer_that_knows_neither_tag_nor_fingerprint_is_understood() -> None:
+    layout = build_layout(STREAMS, page_size=4, num_pages=10)
+    old = msgspec.msgpack.encode(msgspec.msgpack.decode(msgspec.msgpack.encode(layout))[:4])
+    assert msgspec.msgpack.decode(old, type=PoolLayout) == layout
 
 
 def test_differences_say_what_differs() -> None:

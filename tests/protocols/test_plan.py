@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from kvflow.protocols.errors import LayoutError
-from kvflow.protocols.pages.layout import Order, PageIndices, PoolLayout, build_layout
+from kvflow.protocols.pages.layout import Order, PageIndices, PoolLayout, build_layout, opaque_layout
 from kvflow.protocols.pages.plan import Blocks, Pairing
 
 Memory = NDArray[np.uint8]
@@ -120,3 +120,43 @@ def test_lists_that_do_not_fit_are_refused(source_pages: list[int], target_pages
 def test_pools_that_do_not_fit_are_refused() -> None:
     with pytest.raises(LayoutError, match="page_size"):
         Pairing(pool("page_first"), build_layout([("0.k", "bfloat16", (2, 8))], page_size=8, num_pages=4))
+
+
+def page_of(layout: PoolLayout, memory: Memory, page: int) -> bytes:
+    """One page of an opaque pool: its components one after the other."""
+    parts = []
+    for c in layout.components:
+        b = layout.buffers[c.buffer]
+        at = b.address + page * b.page_bytes + c.offset
+        parts.append(memory[at : at + c.size_bytes].tobytes())
+    return b"".join(parts)
+
+
+@st.composite
+def opaque(draw: st.DrawFn, side: str, page_bytes: int) -> PoolLayout:
+    cuts = sorted(draw(st.sets(st.integers(1, page_bytes - 1), max_size=5)))
+    sizes = np.diff([0, *cuts, page_bytes]).tolist()
+    order: Order = draw(st.sampled_from(["page_first", "layer_first"]))
+    streams = {f"{side} {i}": size for i, size in enumerate(sizes)}
+    return opaque_layout(streams, page_size=3, num_pages=4, tag="any", order=order)
+
+
+@settings(deadline=None)
+@given(st.data(), st.integers(2, 20))
+def test_opaque_pages_arrive_whole_wherever_the_two_sides_cut_them(data: st.DataObject, page_bytes: int) -> None:
+    source = placed(data.draw(opaque("source", page_bytes)), 5)
+    target = placed(data.draw(opaque("target", page_bytes)), 9)
+    s, t = np.array([3, 0, 1], dtype=np.int32), np.array([0, 1, 2], dtype=np.int32)
+    a = np.arange(4 * page_bytes + 200, dtype=np.int64).astype(np.uint8)
+    after = copied(Pairing(source, target).blocks(s, t, max_block_bytes=7), a, np.full(a.size, 255, dtype=np.uint8))
+    for i, j in zip(s.tolist(), t.tolist(), strict=True):
+        assert page_of(target, after, j) == page_of(source, a, i)
+    assert page_of(target, after, 3) == b"\xff" * page_bytes
+
+
+def test_opaque_pages_cut_alike_are_one_block_a_run() -> None:
+    source, target = (
+        placed(opaque_layout(s, page_size=4, num_pages=8, tag="t"), 0) for s in ({"a": 64}, {"b": 24, "c": 40})
+    )
+    pages = np.arange(8, dtype=np.int32)
+    assert Pairing(source, target).blocks(pages, pages, max_block_bytes=1 << 20).sizes.tolist() == [512]

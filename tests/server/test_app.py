@@ -10,8 +10,9 @@ from aiohttp import web
 
 from kvflow.config import Settings
 from kvflow.server.http.metrics import Metrics
-from kvflow.server.http.registry import RankTable, registry_app
+from kvflow.server.http.registry import registry_app
 from kvflow.server.router.router import Router, router_app
+from kvflow.transports.control.registry import RankTable
 from tests.server.fake_service import FakeService, Meeting, Role, served
 
 KEY = "sesame"

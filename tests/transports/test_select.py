@@ -1,11 +1,15 @@
-"""Planes by name."""
+"""Planes by name, and for a pool."""
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 
+from kvflow.memory.pool import PagedPool
+from kvflow.memory.shared import SharedSegment
 from kvflow.protocols.errors import MisuseError
-from kvflow.transports.data.select import open_plane
+from kvflow.transports.data.fake import FakeNetwork, FakePlane
+from kvflow.transports.data.select import open_plane, plane_for
 
 
 def test_the_name_of_a_plane_is_checked() -> None:
@@ -14,3 +18,28 @@ def test_the_name_of_a_plane_is_checked() -> None:
         open_plane("carrier pigeon", None)
     with pytest.raises(MisuseError, match="rate limit"):
         open_plane("local", None, rate_limit_bytes_per_s=0)
+
+
+def test_a_pool_that_receives_locally_lies_in_shared_memory() -> None:
+    own = PagedPool.wrap({"k": np.zeros((2, 4, 3), np.float32)}, page_size=4)
+    assert plane_for(own, "local", receives=False).name == "local"
+    with pytest.raises(MisuseError, match=r"PagedPool of 2 pages.*private> is not in shared memory.*segment=segment"):
+        plane_for(own, "local", receives=True)
+    segment = SharedSegment.create(4096)
+    inside = np.frombuffer(segment.memory, np.float32, 24).reshape(2, 4, 3)
+    shared = PagedPool.wrap({"k": inside}, page_size=4, segment=segment)
+    endpoint, _ = plane_for(shared, "local", receives=True).export(shared.layout)
+    assert endpoint.address == f"fd:{segment.fd}"
+    segment.close()
+
+
+def test_a_pool_on_a_device_is_not_copied_by_the_cpu() -> None:
+    own = PagedPool.wrap({"k": np.zeros((2, 4, 3), np.float32)}, page_size=4)
+    with pytest.raises(MisuseError, match="not in host memory"):
+        plane_for(PagedPool(own.layout, on_host=False), "local", receives=False)
+
+
+def test_a_plane_of_the_callers_is_taken_as_it_is() -> None:
+    pool = PagedPool.wrap({"k": np.zeros((2, 4, 3), np.float32)}, page_size=4)
+    mine = FakePlane(FakeNetwork())
+    assert plane_for(pool, mine, receives=True) is mine

@@ -25,7 +25,12 @@ class Runner:
     def __init__(self, model: Any, layers: tuple[LayerStreams | None, ...], pool: PagedPool, *, packed: bool) -> None:
         """Raises: LayoutError when the pool's streams are not the model's."""
         streams = [s for layer in layers if layer for s in layer.streams]
-        wanted = build_layout(streams, page_size=pool.layout.page_size, num_pages=pool.layout.num_pages)
+        wanted = build_layout(
+            streams,
+            page_size=pool.layout.page_size,
+            num_pages=pool.layout.num_pages,
+            fingerprint=pool.layout.fingerprint,
+        )
         if found := differences(wanted, pool.layout):
             said = "; ".join(found).replace("prefill", "model").replace("decode", "pool")
             raise LayoutError(f"the pool does not fit the model: {said}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import numpy as np
@@ -93,19 +94,41 @@ class Pairing:
         return delta
 
 
-def _component_rows(source: PoolLayout, target: PoolLayout) -> list[tuple[int, int, int, int, int]]:
-    """(source buffer, source offset, target buffer, target offset, size) with neighbours on both sides merged."""
-    there = {c.name: c for c in target.components}
-    rows: list[tuple[int, int, int, int, int]] = []
-    for c in sorted(source.components, key=lambda c: (c.buffer, c.offset)):
-        o = there[c.name]
+_Row = tuple[int, int, int, int, int]  # source buffer, source offset, target buffer, target offset, size
+
+
+def _component_rows(source: PoolLayout, target: PoolLayout) -> list[_Row]:
+    """What to copy of every page, with neighbours on both sides merged."""
+    rows: list[_Row] = []
+    for b, o, tb, to, size in sorted(_opaque_rows(source, target) if source.tag else _typed_rows(source, target)):
         if rows:
-            sb, so, tb, to, n = rows[-1]
-            if (sb, so + n, tb, to + n) == (c.buffer, c.offset, o.buffer, o.offset):
-                rows[-1] = (sb, so, tb, to, n + c.size_bytes)
+            last_b, last_o, last_tb, last_to, n = rows[-1]
+            if (last_b, last_o + n, last_tb, last_to + n) == (b, o, tb, to):
+                rows[-1] = (last_b, last_o, last_tb, last_to, n + size)
                 continue
-        rows.append((c.buffer, c.offset, o.buffer, o.offset, c.size_bytes))
+        rows.append((b, o, tb, to, size))
     return rows
+
+
+def _typed_rows(source: PoolLayout, target: PoolLayout) -> Iterator[_Row]:
+    there = {c.name: c for c in target.components}
+    for c in source.components:
+        o = there[c.name]
+        yield c.buffer, c.offset, o.buffer, o.offset, c.size_bytes
+
+
+def _opaque_rows(source: PoolLayout, target: PoolLayout) -> Iterator[_Row]:
+    """A page is a string of bytes, which the two sides may have cut at different places."""
+    i = j = c_done = o_done = 0
+    while i < len(source.components):
+        c, o = source.components[i], target.components[j]
+        size = min(c.size_bytes - c_done, o.size_bytes - o_done)
+        yield c.buffer, c.offset + c_done, o.buffer, o.offset + o_done, size
+        c_done, o_done = c_done + size, o_done + size
+        if c_done == c.size_bytes:
+            i, c_done = i + 1, 0
+        if o_done == o.size_bytes:
+            j, o_done = j + 1, 0
 
 
 def _segments(source: PoolLayout, target: PoolLayout, rows: Addresses) -> _Segments:

@@ -1,7 +1,8 @@
-"""The data plane of a name."""
+"""The data plane of a name, alone or for a pool."""
 
 from __future__ import annotations
 
+from kvflow.memory.pool import PagedPool
 from kvflow.memory.shared import SharedSegment
 from kvflow.protocols.errors import MisuseError
 from kvflow.protocols.ports import DataPlane
@@ -37,3 +38,21 @@ def open_plane(
     if name == "local":
         return LocalPlane(pool_segment, rate_limit_bytes_per_s)
     return MooncakePlane(host, rate_limit_bytes_per_s, device)
+
+
+def plane_for(pool: PagedPool, plane: str | DataPlane, *, receives: bool, host: str = "127.0.0.1") -> DataPlane:
+    """The data plane of a node over `pool`: one of `PLANES` by name, or the caller's own as it is.
+
+    `receives`: peers will write into this pool, so the local plane needs it in shared memory.
+    Raises: MisuseError, as `open_plane`, and for a pool that a plane of that name could not write into.
+    """
+    if not isinstance(plane, str):
+        return plane
+    if plane == LocalPlane.name and receives and pool.segment is None:
+        raise MisuseError(
+            f"plane 'local': {pool!r} is not in shared memory, so no prefill can write into it; make it with "
+            f"PagedPool.allocate(layout), or over a SharedSegment with PagedPool.wrap(..., segment=segment)"
+        )
+    if plane == LocalPlane.name and not pool.on_host:
+        raise MisuseError(f"plane 'local': {pool!r} is not in host memory, the only kind it copies")
+    return open_plane(plane, pool.segment, host=host)

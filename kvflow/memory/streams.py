@@ -1,0 +1,199 @@
+"""From an engine's own arrays (numpy, or torch where it is loaded) to the layout of a pool over them."""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Mapping, Sequence
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any, NamedTuple, SupportsIndex
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvflow.protocols.errors import LayoutError
+from kvflow.protocols.pages.layout import MAX_PAGE_SIZE, OPAQUE, Buffer, Component, PoolLayout, whole_number
+
+if TYPE_CHECKING:
+    import torch
+
+    Array = NDArray[Any] | torch.Tensor
+
+
+class Stream(NamedTuple):
+    """One array as memory: `strides` in bytes; `start` and `end` bound the allocation that it is a view of."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    item_bytes: int
+    address: int
+    start: int
+    end: int
+    on_host: bool
+
+    @property
+    def page_bytes(self) -> int:
+        return math.prod(self.shape[1:]) * self.item_bytes
+
+    @property
+    def step(self) -> int:
+        """Bytes from one page to the next."""
+        return self.strides[0] if self.shape[0] > 1 else self.page_bytes
+
+
+def streams_of(arrays: Mapping[str, Array]) -> list[Stream]:
+    """Where each array lies. Raises: LayoutError for what is not an array, or has no memory that a peer can write."""
+    if not isinstance(arrays, Mapping):
+        raise LayoutError(f"a pool is made from a mapping of stream names to arrays, not from a {_kind(arrays)}")
+    if not arrays:
+        raise LayoutError("a pool needs at least one array")
+    return [_stream(name, array) for name, array in arrays.items()]
+
+
+def describe(
+    streams: Sequence[Stream], page_size: SupportsIndex, *, tag: str = "", fingerprint: str = ""
+) -> PoolLayout:
+    """The layout over `streams`, checked: those whose pages interleave share a buffer. Raises: LayoutError."""
+    slots = whole_number("page_size", page_size)
+    if not 1 <= slots <= MAX_PAGE_SIZE:
+        raise LayoutError(f"page_size {slots} is outside 1..{MAX_PAGE_SIZE}")
+    for stream in streams:
+        _check(stream, streams[0], slots, typed=not tag)
+    num_pages = streams[0].shape[0]
+    components: dict[str, Component] = {}
+    buffers: list[Buffer] = []
+    for i, group in enumerate(_interleaved(streams)):
+        buffers.append(_buffer(group, num_pages))
+        for s in group:
+            dtype, shape = (OPAQUE, (s.page_bytes,)) if tag else (s.dtype, s.shape[2:] or (1,))
+            components[s.name] = Component(s.name, dtype, shape, i, s.address - buffers[i].address, s.page_bytes)
+    _check_apart(list(components.values()))
+    layout = PoolLayout(slots, num_pages, tuple(components[s.name] for s in streams), tuple(buffers), tag, fingerprint)
+    layout.check()
+    return layout
+
+
+def _interleaved(streams: Sequence[Stream]) -> list[list[Stream]]:
+    """Streams whose pages lie between each other's, as views into one page-first array do; else one by one."""
+    groups: list[list[Stream]] = []
+    for s in sorted(streams, key=lambda s: s.address):
+        first = groups[-1][0] if groups else None
+        if first is not None and s.step == first.step and s.address + s.page_bytes <= first.address + first.step:
+            groups[-1].append(s)
+        else:
+            groups.append([s])
+    return groups
+
+
+def _buffer(group: list[Stream], num_pages: int) -> Buffer:
+    """One buffer for a group. It starts at the first stream, or earlier, so that its whole last page is real memory."""
+    first, size_bytes = group[0], group[0].step * num_pages
+    # A view may know less of its allocation than its neighbour does (torch.from_numpy knows only the view).
+    low, high = min(s.start for s in group), max(s.end for s in group)
+    start = min(first.address, high - size_bytes)
+    if start < low:
+        raise LayoutError(
+            f"stream {first.name!r}: {size_bytes} bytes of pages leave its allocation of {high - low} bytes"
+        )
+    return Buffer(first.name, first.step, size_bytes, start)
+
+
+def _kind(value: object) -> str:
+    return type(value).__name__
+
+
+def _stream(name: str, array: Array) -> Stream:
+    torch = sys.modules.get("torch")  # whoever has a tensor has loaded it
+    if isinstance(array, np.ndarray):
+        return _of_numpy(name, array)
+    if torch is not None and isinstance(array, torch.Tensor):
+        return _of_torch(name, array)
+    raise LayoutError(f"stream {name!r} is a {_kind(array)}, neither a numpy array nor a torch tensor")
+
+
+def _of_numpy(name: str, array: NDArray[Any]) -> Stream:
+    if not array.flags.writeable:
+        raise LayoutError(f"array {name!r} is read-only: pages of a pool are written in place")
+    if array.dtype.hasobject or not array.dtype.isnative:
+        raise LayoutError(f"array {name!r}: dtype {array.dtype} is not plain numbers in this machine's byte order")
+    start, end = _bounds(_allocation(array))
+    at, dtype = array.__array_interface__["data"][0], array.dtype
+    return Stream(name, dtype.name, array.shape, array.strides, dtype.itemsize, at, start, end, on_host=True)
+
+
+def _allocation(array: NDArray[Any]) -> NDArray[Any]:
+    """The first array of a chain of views: the whole memory that the chain may reach."""
+    owner: Any = array
+    while (owner := getattr(owner, "base", None)) is not None:
+        if isinstance(owner, np.ndarray):
+            array = owner
+    return array
+
+
+def _bounds(array: NDArray[Any]) -> tuple[int, int]:
+    low = high = array.__array_interface__["data"][0]
+    for length, stride in zip(array.shape, array.strides, strict=True):
+        low, high = low + min(0, (length - 1) * stride), high + max(0, (length - 1) * stride)
+    return low, high + array.itemsize
+
+
+def _of_torch(name: str, tensor: torch.Tensor) -> Stream:
+    if str(tensor.layout) != "torch.strided" or tensor.device.type == "meta":
+        raise LayoutError(
+            f"tensor {name!r} ({tensor.layout} on {tensor.device}) has no memory of its own to write into"
+        )
+    size, storage = tensor.element_size(), tensor.untyped_storage()
+    start = storage.data_ptr()
+    return Stream(
+        name,
+        str(tensor.dtype).removeprefix("torch."),
+        tuple(tensor.shape),
+        tuple(step * size for step in tensor.stride()),
+        size,
+        tensor.data_ptr(),
+        start,
+        start + storage.nbytes(),
+        on_host=tensor.device.type == "cpu",
+    )
+
+
+def _check(s: Stream, first: Stream, page_size: int, *, typed: bool) -> None:
+    wanted = "[num_pages, page_size, ...]" if typed else "[num_pages, ...]"
+    if len(s.shape) < (2 if typed else 1) or not math.prod(s.shape):
+        raise LayoutError(f"stream {s.name!r}: shape {s.shape} is not {wanted} with at least one element")
+    if s.shape[0] != first.shape[0]:
+        raise LayoutError(
+            f"stream {s.name!r} has {s.shape[0]} pages, {first.name!r} has {first.shape[0]}: streams of one pool have "
+            f"as many; shape is {wanted}"
+        )
+    if typed and s.shape[1] != page_size:
+        raise LayoutError(
+            f"stream {s.name!r}: shape {s.shape} is not {wanted} with a page_size of {page_size}; pages of another "
+            f"inner layout need a tag"
+        )
+    inner = list(zip(s.shape[1:], s.strides[1:], strict=True))
+    if not typed:  # any order of the dimensions will do
+        inner.sort(key=lambda dimension: dimension[1], reverse=True)
+    if not _dense(inner, s.item_bytes):
+        raise LayoutError(f"stream {s.name!r}: one page of it is not contiguous (shape {s.shape}, strides {s.strides})")
+    if s.shape[0] > 1 and s.strides[0] < s.page_bytes:
+        raise LayoutError(f"stream {s.name!r}: pages of {s.page_bytes} bytes overlap, {s.strides[0]} bytes apart")
+
+
+def _dense(dimensions: list[tuple[int, int]], item_bytes: int) -> bool:
+    """(length, stride in bytes) of dimensions, outermost first, leave no gap and no overlap."""
+    expected = item_bytes
+    for length, stride in reversed(dimensions):
+        if length > 1:
+            if stride != expected:
+                return False
+            expected *= length
+    return True
+
+
+def _check_apart(components: list[Component]) -> None:
+    for a, b in pairwise(sorted(components, key=lambda c: (c.buffer, c.offset))):
+        if a.buffer == b.buffer and a.offset + a.size_bytes > b.offset:
+            raise LayoutError(f"streams {a.name!r} and {b.name!r} share bytes: give every byte of a page once")

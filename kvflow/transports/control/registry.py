@@ -1,0 +1,132 @@
+"""What a decode needs to find a prefill: a table of its ranks, and a client that asks for it over plain HTTP.
+
+The registry itself answers beside each prefill (`server.http.registry`):
+
+PUT /ranks/{rank}  RankInfo as JSON; a restarted rank replaces itself
+GET /ranks         all ranks, by number
+"""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from http.client import HTTPException, HTTPResponse, IncompleteRead
+from io import BytesIO
+from typing import Any
+
+import msgspec
+
+from kvflow.protocols.errors import LostError, MisuseError, WireError
+from kvflow.protocols.wire.ranks import RankInfo, rank_from_json, rank_to_json
+
+MAX_ANSWER_BYTES = 4 << 20  # 1,024 ranks are some 300 KiB
+_PLACE = re.compile(r"(?:\[(?P<v6>[0-9A-Fa-f:.]+(?:%[\w.-]+)?)\]|(?P<name>[\w.-]+)):(?P<port>[0-9]{1,5})", re.ASCII)
+
+
+class RankTable:
+    """The ranks of one prefill. Registering again replaces, so a restart never counts twice."""
+
+    def __init__(self) -> None:
+        self._ranks: dict[int, RankInfo] = {}
+
+    def put(self, info: RankInfo) -> None:
+        """Take a rank in; a changed world size forgets the ranks of the old world."""
+        self._ranks = {rank: known for rank, known in self._ranks.items() if known.world_size == info.world_size}
+        self._ranks[info.rank] = info
+
+    def all(self) -> list[RankInfo]:
+        return [self._ranks[rank] for rank in sorted(self._ranks)]
+
+
+class RegistryClient:
+    """Asks registries. `resolve` is what a node calls before it knows a prefill, and again after it lost one."""
+
+    def __init__(self, api_key: str = "", timeout_s: float = 5.0) -> None:
+        """`timeout_s` bounds each call as a whole. Raises: MisuseError for a key that no HTTP header can carry."""
+        if not all(" " <= c <= "~" for c in api_key):
+            raise MisuseError("api_key: only printable ASCII characters can be sent in an HTTP header")
+        if timeout_s <= 0:
+            raise MisuseError(f"timeout_s {timeout_s} is not above 0")
+        self._key, self._timeout_s = api_key, timeout_s
+
+    async def register(self, prefill: str, info: RankInfo) -> None:
+        """Announce a rank at the registry "host:port". Raises: as `resolve`; WireError when it declines."""
+        await self._call("PUT", prefill, f"/ranks/{info.rank}", msgspec.json.encode(rank_to_json(info)))
+
+    async def resolve(self, prefill: str) -> list[RankInfo]:
+        """All ranks of the prefill at "host:port".
+
+        Raises: LostError when the registry does not answer or is incomplete, WireError when its answer makes no sense,
+        MisuseError for a word that is not "host:port".
+        """
+        document = await self._call("GET", prefill, "/ranks")
+        listed = document.get("ranks") if isinstance(document, dict) else None
+        if not isinstance(listed, list):
+            raise WireError(f"registry {prefill}: the answer has no list of ranks")
+        ranks = [rank_from_json(entry) for entry in listed]
+        if not ranks or [info.rank for info in ranks] != list(range(ranks[0].world_size)):
+            raise LostError(f"registry {prefill}: {len(ranks)} ranks have registered so far")
+        return ranks
+
+    async def _call(self, method: str, place: str, path: str, body: bytes = b"") -> Any:
+        found = _PLACE.fullmatch(place)
+        if found is None or not 0 < int(found["port"]) < 1 << 16:
+            raise MisuseError(f'registry {place[:80]!r} is not "host:port" ("[address]:port" for IPv6)')
+        url = f"http://{place}{path}"
+        head = [f"{method} {path} HTTP/1.1", f"Host: {place}", f"Content-Length: {len(body)}"]
+        head.append("Connection: close")  # the answer ends with the connection: it is read whole, then parsed
+        if self._key:
+            head.append(f"Authorization: Bearer {self._key}")
+        request = "\r\n".join([*head, "", ""]).encode() + body
+        try:
+            async with asyncio.timeout(self._timeout_s):
+                raw = await _exchanged(found["v6"] or found["name"], int(found["port"]), request)
+        except (OSError, TimeoutError, UnicodeError) as error:
+            raise LostError(f"{url}: {str(error) or f'no answer within {self._timeout_s:g} s'}") from None
+        if len(raw) > MAX_ANSWER_BYTES:
+            raise WireError(f"{url}: the answer is over the limit of {MAX_ANSWER_BYTES} bytes")
+        return _document(url, raw)
+
+
+async def _exchanged(host: str, port: int, request: bytes) -> bytes:
+    """Everything that comes back before the connection is closed, one byte over the bound at most."""
+    reader, writer = await asyncio.open_connection(host, port)
+    try:
+        writer.write(request)
+        await writer.drain()
+        raw = bytearray()
+        while len(raw) <= MAX_ANSWER_BYTES and (more := await reader.read(MAX_ANSWER_BYTES + 1 - len(raw))):
+            raw += more
+        return bytes(raw)
+    finally:
+        writer.transport.abort()  # nothing is left to send, and a close that waits could outlast the time limit
+
+
+class _Answered:
+    """The one thing of a socket that HTTPResponse reads from."""
+
+    def __init__(self, raw: bytes) -> None:
+        self._raw = raw
+
+    def makefile(self, _mode: str) -> BytesIO:
+        return BytesIO(self._raw)
+
+
+def _document(url: str, raw: bytes) -> Any:
+    """The JSON of a whole answer. Raises: WireError; LostError when it broke off."""
+    response = HTTPResponse(_Answered(raw))  # type: ignore[arg-type]
+    try:
+        response.begin()
+        body = response.read()
+    except IncompleteRead:
+        raise LostError(f"{url}: the connection was closed in the middle of the answer") from None
+    except (HTTPException, ValueError, OSError) as error:
+        if not raw:
+            raise LostError(f"{url}: the connection was closed without an answer") from None
+        raise WireError(f"{url}: the answer is not HTTP: {type(error).__name__}") from None
+    if response.status != 200:
+        raise WireError(f"{url}: answered {response.status}")
+    try:
+        return msgspec.json.decode(body)
+    except (msgspec.DecodeError, ValueError, RecursionError) as error:
+        raise WireError(f"{url}: {error}") from None
