@@ -67,7 +67,7 @@ class DecodeShell(Shell):
     ) -> None:
         super().__init__(endpoint, endpoint.core.timing, counts, now)
         self.endpoint, self.pages, self.plane = endpoint, pages, plane
-        self._connect, self._checksums = connect, checksums
+        self._connect, self.checksums = connect, checksums
         self.rooms: dict[GrantId, DecodeRoom] = {}  # open ones, and ended ones whose pages are not free
         self._lines: dict[PeerKey, _Line] = {}
         self._watches: dict[PeerKey, asyncio.Task[None]] = {}
@@ -141,8 +141,8 @@ class DecodeShell(Shell):
             room.record = endpoint.rooms[room.grant]
             room.owner = ("grant", room.grant)
             self.rooms[room.grant] = room
-            if self._checksums is not None:
-                room.verifier = ChunkVerifier(self.pages, self._checksums, room.idle)
+            if self.checksums is not None:
+                room.verifier = ChunkVerifier(self.pages, self.checksums, room.idle)
         self.run()
 
     def _refused(self, room: DecodeRoom, error: KvflowError) -> None:

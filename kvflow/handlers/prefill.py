@@ -51,7 +51,7 @@ class PrefillShell(Shell):
         super().__init__(endpoint, core.timing, counts, now)
         self.endpoint, self.pages, self.plane, self.socket = endpoint, pages, plane, socket
         self.num_pages, self.page_bytes = core.identity.layout.num_pages, core.identity.layout.page_bytes
-        self._checksums = checksums
+        self.checksums = checksums
         self.rooms: dict[int, PrefillRoom] = {}  # by serial
         self.routes: dict[Incarnation, Route] = {}
         self._writes: dict[int, _Write] = {}
@@ -191,8 +191,8 @@ class PrefillShell(Shell):
             self.pages.unhold(command.source_pages)
             self.endpoint.write_ended(command.write, Landing.DRAINED, self.now(), error=str(error))
             return
-        if self._checksums is not None:
-            flight = SummedFlight(flight, self._checksums.begin(command.source_pages))
+        if self.checksums is not None:
+            flight = SummedFlight(flight, self.checksums.begin(command.source_pages))
         self._writes[command.write] = _Write(flight, command.source_pages, room)
         room.flights[command.write] = flight
         flight.done.add_done_callback(functools.partial(self._write_ended, command.write))

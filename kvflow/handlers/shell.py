@@ -86,12 +86,20 @@ class Shell:
         self._timer = self._loop.call_later(wait_s, self._tick)
 
     def _tick(self) -> None:
-        now, due_at_s = self.now(), self._due_at_s
-        self._timer, self._due_at_s = None, float("inf")
-        if due_at_s > float("-inf") and now - due_at_s > self.timing.heartbeat_s:
-            self._ticking.credit_stall(now - due_at_s)
+        timer, self._timer, self._due_at_s = self._timer, None, float("inf")
+        late_s = 0.0 if timer is None else self._loop.time() - timer.when()
+        if late_s > self.timing.heartbeat_s:  # the loop itself stood still
+            self._ticking.credit_stall(late_s)
+        now = self.now()
         self.guard(lambda: self.tick(now), "a tick")
         self.run()
+
+    def wake(self) -> None:
+        """The clock has been moved: look at what is due now."""
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+            self._tick()
 
     def tick(self, now: float) -> None:
         self._ticking.tick(now)
