@@ -18,8 +18,8 @@ import uvloop
 
 from kvflow.bench.canary import CanaryPool
 from kvflow.bench.worker import Worker, serve
-from kvflow.handlers.decode_room import DecodeSession
-from kvflow.handlers.prefill_room import PrefillSession
+from kvflow.handlers.rooms import DecodeRoom
+from kvflow.handlers.rooms import PrefillRoom
 from kvflow.node import DecodeNode, PrefillNode
 from kvflow.protocols.errors import KvflowError
 from kvflow.protocols.limits import Timing
@@ -28,7 +28,7 @@ from kvflow.protocols.wire.ranks import rank_from_json
 from kvflow.transports.data.mooncake.plane import MooncakeRoute
 
 LAYERS, HEADS, DIM, PAGE_SIZE = 2, 4, 64, 16  # 32 KiB a page
-TIMING = Timing(heartbeat_s=0.1, lost_after_s=1.0, repeat_after_s=0.1, sweep_s=0.02, register_s=3.0, rendezvous_s=1.0)
+TIMING = Timing(heartbeat_s=0.1, lost_after_s=1.0, repeat_after_s=0.1, register_s=3.0, rendezvous_s=1.0)
 POLL_S = 0.001
 LOOK_AFTER_S = 0.03
 
@@ -46,7 +46,7 @@ class Station(Worker):
             layers=LAYERS, heads=HEADS, dim=DIM, page_size=PAGE_SIZE, order="page_first", **shape
         )
         self.canary = CanaryPool(self.pool)
-        self.sessions: dict[int, PrefillSession | DecodeSession] = {}
+        self.sessions: dict[int, PrefillRoom | DecodeRoom] = {}
         self.reused: list[PageIndices] = []
         self.running: set[asyncio.Task[None]] = set()
         self.words: dict[str, str] = {}  # the first ones that came with each code in a storm
@@ -70,7 +70,7 @@ class Station(Worker):
             task.add_done_callback(self.running.discard)
         return {}
 
-    async def _send(self, session: PrefillSession, pages: int) -> None:
+    async def _send(self, session: PrefillRoom, pages: int) -> None:
         try:
             await session.matched()
             source = self.source_pages[:pages]
@@ -88,7 +88,7 @@ class Station(Worker):
         """Wait for the end of a room: success, or the code of what ended it. A success has the room's own bytes."""
         session = self.sessions[room]
         try:
-            if isinstance(session, PrefillSession):
+            if isinstance(session, PrefillRoom):
                 await session.done()
                 return {"outcome": "success"}
             await session.landed()
@@ -100,14 +100,14 @@ class Station(Worker):
     async def moved(self, *, room: int) -> dict[str, Any]:
         """The part of a room's pages that has arrived."""
         session = self.sessions[room]
-        assert isinstance(session, DecodeSession)
+        assert isinstance(session, DecodeRoom)
         foreign = self.canary.foreign_bytes(session.pages, word_of(room))
         return {"moved": float(np.mean(foreign == 0))}
 
     async def adopt(self, *, room: int) -> dict[str, Any]:
         """The pages of a landed room go on living: their owner writes into them."""
         session = self.sessions[room]
-        assert isinstance(session, DecodeSession)
+        assert isinstance(session, DecodeRoom)
         self.reused.append(session.keep(("adopted", room)))
         self.canary.mark(self.reused[-1], whole=True)
         return {}
@@ -208,7 +208,7 @@ class Station(Worker):
         finally:
             self.sessions.pop(room, None)
 
-    async def _next_owner(self, room: DecodeSession) -> int:
+    async def _next_owner(self, room: DecodeRoom) -> int:
         """Take the pages of an aborted room when they are free, write into them, and look again a little later."""
         home = asyncio.get_running_loop().create_future()
         owner = ("next owner", room.room)

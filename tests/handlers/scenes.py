@@ -6,8 +6,8 @@ from collections.abc import Awaitable
 
 import numpy as np
 
-from kvflow.handlers.decode_room import DecodeSession
-from kvflow.handlers.prefill_room import PrefillSession
+from kvflow.handlers.rooms import DecodeRoom
+from kvflow.handlers.rooms import PrefillRoom
 from kvflow.protocols.errors import Cause, Code, KvflowError
 from kvflow.testing.pair import PAGE_SIZE, Pair
 
@@ -24,14 +24,14 @@ async def code_of(waiting: Awaitable[object]) -> Code:
     raise AssertionError("it succeeded")
 
 
-async def matched(p: Pair, room: int = 7) -> tuple[PrefillSession, DecodeSession]:
+async def matched(p: Pair, room: int = 7) -> tuple[PrefillRoom, DecodeRoom]:
     """Both halves know of each other; nothing is written."""
     source, target = await p.open(room, PROMPT)
     assert await source.matched() == 0
     return source, target
 
 
-async def midway(p: Pair, room: int = 7) -> tuple[PrefillSession, DecodeSession]:
+async def midway(p: Pair, room: int = 7) -> tuple[PrefillRoom, DecodeRoom]:
     """Two of five pages have landed as chunk 0; chunk 1 runs, and one of its three pages has landed."""
     source, target = await matched(p, room)
     plane = p.plane(p.prefill)
@@ -46,7 +46,7 @@ async def midway(p: Pair, room: int = 7) -> tuple[PrefillSession, DecodeSession]
     return source, target
 
 
-async def every_rank_writes(p: Pair, room: int = 7) -> tuple[list[PrefillSession], DecodeSession]:
+async def every_rank_writes(p: Pair, room: int = 7) -> tuple[list[PrefillRoom], DecodeRoom]:
     """Of every rank one write of the whole room runs, and nothing of it has landed."""
     sources = [node.room(room, PROMPT) for node in p.prefills]
     target = await p.decode.room(room, "sim", PROMPT)
@@ -67,6 +67,6 @@ async def success(p: Pair, room: int = 7, *, chunks: int = 2) -> None:
     target.close()
 
 
-def assert_same_bytes(p: Pair, source_pages: np.ndarray, target: DecodeSession) -> None:
+def assert_same_bytes(p: Pair, source_pages: np.ndarray, target: DecodeRoom) -> None:
     sent, got = p.prefill.pool.pages_bytes(source_pages), p.decode.pool.pages_bytes(target.pages)
     assert (sent == got).all() and sent.all()

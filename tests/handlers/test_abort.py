@@ -6,8 +6,8 @@ from collections.abc import Awaitable, Callable
 
 import pytest
 
-from kvflow.handlers.decode_room import DecodeSession
-from kvflow.handlers.prefill_room import PrefillSession
+from kvflow.handlers.rooms import DecodeRoom
+from kvflow.handlers.rooms import PrefillRoom
 from kvflow.protocols.errors import Cause, Code
 from kvflow.protocols.machines.loan import LoanPhase
 from kvflow.protocols.ports import Landing
@@ -19,7 +19,7 @@ from kvflow.transports.data.fake import Fault
 from tests.handlers.scenes import PROMPT, WHY, code_of, every_rank_writes, matched, midway, success
 
 pytest_plugins = ["kvflow.testing.fixtures"]
-Both = tuple[PrefillSession, DecodeSession]
+Both = tuple[PrefillRoom, DecodeRoom]
 
 
 async def waiting(p: Pair) -> Both:

@@ -8,8 +8,8 @@ from collections.abc import Awaitable, Callable
 import msgspec
 import pytest
 
-from kvflow.handlers.decode_room import DecodeSession
-from kvflow.handlers.prefill_room import PrefillSession
+from kvflow.handlers.rooms import DecodeRoom
+from kvflow.handlers.rooms import PrefillRoom
 from kvflow.protocols.errors import AbortedError, Code, KvflowError, LostError
 from kvflow.protocols.wire.messages import Abort, Bootstrap, Register, Registered
 from kvflow.testing.pair import QUICK, Pair, pair, until
@@ -17,7 +17,7 @@ from kvflow.transports.data.fake import Fault
 from tests.handlers.scenes import PROMPT, WHY, code_of, matched, midway, success
 
 pytest_plugins = ["kvflow.testing.fixtures"]
-Waits = Callable[[PrefillSession, DecodeSession], Awaitable[object]]
+Waits = Callable[[PrefillRoom, DecodeRoom], Awaitable[object]]
 AWAITS: dict[str, Waits] = {
     "matched": lambda source, _: source.matched(),
     "done": lambda source, _: source.done(),
@@ -117,7 +117,7 @@ SCENES = [matched, midway]
 @pytest.mark.parametrize("scene", SCENES)
 @pytest.mark.parametrize("stuck", [False, True])
 async def test_closing_prefill_in_mid_transfer(
-    kvflow_pair: Pair, scene: Callable[[Pair], Awaitable[tuple[PrefillSession, DecodeSession]]], stuck: bool
+    kvflow_pair: Pair, scene: Callable[[Pair], Awaitable[tuple[PrefillRoom, DecodeRoom]]], stuck: bool
 ) -> None:
     p = kvflow_pair
     if stuck:
@@ -141,7 +141,7 @@ async def test_closing_prefill_in_mid_transfer(
     await node.close()
 
 
-async def sending(p: Pair) -> tuple[PrefillSession, DecodeSession]:
+async def sending(p: Pair) -> tuple[PrefillRoom, DecodeRoom]:
     source, target = await matched(p)
     p.send_all(source)
     return source, target
@@ -167,7 +167,7 @@ async def test_a_closing_prefill_takes_no_new_room(kvflow_pair: Pair) -> None:
 
 @pytest.mark.parametrize("scene", SCENES)
 async def test_closing_decode_in_mid_transfer(
-    kvflow_pair: Pair, scene: Callable[[Pair], Awaitable[tuple[PrefillSession, DecodeSession]]]
+    kvflow_pair: Pair, scene: Callable[[Pair], Awaitable[tuple[PrefillRoom, DecodeRoom]]]
 ) -> None:
     p = kvflow_pair
     source, target = await scene(p)

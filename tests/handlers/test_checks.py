@@ -10,14 +10,14 @@ import msgspec
 import pytest
 import pytest_asyncio
 
-from kvflow.handlers.decode_room import DecodeSession
-from kvflow.handlers.prefill_room import PrefillSession
+from kvflow.handlers.rooms import DecodeRoom
+from kvflow.handlers.rooms import PrefillRoom
 from kvflow.memory.checksum import PageSums
 from kvflow.memory.pool import PagedPool
 from kvflow.node import DecodeNode, PrefillNode
 from kvflow.protocols.errors import Code, KvflowError
 from kvflow.protocols.pages.layout import PageIndices
-from kvflow.protocols.wire.codec import decode_to_decode, encode
+from kvflow.protocols.wire.codec import parse_at_decode, encode
 from kvflow.protocols.wire.messages import ChunkDone, Resync
 from kvflow.testing.pair import Pair, fill, small_layout, until
 from kvflow.transports.control.memory import Fate, Frame
@@ -93,7 +93,7 @@ def corrupt(p: Pair, seq: int, page: int) -> None:
     p.network.rules.append(rule)
 
 
-async def checking(p: Pair, chunks: int = 1) -> tuple[PrefillSession, DecodeSession, SlowSums]:
+async def checking(p: Pair, chunks: int = 1) -> tuple[PrefillRoom, DecodeRoom, SlowSums]:
     """Every chunk has landed in a room, and decode is about to sum them."""
     sums = verify(p.decode, SlowSums)
     assert isinstance(sums, SlowSums)
@@ -349,4 +349,4 @@ async def test_over_shared_memory(spoiled: bool, kvflow_clean_loop: None) -> Non
 def test_a_chunk_of_a_prefill_that_knows_no_checksums() -> None:
     message = ChunkDone(7, 1, 3, 5, 0, 0, 2, True, b"h", b"12345678")
     older = msgspec.msgpack.encode(msgspec.msgpack.decode(encode(message))[:-1])
-    assert decode_to_decode(older) == msgspec.structs.replace(message, checksum=b"")
+    assert parse_at_decode(older) == msgspec.structs.replace(message, checksum=b"")

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from kvflow.handlers.decode_room import DecodeSession
-from kvflow.handlers.prefill_room import PrefillSession
+from kvflow.handlers.rooms import DecodeRoom
+from kvflow.handlers.rooms import PrefillRoom
 from kvflow.protocols.errors import Cause, Code
 from kvflow.protocols.machines.decode_room import DecodePhase
 from kvflow.protocols.machines.prefill_room import PrefillPhase
@@ -17,7 +17,7 @@ from kvflow.testing.pair import Pair, pair, until
 from kvflow.transports.data.fake import Fault
 from tests.handlers.scenes import PROMPT, WHY, matched, midway
 
-Both = tuple[PrefillSession | None, DecodeSession | None]
+Both = tuple[PrefillRoom | None, DecodeRoom | None]
 OTHER = Cause(Code.SHUTDOWN, "another cause, later")
 
 
@@ -37,7 +37,7 @@ async def transferring(p: Pair) -> Both:
     return source, target
 
 
-async def stuck(p: Pair) -> tuple[PrefillSession, DecodeSession]:
+async def stuck(p: Pair) -> tuple[PrefillRoom, DecodeRoom]:
     source, target = await matched(p)
     p.plane(p.prefill).script(Fault.STUCK)
     p.send_all(source)
@@ -119,7 +119,7 @@ async def by_its_deadline(p: Pair, session: Any) -> None:
 async def by_the_peer(p: Pair, session: Any) -> None:
     """What the other side would say of this grant: handed to the handler, so that the phase is still the one meant."""
     me, you = p.prefill.incarnation, p.decode.incarnation
-    if isinstance(session, PrefillSession):
+    if isinstance(session, PrefillRoom):
         if (known := p.prefill.handlers.targets.get(you)) is not None:
             await p.prefill.handlers.on_abort(known, Abort(session.room, session.grant or 1 << 50, me, you, OTHER))
     else:

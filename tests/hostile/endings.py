@@ -17,8 +17,8 @@ from contextlib import suppress
 import msgspec
 import psutil
 
-from kvflow.handlers.decode_room import DecodeSession
-from kvflow.handlers.prefill_room import PrefillSession
+from kvflow.handlers.rooms import DecodeRoom
+from kvflow.handlers.rooms import PrefillRoom
 from kvflow.protocols.errors import Cause, Code, KvflowError
 from kvflow.testing.pair import QUICK, Pair, pair, small_layout, until
 from kvflow.transports.control.memory import DELIVERED, LOST, TWICE, Fate, Frame
@@ -41,7 +41,7 @@ async def success(p: Pair, room: int) -> None:
             p.decode.pages.give_back(target.keep(room), room)
 
 
-async def under_way(p: Pair, room: int) -> tuple[PrefillSession, DecodeSession]:
+async def under_way(p: Pair, room: int) -> tuple[PrefillRoom, DecodeRoom]:
     """Open, matched, or with its chunks sent, by its number."""
     source, target = await p.open(room, PROMPT)
     if room % 3:
@@ -143,7 +143,7 @@ async def run(rooms: int = 1_000_000, seed: int = 0) -> Report:
     """That many scenes, `LANES` at once, and what is left at each quarter."""
     rng, process = random.Random(seed), psutil.Process()
     scenes: Counter[str] = Counter()
-    timing = msgspec.structs.replace(QUICK, sweep_s=0.02, rendezvous_s=2.0, repeat_after_s=0.05)
+    timing = msgspec.structs.replace(QUICK, rendezvous_s=2.0, repeat_after_s=0.05)
     async with pair(timing=timing, source_layout=small_layout(1024), target_layout=small_layout(1024)) as p:
         await success(p, 0)
         p.patience_s = 30

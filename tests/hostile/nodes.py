@@ -14,7 +14,7 @@ from kvflow.node import DecodeNode, PrefillNode
 from kvflow.protocols.errors import KvflowError, WireError
 from kvflow.protocols.limits import Timing
 from kvflow.protocols.ports import ControlSocket
-from kvflow.protocols.wire.codec import decode_to_decode, decode_to_prefill, routing_id
+from kvflow.protocols.wire.codec import parse_at_decode, parse_at_prefill, routing_id
 from kvflow.protocols.wire.messages import AbortAck, ChunkDone, Heartbeat, Register, Resync, RoomFailed
 from kvflow.testing.pair import small_layout, until
 from kvflow.transports.control.zmq import bind_router, connect_dealer
@@ -80,7 +80,7 @@ class Nodes:
 
     def _judge_to_prefill(self, peer: bytes, frame: bytes) -> str:
         try:
-            message = decode_to_prefill(frame)
+            message = parse_at_prefill(frame)
         except WireError:
             return "malformed"
         if peer != routing_id(message.target):
@@ -94,7 +94,7 @@ class Nodes:
     def _judge_to_decode(self, _: bytes, frame: bytes) -> str:
         """On a link without rooms."""
         try:
-            message = decode_to_decode(frame)
+            message = parse_at_decode(frame)
         except WireError:
             return "malformed"
         mine = message.source in self.decode.handlers.links

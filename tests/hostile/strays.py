@@ -92,7 +92,7 @@ async def run(each: int = 100_000, seed: int = 0) -> Report:
     """`each` of every kind, both ways at once; then patience runs out, and good rooms go on."""
     rng = random.Random(seed)
     process = psutil.Process()
-    async with pair(timing=msgspec.structs.replace(QUICK, sweep_s=0.05)) as p:
+    async with pair(timing=msgspec.structs.replace(QUICK)) as p:
         stranger = await p.add_decode()
         for number, decode in enumerate((p.decode, stranger)):
             await one_room(p, number, decode)

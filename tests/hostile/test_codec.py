@@ -10,12 +10,12 @@ import msgspec
 import pytest
 
 from kvflow.protocols.errors import WireError
-from kvflow.protocols.wire.codec import decode_to_decode, decode_to_prefill, encode
+from kvflow.protocols.wire.codec import parse_at_decode, parse_at_prefill, encode
 from kvflow.protocols.wire.messages import MAX_FRAME_BYTES, ToDecode, ToPrefill
 from tests.hostile.frames import COMMON, ODD, bent, huge
 from tests.protocols.wire import ALL, GOOD
 
-SIDES: list[tuple[Any, Any]] = [(decode_to_prefill, ToPrefill), (decode_to_decode, ToDecode)]
+SIDES: list[tuple[Any, Any]] = [(parse_at_prefill, ToPrefill), (parse_at_decode, ToDecode)]
 OVERHEAD_BYTES = 32 << 10
 
 

@@ -13,7 +13,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from kvflow.protocols.errors import WireError
-from kvflow.protocols.wire.codec import decode_to_decode, decode_to_prefill, encode, prompt_digest, routing_id
+from kvflow.protocols.wire.codec import parse_at_decode, parse_at_prefill, encode, prompt_digest, routing_id
 from kvflow.protocols.wire.messages import (
     Abort,
     AbortAck,
@@ -26,10 +26,10 @@ from kvflow.protocols.wire.messages import (
 )
 from tests.protocols.wire import ALL, GOOD, to_decode, to_prefill
 
-BOTH = (decode_to_prefill, decode_to_decode)
+BOTH = (parse_at_prefill, parse_at_decode)
 READERS: list[tuple[type, Any, Any]] = [
-    *((kind, made, decode_to_prefill) for kind, made in to_prefill.items()),
-    *((kind, made, decode_to_decode) for kind, made in to_decode.items()),
+    *((kind, made, parse_at_prefill) for kind, made in to_prefill.items()),
+    *((kind, made, parse_at_decode) for kind, made in to_decode.items()),
 ]
 some = settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 
@@ -47,8 +47,8 @@ def test_round_trip(kind: type, made: st.SearchStrategy[Message], decode: Any, d
 @pytest.mark.parametrize(
     ("kind", "decode"),
     [
-        *((kind, decode_to_prefill) for kind in (Registered, ChunkDone, RoomFailed, AbortAck)),
-        *((kind, decode_to_decode) for kind in (Bootstrap, Abort)),
+        *((kind, parse_at_prefill) for kind in (Registered, ChunkDone, RoomFailed, AbortAck)),
+        *((kind, parse_at_decode) for kind in (Bootstrap, Abort)),
     ],
     ids=lambda value: value.__name__,
 )
@@ -90,7 +90,7 @@ def test_truncated_at_every_byte(kind: type) -> None:
 )
 def test_wrong_types_in_every_field(kind: type, place: int) -> None:
     body = msgspec.msgpack.decode(encode(GOOD[kind]))
-    decode = decode_to_prefill if kind in to_prefill else decode_to_decode
+    decode = parse_at_prefill if kind in to_prefill else parse_at_decode
     for wrong in ({"a": 1}, 1.5, float("nan"), [[[]]]):
         changed = [*body[:place], wrong, *body[place + 1 :]]
         with pytest.raises(WireError):
@@ -139,7 +139,7 @@ def test_mutations_raise_nothing_but_wire_errors(kind: type, seed: int) -> None:
 def test_nesting_does_not_exhaust_the_stack() -> None:
     for opener in (b"\x91", b"\x81\x01", b"\xdd\x00\x00\x00\x01"):
         with pytest.raises(WireError):
-            decode_to_prefill(opener * 100_000)
+            parse_at_prefill(opener * 100_000)
 
 
 def test_a_length_that_lies_allocates_nothing() -> None:
@@ -149,7 +149,7 @@ def test_a_length_that_lies_allocates_nothing() -> None:
         b"\xdf\xff\xff\xff\xff",
     ):
         with pytest.raises(WireError):
-            decode_to_prefill(frame)
+            parse_at_prefill(frame)
 
 
 @given(st.lists(st.integers(0, 2**32 - 1), max_size=50))

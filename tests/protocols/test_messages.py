@@ -11,7 +11,7 @@ import pytest
 
 from kvflow.protocols.errors import WireError
 from kvflow.protocols.wire import messages
-from kvflow.protocols.wire.codec import decode_to_decode, decode_to_prefill, encode
+from kvflow.protocols.wire.codec import parse_at_decode, parse_at_prefill, encode
 from kvflow.protocols.wire.messages import (
     MAX_BELIEFS,
     MAX_FRAME_BYTES,
@@ -37,8 +37,8 @@ from tests.protocols.wire import ALL, GOOD, U64
 def read(message: Message) -> Message:
     """As the side it is meant for reads it."""
     if isinstance(message, get_args(messages.ToPrefill)):
-        return decode_to_prefill(encode(message))
-    return decode_to_decode(encode(message))
+        return parse_at_prefill(encode(message))
+    return parse_at_decode(encode(message))
 
 
 def changed(kind: type, **fields: object) -> Any:
@@ -110,7 +110,7 @@ def test_limits_hold_and_can_be_reached(kind: type, name: str, allowed: object, 
 
 def test_frames_over_the_limit_are_refused_before_they_are_read() -> None:
     with pytest.raises(WireError, match=str(MAX_FRAME_BYTES)):
-        decode_to_prefill(b"\0" * (MAX_FRAME_BYTES + 1))
+        parse_at_prefill(b"\0" * (MAX_FRAME_BYTES + 1))
 
 
 def test_the_largest_messages_fit_in_a_frame() -> None:
@@ -123,7 +123,7 @@ def test_the_largest_messages_fit_in_a_frame() -> None:
 @pytest.mark.parametrize("kind", ALL, ids=lambda kind: kind.__name__)
 def test_a_newer_peer_may_say_more(kind: type) -> None:
     longer = msgspec.msgpack.encode([*msgspec.msgpack.decode(encode(GOOD[kind])), "from the future"])
-    decode = decode_to_prefill if kind in get_args(messages.ToPrefill) else decode_to_decode
+    decode = parse_at_prefill if kind in get_args(messages.ToPrefill) else parse_at_decode
     assert decode(longer) == GOOD[kind]
 
 
