@@ -13,8 +13,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from kvflow.handlers.decode_room import DecodeSession as DecodeRoom
-    from kvflow.handlers.prefill_room import PrefillSession as PrefillRoom
+    from kvflow.handlers.rooms import DecodeRoom, PrefillRoom
     from kvflow.memory.allocator import PageAllocator
     from kvflow.memory.pool import PagedPool
     from kvflow.memory.shared import SharedSegment
@@ -79,7 +78,7 @@ _HOMES = {
     "Cause": _ERRORS,
     "Code": _ERRORS,
     "DecodeNode": "kvflow.node",
-    "DecodeRoom": "kvflow.handlers.decode_room:DecodeSession",
+    "DecodeRoom": "kvflow.handlers.rooms",
     "KvflowError": _ERRORS,
     "LocalPlane": "kvflow.transports.data.local",
     "LostError": _ERRORS,
@@ -89,7 +88,7 @@ _HOMES = {
     "PagedPool": "kvflow.memory.pool",
     "PeerError": _ERRORS,
     "PrefillNode": "kvflow.node",
-    "PrefillRoom": "kvflow.handlers.prefill_room:PrefillSession",
+    "PrefillRoom": "kvflow.handlers.rooms",
     "RankInfo": "kvflow.protocols.wire.ranks",
     "RankTable": "kvflow.transports.control.registry",
     "RefusedError": _ERRORS,

@@ -20,7 +20,7 @@ import uvloop
 
 from kvflow.bench.canary import CanaryPool
 from kvflow.bench.worker import Worker, serve, source_slice
-from kvflow.handlers.decode_room import DecodeSession
+from kvflow.handlers.rooms import DecodeRoom
 from kvflow.node import DecodeNode, PrefillNode
 from kvflow.protocols.errors import AbortedError, KvflowError, TransferError
 from kvflow.protocols.machines import prefill_room
@@ -168,7 +168,7 @@ class AbortWorker(Worker):
         reused = await home
         return {"aborted": True, "moved": moved, "seconds": reused.reusable_at_s - aborted_at_s}
 
-    def _reuse(self, room: DecodeSession, whole: bool, home: asyncio.Future[_Reused]) -> None:
+    def _reuse(self, room: DecodeRoom, whole: bool, home: asyncio.Future[_Reused]) -> None:
         """The room has ended: its pages are the free list's next, and go to an owner who writes at once."""
         owner = ("reused", room.room)
         try:

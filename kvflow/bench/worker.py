@@ -102,7 +102,9 @@ class Worker:
 
     async def verify(self, *, on: bool) -> dict[str, Any]:
         """Rooms opened from now on carry checksums, or none."""
-        self.node.handlers.checksums = PageSums(self.pool) if on else None
+        self.node.shell.checksums = PageSums(self.pool) if on else None
+        if isinstance(self.node, DecodeNode):
+            self.node.shell.endpoint.core.verify = on
         return {}
 
     def _scatter(self) -> None:
@@ -182,10 +184,10 @@ class Worker:
 
     async def state(self) -> dict[str, Any]:
         """What is left when no room runs."""
-        handlers = self.node.handlers
-        left = {"rooms": len(handlers.rooms), "endings": handlers.counts.endings}
-        free = self.node.pages.num_pages if self.role == "prefill" else self.node.pages.free_pages
-        return {**left, "free_pages": free, "num_pages": self.node.pages.num_pages}
+        left = {"rooms": len(self.node.shell.endpoint.rooms), "endings": self.node.counts.endings}
+        total = self.pool.layout.num_pages
+        free = total if self.role == "prefill" else self.node.pages.free_pages
+        return {**left, "free_pages": free, "num_pages": total}
 
     async def close(self) -> None:
         await self.node.close()

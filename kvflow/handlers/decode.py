@@ -1,351 +1,374 @@
-"""What decode does about messages: rooms by grant, links by prefill incarnation, one ledger."""
+"""Decode's shell: awaits messages from its sockets, feeds the endpoint, and runs what comes out."""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import functools
 import logging
-from collections.abc import Awaitable, Callable, Coroutine, Sequence
-from typing import Any
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Any, NamedTuple
 
-from kvflow.handlers.decode_room import DecodeSession
-from kvflow.handlers.link import Link
-from kvflow.handlers.sweep import keep_sweeping
-from kvflow.handlers.tasks import spawn
-from kvflow.protocols.errors import Cause, Code, KvflowError, LostError, MisuseError, WireError, room_error
-from kvflow.protocols.limits import Bounds, Timing
-from kvflow.protocols.machines.decode_room import DecodeEvent, DecodeKind, DecodePhase
-from kvflow.protocols.machines.ledger import Grant, Ledger
-from kvflow.protocols.machines.loan import LoanKey, LoanKind
-from kvflow.protocols.pages.layout import PoolLayout, pack_pages
-from kvflow.protocols.ports import Checksums, ControlSocket, DataPlane, Endpoint, PageStore
-from kvflow.protocols.wire.codec import decode_to_decode
-from kvflow.protocols.wire.messages import (
-    AbortAck,
-    Belief,
-    Bootstrap,
-    ChunkDone,
-    Heartbeat,
-    Registered,
-    Resync,
-    RoomFailed,
-)
+from kvflow.handlers.rooms import DecodeRoom
+from kvflow.handlers.shell import Shell, fenced
+from kvflow.handlers.verify import ChunkVerifier
+from kvflow.protocols import commands as c
+from kvflow.protocols.commands import PeerKey
+from kvflow.protocols.decode import DecodeEndpoint
+from kvflow.protocols.decode_rooms import Prompt
+from kvflow.protocols.errors import CapacityError, Cause, Code, KvflowError, MisuseError, room_error
+from kvflow.protocols.machines.decode_room import DecodePhase
+from kvflow.protocols.pages.layout import PageIndices
+from kvflow.protocols.ports import Checksums, ControlSocket, DataPlane, PageStore, UnprovenLoan
+from kvflow.protocols.wire.messages import GrantId, Incarnation
 from kvflow.protocols.wire.ranks import RankInfo
 from kvflow.telemetry.counters import Counts
 
 log = logging.getLogger(__name__)
 
-Connect = Callable[[str, int], ControlSocket]  # (control endpoint, our incarnation) -> DEALER
+Connect = Callable[[str, int], ControlSocket]
+"""(control endpoint, our incarnation) -> DEALER. Raises: MisuseError for an address it cannot connect to."""
+POLL_S = 0.1  # how often a socket is asked why it is not let in
+_OPENING = "kvflow-room-"
 
 
-class DecodeHandlers:
-    """The rooms, links and loans of one decode incarnation. Lives on the event loop."""
+class Quarantined:
+    """The owner of pages whose room has ended while a loan on them has not."""
+
+    __slots__ = ("grant",)
+
+    def __init__(self, grant: int) -> None:
+        self.grant = grant
+
+    def __repr__(self) -> str:
+        return f"quarantine({self.grant})"
+
+
+class _Line(NamedTuple):
+    """The connection to one prefill rank, and the task that reads it."""
+
+    socket: ControlSocket
+    reader: asyncio.Task[None]
+
+
+class DecodeShell(Shell):
+    """One decode endpoint on the event loop: sockets, pages, fences, and the rooms its users hold."""
 
     def __init__(
         self,
+        endpoint: DecodeEndpoint,
         *,
-        incarnation: int,
         pages: PageStore,
         plane: DataPlane,
-        layout: PoolLayout,
-        endpoint: Endpoint,
         connect: Connect,
+        counts: Counts,
         now: Callable[[], float],
-        timing: Timing | None = None,
-        bounds: Bounds | None = None,
         checksums: Checksums | None = None,
     ) -> None:
-        """With `checksums` every chunk is summed where it landed, and must agree with what prefill sent."""
-        self.incarnation, self.pages, self.plane, self.checksums = incarnation, pages, plane, checksums
-        self.layout, self.endpoint = layout, endpoint  # of our pool, as peers must use them
-        self.now, self.timing = now, timing or Timing()
-        self.counts = Counts()
-        share = (bounds or Bounds()).quarantine_share
-        self.ledger = Ledger(pages, now, int(share * layout.num_pages))
-        self.rooms: dict[int, DecodeSession] = {}
-        self.links: dict[int, Link] = {}
-        self._declared_dead: set[int] = set()
-        self._connect = connect
-        self._next_grant = 1
-        self._closing: set[asyncio.Task[None]] = set()
-        self._patient_until_s = 0.0
-        self._leaving: Cause | None = None  # no new room: nobody would repeat what it says
-        self._sweeper = spawn(self._sweep(), "kvflow-decode-sweep", self.counts)
+        super().__init__(endpoint, endpoint.core.timing, counts, now)
+        self.endpoint, self.pages, self.plane = endpoint, pages, plane
+        self._connect, self.checksums = connect, checksums
+        self.rooms: dict[GrantId, DecodeRoom] = {}  # open ones, and ended ones whose pages are not free
+        self._lines: dict[PeerKey, _Line] = {}
+        self._watches: dict[PeerKey, asyncio.Task[None]] = {}
+        self._polled_at_s = 0.0
+        self._changed = asyncio.Event()  # something was fed to the endpoint
 
     # --- rooms
 
-    async def link_all(self, ranks: Sequence[RankInfo]) -> list[Link]:
-        """A registered link to every rank, opened where there is none.
+    def open(
+        self,
+        room: DecodeRoom,
+        ranks: Sequence[RankInfo] | Callable[[], Awaitable[Sequence[RankInfo]]],
+        prompt: Prompt,
+        deadline_at_s: float,
+        *,
+        announce: bool = False,
+    ) -> None:
+        """Open a room at `ranks`, or at what they resolve to.
 
-        Raises: RefusedError (the pools do not fit: says what differs), LostError, AbortedError while shutting down.
+        Raises: MisuseError. Every other refusal is the room's: it is raised where the room is awaited.
         """
-        if self._leaving is not None:
-            raise room_error(self._leaving)
-        if not ranks:
-            raise LostError("no rank of that prefill is known")
-        if len({info.incarnation for info in ranks}) < len(ranks):
-            raise MisuseError(f"two ranks of {ranks[0].control} have one incarnation")
-        links = []
-        for info in ranks:
-            if info.incarnation in self._declared_dead:
-                raise LostError(f"prefill {info.incarnation:016x} at {info.control} was declared dead")
-            link = self.links.get(info.incarnation)
-            if link is None:
-                link = Link(self, info, self.dial(info))
-                self.links[info.incarnation] = link
-            links.append(link)
-        for link in links:
-            await asyncio.shield(link.ready)
-        for link in links:  # the first may be lost by the time the last is ready
-            if not link.usable:
-                raise LostError(f"prefill at {link.control} is {link.phase.value}")
-        return links
+        if callable(ranks):
+            work = self._resolve_and_open(room, ranks, prompt, deadline_at_s)
+            room.opening = self.spawn(work, f"{_OPENING}{room.room}")
+        else:
+            self._open(room, ranks, prompt, deadline_at_s, announce=announce)
 
-    def open_room(
-        self, room: int, links: Sequence[Link], prompt_tokens: int, digest: bytes, deadline_s: float | None
-    ) -> DecodeSession:
-        """Take pages and offer them to every rank; synchronous, so there is no half-open room to clean up.
-
-        Raises: CapacityError (no pages, or too many in quarantine); the prefill legs are told at once. LostError when a
-        link was lost since `link_all`, AbortedError while shutting down.
-        """
-        if self._leaving is not None:
-            raise room_error(self._leaving)
-        if lost := [link.control for link in links if not link.usable]:
-            raise LostError(f"prefill at {lost[0]} was just lost")
-        number, self._next_grant = self._next_grant, self._next_grant + 1
-        owner = ("grant", number)
+    async def _resolve_and_open(
+        self,
+        room: DecodeRoom,
+        resolve: Callable[[], Awaitable[Sequence[RankInfo]]],
+        prompt: Prompt,
+        deadline_at_s: float,
+    ) -> None:
         try:
-            self.ledger.check_quarantine()
-            pages = self.pages.take(self.layout.pages_for(prompt_tokens), owner)
-        except KvflowError as error:
-            self._refuse(Grant(number, room, self.pages.take(0, owner), owner), links, error.cause())
+            left_s = deadline_at_s - self.now()
+            async with asyncio.timeout(None if left_s == float("inf") else left_s):
+                ranks = await resolve()
+        except asyncio.CancelledError:
+            self._refused(room, room_error(Cause(Code.SHUTDOWN, "decode is shutting down")))
             raise
-        deadline = float("inf") if deadline_s is None else self.now() + deadline_s
-        grant = Grant(number, room, pages, owner)
-        session = DecodeSession(self, links, grant, prompt_tokens, digest, deadline)
-        self.rooms[number] = session
-        self.counts.rooms_opened += 1
-        session.feed(DecodeEvent(DecodeKind.REGISTERED))
-        return session
+        except TimeoutError:
+            text = f"room {room.room}: its deadline passed while the ranks of its prefill were asked for"
+            self._refused(room, room_error(Cause(Code.DEADLINE, text)))
+        except KvflowError as error:
+            self._refused(room, error)
+        else:
+            room.opening = None
+            if room.refused is not None:  # closed meanwhile: the prefill legs are told
+                self.refuse(room.room, ranks, room.refused)
+            else:
+                self._open(room, ranks, prompt, deadline_at_s, announce=True)
 
-    def _refuse(self, grant: Grant, links: Sequence[Link], cause: Cause) -> None:
-        """A loan of no pages: its Abort is repeated until every rank has heard it."""
-        for link in links:
-            self.ledger.lend(grant, link)
-        self.ledger.recall(grant, cause)
-        self.ledger.room_ended(grant)
+    def _open(
+        self, room: DecodeRoom, ranks: Sequence[RankInfo], prompt: Prompt, deadline_at_s: float, *, announce: bool
+    ) -> None:
+        endpoint, now = self.endpoint, self.now()
+        try:
+            room.grant = endpoint.open_room(
+                room.room, ranks, prompt, now=now, deadline_at_s=deadline_at_s, announce=announce
+            )
+        except CapacityError as error:
+            self._refused(room, error)
+        except MisuseError as error:
+            self._refused(room, error)
+            if room.opening is None:
+                raise
+        except KvflowError as error:
+            self._refused(room, error)
+        else:
+            room.record = endpoint.rooms[room.grant]
+            room.owner = ("grant", room.grant)
+            self.rooms[room.grant] = room
+            if self.checksums is not None:
+                room.verifier = ChunkVerifier(self.pages, self.checksums, room.idle)
+        self.run()
 
-    def lend(self, session: DecodeSession) -> None:
-        """Put the room's pages on loan to every rank, and say so."""
-        for link in session.links:
-            self.ledger.lend(session.grant, link)
-        for link in session.links:
-            self._send_bootstrap(session, link)
+    def _refused(self, room: DecodeRoom, error: KvflowError) -> None:
+        """It ended before the endpoint knew of it, and has no pages."""
+        if room.refused is None:
+            room.refused = error.cause()
+        room.tell_failed(error)
+        room.pages_freed()
+        self.call_back(room.take_callbacks())
 
-    def forget(self, session: DecodeSession, cause: Cause | None) -> None:
-        """The room has ended: out of the one table it is in."""
-        del self.rooms[session.grant.number]
-        self.counts.ended(session.state.phase.name, cause)
-        if cause is None:
-            self.counts.bytes_moved += len(session.pages) * self.layout.page_bytes
+    def refuse(self, room: int, ranks: Sequence[RankInfo], cause: Cause) -> None:
+        """Tell the prefill legs of a request that is refused here; where none can be reached there is nothing to do."""
+        try:
+            self.endpoint.refuse_room(room, ranks, cause, self.now())
+        except MisuseError:
+            raise
+        except KvflowError as error:
+            log.info("cannot tell prefill that room %d is refused: %s", room, error)
+        self.run()
 
-    def source_lost(self, link: Link, cause: Cause) -> None:
-        for session in [s for s in self.rooms.values() if link in s.links]:
-            if not session.ended:  # by what a user does when another room ends
-                session.feed(DecodeEvent(DecodeKind.SOURCE_LOST, cause=cause))
-        self.ledger.feed_link(link, LoanKind.SOURCE_LOST)
+    def close_room(self, room: DecodeRoom, cause: Cause) -> None:
+        if room.record is not None:
+            self.endpoint.close_room(room.grant, cause, self.now())
+        elif room.refused is None:
+            self._refused(room, room_error(cause))
+        self.run()
+
+    # --- links
 
     def declare_dead(self, incarnation: int, why: str) -> None:
-        """An operator's word that a prefill writes no more: the only end of a loan without proof.
+        """See `DecodeEndpoint.declare_dead`."""
+        loans, pages = self.endpoint.declare_dead(Incarnation(incarnation), why, self.now())
+        log.warning(
+            "prefill %016x is declared dead (%s): %d loans end without proof, %d pages leave quarantine",
+            incarnation, why, loans, pages,
+        )  # fmt: skip
+        self.run()
 
-        If it is wrong, what that process still writes lands in pages that belong to others by then. The incarnation is
-        never linked again. Raises: MisuseError when it is not known here.
-        """
-        link = self.links.get(incarnation)
-        if link is None:
-            raise MisuseError(f"no prefill {incarnation:016x} is linked here")
-        self.counts.declared_dead += 1
-        self._declared_dead.add(incarnation)
-        link.declare_dead(why)
+    async def _read(self, key: PeerKey, socket: ControlSocket) -> None:
+        """Consume one link's messages until cancelled; what goes wrong with one is counted, the loop goes on (I7)."""
+        endpoint = self.endpoint
+        while (line := self._lines.get(key)) is not None and line.socket is socket:
+            for _, frame in await socket.receive():
+                try:
+                    endpoint.receive(key, frame, self.now())
+                except Exception:
+                    self.counts.handler_errors += 1
+                    log.exception("a message of prefill %016x failed", key.incarnation)
+            self.run()
 
-    def settled_below(self) -> int:
-        """Every grant below this has ended here, room and loans."""
-        return self.ledger.lowest_open_grant(min(self.rooms, default=self._next_grant))
+    async def _watch(self, command: c.WatchWriter) -> None:
+        if await fenced(self.plane, command.address, self.timing, self.counts):
+            self.endpoint.writer_died(command.peer, self.now())
+            self.run()
+
+    def tick(self, now: float) -> None:
+        if now - self._polled_at_s >= POLL_S:
+            self._polled_at_s = now
+            for key, line in list(self._lines.items()):
+                if reason := line.socket.trouble:  # asked in every phase: what it has to tell must not pile up
+                    self.endpoint.locked_out(key, reason, now)
+        super().tick(now)
+
+    # --- the end
 
     def leave(self) -> None:
         """No new room from here on, and every room is aborted; `close` waits for what follows."""
-        if self._leaving is None:
-            self._leaving = Cause(Code.SHUTDOWN, "decode is shutting down")
-            self._patient_until_s = self.now() + self.timing.lost_after_s
-            for session in list(self.rooms.values()):
-                session.close(self._leaving)
+        self.endpoint.leave(self.now())
+        for task in self._tasks:
+            if task.get_name().startswith(_OPENING):
+                task.cancel()
+        self.run()
 
-    async def close(self) -> None:
-        """Wait for the loans a living prefill can still prove, close the links. Call `leave` first."""
-        while self._proof_may_come():  # noqa: ASYNC110
-            await asyncio.sleep(self.timing.sweep_s)
-        self._sweeper.cancel()
-        await asyncio.gather(self._sweeper, *self._closing, return_exceptions=True)
-        for link in list(self.links.values()):
-            # Rooms that still wait for proof end here; their loans do not.
-            self.source_lost(link, self._leaving or Cause(Code.SHUTDOWN))
-            await link.close()
-        self.links.clear()
+    async def close(self) -> list[UnprovenLoan]:
+        """Wait for the loans a living prefill can still prove, then hang up. Call `leave` first.
+
+        Returns what could not be proven: its pages must not be used until every writer named is known to have ended.
+        """
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(self.timing.lost_after_s):
+                while self._proof_may_come():
+                    self._changed.clear()
+                    await self._changed.wait()
+        self.endpoint.close(self.now())
+        self.run()
+        await self.stop()
+        left = []
+        for room in self.rooms.values():
+            assert room.record is not None
+            owner = None if room.own_pages is not None else room.owner
+            writers = [peer.address for peer in room.record.lease.loans if peer.address is not None]
+            left += [UnprovenLoan(writer, room.pages, owner) for writer in writers]
+        self.rooms.clear()
+        return left
 
     def _proof_may_come(self) -> bool:
-        living = any(link.usable for link in self.links.values())
-        return living and len(self.ledger) > 0 and self.now() < self._patient_until_s
+        endpoint = self.endpoint
+        waiting = len(endpoint.core.ledger) > 0 or bool(endpoint.rooms)
+        return waiting and any(peer.usable for peer in endpoint.peers)
 
-    # --- messages
+    # --- commands
 
-    async def serve_link(self, link: Link, socket: ControlSocket) -> None:
-        """Consume one link's messages until cancelled; bad bytes are counted and dropped, the loop goes on (I7)."""
-        while True:
-            for _, frame in await socket.receive():
-                try:
-                    message = decode_to_decode(frame)
-                except WireError:
-                    self.counts.malformed += 1
-                    continue
-                if message.target != self.incarnation:
-                    self.counts.foreign += 1
-                    continue
-                try:
-                    await _HANDLERS[type(message)](self, link, message)
-                except Exception:
-                    self.counts.handler_errors += 1
-                    log.exception("%s failed", type(message).__name__)
+    def run_commands(self) -> None:
+        while commands := self.endpoint.commands():
+            for command in commands:
+                _RUN[type(command)](self, command)
+        self._changed.set()
 
-    async def on_registered(self, link: Link, message: Registered) -> None:
-        """The answer to what was asked of another life of that address is for that life's link."""
-        asked = self.links.get(message.asked or link.source)
-        if asked is not None and asked.control == link.control:
-            asked.on_registered(message)
+    def _send(self, command: c.SendToPrefill) -> None:
+        line = self._lines.get(command.peer)
+        if line is None or not line.socket.send(command.frame):
+            self.counts.undelivered += 1
+
+    def _dial(self, command: c.Dial) -> None:
+        key = command.peer
+        try:
+            socket = self._connect(key.control, self.endpoint.core.identity.incarnation)
+        except KvflowError as error:
+            self.endpoint.locked_out(key, str(error), self.now())
+            return
+        self._lines[key] = _Line(socket, self.spawn(self._read(key, socket), f"kvflow-link-{key.control}"))
+
+    def _hang_up(self, command: c.HangUp) -> None:
+        line = self._lines.pop(command.peer, None)
+        if line is not None:
+            line.reader.cancel()
+            line.socket.close()
+
+    def _watch_writer(self, command: c.WatchWriter) -> None:
+        key = command.peer
+        task = self._watches[key] = self.spawn(self._watch(command), f"kvflow-fence-{key.control}")
+        task.add_done_callback(functools.partial(self._watch_ended, key))
+
+    def _watch_ended(self, key: PeerKey, task: asyncio.Task[None]) -> None:
+        if self._watches.get(key) is task:
+            del self._watches[key]
+
+    def _stop_watch(self, command: c.StopWatch) -> None:
+        task = self._watches.pop(command.peer, None)
+        if task is not None and task is not asyncio.current_task():
+            task.cancel()
+
+    def _linked(self, command: c.Linked) -> None:
+        room = self.rooms[command.grant]
+        room.linked = True
+        if not room.held_back:
+            self.offer(room)
+
+    def offer(self, room: DecodeRoom) -> None:
+        """Take the room's pages and lend them, once every rank is registered."""
+        if room.ended or not room.linked or room.record is None:
+            return
+        wanted = room.record.num_pages
+        try:
+            if room.own_pages is None:
+                room.pages = self.pages.take(wanted, room.owner)
+            elif len(room.own_pages) != wanted:
+                raise MisuseError(f"room {room.room}: {len(room.own_pages)} pages given, its prompt needs {wanted}")
+            self.endpoint.lend(room.grant, room.pages, self.now())
+        except KvflowError as error:
+            room.tell_failed(error)
+            self.endpoint.close_room(room.grant, error.cause(), self.now())
         else:
-            self.counts.stale += 1
+            room.tell_opened()
+        self.run()
 
-    async def on_heartbeat(self, link: Link, message: Heartbeat) -> None:
-        if message.source != link.source:
-            self.counts.foreign += 1
-            return
-        link.heard()
+    def _verify(self, command: c.VerifyChunk) -> None:
+        room = self.rooms[command.grant]
+        assert room.verifier is not None
+        pages: PageIndices = room.pages[command.first : command.first + command.count]
+        room.verifier.begin(pages, functools.partial(self._summed, command))
 
-    async def on_chunk_done(self, link: Link, message: ChunkDone) -> None:
-        session = self._room_of(link, message)
-        if session is None:
-            return
-        link.heard()
-        rank = session.links.index(link)
-        if message.seq != session.next_seq(rank) or session.in_doubt(rank):
-            self.counts.stale += 1  # repeated, or one before it is missing (resync brings that); or a contradiction
-            return
-        session.chunk_done(rank, message)
+    def _summed(self, command: c.VerifyChunk, checksum: bytes) -> None:
+        self.endpoint.chunk_summed(command.grant, command.rank, command.seq, checksum, self.now())
+        self.run()
 
-    async def on_room_failed(self, link: Link, message: RoomFailed) -> None:
-        if session := self._room_of(link, message):
-            link.heard()
-            session.feed(DecodeEvent(DecodeKind.ROOM_FAILED, cause=message.cause))
+    def _stop_verifying(self, command: c.StopVerifying) -> None:
+        room = self.rooms[command.grant]
+        if room.verifier is not None:
+            room.verifier.cancel()
 
-    async def on_abort_ack(self, link: Link, message: AbortAck) -> None:
-        if message.source != link.source:
-            self.counts.foreign += 1
-            return
-        link.heard()
-        kind = LoanKind.DRAINED if message.drained else LoanKind.UNPROVEN
-        if not self.ledger.feed(LoanKey(link.source, link.rank, message.grant), kind):
-            self.counts.stale += 1
+    def _landed(self, command: c.RoomLanded) -> None:
+        self.rooms[command.grant].tell_landed(command.handoff)
 
-    async def on_resync(self, link: Link, message: Resync) -> None:
-        """Grants prefill knows nothing of: their Bootstrap was lost, or they were closed too long ago."""
-        if message.source != link.source:
-            self.counts.foreign += 1
-            return
-        link.heard()
-        for belief in {belief.grant: belief for belief in message.rooms}.values():  # each is answered once
-            session = self.rooms.get(belief.grant)
-            if session is None or link not in session.links or session.state.phase is DecodePhase.DRAINING:
-                continue
-            if belief.next_seq:  # it had written for that grant when we asked, and has forgotten it since
-                session.close(Cause(Code.STALE_GRANT, f"room {session.room}: prefill remembers nothing of it"))
-            elif session.next_seq(session.links.index(link)) == 0:  # other ranks may be further
-                self._send_bootstrap(session, link)
+    def _failed(self, command: c.RoomFailed) -> None:
+        self.rooms[command.grant].tell_failed(room_error(command.cause))
 
-    def _room_of(self, link: Link, message: ChunkDone | RoomFailed) -> DecodeSession | None:
-        session = self.rooms.get(message.grant)
-        if (
-            session is None
-            or session.room != message.room
-            or message.source != link.source
-            or link not in session.links
-        ):
-            self.counts.stale += 1
-            return None
-        return session
+    def _ended_room(self, command: c.RoomEnded) -> None:
+        room = self.rooms[command.grant]
+        room.over = True
+        if room.phase is DecodePhase.SUCCESS:  # its pages are its user's
+            room.pages_freed()
+        self._forget(room)
+        self.call_back(room.take_callbacks())
 
-    def _send_bootstrap(self, session: DecodeSession, link: Link) -> None:
-        packed = pack_pages(session.pages)
-        link.send(
-            Bootstrap(
-                session.room,
-                session.grant.number,
-                link.source,
-                self.incarnation,
-                packed,
-                session.prompt_tokens,
-                session.digest,
-            )
-        )
+    def _forget(self, room: DecodeRoom) -> None:
+        if room.over and room.free:
+            del self.rooms[room.grant]
 
-    # --- time
+    def _quarantine(self, command: c.QuarantinePages) -> None:
+        room = self.rooms[command.grant]
+        if room.own_pages is None:
+            owner = Quarantined(command.grant)
+            self.pages.move(room.pages, room.owner, owner)
+            room.owner = owner
 
-    async def _sweep(self) -> None:
-        await keep_sweeping(self.timing, self.counts, lambda: self._sweep_once(self.now()), self._forgive)
-
-    def _forgive(self, late_s: float) -> None:
-        for link in self.links.values():
-            link.forgive(late_s)
-
-    def _sweep_once(self, now: float) -> None:
-        stale: dict[Link, list[Belief]] = {}
-        for session in list(self.rooms.values()):
-            if session.state.phase is DecodePhase.DRAINING:
-                continue  # its loans are recalled and asked for by the ledger
-            if now >= session.deadline_at_s:
-                text = f"room {session.room}: deadline of {session.deadline_at_s - session.opened_at_s:g} s has passed"
-                session.close(Cause(Code.DEADLINE, text))
-            elif now - session.progress_at_s >= self.timing.repeat_after_s:
-                session.progress_at_s = now
-                for i, link in enumerate(session.links):
-                    stale.setdefault(link, []).append(Belief(session.room, session.grant.number, session.next_seq(i)))
-        for link in list(self.links.values()):
-            link.sweep(now)
-            if link in stale and link.usable:
-                link.ask_again(stale[link])
-            if not link.usable and not self.ledger.owes(link) and not any(link in s.links for s in self.rooms.values()):
-                self._drop(link)
-        self.ledger.repeat(now - self.timing.repeat_after_s)
-
-    def _drop(self, link: Link) -> None:
-        """A link that cannot be used and owes nothing: the next room opens a new one."""
-        if self.links.get(link.source) is link:
-            del self.links[link.source]
-        self.finish(link.close())
-
-    def dial(self, info: RankInfo) -> ControlSocket:
-        return self._connect(info.control, self.incarnation)
-
-    def finish(self, work: Coroutine[Any, Any, None]) -> None:
-        """Run the rest of something that is over; `close` waits for it."""
-        task = spawn(work, "kvflow-decode-finish", self.counts)
-        self._closing.add(task)
-        task.add_done_callback(self._closing.discard)
+    def _free(self, command: c.FreePages) -> None:
+        room = self.rooms[command.grant]
+        if room.own_pages is None and len(room.pages):
+            self.pages.give_back(room.pages, room.owner)
+        room.pages_freed()
+        self._forget(room)
 
 
-_HANDLERS: dict[type, Callable[[DecodeHandlers, Link, Any], Awaitable[None]]] = {
-    Registered: DecodeHandlers.on_registered,
-    ChunkDone: DecodeHandlers.on_chunk_done,
-    RoomFailed: DecodeHandlers.on_room_failed,
-    AbortAck: DecodeHandlers.on_abort_ack,
-    Resync: DecodeHandlers.on_resync,
-    Heartbeat: DecodeHandlers.on_heartbeat,
+_RUN: dict[type, Callable[[DecodeShell, Any], None]] = {
+    c.SendToPrefill: DecodeShell._send,
+    c.Dial: DecodeShell._dial,
+    c.HangUp: DecodeShell._hang_up,
+    c.WatchWriter: DecodeShell._watch_writer,
+    c.StopWatch: DecodeShell._stop_watch,
+    c.Linked: DecodeShell._linked,
+    c.VerifyChunk: DecodeShell._verify,
+    c.StopVerifying: DecodeShell._stop_verifying,
+    c.RoomLanded: DecodeShell._landed,
+    c.RoomFailed: DecodeShell._failed,
+    c.RoomEnded: DecodeShell._ended_room,
+    c.QuarantinePages: DecodeShell._quarantine,
+    c.FreePages: DecodeShell._free,
 }

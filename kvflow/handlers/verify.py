@@ -1,4 +1,4 @@
-"""Verified transfers: prefill sums the pages it sends, decode those that landed, and a chunk lands when both agree.
+"""Verified transfers: prefill sums the pages it sends, decode those that landed; what they mean, the endpoint decides.
 
 Sums run in threads, beside the write and beside each other; pages are held while they are read (I13).
 """
@@ -6,16 +6,10 @@ Sums run in threads, beside the write and beside each other; pages are held whil
 from __future__ import annotations
 
 import asyncio
-from collections import deque
-from typing import TYPE_CHECKING, NamedTuple
+from collections.abc import Callable
 
-from kvflow.protocols.errors import Cause, Code
 from kvflow.protocols.pages.layout import PageIndices
 from kvflow.protocols.ports import Checksums, Flight, Landing, PageStore, Summing
-from kvflow.protocols.wire.messages import ChunkDone
-
-if TYPE_CHECKING:
-    from kvflow.handlers.decode_room import DecodeSession
 
 
 class SummedFlight:
@@ -53,54 +47,34 @@ class SummedFlight:
             self.done.set_result(self._flight.done.result())
 
 
-class _Check(NamedTuple):
-    """One chunk that was heard of and is being summed."""
+class ChunkVerifier:
+    """The checksums of one room at decode that are being computed."""
 
-    rank: int
-    message: ChunkDone
-    pages: PageIndices
-    summing: Summing
+    def __init__(self, store: PageStore, checksums: Checksums, idle: Callable[[], None]) -> None:
+        """`idle` is called whenever the last one has ended."""
+        self._store, self._checksums, self._idle = store, checksums, idle
+        self._running: set[Summing] = set()
 
+    @property
+    def running(self) -> bool:
+        return bool(self._running)
 
-class ChunkChecks:
-    """The chunks of one room at decode, from ChunkDone to landed; they land in the order they were heard of."""
-
-    def __init__(self, session: DecodeSession, store: PageStore, checksums: Checksums) -> None:
-        self._session, self._store, self._checksums = session, store, checksums
-        self._under_way: deque[_Check] = deque()
-
-    def under_way(self, rank: int) -> int:
-        return sum(check.rank == rank for check in self._under_way)
-
-    def begin(self, rank: int, message: ChunkDone) -> None:
-        before = sum(check.message.pages for check in self._under_way if check.rank == rank)
-        start = self._session.state.filled[rank] + before
-        pages = self._session.pages[start : start + message.pages]
+    def begin(self, pages: PageIndices, ended: Callable[[bytes], None]) -> None:
+        """Sum `pages`; `ended` gets the checksum, empty when it could not be computed."""
         self._store.hold(pages)
-        check = _Check(rank, message, pages, self._checksums.begin(pages))
-        self._under_way.append(check)
-        check.summing.done.add_done_callback(self._check_ended)
+        summing = self._checksums.begin(pages)
+        self._running.add(summing)
+
+        def done(future: asyncio.Future[bytes]) -> None:
+            self._running.discard(summing)
+            self._store.unhold(pages)
+            ended(future.result())
+            if not self._running:
+                self._idle()
+
+        summing.done.add_done_callback(done)
 
     def cancel(self) -> None:
         """The room is over; its pages are free when the sums have ended."""
-        for check in self._under_way:
-            check.summing.cancel()
-
-    def _check_ended(self, _: asyncio.Future[bytes]) -> None:
-        while self._under_way and self._under_way[0].summing.done.done():
-            check = self._under_way.popleft()
-            self._store.unhold(check.pages)
-            sent, found = check.message.checksum, check.summing.done.result()
-            if sent and found == sent:
-                self._session.chunk_landed(check.rank, check.message)
-            elif self._session.open:
-                self._session.chunk_differs(_difference(check, sent, found))
-
-
-def _difference(check: _Check, sent: bytes, found: bytes) -> Cause:
-    where = f"chunk {check.message.seq} of rank {check.rank}"
-    if not sent:
-        return Cause(Code.TRANSFER_ERROR, f"{where}: prefill sends no checksum, and this decode verifies transfers")
-    if not found:
-        return Cause(Code.ENGINE_ERROR, f"{where}: what landed could not be summed")
-    return Cause(Code.TRANSFER_ERROR, f"{where}: checksum {sent.hex()} at prefill, {found.hex()} at decode")
+        for summing in self._running:
+            summing.cancel()

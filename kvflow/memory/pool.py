@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Hashable, Mapping
-from typing import TYPE_CHECKING, Any, NamedTuple, SupportsIndex
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, SupportsIndex
 
 import msgspec
 import numpy as np
@@ -15,7 +15,7 @@ from kvflow.memory.shared import SharedSegment
 from kvflow.memory.streams import describe, streams_of
 from kvflow.protocols.errors import LayoutError, MisuseError
 from kvflow.protocols.pages.layout import DTYPE_BYTES, OPAQUE, Component, PageIndices, PoolLayout
-from kvflow.protocols.ports import Endpoint
+from kvflow.protocols.ports import UnprovenLoan
 
 if TYPE_CHECKING:
     import torch
@@ -24,17 +24,6 @@ if TYPE_CHECKING:
 
 _BUFFER_ALIGNMENT = 4096
 _BITS = {"bfloat16": "uint16", "float8_e4m3fn": "uint8", OPAQUE: "uint8"}  # what numpy has no name for
-
-
-class UnprovenLoan(NamedTuple):
-    """Pages that a writer, lost or frozen, may still write into. Only proof that it has ended makes them usable again.
-
-    `owner` is under what they stand in `PagedPool.pages`.
-    """
-
-    writer: Endpoint
-    pages: PageIndices
-    owner: Hashable
 
 
 class PagedPool:

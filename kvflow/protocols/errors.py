@@ -30,6 +30,7 @@ class Code(StrEnum):
     DEADLINE = "deadline"
     RENDEZVOUS = "rendezvous"
     CAPACITY = "capacity"
+    REFUSED = "refused"
     BAD_REQUEST = "bad_request"
     PROMPT_MISMATCH = "prompt_mismatch"
     ROOM_IN_USE = "room_in_use"
@@ -111,6 +112,8 @@ class WireError(PeerError):
 
 class RefusedError(PeerError):
     """The peer understood the request and declined it."""
+
+    code = Code.REFUSED
 
 
 class TransferError(KvflowError):

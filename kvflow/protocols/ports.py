@@ -5,10 +5,11 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Hashable
 from enum import Enum
-from typing import Annotated, Protocol
+from typing import Annotated, NamedTuple, Protocol
 
 import msgspec
 
+from kvflow.protocols.errors import Cause
 from kvflow.protocols.pages.layout import PageIndices, PoolLayout
 
 Word = Annotated[str, msgspec.Meta(max_length=4096)]
@@ -40,6 +41,37 @@ class Endpoint(msgspec.Struct, frozen=True, array_like=True):
     backend: Word
     address: Word
     witness: Witness
+
+
+class UnprovenLoan(NamedTuple):
+    """Pages that a writer, lost or frozen, may still write into. Only proof that it has ended makes them usable again.
+
+    `owner` is under what they stand in the pool's allocator; None for pages of the caller's own.
+    """
+
+    writer: Endpoint
+    pages: PageIndices
+    owner: Hashable | None
+
+
+class Observer(Protocol):
+    """Counts what happens at one node."""
+
+    def room_opened(self) -> None: ...
+
+    def room_ended(self, phase: str, cause: Cause | None) -> None:
+        """`phase` is the name of the terminal phase; `cause` is None for a success."""
+
+    def message_dropped(self, why: str) -> None:
+        """A message changed nothing. `why`: "malformed", "foreign" (another peer's), "stale" (too late)."""
+
+    def pages_moved(self, count: int) -> None:
+        """Pages of a room that has succeeded."""
+
+    def chunk_mismatched(self) -> None:
+        """The checksum of a chunk differs from prefill's."""
+
+    def peer_declared_dead(self) -> None: ...
 
 
 class Flight(Protocol):

@@ -6,10 +6,11 @@ from kvflow.protocols.errors import Cause
 
 
 class Counts:
-    """Rooms and how they ended, bytes that have landed, chunks whose checksum did not agree, and messages that were
-    dropped, by why."""
+    """Implements `protocols.ports.Observer`: rooms and how they ended, pages and bytes that have landed, chunks whose
+    checksum differed, and messages that were dropped, by why."""
 
-    def __init__(self) -> None:
+    def __init__(self, page_bytes: int = 0) -> None:
+        self._page_bytes = page_bytes
         self.rooms_opened = 0
         self.endings: dict[str, int] = {}
         self.bytes_moved = 0
@@ -23,7 +24,7 @@ class Counts:
 
     @property
     def dropped(self) -> dict[str, int]:
-        """Messages that changed nothing, by why: no message at all, somebody else's, too late, nobody to take it."""
+        """Messages that changed nothing, by why: not decodable, another peer's, too late, no peer to deliver it to."""
         return {
             "malformed": self.malformed,
             "foreign": self.foreign,
@@ -31,6 +32,21 @@ class Counts:
             "undelivered": self.undelivered,
         }
 
-    def ended(self, phase: str, cause: Cause | None) -> None:
+    def room_opened(self) -> None:
+        self.rooms_opened += 1
+
+    def room_ended(self, phase: str, cause: Cause | None) -> None:
         key = phase.lower() if cause is None else f"{phase.lower()}:{cause.code}"
         self.endings[key] = self.endings.get(key, 0) + 1
+
+    def message_dropped(self, why: str) -> None:
+        setattr(self, why, getattr(self, why) + 1)
+
+    def pages_moved(self, count: int) -> None:
+        self.bytes_moved += count * self._page_bytes
+
+    def chunk_mismatched(self) -> None:
+        self.mismatched += 1
+
+    def peer_declared_dead(self) -> None:
+        self.declared_dead += 1

@@ -18,10 +18,9 @@ from time import monotonic
 
 import numpy as np
 
-from kvflow.handlers.decode_room import DecodeSession
-from kvflow.handlers.prefill_room import PrefillSession
+from kvflow.handlers.rooms import DecodeRoom, PrefillRoom
 from kvflow.memory.pool import PagedPool
-from kvflow.node import DecodeNode, PrefillNode, Prompt
+from kvflow.node import DecodeNode, PrefillNode, TokenIds
 from kvflow.protocols.limits import Timing
 from kvflow.protocols.pages.layout import PageIndices, PoolLayout, build_layout
 from kvflow.protocols.wire.ranks import RankInfo
@@ -29,7 +28,7 @@ from kvflow.transports.control.memory import Network
 from kvflow.transports.data.fake import FakeNetwork, FakePlane
 
 PAGE_SIZE = 4
-QUICK = Timing(heartbeat_s=0.02, lost_after_s=60, repeat_after_s=0.02, rendezvous_s=60, register_s=60, sweep_s=0.005)
+QUICK = Timing(heartbeat_s=0.02, lost_after_s=60, repeat_after_s=0.02, rendezvous_s=60, register_s=60)
 """Repeats at once and never loses patience by itself: move a `Clock` where patience is what the test is about."""
 
 
@@ -38,12 +37,19 @@ class Clock:
 
     def __init__(self) -> None:
         self._ahead_s = 0.0
+        self._watching: list[Callable[[], None]] = []
 
     def now(self) -> float:
         return monotonic() + self._ahead_s
 
     def advance(self, seconds: float) -> None:
         self._ahead_s += seconds
+        for wake in self._watching:
+            wake()
+
+    def watch(self, wake: Callable[[], None]) -> None:
+        """Call `wake` whenever time has been moved: a timer of the event loop does not know of it."""
+        self._watching.append(wake)
 
 
 def small_layout(num_pages: int = 64, *, page_size: int = PAGE_SIZE) -> PoolLayout:
@@ -105,6 +111,7 @@ class Pair:
         )
         self.clocks[node.incarnation] = clock
         await node.start()
+        clock.watch(node.shell.wake)
         for page in range(pool.layout.num_pages):
             fill(pool, [page], page % 255 + 1)
         self.prefills.insert(rank, node)
@@ -118,16 +125,17 @@ class Pair:
         )
         self.clocks[node.incarnation] = clock
         await node.start()
+        clock.watch(node.shell.wake)
         self.decodes.append(node)
         return node
 
-    async def open(self, room: int, prompt: Prompt) -> tuple[PrefillSession, DecodeSession]:
+    async def open(self, room: int, prompt: TokenIds) -> tuple[PrefillRoom, DecodeRoom]:
         """Both halves of a room on rank 0, prefill's first."""
         source = self.prefill.room(room, prompt)
         return source, await self.decode.room(room, "sim", prompt)
 
     def send_all(
-        self, source: PrefillSession, *, chunks: int = 1, node: PrefillNode | None = None, handoff: bytes = b"handoff"
+        self, source: PrefillRoom, *, chunks: int = 1, node: PrefillNode | None = None, handoff: bytes = b"handoff"
     ) -> PageIndices:
         """Take source pages for the whole room, send them in `chunks` pieces; they go back when the room has ended."""
         node = node or self.prefill
@@ -161,19 +169,20 @@ class Pair:
         """What is not at rest, in words; empty when all is (I1, I5)."""
         found: list[str] = []
         for prefill in self.prefills:
-            p = prefill.handlers
-            open_grants = sum(len(t.grants) for t in p.targets.values())
-            remembered = sum(len(t.closed) for t in p.targets.values())
-            found += _said(f"prefill {prefill.info.rank}", rooms=len(p.rooms), grants=open_grants, closed=remembered)
-            found += _said(f"prefill {prefill.info.rank}", handler_errors=p.counts.handler_errors)
-            if not prefill.pages.at_rest():
-                found.append(f"prefill {prefill.info.rank}: pages of {prefill.pages.owned()}")
+            name, endpoint = f"prefill {prefill.info.rank}", prefill.shell.endpoint
+            open_grants = sum(len(peer.grants.rooms) for peer in endpoint.peers)
+            remembered = sum(peer.grants.remembered for peer in endpoint.peers)
+            found += _counted(name, rooms=len(endpoint.rooms), grants=open_grants, closed=remembered)
+            found += _counted(name, handles=len(prefill.shell.rooms), handler_errors=prefill.counts.handler_errors)
+            if not prefill.pool.pages.at_rest():
+                found.append(f"{name}: pages of {prefill.pool.pages.owned()}")
         for decode in self.decodes:
-            d = decode.handlers
-            found += _said("decode", rooms=len(d.rooms), loans=len(d.ledger), quarantined=d.ledger.quarantined_pages)
-            found += _said("decode", handler_errors=d.counts.handler_errors)
-            if not decode.pages.at_rest():
-                found.append(f"decode: pages of {decode.pages.owned()}")
+            core = decode.shell.endpoint.core
+            quarantined = core.ledger.quarantined_pages
+            found += _counted("decode", rooms=len(core.rooms), loans=len(core.ledger), quarantined=quarantined)
+            found += _counted("decode", handles=len(decode.shell.rooms), handler_errors=decode.counts.handler_errors)
+            if not decode.pool.pages.at_rest():
+                found.append(f"decode: pages of {decode.pool.pages.owned()}")
         return found
 
     async def rest(self) -> None:
@@ -234,5 +243,5 @@ def fill(pool: PagedPool, pages: Sequence[int] | PageIndices, value: int) -> Non
         ctypes.memset(buffer.address + int(page) * buffer.page_bytes, value, buffer.page_bytes)
 
 
-def _said(who: str, **counts: int) -> list[str]:
-    return [f"{who}: {count} {what}" for what, count in counts.items() if count]
+def _counted(name: str, **counts: int) -> list[str]:
+    return [f"{name}: {count} {what}" for what, count in counts.items() if count]

@@ -7,11 +7,11 @@ from enum import IntEnum
 import msgspec
 
 from kvflow.protocols.errors import Cause, Code
-from kvflow.protocols.machines.tables import ERROR, IGNORE, Cell, Move, Table, rest
+from kvflow.protocols.machines.tables import ERROR, IGNORE, Move, Table, rest
 
 
 class DecodePhase(IntEnum):
-    BOOTSTRAPPING = 0  # resolving ranks, taking pages: nothing is lent yet
+    BOOTSTRAPPING = 0  # announced; links are coming up, pages are being taken: nothing is lent yet
     WAITING_FOR_INPUT = 1  # Bootstrap sent to every rank
     TRANSFERRING = 2  # the first chunk has landed
     DRAINING = 3  # ended here; loans are recalled
@@ -22,7 +22,7 @@ class DecodePhase(IntEnum):
 
 
 class DecodeKind(IntEnum):
-    REGISTERED = 0  # every rank is reachable and has accepted our pool
+    LENT = 0  # every rank is registered, and the pages are offered
     CHUNK_LANDED = 1
     ALL_LANDED = 2  # the last chunk of the last rank
     ROOM_FAILED = 3
@@ -36,7 +36,7 @@ class DecodeCommand(IntEnum):
     SEND_BOOTSTRAP = 0
     RECALL_LOANS = 1
     TELL_LANDED = 2
-    TELL_FAILED = 3
+    TELL_FAILED = 3  # the room's user has its error
     END = 4
 
 
@@ -51,7 +51,7 @@ class DecodeEvent(msgspec.Struct, frozen=True):
     cause: Cause | None = None
 
 
-class DecodeRoom(msgspec.Struct, frozen=True):
+class DecodeRoomState(msgspec.Struct, frozen=True):
     """Everything that decides what happens next; a hashable value."""
 
     pages: int  # pages each rank must fill
@@ -67,15 +67,20 @@ P, K, C = DecodePhase, DecodeKind, DecodeCommand
 _FAIL = Move(P.FAILED, (C.TELL_FAILED, C.RECALL_LOANS, C.END))
 _LOSE = Move(P.LOST, (C.TELL_FAILED, C.RECALL_LOANS, C.END))
 _DRAIN = Move(P.DRAINING, (C.TELL_FAILED, C.RECALL_LOANS))
-_ENDED: dict[DecodeKind, Cell[DecodePhase, DecodeCommand]] = {K.ENDED_LOCALLY: IGNORE}
-_ENDED_WITH_LOANS = _ENDED | {K.LOANS_ENDED: IGNORE, K.LOANS_DOUBTFUL: IGNORE}
 _LAND = Move(P.SUCCESS, (C.TELL_LANDED, C.END))
 
 TABLE: Table[DecodePhase, DecodeKind, DecodeCommand] = Table(
     P,
     K,
     {
-        P.BOOTSTRAPPING: rest(K, ERROR) | {K.REGISTERED: Move(P.WAITING_FOR_INPUT, (C.SEND_BOOTSTRAP,))},
+        P.BOOTSTRAPPING: rest(K, ERROR)
+        | {
+            K.LENT: Move(P.WAITING_FOR_INPUT, (C.SEND_BOOTSTRAP,)),
+            # Nothing is lent, so the room ends at once; its announcements are withdrawn.
+            K.ROOM_FAILED: _FAIL,
+            K.ENDED_LOCALLY: Move(P.ABORTED, (C.TELL_FAILED, C.RECALL_LOANS, C.END)),
+            K.SOURCE_LOST: _FAIL,
+        },
         P.WAITING_FOR_INPUT: rest(K, ERROR)
         | {
             K.CHUNK_LANDED: Move(P.TRANSFERRING),
@@ -100,22 +105,22 @@ TABLE: Table[DecodePhase, DecodeKind, DecodeCommand] = Table(
             K.LOANS_ENDED: Move(P.ABORTED, (C.END,)),
             K.LOANS_DOUBTFUL: Move(P.LOST, (C.END,)),
         },
-        # An ended room is in no table: only its user can reach it, and while it ends the ledger.
-        P.SUCCESS: rest(K, ERROR) | _ENDED,
-        P.FAILED: rest(K, ERROR) | _ENDED_WITH_LOANS,
-        P.ABORTED: rest(K, ERROR) | _ENDED,
-        P.LOST: rest(K, ERROR) | _ENDED_WITH_LOANS,
+        # An ended room is in no table: nothing can happen to it.
+        P.SUCCESS: rest(K, ERROR),
+        P.FAILED: rest(K, ERROR),
+        P.ABORTED: rest(K, ERROR),
+        P.LOST: rest(K, ERROR),
     },
 )
 
 TERMINAL = frozenset({P.SUCCESS, P.FAILED, P.ABORTED, P.LOST})
 
 
-def opened(pages: int, ranks: int) -> DecodeRoom:
-    return DecodeRoom(pages, ranks, next_seq=(0,) * ranks, filled=(0,) * ranks)
+def opened(pages: int, ranks: int) -> DecodeRoomState:
+    return DecodeRoomState(pages, ranks, next_seq=(0,) * ranks, filled=(0,) * ranks)
 
 
-def step(room: DecodeRoom, event: DecodeEvent) -> tuple[DecodeRoom, tuple[DecodeCommand, ...]]:
+def step(room: DecodeRoomState, event: DecodeEvent) -> tuple[DecodeRoomState, tuple[DecodeCommand, ...]]:
     """The next state and what to do now. Out-of-order and repeated chunks leave the room as it is: a gap is filled by
     resynchronisation, never guessed at."""
     kind = event.kind
@@ -127,12 +132,12 @@ def step(room: DecodeRoom, event: DecodeEvent) -> tuple[DecodeRoom, tuple[Decode
     if move is None:
         return room, ()
     cause = room.cause if room.cause is not None else event.cause
-    return DecodeRoom(
+    return DecodeRoomState(
         room.pages, room.ranks, move.phase, room.next_seq, room.filled, room.finished, cause
     ), move.commands
 
 
-def _count_chunk(room: DecodeRoom, event: DecodeEvent) -> tuple[DecodeRoom, DecodeKind, DecodeEvent]:
+def _count_chunk(room: DecodeRoomState, event: DecodeEvent) -> tuple[DecodeRoomState, DecodeKind, DecodeEvent]:
     """Book one in-order chunk; a chunk that does not add up ends the room (I8)."""
     rank = event.rank
     filled = room.filled[rank] + event.pages
@@ -142,6 +147,6 @@ def _count_chunk(room: DecodeRoom, event: DecodeEvent) -> tuple[DecodeRoom, Deco
     finished = room.finished | (1 << rank if event.last else 0)
     next_seq = (*room.next_seq[:rank], event.seq + 1, *room.next_seq[rank + 1 :])
     counts = (*room.filled[:rank], filled, *room.filled[rank + 1 :])
-    room = DecodeRoom(room.pages, room.ranks, room.phase, next_seq, counts, finished, room.cause)
+    room = DecodeRoomState(room.pages, room.ranks, room.phase, next_seq, counts, finished, room.cause)
     done = finished == (1 << room.ranks) - 1
     return room, K.ALL_LANDED if done else K.CHUNK_LANDED, event

@@ -2,153 +2,126 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
-from typing import Protocol
+from collections import OrderedDict
+from collections.abc import Hashable, Iterator
+from typing import Any, Generic, NamedTuple, TypeVar
 
 from kvflow.protocols.errors import Cause, QuarantineError
-from kvflow.protocols.machines.loan import LoanCommand, LoanKey, LoanKind, LoanPhase, step
-from kvflow.protocols.pages.layout import PageIndices
-from kvflow.protocols.ports import PageStore
+from kvflow.protocols.machines.loan import LoanCommand, LoanKind, LoanPhase, step
+from kvflow.protocols.wire.messages import GrantId, RoomId
+
+S = TypeVar("S", bound=Hashable)
 
 
-class Lender(Protocol):
-    """The link to one prefill rank, as far as a loan needs it."""
+class Lease(Generic[S]):
+    """What one room holds: pages lent to every rank under one grant; they are free when the room and all loans end."""
 
-    @property
-    def source(self) -> int: ...
+    __slots__ = ("cause", "grant", "loans", "num_pages", "room", "room_ended")
 
-    @property
-    def rank(self) -> int: ...
-
-    def send_abort(self, room: int, grant: int, cause: Cause) -> None: ...
-
-    def await_fence(self) -> None:
-        """Start waiting, once per link, for the data plane's proof that this writer can write no more."""
-
-
-class Grant:
-    """Pages lent to every rank of a room under one number; they are free again when the room and all its loans are."""
-
-    __slots__ = ("cause", "loans", "number", "on_change", "owner", "pages", "room", "room_ended")
-
-    def __init__(self, number: int, room: int, pages: PageIndices, owner: Hashable) -> None:
-        self.number, self.room, self.pages, self.owner = number, room, pages, owner
-        self.loans: list[Loan] = []
+    def __init__(self, grant: GrantId, room: RoomId) -> None:
+        self.grant, self.room = grant, room
+        self.num_pages = 0
+        self.loans: dict[S, LoanPhase] = {}  # those that have not ended, by source
         self.room_ended = False
-        self.cause: Cause | None = None
-        self.on_change: Callable[[], None] | None = None  # set by a room that waits for its loans
+        self.cause: Cause | None = None  # set when the loans are recalled
 
     @property
     def doubtful(self) -> bool:
-        """Every loan still out is in doubt."""
-        return all(loan.phase is LoanPhase.DOUBTFUL for loan in self.loans)
+        """Every loan that has not ended is in doubt."""
+        return all(phase is LoanPhase.DOUBTFUL for phase in self.loans.values())
 
 
-class Loan:
-    __slots__ = ("grant", "link", "phase", "said_at_s")
+class Change(NamedTuple, Generic[S]):
+    """One loan has moved on, and this is to be done about it."""
 
-    def __init__(self, grant: Grant, link: Lender) -> None:
-        self.grant, self.link = grant, link
-        self.phase = LoanPhase.LENT
-        self.said_at_s = 0.0
-
-
-class Quarantined:
-    """The owner of pages whose room has ended while a loan on them has not."""
-
-    __slots__ = ("grant",)
-
-    def __init__(self, grant: int) -> None:
-        self.grant = grant
-
-    def __repr__(self) -> str:
-        return f"quarantine({self.grant})"
+    lease: Lease[S]
+    source: S
+    commands: tuple[LoanCommand, ...]
+    freed: bool  # with this loan the last claim on the lease's pages has ended
 
 
-class Ledger:
-    """Runs the loan machine; the only place that gives lent pages back."""
+class Ledger(Generic[S]):
+    """Runs the loan machine. A source is the link to one prefill rank; nothing here calls anything back."""
 
-    def __init__(self, pages: PageStore, now: Callable[[], float], quarantine_limit: int) -> None:
-        self._pages, self._now = pages, now
-        self._loans: dict[LoanKey, Loan] = {}
+    def __init__(self, quarantine_limit: int) -> None:
+        """`quarantine_limit`: pages of rooms that have ended while loans have not; with more no room is opened."""
+        self._by_source: dict[S, OrderedDict[GrantId, Lease[S]]] = {}
+        self._acknowledged: dict[S, GrantId] = {}  # the highest grant whose end each source has confirmed
+        self._count = 0
         self.quarantined_pages, self.quarantine_limit = 0, quarantine_limit
 
     def __len__(self) -> int:
-        return len(self._loans)
+        """Loans that have not ended."""
+        return self._count
 
     def check_quarantine(self) -> None:
         """Raises: QuarantineError while it holds more than its share of the pool."""
         if self.quarantined_pages > self.quarantine_limit:
             raise QuarantineError(self.quarantined_pages, self.quarantine_limit)
 
-    def lend(self, grant: Grant, link: Lender) -> None:
-        loan = Loan(grant, link)
-        grant.loans.append(loan)
-        self._loans[LoanKey(link.source, link.rank, grant.number)] = loan
+    def open(self, lease: Lease[S], source: S) -> None:
+        """A loan that is announced; its pages follow with LEND. Grants are opened in ascending order."""
+        lease.loans[source] = LoanPhase.ANNOUNCED
+        self._by_source.setdefault(source, OrderedDict())[lease.grant] = lease
+        self._count += 1
 
-    def feed(self, key: LoanKey, kind: LoanKind) -> bool:
-        """One event for one loan; False when there is no such loan (late or foreign: nothing to do)."""
-        loan = self._loans.get(key)
-        if loan is None:
-            return False
-        self._feed(key, loan, kind)
-        return True
+    def find(self, source: S, grant: GrantId) -> Lease[S] | None:
+        """The lease of a loan that has not ended."""
+        return self._by_source.get(source, _NONE).get(grant)
 
-    def feed_link(self, link: Lender, kind: LoanKind) -> None:
-        """The same event for every loan of one link."""
-        for key in [key for key, loan in self._loans.items() if loan.link is link]:
-            self.feed(key, kind)  # unless it has ended by what a user does when a room ends
+    def of_source(self, source: S) -> Iterator[tuple[GrantId, Lease[S]]]:
+        """Every loan of one source that has not ended, by ascending grant."""
+        return iter(self._by_source.get(source, _NONE).items())
 
-    def repeat(self, older_than_s: float) -> None:
-        """Say Abort again for loans recalled before `older_than_s` and not answered."""
-        for key, loan in list(self._loans.items()):
-            if loan.phase is LoanPhase.RECALLED and loan.said_at_s < older_than_s:
-                self._feed(key, loan, LoanKind.REPEAT_DUE)
+    def owes(self, source: S) -> bool:
+        """Some loan of this source has not ended."""
+        return bool(self._by_source.get(source))
 
-    def recall(self, grant: Grant, cause: Cause) -> None:
-        grant.cause = cause
-        for loan in list(grant.loans):
-            self._feed(LoanKey(loan.link.source, loan.link.rank, grant.number), loan, LoanKind.RECALL)
+    def owed_by(self, source: S) -> tuple[int, int]:
+        """Loans of this source that have not ended, and pages it keeps in quarantine."""
+        leases = self._by_source.get(source, _NONE).values()
+        return len(leases), sum(lease.num_pages for lease in leases if lease.cause is not None)
 
-    def room_ended(self, grant: Grant) -> None:
-        """The room is over: its pages go home, or wait in quarantine for their loans."""
-        grant.room_ended = True
-        grant.on_change = None
-        if grant.loans:
-            owner = Quarantined(grant.number)
-            self._pages.move(grant.pages, grant.owner, owner)
-            grant.owner = owner
-            self.quarantined_pages += len(grant.pages)
-        else:
-            self._pages.give_back(grant.pages, grant.owner)
+    def settled_below(self, source: S) -> GrantId:
+        """Nothing of this source's loans below this grant is needed any more, and the source knows all of them."""
+        confirmed = GrantId(self._acknowledged.get(source, 0) + 1)
+        loans = self._by_source.get(source)
+        return min(confirmed, next(iter(loans))) if loans else confirmed
 
-    def owes(self, link: Lender) -> bool:
-        """Some loan of this link has not ended."""
-        return any(loan.link is link for loan in self._loans.values())
+    def forget_source(self, source: S) -> None:
+        """The link is gone for good, and owes nothing."""
+        self._by_source.pop(source, None)
+        self._acknowledged.pop(source, None)
 
-    def owed_by(self, link: Lender) -> tuple[int, int]:
-        """Loans of this link that have not ended, and pages it keeps in quarantine."""
-        grants = [loan.grant for loan in self._loans.values() if loan.link is link]
-        return len(grants), sum(len(grant.pages) for grant in grants if grant.room_ended)
+    def feed(self, lease: Lease[S], source: S, kind: LoanKind) -> Change[S]:
+        """One event for one loan that has not ended."""
+        phase, commands = step(lease.loans[source], kind)
+        lease.loans[source] = phase
+        freed = False
+        if LoanCommand.RETURN in commands:
+            del lease.loans[source]
+            del self._by_source[source][lease.grant]
+            self._count -= 1
+            if kind in _CONFIRMED:
+                self._acknowledged[source] = max(self._acknowledged.get(source, GrantId(0)), lease.grant)
+            if not lease.loans:
+                if lease.cause is not None:
+                    self.quarantined_pages -= lease.num_pages
+                freed = lease.room_ended
+        return Change(lease, source, commands, freed)
 
-    def lowest_open_grant(self, default: int) -> int:
-        return min((key.grant for key in self._loans if key.grant < default), default=default)
+    def recall(self, lease: Lease[S], cause: Cause) -> list[Change[S]]:
+        """The room has ended, or is about to, without every rank's proof: its pages are in quarantine from here on."""
+        if lease.loans and lease.cause is None:
+            self.quarantined_pages += lease.num_pages
+        lease.cause = cause
+        return [self.feed(lease, source, LoanKind.RECALL) for source in list(lease.loans)]
 
-    def _feed(self, key: LoanKey, loan: Loan, kind: LoanKind) -> None:
-        loan.phase, commands = step(loan.phase, kind)
-        grant = loan.grant
-        for command in commands:
-            if command is LoanCommand.RETURN:
-                del self._loans[key]
-                grant.loans.remove(loan)
-                if grant.room_ended and not grant.loans:
-                    self.quarantined_pages -= len(grant.pages)
-                    self._pages.give_back(grant.pages, grant.owner)
-            elif command is LoanCommand.SEND_ABORT:
-                loan.said_at_s = self._now()
-                if grant.cause is not None:
-                    loan.link.send_abort(grant.room, grant.number, grant.cause)
-            else:
-                loan.link.await_fence()
-        if commands and grant.on_change is not None:
-            grant.on_change()
+    def room_ended(self, lease: Lease[S]) -> bool:
+        """True when no loan keeps the pages: they are free now."""
+        lease.room_ended = True
+        return not lease.loans
+
+
+_NONE: OrderedDict[GrantId, Lease[Any]] = OrderedDict()
+_CONFIRMED = (LoanKind.LANDED, LoanKind.DRAINED, LoanKind.UNPROVEN)

@@ -2,46 +2,40 @@
 
 Rooms end in time, loans end on proof. A loan outlives its room where proof is missing; while it does, its pages are in
 quarantine. Proof is a landed last chunk, a drained acknowledgement, or the data plane's fence; nothing else is.
+Before its pages are offered a loan is only announced: no rank can write, so nothing has to be proven.
 """
 
 from __future__ import annotations
 
 from enum import IntEnum
-from typing import NamedTuple
 
 from kvflow.protocols.machines.tables import ERROR, IGNORE, Move, Table, rest
 
 
-class LoanKey(NamedTuple):
-    """Who may write, and under which promise."""
-
-    source: int
-    rank: int
-    grant: int
-
-
 class LoanPhase(IntEnum):
-    LENT = 0
-    RECALLED = 1  # Abort sent and repeated until answered
-    DOUBTFUL = 2  # the source cannot say, or is gone: only late proof or the fence ends it
-    RETURNED = 3
+    ANNOUNCED = 0  # the rank knows of the room; no page has been offered
+    LENT = 1
+    WITHDRAWN = 2  # ended before any page was offered; Abort sent and repeated until acknowledged
+    RECALLED = 3  # Abort sent and repeated until acknowledged
+    DOUBTFUL = 4  # the source cannot say, or is gone: only late proof or the fence ends it
+    RETURNED = 5
 
 
 class LoanKind(IntEnum):
-    RECALL = 0  # the room ended without this rank's proof
-    LANDED = 1  # ChunkDone(last)
-    DRAINED = 2  # AbortAck(drained)
-    UNPROVEN = 3  # AbortAck(unproven)
-    SOURCE_LOST = 4
-    SOURCE_BACK = 5  # the same incarnation answers again after it was lost
-    REPEAT_DUE = 6
-    FENCED = 7
+    LEND = 0  # Bootstrap is sent
+    RECALL = 1  # the room ended without this rank's proof
+    LANDED = 2  # ChunkDone(last)
+    DRAINED = 3  # AbortAck(drained)
+    UNPROVEN = 4  # AbortAck(unproven)
+    SOURCE_LOST = 5
+    SOURCE_BACK = 6  # the same incarnation answers again after it was lost
+    REPEAT_DUE = 7
+    FENCED = 8
 
 
 class LoanCommand(IntEnum):
     SEND_ABORT = 0
-    AWAIT_FENCE = 1
-    RETURN = 2
+    RETURN = 1
 
 
 P, K, C = LoanPhase, LoanKind, LoanCommand
@@ -51,6 +45,13 @@ TABLE: Table[LoanPhase, LoanKind, LoanCommand] = Table(
     P,
     K,
     {
+        P.ANNOUNCED: rest(K, ERROR)
+        | {
+            K.LEND: Move(P.LENT),
+            K.RECALL: Move(P.WITHDRAWN, (C.SEND_ABORT,)),
+            K.DRAINED: IGNORE,  # prefill has refused; its RoomFailed ends the room
+            K.UNPROVEN: IGNORE,
+        },
         # What happens to a source ends its rooms first, and that recalls their loans; only recalled ones are repeated.
         # No room is opened on a source that is lost, and a recalled loan is in doubt from then on.
         P.LENT: rest(K, ERROR)
@@ -58,14 +59,21 @@ TABLE: Table[LoanPhase, LoanKind, LoanCommand] = Table(
             K.RECALL: Move(P.RECALLED, (C.SEND_ABORT,)),
             K.LANDED: _RETURN,
             K.DRAINED: _RETURN,
-            K.UNPROVEN: Move(P.DOUBTFUL, (C.AWAIT_FENCE,)),
+            K.UNPROVEN: Move(P.DOUBTFUL),
+        },
+        P.WITHDRAWN: rest(K, ERROR)
+        | {
+            K.DRAINED: _RETURN,
+            K.UNPROVEN: _RETURN,  # it has no page to write to
+            K.SOURCE_LOST: _RETURN,
+            K.REPEAT_DUE: Move(P.WITHDRAWN, (C.SEND_ABORT,)),
         },
         P.RECALLED: rest(K, ERROR)
         | {
             K.LANDED: _RETURN,
             K.DRAINED: _RETURN,
-            K.UNPROVEN: Move(P.DOUBTFUL, (C.AWAIT_FENCE,)),
-            K.SOURCE_LOST: Move(P.DOUBTFUL, (C.AWAIT_FENCE,)),
+            K.UNPROVEN: Move(P.DOUBTFUL),
+            K.SOURCE_LOST: Move(P.DOUBTFUL),
             K.REPEAT_DUE: Move(P.RECALLED, (C.SEND_ABORT,)),
         },
         P.DOUBTFUL: rest(K, ERROR)

@@ -12,31 +12,34 @@ from kvflow.protocols.ports import Landing
 
 
 class PrefillPhase(IntEnum):
-    EXPECTED = 0  # the engine's request is here, decode's Bootstrap is not
-    BOOTSTRAPPED = 1  # the other way round
-    WAITING_FOR_INPUT = 2  # both halves known, no write running
-    TRANSFERRING = 3  # writes running
-    DRAINING = 4  # ended; writes still running are awaited
-    SUCCESS = 5
-    FAILED = 6  # this side ended it with nothing running
-    ABORTED = 7  # ended by either side, every write that ran has landed
-    LOST = 8  # ended, and some write may still land
+    EXPECTED = 0  # the engine's request is here, nothing has come from decode
+    ANNOUNCED = 1  # the engine's request is here, and decode has announced that it will offer pages
+    BOOTSTRAPPED = 2  # decode has offered pages, the engine's request is not here
+    WAITING_FOR_INPUT = 3  # both halves known, no write running
+    TRANSFERRING = 4  # writes running
+    DRAINING = 5  # ended; writes still running are awaited
+    SUCCESS = 6
+    FAILED = 7  # this side ended it with nothing running
+    ABORTED = 8  # ended by either side, every write that ran has landed
+    LOST = 9  # ended, and some write may still land
 
 
 class PrefillKind(IntEnum):
-    MATCHED = 0
-    MISMATCHED = 1  # the halves do not agree on the prompt, or the Bootstrap cannot be served
-    CHUNK_QUEUED = 2
-    CHUNK_LANDED = 3  # others are running
-    IDLE = 4  # a chunk landed, nothing runs, more will come
-    ALL_LANDED = 5
-    WRITE_FAILED = 6  # in doubt, and others are running
-    ALL_DOUBTFUL = 7  # in doubt, and nothing else runs
-    ABORT_RECEIVED = 8
-    ENDED_LOCALLY = 9
-    TARGET_LOST = 10
-    DRAINED = 11
-    UNPROVEN = 12
+    ANNOUNCED = 0
+    MATCHED = 1
+    MISMATCHED = 2  # the halves do not agree on the prompt, or what decode offers cannot be used
+    CHUNK_QUEUED = 3
+    CHUNK_LANDED = 4  # others are running
+    IDLE = 5  # a chunk landed, nothing runs, more will come
+    ALL_LANDED = 6
+    WRITE_FAILED = 7  # stopped short or in doubt, and others are running
+    ALL_STOPPED = 8  # stopped short with nothing in doubt, and nothing else runs
+    ALL_DOUBTFUL = 9  # something is in doubt, and nothing runs
+    ABORT_RECEIVED = 10
+    ENDED_LOCALLY = 11
+    TARGET_LOST = 12
+    DRAINED = 13
+    UNPROVEN = 14
 
 
 class PrefillCommand(IntEnum):
@@ -61,7 +64,7 @@ class PrefillEvent(msgspec.Struct, frozen=True):
     cause: Cause | None = None
 
 
-class PrefillRoom(msgspec.Struct, frozen=True):
+class PrefillRoomState(msgspec.Struct, frozen=True):
     """Everything that decides what happens next; a hashable value."""
 
     phase: PrefillPhase
@@ -74,6 +77,7 @@ class PrefillRoom(msgspec.Struct, frozen=True):
 
 P, K, C = PrefillPhase, PrefillKind, PrefillCommand
 _REFUSE = Move(P.FAILED, (C.SEND_FAILED, C.SEND_DRAINED, C.TELL_ENDED, C.END))
+_ABORT = Move(P.ABORTED, (C.SEND_DRAINED, C.TELL_ENDED, C.END))
 
 TABLE: Table[PrefillPhase, PrefillKind, PrefillCommand] = Table(
     P,
@@ -81,9 +85,18 @@ TABLE: Table[PrefillPhase, PrefillKind, PrefillCommand] = Table(
     {
         P.EXPECTED: rest(K, ERROR)
         | {
+            K.ANNOUNCED: Move(P.ANNOUNCED),
             K.MATCHED: Move(P.WAITING_FOR_INPUT, (C.TELL_MATCHED,)),
             K.MISMATCHED: _REFUSE,
             K.ENDED_LOCALLY: Move(P.FAILED, (C.TELL_ENDED, C.END)),
+        },
+        P.ANNOUNCED: rest(K, ERROR)
+        | {
+            K.MATCHED: Move(P.WAITING_FOR_INPUT, (C.TELL_MATCHED,)),
+            K.MISMATCHED: _REFUSE,
+            K.ABORT_RECEIVED: _ABORT,
+            K.ENDED_LOCALLY: _REFUSE,
+            K.TARGET_LOST: _REFUSE,
         },
         P.BOOTSTRAPPED: rest(K, ERROR)
         | {
@@ -96,7 +109,7 @@ TABLE: Table[PrefillPhase, PrefillKind, PrefillCommand] = Table(
         P.WAITING_FOR_INPUT: rest(K, ERROR)
         | {
             K.CHUNK_QUEUED: Move(P.TRANSFERRING, (C.START_WRITE,)),
-            K.ABORT_RECEIVED: Move(P.ABORTED, (C.SEND_DRAINED, C.TELL_ENDED, C.END)),
+            K.ABORT_RECEIVED: _ABORT,
             K.ENDED_LOCALLY: _REFUSE,
             K.TARGET_LOST: _REFUSE,
         },
@@ -107,12 +120,12 @@ TABLE: Table[PrefillPhase, PrefillKind, PrefillCommand] = Table(
             K.IDLE: Move(P.WAITING_FOR_INPUT, (C.SEND_CHUNK_DONE,)),
             K.ALL_LANDED: Move(P.SUCCESS, (C.SEND_CHUNK_DONE, C.TELL_SUCCESS, C.END)),
             K.WRITE_FAILED: Move(P.DRAINING, (C.SEND_FAILED, C.TELL_ENDED, C.CANCEL_WRITES)),
+            K.ALL_STOPPED: Move(P.ABORTED, (C.SEND_FAILED, C.SEND_DRAINED, C.TELL_ENDED, C.END)),
             K.ALL_DOUBTFUL: Move(P.LOST, (C.SEND_FAILED, C.SEND_UNPROVEN, C.TELL_ENDED, C.END)),
             K.ABORT_RECEIVED: Move(P.DRAINING, (C.TELL_ENDED, C.CANCEL_WRITES)),
             K.ENDED_LOCALLY: Move(P.DRAINING, (C.SEND_FAILED, C.TELL_ENDED, C.CANCEL_WRITES)),
-            K.TARGET_LOST: Move(
-                P.DRAINING, (C.SEND_FAILED, C.TELL_ENDED, C.CANCEL_WRITES)
-            ),  # said again if it comes back
+            # What is sent here is sent again if decode comes back.
+            K.TARGET_LOST: Move(P.DRAINING, (C.SEND_FAILED, C.TELL_ENDED, C.CANCEL_WRITES)),
         },
         P.DRAINING: rest(K, ERROR)
         | {
@@ -123,7 +136,7 @@ TABLE: Table[PrefillPhase, PrefillKind, PrefillCommand] = Table(
             K.DRAINED: Move(P.ABORTED, (C.SEND_DRAINED, C.END)),
             K.UNPROVEN: Move(P.LOST, (C.SEND_UNPROVEN, C.END)),
         },
-        # An ended room is in no table, and nothing of it runs: nobody is left to tell it anything.
+        # An ended room is in no table, and nothing of it runs: nothing can happen to it.
         P.SUCCESS: rest(K, ERROR),
         P.FAILED: rest(K, ERROR),
         P.ABORTED: rest(K, ERROR),
@@ -134,7 +147,7 @@ TABLE: Table[PrefillPhase, PrefillKind, PrefillCommand] = Table(
 TERMINAL = frozenset({P.SUCCESS, P.FAILED, P.ABORTED, P.LOST})
 
 
-def step(room: PrefillRoom, event: PrefillEvent) -> tuple[PrefillRoom, tuple[PrefillCommand, ...]]:
+def step(room: PrefillRoomState, event: PrefillEvent) -> tuple[PrefillRoomState, tuple[PrefillCommand, ...]]:
     """The next state and what to do now; an event without a kind is the end of one write."""
     queued, ended, last, doubt, kind = room.queued, room.ended, room.last_queued, room.doubt, event.kind
     if kind is K.CHUNK_QUEUED:
@@ -145,21 +158,23 @@ def step(room: PrefillRoom, event: PrefillEvent) -> tuple[PrefillRoom, tuple[Pre
         kind = _end_of_write(room.phase, event.landing, running=queued - ended, last=last, doubt=doubt)
     move = TABLE.move(room.phase, kind)
     if move is None:
-        return PrefillRoom(room.phase, queued, ended, last, doubt, room.cause), ()
+        return PrefillRoomState(room.phase, queued, ended, last, doubt, room.cause), ()
     cause = room.cause if room.cause is not None else event.cause
-    return PrefillRoom(move.phase, queued, ended, last, doubt, cause), move.commands
+    return PrefillRoomState(move.phase, queued, ended, last, doubt, cause), move.commands
 
 
 def _end_of_write(
     phase: PrefillPhase, landing: Landing | None, *, running: int, last: bool, doubt: bool
 ) -> PrefillKind:
-    """What the end of a write means here. Writes end in the order they were queued (the handler sees to it)."""
+    """What the end of a write means here. Writes end in the order they were queued (the endpoint sees to it)."""
     if phase is P.DRAINING:
         if running:
             return K.CHUNK_LANDED
         return K.UNPROVEN if doubt else K.DRAINED
     if landing is not Landing.LANDED:
-        return K.WRITE_FAILED if running else K.ALL_DOUBTFUL
+        if running:
+            return K.WRITE_FAILED
+        return K.ALL_DOUBTFUL if doubt else K.ALL_STOPPED
     if running:
         return K.CHUNK_LANDED
     return K.ALL_LANDED if last else K.IDLE

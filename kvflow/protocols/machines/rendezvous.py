@@ -1,51 +1,76 @@
-"""Rooms of which one half ended before the other came: the other half is told why, instead of waiting for nobody."""
+"""Where the two halves of a room meet: who has announced which room, and halves that ended before the other came."""
 
 from __future__ import annotations
 
 from collections import OrderedDict
 from enum import Enum
-from typing import NamedTuple
+from typing import Generic, NamedTuple, TypeVar
 
 from kvflow.protocols.errors import Cause
+from kvflow.protocols.wire.messages import GrantId, RoomId
+
+S = TypeVar("S")
 
 
-class Half(Enum):
+class Side(Enum):
     ENGINE = "engine"
     DECODE = "decode"
 
 
-class _Ending(NamedTuple):
-    half: Half
+class Outcome(NamedTuple):
+    """`side` of a room has ended, and the other side is to be told why when it comes."""
+
+    side: Side
     cause: Cause
     forget_at_s: float
 
 
-class EndedHalves:
-    """Bounded in number and in time; each ending is told once."""
+class Announcement(NamedTuple, Generic[S]):
+    peer: S
+    grant: GrantId
+
+
+class Rendezvous(Generic[S]):
+    """Announcements last as long as the peer that made them; outcomes are bounded in number and in time, and each is
+    told once."""
 
     def __init__(self, limit: int) -> None:
+        """At most `limit` outcomes are remembered."""
+        self.announced: dict[RoomId, Announcement[S]] = {}
         self._limit = limit
-        self._endings: OrderedDict[int, _Ending] = OrderedDict()
+        self._outcomes: OrderedDict[RoomId, Outcome] = OrderedDict()
 
     def __len__(self) -> int:
-        return len(self._endings)
+        """Outcomes that are remembered."""
+        return len(self._outcomes)
 
-    def remember(self, room: int, half: Half, cause: Cause, forget_at_s: float) -> None:
-        self._endings.pop(room, None)
-        self._endings[room] = _Ending(half, cause, forget_at_s)
-        if len(self._endings) > self._limit:
-            self._endings.popitem(last=False)
+    def forget_announcement(self, room: RoomId, peer: S, grant: GrantId) -> None:
+        """Only the one that was made under this grant."""
+        found = self.announced.get(room)
+        if found is not None and found.peer is peer and found.grant == grant:
+            del self.announced[room]
 
-    def never_comes(self, room: int, half: Half, cause: Cause, forget_at_s: float) -> None:
-        """`half` of `room` has ended before it came: kept for the other one, unless that has ended already."""
-        if self.take(room, half) is None:
-            self.remember(room, half, cause, forget_at_s)
+    def record_outcome(self, room: RoomId, side: Side, cause: Cause, forget_at_s: float) -> None:
+        """`side` has ended after it came."""
+        self._outcomes.pop(room, None)
+        self._outcomes[room] = Outcome(side, cause, forget_at_s)
+        if len(self._outcomes) > self._limit:
+            self._outcomes.popitem(last=False)
 
-    def take(self, room: int, half: Half) -> Cause | None:
-        """Why the other half of `room` ended, for `half` that comes now; the same half coming again begins afresh."""
-        ending = self._endings.pop(room, None)
-        return None if ending is None or ending.half is half else ending.cause
+    def record_absent(self, room: RoomId, side: Side, cause: Cause, forget_at_s: float) -> None:
+        """`side` has ended before it came: kept for the other one, unless that has ended already."""
+        if self.take(room, side) is None:
+            self.record_outcome(room, side, cause, forget_at_s)
+
+    def take(self, room: RoomId, side: Side) -> Cause | None:
+        """Why the other half of `room` ended, for `side` that comes now; the same side coming again begins afresh."""
+        outcome = self._outcomes.pop(room, None)
+        return None if outcome is None or outcome.side is side else outcome.cause
+
+    def next_expiry_s(self) -> float:
+        """When the oldest outcome is to be forgotten; infinity when there is none."""
+        return next(iter(self._outcomes.values())).forget_at_s if self._outcomes else float("inf")
 
     def expire(self, now: float) -> None:
-        while self._endings and next(iter(self._endings.values())).forget_at_s < now:
-            self._endings.popitem(last=False)
+        while self._outcomes and self.next_expiry_s() <= now:
+            self._outcomes.popitem(last=False)

@@ -1,4 +1,4 @@
-"""Bytes to messages and back. Decoding is strict: what is not a message this side may receive is a WireError."""
+"""Bytes to messages and back. Parsing is strict: what is not a message this side may receive is a WireError."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvflow.protocols.errors import WireError
-from kvflow.protocols.wire.messages import MAX_FRAME_BYTES, ToDecode, ToPrefill
+from kvflow.protocols.wire.messages import MAX_FRAME_BYTES, Incarnation, ToDecode, ToPrefill
 
 _encoder = msgspec.msgpack.Encoder()
 _to_prefill: msgspec.msgpack.Decoder[Any] = msgspec.msgpack.Decoder(ToPrefill)
@@ -20,13 +20,13 @@ _to_decode: msgspec.msgpack.Decoder[Any] = msgspec.msgpack.Decoder(ToDecode)
 encode = _encoder.encode
 
 
-def decode_to_prefill(frame: bytes) -> ToPrefill:
+def parse_at_prefill(frame: bytes) -> ToPrefill:
     """Raises: WireError."""
     message: ToPrefill = _decode(_to_prefill, frame)
     return message
 
 
-def decode_to_decode(frame: bytes) -> ToDecode:
+def parse_at_decode(frame: bytes) -> ToDecode:
     """Raises: WireError."""
     message: ToDecode = _decode(_to_decode, frame)
     return message
@@ -38,7 +38,7 @@ def _decode(decoder: msgspec.msgpack.Decoder[Any], frame: bytes) -> Any:
     try:
         return decoder.decode(frame)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-        raise WireError(f"{len(frame)} bytes are no message: {error}") from None
+        raise WireError(f"cannot decode a {len(frame)}-byte frame: {error}") from None
 
 
 def prompt_digest(token_ids: Sequence[int] | NDArray[np.integer[Any]]) -> bytes:
@@ -46,6 +46,6 @@ def prompt_digest(token_ids: Sequence[int] | NDArray[np.integer[Any]]) -> bytes:
     return hashlib.sha256(np.asarray(token_ids, dtype="<u4").tobytes()).digest()
 
 
-def routing_id(incarnation: int) -> bytes:
+def routing_id(incarnation: Incarnation) -> bytes:
     """The ZMQ routing id of an incarnation; the leading byte keeps it from starting with zero, which ZMQ reserves."""
     return b"k" + incarnation.to_bytes(8, "big")

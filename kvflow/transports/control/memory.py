@@ -20,7 +20,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from kvflow.protocols.errors import MisuseError, WireError
-from kvflow.protocols.wire.codec import decode_to_decode, decode_to_prefill, routing_id
+from kvflow.protocols.wire.codec import parse_at_decode, parse_at_prefill, routing_id
 from kvflow.protocols.wire.messages import Message
 
 BURST_FRAMES = 32
@@ -45,7 +45,7 @@ class Frame(NamedTuple):
     def message(self) -> Message | None:
         """What it says; None for bytes that are no message."""
         try:
-            return decode_to_prefill(self.data) if self.to_prefill else decode_to_decode(self.data)
+            return parse_at_prefill(self.data) if self.to_prefill else parse_at_decode(self.data)
         except WireError:
             return None
 

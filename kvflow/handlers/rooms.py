@@ -1,0 +1,337 @@
+"""The rooms as their users hold them: futures, pages and the two context managers. What happens, endpoints decide."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Generator, Hashable, Sequence
+from typing import Any, Protocol, Self, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvflow.handlers.verify import ChunkVerifier
+from kvflow.protocols.decode_rooms import DecodeRoomRecord
+from kvflow.protocols.errors import Cause, Code, KvflowError, MisuseError, room_error
+from kvflow.protocols.machines.decode_room import TERMINAL, DecodePhase, DecodeRoomState
+from kvflow.protocols.machines.prefill_room import PrefillPhase, PrefillRoomState
+from kvflow.protocols.machines.story import Line
+from kvflow.protocols.pages.layout import PageIndices
+from kvflow.protocols.ports import Flight, PageStore
+from kvflow.protocols.prefill_rooms import PrefillRoomRecord
+from kvflow.protocols.wire.messages import GrantId, RoomId
+
+T = TypeVar("T")
+NO_PAGES: PageIndices = np.empty(0, np.int32)
+
+
+def page_indices(pages: Sequence[int] | NDArray[Any], num_pages: int, what: str) -> PageIndices:
+    """A user's list or array of page numbers as int32 [n]. Raises: MisuseError saying what is wrong with it."""
+    array = np.asarray(pages)
+    if array.ndim != 1 or (array.size and array.dtype.kind not in "iu"):
+        raise MisuseError(f"{what}: pages must be a list of integers, not shape {array.shape} of {array.dtype}")
+    if array.size and (int(array.min()) < 0 or int(array.max()) >= num_pages):
+        raise MisuseError(f"{what}: page {int(array.max())} is outside the pool of {num_pages} pages")
+    return array.astype(np.int32, copy=False) if array.size else NO_PAGES
+
+
+class Answer(asyncio.Future[T]):
+    """A future of a room's user, who may never ask: then an exception must not be reported as never retrieved."""
+
+    def resolve(self, result: T) -> None:
+        if not self.done():
+            self.set_result(result)
+
+    def fail(self, error: BaseException) -> None:
+        if not self.done():
+            self.set_exception(error)
+            self.exception()
+
+
+class DecodeSide(Protocol):
+    """What a room asks of the shell it was opened by."""
+
+    pages: PageStore
+
+    def offer(self, room: DecodeRoom) -> None: ...
+
+    def close_room(self, room: DecodeRoom, cause: Cause) -> None: ...
+
+
+class DecodeRoom:
+    """One room at decode. Await it, or use it as an async context manager: then it is open, and at the end nothing of
+    it is left behind."""
+
+    def __init__(self, shell: DecodeSide, room: RoomId, own_pages: PageIndices | None) -> None:
+        """`own_pages`: pages of the caller's own allocator; without them pages are taken from the node's."""
+        self._shell = shell
+        self.room, self.own_pages = room, own_pages
+        self.grant = GrantId(0)
+        self.record: DecodeRoomRecord | None = None
+        self.pages: PageIndices = NO_PAGES if own_pages is None else own_pages
+        self.owner: Hashable = ("room", room)
+        self.verifier: ChunkVerifier | None = None
+        self.opening: asyncio.Task[None] | None = None
+        self.refused: Cause | None = None  # it ended before the endpoint knew of it
+        self._opened: Answer[None] = Answer()
+        self._landed: Answer[bytes] = Answer()
+        self._released: Answer[None] = Answer()
+        self._on_end: list[Callable[[], None]] = []
+        self._kept = False
+        self.held_back = False  # pages are taken when `offer` is called
+        self.linked = self.over = self.free = False  # set by the shell
+
+    def __repr__(self) -> str:
+        return f"<DecodeRoom {self.room}: {self.phase.name.lower()}, {len(self.pages)} pages>"
+
+    @property
+    def phase(self) -> DecodePhase:
+        if self.record is not None:
+            return self.record.phase
+        return DecodePhase.BOOTSTRAPPING if self.refused is None else DecodePhase.FAILED
+
+    @property
+    def state(self) -> DecodeRoomState | None:
+        """None while the ranks of its prefill are being asked for."""
+        return None if self.record is None else self.record.state
+
+    @property
+    def cause(self) -> Cause | None:
+        """Why it ended; None while it has not, or when it succeeded."""
+        return self.refused if self.record is None else self.record.state.cause
+
+    @property
+    def ended(self) -> bool:
+        return self.phase in TERMINAL
+
+    @property
+    def opened_at_s(self) -> float:
+        return 0.0 if self.record is None else self.record.opened_at_s
+
+    def story(self) -> Sequence[Line]:
+        return () if self.record is None else self.record.story.lines()
+
+    async def opened(self) -> Self:
+        """Wait until every rank is registered and the pages are offered.
+
+        Raises: LostError, RefusedError, CapacityError, AbortedError: by what kept it from opening.
+        """
+        await asyncio.shield(self._opened)
+        return self
+
+    def offer(self) -> Self:
+        """Of a room that was only announced: pages are there to be taken now. Await the room next."""
+        self.held_back = False
+        self._shell.offer(self)
+        return self
+
+    async def landed(self) -> bytes:
+        """Wait for every page from every rank. Returns prefill's hand-over.
+
+        Raises: KvflowError by what ended the room (see errors.py); its `code` is the first cause.
+        """
+        return await asyncio.shield(self._landed)
+
+    async def released(self) -> None:
+        """Wait until nothing touches the room's pages any more: every loan has ended, and no checksum runs."""
+        await asyncio.shield(self._released)
+
+    def keep(self, owner: Hashable) -> PageIndices:
+        """Take the landed pages over: they are `owner`'s now, and closing the room leaves them alone.
+
+        Raises: MisuseError before they have landed, or a second time.
+        """
+        if self.phase is not DecodePhase.SUCCESS or self._kept:
+            raise MisuseError(f"room {self.room}: pages can be kept once, after landed()")
+        if self.own_pages is None:
+            self._shell.pages.move(self.pages, self.owner, owner)
+        self._kept = True
+        return self.pages
+
+    def close(self, cause: Cause | None = None) -> None:
+        """End the room, in any state, any number of times. Before it landed this is an abort: the caller is told at
+        once, and pages that are still lent come home when their loans end."""
+        self._shell.close_room(self, cause or Cause(Code.CLIENT_GONE))
+        if self.phase is DecodePhase.SUCCESS and not self._kept:
+            self._kept = True
+            if self.own_pages is None:
+                self._shell.pages.give_back(self.pages, self.owner)
+
+    def on_end(self, callback: Callable[[], None]) -> None:
+        """Call back once, when the room has ended; at once if it has."""
+        if self.ended:
+            callback()
+        else:
+            self._on_end.append(callback)
+
+    def __await__(self) -> Generator[Any, None, Self]:
+        return self.opened().__await__()
+
+    async def __aenter__(self) -> Self:
+        try:
+            return await self.opened()
+        except BaseException:
+            self.close()
+            raise
+
+    async def __aexit__(self, *_: object) -> None:
+        self.close()
+
+    # --- called by the shell
+
+    def tell_opened(self) -> None:
+        self._opened.resolve(None)
+
+    def tell_landed(self, handoff: bytes) -> None:
+        self._landed.resolve(handoff)
+
+    def tell_failed(self, error: KvflowError) -> None:
+        self._opened.fail(error)
+        self._landed.fail(error)
+
+    def pages_freed(self) -> None:
+        """Nothing can write into them; a checksum may still read them."""
+        self.free = True
+        self.idle()
+
+    def idle(self) -> None:
+        if self.free and (self.verifier is None or not self.verifier.running):
+            self._released.resolve(None)
+
+    def take_callbacks(self) -> list[Callable[[], None]]:
+        return self._on_end
+
+
+class PrefillSide(Protocol):
+    """What a room asks of the shell it was opened by."""
+
+    def send_chunk(self, room: PrefillRoom, pages: PageIndices, last: bool, handoff: bytes) -> None: ...
+
+    def close_prefill_room(self, room: PrefillRoom, cause: Cause) -> None: ...
+
+    @property
+    def num_pages(self) -> int: ...
+
+    @property
+    def page_bytes(self) -> int: ...
+
+
+class PrefillRoom:
+    """One room at prefill: its writes and their fate. Close it, or use it as an async context manager."""
+
+    def __init__(self, shell: PrefillSide, record: PrefillRoomRecord) -> None:
+        self._shell, self.record = shell, record
+        self.flights: dict[int, Flight] = {}
+        self.landed_before = 0  # bytes of writes that have ended
+        self._matched: Answer[int] = Answer()
+        self._done: Answer[None] = Answer()
+        self._released: Answer[None] = Answer()
+        self._on_end: list[Callable[[], None]] = []
+
+    def __repr__(self) -> str:
+        return f"<PrefillRoom {self.room}: {self.phase.name.lower()}, {self.bytes_landed} of {self.bytes_total} bytes>"
+
+    @property
+    def room(self) -> RoomId:
+        return self.record.room
+
+    @property
+    def state(self) -> PrefillRoomState:
+        return self.record.state
+
+    @property
+    def phase(self) -> PrefillPhase:
+        return self.record.state.phase
+
+    @property
+    def cause(self) -> Cause | None:
+        """Why it ended; None while it has not, or when it succeeded."""
+        return self.record.state.cause
+
+    @property
+    def ended(self) -> bool:
+        """True as soon as nothing more may be sent; writes may still be draining."""
+        return self.record.ended
+
+    @property
+    def opened_at_s(self) -> float:
+        return self.record.opened_at_s
+
+    @property
+    def prefix_tokens(self) -> int:
+        """Prompt tokens that decode has already; known once matched."""
+        return self.record.prefix_tokens
+
+    @property
+    def bytes_landed(self) -> int:
+        return self.landed_before + sum(flight.landed_bytes for flight in self.flights.values())
+
+    @property
+    def bytes_total(self) -> int:
+        """Bytes of the whole room once its target is known; 0 before."""
+        return len(self.record.target_pages) * self._shell.page_bytes
+
+    def story(self) -> Sequence[Line]:
+        return self.record.story.lines()
+
+    async def matched(self) -> int:
+        """Wait for decode's half. Returns the number of prompt tokens decode already has.
+
+        Raises: KvflowError by what ended the room; its `code` is the first cause.
+        """
+        return await asyncio.shield(self._matched)
+
+    def send(self, pages: Sequence[int] | PageIndices, *, last: bool = False, handoff: bytes = b"") -> None:
+        """Queue one chunk: our `pages` (list or int32 [n]) go onto the next n target pages, and are held until the
+        write has ended.
+
+        The last chunk carries the hand-over, which reaches decode's `landed`. Only full pages before the last chunk.
+        Raises: MisuseError (before matched, after the last chunk, more pages than decode lent, a page outside the pool
+        or that has no owner): nothing was queued; the room's own error once it has ended.
+        """
+        indices = page_indices(pages, self._shell.num_pages, f"room {self.room}")
+        self._shell.send_chunk(self, indices, last, handoff)
+        if self.ended and self.phase is not PrefillPhase.SUCCESS:
+            raise room_error(self.cause or Cause(Code.SHUTDOWN))
+
+    async def done(self) -> None:
+        """Wait until every write has landed. Raises: KvflowError by what ended the room."""
+        await asyncio.shield(self._done)
+
+    async def released(self) -> None:
+        """Wait until the room is over and nothing reads its pages any more: no write of it runs, in success or not."""
+        await asyncio.shield(self._released)
+
+    def close(self, cause: Cause | None = None) -> None:
+        """End the room, in any state, any number of times: decode is told at once, running writes are drained."""
+        self._shell.close_prefill_room(self, cause or Cause(Code.CLIENT_GONE))
+
+    def on_end(self, callback: Callable[[], None]) -> None:
+        """Call back once, when nothing more may be sent; at once if that is so already."""
+        if self.ended:
+            callback()
+        else:
+            self._on_end.append(callback)
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        self.close()
+
+    # --- called by the shell
+
+    def tell_matched(self, prefix_tokens: int) -> None:
+        self._matched.resolve(prefix_tokens)
+
+    def tell_done(self) -> None:
+        self._done.resolve(None)
+
+    def tell_stopped(self, error: KvflowError) -> None:
+        self._matched.fail(error)
+        self._done.fail(error)
+
+    def tell_released(self) -> None:
+        self._released.resolve(None)
+
+    def take_callbacks(self) -> list[Callable[[], None]]:
+        return self._on_end

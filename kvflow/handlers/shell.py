@@ -1,0 +1,149 @@
+"""What both shells are made of: run an endpoint's commands, tick it in time, and keep track of tasks.
+
+A shell decides nothing about the protocol. It awaits what arrives, feeds the endpoint, and runs what comes out.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Coroutine
+from typing import Any, Protocol, TypeVar
+
+from kvflow.protocols.errors import TransferError
+from kvflow.protocols.limits import Timing
+from kvflow.protocols.ports import DataPlane, Endpoint
+from kvflow.telemetry.counters import Counts
+
+log = logging.getLogger(__name__)
+K = TypeVar("K")
+TICK_GRAIN_S = 0.005  # what is due within this time is dealt with in one tick
+
+
+class Ticking(Protocol):
+    """An endpoint, as far as time is concerned."""
+
+    def next_tick(self) -> float: ...
+
+    def tick(self, now: float) -> None: ...
+
+    def credit_stall(self, late_s: float) -> None: ...
+
+
+class Shell:
+    """The event loop's side of one endpoint."""
+
+    def __init__(self, endpoint: Ticking, timing: Timing, counts: Counts, now: Callable[[], float]) -> None:
+        self._ticking, self.timing, self.counts, self.now = endpoint, timing, counts, now
+        self._loop = asyncio.get_running_loop()
+        self._timer: asyncio.TimerHandle | None = None
+        self._due_at_s = float("inf")
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._callbacks: list[Callable[[], None]] = []
+        self._running = False
+
+    def run(self) -> None:
+        """Run what the endpoint asks for until it asks for nothing more, then what users want to be called with."""
+        if self._running:
+            return  # a command that feeds the endpoint: the loop below runs what follows
+        self._running = True
+        try:
+            self.run_commands()
+        finally:
+            self._running = False
+        if self._callbacks:
+            called, self._callbacks = self._callbacks, []
+            for callback in called:
+                self.guard(callback, "a room's on_end callback")
+        self._arm()
+
+    def run_commands(self) -> None:
+        raise NotImplementedError
+
+    def guard(self, call: Callable[[], object], what: str) -> None:
+        """Call; an exception is logged and counted, because other rooms must go on."""
+        try:
+            call()
+        except Exception:
+            self.counts.handler_errors += 1
+            log.exception("%s failed", what)
+
+    def call_back(self, callbacks: list[Callable[[], None]]) -> None:
+        """Call each once, after the commands that are being run."""
+        self._callbacks += callbacks
+        callbacks.clear()
+
+    # --- time
+
+    def _arm(self) -> None:
+        at_s = self._ticking.next_tick()
+        if at_s >= self._due_at_s or at_s == float("inf"):
+            return
+        if self._timer is not None:
+            self._timer.cancel()
+        wait_s = 0.0 if at_s == float("-inf") else max(at_s - self.now(), TICK_GRAIN_S)
+        self._due_at_s = at_s
+        self._timer = self._loop.call_later(wait_s, self._tick)
+
+    def _tick(self) -> None:
+        timer, self._timer, self._due_at_s = self._timer, None, float("inf")
+        late_s = 0.0 if timer is None else self._loop.time() - timer.when()
+        if late_s > self.timing.heartbeat_s:  # the loop itself stood still
+            self._ticking.credit_stall(late_s)
+        now = self.now()
+        self.guard(lambda: self.tick(now), "a tick")
+        self.run()
+
+    def wake(self) -> None:
+        """The clock has been moved: look at what is due now."""
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+            self._tick()
+
+    def tick(self, now: float) -> None:
+        self._ticking.tick(now)
+
+    # --- tasks
+
+    def spawn(self, work: Coroutine[Any, Any, None], name: str) -> asyncio.Task[None]:
+        """Start `work`; what ends it by surprise is logged and counted, never silent."""
+        task = self._loop.create_task(work, name=name)
+        self._tasks.add(task)
+        task.add_done_callback(self._ended)
+        return task
+
+    def _ended(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            self.counts.handler_errors += 1
+            log.error("%s ended", task.get_name(), exc_info=error)
+
+    async def stop(self) -> None:
+        """Cancel the timer and every task, and await their end."""
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        self._due_at_s = float("-inf")  # never armed again
+        while tasks := [task for task in self._tasks if task is not asyncio.current_task()]:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def fenced(plane: DataPlane, writer: Endpoint, timing: Timing, counts: Counts) -> bool:
+    """True once no write of `writer` can reach our pool any more, False when that can never be proven from here.
+
+    Anything but an answer (no descriptor left to watch with, say) is counted, and asked again.
+    """
+    while True:
+        try:
+            await plane.fence(writer)
+        except TransferError:
+            return False
+        except Exception:
+            counts.handler_errors += 1
+            log.exception("cannot watch the process of %s for now", writer.address)
+            await asyncio.sleep(timing.heartbeat_s)
+        else:
+            return True

@@ -1,0 +1,333 @@
+"""Everything one decode incarnation decides: rooms by grant, links by prefill rank, loans, deadlines.
+
+Synchronous: no asyncio, no clock, no socket, no thread. Time is an argument; what is to be done comes out of
+`commands()`. Read on in decode_inbox.py (messages), decode_core.py (the machines) and machines/ (their tables).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+
+from kvflow.protocols.commands import DecodeCommand, PeerKey
+from kvflow.protocols.decode_core import DecodeCore, Task, Timer
+from kvflow.protocols.decode_inbox import HANDLERS, on_registered
+from kvflow.protocols.decode_links import DecodeIdentity, PrefillPeer
+from kvflow.protocols.decode_rooms import DecodeRoomRecord, Prompt
+from kvflow.protocols.errors import CapacityError, Cause, Code, KvflowError, MisuseError, WireError, room_error
+from kvflow.protocols.limits import Bounds, Timing
+from kvflow.protocols.machines.decode_room import DecodeEvent, DecodeKind, DecodePhase
+from kvflow.protocols.machines.ledger import Lease
+from kvflow.protocols.machines.link import LinkKind, LinkPhase
+from kvflow.protocols.pages.layout import PageIndices, pack_pages
+from kvflow.protocols.ports import Observer
+from kvflow.protocols.wire import messages as wire
+from kvflow.protocols.wire.codec import parse_at_decode
+from kvflow.protocols.wire.messages import GrantId, Incarnation
+from kvflow.protocols.wire.ranks import RankInfo
+
+TICK_WORK = 128  # rooms and loans one tick deals with: about a millisecond; the rest follows in the next
+
+
+class DecodeEndpoint:
+    """One decode incarnation. Call a method, then run what `commands()` returns; call `tick` at `next_tick()`."""
+
+    def __init__(
+        self,
+        identity: DecodeIdentity,
+        *,
+        observer: Observer,
+        timing: Timing | None = None,
+        bounds: Bounds | None = None,
+        verify: bool = False,
+    ) -> None:
+        """With `verify` a chunk lands when the checksum of what is there agrees with prefill's."""
+        self.bounds = bounds or Bounds()
+        self._core = DecodeCore(identity, observer, timing or Timing(), self.bounds, verify)
+        self._leaving: Cause | None = None
+
+    def commands(self) -> list[DecodeCommand]:
+        """Everything to be done since the last call, in order."""
+        outbox = self._core.outbox
+        done = outbox[:]
+        outbox.clear()
+        return done
+
+    # --- what is known
+
+    @property
+    def rooms(self) -> Mapping[GrantId, DecodeRoomRecord]:
+        """Open rooms, those that drain included."""
+        return self._core.rooms
+
+    @property
+    def peers(self) -> Iterable[PrefillPeer]:
+        return self._core.links.peers.values()
+
+    @property
+    def core(self) -> DecodeCore:
+        """The machines and their books; to be read."""
+        return self._core
+
+    # --- rooms
+
+    def open_room(
+        self,
+        room: int,
+        ranks: Sequence[RankInfo],
+        prompt: Prompt,
+        *,
+        now: float,
+        deadline_at_s: float = float("inf"),
+        announce: bool = True,
+    ) -> GrantId:
+        """Announce a room to the ranks it will use, dialling those that are not linked; `Linked` follows when all are.
+
+        `announce=False`: its pages follow at once where every rank is linked, so that the offer announces it.
+        Raises: MisuseError; LostError, PeerError, CapacityError, QuarantineError, AbortedError while shutting down:
+        then the legs of every prefill that can be reached are told.
+        """
+        core = self._core
+        peers = self._peers(ranks, now)
+        lease = self._lease(room, peers, now)
+        try:
+            if self._leaving is not None:
+                raise room_error(self._leaving)
+            core.ledger.check_quarantine()
+            num_pages = self._num_pages(prompt)
+        except KvflowError as error:
+            core.withdraw(lease, error.cause(), now)
+            raise
+        record = DecodeRoomRecord(lease, peers, prompt, num_pages, deadline_at_s, now)
+        record.resync_after_s = core.timing.repeat_after_s
+        core.rooms[lease.grant] = record
+        core.observer.room_opened()
+        core.deadlines.set(Timer("deadline", lease.grant), deadline_at_s)
+        core.deadlines.set(Timer("stalled", lease.grant), now + record.resync_after_s)
+        core.link_if_ready(record)
+        if announce or not record.linked:
+            core.announce(record)
+        return lease.grant
+
+    def lend(self, grant: GrantId, pages: PageIndices, now: float) -> bool:
+        """The pages of a room that is `Linked`: offer them to every rank. False when the room has ended meanwhile, and
+        the pages are the caller's again.
+
+        Raises: MisuseError for another number of pages, or a second time.
+        """
+        record = self._core.rooms.get(grant)
+        if record is None:
+            return False
+        if record.phase is not DecodePhase.BOOTSTRAPPING or not record.linked:
+            raise MisuseError(f"room {record.room}: pages can be lent once, after Linked")
+        if len(pages) != record.num_pages:
+            raise MisuseError(f"room {record.room}: {len(pages)} pages for a room of {record.num_pages}")
+        record.packed_pages = pack_pages(pages)
+        record.lent = True
+        record.lease.num_pages = len(pages)
+        record.progress_at_s = now
+        self._core.feed_room(record, DecodeEvent(DecodeKind.LENT), now)
+        return True
+
+    def close_room(self, grant: GrantId, cause: Cause, now: float) -> None:
+        """End a room. Before it landed this is an abort: its user is told at once, and its pages are free when its
+        loans have ended. No effect on a room that has ended."""
+        record = self._core.rooms.get(grant)
+        if record is not None:
+            self._core.feed_room(record, DecodeEvent(DecodeKind.ENDED_LOCALLY, cause=cause), now)
+
+    def refuse_room(self, room: int, ranks: Sequence[RankInfo], cause: Cause, now: float) -> None:
+        """A request that is refused here before any page is taken: its prefill legs are told why.
+
+        Raises: as `open_room`, where the ranks cannot be reached.
+        """
+        self._core.withdraw(self._lease(room, self._peers(ranks, now), now), cause, now)
+
+    def chunk_summed(self, grant: GrantId, rank: int, seq: int, checksum: bytes, now: float) -> None:
+        """The checksum of a landed chunk; empty when it could not be computed."""
+        record = self._core.rooms.get(grant)
+        if record is None:
+            return
+        for check in record.checks:
+            if check.rank == rank and check.message.seq == seq:
+                check.found = checksum
+        while record.checks and record.checks[0].found is not None and record.receiving:
+            check = record.checks[0]
+            if (difference := check.difference()) is not None:
+                self._core.observer.chunk_mismatched()
+                self.close_room(grant, difference, now)
+            else:
+                record.checks.popleft()
+                self._core.land(record, check.rank, check.message, now)
+
+    # --- links
+
+    def receive(self, key: PeerKey, frame: bytes, now: float) -> None:
+        """A frame from one prefill; bad and foreign ones are counted and change nothing (I7)."""
+        core = self._core
+        try:
+            message = parse_at_decode(frame)
+        except WireError:
+            core.observer.message_dropped("malformed")
+            return
+        peer = core.links.peers.get(key)
+        if peer is None or message.target != core.identity.incarnation:
+            core.observer.message_dropped("foreign")
+        elif type(message) is wire.Registered:
+            on_registered(core, peer, message, now)
+        elif message.source != key.incarnation or getattr(message, "rank", peer.info.rank) != peer.info.rank:
+            core.observer.message_dropped("foreign")
+        else:
+            HANDLERS[type(message)](core, peer, message, now)
+        core.work(TICK_WORK, now)
+
+    def locked_out(self, key: PeerKey, reason: str, now: float) -> None:
+        """The transport says why prefill does not let this decode in."""
+        peer = self._core.links.peers.get(key)
+        if peer is not None and peer.phase is LinkPhase.REGISTERING:
+            text = f"prefill at {peer.info.control} does not let this decode in: {reason}"
+            self._core.feed_link(peer, LinkKind.REFUSED, now, Cause(Code.REFUSED, text))
+
+    def writer_died(self, key: PeerKey, now: float) -> None:
+        """The data plane's fence: no write of this prefill can reach our pool any more."""
+        peer = self._core.links.peers.get(key)
+        if peer is not None:
+            text = f"prefill at {peer.info.control} died"
+            self._core.feed_link(peer, LinkKind.DIED, now, Cause(Code.PEER_LOST, text))
+            self._core.work(TICK_WORK, now)
+
+    def declare_dead(self, incarnation: Incarnation, why: str, now: float) -> tuple[int, int]:
+        """An operator's word that a prefill writes no more: the only end of a loan without proof.
+
+        Its rooms and loans end, and it is never linked again. If the word is wrong, what that process still writes
+        lands in pages that belong to others by then. Returns how many loans end, and how many pages leave quarantine.
+        Raises: MisuseError when it is not known here.
+        """
+        core = self._core
+        found = [peer for peer in self.peers if peer.key.incarnation == incarnation]
+        if not found:
+            raise MisuseError(f"no prefill {incarnation:016x} is linked here")
+        core.observer.peer_declared_dead()
+        core.links.declared_dead.add(incarnation)
+        loans = pages = 0
+        for peer in found:
+            text = f"prefill at {peer.info.control} was declared dead: {why}"
+            core.feed_link(peer, LinkKind.DECLARED_DEAD, now, Cause(Code.PEER_LOST, text))
+            owed = core.ledger.owed_by(peer)
+            loans, pages = loans + owed[0], pages + owed[1]
+        core.work(TICK_WORK, now)
+        return loans, pages
+
+    def leave(self, now: float) -> None:
+        """Open no room from here on, and abort all; loans end when prefills prove it."""
+        if self._leaving is None:
+            self._leaving = Cause(Code.SHUTDOWN, "decode is shutting down")
+            tasks = self._core.tasks
+            tasks.extend(Task("close", record.peers[0], grant, self._leaving) for grant, record in self.rooms.items())
+            self._core.work(TICK_WORK, now)
+
+    def close(self, now: float) -> None:
+        """Hang up everywhere. Rooms that still wait for proof end; their loans stay in the ledger, unproven."""
+        self.leave(now)
+        for peer in list(self.peers):
+            self._core.feed_link(peer, LinkKind.CLOSED, now, self._leaving)
+        self._core.work(float("inf"), now)
+
+    def credit_stall(self, late_s: float) -> None:
+        """The shell stood still for this long: what peers sent meanwhile is unread, so their silence does not count."""
+        for peer in self.peers:
+            peer.heard_at_s += late_s
+
+    # --- time
+
+    def next_tick(self) -> float:
+        """When `tick` is next worth calling; infinity while nothing is due."""
+        return float("-inf") if self._core.tasks else self._core.deadlines.next_at_s()
+
+    def tick(self, now: float) -> None:
+        """Deadlines, repetition, silence. A tick does a bounded amount of work; `next_tick` says when more is due."""
+        core = self._core
+        core.work(TICK_WORK, now)
+        beliefs: dict[PrefillPeer, list[wire.Belief]] = {}
+        for _ in range(TICK_WORK):
+            timer = core.deadlines.pop_due(now)
+            if timer is None:
+                break
+            self._expire(timer, now, beliefs)
+        for peer, rooms in beliefs.items():
+            core.links.send(peer, wire.Resync(rooms=tuple(rooms), **core.between(peer)))
+
+    def _expire(self, timer: Timer, now: float, beliefs: dict[PrefillPeer, list[wire.Belief]]) -> None:
+        core = self._core
+        if timer.kind == "link":
+            core.link_due(timer, now)
+        elif timer.kind == "repeat":
+            core.repeat_aborts(timer, now)
+        elif (record := core.rooms.get(timer.key)) is None or record.phase is DecodePhase.DRAINING:
+            return  # its loans are recalled and asked for by themselves
+        elif timer.kind == "deadline":
+            text = f"room {record.room}: deadline of {record.deadline_at_s - record.opened_at_s:g} s has passed"
+            self.close_room(record.grant, Cause(Code.DEADLINE, text), now)
+        elif (due_at_s := record.progress_at_s + record.resync_after_s) > now:
+            core.deadlines.set(timer, due_at_s)
+        else:
+            self._ask_about(record, now, beliefs)
+
+    def _ask_about(self, record: DecodeRoomRecord, now: float, beliefs: dict[PrefillPeer, list[wire.Belief]]) -> None:
+        """Nothing has come for a while: a message may have been lost. Ask less often the longer it lasts."""
+        core = self._core
+        record.progress_at_s = now
+        record.resync_after_s = core.back_off(record.resync_after_s)
+        core.deadlines.set(Timer("stalled", record.grant), now + record.resync_after_s)
+        if record.phase is DecodePhase.BOOTSTRAPPING:
+            core.announce(record)
+            return
+        for rank, peer in enumerate(record.peers):
+            if peer.phase is LinkPhase.UP:
+                belief = wire.Belief(record.room, record.grant, record.next_seq(rank))
+                beliefs.setdefault(peer, []).append(belief)
+
+    # --- opening a room, step by step
+
+    def _peers(self, ranks: Sequence[RankInfo], now: float) -> tuple[PrefillPeer, ...]:
+        """A link to every rank, dialled where there is none. Raises: LostError, PeerError, CapacityError."""
+        core = self._core
+        core.links.check(ranks)
+        peers = []
+        for info in ranks:
+            peer = core.links.find(info)
+            if peer is None:
+                self._make_place(now)
+                peer = core.links.dial(info, core.next_grant, now)
+                core.deadlines.set(Timer("link", peer.key), core.links.due_at_s(peer))
+            peers.append(peer)
+        return tuple(peers)
+
+    def _make_place(self, now: float) -> None:
+        """Hang up the link that has been idle for longest where there are too many. Raises: CapacityError."""
+        core = self._core
+        if len(core.links.peers) < self.bounds.links:
+            return
+        idle = [peer for peer in self.peers if not core.ledger.owes(peer)]
+        if not idle:
+            raise CapacityError("links to prefill ranks", len(core.links.peers) + 1, self.bounds.links)
+        core.feed_link(min(idle, key=lambda peer: peer.used_at_s), LinkKind.CLOSED, now)
+
+    def _lease(self, room: int, peers: tuple[PrefillPeer, ...], now: float) -> Lease[PrefillPeer]:
+        """The next grant; no rank knows of it yet. Raises: MisuseError for what is not a room id."""
+        core = self._core
+        lease: Lease[PrefillPeer] = Lease(core.next_grant, wire.room_id(room))
+        core.next_grant = GrantId(core.next_grant + 1)
+        for peer in peers:
+            peer.used_at_s = now
+            core.ledger.open(lease, peer)
+        return lease
+
+    def _num_pages(self, prompt: Prompt) -> int:
+        """Pages to be lent. Raises: MisuseError naming the prefix."""
+        layout, prefix = self._core.identity.layout, prompt.prefix_tokens
+        if not 0 <= prefix <= prompt.tokens or (prefix % layout.page_size and prefix != prompt.tokens):
+            raise MisuseError(
+                f"prefix_tokens {prefix} is neither a whole number of {layout.page_size}-token pages nor all of the "
+                f"{prompt.tokens} tokens of the prompt"
+            )
+        return layout.pages_for(prompt.tokens) - layout.pages_for(prefix)

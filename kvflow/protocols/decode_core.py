@@ -1,0 +1,295 @@
+"""The machines of one decode, fed one after the other: rooms, links, loans.
+
+Nothing calls back, so nothing re-enters: a table returns what follows from an event, and the next machine is fed.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from kvflow.protocols.commands import (
+    DecodeCommand,
+    FreePages,
+    Linked,
+    QuarantinePages,
+    RoomEnded,
+    RoomFailed,
+    RoomLanded,
+    StopVerifying,
+)
+from kvflow.protocols.decode_links import DecodeIdentity, DecodeLinks, PrefillPeer
+from kvflow.protocols.decode_rooms import DecodeRoomRecord
+from kvflow.protocols.errors import Cause, Code
+from kvflow.protocols.limits import Bounds, Timing
+from kvflow.protocols.machines.deadlines import Deadlines
+from kvflow.protocols.machines.decode_room import DecodeCommand as RoomCommand
+from kvflow.protocols.machines.decode_room import DecodeEvent, DecodeKind, DecodePhase, step
+from kvflow.protocols.machines.ledger import Change, Lease, Ledger
+from kvflow.protocols.machines.link import LinkCommand, LinkKind, LinkPhase
+from kvflow.protocols.machines.loan import LoanCommand, LoanKind, LoanPhase
+from kvflow.protocols.ports import Observer
+from kvflow.protocols.wire import messages as wire
+from kvflow.protocols.wire.messages import GrantId
+
+MAX_REPEAT_AFTER_S = 8.0
+
+
+class Timer(NamedTuple):
+    """What a deadline is for. `key`: a grant for "deadline" and "stalled", a PeerKey for "link" and "repeat"."""
+
+    kind: str
+    key: Any
+
+
+class Task(NamedTuple):
+    """Work on many rooms or loans at once is cut up, so that no tick takes long."""
+
+    run: str
+    peer: PrefillPeer
+    grant: GrantId
+    cause: Cause | None = None
+
+
+class DecodeCore:
+    """What one decode knows. Each `feed_*` is the one place that changes its kind of state."""
+
+    def __init__(
+        self, identity: DecodeIdentity, observer: Observer, timing: Timing, bounds: Bounds, verify: bool
+    ) -> None:
+        self.identity, self.observer, self.timing, self.verify = identity, observer, timing, verify
+        self.next_grant = GrantId(1)
+        self.outbox: list[DecodeCommand] = []
+        self.links = DecodeLinks(identity, timing, bounds, self.outbox)
+        self.ledger: Ledger[PrefillPeer] = Ledger(int(bounds.quarantine_share * identity.layout.num_pages))
+        self.rooms: dict[GrantId, DecodeRoomRecord] = {}
+        self.deadlines: Deadlines[Timer] = Deadlines()
+        self.tasks: deque[Task] = deque()
+
+    def feed_room(self, record: DecodeRoomRecord, event: DecodeEvent, now: float) -> None:
+        """The one place that changes a room's state."""
+        record.state, commands = step(record.state, event)
+        if commands or event.kind is not DecodeKind.CHUNK_LANDED:
+            record.story.tell(now, event.kind, record.state.phase, str(event.cause or ""))
+        for command in commands:
+            _RUN[command](self, record, now)
+
+    def feed_loan(self, lease: Lease[PrefillPeer], peer: PrefillPeer, kind: LoanKind, now: float) -> None:
+        """One event for one loan, and what follows for its room."""
+        self.loan_changed(self.ledger.feed(lease, peer, kind), now)
+
+    def loan_changed(self, change: Change[PrefillPeer], now: float) -> None:
+        lease, peer = change.lease, change.source
+        if LoanCommand.SEND_ABORT in change.commands and peer.phase is not LinkPhase.GONE:
+            assert lease.cause is not None
+            abort = wire.Abort(room=lease.room, grant=lease.grant, cause=lease.cause, **self.between(peer))
+            self.links.send(peer, abort)
+            if (repeat := Timer("repeat", peer.key)) not in self.deadlines:
+                self.deadlines.set(repeat, now + peer.repeat_after_s)
+        if LoanCommand.RETURN in change.commands:
+            peer.repeat_after_s = self.timing.repeat_after_s
+        if change.freed:
+            self.outbox.append(FreePages(lease.grant))
+        record = self.rooms.get(lease.grant)
+        if record is None or record.phase is not DecodePhase.DRAINING:
+            self.drop_if_idle(peer, now)
+        elif not lease.loans:
+            self.feed_room(record, DecodeEvent(DecodeKind.LOANS_ENDED), now)
+            self.drop_if_idle(peer, now)
+        elif lease.doubtful:
+            cause = Cause(Code.TRANSFER_ERROR, "prefill cannot prove where its writes went")
+            self.feed_room(record, DecodeEvent(DecodeKind.LOANS_DOUBTFUL, cause=cause), now)
+
+    def feed_link(self, peer: PrefillPeer, kind: LinkKind, now: float, cause: Cause | None = None) -> None:
+        """The one place that changes a link's phase, and what rooms and loans have to do about it."""
+        if kind is LinkKind.SILENCE_DUE:  # what was offered so far ends here, and is not to begin again elsewhere
+            peer.asked_again, peer.fresh_from = False, self.next_grant
+        for command in self.links.feed(peer, kind, now, self.ledger.settled_below(peer), cause):
+            if command is LinkCommand.START_ROOMS:
+                for grant, _ in self.ledger.of_source(peer):
+                    if (record := self.rooms.get(grant)) is not None:
+                        self.link_if_ready(record)
+            elif command is LinkCommand.LOSE_ROOMS:
+                self.for_each_loan(peer, "lose", peer.cause)
+            elif command is LinkCommand.ASK_LOANS:
+                if kind is LinkKind.ACCEPTED or not peer.asked_again:
+                    peer.asked_again = True
+                    self.for_each_loan(peer, "ask")
+            elif command is LinkCommand.END_LOANS:
+                self.for_each_loan(peer, "fenced")
+        if peer.key in self.links.peers:
+            self.deadlines.set(Timer("link", peer.key), self.links.due_at_s(peer))
+            self.drop_if_idle(peer, now)
+
+    def land(self, record: DecodeRoomRecord, rank: int, message: wire.ChunkDone, now: float) -> None:
+        """The hand-over is the lowest rank's that brings one."""
+        if message.handoff and not record.handoff:
+            record.handoff = message.handoff
+        event = DecodeEvent(DecodeKind.CHUNK_LANDED, rank, message.seq, message.pages, message.last)
+        self.feed_room(record, event, now)
+
+    def announce(self, record: DecodeRoomRecord) -> None:
+        for peer in record.peers:
+            if peer in record.lease.loans:
+                self.links.send(peer, wire.Announce(room=record.room, grant=record.grant, **self.between(peer)))
+
+    def link_if_ready(self, record: DecodeRoomRecord) -> None:
+        if not record.linked and all(peer.phase is LinkPhase.UP for peer in record.peers):
+            record.linked = True
+            self.outbox.append(Linked(record.grant))
+
+    def withdraw(self, lease: Lease[PrefillPeer], cause: Cause, now: float) -> None:
+        """No page was offered: Abort is repeated until every rank has acknowledged it."""
+        for change in self.ledger.recall(lease, cause):
+            self.loan_changed(change, now)
+
+    def drop_if_idle(self, peer: PrefillPeer, now: float) -> None:
+        """A link that cannot be used and owes nothing: the next room opens a new one."""
+        if peer.usable or self.ledger.owes(peer) or peer.key not in self.links.peers:
+            return
+        if peer.phase is LinkPhase.SILENT:
+            self.links.feed(peer, LinkKind.CLOSED, now, self.ledger.settled_below(peer))
+        self.links.drop(peer)
+        self.ledger.forget_source(peer)
+        self.deadlines.cancel(Timer("link", peer.key))
+        self.deadlines.cancel(Timer("repeat", peer.key))
+
+    def for_each_loan(self, peer: PrefillPeer, run: str, cause: Cause | None = None) -> bool:
+        """Queue a task for every loan of a peer. False when it has none."""
+        before = len(self.tasks)
+        self.tasks.extend(Task(run, peer, grant, cause) for grant, _ in self.ledger.of_source(peer))
+        return len(self.tasks) > before
+
+    def work(self, limit: float, now: float) -> None:
+        while self.tasks and limit > 0:
+            limit -= 1
+            task = self.tasks.popleft()
+            _TASKS[task.run](self, task, now)
+
+    # --- time
+
+    def link_due(self, timer: Timer, now: float) -> None:
+        peer = self.links.peers.get(timer.key)
+        while peer is not None and (due := self.links.expired(peer, now)) is not None:
+            self.feed_link(peer, due[0], now, due[1])
+        if peer is not None and timer.key in self.links.peers:
+            self.deadlines.set(timer, self.links.due_at_s(peer))
+
+    def repeat_aborts(self, timer: Timer, now: float) -> None:
+        """Send Abort again for every loan of a peer that was recalled and is not acknowledged; less and less often
+        while none is."""
+        peer = self.links.peers.get(timer.key)
+        if peer is not None and self.for_each_loan(peer, "repeat"):
+            peer.repeat_after_s = self.back_off(peer.repeat_after_s)
+            self.deadlines.set(timer, now + peer.repeat_after_s)
+
+    def back_off(self, after_s: float) -> float:
+        """How long to wait after the next repetition."""
+        return min(2 * after_s, max(MAX_REPEAT_AFTER_S, self.timing.repeat_after_s))
+
+    def between(self, peer: PrefillPeer) -> dict[str, Any]:
+        return {"source": peer.key.incarnation, "target": self.identity.incarnation}
+
+
+# --- what a room's table asks for
+
+
+def _send_bootstrap(core: DecodeCore, record: DecodeRoomRecord, now: float) -> None:
+    for peer in record.peers:
+        if peer in record.lease.loans:
+            core.feed_loan(record.lease, peer, LoanKind.LEND, now)
+            core.links.send(peer, record.bootstrap(peer, core.identity.incarnation))
+
+
+def _recall_loans(core: DecodeCore, record: DecodeRoomRecord, now: float) -> None:
+    cause = record.state.cause or Cause(Code.PROTOCOL_ERROR)
+    changes = core.ledger.recall(record.lease, cause)
+    for change in changes:
+        core.loan_changed(change, now)
+    if not changes and record.phase is DecodePhase.DRAINING:
+        core.feed_room(record, DecodeEvent(DecodeKind.LOANS_ENDED), now)
+
+
+def _tell_landed(core: DecodeCore, record: DecodeRoomRecord, now: float) -> None:
+    core.outbox.append(RoomLanded(record.grant, record.handoff))
+
+
+def _tell_failed(core: DecodeCore, record: DecodeRoomRecord, now: float) -> None:
+    if record.checks:
+        core.outbox.append(StopVerifying(record.grant))
+    core.outbox.append(RoomFailed(record.grant, record.state.cause or Cause(Code.PROTOCOL_ERROR)))
+
+
+def _end(core: DecodeCore, record: DecodeRoomRecord, now: float) -> None:
+    """Out of the one table the room is in; its loans stay in the ledger."""
+    grant, lease = record.grant, record.lease
+    del core.rooms[grant]
+    core.deadlines.cancel(Timer("deadline", grant))
+    core.deadlines.cancel(Timer("stalled", grant))
+    succeeded = record.phase is DecodePhase.SUCCESS
+    core.observer.room_ended(record.phase.name, None if succeeded else record.state.cause)
+    if succeeded:
+        core.observer.pages_moved(record.num_pages)
+    elif not record.lent:
+        core.outbox.append(FreePages(grant))  # none was ever offered
+    elif core.ledger.room_ended(lease):
+        core.outbox.append(FreePages(grant))
+    else:
+        core.outbox.append(QuarantinePages(grant))
+    core.outbox.append(RoomEnded(grant))
+
+
+_RUN: dict[RoomCommand, Callable[[DecodeCore, DecodeRoomRecord, float], None]] = {
+    RoomCommand.SEND_BOOTSTRAP: _send_bootstrap,
+    RoomCommand.RECALL_LOANS: _recall_loans,
+    RoomCommand.TELL_LANDED: _tell_landed,
+    RoomCommand.TELL_FAILED: _tell_failed,
+    RoomCommand.END: _end,
+}
+
+
+# --- one loan of a peer at a time
+
+
+def _lose(core: DecodeCore, task: Task, now: float) -> None:
+    """The source is lost: the room ends, and its loan waits for proof."""
+    record = core.rooms.get(task.grant)
+    if record is not None:
+        core.feed_room(record, DecodeEvent(DecodeKind.SOURCE_LOST, cause=task.cause), now)
+    lease = core.ledger.find(task.peer, task.grant)
+    if lease is not None:
+        core.feed_loan(lease, task.peer, LoanKind.SOURCE_LOST, now)
+
+
+def _ask(core: DecodeCore, task: Task, now: float) -> None:
+    _feed_in(core, task, LoanKind.SOURCE_BACK, (LoanPhase.DOUBTFUL,), now)
+
+
+def _fenced(core: DecodeCore, task: Task, now: float) -> None:
+    _feed_in(core, task, LoanKind.FENCED, (LoanPhase.DOUBTFUL,), now)
+
+
+def _repeat(core: DecodeCore, task: Task, now: float) -> None:
+    _feed_in(core, task, LoanKind.REPEAT_DUE, (LoanPhase.RECALLED, LoanPhase.WITHDRAWN), now)
+
+
+def _feed_in(core: DecodeCore, task: Task, kind: LoanKind, phases: tuple[LoanPhase, ...], now: float) -> None:
+    lease = core.ledger.find(task.peer, task.grant)
+    if lease is not None and lease.loans[task.peer] in phases:
+        core.feed_loan(lease, task.peer, kind, now)
+
+
+def _close(core: DecodeCore, task: Task, now: float) -> None:
+    record = core.rooms.get(task.grant)
+    if record is not None:
+        core.feed_room(record, DecodeEvent(DecodeKind.ENDED_LOCALLY, cause=task.cause), now)
+
+
+_TASKS: dict[str, Callable[[DecodeCore, Task, float], None]] = {
+    "lose": _lose,
+    "ask": _ask,
+    "fenced": _fenced,
+    "repeat": _repeat,
+    "close": _close,
+}

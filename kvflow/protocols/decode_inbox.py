@@ -1,0 +1,103 @@
+"""What decode does about each message of a prefill."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from kvflow.protocols.commands import PeerKey, VerifyChunk
+from kvflow.protocols.decode_core import DecodeCore
+from kvflow.protocols.decode_links import PrefillPeer
+from kvflow.protocols.decode_rooms import ChunkCheck, DecodeRoomRecord
+from kvflow.protocols.errors import Cause, Code
+from kvflow.protocols.machines.decode_room import DecodeEvent, DecodeKind
+from kvflow.protocols.machines.link import LinkKind
+from kvflow.protocols.machines.loan import LoanKind, LoanPhase
+from kvflow.protocols.wire import messages as wire
+
+
+def on_registered(core: DecodeCore, peer: PrefillPeer, message: wire.Registered, now: float) -> None:
+    """The answer to what was asked of another life of that address is for that life's link."""
+    key = PeerKey(message.asked or peer.key.incarnation, peer.key.control)
+    asked = core.links.peers.get(key)
+    if asked is None:
+        core.observer.message_dropped("stale")
+        return
+    kind, cause = core.links.registered(asked, message)
+    if kind is LinkKind.ACCEPTED:
+        asked.heard_at_s = now
+        asked.address = asked.address or message.endpoint
+    core.feed_link(asked, kind, now, cause)
+
+
+def _on_heartbeat(core: DecodeCore, peer: PrefillPeer, message: wire.Heartbeat, now: float) -> None:
+    peer.heard_at_s = now
+    core.feed_link(peer, LinkKind.HEARD, now)
+
+
+def _on_chunk_done(core: DecodeCore, peer: PrefillPeer, message: wire.ChunkDone, now: float) -> None:
+    """An in-order chunk has landed; where transfers are verified, as soon as its checksum agrees."""
+    record = _room_of(core, peer, message)
+    if record is None:
+        return
+    rank, lease = record.peers.index(peer), record.lease
+    phase = lease.loans.get(peer)
+    if not record.receiving or message.seq != record.next_seq(rank) or phase is not LoanPhase.LENT:
+        # Repeated, or one before it is missing (Resync brings that), or the rank has said that it cannot vouch for it.
+        if message.last and phase is LoanPhase.RECALLED and message.seq == record.next_seq(rank):
+            core.feed_loan(lease, peer, LoanKind.LANDED, now)  # proof all the same
+        else:
+            core.observer.message_dropped("stale")
+        return
+    record.progress_at_s, record.resync_after_s = now, core.timing.repeat_after_s
+    if core.verify:
+        first = record.first_page(rank)
+        record.checks.append(ChunkCheck(rank, message))
+        core.outbox.append(VerifyChunk(record.grant, rank, message.seq, first, message.pages))
+    if message.last:  # proof, whatever its checksum says
+        core.feed_loan(lease, peer, LoanKind.LANDED, now)
+    if not core.verify:
+        core.land(record, rank, message, now)
+
+
+def _on_room_failed(core: DecodeCore, peer: PrefillPeer, message: wire.RoomFailed, now: float) -> None:
+    if record := _room_of(core, peer, message):
+        core.feed_room(record, DecodeEvent(DecodeKind.ROOM_FAILED, cause=message.cause), now)
+
+
+def _on_abort_ack(core: DecodeCore, peer: PrefillPeer, message: wire.AbortAck, now: float) -> None:
+    lease = core.ledger.find(peer, message.grant)
+    if lease is None or lease.room != message.room:
+        core.observer.message_dropped("stale")
+        return
+    core.feed_loan(lease, peer, LoanKind.DRAINED if message.drained else LoanKind.UNPROVEN, now)
+
+
+def _on_resync(core: DecodeCore, peer: PrefillPeer, message: wire.Resync, now: float) -> None:
+    """Grants prefill does not know: their Bootstrap was lost, or they were closed too long ago."""
+    for belief in {belief.grant: belief for belief in message.rooms}.values():  # each is answered once
+        record = core.rooms.get(belief.grant)
+        if record is None or peer not in record.peers or not record.receiving:
+            continue
+        if belief.next_seq:  # it had written for that grant when it was asked, and has forgotten it since
+            cause = Cause(Code.STALE_GRANT, f"room {record.room}: prefill remembers nothing of it")
+            core.feed_room(record, DecodeEvent(DecodeKind.ENDED_LOCALLY, cause=cause), now)
+        elif record.next_seq(record.peers.index(peer)) == 0:  # other ranks may be further
+            core.links.send(peer, record.bootstrap(peer, core.identity.incarnation))
+
+
+def _room_of(core: DecodeCore, peer: PrefillPeer, message: wire.ChunkDone | wire.RoomFailed) -> DecodeRoomRecord | None:
+    record = core.rooms.get(message.grant)
+    if record is None or record.room != message.room or peer not in record.peers:
+        core.observer.message_dropped("stale")
+        return None
+    return record
+
+
+HANDLERS: dict[type, Callable[[DecodeCore, PrefillPeer, Any, float], None]] = {
+    wire.Heartbeat: _on_heartbeat,
+    wire.ChunkDone: _on_chunk_done,
+    wire.RoomFailed: _on_room_failed,
+    wire.AbortAck: _on_abort_ack,
+    wire.Resync: _on_resync,
+}

@@ -1,0 +1,200 @@
+"""Decode's links: one peer per prefill rank it knows, the link machine of each, and when each is next due."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import msgspec
+
+from kvflow.protocols.commands import DecodeCommand, Dial, HangUp, PeerKey, SendToPrefill, StopWatch, WatchWriter
+from kvflow.protocols.errors import CapacityError, Cause, Code, LostError, PeerError
+from kvflow.protocols.limits import Bounds, Timing
+from kvflow.protocols.machines.link import TABLE, LinkCommand, LinkKind, LinkPhase
+from kvflow.protocols.pages.layout import PoolLayout
+from kvflow.protocols.ports import Endpoint
+from kvflow.protocols.wire.codec import encode
+from kvflow.protocols.wire.messages import WIRE_VERSION, GrantId, Heartbeat, Incarnation, Message, Register, Registered
+from kvflow.protocols.wire.ranks import RankInfo
+
+
+class DecodeIdentity(msgspec.Struct, frozen=True):
+    """What a decode says of itself when it registers: its life, its pool as peers must use it, and where that is."""
+
+    incarnation: Incarnation
+    layout: PoolLayout
+    address: Endpoint
+
+
+class PrefillPeer:
+    """One incarnation of one prefill rank, and when it was last heard from, written to, dialled and used."""
+
+    __slots__ = (
+        *("address", "asked_again", "cause", "fresh_from", "heard_at_s", "info", "key", "phase", "repeat_after_s"),
+        *("sent_at_s", "tried_at_s", "used_at_s"),
+    )
+
+    def __init__(self, info: RankInfo, now: float, fresh_from: GrantId, repeat_after_s: float) -> None:
+        self.info, self.key = info, PeerKey(Incarnation(info.incarnation), info.control)
+        self.phase = LinkPhase.REGISTERING
+        self.cause: Cause | None = None  # why it was last lost
+        self.asked_again = False  # loans in doubt have been asked for in this silence
+        self.fresh_from = fresh_from
+        self.address: Endpoint | None = None  # of the writer, once it has accepted
+        self.repeat_after_s = repeat_after_s
+        self.heard_at_s = self.sent_at_s = self.tried_at_s = self.used_at_s = now
+
+    def __repr__(self) -> str:
+        return f"<PrefillPeer {self.info.incarnation:016x} at {self.info.control}: {self.phase.name.lower()}>"
+
+    @property
+    def usable(self) -> bool:
+        """Rooms can be opened on it: it is up, or may come up."""
+        return self.phase in (LinkPhase.REGISTERING, LinkPhase.UP)
+
+
+class DecodeLinks:
+    """The peers of one decode. Sends are appended to `outbox`, what concerns rooms and loans is returned."""
+
+    def __init__(self, identity: DecodeIdentity, timing: Timing, bounds: Bounds, outbox: list[DecodeCommand]) -> None:
+        self._identity, self._timing, self._bounds, self._outbox = identity, timing, bounds, outbox
+        self.peers: dict[PeerKey, PrefillPeer] = {}
+        self.declared_dead: set[Incarnation] = set()
+
+    def check(self, ranks: Sequence[RankInfo]) -> None:
+        """Refuse what a registry must not answer. Raises: LostError, PeerError, CapacityError."""
+        if not ranks:
+            raise LostError("no rank of that prefill is known")
+        if len(ranks) > self._bounds.ranks_per_room:
+            raise CapacityError("ranks of one room", len(ranks), self._bounds.ranks_per_room)
+        if len({info.incarnation for info in ranks}) < len(ranks):
+            raise PeerError(f"the registry names one incarnation for two ranks of {ranks[0].control}")
+        for info in ranks:
+            if info.incarnation in self.declared_dead:
+                raise LostError(f"prefill {info.incarnation:016x} at {info.control} was declared dead")
+
+    def find(self, info: RankInfo) -> PrefillPeer | None:
+        """The link to exactly this rank, if there is one that rooms can be opened on."""
+        peer = self.peers.get(PeerKey(Incarnation(info.incarnation), info.control))
+        return peer if peer is not None and peer.info.rank == info.rank and peer.usable else None
+
+    def dial(self, info: RankInfo, next_grant: GrantId, now: float) -> PrefillPeer:
+        """Connect and register. Raises: LostError when a link to that address waits for its end."""
+        key = PeerKey(Incarnation(info.incarnation), info.control)
+        known = self.peers.get(key)
+        if known is not None and known.usable:
+            raise PeerError(f"prefill at {info.control} is rank {known.info.rank}, and was asked for as {info.rank}")
+        if known is not None and known.cause is not None:
+            raise LostError(f"prefill at {info.control} is {known.phase.name.lower()}: {known.cause.text}")
+        peer = self.peers[key] = PrefillPeer(info, now, next_grant, self._timing.repeat_after_s)
+        self._outbox.append(Dial(key))
+        self._register(peer, now)
+        return peer
+
+    def send(self, peer: PrefillPeer, message: Message) -> None:
+        self._outbox.append(SendToPrefill(peer.key, encode(message)))
+
+    def feed(
+        self, peer: PrefillPeer, kind: LinkKind, now: float, settled_below: GrantId, cause: Cause | None = None
+    ) -> list[LinkCommand]:
+        """The one place that changes a link's phase. Returns what rooms and loans have to do about it."""
+        move = TABLE.move(peer.phase, kind)
+        if move is None:
+            return []
+        left, peer.phase = peer.phase, move.phase
+        if cause is not None and move.phase in (LinkPhase.SILENT, LinkPhase.GONE) and left is not move.phase:
+            peer.cause = cause
+        theirs: list[LinkCommand] = []
+        for command in move.commands:
+            if command is LinkCommand.SEND_REGISTER:
+                self._register(peer, now)
+            elif command is LinkCommand.SEND_HEARTBEAT:
+                peer.sent_at_s = now
+                beat = Heartbeat(
+                    source=peer.key.incarnation, target=self._identity.incarnation, settled_below=settled_below
+                )
+                self.send(peer, beat)
+            elif command is LinkCommand.REDIAL:
+                peer.tried_at_s = now
+                self._outbox += (HangUp(peer.key), Dial(peer.key))
+            elif command is LinkCommand.WATCH_WRITER:
+                # One watch per link, from its first day: a writer's death ends rooms at once and proves loans ended.
+                if peer.address is not None:
+                    self._outbox.append(WatchWriter(peer.key, peer.address))
+            elif command is LinkCommand.HANG_UP:
+                if left is LinkPhase.SILENT:  # prefill must not keep what is settled for a decode that will not ask
+                    last = Heartbeat(
+                        source=peer.key.incarnation, target=self._identity.incarnation, settled_below=settled_below
+                    )
+                    self.send(peer, last)
+                self._outbox.append(HangUp(peer.key))
+            else:
+                theirs.append(command)
+        return theirs
+
+    def drop(self, peer: PrefillPeer) -> None:
+        """A link that is gone and owes nothing."""
+        del self.peers[peer.key]
+        self._outbox.append(StopWatch(peer.key))
+
+    # --- messages and time
+
+    def registered(self, peer: PrefillPeer, message: Registered) -> tuple[LinkKind, Cause | None]:
+        """What an answer to Register means for the link it answers."""
+        at = f"prefill at {peer.info.control}"
+        if message.source != peer.key.incarnation:
+            return LinkKind.REPLACED, Cause(Code.PEER_LOST, f"{at} restarted: another incarnation answers")
+        if message.refusal:
+            return LinkKind.REFUSED, Cause(Code.REFUSED, f"{at} refused: {message.refusal}")
+        if message.rank != peer.info.rank:
+            text = f"{at} says it is rank {message.rank}, the registry says {peer.info.rank}"
+            return LinkKind.REPLACED, Cause(Code.PROTOCOL_ERROR, text)
+        return LinkKind.ACCEPTED, None
+
+    def due_at_s(self, peer: PrefillPeer) -> float:
+        """When `expired` has something to say about this peer."""
+        timing = self._timing
+        if peer.phase is LinkPhase.REGISTERING:
+            latest = max(peer.heard_at_s, peer.tried_at_s) + timing.register_s
+            return min(latest, peer.sent_at_s + timing.repeat_after_s)
+        if peer.phase is LinkPhase.UP:
+            return min(peer.heard_at_s + timing.lost_after_s, peer.sent_at_s + timing.heartbeat_s)
+        if peer.phase is LinkPhase.SILENT:
+            return min(peer.tried_at_s + timing.lost_after_s, peer.sent_at_s + timing.heartbeat_s)
+        return float("inf")
+
+    def expired(self, peer: PrefillPeer, now: float) -> tuple[LinkKind, Cause | None] | None:
+        """What is due at `now`; ask again until it is None."""
+        timing, at = self._timing, f"prefill at {peer.info.control}"
+        if peer.phase is LinkPhase.REGISTERING:
+            if now >= max(peer.heard_at_s, peer.tried_at_s) + timing.register_s:
+                text = f"{at} did not answer for {timing.register_s:g} s"
+                return LinkKind.REGISTER_DUE, Cause(Code.PEER_LOST, text)
+            repeat_s = timing.repeat_after_s
+        elif peer.phase is LinkPhase.UP:
+            if now >= peer.heard_at_s + timing.lost_after_s:
+                peer.tried_at_s = now
+                text = f"{at} was silent for {timing.lost_after_s:g} s"
+                return LinkKind.SILENCE_DUE, Cause(Code.PEER_LOST, text)
+            repeat_s = timing.heartbeat_s
+        elif peer.phase is LinkPhase.SILENT:
+            if now >= peer.tried_at_s + timing.lost_after_s:
+                return LinkKind.REDIAL_DUE, None
+            repeat_s = timing.heartbeat_s
+        else:
+            return None
+        return (LinkKind.REPEAT_DUE, None) if now >= peer.sent_at_s + repeat_s else None
+
+    def _register(self, peer: PrefillPeer, now: float) -> None:
+        peer.sent_at_s = now
+        identity = self._identity
+        self.send(
+            peer,
+            Register(
+                source=peer.key.incarnation,
+                target=identity.incarnation,
+                wire_version=WIRE_VERSION,
+                layout=identity.layout,
+                endpoint=identity.address,
+                fresh_from=peer.fresh_from,
+            ),
+        )

@@ -1,0 +1,121 @@
+"""One open room at decode: what is known about it, and the chunks whose checksums are being computed."""
+
+from __future__ import annotations
+
+from collections import deque
+
+import msgspec
+
+from kvflow.protocols.decode_links import PrefillPeer
+from kvflow.protocols.errors import Cause, Code
+from kvflow.protocols.machines.decode_room import DecodePhase, opened
+from kvflow.protocols.machines.ledger import Lease
+from kvflow.protocols.machines.story import Story
+from kvflow.protocols.wire.messages import Bootstrap, ChunkDone, GrantId, Incarnation, RoomId
+
+
+class Prompt(msgspec.Struct, frozen=True):
+    """What both legs must agree on, and how much of it decode has already."""
+
+    tokens: int
+    digest: bytes  # see `wire.codec.prompt_digest`
+    prefix_tokens: int = 0  # a whole number of pages, or the whole prompt
+
+
+class ChunkCheck:
+    """A chunk that prefill says has landed, until its checksum is known; chunks land in the order they came in."""
+
+    __slots__ = ("found", "message", "rank")
+
+    def __init__(self, rank: int, message: ChunkDone) -> None:
+        self.rank, self.message = rank, message
+        self.found: bytes | None = None
+
+    def difference(self) -> Cause | None:
+        """Why the chunk has not landed; None when both checksums agree."""
+        sent, found = self.message.checksum, self.found
+        where = f"chunk {self.message.seq} of rank {self.rank}"
+        if not sent:
+            return Cause(Code.TRANSFER_ERROR, f"{where}: prefill sends no checksum, and this decode verifies transfers")
+        if not found:
+            return Cause(Code.ENGINE_ERROR, f"{where}: the checksum of the landed pages could not be computed")
+        if found != sent:
+            return Cause(Code.TRANSFER_ERROR, f"{where}: checksum {sent.hex()} at prefill, {found.hex()} at decode")
+        return None
+
+
+class DecodeRoomRecord:
+    """Everything the endpoint knows about one open room (I5). Its users may read it, and keep it after its end."""
+
+    __slots__ = (
+        *(
+            "checks",
+            "deadline_at_s",
+            "handoff",
+            "lease",
+            "lent",
+            "linked",
+            "num_pages",
+            "opened_at_s",
+            "packed_pages",
+            "peers",
+        ),
+        *("progress_at_s", "prompt", "resync_after_s", "state", "story"),
+    )
+
+    def __init__(
+        self,
+        lease: Lease[PrefillPeer],
+        peers: tuple[PrefillPeer, ...],
+        prompt: Prompt,
+        num_pages: int,
+        deadline_at_s: float,
+        now: float,
+    ) -> None:
+        self.lease, self.peers, self.prompt, self.num_pages = lease, peers, prompt, num_pages
+        self.state = opened(num_pages, len(peers))
+        self.packed_pages = b""
+        self.linked = False  # the shell was asked for pages
+        self.lent = False  # and has brought them
+        self.deadline_at_s, self.opened_at_s, self.progress_at_s = deadline_at_s, now, now
+        self.resync_after_s = 0.0  # how long it may stand still before prefill is asked; grows while it does
+        self.handoff = b""
+        self.checks: deque[ChunkCheck] = deque()
+        self.story = Story()
+
+    @property
+    def room(self) -> RoomId:
+        return self.lease.room
+
+    @property
+    def grant(self) -> GrantId:
+        return self.lease.grant
+
+    @property
+    def phase(self) -> DecodePhase:
+        return self.state.phase
+
+    @property
+    def receiving(self) -> bool:
+        """Chunks may still land."""
+        return self.state.phase in (DecodePhase.WAITING_FOR_INPUT, DecodePhase.TRANSFERRING)
+
+    def next_seq(self, rank: int) -> int:
+        """The first chunk of `rank` that has not been received."""
+        return self.state.next_seq[rank] + sum(check.rank == rank for check in self.checks)
+
+    def first_page(self, rank: int) -> int:
+        """Where in the room's pages the next chunk of `rank` begins."""
+        return self.state.filled[rank] + sum(check.message.pages for check in self.checks if check.rank == rank)
+
+    def bootstrap(self, peer: PrefillPeer, target: Incarnation) -> Bootstrap:
+        return Bootstrap(
+            room=self.lease.room,
+            grant=self.lease.grant,
+            source=peer.key.incarnation,
+            target=target,
+            pages=self.packed_pages,
+            prompt_tokens=self.prompt.tokens,
+            prompt_digest=self.prompt.digest,
+            prefix_tokens=self.prompt.prefix_tokens,
+        )

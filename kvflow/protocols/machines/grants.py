@@ -1,0 +1,217 @@
+"""What prefill remembers of the grants of one decode: which are open, how the others ended (I6).
+
+An ended grant keeps its last messages, so that they can be sent again, until decode says that it is settled. The
+memory is bounded: evicting one raises the low-water mark, and below that mark no grant begins.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from enum import IntEnum
+from typing import Generic, TypeVar
+
+from kvflow.protocols.machines.tables import ERROR, IGNORE, Move, Table, rest
+from kvflow.protocols.wire.messages import AbortAck, GrantId, Message
+
+
+class GrantPhase(IntEnum):
+    UNKNOWN = 0
+    ANNOUNCED = 1  # decode will offer pages; the engine's half is not here
+    OPEN = 2  # a room here answers for it
+    CLOSED = 3  # ended: nothing of it can land any more
+    DOUBTFUL = 4  # ended: some write of it may still land
+    BELOW = 5  # below the low-water mark: ended, or never to begin
+    BELOW_DOUBTFUL = 6  # evicted while in doubt
+
+
+class GrantKind(IntEnum):
+    ANNOUNCE = 0
+    BOOTSTRAP = 1
+    ABORT = 2
+    ASK = 3  # Resync
+    JOIN = 4  # the engine's half of an announced room is here
+    END = 5  # the room has ended, or was refused; every write has landed
+    END_IN_DOUBT = 6
+    SETTLE = 7  # decode needs nothing of it any more
+    EVICT = 8
+
+
+class GrantCommand(IntEnum):
+    EXPECT = 0  # an announcement waits for the engine's half
+    ADMIT = 1  # check what is offered, then open a room or refuse
+    TELL_ROOM = 2  # the room decides
+    RESEND = 3
+    REFUSE_STALE = 4
+    END_OTHER_HALF = 5
+    ACKNOWLEDGE = 6
+    REPORT_UNKNOWN = 7
+
+
+P, K, C = GrantPhase, GrantKind, GrantCommand
+_ENDED = Move(P.CLOSED, (C.END_OTHER_HALF, C.ACKNOWLEDGE))
+
+TABLE: Table[GrantPhase, GrantKind, GrantCommand] = Table(
+    P,
+    K,
+    {
+        P.UNKNOWN: rest(K, ERROR)
+        | {
+            K.ANNOUNCE: Move(P.ANNOUNCED, (C.EXPECT,)),
+            K.BOOTSTRAP: Move(P.OPEN, (C.ADMIT,)),
+            K.ABORT: _ENDED,
+            K.ASK: Move(P.UNKNOWN, (C.REPORT_UNKNOWN,)),
+        },
+        P.ANNOUNCED: rest(K, ERROR)
+        | {
+            K.ANNOUNCE: IGNORE,
+            K.BOOTSTRAP: Move(P.OPEN, (C.ADMIT,)),
+            K.ABORT: Move(P.CLOSED, (C.END_OTHER_HALF, C.ACKNOWLEDGE)),
+            K.ASK: Move(P.ANNOUNCED, (C.REPORT_UNKNOWN,)),
+            K.JOIN: Move(P.OPEN),
+            K.END: Move(P.CLOSED),
+            K.SETTLE: Move(P.BELOW),
+        },
+        P.OPEN: rest(K, ERROR)
+        | {
+            K.ANNOUNCE: IGNORE,
+            K.BOOTSTRAP: Move(P.OPEN, (C.TELL_ROOM,)),  # the pages of a room that was announced, or a repetition
+            K.ABORT: Move(P.OPEN, (C.TELL_ROOM,)),
+            K.ASK: Move(P.OPEN, (C.RESEND,)),
+            K.END: Move(P.CLOSED),
+            K.END_IN_DOUBT: Move(P.DOUBTFUL),
+            K.SETTLE: IGNORE,
+        },
+        P.CLOSED: rest(K, ERROR)
+        | {
+            K.ANNOUNCE: Move(P.CLOSED, (C.RESEND,)),
+            K.BOOTSTRAP: Move(P.CLOSED, (C.RESEND,)),
+            K.ABORT: Move(P.CLOSED, (C.ACKNOWLEDGE,)),
+            K.ASK: Move(P.CLOSED, (C.RESEND,)),
+            K.SETTLE: Move(P.BELOW),
+            K.EVICT: Move(P.BELOW),
+        },
+        P.DOUBTFUL: rest(K, ERROR)
+        | {
+            K.ANNOUNCE: Move(P.DOUBTFUL, (C.RESEND,)),
+            K.BOOTSTRAP: Move(P.DOUBTFUL, (C.RESEND,)),
+            K.ABORT: Move(P.DOUBTFUL, (C.ACKNOWLEDGE,)),
+            K.ASK: Move(P.DOUBTFUL, (C.RESEND,)),
+            K.SETTLE: Move(P.BELOW),
+            K.EVICT: Move(P.BELOW_DOUBTFUL),
+        },
+        P.BELOW: rest(K, ERROR)
+        | {
+            K.ANNOUNCE: Move(P.BELOW, (C.REFUSE_STALE,)),
+            K.BOOTSTRAP: Move(P.BELOW, (C.REFUSE_STALE,)),
+            K.ABORT: Move(P.BELOW, (C.ACKNOWLEDGE,)),
+            K.ASK: Move(P.BELOW, (C.REPORT_UNKNOWN,)),
+            K.SETTLE: IGNORE,
+        },
+        P.BELOW_DOUBTFUL: rest(K, ERROR)
+        | {
+            K.ANNOUNCE: Move(P.BELOW_DOUBTFUL, (C.REFUSE_STALE,)),
+            K.BOOTSTRAP: Move(P.BELOW_DOUBTFUL, (C.REFUSE_STALE,)),
+            K.ABORT: Move(P.BELOW_DOUBTFUL, (C.ACKNOWLEDGE,)),
+            K.ASK: Move(P.BELOW_DOUBTFUL, (C.REPORT_UNKNOWN,)),
+            K.SETTLE: Move(P.BELOW),
+        },
+    },
+)
+
+_UNSETTLED = (P.ANNOUNCED, P.OPEN, P.DOUBTFUL, P.BELOW_DOUBTFUL)
+_LOOSE = (P.ANNOUNCED, P.BELOW_DOUBTFUL)
+R = TypeVar("R")
+
+
+class GrantTable(Generic[R]):
+    """The grants of one decode incarnation. `R` is the room that answers for an open grant."""
+
+    def __init__(self, limit: int, low_water: GrantId) -> None:
+        """At most `limit` ended grants are remembered; no grant below `low_water` begins."""
+        self.low_water = low_water
+        self.rooms: dict[GrantId, R] = {}
+        self._limit = limit
+        self._phases: dict[GrantId, GrantPhase] = {}  # absent: unknown, or below the low-water mark
+        self._unsettled: set[GrantId] = set()
+        self._loose: set[GrantId] = set()  # known, but neither answered for by a room nor among the ended
+        self._sent: OrderedDict[GrantId, tuple[Message, ...]] = (
+            OrderedDict()
+        )  # of ended grants, in the order they ended
+        self._seen_below = low_water  # no grant from here on has been seen
+
+    def phase(self, grant: GrantId) -> GrantPhase:
+        found = self._phases.get(grant)
+        if found is not None:
+            return found
+        return P.UNKNOWN if grant >= self.low_water else P.BELOW
+
+    @property
+    def remembered(self) -> int:
+        """How many ended grants are kept."""
+        return len(self._sent)
+
+    @property
+    def all_settled(self) -> bool:
+        """Nothing is open or announced, and no ended grant is in doubt: this decode can be forgotten (I2)."""
+        return not self._unsettled
+
+    def feed(self, grant: GrantId, kind: GrantKind) -> tuple[GrantCommand, ...]:
+        """The one place that changes a grant's phase. Returns what to do now."""
+        before = self.phase(grant)
+        move = TABLE.move(before, kind)
+        if grant >= self._seen_below:
+            self._seen_below = GrantId(grant + 1)
+        if move is None:
+            return ()
+        after = move.phase
+        if after is not before:
+            self._enter(grant, after)
+        return move.commands
+
+    def _enter(self, grant: GrantId, phase: GrantPhase) -> None:
+        if phase is P.BELOW or phase is P.UNKNOWN:
+            self._phases.pop(grant, None)
+        else:
+            self._phases[grant] = phase
+        for members, phases in ((self._unsettled, _UNSETTLED), (self._loose, _LOOSE)):
+            if phase in phases:
+                members.add(grant)
+            else:
+                members.discard(grant)
+
+    def end(self, grant: GrantId, sent: tuple[Message, ...]) -> None:
+        """The grant has ended with these messages, which are kept; those that are kept for longest make room.
+
+        A grant that an Abort has just closed has no messages.
+        """
+        if self.phase(grant) is not P.CLOSED:
+            doubtful = any(type(message) is AbortAck and not message.drained for message in sent)
+            self.feed(grant, K.END_IN_DOUBT if doubtful else K.END)
+        self.rooms.pop(grant, None)
+        self._sent[grant] = sent
+        while len(self._sent) > self._limit:
+            evicted = next(iter(self._sent))
+            self.feed(evicted, K.EVICT)
+            del self._sent[evicted]
+            self.low_water = max(self.low_water, GrantId(evicted + 1))
+
+    def last_messages(self, grant: GrantId) -> tuple[Message, ...]:
+        return self._sent.get(grant, ())
+
+    def drained(self, grant: GrantId) -> bool:
+        """Nothing of a grant that is not open can land any more."""
+        return self.phase(grant) not in (P.DOUBTFUL, P.BELOW_DOUBTFUL)
+
+    def settle(self, below: GrantId) -> bool:
+        """Decode needs nothing sent again below this grant. False, and nothing changes, when it claims grants that were
+        never offered here."""
+        if below > self._seen_below:
+            return False
+        sent = self._sent
+        while sent and (first := next(iter(sent))) < below:
+            self.feed(first, K.SETTLE)
+            del sent[first]
+        for grant in [grant for grant in self._loose if grant < below]:
+            self.feed(grant, K.SETTLE)
+        self.low_water = max(self.low_water, below)
+        return True

@@ -1,0 +1,90 @@
+"""Decode's end of the link to one incarnation of one prefill rank.
+
+Rooms are opened on a link that is REGISTERING or UP. Silence ends rooms and leaves loans waiting for proof; a silent
+link registers again and again, because prefill may have forgotten this decode, and is UP as soon as it is accepted.
+"""
+
+from __future__ import annotations
+
+from enum import IntEnum
+
+from kvflow.protocols.machines.tables import ERROR, IGNORE, Cell, Move, Table, rest
+
+
+class LinkPhase(IntEnum):
+    REGISTERING = 0
+    UP = 1
+    SILENT = 2  # no heartbeat for too long; it may come back as the same incarnation
+    GONE = 3  # refused, replaced by another incarnation, dead or declared dead: never used again
+
+
+class LinkKind(IntEnum):
+    ACCEPTED = 0  # Registered without a refusal
+    REFUSED = 1
+    REPLACED = 2  # another incarnation, or another rank, answers at this address
+    HEARD = 3  # a heartbeat
+    REPEAT_DUE = 4  # Register or Heartbeat is due
+    SILENCE_DUE = 5  # no heartbeat for `lost_after_s`
+    REGISTER_DUE = 6  # no answer to Register for `register_s`
+    REDIAL_DUE = 7  # still silent for another `lost_after_s`
+    DIED = 8  # observed by the data plane's fence
+    DECLARED_DEAD = 9  # by an operator
+    CLOSED = 10  # this node is closing, or the link is idle and its place is needed
+
+
+class LinkCommand(IntEnum):
+    SEND_REGISTER = 0
+    SEND_HEARTBEAT = 1
+    START_ROOMS = 2  # rooms that wait for this link can be offered
+    LOSE_ROOMS = 3
+    ASK_LOANS = 4  # the source answers again: Aborts of doubtful loans are repeated
+    WATCH_WRITER = 5
+    REDIAL = 6
+    HANG_UP = 7  # else the socket would compete with the next link's for this decode's routing id
+    END_LOANS = 8  # proven, or an operator's word: the writer writes no more
+
+
+P, K, C = LinkPhase, LinkKind, LinkCommand
+_GONE = Move(P.GONE, (C.HANG_UP, C.LOSE_ROOMS))
+_DEAD = Move(P.GONE, (C.HANG_UP, C.LOSE_ROOMS, C.END_LOANS))
+_ENDS: dict[LinkKind, Cell[LinkPhase, LinkCommand]] = {
+    K.REPLACED: _GONE,
+    K.DIED: _DEAD,
+    K.DECLARED_DEAD: _DEAD,
+    K.CLOSED: _GONE,
+}
+
+TABLE: Table[LinkPhase, LinkKind, LinkCommand] = Table(
+    P,
+    K,
+    {
+        P.REGISTERING: rest(K, ERROR)
+        | _ENDS
+        | {
+            K.ACCEPTED: Move(P.UP, (C.WATCH_WRITER, C.START_ROOMS)),
+            K.REFUSED: _GONE,
+            K.HEARD: IGNORE,  # prefill is opening its way here; `register_s` counts from the last of them
+            K.REPEAT_DUE: Move(P.REGISTERING, (C.SEND_REGISTER,)),
+            K.REGISTER_DUE: _GONE,
+        },
+        P.UP: rest(K, ERROR)
+        | _ENDS
+        | {
+            K.ACCEPTED: IGNORE,  # the answer to a Register that was repeated
+            K.REFUSED: IGNORE,
+            K.HEARD: IGNORE,
+            K.REPEAT_DUE: Move(P.UP, (C.SEND_HEARTBEAT,)),
+            K.SILENCE_DUE: Move(P.SILENT, (C.LOSE_ROOMS, C.SEND_REGISTER)),
+        },
+        P.SILENT: rest(K, ERROR)
+        | _ENDS
+        | {
+            K.ACCEPTED: Move(P.UP, (C.ASK_LOANS,)),
+            K.REFUSED: Move(P.SILENT, (C.ASK_LOANS,)),  # it lives, and may know what became of its writes
+            K.HEARD: IGNORE,  # only an accepting answer says that it knows this decode
+            K.REPEAT_DUE: Move(P.SILENT, (C.SEND_REGISTER,)),
+            K.REDIAL_DUE: Move(P.SILENT, (C.REDIAL, C.SEND_REGISTER)),
+        },
+        P.GONE: rest(K, IGNORE) | {K.DIED: Move(P.GONE, (C.END_LOANS,)), K.DECLARED_DEAD: Move(P.GONE, (C.END_LOANS,))},
+    },
+)

@@ -1,0 +1,276 @@
+"""Everything one prefill rank decides: rooms, decodes and their grants, rendezvous, deadlines.
+
+Synchronous: no asyncio, no clock, no socket, no thread. Time is an argument; what is to be done comes out of
+`commands()`. Read on in prefill_inbox.py (messages), prefill_core.py (the machines) and machines/ (their tables).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+from kvflow.protocols.commands import PrefillCommand
+from kvflow.protocols.errors import CapacityError, Cause, Code, MisuseError, WireError, room_error
+from kvflow.protocols.limits import Bounds, Timing
+from kvflow.protocols.machines.grants import GrantKind
+from kvflow.protocols.machines.peer import PeerKind, PeerPhase
+from kvflow.protocols.machines.prefill_room import TERMINAL, PrefillEvent, PrefillKind, PrefillPhase
+from kvflow.protocols.machines.rendezvous import Side
+from kvflow.protocols.pages.layout import PageIndices
+from kvflow.protocols.ports import Landing, Observer
+from kvflow.protocols.prefill_core import PrefillCore, Task, Timer
+from kvflow.protocols.prefill_inbox import HANDLERS, note_alive, on_announce_of_refused, on_register
+from kvflow.protocols.prefill_peers import DecodePeer, PrefillIdentity
+from kvflow.protocols.prefill_rooms import Chunk, PrefillRoomRecord
+from kvflow.protocols.wire import messages as wire
+from kvflow.protocols.wire.codec import parse_at_prefill, routing_id
+from kvflow.protocols.wire.messages import MAX_HANDOFF_BYTES, Incarnation, RoomId
+
+TICK_WORK = 128  # rooms one tick deals with: about a millisecond; the rest follows in the next
+
+
+class PrefillEndpoint:
+    """One prefill incarnation. Call a method, then run what `commands()` returns; call `tick` at `next_tick()`."""
+
+    def __init__(
+        self,
+        identity: PrefillIdentity,
+        *,
+        observer: Observer,
+        timing: Timing | None = None,
+        bounds: Bounds | None = None,
+    ) -> None:
+        self._core = PrefillCore(identity, observer, timing or Timing(), bounds or Bounds())
+
+    def commands(self) -> list[PrefillCommand]:
+        """Everything to be done since the last call, in order."""
+        outbox = self._core.outbox
+        done = outbox[:]
+        outbox.clear()
+        return done
+
+    # --- what is known
+
+    @property
+    def rooms(self) -> Mapping[RoomId, PrefillRoomRecord]:
+        """Open rooms, those that drain included."""
+        return self._core.rooms
+
+    @property
+    def peers(self) -> Iterable[DecodePeer]:
+        return self._core.peers.values()
+
+    @property
+    def core(self) -> PrefillCore:
+        """The machines and their books; to be read."""
+        return self._core
+
+    @property
+    def unavailable_reason(self) -> str:
+        """Why this prefill cannot move pages now; empty when it can."""
+        return self._core.unavailable_reason
+
+    def note_stall(self, stalled_s: float) -> None:
+        """For how long the data plane's own worker has moved nothing on though it had work; see `ports.DataPlane`."""
+        self._core.stalled_s = stalled_s
+
+    # --- rooms
+
+    def open_room(
+        self,
+        room: int,
+        prompt_tokens: int,
+        digest: bytes,
+        *,
+        now: float,
+        rendezvous_s: float | None = None,
+        deadline_at_s: float = float("inf"),
+    ) -> PrefillRoomRecord:
+        """The engine's half of a room. It waits `rendezvous_s` for a decode that has not announced itself.
+
+        Raises: MisuseError when the id is in use or is no room id, AbortedError while shutting down.
+        """
+        core, number = self._core, wire.room_id(room)
+        if core.leaving is not None:
+            raise room_error(core.leaving)
+        record = core.rooms.get(number)
+        if record is not None and record.prompt is not None:
+            raise MisuseError(f"room {room} is in use")
+        wait_s = core.timing.rendezvous_s if rendezvous_s is None else rendezvous_s
+        if record is None:
+            record = core.new_room(number, PrefillPhase.EXPECTED, wait_s, now)
+        record.prompt, record.own_deadline_at_s = (prompt_tokens, digest), deadline_at_s
+        if record.bootstrap is not None:
+            core.meet(record, now)
+        elif (announced := core.rendezvous.announced.pop(number, None)) is not None:
+            announced.peer.grants.feed(announced.grant, GrantKind.JOIN)
+            core.bind(record, announced.peer, announced.grant)
+            core.feed_room(record, PrefillEvent(PrefillKind.ANNOUNCED), now)
+            core.set_deadline(record)
+        elif cause := core.rendezvous.take(number, Side.ENGINE):
+            core.feed_room(record, PrefillEvent(PrefillKind.ENDED_LOCALLY, cause=cause), now)
+        else:
+            core.set_deadline(record)
+        return record
+
+    def refuse_room(self, room: int, cause: Cause, now: float) -> None:
+        """The engine's half of a room will never come: decode's is told why, now or when it comes."""
+        core, number = self._core, wire.room_id(room)
+        record = core.rooms.get(number)
+        announced = core.rendezvous.announced.get(number)
+        if record is not None:
+            if record.prompt is None:
+                self.close_room(record, cause, now)
+        elif announced is not None:
+            core.refuse_grant(announced.peer, number, announced.grant, cause)
+        else:
+            core.record_outcome(number, Side.ENGINE, cause, now, came=False)
+
+    def queue_chunk(
+        self, record: PrefillRoomRecord, source_pages: PageIndices, *, last: bool, handoff: bytes, now: float
+    ) -> None:
+        """Our `source_pages` (int32 [n]) go onto the next n of decode's pages; `StartWrite` follows.
+
+        Raises: MisuseError (before matched, after the last chunk, other than the pages that are left), CapacityError
+        (hand-over too large): nothing was queued; the room's own error once it has ended.
+        """
+        self.check_chunk(record, len(source_pages), last, len(handoff))
+        core = self._core
+        record.chunks.append(Chunk(core.write_id(), record.state.queued, source_pages, last, handoff))
+        core.feed_room(record, PrefillEvent(PrefillKind.CHUNK_QUEUED, last=last), now)
+        core.settle_chunks(record, now)
+
+    def check_chunk(self, record: PrefillRoomRecord, num_pages: int, last: bool, handoff_bytes: int) -> None:
+        """Raises: what `queue_chunk` raises."""
+        if record.ended and record.phase is not PrefillPhase.SUCCESS:
+            raise room_error(record.state.cause or Cause(Code.SHUTDOWN))
+        if record.phase < PrefillPhase.WAITING_FOR_INPUT:
+            raise MisuseError(f"room {record.room}: send() before matched()")
+        if record.state.last_queued:
+            raise MisuseError(f"room {record.room}: send() after the last chunk")
+        left = len(record.target_pages) - record.placed
+        if num_pages > left or (last and num_pages != left):
+            raise MisuseError(f"room {record.room}: chunk of {num_pages} pages, {left} of decode's are left")
+        if not num_pages and not last:
+            raise MisuseError(f"room {record.room}: a chunk without pages that is not the last")
+        if handoff_bytes > MAX_HANDOFF_BYTES:
+            raise CapacityError("bytes of hand-over", handoff_bytes, MAX_HANDOFF_BYTES)
+
+    def write_ended(self, write: int, landing: Landing, now: float, *, error: str = "", checksum: bytes = b"") -> None:
+        """Nothing of a started write runs any more."""
+        found = self._core.writes.pop(write, None)
+        if found is None:
+            return
+        record, chunk = found
+        chunk.landing, chunk.error, chunk.checksum = landing, error, checksum
+        self._core.settle_chunks(record, now)
+
+    def close_room(self, record: PrefillRoomRecord, cause: Cause, now: float) -> None:
+        """End the room, in any state, any number of times: decode is told at once, running writes are drained."""
+        if record.phase not in TERMINAL:
+            self._core.feed_room(record, PrefillEvent(PrefillKind.ENDED_LOCALLY, cause=cause), now)
+
+    # --- peers
+
+    def receive(self, peer_id: bytes, frame: bytes, now: float) -> None:
+        """A frame from the decode whose routing id is `peer_id`; bad and foreign ones change nothing (I7)."""
+        core = self._core
+        try:
+            message = parse_at_prefill(frame)
+        except WireError:
+            core.observer.message_dropped("malformed")
+            return
+        if peer_id != routing_id(message.target):
+            core.observer.message_dropped("foreign")
+            return
+        peer = core.peers.get(message.target)
+        if message.source != core.identity.incarnation:
+            core.observer.message_dropped("stale")
+            core.answer_register(message, "another incarnation serves here now")
+        elif type(message) is wire.Register:
+            on_register(core, message, now)
+        elif peer is None and type(message) is wire.Announce:
+            on_announce_of_refused(core, message, now)
+        elif peer is None or peer.phase is PeerPhase.DEAD or not _may_come(peer, message):
+            core.observer.message_dropped("stale")
+        else:
+            note_alive(core, peer, now)
+            HANDLERS[type(message)](core, peer, message, now)
+        core.work(TICK_WORK, now)
+
+    def route_opened(self, incarnation: Incarnation, now: float) -> None:
+        """The data plane can reach a decode's pool."""
+        peer = self._core.peers.get(incarnation)
+        if peer is not None and peer.phase is PeerPhase.OPENING:
+            self._core.feed_peer(peer, PeerKind.ROUTE_OPENED, now)
+            note_alive(self._core, peer, now)
+
+    def route_refused(self, incarnation: Incarnation, reason: str, now: float) -> None:
+        """It cannot: the decode hears why, and nothing is kept of it, since strangers may come with a new name each
+        time."""
+        peer = self._core.peers.get(incarnation)
+        if peer is not None and peer.phase is PeerPhase.OPENING:
+            self._core.feed_peer(peer, PeerKind.ROUTE_REFUSED, now, Cause(Code.REFUSED, reason))
+            self._core.work(TICK_WORK, now)
+
+    def peer_died(self, incarnation: Incarnation, now: float) -> None:
+        """A decode's process has ended: its rooms end, and when their writes have ended `CloseRoute` follows."""
+        peer = self._core.peers.get(incarnation)
+        if peer is not None and peer.phase in (PeerPhase.UP, PeerPhase.SILENT):
+            cause = Cause(Code.PEER_LOST, f"decode {incarnation:016x} died")
+            self._core.feed_peer(peer, PeerKind.DIED, now, cause)
+            self._core.work(TICK_WORK, now)
+
+    def leave(self, now: float) -> None:
+        """Open no room from here on, and end all; `rooms` is empty when their writes have ended."""
+        core = self._core
+        if core.leaving is None:
+            core.leaving = Cause(Code.SHUTDOWN, "prefill is shutting down")
+            core.tasks.extend(Task(record, PrefillKind.ENDED_LOCALLY, core.leaving) for record in core.rooms.values())
+            for room, found in list(core.rendezvous.announced.items()):
+                core.refuse_grant(found.peer, room, found.grant, core.leaving)
+            core.work(TICK_WORK, now)
+
+    def credit_stall(self, late_s: float) -> None:
+        """The shell stood still for this long: what peers sent meanwhile is unread, so their silence does not count."""
+        for peer in self.peers:
+            peer.heard_at_s += late_s
+
+    # --- time
+
+    def next_tick(self) -> float:
+        """When `tick` is next worth calling; infinity while nothing is due."""
+        return float("-inf") if self._core.tasks else self._core.deadlines.next_at_s()
+
+    def tick(self, now: float) -> None:
+        """Deadlines and silence. A tick does a bounded amount of work; `next_tick` says when more is due."""
+        core = self._core
+        core.work(TICK_WORK, now)
+        for _ in range(TICK_WORK):
+            timer = core.deadlines.pop_due(now)
+            if timer is None:
+                return
+            self._expire(timer, now)
+
+    def _expire(self, timer: Timer, now: float) -> None:
+        core = self._core
+        if timer.kind == "outcomes":
+            core.rendezvous.expire(now)
+            core.deadlines.set(timer, core.rendezvous.next_expiry_s())
+        elif timer.kind == "silence":
+            peer = core.peers.get(Incarnation(timer.key))
+            if peer is None or peer.phase is not PeerPhase.UP:
+                return
+            if (due_at_s := peer.heard_at_s + core.timing.lost_after_s) > now:
+                core.deadlines.set(timer, due_at_s)
+            else:
+                text = f"decode {peer.incarnation:016x} was silent for {core.timing.lost_after_s:g} s"
+                core.feed_peer(peer, PeerKind.SILENCE_DUE, now, Cause(Code.PEER_LOST, text))
+        elif (record := core.rooms.get(RoomId(timer.key))) is not None and not record.ended:
+            waits = record.half and now < record.own_deadline_at_s
+            text = f"room {record.room}: nothing more came for {now - record.opened_at_s:.1f} s"
+            self.close_room(record, Cause(Code.RENDEZVOUS if waits else Code.DEADLINE, text), now)
+
+
+def _may_come(peer: DecodePeer, message: wire.ToPrefill) -> bool:
+    """While the route is being opened, only what needs none: the announcement of a room, and its end."""
+    return peer.phase is not PeerPhase.OPENING or type(message) in (wire.Announce, wire.Abort, wire.Heartbeat)

@@ -1,0 +1,367 @@
+"""The machines of one prefill rank, fed one after the other: peers, their grants, rooms.
+
+Nothing calls back, so nothing re-enters: a table returns what follows from an event, and the next machine is fed.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict, deque
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from kvflow.protocols.commands import (
+    CancelWrite,
+    CloseRoute,
+    PrefillCommand,
+    RoomDone,
+    RoomMatched,
+    RoomReleased,
+    RoomStopped,
+    SendToDecode,
+    StartWrite,
+    WatchProcess,
+)
+from kvflow.protocols.errors import Cause, Code
+from kvflow.protocols.limits import Bounds, Timing
+from kvflow.protocols.machines.deadlines import Deadlines
+from kvflow.protocols.machines.peer import TABLE as PEER_TABLE
+from kvflow.protocols.machines.peer import PeerCommand, PeerKind, PeerPhase
+from kvflow.protocols.machines.prefill_room import PrefillCommand as RoomCommand
+from kvflow.protocols.machines.prefill_room import PrefillEvent, PrefillKind, PrefillPhase, step
+from kvflow.protocols.machines.rendezvous import Rendezvous, Side
+from kvflow.protocols.pages.layout import PageIndices
+from kvflow.protocols.ports import Landing, Observer
+from kvflow.protocols.prefill_peers import DecodePeer, PrefillIdentity
+from kvflow.protocols.prefill_rooms import Chunk, PrefillRoomRecord
+from kvflow.protocols.wire import messages as wire
+from kvflow.protocols.wire.codec import encode
+from kvflow.protocols.wire.messages import MAX_TEXT, WIRE_VERSION, GrantId, Incarnation, RoomId
+
+
+class Timer(NamedTuple):
+    """What a deadline is for. `key`: a room id for "room", an incarnation for "silence", 0 for "outcomes"."""
+
+    kind: str
+    key: int
+
+
+class Task(NamedTuple):
+    """Work on many rooms at once is cut up, so that no tick takes long. `room` is fed `kind`."""
+
+    room: PrefillRoomRecord
+    kind: PrefillKind
+    cause: Cause
+
+
+class PrefillCore:
+    """What one prefill rank knows. Each `feed_*` is the one place that changes its kind of state."""
+
+    def __init__(self, identity: PrefillIdentity, observer: Observer, timing: Timing, bounds: Bounds) -> None:
+        self.identity, self.observer, self.timing, self.bounds = identity, observer, timing, bounds
+        self.outbox: list[PrefillCommand] = []
+        self.rooms: dict[RoomId, PrefillRoomRecord] = {}
+        self.peers: dict[Incarnation, DecodePeer] = {}
+        self.refused: OrderedDict[Incarnation, Cause] = OrderedDict()  # for announcements that follow a refusal
+        self.rendezvous: Rendezvous[DecodePeer] = Rendezvous(bounds.ended_halves)
+        self.writes: dict[int, tuple[PrefillRoomRecord, Chunk]] = {}
+        self.deadlines: Deadlines[Timer] = Deadlines()
+        self.tasks: deque[Task] = deque()
+        self.leaving: Cause | None = None
+        self.stalled_s = 0.0
+        self._serial = self._write = 0
+
+    @property
+    def unavailable_reason(self) -> str:
+        """Why this prefill cannot move pages now; empty when it can. A long queue is not a fault."""
+        if self.stalled_s <= self.timing.lost_after_s:
+            return ""
+        how = "has died" if self.stalled_s == float("inf") else f"has not moved for {self.stalled_s:.0f} s"
+        return f"the worker of the {self.identity.address.backend} data plane {how}"
+
+    # --- sending
+
+    def send(self, peer: Incarnation, message: wire.Message) -> None:
+        self.outbox.append(SendToDecode(peer, encode(message)))
+
+    def answer_register(self, message: wire.Register | wire.ToPrefill, refusal: str) -> None:
+        """Accept (`refusal` empty) or refuse who sent `message`."""
+        answer = wire.Registered(
+            source=self.identity.incarnation,
+            target=message.target,
+            wire_version=WIRE_VERSION,
+            rank=self.identity.rank,
+            refusal=refusal[:MAX_TEXT],
+            endpoint=self.identity.address,
+            asked=message.source,
+        )
+        self.send(message.target, answer)
+
+    def header(self, room: RoomId, grant: GrantId, peer: DecodePeer) -> dict[str, Any]:
+        return {"room": room, "grant": grant, "rank": self.identity.rank, **self.between(peer)}
+
+    def between(self, peer: DecodePeer) -> dict[str, Any]:
+        return {"source": self.identity.incarnation, "target": peer.incarnation}
+
+    # --- rooms
+
+    def new_room(self, room: RoomId, phase: PrefillPhase, rendezvous_s: float, now: float) -> PrefillRoomRecord:
+        self._serial += 1
+        record = self.rooms[room] = PrefillRoomRecord(self._serial, room, phase, rendezvous_s, now)
+        self.observer.room_opened()
+        return record
+
+    def set_deadline(self, record: PrefillRoomRecord) -> None:
+        """Half a room waits for its other half; a room whose partner has announced itself, or is here, for its own."""
+        waits = record.phase in (PrefillPhase.EXPECTED, PrefillPhase.BOOTSTRAPPED)
+        at_s = min(record.deadline_at_s, record.own_deadline_at_s) if waits else record.own_deadline_at_s
+        self.deadlines.set(Timer("room", record.room), at_s)
+
+    def bind(self, record: PrefillRoomRecord, peer: DecodePeer, grant: GrantId) -> None:
+        """From here on this room answers for the grant."""
+        record.peer, record.grant = peer, grant
+        peer.grants.rooms[grant] = record
+
+    def offer(self, record: PrefillRoomRecord, message: wire.Bootstrap, pages: PageIndices, now: float) -> None:
+        """Decode's half is here: which pages, for which prompt."""
+        record.target_pages, record.prefix_tokens = pages, message.prefix_tokens
+        record.bootstrap = (message.prompt_tokens, message.prompt_digest)
+        if record.prompt is not None:
+            self.meet(record, now)
+        else:
+            self.set_deadline(record)
+
+    def meet(self, record: PrefillRoomRecord, now: float) -> None:
+        """Both halves are here: they must mean the same prompt (I8)."""
+        if record.prompt == record.bootstrap:
+            self.feed_room(record, PrefillEvent(PrefillKind.MATCHED), now)
+            self.set_deadline(record)
+            return
+        mine, theirs = record.prompt and record.prompt[0], record.bootstrap and record.bootstrap[0]
+        text = f"room {record.room}: prefill's prompt has {mine} tokens, decode's {theirs}, or their ids differ"
+        self.feed_room(record, PrefillEvent(PrefillKind.MISMATCHED, cause=Cause(Code.PROMPT_MISMATCH, text)), now)
+
+    def feed_room(self, record: PrefillRoomRecord, event: PrefillEvent, now: float) -> None:
+        """The one place that changes a room's state."""
+        record.state, commands = step(record.state, event)
+        what = "write_ended" if event.kind is None else event.kind
+        record.story.tell(now, what, record.state.phase, _detail(record, event))
+        for command in commands:
+            _RUN[command](self, record, now)
+
+    def write_id(self) -> int:
+        self._write += 1
+        return self._write
+
+    def settle_chunks(self, record: PrefillRoomRecord, now: float) -> None:
+        """Chunks end in the order they were queued, whatever order their writes end in."""
+        while record.chunks and record.chunks[0].landing is not None:
+            chunk = record.chunks.popleft()
+            cause = None
+            if chunk.landing is Landing.UNPROVEN:
+                cause = Cause(Code.TRANSFER_ERROR, chunk.error or "the data plane cannot say what landed")
+            elif chunk.landing is Landing.DRAINED and record.phase is PrefillPhase.TRANSFERRING:
+                cause = Cause(Code.TRANSFER_ERROR, chunk.error or "the data plane stopped the write")
+            record.report = chunk
+            self.feed_room(record, PrefillEvent(None, landing=chunk.landing, cause=cause), now)
+
+    def record_outcome(self, room: RoomId, side: Side, cause: Cause, now: float, *, came: bool) -> None:
+        """One half of a room has ended without the other: which is told when it comes."""
+        note = self.rendezvous.record_outcome if came else self.rendezvous.record_absent
+        note(room, side, cause, now + self.timing.rendezvous_s)
+        self.deadlines.set(Timer("outcomes", 0), self.rendezvous.next_expiry_s())
+
+    def refuse_grant(self, peer: DecodePeer, room: RoomId, grant: GrantId, cause: Cause) -> None:
+        """Nothing was ever written for it: the grant ends here, and decode is told why."""
+        header = self.header(room, grant, peer)
+        sent = (wire.RoomFailed(cause=cause, **header), wire.AbortAck(drained=True, **header))
+        self.rendezvous.forget_announcement(room, peer, grant)
+        peer.grants.end(grant, sent)
+        for message in sent:
+            self.send(peer.incarnation, message)
+
+    # --- peers
+
+    def feed_peer(self, peer: DecodePeer, kind: PeerKind, now: float, cause: Cause | None = None) -> None:
+        """The one place that changes a peer's phase, and what its rooms have to do about it."""
+        move = PEER_TABLE.move(peer.phase, kind)
+        if move is None:
+            return
+        peer.phase = move.phase
+        for command in move.commands:
+            _PEER_RUN[command](self, peer, cause or Cause(Code.PEER_LOST), now)
+        if peer.phase is PeerPhase.DEAD and not peer.grants.rooms:
+            self.feed_peer(peer, PeerKind.IDLE, now)
+
+    def work(self, limit: float, now: float) -> None:
+        while self.tasks and limit > 0:
+            limit -= 1
+            task = self.tasks.popleft()
+            if not task.room.ended:
+                self.feed_room(task.room, PrefillEvent(task.kind, cause=task.cause), now)
+
+
+def _detail(record: PrefillRoomRecord, event: PrefillEvent) -> str:
+    """What the story says beside the event's name."""
+    if event.cause is not None:
+        return str(event.cause)
+    if event.kind is None and record.report is not None and event.landing is not None:
+        return f"chunk {record.report.seq}, {record.report.num_pages} pages: {event.landing.value}"
+    return ""
+
+
+# --- what a room's table asks for
+
+
+def _tell_matched(core: PrefillCore, record: PrefillRoomRecord, now: float) -> None:
+    core.outbox.append(RoomMatched(record.serial, record.prefix_tokens))
+
+
+def _start_write(core: PrefillCore, record: PrefillRoomRecord, now: float) -> None:
+    """The newest chunk; one without pages has landed already."""
+    chunk = record.chunks[-1]
+    targets = record.target_pages[record.placed : record.placed + chunk.num_pages]
+    record.placed += chunk.num_pages
+    if not chunk.num_pages:
+        chunk.landing = Landing.LANDED
+        return
+    assert record.peer is not None
+    core.writes[chunk.write] = (record, chunk)
+    core.outbox.append(StartWrite(chunk.write, record.serial, record.peer.incarnation, chunk.source_pages, targets))
+
+
+def _send_chunk_done(core: PrefillCore, record: PrefillRoomRecord, now: float) -> None:
+    chunk, peer = record.report, record.peer
+    assert chunk is not None and peer is not None
+    header = core.header(record.room, record.grant, peer)
+    done = wire.ChunkDone(
+        seq=chunk.seq,
+        pages=chunk.num_pages,
+        last=chunk.last,
+        handoff=chunk.handoff,
+        checksum=chunk.checksum,
+        **header,
+    )
+    _send(core, record, done)
+
+
+def _send_failed(core: PrefillCore, record: PrefillRoomRecord, now: float) -> None:
+    if record.peer is not None:
+        cause = record.state.cause or Cause(Code.PROTOCOL_ERROR)
+        _send(core, record, wire.RoomFailed(cause=cause, **core.header(record.room, record.grant, record.peer)))
+
+
+def _send_ack(core: PrefillCore, record: PrefillRoomRecord, drained: bool) -> None:
+    if record.peer is not None:
+        _send(core, record, wire.AbortAck(drained=drained, **core.header(record.room, record.grant, record.peer)))
+
+
+def _send(core: PrefillCore, record: PrefillRoomRecord, message: wire.Message) -> None:
+    assert record.peer is not None
+    record.sent.append(message)
+    core.send(record.peer.incarnation, message)
+
+
+def _cancel_writes(core: PrefillCore, record: PrefillRoomRecord, now: float) -> None:
+    core.outbox.extend(CancelWrite(chunk.write) for chunk in record.chunks if chunk.landing is None)
+
+
+def _tell_success(core: PrefillCore, record: PrefillRoomRecord, now: float) -> None:
+    core.outbox.append(RoomDone(record.serial))
+
+
+def _tell_ended(core: PrefillCore, record: PrefillRoomRecord, now: float) -> None:
+    core.outbox.append(RoomStopped(record.serial, record.state.cause or Cause(Code.CLIENT_GONE)))
+
+
+def _end(core: PrefillCore, record: PrefillRoomRecord, now: float) -> None:
+    """Out of the tables it is in, its last messages kept for a decode that missed them."""
+    del core.rooms[record.room]
+    core.deadlines.cancel(Timer("room", record.room))
+    cause, peer = record.state.cause, record.peer
+    if cause is not None and record.prompt is None:
+        core.record_outcome(record.room, Side.DECODE, cause, now, came=True)
+    elif cause is not None and peer is None:
+        core.record_outcome(record.room, Side.ENGINE, cause, now, came=True)
+    core.observer.room_ended(record.phase.name, cause)
+    core.outbox.append(RoomReleased(record.serial))
+    if peer is not None:
+        peer.grants.end(record.grant, tuple(record.sent))
+        if peer.phase is PeerPhase.DEAD and not peer.grants.rooms:
+            core.feed_peer(peer, PeerKind.IDLE, now)
+
+
+_RUN: dict[RoomCommand, Callable[[PrefillCore, PrefillRoomRecord, float], None]] = {
+    RoomCommand.TELL_MATCHED: _tell_matched,
+    RoomCommand.START_WRITE: _start_write,
+    RoomCommand.SEND_CHUNK_DONE: _send_chunk_done,
+    RoomCommand.CANCEL_WRITES: _cancel_writes,
+    RoomCommand.SEND_FAILED: _send_failed,
+    RoomCommand.SEND_DRAINED: lambda core, record, now: _send_ack(core, record, True),
+    RoomCommand.SEND_UNPROVEN: lambda core, record, now: _send_ack(core, record, False),
+    RoomCommand.TELL_SUCCESS: _tell_success,
+    RoomCommand.TELL_ENDED: _tell_ended,
+    RoomCommand.END: _end,
+}
+
+
+# --- what a peer's table asks for
+
+
+def _registered(core: PrefillCore, peer: DecodePeer, refusal: str) -> wire.Registered:
+    return wire.Registered(
+        wire_version=WIRE_VERSION,
+        rank=core.identity.rank,
+        refusal=refusal[:MAX_TEXT],
+        endpoint=core.identity.address,
+        asked=core.identity.incarnation,
+        **core.between(peer),
+    )
+
+
+def _accept(core: PrefillCore, peer: DecodePeer, cause: Cause, now: float) -> None:
+    core.send(peer.incarnation, _registered(core, peer, core.unavailable_reason))
+
+
+def _refuse(core: PrefillCore, peer: DecodePeer, cause: Cause, now: float) -> None:
+    core.send(peer.incarnation, _registered(core, peer, cause.text))
+    core.refused[peer.incarnation] = cause
+    if len(core.refused) > core.bounds.targets:
+        core.refused.popitem(last=False)
+
+
+def _beat(core: PrefillCore, peer: DecodePeer, cause: Cause, now: float) -> None:
+    core.send(peer.incarnation, wire.Heartbeat(**core.between(peer)))
+
+
+def _watch(core: PrefillCore, peer: DecodePeer, cause: Cause, now: float) -> None:
+    core.outbox.append(WatchProcess(peer.incarnation, peer.address))
+
+
+def _lose_rooms(core: PrefillCore, peer: DecodePeer, cause: Cause, now: float) -> None:
+    """Rooms end; announcements that no engine has answered are void."""
+    core.tasks.extend(Task(record, PrefillKind.TARGET_LOST, cause) for record in peer.grants.rooms.values())
+    void = [(room, found.grant) for room, found in core.rendezvous.announced.items() if found.peer is peer]
+    for room, grant in void:
+        core.refuse_grant(peer, room, grant, cause)
+        core.record_outcome(room, Side.DECODE, cause, now, came=False)
+
+
+def _close_route(core: PrefillCore, peer: DecodePeer, cause: Cause, now: float) -> None:
+    core.outbox.append(CloseRoute(peer.incarnation))
+
+
+def _forget(core: PrefillCore, peer: DecodePeer, cause: Cause, now: float) -> None:
+    core.deadlines.cancel(Timer("silence", peer.incarnation))
+    if core.peers.get(peer.incarnation) is peer:
+        del core.peers[peer.incarnation]
+
+
+_PEER_RUN: dict[PeerCommand, Callable[[PrefillCore, DecodePeer, Cause, float], None]] = {
+    PeerCommand.SEND_ACCEPTED: _accept,
+    PeerCommand.SEND_REFUSED: _refuse,
+    PeerCommand.SEND_HEARTBEAT: _beat,
+    PeerCommand.WATCH_PROCESS: _watch,
+    PeerCommand.LOSE_ROOMS: _lose_rooms,
+    PeerCommand.CLOSE_ROUTE: _close_route,
+    PeerCommand.FORGET: _forget,
+}

@@ -1,0 +1,244 @@
+"""What prefill does about each message of a decode, once the grant table has said what kind of thing it is."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from kvflow.protocols.commands import OpenRoute
+from kvflow.protocols.errors import CapacityError, Cause, Code, KvflowError, MisuseError, PeerError
+from kvflow.protocols.machines.grants import GrantCommand, GrantKind
+from kvflow.protocols.machines.peer import PeerKind, PeerPhase
+from kvflow.protocols.machines.prefill_room import PrefillEvent, PrefillKind, PrefillPhase
+from kvflow.protocols.machines.rendezvous import Announcement, Side
+from kvflow.protocols.pages.layout import PageIndices, unpack_pages
+from kvflow.protocols.prefill_core import PrefillCore, Timer
+from kvflow.protocols.prefill_peers import DecodePeer
+from kvflow.protocols.prefill_rooms import PrefillRoomRecord
+from kvflow.protocols.wire import messages as wire
+from kvflow.protocols.wire.messages import WIRE_VERSION
+
+
+def on_register(core: PrefillCore, message: wire.Register, now: float) -> None:
+    """A decode says who it is; the way into its pool is opened by the shell."""
+    peer = core.peers.get(message.target)
+    if message.wire_version != WIRE_VERSION:
+        core.answer_register(message, f"wire version {message.wire_version}, this prefill speaks {WIRE_VERSION}")
+    elif peer is not None:
+        note_alive(core, peer, now)
+        core.feed_peer(peer, PeerKind.REGISTERED, now)
+    elif core.unavailable_reason:
+        core.answer_register(message, core.unavailable_reason)
+    elif len(core.peers) >= core.bounds.targets and not _make_place(core, now):
+        core.answer_register(message, f"{core.bounds.targets} decodes are registered already")
+    else:
+        peer = core.peers[message.target] = DecodePeer(message, core.bounds.closed_grants, now)
+        if refusal := peer.mismatch(core.identity):
+            core.feed_peer(peer, PeerKind.ROUTE_REFUSED, now, Cause(Code.REFUSED, refusal))
+        else:
+            core.refused.pop(message.target, None)
+            core.outbox.append(OpenRoute(peer.incarnation, peer.address, peer.layout))
+
+
+def _make_place(core: PrefillCore, now: float) -> bool:
+    """Forget a decode that is silent and has nothing left to ask for (its death may never be observed when it runs on
+    another host). False when there is none."""
+    for peer in core.peers.values():
+        if peer.displaceable:
+            core.feed_peer(peer, PeerKind.DISPLACED, now)
+            return True
+    return False
+
+
+def note_alive(core: PrefillCore, peer: DecodePeer, now: float) -> None:
+    peer.heard_at_s = now
+    if peer.phase is PeerPhase.SILENT:
+        core.feed_peer(peer, PeerKind.HEARD, now)
+    if peer.phase is PeerPhase.UP and (timer := Timer("silence", peer.incarnation)) not in core.deadlines:
+        core.deadlines.set(timer, now + core.timing.lost_after_s)
+
+
+def on_announce_of_refused(core: PrefillCore, message: wire.Announce, now: float) -> None:
+    """A decode whose registration was refused had announced a room: the engine's half is told why it will not come."""
+    cause = core.refused.get(message.target)
+    if cause is None:
+        core.observer.message_dropped("stale")
+        return
+    _end_engine_half(core, message.room, Cause(cause.code, f"prefill refused this decode: {cause.text}"), now)
+
+
+def _on_grant(kind: GrantKind) -> Callable[[PrefillCore, DecodePeer, Any, float], None]:
+    def handle(core: PrefillCore, peer: DecodePeer, message: Any, now: float) -> None:
+        for command in peer.grants.feed(message.grant, kind):
+            _RUN[command](core, peer, message, now)
+
+    return handle
+
+
+def _on_resync(core: PrefillCore, peer: DecodePeer, message: wire.Resync, now: float) -> None:
+    """Send again what decode has missed, and name the grants this incarnation does not know."""
+    unknown: list[wire.Belief] = []
+    for belief in {belief.grant: belief for belief in message.rooms}.values():  # each is answered once
+        for command in peer.grants.feed(belief.grant, GrantKind.ASK):
+            if command is GrantCommand.RESEND:
+                resend(core, peer, belief.grant, belief.next_seq)
+            else:
+                unknown.append(belief)
+    if unknown:
+        core.send(peer.incarnation, wire.Resync(rooms=tuple(unknown), **core.between(peer)))
+
+
+def _on_heartbeat(core: PrefillCore, peer: DecodePeer, message: wire.Heartbeat, now: float) -> None:
+    if not peer.grants.settle(message.settled_below):
+        core.observer.message_dropped("foreign")  # it settles what was never offered here: not this decode's own
+    elif not core.unavailable_reason:  # else decode must take us for silent: its rooms end, their loans do not
+        core.send(peer.incarnation, wire.Heartbeat(**core.between(peer)))
+
+
+HANDLERS: dict[type, Callable[[PrefillCore, DecodePeer, Any, float], None]] = {
+    wire.Announce: _on_grant(GrantKind.ANNOUNCE),
+    wire.Bootstrap: _on_grant(GrantKind.BOOTSTRAP),
+    wire.Abort: _on_grant(GrantKind.ABORT),
+    wire.Resync: _on_resync,
+    wire.Heartbeat: _on_heartbeat,
+}
+
+
+# --- what a grant's table asks for
+
+
+def _expect(core: PrefillCore, peer: DecodePeer, message: wire.Announce, now: float) -> None:
+    """A room is announced: the engine's half waits as long as this decode lives."""
+    record, grant = core.rooms.get(message.room), message.grant
+    if core.leaving is not None:
+        core.refuse_grant(peer, message.room, grant, core.leaving)
+    elif record is not None and record.phase is PrefillPhase.EXPECTED:
+        peer.grants.feed(grant, GrantKind.JOIN)
+        core.bind(record, peer, grant)
+        core.feed_room(record, PrefillEvent(PrefillKind.ANNOUNCED), now)
+        core.set_deadline(record)
+    elif record is not None or message.room in core.rendezvous.announced:
+        core.refuse_grant(peer, message.room, grant, _in_use(message))
+    elif cause := core.rendezvous.take(message.room, Side.DECODE):
+        core.refuse_grant(peer, message.room, grant, cause)
+    elif len(core.rendezvous.announced) >= core.bounds.rooms:
+        full = CapacityError("announced rooms at prefill", len(core.rendezvous.announced) + 1, core.bounds.rooms)
+        core.refuse_grant(peer, message.room, grant, full.cause())
+    else:
+        core.rendezvous.announced[message.room] = Announcement(peer, grant)
+
+
+def _admit(core: PrefillCore, peer: DecodePeer, message: wire.Bootstrap, now: float) -> None:
+    """Decode's half of a room; one that cannot be served is refused at once."""
+    core.rendezvous.forget_announcement(message.room, peer, message.grant)
+    record = core.rooms.get(message.room)
+    try:
+        pages = _offered(core, peer, message)
+        cause = _unwelcome(core, message, record)
+    except KvflowError as error:
+        core.refuse_grant(peer, message.room, message.grant, error.cause())
+        return
+    if cause is not None:
+        core.refuse_grant(peer, message.room, message.grant, cause)
+        return
+    if record is None:
+        record = core.new_room(message.room, PrefillPhase.BOOTSTRAPPED, core.timing.rendezvous_s, now)
+    core.bind(record, peer, message.grant)
+    core.offer(record, message, pages, now)
+
+
+def _unwelcome(core: PrefillCore, message: wire.Bootstrap, record: PrefillRoomRecord | None) -> Cause | None:
+    """Why no room can begin with this offer. Raises: CapacityError."""
+    if core.leaving is not None:
+        return core.leaving
+    if message.room in core.rendezvous.announced:
+        return _in_use(message)
+    if record is not None:
+        return None if record.phase is PrefillPhase.EXPECTED else _in_use(message)
+    if cause := core.rendezvous.take(message.room, Side.DECODE):
+        return cause
+    if len(core.rooms) >= core.bounds.rooms:
+        raise CapacityError("rooms at prefill", len(core.rooms) + 1, core.bounds.rooms)
+    return None
+
+
+def _offered(core: PrefillCore, peer: DecodePeer, message: wire.Bootstrap) -> PageIndices:
+    """The pages that are lent. Raises: KvflowError for what they and the prompt do not agree on."""
+    layout, prefix = core.identity.layout, message.prefix_tokens
+    if prefix > message.prompt_tokens or (prefix % layout.page_size and prefix != message.prompt_tokens):
+        raise PeerError(f"prefix of {prefix} tokens for a prompt of {message.prompt_tokens}, {layout.page_size} a page")
+    pages = unpack_pages(message.pages, peer.layout.num_pages)
+    wanted = layout.pages_for(message.prompt_tokens) - layout.pages_for(prefix)
+    if len(pages) != wanted or not message.prompt_tokens:
+        raise MisuseError(f"{len(pages)} pages lent, {message.prompt_tokens} tokens need {wanted}")
+    return pages
+
+
+def _in_use(message: wire.Announce | wire.Bootstrap) -> Cause:
+    return Cause(Code.ROOM_IN_USE, f"room {message.room} has a decode already")
+
+
+def _tell_room(core: PrefillCore, peer: DecodePeer, message: wire.Bootstrap | wire.Abort, now: float) -> None:
+    """The room that answers for this grant: its pages come, once; or decode has ended it."""
+    record = peer.grants.rooms[message.grant]
+    if isinstance(message, wire.Abort):
+        core.feed_room(record, PrefillEvent(PrefillKind.ABORT_RECEIVED, cause=message.cause), now)
+    elif record.bootstrap is None and record.room == message.room:
+        try:
+            pages = _offered(core, peer, message)
+        except KvflowError as error:
+            core.feed_room(record, PrefillEvent(PrefillKind.MISMATCHED, cause=error.cause()), now)
+        else:
+            core.offer(record, message, pages, now)
+
+
+def resend(core: PrefillCore, peer: DecodePeer, grant: wire.GrantId, next_seq: int) -> None:
+    """What was sent about one grant, but for the chunks decode has received."""
+    record = peer.grants.rooms.get(grant)
+    for message in peer.grants.last_messages(grant) if record is None else record.sent:
+        if type(message) is not wire.ChunkDone or message.seq >= next_seq:
+            core.send(peer.incarnation, message)
+
+
+def _resend_all(core: PrefillCore, peer: DecodePeer, message: wire.Announce | wire.Bootstrap, now: float) -> None:
+    resend(core, peer, message.grant, 0)
+
+
+def _refuse_stale(core: PrefillCore, peer: DecodePeer, message: wire.Announce | wire.Bootstrap, now: float) -> None:
+    text = f"grant {message.grant} is below {peer.grants.low_water}: it has ended"
+    header = core.header(message.room, message.grant, peer)
+    core.send(peer.incarnation, wire.RoomFailed(cause=Cause(Code.STALE_GRANT, text), **header))
+    core.send(peer.incarnation, wire.AbortAck(drained=peer.grants.drained(message.grant), **header))
+
+
+def _end_other_half(core: PrefillCore, peer: DecodePeer, message: wire.Abort, now: float) -> None:
+    """Decode could not even offer pages, or its offer was lost: the engine's half is told, now or when it comes."""
+    core.rendezvous.forget_announcement(message.room, peer, message.grant)
+    peer.grants.end(message.grant, ())
+    if message.room not in core.rendezvous.announced:  # else another decode has announced it since
+        _end_engine_half(core, message.room, message.cause, now)
+
+
+def _end_engine_half(core: PrefillCore, room: wire.RoomId, cause: Cause, now: float) -> None:
+    record = core.rooms.get(room)
+    if record is None:
+        core.record_outcome(room, Side.DECODE, cause, now, came=False)
+    elif record.phase is PrefillPhase.EXPECTED:
+        core.feed_room(record, PrefillEvent(PrefillKind.ENDED_LOCALLY, cause=cause), now)
+        core.rendezvous.take(room, Side.DECODE)  # decode knows
+
+
+def _acknowledge(core: PrefillCore, peer: DecodePeer, message: wire.Abort, now: float) -> None:
+    drained = peer.grants.drained(message.grant)
+    core.send(peer.incarnation, wire.AbortAck(drained=drained, **core.header(message.room, message.grant, peer)))
+
+
+_RUN: dict[GrantCommand, Callable[[PrefillCore, DecodePeer, Any, float], None]] = {
+    GrantCommand.EXPECT: _expect,
+    GrantCommand.ADMIT: _admit,
+    GrantCommand.TELL_ROOM: _tell_room,
+    GrantCommand.RESEND: _resend_all,
+    GrantCommand.REFUSE_STALE: _refuse_stale,
+    GrantCommand.END_OTHER_HALF: _end_other_half,
+    GrantCommand.ACKNOWLEDGE: _acknowledge,
+}

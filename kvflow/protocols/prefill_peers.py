@@ -1,0 +1,60 @@
+"""Prefill's view of one decode incarnation that has registered: the way into its pool, and its grants."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from kvflow.protocols.errors import KvflowError, LayoutError
+from kvflow.protocols.machines.grants import GrantTable
+from kvflow.protocols.machines.peer import PeerPhase
+from kvflow.protocols.pages.layout import PoolLayout, differences
+from kvflow.protocols.ports import Endpoint
+from kvflow.protocols.wire.messages import Incarnation, Rank, Register
+
+
+class PrefillIdentity(msgspec.Struct, frozen=True):
+    """What a prefill rank says of itself: its life, its rank, its pool, and where its data plane is."""
+
+    incarnation: Incarnation
+    rank: Rank
+    layout: PoolLayout
+    address: Endpoint
+
+
+class DecodePeer:
+    """One decode incarnation. Kept through silence, forgotten when its process is dead or its place is needed.
+
+    `R` of its grants is the room that answers for one.
+    """
+
+    __slots__ = ("address", "grants", "heard_at_s", "incarnation", "layout", "phase", "refusal")
+
+    def __init__(self, message: Register, closed_grants: int, now: float) -> None:
+        self.incarnation = message.target
+        self.layout, self.address = message.layout, message.endpoint
+        self.phase = PeerPhase.OPENING
+        self.heard_at_s = now
+        self.grants: GrantTable[Any] = GrantTable(closed_grants, message.fresh_from)
+        self.refusal = ""
+
+    def __repr__(self) -> str:
+        return f"<DecodePeer {self.incarnation:016x}: {self.phase.name.lower()}>"
+
+    @property
+    def displaceable(self) -> bool:
+        """It may be forgotten, because nothing of it is open, and nothing that ended may still land (I2)."""
+        return self.phase is PeerPhase.SILENT and self.grants.all_settled
+
+    def mismatch(self, identity: PrefillIdentity) -> str:
+        """Why pages cannot move from our pool into this peer's; empty when they can."""
+        if self.address.backend != identity.address.backend:
+            return f"data planes differ: prefill {identity.address.backend}, decode {self.address.backend}"
+        try:
+            self.layout.check()
+            if found := differences(identity.layout, self.layout):
+                raise LayoutError("; ".join(found))
+        except KvflowError as error:
+            return str(error)
+        return ""

@@ -1,0 +1,73 @@
+"""One room at prefill: its two halves, the chunks under way, and what decode was sent about it."""
+
+from __future__ import annotations
+
+from collections import deque
+
+import numpy as np
+
+from kvflow.protocols.machines.prefill_room import TERMINAL, PrefillPhase, PrefillRoomState
+from kvflow.protocols.machines.story import Story
+from kvflow.protocols.pages.layout import PageIndices
+from kvflow.protocols.ports import Landing
+from kvflow.protocols.prefill_peers import DecodePeer
+from kvflow.protocols.wire.messages import GrantId, Message, RoomId
+
+NO_PAGES: PageIndices = np.empty(0, np.int32)
+
+
+class Chunk:
+    """One chunk handed to the data plane. `landing` is None while its write runs."""
+
+    __slots__ = ("checksum", "error", "handoff", "landing", "last", "seq", "source_pages", "write")
+
+    def __init__(self, write: int, seq: int, source_pages: PageIndices, last: bool, handoff: bytes) -> None:
+        self.write, self.seq, self.source_pages, self.last, self.handoff = write, seq, source_pages, last, handoff
+        self.landing: Landing | None = None
+        self.checksum, self.error = b"", ""
+
+    @property
+    def num_pages(self) -> int:
+        return len(self.source_pages)
+
+
+class PrefillRoomRecord:
+    """Everything the endpoint knows about one open room (I5). Its users may read it, and keep it after its end."""
+
+    __slots__ = (
+        *("bootstrap", "chunks", "deadline_at_s", "grant", "opened_at_s", "own_deadline_at_s", "peer", "placed"),
+        *("prefix_tokens", "prompt", "report", "room", "sent", "serial", "state", "story", "target_pages"),
+    )
+
+    def __init__(self, serial: int, room: RoomId, phase: PrefillPhase, rendezvous_s: float, now: float) -> None:
+        self.serial = serial  # room ids may be used again, serials are not
+        self.room = room
+        self.state = PrefillRoomState(phase)
+        self.opened_at_s = now
+        self.deadline_at_s = now + rendezvous_s  # for the other half; then the engine's own
+        self.own_deadline_at_s = float("inf")
+        self.prompt: tuple[int, bytes] | None = None  # token count and digest: the engine's half
+        self.bootstrap: tuple[int, bytes] | None = None  # and decode's
+        self.peer: DecodePeer | None = None
+        self.grant = GrantId(0)
+        self.prefix_tokens = 0
+        self.target_pages = NO_PAGES
+        self.placed = 0
+        self.chunks: deque[Chunk] = deque()
+        self.report: Chunk | None = None  # the one whose end is being told
+        self.sent: list[Message] = []  # what ends the room is sent again when decode asks
+        self.story = Story()
+
+    @property
+    def phase(self) -> PrefillPhase:
+        return self.state.phase
+
+    @property
+    def ended(self) -> bool:
+        """Nothing more may be sent; writes may still be draining."""
+        return self.state.phase is PrefillPhase.DRAINING or self.state.phase in TERMINAL
+
+    @property
+    def half(self) -> bool:
+        """Only one side of it is here."""
+        return self.prompt is None or self.bootstrap is None
