@@ -5,7 +5,6 @@ from __future__ import annotations
 import numpy as np
 
 import kvflow
-from kvflow.transports.data.select import plane_for
 
 
 async def test_a_decode_finds_a_prefill_by_the_registrys_address() -> None:
@@ -15,16 +14,14 @@ async def test_a_decode_finds_a_prefill_by_the_registrys_address() -> None:
     target = kvflow.PagedPool.wrap({"k": inside}, page_size=4, segment=segment)
     table = kvflow.RankTable()
     async with (
-        kvflow.PrefillNode(source, plane_for(source, "local", receives=False)) as prefill,
+        kvflow.PrefillNode(source, plane="local") as prefill,
         kvflow.serve_ranks(table, "127.0.0.1", api_key="sesame") as port,
-        kvflow.DecodeNode(
-            target, plane_for(target, "local", receives=True), resolve=kvflow.RegistryClient("sesame").resolve
-        ) as decode,
+        kvflow.DecodeNode(target, plane="local", resolve=kvflow.RegistryClient("sesame").resolve) as decode,
     ):
         table.put(prefill.info)
         async with (
             prefill.room(3, [1, 2, 3]) as sending,
-            await decode.room(3, f"127.0.0.1:{port}", [1, 2, 3]) as receiving,
+            decode.room(3, f"127.0.0.1:{port}", [1, 2, 3]) as receiving,
         ):
             await sending.matched()
             page = prefill.pages.take(1, "test")
