@@ -22,10 +22,10 @@ async def main() -> None:
     target = kvflow.PagedPool.allocate(kvflow.build_layout(streams, page_size=PAGE_SIZE, num_pages=PAGES))
 
     async with (
-        kvflow.PrefillNode(source, kvflow.open_plane("local", source.segment)) as prefill,
-        kvflow.DecodeNode(target, kvflow.open_plane("local", target.segment)) as decode,
+        kvflow.PrefillNode(source, plane="local") as prefill,
+        kvflow.DecodeNode(target, plane="local") as decode,
         prefill.room(7, PROMPT) as sending,
-        await decode.room(7, [prefill.info], PROMPT) as receiving,
+        decode.room(7, [prefill.info], PROMPT) as receiving,
     ):
         await sending.matched()  # decode has lent its pages
         pages = prefill.pages.take(source.layout.pages_for(len(PROMPT)), "my engine")

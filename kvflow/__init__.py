@@ -1,6 +1,7 @@
 """kvflow moves the KV cache of a prompt from the machine that computed it to the machine that goes on generating.
 
-nodes and rooms   PrefillNode, DecodeNode, PrefillRoom, DecodeRoom, RankInfo, RegistryClient, Timing, Bounds
+nodes and rooms   PrefillNode, DecodeNode, PrefillRoom, DecodeRoom, Timing, Bounds
+finding prefills  RankInfo, RankTable, serve_ranks (prefill's side), RegistryClient (decode's)
 pools             PagedPool, PageAllocator, SharedSegment, build_layout
 data planes       open_plane, LocalPlane, MooncakePlane
 errors            KvflowError and the classes under it that have to be told apart; Cause, Code
@@ -32,7 +33,8 @@ if TYPE_CHECKING:
     from kvflow.protocols.limits import Bounds, Timing
     from kvflow.protocols.pages.layout import build_layout
     from kvflow.protocols.wire.ranks import RankInfo
-    from kvflow.transports.control.registry import RegistryClient
+    from kvflow.transports.control.rank_server import serve_ranks
+    from kvflow.transports.control.registry import RankTable, RegistryClient
     from kvflow.transports.data.local import LocalPlane
     from kvflow.transports.data.mooncake.plane import MooncakePlane
     from kvflow.transports.data.select import open_plane
@@ -57,6 +59,7 @@ __all__ = [
     "PrefillNode",
     "PrefillRoom",
     "RankInfo",
+    "RankTable",
     "RefusedError",
     "RegistryClient",
     "SharedSegment",
@@ -64,6 +67,7 @@ __all__ = [
     "TransferError",
     "build_layout",
     "open_plane",
+    "serve_ranks",
 ]
 
 _ERRORS = "kvflow.protocols.errors"
@@ -86,6 +90,7 @@ _HOMES = {
     "PrefillNode": "kvflow.node",
     "PrefillRoom": "kvflow.handlers.rooms",
     "RankInfo": "kvflow.protocols.wire.ranks",
+    "RankTable": "kvflow.transports.control.registry",
     "RefusedError": _ERRORS,
     "RegistryClient": "kvflow.transports.control.registry",
     "SharedSegment": "kvflow.memory.shared",
@@ -93,6 +98,7 @@ _HOMES = {
     "TransferError": _ERRORS,
     "build_layout": "kvflow.protocols.pages.layout",
     "open_plane": "kvflow.transports.data.select",
+    "serve_ranks": "kvflow.transports.control.rank_server",
 }
 
 if not TYPE_CHECKING:  # a type checker that saw this would believe in every name

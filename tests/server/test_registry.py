@@ -1,4 +1,4 @@
-"""The bootstrap registry and its client, over real HTTP."""
+"""The bootstrap registry, as an aiohttp application and as the bare library serves it, and its client: real HTTP."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import asyncio
 import json
 import subprocess
 import sys
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Callable
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, suppress
 from typing import Any
 
 import aiohttp
@@ -18,6 +18,8 @@ from kvflow.protocols.errors import LostError, MisuseError, WireError
 from kvflow.protocols.wire.ranks import PoolShape, RankInfo, rank_to_json
 from kvflow.server.http.metrics import Metrics
 from kvflow.server.http.registry import registry_app
+from kvflow.transports.control import rank_server
+from kvflow.transports.control.rank_server import serve_ranks
 from kvflow.transports.control.registry import MAX_ANSWER_BYTES, RankTable, RegistryClient
 from tests.server.fake_service import Server, served
 
@@ -29,9 +31,30 @@ async def table() -> RankTable:
     return RankTable()
 
 
+@asynccontextmanager
+async def application(table: RankTable, api_key: str = "") -> AsyncIterator[Server]:
+    async with served(registry_app(table, Metrics(), api_key)) as server:
+        yield server
+
+
+@asynccontextmanager
+async def bare(table: RankTable, api_key: str = "") -> AsyncIterator[Server]:
+    async with serve_ranks(table, "127.0.0.1", 0, api_key) as port:
+        yield Server(port)
+
+
+@pytest.fixture(params=[application, bare])
+def serving(request: pytest.FixtureRequest) -> Callable[..., AbstractAsyncContextManager[Server]]:
+    """Every test that takes this runs against both registries."""
+    made: Callable[..., AbstractAsyncContextManager[Server]] = request.param
+    return made
+
+
 @pytest.fixture
-async def registry(table: RankTable) -> AsyncIterator[Server]:
-    async with served(registry_app(table, Metrics())) as server:
+async def registry(
+    table: RankTable, serving: Callable[..., AbstractAsyncContextManager[Server]]
+) -> AsyncIterator[Server]:
+    async with serving(table) as server:
         yield server
 
 
@@ -111,9 +134,11 @@ async def test_a_rank_can_only_put_itself(registry: Server, session: aiohttp.Cli
         assert answer.status == 400
 
 
-async def test_the_key_is_asked_for(table: RankTable) -> None:
+async def test_the_key_is_asked_for(
+    table: RankTable, serving: Callable[..., AbstractAsyncContextManager[Server]]
+) -> None:
     stranger, friend = RegistryClient(), RegistryClient("sesame")
-    async with served(registry_app(table, Metrics(), "sesame")) as server:
+    async with serving(table, "sesame") as server:
         with pytest.raises(WireError, match="401"):
             await stranger.register(place(server), RANK)
         await friend.register(place(server), RANK)
@@ -209,7 +234,80 @@ async def test_settings_of_the_client_are_checked() -> None:
         RegistryClient(timeout_s=0)
 
 
-def test_the_client_needs_no_server_package() -> None:
-    program = "import sys, kvflow.transports.control.registry; print('aiohttp' in sys.modules)"
+def test_neither_client_nor_bare_registry_needs_a_server_package() -> None:
+    program = "import sys, kvflow.transports.control.rank_server; print('aiohttp' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     assert done.stdout == "False\n"
+
+
+# --- the bare library's registry
+
+
+async def exchanged(port: int, *parts: bytes, half_close: bool = False) -> bytes:
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    for part in parts:
+        writer.write(part)
+    if half_close:
+        writer.write_eof()
+    try:
+        return await asyncio.wait_for(reader.read(), 20)
+    except ConnectionResetError:
+        return b""
+    finally:
+        writer.transport.abort()
+
+
+@pytest.mark.parametrize(
+    ("request_bytes", "answer"),
+    [
+        (b"GET /health HTTP/1.1\r\n\r\n", b"200 OK"),
+        (b"GET /ranks?x=1 HTTP/1.0\r\nHost: x\r\n\r\n", b"200 OK"),
+        (b"GET /elsewhere HTTP/1.1\r\n\r\n", b"404 Not Found"),
+        (b"DELETE /ranks/0 HTTP/1.1\r\n\r\n", b"404 Not Found"),
+        (b"SSH-2.0-OpenSSH\r\n\r\n", b"400 Bad Request"),
+        (b"GET /ranks HTTP/2\r\n\r\n", b"400 Bad Request"),
+        (b"\xff \xff \xff\r\n\r\n", b"400 Bad Request"),
+        (b"GET /ranks HTTP/1.1\r\n" + b"X: y\r\n" * 200 + b"\r\n", b"400 Bad Request"),
+        (b"GET /ranks HTTP/1.1\r\nX: " + b"y" * (17 << 10) + b"\r\n\r\n", b"431 Request Header"),
+        (b"PUT /ranks/0 HTTP/1.1\r\n\r\n", b"411 Length Required"),
+        (b"PUT /ranks/0 HTTP/1.1\r\nContent-Length: -1\r\n\r\n", b"411 Length Required"),
+        (b"PUT /ranks/0 HTTP/1.1\r\nContent-Length: 65537\r\n\r\n", b"413 Request Entity Too Large"),
+        (b"PUT /ranks/0 HTTP/1.1\r\nContent-Length: " + b"9" * 5000 + b"\r\n\r\n", b"413 Request Entity"),
+    ],
+)
+async def test_strange_requests_are_answered(table: RankTable, request_bytes: bytes, answer: bytes) -> None:
+    async with bare(table) as server:
+        assert (await exchanged(server.port, request_bytes)).startswith(b"HTTP/1.1 " + answer)
+        await RegistryClient().register(place(server), RANK)  # and the next good one works
+        assert table.all() == [RANK]
+
+
+async def test_a_body_that_breaks_off_registers_nothing(table: RankTable) -> None:
+    async with bare(table) as server:
+        head = b"PUT /ranks/0 HTTP/1.1\r\nContent-Length: 50\r\n\r\n"
+        assert await exchanged(server.port, head, b"{}", half_close=True) == b""
+    assert table.all() == []
+
+
+async def test_a_client_that_says_nothing_is_cut_off(table: RankTable, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rank_server, "REQUEST_S", 0.05)
+    async with bare(table) as server:
+        assert await exchanged(server.port, b"GET /ranks HTTP/1.1\r\n") == b""
+
+
+async def test_connections_are_bounded_and_ended(table: RankTable, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rank_server, "MAX_CONNECTIONS", 2)
+    async with bare(table) as server:
+        silent = [await asyncio.open_connection("127.0.0.1", server.port) for _ in range(2)]
+        assert await exchanged(server.port, b"GET /health HTTP/1.1\r\n\r\n") == b""
+    for reader, writer in silent:  # leaving the block does not wait for them
+        with suppress(ConnectionResetError):
+            assert await reader.read() == b""
+        writer.transport.abort()
+
+
+async def test_a_port_that_is_taken_is_named(table: RankTable) -> None:
+    async with bare(table) as server:
+        with pytest.raises(MisuseError, match=f"cannot listen on 127.0.0.1:{server.port}"):
+            async with serve_ranks(table, "127.0.0.1", server.port):
+                pass

@@ -1,0 +1,146 @@
+"""The registry for a process that has no HTTP server: `serve_ranks(table, host, port)` on asyncio streams alone.
+
+It answers the routes of `transports.control.registry` as the registry of `kvflow prefill` does: one request per
+connection, with bounds on bytes, time and connections. A prefill puts its own `info` into the table and serves it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import logging
+from collections.abc import AsyncGenerator
+from contextlib import asynccontextmanager
+from http import HTTPStatus
+from http.client import HTTPException, HTTPMessage, parse_headers
+from io import BytesIO
+from typing import Any
+
+import msgspec
+
+from kvflow.protocols.errors import MisuseError, WireError
+from kvflow.protocols.wire.ranks import rank_from_json, rank_to_json
+from kvflow.transports.control.registry import RankTable
+
+MAX_HEAD_BYTES = 16 << 10
+MAX_BODY_BYTES = 64 << 10
+MAX_CONNECTIONS = 256
+REQUEST_S = 5.0
+log = logging.getLogger("kvflow.registry")
+
+
+@asynccontextmanager
+async def serve_ranks(table: RankTable, host: str, port: int = 0, api_key: str = "") -> AsyncGenerator[int, None]:
+    """Answer until the block ends; yields the port, a free one for 0. Raises: MisuseError (the port cannot be had)."""
+    asked = _Asked(table, api_key)
+    try:
+        server = await asyncio.start_server(asked.accept, host, port, limit=MAX_HEAD_BYTES)
+    except (OSError, OverflowError) as error:
+        raise MisuseError(f"the registry cannot listen on {host}:{port}: {error}") from None
+    try:
+        async with server:
+            yield server.sockets[0].getsockname()[1]
+    finally:
+        await asked.close()
+
+
+class _Refused(Exception):  # noqa: N818 - a status on its way to the client
+    def __init__(self, status: HTTPStatus, text: str) -> None:
+        super().__init__(text)
+        self.status = status
+
+
+class _Asked:
+    """The connections of one registry."""
+
+    def __init__(self, table: RankTable, api_key: str) -> None:
+        self._table = table
+        self._key = f"Bearer {api_key}".encode() if api_key else b""
+        self._open: set[asyncio.Task[None]] = set()
+
+    def accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        if len(self._open) >= MAX_CONNECTIONS:
+            writer.transport.abort()
+            return
+        task = asyncio.get_running_loop().create_task(self._serve(reader, writer))
+        self._open.add(task)
+        task.add_done_callback(self._open.discard)
+
+    async def close(self) -> None:
+        for task in self._open:
+            task.cancel()
+        await asyncio.gather(*self._open, return_exceptions=True)
+
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        try:
+            async with asyncio.timeout(REQUEST_S):
+                writer.write(await self._answer(reader))
+                await writer.drain()
+                writer.close()
+                await writer.wait_closed()
+        except (OSError, TimeoutError, asyncio.IncompleteReadError) as error:  # the client has left, or takes too long
+            log.debug("a request ended early: %r", error)
+        finally:
+            writer.transport.abort()
+
+    async def _answer(self, reader: asyncio.StreamReader) -> bytes:
+        status = HTTPStatus.OK
+        try:
+            document = await self._document(reader)
+        except _Refused as refused:
+            status, document = refused.status, {"error": {"message": str(refused)}}
+        body = msgspec.json.encode(document)
+        head = (
+            f"HTTP/1.1 {status.value} {status.phrase}\r\nContent-Type: application/json\r\n"
+            f"Content-Length: {len(body)}\r\nConnection: close\r\n\r\n"
+        )
+        return head.encode() + body
+
+    async def _document(self, reader: asyncio.StreamReader) -> dict[str, Any]:
+        method, path, headers = await _head(reader)
+        if (method, path) == ("GET", "/health"):
+            return {"status": "ok"}
+        given = (headers["Authorization"] or "").encode("utf-8", "surrogateescape")
+        if self._key and not hmac.compare_digest(given, self._key):
+            raise _Refused(HTTPStatus.UNAUTHORIZED, "missing or wrong API key")
+        if (method, path) == ("GET", "/ranks"):
+            return {"ranks": [rank_to_json(info) for info in self._table.all()]}
+        if method == "PUT" and path.startswith("/ranks/"):
+            return self._put(path.removeprefix("/ranks/"), await _body(reader, headers))
+        raise _Refused(HTTPStatus.NOT_FOUND, f"{method} {path[:80]}: there are GET /ranks and PUT /ranks/RANK")
+
+    def _put(self, rank: str, body: bytes) -> dict[str, Any]:
+        try:
+            info = rank_from_json(msgspec.json.decode(body))
+        except (WireError, msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+            raise _Refused(HTTPStatus.BAD_REQUEST, str(error)) from None
+        if rank != str(info.rank):
+            raise _Refused(HTTPStatus.BAD_REQUEST, f"rank {info.rank} was put to /ranks/{rank[:20]}")
+        self._table.put(info)
+        return {"ranks": len(self._table.all())}
+
+
+async def _head(reader: asyncio.StreamReader) -> tuple[str, str, HTTPMessage]:
+    try:
+        raw = await reader.readuntil(b"\r\n\r\n")
+        line, _, rest = raw.partition(b"\r\n")
+        method, path, version = line.decode("ascii").split(" ")
+        headers = parse_headers(BytesIO(rest))
+    except asyncio.LimitOverrunError:
+        raise _Refused(
+            HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE, f"the headers are over the limit of {MAX_HEAD_BYTES} bytes"
+        ) from None
+    except (ValueError, HTTPException):
+        raise _Refused(HTTPStatus.BAD_REQUEST, "the request is not HTTP/1") from None
+    if not version.startswith("HTTP/1."):
+        raise _Refused(HTTPStatus.BAD_REQUEST, "the request is not HTTP/1")
+    return method, path.partition("?")[0], headers
+
+
+async def _body(reader: asyncio.StreamReader, headers: HTTPMessage) -> bytes:
+    length = headers["Content-Length"] or ""
+    if not (length.isascii() and length.isdigit()) or headers["Transfer-Encoding"]:
+        raise _Refused(HTTPStatus.LENGTH_REQUIRED, "a rank is put with its Content-Length")
+    if len(length) > 9 or int(length) > MAX_BODY_BYTES:
+        raise _Refused(HTTPStatus.REQUEST_ENTITY_TOO_LARGE, f"the body is over the limit of {MAX_BODY_BYTES} bytes")
+    return await reader.readexactly(int(length))
