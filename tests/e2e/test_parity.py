@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from kvflow.launch.doctor import mooncake_trouble
+from kvflow.launch.doctor import mooncake_unavailable_reason
 from tests.e2e.parity_pair import CHUNKS, Model, Pair, WorkerError
 from tests.engine.tiny_models import FAMILIES
 
@@ -100,7 +100,7 @@ def test_fp32_equals_generate(family: str, pair: Pair, tiny: Tiny, expected: Exp
 
 
 def test_fp32_over_mooncake(pair: Pair, tiny: Tiny, expected: Expected) -> None:
-    if trouble := mooncake_trouble():
+    if trouble := mooncake_unavailable_reason():
         pytest.skip(trouble)
     with pair.open(tiny("llama"), plane="mooncake") as model:
         check_fp32(model, "llama", expected)
@@ -127,7 +127,7 @@ def test_fp32_other_orders(family: str, page: int, pair: Pair, tiny: Tiny, expec
 @pytest.mark.slow
 @pytest.mark.parametrize("page", PAGE_SIZES)
 def test_fp32_over_mooncake_all_page_sizes(page: int, pair: Pair, tiny: Tiny, expected: Expected) -> None:
-    if trouble := mooncake_trouble():
+    if trouble := mooncake_unavailable_reason():
         pytest.skip(trouble)
     with pair.open(tiny("deepseek_v2"), page_size=page, plane="mooncake") as model:
         check_fp32(model, "deepseek_v2", expected)

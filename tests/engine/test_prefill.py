@@ -143,8 +143,8 @@ async def test_a_failing_step_ends_its_requests_and_nothing_else(llama: LoadedMo
     ("prompt", "error", "said"),
     [
         ([], MisuseError, "empty"),
-        ([1, 512], MisuseError, "within 0..511"),
-        ([-1], MisuseError, "within 0..511"),
+        ([1, 512], MisuseError, "token id 512 is outside the model's vocabulary, 0..511"),
+        ([-1], MisuseError, "token id -1 is outside the model's vocabulary, 0..511"),
         ([1.5], MisuseError, "integers"),
         (prompt_of(512), CapacityError, "asked for 512, limit 511"),
         (prompt_of(300), CapacityError, "pages for the prompt: asked for 19, limit 16"),

@@ -9,16 +9,16 @@ from concurrent.futures import Executor
 from functools import partial
 
 from kvflow.engine.model.load import LoadedModel
-from kvflow.engine.model.sampling import Choice, Draw, choose
 from kvflow.engine.model.sequence import Prompt, Sequence
 from kvflow.engine.model.step import Row
 from kvflow.engine.model.thread import ModelThread
 from kvflow.engine.scheduler.budget import Admission, PageBudget
 from kvflow.engine.scheduler.handoff import HandOff
-from kvflow.engine.scheduler.limits import Limits
+from kvflow.engine.scheduler.limits import EngineLimits
 from kvflow.engine.scheduler.loop import EngineLoop
 from kvflow.engine.scheduler.params import EngineLoad, SamplingParams, TokenOut, finish
 from kvflow.engine.scheduler.rooms import DecodeSession
+from kvflow.engine.scheduler.sampling import Choice, Draw, choose
 from kvflow.memory.allocator import PageAllocator
 from kvflow.memory.pool import PagedPool
 from kvflow.protocols.errors import Cause, Code, KvflowError, WireError, room_error
@@ -49,7 +49,7 @@ class DecodeEngine(EngineLoop):
         self._runner = model.runner(pool)
         self._model, self._pages, self._page_size = model, pages, pool.layout.page_size
         self._budget = PageBudget(pages)
-        self.limits = Limits(model.context_length, model.vocab_size, self._page_size, self._budget.capacity)
+        self.limits = EngineLimits(model.context_length, model.vocab_size, self._page_size, self._budget.capacity)
         self._thread = ModelThread(executor, pages)
         self._max_batch = max_batch
         self._running: dict[int, _Request] = {}  # by number: in order of arrival

@@ -9,16 +9,16 @@ from concurrent.futures import Executor
 from functools import partial
 
 from kvflow.engine.model.load import LoadedModel
-from kvflow.engine.model.sampling import Choice, Draw, choose
 from kvflow.engine.model.sequence import Prompt, Sequence
 from kvflow.engine.model.step import Row
 from kvflow.engine.model.thread import ModelThread
 from kvflow.engine.scheduler.budget import LOOK_AGAIN_S
 from kvflow.engine.scheduler.handoff import HandOff
-from kvflow.engine.scheduler.limits import Limits
+from kvflow.engine.scheduler.limits import EngineLimits
 from kvflow.engine.scheduler.loop import EngineLoop
 from kvflow.engine.scheduler.params import EngineLoad, SamplingParams, TokenOut, finish
 from kvflow.engine.scheduler.rooms import PrefillSession
+from kvflow.engine.scheduler.sampling import Choice, Draw, choose
 from kvflow.memory.allocator import PageAllocator
 from kvflow.memory.pool import PagedPool
 from kvflow.protocols.errors import Cause, Code, KvflowError, room_error
@@ -48,7 +48,7 @@ class PrefillEngine(EngineLoop):
         super().__init__("prefill")
         self._runner = model.runner(pool)
         self._model, self._pages, self._page_size = model, pages, pool.layout.page_size
-        self.limits = Limits(model.context_length, model.vocab_size, self._page_size, pages.capacity)
+        self.limits = EngineLimits(model.context_length, model.vocab_size, self._page_size, pages.capacity)
         self._thread = ModelThread(executor, pages)
         self._chunk_tokens, self._max_tokens = max(1, chunk_tokens), max(1, max_batch_tokens)
         self._max_rooms = max_batch_rooms or 1 << 30
