@@ -60,7 +60,7 @@ class OverloadError(CapacityError):
 
 
 class Failure(msgspec.Struct, frozen=True):
-    """One error on its way to a client."""
+    """One error as it is sent to a client."""
 
     status: int
     code: str

@@ -34,7 +34,7 @@ class RequestLimits(msgspec.Struct, frozen=True):
     generates: bool  # decode keeps prompt and completion in its pool, prefill only the prompt
     bootstrap_port: int  # used where a body names a prefill's host alone
 
-    def room_left(self, prompt: list[int]) -> int:
+    def tokens_left(self, prompt: list[int]) -> int:
         """New tokens that fit behind `prompt`; defaults stay below it."""
         return max(1, min(self.engine.context_length, self.engine.pool_tokens) - len(prompt))
 
@@ -54,13 +54,13 @@ def params_of_generate(body: GenerateRequest, prompt: list[int], limits: Request
     seed = sampling.sampling_seed if sampling.sampling_seed is not None else sampling.seed
     logprobs = (body.top_logprobs_num or 0) if body.return_logprob else None
     fields = _sampling_fields(sampling, seed)
-    most = sampling.max_new_tokens or min(DEFAULT_MAX_NEW_TOKENS, limits.room_left(prompt))
+    most = sampling.max_new_tokens or min(DEFAULT_MAX_NEW_TOKENS, limits.tokens_left(prompt))
     return SamplingParams(**fields, max_new_tokens=most, logprobs=logprobs)
 
 
 def params_of_chat(body: ChatRequest, prompt: list[int], limits: RequestLimits) -> SamplingParams:
     """The sampling of a chat body; without a limit the answer may fill the context."""
-    most = body.max_completion_tokens or body.max_tokens or limits.room_left(prompt)
+    most = body.max_completion_tokens or body.max_tokens or limits.tokens_left(prompt)
     if body.top_logprobs is not None and not body.logprobs:
         raise RequestError("top_logprobs needs logprobs: true")
     logprobs = (body.top_logprobs or 0) if body.logprobs else None
@@ -71,7 +71,7 @@ def params_of_completion(body: CompletionRequest, prompt: list[int], limits: Req
     """The sampling of a completions body."""
     if body.echo and body.logprobs is not None:
         raise RequestError("echo together with logprobs is not supported; leave one of them out")
-    most = body.max_tokens or min(DEFAULT_COMPLETION_TOKENS, limits.room_left(prompt))
+    most = body.max_tokens or min(DEFAULT_COMPLETION_TOKENS, limits.tokens_left(prompt))
     return SamplingParams(**_sampling_fields(body, body.seed), max_new_tokens=most, logprobs=body.logprobs)
 
 

@@ -135,7 +135,9 @@ _UNSUPPORTED: dict[str, Any] = {
 
 
 _NOT_SET = msgspec.Raw(b"null")
-_Asked = msgspec.defstruct("_Asked", [(name, msgspec.Raw, _NOT_SET) for name in ("sampling_params", *_UNSUPPORTED)])
+_GivenFields = msgspec.defstruct(
+    "_GivenFields", [(name, msgspec.Raw, _NOT_SET) for name in ("sampling_params", *_UNSUPPORTED)]
+)
 _MAX_DEFAULT_BYTES = 64  # of JSON; a longer value cannot mean "not set"
 
 
@@ -152,12 +154,12 @@ def _read(raw: bytes, kind: Any) -> Any:
 
 def _refuse_unsupported(raw: bytes, where: str = "") -> None:
     """Raises: RequestError. `raw` is a JSON object."""
-    asked = msgspec.structs.asdict(_read(raw, _Asked))
+    given_fields = msgspec.structs.asdict(_read(raw, _GivenFields))
     for name, harmless in _UNSUPPORTED.items():
-        given = bytes(asked[name])
+        given = bytes(given_fields[name])
         if len(given) > _MAX_DEFAULT_BYTES or not harmless(_read(given, Any)):
             raise RequestError(f"{where}{name} is not supported by this server; leave it out")
-    nested = bytes(asked["sampling_params"]).strip()
+    nested = bytes(given_fields["sampling_params"]).strip()
     if nested.startswith(b"{") and not where:
         _refuse_unsupported(nested, "sampling_params.")
 
