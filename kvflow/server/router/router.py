@@ -134,6 +134,12 @@ def _completions(shape: _Shape) -> int:
 
 def routes(router: Router) -> list[web.RouteDef]:
     """All routes of a router."""
+    completions = ("/generate", "/v1/chat/completions", "/v1/completions")
+    return [*(web.post(path, router.serve) for path in completions), *_own(router), *_of_workers(router)]
+
+
+def _own(router: Router) -> list[web.RouteDef]:
+    """What the router answers from its own state."""
 
     async def health(_: web.Request) -> web.StreamResponse:
         if router.draining:
@@ -151,16 +157,28 @@ def routes(router: Router) -> list[web.RouteDef]:
             {"role": "router", "served_model_name": model, "draining": router.draining, "workers": summaries}
         )
 
+    async def metrics(_: web.Request) -> web.StreamResponse:
+        return router.metrics.response()
+
+    return [
+        *(web.get(path, health) for path in ("/health", "/health_generate")),
+        *(web.get(path, info) for path in ("/server_info", "/get_server_info")),
+        web.get("/metrics", metrics),
+    ]
+
+
+def _of_workers(router: Router) -> list[web.RouteDef]:
+    """What the router asks one worker for, or all of them."""
+
     async def from_decode(http: web.Request) -> web.StreamResponse:
         answer = await router.ask(router.workers.least_loaded("decode", set()), http.path)
         if answer is None:
             return Failure(502, "peer_lost", "the decode worker did not answer").response()
         return json_response(answer)
 
-    async def load(http: web.Request) -> web.StreamResponse:
+    async def load(_: web.Request) -> web.StreamResponse:
         answers = await asyncio.gather(*(router.ask(worker, "/get_load") for worker in router.workers.all))
-        lines = [line for answer in answers for line in (answer or [])]
-        return json_response(lines)
+        return json_response([entry for answer in answers for entry in (answer or [])])
 
     async def flush(_: web.Request) -> web.StreamResponse:
         await asyncio.gather(*(router.ask(worker, "/flush_cache", "POST") for worker in router.workers.all))
@@ -174,20 +192,11 @@ def routes(router: Router) -> list[web.RouteDef]:
                 sides[worker.role] = answer
         return json_response(sides) if sides else Failure(404, "unknown_room", "no worker knows this room").response()
 
-    async def metrics(_: web.Request) -> web.StreamResponse:
-        return router.metrics.response()
-
     return [
-        *(web.post(path, router.serve) for path in ("/generate", "/v1/chat/completions", "/v1/completions")),
-        web.get("/health", health),
-        web.get("/health_generate", health),
-        web.get("/server_info", info),
-        web.get("/get_server_info", info),
         *(web.get(path, from_decode) for path in ("/v1/models", "/model_info", "/get_model_info")),
         web.get("/get_load", load),
         web.post("/flush_cache", flush),
         web.get(r"/rooms/{room:\d+}", story),
-        web.get("/metrics", metrics),
     ]
 
 
