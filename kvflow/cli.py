@@ -1,7 +1,7 @@
 """The command line: kvflow prefill | decode | router | up | demo | bench | sim | doctor | keygen | declare-dead.
 
 Options are made from the fields of `config.Settings`, so flags, environment and file cannot drift apart. Heavy imports
-stand in the commands: `kvflow --help` loads neither torch nor transformers.
+are inside the commands: `kvflow --help` loads neither torch nor transformers.
 """
 
 from __future__ import annotations
@@ -26,16 +26,17 @@ app = typer.Typer(
     help="Moves the KV cache of a prompt from the machine that computed it to the machine that goes on generating.",
     no_args_is_help=True,
     add_completion=False,
+    rich_markup_mode=None,  # the boxes of rich cut long flags off in a terminal of 80 columns
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-app.add_typer(bench_commands, name="bench")
-app.add_typer(sim_commands, name="sim")
+app.add_typer(bench_commands, name="bench", short_help="Measure transfers, rooms and aborts against a peer or a limit.")
+app.add_typer(sim_commands, name="sim", short_help="Run the protocol in a seeded simulator, with faults.")
 _METAVARS = {int: "INT", float: "FLOAT", str: "TEXT"}
 
 
 def _option(name: str, role: str) -> Any:
-    """The typer option of one setting; values stay text, so that `config` checks them all in one way."""
+    """The typer option of one setting; values stay text, so that `config` checks all of them in one way."""
     kind = config.base_type(name)
     default = config.default_of(name, role)
     shown = f"default {default}, " if default not in ("", (), None) else ""
@@ -51,7 +52,7 @@ def _option(name: str, role: str) -> Any:
 
 
 def _with_settings(role: str) -> Callable[[Callable[[dict[str, Any], str | None], None]], Callable[..., None]]:
-    """A command whose parameters are the settings of `role`; the function gets what was given, and the config file."""
+    """A command whose parameters are the settings of `role`; the function gets the given ones and the config file."""
 
     def decorate(function: Callable[[dict[str, Any], str | None], None]) -> Callable[..., None]:
         def command(**given: Any) -> None:
@@ -76,15 +77,14 @@ def _with_settings(role: str) -> Callable[[Callable[[dict[str, Any], str | None]
 def _run(role: Literal["prefill", "decode", "router"], given: Mapping[str, Any], path: str | None) -> None:
     settings = config.resolve(role, given, config=path)
     _limit_threads(settings.threads)
-    from kvflow.launch import process as serving
-    from kvflow.launch import roles
+    from kvflow.launch import process, roles
 
     mains = {"prefill": roles.run_prefill, "decode": roles.run_decode, "router": roles.run_router}
-    serving.run_role(mains[role], settings)
+    process.run_role(mains[role], settings)
 
 
 def _limit_threads(threads: int) -> None:
-    """Before torch is imported: its threads spin against each other when roles share cores."""
+    """Must run before torch is imported: its threads spin against each other when roles share cores."""
     if threads:
         os.environ["OMP_NUM_THREADS"] = str(threads)
     os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -93,28 +93,31 @@ def _limit_threads(threads: int) -> None:
 @app.command()
 @_with_settings("prefill")
 def prefill(given: dict[str, Any], path: str | None) -> None:
-    """Serve the prefill half: computes prompts and writes their KV into decodes."""
+    """Serve prefill: compute prompts and write their KV to decode."""
     _run("prefill", given, path)
 
 
 @app.command()
 @_with_settings("decode")
 def decode(given: dict[str, Any], path: str | None) -> None:
-    """Serve the decode half: lends pages to prefill and generates."""
+    """Serve decode: lend pages to prefill and generate."""
     _run("decode", given, path)
 
 
 @app.command()
 @_with_settings("router")
 def router(given: dict[str, Any], path: str | None) -> None:
-    """Serve clients: pairs a prefill and a decode for every request."""
+    """Serve clients: pair prefill and decode for each request."""
     _run("router", given, path)
 
 
 @app.command()
 @_with_settings("up")
 def up(given: dict[str, Any], path: str | None) -> None:
-    """Start router, prefill and decode on this machine, and end them together."""
+    """Run router, prefill and decode on this machine.
+
+    Each role is a process; when one ends, the others are ended too.
+    """
     settings = config.resolve("up", given, config=path)
     from kvflow.launch.process import set_up_logging
     from kvflow.launch.supervisor import run_up
@@ -126,7 +129,7 @@ def up(given: dict[str, Any], path: str | None) -> None:
 @app.command()
 def demo(
     model: Annotated[
-        str, typer.Option("--model", "--model-path", help="Folder or name; the packaged model when empty.")
+        str, typer.Option("--model", "--model-path", help="Directory or name; the packaged model when empty.")
     ] = "",
     transfer_backend: Annotated[
         str, typer.Option("--transfer-backend", help="local or mooncake; both when empty.", metavar="local|mooncake")
@@ -135,7 +138,11 @@ def demo(
     requests: Annotated[int, typer.Option(help="Distinct prompts to complete.", min=1, max=64)] = 16,
     new_tokens: Annotated[int, typer.Option(help="Tokens of each completion.", min=2, max=512)] = 64,
 ) -> None:
-    """Prove it here: completions through three processes against stock transformers, one abort in mid-transfer."""
+    """Compare three local processes with stock transformers.
+
+    One further request is aborted in mid-transfer. The exit status is 0 when all outputs are identical and every page
+    is free again.
+    """
     from kvflow.demo.run import run_demo
 
     _limit_threads(0)
@@ -144,15 +151,20 @@ def demo(
 
 @app.command()
 def doctor(as_json: Annotated[bool, typer.Option("--json", help="JSON on stdout.")] = False) -> None:
-    """Check packages, system libraries and limits, and say what to install."""
+    """Check packages, libraries and limits; print what to install."""
     from kvflow.launch.doctor import run_doctor
 
     raise typer.Exit(run_doctor(as_json=as_json))
 
 
 @app.command()
-def keygen(path: Annotated[str, typer.Argument(help="The file to write; it must not exist.", metavar="FILE")]) -> None:
-    """Write a new control key (mode 0600), to be given to every prefill and decode as --control-key-file."""
+def keygen(
+    path: Annotated[str, typer.Argument(help="The file to write; it must not exist yet.", metavar="FILE")],
+) -> None:
+    """Write a new control key (mode 0600) for --control-key-file.
+
+    Every prefill and every decode needs the same key.
+    """
     from kvflow.transports.control.curve import write_key
 
     write_key(path)
@@ -161,15 +173,17 @@ def keygen(path: Annotated[str, typer.Argument(help="The file to write; it must 
 @app.command()
 def declare_dead(
     incarnation: Annotated[
-        str, typer.Argument(help="The prefill's incarnation, as GET /peers of the decode shows it.")
+        str,
+        typer.Argument(help="The prefill's incarnation, as GET /peers of the decode shows it.", metavar="INCARNATION"),
     ],
     url: Annotated[str, typer.Option("--url", help="URL of the decode.", metavar="URL")],
-    api_key: Annotated[str, typer.Option("--api-key", help="Its key.", envvar="KVFLOW_API_KEY")] = "",
-    why: Annotated[str, typer.Option("--why", help="For the decode's log.")] = "no reason given",
+    api_key: Annotated[str, typer.Option("--api-key", help="API key of the decode.", envvar="KVFLOW_API_KEY")] = "",
+    why: Annotated[str, typer.Option("--why", help="Reason, for the decode's log.")] = "no reason given",
 ) -> None:
-    """Give a decode your word that a prefill writes no more: its pages leave quarantine without proof.
+    """Assure a decode that a prefill writes no more.
 
-    Only when its machine is off, or its process has ended: what it still writes would corrupt other requests.
+    The pages lent to that prefill leave quarantine without proof. Use it only when the prefill's machine is off or its
+    process has ended: anything it still writes corrupts other requests.
     """
     from kvflow.launch.operator import declare_dead
 
@@ -192,7 +206,7 @@ def _root(
 
 
 def main() -> None:
-    """The `kvflow` script. What the user can mend is one line on stderr and exit status 2."""
+    """The `kvflow` script. An error is one line on stderr; exit status 2 for misuse, 1 for other errors."""
     command = next((word for word in sys.argv[1:] if not word.startswith("-")), "")
     try:
         app()

@@ -1,7 +1,7 @@
 """All settings of all roles: one typed Struct, filled flag by flag from the command line, KVFLOW_* and a TOML file.
 
-Precedence: flag > environment > the role's table in the file > the file's top level > default. Limits stand at the
-fields; a value that breaks one is refused with a line that names the setting, where the value came from, and the limit.
+Precedence: flag > environment > the role's table in the file > the file's top level > default. Limits are declared at
+the fields; a value outside its limit is refused with one line that names the setting, its source, the value, the limit.
 """
 
 from __future__ import annotations
@@ -23,50 +23,58 @@ ENV_PREFIX = "KVFLOW_"
 
 
 class ConfigError(MisuseError):
-    """A setting that cannot be used; the text is one line for the person who set it."""
+    """A setting that cannot be used; the text is one line for its user."""
 
 
 class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What a role is told at its start. Zero or empty means "choose for me" where the help says so."""
+    """The settings of a role. Zero or empty means "choose a value" where the help says so."""
 
     host: Annotated[str, Meta(description="Address to listen on.", min_length=1)] = "127.0.0.1"
     port: Annotated[int, Meta(description="HTTP port; 0 picks a free one.", ge=0, le=65535)] = 0
-    api_key: Annotated[str, Meta(description="Bearer key asked of every call but /health and /metrics.")] = ""
+    api_key: Annotated[str, Meta(description="Bearer key that every call but /health and /metrics needs.")] = ""
     log_level: Annotated[Literal["debug", "info", "warning", "error"], Meta(description="Log level.")] = "info"
     drain_timeout_s: Annotated[
-        float, Meta(description="Seconds rooms may take to finish after SIGTERM.", ge=0, le=3600)
+        float, Meta(description="Seconds that running requests may take to finish after SIGTERM.", ge=0, le=3600)
     ] = 10.0
     sse_keepalive_s: Annotated[
-        float, Meta(description="Silence in a stream after which a comment is sent.", gt=0, le=60)
+        float, Meta(description="Seconds of silence in a stream after which a comment is sent.", gt=0, le=60)
     ] = 0.1
     sglang_metrics: Annotated[bool, Meta(description="Also publish the sglang:* metric names.")] = False
     threads: Annotated[
         int, Meta(description="CPU threads of the model; 0 = OMP_NUM_THREADS, else 1.", ge=0, le=1024)
     ] = 0
 
-    model_path: Annotated[str, Meta(description="Folder or Hugging Face name of the model.")] = ""
-    served_model_name: Annotated[str, Meta(description="Name clients see; the model path when empty.")] = ""
-    dtype: Annotated[Literal["auto", "float32", "bfloat16", "float16"], Meta(description="Weights and KV.")] = "auto"
-    attention: Annotated[Literal["auto", "packed", "pad"], Meta(description="How the model reads the pages.")] = "auto"
+    model_path: Annotated[str, Meta(description="Directory or Hugging Face name of the model.")] = ""
+    served_model_name: Annotated[str, Meta(description="Model name for clients; the model path when empty.")] = ""
+    dtype: Annotated[
+        Literal["auto", "float32", "bfloat16", "float16"], Meta(description="Data type of weights and KV.")
+    ] = "auto"
+    attention: Annotated[
+        Literal["auto", "packed", "pad"],
+        Meta(description="Batching of the model's attention; auto picks packed where the model allows it."),
+    ] = "auto"
     page_size: Annotated[int, Meta(description="Tokens per page.", ge=1, le=65536)] = 16
     num_pages: Annotated[
         int, Meta(description="Pages of the pool; 0 = 65536 tokens, within --pool-bytes.", ge=0, le=1 << 26)
     ] = 0
-    pool_bytes: Annotated[int, Meta(description="Most memory a pool sized for you may take.", ge=1 << 16)] = 1 << 30
-    pool_order: Annotated[Literal["page_first", "layer_first"], Meta(description="Order of bytes in the pool.")] = (
+    pool_bytes: Annotated[
+        int, Meta(description="Upper limit in bytes of a pool whose --num-pages is 0.", ge=1 << 16)
+    ] = 1 << 30
+    pool_order: Annotated[Literal["page_first", "layer_first"], Meta(description="Memory order of the pool.")] = (
         "page_first"
     )
-    chunked_prefill_size: Annotated[int, Meta(description="Tokens of one prefill chunk.", ge=1, le=1 << 20)] = 512
+    chunked_prefill_size: Annotated[int, Meta(description="Tokens per prefill chunk.", ge=1, le=1 << 20)] = 512
     max_batch_tokens: Annotated[
-        int, Meta(description="Tokens of one model step, all rooms together.", ge=1, le=1 << 20)
+        int, Meta(description="Tokens per model step, all rooms together.", ge=1, le=1 << 20)
     ] = 2048
     max_running_requests: Annotated[
-        int, Meta(description="Requests served at once; more are answered 503.", ge=1, le=1 << 20)
+        int, Meta(description="Requests served at once; further ones are answered 503.", ge=1, le=1 << 20)
     ] = 256
-    request_timeout_s: Annotated[float, Meta(description="Longest a request may take.", gt=0, le=86400)] = 600.0
+    request_timeout_s: Annotated[float, Meta(description="Seconds that a request may take.", gt=0, le=86400)] = 600.0
 
     disaggregation_mode: Annotated[
-        Literal["", "prefill", "decode"], Meta(description="Accepted for familiarity; must agree with the command.")
+        Literal["", "prefill", "decode"],
+        Meta(description="Accepted for compatibility with SGLang; must match the command."),
     ] = ""
     disaggregation_bootstrap_port: Annotated[
         int, Meta(description="Port of prefill's bootstrap registry; 0 picks a free one at prefill.", ge=0, le=65535)
@@ -75,35 +83,37 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     disaggregation_ib_device: Annotated[str, Meta(description="RDMA device of the data plane.")] = ""
     kv_events_config: Annotated[str, Meta(description="KV event publishing; not available in this version.")] = ""
     transfer_rate_limit: Annotated[
-        int, Meta(description="Most bytes per second prefill sends; 0 = no limit.", ge=0)
+        int, Meta(description="Bytes per second that prefill sends at most; 0 = no limit.", ge=0)
     ] = 0
     verify_transfers: Annotated[
-        bool, Meta(description="Check every chunk's checksum where it landed; give it to prefill and decode.")
+        bool, Meta(description="Compare every chunk's checksum after landing; set it at prefill and decode.")
     ] = False
     control_port: Annotated[
         int, Meta(description="Port of prefill's control endpoint; 0 picks a free one.", ge=0, le=65535)
     ] = 0
 
     control_key_file: Annotated[
-        str, Meta(description="Key of kvflow keygen, the same at prefill and decode: others are cut off.")
+        str,
+        Meta(description="File of `kvflow keygen`, the same at prefill and decode; peers without it are refused."),
     ] = ""
     max_quarantine_share: Annotated[
-        float, Meta(description="Share of decode's pages in quarantine above which requests are refused.", ge=0, le=1)
+        float,
+        Meta(description="Share of decode's pages in quarantine above which new requests are refused.", ge=0, le=1),
     ] = 0.5
 
     prefill: Annotated[tuple[str, ...], Meta(description="URL of a prefill worker (repeat for more).")] = ()
     decode: Annotated[tuple[str, ...], Meta(description="URL of a decode worker (repeat for more).")] = ()
-    poll_s: Annotated[float, Meta(description="Seconds between two looks at a worker's health.", gt=0, le=3600)] = 1.0
+    poll_s: Annotated[float, Meta(description="Seconds between two health checks of a worker.", gt=0, le=3600)] = 1.0
 
     prefill_workers: Annotated[int, Meta(description="Prefill processes to start.", ge=1, le=64)] = 1
     decode_workers: Annotated[int, Meta(description="Decode processes to start.", ge=1, le=64)] = 1
     start_timeout_s: Annotated[
-        float, Meta(description="Longest a role may take to become healthy.", gt=0, le=86400)
+        float, Meta(description="Seconds that a role may take to become healthy.", gt=0, le=86400)
     ] = 300.0
 
     @property
     def model_name(self) -> str:
-        """The name clients see."""
+        """The model's name for clients."""
         return self.served_model_name or self.model_path
 
 
@@ -156,7 +166,7 @@ def env_of(name: str) -> str:
 
 
 def describe(name: str) -> str:
-    """The field's own sentence."""
+    """The help text of a setting."""
     for meta in get_args(_HINTS[name])[1:]:
         if isinstance(meta, Meta) and meta.description:
             return meta.description
@@ -164,7 +174,7 @@ def describe(name: str) -> str:
 
 
 def default_of(name: str, role: str) -> Any:
-    """The value when nobody sets it."""
+    """The value of a setting that is not given."""
     return DEFAULT_PORTS[role] if name == "port" else _FIELDS[name].default
 
 
@@ -208,7 +218,7 @@ def _from_file(role: str, path: str | None) -> dict[str, tuple[Any, str]]:
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ConfigError(f"config file {path}: {error}") from None
     found: dict[str, tuple[Any, str]] = {}
-    # A table may share its name with a setting of the router (prefill, decode): a table is a dict, a setting a list.
+    # prefill and decode name tables as well as settings of the router: a table is a dict, the setting a list.
     tables = {key: value for key, value in document.items() if key in DEFAULT_PORTS and isinstance(value, dict)}
     common = {key: value for key, value in document.items() if key not in tables}
     for where, table in (("", common), (f"[{role}] ", tables.get(role, {}))):
@@ -217,7 +227,7 @@ def _from_file(role: str, path: str | None) -> dict[str, tuple[Any, str]]:
             if name not in _FIELDS:
                 raise ConfigError(f"config file {path}: {where}unknown setting {key!r}")
             if where and name not in FIELDS_OF_ROLE[role]:
-                raise ConfigError(f"config file {path}: {where}{key!r} is no setting of {role}")
+                raise ConfigError(f"config file {path}: {where}{key!r} is not a setting of {role}")
             if name in FIELDS_OF_ROLE[role]:
                 found[name] = (value, f"config file {path}: {where}{key}")
     return found
@@ -239,17 +249,18 @@ def _convert(name: str, value: Any, source: str) -> Any:
 
 def _check(role: Role, settings: Settings) -> None:
     if role in ("prefill", "decode") and not settings.model_path:
-        raise ConfigError("no model: give --model-path (or KVFLOW_MODEL_PATH)")
+        raise ConfigError("no model is given; set --model-path (or KVFLOW_MODEL_PATH)")
     model = settings.model_path
     if role != "router" and model.startswith(("/", "./", "../", "~")) and not Path(model).expanduser().is_dir():
         raise ConfigError(f"model path {model!r} does not exist or is not a directory")
     if settings.disaggregation_mode and settings.disaggregation_mode != role:
-        raise ConfigError(f"--disaggregation-mode {settings.disaggregation_mode} does not fit `kvflow {role}`")
+        text = f"--disaggregation-mode {settings.disaggregation_mode} does not match `kvflow {role}`; leave it out"
+        raise ConfigError(text)
     if settings.kv_events_config:
-        raise ConfigError("--kv-events-config: KV events are not available in this version")
+        raise ConfigError("--kv-events-config: KV events are not available in this version; leave it out")
     if role == "router" and not (settings.prefill and settings.decode):
         raise ConfigError("router needs at least one --prefill URL and one --decode URL")
     for name in ("prefill", "decode"):
         for url in getattr(settings, name):
             if not url.startswith(("http://", "https://")):
-                raise ConfigError(f"--{name}: {url!r} is no http:// URL")
+                raise ConfigError(f"--{name}: {url!r} is not an http:// or https:// URL")

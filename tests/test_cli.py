@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import socket
 import subprocess
@@ -12,6 +13,7 @@ from pathlib import Path
 import pytest
 
 import kvflow
+from kvflow.config import FIELDS_OF_ROLE, flag_of
 from kvflow.demo_model import DEMO_MODEL_DIR
 
 COMMANDS = ("prefill", "decode", "router", "up", "demo", "bench", "sim", "doctor", "keygen", "declare-dead")
@@ -51,6 +53,23 @@ def test_every_command_explains_itself(command: str) -> None:
     assert "Usage" in done.stdout
 
 
+def test_the_list_of_commands_is_not_cut_off_in_80_columns() -> None:
+    shown = run("--help", before="import os; os.environ['COLUMNS'] = '80'").stdout
+    commands = shown.partition("Commands:")[2]
+    assert all(command in commands for command in COMMANDS)
+    assert "..." not in commands
+    assert max(map(len, shown.splitlines())) <= 80
+
+
+@pytest.mark.parametrize("role", ["prefill", "decode", "router", "up"])
+def test_no_flag_is_cut_off_in_80_columns(role: str) -> None:
+    shown = run(role, "--help", before="import os; os.environ['COLUMNS'] = '80'").stdout
+    words = set(shown.replace(",", " ").split())
+    flags = {flag_of(name) for name in FIELDS_OF_ROLE[role]}
+    assert words >= flags, flags - words
+    assert max(map(len, shown.splitlines())) <= 80
+
+
 def test_version() -> None:
     assert run("--version").stdout == f"kvflow {kvflow.__version__}\n"
 
@@ -69,7 +88,7 @@ def test_familiar_flags_exist() -> None:
 @pytest.mark.parametrize(
     ("arguments", "part"),
     [
-        (("prefill",), "no model"),
+        (("prefill",), "no model is given; set --model-path"),
         ((*PREFILL, "--page-size", "0"), "--page-size: '0': expected int >= 1"),
         (("prefill", *MODEL[2:], "--model-path", "/nowhere/model"), "'/nowhere/model' does not exist"),
         (("decode", *MODEL, "--config", "/nowhere.toml"), "/nowhere.toml"),
@@ -109,7 +128,8 @@ def test_a_missing_mooncake() -> None:
 
 def test_up_without_mooncake_is_one_line(tmp_path: Path) -> None:
     (tmp_path / "mooncake.py").write_text("raise ModuleNotFoundError('mooncake')\n")
-    before = f"import os; os.environ['PYTHONPATH'] = {str(tmp_path)!r}"
+    path = os.pathsep.join((str(tmp_path), os.environ.get("PYTHONPATH", "")))
+    before = f"import os; os.environ['PYTHONPATH'] = {path!r}"
     done = run("up", "--port", "0", "--transfer-backend", "mooncake", before=before)
     assert re.fullmatch(r"kvflow up: error: (prefill|decode): mooncake is not installed: .*\n", done.stderr)
     assert done.returncode == 2

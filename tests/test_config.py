@@ -71,7 +71,12 @@ def test_booleans_are_words_in_the_environment() -> None:
         ("prefill", {"disaggregation_mode": "decode"}, {}, ["--disaggregation-mode", "kvflow prefill"]),
         ("prefill", {"kv_events_config": "{}"}, {}, ["--kv-events-config", "not available"]),
         ("router", {}, {}, ["--prefill", "--decode"]),
-        ("router", {"prefill": ("ftp://x",), "decode": ("http://d",)}, {}, ["ftp://x"]),
+        (
+            "router",
+            {"prefill": ("ftp://x",), "decode": ("http://d",)},
+            {},
+            ["--prefill: 'ftp://x' is not an http:// or https:// URL"],
+        ),
     ],
 )
 def test_a_bad_value_is_one_line_with_setting_source_and_limit(
@@ -94,7 +99,7 @@ def test_no_model_is_an_error() -> None:
     ("text", "part"),
     [
         ("pagesize = 1\n", "pagesize"),
-        ("[decode]\nprefill_workers = 1\n", "no setting of decode"),
+        ("[decode]\nprefill_workers = 1\n", "is not a setting of decode"),
         ("page_size = \n", "line 1"),
         ('page_size = "16x"\n', "page_size"),
     ],

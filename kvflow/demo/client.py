@@ -1,4 +1,4 @@
-"""The demo as a client: streamed completions, one abort in mid-transfer, and looks at what the roles report."""
+"""The demo's client of a fleet: streamed completions, one abort in mid-transfer, and what the roles report."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ import msgspec
 
 from kvflow.protocols.errors import KvflowError, TransferError
 
-LOOK_S = 0.005
-HOME_TIMEOUT_S = 10.0
+POLL_S = 0.005
+AT_REST_TIMEOUT_S = 10.0
 ABORT_TIMEOUT_S = 60.0
-ABORT_SHARE = 0.125  # of the bytes, before the client leaves
+ABORT_SHARE = 0.125  # the share of the bytes that lands before the client disconnects
 
 
 class DemoError(KvflowError):
-    """The demo could not do what it came to do; the text is for the person watching."""
+    """The demo could not run to its end; the text is one line for its user."""
 
 
 class Streamed(msgspec.Struct, kw_only=True):
@@ -33,7 +33,7 @@ class Streamed(msgspec.Struct, kw_only=True):
 
 
 class Aborted(msgspec.Struct, frozen=True, kw_only=True):
-    """A room that was aborted while its pages were moving, as both sides tell it."""
+    """A room that was aborted while its pages were moving, as both sides report it."""
 
     room: int
     bytes_at_abort: int
@@ -41,8 +41,8 @@ class Aborted(msgspec.Struct, frozen=True, kw_only=True):
     sides: dict[str, Any]
 
 
-class Roles:
-    """The URLs of one fleet, and questions to them."""
+class FleetClient:
+    """Requests to the roles of one fleet, by their URLs."""
 
     def __init__(self, session: aiohttp.ClientSession, router: str, prefill: str, decode: str) -> None:
         self.session, self.router, self.prefill, self.decode = session, router, prefill, decode
@@ -66,23 +66,23 @@ class Roles:
         done.total_s = time.perf_counter() - started
         return done
 
-    async def pages_home(self) -> bool:
-        """Whether every page of both pools is free again, within `HOME_TIMEOUT_S`."""
-        until = time.monotonic() + HOME_TIMEOUT_S
+    async def pages_at_rest(self) -> bool:
+        """Whether every page of both pools is free again within `AT_REST_TIMEOUT_S`."""
+        until = time.monotonic() + AT_REST_TIMEOUT_S
         while True:
             infos = [await self.get(f"{url}/server_info") for url in (self.prefill, self.decode)]
             if all(info["pages"]["home"] and not info["quarantine_pages"] for info in infos):
                 return True
             if time.monotonic() > until:
                 return False
-            await asyncio.sleep(LOOK_S)
+            await asyncio.sleep(POLL_S)
 
     async def move(self, input_ids: list[int]) -> None:
-        """A long prompt for the sake of its transfer. Raises: DemoError."""
+        """Complete a long prompt, for its transfer only. Raises: DemoError."""
         await self._read({"input_ids": input_ids, "stream": True, "sampling_params": _greedy(1)})
 
     async def moved(self) -> tuple[int, float]:
-        """Bytes of all finished rooms, and the seconds their writes took, as prefill tells it."""
+        """Bytes of all finished rooms, and the seconds that their writes took, as prefill reports them."""
         total, seconds = 0, 0.0
         for line in (await self.get(f"{self.prefill}/rooms"))["rooms"]:
             story = await self.get(f"{self.prefill}/rooms/{line['room']}")
@@ -91,18 +91,18 @@ class Roles:
         return total, seconds
 
     async def abort_in_mid_transfer(self, input_ids: list[int]) -> Aborted:
-        """Ask for a completion, and leave when some of its bytes have landed but not all. Raises: DemoError."""
+        """Request a completion, and disconnect when some of its bytes have landed but not all. Raises: DemoError."""
         body = {"input_ids": input_ids, "stream": True, "sampling_params": _greedy(8)}
         request = asyncio.create_task(self._read(body))
         try:
             room = await self._moving_room(request)
         finally:
-            request.cancel()  # the client is gone: its connection closes
+            request.cancel()  # closes the client's connection
             await asyncio.wait([request])
-        async with asyncio.timeout(HOME_TIMEOUT_S):
+        async with asyncio.timeout(AT_REST_TIMEOUT_S):
             line = await self.get(f"{self.prefill}/rooms/{room}")
             while not line["ended"] or line["phase"] == "draining":
-                await asyncio.sleep(LOOK_S)
+                await asyncio.sleep(POLL_S)
                 line = await self.get(f"{self.prefill}/rooms/{room}")
         sides = await self.get(f"{self.router}/rooms/{room}")
         return Aborted(room=room, bytes_at_abort=line["bytes_landed"], bytes_total=line["bytes_total"], sides=sides)
@@ -113,9 +113,9 @@ class Roles:
                 for line in (await self.get(f"{self.prefill}/rooms"))["rooms"]:
                     if not line["ended"] and line["bytes_landed"] > line["bytes_total"] * ABORT_SHARE:
                         return int(line["room"])
-                await asyncio.sleep(LOOK_S)
+                await asyncio.sleep(POLL_S)
         request.result()
-        raise TransferError("the request to abort was done before it could be aborted")
+        raise TransferError("the request ended before it could be aborted in mid-transfer")
 
     async def _read(self, body: dict[str, Any]) -> None:
         async with self.session.post(f"{self.router}/generate", json=body) as answer:

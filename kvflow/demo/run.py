@@ -1,4 +1,4 @@
-"""The demo's course: reference, completions, comparison, abort, pages; exit status 0 only if all of it held."""
+"""The steps of the demo: reference, completions, comparison, abort, pages; exit status 0 only if all checks pass."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ import aiohttp
 import msgspec
 
 from kvflow.config import Settings, resolve
-from kvflow.demo.client import Aborted, DemoError, Roles, Streamed
-from kvflow.demo.show import Silent, Stage, Terminal
+from kvflow.demo.client import Aborted, DemoError, FleetClient, Streamed
+from kvflow.demo.show import DemoOutput, NoOutput, TerminalOutput
 from kvflow.demo_model import DEMO_MODEL_DIR, DEMO_PROMPTS
 from kvflow.launch.child import ChildEndedError
-from kvflow.launch.doctor import mooncake_trouble
+from kvflow.launch.doctor import mooncake_unavailable_reason
 from kvflow.launch.supervisor import Fleet
 from kvflow.protocols.errors import MisuseError
 from kvflow.transports.data.select import PLANES
 
-DTYPE = "float32"  # in which kvflow and stock transformers must agree token for token
+DTYPE = "float32"  # exact enough for kvflow and stock transformers to agree token for token
 CONCURRENT = 8
 SHOWN = 2
 LONG_PROMPT_TOKENS = 1024
@@ -47,7 +47,7 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Plan(msgspec.Struct, frozen=True, kw_only=True):
-    """What is to be shown."""
+    """What one run of the demo does."""
 
     model: str
     prompts: list[str]
@@ -58,38 +58,38 @@ def run_demo(model: str, backend: str, *, as_json: bool, requests: int, new_toke
     """`kvflow demo`. Returns the exit status. Raises: MisuseError."""
     if backend and backend not in PLANES:
         raise MisuseError(f"--transfer-backend: {backend!r}: expected one of {', '.join(PLANES)}")
-    trouble = mooncake_trouble() if backend != "local" else None
-    if backend == "mooncake" and trouble:
-        raise MisuseError(trouble)
+    reason = mooncake_unavailable_reason() if backend != "local" else None
+    if backend == "mooncake" and reason:
+        raise MisuseError(reason)
     plan = Plan(model=model or str(DEMO_MODEL_DIR), prompts=_prompts(requests), new_tokens=new_tokens)
-    stage: Stage = Silent() if as_json else Terminal()
-    backends = [backend] if backend else [name for name in PLANES if name == "local" or not trouble]
-    outcomes = asyncio.run(_all(plan, backends, stage))
+    output: DemoOutput = NoOutput() if as_json else TerminalOutput()
+    backends = [backend] if backend else [name for name in PLANES if name == "local" or not reason]
+    outcomes = asyncio.run(_all(plan, backends, output))
     if as_json:
         for outcome in outcomes:
             sys.stdout.write(msgspec.json.encode(outcome).decode() + "\n")
-    if not backend and trouble:
-        stage.say(f"mooncake was not run: {trouble}")
+    if not backend and reason:
+        output.line(f"mooncake was not run: {reason}")
         if as_json:
-            sys.stderr.write(f"mooncake was not run: {trouble}\n")
+            sys.stderr.write(f"mooncake was not run: {reason}\n")
     good = all(outcome.good for outcome in outcomes)
-    stage.say(
-        "[bold green]All outputs matched and every page came home.[/]" if good else "[bold red]The demo failed.[/]"
+    output.line(
+        "[bold green]All outputs match, and every page is free again.[/]" if good else "[bold red]The demo failed.[/]"
     )
     return 0 if good else 1
 
 
 def _prompts(count: int) -> list[str]:
-    """Distinct prompts; past the curated ones, two of them are joined."""
+    """Distinct prompts: the curated ones first, then pairs of them joined."""
     known = list(DEMO_PROMPTS)
     joined = [f"{a} {b}" for a in known for b in known if a != b]
     return (known + joined)[:count]
 
 
-async def _all(plan: Plan, backends: list[str], stage: Stage) -> list[Outcome]:
+async def _all(plan: Plan, backends: list[str], output: DemoOutput) -> list[Outcome]:
     expected = asyncio.create_task(_stock(plan))
     try:
-        return [await _one(plan, backend, expected, stage) for backend in backends]
+        return [await _one(plan, backend, expected, output) for backend in backends]
     except ChildEndedError as error:
         if error.status == 2:
             raise MisuseError(str(error)) from None
@@ -101,14 +101,14 @@ async def _all(plan: Plan, backends: list[str], stage: Stage) -> list[Outcome]:
 
 async def _stock(plan: Plan) -> list[list[int]]:
     """What stock transformers generates, from a process of its own. Raises: DemoError."""
-    question = {"model": plan.model, "dtype": DTYPE, "prompts": plan.prompts, "new_tokens": plan.new_tokens}
+    request = {"model": plan.model, "dtype": DTYPE, "prompts": plan.prompts, "new_tokens": plan.new_tokens}
     process = await asyncio.create_subprocess_exec(
         sys.executable, "-m", "kvflow.demo.stock",
         stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE,
         env={**os.environ, "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")},
     )  # fmt: skip
     try:
-        out, err = await process.communicate(msgspec.json.encode(question))
+        out, err = await process.communicate(msgspec.json.encode(request))
     finally:
         if process.returncode is None:
             process.kill()
@@ -119,25 +119,25 @@ async def _stock(plan: Plan) -> list[list[int]]:
     return msgspec.json.decode(out, type=list[list[int]])
 
 
-async def _one(plan: Plan, backend: str, expected: asyncio.Task[list[list[int]]], stage: Stage) -> Outcome:
+async def _one(plan: Plan, backend: str, expected: asyncio.Task[list[list[int]]], output: DemoOutput) -> Outcome:
     """One data plane: a fleet at full speed, then one whose transfers are slow enough to be aborted."""
-    stage.say(f"\n[bold]{backend}[/]: starting router, prefill and decode ({plan.model})")
+    output.line(f"\n[bold]{backend}[/]: starting router, prefill and decode ({plan.model})")
     async with _session() as session, _fleet(plan, backend, 0) as fleet:
-        roles = _roles(session, fleet)
-        done = await _completions(roles, plan, stage)
-        info = await roles.get(f"{roles.prefill}/server_info")
+        client = _client(session, fleet)
+        done = await _completions(client, plan, output)
+        info = await client.get(f"{client.prefill}/server_info")
         long_prompt = _long_prompt(done, info["max_model_len"] // 2)
-        await roles.move(long_prompt)
-        moved, seconds = await roles.moved()
-        home = await roles.pages_home()
-    stage.say("comparing with stock transformers, in a process of its own ...")
+        await client.move(long_prompt)
+        moved, seconds = await client.moved()
+        at_rest = await client.pages_at_rest()
+    output.line("comparing with stock transformers, in a process of its own ...")
     wanted = await expected
     same = [d.output_ids == ids for d, ids in zip(done, wanted, strict=True)]
-    stage.table(done, same, backend, moved, seconds)
+    output.table(done, same, backend, moved, seconds)
     if len({tuple(d.output_ids) for d in done}) != len(done):
-        raise DemoError("two prompts have the same output: that proves nothing")
+        raise DemoError("two prompts have the same output, so the comparison proves nothing; use another model")
     total = -(-len(long_prompt) // PAGE_SIZE) * info["pool"]["page_bytes"]
-    aborted, home_after = await _aborted(plan, backend, long_prompt, total, stage)
+    aborted, at_rest_after = await _aborted(plan, backend, long_prompt, total, output)
     return Outcome(
         backend=backend,
         requests=len(done),
@@ -145,44 +145,46 @@ async def _one(plan: Plan, backend: str, expected: asyncio.Task[list[list[int]]]
         aborted=1 if aborted.bytes_at_abort < aborted.bytes_total else 0,
         bytes_at_abort=aborted.bytes_at_abort,
         bytes_total=aborted.bytes_total,
-        pages_home=home and home_after,
+        pages_home=at_rest and at_rest_after,
         bytes_moved=moved,
     )
 
 
-async def _completions(roles: Roles, plan: Plan, stage: Stage) -> list[Streamed]:
-    """All prompts: the first ones alone and visibly, the others together."""
+async def _completions(client: FleetClient, plan: Plan, output: DemoOutput) -> list[Streamed]:
+    """Complete all prompts: the first ones alone, with their text shown, the others together."""
     shown = []
     for prompt in plan.prompts[:SHOWN]:
-        with stage.streaming(prompt) as show:
-            shown.append(await roles.complete(prompt, plan.new_tokens, show))
+        with output.streaming(prompt) as show:
+            shown.append(await client.complete(prompt, plan.new_tokens, show))
     gate = asyncio.Semaphore(CONCURRENT)
 
     async def one(prompt: str) -> Streamed:
         async with gate:
-            return await roles.complete(prompt, plan.new_tokens)
+            return await client.complete(prompt, plan.new_tokens)
 
     return [*shown, *await asyncio.gather(*(one(prompt) for prompt in plan.prompts[SHOWN:]))]
 
 
 def _long_prompt(done: list[Streamed], most: int) -> list[int]:
-    """Token ids the model has written itself, as many as a transfer worth looking at needs."""
+    """Token ids that the model generated itself, enough for a transfer of measurable length."""
     ids = [token for streamed in done for token in streamed.output_ids]
     count = min(LONG_PROMPT_TOKENS, most)
     return (ids * (count // len(ids) + 1))[:count]
 
 
-async def _aborted(plan: Plan, backend: str, prompt: list[int], total_bytes: int, stage: Stage) -> tuple[Aborted, bool]:
-    """One long prompt on a rate-limited fleet, whose client leaves while its pages move."""
+async def _aborted(
+    plan: Plan, backend: str, prompt: list[int], total_bytes: int, output: DemoOutput
+) -> tuple[Aborted, bool]:
+    """One long prompt on a rate-limited fleet, whose client disconnects while its pages move."""
     rate = max(1, int(total_bytes / ABORT_TRANSFER_S))
-    stage.say(f"aborting a {len(prompt)}-token prompt in mid-transfer (rate limit {rate:,} bytes/s) ...")
+    output.line(f"aborting a {len(prompt)}-token prompt in mid-transfer (rate limit {rate:,} bytes/s) ...")
     async with _session() as session, _fleet(plan, backend, rate) as fleet:
-        roles = _roles(session, fleet)
-        aborted = await roles.abort_in_mid_transfer(prompt)
-        home = await roles.pages_home()
-    stage.story(aborted)
-    stage.say(f"every page of both pools is home: {'yes' if home else '[red]no[/]'}")
-    return aborted, home
+        client = _client(session, fleet)
+        aborted = await client.abort_in_mid_transfer(prompt)
+        at_rest = await client.pages_at_rest()
+    output.story(aborted)
+    output.line(f"every page of both pools is free again: {'yes' if at_rest else '[red]no[/]'}")
+    return aborted, at_rest
 
 
 def _session() -> aiohttp.ClientSession:
@@ -205,5 +207,5 @@ def _fleet(plan: Plan, backend: str, rate: int) -> Fleet:
     return Fleet(settings, given, quiet=True)
 
 
-def _roles(session: aiohttp.ClientSession, fleet: Fleet) -> Roles:
-    return Roles(session, fleet.url, fleet.prefills[0].url, fleet.decodes[0].url)
+def _client(session: aiohttp.ClientSession, fleet: Fleet) -> FleetClient:
+    return FleetClient(session, fleet.url, fleet.prefills[0].url, fleet.decodes[0].url)

@@ -1,4 +1,4 @@
-"""What the demo shows: nothing for --json, text and tables for people."""
+"""The demo's output: none for --json, text and tables on a terminal."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from kvflow.demo.client import Aborted, Streamed
 Show = Callable[[str], None]
 
 
-class Stage(Protocol):
-    """Where the demo plays."""
+class DemoOutput(Protocol):
+    """Where the demo writes its progress and results."""
 
-    def say(self, text: str) -> None: ...
+    def line(self, text: str) -> None: ...
 
     @contextmanager
     def streaming(self, prompt: str) -> Generator[Show, None, None]:
-        """A place for one completion's text as it comes."""
+        """Yields a function for one completion's text as it comes."""
         yield lambda _: None
 
     def table(self, done: list[Streamed], same: list[bool], backend: str, moved: int, seconds: float) -> None: ...
@@ -30,10 +30,10 @@ class Stage(Protocol):
     def story(self, aborted: Aborted) -> None: ...
 
 
-class Silent(Stage):
+class NoOutput(DemoOutput):
     """For --json."""
 
-    def say(self, text: str) -> None:
+    def line(self, text: str) -> None:
         return None
 
     def table(self, done: list[Streamed], same: list[bool], backend: str, moved: int, seconds: float) -> None:
@@ -43,13 +43,13 @@ class Silent(Stage):
         return None
 
 
-class Terminal(Stage):
-    """For people."""
+class TerminalOutput(DemoOutput):
+    """For a terminal."""
 
     def __init__(self) -> None:
         self._console = Console(highlight=False, soft_wrap=False)
 
-    def say(self, text: str) -> None:
+    def line(self, text: str) -> None:
         self._console.print(text)
 
     @contextmanager
@@ -67,16 +67,18 @@ class Terminal(Stage):
             verdict = "[green]yes[/]" if matched else "[red]NO[/]"
             table.add_row(escape(streamed.prompt[:44]), str(len(streamed.output_ids)), *times, verdict)
         self._console.print(table)
-        rate = f"{moved / seconds / 1e9:.3f} GB/s while writing" if seconds else "no write was timed"
+        rate = f"{moved / seconds / 1e9:.3f} GB/s while writing" if seconds else "no write time recorded"
         self._console.print(
             f"{sum(same)} of {len(same)} identical; {moved:,} bytes moved through [bold]{backend}[/], {rate}"
         )
 
     def story(self, aborted: Aborted) -> None:
-        table = Table("side", "at", "what", "phase", "", title=f"the story of room {aborted.room}")
-        for side, told in sorted(aborted.sides.items(), reverse=True):
-            for event in told["events"]:
+        table = Table("side", "at", "what", "phase", "", title=f"what happened in room {aborted.room}")
+        for side, story in sorted(aborted.sides.items(), reverse=True):
+            for event in story["events"]:
                 at = f"{event['at_s'] * 1e3:9.1f} ms"
                 table.add_row(side, at, event["what"], event["phase"], escape(event["text"]))
         self._console.print(table)
-        self._console.print(f"{aborted.bytes_at_abort:,} of {aborted.bytes_total:,} bytes had landed when it was over")
+        self._console.print(
+            f"{aborted.bytes_at_abort:,} of {aborted.bytes_total:,} bytes had landed when the room ended"
+        )

@@ -1,6 +1,6 @@
 """The reference: stock transformers `generate`, greedy, one prompt at a time, in a process without kvflow's engine.
 
-Reads one `Question` as JSON from stdin, writes the lists of new token ids to stdout.
+Reads one `ReferenceRequest` as JSON from stdin, writes the lists of new token ids to stdout.
 """
 
 from __future__ import annotations
@@ -11,7 +11,9 @@ from typing import Any
 import msgspec
 
 
-class Question(msgspec.Struct):
+class ReferenceRequest(msgspec.Struct):
+    """Prompts to complete with stock transformers."""
+
     model: str
     dtype: str
     prompts: list[str]
@@ -19,30 +21,30 @@ class Question(msgspec.Struct):
 
 
 def main() -> None:
-    """Answer one question."""
+    """Complete the prompts of one request."""
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
     from transformers.utils import logging
 
     logging.set_verbosity_error()
-    question = msgspec.json.decode(sys.stdin.buffer.read(), type=Question)
-    tokenizer: Any = AutoTokenizer.from_pretrained(question.model)
-    model: Any = AutoModelForCausalLM.from_pretrained(question.model, dtype=getattr(torch, question.dtype)).eval()
-    model.generation_config.eos_token_id = None  # ignore_eos: nothing ends a completion but its length
+    request = msgspec.json.decode(sys.stdin.buffer.read(), type=ReferenceRequest)
+    tokenizer: Any = AutoTokenizer.from_pretrained(request.model)
+    model: Any = AutoModelForCausalLM.from_pretrained(request.model, dtype=getattr(torch, request.dtype)).eval()
+    model.generation_config.eos_token_id = None  # as ignore_eos: only its length ends a completion
     model.generation_config.pad_token_id = 0
-    answers: list[list[int]] = []
+    completions: list[list[int]] = []
     with torch.inference_mode():
-        for prompt in question.prompts:
+        for prompt in request.prompts:
             ids = torch.tensor([tokenizer.encode(prompt)])
-            made = model.generate(
+            output = model.generate(
                 input_ids=ids,
                 attention_mask=torch.ones_like(ids),
                 do_sample=False,
                 num_beams=1,
-                max_new_tokens=question.new_tokens,
+                max_new_tokens=request.new_tokens,
             )
-            answers.append(made[0, ids.shape[1] :].tolist())
-    sys.stdout.buffer.write(msgspec.json.encode(answers))
+            completions.append(output[0, ids.shape[1] :].tolist())
+    sys.stdout.buffer.write(msgspec.json.encode(completions))
 
 
 if __name__ == "__main__":

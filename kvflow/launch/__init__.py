@@ -1,1 +1,1 @@
-"""Roles as processes; the one composition root."""
+"""Roles as processes, and the one place where their parts are made from settings."""

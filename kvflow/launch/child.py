@@ -1,4 +1,4 @@
-"""One role as a process of this machine: started, announced, followed to its end."""
+"""One role as a child process of the supervisor: start, announcement, log lines, end."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ _log = logging.getLogger("kvflow.up")
 
 
 class ChildEndedError(KvflowError):
-    """A role ended that should not have; `status` is its exit status, negative for a signal."""
+    """A role ended that should be running; `status` is its exit status, negative for a signal."""
 
     def __init__(self, name: str, status: int, last_line: str = "") -> None:
         how = f"{name} {_how(status)}"
-        if status == 2:  # it said what its user can mend, and ended: nothing else is worth a word
+        if status == 2:  # a usage error: the child's own message is all that its user needs
             how, last_line = name, last_line.partition(_ERROR_MARK)[2] or last_line
         super().__init__(f"{how}: {last_line}" if last_line else how)
         self.status = status
@@ -54,11 +54,11 @@ class Child:
     @property
     def process(self) -> asyncio.subprocess.Process:
         if self._process is None:
-            raise RuntimeError(f"{self.name} is not started")
+            raise RuntimeError(f"{self.name} has not been started")
         return self._process
 
     async def start(self, environment: Mapping[str, str], timeout_s: float) -> None:
-        """Return when it serves. Raises: ChildEndedError, TimeoutError."""
+        """Return when it is ready to serve. Raises: ChildEndedError, TimeoutError."""
         reading, writing = os.pipe()
         try:
             self._process = await asyncio.create_subprocess_exec(
@@ -68,7 +68,7 @@ class Child:
                 stderr=asyncio.subprocess.PIPE,
                 pass_fds=(writing,),
                 env={**environment, READY_FD: str(writing), PARENT_PID: str(os.getpid())},
-                start_new_session=True,  # Ctrl-C reaches the supervisor alone, which ends them in order
+                start_new_session=True,  # Ctrl-C reaches the supervisor alone, which ends the roles in order
             )  # fmt: skip
         finally:
             os.close(writing)
@@ -80,22 +80,22 @@ class Child:
         ready = msgspec.json.decode(line, type=Ready)
         self.url, self.bootstrap_port = ready.url, ready.bootstrap_port
 
-    async def crashed(self) -> ChildEndedError:
-        """Wait for its end."""
+    async def wait_for_end(self) -> ChildEndedError:
+        """Return when the process has ended, with how it ended."""
         await self.process.wait()
         return await self._ended()
 
-    async def stop(self, patience_s: float) -> int:
-        """SIGTERM, and SIGKILL to what does not leave. Returns the exit status."""
+    async def stop(self, timeout_s: float) -> int:
+        """Send SIGTERM, and SIGKILL when it has not ended within `timeout_s`. Returns the exit status."""
         if self._process is None:
             return 0
         if self.process.returncode is None:
             self._signal(signal.SIGTERM)
             try:
-                async with asyncio.timeout(patience_s):
+                async with asyncio.timeout(timeout_s):
                     await self.process.wait()
             except TimeoutError:
-                _log.warning("%s does not end: killed", self.name)
+                _log.warning("%s did not end within %g s of SIGTERM: killed", self.name, timeout_s)
                 self.kill()
                 await self.process.wait()
         if self._reading is not None:
@@ -103,7 +103,7 @@ class Child:
         return self.process.returncode or 0
 
     def kill(self) -> None:
-        """SIGKILL, whatever it does; `stop` then returns."""
+        """Send SIGKILL; a waiting `stop` then returns."""
         if self._process is not None:
             self._signal(signal.SIGKILL)
 
@@ -123,13 +123,15 @@ class Child:
             text = line.decode(errors="replace").rstrip("\n")
             if text:
                 self.last_lines.append(text)
-            if not self._quiet and not text.startswith(f"kvflow {self.role}{_ERROR_MARK}"):  # the supervisor says it
+            if not self._quiet and not text.startswith(
+                f"kvflow {self.role}{_ERROR_MARK}"
+            ):  # the supervisor prints that line itself
                 sys.stderr.write(f"[{self.name}] {text}\n")
                 sys.stderr.flush()
 
 
 async def _line_of(stream: asyncio.StreamReader) -> bytes:
-    """The next line, empty at the end; a line longer than the reader holds comes in pieces."""
+    """The next line, empty at the end; a line longer than the reader's buffer comes in pieces."""
     try:
         return await stream.readuntil()
     except asyncio.IncompleteReadError as error:
@@ -139,7 +141,7 @@ async def _line_of(stream: asyncio.StreamReader) -> bytes:
 
 
 async def _line_from(descriptor: int) -> bytes:
-    """The first line of a pipe, empty when it closes without one."""
+    """The first line of a pipe; empty when the pipe closes without one."""
     loop = asyncio.get_running_loop()
     reader = asyncio.StreamReader()
     transport, _ = await loop.connect_read_pipe(

@@ -1,4 +1,4 @@
-"""`kvflow doctor`: what this machine lacks, and the one thing to do about each."""
+"""`kvflow doctor`: what this machine lacks, and what to do about it."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ MOONCAKE_WHEELS = (
     "mooncake-transfer-engine-cuda13",
 )
 OLDEST_MOONCAKE = (0, 3, 12)
-# Library as the loader knows it, and the Debian package that has it.
+# The name for the dynamic loader, and the Debian package.
 LIBRARIES = (("ibverbs", "libibverbs1"), ("numa", "libnuma1"), ("curl", "libcurl4"))
-FEW_FILES = 4096
+MIN_OPEN_FILES = 4096
 IMPORT_TIMEOUT_S = 60.0
 
 
 class Finding(msgspec.Struct, frozen=True):
-    """One thing that was looked at. `needed` things that are not `ok` make the exit status 1."""
+    """One check. A check that is `needed` and not `ok` makes the exit status 1."""
 
     name: str
     ok: bool
@@ -41,7 +41,7 @@ class Finding(msgspec.Struct, frozen=True):
 
 
 def findings() -> list[Finding]:
-    """Everything `doctor` looks at; takes as long as importing mooncake."""
+    """All checks; takes as long as importing mooncake."""
     return [
         _python(),
         *(_package(name, needed=True, advice="pip install kvflow") for name in CORE),
@@ -56,7 +56,7 @@ def findings() -> list[Finding]:
     ]
 
 
-def mooncake_trouble() -> str | None:
+def mooncake_unavailable_reason() -> str | None:
     """Why the mooncake data plane cannot be used here, in one line; None when it can."""
     if importlib.util.find_spec("mooncake") is None:
         return "mooncake is not installed: pip install 'kvflow[mooncake]'"
@@ -65,18 +65,18 @@ def mooncake_trouble() -> str | None:
         return f"{wheels.detail}: {wheels.advice}"
     missing = [package for name, package in LIBRARIES if not ctypes.util.find_library(name)]
     try:
-        # In a process of its own: a broken library may end the one that loads it.
+        # In a process of its own: a broken library may end the process that loads it.
         probe = subprocess.run(
             [sys.executable, "-c", "import mooncake.engine"],
             capture_output=True, text=True, timeout=IMPORT_TIMEOUT_S, check=False,
         )  # fmt: skip
     except subprocess.TimeoutExpired:
-        return f"mooncake cannot be loaded (no answer in {IMPORT_TIMEOUT_S:g} s)"
+        return f"mooncake cannot be loaded (importing it takes longer than {IMPORT_TIMEOUT_S:g} s)"
     if probe.returncode == 0:
         return None
-    said = probe.stderr.strip().splitlines()[-1:] or [f"status {probe.returncode}"]
+    reason = (probe.stderr.strip().splitlines() or [f"status {probe.returncode}"])[-1]
     advice = f": apt-get install -y {' '.join(missing)}" if missing else ""
-    return f"mooncake cannot be loaded ({said[0]}){advice}"
+    return f"mooncake cannot be loaded ({reason}){advice}"
 
 
 def _python() -> Finding:
@@ -103,12 +103,12 @@ def _mooncake_wheels() -> Finding:
     if not found:
         return Finding("mooncake wheel", False, "not installed", False, "pip install 'kvflow[mooncake]'")
     detail = ", ".join(f"{name} {version}" for name, version in found.items())
-    if len(found) > 1:  # they install the same files: the last one wins, and removing one removes both
+    if len(found) > 1:  # they install the same files: the last one wins, and uninstalling one removes both
         advice = f"pip uninstall -y {' '.join(found)}, then install one of them"
         return Finding("mooncake wheel", False, f"two wheels of one package: {detail}", True, advice)
     version = next(iter(found.values()))
     if _numbers(version) < OLDEST_MOONCAKE:
-        advice = "upgrade to 0.3.12.post1 or newer: older ones report writes done before the bytes arrived"
+        advice = "upgrade to 0.3.12.post1 or newer: older versions report a write done before its bytes have arrived"
         return Finding("mooncake wheel", False, detail, True, advice)
     return Finding("mooncake wheel", True, detail, False)
 
@@ -123,8 +123,8 @@ def _library(name: str, package: str) -> Finding:
 
 
 def _mooncake() -> Finding:
-    trouble = mooncake_trouble()
-    return Finding("mooncake data plane", trouble is None, trouble or "can be loaded", False, trouble or "")
+    reason = mooncake_unavailable_reason()
+    return Finding("mooncake data plane", reason is None, reason or "can be loaded", False, reason or "")
 
 
 def _shared_memory() -> Finding:
@@ -144,18 +144,20 @@ def _pidfd() -> Finding:
         os.close(os.pidfd_open(os.getpid()))
     except OSError as error:
         return Finding(
-            "pidfd", False, f"pidfd_open: {error.strerror}", False, "a peer's death cannot be observed: Linux 5.3"
+            "pidfd", False, f"pidfd_open: {error.strerror}", False, "a peer's death cannot be observed; needs Linux 5.3"
         )
     return Finding("pidfd", True, "a peer's death can be observed", False)
 
 
 def _open_files() -> Finding:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    return Finding("open files", soft >= FEW_FILES, f"soft {soft}, hard {hard}", False, f"ulimit -n {min(hard, 65536)}")
+    return Finding(
+        "open files", soft >= MIN_OPEN_FILES, f"soft {soft}, hard {hard}", False, f"ulimit -n {min(hard, 65536)}"
+    )
 
 
 def run_doctor(*, as_json: bool) -> int:
-    """Print the findings. Returns the exit status: 0 when nothing needed is missing."""
+    """Print the findings. Returns the exit status: 0 when all needed checks pass."""
     found = findings()
     bad = [finding for finding in found if finding.needed and not finding.ok]
     if as_json:

@@ -13,8 +13,8 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 _log = logging.getLogger("kvflow.load")
 
 
-class Loading:
-    """Shows what `load_model` tells, from its thread."""
+class LoadingProgress:
+    """Shows the progress that `load_model` reports from its thread."""
 
     def __init__(self, model: str) -> None:
         self._model = model
@@ -25,8 +25,8 @@ class Loading:
             self._progress = Progress(*columns, console=Console(stderr=True), transient=True)
             self._task = self._progress.add_task(f"loading {model}", total=1.0)
 
-    def tell(self, stage: str, done: float) -> None:
-        """A stage, and how much of it is done, 0 to 1."""
+    def report(self, stage: str, done: float) -> None:
+        """Show a stage, and how much of it is done, 0 to 1."""
         if self._progress is not None:
             self._progress.update(self._task, description=f"{self._model}: {stage}", completed=done)
         elif stage != self._stage:

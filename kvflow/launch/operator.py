@@ -1,4 +1,4 @@
-"""What an operator asks of a running decode from the command line."""
+"""Commands of an operator to a running decode."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from kvflow.server.http.errors import message_of
 TIMEOUT_S = 10.0
 
 
-class _Stay(urllib.request.HTTPRedirectHandler):
+class _NoRedirects(urllib.request.HTTPRedirectHandler):
     def redirect_request(self, *_: Any) -> None:
         return None
 
@@ -25,11 +25,13 @@ def declare_dead(url: str, api_key: str, incarnation: str, why: str) -> None:
     """`kvflow declare-dead`: print the peers that are left. Raises: MisuseError (refused), LostError (no answer)."""
     path = f"/peers/{urllib.parse.quote(incarnation, safe='')}/declare_dead?{urllib.parse.urlencode({'why': why})}"
     if not url.startswith(("http://", "https://")):
-        raise MisuseError(f"--url: {url!r} is no http:// URL")
+        raise MisuseError(f"--url: {url!r} is not an http:// or https:// URL")
     request = urllib.request.Request(url.rstrip("/") + path, method="POST")
     if api_key:
         request.add_header("Authorization", f"Bearer {api_key}")
-    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}), _Stay)  # the key is for that server alone
+    opener = urllib.request.build_opener(
+        urllib.request.ProxyHandler({}), _NoRedirects
+    )  # the key is for this server only
     try:
         with opener.open(request, timeout=TIMEOUT_S) as answer:
             document = msgspec.json.decode(answer.read())

@@ -1,4 +1,4 @@
-"""A role as a process: bind first, build, announce, serve until a signal, drain, leave with status 0."""
+"""A role as a process: announce, serve until a signal, drain, end with status 0."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ import msgspec
 from aiohttp import web
 
 from kvflow.config import Settings
-from kvflow.server.http.listening import Busy, serving
+from kvflow.server.http.listening import Drainable, listening_on
 
 READY_FD = "KVFLOW_READY_FD"
 PARENT_PID = "KVFLOW_PARENT_PID"
@@ -26,7 +26,7 @@ _log = logging.getLogger("kvflow.serve")
 
 
 class Ready(msgspec.Struct, frozen=True):
-    """What a started role tells its supervisor, as one line of JSON."""
+    """What a started role reports to its supervisor, as one line of JSON."""
 
     role: str
     url: str
@@ -35,17 +35,17 @@ class Ready(msgspec.Struct, frozen=True):
 
 
 def die_with_parent() -> None:
-    """Have the kernel kill this process when the supervisor that started it dies, however it dies."""
+    """Make the kernel kill this process when the supervisor that started it ends, kill -9 included."""
     parent = os.environ.pop(PARENT_PID, "")
     if not parent:
         return
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-    if os.getppid() != int(parent):  # it died before we asked
+    if os.getppid() != int(parent):  # the supervisor ended before the prctl call
         os._exit(1)
 
 
 def leave_at_once_on_signals() -> None:
-    """Until a role serves there is nothing to drain: SIGTERM and SIGINT just end it."""
+    """End the process on SIGTERM and SIGINT: until a role serves, there is nothing to drain."""
 
     def leave(*_: object) -> None:
         os._exit(0)
@@ -55,7 +55,7 @@ def leave_at_once_on_signals() -> None:
 
 
 def announce(ready: Ready) -> None:
-    """One line for people, one for the supervisor that asked for it."""
+    """Log one line, and write one to the supervisor's pipe if there is one."""
     extra = f" (bootstrap port {ready.bootstrap_port})" if ready.bootstrap_port else ""
     _log.info("%s ready at %s%s", ready.role, ready.url, extra)
     descriptor = os.environ.pop(READY_FD, "")
@@ -64,52 +64,55 @@ def announce(ready: Ready) -> None:
             pipe.write(msgspec.json.encode(ready) + b"\n")
 
 
-class Stop:
-    """The signals that end a role: the first one drains, a second one does not wait."""
+class StopSignals:
+    """SIGTERM and SIGINT: the first one drains the role (`requested`), a second one ends it at once (`forced`)."""
 
     def __init__(self) -> None:
-        self.asked = asyncio.Event()
-        self.hurried = asyncio.Event()
+        self.requested = asyncio.Event()
+        self.forced = asyncio.Event()
 
     def listen(self) -> None:
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
-            loop.add_signal_handler(number, self._signalled)
+            loop.add_signal_handler(number, self._on_signal)
 
-    def _signalled(self) -> None:
-        (self.hurried if self.asked.is_set() else self.asked).set()
+    def _on_signal(self) -> None:
+        (self.forced if self.requested.is_set() else self.requested).set()
 
 
-async def drained(busy: Busy, stop: Stop, timeout_s: float) -> None:
-    """Health says 503 and new requests are refused; return when the last one ended, in time or in a hurry."""
-    busy.draining = True
-    if not busy.running:
+async def drain_requests(server: Drainable, stop: StopSignals, timeout_s: float) -> None:
+    """Refuse new requests, and return when the running ones have ended, after `timeout_s`, or on a second signal.
+
+    /health answers 503 from here on.
+    """
+    server.draining = True
+    if not server.running:
         return
-    _log.info("draining %d requests, at most %g s", busy.running, timeout_s)
-    waits = [asyncio.create_task(event.wait()) for event in (busy.idle, stop.hurried)]
+    _log.info("draining %d requests, at most %g s", server.running, timeout_s)
+    waits = [asyncio.create_task(event.wait()) for event in (server.idle, stop.forced)]
     try:
         await asyncio.wait(waits, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
     finally:
         for wait in waits:
             wait.cancel()
-    if busy.running:
-        _log.warning("ending %d requests that did not finish", busy.running)
+    if server.running:
+        _log.warning("ending %d requests that did not finish", server.running)
 
 
 async def serve_until_stopped(
-    app: web.Application, made: socket.socket, busy: Busy, ready: Ready, drain_timeout_s: float
+    app: web.Application, made: socket.socket, server: Drainable, ready: Ready, drain_timeout_s: float
 ) -> None:
-    """The life of a role whose parts are running: announce, serve, drain. Leaving ends the handlers that are left."""
-    stop = Stop()
-    async with serving(app, made):
+    """Announce a role whose parts are running, serve, drain; handlers that are left after the drain are cancelled."""
+    stop = StopSignals()
+    async with listening_on(app, made):
         stop.listen()
         announce(ready)
-        await stop.asked.wait()
-        await drained(busy, stop, drain_timeout_s)
+        await stop.requested.wait()
+        await drain_requests(server, stop, drain_timeout_s)
 
 
 def run_role(main: Callable[[Settings], Any], settings: Settings) -> None:
-    """Run a role's coroutine on uvloop, logging to stderr. Raises: MisuseError for what cannot be started."""
+    """Run a role's coroutine on uvloop, logging to stderr. Raises: MisuseError when the role cannot start."""
     import uvloop
     from prometheus_client import disable_created_metrics
 
@@ -121,7 +124,7 @@ def run_role(main: Callable[[Settings], Any], settings: Settings) -> None:
 
 
 def set_up_logging(level: str) -> None:
-    """One line per event on stderr; libraries only from warnings up."""
+    """One line per event on stderr; from libraries only warnings and above."""
     logging.basicConfig(
         stream=sys.stderr, level=logging.WARNING, format="%(asctime)s %(levelname).1s %(name)s: %(message)s", force=True
     )

@@ -1,4 +1,4 @@
-"""The one place where a role's parts are made from its settings: model, pool, data plane, node, engine, routes."""
+"""The composition root: makes a role's parts from its settings (model, pool, data plane, node, engine, routes)."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from typing import TYPE_CHECKING
 
 from kvflow.config import Settings
-from kvflow.launch.loading import Loading
+from kvflow.launch.loading import LoadingProgress
 from kvflow.launch.process import Ready, serve_until_stopped
 from kvflow.memory.allocator import PageAllocator
 from kvflow.memory.pool import PagedPool
@@ -22,13 +22,13 @@ from kvflow.protocols.pages.layout import build_layout, slot_bytes
 from kvflow.protocols.ports import DataPlane
 from kvflow.server.http import generate, openai, operations
 from kvflow.server.http.app import build_app
-from kvflow.server.http.listening import bound_socket, reachable, serving, url_of
+from kvflow.server.http.completion_service import CompletionService, ModelCard
+from kvflow.server.http.engine_services import DecodeService, PrefillService
+from kvflow.server.http.listening import bound_socket, listening_on, reachable, url_of
 from kvflow.server.http.metrics import Metrics
-from kvflow.server.http.pipeline import Front
+from kvflow.server.http.pipeline import CompletionPipeline
 from kvflow.server.http.registry import registry_app
-from kvflow.server.http.service import ModelCard, Service
-from kvflow.server.http.services import DecodeService, PrefillService
-from kvflow.server.http.text import Wording
+from kvflow.server.http.tokenizer import ThreadedTokenizer
 from kvflow.server.router.router import Router, router_app
 from kvflow.transports.control.curve import read_key
 from kvflow.transports.control.registry import RankTable, RegistryClient
@@ -42,7 +42,7 @@ DEFAULT_POOL_TOKENS = 65_536
 
 
 async def run_prefill(settings: Settings) -> None:
-    """`kvflow prefill`, until it is told to stop."""
+    """`kvflow prefill`, until a signal stops it."""
     http = bound_socket(settings.host, settings.port, "--port")
     bootstrap = bound_socket(settings.host, settings.disaggregation_bootstrap_port, "--disaggregation-bootstrap-port")
     bootstrap_port: int = bootstrap.getsockname()[1]
@@ -50,14 +50,14 @@ async def run_prefill(settings: Settings) -> None:
         service, model = await stack.enter_async_context(prefill_service(settings))
         metrics = Metrics(service.report, role="prefill", sglang=settings.sglang_metrics)
         table = RankTable()
-        await stack.enter_async_context(serving(registry_app(table, metrics, settings.api_key), bootstrap))
+        await stack.enter_async_context(listening_on(registry_app(table, metrics, settings.api_key), bootstrap))
         client = RegistryClient(settings.api_key)
         await client.register(url_of(bootstrap, settings.host).removeprefix("http://"), service.rank)
         await _serve(settings, service, model, metrics, http, bootstrap_port)
 
 
 async def run_decode(settings: Settings) -> None:
-    """`kvflow decode`, until it is told to stop."""
+    """`kvflow decode`, until a signal stops it."""
     http = bound_socket(settings.host, settings.port, "--port")
     async with decode_service(settings) as (service, model):
         metrics = Metrics(service.report, role="decode", sglang=settings.sglang_metrics)
@@ -65,9 +65,15 @@ async def run_decode(settings: Settings) -> None:
 
 
 async def run_router(settings: Settings) -> None:
-    """`kvflow router`, until it is told to stop."""
+    """`kvflow router`, until a signal stops it."""
     http = bound_socket(settings.host, settings.port, "--port")
-    router = Router(settings)
+    router = Router(
+        settings.prefill,
+        settings.decode,
+        api_key=settings.api_key,
+        request_timeout_s=settings.request_timeout_s,
+        poll_s=settings.poll_s,
+    )
     try:
         await router.start()
         ready = Ready("router", url_of(http, settings.host), os.getpid())
@@ -79,10 +85,10 @@ async def run_router(settings: Settings) -> None:
 
 @asynccontextmanager
 async def prefill_service(settings: Settings) -> AsyncGenerator[tuple[PrefillService, LoadedModel], None]:
-    """A running prefill without its HTTP. Raises: MisuseError."""
+    """A running prefill without its HTTP server. Raises: MisuseError."""
     async with AsyncExitStack() as stack:
         key = read_key(settings.control_key_file)
-        # Bound here, so that a taken port is known before a model is loaded.
+        # Bound here, so that a port in use is refused before a model is loaded.
         control = bind_router(settings.host, settings.control_port, key)
         stack.callback(control[0].close)
         model, pool, executor = await stack.enter_async_context(_parts(settings))
@@ -115,7 +121,7 @@ async def prefill_service(settings: Settings) -> AsyncGenerator[tuple[PrefillSer
 
 @asynccontextmanager
 async def decode_service(settings: Settings) -> AsyncGenerator[tuple[DecodeService, LoadedModel], None]:
-    """A running decode without its HTTP. Raises: MisuseError."""
+    """A running decode without its HTTP server. Raises: MisuseError."""
     key = read_key(settings.control_key_file)
     async with AsyncExitStack() as stack:
         model, pool, executor = await stack.enter_async_context(_parts(settings))
@@ -142,15 +148,17 @@ async def decode_service(settings: Settings) -> AsyncGenerator[tuple[DecodeServi
 
 @asynccontextmanager
 async def _parts(settings: Settings) -> AsyncGenerator[tuple[LoadedModel, PagedPool, ThreadPoolExecutor], None]:
-    """Model, pool and the one thread of model steps; first what would refuse to work with them."""
+    """Model, pool and the thread of model steps; the data plane's settings are checked before the model is loaded."""
     check_plane(settings.disaggregation_transfer_backend, settings.disaggregation_ib_device)
     from kvflow.engine.model.load import load_model
 
     executor = ThreadPoolExecutor(1, thread_name_prefix="kvflow-model")
     loop = asyncio.get_running_loop()
     try:
-        with Loading(settings.model_name) as loading:
-            load = functools.partial(load_model, settings.model_path, settings.dtype, settings.attention, loading.tell)
+        with LoadingProgress(settings.model_name) as progress:
+            load = functools.partial(
+                load_model, settings.model_path, settings.dtype, settings.attention, progress.report
+            )
             model = await loop.run_in_executor(executor, load)
         streams = [(name, dtype, tuple(shape)) for name, dtype, shape in model.streams]
         page_bytes = settings.page_size * sum(slot_bytes(dtype, shape) for _, dtype, shape in streams)
@@ -193,26 +201,29 @@ def _card(settings: Settings, model: LoadedModel) -> ModelCard:
 
 async def _serve(
     settings: Settings,
-    service: Service,
+    service: CompletionService,
     model: LoadedModel,
     metrics: Metrics,
     http: socket.socket,
     bootstrap_port: int | None,
 ) -> None:
-    wording = Wording(model.tokenizer, model.context_length)
-    front = Front(
+    tokenizer = ThreadedTokenizer(model.tokenizer, model.context_length)
+    pipeline = CompletionPipeline(
         service,
-        wording,
+        tokenizer,
         metrics,
         bootstrap_port=settings.disaggregation_bootstrap_port,
         max_running_requests=settings.max_running_requests,
         request_timeout_s=settings.request_timeout_s,
         keepalive_s=settings.sse_keepalive_s,
     )
-    routes = [*generate.routes(front), *openai.routes(front), *operations.routes(front, settings, bootstrap_port)]
+    operator_routes = operations.routes(
+        pipeline, host=settings.host, bootstrap_port=bootstrap_port, has_api_key=bool(settings.api_key)
+    )
+    routes = [*generate.routes(pipeline), *openai.routes(pipeline), *operator_routes]
     app = build_app(routes, metrics, settings.api_key)
     ready = Ready(service.role, url_of(http, settings.host), os.getpid(), bootstrap_port)
     try:
-        await serve_until_stopped(app, http, front, ready, settings.drain_timeout_s)
+        await serve_until_stopped(app, http, pipeline, ready, settings.drain_timeout_s)
     finally:
-        wording.close()
+        tokenizer.close()

@@ -1,7 +1,7 @@
 """`kvflow up`: router, prefills and decodes as processes of this machine, which end together.
 
-Children announce themselves through a pipe, so ports can be picked by the kernel. The kernel kills them when this
-process dies, however it dies (`serving.die_with_parent`); they hold no named shared memory, so nothing leaks.
+Children announce themselves through a pipe, so the kernel can pick their ports. The kernel kills them when this process
+ends, kill -9 included (`process.die_with_parent`); they have no named shared memory, so nothing is left behind.
 """
 
 from __future__ import annotations
@@ -18,18 +18,18 @@ import msgspec
 from kvflow.config import FIELDS_OF_ROLE, Settings, flag_of
 from kvflow.demo_model import DEMO_MODEL_DIR
 from kvflow.launch.child import Child, ChildEndedError
-from kvflow.launch.process import Stop
+from kvflow.launch.process import StopSignals
 from kvflow.server.http.listening import bound_socket
 
 KILL_AFTER_S = 5.0
-# Set by the supervisor itself, or not to be seen in a process list.
+# Set by the supervisor itself, or not to be visible in a process list.
 _OWN_FIELDS = frozenset(
     {"port", "api_key", "disaggregation_bootstrap_port", "control_port", "disaggregation_mode", "prefill", "decode"}
 )
 
 
 class Fleet:
-    """The roles of one machine. Use as an async context manager; leaving ends all of them."""
+    """The roles of one machine. Use as an async context manager; leaving stops all of them."""
 
     def __init__(
         self, settings: Settings, given: Mapping[str, Any], config: str | None = None, *, quiet: bool = False
@@ -46,11 +46,11 @@ class Fleet:
 
     @property
     def url(self) -> str:
-        """Where clients go."""
+        """The URL for clients: the router's."""
         return self.router.url if self.router else ""
 
     async def start(self) -> None:
-        """All roles up and healthy. Raises: ChildEndedError, TimeoutError."""
+        """Return when all roles are up and healthy. Raises: ChildEndedError, TimeoutError."""
         settings = self._settings
         self.prefills = [self._worker("prefill", i) for i in range(settings.prefill_workers)]
         self.decodes = [self._worker("decode", i) for i in range(settings.decode_workers)]
@@ -61,9 +61,9 @@ class Fleet:
         await self._start_together([self.router])
         await self._healthy()
 
-    async def crashed(self) -> ChildEndedError:
-        """Wait until any of them ends."""
-        waits = [asyncio.create_task(child.crashed()) for child in self.children]
+    async def wait_for_end(self) -> ChildEndedError:
+        """Return when the first role ends, with how it ended."""
+        waits = [asyncio.create_task(child.wait_for_end()) for child in self.children]
         try:
             done, _ = await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
             return done.pop().result()
@@ -72,19 +72,19 @@ class Fleet:
                 wait.cancel()
             await asyncio.wait(waits)
 
-    async def stop(self, hurried: asyncio.Event | None = None) -> None:
-        """The router first, so that nothing new arrives, then the workers together. Set `hurried`: all at once."""
-        patience_s = self._settings.drain_timeout_s + KILL_AFTER_S
-        hurrying = asyncio.create_task(self._kill_when(hurried or asyncio.Event()))
+    async def stop(self, forced: asyncio.Event | None = None) -> None:
+        """Stop the router first, so that no new request arrives, then all workers; once `forced` is set, kill all."""
+        timeout_s = self._settings.drain_timeout_s + KILL_AFTER_S
+        killing = asyncio.create_task(self._kill_when(forced or asyncio.Event()))
         try:
             if self.router is not None:
-                await self.router.stop(patience_s)
-            await asyncio.gather(*(child.stop(patience_s) for child in (*self.prefills, *self.decodes)))
+                await self.router.stop(timeout_s)
+            await asyncio.gather(*(child.stop(timeout_s) for child in (*self.prefills, *self.decodes)))
         finally:
-            hurrying.cancel()
+            killing.cancel()
 
-    async def _kill_when(self, hurried: asyncio.Event) -> None:
-        await hurried.wait()
+    async def _kill_when(self, forced: asyncio.Event) -> None:
+        await forced.wait()
         for child in self.children:
             child.kill()
 
@@ -108,7 +108,7 @@ class Fleet:
         return Child(name, role, arguments, quiet=self._quiet)
 
     def _arguments(self, role: str) -> list[str]:
-        """The flags given to us that are also this role's; environment and file reach it by themselves."""
+        """The given flags that this role has too; it reads the environment and the file by itself."""
         arguments = ["--config", self._config] if self._config else []
         for name, value in self._given.items():
             if name in FIELDS_OF_ROLE[role]:
@@ -146,33 +146,33 @@ async def run_up(settings: Settings, given: Mapping[str, Any], config: str | Non
     if not settings.model_path:
         settings = msgspec.structs.replace(settings, model_path=str(DEMO_MODEL_DIR))
         given = {"served_model_name": "kvflow-demo", **{name: v for name, v in given.items() if v is not None}}
-    bound_socket(settings.host, settings.port, "--port").close()  # a taken port is known before any model is loaded
+    bound_socket(settings.host, settings.port, "--port").close()  # refuses a port in use before a model is loaded
     fleet = Fleet(settings, given, config)
-    stop = Stop()
+    stop = StopSignals()
     stop.listen()
-    asked = asyncio.create_task(stop.asked.wait())
-    life = asyncio.create_task(_live(fleet))
+    requested = asyncio.create_task(stop.requested.wait())
+    running = asyncio.create_task(_run_until_one_ends(fleet))
     try:
-        await asyncio.wait([asked, life], return_when=asyncio.FIRST_COMPLETED)
-        if not life.done():
+        await asyncio.wait([requested, running], return_when=asyncio.FIRST_COMPLETED)
+        if not running.done():
             return 0
-        error = life.exception() or life.result()
+        error = running.exception() or running.result()
         if not isinstance(error, ChildEndedError | TimeoutError):
             raise error
-        text = str(error) or f"not healthy after {settings.start_timeout_s:g} s"
-        mendable = isinstance(error, ChildEndedError) and error.status == 2
-        sys.stderr.write(f"kvflow up: error: {text}{'' if mendable else '; ending the others'}\n")
-        return 2 if mendable else 1
+        text = str(error) or f"not healthy within {settings.start_timeout_s:g} s (--start-timeout-s)"
+        is_usage_error = isinstance(error, ChildEndedError) and error.status == 2
+        sys.stderr.write(f"kvflow up: error: {text}{'' if is_usage_error else '; ending the others'}\n")
+        return 2 if is_usage_error else 1
     finally:
-        for task in (asked, life):
+        for task in (requested, running):
             task.cancel()
-        await asyncio.wait([asked, life])
-        await fleet.stop(stop.hurried)
+        await asyncio.wait([requested, running])
+        await fleet.stop(stop.forced)
 
 
-async def _live(fleet: Fleet) -> ChildEndedError:
+async def _run_until_one_ends(fleet: Fleet) -> ChildEndedError:
     await fleet.start()
     for child in fleet.children:
         sys.stdout.write(f"{child.name:<10} {child.url}  pid {child.process.pid}\n")
     sys.stdout.flush()
-    return await fleet.crashed()
+    return await fleet.wait_for_end()

@@ -1,1 +1,1 @@
-"""The embedded server: HTTP in front of the engine and the node, the bootstrap registry, the router, `up`."""
+"""The embedded server: HTTP in front of an engine and a node, the bootstrap registry, the router."""

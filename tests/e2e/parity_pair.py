@@ -132,7 +132,7 @@ class Model:
             assert left["bytes_moved"] == self.pages_sent * self.page_bytes, left
 
 
-class Pair:
+class ProcessPair:
     """A prefill and a decode process for many models, one after the other; new ones where the last ones broke."""
 
     def __init__(self) -> None:

@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
-from kvflow.launch.doctor import mooncake_trouble
-from tests.e2e.parity_pair import CHUNKS, Model, Pair, WorkerError
+from kvflow.launch.doctor import mooncake_unavailable_reason
+from tests.e2e.parity_pair import CHUNKS, Model, ProcessPair, WorkerError
 from tests.engine.tiny_models import FAMILIES
 
 NEW = 16
@@ -39,8 +39,8 @@ Expected = Callable[[str, list[int], int], list[int]]
 
 
 @pytest.fixture(scope="module")
-def pair() -> Iterator[Pair]:
-    found = Pair()
+def pair() -> Iterator[ProcessPair]:
+    found = ProcessPair()
     try:
         yield found
     finally:
@@ -94,13 +94,13 @@ def check_zeroed_page(model: Model, prompts: list[list[int]], wanted: list[list[
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_fp32_equals_generate(family: str, pair: Pair, tiny: Tiny, expected: Expected) -> None:
+def test_fp32_equals_generate(family: str, pair: ProcessPair, tiny: Tiny, expected: Expected) -> None:
     with pair.open(tiny(family), page_size=DEFAULT_PAGES[family]) as model:
         check_fp32(model, family, expected)
 
 
-def test_fp32_over_mooncake(pair: Pair, tiny: Tiny, expected: Expected) -> None:
-    if trouble := mooncake_trouble():
+def test_fp32_over_mooncake(pair: ProcessPair, tiny: Tiny, expected: Expected) -> None:
+    if trouble := mooncake_unavailable_reason():
         pytest.skip(trouble)
     with pair.open(tiny("llama"), plane="mooncake") as model:
         check_fp32(model, "llama", expected)
@@ -110,7 +110,7 @@ def test_fp32_over_mooncake(pair: Pair, tiny: Tiny, expected: Expected) -> None:
 @pytest.mark.parametrize(
     ("family", "page"), [(f, page) for f in FAMILIES for page in PAGE_SIZES if page != DEFAULT_PAGES[f]]
 )
-def test_fp32_matrix(family: str, page: int, pair: Pair, tiny: Tiny, expected: Expected) -> None:
+def test_fp32_matrix(family: str, page: int, pair: ProcessPair, tiny: Tiny, expected: Expected) -> None:
     with pair.open(tiny(family), page_size=page) as model:
         check_fp32(model, family, expected)
 
@@ -118,7 +118,7 @@ def test_fp32_matrix(family: str, page: int, pair: Pair, tiny: Tiny, expected: E
 @pytest.mark.slow
 @pytest.mark.parametrize("page", PAGE_SIZES)
 @pytest.mark.parametrize("family", OTHER_ORDERS)
-def test_fp32_other_orders(family: str, page: int, pair: Pair, tiny: Tiny, expected: Expected) -> None:
+def test_fp32_other_orders(family: str, page: int, pair: ProcessPair, tiny: Tiny, expected: Expected) -> None:
     """Layer-first on both sides, and page-first into layer-first."""
     with pair.open(tiny(family), page_size=page, orders=OTHER_ORDERS[family]) as model:
         check_fp32(model, family, expected)
@@ -126,8 +126,8 @@ def test_fp32_other_orders(family: str, page: int, pair: Pair, tiny: Tiny, expec
 
 @pytest.mark.slow
 @pytest.mark.parametrize("page", PAGE_SIZES)
-def test_fp32_over_mooncake_all_page_sizes(page: int, pair: Pair, tiny: Tiny, expected: Expected) -> None:
-    if trouble := mooncake_trouble():
+def test_fp32_over_mooncake_all_page_sizes(page: int, pair: ProcessPair, tiny: Tiny, expected: Expected) -> None:
+    if trouble := mooncake_unavailable_reason():
         pytest.skip(trouble)
     with pair.open(tiny("deepseek_v2"), page_size=page, plane="mooncake") as model:
         check_fp32(model, "deepseek_v2", expected)
@@ -155,13 +155,13 @@ def check_bf16(model: Model) -> None:
     "family",
     [pytest.param(f, marks=() if f in ("llama", "gemma3", "deepseek_v3") else (pytest.mark.slow,)) for f in FAMILIES],
 )
-def test_bf16_equals_one_process(family: str, pair: Pair, tiny: Tiny) -> None:
+def test_bf16_equals_one_process(family: str, pair: ProcessPair, tiny: Tiny) -> None:
     with pair.open(tiny(family), dtype="bfloat16", max_batch_rooms=1) as model:
         check_bf16(model)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_seeded_sampling_equals_one_process(dtype: str, pair: Pair, tiny: Tiny) -> None:
+def test_seeded_sampling_equals_one_process(dtype: str, pair: ProcessPair, tiny: Tiny) -> None:
     """The same seed gives the same tokens, whatever restricts the choice; another seed gives others."""
     prompts = [prompt_of(n, n) for n in (3, 16, 41, 90)]
     variants: list[dict[str, Any]] = [
@@ -179,7 +179,7 @@ def test_seeded_sampling_equals_one_process(dtype: str, pair: Pair, tiny: Tiny) 
     assert len(set(map(tuple, seen))) == len(seen)
 
 
-def test_seeded_sampling_ignores_the_company(pair: Pair, tiny: Tiny) -> None:
+def test_seeded_sampling_ignores_the_company(pair: ProcessPair, tiny: Tiny) -> None:
     """In fp32 neither the batch nor the number of processes shows in the tokens of a seed."""
     prompts = [prompt_of(n, n) for n in (3, 16, 41, 90)]
     with pair.open(tiny("gpt2")) as model:
@@ -190,7 +190,7 @@ def test_seeded_sampling_ignores_the_company(pair: Pair, tiny: Tiny) -> None:
     assert len(set(map(tuple, together))) == len(prompts)
 
 
-def test_unsupported_models_are_refused_at_load(pair: Pair, tiny: Tiny, expected: Expected) -> None:
+def test_unsupported_models_are_refused_at_load(pair: ProcessPair, tiny: Tiny, expected: Expected) -> None:
     """One clear line from either role; the process is none the worse for it."""
     for family in ("mamba", "qwen3_next"):
         for worker in pair.workers:

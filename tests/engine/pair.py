@@ -145,7 +145,7 @@ class FakeRoom:
             raise error
 
 
-class Pair:
+class EnginePair:
     """Two engines on one model thread, and requests through both."""
 
     def __init__(self, model: LoadedModel, **options: Any) -> None:

@@ -15,12 +15,12 @@ from kvflow.engine.model.step import Row
 from kvflow.engine.scheduler.handoff import HandOff
 from kvflow.engine.scheduler.params import SamplingParams
 from kvflow.protocols.errors import AbortedError, CapacityError, Cause, Code, KvflowError, MisuseError, WireError
-from tests.engine.pair import Pair, greedy, prompt_of, until
+from tests.engine.pair import EnginePair, greedy, prompt_of, until
 
 
 async def test_requests_join_and_leave_a_running_batch(llama: LoadedModel) -> None:
     widths: list[int] = []
-    async with Pair(llama) as pair:
+    async with EnginePair(llama) as pair:
         alone = [await pair.tokens(prompt_of(n, n), greedy(n)) for n in (5, 30, 12)]
         honest = pair.decode._runner.forward
 
@@ -36,7 +36,7 @@ async def test_requests_join_and_leave_a_running_batch(llama: LoadedModel) -> No
 
 async def test_what_ends_a_request(llama: LoadedModel) -> None:
     prompt = prompt_of(20)
-    async with Pair(llama) as pair:
+    async with EnginePair(llama) as pair:
         outs = await pair.outputs(prompt, greedy(8))
         tokens = [o.token_id for o in outs]
         assert [o.finish_reason for o in outs] == [None] * 7 + ["length"]
@@ -47,13 +47,13 @@ async def test_what_ends_a_request(llama: LoadedModel) -> None:
         third = await pair.outputs(prompt, greedy(8, stop_token_ids=(tokens[2],)))
         assert len(third) == tokens.index(tokens[2]) + 1 and third[-1].matched_stop == tokens[2]
         assert pair.home
-    async with Pair(replace(llama, eos_ids=frozenset({tokens[1]}))) as pair:
+    async with EnginePair(replace(llama, eos_ids=frozenset({tokens[1]}))) as pair:
         assert await pair.tokens(prompt, greedy(8)) == tokens[: tokens.index(tokens[1]) + 1]
         assert await pair.tokens(prompt, greedy(8, ignore_eos=True)) == tokens
 
 
 async def test_new_tokens_are_cut_to_the_context(llama: LoadedModel) -> None:
-    async with Pair(llama) as pair:
+    async with EnginePair(llama) as pair:
         outs = await pair.outputs(prompt_of(505), greedy(100))
         assert len(outs) == 7 and outs[-1].finish_reason == "length"
         with pytest.raises(CapacityError, match="asked for 512, limit 511"):
@@ -62,7 +62,7 @@ async def test_new_tokens_are_cut_to_the_context(llama: LoadedModel) -> None:
 
 
 async def test_what_can_never_run_is_refused_at_once(llama: LoadedModel) -> None:
-    async with Pair(llama, num_pages=8) as pair:
+    async with EnginePair(llama, num_pages=8) as pair:
         for prompt, params, said in (
             (prompt_of(200), greedy(1), "pages for the prompt: asked for 13, limit 8"),
             (prompt_of(100), greedy(60), "prompt . max_new_tokens: asked for 10, limit 8"),
@@ -76,16 +76,16 @@ async def test_what_can_never_run_is_refused_at_once(llama: LoadedModel) -> None
 async def test_nobody_starves_in_a_small_pool(llama: LoadedModel) -> None:
     """Twelve requests, each of which grows; at most two fit at once. All of them end, with the right tokens."""
     prompts = [prompt_of(20 + n, n) for n in range(12)]
-    async with Pair(llama) as roomy:
+    async with EnginePair(llama) as roomy:
         want = [await roomy.tokens(p, greedy(30)) for p in prompts]
-    async with Pair(llama, page_size=4, num_pages=32) as pair:
+    async with EnginePair(llama, page_size=4, num_pages=32) as pair:
         assert await asyncio.gather(*(pair.tokens(p, greedy(30)) for p in prompts)) == want
         assert pair.home
 
 
 async def test_without_admission_a_full_pool_ends_a_request_instead_of_all(llama: LoadedModel) -> None:
     """Rooms took every page before anybody was admitted: one gives up, the others can go on."""
-    async with Pair(llama, page_size=4, num_pages=20, source_pages=64) as pair:
+    async with EnginePair(llama, page_size=4, num_pages=20, source_pages=64) as pair:
 
         async def one(n: int) -> int:
             room = pair.room(prompt_of(20, n))
@@ -99,7 +99,7 @@ async def test_without_admission_a_full_pool_ends_a_request_instead_of_all(llama
         assert pair.home
 
 
-def blocked(pair: Pair) -> tuple[threading.Event, threading.Event]:
+def blocked(pair: EnginePair) -> tuple[threading.Event, threading.Event]:
     """Decode steps wait in the model thread; returns (entered, gate)."""
     honest = pair.decode._runner.forward
     entered, gate = threading.Event(), threading.Event()
@@ -115,7 +115,7 @@ def blocked(pair: Pair) -> tuple[threading.Event, threading.Event]:
 
 @pytest.mark.parametrize("how", ["closed", "cancelled", "engine closed"])
 async def test_pages_of_a_dropped_request_are_free_when_its_step_has_ended(how: str, llama: LoadedModel) -> None:
-    async with Pair(llama) as pair:
+    async with EnginePair(llama) as pair:
         entered, gate = blocked(pair)
         room = pair.room(prompt_of(40))
         asyncio.ensure_future(pair.prefill.prefill(room.prefill_half, prompt_of(40), greedy(9)))  # noqa: RUF006
@@ -144,7 +144,7 @@ async def test_pages_of_a_dropped_request_are_free_when_its_step_has_ended(how: 
 
 
 async def test_a_failed_room_is_told_and_its_pages_come_home(llama: LoadedModel) -> None:
-    async with Pair(llama) as pair:
+    async with EnginePair(llama) as pair:
         room = pair.room(prompt_of(40))
         stream = pair.decode.generate(room, prompt_of(40), greedy(9))
         reader = asyncio.ensure_future(anext(stream))
@@ -156,7 +156,7 @@ async def test_a_failed_room_is_told_and_its_pages_come_home(llama: LoadedModel)
 
 
 async def test_a_reader_that_leaves_before_landing_aborts_the_room(llama: LoadedModel) -> None:
-    async with Pair(llama) as pair:
+    async with EnginePair(llama) as pair:
         room = pair.room(prompt_of(40))
         admission = await pair.decode.admit(prompt_of(40), greedy(9))
         reader = asyncio.ensure_future(anext(pair.decode.generate(room, prompt_of(40), greedy(9), admission)))
@@ -168,20 +168,24 @@ async def test_a_reader_that_leaves_before_landing_aborts_the_room(llama: Loaded
 
 
 @pytest.mark.parametrize(
-    "handoff",
-    [b"junk", HandOff(first_token=1, prompt_tokens=39).encode(), HandOff(first_token=512, prompt_tokens=40).encode()],
+    ("handoff", "text"),
+    [
+        (b"junk", "cannot decode a 4-byte hand-over"),
+        (HandOff(first_token=1, prompt_tokens=39).encode(), "the hand-over is for a prompt of 39 tokens, not 40"),
+        (HandOff(first_token=512, prompt_tokens=40).encode(), r"the hand-over's first token 512 is outside 0\.\.511"),
+    ],
 )
-async def test_a_hand_over_for_something_else_ends_the_request(handoff: bytes, llama: LoadedModel) -> None:
-    async with Pair(llama) as pair:
+async def test_a_hand_over_for_something_else_ends_the_request(handoff: bytes, text: str, llama: LoadedModel) -> None:
+    async with EnginePair(llama) as pair:
         room = pair.room(prompt_of(40))
         room._landed.set_result(handoff)
-        with pytest.raises(WireError, match="hand-over"):
+        with pytest.raises(WireError, match=text):
             await anext(pair.decode.generate(room, prompt_of(40), greedy(9)))
         assert pair.home and room.closed
 
 
 async def test_a_failing_step_ends_its_requests_and_nothing_else(llama: LoadedModel) -> None:
-    async with Pair(llama) as pair:
+    async with EnginePair(llama) as pair:
         honest = pair.decode._runner.forward
 
         def fail(rows: list[Row]) -> torch.Tensor:
@@ -197,7 +201,7 @@ async def test_a_failing_step_ends_its_requests_and_nothing_else(llama: LoadedMo
 
 
 async def test_a_closed_engine_refuses(llama: LoadedModel) -> None:
-    async with Pair(llama) as pair:
+    async with EnginePair(llama) as pair:
         await pair.decode.close()
         assert not pair.decode.healthy
         with pytest.raises(AbortedError, match="closing"):
@@ -205,14 +209,14 @@ async def test_a_closed_engine_refuses(llama: LoadedModel) -> None:
 
 
 async def test_admission_checks_the_prompt(llama: LoadedModel) -> None:
-    async with Pair(llama) as pair:
+    async with EnginePair(llama) as pair:
         with pytest.raises(MisuseError, match="empty"):
             await pair.decode.admit([], SamplingParams())
 
 
 @pytest.mark.parametrize("stage", ["waiting for pages", "landing", "loop gone"])
 async def test_an_engine_that_ends_leaves_nobody_waiting(stage: str, llama: LoadedModel) -> None:
-    async with Pair(llama, num_pages=8) as pair:
+    async with EnginePair(llama, num_pages=8) as pair:
         room = pair.room(prompt_of(40))
         if stage == "waiting for pages":
             request: asyncio.Future[Any] = asyncio.ensure_future(pair.decode.admit(prompt_of(100), greedy(5)))
@@ -236,7 +240,7 @@ async def test_an_engine_that_ends_leaves_nobody_waiting(stage: str, llama: Load
 
 
 async def test_pages_of_a_finished_request_do_not_wait_for_its_reader(llama: LoadedModel) -> None:
-    async with Pair(llama, num_pages=8) as pair:
+    async with EnginePair(llama, num_pages=8) as pair:
         room = pair.room(prompt_of(40))
         leg = asyncio.ensure_future(pair.prefill.prefill(room.prefill_half, prompt_of(40), greedy(20)))
         slow = pair.decode.generate(room, prompt_of(40), greedy(20), await pair.decode.admit(prompt_of(40), greedy(20)))

@@ -13,23 +13,23 @@ import pytest
 from kvflow.engine.model.load import LoadedModel
 from kvflow.protocols.errors import KvflowError
 from kvflow.testing.cancellation import Steps
-from tests.engine.pair import FakeRoom, Pair, greedy, prompt_of, until
+from tests.engine.pair import EnginePair, FakeRoom, greedy, prompt_of, until
 
 PROMPT = prompt_of(27)
 TOKENS = greedy(4)
 Work = Coroutine[Any, Any, object]
-Scene = Callable[[Pair], Awaitable[Work]]
+Scene = Callable[[EnginePair], Awaitable[Work]]
 
 
 def beside(work: Work) -> None:
     asyncio.ensure_future(work).add_done_callback(lambda task: task.cancelled() or task.exception())
 
 
-def send(pair: Pair, room: FakeRoom) -> Work:
+def send(pair: EnginePair, room: FakeRoom) -> Work:
     return pair.prefill.prefill(room.prefill_half, PROMPT, TOKENS)
 
 
-async def read(pair: Pair) -> None:
+async def read(pair: EnginePair) -> None:
     admission = await pair.decode.admit(PROMPT, TOKENS)
     room = pair.room(PROMPT)
     beside(send(pair, room))
@@ -38,11 +38,11 @@ async def read(pair: Pair) -> None:
             pass
 
 
-async def prefilling(pair: Pair) -> Work:
+async def prefilling(pair: EnginePair) -> Work:
     return send(pair, pair.room(PROMPT))
 
 
-async def prefilling_slowly(pair: Pair) -> Work:
+async def prefilling_slowly(pair: EnginePair) -> Work:
     """All is computed and nothing has landed."""
     room = pair.room(PROMPT)
     room.gate.clear()
@@ -50,7 +50,7 @@ async def prefilling_slowly(pair: Pair) -> Work:
     return send(pair, room)
 
 
-async def prefilling_in_turn(pair: Pair) -> Work:
+async def prefilling_in_turn(pair: EnginePair) -> Work:
     """Another room has all the pages."""
     first = pair.room(PROMPT)
     first.gate.clear()
@@ -60,23 +60,23 @@ async def prefilling_in_turn(pair: Pair) -> Work:
     return await prefilling(pair)
 
 
-async def generating(pair: Pair) -> Work:
+async def generating(pair: EnginePair) -> Work:
     return read(pair)
 
 
-async def generating_in_turn(pair: Pair) -> Work:
+async def generating_in_turn(pair: EnginePair) -> Work:
     beside(read(pair))
     await until(lambda: pair.decode.load().running == 1 or pair.rooms != [])
     return read(pair)
 
 
-async def closing_prefill(pair: Pair) -> Work:
+async def closing_prefill(pair: EnginePair) -> Work:
     beside(read(pair))
     await until(lambda: pair.source.pages.held_pages > 0)
     return pair.prefill.close()
 
 
-async def closing_decode(pair: Pair) -> Work:
+async def closing_decode(pair: EnginePair) -> Work:
     beside(read(pair))
     await until(lambda: pair.target.pages.held_pages > 0)
     return pair.decode.close()
@@ -99,7 +99,7 @@ async def test_every_wait(llama: LoadedModel, scene: Scene, how: str) -> None:
     before = asyncio.all_tasks()
     for first in itertools.count():
         plan = range(first, first + {"once": 1, "late": 1, "twice": 2, "throughout": 6}[how])
-        async with Pair(llama, page_size=4, chunk_tokens=10, num_pages=16, source_pages=9) as pair:
+        async with EnginePair(llama, page_size=4, chunk_tokens=10, num_pages=16, source_pages=9) as pair:
             steps = Steps(await scene(pair), *plan, after_s=0.003 if how == "late" else 0.0)
             (result,) = await asyncio.gather(steps.task(), return_exceptions=True)
             assert result is None or not isinstance(result, Exception) or isinstance(result, KvflowError), result

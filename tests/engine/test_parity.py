@@ -18,7 +18,7 @@ from kvflow.engine.scheduler.params import SamplingParams, TokenOut
 from kvflow.engine.scheduler.single import SingleEngine
 from kvflow.protocols.pages.layout import Order
 from tests.engine import tiny_models
-from tests.engine.pair import FakeRoom, Pair, Side, greedy, prompt_of, until
+from tests.engine.pair import EnginePair, FakeRoom, Side, greedy, prompt_of, until
 
 CHUNK = 40
 NEW = 20
@@ -43,7 +43,7 @@ def lengths(page: int) -> list[int]:
 
 async def compare(model: LoadedModel, stock: Any, family: str, page: int, orders: tuple[Order, Order]) -> None:
     prompts = [prompt_of(n, salt) for salt, n in enumerate(lengths(page))]
-    async with Pair(
+    async with EnginePair(
         model, page_size=page, num_pages=16 * 320 // page, orders=orders, chunk_tokens=CHUNK, max_batch_tokens=64
     ) as pair:
         found = await asyncio.gather(*(pair.tokens(p, greedy(NEW)) for p in prompts))
@@ -77,7 +77,7 @@ async def test_fp32_matrix(family: str, page: int, order: Order, loaded: Loader,
 async def test_a_zeroed_page_changes_the_output(family: str, loaded: Loader, stock: Callable[[str], Any]) -> None:
     """The negative control: parity would not notice pages that nobody reads."""
     prompt = prompt_of(60)
-    async with Pair(loaded(family)) as pair:
+    async with EnginePair(loaded(family)) as pair:
 
         def spoil(room: FakeRoom) -> None:
             def zero() -> None:
@@ -93,7 +93,7 @@ async def test_a_zeroed_page_changes_the_output(family: str, loaded: Loader, sto
     assert tokens != whole
 
 
-async def together(pair: Pair, prompts: list[list[int]], params: SamplingParams) -> list[list[TokenOut]]:
+async def together(pair: EnginePair, prompts: list[list[int]], params: SamplingParams) -> list[list[TokenOut]]:
     """All in one batch, from their first decode step to the last."""
     pair.decode.pause()
     running = [asyncio.ensure_future(pair.outputs(p, params)) for p in prompts]
@@ -130,7 +130,7 @@ async def test_half_precision_equals_one_process_bit_for_bit(family: str, dtype:
     params = greedy(NEW, logprobs=3)
     many = [prompt_of(n, n) for n in (1, 15, 16, 17, 40, 41, 90, 150)]
     for prompts in ([prompt_of(33)], many):
-        async with Pair(model, chunk_tokens=CHUNK, max_batch_rooms=1) as pair:
+        async with EnginePair(model, chunk_tokens=CHUNK, max_batch_rooms=1) as pair:
             assert await together(pair, prompts, params) == await single(model, prompts, params)
 
 
@@ -141,7 +141,7 @@ async def test_seeded_sampling_equals_one_process(dtype: str, loaded: Loader) ->
     texts = []
     for n, more in enumerate(({}, {"top_k": 20}, {"top_p": 0.9}, {"top_k": 40, "top_p": 0.8})):
         params = SamplingParams(temperature=1.3, seed=7 + n, max_new_tokens=NEW, logprobs=1, **more)
-        async with Pair(model, chunk_tokens=CHUNK, max_batch_rooms=1) as pair:
+        async with EnginePair(model, chunk_tokens=CHUNK, max_batch_rooms=1) as pair:
             found = await together(pair, prompts, params)
         assert found == await single(model, prompts, params)
         texts += [tuple(out.token_id for out in outs) for outs in found]
@@ -152,7 +152,7 @@ async def test_seeded_sampling_in_fp32_ignores_the_company(llama: LoadedModel) -
     """The same seed gives the same tokens alone and among strangers; another seed, others."""
     prompt = prompt_of(30)
     params = SamplingParams(temperature=1.0, top_p=0.95, seed=-5, max_new_tokens=NEW)
-    async with Pair(llama) as pair:
+    async with EnginePair(llama) as pair:
         alone = await pair.tokens(prompt, params)
         crowd = [pair.tokens(prompt_of(n, n), SamplingParams(seed=n, max_new_tokens=NEW)) for n in (9, 31, 70)]
         among, *_ = await asyncio.gather(pair.tokens(prompt, params), *crowd)
@@ -162,7 +162,7 @@ async def test_seeded_sampling_in_fp32_ignores_the_company(llama: LoadedModel) -
 
 async def test_logprobs_are_those_of_the_stock_model(llama: LoadedModel, stock: Callable[[str], Any]) -> None:
     prompt = prompt_of(21)
-    async with Pair(llama) as pair:
+    async with EnginePair(llama) as pair:
         outs = await pair.outputs(prompt, greedy(6, logprobs=4))
     tokens = [out.token_id for out in outs]
     with torch.inference_mode():

@@ -11,7 +11,7 @@ from kvflow.engine.model.load import LoadedModel
 from kvflow.engine.scheduler.params import TokenOut
 from kvflow.engine.scheduler.single import SingleEngine
 from kvflow.protocols.errors import CapacityError
-from tests.engine.pair import Pair, Side, greedy, prompt_of, until
+from tests.engine.pair import EnginePair, Side, greedy, prompt_of, until
 
 
 async def test_one_process_equals_two_and_frees_everything(llama: LoadedModel) -> None:
@@ -36,5 +36,5 @@ async def test_one_process_equals_two_and_frees_everything(llama: LoadedModel) -
             await anext(engine.generate(prompt_of(500), greedy(400)))
         await until(side.pages.at_rest)
         await engine.close()
-    async with Pair(llama, chunk_tokens=32) as pair:
+    async with EnginePair(llama, chunk_tokens=32) as pair:
         assert found == [await pair.outputs(p, greedy(12)) for p in prompts]

@@ -12,18 +12,17 @@ from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Whitespace
 
-from kvflow.config import Settings
-from kvflow.engine.scheduler.limits import Limits
+from kvflow.engine.scheduler.limits import EngineLimits
 from kvflow.engine.scheduler.params import SamplingParams, TokenOut
 from kvflow.protocols.errors import Cause, Code, MisuseError, room_error
 from kvflow.protocols.wire.ranks import PoolShape
 from kvflow.server.http import generate, openai, operations
 from kvflow.server.http.app import build_app
-from kvflow.server.http.listening import bound_socket, serving
+from kvflow.server.http.completion_service import GenerationRequest, ModelCard, Report
+from kvflow.server.http.listening import bound_socket, listening_on
 from kvflow.server.http.metrics import Metrics
-from kvflow.server.http.pipeline import Front
-from kvflow.server.http.service import ModelCard, Order, Report
-from kvflow.server.http.text import Wording
+from kvflow.server.http.pipeline import CompletionPipeline
+from kvflow.server.http.tokenizer import ThreadedTokenizer
 
 WORDS = [f"w{i}" for i in range(100)]
 
@@ -66,44 +65,44 @@ class FakeService:
     def __init__(self, role: str, meeting: Meeting, *, pool_tokens: int = 64) -> None:
         self.role = role
         self.card = ModelCard(path="fake/model", name="fake", context_length=128, vocab_size=100)
-        self.trouble = ""
+        self.unavailable_reason = ""
         self.dead: list[tuple[int, str]] = []
-        self.limits = Limits(128, 100, 1, pool_tokens)
+        self.limits = EngineLimits(128, 100, 1, pool_tokens)
         self.gate = asyncio.Event()
         self.gate.set()
         self.failure: Cause | None = None
         self.fail_after: int | None = None
         self.refused: list[tuple[int, Cause]] = []
-        self.orders: list[Order] = []
+        self.requests: list[GenerationRequest] = []
         self.started = asyncio.Event()
         self.ended: asyncio.Queue[int] = asyncio.Queue()
         self._meeting = meeting
 
-    async def tokens(self, order: Order) -> AsyncGenerator[TokenOut, None]:
-        self.orders.append(order)
+    async def tokens(self, request: GenerationRequest) -> AsyncGenerator[TokenOut, None]:
+        self.requests.append(request)
         self.started.set()
         try:
             if self.failure is not None:
                 raise room_error(self.failure)
-            meeting = self._meeting.of(order.room)
+            meeting = self._meeting.of(request.room)
             if self.role == "prefill":
                 await self.gate.wait()
                 meeting.set_result(None)
-                yield self._token(order.prompt[-1] + 1, order.params, "length")
+                yield self._token(request.prompt[-1] + 1, request.params, "length")
                 return
             await asyncio.shield(meeting)
-            for i in range(1, order.params.max_new_tokens + 1):
+            for i in range(1, request.params.max_new_tokens + 1):
                 if self.fail_after is not None and i > self.fail_after:
                     raise room_error(Cause(Code.ENGINE_ERROR, "step failed"))
                 if i > 1:
                     await self.gate.wait()
-                last = i == order.params.max_new_tokens
-                token = self._token(order.prompt[-1] + i, order.params, "length" if last else None)
+                last = i == request.params.max_new_tokens
+                token = self._token(request.prompt[-1] + i, request.params, "length" if last else None)
                 yield token
                 if token.finish_reason is not None:
                     return
         finally:
-            self.ended.put_nowait(order.room)
+            self.ended.put_nowait(request.room)
 
     def _token(self, token: int, params: SamplingParams, reason: Any) -> TokenOut:
         token %= 100
@@ -128,7 +127,7 @@ class FakeService:
             pages_free=3,
             pages_total=4,
             pages_by_kind={"room": 1},
-            pages_home=False,
+            pages_at_rest=False,
             peers_by_phase={"silent": 1},
             peers_declared_dead=2,
             rooms_by_state={"transferring": 1},
@@ -139,10 +138,10 @@ class FakeService:
         )
 
     def rooms(self) -> list[dict[str, Any]]:
-        return [{"room": order.room} for order in self.orders]
+        return [{"room": request.room} for request in self.requests]
 
     def story(self, room: int) -> dict[str, Any] | None:
-        return {"room": room, "events": []} if any(order.room == room for order in self.orders) else None
+        return {"room": room, "events": []} if any(request.room == room for request in self.requests) else None
 
     def peers(self) -> list[dict[str, Any]]:
         return [{"incarnation": "000000000000abcd", "phase": "silent"}]
@@ -159,16 +158,20 @@ class FakeService:
 class Role:
     """A fake service behind the real routes."""
 
-    def __init__(self, service: FakeService, *, api_key: str = "", bootstrap_port: int = 8998, **front: Any) -> None:
+    def __init__(self, service: FakeService, *, api_key: str = "", bootstrap_port: int = 8998, **options: Any) -> None:
         self.service = service
         self.metrics = Metrics(service.report, role=service.role, sglang=True)
-        self.wording = Wording(WordTokenizer())
-        self.front = Front(service, self.wording, self.metrics, **{"keepalive_s": 0.02, **front})
-        settings = Settings(api_key=api_key)
+        self.tokenizer = ThreadedTokenizer(WordTokenizer())
+        self.pipeline = CompletionPipeline(service, self.tokenizer, self.metrics, **{"keepalive_s": 0.02, **options})
         routes = [
-            *generate.routes(self.front),
-            *openai.routes(self.front),
-            *operations.routes(self.front, settings, bootstrap_port if service.role == "prefill" else None),
+            *generate.routes(self.pipeline),
+            *openai.routes(self.pipeline),
+            *operations.routes(
+                self.pipeline,
+                host="127.0.0.1",
+                bootstrap_port=bootstrap_port if service.role == "prefill" else None,
+                has_api_key=bool(api_key),
+            ),
         ]
         self.app: web.Application = build_app(routes, self.metrics, api_key)
 
@@ -188,5 +191,5 @@ class Server:
 async def served(app: web.Application) -> AsyncIterator[Server]:
     """The application on a real port, as production serves it."""
     made = bound_socket("127.0.0.1", 0, "--port")
-    async with serving(app, made):
+    async with listening_on(app, made):
         yield Server(made.getsockname()[1])

@@ -8,7 +8,6 @@ import aiohttp
 import pytest
 from aiohttp import web
 
-from kvflow.config import Settings
 from kvflow.server.http.metrics import Metrics
 from kvflow.server.http.registry import registry_app
 from kvflow.server.router.router import Router, router_app
@@ -29,7 +28,7 @@ STRANGERS: list[dict[str, str]] = [
 
 @pytest.fixture
 async def apps(meeting: Meeting) -> AsyncIterator[dict[str, web.Application]]:
-    router = Router(Settings(prefill=("http://127.0.0.1:1",), decode=("http://127.0.0.1:1",), api_key=KEY))
+    router = Router(["http://127.0.0.1:1"], ["http://127.0.0.1:1"], api_key=KEY)
     yield {
         "prefill": Role(FakeService("prefill", meeting), api_key=KEY).app,
         "decode": Role(FakeService("decode", meeting), api_key=KEY).app,

@@ -62,7 +62,7 @@ def test_a_missing_mooncake_is_no_error_but_has_an_advice(
     wheels(monkeypatch, {})
     real = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "mooncake" else real(name))
-    assert doctor.mooncake_trouble() == "mooncake is not installed: pip install 'kvflow[mooncake]'"
+    assert doctor.mooncake_unavailable_reason() == "mooncake is not installed: pip install 'kvflow[mooncake]'"
     assert not finding("mooncake wheel").needed
     assert doctor.run_doctor(as_json=True) == 0
     capsys.readouterr()
@@ -74,5 +74,5 @@ def test_a_library_that_is_missing_is_named_with_its_package(monkeypatch: pytest
     wheels(monkeypatch, {"mooncake-transfer-engine": "0.3.13"})
     failed: Any = subprocess.CompletedProcess([], 1, "", "Traceback\nImportError: libnuma.so.1: cannot open")
     monkeypatch.setattr(subprocess, "run", lambda *_, **__: failed)
-    trouble = doctor.mooncake_trouble()
+    trouble = doctor.mooncake_unavailable_reason()
     assert trouble == "mooncake cannot be loaded (ImportError: libnuma.so.1: cannot open): apt-get install -y libnuma1"

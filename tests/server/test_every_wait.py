@@ -60,8 +60,8 @@ async def test_every_wait(side: str, stream: bool, how: str) -> None:
                 async with session.post(server.make_url("/generate"), json={**BODY, "stream": stream}) as answer:
                     await answer.read()
         ended = {role.service.ended.get_nowait() for _ in range(role.service.ended.qsize())}
-        assert ended == {order.room for order in role.service.orders}
-        assert not role.front.running
+        assert ended == {request.room for request in role.service.requests}
+        assert not role.pipeline.running
         assert asyncio.all_tasks() <= before
         (steps,) = seen
         if steps.waits <= first:

@@ -50,8 +50,8 @@ async def test_text_in_text_and_ids_out(decode: Role, decode_server: Server, ses
         "cached_tokens": 0,
         "finish_reason": {"type": "length", "length": 3},
     }
-    order = decode.service.orders[0]
-    assert (order.room, order.prefill, order.prompt) == (7, "127.0.0.1:8998", [1, 2])
+    request = decode.service.requests[0]
+    assert (request.room, request.prefill, request.prompt) == (7, "127.0.0.1:8998", [1, 2])
 
 
 async def test_fields_of_other_programs_are_accepted(decode_server: Server, session: aiohttp.ClientSession) -> None:
@@ -91,9 +91,9 @@ async def test_several_prompts_and_choices_use_their_own_rooms(
     status, answer = await post(session, decode_server, document)
     assert status == 200
     assert [one["output_ids"] for one in answer] == [[2, 3], [2, 3], [6, 7], [6, 7]]
-    orders = sorted(decode.service.orders, key=lambda order: order.room)
-    assert [order.prefill for order in orders] == ["127.0.0.1:1", "127.0.0.1:2", "127.0.0.1:3", "127.0.0.1:8998"]
-    assert [order.params.seed for order in orders] == [40, 41, 40, 41]
+    requests = sorted(decode.service.requests, key=lambda request: request.room)
+    assert [request.prefill for request in requests] == ["127.0.0.1:1", "127.0.0.1:2", "127.0.0.1:3", "127.0.0.1:8998"]
+    assert [request.params.seed for request in requests] == [40, 41, 40, 41]
 
 
 async def test_logprobs(decode_server: Server, session: aiohttp.ClientSession) -> None:
@@ -124,12 +124,12 @@ async def test_stops(
 @pytest.mark.parametrize(
     ("changes", "part"),
     [
-        ({"text": None}, "text or input_ids"),
+        ({"text": None}, "neither text nor input_ids is given"),
         ({"text": 5}, "text"),
-        ({"input_ids": [1]}, "text or input_ids"),
+        ({"input_ids": [1]}, "text and input_ids are both given"),
         ({"text": None, "input_ids": [1, [2]]}, "token ids"),
         ({"text": None, "input_ids": []}, "empty"),
-        ({"text": None, "input_ids": [100]}, "vocabulary"),
+        ({"text": None, "input_ids": [100]}, "token id 100 is outside the model's vocabulary, 0..99"),
         ({"text": None, "input_ids": [-1]}, "input_ids"),
         ({"text": None, "input_ids": [1] * 128}, "asked for 128, limit 127"),
         ({"text": None, "input_ids": [1] * 60, "sampling_params": {"max_new_tokens": 6}}, "asked for 65, limit 64"),
@@ -140,10 +140,11 @@ async def test_stops(
         ({"sampling_params": {"regex": "a+"}}, "sampling_params.regex"),
         ({"sampling_params": []}, "sampling_params"),
         ({"bootstrap_room": None}, "bootstrap_room is missing"),
-        ({"bootstrap_room": -1}, "bootstrap_room"),
-        ({"bootstrap_room": 1 << 64}, "bootstrap_room"),
+        ({"bootstrap_room": -1}, "bootstrap_room: -1 is not an unsigned 64-bit integer"),
+        ({"bootstrap_room": 1 << 64}, "bootstrap_room: 18446744073709551616 is not an unsigned 64-bit integer"),
+        ({"text": ["w1", "w2"], "bootstrap_room": [7, 7]}, "bootstrap_room: 7 is given twice"),
         ({"bootstrap_room": [1, 2]}, "2 entries for 1"),
-        ({"bootstrap_host": "a/b"}, "bootstrap_host"),
+        ({"bootstrap_host": "a/b"}, "bootstrap_host: 'a/b' is not a host name"),
         ({"bootstrap_port": 0}, "bootstrap_port"),
     ],
 )
@@ -223,8 +224,8 @@ async def test_a_client_that_leaves_ends_its_room(
     await asyncio.wait_for(decode.service.started.wait(), 5)
     request.cancel()
     assert await asyncio.wait_for(decode.service.ended.get(), 5) == 7
-    await asyncio.wait_for(decode.front.idle.wait(), 5)
-    assert decode.front.running == 0
+    await asyncio.wait_for(decode.pipeline.idle.wait(), 5)
+    assert decode.pipeline.running == 0
 
 
 async def test_a_refused_prefill_tells_the_other_leg(

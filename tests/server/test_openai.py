@@ -10,7 +10,6 @@ import aiohttp
 import openai
 import pytest
 
-from kvflow.config import Settings
 from kvflow.protocols.errors import Cause, Code
 from kvflow.server.router.router import Router, router_app
 from tests.server.fake_service import Role, Server, served
@@ -19,7 +18,7 @@ from tests.server.fake_service import Role, Server, served
 @pytest.fixture
 async def client(prefill_server: Server, decode_server: Server) -> AsyncIterator[openai.AsyncOpenAI]:
     """The official client in front of our router, which is in front of the two fakes."""
-    router = Router(Settings(prefill=(prefill_server.url,), decode=(decode_server.url,)))
+    router = Router([prefill_server.url], [decode_server.url])
     await router.start()
     async with (
         served(router_app(router)) as server,
@@ -48,7 +47,7 @@ async def test_chat(client: openai.AsyncOpenAI) -> None:
 
 async def test_chat_without_a_limit_may_fill_what_the_pool_has_left(client: openai.AsyncOpenAI, decode: Role) -> None:
     await client.chat.completions.create(model="fake", messages=[{"role": "user", "content": "w1"}])
-    assert decode.service.orders[0].params.max_new_tokens == 63
+    assert decode.service.requests[0].params.max_new_tokens == 63
 
 
 async def test_chat_choices_seed_stop_and_logprobs(client: openai.AsyncOpenAI, decode: Role) -> None:
@@ -64,8 +63,8 @@ async def test_chat_choices_seed_stop_and_logprobs(client: openai.AsyncOpenAI, d
         first = choice.logprobs.content[0]
         assert (first.token, first.logprob, first.bytes) == ("w2", -0.5, list(b"w2"))
         assert [top.token for top in first.top_logprobs] == ["w2", "w3"]
-    assert sorted(order.params.seed or 0 for order in decode.service.orders) == [5, 6]
-    assert len({order.room for order in decode.service.orders}) == 2
+    assert sorted(request.params.seed or 0 for request in decode.service.requests) == [5, 6]
+    assert len({request.room for request in decode.service.requests}) == 2
 
 
 async def test_chat_stream_with_usage(client: openai.AsyncOpenAI) -> None:
@@ -156,7 +155,7 @@ async def test_an_error_in_a_stream_reaches_the_client(client: openai.AsyncOpenA
 
 
 async def test_a_model_without_tokenizer_serves_token_ids_only(decode: Role, session: aiohttp.ClientSession) -> None:
-    decode.wording._tokenizer = None
+    decode.tokenizer._tokenizer = None
     async with served(decode.app) as server:
         for path, body in (
             ("/v1/completions", {"prompt": "w1"}),

@@ -26,17 +26,17 @@ async def get(session: Session, server: Server, path: str) -> tuple[int, Any]:
 async def test_health_follows_the_engine_and_the_drain(decode: Role, decode_server: Server, session: Session) -> None:
     for path in ("/health", "/health_generate"):
         assert (await get(session, decode_server, path))[0] == 200
-    decode.service.trouble = "the engine has stopped"
+    decode.service.unavailable_reason = "the engine has stopped"
     assert (await get(session, decode_server, "/health"))[0] == 503
-    decode.service.trouble = ""
-    decode.front.draining = True
+    decode.service.unavailable_reason = ""
+    decode.pipeline.draining = True
     assert (await get(session, decode_server, "/health"))[0] == 503
 
 
 async def test_a_draining_server_refuses_and_tells_the_other_leg(
     prefill: Role, prefill_server: Server, session: Session
 ) -> None:
-    prefill.front.draining = True
+    prefill.pipeline.draining = True
     body = {"text": "w1", "bootstrap_room": 3, "bootstrap_host": "h"}
     async with session.post(prefill_server.make_url("/generate"), json=body) as answer:
         assert answer.status == 503
@@ -145,7 +145,7 @@ async def test_the_key_guards_everything_but_health_and_metrics(meeting: Meeting
 async def test_quarantine_above_its_limit_is_a_degraded_server(
     decode: Role, decode_server: Server, session: Session
 ) -> None:
-    decode.service.trouble = "600 pages are in quarantine, more than 512: no new room"
+    decode.service.unavailable_reason = "600 pages are in quarantine, more than 512: no new room"
     status, body = await get(session, decode_server, "/health")
     assert (status, body["error"]["code"]) == (503, "degraded")
     assert "600 pages" in body["error"]["message"]

@@ -12,7 +12,6 @@ import aiohttp
 import pytest
 from aiohttp import web
 
-from kvflow.config import Settings
 from kvflow.protocols.errors import Cause, Code
 from kvflow.server.router import legs
 from kvflow.server.router.router import Router, router_app
@@ -30,10 +29,7 @@ async def routed() -> AsyncIterator[MakeRouter]:
     async with AsyncExitStack() as stack:
 
         async def make(prefills: list[Server], decodes: list[Server]) -> Server:
-            settings = Settings(
-                prefill=tuple(s.url for s in prefills), decode=tuple(s.url for s in decodes), poll_s=3600
-            )
-            router = Router(settings)
+            router = Router([s.url for s in prefills], [s.url for s in decodes], poll_s=3600)
             stack.push_async_callback(router.close)
             await router.start()
             return await stack.enter_async_context(served(router_app(router)))
@@ -58,9 +54,13 @@ async def test_both_legs_get_the_same_room_and_decode_answers(
         document = json.loads(await answer.read())
         room = int(answer.headers["X-Kvflow-Room"])
     assert document["output_ids"] == [2, 3, 4]
-    assert [order.room for order in prefill.service.orders] == [order.room for order in decode.service.orders] == [room]
+    assert (
+        [request.room for request in prefill.service.requests]
+        == [request.room for request in decode.service.requests]
+        == [room]
+    )
     assert 0 <= room < 1 << 63
-    assert decode.service.orders[0].prefill == "127.0.0.1:8998"
+    assert decode.service.requests[0].prefill == "127.0.0.1:8998"
 
 
 async def test_a_client_cannot_choose_the_meeting(server: Server, decode: Role, session: Session) -> None:
@@ -68,7 +68,7 @@ async def test_a_client_cannot_choose_the_meeting(server: Server, decode: Role, 
         session, server, {**BODY, "bootstrap_host": "evil", "bootstrap_room": 1, "bootstrap_port": 1}
     )
     assert status == 200
-    assert decode.service.orders[0].prefill == "127.0.0.1:8998"
+    assert decode.service.requests[0].prefill == "127.0.0.1:8998"
 
 
 async def test_streams_come_through_event_by_event(server: Server, decode: Role, session: Session) -> None:
@@ -85,7 +85,7 @@ async def test_several_rooms_for_several_completions(server: Server, decode: Rol
     status, answers = await post(session, server, document)
     assert status == 200
     assert [answer["output_ids"] for answer in answers] == [[2], [2], [3], [3]]
-    assert len({order.room for order in decode.service.orders}) == 4
+    assert len({request.room for request in decode.service.requests}) == 4
 
 
 async def test_the_least_loaded_worker_gets_the_request(
@@ -99,7 +99,7 @@ async def test_the_least_loaded_worker_gets_the_request(
         await asyncio.wait_for(busy.service.started.wait(), 5)
         for _ in range(3):
             assert (await post(session, server))[0] == 200
-        assert (len(busy.service.orders), len(free.service.orders)) == (1, 3)
+        assert (len(busy.service.requests), len(free.service.requests)) == (1, 3)
         busy.service.gate.set()
         assert (await asyncio.wait_for(held, 5))[0] == 200
 
@@ -113,7 +113,7 @@ async def test_when_prefill_refuses_decodes_leg_is_dropped(
     assert status == 503
     assert "prefill is full" in answer["error"]["message"]
     await asyncio.wait_for(decode.service.ended.get(), 5)
-    await asyncio.wait_for(decode.front.idle.wait(), 5)
+    await asyncio.wait_for(decode.pipeline.idle.wait(), 5)
 
 
 async def test_when_decode_refuses_prefills_leg_is_dropped(
@@ -125,7 +125,7 @@ async def test_when_decode_refuses_prefills_leg_is_dropped(
     assert status == 503
     assert "decode is full" in answer["error"]["message"]
     await asyncio.wait_for(prefill.service.ended.get(), 5)
-    await asyncio.wait_for(prefill.front.idle.wait(), 5)
+    await asyncio.wait_for(prefill.pipeline.idle.wait(), 5)
 
 
 async def test_prefills_echo_of_decodes_failure_does_not_hide_it(
@@ -135,7 +135,7 @@ async def test_prefills_echo_of_decodes_failure_does_not_hide_it(
     prefill.service.failure = Cause(Code.CLIENT_GONE, "decode aborted")
     status, answer = await post(session, server)
     assert status == 502
-    assert answer["error"]["message"] == "decode gave the room up"
+    assert answer["error"]["message"] == "decode ended the room and gave no reason within 0.05 s"
 
 
 @pytest.mark.parametrize("held", ["prefill", "decode"])
@@ -149,7 +149,7 @@ async def test_a_client_that_leaves_drops_both_legs(
     request.cancel()
     for role in (prefill, decode):
         await asyncio.wait_for(role.service.ended.get(), 5)
-        await asyncio.wait_for(role.front.idle.wait(), 5)
+        await asyncio.wait_for(role.pipeline.idle.wait(), 5)
 
 
 async def test_a_worker_that_is_gone_is_left_out_and_another_one_serves(
@@ -219,7 +219,10 @@ async def test_workers_of_the_wrong_role_are_not_used(
     server = await routed([decode_server], [prefill_server])
     async with session.get(server.make_url("/health")) as answer:
         assert answer.status == 503
-        assert "is no prefill worker" in json.loads(await answer.read())["error"]["message"]
+        assert (
+            "it is not a prefill worker: its disaggregation_mode is 'decode'"
+            in json.loads(await answer.read())["error"]["message"]
+        )
 
 
 @pytest.mark.parametrize("raw", [b"{", b"[]", b"\xff", b'{"n": "x", "prompt": "a"}', b'{"prompt": [[1]], "n": 100000}'])
@@ -231,7 +234,7 @@ async def test_bodies_that_cannot_be_routed_are_400(server: Server, session: Ses
 async def test_fan_out_and_proxied_routes(server: Server, decode: Role, session: Session) -> None:
     status, _ = await post(session, server)
     assert status == 200
-    room = decode.service.orders[0].room
+    room = decode.service.requests[0].room
     async with session.get(server.make_url(f"/rooms/{room}")) as answer:
         assert set(json.loads(await answer.read())) == {"prefill", "decode"}
     async with session.get(server.make_url("/get_load")) as answer:
@@ -265,4 +268,4 @@ async def test_a_failed_write_followed_by_a_cancellation_still_drops_both_legs(
         await asyncio.create_task(handler())
     assert (worker.running, other.running) == (0, 0)
     await asyncio.wait_for(decode.service.ended.get(), 5)
-    await asyncio.wait_for(decode.front.idle.wait(), 5)
+    await asyncio.wait_for(decode.pipeline.idle.wait(), 5)

@@ -20,11 +20,11 @@ async def test_a_second_signal_kills_what_does_not_end() -> None:
     fleet = Fleet(Settings(drain_timeout_s=3000), {}, quiet=True)
     fleet.router = Child("router", "router", ROUTER, quiet=True)
     await fleet.router.start(os.environ, 30)
-    hurried = asyncio.Event()
+    forced = asyncio.Event()
     fleet.router.process.send_signal(signal.SIGSTOP)
-    stopping = asyncio.create_task(fleet.stop(hurried))
+    stopping = asyncio.create_task(fleet.stop(forced))
     await asyncio.sleep(0)
-    hurried.set()
+    forced.set()
     async with asyncio.timeout(10):
         await stopping
     assert fleet.router.process.returncode == -signal.SIGKILL

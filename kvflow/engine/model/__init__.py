@@ -1,1 +1,1 @@
-"""A Hugging Face causal LM on our pages."""
+"""A Hugging Face causal LM over a paged pool."""

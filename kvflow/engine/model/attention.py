@@ -1,4 +1,4 @@
-"""The attention function `kvflow`: scaled dot product attention, sequence by sequence, over one packed row."""
+"""The attention function `kvflow`: scaled dot product attention over one packed row, one sequence after the other."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from kvflow.engine.model.step import Span, Step, current
 NAME = "kvflow"
 
 
-class Asked:
-    """What the self-test wants to know: which window each layer asked for (0: none)."""
+class WindowRecorder:
+    """For the self-test: the sliding window that each layer passed (0: none); None while nothing is recorded."""
 
     windows: dict[int, int] | None = None
 
@@ -32,14 +32,16 @@ def packed_attention(
     s_aux: torch.Tensor | None = None,
     **_: Any,
 ) -> tuple[torch.Tensor, None]:
-    """`query` [1, heads, tokens, dim], `key`/`value` [1, kv heads, keys, dim] as the step's spans say; keys outside
-    every span are never looked at. `dropout` and `attention_mask` are part of transformers' call, and not used."""
+    """`query` [1, heads, tokens, dim] and `key`/`value` [1, kv heads, keys, dim] are divided by the step's spans.
+
+    Keys outside every span are never read. `dropout` and `attention_mask` belong to transformers' call, and are unused.
+    """
     step = current.step
     if step is None:
-        raise RuntimeError("kvflow attention was called outside a kvflow step")
+        raise RuntimeError("the attention function kvflow was called outside a step of kvflow's runner")
     window = sliding_window or 0
-    if Asked.windows is not None:
-        Asked.windows[getattr(module, "layer_idx", -1)] = window
+    if WindowRecorder.windows is not None:
+        WindowRecorder.windows[getattr(module, "layer_idx", -1)] = window
     out = query.new_empty(1, query.shape[2], query.shape[1], value.shape[-1])
     for span in step.spans:
         q = query[:, :, span.q0 : span.q1]
@@ -56,7 +58,7 @@ def packed_attention(
 
 
 def _one_query(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scaling: float | None) -> torch.Tensor:
-    """Decode: the heads of a group become queries of one head, so no key is repeated."""
+    """Decode: the heads of a group become queries of one head, so no key has to be repeated."""
     folded = q.reshape(1, k.shape[1], -1, q.shape[-1])
     return F.scaled_dot_product_attention(folded, k, v, scale=scaling).reshape(1, -1, 1, v.shape[-1])
 
@@ -75,7 +77,7 @@ def _plain(
     step: Step, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scaling: float | None, window: int,
     softcap: float | None, sinks: torch.Tensor | None,
 ) -> torch.Tensor:  # fmt: skip
-    """Soft-capped scores and attention sinks: no kernel has them on CPU."""
+    """Soft-capped scores and attention sinks, for which there is no CPU kernel."""
     groups = q.shape[1] // k.shape[1]
     k, v = k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1)
     queries, keys = q.shape[2], k.shape[2]

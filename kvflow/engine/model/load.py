@@ -1,4 +1,4 @@
-"""Loading a model: from a directory or a Hugging Face name to something the engines can run, or one clear refusal."""
+"""Loading a model from a directory or a Hugging Face name; models that the engines cannot run are refused."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from kvflow.memory.pool import PagedPool
 from kvflow.protocols.errors import MisuseError
 
 Progress = Callable[[str, float], None]
-"""Called with a stage and how much of it is done, 0 to 1; from the loading thread."""
+"""Called with a stage and the share of it that is done, 0 to 1; from the loading thread."""
 
 DTYPES = ("auto", "float32", "float16", "bfloat16")
 ATTENTIONS = ("auto", "packed", "pad")
@@ -30,7 +30,7 @@ NO_LIMIT = 1 << 20
 
 @dataclass(frozen=True)
 class LoadedModel:
-    """A model that passed the self-test. `streams` go to `build_layout`; `tokenizer` is None where there is none."""
+    """A model that passed the self-test. `streams` is for `build_layout`; `tokenizer` may be None."""
 
     model: Any
     name: str
@@ -56,26 +56,26 @@ class LoadedModel:
 def load_model(
     path: str, dtype: str = "auto", attention: str = "auto", progress: Progress | None = None
 ) -> LoadedModel:
-    """Load, probe and self-test; blocks. `attention` "auto" takes packed where it works, pad where it does not.
+    """Load, probe and self-test; blocks. `attention` "auto" is packed where that works, else pad.
 
     Raises: MisuseError, one line: unknown path or dtype, unsupported model, missing weights, failed self-test.
     """
     if dtype not in DTYPES:
-        raise MisuseError(f"dtype {dtype!r} is none of {', '.join(DTYPES)}")
+        raise MisuseError(f"dtype {dtype!r} is not one of {', '.join(DTYPES)}")
     if attention not in ATTENTIONS:
-        raise MisuseError(f"attention {attention!r} is none of {', '.join(ATTENTIONS)}")
+        raise MisuseError(f"attention {attention!r} is not one of {', '.join(ATTENTIONS)}")
     name = str(path)
-    tell = progress or (lambda stage, done: None)
-    with _quiet(tell):
-        config = _config(name)  # may name something that does not exist: nothing is told before
-        tell("configuration", 1.0)
+    report = progress or (lambda stage, done: None)
+    with _quiet(report):
+        config = _config(name)  # no progress before it: the name may be wrong
+        report("configuration", 1.0)
         refuse_by_config(config, name)
         model = _weights(name, dtype)
         tokenizer = _tokenizer(name)
-        tell("self-test", 0.0)
+        report("self-test", 0.0)
         layers = probe(model, name)
         mode = choose_mode(model, layers, name, attention)
-        tell("ready", 1.0)
+        report("ready", 1.0)
     text = model.config.get_text_config()
     return LoadedModel(
         model=model,
@@ -113,7 +113,7 @@ def _weights(name: str, dtype: str) -> Any:
         raise MisuseError(f"model {name!r} cannot be loaded: {_one_line(error)}") from None
     model, info = loaded
     if missing := sorted(info["missing_keys"]):
-        raise MisuseError(f"model {name!r}: the checkpoint lacks {len(missing)} weights, {missing[0]!r} first")
+        raise MisuseError(f"model {name!r}: the checkpoint lacks {len(missing)} weights, {missing[0]!r} among them")
     return model.eval()
 
 
@@ -151,16 +151,16 @@ def _one_line(error: BaseException) -> str:
 
 
 @contextlib.contextmanager
-def _quiet(tell: Progress) -> Iterator[None]:
-    """No warnings, log lines or bars of transformers while loading; its weights' bar becomes calls of `tell`."""
+def _quiet(report: Progress) -> Iterator[None]:
+    """Silence transformers' warnings, log lines and bars while loading; the bar of the weights becomes `report`."""
     verbosity, bars = transformers_logging.get_verbosity(), transformers_logging.is_progress_bar_enabled()
     transformers_logging.set_verbosity(logging.CRITICAL)
-    hub = logging.getLogger("huggingface_hub")  # a hub that cannot be reached would be told in a dozen lines
+    hub = logging.getLogger("huggingface_hub")  # logs a dozen lines when the hub cannot be reached
     hub_level = hub.level
     hub.setLevel(logging.CRITICAL)
     transformers_logging.disable_progress_bar()
     set_hook = getattr(transformers_logging, "set_tqdm_hook", lambda hook: None)
-    previous = set_hook(lambda factory, args, kwargs: _told(tell, factory, args, kwargs))
+    previous = set_hook(lambda factory, args, kwargs: _with_report(report, factory, args, kwargs))
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
@@ -173,15 +173,16 @@ def _quiet(tell: Progress) -> Iterator[None]:
             transformers_logging.enable_progress_bar()
 
 
-def _told(tell: Progress, factory: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _with_report(report: Progress, factory: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """The iterable of transformers' bar: for the weights one that calls `report`, else what `factory` makes."""
     items = args[0] if args else kwargs.get("iterable")
     if "weights" not in str(kwargs.get("desc", "")).lower() or not hasattr(items, "__len__"):
         return factory(*args, **kwargs)
-    return _counted(tell, items)
+    return _reported(report, items)
 
 
-def _counted(tell: Progress, items: Any) -> Iterable[Any]:
+def _reported(report: Progress, items: Any) -> Iterable[Any]:
     for n, item in enumerate(items):
-        tell("weights", n / len(items))
+        report("weights", n / len(items))
         yield item
-    tell("weights", 1.0)
+    report("weights", 1.0)

@@ -1,4 +1,4 @@
-"""The cache a model writes its keys and values to: our pages, through transformers' own cache interface."""
+"""The cache that a model writes its keys and values to: pages, behind transformers' own cache interface."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from kvflow.memory.pool import PagedPool
 
 
 class PagedLayer(CacheLayerMixin):
-    """One layer's K and V, as views [pages, page size, heads, dim] of the pool. The only writer of K/V there is."""
+    """One layer's K and V, as views [pages, page size, heads, dim] of the pool. Nothing else writes K and V."""
 
     is_sliding = False
 
@@ -23,12 +23,12 @@ class PagedLayer(CacheLayerMixin):
         self.is_initialized = True
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
-        """The pool is there already."""
+        """Nothing to do: the pool has been allocated."""
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *_: Any, **__: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Write the new ones [batch, heads, tokens, dim] in place; return all that the step's rows may look at."""
+        """Write the new states [batch, heads, tokens, dim] in place; return all that the step's rows may attend to."""
         step = self._cache.step
         return _exchange(step, self._k, key_states), _exchange(step, self._v, value_states)
 
@@ -43,7 +43,7 @@ class PagedLayer(CacheLayerMixin):
 
 
 class PagedCache(Cache):
-    """`step` says where everything goes; the runner sets it before each forward."""
+    """`step` has the page and slot of every token; the runner sets it before each forward."""
 
     step: Step
 

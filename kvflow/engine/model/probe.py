@@ -1,4 +1,4 @@
-"""What a model caches, asked of the model itself: a forward over two tokens with transformers' own cache."""
+"""What a model caches, found by a forward over two tokens with transformers' own cache."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from transformers.cache_utils import DummyLayer, LinearAttentionCacheLayerMixin
 from kvflow.protocols.errors import MisuseError
 
 Stream = tuple[str, str, tuple[int, ...]]
-"""Name, dtype, shape per token slot: what `protocols.layout.build_layout` takes."""
+"""Name, dtype, shape per token slot: what `protocols.pages.layout.build_layout` takes."""
 
 _RECURRENT = {"linear_attention", "conv", "hybrid", "hybrid_sliding", "mamba", "mamba2", "recurrent"}
 _COMPRESSED = {"indexed_attention", "heavily_compressed_attention", "compressed_sparse_attention"}
 
 
 class LayerStreams(NamedTuple):
-    """One layer's K and V in the pool. `window` is how far the layer looks back, 0 for all of it."""
+    """One layer's K and V in the pool. `window` is the number of tokens that the layer attends to, 0 for all."""
 
     key_name: str
     value_name: str
@@ -34,7 +34,7 @@ class LayerStreams(NamedTuple):
 
 
 def refuse_by_config(config: Any, name: str) -> None:
-    """Refuse, before any weight is read, what the configuration already gives away. Raises: MisuseError."""
+    """Refuse unsupported models by their configuration, before any weight is read. Raises: MisuseError."""
     text = config.get_text_config()
     kinds = set(getattr(text, "layer_types", None) or ()) | set(getattr(text, "layers_block_type", None) or ())
     if kinds & _RECURRENT:
@@ -42,13 +42,13 @@ def refuse_by_config(config: Any, name: str) -> None:
     if kinds & _COMPRESSED or getattr(text, "index_topk", None):
         raise _unsupported(name, config, "its sparse-attention indexer is not supported")
     if getattr(config, "is_encoder_decoder", False):
-        raise _unsupported(name, config, "it is an encoder-decoder")
+        raise _unsupported(name, config, "it is an encoder-decoder model")
 
 
 def probe(model: Any, name: str) -> tuple[LayerStreams | None, ...]:
-    """K and V of every layer; None for layers without any of their own (shared or no attention).
+    """K and V of every layer; None for layers without K and V of their own (shared ones, or no attention).
 
-    Raises: MisuseError for models whose state is not (only) paged KV.
+    Raises: MisuseError for models with state other than paged KV.
     """
     config = model.config
     if getattr(model, "_is_stateful", False) or "past_key_values" not in inspect.signature(model.forward).parameters:
@@ -59,7 +59,7 @@ def probe(model: Any, name: str) -> tuple[LayerStreams | None, ...]:
         model(input_ids=ids, past_key_values=cache, use_cache=True)
     layers = tuple(_read_layer(layer, i, name, config) for i, layer in enumerate(cache.layers))
     if not any(layers):
-        raise _unsupported(name, config, "it left nothing in its KV cache")
+        raise _unsupported(name, config, "it wrote nothing to its KV cache")
     return layers
 
 
@@ -72,7 +72,8 @@ def _read_layer(layer: Any, index: int, name: str, config: Any) -> LayerStreams 
     if isinstance(layer, DummyLayer) or keys is None:
         return None
     if keys.dim() != 4 or keys.shape[2] != 2 or values.shape[2] != 2 or keys.dtype != values.dtype:
-        raise _unsupported(name, config, f"layer {index} caches K {tuple(keys.shape)} for two tokens")
+        shapes = f"K {tuple(keys.shape)} {keys.dtype} and V {tuple(values.shape)} {values.dtype}"
+        raise _unsupported(name, config, f"layer {index} caches {shapes} for two tokens, not [1, heads, 2, dim]")
     return LayerStreams(
         f"layer{index}.k",
         f"layer{index}.v",

@@ -1,6 +1,6 @@
 """A model over one pool: one forward over any mix of prompt chunks and decoding sequences.
 
-Runs in the model thread. It reads and writes pages of the rows it is given, and no others.
+Runs in the model thread. It reads and writes only pages of the rows that it is given.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from kvflow.protocols.pages.layout import build_layout, differences
 
 
 class Runner:
-    """`packed` mode is one row with our attention function; otherwise the model's own attention, left-padded."""
+    """`packed` mode is one row with kvflow's attention function; otherwise the model's own attention, left-padded."""
 
     def __init__(self, model: Any, layers: tuple[LayerStreams | None, ...], pool: PagedPool, *, packed: bool) -> None:
         """Raises: LayoutError when the pool's streams are not the model's."""
@@ -32,8 +32,8 @@ class Runner:
             fingerprint=pool.layout.fingerprint,
         )
         if found := differences(wanted, pool.layout):
-            said = "; ".join(found).replace("prefill", "model").replace("decode", "pool")
-            raise LayoutError(f"the pool does not fit the model: {said}")
+            text = "; ".join(found).replace("prefill", "model").replace("decode", "pool")
+            raise LayoutError(f"the pool does not fit the model: {text}")
         parameters = inspect.signature(model.forward).parameters
         self._model, self._packed = model, packed
         self._takes_positions, self._takes_keep = "position_ids" in parameters, "logits_to_keep" in parameters
@@ -44,7 +44,7 @@ class Runner:
     def forward(self, rows: list[Row]) -> torch.Tensor:
         """Compute every row's new tokens. Returns logits [rows that want them, vocabulary], in row order.
 
-        Every sequence must have pages for all of its tokens up to the new ones.
+        Every sequence must have pages for all of its tokens, the new ones included.
         """
         if self._packed:
             return self._forward_packed(rows)
@@ -91,7 +91,7 @@ class Runner:
 
 
 def set_packed(model: Any, packed: bool) -> bool:
-    """Switch the model to our attention function or back to its own; False when the model does not let itself."""
+    """Switch the model to kvflow's attention function or back to its own; False when the model does not allow it."""
     if packed:
         model.set_attn_implementation(NAME)
         return bool(model.config.get_text_config()._attn_implementation == NAME)

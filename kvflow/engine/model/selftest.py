@@ -1,4 +1,4 @@
-"""The start-up check of a model on our pages against transformers' own cache, and the choice of mode that follows."""
+"""The start-up check of a model over pages against transformers' own cache, and the choice of its attention mode."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 from transformers import DynamicCache
 
-from kvflow.engine.model.attention import Asked
+from kvflow.engine.model.attention import WindowRecorder
 from kvflow.engine.model.probe import LayerStreams
 from kvflow.engine.model.runner import Runner, set_packed
 from kvflow.engine.model.sequence import Sequence
@@ -21,68 +21,71 @@ PAGE_SIZE = 4
 LENGTHS = (23, 9)
 CHUNK = 10
 
-# How far logits may lie apart, relative to their spread. A wrong mask or page is of the order of 1.
+# The allowed difference of logits, relative to their spread. A wrong mask or page makes it about 1.
 _TOLERANCE = {"float32": 2e-3, "float16": 0.05, "bfloat16": 0.15}
-_MOST = {"float32": 1e-2, "float16": 0.5, "bfloat16": 0.7}
+_MAX_TOLERANCE = {"float32": 1e-2, "float16": 0.5, "bfloat16": 0.7}
 
 
 class Reference(NamedTuple):
-    """Prompts, stock logits after each of them, and how far the stock model is from itself when fed in chunks."""
+    """Prompts, stock logits after each of them, and the stock model's own difference when it is fed in chunks."""
 
     prompts: list[list[int]]
     logits: torch.Tensor
     noise: float
 
 
-def choose_mode(model: Any, layers: tuple[LayerStreams | None, ...], name: str, asked: str) -> Mode:
-    """The first mode that agrees with transformers' own cache: packed, then pad (or only the one that was `asked` for).
+def choose_mode(model: Any, layers: tuple[LayerStreams | None, ...], name: str, requested: str) -> Mode:
+    """The first mode that agrees with transformers' own cache; `requested` is one mode, or "auto" for packed, then pad.
 
-    Leaves the model's attention set to it. Raises: MisuseError when none does.
+    The model's attention stays set to it. Raises: MisuseError when no mode agrees.
     """
     dtype = next(layer.dtype for layer in layers if layer)
     reference = _reference(model)
-    if not reference.noise <= _MOST.get(dtype, 0.5):
+    limit = _MAX_TOLERANCE.get(dtype, 0.5)
+    if not reference.noise <= limit:
         raise MisuseError(
-            f"model {name!r} is not supported: transformers disagrees with itself about it, chunked against whole "
-            f"(relative error {reference.noise:.2g})"
+            f"model {name!r} is not supported: transformers' own logits differ between a chunked and a whole prompt "
+            f"(relative error {reference.noise:.2g}, allowed {limit:.2g})"
         )
-    allowed = min(max(_TOLERANCE.get(dtype, 0.15), 4 * reference.noise), _MOST.get(dtype, 0.5))
-    modes: tuple[Mode, ...] = ("packed", "pad") if asked == "auto" else ("packed",) if asked == "packed" else ("pad",)
+    allowed = min(max(_TOLERANCE.get(dtype, 0.15), 4 * reference.noise), limit)
+    modes: tuple[Mode, ...] = (
+        ("packed", "pad") if requested == "auto" else ("packed",) if requested == "packed" else ("pad",)
+    )
     reasons: list[str] = []
     for mode in modes:
-        why = _try(model, layers, mode, reference, allowed)
-        if why is None:
+        reason = _try(model, layers, mode, reference, allowed)
+        if reason is None:
             return mode
-        reasons.append(f"{mode}: {why}")
+        reasons.append(f"{mode}: {reason}")
     raise MisuseError(f"model {name!r} is not supported: the self-test failed ({'; '.join(reasons)})")
 
 
 def _try(
     model: Any, layers: tuple[LayerStreams | None, ...], mode: Mode, reference: Reference, allowed: float
 ) -> str | None:
-    """None when the mode works, else why not."""
+    """None when the mode works, else the reason why it does not."""
     if not set_packed(model, mode == "packed"):
         return "the model does not take an attention function"
-    Asked.windows = {}
+    WindowRecorder.windows = {}
     try:
-        ours = _ours(model, layers, reference.prompts, packed=mode == "packed")
-        windows = Asked.windows
-    # Models disagree about the interface in ways nobody can list; whatever they raise, this mode is not for them.
+        paged = _paged(model, layers, reference.prompts, packed=mode == "packed")
+        windows = WindowRecorder.windows
+    # A model may break the interface in unforeseen ways; any error means that it does not support this mode.
     except Exception as error:  # noqa: BLE001
         return f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
     finally:
-        Asked.windows = None
-    if (error_size := distance(ours, reference.logits)) > allowed:
+        WindowRecorder.windows = None
+    if (error_size := distance(paged, reference.logits)) > allowed:
         return f"logits differ by {error_size:.2g}, allowed {allowed:.2g}"
     if mode == "packed":
         for i, layer in enumerate(layers):
             if layer and layer.window and windows.get(i) != layer.window:
-                return f"layer {i} looks back {layer.window} tokens and does not say so"
+                return f"layer {i} has a window of {layer.window}, its attention function got {windows.get(i)}"
     return None
 
 
 def distance(a: torch.Tensor, b: torch.Tensor) -> float:
-    """The largest error of a row, relative to the spread of that row of `b`; inf when something is not a number."""
+    """The largest error of a row, relative to the spread of that row of `b`; inf when a value is not finite."""
     a, b = a.float(), b.float()
     spread = (b - b.mean(dim=-1, keepdim=True)).norm(dim=-1)
     found = ((a - b).norm(dim=-1) / spread.clamp_min(1e-6)).max()
@@ -113,10 +116,10 @@ def _stock(model: Any, prompt: list[int], chunk: int) -> torch.Tensor:
     return logits
 
 
-def _ours(
+def _paged(
     model: Any, layers: tuple[LayerStreams | None, ...], prompts: list[list[int]], *, packed: bool
 ) -> torch.Tensor:
-    """The same logits from our pages: two prompts at once, in chunks, their last tokens decoded in one batch."""
+    """The same logits from pages: two prompts at once, in chunks, their last tokens decoded in one batch."""
     count = sum(-(-len(p) // PAGE_SIZE) for p in prompts)
     streams = [s for layer in layers if layer for s in layer.streams]
     pool = PagedPool.allocate(build_layout(streams, page_size=PAGE_SIZE, num_pages=count), shared=False)

@@ -1,4 +1,4 @@
-"""One request's tokens and pages, as numpy tables that a step reads without a Python loop per token or page."""
+"""One request's tokens and pages, as numpy arrays that a step reads without a Python loop per token or page."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One model step as the cache and the attention function see it: where to write, what to gather, who sees what."""
+"""One model step for the cache and the attention function: slots to write, pages to gather, keys that a row sees."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from kvflow.engine.model.sequence import Sequence
 
 
 class Row(NamedTuple):
-    """`new` tokens of one sequence, from its `computed` on; `wants_logits` for those after the last of them."""
+    """`new` tokens of one sequence, from its `computed` on; `wants_logits` asks for the logits of the last of them."""
 
     sequence: Sequence
     new: int
@@ -67,8 +67,8 @@ class Step:
     def pad(self, new: int) -> torch.Tensor | None:
         """Turn a step whose rows have `new` tokens each into a left-padded batch.
 
-        Pads repeat the row's own first key, so nothing foreign is read. Returns the attention mask [batch, keys], None
-        when nothing is padded.
+        Padding repeats the row's own first key, so no other sequence is read. Returns the attention mask [batch, keys],
+        None when nothing is padded.
         """
         self.batch = len(self.spans)
         lengths = np.array([s.k1 - s.k0 for s in self.spans])
@@ -82,7 +82,8 @@ class Step:
         return torch.from_numpy((slots >= 0).astype(np.int64)) if int(lengths.min()) < self.keys else None
 
     def mask(self, queries: int, keys: int, window: int) -> torch.Tensor:
-        """Boolean [queries, keys]: the last `queries` positions look back, `window` positions at most (0: all)."""
+        """Boolean [queries, keys]: each of the last `queries` positions sees itself and earlier ones, `window` in all
+        (0: no limit)."""
         found = self.masks.get((queries, keys, window))
         if found is None:
             q = torch.arange(keys - queries, keys)[:, None]
@@ -95,7 +96,7 @@ class Step:
 
 
 class _Current(threading.local):
-    """The step this thread is running: transformers offers no way to pass it down to an attention function."""
+    """The step that this thread runs: transformers has no way to pass it to an attention function."""
 
     step: Step | None = None
 

@@ -1,4 +1,4 @@
-"""Running work in the one model thread, without ever losing sight of it (I11, I12, I13)."""
+"""Running work in the one model thread, and waiting for its end in every case (I11, I12, I13)."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ T = TypeVar("T")
 
 
 class ModelThread:
-    """Steps of one engine. The pages of a running step are held: an abort frees them when the step has ended."""
+    """The steps of one engine. The pages of a running step are held: aborted ones become free when it has ended."""
 
     def __init__(self, executor: Executor, pages: PageStore) -> None:
         self._executor, self._pages = executor, pages
 
     async def run(self, sequences: Sequence[sequence.Sequence], work: Callable[[], T]) -> T:
-        """`work` in the thread, to its end even if this coroutine is cancelled. Raises: what `work` raises."""
+        """Run `work` in the thread, to its end even if this coroutine is cancelled. Raises: what `work` raises."""
         held = np.concatenate([s.pages for s in sequences])
         self._pages.hold(held)
         try:

@@ -1,1 +1,1 @@
-"""Which request steps when."""
+"""The engines' scheduling: which requests take part in which model step."""

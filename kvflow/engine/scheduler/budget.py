@@ -1,4 +1,4 @@
-"""Page promises: who may grow how far, first come first served, so that no running request can starve."""
+"""Page promises: how far each request may grow, first come first served, so that no running request starves."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from collections import deque
 from kvflow.memory.allocator import PageAllocator
 from kvflow.protocols.errors import CapacityError, KvflowError
 
-LOOK_AGAIN_S = 0.02  # rooms and writes free pages without telling us: whoever waits looks this often
+RECHECK_S = 0.02  # rooms and writes free pages without an event, so waiting requests poll this often
 
 
 class Admission:
-    """A promise of `total` pages, `taken` of which are owned already. `release` is idempotent."""
+    """A promise of `total` pages to one request, `taken` of which it owns already. `release` is idempotent."""
 
     __slots__ = ("_budget", "granted", "taken", "total")
 
@@ -21,16 +21,16 @@ class Admission:
         self.granted: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
     def took(self, pages: int) -> None:
-        """That many pages of the promise are owned now."""
+        """Record that the request owns that many more pages of the promise."""
         self.taken = min(self.total, self.taken + pages)
 
     def release(self) -> None:
-        """The request is over, its pages given back: the promise ends."""
+        """End the promise; call it when the request's pages have been given back."""
         self._budget.forget(self)
 
 
 class PageBudget:
-    """Free pages minus what was promised. Counts every promise at its worst case."""
+    """Free pages minus promised pages; a promise covers the worst case of its request."""
 
     def __init__(self, pages: PageAllocator) -> None:
         self._pages = pages
@@ -44,15 +44,15 @@ class PageBudget:
         return len(self._waiting)
 
     def check(self, total: int, what: str = "pages for prompt + max_new_tokens") -> None:
-        """Raises: CapacityError for what can never fit."""
+        """Raises: CapacityError for a request that can never fit."""
         if total > self.capacity:
             raise CapacityError(what, total, self.capacity)
 
     async def admit(self, total: int, taken: int = 0) -> Admission:
-        """Wait for a turn, first come first served.
+        """Wait until `total` pages can be promised, first come first served.
 
-        Raises: CapacityError for what can never fit; and, for a request that sits on `taken` pages, when nobody is left
-        who could give any back (its pages may be all that the next one needs).
+        Raises: CapacityError for a request that can never fit, and for one that owns `taken` pages while no running
+        request is left that could free more (its own pages may be all that the next one needs).
         """
         self.check(total)
         admission = Admission(self, total, taken)
@@ -76,7 +76,7 @@ class PageBudget:
     def _grant(self) -> None:
         while self._waiting:
             head = self._waiting[0]
-            if head.granted.done():  # cancelled in this very turn of the loop: its own `forget` is still to come
+            if head.granted.done():  # cancelled in this turn of the loop, before its own `forget` has run
                 self._waiting.popleft()
                 continue
             promised = sum(a.total - a.taken for a in self._live)
@@ -91,14 +91,14 @@ class PageBudget:
             self._live.add(head)
             head.granted.set_result(None)
         if self._waiting and self._timer is None:
-            self._timer = asyncio.get_running_loop().call_later(LOOK_AGAIN_S, self._look_again)
+            self._timer = asyncio.get_running_loop().call_later(RECHECK_S, self._recheck)
 
-    def _look_again(self) -> None:
+    def _recheck(self) -> None:
         self._timer = None
         self._grant()
 
     def close(self, error: KvflowError) -> None:
-        """Nobody will be admitted any more; who waits gets `error`."""
+        """Admit no more requests; the waiting ones raise `error`."""
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None

@@ -9,23 +9,23 @@ from concurrent.futures import Executor
 from functools import partial
 
 from kvflow.engine.model.load import LoadedModel
-from kvflow.engine.model.sampling import Choice, Draw, choose
 from kvflow.engine.model.sequence import Prompt, Sequence
 from kvflow.engine.model.step import Row
 from kvflow.engine.model.thread import ModelThread
 from kvflow.engine.scheduler.budget import Admission, PageBudget
 from kvflow.engine.scheduler.handoff import HandOff
-from kvflow.engine.scheduler.limits import Limits
+from kvflow.engine.scheduler.limits import EngineLimits
 from kvflow.engine.scheduler.loop import EngineLoop
 from kvflow.engine.scheduler.params import EngineLoad, SamplingParams, TokenOut, finish
-from kvflow.engine.scheduler.rooms import DecodeSession
+from kvflow.engine.scheduler.rooms import DecodeRoomPort
+from kvflow.engine.scheduler.sampling import Choice, Draw, choose
 from kvflow.memory.allocator import PageAllocator
 from kvflow.memory.pool import PagedPool
 from kvflow.protocols.errors import Cause, Code, KvflowError, WireError, room_error
 
 
-class _Request:
-    """One sequence in the batch; `tokens` carries what it generated to its reader, an error at the end if need be."""
+class _DecodeRequest:
+    """One sequence of the batch; `tokens` carries its tokens, or the error that ended it, to its reader."""
 
     __slots__ = ("admission", "limit", "number", "params", "retired", "seed", "sequence", "tokens")
 
@@ -39,7 +39,7 @@ class _Request:
 
 
 class DecodeEngine(EngineLoop):
-    """Steps over all running requests, `max_batch` at most. None runs before its worst case of pages is promised."""
+    """Steps over all running requests, at most `max_batch`; none runs before its worst case of pages is promised."""
 
     def __init__(
         self, model: LoadedModel, pool: PagedPool, pages: PageAllocator, executor: Executor, *, max_batch: int = 256
@@ -49,10 +49,10 @@ class DecodeEngine(EngineLoop):
         self._runner = model.runner(pool)
         self._model, self._pages, self._page_size = model, pages, pool.layout.page_size
         self._budget = PageBudget(pages)
-        self.limits = Limits(model.context_length, model.vocab_size, self._page_size, self._budget.capacity)
+        self.limits = EngineLimits(model.context_length, model.vocab_size, self._page_size, self._budget.capacity)
         self._thread = ModelThread(executor, pages)
         self._max_batch = max_batch
-        self._running: dict[int, _Request] = {}  # by number: in order of arrival
+        self._running: dict[int, _DecodeRequest] = {}  # by number: in order of arrival
         self._numbers = itertools.count()
         self._paused = False
         self.steps = 0
@@ -63,7 +63,7 @@ class DecodeEngine(EngineLoop):
             self._fail(request, room_error(cause))
 
     def pause(self) -> None:
-        """Start no step until `resume`. Requests gather meanwhile: with this, a batch's composition is known."""
+        """Start no step until `resume`. Requests collect meanwhile, so the composition of a batch is known."""
         self._paused = True
 
     def resume(self) -> None:
@@ -74,50 +74,51 @@ class DecodeEngine(EngineLoop):
         return EngineLoad(len(self._running), self._budget.waiting)
 
     def check(self, prompt: Prompt, params: SamplingParams) -> None:
-        """Raises: MisuseError, CapacityError; what `admit` and `generate` would refuse."""
+        """Raises: MisuseError, CapacityError for a request that `admit` and `generate` would refuse."""
         self.limits.check_prompt(prompt)
         self._budget.check(self.limits.worst_pages(prompt, self.limits.new_tokens(prompt, params)))
 
     async def admit(self, prompt: Prompt, params: SamplingParams) -> Admission:
-        """Wait until the request's worst case of pages can be promised; open its room then. Release it, or pass it on.
+        """Wait until the pages of the request's worst case can be promised; open its room after that.
 
-        Raises: MisuseError, CapacityError for what can never run.
+        The caller releases the admission, or passes it to `generate`.
+        Raises: MisuseError, CapacityError for a request that can never run.
         """
         self._refuse_when_closing()
         self.check(prompt, params)
         return await self._budget.admit(self.limits.worst_pages(prompt, self.limits.new_tokens(prompt, params)))
 
     async def generate(
-        self, session: DecodeSession, prompt: Prompt, params: SamplingParams, admission: Admission | None = None
+        self, room: DecodeRoomPort, prompt: Prompt, params: SamplingParams, admission: Admission | None = None
     ) -> AsyncGenerator[TokenOut, None]:
-        """Tokens as they come, the first one prefill's. Takes over the session and the admission.
+        """Tokens as they come, the first one from prefill. Takes ownership of the room and the admission.
 
-        Closing the generator, or cancelling its reader, aborts the room or drops the sequence; pages that a step uses
-        are free when it has ended. Without an admission the pages to grow are asked for after landing.
+        Closing the generator, or cancelling its reader, aborts the room or ends the sequence; pages that a step uses
+        become free when it has ended. Without an admission, the pages to grow are requested after landing.
         Raises: MisuseError, CapacityError, the room's error.
         """
-        request: _Request | None = None
+        request: _DecodeRequest | None = None
         number = next(self._numbers)
-        cause: Cause | None = Cause(Code.CLIENT_GONE, "the reader is gone")
+        cause: Cause | None = Cause(Code.CLIENT_GONE, "the reader of the tokens has stopped")
         try:
             self._refuse_when_closing()
             self.check(prompt, params)
             if admission is not None:
-                admission.took(len(session.pages))
-            handoff = HandOff.decode(await session.landed())
+                admission.took(len(room.pages))
+            handoff = HandOff.decode(await room.landed())
             limit = self.limits.new_tokens(prompt, params)
             if admission is None:
                 total = self.limits.worst_pages(prompt, limit)
-                admission = await self._budget.admit(total, len(session.pages))
+                admission = await self._budget.admit(total, len(room.pages))
             self._refuse_when_closing()
-            request = self._seat(number, session, prompt, params, limit, admission)
+            request = self._take_over(number, room, prompt, params, limit, admission)
             out = self._first(request, handoff)
             yield out
             while out.finish_reason is None:
-                found = await request.tokens.get()
-                if isinstance(found, KvflowError):
-                    raise found
-                out = found
+                token = await request.tokens.get()
+                if isinstance(token, KvflowError):
+                    raise token
+                out = token
                 yield out
             cause = None
         except KvflowError as error:
@@ -126,26 +127,30 @@ class DecodeEngine(EngineLoop):
         finally:
             if request is not None:
                 self._retire(request)
-            session.close(cause)
+            room.close(cause)
             if admission is not None:
                 admission.release()
 
-    def _seat(
-        self, number: int, session: DecodeSession, prompt: Prompt, params: SamplingParams, limit: int,
+    def _take_over(
+        self, number: int, room: DecodeRoomPort, prompt: Prompt, params: SamplingParams, limit: int,
         admission: Admission,
-    ) -> _Request:  # fmt: skip
-        """The landed pages become a sequence of ours."""
+    ) -> _DecodeRequest:  # fmt: skip
+        """Make the landed pages a sequence of this engine."""
         owner = ("sequence", number)
         sequence = Sequence(owner, prompt, limit, self._page_size)
-        sequence.add_pages(session.keep(owner))
+        sequence.add_pages(room.keep(owner))
         sequence.computed = sequence.prompt_length
-        return _Request(number, sequence, params, limit, admission)
+        return _DecodeRequest(number, sequence, params, limit, admission)
 
-    def _first(self, request: _Request, handoff: HandOff) -> TokenOut:
+    def _first(self, request: _DecodeRequest, handoff: HandOff) -> TokenOut:
         """Prefill's token; unless it is the last one, the sequence joins the batch. Raises: WireError."""
         s = request.sequence
-        if handoff.prompt_tokens != s.prompt_length or not 0 <= handoff.first_token < self._model.vocab_size:
-            raise WireError(f"hand-over for {handoff.prompt_tokens} prompt tokens, ours are {s.prompt_length}")
+        if handoff.prompt_tokens != s.prompt_length:
+            text = f"the hand-over is for a prompt of {handoff.prompt_tokens} tokens, not {s.prompt_length}"
+            raise WireError(text)
+        if not 0 <= handoff.first_token < self._model.vocab_size:
+            text = f"the hand-over's first token {handoff.first_token} is outside 0..{self._model.vocab_size - 1}"
+            raise WireError(text)
         s.append(handoff.first_token)
         out = self._token_out(request, Choice(handoff.first_token, handoff.logprob, handoff.top_logprobs))
         if out.finish_reason is None:
@@ -153,20 +158,20 @@ class DecodeEngine(EngineLoop):
             self._wake.set()
         return out
 
-    def _token_out(self, request: _Request, choice: Choice) -> TokenOut:
+    def _token_out(self, request: _DecodeRequest, choice: Choice) -> TokenOut:
         generated = request.sequence.length - request.sequence.prompt_length
         reason, matched = finish(choice.token_id, generated, request.limit, request.params, self._model.eos_ids)
         return TokenOut(choice.token_id, choice.logprob, choice.top_logprobs, reason, matched)
 
-    def _retire(self, request: _Request) -> None:
-        """Idempotent. Pages that a step still uses become free when it has ended (I13)."""
+    def _retire(self, request: _DecodeRequest) -> None:
+        """Give the pages back; those that a step still uses become free when it has ended (I13). Idempotent."""
         self._running.pop(request.number, None)
         s = request.sequence
-        if not request.retired:  # marked here, not in the sequence: a step under way still reads that
+        if not request.retired:  # not marked in the sequence, which a running step still reads
             request.retired = True
             self._pages.give_back(s.pages, s.owner)
 
-    def _fail(self, request: _Request, error: KvflowError) -> None:
+    def _fail(self, request: _DecodeRequest, error: KvflowError) -> None:
         self._running.pop(request.number, None)
         request.tokens.put_nowait(error)
 
@@ -181,7 +186,7 @@ class DecodeEngine(EngineLoop):
             draws = [Draw(r.params, r.seed, r.sequence.length) for r in batch]
             try:
                 choices = await self._thread.run([r.sequence for r in batch], partial(self._step, rows, draws))
-            # The loop serves everybody: one failed step ends the requests in it, is counted, and no more.
+            # The loop serves all requests: a failed step ends those in it, and is counted.
             except Exception as error:  # noqa: BLE001
                 cause = self._failed("decode step", error)
                 for request in batch:
@@ -192,9 +197,9 @@ class DecodeEngine(EngineLoop):
                 if request.number in self._running:
                     self._advance(request, choice)
 
-    def _grown(self, batch: list[_Request]) -> list[_Request]:
-        """Those of `batch` that have a page for their next token; the promise makes that all of them."""
-        ready: list[_Request] = []
+    def _grown(self, batch: list[_DecodeRequest]) -> list[_DecodeRequest]:
+        """Give each request a page for its next token where it needs one; the promise makes sure that there is one."""
+        ready: list[_DecodeRequest] = []
         for request in batch:
             s = request.sequence
             try:
@@ -210,12 +215,12 @@ class DecodeEngine(EngineLoop):
         """In the model thread."""
         return choose(self._runner.forward(rows), draws)
 
-    def _advance(self, request: _Request, choice: Choice) -> None:
+    def _advance(self, request: _DecodeRequest, choice: Choice) -> None:
         s = request.sequence
         s.computed += 1
         s.append(choice.token_id)
         out = self._token_out(request, choice)
-        if out.finish_reason is not None:  # its reader may be slow: the pages do not wait for it
+        if out.finish_reason is not None:  # free the pages now: the reader may be slow
             self._retire(request)
             request.admission.release()
         request.tokens.put_nowait(out)

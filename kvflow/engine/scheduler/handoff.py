@@ -1,4 +1,4 @@
-"""What prefill hands to decode beside the pages (I9): opaque bytes for the room, a struct for the two engines."""
+"""What prefill hands over to decode besides the pages (I9): bytes to the room, a struct to the two engines."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from kvflow.protocols.errors import WireError
 
 
 class HandOff(msgspec.Struct, frozen=True, tag="handoff.v1", kw_only=True):
-    """The first token, sampled where the prompt's last hidden state was, and what is known about the prompt."""
+    """The first token, sampled by prefill from the prompt's last logits, and the prompt's token counts."""
 
     first_token: int
     logprob: float | None = None
@@ -21,11 +21,11 @@ class HandOff(msgspec.Struct, frozen=True, tag="handoff.v1", kw_only=True):
 
     @staticmethod
     def decode(data: bytes) -> HandOff:
-        """Raises: WireError for bytes that are no hand-over; the message that brought them bounds their number."""
+        """Raises: WireError for bytes that are not a hand-over; the size limit of messages bounds them."""
         try:
             return _DECODER.decode(data)
         except msgspec.MsgspecError as error:
-            raise WireError(f"hand-over: {error}") from None
+            raise WireError(f"cannot decode a {len(data)}-byte hand-over: {error}") from None
 
 
 _ENCODER = msgspec.msgpack.Encoder()

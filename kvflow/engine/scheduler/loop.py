@@ -1,4 +1,4 @@
-"""The life of an engine: one task that steps until it is closed, and nobody left waiting for it, however it ends."""
+"""The life of an engine: one task that steps until it is closed, and ends every request, however it stops itself."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _log = logging.getLogger("kvflow.engine")
 
 
 class EngineLoop:
-    """What both engines share. `_run` steps until `_closing` and sleeps on `_wake`; `_fail_all` ends every request."""
+    """The base of both engines. `_run` steps until `_closing` and sleeps on `_wake`; `_fail_all` ends every request."""
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -27,7 +27,7 @@ class EngineLoop:
             self._task.add_done_callback(lambda _: self._end_all(f"the {self._name} engine has stopped"))
 
     async def close(self) -> None:
-        """End every request, and return when the step under way has ended, also when cancelled meanwhile (I12)."""
+        """End every request, and return when the running step has ended, even if this coroutine is cancelled (I12)."""
         self._wake.set()
         self._end_all("the engine is closing")
         if self._task is not None:
@@ -52,7 +52,7 @@ class EngineLoop:
             raise room_error(Cause(Code.SHUTDOWN, "the engine is closing"))
 
     def _failed(self, what: str, error: Exception) -> Cause:
-        """Count and log a step that failed; returns what its requests are told."""
+        """Count and log a failure; returns the cause for the requests in it."""
         self.failed_steps += 1
         _log.exception("%s failed", what)
         return Cause(Code.ENGINE_ERROR, f"{what} failed: {type(error).__name__}")

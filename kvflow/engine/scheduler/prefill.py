@@ -1,4 +1,4 @@
-"""The prefill engine: chunks of several prompts per step; full pages leave while the next chunk is computed."""
+"""The prefill engine: chunks of several prompts per step; full pages are sent while the next chunk is computed."""
 
 from __future__ import annotations
 
@@ -9,36 +9,39 @@ from concurrent.futures import Executor
 from functools import partial
 
 from kvflow.engine.model.load import LoadedModel
-from kvflow.engine.model.sampling import Choice, Draw, choose
 from kvflow.engine.model.sequence import Prompt, Sequence
 from kvflow.engine.model.step import Row
 from kvflow.engine.model.thread import ModelThread
-from kvflow.engine.scheduler.budget import LOOK_AGAIN_S
+from kvflow.engine.scheduler.budget import RECHECK_S
 from kvflow.engine.scheduler.handoff import HandOff
-from kvflow.engine.scheduler.limits import Limits
+from kvflow.engine.scheduler.limits import EngineLimits
 from kvflow.engine.scheduler.loop import EngineLoop
 from kvflow.engine.scheduler.params import EngineLoad, SamplingParams, TokenOut, finish
-from kvflow.engine.scheduler.rooms import PrefillSession
+from kvflow.engine.scheduler.rooms import PrefillRoomPort
+from kvflow.engine.scheduler.sampling import Choice, Draw, choose
 from kvflow.memory.allocator import PageAllocator
 from kvflow.memory.pool import PagedPool
 from kvflow.protocols.errors import Cause, Code, KvflowError, room_error
 from kvflow.protocols.pages.layout import PageIndices
 
 
-class _Job:
-    """One prompt under way. `first` resolves to its first token when the last chunk is on its way."""
+class _PrefillRequest:
+    """One prompt. `first` resolves to its first token once the last chunk is queued, to None when its room ends."""
 
-    __slots__ = ("draw", "first", "params", "sent_pages", "sequence", "session")
+    __slots__ = ("draw", "first", "params", "room", "sent_pages", "sequence")
 
-    def __init__(self, sequence: Sequence, session: PrefillSession, params: SamplingParams, sent_pages: int) -> None:
-        self.sequence, self.session, self.params, self.sent_pages = sequence, session, params, sent_pages
+    def __init__(self, sequence: Sequence, room: PrefillRoomPort, params: SamplingParams, sent_pages: int) -> None:
+        self.sequence, self.room, self.params, self.sent_pages = sequence, room, params, sent_pages
         self.draw = Draw(params, params.seed_or_random(), sequence.prompt_length)
         self.first: asyncio.Future[TokenOut | None] = asyncio.get_running_loop().create_future()
 
 
 class PrefillEngine(EngineLoop):
-    """Prompts in order of arrival, `chunk_tokens` of each at most per step, `max_batch_tokens` in all (and
-    `max_batch_rooms`, where the composition of a batch must be known: bf16 logits depend on it)."""
+    """Steps over prompts in order of arrival.
+
+    A step takes at most `chunk_tokens` of each prompt, `max_batch_tokens` in all, and prompts of at most
+    `max_batch_rooms` rooms (for tests: bfloat16 logits depend on the composition of the batch).
+    """
 
     def __init__(
         self, model: LoadedModel, pool: PagedPool, pages: PageAllocator, executor: Executor, *,
@@ -48,169 +51,169 @@ class PrefillEngine(EngineLoop):
         super().__init__("prefill")
         self._runner = model.runner(pool)
         self._model, self._pages, self._page_size = model, pages, pool.layout.page_size
-        self.limits = Limits(model.context_length, model.vocab_size, self._page_size, pages.capacity)
+        self.limits = EngineLimits(model.context_length, model.vocab_size, self._page_size, pages.capacity)
         self._thread = ModelThread(executor, pages)
         self._chunk_tokens, self._max_tokens = max(1, chunk_tokens), max(1, max_batch_tokens)
         self._max_rooms = max_batch_rooms or 1 << 30
-        self._waiting: deque[_Job] = deque()  # for pages
-        self._jobs: dict[int, _Job] = {}  # in order of arrival
+        self._waiting: deque[_PrefillRequest] = deque()  # for pages
+        self._running: dict[int, _PrefillRequest] = {}  # in order of arrival
         self._numbers = itertools.count()
 
     def _fail_all(self, cause: Cause) -> None:
-        for job in [*self._waiting, *self._jobs.values()]:
-            self._fail(job, room_error(cause))
+        for request in [*self._waiting, *self._running.values()]:
+            self._fail(request, room_error(cause))
 
     def load(self) -> EngineLoad:
-        return EngineLoad(len(self._jobs), len(self._waiting))
+        return EngineLoad(len(self._running), len(self._waiting))
 
     def check(self, prompt: Prompt, params: SamplingParams) -> None:
-        """Raises: MisuseError, CapacityError; what `prefill` would refuse."""
+        """Raises: MisuseError, CapacityError for a prompt that `prefill` would refuse."""
         self.limits.check_prompt(prompt)
 
     async def prefill(
-        self, session: PrefillSession, prompt: Prompt, params: SamplingParams, *, into: PageIndices | None = None
+        self, room: PrefillRoomPort, prompt: Prompt, params: SamplingParams, *, into: PageIndices | None = None
     ) -> TokenOut:
-        """Compute `prompt`, send its pages, sample and hand over the first token; returns it when all has landed.
+        """Compute `prompt`, send its pages, hand the first token over; returns that token when all pages have landed.
 
-        `into`: pages of the caller's to compute in; without it the engine takes its own, and gives them back. Whatever
-        goes wrong, cancellation included, closes the session with its cause.
+        `into`: pages of the caller to compute in; without it the engine takes pages of its own, and gives them back.
+        Any error, and a cancellation, closes the room with its cause.
         Raises: MisuseError, CapacityError, the room's error.
         """
-        job: _Job | None = None
+        request: _PrefillRequest | None = None
         owner = ("prefill", next(self._numbers))
         try:
             self._refuse_when_closing()
             self.limits.check_prompt(prompt)
-            prefix = await session.matched()
+            prefix = await room.matched()
             self._refuse_when_closing()
             sequence = Sequence(owner, prompt, 0, self._page_size)
-            job = _Job(sequence, session, params, prefix // self._page_size)
-            self._enqueue(job, into)
-            session.on_end(lambda: self._room_ended(job))
-            first = await job.first
-            await session.done()
+            request = _PrefillRequest(sequence, room, params, prefix // self._page_size)
+            self._enqueue(request, into)
+            room.on_end(lambda: self._room_ended(request))
+            first = await request.first
+            await room.done()
             if first is None:
-                raise room_error(Cause(Code.CLIENT_GONE, "the room ended"))
+                raise room_error(Cause(Code.CLIENT_GONE, "the room ended before its first token was computed"))
             return first
         except KvflowError as error:
-            session.close(error.cause())
+            room.close(error.cause())
             raise
         except asyncio.CancelledError:
-            session.close(Cause(Code.CLIENT_GONE, "the request was cancelled"))
+            room.close(Cause(Code.CLIENT_GONE, "the request was cancelled"))
             raise
         finally:
-            if job is not None:
-                self._drop(job, owned=into is None)
-            session.close()
+            if request is not None:
+                self._drop(request, owned=into is None)
+            room.close()
 
-    def _enqueue(self, job: _Job, into: PageIndices | None) -> None:
+    def _enqueue(self, request: _PrefillRequest, into: PageIndices | None) -> None:
         if into is None:
-            self._waiting.append(job)
+            self._waiting.append(request)
         else:
-            job.sequence.add_pages(into)
-            self._jobs[id(job)] = job
+            request.sequence.add_pages(into)
+            self._running[id(request)] = request
         self._wake.set()
 
-    def _room_ended(self, job: _Job) -> None:
-        """Nothing more of it is computed; `done` says what happened."""
-        self._jobs.pop(id(job), None)
-        if not job.first.done():
-            job.first.set_result(None)
+    def _room_ended(self, request: _PrefillRequest) -> None:
+        """Compute nothing more for it; the room's `done` raises the reason."""
+        self._running.pop(id(request), None)
+        if not request.first.done():
+            request.first.set_result(None)
 
-    def _fail(self, job: _Job, error: KvflowError) -> None:
-        self._jobs.pop(id(job), None)
-        if not job.first.done():
-            job.first.set_exception(error)
+    def _fail(self, request: _PrefillRequest, error: KvflowError) -> None:
+        self._running.pop(id(request), None)
+        if not request.first.done():
+            request.first.set_exception(error)
 
-    def _drop(self, job: _Job, *, owned: bool) -> None:
-        """Forget the job; pages that a step or a write still uses become free when that has ended."""
-        self._jobs.pop(id(job), None)
-        if job in self._waiting:
-            self._waiting.remove(job)
+    def _drop(self, request: _PrefillRequest, *, owned: bool) -> None:
+        """Forget the request; pages that a step or a write still uses become free when it has ended (I13)."""
+        self._running.pop(id(request), None)
+        if request in self._waiting:
+            self._waiting.remove(request)
         if owned:
-            self._pages.give_back(job.sequence.pages, job.sequence.owner)
+            self._pages.give_back(request.sequence.pages, request.sequence.owner)
         self._wake.set()
 
     async def _run(self) -> None:
         while not self._closing:
             self._wake.clear()
             self._take_pages()
-            rows, jobs = self._pick()
+            rows, requests = self._pick()
             if not rows:
                 await self._sleep()
                 continue
             try:
-                choices = await self._thread.run([r.sequence for r in rows], partial(self._step, rows, jobs))
-            # The loop serves everybody: one failed step ends the requests in it, is counted, and no more.
+                choices = await self._thread.run([r.sequence for r in rows], partial(self._step, rows, requests))
+            # The loop serves all requests: a failed step ends those in it, and is counted.
             except Exception as error:  # noqa: BLE001
                 cause = self._failed("prefill step", error)
-                for job in jobs:
-                    self._fail(job, room_error(cause))
+                for request in requests:
+                    self._fail(request, room_error(cause))
                 continue
-            for row, job in zip(rows, jobs, strict=True):
-                if id(job) in self._jobs:
-                    self._advance(job, row, choices.get(id(job)))
+            for row, request in zip(rows, requests, strict=True):
+                if id(request) in self._running:
+                    self._advance(request, row, choices.get(id(request)))
 
     async def _sleep(self) -> None:
-        """Until something happens; rooms free pages silently, so a request that waits for some looks again."""
+        """Wait for a wake-up; rooms free pages without one, so with requests that wait for pages, poll."""
         if not self._waiting:
             await self._wake.wait()
             return
-        waiting = asyncio.ensure_future(self._wake.wait())
+        wake = asyncio.ensure_future(self._wake.wait())
         try:
-            await asyncio.wait([waiting], timeout=LOOK_AGAIN_S)
+            await asyncio.wait([wake], timeout=RECHECK_S)
         finally:
-            waiting.cancel()
+            wake.cancel()
 
     def _take_pages(self) -> None:
-        """First come first served: a prompt gets all of its pages, or waits."""
+        """First come first served: a prompt gets all of its pages at once, or waits."""
         while self._waiting:
-            job = self._waiting[0]
-            if job.first.done():
+            request = self._waiting[0]
+            if request.first.done():
                 self._waiting.popleft()
                 continue
-            missing = job.sequence.pages_missing(job.sequence.prompt_length)
+            missing = request.sequence.pages_missing(request.sequence.prompt_length)
             if missing > self._pages.free_pages:
                 return
             self._waiting.popleft()
-            job.sequence.add_pages(self._pages.take(missing, job.sequence.owner))
-            self._jobs[id(job)] = job
+            request.sequence.add_pages(self._pages.take(missing, request.sequence.owner))
+            self._running[id(request)] = request
 
-    def _pick(self) -> tuple[list[Row], list[_Job]]:
-        """One step: a chunk of each of the oldest prompts, as many as the budgets allow."""
+    def _pick(self) -> tuple[list[Row], list[_PrefillRequest]]:
+        """The rows of one step: a chunk of each of the oldest prompts, within the limits of a step."""
         left = self._max_tokens
         rows: list[Row] = []
-        jobs: list[_Job] = []
-        for job in self._jobs.values():
-            s = job.sequence
+        requests: list[_PrefillRequest] = []
+        for request in self._running.values():
+            s = request.sequence
             remaining = s.prompt_length - s.computed
             if not remaining:
-                continue  # computed, and on its way
+                continue  # computed; its last chunk has been queued
             if not left or len(rows) == self._max_rooms:
                 break
             count = min(self._chunk_tokens, remaining, left)
             rows.append(Row(s, count, count == remaining))
-            jobs.append(job)
+            requests.append(request)
             left -= count
-        return rows, jobs
+        return rows, requests
 
-    def _step(self, rows: list[Row], jobs: list[_Job]) -> dict[int, Choice]:
-        """In the model thread: the first token of every job whose prompt this step completes, by job."""
+    def _step(self, rows: list[Row], requests: list[_PrefillRequest]) -> dict[int, Choice]:
+        """In the model thread: the first token of every request whose prompt this step completes, by request."""
         logits = self._runner.forward(rows)
-        last = [job for row, job in zip(rows, jobs, strict=True) if row.wants_logits]
-        return dict(zip(map(id, last), choose(logits, [job.draw for job in last]), strict=True)) if last else {}
+        last = [request for row, request in zip(rows, requests, strict=True) if row.wants_logits]
+        return dict(zip(map(id, last), choose(logits, [request.draw for request in last]), strict=True)) if last else {}
 
-    def _advance(self, job: _Job, row: Row, choice: Choice | None) -> None:
-        """After a step: send what is complete, with the first token when that is all."""
-        s = job.sequence
+    def _advance(self, request: _PrefillRequest, row: Row, choice: Choice | None) -> None:
+        """After a step: send the complete pages; after the last chunk the remaining ones, with the first token."""
+        s = request.sequence
         s.computed += row.new
         ready = s.page_count if choice else s.computed // self._page_size
-        start, job.sent_pages = min(job.sent_pages, ready), max(job.sent_pages, ready)
+        start, request.sent_pages = min(request.sent_pages, ready), max(request.sent_pages, ready)
         pages = s.pages[start:ready].copy()
         try:
             if choice is None:
                 if pages.size:
-                    job.session.send(pages)
+                    request.room.send(pages)
                 return
             handoff = HandOff(
                 first_token=choice.token_id,
@@ -218,14 +221,14 @@ class PrefillEngine(EngineLoop):
                 top_logprobs=choice.top_logprobs,
                 prompt_tokens=s.prompt_length,
             )
-            job.session.send(pages, last=True, handoff=handoff.encode())
+            request.room.send(pages, last=True, handoff=handoff.encode())
         except KvflowError as error:
-            self._fail(job, error)
+            self._fail(request, error)
             return
-        # A broken room must not take the others with it.
+        # An error of one room must not end the others.
         except Exception as error:  # noqa: BLE001
-            self._fail(job, room_error(self._failed("sending pages", error)))
+            self._fail(request, room_error(self._failed("sending pages", error)))
             return
-        reason, matched = finish(choice.token_id, 1, job.params.max_new_tokens, job.params, self._model.eos_ids)
-        if not job.first.done():
-            job.first.set_result(TokenOut(choice.token_id, choice.logprob, choice.top_logprobs, reason, matched))
+        reason, matched = finish(choice.token_id, 1, request.params.max_new_tokens, request.params, self._model.eos_ids)
+        if not request.first.done():
+            request.first.set_result(TokenOut(choice.token_id, choice.logprob, choice.top_logprobs, reason, matched))

@@ -1,4 +1,4 @@
-"""The two halves of a room, as the engines use them. `node.py` hands them out; tests and `single.py` have their own."""
+"""The two sides of a room as the engines use them; `node.py` provides them, `single.py` and tests their own."""
 
 from __future__ import annotations
 
@@ -9,37 +9,37 @@ from kvflow.protocols.errors import Cause
 from kvflow.protocols.pages.layout import PageIndices
 
 
-class PrefillSession(Protocol):
-    """Prefill's half. Every method may raise the room's error once it has ended."""
+class PrefillRoomPort(Protocol):
+    """Prefill's side. Every method may raise the room's error once the room has ended."""
 
     async def matched(self) -> int:
-        """Decode's half is here; returns how many tokens decode has already."""
+        """Wait for decode's side; returns how many tokens of the prompt decode has already."""
 
     def send(self, pages: PageIndices, *, last: bool = False, handoff: bytes = b"") -> None:
-        """Queue one chunk, full pages only before the last; the pages are held until their write has ended."""
+        """Queue one chunk, whole pages only except for the last; the pages are held until their write has ended."""
 
     async def done(self) -> None:
-        """Every write has landed."""
+        """Return when every write has landed."""
 
     def close(self, cause: Cause | None = None) -> None:
-        """Idempotent, in any state; before success, decode is told why."""
+        """Idempotent, in any state; before success the room is aborted, and decode gets the cause."""
 
     def on_end(self, callback: Callable[[], None]) -> None:
         """Call `callback` once, on the loop, when the room has ended."""
 
 
-class DecodeSession(Protocol):
-    """Decode's half."""
+class DecodeRoomPort(Protocol):
+    """Decode's side."""
 
     @property
     def pages(self) -> PageIndices:
-        """One per page of the prompt."""
+        """The room's pages, in the order of the prompt."""
 
     async def landed(self) -> bytes:
-        """All pages are here; returns prefill's hand-over. Raises the room's error."""
+        """Wait until all pages have landed; returns prefill's hand-over. Raises: the room's error."""
 
     def keep(self, owner: Hashable) -> PageIndices:
-        """After `landed`: the pages belong to `owner` from now on."""
+        """After `landed`: make `owner` the owner of the pages."""
 
     def close(self, cause: Cause | None = None) -> None:
-        """Idempotent, in any state; before `landed`, the room is aborted."""
+        """Idempotent, in any state; before `landed` the room is aborted, and prefill gets the cause."""

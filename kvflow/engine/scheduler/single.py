@@ -1,4 +1,4 @@
-"""Prefill and decode in one process, on one pool: the same engines, and a room that moves nothing."""
+"""Prefill and decode in one process, on one pool: the same engines, and a room that moves no pages."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from kvflow.protocols.pages.layout import PageIndices
 
 
 class SharedRoom:
-    """Both halves of a room whose source and target are the same pages, computed in place."""
+    """Both sides of a room whose source and target are the same pages, computed in place."""
 
     def __init__(self, pages: PageAllocator, count: int, owner: Hashable) -> None:
         """Raises: CapacityError."""
@@ -52,21 +52,24 @@ class SharedRoom:
 
     def close(self, cause: Cause | None = None) -> None:
         if not self._handoff.done():
-            self._handoff.set_exception(room_error(cause or Cause(Code.CLIENT_GONE, "closed")))
-            self._handoff.exception()  # looked at: there may be no reader left
+            self._handoff.set_exception(room_error(cause or Cause(Code.CLIENT_GONE, "the room was closed")))
+            self._handoff.exception()  # retrieved, so that asyncio does not log it: there may be no reader
             for callback in self._callbacks:
                 callback()
 
     def free(self) -> None:
-        """Give the pages back, unless a sequence keeps them."""
+        """Give the pages back, unless a sequence has become their owner."""
         if self._owned:
             self._owned = False
             self._allocator.give_back(self.pages, self._owner)
 
 
 class SingleEngine:
-    """What two processes are compared with. `max_batch_rooms=1` prefills one prompt at a time; `decode.pause` and
-    `decode.resume` let requests gather, so that they decode in lockstep."""
+    """Both engines over one pool: the reference for prefill and decode in two processes.
+
+    `max_batch_rooms=1` prefills one prompt at a time; `decode.pause` and `decode.resume` collect requests, so that they
+    decode in lockstep.
+    """
 
     def __init__(
         self, model: LoadedModel, pool: PagedPool, pages: PageAllocator, executor: Executor, *,
@@ -90,7 +93,7 @@ class SingleEngine:
         await self.decode.close()
 
     async def generate(self, prompt: Prompt, params: SamplingParams) -> AsyncGenerator[TokenOut, None]:
-        """Tokens as they come. Closing the generator drops the request wherever it is.
+        """Tokens as they come. Closing the generator ends the request in any state.
 
         Raises: MisuseError, CapacityError.
         """
@@ -110,5 +113,5 @@ class SingleEngine:
             prefill.cancel()
             await asyncio.wait([prefill])
             if not prefill.cancelled():
-                prefill.exception()  # the same error as decode's, told once
+                prefill.exception()  # retrieved: the same error as decode's, which is raised
             room.free()

@@ -1,4 +1,4 @@
-"""Incremental text: token ids in, text out, right on split UTF-8, holding back what could become a stop string."""
+"""Incremental detokenization: correct for split UTF-8, holding back text that may become a stop string."""
 
 from __future__ import annotations
 
@@ -12,24 +12,25 @@ from kvflow.protocols.errors import MisuseError
 
 
 class TextStream:
-    """Turns one request's tokens into text. Once `stopped` is set, the stop string was met: no more tokens, please."""
+    """Turns one request's tokens into text. `stopped` is the stop string that was met; feed no more tokens after it."""
 
     def __init__(self, tokenizer: Any, stop: Sequence[str] = (), *, skip_special_tokens: bool = True) -> None:
         """`tokenizer`: a tokenizers.Tokenizer, or a fast transformers tokenizer around one. Raises: MisuseError."""
         backend = tokenizer if isinstance(tokenizer, Tokenizer) else getattr(tokenizer, "backend_tokenizer", None)
         if not isinstance(backend, Tokenizer):
-            raise MisuseError(f"{type(tokenizer).__name__} has no fast tokenizer: text cannot be streamed")
+            text = f"{type(tokenizer).__name__} is not a fast tokenizer, which streaming needs"
+            raise MisuseError(text)
         self._tokenizer = backend
         self._special = skip_special_tokens
         self._decoder = DecodeStream(skip_special_tokens=skip_special_tokens)
         self._stop = tuple(stop)
         self._hold = max((len(s) for s in self._stop), default=1) - 1
-        self._pending = ""  # decoded, and not given out yet
-        self._since: list[int] = []  # tokens since the decoder last gave text
+        self._pending = ""  # decoded, and held back
+        self._since: list[int] = []  # tokens since the decoder last returned text
         self.stopped: str | None = None
 
     def feed(self, token_id: int) -> str:
-        """The text that is certain now, "" often. The text ends before the stop string."""
+        """The text that is certain after this token, often "". The text ends before a stop string."""
         if self.stopped is not None:
             return ""
         piece = self._decoder.step(self._tokenizer, token_id)
@@ -40,7 +41,7 @@ class TextStream:
         return self._release(piece)
 
     def finish(self) -> str:
-        """No token will follow: what was held back, and bytes that never became a character (as U+FFFD)."""
+        """The rest of the text, after the last token: what was held back, and incomplete characters as U+FFFD."""
         if self.stopped is not None:
             return ""
         text = ""
@@ -64,7 +65,7 @@ class TextStream:
         return text
 
     def _held_length(self) -> int:
-        """Length of the longest end of the pending text that begins a stop string."""
+        """Length of the longest suffix of the pending text that is a prefix of a stop string."""
         for length in range(min(self._hold, len(self._pending)), 0, -1):
             end = self._pending[-length:]
             if any(s.startswith(end) for s in self._stop):

@@ -1,4 +1,4 @@
-"""An aiohttp application around the routes: errors as bodies, the bearer key, counting, quiet about garbage."""
+"""The aiohttp application around the routes: errors as bodies, the bearer key, request metrics, body time-outs."""
 
 from __future__ import annotations
 
@@ -16,22 +16,24 @@ from kvflow.protocols.errors import KvflowError
 from kvflow.server.http.errors import Failure, failure_of
 from kvflow.server.http.metrics import Metrics
 
-MAX_BODY_BYTES = 8 << 20  # a million tokens; parsing holds the event loop, some 30 ms per plain MiB
+MAX_BODY_BYTES = 8 << 20  # a million tokens; parsing blocks the event loop for some 30 ms per MiB
 BODY_TIMEOUT_S = 60.0
-IDLE_TIMEOUT_S = 120.0  # without a request, or with one whose headers never end; longer than routers keep theirs
+IDLE_TIMEOUT_S = 120.0  # of a connection without a complete request head; longer than routers keep theirs open
 OPEN_PATHS = frozenset({"/health", "/health_generate", "/metrics"})
 _log = logging.getLogger("kvflow.http")
 
 
 def build_app(routes: Iterable[web.RouteDef], metrics: Metrics, api_key: str = "") -> web.Application:
     """The application with the middlewares every role has."""
-    middlewares = [_answers(metrics), *([_key_asked(api_key)] if api_key else []), _body_read]
+    middlewares = [_answered(metrics), *([_authorized(api_key)] if api_key else []), _with_body]
     app = web.Application(middlewares=middlewares, client_max_size=MAX_BODY_BYTES)
     app.add_routes(routes)
     return app
 
 
-def _answers(metrics: Metrics) -> Middleware:
+def _answered(metrics: Metrics) -> Middleware:
+    """Every error as a body, every answer counted."""
+
     @web.middleware
     async def answered(request: web.Request, handler: Handler) -> web.StreamResponse:
         started = time.perf_counter()
@@ -44,7 +46,7 @@ def _answers(metrics: Metrics) -> Middleware:
             raise
         except (KvflowError, web.HTTPException, TimeoutError) as error:
             response = failure_of(error).response()
-        except Exception as error:  # noqa: BLE001 - the server must go on; the error is logged and counted as a 500
+        except Exception as error:  # noqa: BLE001 - the server must go on; logged, and counted as a 500
             _log.exception("request %s failed", request.path)
             response = failure_of(error).response()
         metrics.answered(route, response.status, time.perf_counter() - started)
@@ -53,50 +55,53 @@ def _answers(metrics: Metrics) -> Middleware:
     return answered
 
 
-def _key_asked(api_key: str) -> Middleware:
+def _authorized(api_key: str) -> Middleware:
+    """401 without the bearer key, except on the open paths."""
     expected = f"Bearer {api_key}".encode()
 
     @web.middleware
     async def checked(request: web.Request, handler: Handler) -> web.StreamResponse:
         given = request.headers.get("Authorization", "").encode("utf-8", "surrogateescape")
         if request.path not in OPEN_PATHS and not hmac.compare_digest(given, expected):
-            return Failure(401, "unauthorized", "missing or wrong API key").response()
+            return Failure(
+                401, "unauthorized", "the API key is missing or wrong; send `Authorization: Bearer KEY`"
+            ).response()
         return await handler(request)
 
     return checked
 
 
 @web.middleware
-async def _body_read(request: web.Request, handler: Handler) -> web.StreamResponse:
-    """A body is here in time, or its sender has had its chance."""
+async def _with_body(request: web.Request, handler: Handler) -> web.StreamResponse:
+    """The body is read before the handler runs; 408 when it does not arrive in time."""
     try:
         async with asyncio.timeout(BODY_TIMEOUT_S):
             await request.read()
     except TimeoutError:
-        raise web.HTTPRequestTimeout(text=f"the body did not arrive within {BODY_TIMEOUT_S:g} s") from None
+        raise web.HTTPRequestTimeout(text=f"the request body did not arrive within {BODY_TIMEOUT_S:g} s") from None
     except (web.RequestPayloadError, BadHttpMessage) as error:
-        raise web.HTTPBadRequest(text=f"the body cannot be read: {str(error)[:200]}") from None
+        raise web.HTTPBadRequest(text=f"the request body cannot be read: {str(error)[:200]}") from None
     return await handler(request)
 
 
-class _GarbageFilter(logging.Filter):
-    """Bytes that are no HTTP/1 (an HTTP/2 preface, TLS) get their 400; a traceback for them helps nobody."""
+class _MalformedRequestFilter(logging.Filter):
+    """Drops tracebacks for bytes that are not HTTP/1 (an HTTP/2 preface, TLS): they are answered with 400."""
 
     def filter(self, record: logging.LogRecord) -> bool:
         error = record.exc_info[1] if record.exc_info else None
         return not isinstance(error, (BadHttpMessage, web.RequestPayloadError, ConnectionError))
 
 
-def quiet_about_garbage() -> None:
-    """Keep aiohttp from printing tracebacks for what strangers send."""
+def silence_malformed_requests() -> None:
+    """Keep aiohttp from printing a traceback for every malformed request."""
     server_log = logging.getLogger("aiohttp.server")
-    if not any(isinstance(f, _GarbageFilter) for f in server_log.filters):
-        server_log.addFilter(_GarbageFilter())
+    if not any(isinstance(f, _MalformedRequestFilter) for f in server_log.filters):
+        server_log.addFilter(_MalformedRequestFilter())
 
 
 def new_runner(app: web.Application) -> web.AppRunner:
-    """A runner in which a client that leaves cancels its handler."""
-    quiet_about_garbage()
+    """A runner that cancels the handler of a client that disconnects."""
+    silence_malformed_requests()
     return web.AppRunner(
         app, handler_cancellation=True, access_log=None, shutdown_timeout=0.5, keepalive_timeout=IDLE_TIMEOUT_S
     )

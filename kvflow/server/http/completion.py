@@ -1,4 +1,4 @@
-"""One completion being written: engine tokens in, pieces of text with their ids and logprobs out."""
+"""One completion as it grows: engine tokens in, pieces of text with their ids and logprobs out."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from contextlib import aclosing
 import msgspec
 
 from kvflow.engine.scheduler.params import TokenOut
-from kvflow.server.http.text import Pieces
+from kvflow.server.http.tokenizer import Detokenizer
 
 
 class Delta(msgspec.Struct, frozen=True):
@@ -40,17 +40,17 @@ class Completion:
             self.finish, self.matched = delta.finish, delta.matched
 
 
-async def written(tokens: AsyncGenerator[TokenOut, None], pieces: Pieces) -> AsyncGenerator[Delta, None]:
-    """Deltas of one choice; ends the engine's iterator itself once a stop string is complete.
+async def detokenize(tokens: AsyncGenerator[TokenOut, None], detokenizer: Detokenizer) -> AsyncGenerator[Delta, None]:
+    """The deltas of one choice; closes the engine's iterator as soon as a stop string is complete.
 
     A token that ends the completion by its id carries no text.
     """
     async with aclosing(tokens) as source:
         async for token in source:
-            text = "" if token.finish_reason == "stop" else pieces.feed(token.token_id)
+            text = "" if token.finish_reason == "stop" else detokenizer.feed(token.token_id)
             if token.finish_reason is not None:
-                text += pieces.finish()
-            if pieces.stopped is not None:
-                yield Delta(text, token, "stop", pieces.stopped)
+                text += detokenizer.finish()
+            if detokenizer.stopped is not None:
+                yield Delta(text, token, "stop", detokenizer.stopped)
                 return
             yield Delta(text, token, token.finish_reason, token.matched_stop)

@@ -2,8 +2,9 @@
 
     {"error": {"type": ..., "code": ..., "message": ...}}
 
-Statuses follow what routers do with them (contracts.md 1): 408/429/500/502/503/504 are retried with a new room, 400 and
-404 never, and only 5xx count against a worker. So what the client got wrong is 4xx and what a retry may mend is 5xx.
+Statuses follow what routers (sglang_router among them) do with them: 408, 429, 500, 502, 503 and 504 are retried with a
+new room, 400 and 404 never, and only 5xx count against a worker's circuit breaker. So an error in the request is 4xx,
+and an error that may not happen again is 5xx.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from kvflow.protocols.errors import CapacityError, Code, KvflowError, MisuseErro
 RETRY_AFTER_S = 1
 
 STATUS_OF_CODE: dict[Code, int] = {
-    Code.CLIENT_GONE: 499,  # the other leg's client left; nobody reads this, and no breaker counts it
+    Code.CLIENT_GONE: 499,  # the other leg's client left: this answer has no reader, and circuit breakers ignore 4xx
     Code.DEADLINE: 504,
     Code.RENDEZVOUS: 504,
     Code.CAPACITY: 503,
@@ -51,15 +52,15 @@ _TYPE_OF_STATUS = {
 
 
 class RequestError(MisuseError):
-    """A request that cannot be served as it is; the text says what to change."""
+    """A request that can never be served as it is; the text says what to change."""
 
 
 class OverloadError(CapacityError):
-    """As many requests are running as this server takes."""
+    """This server runs as many requests as it accepts."""
 
 
 class Failure(msgspec.Struct, frozen=True):
-    """One error on its way to a client."""
+    """One error as it is sent to a client."""
 
     status: int
     code: str
@@ -78,7 +79,7 @@ class Failure(msgspec.Struct, frozen=True):
 
 
 def message_of(body: bytes) -> str:
-    """The message of an error body, cut to a line; what a stranger answered instead is not repeated."""
+    """The message of an error body, cut to 300 characters; a body of any other form is not repeated."""
     try:
         return str(msgspec.json.decode(body)["error"]["message"])[:300]
     except (ValueError, KeyError, TypeError):
@@ -92,5 +93,5 @@ def failure_of(error: BaseException) -> Failure:
     if isinstance(error, web.HTTPException):
         return Failure(error.status, f"http_{error.status}", error.text or error.reason)
     if isinstance(error, TimeoutError):
-        return Failure(504, str(Code.DEADLINE), "the request took longer than this server allows")
+        return Failure(504, str(Code.DEADLINE), "the request took longer than this server allows (--request-timeout-s)")
     return Failure(500, str(Code.ENGINE_ERROR), f"internal error: {type(error).__name__}")

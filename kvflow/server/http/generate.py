@@ -9,40 +9,42 @@ from aiohttp import web
 
 from kvflow.engine.scheduler.params import TokenOut
 from kvflow.server.http.completion import Completion, Delta
+from kvflow.server.http.completion_service import GenerationRequest
 from kvflow.server.http.errors import RequestError
-from kvflow.server.http.orders import orders, params_of_generate, prompt_ids
-from kvflow.server.http.pipeline import Front
+from kvflow.server.http.generation_requests import generation_requests, params_of_generate, prompt_ids
+from kvflow.server.http.pipeline import CompletionPipeline
 from kvflow.server.http.schemas import GenerateRequest
-from kvflow.server.http.service import Order
 
 
-class GenerateJob:
-    """One /generate body."""
+class GenerateCall:
+    """One /generate body and its answer."""
 
-    def __init__(self, request: GenerateRequest, request_id: str | None) -> None:
-        self.request = request
-        self.stream = bool(request.stream)
+    def __init__(self, body: GenerateRequest, request_id: str | None) -> None:
+        self.body = body
+        self.stream = bool(body.stream)
         self._request_id = request_id or uuid.uuid4().hex
-        self._orders: list[Order] = []
+        self._requests: list[GenerationRequest] = []
         self._is_list = False
 
-    async def orders(self, front: Front) -> list[Order]:
-        """Prompts of `text` or `input_ids`."""
-        request = self.request
-        if (request.text is None) == (request.input_ids is None):
-            raise RequestError("give either text or input_ids")
-        if request.input_ids is not None:
-            prompts = prompt_ids(request.input_ids)
-            several = bool(request.input_ids) and isinstance(request.input_ids[0], list)
+    async def generation_requests(self, pipeline: CompletionPipeline) -> list[GenerationRequest]:
+        """One per prompt and choice, from `text` or `input_ids`."""
+        body = self.body
+        if body.text is not None and body.input_ids is not None:
+            raise RequestError("text and input_ids are both given; send one of them")
+        if body.input_ids is not None:
+            prompts = prompt_ids(body.input_ids)
+            several = bool(body.input_ids) and isinstance(body.input_ids[0], list)
+        elif body.text is not None:
+            texts = [body.text] if isinstance(body.text, str) else body.text
+            prompts = [await pipeline.tokenizer.encode(text) for text in texts]
+            several = isinstance(body.text, list)
         else:
-            texts = [request.text] if isinstance(request.text, str) else list(request.text or ())
-            prompts = [await front.wording.encode(text) for text in texts]
-            several = isinstance(request.text, list)
-        choices = (request.sampling_params.n if request.sampling_params else None) or 1
+            raise RequestError("neither text nor input_ids is given; send one of them")
+        choices = (body.sampling_params.n if body.sampling_params else None) or 1
         self._is_list = several or choices > 1
-        params = [params_of_generate(request, prompt, front.menu) for prompt in prompts]
-        self._orders = orders(request, prompts, params, choices, front.menu)
-        return self._orders
+        params = [params_of_generate(body, prompt, pipeline.request_limits) for prompt in prompts]
+        self._requests = generation_requests(body, prompts, params, choices, pipeline.request_limits)
+        return self._requests
 
     def answer(self, completions: list[Completion]) -> Any:
         """One object, or a list of them."""
@@ -60,23 +62,23 @@ class GenerateJob:
         return []
 
     def _one(self, index: int, completion: Completion) -> dict[str, Any]:
-        order = self._orders[index]
+        request = self._requests[index]
         meta: dict[str, Any] = {
             "id": self._id_of(index),
-            "prompt_tokens": len(order.prompt),
+            "prompt_tokens": len(request.prompt),
             "completion_tokens": len(completion.tokens),
             "cached_tokens": 0,
             "finish_reason": _finish(completion),
         }
-        if order.params.logprobs is not None:
+        if request.params.logprobs is not None:
             meta["input_token_logprobs"] = []
             meta["output_token_logprobs"] = [[t.logprob, t.token_id, None] for t in completion.tokens]
-            if order.params.logprobs:
+            if request.params.logprobs:
                 meta["output_top_logprobs"] = [_top(token) for token in completion.tokens]
         return {"text": completion.text, "output_ids": completion.output_ids, "meta_info": meta}
 
     def _id_of(self, index: int) -> str:
-        rid = self.request.rid
+        rid = self.body.rid
         if isinstance(rid, list):
             return rid[index] if index < len(rid) else f"{self._request_id}-{index}"
         return rid or (f"{self._request_id}-{index}" if self._is_list else self._request_id)
@@ -94,11 +96,11 @@ def _finish(completion: Completion) -> dict[str, Any] | None:
     return {"type": completion.finish, "matched": completion.matched}
 
 
-def routes(front: Front) -> list[web.RouteDef]:
+def routes(pipeline: CompletionPipeline) -> list[web.RouteDef]:
     """/generate."""
 
     async def generate(http: web.Request) -> web.StreamResponse:
-        request = front.read(await http.read(), GenerateRequest)
-        return await front.serve(http, GenerateJob(request, http.headers.get("X-Request-ID")))
+        body = pipeline.read(await http.read(), GenerateRequest)
+        return await pipeline.serve(http, GenerateCall(body, http.headers.get("X-Request-ID")))
 
     return [web.post("/generate", generate)]

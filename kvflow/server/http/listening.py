@@ -1,4 +1,4 @@
-"""Listening: bind first, answer on what is bound, and know what is still running."""
+"""Listening sockets: bound before anything is loaded, served until a block ends; and what a drain waits for."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from kvflow.server.http.app import new_runner
 _BACKLOG = 1024
 
 
-class Busy:
-    """The requests under way, and whether more are taken: what can be drained, a front or a router."""
+class Drainable:
+    """What can be drained, a completion pipeline or a router: its running requests, and whether it accepts more."""
 
     def __init__(self) -> None:
         self.draining = False
@@ -33,8 +33,8 @@ class Busy:
             raise error
 
     @contextmanager
-    def one_more(self) -> Iterator[None]:
-        """One request more is running, until the block ends."""
+    def count_running(self) -> Iterator[None]:
+        """Count one more running request until the block ends."""
         self.running += 1
         self.idle.clear()
         try:
@@ -74,27 +74,27 @@ def url_of(made: socket.socket, host: str) -> str:
 
 
 def reachable(host: str) -> str:
-    """The address peers are told for a role that listens on `host`: that of the default route for "every interface"."""
+    """The address that peers get of a role listening on `host`; for "every interface", that of the default route."""
     if host not in ("0.0.0.0", "::"):
         return host
     family, outside = (socket.AF_INET, "192.0.2.1") if host == "0.0.0.0" else (socket.AF_INET6, "2001:db8::1")
     with socket.socket(family, socket.SOCK_DGRAM) as probe:
         try:
-            probe.connect((outside, 9))  # a documentation address, and a datagram socket: nothing is sent
+            probe.connect((outside, 9))  # a documentation address on a datagram socket: nothing is sent
         except OSError:
             return "127.0.0.1" if family == socket.AF_INET else "::1"
         return str(probe.getsockname()[0])
 
 
 @asynccontextmanager
-async def serving(app: web.Application, made: socket.socket) -> AsyncGenerator[None, None]:
-    """Answer on a bound socket until the block ends."""
+async def listening_on(app: web.Application, made: socket.socket) -> AsyncGenerator[None, None]:
+    """Serve `app` on a bound socket until the block ends."""
     host, port = made.getsockname()[:2]
     runner = new_runner(app)
     await runner.setup()
     try:
         try:
-            made.listen(_BACKLOG)  # here and not in uvloop, which would swallow that somebody else listened first
+            made.listen(_BACKLOG)  # here, because uvloop hides the error when another process listens already
         except OSError as error:
             raise _cannot_listen(error, host, port, "--port") from None
         await web.SockSite(runner, made, backlog=_BACKLOG).start()

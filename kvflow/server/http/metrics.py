@@ -1,4 +1,4 @@
-"""Prometheus text: own names with base units, and on request the names SGLang dashboards read (contracts.md 5)."""
+"""Prometheus metrics: kvflow's own names with base units, and on request the names that SGLang dashboards read."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from prometheus_client import CollectorRegistry, Counter, Histogram, generate_la
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from kvflow.server.http.completion_service import Report
 from kvflow.server.http.errors import Failure
-from kvflow.server.http.service import Report
 
 F = TypeVar("F", GaugeMetricFamily, CounterMetricFamily)
 _SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 300)
 
 
 class Metrics:
-    """The counters of one process. Gauges are read from the role's report when somebody scrapes."""
+    """The metrics of one process. Gauges are read from the role's report at each scrape."""
 
     def __init__(
         self, report: Callable[[], Report] | None = None, *, role: str = "router", sglang: bool = False
@@ -38,11 +38,13 @@ class Metrics:
             buckets=_SECONDS,
             registry=self.registry,
         )
-        self._tokens = Counter("kvflow_generated_tokens", "Tokens given to clients.", registry=self.registry)
+        self._tokens = Counter("kvflow_generated_tokens", "Tokens sent to clients.", registry=self.registry)
         self._broken = Counter(
             "kvflow_streams_failed", "Streams that ended in an error event.", ("code",), registry=self.registry
         )
-        self._gone = Counter("kvflow_clients_gone", "Clients that left before their answer.", registry=self.registry)
+        self._gone = Counter(
+            "kvflow_clients_gone", "Clients that disconnected before their answer.", registry=self.registry
+        )
         if report is not None:
             self.registry.register(_ReportCollector(report, role, sglang))
 
@@ -89,23 +91,27 @@ def _own(report: Report) -> Iterator[Metric]:
         "kvflow_pool_bytes", "Bytes of the KV pool.", value=report.pages_total * report.pool.page_bytes
     )
     yield GaugeMetricFamily(
-        "kvflow_quarantine_pages", "Pages lent without proof of return.", value=report.quarantine_pages
+        "kvflow_quarantine_pages",
+        "Pages in quarantine: lent, and no proof yet that their writer has ended.",
+        value=report.quarantine_pages,
     )
-    limit = "Pages in quarantine above which no new request is taken."
+    limit = "Pages in quarantine above which new requests are refused."
     yield GaugeMetricFamily("kvflow_quarantine_limit_pages", limit, value=report.quarantine_limit_pages)
     peers = GaugeMetricFamily("kvflow_peers", "Nodes of the other role by phase.", labels=["phase"])
     yield _labelled(peers, report.peers_by_phase)
-    declared = "Prefills an operator declared dead."
+    declared = "Prefills that an operator has declared dead."
     yield CounterMetricFamily("kvflow_peers_declared_dead", declared, value=report.peers_declared_dead)
     yield _labelled(GaugeMetricFamily("kvflow_rooms", "Open rooms by state.", labels=["state"]), report.rooms_by_state)
     ended = CounterMetricFamily("kvflow_rooms_ended", "Rooms that have ended, by how.", labels=["ending"])
     yield _labelled(ended, report.rooms_ended)
     yield CounterMetricFamily("kvflow_transfer_bytes", "KV bytes that have landed.", value=report.bytes_moved)
-    differ = "Chunks that landed with another checksum than they were sent with."
+    differ = "Chunks whose checksum after landing differs from the one sent."
     yield CounterMetricFamily("kvflow_chunks_mismatched", differ, value=report.chunks_mismatched)
     dropped = CounterMetricFamily("kvflow_messages_dropped", "Control messages that changed nothing.", labels=["why"])
     yield _labelled(dropped, report.messages_dropped)
-    errors = CounterMetricFamily("kvflow_internal_errors", "Errors of our own that were survived.", labels=["where"])
+    errors = CounterMetricFamily(
+        "kvflow_internal_errors", "Internal errors that the process survived.", labels=["where"]
+    )
     yield _labelled(errors, report.internal_errors)
     yield GaugeMetricFamily("kvflow_running_requests", "Requests in the engine's batch.", value=report.running)
     yield GaugeMetricFamily("kvflow_waiting_requests", "Requests waiting for the engine.", value=report.waiting)

@@ -11,26 +11,31 @@ from aiohttp import web
 
 from kvflow.engine.scheduler.params import TokenOut
 from kvflow.server.http.completion import Completion, Delta
-from kvflow.server.http.orders import orders, params_of_chat, params_of_completion, prompt_ids
-from kvflow.server.http.pipeline import Front, json_response
+from kvflow.server.http.completion_service import GenerationRequest
+from kvflow.server.http.generation_requests import (
+    generation_requests,
+    params_of_chat,
+    params_of_completion,
+    prompt_ids,
+)
+from kvflow.server.http.pipeline import CompletionPipeline, json_response
 from kvflow.server.http.schemas import ChatRequest, CompletionRequest, StreamOptions
-from kvflow.server.http.service import Order
 
 TokenText = Callable[[int], str]
 
 
-class _OpenAIJob:
+class _OpenAICall:
     """What chat and completions share: ids, choices, usage."""
 
     kind = ""
     chunk_kind = ""
     prefix = ""
 
-    def __init__(self, request: ChatRequest | CompletionRequest, model: str, token_text: TokenText) -> None:
-        self.stream = bool(request.stream)
+    def __init__(self, body: ChatRequest | CompletionRequest, model: str, token_text: TokenText) -> None:
+        self.stream = bool(body.stream)
         self._token_text = token_text
-        self._orders: list[Order] = []
-        self._with_usage = (request.stream_options or StreamOptions()).include_usage
+        self._requests: list[GenerationRequest] = []
+        self._with_usage = (body.stream_options or StreamOptions()).include_usage
         self._head = {"id": self.prefix + uuid.uuid4().hex, "created": int(time.time()), "model": model}
 
     def answer(self, completions: list[Completion]) -> Any:
@@ -42,7 +47,7 @@ class _OpenAIJob:
         return []
 
     def closing(self, completions: list[Completion]) -> list[Any]:
-        """The usage event, when it was asked for."""
+        """The usage event, when the body asks for it."""
         return [{**self._chunk([]), "usage": self._usage(completions)}] if self._with_usage else []
 
     def _chunk(self, choices: list[Any]) -> dict[str, Any]:
@@ -53,34 +58,34 @@ class _OpenAIJob:
         raise NotImplementedError
 
     def _usage(self, completions: list[Completion]) -> dict[str, Any]:
-        prompts = sum(len(order.prompt) for order in self._orders)
+        prompts = sum(len(request.prompt) for request in self._requests)
         generated = sum(len(completion.tokens) for completion in completions)
         return {"prompt_tokens": prompts, "completion_tokens": generated, "total_tokens": prompts + generated}
 
 
-class ChatJob(_OpenAIJob):
+class ChatCall(_OpenAICall):
     """One chat completion."""
 
     kind, chunk_kind, prefix = "chat.completion", "chat.completion.chunk", "chatcmpl-"
 
-    def __init__(self, request: ChatRequest, model: str, token_text: TokenText) -> None:
-        super().__init__(request, model, token_text)
-        self.request = request
+    def __init__(self, body: ChatRequest, model: str, token_text: TokenText) -> None:
+        super().__init__(body, model, token_text)
+        self.body = body
 
-    async def orders(self, front: Front) -> list[Order]:
-        """The conversation through the chat template."""
-        request = self.request
-        prompt = await front.wording.encode_chat(request.messages)
-        params = params_of_chat(request, prompt, front.menu)
-        self._orders = orders(request, [prompt], [params], request.n or 1, front.menu)
-        return self._orders
+    async def generation_requests(self, pipeline: CompletionPipeline) -> list[GenerationRequest]:
+        """One per choice; the conversation is rendered by the chat template."""
+        body = self.body
+        prompt = await pipeline.tokenizer.encode_chat(body.messages)
+        params = params_of_chat(body, prompt, pipeline.request_limits)
+        self._requests = generation_requests(body, [prompt], [params], body.n or 1, pipeline.request_limits)
+        return self._requests
 
     def opening(self) -> list[Any]:
         """The role of each choice."""
         start = {"role": "assistant", "content": ""}
         return [
             self._chunk([{"index": i, "delta": start, "logprobs": None, "finish_reason": None}])
-            for i in range(len(self._orders))
+            for i in range(len(self._requests))
         ]
 
     def event(self, index: int, delta: Delta, completion: Completion) -> Any:
@@ -101,7 +106,7 @@ class ChatJob(_OpenAIJob):
         }
 
     def _logprobs(self, tokens: list[TokenOut]) -> dict[str, Any] | None:
-        if not self.request.logprobs:
+        if not self.body.logprobs:
             return None
         return {"content": [self._logprob(token) for token in tokens], "refusal": None}
 
@@ -114,35 +119,35 @@ def _spelled(text: str, logprob: float | None) -> dict[str, Any]:
     return {"token": text, "logprob": logprob, "bytes": list(text.encode())}
 
 
-class CompletionJob(_OpenAIJob):
+class TextCompletionCall(_OpenAICall):
     """One text completion, of one prompt or several."""
 
     kind, chunk_kind, prefix = "text_completion", "text_completion", "cmpl-"
 
-    def __init__(self, request: CompletionRequest, model: str, token_text: TokenText) -> None:
-        super().__init__(request, model, token_text)
-        self.request = request
+    def __init__(self, body: CompletionRequest, model: str, token_text: TokenText) -> None:
+        super().__init__(body, model, token_text)
+        self.body = body
         self._echoes: list[str] = []
         self._offsets: dict[int, int] = {}
 
-    async def orders(self, front: Front) -> list[Order]:
-        """Text, a list of texts, token ids, or a list of those."""
-        request = self.request
-        given = [request.prompt] if isinstance(request.prompt, str) else request.prompt
+    async def generation_requests(self, pipeline: CompletionPipeline) -> list[GenerationRequest]:
+        """One per prompt and choice; prompts are a text, a list of texts, token ids, or a list of those."""
+        body = self.body
+        given = [body.prompt] if isinstance(body.prompt, str) else body.prompt
         if given and all(isinstance(item, str) for item in given):
-            prompts = [await front.wording.encode(str(text)) for text in given]
+            prompts = [await pipeline.tokenizer.encode(str(text)) for text in given]
             texts = [str(text) for text in given]
         else:
             prompts = prompt_ids(given)
-            texts = ["".join(map(self._token_text, prompt)) for prompt in prompts] if request.echo else []
-        choices = request.n or 1
-        params = [params_of_completion(request, prompt, front.menu) for prompt in prompts]
-        self._echoes = [text for text in texts for _ in range(choices)] if request.echo else []
-        self._orders = orders(request, prompts, params, choices, front.menu)
-        return self._orders
+            texts = ["".join(map(self._token_text, prompt)) for prompt in prompts] if body.echo else []
+        choices = body.n or 1
+        params = [params_of_completion(body, prompt, pipeline.request_limits) for prompt in prompts]
+        self._echoes = [text for text in texts for _ in range(choices)] if body.echo else []
+        self._requests = generation_requests(body, prompts, params, choices, pipeline.request_limits)
+        return self._requests
 
     def opening(self) -> list[Any]:
-        """The prompt, when it is to be echoed."""
+        """The prompts, when the body asks for an echo."""
         return [
             self._chunk([{"index": i, "text": text, "logprobs": None, "finish_reason": None}])
             for i, text in enumerate(self._echoes)
@@ -168,7 +173,7 @@ class CompletionJob(_OpenAIJob):
         }
 
     def _logprobs(self, tokens: list[TokenOut], offset: int) -> dict[str, Any] | None:
-        if self.request.logprobs is None:
+        if self.body.logprobs is None:
             return None
         texts = [self._token_text(token.token_id) for token in tokens]
         offsets = []
@@ -183,20 +188,20 @@ class CompletionJob(_OpenAIJob):
         }
 
 
-def routes(front: Front) -> list[web.RouteDef]:
+def routes(pipeline: CompletionPipeline) -> list[web.RouteDef]:
     """/v1/chat/completions, /v1/completions, /v1/models."""
-    name = front.service.card.name
+    name = pipeline.service.card.name
 
     async def chat(http: web.Request) -> web.StreamResponse:
-        request = front.read(await http.read(), ChatRequest)
-        return await front.serve(http, ChatJob(request, name, front.wording.token_text))
+        body = pipeline.read(await http.read(), ChatRequest)
+        return await pipeline.serve(http, ChatCall(body, name, pipeline.tokenizer.token_text))
 
     async def completions(http: web.Request) -> web.StreamResponse:
-        request = front.read(await http.read(), CompletionRequest)
-        return await front.serve(http, CompletionJob(request, name, front.wording.token_text))
+        body = pipeline.read(await http.read(), CompletionRequest)
+        return await pipeline.serve(http, TextCompletionCall(body, name, pipeline.tokenizer.token_text))
 
     async def models(http: web.Request) -> web.StreamResponse:
-        card = front.service.card
+        card = pipeline.service.card
         entry = {"id": name, "object": "model", "created": 0, "owned_by": "kvflow", "root": card.path}
         return json_response({"object": "list", "data": [{**entry, "max_model_len": card.context_length}]})
 

@@ -1,4 +1,4 @@
-"""The routes for routers and operators: health, what is served here, load, rooms, metrics."""
+"""The routes for routers and operators: health, description, load, rooms, metrics, peers."""
 
 from __future__ import annotations
 
@@ -6,16 +6,15 @@ import msgspec
 from aiohttp import web
 
 import kvflow
-from kvflow.config import Settings
 from kvflow.server.http.errors import Failure, RequestError
-from kvflow.server.http.pipeline import Front, json_response
+from kvflow.server.http.pipeline import CompletionPipeline, json_response
 
-MAX_WHY = 200
+MAX_WHY_CHARACTERS = 200
 
 
-def server_info(front: Front, settings: Settings, bootstrap_port: int | None) -> dict[str, object]:
-    """/server_info: the keys routers read, then ours."""
-    service, report = front.service, front.service.report()
+def server_info(pipeline: CompletionPipeline, host: str, bootstrap_port: int | None) -> dict[str, object]:
+    """/server_info: first the keys that routers read, then kvflow's own."""
+    service, report = pipeline.service, pipeline.service.report()
     card = service.card
     return {
         "model_path": card.path,
@@ -32,7 +31,7 @@ def server_info(front: Front, settings: Settings, bootstrap_port: int | None) ->
         "role": service.role,
         "model": card.name,
         "dtype": card.dtype,
-        "host": settings.host,
+        "host": host,
         "control_endpoint": report.control_endpoint,
         "data_plane": report.data_plane,
         "incarnation": f"{report.incarnation:016x}",
@@ -40,7 +39,7 @@ def server_info(front: Front, settings: Settings, bootstrap_port: int | None) ->
         "pages": {
             "free": report.pages_free,
             "total": report.pages_total,
-            "home": report.pages_home,
+            "home": report.pages_at_rest,
             **report.pages_by_kind,
         },
         "quarantine_pages": report.quarantine_pages,
@@ -50,21 +49,23 @@ def server_info(front: Front, settings: Settings, bootstrap_port: int | None) ->
         "bytes_moved": report.bytes_moved,
         "running": report.running,
         "waiting": report.waiting,
-        "draining": front.draining,
+        "draining": pipeline.draining,
     }
 
 
-def routes(front: Front, settings: Settings, bootstrap_port: int | None) -> list[web.RouteDef]:
-    """Everything but completions."""
-    return [*_description(front, settings, bootstrap_port), *_state(front), *_peers(front, settings)]
+def routes(
+    pipeline: CompletionPipeline, *, host: str, bootstrap_port: int | None, has_api_key: bool
+) -> list[web.RouteDef]:
+    """Everything but completions. `host` is shown in /server_info; without an API key no peer can be declared dead."""
+    return [*_description(pipeline, host, bootstrap_port), *_state(pipeline), *_peers(pipeline, has_api_key)]
 
 
-def _description(front: Front, settings: Settings, bootstrap_port: int | None) -> list[web.RouteDef]:
-    """What is served here."""
-    service = front.service
+def _description(pipeline: CompletionPipeline, host: str, bootstrap_port: int | None) -> list[web.RouteDef]:
+    """What this server serves."""
+    service = pipeline.service
 
     async def info(_: web.Request) -> web.StreamResponse:
-        return json_response(server_info(front, settings, bootstrap_port))
+        return json_response(server_info(pipeline, host, bootstrap_port))
 
     async def model_info(_: web.Request) -> web.StreamResponse:
         card = service.card
@@ -86,21 +87,21 @@ def _description(front: Front, settings: Settings, bootstrap_port: int | None) -
     ]
 
 
-def _state(front: Front) -> list[web.RouteDef]:
-    """How it is doing."""
-    service = front.service
+def _state(pipeline: CompletionPipeline) -> list[web.RouteDef]:
+    """Health, load, rooms, metrics."""
+    service = pipeline.service
 
     async def health(_: web.Request) -> web.StreamResponse:
-        if front.draining:
+        if pipeline.draining:
             return Failure(503, "draining", "this server is shutting down").response()
-        if trouble := service.trouble:  # routers are to send their requests elsewhere
-            return Failure(503, "degraded", trouble).response()
+        if reason := service.unavailable_reason:  # 503 makes routers send their requests elsewhere
+            return Failure(503, "degraded", reason).response()
         return json_response({"status": "ok", "quarantine_pages": service.report().quarantine_pages})
 
     async def load(_: web.Request) -> web.StreamResponse:
         report = service.report()
         tokens = (report.pages_total - report.pages_free) * report.pool.page_size
-        requests = max(front.running, report.running + report.waiting)
+        requests = max(pipeline.running, report.running + report.waiting)
         line = {"dp_rank": 0, "num_reqs": requests, "num_waiting_reqs": report.waiting, "num_tokens": tokens}
         return json_response([line])
 
@@ -109,7 +110,7 @@ def _state(front: Front) -> list[web.RouteDef]:
         return web.Response(text="Cache flushed.\n")
 
     async def metrics(_: web.Request) -> web.StreamResponse:
-        return front.metrics.response()
+        return pipeline.metrics.response()
 
     async def rooms(_: web.Request) -> web.StreamResponse:
         return json_response({"rooms": list(service.rooms())})
@@ -118,13 +119,13 @@ def _state(front: Front) -> list[web.RouteDef]:
         try:
             room = int(http.match_info["room"])
         except ValueError:
-            raise RequestError(f"{http.match_info['room'][:40]!r} is no room number") from None
-        told = service.story(room)
-        return (
-            Failure(404, "unknown_room", f"room {room} is not known here").response()
-            if told is None
-            else json_response(told)
-        )
+            raise RequestError(
+                f"{http.match_info['room'][:40]!r} is not a room id (an unsigned 64-bit integer)"
+            ) from None
+        found = service.story(room)
+        if found is None:
+            return Failure(404, "unknown_room", f"room {room} is not known here").response()
+        return json_response(found)
 
     return [
         *(web.get(path, health) for path in ("/health", "/health_generate")),
@@ -136,21 +137,23 @@ def _state(front: Front) -> list[web.RouteDef]:
     ]
 
 
-def _peers(front: Front, settings: Settings) -> list[web.RouteDef]:
-    """Who the other side is, and an operator's word about it."""
-    service = front.service
+def _peers(pipeline: CompletionPipeline, has_api_key: bool) -> list[web.RouteDef]:
+    """The nodes of the other role, and an operator's declaration that one of them is dead."""
+    service = pipeline.service
 
     async def peers(_: web.Request) -> web.StreamResponse:
         return json_response({"peers": list(service.peers())})
 
     async def declare_dead(http: web.Request) -> web.StreamResponse:
-        if not settings.api_key:  # with one, `app` has asked for it
-            return Failure(403, "forbidden", "declaring a peer dead needs a server with --api-key").response()
+        if not has_api_key:  # with one, the middleware of `app` has checked it
+            text = "this server has no API key; start it with --api-key to allow declaring peers dead"
+            return Failure(403, "forbidden", text).response()
         try:
             incarnation = int(http.match_info["incarnation"], 16)
         except ValueError:
-            raise RequestError(f"{http.match_info['incarnation'][:40]!r} is no incarnation (16 hex digits)") from None
-        why = http.query.get("why", "no reason given")[:MAX_WHY]
+            given = http.match_info["incarnation"][:40]
+            raise RequestError(f"{given!r} is not an incarnation (16 hexadecimal digits)") from None
+        why = http.query.get("why", "no reason given")[:MAX_WHY_CHARACTERS]
         service.declare_dead(incarnation, f"operator at {http.remote}: {why!r}")
         return json_response({"declared_dead": f"{incarnation:016x}", "peers": list(service.peers())})
 

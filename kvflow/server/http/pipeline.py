@@ -1,6 +1,6 @@
-"""The way of every request through a role: admission, orders, tokens, and what is left when it ends.
+"""The path of every completion request through a role: admission, generation, tokens, and cleanup at its end.
 
-The routes differ in how they read a body and how they write an answer; that is a `Job`. Everything else is here.
+The routes differ in how they read a body and how they write an answer; that is a `CompletionCall`. The rest is here.
 """
 
 from __future__ import annotations
@@ -17,30 +17,30 @@ import msgspec
 from aiohttp import web
 
 from kvflow.protocols.errors import AbortedError, KvflowError
-from kvflow.server.http.completion import Completion, Delta, written
+from kvflow.server.http.completion import Completion, Delta, detokenize
+from kvflow.server.http.completion_service import CompletionService, GenerationRequest
 from kvflow.server.http.errors import Failure, OverloadError, RequestError, failure_of
-from kvflow.server.http.listening import Busy
+from kvflow.server.http.generation_requests import RequestLimits, rooms_of
+from kvflow.server.http.listening import Drainable
 from kvflow.server.http.metrics import Metrics
-from kvflow.server.http.orders import Menu, rooms_of
 from kvflow.server.http.schemas import Rendezvous, decoded, parse
-from kvflow.server.http.service import Order, Service
 from kvflow.server.http.sse import EventStream, Paced, merged
-from kvflow.server.http.text import Wording
+from kvflow.server.http.tokenizer import ThreadedTokenizer
 
 _log = logging.getLogger("kvflow.http")
-R = TypeVar("R", bound=Rendezvous)
-FAREWELL_S = 1.0  # for the error event of a stream that fails
+B = TypeVar("B", bound=Rendezvous)
+ERROR_EVENT_TIMEOUT_S = 1.0  # for the last event of a stream that fails
 
 
-class Job(Protocol):
-    """One parsed request of one dialect."""
+class CompletionCall(Protocol):
+    """One parsed body of one API (/generate, chat, completions), and how its answer is written."""
 
     stream: bool
 
     @property
-    def request(self) -> Rendezvous: ...
+    def body(self) -> Rendezvous: ...
 
-    async def orders(self, front: Front) -> list[Order]:
+    async def generation_requests(self, pipeline: CompletionPipeline) -> list[GenerationRequest]:
         """Read prompts and sampling. Raises: RequestError."""
 
     def answer(self, completions: list[Completion]) -> Any:
@@ -56,13 +56,13 @@ class Job(Protocol):
         """Events after the last token."""
 
 
-class Front(Busy):
-    """What the routes of one role share."""
+class CompletionPipeline(Drainable):
+    """What the completion routes of one role share."""
 
     def __init__(
         self,
-        service: Service,
-        wording: Wording,
+        service: CompletionService,
+        tokenizer: ThreadedTokenizer,
         metrics: Metrics,
         *,
         bootstrap_port: int = 8998,
@@ -72,38 +72,38 @@ class Front(Busy):
     ) -> None:
         super().__init__()
         self.service = service
-        self.wording = wording
+        self.tokenizer = tokenizer
         self.metrics = metrics
-        self.menu = Menu(service.limits, service.role == "decode", bootstrap_port)
-        self._most = max_running_requests
+        self.request_limits = RequestLimits(service.limits, service.role == "decode", bootstrap_port)
+        self._max_running = max_running_requests
         self._timeout_s = request_timeout_s
         self._keepalive_s = keepalive_s
 
-    async def serve(self, http: web.Request, job: Job) -> web.StreamResponse:
-        """Answer one request. Errors before the first token are raised; later ones are written into the stream."""
+    async def serve(self, http: web.Request, call: CompletionCall) -> web.StreamResponse:
+        """Answer one call. Errors before the first token are raised; later ones are written into the stream."""
         arrived = time.perf_counter()
         try:
             self._admit()
         except (AbortedError, OverloadError) as error:
-            self._refuse(job.request, error)
+            self._refuse(call.body, error)
             raise
         ends = asyncio.get_running_loop().time() + self._timeout_s
-        with self.one_more():
+        with self.count_running():
             async with asyncio.timeout_at(ends):
                 try:
-                    orders = await job.orders(self)
-                    pieces = [self.wording.pieces(order.params.stop) for order in orders]
+                    requests = await call.generation_requests(self)
+                    detokenizers = [self.tokenizer.detokenizer(request.params.stop) for request in requests]
                 except KvflowError as error:
-                    self._refuse(job.request, error)
+                    self._refuse(call.body, error)
                     raise
-            sources = [written(self.service.tokens(o), p) for o, p in zip(orders, pieces, strict=True)]
-            if job.stream:
-                return await self._stream(http, job, sources, arrived, ends)
+            sources = [detokenize(self.service.tokens(r), d) for r, d in zip(requests, detokenizers, strict=True)]
+            if call.stream:
+                return await self._stream(http, call, sources, arrived, ends)
             async with asyncio.timeout_at(ends):
-                return await self._collect(http, job, sources, arrived)
+                return await self._collect(call, sources, arrived)
 
-    def read(self, raw: bytes, kind: type[R]) -> R:
-        """A body as `kind`. One that cannot be read may still name the room whose other leg waits."""
+    def read(self, raw: bytes, kind: type[B]) -> B:
+        """A body as `kind`. A body that is refused may still name a room whose other leg waits: that room is ended."""
         try:
             return parse(raw, kind)
         except RequestError as error:
@@ -113,32 +113,37 @@ class Front(Busy):
 
     def _admit(self) -> None:
         self.refuse_when_draining()
-        if self.running >= self._most:
-            raise OverloadError("running requests", self.running + 1, self._most)
+        if self.running >= self._max_running:
+            raise OverloadError("running requests", self.running + 1, self._max_running)
 
-    def _refuse(self, request: Rendezvous, error: KvflowError) -> None:
-        """The other leg waits for this room: tell it why it will never come."""
-        for room in rooms_of(request):
+    def _refuse(self, body: Rendezvous, error: KvflowError) -> None:
+        """End the body's rooms: their other legs wait, and get the cause."""
+        for room in rooms_of(body):
             self.service.refuse(room, error.cause())
 
     async def _collect(
-        self, http: web.Request, job: Job, sources: list[AsyncGenerator[Delta, None]], arrived: float
+        self, call: CompletionCall, sources: list[AsyncGenerator[Delta, None]], arrived: float
     ) -> web.StreamResponse:
         completions = [Completion() for _ in sources]
         async with aclosing(merged(sources)) as deltas:
             async for index, delta in deltas:
                 self._count(completions[index], arrived)
                 completions[index].add(delta)
-        return json_response(job.answer(completions))
+        return json_response(call.answer(completions))
 
     async def _stream(
-        self, http: web.Request, job: Job, sources: list[AsyncGenerator[Delta, None]], arrived: float, ends: float
+        self,
+        http: web.Request,
+        call: CompletionCall,
+        sources: list[AsyncGenerator[Delta, None]],
+        arrived: float,
+        ends: float,
     ) -> web.StreamResponse:
         events = EventStream(http)
         async with Paced(merged(sources), self._keepalive_s) as deltas:
             try:
                 async with asyncio.timeout_at(ends):
-                    await self._write(events, job, deltas, [Completion() for _ in sources], arrived)
+                    await self._write(events, call, deltas, [Completion() for _ in sources], arrived)
             except ConnectionError:
                 raise
             except Exception as error:
@@ -148,7 +153,7 @@ class Front(Busy):
                     _log.exception("stream of %s failed", http.path)
                 failure = failure_of(error)
                 self.metrics.stream_failed(failure)
-                await self._take_leave(http, events, failure)
+                await self._send_error_event(http, events, failure)
                 return events.response
         await events.end()
         return events.response
@@ -156,12 +161,12 @@ class Front(Busy):
     async def _write(
         self,
         events: EventStream,
-        job: Job,
+        call: CompletionCall,
         deltas: AsyncIterable[tuple[int, Delta] | None],
         completions: list[Completion],
         arrived: float,
     ) -> None:
-        """Every delta as an event; a comment where nothing came for a while, so that a client that left is noticed."""
+        """Every delta as an event, and comments during silence: writing one is how a client that left is noticed."""
         async for item in deltas:
             if item is None:
                 if events.response.prepared:
@@ -169,19 +174,19 @@ class Front(Busy):
                 continue
             if not events.response.prepared:
                 await events.start()
-                for event in job.opening():
+                for event in call.opening():
                     await events.send(event)
             index, delta = item
             self._count(completions[index], arrived)
             completions[index].add(delta)
-            await events.send(job.event(index, delta, completions[index]))
-        for event in job.closing(completions):
+            await events.send(call.event(index, delta, completions[index]))
+        for event in call.closing(completions):
             await events.send(event)
 
-    async def _take_leave(self, http: web.Request, events: EventStream, failure: Failure) -> None:
-        """Say in the stream why it ends; a reader that does not read gets its connection cut instead."""
+    async def _send_error_event(self, http: web.Request, events: EventStream, failure: Failure) -> None:
+        """Write the error as the last event; the connection of a client that does not read is cut instead."""
         try:
-            async with asyncio.timeout(FAREWELL_S):
+            async with asyncio.timeout(ERROR_EVENT_TIMEOUT_S):
                 await events.fail(failure)
         except TimeoutError:
             if http.transport is not None:

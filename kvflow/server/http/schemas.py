@@ -1,7 +1,7 @@
-"""The request bodies we accept: /generate, chat completions, completions; and what they ask of the engine.
+"""The request bodies: /generate, chat completions, completions.
 
-Routers and clients send many more fields with default values; those are ignored. Fields that would change the output
-and that we do not support are refused when they are set to something that matters: ignoring them would be a lie.
+Routers and clients send many more fields, most of them with default values; unknown fields are ignored. Fields that
+would change the output and are not supported are refused unless they have their default: the answer would be wrong.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ Tokens = Annotated[int, Meta(ge=1, le=1 << 24)]
 TopLogprobs = Annotated[int, Meta(ge=0, le=20)]
 Choices = Annotated[int, Meta(ge=1, le=128)]
 TokenId = Annotated[int, Meta(ge=0, le=(1 << 31) - 1)]
-Room = int  # a u64, which is wider than the limits msgspec can state; checked in orders.py
+Room = int  # unsigned 64-bit, wider than the limits msgspec can state; checked in generation_requests.py
 BootstrapPort = Annotated[int, Meta(ge=1, le=65535)]
 Seed = Annotated[int, Meta(ge=-(1 << 63), le=(1 << 63) - 1)]
 
@@ -32,7 +32,7 @@ class StreamOptions(msgspec.Struct, frozen=True):
 
 
 class Rendezvous(msgspec.Struct, frozen=True, kw_only=True):
-    """What a router adds so that both legs meet; arrays when the body asks for several completions."""
+    """The fields a router adds so that both legs use one room; lists when the body asks for several completions."""
 
     bootstrap_host: str | list[str | None] | None = None
     bootstrap_port: BootstrapPort | list[BootstrapPort | None] | None = None
@@ -82,7 +82,7 @@ class _OpenAIRequest(Rendezvous, frozen=True, kw_only=True):
 
 
 class ChatRequest(_OpenAIRequest, frozen=True, kw_only=True):
-    """POST /v1/chat/completions. Messages go to the model's chat template as they are."""
+    """POST /v1/chat/completions. Messages are passed to the model's chat template unchanged."""
 
     messages: Annotated[list[dict[str, Any]], Meta(min_length=1)]
     max_completion_tokens: Tokens | None = None
@@ -98,8 +98,8 @@ class CompletionRequest(_OpenAIRequest, frozen=True, kw_only=True):
     echo: bool | None = None
 
 
-# Objects that a body may make us build: a million of them hold the event loop for a second, where a million token ids
-# take 10 ms. No prompt that fits a context comes near it.
+# Python objects that a body may create: a million of them block the event loop for a second, a million token ids for
+# 10 ms. No prompt that fits a context comes near the limit.
 MAX_STRUCTURE = 1 << 18
 
 S = TypeVar("S")
@@ -135,8 +135,10 @@ _UNSUPPORTED: dict[str, Any] = {
 
 
 _NOT_SET = msgspec.Raw(b"null")
-_Asked = msgspec.defstruct("_Asked", [(name, msgspec.Raw, _NOT_SET) for name in ("sampling_params", *_UNSUPPORTED)])
-_LONGEST_DEFAULT = 64  # bytes of JSON; what is longer is no way of saying "not set"
+_GivenFields = msgspec.defstruct(
+    "_GivenFields", [(name, msgspec.Raw, _NOT_SET) for name in ("sampling_params", *_UNSUPPORTED)]
+)
+_MAX_DEFAULT_BYTES = 64  # of JSON; a longer value cannot mean "not set"
 
 
 def _read(raw: bytes, kind: Any) -> Any:
@@ -152,23 +154,23 @@ def _read(raw: bytes, kind: Any) -> Any:
 
 def _refuse_unsupported(raw: bytes, where: str = "") -> None:
     """Raises: RequestError. `raw` is a JSON object."""
-    asked = msgspec.structs.asdict(_read(raw, _Asked))
+    given_fields = msgspec.structs.asdict(_read(raw, _GivenFields))
     for name, harmless in _UNSUPPORTED.items():
-        given = bytes(asked[name])
-        if len(given) > _LONGEST_DEFAULT or not harmless(_read(given, Any)):
-            raise RequestError(f"{where}{name} is not supported by this server")
-    nested = bytes(asked["sampling_params"]).strip()
+        given = bytes(given_fields[name])
+        if len(given) > _MAX_DEFAULT_BYTES or not harmless(_read(given, Any)):
+            raise RequestError(f"{where}{name} is not supported by this server; leave it out")
+    nested = bytes(given_fields["sampling_params"]).strip()
     if nested.startswith(b"{") and not where:
         _refuse_unsupported(nested, "sampling_params.")
 
 
 def decoded(raw: bytes, kind: type[S]) -> S:
-    """The body of any request as `kind`; what `kind` does not name is checked to be JSON and costs nothing else.
+    """The body of any request as `kind`; fields that `kind` does not name are only checked to be JSON.
 
     Raises: RequestError (400) naming the field.
     """
-    if len(raw) > MAX_STRUCTURE and sum(map(raw.count, (b"[", b"{", b":"))) > MAX_STRUCTURE:
-        raise RequestError(f"the body has more than {MAX_STRUCTURE} lists, objects and fields")
+    if len(raw) > MAX_STRUCTURE and (found := sum(map(raw.count, (b"[", b"{", b":")))) > MAX_STRUCTURE:
+        raise RequestError(f"the body has {found} lists, objects and fields, limit {MAX_STRUCTURE}")
     read: S = _read(raw, kind)
     return read
 
@@ -181,6 +183,6 @@ def parse(raw: bytes, kind: type[T]) -> T:
 
 
 def stops_of(stop: str | list[str] | None) -> tuple[str, ...]:
-    """Stop strings as a tuple; empty ones, which some clients send for "none", are left out."""
+    """Stop strings as a tuple; empty ones, which some clients send to mean "none", are left out."""
     stops = (stop,) if isinstance(stop, str) else tuple(stop or ())
     return tuple(s for s in stops if s)

@@ -1,4 +1,4 @@
-"""Server-sent events: data lines, comments while nothing happens, one error event when a started stream fails."""
+"""Server-sent events: data lines, comments during silence, one error event when a started stream fails."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _HEADERS = {"Content-Type": "text/event-stream; charset=utf-8", "Cache-Control":
 
 
 class EventStream:
-    """One response as an event stream. A client that is gone shows as ConnectionError from any write."""
+    """One response as an event stream. Any write raises ConnectionError once the client has disconnected."""
 
     def __init__(self, request: web.Request) -> None:
         self._request = request
@@ -41,7 +41,7 @@ class EventStream:
         await self._response.write(b"data: " + msgspec.json.encode(event) + b"\n\n")
 
     async def keepalive(self) -> None:
-        """A comment: clients skip it, and proxies in between notice by it that their client is gone."""
+        """Send a comment: clients skip it, and proxies notice by the write that their client has disconnected."""
         await self._response.write(KEEPALIVE)
 
     async def fail(self, failure: Failure) -> None:
@@ -55,8 +55,11 @@ class EventStream:
 
 
 class Paced(AsyncIterator[T | None]):
-    """`source` with a None after every `silence_s` without an item. Use as an async context manager: leaving closes
-    `source`, whatever it was waiting for and however often the leaving is cancelled, before anything else happens."""
+    """`source`, with a None after every `silence_s` without an item.
+
+    Use as an async context manager: leaving cancels the item that is awaited, closes `source` and returns only then,
+    also when leaving is cancelled, once or repeatedly.
+    """
 
     def __init__(self, source: AsyncGenerator[T, None], silence_s: float) -> None:
         self._source = source
@@ -95,7 +98,7 @@ class Paced(AsyncIterator[T | None]):
 
 
 async def merged(sources: list[AsyncGenerator[T, None]]) -> AsyncGenerator[tuple[int, T], None]:
-    """Items of all `sources` as they come, with the index of their source; the first error ends all of them."""
+    """Items of all `sources` as they come, with the index of their source; the first error closes all sources."""
     if len(sources) == 1:
         async with aclosing(sources[0]) as only:
             async for item in only:

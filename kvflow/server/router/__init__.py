@@ -1,1 +1,1 @@
-"""One request as two legs."""
+"""The router: one client request as two legs, one at a prefill and one at a decode."""

@@ -1,21 +1,21 @@
-"""The router role: pairs a prefill and a decode for every request, least loaded first, and relays decode's answer."""
+"""The router role: pairs a prefill and a decode for each request, least loaded first, and relays decode's answer."""
 
 from __future__ import annotations
 
 import asyncio
 import secrets
+from collections.abc import Iterable
 from typing import Any
 
 import aiohttp
 import msgspec
 from aiohttp import web
 
-from kvflow.config import Settings
 from kvflow.server.http.app import build_app
 from kvflow.server.http.errors import Failure, RequestError
-from kvflow.server.http.listening import Busy
+from kvflow.server.http.generation_requests import MAX_COMPLETIONS
+from kvflow.server.http.listening import Drainable
 from kvflow.server.http.metrics import Metrics
-from kvflow.server.http.orders import MAX_COMPLETIONS
 from kvflow.server.http.pipeline import json_response
 from kvflow.server.http.schemas import decoded
 from kvflow.server.router.legs import Leg, LegFailedError, bootstrap_fields, both_legs, relay, with_fields
@@ -26,18 +26,26 @@ ROOM_HEADER = "X-Kvflow-Room"
 _FORWARDED = ("Authorization", "X-Request-ID", "traceparent", "tracestate")
 
 
-class Router(Busy):
-    """One router, running. `close` drops every leg."""
+class Router(Drainable):
+    """One router over the workers at these URLs; `api_key` is the workers' key. `close` closes every leg."""
 
-    def __init__(self, settings: Settings) -> None:
+    def __init__(
+        self,
+        prefill: Iterable[str],
+        decode: Iterable[str],
+        *,
+        api_key: str = "",
+        request_timeout_s: float = 600.0,
+        poll_s: float = 1.0,
+    ) -> None:
         super().__init__()
-        headers = {"Authorization": f"Bearer {settings.api_key}"} if settings.api_key else {}
-        timeout = aiohttp.ClientTimeout(total=settings.request_timeout_s, sock_connect=CONNECT_TIMEOUT_S)
+        headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
+        timeout = aiohttp.ClientTimeout(total=request_timeout_s, sock_connect=CONNECT_TIMEOUT_S)
         connector = aiohttp.TCPConnector(limit=0)
         self._session = aiohttp.ClientSession(
             headers=headers, timeout=timeout, connector=connector, read_bufsize=1 << 18
         )
-        self.workers = Workers(settings.prefill, settings.decode, self._session, settings.poll_s)
+        self.workers = Workers(prefill, decode, self._session, poll_s)
         self.metrics = Metrics()
 
     async def start(self) -> None:
@@ -48,9 +56,9 @@ class Router(Busy):
         await self._session.close()
 
     async def serve(self, http: web.Request) -> web.StreamResponse:
-        """One request, on as many pairs as it takes until one of them answers."""
+        """Serve one request: one pair of workers after another, until one answers."""
         self.refuse_when_draining()
-        with self.one_more():
+        with self.count_running():
             return await self._on_some_pair(http, await http.read())
 
     async def _on_some_pair(self, http: web.Request, raw: bytes) -> web.StreamResponse:
@@ -68,7 +76,7 @@ class Router(Busy):
             try:
                 return await self._on_pair(http, raw, count, prefill, decode)
             except LegFailedError as error:
-                error.worker.lost(str(error))
+                error.worker.mark_down(str(error))
                 tried.add(error.worker)
                 last = error
 
@@ -88,7 +96,7 @@ class Router(Busy):
             return answer
 
     async def ask(self, worker: Worker, path: str, method: str = "GET") -> Any:
-        """A worker's JSON answer, None when it has none."""
+        """The JSON answer of a worker; None when it cannot be reached, or answers with an error."""
         try:
             async with self._session.request(
                 method, f"{worker.url}{path}", timeout=aiohttp.ClientTimeout(total=5)
@@ -103,7 +111,7 @@ class _Sampling(msgspec.Struct):
 
 
 class _Shape(msgspec.Struct):
-    """Of a body, what says how many completions it asks for; the rest is for the workers to judge."""
+    """The fields of a body that say how many completions it asks for; the workers check the others."""
 
     text: Any = None
     input_ids: Any = None
@@ -125,35 +133,52 @@ def _completions(shape: _Shape) -> int:
 
 
 def routes(router: Router) -> list[web.RouteDef]:
-    """What a router answers."""
+    """All routes of a router."""
+    completions = ("/generate", "/v1/chat/completions", "/v1/completions")
+    return [*(web.post(path, router.serve) for path in completions), *_own(router), *_of_workers(router)]
+
+
+def _own(router: Router) -> list[web.RouteDef]:
+    """What the router answers from its own state."""
 
     async def health(_: web.Request) -> web.StreamResponse:
         if router.draining:
             return Failure(503, "draining", "this router is shutting down").response()
         if not router.workers.complete():
-            troubles = "; ".join(f"{w.role} {w.url}: {w.trouble}" for w in router.workers.all if not w.up)
-            return Failure(503, "no_workers", troubles).response()
+            down = [worker for worker in router.workers.all if not worker.up]
+            reasons = "; ".join(f"{w.role} {w.url}: {w.unavailable_reason}" for w in down)
+            return Failure(503, "no_workers", reasons).response()
         return json_response({"status": "ok"})
 
     async def info(_: web.Request) -> web.StreamResponse:
-        lines = [worker.line() for worker in router.workers.all]
+        summaries = [worker.summary() for worker in router.workers.all]
         model = next((worker.model for worker in router.workers.of("decode") if worker.model), "")
         return json_response(
-            {"role": "router", "served_model_name": model, "draining": router.draining, "workers": lines}
+            {"role": "router", "served_model_name": model, "draining": router.draining, "workers": summaries}
         )
+
+    async def metrics(_: web.Request) -> web.StreamResponse:
+        return router.metrics.response()
+
+    return [
+        *(web.get(path, health) for path in ("/health", "/health_generate")),
+        *(web.get(path, info) for path in ("/server_info", "/get_server_info")),
+        web.get("/metrics", metrics),
+    ]
+
+
+def _of_workers(router: Router) -> list[web.RouteDef]:
+    """What the router asks one worker for, or all of them."""
 
     async def from_decode(http: web.Request) -> web.StreamResponse:
         answer = await router.ask(router.workers.least_loaded("decode", set()), http.path)
-        return (
-            Failure(502, "peer_lost", "no decode worker answered").response()
-            if answer is None
-            else json_response(answer)
-        )
+        if answer is None:
+            return Failure(502, "peer_lost", "the decode worker did not answer").response()
+        return json_response(answer)
 
-    async def load(http: web.Request) -> web.StreamResponse:
+    async def load(_: web.Request) -> web.StreamResponse:
         answers = await asyncio.gather(*(router.ask(worker, "/get_load") for worker in router.workers.all))
-        lines = [line for answer in answers for line in (answer or [])]
-        return json_response(lines)
+        return json_response([entry for answer in answers for entry in (answer or [])])
 
     async def flush(_: web.Request) -> web.StreamResponse:
         await asyncio.gather(*(router.ask(worker, "/flush_cache", "POST") for worker in router.workers.all))
@@ -162,25 +187,16 @@ def routes(router: Router) -> list[web.RouteDef]:
     async def story(http: web.Request) -> web.StreamResponse:
         sides = {}
         for worker in router.workers.all:
-            told = await router.ask(worker, http.path)
-            if told is not None:
-                sides[worker.role] = told
+            answer = await router.ask(worker, http.path)
+            if answer is not None:
+                sides[worker.role] = answer
         return json_response(sides) if sides else Failure(404, "unknown_room", "no worker knows this room").response()
 
-    async def metrics(_: web.Request) -> web.StreamResponse:
-        return router.metrics.response()
-
     return [
-        *(web.post(path, router.serve) for path in ("/generate", "/v1/chat/completions", "/v1/completions")),
-        web.get("/health", health),
-        web.get("/health_generate", health),
-        web.get("/server_info", info),
-        web.get("/get_server_info", info),
         *(web.get(path, from_decode) for path in ("/v1/models", "/model_info", "/get_model_info")),
         web.get("/get_load", load),
         web.post("/flush_cache", flush),
         web.get(r"/rooms/{room:\d+}", story),
-        web.get("/metrics", metrics),
     ]
 
 

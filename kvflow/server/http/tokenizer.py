@@ -1,4 +1,4 @@
-"""Text on both ends of a request: prompts to token ids in a thread, token ids to text as they come."""
+"""Text at both ends of a request: prompts to token ids in a thread, token ids to text as they come."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any, Protocol
 from kvflow.server.http.errors import RequestError
 
 
-class Pieces(Protocol):
+class Detokenizer(Protocol):
     """Incremental detokenisation with stop strings (kvflow.engine.scheduler.text.TextStream)."""
 
     stopped: str | None
@@ -20,8 +20,8 @@ class Pieces(Protocol):
     def finish(self) -> str: ...
 
 
-class Silence:
-    """The text of a model without a tokenizer."""
+class NullDetokenizer:
+    """For a model without a tokenizer: the text is always empty."""
 
     stopped: str | None = None
 
@@ -32,13 +32,13 @@ class Silence:
         return ""
 
 
-class Wording:
-    """A tokenizer on a thread of its own, because long prompts take long and fast tokenizers are not re-entrant."""
+class ThreadedTokenizer:
+    """A tokenizer on a thread of its own: encoding a long prompt takes long, and fast tokenizers are not re-entrant."""
 
     def __init__(self, tokenizer: Any | None, context_length: int = 1 << 20) -> None:
         self._tokenizer = tokenizer
         longest = max((len(entry) for entry in tokenizer.get_vocab()), default=1) if tokenizer is not None else 1
-        self._most_characters = context_length * longest  # more cannot fit, and encoding it takes memory by the GiB
+        self._max_characters = context_length * longest  # more cannot fit, and encoding more takes gigabytes of memory
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="kvflow-text")
 
     async def encode(self, text: str) -> list[int]:
@@ -48,7 +48,7 @@ class Wording:
         return await self._run(lambda: list(tokenizer.encode(text)))
 
     async def encode_chat(self, messages: Sequence[dict[str, Any]]) -> list[int]:
-        """Token ids of a conversation, after the model's own chat template.
+        """Token ids of a conversation, rendered by the model's chat template.
 
         Raises: RequestError when there is no template, or the template refuses the messages.
         """
@@ -70,15 +70,16 @@ class Wording:
             raise RequestError(f"the chat template refused the messages: {error}") from None
 
     def _check_length(self, characters: int) -> None:
-        if characters > self._most_characters:
-            raise RequestError(f"the text has {characters} characters; at most {self._most_characters} fit the context")
+        if characters > self._max_characters:
+            text = f"the text has {characters} characters; at most {self._max_characters} fit the model's context"
+            raise RequestError(text)
 
-    def pieces(self, stops: tuple[str, ...]) -> Pieces:
-        """A fresh text stream for one completion. Raises: RequestError for stop strings without a tokenizer."""
+    def detokenizer(self, stops: tuple[str, ...]) -> Detokenizer:
+        """A new one, for one completion. Raises: RequestError for stop strings without a tokenizer."""
         if self._tokenizer is None:
             if stops:
-                raise RequestError("stop strings need a tokenizer, and this model has none")
-            return Silence()
+                raise RequestError("stop strings need a tokenizer, and this model has none; use stop_token_ids")
+            return NullDetokenizer()
         from kvflow.engine.scheduler.text import TextStream
 
         return TextStream(self._tokenizer, stops)

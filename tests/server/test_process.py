@@ -1,4 +1,4 @@
-"""A role as a process: ports, announcement, drain, signals, and death with its parent."""
+"""A role as a process: ports, announcement, drain, signals, and its end with its parent's."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ import msgspec
 import pytest
 from aiohttp import web
 
-from kvflow.launch.process import Stop, drained
+from kvflow.launch.process import StopSignals, drain_requests
 from kvflow.protocols.errors import MisuseError
-from kvflow.server.http.listening import bound_socket, reachable, serving
+from kvflow.server.http.listening import bound_socket, listening_on, reachable
 
 # A role without a model: a router's life with a handler that takes until it is told.
 ROLE = """
@@ -28,13 +28,13 @@ from aiohttp import web
 from kvflow.launch.process import *
 from kvflow.server.http.listening import *
 
-class Busy:
+class Requests:
     draining, running = False, 0
     idle = asyncio.Event()
 
 async def main(settings):
     made = bound_socket("127.0.0.1", 0, "--port")
-    busy = Busy()
+    busy = Requests()
     async def work(http):
         busy.running += 1
         busy.idle.clear()
@@ -96,13 +96,13 @@ async def test_a_port_somebody_else_listened_on_first_is_one_line_too() -> None:
     first = bound_socket("127.0.0.1", 0, "--port")
     port = first.getsockname()[1]
     second = bound_socket("127.0.0.1", port, "--port")
-    async with serving(web.Application(), first):
+    async with listening_on(web.Application(), first):
         with pytest.raises(MisuseError, match=f"port {port} .* is in use"):
             await _serve_at_once(second)
 
 
 async def _serve_at_once(made: socket.socket) -> None:
-    async with serving(web.Application(), made):
+    async with listening_on(web.Application(), made):
         pass
 
 
@@ -114,21 +114,21 @@ def test_an_address_that_is_not_ours_is_one_line() -> None:
 async def test_a_drain_waits_for_requests_but_not_for_ever() -> None:
     idle = asyncio.Event()
     busy = SimpleNamespace(draining=False, running=1, idle=idle)
-    waiting = asyncio.create_task(drained(busy, Stop(), 60))
+    waiting = asyncio.create_task(drain_requests(busy, StopSignals(), 60))
     await asyncio.sleep(0)
     assert busy.draining
     assert not waiting.done()
     idle.set()
     await asyncio.wait_for(waiting, 5)
     idle.clear()
-    await asyncio.wait_for(drained(busy, Stop(), 0.01), 5)
+    await asyncio.wait_for(drain_requests(busy, StopSignals(), 0.01), 5)
 
 
 async def test_a_second_signal_does_not_wait() -> None:
     busy = SimpleNamespace(draining=False, running=1, idle=asyncio.Event())
-    stop = Stop()
-    stop.hurried.set()
-    await asyncio.wait_for(drained(busy, stop, 60), 5)
+    stop = StopSignals()
+    stop.forced.set()
+    await asyncio.wait_for(drain_requests(busy, stop, 60), 5)
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])

@@ -1,5 +1,8 @@
-"""Choosing tokens. Stateless: the random number of a draw is a hash of (seed, position), so that prefill, decode and a
-single process draw the same token, and no generator's state crosses from one to the other."""
+"""Choosing tokens.
+
+Stateless: the random number of a draw is a hash of (seed, position), so prefill, decode and a single process draw the
+same token, and no state of a random generator has to be handed over.
+"""
 
 from __future__ import annotations
 
@@ -12,12 +15,12 @@ import torch
 
 from kvflow.engine.scheduler.params import SamplingParams
 
-# top_k and top_p look among this many first; the whole vocabulary is sorted only when that is too few.
+# top_k and top_p select among this many first; the whole vocabulary is sorted only when these are too few.
 CANDIDATES = 1024
 
 
 class Draw(NamedTuple):
-    """One row's request: `position` is the index the chosen token will have in its sequence."""
+    """What to draw for one row; `position` is the index of the chosen token in its sequence."""
 
     params: SamplingParams
     seed: int
@@ -25,7 +28,7 @@ class Draw(NamedTuple):
 
 
 class Choice(NamedTuple):
-    """A chosen token, with log-probabilities under the raw distribution (before temperature) where asked for."""
+    """A chosen token, with log-probabilities of the raw distribution (before temperature) where requested."""
 
     token_id: int
     logprob: float | None = None
@@ -39,22 +42,22 @@ def choose(logits: torch.Tensor, draws: Sequence[Draw]) -> list[Choice]:
     if drawn:
         for i, token in zip(drawn, _draw(logits[drawn].float(), [draws[i] for i in drawn]), strict=True):
             tokens[i] = token
-    told = [i for i, d in enumerate(draws) if d.params.logprobs is not None]
+    wanted = [i for i, d in enumerate(draws) if d.params.logprobs is not None]
     choices = [Choice(token) for token in tokens]
-    if told:
-        _add_logprobs(choices, torch.log_softmax(logits[told].float(), dim=-1), told, draws)
+    if wanted:
+        _add_logprobs(choices, torch.log_softmax(logits[wanted].float(), dim=-1), wanted, draws)
     return choices
 
 
 def uniform(seed: int, position: int) -> float:
-    """The number in [0, 1) that belongs to this draw, the same on every machine."""
+    """The random number in [0, 1) of this draw, the same on every machine."""
     packed = struct.pack("<QQ", seed & 0xFFFF_FFFF_FFFF_FFFF, position)
     digest = hashlib.blake2b(packed, digest_size=8, person=b"kvflow-draw").digest()
     return float(int.from_bytes(digest, "little") >> 11) / float(1 << 53)
 
 
 def _draw(logits: torch.Tensor, draws: list[Draw]) -> list[int]:
-    """Inverse-CDF sampling. Which path a row takes depends on that row alone, never on its neighbours."""
+    """Inverse-CDF sampling. A row's result does not depend on the other rows of the batch."""
     vocabulary = logits.shape[-1]
     scaled = (logits.double() / torch.tensor([[d.params.temperature] for d in draws], dtype=torch.float64)).float()
     points = torch.tensor([[uniform(d.seed, d.position)] for d in draws], dtype=torch.float64)
@@ -77,7 +80,7 @@ def _draw_cut(
     tokens: list[int], rows: list[int], values: torch.Tensor, ids: torch.Tensor, scaled: torch.Tensor,
     points: torch.Tensor, draws: list[Draw],
 ) -> list[int]:  # fmt: skip
-    """top_k, then top_p over what is left of it, among `values` [rows, candidates] in descending order.
+    """top_k, then top_p over what top_k leaves, among `values` [rows, candidates] in descending order.
 
     Returns the rows for which these candidates were too few; they have no token yet.
     """
@@ -103,9 +106,9 @@ def _draw_cut(
 def _pick(
     tokens: list[int], rows: list[int], cumulative: torch.Tensor, points: torch.Tensor, ids: torch.Tensor | None
 ) -> None:
-    """The first entry whose cumulative chance passes the point; an entry of chance 0 is never the first."""
+    """The first entry whose cumulative probability exceeds the point; never an entry of probability 0."""
     found = torch.searchsorted(cumulative, points * cumulative[:, -1:], right=True)
-    last = (cumulative < cumulative[:, -1:]).sum(dim=-1, keepdim=True)  # the last entry with a chance of its own
+    last = (cumulative < cumulative[:, -1:]).sum(dim=-1, keepdim=True)  # the last entry of nonzero probability
     found = torch.minimum(found, last)
     if ids is not None:
         found = ids.gather(-1, found)

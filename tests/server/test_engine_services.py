@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from kvflow.protocols.errors import MisuseError, QuarantineError
+from kvflow.server.http.completion_service import ModelCard
+from kvflow.server.http.engine_services import DecodeService, PrefillService
 from kvflow.server.http.errors import failure_of
-from kvflow.server.http.service import ModelCard
-from kvflow.server.http.services import DecodeService, PrefillService
 from kvflow.testing.pair import pair
 
 CARD = ModelCard(path="m", name="m", context_length=8, vocab_size=8)
@@ -23,11 +23,11 @@ def engine() -> Any:
 async def test_a_prefill_whose_data_plane_hangs_is_in_trouble() -> None:
     async with pair() as p:
         service = PrefillService(CARD, p.prefill, engine(), 1.0)
-        assert service.trouble == ""
+        assert service.unavailable_reason == ""
         p.plane(p.prefill).stalled_s = p.timing.lost_after_s + 1
-        assert service.trouble == "the worker of the fake data plane has not moved for 61 s"
+        assert service.unavailable_reason == "the worker of the fake data plane has not moved for 61 s"
         p.plane(p.prefill).stalled_s = float("inf")
-        assert service.trouble == "the worker of the fake data plane has died"
+        assert service.unavailable_reason == "the worker of the fake data plane has died"
         p.plane(p.prefill).stalled_s = 0.0
         with pytest.raises(MisuseError, match="lends no pages"):
             service.declare_dead(1, "why")
@@ -39,12 +39,12 @@ async def test_a_decode_with_too_much_in_quarantine_is_in_trouble() -> None:
         service = DecodeService(CARD, p.decode, stopped, 1.0)
         ledger = p.decode.handlers.ledger
         ledger.quarantined_pages = ledger.quarantine_limit
-        assert service.trouble == ""
+        assert service.unavailable_reason == ""
         ledger.quarantined_pages += 1
-        assert service.trouble.startswith("33 pages are in quarantine, more than 32: no new room")
+        assert service.unavailable_reason.startswith("33 pages are in quarantine, more than 32: no new room")
         ledger.quarantined_pages = 0
         stopped.healthy = False
-        assert service.trouble == "the engine has stopped"
+        assert service.unavailable_reason == "the engine has stopped"
 
 
 def test_a_full_quarantine_is_503() -> None:

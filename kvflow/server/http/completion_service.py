@@ -1,0 +1,109 @@
+"""What the HTTP layer needs from a prefill or a decode: tokens for a request, refusals and a report.
+
+`launch/roles.py` makes the real ones.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, Sequence
+from typing import Any, Protocol
+
+import msgspec
+
+from kvflow.engine.scheduler.limits import EngineLimits
+from kvflow.engine.scheduler.params import SamplingParams, TokenOut
+from kvflow.protocols.errors import Cause
+from kvflow.protocols.wire.ranks import PoolShape
+
+
+class ModelCard(msgspec.Struct, frozen=True, kw_only=True):
+    """The served model, as clients and routers see it."""
+
+    path: str
+    name: str
+    model_type: str = ""
+    architectures: tuple[str, ...] = ()
+    dtype: str = ""
+    context_length: int
+    vocab_size: int
+
+
+class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True):
+    """One completion to generate: the room its KV moves through, its prompt, its sampling."""
+
+    room: int
+    prefill: str  # "host:port" of the bootstrap registry; a prefill ignores it
+    prompt: list[int]
+    params: SamplingParams
+
+
+class Report(msgspec.Struct, frozen=True, kw_only=True):
+    """The live part of /server_info and the source of every gauge; cheap enough to be taken every second."""
+
+    incarnation: int
+    control_endpoint: str
+    data_plane: str
+    pool: PoolShape
+    pages_free: int
+    pages_total: int
+    pages_by_kind: dict[str, int] = {}
+    pages_at_rest: bool
+    quarantine_pages: int = 0
+    quarantine_limit_pages: int = 0  # above it, new requests are refused
+    peers_by_phase: dict[str, int] = {}
+    peers_declared_dead: int = 0
+    rooms_by_state: dict[str, int] = {}
+    rooms_ended: dict[str, int] = {}
+    bytes_moved: int = 0
+    chunks_mismatched: int = 0
+    messages_dropped: dict[str, int] = {}
+    internal_errors: dict[str, int] = {}
+    running: int = 0
+    waiting: int = 0
+
+
+class CompletionService(Protocol):
+    """One running prefill or decode."""
+
+    @property
+    def role(self) -> str: ...
+
+    @property
+    def card(self) -> ModelCard: ...
+
+    @property
+    def unavailable_reason(self) -> str:
+        """Why no request can be served now; empty while requests can be served."""
+
+    @property
+    def limits(self) -> EngineLimits:
+        """What one request may ask for when it has the pool to itself."""
+
+    def tokens(self, request: GenerationRequest) -> AsyncGenerator[TokenOut, None]:
+        """The tokens of `request`: prefill yields the first one once its KV has landed at decode, decode yields all.
+
+        Closing the iterator aborts the room. Raises: KvflowError.
+        """
+
+    def refuse(self, room: int, cause: Cause) -> None:
+        """End a room whose request never reached `tokens`, so that the other leg gets the cause. Never raises."""
+
+    def report(self) -> Report: ...
+
+    def rooms(self) -> Sequence[dict[str, Any]]:
+        """Open and recently ended rooms, one entry each."""
+
+    def story(self, room: int) -> dict[str, Any] | None:
+        """What happened in a room: events with times, bytes landed of bytes to move; None for an unknown room."""
+
+    def peers(self) -> Sequence[dict[str, Any]]:
+        """The nodes of the other role that this one knows, one entry each."""
+
+    def declare_dead(self, incarnation: int, why: str) -> None:
+        """Record an operator's assurance that a prefill writes no more (see `DecodeNode.declare_dead`).
+
+        Raises: MisuseError.
+        """
+
+    async def flush_cache(self) -> None:
+        """Accepted for SGLang's clients; there is no prefix cache to flush."""

@@ -1,0 +1,218 @@
+"""The two completion services: an engine and a node behind the interface that the HTTP layer calls."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import OrderedDict
+from collections.abc import AsyncGenerator, Sequence
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
+
+from kvflow.engine.scheduler.limits import EngineLimits
+from kvflow.engine.scheduler.params import TokenOut
+from kvflow.handlers.decode_room import DecodeSession
+from kvflow.handlers.prefill_room import PrefillSession
+from kvflow.memory.allocator import PageAllocator
+from kvflow.node import DecodeNode, PrefillNode
+from kvflow.protocols.errors import Cause, Code, QuarantineError, room_error
+from kvflow.protocols.wire.ranks import RankInfo
+from kvflow.server.http.completion_service import GenerationRequest, ModelCard, Report
+from kvflow.server.http.errors import RequestError
+
+if TYPE_CHECKING:  # importing the engines imports torch
+    from kvflow.engine.scheduler.budget import Admission
+    from kvflow.engine.scheduler.decode import DecodeEngine
+    from kvflow.engine.scheduler.prefill import PrefillEngine
+
+REMEMBERED_ROOMS = 256
+ADMISSION_TIMEOUT_S = 20.0  # shorter than prefill's wait for a rendezvous, so that prefill gets the true reason
+_KIND_LABELS = {"grant": "room", "quarantined": "quarantine"}
+N = TypeVar("N", PrefillNode, DecodeNode)
+E = TypeVar("E", bound="PrefillEngine | DecodeEngine")
+
+
+class RecentRooms:
+    """The latest rooms, kept for /rooms and their stories; bounded."""
+
+    def __init__(self) -> None:
+        self._rooms: OrderedDict[int, PrefillSession | DecodeSession] = OrderedDict()
+
+    def add(self, room: PrefillSession | DecodeSession) -> None:
+        self._rooms[room.room] = room
+        self._rooms.move_to_end(room.room)
+        if len(self._rooms) > REMEMBERED_ROOMS:
+            self._rooms.popitem(last=False)
+
+    def summaries(self) -> list[dict[str, Any]]:
+        """The latest first."""
+        return [_summary(room) for room in reversed(self._rooms.values())]
+
+    def story(self, room_id: int) -> dict[str, Any] | None:
+        room = self._rooms.get(room_id)
+        if room is None:
+            return None
+        events = [
+            {
+                "at_s": round(line.at_s - room.opened_at_s, 6),
+                "what": line.what,
+                "phase": line.phase.lower(),
+                "text": line.text,
+            }
+            for line in room.story()
+        ]
+        return {**_summary(room), "events": events}
+
+
+def _summary(room: PrefillSession | DecodeSession) -> dict[str, Any]:
+    cause = room.state.cause
+    summary = {
+        "room": room.room,
+        "phase": room.state.phase.name.lower(),
+        "ended": room.ended,
+        "cause": None if cause is None else str(cause),
+    }
+    if isinstance(room, PrefillSession):
+        summary.update(bytes_landed=room.bytes_landed, bytes_total=room.bytes_total)
+    return summary
+
+
+def pages_by_kind(pages: PageAllocator) -> dict[str, int]:
+    """Pages that are not free, by kind of owner."""
+    kinds: dict[str, int] = {}
+    for owner, count in pages.owned().items():
+        kind = owner[0] if isinstance(owner, tuple) else type(owner).__name__.lower()
+        label = _KIND_LABELS.get(str(kind), str(kind))
+        kinds[label] = kinds.get(label, 0) + count
+    return kinds
+
+
+class EngineService(Generic[N, E]):
+    """What both roles have in common, over one node and one engine."""
+
+    def __init__(self, card: ModelCard, node: N, engine: E, timeout_s: float) -> None:
+        self.card = card
+        self._node: N = node
+        self._engine: E = engine
+        self._timeout_s = timeout_s
+        self._recent_rooms = RecentRooms()
+
+    @property
+    def role(self) -> str:
+        return self._node.role
+
+    @property
+    def unavailable_reason(self) -> str:
+        return self._node.trouble if self._engine.healthy else "the engine has stopped"
+
+    @property
+    def limits(self) -> EngineLimits:
+        return self._engine.limits
+
+    def report(self) -> Report:
+        node, load = self._node, self._engine.load()
+        return Report(
+            incarnation=node.incarnation,
+            control_endpoint=node.control,
+            data_plane=node.plane.name,
+            pool=node.shape,
+            pages_free=node.pages.free_pages,
+            pages_total=node.pages.num_pages,
+            pages_by_kind=pages_by_kind(node.pages),
+            pages_at_rest=node.pages.at_rest(),
+            quarantine_pages=node.quarantined_pages,
+            quarantine_limit_pages=node.quarantine_limit,
+            peers_by_phase=node.peers_by_phase(),
+            peers_declared_dead=node.counts.declared_dead,
+            rooms_by_state=node.rooms_by_phase(),
+            rooms_ended=dict(node.counts.endings),
+            bytes_moved=node.counts.bytes_moved,
+            chunks_mismatched=node.counts.mismatched,
+            messages_dropped=node.counts.dropped,
+            internal_errors={"handler": node.counts.handler_errors, "step": self._engine.failed_steps},
+            running=load.running,
+            waiting=load.waiting,
+        )
+
+    def rooms(self) -> Sequence[dict[str, Any]]:
+        return self._recent_rooms.summaries()
+
+    def story(self, room: int) -> dict[str, Any] | None:
+        return self._recent_rooms.story(room)
+
+    def peers(self) -> Sequence[dict[str, Any]]:
+        return self._node.peers()
+
+    def declare_dead(self, incarnation: int, why: str) -> None:
+        raise RequestError(f"a {self.role} lends no pages; declare a prefill dead at the decodes that it served")
+
+    async def flush_cache(self) -> None:
+        return None
+
+
+class PrefillService(EngineService[PrefillNode, "PrefillEngine"]):
+    """Prefill: a request is one prompt computed, its KV moved to decode, and the first token."""
+
+    @property
+    def rank(self) -> RankInfo:
+        """What is registered at the bootstrap registry."""
+        return self._node.info
+
+    async def tokens(self, request: GenerationRequest) -> AsyncGenerator[TokenOut, None]:
+        room = self._node.room(request.room, request.prompt, deadline_s=self._timeout_s)
+        self._recent_rooms.add(room)
+        first = await self._engine.prefill(room, request.prompt, request.params)
+        if first.finish_reason is None:
+            first = TokenOut(first.token_id, first.logprob, first.top_logprobs, "length")
+        yield first
+
+    def refuse(self, room: int, cause: Cause) -> None:
+        self._node.refuse(room, cause)
+
+
+class DecodeService(EngineService[DecodeNode, "DecodeEngine"]):
+    """Decode: a request is pages lent to prefill, and all tokens once they have landed."""
+
+    @property
+    def unavailable_reason(self) -> str:
+        return super().unavailable_reason or self._full_quarantine_reason
+
+    @property
+    def _full_quarantine_reason(self) -> str:
+        """Why no room can be opened while too many pages are in quarantine; else empty."""
+        try:
+            self._node.handlers.ledger.check_quarantine()
+        except QuarantineError as error:
+            return str(error)
+        return ""
+
+    def declare_dead(self, incarnation: int, why: str) -> None:
+        self._node.declare_dead(incarnation, why)
+
+    async def tokens(self, request: GenerationRequest) -> AsyncGenerator[TokenOut, None]:
+        if not request.prefill:
+            raise RequestError("bootstrap_host is missing: decode cannot find its prefill without it")
+        # While quarantine is full no request waits for pages: `room` refuses it, and sends prefill the reason.
+        admission = None if self._full_quarantine_reason else await self._admit(request)
+        try:
+            room = await self._node.room(request.room, request.prefill, request.prompt, deadline_s=self._timeout_s)
+        except BaseException:
+            if admission is not None:
+                admission.release()
+            raise
+        self._recent_rooms.add(room)
+        tokens = self._engine.generate(room, request.prompt, request.params, admission)
+        try:
+            async for token in tokens:
+                yield token
+        finally:
+            await tokens.aclose()
+
+    async def _admit(self, request: GenerationRequest) -> Admission:
+        try:
+            async with asyncio.timeout(ADMISSION_TIMEOUT_S):
+                return await self._engine.admit(request.prompt, request.params)
+        except TimeoutError:
+            text = f"decode had no free pages for this request within {ADMISSION_TIMEOUT_S:g} s"
+            raise room_error(Cause(Code.CAPACITY, text)) from None
+
+    def refuse(self, room: int, cause: Cause) -> None:
+        """Nothing to do: no page was lent for this room, and the router closes prefill's leg when decode's fails."""

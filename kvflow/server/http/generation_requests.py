@@ -1,0 +1,152 @@
+"""From a request body to generation requests: prompts times choices, each with its room, checked against the limits."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from kvflow.engine.scheduler.limits import EngineLimits
+from kvflow.engine.scheduler.params import SamplingParams
+from kvflow.protocols.errors import MisuseError
+from kvflow.server.http.completion_service import GenerationRequest
+from kvflow.server.http.errors import RequestError
+from kvflow.server.http.schemas import (
+    ChatRequest,
+    CompletionRequest,
+    GenerateRequest,
+    GenerateSampling,
+    Rendezvous,
+    stops_of,
+)
+
+MAX_COMPLETIONS = 256
+DEFAULT_MAX_NEW_TOKENS = 128
+DEFAULT_COMPLETION_TOKENS = 16
+_ROOM_MASK = (1 << 63) - 1
+_ROOM_STEP = 0x9E3779B97F4A7C15  # golden-ratio step: rooms derived from one id do not collide with those of another
+
+
+class RequestLimits(msgspec.Struct, frozen=True):
+    """What one request may ask of this role."""
+
+    engine: EngineLimits
+    generates: bool  # decode keeps prompt and completion in its pool, prefill only the prompt
+    bootstrap_port: int  # used where a body names a prefill's host alone
+
+    def tokens_left(self, prompt: list[int]) -> int:
+        """New tokens that fit behind `prompt`; defaults stay below it."""
+        return max(1, min(self.engine.context_length, self.engine.pool_tokens) - len(prompt))
+
+    def check(self, prompt: list[int], params: SamplingParams) -> None:
+        """Raises: RequestError (400): what can never fit is the client's to change, also where the engine calls it a
+        lack of capacity (503)."""
+        try:
+            self.engine.check_prompt(prompt)
+            self.engine.check_new_tokens(prompt, params, generates=self.generates)
+        except MisuseError as error:
+            raise RequestError(str(error)) from None
+
+
+def params_of_generate(body: GenerateRequest, prompt: list[int], limits: RequestLimits) -> SamplingParams:
+    """The sampling of a /generate body."""
+    sampling = body.sampling_params or GenerateSampling()
+    seed = sampling.sampling_seed if sampling.sampling_seed is not None else sampling.seed
+    logprobs = (body.top_logprobs_num or 0) if body.return_logprob else None
+    fields = _sampling_fields(sampling, seed)
+    most = sampling.max_new_tokens or min(DEFAULT_MAX_NEW_TOKENS, limits.tokens_left(prompt))
+    return SamplingParams(**fields, max_new_tokens=most, logprobs=logprobs)
+
+
+def params_of_chat(body: ChatRequest, prompt: list[int], limits: RequestLimits) -> SamplingParams:
+    """The sampling of a chat body; without a limit the answer may fill the context."""
+    most = body.max_completion_tokens or body.max_tokens or limits.tokens_left(prompt)
+    if body.top_logprobs is not None and not body.logprobs:
+        raise RequestError("top_logprobs needs logprobs: true")
+    logprobs = (body.top_logprobs or 0) if body.logprobs else None
+    return SamplingParams(**_sampling_fields(body, body.seed), max_new_tokens=most, logprobs=logprobs)
+
+
+def params_of_completion(body: CompletionRequest, prompt: list[int], limits: RequestLimits) -> SamplingParams:
+    """The sampling of a completions body."""
+    if body.echo and body.logprobs is not None:
+        raise RequestError("echo together with logprobs is not supported; leave one of them out")
+    most = body.max_tokens or min(DEFAULT_COMPLETION_TOKENS, limits.tokens_left(prompt))
+    return SamplingParams(**_sampling_fields(body, body.seed), max_new_tokens=most, logprobs=body.logprobs)
+
+
+def _sampling_fields(source: Any, seed: int | None) -> dict[str, Any]:
+    return {
+        "temperature": 1.0 if source.temperature is None else source.temperature,
+        "top_p": 1.0 if source.top_p is None else source.top_p,
+        "top_k": -1 if source.top_k is None else source.top_k,
+        "seed": seed,
+        "stop": stops_of(source.stop),
+        "stop_token_ids": tuple(source.stop_token_ids or ()),
+        "ignore_eos": bool(source.ignore_eos),
+    }
+
+
+def generation_requests(
+    body: Rendezvous, prompts: list[list[int]], params: list[SamplingParams], choices: int, limits: RequestLimits
+) -> list[GenerationRequest]:
+    """One request per prompt and choice, prompt by prompt.
+
+    Raises: RequestError naming what does not fit.
+    """
+    total = len(prompts) * choices
+    if not 1 <= total <= MAX_COMPLETIONS:
+        raise RequestError(f"the body asks for {total} completions (prompts times n), limit 1..{MAX_COMPLETIONS}")
+    for prompt, sampling in zip(prompts, params, strict=True):
+        limits.check(prompt, sampling)
+    made: dict[int, GenerationRequest] = {}
+    for i in range(total):
+        prompt, sampling = prompts[i // choices], params[i // choices]
+        choice = i % choices
+        if choice and sampling.seed is not None:
+            sampling = msgspec.structs.replace(sampling, seed=sampling.seed + choice)
+        room, prefill = _rendezvous(body, i, total, limits.bootstrap_port)
+        if room in made:
+            raise RequestError(f"bootstrap_room: {room} is given twice; every completion needs a room of its own")
+        made[room] = GenerationRequest(room=room, prefill=prefill, prompt=prompt, params=sampling)
+    return list(made.values())
+
+
+def rooms_of(body: Rendezvous) -> list[int]:
+    """Every valid room id in a body, for refusals before there are generation requests."""
+    named = body.bootstrap_room
+    rooms = named if isinstance(named, list) else [] if named is None else [named]
+    return [room for room in rooms if 0 <= room < 1 << 64]
+
+
+def _rendezvous(body: Rendezvous, index: int, total: int, default_port: int) -> tuple[int, str]:
+    """The room of one completion, and "host:port" of its prefill's registry (empty where the body names no host)."""
+    room = _entry("bootstrap_room", body.bootstrap_room, index, total)
+    host = _entry("bootstrap_host", body.bootstrap_host, index, total)
+    port = _entry("bootstrap_port", body.bootstrap_port, index, total)
+    if room is None:
+        raise RequestError("bootstrap_room is missing: this server is one half of a pair, send requests to the router")
+    if not 0 <= room < 1 << 64:
+        raise RequestError(f"bootstrap_room: {room} is not an unsigned 64-bit integer")
+    if total > 1 and not isinstance(body.bootstrap_room, list):
+        room = (room + index * _ROOM_STEP) & _ROOM_MASK if index else room
+    if host is not None and (not host or any(c in host for c in "/@?# ")):
+        raise RequestError(f"bootstrap_host: {host[:80]!r} is not a host name")
+    return room, f"{host}:{port or default_port}" if host else ""
+
+
+def _entry(name: str, value: Any, index: int, total: int) -> Any:
+    if not isinstance(value, list):
+        return value
+    if len(value) != total:
+        raise RequestError(f"{name}: {len(value)} entries for {total} completions; give one for each")
+    return value[index]
+
+
+def prompt_ids(value: list[Any]) -> list[list[int]]:
+    """`[1, 2]` or `[[1, 2], [3]]` as a list of prompts. Raises: RequestError for a mixture."""
+    if all(isinstance(item, int) for item in value):
+        return [value]
+    if all(isinstance(item, list) for item in value):
+        return value
+    raise RequestError("token ids must be one list of integers, or a list of such lists")
