@@ -1,0 +1,75 @@
+"""A frozen process has no thread left that runs."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+
+import pytest
+
+from tests.freezing import freeze, is_frozen, thread_states
+
+THREADS = 8
+# Reading a file releases the GIL, so that several threads really run; short ones come and go beside them.
+BUSY = f"""
+import threading
+
+def spin() -> None:
+    while True:
+        with open("/dev/zero", "rb", buffering=0) as zeros:
+            zeros.read(1 << 16)
+
+for _ in range({THREADS}):
+    threading.Thread(target=spin, daemon=True).start()
+print("running", flush=True)
+while True:
+    passing = threading.Thread(target=int)
+    passing.start()
+    passing.join()
+"""
+
+
+@pytest.fixture
+def busy() -> Iterator[subprocess.Popen[str]]:
+    with subprocess.Popen([sys.executable, "-c", BUSY], stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "running\n"
+        yield process
+        process.kill()
+
+
+async def test_no_thread_of_a_frozen_process_runs(busy: subprocess.Popen[str]) -> None:
+    for _ in range(20):
+        await freeze(busy.pid)
+        states = thread_states(busy.pid)
+        assert len(states) > THREADS and set(states.values()) == {"T"}
+        os.kill(busy.pid, signal.SIGCONT)
+        async with asyncio.timeout(20):
+            while is_frozen(busy.pid):  # noqa: ASYNC110 - what is observed is another process
+                await asyncio.sleep(0.001)
+
+
+async def test_a_process_that_goes_on_running_is_an_error(busy: subprocess.Popen[str]) -> None:
+    freezing = asyncio.create_task(freeze(busy.pid, within_s=0.2))
+    await asyncio.sleep(0)
+    thaw = asyncio.create_task(_keep_running(busy.pid))
+    with pytest.raises(AssertionError, match=f"process {busy.pid} still runs"):
+        await freezing
+    thaw.cancel()
+
+
+async def _keep_running(pid: int) -> None:
+    while True:
+        os.kill(pid, signal.SIGCONT)
+        await asyncio.sleep(0)
+
+
+async def test_a_process_that_is_gone_is_an_error(busy: subprocess.Popen[str]) -> None:
+    busy.kill()
+    busy.wait()
+    with pytest.raises(ProcessLookupError):
+        await freeze(busy.pid)
