@@ -64,7 +64,7 @@ async def test_the_official_client(fleet: Fleet) -> None:
         scored = await client.completions.create(model=model, prompt=DEMO_PROMPTS[0], max_tokens=3, logprobs=2)
         logprobs = scored.choices[0].logprobs
         assert logprobs is not None and logprobs.token_logprobs is not None and logprobs.top_logprobs is not None
-        assert all(value is not None and value <= 0 for value in logprobs.token_logprobs)
+        assert all(value <= 0 for value in logprobs.token_logprobs)
         with pytest.raises(openai.BadRequestError, match="context"):
             await client.completions.create(model=model, prompt="class " * 5000, max_tokens=1)
 
