@@ -9,7 +9,7 @@ import pytest
 
 from tests.chaos.pair import NUM_PAGES, begin, in_the_middle, pair, quarantined, station, until
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("processes")]
 
 RATE = 8_000_000
 PAGES = 64  # 2 MiB: a quarter of a second

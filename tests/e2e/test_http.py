@@ -22,6 +22,7 @@ from kvflow.launch.supervisor import Fleet
 from tests.e2e.fleet import WITHIN_S, all_home, ask, running
 from tests.e2e.sglang import sglang_router
 
+pytestmark = pytest.mark.xdist_group("http")  # one fleet for the module
 LONG = {"temperature": 0, "max_new_tokens": 1500, "ignore_eos": True}
 
 
