@@ -12,7 +12,7 @@ WORKERS ?= 2
 PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup
 export PYTHON TORCH_INDEX
 
-.PHONY: setup demo test prove check lint types bench gpu clean
+.PHONY: setup demo test slow prove check format lint types workflows bench gpu clean
 
 setup: $(DONE)
 
@@ -33,9 +33,13 @@ slow: setup
 prove: setup
 	$(BIN)/kvflow sim --plant all $(ARGS)
 
-check: lint types
+check: lint types workflows
 	$(BIN)/lint-imports --no-logo
 	$(BIN)/python -m pytest -q tests/house/test_sizes.py tests/house/test_floors.py
+
+format: setup
+	$(BIN)/ruff check --fix $(CODE)
+	$(BIN)/ruff format $(CODE)
 
 lint: setup
 	$(BIN)/ruff format --check $(CODE)
@@ -43,6 +47,10 @@ lint: setup
 
 types: setup
 	$(BIN)/mypy
+
+# Valid, pinned, and with no more rights than needed; offline, so it does not ask whether a pin has a known fault.
+workflows: setup
+	$(BIN)/zizmor --offline --quiet --pedantic --strict-collection .github/workflows
 
 bench: setup
 	$(BIN)/kvflow bench transfer $(ARGS)
