@@ -2,14 +2,13 @@
 #   PYTHON=python3.12   the interpreter to use (3.11 or newer; found by itself when not given)
 #   TORCH_INDEX=URL     a package index with CPU builds of torch, much smaller than the default ones
 #   ARGS="-k room"      more arguments for pytest or kvflow
-#   WORKERS=2           processes that share the tests; 0 runs them in one, as a debugger needs it
+#   WORKERS=2           processes that share the default tests; 0 runs them in one, as a debugger needs it
 VENV ?= .venv
 BIN := $(VENV)/bin
 DONE := $(VENV)/.setup-done
 CODE := kvflow tests $(wildcard examples)
 ARGS ?=
 WORKERS ?= 2
-PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup
 export PYTHON TORCH_INDEX
 
 .PHONY: setup demo test slow prove check format lint types workflows bench gpu clean
@@ -24,11 +23,12 @@ demo: setup
 	$(BIN)/kvflow demo $(ARGS)
 
 test: setup
-	$(PYTEST) -m "not slow and not gpu" $(ARGS)
+	$(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup -m "not slow and not gpu" $(ARGS)
 
-# In no group of xdist_group two tests run at once: those of "processes" freeze and kill whole fleets.
+# One by one: they freeze and kill whole fleets and measure growth. With ARGS="-n 2 --dist loadgroup" those that need
+# the machine for themselves (xdist_group "processes") still run one at a time.
 slow: setup
-	$(PYTEST) -m "slow and not gpu" $(ARGS)
+	$(BIN)/python -m pytest -m "slow and not gpu" $(ARGS)
 
 prove: setup
 	$(BIN)/kvflow sim --plant all $(ARGS)
