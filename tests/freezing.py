@@ -18,7 +18,7 @@ STOPPED = {"T", "t"}
 async def freeze(pid: int, *, within_s: float = 20.0) -> None:
     """Stop process `pid`; at the return none of its threads runs. `os.kill(pid, signal.SIGCONT)` thaws it.
 
-    Raises: ProcessLookupError if there is no such process, AssertionError if a thread still runs after `within_s`.
+    Raises: ProcessLookupError if there is no such process, AssertionError if a thread is not stopped after `within_s`.
     """
     os.kill(pid, signal.SIGSTOP)
     try:
@@ -26,7 +26,7 @@ async def freeze(pid: int, *, within_s: float = 20.0) -> None:
             while not is_frozen(pid):  # noqa: ASYNC110 - what is observed is another process
                 await asyncio.sleep(POLL_S)
     except TimeoutError:
-        raise AssertionError(f"process {pid} still runs {within_s} s after SIGSTOP: {thread_states(pid)}") from None
+        raise AssertionError(f"process {pid} is not stopped {within_s} s after SIGSTOP: {thread_states(pid)}") from None
 
 
 def is_frozen(pid: int) -> bool:
