@@ -2,14 +2,16 @@
 #   PYTHON=python3.12   the interpreter to use (3.11 or newer; found by itself when not given)
 #   TORCH_INDEX=URL     a package index with CPU builds of torch, much smaller than the default ones
 #   ARGS="-k room"      more arguments for pytest or kvflow
+#   WORKERS=2           processes that share the default tests; 0 runs them in one, as a debugger needs it
 VENV ?= .venv
 BIN := $(VENV)/bin
 DONE := $(VENV)/.setup-done
 CODE := kvflow tests $(wildcard examples)
 ARGS ?=
+WORKERS ?= 2
 export PYTHON TORCH_INDEX
 
-.PHONY: setup demo test prove check lint types bench gpu clean
+.PHONY: setup demo test slow prove check format lint types workflows bench gpu clean
 
 setup: $(DONE)
 
@@ -21,14 +23,23 @@ demo: setup
 	$(BIN)/kvflow demo $(ARGS)
 
 test: setup
-	$(BIN)/python -m pytest -m "not slow and not gpu" $(ARGS)
+	$(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup -m "not slow and not gpu" $(ARGS)
+
+# One by one: they freeze and kill whole fleets and measure growth. With ARGS="-n 2 --dist loadgroup" those that need
+# the machine for themselves (xdist_group "processes") still run one at a time.
+slow: setup
+	$(BIN)/python -m pytest -m "slow and not gpu" $(ARGS)
 
 prove: setup
 	$(BIN)/kvflow sim --plant all $(ARGS)
 
-check: lint types
+check: lint types workflows
 	$(BIN)/lint-imports --no-logo
 	$(BIN)/python -m pytest -q tests/house/test_sizes.py tests/house/test_floors.py
+
+format: setup
+	$(BIN)/ruff check --fix $(CODE)
+	$(BIN)/ruff format $(CODE)
 
 lint: setup
 	$(BIN)/ruff format --check $(CODE)
@@ -36,6 +47,10 @@ lint: setup
 
 types: setup
 	$(BIN)/mypy
+
+# Valid, pinned, and with no more rights than needed; offline, so it does not ask whether a pin has a known fault.
+workflows: setup
+	$(BIN)/zizmor --offline --quiet --pedantic --strict-collection .github/workflows
 
 bench: setup
 	$(BIN)/kvflow bench transfer $(ARGS)

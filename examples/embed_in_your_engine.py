@@ -57,7 +57,7 @@ class YourEngine:
 async def main() -> None:
     engine = YourEngine()
     source = PagedPool.wrap(engine.tensors, PAGE_SIZE)
-    streams = [(name, "float32", (HEADS, DIM)) for name in engine.tensors]
+    streams: list[tuple[str, str, tuple[int, ...]]] = [(name, "float32", (HEADS, DIM)) for name in engine.tensors]
     target = PagedPool.allocate(build_layout(streams, page_size=PAGE_SIZE, num_pages=PAGES))  # page-first: fewer blocks
     async with (
         PrefillNode(source, open_plane("local", source.segment)) as prefill,

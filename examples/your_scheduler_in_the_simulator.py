@@ -9,6 +9,7 @@ that all comes to rest.
 
 import asyncio
 from collections import defaultdict
+from collections.abc import Callable
 
 from kvflow.aio import in_thread
 from kvflow.node import PrefillNode
@@ -20,10 +21,11 @@ AT_ONCE = 3
 
 # --- what you write: decode stays as it is in PlainScheduler, prefill takes three prompts at a time
 class YourScheduler(PlainScheduler):
-    run = staticmethod(in_thread)  # to its end, even when the client goes away meanwhile
-
     def __init__(self) -> None:
         self.turns: dict[PrefillNode, asyncio.Semaphore] = defaultdict(lambda: asyncio.Semaphore(AT_ONCE))
+
+    async def run(self, step: Callable[[], None]) -> None:
+        await in_thread(step)  # to its end, even when the client goes away meanwhile
 
     async def prefill(self, node: PrefillNode, job: Job) -> None:
         async with node.room(job.room, job.prompt, deadline_s=job.deadline_s) as session:
@@ -46,7 +48,8 @@ class YourScheduler(PlainScheduler):
 class HastyScheduler(YourScheduler):
     """The same with a bug: when a client goes away, its pages go back while the model step still writes them."""
 
-    run = staticmethod(asyncio.to_thread)  # type: ignore[assignment]
+    async def run(self, step: Callable[[], None]) -> None:
+        await asyncio.to_thread(step)
 
 
 def main() -> None:

@@ -11,6 +11,7 @@ from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from typing import Any
 
 from kvflow.bench.pair import Process
+from tests.freezing import freeze
 
 WITHIN_S = 20.0
 NUM_PAGES = 256
@@ -26,6 +27,10 @@ class Station:
 
     def signal(self, number: signal.Signals) -> None:
         os.kill(self._process.pid, number)
+
+    async def freeze(self) -> None:
+        """Stop it; `signal(SIGCONT)` thaws it."""
+        await freeze(self._process.pid)
 
     async def settled(self, *, within_s: float = WITHIN_S) -> dict[str, Any]:
         """Wait until nothing is left of any room; what there is instead after `within_s` is an error."""

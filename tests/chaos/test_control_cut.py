@@ -14,7 +14,7 @@ from tests.chaos.pair import begin, in_the_middle, pair, until
 from tests.chaos.proxy import FAULTS, Proxy, disturb
 from tests.chaos.station import TIMING
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("processes")]
 
 ROOMS, LANES, PAGES = 160, 16, 8
 RATE = 40_000_000

@@ -9,7 +9,7 @@ import pytest
 
 from tests.chaos.pair import NUM_PAGES, begin, in_the_middle, pair, quarantined, station, until
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("processes")]
 
 RATE = 8_000_000
 PAGES = 64  # 2 MiB: a quarter of a second
@@ -22,7 +22,7 @@ async def test_a_sender_frozen_in_mid_transfer(plane: str) -> None:
     async with pair(plane, RATE) as (prefill, decode):
         await begin(1, PAGES, prefill, decode)
         await in_the_middle(decode, 1)
-        prefill.signal(signal.SIGSTOP)
+        await prefill.freeze()
         await decode.ask("end", room=1)
 
         async def room_ended() -> bool:
@@ -55,7 +55,7 @@ async def test_a_receiver_frozen_for_longer_than_the_engines_patience(plane: str
         await decode.ask("meet", ranks=prefill.ranks)
         await begin(2, PAGES, prefill, decode)
         await in_the_middle(decode, 2)
-        decode.signal(signal.SIGSTOP)
+        await decode.freeze()
 
         async def stuck() -> bool:
             return plane == "local" or (await prefill.ask("under_way"))["handles"] > 2

@@ -20,7 +20,7 @@ from tests.chaos.pair import until
 from tests.chaos.proxy import FAULTS, Proxy, disturb
 from tests.e2e.fleet import all_home, running
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("processes")]
 
 LANES, ENOUGH_FAULTS, PAUSE_S = 8, 8, 0.1
 REFERENCE = {"temperature": 0, "max_new_tokens": 48, "ignore_eos": True}

@@ -9,7 +9,7 @@ import pytest
 
 from tests.chaos.pair import NUM_PAGES, begin, in_the_middle, pair, station
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("processes")]
 
 RATE = 8_000_000
 PAGES = 64

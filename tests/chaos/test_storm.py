@@ -8,7 +8,7 @@ import pytest
 
 from tests.chaos.pair import pair
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("processes")]
 
 PATIENT = {"lost_after_s": 10.0}  # a machine that stands still for a second is no matter of this test
 ROOMS, LANES, PAGES = 500, 24, 96  # rooms of 3 MiB, as fast as the plane can: an abort finds bytes under way

@@ -57,6 +57,7 @@ def test_writing_time_counts_overlapping_chunks_once() -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
+@pytest.mark.xdist_group("processes")
 @pytest.mark.parametrize("backend", ["local", "mooncake"])
 def test_the_demo_holds_what_it_promises(backend: str) -> None:
     if backend == "mooncake" and importlib.util.find_spec("mooncake") is None:

@@ -74,6 +74,9 @@ class Running:
         self._stderr.close()
 
 
+pytestmark = pytest.mark.xdist_group("cli")  # one `kvflow up` for the module
+
+
 @pytest.fixture(scope="module")
 def up(tiny: Callable[[str], Path]) -> Iterator[Running]:
     running = Running(tiny("llama"))

@@ -22,6 +22,7 @@ from kvflow.launch.supervisor import Fleet
 from tests.e2e.fleet import WITHIN_S, all_home, ask, running
 from tests.e2e.sglang import sglang_router
 
+pytestmark = pytest.mark.xdist_group("http")  # one fleet for the module
 LONG = {"temperature": 0, "max_new_tokens": 1500, "ignore_eos": True}
 
 
@@ -64,7 +65,7 @@ async def test_the_official_client(fleet: Fleet) -> None:
         scored = await client.completions.create(model=model, prompt=DEMO_PROMPTS[0], max_tokens=3, logprobs=2)
         logprobs = scored.choices[0].logprobs
         assert logprobs is not None and logprobs.token_logprobs is not None and logprobs.top_logprobs is not None
-        assert all(value is not None and value <= 0 for value in logprobs.token_logprobs)
+        assert all(value <= 0 for value in logprobs.token_logprobs)
         with pytest.raises(openai.BadRequestError, match="context"):
             await client.completions.create(model=model, prompt="class " * 5000, max_tokens=1)
 

@@ -17,6 +17,7 @@ from kvflow.demo_model import DEMO_PROMPTS
 from kvflow.launch.child import Child
 from kvflow.transports.control.curve import write_key
 from tests.e2e.fleet import WITHIN_S, all_home, ask, running
+from tests.freezing import freeze
 
 KEY = "sesame"
 BODY = {"text": " ".join(DEMO_PROMPTS) * 4, "sampling_params": {"temperature": 0, "max_new_tokens": 4}}
@@ -52,6 +53,7 @@ async def busy(session: aiohttp.ClientSession, prefills: list[Child]) -> tuple[C
 
 
 @pytest.mark.slow
+@pytest.mark.xdist_group("processes")
 async def test_a_frozen_prefill_is_declared_dead(tmp_path: Path) -> None:
     write_key(str(tmp_path / "key"))
     limits = {"prefill_workers": 2, "max_quarantine_share": 0.0, "transfer_rate_limit": 1 << 17, "num_pages": 512}
@@ -64,7 +66,7 @@ async def test_a_frozen_prefill_is_declared_dead(tmp_path: Path) -> None:
         asking = asyncio.create_task(generate(session, fleet.url))
         frozen, other = await busy(session, fleet.prefills)
         incarnation = (await ask(session, f"{frozen.url}/server_info"))["incarnation"]
-        frozen.process.send_signal(signal.SIGSTOP)
+        await freeze(frozen.process.pid)
         try:
             status, answer = await asyncio.wait_for(asking, 30)
             assert status == 502, answer

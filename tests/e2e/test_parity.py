@@ -38,6 +38,9 @@ Tiny = Callable[[str], Path]
 Expected = Callable[[str, list[int], int], list[int]]
 
 
+pytestmark = pytest.mark.xdist_group("parity")  # one pair of processes for the module
+
+
 @pytest.fixture(scope="module")
 def pair() -> Iterator[ProcessPair]:
     found = ProcessPair()

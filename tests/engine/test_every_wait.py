@@ -109,7 +109,7 @@ async def test_every_wait(llama: LoadedModel, scene: Scene, how: str) -> None:
                 assert not pair.target.pages.held_pages, "a step outlived its engine"
         for room in pair.rooms:
             room.close()
-        await until(lambda pair=pair: pair.home)
+        await until(lambda: pair.home)
         assert not pair.prefill.load().running + pair.prefill.load().waiting
         assert not pair.decode.load().running + pair.decode.load().waiting
         assert not pair.decode._budget._live, "promises nobody will keep"

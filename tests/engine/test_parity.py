@@ -139,7 +139,8 @@ async def test_seeded_sampling_equals_one_process(dtype: str, loaded: Loader) ->
     model = loaded("qwen3", dtype)
     prompts = [prompt_of(n, n) for n in (3, 16, 41)]
     texts = []
-    for n, more in enumerate(({}, {"top_k": 20}, {"top_p": 0.9}, {"top_k": 40, "top_p": 0.8})):
+    limits: tuple[dict[str, Any], ...] = ({}, {"top_k": 20}, {"top_p": 0.9}, {"top_k": 40, "top_p": 0.8})
+    for n, more in enumerate(limits):
         params = SamplingParams(temperature=1.3, seed=7 + n, max_new_tokens=NEW, logprobs=1, **more)
         async with EnginePair(model, chunk_tokens=CHUNK, max_batch_rooms=1) as pair:
             found = await together(pair, prompts, params)

@@ -171,7 +171,7 @@ async def test_a_room_that_breaks_takes_no_other_with_it(llama: LoadedModel) -> 
         def broken(*_: Any, **__: Any) -> None:
             raise OSError("no route")
 
-        room.prefill_half.send = broken  # type: ignore[method-assign]
+        room.prefill_half.send = broken
         with pytest.raises(KvflowError, match="sending pages failed: OSError"):
             await pair.prefill.prefill(room.prefill_half, prompt_of(30), greedy(1))
         room.close()
@@ -188,7 +188,7 @@ async def test_a_match_that_comes_after_the_end_is_refused(llama: LoadedModel) -
             await met.wait()
             return 0
 
-        room.prefill_half.matched = matched  # type: ignore[method-assign]
+        room.prefill_half.matched = matched
         leg = asyncio.ensure_future(pair.prefill.prefill(room.prefill_half, prompt_of(30), greedy(1)))
         await asyncio.sleep(0)
         await pair.prefill.close()
@@ -208,7 +208,7 @@ async def test_tokens_decode_has_already_are_not_sent(llama: LoadedModel) -> Non
         async def matched() -> int:
             return 12
 
-        room.prefill_half.matched = matched  # type: ignore[method-assign]
+        room.prefill_half.matched = matched
         room.pages, held = room.pages[3:], room.pages[:3]
         await pair.prefill.prefill(room.prefill_half, prompt_of(27), greedy(1))
         assert room.sends == [(2, False), (2, True)], "the first chunk was known"

@@ -47,6 +47,7 @@ def test_a_character_that_never_ends_is_replaced(tokenizer: Tokenizer) -> None:
 
 def test_special_tokens_are_no_text(tokenizer: Tokenizer) -> None:
     end = tokenizer.token_to_id("<end>")
+    assert end is not None
     stream = TextStream(tokenizer)
     assert [stream.feed(t) for t in (*tokenizer.encode("a").ids, end)] == ["a", ""] and stream.finish() == ""
     shown = TextStream(tokenizer, skip_special_tokens=False)

@@ -33,7 +33,14 @@ PATHS = (b"/ranks/0", b"/rooms/x", b"/../etc", b"/%00", b"/\xff", b"*", b"/" + b
 ODD: tuple[Any, ...] = (None, True, -1, 2**70, "", "\0", [], [[]], {}, {"a": [{}]}, [None], [-1], "x" * 10_000)
 MEETING = {"bootstrap_host": "127.0.0.1", "bootstrap_port": 1, "bootstrap_room": 1}
 SAMPLING = {"temperature": 0, "max_new_tokens": 1, "stop": ["x"], "n": 1}
-GOOD = {"text": "class", "stream": False, "rid": "r", "return_logprob": False, "sampling_params": SAMPLING, **MEETING}
+GOOD: dict[str, Any] = {
+    "text": "class",
+    "stream": False,
+    "rid": "r",
+    "return_logprob": False,
+    "sampling_params": SAMPLING,
+    **MEETING,
+}
 BOMBS = (
     *(b"[" * 50_000, b'{"a":' * 50_000, b'{"messages":[' + b"{}," * 300_000),
     *(b'{"input_ids":[' + b"[]," * 300_000 + b"[]]}", b'{"text":"' + b"a" * (9 << 20) + b'"}'),
@@ -57,7 +64,7 @@ def bodies(rng: random.Random) -> bytes:
             document["sampling_params"] = {
                 **GOOD["sampling_params"],
                 "max_new_tokens": rng.choice((0, -1, "x", [], {})),
-            }  # type: ignore[dict-item]
+            }
         case 2:
             document[rng.choice(("text", "messages", "prompt"))] = rng.choice((5, {}, [5], [[]]))
             document["input_ids"] = [-1]

@@ -102,6 +102,7 @@ async def run(requests: int = 2_000, router: str = "kvflow", seed: int = 0) -> R
     seen: Counter[str] = Counter()
     wrong: list[str] = []
     rss: list[dict[str, float]] = []
+    home = False
     async with AsyncExitStack() as stack:
         fleet = await stack.enter_async_context(running(num_pages=2048))
         session = await stack.enter_async_context(aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=120)))

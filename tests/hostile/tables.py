@@ -20,7 +20,8 @@ def tables(nodes: Both) -> dict[str, int]:
     prefills = [node.handlers for node in nodes.prefills]
     decodes = [node.handlers for node in nodes.decodes]
     targets = [target for p in prefills for target in p.targets.values()]
-    away = sum(node.pages.num_pages - node.pages.free_pages for node in (*nodes.prefills, *nodes.decodes))
+    stores = [*(node.pages for node in nodes.prefills), *(node.pages for node in nodes.decodes)]
+    counts = [*(p.counts for p in prefills), *(d.counts for d in decodes)]
     return {
         "prefill rooms": sum(len(p.rooms) for p in prefills),
         "targets": len(targets),
@@ -32,6 +33,6 @@ def tables(nodes: Both) -> dict[str, int]:
         "loans": sum(len(d.ledger) for d in decodes),
         "links": sum(len(d.links) for d in decodes),
         "quarantined pages": sum(d.ledger.quarantined_pages for d in decodes),
-        "pages away": away,
-        "handler errors": sum(h.counts.handler_errors for h in (*prefills, *decodes)),
+        "pages away": sum(store.num_pages - store.free_pages for store in stores),
+        "handler errors": sum(c.handler_errors for c in counts),
     }

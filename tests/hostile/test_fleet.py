@@ -6,7 +6,7 @@ import pytest
 
 from tests.hostile import errors, http, storm
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600), pytest.mark.xdist_group("processes")]
 
 
 async def test_broken_http(seed: int) -> None:

@@ -27,7 +27,10 @@ BODY = {
 def cancelling(seen: list[Steps[web.StreamResponse]], plan: range, after_s: float) -> Middleware:
     @web.middleware
     async def cancelled(request: web.Request, handler: Handler) -> web.StreamResponse:
-        seen.append(Steps(handler(request), *plan, after_s=after_s))
+        async def answered() -> web.StreamResponse:
+            return await handler(request)
+
+        seen.append(Steps(answered(), *plan, after_s=after_s))
         return await seen[-1]
 
     return cancelled

@@ -10,7 +10,6 @@ import signal
 import socket
 import subprocess
 import sys
-from types import SimpleNamespace
 
 import aiohttp
 import msgspec
@@ -19,7 +18,7 @@ from aiohttp import web
 
 from kvflow.launch.process import StopSignals, drain_requests
 from kvflow.protocols.errors import MisuseError
-from kvflow.server.http.listening import bound_socket, listening_on, reachable
+from kvflow.server.http.listening import Drainable, bound_socket, listening_on, reachable
 
 # A role without a model: a router's life with a handler that takes until it is told.
 ROLE = """
@@ -112,20 +111,23 @@ def test_an_address_that_is_not_ours_is_one_line() -> None:
 
 
 async def test_a_drain_waits_for_requests_but_not_for_ever() -> None:
-    idle = asyncio.Event()
-    busy = SimpleNamespace(draining=False, running=1, idle=idle)
+    busy = Drainable()
+    busy.running = 1
+    busy.idle.clear()
     waiting = asyncio.create_task(drain_requests(busy, StopSignals(), 60))
     await asyncio.sleep(0)
     assert busy.draining
     assert not waiting.done()
-    idle.set()
+    busy.idle.set()
     await asyncio.wait_for(waiting, 5)
-    idle.clear()
+    busy.idle.clear()
     await asyncio.wait_for(drain_requests(busy, StopSignals(), 0.01), 5)
 
 
 async def test_a_second_signal_does_not_wait() -> None:
-    busy = SimpleNamespace(draining=False, running=1, idle=asyncio.Event())
+    busy = Drainable()
+    busy.running = 1
+    busy.idle.clear()
     stop = StopSignals()
     stop.forced.set()
     await asyncio.wait_for(drain_requests(busy, stop, 60), 5)

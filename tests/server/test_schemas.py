@@ -11,8 +11,10 @@ from kvflow.server.http.errors import RequestError
 from kvflow.server.http.schemas import MAX_STRUCTURE, ChatRequest, CompletionRequest, GenerateRequest, parse
 from kvflow.server.router.legs import with_fields
 
+Kind = type[GenerateRequest] | type[ChatRequest] | type[CompletionRequest]
+
 KINDS = (GenerateRequest, ChatRequest, CompletionRequest)
-GOOD = {
+GOOD: dict[Kind, bytes] = {
     GenerateRequest: b'{"text":"a","sampling_params":{"temperature":0,"stop":["x"]},"tools":[],"stream":true}',
     ChatRequest: b'{"messages":[{"role":"user","content":"a"}],"response_format":{"type":"text"},"n":1}',
     CompletionRequest: b'{"prompt":[[1,2],[3]],"max_tokens":3,"best_of":1,"suffix":null,"logit_bias":{}}',
@@ -27,7 +29,7 @@ values = st.recursive(
 @pytest.mark.parametrize("kind", KINDS)
 @settings(max_examples=150, deadline=None)
 @given(data=st.data())
-def test_a_body_is_a_request_or_a_request_error(kind: type, data: st.DataObject) -> None:
+def test_a_body_is_a_request_or_a_request_error(kind: Kind, data: st.DataObject) -> None:
     """Fields of the wrong kind, unknown ones, flipped and missing bytes: nothing but RequestError comes out."""
     document = msgspec.json.decode(GOOD[kind])
     names = [*document, *kind.__struct_fields__, "lora_path", "min_p", "repetition_penalty"]
@@ -46,7 +48,7 @@ def test_a_body_is_a_request_or_a_request_error(kind: type, data: st.DataObject)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("bomb", [b"[],", b"{},", b'{"a":0},'], ids=str)
 @pytest.mark.parametrize("field", ["messages", "input_ids", "prompt", "unheard_of"])
-def test_a_body_of_a_million_objects_is_refused_unbuilt(kind: type, bomb: bytes, field: str) -> None:
+def test_a_body_of_a_million_objects_is_refused_unbuilt(kind: Kind, bomb: bytes, field: str) -> None:
     many = bomb * (MAX_STRUCTURE + 1)
     raw = GOOD[kind][:-1] + f',"{field}":['.encode() + many[:-1] + b"]}"
     with pytest.raises(RequestError, match="lists, objects and fields"):

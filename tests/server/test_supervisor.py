@@ -11,6 +11,7 @@ import pytest
 from kvflow.config import Settings
 from kvflow.launch.child import Child, ChildEndedError
 from kvflow.launch.supervisor import Fleet
+from tests.freezing import freeze
 
 NOBODY = "http://127.0.0.1:1"
 ROUTER = ["--port", "0", "--prefill", NOBODY, "--decode", NOBODY]
@@ -21,7 +22,7 @@ async def test_a_second_signal_kills_what_does_not_end() -> None:
     fleet.router = Child("router", "router", ROUTER, quiet=True)
     await fleet.router.start(os.environ, 30)
     forced = asyncio.Event()
-    fleet.router.process.send_signal(signal.SIGSTOP)
+    await freeze(fleet.router.process.pid)
     stopping = asyncio.create_task(fleet.stop(forced))
     await asyncio.sleep(0)
     forced.set()

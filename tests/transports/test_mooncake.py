@@ -17,6 +17,7 @@ from kvflow.protocols.pages.layout import build_layout
 from kvflow.protocols.ports import Flight, Landing
 from kvflow.transports.data.mooncake import plane as mooncake
 from kvflow.transports.data.write_thread import WriteFlight
+from tests.freezing import freeze
 from tests.transports.peer_process import NUM_PAGES, Side, pages, spawned, until
 
 pytest.importorskip("mooncake")
@@ -42,7 +43,7 @@ async def test_a_cancelled_write_waits_for_a_frozen_receiver_at_little_cost() ->
     async with spawned("mooncake") as peer, spawned("mooncake") as other:
         route = await side.plane.connect(peer.endpoint, peer.layout)
         assert await asyncio.shield(route.write(pages(0), pages(0)).done) is Landing.LANDED
-        peer.process.send_signal(signal.SIGSTOP)
+        await freeze(peer.process.pid)
         flight = route.write(EVERYTHING, EVERYTHING)
         flight.cancel()  # before it began, or with blocks under way: both are to be told truly
         stuck = route.write(EVERYTHING, EVERYTHING)
@@ -78,7 +79,7 @@ async def test_a_plane_with_a_frozen_peer_closes_all_the_same(monkeypatch: pytes
     async with spawned("mooncake") as peer:
         route = await side.plane.connect(peer.endpoint, peer.layout)
         assert await asyncio.shield(route.write(pages(0), pages(0)).done) is Landing.LANDED
-        peer.process.send_signal(signal.SIGSTOP)
+        await freeze(peer.process.pid)
         flight = route.write(EVERYTHING, EVERYTHING)
         await until(lambda: _begun(flight))
         await asyncio.wait_for(side.plane.close(), 5)

@@ -6,7 +6,6 @@ import asyncio
 import importlib.util
 import itertools
 import os
-import signal
 from collections.abc import AsyncIterator
 
 import msgspec
@@ -16,6 +15,7 @@ import pytest
 from kvflow.protocols.errors import LayoutError, TransferError
 from kvflow.protocols.pages.layout import build_layout
 from kvflow.protocols.ports import Landing
+from tests.freezing import freeze
 from tests.transports.peer_process import NUM_PAGES, PAGE_SIZE, Side, pages, spawned, until
 
 ORDERS = ["page_first", "layer_first"]
@@ -135,7 +135,7 @@ async def test_the_death_of_a_writer_is_its_fence(side: Side) -> None:
 async def test_a_frozen_writer_is_not_fenced(side: Side) -> None:
     async with spawned(side.plane.name, rate=RATE) as peer:
         await peer.connect(side)
-        peer.process.send_signal(signal.SIGSTOP)
+        await freeze(peer.process.pid)
         with pytest.raises(TimeoutError):
             await asyncio.wait_for(side.plane.fence(peer.endpoint), 0.3)
 
