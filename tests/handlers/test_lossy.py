@@ -160,7 +160,7 @@ async def test_everything_at_once(kvflow_pair: Pair, seed: int, turn: int) -> No
 
 async def test_nothing_is_repeated_when_nothing_is_lost() -> None:
     """The repeats must not be what makes it work."""
-    async with pair(timing=Timing(, repeat_after_s=30, heartbeat_s=0.02)) as p:
+    async with pair(timing=Timing(repeat_after_s=30, heartbeat_s=0.02)) as p:
         source, target = await midway(p)
         target.close(WHY)
         await p.rest()

@@ -111,7 +111,7 @@ class FakeService:
         top = () if params.logprobs is None else tuple(((token + i) % 100, -0.5 - i) for i in range(params.logprobs))
         return TokenOut(token, -0.5, top, reason)
 
-    def refuse(self, room: int, cause: Cause) -> None:
+    def refuse(self, room: int, prefill: str, cause: Cause) -> None:
         self.refused.append((room, cause))
         future = self._meeting.of(room)
         if not future.done():

@@ -85,8 +85,9 @@ class CompletionService(Protocol):
         Closing the iterator aborts the room. Raises: KvflowError.
         """
 
-    def refuse(self, room: int, cause: Cause) -> None:
-        """End a room whose request never reached `tokens`, so that the other leg gets the cause. Never raises."""
+    def refuse(self, room: int, prefill: str, cause: Cause) -> None:
+        """End a room whose request never reached `tokens`, so that the other leg gets the cause. `prefill` is where its
+        registry is, empty when unknown; prefill itself does not look at it. Never raises."""
 
     def report(self) -> Report: ...
 

@@ -9,11 +9,10 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from kvflow.engine.scheduler.limits import EngineLimits
 from kvflow.engine.scheduler.params import TokenOut
-from kvflow.handlers.decode_room import DecodeSession
-from kvflow.handlers.prefill_room import PrefillSession
+from kvflow.handlers.rooms import DecodeRoom, PrefillRoom
 from kvflow.memory.allocator import PageAllocator
 from kvflow.node import DecodeNode, PrefillNode
-from kvflow.protocols.errors import Cause, Code, QuarantineError, room_error
+from kvflow.protocols.errors import Cause, Code, KvflowError, room_error
 from kvflow.protocols.wire.ranks import RankInfo
 from kvflow.server.http.completion_service import GenerationRequest, ModelCard, Report
 from kvflow.server.http.errors import RequestError
@@ -34,9 +33,9 @@ class RecentRooms:
     """The latest rooms, kept for /rooms and their stories; bounded."""
 
     def __init__(self) -> None:
-        self._rooms: OrderedDict[int, PrefillSession | DecodeSession] = OrderedDict()
+        self._rooms: OrderedDict[int, PrefillRoom | DecodeRoom] = OrderedDict()
 
-    def add(self, room: PrefillSession | DecodeSession) -> None:
+    def add(self, room: PrefillRoom | DecodeRoom) -> None:
         self._rooms[room.room] = room
         self._rooms.move_to_end(room.room)
         if len(self._rooms) > REMEMBERED_ROOMS:
@@ -62,15 +61,15 @@ class RecentRooms:
         return {**_summary(room), "events": events}
 
 
-def _summary(room: PrefillSession | DecodeSession) -> dict[str, Any]:
-    cause = room.state.cause
+def _summary(room: PrefillRoom | DecodeRoom) -> dict[str, Any]:
+    cause = room.cause
     summary = {
         "room": room.room,
-        "phase": room.state.phase.name.lower(),
+        "phase": room.phase.name.lower(),
         "ended": room.ended,
         "cause": None if cause is None else str(cause),
     }
-    if isinstance(room, PrefillSession):
+    if isinstance(room, PrefillRoom):
         summary.update(bytes_landed=room.bytes_landed, bytes_total=room.bytes_total)
     return summary
 
@@ -101,7 +100,7 @@ class EngineService(Generic[N, E]):
 
     @property
     def unavailable_reason(self) -> str:
-        return self._node.trouble if self._engine.healthy else "the engine has stopped"
+        return self._node.unavailable_reason if self._engine.healthy else "the engine has stopped"
 
     @property
     def limits(self) -> EngineLimits:
@@ -109,15 +108,16 @@ class EngineService(Generic[N, E]):
 
     def report(self) -> Report:
         node, load = self._node, self._engine.load()
+        pages = node.pool.pages
         return Report(
             incarnation=node.incarnation,
             control_endpoint=node.control,
             data_plane=node.plane.name,
             pool=node.shape,
-            pages_free=node.pages.free_pages,
-            pages_total=node.pages.num_pages,
-            pages_by_kind=pages_by_kind(node.pages),
-            pages_at_rest=node.pages.at_rest(),
+            pages_free=pages.free_pages,
+            pages_total=pages.num_pages,
+            pages_by_kind=pages_by_kind(pages),
+            pages_at_rest=pages.at_rest(),
             quarantine_pages=node.quarantined_pages,
             quarantine_limit_pages=node.quarantine_limit,
             peers_by_phase=node.peers_by_phase(),
@@ -164,25 +164,12 @@ class PrefillService(EngineService[PrefillNode, "PrefillEngine"]):
             first = TokenOut(first.token_id, first.logprob, first.top_logprobs, "length")
         yield first
 
-    def refuse(self, room: int, cause: Cause) -> None:
+    def refuse(self, room: int, prefill: str, cause: Cause) -> None:
         self._node.refuse(room, cause)
 
 
 class DecodeService(EngineService[DecodeNode, "DecodeEngine"]):
     """Decode: a request is pages lent to prefill, and all tokens once they have landed."""
-
-    @property
-    def unavailable_reason(self) -> str:
-        return super().unavailable_reason or self._full_quarantine_reason
-
-    @property
-    def _full_quarantine_reason(self) -> str:
-        """Why no room can be opened while too many pages are in quarantine; else empty."""
-        try:
-            self._node.handlers.ledger.check_quarantine()
-        except QuarantineError as error:
-            return str(error)
-        return ""
 
     def declare_dead(self, incarnation: int, why: str) -> None:
         self._node.declare_dead(incarnation, why)
@@ -190,15 +177,18 @@ class DecodeService(EngineService[DecodeNode, "DecodeEngine"]):
     async def tokens(self, request: GenerationRequest) -> AsyncGenerator[TokenOut, None]:
         if not request.prefill:
             raise RequestError("bootstrap_host is missing: decode cannot find its prefill without it")
-        # While quarantine is full no request waits for pages: `room` refuses it, and sends prefill the reason.
-        admission = None if self._full_quarantine_reason else await self._admit(request)
+        # Announced before it waits for pages: prefill's leg waits for as long as this decode lives, or is told why not.
+        room = self._node.announce(request.room, request.prefill, request.prompt, deadline_s=self._timeout_s)
+        self._recent_rooms.add(room)
+        admission: Admission | None = None
         try:
-            room = await self._node.room(request.room, request.prefill, request.prompt, deadline_s=self._timeout_s)
-        except BaseException:
+            admission = await self._admit(request, room)
+            await room.offer()
+        except BaseException as error:
+            room.close(error.cause() if isinstance(error, KvflowError) else None)
             if admission is not None:
                 admission.release()
             raise
-        self._recent_rooms.add(room)
         tokens = self._engine.generate(room, request.prompt, request.params, admission)
         try:
             async for token in tokens:
@@ -206,13 +196,25 @@ class DecodeService(EngineService[DecodeNode, "DecodeEngine"]):
         finally:
             await tokens.aclose()
 
-    async def _admit(self, request: GenerationRequest) -> Admission:
+    async def _admit(self, request: GenerationRequest, room: DecodeRoom) -> Admission:
+        """A promise of pages; none for a room that has ended while it waited. Raises: KvflowError."""
+        waiting = asyncio.ensure_future(self._engine.admit(request.prompt, request.params))
+
+        def stop_waiting() -> None:
+            waiting.cancel()
+
+        room.on_end(stop_waiting)
         try:
             async with asyncio.timeout(ADMISSION_TIMEOUT_S):
-                return await self._engine.admit(request.prompt, request.params)
+                return await waiting
         except TimeoutError:
             text = f"decode had no free pages for this request within {ADMISSION_TIMEOUT_S:g} s"
             raise room_error(Cause(Code.CAPACITY, text)) from None
+        except asyncio.CancelledError:
+            if room.ended:
+                await room.opened()  # raises what ended it
+            raise
 
-    def refuse(self, room: int, cause: Cause) -> None:
-        """Nothing to do: no page was lent for this room, and the router closes prefill's leg when decode's fails."""
+    def refuse(self, room: int, prefill: str, cause: Cause) -> None:
+        if prefill:
+            self._node.refuse(room, prefill, cause)

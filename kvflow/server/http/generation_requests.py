@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any
 
 import msgspec
@@ -112,11 +113,16 @@ def generation_requests(
     return list(made.values())
 
 
-def rooms_of(body: Rendezvous) -> list[int]:
-    """Every valid room id in a body, for refusals before there are generation requests."""
+def rooms_of(body: Rendezvous, default_port: int) -> list[tuple[int, str]]:
+    """Every valid room id in a body and "host:port" of its prefill's registry (empty where the body names none), for
+    refusals before there are generation requests."""
     named = body.bootstrap_room
-    rooms = named if isinstance(named, list) else [] if named is None else [named]
-    return [room for room in rooms if 0 <= room < 1 << 64]
+    total = len(named) if isinstance(named, list) else 0 if named is None else 1
+    found = []
+    for index in range(total):
+        with contextlib.suppress(RequestError):
+            found.append(_rendezvous(body, index, total, default_port))
+    return found
 
 
 def _rendezvous(body: Rendezvous, index: int, total: int, default_port: int) -> tuple[int, str]:

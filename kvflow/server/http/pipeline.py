@@ -118,8 +118,8 @@ class CompletionPipeline(Drainable):
 
     def _refuse(self, body: Rendezvous, error: KvflowError) -> None:
         """End the body's rooms: their other legs wait, and get the cause."""
-        for room in rooms_of(body):
-            self.service.refuse(room, error.cause())
+        for room, prefill in rooms_of(body, self.request_limits.bootstrap_port):
+            self.service.refuse(room, prefill, error.cause())
 
     async def _collect(
         self, call: CompletionCall, sources: list[AsyncGenerator[Delta, None]], arrived: float
