@@ -39,7 +39,7 @@ async def main() -> None:
         prefill.pages.give_back(pages, "my engine")
         for line in receiving.story():
             print(f"  {line.what:15} {line.phase:20} {line.text}")
-    assert same and decode.pages.at_rest() and prefill.pages.at_rest()
+    assert same and source.pages.at_rest() and target.pages.at_rest()
 
 
 if __name__ == "__main__":

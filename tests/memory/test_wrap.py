@@ -12,11 +12,11 @@ import numpy as np
 import pytest
 import torch
 
-from kvflow.memory.pool import PagedPool, UnprovenLoan
+from kvflow.memory.pool import PagedPool
 from kvflow.memory.shared import SharedSegment
 from kvflow.protocols.errors import LayoutError
 from kvflow.protocols.pages.layout import PageIndices, PoolLayout, build_layout, differences
-from kvflow.protocols.ports import Endpoint, Landing, Witness
+from kvflow.protocols.ports import Endpoint, Landing, UnprovenLoan, Witness
 from kvflow.transports.data.local import LocalPlane
 
 KINDS: dict[str, Callable[[Any], Any]] = {"numpy": lambda array: array, "torch": torch.from_numpy}
