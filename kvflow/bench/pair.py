@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import signal
 import sys
 import time
 from types import TracebackType
@@ -47,6 +48,15 @@ class Process:
         if "error" in reply:
             raise RuntimeError(f"{self.name}: {reply['error']}")
         return reply
+
+    def freeze(self) -> None:
+        """Stop it where it stands: it is silent, and not dead."""
+        self._child.send_signal(signal.SIGSTOP)
+
+    async def kill(self) -> None:
+        """End it at once, frozen or not."""
+        self._child.kill()
+        await self._child.wait()
 
     async def close(self) -> None:
         if self._child.returncode is None and self._child.stdin is not None:

@@ -1,0 +1,135 @@
+"""`kvflow bench compare`: one measurement of several checkouts, interleaved, beside the first one measured twice.
+
+Each turn runs `kvflow bench ...` once in every tree and once more in the first (A/A), in an order that rotates. Every
+ratio is to the first tree's run of the same turn, so what the machine does in between touches both; what A/A shows is
+the spread that a difference must exceed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import statistics
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.table import Table
+
+from kvflow.protocols.errors import KvflowError, MisuseError
+
+AGAIN = "A/A"
+HERE = Path(__file__).parents[2]
+
+Say = Callable[[str], None]
+Figures = dict[str, float]
+
+
+HIGHER_IS_BETTER = ("rooms_per_s", "rooms_gb_s", "ratio")
+LEFT_OUT = {"plan", "shape", "left", "raw", "must", "idle"}  # parts of a report that hold no figure to compare
+NO_FIGURES = {"raw_gb_s", "bare_window_ms", "bare_stop_ms", "moved", "received_per_s"}  # of the machine, or the load
+PRINTED = {
+    *HIGHER_IS_BETTER,
+    *("cpu_ms_per_room", "abort_to_reusable_ms", "abort_to_reusable_windows", "abort_to_reusable_stops"),
+    *("stall_max_ms", "cpu_percent", "sent_bytes_per_s", "full_ms", "ended_ms", "memory_kib_per_room"),
+}
+
+
+async def bench_compare(trees: Sequence[str], what: Sequence[str], turns: int, say: Say) -> dict[str, Any]:
+    """`trees` are absolute. Returns {"trees", "what", "turns": every run, "table": rows}.
+
+    Raises: MisuseError (no checkout), KvflowError (a run failed).
+    """
+    await asyncio.gather(*(_check(tree) for tree in trees))
+    runs = [(chr(ord("A") + at), tree) for at, tree in enumerate(trees)] + [(AGAIN, trees[0])]
+    seen: list[dict[str, Figures]] = []
+    for turn in range(turns):
+        order = runs[turn % len(runs) :] + runs[: turn % len(runs)]
+        seen.append({name: flatten(await measure(tree, what)) for name, tree in order})
+        say(f"turn {turn + 1} of {turns}")
+    return {"trees": list(trees), "what": list(what), "turns": seen, "table": table(seen)}
+
+
+async def measure(tree: str, what: Sequence[str]) -> dict[str, Any]:
+    """One run of `kvflow bench` over the library in `tree`: by its own code, or, for open rooms, by this one's."""
+    if "--open" in what:
+        return await _bench(str(HERE), *what, "--tree", tree)
+    return await _bench(tree, *what)
+
+
+def flatten(report: dict[str, Any], path: tuple[str, ...] = ()) -> Figures:
+    """The figures of a report by their path, CPU of both sides added up; spreads by their median."""
+    found: Figures = {}
+    for name, value in report.items():
+        here = (*path, name)
+        if name in LEFT_OUT or name in NO_FIGURES:
+            continue
+        if isinstance(value, dict):
+            found |= {" ".join(here): value["median"]} if "median" in value else flatten(value, here)
+        elif path and isinstance(value, float) and value > 0:
+            found[" ".join(here)] = value
+    if {"cpu_ms_per_room_prefill", "cpu_ms_per_room_decode"} <= report.keys():
+        both: float = report["cpu_ms_per_room_prefill"] + report["cpu_ms_per_room_decode"]
+        found[" ".join((*path, "cpu_ms_per_room"))] = both
+    return found
+
+
+def table(seen: list[dict[str, Figures]]) -> list[dict[str, Any]]:
+    """A row per figure and tree: the first tree's median, ratios to it turn by turn, and A/A's."""
+    rows: list[dict[str, Any]] = []
+    names = [name for name in sorted(seen[0]) if name not in ("A", AGAIN)] or [AGAIN]
+    common = [key for key in seen[0]["A"] if all(key in figures for turn in seen for figures in turn.values())]
+    for key in common:
+        higher = key.endswith(HIGHER_IS_BETTER)
+        spread = _spread([turn[AGAIN][key] / turn["A"][key] for turn in seen])
+        for name in names:
+            ratio = _spread([turn[name][key] / turn["A"][key] for turn in seen])
+            worse = ratio["median"] < spread["min"] if higher else ratio["median"] > spread["max"]
+            row = {"figure": key, "tree": name, "a": statistics.median(turn["A"][key] for turn in seen)}
+            row |= {"ratio": ratio, "a_a": spread, "better": "higher" if higher else "lower"}
+            rows.append({**row, "worse_than_a_a": worse})
+    return rows
+
+
+def printed(rows: list[dict[str, Any]]) -> Table:
+    """The rows that are asked about most; a star where a tree is worse than A/A is by chance."""
+    shown = Table("figure", "better", "A", "tree", "ratio to A: median [min max]", "A/A: median [min max]", "")
+    for row in rows:
+        if row["figure"].rsplit(" ", 1)[-1] in PRINTED:
+            ratios = [f"{r['median']:.3f} [{r['min']:.3f} {r['max']:.3f}]" for r in (row["ratio"], row["a_a"])]
+            star = "*" if row["worse_than_a_a"] else ""
+            shown.add_row(row["figure"], row["better"], f"{row['a']:.4g}", row["tree"], *ratios, star)
+    return shown
+
+
+def _spread(ratios: list[float]) -> dict[str, float]:
+    middle = statistics.median(ratios)
+    return {"min": round(min(ratios), 3), "median": round(middle, 3), "max": round(max(ratios), 3)}
+
+
+async def _check(tree: str) -> None:
+    """Raises: MisuseError when what runs there would not be what lies there."""
+    found = (await _run(tree, "-c", "import kvflow; print(kvflow.__file__)")).strip()
+    if not found.startswith(tree + os.sep):
+        raise MisuseError(f"--tree {tree}: Python imports {found or 'no kvflow'} there; name the root of a checkout")
+
+
+async def _bench(tree: str, *what: str) -> dict[str, Any]:
+    report: dict[str, Any] = json.loads(await _run(tree, "-m", "kvflow.cli", "bench", *what, "--json"))
+    return report
+
+
+async def _run(tree: str, *argv: str) -> str:
+    child = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-P", *argv),
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.PIPE,
+        env={**os.environ, "PYTHONPATH": tree, "PYTHONDONTWRITEBYTECODE": "1"},
+        cwd=tree,
+    )
+    out, err = await child.communicate()
+    if child.returncode:
+        raise KvflowError(f"python {' '.join(argv)} in {tree} ended with {child.returncode}: {err.decode()[-2000:]}")
+    return out.decode()
