@@ -165,7 +165,9 @@ def judge(count: int, figures: Figures) -> list[Figures]:
         elif "stall_max_ms" in seen:
             stalls[phase] = seen["stall_max_ms"]
         else:
-            stalls |= {f"{phase}, {side}": seen[side]["stall_max_ms"] for side in ("prefill", "decode")}
+            # With many links all of their prefills share one loop here, which none does in earnest.
+            sides = ("decode",) if "links" in phase else ("prefill", "decode")
+            stalls |= {f"{phase}, {side}": seen[side]["stall_max_ms"] for side in sides}
     kind = "must" if count <= MUST_ROOMS else "aim"
     return [
         {"what": f"{count} rooms, {what}", "ms": ms, "limit_ms": MUST_STALL_MS, "kind": kind, "ok": ms <= MUST_STALL_MS}
