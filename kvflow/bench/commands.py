@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import sys
 from collections.abc import Coroutine
 from pathlib import Path
 from typing import Annotated, Any
@@ -28,6 +29,7 @@ Peer = Annotated[str, typer.Option(help="Folder of the SGLang harness to measure
 AsJson = Annotated[bool, typer.Option("--json", help="One JSON object on stdout.")]
 
 
+TABLE_COLUMNS = 160  # in a file or a pipe
 ALL_LOSSES = "killed prefill,silent prefill,killed decode,silent decode"
 
 
@@ -110,20 +112,21 @@ def compare(
     tree: Annotated[
         list[str], typer.Option(help="Root of a checkout; the first is what ratios are to.", metavar="DIR")
     ],
-    turns: Annotated[int, typer.Option(help="Interleaved turns: every tree once, the first twice.", min=1)] = 5,
+    planes: Planes = "local,mooncake",
+    turns: Annotated[int, typer.Option(help="Interleaved turns: every tree once, the first twice.", min=1)] = 20,
     as_json: AsJson = False,
 ) -> None:
     """The same measurement of several checkouts, interleaved, beside the first one's ratio to itself.
 
-    Options must be known to every tree; open rooms (`-- rooms --open N`) are measured by this tree's bench in all.
+    Options must be known to every tree; `-- rooms --open N` is measured by the bench of this tree in all of them.
     """
     from kvflow.bench.compare import bench_compare, printed
 
-    report = asyncio.run(bench_compare([str(one) for one in tree], what, turns, _say))
+    report = asyncio.run(bench_compare([str(one) for one in tree], tuple(planes.split(",")), what, turns, _say))
     if as_json:
         typer.echo(json.dumps(report))
     else:
-        Console().print(printed(report["table"]))
+        Console(width=None if sys.stdout.isatty() else TABLE_COLUMNS).print(printed(report["table"]))
 
 
 def _say(text: str) -> None:

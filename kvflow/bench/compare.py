@@ -1,8 +1,9 @@
 """`kvflow bench compare`: one measurement of several checkouts, interleaved, beside the first one measured twice.
 
-Each turn runs `kvflow bench ...` once in every tree and once more in the first (A/A), in an order that rotates. Every
-ratio is to the first tree's run of the same turn, so what the machine does in between touches both; what A/A shows is
-the spread that a difference must exceed.
+Each turn measures every tree once and the first once more (A/A), in an order that rotates. Every ratio is to the first
+tree's figure of the same turn, so what the machine does in between touches both; what A/A shows is the spread that a
+difference must exceed. Rooms and transfers alternate by short rounds (`side_by_side.py`); anything else is
+a whole run of `kvflow bench ...` a turn.
 """
 
 from __future__ import annotations
@@ -16,11 +17,14 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from rich.table import Table
 
+from kvflow.bench.side_by_side import rooms_by_turns, transfers_by_turns
 from kvflow.protocols.errors import KvflowError, MisuseError
 
 AGAIN = "A/A"
+SIDE_BY_SIDE = {"rooms": rooms_by_turns, "transfer": transfers_by_turns}
 HERE = Path(__file__).parents[2]
 
 Say = Callable[[str], None]
@@ -37,19 +41,32 @@ PRINTED = {
 }
 
 
-async def bench_compare(trees: Sequence[str], what: Sequence[str], turns: int, say: Say) -> dict[str, Any]:
-    """`trees` are absolute. Returns {"trees", "what", "turns": every run, "table": rows}.
+async def bench_compare(
+    trees: Sequence[str], planes: tuple[str, ...], what: Sequence[str], turns: int, say: Say
+) -> dict[str, Any]:
+    """`trees` are absolute. Returns {"trees", "what", "turns": the figures of each, "table": rows}.
 
-    Raises: MisuseError (no checkout), KvflowError (a run failed).
+    Raises: MisuseError (no checkout, options for what takes none), KvflowError (a run failed).
     """
     await asyncio.gather(*(_check(tree) for tree in trees))
-    runs = [(chr(ord("A") + at), tree) for at, tree in enumerate(trees)] + [(AGAIN, trees[0])]
-    seen: list[dict[str, Figures]] = []
-    for turn in range(turns):
-        order = runs[turn % len(runs) :] + runs[: turn % len(runs)]
-        seen.append({name: flatten(await measure(tree, what)) for name, tree in order})
-        say(f"turn {turn + 1} of {turns}")
+    runs = {chr(ord("A") + at): tree for at, tree in enumerate(trees)} | {AGAIN: trees[0]}
+    if what[0] in SIDE_BY_SIDE and "--open" not in what:
+        if len(what) > 1:
+            raise MisuseError(f"compare {what[0]} takes no option {what[1]}: give the data planes before the dashes")
+        seen = await SIDE_BY_SIDE[what[0]](runs, planes, turns, say)
+    else:
+        seen = await _whole_runs(runs, (*what, "--transfer-backend", ",".join(planes)), turns, say)
     return {"trees": list(trees), "what": list(what), "turns": seen, "table": table(seen)}
+
+
+async def _whole_runs(runs: dict[str, str], what: Sequence[str], turns: int, say: Say) -> list[dict[str, Figures]]:
+    seen: list[dict[str, Figures]] = []
+    names = list(runs)
+    for turn in range(turns):
+        order = names[turn % len(names) :] + names[: turn % len(names)]
+        seen.append({name: flatten(await measure(runs[name], what)) for name in order})
+        say(f"turn {turn + 1} of {turns}")
+    return seen
 
 
 async def measure(tree: str, what: Sequence[str]) -> dict[str, Any]:
@@ -86,7 +103,7 @@ def table(seen: list[dict[str, Figures]]) -> list[dict[str, Any]]:
         spread = _spread([turn[AGAIN][key] / turn["A"][key] for turn in seen])
         for name in names:
             ratio = _spread([turn[name][key] / turn["A"][key] for turn in seen])
-            worse = ratio["median"] < spread["min"] if higher else ratio["median"] > spread["max"]
+            worse = ratio["median"] < spread["q1"] if higher else ratio["median"] > spread["q3"]
             row = {"figure": key, "tree": name, "a": statistics.median(turn["A"][key] for turn in seen)}
             row |= {"ratio": ratio, "a_a": spread, "better": "higher" if higher else "lower"}
             rows.append({**row, "worse_than_a_a": worse})
@@ -94,19 +111,23 @@ def table(seen: list[dict[str, Figures]]) -> list[dict[str, Any]]:
 
 
 def printed(rows: list[dict[str, Any]]) -> Table:
-    """The rows that are asked about most; a star where a tree is worse than A/A is by chance."""
-    shown = Table("figure", "better", "A", "tree", "ratio to A: median [min max]", "A/A: median [min max]", "")
+    """The rows that are asked about most; a star where a tree's median lies beyond the worse quartile of A/A."""
+    spread = "median, quartiles [min max]"
+    shown = Table("figure", "better", "A", "tree", f"ratio to A: {spread}", f"A/A: {spread}", "")
     for row in rows:
         if row["figure"].rsplit(" ", 1)[-1] in PRINTED:
-            ratios = [f"{r['median']:.3f} [{r['min']:.3f} {r['max']:.3f}]" for r in (row["ratio"], row["a_a"])]
+            ratios = [
+                f"{r['median']:.3f} {r['q1']:.3f}-{r['q3']:.3f} [{r['min']:.3f} {r['max']:.3f}]"
+                for r in (row["ratio"], row["a_a"])
+            ]
             star = "*" if row["worse_than_a_a"] else ""
             shown.add_row(row["figure"], row["better"], f"{row['a']:.4g}", row["tree"], *ratios, star)
     return shown
 
 
 def _spread(ratios: list[float]) -> dict[str, float]:
-    middle = statistics.median(ratios)
-    return {"min": round(min(ratios), 3), "median": round(middle, 3), "max": round(max(ratios), 3)}
+    places = np.percentile(ratios, (0, 25, 50, 75, 100))
+    return {name: round(float(at), 3) for name, at in zip(("min", "q1", "median", "q3", "max"), places, strict=True)}
 
 
 async def _check(tree: str) -> None:

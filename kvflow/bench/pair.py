@@ -77,10 +77,15 @@ class Pair:
         self._next_room = 1
 
     @classmethod
-    async def open(cls, plane: str, module: str = WORKER, /, **shape: Any) -> Pair:
-        """`module`: what each process runs, with its role; `shape`: layers, heads, dim, page_size, pages, order."""
+    async def open(cls, plane: str, module: str = WORKER, tree: str = "", /, **shape: Any) -> Pair:
+        """`module`: what each process runs, with its role, as it is in the checkout `tree` (empty: here).
+
+        `shape`: layers, heads, dim, page_size, pages, order.
+        """
+        env = {"PYTHONPATH": tree, "PYTHONDONTWRITEBYTECODE": "1", "PYTHONSAFEPATH": "1"} if tree else {}
         prefill, decode = [
-            await Process.spawn(sys.executable, "-m", module, role, name=role) for role in ("prefill", "decode")
+            await Process.spawn(sys.executable, "-m", module, role, name=role, env=env)
+            for role in ("prefill", "decode")
         ]
         ready = await prefill.ask("setup", plane=plane, ranks=[], **shape)
         await decode.ask("setup", plane=plane, ranks=ready["ranks"], **shape)

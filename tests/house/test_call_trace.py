@@ -1,4 +1,4 @@
-"""A message's path through the package is no longer than it was, and the trace that measures it counts what it should."""
+"""A message's path through the package is no longer than it was, and the trace counts what it should."""
 
 from __future__ import annotations
 
