@@ -132,9 +132,10 @@ def _spread(ratios: list[float]) -> dict[str, float]:
 
 async def _check(tree: str) -> None:
     """Raises: MisuseError when what runs there would not be what lies there."""
-    found = (await _run(tree, "-c", "import kvflow; print(kvflow.__file__)")).strip()
-    if not found.startswith(tree + os.sep):
-        raise MisuseError(f"--tree {tree}: Python imports {found or 'no kvflow'} there; name the root of a checkout")
+    find = "import importlib.util as u; found = u.find_spec('kvflow'); print(found.origin if found else 'no kvflow')"
+    origin = (await _run(tree, "-c", find)).strip()
+    if not origin.startswith(tree + os.sep):
+        raise MisuseError(f"--tree {tree}: Python imports {origin} from there; name the root of a checkout")
 
 
 async def _bench(tree: str, *what: str) -> dict[str, Any]:
