@@ -1,15 +1,16 @@
 """`kvflow bench compare`: one measurement of several checkouts, interleaved, beside the first one measured twice.
 
 Each turn measures every tree once and the first once more (A/A), in an order that rotates. Every ratio is to the first
-tree's figure of the same turn, so what the machine does in between touches both; what A/A shows is the spread that a
-difference must exceed. Rooms and transfers alternate by short rounds (`side_by_side.py`); anything else is
-a whole run of `kvflow bench ...` a turn.
+tree's figures of the same turn, so what the machine does meanwhile touches both; A/A shows the spread that a difference
+must exceed. Rooms and transfers alternate by short rounds (`side_by_side.py`); anything else is a whole run of
+`kvflow bench ...` a turn.
 """
 
 from __future__ import annotations
 
 import asyncio
 import json
+import math
 import os
 import statistics
 import sys
@@ -18,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from rich.markup import escape
 from rich.table import Table
 
 from kvflow.bench.side_by_side import rooms_by_turns, transfers_by_turns
@@ -30,8 +32,7 @@ HERE = Path(__file__).parents[2]
 Say = Callable[[str], None]
 Figures = dict[str, float]
 
-
-HIGHER_IS_BETTER = ("rooms_per_s", "rooms_gb_s", "ratio")
+HIGHER_IS_BETTER = ("rooms_per_s", "rooms_per_s_first", "rooms_per_s_last", "rooms_gb_s", "ratio")
 LEFT_OUT = {"plan", "shape", "left", "raw", "must", "idle"}  # parts of a report that hold no figure to compare
 NO_FIGURES = {"raw_gb_s", "bare_window_ms", "bare_stop_ms", "moved", "received_per_s"}  # of the machine, or the load
 PRINTED = {
@@ -94,38 +95,39 @@ def flatten(report: dict[str, Any], path: tuple[str, ...] = ()) -> Figures:
 
 
 def table(seen: list[dict[str, Figures]]) -> list[dict[str, Any]]:
-    """A row per figure and tree: the first tree's median, ratios to it turn by turn, and A/A's."""
+    """A row per figure and tree: the first tree's median, the ratios to it turn by turn, and its own to itself.
+
+    A ratio is to the geometric mean of the first tree's two figures of that turn. `spread` is the factor by which these
+    two typically differ; a tree is worse when its median ratio is worse by more than that.
+    """
     rows: list[dict[str, Any]] = []
     names = [name for name in sorted(seen[0]) if name not in ("A", AGAIN)] or [AGAIN]
     common = [key for key in seen[0]["A"] if all(key in figures for turn in seen for figures in turn.values())]
     for key in common:
         higher = key.endswith(HIGHER_IS_BETTER)
-        spread = _spread([turn[AGAIN][key] / turn["A"][key] for turn in seen])
+        same = [turn[AGAIN][key] / turn["A"][key] for turn in seen]
+        spread = statistics.median(max(ratio, 1 / ratio) for ratio in same)
         for name in names:
-            ratio = _spread([turn[name][key] / turn["A"][key] for turn in seen])
-            worse = ratio["median"] < spread["q1"] if higher else ratio["median"] > spread["q3"]
+            ratio = _places([turn[name][key] / math.sqrt(turn["A"][key] * turn[AGAIN][key]) for turn in seen])
+            worse = ratio["median"] * spread < 1 if higher else ratio["median"] > spread
             row = {"figure": key, "tree": name, "a": statistics.median(turn["A"][key] for turn in seen)}
-            row |= {"ratio": ratio, "a_a": spread, "better": "higher" if higher else "lower"}
-            rows.append({**row, "worse_than_a_a": worse})
+            row |= {"ratio": ratio, "a_a": _places(same), "spread": round(spread, 3), "worse": worse}
+            rows.append({**row, "better": "higher" if higher else "lower"})
     return rows
 
 
 def printed(rows: list[dict[str, Any]]) -> Table:
-    """The rows that are asked about most; a star where a tree's median lies beyond the worse quartile of A/A."""
-    spread = "median, quartiles [min max]"
-    shown = Table("figure", "better", "A", "tree", f"ratio to A: {spread}", f"A/A: {spread}", "")
+    """The rows that are asked about most; a star where a tree is worse than the first one's spread explains."""
+    shown = Table("figure", "better", "A", "tree", "ratio [min median max]", "A/A [min median max]", "spread", "")
     for row in rows:
         if row["figure"].rsplit(" ", 1)[-1] in PRINTED:
-            ratios = [
-                f"{r['median']:.3f} {r['q1']:.3f}-{r['q3']:.3f} [{r['min']:.3f} {r['max']:.3f}]"
-                for r in (row["ratio"], row["a_a"])
-            ]
-            star = "*" if row["worse_than_a_a"] else ""
-            shown.add_row(row["figure"], row["better"], f"{row['a']:.4g}", row["tree"], *ratios, star)
+            ratios = [f"[{r['min']:.2f} {r['median']:.3f} {r['max']:.2f}]" for r in (row["ratio"], row["a_a"])]
+            cells = [row["figure"], row["better"], f"{row['a']:.4g}", row["tree"], *map(escape, ratios)]
+            shown.add_row(*cells, f"{row['spread']:.3f}", "*" if row["worse"] else "")
     return shown
 
 
-def _spread(ratios: list[float]) -> dict[str, float]:
+def _places(ratios: list[float]) -> dict[str, float]:
     places = np.percentile(ratios, (0, 25, 50, 75, 100))
     return {name: round(float(at), 3) for name, at in zip(("min", "q1", "median", "q3", "max"), places, strict=True)}
 
