@@ -102,7 +102,8 @@ def table(seen: list[dict[str, Figures]]) -> list[dict[str, Any]]:
     """
     rows: list[dict[str, Any]] = []
     names = [name for name in sorted(seen[0]) if name not in ("A", AGAIN)] or [AGAIN]
-    common = [key for key in seen[0]["A"] if all(key in figures for turn in seen for figures in turn.values())]
+    all_figures = [figures for turn in seen for figures in turn.values()]
+    common = [key for key in seen[0]["A"] if all(figures.get(key, 0) > 0 for figures in all_figures)]
     for key in common:
         higher = key.endswith(HIGHER_IS_BETTER)
         same = [turn[AGAIN][key] / turn["A"][key] for turn in seen]

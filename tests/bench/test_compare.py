@@ -40,6 +40,12 @@ def test_a_difference_beyond_a_trees_own_spread_is_marked(figure: str, factor: f
     assert (row["tree"], row["worse"]) == ("B", worse)
 
 
+def test_a_figure_that_is_zero_once_has_no_ratio() -> None:
+    seen = turns("local 32 stall_max_ms", 1.0)
+    seen[2]["B"]["local 32 stall_max_ms"] = 0.0
+    assert table(seen) == []
+
+
 def test_figures_of_a_report_are_found_by_their_path() -> None:
     report = {
         "rounds": 1,
