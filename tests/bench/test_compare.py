@@ -37,6 +37,7 @@ def test_a_difference_beyond_a_trees_own_spread_is_marked(figure: str, factor: f
     assert row["ratio"]["median"] == pytest.approx(factor, rel=0.01)
     assert row["ratio"]["min"] < row["ratio"]["median"] < row["ratio"]["max"]
     assert row["a_a"]["min"] == 0.95 and row["a_a"]["max"] == 1.05 and 1.02 < row["spread"] < 1.05
+    assert row["best"]["ratio"] == pytest.approx(factor)
     assert (row["tree"], row["worse"]) == ("B", worse)
 
 
