@@ -129,6 +129,19 @@ def compare(
         Console(width=None if sys.stdout.isatty() else TABLE_COLUMNS).print(printed(report["table"]))
 
 
+@app.command()
+def profile(
+    tree: Annotated[list[Path], _checkout("Root of a checkout.")],
+    plane: Annotated[str, typer.Option("--transfer-backend", help="Data plane.")] = "local",
+    at_once: Annotated[int, typer.Option(help="Rooms at once.", min=1)] = 256,
+    as_json: AsJson = False,
+) -> None:
+    """Calls and CPU of one room on each side, function by function, in each checkout."""
+    from kvflow.bench.profile import bench_profile
+
+    _report(bench_profile([str(one) for one in tree], plane, at_once, _say), as_json)
+
+
 def _say(text: str) -> None:
     Console(stderr=True, highlight=False).print(text)
 

@@ -29,6 +29,8 @@ from kvflow.protocols.ports import Endpoint
 from kvflow.protocols.wire.ranks import RankInfo, rank_from_json, rank_to_json
 from kvflow.transports.data.select import open_plane
 
+__all__ = ["Worker", "serve", "source_slice"]
+
 
 class Worker:
     """The commands; `tokens` of room r are the same on both sides."""
