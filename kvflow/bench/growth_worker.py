@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 import uvloop
 
-from kvflow.bench.child import Ticker, cpu_s, serve
+from kvflow.bench.child import StallTicker, cpu_s, serve
 from kvflow.memory.pool import PagedPool
 from kvflow.node import DecodeNode, PrefillNode
 from kvflow.protocols.errors import KvflowError
@@ -113,7 +113,7 @@ class GrowthWorker:
     async def opening(self, *, on: bool) -> dict[str, Any]:
         """Begin to measure, or tell what the loop has suffered since."""
         if on:
-            self._ticker, self._rss_before = Ticker(), _rss_kib()
+            self._ticker, self._rss_before = StallTicker(), _rss_kib()
             return {}
         grown_kib = (_rss_kib() - self._rss_before) / max(1, len(self._waiting))
         return {**self._ticker.stalls(), "memory_kib_per_room": round(grown_kib, 2)}
@@ -135,7 +135,7 @@ class GrowthWorker:
 
     async def rest(self, *, seconds: float) -> dict[str, Any]:
         """Nothing is asked of the rooms: what they cost all the same."""
-        ticker, cpu_before, before = Ticker(), cpu_s(), dict(self._traffic)
+        ticker, cpu_before, before = StallTicker(), cpu_s(), dict(self._traffic)
         await asyncio.sleep(seconds)
         cpu = cpu_s() - cpu_before
         rates = {f"{name}_per_s": round((self._traffic[name] - before[name]) / seconds, 1) for name in before}
@@ -147,7 +147,7 @@ class GrowthWorker:
 
         Times are of the monotonic clock, which all processes of a machine share.
         """
-        ticker = Ticker()
+        ticker = StallTicker()
         async with asyncio.timeout(within_s):
             await self._all_ended.wait()
             while pages_return and self._decode.pages.free_pages < self._pool.layout.num_pages:  # noqa: ASYNC110

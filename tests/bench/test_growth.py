@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from kvflow.bench.child import Ticker
+from kvflow.bench.child import StallTicker
 from kvflow.bench.growth import MUST_ROOMS, MUST_STALL_MS, Growth, bench_growth, judge
 
 ROOT = Path(__file__).parents[2]
@@ -46,7 +46,7 @@ def test_a_stall_is_a_must_up_to_a_number_of_rooms() -> None:
 
 @pytest.mark.parametrize("computes", [True, False])
 async def test_a_loop_that_computes_stalls_and_one_that_is_put_to_sleep_is_late(computes: bool) -> None:
-    ticker = Ticker()
+    ticker = StallTicker()
     await asyncio.sleep(0.01)
     if computes:
         until_s = time.thread_time() + BLOCKED_S
