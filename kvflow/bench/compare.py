@@ -164,7 +164,12 @@ async def _run(tree: str, *argv: str) -> str:
         env={**os.environ, "PYTHONPATH": tree, "PYTHONDONTWRITEBYTECODE": "1"},
         cwd=tree,
     )
-    out, err = await child.communicate()
+    try:
+        out, err = await child.communicate()
+    finally:
+        if child.returncode is None:  # cancelled
+            child.kill()
+            await child.wait()
     if child.returncode:
         raise KvflowError(f"python {' '.join(argv)} in {tree} ended with {child.returncode}: {err.decode()[-2000:]}")
     return out.decode()
