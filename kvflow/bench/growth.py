@@ -19,6 +19,7 @@ from kvflow.bench.pair import Process
 
 WORKER = "kvflow.bench.growth_worker"
 BATCH = 500  # rooms opened before the driver looks whether all are matched
+LINKS_AT_ONCE = 10
 SPARE_PAGES = 64
 SETTLE_S = 1.0
 WATCH_S = 0.3  # a ticker runs before the peer falls
@@ -79,11 +80,13 @@ class OpenRooms:
         return {**per_s, **await self.both("opening", on=False)}
 
     async def more_links(self) -> None:
-        """One room over each further link."""
-        more = self._plan.links - 1
+        """One room over each further link, few at a time: registering takes long on a busy machine, and halves that
+        wait for it have a deadline."""
         ready = await self.sides["prefill"].ask("link", plane=self._plan.plane, links=self._plan.links, ranks=[])
         await self.sides["decode"].ask("link", plane=self._plan.plane, links=self._plan.links, ranks=ready["ranks"])
-        await self.both("open", first=self._count + 1, count=more, first_link=1, links=more)
+        for link in range(1, self._plan.links, LINKS_AT_ONCE):
+            count = min(LINKS_AT_ONCE, self._plan.links - link)
+            await self.both("open", first=self._count + link, count=count, first_link=link, links=count)
         if self._plan.frozen:
             await self.both("freeze")
 
