@@ -45,7 +45,7 @@ from kvflow.protocols.wire.messages import Incarnation, Rank, room_id
 from kvflow.protocols.wire.ranks import PoolShape, RankInfo
 from kvflow.telemetry.counters import Counts
 from kvflow.transports.control.zmq import bind_router, connect_dealer
-from kvflow.transports.data.select import open_plane
+from kvflow.transports.data.select import plane_for
 
 TokenIds = Sequence[int] | NDArray[np.integer[Any]]
 Resolve = Callable[[str], Awaitable[Sequence[RankInfo]]]
@@ -77,7 +77,7 @@ class _Node(Generic[S]):
         now: Callable[[], float],
     ) -> None:
         self.pool, self._now = pool, now
-        self.plane: DataPlane = open_plane(plane, pool.segment, host=host) if isinstance(plane, str) else plane
+        self.plane: DataPlane = plane_for(pool, plane, receives=self.role == "decode", host=host)
         self._checksums = PageSums(pool) if verify_transfers else None
         self.pages: PageStore = pages or pool.pages
         self.timing, self.bounds = timing or Timing(), bounds or Bounds()

@@ -19,7 +19,8 @@ import numpy as np
 import uvloop
 
 from kvflow.bench.canary import CanaryPool
-from kvflow.bench.worker import Worker, serve, source_slice
+from kvflow.bench.child import serve
+from kvflow.bench.worker import Worker, source_slice
 from kvflow.handlers.rooms import DecodeRoom
 from kvflow.node import DecodeNode, PrefillNode
 from kvflow.protocols.errors import AbortedError, KvflowError, TransferError

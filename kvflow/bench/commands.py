@@ -5,11 +5,18 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import sys
 from collections.abc import Coroutine
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 from rich.console import Console
+
+
+def _checkout(text: str) -> Any:
+    return typer.Option(help=text, metavar="DIR", exists=True, file_okay=False, resolve_path=True)
+
 
 app = typer.Typer(
     help="Measure transfers and rooms, each figure beside a peer or a limit of the same run.", no_args_is_help=True
@@ -20,6 +27,10 @@ Planes = Annotated[
 ]
 Peer = Annotated[str, typer.Option(help="Folder of the SGLang harness to measure against, interleaved.", metavar="DIR")]
 AsJson = Annotated[bool, typer.Option("--json", help="One JSON object on stdout.")]
+
+
+TABLE_COLUMNS = 160  # in a file or a pipe
+ALL_LOSSES = "killed prefill,silent prefill,killed decode,silent decode"
 
 
 @app.command()
@@ -43,12 +54,35 @@ def rooms(
     planes: Planes = "local,mooncake",
     rounds: Annotated[int, typer.Option(help="Interleaved rounds.", min=1)] = 5,
     peer: Peer = "",
+    open_rooms: Annotated[
+        str,
+        typer.Option(
+            "--open",
+            help="Measure so many rooms that stay open instead, on the first data plane, e.g. 100,1000,10000,30000.",
+            metavar="N,N",
+        ),
+    ] = "",
+    rest_s: Annotated[float, typer.Option("--rest", help="Seconds they are watched at rest.", min=0.5)] = 5.0,
+    links: Annotated[int, typer.Option(help="And over so many links; 1: not measured.", min=1)] = 300,
+    losses: Annotated[
+        str, typer.Option(help="How peers are lost, separated by commas; empty: not at all.")
+    ] = ALL_LOSSES,
+    freeze: Annotated[bool, typer.Option(help="gc.freeze while rooms are opened, as the roles do.")] = True,
+    tree: Annotated[Path | None, _checkout("Over the library of this checkout, with --open.")] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Rooms/s, latency, CPU per room and event-loop stall, at 1, 32 and 256 rooms at once."""
+    """Rooms/s, latency, CPU per room and event-loop stall, at 1, 32 and 256 rooms at once.
+
+    With --open: what N open rooms cost at rest, in links and collections, and when their peer is lost.
+    """
+    from kvflow.bench.growth import Growth, bench_growth
     from kvflow.bench.rooms import bench_rooms
 
-    _report(bench_rooms(tuple(planes.split(",")), rounds, peer or None, _say), as_json)
+    names = tuple(planes.split(","))
+    if not open_rooms:
+        return _report(bench_rooms(names, rounds, peer or None, _say), as_json)
+    plan = Growth(names[0], rest_s, links, tuple(filter(None, losses.split(","))), freeze, str(tree or ""))
+    return _report(bench_growth(tuple(map(int, open_rooms.split(","))), plan, _say), as_json)
 
 
 @app.command()
@@ -67,6 +101,45 @@ def abort(
     from kvflow.bench.abort import bench_abort
 
     _report(bench_abort(tuple(planes.split(",")), times, pages, seed, peer or None, _say), as_json)
+
+
+@app.command()
+def compare(
+    what: Annotated[
+        list[str],
+        typer.Argument(help="A bench and its options, after two dashes: -- rooms --rounds 1.", metavar="-- WHAT"),
+    ],
+    tree: Annotated[
+        list[str], typer.Option(help="Root of a checkout; the first is what ratios are to.", metavar="DIR")
+    ],
+    planes: Planes = "local,mooncake",
+    turns: Annotated[int, typer.Option(help="Interleaved turns: every tree once, the first twice.", min=1)] = 20,
+    as_json: AsJson = False,
+) -> None:
+    """The same measurement of several checkouts, interleaved, beside the first one's ratio to itself.
+
+    Options must be known to every tree; `-- rooms --open N` is measured by the bench of this tree in all of them.
+    """
+    from kvflow.bench.compare import bench_compare, printed
+
+    report = asyncio.run(bench_compare([str(one) for one in tree], tuple(planes.split(",")), what, turns, _say))
+    if as_json:
+        typer.echo(json.dumps(report))
+    else:
+        Console(width=None if sys.stdout.isatty() else TABLE_COLUMNS).print(printed(report["table"]))
+
+
+@app.command()
+def profile(
+    tree: Annotated[list[Path], _checkout("Root of a checkout.")],
+    plane: Annotated[str, typer.Option("--transfer-backend", help="Data plane.")] = "local",
+    at_once: Annotated[int, typer.Option(help="Rooms at once.", min=1)] = 256,
+    as_json: AsJson = False,
+) -> None:
+    """Calls and CPU of one room on each side, function by function, in each checkout."""
+    from kvflow.bench.profile import bench_profile
+
+    _report(bench_profile([str(one) for one in tree], plane, at_once, _say), as_json)
 
 
 def _say(text: str) -> None:

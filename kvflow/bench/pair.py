@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import signal
 import sys
 import time
 from types import TracebackType
@@ -48,6 +49,15 @@ class Process:
             raise RuntimeError(f"{self.name}: {reply['error']}")
         return reply
 
+    def freeze(self) -> None:
+        """Stop it where it stands: it is silent, and not dead."""
+        self._child.send_signal(signal.SIGSTOP)
+
+    async def kill(self) -> None:
+        """End it at once, frozen or not."""
+        self._child.kill()
+        await self._child.wait()
+
     async def close(self) -> None:
         if self._child.returncode is None and self._child.stdin is not None:
             self._child.stdin.write(b'{"do": "quit"}\n')
@@ -67,10 +77,15 @@ class Pair:
         self._next_room = 1
 
     @classmethod
-    async def open(cls, plane: str, module: str = WORKER, /, **shape: Any) -> Pair:
-        """`module`: what each process runs, with its role; `shape`: layers, heads, dim, page_size, pages, order."""
+    async def open(cls, plane: str, module: str = WORKER, tree: str = "", /, **shape: Any) -> Pair:
+        """`module`: what each process runs, with its role, as it is in the checkout `tree` (empty: here).
+
+        `shape`: layers, heads, dim, page_size, pages, order.
+        """
+        env = {"PYTHONPATH": tree, "PYTHONDONTWRITEBYTECODE": "1", "PYTHONSAFEPATH": "1"} if tree else {}
         prefill, decode = [
-            await Process.spawn(sys.executable, "-m", module, role, name=role) for role in ("prefill", "decode")
+            await Process.spawn(sys.executable, "-m", module, role, name=role, env=env)
+            for role in ("prefill", "decode")
         ]
         ready = await prefill.ask("setup", plane=plane, ranks=[], **shape)
         await decode.ask("setup", plane=plane, ranks=ready["ranks"], **shape)

@@ -39,8 +39,8 @@ def medians(rows: list[Row]) -> Row:
     return {key: round(statistics.median(r[key] for r in rows), 4) for key in rows[0]}
 
 
-async def ours(pair: Pair, concurrency: int) -> Row:
-    prefill, decode = await pair.rooms(ROOMS[concurrency], concurrency, 1, ticking=True)
+async def ours(pair: Pair, concurrency: int, count: int) -> Row:
+    prefill, decode = await pair.rooms(count, concurrency, 1, ticking=True)
     found = row(decode["opened"], decode["done"], prefill["cpu_s"], decode["cpu_s"])
     return found | {"stall_p99_ms_prefill": prefill["late_p99_ms"], "stall_p99_ms_decode": decode["late_p99_ms"]}
 
@@ -66,7 +66,7 @@ async def bench_rooms(planes: tuple[str, ...], rounds: int, peer_harness: str | 
         for turn in range(rounds):
             for concurrency in CONCURRENCY:
                 for plane, pair in pairs.items():
-                    rows.setdefault((plane, concurrency), []).append(await ours(pair, concurrency))
+                    rows.setdefault((plane, concurrency), []).append(await ours(pair, concurrency, ROOMS[concurrency]))
                 for poll_ms in POLLS_MS if peer else ():
                     assert peer is not None
                     polled.setdefault((poll_ms, concurrency), []).append(await theirs(peer, concurrency, poll_ms))

@@ -9,9 +9,7 @@ sides.
 from __future__ import annotations
 
 import asyncio
-import json
 import os
-import resource
 import sys
 import time
 from collections.abc import Awaitable, Callable, Iterator
@@ -21,6 +19,7 @@ import msgspec
 import numpy as np
 import uvloop
 
+from kvflow.bench.child import Ticker, cpu_s, serve
 from kvflow.bench.raw import TUNE_PAGES, RawWriter, open_raw
 from kvflow.memory.checksum import PageSums
 from kvflow.memory.pool import PagedPool
@@ -30,34 +29,7 @@ from kvflow.protocols.ports import Endpoint
 from kvflow.protocols.wire.ranks import RankInfo, rank_from_json, rank_to_json
 from kvflow.transports.data.select import open_plane
 
-TICK_S = 0.001
-
-
-def cpu_s() -> float:
-    """CPU seconds of this process, all its threads."""
-    usage = resource.getrusage(resource.RUSAGE_SELF)
-    return usage.ru_utime + usage.ru_stime
-
-
-class Ticker:
-    """Lateness of a 1 ms ticker on the event loop: how long anything else on the loop would have waited."""
-
-    def __init__(self) -> None:
-        self.late_s: list[float] = []
-        self._task = asyncio.create_task(self._run())
-
-    async def _run(self) -> None:
-        due = time.perf_counter() + TICK_S
-        while True:
-            await asyncio.sleep(max(0.0, due - time.perf_counter()))
-            now = time.perf_counter()
-            self.late_s.append(now - due)
-            due = max(due + TICK_S, now)
-
-    def stop(self) -> float:
-        """99th percentile of the lateness, in ms."""
-        self._task.cancel()
-        return float(np.percentile(self.late_s, 99) * 1e3) if self.late_s else 0.0
+__all__ = ["Worker", "serve", "source_slice"]
 
 
 class Worker:
@@ -197,25 +169,6 @@ def source_slice(pages: PageIndices, number: int, count: int) -> PageIndices:
     """`count` source pages for a room out of shuffled `pages`, the same for the same room number."""
     start = number * count % (len(pages) - count + 1)
     return pages[start : start + count]
-
-
-async def serve(worker: Worker) -> None:
-    """Answer commands with the methods of their names, until told to quit."""
-    loop = asyncio.get_running_loop()
-    reader = asyncio.StreamReader(limit=1 << 26)
-    await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), sys.stdin)
-    while line := await reader.readline():
-        command = json.loads(line)
-        name = command.pop("do")
-        if name == "quit":
-            break
-        try:
-            reply = await getattr(worker, name)(**command)
-        except Exception as error:  # noqa: BLE001  # the driver is told, and decides
-            reply = {"error": f"{type(error).__name__}: {error}"}
-        sys.stdout.write(json.dumps(reply) + "\n")
-        sys.stdout.flush()
-    await worker.close()
 
 
 if __name__ == "__main__":

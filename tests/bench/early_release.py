@@ -7,7 +7,7 @@ import sys
 import uvloop
 
 from kvflow.bench.abort_worker import AbortWorker
-from kvflow.bench.worker import serve
+from kvflow.bench.child import serve
 from kvflow.protocols.errors import Cause
 from kvflow.protocols.machines.ledger import Grant, Ledger
 from kvflow.protocols.machines.loan import LoanKey, LoanKind

@@ -21,7 +21,7 @@ from typing import NamedTuple
 
 from kvflow.protocols.errors import MisuseError, WireError
 from kvflow.protocols.wire.codec import parse_at_decode, parse_at_prefill, routing_id
-from kvflow.protocols.wire.messages import Message
+from kvflow.protocols.wire.messages import Incarnation, Message
 
 BURST_FRAMES = 32
 
@@ -78,7 +78,7 @@ class Network:
 
     def connect(self, control: str, incarnation: int) -> DealerSocket:
         """Decode's end; like ZMQ's it needs nobody to talk to yet, and has the name of an older one until it closes."""
-        dealer = DealerSocket(self, control, routing_id(incarnation))
+        dealer = DealerSocket(self, control, routing_id(Incarnation(incarnation)))
         self._dealers.setdefault((control, dealer.peer), []).append(dealer)
         return dealer
 

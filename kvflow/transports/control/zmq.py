@@ -16,7 +16,7 @@ from zmq.utils.monitor import parse_monitor_message
 
 from kvflow.protocols.errors import MisuseError
 from kvflow.protocols.wire.codec import routing_id
-from kvflow.protocols.wire.messages import MAX_FRAME_BYTES
+from kvflow.protocols.wire.messages import MAX_FRAME_BYTES, Incarnation
 from kvflow.transports.control.curve import ControlKey
 
 BURST_FRAMES = 16  # a millisecond or so of handlers
@@ -165,7 +165,7 @@ def connect_dealer(control: str, incarnation: int, key: ControlKey | None = None
     if key:
         key.arm_client(socket)
     handshakes = _Handshakes(socket, key)
-    socket.setsockopt(zmq.ROUTING_ID, routing_id(incarnation))
+    socket.setsockopt(zmq.ROUTING_ID, routing_id(Incarnation(incarnation)))
     socket.setsockopt(zmq.RECONNECT_IVL, RECONNECT_MS)
     socket.setsockopt(zmq.RECONNECT_IVL_MAX, 10 * RECONNECT_MS)
     try:

@@ -1,0 +1,97 @@
+"""What a benchmark's child process is made of: JSON lines in, JSON lines out, its CPU, its event loop's stalls."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import resource
+import sys
+import time
+from typing import Any, Protocol
+
+import numpy as np
+
+TICK_S = 0.001
+
+
+def cpu_s() -> float:
+    """CPU seconds of this process, all its threads."""
+    usage = resource.getrusage(resource.RUSAGE_SELF)
+    return usage.ru_utime + usage.ru_stime
+
+
+class Ticker:
+    """Lateness of a 1 ms ticker on the event loop: how long anything else on the loop would have waited."""
+
+    def __init__(self) -> None:
+        self.late_s: list[float] = []
+        self._task = asyncio.create_task(self._run())
+
+    async def _run(self) -> None:
+        due = time.perf_counter() + TICK_S
+        while True:
+            await asyncio.sleep(max(0.0, due - time.perf_counter()))
+            now = time.perf_counter()
+            self.late_s.append(now - due)
+            due = max(due + TICK_S, now)
+
+    def stop(self) -> float:
+        """99th percentile of the lateness, in ms."""
+        self._task.cancel()
+        return float(np.percentile(self.late_s, 99) * 1e3) if self.late_s else 0.0
+
+
+class StallTicker(Ticker):
+    """A ticker that tells stalls from lateness.
+
+    A tick is also late when the machine ran somebody else's process, so the CPU time that the loop's thread took
+    meanwhile is kept beside it: a stall of the loop's own making is the smaller of the two.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stall_s: list[float] = []
+
+    async def _run(self) -> None:
+        due, cpu_before_s = time.perf_counter() + TICK_S, time.thread_time()
+        while True:
+            await asyncio.sleep(max(0.0, due - time.perf_counter()))
+            now, cpu_now_s = time.perf_counter(), time.thread_time()
+            self.late_s.append(now - due)
+            self.stall_s.append(min(max(0.0, now - due), cpu_now_s - cpu_before_s))
+            due, cpu_before_s = max(due + TICK_S, now), cpu_now_s
+
+    def stalls(self) -> dict[str, float]:
+        """Stop; the stalls in ms: of the loop's making (`stall_*`), and lateness whatever its reason (`late_*`)."""
+        self._task.cancel()
+        found: dict[str, float] = {}
+        for name, seconds in (("stall", self.stall_s), ("late", self.late_s)):
+            p99, largest = np.percentile(seconds or [0.0], (99, 100)) * 1e3
+            found |= {f"{name}_p99_ms": round(float(p99), 3), f"{name}_max_ms": round(float(largest), 3)}
+        return found
+
+
+class Commands(Protocol):
+    """An object whose coroutine methods are the commands of a child."""
+
+    async def close(self) -> None: ...
+
+
+async def serve(commands: Commands) -> None:
+    """Answer commands with the methods of their names, until told to quit."""
+    loop = asyncio.get_running_loop()
+    reader = asyncio.StreamReader(limit=1 << 26)
+    await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), sys.stdin)
+    while line := await reader.readline():
+        command = json.loads(line)
+        name = command.pop("do")
+        if name == "quit":
+            break
+        reply: dict[str, Any]
+        try:
+            reply = await getattr(commands, name)(**command)
+        except Exception as error:  # noqa: BLE001  # the driver is told, and decides
+            reply = {"error": f"{type(error).__name__}: {error}"}
+        sys.stdout.write(json.dumps(reply) + "\n")
+        sys.stdout.flush()
+    await commands.close()

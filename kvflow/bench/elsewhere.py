@@ -1,0 +1,44 @@
+"""Run a worker of this tree's bench over the library of another checkout.
+
+    PYTHONPATH=CHECKOUT python -P kvflow/bench/elsewhere.py kvflow.bench.growth_worker prefill|decode
+
+Only `kvflow.bench` is taken from here. Modules that have moved since are found under the names they had.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import runpy
+import sys
+from pathlib import Path
+
+from kvflow import bench
+
+BEFORE_THE_FLOORS = {
+    "kvflow.protocols.pages.layout": "kvflow.protocols.layout",
+    "kvflow.protocols.wire.ranks": "kvflow.protocols.ranks",
+    "kvflow.transports.control.zmq": "kvflow.transports.control",
+    "kvflow.transports.data.select": "kvflow.transports.select",
+}
+
+
+def worker_command(tree: str, module: str) -> tuple[list[str], dict[str, str]]:
+    """What starts `module` of this bench over the library in `tree`: arguments and environment."""
+    env = {"PYTHONPATH": tree, "PYTHONDONTWRITEBYTECODE": "1"}
+    return [sys.executable, "-P", str(Path(__file__).resolve()), module], env
+
+
+def _main() -> None:
+    bench.__path__[:] = [os.path.dirname(os.path.abspath(__file__))]
+    for name, before in BEFORE_THE_FLOORS.items():
+        try:
+            importlib.import_module(name)
+        except ModuleNotFoundError:
+            sys.modules[name] = importlib.import_module(before)
+    module = sys.argv.pop(1)
+    runpy.run_module(module, run_name="__main__", alter_sys=True)
+
+
+if __name__ == "__main__":
+    _main()

@@ -1,0 +1,178 @@
+"""`kvflow bench rooms --open N`: what rooms cost that stay open, matched and waiting for input.
+
+Two processes, one room a page. Opened; at rest; with more links; then each peer in turn is killed, or falls silent and
+is killed later, and the other side ends all rooms. A stall is the CPU time that the event loop's thread took in one go
+while a 1 ms ticker waited; `late_*` is the ticker's whole lateness, which other processes of the machine add to.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+import time
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from typing import Any, NamedTuple
+
+from kvflow.bench.elsewhere import worker_command
+from kvflow.bench.pair import Process
+
+WORKER = "kvflow.bench.growth_worker"
+BATCH = 500  # rooms opened before the driver looks whether all are matched
+LINKS_AT_ONCE = 10
+SPARE_PAGES = 64
+SETTLE_S = 1.0
+WATCH_S = 0.3  # a ticker runs before the peer falls
+END_S = 120.0
+MUST_STALL_MS = 5.0
+MUST_ROOMS = 10_000  # up to so many; above it the same figure is an aim
+LOSSES = ("killed prefill", "silent prefill", "killed decode", "silent decode")
+
+Say = Callable[[str], None]
+Figures = dict[str, Any]
+
+
+class Growth(NamedTuple):
+    """What is measured at each number of rooms."""
+
+    plane: str = "local"
+    rest_s: float = 5.0
+    links: int = 300  # to so many prefills in all; 1: not measured
+    losses: tuple[str, ...] = LOSSES
+    frozen: bool = True  # gc.freeze while rooms are opened and after, as the roles do
+    tree: str = ""  # of the library, when it is not this one
+
+
+class OpenRooms:
+    """A prefill and a decode process, and `count` rooms between them."""
+
+    def __init__(self, prefill: Process, decode: Process, plan: Growth, count: int) -> None:
+        self._plan, self._count = plan, count
+        self.sides = {"prefill": prefill, "decode": decode}
+
+    async def both(self, do: str, **arguments: Any) -> Figures:
+        """Ask both sides the same; the answers by side."""
+        seen = await asyncio.gather(*(side.ask(do, **arguments) for side in self.sides.values()))
+        return dict(zip(self.sides, seen, strict=True))
+
+    async def setup(self) -> None:
+        pages = self._count + self._plan.links + SPARE_PAGES
+        ready = await self.sides["prefill"].ask("setup", plane=self._plan.plane, pages=SPARE_PAGES, ranks=[])
+        await self.sides["decode"].ask("setup", plane=self._plan.plane, pages=pages, ranks=ready["ranks"])
+
+    async def open(self) -> Figures:
+        """Open the rooms, a batch at a time. Rates are of the first and of the last tenth, so that growth shows."""
+        await self.both("opening", on=True)
+        seconds = []
+        for first in range(1, self._count + 1, BATCH):
+            count = min(BATCH, self._count + 1 - first)
+            begun = time.monotonic()
+            await self.both("open", first=first, count=count)
+            seconds.append((time.monotonic() - begun) / count)
+            if self._plan.frozen:
+                await self.both("freeze")
+        tenth = max(1, len(seconds) // 10)
+        per_s = {
+            "rooms_per_s": round(len(seconds) / sum(seconds), 1),
+            "rooms_per_s_first": round(tenth / sum(seconds[:tenth]), 1),
+            "rooms_per_s_last": round(tenth / sum(seconds[-tenth:]), 1),
+        }
+        return {**per_s, **await self.both("opening", on=False)}
+
+    async def more_links(self) -> None:
+        """One room over each further link, few at a time: registering takes long on a busy machine, and halves that
+        wait for it have a deadline."""
+        ready = await self.sides["prefill"].ask("link", plane=self._plan.plane, links=self._plan.links, ranks=[])
+        await self.sides["decode"].ask("link", plane=self._plan.plane, links=self._plan.links, ranks=ready["ranks"])
+        for link in range(1, self._plan.links, LINKS_AT_ONCE):
+            count = min(LINKS_AT_ONCE, self._plan.links - link)
+            await self.both("open", first=self._count + link, count=count, first_link=link, links=count)
+        if self._plan.frozen:
+            await self.both("freeze")
+
+    async def lose(self, loss: str) -> Figures:
+        """What the other side suffers from it; times of its first and last room's end since the peer fell."""
+        how, lost = loss.split()
+        victim, other = self.sides[lost], self.sides["decode" if lost == "prefill" else "prefill"]
+        pages_return = how == "killed" and lost == "prefill"
+        watching = asyncio.create_task(other.ask("ending", within_s=END_S, pages_return=pages_return))
+        await asyncio.sleep(WATCH_S)
+        fell_at_s = time.monotonic()
+        if how == "killed":
+            await victim.kill()
+        else:
+            victim.freeze()
+        seen = await watching
+        if how == "silent":
+            await victim.kill()  # it would not answer when it is asked to quit
+        times = {name: seen.pop(f"{name}_at_s") for name in ("first", "last", "pages")}
+        seen["noticed_ms"] = round((times["first"] - fell_at_s) * 1e3, 1)
+        seen["ended_ms"] = round((times["last"] - fell_at_s) * 1e3, 1)
+        if pages_return:
+            seen["pages_free_ms"] = round((times["pages"] - fell_at_s) * 1e3, 1)
+        return seen
+
+
+@asynccontextmanager
+async def open_rooms(plan: Growth, count: int) -> AsyncIterator[OpenRooms]:
+    command, env = worker_command(plan.tree, WORKER) if plan.tree else ([sys.executable, "-m", WORKER], {})
+    sides = [await Process.spawn(*command, role, name=role, env=env) for role in ("prefill", "decode")]
+    try:
+        rooms = OpenRooms(sides[0], sides[1], plan, count)
+        await rooms.setup()
+        yield rooms
+    finally:
+        for side in reversed(sides):
+            await side.close()
+
+
+async def bench_growth(counts: tuple[int, ...], plan: Growth, say: Say) -> Figures:
+    """Every number of rooms in turn. Returns {"plan", str(count): figures, "must": [...]}."""
+    report: Figures = {"plan": plan._asdict(), "must": []}
+    for count in counts:
+        figures = report[str(count)] = await grow(count, plan, say)
+        report["must"] += judge(count, figures)
+    for line in report["must"]:
+        say(f"{'ok  ' if line['ok'] else 'MISS'} {line['what']}: {line['ms']} ms ({line['kind']} {MUST_STALL_MS:g} ms)")
+    return report
+
+
+async def grow(count: int, plan: Growth, say: Say) -> Figures:
+    """One number of rooms: a pair of processes that live through everything, and a new one for each further loss."""
+    figures: Figures = {}
+    async with open_rooms(plan, count) as rooms:
+        figures["opening"] = await rooms.open()
+        say(f"{count} rooms are open: {figures['opening']['rooms_per_s']:.0f} a second")
+        await asyncio.sleep(SETTLE_S)
+        figures["collection"] = await rooms.both("collect", frozen=plan.frozen)
+        figures["rest"] = await rooms.both("rest", seconds=plan.rest_s)
+        if plan.links > 1:
+            await rooms.more_links()
+            await asyncio.sleep(SETTLE_S)
+            figures[f"rest over {plan.links} links"] = await rooms.both("rest", seconds=plan.rest_s)
+    for loss in plan.losses:
+        async with open_rooms(plan, count) as rooms:
+            await rooms.open()
+            await asyncio.sleep(SETTLE_S)
+            figures[loss] = await rooms.lose(loss)
+            say(f"{count} rooms, {loss}: the other side's loop stalls {figures[loss]['stall_max_ms']} ms")
+    return figures
+
+
+def judge(count: int, figures: Figures) -> list[Figures]:
+    """Every stall beside its limit: a must up to `MUST_ROOMS`, else an aim."""
+    stalls: dict[str, float] = {}
+    for phase, seen in figures.items():
+        if phase == "collection":
+            stalls |= {f"collection after gc.freeze, {side}": seen[side]["frozen_ms"] for side in seen}
+        elif "stall_max_ms" in seen:
+            stalls[phase] = seen["stall_max_ms"]
+        else:
+            # With many links all of their prefills share one loop here, which none does in earnest.
+            sides = ("decode",) if "links" in phase else ("prefill", "decode")
+            stalls |= {f"{phase}, {side}": seen[side]["stall_max_ms"] for side in sides}
+    kind = "must" if count <= MUST_ROOMS else "aim"
+    return [
+        {"what": f"{count} rooms, {what}", "ms": ms, "limit_ms": MUST_STALL_MS, "kind": kind, "ok": ms <= MUST_STALL_MS}
+        for what, ms in stalls.items()
+    ]

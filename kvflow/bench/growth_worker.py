@@ -1,0 +1,197 @@
+"""One role of `kvflow bench rooms --open` as a process of its own; the protocol of the pipe is that of `child.py`.
+
+    python -m kvflow.bench.growth_worker prefill|decode
+
+It uses the library as an engine would, node and rooms only, so that it also runs over other versions (`elsewhere.py`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import resource
+import sys
+import time
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import numpy as np
+import uvloop
+
+from kvflow.bench.child import StallTicker, cpu_s, serve
+from kvflow.memory.pool import PagedPool
+from kvflow.node import DecodeNode, PrefillNode
+from kvflow.protocols.errors import KvflowError
+from kvflow.protocols.pages.layout import build_layout
+from kvflow.protocols.ports import ControlSocket
+from kvflow.protocols.wire.ranks import RankInfo, rank_from_json, rank_to_json
+from kvflow.transports.control.zmq import bind_router, connect_dealer
+from kvflow.transports.data.select import open_plane
+
+PAGE_SIZE = 16
+PROMPT = np.arange(PAGE_SIZE, dtype=np.int64)  # one page a room
+AFTERMATH_S = 1.0  # what follows when all rooms have ended: repeated messages, loans without proof
+
+
+class CountedSocket:
+    """Implements `protocols.ports.ControlSocket`: another one, and how much passes through it."""
+
+    def __init__(self, socket: ControlSocket, traffic: dict[str, int]) -> None:
+        self._socket, self._traffic = socket, traffic
+
+    @property
+    def trouble(self) -> str:
+        return self._socket.trouble
+
+    def send(self, frame: bytes, peer: bytes = b"") -> bool:
+        self._traffic["sent"] += 1
+        self._traffic["sent_bytes"] += len(frame)
+        return self._socket.send(frame, peer)
+
+    async def receive(self) -> list[tuple[bytes, bytes]]:
+        burst = await self._socket.receive()
+        self._traffic["received"] += len(burst)
+        return burst
+
+    def close(self) -> None:
+        self._socket.close()
+
+
+class GrowthWorker:
+    """Rooms that are opened and stay open, somebody waiting for the end of each."""
+
+    def __init__(self, role: str) -> None:
+        self._role = role
+        self._pool: PagedPool
+        self._prefills: list[PrefillNode] = []
+        self._decode: DecodeNode
+        self._ranks: list[RankInfo] = []
+        self._waiting: set[asyncio.Task[None]] = set()
+        self._ended_at_s: list[float] = []
+        self._all_ended = asyncio.Event()
+        self._traffic = {"sent": 0, "sent_bytes": 0, "received": 0}
+
+    async def setup(self, *, plane: str, pages: int, ranks: list[Any]) -> dict[str, Any]:
+        layout = build_layout([("kv", "bfloat16", (1, 8))], page_size=PAGE_SIZE, num_pages=pages)
+        self._pool = PagedPool.allocate(layout)
+        if self._role == "prefill":
+            return await self.link(plane=plane, links=1, ranks=[])
+        data_plane = await asyncio.to_thread(open_plane, plane, self._pool.segment)
+        self._decode = DecodeNode(self._pool, data_plane, connect=self._connect)
+        await self._decode.start()
+        return await self.link(plane=plane, links=1, ranks=ranks)
+
+    async def link(self, *, plane: str, links: int, ranks: list[Any]) -> dict[str, Any]:
+        """Prefill starts nodes until there are `links`; decode takes note of their `ranks`."""
+        while self._role == "prefill" and len(self._prefills) < links:
+            data_plane = await asyncio.to_thread(open_plane, plane, self._pool.segment)
+            node = PrefillNode(self._pool, data_plane, bind=self._bind)
+            await node.start()
+            self._prefills.append(node)
+        self._ranks = [rank_from_json(rank) for rank in ranks]
+        return {"ranks": [rank_to_json(node.info) for node in self._prefills]}
+
+    async def open(self, *, first: int, count: int, first_link: int = 0, links: int = 1) -> dict[str, Any]:
+        """Rooms first..first+count-1, spread over `links` links; prefill answers when every one is matched."""
+        opened: list[Callable[[], Awaitable[Any]]] = []
+        halves = []
+        for number in range(first, first + count):
+            at = first_link + (number - first) % links
+            if self._role == "prefill":
+                half = self._prefills[at].room(number, PROMPT)
+                halves.append(half)
+                opened.append(half.done)
+            else:
+                opened.append((await self._decode.room(number, [self._ranks[at]], PROMPT)).landed)
+            await asyncio.sleep(0)  # as requests of an engine come: one by one
+        await asyncio.gather(*(half.matched() for half in halves))
+        self._all_ended.clear()
+        self._waiting |= {asyncio.create_task(self._wait(ended)) for ended in opened}
+        await asyncio.sleep(0)  # each of them waits now
+        return {}
+
+    async def opening(self, *, on: bool) -> dict[str, Any]:
+        """Begin to measure, or tell what the loop has suffered since."""
+        if on:
+            self._ticker, self._rss_before = StallTicker(), _rss_kib()
+            return {}
+        grown_kib = (_rss_kib() - self._rss_before) / max(1, len(self._waiting))
+        return {**self._ticker.stalls(), "memory_kib_per_room": round(grown_kib, 2)}
+
+    async def freeze(self) -> dict[str, Any]:
+        """What lives now is no business of the garbage collector's any more, as in the roles."""
+        gc.freeze()
+        return {}
+
+    async def collect(self, *, frozen: bool) -> dict[str, Any]:
+        """The pause of a full garbage collection over all there is, and after `gc.freeze`, which then stays."""
+        gc.freeze()
+        frozen_ms = _full_collection_ms()
+        gc.unfreeze()
+        full_ms, objects = _full_collection_ms(), len(gc.get_objects())
+        if frozen:
+            gc.freeze()
+        return {"full_ms": full_ms, "frozen_ms": frozen_ms, "objects": objects}
+
+    async def rest(self, *, seconds: float) -> dict[str, Any]:
+        """Nothing is asked of the rooms: what they cost all the same."""
+        ticker, cpu_before, before = StallTicker(), cpu_s(), dict(self._traffic)
+        await asyncio.sleep(seconds)
+        cpu = cpu_s() - cpu_before
+        rates = {f"{name}_per_s": round((self._traffic[name] - before[name]) / seconds, 1) for name in before}
+        # The ticker's own thousand wake-ups a second are in it: about a percent, the same at every number of rooms.
+        return {**ticker.stalls(), "cpu_percent": round(cpu / seconds * 100, 2), **rates, "open": len(self._waiting)}
+
+    async def ending(self, *, within_s: float, pages_return: bool) -> dict[str, Any]:
+        """Wait until every room has ended, and, at decode, until its pages are free; what the loop suffers meanwhile.
+
+        Times are of the monotonic clock, which all processes of a machine share.
+        """
+        ticker = StallTicker()
+        async with asyncio.timeout(within_s):
+            await self._all_ended.wait()
+            while pages_return and self._decode.pages.free_pages < self._pool.layout.num_pages:  # noqa: ASYNC110
+                await asyncio.sleep(0.001)
+        pages_at_s = time.monotonic()
+        await asyncio.sleep(AFTERMATH_S)
+        ended = {"first_at_s": min(self._ended_at_s), "last_at_s": max(self._ended_at_s), "pages_at_s": pages_at_s}
+        return {**ticker.stalls(), "rooms": len(self._ended_at_s), **ended}
+
+    async def close(self) -> None:
+        for node in self._prefills if self._role == "prefill" else [self._decode]:
+            await node.close()
+
+    async def _wait(self, ended: Callable[[], Awaitable[Any]]) -> None:
+        """As the request of an engine would, whose room it is."""
+        try:
+            await ended()
+        except KvflowError:
+            self._ended_at_s.append(time.monotonic())
+        task = asyncio.current_task()
+        assert task is not None
+        self._waiting.discard(task)
+        if not self._waiting:
+            self._all_ended.set()
+
+    def _bind(self, host: str, port: int) -> tuple[ControlSocket, int]:
+        socket, bound = bind_router(host, port)
+        return CountedSocket(socket, self._traffic), bound
+
+    def _connect(self, control: str, incarnation: int) -> ControlSocket:
+        return CountedSocket(connect_dealer(control, incarnation), self._traffic)
+
+
+def _full_collection_ms() -> float:
+    """CPU time of this thread, as of stalls: other processes do not count."""
+    begun = time.thread_time()
+    gc.collect()
+    return round((time.thread_time() - begun) * 1e3, 3)
+
+
+def _rss_kib() -> float:
+    with open("/proc/self/statm") as statm:
+        return int(statm.read().split()[1]) * resource.getpagesize() / 1024
+
+
+if __name__ == "__main__":
+    uvloop.run(serve(GrowthWorker(sys.argv[1])))

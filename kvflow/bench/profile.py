@@ -1,0 +1,65 @@
+"""`kvflow bench profile`: what one room calls on each side, in one checkout or several."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from kvflow.bench import rooms
+from kvflow.bench.pair import START_DELAY_S, Pair, Process
+
+WORKER = str(Path(__file__).with_name("profiled_worker.py"))
+ROOMS = 3000
+FUNCTIONS = 20  # of each side that are named
+
+Say = Callable[[str], None]
+
+
+async def bench_profile(trees: Sequence[str], plane: str, at_once: int, say: Say) -> dict[str, Any]:
+    """Returns {tree: {side: figures per room}}."""
+    report: dict[str, Any] = {"rooms": ROOMS, "at_once": at_once, "plane": plane}
+    for tree in trees:
+        async with await _open(tree, plane) as pair:
+            await pair.rooms(ROOMS // 10, at_once, 1)
+            first, start_at = ROOMS, time.monotonic() + START_DELAY_S
+            seen = await pair.both("profile", first=first, count=ROOMS, concurrency=at_once, start_at=start_at)
+        report[tree] = {
+            side: per_room(found["functions"], ROOMS) for side, found in zip(("prefill", "decode"), seen, strict=True)
+        }
+        for side, figures in report[tree].items():
+            say(f"{tree} {side}: {figures['calls']} calls, {figures['kvflow_calls']} of them ours, {figures['us']} us")
+    return report
+
+
+def per_room(functions: list[list[Any]], count: int) -> dict[str, Any]:
+    """Calls and microseconds of a room, ours apart from all, and the functions that take most of their own."""
+    ours = [row for row in functions if "/kvflow/" in row[0] and "/kvflow/bench/" not in row[0]]
+    named = sorted(functions, key=lambda row: float(row[3]), reverse=True)[:FUNCTIONS]
+    return {
+        "calls": round(sum(row[2] for row in functions) / count, 1),
+        "us": round(sum(row[3] for row in functions) / count * 1e6, 1),
+        "kvflow_calls": round(sum(row[2] for row in ours) / count, 1),
+        "kvflow_us": round(sum(row[3] for row in ours) / count * 1e6, 1),
+        "functions": [
+            {
+                "function": f"{file.rsplit('/kvflow/', 1)[-1].rsplit('/site-packages/', 1)[-1]} {name}",
+                "calls": round(calls / count, 2),
+                "us": round(seconds / count * 1e6, 1),
+            }
+            for file, name, calls, seconds in named
+        ],
+    }
+
+
+async def _open(tree: str, plane: str) -> Pair:
+    env = {"PYTHONPATH": tree, "PYTHONDONTWRITEBYTECODE": "1"}
+    shape = {"plane": plane, "order": "page_first", **rooms.SHAPE}
+    prefill, decode = [
+        await Process.spawn(sys.executable, "-P", WORKER, role, name=role, env=env) for role in ("prefill", "decode")
+    ]
+    ready = await prefill.ask("setup", ranks=[], **shape)
+    await decode.ask("setup", ranks=ready["ranks"], **shape)
+    return Pair(prefill, decode, ready["page_bytes"])

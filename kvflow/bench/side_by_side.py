@@ -1,0 +1,89 @@
+"""Rooms and transfers of several checkouts at once: every tree's processes stay up, and short rounds alternate.
+
+A round takes a few tenths of a second, so what else the machine does meets every tree alike. Only the workers are a
+tree's own code; what they are asked, and how the clock is read, is the same for all. Processes are started anew every
+`LIFE_TURNS` turns: a process keeps the cores and the memory that it got by chance (some 15 % of CPU per room).
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
+from functools import partial
+from typing import Any
+
+from kvflow.bench import rooms, transfer
+from kvflow.bench.pair import WORKER, Pair
+
+ROOMS = {1: 200, 32: 1500, 256: 3000}  # of a round, by how many run at once: a few tenths of a second
+CASES = transfer.PEER_CASES
+LIFE_TURNS = 5
+
+Trees = Mapping[str, str]
+"""Name of a run -> root of its checkout; two names may have the same."""
+Figures = dict[str, float]
+Turns = list[dict[str, Figures]]
+"""Turn by turn: name of a run -> its figures."""
+Measure = Callable[[Pair], Awaitable[Figures]]
+OpenAll = Callable[[], AbstractAsyncContextManager[dict[str, Pair]]]
+Say = Callable[[str], None]
+
+
+async def rooms_by_turns(trees: Trees, planes: tuple[str, ...], turns: int, say: Say) -> Turns:
+    """Rooms/s, latency and CPU per room."""
+    seen: Turns = [{name: {} for name in trees} for _ in range(turns)]
+    for plane in planes:
+        cases = {f"{plane} {at_once}": partial(_rooms, at_once=at_once, count=n) for at_once, n in ROOMS.items()}
+        await _by_turns(partial(_pairs, trees, plane, order="page_first", **rooms.SHAPE), cases, seen, say)
+    return seen
+
+
+async def transfers_by_turns(trees: Trees, planes: tuple[str, ...], turns: int, say: Say) -> Turns:
+    """Goodput through rooms; 2.3 GiB of memory a tree, and as much for A/A."""
+    seen: Turns = [{name: {} for name in trees} for _ in range(turns)]
+    pages = max(case.pages * case.rooms for case in CASES) + transfer.SPARE_PAGES
+    for plane in planes:
+        cases = {f"{plane} {case}": partial(_goodput, case=case) for case in CASES}
+        await _by_turns(
+            partial(_pairs, trees, plane, order="page_first", pages=pages, **transfer.SHAPE), cases, seen, say
+        )
+    return seen
+
+
+async def _rooms(pair: Pair, *, at_once: int, count: int) -> Figures:
+    row = await rooms.ours(pair, at_once, count)
+    return {**row, "cpu_ms_per_room": rooms.cpu(row)}
+
+
+async def _goodput(pair: Pair, *, case: transfer.Case) -> Figures:
+    return {"rooms_gb_s": await transfer.through_rooms(pair, case)}
+
+
+async def _by_turns(open_all: OpenAll, cases: Mapping[str, Measure], seen: Turns, say: Say) -> None:
+    """Fill `seen` with the figures of every case; each is measured once more before, to warm up."""
+    for first in range(0, len(seen), LIFE_TURNS):
+        async with open_all() as opened:
+            for title, measure in cases.items():
+                for pair in opened.values():
+                    await measure(pair)
+                for turn in range(first, min(first + LIFE_TURNS, len(seen))):
+                    for name in _order(list(opened), turn):
+                        found = await measure(opened[name])
+                        seen[turn][name] |= {f"{title} {figure}": value for figure, value in found.items()}
+        say(f"{', '.join(cases)}: {min(first + LIFE_TURNS, len(seen))} of {len(seen)} turns")
+
+
+def _order(names: list[str], turn: int) -> list[str]:
+    """Rotated, and reversed every other turn: no tree always runs first, or on another's heels."""
+    first = turn % len(names)
+    return (names[first:] + names[:first])[:: -1 if turn % 2 else 1]
+
+
+@asynccontextmanager
+async def _pairs(trees: Trees, plane: str, **shape: Any) -> AsyncIterator[dict[str, Pair]]:
+    """A prefill and a decode process of every tree."""
+    async with AsyncExitStack() as stack:
+        opened: dict[str, Pair] = {}
+        for name, tree in trees.items():
+            opened[name] = await stack.enter_async_context(await Pair.open(plane, WORKER, tree, **shape))
+        yield opened

@@ -1,0 +1,78 @@
+"""Several checkouts side by side: ratios turn by turn, and the first tree's to itself."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from kvflow.bench import side_by_side
+from kvflow.bench.compare import bench_compare, flatten, table
+from kvflow.protocols.errors import MisuseError
+
+ROOT = str(Path(__file__).parents[2])
+SPEEDS = (100.0, 110.0, 90.0, 105.0)
+
+
+def turns(figure: str, factor: float) -> list[dict[str, dict[str, float]]]:
+    """Turns in which B is `factor` times A, and A/A up to a twentieth more or less than A."""
+    off = (1.05, 0.95, 1.02, 0.98)
+    return [
+        {"A": {figure: a}, "B": {figure: a * factor}, "A/A": {figure: a * o}} for a, o in zip(SPEEDS, off, strict=True)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("figure", "factor", "worse"),
+    [
+        ("local 32 rooms_per_s", 0.8, True),
+        ("local 32 rooms_per_s", 1.3, False),
+        ("local 32 cpu_ms_per_room", 1.3, True),
+        ("local 32 cpu_ms_per_room", 0.8, False),
+        ("local 32 cpu_ms_per_room", 1.0, False),
+    ],
+)
+def test_a_difference_beyond_a_trees_own_spread_is_marked(figure: str, factor: float, worse: bool) -> None:
+    (row,) = table(turns(figure, factor))
+    assert row["ratio"]["median"] == pytest.approx(factor, rel=0.01)
+    assert row["ratio"]["min"] < row["ratio"]["median"] < row["ratio"]["max"]
+    assert row["a_a"]["min"] == 0.95 and row["a_a"]["max"] == 1.05 and 1.02 < row["spread"] < 1.05
+    assert row["best"]["ratio"] == pytest.approx(factor)
+    assert (row["tree"], row["worse"]) == ("B", worse)
+
+
+def test_a_figure_that_is_zero_once_has_no_ratio() -> None:
+    seen = turns("local 32 stall_max_ms", 1.0)
+    seen[2]["B"]["local 32 stall_max_ms"] = 0.0
+    assert table(seen) == []
+
+
+def test_figures_of_a_report_are_found_by_their_path() -> None:
+    report = {
+        "rounds": 1,
+        "plan": {"rest_s": 5.0},
+        "local": {"32": {"rooms_per_s": 9.0, "cpu_ms_per_room_prefill": 1.0, "cpu_ms_per_room_decode": 2.0}},
+        "mooncake": {"aborts": 3, "abort_to_reusable_ms": {"median": 4.0, "max": 7.0}},
+    }
+    found = flatten(report)
+    assert found["local 32 cpu_ms_per_room"] == 3.0 and found["local 32 rooms_per_s"] == 9.0
+    assert found["mooncake abort_to_reusable_ms"] == 4.0
+    assert not any(name.startswith(("plan", "rounds")) for name in found)
+
+
+async def test_rooms_of_two_checkouts_alternate(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(side_by_side, "ROOMS", {1: 10, 4: 40})
+    report = await bench_compare([ROOT, ROOT], ("local",), ["rooms"], 1, print)
+    speeds = [row for row in report["table"] if row["figure"].endswith("rooms_per_s")]
+    assert [row["figure"] for row in speeds] == ["local 1 rooms_per_s", "local 4 rooms_per_s"]
+    assert all(row["a"] > 0 and row["ratio"]["median"] > 0 for row in speeds)
+
+
+async def test_what_is_no_checkout_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(MisuseError, match="name the root of a checkout"):
+        await bench_compare([str(tmp_path)], ("local",), ["rooms"], 1, print)
+
+
+async def test_options_that_would_be_ignored_are_refused() -> None:
+    with pytest.raises(MisuseError, match="takes no option --rounds"):
+        await bench_compare([ROOT], ("local",), ["rooms", "--rounds", "1"], 1, print)
