@@ -74,7 +74,7 @@ async def main() -> None:
             )
         except KvflowError as error:
             print(f"room 9 failed on both sides: {error}")
-    assert prefill.pages.at_rest() and decode.pages.at_rest()
+    assert source.pages.at_rest() and target.pages.at_rest()
 
 
 if __name__ == "__main__":
