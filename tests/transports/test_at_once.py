@@ -82,6 +82,7 @@ async def test_up_to_64_kib_in_few_blocks_has_landed_when_write_returns(
             assert flight.landed_bytes == flight.total_bytes == count * 4 * KIB and not flight.error
             flight.cancel()  # too late, and harmless
             assert before < p.landed_pages <= before + count and p.plane.stalled_s == 0
+            await asyncio.sleep(0)  # the turn ends
 
 
 async def test_nothing_overtakes_what_was_written_before() -> None:
@@ -96,9 +97,14 @@ async def test_nothing_overtakes_what_was_written_before() -> None:
         assert await asyncio.shield(tiny.done) is Landing.LANDED and p.same(pages(PAGES - 1), pages(PAGES - 1))
 
 
-@pytest.mark.parametrize(("page_kib", "in_one_turn"), [(64, 4), (16, 16), (1, 64)])
-async def test_one_turn_of_the_loop_copies_a_bounded_amount(page_kib: int, in_one_turn: int) -> None:
-    async with pair(page_kib) as p:
+@pytest.mark.parametrize(
+    ("page_kib", "streams", "order", "in_one_turn"),
+    [(64, 1, "page_first", 4), (16, 1, "page_first", 16), (1, 1, "page_first", 64), (4, 16, "layer_first", 4)],
+)
+async def test_one_turn_of_the_loop_copies_a_bounded_amount(
+    page_kib: int, streams: int, order: str, in_one_turn: int
+) -> None:
+    async with pair(page_kib, streams=streams, order=order) as p:
         flights = [p.route.write(pages(i), pages(i)) for i in range(in_one_turn + 10)]
         assert [f.done.done() for f in flights] == [True] * in_one_turn + [False] * 10
         assert {await asyncio.shield(f.done) for f in flights} == {Landing.LANDED}

@@ -148,7 +148,7 @@ class LocalRoute(PlannedRoute):
         if flight.total_bytes > AT_ONCE_BYTES:
             return False
         blocks = self.planner.few_blocks(flight.source_pages, flight.target_pages)
-        if blocks is None or not self._thread.admit(flight.total_bytes):
+        if blocks is None or not self._thread.admit(flight.total_bytes, len(blocks.sizes)):
             return False
         for source, target, size in zip(*blocks, strict=True):
             _copy_holding_gil(target, source, size)

@@ -29,7 +29,7 @@ from kvflow.protocols.ports import Landing
 SLICE_BYTES = 8 << 20  # 1 to 3 ms of memmove: what a cancel, or another room, waits for
 AT_ONCE_BYTES = 64 << 10  # the largest write made on the event loop: some 10 us of memmove
 _TURN_BYTES = 4 * AT_ONCE_BYTES  # made on the event loop in one turn of it, where ...
-_LEAST_COST_BYTES = 4 << 10  # ... a write counts for no less than this
+_BLOCK_COST_BYTES = 4 << 10  # ... a block counts for no less than this
 _LIMITED_SLICE_S = 0.005
 _TOLD_AT_ONCE = 8
 _SMALLEST_SLICE = 4 << 10
@@ -153,11 +153,11 @@ class WriteThread:
             return 0.0
         return time.monotonic() - self._turned_at if self._thread.is_alive() else float("inf")
 
-    def admit(self, size_bytes: int) -> bool:
+    def admit(self, size_bytes: int, blocks: int) -> bool:
         """Whether a write may be made on the event loop now, instead of being submitted; then it counts as made."""
         if self._open or self._closing or size_bytes > self.slice_bytes:
             return False
-        cost = max(size_bytes, _LEAST_COST_BYTES)
+        cost = max(size_bytes, blocks * _BLOCK_COST_BYTES)
         if self._turn_bytes + cost > _TURN_BYTES:
             return False
         if self.rate:  # the thread's variable, and the thread has nothing to do
