@@ -9,7 +9,7 @@ CODE := kvflow tests $(wildcard examples)
 ARGS ?=
 export PYTHON TORCH_INDEX
 
-.PHONY: setup demo test prove check lint types bench gpu clean
+.PHONY: setup demo test prove mutants check lint types bench gpu clean
 
 setup: $(DONE)
 
@@ -25,6 +25,9 @@ test: setup
 
 prove: setup
 	$(BIN)/kvflow sim --plant all $(ARGS)
+
+mutants: setup
+	$(BIN)/python -m tests.proof.mutants $(ARGS)
 
 check: lint types
 	$(BIN)/lint-imports --no-logo

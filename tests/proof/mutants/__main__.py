@@ -10,8 +10,8 @@ from pathlib import Path
 from time import monotonic
 
 from tests.proof.mutants import lists
-from tests.proof.mutants.judge import import_what_lasts
-from tests.proof.mutants.mutant import Mutant
+from tests.proof.mutants.judge import Suite, import_what_lasts
+from tests.proof.mutants.mutant import CannotBegin, Mutant
 from tests.proof.mutants.plan import Plan
 from tests.proof.mutants.report import Report
 from tests.proof.mutants.run import Run
@@ -22,53 +22,65 @@ ROOT = Path(__file__).parents[3]
 
 
 def main(arguments: list[str] | None = None, root: Path = ROOT, here: Path = lists.HERE) -> int:
-    given = _parser().parse_args(arguments)
-    began = monotonic()
+    """Exit status: 0 all killed, 1 some survived or a list is out of date, 2 it could not begin."""
+    given, began = parser().parse_args(arguments), monotonic()
     try:
-        scope = lists.read_scope(here / "mutants.toml")
-        equivalent = lists.read_equivalent(here / "equivalent.toml")
-        all_files, files = lists.files_of(root, scope, []), lists.files_of(root, scope, given.files)
-        mutants = [mutant for file in files for mutant in mutants_of(root, file, scope.texts)]
-        named = [mutant for mutant in lists.read_named(root, here / "named.toml") if mutant.file in files]
-    except lists.ListError as error:
+        report = judged(given, root, here)
+    except CannotBegin as error:
         print(error, file=sys.stderr)
         return 2
-    import_what_lasts()
-    options = [f"--deselect={path}" for path in scope.deselect]
-    found = survey(root, all_files, files, scope.judges, options, given.workers)
-    print(f"{len(found.seconds)} judges, {sum(found.seconds.values()):.0f} s traced", file=sys.stderr)
-    if found.failed:
-        print("judges fail without any mutant:", *found.failed, sep="\n  ", file=sys.stderr)
-        return 2
-    report = Report([*found.cell_mutants, *mutants, *named], equivalent, set(files))
-    chosen = _chosen(report.to_judge(given.recheck), given)
-    run = Run(root, Plan(root, found), scope.judges, options, given.workers)
-    report.take(run.judge(chosen), monotonic() - began)
+    report.seconds = monotonic() - began
     print(report.text(given.stubs))
     if given.json:
         given.json.write_text(json.dumps(report.as_dict(), indent=1), encoding="utf-8")
     return 0 if report.is_clean else 1
 
 
-def _chosen(mutants: list[Mutant], given: argparse.Namespace) -> list[Mutant]:
-    chosen = [mutant for mutant in mutants if all(part in mutant.key for part in given.only)]
-    if given.sample and given.sample < len(chosen):
-        return random.Random(given.seed).sample(chosen, given.sample)
-    return chosen
+def judged(given: argparse.Namespace, root: Path, here: Path) -> Report:
+    """Raises: CannotBegin."""
+    scope = lists.read_scope(here / "mutants.toml")
+    equivalent = lists.read_equivalent(here / "equivalent.toml")
+    all_files, files = lists.files_of(root, scope, []), lists.files_of(root, scope, given.files)
+    mutants = [mutant for file in files for mutant in mutants_of(root, file, scope.texts)]
+    named = [mutant for mutant in lists.read_named(root, here / "named.toml") if mutant.file in files]
+    import_what_lasts()
+    suite = Suite(root, scope.judges, tuple(f"--deselect={path}" for path in scope.deselect))
+    found = survey(suite, all_files, files, given.workers)
+    print(f"{len(found.seconds)} judges, {sum(found.seconds.values()):.0f} s traced", file=sys.stderr)
+    if found.failed:
+        raise CannotBegin("\n  ".join(["judges fail without any mutant:", *found.failed]))
+    report = Report([*found.cell_mutants, *mutants, *named], equivalent, set(files))
+    wanted = chosen(report.to_judge(given.recheck), given)
+    report.verdicts = Run(suite, Plan(root, found, given.patience_s), given.workers).judge(wanted)
+    return report
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m tests.proof.mutants", description=__doc__)
-    add = parser.add_argument
+def chosen(mutants: list[Mutant], given: argparse.Namespace) -> list[Mutant]:
+    found = [mutant for mutant in mutants if all(part in mutant.key for part in given.only)]
+    if given.sample and given.sample < len(found):
+        return random.Random(given.seed).sample(found, given.sample)
+    return found
+
+
+def parser() -> argparse.ArgumentParser:
+    options = argparse.ArgumentParser(prog="python -m tests.proof.mutants", description=__doc__)
+    add = options.add_argument
     add("--files", nargs="*", default=[], metavar="PATH", help="only these files or folders of mutants.toml")
     add("--only", nargs="*", default=[], metavar="TEXT", help="only mutants whose key has all of these texts in it")
     add("--sample", type=int, default=0, metavar="N", help="only N of them, drawn by chance")
     add("--seed", type=int, default=0, help="of that chance")
     add("--workers", type=int, default=2, help="processes at a time")
+    add(
+        "--patience-s",
+        type=float,
+        default=15.0,
+        metavar="S",
+        help="a judge hangs that takes so long, and ten times its usual time",
+    )
     add("--recheck", action="store_true", help="judge the mutants of equivalent.toml too: one that is killed is not")
     add("--stubs", action="store_true", help="print survivors as entries for equivalent.toml")
     add("--json", type=Path, metavar="FILE", help="write every mutant and its verdict")
-    return parser
+    return options
 
 
 if __name__ == "__main__":

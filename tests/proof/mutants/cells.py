@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from types import ModuleType
 from typing import Any
@@ -89,12 +90,10 @@ def _move_of(table: Any) -> Any:
 
 def _commands_of(table: Any) -> list[Any]:
     used = [command for cell in _cells(table) if _is_move(cell) for command in cell.commands]
-    return list(type(used[0])) if used else []
+    return list(used[0].__class__) if used else []
 
 
 def _constants(table: Any) -> dict[str, Any]:
     """IGNORE and ERROR of the module that defines tables: a table need not use both."""
-    import sys
-
     module = sys.modules[type(table).__module__]
-    return {"IGNORE": module.IGNORE, "ERROR": module.ERROR}  # type: ignore[attr-defined]
+    return {"IGNORE": module.IGNORE, "ERROR": module.ERROR}

@@ -4,15 +4,25 @@ from __future__ import annotations
 
 import importlib
 import os
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 
 # Own options instead of the project's: no output, no cache, one seed, and no shrinking of what hypothesis finds.
-ARGUMENTS = ("-o", "addopts=", "--import-mode=importlib", "-p", "no:cacheprovider", "-p", "no:xdist", "-qq", "-s")
-ARGUMENTS += ("--strict-markers", "-m", "not gpu and not slow", "-W", "ignore::pytest.PytestAssertRewriteWarning")
+ARGUMENTS: tuple[str, ...] = (
+    "-o",
+    "addopts=",
+    "--import-mode=importlib",
+    "-p",
+    "no:cacheprovider",
+    "-p",
+    "no:xdist",
+    "-qq",
+    "-s",
+)
+ARGUMENTS += ("-m", "not gpu and not slow", "-W", "ignore::pytest.PytestAssertRewriteWarning")
 SEED = "1"
 
 
@@ -60,22 +70,34 @@ class _Plugin:
         return True
 
 
-def collected(root: Path, paths: Sequence[str], work: Callable[[Judges], None], options: Sequence[str] = ()) -> bool:
-    """Collect the tests of `paths` and do `work` with them; False when one could not even be imported.
+class Suite(NamedTuple):
+    """Where the judges stand, and pytest's options for them."""
 
-    Once in a process: what pytest has imported stays imported.
-    """
-    os.chdir(root)
-    os.environ["KVFLOW_SEED"] = SEED
-    _settle_hypothesis()
-    plugin = _Plugin(work)
-    pytest.main([*ARGUMENTS, *options, "--rootdir", str(root), *paths], plugins=[plugin])
-    return plugin.has_worked
+    root: Path
+    paths: tuple[str, ...]
+    options: tuple[str, ...] = ()
+
+    def collected(self, work: Callable[[Judges], None]) -> bool:
+        """Collect the judges and do `work` with them; False when one could not even be imported."""
+        os.chdir(self.root)
+        os.environ["KVFLOW_SEED"] = SEED
+        _settle_hypothesis()
+        plugin = _Plugin(work)
+        pytest.main([*ARGUMENTS, *self.options, "--rootdir", str(self.root), *self.paths], plugins=[plugin])
+        return plugin.has_worked
 
 
 def import_what_lasts() -> None:
     """Import what no mutant changes, so that forked processes have it: half of what a mutant would cost."""
-    for name in ("_pytest.assertion.rewrite", "hypothesis.stateful", "msgspec", "numpy", "pytest_asyncio", "uvloop", "zmq.asyncio"):
+    for name in (
+        "_pytest.assertion.rewrite",
+        "hypothesis.stateful",
+        "msgspec",
+        "numpy",
+        "pytest_asyncio",
+        "uvloop",
+        "zmq.asyncio",
+    ):
         importlib.import_module(name)
 
 

@@ -6,14 +6,10 @@ import tomllib
 from pathlib import Path
 from typing import NamedTuple
 
-from tests.proof.mutants.mutant import Edit, Mutant
+from tests.proof.mutants.mutant import CannotBegin, Edit, Mutant
 from tests.proof.mutants.operators import Source
 
 HERE = Path(__file__).parent
-
-
-class ListError(Exception):
-    """An entry of one of the lists does not fit the tree as it is."""
 
 
 class Scope(NamedTuple):
@@ -28,11 +24,12 @@ class Scope(NamedTuple):
 
 def read_scope(path: Path = HERE / "mutants.toml") -> Scope:
     given = tomllib.loads(path.read_text(encoding="utf-8"))
-    return Scope(*(tuple(given[name]) for name in ("files", "skip", "judges", "deselect")), given["texts"])  # type: ignore[call-arg]
+    files, skip, judges, deselect = (tuple(given[name]) for name in ("files", "skip", "judges", "deselect"))
+    return Scope(files, skip, judges, deselect, given["texts"])
 
 
 def files_of(root: Path, scope: Scope, only: list[str]) -> list[str]:
-    """Every file to mutate; `only` narrows them down. Raises: ListError for a path that names none of them."""
+    """Every file to mutate; `only` narrows them down. Raises: CannotBegin for a path that names none of them."""
     found = []
     for given in scope.files:
         path = root / given
@@ -41,7 +38,7 @@ def files_of(root: Path, scope: Scope, only: list[str]) -> list[str]:
     files = [file for file in dict.fromkeys(files) if file not in scope.skip]
     for given in only:
         if not any(_is_within(file, given) for file in files):
-            raise ListError(f"--files {given}: mutants.toml names no such file or folder")
+            raise CannotBegin(f"--files {given}: mutants.toml names no such file or folder")
     return [file for file in files if not only or any(_is_within(file, given) for given in only)]
 
 
@@ -51,13 +48,13 @@ def _is_within(file: str, given: str) -> bool:
 
 
 def read_named(root: Path, path: Path = HERE / "named.toml") -> list[Mutant]:
-    """Raises: ListError when the text to find is not there exactly once."""
+    """Raises: CannotBegin when the text to find is not there exactly once."""
     found = []
     for entry in tomllib.loads(path.read_text(encoding="utf-8")).get("mutant", []):
         source = Source((root / entry["file"]).read_bytes())
         old, new = entry["find"].strip("\n"), entry["replace"].strip("\n")
         if (times := source.content.count(old.encode())) != 1:
-            raise ListError(
+            raise CannotBegin(
                 f"named mutant {entry['name']!r}: its text stands {times} times in {entry['file']}, not once; "
                 f"adapt `find` in {path.name}"
             )
@@ -75,13 +72,13 @@ def read_named(root: Path, path: Path = HERE / "named.toml") -> list[Mutant]:
 
 
 def read_equivalent(path: Path = HERE / "equivalent.toml") -> dict[str, str]:
-    """The reason of each, by key. Raises: ListError for one without a reason or given twice."""
+    """The reason of each, by key. Raises: CannotBegin for one without a reason or given twice."""
     found: dict[str, str] = {}
     for entry in tomllib.loads(path.read_text(encoding="utf-8")).get("equivalent", []):
         for key in entry["keys"]:
             if key in found:
-                raise ListError(f"{path.name} has this key twice: {key}")
+                raise CannotBegin(f"{path.name} has this key twice: {key}")
             if not entry["reason"].strip():
-                raise ListError(f"{path.name} gives no reason for {key}")
+                raise CannotBegin(f"{path.name} gives no reason for {key}")
             found[key] = entry["reason"]
     return found

@@ -7,6 +7,10 @@ from collections.abc import Iterable
 from typing import NamedTuple
 
 
+class CannotBegin(Exception):  # noqa: N818
+    """The lists or the judges do not fit the tree as it is."""
+
+
 class Edit(NamedTuple):
     """Bytes `start` to `end` of a file become `new`."""
 

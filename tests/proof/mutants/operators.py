@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Iterator
-from typing import NamedTuple
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
 
 from tests.proof.mutants.mutant import Edit
 
@@ -58,6 +58,16 @@ class Source:
 
     def text(self, node: ast.AST) -> str:
         return self.content[self.start(node) : self.end(node)].decode()
+
+    def accepts(self, edit: Edit, first: int, last: int) -> bool:
+        """Python accepts it. Lines `first` to `last`, which hold the edit, can be read by themselves."""
+        start, end = self._starts[first - 1], self._starts[last]
+        part = self.content[start : edit.start] + edit.new + self.content[edit.end : end]
+        try:
+            ast.parse(b"if 1:\n" + part if part[:1].isspace() else part)
+        except SyntaxError:
+            return False
+        return True
 
     def line(self, number: int) -> str:
         return self.content[self._starts[number - 1] : self._starts[number]].decode().strip()
@@ -141,8 +151,9 @@ def _boolean(source: Source, node: ast.BoolOp, _: Around) -> Found:
 
 def _unary(source: Source, node: ast.UnaryOp, _: Around) -> Found:
     if isinstance(node.op, ast.Not | ast.USub):
-        yield "not dropped" if isinstance(node.op, ast.Not) else "minus dropped", Edit(
-            source.start(node), source.start(node.operand), b" "
+        yield (
+            "not dropped" if isinstance(node.op, ast.Not) else "minus dropped",
+            Edit(source.start(node), source.start(node.operand), b" "),
         )
 
 
@@ -224,9 +235,8 @@ def _elements(source: Source, node: ast.Tuple | ast.List | ast.Set, around: Arou
             continue
         if len(node.elts) == 1 or isinstance(node, ast.Tuple):
             rest = [source.text(other) for other in node.elts if other is not one]
-            opening, closing = {ast.Tuple: "()", ast.List: "[]", ast.Set: "()"}[type(node)]
             inside = ", ".join(rest) + ("," if len(rest) == 1 and isinstance(node, ast.Tuple) else "")
-            new = "frozenset()" if isinstance(node, ast.Set) else f"{opening}{inside}{closing}"
+            new = f"({inside})" if isinstance(node, ast.Tuple) else "[]" if isinstance(node, ast.List) else "set()"
             yield f"element {number} dropped", source.replaced(node, new)
         else:
             yield f"element {number} dropped", source.without(one, list(node.elts))
@@ -234,9 +244,12 @@ def _elements(source: Source, node: ast.Tuple | ast.List | ast.Set, around: Arou
 
 def _items(source: Source, node: ast.Dict, _: Around) -> Found:
     for number, (key, value) in enumerate(zip(node.keys, node.values, strict=True)):
-        following = source.start(node.keys[number + 1] or node) if number + 1 < len(node.keys) else source.end(value)
-        if key is not None and following >= source.end(value):
-            yield f"item {number} dropped", Edit(source.start(key), following, b"")
+        if key is not None:  # else one of `**more`
+            tail = re.match(rb"\s*,", source.content[source.end(value) :])
+            yield (
+                f"item {number} dropped",
+                Edit(source.start(key), source.end(value) + (tail.end() if tail else 0), b""),
+            )
 
 
 def _case(source: Source, node: ast.match_case, _: Around) -> Found:
@@ -292,7 +305,7 @@ def _unpacked(parent: ast.AST) -> bool:
     return isinstance(parent, ast.Assign) and any(isinstance(target, ast.Tuple | ast.List) for target in parent.targets)
 
 
-_OPERATORS = {
+_OPERATORS: dict[type[ast.AST], Callable[[Source, Any, Around], Found]] = {
     ast.Compare: _compare,
     ast.BoolOp: _boolean,
     ast.UnaryOp: _unary,

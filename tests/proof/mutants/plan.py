@@ -11,25 +11,26 @@ from tests.proof.mutants.install import module_name
 from tests.proof.mutants.mutant import Mutant
 from tests.proof.mutants.scout import Survey
 
-PATIENCE_S, PATIENCE_TIMES = 15.0, 10.0
+PATIENCE_TIMES = 10.0
 
 
 class Plan:
-    def __init__(self, root: Path, survey: Survey) -> None:
-        self._survey = survey
+    def __init__(self, root: Path, survey: Survey, patience_s: float) -> None:
+        self._survey, self._patience_s = survey, patience_s
         self._lines = {file: (root / file).read_text(encoding="utf-8").splitlines() for file in survey.files}
         self._killers: dict[tuple[str, str], list[str]] = defaultdict(list)
         paths = {judge.partition("::")[0] for judge in survey.seconds}
         self._tests = {path: (root / path).read_text(encoding="utf-8") for path in paths}
 
     def patience_s(self, judge: str) -> float:
-        return PATIENCE_S + PATIENCE_TIMES * self._survey.seconds.get(judge, 0.0)
+        """How long this judge may take before its mutant is called hung."""
+        return self._patience_s + PATIENCE_TIMES * self._survey.seconds.get(judge, 0.0)
 
     def is_warm(self, mutant: Mutant) -> bool:
         """It can be put into a process that has imported the tree: nothing ran it while it was imported."""
         if mutant.cell is not None:
             return True
-        imported = self._survey.imported.get(mutant.file, frozenset())
+        imported = self._survey.imported.get(mutant.file, set())
         return bool(mutant.function) and not imported & set(range(mutant.first_line, mutant.last_line + 1))
 
     def judges_of(self, mutant: Mutant) -> list[str]:

@@ -6,13 +6,12 @@ import os
 import resource
 import select
 import signal
-import sys
-import traceback
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from time import monotonic
 from typing import NamedTuple
 
+from tests.proof.mutants.forks import SHOW_OUTPUT, fork
 from tests.proof.mutants.mutant import Mutant
 
 MEMORY_BYTES = 8 << 30
@@ -102,27 +101,18 @@ def judged(
 
 def _fork(mutant: Mutant, work: Callable[[Mutant, Say], None], others: list[int]) -> _Child:
     reading, writing = os.pipe()
-    sys.stdout.flush()
-    sys.stderr.flush()
-    pid = os.fork()
-    if pid:
-        with suppress(ProcessLookupError, PermissionError):
-            os.setpgid(pid, pid)
-        os.close(writing)
-        return _Child(mutant, pid, reading)
-    status = 1
-    try:
+
+    def alone() -> None:
         os.setpgid(0, 0)
         for pipe in (reading, *others):
             os.close(pipe)
         resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))
-        if not os.environ.get("MUTANTS_SHOW_OUTPUT"):
-            silent = os.open(os.devnull, os.O_RDWR)
-            for stream in (0, 1, 2):
-                os.dup2(silent, stream)
+        if not os.environ.get(SHOW_OUTPUT):
+            os.dup2(1, 2)  # a mutant's complaints are expected
         work(mutant, Say(writing))
-        status = 0
-    except BaseException:
-        traceback.print_exc()
-    finally:
-        os._exit(status)
+
+    pid = fork(alone)
+    with suppress(ProcessLookupError, PermissionError):
+        os.setpgid(pid, pid)  # by whom comes first: it must have happened before the group is ended
+    os.close(writing)
+    return _Child(mutant, pid, reading)

@@ -31,7 +31,7 @@ class Tracer:
             yield
         finally:
             sys.settrace(None)
-            threading.settrace(None)  # type: ignore[arg-type]
+            threading.settrace(None)
 
     @contextmanager
     def watching(self, table: Any) -> Iterator[None]:

@@ -3,23 +3,18 @@
 from __future__ import annotations
 
 import importlib
-import os
-import pickle
 import sys
-import tempfile
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from pathlib import Path
 from time import monotonic
-from typing import Any, NamedTuple, TypeVar
+from typing import NamedTuple
 
 from tests.proof.mutants.cells import cell_mutants, tables_of
+from tests.proof.mutants.forks import in_a_child
 from tests.proof.mutants.install import module_name
-from tests.proof.mutants.judge import Judges, collected
-from tests.proof.mutants.mutant import Mutant
+from tests.proof.mutants.judge import Judges, Suite
+from tests.proof.mutants.mutant import CannotBegin, Mutant
 from tests.proof.mutants.reach import Tracer
-
-T = TypeVar("T")
 
 
 class Survey(NamedTuple):
@@ -34,21 +29,19 @@ class Survey(NamedTuple):
     cell_mutants: list[Mutant]
 
 
-def survey(
-    root: Path, files: Sequence[str], mutated: Sequence[str], paths: Sequence[str], options: Sequence[str], workers: int
-) -> Survey:
-    """`files` are traced, the tables of `mutated` give the mutants of cells. Raises: RuntimeError when a judge cannot
-    be imported."""
+def survey(suite: Suite, files: Sequence[str], mutated: Sequence[str], workers: int) -> Survey:
+    """`files` are traced, the tables of `mutated` give the mutants of cells.
+
+    Raises: CannotBegin when the judges cannot be imported.
+    """
 
     def part(number: int) -> Callable[[], Survey | None]:
-        return lambda: _survey_part(root, files, mutated, paths, options, number, workers)
+        return lambda: _survey_part(suite, files, mutated, slice(number, None, workers))
 
-    parts = [wait() for wait in [in_a_child(part(number)) for number in range(workers)]]
-    whole = parts[0]
+    whole, *others = [wait() for wait in [in_a_child(part(number)) for number in range(workers)]]
     if whole is None:
-        raise RuntimeError("the judges could not be collected; run pytest on them to see why")
-    for other in parts[1:]:
-        assert other is not None
+        raise CannotBegin("the judges could not be collected; run pytest on them to see why")
+    for other in filter(None, others):
         whole.seconds.update(other.seconds)
         whole.failed.extend(other.failed)
         for file, lines in other.reach.items():
@@ -59,16 +52,9 @@ def survey(
     return whole
 
 
-def _survey_part(
-    root: Path,
-    files: Sequence[str],
-    mutated: Sequence[str],
-    paths: Sequence[str],
-    options: Sequence[str],
-    number: int,
-    workers: int,
-) -> Survey | None:
-    tracer = Tracer({str(root / file): file for file in files})
+def _survey_part(suite: Suite, files: Sequence[str], mutated: Sequence[str], share: slice) -> Survey | None:
+    """What `share` of the judges reaches."""
+    tracer = Tracer({str(suite.root / file): file for file in files})
     found = Survey(tuple(files), {}, [], {}, {}, {}, [])
 
     def work(judges: Judges) -> None:
@@ -81,11 +67,11 @@ def _survey_part(
         with ExitStack() as stack:
             for kind in kinds:
                 stack.enter_context(tracer.watching(kind))
-            for name in list(judges.items)[number::workers]:
+            for name in list(judges.items)[share]:
                 _measure(judges, name, tracer, found)
 
     with tracer.tracing():
-        has_worked = collected(root, paths, work, options)
+        has_worked = suite.collected(work)
     return found if has_worked else None
 
 
@@ -101,37 +87,3 @@ def _measure(judges: Judges, name: str, tracer: Tracer, found: Survey) -> None:
         found.reach.setdefault(file, {}).setdefault(line, set()).add(name)
     for cell in tracer.cells:
         found.cells.setdefault(cell, set()).add(name)
-
-
-def in_a_child(work: Callable[[], T]) -> Callable[[], T]:
-    """Start `work` in a forked process, silently; what is returned waits for its result.
-
-    Raises: RuntimeError, when waited for, if the process died.
-    """
-    result = tempfile.TemporaryFile()
-    sys.stdout.flush()
-    sys.stderr.flush()
-    pid = os.fork()
-    if not pid:
-        status = 1
-        try:
-            if not os.environ.get("MUTANTS_SHOW_OUTPUT"):
-                os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
-            pickle.dump(work(), result)
-            result.flush()
-            status = 0
-        except BaseException:
-            import traceback
-
-            traceback.print_exc()
-        finally:
-            os._exit(status)
-
-    def wait() -> Any:
-        if os.waitpid(pid, 0)[1]:
-            raise RuntimeError("a process of the tool died; what it printed stands above")
-        with result:
-            result.seek(0)
-            return pickle.load(result)
-
-    return wait

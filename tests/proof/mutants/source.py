@@ -27,22 +27,13 @@ class _Place(NamedTuple):
     in_enum: bool = False
     names: frozenset[str] = frozenset()
     statement: tuple[int, int] = (0, 0)
+    whole: tuple[int, int] = (0, 0)  # lines that can be parsed by themselves: a statement of a module or a method
 
 
 def mutants_of(root: Path, file: str, texts: str = "") -> list[Mutant]:
     """`texts`: a pattern for the called names of statements that only write texts, such as a room's story."""
     source = Source((root / file).read_bytes())
-    found = _Walk(source, file, re.compile(texts) if texts else None).node(source.tree, _Place(source.tree))
-    return numbered(mutant for mutant in found if _is_python(source, mutant))
-
-
-def _is_python(source: Source, mutant: Mutant) -> bool:
-    assert mutant.edit is not None
-    try:
-        ast.parse(mutant.edit.applied(source.content))
-    except SyntaxError:
-        return False
-    return True
+    return numbered(_Walk(source, file, re.compile(texts) if texts else None).node(source.tree, _Place(source.tree)))
 
 
 class _Walk:
@@ -56,13 +47,14 @@ class _Walk:
         if isinstance(node, ast.stmt):
             place = place._replace(statement=_header(node))
             if not place.function:
+                place = place._replace(whole=(node.lineno, node.end_lineno or node.lineno))
                 place = place._replace(names=_names_of(node) or place.names)
         bound = frozenset(n for n, line in self._bound.items() if line < place.statement[0]) if self._bound else None
         if not isinstance(node, ast.Module):
             is_constructor = place.scope[-1:] == ("__init__",)
             around = Around(place.parent, place.returns, bound or frozenset(), is_constructor)
             for operator, edit in changes(self._source, node, around):
-                if place.function or operator != "statement dropped":
+                if (place.function or operator != "statement dropped") and self._source.accepts(edit, *place.whole):
                     text = self._source.line(_line_of(node) or place.statement[0])
                     scope = ".".join(place.scope)
                     yield Mutant(
