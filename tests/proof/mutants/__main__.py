@@ -44,7 +44,7 @@ def judged(given: argparse.Namespace, root: Path, here: Path) -> Report:
     mutants = [mutant for file in files for mutant in mutants_of(root, file, scope.texts)]
     named = [mutant for mutant in lists.read_named(root, here / "named.toml") if mutant.file in files]
     import_what_lasts()
-    suite = Suite(root, scope.judges, tuple(f"--deselect={path}" for path in scope.deselect))
+    suite = Suite(root, tuple(given.judges) or scope.judges, tuple(f"--deselect={path}" for path in scope.deselect))
     found = survey(suite, all_files, files, given.workers)
     print(f"{len(found.seconds)} judges, {sum(found.seconds.values()):.0f} s traced", file=sys.stderr)
     if found.failed:
@@ -66,6 +66,7 @@ def parser() -> argparse.ArgumentParser:
     options = argparse.ArgumentParser(prog="python -m tests.proof.mutants", description=__doc__)
     add = options.add_argument
     add("--files", nargs="*", default=[], metavar="PATH", help="only these files or folders of mutants.toml")
+    add("--judges", nargs="*", default=[], metavar="PATH", help="only these tests: what does the walk alone find?")
     add("--only", nargs="*", default=[], metavar="TEXT", help="only mutants whose key has all of these texts in it")
     add("--sample", type=int, default=0, metavar="N", help="only N of them, drawn by chance")
     add("--seed", type=int, default=0, help="of that chance")
