@@ -68,9 +68,7 @@ class Report:
             keys = "\n".join(f"    {json.dumps(mutant.key, ensure_ascii=False)}," for mutant, _ in self.survivors)
             lines.append(f'[[equivalent]]\nreason = ""\nkeys = [\n{keys}\n]')
         else:
-            lines += [
-                f"SURVIVED{_unreached(v)}  line {m.first_line}\n    {m.key}{_after(m)}" for m, v in self.survivors
-            ]
+            lines += [f"SURVIVED{_unreached(v)}  {m.key}{_after(m)}" for m, v in self.survivors]
         lines += [f"NOT EQUIVALENT  {m.key}\n    killed by {v.by}" for m, v in self.wrongly_equivalent]
         lines += [f"STALE in equivalent.toml  {key}" for key in self._stale]
         lines.append("  ".join(f"{name} {value}" for name, value in self.figures().items()))
@@ -89,4 +87,4 @@ def _unreached(verdict: Verdict) -> str:
 
 
 def _after(mutant: Mutant) -> str:
-    return f"\n    becomes: {mutant.edit.new.decode().strip()!r}" if mutant.edit else ""
+    return f"\n    line {mutant.first_line}, becomes {mutant.edit.new.decode().strip()!r}" if mutant.edit else ""
