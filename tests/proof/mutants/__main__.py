@@ -74,7 +74,7 @@ def parser() -> argparse.ArgumentParser:
     add(
         "--patience-s",
         type=float,
-        default=15.0,
+        default=5.0,
         metavar="S",
         help="a judge hangs that takes so long, and ten times its usual time",
     )

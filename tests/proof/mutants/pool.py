@@ -11,7 +11,7 @@ from contextlib import suppress
 from time import monotonic
 from typing import NamedTuple
 
-from tests.proof.mutants.forks import SHOW_OUTPUT, fork
+from tests.proof.mutants.forks import SHOW_OUTPUT, fork, own_time_s
 from tests.proof.mutants.mutant import Mutant
 
 MEMORY_BYTES = 8 << 30
@@ -44,7 +44,7 @@ class _Child:
     def __init__(self, mutant: Mutant, pid: int, pipe: int) -> None:
         self.mutant, self.pid, self.pipe = mutant, pid, pipe
         self.began_at = monotonic()
-        self.due_at = self.began_at + SETTING_UP_S
+        self.due_at = own_time_s(pid) + SETTING_UP_S
         self.judge, self.verdict, self._rest = "", Verdict("killed", "it could not be run"), b""
 
     def read(self, patience_s: Callable[[str], float]) -> bool:
@@ -54,11 +54,14 @@ class _Child:
         for line in lines:
             word, _, text = line.decode().partition(" ")
             if word == ">":
-                self.judge, self.due_at = text, monotonic() + patience_s(text)
+                self.judge, self.due_at = text, own_time_s(self.pid) + patience_s(text)
                 self.verdict = Verdict("killed", text)  # should it end without another word
             else:
                 self.verdict = Verdict(word, text)
         return bool(data)
+
+    def is_due(self) -> bool:
+        return own_time_s(self.pid) > self.due_at
 
     def end(self) -> Verdict:
         with suppress(ProcessLookupError):
@@ -90,7 +93,7 @@ def judged(
                 if not running[pipe].read(patience_s):
                     child = running.pop(pipe)
                     yield child.mutant, child.end()
-            for child in [child for child in running.values() if monotonic() > child.due_at]:
+            for child in [child for child in running.values() if child.is_due()]:
                 del running[child.pipe]
                 child.verdict = Verdict("killed", child.judge, is_hung=True)
                 yield child.mutant, child.end()

@@ -86,6 +86,8 @@ class Run:
             found.append((mutant, verdict))
             if verdict.outcome == "killed":
                 self._plan.note_killer(mutant, verdict.by)
+            elif verdict.outcome == "survived":
+                print(f"  survived: {mutant.key}", file=sys.stderr, flush=True)
             if monotonic() - said > SAY_EVERY_S:
                 said = monotonic()
                 alive = sum(one.outcome == "survived" for _, one in found)

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import importlib
+import os
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from time import monotonic
 from typing import NamedTuple
 
 from tests.proof.mutants.cells import cell_mutants, tables_of
-from tests.proof.mutants.forks import in_a_child
+from tests.proof.mutants.forks import in_a_child, own_time_s
 from tests.proof.mutants.install import module_name
 from tests.proof.mutants.judge import Judges, Suite
 from tests.proof.mutants.mutant import CannotBegin, Mutant
@@ -77,10 +77,10 @@ def _survey_part(suite: Suite, files: Sequence[str], mutated: Sequence[str], sha
 
 def _measure(judges: Judges, name: str, tracer: Tracer, found: Survey) -> None:
     tracer.fresh()
-    began = monotonic()
+    began = own_time_s(os.getpid())
     with tracer.tracing():
         passed = judges.passes(name)
-    found.seconds[name] = monotonic() - began
+    found.seconds[name] = own_time_s(os.getpid()) - began
     if not passed:
         found.failed.append(name)
     for file, line in tracer.lines:
