@@ -37,7 +37,7 @@ _BINARY: dict[type[ast.operator], tuple[str, tuple[str, ...]]] = {
     ast.BitXor: ("^", ("|",)),
 }
 _CALLS = {"min": "max", "max": "min", "any": "all", "all": "any"}
-_COPIES = {"list", "tuple", "sorted", "reversed", "set", "frozenset", "abs"}
+_COPIES = {"list", "sorted", "reversed", "set", "abs"}  # not what only makes a value immutable
 
 
 class Source:

@@ -84,7 +84,7 @@ class Run:
         began = said = monotonic()
         for mutant, verdict in judged(iter(mutants), work, self._plan.patience_s, self._workers):
             found.append((mutant, verdict))
-            if verdict.outcome == "killed":
+            if verdict.outcome == "killed" and not verdict.is_hung:  # a judge that hangs is a dear one to begin with
                 self._plan.note_killer(mutant, verdict.by)
             elif verdict.outcome == "survived":
                 print(f"  survived: {mutant.key}", file=sys.stderr, flush=True)

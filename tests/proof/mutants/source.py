@@ -11,9 +11,10 @@ from typing import NamedTuple
 from tests.proof.mutants.mutant import Mutant, numbered
 from tests.proof.mutants.operators import Around, Source, changes
 
-TEXT_FUNCTIONS = {"__repr__", "__str__"}
+TEXT_FUNCTIONS = {"__repr__", "__str__", "mermaid"}
 TEXT_TARGETS = {"__slots__", "__all__"}
 TABLE_CALLS = {"Table", "Move", "rest"}  # at the top of a module: what they build is mutated cell by cell
+TYPE_CALLS = {"NewType", "ParamSpec", "TypeVar"}
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 
 
@@ -96,7 +97,7 @@ class _Walk:
                 return True  # a member's number is a name
             case ast.If() if ast.unparse(node.test) in ("TYPE_CHECKING", "__name__ == '__main__'"):
                 return True
-            case ast.Call() if not place.function and ast.unparse(node.func).split(".")[-1] in TABLE_CALLS:
+            case ast.Call() if not place.function and ast.unparse(node.func).split(".")[-1] in TABLE_CALLS | TYPE_CALLS:
                 return True
             case ast.BinOp(op=ast.BitOr()) if not place.function:
                 return True  # a union of types, or rows of a table
