@@ -88,7 +88,11 @@ class Suite(NamedTuple):
 
 
 def import_what_lasts() -> None:
-    """Import what no mutant changes, so that forked processes have it: half of what a mutant would cost."""
+    """Import what no mutant changes, so that forked processes have it: half of what a mutant would cost.
+
+    Without threads: what a fork copies of them is their locks.
+    """
+    os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
     for name in (
         "_pytest.assertion.rewrite",
         "hypothesis.stateful",
