@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import os
+import re
+import shutil
 import sys
 
 import msgspec
@@ -11,6 +14,7 @@ import pytest
 
 from kvflow.protocols.errors import TransferError
 from kvflow.protocols.ports import Witness
+from kvflow.transports.host import identity
 from kvflow.transports.host.identity import is_alive, own_witness, wait_dead, watch
 
 SAY = (
@@ -68,4 +72,106 @@ async def test_no_descriptor_is_left_behind() -> None:
         with pytest.raises(asyncio.CancelledError):
             await waiting
     assert death.died.cancelled() and not death.dead
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
+@pytest.mark.parametrize("code", [errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EACCES])
+async def test_what_passes_does_not_end_a_watch(code: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object) -> int:
+        raise OSError(code, os.strerror(code))
+
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "pidfd_open", fail)
+        with pytest.raises(OSError, match=re.escape(os.strerror(code))):  # no TransferError: that would mean never
+            watch(own_witness())
+    watch(own_witness()).close()
+
+
+@pytest.mark.parametrize("code", [errno.EINVAL, errno.ENOSYS, errno.EPERM])
+async def test_what_does_not_pass_ends_it(code: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object) -> int:
+        raise OSError(code, os.strerror(code))
+
+    monkeypatch.setattr(os, "pidfd_open", fail)
+    with pytest.raises(TransferError, match="cannot observe"):
+        watch(own_witness())
+
+
+OUT_OF_DESCRIPTORS = """
+import asyncio, msgspec, os, resource, subprocess, sys
+from kvflow.protocols.errors import TransferError
+from kvflow.protocols.ports import Witness
+from kvflow.transports.host import identity
+from kvflow.transports.host.identity import wait_dead, watch
+
+async def main():
+    witness = msgspec.json.decode(sys.argv[1], type=Witness)
+    watch(witness).close()
+    resource.setrlimit(resource.RLIMIT_NOFILE, (64, 64))
+    spare = []
+    try:
+        while True:
+            spare.append(os.open(os.devnull, os.O_RDONLY))
+    except OSError:
+        pass
+    for free in range(3):  # none for the pidfd; one for it and none for /proc
+        try:
+            watch(witness).close()
+        except TransferError:
+            raise
+        except OSError as error:
+            print(error.errno, flush=True)
+        os.close(spare.pop())
+    waiting = asyncio.ensure_future(wait_dead(witness))
+    await asyncio.sleep(0)
+    print("watching", flush=True)
+    await waiting
+    print("dead", flush=True)
+
+asyncio.run(main())
+"""
+
+
+async def test_a_death_is_seen_after_a_moment_without_descriptors() -> None:
+    process, witness = await child()
+    told = msgspec.json.encode(witness).decode()
+    pipe = asyncio.subprocess.PIPE
+    observer = await asyncio.create_subprocess_exec(sys.executable, "-c", OUT_OF_DESCRIPTORS, told, stdout=pipe)
+    assert observer.stdout is not None
+    lines = [(await observer.stdout.readline()).decode().strip() for _ in range(2)]
+    assert lines[0] == str(errno.EMFILE)
+    while lines[-1] == str(errno.EMFILE):
+        lines.append((await observer.stdout.readline()).decode().strip())
+    assert lines[-1] == "watching"
+    process.kill()
+    assert await asyncio.wait_for(observer.stdout.readline(), 10) == b"dead\n"
+    await asyncio.gather(observer.wait(), process.wait())
+
+
+async def test_a_living_process_of_another_time_namespace_is_not_dead() -> None:
+    pipe = asyncio.subprocess.PIPE
+    if shutil.which("unshare") is None or await _exit_status("unshare", "--time", "true"):
+        pytest.skip("no right to make a time namespace")
+    shifted = ("unshare", "--time", "--boottime", "100000", "--fork", "--kill-child")
+    process = await asyncio.create_subprocess_exec(*shifted, sys.executable, "-c", SAY, stdin=pipe, stdout=pipe)
+    assert process.stdout is not None and process.stdin is not None
+    witness = msgspec.json.decode(await process.stdout.readline(), type=Witness)
+    with pytest.raises(TransferError, match="time namespace"):
+        await asyncio.wait_for(wait_dead(witness), 5)
+    with pytest.raises(TransferError, match="time namespace"):
+        is_alive(witness)
+    process.stdin.close()
+    await process.wait()
+
+
+async def _exit_status(*command: str) -> int:
+    quiet = asyncio.subprocess.DEVNULL
+    return await (await asyncio.create_subprocess_exec(*command, stderr=quiet)).wait()
+
+
+async def test_a_process_that_proc_hides_is_not_dead(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(identity, "_stat", lambda pid: (b"X", -1))  # as /proc mounted with hidepid=2 has it
+    before = len(os.listdir("/proc/self/fd"))
+    with pytest.raises(TransferError, match="hidepid"):
+        watch(msgspec.structs.replace(own_witness(), start_ticks=1))
     assert len(os.listdir("/proc/self/fd")) == before
