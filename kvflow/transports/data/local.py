@@ -159,6 +159,7 @@ class LocalRoute(PlannedRoute):
         return _CopyJob(BlockQueue(self.planner, flight.source_pages, flight.target_pages))
 
     def close(self) -> None:
+        self.closed = True
         self._siblings.discard(self)
         self._segment.close()
 

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from kvflow.protocols.errors import LayoutError
+from kvflow.protocols.errors import LayoutError, TransferError
 from kvflow.protocols.pages.layout import PageIndices, PoolLayout
 from kvflow.protocols.pages.plan import Addresses, Pairing
 from kvflow.transports.data.write_thread import Job, WriteFlight, WriteThread
@@ -84,10 +84,13 @@ class PlannedRoute:
 
     def __init__(self, thread: WriteThread, planner: Planner) -> None:
         self.planner = planner
+        self.closed = False
         self._thread = thread
 
     def write(self, source_pages: PageIndices, target_pages: PageIndices) -> WriteFlight:
-        """Raises: LayoutError (nothing was started), TransferError after the plane was closed."""
+        """Raises: LayoutError (nothing was started), TransferError after the route or the plane was closed."""
+        if self.closed:
+            raise TransferError("the route is closed; connect again to write to that peer")
         self.planner.check(source_pages, target_pages)
         total_bytes = self.planner.page_bytes * int(source_pages.size)
         flight = WriteFlight(self._thread, self, source_pages, target_pages, total_bytes)
