@@ -109,7 +109,8 @@ class Route(Protocol):
     def write(self, source_pages: PageIndices, target_pages: PageIndices) -> Flight:
         """Start copying our `source_pages` onto the peer's `target_pages` (same length, int32 [n], indices in range).
 
-        Returns at once; planning and copying happen on the plane's own thread. The caller keeps both page lists
+        Returns at once; planning and copying happen on the plane's own thread, but for a tiny write, which may have
+        ended already: then `done` is resolved. The caller keeps both page lists
         allocated until `done`, and the target's on loan until proof if the landing is UNPROVEN.
         Raises: LayoutError for lists of different length or indices outside either pool.
         """
