@@ -11,7 +11,7 @@ ARGS ?=
 WORKERS ?= 2
 export PYTHON TORCH_INDEX
 
-.PHONY: setup demo test slow prove check format lint types workflows bench gpu clean
+.PHONY: setup demo test slow prove mutants check format lint types workflows bench gpu clean
 
 setup: $(DONE)
 
@@ -32,6 +32,9 @@ slow: setup
 
 prove: setup
 	$(BIN)/kvflow sim --plant all $(ARGS)
+
+mutants: setup
+	$(BIN)/python -m tests.proof.mutants $(ARGS)
 
 check: lint types workflows
 	$(BIN)/lint-imports --no-logo

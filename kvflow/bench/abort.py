@@ -12,7 +12,7 @@ import numpy as np
 from kvflow.bench.abort_worker import WATCHED_ROOMS
 from kvflow.bench.pair import Pair
 from kvflow.bench.peer import open_peer
-from kvflow.transports.data.mooncake.plane import WINDOW_BYTES
+from kvflow.transports.data.mooncake.route import WINDOW_BYTES
 from kvflow.transports.data.write_thread import SLICE_BYTES
 
 WORKER = "kvflow.bench.abort_worker"

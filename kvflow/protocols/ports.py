@@ -26,13 +26,16 @@ class Landing(Enum):
 class Witness(msgspec.Struct, frozen=True, array_like=True):
     """What lets another process of the same host observe this one's death (Linux pidfd).
 
-    `pid` means something only under the same `boot_id` and `pid_namespace`; `start_ticks` tells a re-used pid apart.
+    `pid` means something only under the same `boot_id` and `pid_namespace`; `start_ticks` tells a re-used pid apart, and
+    means something only in the same `time_namespace`. `network_namespace` says where its connections are listed.
     """
 
     boot_id: Word
     pid_namespace: Word
     pid: int
     start_ticks: int
+    time_namespace: Word = ""
+    network_namespace: Word = ""
 
 
 class Endpoint(msgspec.Struct, frozen=True, array_like=True):
@@ -106,7 +109,8 @@ class Route(Protocol):
     def write(self, source_pages: PageIndices, target_pages: PageIndices) -> Flight:
         """Start copying our `source_pages` onto the peer's `target_pages` (same length, int32 [n], indices in range).
 
-        Returns at once; planning and copying happen on the plane's own thread. The caller keeps both page lists
+        Returns at once; planning and copying happen on the plane's own thread, but for a tiny write, which may have
+        ended already: then `done` is resolved. The caller keeps both page lists
         allocated until `done`, and the target's on loan until proof if the landing is UNPROVEN.
         Raises: LayoutError for lists of different length or indices outside either pool.
         """

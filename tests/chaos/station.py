@@ -25,7 +25,7 @@ from kvflow.protocols.errors import KvflowError
 from kvflow.protocols.limits import Timing
 from kvflow.protocols.pages.layout import PageIndices
 from kvflow.protocols.wire.ranks import rank_from_json
-from kvflow.transports.data.mooncake.plane import MooncakeRoute
+from kvflow.transports.data.mooncake.route import MooncakeRoute
 
 LAYERS, HEADS, DIM, PAGE_SIZE = 2, 4, 64, 16  # 32 KiB a page
 TIMING = Timing(heartbeat_s=0.1, lost_after_s=1.0, repeat_after_s=0.1, register_s=3.0, rendezvous_s=1.0)

@@ -8,7 +8,7 @@ import ctypes
 import json
 import os
 import sys
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -38,10 +38,10 @@ def pages(*indices: int) -> PageIndices:
 class Side:
     """A pool and a plane, exported."""
 
-    def __init__(self, backend: str, order: str, rate: float | None) -> None:
+    def __init__(self, backend: str, order: str, rate: float | None, host: str = "127.0.0.1") -> None:
         layout = build_layout(STREAMS, page_size=PAGE_SIZE, num_pages=NUM_PAGES, order=order)  # type: ignore[arg-type]
         self.pool = PagedPool.allocate(layout)
-        self.plane: DataPlane = open_plane(backend, self.pool.segment, rate)
+        self.plane: DataPlane = open_plane(backend, self.pool.segment, rate, host)
         self.endpoint, self.layout = self.plane.export(self.pool.layout)
         self.memory = [
             np.ctypeslib.as_array((ctypes.c_uint8 * b.size_bytes).from_address(b.address))
@@ -85,9 +85,19 @@ class Peer:
 
 
 @asynccontextmanager
-async def spawned(backend: str, order: str = "page_first", rate: float | None = None) -> AsyncIterator[Peer]:
+async def spawned(
+    backend: str,
+    order: str = "page_first",
+    rate: float | None = None,
+    *,
+    prefix: Sequence[str] = (),
+    host: str = "127.0.0.1",
+    env: Mapping[str, str] | None = None,
+) -> AsyncIterator[Peer]:
+    """`prefix` is a command that runs the peer; `host` the address others reach it at."""
     process = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-m", "tests.transports.peer_process", backend, order, str(rate or 0)),
+        *(*prefix, sys.executable, "-m", "tests.transports.peer_process", backend, order, str(rate or 0), host),
+        env={**os.environ, **(env or {})},
         cwd=Path(__file__).parents[2],
         stdin=asyncio.subprocess.PIPE,
         stdout=asyncio.subprocess.PIPE,
@@ -115,8 +125,8 @@ async def until(condition: Callable[[], bool], *, within_s: float = 20.0) -> Non
             await asyncio.sleep(0.001)
 
 
-async def _serve(backend: str, order: str, rate: float) -> None:
-    side = Side(backend, order, rate or None)
+async def _serve(backend: str, order: str, rate: float, host: str) -> None:
+    side = Side(backend, order, rate or None, host)
     print(msgspec.json.encode((side.endpoint, side.layout)).decode(), flush=True)
     route: Route
     flight: Flight
@@ -151,4 +161,4 @@ async def _serve(backend: str, order: str, rate: float) -> None:
 
 
 if __name__ == "__main__":
-    asyncio.run(_serve(sys.argv[1], sys.argv[2], float(sys.argv[3])))
+    asyncio.run(_serve(sys.argv[1], sys.argv[2], float(sys.argv[3]), sys.argv[4]))

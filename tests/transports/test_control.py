@@ -8,6 +8,7 @@ from contextlib import asynccontextmanager
 from typing import Self
 
 import pytest
+import zmq
 
 from kvflow.memory.pool import PagedPool
 from kvflow.node import DecodeNode, PrefillNode
@@ -15,6 +16,7 @@ from kvflow.protocols.errors import Cause, Code, KvflowError, LostError, MisuseE
 from kvflow.protocols.wire.codec import routing_id
 from kvflow.protocols.wire.messages import MAX_FRAME_BYTES
 from kvflow.testing.pair import QUICK, small_layout, until
+from kvflow.transports.control.packing import MAX_PARTS, PACKED_BYTES, PACKED_FRAMES
 from kvflow.transports.control.zmq import BURST_FRAMES, ZmqSocket, bind_router, connect_dealer
 from kvflow.transports.data.fake import FakeNetwork, FakePlane
 
@@ -100,12 +102,87 @@ async def test_a_peer_nobody_knows_cannot_be_sent_to() -> None:
         assert router.send(b"x", routing_id(5))
 
 
-async def test_frames_that_are_no_message_of_ours_arrive_as_empty_ones() -> None:
+async def test_an_unknown_peer_among_known_ones_costs_no_frame_of_theirs() -> None:
     async with link() as (router, dealer):
-        dealer._socket.send_multipart([b"two", b"parts"])
-        dealer._socket.send(b"")
-        dealer.send(b"good")
-        assert [frame for _, frame in await take(router, 3)] == [b"", b"", b"good"]
+        second = connect_dealer(dealer._socket.getsockopt_string(zmq.LAST_ENDPOINT), 7)
+        for socket in (dealer, second):
+            socket.send(b"hello")
+        await take(router, 2)
+        sent = {peer: [router.send(str(i).encode(), routing_id(peer)) for i in range(20)] for peer in (5, 6, 7)}
+        sent[5] += [router.send(b"last", routing_id(peer)) for peer in (5, 7, 6, 5)]
+        assert all(sent[7]) and not any(sent[6]) and sent[5] == [True] * 22 + [False, True]
+        expected = [str(i).encode() for i in range(20)]
+        assert [frame for _, frame in await take(dealer, 22)] == [*expected, b"last", b"last"]
+        assert [frame for _, frame in await take(second, 21)] == [*expected, b"last"]
+        second.close()
+
+
+@asynccontextmanager
+async def raw_link() -> AsyncIterator[tuple[zmq.Socket[bytes], ZmqSocket]]:
+    """A bare ROUTER, to see messages as they are, and a socket of ours."""
+    raw: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.ROUTER)
+    dealer = connect_dealer(f"tcp://127.0.0.1:{raw.bind_to_random_port('tcp://127.0.0.1')}", 5)
+    try:
+        yield raw, dealer
+    finally:
+        dealer.close()
+        raw.close(linger=0)
+
+
+def message_of(raw: zmq.Socket[bytes]) -> list[bytes]:
+    assert raw.poll(10_000), "no message arrived"
+    return raw.recv_multipart()
+
+
+async def test_frames_of_one_turn_are_one_message_and_leave_with_it() -> None:
+    async with raw_link() as (raw, dealer):
+        for frame in (b"1", b"2", b"3"):
+            assert dealer.send(frame)
+        await asyncio.sleep(0)  # `message_of` blocks the loop: what has not left by now never does
+        assert message_of(raw) == [routing_id(5), b"1", b"2", b"3"]
+        dealer.send(b"4")
+        await asyncio.sleep(0)
+        assert message_of(raw) == [routing_id(5), b"4"]
+
+
+async def test_a_message_stops_growing_at_its_bounds() -> None:
+    async with raw_link() as (raw, dealer):
+        for _ in range(2 * PACKED_FRAMES + 1):
+            dealer.send(b"x")
+        assert len(message_of(raw)) == len(message_of(raw)) == 1 + PACKED_FRAMES  # before the turn has ended
+        for size in (PACKED_BYTES - 1, 1, 2 * PACKED_BYTES, 1):
+            dealer.send(b"x" * size)
+        dealer.close()  # sends what is left
+        found = [sum(len(part) for part in message_of(raw)[1:]) for _ in range(4)]
+        assert found == [PACKED_BYTES, 1, 2 * PACKED_BYTES, 1]
+
+
+async def test_a_full_queue_refuses_each_frame() -> None:
+    bare: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.DEALER)
+    bare.setsockopt(zmq.SNDHWM, 2)
+    bare.connect("tcp://127.0.0.1:9")  # the discard port, which nothing listens on
+    dealer = ZmqSocket(bare, router=False)
+    sent = []
+    for _ in range(3):
+        sent.append([dealer.send(b"a"), dealer.send(b"b")])
+        await asyncio.sleep(0)  # the turn ends, and with it the message
+    assert sent == [[True, True], [True, True], [False, False]]
+    dealer.close()
+
+
+async def test_every_part_is_a_frame_and_an_endless_message_is_one_bad_frame() -> None:
+    async with link() as (router, dealer):
+        for parts in (
+            [b"two", b"parts"],
+            [b"x"] * MAX_PARTS,
+            [b"x"] * (MAX_PARTS + 1),
+            [b"x"] * (5 * MAX_PARTS),
+            [b"x" * (MAX_FRAME_BYTES // 2)] * 3,
+            [b"good"],
+        ):
+            await asyncio.to_thread(dealer._socket.send_multipart, parts)
+        found = [frame for _, frame in await take(router, 2 + MAX_PARTS + 4)]
+        assert found == [b"two", b"parts", *[b"x"] * MAX_PARTS, b"", b"", b"", b"good"]
 
 
 async def test_an_oversized_frame_ends_the_connection_not_the_node() -> None:
@@ -138,6 +215,22 @@ async def test_cancelling_a_receive_loses_nothing() -> None:
                 await waiting
         dealer.send(b"x")
         assert await take(router, 1) == [(routing_id(5), b"x")]
+
+
+async def test_a_receive_that_is_cancelled_between_two_bursts_loses_nothing() -> None:
+    async with link() as (router, dealer):
+        frames = [str(i).encode() for i in range(3 * BURST_FRAMES)]
+        for frame in frames:
+            dealer.send(frame)
+        found: Frames = []
+        async with asyncio.timeout(10):
+            while len(found) < len(frames):
+                receiving = asyncio.ensure_future(router.receive())
+                await asyncio.sleep(0)
+                receiving.cancel()  # as it waits for a burst, or lets the loop run between two
+                await asyncio.wait([receiving])
+                found += [] if receiving.cancelled() else receiving.result()
+        assert [frame for _, frame in found] == frames
 
 
 async def test_a_dealer_finds_the_next_router_at_its_address() -> None:
@@ -243,7 +336,7 @@ async def test_bad_bytes_over_zmq() -> None:
         for garbage in (b"", b"\xc1", b"\x93\x01\x02\x03", b"x" * 1_000):
             stranger.send(garbage)
         stranger._socket.send_multipart([b"a", b"b", b"c"])
-        await until(lambda: n.prefill.counts.malformed == 5)
+        await until(lambda: n.prefill.counts.malformed == 7)
         n.prefill.handlers.socket.send(b"\xc1", routing_id(n.decode.incarnation))
         await until(lambda: n.decode.counts.malformed == 1)
         assert await n.one(2) == b"2"

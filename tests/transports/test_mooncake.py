@@ -5,8 +5,12 @@ from __future__ import annotations
 import asyncio
 import os
 import resource
+import shutil
 import signal
+import subprocess
+import threading
 import time
+from collections.abc import Iterator
 
 import msgspec
 import numpy as np
@@ -14,8 +18,9 @@ import pytest
 
 from kvflow.protocols.errors import LayoutError, MisuseError, TransferError
 from kvflow.protocols.pages.layout import build_layout
-from kvflow.protocols.ports import Flight, Landing
+from kvflow.protocols.ports import DataPlane, Endpoint, Flight, Landing
 from kvflow.transports.data.mooncake import plane as mooncake
+from kvflow.transports.data.mooncake.route import MooncakeRoute
 from kvflow.transports.data.write_thread import WriteFlight
 from tests.freezing import freeze
 from tests.transports.peer_process import NUM_PAGES, Side, pages, spawned, until
@@ -23,6 +28,7 @@ from tests.transports.peer_process import NUM_PAGES, Side, pages, spawned, until
 pytest.importorskip("mooncake")
 
 EVERYTHING = np.arange(NUM_PAGES, dtype=np.int32)
+SCATTERED = EVERYTHING[::2].copy()  # no two pages are one block
 
 
 async def test_a_write_to_a_receiver_that_is_killed_is_unproven() -> None:
@@ -103,14 +109,187 @@ async def test_a_session_of_another_process_is_not_used_again() -> None:
     assert isinstance(side.plane, mooncake.MooncakePlane)
     side.fill(2)
     async with spawned("mooncake") as peer:
-        earlier = msgspec.structs.replace(peer.endpoint.witness, pid=1)  # the port's last owner, as we got to know it
-        await side.plane.connect(msgspec.structs.replace(peer.endpoint, witness=earlier), peer.layout)
+        earlier = _elsewhere(peer.endpoint)  # the port's last owner, as we got to know it
+        stale = await side.plane.connect(earlier, peer.layout)
+        assert await asyncio.shield(stale.write(pages(0), pages(0)).done) is Landing.LANDED
         for _ in range(2):
             route = await side.plane.connect(peer.endpoint, peer.layout)
             assert await asyncio.shield(route.write(pages(3), pages(4)).done) is Landing.LANDED
         assert await peer.bytes_of(pages(4)) == side.pool.pages_bytes(pages(3)).tobytes()
         assert len(side.plane._engines) == 2
+        landed = await peer.ask("landed")
+        flight = stale.write(pages(5), pages(6))  # meant for the last owner
+        assert await asyncio.shield(flight.done) is Landing.UNPROVEN and "has ended" in flight.error
+        assert await peer.ask("landed") == landed
     await side.close()
+
+
+def _elsewhere(endpoint: Endpoint) -> Endpoint:
+    """The same session as a process of another host would have it, which cannot be observed."""
+    witness = msgspec.structs.replace(endpoint.witness, boot_id="another boot")
+    return msgspec.structs.replace(endpoint, witness=witness)
+
+
+async def test_a_route_to_a_dead_process_submits_nothing() -> None:
+    side = Side("mooncake", "page_first", None)
+    descriptors = len(os.listdir("/proc/self/fd"))
+    async with spawned("mooncake") as peer:
+        route = await side.plane.connect(peer.endpoint, peer.layout)
+        assert isinstance(route, MooncakeRoute)
+        assert await asyncio.shield(route.write(pages(0), pages(0)).done) is Landing.LANDED
+        submitted = _count_submits(route)
+        peer.process.kill()
+        await peer.process.wait()
+        flight = route.write(EVERYTHING, EVERYTHING)
+        assert await asyncio.wait_for(asyncio.shield(flight.done), 10) is Landing.UNPROVEN
+        assert "has ended" in flight.error and not submitted and route.jobs == 0
+        with pytest.raises(TransferError, match="ended"):
+            await side.plane.connect(peer.endpoint, peer.layout)
+        route.close()
+        route.close()
+        with pytest.raises(TransferError, match="closed"):
+            route.write(pages(0), pages(0))
+    assert len(os.listdir("/proc/self/fd")) <= descriptors + 16  # the engine keeps some
+    await side.close()
+
+
+def _count_submits(route: MooncakeRoute, fail_at: int = -1) -> list[int]:
+    """The sizes of what this route submits from now on, with an engine that raises at one of the calls."""
+    submitted: list[int] = []
+    submit = route.submit
+
+    def counting(session: str, source: int, target: int, size: int) -> int:
+        submitted.append(size)
+        if len(submitted) == fail_at:
+            raise RuntimeError("the engine's own")
+        return int(submit(session, source, target, size))
+
+    route.submit = counting
+    return submitted
+
+
+@pytest.mark.parametrize("call", ["submit", "check"])
+async def test_an_engine_that_raises_gets_its_window_back(call: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    side = Side("mooncake", "page_first", None)
+    side.fill(9)
+    async with spawned("mooncake") as peer:
+        route = await side.plane.connect(peer.endpoint, peer.layout)
+        assert isinstance(route, MooncakeRoute)
+        with monkeypatch.context() as patched:
+            if call == "submit":
+                submitted = _count_submits(route, fail_at=3)
+            else:
+                submitted = _count_submits(route)
+                patched.setattr(route, "check", lambda handle: 1 // 0)
+            flight = route.write(SCATTERED, SCATTERED)
+            assert await asyncio.wait_for(asyncio.shield(flight.done), 10) is Landing.UNPROVEN
+        assert ("RuntimeError" if call == "submit" else "ZeroDivisionError") in flight.error
+        assert (route.jobs, route.handles, route.bytes) == (0, 0, 0)
+        if call == "submit":
+            assert len(submitted) == 3
+            assert flight.landed_bytes == sum(submitted[:2]) == await peer.ask("landed")  # followed to their end
+        assert await asyncio.shield(route.write(SCATTERED, SCATTERED).done) is Landing.LANDED
+    await side.close()
+
+
+async def test_after_a_failed_block_nothing_more_of_a_write_is_submitted() -> None:
+    side = Side("mooncake", "layer_first", 4_000_000)
+    side.fill(7)
+    async with spawned("mooncake", "layer_first") as peer:
+        first, *others = peer.layout.buffers
+        lie = msgspec.structs.replace(first, address=first.address + (1 << 40))
+        route = await side.plane.connect(peer.endpoint, msgspec.structs.replace(peer.layout, buffers=(lie, *others)))
+        assert isinstance(route, MooncakeRoute)
+        submitted = _count_submits(route)
+        flight = route.write(SCATTERED, SCATTERED)
+        assert await asyncio.wait_for(asyncio.shield(flight.done), 20) is Landing.UNPROVEN
+        assert "status -1" in flight.error
+        # At this rate a write takes a second, and a block that is refused is known to be after some milliseconds.
+        assert 0 < sum(submitted) < flight.total_bytes / 2
+        so_far = len(submitted)
+        good = await side.plane.connect(peer.endpoint, peer.layout)
+        assert await asyncio.wait_for(asyncio.shield(good.write(pages(0), pages(0)).done), 20) is Landing.LANDED
+        assert len(submitted) == so_far
+    await side.close()
+
+
+@pytest.mark.parametrize("busy", [False, True])
+async def test_a_dead_writers_child_does_not_keep_its_bytes_coming(busy: bool) -> None:
+    side = Side("mooncake", "page_first", None)
+    threads = [threading.Thread(target=_burn, args=(stop := threading.Event(),)) for _ in range(4 if busy else 0)]
+    for thread in threads:
+        thread.start()
+    try:
+        for _ in range(3):
+            await _kill_a_forked_writer(side)
+    finally:
+        if threads:
+            stop.set()
+        for thread in threads:
+            thread.join()
+        await side.close()
+
+
+def _burn(stop: threading.Event) -> None:
+    block = np.ones(1 << 18)
+    while not stop.is_set():
+        block.sum()
+
+
+async def _kill_a_forked_writer(side: Side, *prefix: str, host: str = "127.0.0.1") -> None:
+    async with spawned("mooncake", prefix=prefix, host=host) as peer:
+        await peer.ask("fill", 8)
+        await peer.connect(side)
+        await peer.ask("write", EVERYTHING.tolist(), EVERYTHING.tolist())
+        assert (await peer.ask("done"))[0] == "landed"  # its connections are open, and its child inherits them
+        await peer.ask("fork")
+        assert isinstance(side.plane, mooncake.MooncakePlane)
+        fence = asyncio.ensure_future(side.plane.fence(peer.endpoint))
+        await until(lambda: _has_been_looked_at(side.plane))
+        await peer.ask("write", EVERYTHING.tolist(), EVERYTHING.tolist())
+        peer.process.kill()
+        await asyncio.wait_for(fence, 20)
+        for column in side.memory:
+            column[:] = 0  # somebody else's now
+        await asyncio.sleep(0.3)  # what could still arrive would arrive now
+        assert side.landed_bytes() == 0
+
+
+@pytest.fixture
+def network_namespace() -> Iterator[str]:
+    """A network namespace that reaches this one's 10.213.77.1 from its 10.213.77.2."""
+    name, near, far = (f"kv{kind}{os.getpid()}" for kind in ("n", "a", "b"))
+    added = shutil.which("ip") and subprocess.run(["ip", "netns", "add", name], check=False, capture_output=True)
+    if not added or added.returncode:
+        pytest.skip("no right to make a network namespace")
+    try:
+        for command in (
+            f"ip link add {near} type veth peer name {far} netns {name}",
+            f"ip addr add 10.213.77.1/30 dev {near}",
+            f"ip link set {near} up",
+            f"ip -n {name} addr add 10.213.77.2/30 dev {far}",
+            f"ip -n {name} link set {far} up",
+            f"ip -n {name} link set lo up",
+        ):
+            subprocess.run(command.split(), check=True, capture_output=True)
+        yield name
+    finally:
+        subprocess.run(["ip", "netns", "delete", name], check=True)
+
+
+@pytest.mark.slow
+async def test_a_dead_writer_of_another_network_namespace_is_fenced(network_namespace: str) -> None:
+    side = Side("mooncake", "page_first", None, "10.213.77.1")
+    try:
+        for _ in range(5):
+            await _kill_a_forked_writer(side, "ip", "netns", "exec", network_namespace, host="10.213.77.2")
+    finally:
+        await side.close()
+
+
+def _has_been_looked_at(plane: DataPlane) -> bool:
+    assert isinstance(plane, mooncake.MooncakePlane)
+    return any(connection.holders for connection in list(plane._inbound._connections.values()))
 
 
 @pytest.mark.parametrize("address", ["", "host", "host:", "host:99999999", "a b:1", "127.0.0.1:1"])

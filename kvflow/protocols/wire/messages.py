@@ -1,9 +1,10 @@
 """The messages between prefill and decode. One frame is one message: a msgpack array that begins with its tag.
+A ZMQ message carries one or more frames.
 
 Wire history
     1   first version; later ChunkDone.checksum, Registered.asked
     2   Announce; Register.fresh_from instead of settled_below; PoolLayout.tag and .fingerprint;
-        the rank of every message from prefill is checked
+        the rank of every message from prefill is checked; several frames in one ZMQ message
 
 Arrays grow at the end only: a reader ignores elements it does not know, and a new element has a default. What cannot
 be expressed that way takes a new version; `Register` carries it, and a prefill with another version refuses with both.

@@ -18,9 +18,10 @@ from kvflow.protocols.errors import MisuseError
 from kvflow.protocols.wire.codec import routing_id
 from kvflow.protocols.wire.messages import MAX_FRAME_BYTES, Incarnation
 from kvflow.transports.control.curve import ControlKey
+from kvflow.transports.control.packing import Incoming, Outgoing
 
 BURST_FRAMES = 16  # a millisecond or so of handlers
-QUEUE_FRAMES = 100_000
+QUEUE_MESSAGES = 100_000
 RECONNECT_MS = 100
 CUT_OFF = 4  # a peer that ends so many handshakes without a word has another key, or is no kvflow
 _REFUSED = zmq.EVENT_HANDSHAKE_FAILED_AUTH | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
@@ -31,10 +32,12 @@ class ZmqSocket:
     """Implements `protocols.ports.ControlSocket` over one ROUTER or DEALER."""
 
     def __init__(self, socket: zmq.Socket[bytes], *, router: bool, watch: _Handshakes | _Gate | None = None) -> None:
-        self._socket, self._router, self._watch = socket, router, watch
+        self._socket, self._watch = socket, watch
+        self._outgoing, self._incoming = Outgoing(socket, router=router), Incoming(socket, router=router)
         self._loop = asyncio.get_running_loop()
         self._waiting: asyncio.Future[None] | None = None
-        self._look_again = False
+        self._yield_first = False
+        self._turn_ends = False  # `_end_turn` is scheduled
         self._loop.add_reader(socket.fileno(), self._wake)
 
     @property
@@ -42,65 +45,48 @@ class ZmqSocket:
         return "" if self._watch is None else self._watch.trouble
 
     def send(self, frame: bytes, peer: bytes = b"") -> bool:
-        """Queue a frame; False when there is no such peer or its queue is full."""
-        try:
-            if self._router:
-                self._socket.send_multipart((peer, frame), zmq.NOBLOCK)
-            else:
-                self._socket.send(frame, zmq.NOBLOCK)
-        except zmq.ZMQError:
-            return False
-        finally:
-            if not self._look_again:
-                self._look_again = True
-                self._loop.call_soon(self._after_sends)
-        return True
+        """Queue a frame, which leaves as this turn of the loop ends; False when there is no such peer or its queue is
+        full."""
+        if not self._turn_ends:
+            self._turn_ends = True
+            self._loop.call_soon(self._end_turn)
+        return self._outgoing.add(frame, peer)
 
     async def receive(self) -> list[tuple[bytes, bytes]]:
         """The next burst, at most `BURST_FRAMES`; the loop runs between two bursts."""
-        while not (burst := self._drain()):
+        if self._yield_first:
+            self._yield_first = False
+            await asyncio.sleep(0)
+        while not (burst := self._incoming.take(BURST_FRAMES)):
+            if self._incoming.skipping:
+                await asyncio.sleep(0)
+                continue
             self._waiting = self._loop.create_future()
             try:
                 await self._waiting
             finally:
                 self._waiting = None
-        if len(burst) == BURST_FRAMES:
-            await asyncio.sleep(0)
+        self._yield_first = len(burst) == BURST_FRAMES
         return burst
 
     def close(self) -> None:
         if not self._socket.closed:
+            self._outgoing.close()
             self._loop.remove_reader(self._socket.fileno())
             if self._watch is not None:
                 self._watch.close()
             self._socket.close(linger=200)
 
-    def _drain(self) -> list[tuple[bytes, bytes]]:
-        burst: list[tuple[bytes, bytes]] = []
-        socket, router = self._socket, self._router
-        try:
-            while len(burst) < BURST_FRAMES:
-                if router:
-                    frames = socket.recv_multipart(zmq.NOBLOCK)
-                    # exactly two frames are a message of ours; anything else goes on as bytes that decode to nothing
-                    burst.append((frames[0], frames[1]) if len(frames) == 2 else (frames[0], b""))
-                else:
-                    burst.append((b"", socket.recv(zmq.NOBLOCK)))
-        except zmq.Again:
-            pass
-        return burst
-
-    def _events(self) -> int:
-        return int(self._socket.get(zmq.EVENTS))
-
     def _wake(self) -> None:
         if self._waiting is not None and not self._waiting.done():
             self._waiting.set_result(None)
 
-    def _after_sends(self) -> None:
-        self._look_again = False
-        if not self._socket.closed and self._events() & zmq.POLLIN:
-            self._wake()
+    def _end_turn(self) -> None:
+        self._turn_ends = False
+        if not self._socket.closed:
+            self._outgoing.close()
+            if int(self._socket.get(zmq.EVENTS)) & zmq.POLLIN:
+                self._wake()
 
 
 class _Gate(NamedTuple):
@@ -179,7 +165,7 @@ def connect_dealer(control: str, incarnation: int, key: ControlKey | None = None
 
 def _socket(kind: int, context: zmq.Context[zmq.Socket[bytes]]) -> zmq.Socket[bytes]:
     socket: zmq.Socket[bytes] = context.socket(kind)
-    socket.setsockopt(zmq.SNDHWM, QUEUE_FRAMES)
-    socket.setsockopt(zmq.RCVHWM, QUEUE_FRAMES)
+    socket.setsockopt(zmq.SNDHWM, QUEUE_MESSAGES)
+    socket.setsockopt(zmq.RCVHWM, QUEUE_MESSAGES)
     socket.setsockopt(zmq.MAXMSGSIZE, MAX_FRAME_BYTES)
     return socket

@@ -1,4 +1,5 @@
-"""From page lists to blocks for one pair of pools: checks on the event loop, planning on the plane's thread."""
+"""From page lists to blocks for one pair of pools: checks on the event loop, planning on the plane's thread (of a write
+that is copied at once, on the event loop too: see `Planner.few_blocks`)."""
 
 from __future__ import annotations
 
@@ -6,12 +7,12 @@ from typing import NamedTuple
 
 import numpy as np
 
-from kvflow.protocols.errors import LayoutError
+from kvflow.protocols.errors import LayoutError, TransferError
 from kvflow.protocols.pages.layout import PageIndices, PoolLayout
 from kvflow.protocols.pages.plan import Addresses, Pairing
 from kvflow.transports.data.write_thread import Job, WriteFlight, WriteThread
 
-_FEW_BLOCKS = 64
+FEW_BLOCKS = 64
 
 
 class BlockList(NamedTuple):
@@ -37,7 +38,7 @@ class Planner:
         # the write itself, so one page with few blocks is worked out in plain ints.
         at_0, at_1 = (self._plan(np.array([page], dtype=np.int32), np.array([page], dtype=np.int32)) for page in (0, 1))
         self._page: list[tuple[int, int, int, int, int]] = []
-        if len(at_0.sizes) <= _FEW_BLOCKS:
+        if len(at_0.sizes) <= FEW_BLOCKS:
             steps = zip(at_0.sources, at_1.sources, at_0.targets, at_1.targets, at_0.sizes, strict=True)
             self._page = [(s, s1 - s, t, t1 - t, size) for s, s1, t, t1, size in steps]
 
@@ -52,13 +53,20 @@ class Planner:
 
     def first_blocks(self, source_pages: PageIndices, target_pages: PageIndices) -> BlockList | None:
         """The whole plan, when it is one page in few blocks; else None: use `blocks`."""
-        if source_pages.size != 1 or not self._page:
+        return self.few_blocks(source_pages, target_pages) if source_pages.size == 1 else None
+
+    def few_blocks(self, source_pages: PageIndices, target_pages: PageIndices) -> BlockList | None:
+        """The whole plan, page by page, when that makes at most `FEW_BLOCKS`; else None. Neighbours are not joined."""
+        if not self._page or source_pages.size * len(self._page) > FEW_BLOCKS:
             return None
-        s, t = int(source_pages[0]), int(target_pages[0])
+        if source_pages.size == 1:
+            pairs = [(int(source_pages[0]), int(target_pages[0]))]
+        else:
+            pairs = list(zip(source_pages.tolist(), target_pages.tolist(), strict=True))
         return BlockList(
-            [base + step * s for base, step, _, _, _ in self._page],
-            [base + step * t for _, _, base, step, _ in self._page],
-            [size for _, _, _, _, size in self._page],
+            [base + step * s for s, _ in pairs for base, step, _, _, _ in self._page],
+            [base + step * t for _, t in pairs for _, _, base, step, _ in self._page],
+            [size for _ in pairs for _, _, _, _, size in self._page],
         )
 
     def blocks(self, source_pages: PageIndices, target_pages: PageIndices) -> tuple[Addresses, Addresses, Addresses]:
@@ -76,15 +84,23 @@ class PlannedRoute:
 
     def __init__(self, thread: WriteThread, planner: Planner) -> None:
         self.planner = planner
+        self.closed = False
         self._thread = thread
 
     def write(self, source_pages: PageIndices, target_pages: PageIndices) -> WriteFlight:
-        """Raises: LayoutError (nothing was started), TransferError after the plane was closed."""
+        """Raises: LayoutError (nothing was started), TransferError after the route or the plane was closed."""
+        if self.closed:
+            raise TransferError("the route is closed; connect again to write to that peer")
         self.planner.check(source_pages, target_pages)
         total_bytes = self.planner.page_bytes * int(source_pages.size)
         flight = WriteFlight(self._thread, self, source_pages, target_pages, total_bytes)
-        self._thread.submit(flight)
+        if not self.write_at_once(flight):
+            self._thread.submit(flight)
         return flight
+
+    def write_at_once(self, flight: WriteFlight) -> bool:
+        """Make a tiny write on the event loop, where `WriteThread.admit` allows it and the back end knows how."""
+        return False
 
     def begin(self, flight: WriteFlight) -> Job:
         raise NotImplementedError

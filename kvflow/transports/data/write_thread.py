@@ -4,6 +4,9 @@ Fair between rooms (a flight moves one slice per turn), and quick to stop: `canc
 arrives through a queue the idle thread blocks on; ends go back to the event loop in batches, one wake-up for all that
 ended since the loop last looked.
 
+A back end whose tiny writes cost less than this hand-over makes them on the event loop, while no flight is under way
+(so they keep their order, and none of a busy plane's overtakes another) and within a bound per turn of the loop.
+
 Rate limit (bytes/s over the whole plane): a slice may start once the bytes before it would have been sent at that rate,
 so by any moment at most one slice more than rate x time has been submitted. Idle time is not saved up. Slices shrink
 with the rate (5 ms worth each), which makes the middle of a transfer a place one can reach on purpose.
@@ -24,6 +27,9 @@ from kvflow.protocols.pages.layout import PageIndices
 from kvflow.protocols.ports import Landing
 
 SLICE_BYTES = 8 << 20  # 1 to 3 ms of memmove: what a cancel, or another room, waits for
+AT_ONCE_BYTES = 64 << 10  # the largest write made on the event loop: some 10 us of memmove
+_TURN_BYTES = 4 * AT_ONCE_BYTES  # made on the event loop in one turn of it, where ...
+_BLOCK_COST_BYTES = 4 << 10  # ... a block counts for no less than this
 _LIMITED_SLICE_S = 0.005
 _TOLD_AT_ONCE = 8
 _SMALLEST_SLICE = 4 << 10
@@ -93,6 +99,11 @@ class WriteFlight:
         if self.job is not None:
             self._landed_bytes, self.job = self.job.landed_bytes, None
 
+    def land(self) -> None:
+        """All of it has landed, on the event loop: it was never handed over."""
+        self._landed_bytes, self.landing = self.total_bytes, Landing.LANDED
+        self.done.set_result(Landing.LANDED)
+
     def cancel(self) -> None:
         if not self._cancelled and not self.done.done():
             self._cancelled = True
@@ -122,6 +133,7 @@ class WriteThread:
         self._turned_at = 0.0  # when a flight had its turn, or work came to an idle thread
         self._next_slice_at = 0.0
         self._abandon_at = float("inf")
+        self._turn_bytes = 0  # made on the event loop since its turn began
         self.surprises = 0  # exceptions of a back end, each of which ended its flight UNPROVEN
 
     def start(self) -> None:
@@ -140,6 +152,26 @@ class WriteThread:
         if self._thread is None or len(self._open) == len(self._ended):
             return 0.0
         return time.monotonic() - self._turned_at if self._thread.is_alive() else float("inf")
+
+    def admit(self, size_bytes: int, blocks: int) -> bool:
+        """Whether a write may be made on the event loop now, instead of being submitted; then it counts as made."""
+        if self._open or self._closing or size_bytes > self.slice_bytes:
+            return False
+        cost = max(size_bytes, blocks * _BLOCK_COST_BYTES)
+        if self._turn_bytes + cost > _TURN_BYTES:
+            return False
+        if self.rate:  # the thread's variable, and the thread has nothing to do
+            now = time.monotonic()
+            if now < self._next_slice_at:
+                return False
+            self._next_slice_at = now + size_bytes / self.rate
+        if not self._turn_bytes:
+            self.loop.call_soon(self._begin_turn)
+        self._turn_bytes += cost
+        return True
+
+    def _begin_turn(self) -> None:
+        self._turn_bytes = 0
 
     def submit(self, flight: WriteFlight) -> None:
         """Hand a flight over. Raises: TransferError after `close`."""

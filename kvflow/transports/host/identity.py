@@ -1,40 +1,44 @@
 """Observe the death of another process of this host, so that it is known and not assumed (Linux pidfd).
 
-A pid alone proves nothing: it may be re-used. A witness carries the process's start time too, and the boot and the pid
-namespace in which the pid means something; outside of them a death can never be proven.
+A pid alone proves nothing: it may be re-used. An identity carries the process's start time too, the boot and the pid
+namespace in which the pid means something, and the time namespace in which the start time does (elsewhere the kernel
+shifts it); outside of them a death can never be proven.
 """
 
 from __future__ import annotations
 
 import asyncio
+import errno
 import functools
 import os
+import select
 from types import TracebackType
 from typing import Self
 
 from kvflow.protocols.errors import TransferError
 from kvflow.protocols.ports import Witness
 
-
-@functools.cache
-def _place() -> tuple[str, str]:
-    with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:
-        boot_id = file.read().strip()
-    return boot_id, os.readlink("/proc/self/ns/pid")
+# What will not change by waiting; anything else (no descriptors, no memory) is raised as it is, to be tried again.
+_NEVER = frozenset({errno.EINVAL, errno.ENOSYS, errno.EPERM})
 
 
 def own_witness() -> Witness:
-    """What others need to observe this process's death. Not cached: a forked child is another process."""
-    boot_id, namespace = _place()
+    """What others need to observe this process's death. Not cached: a forked child is another process, and may be in
+    another namespace."""
     pid = os.getpid()
     _, ticks = _stat(pid)
-    return Witness(boot_id, namespace, pid, ticks)
+    return Witness(_boot_id(), _namespace("pid"), pid, ticks, _namespace("time"), _namespace("net"))
 
 
 def check_same_host(witness: Witness) -> None:
-    """Raises: TransferError when `witness` belongs to another boot or pid namespace, where nothing can be observed."""
-    if (witness.boot_id, witness.pid_namespace) != _place():
+    """Raises: TransferError when `witness` belongs to another boot, or to a pid or time namespace other than ours."""
+    if (witness.boot_id, witness.pid_namespace) != (_boot_id(), _namespace("pid")):
         raise TransferError(f"process {witness.pid} is on another host or in another pid namespace: cannot be observed")
+    if witness.time_namespace != (ours := _namespace("time")):
+        raise TransferError(
+            f"process {witness.pid} is in time namespace {witness.time_namespace!r:.80}, this one in {ours!r}: "
+            "its start time cannot be compared, so it cannot be observed; run both in one time namespace"
+        )
 
 
 def is_alive(witness: Witness) -> bool:
@@ -48,25 +52,22 @@ class DeathWatch:
     """An open pidfd on one process. Close it, or use it as an `async with`; closing cancels `died`."""
 
     def __init__(self, witness: Witness) -> None:
-        """Call on the event loop. Raises: TransferError when that process cannot be observed from here."""
+        """Call on the event loop.
+
+        Raises: TransferError when that process can never be observed from here; OSError when it cannot be just now.
+        """
         check_same_host(witness)
         self._loop = asyncio.get_running_loop()
         self.died: asyncio.Future[None] = self._loop.create_future()  # resolves when the process has ended
-        self._fd = -1
+        self._fd = open_process(witness)
+        if self._fd < 0:
+            self.died.set_result(None)
+            return
         try:
-            self._fd = os.pidfd_open(witness.pid)
-        except ProcessLookupError:
-            self.died.set_result(None)
-            return
-        except (OSError, OverflowError) as error:  # the pid came over the wire: it may be no pid at all
-            raise TransferError(f"cannot observe process {witness.pid}: {error}") from error
-        # Read after opening: if the start time still fits now, the descriptor can only be that process's.
-        # A zombie counts as living: its other threads may still run, and only the pidfd knows when the last has ended.
-        if _stat(witness.pid)[1] != witness.start_ticks:
-            self._release()
-            self.died.set_result(None)
-            return
-        self._loop.add_reader(self._fd, self._ended)
+            self._loop.add_reader(self._fd, self._ended)
+        except OSError:
+            os.close(self._fd)
+            raise
 
     @property
     def dead(self) -> bool:
@@ -103,9 +104,60 @@ def watch(witness: Witness) -> DeathWatch:
 
 
 async def wait_dead(witness: Witness) -> None:
-    """Return once that process has ended. Raises: TransferError when it cannot be observed from here."""
+    """Return once that process has ended. Raises: as DeathWatch."""
     async with watch(witness) as death:
         await asyncio.shield(death.died)
+
+
+def has_ended(pidfd: int) -> bool:
+    """Whether the process of an open pidfd has ended, all of its threads included."""
+    poll = select.poll()
+    poll.register(pidfd, select.POLLIN)
+    return bool(poll.poll(0))
+
+
+def open_process(witness: Witness) -> int:
+    """A pidfd of exactly that process; -1 when it has ended. Raises: as DeathWatch."""
+    try:
+        fd = os.pidfd_open(witness.pid)
+    except ProcessLookupError:
+        return -1
+    except OverflowError as error:  # the pid came over the wire: it may be no pid at all
+        raise TransferError(f"cannot observe process {witness.pid}: {error}") from error
+    except OSError as error:
+        if error.errno not in _NEVER:
+            raise
+        raise TransferError(f"cannot observe process {witness.pid}: {error}") from error
+    try:
+        # Read after opening: if the start time still fits now, the descriptor can only be that process's.
+        # A zombie counts as living: its other threads may still run, and only the pidfd knows when the last has ended.
+        _, ticks = _stat(witness.pid)
+        if ticks == witness.start_ticks:
+            return fd
+        if ticks < 0 and not has_ended(fd):
+            raise TransferError(
+                f"cannot observe process {witness.pid}: /proc does not show it to this user (hidepid); "
+                "run both processes as one user"
+            )
+    except BaseException:
+        os.close(fd)
+        raise
+    os.close(fd)
+    return -1
+
+
+@functools.cache
+def _boot_id() -> str:
+    with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:
+        return file.read().strip()
+
+
+def _namespace(kind: str) -> str:
+    """Which namespace this process is in; empty on a kernel that has none of that kind."""
+    try:
+        return os.readlink(f"/proc/self/ns/{kind}")
+    except FileNotFoundError:
+        return ""
 
 
 def _stat(pid: int) -> tuple[bytes, int]:

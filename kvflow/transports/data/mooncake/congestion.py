@@ -10,6 +10,8 @@ from __future__ import annotations
 import os
 import socket
 
+from kvflow.transports.data.mooncake.tcp_table import borrow
+
 _PACED = b"bbr"
 _UNPACED = b"reno"  # the one algorithm that every kernel has and every user may choose
 
@@ -28,19 +30,10 @@ def unpace_local_connections() -> int:
 
 def _unpaced(fd: int) -> bool:
     try:
-        fd = os.dup(fd)  # ours: whoever owns the connection may close it meanwhile
-    except OSError:
+        with borrow(fd) as connection:
+            return connection is not None and _unpace(connection)
+    except OSError:  # no descriptor is left, or the connection has no other end, or none any more
         return False
-    try:
-        connection = socket.socket(fileno=fd)
-    except OSError:  # something else than a socket
-        os.close(fd)
-        return False
-    with connection:
-        try:
-            return _unpace(connection)
-        except OSError:  # it has no other end, or none any more
-            return False
 
 
 def _unpace(connection: socket.socket) -> bool:

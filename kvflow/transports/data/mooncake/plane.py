@@ -5,13 +5,17 @@ Can a write outlive its error?  Yes. Over TCP blocks that ended -1, or had not e
                                 were seen to land later, with whatever the source held by then. So any other end makes
                                 the whole write UNPROVEN, once its other handles have ended; a handle that does not end
                                 is waited for.
-What fences a peer?             Its process is known to be dead (pidfd) and every connection it had into our engine is
-                                gone (`lanes`): bytes it sent before it died are read until then. Another host's process
-                                cannot be observed, so its writes can never be proven over.
+What fences a peer?             Its process is known to be dead (pidfd) and our engine has closed every connection that
+                                may have been its (`inbound`): bytes it sent before it died are read until then.
+                                Another host's process cannot be observed, so its writes can never be proven over.
 
 Blocks are submitted one by one into a window that is bounded in handles and in bytes: after an abort what is in the
 window has to land before the pages are free. The engine has no authentication: whoever reaches its ports can write into
 registered memory, and it listens on every interface. Keep it on a private network.
+
+A route belongs to one process. Once that process is known to have ended, or another one was met at its session, nothing
+more is submitted. What the engine holds by then (one window) it fails within about a second; a new process that takes
+over both ports in that time, with memory registered at the same addresses, would be written to.
 """
 
 from __future__ import annotations
@@ -21,30 +25,25 @@ import importlib
 import os
 import re
 import threading
-from collections import deque
+from contextlib import suppress
 from typing import Any
 
 from kvflow.aio import in_thread
 from kvflow.protocols.errors import LayoutError, MisuseError, TransferError
 from kvflow.protocols.pages.layout import PoolLayout
-from kvflow.protocols.ports import Endpoint, Landing, Witness
-from kvflow.transports.data.mooncake.congestion import unpace_local_connections
-from kvflow.transports.data.mooncake.tcp_table import listening_ports, orphaned_lanes
-from kvflow.transports.data.route import BlockQueue, PlannedRoute, Planner
-from kvflow.transports.data.write_thread import WriteFlight, WriteThread
-from kvflow.transports.host.identity import own_witness, wait_dead
+from kvflow.protocols.ports import Endpoint, Witness
+from kvflow.transports.data.mooncake.inbound import InboundConnections
+from kvflow.transports.data.mooncake.route import MooncakeRoute, PeerProcess
+from kvflow.transports.data.mooncake.tcp_table import listening_ports
+from kvflow.transports.data.route import Planner
+from kvflow.transports.data.write_thread import WriteThread
+from kvflow.transports.host.identity import own_witness, watch
 
-WINDOW_HANDLES = 128
-WINDOW_BYTES = 32 << 20
 MAX_BLOCK_BYTES = 2 << 20
 MAX_REGIONS = 1024
-_FIRST_UNPACE_BYTES, _LAST_UNPACE_BYTES = 4 << 20, 256 << 20
-# A look at a window takes some 100 us of CPU, which the copying threads lack where cores are few: it is taken a few
-# times while the window empties, and not before the last of a write can have landed at the best speed seen.
-_TCP_PAUSE_S, _RDMA_PAUSE_S = 0.001, 0.0002
-_BEST_BYTES_PER_S = 8e9
 _CLOSE_GRACE_S = 5.0
-_LANES_POLL_S = 0.02
+_LOOK_S = 1.0  # how often the connections of writers that live are looked at
+_SHORTEST_POLL_S, _LONGEST_POLL_S = 0.005, 1.0  # how often those of a dead one are
 _SESSION = re.compile(r"[A-Za-z0-9_.:\[\]-]{1,255}:[0-9]{1,5}\Z", re.ASCII)
 # Read by the engine when it is imported. Its own limit of queued transfers wedges a peer for good once it is reached.
 _ENVIRONMENT = {
@@ -69,9 +68,10 @@ class MooncakePlane:
         self._host, self._device = host, device
         self._engine_class = engine_class(force_tcp=not device)
         self._engines: list[Any] = []
-        self._ports: set[int] = set()
+        self._inbound = InboundConnections()
         self._layout: PoolLayout | None = None
         self._sessions: dict[str, tuple[Witness, Any]] = {}  # who was reached at a session, through which engine
+        self._routes: set[MooncakeRoute] = set()
         self._opening = threading.Lock()
         self.engine = self._start_engine()  # the one peers write through
         self._session = f"{host}:{self.engine.get_rpc_port()}"
@@ -103,8 +103,20 @@ class MooncakePlane:
         layout.check()
         self._thread.start()
         planner = Planner(ours, layout, max_block_bytes=min(MAX_BLOCK_BYTES, self._thread.slice_bytes))
-        engine = await in_thread(lambda: self._reach(endpoint, ours, layout))
-        return MooncakeRoute(self._thread, planner, engine, endpoint.address, over_tcp=not self._device)
+        over_tcp = not self._device
+        process = PeerProcess(endpoint.witness)
+        try:
+            engine = await in_thread(lambda: self._reach(endpoint, ours, layout))
+            process.check()  # looked at after opening: else another process may have answered
+        except BaseException:
+            process.close()
+            raise
+        for other in self._routes:
+            if other.session == endpoint.address and other.process.witness != endpoint.witness:
+                other.process.is_replaced = True
+        route = MooncakeRoute(self._thread, planner, engine, endpoint.address, process, self._routes, over_tcp=over_tcp)
+        self._routes.add(route)
+        return route
 
     def _reach(self, peer: Endpoint, ours: PoolLayout, theirs: PoolLayout) -> Any:
         """Open the session with a write of no bytes, so that no later submit has to connect (up to 5 s)."""
@@ -136,7 +148,7 @@ class MooncakePlane:
         engine = self._engine_class()
         if engine.initialize(self._host, "P2PHANDSHAKE", "rdma" if self._device else "tcp", self._device):
             raise TransferError(f"the mooncake engine does not start on {self._host}")
-        self._ports |= listening_ports() - before
+        self._inbound.add_ports(listening_ports() - before)
         self._engines.append(engine)
         return engine
 
@@ -148,21 +160,41 @@ class MooncakePlane:
                 raise LayoutError(f"mooncake cannot register buffer {b.name!r} (status {status})")
 
     async def fence(self, writer: Endpoint) -> None:
-        """Return once the writer's process is dead and its lanes are closed.
+        """Return once the writer's process is dead and our engine has closed every connection that may be its.
 
-        Raises: TransferError for a writer of another host, and over RDMA, whose queues nothing here can see into.
+        Raises: TransferError for a writer that cannot be observed (another host, say), and over RDMA, whose queues
+        nothing here can see into; OSError when it cannot be observed just now.
         """
         if self._device:
             raise TransferError("over RDMA the end of a writer's bytes cannot be observed")
-        await wait_dead(writer.witness)
-        while await asyncio.to_thread(orphaned_lanes, self._ports):  # noqa: ASYNC110 - the kernel tells nobody
-            await asyncio.sleep(_LANES_POLL_S)
+        inbound, witness = self._inbound, writer.witness
+        async with watch(witness) as death:
+            inbound.watch(witness)
+            try:
+                while not death.dead:
+                    with suppress(OSError):  # no descriptor to look with: what is not known only makes us wait
+                        await in_thread(inbound.look)
+                    await asyncio.wait([death.died], timeout=_LOOK_S)
+                await self._wait_closed(witness)
+            finally:
+                inbound.forget(witness)
+
+    async def _wait_closed(self, dead_writer: Witness) -> None:
+        pause_s = _SHORTEST_POLL_S
+        while True:
+            with suppress(OSError):  # no descriptor to look with: look again
+                if not await in_thread(lambda: self._inbound.count_open(dead_writer)):
+                    return
+            await asyncio.sleep(pause_s)
+            pause_s = min(pause_s * 1.2, _LONGEST_POLL_S)
 
     async def close(self) -> None:
         """Cancel, drain for at most 5 s (a frozen peer's blocks then end UNPROVEN), unregister the pool."""
         try:
             await self._thread.close(_CLOSE_GRACE_S)
         finally:  # the thread has ended, cancelled or not
+            for route in list(self._routes):
+                route.close()
             await in_thread(self._unregister)
 
     def _unregister(self) -> None:
@@ -170,96 +202,6 @@ class MooncakePlane:
         for b in layout.buffers if layout is not None else ():
             for engine in self._engines:
                 engine.unregister_memory(b.address)
-
-
-class MooncakeRoute(PlannedRoute):
-    """Implements `protocols.ports.Route`. The window is the route's, so a frozen peer holds up nobody else's writes."""
-
-    def __init__(self, thread: WriteThread, planner: Planner, engine: Any, session: str, *, over_tcp: bool) -> None:
-        super().__init__(thread, planner)
-        self.submit = engine.transfer_submit_write
-        self.check = engine.transfer_check_status
-        self.session = session
-        self.jobs = self.handles = self.bytes = 0  # under way; the plane's thread only
-        self._next_unpace = _FIRST_UNPACE_BYTES
-        self.pause_s = _TCP_PAUSE_S if over_tcp else _RDMA_PAUSE_S
-        self._until_unpace = 0 if over_tcp else float("inf")  # bytes; RDMA has no connections to look at
-
-    def begin(self, flight: WriteFlight) -> _WindowJob:
-        return _WindowJob(self, flight, BlockQueue(self.planner, flight.source_pages, flight.target_pages))
-
-    def moved(self, submitted_bytes: int) -> None:
-        """The engine opens its connections while it has work, so they are looked for often at first, then seldom."""
-        self._until_unpace -= submitted_bytes
-        if self._until_unpace <= 0 and submitted_bytes:
-            unpace_local_connections()
-            self._until_unpace = self._next_unpace
-            self._next_unpace = min(2 * self._next_unpace, _LAST_UNPACE_BYTES)
-
-    def close(self) -> None:
-        """Nothing to give back: an engine has no call to drop a session (see `_engine_for`)."""
-
-
-class _WindowJob:
-    """Implements `writer.Job`: some handles of the route's window."""
-
-    __slots__ = ("_blocks", "_flight", "_handles", "_route", "error", "landed_bytes", "landing", "pause_s")
-
-    def __init__(self, route: MooncakeRoute, flight: WriteFlight, blocks: BlockQueue) -> None:
-        self._route, self._flight, self._blocks = route, flight, blocks
-        self._handles: deque[tuple[int, int]] = deque()  # (handle, size), oldest first
-        self.landed_bytes, self.error = 0, ""
-        self.landing: Landing | None = None
-        self.pause_s = 0.0
-        route.jobs += 1
-
-    def advance(self, max_bytes: int, cancelled: bool) -> int:
-        ended = self._follow()
-        submitted = 0 if cancelled or self.error else self._submit(max_bytes)
-        left_s = (self._flight.total_bytes - self.landed_bytes) / _BEST_BYTES_PER_S
-        self.pause_s = min(left_s, self._route.pause_s) if submitted < max_bytes else 0.0
-        if not self._handles and (cancelled or self.error or not self._blocks.left_bytes):
-            self._route.jobs -= 1
-            if self.error:
-                self.landing = Landing.UNPROVEN
-            else:
-                whole = self.landed_bytes == self._flight.total_bytes
-                self.landing = Landing.LANDED if whole else Landing.DRAINED
-            return submitted
-        return submitted if submitted or ended else -1
-
-    def _follow(self) -> int:
-        """Take what has ended off the front of the window; each handle is asked until it has ended, and never again."""
-        route, handles, ended = self._route, self._handles, 0
-        while handles and (status := route.check(handles[0][0])):
-            _, size = handles.popleft()
-            route.handles -= 1
-            route.bytes -= size
-            ended += 1
-            if status == 1:
-                self.landed_bytes += size
-            elif not self.error:
-                self.error = f"a block to {route.session} ended with status {status}"
-        return ended
-
-    def _submit(self, max_bytes: int) -> int:
-        route, submitted = self._route, 0
-        share = max(1, WINDOW_HANDLES // route.jobs) - len(self._handles)
-        free_bytes = WINDOW_BYTES - route.bytes
-        blocks = self._blocks.take(min(max_bytes, free_bytes), min(share, WINDOW_HANDLES - route.handles))
-        for source, target, size in zip(*blocks, strict=True):
-            if self._flight.cancelled:  # looked at once more per block: after an abort, one window at most may land
-                break
-            handle = route.submit(route.session, source, target, size)
-            if not handle:
-                self.error = f"mooncake took no block for {route.session}"
-                break
-            self._handles.append((handle, size))
-            route.handles += 1
-            route.bytes += size
-            submitted += size
-        route.moved(submitted)
-        return submitted
 
 
 def engine_class(*, force_tcp: bool) -> Any:

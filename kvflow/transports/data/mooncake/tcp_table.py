@@ -1,103 +1,147 @@
-"""Which TCP connections into this process have lost the process at their other end, read from /proc/net/tcp{,6}.
+"""TCP sockets as the kernel lists them: /proc/net/tcp{,6} of a network namespace, /proc/PID/fd of a process.
 
-A killed writer's last bytes may still sit in the kernel, or in the reader that accepted its connection: its death alone
-does not end its writes. The connection's end does. So after a death the mooncake plane waits until every connection
-accepted on its engine's ports, whose far end is on this host and belongs to no process any more, is gone.
+Addresses stay as the tables print them: hexadecimal, four bytes at a time in the machine's byte order, with IPv4-mapped
+IPv6 addresses shortened to IPv4. File input and output: call it in a thread.
 """
 
 from __future__ import annotations
 
+import errno
 import os
 import re
-from collections.abc import Iterable, Iterator
+import socket
+import sys
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
 from typing import NamedTuple
 
 _LISTEN = "0A"
 _READABLE = frozenset({"01", "03", "08"})  # ESTABLISHED, SYN_RECV, CLOSE_WAIT: states in which we may still read
-_MAPPED_IPV4 = "0000000000000000FFFF0000"
-_LOCAL_IPV4 = re.compile(r"\|-- (\d+)\.(\d+)\.(\d+)\.(\d+)\n\s+/32 host LOCAL")
+_MAPPED_IPV4 = "0" * 16 + f"{int.from_bytes(bytes([0, 0, 255, 255]), sys.byteorder):08X}"
+_LOCAL_IPV4 = re.compile(r"\|-- (\d+\.\d+\.\d+\.\d+)\n\s+/32 host LOCAL")
 
 
-class _Entry(NamedTuple):
-    """One row: addresses as the kernel prints them (hex, IPv4-mapped ones shortened to IPv4), ports, state, inode."""
+class Ends(NamedTuple):
+    """The two ends of a connection, as one of them sees it."""
 
     address: str
     port: int
     far_address: str
     far_port: int
+
+    def reversed(self) -> Ends:
+        return Ends(self.far_address, self.far_port, self.address, self.port)
+
+
+class Row(NamedTuple):
+    """One socket; its inode is 0 while no process has accepted it, and after its last descriptor was closed."""
+
+    ends: Ends
     state: str
     inode: int
+
+    @property
+    def is_listening(self) -> bool:
+        return self.state == _LISTEN
+
+    @property
+    def is_readable(self) -> bool:
+        return self.state in _READABLE
+
+
+def rows(process: int | str = "self", ports: Collection[int] | None = None) -> Iterator[Row]:
+    """TCP sockets in the network namespace of a process: all, or those with one of `ports` at either end."""
+    words = None if ports is None else [f":{port:04X} " for port in ports]
+    for table in (f"/proc/{process}/net/tcp", f"/proc/{process}/net/tcp6"):
+        try:
+            with open(table, encoding="ascii", buffering=1 << 20) as file:
+                lines = file.readlines()[1:]
+        except (FileNotFoundError, ProcessLookupError):  # no such process, or a kernel without IPv6
+            continue
+        for line in lines:
+            if words is not None and not any(word in line for word in words):
+                continue
+            fields = line.split()
+            address, _, port = fields[1].partition(":")
+            far_address, _, far_port = fields[2].partition(":")
+            ends = Ends(_short(address), int(port, 16), _short(far_address), int(far_port, 16))
+            yield Row(ends, fields[3], int(fields[9]))
+
+
+def sockets(process: int | str = "self") -> dict[int, int]:
+    """The sockets of a process: inode to (one) descriptor. Empty when it has ended, or may not be looked at."""
+    found: dict[int, int] = {}
+    folder = f"/proc/{process}/fd"
+    try:
+        names = os.listdir(folder)
+        for name in names:
+            try:
+                target = os.readlink(f"{folder}/{name}")
+            except FileNotFoundError:  # closed meanwhile
+                continue
+            if target.startswith("socket:["):
+                found[int(target[8:-1])] = int(name)
+        ended = not os.listdir(folder)  # a process that ends loses all at once: then what was read is not the whole
+    except (FileNotFoundError, ProcessLookupError, PermissionError):
+        return {}
+    return {} if ended else found
+
+
+@contextmanager
+def borrow(fd: int, inode: int | None = None) -> Iterator[socket.socket | None]:
+    """A duplicate of a descriptor of ours that the engine may close meanwhile; None when it is no socket, or no longer
+    that one. Raises: OSError when no descriptor is left for the duplicate."""
+    try:
+        duplicate = os.dup(fd)
+    except OSError as error:
+        if error.errno != errno.EBADF:
+            raise
+        yield None
+        return
+    try:
+        ours = socket.socket(fileno=duplicate)
+    except OSError:  # no socket
+        os.close(duplicate)
+        yield None
+        return
+    with ours:
+        yield ours if inode is None or os.fstat(duplicate).st_ino == inode else None
 
 
 def listening_ports() -> set[int]:
     """TCP ports this process listens on."""
-    inodes = _own_sockets()
-    return {e.port for e in _entries() if e.state == _LISTEN and e.inode in inodes}
+    ours = sockets()
+    return {row.ends.port for row in rows() if row.is_listening and row.inode in ours}
 
 
-def orphaned_lanes(ports: Iterable[int]) -> int:
-    """How many connections to our `ports` come from this host, from a socket that no process owns any more.
-
-    Does file I/O: call it in a thread.
-    """
-    wanted = set(ports)
-    rows = list(_entries())
-    owned = {(e.address, e.port, e.far_address, e.far_port) for e in rows if e.inode}
-    here = _own_addresses()
-    return sum(
-        1
-        for e in rows
-        if e.port in wanted
-        and e.state in _READABLE
-        and (e.far_address == e.address or e.far_address in here or e.far_address.endswith("7F"))
-        and (e.far_address, e.far_port, e.address, e.port) not in owned
-    )
-
-
-def _entries() -> Iterator[_Entry]:
-    for table in ("/proc/self/net/tcp", "/proc/self/net/tcp6"):
-        try:
-            with open(table, encoding="ascii") as file:
-                rows = file.readlines()[1:]
-        except FileNotFoundError:  # a kernel without IPv6
-            continue
-        for row in rows:
-            fields = row.split()
-            address, _, port = fields[1].partition(":")
-            far_address, _, far_port = fields[2].partition(":")
-            yield _Entry(
-                address.removeprefix(_MAPPED_IPV4),
-                int(port, 16),
-                far_address.removeprefix(_MAPPED_IPV4),
-                int(far_port, 16),
-                fields[3],
-                int(fields[9]),
-            )
-
-
-def _own_sockets() -> set[int]:
-    found: set[int] = set()
-    for fd in os.listdir("/proc/self/fd"):
-        try:
-            target = os.readlink(f"/proc/self/fd/{fd}")
-        except OSError:  # closed meanwhile
-            continue
-        if target.startswith("socket:["):
-            found.add(int(target[8:-1]))
-    return found
-
-
-def _own_addresses() -> set[str]:
-    """Addresses of this host, as the tables print them."""
+def own_addresses() -> set[str]:
+    """Addresses of this network namespace; see also `is_loopback`."""
     found: set[str] = set()
     try:
         with open("/proc/self/net/fib_trie", encoding="ascii") as file:
-            for a, b, c, d in _LOCAL_IPV4.findall(file.read()):
-                found.add(f"{int(d):02X}{int(c):02X}{int(b):02X}{int(a):02X}")
+            found.update(map(encode_address, _LOCAL_IPV4.findall(file.read())))
         with open("/proc/self/net/if_inet6", encoding="ascii") as file:
-            for row in file:
-                raw = bytes.fromhex(row.split()[0])
-                found.add("".join(raw[i : i + 4][::-1].hex() for i in range(0, 16, 4)).upper())
+            found.update(_encode(bytes.fromhex(line.split()[0])) for line in file)
     except FileNotFoundError:
         pass
     return found
+
+
+def is_loopback(address: str) -> bool:
+    """Whether it lies in 127.0.0.0/8, of which `own_addresses` lists only one."""
+    return len(address) == 8 and int(address, 16).to_bytes(4, sys.byteorder)[0] == 127
+
+
+def encode_address(text: str) -> str:
+    """As the tables print it. A zone (`%eth0`) is dropped, as they have none."""
+    family = socket.AF_INET6 if ":" in text else socket.AF_INET
+    return _short(_encode(socket.inet_pton(family, text.partition("%")[0])))
+
+
+def _encode(raw: bytes) -> str:
+    words = (raw[i : i + 4] for i in range(0, len(raw), 4))
+    return "".join(f"{int.from_bytes(word, sys.byteorder):08X}" for word in words)
+
+
+def _short(address: str) -> str:
+    return address[24:] if len(address) == 32 and address.startswith(_MAPPED_IPV4) else address

@@ -7,7 +7,7 @@ import socket
 
 import pytest
 
-from kvflow.transports.data.mooncake import congestion as pacing
+from kvflow.transports.data.mooncake import congestion
 
 
 def algorithm(connection: socket.socket) -> bytes:
@@ -18,10 +18,10 @@ def test_local_connections_lose_a_paced_algorithm(monkeypatch: pytest.MonkeyPatc
     with socket.create_server(("127.0.0.1", 0)) as server, socket.create_connection(server.getsockname()) as near:
         far, _ = server.accept()
         with far:
-            monkeypatch.setattr(pacing, "_PACED", algorithm(near))  # whatever this machine's default is
-            monkeypatch.setattr(pacing, "_UNPACED", b"reno")
+            monkeypatch.setattr(congestion, "_PACED", algorithm(near))  # whatever this machine's default is
+            monkeypatch.setattr(congestion, "_UNPACED", b"reno")
             descriptors = len(os.listdir("/proc/self/fd"))
-            changed = pacing.unpace_local_connections()
+            changed = congestion.unpace_local_connections()
             assert algorithm(near) == algorithm(far) == b"reno"
             assert changed >= 2
             near.sendall(b"still open")
@@ -32,7 +32,7 @@ def test_local_connections_lose_a_paced_algorithm(monkeypatch: pytest.MonkeyPatc
 def test_other_algorithms_are_the_operators_choice(monkeypatch: pytest.MonkeyPatch) -> None:
     with socket.create_server(("127.0.0.1", 0)) as server, socket.create_connection(server.getsockname()) as near:
         before = algorithm(near)
-        monkeypatch.setattr(pacing, "_PACED", b"another")
-        monkeypatch.setattr(pacing, "_UNPACED", b"reno")
-        assert pacing.unpace_local_connections() == 0
+        monkeypatch.setattr(congestion, "_PACED", b"another")
+        monkeypatch.setattr(congestion, "_UNPACED", b"reno")
+        assert congestion.unpace_local_connections() == 0
         assert algorithm(near) == before

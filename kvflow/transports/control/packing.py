@@ -1,0 +1,105 @@
+"""Frames to and from ZMQ messages: one message carries the frames sent to one peer, one after the other, in one turn.
+
+Each frame is a part of its own, [peer, frame, frame, ...] at the ROUTER and [frame, frame, ...] at the DEALER, because
+waking the other side costs more than a frame does. The first part tells whether the peer can take a message at all
+and is sent at once, so that the answer for each frame is still true. Parts reach the other side with the last one.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+
+import zmq
+
+from kvflow.protocols.wire.messages import MAX_FRAME_BYTES
+
+MAX_PARTS = 1024  # of a received message, whose size is bounded as one frame's is; a longer one is malformed as a whole
+PACKED_FRAMES, PACKED_BYTES = 64, 256 << 10  # a message that has grown to either is closed before its turn ends
+_NOBLOCK, _SNDMORE = int(zmq.NOBLOCK), int(zmq.SNDMORE)  # as enums they are slow to combine
+
+
+class Outgoing:
+    """The message under construction on one ROUTER or DEALER, open until `close`."""
+
+    def __init__(self, socket: zmq.Socket[bytes], *, router: bool) -> None:
+        self._socket, self._router = socket, router
+        self._last: bytes | None = None  # held back: the last part is sent as such
+        self._peer = b""
+        self._frames = self._bytes = 0
+
+    def add(self, frame: bytes, peer: bytes) -> bool:
+        """False when there is no such peer or its queue is full."""
+        if self._last is not None:
+            if peer == self._peer and self._frames < PACKED_FRAMES and self._bytes + len(frame) <= PACKED_BYTES:
+                if self._push(self._last, _SNDMORE):
+                    self._last = frame
+                    self._frames += 1
+                    self._bytes += len(frame)
+                    return True
+                self._last = None  # it was lost with its connection
+            self.close()
+        if not self._open(peer):
+            return False
+        self._last, self._peer, self._frames, self._bytes = frame, peer, 1, len(frame)
+        return True
+
+    def close(self) -> None:
+        """Send what is open. Idempotent."""
+        if self._last is not None:
+            self._push(self._last, 0)
+            self._last = None
+
+    def _open(self, peer: bytes) -> bool:
+        """A ROUTER learns it from the first part; a DEALER, whose first part is the frame held back, has to ask."""
+        if self._router:
+            return self._push(peer, _SNDMORE)
+        return not self._socket.closed and bool(int(self._socket.get(zmq.EVENTS)) & zmq.POLLOUT)
+
+    def _push(self, part: bytes, flags: int) -> bool:
+        try:
+            self._socket.send(part, flags | _NOBLOCK)
+        except zmq.ZMQError:
+            return False
+        return True
+
+
+class Incoming:
+    """What one ROUTER or DEALER has received, frame by frame."""
+
+    def __init__(self, socket: zmq.Socket[bytes], *, router: bool) -> None:
+        self._socket, self._router = socket, router
+        self._frames: deque[tuple[bytes, bytes]] = deque()  # (peer, frame)
+        self.skipping = False  # the rest of a message that is too long has to be taken first: call `take` again
+
+    def take(self, count: int) -> list[tuple[bytes, bytes]]:
+        """At most `count` frames; none when nothing has arrived, or while `skipping`."""
+        frames = self._frames
+        try:
+            if self.skipping:
+                self._skip()
+            while len(frames) < count and not self.skipping:
+                self._read_message()
+        except zmq.Again:
+            pass
+        return [frames.popleft() for _ in range(min(len(frames), count))]
+
+    def _read_message(self) -> None:
+        """A message above the limits becomes one frame that decodes to nothing. Raises: zmq.Again."""
+        receive = self._socket.recv
+        peer = receive(_NOBLOCK) if self._router else b""
+        frames, size_bytes, more = [], 0, True
+        while more:
+            part = receive(_NOBLOCK, copy=False)  # knows whether more follow; the socket option is slower to read
+            frames.append((peer, part.bytes))
+            size_bytes, more = size_bytes + len(part), part.more
+            if size_bytes > MAX_FRAME_BYTES or (more and len(frames) == MAX_PARTS):
+                frames, self.skipping = [(peer, b"")], more
+                break
+        self._frames += frames
+
+    def _skip(self) -> None:
+        """Some parts of a message that is too long: ZMQ has all of it, and gives it part by part."""
+        for _ in range(MAX_PARTS):
+            if not self._socket.recv(_NOBLOCK, copy=False).more:
+                self.skipping = False
+                return

@@ -1,0 +1,221 @@
+"""Which writer's connections into our engine are over, so that a dead writer's last bytes are known to be behind us.
+
+A killed writer's bytes live on: in the kernel, in the engine's thread that reads its connection, and in a child that
+the writer forked, which holds the same sockets and keeps them open. The writer's end of a connection therefore proves
+nothing. Ours does: once our engine has closed its descriptor, nothing reads that connection any more. (The engine
+closes it after it has put into memory what it read before.)
+
+So after a writer's death every connection that our engine has open counts as that writer's, but for those known to be
+another's:
+
+- while the writer lived, its descriptors were looked at, they did not have the connection, and another watched writer's
+  had; or the connection came up after a look in which that other writer was already running, and so was not inherited;
+- it comes from another machine: not from an address of our network namespace, which is the writer's too.
+
+Connections that were seen with the writer, and with no other, are shut down from our side: a child may hold them for
+ever. For the rest we wait, for as long as it takes. That is the right answer for what cannot be told apart: a
+connection behind an address translation, or one that was opened in the writer's last moments and that a child holds.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import socket
+import threading
+from contextlib import suppress
+from dataclasses import dataclass, field
+
+from kvflow.protocols.ports import Witness
+from kvflow.transports.data.mooncake.tcp_table import (
+    Ends,
+    borrow,
+    encode_address,
+    is_loopback,
+    own_addresses,
+    rows,
+    sockets,
+)
+from kvflow.transports.host.identity import is_alive, own_witness
+
+
+@dataclass(slots=True)
+class _Connection:
+    """One descriptor of ours that the engine accepted."""
+
+    fd: int
+    ends: Ends | None  # None once it was reset: then only its port is known
+    is_local: bool  # it comes from an address of our own network namespace
+    first_look: int  # the look that found it
+    holders: dict[Witness, int] = field(default_factory=dict)  # writers seen with it, and the first look at each
+
+
+@dataclass(slots=True)
+class _Writer:
+    """A writer whose death is awaited."""
+
+    fences: int = 0  # that await it
+    first_look: int = 0  # looks are counted from 1; 0 means that no look has succeeded yet
+    last_look: int = 0
+    suspects: dict[int, int] | None = None  # inode to descriptor; fixed after its death, once all are accepted
+
+
+class InboundConnections:
+    """The connections that one plane's engines have accepted. Its methods read /proc: call them in a thread."""
+
+    def __init__(self) -> None:
+        self._ports: set[int] = set()
+        self._lock = threading.Lock()
+        self._looks = 0
+        self._writers: dict[Witness, _Writer] = {}
+        self._connections: dict[int, _Connection] = {}  # by inode
+        self._closed: set[int] = set()  # inodes that our engine has closed, and a child of ours perhaps has not
+        self._others: set[int] = set()  # inodes of this process's other sockets
+
+    def add_ports(self, ports: set[int]) -> None:
+        """Our engines listen there."""
+        with self._lock:
+            self._ports |= ports
+            self._others.clear()
+
+    def watch(self, writer: Witness) -> None:
+        """Find out, look by look, which connections are this writer's, until `forget` was called as often."""
+        with self._lock:
+            self._writers.setdefault(writer, _Writer()).fences += 1
+
+    def forget(self, writer: Witness) -> None:
+        with self._lock:
+            self._writers[writer].fences -= 1
+            if not self._writers[writer].fences:
+                del self._writers[writer]
+
+    def look(self) -> None:
+        """See what has come up and who has it. Raises: OSError when there are no descriptors to look with."""
+        with self._lock:
+            self._look()
+
+    def count_open(self, dead_writer: Witness) -> int:
+        """How many connections that may be the dead writer's can still be read, by our engine or once it accepts them.
+
+        The writer is one that is watched. Raises: OSError as `look`.
+        """
+        with self._lock:
+            writer = self._writers[dead_writer]
+            if writer.suspects is None:
+                readable = {
+                    row.inode for row in rows(ports=self._ports) if row.ends.port in self._ports and row.is_readable
+                }
+                self._look()
+                self._closed &= readable
+                # Our descriptors were read after the table: what was accepted between the two is among them.
+                if pending := readable - self._connections.keys() - self._closed:
+                    return len(pending)
+                writer.suspects = self._suspects(dead_writer)
+            if any(_is_open(fd, inode) for inode, fd in writer.suspects.items()):
+                return len(writer.suspects)
+            ours = self._own_sockets()  # a descriptor that is gone may have been a duplicate
+            writer.suspects = {inode: ours[inode] for inode in writer.suspects if inode in ours}
+            return len(writer.suspects)
+
+    def _suspects(self, dead_writer: Witness) -> dict[int, int]:
+        here = own_witness().network_namespace
+        found = {}
+        for inode, connection in self._connections.items():
+            if self._is_anothers(connection, dead_writer, here):
+                continue
+            found[inode] = connection.fd
+            if connection.holders.keys() == {dead_writer}:
+                with borrow(connection.fd, inode) as ours, suppress(OSError):  # reset meanwhile
+                    if ours is not None:
+                        ours.shutdown(socket.SHUT_RDWR)
+        return found
+
+    def _is_anothers(self, connection: _Connection, dead_writer: Witness, here: str) -> bool:
+        if dead_writer in connection.holders:
+            return False
+        if not connection.is_local and dead_writer.network_namespace == here:
+            return True
+        looked_at = self._writers[dead_writer].last_look
+        found = connection.first_look
+        return any(found <= looked_at or since < found for since in connection.holders.values())
+
+    def _look(self) -> None:
+        self._looks += 1
+        self._find_accepted()
+        here = own_witness().network_namespace
+        far_ends: dict[str, dict[Ends, int]] = {}  # by network namespace
+        for witness, writer in self._writers.items():
+            if not is_alive(witness):
+                continue
+            namespace = witness.network_namespace
+            if namespace not in far_ends:
+                far_ends[namespace] = self._far_ends(witness, here)
+            held = sockets(witness.pid)
+            if not held or not is_alive(witness):  # looked at after: else the pid may be another process's by now
+                continue
+            writer.first_look = writer.first_look or self._looks
+            writer.last_look = self._looks
+            for connection in self._connections.values():
+                ends = connection.ends
+                if ends is not None and far_ends[namespace].get(ends.reversed()) in held:
+                    connection.holders.setdefault(witness, writer.first_look)
+
+    def _far_ends(self, witness: Witness, here: str) -> dict[Ends, int]:
+        """The far ends of our connections that lie in a writer's network namespace, with their inodes."""
+        is_here = witness.network_namespace == here
+        # In another namespace an address of ours means another machine: its own loopback, for one.
+        wanted = {c.ends.reversed() for c in self._connections.values() if c.ends and c.is_local == is_here}
+        if not wanted:
+            return {}
+        table = rows("self" if is_here else witness.pid, self._ports)
+        return {row.ends: row.inode for row in table if row.ends in wanted}
+
+    def _find_accepted(self) -> None:
+        """Bring `_connections` up to date with our descriptors."""
+        ours = self._own_sockets()
+        self._others &= ours.keys()
+        for inode in self._connections.keys() - ours.keys():
+            del self._connections[inode]
+            self._closed.add(inode)
+        for inode, connection in self._connections.items():
+            connection.fd = ours[inode]
+        new = [(inode, fd) for inode, fd in ours.items() if inode not in self._others | self._connections.keys()]
+        addresses = own_addresses() if new else set()
+        for inode, fd in new:
+            found = self._inspect(inode, fd, addresses)
+            if found is None:
+                self._others.add(inode)
+            else:
+                self._connections[inode] = found
+
+    @staticmethod
+    def _own_sockets() -> dict[int, int]:
+        if found := sockets():
+            return found
+        raise OSError("cannot list the descriptors of this process")
+
+    def _inspect(self, inode: int, fd: int, own: set[str]) -> _Connection | None:
+        with borrow(fd, inode) as ours:
+            if ours is None or ours.family not in (socket.AF_INET, socket.AF_INET6):
+                return None
+            if ours.type != socket.SOCK_STREAM or ours.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
+                return None
+            address, port = ours.getsockname()[:2]
+            if port not in self._ports:
+                return None
+            try:
+                far_address, far_port = ours.getpeername()[:2]
+            except OSError:  # reset: our engine has yet to read what came before that, and to close it
+                return _Connection(fd, None, True, self._looks)
+            ends = Ends(encode_address(address), port, encode_address(far_address), far_port)
+            is_local = ends.far_address in own or is_loopback(ends.far_address)
+            return _Connection(fd, ends, is_local, self._looks)
+
+
+def _is_open(fd: int, inode: int) -> bool:
+    try:
+        return os.fstat(fd).st_ino == inode
+    except OSError as error:
+        if error.errno != errno.EBADF:
+            raise
+        return False

@@ -1,0 +1,177 @@
+"""Writes to one peer through a mooncake engine: a window of handles that the writes of a route share."""
+
+from __future__ import annotations
+
+import os
+from collections import deque
+from typing import Any
+
+from kvflow.protocols.errors import TransferError
+from kvflow.protocols.ports import Landing, Witness
+from kvflow.transports.data.mooncake.congestion import unpace_local_connections
+from kvflow.transports.data.route import BlockQueue, PlannedRoute, Planner
+from kvflow.transports.data.write_thread import WriteFlight, WriteThread
+from kvflow.transports.host.identity import has_ended, open_process
+
+WINDOW_HANDLES = 128
+WINDOW_BYTES = 32 << 20
+_FIRST_UNPACE_BYTES, _LAST_UNPACE_BYTES = 4 << 20, 256 << 20
+# A look at a window takes some 100 us of CPU, which the copying threads lack where cores are few: it is taken a few
+# times while the window empties, and not before the last of a write can have landed at the best speed seen.
+_TCP_PAUSE_S, _RDMA_PAUSE_S = 0.001, 0.0002
+_BEST_BYTES_PER_S = 8e9
+
+
+class PeerProcess:
+    """The process that a route was opened to, for as long as it is known to be the one behind the session."""
+
+    def __init__(self, witness: Witness) -> None:
+        """Raises: TransferError when it has ended, or when no descriptor is left to watch it with."""
+        self.witness = witness
+        self.is_replaced = False  # another process was met at its session
+        try:
+            self._fd = open_process(witness)
+        except TransferError:  # of another host: its end shows when a successor is met
+            self._fd = -1
+            return
+        except OSError as error:
+            raise TransferError(f"cannot watch process {witness.pid}: {error.strerror}; try again") from error
+        if self._fd < 0:
+            raise TransferError(f"process {witness.pid} has ended")
+
+    @property
+    def is_gone(self) -> bool:
+        return self.is_replaced or (self._fd >= 0 and has_ended(self._fd))
+
+    def check(self) -> None:
+        """Raises: TransferError when it is gone."""
+        if self.is_gone:
+            raise TransferError(f"process {self.witness.pid} has ended")
+
+    def close(self) -> None:
+        """Idempotent."""
+        fd, self._fd = self._fd, -1
+        if fd >= 0:
+            os.close(fd)
+
+
+class MooncakeRoute(PlannedRoute):
+    """Implements `protocols.ports.Route`. The window is the route's, so a frozen peer holds up no other route."""
+
+    def __init__(
+        self,
+        thread: WriteThread,
+        planner: Planner,
+        engine: Any,
+        session: str,
+        process: PeerProcess,
+        siblings: set[MooncakeRoute],
+        *,
+        over_tcp: bool,
+    ) -> None:
+        super().__init__(thread, planner)
+        self.submit = engine.transfer_submit_write
+        self.check = engine.transfer_check_status
+        self.session, self.process = session, process
+        self.jobs = self.handles = self.bytes = 0  # under way; the plane's thread only
+        self.pause_s = _TCP_PAUSE_S if over_tcp else _RDMA_PAUSE_S
+        self._siblings = siblings
+        self._next_unpace = _FIRST_UNPACE_BYTES
+        self._until_unpace = 0 if over_tcp else float("inf")  # bytes; RDMA has no connections to look at
+
+    def begin(self, flight: WriteFlight) -> _WindowJob:
+        return _WindowJob(self, flight, BlockQueue(self.planner, flight.source_pages, flight.target_pages))
+
+    def moved(self, submitted_bytes: int) -> None:
+        """The engine opens its connections while it has work, so they are looked for often at first, then seldom."""
+        self._until_unpace -= submitted_bytes
+        if self._until_unpace <= 0 and submitted_bytes:
+            unpace_local_connections()
+            self._until_unpace = self._next_unpace
+            self._next_unpace = min(2 * self._next_unpace, _LAST_UNPACE_BYTES)
+
+    def close(self) -> None:
+        """The engine keeps its session: it has no call to drop one (see `MooncakePlane._engine_for`)."""
+        self.closed = True
+        self._siblings.discard(self)
+        self.process.close()
+
+
+class _WindowJob:
+    """Implements `write_thread.Job`: some handles of the route's window.
+
+    A call of the engine that raises is an error like any other: what was submitted before it is still followed to its
+    end, and every slot of the window comes back.
+    """
+
+    __slots__ = ("_blocks", "_flight", "_handles", "_route", "error", "landed_bytes", "landing", "pause_s")
+
+    def __init__(self, route: MooncakeRoute, flight: WriteFlight, blocks: BlockQueue) -> None:
+        self._route, self._flight, self._blocks = route, flight, blocks
+        self._handles: deque[tuple[int, int]] = deque()  # (handle, size), oldest first
+        self.landed_bytes, self.error = 0, ""
+        self.landing: Landing | None = None
+        self.pause_s = 0.0
+        route.jobs += 1
+
+    def advance(self, max_bytes: int, cancelled: bool) -> int:
+        ended = self._follow()
+        submitted = 0 if cancelled or self.error else self._submit(max_bytes)
+        left_s = (self._flight.total_bytes - self.landed_bytes) / _BEST_BYTES_PER_S
+        self.pause_s = min(left_s, self._route.pause_s) if submitted < max_bytes else 0.0
+        if not self._handles and (cancelled or self.error or not self._blocks.left_bytes):
+            self._route.jobs -= 1
+            if self.error:
+                self.landing = Landing.UNPROVEN
+            else:
+                whole = self.landed_bytes == self._flight.total_bytes
+                self.landing = Landing.LANDED if whole else Landing.DRAINED
+            return submitted
+        return submitted if submitted or ended else -1
+
+    def _follow(self) -> int:
+        """Take what has ended off the front of the window; each handle is asked until it has ended, and never again."""
+        handles, ended = self._handles, 0
+        while handles and (status := self._status(handles[0][0])):
+            _, size = handles.popleft()
+            self._route.handles -= 1
+            self._route.bytes -= size
+            ended += 1
+            if status == 1:
+                self.landed_bytes += size
+            elif not self.error:
+                self.error = f"a block to {self._route.session} ended with status {status}"
+        return ended
+
+    def _status(self, handle: int) -> int:
+        try:
+            return int(self._route.check(handle))
+        except Exception as error:  # noqa: BLE001 - the window is shared: this write ends unproven, the others go on
+            self.error = self.error or f"mooncake cannot tell how a block ended: {type(error).__name__}: {error}"
+            return -1
+
+    def _submit(self, max_bytes: int) -> int:
+        route, submitted = self._route, 0
+        if route.process.is_gone:
+            self.error = f"process {route.process.witness.pid}, to which {route.session} belonged, has ended"
+            return 0
+        share = max(1, WINDOW_HANDLES // route.jobs) - len(self._handles)
+        free_bytes = WINDOW_BYTES - route.bytes
+        blocks = self._blocks.take(min(max_bytes, free_bytes), min(share, WINDOW_HANDLES - route.handles))
+        for source, target, size in zip(*blocks, strict=True):
+            if self._flight.cancelled:  # looked at once more per block: after an abort, one window at most may land
+                break
+            try:
+                handle = route.submit(route.session, source, target, size)
+            except Exception as error:  # noqa: BLE001 - the window is shared: this write ends unproven, the others go on
+                self.error = f"mooncake failed to take a block: {type(error).__name__}: {error}"
+                break
+            if not handle:
+                self.error = f"mooncake refused a block for {route.session}"
+                break
+            self._handles.append((handle, size))
+            route.handles += 1
+            route.bytes += size
+            submitted += size
+        route.moved(submitted)
+        return submitted

@@ -1,0 +1,92 @@
+"""Put a mutant in the place of the shipped code: before it is imported, or afterwards, function by function."""
+
+from __future__ import annotations
+
+import gc
+import importlib.abc
+import importlib.machinery
+import importlib.util
+import sys
+from collections import defaultdict
+from collections.abc import Sequence
+from pathlib import Path
+from types import CodeType, FunctionType, ModuleType
+
+from tests.proof.mutants.cells import change_cell
+from tests.proof.mutants.mutant import Mutant
+
+
+def module_name(file: str) -> str:
+    return file.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
+
+
+class Importer(importlib.abc.MetaPathFinder):
+    """Imports the mutant's module as it would be with the mutant in it."""
+
+    def __init__(self, root: Path, mutant: Mutant) -> None:
+        self._name, self._path, self._mutant = module_name(mutant.file), root / mutant.file, mutant
+
+    def find_spec(
+        self, name: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> importlib.machinery.ModuleSpec | None:
+        if name != self._name:
+            return None
+        loader = _Loader(name, str(self._path), self._mutant)
+        return importlib.util.spec_from_file_location(name, self._path, loader=loader)
+
+
+class _Loader(importlib.machinery.SourceFileLoader):
+    def __init__(self, name: str, path: str, mutant: Mutant) -> None:
+        super().__init__(name, path)
+        self._mutant = mutant
+
+    def get_code(self, fullname: str) -> CodeType:
+        return mutated_code(Path(self.path), self._mutant)
+
+    def exec_module(self, module: ModuleType) -> None:
+        super().exec_module(module)
+        if self._mutant.cell is not None:
+            change_cell(module, self._mutant.cell)
+
+
+def mutated_code(path: Path, mutant: Mutant) -> CodeType:
+    content = path.read_bytes()
+    code: CodeType = compile(mutant.edit.applied(content) if mutant.edit else content, str(path), "exec")
+    return code
+
+
+class Functions:
+    """The functions that exist, by the file and the qualified name of their code: also those behind decorators."""
+
+    def __init__(self, files: set[str]) -> None:
+        self._found: dict[tuple[str, str], list[FunctionType]] = defaultdict(list)
+        for one in gc.get_objects():
+            if isinstance(one, FunctionType) and one.__code__.co_filename in files:
+                self._found[one.__code__.co_filename, one.__code__.co_qualname].append(one)
+
+    def change(self, path: Path, mutant: Mutant) -> bool:
+        """Give all of them the mutant's code; False when that is not possible."""
+        code = _code_named(mutated_code(path, mutant), mutant.function)
+        found = self._found.get((str(path), mutant.function), [])
+        if code is None or not found or any(one.__code__.co_freevars != code.co_freevars for one in found):
+            return False
+        for one in found:
+            one.__code__ = code
+        return True
+
+
+def _code_named(code: CodeType, name: str) -> CodeType | None:
+    """Of a name that is given twice (a property and its setter), none: which one is meant is not known."""
+    inner = [one for one in code.co_consts if isinstance(one, CodeType)]
+    found = [one for one in inner if one.co_qualname == name]
+    if found:
+        return found[0] if len(found) == 1 else None
+    heads = (one for one in inner if name.startswith(one.co_qualname + "."))
+    return next((deep for head in heads if (deep := _code_named(head, name))), None)
+
+
+def import_with(root: Path, mutant: Mutant) -> None:
+    """From now on, importing the mutant's module gives the mutant."""
+    if module_name(mutant.file) in sys.modules:
+        raise RuntimeError(f"{mutant.file} has been imported before its mutant was installed")
+    sys.meta_path.insert(0, Importer(root, mutant))

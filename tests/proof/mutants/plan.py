@@ -1,0 +1,79 @@
+"""Which judges a mutant is brought before, and in which order."""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from collections.abc import Iterable
+from pathlib import Path
+
+from tests.proof.mutants.install import module_name
+from tests.proof.mutants.mutant import Mutant
+from tests.proof.mutants.scout import Survey
+
+PATIENCE_TIMES = 10.0
+
+
+class Plan:
+    def __init__(self, root: Path, survey: Survey, patience_s: float) -> None:
+        self._survey, self._patience_s = survey, patience_s
+        self._lines = {file: (root / file).read_text(encoding="utf-8").splitlines() for file in survey.files}
+        self._killers: dict[tuple[str, str], list[str]] = defaultdict(list)
+        paths = {judge.partition("::")[0] for judge in survey.seconds}
+        self._tests = {path: (root / path).read_text(encoding="utf-8") for path in paths}
+
+    def patience_s(self, judge: str) -> float:
+        """How long this judge may take before its mutant is called hung."""
+        return self._patience_s + PATIENCE_TIMES * self._survey.seconds.get(judge, 0.0)
+
+    def is_warm(self, mutant: Mutant) -> bool:
+        """It can be put into a process that has imported the tree: nothing ran it while it was imported."""
+        if mutant.cell is not None:
+            return True
+        imported = self._survey.imported.get(mutant.file, set())
+        return bool(mutant.function) and not imported & set(range(mutant.first_line, mutant.last_line + 1))
+
+    def judges_of(self, mutant: Mutant) -> list[str]:
+        """Those that killed its neighbours first, then cheap before dear."""
+        found, cost = self._reaching(mutant), self._survey.seconds
+        killers = self._killers[mutant.file, mutant.scope]
+        rank = {judge: -n for n, judge in enumerate(killers, 1)}
+        return sorted(found, key=lambda judge: (rank.get(judge, 0), cost[judge], judge))
+
+    def note_killer(self, mutant: Mutant, judge: str) -> None:
+        killers = self._killers[mutant.file, mutant.scope]
+        if judge in self._survey.seconds:
+            if judge in killers:
+                killers.remove(judge)
+            killers.append(judge)
+            del killers[:-8]
+
+    def _reaching(self, mutant: Mutant) -> set[str]:
+        survey = self._survey
+        if mutant.cell is not None:
+            asked = survey.cells.get((module_name(mutant.file), mutant.cell.phase, mutant.cell.kind), set())
+            return set(asked) or self._mentioning(mutant)
+        found = self._at(mutant.file, range(mutant.first_line, mutant.last_line + 1)) if mutant.function else set()
+        return found if self.is_warm(mutant) else found | self._mentioning(mutant)
+
+    def _at(self, file: str, lines: Iterable[int]) -> set[str]:
+        reached = self._survey.reach.get(file, {})
+        return {judge for line in lines for judge in reached.get(line, ())}
+
+    def _mentioning(self, mutant: Mutant) -> set[str]:
+        """What runs a line with one of its names on it, in the files under mutation or in the judges' own; else all.
+
+        A line outside functions passes its own names on.
+        """
+        names, known, found = set(mutant.names), set[str](), set[str]()
+        while names - known:
+            word = re.compile(rf"\b({'|'.join(sorted(names - known))})\b")
+            known |= names
+            for file, lines in self._lines.items():
+                hits = [number for number, line in enumerate(lines, 1) if word.search(line)]
+                found |= self._at(file, hits)
+                names |= {m[1] for n in hits if (m := re.match(r"([A-Za-z_]\w*)\s*(?::[^=]+)?=", lines[n - 1]))}
+            for path, text in self._tests.items():
+                if word.search(text):
+                    found |= {judge for judge in self._survey.seconds if judge.startswith(path + "::")}
+        return found or set(self._survey.seconds)

@@ -1,0 +1,63 @@
+"""Which judge reaches what: lines and cells that each test touches, and those that importing touches already."""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import FrameType
+from typing import Any
+from unittest.mock import patch
+
+
+class Tracer:
+    """Notes every line run in the given files, in every thread; and every cell asked for."""
+
+    def __init__(self, files: dict[str, str]) -> None:
+        """`files`: the name to note, by the name in the code."""
+        self._files = files
+        self.lines: set[tuple[str, int]] = set()
+        self.cells: set[tuple[str, str, str]] = set()  # module of its phases, phase, kind
+
+    def fresh(self) -> None:
+        self.lines, self.cells = set(), set()
+
+    @contextmanager
+    def tracing(self) -> Iterator[None]:
+        threading.settrace(self._call)
+        sys.settrace(self._call)
+        try:
+            yield
+        finally:
+            sys.settrace(None)
+            threading.settrace(None)
+
+    @contextmanager
+    def watching(self, table: Any) -> Iterator[None]:
+        """`table` is the class of all tables."""
+
+        def watched(name: str) -> Any:
+            asked = getattr(table, name)
+
+            def ask(this: Any, phase: Any, kind: Any) -> Any:
+                self.cells.add((this.phases.__module__, phase.name, kind.name))
+                return asked(this, phase, kind)
+
+            return ask
+
+        with patch.object(table, "move", watched("move")), patch.object(table, "cell", watched("cell")):
+            yield
+
+    def _call(self, frame: FrameType, event: str, _: Any) -> Any:
+        file = self._files.get(frame.f_code.co_filename)
+        if file is None:
+            return None
+        lines = self.lines
+        lines.add((file, frame.f_lineno))
+
+        def line(frame: FrameType, event: str, _: Any) -> Any:
+            self.lines.add((file, frame.f_lineno))
+            return line
+
+        return line

@@ -1,0 +1,16 @@
+"""Some seeds of the simulator, as judges of mutants: pytest does not collect this file by itself."""
+
+from __future__ import annotations
+
+import pytest
+
+from kvflow.testing.sim.run import simulate
+
+SEEDS = 24
+
+
+@pytest.mark.parametrize("first", range(0, SEEDS, 4))
+def test_no_invariant_breaks(first: int) -> None:
+    for seed in range(first, first + 4):
+        outcome = simulate(seed)
+        assert outcome.violation is None, (seed, outcome.violation)

@@ -1,0 +1,177 @@
+"""Deaths are observed, never assumed."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import os
+import re
+import shutil
+import sys
+
+import msgspec
+import pytest
+
+from kvflow.protocols.errors import TransferError
+from kvflow.protocols.ports import Witness
+from kvflow.transports.host import identity
+from kvflow.transports.host.identity import is_alive, own_witness, wait_dead, watch
+
+SAY = (
+    "import sys, msgspec; from kvflow.transports.host.identity import own_witness;"
+    "print(msgspec.json.encode(own_witness()).decode(), flush=True); sys.stdin.read()"
+)
+
+
+async def child() -> tuple[asyncio.subprocess.Process, Witness]:
+    pipe = asyncio.subprocess.PIPE
+    process = await asyncio.create_subprocess_exec(sys.executable, "-c", SAY, stdin=pipe, stdout=pipe)
+    assert process.stdout is not None
+    return process, msgspec.json.decode(await process.stdout.readline(), type=Witness)
+
+
+async def test_a_death_is_seen_by_every_watcher() -> None:
+    process, witness = await child()
+    async with watch(witness) as first, watch(witness) as second:
+        assert is_alive(witness)
+        assert [first.dead, second.dead] == [False, False]
+        process.kill()
+        await asyncio.wait_for(asyncio.gather(asyncio.shield(first.died), asyncio.shield(second.died)), 5)
+        assert [first.dead, second.dead] == [True, True]
+    await process.wait()
+    assert not is_alive(witness)
+    await asyncio.wait_for(wait_dead(witness), 1)
+
+
+async def test_a_reused_pid_is_a_death() -> None:
+    stranger = msgspec.structs.replace(own_witness(), start_ticks=own_witness().start_ticks - 1)
+    await asyncio.wait_for(wait_dead(stranger), 1)
+    assert is_alive(own_witness()) and not is_alive(stranger)
+
+
+@pytest.mark.parametrize("field", ["boot_id", "pid_namespace"])
+async def test_elsewhere_nothing_can_be_observed(field: str) -> None:
+    elsewhere = msgspec.structs.replace(own_witness(), **{field: "elsewhere"})
+    with pytest.raises(TransferError, match="another host"):
+        watch(elsewhere)
+    with pytest.raises(TransferError, match="another host"):
+        is_alive(elsewhere)
+
+
+async def test_no_descriptor_is_left_behind() -> None:
+    before = len(os.listdir("/proc/self/fd"))
+    stranger = msgspec.structs.replace(own_witness(), start_ticks=0)
+    for witness in (own_witness(), stranger):
+        death = watch(witness)
+        death.close()
+        death.close()
+    async with watch(own_witness()) as death:
+        waiting = asyncio.ensure_future(wait_dead(own_witness()))
+        await asyncio.sleep(0)
+        waiting.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await waiting
+    assert death.died.cancelled() and not death.dead
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
+@pytest.mark.parametrize("code", [errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EACCES])
+async def test_what_passes_does_not_end_a_watch(code: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object) -> int:
+        raise OSError(code, os.strerror(code))
+
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "pidfd_open", fail)
+        with pytest.raises(OSError, match=re.escape(os.strerror(code))):  # no TransferError: that would mean never
+            watch(own_witness())
+    watch(own_witness()).close()
+
+
+@pytest.mark.parametrize("code", [errno.EINVAL, errno.ENOSYS, errno.EPERM])
+async def test_what_does_not_pass_ends_it(code: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object) -> int:
+        raise OSError(code, os.strerror(code))
+
+    monkeypatch.setattr(os, "pidfd_open", fail)
+    with pytest.raises(TransferError, match="cannot observe"):
+        watch(own_witness())
+
+
+OUT_OF_DESCRIPTORS = """
+import asyncio, msgspec, os, resource, subprocess, sys
+from kvflow.protocols.errors import TransferError
+from kvflow.protocols.ports import Witness
+from kvflow.transports.host import identity
+from kvflow.transports.host.identity import wait_dead, watch
+
+async def main():
+    witness = msgspec.json.decode(sys.argv[1], type=Witness)
+    watch(witness).close()
+    resource.setrlimit(resource.RLIMIT_NOFILE, (64, 64))
+    spare = []
+    try:
+        while True:
+            spare.append(os.open(os.devnull, os.O_RDONLY))
+    except OSError:
+        pass
+    for free in range(3):  # none for the pidfd; one for it and none for /proc
+        try:
+            watch(witness).close()
+        except TransferError:
+            raise
+        except OSError as error:
+            print(error.errno, flush=True)
+        os.close(spare.pop())
+    waiting = asyncio.ensure_future(wait_dead(witness))
+    await asyncio.sleep(0)
+    print("watching", flush=True)
+    await waiting
+    print("dead", flush=True)
+
+asyncio.run(main())
+"""
+
+
+async def test_a_death_is_seen_after_a_moment_without_descriptors() -> None:
+    process, witness = await child()
+    told = msgspec.json.encode(witness).decode()
+    pipe = asyncio.subprocess.PIPE
+    observer = await asyncio.create_subprocess_exec(sys.executable, "-c", OUT_OF_DESCRIPTORS, told, stdout=pipe)
+    assert observer.stdout is not None
+    lines = [(await observer.stdout.readline()).decode().strip() for _ in range(2)]
+    assert lines[0] == str(errno.EMFILE)
+    while lines[-1] == str(errno.EMFILE):
+        lines.append((await observer.stdout.readline()).decode().strip())
+    assert lines[-1] == "watching"
+    process.kill()
+    assert await asyncio.wait_for(observer.stdout.readline(), 10) == b"dead\n"
+    await asyncio.gather(observer.wait(), process.wait())
+
+
+async def test_a_living_process_of_another_time_namespace_is_not_dead() -> None:
+    pipe = asyncio.subprocess.PIPE
+    if shutil.which("unshare") is None or await _exit_status("unshare", "--time", "true"):
+        pytest.skip("no right to make a time namespace")
+    shifted = ("unshare", "--time", "--boottime", "100000", "--fork", "--kill-child")
+    process = await asyncio.create_subprocess_exec(*shifted, sys.executable, "-c", SAY, stdin=pipe, stdout=pipe)
+    assert process.stdout is not None and process.stdin is not None
+    witness = msgspec.json.decode(await process.stdout.readline(), type=Witness)
+    with pytest.raises(TransferError, match="time namespace"):
+        await asyncio.wait_for(wait_dead(witness), 5)
+    with pytest.raises(TransferError, match="time namespace"):
+        is_alive(witness)
+    process.stdin.close()
+    await process.wait()
+
+
+async def _exit_status(*command: str) -> int:
+    quiet = asyncio.subprocess.DEVNULL
+    return await (await asyncio.create_subprocess_exec(*command, stderr=quiet)).wait()
+
+
+async def test_a_process_that_proc_hides_is_not_dead(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(identity, "_stat", lambda pid: (b"X", -1))  # as /proc mounted with hidepid=2 has it
+    before = len(os.listdir("/proc/self/fd"))
+    with pytest.raises(TransferError, match="hidepid"):
+        watch(msgspec.structs.replace(own_witness(), start_ticks=1))
+    assert len(os.listdir("/proc/self/fd")) == before
