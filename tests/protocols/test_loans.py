@@ -22,6 +22,10 @@ def expected(phase: LoanPhase, kind: LoanKind) -> tuple[LoanPhase, tuple[LoanCom
         return ERROR
     if kind is K.LEND:  # pages are offered once
         return (P.LENT, ()) if phase is P.ANNOUNCED else ERROR
+    if phase is P.PROVEN:  # it only waits for the room to end
+        if kind is K.RECALL:
+            return P.RETURNED, (C.RETURN,)
+        return None if kind in (K.DRAINED, K.UNPROVEN) else ERROR
     if phase not in LENT:
         return without_pages(phase, kind)
     if kind is K.FENCED and phase is not P.DOUBTFUL:  # the source was lost before
@@ -34,6 +38,8 @@ def expected(phase: LoanPhase, kind: LoanKind) -> tuple[LoanPhase, tuple[LoanCom
         return ERROR
     if kind is K.LANDED and phase is P.DOUBTFUL:  # a prefill that cannot vouch does not take that back
         return ERROR
+    if kind is K.DRAINED and phase is P.LENT:  # proof, but the room has not been told why its grant ended
+        return P.PROVEN, ()
     if kind in PROOF:
         return P.RETURNED, (C.RETURN,)
     if kind in DOUBT:
@@ -75,7 +81,7 @@ def test_returned_only_on_proof_and_only_once(phase: LoanPhase, kind: LoanKind) 
     after, commands = step(phase, kind)
     returns = commands.count(C.RETURN)
     assert returns == (1 if after is P.RETURNED and phase is not P.RETURNED else 0)
-    assert not returns or kind in PROOF or phase is P.WITHDRAWN, "only what was lent needs proof"
+    assert not returns or kind in PROOF or phase in (P.WITHDRAWN, P.PROVEN), "only what was lent needs proof"
 
 
 @pytest.mark.parametrize("phase", LENT, ids=lambda value: value.name)
@@ -97,6 +103,14 @@ def test_silence_and_return_is_asked_about_until_answered() -> None:
         phase, commands = step(phase, K.REPEAT_DUE)
         assert commands == (C.SEND_ABORT,)
     assert step(phase, K.DRAINED) == (P.RETURNED, (C.RETURN,))
+
+
+def test_a_rank_that_ended_the_grant_keeps_its_loan_until_the_room_ends() -> None:
+    """Else the grant would be settled, and the reason, whose message was lost, could not be sent again."""
+    phase, commands = step(P.LENT, K.DRAINED)
+    assert (phase, commands) == (P.PROVEN, ())
+    assert step(phase, K.DRAINED) == (P.PROVEN, ())
+    assert step(phase, K.RECALL) == (P.RETURNED, (C.RETURN,))
 
 
 def test_an_announcement_that_is_withdrawn_needs_an_answer_but_no_proof() -> None:
