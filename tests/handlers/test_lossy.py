@@ -7,6 +7,7 @@ import random
 import pytest
 
 from kvflow.protocols.limits import Timing
+from kvflow.protocols.machines.loan import LoanPhase
 from kvflow.protocols.wire.messages import (
     Abort,
     AbortAck,
@@ -73,7 +74,7 @@ async def test_a_refusal(kvflow_pair: Pair, kind: type) -> None:
     p = kvflow_pair
     p.network.drop(kind)
     p.prefill.room(7, PROMPT).close(WHY)
-    target = await p.decode.room(7, "sim", PROMPT)
+    target = p.decode.room(7, "sim", PROMPT)
     assert await code_of(target.landed()) is WHY.code
     await p.rest()
 
@@ -179,14 +180,15 @@ def disturb(p: Pair, kind: type, fault: str) -> None:
 
 
 async def test_a_reason_that_was_lost_is_told_though_its_acknowledgement_was_not(kvflow_pair: Pair) -> None:
-    """The loan has ended, the room has not: nothing of it is settled yet, or its end could not be said again (I4)."""
+    """The loan is proven, the room has not ended: nothing of it is settled yet, or its end could not be sent again
+    (I4)."""
     p = kvflow_pair
     source, target = await matched(p)
     other = await p.decode.room(8, "sim", PROMPT)  # an open loan of a later grant
     p.network.hold(Resync)
     p.network.drop(RoomFailed)
     source.close(WHY)
-    await until(lambda: len(ledger(p.decode)) == 1)
+    await until(lambda: set(target.record.lease.loans.values()) == {LoanPhase.PROVEN})
     p.network.seen.clear()
     await until(lambda: p.network.seen["Heartbeat"] > 4)
     p.network.release()
