@@ -281,7 +281,7 @@ class DecodeEndpoint:
             core.announce(record)
             return
         for rank, peer in enumerate(record.peers):
-            if peer.phase is LinkPhase.UP:
+            if peer.phase is LinkPhase.UP and peer in record.lease.loans:
                 belief = wire.Belief(record.room, record.grant, record.next_seq(rank))
                 beliefs.setdefault(peer, []).append(belief)
 
