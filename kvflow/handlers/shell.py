@@ -36,7 +36,8 @@ class Shell:
     def __init__(self, endpoint: Ticking, timing: Timing, counts: Counts, now: Callable[[], float]) -> None:
         self._ticking, self.timing, self.counts, self.now = endpoint, timing, counts, now
         self._loop = asyncio.get_running_loop()
-        self._timer: asyncio.TimerHandle | None = None
+        self._timer: asyncio.Handle | None = None
+        self._fires_at_s = 0.0
         self._due_at_s = float("inf")
         self._tasks: set[asyncio.Task[None]] = set()
         self._callbacks: list[Callable[[], None]] = []
@@ -83,12 +84,13 @@ class Shell:
             self._timer.cancel()
         wait_s = 0.0 if at_s == float("-inf") else max(at_s - self.now(), TICK_GRAIN_S)
         self._due_at_s = at_s
+        self._fires_at_s = self._loop.time() + wait_s
         self._timer = self._loop.call_later(wait_s, self._tick)
 
     def _tick(self) -> None:
-        timer, self._timer, self._due_at_s = self._timer, None, float("inf")
-        late_s = 0.0 if timer is None else self._loop.time() - timer.when()
-        if late_s > self.timing.heartbeat_s:  # the loop itself stood still
+        """Called when something is due, by the loop's clock: how late it is tells whether the loop stood still."""
+        self._timer, self._due_at_s = None, float("inf")
+        if (late_s := self._loop.time() - self._fires_at_s) > self.timing.heartbeat_s:
             self._ticking.credit_stall(late_s)
         now = self.now()
         self.guard(lambda: self.tick(now), "a tick")
@@ -98,7 +100,7 @@ class Shell:
         """The clock has been moved: look at what is due now."""
         if self._timer is not None:
             self._timer.cancel()
-            self._timer = None
+            self._fires_at_s = self._loop.time()
             self._tick()
 
     def tick(self, now: float) -> None:

@@ -25,7 +25,7 @@ from kvflow.protocols.wire.codec import parse_at_decode
 from kvflow.protocols.wire.messages import GrantId, Incarnation
 from kvflow.protocols.wire.ranks import RankInfo
 
-TICK_WORK = 128  # rooms and loans one tick deals with: about a millisecond; the rest follows in the next
+TICK_WORK = 32  # rooms and loans one tick deals with: a millisecond or two; the rest follows in the next
 
 
 class DecodeEndpoint:
@@ -221,8 +221,7 @@ class DecodeEndpoint:
         """Open no room from here on, and abort all; loans end when prefills prove it."""
         if self._leaving is None:
             self._leaving = Cause(Code.SHUTDOWN, "decode is shutting down")
-            tasks = self._core.tasks
-            tasks.extend(Task("close", record.peers[0], grant, self._leaving) for grant, record in self.rooms.items())
+            self._core.add_task(Task("close", self.rooms, None, self._leaving))
             self._core.work(TICK_WORK, now)
 
     def close(self, now: float) -> None:

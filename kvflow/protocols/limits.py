@@ -22,6 +22,6 @@ class Bounds(msgspec.Struct, frozen=True, kw_only=True):
     ended_halves: int = 65_536
     targets: int = 1_024  # decodes registered at one prefill
     rooms: int = 32_768  # at prefill; decodes open none above it
-    links: int = 256  # prefill ranks one decode is connected to
+    links: int = 512  # prefill ranks one decode is connected to
     ranks_per_room: int = 64
     quarantine_share: float = 0.5  # of decode's pages: above it no room is opened

@@ -25,7 +25,7 @@ from kvflow.protocols.wire import messages as wire
 from kvflow.protocols.wire.codec import parse_at_prefill, routing_id
 from kvflow.protocols.wire.messages import MAX_HANDOFF_BYTES, Incarnation, RoomId
 
-TICK_WORK = 128  # rooms one tick deals with: about a millisecond; the rest follows in the next
+TICK_WORK = 32  # rooms one tick deals with: a millisecond or two; the rest follows in the next
 
 
 class PrefillEndpoint:
@@ -225,7 +225,7 @@ class PrefillEndpoint:
         core = self._core
         if core.leaving is None:
             core.leaving = Cause(Code.SHUTDOWN, "prefill is shutting down")
-            core.tasks.extend(Task(record, PrefillKind.ENDED_LOCALLY, core.leaving) for record in core.rooms.values())
+            core.add_task(Task(core.rooms.values(), PrefillKind.ENDED_LOCALLY, core.leaving))
             for room, found in list(core.rendezvous.announced.items()):
                 core.refuse_grant(found.peer, room, found.grant, core.leaving)
             core.work(TICK_WORK, now)

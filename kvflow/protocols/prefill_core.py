@@ -6,7 +6,7 @@ Nothing calls back, so nothing re-enters: a table returns what follows from an e
 from __future__ import annotations
 
 from collections import OrderedDict, deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 from kvflow.protocols.commands import (
@@ -45,12 +45,13 @@ class Timer(NamedTuple):
     key: int
 
 
-class Task(NamedTuple):
-    """Work on many rooms at once is cut up, so that no tick takes long. `room` is fed `kind`."""
+class Task:
+    """Work on many rooms at once is cut up, so that no tick takes long: each of `rooms` in turn is fed `kind`."""
 
-    room: PrefillRoomRecord
-    kind: PrefillKind
-    cause: Cause
+    __slots__ = ("cause", "kind", "rooms")
+
+    def __init__(self, rooms: Iterable[PrefillRoomRecord], kind: PrefillKind, cause: Cause) -> None:
+        self.rooms, self.kind, self.cause = deque(rooms), kind, cause
 
 
 class PrefillCore:
@@ -195,9 +196,16 @@ class PrefillCore:
     def work(self, limit: float, now: float) -> None:
         while self.tasks and limit > 0:
             limit -= 1
-            task = self.tasks.popleft()
-            if not task.room.ended:
-                self.feed_room(task.room, PrefillEvent(task.kind, cause=task.cause), now)
+            task = self.tasks[0]
+            room = task.rooms.popleft()
+            if not task.rooms:
+                self.tasks.popleft()
+            if not room.ended:
+                self.feed_room(room, PrefillEvent(task.kind, cause=task.cause), now)
+
+    def add_task(self, task: Task) -> None:
+        if task.rooms:
+            self.tasks.append(task)
 
 
 def _detail(record: PrefillRoomRecord, event: PrefillEvent) -> str:
@@ -258,7 +266,8 @@ def _send_ack(core: PrefillCore, record: PrefillRoomRecord, drained: bool) -> No
 def _send(core: PrefillCore, record: PrefillRoomRecord, message: wire.Message) -> None:
     assert record.peer is not None
     record.sent.append(message)
-    core.send(record.peer.incarnation, message)
+    if record.peer.phase is not PeerPhase.DEAD:
+        core.send(record.peer.incarnation, message)
 
 
 def _cancel_writes(core: PrefillCore, record: PrefillRoomRecord, now: float) -> None:
@@ -339,7 +348,7 @@ def _watch(core: PrefillCore, peer: DecodePeer, cause: Cause, now: float) -> Non
 
 def _lose_rooms(core: PrefillCore, peer: DecodePeer, cause: Cause, now: float) -> None:
     """Rooms end; announcements that no engine has answered are void."""
-    core.tasks.extend(Task(record, PrefillKind.TARGET_LOST, cause) for record in peer.grants.rooms.values())
+    core.add_task(Task(peer.grants.rooms.values(), PrefillKind.TARGET_LOST, cause))
     void = [(room, found.grant) for room, found in core.rendezvous.announced.items() if found.peer is peer]
     for room, grant in void:
         core.refuse_grant(peer, room, grant, cause)
