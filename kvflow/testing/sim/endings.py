@@ -17,6 +17,7 @@ from kvflow.protocols.decode_rooms import DecodeRoomRecord
 from kvflow.protocols.errors import Code
 from kvflow.protocols.machines import decode_room, prefill_room
 from kvflow.protocols.machines.decode_room import DecodeEvent, DecodePhase, DecodeRoomState
+from kvflow.protocols.machines.link import LinkPhase
 from kvflow.protocols.machines.prefill_room import PrefillEvent, PrefillPhase, PrefillRoomState
 from kvflow.protocols.ports import Landing
 from kvflow.protocols.prefill_core import PrefillCore
@@ -133,9 +134,8 @@ class Endings:
         cause = record.state.cause
         if cause is None or cause.code is not Code.PEER_LOST or any(other.state.cause == cause for other in others):
             return
-        if all(
-            self._fine(self.oracle.by_incarnation[peer.key.incarnation], target, peer.key.control) for peer in peers
-        ):
+        sources = self.oracle.by_incarnation
+        if all(self._fine(sources[peer.key.incarnation], target, peer.key.control) for peer in peers):
             side = "decode" if isinstance(record, DecodeRoomRecord) else "prefill"
             self.oracle.broken("I4", f"room {record.room} at {side}: {cause}; nothing has happened to it")
 
@@ -166,6 +166,8 @@ class Endings:
                 return
             if prefill.prompt != (decode.prompt.tokens, decode.prompt.digest):
                 return
+            if _peer(decode, key.source).phase is not LinkPhase.UP:
+                return  # it never was, or is no more: the engine's half waits as if decode had never come
         failed_here, failed_there = decode.state.cause is not None, prefill.state.cause is not None
         if not (failed_here or failed_there):
             return
@@ -173,16 +175,14 @@ class Endings:
             return
         if self._over_at_s.get(decode if failed_here else prefill, 0.0) > since_s:
             return  # just now: it is looked at again
-        trouble_s = self._trouble(source, target, _control(decode, key.source))
+        trouble_s = self._trouble(source, target, _peer(decode, key.source).key.control)
         if trouble_s > since_s:
             wait_s = trouble_s + RECOVER_S - self.loop.time()
             if wait_s > 0:
                 self.loop.later(wait_s + 1e-6, self._both_know, key, trouble_s)
                 return
-        where, other = ("decode", prefill.state) if failed_here else ("prefill", decode.state)
-        self.oracle.broken(
-            "I4", f"room {decode.room} has failed at {where}, the other side is still {other.phase.name}"
-        )
+        where, other = ("decode", prefill.phase) if failed_here else ("prefill", decode.phase)
+        self.oracle.broken("I4", f"room {decode.room} has failed at {where}, the other side is still {other.name}")
 
     def _fine(self, source: Seen, target: Seen, control: str) -> bool:
         """Both live and nothing has happened to the link between them for longer than patience lasts."""
@@ -288,5 +288,5 @@ def _key_of(source: Incarnation, record: PrefillRoomRecord) -> Key | None:
     return None if record.peer is None else Key(source, record.peer.incarnation, record.grant)
 
 
-def _control(record: DecodeRoomRecord, source: int) -> str:
-    return next(peer.key.control for peer in record.peers if peer.key.incarnation == source)
+def _peer(record: DecodeRoomRecord, source: int) -> PrefillPeer:
+    return next(peer for peer in record.peers if peer.key.incarnation == source)

@@ -56,7 +56,9 @@ def _left_at_decode(name: str, node: DecodeNode, oracle: Oracle, doubts: bool) -
         found.append(f"{name}: {len(core.tasks)} tasks")
     lent, in_doubt, loans = 0, set(), 0
     for peer in core.links.peers.values():
-        for grant, lease in core.ledger.of_source(peer):
+        for grant in core.ledger.grants_of(peer):
+            lease = core.ledger.find(peer, grant)
+            assert lease is not None
             loans += 1
             phase, key = lease.loans[peer], Key(peer.key.incarnation, node.incarnation, grant)
             if doubts and phase is LoanPhase.DOUBTFUL and _doubtful(key, oracle):
