@@ -159,7 +159,11 @@ async def _parts(settings: Settings) -> AsyncGenerator[tuple[LoadedModel, PagedP
         streams = [(name, dtype, tuple(shape)) for name, dtype, shape in model.streams]
         page_bytes = settings.page_size * sum(slot_bytes(dtype, shape) for _, dtype, shape in streams)
         layout = build_layout(
-            streams, page_size=settings.page_size, num_pages=_num_pages(settings, page_bytes), order=settings.pool_order
+            streams,
+            page_size=settings.page_size,
+            num_pages=_num_pages(settings, page_bytes),
+            order=settings.pool_order,
+            fingerprint=model.fingerprint,
         )
         pool = await loop.run_in_executor(executor, PagedPool.allocate, layout)
         try:
