@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 
+from kvflow.protocols.arguments import pages_wanted
 from kvflow.protocols.commands import DecodeCommand, PeerKey
 from kvflow.protocols.decode_core import DecodeCore, Task, Timer
 from kvflow.protocols.decode_inbox import HANDLERS, on_registered
@@ -323,10 +324,4 @@ class DecodeEndpoint:
 
     def _num_pages(self, prompt: Prompt) -> int:
         """Pages to be lent. Raises: MisuseError naming the prefix."""
-        layout, prefix = self._core.identity.layout, prompt.prefix_tokens
-        if not 0 <= prefix <= prompt.tokens or (prefix % layout.page_size and prefix != prompt.tokens):
-            raise MisuseError(
-                f"prefix_tokens {prefix} is neither a whole number of {layout.page_size}-token pages nor all of the "
-                f"{prompt.tokens} tokens of the prompt"
-            )
-        return layout.pages_for(prompt.tokens) - layout.pages_for(prefix)
+        return pages_wanted(self._core.identity.layout, prompt.tokens, prompt.prefix_tokens)
