@@ -102,7 +102,8 @@ class DecodeEndpoint:
         record.resync_after_s = core.timing.repeat_after_s
         core.rooms[lease.grant] = record
         core.observer.room_opened()
-        core.deadlines.set(Timer("deadline", lease.grant), deadline_at_s)
+        if deadline_at_s < float("inf"):
+            core.deadlines.set(Timer("deadline", lease.grant), deadline_at_s)
         core.deadlines.set(Timer("stalled", lease.grant), now + record.resync_after_s)
         core.link_if_ready(record)
         if announce or not record.linked:
@@ -240,8 +241,8 @@ class DecodeEndpoint:
     # --- time
 
     def next_tick(self) -> float:
-        """When `tick` is next worth calling; infinity while nothing is due."""
-        return float("-inf") if self._core.tasks else self._core.deadlines.next_at_s()
+        """When `tick` may next be worth calling; infinity while nothing is due."""
+        return float("-inf") if self._core.tasks else self._core.deadlines.not_before_s
 
     def tick(self, now: float) -> None:
         """Deadlines, repetition, silence. A tick does a bounded amount of work; `next_tick` says when more is due."""
