@@ -212,8 +212,11 @@ class DecodeEndpoint:
         core.links.declared_dead.add(incarnation)
         loans = pages = 0
         for peer in found:
-            text = f"prefill at {peer.info.control} was declared dead: {why}"
-            core.feed_link(peer, LinkKind.DECLARED_DEAD, now, Cause(Code.PEER_LOST, text))
+            cause = Cause(Code.PEER_LOST, f"prefill at {peer.info.control} was declared dead: {why}")
+            for grant, lease in core.ledger.of_source(peer):  # should it live, it is told to stop
+                abort = wire.Abort(room=lease.room, grant=grant, cause=lease.cause or cause, **core.between(peer))
+                core.links.send(peer, abort)
+            core.feed_link(peer, LinkKind.DECLARED_DEAD, now, cause)
             owed = core.ledger.owed_by(peer)
             loans, pages = loans + owed[0], pages + owed[1]
         core.work(TICK_WORK, now)
