@@ -128,14 +128,23 @@ class PrefillEndpoint:
             core.record_outcome(number, Side.ENGINE, cause, now, came=False)
 
     def queue_chunk(
-        self, record: PrefillRoomRecord, source_pages: PageIndices, *, last: bool, handoff: bytes, now: float
+        self,
+        record: PrefillRoomRecord,
+        source_pages: PageIndices,
+        *,
+        last: bool,
+        handoff: bytes,
+        now: float,
+        checked: bool = False,
     ) -> None:
         """Our `source_pages` (int32 [n]) go onto the next n of decode's pages; `StartWrite` follows.
 
         Raises: MisuseError (before matched, after the last chunk, other than the pages that are left), CapacityError
-        (hand-over too large): nothing was queued; the room's own error once it has ended.
+        (hand-over too large): nothing was queued; the room's own error once it has ended. `checked`: the caller has
+        called `check_chunk` just before.
         """
-        self.check_chunk(record, len(source_pages), last, len(handoff))
+        if not checked:
+            self.check_chunk(record, len(source_pages), last, len(handoff))
         core = self._core
         record.chunks.append(Chunk(core.write_id(), record.state.queued, source_pages, last, handoff))
         core.feed_room(record, PrefillEvent(PrefillKind.CHUNK_QUEUED, last=last), now)
