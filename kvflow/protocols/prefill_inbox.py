@@ -80,9 +80,10 @@ def _on_resync(core: PrefillCore, peer: DecodePeer, message: wire.Resync, now: f
     unknown: list[wire.Belief] = []
     for belief in {belief.grant: belief for belief in message.rooms}.values():  # each is answered once
         for command in peer.grants.feed(belief.grant, GrantKind.ASK):
-            if command is GrantCommand.RESEND:
+            record = peer.grants.rooms.get(belief.grant)
+            if command is GrantCommand.RESEND and (record is None or record.bootstrap is not None):
                 resend(core, peer, belief.grant, belief.next_seq)
-            else:
+            else:  # of a room that is only announced the offer was lost
                 unknown.append(belief)
     if unknown:
         core.send(peer.incarnation, wire.Resync(rooms=tuple(unknown), **core.between(peer)))
