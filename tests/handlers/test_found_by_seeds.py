@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+
 import pytest
 
 from kvflow.protocols.errors import AbortedError, Cause, Code
@@ -36,11 +38,12 @@ async def test_an_end_that_both_halves_know_is_not_for_the_next_room_of_that_id(
     first = p.decode.announce(7, "sim", PROMPT)
     await until(lambda: p.network.seen["Announce"])
     first.close(Cause(Code.CLIENT_GONE, "retracted"))
-    await first.released()
+    await until(lambda: p.network.seen["AbortAck"])
     late = p.prefill.room(7, PROMPT)
     with pytest.raises(AbortedError, match="retracted"):
         await late.matched()
     target = await p.decode.room(7, "sim", AGAIN)
+    await until(lambda: p.prefill.shell.endpoint.rooms or p.network.seen["RoomFailed"])
     source = p.prefill.room(7, AGAIN)
     await source.matched()
     p.send_all(source)
@@ -66,5 +69,6 @@ async def test_a_prefill_that_answers_is_asked_soon_for_what_it_has_missed() -> 
         targets[2].close()
         await targets[2].released()
         clock.advance(0.6)
-        await targets[0].released()
-        await targets[1].released()
+        async with asyncio.timeout(4):
+            await targets[0].released()
+            await targets[1].released()
