@@ -232,9 +232,9 @@ class DecodeShell(Shell):
         left = []
         for room in self.rooms.values():
             assert room.record is not None
-            owner = None if room.own_pages is not None else room.owner
+            owner, held_in = (room.owner, None) if room.own_pages is None else (None, self.pages)
             writers = [peer.address for peer in room.record.lease.loans if peer.address is not None]
-            left += [UnprovenLoan(writer, room.pages, owner) for writer in writers]
+            left += [UnprovenLoan(writer, room.pages, owner, held_in) for writer in writers]
         self.rooms.clear()
         return left
 

@@ -6,10 +6,8 @@ import asyncio
 from collections.abc import Callable, Generator, Hashable, Sequence
 from typing import Any, Protocol, Self, TypeVar
 
-import numpy as np
-from numpy.typing import NDArray
-
 from kvflow.handlers.verify import ChunkVerifier
+from kvflow.protocols.arguments import NO_PAGES, page_indices
 from kvflow.protocols.decode_rooms import DecodeRoomRecord
 from kvflow.protocols.errors import Cause, Code, KvflowError, MisuseError, room_error
 from kvflow.protocols.machines.decode_room import TERMINAL, DecodePhase, DecodeRoomState
@@ -21,17 +19,6 @@ from kvflow.protocols.prefill_rooms import PrefillRoomRecord
 from kvflow.protocols.wire.messages import GrantId, RoomId
 
 T = TypeVar("T")
-NO_PAGES: PageIndices = np.empty(0, np.int32)
-
-
-def page_indices(pages: Sequence[int] | NDArray[Any], num_pages: int, what: str) -> PageIndices:
-    """A user's list or array of page numbers as int32 [n]. Raises: MisuseError saying what is wrong with it."""
-    array = np.asarray(pages)
-    if array.ndim != 1 or (array.size and array.dtype.kind not in "iu"):
-        raise MisuseError(f"{what}: pages must be a list of integers, not shape {array.shape} of {array.dtype}")
-    if array.size and (int(array.min()) < 0 or int(array.max()) >= num_pages):
-        raise MisuseError(f"{what}: page {int(array.max())} is outside the pool of {num_pages} pages")
-    return array.astype(np.int32, copy=False) if array.size else NO_PAGES
 
 
 class Answer(asyncio.Future[T]):
@@ -62,7 +49,8 @@ class DecodeRoom:
     it is left behind."""
 
     def __init__(self, shell: DecodeSide, room: RoomId, own_pages: PageIndices | None) -> None:
-        """`own_pages`: pages of the caller's own allocator; without them pages are taken from the node's."""
+        """`own_pages`: pages of the caller's own, held from here on until nothing can touch them; without them pages
+        are taken from the node's store. Raises: OwnershipError for pages that the store cannot hold."""
         self._shell = shell
         self.room, self.own_pages = room, own_pages
         self.grant = GrantId(0)
@@ -79,6 +67,8 @@ class DecodeRoom:
         self._kept = False
         self.held_back = False  # pages are taken when `offer` is called
         self.linked = self.over = self.free = False  # set by the shell
+        if own_pages is not None:
+            shell.pages.hold(own_pages)
 
     def __repr__(self) -> str:
         return f"<DecodeRoom {self.room}: {self.phase.name.lower()}, {len(self.pages)} pages>"
@@ -194,7 +184,9 @@ class DecodeRoom:
         self.idle()
 
     def idle(self) -> None:
-        if self.free and (self.verifier is None or not self.verifier.running):
+        if self.free and not self._released.done() and (self.verifier is None or not self.verifier.running):
+            if self.own_pages is not None:
+                self._shell.pages.unhold(self.own_pages)
             self._released.resolve(None)
 
     def take_callbacks(self) -> list[Callable[[], None]]:

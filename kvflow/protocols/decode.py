@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 
+from kvflow.protocols.arguments import pages_wanted
 from kvflow.protocols.commands import DecodeCommand, PeerKey
 from kvflow.protocols.decode_core import DecodeCore, Task, Timer
 from kvflow.protocols.decode_inbox import HANDLERS, on_registered
@@ -281,7 +282,7 @@ class DecodeEndpoint:
             core.announce(record)
             return
         for rank, peer in enumerate(record.peers):
-            if peer.phase is LinkPhase.UP:
+            if peer.phase is LinkPhase.UP and peer in record.lease.loans:
                 belief = wire.Belief(record.room, record.grant, record.next_seq(rank))
                 beliefs.setdefault(peer, []).append(belief)
 
@@ -323,10 +324,4 @@ class DecodeEndpoint:
 
     def _num_pages(self, prompt: Prompt) -> int:
         """Pages to be lent. Raises: MisuseError naming the prefix."""
-        layout, prefix = self._core.identity.layout, prompt.prefix_tokens
-        if not 0 <= prefix <= prompt.tokens or (prefix % layout.page_size and prefix != prompt.tokens):
-            raise MisuseError(
-                f"prefix_tokens {prefix} is neither a whole number of {layout.page_size}-token pages nor all of the "
-                f"{prompt.tokens} tokens of the prompt"
-            )
-        return layout.pages_for(prompt.tokens) - layout.pages_for(prefix)
+        return pages_wanted(self._core.identity.layout, prompt.tokens, prompt.prefix_tokens)

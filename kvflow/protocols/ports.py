@@ -49,12 +49,14 @@ class Endpoint(msgspec.Struct, frozen=True, array_like=True):
 class UnprovenLoan(NamedTuple):
     """Pages that a writer, lost or frozen, may still write into. Only proof that it has ended makes them usable again.
 
-    `owner` is under what they stand in the pool's allocator; None for pages of the caller's own.
+    `owner` is under what they stand in the pool's allocator; None for pages of the caller's own, which stay held in
+    the store `held_in`.
     """
 
     writer: Endpoint
     pages: PageIndices
     owner: Hashable | None
+    held_in: PageStore | None = None
 
 
 class Observer(Protocol):

@@ -79,11 +79,12 @@ def _on_resync(core: PrefillCore, peer: DecodePeer, message: wire.Resync, now: f
     """Send again what decode has missed, and name the grants this incarnation does not know."""
     unknown: list[wire.Belief] = []
     for belief in {belief.grant: belief for belief in message.rooms}.values():  # each is answered once
+        record = peer.grants.rooms.get(belief.grant)
+        offered = record is None or record.bootstrap is not None  # else only its announcement has come
         for command in peer.grants.feed(belief.grant, GrantKind.ASK):
-            record = peer.grants.rooms.get(belief.grant)
-            if command is GrantCommand.RESEND and (record is None or record.bootstrap is not None):
+            if command is GrantCommand.RESEND and offered:
                 resend(core, peer, belief.grant, belief.next_seq)
-            else:  # of a room that is only announced the offer was lost
+            else:
                 unknown.append(belief)
     if unknown:
         core.send(peer.incarnation, wire.Resync(rooms=tuple(unknown), **core.between(peer)))

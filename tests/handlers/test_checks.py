@@ -9,21 +9,20 @@ from collections.abc import AsyncIterator
 import msgspec
 import pytest
 import pytest_asyncio
+from kvflow.handlers.rooms import DecodeRoom, PrefillRoom
 
-from kvflow.handlers.rooms import DecodeRoom
-from kvflow.handlers.rooms import PrefillRoom
 from kvflow.memory.checksum import PageSums
 from kvflow.memory.pool import PagedPool
 from kvflow.node import DecodeNode, PrefillNode
 from kvflow.protocols.errors import Code, KvflowError
 from kvflow.protocols.pages.layout import PageIndices
-from kvflow.protocols.wire.codec import parse_at_decode, encode
+from kvflow.protocols.wire.codec import encode, parse_at_decode
 from kvflow.protocols.wire.messages import ChunkDone, Resync
 from kvflow.testing.pair import Pair, fill, small_layout, until
 from kvflow.transports.control.memory import Fate, Frame
 from kvflow.transports.data.fake import Fault
 from kvflow.transports.data.local import LocalPlane
-from tests.handlers.scenes import WHY, assert_same_bytes, code_of, matched
+from tests.handlers.scenes import WHY, assert_same_bytes, code_of, ledger, links, matched
 
 pytest_plugins = ["kvflow.testing.fixtures"]
 
@@ -84,7 +83,7 @@ def corrupt(p: Pair, seq: int, page: int) -> None:
     def rule(frame: Frame) -> Fate | None:
         nonlocal fresh
         message = frame.message
-        room = p.decode.handlers.rooms.get(message.grant) if isinstance(message, ChunkDone) else None
+        room = p.decode.shell.endpoint.rooms.get(message.grant) if isinstance(message, ChunkDone) else None
         if fresh and room is not None and isinstance(message, ChunkDone) and message.seq == seq:
             flip(p.decode.pool, int(room.pages[page]))
             fresh = False
@@ -100,7 +99,7 @@ async def checking(p: Pair, chunks: int = 1) -> tuple[PrefillRoom, DecodeRoom, S
     source, target = await matched(p)
     p.send_all(source, chunks=chunks)
     await until(lambda: len(sums.begun) == chunks)
-    assert source.state.phase.name == "SUCCESS"
+    assert source.phase.name == "SUCCESS"
     return source, target, sums
 
 
@@ -135,7 +134,7 @@ async def test_a_changed_byte_fails_the_room_on_both_sides(p: Pair) -> None:
         assert caught.value.code is Code.TRANSFER_ERROR
     await p.rest()
     assert p.decode.counts.mismatched == 1
-    assert target.state.phase.name == source.state.phase.name == "ABORTED"
+    assert target.phase.name == source.phase.name == "ABORTED"
 
 
 async def test_a_changed_byte_of_the_last_chunk(p: Pair) -> None:
@@ -146,7 +145,7 @@ async def test_a_changed_byte_of_the_last_chunk(p: Pair) -> None:
     with pytest.raises(KvflowError, match="chunk 2 of rank 0: checksum"):
         await target.landed()
     await p.rest()
-    assert target.state.phase.name == "ABORTED" and source.state.phase.name == "SUCCESS"
+    assert target.phase.name == "ABORTED" and source.phase.name == "SUCCESS"
     assert p.decode.counts.mismatched == 1 and p.network.seen["Abort"] == 0
 
 
@@ -168,7 +167,7 @@ async def test_chunks_are_summed_side_by_side_and_land_in_order(p: Pair) -> None
         await sums.end(slow)
         await asyncio.sleep(0)
     assert await target.landed() == b"handoff"
-    assert len(p.decode.handlers.ledger) == p.decode.pages.held_pages == 0
+    assert len(ledger(p.decode)) == p.decode.pool.pages.held_pages == 0
     target.close()
 
 
@@ -190,7 +189,7 @@ async def test_an_abort_during_the_check_frees_no_page_that_is_read(p: Pair) -> 
     await sums.end(sums.begun[1])
     target.close(WHY)
     assert await code_of(target.landed()) is WHY.code  # at once
-    await until(lambda: target.ended and not len(p.decode.handlers.ledger))
+    await until(lambda: target.ended and not len(ledger(p.decode)))
     assert sums.begun[0].cancelled and p.decode.pages.free_pages == 64 - 5
     await sums.end(sums.begun[0])
     await p.rest()
@@ -218,7 +217,7 @@ async def test_prefill_dies_during_the_check(p: Pair, agrees: bool) -> None:
     await p.crash(p.prefill)
     assert await code_of(target.landed()) is Code.PEER_LOST
     await sums.end(sums.begun[0])
-    await until(p.decode.pages.at_rest)
+    await until(p.decode.pool.pages.at_rest)
     assert not p.left() and not p.decode.counts.mismatched
 
 
@@ -227,13 +226,13 @@ async def test_closing_decode_waits_for_the_check(p: Pair) -> None:
     node = p.decodes.pop(0)
     closing = asyncio.ensure_future(node.close())
     assert await code_of(target.landed()) is Code.SHUTDOWN
-    await until(lambda: not node.handlers.links)
+    await until(lambda: not links(node))
     for _ in range(10):
         await asyncio.sleep(0)
-    assert not closing.done() and sums.begun[0].cancelled and node.pages.held_pages
+    assert not closing.done() and sums.begun[0].cancelled and node.pool.pages.held_pages
     await sums.end(sums.begun[0])
     await closing
-    assert node.pages.at_rest()
+    assert node.pool.pages.at_rest()
 
 
 async def test_source_pages_are_held_while_they_are_summed(p: Pair) -> None:
@@ -242,13 +241,13 @@ async def test_source_pages_are_held_while_they_are_summed(p: Pair) -> None:
     source, target = await matched(p)
     p.send_all(source)
     await until(lambda: source.bytes_landed == source.bytes_total)
-    assert p.prefill.pages.held_pages == 5 and p.network.seen["ChunkDone"] == 0
+    assert p.prefill.pool.pages.held_pages == 5 and p.network.seen["ChunkDone"] == 0
     target.close(WHY)
     assert await code_of(source.done()) is WHY.code
-    assert sums.begun[0].cancelled and source.state.phase.name == "DRAINING" and p.prefill.pages.free_pages == 59
+    assert sums.begun[0].cancelled and source.phase.name == "DRAINING" and p.prefill.pages.free_pages == 59
     await sums.end(sums.begun[0])
     await p.rest()
-    assert source.state.phase.name == "ABORTED" and p.network.seen["ChunkDone"] == 0
+    assert source.phase.name == "ABORTED" and p.network.seen["ChunkDone"] == 0
 
 
 async def test_closing_prefill_waits_for_its_sums(p: Pair) -> None:
@@ -262,10 +261,10 @@ async def test_closing_prefill_waits_for_its_sums(p: Pair) -> None:
     assert await code_of(target.landed()) is Code.SHUTDOWN
     for _ in range(10):
         await asyncio.sleep(0)
-    assert not closing.done() and node.pages.held_pages
+    assert not closing.done() and node.pool.pages.held_pages
     await sums.end(sums.begun[0])
     await closing
-    assert node.pages.at_rest() and not node.handlers.rooms
+    assert node.pool.pages.at_rest() and not node.shell.endpoint.rooms
 
 
 async def test_a_write_in_doubt_stays_in_doubt(p: Pair) -> None:
@@ -273,10 +272,10 @@ async def test_a_write_in_doubt_stays_in_doubt(p: Pair) -> None:
     source, target = await matched(p)
     p.send_all(source)
     assert await code_of(target.landed()) is await code_of(source.done()) is Code.TRANSFER_ERROR
-    await until(lambda: source.state.phase.name == "LOST" and not p.prefill.pages.held_pages)
-    assert not p.decode.counts.mismatched and p.decode.handlers.ledger.quarantined_pages == 5
+    await until(lambda: source.phase.name == "LOST" and not p.prefill.pool.pages.held_pages)
+    assert not p.decode.counts.mismatched and ledger(p.decode).quarantined_pages == 5
     await p.crash(p.prefill)
-    await until(p.decode.pages.at_rest)
+    await until(p.decode.pool.pages.at_rest)
     await p.add_prefill()
 
 
@@ -339,7 +338,7 @@ async def test_over_shared_memory(spoiled: bool, kvflow_clean_loop: None) -> Non
             else:
                 assert await target.landed() == b"h"
                 assert (pools[0].pages_bytes(pages) == pools[1].pages_bytes(target.pages)).all()
-        await until(decode.pages.at_rest)
+        await until(decode.pool.pages.at_rest)
         assert decode.counts.mismatched == spoiled
         prefill.pages.give_back(pages, "engine")
     for pool in pools:

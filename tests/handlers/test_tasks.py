@@ -5,13 +5,13 @@ from __future__ import annotations
 import logging
 
 import pytest
-
 from kvflow.handlers.tasks import spawn
+
 from kvflow.protocols.errors import Code
 from kvflow.protocols.ports import Endpoint
 from kvflow.telemetry.counters import Counts
 from kvflow.testing.pair import Pair, pair, until
-from tests.handlers.scenes import code_of, midway
+from tests.handlers.scenes import code_of, known, midway
 
 
 def few_descriptors(p: Pair, times: int) -> list[int]:
@@ -42,9 +42,9 @@ async def test_a_fence_that_fails_is_asked_again(dies: str, caplog: pytest.LogCa
         await p.crash(p.prefill if dies == "prefill" else p.decode)
         assert await code_of(target.landed() if dies == "prefill" else source.done()) is Code.PEER_LOST
         if dies == "prefill":
-            await until(p.decode.pages.at_rest)
+            await until(p.decode.pool.pages.at_rest)
         else:
-            await until(lambda: not p.prefill.handlers.targets)
+            await until(lambda: not known(p.prefill))
 
 
 async def test_a_task_that_ends_by_surprise_is_told(caplog: pytest.LogCaptureFixture) -> None:

@@ -98,12 +98,12 @@ class Ledger(Generic[S]):
         phase, commands = step(lease.loans[source], kind)
         lease.loans[source] = phase
         freed = False
+        if kind in _CONFIRMED:
+            self._acknowledged[source] = max(self._acknowledged.get(source, GrantId(0)), lease.grant)
         if LoanCommand.RETURN in commands:
             del lease.loans[source]
             del self._by_source[source][lease.grant]
             self._count -= 1
-            if kind in _CONFIRMED:
-                self._acknowledged[source] = max(self._acknowledged.get(source, GrantId(0)), lease.grant)
             if not lease.loans:
                 if lease.cause is not None:
                     self.quarantined_pages -= lease.num_pages
