@@ -102,7 +102,8 @@ class DecodeEndpoint:
         record.resync_after_s = core.timing.repeat_after_s
         core.rooms[lease.grant] = record
         core.observer.room_opened()
-        core.deadlines.set(Timer("deadline", lease.grant), deadline_at_s)
+        if deadline_at_s < float("inf"):
+            core.deadlines.set(Timer("deadline", lease.grant), deadline_at_s)
         core.deadlines.set(Timer("stalled", lease.grant), now + record.resync_after_s)
         core.link_if_ready(record)
         if announce or not record.linked:
@@ -211,8 +212,11 @@ class DecodeEndpoint:
         core.links.declared_dead.add(incarnation)
         loans = pages = 0
         for peer in found:
-            text = f"prefill at {peer.info.control} was declared dead: {why}"
-            core.feed_link(peer, LinkKind.DECLARED_DEAD, now, Cause(Code.PEER_LOST, text))
+            cause = Cause(Code.PEER_LOST, f"prefill at {peer.info.control} was declared dead: {why}")
+            for grant, lease in core.ledger.of_source(peer):  # should it live, it is told to stop
+                abort = wire.Abort(room=lease.room, grant=grant, cause=lease.cause or cause, **core.between(peer))
+                core.links.send(peer, abort)
+            core.feed_link(peer, LinkKind.DECLARED_DEAD, now, cause)
             owed = core.ledger.owed_by(peer)
             loans, pages = loans + owed[0], pages + owed[1]
         core.work(TICK_WORK, now)
@@ -240,8 +244,8 @@ class DecodeEndpoint:
     # --- time
 
     def next_tick(self) -> float:
-        """When `tick` is next worth calling; infinity while nothing is due."""
-        return float("-inf") if self._core.tasks else self._core.deadlines.next_at_s()
+        """When `tick` may next be worth calling; infinity while nothing is due."""
+        return float("-inf") if self._core.tasks else self._core.deadlines.not_before_s
 
     def tick(self, now: float) -> None:
         """Deadlines, repetition, silence. A tick does a bounded amount of work; `next_tick` says when more is due."""

@@ -151,7 +151,7 @@ class DecodeCore:
 
     def drop_if_idle(self, peer: PrefillPeer, now: float) -> None:
         """A link that cannot be used and owes nothing: the next room opens a new one."""
-        if peer.usable or self.ledger.owes(peer) or peer.key not in self.links.peers:
+        if peer.phase <= LinkPhase.UP or self.ledger.owes(peer) or peer.key not in self.links.peers:
             return
         if peer.phase is LinkPhase.SILENT:
             self.links.feed(peer, LinkKind.CLOSED, now, self.ledger.settled_below(peer))
@@ -210,7 +210,7 @@ class DecodeCore:
 def _send_bootstrap(core: DecodeCore, record: DecodeRoomRecord, now: float) -> None:
     for peer in record.peers:
         if peer in record.lease.loans:
-            core.feed_loan(record.lease, peer, LoanKind.LEND, now)
+            core.ledger.feed(record.lease, peer, LoanKind.LEND)  # nothing follows from it
             core.links.send(peer, record.bootstrap(peer, core.identity.incarnation))
 
 

@@ -3,12 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Awaitable
+from typing import Any
 
 import numpy as np
-from kvflow.handlers.rooms import DecodeRoom, PrefillRoom
 
+from kvflow.handlers.rooms import DecodeRoom, PrefillRoom
+from kvflow.node import DecodeNode, PrefillNode
+from kvflow.protocols.decode_links import PrefillPeer
 from kvflow.protocols.errors import Cause, Code, KvflowError
+from kvflow.protocols.machines.ledger import Ledger
+from kvflow.protocols.prefill_peers import DecodePeer
+from kvflow.protocols.wire.codec import encode, routing_id
+from kvflow.protocols.wire.messages import Message
 from kvflow.testing.pair import PAGE_SIZE, Pair
+from kvflow.transports.control.memory import Frame
 
 PROMPT = range(5 * PAGE_SIZE)  # five pages
 WHY = Cause(Code.ENGINE_ERROR, "the engine gave up")

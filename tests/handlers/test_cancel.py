@@ -7,8 +7,8 @@ from collections.abc import Awaitable, Callable
 
 import msgspec
 import pytest
-from kvflow.handlers.rooms import DecodeRoom, PrefillRoom
 
+from kvflow.handlers.rooms import DecodeRoom, PrefillRoom
 from kvflow.protocols.errors import AbortedError, Code, KvflowError, LostError
 from kvflow.protocols.wire.messages import Abort, Bootstrap, Register, Registered
 from kvflow.testing.pair import QUICK, Pair, pair, until

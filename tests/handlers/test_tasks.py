@@ -1,15 +1,13 @@
-"""Nothing dies in silence: a fence that fails is asked again, a task that ends is told."""
+"""Nothing dies in silence: a fence that fails is asked again, a task that ends by surprise is logged and counted."""
 
 from __future__ import annotations
 
 import logging
 
 import pytest
-from kvflow.handlers.tasks import spawn
 
 from kvflow.protocols.errors import Code
 from kvflow.protocols.ports import Endpoint
-from kvflow.telemetry.counters import Counts
 from kvflow.testing.pair import Pair, pair, until
 from tests.handlers.scenes import code_of, known, midway
 
@@ -47,14 +45,14 @@ async def test_a_fence_that_fails_is_asked_again(dies: str, caplog: pytest.LogCa
             await until(lambda: not known(p.prefill))
 
 
-async def test_a_task_that_ends_by_surprise_is_told(caplog: pytest.LogCaptureFixture) -> None:
-    counts = Counts()
-
+async def test_a_task_that_ends_by_surprise_is_logged_and_counted(caplog: pytest.LogCaptureFixture) -> None:
     async def work() -> None:
         raise ZeroDivisionError
 
-    task = spawn(work(), "kvflow-worker", counts)
-    await until(task.done)
-    await until(lambda: counts.handler_errors == 1)
-    [record] = [record for record in caplog.records if record.levelno == logging.ERROR]
-    assert "kvflow-worker" in record.getMessage() and record.exc_info
+    async with pair() as p:
+        counts = p.decode.counts
+        task = p.decode.shell.spawn(work(), "kvflow-worker")
+        await until(task.done)
+        await until(lambda: counts.handler_errors == 1)
+        [record] = [record for record in caplog.records if record.levelno == logging.ERROR]
+        assert "kvflow-worker" in record.getMessage() and record.exc_info

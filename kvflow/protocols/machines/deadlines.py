@@ -38,6 +38,7 @@ class Deadlines(Generic[K]):
         self._buckets: dict[int, _Bucket[K]] = {}
         self._heap: list[int] = []  # of bucket numbers; those that have become empty go when they come first
         self._count = 0  # breaks ties: keys need not be comparable
+        self.not_before_s = float("inf")  # nothing is due before; cheaper than `next_at_s`, exact after each `pop_due`
 
     def __len__(self) -> int:
         return len(self._where)
@@ -47,9 +48,12 @@ class Deadlines(Generic[K]):
 
     def set(self, key: K, at_s: float) -> None:
         """Make `key` due at `at_s`, instead of any earlier setting; infinity cancels it."""
-        self.cancel(key)
+        if key in self._where:
+            self.cancel(key)
         if at_s == float("inf"):
             return
+        if at_s < self.not_before_s:
+            self.not_before_s = at_s
         number = int(at_s / GRAIN_S)
         bucket = self._buckets.get(number)
         if bucket is None:
@@ -75,9 +79,10 @@ class Deadlines(Generic[K]):
         """Take the earliest key that is due at `now`; None when none is."""
         bucket = self._first()
         if bucket is None:
+            self.not_before_s = float("inf")
             return None
-        at_s, _, key = bucket.first()
-        if at_s > now:
+        self.not_before_s, _, key = bucket.first()
+        if self.not_before_s > now:
             return None
         self.cancel(key)
         return key
