@@ -110,6 +110,7 @@ class PrefillEndpoint:
             core.set_deadline(record)
         elif cause := core.rendezvous.take(number, Side.ENGINE):
             core.feed_room(record, PrefillEvent(PrefillKind.ENDED_LOCALLY, cause=cause), now)
+            core.rendezvous.take(number, Side.DECODE)  # decode knows: this is not for the next room of that id
         else:
             core.set_deadline(record)
         return record
