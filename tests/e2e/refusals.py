@@ -53,7 +53,7 @@ class Case(NamedTuple):
 BRIEF: Mapping[str, Any] = {"rendezvous_s": 5.0}  # the default
 SLOW: Mapping[str, Any] = {"transfer_rate_limit": 1 << 17}
 CASES = (
-    Case("decode's pool too small", "pages for prompt", decode={"num_pages": 8}),
+    Case("decode's pool too small", "pages for the prompt: asked for 22, limit 8", decode={"num_pages": 8}),
     Case("page size", "page_size: prefill 16, decode 32", decode={"page_size": 32}),
     Case("dtype", "k dtype: prefill float32, decode bfloat16", decode={"dtype": "bfloat16"}),
     Case("model", "model fingerprint: prefill 'LlamaForCausalLM", decode={"model_path": "another"}),
@@ -62,7 +62,7 @@ CASES = (
         "data planes differ: prefill local, decode mooncake",
         decode={"disaggregation_transfer_backend": "mooncake"},
     ),
-    Case("prefill's pool too small", "pages for the prompt", prefill={"num_pages": 8}),
+    Case("prefill's pool too small", "pages for the prompt: asked for 22, limit 8", prefill={"num_pages": 8}),
     Case("decode draining", "shutting down", victim="decode", trouble="draining"),
     Case("prefill draining", "shutting down", victim="prefill", trouble="draining"),
     Case("decode gone", "nothing more came for 5", BRIEF, NONE, "decode", "gone", 6.0),

@@ -114,7 +114,9 @@ async def test_a_decode_that_runs_out_of_patience_for_pages_says_so_to_both_legs
     asking = asyncio.create_task(decoded(service, 7))
     source = patient.prefill.room(7, PROMPT)
     for waiting in (asking, source.matched()):
-        with pytest.raises(KvflowError, match=r"decode had no free pages for this request within 0\.05 s") as caught:
+        with pytest.raises(
+            KvflowError, match=r"^capacity: decode had no free pages for this request within 0\.05 s"
+        ) as caught:
             await waiting
         assert caught.value.code is Code.CAPACITY
     await patient.rest()
