@@ -18,7 +18,7 @@ from kvflow.protocols.machines.rendezvous import Side
 from kvflow.protocols.pages.layout import PageIndices
 from kvflow.protocols.ports import Landing, Observer
 from kvflow.protocols.prefill_core import PrefillCore, Task, Timer
-from kvflow.protocols.prefill_inbox import HANDLERS, note_alive, on_announce_of_refused, on_register
+from kvflow.protocols.prefill_inbox import HANDLERS, note_alive, on_register, on_room_of_refused
 from kvflow.protocols.prefill_peers import DecodePeer, PrefillIdentity
 from kvflow.protocols.prefill_rooms import Chunk, PrefillRoomRecord
 from kvflow.protocols.wire import messages as wire
@@ -200,8 +200,8 @@ class PrefillEndpoint:
             core.answer_register(message, "another incarnation serves here now")
         elif type(message) is wire.Register:
             on_register(core, message, now)
-        elif peer is None and type(message) is wire.Announce:
-            on_announce_of_refused(core, message, now)
+        elif peer is None and isinstance(message, wire.Announce | wire.Abort):
+            on_room_of_refused(core, message, now)
         elif peer is None or peer.phase is PeerPhase.DEAD or not _may_come(peer, message):
             core.observer.message_dropped("stale")
         else:
