@@ -14,7 +14,9 @@ EXAMPLES = sorted(path for path in ROOT.glob("examples/*.py") if path.name not i
 
 
 def test_there_are_examples() -> None:
-    assert {"one_room.py", "embed_in_your_engine.py"} <= {path.name for path in EXAMPLES}
+    assert {"one_room.py", "sync_engine.py", "bare_endpoints.py", "embed_in_your_engine.py"} <= {
+        path.name for path in EXAMPLES
+    }
 
 
 @pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.name)
