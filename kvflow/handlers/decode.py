@@ -72,7 +72,7 @@ class DecodeShell(Shell):
         self._lines: dict[PeerKey, _Line] = {}
         self._watches: dict[PeerKey, asyncio.Task[None]] = {}
         self._polled_at_s = 0.0
-        self._changed = asyncio.Event()  # something was fed to the endpoint
+        self._changed, self._leaving = asyncio.Event(), False  # set when something was fed to a leaving endpoint
 
     # --- rooms
 
@@ -210,6 +210,7 @@ class DecodeShell(Shell):
 
     def leave(self) -> None:
         """No new room from here on, and every room is aborted; `close` waits for what follows."""
+        self._leaving = True
         self.endpoint.leave(self.now())
         for task in self._tasks:
             if task.get_name().startswith(_OPENING):
@@ -246,10 +247,12 @@ class DecodeShell(Shell):
     # --- commands
 
     def run_commands(self) -> None:
-        while commands := self.endpoint.commands():
-            for command in commands:
+        outbox = self.endpoint.core.outbox
+        while outbox:
+            for command in self.endpoint.commands():
                 _RUN[type(command)](self, command)
-        self._changed.set()
+        if self._leaving:
+            self._changed.set()
 
     def _send(self, command: c.SendToPrefill) -> None:
         line = self._lines.get(command.peer)

@@ -21,6 +21,11 @@ from kvflow.protocols.wire.messages import GrantId, RoomId
 T = TypeVar("T")
 
 
+async def answer_of(answer: Answer[T]) -> T:
+    """Await an answer; cancelling who waits does not cancel it."""
+    return answer.result() if answer.done() else await asyncio.shield(answer)
+
+
 class Answer(asyncio.Future[T]):
     """A future of a room's user, who may never ask: then an exception must not be reported as never retrieved."""
 
@@ -105,7 +110,7 @@ class DecodeRoom:
 
         Raises: LostError, RefusedError, CapacityError, AbortedError: by what kept it from opening.
         """
-        await asyncio.shield(self._opened)
+        await answer_of(self._opened)
         return self
 
     def offer(self) -> Self:
@@ -119,11 +124,11 @@ class DecodeRoom:
 
         Raises: KvflowError by what ended the room (see errors.py); its `code` is the first cause.
         """
-        return await asyncio.shield(self._landed)
+        return await answer_of(self._landed)
 
     async def released(self) -> None:
         """Wait until nothing touches the room's pages any more: every loan has ended, and no checksum runs."""
-        await asyncio.shield(self._released)
+        await answer_of(self._released)
 
     def keep(self, owner: Hashable) -> PageIndices:
         """Take the landed pages over: they are `owner`'s now, and closing the room leaves them alone.
@@ -270,7 +275,7 @@ class PrefillRoom:
 
         Raises: KvflowError by what ended the room; its `code` is the first cause.
         """
-        return await asyncio.shield(self._matched)
+        return await answer_of(self._matched)
 
     def send(self, pages: Sequence[int] | PageIndices, *, last: bool = False, handoff: bytes = b"") -> None:
         """Queue one chunk: our `pages` (list or int32 [n]) go onto the next n target pages, and are held until the
@@ -287,11 +292,11 @@ class PrefillRoom:
 
     async def done(self) -> None:
         """Wait until every write has landed. Raises: KvflowError by what ended the room."""
-        await asyncio.shield(self._done)
+        await answer_of(self._done)
 
     async def released(self) -> None:
         """Wait until the room is over and nothing reads its pages any more: no write of it runs, in success or not."""
-        await asyncio.shield(self._released)
+        await answer_of(self._released)
 
     def close(self, cause: Cause | None = None) -> None:
         """End the room, in any state, any number of times: decode is told at once, running writes are drained."""

@@ -26,7 +26,7 @@ from kvflow.protocols.wire.codec import parse_at_decode
 from kvflow.protocols.wire.messages import GrantId, Incarnation
 from kvflow.protocols.wire.ranks import RankInfo
 
-TICK_WORK = 128  # rooms and loans one tick deals with: about a millisecond; the rest follows in the next
+TICK_WORK = 32  # rooms and loans one tick deals with: a millisecond or two; the rest follows in the next
 
 
 class DecodeEndpoint:
@@ -107,7 +107,8 @@ class DecodeEndpoint:
         record.resync_after_s = core.timing.repeat_after_s
         core.rooms[lease.grant] = record
         core.observer.room_opened()
-        core.deadlines.set(Timer("deadline", lease.grant), deadline_at_s)
+        if deadline_at_s < float("inf"):
+            core.deadlines.set(Timer("deadline", lease.grant), deadline_at_s)
         core.deadlines.set(Timer("stalled", lease.grant), now + record.resync_after_s)
         core.link_if_ready(record)
         if announce or not record.linked:
@@ -216,8 +217,11 @@ class DecodeEndpoint:
         core.links.declared_dead.add(incarnation)
         loans = pages = 0
         for peer in found:
-            text = f"prefill at {peer.info.control} was declared dead: {why}"
-            core.feed_link(peer, LinkKind.DECLARED_DEAD, now, Cause(Code.PEER_LOST, text))
+            cause = Cause(Code.PEER_LOST, f"prefill at {peer.info.control} was declared dead: {why}")
+            for grant, lease in core.ledger.of_source(peer):  # should it live, it is told to stop
+                abort = wire.Abort(room=lease.room, grant=grant, cause=lease.cause or cause, **core.between(peer))
+                core.links.send(peer, abort)
+            core.feed_link(peer, LinkKind.DECLARED_DEAD, now, cause)
             owed = core.ledger.owed_by(peer)
             loans, pages = loans + owed[0], pages + owed[1]
         core.work(TICK_WORK, now)
@@ -227,8 +231,7 @@ class DecodeEndpoint:
         """Open no room from here on, and abort all; loans end when prefills prove it."""
         if self._leaving is None:
             self._leaving = Cause(Code.SHUTDOWN, "decode is shutting down")
-            tasks = self._core.tasks
-            tasks.extend(Task("close", record.peers[0], grant, self._leaving) for grant, record in self.rooms.items())
+            self._core.add_task(Task("close", self.rooms, None, self._leaving))
             self._core.work(TICK_WORK, now)
 
     def close(self, now: float) -> None:
@@ -246,8 +249,8 @@ class DecodeEndpoint:
     # --- time
 
     def next_tick(self) -> float:
-        """When `tick` is next worth calling; infinity while nothing is due."""
-        return float("-inf") if self._core.tasks else self._core.deadlines.next_at_s()
+        """When `tick` may next be worth calling; infinity while nothing is due."""
+        return float("-inf") if self._core.tasks else self._core.deadlines.not_before_s
 
     def tick(self, now: float) -> None:
         """Deadlines, repetition, silence. A tick does a bounded amount of work; `next_tick` says when more is due."""
@@ -288,7 +291,7 @@ class DecodeEndpoint:
             core.announce(record)
             return
         for rank, peer in enumerate(record.peers):
-            if peer.phase is LinkPhase.UP:
+            if peer.phase is LinkPhase.UP and peer in record.lease.loans:
                 belief = wire.Belief(record.room, record.grant, record.next_seq(rank))
                 beliefs.setdefault(peer, []).append(belief)
 

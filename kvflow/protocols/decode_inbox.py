@@ -77,8 +77,8 @@ def _on_resync(core: DecodeCore, peer: PrefillPeer, message: wire.Resync, now: f
     """Grants prefill does not know: their Bootstrap was lost, or they were closed too long ago."""
     for belief in {belief.grant: belief for belief in message.rooms}.values():  # each is answered once
         record = core.rooms.get(belief.grant)
-        if record is None or peer not in record.peers or not record.receiving:
-            continue
+        if record is None or peer not in record.lease.loans or not record.receiving:
+            continue  # a rank that has landed everything may forget it
         if belief.next_seq:  # it had written for that grant when it was asked, and has forgotten it since
             cause = Cause(Code.STALE_GRANT, f"room {record.room}: prefill remembers nothing of it")
             core.feed_room(record, DecodeEvent(DecodeKind.ENDED_LOCALLY, cause=cause), now)

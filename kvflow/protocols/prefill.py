@@ -25,7 +25,7 @@ from kvflow.protocols.wire import messages as wire
 from kvflow.protocols.wire.codec import parse_at_prefill, routing_id
 from kvflow.protocols.wire.messages import MAX_HANDOFF_BYTES, Incarnation, RoomId
 
-TICK_WORK = 128  # rooms one tick deals with: about a millisecond; the rest follows in the next
+TICK_WORK = 32  # rooms one tick deals with: a millisecond or two; the rest follows in the next
 
 
 class PrefillEndpoint:
@@ -105,6 +105,8 @@ class PrefillEndpoint:
             record = core.new_room(number, PrefillPhase.EXPECTED, wait_s, now)
         record.prompt, record.own_deadline_at_s = (prompt_tokens, digest), deadline_at_s
         if record.bootstrap is not None:
+            if deadline_at_s < float("inf"):
+                core.set_deadline(record)
             core.meet(record, now)
         elif (announced := core.rendezvous.announced.pop(number, None)) is not None:
             announced.peer.grants.feed(announced.grant, GrantKind.JOIN)
@@ -184,10 +186,10 @@ class PrefillEndpoint:
         except WireError:
             core.observer.message_dropped("malformed")
             return
-        if peer_id != routing_id(message.target):
+        peer = core.peers.get(message.target)
+        if peer_id != (routing_id(message.target) if peer is None else peer.routing_id):
             core.observer.message_dropped("foreign")
             return
-        peer = core.peers.get(message.target)
         if message.source != core.identity.incarnation:
             core.observer.message_dropped("stale")
             core.answer_register(message, "another incarnation serves here now")
@@ -230,7 +232,7 @@ class PrefillEndpoint:
         core = self._core
         if core.leaving is None:
             core.leaving = Cause(Code.SHUTDOWN, "prefill is shutting down")
-            core.tasks.extend(Task(record, PrefillKind.ENDED_LOCALLY, core.leaving) for record in core.rooms.values())
+            core.add_task(Task(core.rooms.values(), PrefillKind.ENDED_LOCALLY, core.leaving))
             for room, found in list(core.rendezvous.announced.items()):
                 core.refuse_grant(found.peer, room, found.grant, core.leaving)
             core.work(TICK_WORK, now)
@@ -243,8 +245,8 @@ class PrefillEndpoint:
     # --- time
 
     def next_tick(self) -> float:
-        """When `tick` is next worth calling; infinity while nothing is due."""
-        return float("-inf") if self._core.tasks else self._core.deadlines.next_at_s()
+        """When `tick` may next be worth calling; infinity while nothing is due."""
+        return float("-inf") if self._core.tasks else self._core.deadlines.not_before_s
 
     def tick(self, now: float) -> None:
         """Deadlines and silence. A tick does a bounded amount of work; `next_tick` says when more is due."""
@@ -271,6 +273,9 @@ class PrefillEndpoint:
                 text = f"decode {peer.incarnation:016x} was silent for {core.timing.lost_after_s:g} s"
                 core.feed_peer(peer, PeerKind.SILENCE_DUE, now, Cause(Code.PEER_LOST, text))
         elif (record := core.rooms.get(RoomId(timer.key))) is not None and not record.ended:
+            if record.due_at_s > now:
+                core.set_deadline(record)
+                return
             waits = record.half and now < record.own_deadline_at_s
             text = f"room {record.room}: nothing more came for {now - record.opened_at_s:.1f} s"
             self.close_room(record, Cause(Code.RENDEZVOUS if waits else Code.DEADLINE, text), now)

@@ -1,18 +1,59 @@
-"""What many of these tests begin with, and what they say about how a room ended."""
+"""What many of these tests begin with, how they put messages on the wire, and how a room ended."""
 
 from __future__ import annotations
 
 from collections.abc import Awaitable
+from typing import Any
 
 import numpy as np
 
-from kvflow.handlers.rooms import DecodeRoom
-from kvflow.handlers.rooms import PrefillRoom
+from kvflow.handlers.rooms import DecodeRoom, PrefillRoom
+from kvflow.node import DecodeNode, PrefillNode
+from kvflow.protocols.decode_links import PrefillPeer
 from kvflow.protocols.errors import Cause, Code, KvflowError
+from kvflow.protocols.machines.ledger import Ledger
+from kvflow.protocols.prefill_peers import DecodePeer
+from kvflow.protocols.wire.codec import encode, routing_id
+from kvflow.protocols.wire.messages import Message
 from kvflow.testing.pair import PAGE_SIZE, Pair
+from kvflow.transports.control.memory import Frame
 
 PROMPT = range(5 * PAGE_SIZE)  # five pages
 WHY = Cause(Code.ENGINE_ERROR, "the engine gave up")
+
+
+def ledger(node: DecodeNode) -> Ledger[PrefillPeer]:
+    return node.shell.endpoint.core.ledger
+
+
+def links(node: DecodeNode) -> list[PrefillPeer]:
+    return list(node.shell.endpoint.peers)
+
+
+def known(node: PrefillNode) -> list[DecodePeer]:
+    """The decodes a prefill knows."""
+    return list(node.shell.endpoint.peers)
+
+
+def header(p: Pair, room: int, grant: int, **fields: Any) -> dict[str, Any]:
+    """What every message about a room begins with, between the two nodes."""
+    return {"room": room, "grant": grant, **between(p), **fields}
+
+
+def between(p: Pair) -> dict[str, Any]:
+    return {"source": p.prefill.incarnation, "target": p.decode.incarnation}
+
+
+def to_prefill(p: Pair, *messages: Message) -> None:
+    """As if decode had sent them."""
+    for message in messages:
+        p.network.inject(Frame(p.prefill.info.control, routing_id(p.decode.incarnation), True, encode(message)))
+
+
+def to_decode(p: Pair, *messages: Message) -> None:
+    """As if prefill had sent them."""
+    for message in messages:
+        p.network.inject(Frame(p.prefill.info.control, routing_id(p.decode.incarnation), False, encode(message)))
 
 
 async def code_of(waiting: Awaitable[object]) -> Code:
@@ -36,7 +77,7 @@ async def midway(p: Pair, room: int = 7) -> tuple[PrefillRoom, DecodeRoom]:
     source, target = await matched(p, room)
     plane = p.plane(p.prefill)
     plane.hold()
-    store = p.prefill.pages
+    store = p.prefill.pool.pages
     pages = store.take(5, ("engine", room))
     source.on_end(lambda: store.give_back(pages, ("engine", room)))
     source.send(pages[:2])

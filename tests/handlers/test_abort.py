@@ -6,9 +6,10 @@ from collections.abc import Awaitable, Callable
 
 import pytest
 
-from kvflow.handlers.rooms import DecodeRoom
-from kvflow.handlers.rooms import PrefillRoom
+from kvflow.handlers.rooms import DecodeRoom, PrefillRoom
 from kvflow.protocols.errors import Cause, Code
+from kvflow.protocols.limits import Bounds
+from kvflow.protocols.machines.grants import GrantPhase
 from kvflow.protocols.machines.loan import LoanPhase
 from kvflow.protocols.ports import Landing
 from kvflow.protocols.wire.codec import encode, routing_id
@@ -16,7 +17,19 @@ from kvflow.protocols.wire.messages import Abort, Bootstrap, ChunkDone, Heartbea
 from kvflow.testing.pair import Pair, fill, pair, until
 from kvflow.transports.control.memory import Frame
 from kvflow.transports.data.fake import Fault
-from tests.handlers.scenes import PROMPT, WHY, code_of, every_rank_writes, matched, midway, success
+from tests.handlers.scenes import (
+    PROMPT,
+    WHY,
+    code_of,
+    every_rank_writes,
+    header,
+    known,
+    ledger,
+    matched,
+    midway,
+    success,
+    to_prefill,
+)
 
 pytest_plugins = ["kvflow.testing.fixtures"]
 Both = tuple[PrefillRoom, DecodeRoom]
@@ -32,8 +45,8 @@ async def between_chunks(p: Pair) -> Both:
     mine = p.prefill.pages.take(2, "engine")
     source.on_end(lambda: p.prefill.pages.give_back(mine, "engine"))
     source.send(mine)
-    await until(lambda: target.state.filled == (2,))
-    assert source.state.phase.name == "WAITING_FOR_INPUT"
+    await until(lambda: target.record.state.filled == (2,))
+    assert source.phase.name == "WAITING_FOR_INPUT"
     return source, target
 
 
@@ -58,8 +71,8 @@ async def test_decode_aborts(kvflow_pair: Pair, scene: Callable[[Pair], Awaitabl
         target.close(Cause(Code.DEADLINE))
     assert await code_of(source.done()) is WHY.code
     await p.rest()
-    assert target.state.phase.name == source.state.phase.name == "ABORTED"
-    assert target.state.cause == source.state.cause == WHY
+    assert target.phase.name == source.phase.name == "ABORTED"
+    assert target.cause == source.cause == WHY
     for _ in range(again):
         target.close()
         source.close()
@@ -79,8 +92,8 @@ async def test_prefill_fails(kvflow_pair: Pair, scene: Callable[[Pair], Awaitabl
     assert await code_of(source.done()) is WHY.code
     assert await code_of(target.landed()) is WHY.code
     await p.rest()
-    assert target.state.phase.name == "FAILED" and source.state.phase.name in ("FAILED", "ABORTED")
-    assert target.state.cause == source.state.cause == WHY
+    assert target.phase.name == "FAILED" and source.phase.name in ("FAILED", "ABORTED")
+    assert target.cause == source.cause == WHY
     target.close()
     assert p.decode.counts.endings == {f"failed:{WHY.code}": 1}
     p.plane(p.prefill).release()
@@ -115,12 +128,12 @@ async def test_nothing_is_written_and_no_page_is_free_before_the_drain(kvflow_pa
     assert await code_of(target.landed()) is await code_of(source.done()) is WHY.code
     asked = p.network.seen["Abort"]
     await until(lambda: p.network.seen["Abort"] >= asked + 3)  # repeated, and repeated
-    assert p.decode.pages.free_pages == 64 - 5 and len(p.decode.handlers.ledger) == 1
-    assert p.prefill.pages.held_pages == 5 and p.network.seen["AbortAck"] == 0
-    assert source.state.phase.name == target.state.phase.name == "DRAINING"
+    assert p.decode.pages.free_pages == 64 - 5 and len(ledger(p.decode)) == 1
+    assert p.prefill.pool.pages.held_pages == 5 and p.network.seen["AbortAck"] == 0
+    assert source.phase.name == target.phase.name == "DRAINING"
     p.plane(p.prefill).release()
     await p.rest()
-    assert target.state.phase.name == "ABORTED"
+    assert target.phase.name == "ABORTED"
 
 
 async def test_freed_pages_are_written_by_their_new_owner_only(kvflow_pair: Pair) -> None:
@@ -129,7 +142,7 @@ async def test_freed_pages_are_written_by_their_new_owner_only(kvflow_pair: Pair
     _, target = await midway(p)
     pages = target.pages.copy()
     target.close()
-    await until(p.decode.pages.at_rest)
+    await until(p.decode.pool.pages.at_rest)
     mine = p.decode.pages.take(64, "canary")
     fill(p.decode.pool, mine, 0xEE)
     p.plane(p.prefill).release()
@@ -156,13 +169,12 @@ async def test_an_abort_that_crosses_the_last_chunk(kvflow_pair: Pair) -> None:
     assert await code_of(target.landed()) is WHY.code
     p.network.release()
     await p.rest()
-    assert target.state.phase.name == "ABORTED" and source.state.phase.name == "SUCCESS"
+    assert target.phase.name == "ABORTED" and source.phase.name == "SUCCESS"
 
 
 async def test_an_abort_after_success_for_a_grant_prefill_has_forgotten(kvflow_pair: Pair) -> None:
     p = kvflow_pair
     source, target = await matched(p)
-    link = target.links[0]
     p.send_all(source)
     await target.landed()
     target.close()
@@ -170,7 +182,7 @@ async def test_an_abort_after_success_for_a_grant_prefill_has_forgotten(kvflow_p
     half = p.prefill.room(7, PROMPT)  # the id is used again; what is late must not touch it (I6)
     for acks in range(3):
         assert p.network.seen["AbortAck"] == acks
-        link.send_abort(7, target.grant.number, WHY)
+        to_prefill(p, Abort(cause=WHY, **header(p, 7, target.grant)))
         await until(lambda acks=acks: p.network.seen["AbortAck"] > acks)
         assert not half.ended
     second = await p.decode.room(7, "sim", PROMPT)
@@ -207,11 +219,11 @@ async def test_heartbeats_let_prefill_forget_what_has_ended(kvflow_pair: Pair) -
     p.network.hold(Heartbeat)
     for room in range(5):
         await success(p, room)
-    (known,) = p.prefill.handlers.targets.values()
-    assert len(known.closed) == 5
+    (peer,) = known(p.prefill)
+    assert peer.grants.remembered == 5
     p.network.release()
-    await until(lambda: not known.closed)
-    assert known.low_water > 5 and not known.doubtful
+    await until(lambda: not peer.grants.remembered)
+    assert peer.grants.low_water > 5 and peer.grants.all_settled
 
 
 async def test_queued_chunks_never_reach_the_target(kvflow_pair: Pair) -> None:
@@ -242,11 +254,11 @@ async def test_each_rank_answers_for_itself() -> None:
         second_plane.flights[0].end(Landing.UNPROVEN, "a lane was reset")
         p.network.release()
         await until(lambda: target.ended)
-        assert target.state.phase.name == "LOST" and target.state.cause == WHY
-        (loan,) = target.grant.loans
-        assert loan.link.rank == second.info.rank and p.decode.handlers.ledger.quarantined_pages == 5
+        assert target.phase.name == "LOST" and target.cause == WHY
+        (peer,) = target.record.lease.loans
+        assert peer.info == second.info and ledger(p.decode).quarantined_pages == 5
         await p.crash(second)
-        await until(p.decode.pages.at_rest)
+        await until(p.decode.pool.pages.at_rest)
         assert first.pages.at_rest()
 
 
@@ -257,57 +269,67 @@ async def test_a_rank_that_could_not_vouch_does_not_take_that_back() -> None:
         _, target = await every_rank_writes(p)
         liar = p.prefills[1]
         p.plane(liar).flights[0].end(Landing.UNPROVEN, "a lane was reset")
-        await until(lambda: any(loan.phase is LoanPhase.DOUBTFUL for loan in target.grant.loans))
+        await until(lambda: LoanPhase.DOUBTFUL in target.record.lease.loans.values())
         stale = p.decode.counts.stale
-        last = ChunkDone(7, target.grant.number, liar.incarnation, p.decode.incarnation, 1, 0, 5, True, b"")
+        last = ChunkDone(
+            room=7,
+            grant=target.grant,
+            source=liar.incarnation,
+            target=p.decode.incarnation,
+            rank=1,
+            seq=0,
+            pages=5,
+            last=True,
+        )
         p.network.inject(Frame(liar.info.control, routing_id(p.decode.incarnation), False, encode(last)))
         await until(lambda: p.decode.counts.stale == stale + 1)
-        assert len(target.grant.loans) == 2 and target.state.filled == (0, 0)
+        assert len(target.record.lease.loans) == 2 and target.record.state.filled == (0, 0)
         target.close(WHY)
         p.network.release()
         await p.crash(liar)
         p.plane(p.prefills[0]).release()
-        await until(p.decode.pages.at_rest)
+        await until(p.decode.pool.pages.at_rest)
 
 
-async def test_an_abort_for_a_room_nobody_knows(kvflow_pair: Pair) -> None:
+async def test_an_abort_for_an_unknown_room(kvflow_pair: Pair) -> None:
     """Drained, as nothing of it ever ran; and its grant is closed, whenever its Bootstrap comes."""
     p = kvflow_pair
     _, target = await matched(p, 1)
-    (link,) = target.links
-    (known,) = p.prefill.handlers.targets.values()
+    (peer,) = known(p.prefill)
+    late = Bootstrap(pages=b"\0\0\0\0", prompt_tokens=4, prompt_digest=b"d" * 32, **header(p, 99, 50))
     for _ in range(3):
         acks = p.network.seen["AbortAck"]
-        link.send_abort(99, 50, WHY)
+        to_prefill(p, Abort(cause=WHY, **header(p, 99, 50)))
         await until(lambda acks=acks: p.network.seen["AbortAck"] > acks)
-        assert known.drained(50) and 50 in known.closed and set(p.prefill.handlers.rooms) == {1}
-        link.send(Bootstrap(99, 50, link.source, p.decode.incarnation, b"\0\0\0\0", 4, b"d" * 32))
+        assert peer.grants.drained(50) and peer.grants.phase(50) is GrantPhase.CLOSED
+        assert set(p.prefill.shell.endpoint.rooms) == {1}
+        to_prefill(p, late)
     acks = p.network.seen["AbortAck"]
-    link.send_abort(99, 50, WHY)  # and behind the last Bootstrap
+    to_prefill(p, Abort(cause=WHY, **header(p, 99, 50)))  # and behind the last Bootstrap
     await until(lambda: p.network.seen["AbortAck"] > acks)
-    assert set(p.prefill.handlers.rooms) == {1}
-    known.closed.clear()  # a grant of this test's making: no heartbeat would settle it
+    assert set(p.prefill.shell.endpoint.rooms) == {1}
+    peer.grants.settle(51)  # a grant of this test's making: no heartbeat would settle it
     target.close()
 
 
 async def test_a_bootstrap_that_comes_after_its_tombstone_was_evicted(kvflow_pair: Pair) -> None:
     p = kvflow_pair
-    p.prefill.handlers.bounds = type(p.prefill.handlers.bounds)(closed_grants=2)
+    p.prefill.shell.endpoint.core.bounds = Bounds(closed_grants=2)
     await success(p, 1)
     p.network.hold(Heartbeat)
     p.network.hold(Bootstrap, times=1)
     late = await p.decode.room(7, "sim", PROMPT)
     late.close(WHY)
-    await until(p.decode.pages.at_rest)
+    await until(p.decode.pool.pages.at_rest)
     for room in range(20, 24):
         await success(p, room)
-    (known,) = p.prefill.handlers.targets.values()
-    assert late.grant.number not in known.closed and late.grant.number < known.low_water
+    (peer,) = known(p.prefill)
+    assert peer.grants.phase(late.grant) is GrantPhase.BELOW and late.grant < peer.grants.low_water
     half, failed = p.prefill.room(7, range(4)), p.network.seen["RoomFailed"]
     assert await code_of(half.matched()) is WHY.code  # what ended decode's half is kept for it
     half = p.prefill.room(7, PROMPT)
     assert p.network.release()
     await until(lambda: p.network.seen["RoomFailed"] > failed)
-    assert not half.ended and half.bootstrap is None, "a stale Bootstrap bound it"
+    assert not half.ended and half.record.bootstrap is None, "a stale Bootstrap bound it"
     half.close()
-    p.prefill.handlers.ended_halves.expire(float("inf"))
+    p.prefill.shell.endpoint.core.rendezvous.expire(float("inf"))

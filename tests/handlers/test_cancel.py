@@ -8,13 +8,12 @@ from collections.abc import Awaitable, Callable
 import msgspec
 import pytest
 
-from kvflow.handlers.rooms import DecodeRoom
-from kvflow.handlers.rooms import PrefillRoom
+from kvflow.handlers.rooms import DecodeRoom, PrefillRoom
 from kvflow.protocols.errors import AbortedError, Code, KvflowError, LostError
 from kvflow.protocols.wire.messages import Abort, Bootstrap, Register, Registered
 from kvflow.testing.pair import QUICK, Pair, pair, until
 from kvflow.transports.data.fake import Fault
-from tests.handlers.scenes import PROMPT, WHY, code_of, matched, midway, success
+from tests.handlers.scenes import PROMPT, WHY, code_of, known, ledger, links, matched, midway, success
 
 pytest_plugins = ["kvflow.testing.fixtures"]
 Waits = Callable[[PrefillRoom, DecodeRoom], Awaitable[object]]
@@ -88,7 +87,7 @@ async def test_an_opening_that_is_cancelled_leaves_no_room(kvflow_pair: Pair, ki
     for _ in range(turns):
         await asyncio.sleep(0)
     await cancelled(opening)
-    assert not p.decode.handlers.rooms and p.decode.pages.at_rest()
+    assert not p.decode.shell.endpoint.rooms and p.decode.pool.pages.at_rest()
     p.network.release()
     (await other).close()  # the one who waits for the same registration is not harmed
     await success(p, 9)
@@ -125,18 +124,18 @@ async def test_closing_prefill_in_mid_transfer(
     source, target = await scene(p) if not stuck else await sending(p)
     half = p.prefill.room(50, PROMPT)
     lonely = await p.decode.room(51, "sim", PROMPT)
-    await until(lambda: 51 in p.prefill.handlers.rooms)
+    await until(lambda: 51 in p.prefill.shell.endpoint.rooms)
     node = p.prefills.pop(0)
     closing = asyncio.ensure_future(node.close())
     await asyncio.sleep(0)
     if stuck:
         assert await code_of(target.landed()) is Code.SHUTDOWN
-        assert not p.decode.pages.at_rest() and not closing.done()
+        assert not p.decode.pool.pages.at_rest() and not closing.done()
         p.plane(node).release()
     await closing
     for waiting in (source.done(), half.matched(), target.landed(), lonely.landed()):
         assert await code_of(waiting) in (Code.SHUTDOWN, Code.PEER_LOST)
-    assert node.pages.at_rest() and not node.handlers.rooms
+    assert node.pool.pages.at_rest() and not node.shell.endpoint.rooms
     await p.rest()
     await node.close()
 
@@ -174,8 +173,8 @@ async def test_closing_decode_in_mid_transfer(
     node = p.decodes.pop(0)
     await node.close()
     assert await code_of(target.landed()) is await code_of(source.done()) is Code.SHUTDOWN
-    assert node.pages.at_rest() and not node.handlers.rooms and not len(node.handlers.ledger)
-    await until(lambda: not p.prefill.handlers.targets)
+    assert node.pool.pages.at_rest() and not node.shell.endpoint.rooms and not len(ledger(node))
+    await until(lambda: not known(p.prefill))
     await p.rest()
     await node.close()
 
@@ -190,8 +189,8 @@ async def test_closing_decode_while_prefill_does_not_answer(kvflow_pair: Pair) -
     assert await code_of(target.landed()) is Code.SHUTDOWN
     p.clock(node).advance(p.timing.lost_after_s + 1)
     await closing
-    assert target.ended and not node.handlers.rooms
-    assert node.handlers.ledger.quarantined_pages == 5 == 64 - node.pages.free_pages
+    assert target.ended and not node.shell.endpoint.rooms
+    assert ledger(node).quarantined_pages == 5 == 64 - node.pages.free_pages
     assert await code_of(source.done()) is Code.PEER_LOST
 
 
@@ -201,8 +200,8 @@ async def test_closing_decode_while_a_write_cannot_be_stopped() -> None:
         source, target = await sending(p)
         node = p.decodes.pop(0)
         await node.close()
-        assert target.state.phase.name == "LOST" and not node.handlers.rooms
-        assert node.handlers.ledger.quarantined_pages == 5
+        assert target.phase.name == "LOST" and not node.shell.endpoint.rooms
+        assert ledger(node).quarantined_pages == 5
         assert await code_of(source.done()) is Code.SHUTDOWN
         p.plane(p.prefill).release()
         await p.rest()
@@ -212,13 +211,13 @@ async def test_closing_decode_while_rooms_are_being_opened(kvflow_pair: Pair) ->
     p = kvflow_pair
     p.network.hold(Registered)
     openings = [asyncio.ensure_future(p.decode.room(room, "sim", PROMPT)) for room in range(3)]
-    await until(lambda: p.decode.handlers.links)
+    await until(lambda: links(p.decode))
     node = p.decodes.pop(0)
     await node.close()
     for opening in openings:
         with pytest.raises(LostError, match="closing"):
             await opening
-    assert node.pages.at_rest()
+    assert node.pool.pages.at_rest()
 
 
 async def test_nodes_that_never_started_or_are_closed_twice() -> None:

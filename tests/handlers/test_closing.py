@@ -7,8 +7,7 @@ from typing import Any
 
 import pytest
 
-from kvflow.handlers.rooms import DecodeRoom
-from kvflow.handlers.rooms import PrefillRoom
+from kvflow.handlers.rooms import DecodeRoom, PrefillRoom
 from kvflow.protocols.errors import Cause, Code
 from kvflow.protocols.machines.decode_room import DecodePhase
 from kvflow.protocols.machines.prefill_room import PrefillPhase
@@ -27,13 +26,13 @@ async def expected(p: Pair) -> Both:
 
 async def bootstrapped(p: Pair) -> Both:
     target = await p.decode.room(7, "sim", PROMPT)
-    await until(lambda: 7 in p.prefill.handlers.rooms)
-    return p.prefill.handlers.rooms[7], target
+    await until(lambda: 7 in p.prefill.shell.endpoint.rooms)
+    return p.prefill.shell.endpoint.rooms[7], target
 
 
 async def transferring(p: Pair) -> Both:
     source, target = await midway(p)
-    await until(lambda: target.state.phase is DecodePhase.TRANSFERRING)
+    await until(lambda: target.phase is DecodePhase.TRANSFERRING)
     return source, target
 
 
@@ -74,7 +73,7 @@ async def failed(p: Pair) -> Both:
 async def aborted(p: Pair) -> Both:
     source, target = await midway(p)
     target.close(WHY)
-    await until(lambda: source.state.phase is PrefillPhase.ABORTED and target.ended)
+    await until(lambda: source.phase is PrefillPhase.ABORTED and target.ended)
     return source, target
 
 
@@ -82,7 +81,7 @@ async def lost(p: Pair) -> Both:
     source, target = await matched(p)
     p.plane(p.prefill).script(Fault.ERROR)
     p.send_all(source)
-    await until(lambda: source.state.phase is PrefillPhase.LOST and target.ended)
+    await until(lambda: source.phase is PrefillPhase.LOST and target.ended)
     return source, target
 
 
@@ -97,7 +96,7 @@ async def lost_by_both(p: Pair) -> Both:
         p.network.drop(word, 1 << 30)
     target.close(WHY)
     plane.release()
-    await until(lambda: target.state.phase is DecodePhase.LOST and source.ended)
+    await until(lambda: target.phase is DecodePhase.LOST and source.ended)
     return source, target
 
 
@@ -120,7 +119,7 @@ async def by_the_peer(p: Pair, session: Any) -> None:
     """What the other side would say of this grant: handed to the handler, so that the phase is still the one meant."""
     me, you = p.prefill.incarnation, p.decode.incarnation
     if isinstance(session, PrefillRoom):
-        if (known := p.prefill.handlers.targets.get(you)) is not None:
+        if (known := p.prefill.shell.endpoint.core.peers.get(you)) is not None:
             await p.prefill.handlers.on_abort(known, Abort(session.room, session.grant or 1 << 50, me, you, OTHER))
     else:
         failed = RoomFailed(session.room, session.grant.number, me, you, 0, OTHER)
@@ -152,7 +151,7 @@ async def test_closing_again_changes_nothing(scene: Any, phase: Any, first: int)
     async with pair() as p:
         source, target = await scene(p)
         session = source if isinstance(phase, P) else target
-        assert session.state.phase is phase
+        assert session.phase is phase
         called: list[str] = []
         session.on_end(lambda: called.append("once"))
         p.network.mend()

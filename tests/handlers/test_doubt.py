@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import pytest
-
 from kvflow.handlers.target import Target
+
 from kvflow.protocols.errors import Code
 from kvflow.protocols.wire.messages import Abort, AbortAck, Bootstrap, Heartbeat, RoomFailed
 from kvflow.testing.pair import Pair, pair, until
 from kvflow.transports.data.fake import Fault
-from tests.handlers.scenes import WHY, code_of, every_rank_writes, matched, midway, success
+from tests.handlers.scenes import WHY, code_of, every_rank_writes, known, ledger, links, matched, midway, success
 
 pytest_plugins = ["kvflow.testing.fixtures"]
 
@@ -21,10 +21,10 @@ async def doubtful(p: Pair, *faults: Fault, chunks: int = 1) -> None:
     p.send_all(source, chunks=chunks)
     assert await code_of(target.landed()) is Code.TRANSFER_ERROR
     assert await code_of(source.done()) is Code.TRANSFER_ERROR
-    await until(lambda: source.state.phase.name == "LOST" and not p.prefill.pages.held_pages)
-    await until(lambda: all(loan.phase.name == "DOUBTFUL" for loan in p.decode.handlers.ledger._loans.values()))
-    assert p.decode.handlers.ledger.quarantined_pages == 5
-    assert p.decode.pages.free_pages == 59 and not p.decode.handlers.rooms
+    await until(lambda: source.phase.name == "LOST" and not p.prefill.pool.pages.held_pages)
+    await until(lambda: all(loan.phase.name == "DOUBTFUL" for loan in ledger(p.decode)._loans.values()))
+    assert ledger(p.decode).quarantined_pages == 5
+    assert p.decode.pages.free_pages == 59 and not p.decode.shell.endpoint.rooms
 
 
 @pytest.mark.parametrize("fault", [Fault.ERROR, Fault.LATE])
@@ -36,7 +36,7 @@ async def test_pages_come_home_when_the_writer_is_fenced(fault: Fault, chunks: i
             "nothing of the doubtful write, and nothing after it, was said to land"
         )
         await p.crash(p.prefill)
-        await until(p.decode.pages.at_rest)
+        await until(p.decode.pool.pages.at_rest)
         assert not p.left()
 
 
@@ -47,10 +47,10 @@ async def test_a_late_write_finds_its_pages_still_lent() -> None:
         before = p.decode.pool.pages_bytes(mine).copy()
         assert p.plane(p.prefill).land_late()
         assert (p.decode.pool.pages_bytes(mine) == before).all()
-        assert p.decode.handlers.ledger.quarantined_pages == 5
+        assert ledger(p.decode).quarantined_pages == 5
         p.decode.pages.give_back(mine, "everything else")
         await p.crash(p.prefill)
-        await until(p.decode.pages.at_rest)
+        await until(p.decode.pool.pages.at_rest)
 
 
 async def test_doubt_in_one_chunk_is_remembered_when_others_drain() -> None:
@@ -59,11 +59,11 @@ async def test_doubt_in_one_chunk_is_remembered_when_others_drain() -> None:
         p.plane(p.prefill).script(Fault.ERROR, Fault.STUCK)
         p.send_all(source, chunks=2)
         assert await code_of(target.landed()) is Code.TRANSFER_ERROR  # before the other write has ended
-        assert source.state.phase.name == "DRAINING" and p.network.seen["AbortAck"] == 0
+        assert source.phase.name == "DRAINING" and p.network.seen["AbortAck"] == 0
         p.plane(p.prefill).release()
-        await until(lambda: source.state.phase.name == "LOST")
+        await until(lambda: source.phase.name == "LOST")
         await p.crash(p.prefill)
-        await until(p.decode.pages.at_rest)
+        await until(p.decode.pool.pages.at_rest)
 
 
 async def test_an_abort_answered_with_doubt_loses_the_room() -> None:
@@ -76,12 +76,12 @@ async def test_an_abort_answered_with_doubt_loses_the_room() -> None:
         target.close(WHY)
         p.network.hold(RoomFailed)
         p.plane(p.prefill).release()
-        await until(lambda: target.state.phase.name == "LOST")
+        await until(lambda: target.phase.name == "LOST")
         assert await code_of(target.landed()) is WHY.code
         assert await code_of(source.done()) is Code.TRANSFER_ERROR
         p.network.release()
         await p.crash(p.prefill)
-        await until(p.decode.pages.at_rest)
+        await until(p.decode.pool.pages.at_rest)
 
 
 async def test_other_rooms_go_on_beside_quarantine() -> None:
@@ -89,9 +89,9 @@ async def test_other_rooms_go_on_beside_quarantine() -> None:
         await doubtful(p, Fault.ERROR)
         for room in range(20, 24):
             await success(p, room)
-        assert p.decode.handlers.ledger.quarantined_pages == 5
+        assert ledger(p.decode).quarantined_pages == 5
         await p.crash(p.prefill)
-        await until(p.decode.pages.at_rest)
+        await until(p.decode.pool.pages.at_rest)
 
 
 async def test_a_crash_in_mid_transfer_ends_rooms_and_loans() -> None:
@@ -99,9 +99,9 @@ async def test_a_crash_in_mid_transfer_ends_rooms_and_loans() -> None:
         _, target = await midway(p)
         await p.crash(p.prefill)
         assert await code_of(target.landed()) is Code.PEER_LOST
-        await until(p.decode.pages.at_rest)
-        assert target.state.phase.name == "LOST" and not p.left()
-        await until(lambda: not p.decode.handlers.links)
+        await until(p.decode.pool.pages.at_rest)
+        assert target.phase.name == "LOST" and not p.left()
+        await until(lambda: not links(p.decode))
 
 
 async def test_one_dead_rank_of_three_quarantines_nothing_for_long() -> None:
@@ -119,7 +119,7 @@ async def test_a_decode_that_dies_is_written_to_no_more() -> None:
         source, _ = await midway(p)
         await p.crash(p.decode)
         assert await code_of(source.done()) is Code.PEER_LOST
-        await until(lambda: not p.prefill.handlers.targets)
+        await until(lambda: not known(p.prefill))
         assert not p.left()
         await p.add_decode()
         p.plane(p.prefill).release()
@@ -130,14 +130,14 @@ async def test_prefill_never_calls_a_doubtful_grant_drained() -> None:
     """Not after its tombstone was evicted, and not when its Bootstrap comes once more."""
     async with pair() as p:
         await doubtful(p, Fault.LATE)
-        (known,) = p.prefill.handlers.targets.values()
+        (peer,) = known(p.prefill)
         (grant,) = known.closed
         p.prefill.handlers.bounds = type(p.prefill.handlers.bounds)(closed_grants=2)
         p.network.hold(Heartbeat)
         for room in range(20, 24):
             await success(p, room)
         assert grant not in known.closed and known.doubtful == {grant} and known.low_water > grant
-        (link,) = p.decode.handlers.links.values()
+        (link,) = links(p.decode)
         acks: list[bool] = []
         p.network.rules.append(lambda frame: _note(acks, frame.message))
         me, them = p.decode.incarnation, p.prefill.incarnation
@@ -145,10 +145,10 @@ async def test_prefill_never_calls_a_doubtful_grant_drained() -> None:
         link.send(Abort(7, grant, them, me, WHY))
         await until(lambda: len(acks) == 2)
         assert acks == [False, False]
-        assert p.decode.handlers.ledger.quarantined_pages == 5
+        assert ledger(p.decode).quarantined_pages == 5
         p.network.mend()
         await p.crash(p.prefill)
-        await until(p.decode.pages.at_rest)
+        await until(p.decode.pool.pages.at_rest)
 
 
 def _note(acks: list[bool], message: object) -> None:
@@ -162,10 +162,10 @@ async def test_tombstones_are_bounded_and_leave_a_low_water_mark(kvflow_pair: Pa
     p.network.hold(Heartbeat)
     for room in range(8):
         await success(p, room)
-    (known,) = p.prefill.handlers.targets.values()
+    (peer,) = known(p.prefill)
     assert isinstance(known, Target) and len(known.closed) == 3 and known.low_water == 6
-    (link,) = p.decode.handlers.links.values()
+    (link,) = links(p.decode)
     failed = p.network.seen["RoomFailed"]
     link.send(Bootstrap(1, 2, p.prefill.incarnation, p.decode.incarnation, b"\0\0\0\0", 4, b"d" * 32))
     await until(lambda: p.network.seen["RoomFailed"] > failed)
-    assert not p.prefill.handlers.rooms
+    assert not p.prefill.shell.endpoint.rooms

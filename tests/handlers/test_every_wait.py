@@ -19,7 +19,7 @@ from kvflow.protocols.errors import KvflowError
 from kvflow.testing.cancellation import Steps, stepping
 from kvflow.testing.pair import Pair, fill, pair, until
 from kvflow.transports.data.fake import FakePlane, Fault
-from tests.handlers.scenes import PROMPT, matched, midway, success
+from tests.handlers.scenes import PROMPT, known, links, matched, midway, success
 
 pytest_plugins = ["kvflow.testing.fixtures"]
 Work = Coroutine[Any, Any, object]
@@ -124,7 +124,7 @@ async def closing_decode(p: Pair) -> Work:
 
 async def closing_decode_while_opening(p: Pair) -> Work:
     beside(decode_user(p))
-    await until(lambda: p.decode.handlers.links)
+    await until(lambda: links(p.decode))
     return p.decode.close()
 
 
@@ -198,13 +198,13 @@ async def audited() -> AsyncIterator[Pair]:
         await leave()
         for node in nodes:
             await _close(p, node)
-            assert not node.handlers.rooms, "a closed node has rooms"
+            assert not node.shell.endpoint.rooms, "a closed node has rooms"
         left = {task.get_name() for task in asyncio.all_tasks()}
         assert not any(name.startswith("kvflow") for name in left), left
         assert not len(pages) or (p.decode.pool.pages_bytes(pages) == CANARY).all(), "a late write"
         store.give_back(pages, "canary")
         for node in nodes:
-            assert node.pages.held_pages == 0
+            assert node.pool.pages.held_pages == 0
 
 
 async def _close(p: Pair, node: PrefillNode | DecodeNode) -> None:
@@ -246,9 +246,9 @@ async def test_every_wait(kvflow_clean_loop: None, scene: Scene, how: str) -> No
         async with audited() as p:
             steps = await cancel(await scene(p), first, how)
             node = p.prefill if scene in PREFILLS else p.decode
-            assert all(room.ended or room.state.phase.name == "DRAINING" for room in node.handlers.rooms.values())
+            assert all(room.ended or room.state.phase.name == "DRAINING" for room in node.shell.endpoint.rooms.values())
             if scene.__name__.startswith("closing"):
-                assert not node.handlers.rooms, "it said it had stopped"
+                assert not node.shell.endpoint.rooms, "it said it had stopped"
             elif how == "twice":  # else: straight into closing
                 await rest(p)
         if steps.waits <= first or first == ENOUGH:

@@ -12,7 +12,7 @@ from kvflow.protocols.machines.rendezvous import EndedHalves, Half
 from kvflow.protocols.pages.layout import build_layout
 from kvflow.protocols.wire.messages import MAX_TEXT, Abort, Bootstrap
 from kvflow.testing.pair import PAGE_SIZE, Pair, pair, small_layout, until
-from tests.handlers.scenes import PROMPT, WHY, code_of, matched, success
+from tests.handlers.scenes import PROMPT, WHY, code_of, links, matched, success
 
 pytest_plugins = ["kvflow.testing.fixtures"]
 
@@ -32,7 +32,7 @@ async def test_decode_never_comes(kvflow_pair: Pair) -> None:
 async def test_prefill_never_comes(kvflow_pair: Pair) -> None:
     p = kvflow_pair
     target = await p.decode.room(7, "sim", PROMPT)
-    await until(lambda: 7 in p.prefill.handlers.rooms)
+    await until(lambda: 7 in p.prefill.shell.endpoint.rooms)
     p.clock(p.prefill).advance(p.timing.rendezvous_s + 1)
     p.clock(p.decode).advance(1)
     assert await code_of(target.landed()) is Code.RENDEZVOUS
@@ -45,7 +45,7 @@ async def test_prefill_refuses_before_decode_comes(kvflow_pair: Pair) -> None:
     p.prefill.room(7, PROMPT).close(WHY)
     target = await p.decode.room(7, "sim", PROMPT)
     assert await code_of(target.landed()) is WHY.code
-    assert target.state.cause == WHY
+    assert target.cause == WHY
     await success(p, 7)  # told once: the id is free again
 
 
@@ -55,10 +55,10 @@ async def test_the_engine_refuses_a_room_it_never_opened(kvflow_pair: Pair) -> N
     p.prefill.refuse(7, WHY)
     p.prefill.refuse(7, WHY)
     target = await p.decode.room(7, "sim", PROMPT)
-    assert await code_of(target.landed()) is WHY.code and target.state.cause == WHY
-    assert p.prefill.counts.rooms_opened == opened and not p.prefill.handlers.rooms
+    assert await code_of(target.landed()) is WHY.code and target.cause == WHY
+    assert p.prefill.counts.rooms_opened == opened and not p.prefill.shell.endpoint.rooms
     target = await p.decode.room(8, "sim", PROMPT)
-    await until(lambda: 8 in p.prefill.handlers.rooms)
+    await until(lambda: 8 in p.prefill.shell.endpoint.rooms)
     p.prefill.refuse(8, WHY)
     assert await code_of(target.landed()) is WHY.code
     source, target = await matched(p, 9)
@@ -71,20 +71,20 @@ async def test_the_engine_refuses_a_room_decode_has_given_up(kvflow_pair: Pair) 
     """Both know: nothing is kept for the next user of the id."""
     p = kvflow_pair
     target = await p.decode.room(7, "sim", PROMPT)
-    await until(lambda: 7 in p.prefill.handlers.rooms)
+    await until(lambda: 7 in p.prefill.shell.endpoint.rooms)
     target.close(WHY)
-    await until(p.decode.pages.at_rest)
+    await until(p.decode.pool.pages.at_rest)
     p.prefill.refuse(7, WHY)
-    assert not len(p.prefill.handlers.ended_halves)
+    assert not len(p.prefill.shell.endpoint.core.rendezvous)
     await success(p, 7)
 
 
 async def test_decode_ends_before_prefill_comes(kvflow_pair: Pair) -> None:
     p = kvflow_pair
     target = await p.decode.room(7, "sim", PROMPT)
-    await until(lambda: 7 in p.prefill.handlers.rooms)
+    await until(lambda: 7 in p.prefill.shell.endpoint.rooms)
     target.close(WHY)
-    await until(p.decode.pages.at_rest)
+    await until(p.decode.pool.pages.at_rest)
     assert await code_of(p.prefill.room(7, PROMPT).matched()) is WHY.code
     await success(p, 7)
 
@@ -93,16 +93,16 @@ async def test_the_same_half_may_begin_afresh(kvflow_pair: Pair) -> None:
     p = kvflow_pair
     p.prefill.room(7, PROMPT).close(WHY)
     await success(p, 7)
-    assert not len(p.prefill.handlers.ended_halves)
+    assert not len(p.prefill.shell.endpoint.core.rendezvous)
 
 
 async def test_what_nobody_asked_for_is_forgotten(kvflow_pair: Pair) -> None:
     p = kvflow_pair
     for room in range(10):
         p.prefill.room(room, PROMPT).close(WHY)
-    assert len(p.prefill.handlers.ended_halves) == 10
+    assert len(p.prefill.shell.endpoint.core.rendezvous) == 10
     p.clock(p.prefill).advance(p.timing.rendezvous_s + 1)
-    await until(lambda: not len(p.prefill.handlers.ended_halves))
+    await until(lambda: not len(p.prefill.shell.endpoint.core.rendezvous))
 
 
 @pytest.mark.parametrize("first", ["prefill", "decode"])
@@ -118,7 +118,7 @@ async def test_halves_that_mean_different_prompts(kvflow_pair: Pair, first: str,
         target = await p.decode.room(7, "sim", other)
     else:
         target = await p.decode.room(7, "sim", other)
-        await until(lambda: 7 in p.prefill.handlers.rooms)
+        await until(lambda: 7 in p.prefill.shell.endpoint.rooms)
         source = p.prefill.room(7, PROMPT)
     assert await code_of(source.matched()) is await code_of(target.landed()) is Code.PROMPT_MISMATCH
     await p.rest()
@@ -163,9 +163,9 @@ async def test_a_bootstrap_that_lends_too_few_or_foreign_pages(kvflow_pair: Pair
     link.send(Bootstrap(60, 160, them, me, b"", 0, b"d" * 32))
     link.send(Bootstrap(61, 161, them, me, b"", 4, b"d" * 32, 400))
     await until(lambda: p.network.seen["RoomFailed"] == len(refused) + 2)
-    assert set(p.prefill.handlers.rooms) == {1}
+    assert set(p.prefill.shell.endpoint.rooms) == {1}
     target.close()
-    p.prefill.handlers.targets[me].closed.clear()  # grants of its own making: no heartbeat would settle them
+    p.prefill.shell.endpoint.core.peers[me].closed.clear()  # grants of its own making: no heartbeat would settle them
 
 
 async def test_pools_that_do_not_fit_are_told_what_differs(kvflow_pair: Pair) -> None:
@@ -174,7 +174,7 @@ async def test_pools_that_do_not_fit_are_told_what_differs(kvflow_pair: Pair) ->
     for _ in range(2):
         with pytest.raises(RefusedError, match="page_size: prefill 4, decode 8"):
             await other.room(7, "sim", PROMPT)
-    await until(lambda: not other.handlers.links)
+    await until(lambda: not links(other))
     await success(p, 8)
 
 
@@ -201,7 +201,7 @@ async def test_nobody_answers(kvflow_pair: Pair) -> None:
     p = kvflow_pair
     p.network.cut()
     task = asyncio.ensure_future(p.decode.room(7, "sim", PROMPT))
-    await until(lambda: p.decode.handlers.links)
+    await until(lambda: links(p.decode))
     p.clock(p.decode).advance(p.timing.register_s + 1)
     with pytest.raises(LostError, match="did not answer"):
         await task

@@ -54,14 +54,14 @@ async def prefill_refuses_before_decode_comes(p: Pair) -> Any:
 
 async def prefill_refuses_after_decode_came(p: Pair) -> Any:
     target = await p.decode.room(7, "sim", PROMPT)
-    await until(lambda: 7 in p.prefill.handlers.rooms)
+    await until(lambda: 7 in p.prefill.shell.endpoint.rooms)
     p.prefill.refuse(7, FULL)
     return target.landed(), FULL.code, FULL.text
 
 
 async def the_prompts_differ(p: Pair) -> Any:
     target = await p.decode.room(7, "sim", PROMPT)
-    await until(lambda: 7 in p.prefill.handlers.rooms)
+    await until(lambda: 7 in p.prefill.shell.endpoint.rooms)
     p.prefill.room(7, range(3))
     return target.landed(), Code.PROMPT_MISMATCH, "prefill's prompt has 3 tokens"
 

@@ -23,7 +23,7 @@ from kvflow.protocols.wire.messages import (
 )
 from kvflow.testing.pair import Pair, pair, until
 from kvflow.transports.control.memory import LOST, Frame
-from tests.handlers.scenes import PROMPT, WHY, code_of, matched, midway, success
+from tests.handlers.scenes import PROMPT, WHY, code_of, known, ledger, links, matched, midway, success
 
 pytest_plugins = ["kvflow.testing.fixtures"]
 
@@ -38,7 +38,7 @@ async def test_a_restarted_prefill_at_the_same_address() -> None:
         assert p.prefill.incarnation != first
         assert await code_of(target.landed()) is Code.PEER_LOST
         await success(p, 8)
-        await until(lambda: set(p.decode.handlers.links) == {p.prefill.incarnation})
+        await until(lambda: set(links(p.decode)) == {p.prefill.incarnation})
         await p.rest()
 
 
@@ -52,12 +52,12 @@ async def test_another_incarnation_answers_and_nobody_saw_the_old_one_die() -> N
         p.prefills.clear()
         await p.add_prefill(port)
         assert await code_of(target.landed()) is Code.PEER_LOST
-        assert target.state.phase.name == "LOST"
-        assert p.decode.handlers.ledger.quarantined_pages == 5
+        assert target.phase.name == "LOST"
+        assert ledger(p.decode).quarantined_pages == 5
         await success(p, 8)
-        assert p.decode.handlers.ledger.quarantined_pages == 5
+        assert ledger(p.decode).quarantined_pages == 5
         p.plane(old).die()
-        await until(p.decode.pages.at_rest)
+        await until(p.decode.pool.pages.at_rest)
         assert await code_of(source.done()) is not None
         await old.close()
         await p.rest()
@@ -70,7 +70,7 @@ async def test_a_silent_prefill_that_comes_back(kvflow_pair: Pair) -> None:
     p.network.cut()
     p.clock(p.decode).advance(p.timing.lost_after_s + 1)
     assert await code_of(target.landed()) is Code.PEER_LOST
-    assert target.state.phase.name == "LOST" and p.decode.handlers.ledger.quarantined_pages == 5
+    assert target.phase.name == "LOST" and ledger(p.decode).quarantined_pages == 5
     with pytest.raises(LostError, match="silent"):
         await p.decode.room(8, "sim", PROMPT)
     assert not source.ended, "prefill has seen nothing wrong yet"
@@ -99,7 +99,7 @@ async def test_a_silent_decode_that_comes_back(kvflow_pair: Pair) -> None:
     p.network.cut()
     p.clock(p.prefill).advance(p.timing.lost_after_s + 1)
     assert await code_of(source.done()) is Code.PEER_LOST
-    await until(lambda: not p.prefill.pages.held_pages)
+    await until(lambda: not p.prefill.pool.pages.held_pages)
     assert not target.ended
     p.network.mend()
     assert await code_of(target.landed()) is Code.PEER_LOST
@@ -117,11 +117,11 @@ async def test_a_forgotten_decode_that_registers_again_and_a_bootstrap_of_its_pa
     target = await first.room(7, "sim", PROMPT)
     await until(lambda: bool(past))
     target.close()
-    await until(lambda: target.ended and not first.handlers.ledger)
+    await until(lambda: target.ended and not ledger(first))
     p.network.rules.append(lambda frame: LOST if frame.peer == routing_id(first.incarnation) else None)
     known = prefill.targets[first.incarnation]
     p.clock(first).advance(p.timing.lost_after_s + 1)
-    await until(lambda: not first.handlers.links)
+    await until(lambda: not links(first))
     p.clock(p.prefill).advance(p.timing.lost_after_s + 1)
     await until(lambda: known.silent)
     prefill.bounds, bounds = Bounds(targets=1), prefill.bounds
@@ -158,7 +158,7 @@ async def test_a_loaded_peer_is_not_a_dead_one(kvflow_pair: Pair) -> None:
 async def test_messages_of_other_lives_are_counted_and_change_nothing(kvflow_pair: Pair) -> None:
     p = kvflow_pair
     source, target = await midway(p)
-    me, them, grant = p.decode.incarnation, p.prefill.incarnation, target.grant.number
+    me, them, grant = p.decode.incarnation, p.prefill.incarnation, target.grant
     await until(lambda: target.state.filled == (2,))
     before = target.state
     foreign = [(them, me + 2), (them + 2, me)]
@@ -184,7 +184,7 @@ async def test_messages_of_other_lives_are_counted_and_change_nothing(kvflow_pai
         p.network.inject(Frame(p.prefill.info.control, routing_id(me), False, encode(message)))
     # heartbeats of another source are ignored without a count
     await until(lambda: counted.stale + counted.foreign >= seen + len(to_decode) - 1)
-    assert target.state == before and len(p.decode.handlers.ledger) == 1
+    assert target.state == before and len(ledger(p.decode)) == 1
     dropped = p.prefill.counts.foreign
     for message in (Abort(7, grant, them, me + 2, WHY), Heartbeat(them, me + 2, 1 << 40)):
         p.network.inject(Frame(p.prefill.info.control, routing_id(me), True, encode(message)))
@@ -200,7 +200,7 @@ async def test_a_peer_nobody_knows_is_answered_nothing(kvflow_pair: Pair) -> Non
     stranger.send(encode(Abort(7, 1, p.prefill.incarnation, 99, WHY)))
     stranger.send(encode(Heartbeat(p.prefill.incarnation, 99)))
     await until(lambda: p.prefill.counts.stale == stale + 2)
-    assert not p.prefill.handlers.targets
+    assert not known(p.prefill)
     stranger.close()
 
 
@@ -213,7 +213,7 @@ async def test_another_wire_version_is_refused_with_both_numbers(kvflow_pair: Pa
     answer = Frame("", b"", False, frame).message
     assert isinstance(answer, Registered) and answer.wire_version == WIRE_VERSION
     assert str(WIRE_VERSION) in answer.refusal and str(WIRE_VERSION + 6) in answer.refusal
-    assert not p.prefill.handlers.targets
+    assert not known(p.prefill)
     stranger.close()
 
 

@@ -14,9 +14,9 @@ from kvflow.protocols.errors import Code, LostError, RefusedError
 from kvflow.protocols.pages.layout import PoolLayout
 from kvflow.protocols.ports import Endpoint
 from kvflow.testing.pair import QUICK, Pair, pair, small_layout, until
-from kvflow.transports.data.fake import FakeRoute
+from kvflow.transports.data.fake import FakeRoute, Fault
 from kvflow.transports.data.local import LocalPlane
-from tests.handlers.scenes import PROMPT, code_of, matched, midway, success
+from tests.handlers.scenes import PROMPT, code_of, ledger, matched, success
 
 pytest_plugins = ["kvflow.testing.fixtures"]
 IMPATIENT = msgspec.structs.replace(QUICK, lost_after_s=0.5)
@@ -25,12 +25,14 @@ IMPATIENT = msgspec.structs.replace(QUICK, lost_after_s=0.5)
 @pytest.mark.parametrize("stalled_s", [0.6, float("inf")])
 async def test_a_prefill_whose_worker_hangs_falls_silent(stalled_s: float) -> None:
     async with pair(timing=IMPATIENT) as p:
-        _, target = await midway(p)
-        assert p.prefill.trouble == ""
+        p.plane(p.prefill).script(Fault.STUCK)  # as a worker that hangs leaves its writes: not even cancelled ones end
+        source, target = await matched(p)
+        p.send_all(source)
+        assert p.prefill.unavailable_reason == ""
         p.plane(p.prefill).stalled_s = stalled_s
-        assert "worker of the fake data plane" in p.prefill.trouble
+        assert "worker of the fake data plane" in p.prefill.unavailable_reason
         assert await code_of(target.landed()) is Code.PEER_LOST
-        assert p.decode.quarantined_pages == 5 and len(p.decode.handlers.ledger) == 1  # nothing proves that it is over
+        assert p.decode.quarantined_pages == 5 and len(ledger(p.decode)) == 1  # nothing proves that it is over
         with pytest.raises(LostError, match="silent"):
             await p.decode.room(8, "sim", PROMPT)
         other = await p.add_decode()

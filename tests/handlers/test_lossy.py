@@ -1,4 +1,4 @@
-"""Every message lost once, said twice, or overtaken: the room ends the same way, and nothing is left behind."""
+"""Every message lost once, sent twice, or overtaken: the room ends the same way, and nothing is left behind."""
 
 from __future__ import annotations
 
@@ -7,9 +7,11 @@ import random
 import pytest
 
 from kvflow.protocols.limits import Timing
+from kvflow.protocols.machines.loan import LoanPhase
 from kvflow.protocols.wire.messages import (
     Abort,
     AbortAck,
+    Announce,
     Bootstrap,
     ChunkDone,
     Heartbeat,
@@ -20,11 +22,11 @@ from kvflow.protocols.wire.messages import (
 )
 from kvflow.testing.pair import QUICK, Pair, pair, until
 from kvflow.transports.control.memory import DELIVERED, LOST, TWICE, Fate, Frame
-from tests.handlers.scenes import PROMPT, WHY, assert_same_bytes, code_of, matched, midway
+from tests.handlers.scenes import PROMPT, WHY, assert_same_bytes, code_of, ledger, matched, midway
 
 pytest_plugins = ["kvflow.testing.fixtures"]
 
-GOOD = [Register, Registered, Bootstrap, ChunkDone, Heartbeat, Resync]
+GOOD = [Register, Registered, Announce, Bootstrap, ChunkDone, Heartbeat, Resync]
 ABORTED = [Bootstrap, ChunkDone, Abort, AbortAck]
 FAILED = [ChunkDone, RoomFailed, AbortAck]
 
@@ -72,7 +74,7 @@ async def test_a_refusal(kvflow_pair: Pair, kind: type) -> None:
     p = kvflow_pair
     p.network.drop(kind)
     p.prefill.room(7, PROMPT).close(WHY)
-    target = await p.decode.room(7, "sim", PROMPT)
+    target = p.decode.room(7, "sim", PROMPT)
     assert await code_of(target.landed()) is WHY.code
     await p.rest()
 
@@ -83,11 +85,11 @@ async def test_an_abort_overtakes_its_bootstrap(kvflow_pair: Pair) -> None:
     p.network.hold(Bootstrap)
     target = await p.decode.room(7, "sim", PROMPT)
     target.close(WHY)
-    await until(p.decode.pages.at_rest)
+    await until(p.decode.pool.pages.at_rest)
     assert await code_of(source.matched()) is WHY.code
     again = p.prefill.room(7, PROMPT)
     assert p.network.release()
-    await until(p.decode.pages.at_rest)
+    await until(p.decode.pool.pages.at_rest)
     assert not again.ended, "a stale Bootstrap bound it"
     again.close()
     await p.rest()
@@ -122,7 +124,7 @@ async def test_one_of_several_ranks_never_got_its_bootstrap() -> None:
         target = await p.decode.room(7, "sim", PROMPT)
         await sources[0].matched()
         p.send_all(sources[0])
-        await until(lambda: target.state.finished == 1)
+        await until(lambda: target.record.state.finished == 1)
         await sources[1].matched()
         p.send_all(sources[1], node=p.prefills[1])
         assert await target.landed() == b"handoff"
@@ -145,7 +147,7 @@ async def test_everything_at_once(kvflow_pair: Pair, seed: int, turn: int) -> No
             rng.choice([source, target]).close(WHY)
         await until(lambda s=source: s.bytes_total or s.ended)
         if not source.ended:
-            await until(lambda s=source: s.state.phase.name == "WAITING_FOR_INPUT" or s.ended)
+            await until(lambda s=source: s.phase.name == "WAITING_FOR_INPUT" or s.ended)
         if not source.ended:
             p.send_all(source, chunks=rng.randint(1, 5))
         if rng.random() < 0.4:
@@ -178,14 +180,15 @@ def disturb(p: Pair, kind: type, fault: str) -> None:
 
 
 async def test_a_reason_that_was_lost_is_told_though_its_acknowledgement_was_not(kvflow_pair: Pair) -> None:
-    """The loan has ended, the room has not: nothing of it is settled yet, or its end could not be said again (I4)."""
+    """The loan is proven, the room has not ended: nothing of it is settled yet, or its end could not be sent again
+    (I4)."""
     p = kvflow_pair
     source, target = await matched(p)
     other = await p.decode.room(8, "sim", PROMPT)  # an open loan of a later grant
     p.network.hold(Resync)
     p.network.drop(RoomFailed)
     source.close(WHY)
-    await until(lambda: len(p.decode.handlers.ledger) == 1)
+    await until(lambda: set(target.record.lease.loans.values()) == {LoanPhase.PROVEN})
     p.network.seen.clear()
     await until(lambda: p.network.seen["Heartbeat"] > 4)
     p.network.release()

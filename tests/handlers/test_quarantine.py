@@ -14,7 +14,7 @@ from kvflow.protocols.wire.messages import Abort
 from kvflow.testing.pair import Pair, pair, until
 from kvflow.transports.control.memory import LOST, Fate, Frame
 from kvflow.transports.data.fake import FakePlane
-from tests.handlers.scenes import PROMPT, code_of, midway, success
+from tests.handlers.scenes import PROMPT, code_of, ledger, links, midway, success
 
 
 async def silent(p: Pair, room: int = 7) -> None:
@@ -34,7 +34,7 @@ def no_abort_of_7(frame: Frame) -> Fate | None:
 @pytest.mark.parametrize("limit", [4, 5])
 async def test_no_room_is_opened_above_the_limit(limit: int) -> None:
     async with pair() as p:
-        p.decode.handlers.ledger.quarantine_limit = limit
+        ledger(p.decode).quarantine_limit = limit
         other = await p.add_decode()
         assert other.quarantine_limit == 32  # half of 64 pages
         await silent(p)
@@ -79,8 +79,8 @@ async def test_a_declared_death_ends_rooms_and_loans(caplog: pytest.LogCaptureFi
         assert (
             f"{p.prefill.incarnation:016x}" in caplog.text and "operator at 10.0.0.1: its machine is off" in caplog.text
         )
-        assert p.decode.pages.at_rest() and not p.decode.quarantined_pages and p.decode.counts.declared_dead == 1
-        await until(lambda: not p.decode.handlers.links)
+        assert p.decode.pool.pages.at_rest() and not p.decode.quarantined_pages and p.decode.counts.declared_dead == 1
+        await until(lambda: not links(p.decode))
         p.network.mend()
         with pytest.raises(LostError, match="declared dead"):
             await p.decode.room(8, "sim", PROMPT)
@@ -96,6 +96,6 @@ async def test_a_declared_death_of_a_living_prefill_tells_the_rooms_that_run() -
         await asyncio.sleep(0)
         p.decode.declare_dead(p.prefill.incarnation, "wrong, but said")
         assert await code_of(waiting) is Code.PEER_LOST
-        assert p.decode.pages.at_rest() and not p.decode.handlers.rooms
+        assert p.decode.pool.pages.at_rest() and not p.decode.shell.endpoint.rooms
         p.plane(p.prefill).release()
         assert await code_of(source.done()) is Code.PEER_LOST  # what is alive is told to stop

@@ -7,7 +7,15 @@ import asyncio
 import numpy as np
 import pytest
 
-from kvflow.protocols.errors import CapacityError, Code, KvflowError, LayoutError, MisuseError, OwnershipError
+from kvflow.protocols.errors import (
+    CapacityError,
+    Code,
+    KvflowError,
+    LayoutError,
+    MisuseError,
+    OwnershipError,
+    TransferError,
+)
 from kvflow.protocols.wire.messages import MAX_HANDOFF_BYTES
 from kvflow.testing.pair import PAGE_SIZE, Pair, pair, until
 from tests.handlers.scenes import PROMPT, WHY, assert_same_bytes, code_of, matched, midway, success
@@ -23,7 +31,7 @@ async def test_a_room_moves_its_pages(kvflow_pair: Pair, chunks: int, first: str
         source, target = await p.open(7, PROMPT)
     else:
         target = await p.decode.room(7, "sim", PROMPT)
-        await until(lambda: 7 in p.prefill.handlers.rooms)
+        await until(lambda: 7 in p.prefill.shell.endpoint.rooms)
         source = p.prefill.room(7, PROMPT)
     assert await source.matched() == 0
     assert not (source.ended or target.ended)
@@ -97,11 +105,11 @@ async def test_kept_pages_belong_to_their_keeper(kvflow_pair: Pair) -> None:
     p.send_all(source)
     await target.landed()
     pages = target.keep("sequence")
-    assert p.decode.pages.owned() == {"sequence": len(pages)}
+    assert p.decode.pool.pages.owned() == {"sequence": len(pages)}
     with pytest.raises(MisuseError, match="once"):
         target.keep("another")
     target.close()
-    assert p.decode.pages.owned() == {"sequence": len(pages)}
+    assert p.decode.pool.pages.owned() == {"sequence": len(pages)}
     p.decode.pages.give_back(pages, "sequence")
 
 
@@ -115,7 +123,7 @@ async def test_leaving_the_context_closes(kvflow_pair: Pair) -> None:
     source, target = await matched(p, 8)
     async with target:
         pass
-    assert target.ended or target.state.phase.name == "DRAINING"
+    assert target.ended or target.phase.name == "DRAINING"
     assert await code_of(source.done()) is Code.CLIENT_GONE
 
 
@@ -139,10 +147,10 @@ async def test_the_end_is_called_back_once_also_late(kvflow_pair: Pair) -> None:
 async def test_source_pages_are_held_while_their_write_runs(kvflow_pair: Pair) -> None:
     p = kvflow_pair
     source, target = await midway(p)
-    assert p.prefill.pages.held_pages == 5
+    assert p.prefill.pool.pages.held_pages == 5
     target.close()
     await until(lambda: source.ended)
-    assert p.prefill.pages.free_pages < 64 or not p.prefill.pages.held_pages
+    assert p.prefill.pages.free_pages < 64 or not p.prefill.pool.pages.held_pages
     await p.rest()
 
 
@@ -177,7 +185,7 @@ async def test_misuse_of_a_prefill_room_is_told_and_changes_nothing(kvflow_pair:
     ):
         with pytest.raises(error):
             source.send(pages, last=last)
-        assert source.state.phase.name == "WAITING_FOR_INPUT"
+        assert source.phase.name == "WAITING_FOR_INPUT"
     with pytest.raises(CapacityError, match="bytes of hand-over"):
         source.send(mine[:5], last=True, handoff=b"x" * (MAX_HANDOFF_BYTES + 1))
     source.send(mine[:5], last=True, handoff=b"x" * MAX_HANDOFF_BYTES)
@@ -190,20 +198,22 @@ async def test_misuse_of_a_prefill_room_is_told_and_changes_nothing(kvflow_pair:
         source.send(mine[:1])
 
 
-async def test_a_write_the_plane_refuses_leaves_no_room_behind(kvflow_pair: Pair) -> None:
+async def test_a_write_the_plane_refuses_fails_the_room_and_leaves_nothing_behind(kvflow_pair: Pair) -> None:
+    """What the caller can get wrong was checked before: a refusal here is no word of the caller's, so the room ends."""
     p = kvflow_pair
     source, target = await matched(p)
     mine = p.prefill.pages.take(5, "engine")
-    assert source.target is not None and source.target.route is not None
-    write, source.target.route.write = source.target.route.write, _refuse  # type: ignore[method-assign]
-    with pytest.raises(LayoutError, match="planned badly"):
+    (route,) = p.prefill.shell.routes.values()
+    write, route.write = route.write, _refuse  # type: ignore[method-assign]
+    with pytest.raises(TransferError, match="planned badly"):
         source.send(mine, last=True)
-    assert not p.prefill.pages.held_pages
-    source.target.route.write = write  # type: ignore[method-assign]
-    source.send(mine[:5], last=True)
-    await target.landed()
-    target.close()
+    assert not p.prefill.pool.pages.held_pages and source.phase.name == "ABORTED"
+    with pytest.raises(TransferError, match="planned badly"):
+        await target.landed()
+    route.write = write  # type: ignore[method-assign]
     p.prefill.pages.give_back(mine, "engine")
+    await p.rest()
+    await success(p, 8)
 
 
 def _refuse(*_: object) -> None:

@@ -1,4 +1,4 @@
-"""Nothing dies in silence: a fence that fails is asked again, a task that ends is told."""
+"""Nothing dies in silence: a fence that fails is asked again, a task that ends by surprise is logged and counted."""
 
 from __future__ import annotations
 
@@ -6,12 +6,10 @@ import logging
 
 import pytest
 
-from kvflow.handlers.tasks import spawn
 from kvflow.protocols.errors import Code
 from kvflow.protocols.ports import Endpoint
-from kvflow.telemetry.counters import Counts
 from kvflow.testing.pair import Pair, pair, until
-from tests.handlers.scenes import code_of, midway
+from tests.handlers.scenes import code_of, known, midway
 
 
 def few_descriptors(p: Pair, times: int) -> list[int]:
@@ -42,19 +40,19 @@ async def test_a_fence_that_fails_is_asked_again(dies: str, caplog: pytest.LogCa
         await p.crash(p.prefill if dies == "prefill" else p.decode)
         assert await code_of(target.landed() if dies == "prefill" else source.done()) is Code.PEER_LOST
         if dies == "prefill":
-            await until(p.decode.pages.at_rest)
+            await until(p.decode.pool.pages.at_rest)
         else:
-            await until(lambda: not p.prefill.handlers.targets)
+            await until(lambda: not known(p.prefill))
 
 
-async def test_a_task_that_ends_by_surprise_is_told(caplog: pytest.LogCaptureFixture) -> None:
-    counts = Counts()
-
+async def test_a_task_that_ends_by_surprise_is_logged_and_counted(caplog: pytest.LogCaptureFixture) -> None:
     async def work() -> None:
         raise ZeroDivisionError
 
-    task = spawn(work(), "kvflow-worker", counts)
-    await until(task.done)
-    await until(lambda: counts.handler_errors == 1)
-    [record] = [record for record in caplog.records if record.levelno == logging.ERROR]
-    assert "kvflow-worker" in record.getMessage() and record.exc_info
+    async with pair() as p:
+        counts = p.decode.counts
+        task = p.decode.shell.spawn(work(), "kvflow-worker")
+        await until(task.done)
+        await until(lambda: counts.handler_errors == 1)
+        [record] = [record for record in caplog.records if record.levelno == logging.ERROR]
+        assert "kvflow-worker" in record.getMessage() and record.exc_info

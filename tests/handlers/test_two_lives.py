@@ -6,14 +6,14 @@ import asyncio
 
 import msgspec
 import pytest
-
 from kvflow.handlers.link import LinkPhase
+
 from kvflow.protocols.errors import Code, LostError
 from kvflow.protocols.wire.codec import encode, routing_id
 from kvflow.protocols.wire.messages import WIRE_VERSION, ChunkDone, Register, Registered
 from kvflow.testing.pair import Pair, pair, until
 from kvflow.transports.control.memory import HELD, LOST, Fate, Frame
-from tests.handlers.scenes import PROMPT, code_of, matched, midway, success
+from tests.handlers.scenes import PROMPT, code_of, ledger, links, matched, midway, success
 
 pytest_plugins = ["kvflow.testing.fixtures"]
 
@@ -48,7 +48,7 @@ async def test_a_room_whose_prefill_has_forgotten_it_fails(kvflow_pair: Pair) ->
 async def test_the_answer_to_an_earlier_life_does_not_end_the_link_to_this_one(kvflow_pair: Pair) -> None:
     p = kvflow_pair
     _, target = await matched(p)
-    (link,) = p.decode.handlers.links.values()
+    (link,) = links(p.decode)
     stale = p.decode.counts.stale
     answer(p, link.control, link.source, asked=12345)
     await until(lambda: p.decode.counts.stale > stale)
@@ -61,17 +61,17 @@ async def test_a_link_hears_of_its_replacement_through_the_next_one_and_gives_up
     async with pair() as p:
         await midway(p)
         old, control = p.prefill, p.prefill.info.control
-        (first,) = p.decode.handlers.links.values()
+        (first,) = links(p.decode)
         p.network.leave(old.handlers.socket)  # type: ignore[arg-type]
         p.prefills.clear()
         p.network.cut(control)
         await p.add_prefill(int(control.rsplit(":", 1)[1]))
         opening = asyncio.ensure_future(p.decode.room(8, p.ranks, PROMPT))
-        await until(lambda: len(p.decode.handlers.links) == 2)
+        await until(lambda: len(links(p.decode)) == 2)
         p.network.mend()
         (await opening).close()
         await until(lambda: first.phase is LinkPhase.GONE)
-        assert p.decode.handlers.ledger.quarantined_pages == 5, "its loans still wait for proof"
+        assert ledger(p.decode).quarantined_pages == 5, "its loans still wait for proof"
         await success(p, 9)
         p.plane(old).die()
         await old.close()
@@ -87,7 +87,7 @@ async def test_a_link_that_is_lost_while_another_rank_registers_opens_no_room() 
 
         p.network.rules.append(hold_rank_1)
         opening = asyncio.ensure_future(p.decode.room(7, "sim", PROMPT))
-        links = p.decode.handlers.links
+        links = links(p.decode)
         await until(lambda: first.incarnation in links and links[first.incarnation].phase is LinkPhase.UP)
         lost = links[first.incarnation]  # once it is lost, the next sweep forgets it
         answer(p, first.control, 12345, asked=first.incarnation)
@@ -96,5 +96,5 @@ async def test_a_link_that_is_lost_while_another_rank_registers_opens_no_room() 
         p.network.release()
         with pytest.raises(LostError):
             await opening
-        assert p.decode.pages.at_rest()
+        assert p.decode.pool.pages.at_rest()
         await p.rest()

@@ -16,7 +16,7 @@ from kvflow.protocols.machines.decode_room import (
     DecodeEvent,
     DecodeKind,
     DecodePhase,
-    DecodeRoom,
+    DecodeRoomState,
     opened,
     step,
 )
@@ -31,9 +31,8 @@ LENT = {P.WAITING_FOR_INPUT, P.TRANSFERRING}  # prefill has our pages, and the r
 
 
 def expected(phase: DecodePhase, kind: DecodeKind) -> object:
-    if phase in TERMINAL:  # in no table any more: only its user reaches it, and the ledger while it recalls its loans
-        recalls = phase in (P.FAILED, P.LOST)
-        return IGNORE if kind is K.ENDED_LOCALLY or (recalls and kind in LOANS) else ERROR
+    if phase in TERMINAL:  # in no table any more
+        return ERROR
     if phase is P.DRAINING:  # the client has its error; only the loans decide how it ends
         return {
             K.LOANS_ENDED: Move(P.ABORTED, (C.END,)),
@@ -41,15 +40,16 @@ def expected(phase: DecodePhase, kind: DecodeKind) -> object:
         }.get(kind, IGNORE if kind in ENDINGS else ERROR)
     if kind in LOANS:  # loans are recalled first
         return ERROR
-    if kind is K.REGISTERED:
+    if kind is K.LENT:
         return Move(P.WAITING_FOR_INPUT, (C.SEND_BOOTSTRAP,)) if phase is P.BOOTSTRAPPING else ERROR
     if kind in CHUNKS:
-        if phase not in LENT:  # onto pages nobody was given
+        if phase not in LENT:  # no page was lent
             return ERROR
         return Move(P.TRANSFERRING) if kind is K.CHUNK_LANDED else Move(P.SUCCESS, (C.TELL_LANDED, C.END))
     assert kind in ENDINGS
-    if phase not in LENT:  # opened in one call, which nothing interrupts
-        return ERROR
+    if phase is P.BOOTSTRAPPING:  # nothing is lent: it ends at once, and its announcements are withdrawn
+        end = P.ABORTED if kind is K.ENDED_LOCALLY else P.FAILED
+        return Move(end, (C.TELL_FAILED, C.RECALL_LOANS, C.END))
     if kind is K.ENDED_LOCALLY:
         return Move(P.DRAINING, (C.TELL_FAILED, C.RECALL_LOANS))
     return Move(P.LOST if kind is K.SOURCE_LOST else P.FAILED, (C.TELL_FAILED, C.RECALL_LOANS, C.END))
@@ -70,14 +70,14 @@ def test_rules(phase: DecodePhase, kind: DecodeKind) -> None:
     if not isinstance(cell, Move):
         return
     commands = list(cell.commands)
-    assert (C.END in commands) == (cell.phase in TERMINAL), "the end is told once, with the last move"
+    assert (C.END in commands) == (cell.phase in TERMINAL), "the end comes once, with the last move"
     assert (C.TELL_LANDED in commands) == (cell.phase is P.SUCCESS)
     still_open = phase in LENT | {P.BOOTSTRAPPING}
     closes = still_open and cell.phase not in LENT
     told = commands.count(C.TELL_LANDED) + commands.count(C.TELL_FAILED)
-    assert told == (1 if closes else 0), "the client hears one thing, as soon as the room is no longer open"
-    recalls = phase in LENT and closes and cell.phase is not P.SUCCESS
-    assert (C.RECALL_LOANS in commands) == recalls, "lent pages are recalled when a room ends early, and only then"
+    assert told == (1 if closes else 0), "the client gets one answer, as soon as the room is no longer open"
+    recalls = closes and cell.phase is not P.SUCCESS
+    assert (C.RECALL_LOANS in commands) == recalls, "loans are recalled when a room ends early, and only then"
     if C.TELL_FAILED in commands:
         assert commands[0] is C.TELL_FAILED, "the client first"
 
@@ -86,8 +86,8 @@ def chunk(seq: int, pages: int = 1, *, last: bool = False, rank: int = 0) -> Dec
     return DecodeEvent(K.CHUNK_LANDED, rank, seq, pages, last)
 
 
-def waiting(pages: int = 3, ranks: int = 1) -> DecodeRoom:
-    room, commands = step(opened(pages, ranks), DecodeEvent(K.REGISTERED))
+def waiting(pages: int = 3, ranks: int = 1) -> DecodeRoomState:
+    room, commands = step(opened(pages, ranks), DecodeEvent(K.LENT))
     assert commands == (C.SEND_BOOTSTRAP,)
     return room
 
@@ -163,9 +163,9 @@ events = st.one_of(
 
 @settings(max_examples=300, deadline=None)
 @given(st.lists(events, max_size=20))
-def test_whatever_a_peer_says_success_means_full_and_one_ending(said: list[DecodeEvent]) -> None:
+def test_whatever_a_peer_sends_success_means_full_and_one_ending(received: list[DecodeEvent]) -> None:
     room, ends, told = waiting(3, ranks=2), 0, 0
-    for event in said:
+    for event in received:
         if room.phase in TERMINAL:
             break
         room, commands = step(room, event)

@@ -6,19 +6,28 @@ import itertools
 
 import pytest
 
-from kvflow.protocols.machines.loan import TABLE, LoanCommand, LoanKey, LoanKind, LoanPhase, step
+from kvflow.protocols.machines.loan import TABLE, LoanCommand, LoanKind, LoanPhase, step
 from kvflow.protocols.machines.tables import ERROR, IGNORE, Move, TransitionError
 
 P, K, C = LoanPhase, LoanKind, LoanCommand
 PROOF = {K.LANDED, K.DRAINED, K.FENCED}
 DOUBT = {K.UNPROVEN, K.SOURCE_LOST}
+LENT = (P.LENT, P.RECALLED, P.DOUBTFUL)  # the rank may write into our pages
 CELLS = list(itertools.product(P, K))
 
 
 def expected(phase: LoanPhase, kind: LoanKind) -> tuple[LoanPhase, tuple[LoanCommand, ...]] | object | None:
-    """None: ignored. What other machines say comes at any time; what the ledger says comes in its order."""
+    """None: ignored. What other machines report comes at any time; what the ledger asks for comes in its order."""
     if phase is P.RETURNED:  # out of the ledger
         return ERROR
+    if kind is K.LEND:  # pages are offered once
+        return (P.LENT, ()) if phase is P.ANNOUNCED else ERROR
+    if phase is P.PROVEN:  # it only waits for the room to end
+        if kind is K.RECALL:
+            return P.RETURNED, (C.RETURN,)
+        return None if kind in (K.DRAINED, K.UNPROVEN) else ERROR
+    if phase not in LENT:
+        return without_pages(phase, kind)
     if kind is K.FENCED and phase is not P.DOUBTFUL:  # the source was lost before
         return ERROR
     if (kind is K.SOURCE_LOST and phase is P.LENT) or (kind is K.RECALL and phase is P.RECALLED):
@@ -29,16 +38,27 @@ def expected(phase: LoanPhase, kind: LoanKind) -> tuple[LoanPhase, tuple[LoanCom
         return ERROR
     if kind is K.LANDED and phase is P.DOUBTFUL:  # a prefill that cannot vouch does not take that back
         return ERROR
+    if kind is K.DRAINED and phase is P.LENT:  # proof, but the room has not been told why its grant ended
+        return P.PROVEN, ()
     if kind in PROOF:
         return P.RETURNED, (C.RETURN,)
     if kind in DOUBT:
-        return None if phase is P.DOUBTFUL else (P.DOUBTFUL, (C.AWAIT_FENCE,))
-    if kind is K.RECALL:  # said once; a loan in doubt has nobody to be said to
+        return None if phase is P.DOUBTFUL else (P.DOUBTFUL, ())
+    if kind is K.RECALL:  # sent once; for a loan in doubt there is no one to send it to
         return (P.RECALLED, (C.SEND_ABORT,)) if phase is P.LENT else None
-    if kind is K.REPEAT_DUE:
-        return (P.RECALLED, (C.SEND_ABORT,)) if phase is P.RECALLED else None
-    assert kind is K.SOURCE_BACK  # whoever owes an answer is asked again, and from then on repeatedly
+    # A source that is back is asked again, as one that has not answered is.
     return P.RECALLED, (C.SEND_ABORT,)
+
+
+def without_pages(phase: LoanPhase, kind: LoanKind) -> tuple[LoanPhase, tuple[LoanCommand, ...]] | object | None:
+    """Before any page is offered no rank can write: whatever is answered, or not, nothing has to be proven."""
+    if phase is P.ANNOUNCED:
+        if kind is K.RECALL:
+            return P.WITHDRAWN, (C.SEND_ABORT,)
+        return None if kind in (K.DRAINED, K.UNPROVEN) else ERROR  # its RoomFailed ends the room
+    if kind is K.REPEAT_DUE:
+        return P.WITHDRAWN, (C.SEND_ABORT,)
+    return (P.RETURNED, (C.RETURN,)) if kind in (K.DRAINED, K.UNPROVEN, K.SOURCE_LOST) else ERROR
 
 
 @pytest.mark.parametrize(("phase", "kind"), CELLS, ids=lambda value: value.name)
@@ -61,10 +81,10 @@ def test_returned_only_on_proof_and_only_once(phase: LoanPhase, kind: LoanKind) 
     after, commands = step(phase, kind)
     returns = commands.count(C.RETURN)
     assert returns == (1 if after is P.RETURNED and phase is not P.RETURNED else 0)
-    assert not returns or kind in PROOF
+    assert not returns or kind in PROOF or phase in (P.WITHDRAWN, P.PROVEN), "only what was lent needs proof"
 
 
-@pytest.mark.parametrize("phase", [P.LENT, P.RECALLED, P.DOUBTFUL], ids=lambda value: value.name)
+@pytest.mark.parametrize("phase", LENT, ids=lambda value: value.name)
 @pytest.mark.parametrize("kinds", list(itertools.product(sorted(set(K) - PROOF), repeat=3)), ids=str)
 def test_no_sequence_without_proof_returns_anything(phase: LoanPhase, kinds: tuple[LoanKind, ...]) -> None:
     for kind in kinds:
@@ -85,5 +105,17 @@ def test_silence_and_return_is_asked_about_until_answered() -> None:
     assert step(phase, K.DRAINED) == (P.RETURNED, (C.RETURN,))
 
 
-def test_keys_tell_source_rank_and_grant_apart() -> None:
-    assert len({LoanKey(*key) for key in itertools.product((1, 2), repeat=3)}) == 8
+def test_a_rank_that_ended_the_grant_keeps_its_loan_until_the_room_ends() -> None:
+    """Else the grant would be settled, and the reason, whose message was lost, could not be sent again."""
+    phase, commands = step(P.LENT, K.DRAINED)
+    assert (phase, commands) == (P.PROVEN, ())
+    assert step(phase, K.DRAINED) == (P.PROVEN, ())
+    assert step(phase, K.RECALL) == (P.RETURNED, (C.RETURN,))
+
+
+def test_an_announcement_that_is_withdrawn_needs_an_answer_but_no_proof() -> None:
+    phase, commands = step(P.ANNOUNCED, K.RECALL)
+    assert (phase, commands) == (P.WITHDRAWN, (C.SEND_ABORT,))
+    assert step(phase, K.REPEAT_DUE) == (P.WITHDRAWN, (C.SEND_ABORT,))
+    for answer in (K.DRAINED, K.UNPROVEN, K.SOURCE_LOST):
+        assert step(phase, answer) == (P.RETURNED, (C.RETURN,))

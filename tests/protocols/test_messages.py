@@ -1,4 +1,4 @@
-"""The shape of what is said: frozen, tagged, with limits that can be reached, and nothing more than the limits."""
+"""The shape of every message: frozen, tagged, with limits that can be reached, and nothing more than the limits."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 
 from kvflow.protocols.errors import WireError
 from kvflow.protocols.wire import messages
-from kvflow.protocols.wire.codec import parse_at_decode, parse_at_prefill, encode
+from kvflow.protocols.wire.codec import encode, parse_at_decode, parse_at_prefill
 from kvflow.protocols.wire.messages import (
     MAX_BELIEFS,
     MAX_FRAME_BYTES,
@@ -21,6 +21,7 @@ from kvflow.protocols.wire.messages import (
     MAX_TEXT,
     Abort,
     AbortAck,
+    Announce,
     Belief,
     Bootstrap,
     ChunkDone,
@@ -74,10 +75,12 @@ def test_room_is_any_u64(kind: type, room: int) -> None:
     assert read(changed(kind, room=room)) == changed(kind, room=room)
 
 
+OF_A_ROOM = (Announce, Bootstrap, ChunkDone, RoomFailed, Abort, AbortAck)
+BOUNDS = ((Register, "fresh_from"), (Heartbeat, "settled_below"))
 LIMITS: list[tuple[type, str, Any, Any]] = [
     *((kind, name, U64, 0) for kind in ALL for name in ("source", "target")),
-    *((kind, "grant", U64, 0) for kind in (Bootstrap, ChunkDone, RoomFailed, Abort, AbortAck)),
-    *((kind, "room", U64, -1) for kind in (Bootstrap, ChunkDone, RoomFailed, Abort, AbortAck)),
+    *((kind, "grant", U64, 0) for kind in OF_A_ROOM),
+    *((kind, "room", U64, -1) for kind in OF_A_ROOM),
     *((kind, "rank", MAX_RANKS - 1, MAX_RANKS) for kind in (Registered, ChunkDone, RoomFailed, AbortAck)),
     *((kind, "rank", 0, -1) for kind in (Registered, ChunkDone, RoomFailed, AbortAck)),
     (Registered, "refusal", "x" * MAX_TEXT, "x" * (MAX_TEXT + 1)),
@@ -91,8 +94,10 @@ LIMITS: list[tuple[type, str, Any, Any]] = [
     (ChunkDone, "seq", 0, -1),
     (ChunkDone, "pages", 1 << 40, (1 << 40) + 1),
     (ChunkDone, "pages", 0, -1),
-    *((kind, "settled_below", 1 << 40, (1 << 40) + 1) for kind in (Register, Heartbeat)),
-    *((kind, "settled_below", 0, -1) for kind in (Register, Heartbeat)),
+    *((kind, name, 1 << 40, (1 << 40) + 1) for kind, name in BOUNDS),
+    *((kind, name, 0, -1) for kind, name in BOUNDS),
+    (Registered, "asked", 0, -1),
+    (ChunkDone, "checksum", b"x" * 32, b"x" * 33),
     (Resync, "rooms", (Belief(7, 1, 0),) * MAX_BELIEFS, (Belief(7, 1, 0),) * (MAX_BELIEFS + 1)),
     (Resync, "rooms", (Belief(0, 1, 0),), (Belief(-1, 1, 0),)),
     (Resync, "rooms", (Belief(0, 1, 0),), (Belief(0, 0, 0),)),

@@ -16,7 +16,7 @@ from kvflow.protocols.machines.prefill_room import (
     PrefillEvent,
     PrefillKind,
     PrefillPhase,
-    PrefillRoom,
+    PrefillRoomState,
     step,
 )
 from kvflow.protocols.machines.tables import ERROR, IGNORE, Move, TransitionError
@@ -26,9 +26,9 @@ P, K, C = PrefillPhase, PrefillKind, PrefillCommand
 CELLS = list(itertools.product(P, K))
 ENDINGS = {K.ABORT_RECEIVED, K.ENDED_LOCALLY, K.TARGET_LOST, K.MISMATCHED}
 IN_DOUBT = {K.WRITE_FAILED, K.ALL_DOUBTFUL}
-WRITES = {K.CHUNK_LANDED, K.IDLE, K.ALL_LANDED, *IN_DOUBT, K.DRAINED, K.UNPROVEN}
-HAS_ENGINE = {P.EXPECTED, P.WAITING_FOR_INPUT, P.TRANSFERRING}  # somebody waits for matched() or done()
-HAS_DECODE = {P.BOOTSTRAPPED, P.WAITING_FOR_INPUT, P.TRANSFERRING}  # somebody has lent pages
+WRITES = {K.CHUNK_LANDED, K.IDLE, K.ALL_LANDED, *IN_DOUBT, K.ALL_STOPPED, K.DRAINED, K.UNPROVEN}
+HAS_ENGINE = {P.EXPECTED, P.ANNOUNCED, P.WAITING_FOR_INPUT, P.TRANSFERRING}  # matched() or done() is awaited
+HAS_DECODE = {P.ANNOUNCED, P.BOOTSTRAPPED, P.WAITING_FOR_INPUT, P.TRANSFERRING}  # a decode asks for it
 
 
 def ending(phase: PrefillPhase, kind: PrefillKind) -> object:
@@ -36,7 +36,7 @@ def ending(phase: PrefillPhase, kind: PrefillKind) -> object:
     tell = (C.TELL_ENDED,) if phase in HAS_ENGINE else ()
     if kind is K.ABORT_RECEIVED:  # decode knows why; it waits for the proof only
         return Move(P.ABORTED, (C.SEND_DRAINED, *tell, C.END))
-    if phase is P.EXPECTED and kind is K.ENDED_LOCALLY:  # nobody to send anything to
+    if phase is P.EXPECTED and kind is K.ENDED_LOCALLY:  # no decode is known to send anything to
         return Move(P.FAILED, (C.TELL_ENDED, C.END))
     if kind is K.MISMATCHED:  # both halves are there, whichever came first
         tell = (C.TELL_ENDED,)
@@ -50,7 +50,9 @@ def expected(phase: PrefillPhase, kind: PrefillKind) -> object:
         last = {K.DRAINED: Move(P.ABORTED, (C.SEND_DRAINED, C.END)), K.UNPROVEN: Move(P.LOST, (C.SEND_UNPROVEN, C.END))}
         late = (K.CHUNK_LANDED, K.ABORT_RECEIVED, K.ENDED_LOCALLY, K.TARGET_LOST)
         return last.get(kind, IGNORE if kind in late else ERROR)
-    halves = phase in (P.EXPECTED, P.BOOTSTRAPPED)
+    halves = phase in (P.EXPECTED, P.ANNOUNCED, P.BOOTSTRAPPED)
+    if kind is K.ANNOUNCED:  # once, by the decode that will offer pages
+        return Move(P.ANNOUNCED) if phase is P.EXPECTED else ERROR
     if kind is K.MATCHED:
         return Move(P.WAITING_FOR_INPUT, (C.TELL_MATCHED,)) if halves else ERROR
     if kind is K.CHUNK_QUEUED:
@@ -63,6 +65,7 @@ def expected(phase: PrefillPhase, kind: PrefillKind) -> object:
             K.IDLE: Move(P.WAITING_FOR_INPUT, (C.SEND_CHUNK_DONE,)),
             K.ALL_LANDED: Move(P.SUCCESS, (C.SEND_CHUNK_DONE, C.TELL_SUCCESS, C.END)),
             K.WRITE_FAILED: Move(P.DRAINING, (C.SEND_FAILED, C.TELL_ENDED, C.CANCEL_WRITES)),
+            K.ALL_STOPPED: Move(P.ABORTED, (C.SEND_FAILED, C.SEND_DRAINED, C.TELL_ENDED, C.END)),
             K.ALL_DOUBTFUL: Move(P.LOST, (C.SEND_FAILED, C.SEND_UNPROVEN, C.TELL_ENDED, C.END)),
         }.get(kind, ERROR)
     if kind is K.MISMATCHED and not halves:
@@ -94,8 +97,8 @@ def test_rules(phase: PrefillPhase, kind: PrefillKind) -> None:
     assert not commands or C.END not in commands[:-1], "and nothing after it"
     acks = commands.count(C.SEND_DRAINED) + commands.count(C.SEND_UNPROVEN)
     ended_early = cell.phase in TERMINAL and cell.phase is not P.SUCCESS
-    heard_of = phase in HAS_DECODE | {P.DRAINING} or kind is K.MISMATCHED
-    assert acks == (1 if ended_early and heard_of else 0), "one verdict on the loan, when nothing runs any more"
+    known = phase in HAS_DECODE | {P.DRAINING} or kind is K.MISMATCHED
+    assert acks == (1 if ended_early and known else 0), "one verdict on the loan, when nothing runs any more"
     if cell.phase in (P.TRANSFERRING, P.DRAINING):
         assert not {C.SEND_DRAINED, C.SEND_UNPROVEN, C.TELL_SUCCESS, C.END} & set(commands), "writes still run"
     if C.SEND_DRAINED in commands:
@@ -105,7 +108,7 @@ def test_rules(phase: PrefillPhase, kind: PrefillKind) -> None:
     assert (C.TELL_SUCCESS in commands) == (cell.phase is P.SUCCESS)
     if C.SEND_FAILED in commands:
         assert commands[0] is C.SEND_FAILED, "the other side is told first, whatever else there is to do"
-        assert kind is not K.ABORT_RECEIVED, "it told us"
+        assert kind is not K.ABORT_RECEIVED, "decode ended it"
     assert (C.CANCEL_WRITES in commands) == (cell.phase is P.DRAINING)
 
 
@@ -117,8 +120,8 @@ def ended(landing: Landing, cause: Cause | None = None) -> PrefillEvent:
     return PrefillEvent(None, landing=landing, cause=cause)
 
 
-def run(*events: PrefillEvent) -> tuple[PrefillRoom, list[PrefillCommand]]:
-    room, said = PrefillRoom(P.WAITING_FOR_INPUT), list[PrefillCommand]()
+def run(*events: PrefillEvent) -> tuple[PrefillRoomState, list[PrefillCommand]]:
+    room, said = PrefillRoomState(P.WAITING_FOR_INPUT), list[PrefillCommand]()
     for event in events:
         room, commands = step(room, event)
         said.extend(commands)
@@ -157,12 +160,24 @@ def test_an_ending_waits_for_every_write_and_remembers_doubt(
     assert commands == (C.SEND_UNPROVEN if doubt else C.SEND_DRAINED, C.END)
 
 
-def test_a_write_in_doubt_fails_the_room_and_is_said_at_once() -> None:
+def test_a_write_in_doubt_fails_the_room_and_decode_is_told_at_once() -> None:
     cause = Cause(Code.TRANSFER_ERROR, "reset")
     room, said = run(queued(), queued(last=True), ended(Landing.UNPROVEN, cause))
     assert room.phase is P.DRAINING and said[-3:] == [C.SEND_FAILED, C.TELL_ENDED, C.CANCEL_WRITES]
     room, commands = step(room, ended(Landing.LANDED))
     assert (room.phase, commands, room.cause) == (P.LOST, (C.SEND_UNPROVEN, C.END), cause)
+
+
+def test_a_write_that_stopped_short_fails_the_room_and_leaves_no_doubt() -> None:
+    """The plane refused it, or stopped it by itself: every byte that was submitted has landed."""
+    cause = Cause(Code.TRANSFER_ERROR, "refused")
+    room, commands = step(run(queued())[0], ended(Landing.DRAINED, cause))
+    assert (room.phase, room.cause) == (P.ABORTED, cause)
+    assert commands == (C.SEND_FAILED, C.SEND_DRAINED, C.TELL_ENDED, C.END)
+    room, commands = step(run(queued(), queued())[0], ended(Landing.DRAINED, cause))
+    assert room.phase is P.DRAINING and commands == (C.SEND_FAILED, C.TELL_ENDED, C.CANCEL_WRITES)
+    room, commands = step(room, ended(Landing.LANDED))
+    assert (room.phase, commands) == (P.ABORTED, (C.SEND_DRAINED, C.END))
 
 
 def test_the_first_cause_is_kept() -> None:
@@ -175,7 +190,7 @@ def test_the_first_cause_is_kept() -> None:
 @given(st.data())
 def test_whatever_happens_nothing_ends_while_it_runs(data: st.DataObject) -> None:
     """Random lives; what the handler guarantees (no chunk after the last one or the end) is the only restriction."""
-    room, said, running, doubt = PrefillRoom(P.WAITING_FOR_INPUT), list[PrefillCommand](), 0, False
+    room, said, running, doubt = PrefillRoomState(P.WAITING_FOR_INPUT), list[PrefillCommand](), 0, False
     for _ in range(data.draw(st.integers(0, 14))):
         if room.phase in TERMINAL:
             break

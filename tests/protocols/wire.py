@@ -14,6 +14,7 @@ from kvflow.protocols.wire.messages import (
     WIRE_VERSION,
     Abort,
     AbortAck,
+    Announce,
     Belief,
     Bootstrap,
     ChunkDone,
@@ -30,16 +31,19 @@ ALL: tuple[type, ...] = get_args(Message)
 CAUSE = Cause(Code.CLIENT_GONE, "gone")
 LAYOUT = build_layout([("k", "uint8", (8,))], page_size=4, num_pages=8)
 ENDPOINT = Endpoint("fake", "a", Witness("b", "n", 1, 2))
+_ROOM: dict[str, Any] = {"room": 7, "grant": 1, "source": 1, "target": 2}
+_LIVES: dict[str, Any] = {"source": 1, "target": 2}
 GOOD: dict[type, Any] = {
-    Register: Register(1, 2, WIRE_VERSION, LAYOUT, ENDPOINT),
-    Registered: Registered(1, 2, WIRE_VERSION, 0, "", ENDPOINT),
-    Bootstrap: Bootstrap(7, 1, 1, 2, b"\0\0\0\0", 4, b"d" * 32),
-    ChunkDone: ChunkDone(7, 1, 1, 2, 0, 0, 1, True, b"h"),
-    RoomFailed: RoomFailed(7, 1, 1, 2, 0, CAUSE),
-    Abort: Abort(7, 1, 1, 2, CAUSE),
-    AbortAck: AbortAck(7, 1, 1, 2, 0, True),
-    Resync: Resync(1, 2, (Belief(7, 1, 0),)),
-    Heartbeat: Heartbeat(1, 2),
+    Register: Register(wire_version=WIRE_VERSION, layout=LAYOUT, endpoint=ENDPOINT, fresh_from=0, **_LIVES),
+    Registered: Registered(wire_version=WIRE_VERSION, rank=0, refusal="", endpoint=ENDPOINT, **_LIVES),
+    Announce: Announce(**_ROOM),
+    Bootstrap: Bootstrap(pages=b"\0\0\0\0", prompt_tokens=4, prompt_digest=b"d" * 32, **_ROOM),
+    ChunkDone: ChunkDone(rank=0, seq=0, pages=1, last=True, handoff=b"h", **_ROOM),
+    RoomFailed: RoomFailed(rank=0, cause=CAUSE, **_ROOM),
+    Abort: Abort(cause=CAUSE, **_ROOM),
+    AbortAck: AbortAck(rank=0, drained=True, **_ROOM),
+    Resync: Resync(rooms=(Belief(7, 1, 0),), **_LIVES),
+    Heartbeat: Heartbeat(**_LIVES),
 }
 
 
@@ -66,20 +70,41 @@ layouts = st.builds(
 beliefs = st.builds(Belief, rooms, ids, seqs)
 packed = st.binary(max_size=64)
 digests = st.binary(min_size=32, max_size=32)
-who: tuple[Any, ...] = (rooms, ids, ids, ids)
+lives: dict[str, Any] = {"source": ids, "target": ids}
+header: dict[str, Any] = {"room": rooms, "grant": ids, **lives}
 
 to_prefill: dict[type, st.SearchStrategy[Message]] = {
-    Register: st.builds(Register, ids, ids, numbers, layouts, endpoints, counts),
-    Bootstrap: st.builds(Bootstrap, *who, packed, counts, digests, counts),
-    Abort: st.builds(Abort, *who, causes),
-    Resync: st.builds(Resync, ids, ids, st.lists(beliefs, max_size=5).map(tuple)),
-    Heartbeat: st.builds(Heartbeat, ids, ids, counts),
+    Register: st.builds(Register, wire_version=numbers, layout=layouts, endpoint=endpoints, fresh_from=counts, **lives),
+    Announce: st.builds(Announce, **header),
+    Bootstrap: st.builds(
+        Bootstrap, pages=packed, prompt_tokens=counts, prompt_digest=digests, prefix_tokens=counts, **header
+    ),
+    Abort: st.builds(Abort, cause=causes, **header),
+    Resync: st.builds(Resync, rooms=st.lists(beliefs, max_size=5).map(tuple), **lives),
+    Heartbeat: st.builds(Heartbeat, settled_below=counts, **lives),
 }
 to_decode: dict[type, st.SearchStrategy[Message]] = {
-    Registered: st.builds(Registered, ids, ids, st.integers(0, 99), ranks, texts, st.none() | endpoints),
-    ChunkDone: st.builds(ChunkDone, *who, ranks, seqs, counts, st.booleans(), st.binary(max_size=64)),
-    RoomFailed: st.builds(RoomFailed, *who, ranks, causes),
-    AbortAck: st.builds(AbortAck, *who, ranks, st.booleans()),
+    Registered: st.builds(
+        Registered,
+        wire_version=st.integers(0, 99),
+        rank=ranks,
+        refusal=texts,
+        endpoint=st.none() | endpoints,
+        asked=rooms,
+        **lives,
+    ),
+    ChunkDone: st.builds(
+        ChunkDone,
+        rank=ranks,
+        seq=seqs,
+        pages=counts,
+        last=st.booleans(),
+        handoff=st.binary(max_size=64),
+        checksum=st.binary(max_size=32),
+        **header,
+    ),
+    RoomFailed: st.builds(RoomFailed, rank=ranks, cause=causes, **header),
+    AbortAck: st.builds(AbortAck, rank=ranks, drained=st.booleans(), **header),
     Resync: to_prefill[Resync],
     Heartbeat: to_prefill[Heartbeat],
 }

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Hashable, Iterator
+from collections.abc import Hashable
 from typing import Any, Generic, NamedTuple, TypeVar
 
 from kvflow.protocols.errors import Cause, QuarantineError
@@ -69,9 +69,9 @@ class Ledger(Generic[S]):
         """The lease of a loan that has not ended."""
         return self._by_source.get(source, _NONE).get(grant)
 
-    def of_source(self, source: S) -> Iterator[tuple[GrantId, Lease[S]]]:
-        """Every loan of one source that has not ended, by ascending grant."""
-        return iter(self._by_source.get(source, _NONE).items())
+    def grants_of(self, source: S) -> list[GrantId]:
+        """Every grant under which a loan of one source has not ended, ascending."""
+        return list(self._by_source.get(source, _NONE))
 
     def owes(self, source: S) -> bool:
         """Some loan of this source has not ended."""
@@ -98,12 +98,12 @@ class Ledger(Generic[S]):
         phase, commands = step(lease.loans[source], kind)
         lease.loans[source] = phase
         freed = False
+        if kind in _CONFIRMED:
+            self._acknowledged[source] = max(self._acknowledged.get(source, GrantId(0)), lease.grant)
         if LoanCommand.RETURN in commands:
             del lease.loans[source]
             del self._by_source[source][lease.grant]
             self._count -= 1
-            if kind in _CONFIRMED:
-                self._acknowledged[source] = max(self._acknowledged.get(source, GrantId(0)), lease.grant)
             if not lease.loans:
                 if lease.cause is not None:
                     self.quarantined_pages -= lease.num_pages

@@ -18,7 +18,8 @@ class LoanPhase(IntEnum):
     WITHDRAWN = 2  # ended before any page was offered; Abort sent and repeated until acknowledged
     RECALLED = 3  # Abort sent and repeated until acknowledged
     DOUBTFUL = 4  # the source cannot say, or is gone: only late proof or the fence ends it
-    RETURNED = 5
+    PROVEN = 5  # the rank has ended the grant, and every write has landed; why, the room has not been told yet
+    RETURNED = 6
 
 
 class LoanKind(IntEnum):
@@ -58,7 +59,7 @@ TABLE: Table[LoanPhase, LoanKind, LoanCommand] = Table(
         | {
             K.RECALL: Move(P.RECALLED, (C.SEND_ABORT,)),
             K.LANDED: _RETURN,
-            K.DRAINED: _RETURN,
+            K.DRAINED: Move(P.PROVEN),  # its RoomFailed was lost, and must be asked for: the grant is not settled
             K.UNPROVEN: Move(P.DOUBTFUL),
         },
         P.WITHDRAWN: rest(K, ERROR)
@@ -84,6 +85,12 @@ TABLE: Table[LoanPhase, LoanKind, LoanCommand] = Table(
             K.SOURCE_LOST: IGNORE,
             K.SOURCE_BACK: Move(P.RECALLED, (C.SEND_ABORT,)),  # asked again until it answers
             K.FENCED: _RETURN,
+        },
+        P.PROVEN: rest(K, ERROR)
+        | {
+            K.RECALL: _RETURN,
+            K.DRAINED: IGNORE,
+            K.UNPROVEN: IGNORE,
         },
         P.RETURNED: rest(K, ERROR),  # out of the ledger
     },

@@ -1,0 +1,169 @@
+"""The grant table, cell by cell, against rules written down apart from it, and the memory around it (I6)."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvflow.protocols.machines.grants import TABLE, GrantCommand, GrantKind, GrantPhase, GrantTable
+from kvflow.protocols.machines.tables import ERROR, IGNORE, Move, TransitionError
+from kvflow.protocols.wire.messages import AbortAck, GrantId, Message
+
+P, K, C = GrantPhase, GrantKind, GrantCommand
+CELLS = list(itertools.product(P, K))
+BEGUN = (P.ANNOUNCED, P.OPEN)
+ENDED = (P.CLOSED, P.DOUBTFUL)  # remembered, with their last messages
+BELOW = (P.BELOW, P.BELOW_DOUBTFUL)
+DOUBT = (P.DOUBTFUL, P.BELOW_DOUBTFUL)
+FROM_DECODE = (K.ANNOUNCE, K.BOOTSTRAP, K.ABORT, K.ASK)
+
+
+def expected(phase: GrantPhase, kind: GrantKind) -> object:
+    if kind in FROM_DECODE:
+        return answer(phase, kind)
+    if kind is K.JOIN:  # the engine's half of what was announced
+        return Move(P.OPEN) if phase is P.ANNOUNCED else ERROR
+    if kind is K.END:
+        return Move(P.CLOSED) if phase in BEGUN else ERROR
+    if kind is K.END_IN_DOUBT:  # only a room writes
+        return Move(P.DOUBTFUL) if phase is P.OPEN else ERROR
+    if kind is K.EVICT:
+        return Move(P.BELOW_DOUBTFUL if phase is P.DOUBTFUL else P.BELOW) if phase in ENDED else ERROR
+    assert kind is K.SETTLE
+    if phase is P.UNKNOWN:
+        return ERROR
+    return IGNORE if phase in (P.OPEN, P.BELOW) else Move(P.BELOW)
+
+
+def answer(phase: GrantPhase, kind: GrantKind) -> object:
+    """What decode may send at any time."""
+    if kind is K.ASK:
+        return Move(phase, (C.RESEND if phase in (P.OPEN, *ENDED) else C.REPORT_UNKNOWN,))
+    if kind is K.ABORT:
+        if phase is P.OPEN:
+            return Move(P.OPEN, (C.TELL_ROOM,))
+        if phase in (P.UNKNOWN, P.ANNOUNCED):
+            return Move(P.CLOSED, (C.END_OTHER_HALF, C.ACKNOWLEDGE))
+        return Move(phase, (C.ACKNOWLEDGE,))
+    if phase in ENDED:
+        return Move(phase, (C.RESEND,))
+    if phase in BELOW:
+        return Move(phase, (C.REFUSE_STALE,))
+    if kind is K.ANNOUNCE:
+        return Move(P.ANNOUNCED, (C.EXPECT,)) if phase is P.UNKNOWN else IGNORE
+    return Move(P.OPEN, (C.TELL_ROOM if phase is P.OPEN else C.ADMIT,))
+
+
+@pytest.mark.parametrize(("phase", "kind"), CELLS, ids=lambda value: value.name)
+def test_cell(phase: GrantPhase, kind: GrantKind) -> None:
+    cell, wanted = TABLE.cell(phase, kind), expected(phase, kind)
+    assert cell is wanted if wanted in (IGNORE, ERROR) else cell == wanted
+    if wanted is ERROR:
+        with pytest.raises(TransitionError):
+            TABLE.move(phase, kind)
+
+
+@pytest.mark.parametrize(("phase", "kind"), CELLS, ids=lambda value: value.name)
+def test_rules(phase: GrantPhase, kind: GrantKind) -> None:
+    cell = TABLE.cell(phase, kind)
+    if kind in FROM_DECODE:
+        assert cell is not ERROR, "nothing that a decode sends is our own mistake"
+    if not isinstance(cell, Move):
+        return
+    if phase in (*ENDED, *BELOW):
+        assert not {C.EXPECT, C.ADMIT, C.TELL_ROOM} & set(cell.commands), "what has ended does not begin again"
+        assert cell.phase not in BEGUN
+    if phase in DOUBT and kind is not K.SETTLE:
+        assert cell.phase in DOUBT, "doubt ends only when decode has settled the grant"
+    if kind is K.ABORT:
+        assert bool({C.ACKNOWLEDGE, C.TELL_ROOM} & set(cell.commands)), "every Abort gets an answer"
+
+
+def ack(grant: int, *, drained: bool) -> AbortAck:
+    ids: dict[str, Any] = {"room": 7, "grant": grant, "source": 1, "target": 2, "rank": 0}
+    return AbortAck(drained=drained, **ids)
+
+
+def closed(table: GrantTable[str], grant: int, *, drained: bool = True) -> None:
+    number = GrantId(grant)
+    table.feed(number, K.BOOTSTRAP)
+    table.rooms[number] = "room"
+    table.end(number, (ack(grant, drained=drained),))
+
+
+def test_the_memory_is_bounded_and_what_falls_out_of_it_stays_ended() -> None:
+    table: GrantTable[str] = GrantTable(2, GrantId(1))
+    for grant in (1, 2, 3, 4):
+        closed(table, grant)
+    assert (table.remembered, table.low_water) == (2, 3)
+    assert [table.phase(GrantId(g)) for g in range(1, 6)] == [P.BELOW, P.BELOW, P.CLOSED, P.CLOSED, P.UNKNOWN]
+    assert table.feed(GrantId(1), K.BOOTSTRAP) == (C.REFUSE_STALE,)
+    assert table.feed(GrantId(3), K.BOOTSTRAP) == (C.RESEND,) and table.last_messages(GrantId(3))
+
+
+def test_an_evicted_grant_in_doubt_is_never_called_drained() -> None:
+    table: GrantTable[str] = GrantTable(1, GrantId(1))
+    closed(table, 1, drained=False)
+    closed(table, 2)
+    assert table.phase(GrantId(1)) is P.BELOW_DOUBTFUL and not table.drained(GrantId(1)) and table.drained(GrantId(2))
+    assert not table.all_settled
+    assert table.settle(GrantId(3)) and table.all_settled and table.drained(GrantId(1))
+
+
+@pytest.mark.parametrize("below", [4, 1 << 40])
+def test_a_claim_to_have_settled_what_was_never_offered_changes_nothing(below: int) -> None:
+    table: GrantTable[str] = GrantTable(8, GrantId(1))
+    closed(table, 2, drained=False)
+    assert not table.settle(GrantId(below))
+    assert (table.low_water, table.remembered, table.phase(GrantId(2))) == (1, 1, P.DOUBTFUL)
+    assert table.settle(GrantId(3)) and table.low_water == 3
+
+
+def test_a_new_table_begins_where_decode_says() -> None:
+    """It may have been known here, and forgotten: nothing below begins (see Register.fresh_from)."""
+    table: GrantTable[str] = GrantTable(8, GrantId(5))
+    assert table.phase(GrantId(4)) is P.BELOW and table.phase(GrantId(5)) is P.UNKNOWN
+    assert table.feed(GrantId(4), K.ANNOUNCE) == (C.REFUSE_STALE,)
+    assert table.settle(GrantId(5)) and table.all_settled
+
+
+def test_a_withdrawn_announcement_has_no_messages_and_is_remembered() -> None:
+    table: GrantTable[str] = GrantTable(8, GrantId(1))
+    table.feed(GrantId(1), K.ANNOUNCE)
+    assert not table.all_settled
+    assert table.feed(GrantId(1), K.ABORT) == (C.END_OTHER_HALF, C.ACKNOWLEDGE)
+    table.end(GrantId(1), ())
+    assert table.all_settled and table.remembered == 1 and table.last_messages(GrantId(1)) == ()
+    assert table.feed(GrantId(1), K.BOOTSTRAP) == (C.RESEND,), "its pages came late: it does not begin"
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.data())
+def test_the_memory_agrees_with_itself(data: st.DataObject) -> None:
+    """Random lives of a few grants: what is counted, remembered and in doubt is what the phases say."""
+    table: GrantTable[str] = GrantTable(2, GrantId(1))
+    for _ in range(data.draw(st.integers(0, 30))):
+        grant = GrantId(data.draw(st.integers(1, 5)))
+        match data.draw(st.sampled_from(["announce", "bootstrap", "abort", "end", "doubt", "settle"])):
+            case "end" | "doubt" as how:
+                if table.phase(grant) is P.OPEN:
+                    sent: tuple[Message, ...] = (ack(grant, drained=how == "end"),)
+                    table.end(grant, sent)
+            case "settle":
+                table.settle(grant)
+            case word:
+                commands = table.feed(grant, K[word.upper()])
+                if C.END_OTHER_HALF in commands:
+                    table.end(grant, ())
+                if C.ADMIT in commands:
+                    table.rooms[grant] = "room"
+        phases = {number: table.phase(GrantId(number)) for number in range(1, 6)}
+        assert table.remembered == sum(phase in ENDED for phase in phases.values()) <= 2
+        assert set(table.rooms) == {number for number, phase in phases.items() if phase is P.OPEN}
+        unsettled = [phase for phase in phases.values() if phase in (*BEGUN, *DOUBT)]
+        assert table.all_settled == (not unsettled)
+        assert all(phase is not P.UNKNOWN for number, phase in phases.items() if number < table.low_water)

@@ -1,0 +1,83 @@
+"""Decode's link table, cell by cell, against rules written down apart from it (I2, I4)."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+
+from kvflow.protocols.machines.link import TABLE, LinkCommand, LinkKind, LinkPhase
+from kvflow.protocols.machines.tables import ERROR, IGNORE, Move, TransitionError
+
+P, K, C = LinkPhase, LinkKind, LinkCommand
+CELLS = list(itertools.product(P, K))
+PROOF = {K.DIED, K.DECLARED_DEAD}  # the writer writes no more: proven, or an operator's word
+ALIVE = (P.REGISTERING, P.UP, P.SILENT)
+
+
+def expected(phase: LinkPhase, kind: LinkKind) -> object:
+    if phase is P.GONE:  # never used again, but what it owes still ends on proof
+        return Move(P.GONE, (C.END_LOANS,)) if kind in PROOF else IGNORE
+    if kind in PROOF:
+        return Move(P.GONE, (C.HANG_UP, C.LOSE_ROOMS, C.END_LOANS))
+    if kind in (K.REPLACED, K.CLOSED):  # rooms end; loans wait for proof
+        return Move(P.GONE, (C.HANG_UP, C.LOSE_ROOMS))
+    if kind is K.HEARD:  # only an accepting answer to Register changes anything
+        return IGNORE
+    if kind is K.REPEAT_DUE:
+        return Move(phase, (C.SEND_HEARTBEAT if phase is P.UP else C.SEND_REGISTER,))
+    return {
+        (P.REGISTERING, K.ACCEPTED): Move(P.UP, (C.WATCH_WRITER, C.START_ROOMS)),
+        (P.REGISTERING, K.REFUSED): Move(P.GONE, (C.HANG_UP, C.LOSE_ROOMS)),
+        (P.REGISTERING, K.REGISTER_DUE): Move(P.GONE, (C.HANG_UP, C.LOSE_ROOMS)),
+        (P.UP, K.ACCEPTED): IGNORE,
+        (P.UP, K.REFUSED): IGNORE,
+        (P.UP, K.SILENCE_DUE): Move(P.SILENT, (C.LOSE_ROOMS, C.SEND_REGISTER)),
+        (P.SILENT, K.ACCEPTED): Move(P.UP, (C.ASK_LOANS,)),
+        (P.SILENT, K.REFUSED): Move(P.SILENT, (C.ASK_LOANS,)),
+        (P.SILENT, K.REDIAL_DUE): Move(P.SILENT, (C.REDIAL, C.SEND_REGISTER)),
+    }.get((phase, kind), ERROR)
+
+
+@pytest.mark.parametrize(("phase", "kind"), CELLS, ids=lambda value: value.name)
+def test_cell(phase: LinkPhase, kind: LinkKind) -> None:
+    cell, wanted = TABLE.cell(phase, kind), expected(phase, kind)
+    assert cell is wanted if wanted in (IGNORE, ERROR) else cell == wanted
+    if wanted is ERROR:
+        with pytest.raises(TransitionError):
+            TABLE.move(phase, kind)
+
+
+@pytest.mark.parametrize(("phase", "kind"), CELLS, ids=lambda value: value.name)
+def test_rules(phase: LinkPhase, kind: LinkKind) -> None:
+    cell = TABLE.cell(phase, kind)
+    if not isinstance(cell, Move):
+        return
+    assert (C.END_LOANS in cell.commands) == (kind in PROOF), "no silence, refusal or new incarnation is proof (I2)"
+    leaves = phase in ALIVE and cell.phase is P.GONE
+    assert (C.HANG_UP in cell.commands) == leaves, "the socket goes with the link: it has this decode's routing id"
+    falls_silent = phase is P.UP and cell.phase is P.SILENT
+    assert (C.LOSE_ROOMS in cell.commands) == (leaves or falls_silent), "its rooms end as soon as it is not up"
+    assert (C.START_ROOMS in cell.commands) == (phase is P.REGISTERING and cell.phase is P.UP)
+    assert (C.WATCH_WRITER in cell.commands) == (C.START_ROOMS in cell.commands), "watched before a page is lent to it"
+    if cell.phase is P.SILENT:
+        assert {C.SEND_REGISTER, C.ASK_LOANS} & set(cell.commands), "a silent link always asks for something"
+
+
+def test_a_refusal_never_costs_a_link_that_was_up() -> None:
+    """The refused Register of an earlier silence, or a prefill that is full now, changes nothing for open rooms."""
+    assert TABLE.move(P.UP, K.REFUSED) is None
+    silent = TABLE.move(P.SILENT, K.REFUSED)
+    assert silent is not None and silent.phase is P.SILENT
+
+
+@pytest.mark.parametrize("kinds", list(itertools.product(sorted(set(K) - PROOF), repeat=3)), ids=str)
+def test_no_sequence_without_proof_ends_a_loan(kinds: tuple[LinkKind, ...]) -> None:
+    phase = P.UP
+    for kind in kinds:
+        if TABLE.cell(phase, kind) is ERROR:
+            return
+        move = TABLE.move(phase, kind)
+        if move is not None:
+            assert C.END_LOANS not in move.commands
+            phase = move.phase

@@ -1,0 +1,60 @@
+"""Prefill's peer table, cell by cell, against rules written down apart from it (I4, I6)."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+
+from kvflow.protocols.machines.peer import TABLE, PeerCommand, PeerKind, PeerPhase
+from kvflow.protocols.machines.tables import ERROR, IGNORE, Move, TransitionError
+
+P, K, C = PeerPhase, PeerKind, PeerCommand
+CELLS = list(itertools.product(P, K))
+HAS_ROUTE = (P.UP, P.SILENT, P.DEAD)
+
+
+def expected(phase: PeerPhase, kind: PeerKind) -> object:
+    if phase is P.FORGOTTEN:  # in no table any more
+        return ERROR
+    if kind is K.REGISTERED:
+        return {
+            P.OPENING: Move(P.OPENING, (C.SEND_HEARTBEAT,)),
+            P.UP: Move(P.UP, (C.SEND_ACCEPTED,)),
+            P.SILENT: Move(P.UP, (C.SEND_ACCEPTED,)),
+        }.get(phase, IGNORE)
+    if kind is K.HEARD:
+        return Move(P.UP) if phase is P.SILENT else IGNORE
+    if kind is K.IDLE:
+        return Move(P.FORGOTTEN, (C.CLOSE_ROUTE, C.FORGET)) if phase is P.DEAD else IGNORE
+    if kind is K.DIED:  # observed once, of a process whose memory is mapped
+        return Move(P.DEAD, (C.LOSE_ROOMS,)) if phase in (P.UP, P.SILENT) else ERROR
+    return {
+        (P.OPENING, K.ROUTE_OPENED): Move(P.UP, (C.WATCH_PROCESS, C.SEND_ACCEPTED)),
+        (P.OPENING, K.ROUTE_REFUSED): Move(P.FORGOTTEN, (C.SEND_REFUSED, C.LOSE_ROOMS, C.FORGET)),
+        (P.UP, K.SILENCE_DUE): Move(P.SILENT, (C.LOSE_ROOMS,)),
+        (P.SILENT, K.DISPLACED): Move(P.FORGOTTEN, (C.CLOSE_ROUTE, C.FORGET)),
+    }.get((phase, kind), ERROR)
+
+
+@pytest.mark.parametrize(("phase", "kind"), CELLS, ids=lambda value: value.name)
+def test_cell(phase: PeerPhase, kind: PeerKind) -> None:
+    cell, wanted = TABLE.cell(phase, kind), expected(phase, kind)
+    assert cell is wanted if wanted in (IGNORE, ERROR) else cell == wanted
+    if wanted is ERROR:
+        with pytest.raises(TransitionError):
+            TABLE.move(phase, kind)
+
+
+@pytest.mark.parametrize(("phase", "kind"), CELLS, ids=lambda value: value.name)
+def test_rules(phase: PeerPhase, kind: PeerKind) -> None:
+    cell = TABLE.cell(phase, kind)
+    if not isinstance(cell, Move):
+        return
+    forgotten = cell.phase is P.FORGOTTEN
+    assert (C.FORGET in cell.commands) == forgotten
+    assert (C.CLOSE_ROUTE in cell.commands) == (forgotten and phase in HAS_ROUTE), "with the peer, and never before"
+    assert (C.SEND_ACCEPTED in cell.commands) == (cell.phase is P.UP and kind is not K.HEARD)
+    if phase is P.UP and cell.phase in (P.SILENT, P.DEAD):
+        assert C.LOSE_ROOMS in cell.commands, "its rooms end with it"
+    assert (C.WATCH_PROCESS in cell.commands) == (phase is P.OPENING and cell.phase is P.UP), "one watch a peer"
