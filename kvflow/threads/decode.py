@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -59,24 +59,67 @@ class DecodeThread(NodeThread[DecodeNode, DecodeRoom, DecodeThreadRoom]):
 
         Raises: MisuseError. Every other refusal is a failed event.
         """
-        self._running()
-        number, ids = room_id(room), np.array(prompt)  # a copy: the caller may change its own meanwhile
-        tokens, _ = check_prompt(ids)
-        wanted = pages_wanted(self.pool.layout, tokens, prefix_tokens)
-        mine = own_pages(pages, self.pool.layout, number, wanted)
-        ranks = self._prefill(prefill)
-        handle = DecodeThreadRoom(self, number, mine, context)
-
-        def opened(node: DecodeNode) -> DecodeRoom:
-            return node.room(number, ranks, ids, deadline_s=deadline_s, prefix_tokens=prefix_tokens, pages=mine)
-
-        self._post_open(handle, opened, mine)
+        handle, opened = self._prepare(room, prefill, prompt, prefix_tokens, deadline_s, context)
+        mine = own_pages(pages, self.num_pages, handle.room, handle.num_pages)
+        handle.pages, handle.offered = mine, True
+        self._post_open(handle, lambda node: opened(node.room, pages=mine), mine)
         return handle
+
+    def announce(
+        self,
+        room: int,
+        *,
+        prefill: str | Sequence[RankInfo],
+        prompt: TokenIds,
+        prefix_tokens: int = 0,
+        deadline_s: float | None = None,
+        context: Any = None,
+    ) -> DecodeThreadRoom:
+        """As `open`, for a request whose pages are not there yet: prefill's half waits until `offer` brings them, or
+        `close` says why they will not come. Raises: MisuseError."""
+        handle, opened = self._prepare(room, prefill, prompt, prefix_tokens, deadline_s, context)
+        self._post_open(handle, lambda node: opened(node.announce), NO_PAGES)
+        return handle
+
+    def offer_pages(self, room: DecodeThreadRoom, pages: Sequence[int] | PageIndices) -> None:
+        """Called by rooms. The pages are busy when it returns, unless the room has ended."""
+        mine = own_pages(pages, self.num_pages, room.room, room.num_pages)
+        with self._lock:
+            if room.offered:
+                raise MisuseError(f"room {room.room}: its pages have been offered already")
+            if room.error is not None:
+                return
+            thread = self._running()
+            room.pages, room.offered = mine, True
+            self.pages.hold(mine)
+            if not thread.post(partial(self._offer, room, mine)):
+                self.pages.unhold(mine)
 
     def refuse(self, room: int, *, prefill: str | Sequence[RankInfo], cause: Cause) -> None:
         """A request that is refused before any page is there: its prefill is told why. Raises: MisuseError."""
         number, ranks = room_id(room), self._prefill(prefill)
         self._running().post(partial(self._refuse, number, ranks, cause))
+
+    def _prepare(
+        self,
+        room: int,
+        prefill: str | Sequence[RankInfo],
+        prompt: TokenIds,
+        prefix_tokens: int,
+        deadline_s: float | None,
+        context: Any,
+    ) -> tuple[DecodeThreadRoom, Callable[..., DecodeRoom]]:
+        """Check the arguments here; the rest is for the loop: it calls a method of the node with them."""
+        self._running()
+        number, ids = room_id(room), np.array(prompt)  # a copy: the caller may change its own meanwhile
+        tokens, _ = check_prompt(ids)
+        handle = DecodeThreadRoom(self, number, pages_wanted(self.pool.layout, tokens, prefix_tokens), context)
+        ranks = self._prefill(prefill)
+
+        def opened(method: Callable[..., DecodeRoom], **more: Any) -> DecodeRoom:
+            return method(number, ranks, ids, deadline_s=deadline_s, prefix_tokens=prefix_tokens, **more)
+
+        return handle, opened
 
     def _prefill(self, prefill: str | Sequence[RankInfo]) -> str | Sequence[RankInfo]:
         if not isinstance(prefill, str):
@@ -93,6 +136,13 @@ class DecodeThread(NodeThread[DecodeNode, DecodeRoom, DecodeThreadRoom]):
     def _refuse(self, room: RoomId, prefill: str | Sequence[RankInfo], cause: Cause) -> None:
         assert self._node is not None
         self._node.refuse(room, prefill, cause)
+
+    def _offer(self, room: DecodeThreadRoom, pages: PageIndices) -> None:
+        try:
+            if (handle := self._rooms.get(room)) is not None:  # the node holds them by itself from here on
+                handle.offer(pages)
+        finally:
+            self.pages.unhold(pages)
 
     async def _follow(self, room: DecodeThreadRoom, handle: DecodeRoom) -> None:
         try:

@@ -10,7 +10,7 @@ from typing import Any, Generic, Literal, Protocol, TypeVar
 
 import msgspec
 
-from kvflow.protocols.arguments import page_indices
+from kvflow.protocols.arguments import NO_PAGES, page_indices
 from kvflow.protocols.errors import CapacityError, Cause, Code, KvflowError, MisuseError
 from kvflow.protocols.pages.layout import PageIndices
 from kvflow.protocols.wire.messages import MAX_HANDOFF_BYTES
@@ -49,15 +49,19 @@ class RoomEvent(msgspec.Struct, Generic[R], frozen=True):
 class DecodeSide(Protocol):
     """What a room asks of the node thread it was opened by."""
 
+    def offer_pages(self, room: DecodeThreadRoom, pages: Sequence[int] | PageIndices) -> None: ...
+
     def close_room(self, room: DecodeThreadRoom, cause: Cause) -> None: ...
 
 
 class DecodeThreadRoom(ThreadRoom):
     """One room at decode, over pages of the engine's own."""
 
-    def __init__(self, side: DecodeSide, room: int, pages: PageIndices, context: Any) -> None:
+    def __init__(self, side: DecodeSide, room: int, num_pages: int, context: Any) -> None:
         super().__init__(room, context)
-        self._side, self.pages = side, pages
+        self._side, self.num_pages = side, num_pages  # what it needs
+        self.pages: PageIndices = NO_PAGES
+        self.offered = False  # its pages are lent, or will be
         self.handoff: bytes | None = None  # prefill's, once it has landed
 
     def __repr__(self) -> str:
@@ -68,6 +72,11 @@ class DecodeThreadRoom(ThreadRoom):
     def landed(self) -> bool:
         """Every page is there."""
         return self.handoff is not None
+
+    def offer(self, pages: Sequence[int] | PageIndices) -> None:
+        """Of a room that was only announced: `num_pages` pages of the engine's own, busy from here on. No effect on a
+        room that has ended. Raises: MisuseError."""
+        self._side.offer_pages(self, pages)
 
     def close(self, cause: Cause | None = None) -> None:
         """Abort it, unless it has ended; any number of times. Its pages are the engine's again when it is released."""

@@ -304,3 +304,26 @@ def test_misuse_of_send_is_raised_by_send() -> None:
         with pytest.raises(kvflow.MisuseError, match=r"room 7: send\(\) after the last chunk"):
             sending.send([], last=True)
         wait_for(prefill, "done", sending)
+
+
+def test_a_room_is_announced_before_its_pages_are_there() -> None:
+    with engines() as (prefill, decode):
+        sending = prefill.open(7, prompt=PROMPT)
+        room = decode.announce(7, prefill=[prefill.info], prompt=PROMPT, context="queued")
+        assert decode.pages.at_rest() and room.num_pages == 3 and room.context == "queued"
+        with pytest.raises(kvflow.MisuseError, match="room 7: 1 pages given, its prompt needs 3"):
+            room.offer([1])
+        room.offer([9, 4, 7])
+        assert sorted(decode.pages.busy(range(PAGES))) == [4, 7, 9]
+        with pytest.raises(kvflow.MisuseError, match="its pages have been offered already"):
+            room.offer([9, 4, 7])
+        wait_for(decode, "opened", room)
+        sending.close()
+        wait_for(decode, "released", room)
+        gone = decode.announce(8, prefill=[prefill.info], prompt=PROMPT)
+        gone.close(kvflow.Cause(kvflow.Code.CAPACITY, "too long a queue"))
+        failed, _ = wait_for(decode, "failed", gone)
+        assert failed.error is not None and "too long a queue" in str(failed.error)
+        gone.offer([1, 2, 3])
+        wait_for(decode, "released", gone)
+        assert decode.pages.at_rest()
