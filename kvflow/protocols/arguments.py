@@ -41,9 +41,9 @@ def pages_wanted(layout: PoolLayout, tokens: int, prefix_tokens: int) -> int:
     return layout.pages_for(tokens) - layout.pages_for(prefix_tokens)
 
 
-def own_pages(pages: Sequence[int] | PageIndices, layout: PoolLayout, room: int, wanted: int) -> PageIndices:
-    """A user's pages for a room, as int32 [n]. Raises: MisuseError."""
-    found = page_indices(pages, layout.num_pages, f"room {room}")
+def own_pages(pages: Sequence[int] | PageIndices, num_pages: int, room: int, wanted: int) -> PageIndices:
+    """A user's pages for a room that needs `wanted` of the pool's `num_pages`, as int32 [n]. Raises: MisuseError."""
+    found = page_indices(pages, num_pages, f"room {room}")
     if len(found) != wanted:
         raise MisuseError(f"room {room}: {len(found)} pages given, its prompt needs {wanted}")
     if len(np.unique(found)) < wanted:

@@ -46,6 +46,11 @@ class DecodeEndpoint:
         self._core = DecodeCore(identity, observer, timing or Timing(), self.bounds, verify)
         self._leaving: Cause | None = None
 
+    def __repr__(self) -> str:
+        core = self._core
+        known = f"{len(core.rooms)} rooms, {len(core.links.peers)} prefill ranks, {len(core.ledger)} loans"
+        return f"<DecodeEndpoint {core.identity.incarnation:016x}: {known}>"
+
     def commands(self) -> list[DecodeCommand]:
         """Everything to be done since the last call, in order."""
         outbox = self._core.outbox

@@ -41,6 +41,11 @@ class PrefillEndpoint:
     ) -> None:
         self._core = PrefillCore(identity, observer, timing or Timing(), bounds or Bounds())
 
+    def __repr__(self) -> str:
+        core = self._core
+        known = f"{len(core.rooms)} rooms, {len(core.peers)} decodes, {len(core.writes)} writes"
+        return f"<PrefillEndpoint {core.identity.incarnation:016x}: {known}>"
+
     def commands(self) -> list[PrefillCommand]:
         """Everything to be done since the last call, in order."""
         outbox = self._core.outbox
