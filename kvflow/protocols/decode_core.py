@@ -112,6 +112,8 @@ class DecodeCore:
                         self.link_if_ready(record)
             elif command is LinkCommand.LOSE_ROOMS:
                 self.for_each_loan(peer, "lose", peer.cause)
+                left = [grant for grant, record in self.rooms.items() if record.awaits(peer)]
+                self.tasks.extend(Task("lose", peer, grant, peer.cause) for grant in left)
             elif command is LinkCommand.ASK_LOANS:
                 if kind is LinkKind.ACCEPTED or not peer.asked_again:
                     peer.asked_again = True

@@ -100,6 +100,13 @@ class DecodeRoomRecord:
         """Chunks may still land."""
         return self.state.phase in (DecodePhase.WAITING_FOR_INPUT, DecodePhase.TRANSFERRING)
 
+    def awaits(self, peer: PrefillPeer) -> bool:
+        """The loan of this rank has ended and its chunks have not all come: it has refused, and why was lost."""
+        if not self.receiving or peer not in self.peers or peer in self.lease.loans:
+            return False
+        rank = self.peers.index(peer)
+        return not (self.state.finished >> rank & 1 or any(c.rank == rank and c.message.last for c in self.checks))
+
     def next_seq(self, rank: int) -> int:
         """The first chunk of `rank` that has not been received."""
         return self.state.next_seq[rank] + sum(check.rank == rank for check in self.checks)
