@@ -9,8 +9,8 @@ from typing import Any, NamedTuple
 from kvflow.protocols.errors import MisuseError
 from kvflow.testing.sim import plants_decode as d
 from kvflow.testing.sim import plants_prefill as p
-from kvflow.testing.sim import table_plants
 from kvflow.testing.sim.run import simulate
+from kvflow.testing.walk.plants import PLANTS as WALK_PLANTS
 
 
 class Plant(NamedTuple):
@@ -68,7 +68,7 @@ def all_plants() -> tuple[Plant, ...]:
     taken = {plant.name for plant in PLANTS}
     tables = (
         Plant(f"{name} (table)" if name in taken else name, text, install, invariant)
-        for name, text, install, invariant in table_plants.PLANTS
+        for name, text, install, invariant, _ in WALK_PLANTS
         if name not in _ONLY_BY_EXHAUSTION
     )
     return (*PLANTS, *tables)
