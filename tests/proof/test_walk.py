@@ -249,7 +249,7 @@ def test_a_grant_of_a_decode_that_was_displaced_does_not_begin_again() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["displaced", "restart", "eviction", "prefix", "no-fence"])
+@pytest.mark.parametrize("name", ["displaced", "eviction", "prefix", "no-fence", "steps"])
 def test_nothing_is_broken_in_a_world_of_its_own(name: str) -> None:
     report = run.walk(WORLDS[name].bounds, print)
     print(report)

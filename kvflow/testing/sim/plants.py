@@ -10,7 +10,7 @@ from kvflow.protocols.errors import MisuseError
 from kvflow.testing.sim import plants_decode as d
 from kvflow.testing.sim import plants_prefill as p
 from kvflow.testing.sim.run import simulate
-from kvflow.testing.walk.plants import PLANTS as WALK_PLANTS
+from kvflow.testing.walk.plants import TABLES
 
 
 class Plant(NamedTuple):
@@ -68,7 +68,7 @@ def all_plants() -> tuple[Plant, ...]:
     taken = {plant.name for plant in PLANTS}
     tables = (
         Plant(f"{name} (table)" if name in taken else name, text, install, invariant)
-        for name, text, install, invariant, _ in WALK_PLANTS
+        for name, text, install, invariant, _ in TABLES
         if name not in _ONLY_BY_EXHAUSTION
     )
     return (*PLANTS, *tables)

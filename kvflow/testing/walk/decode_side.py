@@ -210,7 +210,11 @@ class DecodeSide:
     def hear(self, rank: int, word: Word) -> None:
         if life := self.dialled[rank]:
             info = self.world.info(rank, life)
+            before = {key for key, peer in self.core.links.peers.items() if peer.phase is LinkPhase.UP}
             self.endpoint.receive(c.PeerKey(LIVES[rank][life - 1], info.control), self.world.frame(word, rank), 0.0)
+            up = {key for key, peer in self.core.links.peers.items() if peer.phase is LinkPhase.UP} - before
+            if any(life_of(key.incarnation) != life_of(word.source) for key in up):
+                raise ViolationError("I6: the answer of another life brings a link up")
 
     # --- what it asks its shell to do
 

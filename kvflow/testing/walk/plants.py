@@ -194,7 +194,7 @@ def _not_again(core: Any, task: Any, now: float) -> None:
     return None
 
 
-PLANTS: tuple[Plant, ...] = (
+TABLES: tuple[Plant, ...] = (
     Plant(
         "free on timer",
         "a loan that was not answered in time is over",
@@ -303,12 +303,16 @@ PLANTS: tuple[Plant, ...] = (
         ),
         "I8",
     ),
+)
+"""In rooms and loans; the seeds find most of them too."""
+
+ENDPOINTS: tuple[Plant, ...] = (
     Plant(
         "another life accepted",
         "Registered is taken for an acceptance, whoever sent it and whatever it says",
         _attribute(DecodeLinks, "registered", _any_life),
-        "rest",
-        TINY._replace(crashes=1, registered=False, restarts=True, rooms=(1, 2)),
+        "I6",
+        TINY._replace(crashes=1, restarts=True, registered=False),
     ),
     Plant(
         "refused link stays usable",
@@ -475,3 +479,6 @@ PLANTS: tuple[Plant, ...] = (
         TINY._replace(crashes=1, fences=False),
     ),
 )
+"""In endpoints, links, peers and grants."""
+
+PLANTS = (*TABLES, *ENDPOINTS)
