@@ -16,6 +16,7 @@ import msgspec
 from msgspec import Meta
 
 from kvflow.protocols.errors import MisuseError
+from kvflow.protocols.limits import Timing
 
 Role = Literal["prefill", "decode", "router", "up"]
 DEFAULT_PORTS: dict[str, int] = {"prefill": 30000, "decode": 30001, "router": 8000, "up": 8000}
@@ -88,6 +89,15 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     verify_transfers: Annotated[
         bool, Meta(description="Compare every chunk's checksum after landing; set it at prefill and decode.")
     ] = False
+    rendezvous_s: Annotated[
+        float,
+        Meta(
+            description="Seconds that prefill's half of a room waits for a decode that has not announced itself; raise "
+            "it, up to minutes, behind proxies that call decode only after prefill has answered.",
+            gt=0,
+            le=3600,
+        ),
+    ] = Timing().rendezvous_s
     control_port: Annotated[
         int, Meta(description="Port of prefill's control endpoint; 0 picks a free one.", ge=0, le=65535)
     ] = 0
@@ -129,7 +139,7 @@ _PLANE = (
     "control_key_file",
 )
 _WORKER = (*_HTTP, "sse_keepalive_s", "sglang_metrics", *_MODEL, *_POOL, *_LOAD, *_PLANE)
-_SENDER = ("chunked_prefill_size", "max_batch_tokens", "transfer_rate_limit")
+_SENDER = ("chunked_prefill_size", "max_batch_tokens", "transfer_rate_limit", "rendezvous_s")
 FIELDS_OF_ROLE: dict[str, tuple[str, ...]] = {
     "prefill": (*_WORKER, *_SENDER, "disaggregation_mode", "disaggregation_bootstrap_port", "control_port"),
     "decode": (*_WORKER, "disaggregation_mode", "disaggregation_bootstrap_port", "max_quarantine_share"),

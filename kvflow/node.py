@@ -15,39 +15,37 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import logging
 import secrets
 from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
 from time import monotonic
 from typing import Any, Generic, Self, TypeVar
 
-import numpy as np
-from numpy.typing import NDArray
-
 from kvflow.aio import drained
 from kvflow.handlers.decode import Connect, DecodeShell
 from kvflow.handlers.inheritance import Inheritance
 from kvflow.handlers.prefill import PrefillShell
-from kvflow.handlers.rooms import DecodeRoom, PrefillRoom, page_indices
+from kvflow.handlers.rooms import DecodeRoom, PrefillRoom
 from kvflow.memory.checksum import PageSums
 from kvflow.memory.pool import PagedPool
+from kvflow.protocols.arguments import TokenIds, check_prompt, pages_wanted
 from kvflow.protocols.decode import DecodeEndpoint
 from kvflow.protocols.decode_links import DecodeIdentity
 from kvflow.protocols.decode_rooms import Prompt
-from kvflow.protocols.errors import CapacityError, Cause, MisuseError
+from kvflow.protocols.errors import CapacityError, Cause, KvflowError, MisuseError
 from kvflow.protocols.limits import Bounds, Timing
 from kvflow.protocols.pages.layout import PageIndices, PoolLayout
 from kvflow.protocols.ports import ControlSocket, DataPlane, Endpoint, PageStore, UnprovenLoan
 from kvflow.protocols.prefill import PrefillEndpoint
 from kvflow.protocols.prefill_peers import PrefillIdentity
-from kvflow.protocols.wire.codec import prompt_digest
 from kvflow.protocols.wire.messages import Incarnation, Rank, room_id
 from kvflow.protocols.wire.ranks import PoolShape, RankInfo
 from kvflow.telemetry.counters import Counts
 from kvflow.transports.control.zmq import bind_router, connect_dealer
 from kvflow.transports.data.select import plane_for
 
-TokenIds = Sequence[int] | NDArray[np.integer[Any]]
+log = logging.getLogger(__name__)
 Resolve = Callable[[str], Awaitable[Sequence[RankInfo]]]
 """From the word a user names a prefill by to its ranks, in rank order. Raises: LostError."""
 Bind = Callable[[str, int], tuple[ControlSocket, int]]
@@ -167,13 +165,6 @@ class _Node(Generic[S]):
         await self.close()
 
 
-def _check_prompt(prompt: TokenIds) -> tuple[int, bytes]:
-    """Token count and digest of a prompt. Raises: MisuseError."""
-    if not len(prompt):
-        raise MisuseError("the prompt is empty: at least 1 token is needed")
-    return len(prompt), prompt_digest(prompt)
-
-
 def _deadline_at_s(now: float, deadline_s: float | None) -> float:
     return float("inf") if deadline_s is None else now + deadline_s
 
@@ -257,7 +248,7 @@ class PrefillNode(_Node[PrefillShell]):
         It waits `rendezvous_s` (the node's timing by default) for a decode that has not announced itself; one that has
         is waited for as long as it lives. Raises: MisuseError (room in use, empty prompt, not a room id).
         """
-        tokens, digest = _check_prompt(prompt)
+        tokens, digest = check_prompt(prompt)
         at_s = _deadline_at_s(self._now(), deadline_s)
         return self.shell.open(room, tokens, digest, rendezvous_s=rendezvous_s, deadline_at_s=at_s)
 
@@ -441,7 +432,12 @@ class DecodeNode(_Node[DecodeShell]):
             shell.spawn(self._refuse_at(number, prefill, cause), f"kvflow-refuse-{number}")
 
     async def _refuse_at(self, room: int, prefill: str, cause: Cause) -> None:
-        self.shell.refuse(room, await self._ask(prefill), cause)
+        try:
+            ranks = await self._ask(prefill)
+        except KvflowError as error:
+            log.info("cannot tell prefill %s that room %d is refused: %s", prefill, room, error)
+        else:
+            self.shell.refuse(room, ranks, cause)
 
     def _open(
         self,
@@ -455,11 +451,9 @@ class DecodeNode(_Node[DecodeShell]):
         held_back: bool,
     ) -> DecodeRoom:
         shell, number = self.shell, room_id(room)
-        tokens, digest = _check_prompt(prompt)
-        own = None if pages is None else page_indices(pages, self.pool.layout.num_pages, f"room {room}")
+        tokens, digest = check_prompt(prompt)
+        wanted = pages_wanted(self.pool.layout, tokens, prefix_tokens)
         at_s = _deadline_at_s(self._now(), deadline_s)
-        handle = DecodeRoom(shell, number, own)
-        handle.held_back = held_back
         if not isinstance(prefill, str):
             ranks: Sequence[RankInfo] | None = prefill
         elif self._resolve is None:
@@ -467,7 +461,15 @@ class DecodeNode(_Node[DecodeShell]):
         else:
             ranks = self._known(prefill)
         source = functools.partial(self._ask, prefill) if ranks is None and isinstance(prefill, str) else ranks or ()
-        shell.open(handle, source, Prompt(tokens, digest, prefix_tokens), at_s, announce=held_back)
+        handle = DecodeRoom(shell, number, wanted)
+        if pages is not None:
+            handle.give(pages)
+        handle.held_back = held_back
+        try:
+            shell.open(handle, source, Prompt(tokens, digest, prefix_tokens), at_s, announce=held_back)
+        except BaseException:
+            handle.pages_freed()
+            raise
         return handle
 
     def _known(self, prefill: str) -> Sequence[RankInfo] | None:

@@ -136,3 +136,11 @@ def test_the_example_file_is_valid(role: config.Role) -> None:
     path = Path(__file__).parents[1] / "examples" / "kvflow.toml"
     settings = resolve(role, MODEL, env={}, config=str(path))
     assert settings.num_pages == {"prefill": 2048, "decode": 4096, "up": 0}[role]
+
+
+def test_the_rendezvous_may_take_minutes_at_prefill() -> None:
+    assert resolve("prefill", MODEL, env={}).rendezvous_s == 5.0
+    assert resolve("up", MODEL, env={"KVFLOW_RENDEZVOUS_S": "300"}).rendezvous_s == 300.0
+    with pytest.raises(ConfigError, match=r"--rendezvous-s: '0': expected float > 0"):
+        resolve("prefill", {**MODEL, "rendezvous_s": "0"}, env={})
+    assert "rendezvous_s" not in config.FIELDS_OF_ROLE["decode"]

@@ -72,9 +72,13 @@ class DecodeShell(Shell):
         self._lines: dict[PeerKey, _Line] = {}
         self._watches: dict[PeerKey, asyncio.Task[None]] = {}
         self._polled_at_s = 0.0
-        self._changed = asyncio.Event()  # something was fed to the endpoint
+        self._changed, self._leaving = asyncio.Event(), False  # set when something was fed to a leaving endpoint
 
     # --- rooms
+
+    @property
+    def num_pages(self) -> int:
+        return self.endpoint.core.identity.layout.num_pages
 
     def open(
         self,
@@ -210,6 +214,7 @@ class DecodeShell(Shell):
 
     def leave(self) -> None:
         """No new room from here on, and every room is aborted; `close` waits for what follows."""
+        self._leaving = True
         self.endpoint.leave(self.now())
         for task in self._tasks:
             if task.get_name().startswith(_OPENING):
@@ -232,9 +237,9 @@ class DecodeShell(Shell):
         left = []
         for room in self.rooms.values():
             assert room.record is not None
-            owner = None if room.own_pages is not None else room.owner
+            owner, held_in = (room.owner, None) if room.own_pages is None else (None, self.pages)
             writers = [peer.address for peer in room.record.lease.loans if peer.address is not None]
-            left += [UnprovenLoan(writer, room.pages, owner) for writer in writers]
+            left += [UnprovenLoan(writer, room.pages, owner, held_in) for writer in writers]
         self.rooms.clear()
         return left
 
@@ -246,10 +251,12 @@ class DecodeShell(Shell):
     # --- commands
 
     def run_commands(self) -> None:
-        while commands := self.endpoint.commands():
-            for command in commands:
+        outbox = self.endpoint.core.outbox
+        while outbox:
+            for command in self.endpoint.commands():
                 _RUN[type(command)](self, command)
-        self._changed.set()
+        if self._leaving:
+            self._changed.set()
 
     def _send(self, command: c.SendToPrefill) -> None:
         line = self._lines.get(command.peer)

@@ -28,6 +28,8 @@ class Inheritance:
             shell.endpoint.core.ledger.quarantined_pages -= len(loan.pages)
             if loan.owner is not None:
                 shell.pages.give_back(loan.pages, loan.owner)
+            if loan.held_in is not None:
+                loan.held_in.unhold(loan.pages)
 
     def left(self) -> list[UnprovenLoan]:
         """What is still without proof. Ask when the shell has stopped."""

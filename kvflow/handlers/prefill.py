@@ -17,7 +17,6 @@ from kvflow.protocols.errors import Cause, KvflowError, room_error
 from kvflow.protocols.pages.layout import PageIndices
 from kvflow.protocols.ports import Checksums, ControlSocket, DataPlane, Flight, Landing, PageStore, Route
 from kvflow.protocols.prefill import PrefillEndpoint
-from kvflow.protocols.wire.codec import routing_id
 from kvflow.protocols.wire.messages import Incarnation
 from kvflow.telemetry.counters import Counts
 
@@ -56,7 +55,7 @@ class PrefillShell(Shell):
         self.routes: dict[Incarnation, Route] = {}
         self._writes: dict[int, _Write] = {}
         self._watches: dict[Incarnation, asyncio.Task[None]] = {}
-        self._changed = asyncio.Event()  # something was fed to the endpoint
+        self._changed, self._leaving = asyncio.Event(), False  # set when something was fed to a leaving endpoint
         self.spawn(self._read(), "kvflow-prefill-read")
 
     # --- rooms
@@ -81,7 +80,7 @@ class PrefillShell(Shell):
         self.endpoint.check_chunk(room.record, len(pages), last, len(handoff))
         self.pages.hold(pages)
         try:
-            self.endpoint.queue_chunk(room.record, pages, last=last, handoff=handoff, now=self.now())
+            self.endpoint.queue_chunk(room.record, pages, last=last, handoff=handoff, now=self.now(), checked=True)
         except BaseException:
             self.pages.unhold(pages)
             raise
@@ -136,6 +135,7 @@ class PrefillShell(Shell):
 
     def leave(self) -> None:
         """No new room from here on, and every room is ended; `drain` waits for its writes."""
+        self._leaving = True
         self.endpoint.leave(self.now())
         self.run()
 
@@ -158,13 +158,15 @@ class PrefillShell(Shell):
     # --- commands
 
     def run_commands(self) -> None:
-        while commands := self.endpoint.commands():
-            for command in commands:
+        outbox = self.endpoint.core.outbox
+        while outbox:
+            for command in self.endpoint.commands():
                 _RUN[type(command)](self, command)
-        self._changed.set()
+        if self._leaving:
+            self._changed.set()
 
     def _send(self, command: c.SendToDecode) -> None:
-        if not self.socket.send(command.frame, routing_id(command.peer)):
+        if not self.socket.send(command.frame, command.peer_id):
             self.counts.undelivered += 1
 
     def _open_route(self, command: c.OpenRoute) -> None:
@@ -195,7 +197,10 @@ class PrefillShell(Shell):
             flight = SummedFlight(flight, self.checksums.begin(command.source_pages))
         self._writes[command.write] = _Write(flight, command.source_pages, room)
         room.flights[command.write] = flight
-        flight.done.add_done_callback(functools.partial(self._write_ended, command.write))
+        if flight.done.done():  # a tiny one: what follows runs with the commands of this turn
+            self._write_ended(command.write, flight.done)
+        else:
+            flight.done.add_done_callback(functools.partial(self._write_ended, command.write))
 
     def _write_ended(self, number: int, done: asyncio.Future[Landing]) -> None:
         write = self._writes.pop(number)

@@ -6,12 +6,10 @@ import asyncio
 from collections.abc import Callable, Generator, Hashable, Sequence
 from typing import Any, Protocol, Self, TypeVar
 
-import numpy as np
-from numpy.typing import NDArray
-
 from kvflow.handlers.verify import ChunkVerifier
+from kvflow.protocols.arguments import NO_PAGES, own_pages, page_indices
 from kvflow.protocols.decode_rooms import DecodeRoomRecord
-from kvflow.protocols.errors import Cause, Code, KvflowError, MisuseError, room_error
+from kvflow.protocols.errors import Cause, Code, KvflowError, MisuseError, OwnershipError, room_error
 from kvflow.protocols.machines.decode_room import TERMINAL, DecodePhase, DecodeRoomState
 from kvflow.protocols.machines.prefill_room import PrefillPhase, PrefillRoomState
 from kvflow.protocols.machines.story import Line
@@ -21,17 +19,11 @@ from kvflow.protocols.prefill_rooms import PrefillRoomRecord
 from kvflow.protocols.wire.messages import GrantId, RoomId
 
 T = TypeVar("T")
-NO_PAGES: PageIndices = np.empty(0, np.int32)
 
 
-def page_indices(pages: Sequence[int] | NDArray[Any], num_pages: int, what: str) -> PageIndices:
-    """A user's list or array of page numbers as int32 [n]. Raises: MisuseError saying what is wrong with it."""
-    array = np.asarray(pages)
-    if array.ndim != 1 or (array.size and array.dtype.kind not in "iu"):
-        raise MisuseError(f"{what}: pages must be a list of integers, not shape {array.shape} of {array.dtype}")
-    if array.size and (int(array.min()) < 0 or int(array.max()) >= num_pages):
-        raise MisuseError(f"{what}: page {int(array.max())} is outside the pool of {num_pages} pages")
-    return array.astype(np.int32, copy=False) if array.size else NO_PAGES
+async def answer_of(answer: Answer[T]) -> T:
+    """Await an answer; cancelling who waits does not cancel it."""
+    return answer.result() if answer.done() else await asyncio.shield(answer)
 
 
 class Answer(asyncio.Future[T]):
@@ -52,6 +44,9 @@ class DecodeSide(Protocol):
 
     pages: PageStore
 
+    @property
+    def num_pages(self) -> int: ...
+
     def offer(self, room: DecodeRoom) -> None: ...
 
     def close_room(self, room: DecodeRoom, cause: Cause) -> None: ...
@@ -61,13 +56,14 @@ class DecodeRoom:
     """One room at decode. Await it, or use it as an async context manager: then it is open, and at the end nothing of
     it is left behind."""
 
-    def __init__(self, shell: DecodeSide, room: RoomId, own_pages: PageIndices | None) -> None:
-        """`own_pages`: pages of the caller's own allocator; without them pages are taken from the node's."""
+    def __init__(self, shell: DecodeSide, room: RoomId, num_pages: int) -> None:
+        """`num_pages`: what it will need. They are taken from the node's store unless `give` brings them."""
         self._shell = shell
-        self.room, self.own_pages = room, own_pages
+        self.room, self.num_pages = room, num_pages
+        self.own_pages: PageIndices | None = None
         self.grant = GrantId(0)
         self.record: DecodeRoomRecord | None = None
-        self.pages: PageIndices = NO_PAGES if own_pages is None else own_pages
+        self.pages: PageIndices = NO_PAGES
         self.owner: Hashable = ("room", room)
         self.verifier: ChunkVerifier | None = None
         self.opening: asyncio.Task[None] | None = None
@@ -77,7 +73,7 @@ class DecodeRoom:
         self._released: Answer[None] = Answer()
         self._on_end: list[Callable[[], None]] = []
         self._kept = False
-        self.held_back = False  # pages are taken when `offer` is called
+        self.held_back = True  # until its pages may be taken
         self.linked = self.over = self.free = False  # set by the shell
 
     def __repr__(self) -> str:
@@ -115,13 +111,34 @@ class DecodeRoom:
 
         Raises: LostError, RefusedError, CapacityError, AbortedError: by what kept it from opening.
         """
-        await asyncio.shield(self._opened)
+        await answer_of(self._opened)
         return self
 
-    def offer(self) -> Self:
-        """Of a room that was only announced: pages are there to be taken now. Await the room next."""
-        self.held_back = False
-        self._shell.offer(self)
+    def give(self, pages: Sequence[int] | PageIndices) -> None:
+        """Pages of the caller's own, held in the node's store from here on until nothing can touch them.
+
+        Raises: MisuseError (another number of pages, or a second time), OwnershipError (pages the store cannot hold).
+        """
+        if self.own_pages is not None or not self.held_back:
+            raise MisuseError(f"room {self.room}: its pages have been given already")
+        mine = own_pages(pages, self._shell.num_pages, self.room, self.num_pages)
+        try:
+            self._shell.pages.hold(mine)
+        except OwnershipError as error:
+            text = f"room {self.room}: {error}; take them from node.pages, or make the node with pages=ExternalPages"
+            raise OwnershipError(text) from None
+        self.own_pages = self.pages = mine
+
+    def offer(self, pages: Sequence[int] | PageIndices | None = None) -> Self:
+        """Of a room that was only announced: its pages are there now, `pages` of the caller's own or those of the
+        node's store. No effect on a room that has ended. Await the room next. Raises: as `DecodeNode.room`."""
+        if not self.ended:
+            if not self.held_back:
+                raise MisuseError(f"room {self.room}: its pages have been offered already")
+            if pages is not None:
+                self.give(pages)
+            self.held_back = False
+            self._shell.offer(self)
         return self
 
     async def landed(self) -> bytes:
@@ -129,11 +146,11 @@ class DecodeRoom:
 
         Raises: KvflowError by what ended the room (see errors.py); its `code` is the first cause.
         """
-        return await asyncio.shield(self._landed)
+        return await answer_of(self._landed)
 
     async def released(self) -> None:
         """Wait until nothing touches the room's pages any more: every loan has ended, and no checksum runs."""
-        await asyncio.shield(self._released)
+        await answer_of(self._released)
 
     def keep(self, owner: Hashable) -> PageIndices:
         """Take the landed pages over: they are `owner`'s now, and closing the room leaves them alone.
@@ -195,7 +212,9 @@ class DecodeRoom:
         self.idle()
 
     def idle(self) -> None:
-        if self.free and (self.verifier is None or not self.verifier.running):
+        if self.free and not self._released.done() and (self.verifier is None or not self.verifier.running):
+            if self.own_pages is not None:
+                self._shell.pages.unhold(self.own_pages)
             self._released.resolve(None)
 
     def take_callbacks(self) -> list[Callable[[], None]]:
@@ -279,7 +298,7 @@ class PrefillRoom:
 
         Raises: KvflowError by what ended the room; its `code` is the first cause.
         """
-        return await asyncio.shield(self._matched)
+        return await answer_of(self._matched)
 
     def send(self, pages: Sequence[int] | PageIndices, *, last: bool = False, handoff: bytes = b"") -> None:
         """Queue one chunk: our `pages` (list or int32 [n]) go onto the next n target pages, and are held until the
@@ -296,11 +315,11 @@ class PrefillRoom:
 
     async def done(self) -> None:
         """Wait until every write has landed. Raises: KvflowError by what ended the room."""
-        await asyncio.shield(self._done)
+        await answer_of(self._done)
 
     async def released(self) -> None:
         """Wait until the room is over and nothing reads its pages any more: no write of it runs, in success or not."""
-        await asyncio.shield(self._released)
+        await answer_of(self._released)
 
     def close(self, cause: Cause | None = None) -> None:
         """End the room, in any state, any number of times: decode is told at once, running writes are drained."""

@@ -78,7 +78,7 @@ class Shell:
 
     def _arm(self) -> None:
         at_s = self._ticking.next_tick()
-        if at_s >= self._due_at_s or at_s == float("inf"):
+        if at_s >= self._due_at_s:
             return
         if self._timer is not None:
             self._timer.cancel()

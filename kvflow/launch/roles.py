@@ -14,10 +14,9 @@ from typing import TYPE_CHECKING
 from kvflow.config import Settings
 from kvflow.launch.loading import LoadingProgress
 from kvflow.launch.process import Ready, serve_until_stopped
-from kvflow.memory.allocator import PageAllocator
 from kvflow.memory.pool import PagedPool
 from kvflow.node import DecodeNode, PrefillNode
-from kvflow.protocols.limits import Bounds
+from kvflow.protocols.limits import Bounds, Timing
 from kvflow.protocols.pages.layout import build_layout, slot_bytes
 from kvflow.protocols.ports import DataPlane
 from kvflow.server.http import generate, openai, operations
@@ -95,7 +94,6 @@ async def prefill_service(settings: Settings) -> AsyncGenerator[tuple[PrefillSer
         from kvflow.engine.scheduler.prefill import PrefillEngine
 
         plane = _plane(settings, pool)
-        pages = PageAllocator(pool.layout.num_pages)
         name = settings.model_name
         node = PrefillNode(
             pool,
@@ -103,13 +101,13 @@ async def prefill_service(settings: Settings) -> AsyncGenerator[tuple[PrefillSer
             host=settings.host,
             port=settings.control_port,
             model=name,
-            pages=pages,
+            timing=Timing(rendezvous_s=settings.rendezvous_s),
             verify_transfers=settings.verify_transfers,
             advertise=reachable(settings.host),
             bind=lambda _host, _port: control,
         )
         engine = PrefillEngine(
-            model, pool, pages, executor,
+            model, pool, pool.pages, executor,
             chunk_tokens=settings.chunked_prefill_size, max_batch_tokens=settings.max_batch_tokens,
         )  # fmt: skip
         stack.push_async_callback(node.close)
@@ -128,17 +126,15 @@ async def decode_service(settings: Settings) -> AsyncGenerator[tuple[DecodeServi
         from kvflow.engine.scheduler.decode import DecodeEngine
 
         plane = _plane(settings, pool)
-        pages = PageAllocator(pool.layout.num_pages)
         node = DecodeNode(
             pool,
             plane,
             resolve=RegistryClient(settings.api_key).resolve,
             connect=functools.partial(connect_dealer, key=key),
-            pages=pages,
             bounds=Bounds(quarantine_share=settings.max_quarantine_share),
             verify_transfers=settings.verify_transfers,
         )
-        engine = DecodeEngine(model, pool, pages, executor, max_batch=settings.max_running_requests)
+        engine = DecodeEngine(model, pool, pool.pages, executor, max_batch=settings.max_running_requests)
         stack.push_async_callback(node.close)
         await node.start()
         stack.push_async_callback(engine.close)
@@ -163,7 +159,11 @@ async def _parts(settings: Settings) -> AsyncGenerator[tuple[LoadedModel, PagedP
         streams = [(name, dtype, tuple(shape)) for name, dtype, shape in model.streams]
         page_bytes = settings.page_size * sum(slot_bytes(dtype, shape) for _, dtype, shape in streams)
         layout = build_layout(
-            streams, page_size=settings.page_size, num_pages=_num_pages(settings, page_bytes), order=settings.pool_order
+            streams,
+            page_size=settings.page_size,
+            num_pages=_num_pages(settings, page_bytes),
+            order=settings.pool_order,
+            fingerprint=model.fingerprint,
         )
         pool = await loop.run_in_executor(executor, PagedPool.allocate, layout)
         try:

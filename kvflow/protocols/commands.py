@@ -130,7 +130,7 @@ DecodeCommand = (
 
 
 class SendToDecode(msgspec.Struct, frozen=True, gc=False):
-    peer: Incarnation
+    peer_id: bytes  # its routing id
     frame: bytes
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 
+from kvflow.protocols.arguments import pages_wanted
 from kvflow.protocols.commands import DecodeCommand, PeerKey
 from kvflow.protocols.decode_core import DecodeCore, Task, Timer
 from kvflow.protocols.decode_inbox import HANDLERS, on_registered
@@ -25,7 +26,7 @@ from kvflow.protocols.wire.codec import parse_at_decode
 from kvflow.protocols.wire.messages import GrantId, Incarnation
 from kvflow.protocols.wire.ranks import RankInfo
 
-TICK_WORK = 128  # rooms and loans one tick deals with: about a millisecond; the rest follows in the next
+TICK_WORK = 32  # rooms and loans one tick deals with: a millisecond or two; the rest follows in the next
 
 
 class DecodeEndpoint:
@@ -44,6 +45,11 @@ class DecodeEndpoint:
         self.bounds = bounds or Bounds()
         self._core = DecodeCore(identity, observer, timing or Timing(), self.bounds, verify)
         self._leaving: Cause | None = None
+
+    def __repr__(self) -> str:
+        core = self._core
+        known = f"{len(core.rooms)} rooms, {len(core.links.peers)} prefill ranks, {len(core.ledger)} loans"
+        return f"<DecodeEndpoint {core.identity.incarnation:016x}: {known}>"
 
     def commands(self) -> list[DecodeCommand]:
         """Everything to be done since the last call, in order."""
@@ -101,7 +107,8 @@ class DecodeEndpoint:
         record.resync_after_s = core.timing.repeat_after_s
         core.rooms[lease.grant] = record
         core.observer.room_opened()
-        core.deadlines.set(Timer("deadline", lease.grant), deadline_at_s)
+        if deadline_at_s < float("inf"):
+            core.deadlines.set(Timer("deadline", lease.grant), deadline_at_s)
         core.deadlines.set(Timer("stalled", lease.grant), now + record.resync_after_s)
         core.link_if_ready(record)
         if announce or not record.linked:
@@ -211,7 +218,9 @@ class DecodeEndpoint:
         loans = pages = 0
         for peer in found:
             cause = Cause(Code.PEER_LOST, f"prefill at {peer.info.control} was declared dead: {why}")
-            for grant, lease in core.ledger.of_source(peer):  # should it live, it is told to stop
+            for grant in core.ledger.grants_of(peer):  # should it live, it is told to stop
+                lease = core.ledger.find(peer, grant)
+                assert lease is not None
                 abort = wire.Abort(room=lease.room, grant=grant, cause=lease.cause or cause, **core.between(peer))
                 core.links.send(peer, abort)
             core.feed_link(peer, LinkKind.DECLARED_DEAD, now, cause)
@@ -224,8 +233,7 @@ class DecodeEndpoint:
         """Open no room from here on, and abort all; loans end when prefills prove it."""
         if self._leaving is None:
             self._leaving = Cause(Code.SHUTDOWN, "decode is shutting down")
-            tasks = self._core.tasks
-            tasks.extend(Task("close", record.peers[0], grant, self._leaving) for grant, record in self.rooms.items())
+            self._core.add_task(Task("close", self.rooms, None, self._leaving))
             self._core.work(TICK_WORK, now)
 
     def close(self, now: float) -> None:
@@ -243,8 +251,8 @@ class DecodeEndpoint:
     # --- time
 
     def next_tick(self) -> float:
-        """When `tick` is next worth calling; infinity while nothing is due."""
-        return float("-inf") if self._core.tasks else self._core.deadlines.next_at_s()
+        """When `tick` may next be worth calling; infinity while nothing is due."""
+        return float("-inf") if self._core.tasks else self._core.deadlines.not_before_s
 
     def tick(self, now: float) -> None:
         """Deadlines, repetition, silence. A tick does a bounded amount of work; `next_tick` says when more is due."""
@@ -327,10 +335,4 @@ class DecodeEndpoint:
 
     def _num_pages(self, prompt: Prompt) -> int:
         """Pages to be lent. Raises: MisuseError naming the prefix."""
-        layout, prefix = self._core.identity.layout, prompt.prefix_tokens
-        if not 0 <= prefix <= prompt.tokens or (prefix % layout.page_size and prefix != prompt.tokens):
-            raise MisuseError(
-                f"prefix_tokens {prefix} is neither a whole number of {layout.page_size}-token pages nor all of the "
-                f"{prompt.tokens} tokens of the prompt"
-            )
-        return layout.pages_for(prompt.tokens) - layout.pages_for(prefix)
+        return pages_wanted(self._core.identity.layout, prompt.tokens, prompt.prefix_tokens)

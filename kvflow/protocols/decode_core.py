@@ -6,7 +6,7 @@ Nothing calls back, so nothing re-enters: a table returns what follows from an e
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 from kvflow.protocols.commands import (
@@ -43,13 +43,14 @@ class Timer(NamedTuple):
     key: Any
 
 
-class Task(NamedTuple):
-    """Work on many rooms or loans at once is cut up, so that no tick takes long."""
+class Task:
+    """Work on many rooms or loans at once is cut up, so that no tick takes long: one grant of it at a time."""
 
-    run: str
-    peer: PrefillPeer
-    grant: GrantId
-    cause: Cause | None = None
+    __slots__ = ("cause", "grants", "peer", "run")
+
+    def __init__(self, run: str, grants: Iterable[GrantId], peer: PrefillPeer | None, cause: Cause | None) -> None:
+        self.run, self.peer, self.cause = run, peer, cause
+        self.grants = deque(grants)
 
 
 class DecodeCore:
@@ -81,14 +82,18 @@ class DecodeCore:
 
     def loan_changed(self, change: Change[PrefillPeer], now: float) -> None:
         lease, peer = change.lease, change.source
-        if LoanCommand.SEND_ABORT in change.commands and peer.phase is not LinkPhase.GONE:
+        # A silent source is asked when it answers again; until then an Abort would only wait in a queue.
+        if LoanCommand.SEND_ABORT in change.commands and (peer.usable or peer.asked_again):
             assert lease.cause is not None
             abort = wire.Abort(room=lease.room, grant=lease.grant, cause=lease.cause, **self.between(peer))
             self.links.send(peer, abort)
             if (repeat := Timer("repeat", peer.key)) not in self.deadlines:
                 self.deadlines.set(repeat, now + peer.repeat_after_s)
-        if LoanCommand.RETURN in change.commands:
+        if LoanCommand.RETURN in change.commands and peer.repeat_after_s > self.timing.repeat_after_s:
+            # It answers: what else it was asked for and has not answered was lost on the way.
             peer.repeat_after_s = self.timing.repeat_after_s
+            if (repeat := Timer("repeat", peer.key)) in self.deadlines:
+                self.deadlines.set(repeat, now + peer.repeat_after_s)
         if change.freed:
             self.outbox.append(FreePages(lease.grant))
         record = self.rooms.get(lease.grant)
@@ -107,7 +112,7 @@ class DecodeCore:
             peer.asked_again, peer.fresh_from = False, self.next_grant
         for command in self.links.feed(peer, kind, now, self.ledger.settled_below(peer), cause):
             if command is LinkCommand.START_ROOMS:
-                for grant, _ in self.ledger.of_source(peer):
+                for grant in self.ledger.grants_of(peer):
                     if (record := self.rooms.get(grant)) is not None:
                         self.link_if_ready(record)
             elif command is LinkCommand.LOSE_ROOMS:
@@ -146,7 +151,7 @@ class DecodeCore:
 
     def drop_if_idle(self, peer: PrefillPeer, now: float) -> None:
         """A link that cannot be used and owes nothing: the next room opens a new one."""
-        if peer.usable or self.ledger.owes(peer) or peer.key not in self.links.peers:
+        if peer.phase <= LinkPhase.UP or self.ledger.owes(peer) or peer.key not in self.links.peers:
             return
         if peer.phase is LinkPhase.SILENT:
             self.links.feed(peer, LinkKind.CLOSED, now, self.ledger.settled_below(peer))
@@ -157,15 +162,22 @@ class DecodeCore:
 
     def for_each_loan(self, peer: PrefillPeer, run: str, cause: Cause | None = None) -> bool:
         """Queue a task for every loan of a peer. False when it has none."""
-        before = len(self.tasks)
-        self.tasks.extend(Task(run, peer, grant, cause) for grant, _ in self.ledger.of_source(peer))
-        return len(self.tasks) > before
+        return self.add_task(Task(run, self.ledger.grants_of(peer), peer, cause))
+
+    def add_task(self, task: Task) -> bool:
+        """False when there is nothing to do."""
+        if task.grants:
+            self.tasks.append(task)
+        return bool(task.grants)
 
     def work(self, limit: float, now: float) -> None:
         while self.tasks and limit > 0:
             limit -= 1
-            task = self.tasks.popleft()
-            _TASKS[task.run](self, task, now)
+            task = self.tasks[0]
+            grant = task.grants.popleft()
+            if not task.grants:
+                self.tasks.popleft()
+            _TASKS[task.run](self, task, grant, now)
 
     # --- time
 
@@ -198,7 +210,7 @@ class DecodeCore:
 def _send_bootstrap(core: DecodeCore, record: DecodeRoomRecord, now: float) -> None:
     for peer in record.peers:
         if peer in record.lease.loans:
-            core.feed_loan(record.lease, peer, LoanKind.LEND, now)
+            core.ledger.feed(record.lease, peer, LoanKind.LEND)  # nothing follows from it
             core.links.send(peer, record.bootstrap(peer, core.identity.incarnation))
 
 
@@ -252,44 +264,38 @@ _RUN: dict[RoomCommand, Callable[[DecodeCore, DecodeRoomRecord, float], None]] =
 # --- one loan of a peer at a time
 
 
-def _lose(core: DecodeCore, task: Task, now: float) -> None:
+def _lose(core: DecodeCore, task: Task, grant: GrantId, now: float) -> None:
     """The source is lost: the room ends, and its loan waits for proof."""
-    record = core.rooms.get(task.grant)
+    record = core.rooms.get(grant)
     if record is not None:
         core.feed_room(record, DecodeEvent(DecodeKind.SOURCE_LOST, cause=task.cause), now)
-    lease = core.ledger.find(task.peer, task.grant)
-    if lease is not None:
+    lease = core.ledger.find(task.peer, grant) if task.peer is not None else None
+    if lease is not None and task.peer is not None:
         core.feed_loan(lease, task.peer, LoanKind.SOURCE_LOST, now)
 
 
-def _ask(core: DecodeCore, task: Task, now: float) -> None:
-    _feed_in(core, task, LoanKind.SOURCE_BACK, (LoanPhase.DOUBTFUL,), now)
+def _loan_task(kind: LoanKind, phases: tuple[LoanPhase, ...]) -> Callable[[DecodeCore, Task, GrantId, float], None]:
+    """Feed `kind` to a loan that is still in one of `phases`."""
+
+    def feed(core: DecodeCore, task: Task, grant: GrantId, now: float) -> None:
+        assert task.peer is not None
+        lease = core.ledger.find(task.peer, grant)
+        if lease is not None and lease.loans[task.peer] in phases:
+            core.feed_loan(lease, task.peer, kind, now)
+
+    return feed
 
 
-def _fenced(core: DecodeCore, task: Task, now: float) -> None:
-    _feed_in(core, task, LoanKind.FENCED, (LoanPhase.DOUBTFUL,), now)
-
-
-def _repeat(core: DecodeCore, task: Task, now: float) -> None:
-    _feed_in(core, task, LoanKind.REPEAT_DUE, (LoanPhase.RECALLED, LoanPhase.WITHDRAWN), now)
-
-
-def _feed_in(core: DecodeCore, task: Task, kind: LoanKind, phases: tuple[LoanPhase, ...], now: float) -> None:
-    lease = core.ledger.find(task.peer, task.grant)
-    if lease is not None and lease.loans[task.peer] in phases:
-        core.feed_loan(lease, task.peer, kind, now)
-
-
-def _close(core: DecodeCore, task: Task, now: float) -> None:
-    record = core.rooms.get(task.grant)
+def _close(core: DecodeCore, task: Task, grant: GrantId, now: float) -> None:
+    record = core.rooms.get(grant)
     if record is not None:
         core.feed_room(record, DecodeEvent(DecodeKind.ENDED_LOCALLY, cause=task.cause), now)
 
 
-_TASKS: dict[str, Callable[[DecodeCore, Task, float], None]] = {
+_TASKS: dict[str, Callable[[DecodeCore, Task, GrantId, float], None]] = {
     "lose": _lose,
-    "ask": _ask,
-    "fenced": _fenced,
-    "repeat": _repeat,
+    "ask": _loan_task(LoanKind.SOURCE_BACK, (LoanPhase.DOUBTFUL,)),
+    "fenced": _loan_task(LoanKind.FENCED, (LoanPhase.DOUBTFUL,)),
+    "repeat": _loan_task(LoanKind.REPEAT_DUE, (LoanPhase.RECALLED, LoanPhase.WITHDRAWN)),
     "close": _close,
 }

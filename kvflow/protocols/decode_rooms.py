@@ -102,7 +102,8 @@ class DecodeRoomRecord:
 
     def next_seq(self, rank: int) -> int:
         """The first chunk of `rank` that has not been received."""
-        return self.state.next_seq[rank] + sum(check.rank == rank for check in self.checks)
+        seq = self.state.next_seq[rank]
+        return seq + sum(check.rank == rank for check in self.checks) if self.checks else seq
 
     def first_page(self, rank: int) -> int:
         """Where in the room's pages the next chunk of `rank` begins."""

@@ -26,8 +26,8 @@ class Landing(Enum):
 class Witness(msgspec.Struct, frozen=True, array_like=True):
     """What lets another process of the same host observe this one's death (Linux pidfd).
 
-    `pid` means something only under the same `boot_id` and `pid_namespace`; `start_ticks` tells a re-used pid apart, and
-    means something only in the same `time_namespace`. `network_namespace` says where its connections are listed.
+    `pid` means something only under the same `boot_id` and `pid_namespace`; `start_ticks` tells a re-used pid apart,
+    and means something only in the same `time_namespace`. `network_namespace` says where its connections are listed.
     """
 
     boot_id: Word
@@ -49,12 +49,14 @@ class Endpoint(msgspec.Struct, frozen=True, array_like=True):
 class UnprovenLoan(NamedTuple):
     """Pages that a writer, lost or frozen, may still write into. Only proof that it has ended makes them usable again.
 
-    `owner` is under what they stand in the pool's allocator; None for pages of the caller's own.
+    `owner` is under what they stand in the pool's allocator; None for pages of the caller's own, which stay held in
+    the store `held_in`.
     """
 
     writer: Endpoint
     pages: PageIndices
     owner: Hashable | None
+    held_in: PageStore | None = None
 
 
 class Observer(Protocol):

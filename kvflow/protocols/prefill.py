@@ -18,14 +18,14 @@ from kvflow.protocols.machines.rendezvous import Side
 from kvflow.protocols.pages.layout import PageIndices
 from kvflow.protocols.ports import Landing, Observer
 from kvflow.protocols.prefill_core import PrefillCore, Task, Timer
-from kvflow.protocols.prefill_inbox import HANDLERS, note_alive, on_announce_of_refused, on_register
+from kvflow.protocols.prefill_inbox import HANDLERS, note_alive, on_register, on_room_of_refused
 from kvflow.protocols.prefill_peers import DecodePeer, PrefillIdentity
 from kvflow.protocols.prefill_rooms import Chunk, PrefillRoomRecord
 from kvflow.protocols.wire import messages as wire
 from kvflow.protocols.wire.codec import parse_at_prefill, routing_id
 from kvflow.protocols.wire.messages import MAX_HANDOFF_BYTES, Incarnation, RoomId
 
-TICK_WORK = 128  # rooms one tick deals with: about a millisecond; the rest follows in the next
+TICK_WORK = 32  # rooms one tick deals with: a millisecond or two; the rest follows in the next
 
 
 class PrefillEndpoint:
@@ -40,6 +40,11 @@ class PrefillEndpoint:
         bounds: Bounds | None = None,
     ) -> None:
         self._core = PrefillCore(identity, observer, timing or Timing(), bounds or Bounds())
+
+    def __repr__(self) -> str:
+        core = self._core
+        known = f"{len(core.rooms)} rooms, {len(core.peers)} decodes, {len(core.writes)} writes"
+        return f"<PrefillEndpoint {core.identity.incarnation:016x}: {known}>"
 
     def commands(self) -> list[PrefillCommand]:
         """Everything to be done since the last call, in order."""
@@ -100,6 +105,8 @@ class PrefillEndpoint:
             record = core.new_room(number, PrefillPhase.EXPECTED, wait_s, now)
         record.prompt, record.own_deadline_at_s = (prompt_tokens, digest), deadline_at_s
         if record.bootstrap is not None:
+            if deadline_at_s < float("inf"):
+                core.set_deadline(record)
             core.meet(record, now)
         elif (announced := core.rendezvous.announced.pop(number, None)) is not None:
             announced.peer.grants.feed(announced.grant, GrantKind.JOIN)
@@ -108,6 +115,7 @@ class PrefillEndpoint:
             core.set_deadline(record)
         elif cause := core.rendezvous.take(number, Side.ENGINE):
             core.feed_room(record, PrefillEvent(PrefillKind.ENDED_LOCALLY, cause=cause), now)
+            core.rendezvous.take(number, Side.DECODE)  # decode knows: this is not for the next room of that id
         else:
             core.set_deadline(record)
         return record
@@ -126,14 +134,23 @@ class PrefillEndpoint:
             core.record_outcome(number, Side.ENGINE, cause, now, came=False)
 
     def queue_chunk(
-        self, record: PrefillRoomRecord, source_pages: PageIndices, *, last: bool, handoff: bytes, now: float
+        self,
+        record: PrefillRoomRecord,
+        source_pages: PageIndices,
+        *,
+        last: bool,
+        handoff: bytes,
+        now: float,
+        checked: bool = False,
     ) -> None:
         """Our `source_pages` (int32 [n]) go onto the next n of decode's pages; `StartWrite` follows.
 
         Raises: MisuseError (before matched, after the last chunk, other than the pages that are left), CapacityError
-        (hand-over too large): nothing was queued; the room's own error once it has ended.
+        (hand-over too large): nothing was queued; the room's own error once it has ended. `checked`: the caller has
+        called `check_chunk` just before.
         """
-        self.check_chunk(record, len(source_pages), last, len(handoff))
+        if not checked:
+            self.check_chunk(record, len(source_pages), last, len(handoff))
         core = self._core
         record.chunks.append(Chunk(core.write_id(), record.state.queued, source_pages, last, handoff))
         core.feed_room(record, PrefillEvent(PrefillKind.CHUNK_QUEUED, last=last), now)
@@ -179,17 +196,17 @@ class PrefillEndpoint:
         except WireError:
             core.observer.message_dropped("malformed")
             return
-        if peer_id != routing_id(message.target):
+        peer = core.peers.get(message.target)
+        if peer_id != (routing_id(message.target) if peer is None else peer.routing_id):
             core.observer.message_dropped("foreign")
             return
-        peer = core.peers.get(message.target)
         if message.source != core.identity.incarnation:
             core.observer.message_dropped("stale")
             core.answer_register(message, "another incarnation serves here now")
         elif type(message) is wire.Register:
             on_register(core, message, now)
-        elif peer is None and type(message) is wire.Announce:
-            on_announce_of_refused(core, message, now)
+        elif peer is None and isinstance(message, wire.Announce | wire.Abort):
+            on_room_of_refused(core, message, now)
         elif peer is None or peer.phase is PeerPhase.DEAD or not _may_come(peer, message):
             core.observer.message_dropped("stale")
         else:
@@ -225,7 +242,7 @@ class PrefillEndpoint:
         core = self._core
         if core.leaving is None:
             core.leaving = Cause(Code.SHUTDOWN, "prefill is shutting down")
-            core.tasks.extend(Task(record, PrefillKind.ENDED_LOCALLY, core.leaving) for record in core.rooms.values())
+            core.add_task(Task(core.rooms.values(), PrefillKind.ENDED_LOCALLY, core.leaving))
             for room, found in list(core.rendezvous.announced.items()):
                 core.refuse_grant(found.peer, room, found.grant, core.leaving)
             core.work(TICK_WORK, now)
@@ -238,8 +255,8 @@ class PrefillEndpoint:
     # --- time
 
     def next_tick(self) -> float:
-        """When `tick` is next worth calling; infinity while nothing is due."""
-        return float("-inf") if self._core.tasks else self._core.deadlines.next_at_s()
+        """When `tick` may next be worth calling; infinity while nothing is due."""
+        return float("-inf") if self._core.tasks else self._core.deadlines.not_before_s
 
     def tick(self, now: float) -> None:
         """Deadlines and silence. A tick does a bounded amount of work; `next_tick` says when more is due."""
@@ -266,6 +283,9 @@ class PrefillEndpoint:
                 text = f"decode {peer.incarnation:016x} was silent for {core.timing.lost_after_s:g} s"
                 core.feed_peer(peer, PeerKind.SILENCE_DUE, now, Cause(Code.PEER_LOST, text))
         elif (record := core.rooms.get(RoomId(timer.key))) is not None and not record.ended:
+            if record.due_at_s > now:
+                core.set_deadline(record)
+                return
             waits = record.half and now < record.own_deadline_at_s
             text = f"room {record.room}: nothing more came for {now - record.opened_at_s:.1f} s"
             self.close_room(record, Cause(Code.RENDEZVOUS if waits else Code.DEADLINE, text), now)

@@ -6,7 +6,7 @@ Nothing calls back, so nothing re-enters: a table returns what follows from an e
 from __future__ import annotations
 
 from collections import OrderedDict, deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 from kvflow.protocols.commands import (
@@ -34,7 +34,7 @@ from kvflow.protocols.ports import Landing, Observer
 from kvflow.protocols.prefill_peers import DecodePeer, PrefillIdentity
 from kvflow.protocols.prefill_rooms import Chunk, PrefillRoomRecord
 from kvflow.protocols.wire import messages as wire
-from kvflow.protocols.wire.codec import encode
+from kvflow.protocols.wire.codec import encode, routing_id
 from kvflow.protocols.wire.messages import MAX_TEXT, WIRE_VERSION, GrantId, Incarnation, RoomId
 
 
@@ -45,12 +45,13 @@ class Timer(NamedTuple):
     key: int
 
 
-class Task(NamedTuple):
-    """Work on many rooms at once is cut up, so that no tick takes long. `room` is fed `kind`."""
+class Task:
+    """Work on many rooms at once is cut up, so that no tick takes long: each of `rooms` in turn is fed `kind`."""
 
-    room: PrefillRoomRecord
-    kind: PrefillKind
-    cause: Cause
+    __slots__ = ("cause", "kind", "rooms")
+
+    def __init__(self, rooms: Iterable[PrefillRoomRecord], kind: PrefillKind, cause: Cause) -> None:
+        self.rooms, self.kind, self.cause = deque(rooms), kind, cause
 
 
 class PrefillCore:
@@ -80,8 +81,8 @@ class PrefillCore:
 
     # --- sending
 
-    def send(self, peer: Incarnation, message: wire.Message) -> None:
-        self.outbox.append(SendToDecode(peer, encode(message)))
+    def send(self, peer: DecodePeer, message: wire.Message) -> None:
+        self.outbox.append(SendToDecode(peer.routing_id, encode(message)))
 
     def answer_register(self, message: wire.Register | wire.ToPrefill, refusal: str) -> None:
         """Accept (`refusal` empty) or refuse who sent `message`."""
@@ -94,10 +95,11 @@ class PrefillCore:
             endpoint=self.identity.address,
             asked=message.source,
         )
-        self.send(message.target, answer)
+        self.outbox.append(SendToDecode(routing_id(message.target), encode(answer)))
 
     def header(self, room: RoomId, grant: GrantId, peer: DecodePeer) -> dict[str, Any]:
-        return {"room": room, "grant": grant, "rank": self.identity.rank, **self.between(peer)}
+        me = self.identity
+        return {"room": room, "grant": grant, "rank": me.rank, "source": me.incarnation, "target": peer.incarnation}
 
     def between(self, peer: DecodePeer) -> dict[str, Any]:
         return {"source": self.identity.incarnation, "target": peer.incarnation}
@@ -111,10 +113,8 @@ class PrefillCore:
         return record
 
     def set_deadline(self, record: PrefillRoomRecord) -> None:
-        """Half a room waits for its other half; a room whose partner has announced itself, or is here, for its own."""
-        waits = record.phase in (PrefillPhase.EXPECTED, PrefillPhase.BOOTSTRAPPED)
-        at_s = min(record.deadline_at_s, record.own_deadline_at_s) if waits else record.own_deadline_at_s
-        self.deadlines.set(Timer("room", record.room), at_s)
+        """A deadline that has moved back since needs no call: whether it is due is looked at when it comes."""
+        self.deadlines.set(Timer("room", record.room), record.due_at_s)
 
     def bind(self, record: PrefillRoomRecord, peer: DecodePeer, grant: GrantId) -> None:
         """From here on this room answers for the grant."""
@@ -134,7 +134,6 @@ class PrefillCore:
         """Both halves are here: they must mean the same prompt (I8)."""
         if record.prompt == record.bootstrap:
             self.feed_room(record, PrefillEvent(PrefillKind.MATCHED), now)
-            self.set_deadline(record)
             return
         mine, theirs = record.prompt and record.prompt[0], record.bootstrap and record.bootstrap[0]
         text = f"room {record.room}: prefill's prompt has {mine} tokens, decode's {theirs}, or their ids differ"
@@ -177,7 +176,7 @@ class PrefillCore:
         self.rendezvous.forget_announcement(room, peer, grant)
         peer.grants.end(grant, sent)
         for message in sent:
-            self.send(peer.incarnation, message)
+            self.send(peer, message)
 
     # --- peers
 
@@ -187,6 +186,8 @@ class PrefillCore:
         if move is None:
             return
         peer.phase = move.phase
+        if peer.phase is PeerPhase.UP:
+            self.deadlines.set(Timer("silence", peer.incarnation), now + self.timing.lost_after_s)
         for command in move.commands:
             _PEER_RUN[command](self, peer, cause or Cause(Code.PEER_LOST), now)
         if peer.phase is PeerPhase.DEAD and not peer.grants.rooms:
@@ -195,9 +196,16 @@ class PrefillCore:
     def work(self, limit: float, now: float) -> None:
         while self.tasks and limit > 0:
             limit -= 1
-            task = self.tasks.popleft()
-            if not task.room.ended:
-                self.feed_room(task.room, PrefillEvent(task.kind, cause=task.cause), now)
+            task = self.tasks[0]
+            room = task.rooms.popleft()
+            if not task.rooms:
+                self.tasks.popleft()
+            if not room.ended:
+                self.feed_room(room, PrefillEvent(task.kind, cause=task.cause), now)
+
+    def add_task(self, task: Task) -> None:
+        if task.rooms:
+            self.tasks.append(task)
 
 
 def _detail(record: PrefillRoomRecord, event: PrefillEvent) -> str:
@@ -258,7 +266,8 @@ def _send_ack(core: PrefillCore, record: PrefillRoomRecord, drained: bool) -> No
 def _send(core: PrefillCore, record: PrefillRoomRecord, message: wire.Message) -> None:
     assert record.peer is not None
     record.sent.append(message)
-    core.send(record.peer.incarnation, message)
+    if record.peer.phase is not PeerPhase.DEAD:
+        core.send(record.peer, message)
 
 
 def _cancel_writes(core: PrefillCore, record: PrefillRoomRecord, now: float) -> None:
@@ -319,18 +328,18 @@ def _registered(core: PrefillCore, peer: DecodePeer, refusal: str) -> wire.Regis
 
 
 def _accept(core: PrefillCore, peer: DecodePeer, cause: Cause, now: float) -> None:
-    core.send(peer.incarnation, _registered(core, peer, core.unavailable_reason))
+    core.send(peer, _registered(core, peer, core.unavailable_reason))
 
 
 def _refuse(core: PrefillCore, peer: DecodePeer, cause: Cause, now: float) -> None:
-    core.send(peer.incarnation, _registered(core, peer, cause.text))
+    core.send(peer, _registered(core, peer, cause.text))
     core.refused[peer.incarnation] = cause
     if len(core.refused) > core.bounds.targets:
         core.refused.popitem(last=False)
 
 
 def _beat(core: PrefillCore, peer: DecodePeer, cause: Cause, now: float) -> None:
-    core.send(peer.incarnation, wire.Heartbeat(**core.between(peer)))
+    core.send(peer, wire.Heartbeat(**core.between(peer)))
 
 
 def _watch(core: PrefillCore, peer: DecodePeer, cause: Cause, now: float) -> None:
@@ -339,7 +348,7 @@ def _watch(core: PrefillCore, peer: DecodePeer, cause: Cause, now: float) -> Non
 
 def _lose_rooms(core: PrefillCore, peer: DecodePeer, cause: Cause, now: float) -> None:
     """Rooms end; announcements that no engine has answered are void."""
-    core.tasks.extend(Task(record, PrefillKind.TARGET_LOST, cause) for record in peer.grants.rooms.values())
+    core.add_task(Task(peer.grants.rooms.values(), PrefillKind.TARGET_LOST, cause))
     void = [(room, found.grant) for room, found in core.rendezvous.announced.items() if found.peer is peer]
     for room, grant in void:
         core.refuse_grant(peer, room, grant, cause)

@@ -12,7 +12,7 @@ from kvflow.protocols.machines.peer import PeerKind, PeerPhase
 from kvflow.protocols.machines.prefill_room import PrefillEvent, PrefillKind, PrefillPhase
 from kvflow.protocols.machines.rendezvous import Announcement, Side
 from kvflow.protocols.pages.layout import PageIndices, unpack_pages
-from kvflow.protocols.prefill_core import PrefillCore, Timer
+from kvflow.protocols.prefill_core import PrefillCore
 from kvflow.protocols.prefill_peers import DecodePeer
 from kvflow.protocols.prefill_rooms import PrefillRoomRecord
 from kvflow.protocols.wire import messages as wire
@@ -54,17 +54,19 @@ def note_alive(core: PrefillCore, peer: DecodePeer, now: float) -> None:
     peer.heard_at_s = now
     if peer.phase is PeerPhase.SILENT:
         core.feed_peer(peer, PeerKind.HEARD, now)
-    if peer.phase is PeerPhase.UP and (timer := Timer("silence", peer.incarnation)) not in core.deadlines:
-        core.deadlines.set(timer, now + core.timing.lost_after_s)
 
 
-def on_announce_of_refused(core: PrefillCore, message: wire.Announce, now: float) -> None:
-    """A decode whose registration was refused had announced a room: the engine's half is told why it will not come."""
+def on_room_of_refused(core: PrefillCore, message: wire.Announce | wire.Abort, now: float) -> None:
+    """A decode whose registration was refused had announced a room, or refuses it itself: the engine's half is told
+    why it will not come."""
     cause = core.refused.get(message.target)
     if cause is None:
         core.observer.message_dropped("stale")
         return
-    _end_engine_half(core, message.room, Cause(cause.code, f"prefill refused this decode: {cause.text}"), now)
+    if isinstance(message, wire.Announce):
+        _end_engine_half(core, message.room, Cause(cause.code, f"prefill refused this decode: {cause.text}"), now)
+    else:
+        _end_engine_half(core, message.room, message.cause, now)
 
 
 def _on_grant(kind: GrantKind) -> Callable[[PrefillCore, DecodePeer, Any, float], None]:
@@ -87,14 +89,14 @@ def _on_resync(core: PrefillCore, peer: DecodePeer, message: wire.Resync, now: f
             else:
                 unknown.append(belief)
     if unknown:
-        core.send(peer.incarnation, wire.Resync(rooms=tuple(unknown), **core.between(peer)))
+        core.send(peer, wire.Resync(rooms=tuple(unknown), **core.between(peer)))
 
 
 def _on_heartbeat(core: PrefillCore, peer: DecodePeer, message: wire.Heartbeat, now: float) -> None:
     if not peer.grants.settle(message.settled_below):
         core.observer.message_dropped("foreign")  # it settles what was never offered here: not this decode's own
     elif not core.unavailable_reason:  # else decode must take us for silent: its rooms end, their loans do not
-        core.send(peer.incarnation, wire.Heartbeat(**core.between(peer)))
+        core.send(peer, wire.Heartbeat(**core.between(peer)))
 
 
 HANDLERS: dict[type, Callable[[PrefillCore, DecodePeer, Any, float], None]] = {
@@ -118,7 +120,6 @@ def _expect(core: PrefillCore, peer: DecodePeer, message: wire.Announce, now: fl
         peer.grants.feed(grant, GrantKind.JOIN)
         core.bind(record, peer, grant)
         core.feed_room(record, PrefillEvent(PrefillKind.ANNOUNCED), now)
-        core.set_deadline(record)
     elif record is not None or message.room in core.rendezvous.announced:
         core.refuse_grant(peer, message.room, grant, _in_use(message))
     elif cause := core.rendezvous.take(message.room, Side.DECODE):
@@ -199,7 +200,7 @@ def resend(core: PrefillCore, peer: DecodePeer, grant: wire.GrantId, next_seq: i
     record = peer.grants.rooms.get(grant)
     for message in peer.grants.last_messages(grant) if record is None else record.sent:
         if type(message) is not wire.ChunkDone or message.seq >= next_seq:
-            core.send(peer.incarnation, message)
+            core.send(peer, message)
 
 
 def _resend_all(core: PrefillCore, peer: DecodePeer, message: wire.Announce | wire.Bootstrap, now: float) -> None:
@@ -209,8 +210,8 @@ def _resend_all(core: PrefillCore, peer: DecodePeer, message: wire.Announce | wi
 def _refuse_stale(core: PrefillCore, peer: DecodePeer, message: wire.Announce | wire.Bootstrap, now: float) -> None:
     text = f"grant {message.grant} is below {peer.grants.low_water}: it has ended"
     header = core.header(message.room, message.grant, peer)
-    core.send(peer.incarnation, wire.RoomFailed(cause=Cause(Code.STALE_GRANT, text), **header))
-    core.send(peer.incarnation, wire.AbortAck(drained=peer.grants.drained(message.grant), **header))
+    core.send(peer, wire.RoomFailed(cause=Cause(Code.STALE_GRANT, text), **header))
+    core.send(peer, wire.AbortAck(drained=peer.grants.drained(message.grant), **header))
 
 
 def _end_other_half(core: PrefillCore, peer: DecodePeer, message: wire.Abort, now: float) -> None:
@@ -232,7 +233,7 @@ def _end_engine_half(core: PrefillCore, room: wire.RoomId, cause: Cause, now: fl
 
 def _acknowledge(core: PrefillCore, peer: DecodePeer, message: wire.Abort, now: float) -> None:
     drained = peer.grants.drained(message.grant)
-    core.send(peer.incarnation, wire.AbortAck(drained=drained, **core.header(message.room, message.grant, peer)))
+    core.send(peer, wire.AbortAck(drained=drained, **core.header(message.room, message.grant, peer)))
 
 
 _RUN: dict[GrantCommand, Callable[[PrefillCore, DecodePeer, Any, float], None]] = {

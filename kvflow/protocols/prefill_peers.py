@@ -11,6 +11,7 @@ from kvflow.protocols.machines.grants import GrantTable
 from kvflow.protocols.machines.peer import PeerPhase
 from kvflow.protocols.pages.layout import PoolLayout, differences
 from kvflow.protocols.ports import Endpoint
+from kvflow.protocols.wire.codec import routing_id
 from kvflow.protocols.wire.messages import Incarnation, Rank, Register
 
 
@@ -29,15 +30,15 @@ class DecodePeer:
     `R` of its grants is the room that answers for one.
     """
 
-    __slots__ = ("address", "grants", "heard_at_s", "incarnation", "layout", "phase", "refusal")
+    __slots__ = ("address", "grants", "heard_at_s", "incarnation", "layout", "phase", "routing_id")
 
     def __init__(self, message: Register, closed_grants: int, now: float) -> None:
         self.incarnation = message.target
+        self.routing_id = routing_id(message.target)
         self.layout, self.address = message.layout, message.endpoint
         self.phase = PeerPhase.OPENING
         self.heard_at_s = now
         self.grants: GrantTable[Any] = GrantTable(closed_grants, message.fresh_from)
-        self.refusal = ""
 
     def __repr__(self) -> str:
         return f"<DecodePeer {self.incarnation:016x}: {self.phase.name.lower()}>"

@@ -63,6 +63,14 @@ class PrefillRoomRecord:
         return self.state.phase
 
     @property
+    def due_at_s(self) -> float:
+        """Half a room waits for its other half; one whose partner has announced itself, or is here, for its own
+        deadline."""
+        if self.state.phase in (PrefillPhase.EXPECTED, PrefillPhase.BOOTSTRAPPED):
+            return min(self.deadline_at_s, self.own_deadline_at_s)
+        return self.own_deadline_at_s
+
+    @property
     def ended(self) -> bool:
         """Nothing more may be sent; writes may still be draining."""
         return self.state.phase is PrefillPhase.DRAINING or self.state.phase in TERMINAL

@@ -20,7 +20,8 @@ import numpy as np
 
 from kvflow.handlers.rooms import DecodeRoom, PrefillRoom
 from kvflow.memory.pool import PagedPool
-from kvflow.node import DecodeNode, PrefillNode, TokenIds
+from kvflow.node import DecodeNode, PrefillNode
+from kvflow.protocols.arguments import TokenIds
 from kvflow.protocols.limits import Timing
 from kvflow.protocols.pages.layout import PageIndices, PoolLayout, build_layout
 from kvflow.protocols.wire.ranks import RankInfo

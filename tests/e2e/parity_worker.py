@@ -136,15 +136,15 @@ class Worker:
         loop = asyncio.get_running_loop()
         self.model = await loop.run_in_executor(self.executor, load_model, path, dtype)
         self.chunks, self.pool_shape = chunks, {"page_size": page_size, "order": order}
-        self.pool, pages = new_pool(self.model, **self.pool_shape, shared=True)
+        self.pool, self.pages = new_pool(self.model, **self.pool_shape, shared=True)
         data_plane = await asyncio.to_thread(open_plane, plane, self.pool.segment)
         if self.role == "prefill":
-            self.node = PrefillNode(self.pool, data_plane, pages=pages)
-            self.engine = PrefillEngine(self.model, self.pool, pages, self.executor, **chunks)
+            self.node = PrefillNode(self.pool, data_plane, pages=self.pages)
+            self.engine = PrefillEngine(self.model, self.pool, self.pages, self.executor, **chunks)
         else:
             self.ranks = [rank_from_json(rank) for rank in ranks]
-            self.node = DecodeNode(self.pool, data_plane, pages=pages)
-            self.engine = DecodeEngine(self.model, self.pool, pages, self.executor)
+            self.node = DecodeNode(self.pool, data_plane, pages=self.pages)
+            self.engine = DecodeEngine(self.model, self.pool, self.pages, self.executor)
         await self.node.start()
         await self.engine.start()
         told = {"pid": os.getpid(), "mode": self.model.mode, "page_bytes": self.pool.layout.page_bytes}
@@ -158,7 +158,7 @@ class Worker:
         else:
             engine = self.engine
             reply = await self._decode(asks, engine, lambda ask, turn: self._decode_one(ask, engine, turn), lockstep)
-        return {**reply, "at_rest": self.node.pages.at_rest()}
+        return {**reply, "at_rest": self.pages.at_rest()}
 
     async def single(self, *, requests: list[Any], lockstep: bool) -> dict[str, Any]:
         """The same in one process, on a pool of its own, without a room, a socket or a data plane."""
@@ -177,7 +177,7 @@ class Worker:
         """End the node, and tell what is left of it."""
         await self.engine.close()
         await self.node.close()
-        counts, pages = self.node.counts, self.node.pages
+        counts, pages = self.node.counts, self.pages
         self.pool.close()
         return {
             "at_rest": pages.at_rest(),

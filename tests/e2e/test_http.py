@@ -100,8 +100,9 @@ async def test_a_client_that_leaves_frees_its_pages(fleet: Fleet) -> None:
         for stream in (True, False):
             request = asyncio.create_task(generate(session, fleet.url, stream=stream, sampling_params=LONG))
             async with asyncio.timeout(WITHIN_S):
-                while not (await ask(session, f"{decode}/server_info"))["running"]:  # noqa: ASYNC110 - another process
+                while not (info := await ask(session, f"{decode}/server_info"))["running"]:  # noqa: ASYNC110
                     await asyncio.sleep(0.01)
+            assert not info["pages"]["home"] and info["pages"]["sequence"], info["pages"]
             request.cancel()
             assert await all_home(session, prefill, decode)
 

@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from kvflow.protocols.errors import MisuseError, QuarantineError
+from kvflow.protocols.errors import Code, MisuseError, QuarantineError
 from kvflow.server.http.completion_service import ModelCard
 from kvflow.server.http.engine_services import DecodeService, PrefillService
-from kvflow.server.http.errors import failure_of
+from kvflow.server.http.errors import STATUS_OF_CODE, failure_of
 from kvflow.testing.pair import pair
 
 CARD = ModelCard(path="m", name="m", context_length=8, vocab_size=8)
@@ -37,7 +37,7 @@ async def test_a_decode_with_too_much_in_quarantine_is_in_trouble() -> None:
     async with pair() as p:
         stopped = engine()
         service = DecodeService(CARD, p.decode, stopped, 1.0)
-        ledger = p.decode.handlers.ledger
+        ledger = p.decode.shell.endpoint.core.ledger
         ledger.quarantined_pages = ledger.quarantine_limit
         assert service.unavailable_reason == ""
         ledger.quarantined_pages += 1
@@ -50,3 +50,8 @@ async def test_a_decode_with_too_much_in_quarantine_is_in_trouble() -> None:
 def test_a_full_quarantine_is_503() -> None:
     failure = failure_of(QuarantineError(33, 32))
     assert (failure.status, failure.code) == (503, "capacity")
+
+
+def test_every_code_has_a_status_of_its_own_choice() -> None:
+    assert set(STATUS_OF_CODE) == set(Code)
+    assert all(400 <= status <= 599 for status in STATUS_OF_CODE.values())

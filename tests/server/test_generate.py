@@ -168,6 +168,7 @@ async def test_malformed_json_is_400(decode_server: Server, session: aiohttp.Cli
     ("code", "status"),
     [
         (Code.CAPACITY, 503),
+        (Code.REFUSED, 502),
         (Code.RENDEZVOUS, 504),
         (Code.DEADLINE, 504),
         (Code.PEER_LOST, 502),

@@ -14,6 +14,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import logging as transformers_logging
 
+from kvflow.engine.model.identity import fingerprint
 from kvflow.engine.model.probe import LayerStreams, Stream, probe, refuse_by_config
 from kvflow.engine.model.runner import Runner
 from kvflow.engine.model.selftest import Mode, choose_mode
@@ -30,7 +31,10 @@ NO_LIMIT = 1 << 20
 
 @dataclass(frozen=True)
 class LoadedModel:
-    """A model that passed the self-test. `streams` is for `build_layout`; `tokenizer` may be None."""
+    """A model that passed the self-test. `streams` and `fingerprint` are for `build_layout`.
+
+    `tokenizer` may be None.
+    """
 
     model: Any
     name: str
@@ -43,6 +47,7 @@ class LoadedModel:
     context_length: int
     vocab_size: int
     tokenizer: Any
+    fingerprint: str
 
     @property
     def streams(self) -> list[Stream]:
@@ -76,19 +81,20 @@ def load_model(
         layers = probe(model, name)
         mode = choose_mode(model, layers, name, attention)
         report("ready", 1.0)
-    text = model.config.get_text_config()
+    text, loaded_dtype = model.config.get_text_config(), str(model.dtype).removeprefix("torch.")
     return LoadedModel(
         model=model,
         name=name,
         model_type=str(config.model_type),
         architectures=tuple(config.architectures or (type(model).__name__,)),
-        dtype=str(model.dtype).removeprefix("torch."),
+        dtype=loaded_dtype,
         mode=mode,
         layers=layers,
         eos_ids=_eos_ids(model),
         context_length=_context_length(text),
         vocab_size=int(model.get_input_embeddings().num_embeddings),
         tokenizer=tokenizer,
+        fingerprint=fingerprint(name, model, loaded_dtype),
     )
 
 

@@ -118,8 +118,8 @@ TABLE: Table[GrantPhase, GrantKind, GrantCommand] = Table(
     },
 )
 
-_UNSETTLED = (P.ANNOUNCED, P.OPEN, P.DOUBTFUL, P.BELOW_DOUBTFUL)
-_LOOSE = (P.ANNOUNCED, P.BELOW_DOUBTFUL)
+_UNSETTLED = frozenset({P.ANNOUNCED, P.OPEN, P.DOUBTFUL, P.BELOW_DOUBTFUL})
+_LOOSE = frozenset({P.ANNOUNCED, P.BELOW_DOUBTFUL})
 R = TypeVar("R")
 
 
@@ -157,7 +157,9 @@ class GrantTable(Generic[R]):
 
     def feed(self, grant: GrantId, kind: GrantKind) -> tuple[GrantCommand, ...]:
         """The one place that changes a grant's phase. Returns what to do now."""
-        before = self.phase(grant)
+        before = self._phases.get(grant)
+        if before is None:
+            before = P.UNKNOWN if grant >= self.low_water else P.BELOW
         move = TABLE.move(before, kind)
         if grant >= self._seen_below:
             self._seen_below = GrantId(grant + 1)
@@ -173,18 +175,21 @@ class GrantTable(Generic[R]):
             self._phases.pop(grant, None)
         else:
             self._phases[grant] = phase
-        for members, phases in ((self._unsettled, _UNSETTLED), (self._loose, _LOOSE)):
-            if phase in phases:
-                members.add(grant)
-            else:
-                members.discard(grant)
+        if phase in _UNSETTLED:
+            self._unsettled.add(grant)
+        else:
+            self._unsettled.discard(grant)
+        if phase in _LOOSE:
+            self._loose.add(grant)
+        elif self._loose:
+            self._loose.discard(grant)
 
     def end(self, grant: GrantId, sent: tuple[Message, ...]) -> None:
         """The grant has ended with these messages, which are kept; those that are kept for longest make room.
 
         A grant that an Abort has just closed has no messages.
         """
-        if self.phase(grant) is not P.CLOSED:
+        if self._phases.get(grant) is not P.CLOSED:
             doubtful = any(type(message) is AbortAck and not message.drained for message in sent)
             self.feed(grant, K.END_IN_DOUBT if doubtful else K.END)
         self.rooms.pop(grant, None)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Hashable, Iterator
+from collections.abc import Hashable
 from typing import Any, Generic, NamedTuple, TypeVar
 
 from kvflow.protocols.errors import Cause, QuarantineError
@@ -62,16 +62,19 @@ class Ledger(Generic[S]):
     def open(self, lease: Lease[S], source: S) -> None:
         """A loan that is announced; its pages follow with LEND. Grants are opened in ascending order."""
         lease.loans[source] = LoanPhase.ANNOUNCED
-        self._by_source.setdefault(source, OrderedDict())[lease.grant] = lease
+        loans = self._by_source.get(source)
+        if loans is None:
+            loans = self._by_source[source] = OrderedDict()
+        loans[lease.grant] = lease
         self._count += 1
 
     def find(self, source: S, grant: GrantId) -> Lease[S] | None:
         """The lease of a loan that has not ended."""
         return self._by_source.get(source, _NONE).get(grant)
 
-    def of_source(self, source: S) -> Iterator[tuple[GrantId, Lease[S]]]:
-        """Every loan of one source that has not ended, by ascending grant."""
-        return iter(self._by_source.get(source, _NONE).items())
+    def grants_of(self, source: S) -> list[GrantId]:
+        """Every grant under which a loan of one source has not ended, ascending."""
+        return list(self._by_source.get(source, _NONE))
 
     def owes(self, source: S) -> bool:
         """Some loan of this source has not ended."""

@@ -23,7 +23,9 @@ if TYPE_CHECKING:  # importing the engines imports torch
     from kvflow.engine.scheduler.prefill import PrefillEngine
 
 REMEMBERED_ROOMS = 256
-ADMISSION_TIMEOUT_S = 20.0  # shorter than prefill's wait for a rendezvous, so that prefill gets the true reason
+# Prefill's half of an announced room waits for as long as its decode lives: this alone bounds the wait for free pages.
+# A router then retries, at another decode if there is one.
+ADMISSION_TIMEOUT_S = 20.0
 _KIND_LABELS = {"grant": "room", "quarantined": "quarantine"}
 N = TypeVar("N", PrefillNode, DecodeNode)
 E = TypeVar("E", bound="PrefillEngine | DecodeEngine")

@@ -23,6 +23,7 @@ STATUS_OF_CODE: dict[Code, int] = {
     Code.DEADLINE: 504,
     Code.RENDEZVOUS: 504,
     Code.CAPACITY: 503,
+    Code.REFUSED: 502,  # prefill and decode do not fit together; another pair may
     Code.BAD_REQUEST: 400,
     Code.PROMPT_MISMATCH: 400,
     Code.ROOM_IN_USE: 409,

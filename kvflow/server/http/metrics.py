@@ -128,7 +128,8 @@ _QUEUES = {
     "prefill": {"num_prefill_bootstrap_queue_reqs": "bootstrapping", "num_prefill_inflight_queue_reqs": "transferring"},
     "decode": {"num_decode_prealloc_queue_reqs": "bootstrapping", "num_decode_transfer_queue_reqs": "transferring"},
 }
-_BEFORE = ("bootstrapping", "expected", "bootstrapped")
+_BEFORE = ("bootstrapping", "expected", "announced", "bootstrapped")
+_NEVER_MET = (":rendezvous", ":refused")  # how rooms end before their pages are offered
 
 
 def _familiar(report: Report, role: str) -> Iterator[Metric]:
@@ -139,7 +140,7 @@ def _familiar(report: Report, role: str) -> Iterator[Metric]:
     failed = {"bootstrap": 0, "transfer": 0}
     for ending, count in report.rooms_ended.items():
         if not ending.startswith("success"):
-            failed["bootstrap" if "rendezvous" in ending else "transfer"] += count
+            failed["bootstrap" if ending.endswith(_NEVER_MET) else "transfer"] += count
     for stage, count in failed.items():
         yield CounterMetricFamily(f"sglang:num_{stage}_failed_reqs", "See kvflow_rooms_ended.", value=count)
     yield GaugeMetricFamily("sglang:kv_transfer_total_mb", "See kvflow_transfer_bytes.", value=report.bytes_moved / 1e6)

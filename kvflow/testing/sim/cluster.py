@@ -17,9 +17,9 @@ from kvflow.protocols.wire.codec import routing_id
 from kvflow.protocols.wire.ranks import RankInfo
 from kvflow.testing.sim.faults import Faults
 from kvflow.testing.sim.loop import Process, VirtualLoop
+from kvflow.testing.sim.oracle import Oracle, Seen
 from kvflow.testing.sim.pages import WatchedPages
 from kvflow.testing.sim.plane import PacedPlane
-from kvflow.testing.sim.truth import Seen, Truth
 from kvflow.testing.sim.wire import Wire
 from kvflow.transports.data.fake import FakeNetwork
 
@@ -57,15 +57,15 @@ class Member:
 class Cluster:
     """Prefill groups of one or more ranks, and decodes."""
 
-    def __init__(self, loop: VirtualLoop, truth: Truth, faults: Faults, bounds: Bounds) -> None:
-        self.loop, self.truth, self.faults, self.bounds = loop, truth, faults, bounds
-        self.wire = Wire(truth, faults)
+    def __init__(self, loop: VirtualLoop, oracle: Oracle, faults: Faults, bounds: Bounds) -> None:
+        self.loop, self.oracle, self.faults, self.bounds = loop, oracle, faults, bounds
+        self.wire = Wire(oracle, faults)
         self.planes = FakeNetwork()
         self.members: list[Member] = []
         self._pools: list[PagedPool] = []
 
     def living(self, kind: type) -> list[Member]:
-        return [m for m in self.members if m.alive and not m.seen.outcast and isinstance(m.node, kind)]
+        return [m for m in self.members if m.alive and not m.seen.displaced and isinstance(m.node, kind)]
 
     def ranks(self, group: int) -> Sequence[RankInfo]:
         """What a registry says about a prefill group now; a dead rank's last word stands until it is back."""
@@ -78,6 +78,7 @@ class Cluster:
     def start_prefill(self, group: int, rank: int, world_size: int, port: int = 0) -> Member:
         name = f"prefill {group}.{rank}" if world_size > 1 else f"prefill {group}"
         process, pool, plane, pages = self._parts(name)
+        incarnation = self._incarnation()
         node = PrefillNode(
             pool,
             plane,
@@ -86,32 +87,41 @@ class Cluster:
             world_size=world_size,
             pages=pages,
             timing=TIMING,
+            bounds=self.bounds,
+            incarnation=incarnation,
             bind=self.wire.bind,
             now=self.loop.time,
         )
-        member = self._join(name, process, node, plane, pages, group)
-        node.handlers.bounds = self.bounds
-        return member
+        return self._join(name, process, node, plane, pages, group)
 
     def start_decode(self, number: int) -> Member:
         name = f"decode {number}"
         process, pool, plane, pages = self._parts(name)
-        node = DecodeNode(pool, plane, pages=pages, timing=TIMING, connect=self.wire.connect, now=self.loop.time)
+        node = DecodeNode(
+            pool,
+            plane,
+            pages=pages,
+            timing=TIMING,
+            bounds=self.bounds,
+            incarnation=self._incarnation(),
+            connect=self.wire.connect,
+            now=self.loop.time,
+        )
         return self._join(name, process, node, plane, pages, number)
 
     # --- what can happen to a node
 
     def crash(self, member: Member) -> None:
         """Gone without a word: nothing of it runs, arrives or lands any more, and that can be observed."""
-        self.truth.told(lambda: f"{member.name} dies")
+        self.oracle.trace(lambda: f"{member.name} dies")
         self.loop.kill(member.process)
         self.wire.unplug(member.process)
         member.plane.die()
-        self.truth.died(member.seen)
+        self.oracle.died(member.seen)
 
     def start_again(self, member: Member) -> Member:
         """The next life of a node, at the same address."""
-        self.truth.told(lambda: f"{member.name} starts again")
+        self.oracle.trace(lambda: f"{member.name} starts again")
         node = member.node
         if isinstance(node, DecodeNode):
             return self.start_decode(member.group)
@@ -120,29 +130,29 @@ class Cluster:
 
     def take_over(self, member: Member) -> Member:
         """Another process answers at its address, though it lives, and its writes go on."""
-        self.truth.told(lambda: f"{member.name} loses its address to another process")
-        member.seen.outcast = True
+        self.oracle.trace(lambda: f"{member.name} loses its address to another process")
+        member.seen.displaced = True
         self.wire.unplug(member.process)
         return self.start_again(member)
 
     def halt(self, member: Member) -> None:
-        self.truth.told(lambda: f"{member.name} stands still")
+        self.oracle.trace(lambda: f"{member.name} stands still")
         self.loop.halt(member.process)
 
     def resume(self, member: Member) -> None:
-        self.truth.told(lambda: f"{member.name} goes on")
+        self.oracle.trace(lambda: f"{member.name} goes on")
         member.seen.troubled_at_s = self.loop.time()
         self.loop.resume(member.process)
 
     def cut(self, member: Member) -> None:
-        self.truth.told(lambda: f"{member.name} is cut off")
+        self.oracle.trace(lambda: f"{member.name} is cut off")
         if isinstance(member.node, PrefillNode):
             self.wire.cut_controls.add(member.node.control)
         else:
             self.wire.cut_peers.add(routing_id(member.node.incarnation))
 
     def mend(self, member: Member) -> None:
-        self.truth.told(lambda: f"{member.name} can be reached again")
+        self.oracle.trace(lambda: f"{member.name} can be reached again")
         member.seen.troubled_at_s = self.loop.time()
         if isinstance(member.node, PrefillNode):
             self.wire.cut_controls.discard(member.node.control)
@@ -153,11 +163,15 @@ class Cluster:
         for pool in self._pools:
             pool.close()
 
+    def _incarnation(self) -> int:
+        """Drawn from the seed, not from the system."""
+        return self.loop.rng.getrandbits(63) | 1
+
     def _parts(self, name: str) -> tuple[Process, PagedPool, PacedPlane, WatchedPages]:
         pool = PagedPool.allocate(LAYOUT, shared=False)
         self._pools.append(pool)
-        plane = PacedPlane(self.planes, self.truth, self.faults)
-        return Process(name), pool, plane, WatchedPages(NUM_PAGES, name, self.truth, self.faults)
+        plane = PacedPlane(self.planes, self.oracle, self.faults)
+        return Process(name), pool, plane, WatchedPages(NUM_PAGES, name, self.oracle, self.faults)
 
     def _join(
         self,
@@ -168,11 +182,10 @@ class Cluster:
         pages: WatchedPages,
         group: int,
     ) -> Member:
-        node.incarnation = self.loop.rng.getrandbits(63) | 1  # drawn from the seed, not from the system
         seen = Seen(process, node.incarnation, pages, node.pool)
         member = Member(name, process, node, plane, seen, group)
         self.members.append(member)
-        self.truth.join(seen, plane.address)
+        self.oracle.join(seen, plane.address)
         start = node.start()
         with contextlib.suppress(StopIteration):
             process.run(start.send, None)

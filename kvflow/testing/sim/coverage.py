@@ -8,12 +8,18 @@ from contextlib import ExitStack, contextmanager
 from types import ModuleType
 from typing import Any
 
-from kvflow.protocols.machines import decode_room, prefill_room
-from kvflow.protocols.machines import loan as loans
+from kvflow.protocols.machines import decode_room, grants, link, loan, peer, prefill_room
 from kvflow.protocols.machines.tables import ERROR
 from kvflow.testing.sim.swap import swapped
 
-TABLES: dict[str, ModuleType] = {"decode": decode_room, "prefill": prefill_room, "loan": loans}
+TABLES: dict[str, ModuleType] = {
+    "decode": decode_room,
+    "prefill": prefill_room,
+    "loan": loan,
+    "link": link,
+    "peer": peer,
+    "grant": grants,
+}
 
 Cell = tuple[str, int, int]
 """Table, phase, kind."""
@@ -21,7 +27,7 @@ Cell = tuple[str, int, int]
 
 @contextmanager
 def covered(visits: Counter[Cell]) -> Iterator[None]:
-    """Count every look into the three tables."""
+    """Count every look into the tables."""
     with ExitStack() as swaps:
         for name, module in TABLES.items():
             swaps.enter_context(swapped(module.TABLE, "move", _counting(name, module.TABLE.move, visits)))

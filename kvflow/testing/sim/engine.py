@@ -13,8 +13,8 @@ from kvflow.protocols.errors import Cause, Code, KvflowError
 from kvflow.protocols.pages.layout import PageIndices
 from kvflow.protocols.wire.codec import prompt_digest
 from kvflow.protocols.wire.ranks import RankInfo
+from kvflow.testing.sim.oracle import content, handoff_of
 from kvflow.testing.sim.pages import WatchedPages
-from kvflow.testing.sim.truth import content, handoff_of
 
 
 class Job:
@@ -79,36 +79,36 @@ class PlainScheduler:
         if job.refused:
             return node.refuse(job.room, Cause(Code.CAPACITY, "the engine will not have it"))
         owner = object()
-        async with node.room(job.room, job.prompt, deadline_s=job.deadline_s) as session:
-            job.close = session.close
+        async with node.room(job.room, job.prompt, deadline_s=job.deadline_s) as room:
+            job.close = room.close
             try:
                 pages = node.pages.take(sum(job.chunks), owner)
             except KvflowError as error:
-                session.close(error.cause())
+                room.close(error.cause())
                 raise
             try:
-                await session.matched()
+                await room.matched()
                 start = 0
                 for number, count in enumerate(job.chunks):
                     if number == job.fails_at:
-                        return session.close(Cause(Code.ENGINE_ERROR, "the engine broke down"))
+                        return room.close(Cause(Code.ENGINE_ERROR, "the engine broke down"))
                     chunk, last = pages[start : start + count], start + count == len(pages)
                     await in_thread(job.model_step(node, chunk, start))
-                    session.send(chunk, last=last, handoff=job.handoff if last else b"")
+                    room.send(chunk, last=last, handoff=job.handoff if last else b"")
                     start += count
-                await session.done()
+                await room.done()
                 job.succeeded = True
             finally:
                 node.pages.give_back(pages, owner)
         return None
 
     async def decode(self, node: DecodeNode, job: Job) -> None:
-        async with await node.room(job.room, job.ranks(), job.prompt, deadline_s=job.deadline_s) as session:
-            job.close = session.close
-            await session.landed()
+        async with node.room(job.room, job.ranks(), job.prompt, deadline_s=job.deadline_s) as room:
+            job.close = room.close
+            await room.landed()
             job.succeeded = True
             owner = object()
-            pages = session.keep(owner)
+            pages = room.keep(owner)
             try:
                 await asyncio.sleep(job.kept_s)
             finally:

@@ -68,6 +68,10 @@ class VirtualLoop(asyncio.BaseEventLoop):
         """As `call_later`, for what goes on whoever is halted."""
         return self.call_later(delay_s, callback, *arguments, context=_NOBODY)
 
+    def soon(self, callback: Callable[..., object], *arguments: Any) -> asyncio.Handle:
+        """As `call_soon`, for what goes on whoever is halted: what runs now is over by then."""
+        return self.call_soon(callback, *arguments, context=_NOBODY)
+
     # --- processes
 
     def halt(self, process: Process) -> None:

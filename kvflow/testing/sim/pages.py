@@ -3,27 +3,30 @@
 from __future__ import annotations
 
 from collections.abc import Hashable
-from typing import TYPE_CHECKING
+from typing import Protocol
 
+from kvflow.handlers.decode import Quarantined
 from kvflow.memory.allocator import Kept, PageAllocator
 from kvflow.protocols.errors import CapacityError, OwnershipError
-from kvflow.protocols.machines.ledger import Quarantined
 from kvflow.protocols.pages.layout import PageIndices
+from kvflow.testing.sim.faults import Faults
 
-if TYPE_CHECKING:
-    from kvflow.testing.sim.faults import Faults
-    from kvflow.testing.sim.truth import Truth
+
+class Judge(Protocol):
+    """Who is told when an invariant breaks."""
+
+    def broken(self, invariant: str, text: str) -> None: ...
 
 
 class WatchedPages(PageAllocator):
     """Implements `protocols.ports.PageStore`; some takes fail on purpose."""
 
-    def __init__(self, num_pages: int, who: str, truth: Truth, faults: Faults) -> None:
+    def __init__(self, num_pages: int, who: str, judge: Judge, faults: Faults) -> None:
         super().__init__(num_pages)
         self.owners: list[Hashable | None] = [None] * num_pages
         self.writers = [0] * num_pages  # writes that may still land on the page, proven or not
         self.readers = [0] * num_pages  # writes and model steps that use it as their source
-        self._who, self._truth, self._faults = who, truth, faults
+        self._who, self._judge, self._faults = who, judge, faults
 
     def take(self, count: int, owner: Hashable) -> PageIndices:
         if self._faults.of_take():
@@ -31,7 +34,7 @@ class WatchedPages(PageAllocator):
         pages = super().take(count, owner)
         for page in pages.tolist():
             if self.owners[page] is not None:
-                self._truth.broken("I1", f"{self._who}: page {page} of {self.owners[page]!r} is handed out again")
+                self._judge.broken("I1", f"{self._who}: page {page} of {self.owners[page]!r} is handed out again")
             self.owners[page] = owner
         self._count()
         return pages
@@ -41,7 +44,7 @@ class WatchedPages(PageAllocator):
         for page in pages.tolist():
             self.owners[page] = new_owner
             if self.writers[page] and grant_of(new_owner) is None:
-                self._truth.broken("I2", f"{self._who}: page {page} goes to {new_owner!r} while a write may reach it")
+                self._judge.broken("I2", f"{self._who}: page {page} goes to {new_owner!r} while a write may reach it")
 
     def give_back(self, pages: PageIndices, owner: Hashable) -> None:
         self._guard(super().give_back, pages, owner)
@@ -58,21 +61,21 @@ class WatchedPages(PageAllocator):
         super()._free_now(pages)
         for page in pages.tolist():
             if self.writers[page]:
-                self._truth.broken("I2", f"{self._who}: page {page} is free while a write may still reach it")
+                self._judge.broken("I2", f"{self._who}: page {page} is free while a write may still reach it")
             if self.readers[page]:
-                self._truth.broken("I13", f"{self._who}: page {page} is free while it is read or computed")
+                self._judge.broken("I13", f"{self._who}: page {page} is free while it is read or computed")
             self.owners[page] = None
 
     def _guard(self, call: object, *arguments: object) -> None:
         try:
             call(*arguments)  # type: ignore[operator]
         except OwnershipError as error:
-            self._truth.broken("I1", f"{self._who}: {error}")
+            self._judge.broken("I1", f"{self._who}: {error}")
             raise
 
     def _count(self) -> None:
         if self.owners.count(None) != self.free_pages:
-            self._truth.broken("I1", f"{self._who}: {self.free_pages} pages free, {self.owners.count(None)} unowned")
+            self._judge.broken("I1", f"{self._who}: {self.free_pages} pages free, {self.owners.count(None)} unowned")
 
 
 def grant_of(owner: Hashable | None) -> int | None:

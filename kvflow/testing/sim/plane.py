@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from kvflow.protocols.ports import Landing
 from kvflow.testing.sim.faults import Faults
-from kvflow.testing.sim.truth import Truth
+from kvflow.testing.sim.oracle import Oracle
 from kvflow.transports.data.fake import FakeFlight, FakeNetwork, FakePlane, Fault
 
 PAGE_S = (0.0002, 0.004)  # a page takes so long
@@ -20,24 +20,24 @@ class PacedPlane(FakePlane):
 
     drains_at_once = False
 
-    def __init__(self, network: FakeNetwork, truth: Truth, faults: Faults) -> None:
+    def __init__(self, network: FakeNetwork, oracle: Oracle, faults: Faults) -> None:
         super().__init__(network)
-        self._truth, self._faults = truth, faults
+        self._oracle, self._faults = oracle, faults
 
     def began(self, flight: FakeFlight) -> None:
         fault = self._faults.of_write()
         flight.fault = {"stuck": Fault.STUCK, "late": Fault.LATE, "error": Fault.ERROR}.get(fault)
-        self._truth.write_began(self.address, flight)
+        self._oracle.write_began(self.address, flight)
         if flight.fault is Fault.STUCK:
             self._after(STUCK_S, self._unstick, flight)
         else:
             self._after(SLOW_PAGE_S if fault == "slow" else PAGE_S, self._slice, flight, fault == "slow")
 
     def copied(self, flight: FakeFlight, size_bytes: int) -> None:
-        self._truth.page_landed(flight)
+        self._oracle.page_landed(flight)
 
     def ended(self, flight: FakeFlight, landing: Landing) -> None:
-        self._truth.write_ended(flight, landing)
+        self._oracle.write_ended(flight, landing)
 
     def keep_late(self, flight: FakeFlight) -> None:
         super().keep_late(flight)
@@ -63,5 +63,5 @@ class PacedPlane(FakePlane):
             flight.copy(1 << 62)
 
     def _after(self, between_s: tuple[float, float], work: Callable[..., None], *arguments: object) -> None:
-        loop = self._truth.loop
+        loop = self._oracle.loop
         loop.call_later(loop.rng.uniform(*between_s), work, *arguments)

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 from kvflow.protocols.errors import MisuseError
 from kvflow.testing.sim import plants_decode as d
 from kvflow.testing.sim import plants_prefill as p
-from kvflow.testing.sim import table_plants
+from kvflow.testing.sim import plants_tables
 from kvflow.testing.sim.run import simulate
 
 
@@ -59,19 +59,9 @@ PLANTS = (
 )
 
 
-_ONLY_BY_EXHAUSTION = ("chunk gap ignored", "double ending", "last cause kept")
-"""Bugs of a machine that its handlers would catch, or that sit where handlers do not look them up."""
-
-
 def all_plants() -> tuple[Plant, ...]:
-    """Those in the handlers, and those in the tables and steps."""
-    taken = {plant.name for plant in PLANTS}
-    tables = (
-        Plant(f"{name} (table)" if name in taken else name, text, install, invariant)
-        for name, text, install, invariant in table_plants.PLANTS
-        if name not in _ONLY_BY_EXHAUSTION
-    )
-    return (*PLANTS, *tables)
+    """Those in endpoints and shells, and those in the tables and steps."""
+    return (*PLANTS, *(Plant(*plant) for plant in plants_tables.PLANTS))
 
 
 def planted(name: str) -> AbstractContextManager[object]:

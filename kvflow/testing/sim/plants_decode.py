@@ -1,4 +1,4 @@
-"""Planted bugs of decode's side: pages given back too early, words believed that prove nothing, rooms mixed up."""
+"""Planted bugs of decode's side: pages given back too early, messages believed that prove nothing, rooms mixed up."""
 
 from __future__ import annotations
 
@@ -6,53 +6,64 @@ import asyncio
 from contextlib import AbstractContextManager
 from typing import Any
 
-from kvflow.handlers import decode
-from kvflow.handlers.decode import DecodeHandlers
-from kvflow.handlers.decode_room import DecodeSession
-from kvflow.handlers.link import Link
+from kvflow.handlers import decode as shells
+from kvflow.handlers.decode import DecodeShell
+from kvflow.handlers.rooms import DecodeRoom
+from kvflow.protocols import decode_inbox
+from kvflow.protocols.commands import QuarantinePages
+from kvflow.protocols.decode_core import DecodeCore
+from kvflow.protocols.decode_links import PrefillPeer
+from kvflow.protocols.decode_rooms import DecodeRoomRecord
 from kvflow.protocols.errors import Cause, Code
 from kvflow.protocols.machines import decode_room
-from kvflow.protocols.machines.decode_room import DecodeEvent, DecodeKind, DecodePhase, DecodeRoom
-from kvflow.protocols.machines.ledger import Grant, Ledger
-from kvflow.protocols.machines.loan import LoanKey, LoanKind
-from kvflow.protocols.wire.messages import AbortAck, ChunkDone, Heartbeat, Registered, RoomFailed
-from kvflow.testing.sim.swap import swapped, swapped_item
+from kvflow.protocols.machines.decode_room import DecodeEvent, DecodeKind, DecodePhase, DecodeRoomState
+from kvflow.protocols.machines.link import TABLE as LINK_TABLE
+from kvflow.protocols.machines.link import LinkCommand, LinkKind, LinkPhase
+from kvflow.protocols.machines.loan import LoanKind
+from kvflow.protocols.machines.tables import Move
+from kvflow.protocols.wire.messages import AbortAck, ChunkDone, Heartbeat, RoomFailed
+from kvflow.testing.sim.loop import Process, current_process
+from kvflow.testing.sim.swap import swapped, swapped_cells, swapped_item
 
 Installed = AbstractContextManager[object]
 TIMER_S = 0.3
 
 
 def free_on_timer() -> Installed:
-    original = Ledger.room_ended
+    original = shells._RUN[QuarantinePages]
 
-    def room_ended(ledger: Ledger, grant: Grant) -> None:
-        original(ledger, grant)
+    def quarantine(shell: DecodeShell, command: QuarantinePages) -> None:
+        original(shell, command)
+        asyncio.get_running_loop().call_later(TIMER_S, _give_up, shell, command)
 
-        def give_up() -> None:
-            for loan in list(grant.loans):
-                ledger.feed(LoanKey(loan.link.source, loan.link.rank, grant.number), LoanKind.FENCED)
+    return swapped_item(shells._RUN, QuarantinePages, quarantine)
 
-        if grant.loans:
-            asyncio.get_running_loop().call_later(TIMER_S, give_up)
 
-    return swapped(Ledger, "room_ended", room_ended)
+def _give_up(shell: DecodeShell, command: QuarantinePages) -> None:
+    """Every loan that keeps these pages is taken for ended."""
+    room = shell.rooms.get(command.grant)
+    if room is not None and room.record is not None:
+        lease = room.record.lease
+        for peer in list(lease.loans):
+            shell.endpoint.core.feed_loan(lease, peer, LoanKind.DRAINED, shell.now())
+        shell.run()
 
 
 def abort_never_retried() -> Installed:
-    return swapped(Ledger, "repeat", lambda *_: None)
+    return swapped(DecodeCore, "repeat_aborts", lambda *_: None)
 
 
 def no_grant_check() -> Installed:
-    def room_of(self: DecodeHandlers, link: Link, message: ChunkDone | RoomFailed) -> DecodeSession | None:
-        return next((s for s in self.rooms.values() if s.room == message.room and link in s.links), None)
+    def room_of(core: DecodeCore, peer: PrefillPeer, message: ChunkDone | RoomFailed) -> DecodeRoomRecord | None:
+        return next((r for r in core.rooms.values() if r.room == message.room and peer in r.peers), None)
 
-    return swapped(DecodeHandlers, "_room_of", room_of)
+    return swapped(decode_inbox, "_room_of", room_of)
 
 
 def success_before_all_ranks() -> Installed:
     original = decode_room._count_chunk
 
-    def count_chunk(room: DecodeRoom, event: DecodeEvent) -> tuple[DecodeRoom, DecodeKind, DecodeEvent]:
+    def count_chunk(room: DecodeRoomState, event: DecodeEvent) -> tuple[DecodeRoomState, DecodeKind, DecodeEvent]:
         room, kind, event = original(room, event)
         return room, DecodeKind.ALL_LANDED if event.last and kind is DecodeKind.CHUNK_LANDED else kind, event
 
@@ -60,56 +71,48 @@ def success_before_all_ranks() -> Installed:
 
 
 def double_close() -> Installed:
-    def close(self: DecodeSession, cause: Cause | None = None) -> None:
-        self.feed(DecodeEvent(DecodeKind.ENDED_LOCALLY, cause=cause or Cause(Code.CLIENT_GONE)))
-        if self.state.phase is DecodePhase.SUCCESS:
-            self._home.ledger.room_ended(self.grant)
+    def close(self: DecodeRoom, cause: Cause | None = None) -> None:
+        self._shell.close_room(self, cause or Cause(Code.CLIENT_GONE))
+        if self.phase is DecodePhase.SUCCESS:
+            self._shell.pages.give_back(self.pages, self.owner)
 
-    return swapped(DecodeSession, "close", close)
+    return swapped(DecodeRoom, "close", close)
 
 
 def restart_taken_for_death() -> Installed:
-    original = Link.on_registered
-
-    def on_registered(self: Link, message: Registered) -> None:
-        original(self, message)
-        if message.source != self.source:
-            self._home.ledger.feed_link(self, LoanKind.FENCED)
-
-    return swapped(Link, "on_registered", on_registered)
+    dead = LINK_TABLE.cell(LinkPhase.UP, LinkKind.DIED)
+    return swapped_cells(LINK_TABLE, {(phase, LinkKind.REPLACED): dead for phase in (LinkPhase.UP, LinkPhase.SILENT)})
 
 
 def silence_taken_for_proof() -> Installed:
-    original = DecodeHandlers.source_lost
-
-    def source_lost(self: DecodeHandlers, link: Link, cause: Cause) -> None:
-        original(self, link, cause)
-        self.ledger.feed_link(link, LoanKind.FENCED)
-
-    return swapped(DecodeHandlers, "source_lost", source_lost)
+    silent = Move(LinkPhase.SILENT, (LinkCommand.LOSE_ROOMS, LinkCommand.END_LOANS, LinkCommand.SEND_REGISTER))
+    return swapped_cells(LINK_TABLE, {(LinkPhase.UP, LinkKind.SILENCE_DUE): silent})
 
 
 def doubt_taken_for_proof() -> Installed:
-    async def on_abort_ack(self: DecodeHandlers, link: Link, message: AbortAck) -> None:
-        link.heard()
-        self.ledger.feed(LoanKey(link.source, link.rank, message.grant), LoanKind.DRAINED)
+    def on_abort_ack(core: DecodeCore, peer: PrefillPeer, message: AbortAck, now: float) -> None:
+        lease = core.ledger.find(peer, message.grant)
+        if lease is not None:
+            core.feed_loan(lease, peer, LoanKind.DRAINED, now)
 
-    return swapped_item(decode._HANDLERS, AbortAck, on_abort_ack)
+    return swapped_item(decode_inbox.HANDLERS, AbortAck, on_abort_ack)
 
 
 def heartbeat_counts_queueing() -> Installed:
-    async def on_heartbeat(self: DecodeHandlers, link: Link, message: Heartbeat) -> None:
-        """A prefill that has much to do and nothing to say of our rooms is taken for dead."""
+    def on_heartbeat(core: DecodeCore, peer: PrefillPeer, message: Heartbeat, now: float) -> None:
+        """A prefill that has much to do and sends nothing about our rooms is taken for dead."""
 
-    return swapped_item(decode._HANDLERS, Heartbeat, on_heartbeat)
+    return swapped_item(decode_inbox.HANDLERS, Heartbeat, on_heartbeat)
 
 
 def handoff_slot_shared() -> Installed:
-    def write(session: DecodeSession, value: bytes) -> None:
+    slots: dict[Process | None, bytes] = {}
+
+    def write(record: DecodeRoomRecord, value: bytes) -> None:
         if value:
-            session._home.slot = value  # type: ignore[attr-defined]
+            slots[current_process()] = value
 
-    def read(session: DecodeSession) -> Any:
-        return getattr(session._home, "slot", b"")
+    def read(record: DecodeRoomRecord) -> Any:
+        return slots.get(current_process(), b"")
 
-    return swapped(DecodeSession, "_handoff", property(read, write))
+    return swapped(DecodeRoomRecord, "handoff", property(read, write))

@@ -1,121 +1,143 @@
-"""Planted bugs of prefill's side: words said too early or not again, graves forgotten, pages let go while in use."""
+"""Planted bugs of prefill's side: messages sent too early or never again, tombstones forgotten, pages let go in use."""
 
 from __future__ import annotations
 
 import asyncio
-from collections import OrderedDict
 from contextlib import AbstractContextManager, ExitStack
 from typing import Any
 
 from kvflow import aio as threads
-from kvflow.handlers import prefill, prefill_room
-from kvflow.handlers.prefill import PrefillHandlers
-from kvflow.handlers.prefill_room import PrefillSession
-from kvflow.handlers.target import Target
 from kvflow.memory.allocator import PageAllocator
+from kvflow.protocols import prefill, prefill_core, prefill_inbox
 from kvflow.protocols.errors import WireError
+from kvflow.protocols.machines.grants import GrantPhase, GrantTable
 from kvflow.protocols.machines.prefill_room import PrefillCommand, PrefillEvent, PrefillKind
 from kvflow.protocols.pages.layout import PageIndices
 from kvflow.protocols.ports import Flight, Landing
-from kvflow.protocols.wire.codec import decode_to_prefill, encode, routing_id
-from kvflow.protocols.wire.messages import Abort, AbortAck, Bootstrap, Message, Resync, ToPrefill
+from kvflow.protocols.prefill import PrefillEndpoint
+from kvflow.protocols.prefill_core import PrefillCore
+from kvflow.protocols.prefill_peers import DecodePeer
+from kvflow.protocols.prefill_rooms import PrefillRoomRecord
+from kvflow.protocols.wire.codec import parse_at_prefill
+from kvflow.protocols.wire.messages import Abort, AbortAck, Bootstrap, GrantId, Message, Resync, ToPrefill
+from kvflow.testing.sim.plane import PacedPlane
 from kvflow.testing.sim.swap import swapped, swapped_item
+from kvflow.transports.data.fake import FakeRoute
 
 Installed = AbstractContextManager[object]
+_ENDED = (GrantPhase.CLOSED, GrantPhase.DOUBTFUL)
 
 
 def ack_before_drain() -> Installed:
-    cancel = prefill_room._RUN[PrefillCommand.CANCEL_WRITES]
+    cancel = prefill_core._RUN[PrefillCommand.CANCEL_WRITES]
 
-    def cancel_writes(session: PrefillSession) -> None:
-        cancel(session)
-        session._send_ack(True)
+    def cancel_writes(core: PrefillCore, record: PrefillRoomRecord, now: float) -> None:
+        cancel(core, record, now)
+        prefill_core._send_ack(core, record, True)
 
-    return swapped_item(prefill_room._RUN, PrefillCommand.CANCEL_WRITES, cancel_writes)
+    return swapped_item(prefill_core._RUN, PrefillCommand.CANCEL_WRITES, cancel_writes)
 
 
 def ack_popped_before_send() -> Installed:
-    original = PrefillHandlers.on_abort
+    original = prefill_inbox.HANDLERS[Abort]
 
-    async def on_abort(self: PrefillHandlers, target: Target, message: Abort) -> None:
-        if message.grant not in target.closed:  # else it is over, its answer on its way: nobody can need it again
-            await original(self, target, message)
+    def on_abort(core: PrefillCore, peer: DecodePeer, message: Abort, now: float) -> None:
+        if peer.grants.phase(message.grant) not in _ENDED:  # else its answer is on its way: why send it again?
+            original(core, peer, message, now)
 
-    return swapped_item(prefill._HANDLERS, Abort, on_abort)
+    return swapped_item(prefill_inbox.HANDLERS, Abort, on_abort)
 
 
 def abort_by_room() -> Installed:
-    original = PrefillHandlers.on_abort
+    original = prefill_inbox.HANDLERS[Abort]
 
-    async def on_abort(self: PrefillHandlers, target: Target, message: Abort) -> None:
-        session = self.rooms.get(message.room)
-        if session is not None and session.target is target:
-            session.feed(PrefillEvent(PrefillKind.ABORT_RECEIVED, cause=message.cause))
+    def on_abort(core: PrefillCore, peer: DecodePeer, message: Abort, now: float) -> None:
+        record = core.rooms.get(message.room)
+        if record is not None and record.peer is peer:
+            core.feed_room(record, PrefillEvent(PrefillKind.ABORT_RECEIVED, cause=message.cause), now)
         else:
-            await original(self, target, message)
+            original(core, peer, message, now)
 
-    return swapped_item(prefill._HANDLERS, Abort, on_abort)
+    return swapped_item(prefill_inbox.HANDLERS, Abort, on_abort)
 
 
 def nothing_said_again() -> Installed:
-    async def on_resync(self: PrefillHandlers, target: Target, message: Resync) -> None:
-        """What was said was said."""
+    def on_resync(core: PrefillCore, peer: DecodePeer, message: Resync, now: float) -> None:
+        """What was sent was sent."""
 
-    return swapped_item(prefill._HANDLERS, Resync, on_resync)
+    return swapped_item(prefill_inbox.HANDLERS, Resync, on_resync)
 
 
 def resurrect_on_late_metadata() -> Installed:
-    original = PrefillHandlers.on_bootstrap
+    original = prefill_inbox.HANDLERS[Bootstrap]
 
-    async def on_bootstrap(self: PrefillHandlers, target: Target, message: Bootstrap) -> None:
-        closed, target.closed = target.closed, OrderedDict()
-        low_water, target.low_water = target.low_water, 0
-        await original(self, target, message)
-        target.closed, target.low_water = OrderedDict({**closed, **target.closed}), low_water
+    def on_bootstrap(core: PrefillCore, peer: DecodePeer, message: Bootstrap, now: float) -> None:
+        grants = peer.grants
+        low_water, grants.low_water = grants.low_water, min(grants.low_water, message.grant)
+        if grants.phase(message.grant) in _ENDED:
+            grants._enter(message.grant, GrantPhase.UNKNOWN)
+            grants._sent.pop(message.grant, None)
+        original(core, peer, message, now)
+        grants.low_water = low_water
 
-    return swapped_item(prefill._HANDLERS, Bootstrap, on_bootstrap)
+    return swapped_item(prefill_inbox.HANDLERS, Bootstrap, on_bootstrap)
 
 
 def tombstone_unbounded() -> Installed:
-    def close_grant(self: Target, grant: int, said: tuple[Message, ...]) -> None:
-        self.grants.pop(grant, None)
-        self.closed[grant] = said
+    original = GrantTable.end
+
+    def end(self: GrantTable[Any], grant: GrantId, sent: tuple[Message, ...]) -> None:
+        limit, self._limit = self._limit, 1 << 62
+        original(self, grant, sent)
+        self._limit = limit
 
     swaps = ExitStack()
-    swaps.enter_context(swapped(Target, "close_grant", close_grant))
-    swaps.enter_context(swapped(Target, "settle", lambda *_: None))
+    swaps.enter_context(swapped(GrantTable, "end", end))
+    swaps.enter_context(swapped(GrantTable, "settle", lambda *_: True))
     return swaps
 
 
 def grave_of_one_room() -> Installed:
     """The room is dropped from one table only."""
+    original = prefill_core._RUN[PrefillCommand.END]
 
-    def forget(self: PrefillHandlers, session: PrefillSession) -> None:
-        del self.rooms[session.room]
-        self._room_ended.set()
+    def end(core: PrefillCore, record: PrefillRoomRecord, now: float) -> None:
+        with swapped(GrantTable, "end", lambda *_: None):
+            original(core, record, now)
 
-    return swapped(PrefillHandlers, "forget", forget)
+    return swapped_item(prefill_core._RUN, PrefillCommand.END, end)
 
 
 def ack_for_another_life() -> Installed:
-    original = PrefillHandlers._handle
+    original = PrefillEndpoint.receive
 
-    async def handle(self: PrefillHandlers, message: ToPrefill) -> None:
-        if type(message) is Abort and message.source != self.incarnation:
-            ack = AbortAck(message.room, message.grant, message.source, message.target, self.rank, True)
-            self.socket.send(encode(ack), routing_id(message.target))
-        else:
-            await original(self, message)
+    def receive(self: PrefillEndpoint, peer_id: bytes, frame: bytes, now: float) -> None:
+        try:
+            message = parse_at_prefill(frame)
+        except WireError:
+            return original(self, peer_id, frame, now)
+        core = self.core
+        if type(message) is not Abort or message.source == core.identity.incarnation:
+            return original(self, peer_id, frame, now)
+        ack = AbortAck(
+            room=message.room,
+            grant=message.grant,
+            source=message.source,
+            target=message.target,
+            rank=core.identity.rank,
+            drained=True,
+        )
+        return core.send(message.target, ack)
 
-    return swapped(PrefillHandlers, "_handle", handle)
+    return swapped(PrefillEndpoint, "receive", receive)
 
 
 def prompts_not_compared() -> Installed:
-    def meet(self: PrefillSession) -> None:
-        self.deadline_at_s = self.own_deadline_at_s
-        self.feed(PrefillEvent(PrefillKind.MATCHED))
+    def meet(self: PrefillCore, record: PrefillRoomRecord, now: float) -> None:
+        self.feed_room(record, PrefillEvent(PrefillKind.MATCHED), now)
+        self.set_deadline(record)
 
-    return swapped(PrefillSession, "meet", meet)
+    return swapped(PrefillCore, "meet", meet)
 
 
 def failed_handle_taken_for_landed() -> Installed:
@@ -147,31 +169,37 @@ def second_cancel_skips_the_drain() -> Installed:
 
 
 def garbage_ends_the_loop() -> Installed:
-    def decode(frame: bytes) -> ToPrefill:
-        try:
-            return decode_to_prefill(frame)
-        except WireError as error:
-            raise ValueError(str(error)) from None
+    """The task that reads ends, as by an exception that is caught nowhere."""
 
-    return swapped(prefill, "decode_to_prefill", decode)
+    def parse(frame: bytes) -> ToPrefill:
+        try:
+            return parse_at_prefill(frame)
+        except WireError:
+            raise asyncio.CancelledError from None
+
+    return swapped(prefill, "parse_at_prefill", parse)
 
 
 def _flights(wrap: Any) -> Installed:
     """Every write of a room goes through `wrap(flight, write again)`."""
-    original = PrefillSession._begin_write
+    original = FakeRoute.write
 
-    def begin(self: PrefillSession, source: PageIndices, targets: PageIndices, last: bool, handoff: bytes) -> Any:
-        chunk = original(self, source, targets, last, handoff)
-        assert self.target is not None and self.target.route is not None
-        route = self.target.route
+    def write(self: FakeRoute, source_pages: PageIndices, target_pages: PageIndices) -> Any:
+        plane = self._plane
+        assert isinstance(plane, PacedPlane)
+        oracle = plane._oracle
+        record = oracle.writing
 
         def write_again() -> Flight:
-            self._home.plane._truth.writing = self  # type: ignore[attr-defined]
-            return route.write(source, targets)
+            oracle.writing = record
+            try:
+                return original(self, source_pages, target_pages)
+            finally:
+                oracle.writing = None
 
-        return chunk._replace(flight=wrap(chunk.flight, write_again))
+        return wrap(original(self, source_pages, target_pages), write_again)
 
-    return swapped(PrefillSession, "_begin_write", begin)
+    return swapped(FakeRoute, "write", write)
 
 
 class _Hopeful:

@@ -1,4 +1,4 @@
-"""What is not at rest, in words (I1, I5): rooms, grants, loans and pages that are still somewhere."""
+"""What is not at rest, in words (I1, I5): rooms, grants, loans, handles and pages that are still somewhere."""
 
 from __future__ import annotations
 
@@ -8,10 +8,11 @@ from kvflow.node import DecodeNode, PrefillNode
 from kvflow.protocols.machines.loan import LoanPhase
 from kvflow.protocols.ports import Landing
 from kvflow.testing.sim.cluster import Member
-from kvflow.testing.sim.truth import Key, Truth
+from kvflow.testing.sim.oracle import Key, Oracle
+from kvflow.testing.sim.pages import WatchedPages
 
 
-def left(members: Iterable[Member], truth: Truth, *, doubts: bool) -> list[str]:
+def left(members: Iterable[Member], oracle: Oracle, *, doubts: bool) -> list[str]:
     """What is not at rest, in words. With `doubts`, loans may be out whose proof is truly missing."""
     found: list[str] = []
     for member in members:
@@ -21,47 +22,64 @@ def left(members: Iterable[Member], truth: Truth, *, doubts: bool) -> list[str]:
             if isinstance(member.node, PrefillNode):
                 found += _left_at_prefill(member.name, member.node)
             else:
-                found += _left_at_decode(member.name, member.node, truth, doubts)
+                found += _left_at_decode(member.name, member.node, oracle, doubts)
     return found
 
 
 def _left_at_prefill(name: str, node: PrefillNode) -> list[str]:
-    handlers, found = node.handlers, []
-    if handlers.rooms:
+    shell, found = node.shell, []
+    core = shell.endpoint.core
+    if core.rooms:
         found.append(f"{name}: rooms {node.rooms_by_phase()}")
-    if grants := sum(len(target.grants) for target in handlers.targets.values()):
-        found.append(f"{name}: {grants} grants")
-    if any(len(target.closed) > handlers.bounds.closed_grants for target in handlers.targets.values()):
-        found.append(f"{name}: more closed grants than {handlers.bounds.closed_grants} are remembered")
-    if len(handlers.ended_halves):
-        found.append(f"{name}: {len(handlers.ended_halves)} ended halves")
+    counts = {
+        "handles": len(shell.rooms),
+        "grants": sum(len(peer.grants.rooms) for peer in core.peers.values()),
+        "ended halves": len(core.rendezvous),
+        "announced rooms": len(core.rendezvous.announced),
+        "writes": len(core.writes),
+        "tasks": len(core.tasks),
+    }
+    found += [f"{name}: {count} {what}" for what, count in counts.items() if count]
+    if any(peer.grants.remembered > core.bounds.closed_grants for peer in core.peers.values()):
+        found.append(f"{name}: more closed grants than {core.bounds.closed_grants} are remembered")
+    assert isinstance(node.pages, WatchedPages)
     if not node.pages.at_rest():
         found.append(f"{name}: pages of {node.pages.owned()}")
     return found
 
 
-def _left_at_decode(name: str, node: DecodeNode, truth: Truth, doubts: bool) -> list[str]:
-    handlers, found = node.handlers, []
-    if handlers.rooms:
+def _left_at_decode(name: str, node: DecodeNode, oracle: Oracle, doubts: bool) -> list[str]:
+    core, found = node.shell.endpoint.core, []
+    if core.rooms:
         found.append(f"{name}: rooms {node.rooms_by_phase()}")
-    lent = 0
-    for key, loan in handlers.ledger._loans.items():
-        if (
-            doubts
-            and loan.phase is LoanPhase.DOUBTFUL
-            and _doubtful(Key(key.source, node.incarnation, key.grant), truth)
-        ):
-            lent += len(loan.grant.pages)
-        else:
-            found.append(f"{name}: a loan of grant {key.grant} is {loan.phase.name} without reason")
-    out = node.pages.capacity - node.pages.free_pages
+    if core.tasks:
+        found.append(f"{name}: {len(core.tasks)} tasks")
+    lent, in_doubt, loans = 0, set(), 0
+    for peer in core.links.peers.values():
+        for grant in core.ledger.grants_of(peer):
+            lease = core.ledger.find(peer, grant)
+            assert lease is not None
+            loans += 1
+            phase, key = lease.loans[peer], Key(peer.key.incarnation, node.incarnation, grant)
+            if doubts and phase is LoanPhase.DOUBTFUL and _doubtful(key, oracle):
+                lent += lease.num_pages
+                in_doubt.add(grant)
+            else:
+                found.append(f"{name}: a loan of grant {grant} is {phase.name} without reason")
+    if len(core.ledger) != loans:
+        found.append(f"{name}: {len(core.ledger)} loans, {loans} of links that are known")
+    if handles := node.shell.rooms.keys() - in_doubt:
+        found.append(f"{name}: handles of grants {sorted(handles)}")
+    pages = node.pages
+    assert isinstance(pages, WatchedPages)
+    out = pages.capacity - pages.free_pages
     if out > lent or node.quarantined_pages != out:
-        found.append(f"{name}: {node.quarantined_pages} pages in quarantine, pages of {node.pages.owned()}")
+        found.append(f"{name}: {node.quarantined_pages} pages in quarantine, pages of {pages.owned()}")
     return found
 
 
-def _doubtful(key: Key, truth: Truth) -> bool:
+def _doubtful(key: Key, oracle: Oracle) -> bool:
     """Proof is truly missing: the writer cannot say, or cannot be asked, and it lives."""
-    source = truth.by_incarnation[key.source]
-    doubt = any(write.landing is Landing.UNPROVEN for write in truth.writes.get(key, ()))
-    return not source.process.dead and (doubt or source.outcast)
+    source = oracle.by_incarnation[key.source]
+    doubt = any(write.landing is Landing.UNPROVEN for write in oracle.writes.get(key, ()))
+    return not source.process.dead and (doubt or source.displaced)

@@ -20,10 +20,10 @@ from kvflow.testing.sim.endings import RECOVER_S, Endings, observed
 from kvflow.testing.sim.engine import Job, PlainScheduler, Scheduler
 from kvflow.testing.sim.faults import Faults
 from kvflow.testing.sim.loop import VirtualLoop, current_process
+from kvflow.testing.sim.oracle import Oracle, Violation
 from kvflow.testing.sim.rest import left
 from kvflow.testing.sim.scenario import FAULTS_END_S, Accident, Leg, Request, Scenario, draw
 from kvflow.testing.sim.swap import swapped
-from kvflow.testing.sim.truth import Truth, Violation
 
 STEPS_MIN = 200
 REST_S = 6.0  # with the faults over, everything has come to rest within so long
@@ -47,11 +47,11 @@ class Run:
     """One scenario on one cluster."""
 
     def __init__(
-        self, loop: VirtualLoop, faults: Faults, scenario: Scenario, scheduler: Scheduler, truth: Truth
+        self, loop: VirtualLoop, faults: Faults, scenario: Scenario, scheduler: Scheduler, oracle: Oracle
     ) -> None:
-        self.loop, self.faults, self.scenario, self.scheduler, self.truth = loop, faults, scenario, scheduler, truth
-        self.cluster = Cluster(loop, truth, faults, bounds(scenario.closed_grants))
-        self.endings = Endings(truth)
+        self.loop, self.faults, self.scenario, self.scheduler, self.oracle = loop, faults, scenario, scheduler, oracle
+        self.cluster = Cluster(loop, oracle, faults, bounds(scenario.closed_grants))
+        self.endings = Endings(oracle, forgetful=scenario.closed_grants < len(scenario.requests))
         self._places: list[Member] = []  # who is in each place now
         self._probe_room = 1_000_000
 
@@ -121,13 +121,13 @@ class Run:
                 await self.scheduler.decode(member.node, job)
         except KvflowError as error:
             said = f"{member.name}: room {job.room}: {type(error).__name__}: {error}"
-            self.truth.told(lambda: said)
+            self.oracle.trace(lambda: said)
 
     def _end(self, member: Member, task: asyncio.Task[None], job: Job, how: str) -> None:
         """The client goes away, or the engine wants the room's pages back."""
         if not member.up or task.done():
             return
-        self.truth.told(lambda: f"{member.name}: room {job.room}: {how}")
+        self.oracle.trace(lambda: f"{member.name}: room {job.room}: {how}")
         if how == "close" and job.close is not None:
             member.process.run(job.close, Cause(Code.CLIENT_GONE, "retracted"))
         else:
@@ -181,7 +181,7 @@ class Run:
 
     def _calm(self) -> None:
         """No more faults: what was dropped stays lost, what is late stays late, but nothing new goes wrong."""
-        self.truth.told(lambda: "calm")
+        self.oracle.trace(lambda: "calm")
         self.faults.calm()
         for member in self.cluster.members:
             if member.alive:
@@ -192,9 +192,9 @@ class Run:
 
     async def _until_rest(self, patience_s: float, when: str, *, doubts: bool) -> None:
         deadline_s = self.loop.time() + patience_s
-        while still := left(self.cluster.members, self.truth, doubts=doubts):
+        while still := left(self.cluster.members, self.oracle, doubts=doubts):
             if self.loop.time() >= deadline_s:
-                return self.truth.broken("I5", f"{when}, after {patience_s:g} s: {'; '.join(still)}")
+                return self.oracle.broken("I5", f"{when}, after {patience_s:g} s: {'; '.join(still)}")
             await asyncio.sleep(0.1)
         return None
 
@@ -214,18 +214,18 @@ class Run:
                     prompt = [room] * (sum(PROBE_CHUNKS) * PAGE_SIZE)
                     legs += [(member, Job(room, prompt, PROBE_CHUNKS)) for member in ranks]
                     legs.append((decode, Job(room, prompt, ranks=partial(self.cluster.ranks, group))))
-        await asyncio.sleep(TIMING.sweep_s)
+        await asyncio.sleep(TIMING.repeat_after_s)
         if legs:
             await asyncio.wait([member.spawn(self._leg(member, job)) for member, job in legs], timeout=REST_S)
         for member, job in legs:
             if not job.succeeded:
-                self.truth.broken("I7", f"{member.name}: a good room after the faults has not succeeded")
+                self.oracle.broken("I7", f"{member.name}: a good room after the faults has not succeeded")
 
     def _check_counts(self) -> None:
         for member in self.cluster.members:
             if member.alive and member.node.counts.malformed != member.seen.malformed:
                 said, there = member.node.counts.malformed, member.seen.malformed
-                self.truth.broken("I7", f"{member.name} counts {said} malformed frames of {there}")
+                self.oracle.broken("I7", f"{member.name} counts {said} malformed frames of {there}")
 
 
 def simulate(
@@ -247,15 +247,15 @@ def simulate(
         process = current_process()
         tell(loop.time(), process.name if process else "", what)
 
-    truth = Truth(loop, None if tell is None else line)
-    run = Run(loop, faults, scenario, scheduler or PlainScheduler(), truth)
+    oracle = Oracle(loop, None if tell is None else line)
+    run = Run(loop, faults, scenario, scheduler or PlainScheduler(), oracle)
     try:
-        with covered(Counter() if visits is None else visits), observed(run.endings), _logged(truth):
+        with covered(Counter() if visits is None else visits), observed(run.endings), _logged(oracle):
             loop.play(run.play())
-            if loop.raised and truth.violation is None:
-                truth.broken("I7", f"raised into the event loop: {loop.raised[0]}")
+            if loop.raised and oracle.violation is None:
+                oracle.broken("I7", f"raised into the event loop: {loop.raised[0]}")
         steps, virtual_s = loop.steps, loop.time()
-        truth.over = True
+        oracle.over = True
         loop.wind_up()
     except Exception as error:
         error.add_note(f"seed {seed}")
@@ -265,7 +265,7 @@ def simulate(
         run.cluster.close()
     return Outcome(
         seed,
-        truth.violation,
+        oracle.violation,
         steps,
         virtual_s,
         process_time() - begun,
@@ -277,18 +277,18 @@ def simulate(
 
 
 @contextmanager
-def _logged(truth: Truth) -> Iterator[None]:
+def _logged(oracle: Oracle) -> Iterator[None]:
     """Handlers log what they survive: nothing of the kind may happen, whatever comes over the wire."""
     logger = logging.getLogger("kvflow.handlers")
-    with swapped(logger, "propagate", False), swapped(logger, "handlers", [_Errors(truth)]):
+    with swapped(logger, "propagate", False), swapped(logger, "handlers", [_Errors(oracle)]):
         yield
 
 
 class _Errors(logging.Handler):
-    def __init__(self, truth: Truth) -> None:
+    def __init__(self, oracle: Oracle) -> None:
         super().__init__(logging.ERROR)
-        self._truth = truth
+        self._oracle = oracle
 
     def emit(self, record: logging.LogRecord) -> None:
         error = record.exc_info[1] if record.exc_info else None
-        self._truth.broken("I7", f"{record.getMessage()}: {error!r}")
+        self._oracle.broken("I7", f"{record.getMessage()}: {error!r}")

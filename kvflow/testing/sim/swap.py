@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
+
+from kvflow.protocols.machines.tables import Table
 
 
 @contextmanager
@@ -31,3 +33,16 @@ def swapped_item(table: dict[Any, Any], key: object, replacement: object) -> Ite
         yield
     finally:
         table[key] = original
+
+
+@contextmanager
+def swapped_cells(table: Table[Any, Any, Any], cells: Mapping[tuple[Any, Any], Any]) -> Iterator[None]:
+    """The cells (phase, kind) of a machine's table are others in the meantime; every holder of the table sees them."""
+    rows = table._cells
+    table._cells = [list(row) for row in rows]
+    for (phase, kind), cell in cells.items():
+        table._cells[phase][kind] = cell
+    try:
+        yield
+    finally:
+        table._cells = rows

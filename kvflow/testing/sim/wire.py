@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import random
-from typing import TYPE_CHECKING, TypeVar
+from typing import TypeVar
 
 from kvflow.testing.sim.faults import Faults
 from kvflow.testing.sim.loop import Process, current_process
+from kvflow.testing.sim.oracle import Oracle
 from kvflow.transports.control.memory import DealerSocket, Frame, Network, RouterSocket
-
-if TYPE_CHECKING:
-    from kvflow.testing.sim.truth import Truth
 
 Socket = TypeVar("Socket", RouterSocket, DealerSocket)
 
@@ -22,12 +20,12 @@ TICK_S = 1e-9
 class Wire(Network):
     """Every link of one simulated cluster."""
 
-    def __init__(self, truth: Truth, faults: Faults) -> None:
+    def __init__(self, oracle: Oracle, faults: Faults) -> None:
         super().__init__()
         self.delivered = 0
         self.cut_controls: set[str] = set()  # partitions: prefills nobody reaches
         self.cut_peers: set[bytes] = set()  # and decodes
-        self._truth, self._faults = truth, faults
+        self._oracle, self._faults = oracle, faults
         self._last_at: dict[tuple[str, bytes, bool], float] = {}
         self._owners: list[tuple[Process | None, RouterSocket | DealerSocket]] = []
 
@@ -46,26 +44,26 @@ class Wire(Network):
 
     def carry(self, frame: Frame) -> None:
         message = frame.message
-        self._truth.sent(frame, message)
+        self._oracle.sent(frame, message)
         if frame.control in self.cut_controls or frame.peer in self.cut_peers:
-            self._truth.disturbed(frame)
+            self._oracle.disturbed(frame)
             return
-        loop = self._truth.loop
+        loop = self._oracle.loop
         fault = self._faults.of_frame()
         link = frame.control, frame.peer, frame.to_prefill
         delay_s = loop.rng.uniform(*FRAME_S)
         if fault:
-            self._truth.told(lambda: f"{fault} strikes {type(message).__name__}")
+            self._oracle.trace(lambda: f"{fault} strikes {type(message).__name__}")
         if fault == "drop":
-            self._truth.disturbed(frame)
+            self._oracle.disturbed(frame)
             return
         if fault == "reorder":
             loop.later(delay_s + loop.rng.uniform(*FRAME_S) * 3, self._deliver, frame)
             return
         if fault == "delay":
-            self._truth.disturbed(frame)
+            self._oracle.disturbed(frame)
             delay_s += loop.rng.uniform(*DELAY_S)
-            loop.later(delay_s, self._truth.disturbed, frame)
+            loop.later(delay_s, self._oracle.disturbed, frame)
         at_s = max(loop.time() + delay_s, self._last_at.get(link, 0.0) + TICK_S)  # timers of one moment have no order
         self._last_at[link] = at_s
         loop.later(at_s - loop.time(), self._deliver, frame)
@@ -73,7 +71,7 @@ class Wire(Network):
             loop.later(at_s - loop.time() + loop.rng.uniform(*FRAME_S), self._deliver, frame)
         elif fault == "garbage":
             spoilt = garbage(loop.rng, frame)
-            self._truth.garbage.add(spoilt.data)
+            self._oracle.garbage.add(spoilt.data)
             loop.later(delay_s, self._deliver, spoilt)
 
     def _deliver(self, frame: Frame) -> None:
@@ -88,7 +86,7 @@ class Wire(Network):
 
         async def counted() -> list[tuple[bytes, bytes]]:
             burst = await receive()
-            self._truth.received(process, [data for _, data in burst])
+            self._oracle.received(process, [data for _, data in burst])
             return burst
 
         socket.receive = counted  # type: ignore[method-assign]

@@ -17,8 +17,8 @@ from kvflow.testing.sim.loop import Process, VirtualLoop, current_process
 from kvflow.testing.sim.pages import WatchedPages, grant_of
 
 if TYPE_CHECKING:
-    from kvflow.handlers.decode_room import DecodeSession
-    from kvflow.handlers.prefill_room import PrefillSession
+    from kvflow.handlers.rooms import DecodeRoom
+    from kvflow.protocols.prefill_rooms import PrefillRoomRecord
     from kvflow.transports.control.memory import Frame
     from kvflow.transports.data.fake import FakeFlight
 
@@ -47,7 +47,7 @@ class Seen:
         self.process, self.incarnation, self.pages, self.pool = process, incarnation, pages, pool
         self.malformed = 0
         self.troubled_at_s = -1.0  # when it was last cut off or halted
-        self.outcast = False  # alive, but its address belongs to somebody else now
+        self.displaced = False  # alive, but its address belongs to somebody else now
 
 
 class Write:
@@ -63,7 +63,7 @@ class Write:
         self.landing: Landing | None = None
 
 
-class Truth:
+class Oracle:
     """Keeps the first violation, and stops the loop at it."""
 
     def __init__(self, loop: VirtualLoop, tell: Callable[[str], None] | None) -> None:
@@ -77,7 +77,7 @@ class Truth:
         self.acked: set[Key] = set()
         self.trouble: dict[tuple[str, bytes], float] = {}  # per link: when something last happened to it
         self.garbage: set[bytes] = set()  # frames that are no message
-        self.writing: PrefillSession | None = None  # whose send() it is
+        self.writing: PrefillRoomRecord | None = None  # whose write is being started
         self._tell = tell
 
     def join(self, seen: Seen, address: str) -> None:
@@ -86,10 +86,10 @@ class Truth:
     def broken(self, invariant: str, text: str) -> None:
         if self.violation is None and not self.over:
             self.violation = Violation(invariant, text, self.loop.time())
-            self.told(lambda: f"VIOLATION of {invariant}: {text}")
+            self.trace(lambda: f"VIOLATION of {invariant}: {text}")
             self.loop.stop()
 
-    def told(self, line: Callable[[], str]) -> None:
+    def trace(self, line: Callable[[], str]) -> None:
         """One line of the story, made only when somebody reads it."""
         if self._tell is not None:
             self._tell(line())
@@ -97,11 +97,11 @@ class Truth:
     # --- writes
 
     def write_began(self, address: str, flight: FakeFlight) -> None:
-        source, target, session = self.by_address[address], self.by_address[flight.peer.address], self.writing
-        key = Key(source.incarnation, target.incarnation, session.grant if session is not None else 0)
-        write = flight.truth = Write(flight, key, source, target)  # type: ignore[attr-defined]
+        source, target, record = self.by_address[address], self.by_address[flight.peer.address], self.writing
+        key = Key(source.incarnation, target.incarnation, record.grant if record is not None else 0)
+        write = flight.seen = Write(flight, key, source, target)  # type: ignore[attr-defined]
         earlier = self.writes.setdefault(key, [])
-        self.told(
+        self.trace(
             lambda: f"write {write.sources} -> {write.targets} of grant {key.grant}, {flight.fault or 'no fault'}"
         )
         if key in self.acked:
@@ -115,19 +115,19 @@ class Truth:
             target.pages.writers[page] += 1
 
     def page_landed(self, flight: FakeFlight) -> None:
-        write: Write = flight.truth  # type: ignore[attr-defined]
+        write: Write = flight.seen  # type: ignore[attr-defined]
         page = write.targets[write.next]
         write.next += 1
         pages = write.target.pages
         pages.writers[page] -= 1
         if grant_of(owner := pages.owners[page]) != write.key.grant and not write.target.process.dead:
             self.broken("I2", f"{write.key}: a byte lands on page {page}, which belongs to {owner!r}")
-        self.told(lambda: f"page {page} of grant {write.key.grant} lands")
+        self.trace(lambda: f"page {page} of grant {write.key.grant} lands")
 
     def write_ended(self, flight: FakeFlight, landing: Landing) -> None:
-        write: Write = flight.truth  # type: ignore[attr-defined]
+        write: Write = flight.seen  # type: ignore[attr-defined]
         write.landing = landing
-        self.told(lambda: f"write of grant {write.key.grant} ends: {landing.value}, {write.next} pages landed")
+        self.trace(lambda: f"write of grant {write.key.grant} ends: {landing.value}, {write.next} pages landed")
         for page in write.sources:
             write.source.pages.readers[page] -= 1
         if landing is not Landing.UNPROVEN:
@@ -152,7 +152,7 @@ class Truth:
         sender = self.by_process[process]
         if message is None:
             return self.broken("I7", f"{sender.process.name} says what is no message")
-        self.told(lambda: self._worded(frame, message))
+        self.trace(lambda: self._worded(frame, message))
         mine = message.target if frame.to_prefill else message.source
         if mine != sender.incarnation:
             self.broken("I6", f"{sender.process.name} ({sender.incarnation:x}) speaks for {mine:x}: {message}")
@@ -200,22 +200,23 @@ class Truth:
 
     # --- bytes
 
-    def landed(self, session: DecodeSession, handoff: bytes) -> None:
-        """Decode calls a room a success: every page from every rank, the right bytes, the right hand-over."""
-        node = self.by_process[current_process()]
-        pages = session.pages.tolist()
-        for link in session.links:
-            writes = self.writes.get(Key(link.source, node.incarnation, session.grant.number), [])
+    def landed(self, room: DecodeRoom, handoff: bytes) -> None:
+        """Decode's user is told that a room has landed: every page from every rank, the right bytes and hand-over."""
+        node, record = self.by_process[current_process()], room.record
+        assert record is not None
+        pages, digest = room.pages.tolist(), record.prompt.digest
+        for rank, peer in enumerate(record.peers):
+            writes = self.writes.get(Key(peer.key.incarnation, node.incarnation, record.grant), [])
             there = {page for write in writes for page in write.targets[: write.next]}
             if missing := [page for page in pages if page not in there]:
-                self.broken("I8", f"room {session.room} succeeds, rank {link.rank} has not written pages {missing}")
+                self.broken("I8", f"room {room.room} succeeds, rank {rank} has not written pages {missing}")
         for index, page in enumerate(pages):
             if node.pages.writers[page]:
-                self.broken("I2", f"room {session.room} succeeds while a write may still reach page {page}")
-            if page_bytes(node.pool, page) != content(session.digest, index, node.pool.layout):
-                self.broken("I8", f"room {session.room} succeeds, page {page} has somebody else's bytes")
-        if handoff != handoff_of(session.digest):
-            self.broken("I9", f"room {session.room} got another room's hand-over")
+                self.broken("I2", f"room {room.room} succeeds while a write may still reach page {page}")
+            if page_bytes(node.pool, page) != content(digest, index, node.pool.layout):
+                self.broken("I8", f"room {room.room} succeeds, page {page} has somebody else's bytes")
+        if handoff != handoff_of(digest):
+            self.broken("I9", f"room {room.room} got another room's hand-over")
 
 
 def content(digest: bytes, index: int, layout: PoolLayout) -> bytes:

@@ -1,0 +1,119 @@
+"""Pages that an engine's own allocator owns: kvflow counts who still uses them, and never hands one out."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Hashable, Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvflow.protocols.errors import CapacityError, MisuseError, OwnershipError
+from kvflow.protocols.pages.layout import PageIndices
+
+
+class ExternalPages:
+    """Implements `protocols.ports.PageStore` for a pool whose pages the engine hands out by itself.
+
+    `node = DecodeNode(pool, plane, pages=ExternalPages(pool.layout.num_pages))`: every room is opened over pages of the
+    engine's (`room(..., pages=mine)`). A page is busy while a peer may write into it, a write reads it, or a checksum
+    does; the engine gives a page to somebody else when it is busy no more. Every method may be called from any thread.
+    """
+
+    def __init__(self, num_pages: int) -> None:
+        """Raises: MisuseError."""
+        if num_pages < 1:
+            raise MisuseError(f"num_pages {num_pages} is below 1")
+        self._uses: NDArray[np.int32] = np.zeros(num_pages, dtype=np.int32)
+        self._changed = threading.Condition()
+
+    def __repr__(self) -> str:
+        return f"<ExternalPages of {self.num_pages} pages: {self.busy_pages} busy>"
+
+    @property
+    def num_pages(self) -> int:
+        return self._uses.size
+
+    @property
+    def free_pages(self) -> int:
+        """None: only the engine knows which of its pages are free."""
+        return 0
+
+    @property
+    def busy_pages(self) -> int:
+        return int(np.count_nonzero(self._uses))
+
+    def at_rest(self) -> bool:
+        """True when no page is busy."""
+        return not self._uses.any()
+
+    # --- what the engine asks
+
+    def busy(self, pages: Sequence[int] | PageIndices) -> PageIndices:
+        """Those of `pages` that are still in use, in their order. Raises: OwnershipError (a page outside the pool)."""
+        found = self._checked(pages)
+        return found[self._uses[found] > 0]
+
+    def wait_idle(self, pages: Sequence[int] | PageIndices, timeout_s: float | None = None) -> bool:
+        """Block until none of `pages` is in use; False when that took longer than `timeout_s`.
+
+        Never call it on an event loop: what it waits for runs there. Raises: OwnershipError (a page outside the pool).
+        """
+        found = self._checked(pages)
+        with self._changed:
+            return self._changed.wait_for(lambda: not self._uses[found].any(), timeout_s)
+
+    # --- what a node asks
+
+    def take(self, count: int, owner: Hashable) -> PageIndices:
+        """Nothing, for a room that needs nothing. Raises: CapacityError for a room that was opened without pages."""
+        if count:
+            raise ExternalPagesError(count, owner)
+        return np.empty(0, dtype=np.int32)
+
+    def move(self, pages: PageIndices, owner: Hashable, new_owner: Hashable) -> None:
+        """Raises: OwnershipError: no page is ever taken from here."""
+        self._refuse(pages, "move")
+
+    def give_back(self, pages: PageIndices, owner: Hashable) -> None:
+        """Raises: OwnershipError: no page is ever taken from here."""
+        self._refuse(pages, "give back")
+
+    def hold(self, pages: PageIndices) -> None:
+        """These pages are in use, once more each. Raises: OwnershipError (a page outside the pool; nothing is held)."""
+        found = self._checked(pages)
+        with self._changed:
+            np.add.at(self._uses, found, 1)
+
+    def unhold(self, pages: PageIndices) -> None:
+        """One use of each has ended. Raises: OwnershipError for a page that is not in use (nothing is changed)."""
+        found = self._checked(pages)
+        with self._changed:
+            np.subtract.at(self._uses, found, 1)
+            if (wrong := self._uses[found] < 0).any():
+                np.add.at(self._uses, found, 1)
+                raise OwnershipError(f"unhold: page {found[wrong][0]} is not in use")
+            self._changed.notify_all()
+
+    def _checked(self, pages: Sequence[int] | PageIndices) -> PageIndices:
+        found = np.asarray(pages, dtype=np.int64)
+        if found.ndim != 1:
+            raise OwnershipError(f"pages have shape {found.shape}, not [n]")
+        if (outside := (found < 0) | (found >= self.num_pages)).any():
+            raise OwnershipError(f"page {found[outside][0]} is outside 0..{self.num_pages - 1}")
+        return found.astype(np.int32)
+
+    def _refuse(self, pages: PageIndices, what: str) -> None:
+        if len(pages):
+            raise OwnershipError(f"cannot {what} {len(pages)} pages: they belong to the engine's own allocator")
+
+
+class ExternalPagesError(CapacityError):
+    """A room without pages was opened at a node that has none of its own."""
+
+    def __init__(self, count: int, owner: Hashable) -> None:
+        super().__init__("pages", count, 0)
+        self.args = (
+            f"{owner!r} needs {count} pages and the node has none to give: the engine's allocator owns them; open the "
+            f"room with pages=, {count} of them",
+        )

@@ -1,0 +1,63 @@
+"""What a user passes, checked where it is passed: each error names the field, the value and the limit."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvflow.protocols.errors import MisuseError
+from kvflow.protocols.pages.layout import PageIndices, PoolLayout
+from kvflow.protocols.wire.codec import prompt_digest
+
+TokenIds = Sequence[int] | NDArray[np.integer[Any]]
+NO_PAGES: PageIndices = np.empty(0, np.int32)
+
+
+def check_prompt(prompt: TokenIds) -> tuple[int, bytes]:
+    """Token count and digest of a prompt. Raises: MisuseError."""
+    ids = np.asarray(prompt)
+    if ids.dtype.kind == "u" and ids.itemsize <= 4 and ids.ndim == 1 and ids.size:
+        return ids.size, prompt_digest(ids)
+    if ids.ndim == 1 and not ids.size:
+        raise MisuseError("the prompt is empty: at least 1 token is needed")
+    if ids.ndim != 1 or ids.dtype.kind not in "iu":
+        raise MisuseError(f"the prompt must be a list of token ids, not shape {ids.shape} of {ids.dtype}")
+    low, high = int(ids.min()), int(ids.max())
+    if low < 0 or high >= 1 << 32:
+        raise MisuseError(f"token id {low if low < 0 else high} is not an unsigned 32-bit integer")
+    return ids.size, prompt_digest(ids)
+
+
+def pages_wanted(layout: PoolLayout, tokens: int, prefix_tokens: int) -> int:
+    """Pages for what decode does not have of a prompt. Raises: MisuseError naming the prefix."""
+    if not 0 <= prefix_tokens <= tokens or (prefix_tokens % layout.page_size and prefix_tokens != tokens):
+        raise MisuseError(
+            f"prefix_tokens {prefix_tokens} is neither a whole number of {layout.page_size}-token pages nor all of the "
+            f"{tokens} tokens of the prompt"
+        )
+    return layout.pages_for(tokens) - layout.pages_for(prefix_tokens)
+
+
+def own_pages(pages: Sequence[int] | PageIndices, num_pages: int, room: int, wanted: int) -> PageIndices:
+    """A user's pages for a room that needs `wanted` of the pool's `num_pages`, as int32 [n]. Raises: MisuseError."""
+    found = page_indices(pages, num_pages, f"room {room}")
+    if len(found) != wanted:
+        raise MisuseError(f"room {room}: {len(found)} pages given, its prompt needs {wanted}")
+    if len(np.unique(found)) < wanted:
+        raise MisuseError(f"room {room}: a page is given twice")
+    return found
+
+
+def page_indices(pages: Sequence[int] | NDArray[Any], num_pages: int, what: str) -> PageIndices:
+    """A user's list or array of page numbers as int32 [n]. Raises: MisuseError saying what is wrong with it."""
+    array = np.asarray(pages)
+    if array.shape == (1,) and array.dtype == np.int32 and 0 <= array[0] < num_pages:
+        return array.copy()  # the short way, a few times as fast
+    if array.ndim != 1 or (array.size and array.dtype.kind not in "iu"):
+        raise MisuseError(f"{what}: pages must be a list of integers, not shape {array.shape} of {array.dtype}")
+    if array.size and ((low := int(array.min())) < 0 or int(array.max()) >= num_pages):
+        raise MisuseError(f"{what}: page {low if low < 0 else int(array.max())} is outside 0..{num_pages - 1}")
+    return array.astype(np.int32) if array.size else NO_PAGES  # a copy: the caller may change its own meanwhile

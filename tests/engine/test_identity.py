@@ -1,0 +1,57 @@
+"""Which model it is: the same wherever it lies, another one when its configuration or a weight is."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from safetensors.torch import load_file, save_file
+
+from kvflow.engine.model.load import load_model
+from kvflow.protocols.pages.layout import MAX_LABEL, build_layout, differences
+
+Tiny = Callable[[str], Path]
+
+
+@pytest.fixture
+def copied(tiny: Tiny, tmp_path: Path) -> Path:
+    """The tiny llama at another path."""
+    return Path(shutil.copytree(tiny("llama"), tmp_path / "elsewhere"))
+
+
+def edit(path: Path, **changes: object) -> None:
+    config = json.loads((path / "config.json").read_text())
+    (path / "config.json").write_text(json.dumps({**dict(reversed(config.items())), **changes}))
+
+
+def test_it_is_the_same_wherever_it_lies(tiny: Tiny, copied: Path) -> None:
+    edit(copied, transformers_version="4.0.0", _name_or_path="other", dtype="float32")
+    there = load_model(str(copied)).fingerprint
+    assert there == load_model(str(tiny("llama"))).fingerprint
+    assert there.startswith("LlamaForCausalLM 4x64 float32 tp1 config ") and len(there) <= MAX_LABEL
+
+
+def test_another_configuration_is_another_model(tiny: Tiny, copied: Path) -> None:
+    edit(copied, rms_norm_eps=1e-4)
+    assert load_model(str(copied)).fingerprint != load_model(str(tiny("llama"))).fingerprint
+
+
+def test_another_fine_tune_is_refused_with_both_names(tiny: Tiny, copied: Path) -> None:
+    weights = load_file(copied / "model.safetensors")
+    weights["model.layers.2.mlp.up_proj.weight"] += 1e-3
+    save_file(weights, copied / "model.safetensors", {"format": "pt"})
+    here, there = load_model(str(tiny("llama"))), load_model(str(copied))
+    layouts = [
+        build_layout(
+            [(name, dtype, tuple(shape)) for name, dtype, shape in model.streams],
+            page_size=4,
+            num_pages=4,
+            fingerprint=model.fingerprint,
+        )
+        for model in (here, there)
+    ]
+    assert differences(*layouts) == [f"model fingerprint: prefill {here.fingerprint!r}, decode {there.fingerprint!r}"]
+    assert here.fingerprint.split(" weights ")[0] == there.fingerprint.split(" weights ")[0]
