@@ -180,7 +180,7 @@ class Endings:
         if over_at_s > since_s:
             return  # just now: it is looked at again
         trouble_s, known_by_s = self._trouble(source, target, peer.key.control), 0.0
-        if trouble_s > since_s:
+        if trouble_s >= since_s:
             known_by_s = trouble_s + self._recovers_s(decode, trouble_s)
         if not linked:  # what decode has hung up on, prefill finds silent
             known_by_s = max(known_by_s, over_at_s + PATIENCE_S)
