@@ -211,12 +211,14 @@ class Endings:
 
     def _trouble(self, source: Seen, target: Seen, control: str) -> float:
         """When something last happened to the link between the two, or to one of them."""
-        if source.process.parked is not None or target.process.parked is not None:
-            return self.loop.time()
+        now = self.loop.time()
+        if source.process.parked is not None or target.process.parked is not None or source.stalled_until_s > now:
+            return now
         return max(
             self.oracle.trouble.get((control, routing_id(Incarnation(target.incarnation))), -1.0),
             source.troubled_at_s,
             target.troubled_at_s,
+            source.stalled_until_s,
         )
 
 
