@@ -1,8 +1,9 @@
 """kvflow moves the KV cache of a prompt from the machine that computed it to the machine that goes on generating.
 
 nodes and rooms   PrefillNode, DecodeNode, PrefillRoom, DecodeRoom, Timing, Bounds
+without asyncio   PrefillThread, DecodeThread, PrefillThreadRoom, DecodeThreadRoom, RoomEvent
 finding prefills  RankInfo, RankTable, serve_ranks (prefill's side), RegistryClient (decode's)
-pools             PagedPool, PageAllocator, SharedSegment, build_layout
+pools             PagedPool, PageAllocator, ExternalPages, SharedSegment, build_layout
 data planes       open_plane, LocalPlane, MooncakePlane
 errors            KvflowError and the classes under it that have to be told apart; Cause, Code
 
@@ -15,6 +16,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from kvflow.handlers.rooms import DecodeRoom, PrefillRoom
     from kvflow.memory.allocator import PageAllocator
+    from kvflow.memory.external import ExternalPages
     from kvflow.memory.pool import PagedPool
     from kvflow.memory.shared import SharedSegment
     from kvflow.node import DecodeNode, PrefillNode
@@ -33,6 +35,9 @@ if TYPE_CHECKING:
     from kvflow.protocols.limits import Bounds, Timing
     from kvflow.protocols.pages.layout import build_layout
     from kvflow.protocols.wire.ranks import RankInfo
+    from kvflow.threads.decode import DecodeThread
+    from kvflow.threads.prefill import PrefillThread
+    from kvflow.threads.rooms import DecodeThreadRoom, PrefillThreadRoom, RoomEvent
     from kvflow.transports.control.rank_server import serve_ranks
     from kvflow.transports.control.registry import RankTable, RegistryClient
     from kvflow.transports.data.local import LocalPlane
@@ -48,6 +53,9 @@ __all__ = [
     "Code",
     "DecodeNode",
     "DecodeRoom",
+    "DecodeThread",
+    "DecodeThreadRoom",
+    "ExternalPages",
     "KvflowError",
     "LocalPlane",
     "LostError",
@@ -58,10 +66,13 @@ __all__ = [
     "PeerError",
     "PrefillNode",
     "PrefillRoom",
+    "PrefillThread",
+    "PrefillThreadRoom",
     "RankInfo",
     "RankTable",
     "RefusedError",
     "RegistryClient",
+    "RoomEvent",
     "SharedSegment",
     "Timing",
     "TransferError",
@@ -79,6 +90,9 @@ _HOMES = {
     "Code": _ERRORS,
     "DecodeNode": "kvflow.node",
     "DecodeRoom": "kvflow.handlers.rooms",
+    "DecodeThread": "kvflow.threads.decode",
+    "DecodeThreadRoom": "kvflow.threads.rooms",
+    "ExternalPages": "kvflow.memory.external",
     "KvflowError": _ERRORS,
     "LocalPlane": "kvflow.transports.data.local",
     "LostError": _ERRORS,
@@ -89,10 +103,13 @@ _HOMES = {
     "PeerError": _ERRORS,
     "PrefillNode": "kvflow.node",
     "PrefillRoom": "kvflow.handlers.rooms",
+    "PrefillThread": "kvflow.threads.prefill",
+    "PrefillThreadRoom": "kvflow.threads.rooms",
     "RankInfo": "kvflow.protocols.wire.ranks",
     "RankTable": "kvflow.transports.control.registry",
     "RefusedError": _ERRORS,
     "RegistryClient": "kvflow.transports.control.registry",
+    "RoomEvent": "kvflow.threads.rooms",
     "SharedSegment": "kvflow.memory.shared",
     "Timing": "kvflow.protocols.limits",
     "TransferError": _ERRORS,

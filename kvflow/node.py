@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import logging
 import secrets
 from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
@@ -28,11 +29,11 @@ from kvflow.handlers.prefill import PrefillShell
 from kvflow.handlers.rooms import DecodeRoom, PrefillRoom
 from kvflow.memory.checksum import PageSums
 from kvflow.memory.pool import PagedPool
-from kvflow.protocols.arguments import TokenIds, check_prompt, own_pages, pages_wanted
+from kvflow.protocols.arguments import TokenIds, check_prompt, pages_wanted
 from kvflow.protocols.decode import DecodeEndpoint
 from kvflow.protocols.decode_links import DecodeIdentity
 from kvflow.protocols.decode_rooms import Prompt
-from kvflow.protocols.errors import CapacityError, Cause, MisuseError, OwnershipError
+from kvflow.protocols.errors import CapacityError, Cause, KvflowError, MisuseError
 from kvflow.protocols.limits import Bounds, Timing
 from kvflow.protocols.pages.layout import PageIndices, PoolLayout
 from kvflow.protocols.ports import ControlSocket, DataPlane, Endpoint, PageStore, UnprovenLoan
@@ -44,6 +45,7 @@ from kvflow.telemetry.counters import Counts
 from kvflow.transports.control.zmq import bind_router, connect_dealer
 from kvflow.transports.data.select import plane_for
 
+log = logging.getLogger(__name__)
 Resolve = Callable[[str], Awaitable[Sequence[RankInfo]]]
 """From the word a user names a prefill by to its ranks, in rank order. Raises: LostError."""
 Bind = Callable[[str, int], tuple[ControlSocket, int]]
@@ -430,7 +432,12 @@ class DecodeNode(_Node[DecodeShell]):
             shell.spawn(self._refuse_at(number, prefill, cause), f"kvflow-refuse-{number}")
 
     async def _refuse_at(self, room: int, prefill: str, cause: Cause) -> None:
-        self.shell.refuse(room, await self._ask(prefill), cause)
+        try:
+            ranks = await self._ask(prefill)
+        except KvflowError as error:
+            log.info("cannot tell prefill %s that room %d is refused: %s", prefill, room, error)
+        else:
+            self.shell.refuse(room, ranks, cause)
 
     def _open(
         self,
@@ -454,12 +461,9 @@ class DecodeNode(_Node[DecodeShell]):
         else:
             ranks = self._known(prefill)
         source = functools.partial(self._ask, prefill) if ranks is None and isinstance(prefill, str) else ranks or ()
-        own = None if pages is None else own_pages(pages, self.pool.layout, number, wanted)
-        try:
-            handle = DecodeRoom(shell, number, own)
-        except OwnershipError as error:
-            text = f"room {number}: {error}; take its pages from node.pages, or make the node with pages=ExternalPages"
-            raise OwnershipError(text) from None
+        handle = DecodeRoom(shell, number, wanted)
+        if pages is not None:
+            handle.give(pages)
         handle.held_back = held_back
         try:
             shell.open(handle, source, Prompt(tokens, digest, prefix_tokens), at_s, announce=held_back)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -14,7 +15,9 @@ EXAMPLES = sorted(path for path in ROOT.glob("examples/*.py") if path.name not i
 
 
 def test_there_are_examples() -> None:
-    assert {"one_room.py", "embed_in_your_engine.py"} <= {path.name for path in EXAMPLES}
+    assert {"one_room.py", "sync_engine.py", "bare_endpoints.py", "embed_in_your_engine.py"} <= {
+        path.name for path in EXAMPLES
+    }
 
 
 @pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.name)
@@ -24,3 +27,9 @@ def test_example_runs(path: Path) -> None:
     )
     assert done.returncode == 0, done.stderr
     assert done.stdout.strip() and not done.stderr.strip(), done.stderr
+
+
+@pytest.mark.parametrize("name", ["sync_engine.py", "bare_endpoints.py"])
+def test_an_engine_without_an_event_loop_has_none(name: str) -> None:
+    text = (ROOT / "examples" / name).read_text()
+    assert not re.search(r"\b(asyncio|async|await)\b", text)

@@ -134,7 +134,7 @@ async def test_pages_without_proof_stay_busy_until_the_next_node_has_it() -> Non
 async def test_pages_that_the_nodes_own_allocator_could_give_to_another_room(kvflow_pair: Pair) -> None:
     """Before, they were lent all the same, and the allocator handed them out a second time."""
     p = kvflow_pair
-    with pytest.raises(OwnershipError, match=r"room 7: hold: page 9 has no owner; take its pages from node\.pages"):
+    with pytest.raises(OwnershipError, match=r"room 7: hold: page 9 has no owner; take them from node\.pages"):
         p.decode.room(7, p.ranks, PROMPT, pages=MINE)
     taken = p.decode.pages.take(3, "engine")
     room = await p.decode.room(7, p.ranks, PROMPT, pages=taken)
@@ -192,3 +192,43 @@ async def test_a_list_that_its_owner_changes_is_not_changed_here() -> None:
 def test_it_is_a_page_store() -> None:
     store: PageStore = ExternalPages(4)
     assert store.free_pages == 0
+
+
+async def test_a_room_that_was_announced_is_given_its_pages_later() -> None:
+    async with external_pair() as (p, _, targets):
+        sending = p.prefill.room(7, PROMPT)
+        room = p.decode.announce(7, p.ranks, PROMPT)
+        assert targets.at_rest() and room.num_pages == 3
+        with pytest.raises(MisuseError, match="room 7: 2 pages given, its prompt needs 3"):
+            room.offer([1, 2])
+        await room.offer(MINE)
+        assert len(targets.busy(MINE)) == 3 and list(room.pages) == MINE
+        with pytest.raises(MisuseError, match="room 7: its pages have been offered already"):
+            room.offer(MINE)
+        await sending.matched()
+        sending.send([1, 2, 3], last=True, handoff=b"42")
+        assert await room.landed() == b"42"
+        await room.released()
+        assert targets.at_rest()
+
+
+async def test_pages_for_a_room_that_has_ended_are_not_taken() -> None:
+    async with external_pair() as (p, _, targets):
+        room = p.decode.announce(7, p.ranks, PROMPT)
+        room.close()
+        room.offer(MINE)
+        with pytest.raises(KvflowError):
+            await room
+        await room.released()
+        assert targets.at_rest()
+
+
+async def test_pages_of_the_nodes_own_are_offered_once(kvflow_pair: Pair) -> None:
+    """Before, a second offer took pages a second time, and those of the first were lost."""
+    p = kvflow_pair
+    room = await p.decode.announce(7, p.ranks, PROMPT).offer()
+    with pytest.raises(MisuseError, match="room 7: its pages have been offered already"):
+        room.offer()
+    room.close()
+    await room.released()
+    await p.rest()

@@ -76,6 +76,10 @@ class DecodeShell(Shell):
 
     # --- rooms
 
+    @property
+    def num_pages(self) -> int:
+        return self.endpoint.core.identity.layout.num_pages
+
     def open(
         self,
         room: DecodeRoom,

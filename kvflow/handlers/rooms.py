@@ -7,9 +7,9 @@ from collections.abc import Callable, Generator, Hashable, Sequence
 from typing import Any, Protocol, Self, TypeVar
 
 from kvflow.handlers.verify import ChunkVerifier
-from kvflow.protocols.arguments import NO_PAGES, page_indices
+from kvflow.protocols.arguments import NO_PAGES, own_pages, page_indices
 from kvflow.protocols.decode_rooms import DecodeRoomRecord
-from kvflow.protocols.errors import Cause, Code, KvflowError, MisuseError, room_error
+from kvflow.protocols.errors import Cause, Code, KvflowError, MisuseError, OwnershipError, room_error
 from kvflow.protocols.machines.decode_room import TERMINAL, DecodePhase, DecodeRoomState
 from kvflow.protocols.machines.prefill_room import PrefillPhase, PrefillRoomState
 from kvflow.protocols.machines.story import Line
@@ -44,6 +44,9 @@ class DecodeSide(Protocol):
 
     pages: PageStore
 
+    @property
+    def num_pages(self) -> int: ...
+
     def offer(self, room: DecodeRoom) -> None: ...
 
     def close_room(self, room: DecodeRoom, cause: Cause) -> None: ...
@@ -53,14 +56,14 @@ class DecodeRoom:
     """One room at decode. Await it, or use it as an async context manager: then it is open, and at the end nothing of
     it is left behind."""
 
-    def __init__(self, shell: DecodeSide, room: RoomId, own_pages: PageIndices | None) -> None:
-        """`own_pages`: pages of the caller's own, held from here on until nothing can touch them; without them pages
-        are taken from the node's store. Raises: OwnershipError for pages that the store cannot hold."""
+    def __init__(self, shell: DecodeSide, room: RoomId, num_pages: int) -> None:
+        """`num_pages`: what it will need. They are taken from the node's store unless `give` brings them."""
         self._shell = shell
-        self.room, self.own_pages = room, own_pages
+        self.room, self.num_pages = room, num_pages
+        self.own_pages: PageIndices | None = None
         self.grant = GrantId(0)
         self.record: DecodeRoomRecord | None = None
-        self.pages: PageIndices = NO_PAGES if own_pages is None else own_pages
+        self.pages: PageIndices = NO_PAGES
         self.owner: Hashable = ("room", room)
         self.verifier: ChunkVerifier | None = None
         self.opening: asyncio.Task[None] | None = None
@@ -70,10 +73,8 @@ class DecodeRoom:
         self._released: Answer[None] = Answer()
         self._on_end: list[Callable[[], None]] = []
         self._kept = False
-        self.held_back = False  # pages are taken when `offer` is called
+        self.held_back = True  # until its pages may be taken
         self.linked = self.over = self.free = False  # set by the shell
-        if own_pages is not None:
-            shell.pages.hold(own_pages)
 
     def __repr__(self) -> str:
         return f"<DecodeRoom {self.room}: {self.phase.name.lower()}, {len(self.pages)} pages>"
@@ -113,10 +114,31 @@ class DecodeRoom:
         await answer_of(self._opened)
         return self
 
-    def offer(self) -> Self:
-        """Of a room that was only announced: pages are there to be taken now. Await the room next."""
-        self.held_back = False
-        self._shell.offer(self)
+    def give(self, pages: Sequence[int] | PageIndices) -> None:
+        """Pages of the caller's own, held in the node's store from here on until nothing can touch them.
+
+        Raises: MisuseError (another number of pages, or a second time), OwnershipError (pages the store cannot hold).
+        """
+        if self.own_pages is not None or not self.held_back:
+            raise MisuseError(f"room {self.room}: its pages have been given already")
+        mine = own_pages(pages, self._shell.num_pages, self.room, self.num_pages)
+        try:
+            self._shell.pages.hold(mine)
+        except OwnershipError as error:
+            text = f"room {self.room}: {error}; take them from node.pages, or make the node with pages=ExternalPages"
+            raise OwnershipError(text) from None
+        self.own_pages = self.pages = mine
+
+    def offer(self, pages: Sequence[int] | PageIndices | None = None) -> Self:
+        """Of a room that was only announced: its pages are there now, `pages` of the caller's own or those of the
+        node's store. No effect on a room that has ended. Await the room next. Raises: as `DecodeNode.room`."""
+        if not self.ended:
+            if not self.held_back:
+                raise MisuseError(f"room {self.room}: its pages have been offered already")
+            if pages is not None:
+                self.give(pages)
+            self.held_back = False
+            self._shell.offer(self)
         return self
 
     async def landed(self) -> bytes:
@@ -159,7 +181,8 @@ class DecodeRoom:
             self._on_end.append(callback)
 
     def __await__(self) -> Generator[Any, None, Self]:
-        return self.opened().__await__()
+        """As entering it: a caller that is cancelled here has no handle to close, so the room is closed."""
+        return self.__aenter__().__await__()
 
     async def __aenter__(self) -> Self:
         try:

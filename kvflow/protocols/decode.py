@@ -46,6 +46,11 @@ class DecodeEndpoint:
         self._core = DecodeCore(identity, observer, timing or Timing(), self.bounds, verify)
         self._leaving: Cause | None = None
 
+    def __repr__(self) -> str:
+        core = self._core
+        known = f"{len(core.rooms)} rooms, {len(core.links.peers)} prefill ranks, {len(core.ledger)} loans"
+        return f"<DecodeEndpoint {core.identity.incarnation:016x}: {known}>"
+
     def commands(self) -> list[DecodeCommand]:
         """Everything to be done since the last call, in order."""
         outbox = self._core.outbox
@@ -213,7 +218,9 @@ class DecodeEndpoint:
         loans = pages = 0
         for peer in found:
             cause = Cause(Code.PEER_LOST, f"prefill at {peer.info.control} was declared dead: {why}")
-            for grant, lease in core.ledger.of_source(peer):  # should it live, it is told to stop
+            for grant in core.ledger.grants_of(peer):  # should it live, it is told to stop
+                lease = core.ledger.find(peer, grant)
+                assert lease is not None
                 abort = wire.Abort(room=lease.room, grant=grant, cause=lease.cause or cause, **core.between(peer))
                 core.links.send(peer, abort)
             core.feed_link(peer, LinkKind.DECLARED_DEAD, now, cause)

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import msgspec
 
 from kvflow.protocols.commands import DecodeCommand, Dial, HangUp, PeerKey, SendToPrefill, StopWatch, WatchWriter
-from kvflow.protocols.errors import CapacityError, Cause, Code, LostError, PeerError
+from kvflow.protocols.errors import Cause, Code, LostError, PeerError
 from kvflow.protocols.limits import Bounds, Timing
 from kvflow.protocols.machines.link import TABLE, LinkCommand, LinkKind, LinkPhase
 from kvflow.protocols.pages.layout import PoolLayout
@@ -61,11 +61,12 @@ class DecodeLinks:
         self.declared_dead: set[Incarnation] = set()
 
     def check(self, ranks: Sequence[RankInfo]) -> None:
-        """Refuse what a registry must not answer. Raises: LostError, PeerError, CapacityError."""
+        """Refuse what a registry must not answer. Raises: LostError, PeerError."""
         if not ranks:
             raise LostError("no rank of that prefill is known")
         if len(ranks) > self._bounds.ranks_per_room:
-            raise CapacityError("ranks of one room", len(ranks), self._bounds.ranks_per_room)
+            limit = self._bounds.ranks_per_room
+            raise PeerError(f"prefill {ranks[0].control} has {len(ranks)} ranks; one room takes {limit} at most")
         if len({info.incarnation for info in ranks}) < len(ranks):
             raise PeerError(f"the registry names one incarnation for two ranks of {ranks[0].control}")
         for info in ranks:

@@ -130,8 +130,9 @@ def test_the_bare_library_has_only_what_it_requires(bare: Path) -> None:
     assert run(bare / "bin/python", "-c", ask) == "[]\n"
 
 
-def test_the_bare_library_moves_a_room(bare: Path) -> None:
-    out = run(bare / "bin/python", "-W", "error", ROOT / "examples/one_room.py")
+@pytest.mark.parametrize("example", ["one_room.py", "sync_engine.py", "bare_endpoints.py"])
+def test_the_bare_library_moves_a_room(bare: Path, example: str) -> None:
+    out = run(bare / "bin/python", "-W", "error", ROOT / "examples" / example)
     assert "identical: True" in out
 
 

@@ -29,6 +29,9 @@ class RankTable:
     def __init__(self) -> None:
         self._ranks: dict[int, RankInfo] = {}
 
+    def __repr__(self) -> str:
+        return f"<RankTable of ranks {sorted(self._ranks)}>"
+
     def put(self, info: RankInfo) -> None:
         """Take a rank in; a changed world size forgets the ranks of the old world."""
         self._ranks = {rank: known for rank, known in self._ranks.items() if known.world_size == info.world_size}

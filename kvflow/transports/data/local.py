@@ -59,6 +59,10 @@ class LocalPlane:
         self._layout: PoolLayout | None = None
         self._routes: set[LocalRoute] = set()
 
+    def __repr__(self) -> str:
+        pool = "a shared pool" if self._segment is not None else "a pool that only sends"
+        return f"<LocalPlane of {pool}: {len(self._routes)} routes>"
+
     @property
     def stalled_s(self) -> float:
         return self._thread.stalled_s

@@ -85,6 +85,12 @@ class WriteFlight:
         self.job: Job | None = None
         self._thread, self._cancelled = thread, False
 
+    def __repr__(self) -> str:
+        state = self.landing.value if self.done.done() else "cancelled, draining" if self._cancelled else "under way"
+        return (
+            f"<WriteFlight of {len(self.source_pages)} pages: {self.landed_bytes} of {self.total_bytes} bytes, {state}>"
+        )
+
     @property
     def landed_bytes(self) -> int:
         job = self.job

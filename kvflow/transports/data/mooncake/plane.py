@@ -76,6 +76,9 @@ class MooncakePlane:
         self.engine = self._start_engine()  # the one peers write through
         self._session = f"{host}:{self.engine.get_rpc_port()}"
 
+    def __repr__(self) -> str:
+        return f"<MooncakePlane at {self._session} over {self._device or 'TCP'}: {len(self._routes)} routes>"
+
     @property
     def stalled_s(self) -> float:
         return self._thread.stalled_s

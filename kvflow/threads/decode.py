@@ -1,0 +1,158 @@
+"""A decode node for engines without an event loop."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+from kvflow.handlers.rooms import DecodeRoom
+from kvflow.memory.external import ExternalPages
+from kvflow.memory.pool import PagedPool
+from kvflow.node import DecodeNode
+from kvflow.protocols.arguments import NO_PAGES, TokenIds, check_prompt, own_pages, pages_wanted
+from kvflow.protocols.errors import Cause, KvflowError, MisuseError
+from kvflow.protocols.pages.layout import PageIndices
+from kvflow.protocols.ports import DataPlane
+from kvflow.protocols.wire.messages import RoomId, room_id
+from kvflow.protocols.wire.ranks import RankInfo
+from kvflow.threads.node import LoopFactory, NodeThread
+from kvflow.threads.rooms import DecodeThreadRoom, RoomEvent
+
+
+class DecodeThread(NodeThread[DecodeNode, DecodeRoom, DecodeThreadRoom]):
+    """A decode node in a thread of its own, for an engine that owns its pages."""
+
+    role = "decode"
+
+    def __init__(
+        self,
+        pool: PagedPool,
+        plane: DataPlane | str,
+        *,
+        pages: ExternalPages | None = None,
+        loop_factory: LoopFactory | None = None,
+        **options: Any,
+    ) -> None:
+        """`options` are those of `DecodeNode`: host, resolve, timing, bounds, verify_transfers ...
+
+        `loop_factory`: `uvloop.new_event_loop`, where uvloop is installed.
+        """
+        super().__init__(pool, pages, loop_factory)
+        self._resolves = options.get("resolve") is not None
+        self._make_node = partial(DecodeNode, pool, plane, pages=self.pages, **options)
+
+    def open(
+        self,
+        room: int,
+        *,
+        prefill: str | Sequence[RankInfo],
+        prompt: TokenIds,
+        pages: Sequence[int] | PageIndices = NO_PAGES,
+        prefix_tokens: int = 0,
+        deadline_s: float | None = None,
+        context: Any = None,
+    ) -> DecodeThreadRoom:
+        """Lend `pages`, those of the prompt after its first `prefix_tokens`, to `prefill`. See `DecodeNode.room`.
+
+        Raises: MisuseError. Every other refusal is a failed event.
+        """
+        handle, opened = self._prepare(room, prefill, prompt, prefix_tokens, deadline_s, context)
+        mine = own_pages(pages, self.num_pages, handle.room, handle.num_pages)
+        handle.pages, handle.offered = mine, True
+        self._post_open(handle, lambda node: opened(node.room, pages=mine), mine)
+        return handle
+
+    def announce(
+        self,
+        room: int,
+        *,
+        prefill: str | Sequence[RankInfo],
+        prompt: TokenIds,
+        prefix_tokens: int = 0,
+        deadline_s: float | None = None,
+        context: Any = None,
+    ) -> DecodeThreadRoom:
+        """As `open`, for a request whose pages are not there yet: prefill's half waits until `offer` brings them, or
+        `close` says why they will not come. Raises: MisuseError."""
+        handle, opened = self._prepare(room, prefill, prompt, prefix_tokens, deadline_s, context)
+        self._post_open(handle, lambda node: opened(node.announce), NO_PAGES)
+        return handle
+
+    def offer_pages(self, room: DecodeThreadRoom, pages: Sequence[int] | PageIndices) -> None:
+        """Called by rooms. The pages are busy when it returns, unless the room has ended."""
+        mine = own_pages(pages, self.num_pages, room.room, room.num_pages)
+        with self._lock:
+            if room.offered:
+                raise MisuseError(f"room {room.room}: its pages have been offered already")
+            if room.error is not None:
+                return
+            thread = self._running()
+            room.pages, room.offered = mine, True
+            self.pages.hold(mine)
+            if not thread.post(partial(self._offer, room, mine)):
+                self.pages.unhold(mine)
+
+    def refuse(self, room: int, *, prefill: str | Sequence[RankInfo], cause: Cause) -> None:
+        """A request that is refused before any page is there: its prefill is told why. Raises: MisuseError."""
+        number, ranks = room_id(room), self._prefill(prefill)
+        self._running().post(partial(self._refuse, number, ranks, cause))
+
+    def _prepare(
+        self,
+        room: int,
+        prefill: str | Sequence[RankInfo],
+        prompt: TokenIds,
+        prefix_tokens: int,
+        deadline_s: float | None,
+        context: Any,
+    ) -> tuple[DecodeThreadRoom, Callable[..., DecodeRoom]]:
+        """Check the arguments here; the rest is for the loop: it calls a method of the node with them."""
+        self._running()
+        number, ids = room_id(room), np.array(prompt)  # a copy: the caller may change its own meanwhile
+        tokens, _ = check_prompt(ids)
+        handle = DecodeThreadRoom(self, number, pages_wanted(self.pool.layout, tokens, prefix_tokens), context)
+        ranks = self._prefill(prefill)
+
+        def opened(method: Callable[..., DecodeRoom], **more: Any) -> DecodeRoom:
+            return method(number, ranks, ids, deadline_s=deadline_s, prefix_tokens=prefix_tokens, **more)
+
+        return handle, opened
+
+    def _prefill(self, prefill: str | Sequence[RankInfo]) -> str | Sequence[RankInfo]:
+        if not isinstance(prefill, str):
+            return list(prefill)
+        if not self._resolves:
+            raise MisuseError(f"prefill {prefill!r}: this node was given no resolve()")
+        return prefill
+
+    # --- on the loop
+
+    def _make(self) -> DecodeNode:
+        return self._make_node()
+
+    def _refuse(self, room: RoomId, prefill: str | Sequence[RankInfo], cause: Cause) -> None:
+        assert self._node is not None
+        self._node.refuse(room, prefill, cause)
+
+    def _offer(self, room: DecodeThreadRoom, pages: PageIndices) -> None:
+        try:
+            if (handle := self._rooms.get(room)) is not None:  # the node holds them by itself from here on
+                handle.offer(pages)
+        finally:
+            self.pages.unhold(pages)
+
+    async def _follow(self, room: DecodeThreadRoom, handle: DecodeRoom) -> None:
+        try:
+            await handle.opened()
+            self._tell(RoomEvent("opened", room))
+            handoff = await handle.landed()
+            handle.keep(room)
+            room.handoff = handoff
+            self._tell(RoomEvent("landed", room, handoff=handoff))
+        except KvflowError as error:
+            self._fail(room, error)
+        await handle.released()
+        self._release(room)

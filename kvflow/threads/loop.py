@@ -1,0 +1,92 @@
+"""An event loop in a thread of its own. Calls are posted to it in bursts: one wake-up for all that wait."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+from collections.abc import Callable, Coroutine
+from typing import Any, TypeVar
+
+from kvflow.protocols.errors import MisuseError
+
+T = TypeVar("T")
+log = logging.getLogger(__name__)
+
+
+class LoopThread:
+    """Runs until `stop`. It is a daemon thread: a process that ends without stopping it ends all the same."""
+
+    def __init__(self, name: str, loop_factory: Callable[[], asyncio.AbstractEventLoop] | None = None) -> None:
+        """Starts at once. `loop_factory`: `uvloop.new_event_loop`, say."""
+        self._lock = threading.Lock()
+        self._posted: list[Callable[[], None]] = []
+        self._woken = self._stopped = False
+        self.errors = 0  # posted calls that ended in an exception
+        started: list[BaseException | None] = []
+        ready = threading.Event()
+        self._loop: asyncio.AbstractEventLoop
+        self._stop: asyncio.Event
+
+        async def main() -> None:
+            self._loop, self._stop = asyncio.get_running_loop(), asyncio.Event()
+            started.append(None)
+            ready.set()
+            await self._stop.wait()
+
+        def run() -> None:
+            try:
+                with asyncio.Runner(loop_factory=loop_factory) as runner:
+                    runner.run(main())
+            except BaseException as error:
+                if started:
+                    raise
+                started.append(error)  # raised where it is waited for, below
+                ready.set()
+
+        self._thread = threading.Thread(target=run, name=name, daemon=True)
+        self._thread.start()
+        ready.wait()
+        if started[0] is not None:
+            raise started[0]
+
+    def post(self, call: Callable[[], None]) -> bool:
+        """Run `call` on the loop, after those posted before; False when the loop has stopped and it never will."""
+        with self._lock:
+            if self._stopped:
+                return False
+            self._posted.append(call)
+            if not self._woken:
+                self._woken = True
+                self._loop.call_soon_threadsafe(self._run_posted)
+        return True
+
+    def call(self, work: Callable[[], Coroutine[Any, Any, T]]) -> T:
+        """Run `work` on the loop, after what was posted, and wait for its result. Raises: what it raises; MisuseError
+        when the loop has stopped, or from the loop's own thread."""
+        if threading.current_thread() is self._thread:
+            raise MisuseError(f"this would block {self._thread.name}, the thread that has to do the work")
+        with self._lock:
+            if self._stopped:
+                raise MisuseError(f"{self._thread.name} is closed")
+            future = asyncio.run_coroutine_threadsafe(work(), self._loop)
+        return future.result()
+
+    def stop(self) -> None:
+        """End the loop, and wait for its thread; idempotent. Tasks that are left are cancelled."""
+        with self._lock:
+            if not self._stopped:
+                self._stopped = True
+                self._loop.call_soon_threadsafe(self._stop.set)
+        self._thread.join()
+
+    def _run_posted(self) -> None:
+        with self._lock:
+            calls, self._posted = self._posted, []
+            self._woken = False
+        for call in calls:
+            try:
+                call()
+            except Exception:  # the calls behind it are other rooms'
+                self.errors += 1
+                log.exception("a call that was posted to %s failed", self._thread.name)

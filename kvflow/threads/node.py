@@ -1,0 +1,210 @@
+"""What the two nodes for engines without an event loop share: thread, pages, rooms that are not released, events.
+
+with kvflow.DecodeThread(pool, "local") as node:
+    room = node.open(7, prefill=ranks, prompt=ids, pages=mine)     # pages of your own allocator
+    while True:
+        for event in node.poll(timeout_s=0.001):                   # landed, failed, released ...
+            ...
+
+Each method returns at once unless its name or its timeout says otherwise. Misuse is raised where it happens; whatever
+happens later is an event. The node runs on an event loop in a thread of its own.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections import deque
+from collections.abc import Callable, Coroutine, Sequence
+from functools import partial
+from typing import Any, Generic, Self, TypeVar
+
+from kvflow.handlers.rooms import DecodeRoom, PrefillRoom
+from kvflow.memory.external import ExternalPages
+from kvflow.memory.pool import PagedPool
+from kvflow.node import DecodeNode, PrefillNode
+from kvflow.protocols.errors import Cause, Code, KvflowError, MisuseError, room_error
+from kvflow.protocols.pages.layout import PageIndices
+from kvflow.protocols.ports import UnprovenLoan
+from kvflow.threads.loop import LoopThread
+from kvflow.threads.rooms import RoomEvent, ThreadRoom
+
+N = TypeVar("N", PrefillNode, DecodeNode)
+A = TypeVar("A", PrefillRoom, DecodeRoom)
+R = TypeVar("R", bound=ThreadRoom)
+T = TypeVar("T")
+LoopFactory = Callable[[], asyncio.AbstractEventLoop]
+LAST_TURNS = 4  # of the loop, until a future that is resolved has become its room's last event
+
+
+class NodeThread(Generic[N, A, R]):
+    """What both roles share: the thread, the pages, the rooms that are not released, and the events."""
+
+    role = ""
+
+    def __init__(self, pool: PagedPool, pages: ExternalPages | None, loop_factory: LoopFactory | None) -> None:
+        self.pool, self.num_pages = pool, pool.layout.num_pages
+        self.pages = pages or ExternalPages(self.num_pages)
+        self._loop_factory = loop_factory
+        self._thread: LoopThread | None = None
+        self._node: N | None = None
+        self._lock = threading.Lock()  # around what rooms know, where a check and a change belong together
+        self._rooms: dict[R, A | None] = {}  # None until the loop has opened it; written on the loop but for new ones
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._events: deque[RoomEvent[R]] = deque()
+        self._news = threading.Condition()
+        self._unproven: Sequence[UnprovenLoan] = ()
+        self._closing = self._closed = False
+
+    def __repr__(self) -> str:
+        state = "closed" if self._closing else "new" if self._thread is None else "running"
+        return f"<{type(self).__name__} {state}: {len(self._rooms)} rooms, {self.pages!r}>"
+
+    # --- life
+
+    def start(self) -> Self:
+        """Start the thread and the node. Raises: what the node raises when it is made or started; a second time,
+        MisuseError."""
+        if self._thread is not None or self._closing:
+            raise MisuseError(f"the {self.role} thread was started before: make a new one")
+        self._thread = LoopThread(f"kvflow-{self.role}", self._loop_factory)
+        try:
+            self._thread.call(self._start)
+        except BaseException:
+            self._closing = True
+            self._thread.stop()
+            raise
+        return self
+
+    def close(self) -> Sequence[UnprovenLoan]:
+        """End and drain every room, then the node, then the thread; waits for all of it; idempotent.
+
+        Returns the loans whose end could not be proven; their pages stay busy. What happened meanwhile is there to be
+        polled.
+        """
+        self._closing = True
+        if self._thread is not None:
+            if self._node is not None and not self._closed:
+                self._unproven = self._thread.call(self._close)
+            self._thread.stop()
+        return self._unproven
+
+    def __enter__(self) -> Self:
+        return self.start()
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    # --- what the engine asks
+
+    def poll(self, timeout_s: float = 0.0) -> list[RoomEvent[R]]:
+        """What has happened since the last call, in order; waits up to `timeout_s` for the first."""
+        with self._news:
+            if timeout_s > 0:
+                self._news.wait_for(lambda: self._events, timeout_s)
+            found = list(self._events)
+            self._events.clear()
+        return found
+
+    def wait_released(self, pages: Sequence[int] | PageIndices, timeout_s: float | None = None) -> bool:
+        """Block until nothing touches `pages` (of any room): no peer may write into them, no write and no checksum
+        reads them. False when that took longer than `timeout_s`: ask again, or leave them out of use."""
+        return self.pages.wait_idle(pages, timeout_s)
+
+    def ask(self, question: Callable[[N], T]) -> T:
+        """Block for the answer to `question(node)`, on the node's own thread: `ask(lambda node: node.peers())`."""
+
+        async def answer() -> T:
+            assert self._node is not None
+            return question(self._node)
+
+        return self._running().call(answer)
+
+    def close_room(self, room: R, cause: Cause) -> None:
+        """Called by rooms."""
+        if self._thread is not None:
+            self._thread.post(partial(self._close_room, room, cause))  # a stopped thread has ended every room
+
+    # --- on the caller's thread
+
+    def _running(self) -> LoopThread:
+        if self._thread is None:
+            raise MisuseError(f"the {self.role} thread is not started: use it as a context manager, or start()")
+        if self._closing:
+            raise MisuseError(f"the {self.role} thread is closed")
+        return self._thread
+
+    def _post_open(self, room: R, opened: Callable[[N], A], pages: PageIndices) -> None:
+        """`pages` are busy from here on: the node holds them by itself once it has opened the room."""
+        thread = self._running()
+        self.pages.hold(pages)
+        self._rooms[room] = None
+        if not thread.post(partial(self._open, room, opened, pages)):
+            del self._rooms[room]
+            self.pages.unhold(pages)
+            raise MisuseError(f"the {self.role} thread is closed")
+
+    # --- on the loop
+
+    def _make(self) -> N:
+        raise NotImplementedError
+
+    async def _start(self) -> None:
+        node = self._make()
+        try:
+            await node.start()
+        except BaseException:
+            await node.close()
+            raise
+        self._node = node
+
+    async def _close(self) -> Sequence[UnprovenLoan]:
+        assert self._node is not None
+        unproven = await self._node.close()
+        self._closed = True
+        for _ in range(LAST_TURNS):
+            await asyncio.sleep(0)
+        for task in self._tasks:  # those of rooms whose loans are unproven: they are never released
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        return unproven
+
+    def _open(self, room: R, opened: Callable[[N], A], pages: PageIndices) -> None:
+        assert self._node is not None
+        try:
+            if self._closed:
+                raise room_error(Cause(Code.SHUTDOWN, f"the {self.role} thread is closed"))
+            handle = self._rooms[room] = opened(self._node)
+        except KvflowError as error:
+            self._fail(room, error)
+            self._release(room)
+        else:
+            task = asyncio.get_running_loop().create_task(self._follow(room, handle), name=f"kvflow-room-{room.room}")
+            self._tasks.add(task)
+            task.add_done_callback(self._tasks.discard)
+        finally:
+            self.pages.unhold(pages)
+
+    def _follow(self, room: R, handle: A) -> Coroutine[Any, Any, None]:
+        """Turn what happens to a room into events, until it is released."""
+        raise NotImplementedError
+
+    def _close_room(self, room: R, cause: Cause) -> None:
+        handle = self._rooms.get(room)
+        if handle is not None:
+            handle.close(cause)
+
+    def _fail(self, room: R, error: KvflowError) -> None:
+        with self._lock:
+            room.error = error
+        self._tell(RoomEvent("failed", room, error=error))
+
+    def _release(self, room: R) -> None:
+        del self._rooms[room]
+        room.released = True
+        self._tell(RoomEvent("released", room))
+
+    def _tell(self, event: RoomEvent[R]) -> None:
+        with self._news:
+            self._events.append(event)
+            self._news.notify_all()

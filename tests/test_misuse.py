@@ -1,0 +1,200 @@
+"""What a user gets wrong is said where it is done: the field, the value, the limit. What a peer gets wrong never is."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+
+import kvflow
+from kvflow.protocols.wire.ranks import RankInfo
+from kvflow.testing.pair import Pair, small_layout
+from kvflow.transports.data.fake import FakeNetwork, FakePlane
+
+PROMPT = range(10)  # 2.5 pages of 4
+pytest_plugins = ["kvflow.testing.fixtures"]
+ROOM_IDS = [
+    (1.0, r"room id 1\.0 is not an integer"),
+    ("7", "room id '7' is not an integer"),
+    (None, "room id None is not an integer"),
+    (-1, "room id -1 is not an unsigned 64-bit integer"),
+    (1 << 64, f"room id {1 << 64} is not an unsigned 64-bit integer"),
+]
+PROMPTS = [
+    ([], "the prompt is empty: at least 1 token is needed"),
+    (np.empty(0, np.int32), "the prompt is empty: at least 1 token is needed"),
+    ([[1, 2]], r"list of token ids, not shape \(1, 2\) of int64"),
+    ([1.5], r"list of token ids, not shape \(1,\) of float64"),
+    ("a prompt", r"list of token ids, not shape \(\) of <U8"),
+    ([True], r"list of token ids, not shape \(1,\) of bool"),
+    ([1, -2], "token id -2 is not an unsigned 32-bit integer"),
+    ([1 << 32], f"token id {1 << 32} is not an unsigned 32-bit integer"),
+]
+
+
+@pytest.mark.parametrize(("room", "text"), ROOM_IDS)
+async def test_what_is_not_a_room_id(kvflow_pair: Pair, room: Any, text: str) -> None:
+    p, cause = kvflow_pair, kvflow.Cause(kvflow.Code.CAPACITY)
+    for call in (
+        lambda: p.prefill.room(room, PROMPT),
+        lambda: p.prefill.refuse(room, cause),
+        lambda: p.decode.room(room, p.ranks, PROMPT),
+        lambda: p.decode.announce(room, p.ranks, PROMPT),
+        lambda: p.decode.refuse(room, p.ranks, cause),
+    ):
+        with pytest.raises(kvflow.MisuseError, match=text):
+            call()
+    await p.rest()
+
+
+@pytest.mark.parametrize(("prompt", "text"), PROMPTS)
+async def test_what_is_not_a_prompt(kvflow_pair: Pair, prompt: Any, text: str) -> None:
+    p = kvflow_pair
+    with pytest.raises(kvflow.MisuseError, match=text):
+        p.prefill.room(7, prompt)
+    with pytest.raises(kvflow.MisuseError, match=text):
+        p.decode.room(7, p.ranks, prompt)
+    await p.rest()
+
+
+@pytest.mark.parametrize("prefix", [-4, 3, 12, 9])
+async def test_a_prefix_that_is_not_whole_pages(kvflow_pair: Pair, prefix: int) -> None:
+    p = kvflow_pair
+    text = f"prefix_tokens {prefix} is neither a whole number of 4-token pages nor all of the 10 tokens of the prompt"
+    with pytest.raises(kvflow.MisuseError, match=text):
+        p.decode.room(7, p.ranks, PROMPT, prefix_tokens=prefix)
+    await p.rest()
+
+
+async def test_a_room_before_start_and_a_node_of_no_plane() -> None:
+    pool = kvflow.PagedPool.allocate(small_layout(), shared=False)
+    planes = FakeNetwork()
+    with pytest.raises(kvflow.MisuseError, match=r"the prefill node is not started: .* or start\(\)"):
+        kvflow.PrefillNode(pool, FakePlane(planes)).room(7, PROMPT)
+    with pytest.raises(kvflow.MisuseError, match=r"the decode node is not started: .* or start\(\)"):
+        kvflow.DecodeNode(pool, FakePlane(planes)).room(7, [], PROMPT)
+    with pytest.raises(kvflow.MisuseError, match="no data plane 'nvlink'; there are: local, mooncake"):
+        kvflow.DecodeNode(pool, "nvlink")
+    for incarnation in (0, -1, 1 << 64):
+        with pytest.raises(kvflow.MisuseError, match=f"incarnation {incarnation} is not a positive unsigned 64-bit"):
+            kvflow.DecodeNode(pool, FakePlane(planes), incarnation=incarnation)
+    pool.close()
+
+
+async def test_prefill_by_a_name_that_nothing_resolves(kvflow_pair: Pair) -> None:
+    p = kvflow_pair
+    p.decode._resolve = None
+    with pytest.raises(kvflow.MisuseError, match=r"prefill '10\.0\.0\.1:8998': this node was given no resolve\(\)"):
+        p.decode.room(7, "10.0.0.1:8998", PROMPT)
+
+
+SENDS: list[tuple[Any, dict[str, Any], str]] = [
+    ([5.0], {}, r"pages must be a list of integers, not shape \(1,\) of float64"),
+    (["5"], {}, "pages must be a list of integers, not shape"),
+    ([[5]], {}, r"pages must be a list of integers, not shape \(1, 1\) of int64"),
+    (5, {}, r"pages must be a list of integers, not shape \(\) of int64"),
+    ([64], {}, r"page 64 is outside 0\.\.63"),
+    ([-1, 3], {}, r"page -1 is outside 0\.\.63"),
+    ([1 << 40], {}, rf"page {1 << 40} is outside 0\.\.63"),
+    ([0, 1, 2, 3], {}, "chunk of 4 pages, 3 of decode's are left"),
+    ([0, 1], {"last": True}, "chunk of 2 pages, 3 of decode's are left"),
+    ([], {}, "a chunk without pages that is not the last"),
+]
+
+
+@pytest.mark.parametrize(("pages", "more", "text"), SENDS)
+async def test_a_chunk_that_cannot_be_sent(kvflow_pair: Pair, pages: Any, more: dict[str, Any], text: str) -> None:
+    p = kvflow_pair
+    source, target = await p.open(7, PROMPT)
+    await source.matched()
+    mine = p.prefill.pages.take(4, "engine")
+    with pytest.raises(kvflow.MisuseError, match=f"room 7: {text}"):
+        source.send(pages, **more)
+    source.send(mine[:3].tolist(), last=True)  # nothing was queued, and a list is as good as an array
+    assert await target.landed() == b""
+    p.prefill.pages.give_back(mine, "engine")
+    target.close()
+    await p.rest()
+
+
+async def test_send_too_early_too_late_and_of_pages_without_an_owner(kvflow_pair: Pair) -> None:
+    p = kvflow_pair
+    source = p.prefill.room(7, PROMPT)
+    with pytest.raises(kvflow.MisuseError, match=r"room 7: send\(\) before matched\(\)"):
+        source.send([0])
+    with pytest.raises(kvflow.MisuseError, match="room 7 is in use"):
+        p.prefill.room(7, PROMPT)
+    target = await p.decode.room(7, p.ranks, PROMPT)
+    await source.matched()
+    with pytest.raises(kvflow.MisuseError, match="hold: page 0 has no owner"):
+        source.send([0])
+    with pytest.raises(kvflow.CapacityError, match="bytes of hand-over: asked for 104857600, limit"):
+        mine = p.prefill.pages.take(3, "engine")
+        source.send(mine, last=True, handoff=bytes(100 << 20))
+    with pytest.raises(kvflow.MisuseError, match=r"room 7: pages can be kept once, after landed\(\)"):
+        target.keep("too early")
+    source.send(mine, last=True)
+    with pytest.raises(kvflow.MisuseError, match=r"room 7: send\(\) after the last chunk"):
+        source.send([0])
+    await target.landed()
+    kept = target.keep("sequence")
+    with pytest.raises(kvflow.MisuseError, match=r"room 7: pages can be kept once, after landed\(\)"):
+        target.keep("again")
+    p.decode.pages.give_back(kept, "sequence")
+    p.prefill.pages.give_back(mine, "engine")
+    await p.rest()
+
+
+def changed(info: RankInfo, **fields: Any) -> RankInfo:
+    return msgspec.structs.replace(info, **fields)
+
+
+async def test_a_registry_that_is_wrong_is_no_misuse(kvflow_pair: Pair) -> None:
+    """Ranks come from peers: whatever is wrong with them is a peer's fault."""
+    p = kvflow_pair
+    (info,) = p.ranks
+    cases: list[tuple[list[RankInfo], type[kvflow.KvflowError], str]] = [
+        ([], kvflow.LostError, "no rank of that prefill is known"),
+        ([info, changed(info, rank=1)], kvflow.PeerError, "one incarnation for two ranks"),
+        ([changed(info, incarnation=5, rank=3)], kvflow.LostError, "another incarnation answers"),
+        ([changed(info, rank=1)], kvflow.PeerError, "rank"),
+        (
+            [changed(info, incarnation=n + 5, rank=n) for n in range(p.decode.bounds.ranks_per_room + 1)],
+            kvflow.PeerError,
+            f"{p.decode.bounds.ranks_per_room + 1} ranks",
+        ),
+    ]
+    for room, (ranks, expected, text) in enumerate(cases):
+        with pytest.raises(expected, match=text) as caught:
+            await p.decode.room(room, ranks, PROMPT)
+        assert not isinstance(caught.value, kvflow.MisuseError)
+    await p.rest()
+
+
+@pytest.mark.parametrize("control", ["nonsense", "tcp://:", "tcp://10.0.0.1:99999999", "tcp://127.0.0.1:0", "\0", ""])
+async def test_a_control_address_of_a_peer_that_makes_no_sense(control: str) -> None:
+    pool = kvflow.PagedPool.allocate(small_layout(), shared=False)
+    bad = RankInfo(0, 1, 5, control, "fake", "")
+    async with kvflow.DecodeNode(pool, FakePlane(FakeNetwork()), timing=kvflow.Timing(register_s=0.3)) as decode:
+        with pytest.raises((kvflow.RefusedError, kvflow.LostError)) as caught:
+            await decode.room(7, [bad], PROMPT, deadline_s=5)
+        assert not isinstance(caught.value, kvflow.MisuseError)
+        assert pool.pages.at_rest() and decode.counts.handler_errors == 0
+    pool.close()
+
+
+async def test_what_users_print_says_what_it_is(kvflow_pair: Pair) -> None:
+    p = kvflow_pair
+    source, target = await p.open(7, PROMPT)
+    assert repr(p.prefill).startswith("<PrefillNode ") and repr(p.decode).endswith("over fake: running>")
+    assert repr(source).startswith("<PrefillRoom 7: ") and repr(target) == "<DecodeRoom 7: waiting_for_input, 3 pages>"
+    assert repr(p.prefill.shell.endpoint).endswith(": 1 rooms, 1 decodes, 0 writes>")
+    assert repr(p.decode.shell.endpoint).endswith(": 1 rooms, 1 prefill ranks, 1 loans>")
+    plane = kvflow.LocalPlane(None)
+    assert repr(plane) == "<LocalPlane of a pool that only sends: 0 routes>"
+    table = kvflow.RankTable()
+    table.put(p.prefill.info)
+    assert repr(table) == "<RankTable of ranks [0]>"
+    target.close()

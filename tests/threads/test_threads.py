@@ -1,0 +1,329 @@
+"""Engines without an event loop: both nodes in threads, real sockets, the local plane, pages of the engines' own."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from time import monotonic
+from typing import Any
+
+import numpy as np
+import pytest
+import uvloop
+
+import kvflow
+from kvflow.protocols.limits import Timing
+from kvflow.threads.node import NodeThread
+from kvflow.transports.control.memory import Network
+from kvflow.transports.data.fake import FakeNetwork, FakePlane, Fault
+
+PAGES, PAGE_SIZE, PATIENCE_S = 32, 4, 20.0
+PROMPT = list(range(10))  # 2.5 pages
+Side = NodeThread[Any, Any, Any]
+
+
+def pool(shared: bool = True, page_bytes: int = 64) -> kvflow.PagedPool:
+    layout = kvflow.build_layout([("k", "uint8", (page_bytes // PAGE_SIZE,))], page_size=PAGE_SIZE, num_pages=PAGES)
+    return kvflow.PagedPool.allocate(layout, shared=shared)
+
+
+@contextmanager
+def engines(
+    page_bytes: int = 64, rate: float | None = None
+) -> Iterator[tuple[kvflow.PrefillThread, kvflow.DecodeThread]]:
+    """Prefill's page p holds p + 1 everywhere; `rate` bytes a second, where a write has to take its time."""
+    source, target = pool(page_bytes=page_bytes), pool(page_bytes=page_bytes)
+    source.array("k")[:] = np.arange(1, PAGES + 1, dtype=np.uint8)[:, None, None]
+    plane = kvflow.LocalPlane(None, rate)
+    with kvflow.PrefillThread(source, plane) as prefill, kvflow.DecodeThread(target, "local") as decode:
+        yield prefill, decode
+    assert prefill.pages.at_rest() and decode.pages.at_rest()
+    source.close()
+    target.close()
+
+
+def wait_for(side: Side, kind: str, room: object) -> tuple[kvflow.RoomEvent[Any], list[str]]:
+    """Poll until it has happened. Returns the event, and the kinds of those before it."""
+    before: list[str] = []
+    deadline = monotonic() + PATIENCE_S
+    while monotonic() < deadline:
+        found = side.poll(timeout_s=0.1)
+        for n, event in enumerate(found):
+            if event.kind == kind and event.room is room:
+                side._events.extendleft(reversed(found[n + 1 :]))  # for the next one who asks
+                return event, before
+            before.append(event.kind)
+    raise TimeoutError(f"no {kind} of {room} within {PATIENCE_S:g} s, only {before}")
+
+
+def test_a_room_from_open_to_released() -> None:
+    with engines() as (prefill, decode):
+        sending = prefill.open(7, prompt=PROMPT, context="request 1")
+        room = decode.open(7, prefill=[prefill.info], prompt=PROMPT, pages=[9, 4, 7])
+        assert sorted(decode.pages.busy(range(PAGES))) == [4, 7, 9]  # from the call on
+        assert not decode.wait_released([4], timeout_s=0.0) and decode.wait_released([5], timeout_s=0.0)
+        matched, _ = wait_for(prefill, "matched", sending)
+        assert matched.prefix_tokens == 0 and matched.room.context == "request 1"
+        sending.send([1])
+        sending.send(np.array([2, 3]), last=True, handoff=b"42")
+        landed, before = wait_for(decode, "landed", room)
+        assert landed.handoff == room.handoff == b"42" and room.landed and before == ["opened"]
+        assert (decode.pool.array("k")[[9, 4, 7]] == prefill.pool.array("k")[[1, 2, 3]]).all()
+        wait_for(decode, "released", room)
+        _, before = wait_for(prefill, "released", sending)
+        assert before == ["done"] and sending.done and sending.released and room.released
+        assert decode.wait_released([9, 4, 7], timeout_s=0.0) and prefill.wait_released([1, 2, 3], timeout_s=0.0)
+        assert repr(room) == "<DecodeThreadRoom 7: released, 3 pages>"
+        assert repr(sending) == "<PrefillThreadRoom 7: released, 0 pages to send>"
+        again = prefill.open(7, prompt=PROMPT)  # the id is free again
+        again.close()
+
+
+def test_source_pages_are_busy_when_send_returns_until_the_write_has_ended() -> None:
+    with engines(page_bytes=65536, rate=200_000) as (prefill, decode):
+        sending = prefill.open(7, prompt=PROMPT)
+        room = decode.open(7, prefill=[prefill.info], prompt=PROMPT, pages=[0, 1, 2])
+        wait_for(prefill, "matched", sending)
+        sending.send([1, 2])
+        assert list(prefill.pages.busy([1, 2, 3])) == [1, 2]
+        assert not prefill.wait_released([2], timeout_s=0.0)
+        room.close()  # from decode, in the middle of a write
+        failed, _ = wait_for(prefill, "failed", sending)
+        assert isinstance(failed.error, kvflow.AbortedError) and sending.error is failed.error
+        assert prefill.wait_released([1, 2], PATIENCE_S) and decode.wait_released([0, 1, 2], PATIENCE_S)
+        failed, _ = wait_for(decode, "failed", room)
+        assert isinstance(failed.error, kvflow.AbortedError)
+        wait_for(decode, "released", room)
+        with pytest.raises(kvflow.AbortedError):
+            sending.send([3], last=True)
+        wait_for(prefill, "released", sending)
+
+
+@pytest.mark.parametrize(("prefix", "pages"), [(4, [5, 6]), (8, [5]), (10, [])])
+def test_decode_has_a_part_of_the_prompt_or_all_of_it(prefix: int, pages: list[int]) -> None:
+    with engines() as (prefill, decode):
+        sending = prefill.open(7, prompt=np.array(PROMPT))
+        room = decode.open(7, prefill=[prefill.info], prompt=PROMPT, pages=pages, prefix_tokens=prefix)
+        assert wait_for(prefill, "matched", sending)[0].prefix_tokens == sending.prefix_tokens == prefix
+        assert sending.left == len(pages)
+        sending.send([1, 2][: len(pages)], last=True, handoff=b"42")
+        assert wait_for(decode, "landed", room)[0].handoff == b"42"
+
+
+def test_many_rooms_from_many_threads() -> None:
+    with engines() as (prefill, decode):
+        ranks = [prefill.info]
+
+        def decodes(first: int) -> None:
+            for n in range(first, first + 4):
+                decode.open(n, prefill=ranks, prompt=[n, 1, 2, 3], pages=[n])
+
+        def prefills(first: int) -> None:
+            for n in range(first, first + 4):
+                prefill.open(n, prompt=[n, 1, 2, 3])
+
+        starts = [(work, first) for first in range(0, PAGES, 4) for work in (decodes, prefills)]
+        threads = [threading.Thread(target=work, args=(first,)) for work, first in starts]
+        for thread in threads:
+            thread.start()
+        landed = 0
+        deadline = monotonic() + PATIENCE_S
+        while landed < PAGES and monotonic() < deadline:
+            for event in prefill.poll(timeout_s=0.01):
+                if event.kind == "matched":
+                    event.room.send([event.room.room], last=True)
+            landed += sum(event.kind == "landed" for event in decode.poll())
+        for thread in threads:
+            thread.join()
+        assert landed == PAGES
+        assert (decode.pool.array("k") == prefill.pool.array("k")).all()
+
+
+def test_closing_a_node_ends_its_rooms_and_says_so() -> None:
+    with engines() as (prefill, decode):
+        sending = prefill.open(7, prompt=PROMPT)
+        room = decode.open(7, prefill=[prefill.info], prompt=PROMPT, pages=[0, 1, 2])
+        wait_for(prefill, "matched", sending)
+        assert list(decode.close()) == [] == list(decode.close())
+        kinds = [event.kind for event in decode.poll()]
+        assert kinds[-2:] == ["failed", "released"] and room.released
+        assert isinstance(room.error, kvflow.AbortedError) and room.error.code == "shutdown"
+        assert isinstance(wait_for(prefill, "failed", sending)[0].error, kvflow.AbortedError)
+        with pytest.raises(kvflow.MisuseError, match="the decode thread is closed"):
+            decode.open(8, prefill=[prefill.info], prompt=PROMPT, pages=[0, 1, 2])
+        room.close()
+        assert "closed" in repr(decode)
+        with pytest.raises(kvflow.MisuseError, match="was started before"):
+            decode.start()
+
+
+def test_a_loan_without_proof_is_returned_and_its_pages_stay_busy() -> None:
+    network, planes, timing = Network(), FakeNetwork(), Timing(lost_after_s=0.3)
+    source, target = pool(), pool()
+    plane = FakePlane(planes)
+    decode = kvflow.DecodeThread(target, FakePlane(planes), connect=network.connect, timing=timing)
+    with decode:
+        thread = decode._running()
+
+        async def prefill() -> kvflow.PrefillNode:
+            node = kvflow.PrefillNode(source, plane, bind=network.bind, pages=kvflow.ExternalPages(PAGES))
+            await node.start()
+            return node
+
+        node = thread.call(prefill)  # on the same loop: the network in memory is not for threads
+        plane.script(Fault.STUCK)
+        sending = decode.ask(lambda _: node.room(7, PROMPT))
+        room = decode.open(7, prefill=[node.info], prompt=PROMPT, pages=[0, 1, 2])
+        thread.call(sending.matched)
+        decode.ask(lambda _: sending.send([1, 2, 3], last=True))
+
+        async def close_both() -> None:
+            plane.release()
+            await node.close()
+
+        stopped: list[Sequence[object]] = []
+        closing = decode._close
+
+        async def close() -> Sequence[object]:  # prefill is closed after decode, on the loop that decode ends with
+            stopped.append(await closing())
+            await close_both()
+            return stopped[0]
+
+        decode._close = close  # type: ignore[method-assign,assignment]
+        (loan,) = decode.close()
+        assert list(loan.pages) == [0, 1, 2]
+    assert room.error is not None and not room.released
+    assert not decode.wait_released([1], timeout_s=0.0) and "3 busy" in repr(decode)
+
+
+def test_refusals_reach_the_other_side() -> None:
+    with engines() as (prefill, decode):
+        ranks = [prefill.info]
+        room = decode.open(1, prefill=ranks, prompt=PROMPT, pages=[0, 1, 2])
+        prefill.refuse(1, kvflow.Cause(kvflow.Code.CAPACITY, "no page is left"))
+        failed, _ = wait_for(decode, "failed", room)
+        assert isinstance(failed.error, kvflow.RefusedError) and "no page is left" in str(failed.error)
+        sending = prefill.open(2, prompt=PROMPT)
+        decode.refuse(2, prefill=ranks, cause=kvflow.Cause(kvflow.Code.CAPACITY, "too long a queue"))
+        failed, _ = wait_for(prefill, "failed", sending)
+        assert "too long a queue" in str(failed.error)
+        assert prefill.ask(lambda node: len(node.shell.rooms)) == 0
+
+
+def test_a_decode_finds_its_prefill_by_name_on_any_loop() -> None:
+    source, target = pool(), pool()
+    resolve = kvflow.RegistryClient().resolve
+    factory: Callable[[], Any] = uvloop.new_event_loop
+    with (
+        kvflow.PrefillThread(source, "local", registry_port=0, loop_factory=factory) as prefill,
+        kvflow.DecodeThread(target, "local", resolve=resolve, loop_factory=factory, verify_transfers=False) as decode,
+    ):
+        sending = prefill.open(7, prompt=PROMPT)
+        room = decode.open(7, prefill=prefill.registry, prompt=PROMPT, pages=[0, 1, 2])
+        wait_for(prefill, "matched", sending)
+        sending.send([1, 2, 3], last=True)
+        wait_for(decode, "landed", room)
+        lost = decode.open(8, prefill="127.0.0.1:1", prompt=PROMPT, pages=[3, 4, 5])
+        failed, _ = wait_for(decode, "failed", lost)
+        assert isinstance(failed.error, kvflow.LostError)
+        wait_for(decode, "released", lost)
+        assert decode.wait_released([3, 4, 5], timeout_s=0.0)
+
+
+def test_what_keeps_a_node_from_starting_is_raised_by_start() -> None:
+    before = threading.active_count()
+    with pytest.raises(kvflow.MisuseError, match="not in shared memory"):
+        kvflow.DecodeThread(pool(shared=False), "local").start()
+    with kvflow.PrefillThread(pool(), "local") as prefill:
+        port = int(prefill.info.control.rsplit(":", 1)[1])
+        with pytest.raises(kvflow.MisuseError, match=str(port)):
+            kvflow.PrefillThread(pool(), "local", port=port).start()
+        with pytest.raises(kvflow.MisuseError, match="registry cannot listen"):
+            kvflow.PrefillThread(pool(), "local", registry_port=port).start()
+    assert threading.active_count() == before
+
+
+def test_a_thread_that_is_not_started_says_so() -> None:
+    decode = kvflow.DecodeThread(pool(), "local")
+    with pytest.raises(kvflow.MisuseError, match="the decode thread is not started"):
+        decode.open(7, prefill=[], prompt=PROMPT, pages=[0, 1, 2])
+    assert list(decode.close()) == [] and decode.poll() == []
+    with pytest.raises(kvflow.MisuseError, match="was started before"):
+        decode.start()
+
+
+@pytest.mark.parametrize(
+    ("change", "text"),
+    [
+        ({"room": -1}, "room id -1 is not an unsigned 64-bit integer"),
+        ({"room": 1 << 64}, f"room id {1 << 64} is not an unsigned 64-bit integer"),
+        ({"room": 1.5}, "room id 1.5 is not an integer"),
+        ({"prompt": []}, "the prompt is empty"),
+        ({"prompt": [0.5]}, "list of token ids, not shape .* of float64"),
+        ({"prompt": [-1]}, "token id -1 is not an unsigned 32-bit integer"),
+        ({"pages": [0, 1]}, "room 7: 2 pages given, its prompt needs 3"),
+        ({"pages": [0, 1, 1]}, "a page is given twice"),
+        ({"pages": [0, 1, 32]}, r"page 32 is outside 0\.\.31"),
+        ({"prefix_tokens": 3}, "prefix_tokens 3 is neither a whole number of 4-token pages nor all of the 10 tokens"),
+        ({"prefix_tokens": 12}, "prefix_tokens 12 is neither"),
+        ({"prefill": "10.0.0.1:8998"}, "prefill '10.0.0.1:8998': this node was given no resolve"),
+    ],
+)
+def test_misuse_of_open_is_raised_by_open(change: dict[str, Any], text: str) -> None:
+    with kvflow.DecodeThread(pool(), "local") as decode:
+        given: dict[str, Any] = {"room": 7, "prefill": [], "prompt": PROMPT, "pages": [0, 1, 2], **change}
+        with pytest.raises(kvflow.MisuseError, match=text):
+            decode.open(given.pop("room"), **given)
+        assert decode.pages.at_rest() and decode.poll() == []
+
+
+def test_misuse_of_send_is_raised_by_send() -> None:
+    with engines() as (prefill, decode):
+        sending = prefill.open(7, prompt=PROMPT)
+        with pytest.raises(kvflow.MisuseError, match="room 7 is in use"):
+            prefill.open(7, prompt=PROMPT)
+        with pytest.raises(kvflow.MisuseError, match=r"room 7: send\(\) before the matched event"):
+            sending.send([1])
+        decode.open(7, prefill=[prefill.info], prompt=PROMPT, pages=[0, 1, 2])
+        wait_for(prefill, "matched", sending)
+        cases: list[tuple[Any, dict[str, Any], str]] = [
+            ([1, 2, 3, 4], {}, "chunk of 4 pages, 3 of decode's are left"),
+            ([1], {"last": True}, "chunk of 1 pages, 3 of decode's are left"),
+            ([], {}, "a chunk without pages that is not the last"),
+            ([32], {}, r"page 32 is outside 0\.\.31"),
+            ([[1]], {}, r"not shape \(1, 1\) of int64"),
+            (["1"], {}, "not shape"),
+        ]
+        for pages, more, text in cases:
+            with pytest.raises(kvflow.MisuseError, match=f"room 7: {text}" if "shape" not in text else text):
+                sending.send(pages, **more)
+        with pytest.raises(kvflow.CapacityError, match="bytes of hand-over"):
+            sending.send([1, 2, 3], last=True, handoff=bytes(100 << 20))
+        sending.send([1, 2, 3], last=True)
+        with pytest.raises(kvflow.MisuseError, match=r"room 7: send\(\) after the last chunk"):
+            sending.send([], last=True)
+        wait_for(prefill, "done", sending)
+
+
+def test_a_room_is_announced_before_its_pages_are_there() -> None:
+    with engines() as (prefill, decode):
+        sending = prefill.open(7, prompt=PROMPT)
+        room = decode.announce(7, prefill=[prefill.info], prompt=PROMPT, context="queued")
+        assert decode.pages.at_rest() and room.num_pages == 3 and room.context == "queued"
+        with pytest.raises(kvflow.MisuseError, match="room 7: 1 pages given, its prompt needs 3"):
+            room.offer([1])
+        room.offer([9, 4, 7])
+        assert sorted(decode.pages.busy(range(PAGES))) == [4, 7, 9]
+        with pytest.raises(kvflow.MisuseError, match="its pages have been offered already"):
+            room.offer([9, 4, 7])
+        wait_for(decode, "opened", room)
+        sending.close()
+        wait_for(decode, "released", room)
+        gone = decode.announce(8, prefill=[prefill.info], prompt=PROMPT)
+        gone.close(kvflow.Cause(kvflow.Code.CAPACITY, "too long a queue"))
+        failed, _ = wait_for(decode, "failed", gone)
+        assert failed.error is not None and "too long a queue" in str(failed.error)
+        gone.offer([1, 2, 3])
+        wait_for(decode, "released", gone)
+        assert decode.pages.at_rest()
