@@ -18,8 +18,7 @@ import uvloop
 
 from kvflow.bench.canary import CanaryPool
 from kvflow.bench.worker import Worker, serve
-from kvflow.handlers.rooms import DecodeRoom
-from kvflow.handlers.rooms import PrefillRoom
+from kvflow.handlers.rooms import DecodeRoom, PrefillRoom
 from kvflow.node import DecodeNode, PrefillNode
 from kvflow.protocols.errors import KvflowError
 from kvflow.protocols.limits import Timing

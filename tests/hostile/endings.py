@@ -17,8 +17,7 @@ from contextlib import suppress
 import msgspec
 import psutil
 
-from kvflow.handlers.rooms import DecodeRoom
-from kvflow.handlers.rooms import PrefillRoom
+from kvflow.handlers.rooms import DecodeRoom, PrefillRoom
 from kvflow.protocols.errors import Cause, Code, KvflowError
 from kvflow.testing.pair import QUICK, Pair, pair, small_layout, until
 from kvflow.transports.control.memory import DELIVERED, LOST, TWICE, Fate, Frame

@@ -171,7 +171,7 @@ def _any_grant_asked(core: Any, peer: Any, message: Any, now: float) -> None:
             if command is GrantCommand.RESEND:
                 prefill_inbox.resend(core, peer, belief.grant, belief.next_seq)
             else:
-                core.send(peer.incarnation, wire.Resync(rooms=(belief,), **core.between(peer)))
+                core.send(peer, wire.Resync(rooms=(belief,), **core.between(peer)))
 
 
 _lend = DecodeEndpoint.lend
@@ -190,7 +190,7 @@ def _leaves_ajar(endpoint: DecodeEndpoint, now: float) -> None:
     endpoint._leaving = None
 
 
-def _not_again(core: Any, task: Any, now: float) -> None:
+def _not_again(*_: object) -> None:
     return None
 
 
