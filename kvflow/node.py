@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import logging
 import secrets
 from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
@@ -32,7 +33,7 @@ from kvflow.protocols.arguments import TokenIds, check_prompt, pages_wanted
 from kvflow.protocols.decode import DecodeEndpoint
 from kvflow.protocols.decode_links import DecodeIdentity
 from kvflow.protocols.decode_rooms import Prompt
-from kvflow.protocols.errors import CapacityError, Cause, MisuseError
+from kvflow.protocols.errors import CapacityError, Cause, KvflowError, MisuseError
 from kvflow.protocols.limits import Bounds, Timing
 from kvflow.protocols.pages.layout import PageIndices, PoolLayout
 from kvflow.protocols.ports import ControlSocket, DataPlane, Endpoint, PageStore, UnprovenLoan
@@ -44,6 +45,7 @@ from kvflow.telemetry.counters import Counts
 from kvflow.transports.control.zmq import bind_router, connect_dealer
 from kvflow.transports.data.select import plane_for
 
+log = logging.getLogger(__name__)
 Resolve = Callable[[str], Awaitable[Sequence[RankInfo]]]
 """From the word a user names a prefill by to its ranks, in rank order. Raises: LostError."""
 Bind = Callable[[str, int], tuple[ControlSocket, int]]
@@ -430,7 +432,12 @@ class DecodeNode(_Node[DecodeShell]):
             shell.spawn(self._refuse_at(number, prefill, cause), f"kvflow-refuse-{number}")
 
     async def _refuse_at(self, room: int, prefill: str, cause: Cause) -> None:
-        self.shell.refuse(room, await self._ask(prefill), cause)
+        try:
+            ranks = await self._ask(prefill)
+        except KvflowError as error:
+            log.info("cannot tell prefill %s that room %d is refused: %s", prefill, room, error)
+        else:
+            self.shell.refuse(room, ranks, cause)
 
     def _open(
         self,

@@ -80,7 +80,7 @@ class PrefillShell(Shell):
         self.endpoint.check_chunk(room.record, len(pages), last, len(handoff))
         self.pages.hold(pages)
         try:
-            self.endpoint.queue_chunk(room.record, pages, last=last, handoff=handoff, now=self.now())
+            self.endpoint.queue_chunk(room.record, pages, last=last, handoff=handoff, now=self.now(), checked=True)
         except BaseException:
             self.pages.unhold(pages)
             raise

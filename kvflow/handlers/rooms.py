@@ -181,7 +181,8 @@ class DecodeRoom:
             self._on_end.append(callback)
 
     def __await__(self) -> Generator[Any, None, Self]:
-        return self.opened().__await__()
+        """As entering it: a caller that is cancelled here has no handle to close, so the room is closed."""
+        return self.__aenter__().__await__()
 
     async def __aenter__(self) -> Self:
         try:

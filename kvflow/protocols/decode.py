@@ -218,7 +218,9 @@ class DecodeEndpoint:
         loans = pages = 0
         for peer in found:
             cause = Cause(Code.PEER_LOST, f"prefill at {peer.info.control} was declared dead: {why}")
-            for grant, lease in core.ledger.of_source(peer):  # should it live, it is told to stop
+            for grant in core.ledger.grants_of(peer):  # should it live, it is told to stop
+                lease = core.ledger.find(peer, grant)
+                assert lease is not None
                 abort = wire.Abort(room=lease.room, grant=grant, cause=lease.cause or cause, **core.between(peer))
                 core.links.send(peer, abort)
             core.feed_link(peer, LinkKind.DECLARED_DEAD, now, cause)

@@ -89,8 +89,11 @@ class DecodeCore:
             self.links.send(peer, abort)
             if (repeat := Timer("repeat", peer.key)) not in self.deadlines:
                 self.deadlines.set(repeat, now + peer.repeat_after_s)
-        if LoanCommand.RETURN in change.commands:
+        if LoanCommand.RETURN in change.commands and peer.repeat_after_s > self.timing.repeat_after_s:
+            # It answers: what else it was asked for and has not answered was lost on the way.
             peer.repeat_after_s = self.timing.repeat_after_s
+            if (repeat := Timer("repeat", peer.key)) in self.deadlines:
+                self.deadlines.set(repeat, now + peer.repeat_after_s)
         if change.freed:
             self.outbox.append(FreePages(lease.grant))
         record = self.rooms.get(lease.grant)

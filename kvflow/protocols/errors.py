@@ -62,7 +62,9 @@ class KvflowError(Exception):
     code: Code = Code.ENGINE_ERROR
 
     def cause(self) -> Cause:
-        return Cause(self.code, str(self))
+        """What travels; of an error made from a cause, that cause again."""
+        text = str(self)
+        return Cause(self.code, "" if text == self.code else text.removeprefix(f"{self.code}: "))
 
 
 class MisuseError(KvflowError):

@@ -18,7 +18,7 @@ from kvflow.protocols.machines.rendezvous import Side
 from kvflow.protocols.pages.layout import PageIndices
 from kvflow.protocols.ports import Landing, Observer
 from kvflow.protocols.prefill_core import PrefillCore, Task, Timer
-from kvflow.protocols.prefill_inbox import HANDLERS, note_alive, on_announce_of_refused, on_register
+from kvflow.protocols.prefill_inbox import HANDLERS, note_alive, on_register, on_room_of_refused
 from kvflow.protocols.prefill_peers import DecodePeer, PrefillIdentity
 from kvflow.protocols.prefill_rooms import Chunk, PrefillRoomRecord
 from kvflow.protocols.wire import messages as wire
@@ -115,6 +115,7 @@ class PrefillEndpoint:
             core.set_deadline(record)
         elif cause := core.rendezvous.take(number, Side.ENGINE):
             core.feed_room(record, PrefillEvent(PrefillKind.ENDED_LOCALLY, cause=cause), now)
+            core.rendezvous.take(number, Side.DECODE)  # decode knows: this is not for the next room of that id
         else:
             core.set_deadline(record)
         return record
@@ -133,14 +134,23 @@ class PrefillEndpoint:
             core.record_outcome(number, Side.ENGINE, cause, now, came=False)
 
     def queue_chunk(
-        self, record: PrefillRoomRecord, source_pages: PageIndices, *, last: bool, handoff: bytes, now: float
+        self,
+        record: PrefillRoomRecord,
+        source_pages: PageIndices,
+        *,
+        last: bool,
+        handoff: bytes,
+        now: float,
+        checked: bool = False,
     ) -> None:
         """Our `source_pages` (int32 [n]) go onto the next n of decode's pages; `StartWrite` follows.
 
         Raises: MisuseError (before matched, after the last chunk, other than the pages that are left), CapacityError
-        (hand-over too large): nothing was queued; the room's own error once it has ended.
+        (hand-over too large): nothing was queued; the room's own error once it has ended. `checked`: the caller has
+        called `check_chunk` just before.
         """
-        self.check_chunk(record, len(source_pages), last, len(handoff))
+        if not checked:
+            self.check_chunk(record, len(source_pages), last, len(handoff))
         core = self._core
         record.chunks.append(Chunk(core.write_id(), record.state.queued, source_pages, last, handoff))
         core.feed_room(record, PrefillEvent(PrefillKind.CHUNK_QUEUED, last=last), now)
@@ -195,8 +205,8 @@ class PrefillEndpoint:
             core.answer_register(message, "another incarnation serves here now")
         elif type(message) is wire.Register:
             on_register(core, message, now)
-        elif peer is None and type(message) is wire.Announce:
-            on_announce_of_refused(core, message, now)
+        elif peer is None and isinstance(message, wire.Announce | wire.Abort):
+            on_room_of_refused(core, message, now)
         elif peer is None or peer.phase is PeerPhase.DEAD or not _may_come(peer, message):
             core.observer.message_dropped("stale")
         else:

@@ -98,7 +98,8 @@ class PrefillCore:
         self.outbox.append(SendToDecode(routing_id(message.target), encode(answer)))
 
     def header(self, room: RoomId, grant: GrantId, peer: DecodePeer) -> dict[str, Any]:
-        return {"room": room, "grant": grant, "rank": self.identity.rank, **self.between(peer)}
+        me = self.identity
+        return {"room": room, "grant": grant, "rank": me.rank, "source": me.incarnation, "target": peer.incarnation}
 
     def between(self, peer: DecodePeer) -> dict[str, Any]:
         return {"source": self.identity.incarnation, "target": peer.incarnation}

@@ -56,13 +56,17 @@ def note_alive(core: PrefillCore, peer: DecodePeer, now: float) -> None:
         core.feed_peer(peer, PeerKind.HEARD, now)
 
 
-def on_announce_of_refused(core: PrefillCore, message: wire.Announce, now: float) -> None:
-    """A decode whose registration was refused had announced a room: the engine's half is told why it will not come."""
+def on_room_of_refused(core: PrefillCore, message: wire.Announce | wire.Abort, now: float) -> None:
+    """A decode whose registration was refused had announced a room, or refuses it itself: the engine's half is told
+    why it will not come."""
     cause = core.refused.get(message.target)
     if cause is None:
         core.observer.message_dropped("stale")
         return
-    _end_engine_half(core, message.room, Cause(cause.code, f"prefill refused this decode: {cause.text}"), now)
+    if isinstance(message, wire.Announce):
+        _end_engine_half(core, message.room, Cause(cause.code, f"prefill refused this decode: {cause.text}"), now)
+    else:
+        _end_engine_half(core, message.room, message.cause, now)
 
 
 def _on_grant(kind: GrantKind) -> Callable[[PrefillCore, DecodePeer, Any, float], None]:

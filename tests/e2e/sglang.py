@@ -19,14 +19,23 @@ ONE = {"text": "class", "sampling_params": {"temperature": 0, "max_new_tokens": 
 
 @contextlib.asynccontextmanager
 async def sglang_router(fleet: Fleet) -> AsyncIterator[str]:
+    """In front of the first prefill and the first decode; it has served a request."""
+    prefill, decode = fleet.prefills[0], fleet.decodes[0]
+    assert prefill.bootstrap_port is not None
+    async with router_of(prefill.url, prefill.bootstrap_port, decode.url) as url:
+        yield url
+
+
+@contextlib.asynccontextmanager
+async def router_of(prefill: str, bootstrap_port: int, decode: str, *, served: bool = True) -> AsyncIterator[str]:
+    """In front of one pair. Without `served` it is enough that it knows both, whatever they answer."""
     with socket.socket() as free, socket.socket() as other:
         for unused in (free, other):
             unused.bind(("127.0.0.1", 0))
         port, metrics_port = free.getsockname()[1], other.getsockname()[1]
-    prefill, decode = fleet.prefills[0], fleet.decodes[0]
     process = await asyncio.create_subprocess_exec(
         sys.executable, "-m", "sglang_router.launch_router", "--pd-disaggregation",
-        "--prefill", prefill.url, str(prefill.bootstrap_port), "--decode", decode.url,
+        "--prefill", prefill, str(bootstrap_port), "--decode", decode,
         "--host", "127.0.0.1", "--port", str(port), "--prometheus-port", str(metrics_port),
         stdout=asyncio.subprocess.DEVNULL, stderr=asyncio.subprocess.DEVNULL, start_new_session=True,
     )  # fmt: skip
@@ -35,7 +44,8 @@ async def sglang_router(fleet: Fleet) -> AsyncIterator[str]:
         async with asyncio.timeout(60), aiohttp.ClientSession() as session:
             while True:
                 with contextlib.suppress(aiohttp.ClientError):
-                    async with session.post(f"{url}/generate", json=ONE) as answer:
+                    ready = session.post(f"{url}/generate", json=ONE) if served else session.get(f"{url}/readiness")
+                    async with ready as answer:
                         if answer.status == 200:
                             break
                 assert process.returncode is None

@@ -8,13 +8,16 @@ from typing import Any
 import pytest
 
 from kvflow.handlers.rooms import DecodeRoom, PrefillRoom
+from kvflow.protocols import decode_core, prefill_core
+from kvflow.protocols.commands import PeerKey
 from kvflow.protocols.errors import Cause, Code
 from kvflow.protocols.machines.decode_room import DecodePhase
 from kvflow.protocols.machines.prefill_room import PrefillPhase
+from kvflow.protocols.wire.codec import encode, routing_id
 from kvflow.protocols.wire.messages import Abort, RoomFailed
 from kvflow.testing.pair import Pair, pair, until
 from kvflow.transports.data.fake import Fault
-from tests.handlers.scenes import PROMPT, WHY, matched, midway
+from tests.handlers.scenes import PROMPT, WHY, header, matched, midway
 
 Both = tuple[PrefillRoom | None, DecodeRoom | None]
 OTHER = Cause(Code.SHUTDOWN, "another cause, later")
@@ -27,7 +30,7 @@ async def expected(p: Pair) -> Both:
 async def bootstrapped(p: Pair) -> Both:
     target = await p.decode.room(7, "sim", PROMPT)
     await until(lambda: 7 in p.prefill.shell.endpoint.rooms)
-    return p.prefill.shell.endpoint.rooms[7], target
+    return PrefillRoom(p.prefill.shell, p.prefill.shell.endpoint.rooms[7]), target
 
 
 async def transferring(p: Pair) -> Both:
@@ -110,20 +113,25 @@ async def by_its_context(p: Pair, session: Any) -> None:
 
 
 async def by_its_deadline(p: Pair, session: Any) -> None:
-    session.deadline_at_s = float("-inf")
-    for node in (p.prefill, p.decode):
-        node.handlers._sweep_once(p.clock(node).now())
+    node = p.prefill if isinstance(session, PrefillRoom) else p.decode
+    timer = ("room", session.room) if isinstance(session, PrefillRoom) else ("deadline", session.grant)
+    timers: Any = prefill_core.Timer if isinstance(session, PrefillRoom) else decode_core.Timer
+    node.shell.endpoint.core.deadlines.set(timers(*timer), float("-inf"))
+    node.shell.tick(p.clock(node).now())
+    node.shell.run()
 
 
 async def by_the_peer(p: Pair, session: Any) -> None:
-    """What the other side would say of this grant: handed to the handler, so that the phase is still the one meant."""
-    me, you = p.prefill.incarnation, p.decode.incarnation
+    """What the other side would send about this grant: fed at once, so that the phase is still the one meant."""
     if isinstance(session, PrefillRoom):
-        if (known := p.prefill.shell.endpoint.core.peers.get(you)) is not None:
-            await p.prefill.handlers.on_abort(known, Abort(session.room, session.grant or 1 << 50, me, you, OTHER))
+        abort = Abort(cause=OTHER, **header(p, session.room, session.record.grant or 1 << 39))
+        p.prefill.shell.endpoint.receive(routing_id(p.decode.incarnation), encode(abort), p.clock(p.prefill).now())
+        p.prefill.shell.run()
     else:
-        failed = RoomFailed(session.room, session.grant.number, me, you, 0, OTHER)
-        await p.decode.handlers.on_room_failed(session.links[0], failed)
+        failed = RoomFailed(rank=0, cause=OTHER, **header(p, session.room, session.grant))
+        key = PeerKey(p.prefill.incarnation, p.prefill.info.control)
+        p.decode.shell.endpoint.receive(key, encode(failed), p.clock(p.decode).now())
+        p.decode.shell.run()
 
 
 PATHS = (by_itself, by_its_context, by_its_deadline, by_the_peer)
@@ -157,10 +165,10 @@ async def test_closing_again_changes_nothing(scene: Any, phase: Any, first: int)
         p.network.mend()
         paths = [*PATHS[first:], *PATHS[:first]]
         await paths[0](p, session)
-        cause = session.state.cause
+        cause = session.cause
         for path in paths * 3:
             await path(p, session)
-            assert session.state.cause == cause or cause is None, "the first cause stands"
+            assert session.cause == cause or cause is None, "the first cause stands"
         p.plane(p.prefill).release()
         for other in (source, target):
             if other is not None:

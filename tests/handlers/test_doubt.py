@@ -1,20 +1,35 @@
-"""Writes nobody can vouch for: the room is over, its pages stay out of use until there is proof (I2, I3)."""
+"""Writes that cannot be vouched for: the room is over, its pages stay out of use until there is proof (I2, I3)."""
 
 from __future__ import annotations
 
 import pytest
-from kvflow.handlers.target import Target
 
+from kvflow.handlers.rooms import DecodeRoom
 from kvflow.protocols.errors import Code
+from kvflow.protocols.limits import Bounds
+from kvflow.protocols.machines.grants import GrantPhase
+from kvflow.protocols.machines.loan import LoanPhase
 from kvflow.protocols.wire.messages import Abort, AbortAck, Bootstrap, Heartbeat, RoomFailed
 from kvflow.testing.pair import Pair, pair, until
 from kvflow.transports.data.fake import Fault
-from tests.handlers.scenes import WHY, code_of, every_rank_writes, known, ledger, links, matched, midway, success
+from tests.handlers.scenes import (
+    WHY,
+    code_of,
+    every_rank_writes,
+    header,
+    known,
+    ledger,
+    links,
+    matched,
+    midway,
+    success,
+    to_prefill,
+)
 
 pytest_plugins = ["kvflow.testing.fixtures"]
 
 
-async def doubtful(p: Pair, *faults: Fault, chunks: int = 1) -> None:
+async def doubtful(p: Pair, *faults: Fault, chunks: int = 1) -> DecodeRoom:
     """A room whose write ended in error; its five pages are in quarantine."""
     source, target = await matched(p)
     p.plane(p.prefill).script(*faults)
@@ -22,9 +37,10 @@ async def doubtful(p: Pair, *faults: Fault, chunks: int = 1) -> None:
     assert await code_of(target.landed()) is Code.TRANSFER_ERROR
     assert await code_of(source.done()) is Code.TRANSFER_ERROR
     await until(lambda: source.phase.name == "LOST" and not p.prefill.pool.pages.held_pages)
-    await until(lambda: all(loan.phase.name == "DOUBTFUL" for loan in ledger(p.decode)._loans.values()))
+    await until(lambda: set(target.record.lease.loans.values()) == {LoanPhase.DOUBTFUL})
     assert ledger(p.decode).quarantined_pages == 5
     assert p.decode.pages.free_pages == 59 and not p.decode.shell.endpoint.rooms
+    return target
 
 
 @pytest.mark.parametrize("fault", [Fault.ERROR, Fault.LATE])
@@ -129,20 +145,17 @@ async def test_a_decode_that_dies_is_written_to_no_more() -> None:
 async def test_prefill_never_calls_a_doubtful_grant_drained() -> None:
     """Not after its tombstone was evicted, and not when its Bootstrap comes once more."""
     async with pair() as p:
-        await doubtful(p, Fault.LATE)
-        (peer,) = known(p.prefill)
-        (grant,) = known.closed
-        p.prefill.handlers.bounds = type(p.prefill.handlers.bounds)(closed_grants=2)
+        p.prefill.shell.endpoint.core.bounds = Bounds(closed_grants=2)
+        target = await doubtful(p, Fault.LATE)
+        (peer,), grant = known(p.prefill), target.grant
         p.network.hold(Heartbeat)
         for room in range(20, 24):
             await success(p, room)
-        assert grant not in known.closed and known.doubtful == {grant} and known.low_water > grant
-        (link,) = links(p.decode)
+        assert peer.grants.phase(grant) is GrantPhase.BELOW_DOUBTFUL and peer.grants.low_water > grant
         acks: list[bool] = []
         p.network.rules.append(lambda frame: _note(acks, frame.message))
-        me, them = p.decode.incarnation, p.prefill.incarnation
-        link.send(Bootstrap(7, grant, them, me, b"\0\0\0\0", 4, b"d" * 32))
-        link.send(Abort(7, grant, them, me, WHY))
+        late = Bootstrap(pages=b"\0\0\0\0", prompt_tokens=4, prompt_digest=b"d" * 32, **header(p, 7, grant))
+        to_prefill(p, late, Abort(cause=WHY, **header(p, 7, grant)))
         await until(lambda: len(acks) == 2)
         assert acks == [False, False]
         assert ledger(p.decode).quarantined_pages == 5
@@ -158,14 +171,13 @@ def _note(acks: list[bool], message: object) -> None:
 
 async def test_tombstones_are_bounded_and_leave_a_low_water_mark(kvflow_pair: Pair) -> None:
     p = kvflow_pair
-    p.prefill.handlers.bounds = type(p.prefill.handlers.bounds)(closed_grants=3)
+    p.prefill.shell.endpoint.core.bounds = Bounds(closed_grants=3)
     p.network.hold(Heartbeat)
     for room in range(8):
         await success(p, room)
     (peer,) = known(p.prefill)
-    assert isinstance(known, Target) and len(known.closed) == 3 and known.low_water == 6
-    (link,) = links(p.decode)
+    assert peer.grants.remembered == 3 and peer.grants.low_water == 6
     failed = p.network.seen["RoomFailed"]
-    link.send(Bootstrap(1, 2, p.prefill.incarnation, p.decode.incarnation, b"\0\0\0\0", 4, b"d" * 32))
+    to_prefill(p, Bootstrap(pages=b"\0\0\0\0", prompt_tokens=4, prompt_digest=b"d" * 32, **header(p, 1, 2)))
     await until(lambda: p.network.seen["RoomFailed"] > failed)
     assert not p.prefill.shell.endpoint.rooms

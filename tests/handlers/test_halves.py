@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+from typing import Any
 
 import msgspec
 import pytest
 
 from kvflow.protocols.errors import Cause, Code, KvflowError, LostError, RefusedError
-from kvflow.protocols.machines.rendezvous import EndedHalves, Half
+from kvflow.protocols.machines.rendezvous import Rendezvous, Side
 from kvflow.protocols.pages.layout import build_layout
 from kvflow.protocols.wire.messages import MAX_TEXT, Abort, Bootstrap
 from kvflow.testing.pair import PAGE_SIZE, Pair, pair, small_layout, until
-from tests.handlers.scenes import PROMPT, WHY, code_of, links, matched, success
+from tests.handlers.scenes import PROMPT, WHY, code_of, header, known, links, matched, success, to_prefill
 
 pytest_plugins = ["kvflow.testing.fixtures"]
 
@@ -21,11 +22,10 @@ async def test_decode_never_comes(kvflow_pair: Pair) -> None:
     p = kvflow_pair
     source = p.prefill.room(7, PROMPT)
     p.clock(p.prefill).advance(p.timing.rendezvous_s - 1)
-    p.prefill.handlers._sweep_once(p.prefill.handlers.now())
     assert not source.ended
     p.clock(p.prefill).advance(2)
     assert await code_of(source.matched()) is Code.RENDEZVOUS
-    target = await p.decode.room(7, "sim", PROMPT)  # late, and told so
+    target = p.decode.room(7, "sim", PROMPT)  # late, and told so
     assert await code_of(target.landed()) is Code.RENDEZVOUS
 
 
@@ -43,7 +43,7 @@ async def test_prefill_never_comes(kvflow_pair: Pair) -> None:
 async def test_prefill_refuses_before_decode_comes(kvflow_pair: Pair) -> None:
     p = kvflow_pair
     p.prefill.room(7, PROMPT).close(WHY)
-    target = await p.decode.room(7, "sim", PROMPT)
+    target = p.decode.room(7, "sim", PROMPT)
     assert await code_of(target.landed()) is WHY.code
     assert target.cause == WHY
     await success(p, 7)  # told once: the id is free again
@@ -54,7 +54,7 @@ async def test_the_engine_refuses_a_room_it_never_opened(kvflow_pair: Pair) -> N
     opened = p.prefill.counts.rooms_opened
     p.prefill.refuse(7, WHY)
     p.prefill.refuse(7, WHY)
-    target = await p.decode.room(7, "sim", PROMPT)
+    target = p.decode.room(7, "sim", PROMPT)
     assert await code_of(target.landed()) is WHY.code and target.cause == WHY
     assert p.prefill.counts.rooms_opened == opened and not p.prefill.shell.endpoint.rooms
     target = await p.decode.room(8, "sim", PROMPT)
@@ -145,7 +145,7 @@ async def test_a_second_decode_for_the_same_room(kvflow_pair: Pair) -> None:
     source, target = await matched(p)
     other = await p.add_decode()
     for node in (other, p.decode):
-        late = await node.room(7, "sim", PROMPT)
+        late = node.room(7, "sim", PROMPT)
         assert await code_of(late.landed()) is Code.ROOM_IN_USE
     p.send_all(source)
     assert await target.landed() == b"handoff"
@@ -155,17 +155,18 @@ async def test_a_second_decode_for_the_same_room(kvflow_pair: Pair) -> None:
 async def test_a_bootstrap_that_lends_too_few_or_foreign_pages(kvflow_pair: Pair) -> None:
     p = kvflow_pair
     _, target = await matched(p, 1)
-    link = target.links[0]
-    me, them = p.decode.incarnation, p.prefill.incarnation
     refused = [b"\0" * 8, b"\0\0\0\0", b"\xff\xff\xff\xff" * 5, b"\x40\0\0\0", b"abc", b""]
-    for i, pages in enumerate(refused):
-        link.send(Bootstrap(50 + i, 100 + i, them, me, pages, 5 * PAGE_SIZE, b"d" * 32))
-    link.send(Bootstrap(60, 160, them, me, b"", 0, b"d" * 32))
-    link.send(Bootstrap(61, 161, them, me, b"", 4, b"d" * 32, 400))
-    await until(lambda: p.network.seen["RoomFailed"] == len(refused) + 2)
+    offers: list[tuple[bytes, int, int]] = [(pages, 5 * PAGE_SIZE, 0) for pages in refused]
+    offers += [(b"", 0, 0), (b"", 4, 400), (b"\0\0\0\0", 5, 3)]
+    for i, (pages, tokens, prefix) in enumerate(offers):
+        fields: dict[str, Any] = {"pages": pages, "prompt_tokens": tokens, "prefix_tokens": prefix}
+        to_prefill(p, Bootstrap(prompt_digest=b"d" * 32, **fields, **header(p, 50 + i, 100 + i)))
+    await until(lambda: p.network.seen["RoomFailed"] == len(offers))
     assert set(p.prefill.shell.endpoint.rooms) == {1}
     target.close()
-    p.prefill.shell.endpoint.core.peers[me].closed.clear()  # grants of its own making: no heartbeat would settle them
+    assert known(p.prefill)[0].grants.settle(
+        100 + len(offers)
+    )  # grants of its own making: no heartbeat would settle them
 
 
 async def test_pools_that_do_not_fit_are_told_what_differs(kvflow_pair: Pair) -> None:
@@ -181,20 +182,22 @@ async def test_pools_that_do_not_fit_are_told_what_differs(kvflow_pair: Pair) ->
 async def test_data_planes_that_differ_are_told_by_name(kvflow_pair: Pair) -> None:
     p = kvflow_pair
     other = await p.add_decode()
-    other.handlers.endpoint = msgspec.structs.replace(other.handlers.endpoint, backend="pigeon")
+    links_of = other.shell.endpoint.core.links
+    address = msgspec.structs.replace(links_of._identity.address, backend="pigeon")
+    links_of._identity = msgspec.structs.replace(links_of._identity, address=address)
     with pytest.raises(RefusedError, match="data planes differ: prefill fake, decode pigeon"):
         await other.room(7, "sim", PROMPT)
 
 
 async def test_pools_that_differ_in_everything_are_told_some_of_it() -> None:
-    name = f"layer of a model with a {'very ' * 200}long name"
+    name = f"layer of a model with a {'very ' * 40}long name"
     layers = [(f"{name} {i}.{kv}", "uint8", (8,)) for i in range(100) for kv in "kv"]
     theirs = [(name, dtype, (16,)) for name, dtype, _ in layers]
     source = build_layout(layers, page_size=4, num_pages=2)
     async with pair(source_layout=source, target_layout=build_layout(theirs, page_size=4, num_pages=2)) as p:
         with pytest.raises(RefusedError, match="shape") as caught:
             await p.decode.room(7, "sim", [1])
-        assert len(str(caught.value)) > MAX_TEXT // 2
+        assert "and 195 more" in str(caught.value) and len(str(caught.value)) < MAX_TEXT
 
 
 async def test_nobody_answers(kvflow_pair: Pair) -> None:
@@ -221,19 +224,27 @@ async def test_a_word_nobody_can_resolve(kvflow_pair: Pair) -> None:
             await p.decode.room(7, "elsewhere", PROMPT)
 
 
-def test_ended_halves_are_bounded_and_told_once_to_the_other_half() -> None:
-    halves = EndedHalves(limit=2)
+def test_outcomes_are_bounded_and_told_once_to_the_other_side() -> None:
+    meeting: Rendezvous[str] = Rendezvous(limit=2)
     for room in (1, 2, 3):
-        halves.remember(room, Half.ENGINE, Cause(Code.DEADLINE, str(room)), forget_at_s=room)
-    assert len(halves) == 2 and halves.take(1, Half.DECODE) is None
-    assert halves.take(2, Half.DECODE) == Cause(Code.DEADLINE, "2")
-    assert halves.take(2, Half.DECODE) is None
-    assert halves.take(3, Half.ENGINE) is None and not len(halves)
-    halves.remember(4, Half.DECODE, WHY, 4.0)
-    halves.expire(4.0)
-    assert len(halves) == 1
-    halves.expire(4.1)
-    assert not len(halves)
+        meeting.record_outcome(room, Side.ENGINE, Cause(Code.DEADLINE, str(room)), forget_at_s=room)
+    assert len(meeting) == 2 and meeting.take(1, Side.DECODE) is None
+    assert meeting.take(2, Side.DECODE) == Cause(Code.DEADLINE, "2")
+    assert meeting.take(2, Side.DECODE) is None
+    assert meeting.take(3, Side.ENGINE) is None and not len(meeting)
+    meeting.record_outcome(4, Side.DECODE, WHY, 4.0)
+    meeting.expire(3.9)
+    assert len(meeting) == 1 and meeting.next_expiry_s() == 4.0
+    meeting.expire(4.0)
+    assert not len(meeting) and meeting.next_expiry_s() == float("inf")
+
+
+def test_a_half_that_never_comes_is_kept_for_the_other_unless_that_has_ended_too() -> None:
+    meeting: Rendezvous[str] = Rendezvous(limit=2)
+    meeting.record_absent(1, Side.ENGINE, WHY, 9.0)
+    assert len(meeting) == 1
+    meeting.record_absent(1, Side.DECODE, WHY, 9.0)
+    assert not len(meeting), "both know"
 
 
 async def test_a_late_abort_for_a_room_both_of_whose_halves_have_ended(kvflow_pair: Pair) -> None:

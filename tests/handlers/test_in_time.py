@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from kvflow.protocols import decode_core, prefill_core
 from kvflow.protocols.errors import Cause, Code, KvflowError
 from kvflow.protocols.limits import Timing
 from kvflow.protocols.wire.messages import Abort, Bootstrap, ChunkDone, RoomFailed
@@ -49,7 +50,7 @@ async def engine_is_full(p: Pair) -> Any:
 async def prefill_refuses_before_decode_comes(p: Pair) -> Any:
     await matched(p, 1)
     p.prefill.refuse(7, FULL)
-    return (await p.decode.room(7, "sim", PROMPT)).landed(), FULL.code, FULL.text
+    return p.decode.room(7, "sim", PROMPT).landed(), FULL.code, FULL.text
 
 
 async def prefill_refuses_after_decode_came(p: Pair) -> Any:
@@ -75,7 +76,8 @@ async def the_write_fails(p: Pair) -> Any:
 
 async def prefill_runs_out_of_time(p: Pair) -> Any:
     source, target = await matched(p)
-    source.deadline_at_s = p.clock(p.prefill).now()
+    p.prefill.shell.endpoint.core.deadlines.set(prefill_core.Timer("room", source.room), p.clock(p.prefill).now())
+    p.clock(p.prefill).advance(0)
     return target.landed(), Code.DEADLINE, "room 7: nothing more came"
 
 
@@ -124,7 +126,8 @@ async def decode_has_no_pages(p: Pair) -> Any:
 
 async def decode_runs_out_of_time(p: Pair) -> Any:
     source, target = await matched(p)
-    target.deadline_at_s = p.clock(p.decode).now()
+    p.decode.shell.endpoint.core.deadlines.set(decode_core.Timer("deadline", target.grant), p.clock(p.decode).now())
+    p.clock(p.decode).advance(0)
     return source.done(), Code.DEADLINE, "room 7: deadline"
 
 

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+from typing import Any
 
 import pytest
 
 from kvflow.protocols.errors import Code, LostError
 from kvflow.protocols.limits import Bounds
+from kvflow.protocols.machines.peer import PeerPhase
 from kvflow.protocols.wire.codec import encode, routing_id
 from kvflow.protocols.wire.messages import (
     WIRE_VERSION,
@@ -16,6 +18,7 @@ from kvflow.protocols.wire.messages import (
     Bootstrap,
     ChunkDone,
     Heartbeat,
+    Message,
     Register,
     Registered,
     Resync,
@@ -23,7 +26,20 @@ from kvflow.protocols.wire.messages import (
 )
 from kvflow.testing.pair import Pair, pair, until
 from kvflow.transports.control.memory import LOST, Frame
-from tests.handlers.scenes import PROMPT, WHY, code_of, known, ledger, links, matched, midway, success
+from tests.handlers.scenes import (
+    PROMPT,
+    WHY,
+    code_of,
+    header,
+    known,
+    ledger,
+    links,
+    matched,
+    midway,
+    success,
+    to_decode,
+    to_prefill,
+)
 
 pytest_plugins = ["kvflow.testing.fixtures"]
 
@@ -38,7 +54,7 @@ async def test_a_restarted_prefill_at_the_same_address() -> None:
         assert p.prefill.incarnation != first
         assert await code_of(target.landed()) is Code.PEER_LOST
         await success(p, 8)
-        await until(lambda: set(links(p.decode)) == {p.prefill.incarnation})
+        await until(lambda: [peer.key.incarnation for peer in links(p.decode)] == [p.prefill.incarnation])
         await p.rest()
 
 
@@ -48,7 +64,7 @@ async def test_another_incarnation_answers_and_nobody_saw_the_old_one_die() -> N
         source, target = await midway(p)
         port = int(p.prefill.info.control.rsplit(":", 1)[1])
         old = p.prefill
-        p.network.leave(old.handlers.socket)  # type: ignore[arg-type]
+        p.network.leave(old.shell.socket)  # type: ignore[arg-type]
         p.prefills.clear()
         await p.add_prefill(port)
         assert await code_of(target.landed()) is Code.PEER_LOST
@@ -109,33 +125,34 @@ async def test_a_silent_decode_that_comes_back(kvflow_pair: Pair) -> None:
 
 
 async def test_a_forgotten_decode_that_registers_again_and_a_bootstrap_of_its_past(kvflow_pair: Pair) -> None:
-    """Prefill has given its place to another; what it knew of ended grants it hears again, before anything else."""
+    """Prefill has given its place to another; no grant of the time before begins again."""
     p = kvflow_pair
-    first, prefill = p.decode, p.prefill.handlers
+    first, core = p.decode, p.prefill.shell.endpoint.core
     past: list[Frame] = []
     p.network.rules.append(lambda f: past.append(f) if isinstance(f.message, Bootstrap) else None)
     target = await first.room(7, "sim", PROMPT)
     await until(lambda: bool(past))
     target.close()
-    await until(lambda: target.ended and not ledger(first))
+    await until(lambda: target.ended and not len(ledger(first)))
     p.network.rules.append(lambda frame: LOST if frame.peer == routing_id(first.incarnation) else None)
-    known = prefill.targets[first.incarnation]
+    peer = core.peers[first.incarnation]
     p.clock(first).advance(p.timing.lost_after_s + 1)
     await until(lambda: not links(first))
     p.clock(p.prefill).advance(p.timing.lost_after_s + 1)
-    await until(lambda: known.silent)
-    prefill.bounds, bounds = Bounds(targets=1), prefill.bounds
+    await until(lambda: peer.phase is PeerPhase.SILENT)
+    core.bounds, bounds = Bounds(targets=1), core.bounds
     other = await p.add_decode()
-    await other.handlers.link_all(p.ranks)
-    assert set(prefill.targets) == {other.incarnation}
-    prefill.bounds = bounds
+    (await other.room(30, "sim", PROMPT)).close()
+    assert set(core.peers) == {other.incarnation}
+    core.bounds = bounds
     p.network.mend()
     p.network.drop(Heartbeat, times=1 << 30)
-    await first.handlers.link_all(p.ranks)
+    (await first.room(31, "sim", PROMPT)).close()
     refused = p.network.seen["RoomFailed"]
     p.network.inject(past[0])
     await until(lambda: p.network.seen["RoomFailed"] > refused)
-    assert prefill.targets[first.incarnation] is not known and not prefill.rooms
+    assert core.peers[first.incarnation] is not peer
+    assert all(record.room != 7 for record in core.rooms.values())
     p.network.mend()
     await p.rest()
 
@@ -159,46 +176,51 @@ async def test_messages_of_other_lives_are_counted_and_change_nothing(kvflow_pai
     p = kvflow_pair
     source, target = await midway(p)
     me, them, grant = p.decode.incarnation, p.prefill.incarnation, target.grant
-    await until(lambda: target.state.filled == (2,))
-    before = target.state
-    foreign = [(them, me + 2), (them + 2, me)]
-    to_decode = [
+    await until(lambda: target.record.state.filled == (2,))
+    before = target.record.state
+    foreign = [{"source": them, "target": me + 2}, {"source": them + 2, "target": me}]
+    ours = {"source": them, "target": me}
+    last: dict[str, Any] = {"rank": 0, "seq": 1, "pages": 3, "last": True}
+    room: dict[str, Any] = {"room": 7, "grant": grant}
+    to_us: list[Message] = [
         message
-        for s, t in foreign
+        for lives in foreign
         for message in (
-            ChunkDone(7, grant, s, t, 0, 1, 3, True, b""),
-            RoomFailed(7, grant, s, t, 0, WHY),
-            AbortAck(7, grant, s, t, 0, True),
-            Resync(s, t, ()),
-            Heartbeat(s, t),
+            ChunkDone(**last, **room, **lives),
+            RoomFailed(rank=0, cause=WHY, **room, **lives),
+            AbortAck(rank=0, drained=True, **room, **lives),
+            Resync(rooms=(), **lives),
+            Heartbeat(**lives),
         )
     ] + [
-        ChunkDone(8, grant, them, me, 0, 1, 3, True, b""),  # another room
-        ChunkDone(7, grant + 1, them, me, 0, 1, 3, True, b""),  # another grant
-        RoomFailed(7, grant + 1, them, me, 0, WHY),
-        AbortAck(7, grant + 1, them, me, 0, True),
+        ChunkDone(**last, **header(p, 8, grant)),  # another room
+        ChunkDone(**last, **header(p, 7, grant + 1)),  # another grant
+        RoomFailed(rank=0, cause=WHY, **header(p, 7, grant + 1)),
+        AbortAck(rank=0, drained=True, **header(p, 7, grant + 1)),
+        ChunkDone(**{**last, "rank": 77}, **room, **ours),  # another rank
+        RoomFailed(rank=77, cause=WHY, **room, **ours),
+        AbortAck(rank=77, drained=True, **room, **ours),
     ]
     counted = p.decode.counts
     seen = counted.stale + counted.foreign
-    for message in to_decode:
-        p.network.inject(Frame(p.prefill.info.control, routing_id(me), False, encode(message)))
-    # heartbeats of another source are ignored without a count
-    await until(lambda: counted.stale + counted.foreign >= seen + len(to_decode) - 1)
-    assert target.state == before and len(ledger(p.decode)) == 1
+    to_decode(p, *to_us)
+    await until(lambda: counted.stale + counted.foreign == seen + len(to_us))
+    assert target.record.state == before and len(ledger(p.decode)) == 1
     dropped = p.prefill.counts.foreign
-    for message in (Abort(7, grant, them, me + 2, WHY), Heartbeat(them, me + 2, 1 << 40)):
-        p.network.inject(Frame(p.prefill.info.control, routing_id(me), True, encode(message)))
+    other = {"source": them, "target": me + 2}
+    to_prefill(p, Abort(cause=WHY, **room, **other), Heartbeat(settled_below=1 << 40, **other))
     await until(lambda: p.prefill.counts.foreign == dropped + 2)
     assert not source.ended
     target.close()
 
 
-async def test_a_peer_nobody_knows_is_answered_nothing(kvflow_pair: Pair) -> None:
+async def test_an_unknown_peer_gets_no_answer(kvflow_pair: Pair) -> None:
     p = kvflow_pair
     stranger = p.network.connect(p.prefill.info.control, 99)
     stale = p.prefill.counts.stale
-    stranger.send(encode(Abort(7, 1, p.prefill.incarnation, 99, WHY)))
-    stranger.send(encode(Heartbeat(p.prefill.incarnation, 99)))
+    lives = {"source": p.prefill.incarnation, "target": 99}
+    stranger.send(encode(Abort(room=7, grant=1, cause=WHY, **lives)))
+    stranger.send(encode(Heartbeat(**lives)))
     await until(lambda: p.prefill.counts.stale == stale + 2)
     assert not known(p.prefill)
     stranger.close()
@@ -208,7 +230,15 @@ async def test_another_wire_version_is_refused_with_both_numbers(kvflow_pair: Pa
     p = kvflow_pair
     stranger = p.network.connect(p.prefill.info.control, 99)
     endpoint, layout = p.decode.exported
-    stranger.send(encode(Register(p.prefill.incarnation, 99, WIRE_VERSION + 6, layout, endpoint)))
+    register = Register(
+        source=p.prefill.incarnation,
+        target=99,
+        wire_version=WIRE_VERSION + 6,
+        layout=layout,
+        endpoint=endpoint,
+        fresh_from=1,
+    )
+    stranger.send(encode(register))
     ((_, frame),) = await asyncio.wait_for(stranger.receive(), 5)
     answer = Frame("", b"", False, frame).message
     assert isinstance(answer, Registered) and answer.wire_version == WIRE_VERSION
@@ -220,13 +250,15 @@ async def test_another_wire_version_is_refused_with_both_numbers(kvflow_pair: Pa
 async def test_decodes_are_bounded(kvflow_pair: Pair) -> None:
     p = kvflow_pair
     await success(p)
-    p.prefill.handlers.bounds = Bounds(targets=1)
+    p.prefill.shell.endpoint.core.bounds = Bounds(targets=1)
     other = await p.add_decode()
     with pytest.raises(Exception, match="registered already"):
         await other.room(8, "sim", PROMPT)
 
 
-@pytest.mark.parametrize("garbage", [b"", b"\0", b"\xc1" * 100, b"\x93\x03\x01\x02", encode(Heartbeat(1, 2))[:-1]])
+@pytest.mark.parametrize(
+    "garbage", [b"", b"\0", b"\xc1" * 100, b"\x93\x03\x01\x02", encode(Heartbeat(source=1, target=2))[:-1]]
+)
 async def test_bad_bytes_are_counted_and_the_next_room_works(kvflow_pair: Pair, garbage: bytes) -> None:
     p = kvflow_pair
     await success(p, 1)

@@ -1,4 +1,4 @@
-"""The ledger gives pages back once, when room and loans are over, whatever the order (I1, I2)."""
+"""The ledger frees pages once, when room and loans are over, whatever the order (I1, I2)."""
 
 from __future__ import annotations
 
@@ -6,46 +6,39 @@ import itertools
 
 import pytest
 
-from kvflow.memory.allocator import PageAllocator
-from kvflow.protocols.errors import Cause, Code
-from kvflow.protocols.machines.decode_room import DecodePhase
-from kvflow.protocols.machines.ledger import Grant, Ledger, Quarantined
-from kvflow.protocols.machines.loan import LoanKey, LoanKind
-from kvflow.protocols.machines.story import STORY_LINES, Story
+from kvflow.protocols.errors import Cause, Code, QuarantineError
+from kvflow.protocols.machines.ledger import Change, Lease, Ledger
+from kvflow.protocols.machines.loan import LoanCommand, LoanKind, LoanPhase
+from kvflow.protocols.wire.messages import GrantId, RoomId
 
 WHY = Cause(Code.CLIENT_GONE)
-
-
-class FakeLink:
-    """Implements `ledger.Lender` and remembers what it was asked to do."""
-
-    def __init__(self, source: int, rank: int) -> None:
-        self.source, self.rank = source, rank
-        self.aborts: list[tuple[int, int]] = []
-        self.fences = 0
-
-    def send_abort(self, room: int, grant: int, cause: Cause) -> None:
-        assert cause == WHY
-        self.aborts.append((room, grant))
-
-    def await_fence(self) -> None:
-        self.fences += 1
+FIRST = GrantId(1)
 
 
 class Desk:
-    """A ledger with one grant of four pages, lent to `ranks` links."""
+    """A ledger with one lease of four pages, lent to `ranks` sources."""
 
     def __init__(self, ranks: int) -> None:
-        self.at_s = 100.0
-        self.pages = PageAllocator(16)
-        self.ledger = Ledger(self.pages, lambda: self.at_s, quarantine_limit=4)
-        self.links = [FakeLink(7, rank) for rank in range(ranks)]
-        self.grant = Grant(1, 99, self.pages.take(4, "room"), "room")
-        for link in self.links:
-            self.ledger.lend(self.grant, link)
+        self.ledger: Ledger[int] = Ledger(quarantine_limit=4)
+        self.freed = 0
+        self.aborts = [0] * ranks
+        self.lease: Lease[int] = Lease(FIRST, RoomId(99))
+        self.lease.num_pages = 4
+        for rank in range(ranks):
+            self.ledger.open(self.lease, rank)
+            self.feed(rank, LoanKind.LEND)
 
-    def feed(self, rank: int, kind: LoanKind) -> bool:
-        return self.ledger.feed(LoanKey(7, rank, 1), kind)
+    def feed(self, rank: int, kind: LoanKind) -> None:
+        self.note(self.ledger.feed(self.lease, rank, kind))
+
+    def end_room(self) -> None:
+        for change in self.ledger.recall(self.lease, WHY):
+            self.note(change)
+        self.freed += self.ledger.room_ended(self.lease)
+
+    def note(self, change: Change[int]) -> None:
+        self.freed += change.freed
+        self.aborts[change.source] += change.commands.count(LoanCommand.SEND_ABORT)
 
 
 PROOFS = [LoanKind.LANDED, LoanKind.DRAINED, LoanKind.FENCED]
@@ -61,67 +54,77 @@ LIVES = [
 
 
 @pytest.mark.parametrize(("proofs", "room_ends_at"), LIVES, ids=str)
-def test_pages_come_home_once_everything_is_over(proofs: tuple[LoanKind, ...], room_ends_at: int) -> None:
+def test_pages_are_freed_once_everything_is_over(proofs: tuple[LoanKind, ...], room_ends_at: int) -> None:
     desk = Desk(2)
     for step in range(3):
         if step == room_ends_at:
-            desk.ledger.recall(desk.grant, WHY)
-            desk.ledger.room_ended(desk.grant)
+            desk.end_room()
         if step < 2:
-            assert not desk.pages.at_rest()
+            assert not desk.freed
             if proofs[step] is LoanKind.FENCED:
                 desk.feed(step, LoanKind.SOURCE_LOST)
             desk.feed(step, proofs[step])
-    assert desk.pages.at_rest() and not len(desk.ledger) and desk.ledger.quarantined_pages == 0
-    assert not desk.feed(0, LoanKind.DRAINED), "late words about ended loans are nobody's"
+    assert desk.freed == 1 and not len(desk.ledger) and desk.ledger.quarantined_pages == 0
+    assert desk.ledger.find(0, FIRST) is None, "a late message about an ended loan finds nothing"
 
 
-def test_quarantine_is_counted_and_owned_apart_from_the_room() -> None:
-    desk = Desk(1)
-    desk.ledger.recall(desk.grant, WHY)
+def test_pages_are_in_quarantine_from_the_recall_to_the_last_proof() -> None:
+    desk = Desk(2)
+    assert desk.ledger.quarantined_pages == 0
+    desk.end_room()
+    assert desk.ledger.quarantined_pages == 4 and desk.ledger.owes(0) and desk.ledger.owed_by(0) == (1, 4)
+    desk.ledger.check_quarantine()
     desk.feed(0, LoanKind.UNPROVEN)
-    desk.ledger.room_ended(desk.grant)
-    (owner,) = desk.pages.owned()
-    assert isinstance(owner, Quarantined) and repr(owner) == "quarantine(1)"
-    assert desk.ledger.quarantined_pages == desk.pages.count_by(Quarantined) == 4
-    assert desk.links[0].fences == 1 and desk.ledger.owes(desk.links[0])
-    assert desk.ledger.lowest_open_grant(50) == 1
+    desk.feed(1, LoanKind.DRAINED)
+    assert desk.lease.doubtful and desk.ledger.quarantined_pages == 4
+    desk.ledger.quarantine_limit = 3
+    with pytest.raises(QuarantineError, match="4 pages are in quarantine, more than 3"):
+        desk.ledger.check_quarantine()
     desk.feed(0, LoanKind.FENCED)
-    assert desk.pages.at_rest() and desk.ledger.lowest_open_grant(50) == 50
+    assert desk.ledger.quarantined_pages == 0 and desk.freed == 1 and not desk.ledger.owes(0)
 
 
-def test_aborts_are_repeated_until_answered_and_not_too_often() -> None:
+def test_a_source_settles_what_it_has_answered_and_nothing_above_an_open_loan() -> None:
+    """By itself: what another source has answered says nothing about this one."""
     desk = Desk(2)
-    desk.ledger.recall(desk.grant, WHY)
-    assert [link.aborts for link in desk.links] == [[(99, 1)]] * 2
+    second: Lease[int] = Lease(GrantId(2), RoomId(100))
+    for rank in (0, 1):
+        desk.ledger.open(second, rank)
+    assert [desk.ledger.settled_below(rank) for rank in (0, 1)] == [1, 1]
+    desk.feed(0, LoanKind.LANDED)
+    assert [desk.ledger.settled_below(rank) for rank in (0, 1)] == [2, 1]
+    for change in desk.ledger.recall(second, WHY):
+        desk.note(change)
+    desk.ledger.feed(second, 1, LoanKind.DRAINED)
+    assert [desk.ledger.settled_below(rank) for rank in (0, 1)] == [2, 1], "its first grant is open"
+    desk.feed(1, LoanKind.LANDED)
+    assert [desk.ledger.settled_below(rank) for rank in (0, 1)] == [2, 3]
+
+
+def test_a_drained_loan_whose_room_is_open_settles_nothing() -> None:
+    desk = Desk(1)
     desk.feed(0, LoanKind.DRAINED)
-    desk.ledger.repeat(older_than_s=desk.at_s)
-    assert [len(link.aborts) for link in desk.links] == [1, 1]
-    desk.at_s += 1
-    desk.ledger.repeat(older_than_s=desk.at_s)
-    desk.ledger.repeat(older_than_s=desk.at_s)
-    assert [len(link.aborts) for link in desk.links] == [1, 2]
+    assert desk.lease.loans == {0: LoanPhase.PROVEN} and desk.ledger.settled_below(0) == FIRST
+    desk.end_room()
+    assert desk.freed == 1 and desk.ledger.settled_below(0) == 2 and desk.aborts == [0]
 
 
-def test_one_event_for_all_loans_of_a_link_and_no_other() -> None:
+def test_aborts_are_repeated_for_what_is_not_answered() -> None:
     desk = Desk(2)
-    changes: list[bool] = []
-    desk.ledger.recall(desk.grant, WHY)
-    desk.grant.on_change = lambda: changes.append(desk.grant.doubtful)
-    desk.ledger.feed_link(desk.links[0], LoanKind.SOURCE_LOST)
-    assert changes == [False]
-    desk.ledger.feed_link(desk.links[1], LoanKind.SOURCE_LOST)
-    assert changes == [False, True]
-    desk.ledger.feed_link(desk.links[0], LoanKind.SOURCE_BACK)
-    assert [len(link.aborts) for link in desk.links] == [2, 1]
+    desk.end_room()
+    assert desk.aborts == [1, 1]
+    desk.feed(0, LoanKind.DRAINED)
+    assert [grant for grant, _ in desk.ledger.of_source(0)] == []
+    desk.feed(1, LoanKind.REPEAT_DUE)
+    assert desk.aborts == [1, 2]
 
 
-def test_a_story_is_bounded_and_keeps_its_beginning_and_its_end() -> None:
-    story = Story()
-    for at in range(1_000):
-        story.tell(float(at), f"step {at}", DecodePhase.TRANSFERRING)
-    lines = story.lines()
-    assert len(lines) == STORY_LINES + 1
-    assert lines[0].what == "step 0" and lines[-1].what == "step 999"
-    assert lines[STORY_LINES // 2].what == f"{1_000 - STORY_LINES} lines left out"
-    assert [line.at_s for line in lines] == sorted(line.at_s for line in lines)
+def test_loans_of_a_lost_source_are_in_doubt_and_no_other() -> None:
+    desk = Desk(2)
+    desk.end_room()
+    desk.feed(0, LoanKind.SOURCE_LOST)
+    assert not desk.lease.doubtful
+    desk.feed(1, LoanKind.SOURCE_LOST)
+    assert desk.lease.doubtful
+    desk.feed(0, LoanKind.SOURCE_BACK)
+    assert not desk.lease.doubtful and desk.aborts == [2, 1]

@@ -6,9 +6,10 @@ import asyncio
 
 import msgspec
 import pytest
-from kvflow.handlers.link import LinkPhase
 
+from kvflow.protocols.commands import PeerKey
 from kvflow.protocols.errors import Code, LostError
+from kvflow.protocols.machines.link import LinkPhase
 from kvflow.protocols.wire.codec import encode, routing_id
 from kvflow.protocols.wire.messages import WIRE_VERSION, ChunkDone, Register, Registered
 from kvflow.testing.pair import Pair, pair, until
@@ -21,15 +22,23 @@ pytest_plugins = ["kvflow.testing.fixtures"]
 def answer(p: Pair, control: str, source: int, asked: int) -> None:
     """Somebody at `control` says that `asked` does not serve there any more."""
     text = "another incarnation serves here now"
-    said = Registered(source, p.decode.incarnation, WIRE_VERSION, 0, text, p.prefill.exported[0], asked)
+    said = Registered(
+        source=source,
+        target=p.decode.incarnation,
+        wire_version=WIRE_VERSION,
+        rank=0,
+        refusal=text,
+        endpoint=p.prefill.exported[0],
+        asked=asked,
+    )
     p.network.inject(Frame(control, routing_id(p.decode.incarnation), False, encode(said)))
 
 
 async def test_a_room_whose_prefill_has_forgotten_it_fails(kvflow_pair: Pair) -> None:
     """Its last word was lost, and so many grants were closed since that it is forgotten: waiting would not help."""
     p = kvflow_pair
-    handlers = p.prefill.handlers
-    handlers.bounds = msgspec.structs.replace(handlers.bounds, closed_grants=1)
+    core = p.prefill.shell.endpoint.core
+    core.bounds = msgspec.structs.replace(core.bounds, closed_grants=1)
 
     def lose_the_last_word(frame: Frame) -> Fate | None:
         message = frame.message
@@ -50,7 +59,7 @@ async def test_the_answer_to_an_earlier_life_does_not_end_the_link_to_this_one(k
     _, target = await matched(p)
     (link,) = links(p.decode)
     stale = p.decode.counts.stale
-    answer(p, link.control, link.source, asked=12345)
+    answer(p, link.key.control, link.key.incarnation, asked=12345)
     await until(lambda: p.decode.counts.stale > stale)
     assert link.phase is LinkPhase.UP and not target.ended
     target.close()
@@ -62,11 +71,11 @@ async def test_a_link_hears_of_its_replacement_through_the_next_one_and_gives_up
         await midway(p)
         old, control = p.prefill, p.prefill.info.control
         (first,) = links(p.decode)
-        p.network.leave(old.handlers.socket)  # type: ignore[arg-type]
+        p.network.leave(old.shell.socket)  # type: ignore[arg-type]
         p.prefills.clear()
         p.network.cut(control)
         await p.add_prefill(int(control.rsplit(":", 1)[1]))
-        opening = asyncio.ensure_future(p.decode.room(8, p.ranks, PROMPT))
+        opening = asyncio.ensure_future(p.decode.room(8, p.ranks, PROMPT).opened())
         await until(lambda: len(links(p.decode)) == 2)
         p.network.mend()
         (await opening).close()
@@ -86,10 +95,10 @@ async def test_a_link_that_is_lost_while_another_rank_registers_opens_no_room() 
             return HELD if frame.control == second.control and isinstance(frame.message, Register) else None
 
         p.network.rules.append(hold_rank_1)
-        opening = asyncio.ensure_future(p.decode.room(7, "sim", PROMPT))
-        links = links(p.decode)
-        await until(lambda: first.incarnation in links and links[first.incarnation].phase is LinkPhase.UP)
-        lost = links[first.incarnation]  # once it is lost, the next sweep forgets it
+        opening = asyncio.ensure_future(p.decode.room(7, "sim", PROMPT).opened())
+        peers, key = p.decode.shell.endpoint.core.links.peers, PeerKey(first.incarnation, first.control)
+        await until(lambda: key in peers and peers[key].phase is LinkPhase.UP)
+        lost = peers[key]  # it is forgotten as soon as it is lost
         answer(p, first.control, 12345, asked=first.incarnation)
         await until(lambda: lost.phase is LinkPhase.GONE)
         p.network.rules.clear()

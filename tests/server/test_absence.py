@@ -15,7 +15,7 @@ import kvflow
 from kvflow.engine.scheduler.limits import EngineLimits
 from kvflow.engine.scheduler.params import EngineLoad, SamplingParams, TokenOut
 from kvflow.handlers.rooms import DecodeRoom, PrefillRoom
-from kvflow.protocols.errors import Code, KvflowError
+from kvflow.protocols.errors import Cause, Code, KvflowError, LostError
 from kvflow.protocols.limits import Timing
 from kvflow.protocols.machines.prefill_room import PrefillPhase
 from kvflow.protocols.wire.ranks import RankInfo
@@ -114,7 +114,9 @@ async def test_a_decode_that_runs_out_of_patience_for_pages_says_so_to_both_legs
     asking = asyncio.create_task(decoded(service, 7))
     source = patient.prefill.room(7, PROMPT)
     for waiting in (asking, source.matched()):
-        with pytest.raises(KvflowError, match=r"decode had no free pages for this request within 0\.05 s") as caught:
+        with pytest.raises(
+            KvflowError, match=r"^capacity: decode had no free pages for this request within 0\.05 s"
+        ) as caught:
             await waiting
         assert caught.value.code is Code.CAPACITY
     await patient.rest()
@@ -155,4 +157,29 @@ async def test_a_registry_of_a_thousand_ranks_is_refused_in_words() -> None:
         assert error["message"] == "ranks of one room: asked for 1024, limit 64"
         assert not list(node.peers())
         assert pool.pages.at_rest()
+    pool.close()
+
+
+async def test_a_decode_that_does_not_fit_and_refuses_besides_ends_the_other_leg() -> None:
+    async with pair(timing=PATIENT, target_layout=small_layout(page_size=8)) as p:
+        source = p.prefill.room(7, PROMPT)
+        p.decode.refuse(7, "sim", Cause(Code.BAD_REQUEST, "temperature -1 is below 0"))
+        with pytest.raises(KvflowError, match="temperature -1 is below 0"):
+            await asyncio.wait_for(source.matched(), 2)
+        await p.rest()
+
+
+async def test_a_refusal_for_a_prefill_that_does_not_answer_is_no_internal_error() -> None:
+    asked: asyncio.Queue[str] = asyncio.Queue()
+
+    async def resolve(prefill: str) -> Sequence[RankInfo]:
+        asked.put_nowait(prefill)
+        raise LostError("no answer")
+
+    pool = kvflow.PagedPool.allocate(small_layout(64))
+    async with kvflow.DecodeNode(pool, plane="local", resolve=resolve) as node:
+        node.refuse(7, "127.0.0.1:1", Cause(Code.BAD_REQUEST, "no"))
+        assert await asked.get() == "127.0.0.1:1"
+        await until(lambda: not any(task.get_name() == "kvflow-refuse-7" for task in asyncio.all_tasks()))
+    assert node.counts.handler_errors == 0
     pool.close()

@@ -31,7 +31,10 @@ NO_LIMIT = 1 << 20
 
 @dataclass(frozen=True)
 class LoadedModel:
-    """A model that passed the self-test. `streams` and `fingerprint` are for `build_layout`; `tokenizer` may be None."""
+    """A model that passed the self-test. `streams` and `fingerprint` are for `build_layout`.
+
+    `tokenizer` may be None.
+    """
 
     model: Any
     name: str

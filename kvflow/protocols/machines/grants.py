@@ -157,7 +157,9 @@ class GrantTable(Generic[R]):
 
     def feed(self, grant: GrantId, kind: GrantKind) -> tuple[GrantCommand, ...]:
         """The one place that changes a grant's phase. Returns what to do now."""
-        before = self.phase(grant)
+        before = self._phases.get(grant)
+        if before is None:
+            before = P.UNKNOWN if grant >= self.low_water else P.BELOW
         move = TABLE.move(before, kind)
         if grant >= self._seen_below:
             self._seen_below = GrantId(grant + 1)

@@ -62,7 +62,10 @@ class Ledger(Generic[S]):
     def open(self, lease: Lease[S], source: S) -> None:
         """A loan that is announced; its pages follow with LEND. Grants are opened in ascending order."""
         lease.loans[source] = LoanPhase.ANNOUNCED
-        self._by_source.setdefault(source, OrderedDict())[lease.grant] = lease
+        loans = self._by_source.get(source)
+        if loans is None:
+            loans = self._by_source[source] = OrderedDict()
+        loans[lease.grant] = lease
         self._count += 1
 
     def find(self, source: S, grant: GrantId) -> Lease[S] | None:

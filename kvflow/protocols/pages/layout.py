@@ -292,6 +292,8 @@ def unpack_pages(packed: bytes, num_pages: int) -> PageIndices:
     if len(packed) % 4:
         raise LayoutError(f"pages: {len(packed)} bytes are not a list of int32 indices")
     pages = np.frombuffer(packed, dtype="<i4")
+    if pages.size == 1 and 0 <= pages[0] < num_pages:
+        return pages  # the short way, several times as fast
     if pages.size:
         low, high = int(pages.min()), int(pages.max())
         if low < 0 or high >= num_pages:

@@ -11,7 +11,7 @@ from kvflow.handlers.prefill import PrefillShell
 from kvflow.handlers.rooms import DecodeRoom, PrefillRoom
 from kvflow.protocols.commands import StartWrite
 from kvflow.protocols.decode import DecodeEndpoint
-from kvflow.protocols.decode_core import DecodeCore
+from kvflow.protocols.decode_core import MAX_REPEAT_AFTER_S, DecodeCore
 from kvflow.protocols.decode_links import PrefillPeer
 from kvflow.protocols.decode_rooms import DecodeRoomRecord
 from kvflow.protocols.errors import Code
@@ -40,8 +40,9 @@ _OVER_AT_PREFILL = prefill_room.TERMINAL | {PrefillPhase.DRAINING}
 class Endings:
     """Every room of one run, by the promise it was opened under."""
 
-    def __init__(self, oracle: Oracle) -> None:
-        self.oracle = oracle
+    def __init__(self, oracle: Oracle, forgetful: bool) -> None:
+        """`forgetful`: prefills remember so few ended grants that some may begin below the low-water mark."""
+        self.oracle, self.forgetful = oracle, forgetful
         self.loop = oracle.loop
         self.count: dict[str, int] = {}
         self._decodes: dict[Key, DecodeRoomRecord] = {}
@@ -160,29 +161,45 @@ class Endings:
         decode, prefill = self._decodes.get(key), self._prefills.get(key)
         if decode is None or not self._both_live(source, target):
             return
+        peer = _peer(decode, key.source)
+        linked = peer.phase is LinkPhase.UP
         if prefill is None:
             prefill = self._halves.get((key.source, decode.room))
             if prefill is None or prefill.peer is not None:
                 return
             if prefill.prompt != (decode.prompt.tokens, decode.prompt.digest):
                 return
-            if _peer(decode, key.source).phase is not LinkPhase.UP:
-                return  # it never was, or is no more: the engine's half waits as if decode had never come
+            if not linked or (self.forgetful and key in self.oracle.acked):
+                return  # no link, or a forgotten grant: the engine's half waits as if decode had never come
         failed_here, failed_there = decode.state.cause is not None, prefill.state.cause is not None
         if not (failed_here or failed_there):
             return
         if decode.phase in _OVER_AT_DECODE and prefill.phase in _OVER_AT_PREFILL:
             return
-        if self._over_at_s.get(decode if failed_here else prefill, 0.0) > since_s:
+        over_at_s = self._over_at_s.get(decode if failed_here else prefill, 0.0)
+        if over_at_s > since_s:
             return  # just now: it is looked at again
-        trouble_s = self._trouble(source, target, _peer(decode, key.source).key.control)
+        trouble_s, known_by_s = self._trouble(source, target, peer.key.control), 0.0
         if trouble_s > since_s:
-            wait_s = trouble_s + RECOVER_S - self.loop.time()
-            if wait_s > 0:
-                self.loop.later(wait_s + 1e-6, self._both_know, key, trouble_s)
-                return
+            known_by_s = trouble_s + self._recovers_s(decode, trouble_s)
+        if not linked:  # what decode has hung up on, prefill finds silent
+            known_by_s = max(known_by_s, over_at_s + PATIENCE_S)
+        if (wait_s := known_by_s - self.loop.time()) > 0:
+            self.loop.later(wait_s + 1e-6, self._both_know, key, max(trouble_s, since_s))
+            return
+        if prefill.peer is None and self._mixed_up(decode, prefill):
+            return
         where, other = ("decode", prefill.phase) if failed_here else ("prefill", decode.phase)
         self.oracle.broken("I4", f"room {decode.room} has failed at {where}, the other side is still {other.name}")
+
+    def _recovers_s(self, decode: DecodeRoomRecord, trouble_s: float) -> float:
+        """How long after the last trouble both sides know: who asks has asked less and less often meanwhile."""
+        return RECOVER_S + min(max(0.0, trouble_s - decode.opened_at_s), MAX_REPEAT_AFTER_S)
+
+    def _mixed_up(self, decode: DecodeRoomRecord, half: PrefillRoomRecord) -> bool:
+        """A room id was used again at once, and the engine's half has met the end of another room of that id."""
+        others = [other for other in self._decodes.values() if other.room == decode.room and other is not decode]
+        return half.state.cause is not None and any(other.state.cause == half.state.cause for other in others)
 
     def _fine(self, source: Seen, target: Seen, control: str) -> bool:
         """Both live and nothing has happened to the link between them for longer than patience lasts."""

@@ -51,7 +51,7 @@ class Run:
     ) -> None:
         self.loop, self.faults, self.scenario, self.scheduler, self.oracle = loop, faults, scenario, scheduler, oracle
         self.cluster = Cluster(loop, oracle, faults, bounds(scenario.closed_grants))
-        self.endings = Endings(oracle)
+        self.endings = Endings(oracle, forgetful=scenario.closed_grants < len(scenario.requests))
         self._places: list[Member] = []  # who is in each place now
         self._probe_room = 1_000_000
 
