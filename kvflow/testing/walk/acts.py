@@ -150,7 +150,7 @@ class Acts:
             beat = wire.Heartbeat(source=LIVES[0][seen.life - 1], target=DECODE)
             key = "beat", value, rank
             if key not in self._done:
-                self._done[key] = self.decode_hears(value, rank, beat)._replace(hears=False)
+                self._done[key] = self.decode_hears(value, rank, beat)._replace(hears=False, fair=False)
             found.append(self._done[key])
         return found
 
