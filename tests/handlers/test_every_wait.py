@@ -19,7 +19,7 @@ from kvflow.protocols.errors import KvflowError
 from kvflow.testing.cancellation import Steps, stepping
 from kvflow.testing.pair import Pair, fill, pair, until
 from kvflow.transports.data.fake import FakePlane, Fault
-from tests.handlers.scenes import PROMPT, known, links, matched, midway, success
+from tests.handlers.scenes import PROMPT, links, matched, midway, success
 
 pytest_plugins = ["kvflow.testing.fixtures"]
 Work = Coroutine[Any, Any, object]
