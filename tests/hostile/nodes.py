@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from typing import Any
@@ -44,6 +44,7 @@ class Tap:
         self._socket, self._judge = socket, judge
         self.seen: Counter[str] = Counter()
         self.ends: set[bytes] = set()
+        self._unread: deque[tuple[bytes, bytes]] = deque()
 
     @property
     def trouble(self) -> str:
@@ -53,12 +54,14 @@ class Tap:
         return self._socket.send(frame, peer)
 
     async def receive(self) -> list[tuple[bytes, bytes]]:
-        burst = await self._socket.receive()
-        for peer, frame in burst:
-            self.seen[self._judge(peer, frame)] += 1
-            if frame.startswith(END):
-                self.ends.add(frame)
-        return burst
+        """One at a time: what a frame must raise depends on what the one before it has changed."""
+        if not self._unread:
+            self._unread += await self._socket.receive()
+        peer, frame = self._unread.popleft()
+        self.seen[self._judge(peer, frame)] += 1
+        if frame.startswith(END):
+            self.ends.add(frame)
+        return [(peer, frame)]
 
     def close(self) -> None:
         self._socket.close()
