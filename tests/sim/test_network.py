@@ -33,7 +33,7 @@ async def link() -> AsyncIterator[Link]:
 
 
 def beat(n: int) -> bytes:
-    return encode(Heartbeat(1, 5, n))
+    return encode(Heartbeat(source=1, target=5, settled_below=n))
 
 
 async def got(socket: RouterSocket | DealerSocket, count: int) -> list[int]:

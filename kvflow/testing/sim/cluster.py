@@ -7,11 +7,8 @@ import contextlib
 from collections.abc import Coroutine, Sequence
 from typing import Any
 
-import msgspec
-
 from kvflow.memory.pool import PagedPool
 from kvflow.node import DecodeNode, PrefillNode
-from kvflow.protocols.limits import Bounds, Timing
 from kvflow.protocols.pages.layout import build_layout
 from kvflow.protocols.wire.codec import routing_id
 from kvflow.protocols.wire.ranks import RankInfo
@@ -20,13 +17,12 @@ from kvflow.testing.sim.loop import Process, VirtualLoop
 from kvflow.testing.sim.oracle import Oracle, Seen
 from kvflow.testing.sim.pages import WatchedPages
 from kvflow.testing.sim.plane import PacedPlane
+from kvflow.testing.sim.variety import LATE, LATE_FENCE_S, NEVER, Variety
 from kvflow.testing.sim.wire import Wire
 from kvflow.transports.data.fake import FakeNetwork
 
 PAGE_SIZE, NUM_PAGES = 4, 48
 LAYOUT = build_layout([("0.k", "uint8", (8,)), ("0.v", "uint8", (8,))], page_size=PAGE_SIZE, num_pages=NUM_PAGES)
-TIMING = Timing(heartbeat_s=0.5, lost_after_s=1.5, rendezvous_s=2.0, register_s=1.5)
-"""Less patience than in real life, so that a run is short; what is repeated is repeated as often."""
 
 
 class Member:
@@ -37,6 +33,7 @@ class Member:
     ) -> None:
         self.name, self.process, self.node, self.plane, self.seen, self.group = name, process, node, plane, seen, group
         self.tasks: list[asyncio.Task[None]] = []
+        self.leaving = False
 
     @property
     def alive(self) -> bool:
@@ -57,15 +54,17 @@ class Member:
 class Cluster:
     """Prefill groups of one or more ranks, and decodes."""
 
-    def __init__(self, loop: VirtualLoop, oracle: Oracle, faults: Faults, bounds: Bounds) -> None:
-        self.loop, self.oracle, self.faults, self.bounds = loop, oracle, faults, bounds
+    def __init__(self, loop: VirtualLoop, oracle: Oracle, faults: Faults, variety: Variety) -> None:
+        self.loop, self.oracle, self.faults, self.variety = loop, oracle, faults, variety
         self.wire = Wire(oracle, faults)
         self.planes = FakeNetwork()
         self.members: list[Member] = []
         self._pools: list[PagedPool] = []
 
     def living(self, kind: type) -> list[Member]:
-        return [m for m in self.members if m.alive and not m.seen.displaced and isinstance(m.node, kind)]
+        return [
+            m for m in self.members if m.alive and not m.leaving and not m.seen.displaced and isinstance(m.node, kind)
+        ]
 
     def ranks(self, group: int) -> Sequence[RankInfo]:
         """What a registry says about a prefill group now; a dead rank's last word stands until it is back."""
@@ -77,7 +76,7 @@ class Cluster:
 
     def start_prefill(self, group: int, rank: int, world_size: int, port: int = 0) -> Member:
         name = f"prefill {group}.{rank}" if world_size > 1 else f"prefill {group}"
-        process, pool, plane, pages = self._parts(name)
+        process, pool, plane, pages = self._parts(name, None)
         incarnation = self._incarnation()
         node = PrefillNode(
             pool,
@@ -86,23 +85,26 @@ class Cluster:
             rank=rank,
             world_size=world_size,
             pages=pages,
-            timing=TIMING,
-            bounds=self.bounds,
+            timing=self.variety.timing,
+            bounds=self.variety.bounds,
+            verify_transfers=self.variety.verify,
             incarnation=incarnation,
             bind=self.wire.bind,
             now=self.loop.time,
         )
         return self._join(name, process, node, plane, pages, group)
 
-    def start_decode(self, number: int) -> Member:
+    def start_decode(self, number: int, after: Member | None = None) -> Member:
+        """`after`: over the pool of a node that was closed; what it could not prove is inherited."""
         name = f"decode {number}"
-        process, pool, plane, pages = self._parts(name)
+        process, pool, plane, pages = self._parts(name, after)
         node = DecodeNode(
             pool,
             plane,
             pages=pages,
-            timing=TIMING,
-            bounds=self.bounds,
+            timing=self.variety.timing,
+            bounds=self.variety.bounds,
+            verify_transfers=self.variety.verify,
             incarnation=self._incarnation(),
             connect=self.wire.connect,
             now=self.loop.time,
@@ -117,14 +119,51 @@ class Cluster:
         self.loop.kill(member.process)
         self.wire.unplug(member.process)
         member.plane.die()
+        member.seen.pages.lost = True
+        self._died(member)
+
+    def leave(self, member: Member) -> None:
+        """Close the node as an operator would; it is gone when that and its engine's requests have ended."""
+        self.oracle.trace(lambda: f"{member.name} leaves")
+        member.leaving = True
+
+        async def close() -> None:
+            await member.node.close()
+            if tasks := [task for task in member.tasks if not task.done()]:
+                await asyncio.wait(tasks)
+            self.loop.soon(self._left, member)
+
+        member.process.run(asyncio.ensure_future, close())
+
+    def _left(self, member: Member) -> None:
+        if member.alive:
+            self.oracle.trace(lambda: f"{member.name} has left")
+            self.loop.kill(member.process)
+            self.wire.unplug(member.process)
+            self._died(member)
+
+    def _died(self, member: Member) -> None:
         self.oracle.died(member.seen)
+        if self.variety.fences != NEVER:
+            late_s = LATE_FENCE_S if self.variety.fences == LATE else 0.0
+            member.seen.proven_at_s = self.loop.time() + late_s
+
+    def declare_dead(self) -> None:
+        """Where no fence ever proves a death, an operator gives his word for every dead prefill."""
+        dead = {m.node.incarnation for m in self.members if not m.alive}
+        for member in self.living(DecodeNode):
+            assert isinstance(member.node, DecodeNode)
+            for peer in list(member.node.shell.endpoint.peers):
+                if peer.key.incarnation in dead:
+                    member.process.run(member.node.declare_dead, peer.key.incarnation, "it was seen to die")
 
     def start_again(self, member: Member) -> Member:
-        """The next life of a node, at the same address."""
+        """The next life of a node, at the same address; a decode that was closed leaves its pool to it."""
         self.oracle.trace(lambda: f"{member.name} starts again")
         node = member.node
         if isinstance(node, DecodeNode):
-            return self.start_decode(member.group)
+            inherits = member.leaving and not member.seen.pages.lost and self.variety.fences != NEVER
+            return self.start_decode(member.group, member if inherits else None)
         port = int(node.control.rsplit(":", 1)[1])
         return self.start_prefill(member.group, node.info.rank, node.info.world_size, port)
 
@@ -143,6 +182,21 @@ class Cluster:
         self.oracle.trace(lambda: f"{member.name} goes on")
         member.seen.troubled_at_s = self.loop.time()
         self.loop.resume(member.process)
+
+    def stall(self, member: Member, for_s: float) -> None:
+        """The worker of its data plane stands still; the node itself does not."""
+        self.oracle.trace(lambda: f"the data plane of {member.name} stalls for {for_s:.2f} s")
+        member.plane.stall(for_s)
+        member.seen.stalled_until_s = self.loop.time() + for_s
+
+    def jam(self, member: Member) -> None:
+        self.oracle.trace(lambda: f"nothing gets through to {member.name} or from it")
+        self.wire.jammed.setdefault(_end_of(member), [])
+
+    def unjam(self, member: Member) -> None:
+        self.oracle.trace(lambda: f"what has waited for {member.name} arrives")
+        member.seen.troubled_at_s = self.loop.time()
+        self.wire.unjam(_end_of(member))
 
     def cut(self, member: Member) -> None:
         self.oracle.trace(lambda: f"{member.name} is cut off")
@@ -167,10 +221,12 @@ class Cluster:
         """Drawn from the seed, not from the system."""
         return self.loop.rng.getrandbits(63) | 1
 
-    def _parts(self, name: str) -> tuple[Process, PagedPool, PacedPlane, WatchedPages]:
+    def _parts(self, name: str, after: Member | None) -> tuple[Process, PagedPool, PacedPlane, WatchedPages]:
+        plane = PacedPlane(self.planes, self.oracle, self.faults, self.variety.fences)
+        if after is not None:
+            return Process(name), after.seen.pool, plane, after.seen.pages
         pool = PagedPool.allocate(LAYOUT, shared=False)
         self._pools.append(pool)
-        plane = PacedPlane(self.planes, self.oracle, self.faults)
         return Process(name), pool, plane, WatchedPages(NUM_PAGES, name, self.oracle, self.faults)
 
     def _join(
@@ -192,5 +248,7 @@ class Cluster:
         return member
 
 
-def bounds(closed_grants: int) -> Bounds:
-    return msgspec.structs.replace(Bounds(), closed_grants=closed_grants)
+def _end_of(member: Member) -> str | bytes:
+    """What its links have in common."""
+    node = member.node
+    return node.control if isinstance(node, PrefillNode) else routing_id(node.incarnation)

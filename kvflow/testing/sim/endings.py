@@ -180,7 +180,7 @@ class Endings:
         if over_at_s > since_s:
             return  # just now: it is looked at again
         trouble_s, known_by_s = self._trouble(source, target, peer.key.control), 0.0
-        if trouble_s > since_s:
+        if trouble_s >= since_s:
             known_by_s = trouble_s + self._recovers_s(decode, trouble_s)
         if not linked:  # what decode has hung up on, prefill finds silent
             known_by_s = max(known_by_s, over_at_s + PATIENCE_S)
@@ -211,12 +211,14 @@ class Endings:
 
     def _trouble(self, source: Seen, target: Seen, control: str) -> float:
         """When something last happened to the link between the two, or to one of them."""
-        if source.process.parked is not None or target.process.parked is not None:
-            return self.loop.time()
+        now = self.loop.time()
+        if source.process.parked is not None or target.process.parked is not None or source.stalled_until_s > now:
+            return now
         return max(
             self.oracle.trouble.get((control, routing_id(Incarnation(target.incarnation))), -1.0),
             source.troubled_at_s,
             target.troubled_at_s,
+            source.stalled_until_s,
         )
 
 

@@ -31,11 +31,15 @@ class Job:
         fails_at: int | None = None,
         refused: bool = False,
         kept_s: float = 0.0,
+        offers_after_s: float | None = None,
+        topples: Callable[[], None] | None = None,
     ) -> None:
         self.room, self.prompt, self.chunks, self.deadline_s = room, prompt, chunks, deadline_s
         self.ranks = ranks  # of the prefill it is for, as a registry would tell decode now
         self.fails_at, self.refused = fails_at, refused  # the engine breaks down at that chunk, or will not have it
         self.kept_s = kept_s  # how long decode goes on generating
+        self.offers_after_s = offers_after_s  # decode has pages for it only so long after it has announced the room
+        self.topples = topples  # to be called when the room ends
         self.close: Callable[[Cause], None] | None = None  # ends the room, once there is one
         self.succeeded = False
 
@@ -103,8 +107,21 @@ class PlainScheduler:
         return None
 
     async def decode(self, node: DecodeNode, job: Job) -> None:
-        async with node.room(job.room, job.ranks(), job.prompt, deadline_s=job.deadline_s) as room:
-            job.close = room.close
+        if job.refused:
+            return node.refuse(job.room, job.ranks(), Cause(Code.CAPACITY, "decode will not have it"))
+        open_room = node.room if job.offers_after_s is None else node.announce
+        opened = open_room(job.room, job.ranks(), job.prompt, deadline_s=job.deadline_s)
+        job.close = opened.close
+        if job.topples is not None:
+            opened.on_end(job.topples)
+        if job.offers_after_s is not None:
+            try:
+                await asyncio.sleep(job.offers_after_s)
+            except asyncio.CancelledError:
+                opened.close()
+                raise
+            opened.offer()
+        async with opened as room:
             await room.landed()
             job.succeeded = True
             owner = object()
@@ -113,3 +130,4 @@ class PlainScheduler:
                 await asyncio.sleep(job.kept_s)
             finally:
                 node.pages.give_back(pages, owner)
+        return None

@@ -7,8 +7,9 @@ from collections import Counter
 
 ON_FRAMES = ("drop", "delay", "duplicate", "reorder", "garbage")
 ON_WRITES = ("slow", "stuck", "late", "error")
-ON_NODES = ("crash", "restart", "freeze", "takeover")
-KINDS = (*ON_FRAMES, "partition", *ON_WRITES, "capacity", *ON_NODES)
+ON_NODES = ("crash", "restart", "leave", "freeze", "takeover", "stall")
+ON_LINKS = ("partition", "jam")
+KINDS = (*ON_FRAMES, *ON_LINKS, *ON_WRITES, "capacity", *ON_NODES)
 
 _EVERY_FRAMES = (3, 25)  # a kind strikes once in so many frames, drawn per run
 _EVERY_WRITES = (2, 6)

@@ -47,6 +47,8 @@ class Seen:
         self.process, self.incarnation, self.pages, self.pool = process, incarnation, pages, pool
         self.malformed = 0
         self.troubled_at_s = -1.0  # when it was last cut off or halted
+        self.stalled_until_s = -1.0  # its data plane moves nothing till then
+        self.proven_at_s = float("inf")  # when its death is known everywhere
         self.displaced = False  # alive, but its address belongs to somebody else now
 
 
@@ -120,7 +122,7 @@ class Oracle:
         write.next += 1
         pages = write.target.pages
         pages.writers[page] -= 1
-        if grant_of(owner := pages.owners[page]) != write.key.grant and not write.target.process.dead:
+        if grant_of(owner := pages.owners[page]) != write.key.grant and not pages.lost:
             self.broken("I2", f"{write.key}: a byte lands on page {page}, which belongs to {owner!r}")
         self.trace(lambda: f"page {page} of grant {write.key.grant} lands")
 

@@ -25,6 +25,7 @@ class WatchedPages(PageAllocator):
         super().__init__(num_pages)
         self.owners: list[Hashable | None] = [None] * num_pages
         self.writers = [0] * num_pages  # writes that may still land on the page, proven or not
+        self.lost = False  # with the process: what still lands there hurts no one
         self.readers = [0] * num_pages  # writes and model steps that use it as their source
         self._who, self._judge, self._faults = who, judge, faults
 

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable
 
-from kvflow.protocols.ports import Landing
+from kvflow.protocols.errors import TransferError
+from kvflow.protocols.ports import Endpoint, Landing
 from kvflow.testing.sim.faults import Faults
 from kvflow.testing.sim.oracle import Oracle
+from kvflow.testing.sim.variety import LATE, LATE_FENCE_S, NEVER
 from kvflow.transports.data.fake import FakeFlight, FakeNetwork, FakePlane, Fault
 
 PAGE_S = (0.0002, 0.004)  # a page takes so long
 SLOW_PAGE_S = (0.05, 0.3)
 STUCK_S = (0.2, 2.0)  # a stuck write moves on after so long
+STALL_LOOK_S = (0.02, 0.06)  # a worker that stood still goes on within so long
 LATE_S = (0.01, 3.0)  # and what was given up lands after so long
 
 
@@ -20,9 +24,29 @@ class PacedPlane(FakePlane):
 
     drains_at_once = False
 
-    def __init__(self, network: FakeNetwork, oracle: Oracle, faults: Faults) -> None:
+    def __init__(self, network: FakeNetwork, oracle: Oracle, faults: Faults, fences: str) -> None:
+        """`fences`: how this plane proves the death of others; see `variety`."""
         super().__init__(network)
-        self._oracle, self._faults = oracle, faults
+        self._oracle, self._faults, self._fences = oracle, faults, fences
+        self._stalls = (0.0, 0.0)  # its worker moves nothing from the first moment to the second
+
+    @property
+    def stalled_s(self) -> float:  # type: ignore[override]
+        begun_s, end_s = self._stalls
+        now = self._oracle.loop.time()
+        return now - begun_s if self.flights and begun_s <= now < end_s else 0.0
+
+    def stall(self, for_s: float) -> None:
+        """Its worker stands still for so long; 0 ends that."""
+        now = self._oracle.loop.time()
+        self._stalls = (now, now + for_s)
+
+    async def fence(self, writer: Endpoint) -> None:
+        if self._fences == NEVER:
+            raise TransferError("no death can be proven from here")
+        await super().fence(writer)
+        if self._fences == LATE:
+            await asyncio.sleep(self._oracle.loop.rng.uniform(0, LATE_FENCE_S))
 
     def began(self, flight: FakeFlight) -> None:
         fault = self._faults.of_write()
@@ -47,11 +71,14 @@ class PacedPlane(FakePlane):
         """The page that was under way lands; a cancelled write ends with it."""
         if flight.done.done():
             return
+        if self._oracle.loop.time() < self._stalls[1]:
+            return self._after(STALL_LOOK_S, self._slice, flight, slow)
         if flight.cancelled and flight.fault is None:
             flight.landed_bytes += flight.copy(flight.page_bytes)
         flight.move(flight.page_bytes)
         if not flight.done.done():
             self._after(SLOW_PAGE_S if slow else PAGE_S, self._slice, flight, slow)
+        return None
 
     def _unstick(self, flight: FakeFlight) -> None:
         flight.fault = None

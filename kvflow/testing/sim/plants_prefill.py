@@ -9,6 +9,7 @@ from typing import Any
 from kvflow import aio as threads
 from kvflow.memory.allocator import PageAllocator
 from kvflow.protocols import prefill, prefill_core, prefill_inbox
+from kvflow.protocols.commands import SendToDecode
 from kvflow.protocols.errors import WireError
 from kvflow.protocols.machines.grants import GrantPhase, GrantTable
 from kvflow.protocols.machines.prefill_room import PrefillCommand, PrefillEvent, PrefillKind
@@ -18,7 +19,7 @@ from kvflow.protocols.prefill import PrefillEndpoint
 from kvflow.protocols.prefill_core import PrefillCore
 from kvflow.protocols.prefill_peers import DecodePeer
 from kvflow.protocols.prefill_rooms import PrefillRoomRecord
-from kvflow.protocols.wire.codec import parse_at_prefill
+from kvflow.protocols.wire.codec import encode, parse_at_prefill, routing_id
 from kvflow.protocols.wire.messages import Abort, AbortAck, Bootstrap, GrantId, Message, Resync, ToPrefill
 from kvflow.testing.sim.plane import PacedPlane
 from kvflow.testing.sim.swap import swapped, swapped_item
@@ -127,7 +128,8 @@ def ack_for_another_life() -> Installed:
             rank=core.identity.rank,
             drained=True,
         )
-        return core.send(message.target, ack)
+        core.outbox.append(SendToDecode(routing_id(message.target), encode(ack)))
+        return None
 
     return swapped(PrefillEndpoint, "receive", receive)
 

@@ -73,6 +73,16 @@ def _drains_again() -> AbstractContextManager[object]:
     return swaps
 
 
+def _success_without_the_last_chunk() -> AbstractContextManager[object]:
+    """And its loan, which no room answers for any more, has a way on."""
+    success = Move(DecodePhase.SUCCESS, (DecodeCommand.TELL_LANDED, DecodeCommand.END))
+    in_doubt = Move(LoanPhase.DOUBTFUL)
+    swaps = ExitStack()
+    swaps.enter_context(swapped_cells(decode_room.TABLE, {(DecodePhase.TRANSFERRING, DecodeKind.SOURCE_LOST): success}))
+    swaps.enter_context(swapped_cells(loans.TABLE, {(LoanPhase.LENT, LoanKind.SOURCE_LOST): in_doubt}))
+    return swaps
+
+
 PLANTS = (
     TablePlant(
         "free on timer (table)",
@@ -129,14 +139,7 @@ PLANTS = (
     TablePlant(
         "success without the last word",
         "a room that lost its source is told to its client as a success",
-        _cells(
-            decode_room.TABLE,
-            {
-                (DecodePhase.TRANSFERRING, DecodeKind.SOURCE_LOST): Move(
-                    DecodePhase.SUCCESS, (DecodeCommand.TELL_LANDED, DecodeCommand.END)
-                )
-            },
-        ),
+        _success_without_the_last_chunk,
         "I8",
     ),
 )

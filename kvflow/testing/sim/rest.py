@@ -11,6 +11,8 @@ from kvflow.testing.sim.cluster import Member
 from kvflow.testing.sim.oracle import Key, Oracle
 from kvflow.testing.sim.pages import WatchedPages
 
+FENCE_SLACK_S = 0.1  # between a fence's answer and the end of every loan
+
 
 def left(members: Iterable[Member], oracle: Oracle, *, doubts: bool) -> list[str]:
     """What is not at rest, in words. With `doubts`, loans may be out whose proof is truly missing."""
@@ -73,13 +75,17 @@ def _left_at_decode(name: str, node: DecodeNode, oracle: Oracle, doubts: bool) -
     pages = node.pages
     assert isinstance(pages, WatchedPages)
     out = pages.capacity - pages.free_pages
+    inherited = node._inheritance.left() if doubts and node._inheritance is not None else []
+    lent += sum({id(loan.pages): len(loan.pages) for loan in inherited}.values())
     if out > lent or node.quarantined_pages != out:
         found.append(f"{name}: {node.quarantined_pages} pages in quarantine, pages of {pages.owned()}")
     return found
 
 
 def _doubtful(key: Key, oracle: Oracle) -> bool:
-    """Proof is truly missing: the writer cannot say, or cannot be asked, and it lives."""
+    """Proof is truly missing: the writer cannot say, or cannot be asked, and it lives as far as can be known."""
     source = oracle.by_incarnation[key.source]
+    if source.process.dead:
+        return oracle.loop.time() < source.proven_at_s + FENCE_SLACK_S
     doubt = any(write.landing is Landing.UNPROVEN for write in oracle.writes.get(key, ()))
-    return not source.process.dead and (doubt or source.displaced)
+    return doubt or source.displaced

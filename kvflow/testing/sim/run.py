@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import random
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 from kvflow.node import DecodeNode, PrefillNode
 from kvflow.protocols.errors import Cause, Code, KvflowError
-from kvflow.testing.sim.cluster import PAGE_SIZE, TIMING, Cluster, Member, bounds
+from kvflow.testing.sim.cluster import PAGE_SIZE, Cluster, Member
 from kvflow.testing.sim.coverage import Cell, covered
 from kvflow.testing.sim.endings import RECOVER_S, Endings, observed
 from kvflow.testing.sim.engine import Job, PlainScheduler, Scheduler
@@ -24,6 +24,7 @@ from kvflow.testing.sim.oracle import Oracle, Violation
 from kvflow.testing.sim.rest import left
 from kvflow.testing.sim.scenario import FAULTS_END_S, Accident, Leg, Request, Scenario, draw
 from kvflow.testing.sim.swap import swapped
+from kvflow.testing.sim.variety import LATE_FENCE_S, NEVER
 
 STEPS_MIN = 200
 REST_S = 6.0  # with the faults over, everything has come to rest within so long
@@ -50,10 +51,11 @@ class Run:
         self, loop: VirtualLoop, faults: Faults, scenario: Scenario, scheduler: Scheduler, oracle: Oracle
     ) -> None:
         self.loop, self.faults, self.scenario, self.scheduler, self.oracle = loop, faults, scenario, scheduler, oracle
-        self.cluster = Cluster(loop, oracle, faults, bounds(scenario.closed_grants))
-        self.endings = Endings(oracle, forgetful=scenario.closed_grants < len(scenario.requests))
+        self.cluster = Cluster(loop, oracle, faults, scenario.variety)
+        self.endings = Endings(oracle, forgetful=_forgetful(scenario))
         self._places: list[Member] = []  # who is in each place now
         self._probe_room = 1_000_000
+        self._decoding: dict[int, list[Job]] = defaultdict(list)  # by decode
 
     async def play(self) -> None:
         for group, world_size in enumerate(self.scenario.groups):
@@ -76,7 +78,9 @@ class Run:
         for member in self.cluster.members:
             if isinstance(member.node, PrefillNode) and member.alive:
                 self.cluster.crash(member)
-        await self._until_rest(FENCED_S, "with every writer dead", doubts=False)
+        if self.scenario.variety.fences == NEVER:
+            self.cluster.declare_dead()
+        await self._until_rest(FENCED_S + LATE_FENCE_S, "with every writer dead", doubts=False)
 
     # --- requests
 
@@ -100,13 +104,18 @@ class Run:
                 deadline_s=request.decode.deadline_s,
                 ranks=lambda: self.cluster.ranks(request.group),
                 kept_s=request.kept_s,
+                refused=request.decode_refused,
+                offers_after_s=request.offers_after_s,
             )
+            if request.topples:
+                job.topples = partial(self._topple, request.decode_at, job)
+            self._decoding[request.decode_at].append(job)
             place = sum(self.scenario.groups) + request.decode_at
             self.loop.later(request.decode.at_s, self._begin, place, job, request.decode)
 
     def _begin(self, place: int, job: Job, leg: Leg) -> None:
         member = self._places[place]
-        if not member.alive:
+        if not member.alive or member.leaving:
             return
         task = member.spawn(self._leg(member, job))
         if leg.ends is not None:
@@ -122,6 +131,14 @@ class Run:
         except KvflowError as error:
             said = f"{member.name}: room {job.room}: {type(error).__name__}: {error}"
             self.oracle.trace(lambda: said)
+
+    def _topple(self, decode: int, job: Job) -> None:
+        """The end of a room ends those beside it; called from within `on_end`, by the node whose rooms they are."""
+        member = self._places[sum(self.scenario.groups) + decode]
+        if current_process() is member.process:
+            for other in self._decoding[decode]:
+                if other is not job and other.close is not None:
+                    other.close(Cause(Code.CLIENT_GONE, "toppled"))
 
     def _end(self, member: Member, task: asyncio.Task[None], job: Job, how: str) -> None:
         """The client goes away, or the engine wants the room's pages back."""
@@ -140,7 +157,7 @@ class Run:
     def _happen(self, accident: Accident) -> None:
         member = self._places[accident.node]
         kind, cluster = accident.kind, self.cluster
-        if not member.up:
+        if not member.up or member.leaving:
             return
         if kind == "crash" and not self._enough_without(member):
             kind = "restart"
@@ -149,6 +166,14 @@ class Run:
             cluster.crash(member)
             if kind == "restart":
                 self.loop.later(accident.for_s, self._start_again, accident.node)
+        elif kind == "leave":
+            cluster.leave(member)
+            self.loop.later(accident.for_s, self._start_again, accident.node)
+        elif kind == "stall":
+            cluster.stall(member, accident.for_s)
+        elif kind == "jam":
+            cluster.jam(member)
+            self.loop.later(accident.for_s, cluster.unjam, member)
         elif kind == "takeover":
             self._places[accident.node] = cluster.take_over(member)
         elif kind == "freeze":
@@ -166,8 +191,11 @@ class Run:
         return left["decode"] > 0 and any(left[g] == ranks for g, ranks in enumerate(self.scenario.groups))
 
     def _start_again(self, place: int) -> None:
-        if not self._places[place].alive:
-            self._places[place] = self.cluster.start_again(self._places[place])
+        member = self._places[place]
+        if not member.alive:
+            self._places[place] = self.cluster.start_again(member)
+        elif member.leaving:  # it has not finished
+            self.loop.later(0.1, self._start_again, place)
 
     async def _two_kinds_at_least(self) -> None:
         """Some kinds may have found nothing to strike: then a node stands still, or is cut off, for a moment."""
@@ -187,6 +215,8 @@ class Run:
             if member.alive:
                 self.cluster.resume(member)
                 self.cluster.mend(member)
+                self.cluster.unjam(member)
+                self.cluster.stall(member, 0.0)
 
     # --- rest
 
@@ -214,7 +244,7 @@ class Run:
                     prompt = [room] * (sum(PROBE_CHUNKS) * PAGE_SIZE)
                     legs += [(member, Job(room, prompt, PROBE_CHUNKS)) for member in ranks]
                     legs.append((decode, Job(room, prompt, ranks=partial(self.cluster.ranks, group))))
-        await asyncio.sleep(TIMING.repeat_after_s)
+        await asyncio.sleep(self.scenario.variety.timing.repeat_after_s)
         if legs:
             await asyncio.wait([member.spawn(self._leg(member, job)) for member, job in legs], timeout=REST_S)
         for member, job in legs:
@@ -226,6 +256,11 @@ class Run:
             if member.alive and member.node.counts.malformed != member.seen.malformed:
                 said, there = member.node.counts.malformed, member.seen.malformed
                 self.oracle.broken("I7", f"{member.name} counts {said} malformed frames of {there}")
+
+
+def _forgetful(scenario: Scenario) -> bool:
+    bounds, rooms = scenario.variety.bounds, len(scenario.requests)
+    return bounds.closed_grants < rooms or bounds.ended_halves < rooms
 
 
 def simulate(

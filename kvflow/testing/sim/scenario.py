@@ -6,7 +6,8 @@ import random
 from typing import NamedTuple
 
 from kvflow.testing.sim.cluster import PAGE_SIZE
-from kvflow.testing.sim.faults import ON_NODES, Faults
+from kvflow.testing.sim.faults import ON_LINKS, ON_NODES, Faults
+from kvflow.testing.sim.variety import Variety, draw_variety
 
 SHAPES = (((1, 1), 1), ((2,), 1), ((1,), 2), ((2,), 2), ((1, 1), 2), ((2, 1), 1))
 """Ranks of each prefill group, and decodes: at least three nodes."""
@@ -37,6 +38,9 @@ class Request(NamedTuple):
     fails_at: int | None
     refused: bool
     kept_s: float
+    decode_refused: bool = False
+    offers_after_s: float | None = None  # decode announces the room, and has pages only so much later
+    topples: bool = False  # its end ends another room of the same node, from within `on_end`
 
 
 class Accident(NamedTuple):
@@ -51,7 +55,7 @@ class Accident(NamedTuple):
 class Scenario(NamedTuple):
     groups: tuple[int, ...]
     decodes: int
-    closed_grants: int
+    variety: Variety
     requests: list[Request]
     accidents: list[Accident]
 
@@ -67,12 +71,13 @@ def draw(rng: random.Random, faults: Faults) -> Scenario:
             requests.append(request)
     nodes = sum(groups) + decodes
     accidents = []
-    for kind in (*ON_NODES, "partition"):
+    for kind in (*ON_NODES, *ON_LINKS):
         if kind in faults.kinds:
             for _ in range(rng.randint(1, 2)):
-                first = nodes if kind != "takeover" else sum(groups)
-                accidents.append(Accident(rng.uniform(0.05, 2.2), kind, rng.randrange(first), _duration_s(rng)))
-    return Scenario(groups, decodes, rng.choice((2, 8, 65_536)), requests, accidents)
+                first = nodes if kind not in ("takeover", "stall") else sum(groups)
+                for_s = _duration_s(rng) * (2 if kind == "stall" else 1)
+                accidents.append(Accident(rng.uniform(0.05, 2.2), kind, rng.randrange(first), for_s))
+    return Scenario(groups, decodes, draw_variety(rng, decodes), requests, accidents)
 
 
 def _duration_s(rng: random.Random) -> float:
@@ -103,6 +108,9 @@ def _request(rng: random.Random, room: int, groups: int, decodes: int) -> Reques
         fails_at=rng.randrange(4) if rng.random() < 0.08 else None,
         refused=rng.random() < 0.04,
         kept_s=rng.uniform(0, 0.5),
+        decode_refused=rng.random() < 0.04,
+        offers_after_s=rng.uniform(0, 0.6) if rng.random() < 0.15 else None,
+        topples=rng.random() < 0.06,
     )
 
 

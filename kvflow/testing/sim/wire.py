@@ -25,6 +25,7 @@ class Wire(Network):
         self.delivered = 0
         self.cut_controls: set[str] = set()  # partitions: prefills nobody reaches
         self.cut_peers: set[bytes] = set()  # and decodes
+        self.jammed: dict[str | bytes, list[Frame]] = {}  # by control or peer: what waits, to arrive in a burst
         self._oracle, self._faults = oracle, faults
         self._last_at: dict[tuple[str, bytes, bool], float] = {}
         self._owners: list[tuple[Process | None, RouterSocket | DealerSocket]] = []
@@ -48,6 +49,11 @@ class Wire(Network):
         if frame.control in self.cut_controls or frame.peer in self.cut_peers:
             self._oracle.disturbed(frame)
             return
+        for end in (frame.control, frame.peer):
+            if end in self.jammed:
+                self.jammed[end].append(frame)
+                self._oracle.disturbed(frame)
+                return
         loop = self._oracle.loop
         fault = self._faults.of_frame()
         link = frame.control, frame.peer, frame.to_prefill
@@ -73,6 +79,15 @@ class Wire(Network):
             spoilt = garbage(loop.rng, frame)
             self._oracle.garbage.add(spoilt.data)
             loop.later(delay_s, self._deliver, spoilt)
+
+    def unjam(self, end: str | bytes) -> None:
+        """What has waited arrives at once, in the order in which it was sent."""
+        for number, frame in enumerate(self.jammed.pop(end, ()), 1):
+            self._oracle.disturbed(frame)
+            link = frame.control, frame.peer, frame.to_prefill
+            at_s = max(self._oracle.loop.time() + number * TICK_S, self._last_at.get(link, 0.0) + TICK_S)
+            self._last_at[link] = at_s
+            self._oracle.loop.later(at_s - self._oracle.loop.time(), self._deliver, frame)
 
     def _deliver(self, frame: Frame) -> None:
         self.delivered += 1

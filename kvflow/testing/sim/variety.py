@@ -1,0 +1,35 @@
+"""What a run is like beside its faults: bounds that are met, other times, late fences; drawn from the seed."""
+
+from __future__ import annotations
+
+import random
+from typing import NamedTuple
+
+import msgspec
+
+from kvflow.protocols.limits import Bounds, Timing
+
+TIMING = Timing(heartbeat_s=0.5, lost_after_s=1.5, rendezvous_s=2.0, register_s=1.5)
+"""Less patience than in real life, so that a run is short; what is repeated is repeated as often."""
+SHIPPED_RATIO = msgspec.structs.replace(TIMING, register_s=2 * TIMING.lost_after_s)
+
+PROMPT, LATE, NEVER = "prompt", "late", "never"
+LATE_FENCE_S = 1.2  # a late fence answers within so long of the death
+
+
+class Variety(NamedTuple):
+    bounds: Bounds
+    timing: Timing
+    fences: str  # how the data planes prove a death: PROMPT, LATE, or NEVER (an operator's word is needed)
+    verify: bool  # transfers are verified on both sides
+
+
+def draw_variety(rng: random.Random, decodes: int) -> Variety:
+    bounds = Bounds(closed_grants=rng.choice((2, 8, 65_536)))
+    fences = rng.choices((PROMPT, LATE, NEVER), (6, 2, 1))[0]
+    if rng.random() < 0.25:
+        bounds = msgspec.structs.replace(bounds, rooms=12, ended_halves=rng.choice((1, 3)), quarantine_share=0.25)
+    if rng.random() < 0.25 and fences is not NEVER:  # a dead decode in doubt keeps its place until its death is proven
+        bounds = msgspec.structs.replace(bounds, targets=decodes + rng.randint(0, 1))
+    timing = SHIPPED_RATIO if rng.random() < 0.25 else TIMING
+    return Variety(bounds, timing, fences, rng.random() < 0.15)
