@@ -49,7 +49,10 @@ class Station(Worker):
         self.reused: list[PageIndices] = []
         self.running: set[asyncio.Task[None]] = set()
         self.words: dict[str, str] = {}  # the first ones that came with each code in a storm
-        self.node.timing = timing
+        core: Any = self.node.shell.endpoint.core
+        self.node.timing = self.node.shell.timing = core.timing = timing
+        if isinstance(self.node, DecodeNode):
+            core.links._timing = timing
         return reply
 
     async def meet(self, *, ranks: list[Any]) -> dict[str, Any]:
