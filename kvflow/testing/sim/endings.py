@@ -207,7 +207,7 @@ class Endings:
         return self._both_live(source, target) and quiet_s > PATIENCE_S
 
     def _both_live(self, *sides: Seen) -> bool:
-        return not any(side.process.dead or side.displaced for side in sides)
+        return not any(side.ended or side.displaced for side in sides)
 
     def _trouble(self, source: Seen, target: Seen, control: str) -> float:
         """When something last happened to the link between the two, or to one of them."""
