@@ -1,6 +1,6 @@
 """A segment of memory that a process of the same user can open through /proc, and that has no name to leak.
 
-The segment is a sealed memfd: it can neither shrink nor grow, so whoever maps it can never be hit by SIGBUS. Mappings
+The segment is a sealed memfd: it can neither shrink nor grow, so no process that maps it can be hit by SIGBUS. Mappings
 are not inherited by children (MADV_DONTFORK) and the descriptor is closed on exec, so only the process that opened a
 segment can write through its mapping: that process's death is the fence of the local data plane.
 """
@@ -58,7 +58,7 @@ class SharedSegment:
 
     @classmethod
     def private(cls, size_bytes: int) -> SharedSegment:
-        """New zeroed memory nobody else can open (`fd` is -1), pre-faulted. Raises: LayoutError."""
+        """New zeroed memory that no other process can open (`fd` is -1), pre-faulted. Raises: LayoutError."""
         size_bytes = _whole_pages(size_bytes)
         try:
             return _own(cls(_map(-1, size_bytes, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS), -1))
@@ -70,7 +70,7 @@ class SharedSegment:
         """Map descriptor `fd` of process `pid`; slow (pre-faults), so call it in a thread.
 
         The caller checks before and after that `pid` is still the process it means.
-        Raises: TransferError when it cannot be opened, or is no sealed segment.
+        Raises: TransferError when it cannot be opened, or is not a sealed segment.
         """
         try:
             ours = os.open(f"/proc/{pid}/fd/{fd}", os.O_RDWR | os.O_CLOEXEC | os.O_NONBLOCK)
@@ -78,7 +78,7 @@ class SharedSegment:
             raise TransferError(f"cannot open the pool of process {pid}: {error.strerror}") from error
         try:
             if fcntl.fcntl(ours, _F_GET_SEALS) & _SEALS != _SEALS:
-                raise TransferError(f"descriptor {fd} of process {pid} is no sealed pool")
+                raise TransferError(f"descriptor {fd} of process {pid} is not a sealed pool of kvflow")
             segment = cls(_map(ours, os.fstat(ours).st_size, mmap.MAP_SHARED), -1)
         except (OSError, ValueError) as error:
             raise TransferError(f"cannot map the pool of process {pid}: {error}") from error

@@ -25,8 +25,8 @@ class Landing(Enum):
 class Witness(msgspec.Struct, frozen=True, array_like=True):
     """What lets another process of the same host observe this one's death (Linux pidfd).
 
-    `pid` means something only under the same `boot_id` and `pid_namespace`; `start_ticks` tells a re-used pid apart, and
-    means something only in the same `time_namespace`. `network_namespace` says where its connections are listed.
+    `pid` means something only under the same `boot_id` and `pid_namespace`; `start_ticks` tells a re-used pid apart,
+    and means something only in the same `time_namespace`. `network_namespace` says where its connections are listed.
     """
 
     boot_id: Word
