@@ -45,7 +45,7 @@ _CLOSE_GRACE_S = 5.0
 _LOOK_S = 1.0  # how often the connections of writers that live are looked at
 _SHORTEST_POLL_S, _LONGEST_POLL_S = 0.005, 1.0  # how often those of a dead one are
 _SESSION = re.compile(r"[A-Za-z0-9_.:\[\]-]{1,255}:[0-9]{1,5}\Z", re.ASCII)
-# Read by the engine when it is imported. Its own limit of queued transfers wedges a peer until restart once it is reached.
+# Read by the engine when it is imported. A peer that reaches its default limit of queued transfers stays wedged.
 _ENVIRONMENT = {
     "MC_TCP_MAX_QUEUED_TRANSFERS_PER_PEER": "65535",
     "MC_TCP_ENABLE_CONNECTION_POOL": "1",
