@@ -1,14 +1,8 @@
 """A segment of memory that a process of the same user can open through /proc, and that has no name to leak.
 
-<<<<<<< HEAD
 The segment is a sealed memfd: it can neither shrink nor grow, so a process that maps it is never hit by SIGBUS.
 Mappings are not inherited by children (MADV_DONTFORK) and the descriptor is closed on exec, so only the process that
 opened a segment can write through its mapping: that process's death is the fence of the local data plane.
-=======
-The segment is a sealed memfd: it can neither shrink nor grow, so no process that maps it can be hit by SIGBUS. Mappings
-are not inherited by children (MADV_DONTFORK) and the descriptor is closed on exec, so only the process that opened a
-segment can write through its mapping: that process's death is the fence of the local data plane.
->>>>>>> transports
 """
 
 from __future__ import annotations
@@ -84,11 +78,7 @@ class SharedSegment:
             raise TransferError(f"cannot open the pool of process {pid}: {error.strerror}") from error
         try:
             if fcntl.fcntl(ours, _F_GET_SEALS) & _SEALS != _SEALS:
-<<<<<<< HEAD
                 raise TransferError(f"descriptor {fd} of process {pid} is not a sealed segment")
-=======
-                raise TransferError(f"descriptor {fd} of process {pid} is not a sealed pool of kvflow")
->>>>>>> transports
             segment = cls(_map(ours, os.fstat(ours).st_size, mmap.MAP_SHARED), -1)
         except (OSError, ValueError) as error:
             raise TransferError(f"cannot map the pool of process {pid}: {error}") from error

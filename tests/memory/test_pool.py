@@ -126,11 +126,7 @@ def test_a_segment_cannot_shrink_under_its_readers() -> None:
 def test_only_sealed_segments_are_opened(tmp_path: object) -> None:
     fd = os.memfd_create("unsealed", os.MFD_ALLOW_SEALING)
     os.ftruncate(fd, 8192)
-<<<<<<< HEAD
     with pytest.raises(TransferError, match="not a sealed segment"):
-=======
-    with pytest.raises(TransferError, match="not a sealed pool"):
->>>>>>> transports
         SharedSegment.open_peer(os.getpid(), fd)
     os.close(fd)
     with pytest.raises(TransferError, match="cannot open"):
