@@ -134,7 +134,9 @@ async def by_its_deadline(p: Pair, session: Any) -> None:
     node = p.prefill if isinstance(session, PrefillRoom) else p.decode
     timer = ("room", session.room) if isinstance(session, PrefillRoom) else ("deadline", session.grant)
     timers: Any = prefill_core.Timer if isinstance(session, PrefillRoom) else decode_core.Timer
-    node.shell.endpoint.core.deadlines.set(timers(*timer), float("-inf"))
+    due = "own_deadline_at_s" if isinstance(session, PrefillRoom) else "deadline_at_s"
+    setattr(session.record, due, 0.0)
+    node.shell.endpoint.core.deadlines.set(timers(*timer), 0.0)
     node.shell.tick(p.clock(node).now())
     node.shell.run()
 
