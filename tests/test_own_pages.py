@@ -232,3 +232,19 @@ async def test_pages_of_the_nodes_own_are_offered_once(kvflow_pair: Pair) -> Non
     room.close()
     await room.released()
     await p.rest()
+
+
+async def test_pages_of_a_writer_that_is_declared_dead_are_let_go_and_it_is_told_to_stop() -> None:
+    async with external_pair() as (p, _, targets):
+        p.plane(p.prefill).script(Fault.STUCK)
+        sending = p.prefill.room(7, PROMPT)
+        room = await p.decode.room(7, p.ranks, PROMPT, pages=MINE)
+        await sending.matched()
+        sending.send([1, 2, 3], last=True)
+        p.decode.declare_dead(p.prefill.incarnation, "a drill")
+        with pytest.raises(LostError, match="was declared dead: a drill"):
+            await room.landed()
+        await room.released()
+        assert targets.at_rest()
+        await until(lambda: sending.ended)
+        assert sending.cause is not None and "declared dead" in sending.cause.text

@@ -63,6 +63,8 @@ class PrefillCore:
         self.rooms: dict[RoomId, PrefillRoomRecord] = {}
         self.peers: dict[Incarnation, DecodePeer] = {}
         self.refused: OrderedDict[Incarnation, Cause] = OrderedDict()  # for announcements that follow a refusal
+        # of decodes that were forgotten: no grant below begins again, should what they once sent still arrive
+        self.displaced: OrderedDict[Incarnation, GrantId] = OrderedDict()
         self.rendezvous: Rendezvous[DecodePeer] = Rendezvous(bounds.ended_halves)
         self.writes: dict[int, tuple[PrefillRoomRecord, Chunk]] = {}
         self.deadlines: Deadlines[Timer] = Deadlines()

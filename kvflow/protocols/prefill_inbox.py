@@ -7,7 +7,7 @@ from typing import Any
 
 from kvflow.protocols.commands import OpenRoute
 from kvflow.protocols.errors import CapacityError, Cause, Code, KvflowError, MisuseError, PeerError
-from kvflow.protocols.machines.grants import GrantCommand, GrantKind
+from kvflow.protocols.machines.grants import GrantCommand, GrantKind, GrantPhase
 from kvflow.protocols.machines.peer import PeerKind, PeerPhase
 from kvflow.protocols.machines.prefill_room import PrefillEvent, PrefillKind, PrefillPhase
 from kvflow.protocols.machines.rendezvous import Announcement, Side
@@ -26,6 +26,8 @@ def on_register(core: PrefillCore, message: wire.Register, now: float) -> None:
         core.answer_register(message, f"wire version {message.wire_version}, this prefill speaks {WIRE_VERSION}")
     elif peer is not None:
         note_alive(core, peer, now)
+        peer.grants.begin_from(message.fresh_from)
+        _withdraw_below(core, peer, message.fresh_from, now)
         core.feed_peer(peer, PeerKind.REGISTERED, now)
     elif core.unavailable_reason:
         core.answer_register(message, core.unavailable_reason)
@@ -33,6 +35,7 @@ def on_register(core: PrefillCore, message: wire.Register, now: float) -> None:
         core.answer_register(message, f"{core.bounds.targets} decodes are registered already")
     else:
         peer = core.peers[message.target] = DecodePeer(message, core.bounds.closed_grants, now)
+        peer.grants.begin_from(core.displaced.pop(message.target, message.fresh_from))
         if refusal := peer.mismatch(core.identity):
             core.feed_peer(peer, PeerKind.ROUTE_REFUSED, now, Cause(Code.REFUSED, refusal))
         else:
@@ -45,6 +48,9 @@ def _make_place(core: PrefillCore, now: float) -> bool:
     another host). False when there is none."""
     for peer in core.peers.values():
         if peer.displaceable:
+            core.displaced[peer.incarnation] = peer.grants.seen_below
+            if len(core.displaced) > core.bounds.closed_grants:
+                core.displaced.popitem(last=False)
             core.feed_peer(peer, PeerKind.DISPLACED, now)
             return True
     return False
@@ -95,8 +101,24 @@ def _on_resync(core: PrefillCore, peer: DecodePeer, message: wire.Resync, now: f
 def _on_heartbeat(core: PrefillCore, peer: DecodePeer, message: wire.Heartbeat, now: float) -> None:
     if not peer.grants.settle(message.settled_below):
         core.observer.message_dropped("foreign")  # it settles what was never offered here: not this decode's own
-    elif not core.unavailable_reason:  # else decode must take us for silent: its rooms end, their loans do not
+        return
+    _withdraw_below(core, peer, message.settled_below, now)
+    if not core.unavailable_reason:  # else decode must take us for silent: its rooms end, their loans do not
         core.send(peer, wire.Heartbeat(**core.between(peer)))
+
+
+def _withdraw_below(core: PrefillCore, peer: DecodePeer, below: wire.GrantId, now: float) -> None:
+    """What decode has only announced below this grant has ended there, and its Abort was lost or came first."""
+    gone = Cause(Code.CLIENT_GONE, "decode has withdrawn the room")
+    for room, found in list(core.rendezvous.announced.items()):
+        if found.peer is peer and found.grant < below:
+            core.rendezvous.forget_announcement(room, peer, found.grant)
+            if peer.grants.phase(found.grant) is GrantPhase.ANNOUNCED:
+                peer.grants.end(found.grant, ())
+            _end_engine_half(core, room, gone, now)
+    offers = [record for grant, record in peer.grants.rooms.items() if grant < below and record.bootstrap is None]
+    for record in offers:
+        core.feed_room(record, PrefillEvent(PrefillKind.ABORT_RECEIVED, cause=gone), now)
 
 
 HANDLERS: dict[type, Callable[[PrefillCore, DecodePeer, Any, float], None]] = {

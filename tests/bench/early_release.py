@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import sys
+from typing import Any
 
 import uvloop
 
 from kvflow.bench.abort_worker import AbortWorker
 from kvflow.bench.child import serve
 from kvflow.protocols.errors import Cause
-from kvflow.protocols.machines.ledger import Grant, Ledger
-from kvflow.protocols.machines.loan import LoanKey, LoanKind
+from kvflow.protocols.machines.ledger import Change, Lease, Ledger
+from kvflow.protocols.machines.loan import LoanKind
+
+recall = Ledger.recall
 
 
-def _believe(self: Ledger, grant: Grant, cause: Cause) -> None:
-    for loan in list(grant.loans):
-        self.feed(LoanKey(loan.link.source, loan.link.rank, grant.number), LoanKind.DRAINED)
+def _believe(self: Ledger[Any], lease: Lease[Any], cause: Cause) -> list[Change[Any]]:
+    recall(self, lease, cause)  # and what it says is to be sent is not
+    return [self.feed(lease, source, LoanKind.DRAINED) for source in list(lease.loans)]
 
 
 if __name__ == "__main__":

@@ -18,8 +18,7 @@ import uvloop
 
 from kvflow.bench.canary import CanaryPool
 from kvflow.bench.worker import Worker, serve
-from kvflow.handlers.rooms import DecodeRoom
-from kvflow.handlers.rooms import PrefillRoom
+from kvflow.handlers.rooms import DecodeRoom, PrefillRoom
 from kvflow.node import DecodeNode, PrefillNode
 from kvflow.protocols.errors import KvflowError
 from kvflow.protocols.limits import Timing
@@ -50,7 +49,10 @@ class Station(Worker):
         self.reused: list[PageIndices] = []
         self.running: set[asyncio.Task[None]] = set()
         self.words: dict[str, str] = {}  # the first ones that came with each code in a storm
-        self.node.timing = self.node.handlers.timing = timing
+        core: Any = self.node.shell.endpoint.core
+        self.node.timing = self.node.shell.timing = core.timing = timing
+        if isinstance(self.node, DecodeNode):
+            core.links._timing = timing
         return reply
 
     async def meet(self, *, ranks: list[Any]) -> dict[str, Any]:
@@ -140,14 +142,14 @@ class Station(Worker):
     async def under_way(self) -> dict[str, Any]:
         """What mooncake has taken from prefill and not ended."""
         assert isinstance(self.node, PrefillNode)
-        routes = [target.route for target in self.node.handlers.targets.values()]
+        routes = self.node.shell.routes.values()
         return {"handles": sum(route.handles for route in routes if isinstance(route, MooncakeRoute))}
 
     async def left(self) -> dict[str, Any]:
         node, tasks = self.node, len(self.running)
         home = node.pages.free_pages if isinstance(node, DecodeNode) else node.pages.num_pages - node.pages.held_pages
-        ledger = len(node.handlers.ledger) if isinstance(node, DecodeNode) else 0
-        left = {"rooms": len(node.handlers.rooms), "loans": ledger, "quarantined": node.quarantined_pages}
+        ledger = len(node.shell.endpoint.core.ledger) if isinstance(node, DecodeNode) else 0
+        left = {"rooms": len(node.shell.endpoint.rooms), "loans": ledger, "quarantined": node.quarantined_pages}
         return {**left, "tasks": tasks, "away": node.pages.num_pages - home, "errors": node.counts.handler_errors}
 
     async def storm(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 from collections.abc import Awaitable, Callable
 from typing import Any
 
@@ -10,7 +12,7 @@ import pytest
 from kvflow.handlers.rooms import DecodeRoom, PrefillRoom
 from kvflow.protocols import decode_core, prefill_core
 from kvflow.protocols.commands import PeerKey
-from kvflow.protocols.errors import Cause, Code
+from kvflow.protocols.errors import Cause, Code, KvflowError
 from kvflow.protocols.machines.decode_room import DecodePhase
 from kvflow.protocols.machines.prefill_room import PrefillPhase
 from kvflow.protocols.wire.codec import encode, routing_id
@@ -25,6 +27,12 @@ OTHER = Cause(Code.SHUTDOWN, "another cause, later")
 
 async def expected(p: Pair) -> Both:
     return p.prefill.room(7, PROMPT), None
+
+
+async def announced(p: Pair) -> Both:
+    source, target = p.prefill.room(7, PROMPT), p.decode.announce(7, "sim", PROMPT)
+    await until(lambda: source.phase is PrefillPhase.ANNOUNCED)
+    return source, target
 
 
 async def bootstrapped(p: Pair) -> Both:
@@ -108,8 +116,18 @@ async def by_itself(p: Pair, session: Any) -> None:
 
 
 async def by_its_context(p: Pair, session: Any) -> None:
-    async with session:
-        pass
+    """Entered and left; where it cannot be entered yet, or any more, that is what ends it."""
+
+    async def use() -> None:
+        with contextlib.suppress(KvflowError):
+            async with session:
+                pass
+
+    using = asyncio.create_task(use())
+    await asyncio.sleep(0)
+    await asyncio.sleep(0)
+    using.cancel()
+    await asyncio.wait([using])
 
 
 async def by_its_deadline(p: Pair, session: Any) -> None:
@@ -137,18 +155,22 @@ async def by_the_peer(p: Pair, session: Any) -> None:
 PATHS = (by_itself, by_its_context, by_its_deadline, by_the_peer)
 P, D = PrefillPhase, DecodePhase
 SCENES: list[tuple[Callable[[Pair], Awaitable[Both]], Any]] = [
-    *((expected, P.EXPECTED), (bootstrapped, P.BOOTSTRAPPED), (matched, P.WAITING_FOR_INPUT)),
+    *((expected, P.EXPECTED), (announced, P.ANNOUNCED), (bootstrapped, P.BOOTSTRAPPED), (matched, P.WAITING_FOR_INPUT)),
     *((transferring, P.TRANSFERRING), (prefill_draining, P.DRAINING), (landed, P.SUCCESS)),
     *((failed, P.FAILED), (aborted, P.ABORTED), (lost, P.LOST)),
-    *((bootstrapped, D.WAITING_FOR_INPUT), (transferring, D.TRANSFERRING), (decode_draining, D.DRAINING)),
+    *(
+        (announced, D.BOOTSTRAPPING),
+        (bootstrapped, D.WAITING_FOR_INPUT),
+        (transferring, D.TRANSFERRING),
+        (decode_draining, D.DRAINING),
+    ),
     *((landed, D.SUCCESS), (failed, D.FAILED), (aborted, D.ABORTED), (lost_by_both, D.LOST)),
 ]
 
 
 def test_every_phase_is_here() -> None:
-    """But BOOTSTRAPPING, which nobody outside can see: opening takes pages and offers them in one step."""
     assert {phase for _, phase in SCENES if isinstance(phase, P)} == set(P)
-    assert {phase for _, phase in SCENES if isinstance(phase, D)} == set(D) - {D.BOOTSTRAPPING}
+    assert {phase for _, phase in SCENES if isinstance(phase, D)} == set(D)
 
 
 @pytest.mark.parametrize("first", range(len(PATHS)), ids=[path.__name__ for path in PATHS])

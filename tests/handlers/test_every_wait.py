@@ -19,7 +19,7 @@ from kvflow.protocols.errors import KvflowError
 from kvflow.testing.cancellation import Steps, stepping
 from kvflow.testing.pair import Pair, fill, pair, until
 from kvflow.transports.data.fake import FakePlane, Fault
-from tests.handlers.scenes import PROMPT, known, links, matched, midway, success
+from tests.handlers.scenes import PROMPT, links, matched, midway, success
 
 pytest_plugins = ["kvflow.testing.fixtures"]
 Work = Coroutine[Any, Any, object]
@@ -44,7 +44,7 @@ async def prefill_user(p: Pair) -> None:
 
 
 def beside(work: Work) -> None:
-    """The other leg, until `audited` ends it; whatever happens to it is nobody's business here."""
+    """The other leg, until `audited` ends it; what happens to it does not matter here."""
     asyncio.create_task(work, name="beside").add_done_callback(lambda task: task.cancelled() or task.exception())
 
 
@@ -145,7 +145,7 @@ async def closing_prefill_while_stuck(p: Pair) -> Work:
 
 async def draining_prefill(p: Pair) -> Work:
     await midway_and_stuck(p)
-    return p.prefill.handlers.drain(1.0)
+    return p.prefill.shell.drain(1.0)
 
 
 async def living(p: Pair) -> Work:
@@ -172,13 +172,11 @@ DECODES: list[Scene] = [
 ]
 PREFILLS: list[Scene] = [serving, serving_while_stuck, closing_prefill, closing_prefill_while_stuck, draining_prefill]
 TASKS = [
-    "PrefillHandlers._serve",
-    "PrefillHandlers._sweep",
-    "PrefillHandlers._open_target",
-    "PrefillHandlers._watch",
-    "DecodeHandlers.serve_link",
-    "DecodeHandlers._sweep",
-    "Link._watch",
+    "PrefillShell._read",
+    "PrefillShell._connect",
+    "PrefillShell._watch",
+    "DecodeShell._read",
+    "DecodeShell._watch",
 ]
 
 
@@ -210,7 +208,7 @@ async def audited() -> AsyncIterator[Pair]:
 async def _close(p: Pair, node: PrefillNode | DecodeNode) -> None:
     closing = asyncio.create_task(node.close())
     while not closing.done():
-        p.clock(node).advance(p.timing.lost_after_s)  # it may have nobody left to wait for
+        p.clock(node).advance(p.timing.lost_after_s)  # it may have no peer left to wait for
         await asyncio.sleep(0.001)
     await closing
 
@@ -246,7 +244,7 @@ async def test_every_wait(kvflow_clean_loop: None, scene: Scene, how: str) -> No
         async with audited() as p:
             steps = await cancel(await scene(p), first, how)
             node = p.prefill if scene in PREFILLS else p.decode
-            assert all(room.ended or room.state.phase.name == "DRAINING" for room in node.shell.endpoint.rooms.values())
+            assert all(room.ended or room.phase.name == "DRAINING" for room in node.shell.rooms.values())
             if scene.__name__.startswith("closing"):
                 assert not node.shell.endpoint.rooms, "it said it had stopped"
             elif how == "twice":  # else: straight into closing

@@ -263,9 +263,9 @@ async def test_bad_bytes_are_counted_and_the_next_room_works(kvflow_pair: Pair, 
     p = kvflow_pair
     await success(p, 1)
     control, peer = p.prefill.info.control, routing_id(p.decode.incarnation)
-    for to_prefill, counts in ((True, p.prefill.counts), (False, p.decode.counts)):
+    for upwards, counts in ((True, p.prefill.counts), (False, p.decode.counts)):
         for _ in range(40):
-            p.network.inject(Frame(control, peer, to_prefill, garbage))
+            p.network.inject(Frame(control, peer, upwards, garbage))
         await until(lambda counts=counts: counts.malformed == 40)
         assert not counts.handler_errors
     await success(p, 2)

@@ -22,7 +22,7 @@ from kvflow.protocols.wire.messages import (
 )
 from kvflow.testing.pair import QUICK, Pair, pair, until
 from kvflow.transports.control.memory import DELIVERED, LOST, TWICE, Fate, Frame
-from tests.handlers.scenes import PROMPT, WHY, assert_same_bytes, code_of, ledger, matched, midway
+from tests.handlers.scenes import PROMPT, WHY, assert_same_bytes, code_of, matched, midway
 
 pytest_plugins = ["kvflow.testing.fixtures"]
 

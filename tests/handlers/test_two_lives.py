@@ -80,8 +80,9 @@ async def test_a_link_hears_of_its_replacement_through_the_next_one_and_gives_up
         p.network.mend()
         (await opening).close()
         await until(lambda: first.phase is LinkPhase.GONE)
-        assert ledger(p.decode).quarantined_pages == 5, "its loans still wait for proof"
         await success(p, 9)
+        await until(lambda: len(ledger(p.decode)) == 1)
+        assert ledger(p.decode).quarantined_pages == 5, "its loans still wait for proof"
         p.plane(old).die()
         await old.close()
         await p.rest()

@@ -17,8 +17,7 @@ from contextlib import suppress
 import msgspec
 import psutil
 
-from kvflow.handlers.rooms import DecodeRoom
-from kvflow.handlers.rooms import PrefillRoom
+from kvflow.handlers.rooms import DecodeRoom, PrefillRoom
 from kvflow.protocols.errors import Cause, Code, KvflowError
 from kvflow.testing.pair import QUICK, Pair, pair, small_layout, until
 from kvflow.transports.control.memory import DELIVERED, LOST, TWICE, Fate, Frame
@@ -73,7 +72,7 @@ async def both_at_once(p: Pair, room: int) -> None:
 
 
 async def mismatched(p: Pair, room: int) -> None:
-    source, target = p.prefill.room(room, PROMPT), await p.decode.room(room, "sim", range(1, 13))
+    source, target = p.prefill.room(room, PROMPT), p.decode.room(room, "sim", range(1, 13))
     await ended(source.matched())
     await ended(target.landed())
 
@@ -81,7 +80,7 @@ async def mismatched(p: Pair, room: int) -> None:
 async def refused(p: Pair, room: int) -> None:
     if room % 2:
         p.prefill.refuse(room, WHY)
-    target = await p.decode.room(room, "sim", PROMPT)
+    target = p.decode.room(room, "sim", PROMPT)
     if not room % 2:
         p.prefill.refuse(room, WHY)
     await ended(target.landed())
@@ -98,7 +97,7 @@ async def engine_half(p: Pair, room: int) -> None:
 
 
 async def decode_half(p: Pair, room: int) -> None:
-    target = await p.decode.room(room, "sim", PROMPT, deadline_s=0.001 if room % 2 else None)
+    target = p.decode.room(room, "sim", PROMPT, deadline_s=0.001 if room % 2 else None)
     if not room % 2:
         target.close(GONE)
     await ended(target.landed())
@@ -106,12 +105,11 @@ async def decode_half(p: Pair, room: int) -> None:
 
 async def twice(p: Pair, room: int) -> None:
     """Two rooms of one number: the second one is in use."""
-    first = await p.decode.room(room, "sim", PROMPT)
-    second = await p.decode.room(room, "sim", PROMPT)
+    first, second = (p.decode.room(room, "sim", PROMPT) for _ in range(2))
     source = p.prefill.room(room, PROMPT)
     with suppress(KvflowError):
         p.prefill.room(room, PROMPT)
-    await source.matched()
+    await ended(source.matched())
     source.close(WHY)
     for target in (first, second):
         await ended(target.landed())

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from typing import Any
@@ -13,9 +13,20 @@ from kvflow.memory.pool import PagedPool
 from kvflow.node import DecodeNode, PrefillNode
 from kvflow.protocols.errors import KvflowError, WireError
 from kvflow.protocols.limits import Timing
+from kvflow.protocols.machines.peer import PeerPhase
 from kvflow.protocols.ports import ControlSocket
 from kvflow.protocols.wire.codec import parse_at_decode, parse_at_prefill, routing_id
-from kvflow.protocols.wire.messages import AbortAck, ChunkDone, Heartbeat, Register, Resync, RoomFailed
+from kvflow.protocols.wire.messages import (
+    Abort,
+    AbortAck,
+    Announce,
+    ChunkDone,
+    Heartbeat,
+    Register,
+    Registered,
+    RoomFailed,
+    ToPrefill,
+)
 from kvflow.testing.pair import small_layout, until
 from kvflow.transports.control.zmq import bind_router, connect_dealer
 from kvflow.transports.data.local import LocalPlane
@@ -33,6 +44,7 @@ class Tap:
         self._socket, self._judge = socket, judge
         self.seen: Counter[str] = Counter()
         self.ends: set[bytes] = set()
+        self._unread: deque[tuple[bytes, bytes]] = deque()
 
     @property
     def trouble(self) -> str:
@@ -42,12 +54,14 @@ class Tap:
         return self._socket.send(frame, peer)
 
     async def receive(self) -> list[tuple[bytes, bytes]]:
-        burst = await self._socket.receive()
-        for peer, frame in burst:
-            self.seen[self._judge(peer, frame)] += 1
-            if frame.startswith(END):
-                self.ends.add(frame)
-        return burst
+        """One at a time: what a frame must raise depends on what the one before it has changed."""
+        if not self._unread:
+            self._unread += await self._socket.receive()
+        peer, frame = self._unread.popleft()
+        self.seen[self._judge(peer, frame)] += 1
+        if frame.startswith(END):
+            self.ends.add(frame)
+        return [(peer, frame)]
 
     def close(self) -> None:
         self._socket.close()
@@ -85,11 +99,15 @@ class Nodes:
             return "malformed"
         if peer != routing_id(message.target):
             return "foreign"
-        known = self.prefill.handlers.targets.get(message.target)
         if message.source != self.prefill.incarnation:
             return "stale"
-        unknown = known is None or known.route is None
-        return "stale" if unknown and type(message) is not Register else "taken"
+        return "stale" if self._unknown(message) and type(message) is not Register else "taken"
+
+    def _unknown(self, message: ToPrefill) -> bool:
+        """Of a decode that is not registered, or whose way in is still being opened."""
+        known = self.prefill.shell.endpoint.core.peers.get(message.target)
+        opening = known is not None and known.phase is PeerPhase.OPENING
+        return known is None or (opening and not isinstance(message, Announce | Abort | Heartbeat))
 
     def _judge_to_decode(self, _: bytes, frame: bytes) -> str:
         """On a link without rooms."""
@@ -97,14 +115,15 @@ class Nodes:
             message = parse_at_decode(frame)
         except WireError:
             return "malformed"
-        mine = message.source in self.decode.handlers.links
         if message.target != self.decode.incarnation:
             return "foreign"
-        if isinstance(message, ChunkDone | RoomFailed):
-            return "stale"
-        if isinstance(message, AbortAck | Resync | Heartbeat) and not mine:
+        if isinstance(message, Registered):
+            return "taken"
+        peers = {peer.key.incarnation: peer for peer in self.decode.shell.endpoint.peers}
+        peer = peers.get(message.source)
+        if peer is None or getattr(message, "rank", peer.info.rank) != peer.info.rank:
             return "foreign"
-        return "stale" if isinstance(message, AbortAck) else "taken"
+        return "stale" if isinstance(message, ChunkDone | RoomFailed | AbortAck) else "taken"
 
     async def room(self, number: int) -> None:
         target = await self.decode.room(number, [self.prefill.info], PROMPT)

@@ -17,22 +17,25 @@ class Both(Protocol):
 
 def tables(nodes: Both) -> dict[str, int]:
     """Sizes, both roles together."""
-    prefills = [node.handlers for node in nodes.prefills]
-    decodes = [node.handlers for node in nodes.decodes]
-    targets = [target for p in prefills for target in p.targets.values()]
-    stores = [*(node.pages for node in nodes.prefills), *(node.pages for node in nodes.decodes)]
-    counts = [*(p.counts for p in prefills), *(d.counts for d in decodes)]
+    prefills = [node.shell.endpoint.core for node in nodes.prefills]
+    decodes = [node.shell.endpoint.core for node in nodes.decodes]
+    grants = [peer.grants for core in prefills for peer in core.peers.values()]
+    stores = [node.pool.pages for node in (*nodes.prefills, *nodes.decodes)]
+    counts = [node.counts for node in (*nodes.prefills, *nodes.decodes)]
     return {
-        "prefill rooms": sum(len(p.rooms) for p in prefills),
-        "targets": len(targets),
-        "open grants": sum(len(t.grants) for t in targets),
-        "closed grants": sum(len(t.closed) for t in targets),
-        "doubtful grants": sum(len(t.doubtful) for t in targets),
-        "ended halves": sum(len(p.ended_halves) for p in prefills),
-        "decode rooms": sum(len(d.rooms) for d in decodes),
-        "loans": sum(len(d.ledger) for d in decodes),
-        "links": sum(len(d.links) for d in decodes),
-        "quarantined pages": sum(d.ledger.quarantined_pages for d in decodes),
+        "prefill rooms": sum(len(core.rooms) for core in prefills),
+        "targets": len(grants),
+        "open grants": sum(len(table.rooms) for table in grants),
+        "closed grants": sum(table.remembered for table in grants),
+        "unsettled grants": sum(len(table._unsettled) for table in grants),
+        "announced rooms": sum(len(core.rendezvous.announced) for core in prefills),
+        "outcomes": sum(len(core.rendezvous) for core in prefills),
+        "writes": sum(len(core.writes) for core in prefills),
+        "decode rooms": sum(len(core.rooms) for core in decodes),
+        "loans": sum(len(core.ledger) for core in decodes),
+        "links": sum(len(core.links.peers) for core in decodes),
+        "quarantined pages": sum(core.ledger.quarantined_pages for core in decodes),
+        "handles": sum(len(node.shell.rooms) for node in (*nodes.prefills, *nodes.decodes)),
         "pages away": sum(store.num_pages - store.free_pages for store in stores),
-        "handler errors": sum(c.handler_errors for c in counts),
+        "handler errors": sum(count.handler_errors for count in counts),
     }

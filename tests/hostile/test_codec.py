@@ -10,7 +10,7 @@ import msgspec
 import pytest
 
 from kvflow.protocols.errors import WireError
-from kvflow.protocols.wire.codec import parse_at_decode, parse_at_prefill, encode
+from kvflow.protocols.wire.codec import encode, parse_at_decode, parse_at_prefill
 from kvflow.protocols.wire.messages import MAX_FRAME_BYTES, ToDecode, ToPrefill
 from tests.hostile.frames import COMMON, ODD, bent, huge
 from tests.protocols.wire import ALL, GOOD

@@ -8,7 +8,7 @@ import pytest
 from kvflow.protocols.errors import KvflowError
 from kvflow.protocols.limits import Bounds
 from kvflow.protocols.wire.codec import encode, routing_id
-from kvflow.protocols.wire.messages import Register
+from kvflow.protocols.wire.messages import WIRE_VERSION, Register
 from kvflow.testing.pair import Pair, until
 from kvflow.transports.control.memory import Frame
 from tests.handlers.scenes import PROMPT, code_of, success
@@ -36,12 +36,13 @@ async def test_rooms_of_every_ending(rooms: int, seed: int) -> None:
 
 async def test_half_rooms_are_bounded(kvflow_pair: Pair) -> None:
     p = kvflow_pair
-    p.prefill.handlers.bounds = Bounds(rooms=3)
-    halves = [await p.decode.room(room, "sim", PROMPT) for room in range(5)]
+    p.prefill.shell.endpoint.core.bounds = Bounds(rooms=3)
+    halves = [p.decode.room(room, "sim", PROMPT) for room in range(5)]
     await until(lambda: sum(half.ended for half in halves) == 2)
-    assert len(p.prefill.handlers.rooms) == 3
-    for half in halves[3:]:
-        assert await code_of(half.landed()) == "capacity"
+    await until(lambda: len(p.prefill.shell.endpoint.rooms) == 3)
+    for half in halves:
+        if half.ended:
+            assert await code_of(half.landed()) == "capacity"
     for half in halves:
         half.close()
     await p.rest()
@@ -54,11 +55,18 @@ async def test_nothing_is_kept_of_decodes_that_were_refused(kvflow_pair: Pair) -
     await success(p)
     endpoint, layout = p.decode.exported
     layout = msgspec.structs.replace(layout, page_size=3)
-    tasks = len(p.prefill.handlers._tasks)
+    tasks = len(p.prefill.shell._tasks)
     for me in range(1, 3_001):
-        frame = encode(Register(p.prefill.incarnation, me, 1, layout, endpoint))
-        p.network.inject(Frame(p.prefill.control, routing_id(me), True, frame))
-    await until(lambda: len(p.prefill.handlers.targets) == 1 and len(p.prefill.handlers._tasks) == tasks)
+        register = Register(
+            source=p.prefill.incarnation,
+            target=me,
+            wire_version=WIRE_VERSION,
+            layout=layout,
+            endpoint=endpoint,
+            fresh_from=1,
+        )
+        p.network.inject(Frame(p.prefill.control, routing_id(me), True, encode(register)))
+    await until(lambda: len(p.prefill.shell.endpoint.core.peers) == 1 and len(p.prefill.shell._tasks) == tasks)
     other = await p.add_decode()
     source = p.prefill.room(8, PROMPT)
     async with await other.room(8, "sim", PROMPT) as target:
@@ -66,10 +74,12 @@ async def test_nothing_is_kept_of_decodes_that_were_refused(kvflow_pair: Pair) -
         p.send_all(source)
         await target.landed()
     assert not tables(p)["handler errors"]
+    core = p.prefill.shell.endpoint.core
+    assert len(core.refused) == core.bounds.targets, "only the last reasons are kept, for announcements that follow"
 
 
 async def test_a_stolen_name_is_taken_back(kvflow_pair: Pair) -> None:
-    """Somebody took our name at prefill: nothing is heard any more, until the link is dialled anew."""
+    """Somebody took our name at prefill: nothing is received any more, until the link is dialled anew."""
     p = kvflow_pair
     await success(p)
     p.network.connect(p.prefill.control, p.decode.incarnation)  # the thief
@@ -78,6 +88,7 @@ async def test_a_stolen_name_is_taken_back(kvflow_pair: Pair) -> None:
         p.clock(p.decode).advance(p.timing.lost_after_s + 1)
         await target.landed()
     source.close()
-    (link,) = p.decode.handlers.links.values()
-    await until(lambda: link.phase.value == "up")
+    assert p.decode.peers_by_phase() == {"silent": 1}
+    p.clock(p.decode).advance(p.timing.lost_after_s + 1)  # it stays silent: it is dialled anew
+    await until(lambda: p.decode.peers_by_phase() in ({"up": 1}, {}))  # idle once room 8 is proven
     await success(p, 9)

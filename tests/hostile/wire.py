@@ -18,7 +18,7 @@ import msgspec
 import zmq
 
 from kvflow.protocols.wire.codec import encode, routing_id
-from kvflow.protocols.wire.messages import Register, Registered
+from kvflow.protocols.wire.messages import WIRE_VERSION, Register, Registered
 from kvflow.protocols.wire.ranks import RankInfo
 from kvflow.testing.pair import until
 from tests.hostile.frames import bent
@@ -67,7 +67,8 @@ async def attack_prefill(n: Nodes, count: int, rng: random.Random) -> None:
     me, insider = secrets.randbits(62) | 1, secrets.randbits(62) | 1
     source, honest = n.prefill.incarnation, n.decode.incarnation
     endpoint, layout = n.decode.exported
-    register = encode(Register(source, insider, 1, layout, endpoint))
+    mine: dict[str, Any] = {"wire_version": WIRE_VERSION, "layout": layout, "endpoint": endpoint, "fresh_from": 1}
+    register = encode(Register(source=source, target=insider, **mine))
     strangers = [kind for kind in to_prefill if kind is not Register]
     waves: list[tuple[bytes, dict[type, Any], int, bytes]] = [
         (routing_id(me), messages(strangers, source, me), count // 4, b""),
@@ -110,13 +111,16 @@ async def attack_decode(n: Nodes, count: int, rng: random.Random) -> None:
         router.setsockopt(zmq.ROUTER_MANDATORY, 1)
         port = router.bind_to_random_port("tcp://127.0.0.1")
         info = RankInfo(0, 1, source, f"tcp://127.0.0.1:{port}", "local", "")
-        linking = asyncio.ensure_future(n.decode.handlers.link_all([info]))
+        room = n.decode.announce(1 << 40, [info], [1])
         await asyncio.to_thread(router.recv_multipart)
-        accepted = Registered(source, n.decode.incarnation, 1, 0, "", n.prefill.exported[0], source)
+        answer: dict[str, Any] = {"wire_version": WIRE_VERSION, "rank": 0, "refusal": "", "asked": source}
+        accepted = Registered(source=source, target=n.decode.incarnation, endpoint=n.prefill.exported[0], **answer)
         router.send_multipart([peer, encode(accepted)])
-        (link,) = await linking
+        links = n.decode.shell.endpoint.core.links
+        await until(lambda: room.linked, 20)
+        room.close()  # nothing was lent: the link is up, and has no room
         await asyncio.to_thread(_send_frames, router, peer, frames, count, rng)
-        await until(lambda: END in n.taps["decode"].ends or not link.usable, 20)
+        await until(lambda: END in n.taps["decode"].ends or links.find(info) is None, 20)
 
 
 def _send_frames(router: Any, peer: bytes, frames: Iterator[bytes], count: int, rng: random.Random) -> None:
@@ -158,7 +162,7 @@ async def run(frames: int = 10_000, seed: int = 0, rooms: int = 2_000, raw: int 
         healed_s = await n.healed()
         await n.rooms_per_s(rooms)
         after = [await n.rooms_per_s(rooms) for _ in range(5)]
-        await until(lambda: len(n.decode.handlers.links) == 1, 30)  # the false prefill has gone silent
+        await until(lambda: len(list(n.decode.shell.endpoint.peers)) == 1, 30)  # the false prefill has gone silent
         left = await n.settled()
         report = {
             "frames_sent": {"prefill": frames, "decode": frames},
@@ -190,7 +194,13 @@ def faults(report: Report) -> list[str]:
                 found.append(f"{role}: {counted} {why} counted, {expected} delivered")
         if report["delivered"][role] < 0.9 * report["frames_sent"][role]:
             found.append(f"{role}: only {report['delivered'][role]} frames were delivered")
-    grown = {"closed grants", "ended halves", "targets"}  # a registered decode's: bounded, and gone with it
+    grown = {
+        "closed grants",
+        "outcomes",
+        "targets",
+        "announced rooms",
+        "unsettled grants",
+    }  # a registered decode's: bounded, and gone with it
     for name, count in report["tables_after"].items():
         if count > report["tables_before"][name] and name not in grown:
             found.append(f"{name}: {report['tables_before'][name]} before, {count} after")

@@ -7,6 +7,7 @@ import base64
 import ctypes
 import json
 import os
+import select
 import sys
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
@@ -152,7 +153,9 @@ async def _serve(backend: str, order: str, rate: float, host: str) -> None:
                 child = os.fork()
                 if not child:
                     os.dup2(os.open(os.devnull, os.O_RDWR), 1)
-                    os.read(0, 1 << 20)
+                    hang_up = select.poll()
+                    hang_up.register(0, 0)  # no more than the end of the input: what is in it is the parent's
+                    hang_up.poll()
                     os._exit(0)
                 reply = child
             case other:

@@ -284,10 +284,10 @@ class Nodes:
             pool.close()
 
     def at_rest(self) -> bool:
-        p, d = self.prefill.handlers, self.decode.handlers
+        p, d = self.prefill, self.decode
+        rooms = len(p.shell.endpoint.rooms) + len(d.shell.endpoint.rooms) + len(d.shell.endpoint.core.ledger)
         errors = p.counts.handler_errors + d.counts.handler_errors
-        home = self.prefill.pages.at_rest() and self.decode.pages.at_rest()
-        return home and not (p.rooms or d.rooms or len(d.ledger) or errors)
+        return p.pool.pages.at_rest() and d.pool.pages.at_rest() and not rooms + errors
 
     async def one(self, room: int) -> bytes:
         """A whole room of three pages."""
@@ -337,7 +337,7 @@ async def test_bad_bytes_over_zmq() -> None:
             stranger.send(garbage)
         stranger._socket.send_multipart([b"a", b"b", b"c"])
         await until(lambda: n.prefill.counts.malformed == 7)
-        n.prefill.handlers.socket.send(b"\xc1", routing_id(n.decode.incarnation))
+        n.prefill.shell.socket.send(b"\xc1", routing_id(n.decode.incarnation))
         await until(lambda: n.decode.counts.malformed == 1)
         assert await n.one(2) == b"2"
         stranger.close()
@@ -349,13 +349,13 @@ async def test_a_prefill_that_restarts_at_the_same_port_over_zmq() -> None:
         await n.one(1)
         old = n.prefill.info
         port = int(old.control.rsplit(":", 1)[1])
-        n.prefill.handlers.socket.close()  # the old life is cut off, but nobody saw it die
+        n.prefill.shell.socket.close()  # the old life is cut off, but nobody saw it die
         plane = FakePlane(n.network)
         await until(lambda: rebound(port))
         BOUND.pop()[0].close()
         second = PrefillNode(n.pools[0], plane, port=port, timing=QUICK)
         await until_started(second)
-        await until(lambda: not n.decode.handlers.links or not n.decode._usable(old))
+        await until(lambda: n.decode.shell.endpoint.core.links.find(old) is None)
         with pytest.raises(LostError):
             await n.decode.room(2, [old], range(12))
         first, n.prefill = n.prefill, second

@@ -64,8 +64,8 @@ async def test_a_decode_that_is_not_let_in_hears_why(key: ControlKey, with_key: 
         async with asyncio.timeout(10):
             with pytest.raises(RefusedError, match=f"does not let this decode in: {text}"):
                 await n.decode.room(1, [n.prefill.info], range(12))
-        assert not n.prefill.handlers.targets
-        await until(lambda: not n.decode.handlers.links)
+        assert not list(n.prefill.shell.endpoint.peers)
+        await until(lambda: not list(n.decode.shell.endpoint.peers))
 
 
 async def test_no_frame_of_a_stranger_reaches_us(key: ControlKey) -> None:
@@ -77,7 +77,7 @@ async def test_no_frame_of_a_stranger_reaches_us(key: ControlKey) -> None:
     async with Keyed(key, key) as n:
         control = n.prefill.info.control
         sockets = [raw_dealer(control, stranger) for stranger in strangers.values()]
-        frame = encode(Heartbeat(n.prefill.incarnation, 77))
+        frame = encode(Heartbeat(source=n.prefill.incarnation, target=77))
         for socket in sockets:
             for _ in range(100):
                 socket.send(frame, zmq.NOBLOCK)
@@ -89,7 +89,7 @@ async def test_no_frame_of_a_stranger_reaches_us(key: ControlKey) -> None:
         assert await n.one(1) == b"1"
         counts = n.prefill.counts
         assert (counts.malformed, counts.foreign, counts.stale) == (0, 0, 0)
-        assert set(n.prefill.handlers.targets) == {n.decode.incarnation}
+        assert [peer.incarnation for peer in n.prefill.shell.endpoint.peers] == [n.decode.incarnation]
         for socket in sockets:
             socket.close()
         for dealer in refused:

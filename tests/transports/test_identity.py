@@ -155,13 +155,15 @@ async def test_a_living_process_of_another_time_namespace_is_not_dead() -> None:
     shifted = ("unshare", "--time", "--boottime", "100000", "--fork", "--kill-child")
     process = await asyncio.create_subprocess_exec(*shifted, sys.executable, "-c", SAY, stdin=pipe, stdout=pipe)
     assert process.stdout is not None and process.stdin is not None
-    witness = msgspec.json.decode(await process.stdout.readline(), type=Witness)
-    with pytest.raises(TransferError, match="time namespace"):
-        await asyncio.wait_for(wait_dead(witness), 5)
-    with pytest.raises(TransferError, match="time namespace"):
-        is_alive(witness)
-    process.stdin.close()
-    await process.wait()
+    try:
+        witness = msgspec.json.decode(await process.stdout.readline(), type=Witness)
+        with pytest.raises(TransferError, match="time namespace"):
+            await asyncio.wait_for(wait_dead(witness), 5)
+        with pytest.raises(TransferError, match="time namespace"):
+            is_alive(witness)
+    finally:
+        process.stdin.close()
+        await process.wait()
 
 
 async def _exit_status(*command: str) -> int:

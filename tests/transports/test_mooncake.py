@@ -216,22 +216,22 @@ async def test_after_a_failed_block_nothing_more_of_a_write_is_submitted() -> No
 @pytest.mark.parametrize("busy", [False, True])
 async def test_a_dead_writers_child_does_not_keep_its_bytes_coming(busy: bool) -> None:
     side = Side("mooncake", "page_first", None)
-    threads = [threading.Thread(target=_burn, args=(stop := threading.Event(),)) for _ in range(4 if busy else 0)]
+    stop = threading.Event()
+    threads = [threading.Thread(target=_burn, args=(stop,)) for _ in range(4 if busy else 0)]
     for thread in threads:
         thread.start()
     try:
         for _ in range(3):
             await _kill_a_forked_writer(side)
     finally:
-        if threads:
-            stop.set()
+        stop.set()
         for thread in threads:
             thread.join()
         await side.close()
 
 
 def _burn(stop: threading.Event) -> None:
-    block = np.ones(1 << 18)
+    block = np.ones(1 << 21)
     while not stop.is_set():
         block.sum()
 
@@ -240,12 +240,13 @@ async def _kill_a_forked_writer(side: Side, *prefix: str, host: str = "127.0.0.1
     async with spawned("mooncake", prefix=prefix, host=host) as peer:
         await peer.ask("fill", 8)
         await peer.connect(side)
-        await peer.ask("write", EVERYTHING.tolist(), EVERYTHING.tolist())
-        assert (await peer.ask("done"))[0] == "landed"  # its connections are open, and its child inherits them
+        for _ in range(4):  # then all of its connections are open, and its child inherits them
+            await peer.ask("write", EVERYTHING.tolist(), EVERYTHING.tolist())
+            assert (await peer.ask("done"))[0] == "landed"
         await peer.ask("fork")
         assert isinstance(side.plane, mooncake.MooncakePlane)
         fence = asyncio.ensure_future(side.plane.fence(peer.endpoint))
-        await until(lambda: _has_been_looked_at(side.plane))
+        await until(lambda: _has_been_looked_at(side.plane, peer.endpoint))
         await peer.ask("write", EVERYTHING.tolist(), EVERYTHING.tolist())
         peer.process.kill()
         await asyncio.wait_for(fence, 20)
@@ -287,9 +288,10 @@ async def test_a_dead_writer_of_another_network_namespace_is_fenced(network_name
         await side.close()
 
 
-def _has_been_looked_at(plane: DataPlane) -> bool:
+def _has_been_looked_at(plane: DataPlane, writer: Endpoint) -> bool:
     assert isinstance(plane, mooncake.MooncakePlane)
-    return any(connection.holders for connection in list(plane._inbound._connections.values()))
+    watched = plane._inbound._writers.get(writer.witness)
+    return watched is not None and watched.last_look > 0
 
 
 @pytest.mark.parametrize("address", ["", "host", "host:", "host:99999999", "a b:1", "127.0.0.1:1"])

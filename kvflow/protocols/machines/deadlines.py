@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import heapq
-from collections.abc import Hashable
+from collections.abc import Hashable, Iterator
 from typing import Generic, TypeVar
 
 K = TypeVar("K", bound=Hashable)
@@ -42,6 +42,10 @@ class Deadlines(Generic[K]):
 
     def __len__(self) -> int:
         return len(self._where)
+
+    def __iter__(self) -> Iterator[K]:
+        """Every key that has a deadline, in no order of time."""
+        return iter(self._where)
 
     def __contains__(self, key: K) -> bool:
         return key in self._where

@@ -207,6 +207,15 @@ class GrantTable(Generic[R]):
         """Nothing of a grant that is not open can land any more."""
         return self.phase(grant) not in (P.DOUBTFUL, P.BELOW_DOUBTFUL)
 
+    @property
+    def seen_below(self) -> GrantId:
+        """No grant from here on has been seen."""
+        return self._seen_below
+
+    def begin_from(self, grant: GrantId) -> None:
+        """No grant below this one begins any more."""
+        self.low_water, self._seen_below = max(self.low_water, grant), max(self._seen_below, grant)
+
     def settle(self, below: GrantId) -> bool:
         """Decode needs nothing sent again below this grant. False, and nothing changes, when it claims grants that were
         never offered here."""

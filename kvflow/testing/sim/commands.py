@@ -26,7 +26,7 @@ def sim(
     exhaust: Annotated[
         bool, typer.Option("--exhaust", help="Walk everything two rooms and their link can do.")
     ] = False,
-    bounds: Annotated[str, typer.Option(help="With --exhaust: small, wide or full.")] = "",
+    bounds: Annotated[str, typer.Option(help="With --exhaust: small, wide, full, or one world.")] = "",
     jobs: Annotated[int, typer.Option(help="Processes that share the seeds.", min=1)] = 1,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object on stdout.")] = False,
 ) -> None:
@@ -34,9 +34,9 @@ def sim(
     if plants:
         return _list_plants(as_json)
     if exhaust:
-        from kvflow.testing.sim import explore
+        from kvflow.testing.walk import run
 
-        return _report(explore.run(bounds, plant, _say), as_json)
+        return _report(run.run(bounds, plant, _say), as_json)
     if seed is not None:
         return _one(seed, plant, trace, as_json)
     if plant:

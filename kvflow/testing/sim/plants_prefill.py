@@ -128,7 +128,8 @@ def ack_for_another_life() -> Installed:
             rank=core.identity.rank,
             drained=True,
         )
-        return core.outbox.append(SendToDecode(routing_id(message.target), encode(ack)))
+        core.outbox.append(SendToDecode(routing_id(message.target), encode(ack)))
+        return None
 
     return swapped(PrefillEndpoint, "receive", receive)
 

@@ -17,8 +17,8 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from kvflow.testing.sim.explore_prefill import Price
-from kvflow.testing.sim.explore_tables import UNLIMITED, Bounds, States, Tables
+from kvflow.testing.walk.tables import States, Tables
+from kvflow.testing.walk.world import UNLIMITED, Bounds, Price
 
 _BLOCK = 1 << 16  # states moved on at once
 
@@ -38,14 +38,7 @@ class Faults:
     """Sets of faults that are left, as numbers; crashes are counted by the states themselves."""
 
     def __init__(self, bounds: Bounds) -> None:
-        limits = {
-            Price.DROP: bounds.drops,
-            Price.DUPLICATE: bounds.duplicates,
-            Price.DECODE_ABORT: bounds.aborts,
-            Price.PREFILL_ABORT: bounds.aborts,
-            Price.DOUBT: bounds.doubts,
-            Price.SILENCE: bounds.silences,
-        }
+        limits = {price: bounds.limit(price) for price in Price if price is not Price.CRASH}
         limits = {price: limit for price, limit in limits.items() if limit != UNLIMITED}
         sets = list(itertools.product(*(range(limit + 1) for limit in limits.values())))
         self.count = len(sets)

@@ -1,0 +1,151 @@
+"""Small tables that grow as they are looked up: values as numbers, and rows of numbers by key."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any, Generic, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+V = TypeVar("V", bound=Hashable)
+Numbers = NDArray[np.int64]
+
+
+class Interned(Generic[V]):
+    """Values as small numbers, and what is asked about them as arrays."""
+
+    def __init__(self, bits: int) -> None:
+        self.values: list[V] = []
+        self._numbers: dict[V, int] = {}
+        self._limit = 1 << bits
+        self._columns: dict[Callable[[V], Any], Numbers] = {}
+
+    def number(self, value: V) -> int:
+        found = self._numbers.get(value)
+        if found is None:
+            if len(self.values) == self._limit:
+                raise OverflowError(f"more than {self._limit} values: {value}")
+            found = self._numbers[value] = len(self.values)
+            self.values.append(value)
+        return found
+
+    def column(self, question: Callable[[V], Any]) -> Numbers:
+        """The answer (a number) for every value; `question` must be the same object each time."""
+        known = self._columns.get(question, np.empty(0, np.int64))
+        while len(known) < len(self.values):  # an answer may be a new value
+            new = [int(question(value)) for value in self.values[len(known) :]]
+            known = self._columns[question] = np.append(known, np.array(new, np.int64))
+        return known
+
+
+class Growing:
+    """An array that grows at its end."""
+
+    def __init__(self, *width: int) -> None:
+        self._kept: Numbers = np.empty((1024, *width), np.int64)
+        self.count = 0
+
+    def extend(self, more: Numbers) -> None:
+        end = self.count + len(more)
+        if end > len(self._kept):
+            kept = np.empty((max(end, 2 * len(self._kept)), *self._kept.shape[1:]), np.int64)
+            kept[: self.count] = self.all
+            self._kept = kept
+        self._kept[self.count : end] = more
+        self.count = end
+
+    @property
+    def all(self) -> Numbers:
+        return self._kept[: self.count]
+
+
+class Index:
+    """Numbers by key, for whole arrays of keys at once: a hash table with open addressing."""
+
+    def __init__(self, bits: int = 12) -> None:
+        self._known = Growing()
+        self._resize(bits)
+
+    def _resize(self, bits: int) -> None:
+        self._bits = bits
+        self._keys = np.full(1 << bits, -1, np.int64)
+        self._numbers = np.zeros(1 << bits, np.int64)
+        if len(self):
+            self._insert(self.keys, np.arange(len(self)))
+
+    def __len__(self) -> int:
+        return self._known.count
+
+    @property
+    def keys(self) -> Numbers:
+        """Every key, by its number."""
+        return self._known.all
+
+    def _slots(self, keys: Numbers) -> Numbers:
+        """Where each key is, or would be."""
+        mask = (1 << self._bits) - 1
+        hashed = (keys.astype(np.uint64) * np.uint64(0x9E3779B97F4A7C15)) >> np.uint64(64 - self._bits)
+        slots = hashed.astype(np.int64)
+        found = self._keys[slots]
+        wrong = np.flatnonzero((found != keys) & (found >= 0))
+        while len(wrong):
+            slots[wrong] = (slots[wrong] + 1) & mask
+            found = self._keys[slots[wrong]]
+            wrong = wrong[(found != keys[wrong]) & (found >= 0)]
+        return slots
+
+    def _insert(self, keys: Numbers, numbers: Numbers) -> None:
+        """New keys, each once."""
+        while len(keys):
+            slots = self._slots(keys)
+            _, first = np.unique(slots, return_index=True)  # two keys may want one slot
+            self._keys[slots[first]], self._numbers[slots[first]] = keys[first], numbers[first]
+            rest = np.ones(len(keys), np.bool_)
+            rest[first] = False
+            keys, numbers = keys[rest], numbers[rest]
+
+    def find(self, keys: Numbers) -> Numbers:
+        """The number of each key (not negative); -1 where there is none."""
+        slots = self._slots(keys)
+        return np.where(self._keys[slots] == keys, self._numbers[slots], -1)
+
+    def number(self, keys: Numbers) -> Numbers:
+        """The number of each key; new ones get the next."""
+        found = self.find(keys)
+        missing = found < 0
+        if missing.any():
+            new = np.unique(keys[missing])
+            numbers = np.arange(len(self), len(self) + len(new))
+            self._known.extend(new)
+            if len(self) > 1 << (self._bits - 1):
+                self._resize(len(self).bit_length() + 2)
+            else:
+                self._insert(new, numbers)
+            found = self.find(keys)
+        return found
+
+
+class Rows:
+    """Rows of numbers by key, made when a key is first looked up."""
+
+    def __init__(self, make: Callable[[int], Sequence[tuple[int, ...]]], width: int) -> None:
+        self._make = make
+        self._index = Index()
+        self._start, self._count, self._rows = Growing(), Growing(), Growing(width)
+
+    def of(self, keys: Numbers) -> tuple[Numbers, Numbers]:
+        """(which key, row) for every row of every key."""
+        numbers = self._index.number(keys)
+        if len(self._index) > self._start.count:
+            made = [self._make(key) for key in self._index.keys[self._start.count :].tolist()]
+            counts = np.array([len(rows) for rows in made])
+            self._start.extend(self._rows.count + np.cumsum(counts) - counts)
+            self._count.extend(counts)
+            flat = [row for rows in made for row in rows]
+            if flat:
+                self._rows.extend(np.array(flat, np.int64))
+        counts = self._count.all[numbers]
+        which = np.repeat(np.arange(len(keys)), counts)
+        first = np.repeat(self._start.all[numbers] - (np.cumsum(counts) - counts), counts)
+        return which, self._rows.all[first + np.arange(len(which))]

@@ -1,0 +1,153 @@
+"""Everything that two or three machines and their link can do: `kvflow sim --exhaust`.
+
+What runs are the shipped endpoints (`protocols.decode.DecodeEndpoint`, `protocols.prefill.PrefillEndpoint`), restored
+from a key, fed one event, and read (`shelf`, `decode_side`, `prefill_side`). Worlds are small and many, because their
+product explodes: see `worlds`.
+"""
+
+from __future__ import annotations
+
+import resource
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, nullcontext
+from enum import IntEnum
+from time import monotonic
+from typing import Any
+from unittest.mock import patch
+
+from kvflow.protocols import decode, prefill
+from kvflow.protocols.errors import MisuseError
+from kvflow.protocols.machines import decode_room, grants, link, peer, prefill_room
+from kvflow.protocols.machines import loan as loans
+from kvflow.protocols.machines.tables import ERROR, Table
+from kvflow.testing.walk.plants import PLANTS
+from kvflow.testing.walk.search import Walk
+from kvflow.testing.walk.world import Bounds
+from kvflow.testing.walk.worlds import SETS, WORLDS
+
+MACHINES = {
+    "decode_room": decode_room,
+    "prefill_room": prefill_room,
+    "loan": loans,
+    "link": link,
+    "peer": peer,
+    "grants": grants,
+}
+
+
+class Watched:
+    """A table that remembers which of its cells were asked for."""
+
+    def __init__(self, table: Table[Any, Any, Any]) -> None:
+        self.table = table
+        self.seen: set[tuple[IntEnum, IntEnum]] = set()
+        self._move = table.move
+
+    def move(self, phase: IntEnum, kind: IntEnum) -> Any:
+        self.seen.add((phase, kind))
+        return self._move(phase, kind)
+
+    def _cells(self, *, legal: bool) -> list[tuple[IntEnum, IntEnum]]:
+        cells = [(phase, kind) for phase in self.table.phases for kind in self.table.kinds]
+        return [cell for cell in cells if (self.table.cell(*cell) is not ERROR) is legal]
+
+    def unvisited(self) -> list[str]:
+        """Cells the table does not call impossible, and the walk has not seen."""
+        return [
+            f"{phase.name} x {kind.name}" for phase, kind in self._cells(legal=True) if (phase, kind) not in self.seen
+        ]
+
+    def impossible(self) -> list[str]:
+        """Cells the table calls impossible, and the walk has seen all the same."""
+        return [f"{phase.name} x {kind.name}" for phase, kind in self._cells(legal=False) if (phase, kind) in self.seen]
+
+    def report(self) -> dict[str, Any]:
+        legal = len(self._cells(legal=True))
+        missing, wrong = self.unvisited(), self.impossible()
+        return {"legal": legal, "visited": legal - len(missing), "unvisited": missing, "impossible": wrong}
+
+
+def run(bounds: str = "", plant: str = "", say: Callable[[str], None] = lambda _: None) -> dict[str, Any]:
+    """Walk every world of `bounds` ("full" when empty; a set, or the name of one world), with that planted bug if one
+    is named; stops at a violation.
+
+    Raises: MisuseError for bounds or a plant there are not.
+    """
+    bounds = bounds or "full"
+    names = SETS.get(bounds) or ((bounds,) if bounds in WORLDS else ())
+    if not names:
+        raise MisuseError(f"no bounds {bounds!r}; there are: {', '.join((*SETS, *WORLDS))}")
+    found: list[dict[str, Any]] = []
+    with _planted(plant), watched() as tables:
+        for name in names:
+            say(f"{name}: {WORLDS[name].text}")
+            found.append({"world": name} | walk(WORLDS[name].bounds, say))
+            if found[-1]["violations"]:
+                break
+        cells = {name: table.report() for name, table in tables.items()}
+    total = {key: sum(one[key] for one in found) for key in ("states", "transitions", "violations", "seconds")}
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss >> 10
+    modules = sorted(name for name in sys.modules if name.startswith("kvflow.protocols."))
+    return {
+        "bounds": bounds,
+        "plant": plant,
+        **total,
+        "peak_mib": peak,
+        "endpoints": [
+            f"{kind.__module__}.{kind.__name__}" for kind in (decode.DecodeEndpoint, prefill.PrefillEndpoint)
+        ],
+        "modules": modules,
+        "worlds": found,
+        "cells": cells,
+    }
+
+
+def walk(bounds: Bounds, say: Callable[[str], None] = lambda _: None) -> dict[str, Any]:
+    """Walk one world. `states` are counted without the faults that are left, `looked_at` with them."""
+    began = monotonic()
+    with one_task_at_a_time() if bounds.step_by_step else nullcontext():
+        here = Walk(bounds)
+        violation = here.run(say)
+    report: dict[str, Any] = {
+        "bounds": bounds._asdict(),
+        "states": len(here.states),
+        "looked_at": sum(len(level.states) for level in here.levels),
+        "transitions": here.steps,
+        "depth": len(here.levels) - 1,
+        "rest_states": here.rest_states,
+        "decodes": len(here.tables.decodes.values),
+        "prefills": len(here.tables.prefills.values),
+        "violations": int(violation is not None),
+        "seconds": round(monotonic() - began, 1),
+        "peak_mib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss >> 10,
+    }
+    if violation is not None:
+        report |= {"broken": violation.broken, "path": violation.path}
+        say("\n".join([violation.broken, *(f"  {n}. {line}" for n, line in enumerate(violation.path, 1))]))
+    return report
+
+
+@contextmanager
+def one_task_at_a_time() -> Iterator[None]:
+    with patch.object(decode, "TICK_WORK", 1), patch.object(prefill, "TICK_WORK", 1):
+        yield
+
+
+@contextmanager
+def watched() -> Iterator[dict[str, Watched]]:
+    """The machines' tables, with a note of every cell that is asked for."""
+    tables = {name: Watched(module.TABLE) for name, module in MACHINES.items()}
+    with ExitStack() as patches:
+        for table in tables.values():
+            patches.enter_context(patch.object(table.table, "move", table.move))
+        yield tables
+
+
+def _planted(name: str) -> Any:
+    if not name:
+        return nullcontext()
+    for plant in PLANTS:
+        if plant.name == name:
+            return plant.install()
+    raise MisuseError(f"no plant {name!r} in the tables; there are: {', '.join(plant.name for plant in PLANTS)}")

@@ -1,0 +1,256 @@
+"""The exhaustive walk: nothing is broken in small bounds, it sees what a plain walk sees, its short cuts hold."""
+
+from __future__ import annotations
+
+from collections import deque
+from contextlib import nullcontext
+
+import msgspec
+import numpy as np
+import pytest
+
+from kvflow.protocols.errors import MisuseError
+from kvflow.protocols.wire import messages as wire
+from kvflow.testing.walk import run
+from kvflow.testing.walk.decode_side import DecodeSide, Pages
+from kvflow.testing.walk.mirror import mirrored
+from kvflow.testing.walk.search import Faults, Walk
+from kvflow.testing.walk.tables import deaf
+from kvflow.testing.walk.world import Bounds, Price
+from kvflow.testing.walk.worlds import SETS, WORLDS
+from tests.protocols.joined import Joined, State
+
+TINY = Bounds(chunks=1, in_flight=2, drops=0, duplicates=0, crashes=0, aborts=0, doubts=0, silences=0)
+UNPAID = {Price.NOTHING, Price.DOUBT}
+
+
+def test_nothing_is_broken_within_small_bounds() -> None:
+    report = run.run("small")
+    print({world["world"]: (world["states"], world["seconds"]) for world in report["worlds"]})
+    assert report["violations"] == 0, report["worlds"][-1]
+    assert [world["world"] for world in report["worlds"]] == list(SETS["small"])
+    assert all(world["states"] > 1_000 and world["rest_states"] > 5 for world in report["worlds"])
+    assert not any(cells["impossible"] for cells in report["cells"].values())
+    assert report["endpoints"] == ["kvflow.protocols.decode.DecodeEndpoint", "kvflow.protocols.prefill.PrefillEndpoint"]
+
+
+def test_as_many_states_as_a_plain_walk_sees() -> None:
+    """With doubts as often as they like, and no other fault."""
+    bounds = TINY._replace(chunks=2, doubts=-1, announce=True, registered=False)
+    joined = Joined(bounds)
+    seen = {joined.start}
+    waiting: deque[State] = deque(seen)
+    while waiting:
+        for act, after in joined.steps(waiting.popleft()):
+            if act.price in UNPAID and after not in seen:
+                seen.add(after)
+                waiting.append(after)
+    walk = Walk(bounds)
+    assert walk.run() is None
+    assert len(walk.states) == len(seen) > 1_000
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_deaf_decode_is_changed_by_no_word(ranks: int) -> None:
+    """What the tables leave out: words of a rank whose loan has ended, in a room that has."""
+    walk = Walk(TINY._replace(ranks=ranks, aborts=1, crashes=ranks == 1, restarts=False))
+    assert walk.run() is None
+    asked = 0
+    told = [(w.source, type(w)) for w in walk.tables._words.values]
+    assert len(told) > 5
+    words = [w for w in walk.tables._words.values if isinstance(w, wire.ChunkDone | wire.RoomFailed | wire.AbortAck)]
+    for decode in walk.tables.decodes.values:
+        for rank in range(ranks):
+            if not decode.alive or not deaf(decode, rank, 1):
+                continue
+            for word in words:
+                side = DecodeSide(decode, walk.tables.world)
+                after = side.run(lambda s, rank=rank, word=word: s.hear(rank, word))  # type: ignore[misc]
+                assert (after, side.words) == (decode, [[]] * ranks), word
+                asked += 1
+    assert asked > 10
+
+
+def test_no_decode_is_changed_by_a_heartbeat() -> None:
+    walk = Walk(TINY._replace(silences=1, crashes=1, registered=False))
+    assert walk.run() is None
+    world = walk.tables.world
+    for decode in walk.tables.decodes.values:
+        if decode.alive:
+            side = DecodeSide(decode, world)
+            word = world.register(wire.Incarnation(77))
+            beat = wire.Heartbeat(source=word.source, target=word.target)
+            assert side.run(lambda s, beat=beat: s.hear(0, beat)) == decode  # type: ignore[misc]
+            assert side.words == [[]]
+
+
+def test_every_state_is_its_parts() -> None:
+    walk = Walk(TINY._replace(ranks=2))
+    assert walk.run() is None
+    assert (walk.tables.pack(walk.tables.parts(walk.states)) == walk.states).all()
+    assert (np.diff(walk.states.astype(object)) > 0).all(), "each state is there once"
+
+
+def test_the_mirror_image_of_a_mirror_image_is_the_same() -> None:
+    walk = Walk(TINY._replace(ranks=2, crashes=1, restarts=False))
+    assert walk.run() is None
+    turned = 0
+    for decode in list(walk.tables.decodes.values):
+        other = mirrored(decode, walk.tables.world)
+        assert mirrored(other, walk.tables.world) == decode
+        turned += other != decode
+    assert turned > 5
+
+
+def test_fewer_faults_are_within_more() -> None:
+    faults = Faults(Bounds(drops=1, duplicates=0, aborts=0))
+    assert faults.within.tolist() == [0b01, 0b11]
+    both = np.array([0b11], np.uint64)
+    assert faults.only_richest(both).tolist() == [0b10] and faults.closed(np.array([0b10], np.uint64)).tolist() == [
+        0b11
+    ]
+
+
+def test_bounds_and_plants_have_names() -> None:
+    with pytest.raises(MisuseError, match="full, wide, small"):
+        run.run("huge")
+    with pytest.raises(MisuseError, match="free on timer"):
+        run.run("small", "no such plant")
+
+
+def test_a_word_has_one_cause_and_the_first_rank_as_its_source() -> None:
+    walk = Walk(TINY._replace(ranks=2, aborts=1))
+    assert walk.run() is None
+    for word in walk.tables._words.values[1:]:
+        assert word.source in (101, 201)
+        assert msgspec.structs.asdict(word).get("rank", 0) == 0
+
+
+# The worlds that broke what was first built: each path ended in a state that was never at rest, or unsafe.
+PATHS: dict[str, tuple[Bounds, list[str]]] = {
+    "announced, and the Bootstrap lost": (
+        TINY._replace(drops=1),
+        [
+            "decode opens a room",
+            "decode asks about grant 1",
+            "decode lends the pages of grant 1",
+            "the link loses Bootstrap (grant 1) on its way to prefill",
+            "prefill is asked by its engine",
+        ],
+    ),
+    "acknowledged, RoomFailed lost, and then the link": (
+        TINY._replace(drops=1, crashes=1, aborts=1, restarts=False),
+        [
+            "decode opens a room",
+            "decode lends the pages of grant 1",
+            "prefill hears Bootstrap (grant 1)",
+            "prefill is asked with another prompt",
+            "the link loses RoomFailed (grant 1) on its way to decode",
+            "decode hears AbortAck (grant 1, drained)",
+            "prefill crashes",
+        ],
+    ),
+    "withdrawn on a link that was dialled again": (
+        TINY._replace(drops=1, silences=1, registered=False, rooms=(1, 2)),
+        [
+            "decode opens a room",
+            "decode has heard nothing of prefill for too long",
+            "decode opens a room",
+            "prefill hears Register",
+            "prefill has its route to 77 opened",
+        ],
+    ),
+    "withdrawn while the link was down": (
+        TINY._replace(drops=1, silences=1, step_by_step=True),
+        [
+            "decode opens a room",
+            "decode asks about grant 1",
+            "decode has heard nothing of prefill for too long",
+            "prefill hears Announce (grant 1)",
+            "prefill hears Register",
+            "decode hears Registered",
+            "the link loses Abort (grant 1) on its way to prefill",
+        ],
+    ),
+}
+
+
+@pytest.mark.parametrize("name", PATHS)
+def test_a_path_that_led_nowhere_comes_to_rest(name: str) -> None:
+    bounds, path = PATHS[name]
+    with run.one_task_at_a_time() if bounds.step_by_step else nullcontext():
+        comes_to_rest(Joined(bounds), path)
+
+
+def comes_to_rest(joined: Joined, path: list[str]) -> None:
+    state = joined.follow(path)
+    seen, waiting = {state}, deque([state])
+    while waiting:
+        state = waiting.popleft()
+        if joined.at_rest(state):
+            return
+        for act, after in joined.steps(state):
+            if act.fair and act.price is Price.NOTHING and after not in seen:
+                seen.add(after)
+                waiting.append(after)
+    raise AssertionError(f"none of {len(seen)} states is at rest")
+
+
+def test_an_announcement_that_was_settled_is_not_joined() -> None:
+    """It broke open_room with a TransitionError."""
+    path = [
+        "decode opens a room",
+        "decode has heard nothing of prefill for too long",
+        "decode opens a room",
+        "prefill hears Register",
+        "prefill has its route to 77 opened",
+        "decode hears Registered",
+        "decode lends the pages of grant 2",
+        "prefill hears Announce (grant 1)",
+        "prefill hears Bootstrap (grant 2)",
+        "decode has heard nothing of prefill for too long",
+        "the link loses Register on its way to prefill",
+        "prefill hears Abort (grant 2)",
+        "decode hears AbortAck (grant 2, drained)",
+        "prefill hears Heartbeat (settled below 3)",
+        "prefill is asked by its engine",
+    ]
+    Joined(TINY._replace(drops=1, silences=2, registered=False, rooms=(1, 2))).follow(path)
+
+
+def test_a_grant_of_a_decode_that_was_displaced_does_not_begin_again() -> None:
+    """Its Register and Bootstrap were under way all the time: prefill wrote into pages that it had called drained."""
+    joined = Joined(TINY._replace(doubts=1, silences=2, others=1, targets=1))
+    state = joined.follow(
+        [
+            "decode has heard nothing of prefill for too long",
+            "prefill hears Register",
+            "prefill hears Heartbeat (settled below 1)",
+            "decode opens a room",
+            "prefill hears Register",
+            "decode registers again",
+            "decode hears Registered",
+            "prefill hears Announce (grant 1)",
+            "decode lends the pages of grant 1",
+            "prefill has heard nothing of decode 77 for too long",
+            "decode hears RoomFailed (grant 1)",
+            "decode hears AbortAck (grant 1, drained)",
+            "prefill is registered with by another decode",
+            "prefill has its route to 88 opened",
+            "prefill has heard nothing of decode 88 for too long",
+            "prefill hears Register",
+            "prefill has its route to 77 opened",
+            "prefill hears Bootstrap (grant 1)",
+            "prefill is asked by its engine",
+        ]
+    )
+    assert state.decode.grants[0].pages is Pages.FREE
+    assert not any("sends a chunk" in act.text for act, _ in joined.steps(state))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["displaced", "eviction", "prefix", "no-fence", "steps"])
+def test_nothing_is_broken_in_a_world_of_its_own(name: str) -> None:
+    report = run.walk(WORLDS[name].bounds, print)
+    print(report)
+    assert report["violations"] == 0

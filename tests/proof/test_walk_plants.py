@@ -1,0 +1,40 @@
+"""Every bug planted in what ships is found by the exhaustive walk, by the invariant it breaks."""
+
+from __future__ import annotations
+
+import pytest
+
+from kvflow.protocols import decode_core, decode_inbox, prefill_inbox
+from kvflow.protocols.machines import decode_room, grants, link, peer, prefill_room
+from kvflow.protocols.machines import loan as loans
+from kvflow.testing.walk import run
+from kvflow.testing.walk.plants import PLANTS, Plant
+
+MODULES = (decode_room, grants, link, loans, peer, prefill_room)
+PATCHED = (decode_core, decode_inbox, prefill_inbox)
+
+
+@pytest.mark.parametrize("plant", PLANTS, ids=lambda plant: plant.name)
+def test_is_found(plant: Plant) -> None:
+    with plant.install():
+        report = run.walk(plant.bounds)
+    assert report["violations"] == 1, "the walk has not found it"
+    print(f"{plant.name}: {report['broken']}, {len(report['path'])} steps, {report['states']} states")
+    assert report["broken"].split(":")[0] == plant.invariant
+    assert report["path"] and all(report["path"])
+
+
+@pytest.mark.parametrize("bounds", sorted({plant.bounds for plant in PLANTS}, key=repr), ids=lambda bounds: "")
+def test_nothing_is_found_without_the_plant(bounds: object) -> None:
+    report = run.walk(bounds)  # type: ignore[arg-type]
+    assert report["violations"] == 0, report
+
+
+def test_a_plant_leaves_nothing_behind() -> None:
+    before = [module.__dict__.copy() for module in (*MODULES, *PATCHED)]
+    cells = [[list(row) for row in module.TABLE._cells] for module in MODULES]  # type: ignore[attr-defined]
+    for plant in PLANTS:
+        with plant.install():
+            pass
+    assert [module.__dict__ for module in (*MODULES, *PATCHED)] == before
+    assert [[list(row) for row in module.TABLE._cells] for module in MODULES] == cells  # type: ignore[attr-defined]
