@@ -27,7 +27,7 @@ class Ticking(Protocol):
 
     def tick(self, now: float) -> None: ...
 
-    def credit_stall(self, late_s: float) -> None: ...
+    def credit_stall(self, late_s: float, now: float) -> None: ...
 
 
 class Shell:
@@ -91,9 +91,9 @@ class Shell:
     def _tick(self) -> None:
         """Called when something is due, by the loop's clock: how late it is tells whether the loop stood still."""
         self._timer, self._due_at_s = None, float("inf")
-        if (late_s := self._loop.time() - self._fires_at_s) > self.timing.heartbeat_s:
-            self._ticking.credit_stall(late_s)
         now = self.now()
+        if (late_s := self._loop.time() - self._fires_at_s) > self.timing.heartbeat_s:
+            self._ticking.credit_stall(late_s, now)
         self.guard(lambda: self.tick(now), "a tick")
         self.run()
 

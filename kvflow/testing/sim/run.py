@@ -24,7 +24,7 @@ from kvflow.testing.sim.oracle import Oracle, Violation
 from kvflow.testing.sim.rest import left
 from kvflow.testing.sim.scenario import FAULTS_END_S, Accident, Leg, Request, Scenario, draw
 from kvflow.testing.sim.swap import swapped
-from kvflow.testing.sim.variety import LATE_FENCE_S, NEVER
+from kvflow.testing.sim.variety import LATE, LATE_FENCE_S, NEVER
 
 STEPS_MIN = 200
 REST_S = 6.0  # with the faults over, everything has come to rest within so long
@@ -70,6 +70,8 @@ class Run:
         self._calm()
         await self._until_rest(REST_S, "with the faults over", doubts=True)
         await asyncio.sleep(RECOVER_S)  # links that were given up come back with a heartbeat
+        if self.scenario.variety.fences == LATE:
+            await asyncio.sleep(LATE_FENCE_S)  # and the dead are forgotten
         await self._probe()
         while self.loop.steps < STEPS_MIN:
             await self._probe()
@@ -169,6 +171,7 @@ class Run:
             self.loop.later(accident.for_s, self._start_again, accident.node)
         elif kind == "stall":
             cluster.stall(member, accident.for_s)
+            self.loop.later(self.scenario.variety.timing.lost_after_s + 0.1, self._check_stalled, member)
         elif kind == "jam":
             cluster.jam(member)
             self.loop.later(accident.for_s, cluster.unjam, member)
@@ -180,6 +183,12 @@ class Run:
         else:
             cluster.cut(member)
             self.loop.later(accident.for_s, cluster.mend, member)
+
+    def _check_stalled(self, member: Member) -> None:
+        """A node whose data plane has moved nothing for too long says so; that is what health and heartbeats go by."""
+        long = member.plane.stalled_s > self.scenario.variety.timing.lost_after_s
+        if member.up and not member.leaving and long and not member.node.unavailable_reason:
+            self.oracle.broken("I7", f"{member.name}: its data plane stands still, and it calls itself available")
 
     def _enough_without(self, gone: Member) -> bool:
         """A whole prefill group and a decode would be left."""
