@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 
 from kvflow.handlers.rooms import DecodeRoom, PrefillRoom
-from kvflow.protocols import decode_core, prefill_core
 from kvflow.protocols.commands import PeerKey
 from kvflow.protocols.errors import Cause, Code, KvflowError
 from kvflow.protocols.machines.decode_room import DecodePhase

@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 
-from kvflow.protocols import decode_core
 from kvflow.protocols.errors import Cause, Code, KvflowError
 from kvflow.protocols.limits import Timing
 from kvflow.protocols.wire.messages import Abort, Bootstrap, ChunkDone, RoomFailed
@@ -127,7 +126,7 @@ async def decode_has_no_pages(p: Pair) -> Any:
 
 async def decode_runs_out_of_time(p: Pair) -> Any:
     source, target = await matched(p)
-    p.decode.shell.endpoint.core.deadlines.set(decode_core.Timer("deadline", target.grant), p.clock(p.decode).now())
+    p.decode.shell.endpoint.core.deadlines.set(Timer("deadline", target.grant), p.clock(p.decode).now())
     p.clock(p.decode).advance(0)
     return source.done(), Code.DEADLINE, "room 7: deadline"
 
