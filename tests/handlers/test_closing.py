@@ -11,6 +11,7 @@ import pytest
 
 from kvflow.handlers.rooms import DecodeRoom, PrefillRoom
 from kvflow.protocols.commands import PeerKey
+from kvflow.protocols.decode_core import Timer
 from kvflow.protocols.errors import Cause, Code, KvflowError
 from kvflow.protocols.machines.decode_room import DecodePhase
 from kvflow.protocols.machines.prefill_room import PrefillPhase
@@ -130,14 +131,16 @@ async def by_its_context(p: Pair, session: Any) -> None:
 
 
 async def by_its_deadline(p: Pair, session: Any) -> None:
-    node = p.prefill if isinstance(session, PrefillRoom) else p.decode
-    timer = ("room", session.room) if isinstance(session, PrefillRoom) else ("deadline", session.grant)
-    timers: Any = prefill_core.Timer if isinstance(session, PrefillRoom) else decode_core.Timer
-    due = "own_deadline_at_s" if isinstance(session, PrefillRoom) else "deadline_at_s"
-    setattr(session.record, due, 0.0)
-    node.shell.endpoint.core.deadlines.set(timers(*timer), 0.0)
-    node.shell.tick(p.clock(node).now())
-    node.shell.run()
+    if isinstance(session, PrefillRoom):
+        core = p.prefill.shell.endpoint.core
+        session.record.own_deadline_at_s = 0.0
+        if session.room in core.rooms:
+            core.set_deadline(session.record)
+    else:
+        p.decode.shell.endpoint.core.deadlines.set(Timer("deadline", session.grant), 0.0)
+    for node in (p.prefill, p.decode):
+        node.shell.tick(p.clock(node).now())
+        node.shell.run()
 
 
 async def by_the_peer(p: Pair, session: Any) -> None:
