@@ -5,25 +5,19 @@ In virtual time and with the times that ship: a second is a second of the node's
 
 from __future__ import annotations
 
-import random
-from collections.abc import Awaitable, Callable
 from typing import Any
 
 import pytest
 
 from kvflow.protocols.decode_core import Timer
 from kvflow.protocols.errors import Cause, Code, KvflowError
-from kvflow.protocols.limits import Timing
 from kvflow.protocols.wire.messages import Abort, Bootstrap, ChunkDone, RoomFailed
-from kvflow.testing import pair as pair_module
-from kvflow.testing.pair import Pair, pair, until
-from kvflow.testing.sim.loop import VirtualLoop
+from kvflow.testing.pair import Pair, until
 from kvflow.transports.data.fake import Fault
+from tests.handlers.in_virtual_time import Ending, in_virtual_time
 from tests.handlers.scenes import PROMPT, WHY, matched, midway
 
 FULL = Cause(Code.CAPACITY, "no page for another token")
-Ending = Callable[[Pair], Awaitable[tuple[Awaitable[object], Code, str]]]
-"""Ends a room, and returns what the other side's client waits for, and what it must be told."""
 
 
 # --- prefill's side fails, decode's client hears it
@@ -177,25 +171,3 @@ def test_the_other_client_hears_why(ending: Ending, seed: int, monkeypatch: pyte
 @pytest.mark.parametrize("ending", LOSSY)
 def test_also_when_the_first_word_is_lost(ending: Ending, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     in_virtual_time(ending, (RoomFailed, Abort, ChunkDone), seed, monkeypatch)
-
-
-def in_virtual_time(ending: Ending, lost: tuple[type, ...], seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    loop = VirtualLoop(random.Random(seed))
-    monkeypatch.setattr(pair_module, "monotonic", loop.time)
-    took_s: list[float] = []
-
-    async def main() -> None:
-        async with pair(timing=Timing()) as p:
-            for kind in lost:
-                p.network.drop(kind)
-            began_at_s = loop.time()  # what comes before the end costs some milliseconds of virtual time
-            waiting, code, text = await ending(p)
-            with pytest.raises(KvflowError) as caught:
-                await waiting
-            took_s.append(loop.time() - began_at_s)
-            assert caught.value.code is code and text in str(caught.value)
-
-    loop.play(main())
-    assert not loop.raised
-    loop.close()
-    assert took_s[0] < 1.0
