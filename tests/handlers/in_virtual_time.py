@@ -1,0 +1,41 @@
+"""Endings that must reach the other side's client in under a second of the nodes' own timers, however slow the machine
+is."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Awaitable, Callable
+
+import pytest
+
+from kvflow.protocols.errors import Code, KvflowError
+from kvflow.protocols.limits import Timing
+from kvflow.testing import pair as pair_module
+from kvflow.testing.pair import Pair, pair
+from kvflow.testing.sim.loop import VirtualLoop
+
+Ending = Callable[[Pair], Awaitable[tuple[Awaitable[object], Code, str]]]
+"""Ends a room, and returns what the other side's client waits for, and what it must be told."""
+
+
+def in_virtual_time(ending: Ending, lost: tuple[type, ...], seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the times that ship; of each class in `lost` the first message never arrives."""
+    loop = VirtualLoop(random.Random(seed))
+    monkeypatch.setattr(pair_module, "monotonic", loop.time)
+    took_s: list[float] = []
+
+    async def main() -> None:
+        async with pair(timing=Timing()) as p:
+            for kind in lost:
+                p.network.drop(kind)
+            began_at_s = loop.time()  # what comes before the end costs some milliseconds of virtual time
+            waiting, code, text = await ending(p)
+            with pytest.raises(KvflowError) as caught:
+                await waiting
+            took_s.append(loop.time() - began_at_s)
+            assert caught.value.code is code and text in str(caught.value)
+
+    loop.play(main())
+    assert not loop.raised
+    loop.close()
+    assert took_s[0] < 1.0
