@@ -183,7 +183,7 @@ async def opened(p: Pair, room: int) -> tuple[Any, Any]:
 
 def target_ended(p: Pair) -> Callable[[], bool]:
     pages = p.decode.pages
-    return lambda: pages.free_pages == pages.num_pages
+    return lambda: pages.free_pages == p.decode.pool.layout.num_pages
 
 
 async def until(condition: Callable[[], bool]) -> None:

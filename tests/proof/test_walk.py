@@ -196,28 +196,6 @@ def comes_to_rest(joined: Joined, path: list[str]) -> None:
     raise AssertionError(f"none of {len(seen)} states is at rest")
 
 
-def test_an_announcement_that_was_settled_is_not_joined() -> None:
-    """It broke open_room with a TransitionError."""
-    path = [
-        "decode opens a room",
-        "decode has heard nothing of prefill for too long",
-        "decode opens a room",
-        "prefill hears Register",
-        "prefill has its route to 77 opened",
-        "decode hears Registered",
-        "decode lends the pages of grant 2",
-        "prefill hears Announce (grant 1)",
-        "prefill hears Bootstrap (grant 2)",
-        "decode has heard nothing of prefill for too long",
-        "the link loses Register on its way to prefill",
-        "prefill hears Abort (grant 2)",
-        "decode hears AbortAck (grant 2, drained)",
-        "prefill hears Heartbeat (settled below 3)",
-        "prefill is asked by its engine",
-    ]
-    Joined(TINY._replace(drops=1, silences=2, registered=False, rooms=(1, 2))).follow(path)
-
-
 def test_a_grant_of_a_decode_that_was_displaced_does_not_begin_again() -> None:
     """Its Register and Bootstrap were under way all the time: prefill wrote into pages that it had called drained."""
     joined = Joined(TINY._replace(doubts=1, silences=2, others=1, targets=1))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from kvflow.testing.walk.plants import ONE
+from kvflow.testing.walk.plants_tables import ONE
 from kvflow.testing.walk.world import Bounds
 
 
