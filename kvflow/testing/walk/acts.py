@@ -267,8 +267,37 @@ class Acts:
             after = value._replace(asked=value.asked + 1)
             if world.allows(Price.PREFILL_ABORT):
                 found.append(Act("prefill is never asked", Price.PREFILL_ABORT, False, after, ((),)))
+        self._prefill_writes(value, may)
+        endpoint = world.prefills.take(value.endpoint)
+        for room in value.rooms:
+            record = endpoint.core.rooms[room.room]  # type: ignore[index]
+            if room.matched and not room.told and not record.ended and not record.state.last_queued:
+                may(f"sends a chunk of room {room.room}", partial(PrefillSide.send, room=room.room), fair=True)
+            may(
+                f"has room {room.room} ended by its engine",
+                partial(PrefillSide.close_room, room=room.room),
+                Price.PREFILL_ABORT,
+            )
+        self._prefill_peers(value, may)
+        if value.other is Other.ABSENT:
+            may("is registered with by another decode", PrefillSide.other_registers, Price.OTHER)
+        elif value.other is Other.HERE:
+            gone = value._replace(other=Other.DEAD)
+            found.append(Act("the other decode dies", Price.NOTHING, False, gone, ((),)))
+        if value.trouble:
+            may("has its data plane move again", lambda s: s.stall(0.0), fair=True)
+        else:
+            may("has its data plane stop", lambda s: s.stall(float("inf")), Price.REFUSAL)
+        if endpoint.core.tasks:
+            may("works off one task", lambda s: s.endpoint.tick(0.0), fair=True)
+        if not value.left:
+            may("begins to leave", PrefillSide.leave, Price.LEAVE)
+        self._prefill_timers(value, endpoint, over, beats, may)
+        return found
+
+    def _prefill_writes(self, value: Prefill, may: Any) -> None:
         for number, write in enumerate(value.writes, 1):
-            if number > 1 and not world.bounds.out_of_order:
+            if number > 1 and not self.world.bounds.out_of_order:
                 break
             may(
                 f"has write {number} land",
@@ -289,16 +318,8 @@ class Acts:
                     partial(PrefillSide.write_ended, number=number, landing=Landing.DRAINED),
                     fair=True,
                 )
-        endpoint = world.prefills.take(value.endpoint)
-        for room in value.rooms:
-            record = endpoint.core.rooms[room.room]  # type: ignore[index]
-            if room.matched and not room.told and not record.ended and not record.state.last_queued:
-                may(f"sends a chunk of room {room.room}", partial(PrefillSide.send, room=room.room), fair=True)
-            may(
-                f"has room {room.room} ended by its engine",
-                partial(PrefillSide.close_room, room=room.room),
-                Price.PREFILL_ABORT,
-            )
+
+    def _prefill_peers(self, value: Prefill, may: Any) -> None:
         for peer, opened in value.routes:
             if not opened:
                 may(f"has its route to {peer} opened", partial(PrefillSide.route, peer=peer, opened=True), fair=True)
@@ -308,21 +329,6 @@ class Acts:
         for peer in sorted(value.watched):
             if (peer == DECODE and value.target_gone) or (peer == OTHER and value.other is Other.DEAD):
                 may(f"sees the death of {peer}", partial(PrefillSide.peer_died, peer=peer), fair=True)
-        if value.other is Other.ABSENT:
-            may("is registered with by another decode", PrefillSide.other_registers, Price.OTHER)
-        elif value.other is Other.HERE:
-            gone = value._replace(other=Other.DEAD)
-            found.append(Act("the other decode dies", Price.NOTHING, False, gone, ((),)))
-        if value.trouble:
-            may("has its data plane move again", lambda s: s.stall(0.0), fair=True)
-        else:
-            may("has its data plane stop", lambda s: s.stall(float("inf")), Price.REFUSAL)
-        if endpoint.core.tasks:
-            may("works off one task", lambda s: s.endpoint.tick(0.0), fair=True)
-        if not value.left:
-            may("begins to leave", PrefillSide.leave, Price.LEAVE)
-        self._prefill_timers(value, endpoint, over, beats, may)
-        return found
 
     def _prefill_timers(self, value: Prefill, endpoint: Any, over: bool, beats: bool, may: Any) -> None:
         core, never = endpoint.core, value.asked >= len(self.world.bounds.rooms)
