@@ -42,6 +42,7 @@ class Shell:
         self._tasks: set[asyncio.Task[None]] = set()
         self._callbacks: list[Callable[[], None]] = []
         self._running = False
+        self.changed, self.leaving = asyncio.Event(), False  # set when something was fed to a leaving endpoint
 
     def run(self) -> None:
         """Run what the endpoint asks for until it asks for nothing more, then what users want to be called with."""
@@ -98,10 +99,23 @@ class Shell:
 
     def wake(self) -> None:
         """The clock has been moved: look at what is due now."""
+        self.changed.set()
         if self._timer is not None:
             self._timer.cancel()
             self._fires_at_s = self._loop.time()
             self._tick()
+
+    async def wait_while(self, condition: Callable[[], bool], patience_s: float) -> None:
+        """Wait until `condition` is false, which is looked at whenever something was fed to the endpoint, or until
+        patience has ended, by the node's clock."""
+        until_s = self.now() + patience_s
+        timer = self._loop.call_later(patience_s, self.changed.set)
+        try:
+            while condition() and self.now() < until_s:
+                self.changed.clear()
+                await self.changed.wait()
+        finally:
+            timer.cancel()
 
     def tick(self, now: float) -> None:
         self._ticking.tick(now)

@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 
 from kvflow.handlers.rooms import DecodeRoom, PrefillRoom
-from kvflow.protocols import decode_core, prefill_core
 from kvflow.protocols.commands import PeerKey
 from kvflow.protocols.errors import Cause, Code, KvflowError
 from kvflow.protocols.machines.decode_room import DecodePhase
@@ -134,7 +133,9 @@ async def by_its_deadline(p: Pair, session: Any) -> None:
     node = p.prefill if isinstance(session, PrefillRoom) else p.decode
     timer = ("room", session.room) if isinstance(session, PrefillRoom) else ("deadline", session.grant)
     timers: Any = prefill_core.Timer if isinstance(session, PrefillRoom) else decode_core.Timer
-    node.shell.endpoint.core.deadlines.set(timers(*timer), float("-inf"))
+    due = "own_deadline_at_s" if isinstance(session, PrefillRoom) else "deadline_at_s"
+    setattr(session.record, due, 0.0)
+    node.shell.endpoint.core.deadlines.set(timers(*timer), 0.0)
     node.shell.tick(p.clock(node).now())
     node.shell.run()
 

@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 
-from kvflow.protocols import decode_core, prefill_core
 from kvflow.protocols.errors import Cause, Code, KvflowError
 from kvflow.protocols.limits import Timing
 from kvflow.protocols.wire.messages import Abort, Bootstrap, ChunkDone, RoomFailed
@@ -76,7 +75,8 @@ async def the_write_fails(p: Pair) -> Any:
 
 async def prefill_runs_out_of_time(p: Pair) -> Any:
     source, target = await matched(p)
-    p.prefill.shell.endpoint.core.deadlines.set(prefill_core.Timer("room", source.room), p.clock(p.prefill).now())
+    source.record.own_deadline_at_s = p.clock(p.prefill).now()
+    p.prefill.shell.endpoint.core.set_deadline(source.record)
     p.clock(p.prefill).advance(0)
     return target.landed(), Code.DEADLINE, "room 7: nothing more came"
 
@@ -126,7 +126,7 @@ async def decode_has_no_pages(p: Pair) -> Any:
 
 async def decode_runs_out_of_time(p: Pair) -> Any:
     source, target = await matched(p)
-    p.decode.shell.endpoint.core.deadlines.set(decode_core.Timer("deadline", target.grant), p.clock(p.decode).now())
+    p.decode.shell.endpoint.core.deadlines.set(Timer("deadline", target.grant), p.clock(p.decode).now())
     p.clock(p.decode).advance(0)
     return source.done(), Code.DEADLINE, "room 7: deadline"
 

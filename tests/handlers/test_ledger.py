@@ -114,7 +114,7 @@ def test_aborts_are_repeated_for_what_is_not_answered() -> None:
     desk.end_room()
     assert desk.aborts == [1, 1]
     desk.feed(0, LoanKind.DRAINED)
-    assert [grant for grant, _ in desk.ledger.of_source(0)] == []
+    assert desk.ledger.grants_of(0) == []
     desk.feed(1, LoanKind.REPEAT_DUE)
     assert desk.aborts == [1, 2]
 

@@ -45,7 +45,6 @@ QUIET = Timing(
     repeat_after_s=HOUR_S,
     rendezvous_s=HOUR_S,
     register_s=HOUR_S,
-    sweep_s=HOUR_S,
 )
 PROMPT = range(40)  # ten pages
 TURNS = 1000
