@@ -17,6 +17,7 @@ from kvflow.protocols.decode import DecodeEndpoint
 from kvflow.protocols.decode_rooms import Prompt
 from kvflow.protocols.errors import CapacityError, Cause, Code, KvflowError, MisuseError, room_error
 from kvflow.protocols.machines.decode_room import DecodePhase
+from kvflow.protocols.machines.link import LinkPhase
 from kvflow.protocols.pages.layout import PageIndices
 from kvflow.protocols.ports import Checksums, ControlSocket, DataPlane, PageStore, UnprovenLoan
 from kvflow.protocols.wire.messages import GrantId, Incarnation
@@ -238,9 +239,9 @@ class DecodeShell(Shell):
         return left
 
     def _proof_may_come(self) -> bool:
-        endpoint = self.endpoint
-        waiting = len(endpoint.core.ledger) > 0 or bool(endpoint.rooms)
-        return waiting and any(peer.usable for peer in endpoint.peers)
+        """Nothing was lent to a rank that has never answered, and one that is silent or gone proves nothing now."""
+        owes = self.endpoint.core.ledger.owes
+        return any(peer.phase is LinkPhase.UP and owes(peer) for peer in self.endpoint.peers)
 
     # --- commands
 

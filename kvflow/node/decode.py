@@ -241,4 +241,7 @@ class DecodeNode(Node[DecodeShell]):
             left = await self._shell.close()
             self._unproven = left + (self._inheritance.left() if self._inheritance is not None else [])
             self.pool.unproven.extend(self._unproven)
+        for asking in (questions := list(self._asking.values())):
+            asking.cancel()
+        await asyncio.gather(*questions, return_exceptions=True)
         await self._close_memory()

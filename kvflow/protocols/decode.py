@@ -276,7 +276,10 @@ class DecodeEndpoint:
         elif (record := core.rooms.get(timer.key)) is None or record.phase is DecodePhase.DRAINING:
             return  # its loans are recalled and asked for by themselves
         elif timer.kind == "deadline":
-            text = f"room {record.room}: deadline of {record.deadline_at_s - record.opened_at_s:g} s has passed"
+            given_s = round(
+                record.deadline_at_s - record.opened_at_s, 2
+            )  # it began a moment before the room was opened
+            text = f"room {record.room}: deadline of {given_s:g} s has passed"
             self.close_room(record.grant, Cause(Code.DEADLINE, text), now)
         elif (due_at_s := record.progress_at_s + record.resync_after_s) > now:
             core.deadlines.set(timer, due_at_s)

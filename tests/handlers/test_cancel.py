@@ -11,9 +11,21 @@ import pytest
 from kvflow.handlers.rooms import DecodeRoom, PrefillRoom
 from kvflow.protocols.errors import AbortedError, Code, KvflowError
 from kvflow.protocols.wire.messages import Abort, Bootstrap, Register, Registered
+from kvflow.protocols.wire.ranks import RankInfo
 from kvflow.testing.pair import QUICK, Pair, pair, until
 from kvflow.transports.data.fake import Fault
-from tests.handlers.scenes import PROMPT, WHY, code_of, known, ledger, links, matched, midway, success
+from tests.handlers.scenes import (
+    PROMPT,
+    WHY,
+    code_of,
+    every_rank_writes,
+    known,
+    ledger,
+    links,
+    matched,
+    midway,
+    success,
+)
 
 pytest_plugins = ["kvflow.testing.fixtures"]
 Waits = Callable[[PrefillRoom, DecodeRoom], Awaitable[object]]
@@ -197,6 +209,52 @@ async def test_closing_decode_while_prefill_does_not_answer(kvflow_pair: Pair) -
     assert target.ended and not node.shell.endpoint.rooms
     assert ledger(node).quarantined_pages == 5 == 64 - node.pages.free_pages
     assert await code_of(source.done()) is Code.PEER_LOST
+
+
+async def test_closing_decode_waits_for_no_prefill_that_never_answered(kvflow_pair: Pair) -> None:
+    """Nothing was lent to it: there is no proof to wait for."""
+    p = kvflow_pair
+    p.network.cut()
+    room = p.decode.room(7, "sim", PROMPT)
+    await until(lambda: links(p.decode))
+    node = p.decodes.pop(0)
+    async with asyncio.timeout(p.timing.lost_after_s / 4):
+        await node.close()
+    assert await code_of(room.landed()) is Code.SHUTDOWN
+
+
+async def test_closing_decode_waits_for_no_living_prefill_that_owes_nothing() -> None:
+    """One rank is lost with a loan; that another is up does not bring its proof."""
+    async with pair(ranks=2) as p:
+        _, target = await every_rank_writes(p)
+        p.network.cut(p.prefills[1].info.control)
+        p.clock(p.decode).advance(p.timing.lost_after_s + 1)
+        assert await code_of(target.landed()) is Code.PEER_LOST
+        p.plane(p.prefill).release()
+        await until(lambda: len(ledger(p.decode)) == 1)
+        node = p.decodes.pop(0)
+        async with asyncio.timeout(p.timing.lost_after_s / 4):
+            (loan,) = await node.close()
+        assert loan.writer == p.prefills[1].exported[0] and list(loan.pages) == list(target.pages)
+
+
+async def test_closing_decode_while_the_registry_is_asked(kvflow_pair: Pair) -> None:
+    p = kvflow_pair
+    asked, ended = asyncio.Event(), asyncio.Event()
+
+    async def resolve(_: str) -> list[RankInfo]:
+        asked.set()
+        try:
+            await asyncio.Event().wait()
+        finally:
+            ended.set()
+        return []
+
+    p.decode._resolve = resolve
+    room = p.decode.room(7, "sim", PROMPT)
+    await asked.wait()
+    await p.decodes.pop(0).close()
+    assert ended.is_set() and await code_of(room.landed()) is Code.SHUTDOWN
 
 
 async def test_closing_decode_while_a_write_cannot_be_stopped() -> None:

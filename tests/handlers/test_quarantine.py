@@ -13,8 +13,10 @@ from kvflow.protocols.limits import Bounds
 from kvflow.protocols.wire.messages import Abort
 from kvflow.testing.pair import Pair, pair, until
 from kvflow.transports.control.memory import LOST, Fate, Frame
-from kvflow.transports.data.fake import FakePlane
-from tests.handlers.scenes import PROMPT, code_of, ledger, links, midway, success
+from kvflow.transports.data.fake import FakePlane, Fault
+from tests.handlers.scenes import PROMPT, code_of, ledger, links, matched, midway, success
+
+pytest_plugins = ["kvflow.testing.fixtures"]
 
 
 async def silent(p: Pair, room: int = 7) -> None:
@@ -99,3 +101,25 @@ async def test_a_declared_death_of_a_living_prefill_tells_the_rooms_that_run() -
         assert p.decode.pool.pages.at_rest() and not p.decode.shell.endpoint.rooms
         p.plane(p.prefill).release()
         assert await code_of(source.done()) is Code.PEER_LOST  # what is alive is told to stop
+
+
+async def test_rooms_that_drain_count(kvflow_pair: Pair) -> None:
+    """Writes that neither land nor fail: their pages are as far from the pool as those of lost rooms."""
+    p = kvflow_pair
+    ledger(p.decode).quarantine_limit = 9
+    p.plane(p.prefill).script(Fault.STUCK, Fault.STUCK)
+    for room in (1, 2):
+        assert p.decode.unavailable_reason == ""
+        source, target = await matched(p, room)
+        p.send_all(source)
+        target.close()
+        assert target.phase.name == "DRAINING" and p.decode.quarantined_pages == 5 * room
+    assert p.decode.unavailable_reason.startswith("10 pages are in quarantine, more than 9")
+    waiting = p.prefill.room(3, PROMPT)
+    with pytest.raises(QuarantineError, match="10 pages are in quarantine, more than 9"):
+        await p.decode.room(3, "sim", PROMPT)
+    assert await code_of(waiting.matched()) is Code.CAPACITY
+    p.plane(p.prefill).release()
+    await p.rest()
+    assert p.decode.quarantined_pages == 0 and p.decode.unavailable_reason == ""
+    await success(p, 4)

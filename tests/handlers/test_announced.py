@@ -1,0 +1,123 @@
+"""How long half a room waits: for an announced decode as long as that lives, for any other a set time."""
+
+from __future__ import annotations
+
+import pytest
+
+from kvflow.protocols.errors import Code
+from kvflow.protocols.wire.messages import Announce, Bootstrap
+from kvflow.testing.pair import Pair, pair, until
+from tests.handlers.scenes import PROMPT, code_of, known
+
+pytest_plugins = ["kvflow.testing.fixtures"]
+
+
+async def pass_time(p: Pair, seconds: float) -> None:
+    """At prefill, in steps in which decode's heartbeats are received."""
+    step_s = p.timing.lost_after_s / 2
+    while seconds > 0:
+        p.clock(p.prefill).advance(step_s)
+        await until(lambda: all(line["heard_ago_s"] < 1 for line in p.prefill.peers()))
+        seconds -= step_s
+
+
+async def test_a_room_waits_for_as_long_as_it_says(kvflow_pair: Pair) -> None:
+    """Minutes where a proxy calls decode only when prefill has answered; a moment where both are called at once."""
+    p = kvflow_pair
+    short = p.prefill.room(6, PROMPT, rendezvous_s=1)
+    normal = p.prefill.room(7, PROMPT)
+    patient = p.prefill.room(8, PROMPT, rendezvous_s=600)
+    p.clock(p.prefill).advance(2)
+    assert await code_of(short.matched()) is Code.RENDEZVOUS
+    assert not normal.ended
+    p.clock(p.prefill).advance(p.timing.rendezvous_s)
+    assert await code_of(normal.matched()) is Code.RENDEZVOUS
+    p.clock(p.prefill).advance(500)
+    assert not patient.ended
+    target = await p.decode.room(8, "sim", PROMPT)
+    await patient.matched()
+    p.send_all(patient)
+    await target.landed()
+    target.close()
+    await p.rest()
+
+
+async def test_a_deadline_is_not_moved_by_patience(kvflow_pair: Pair) -> None:
+    p = kvflow_pair
+    source = p.prefill.room(7, PROMPT, rendezvous_s=600, deadline_s=10)
+    p.clock(p.prefill).advance(11)
+    assert await code_of(source.matched()) is Code.DEADLINE
+
+
+@pytest.mark.parametrize("first", ["engine", "decode"])
+async def test_an_announced_partner_is_waited_for_as_long_as_it_lives(kvflow_pair: Pair, first: str) -> None:
+    p = kvflow_pair
+    if first == "engine":
+        source = p.prefill.room(7, PROMPT)
+        target = p.decode.announce(7, "sim", PROMPT)
+        await until(lambda: source.phase.name == "ANNOUNCED")
+        await pass_time(p, 10 * p.timing.rendezvous_s)
+    else:
+        target = p.decode.announce(7, "sim", PROMPT)
+        await until(lambda: p.prefill.shell.endpoint.core.rendezvous.announced)
+        await pass_time(p, 10 * p.timing.rendezvous_s)
+        source = p.prefill.room(7, PROMPT)
+    assert not source.ended and p.decode.pool.pages.at_rest() and not p.network.seen["Bootstrap"]
+    await target.offer()
+    await source.matched()
+    p.send_all(source)
+    assert await target.landed() == b"handoff"
+    target.close()
+
+
+async def test_a_partner_that_dies_is_waited_for_no_longer() -> None:
+    async with pair() as p:
+        waiting = p.prefill.room(7, PROMPT)
+        p.decode.announce(7, "sim", PROMPT)
+        p.decode.announce(8, "sim", PROMPT)
+        await until(lambda: waiting.phase.name == "ANNOUNCED" and p.prefill.peers_by_phase() == {"up": 1})
+        await until(lambda: 8 in p.prefill.shell.endpoint.core.rendezvous.announced)
+        await p.crash(p.decode)
+        assert await code_of(waiting.matched()) is Code.PEER_LOST
+        assert await code_of(p.prefill.room(8, PROMPT).matched()) is Code.PEER_LOST  # its half comes late
+        await until(lambda: not known(p.prefill))
+        assert not p.left()
+
+
+async def test_a_partner_that_falls_silent_is_waited_for_no_longer(kvflow_pair: Pair) -> None:
+    p = kvflow_pair
+    source = p.prefill.room(7, PROMPT)
+    target = p.decode.announce(7, "sim", PROMPT)
+    await until(lambda: source.phase.name == "ANNOUNCED" and p.prefill.peers_by_phase() == {"up": 1})
+    p.network.cut()
+    p.clock(p.prefill).advance(p.timing.lost_after_s + 1)
+    assert await code_of(source.matched()) is Code.PEER_LOST
+    p.network.mend()
+    assert await code_of(target.landed()) is Code.PEER_LOST  # told when it asks again
+    await p.rest()
+
+
+async def test_a_lost_announcement_is_repeated_while_there_are_no_pages(kvflow_pair: Pair) -> None:
+    p = kvflow_pair
+    p.network.drop(Announce, times=3)
+    source = p.prefill.room(7, PROMPT)
+    target = p.decode.announce(7, "sim", PROMPT)
+    await until(lambda: source.phase.name == "ANNOUNCED")
+    target.close()
+    assert await code_of(source.matched()) is Code.CLIENT_GONE
+
+
+async def test_a_room_that_was_announced_is_offered_with_its_own_grant(kvflow_pair: Pair) -> None:
+    """Two decodes announce one number: the second is refused, and its withdrawal ends nothing of the first."""
+    p = kvflow_pair
+    other = await p.add_decode()
+    source = p.prefill.room(7, PROMPT)
+    target = p.decode.announce(7, "sim", PROMPT)
+    await until(lambda: source.phase.name == "ANNOUNCED")
+    assert await code_of(other.announce(7, "sim", PROMPT).landed()) is Code.ROOM_IN_USE
+    p.network.drop(Bootstrap, times=2)
+    await target.offer()
+    await source.matched()
+    p.send_all(source)
+    await target.landed()
+    target.close()

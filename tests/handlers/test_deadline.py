@@ -1,0 +1,85 @@
+"""A room's deadline covers all of it: asking the registry, linking, waiting for pages and for the transfer."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from kvflow.protocols.errors import AbortedError, Code
+from kvflow.protocols.pages.layout import PoolLayout
+from kvflow.protocols.ports import Endpoint
+from kvflow.testing.pair import Pair, until
+from kvflow.transports.data.fake import FakeRoute
+from tests.handlers.scenes import PROMPT, code_of, links, success
+
+pytest_plugins = ["kvflow.testing.fixtures"]
+
+
+async def test_while_prefill_does_not_answer(kvflow_pair: Pair) -> None:
+    p = kvflow_pair
+    p.network.cut()
+    room = p.decode.room(7, "sim", PROMPT, deadline_s=30)
+    opening = asyncio.ensure_future(room.opened())
+    await until(lambda: links(p.decode))
+    p.clock(p.decode).advance(29)
+    assert not room.ended
+    p.clock(p.decode).advance(2)
+    with pytest.raises(AbortedError, match="room 7: deadline of 30 s has passed"):
+        await opening
+    assert await code_of(room.landed()) is Code.DEADLINE
+    await room.released()
+    p.network.mend()
+    await success(p, 8)
+
+
+async def test_while_prefill_cannot_reach_our_memory(kvflow_pair: Pair) -> None:
+    """It lives and says so: only the deadline ends the room. Its engine's half is told."""
+    p = kvflow_pair
+    plane, go_on = p.plane(p.prefill), asyncio.Event()
+    connect = plane.connect
+
+    async def mute(endpoint: Endpoint, layout: PoolLayout) -> FakeRoute:
+        await go_on.wait()
+        return await connect(endpoint, layout)
+
+    plane.connect = mute  # type: ignore[method-assign]
+    source = p.prefill.room(7, PROMPT)
+    room = p.decode.room(7, "sim", PROMPT, deadline_s=30)
+    opening = asyncio.ensure_future(room.opened())
+    await until(lambda: source.phase.name == "ANNOUNCED")
+    p.clock(p.decode).advance(31)
+    with pytest.raises(AbortedError, match="deadline of 30 s"):
+        await opening
+    assert await code_of(source.matched()) is Code.DEADLINE
+    go_on.set()
+    await p.rest()
+    await success(p, 8)
+
+
+async def test_while_the_registry_is_asked(kvflow_pair: Pair) -> None:
+    p = kvflow_pair
+    asked = asyncio.Event()
+
+    async def resolve(_: str) -> list[object]:
+        asked.set()
+        await asyncio.Event().wait()
+        return []
+
+    p.decode._resolve = resolve  # type: ignore[assignment]
+    room = p.decode.room(7, "elsewhere", PROMPT, deadline_s=0.05)
+    await asked.wait()
+    with pytest.raises(AbortedError, match="its deadline passed while the ranks of its prefill were asked for"):
+        await room
+    await room.released()
+
+
+async def test_while_its_pages_are_waited_for(kvflow_pair: Pair) -> None:
+    p = kvflow_pair
+    source = p.prefill.room(7, PROMPT)
+    room = p.decode.announce(7, "sim", PROMPT, deadline_s=30)
+    await until(lambda: source.phase.name == "ANNOUNCED")
+    p.clock(p.decode).advance(31)
+    assert await code_of(room.opened()) is await code_of(source.matched()) is Code.DEADLINE
+    room.offer()  # too late, and without effect
+    assert p.decode.pool.pages.at_rest()

@@ -1,0 +1,103 @@
+"""Decode has the beginning of the prompt already: only the rest travels, down to a room of no pages at all."""
+
+from __future__ import annotations
+
+import pytest
+
+from kvflow.protocols.errors import Code
+from kvflow.protocols.wire.messages import Bootstrap, ChunkDone
+from kvflow.testing.pair import PAGE_SIZE, Pair, pair, until
+from tests.handlers.scenes import WHY, assert_same_bytes, code_of
+
+pytest_plugins = ["kvflow.testing.fixtures"]
+
+
+@pytest.mark.parametrize(
+    ("tokens", "prefix", "pages"),
+    [
+        (5 * PAGE_SIZE, 0, 5),
+        (5 * PAGE_SIZE, PAGE_SIZE, 4),
+        (5 * PAGE_SIZE, 4 * PAGE_SIZE, 1),
+        (5 * PAGE_SIZE - 1, 4 * PAGE_SIZE, 1),
+        (5 * PAGE_SIZE, 5 * PAGE_SIZE, 0),
+        (5 * PAGE_SIZE - 1, 5 * PAGE_SIZE - 1, 0),
+        (1, 1, 0),
+    ],
+)
+@pytest.mark.parametrize("chunks", [1, 2])
+async def test_the_rest_travels(kvflow_pair: Pair, tokens: int, prefix: int, pages: int, chunks: int) -> None:
+    p = kvflow_pair
+    source = p.prefill.room(7, range(tokens))
+    target = await p.decode.room(7, "sim", range(tokens), prefix_tokens=prefix)
+    assert await source.matched() == source.prefix_tokens == prefix
+    assert len(target.pages) == pages and source.bytes_total == pages * p.prefill.pool.layout.page_bytes
+    sent = p.send_all(source, chunks=min(chunks, max(pages, 1)))
+    assert await target.landed() == b"handoff"
+    await source.done()
+    if pages:
+        assert_same_bytes(p, sent, target)
+    assert len(target.keep("sequence")) == pages
+    p.decode.pages.give_back(target.pages, "sequence")
+    await target.released()
+    await p.rest()
+    assert p.decode.counts.endings == p.prefill.counts.endings == {"success": 1}
+
+
+@pytest.mark.parametrize("lost", [Bootstrap, ChunkDone], ids=lambda kind: kind.__name__)
+async def test_a_room_of_no_pages_survives_a_lost_message(kvflow_pair: Pair, lost: type) -> None:
+    p = kvflow_pair
+    p.network.drop(lost)
+    source = p.prefill.room(7, range(8))
+    target = await p.decode.room(7, "sim", range(8), prefix_tokens=8)
+    assert await source.matched() == 8
+    p.send_all(source)
+    assert await target.landed() == b"handoff"
+    target.close()
+
+
+@pytest.mark.parametrize("side", ["prefill", "decode"])
+async def test_a_room_of_no_pages_is_ended(kvflow_pair: Pair, side: str) -> None:
+    p = kvflow_pair
+    source = p.prefill.room(7, range(8))
+    target = await p.decode.room(7, "sim", range(8), prefix_tokens=8)
+    await source.matched()
+    (source if side == "prefill" else target).close(WHY)
+    assert await code_of(source.done()) is await code_of(target.landed()) is WHY.code
+    await target.released()
+    await source.released()
+
+
+async def test_a_room_of_no_pages_is_opened_on_a_full_pool(kvflow_pair: Pair) -> None:
+    p = kvflow_pair
+    taken = p.decode.pages.take(64, "another user")
+    source = p.prefill.room(7, range(8))
+    target = await p.decode.room(7, "sim", range(8), prefix_tokens=8)
+    await source.matched()
+    p.send_all(source)
+    await target.landed()
+    target.close()
+    p.decode.pages.give_back(taken, "another user")
+
+
+async def test_a_lost_room_of_no_pages_quarantines_none() -> None:
+    async with pair() as p:
+        source = p.prefill.room(7, range(8))
+        target = await p.decode.room(7, "sim", range(8), prefix_tokens=8)
+        await source.matched()
+        await p.crash(p.prefill)
+        assert await code_of(target.landed()) is Code.PEER_LOST
+        assert p.decode.quarantined_pages == 0
+        await target.released()
+        await until(lambda: not p.left())
+
+
+async def test_every_rank_sends_the_rest() -> None:
+    async with pair(ranks=2) as p:
+        sources = [node.room(7, range(12)) for node in p.prefills]
+        target = await p.decode.room(7, "sim", range(12), prefix_tokens=8)
+        for node, source in zip(p.prefills, sources, strict=True):
+            assert await source.matched() == 8
+            p.send_all(source, node=node)
+        assert await target.landed() == b"handoff" and len(target.pages) == 1
+        target.close()
+        await p.rest()

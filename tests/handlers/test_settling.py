@@ -1,0 +1,67 @@
+"""What prefill keeps for decode to ask for goes when that pair has settled it; a claim of anything else is refused."""
+
+from __future__ import annotations
+
+import pytest
+
+from kvflow.protocols.errors import Code
+from kvflow.protocols.wire.messages import Heartbeat
+from kvflow.testing.pair import Pair, pair, until
+from tests.handlers.scenes import PROMPT, between, code_of, header, known, ledger, success, to_prefill
+
+pytest_plugins = ["kvflow.testing.fixtures"]
+
+
+async def one_room(p: Pair, room: int, rank: int) -> None:
+    """A whole room at one of two prefills, which have nothing to do with each other."""
+    node = p.prefills[rank]
+    async with node.room(room, PROMPT) as source, p.decode.room(room, [p.ranks[rank]], PROMPT) as target:
+        await source.matched()
+        p.send_all(source, node=node, handoff=b"h" * 10_000)
+        await target.landed()
+
+
+async def test_a_loan_without_proof_at_one_prefill_keeps_nothing_at_another() -> None:
+    async with pair(ranks=2) as p:
+        healthy, lost = p.prefills
+        for rank in (0, 1):
+            await one_room(p, rank, rank)
+        source = lost.room(7, PROMPT)
+        target = await p.decode.room(7, [lost.info], PROMPT)
+        await source.matched()
+        p.network.cut(lost.info.control)
+        p.clock(p.decode).advance(p.timing.lost_after_s + 1)
+        await until(lambda: target.ended)
+        assert await code_of(target.landed()) is Code.PEER_LOST
+        for room in range(20, 30):
+            await one_room(p, room, 0)
+        (peer,) = known(healthy)
+        await until(lambda: not peer.grants.remembered)
+        assert len(ledger(p.decode)) == 1 and p.decode.quarantined_pages == 5
+        p.network.mend()
+        await p.rest()
+
+
+@pytest.mark.parametrize("below", [3, 1 << 40])
+async def test_a_claim_to_have_settled_what_was_never_offered_is_dropped(kvflow_pair: Pair, below: int) -> None:
+    """In decode's name, by someone else: it would end that decode's use of this prefill."""
+    p = kvflow_pair
+    await success(p, 1)
+    foreign = p.prefill.counts.foreign
+    to_prefill(p, Heartbeat(settled_below=below, **between(p)))
+    await until(lambda: p.prefill.counts.foreign == foreign + 1)
+    assert known(p.prefill)[0].grants.low_water <= 2
+    await success(p, 2)
+
+
+async def test_a_claim_about_grants_that_are_open_changes_nothing_for_them(kvflow_pair: Pair) -> None:
+    p = kvflow_pair
+    source, target = await p.open(1, PROMPT)
+    await source.matched()
+    beats = p.network.seen["Heartbeat"]
+    to_prefill(p, Heartbeat(settled_below=target.grant + 1, **between(p)))
+    await until(lambda: p.network.seen["Heartbeat"] > beats + 2)
+    p.send_all(source)
+    assert await target.landed() == b"handoff" and not source.record.half
+    target.close()
+    assert header(p, 1, target.grant)["grant"] == 1
