@@ -191,10 +191,8 @@ class PrefillShell(Shell):
             flight = SummedFlight(flight, self.checksums.begin(command.source_pages))
         self._writes[command.write] = _Write(flight, command.source_pages, room)
         room.flights[command.write] = flight
-        if flight.done.done():  # a tiny one: what follows runs with the commands of this turn
-            self._write_ended(command.write, flight.done)
-        else:
-            flight.done.add_done_callback(functools.partial(self._write_ended, command.write))
+        # Also where it has ended already: the room must not end inside of the engine's own `send`.
+        flight.done.add_done_callback(functools.partial(self._write_ended, command.write))
 
     def _write_ended(self, number: int, done: asyncio.Future[Landing]) -> None:
         write = self._writes.pop(number)
