@@ -1,9 +1,9 @@
-"""Your scheduler under faults nobody can stage by hand: lost words, crashes, late writes, clients that go, full pools.
+"""Your scheduler under faults that cannot be staged by hand: lost messages, crashes, late writes, full pools.
 
     python examples/your_scheduler_in_the_simulator.py
 
 The simulator plays real prefill and decode nodes in virtual time. Give it your scheduling as the two coroutines of a
-`Scheduler`; it checks at every step that no page is lost, freed too early or filled with somebody else's bytes, and
+`Scheduler`; it checks at every step that no page is lost, freed too early or filled with another room's bytes, and
 that all comes to rest.
 """
 
@@ -28,21 +28,21 @@ class YourScheduler(PlainScheduler):
         await in_thread(step)  # to its end, even when the client goes away meanwhile
 
     async def prefill(self, node: PrefillNode, job: Job) -> None:
-        async with node.room(job.room, job.prompt, deadline_s=job.deadline_s) as session:
-            await session.matched()
+        async with node.room(job.room, job.prompt, deadline_s=job.deadline_s) as room:
+            await room.matched()
             async with self.turns[node]:
-                pages = node.pages.take(sum(job.chunks), session)
+                pages = node.pages.take(sum(job.chunks), room)
                 try:
                     start = 0
                     for count in job.chunks:
                         chunk, last = pages[start : start + count], start + count == len(pages)
                         await self.run(job.model_step(node, chunk, start))
-                        session.send(chunk, last=last, handoff=job.handoff if last else b"")
+                        room.send(chunk, last=last, handoff=job.handoff if last else b"")
                         start += count
-                    await session.done()
+                    await room.done()
                     job.succeeded = True
                 finally:
-                    node.pages.give_back(pages, session)
+                    node.pages.give_back(pages, room)
 
 
 class HastyScheduler(YourScheduler):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import functools
 import logging
 from collections.abc import Awaitable, Callable, Sequence
@@ -73,7 +72,6 @@ class DecodeShell(Shell):
         self._lines: dict[PeerKey, _Line] = {}
         self._watches: dict[PeerKey, asyncio.Task[None]] = {}
         self._polled_at_s = 0.0
-        self._changed, self._leaving = asyncio.Event(), False  # set when something was fed to a leaving endpoint
 
     # --- rooms
 
@@ -215,7 +213,7 @@ class DecodeShell(Shell):
 
     def leave(self) -> None:
         """No new room from here on, and every room is aborted; `close` waits for what follows."""
-        self._leaving = True
+        self.leaving = True
         self.endpoint.leave(self.now())
         for task in self._tasks:
             if task.get_name().startswith(_OPENING):
@@ -227,11 +225,7 @@ class DecodeShell(Shell):
 
         Returns what could not be proven: its pages must not be used until every writer named is known to have ended.
         """
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(self.timing.lost_after_s):
-                while self._proof_may_come():
-                    self._changed.clear()
-                    await self._changed.wait()
+        await self.wait_while(self._proof_may_come, self.timing.lost_after_s)
         self.endpoint.close(self.now())
         self.run()
         await self.stop()
@@ -256,8 +250,8 @@ class DecodeShell(Shell):
         while outbox:
             for command in self.endpoint.commands():
                 _RUN[type(command)](self, command)
-        if self._leaving:
-            self._changed.set()
+        if self.leaving:
+            self.changed.set()
 
     def _send(self, command: c.SendToPrefill) -> None:
         line = self._lines.get(command.peer)

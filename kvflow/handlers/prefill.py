@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import functools
 import logging
 from collections.abc import Callable
@@ -55,7 +54,6 @@ class PrefillShell(Shell):
         self.routes: dict[Incarnation, Route] = {}
         self._writes: dict[int, _Write] = {}
         self._watches: dict[Incarnation, asyncio.Task[None]] = {}
-        self._changed, self._leaving = asyncio.Event(), False  # set when something was fed to a leaving endpoint
         self.spawn(self._read(), "kvflow-prefill-read")
 
     # --- rooms
@@ -135,18 +133,14 @@ class PrefillShell(Shell):
 
     def leave(self) -> None:
         """No new room from here on, and every room is ended; `drain` waits for its writes."""
-        self._leaving = True
+        self.leaving = True
         self.endpoint.leave(self.now())
         self.run()
 
     async def drain(self, patience_s: float) -> None:
         """Wait until the writes of every room have ended, or patience has."""
         self.leave()
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(patience_s):
-                while self.endpoint.rooms:
-                    self._changed.clear()
-                    await self._changed.wait()
+        await self.wait_while(lambda: bool(self.endpoint.rooms), patience_s)
 
     async def close(self) -> None:
         """Stop the tasks; the data plane must be closed, so that no write runs. The socket stays the caller's."""
@@ -162,8 +156,8 @@ class PrefillShell(Shell):
         while outbox:
             for command in self.endpoint.commands():
                 _RUN[type(command)](self, command)
-        if self._leaving:
-            self._changed.set()
+        if self.leaving:
+            self.changed.set()
 
     def _send(self, command: c.SendToDecode) -> None:
         if not self.socket.send(command.frame, command.peer_id):
@@ -197,10 +191,8 @@ class PrefillShell(Shell):
             flight = SummedFlight(flight, self.checksums.begin(command.source_pages))
         self._writes[command.write] = _Write(flight, command.source_pages, room)
         room.flights[command.write] = flight
-        if flight.done.done():  # a tiny one: what follows runs with the commands of this turn
-            self._write_ended(command.write, flight.done)
-        else:
-            flight.done.add_done_callback(functools.partial(self._write_ended, command.write))
+        # Also where it has ended already: the room must not end inside of the engine's own `send`.
+        flight.done.add_done_callback(functools.partial(self._write_ended, command.write))
 
     def _write_ended(self, number: int, done: asyncio.Future[Landing]) -> None:
         write = self._writes.pop(number)

@@ -27,7 +27,7 @@ class Ticking(Protocol):
 
     def tick(self, now: float) -> None: ...
 
-    def credit_stall(self, late_s: float) -> None: ...
+    def credit_stall(self, late_s: float, now: float) -> None: ...
 
 
 class Shell:
@@ -42,6 +42,7 @@ class Shell:
         self._tasks: set[asyncio.Task[None]] = set()
         self._callbacks: list[Callable[[], None]] = []
         self._running = False
+        self.changed, self.leaving = asyncio.Event(), False  # set when something was fed to a leaving endpoint
 
     def run(self) -> None:
         """Run what the endpoint asks for until it asks for nothing more, then what users want to be called with."""
@@ -90,18 +91,31 @@ class Shell:
     def _tick(self) -> None:
         """Called when something is due, by the loop's clock: how late it is tells whether the loop stood still."""
         self._timer, self._due_at_s = None, float("inf")
-        if (late_s := self._loop.time() - self._fires_at_s) > self.timing.heartbeat_s:
-            self._ticking.credit_stall(late_s)
         now = self.now()
+        if (late_s := self._loop.time() - self._fires_at_s) > self.timing.heartbeat_s:
+            self._ticking.credit_stall(late_s, now)
         self.guard(lambda: self.tick(now), "a tick")
         self.run()
 
     def wake(self) -> None:
         """The clock has been moved: look at what is due now."""
+        self.changed.set()
         if self._timer is not None:
             self._timer.cancel()
             self._fires_at_s = self._loop.time()
             self._tick()
+
+    async def wait_while(self, condition: Callable[[], bool], patience_s: float) -> None:
+        """Wait until `condition` is false, which is looked at whenever something was fed to the endpoint, or until
+        patience has ended, by the node's clock."""
+        until_s = self.now() + patience_s
+        timer = self._loop.call_later(patience_s, self.changed.set)
+        try:
+            while condition() and self.now() < until_s:
+                self.changed.clear()
+                await self.changed.wait()
+        finally:
+            timer.cancel()
 
     def tick(self, now: float) -> None:
         self._ticking.tick(now)

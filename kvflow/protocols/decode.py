@@ -243,10 +243,10 @@ class DecodeEndpoint:
             self._core.feed_link(peer, LinkKind.CLOSED, now, self._leaving)
         self._core.work(float("inf"), now)
 
-    def credit_stall(self, late_s: float) -> None:
+    def credit_stall(self, late_s: float, now: float) -> None:
         """The shell stood still for this long: what peers sent meanwhile is unread, so their silence does not count."""
         for peer in self.peers:
-            peer.heard_at_s += late_s
+            peer.heard_at_s = min(peer.heard_at_s + late_s, now)  # what was read since counts as it is
 
     # --- time
 

@@ -72,3 +72,17 @@ async def test_a_prefill_that_answers_is_asked_soon_for_what_it_has_missed() -> 
         async with asyncio.timeout(4):
             await targets[0].released()
             await targets[1].released()
+
+
+async def test_a_stall_is_not_credited_for_what_was_read_since(kvflow_pair: Pair) -> None:
+    """Seed 1225: after a stall of 2 s a peer that was heard again only now was found silent 1 s too late."""
+    p = kvflow_pair
+    source, target = await p.open(7, PROMPT)
+    await source.matched()
+    for node in p.nodes:
+        (peer,) = node.shell.endpoint.peers
+        heard_at_s = peer.heard_at_s
+        node.shell.endpoint.credit_stall(60.0, heard_at_s + 1.0)
+        assert peer.heard_at_s == heard_at_s + 1.0
+    target.close()
+    await p.rest()

@@ -45,7 +45,6 @@ QUIET = Timing(
     repeat_after_s=HOUR_S,
     rendezvous_s=HOUR_S,
     register_s=HOUR_S,
-    sweep_s=HOUR_S,
 )
 PROMPT = range(40)  # ten pages
 TURNS = 1000
@@ -184,7 +183,7 @@ async def opened(p: Pair, room: int) -> tuple[Any, Any]:
 
 def target_ended(p: Pair) -> Callable[[], bool]:
     pages = p.decode.pages
-    return lambda: pages.free_pages == pages.num_pages
+    return lambda: pages.free_pages == p.decode.pool.layout.num_pages
 
 
 async def until(condition: Callable[[], bool]) -> None:

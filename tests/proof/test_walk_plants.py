@@ -8,7 +8,8 @@ from kvflow.protocols import decode_core, decode_inbox, prefill_inbox
 from kvflow.protocols.machines import decode_room, grants, link, peer, prefill_room
 from kvflow.protocols.machines import loan as loans
 from kvflow.testing.walk import run
-from kvflow.testing.walk.plants import PLANTS, Plant
+from kvflow.testing.walk.plants import PLANTS
+from kvflow.testing.walk.plants_tables import Plant
 
 MODULES = (decode_room, grants, link, loans, peer, prefill_room)
 PATCHED = (decode_core, decode_inbox, prefill_inbox)
@@ -32,9 +33,9 @@ def test_nothing_is_found_without_the_plant(bounds: object) -> None:
 
 def test_a_plant_leaves_nothing_behind() -> None:
     before = [module.__dict__.copy() for module in (*MODULES, *PATCHED)]
-    cells = [[list(row) for row in module.TABLE._cells] for module in MODULES]  # type: ignore[attr-defined]
+    cells = [[list(row) for row in module.TABLE._cells] for module in MODULES]
     for plant in PLANTS:
         with plant.install():
             pass
     assert [module.__dict__ for module in (*MODULES, *PATCHED)] == before
-    assert [[list(row) for row in module.TABLE._cells] for module in MODULES] == cells  # type: ignore[attr-defined]
+    assert [[list(row) for row in module.TABLE._cells] for module in MODULES] == cells

@@ -8,8 +8,9 @@ from __future__ import annotations
 import random
 from typing import Any, NamedTuple
 
-from kvflow.testing.walk.acts import Acts, neighbour, orphaned, start, target
+from kvflow.testing.walk.acts import Acts
 from kvflow.testing.walk.decode_side import Decode, Pages
+from kvflow.testing.walk.neighbours import neighbour, orphaned, start, target
 from kvflow.testing.walk.prefill_side import Prefill
 from kvflow.testing.walk.tables import deaf
 from kvflow.testing.walk.world import Act, Bounds, Price, ViolationError, Words, World, described

@@ -153,8 +153,8 @@ async def test_a_registry_of_a_thousand_ranks_is_refused_in_words() -> None:
             }
             async with session.post(server.make_url("/generate"), json=body) as answer:
                 error = msgspec.json.decode(await answer.read())["error"]
-        assert (answer.status, error["code"]) == (503, "capacity")
-        assert error["message"] == "ranks of one room: asked for 1024, limit 64"
+        assert (answer.status, error["code"]) == (502, "protocol_error")
+        assert error["message"] == "prefill tcp://127.0.0.1:2 has 1024 ranks; one room takes 64 at most"
         assert not list(node.peers())
         assert pool.pages.at_rest()
     pool.close()

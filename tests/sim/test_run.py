@@ -40,7 +40,7 @@ def test_seeds_without_a_plant_break_nothing() -> None:
 def test_more_seeds_in_processes() -> None:
     report = simulate_many(range(1000, 3000), jobs=2)
     assert not report["first_violations"] and report["seeds"] == 2000
-    assert len(report["cells"]["missing"]) <= 2, "nearly every cell is visited in 2,000 seeds, all of them in 100,000"
+    assert len(report["cells"]["missing"]) <= 18, "the rest are rare: lies, late answers and answers in doubt"
 
 
 def test_a_seed_is_one_run() -> None:

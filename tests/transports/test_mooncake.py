@@ -39,7 +39,8 @@ async def test_a_write_to_a_receiver_that_is_killed_is_unproven() -> None:
         await until(lambda: flight.landed_bytes > 0)
         peer.process.kill()
         assert await asyncio.wait_for(asyncio.shield(flight.done), 10) is Landing.UNPROVEN
-        assert "status -1" in flight.error and 0 < flight.landed_bytes < flight.total_bytes
+        assert any(cause in flight.error for cause in ("status -1", "has ended"))  # which of the two is seen first
+        assert 0 < flight.landed_bytes < flight.total_bytes
     await side.close()
 
 

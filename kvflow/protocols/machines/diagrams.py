@@ -10,13 +10,16 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-from kvflow.protocols.machines import decode_room, prefill_room
+from kvflow.protocols.machines import decode_room, grants, link, peer, prefill_room
 from kvflow.protocols.machines import loan as loans
 
 MERMAID: dict[str, Callable[[], str]] = {
     "prefill room": prefill_room.TABLE.mermaid,
     "decode room": decode_room.TABLE.mermaid,
     "loan": loans.TABLE.mermaid,
+    "link": link.TABLE.mermaid,
+    "peer": peer.TABLE.mermaid,
+    "grant": grants.TABLE.mermaid,
 }
 _PLACE = re.compile(r"(<!-- table: (?P<name>[a-z ]+) -->\n).*?(<!-- end -->)", re.DOTALL)
 

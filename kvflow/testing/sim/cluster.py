@@ -17,7 +17,7 @@ from kvflow.testing.sim.loop import Process, VirtualLoop
 from kvflow.testing.sim.oracle import Oracle, Seen
 from kvflow.testing.sim.pages import WatchedPages
 from kvflow.testing.sim.plane import PacedPlane
-from kvflow.testing.sim.variety import LATE, LATE_FENCE_S, NEVER, Variety
+from kvflow.testing.sim.variety import NEVER, Variety
 from kvflow.testing.sim.wire import Wire
 from kvflow.transports.data.fake import FakeNetwork
 
@@ -43,6 +43,11 @@ class Member:
     def up(self) -> bool:
         """Alive, and not standing still."""
         return self.alive and self.process.parked is None
+
+    @property
+    def settled(self) -> bool:
+        """Alive and to stay, and what its address leads to."""
+        return self.alive and not self.leaving and not self.seen.displaced
 
     def spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         """A task of this node's own."""
@@ -120,7 +125,6 @@ class Cluster:
         self.wire.unplug(member.process)
         member.plane.die()
         member.seen.pages.lost = True
-        self._died(member)
 
     def leave(self, member: Member) -> None:
         """Close the node as an operator would; it is gone when that and its engine's requests have ended."""
@@ -140,13 +144,6 @@ class Cluster:
             self.oracle.trace(lambda: f"{member.name} has left")
             self.loop.kill(member.process)
             self.wire.unplug(member.process)
-            self._died(member)
-
-    def _died(self, member: Member) -> None:
-        self.oracle.died(member.seen)
-        if self.variety.fences != NEVER:
-            late_s = LATE_FENCE_S if self.variety.fences == LATE else 0.0
-            member.seen.proven_at_s = self.loop.time() + late_s
 
     def declare_dead(self) -> None:
         """Where no fence ever proves a death, an operator gives his word for every dead prefill."""

@@ -169,8 +169,9 @@ class Endings:
                 return
             if prefill.prompt != (decode.prompt.tokens, decode.prompt.digest):
                 return
-            if not linked or (self.forgetful and key in self.oracle.acked):
-                return  # no link, or a forgotten grant: the engine's half waits as if decode had never come
+            forgotten = self.forgetful or peer.fresh_from > key.grant  # or from before the link was lost
+            if not linked or (forgotten and key in self.oracle.acked):
+                return  # nothing below the low-water mark is told on: the engine's half waits for its rendezvous
         failed_here, failed_there = decode.state.cause is not None, prefill.state.cause is not None
         if not (failed_here or failed_there):
             return
@@ -207,7 +208,7 @@ class Endings:
         return self._both_live(source, target) and quiet_s > PATIENCE_S
 
     def _both_live(self, *sides: Seen) -> bool:
-        return not any(side.process.dead or side.displaced for side in sides)
+        return not any(side.ended or side.displaced for side in sides)
 
     def _trouble(self, source: Seen, target: Seen, control: str) -> float:
         """When something last happened to the link between the two, or to one of them."""

@@ -49,6 +49,7 @@ class Seen:
         self.troubled_at_s = -1.0  # when it was last cut off or halted
         self.stalled_until_s = -1.0  # its data plane moves nothing till then
         self.proven_at_s = float("inf")  # when its death is known everywhere
+        self.ended = False  # crashed, or closed
         self.displaced = False  # alive, but its address belongs to somebody else now
 
 
@@ -135,8 +136,10 @@ class Oracle:
         if landing is not Landing.UNPROVEN:
             self._out_of_reach(write)
 
-    def died(self, seen: Seen) -> None:
-        """Nothing of that process is copied any more."""
+    def died(self, seen: Seen, proven_after_s: float) -> None:
+        """Nothing of that node is copied any more."""
+        if not seen.ended:
+            seen.ended, seen.proven_at_s = True, self.loop.time() + proven_after_s
         for key, writes in self.writes.items():
             if key.source == seen.incarnation:
                 for write in writes:

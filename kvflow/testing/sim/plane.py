@@ -9,7 +9,7 @@ from kvflow.protocols.errors import TransferError
 from kvflow.protocols.ports import Endpoint, Landing
 from kvflow.testing.sim.faults import Faults
 from kvflow.testing.sim.oracle import Oracle
-from kvflow.testing.sim.variety import LATE, LATE_FENCE_S, NEVER
+from kvflow.testing.sim.variety import LATE, LATE_FENCE_S, NEVER, PROMPT
 from kvflow.transports.data.fake import FakeFlight, FakeNetwork, FakePlane, Fault
 
 PAGE_S = (0.0002, 0.004)  # a page takes so long
@@ -40,6 +40,12 @@ class PacedPlane(FakePlane):
         """Its worker stands still for so long; 0 ends that."""
         now = self._oracle.loop.time()
         self._stalls = (now, now + for_s)
+
+    def die(self) -> None:
+        """By a crash, or closed with its node: nothing of it is copied any more."""
+        super().die()
+        proven_after_s = {PROMPT: 0.0, LATE: LATE_FENCE_S}.get(self._fences, float("inf"))
+        self._oracle.died(self._oracle.by_address[self.address], proven_after_s)
 
     async def fence(self, writer: Endpoint) -> None:
         if self._fences == NEVER:

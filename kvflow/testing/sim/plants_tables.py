@@ -76,7 +76,7 @@ def _drains_again() -> AbstractContextManager[object]:
 def _success_without_the_last_chunk() -> AbstractContextManager[object]:
     """And its loan, which no room answers for any more, has a way on."""
     success = Move(DecodePhase.SUCCESS, (DecodeCommand.TELL_LANDED, DecodeCommand.END))
-    in_doubt = Move(LoanPhase.DOUBTFUL)
+    in_doubt: Move[LoanPhase, LoanCommand] = Move(LoanPhase.DOUBTFUL)
     swaps = ExitStack()
     swaps.enter_context(swapped_cells(decode_room.TABLE, {(DecodePhase.TRANSFERRING, DecodeKind.SOURCE_LOST): success}))
     swaps.enter_context(swapped_cells(loans.TABLE, {(LoanPhase.LENT, LoanKind.SOURCE_LOST): in_doubt}))

@@ -85,7 +85,7 @@ def _left_at_decode(name: str, node: DecodeNode, oracle: Oracle, doubts: bool) -
 def _doubtful(key: Key, oracle: Oracle) -> bool:
     """Proof is truly missing: the writer cannot say, or cannot be asked, and it lives as far as can be known."""
     source = oracle.by_incarnation[key.source]
-    if source.process.dead:
+    if source.ended:
         return oracle.loop.time() < source.proven_at_s + FENCE_SLACK_S
     doubt = any(write.landing is Landing.UNPROVEN for write in oracle.writes.get(key, ()))
     return doubt or source.displaced

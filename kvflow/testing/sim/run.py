@@ -19,12 +19,12 @@ from kvflow.testing.sim.coverage import Cell, covered
 from kvflow.testing.sim.endings import RECOVER_S, Endings, observed
 from kvflow.testing.sim.engine import Job, PlainScheduler, Scheduler
 from kvflow.testing.sim.faults import Faults
-from kvflow.testing.sim.loop import VirtualLoop, current_process
+from kvflow.testing.sim.loop import Process, VirtualLoop, current_process
 from kvflow.testing.sim.oracle import Oracle, Violation
 from kvflow.testing.sim.rest import left
 from kvflow.testing.sim.scenario import FAULTS_END_S, Accident, Leg, Request, Scenario, draw
 from kvflow.testing.sim.swap import swapped
-from kvflow.testing.sim.variety import LATE_FENCE_S, NEVER
+from kvflow.testing.sim.variety import LATE, LATE_FENCE_S, NEVER
 
 STEPS_MIN = 200
 REST_S = 6.0  # with the faults over, everything has come to rest within so long
@@ -55,7 +55,7 @@ class Run:
         self.endings = Endings(oracle, forgetful=_forgetful(scenario))
         self._places: list[Member] = []  # who is in each place now
         self._probe_room = 1_000_000
-        self._decoding: dict[int, list[Job]] = defaultdict(list)  # by decode
+        self._begun: dict[Process | None, list[Job]] = defaultdict(list)
 
     async def play(self) -> None:
         for group, world_size in enumerate(self.scenario.groups):
@@ -70,6 +70,8 @@ class Run:
         self._calm()
         await self._until_rest(REST_S, "with the faults over", doubts=True)
         await asyncio.sleep(RECOVER_S)  # links that were given up come back with a heartbeat
+        if self.scenario.variety.fences == LATE:
+            await asyncio.sleep(LATE_FENCE_S)  # and the dead are forgotten
         await self._probe()
         while self.loop.steps < STEPS_MIN:
             await self._probe()
@@ -108,8 +110,7 @@ class Run:
                 offers_after_s=request.offers_after_s,
             )
             if request.topples:
-                job.topples = partial(self._topple, request.decode_at, job)
-            self._decoding[request.decode_at].append(job)
+                job.topples = partial(self._topple, job)
             place = sum(self.scenario.groups) + request.decode_at
             self.loop.later(request.decode.at_s, self._begin, place, job, request.decode)
 
@@ -118,6 +119,7 @@ class Run:
         if not member.alive or member.leaving:
             return
         task = member.spawn(self._leg(member, job))
+        self._begun[member.process].append(job)
         if leg.ends is not None:
             after_s, how = leg.ends
             self.loop.later(after_s, self._end, member, task, job, how)
@@ -132,13 +134,11 @@ class Run:
             said = f"{member.name}: room {job.room}: {type(error).__name__}: {error}"
             self.oracle.trace(lambda: said)
 
-    def _topple(self, decode: int, job: Job) -> None:
+    def _topple(self, job: Job) -> None:
         """The end of a room ends those beside it; called from within `on_end`, by the node whose rooms they are."""
-        member = self._places[sum(self.scenario.groups) + decode]
-        if current_process() is member.process:
-            for other in self._decoding[decode]:
-                if other is not job and other.close is not None:
-                    other.close(Cause(Code.CLIENT_GONE, "toppled"))
+        for other in self._begun[current_process()]:
+            if other is not job and other.close is not None:
+                other.close(Cause(Code.CLIENT_GONE, "toppled"))
 
     def _end(self, member: Member, task: asyncio.Task[None], job: Job, how: str) -> None:
         """The client goes away, or the engine wants the room's pages back."""
@@ -171,6 +171,7 @@ class Run:
             self.loop.later(accident.for_s, self._start_again, accident.node)
         elif kind == "stall":
             cluster.stall(member, accident.for_s)
+            self.loop.later(self.scenario.variety.timing.lost_after_s + 0.1, self._check_stalled, member)
         elif kind == "jam":
             cluster.jam(member)
             self.loop.later(accident.for_s, cluster.unjam, member)
@@ -182,6 +183,12 @@ class Run:
         else:
             cluster.cut(member)
             self.loop.later(accident.for_s, cluster.mend, member)
+
+    def _check_stalled(self, member: Member) -> None:
+        """A node whose data plane has moved nothing for too long says so; that is what health and heartbeats go by."""
+        long = member.plane.stalled_s > self.scenario.variety.timing.lost_after_s
+        if member.up and not member.leaving and long and not member.node.unavailable_reason:
+            self.oracle.broken("I7", f"{member.name}: its data plane stands still, and it calls itself available")
 
     def _enough_without(self, gone: Member) -> bool:
         """A whole prefill group and a decode would be left."""

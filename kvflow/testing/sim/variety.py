@@ -14,7 +14,7 @@ TIMING = Timing(heartbeat_s=0.5, lost_after_s=1.5, rendezvous_s=2.0, register_s=
 SHIPPED_RATIO = msgspec.structs.replace(TIMING, register_s=2 * TIMING.lost_after_s)
 
 PROMPT, LATE, NEVER = "prompt", "late", "never"
-LATE_FENCE_S = 1.2  # a late fence answers within so long of the death
+LATE_FENCE_S = 2.5  # a late fence answers within so long of the death: the dead are silent before they are proven dead
 
 
 class Variety(NamedTuple):
@@ -29,7 +29,9 @@ def draw_variety(rng: random.Random, decodes: int) -> Variety:
     fences = rng.choices((PROMPT, LATE, NEVER), (6, 2, 1))[0]
     if rng.random() < 0.25:
         bounds = msgspec.structs.replace(bounds, rooms=12, ended_halves=rng.choice((1, 3)), quarantine_share=0.25)
-    if rng.random() < 0.25 and fences is not NEVER:  # a dead decode in doubt keeps its place until its death is proven
+    if (
+        rng.random() < (0.6 if fences is LATE else 0.2) and fences is not NEVER
+    ):  # a dead decode in doubt keeps its place until its death is proven
         bounds = msgspec.structs.replace(bounds, targets=decodes + rng.randint(0, 1))
     timing = SHIPPED_RATIO if rng.random() < 0.25 else TIMING
     return Variety(bounds, timing, fences, rng.random() < 0.15)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 from kvflow.protocols.decode_core import Timer as DecodeTimer
 from kvflow.protocols.machines.link import LinkPhase
@@ -18,6 +18,7 @@ from kvflow.protocols.prefill_core import Timer as PrefillTimer
 from kvflow.protocols.wire import messages as wire
 from kvflow.protocols.wire.messages import Incarnation
 from kvflow.testing.walk.decode_side import DEAD, Decode, DecodeSide
+from kvflow.testing.walk.neighbours import Neighbour, Target
 from kvflow.testing.walk.prefill_side import Other, Prefill, PrefillSide
 from kvflow.testing.walk.world import (
     DECODE,
@@ -34,64 +35,6 @@ from kvflow.testing.walk.world import (
 )
 
 AGED = -1e9
-
-
-class Neighbour(NamedTuple):
-    """What the world lets decode find out about one rank."""
-
-    life: int
-    alive: bool
-    answers: bool  # heartbeats of a link to this life
-    silent: bool  # it has taken decode for silent
-    oldest: int  # the oldest ended grant that it remembers
-    fenced: bool  # its first life is dead, and none of its writes can land any more
-
-
-class Target(NamedTuple):
-    """What a prefill rank finds out about decode."""
-
-    over: bool  # it opens no room any more, and none is open
-    beats: tuple[bool, bool]  # it sends heartbeats to the first life, to the second
-
-
-def neighbour(prefill: Prefill) -> Neighbour:
-    p = prefill
-    return Neighbour(p.life, p.alive, p.alive and p.knows, p.silent, p.oldest, p.gone and not p.late)
-
-
-def target(decode: Decode, rank: int, rooms: int) -> Target:
-    if not decode.alive:
-        return Target(True, (False, False))
-    return Target(decode.opened >= rooms and not decode.rooms, decode.ranks[rank].beats)
-
-
-def orphaned(prefill: Prefill) -> Prefill:
-    """Decode's process is gone, and with it the memory that late writes could reach."""
-    return prefill._replace(target_gone=True, late=0)
-
-
-def start(world: World) -> tuple[Decode, Prefill]:
-    """Decode, and each of its prefill ranks."""
-    theirs = PrefillSide(Prefill(0), world, world.new_prefill(1)).run(_nothing)
-    mine = DecodeSide(Decode(0), world, world.new_decode()).run(_nothing)
-    if not world.bounds.registered:
-        return mine, theirs
-    decode = DecodeSide(mine, world)
-    mine = decode.run(lambda side: _dial(side, world))
-    theirs = PrefillSide(theirs, world).run(lambda side: side.hear(decode.words[0][0]))
-    prefill = PrefillSide(theirs, world)
-    theirs = prefill.run(lambda side: side.route(DECODE, opened=True))
-    for rank in range(world.bounds.ranks):
-        mine = DecodeSide(mine, world).run(lambda side, rank=rank: side.hear(rank, prefill.words[0]))  # type: ignore[misc]
-    return mine, theirs
-
-
-def _nothing(side: object) -> None:
-    return None
-
-
-def _dial(side: DecodeSide, world: World) -> None:
-    side.endpoint._peers([world.info(rank, 1) for rank in range(world.bounds.ranks)], 0.0)
 
 
 class Acts:
@@ -150,7 +93,7 @@ class Acts:
             beat = wire.Heartbeat(source=LIVES[0][seen.life - 1], target=DECODE)
             key = "beat", value, rank
             if key not in self._done:
-                self._done[key] = self.decode_hears(value, rank, beat)._replace(hears=False)
+                self._done[key] = self.decode_hears(value, rank, beat)._replace(hears=False, fair=False)
             found.append(self._done[key])
         return found
 
@@ -324,8 +267,37 @@ class Acts:
             after = value._replace(asked=value.asked + 1)
             if world.allows(Price.PREFILL_ABORT):
                 found.append(Act("prefill is never asked", Price.PREFILL_ABORT, False, after, ((),)))
+        self._prefill_writes(value, may)
+        endpoint = world.prefills.take(value.endpoint)
+        for room in value.rooms:
+            record = endpoint.core.rooms[room.room]  # type: ignore[index]
+            if room.matched and not room.told and not record.ended and not record.state.last_queued:
+                may(f"sends a chunk of room {room.room}", partial(PrefillSide.send, room=room.room), fair=True)
+            may(
+                f"has room {room.room} ended by its engine",
+                partial(PrefillSide.close_room, room=room.room),
+                Price.PREFILL_ABORT,
+            )
+        self._prefill_peers(value, may)
+        if value.other is Other.ABSENT:
+            may("is registered with by another decode", PrefillSide.other_registers, Price.OTHER)
+        elif value.other is Other.HERE:
+            gone = value._replace(other=Other.DEAD)
+            found.append(Act("the other decode dies", Price.NOTHING, False, gone, ((),)))
+        if value.trouble:
+            may("has its data plane move again", lambda s: s.stall(0.0), fair=True)
+        else:
+            may("has its data plane stop", lambda s: s.stall(float("inf")), Price.REFUSAL)
+        if endpoint.core.tasks:
+            may("works off one task", lambda s: s.endpoint.tick(0.0), fair=True)
+        if not value.left:
+            may("begins to leave", PrefillSide.leave, Price.LEAVE)
+        self._prefill_timers(value, endpoint, over, beats, may)
+        return found
+
+    def _prefill_writes(self, value: Prefill, may: Any) -> None:
         for number, write in enumerate(value.writes, 1):
-            if number > 1 and not world.bounds.out_of_order:
+            if number > 1 and not self.world.bounds.out_of_order:
                 break
             may(
                 f"has write {number} land",
@@ -346,16 +318,8 @@ class Acts:
                     partial(PrefillSide.write_ended, number=number, landing=Landing.DRAINED),
                     fair=True,
                 )
-        endpoint = world.prefills.take(value.endpoint)
-        for room in value.rooms:
-            record = endpoint.core.rooms[room.room]  # type: ignore[index]
-            if room.matched and not room.told and not record.ended and not record.state.last_queued:
-                may(f"sends a chunk of room {room.room}", partial(PrefillSide.send, room=room.room), fair=True)
-            may(
-                f"has room {room.room} ended by its engine",
-                partial(PrefillSide.close_room, room=room.room),
-                Price.PREFILL_ABORT,
-            )
+
+    def _prefill_peers(self, value: Prefill, may: Any) -> None:
         for peer, opened in value.routes:
             if not opened:
                 may(f"has its route to {peer} opened", partial(PrefillSide.route, peer=peer, opened=True), fair=True)
@@ -365,21 +329,6 @@ class Acts:
         for peer in sorted(value.watched):
             if (peer == DECODE and value.target_gone) or (peer == OTHER and value.other is Other.DEAD):
                 may(f"sees the death of {peer}", partial(PrefillSide.peer_died, peer=peer), fair=True)
-        if value.other is Other.ABSENT:
-            may("is registered with by another decode", PrefillSide.other_registers, Price.OTHER)
-        elif value.other is Other.HERE:
-            gone = value._replace(other=Other.DEAD)
-            found.append(Act("the other decode dies", Price.NOTHING, False, gone, ((),)))
-        if value.trouble:
-            may("has its data plane move again", lambda s: s.stall(0.0), fair=True)
-        else:
-            may("has its data plane stop", lambda s: s.stall(float("inf")), Price.REFUSAL)
-        if endpoint.core.tasks:
-            may("works off one task", lambda s: s.endpoint.tick(0.0), fair=True)
-        if not value.left:
-            may("begins to leave", PrefillSide.leave, Price.LEAVE)
-        self._prefill_timers(value, endpoint, over, beats, may)
-        return found
 
     def _prefill_timers(self, value: Prefill, endpoint: Any, over: bool, beats: bool, may: Any) -> None:
         core, never = endpoint.core, value.asked >= len(self.world.bounds.rooms)

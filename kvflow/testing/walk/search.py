@@ -17,7 +17,8 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from kvflow.testing.walk.tables import States, Tables
+from kvflow.testing.walk.states import States
+from kvflow.testing.walk.tables import Tables
 from kvflow.testing.walk.world import UNLIMITED, Bounds, Price
 
 _BLOCK = 1 << 16  # states moved on at once

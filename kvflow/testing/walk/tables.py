@@ -18,56 +18,19 @@ What is left out because it cannot matter:
 from __future__ import annotations
 
 from collections.abc import Callable
-from enum import IntFlag
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from kvflow.testing.walk.acts import Acts, Neighbour, Target, neighbour, orphaned, start, target
+from kvflow.testing.walk.acts import Acts
 from kvflow.testing.walk.decode_side import Decode, Pages
 from kvflow.testing.walk.mirror import mirrored
+from kvflow.testing.walk.neighbours import Neighbour, Target, neighbour, orphaned, start, target
 from kvflow.testing.walk.prefill_side import Prefill
 from kvflow.testing.walk.rows import Index, Interned, Numbers, Rows
+from kvflow.testing.walk.states import Flag, Moves, Parts, States
 from kvflow.testing.walk.world import MAX_RANKS, NO_WORD, Act, Bounds, Price, Word, Words, World, described
-
-States = NDArray[np.uint64]
-
-
-class Flag(IntFlag):
-    """What a row says beside where it leads."""
-
-    POP = 1  # the first word of the queue was heard
-    FAIR = 2
-    TIMER = 4  # not while the same word is on its way
-    CLEAR_PREFILL = 8  # what was on its way to prefill is lost
-    CLEAR_DECODE = 16
-    SUCCESS = 32  # decode's room has just succeeded
-    BROKEN = 64
-
-
-class Parts(NamedTuple):
-    """States taken apart: numbers of decode, and per rank of prefill, the queue to it and the queue to decode."""
-
-    decode: Numbers
-    prefills: list[Numbers]
-    to_prefill: list[Numbers]
-    to_decode: list[Numbers]
-
-    def at(self, which: Numbers) -> Parts:
-        return Parts(self.decode[which], *([column[which] for column in columns] for columns in self[1:]))
-
-
-class Moves(NamedTuple):
-    """Steps of many states: from `source` (an index) to `state`, at a price; `text` numbers what happened."""
-
-    source: Numbers
-    state: States
-    price: Numbers
-    fair: NDArray[np.bool_]
-    broken: NDArray[np.bool_]
-    text: Numbers
-
 
 _LANE_PART = 20  # bits of prefill, of a queue to it, of a queue to decode
 _MASK = (1 << _LANE_PART) - 1

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from kvflow.testing.walk.plants import ONE
+from kvflow.testing.walk.plants_tables import ONE
 from kvflow.testing.walk.world import Bounds
 
 
@@ -21,7 +21,7 @@ _QUIET = Bounds(chunks=1, in_flight=2, drops=0, duplicates=0, crashes=0, aborts=
 RANKS_ENDED = Bounds(ranks=2, in_flight=3, drops=1, duplicates=0, doubts=0, silences=0, restarts=False, patient=True)
 
 WORLDS: dict[str, Named] = {
-    "pair": Named("one room of one pair, every fault", Bounds(restarts=False)),
+    "pair": Named("one room of one pair, every fault; decode is patient", Bounds(restarts=False, patient=True)),
     "ranks": Named(
         "three machines, three chunks; the link loses a message and brings one twice",
         Bounds(ranks=2, in_flight=3, drops=1, duplicates=1, doubts=0, silences=0, crashes=0, aborts=0),

@@ -209,7 +209,7 @@ class WriteThread:
         finally:
             while self._ended:
                 self._deliver()
-            for flight in self._open:  # of a thread that died: nobody knows what became of them
+            for flight in self._open:  # of a thread that died: what became of them is unknown
                 flight.error = "the thread of the data plane died"
                 flight.done.set_result(flight.landing)
             self._open.clear()
@@ -291,7 +291,7 @@ class WriteThread:
             self._told = True
             try:
                 self.loop.call_soon_threadsafe(self._deliver)
-            except RuntimeError:  # the loop is closed: nobody is left to be told
+            except RuntimeError:  # the loop is closed, and with it all that waited for these writes
                 self._ended.clear()
 
     def _deliver(self) -> None:

@@ -1,6 +1,6 @@
 """TCP pacing is for links that are shared; a machine's way to itself is not one.
 
-Where the system's congestion control is BBR, every 64 KiB a sender hands to the kernel arms a pacing timer. From a
+Where the system's congestion control is BBR, every 64 KiB that a sender hands to the kernel arms a pacing timer. From a
 machine to itself that took two thirds of the throughput mooncake has without (1.5 against 4 GB/s, two cores). Over a
 real link the algorithm is the operator's choice and stays.
 """

@@ -10,8 +10,8 @@ What fences a peer?             Its process is known to be dead (pidfd) and our 
                                 Another host's process cannot be observed, so its writes can never be proven over.
 
 Blocks are submitted one by one into a window that is bounded in handles and in bytes: after an abort what is in the
-window has to land before the pages are free. The engine has no authentication: whoever reaches its ports can write into
-registered memory, and it listens on every interface. Keep it on a private network.
+window has to land before the pages are free. The engine has no authentication: any process that reaches its ports
+can write into registered memory, and it listens on every interface. Keep it on a private network.
 
 A route belongs to one process. Once that process is known to have ended, or another one was met at its session, nothing
 more is submitted. What the engine holds by then (one window) it fails within about a second; a new process that takes
@@ -45,7 +45,7 @@ _CLOSE_GRACE_S = 5.0
 _LOOK_S = 1.0  # how often the connections of writers that live are looked at
 _SHORTEST_POLL_S, _LONGEST_POLL_S = 0.005, 1.0  # how often those of a dead one are
 _SESSION = re.compile(r"[A-Za-z0-9_.:\[\]-]{1,255}:[0-9]{1,5}\Z", re.ASCII)
-# Read by the engine when it is imported. Its own limit of queued transfers wedges a peer for good once it is reached.
+# Read by the engine when it is imported. A peer that reaches its default limit of queued transfers stays wedged.
 _ENVIRONMENT = {
     "MC_TCP_MAX_QUEUED_TRANSFERS_PER_PEER": "65535",
     "MC_TCP_ENABLE_CONNECTION_POOL": "1",
@@ -59,7 +59,7 @@ class MooncakePlane:
     name = "mooncake"
 
     def __init__(self, host: str = "127.0.0.1", rate_limit_bytes_per_s: float | None = None, device: str = "") -> None:
-        """Starts the engine, which holds the GIL for some milliseconds: before the event loop serves anybody.
+        """Starts the engine, which holds the GIL for some milliseconds: before the event loop serves anything.
 
         `host` is the address peers reach us at; `device` an RDMA device, TCP without one.
         Raises: MisuseError when the package cannot be loaded, TransferError when the engine does not start.
@@ -102,7 +102,7 @@ class MooncakePlane:
         if ours is None:
             raise LayoutError("export our own pool before connecting to a peer's")
         if not _SESSION.match(endpoint.address):
-            raise TransferError(f"{endpoint.address!r:.80} is no mooncake session")
+            raise TransferError(f"{endpoint.address!r:.80} is not a mooncake session (host:port)")
         layout.check()
         self._thread.start()
         planner = Planner(ours, layout, max_block_bytes=min(MAX_BLOCK_BYTES, self._thread.slice_bytes))
@@ -134,7 +134,7 @@ class MooncakePlane:
         return engine
 
     def _engine_for(self, peer: Endpoint, ours: PoolLayout) -> Any:
-        """An engine that has never met another process at this session. It keeps what it learned of a session for good,
+        """An engine that has never met another process at this session. It never forgets what it learned of a session,
         so a new process behind a re-used port (one in some 2,000) would be written to at its predecessor's ports."""
         known = self._sessions.get(peer.address)
         if known is not None and known[0] == peer.witness:

@@ -1,0 +1,141 @@
+"""What both nodes share: identity, pool, page owners, data plane, and the way they start and end."""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+from collections import Counter
+from collections.abc import Callable, Sequence
+from typing import Any, Generic, Self, TypeVar
+
+from kvflow.aio import drained
+from kvflow.handlers.decode import DecodeShell
+from kvflow.handlers.prefill import PrefillShell
+from kvflow.memory.checksum import PageSums
+from kvflow.memory.pool import PagedPool
+from kvflow.protocols.errors import MisuseError
+from kvflow.protocols.limits import Bounds, Timing
+from kvflow.protocols.pages.layout import PoolLayout
+from kvflow.protocols.ports import DataPlane, Endpoint, PageStore, UnprovenLoan
+from kvflow.protocols.wire.messages import Incarnation
+from kvflow.protocols.wire.ranks import PoolShape
+from kvflow.telemetry.counters import Counts
+from kvflow.transports.data.select import plane_for
+
+S = TypeVar("S", PrefillShell, DecodeShell)
+
+
+class Node(Generic[S]):
+    """What both roles share: identity, pool, page owners, data plane, and the way they start and end."""
+
+    role = ""
+    _shell: S | None = None
+    _closing: asyncio.Task[None] | None = None
+    _unproven: Sequence[UnprovenLoan] = ()
+
+    def __init__(
+        self,
+        pool: PagedPool,
+        plane: DataPlane | str,
+        *,
+        host: str,
+        pages: PageStore | None,
+        timing: Timing | None,
+        bounds: Bounds | None,
+        incarnation: int | None,
+        verify_transfers: bool,
+        now: Callable[[], float],
+    ) -> None:
+        self.pool, self._now = pool, now
+        self.plane: DataPlane = plane_for(pool, plane, receives=self.role == "decode", host=host)
+        self._checksums = PageSums(pool) if verify_transfers else None
+        self.pages: PageStore = pages or pool.pages
+        self.timing, self.bounds = timing or Timing(), bounds or Bounds()
+        self.incarnation = Incarnation(secrets.randbits(63) | 1 if incarnation is None else incarnation)
+        if not 0 < self.incarnation < 1 << 64:
+            raise MisuseError(f"incarnation {self.incarnation} is not a positive unsigned 64-bit integer")
+        self.counts = Counts(pool.layout.page_bytes)
+        self.exported: tuple[Endpoint, PoolLayout] = self.plane.export(pool.layout)
+
+    def __repr__(self) -> str:
+        state = "closed" if self._closing is not None else "new" if self._shell is None else "running"
+        return f"<{type(self).__name__} {self.incarnation:016x} over {self.plane.name}: {state}>"
+
+    @property
+    def shape(self) -> PoolShape:
+        layout = self.pool.layout
+        return PoolShape(layout.page_size, layout.num_pages, layout.page_bytes, len(layout.components))
+
+    @property
+    def shell(self) -> S:
+        if self._shell is None:
+            raise MisuseError(f"the {self.role} node is not started: use it as an async context manager, or start()")
+        return self._shell
+
+    def rooms_by_phase(self) -> dict[str, int]:
+        """Open rooms, by the name of their phase."""
+        return dict(Counter(record.phase.name.lower() for record in self.shell.endpoint.rooms.values()))
+
+    @property
+    def control(self) -> str:
+        """Where decodes reach this node, "tcp://host:port"; empty for a node that binds nothing."""
+        return ""
+
+    @property
+    def quarantined_pages(self) -> int:
+        """Pages lent by rooms that have ended, without proof yet that nothing writes into them."""
+        return 0
+
+    @property
+    def quarantine_limit(self) -> int:
+        """With more pages in quarantine no room is opened."""
+        return 0
+
+    @property
+    def unavailable_reason(self) -> str:
+        """Why this node cannot serve; empty when it can."""
+        return ""
+
+    def peers(self) -> list[dict[str, Any]]:
+        """The nodes this one knows, a line each: incarnation, phase, when last heard, what is open with it."""
+        raise NotImplementedError
+
+    def peers_by_phase(self) -> dict[str, int]:
+        return dict(Counter(str(line["phase"]) for line in self.peers()))
+
+    async def start(self) -> None:
+        raise NotImplementedError
+
+    async def close(self) -> Sequence[UnprovenLoan]:
+        """End and drain every room, then the data plane; idempotent. The pool stays the caller's.
+
+        Returns the loans of a decode whose end could not be proven. Their pages must not be used: they keep their owner
+        in the pool's allocator, and the next decode node over this pool waits for their proof (`PagedPool.unproven`).
+        Cancelling it, once or several times, does not stop it: the cancellation is passed on when all has ended (I12).
+        """
+        if self._closing is None:
+            if self._shell is not None:
+                self._shell.leave()
+            self._closing = asyncio.create_task(self._close(), name=f"kvflow-{self.role}-close")
+        await drained(self._closing)
+        return self._unproven
+
+    async def _close(self) -> None:
+        raise NotImplementedError
+
+    async def _close_memory(self) -> None:
+        """Nothing of ours touches the pool any more."""
+        await self.plane.close()
+        if self._checksums is not None:
+            await self._checksums.close()
+
+    async def __aenter__(self) -> Self:
+        await self.start()
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.close()
+
+
+def deadline_at_s(now: float, deadline_s: float | None) -> float:
+    return float("inf") if deadline_s is None else now + deadline_s

@@ -1,0 +1,247 @@
+"""The library's decode node."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import logging
+from collections.abc import Awaitable, Callable, Sequence
+from time import monotonic
+from typing import Any
+
+from kvflow.handlers.decode import Connect, DecodeShell
+from kvflow.handlers.inheritance import Inheritance
+from kvflow.handlers.rooms import DecodeRoom
+from kvflow.memory.pool import PagedPool
+from kvflow.node.base import Node, deadline_at_s
+from kvflow.protocols.arguments import TokenIds, check_prompt, pages_wanted
+from kvflow.protocols.decode import DecodeEndpoint
+from kvflow.protocols.decode_links import DecodeIdentity
+from kvflow.protocols.decode_rooms import Prompt
+from kvflow.protocols.errors import CapacityError, Cause, KvflowError, MisuseError
+from kvflow.protocols.limits import Bounds, Timing
+from kvflow.protocols.pages.layout import PageIndices
+from kvflow.protocols.ports import DataPlane, PageStore
+from kvflow.protocols.wire.messages import room_id
+from kvflow.protocols.wire.ranks import RankInfo
+from kvflow.transports.control.zmq import connect_dealer
+
+log = logging.getLogger(__name__)
+Resolve = Callable[[str], Awaitable[Sequence[RankInfo]]]
+"""From the word a user names a prefill by to its ranks, in rank order. Raises: LostError."""
+
+
+class DecodeNode(Node[DecodeShell]):
+    """A decode: lends its pages to prefill ranks, room by room."""
+
+    role = "decode"
+
+    def __init__(
+        self,
+        pool: PagedPool,
+        plane: DataPlane | str,
+        *,
+        host: str = "127.0.0.1",
+        resolve: Resolve | None = None,
+        pages: PageStore | None = None,
+        timing: Timing | None = None,
+        bounds: Bounds | None = None,
+        incarnation: int | None = None,
+        verify_transfers: bool = False,
+        connect: Connect = connect_dealer,
+        now: Callable[[], float] = monotonic,
+    ) -> None:
+        """`plane` is a data plane, or the name of one that prefills reach at `host`. `resolve` turns the word a room
+        names its prefill by into ranks (a registry's client, say); `pages` knows who owns which page of the pool (by
+        default the pool's own allocator).
+
+        `verify_transfers`: a chunk has landed when its checksum is that of prefill, which must send one. A room whose
+        pages differ fails; prefill is told too, unless it was the last chunk: there the room has succeeded by then.
+        """
+        super().__init__(
+            pool,
+            plane,
+            host=host,
+            pages=pages,
+            timing=timing,
+            bounds=bounds,
+            incarnation=incarnation,
+            verify_transfers=verify_transfers,
+            now=now,
+        )
+        self._resolve, self._connect = resolve, connect
+        self._ranks: dict[str, Sequence[RankInfo]] = {}
+        self._asking: dict[str, asyncio.Future[Sequence[RankInfo]]] = {}
+        self._inheritance: Inheritance | None = None
+
+    @property
+    def quarantined_pages(self) -> int:
+        return self.shell.endpoint.core.ledger.quarantined_pages
+
+    @property
+    def quarantine_limit(self) -> int:
+        return self.shell.endpoint.core.ledger.quarantine_limit
+
+    @property
+    def unavailable_reason(self) -> str:
+        """Above the limit of its quarantine a decode opens no room."""
+        try:
+            self.shell.endpoint.core.ledger.check_quarantine()
+        except CapacityError as error:
+            return str(error)
+        return ""
+
+    def peers(self) -> list[dict[str, Any]]:
+        return [
+            {
+                "incarnation": f"{peer.key.incarnation:016x}",
+                "control": peer.key.control,
+                "rank": peer.info.rank,
+                "phase": peer.phase.name.lower(),
+                "heard_ago_s": round(self._now() - peer.heard_at_s, 3),
+                "loans": (owed := self.shell.endpoint.core.ledger.owed_by(peer))[0],
+                "quarantine_pages": owed[1],
+            }
+            for peer in self.shell.endpoint.peers
+        ]
+
+    def declare_dead(self, incarnation: int, why: str) -> None:
+        """An operator's word that a prefill incarnation writes no more: the only end of a loan without proof.
+
+        Its rooms end, its pages leave quarantine, and it is never linked again. If the word is wrong, what that process
+        still writes corrupts the pages' next owner. Raises: MisuseError (not linked here).
+        """
+        self.shell.declare_dead(incarnation, why)
+
+    async def start(self) -> None:
+        endpoint, layout = self.exported
+        self._shell = DecodeShell(
+            DecodeEndpoint(
+                DecodeIdentity(self.incarnation, layout, endpoint),
+                observer=self.counts,
+                timing=self.timing,
+                bounds=self.bounds,
+                verify=self._checksums is not None,
+            ),
+            pages=self.pages,
+            plane=self.plane,
+            connect=self._connect,
+            counts=self.counts,
+            now=self._now,
+            checksums=self._checksums,
+        )
+        self._inheritance = Inheritance(self._shell, self.pool.unproven)
+
+    def room(
+        self,
+        room: int,
+        prefill: str | Sequence[RankInfo],
+        prompt: TokenIds,
+        *,
+        deadline_s: float | None = None,
+        prefix_tokens: int = 0,
+        pages: Sequence[int] | PageIndices | None = None,
+    ) -> DecodeRoom:
+        """A room at `prefill` (what `resolve` understands, or the ranks themselves) for a prompt of token ids.
+
+        Await it, or enter it, and it is open. The deadline covers everything, linking included. Decode has the first
+        `prefix_tokens` of the prompt already: a whole number of pages, or all of them. `pages`: those of your own
+        allocator for the rest of the prompt; they are yours again after `released()`.
+
+        Raises: MisuseError. Awaiting it raises LostError (no answer), RefusedError (the pools do not fit),
+        CapacityError, AbortedError while shutting down.
+        """
+        return self._open(room, prefill, prompt, deadline_s, prefix_tokens, pages, held_back=False)
+
+    def announce(
+        self,
+        room: int,
+        prefill: str | Sequence[RankInfo],
+        prompt: TokenIds,
+        *,
+        deadline_s: float | None = None,
+        prefix_tokens: int = 0,
+        pages: Sequence[int] | PageIndices | None = None,
+    ) -> DecodeRoom:
+        """As `room`, for a request whose pages are not there yet: prefill's half waits, and no page is taken until
+        `offer()`. Closing it instead tells prefill why. Raises: as `room`."""
+        return self._open(room, prefill, prompt, deadline_s, prefix_tokens, pages, held_back=True)
+
+    def refuse(self, room: int, prefill: str | Sequence[RankInfo], cause: Cause) -> None:
+        """A request that is refused here: its prefill legs are told why, at once. Raises: MisuseError."""
+        shell, number = self.shell, room_id(room)
+        ranks = self._known(prefill) if isinstance(prefill, str) else prefill
+        if ranks is not None:
+            shell.refuse(number, ranks, cause)
+        elif isinstance(prefill, str):
+            shell.spawn(self._refuse_at(number, prefill, cause), f"kvflow-refuse-{number}")
+
+    async def _refuse_at(self, room: int, prefill: str, cause: Cause) -> None:
+        try:
+            ranks = await self._ask(prefill)
+        except KvflowError as error:
+            log.info("cannot tell prefill %s that room %d is refused: %s", prefill, room, error)
+        else:
+            self.shell.refuse(room, ranks, cause)
+
+    def _open(
+        self,
+        room: int,
+        prefill: str | Sequence[RankInfo],
+        prompt: TokenIds,
+        deadline_s: float | None,
+        prefix_tokens: int,
+        pages: Sequence[int] | PageIndices | None,
+        *,
+        held_back: bool,
+    ) -> DecodeRoom:
+        shell, number = self.shell, room_id(room)
+        tokens, digest = check_prompt(prompt)
+        wanted = pages_wanted(self.pool.layout, tokens, prefix_tokens)
+        at_s = deadline_at_s(self._now(), deadline_s)
+        if not isinstance(prefill, str):
+            ranks: Sequence[RankInfo] | None = prefill
+        elif self._resolve is None:
+            raise MisuseError(f"prefill {prefill!r}: this node was given no resolve()")
+        else:
+            ranks = self._known(prefill)
+        source = functools.partial(self._ask, prefill) if ranks is None and isinstance(prefill, str) else ranks or ()
+        handle = DecodeRoom(shell, number, wanted)
+        if pages is not None:
+            handle.give(pages)
+        handle.held_back = held_back
+        try:
+            shell.open(handle, source, Prompt(tokens, digest, prefix_tokens), at_s, announce=held_back)
+        except BaseException:
+            handle.pages_freed()
+            raise
+        return handle
+
+    def _known(self, prefill: str) -> Sequence[RankInfo] | None:
+        """The ranks of a prefill that is linked, None when its registry must be asked."""
+        ranks = self._ranks.get(prefill)
+        links = self.shell.endpoint.core.links
+        if ranks is None or any(links.find(info) is None for info in ranks):
+            return None
+        return ranks
+
+    async def _ask(self, prefill: str) -> Sequence[RankInfo]:
+        """Resolve once for all rooms that wait for the same word."""
+        task = self._asking.get(prefill)
+        if task is None:
+            assert self._resolve is not None
+            task = self._asking[prefill] = asyncio.ensure_future(self._resolve(prefill))
+            task.add_done_callback(lambda _: self._asking.pop(prefill, None))
+        ranks = self._ranks[prefill] = await asyncio.shield(task)
+        return ranks
+
+    async def _close(self) -> None:
+        """Lent pages come back where a living prefill can prove them; the rest stays with the pool, unproven."""
+        if self._shell is not None:
+            left = await self._shell.close()
+            self._unproven = left + (self._inheritance.left() if self._inheritance is not None else [])
+            self.pool.unproven.extend(self._unproven)
+        for asking in (questions := list(self._asking.values())):
+            asking.cancel()
+        await asyncio.gather(*questions, return_exceptions=True)
+        await self._close_memory()

@@ -1,0 +1,141 @@
+"""The library's prefill node."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from time import monotonic
+from typing import Any
+
+from kvflow.handlers.prefill import PrefillShell
+from kvflow.handlers.rooms import PrefillRoom
+from kvflow.memory.pool import PagedPool
+from kvflow.node.base import Node, deadline_at_s
+from kvflow.protocols.arguments import TokenIds, check_prompt
+from kvflow.protocols.errors import Cause
+from kvflow.protocols.limits import Bounds, Timing
+from kvflow.protocols.ports import ControlSocket, DataPlane, PageStore
+from kvflow.protocols.prefill import PrefillEndpoint
+from kvflow.protocols.prefill_peers import PrefillIdentity
+from kvflow.protocols.wire.messages import Rank
+from kvflow.protocols.wire.ranks import RankInfo
+from kvflow.transports.control.zmq import bind_router
+
+Bind = Callable[[str, int], tuple[ControlSocket, int]]
+"""(host, port or 0) -> prefill's end of the control link and its port. Raises: MisuseError (port taken)."""
+
+
+class PrefillNode(Node[PrefillShell]):
+    """One prefill rank: binds the control ROUTER and writes rooms into decodes' pools."""
+
+    role = "prefill"
+
+    def __init__(
+        self,
+        pool: PagedPool,
+        plane: DataPlane | str,
+        *,
+        host: str = "127.0.0.1",
+        port: int = 0,
+        rank: int = 0,
+        world_size: int = 1,
+        model: str = "",
+        pages: PageStore | None = None,
+        timing: Timing | None = None,
+        bounds: Bounds | None = None,
+        incarnation: int | None = None,
+        verify_transfers: bool = False,
+        advertise: str = "",
+        bind: Bind = bind_router,
+        now: Callable[[], float] = monotonic,
+    ) -> None:
+        """Binds the control socket on `host` (`port` 0: a free one); decodes reach it at `advertise`, else `host`.
+
+        `plane` is a data plane, or the name of one; `pages` knows who owns which page of the pool (by default the
+        pool's own allocator). `verify_transfers`: a checksum with every chunk, for decodes that verify.
+        """
+        super().__init__(
+            pool,
+            plane,
+            host=advertise or host,
+            pages=pages,
+            timing=timing,
+            bounds=bounds,
+            incarnation=incarnation,
+            verify_transfers=verify_transfers,
+            now=now,
+        )
+        self._advertise = advertise or host
+        self._host, self._port, self._rank, self._world_size, self._model = host, port, rank, world_size, model
+        self._socket: ControlSocket | None = None
+        self._bind = bind
+
+    @property
+    def control(self) -> str:
+        host = f"[{self._advertise}]" if ":" in self._advertise else self._advertise
+        return f"tcp://{host}:{self._port}"
+
+    @property
+    def info(self) -> RankInfo:
+        """What the bootstrap registry is told about this rank."""
+        return RankInfo(
+            self._rank, self._world_size, self.incarnation, self.control, self.plane.name, self._model, self.shape
+        )
+
+    async def start(self) -> None:
+        """Raises: MisuseError when the control port is taken."""
+        self._socket, self._port = self._bind(self._host, self._port)
+        identity = PrefillIdentity(self.incarnation, Rank(self._rank), self.pool.layout, self.exported[0])
+        self._shell = PrefillShell(
+            PrefillEndpoint(identity, observer=self.counts, timing=self.timing, bounds=self.bounds),
+            pages=self.pages,
+            plane=self.plane,
+            socket=self._socket,
+            counts=self.counts,
+            now=self._now,
+            checksums=self._checksums,
+        )
+
+    def room(
+        self, room: int, prompt: TokenIds, *, deadline_s: float | None = None, rendezvous_s: float | None = None
+    ) -> PrefillRoom:
+        """The engine's half of a room; synchronous, so that a refusal is known before any work.
+
+        It waits `rendezvous_s` (the node's timing by default) for a decode that has not announced itself; one that has
+        is waited for as long as it lives. Raises: MisuseError (room in use, empty prompt, not a room id).
+        """
+        tokens, digest = check_prompt(prompt)
+        at_s = deadline_at_s(self._now(), deadline_s)
+        return self.shell.open(room, tokens, digest, rendezvous_s=rendezvous_s, deadline_at_s=at_s)
+
+    def refuse(self, room: int, cause: Cause) -> None:
+        """The engine's half of a room will never come: decode is told why, now or when its half comes.
+
+        Raises: MisuseError for what is not a room id.
+        """
+        self.shell.refuse(room, cause)
+
+    @property
+    def unavailable_reason(self) -> str:
+        shell = self.shell
+        shell.endpoint.note_stall(self.plane.stalled_s)
+        return shell.endpoint.unavailable_reason
+
+    def peers(self) -> list[dict[str, Any]]:
+        return [
+            {
+                "incarnation": f"{peer.incarnation:016x}",
+                "phase": peer.phase.name.lower(),
+                "heard_ago_s": round(self._now() - peer.heard_at_s, 3),
+                "rooms": len(peer.grants.rooms),
+            }
+            for peer in self.shell.endpoint.peers
+        ]
+
+    async def _close(self) -> None:
+        if self._shell is not None:
+            await self._shell.drain(self.timing.lost_after_s)
+        await self._close_memory()  # what a frozen peer still holds up ends here, unproven
+        if self._shell is not None:
+            await self._shell.close()
+        if self._socket is not None:
+            self._socket.close()
