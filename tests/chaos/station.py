@@ -135,7 +135,7 @@ class Station(Worker):
 
     async def rewrite(self, *, word: int) -> dict[str, Any]:
         """Prefill's next use of its source pages; nothing is done while a write still holds one."""
-        if not (held := self.node.pages.held_pages):
+        if not (held := self.node.pool.pages.held_pages):
             self.canary.fill(np.uint64(word))
         return {"held": held}
 
@@ -147,10 +147,11 @@ class Station(Worker):
 
     async def left(self) -> dict[str, Any]:
         node, tasks = self.node, len(self.running)
-        home = node.pages.free_pages if isinstance(node, DecodeNode) else node.pages.num_pages - node.pages.held_pages
+        pages = node.pool.pages
+        home = pages.free_pages if isinstance(node, DecodeNode) else pages.num_pages - pages.held_pages
         ledger = len(node.shell.endpoint.core.ledger) if isinstance(node, DecodeNode) else 0
         left = {"rooms": len(node.shell.endpoint.rooms), "loans": ledger, "quarantined": node.quarantined_pages}
-        return {**left, "tasks": tasks, "away": node.pages.num_pages - home, "errors": node.counts.handler_errors}
+        return {**left, "tasks": tasks, "away": pages.num_pages - home, "errors": node.counts.handler_errors}
 
     async def storm(
         self, *, first: int, count: int, pages: int, lanes: int, seed: int, quit_part: float
@@ -228,7 +229,7 @@ class Station(Worker):
         return int(foreign.sum())
 
     def holds(self, pages: PageIndices) -> bool:
-        return bool(self.node.pages._holds[pages].any())
+        return bool(self.node.pool.pages._holds[pages].any())
 
 
 if __name__ == "__main__":

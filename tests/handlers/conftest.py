@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator
 
 import pytest_asyncio
 
-PATIENCE_S = 8
+PATIENCE_S = 20
 
 
 @pytest_asyncio.fixture(autouse=True)

@@ -30,12 +30,15 @@ from kvflow.protocols.wire.messages import (
     Belief,
     Bootstrap,
     ChunkDone,
+    GrantId,
     Heartbeat,
     Message,
+    Rank,
     Register,
     Registered,
     Resync,
     RoomFailed,
+    RoomId,
 )
 from kvflow.testing.pair import QUICK, Pair, pair, until
 from kvflow.transports.control.memory import Frame
@@ -54,14 +57,14 @@ def to_prefill(p: Pair, stranger: DecodeNode) -> dict[str, Make]:
     endpoint, layout = stranger.exported
     pages = pack_pages(p.decode.pool.pages.pages_of("nobody")) + bytes(4)  # page 0, again and again
 
-    def grant(rng: random.Random, i: int) -> int:
-        return (1 << 32) + (i if rng.random() < 0.9 else rng.randrange(i + 1))
+    def grant(rng: random.Random, i: int) -> GrantId:
+        return GrantId((1 << 32) + (i if rng.random() < 0.9 else rng.randrange(i + 1)))
 
     def source(rng: random.Random) -> int:
         return you if rng.random() < 0.9 else secrets.randbits(62) | 1
 
-    def room(rng: random.Random, i: int) -> int:
-        return (1 << 40) + (i if rng.random() < 0.9 else rng.randrange(i + 1))
+    def room(rng: random.Random, i: int) -> RoomId:
+        return RoomId((1 << 40) + (i if rng.random() < 0.9 else rng.randrange(i + 1)))
 
     def lives(rng: random.Random) -> dict[str, Any]:
         return {"source": source(rng), "target": me}
@@ -103,8 +106,8 @@ def to_decode(p: Pair) -> dict[str, Make]:
         "AbortAck": lambda r, i: AbortAck(drained=i % 2 == 0, **header(r, i)),
         "ChunkDone": lambda r, i: ChunkDone(seq=i % 3, **chunk, **header(r, i)),
         "RoomFailed": lambda r, i: RoomFailed(cause=WHY, **header(r, i)),
-        "Resync": lambda r, i: Resync(rooms=(Belief(i, (1 << 32) + i, 0),), **lives),
-        "Registered": lambda r, i: Registered(wire_version=WIRE_VERSION, rank=0, refusal="", asked=me, **lives),
+        "Resync": lambda r, i: Resync(rooms=(Belief(RoomId(i), GrantId((1 << 32) + i), 0),), **lives),
+        "Registered": lambda r, i: Registered(wire_version=WIRE_VERSION, rank=Rank(0), refusal="", asked=me, **lives),
     }
 
 

@@ -20,8 +20,9 @@ def tables(nodes: Both) -> dict[str, int]:
     prefills = [node.shell.endpoint.core for node in nodes.prefills]
     decodes = [node.shell.endpoint.core for node in nodes.decodes]
     grants = [peer.grants for core in prefills for peer in core.peers.values()]
-    stores = [node.pool.pages for node in (*nodes.prefills, *nodes.decodes)]
-    counts = [node.counts for node in (*nodes.prefills, *nodes.decodes)]
+    both: list[PrefillNode | DecodeNode] = [*nodes.prefills, *nodes.decodes]
+    stores = [node.pool.pages for node in both]
+    counts = [node.counts for node in both]
     return {
         "prefill rooms": sum(len(core.rooms) for core in prefills),
         "targets": len(grants),
@@ -35,7 +36,7 @@ def tables(nodes: Both) -> dict[str, int]:
         "loans": sum(len(core.ledger) for core in decodes),
         "links": sum(len(core.links.peers) for core in decodes),
         "quarantined pages": sum(core.ledger.quarantined_pages for core in decodes),
-        "handles": sum(len(node.shell.rooms) for node in (*nodes.prefills, *nodes.decodes)),
+        "handles": sum(len(node.shell.rooms) for node in both),
         "pages away": sum(store.num_pages - store.free_pages for store in stores),
         "handler errors": sum(count.handler_errors for count in counts),
     }

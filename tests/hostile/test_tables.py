@@ -8,7 +8,7 @@ import pytest
 from kvflow.protocols.errors import KvflowError
 from kvflow.protocols.limits import Bounds
 from kvflow.protocols.wire.codec import encode, routing_id
-from kvflow.protocols.wire.messages import WIRE_VERSION, Register
+from kvflow.protocols.wire.messages import WIRE_VERSION, GrantId, Incarnation, Register
 from kvflow.testing.pair import Pair, until
 from kvflow.transports.control.memory import Frame
 from tests.handlers.scenes import PROMPT, code_of, success
@@ -56,14 +56,14 @@ async def test_nothing_is_kept_of_decodes_that_were_refused(kvflow_pair: Pair) -
     endpoint, layout = p.decode.exported
     layout = msgspec.structs.replace(layout, page_size=3)
     tasks = len(p.prefill.shell._tasks)
-    for me in range(1, 3_001):
+    for me in map(Incarnation, range(1, 3_001)):
         register = Register(
             source=p.prefill.incarnation,
             target=me,
             wire_version=WIRE_VERSION,
             layout=layout,
             endpoint=endpoint,
-            fresh_from=1,
+            fresh_from=GrantId(1),
         )
         p.network.inject(Frame(p.prefill.control, routing_id(me), True, encode(register)))
     await until(lambda: len(p.prefill.shell.endpoint.core.peers) == 1 and len(p.prefill.shell._tasks) == tasks)

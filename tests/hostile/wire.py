@@ -18,7 +18,7 @@ import msgspec
 import zmq
 
 from kvflow.protocols.wire.codec import encode, routing_id
-from kvflow.protocols.wire.messages import WIRE_VERSION, Register, Registered
+from kvflow.protocols.wire.messages import WIRE_VERSION, Incarnation, Register, Registered
 from kvflow.protocols.wire.ranks import RankInfo
 from kvflow.testing.pair import until
 from tests.hostile.frames import bent
@@ -64,7 +64,7 @@ def send_all(control: str, name: bytes, good: dict[type, Any], count: int, seed:
 
 async def attack_prefill(n: Nodes, count: int, rng: random.Random) -> None:
     """By strangers, by a registered decode, and under the honest decode's name."""
-    me, insider = secrets.randbits(62) | 1, secrets.randbits(62) | 1
+    me, insider = (Incarnation(secrets.randbits(62) | 1) for _ in range(2))
     source, honest = n.prefill.incarnation, n.decode.incarnation
     endpoint, layout = n.decode.exported
     mine: dict[str, Any] = {"wire_version": WIRE_VERSION, "layout": layout, "endpoint": endpoint, "fresh_from": 1}
@@ -72,7 +72,7 @@ async def attack_prefill(n: Nodes, count: int, rng: random.Random) -> None:
     strangers = [kind for kind in to_prefill if kind is not Register]
     waves: list[tuple[bytes, dict[type, Any], int, bytes]] = [
         (routing_id(me), messages(strangers, source, me), count // 4, b""),
-        (routing_id(me + 2), messages(strangers, source + 1, me + 2), count // 8, b""),
+        (routing_id(Incarnation(me + 2)), messages(strangers, source + 1, me + 2), count // 8, b""),
         (b"somebody else", messages(to_prefill, source, honest), count // 4, b""),
         (routing_id(insider), messages(strangers, source, insider), count // 4, register),
         (routing_id(honest), {Registered: GOOD[Registered]}, count - 7 * (count // 8), b""),  # a stolen name
@@ -102,7 +102,7 @@ async def delivered(n: Nodes, role: str, name: bytes) -> None:
 
 async def attack_decode(n: Nodes, count: int, rng: random.Random) -> None:
     """By a prefill that registers well and then talks nonsense."""
-    source = secrets.randbits(62) | 1
+    source = Incarnation(secrets.randbits(62) | 1)
     kinds = [kind for kind in to_decode if kind is not Registered]  # a good one ends the link: that is its meaning
     frames = bent(rng, messages(kinds, source, n.decode.incarnation))
     peer = routing_id(n.decode.incarnation)

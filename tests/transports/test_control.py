@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Self
@@ -14,7 +15,7 @@ from kvflow.memory.pool import PagedPool
 from kvflow.node import DecodeNode, PrefillNode
 from kvflow.protocols.errors import Cause, Code, KvflowError, LostError, MisuseError
 from kvflow.protocols.wire.codec import routing_id
-from kvflow.protocols.wire.messages import MAX_FRAME_BYTES
+from kvflow.protocols.wire.messages import MAX_FRAME_BYTES, Incarnation
 from kvflow.testing.pair import QUICK, small_layout, until
 from kvflow.transports.control.packing import MAX_PARTS, PACKED_BYTES, PACKED_FRAMES
 from kvflow.transports.control.zmq import BURST_FRAMES, ZmqSocket, bind_router, connect_dealer
@@ -23,6 +24,8 @@ from kvflow.transports.data.fake import FakeNetwork, FakePlane
 pytest_plugins = ["kvflow.testing.fixtures"]
 pytestmark = pytest.mark.usefixtures("kvflow_clean_loop")
 Frames = list[tuple[bytes, bytes]]
+
+FIVE = routing_id(Incarnation(5))
 
 
 @asynccontextmanager
@@ -51,9 +54,9 @@ async def test_both_ways_in_order_by_routing_id() -> None:
         frames = [str(i).encode() for i in range(10 * BURST_FRAMES)]
         for frame in frames:
             assert dealer.send(frame)
-        assert await take(router, len(frames)) == [(routing_id(5), frame) for frame in frames]
+        assert await take(router, len(frames)) == [(FIVE, frame) for frame in frames]
         for frame in frames:
-            assert router.send(frame, routing_id(5))
+            assert router.send(frame, FIVE)
         assert await take(dealer, len(frames)) == [(b"", frame) for frame in frames]
 
 
@@ -96,10 +99,10 @@ async def test_answers_while_sending_are_not_missed() -> None:
 
 async def test_a_peer_nobody_knows_cannot_be_sent_to() -> None:
     async with link() as (router, dealer):
-        assert not router.send(b"x", routing_id(6))
+        assert not router.send(b"x", routing_id(Incarnation(6)))
         dealer.send(b"hello")
         await take(router, 1)
-        assert router.send(b"x", routing_id(5))
+        assert router.send(b"x", FIVE)
 
 
 async def test_an_unknown_peer_among_known_ones_costs_no_frame_of_theirs() -> None:
@@ -108,8 +111,10 @@ async def test_an_unknown_peer_among_known_ones_costs_no_frame_of_theirs() -> No
         for socket in (dealer, second):
             socket.send(b"hello")
         await take(router, 2)
-        sent = {peer: [router.send(str(i).encode(), routing_id(peer)) for i in range(20)] for peer in (5, 6, 7)}
-        sent[5] += [router.send(b"last", routing_id(peer)) for peer in (5, 7, 6, 5)]
+        sent = {
+            peer: [router.send(str(i).encode(), routing_id(Incarnation(peer))) for i in range(20)] for peer in (5, 6, 7)
+        }
+        sent[5] += [router.send(b"last", routing_id(Incarnation(peer))) for peer in (5, 7, 6, 5)]
         assert all(sent[7]) and not any(sent[6]) and sent[5] == [True] * 22 + [False, True]
         expected = [str(i).encode() for i in range(20)]
         assert [frame for _, frame in await take(dealer, 22)] == [*expected, b"last", b"last"]
@@ -139,10 +144,10 @@ async def test_frames_of_one_turn_are_one_message_and_leave_with_it() -> None:
         for frame in (b"1", b"2", b"3"):
             assert dealer.send(frame)
         await asyncio.sleep(0)  # `message_of` blocks the loop: what has not left by now never does
-        assert message_of(raw) == [routing_id(5), b"1", b"2", b"3"]
+        assert message_of(raw) == [FIVE, b"1", b"2", b"3"]
         dealer.send(b"4")
         await asyncio.sleep(0)
-        assert message_of(raw) == [routing_id(5), b"4"]
+        assert message_of(raw) == [FIVE, b"4"]
 
 
 async def test_a_message_stops_growing_at_its_bounds() -> None:
@@ -214,7 +219,7 @@ async def test_cancelling_a_receive_loses_nothing() -> None:
             with pytest.raises(asyncio.CancelledError):
                 await waiting
         dealer.send(b"x")
-        assert await take(router, 1) == [(routing_id(5), b"x")]
+        assert await take(router, 1) == [(FIVE, b"x")]
 
 
 async def test_a_receive_that_is_cancelled_between_two_bursts_loses_nothing() -> None:
@@ -243,7 +248,7 @@ async def test_a_dealer_finds_the_next_router_at_its_address() -> None:
     router, _ = BOUND.pop()
     heard = asyncio.ensure_future(take(router, 1))
     await until(lambda: dealer.send(b"again") and heard.done(), 10)  # the first ones may go into the dead connection
-    assert heard.result()[0] == (routing_id(5), b"again") and router.send(b"x", routing_id(5))
+    assert heard.result()[0] == (FIVE, b"again") and router.send(b"x", FIVE)
     assert await take(dealer, 1) == [(b"", b"x")]
     dealer.close()
     router.close()
@@ -316,7 +321,7 @@ async def test_aborts_and_failures_over_zmq() -> None:
             target = await n.decode.room(room, [n.prefill.info], range(12))
             await source.matched()
             pages = n.prefill.pages.take(3, room)
-            source.on_end(lambda pages=pages, room=room: n.prefill.pages.give_back(pages, room))
+            source.on_end(functools.partial(n.prefill.pages.give_back, pages, room))
             source.send(pages, last=True)
             n.plane.step(1)
             why = Cause(Code.ENGINE_ERROR, side)

@@ -13,7 +13,7 @@ import zmq
 from kvflow.node import DecodeNode, PrefillNode
 from kvflow.protocols.errors import MisuseError, RefusedError
 from kvflow.protocols.wire.codec import encode
-from kvflow.protocols.wire.messages import Heartbeat
+from kvflow.protocols.wire.messages import Heartbeat, Incarnation
 from kvflow.testing.pair import QUICK, until
 from kvflow.transports.control.curve import ControlKey, read_key, write_key
 from kvflow.transports.control.zmq import bind_router, connect_dealer
@@ -77,7 +77,7 @@ async def test_no_frame_of_a_stranger_reaches_us(key: ControlKey) -> None:
     async with Keyed(key, key) as n:
         control = n.prefill.info.control
         sockets = [raw_dealer(control, stranger) for stranger in strangers.values()]
-        frame = encode(Heartbeat(source=n.prefill.incarnation, target=77))
+        frame = encode(Heartbeat(source=n.prefill.incarnation, target=Incarnation(77)))
         for socket in sockets:
             for _ in range(100):
                 socket.send(frame, zmq.NOBLOCK)

@@ -15,4 +15,4 @@ if "prefill" in sys.orig_argv:
             raise RuntimeError("planted")
         return step(self, rows, jobs)
 
-    PrefillEngine._step = failing  # type: ignore[method-assign]
+    PrefillEngine._step = failing  # type: ignore[assignment,method-assign]
