@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Coroutine
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol
 
 from kvflow.protocols.errors import TransferError
 from kvflow.protocols.limits import Timing
@@ -16,7 +16,6 @@ from kvflow.protocols.ports import DataPlane, Endpoint
 from kvflow.telemetry.counters import Counts
 
 log = logging.getLogger(__name__)
-K = TypeVar("K")
 TICK_GRAIN_S = 0.005  # what is due within this time is dealt with in one tick
 
 

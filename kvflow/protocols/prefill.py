@@ -202,7 +202,7 @@ class PrefillEndpoint:
             return
         if message.source != core.identity.incarnation:
             core.observer.message_dropped("stale")
-            core.answer_register(message, "another incarnation serves here now")
+            core.answer_register(message.target, message.source, "another incarnation serves here now")
         elif type(message) is wire.Register:
             on_register(core, message, now)
         elif peer is None and isinstance(message, wire.Announce | wire.Abort):

@@ -86,18 +86,18 @@ class PrefillCore:
     def send(self, peer: DecodePeer, message: wire.Message) -> None:
         self.outbox.append(SendToDecode(peer.routing_id, encode(message)))
 
-    def answer_register(self, message: wire.Register | wire.ToPrefill, refusal: str) -> None:
-        """Accept (`refusal` empty) or refuse who sent `message`."""
+    def answer_register(self, target: Incarnation, asked: Incarnation, refusal: str) -> None:
+        """Accept (`refusal` empty) or refuse the decode `target`, which has asked for the prefill `asked`."""
         answer = wire.Registered(
             source=self.identity.incarnation,
-            target=message.target,
+            target=target,
             wire_version=WIRE_VERSION,
             rank=self.identity.rank,
             refusal=refusal[:MAX_TEXT],
             endpoint=self.identity.address,
-            asked=message.source,
+            asked=asked,
         )
-        self.outbox.append(SendToDecode(routing_id(message.target), encode(answer)))
+        self.outbox.append(SendToDecode(routing_id(target), encode(answer)))
 
     def header(self, room: RoomId, grant: GrantId, peer: DecodePeer) -> dict[str, Any]:
         me = self.identity
@@ -318,23 +318,12 @@ _RUN: dict[RoomCommand, Callable[[PrefillCore, PrefillRoomRecord, float], None]]
 # --- what a peer's table asks for
 
 
-def _registered(core: PrefillCore, peer: DecodePeer, refusal: str) -> wire.Registered:
-    return wire.Registered(
-        wire_version=WIRE_VERSION,
-        rank=core.identity.rank,
-        refusal=refusal[:MAX_TEXT],
-        endpoint=core.identity.address,
-        asked=core.identity.incarnation,
-        **core.between(peer),
-    )
-
-
 def _accept(core: PrefillCore, peer: DecodePeer, cause: Cause, now: float) -> None:
-    core.send(peer, _registered(core, peer, core.unavailable_reason))
+    core.answer_register(peer.incarnation, core.identity.incarnation, core.unavailable_reason)
 
 
 def _refuse(core: PrefillCore, peer: DecodePeer, cause: Cause, now: float) -> None:
-    core.send(peer, _registered(core, peer, cause.text))
+    core.answer_register(peer.incarnation, core.identity.incarnation, cause.text)
     core.refused[peer.incarnation] = cause
     if len(core.refused) > core.bounds.targets:
         core.refused.popitem(last=False)

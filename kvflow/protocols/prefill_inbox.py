@@ -23,16 +23,18 @@ def on_register(core: PrefillCore, message: wire.Register, now: float) -> None:
     """A decode says who it is; the way into its pool is opened by the shell."""
     peer = core.peers.get(message.target)
     if message.wire_version != WIRE_VERSION:
-        core.answer_register(message, f"wire version {message.wire_version}, this prefill speaks {WIRE_VERSION}")
+        core.answer_register(
+            message.target, message.source, f"wire version {message.wire_version}, this prefill speaks {WIRE_VERSION}"
+        )
     elif peer is not None:
         note_alive(core, peer, now)
         peer.grants.begin_from(message.fresh_from)
         _withdraw_below(core, peer, message.fresh_from, now)
         core.feed_peer(peer, PeerKind.REGISTERED, now)
     elif core.unavailable_reason:
-        core.answer_register(message, core.unavailable_reason)
+        core.answer_register(message.target, message.source, core.unavailable_reason)
     elif len(core.peers) >= core.bounds.targets and not _make_place(core, now):
-        core.answer_register(message, f"{core.bounds.targets} decodes are registered already")
+        core.answer_register(message.target, message.source, f"{core.bounds.targets} decodes are registered already")
     else:
         peer = core.peers[message.target] = DecodePeer(message, core.bounds.closed_grants, now)
         peer.grants.begin_from(core.displaced.pop(message.target, message.fresh_from))
