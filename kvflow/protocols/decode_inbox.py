@@ -29,7 +29,7 @@ def on_registered(core: DecodeCore, peer: PrefillPeer, message: wire.Registered,
         return
     if kind is LinkKind.ACCEPTED:
         asked.heard_at_s = now
-        asked.address = asked.address or message.endpoint
+        asked.address = asked.address or message.address
         core.ledger.note_known(asked, asked.fresh_from)
     core.feed_link(asked, kind, now, cause)
 
