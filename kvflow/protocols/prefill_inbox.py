@@ -38,6 +38,8 @@ def on_register(core: PrefillCore, message: wire.Register, now: float) -> None:
     else:
         peer = core.peers[message.target] = DecodePeer(message, core.bounds.closed_grants, now)
         peer.grants.begin_from(core.displaced.pop(message.target, message.fresh_from))
+        if len(core.displaced) > core.bounds.closed_grants:  # after the newcomer's own, which may be the oldest
+            core.displaced.popitem(last=False)
         if refusal := peer.mismatch(core.identity):
             core.feed_peer(peer, PeerKind.ROUTE_REFUSED, now, Cause(Code.REFUSED, refusal))
         else:
@@ -51,8 +53,6 @@ def _make_place(core: PrefillCore, now: float) -> bool:
     for peer in core.peers.values():
         if peer.displaceable:
             core.displaced[peer.incarnation] = peer.grants.seen_below
-            if len(core.displaced) > core.bounds.closed_grants:
-                core.displaced.popitem(last=False)
             core.feed_peer(peer, PeerKind.DISPLACED, now)
             return True
     return False
