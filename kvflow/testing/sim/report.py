@@ -11,8 +11,9 @@ from typing import Any
 
 from kvflow.testing.sim.coverage import Cell, report
 from kvflow.testing.sim.faults import KINDS
+from kvflow.testing.sim.outcome import Outcome
 from kvflow.testing.sim.plants import planted
-from kvflow.testing.sim.run import Outcome, simulate
+from kvflow.testing.sim.run import simulate
 
 BATCH = 50  # seeds a worker process plays at a time
 SHOWN = 20  # violations that are printed in full
