@@ -311,8 +311,8 @@ async def test_a_room_of_no_pages_has_nothing_to_verify(p: Pair) -> None:
 
 
 async def test_a_last_chunk_without_pages_waits_for_the_sums_before_it(p: Pair) -> None:
-    sums = verify(p.decode, SlowSums)
-    assert isinstance(sums, SlowSums)
+    sums = verify(p.decode, SlowChecksums)
+    assert isinstance(sums, SlowChecksums)
     source, target = await matched(p)
     pages = p.prefill.pages.take(len(target.pages), "engine")
     source.send(pages, last=False)

@@ -31,7 +31,8 @@ class Clock:
         while events and events[0][0] <= until_s:
             self.now, _, node, do, arguments = pop(events)
             if node is not None and node.parked is not None:
-                node.parked.append((do, arguments))
+                if node.alive:
+                    node.parked.append((do, arguments))
                 continue
             steps += 1
             self.steps = steps

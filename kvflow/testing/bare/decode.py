@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import zlib
-from typing import TYPE_CHECKING
+from collections.abc import Callable
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -11,53 +12,34 @@ from kvflow.protocols import commands as c
 from kvflow.protocols.commands import PeerKey
 from kvflow.protocols.decode import DecodeEndpoint
 from kvflow.protocols.decode_links import DecodeIdentity
-from kvflow.protocols.decode_rooms import DecodeRoomRecord, Prompt
+from kvflow.protocols.decode_rooms import Prompt
 from kvflow.protocols.errors import Cause, Code, KvflowError
-from kvflow.protocols.wire.codec import routing_id
-from kvflow.protocols.wire.messages import Incarnation
+from kvflow.protocols.wire.codec import parse_at_prefill
+from kvflow.protocols.wire.messages import Bootstrap, Incarnation
 from kvflow.telemetry.counters import Counts
+from kvflow.testing.bare.holds import Room
 from kvflow.testing.bare.job import DecodeJob
-from kvflow.testing.bare.node import Node, address_of
+from kvflow.testing.bare.node import Node, Scene, address_of
 from kvflow.testing.bare.pages import Pages
 from kvflow.testing.sim.times import THREAD_S
 from kvflow.testing.sim.variety import LAYOUT, PAGE_SIZE
 
-if TYPE_CHECKING:
-    from kvflow.testing.bare.world import World
-
+_BOOTSTRAP = 3  # its tag
 CLOSE_LOOK_S, CLOSE_PATIENCE_S = (0.02, 0.1), (0.1, 1.5)
-
-
-class Room:
-    """What decode's user holds."""
-
-    __slots__ = ("cause", "freed", "held_back", "job", "keys", "linked", "node", "over", "pages", "record", "told")
-
-    def __init__(self, node: Decode, record: DecodeRoomRecord, job: DecodeJob) -> None:
-        self.node, self.record, self.job = node, record, job
-        self.keys = [(peer.key.incarnation, node.incarnation, record.grant) for peer in record.peers]
-        self.pages: list[int] = []
-        self.linked = False  # pages are to be taken
-        self.held_back = job.offers_after_s is not None
-        self.told = False
-        self.cause: Cause | None = None
-        self.over = self.freed = False
 
 
 class Decode(Node):
     endpoint: DecodeEndpoint
 
-    def __init__(self, world: World, number: int, incarnation: Incarnation) -> None:
+    def __init__(self, world: Scene, number: int, incarnation: Incarnation) -> None:
         name = f"decode {number}"
-        identity = DecodeIdentity(incarnation, LAYOUT, address_of(name, incarnation))
+        identity = DecodeIdentity(incarnation, LAYOUT, address_of(incarnation))
         self.endpoint = DecodeEndpoint(
             identity, observer=Counts(), timing=world.timing, bounds=world.bounds, verify=world.variety.verify
         )
         super().__init__(world, name, number, self.endpoint)
-        self.peer_id = routing_id(incarnation)
         self.pages = Pages(name, world.oracle)
         self.rooms: dict[int, Room] = {}  # by grant; until the room and its pages are both done with
-        self.lines: dict[str, list[PeerKey]] = {}  # by control: what is dialled there, the latest last
         self.watches: set[PeerKey] = set()
 
     # --- requests
@@ -82,7 +64,9 @@ class Decode(Node):
             self.say(f"room {job.room}: {error}")
             return None
         else:
-            job.at = room = self.rooms[grant] = Room(self, endpoint.rooms[grant], job)
+            if self.leaving:
+                self.oracle.broken("I4", f"{self.name} shuts down, and opens room {job.room}")
+            job.at = room = self.rooms[grant] = Room(self, self.pages, endpoint.rooms[grant], job)
             self.oracle.opened_at_decode(room)
             if job.offers_after_s is not None:
                 self.clock.later(job.offers_after_s, self, self._has_pages, room)
@@ -156,27 +140,32 @@ class Decode(Node):
             return self.wait(CLOSE_LOOK_S, self._look_again, until_s)
         self.endpoint.close(self.clock.now)
         self.run()
-        if self.endpoint.rooms or any(self.lines.values()):
+        if self.endpoint.rooms or self.world.wire.dialled_by(self):
             self.oracle.broken("I5", f"{self.name} is closed, and has rooms or connections")
         return self.world.kill(self, "has left")
+
+    def died(self) -> None:
+        self.pages.lost = True
 
     # --- commands
 
     def _send(self, command: c.SendToPrefill) -> None:
         key = command.peer
-        if key in self.lines.get(key.control, ()):
-            self.world.wire.carry(key.control, self, True, command.frame)
+        if command.frame[1] == _BOOTSTRAP:
+            message = parse_at_prefill(command.frame)
+            assert isinstance(message, Bootstrap)
+            self.oracle.lent(self.pages, message.grant, message.pages)
+        if key in self.world.wire.lines.get((key.control, self.incarnation), ()):
+            self.world.wire.carry(self, key.control, self, command.frame)
 
     def _dial(self, command: c.Dial) -> None:
-        self.lines.setdefault(command.peer.control, []).append(command.peer)
+        self.world.wire.dial(command.peer, self)
         if self.world.locks_out():
             self.world.wire.disturbed(command.peer.control, self)
             self.wait(THREAD_S, self._locked_out, command.peer)
 
     def _hang_up(self, command: c.HangUp) -> None:
-        lines = self.lines.get(command.peer.control, [])
-        if command.peer in lines:
-            lines.remove(command.peer)
+        self.world.wire.hang_up(command.peer, self)
 
     def _watch(self, command: c.WatchWriter) -> None:
         self.watches.add(command.peer)
@@ -224,6 +213,8 @@ class Decode(Node):
     def _ended(self, command: c.RoomEnded) -> None:
         room = self.rooms[command.grant]
         self.oracle.ended_at_decode(room)
+        if command.grant in self.endpoint.rooms:
+            self.oracle.broken("I5", f"room {room.record.room} has ended at decode, and is in its table")
         room.over = True
         self._forget(room)
 
@@ -242,7 +233,7 @@ class Decode(Node):
         if room.over and room.freed:
             del self.rooms[room.record.grant]
 
-    RUN = {
+    RUN: ClassVar[dict[type, Callable[[Any, Any], None]]] = {
         c.SendToPrefill: _send,
         c.Dial: _dial,
         c.HangUp: _hang_up,

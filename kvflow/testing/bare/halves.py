@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, cast
+from collections.abc import Mapping
 
 from kvflow.protocols.decode_core import MAX_REPEAT_AFTER_S
 from kvflow.protocols.decode_links import PrefillPeer
@@ -13,14 +13,9 @@ from kvflow.protocols.machines.decode_room import DecodePhase
 from kvflow.protocols.machines.link import LinkPhase
 from kvflow.protocols.machines.prefill_room import PrefillPhase
 from kvflow.protocols.prefill_rooms import PrefillRoomRecord
-from kvflow.testing.bare.node import Node
-from kvflow.testing.bare.oracle import Halves, Key, Oracle, Record
+from kvflow.testing.bare.holds import Key, Leg, Room, Who, key_of
+from kvflow.testing.bare.oracle import Halves, Oracle, Record
 from kvflow.testing.sim.times import HEAR_S, PATIENCE_S, RECOVER_S
-
-if TYPE_CHECKING:
-    from kvflow.testing.bare.decode import Room
-    from kvflow.testing.bare.prefill import Leg, Prefill
-    from kvflow.testing.bare.world import World
 
 _OVER_AT_DECODE = decode_room.TERMINAL | {DecodePhase.DRAINING}
 _OVER_AT_PREFILL = prefill_room.TERMINAL | {PrefillPhase.DRAINING}
@@ -30,10 +25,13 @@ _A_MOMENT_S = 1e-6
 class WatchedHalves(Halves):
     """Every room of one run, by the promise it was opened under. Looks only where something has failed."""
 
-    def __init__(self, world: World, forgetful: bool) -> None:
-        """`forgetful`: prefills remember so few ended grants that some may begin below the low-water mark."""
-        self.world, self.oracle, self.clock = world, cast(Oracle, world.oracle), world.clock
-        self._forgetful = forgetful
+    def __init__(
+        self, oracle: Oracle, nodes: Mapping[int, Who], trouble: Mapping[tuple[str, int], float], forgetful: bool
+    ) -> None:
+        """`nodes` by incarnation; `trouble`: when something last happened to a link (control, decode's incarnation);
+        `forgetful`: prefills remember so few ended grants that some may begin below the low-water mark."""
+        self.oracle, self.clock = oracle, oracle.clock
+        self._nodes, self._trouble_at_s, self._forgetful = nodes, trouble, forgetful
         self._prefills: dict[Key, PrefillRoomRecord] = {}
         self._halves: dict[tuple[int, int], PrefillRoomRecord] = {}  # (incarnation, room): the engine's latest
 
@@ -45,49 +43,44 @@ class WatchedHalves(Halves):
             if half is not None and half.state.cause is not None:
                 self._look(key)
 
-    def opened_at_prefill(self, node: Prefill, leg: Leg) -> None:
+    def opened_at_prefill(self, node: Who, leg: Leg) -> None:
         self._halves[node.incarnation, leg.record.room] = leg.record
 
-    def bound(self, node: Prefill, record: PrefillRoomRecord) -> None:
-        key = self._prefills_key(node, record)
+    def bound(self, node: Who, record: PrefillRoomRecord) -> None:
+        key = key_of(node, record)
         self._prefills[key] = record
         if record.prompt is not None:
             self._halves[node.incarnation, record.room] = record
         if self.oracle.rooms[key].record.state.cause is not None:
             self._look(key)
 
-    def failed(self, node: Node, record: Record, cause: Cause | None) -> None:
+    def failed(self, node: Who, record: Record, cause: Cause | None) -> None:
         if isinstance(record, DecodeRoomRecord):
-            keys = [(peer.key.incarnation, node.incarnation, record.grant) for peer in record.peers]
+            keys: list[Key] = [(peer.key.incarnation, node.incarnation, record.grant) for peer in record.peers]
             found = [self._halves.get((key[0], record.room)) for key in keys]
             self._not_for_nothing(node, record, [half for half in found if half is not None], record.peers, node)
             for key in keys:
                 self._look(key)
         elif record.peer is not None:
-            key = node.incarnation, record.peer.incarnation, record.grant
+            key = key_of(node, record)
             self._look(key)
             decode = self.oracle.rooms[key]
             peers = tuple(peer for peer in decode.record.peers if peer.key.incarnation == node.incarnation)
             self._not_for_nothing(node, record, [decode.record], peers, decode.node)
 
-    @staticmethod
-    def _prefills_key(node: Prefill, record: PrefillRoomRecord) -> Key:
-        assert record.peer is not None
-        return node.incarnation, record.peer.incarnation, record.grant
-
     def _not_for_nothing(
         self,
-        node: Node,
+        node: Who,
         record: Record,
         others: list[Record] | list[DecodeRoomRecord] | list[PrefillRoomRecord],
         peers: tuple[PrefillPeer, ...],
-        target: Node,
+        target: Who,
     ) -> None:
         """A peer is given up when something has happened between the two, or when one of `others` gave up its own."""
         cause = record.state.cause
         if cause is None or cause.code is not Code.PEER_LOST or any(other.state.cause == cause for other in others):
             return
-        sources = self.world.by_incarnation
+        sources = self._nodes
         for peer in peers:
             source = sources[peer.key.incarnation]
             quiet_s = self.clock.now - self._trouble(source, target, peer.key.control)
@@ -102,7 +95,7 @@ class WatchedHalves(Halves):
 
     def _both_know(self, key: Key, since_s: float) -> None:
         """A room that has failed on one side has ended on the other, or the link between them was not up."""
-        source, target = self.world.by_incarnation[key[0]], self.world.by_incarnation[key[1]]
+        source, target = self._nodes[key[0]], self._nodes[key[1]]
         found = self.oracle.rooms.get(key)
         if found is None or not self._both_live(source, target):
             return
@@ -150,16 +143,16 @@ class WatchedHalves(Halves):
         return half.state.cause is not None and any(other.state.cause == half.state.cause for other in same)
 
     @staticmethod
-    def _both_live(*sides: Node) -> bool:
+    def _both_live(*sides: Who) -> bool:
         return all(side.alive and not side.displaced for side in sides)
 
-    def _trouble(self, source: Node, target: Node, control: str) -> float:
+    def _trouble(self, source: Who, target: Who, control: str) -> float:
         """When something last happened to the link between the two, or to one of them."""
         now = self.clock.now
-        if source.parked is not None or target.parked is not None or source.stalled_until_s > now:
+        if not source.up or not target.up or source.stalled_until_s > now:
             return now
         return max(
-            self.world.wire.trouble.get((control, target.incarnation), -1.0),
+            self._trouble_at_s.get((control, target.incarnation), -1.0),
             source.troubled_at_s,
             target.troubled_at_s,
             source.stalled_until_s,

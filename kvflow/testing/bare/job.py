@@ -3,14 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import Any
 
 from kvflow.protocols.errors import Cause, Code
 from kvflow.testing.sim.variety import PAGE_SIZE
-
-if TYPE_CHECKING:
-    from kvflow.testing.bare.decode import Room
-    from kvflow.testing.bare.prefill import Leg
 
 Issue = Callable[[int, Cause], Cause]
 """Note that this cause was given to this room, and return it."""
@@ -23,6 +19,7 @@ class _Job:
         self.room, self.tokens, self.digest = room, tokens, digest
         self.deadline_s, self.refused = deadline_s, refused
         self.succeeded = False
+        self.at: Any = None  # what its user holds, once there is a room
         self._issue = issue
 
     @property
@@ -55,7 +52,6 @@ class DecodeJob(_Job):
         self.group = group
         self.prefix_pages = min(prefix_pages, self.num_pages)  # that decode has already
         self.announces, self.offers_after_s, self.kept_s = announces, offers_after_s, kept_s
-        self.at: Room | None = None
 
     @property
     def tokens_left(self) -> int:
@@ -78,7 +74,6 @@ class PrefillJob(_Job):
     ) -> None:
         super().__init__(room, tokens, digest, deadline_s, refused, issue)
         self.chunks, self.fails_at, self.rendezvous_s = chunks, fails_at, rendezvous_s
-        self.at: Leg | None = None
 
     def chunks_after(self, prefix_pages: int) -> list[int]:
         """What is left to send; a chunk without pages when decode has everything."""

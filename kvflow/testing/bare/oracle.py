@@ -6,27 +6,19 @@ Seen at the data planes, the pages and the wire; the endpoints' own books are ne
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterable
 
 from kvflow.protocols.decode_rooms import DecodeRoomRecord
 from kvflow.protocols.errors import Cause, Code
-from kvflow.protocols.ports import Landing
+from kvflow.protocols.ports import WriteOutcome
 from kvflow.protocols.prefill_rooms import PrefillRoomRecord
 from kvflow.protocols.wire.codec import parse_at_decode
 from kvflow.protocols.wire.messages import AbortAck, ChunkDone
 from kvflow.testing.bare.clock import Clock
+from kvflow.testing.bare.holds import Key, Leg, Room, Who, Write, key_of
 from kvflow.testing.bare.job import handoff_of
+from kvflow.testing.bare.pages import Pages
 from kvflow.testing.sim.outcome import Violation
-
-if TYPE_CHECKING:
-    from kvflow.testing.bare.decode import Decode, Room
-    from kvflow.testing.bare.node import Node
-    from kvflow.testing.bare.prefill import Leg, Prefill
-    from kvflow.testing.bare.writes import Write
-
-Key = tuple[int, int, int]
-"""One promise: source and target incarnation, grant. Who may write, into whose pages."""
 
 Record = DecodeRoomRecord | PrefillRoomRecord
 DEADLINE_SLACK_S = 0.1
@@ -46,9 +38,9 @@ class Halves:
 
     def opened_at_decode(self, room: Room) -> None: ...
 
-    def opened_at_prefill(self, node: Prefill, leg: Leg) -> None: ...
+    def opened_at_prefill(self, node: Who, leg: Leg) -> None: ...
 
-    def failed(self, node: Node, record: Record, cause: Cause | None) -> None: ...
+    def failed(self, node: Who, record: Record, cause: Cause | None) -> None: ...
 
 
 class Oracle:
@@ -87,10 +79,7 @@ class Oracle:
     # --- writes
 
     def write_began(self, write: Write) -> None:
-        key, writers = write.key, write.target.pages.writers
-        if write.source.world.tell is not None:
-            how = write.fault or "no fault"
-            write.source.say(f"write {write.sources} -> {write.targets} of grant {key[2]}, {how}")
+        key, writers = write.key, write.home.writers
         if key in self.acked:
             self.broken("I6", f"{key} is closed, and a write begins")
         earlier = self.writes.setdefault(key, [])
@@ -103,7 +92,7 @@ class Oracle:
 
     # --- messages
 
-    def said(self, node: Prefill, frame: bytes) -> None:
+    def said(self, node: Who, frame: bytes) -> None:
         message = parse_at_decode(frame)
         kind = type(message)
         if message.source != node.incarnation:
@@ -111,9 +100,9 @@ class Oracle:
         if kind is ChunkDone:
             key = message.source, message.target, message.grant  # type: ignore[union-attr]
             assert isinstance(message, ChunkDone)
-            writes = [write for write in self.writes.get(key, ()) if write.landing is Landing.LANDED]
+            writes = [write for write in self.writes.get(key, ()) if write.outcome is WriteOutcome.LANDED]
             numbered = self.writes.get(key, [])[: message.seq + (message.pages > 0)]
-            if any(write.landing is not Landing.LANDED for write in numbered) or len(writes) < len(numbered):
+            if any(write.outcome is not WriteOutcome.LANDED for write in numbered) or len(writes) < len(numbered):
                 self.broken("I3", f"{key}: chunk {message.seq} is said to have landed, and has not")
             if message.pages and (len(numbered) != message.seq + 1 or len(numbered[-1].sources) != message.pages):
                 self.broken("I3", f"{key}: chunk {message.seq} has no {message.pages} pages")
@@ -124,13 +113,14 @@ class Oracle:
     def _acknowledged(self, key: Key, drained: bool) -> None:
         self.acked.add(key)
         for write in self.writes.get(key, ()):
-            if write.landing is None:
+            if write.outcome is None:
                 self.broken("I12", f"{key}: acknowledged while a write of it runs")
-            elif drained and write.landing is Landing.UNPROVEN:
+            elif drained and write.outcome is WriteOutcome.UNPROVEN:
                 self.broken("I2", f"{key}: said to be drained, and a write of it may still land")
 
-    def lent(self, node: Decode, grant: int, pages: bytes) -> None:
-        owners = node.pages.owners
+    def lent(self, home: Pages, grant: int, pages: bytes) -> None:
+        """Decode offers these pages."""
+        owners = home.owners
         for page in memoryview(pages).cast("i"):
             if owners[page] != grant:
                 self.broken("I6", f"grant {grant} lends page {page} of {owners[page]}")
@@ -156,13 +146,11 @@ class Oracle:
             self.broken("I4", f"room {record.room} ends at decode {'twice' if room.over else 'and none is told'}")
         if record.state.cause != room.cause and room.cause is not None:
             self.broken("I4", f"room {record.room} at decode: first {room.cause}, then {record.state.cause}")
-        if record.grant in room.node.endpoint.rooms:
-            self.broken("I5", f"room {record.room} has ended at decode, and is in its table")
 
     def landed(self, room: Room, handoff: bytes) -> None:
         """Decode's user is told that a room has landed: every page from every rank, the right bytes and hand-over."""
         record, pages = room.record, room.pages
-        digest, cells = record.prompt.digest, room.node.pages.cells
+        digest, cells = record.prompt.digest, room.home.cells
         first = room.job.num_pages - len(pages)
         for key, peer in zip(room.keys, record.peers, strict=True):
             landed = [page for write in self.writes.get(key, ()) for page in write.targets[: write.next]]
@@ -177,65 +165,55 @@ class Oracle:
 
     # --- prefill's rooms
 
-    def opened_at_prefill(self, node: Prefill, leg: Leg) -> None:
+    def opened_at_prefill(self, node: Who, leg: Leg) -> None:
         self._prompts.setdefault(leg.record.room, set()).add((leg.job.tokens, leg.job.digest))
         self.halves.opened_at_prefill(node, leg)
 
-    def bound(self, node: Prefill, record: PrefillRoomRecord) -> Key:
+    def bound(self, node: Who, record: PrefillRoomRecord) -> Key:
         """Decode's half has come to prefill, or is announced."""
-        assert record.peer is not None
-        key = node.incarnation, record.peer.incarnation, record.grant
+        key = key_of(node, record)
         if key in self._bound or key in self.acked:
             self.broken("I6", f"{key} opens room {record.room} at prefill, and was closed before")
         self._bound[key] = record
         return key
 
-    def matched(self, node: Prefill, leg: Leg) -> None:
+    def matched(self, node: Who, leg: Leg) -> None:
         record = leg.record
-        assert record.peer is not None
-        room = self.rooms[node.incarnation, record.peer.incarnation, record.grant]
+        room = self.rooms[key_of(node, record)]
         if leg.matched or leg.told:
             self.broken("I4", f"room {record.room} is matched {'after its end' if leg.told else 'twice'}")
         if room.job.digest != leg.job.digest:
             self.broken("I8", f"room {record.room} is matched, and its halves mean other prompts")
 
-    def told_at_prefill(self, node: Prefill, leg: Leg, cause: Cause | None) -> None:
+    def told_at_prefill(self, node: Who, leg: Leg, cause: Cause | None) -> None:
         record = leg.record
         self._told(leg, record, node, cause, record.own_deadline_at_s)
         self._count("prefill", cause)
         if cause is None:
-            assert record.peer is not None
-            key = node.incarnation, record.peer.incarnation, record.grant
-            writes = self.writes.get(key, ())
-            there = sum(len(write.sources) for write in writes if write.landing is Landing.LANDED)
-            if there != len(record.target_pages) or any(write.landing is not Landing.LANDED for write in writes):
+            writes = self.writes.get(key_of(node, record), ())
+            there = sum(len(write.sources) for write in writes if write.outcome is WriteOutcome.LANDED)
+            if there != len(record.target_pages) or any(write.outcome is not WriteOutcome.LANDED for write in writes):
                 self.broken("I3", f"room {record.room} succeeds at prefill over a write that has not landed")
 
-    def released(self, node: Prefill, serial: int, leg: Leg | None) -> None:
-        record = node.records.get(serial) if leg is None else leg.record
-        if leg is not None:
-            if not leg.told:
-                self.broken("I4", f"room {leg.record.room} ended at prefill, its engine was not told")
-            if leg.cause is not None and leg.record.state.cause != leg.cause:
-                self.broken(
-                    "I4", f"room {leg.record.room} at prefill: first {leg.cause}, then {leg.record.state.cause}"
-                )
-            if any(write.leg is leg for write in node.writes.values()):
-                self.broken("I12", f"room {leg.record.room} is released while a write of it runs")
-        if record is None:
-            return
-        if node.endpoint.rooms.get(record.room) is record:
-            self.broken("I5", f"room {record.room} has ended at prefill, and is in its table")
+    def released(self, node: Who, record: PrefillRoomRecord, leg: Leg | None, running: Iterable[Write]) -> None:
+        """A room has ended at prefill; `leg` is None where the engine's half has never come."""
         if leg is None:
             self.over_at_s[record] = self.clock.now
             self.halves.failed(node, record, record.state.cause)
+            return
+        if not leg.told:
+            self.broken("I4", f"room {record.room} ended at prefill, its engine was not told")
+        if leg.cause is not None and record.state.cause != leg.cause:
+            self.broken("I4", f"room {record.room} at prefill: first {leg.cause}, then {record.state.cause}")
+        if any(write.leg is leg for write in running):
+            self.broken("I12", f"room {record.room} is released while a write of it runs")
 
     # --- what users are told
 
     def _count(self, role: str, cause: Cause | None) -> None:
         self.endings[f"{role} success" if cause is None else f"{role} {cause.code}"] += 1
 
-    def _told(self, user: Room | Leg, record: Record, node: Node, cause: Cause | None, deadline_at_s: float) -> None:
+    def _told(self, user: Room | Leg, record: Record, node: Who, cause: Cause | None, deadline_at_s: float) -> None:
         now, room = self.clock.now, record.room
         if user.told:
             self.broken("I4", f"{node.name}: the user of room {room} is told two endings")
@@ -247,7 +225,7 @@ class Oracle:
             self._check_cause(node, room, cause)
             self.halves.failed(node, record, cause)
 
-    def _check_cause(self, node: Node, room: int, cause: Cause) -> None:
+    def _check_cause(self, node: Who, room: int, cause: Cause) -> None:
         """What users hear is what happened."""
         code, right = cause.code, True
         if "#" in cause.text:

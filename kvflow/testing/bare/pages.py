@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 from kvflow.testing.sim.variety import NUM_PAGES
-
-if TYPE_CHECKING:
-    from kvflow.testing.bare.oracle import Oracle
 
 Content = tuple[bytes, int]
 """A prompt's digest, and which page of it; a page that was damaged on its way has a digest of its own."""
 
 
+class Judge(Protocol):
+    """Is told when an invariant breaks."""
+
+    def broken(self, invariant: str, text: str) -> None: ...
+
+
 class Pages:
     """Owners are grants while a room or a loan has the page, negative grants while a room's user keeps it."""
 
-    def __init__(self, who: str, oracle: Oracle) -> None:
+    def __init__(self, who: str, oracle: Judge) -> None:
         self.free = list(range(NUM_PAGES))
         self.owners: list[int | None] = [None] * NUM_PAGES
         self.writers = [0] * NUM_PAGES  # writes that may still land on the page, proven or not

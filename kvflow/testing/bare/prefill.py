@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Callable
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -14,45 +15,23 @@ from kvflow.protocols.prefill_rooms import PrefillRoomRecord
 from kvflow.protocols.wire.messages import Incarnation, Rank
 from kvflow.protocols.wire.ranks import RankInfo
 from kvflow.telemetry.counters import Counts
+from kvflow.testing.bare.decode import Decode
+from kvflow.testing.bare.holds import Leg
 from kvflow.testing.bare.job import PrefillJob, handoff_of
-from kvflow.testing.bare.node import Node, address_of
-from kvflow.testing.bare.pages import Content
-from kvflow.testing.bare.writes import Write
+from kvflow.testing.bare.node import Scene, address_of
+from kvflow.testing.bare.writes import PacedWrite, Writer
 from kvflow.testing.sim.times import THREAD_S
 from kvflow.testing.sim.variety import LAYOUT, NUM_PAGES, PAGE_SIZE
-
-if TYPE_CHECKING:
-    from kvflow.testing.bare.world import World
 
 CLOSE_LOOK_S, CLOSE_PATIENCE_S = (0.02, 0.1), (0.1, 1.5)
 
 
-class Leg:
-    """What the engine holds of one room."""
-
-    __slots__ = (
-        *("cause", "chunks", "computing", "first", "job", "matched", "number", "pages", "record", "released", "sent"),
-        "told",
-    )
-
-    def __init__(self, record: PrefillRoomRecord, job: PrefillJob) -> None:
-        self.record, self.job = record, job
-        self.pages: list[int] = []  # ours, one for each page of the prompt
-        self.chunks: list[int] = []
-        self.number = 0  # of the chunk that comes next
-        self.sent = 0  # how many of `pages` were sent, or are at decode already
-        self.first = 0
-        self.matched = self.computing = False
-        self.told = self.released = False
-        self.cause: Cause | None = None
-
-
-class Prefill(Node):
+class Prefill(Writer):
     endpoint: PrefillEndpoint
 
-    def __init__(self, world: World, group: int, rank: int, world_size: int, incarnation: Incarnation) -> None:
+    def __init__(self, world: Scene, group: int, rank: int, world_size: int, incarnation: Incarnation) -> None:
         name = f"prefill {group}.{rank}" if world_size > 1 else f"prefill {group}"
-        identity = PrefillIdentity(incarnation, Rank(rank), LAYOUT, address_of(name, incarnation))
+        identity = PrefillIdentity(incarnation, Rank(rank), LAYOUT, address_of(incarnation))
         self.endpoint = PrefillEndpoint(identity, observer=Counts(), timing=world.timing, bounds=world.bounds)
         super().__init__(world, name, group, self.endpoint)
         self.control = f"tcp://10.0.{group}.{rank}:8998"
@@ -61,11 +40,11 @@ class Prefill(Node):
         self.legs: dict[int, Leg] = {}  # by serial, until released
         self.records: dict[int, PrefillRoomRecord] = {}  # by serial: every room that a grant was bound to
         self.free = list(range(NUM_PAGES))
-        self.cells: list[Content | None] = [None] * NUM_PAGES
+        self.cells = [None] * NUM_PAGES
         self.routes: set[int] = set()  # decodes that can be written to
         self.watches: set[int] = set()
-        self.writes: dict[int, Write] = {}  # under way
-        self.reaching: dict[Write, None] = {}  # those, and others that may still land
+        self.writes: dict[int, PacedWrite] = {}  # under way
+        self.reaching = {}
         self._stalled_from_s = float("inf")
 
     # --- requests
@@ -90,6 +69,8 @@ class Prefill(Node):
             self.say(f"room {job.room}: {error}")
             return None
         else:
+            if self.leaving:
+                self.oracle.broken("I4", f"{self.name} shuts down, and opens room {job.room}")
             job.at = leg = self.legs[record.serial] = Leg(record, job)
             self.oracle.opened_at_prefill(self, leg)
             if self.world.faults.of_take() or len(self.free) < job.num_pages:
@@ -173,7 +154,7 @@ class Prefill(Node):
 
     def _route(self, peer: Incarnation) -> None:
         """The way into a decode's pool, or why there is none."""
-        if not self.world.by_incarnation[peer].alive:
+        if not self.world.nodes[peer].alive:
             self.endpoint.route_refused(peer, "nobody answers there", self.clock.now)
         elif self.world.refuses_route():
             self.say(f"refuses decode {peer:x}")
@@ -197,6 +178,10 @@ class Prefill(Node):
             return self.wait(CLOSE_LOOK_S, self._look_again, until_s)
         return self.world.kill(self, "has left")
 
+    def died(self) -> None:
+        for write in list(self.reaching):
+            write.out_of_reach()
+
     # --- commands
 
     def _send(self, command: c.SendToDecode) -> None:
@@ -204,8 +189,8 @@ class Prefill(Node):
         if 3 < frame[1] < 8:  # the tag: a word about a room
             self.oracle.said(self, frame)
         decode = self.world.by_peer_id.get(command.peer_id)
-        if decode is not None and decode.lines.get(self.control):
-            self.world.wire.carry(self.control, decode, False, frame)
+        if decode is not None and self.world.wire.lines.get((self.control, decode.incarnation)):
+            self.world.wire.carry(self, self.control, decode, frame)
 
     def _open_route(self, command: c.OpenRoute) -> None:
         self.wait(THREAD_S, self._route, command.peer)
@@ -213,7 +198,7 @@ class Prefill(Node):
     def _close_route(self, command: c.CloseRoute) -> None:
         self.routes.discard(command.peer)
         self.watches.discard(command.peer)
-        if any(write.target.incarnation == command.peer for write in self.writes.values()):
+        if any(write.key[1] == command.peer for write in self.writes.values()):
             self.oracle.broken("I2", f"{self.name}: a route is closed while a write runs on it")
 
     def _watch(self, command: c.WatchProcess) -> None:
@@ -223,18 +208,21 @@ class Prefill(Node):
     def _start_write(self, command: c.StartWrite) -> None:
         if command.peer not in self.routes:
             self.oracle.broken("I2", f"{self.name}: a write to {command.peer:x}, and no route is open")
-        target = self.world.decodes[command.peer]
-        write = Write(self, target, self.legs[command.serial], command)
-        self.writes[command.write] = self.reaching[write] = None  # type: ignore[assignment]
-        self.writes[command.write] = write
+        target = self.world.nodes[command.peer]
+        assert isinstance(target, Decode)
+        write = PacedWrite(self, target, self.legs[command.serial], command)
+        self.writes[command.write], self.reaching[write] = write, None
+        if self._traced:
+            how = write.fault or "no fault"
+            self.say(f"write {write.sources} -> {write.targets} of grant {write.key[2]}, {how}")
         self.oracle.write_began(write)
         write.begin()
 
-    def write_ended(self, write: Write, checksum: bytes) -> None:
+    def write_ended(self, write: PacedWrite, checksum: bytes) -> None:
         del self.writes[write.number]
-        assert write.landing is not None
+        assert write.outcome is not None
         error = "" if not write.fault else f"scripted {write.fault}"
-        self.endpoint.write_ended(write.number, write.landing, self.clock.now, error=error, checksum=checksum)
+        self.endpoint.write_ended(write.number, write.outcome, self.clock.now, error=error, checksum=checksum)
         self.run()
 
     def _cancel_write(self, command: c.CancelWrite) -> None:
@@ -264,13 +252,17 @@ class Prefill(Node):
 
     def _released(self, command: c.RoomReleased) -> None:
         leg = self.legs.pop(command.serial, None)
-        self.oracle.released(self, command.serial, leg)
+        record = self.records.get(command.serial) if leg is None else leg.record
+        if record is not None:
+            self.oracle.released(self, record, leg, self.writes.values())
+            if self.endpoint.rooms.get(record.room) is record:
+                self.oracle.broken("I5", f"room {record.room} has ended at prefill, and is in its table")
         if leg is not None:
             leg.released = True
             if not leg.computing:
                 self._free_pages(leg)
 
-    RUN = {
+    RUN: ClassVar[dict[type, Callable[[Any, Any], None]]] = {
         c.SendToDecode: _send,
         c.OpenRoute: _open_route,
         c.CloseRoute: _close_route,

@@ -7,26 +7,26 @@ from collections.abc import Iterator
 from kvflow.protocols.machines.decode_room import DecodePhase
 from kvflow.protocols.machines.loan import LoanPhase
 from kvflow.protocols.machines.prefill_room import PrefillPhase
-from kvflow.protocols.ports import Landing
+from kvflow.protocols.ports import WriteOutcome
+from kvflow.protocols.prefill_core import PrefillCore
+from kvflow.protocols.prefill_rooms import PrefillRoomRecord
 from kvflow.testing.bare.decode import Decode
-from kvflow.testing.bare.oracle import Key
+from kvflow.testing.bare.holds import Key
 from kvflow.testing.bare.prefill import Prefill
 from kvflow.testing.bare.world import World
 from kvflow.testing.sim.times import FENCE_SLACK_S
 from kvflow.testing.sim.variety import NUM_PAGES
 
 
-def left(world: World, *, doubts: bool) -> list[str]:
+def left(world: World, *, doubts: bool) -> Iterator[str]:
     """What is not at rest, in words. With `doubts`, loans may be out whose proof is truly missing."""
-    found: list[str] = []
-    for node in world.nodes:
+    for node in world.nodes.values():
         if node.alive:
             if isinstance(node, Prefill):
-                found += _left_at_prefill(node)
+                yield from _left_at_prefill(node)
             else:
                 assert isinstance(node, Decode)
-                found += _left_at_decode(node, world, doubts)
-    return found
+                yield from _left_at_decode(node, world, doubts)
 
 
 def _left_at_prefill(node: Prefill) -> Iterator[str]:
@@ -35,6 +35,12 @@ def _left_at_prefill(node: Prefill) -> Iterator[str]:
     open_ = [room for room in core.rooms.values() if room not in frozen or room.phase is not PrefillPhase.DRAINING]
     if open_:
         yield f"{node.name}: rooms {[(room.room, room.phase.name) for room in open_]}"
+    yield from _counted_at_prefill(node, core, frozen)
+    if not core.rooms and (lasting := sum(timer.kind != "silence" for timer in core.deadlines)):
+        yield f"{node.name}: {lasting} deadlines of nothing"
+
+
+def _counted_at_prefill(node: Prefill, core: PrefillCore, frozen: set[PrefillRoomRecord]) -> Iterator[str]:
     counts = {
         "legs": len(node.legs) - len(frozen),
         "grants": sum(len(peer.grants.rooms) for peer in core.peers.values()) - len(frozen),
@@ -50,9 +56,6 @@ def _left_at_prefill(node: Prefill) -> Iterator[str]:
     for peer in core.peers.values():
         if peer.grants.remembered > core.bounds.closed_grants:
             yield f"{node.name}: more closed grants than {core.bounds.closed_grants} are remembered"
-    lasting = sum(timer.kind != "silence" for timer in core.deadlines)
-    if not core.rooms and lasting:
-        yield f"{node.name}: {lasting} deadlines of nothing"
 
 
 def _left_at_decode(node: Decode, world: World, doubts: bool) -> Iterator[str]:
@@ -89,14 +92,15 @@ def _left_at_decode(node: Decode, world: World, doubts: bool) -> Iterator[str]:
 
 def frozen(key: Key, world: World) -> bool:
     """A write of it never ends, and the one who writes lives."""
-    writes = world.oracle.writes.get(key, ())
-    return world.prefills[key[0]].alive and any(write.fault == "frozen" and write.landing is None for write in writes)
+    node = world.nodes[key[0]]
+    assert isinstance(node, Prefill)
+    return node.alive and any(write.fault == "frozen" and write.key == key for write in node.writes.values())
 
 
 def _doubtful(key: Key, world: World) -> bool:
     """Proof is truly missing: the writer cannot say, or cannot be asked, and it lives as far as can be known."""
-    source = world.prefills[key[0]]
+    source = world.nodes[key[0]]
     if not source.alive:
         return world.clock.now < source.proven_at_s + FENCE_SLACK_S
-    doubt = any(write.landing is Landing.UNPROVEN for write in world.oracle.writes.get(key, ()))
+    doubt = any(write.outcome is WriteOutcome.UNPROVEN for write in world.oracle.writes.get(key, ()))
     return doubt or source.displaced

@@ -15,12 +15,12 @@ from kvflow.testing.bare.clock import Clock
 from kvflow.testing.bare.decode import Decode
 from kvflow.testing.bare.halves import WatchedHalves
 from kvflow.testing.bare.job import DecodeJob, PrefillJob
-from kvflow.testing.bare.node import Node
+from kvflow.testing.bare.node import Node, Tell
 from kvflow.testing.bare.oracle import BrokenError, Oracle
 from kvflow.testing.bare.prefill import Prefill
 from kvflow.testing.bare.rest import left
-from kvflow.testing.bare.scenario import Twist, Twists, draw_all
-from kvflow.testing.bare.world import Tell, World
+from kvflow.testing.bare.scenario import Twist, Twists, Visit, draw_all
+from kvflow.testing.bare.world import World
 from kvflow.testing.sim.coverage import Cell, covered
 from kvflow.testing.sim.faults import Faults
 from kvflow.testing.sim.outcome import Outcome, Violation
@@ -50,6 +50,8 @@ class Run:
             self._schedule(request, twist)
         for accident in scenario.accidents:
             self.clock.later(accident.at_s, None, self._happen, accident)
+        if (visit := self.twists.visit) is not None:
+            self.clock.later(visit.at_s, None, self._visit, visit)
         self.clock.play(FAULTS_END_S)
         self._two_kinds_at_least()
         self._calm()
@@ -60,7 +62,7 @@ class Run:
         self._probe()
         self._until_rest(REST_S, "after good rooms", doubts=True)
         self._check_counts()
-        dead = [node for node in world.nodes if isinstance(node, Prefill)]
+        dead = [node for node in world.nodes.values() if isinstance(node, Prefill)]
         for node in dead:
             if node.alive:
                 world.kill(node)
@@ -107,7 +109,7 @@ class Run:
 
     def _begin(self, place: int, job: Any, leg: Leg) -> None:
         node = self._places[place]
-        if not node.alive or node.leaving:
+        if not node.alive:
             return
         self._do(node, node.begin, job)
         if leg.ends is not None:
@@ -157,6 +159,26 @@ class Run:
             world.cut(node)
             later(for_s, None, world.mend, node)
 
+    def _visit(self, visit: Visit) -> None:
+        """A decode that is silent for long, and another one that wants its place meanwhile."""
+        world, node = self.world, self._places[sum(self.scenario.groups) + visit.decode]
+        if not node.up or node.leaving:
+            return
+        self.faults.strike("visit")
+        world.halt(node)
+        self.clock.later(visit.silent_s, None, world.resume, node)
+        guest = world.start_decode(self.scenario.decodes)
+        self.clock.later(visit.stays_s, None, self._depart, guest)
+        for group in range(len(self.scenario.groups)):
+            self._probe_room += 1
+            digest = self._probe_room.to_bytes(32, "little")
+            job = DecodeJob(self._probe_room, PAGE_SIZE, digest, group, world.oracle.issue)
+            self.clock.later(visit.comes_after_s, guest, guest.begin, job)
+
+    def _depart(self, guest: Decode) -> None:
+        if guest.alive:
+            self.world.kill(guest)
+
     def _enough_without(self, gone: Node) -> bool:
         """A whole prefill group and a decode would be left."""
         alive = [node for node in self._places if node.alive and node is not gone]
@@ -187,14 +209,14 @@ class Run:
         if world.tell is not None:
             world.tell(self.clock.now, "", "calm")
         self.faults.calm()
-        for node in world.nodes:
+        for node in world.nodes.values():
             if node.alive:
                 world.resume(node)
                 world.mend(node)
                 world.unjam(node)
                 if isinstance(node, Prefill):
                     node.stall(0.0)
-        for node in [node for node in world.nodes if isinstance(node, Prefill) and node.alive]:
+        for node in [node for node in world.nodes.values() if isinstance(node, Prefill) and node.alive]:
             for write in [write for write in node.writes.values() if write.fault == "frozen"]:
                 node.end(write.leg.job, "given up")  # else both halves wait for it, as they should
 
@@ -202,8 +224,9 @@ class Run:
 
     def _until_rest(self, patience_s: float, when: str, *, doubts: bool) -> None:
         deadline_s = self.clock.now + patience_s
-        while still := left(self.world, doubts=doubts):
+        while next(left(self.world, doubts=doubts), None) is not None:
             if self.clock.now >= deadline_s:
+                still = left(self.world, doubts=doubts)
                 self.world.oracle.broken("I5", f"{when}, after {patience_s:g} s: {'; '.join(still)}")
             self.clock.play(0.1)
 
@@ -241,7 +264,7 @@ class Run:
         return jobs
 
     def _check_counts(self) -> None:
-        for node in self.world.nodes:
+        for node in self.world.nodes.values():
             if node.alive and node.counts.malformed != node.malformed:
                 counted = node.counts.malformed
                 self.world.oracle.broken("I7", f"{node.name} counts {counted} malformed frames of {node.malformed}")
@@ -260,12 +283,13 @@ def simulate(seed: int, *, visits: Counter[Cell] | None = None, tell: Tell | Non
     scenario, twists = draw_all(rng, faults)
     oracle = Oracle(clock, None if tell is None else lambda line: tell(clock.now, "", line))
     world = World(clock, rng, oracle, faults, scenario.variety, twists, tell)
-    halves = oracle.halves = WatchedHalves(world, _forgetful(scenario))
+    halves = oracle.halves = WatchedHalves(oracle, world.nodes, world.wire.trouble, _forgetful(scenario))
     bind = PrefillCore.bind
 
     def bound(core: PrefillCore, record: PrefillRoomRecord, *arguments: Any) -> None:
         bind(core, record, *arguments)
-        node = world.prefills[core.identity.incarnation]
+        node = world.nodes[core.identity.incarnation]
+        assert isinstance(node, Prefill)
         node.records[record.serial] = record
         oracle.bound(node, record)
         halves.bound(node, record)

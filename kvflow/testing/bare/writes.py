@@ -2,43 +2,45 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from kvflow.protocols.commands import StartWrite
-from kvflow.protocols.ports import Landing
+from kvflow.protocols.ports import WriteOutcome
 from kvflow.testing.bare.decode import Decode, checksum_of
+from kvflow.testing.bare.holds import Leg, Write
+from kvflow.testing.bare.node import Node
 from kvflow.testing.bare.pages import Content
 from kvflow.testing.sim.times import LATE_S, PAGE_S, SLOW_PAGE_S, STALL_LOOK_S, STUCK_S
-
-if TYPE_CHECKING:
-    from kvflow.testing.bare.prefill import Leg, Prefill
 
 FAILS = ("late", "error")
 DAMAGED = b"damaged"
 
 
-class Write:
-    """`sources` and `targets` page by page, `next` of them in the target's memory. All of it is done by the writer's
-    process: while that is halted nothing moves."""
+class Writer(Node):
+    """A node whose data plane writes."""
 
-    __slots__ = (
-        *("cancelled", "contents", "damages", "fault", "key", "landing", "leg", "next", "number", "pace_s", "source"),
-        *("sources", "stops_at", "target", "targets"),
-    )
+    rank: int
+    cells: list[Content | None]  # what its pages hold
+    reaching: dict[PacedWrite, None]  # what may still land
 
-    def __init__(self, source: Prefill, target: Decode, leg: Leg, command: StartWrite) -> None:
-        self.source, self.target, self.leg, self.number = source, target, leg, command.write
-        self.key = source.incarnation, target.incarnation, leg.record.grant
-        self.sources: list[int] = command.source_pages.tolist()
-        self.targets: list[int] = command.target_pages.tolist()
-        self.next = 0
-        self.landing: Landing | None = None
+    def write_ended(self, write: PacedWrite, checksum: bytes) -> None:
+        raise NotImplementedError
+
+
+class PacedWrite(Write):
+    """All of it is done by the writer's process: while that is halted nothing moves."""
+
+    __slots__ = ("cancelled", "contents", "damages", "fault", "pace_s", "source", "stops_at")
+
+    def __init__(self, source: Writer, target: Decode, leg: Leg, command: StartWrite) -> None:
+        key = source.incarnation, target.incarnation, leg.record.grant
+        sources, targets = command.source_pages.tolist(), command.target_pages.tolist()
+        super().__init__(command.write, key, leg, sources, target.pages, targets)
+        self.source = source
         self.cancelled = False
         self.fault = source.world.faults.of_write()
         if self.fault == "stuck" and source.world.freezes():
             self.fault = "frozen"
         self.pace_s = SLOW_PAGE_S if self.fault == "slow" else PAGE_S
-        self.stops_at = len(self.targets) // 2 if self.fault in FAILS else len(self.targets)
+        self.stops_at = len(targets) // 2 if self.fault in FAILS else len(targets)
         self.damages = source.world.damages()
         self.contents: list[Content | None] = []  # what was read, for the checksum
 
@@ -60,14 +62,14 @@ class Write:
         if self.next < self.stops_at:
             self._land_page()
         if self.next == len(self.targets):
-            return self._end(Landing.LANDED)
+            return self._end(WriteOutcome.LANDED)
         if self.fault in FAILS:
             if self.next == self.stops_at:
                 if self.fault == "late":
                     source.wait(LATE_S, self._land_rest)
-                return self._end(Landing.UNPROVEN)
+                return self._end(WriteOutcome.UNPROVEN)
         elif self.cancelled:
-            return self._end(Landing.DRAINED)
+            return self._end(WriteOutcome.CANCELLED)
         return source.wait(self.pace_s, self._slice)
 
     def _land_page(self) -> None:
@@ -78,7 +80,7 @@ class Write:
             self.contents.append(content)
             if self.damages and content is not None:
                 content = (DAMAGED, content[1])
-        target = self.target.pages
+        target = self.home
         target.writers[page] -= 1
         if target.owners[page] != self.key[2] and not target.lost:
             source.oracle.broken(
@@ -95,11 +97,11 @@ class Write:
             self._land_page()
         self.out_of_reach()
 
-    def _end(self, landing: Landing) -> None:
-        self.landing = landing
+    def _end(self, outcome: WriteOutcome) -> None:
+        self.outcome = outcome
         if self.source.world.tell is not None:
-            self.source.say(f"write of grant {self.key[2]} ends: {landing.value}, {self.next} pages landed")
-        if landing is Landing.UNPROVEN:
+            self.source.say(f"write of grant {self.key[2]} ends: {outcome.value}, {self.next} pages landed")
+        if outcome is WriteOutcome.UNPROVEN:
             self.source.oracle.doubted.add(self.leg.record.room)
         else:
             self.out_of_reach()
@@ -109,7 +111,7 @@ class Write:
     def out_of_reach(self) -> None:
         """Nothing more of it can land."""
         self.source.reaching.pop(self, None)
-        writers = self.target.pages.writers
+        writers = self.home.writers
         for page in self.targets[self.next :]:
             writers[page] -= 1
         del self.targets[self.next :]
