@@ -176,7 +176,7 @@ async def test_an_answer_in_chunks_is_understood(client: RegistryClient) -> None
     ("answer", "text"),
     [
         (b"", "closed without an answer"),
-        (OK + b"Content-Length: 50\r\n\r\n{}", "closed in the middle of the answer"),
+        (OK + b"Content-Length: 50\r\n\r\n{}", "closed before the end of the answer"),
     ],
 )
 async def test_an_answer_that_breaks_off_is_lost(client: RegistryClient, answer: bytes, text: str) -> None:

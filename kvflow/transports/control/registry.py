@@ -1,6 +1,6 @@
-"""What a decode needs to find a prefill: a table of its ranks, and a client that asks for it over plain HTTP.
+"""How a decode finds the ranks of a prefill: a table of them, and a client that reads it over plain HTTP.
 
-The registry itself answers beside each prefill (`server.http.registry`):
+Each prefill runs its own registry (`server.http.registry`):
 
 PUT /ranks/{rank}  RankInfo as JSON; a restarted rank replaces itself
 GET /ranks         all ranks, by number
@@ -24,7 +24,7 @@ _PLACE = re.compile(r"(?:\[(?P<v6>[0-9A-Fa-f:.]+(?:%[\w.-]+)?)\]|(?P<name>[\w.-]
 
 
 class RankTable:
-    """The ranks of one prefill. Registering again replaces, so a restart never counts twice."""
+    """The ranks of one prefill. A rank that registers again is replaced, so a restart never counts twice."""
 
     def __init__(self) -> None:
         self._ranks: dict[int, RankInfo] = {}
@@ -33,7 +33,7 @@ class RankTable:
         return f"<RankTable of ranks {sorted(self._ranks)}>"
 
     def put(self, info: RankInfo) -> None:
-        """Take a rank in; a changed world size forgets the ranks of the old world."""
+        """Add or replace a rank; ranks of another world size are removed."""
         self._ranks = {rank: known for rank, known in self._ranks.items() if known.world_size == info.world_size}
         self._ranks[info.rank] = info
 
@@ -42,7 +42,7 @@ class RankTable:
 
 
 class RegistryClient:
-    """Asks registries. `resolve` is what a node calls before it knows a prefill, and again after it lost one."""
+    """A client of registries. Nodes call `resolve` before they link to a prefill, and again after they lost one."""
 
     def __init__(self, api_key: str = "", timeout_s: float = 5.0) -> None:
         """`timeout_s` bounds each call as a whole. Raises: MisuseError for a key that no HTTP header can carry."""
@@ -53,14 +53,14 @@ class RegistryClient:
         self._key, self._timeout_s = api_key, timeout_s
 
     async def register(self, prefill: str, info: RankInfo) -> None:
-        """Announce a rank at the registry "host:port". Raises: as `resolve`; WireError when it declines."""
+        """Register a rank at the registry "host:port". Raises: as `resolve`; WireError when it is rejected."""
         await self._call("PUT", prefill, f"/ranks/{info.rank}", msgspec.json.encode(rank_to_json(info)))
 
     async def resolve(self, prefill: str) -> list[RankInfo]:
         """All ranks of the prefill at "host:port".
 
-        Raises: LostError when the registry does not answer or is incomplete, WireError when its answer makes no sense,
-        MisuseError for a word that is not "host:port".
+        Raises: LostError when the registry does not answer or is incomplete, WireError when its answer is malformed,
+        MisuseError for a `prefill` that is not "host:port".
         """
         document = await self._call("GET", prefill, "/ranks")
         listed = document.get("ranks") if isinstance(document, dict) else None
@@ -77,7 +77,7 @@ class RegistryClient:
             raise MisuseError(f'registry {place[:80]!r} is not "host:port" ("[address]:port" for IPv6)')
         url = f"http://{place}{path}"
         head = [f"{method} {path} HTTP/1.1", f"Host: {place}", f"Content-Length: {len(body)}"]
-        head.append("Connection: close")  # the answer ends with the connection: it is read whole, then parsed
+        head.append("Connection: close")  # the answer ends with the connection: it is read to its end, then parsed
         if self._key:
             head.append(f"Authorization: Bearer {self._key}")
         request = "\r\n".join([*head, "", ""]).encode() + body
@@ -92,7 +92,7 @@ class RegistryClient:
 
 
 async def _exchanged(host: str, port: int, request: bytes) -> bytes:
-    """Everything that comes back before the connection is closed, one byte over the bound at most."""
+    """The whole answer, up to one byte above the limit."""
     reader, writer = await asyncio.open_connection(host, port)
     try:
         writer.write(request)
@@ -102,11 +102,11 @@ async def _exchanged(host: str, port: int, request: bytes) -> bytes:
             raw += more
         return bytes(raw)
     finally:
-        writer.transport.abort()  # nothing is left to send, and a close that waits could outlast the time limit
+        writer.transport.abort()  # nothing is left to send, and a graceful close could outlast the time limit
 
 
 class _Answered:
-    """The one thing of a socket that HTTPResponse reads from."""
+    """The one method of a socket that HTTPResponse calls."""
 
     def __init__(self, raw: bytes) -> None:
         self._raw = raw
@@ -116,13 +116,13 @@ class _Answered:
 
 
 def _document(url: str, raw: bytes) -> Any:
-    """The JSON of a whole answer. Raises: WireError; LostError when it broke off."""
+    """The JSON of a whole answer. Raises: WireError; LostError when it is cut short."""
     response = HTTPResponse(_Answered(raw))  # type: ignore[arg-type]
     try:
         response.begin()
         body = response.read()
     except IncompleteRead:
-        raise LostError(f"{url}: the connection was closed in the middle of the answer") from None
+        raise LostError(f"{url}: the connection was closed before the end of the answer") from None
     except (HTTPException, ValueError, OSError) as error:
         if not raw:
             raise LostError(f"{url}: the connection was closed without an answer") from None
