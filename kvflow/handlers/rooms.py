@@ -14,7 +14,7 @@ from kvflow.protocols.machines.decode_room import TERMINAL, DecodePhase, DecodeR
 from kvflow.protocols.machines.prefill_room import PrefillPhase, PrefillRoomState
 from kvflow.protocols.machines.story import Line
 from kvflow.protocols.pages.layout import PageIndices
-from kvflow.protocols.ports import Flight, PageStore
+from kvflow.protocols.ports import PageStore, Write
 from kvflow.protocols.prefill_rooms import PrefillRoomRecord
 from kvflow.protocols.wire.messages import GrantId, RoomId
 
@@ -240,7 +240,7 @@ class PrefillRoom:
 
     def __init__(self, shell: PrefillSide, record: PrefillRoomRecord) -> None:
         self._shell, self.record = shell, record
-        self.flights: dict[int, Flight] = {}
+        self.writes: dict[int, Write] = {}
         self.landed_before = 0  # bytes of writes that have ended
         self._matched: Answer[int] = Answer()
         self._done: Answer[None] = Answer()
@@ -283,7 +283,7 @@ class PrefillRoom:
 
     @property
     def bytes_landed(self) -> int:
-        return self.landed_before + sum(flight.landed_bytes for flight in self.flights.values())
+        return self.landed_before + sum(write.landed_bytes for write in self.writes.values())
 
     @property
     def bytes_total(self) -> int:

@@ -12,7 +12,7 @@ from typing import Any, Protocol
 
 from kvflow.protocols.errors import TransferError
 from kvflow.protocols.limits import Timing
-from kvflow.protocols.ports import DataPlane, Endpoint
+from kvflow.protocols.ports import DataPlane, PlaneAddress
 from kvflow.telemetry.counters import Counts
 
 log = logging.getLogger(__name__)
@@ -146,7 +146,7 @@ class Shell:
             await asyncio.gather(*tasks, return_exceptions=True)
 
 
-async def fenced(plane: DataPlane, writer: Endpoint, timing: Timing, counts: Counts) -> bool:
+async def fenced(plane: DataPlane, writer: PlaneAddress, timing: Timing, counts: Counts) -> bool:
     """True once no write of `writer` can reach our pool any more, False when that can never be proven from here.
 
     Anything but an answer (no descriptor left to watch with, say) is counted, and asked again.
@@ -158,7 +158,7 @@ async def fenced(plane: DataPlane, writer: Endpoint, timing: Timing, counts: Cou
             return False
         except Exception:
             counts.handler_errors += 1
-            log.exception("cannot watch the process of %s for now", writer.address)
+            log.exception("cannot watch the process of %s for now", writer.locator)
             await asyncio.sleep(timing.heartbeat_s)
         else:
             return True

@@ -16,7 +16,7 @@ from kvflow.protocols.machines.peer import PeerKind, PeerPhase
 from kvflow.protocols.machines.prefill_room import TERMINAL, PrefillEvent, PrefillKind, PrefillPhase
 from kvflow.protocols.machines.rendezvous import Side
 from kvflow.protocols.pages.layout import PageIndices
-from kvflow.protocols.ports import Landing, Observer
+from kvflow.protocols.ports import Observer, WriteOutcome
 from kvflow.protocols.prefill_core import PrefillCore, Task, Timer
 from kvflow.protocols.prefill_inbox import HANDLERS, note_alive, on_register, on_room_of_refused
 from kvflow.protocols.prefill_peers import DecodePeer, PrefillIdentity
@@ -172,13 +172,15 @@ class PrefillEndpoint:
         if handoff_bytes > MAX_HANDOFF_BYTES:
             raise CapacityError("bytes of hand-over", handoff_bytes, MAX_HANDOFF_BYTES)
 
-    def write_ended(self, write: int, landing: Landing, now: float, *, error: str = "", checksum: bytes = b"") -> None:
+    def write_ended(
+        self, write: int, outcome: WriteOutcome, now: float, *, error: str = "", checksum: bytes = b""
+    ) -> None:
         """Nothing of a started write runs any more."""
         found = self._core.writes.pop(write, None)
         if found is None:
             return
         record, chunk = found
-        chunk.landing, chunk.error, chunk.checksum = landing, error, checksum
+        chunk.outcome, chunk.error, chunk.checksum = outcome, error, checksum
         self._core.settle_chunks(record, now)
 
     def close_room(self, record: PrefillRoomRecord, cause: Cause, now: float) -> None:
