@@ -24,9 +24,13 @@ def on_registered(core: DecodeCore, peer: PrefillPeer, message: wire.Registered,
         core.observer.message_dropped("stale")
         return
     kind, cause = core.links.registered(asked, message)
+    if kind is None:
+        core.observer.message_dropped("stale")
+        return
     if kind is LinkKind.ACCEPTED:
         asked.heard_at_s = now
         asked.address = asked.address or message.address
+        core.ledger.note_known(asked, asked.fresh_from)
     core.feed_link(asked, kind, now, cause)
 
 

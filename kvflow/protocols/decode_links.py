@@ -139,8 +139,8 @@ class DecodeLinks:
 
     # --- messages and time
 
-    def registered(self, peer: PrefillPeer, message: Registered) -> tuple[LinkKind, Cause | None]:
-        """What an answer to Register means for the link it answers."""
+    def registered(self, peer: PrefillPeer, message: Registered) -> tuple[LinkKind | None, Cause | None]:
+        """What an answer to Register means for the link it answers; nothing when it answers an older one."""
         at = f"prefill at {peer.info.control}"
         if message.source != peer.key.incarnation:
             return LinkKind.REPLACED, Cause(Code.PEER_LOST, f"{at} restarted: another incarnation answers")
@@ -149,6 +149,8 @@ class DecodeLinks:
         if message.rank != peer.info.rank:
             text = f"{at} says it is rank {message.rank}, the registry says {peer.info.rank}"
             return LinkKind.REPLACED, Cause(Code.PROTOCOL_ERROR, text)
+        if message.fresh_from < peer.fresh_from:  # prefill has not heard yet which grants must not begin any more
+            return None, None
         return LinkKind.ACCEPTED, None
 
     def due_at_s(self, peer: PrefillPeer) -> float:

@@ -136,7 +136,10 @@ class PrefillSide:
         core = self.core
         peer = core.peers.get(DECODE)
         known = peer is not None and peer.phase is PeerPhase.UP and not self.value.trouble
-        remembered = [] if peer is None else [*list(peer.grants._sent)[:1], *peer.grants._loose]
+        remembered = []
+        if peer is not None:
+            grants = peer.grants
+            remembered = [*list(grants._sent)[:1], *grants._evicted_in_doubt, *grants.announcements.rooms]
         serials = {record.serial: record.room for record in core.rooms.values()}
         rooms = {
             serials[serial]: known_room._replace(room=serials[serial]) for serial, known_room in self.rooms.items()
