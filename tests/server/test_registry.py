@@ -220,7 +220,11 @@ async def test_cancelling_does_not_wait_for_the_answer() -> None:
 
 @pytest.mark.parametrize(
     "word",
-    ["", "10.0.0.1", "10.0.0.1:", "h:0", "h:65536", "h:80/x", "h:80 ", "u@h:80", "::1:80", "h:80\r\nX: y", "é:80"],
+    [
+        *("", "10.0.0.1", "10.0.0.1:", "h:0", "h:65536", "h:80/x", "h:80 ", "u@h:80", "::1:80", "h:80\r\nX: y", "é:80"),
+        *("x" * 64 + ":80", "a..b:80", ".:80", ".".join(["x" * 60] * 5) + ":80"),  # what DNS cannot carry
+        *("[]:80", "[h]:80", "[::1..2]:80", "[1:2]:80", "[::1%]:80", "[::1%a..b]:80", "[::1%" + "x" * 60 + "]:80"),
+    ],
 )
 async def test_a_word_that_names_no_registry_is_misuse(client: RegistryClient, word: str) -> None:
     with pytest.raises(MisuseError, match='not "host:port"'):

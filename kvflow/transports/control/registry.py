@@ -12,6 +12,7 @@ import asyncio
 import re
 from http.client import HTTPException, HTTPResponse, IncompleteRead
 from io import BytesIO
+from ipaddress import IPv6Address
 from typing import Any
 
 import msgspec
@@ -20,7 +21,34 @@ from kvflow.protocols.errors import LostError, MisuseError, WireError
 from kvflow.protocols.wire.ranks import RankInfo, rank_from_json, rank_to_json
 
 MAX_ANSWER_BYTES = 4 << 20  # 1,024 ranks are some 300 KiB
-_PLACE = re.compile(r"(?:\[(?P<v6>[0-9A-Fa-f:.]+(?:%[\w.-]+)?)\]|(?P<name>[\w.-]+)):(?P<port>[0-9]{1,5})", re.ASCII)
+_LABEL = r"[\w-]{1,63}"
+_NAME = rf"(?=[^:]{{1,253}}:){_LABEL}(?:\.{_LABEL})*\.?"
+_V6 = r"[0-9A-Fa-f:.]{2,45}(?:%[\w-]{1,15}(?:\.[0-9]{1,4})?)?"  # behind "%", a network interface and its VLAN
+_ADDRESS = re.compile(rf"(?:\[(?P<v6>{_V6})\]|(?P<name>{_NAME})):(?P<port>[0-9]{{1,5}})", re.ASCII)
+
+
+def registry_address(host: str, port: int) -> str:
+    """What a `RegistryClient` takes for the host name or IP address (IPv6 with or without brackets) of a prefill.
+
+    Raises: MisuseError for a host that nothing could resolve.
+    """
+    address = f"[{host}]:{port}" if ":" in host and not host.startswith("[") else f"{host}:{port}"
+    if _parsed(address) is None:
+        raise MisuseError(f"{host[:80]!r} is not a host name or IP address")
+    return address
+
+
+def _parsed(address: str) -> tuple[str, int] | None:
+    """Host and port of "host:port" or "[address]:port"; None for anything else."""
+    found = _ADDRESS.fullmatch(address)
+    if found is None or not 0 < int(found["port"]) < 1 << 16:
+        return None
+    if found["v6"]:
+        try:
+            IPv6Address(found["v6"])
+        except ValueError:
+            return None
+    return found["v6"] or found["name"], int(found["port"])
 
 
 class RankTable:
@@ -72,8 +100,8 @@ class RegistryClient:
         return ranks
 
     async def _call(self, method: str, place: str, path: str, body: bytes = b"") -> Any:
-        found = _PLACE.fullmatch(place)
-        if found is None or not 0 < int(found["port"]) < 1 << 16:
+        where = _parsed(place)
+        if where is None:
             raise MisuseError(f'registry {place[:80]!r} is not "host:port" ("[address]:port" for IPv6)')
         url = f"http://{place}{path}"
         head = [f"{method} {path} HTTP/1.1", f"Host: {place}", f"Content-Length: {len(body)}"]
@@ -83,8 +111,8 @@ class RegistryClient:
         request = "\r\n".join([*head, "", ""]).encode() + body
         try:
             async with asyncio.timeout(self._timeout_s):
-                raw = await _exchanged(found["v6"] or found["name"], int(found["port"]), request)
-        except (OSError, TimeoutError, UnicodeError) as error:
+                raw = await _exchanged(*where, request)
+        except (OSError, TimeoutError) as error:
             raise LostError(f"{url}: {str(error) or f'no answer within {self._timeout_s:g} s'}") from None
         if len(raw) > MAX_ANSWER_BYTES:
             raise WireError(f"{url}: the answer is over the limit of {MAX_ANSWER_BYTES} bytes")
