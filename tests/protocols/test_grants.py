@@ -104,9 +104,10 @@ def test_an_evicted_grant_in_doubt_is_never_called_drained() -> None:
     table: GrantTable[str] = GrantTable(1, GrantId(1))
     closed(table, 1, drained=False)
     closed(table, 2)
-    assert table.phase(GrantId(1)) is P.BELOW_DOUBTFUL and not table.drained(GrantId(1)) and table.drained(GrantId(2))
+    assert table.phase(GrantId(1)) is P.BELOW_DOUBTFUL
+    assert not table.is_drained(GrantId(1)) and table.is_drained(GrantId(2))
     assert not table.all_settled
-    assert table.settle(GrantId(3)) == [] and table.all_settled and table.drained(GrantId(1))
+    assert table.settle(GrantId(3)) == [] and table.all_settled and table.is_drained(GrantId(1))
 
 
 @pytest.mark.parametrize("below", [4, 1 << 40])
