@@ -59,7 +59,7 @@ def _make_place(core: PrefillCore, now: float) -> bool:
 
 
 def note_alive(core: PrefillCore, peer: DecodePeer, now: float) -> None:
-    peer.heard_at_s = now
+    peer.received_at_s = now
     if peer.phase is PeerPhase.SILENT:
         core.feed_peer(peer, PeerKind.HEARD, now)
 
@@ -236,7 +236,7 @@ def _refuse_stale(core: PrefillCore, peer: DecodePeer, message: wire.Announce | 
     text = f"grant {message.grant} is below {peer.grants.low_water}: it has ended"
     header = core.header(message.room, message.grant, peer)
     core.send(peer, wire.RoomFailed(cause=Cause(Code.STALE_GRANT, text), **header))
-    core.send(peer, wire.AbortAck(drained=peer.grants.drained(message.grant), **header))
+    core.send(peer, wire.AbortAck(drained=peer.grants.is_drained(message.grant), **header))
 
 
 def _end_other_half(core: PrefillCore, peer: DecodePeer, message: wire.Abort, now: float) -> None:
@@ -257,7 +257,7 @@ def _end_engine_half(core: PrefillCore, room: wire.RoomId, cause: Cause, now: fl
 
 
 def _acknowledge(core: PrefillCore, peer: DecodePeer, message: wire.Abort, now: float) -> None:
-    drained = peer.grants.drained(message.grant)
+    drained = peer.grants.is_drained(message.grant)
     core.send(peer, wire.AbortAck(drained=drained, **core.header(message.room, message.grant, peer)))
 
 

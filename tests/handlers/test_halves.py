@@ -1,4 +1,4 @@
-"""Rooms with one half only, or with halves that do not fit: both are told why, as soon as one knows (I4)."""
+"""Rooms with one half only, or with halves that do not fit: both get the cause as soon as one side has it (I4)."""
 
 from __future__ import annotations
 

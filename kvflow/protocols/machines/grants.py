@@ -226,7 +226,7 @@ class GrantTable(Generic[R]):
     def last_messages(self, grant: GrantId) -> tuple[Message, ...]:
         return self._sent.get(grant, ())
 
-    def drained(self, grant: GrantId) -> bool:
+    def is_drained(self, grant: GrantId) -> bool:
         """Nothing of a grant that is not open can land any more."""
         return self.phase(grant) not in (P.DOUBTFUL, P.BELOW_DOUBTFUL)
 
