@@ -173,7 +173,7 @@ class TestWhileTheRouteIsOpened:
         prefill.now += 4
         prefill.endpoint.route_opened(DECODE, prefill.now)
         (peer,) = prefill.endpoint.peers
-        assert peer.heard_at_s == prefill.now
+        assert peer.received_at_s == prefill.now
         prefill.tick(4.9)
         assert peer.phase is PeerPhase.UP
         prefill.tick(0.1)
