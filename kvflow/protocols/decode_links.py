@@ -98,7 +98,7 @@ class DecodeLinks:
         self, peer: PrefillPeer, kind: LinkKind, now: float, settled_below: GrantId, cause: Cause | None = None
     ) -> list[LinkCommand]:
         """The one place that changes a link's phase. Returns what rooms and loans have to do about it."""
-        move = TABLE.move(peer.phase, kind)
+        move = TABLE.moves[peer.phase, kind]
         if move is None:
             return []
         left, peer.phase = peer.phase, move.phase

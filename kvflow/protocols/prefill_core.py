@@ -184,7 +184,7 @@ class PrefillCore:
 
     def feed_peer(self, peer: DecodePeer, kind: PeerKind, now: float, cause: Cause | None = None) -> None:
         """The one place that changes a peer's phase, and what its rooms have to do about it."""
-        move = PEER_TABLE.move(peer.phase, kind)
+        move = PEER_TABLE.moves[peer.phase, kind]
         if move is None:
             return
         peer.phase = move.phase

@@ -61,7 +61,7 @@ def test_cell(phase: DecodePhase, kind: DecodeKind) -> None:
     assert cell is wanted if wanted in (IGNORE, ERROR) else cell == wanted
     if wanted is ERROR:
         with pytest.raises(TransitionError):
-            TABLE.move(phase, kind)
+            TABLE.moves[phase, kind]
 
 
 @pytest.mark.parametrize(("phase", "kind"), CELLS, ids=lambda value: value.name)

@@ -160,7 +160,7 @@ class GrantTable(Generic[R]):
         before = self._phases.get(grant)
         if before is None:
             before = P.UNKNOWN if grant >= self.low_water else P.BELOW
-        move = TABLE.move(before, kind)
+        move = TABLE.moves[before, kind]
         if grant >= self._seen_below:
             self._seen_below = GrantId(grant + 1)
         if move is None:

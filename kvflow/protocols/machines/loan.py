@@ -99,5 +99,5 @@ TABLE: Table[LoanPhase, LoanKind, LoanCommand] = Table(
 
 def step(phase: LoanPhase, kind: LoanKind) -> tuple[LoanPhase, tuple[LoanCommand, ...]]:
     """Next phase and what to do now; a phase is the whole state of a loan."""
-    move = TABLE.move(phase, kind)
+    move = TABLE.moves[phase, kind]
     return (phase, ()) if move is None else move
