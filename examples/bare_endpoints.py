@@ -19,7 +19,7 @@ from kvflow.protocols.decode import DecodeEndpoint
 from kvflow.protocols.decode_links import DecodeIdentity
 from kvflow.protocols.decode_rooms import Prompt
 from kvflow.protocols.pages.layout import PageIndices
-from kvflow.protocols.ports import Endpoint, Landing, Witness
+from kvflow.protocols.ports import PlaneAddress, ProcessIdentity, WriteOutcome
 from kvflow.protocols.prefill import PrefillEndpoint
 from kvflow.protocols.prefill_peers import PrefillIdentity
 from kvflow.protocols.prefill_rooms import PrefillRoomRecord
@@ -29,7 +29,7 @@ from kvflow.telemetry.counters import Counts
 
 PAGES, PAGE_SIZE, DIM = 32, 4, 8
 LAYOUT = build_layout([("k", "float32", (DIM,))], page_size=PAGE_SIZE, num_pages=PAGES)
-HERE = Endpoint("copy", "this process", Witness("", "", 0, 0))  # how the other side's copies reach a pool
+HERE = PlaneAddress("copy", "this process", ProcessIdentity("", "", 0, 0))  # how the other side's copies reach a pool
 PREFILL = RankInfo(0, 1, incarnation=99, control="in memory", backend="copy", model="")
 DECODE = Incarnation(77)
 
@@ -101,8 +101,8 @@ class Prefill:
                 self.target.memory[target] = self.memory[source]
             if not write.pairs or write.cancelled:
                 del self.writes[number]
-                landing = Landing.DRAINED if write.pairs else Landing.LANDED
-                self.endpoint.write_ended(number, landing, monotonic())
+                outcome = WriteOutcome.CANCELLED if write.pairs else WriteOutcome.LANDED
+                self.endpoint.write_ended(number, outcome, monotonic())
 
 
 class Decode:

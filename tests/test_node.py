@@ -13,7 +13,7 @@ from kvflow.memory.pool import PagedPool
 from kvflow.node import DecodeNode, PrefillNode
 from kvflow.protocols.errors import AbortedError, Code, LostError, MisuseError
 from kvflow.protocols.pages.layout import PoolLayout
-from kvflow.protocols.ports import Endpoint
+from kvflow.protocols.ports import PlaneAddress
 from kvflow.protocols.wire.ranks import RankInfo, rank_from_json, rank_to_json
 from kvflow.testing.pair import QUICK, Pair, pair, small_layout, until
 from kvflow.transports.control.memory import Network
@@ -170,10 +170,10 @@ async def test_a_close_is_cancelled_while_the_two_connect(role: str) -> None:
         plane, asked, go_on = p.plane(p.prefill), asyncio.Event(), asyncio.Event()
         connect = plane.connect
 
-        async def slow(endpoint: Endpoint, layout: PoolLayout) -> FakeRoute:
+        async def slow(address: PlaneAddress, layout: PoolLayout) -> FakeRoute:
             asked.set()
             await go_on.wait()
-            return await connect(endpoint, layout)
+            return await connect(address, layout)
 
         plane.connect = slow  # type: ignore[method-assign]
         opening = asyncio.create_task(p.decode.room(7, "sim", range(8)).opened())

@@ -16,7 +16,7 @@ import numpy as np
 
 from kvflow.protocols.pages.layout import PageIndices, PoolLayout
 from kvflow.protocols.pages.plan import Blocks, Pairing
-from kvflow.protocols.ports import DataPlane, Endpoint
+from kvflow.protocols.ports import DataPlane, PlaneAddress
 from kvflow.transports.data.local import LocalPlane, map_peer
 from kvflow.transports.data.mooncake.plane import MooncakePlane
 
@@ -74,8 +74,8 @@ class RawWriter:
 class RawMemmove(RawWriter):
     """memmove, block by block, into the shared pool."""
 
-    def __init__(self, ours: PoolLayout, endpoint: Endpoint, theirs: PoolLayout) -> None:
-        self._segment = map_peer(endpoint)
+    def __init__(self, ours: PoolLayout, address: PlaneAddress, theirs: PoolLayout) -> None:
+        self._segment = map_peer(address)
         bases = np.array([self._segment.address + b.address for b in theirs.buffers], dtype=np.int64)
         super().__init__(Pairing(ours, theirs), bases)
 
@@ -88,9 +88,9 @@ class RawMemmove(RawWriter):
 class RawWindow(RawWriter):
     """Windowed transfer_submit_write and transfer_check_status: the fastest way known to drive the engine."""
 
-    def __init__(self, plane: MooncakePlane, ours: PoolLayout, endpoint: Endpoint, theirs: PoolLayout) -> None:
+    def __init__(self, plane: MooncakePlane, ours: PoolLayout, address: PlaneAddress, theirs: PoolLayout) -> None:
         super().__init__(Pairing(ours, theirs), None)
-        self._engine, self._session = plane.engine, endpoint.address
+        self._engine, self._session = plane.engine, address.locator
 
     def ways(self) -> list[Way]:
         return [Way(size, w, pause) for size in BLOCK_SIZES[:2] for w in WINDOWS for pause in PAUSES_S]
@@ -115,10 +115,10 @@ class RawWindow(RawWriter):
             time.sleep(self.way.pause_s)
 
 
-def open_raw(plane: DataPlane, ours: PoolLayout, endpoint: Endpoint, theirs: PoolLayout) -> RawWriter:
+def open_raw(plane: DataPlane, ours: PoolLayout, address: PlaneAddress, theirs: PoolLayout) -> RawWriter:
     """The bare writer of a plane."""
     if isinstance(plane, LocalPlane):
-        return RawMemmove(ours, endpoint, theirs)
+        return RawMemmove(ours, address, theirs)
     if isinstance(plane, MooncakePlane):
-        return RawWindow(plane, ours, endpoint, theirs)
+        return RawWindow(plane, ours, address, theirs)
     raise TypeError(f"no raw writer for {plane.name}")

@@ -21,11 +21,11 @@ import uvloop
 
 from kvflow.bench.child import Ticker, cpu_s, serve
 from kvflow.bench.raw import TUNE_PAGES, RawWriter, open_raw
-from kvflow.memory.checksum import PageSums
+from kvflow.memory.checksum import PageChecksums
 from kvflow.memory.pool import PagedPool
 from kvflow.node import DecodeNode, PrefillNode
 from kvflow.protocols.pages.layout import PageIndices, PoolLayout, build_layout
-from kvflow.protocols.ports import Endpoint
+from kvflow.protocols.ports import PlaneAddress
 from kvflow.protocols.wire.ranks import RankInfo, rank_from_json, rank_to_json
 from kvflow.transports.data.select import open_plane
 
@@ -74,7 +74,7 @@ class Worker:
 
     async def verify(self, *, on: bool) -> dict[str, Any]:
         """Rooms opened from now on carry checksums, or none."""
-        self.node.shell.checksums = PageSums(self.pool) if on else None
+        self.node.shell.checksums = PageChecksums(self.pool) if on else None
         if isinstance(self.node, DecodeNode):
             self.node.shell.endpoint.core.verify = on
         return {}
@@ -132,9 +132,9 @@ class Worker:
         out["done"][number] = time.monotonic()
         room.close()
 
-    async def raw_setup(self, *, endpoint: Any, layout: Any) -> dict[str, Any]:
+    async def raw_setup(self, *, address: Any, layout: Any) -> dict[str, Any]:
         """Open the raw way into decode's pool and find the best one."""
-        peer, theirs = msgspec.convert(endpoint, Endpoint), msgspec.convert(layout, PoolLayout)
+        peer, theirs = msgspec.convert(address, PlaneAddress), msgspec.convert(layout, PoolLayout)
         self.raw_writer = await asyncio.to_thread(open_raw, self.node.plane, self.pool.layout, peer, theirs)
         sample = source_slice(self.source_pages, 0, min(TUNE_PAGES, len(self.source_pages) - 1))
         return (await asyncio.to_thread(self.raw_writer.tune, sample))._asdict()
@@ -146,8 +146,8 @@ class Worker:
 
     async def exported(self) -> dict[str, Any]:
         """What a raw writer needs to reach this pool."""
-        endpoint, layout = self.node.exported
-        return {"endpoint": msgspec.to_builtins(endpoint), "layout": msgspec.to_builtins(layout)}
+        address, layout = self.node.exported
+        return {"address": msgspec.to_builtins(address), "layout": msgspec.to_builtins(layout)}
 
     async def idle(self, *, seconds: float) -> dict[str, Any]:
         ticker, cpu_before = Ticker(), cpu_s()

@@ -17,7 +17,7 @@ class Inheritance:
         for n, loan in enumerate(self._loans):
             if all(other.pages is not loan.pages for other in self._loans[:n]):
                 shell.endpoint.core.ledger.quarantined_pages += len(loan.pages)
-            shell.spawn(self._await_proof(loan), f"kvflow-inherited-{loan.writer.address}")
+            shell.spawn(self._await_proof(loan), f"kvflow-inherited-{loan.writer.locator}")
 
     async def _await_proof(self, loan: UnprovenLoan) -> None:
         shell = self._shell

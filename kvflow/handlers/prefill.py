@@ -10,11 +10,11 @@ from typing import Any, NamedTuple
 
 from kvflow.handlers.rooms import PrefillRoom
 from kvflow.handlers.shell import Shell, fenced
-from kvflow.handlers.verify import SummedFlight
+from kvflow.handlers.verify import ChecksummedWrite
 from kvflow.protocols import commands as c
 from kvflow.protocols.errors import Cause, KvflowError, room_error
 from kvflow.protocols.pages.layout import PageIndices
-from kvflow.protocols.ports import Checksums, ControlSocket, DataPlane, Flight, Landing, PageStore, Route
+from kvflow.protocols.ports import Checksums, ControlSocket, DataPlane, PageStore, Route, Write, WriteOutcome
 from kvflow.protocols.prefill import PrefillEndpoint
 from kvflow.protocols.wire.messages import Incarnation
 from kvflow.telemetry.counters import Counts
@@ -22,10 +22,10 @@ from kvflow.telemetry.counters import Counts
 log = logging.getLogger(__name__)
 
 
-class _Write(NamedTuple):
+class _OpenWrite(NamedTuple):
     """A write under way; its source pages are held until it is over."""
 
-    flight: Flight
+    write: Write
     source_pages: PageIndices
     room: PrefillRoom
 
@@ -46,13 +46,13 @@ class PrefillShell(Shell):
     ) -> None:
         """With `checksums` every chunk tells decode the checksum of its source pages."""
         core = endpoint.core
-        super().__init__(endpoint, core.timing, counts, now)
+        super().__init__(endpoint, _RUN, core.timing, counts, now)
         self.endpoint, self.pages, self.plane, self.socket = endpoint, pages, plane, socket
         self.num_pages, self.page_bytes = core.identity.layout.num_pages, core.identity.layout.page_bytes
         self.checksums = checksums
         self.rooms: dict[int, PrefillRoom] = {}  # by serial
         self.routes: dict[Incarnation, Route] = {}
-        self._writes: dict[int, _Write] = {}
+        self._writes: dict[int, _OpenWrite] = {}
         self._watches: dict[Incarnation, asyncio.Task[None]] = {}
         self.spawn(self._read(), "kvflow-prefill-read")
 
@@ -94,9 +94,10 @@ class PrefillShell(Shell):
         """Consume messages until cancelled; what goes wrong with one is counted, the loop goes on (I7)."""
         endpoint = self.endpoint
         while True:
-            for peer_id, frame in await self.socket.receive():
+            burst = await self.socket.receive()
+            endpoint.note_stall(self.plane.stalled_s)
+            for peer_id, frame in burst:
                 try:
-                    endpoint.note_stall(self.plane.stalled_s)
                     endpoint.receive(peer_id, frame, self.now())
                 except Exception:
                     self.counts.handler_errors += 1
@@ -151,14 +152,6 @@ class PrefillShell(Shell):
 
     # --- commands
 
-    def run_commands(self) -> None:
-        outbox = self.endpoint.core.outbox
-        while outbox:
-            for command in self.endpoint.commands():
-                _RUN[type(command)](self, command)
-        if self.leaving:
-            self.changed.set()
-
     def _send(self, command: c.SendToDecode) -> None:
         if not self.socket.send(command.frame, command.peer_id):
             self.counts.undelivered += 1
@@ -179,58 +172,53 @@ class PrefillShell(Shell):
         """The pages are held already; a write that the plane refuses has ended without a byte."""
         room = self.rooms[command.serial]
         try:
-            flight: Flight = self.routes[command.peer].write(command.source_pages, command.target_pages)
+            write: Write = self.routes[command.peer].write(command.source_pages, command.target_pages)
         except Exception as error:
             if not isinstance(error, KvflowError):
                 self.counts.handler_errors += 1
                 log.exception("a write of room %d could not be started", room.room)
             self.pages.unhold(command.source_pages)
-            self.endpoint.write_ended(command.write, Landing.DRAINED, self.now(), error=str(error))
+            self.endpoint.write_ended(command.write, WriteOutcome.CANCELLED, self.now(), error=str(error))
             return
         if self.checksums is not None:
-            flight = SummedFlight(flight, self.checksums.begin(command.source_pages))
-        self._writes[command.write] = _Write(flight, command.source_pages, room)
-        room.flights[command.write] = flight
+            write = ChecksummedWrite(write, self.checksums.begin(command.source_pages))
+        self._writes[command.write] = _OpenWrite(write, command.source_pages, room)
+        room.writes[command.write] = write
         # Also where it has ended already: the room must not end inside of the engine's own `send`.
-        flight.done.add_done_callback(functools.partial(self._write_ended, command.write))
+        write.done.add_done_callback(functools.partial(self._write_ended, command.write))
 
-    def _write_ended(self, number: int, done: asyncio.Future[Landing]) -> None:
-        write = self._writes.pop(number)
-        flight, room = write.flight, write.room
-        del room.flights[number]
-        room.landed_before += flight.landed_bytes
-        self.pages.unhold(write.source_pages)
-        checksum = flight.checksum if isinstance(flight, SummedFlight) else b""
-        self.endpoint.write_ended(number, done.result(), self.now(), error=flight.error, checksum=checksum)
-        self.counts.bytes_moved += flight.landed_bytes
+    def _write_ended(self, number: int, done: asyncio.Future[WriteOutcome]) -> None:
+        write, source_pages, room = self._writes.pop(number)
+        del room.writes[number]
+        room.landed_before += write.landed_bytes
+        self.pages.unhold(source_pages)
+        checksum = write.checksum if isinstance(write, ChecksummedWrite) else b""
+        self.endpoint.write_ended(number, done.result(), self.now(), error=write.error, checksum=checksum)
+        self.counts.bytes_moved += write.landed_bytes
         self.run()
 
     def _cancel_write(self, command: c.CancelWrite) -> None:
-        write = self._writes.get(command.write)
-        if write is not None:
-            write.flight.cancel()
+        opened = self._writes.get(command.write)
+        if opened is not None:
+            opened.write.cancel()
 
     def _matched(self, command: c.RoomMatched) -> None:
-        self._tell(command.serial, lambda room: room.tell_matched(command.prefix_tokens))
+        self.rooms[command.serial].tell_matched(command.prefix_tokens)
 
     def _done(self, command: c.RoomDone) -> None:
-        self._tell(command.serial, PrefillRoom.tell_done, end=True)
+        room = self.rooms[command.serial]
+        room.tell_done()
+        self.call_back_later(room.callbacks)
 
     def _stopped(self, command: c.RoomStopped) -> None:
-        error = room_error(command.cause)
-        self._tell(command.serial, lambda room: room.tell_stopped(error), end=True)
+        room = self.rooms[command.serial]
+        room.tell_stopped(room_error(command.cause))
+        self.call_back_later(room.callbacks)
 
     def _released(self, command: c.RoomReleased) -> None:
-        self._tell(command.serial, PrefillRoom.tell_released)
-        self.rooms.pop(command.serial, None)
-
-    def _tell(self, serial: int, tell: Callable[[PrefillRoom], None], *, end: bool = False) -> None:
-        """The engine's half may never have come."""
-        room = self.rooms.get(serial)
-        if room is not None:
-            tell(room)
-            if end:
-                self.call_back(room.take_callbacks())
+        room = self.rooms.pop(command.serial, None)
+        if room is not None:  # the engine's half may never have come
+            room.tell_released()
 
 
 _RUN: dict[type, Callable[[PrefillShell, Any], None]] = {

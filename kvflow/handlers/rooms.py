@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Generator, Hashable, Sequence
-from typing import Any, Protocol, Self, TypeVar
+from typing import Any, Generic, Protocol, Self, TypeVar, cast
 
 from kvflow.handlers.verify import ChunkVerifier
 from kvflow.protocols.arguments import NO_PAGES, own_pages, page_indices
@@ -14,29 +14,59 @@ from kvflow.protocols.machines.decode_room import TERMINAL, DecodePhase, DecodeR
 from kvflow.protocols.machines.prefill_room import PrefillPhase, PrefillRoomState
 from kvflow.protocols.machines.story import Line
 from kvflow.protocols.pages.layout import PageIndices
-from kvflow.protocols.ports import Flight, PageStore
+from kvflow.protocols.ports import PageStore, Write
 from kvflow.protocols.prefill_rooms import PrefillRoomRecord
 from kvflow.protocols.wire.messages import GrantId, RoomId
 
 T = TypeVar("T")
 
 
-async def answer_of(answer: Answer[T]) -> T:
-    """Await an answer; cancelling who waits does not cancel it."""
-    return answer.result() if answer.done() else await asyncio.shield(answer)
+class Answer(Generic[T]):
+    """What a room's users wait for: a result or an error, given once. A user that is cancelled cancels no other's wait.
 
+    Not a future of its own: most answers are there before they are asked for, or are never asked for.
+    """
 
-class Answer(asyncio.Future[T]):
-    """A future of a room's user, who may never ask: then an exception must not be reported as never retrieved."""
+    __slots__ = ("_error", "_result", "_waiting", "given")
+
+    def __init__(self) -> None:
+        self.given = False
+        self._result: T | None = None
+        self._error: BaseException | None = None
+        self._waiting: list[asyncio.Future[None]] = []
+
+    async def get(self) -> T:
+        """Wait for it. Raises: the error."""
+        if not self.given:
+            waiter: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+            self._waiting.append(waiter)
+            try:
+                await waiter
+            except asyncio.CancelledError:
+                if not self.given:
+                    self._waiting.remove(waiter)
+                raise
+        if self._error is not None:
+            raise self._error.with_traceback(None)
+        return cast("T", self._result)
 
     def resolve(self, result: T) -> None:
-        if not self.done():
-            self.set_result(result)
+        """No effect when it has been given already."""
+        if not self.given:
+            self._result = result
+            self._give()
 
     def fail(self, error: BaseException) -> None:
-        if not self.done():
-            self.set_exception(error)
-            self.exception()
+        if not self.given:
+            self._error = error
+            self._give()
+
+    def _give(self) -> None:
+        self.given = True
+        for waiter in self._waiting:
+            if not waiter.done():
+                waiter.set_result(None)
+        self._waiting.clear()
 
 
 class DecodeSide(Protocol):
@@ -71,7 +101,7 @@ class DecodeRoom:
         self._opened: Answer[None] = Answer()
         self._landed: Answer[bytes] = Answer()
         self._released: Answer[None] = Answer()
-        self._on_end: list[Callable[[], None]] = []
+        self.callbacks: list[Callable[[], None]] = []  # run by the shell when it has ended
         self._kept = False
         self.held_back = True  # until its pages may be taken
         self.linked = self.over = self.free = False  # set by the shell
@@ -111,7 +141,7 @@ class DecodeRoom:
 
         Raises: LostError, RefusedError, CapacityError, AbortedError: by what kept it from opening.
         """
-        await answer_of(self._opened)
+        await self._opened.get()
         return self
 
     def give(self, pages: Sequence[int] | PageIndices) -> None:
@@ -146,11 +176,11 @@ class DecodeRoom:
 
         Raises: KvflowError by what ended the room (see errors.py); its `code` is the first cause.
         """
-        return await answer_of(self._landed)
+        return await self._landed.get()
 
     async def released(self) -> None:
         """Wait until nothing touches the room's pages any more: every loan has ended, and no checksum runs."""
-        await answer_of(self._released)
+        await self._released.get()
 
     def keep(self, owner: Hashable) -> PageIndices:
         """Take the landed pages over: they are `owner`'s now, and closing the room leaves them alone.
@@ -178,7 +208,7 @@ class DecodeRoom:
         if self.ended:
             callback()
         else:
-            self._on_end.append(callback)
+            self.callbacks.append(callback)
 
     def __await__(self) -> Generator[Any, None, Self]:
         """As entering it: a caller that is cancelled here has no handle to close, so the room is closed."""
@@ -186,10 +216,11 @@ class DecodeRoom:
 
     async def __aenter__(self) -> Self:
         try:
-            return await self.opened()
+            await self._opened.get()
         except BaseException:
             self.close()
             raise
+        return self
 
     async def __aexit__(self, *_: object) -> None:
         self.close()
@@ -212,13 +243,10 @@ class DecodeRoom:
         self.idle()
 
     def idle(self) -> None:
-        if self.free and not self._released.done() and (self.verifier is None or not self.verifier.running):
+        if self.free and not self._released.given and (self.verifier is None or not self.verifier.running):
             if self.own_pages is not None:
                 self._shell.pages.unhold(self.own_pages)
             self._released.resolve(None)
-
-    def take_callbacks(self) -> list[Callable[[], None]]:
-        return self._on_end
 
 
 class PrefillSide(Protocol):
@@ -240,12 +268,12 @@ class PrefillRoom:
 
     def __init__(self, shell: PrefillSide, record: PrefillRoomRecord) -> None:
         self._shell, self.record = shell, record
-        self.flights: dict[int, Flight] = {}
+        self.writes: dict[int, Write] = {}
         self.landed_before = 0  # bytes of writes that have ended
         self._matched: Answer[int] = Answer()
         self._done: Answer[None] = Answer()
         self._released: Answer[None] = Answer()
-        self._on_end: list[Callable[[], None]] = []
+        self.callbacks: list[Callable[[], None]] = []  # run by the shell when it has ended
 
     def __repr__(self) -> str:
         return f"<PrefillRoom {self.room}: {self.phase.name.lower()}, {self.bytes_landed} of {self.bytes_total} bytes>"
@@ -283,7 +311,7 @@ class PrefillRoom:
 
     @property
     def bytes_landed(self) -> int:
-        return self.landed_before + sum(flight.landed_bytes for flight in self.flights.values())
+        return self.landed_before + sum(write.landed_bytes for write in self.writes.values())
 
     @property
     def bytes_total(self) -> int:
@@ -298,7 +326,7 @@ class PrefillRoom:
 
         Raises: KvflowError by what ended the room; its `code` is the first cause.
         """
-        return await answer_of(self._matched)
+        return await self._matched.get()
 
     def send(self, pages: Sequence[int] | PageIndices, *, last: bool = False, handoff: bytes = b"") -> None:
         """Queue one chunk: our `pages` (list or int32 [n]) go onto the next n target pages, and are held until the
@@ -315,11 +343,11 @@ class PrefillRoom:
 
     async def done(self) -> None:
         """Wait until every write has landed. Raises: KvflowError by what ended the room."""
-        await answer_of(self._done)
+        await self._done.get()
 
     async def released(self) -> None:
         """Wait until the room is over and nothing reads its pages any more: no write of it runs, in success or not."""
-        await answer_of(self._released)
+        await self._released.get()
 
     def close(self, cause: Cause | None = None) -> None:
         """End the room, in any state, any number of times: decode is told at once, running writes are drained."""
@@ -330,7 +358,7 @@ class PrefillRoom:
         if self.ended:
             callback()
         else:
-            self._on_end.append(callback)
+            self.callbacks.append(callback)
 
     async def __aenter__(self) -> Self:
         return self
@@ -352,6 +380,3 @@ class PrefillRoom:
 
     def tell_released(self) -> None:
         self._released.resolve(None)
-
-    def take_callbacks(self) -> list[Callable[[], None]]:
-        return self._on_end

@@ -29,7 +29,7 @@ class _Stretch(NamedTuple):
     size_bytes: int
 
 
-class PageSums:
+class PageChecksums:
     """Implements `protocols.ports.Checksums`; the pool must stay open until `close` has returned."""
 
     def __init__(self, pool: PagedPool) -> None:
@@ -37,10 +37,10 @@ class PageSums:
         if not pool.on_host:
             raise LayoutError("checksums are for pools in host memory")
         self._stretches, self._page_bytes = _stretches(pool.layout), pool.layout.page_bytes
-        self._running: set[_Sum] = set()
+        self._running: set[_ChecksumTask] = set()
 
-    def begin(self, pages: PageIndices) -> _Sum:
-        made = _Sum(self._stretches, self._page_bytes, pages)
+    def begin(self, pages: PageIndices) -> _ChecksumTask:
+        made = _ChecksumTask(self._stretches, self._page_bytes, pages)
         self._running.add(made)
         made.done.add_done_callback(lambda _: self._running.discard(made))
         return made
@@ -51,8 +51,8 @@ class PageSums:
         await drained(asyncio.gather(*(made.done for made in self._running)))
 
 
-class _Sum:
-    """Implements `protocols.ports.Summing`."""
+class _ChecksumTask:
+    """Implements `protocols.ports.ChecksumTask`."""
 
     def __init__(self, stretches: list[_Stretch], page_bytes: int, pages: PageIndices) -> None:
         self._stretches, self._pages = stretches, pages.tolist()

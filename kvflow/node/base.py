@@ -11,12 +11,12 @@ from typing import Any, Generic, Self, TypeVar
 from kvflow.aio import drained
 from kvflow.handlers.decode import DecodeShell
 from kvflow.handlers.prefill import PrefillShell
-from kvflow.memory.checksum import PageSums
+from kvflow.memory.checksum import PageChecksums
 from kvflow.memory.pool import PagedPool
 from kvflow.protocols.errors import MisuseError
 from kvflow.protocols.limits import Bounds, Timing
 from kvflow.protocols.pages.layout import PoolLayout
-from kvflow.protocols.ports import DataPlane, Endpoint, PageStore, UnprovenLoan
+from kvflow.protocols.ports import DataPlane, PageStore, PlaneAddress, UnprovenLoan
 from kvflow.protocols.wire.messages import Incarnation
 from kvflow.protocols.wire.ranks import PoolShape
 from kvflow.telemetry.counters import Counts
@@ -48,14 +48,14 @@ class Node(Generic[S]):
     ) -> None:
         self.pool, self._now = pool, now
         self.plane: DataPlane = plane_for(pool, plane, receives=self.role == "decode", host=host)
-        self._checksums = PageSums(pool) if verify_transfers else None
+        self._checksums = PageChecksums(pool) if verify_transfers else None
         self.pages: PageStore = pages or pool.pages
         self.timing, self.bounds = timing or Timing(), bounds or Bounds()
         self.incarnation = Incarnation(secrets.randbits(63) | 1 if incarnation is None else incarnation)
         if not 0 < self.incarnation < 1 << 64:
             raise MisuseError(f"incarnation {self.incarnation} is not a positive unsigned 64-bit integer")
         self.counts = Counts(pool.layout.page_bytes)
-        self.exported: tuple[Endpoint, PoolLayout] = self.plane.export(pool.layout)
+        self.exported: tuple[PlaneAddress, PoolLayout] = self.plane.export(pool.layout)
 
     def __repr__(self) -> str:
         state = "closed" if self._closing is not None else "new" if self._shell is None else "running"

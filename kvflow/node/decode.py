@@ -114,10 +114,10 @@ class DecodeNode(Node[DecodeShell]):
         self.shell.declare_dead(incarnation, why)
 
     async def start(self) -> None:
-        endpoint, layout = self.exported
+        address, layout = self.exported
         self._shell = DecodeShell(
             DecodeEndpoint(
-                DecodeIdentity(self.incarnation, layout, endpoint),
+                DecodeIdentity(self.incarnation, layout, address),
                 observer=self.counts,
                 timing=self.timing,
                 bounds=self.bounds,

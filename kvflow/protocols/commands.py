@@ -11,7 +11,7 @@ import msgspec
 
 from kvflow.protocols.errors import Cause
 from kvflow.protocols.pages.layout import PageIndices, PoolLayout
-from kvflow.protocols.ports import Endpoint
+from kvflow.protocols.ports import PlaneAddress
 from kvflow.protocols.wire.messages import GrantId, Incarnation
 
 
@@ -46,7 +46,7 @@ class WatchWriter(msgspec.Struct, frozen=True):
     """Await the data plane's fence for this writer, then call `writer_died`."""
 
     peer: PeerKey
-    address: Endpoint
+    address: PlaneAddress
 
 
 class StopWatch(msgspec.Struct, frozen=True, gc=False):
@@ -138,7 +138,7 @@ class OpenRoute(msgspec.Struct, frozen=True):
     """Connect the data plane to a decode's pool, then call `route_opened` or `route_refused`."""
 
     peer: Incarnation
-    address: Endpoint
+    address: PlaneAddress
     layout: PoolLayout
 
 
@@ -152,7 +152,7 @@ class WatchProcess(msgspec.Struct, frozen=True):
     """Await the end of a decode's process, then call `peer_died`."""
 
     peer: Incarnation
-    address: Endpoint
+    address: PlaneAddress
 
 
 class StartWrite(msgspec.Struct, frozen=True):

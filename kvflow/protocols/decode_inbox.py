@@ -26,7 +26,7 @@ def on_registered(core: DecodeCore, peer: PrefillPeer, message: wire.Registered,
     kind, cause = core.links.registered(asked, message)
     if kind is LinkKind.ACCEPTED:
         asked.heard_at_s = now
-        asked.address = asked.address or message.endpoint
+        asked.address = asked.address or message.address
     core.feed_link(asked, kind, now, cause)
 
 

@@ -11,7 +11,7 @@ from kvflow.protocols.errors import Cause, Code, LostError, PeerError
 from kvflow.protocols.limits import Bounds, Timing
 from kvflow.protocols.machines.link import TABLE, LinkCommand, LinkKind, LinkPhase
 from kvflow.protocols.pages.layout import PoolLayout
-from kvflow.protocols.ports import Endpoint
+from kvflow.protocols.ports import PlaneAddress
 from kvflow.protocols.wire.codec import encode
 from kvflow.protocols.wire.messages import WIRE_VERSION, GrantId, Heartbeat, Incarnation, Message, Register, Registered
 from kvflow.protocols.wire.ranks import RankInfo
@@ -22,7 +22,7 @@ class DecodeIdentity(msgspec.Struct, frozen=True):
 
     incarnation: Incarnation
     layout: PoolLayout
-    address: Endpoint
+    address: PlaneAddress
 
 
 class PrefillPeer:
@@ -39,7 +39,7 @@ class PrefillPeer:
         self.cause: Cause | None = None  # why it was last lost
         self.asked_again = False  # loans in doubt have been asked for in this silence
         self.fresh_from = fresh_from
-        self.address: Endpoint | None = None  # of the writer, once it has accepted
+        self.address: PlaneAddress | None = None  # of the writer, once it has accepted
         self.repeat_after_s = repeat_after_s
         self.heard_at_s = self.sent_at_s = self.tried_at_s = self.used_at_s = now
 
@@ -195,7 +195,7 @@ class DecodeLinks:
                 target=identity.incarnation,
                 wire_version=WIRE_VERSION,
                 layout=identity.layout,
-                endpoint=identity.address,
+                address=identity.address,
                 fresh_from=peer.fresh_from,
             ),
         )

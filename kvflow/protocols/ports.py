@@ -15,16 +15,16 @@ from kvflow.protocols.pages.layout import PageIndices, PoolLayout
 Word = Annotated[str, msgspec.Meta(max_length=4096)]
 
 
-class Landing(Enum):
+class WriteOutcome(Enum):
     """How a write ended. Only the first two prove where the bytes are."""
 
     LANDED = "landed"  # every block is in the target's memory
-    DRAINED = "drained"  # cancelled: every block that was submitted has landed, nothing else will be
+    CANCELLED = "cancelled"  # and drained: every block that was submitted has landed, nothing else will be
     UNPROVEN = "unproven"  # some block ended in error or time-out: it may land now, later, or never
 
 
-class Witness(msgspec.Struct, frozen=True, array_like=True):
-    """What lets another process of the same host observe this one's death (Linux pidfd).
+class ProcessIdentity(msgspec.Struct, frozen=True, array_like=True):
+    """Identifies a process so that another one of the same host can observe its death (Linux pidfd).
 
     `pid` means something only under the same `boot_id` and `pid_namespace`; `start_ticks` tells a re-used pid apart,
     and means something only in the same `time_namespace`. `network_namespace` says where its connections are listed.
@@ -38,12 +38,13 @@ class Witness(msgspec.Struct, frozen=True, array_like=True):
     network_namespace: Word = ""
 
 
-class Endpoint(msgspec.Struct, frozen=True, array_like=True):
-    """Where a data plane reaches this process; `address` is the back end's word (a session, a shared-memory handle)."""
+class PlaneAddress(msgspec.Struct, frozen=True, array_like=True):
+    """Where a data plane reaches this process. What `locator` means is up to the back end: a Mooncake session, a shared
+    segment's file descriptor."""
 
     backend: Word
-    address: Word
-    witness: Witness
+    locator: Word
+    process: ProcessIdentity
 
 
 class UnprovenLoan(NamedTuple):
@@ -53,7 +54,7 @@ class UnprovenLoan(NamedTuple):
     the store `held_in`.
     """
 
-    writer: Endpoint
+    writer: PlaneAddress
     pages: PageIndices
     owner: Hashable | None
     held_in: PageStore | None = None
@@ -79,7 +80,7 @@ class Observer(Protocol):
     def peer_declared_dead(self) -> None: ...
 
 
-class Flight(Protocol):
+class Write(Protocol):
     """One write under way."""
 
     @property
@@ -94,7 +95,7 @@ class Flight(Protocol):
         """What the data plane said, after UNPROVEN; else empty."""
 
     @property
-    def done(self) -> asyncio.Future[Landing]:
+    def done(self) -> asyncio.Future[WriteOutcome]:
         """Resolves, on the event loop, when nothing of this write runs any more. Never an exception; never cancel it
         (await it through `asyncio.shield`)."""
 
@@ -108,17 +109,17 @@ class Route(Protocol):
     Validity ends with `close`; a route belongs to one incarnation of the peer.
     """
 
-    def write(self, source_pages: PageIndices, target_pages: PageIndices) -> Flight:
+    def write(self, source_pages: PageIndices, target_pages: PageIndices) -> Write:
         """Start copying our `source_pages` onto the peer's `target_pages` (same length, int32 [n], indices in range).
 
         Returns at once; planning and copying happen on the plane's own thread, but for a tiny write, which may have
         ended already: then `done` is resolved. The caller keeps both page lists
-        allocated until `done`, and the target's on loan until proof if the landing is UNPROVEN.
+        allocated until `done`, and the target's on loan until proof if the outcome is UNPROVEN.
         Raises: LayoutError for lists of different length or indices outside either pool.
         """
 
     def close(self) -> None:
-        """Drop mappings and sessions. Call only when no flight of this route is under way."""
+        """Drop mappings and sessions. Call only when no write of this route is under way."""
 
 
 class DataPlane(Protocol):
@@ -135,31 +136,31 @@ class DataPlane(Protocol):
         About us, never about peers: a write that waits for a frozen one has its turns, and is no stall.
         """
 
-    def export(self, layout: PoolLayout) -> tuple[Endpoint, PoolLayout]:
+    def export(self, layout: PoolLayout) -> tuple[PlaneAddress, PoolLayout]:
         """Make our pool (whose `layout.buffers` carry this process's addresses) known to the plane; called once, before
-        `connect`. Returns what a peer needs to reach it: the endpoint, and the layout with addresses as the peer must
+        `connect`. Returns what a peer needs to reach it: the address, and the layout with addresses as the peer must
         use them (plain addresses for mooncake, offsets in the shared segment for local).
 
         Raises: LayoutError when the memory cannot be reached that way.
         """
 
-    async def connect(self, endpoint: Endpoint, layout: PoolLayout) -> Route:
+    async def connect(self, address: PlaneAddress, layout: PoolLayout) -> Route:
         """Open the way from our pool into the peer's, as it exported them; slow work runs in a thread.
 
         Raises: LayoutError (the pools do not fit), TransferError (the peer cannot be reached).
         """
 
-    async def fence(self, writer: Endpoint) -> None:
+    async def fence(self, writer: PlaneAddress) -> None:
         """Return once no write of `writer` can reach our pool any more, however long that takes (the caller cancels).
 
         Raises: TransferError when this back end can never prove it for that writer (another host, say).
         """
 
     async def close(self) -> None:
-        """Cancel and drain every flight, end the threads, unregister the memory."""
+        """Cancel and drain every write, end the threads, unregister the memory."""
 
 
-class Summing(Protocol):
+class ChecksumTask(Protocol):
     """One checksum under way."""
 
     @property
@@ -174,7 +175,7 @@ class Summing(Protocol):
 class Checksums(Protocol):
     """Checksums over the pages of one pool; equal for equal pages, however either pool is laid out."""
 
-    def begin(self, pages: PageIndices) -> Summing:
+    def begin(self, pages: PageIndices) -> ChecksumTask:
         """Sum `pages` in their order, in a thread. The caller keeps them allocated until `done`. Never raises."""
 
     async def close(self) -> None:

@@ -30,7 +30,7 @@ from kvflow.protocols.machines.prefill_room import PrefillCommand as RoomCommand
 from kvflow.protocols.machines.prefill_room import PrefillEvent, PrefillKind, PrefillPhase, step
 from kvflow.protocols.machines.rendezvous import Rendezvous, Side
 from kvflow.protocols.pages.layout import PageIndices
-from kvflow.protocols.ports import Landing, Observer
+from kvflow.protocols.ports import Observer, WriteOutcome
 from kvflow.protocols.prefill_peers import DecodePeer, PrefillIdentity
 from kvflow.protocols.prefill_rooms import Chunk, PrefillRoomRecord
 from kvflow.protocols.wire import messages as wire
@@ -94,7 +94,7 @@ class PrefillCore:
             wire_version=WIRE_VERSION,
             rank=self.identity.rank,
             refusal=refusal[:MAX_TEXT],
-            endpoint=self.identity.address,
+            address=self.identity.address,
             asked=asked,
         )
         self.outbox.append(SendToDecode(routing_id(target), encode(answer)))
@@ -155,15 +155,15 @@ class PrefillCore:
 
     def settle_chunks(self, record: PrefillRoomRecord, now: float) -> None:
         """Chunks end in the order they were queued, whatever order their writes end in."""
-        while record.chunks and record.chunks[0].landing is not None:
+        while record.chunks and record.chunks[0].outcome is not None:
             chunk = record.chunks.popleft()
             cause = None
-            if chunk.landing is Landing.UNPROVEN:
+            if chunk.outcome is WriteOutcome.UNPROVEN:
                 cause = Cause(Code.TRANSFER_ERROR, chunk.error or "the data plane cannot say what landed")
-            elif chunk.landing is Landing.DRAINED and record.phase is PrefillPhase.TRANSFERRING:
+            elif chunk.outcome is WriteOutcome.CANCELLED and record.phase is PrefillPhase.TRANSFERRING:
                 cause = Cause(Code.TRANSFER_ERROR, chunk.error or "the data plane stopped the write")
             record.report = chunk
-            self.feed_room(record, PrefillEvent(None, landing=chunk.landing, cause=cause), now)
+            self.feed_room(record, PrefillEvent(None, outcome=chunk.outcome, cause=cause), now)
 
     def record_outcome(self, room: RoomId, side: Side, cause: Cause, now: float, *, came: bool) -> None:
         """One half of a room has ended without the other: which is told when it comes."""
@@ -214,8 +214,8 @@ def _detail(record: PrefillRoomRecord, event: PrefillEvent) -> str:
     """What the story says beside the event's name."""
     if event.cause is not None:
         return str(event.cause)
-    if event.kind is None and record.report is not None and event.landing is not None:
-        return f"chunk {record.report.seq}, {record.report.num_pages} pages: {event.landing.value}"
+    if event.kind is None and record.report is not None and event.outcome is not None:
+        return f"chunk {record.report.seq}, {record.report.num_pages} pages: {event.outcome.value}"
     return ""
 
 
@@ -232,7 +232,7 @@ def _start_write(core: PrefillCore, record: PrefillRoomRecord, now: float) -> No
     targets = record.target_pages[record.placed : record.placed + chunk.num_pages]
     record.placed += chunk.num_pages
     if not chunk.num_pages:
-        chunk.landing = Landing.LANDED
+        chunk.outcome = WriteOutcome.LANDED
         return
     assert record.peer is not None
     core.writes[chunk.write] = (record, chunk)
@@ -273,7 +273,7 @@ def _send(core: PrefillCore, record: PrefillRoomRecord, message: wire.Message) -
 
 
 def _cancel_writes(core: PrefillCore, record: PrefillRoomRecord, now: float) -> None:
-    core.outbox.extend(CancelWrite(chunk.write) for chunk in record.chunks if chunk.landing is None)
+    core.outbox.extend(CancelWrite(chunk.write) for chunk in record.chunks if chunk.outcome is None)
 
 
 def _tell_success(core: PrefillCore, record: PrefillRoomRecord, now: float) -> None:

@@ -10,7 +10,7 @@ from kvflow.protocols.errors import KvflowError, LayoutError
 from kvflow.protocols.machines.grants import GrantTable
 from kvflow.protocols.machines.peer import PeerPhase
 from kvflow.protocols.pages.layout import PoolLayout, differences
-from kvflow.protocols.ports import Endpoint
+from kvflow.protocols.ports import PlaneAddress
 from kvflow.protocols.wire.codec import routing_id
 from kvflow.protocols.wire.messages import Incarnation, Rank, Register
 
@@ -21,7 +21,7 @@ class PrefillIdentity(msgspec.Struct, frozen=True):
     incarnation: Incarnation
     rank: Rank
     layout: PoolLayout
-    address: Endpoint
+    address: PlaneAddress
 
 
 class DecodePeer:
@@ -35,7 +35,7 @@ class DecodePeer:
     def __init__(self, message: Register, closed_grants: int, now: float) -> None:
         self.incarnation = message.target
         self.routing_id = routing_id(message.target)
-        self.layout, self.address = message.layout, message.endpoint
+        self.layout, self.address = message.layout, message.address
         self.phase = PeerPhase.OPENING
         self.heard_at_s = now
         self.grants: GrantTable[Any] = GrantTable(closed_grants, message.fresh_from)

@@ -9,7 +9,7 @@ import numpy as np
 from kvflow.protocols.machines.prefill_room import TERMINAL, PrefillPhase, PrefillRoomState
 from kvflow.protocols.machines.story import Story
 from kvflow.protocols.pages.layout import PageIndices
-from kvflow.protocols.ports import Landing
+from kvflow.protocols.ports import WriteOutcome
 from kvflow.protocols.prefill_peers import DecodePeer
 from kvflow.protocols.wire.messages import GrantId, Message, RoomId
 
@@ -17,13 +17,13 @@ NO_PAGES: PageIndices = np.empty(0, np.int32)
 
 
 class Chunk:
-    """One chunk handed to the data plane. `landing` is None while its write runs."""
+    """One chunk handed to the data plane. `outcome` is None while its write runs."""
 
-    __slots__ = ("checksum", "error", "handoff", "landing", "last", "seq", "source_pages", "write")
+    __slots__ = ("checksum", "error", "handoff", "last", "outcome", "seq", "source_pages", "write")
 
     def __init__(self, write: int, seq: int, source_pages: PageIndices, last: bool, handoff: bytes) -> None:
         self.write, self.seq, self.source_pages, self.last, self.handoff = write, seq, source_pages, last, handoff
-        self.landing: Landing | None = None
+        self.outcome: WriteOutcome | None = None
         self.checksum, self.error = b"", ""
 
     @property

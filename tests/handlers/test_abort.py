@@ -11,7 +11,7 @@ from kvflow.protocols.errors import Cause, Code
 from kvflow.protocols.limits import Bounds
 from kvflow.protocols.machines.grants import GrantPhase
 from kvflow.protocols.machines.loan import LoanPhase
-from kvflow.protocols.ports import Landing
+from kvflow.protocols.ports import WriteOutcome
 from kvflow.protocols.wire.codec import encode, routing_id
 from kvflow.protocols.wire.messages import Abort, Bootstrap, ChunkDone, Heartbeat, RoomFailed
 from kvflow.testing.pair import Pair, fill, pair, until
@@ -236,7 +236,7 @@ async def test_queued_chunks_never_reach_the_target(kvflow_pair: Pair) -> None:
     assert await code_of(source.done()) is WHY.code
     p.plane(p.prefill).release()
     await p.rest()
-    (first, *others) = p.plane(p.prefill).written
+    (first, *others) = p.plane(p.prefill).started
     assert first.landed_bytes == p.prefill.pool.layout.page_bytes and not any(f.landed_bytes for f in others)
     landed = p.decode.pool.pages_bytes(target.pages).any(axis=1)
     assert landed.tolist() == [True, False, False, False, False]
@@ -251,7 +251,7 @@ async def test_each_rank_answers_for_itself() -> None:
         p.network.hold(Abort)
         target.close(WHY)
         second_plane = p.plane(second)
-        second_plane.flights[0].end(Landing.UNPROVEN, "a lane was reset")
+        second_plane.writes[0].end(WriteOutcome.UNPROVEN, "a lane was reset")
         p.network.release()
         await until(lambda: target.ended)
         assert target.phase.name == "LOST" and target.cause == WHY
@@ -268,7 +268,7 @@ async def test_a_rank_that_could_not_vouch_does_not_take_that_back() -> None:
         p.network.hold(RoomFailed)
         _, target = await every_rank_writes(p)
         liar = p.prefills[1]
-        p.plane(liar).flights[0].end(Landing.UNPROVEN, "a lane was reset")
+        p.plane(liar).writes[0].end(WriteOutcome.UNPROVEN, "a lane was reset")
         await until(lambda: LoanPhase.DOUBTFUL in target.record.lease.loans.values())
         stale = p.decode.counts.stale
         last = ChunkDone(

@@ -11,7 +11,7 @@ import pytest
 import pytest_asyncio
 
 from kvflow.handlers.rooms import DecodeRoom, PrefillRoom
-from kvflow.memory.checksum import PageSums
+from kvflow.memory.checksum import PageChecksums
 from kvflow.memory.pool import PagedPool
 from kvflow.node import DecodeNode, PrefillNode
 from kvflow.protocols.errors import Code, KvflowError
@@ -36,7 +36,7 @@ class SlowSum:
         self.cancelled = True
 
 
-class SlowSums(PageSums):
+class SlowChecksums(PageChecksums):
     """Sums that end when they are told to."""
 
     def __init__(self, pool: PagedPool) -> None:
@@ -55,7 +55,7 @@ class SlowSums(PageSums):
             await asyncio.wait(running)
 
 
-def verify(node: PrefillNode | DecodeNode, kind: type[PageSums] = PageSums) -> PageSums:
+def verify(node: PrefillNode | DecodeNode, kind: type[PageChecksums] = PageChecksums) -> PageChecksums:
     """As if it had been made with `verify_transfers`, with sums of one's own."""
     node._checksums = node.shell.checksums = sums = kind(node.pool)
     if isinstance(node, DecodeNode):
@@ -94,10 +94,10 @@ def corrupt(p: Pair, seq: int, page: int) -> None:
     p.network.rules.append(rule)
 
 
-async def checking(p: Pair, chunks: int = 1) -> tuple[PrefillRoom, DecodeRoom, SlowSums]:
+async def checking(p: Pair, chunks: int = 1) -> tuple[PrefillRoom, DecodeRoom, SlowChecksums]:
     """Every chunk has landed in a room, and decode is about to sum them."""
-    sums = verify(p.decode, SlowSums)
-    assert isinstance(sums, SlowSums)
+    sums = verify(p.decode, SlowChecksums)
+    assert isinstance(sums, SlowChecksums)
     source, target = await matched(p)
     p.send_all(source, chunks=chunks)
     await until(lambda: len(sums.begun) == chunks)
@@ -174,8 +174,8 @@ async def test_chunks_are_summed_side_by_side_and_land_in_order(p: Pair) -> None
 
 
 async def test_a_chunk_that_is_being_summed_is_not_asked_for_again(p: Pair) -> None:
-    sums = verify(p.decode, SlowSums)
-    assert isinstance(sums, SlowSums)
+    sums = verify(p.decode, SlowChecksums)
+    assert isinstance(sums, SlowChecksums)
     p.plane(p.prefill).hold()
     source, target = await matched(p)
     p.send_all(source, chunks=2)
@@ -255,8 +255,8 @@ async def test_closing_decode_waits_for_the_check(p: Pair) -> None:
 
 
 async def test_source_pages_are_held_while_they_are_summed(p: Pair) -> None:
-    sums = verify(p.prefill, SlowSums)
-    assert isinstance(sums, SlowSums)
+    sums = verify(p.prefill, SlowChecksums)
+    assert isinstance(sums, SlowChecksums)
     source, target = await matched(p)
     p.send_all(source)
     await until(lambda: source.bytes_landed == source.bytes_total)
@@ -270,8 +270,8 @@ async def test_source_pages_are_held_while_they_are_summed(p: Pair) -> None:
 
 
 async def test_closing_prefill_waits_for_its_sums(p: Pair) -> None:
-    sums = verify(p.prefill, SlowSums)
-    assert isinstance(sums, SlowSums)
+    sums = verify(p.prefill, SlowChecksums)
+    assert isinstance(sums, SlowChecksums)
     source, target = await matched(p)
     p.send_all(source)
     await until(lambda: source.bytes_landed == source.bytes_total)

@@ -8,7 +8,7 @@ import pytest
 
 from kvflow.protocols.errors import AbortedError, Code
 from kvflow.protocols.pages.layout import PoolLayout
-from kvflow.protocols.ports import Endpoint
+from kvflow.protocols.ports import PlaneAddress
 from kvflow.testing.pair import Pair, until
 from kvflow.transports.data.fake import FakeRoute
 from tests.handlers.scenes import PROMPT, code_of, links, success
@@ -39,9 +39,9 @@ async def test_while_prefill_cannot_reach_our_memory(kvflow_pair: Pair) -> None:
     plane, go_on = p.plane(p.prefill), asyncio.Event()
     connect = plane.connect
 
-    async def mute(endpoint: Endpoint, layout: PoolLayout) -> FakeRoute:
+    async def mute(address: PlaneAddress, layout: PoolLayout) -> FakeRoute:
         await go_on.wait()
-        return await connect(endpoint, layout)
+        return await connect(address, layout)
 
     plane.connect = mute  # type: ignore[method-assign]
     source = p.prefill.room(7, PROMPT)

@@ -68,7 +68,7 @@ def stick(p: Pair) -> None:
     plane.script(Fault.STUCK)
 
     async def let_go() -> None:
-        await until(lambda: plane.flights)
+        await until(lambda: plane.writes)
         await asyncio.sleep(2 * LATE_S)
         plane.release()
 

@@ -33,7 +33,7 @@ async def impersonate(socket: RouterSocket) -> None:
                     wire_version=WIRE_VERSION,
                     rank=0,
                     refusal="",
-                    endpoint=message.endpoint,
+                    address=message.address,
                     asked=message.source,
                     **lives,
                 )
@@ -85,7 +85,7 @@ async def test_another_rank_that_answers_is_not_used(kvflow_pair: Pair) -> None:
         wire_version=WIRE_VERSION,
         rank=77,
         refusal="",
-        endpoint=p.prefill.exported[0],
+        address=p.prefill.exported[0],
         asked=p.prefill.incarnation,
         **between(p),
     )

@@ -122,7 +122,7 @@ async def test_halves_that_mean_different_prompts(kvflow_pair: Pair, first: str,
         source = p.prefill.room(7, PROMPT)
     assert await code_of(source.matched()) is await code_of(target.landed()) is Code.PROMPT_MISMATCH
     await p.rest()
-    assert not p.plane(p.prefill).written
+    assert not p.plane(p.prefill).started
 
 
 @pytest.mark.parametrize("first", ["prefill", "decode"])

@@ -229,13 +229,13 @@ async def test_an_unknown_peer_gets_no_answer(kvflow_pair: Pair) -> None:
 async def test_another_wire_version_is_refused_with_both_numbers(kvflow_pair: Pair) -> None:
     p = kvflow_pair
     stranger = p.network.connect(p.prefill.info.control, 99)
-    endpoint, layout = p.decode.exported
+    address, layout = p.decode.exported
     register = Register(
         source=p.prefill.incarnation,
         target=99,
         wire_version=WIRE_VERSION + 6,
         layout=layout,
-        endpoint=endpoint,
+        address=address,
         fresh_from=1,
     )
     stranger.send(encode(register))

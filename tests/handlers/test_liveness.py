@@ -12,7 +12,7 @@ from kvflow.memory.pool import PagedPool
 from kvflow.node import DecodeNode, PrefillNode
 from kvflow.protocols.errors import Code, LostError, RefusedError
 from kvflow.protocols.pages.layout import PoolLayout
-from kvflow.protocols.ports import Endpoint
+from kvflow.protocols.ports import PlaneAddress
 from kvflow.testing.pair import QUICK, Pair, pair, small_layout, until
 from kvflow.transports.data.fake import FakeRoute, Fault
 from kvflow.transports.data.local import LocalPlane
@@ -74,9 +74,9 @@ async def test_a_way_that_takes_long_to_open_is_waited_for(kvflow_pair: Pair) ->
     plane, go_on = p.plane(p.prefill), asyncio.Event()
     connect = plane.connect
 
-    async def slow(endpoint: Endpoint, layout: PoolLayout) -> FakeRoute:
+    async def slow(address: PlaneAddress, layout: PoolLayout) -> FakeRoute:
         await go_on.wait()
-        return await connect(endpoint, layout)
+        return await connect(address, layout)
 
     plane.connect = slow  # type: ignore[method-assign]
     opening = asyncio.create_task(matched(p))

@@ -93,7 +93,7 @@ async def test_an_abort_overtakes_its_bootstrap(kvflow_pair: Pair) -> None:
     assert not again.ended, "a stale Bootstrap bound it"
     again.close()
     await p.rest()
-    assert not p.plane(p.prefill).written
+    assert not p.plane(p.prefill).started
 
 
 async def test_chunks_out_of_order_wait_for_the_missing_one(kvflow_pair: Pair) -> None:

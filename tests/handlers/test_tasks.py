@@ -7,7 +7,7 @@ import logging
 import pytest
 
 from kvflow.protocols.errors import Code
-from kvflow.protocols.ports import Endpoint
+from kvflow.protocols.ports import PlaneAddress
 from kvflow.testing.pair import Pair, pair, until
 from tests.handlers.scenes import code_of, known, midway
 
@@ -19,7 +19,7 @@ def few_descriptors(p: Pair, times: int) -> list[int]:
         plane = p.plane(node)
         fence, left = plane.fence, iter(range(times))
 
-        async def failing(writer: Endpoint, fence: object = fence, left: object = left) -> None:
+        async def failing(writer: PlaneAddress, fence: object = fence, left: object = left) -> None:
             for i in left:  # type: ignore[attr-defined]
                 failed.append(i)
                 raise OSError(24, "Too many open files")

@@ -28,7 +28,7 @@ def answer(p: Pair, control: str, source: int, asked: int) -> None:
         wire_version=WIRE_VERSION,
         rank=0,
         refusal=text,
-        endpoint=p.prefill.exported[0],
+        address=p.prefill.exported[0],
         asked=asked,
     )
     p.network.inject(Frame(control, routing_id(p.decode.incarnation), False, encode(said)))

@@ -157,7 +157,7 @@ async def run(rooms: int = 1_000_000, seed: int = 0) -> Report:
                     scene = rng.choice(SCENES)
                     scenes[scene.__name__] += 1
                     await scene(p, next(numbers))
-                    plane.written.clear()  # the fake's own diary
+                    plane.started.clear()  # the fake's own diary
 
             await asyncio.gather(*(lane() for _ in range(LANES)))
             p.network.mend()

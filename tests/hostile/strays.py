@@ -54,7 +54,7 @@ def to_prefill(p: Pair, stranger: DecodeNode) -> dict[str, Make]:
     """What a registered decode may send about rooms that no engine opens. Of every ten one is a repetition, one is
     foreign."""
     me, you = stranger.incarnation, p.prefill.incarnation
-    endpoint, layout = stranger.exported
+    address, layout = stranger.exported
     pages = pack_pages(p.decode.pool.pages.pages_of("nobody")) + bytes(4)  # page 0, again and again
 
     def grant(rng: random.Random, i: int) -> GrantId:
@@ -73,7 +73,7 @@ def to_prefill(p: Pair, stranger: DecodeNode) -> dict[str, Make]:
         return {"room": room(rng, i), "grant": above + grant(rng, i), **lives(rng)}
 
     offer: dict[str, Any] = {"pages": pages, "prompt_tokens": 4, "prompt_digest": b"d" * 32}
-    mine: dict[str, Any] = {"wire_version": WIRE_VERSION, "layout": layout, "endpoint": endpoint, "fresh_from": 1}
+    mine: dict[str, Any] = {"wire_version": WIRE_VERSION, "layout": layout, "address": address, "fresh_from": 1}
     return {
         "Announce": lambda r, i: Announce(**{**header(r, i, 1 << 34), "room": (1 << 41) + i}),
         "Bootstrap": lambda r, i: Bootstrap(**offer, **header(r, i)),

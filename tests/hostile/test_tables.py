@@ -53,7 +53,7 @@ async def test_nothing_is_kept_of_decodes_that_were_refused(kvflow_pair: Pair) -
     """With a name of its own each: they cannot keep anybody else out."""
     p = kvflow_pair
     await success(p)
-    endpoint, layout = p.decode.exported
+    address, layout = p.decode.exported
     layout = msgspec.structs.replace(layout, page_size=3)
     tasks = len(p.prefill.shell._tasks)
     for me in map(Incarnation, range(1, 3_001)):
@@ -62,7 +62,7 @@ async def test_nothing_is_kept_of_decodes_that_were_refused(kvflow_pair: Pair) -
             target=me,
             wire_version=WIRE_VERSION,
             layout=layout,
-            endpoint=endpoint,
+            address=address,
             fresh_from=GrantId(1),
         )
         p.network.inject(Frame(p.prefill.control, routing_id(me), True, encode(register)))

@@ -66,8 +66,8 @@ async def attack_prefill(n: Nodes, count: int, rng: random.Random) -> None:
     """By strangers, by a registered decode, and under the honest decode's name."""
     me, insider = (Incarnation(secrets.randbits(62) | 1) for _ in range(2))
     source, honest = n.prefill.incarnation, n.decode.incarnation
-    endpoint, layout = n.decode.exported
-    mine: dict[str, Any] = {"wire_version": WIRE_VERSION, "layout": layout, "endpoint": endpoint, "fresh_from": 1}
+    address, layout = n.decode.exported
+    mine: dict[str, Any] = {"wire_version": WIRE_VERSION, "layout": layout, "address": address, "fresh_from": 1}
     register = encode(Register(source=source, target=insider, **mine))
     strangers = [kind for kind in to_prefill if kind is not Register]
     waves: list[tuple[bytes, dict[type, Any], int, bytes]] = [
@@ -114,7 +114,7 @@ async def attack_decode(n: Nodes, count: int, rng: random.Random) -> None:
         room = n.decode.announce(1 << 40, [info], [1])
         await asyncio.to_thread(router.recv_multipart)
         answer: dict[str, Any] = {"wire_version": WIRE_VERSION, "rank": 0, "refusal": "", "asked": source}
-        accepted = Registered(source=source, target=n.decode.incarnation, endpoint=n.prefill.exported[0], **answer)
+        accepted = Registered(source=source, target=n.decode.incarnation, address=n.prefill.exported[0], **answer)
         router.send_multipart([peer, encode(accepted)])
         links = n.decode.shell.endpoint.core.links
         await until(lambda: room.linked, 20)

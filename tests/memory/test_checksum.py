@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from kvflow.memory import checksum
-from kvflow.memory.checksum import PageSums
+from kvflow.memory.checksum import PageChecksums
 from kvflow.memory.pool import PagedPool
 from kvflow.protocols.errors import LayoutError
 from kvflow.protocols.pages.layout import Order, build_layout, opaque_layout
@@ -36,7 +36,7 @@ def pages(*indices: int) -> Any:
 
 
 async def summed(of: PagedPool, *indices: int) -> bytes:
-    return await PageSums(of).begin(pages(*indices)).done
+    return await PageChecksums(of).begin(pages(*indices)).done
 
 
 async def test_equal_pages_have_equal_sums_in_any_layout() -> None:
@@ -48,8 +48,8 @@ async def test_equal_pages_have_equal_sums_in_any_layout() -> None:
 
 async def test_a_page_first_page_is_summed_as_one_block() -> None:
     streams = [stream for stream in STREAMS if not stream[0].endswith("scale")]
-    assert len(PageSums(pool("page_first", streams))._stretches) == 1
-    assert len(PageSums(pool("layer_first", streams))._stretches) == len(streams)
+    assert len(PageChecksums(pool("page_first", streams))._stretches) == 1
+    assert len(PageChecksums(pool("layer_first", streams))._stretches) == len(streams)
 
 
 async def test_opaque_pages_are_summed_as_the_bytes_they_are() -> None:
@@ -78,7 +78,7 @@ async def test_order_number_and_every_byte_count() -> None:
 async def test_a_pool_the_cpu_cannot_read_is_refused() -> None:
     on_a_device = PagedPool(pool().layout, on_host=False)
     with pytest.raises(LayoutError, match="host memory"):
-        PageSums(on_a_device)
+        PageChecksums(on_a_device)
 
 
 class Gate:
@@ -99,33 +99,33 @@ class Gate:
 
 async def test_cancel_stops_after_the_page_under_way(monkeypatch: pytest.MonkeyPatch) -> None:
     gate = Gate(monkeypatch)
-    summing = PageSums(pool()).begin(pages(1, 2, 3))
+    task = PageChecksums(pool()).begin(pages(1, 2, 3))
     await asyncio.to_thread(gate.reached.wait, 10)
-    summing.cancel()
-    summing.cancel()
-    assert not summing.done.done()
+    task.cancel()
+    task.cancel()
+    assert not task.done.done()
     gate.let_go.set()
-    assert await summing.done == b"" and gate.updates <= len(STREAMS)
+    assert await task.done == b"" and gate.updates <= len(STREAMS)
 
 
 async def test_close_drains_however_often_it_is_cancelled(monkeypatch: pytest.MonkeyPatch) -> None:
     gate = Gate(monkeypatch)
-    sums = PageSums(pool())
-    summing = sums.begin(pages(1, 2, 3))
+    sums = PageChecksums(pool())
+    task = sums.begin(pages(1, 2, 3))
     await asyncio.to_thread(gate.reached.wait, 10)
     closing = asyncio.ensure_future(sums.close())
     for _ in range(3):
         await asyncio.sleep(0)
         closing.cancel()
     await asyncio.sleep(0)
-    assert not closing.done() and not summing.done.done()
+    assert not closing.done() and not task.done.done()
     gate.let_go.set()
     with pytest.raises(asyncio.CancelledError):
         await closing
-    assert summing.done.done() and gate.updates <= len(STREAMS)
+    assert task.done.done() and gate.updates <= len(STREAMS)
     await sums.close()
 
 
 async def test_a_sum_that_fails_is_no_sum(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(checksum, "xxh3_64", lambda: 1 / 0)
-    assert await PageSums(pool()).begin(pages(1)).done == b""
+    assert await PageChecksums(pool()).begin(pages(1)).done == b""

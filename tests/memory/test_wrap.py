@@ -16,7 +16,7 @@ from kvflow.memory.pool import PagedPool
 from kvflow.memory.shared import SharedSegment
 from kvflow.protocols.errors import LayoutError
 from kvflow.protocols.pages.layout import PageIndices, PoolLayout, build_layout, differences
-from kvflow.protocols.ports import Endpoint, Landing, UnprovenLoan, Witness
+from kvflow.protocols.ports import PlaneAddress, ProcessIdentity, UnprovenLoan, WriteOutcome
 from kvflow.transports.data.local import LocalPlane
 
 KINDS: dict[str, Callable[[Any], Any]] = {"numpy": lambda array: array, "torch": torch.from_numpy}
@@ -189,7 +189,7 @@ async def test_an_engines_memory_in_a_segment_is_written_into_by_peers(kind: Cal
     planes = LocalPlane(source.segment), LocalPlane(target.segment)
     planes[0].export(source.layout)
     route = await planes[0].connect(*planes[1].export(target.layout))
-    assert await asyncio.shield(route.write(numbers(6, 7), numbers(0, 3)).done) is Landing.LANDED
+    assert await asyncio.shield(route.write(numbers(6, 7), numbers(0, 3)).done) is WriteOutcome.LANDED
     assert (np.asarray(mine["v"])[[0, 3]] == -counting(8, 4, 2)[[6, 7]]).all() and not np.asarray(mine["k"])[1].any()
     for plane in planes:
         await plane.close()
@@ -224,7 +224,7 @@ def test_a_pool_keeps_its_own_books() -> None:
     pool = PagedPool.allocate(small(), shared=False)
     assert (pool.unproven, pool.pages.num_pages) == ([], 8)
     lent = pool.pages.take(3, "loan 1")
-    writer = Endpoint("local", "fd:3", Witness("boot", "ns", 1, 2))
+    writer = PlaneAddress("local", "fd:3", ProcessIdentity("boot", "ns", 1, 2))
     pool.unproven.append(UnprovenLoan(writer, lent, "loan 1"))
     (loan,) = pool.unproven
     assert pool.pages.pages_of(loan.owner).tolist() == loan.pages.tolist()

@@ -20,7 +20,7 @@ from kvflow.protocols.machines.prefill_room import (
     step,
 )
 from kvflow.protocols.machines.tables import ERROR, IGNORE, Move, TransitionError
-from kvflow.protocols.ports import Landing
+from kvflow.protocols.ports import WriteOutcome
 
 P, K, C = PrefillPhase, PrefillKind, PrefillCommand
 CELLS = list(itertools.product(P, K))
@@ -116,8 +116,8 @@ def queued(*, last: bool = False) -> PrefillEvent:
     return PrefillEvent(K.CHUNK_QUEUED, last=last)
 
 
-def ended(landing: Landing, cause: Cause | None = None) -> PrefillEvent:
-    return PrefillEvent(None, landing=landing, cause=cause)
+def ended(outcome: WriteOutcome, cause: Cause | None = None) -> PrefillEvent:
+    return PrefillEvent(None, outcome=outcome, cause=cause)
 
 
 def run(*events: PrefillEvent) -> tuple[PrefillRoomState, list[PrefillCommand]]:
@@ -137,7 +137,7 @@ def test_states_are_frozen_values_and_step_is_pure() -> None:
 
 
 def test_chunks_land_one_after_the_other_or_together() -> None:
-    landed = ended(Landing.LANDED)
+    landed = ended(WriteOutcome.LANDED)
     together, _ = run(queued(), queued(last=True), landed)
     assert together.phase is P.TRANSFERRING
     for events in ([queued(), queued(last=True), landed, landed], [queued(), landed, queued(last=True), landed]):
@@ -147,42 +147,42 @@ def test_chunks_land_one_after_the_other_or_together() -> None:
 
 
 @pytest.mark.parametrize("why", [K.ABORT_RECEIVED, K.ENDED_LOCALLY, K.TARGET_LOST], ids=lambda value: value.name)
-@pytest.mark.parametrize("landings", list(itertools.product(Landing, repeat=2)), ids=str)
+@pytest.mark.parametrize("outcomes", list(itertools.product(WriteOutcome, repeat=2)), ids=str)
 def test_an_ending_waits_for_every_write_and_remembers_doubt(
-    why: PrefillKind, landings: tuple[Landing, Landing]
+    why: PrefillKind, outcomes: tuple[WriteOutcome, WriteOutcome]
 ) -> None:
-    room, said = run(queued(), queued(), PrefillEvent(why, cause=Cause(Code.CLIENT_GONE)), ended(landings[0]))
+    room, said = run(queued(), queued(), PrefillEvent(why, cause=Cause(Code.CLIENT_GONE)), ended(outcomes[0]))
     assert room.phase is P.DRAINING
     assert not {C.SEND_DRAINED, C.SEND_UNPROVEN, C.END} & set(said)
-    room, commands = step(room, ended(landings[1]))
-    doubt = Landing.UNPROVEN in landings
+    room, commands = step(room, ended(outcomes[1]))
+    doubt = WriteOutcome.UNPROVEN in outcomes
     assert room.phase is (P.LOST if doubt else P.ABORTED)
     assert commands == (C.SEND_UNPROVEN if doubt else C.SEND_DRAINED, C.END)
 
 
 def test_a_write_in_doubt_fails_the_room_and_decode_is_told_at_once() -> None:
     cause = Cause(Code.TRANSFER_ERROR, "reset")
-    room, said = run(queued(), queued(last=True), ended(Landing.UNPROVEN, cause))
+    room, said = run(queued(), queued(last=True), ended(WriteOutcome.UNPROVEN, cause))
     assert room.phase is P.DRAINING and said[-3:] == [C.SEND_FAILED, C.TELL_ENDED, C.CANCEL_WRITES]
-    room, commands = step(room, ended(Landing.LANDED))
+    room, commands = step(room, ended(WriteOutcome.LANDED))
     assert (room.phase, commands, room.cause) == (P.LOST, (C.SEND_UNPROVEN, C.END), cause)
 
 
 def test_a_write_that_stopped_short_fails_the_room_and_leaves_no_doubt() -> None:
     """The plane refused it, or stopped it by itself: every byte that was submitted has landed."""
     cause = Cause(Code.TRANSFER_ERROR, "refused")
-    room, commands = step(run(queued())[0], ended(Landing.DRAINED, cause))
+    room, commands = step(run(queued())[0], ended(WriteOutcome.CANCELLED, cause))
     assert (room.phase, room.cause) == (P.ABORTED, cause)
     assert commands == (C.SEND_FAILED, C.SEND_DRAINED, C.TELL_ENDED, C.END)
-    room, commands = step(run(queued(), queued())[0], ended(Landing.DRAINED, cause))
+    room, commands = step(run(queued(), queued())[0], ended(WriteOutcome.CANCELLED, cause))
     assert room.phase is P.DRAINING and commands == (C.SEND_FAILED, C.TELL_ENDED, C.CANCEL_WRITES)
-    room, commands = step(room, ended(Landing.LANDED))
+    room, commands = step(room, ended(WriteOutcome.LANDED))
     assert (room.phase, commands) == (P.ABORTED, (C.SEND_DRAINED, C.END))
 
 
 def test_the_first_cause_is_kept() -> None:
     first, second = Cause(Code.CLIENT_GONE), Cause(Code.TRANSFER_ERROR)
-    room, _ = run(queued(), PrefillEvent(K.ABORT_RECEIVED, cause=first), ended(Landing.UNPROVEN, second))
+    room, _ = run(queued(), PrefillEvent(K.ABORT_RECEIVED, cause=first), ended(WriteOutcome.UNPROVEN, second))
     assert (room.phase, room.cause) == (P.LOST, first)
 
 
@@ -200,8 +200,8 @@ def test_whatever_happens_nothing_ends_while_it_runs(data: st.DataObject) -> Non
             case "send":
                 event, running = queued(last=data.draw(st.booleans())), running + 1
             case "write":
-                landing = data.draw(st.sampled_from(Landing))
-                event, running, doubt = ended(landing), running - 1, doubt or landing is Landing.UNPROVEN
+                outcome = data.draw(st.sampled_from(WriteOutcome))
+                event, running, doubt = ended(outcome), running - 1, doubt or outcome is WriteOutcome.UNPROVEN
             case other:
                 kinds = {"abort": K.ABORT_RECEIVED, "local": K.ENDED_LOCALLY, "lost": K.TARGET_LOST}
                 event = PrefillEvent(kinds[other], cause=Cause(Code.CLIENT_GONE, other))

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from kvflow.protocols.errors import Cause, Code
 from kvflow.protocols.pages.layout import Buffer, Component, PoolLayout, build_layout
-from kvflow.protocols.ports import Endpoint, Witness
+from kvflow.protocols.ports import PlaneAddress, ProcessIdentity
 from kvflow.protocols.wire.messages import (
     MAX_RANKS,
     WIRE_VERSION,
@@ -30,12 +30,12 @@ U64 = 2**64 - 1
 ALL: tuple[type, ...] = get_args(Message)
 CAUSE = Cause(Code.CLIENT_GONE, "gone")
 LAYOUT = build_layout([("k", "uint8", (8,))], page_size=4, num_pages=8)
-ENDPOINT = Endpoint("fake", "a", Witness("b", "n", 1, 2))
+ADDRESS = PlaneAddress("fake", "a", ProcessIdentity("b", "n", 1, 2))
 _ROOM: dict[str, Any] = {"room": 7, "grant": 1, "source": 1, "target": 2}
 _LIVES: dict[str, Any] = {"source": 1, "target": 2}
 GOOD: dict[type, Any] = {
-    Register: Register(wire_version=WIRE_VERSION, layout=LAYOUT, endpoint=ENDPOINT, fresh_from=0, **_LIVES),
-    Registered: Registered(wire_version=WIRE_VERSION, rank=0, refusal="", endpoint=ENDPOINT, **_LIVES),
+    Register: Register(wire_version=WIRE_VERSION, layout=LAYOUT, address=ADDRESS, fresh_from=0, **_LIVES),
+    Registered: Registered(wire_version=WIRE_VERSION, rank=0, refusal="", address=ADDRESS, **_LIVES),
     Announce: Announce(**_ROOM),
     Bootstrap: Bootstrap(pages=b"\0\0\0\0", prompt_tokens=4, prompt_digest=b"d" * 32, **_ROOM),
     ChunkDone: ChunkDone(rank=0, seq=0, pages=1, last=True, handoff=b"h", **_ROOM),
@@ -54,8 +54,8 @@ counts = st.integers(0, 1 << 40)
 seqs = st.integers(0, 1 << 32)
 texts = st.text(max_size=40)
 numbers = st.integers(-(2**63), U64)
-witnesses = st.builds(Witness, texts, texts, numbers, numbers)
-endpoints = st.builds(Endpoint, texts, texts, witnesses)
+identities = st.builds(ProcessIdentity, texts, texts, numbers, numbers)
+addresses = st.builds(PlaneAddress, texts, texts, identities)
 causes = st.builds(Cause, st.sampled_from(Code), texts)
 shapes = st.lists(numbers, max_size=3).map(tuple)
 components = st.builds(Component, texts, texts, shapes, numbers, numbers, numbers)
@@ -74,7 +74,7 @@ lives: dict[str, Any] = {"source": ids, "target": ids}
 header: dict[str, Any] = {"room": rooms, "grant": ids, **lives}
 
 to_prefill: dict[type, st.SearchStrategy[Message]] = {
-    Register: st.builds(Register, wire_version=numbers, layout=layouts, endpoint=endpoints, fresh_from=counts, **lives),
+    Register: st.builds(Register, wire_version=numbers, layout=layouts, address=addresses, fresh_from=counts, **lives),
     Announce: st.builds(Announce, **header),
     Bootstrap: st.builds(
         Bootstrap, pages=packed, prompt_tokens=counts, prompt_digest=digests, prefix_tokens=counts, **header
@@ -89,7 +89,7 @@ to_decode: dict[type, st.SearchStrategy[Message]] = {
         wire_version=st.integers(0, 99),
         rank=ranks,
         refusal=texts,
-        endpoint=st.none() | endpoints,
+        address=st.none() | addresses,
         asked=rooms,
         **lives,
     ),

@@ -19,7 +19,7 @@ import numpy as np
 
 from kvflow.memory.pool import PagedPool
 from kvflow.protocols.pages.layout import PageIndices, PoolLayout, build_layout
-from kvflow.protocols.ports import DataPlane, Endpoint, Flight, Landing, Route
+from kvflow.protocols.ports import DataPlane, PlaneAddress, Route, Write, WriteOutcome
 from kvflow.transports.data.select import open_plane
 
 STREAMS = [
@@ -43,7 +43,7 @@ class Side:
         layout = build_layout(STREAMS, page_size=PAGE_SIZE, num_pages=NUM_PAGES, order=order)  # type: ignore[arg-type]
         self.pool = PagedPool.allocate(layout)
         self.plane: DataPlane = open_plane(backend, self.pool.segment, rate, host)
-        self.endpoint, self.layout = self.plane.export(self.pool.layout)
+        self.address, self.layout = self.plane.export(self.pool.layout)
         self.memory = [
             np.ctypeslib.as_array((ctypes.c_uint8 * b.size_bytes).from_address(b.address))
             for b in self.pool.layout.buffers
@@ -68,7 +68,7 @@ class Peer:
 
     def __init__(self, process: asyncio.subprocess.Process) -> None:
         self.process = process
-        self.endpoint: Endpoint
+        self.address: PlaneAddress
         self.layout: PoolLayout
 
     async def ask(self, *command: object) -> Any:
@@ -81,7 +81,7 @@ class Peer:
 
     async def connect(self, side: Side) -> None:
         """Let it write into our pool."""
-        told = msgspec.to_builtins((side.endpoint, side.layout))
+        told = msgspec.to_builtins((side.address, side.layout))
         assert await self.ask("connect", told) == "connected"
 
 
@@ -108,7 +108,7 @@ async def spawned(
         peer = Peer(process)
         assert process.stdout is not None
         line = await process.stdout.readline()
-        peer.endpoint, peer.layout = msgspec.json.decode(line, type=tuple[Endpoint, PoolLayout])
+        peer.address, peer.layout = msgspec.json.decode(line, type=tuple[PlaneAddress, PoolLayout])
         yield peer
     finally:
         assert process.stdin is not None
@@ -128,9 +128,9 @@ async def until(condition: Callable[[], bool], *, within_s: float = 20.0) -> Non
 
 async def _serve(backend: str, order: str, rate: float, host: str) -> None:
     side = Side(backend, order, rate or None, host)
-    print(msgspec.json.encode((side.endpoint, side.layout)).decode(), flush=True)
+    print(msgspec.json.encode((side.address, side.layout)).decode(), flush=True)
     route: Route
-    flight: Flight
+    write: Write
     while line := await asyncio.to_thread(sys.stdin.readline):
         reply: object
         match json.loads(line):
@@ -142,13 +142,13 @@ async def _serve(backend: str, order: str, rate: float, host: str) -> None:
             case ["landed"]:
                 reply = side.landed_bytes()
             case ["connect", told]:
-                endpoint, layout = msgspec.convert(told, tuple[Endpoint, PoolLayout])
-                route, reply = await side.plane.connect(endpoint, layout), "connected"
+                address, layout = msgspec.convert(told, tuple[PlaneAddress, PoolLayout])
+                route, reply = await side.plane.connect(address, layout), "connected"
             case ["write", source, target]:
-                flight, reply = route.write(pages(*source), pages(*target)), "started"
+                write, reply = route.write(pages(*source), pages(*target)), "started"
             case ["done"]:
-                landing: Landing = await asyncio.shield(flight.done)
-                reply = [landing.value, flight.landed_bytes]
+                outcome: WriteOutcome = await asyncio.shield(write.done)
+                reply = [outcome.value, write.landed_bytes]
             case ["fork"]:  # a child that outlives us: what we mapped must not be mapped there
                 child = os.fork()
                 if not child:

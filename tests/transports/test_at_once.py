@@ -13,7 +13,7 @@ import pytest
 from kvflow.memory.pool import PagedPool
 from kvflow.protocols.errors import LayoutError, TransferError
 from kvflow.protocols.pages.layout import PageIndices, build_layout
-from kvflow.protocols.ports import Landing
+from kvflow.protocols.ports import WriteOutcome
 from kvflow.transports.data.local import LocalPlane, LocalRoute
 from kvflow.transports.data.route import FEW_BLOCKS
 from kvflow.transports.data.write_thread import AT_ONCE_BYTES
@@ -75,12 +75,12 @@ async def test_up_to_64_kib_in_few_blocks_has_landed_when_write_returns(
         for count in (1, 2, at_once_pages, at_once_pages + 1):
             at, there = (rng.permutation(PAGES)[:count].astype(np.int32) for _ in range(2))
             before = p.landed_pages
-            flight = p.route.write(at, there)
+            write = p.route.write(at, there)
             at_once = count <= at_once_pages
-            assert flight.done.done() is at_once and (p.same(at, there) or not at_once)
-            assert await asyncio.shield(flight.done) is flight.landing is Landing.LANDED and p.same(at, there)
-            assert flight.landed_bytes == flight.total_bytes == count * 4 * KIB and not flight.error
-            flight.cancel()  # too late, and harmless
+            assert write.done.done() is at_once and (p.same(at, there) or not at_once)
+            assert await asyncio.shield(write.done) is write.outcome is WriteOutcome.LANDED and p.same(at, there)
+            assert write.landed_bytes == write.total_bytes == count * 4 * KIB and not write.error
+            write.cancel()  # too late, and harmless
             assert before < p.landed_pages <= before + count and p.plane.stalled_s == 0
             await asyncio.sleep(0)  # the turn ends
 
@@ -93,8 +93,8 @@ async def test_nothing_overtakes_what_was_written_before() -> None:
         tiny = p.route.write(pages(PAGES - 1), pages(PAGES - 1))
         assert not tiny.done.done() and p.plane.stalled_s < 20
         large.cancel()
-        assert await asyncio.shield(large.done) is Landing.DRAINED
-        assert await asyncio.shield(tiny.done) is Landing.LANDED and p.same(pages(PAGES - 1), pages(PAGES - 1))
+        assert await asyncio.shield(large.done) is WriteOutcome.CANCELLED
+        assert await asyncio.shield(tiny.done) is WriteOutcome.LANDED and p.same(pages(PAGES - 1), pages(PAGES - 1))
 
 
 @pytest.mark.parametrize(
@@ -105,22 +105,22 @@ async def test_one_turn_of_the_loop_copies_a_bounded_amount(
     page_kib: int, streams: int, order: str, in_one_turn: int
 ) -> None:
     async with pair(page_kib, streams=streams, order=order) as p:
-        flights = [p.route.write(pages(i), pages(i)) for i in range(in_one_turn + 10)]
-        assert [f.done.done() for f in flights] == [True] * in_one_turn + [False] * 10
-        assert {await asyncio.shield(f.done) for f in flights} == {Landing.LANDED}
-        assert p.landed_pages == len(flights)
+        writes = [p.route.write(pages(i), pages(i)) for i in range(in_one_turn + 10)]
+        assert [write.done.done() for write in writes] == [True] * in_one_turn + [False] * 10
+        assert {await asyncio.shield(write.done) for write in writes} == {WriteOutcome.LANDED}
+        assert p.landed_pages == len(writes)
         assert p.route.write(pages(0), pages(1)).done.done()
 
 
 async def test_the_rate_limit_holds_for_tiny_writes_too() -> None:
     rate, clock = 1e6, asyncio.get_running_loop().time
     async with pair(4, rate=rate) as p:
-        began, flights = clock(), []
+        began, writes = clock(), []
         while clock() < began + 0.1:
-            flights.append(p.route.write(pages(0), pages(0)))
-            assert sum(f.landed_bytes for f in flights) <= rate * (clock() - began) + rate * 0.005 + 4 * KIB
-            await asyncio.shield(flights[-1].done)
-        assert any(f.done.done() for f in flights[1:])
+            writes.append(p.route.write(pages(0), pages(0)))
+            assert sum(write.landed_bytes for write in writes) <= rate * (clock() - began) + rate * 0.005 + 4 * KIB
+            await asyncio.shield(writes[-1].done)
+        assert any(write.done.done() for write in writes[1:])
         assert not p.route.write(pages(*range(16)), pages(*range(16))).done.done()  # more than one slice of that rate
 
 

@@ -14,7 +14,7 @@ import pytest
 
 from kvflow.memory.pool import PagedPool
 from kvflow.protocols.pages.layout import build_layout
-from kvflow.protocols.ports import Flight, Landing, Route
+from kvflow.protocols.ports import Route, Write, WriteOutcome
 from kvflow.testing.cancellation import Steps
 from kvflow.transports.data import local
 from kvflow.transports.data.local import LocalPlane
@@ -63,12 +63,12 @@ async def test_every_wait_of_close(how: str, monkeypatch: pytest.MonkeyPatch) ->
     for first in itertools.count():
         async with planes() as (source, target, pool):
             route: Route = await source.connect(*target.export(pool.layout))
-            flights: list[Flight] = [route.write(PAGES, PAGES) for _ in range(3)]
+            writes: list[Write] = [route.write(PAGES, PAGES) for _ in range(3)]
             copying.clear()
             await until(copying.is_set)
             steps = Steps(source.close(), *plan(first, how), after_s=after_s(how))
             await asyncio.gather(steps.task(), return_exceptions=True)
-            assert {flight.done.result() for flight in flights} == {Landing.DRAINED}
+            assert {write.done.result() for write in writes} == {WriteOutcome.CANCELLED}
             assert not any(thread.name == "kvflow-local" for thread in threading.enumerate())
             pool.tensor("0.k").fill_(1)
         if steps.waits <= first:

@@ -10,7 +10,7 @@ import pytest
 from kvflow.memory.pool import PagedPool
 from kvflow.protocols.errors import LayoutError, TransferError
 from kvflow.protocols.pages.layout import PageIndices, build_layout
-from kvflow.protocols.ports import Endpoint, Landing
+from kvflow.protocols.ports import PlaneAddress, WriteOutcome
 from kvflow.transports.data.fake import FakeNetwork, FakePlane, FakeRoute, Fault
 from tests.transports.peer_process import pages
 
@@ -43,26 +43,26 @@ FOUR: tuple[PageIndices, PageIndices] = (pages(0, 1, 2, 3), pages(7, 1, 4, 2))
 async def test_without_a_script_everything_lands() -> None:
     pair = Pair()
     route = await pair.route()
-    flight = route.write(*FOUR)
-    assert flight.landed_bytes == 0 and not flight.done.done()  # never within the call itself
-    assert await asyncio.shield(flight.done) is Landing.LANDED
-    assert flight.landed_bytes == flight.total_bytes == pair.arrived() == 4 * PAGE_BYTES
-    assert pair.prefill.flights == [] and pair.prefill.written == [flight]
+    write = route.write(*FOUR)
+    assert write.landed_bytes == 0 and not write.done.done()  # never within the call itself
+    assert await asyncio.shield(write.done) is WriteOutcome.LANDED
+    assert write.landed_bytes == write.total_bytes == pair.arrived() == 4 * PAGE_BYTES
+    assert pair.prefill.writes == [] and pair.prefill.started == [write]
 
 
 async def test_held_writes_move_page_by_page() -> None:
     pair = Pair()
     pair.prefill.hold()
     route = await pair.route()
-    flight, later = route.write(*FOUR), route.write(pages(5), pages(5))
+    write, later = route.write(*FOUR), route.write(pages(5), pages(5))
     await asyncio.sleep(0)
     assert pair.arrived() == 0
-    assert pair.prefill.step(3) == 3 * PAGE_BYTES == flight.landed_bytes == pair.arrived()
-    flight.cancel()
-    flight.cancel()
-    assert flight.done.result() is Landing.DRAINED and pair.arrived() == 3 * PAGE_BYTES
+    assert pair.prefill.step(3) == 3 * PAGE_BYTES == write.landed_bytes == pair.arrived()
+    write.cancel()
+    write.cancel()
+    assert write.done.result() is WriteOutcome.CANCELLED and pair.arrived() == 3 * PAGE_BYTES
     pair.prefill.release()
-    assert later.done.result() is Landing.LANDED and pair.arrived() == 4 * PAGE_BYTES
+    assert later.done.result() is WriteOutcome.LANDED and pair.arrived() == 4 * PAGE_BYTES
     assert pair.prefill.step() == 0
 
 
@@ -70,9 +70,9 @@ async def test_held_writes_move_page_by_page() -> None:
 async def test_errors_prove_nothing_and_late_ones_land_later(fault: Fault) -> None:
     pair = Pair()
     pair.prefill.script(fault)
-    flight = (await pair.route()).write(*FOUR)
-    assert await asyncio.shield(flight.done) is Landing.UNPROVEN and fault.value in flight.error
-    assert flight.landed_bytes == pair.arrived() == 2 * PAGE_BYTES
+    write = (await pair.route()).write(*FOUR)
+    assert await asyncio.shield(write.done) is WriteOutcome.UNPROVEN and fault.value in write.error
+    assert write.landed_bytes == pair.arrived() == 2 * PAGE_BYTES
     pair.source.tensor("k")[:] = 2  # whatever the source holds by then
     assert pair.prefill.land_late() == (2 * PAGE_BYTES if fault is Fault.LATE else 0)
     values = pair.target.pages_bytes(pages(4, 2))
@@ -83,8 +83,8 @@ async def test_errors_prove_nothing_and_late_ones_land_later(fault: Fault) -> No
 async def test_one_page_meets_a_fault_too(fault: Fault) -> None:
     pair = Pair()
     pair.prefill.script(fault)
-    flight = (await pair.route()).write(pages(1), pages(1))
-    assert await asyncio.shield(flight.done) is Landing.UNPROVEN and pair.arrived() == 0
+    write = (await pair.route()).write(pages(1), pages(1))
+    assert await asyncio.shield(write.done) is WriteOutcome.UNPROVEN and pair.arrived() == 0
 
 
 async def test_a_stuck_write_ends_only_when_released() -> None:
@@ -92,12 +92,12 @@ async def test_a_stuck_write_ends_only_when_released() -> None:
     pair.prefill.script(Fault.STUCK)
     route = await pair.route()
     stuck, other = route.write(*FOUR), route.write(pages(5), pages(5))
-    assert await asyncio.shield(other.done) is Landing.LANDED  # it holds up nobody else
+    assert await asyncio.shield(other.done) is WriteOutcome.LANDED  # it holds up nobody else
     stuck.cancel()
     await asyncio.sleep(0)
     assert not stuck.done.done()
     pair.prefill.release()
-    assert stuck.done.result() is Landing.DRAINED
+    assert stuck.done.result() is WriteOutcome.CANCELLED
 
 
 async def test_a_fence_resolves_with_death_and_nothing_lands_after_it() -> None:
@@ -123,7 +123,7 @@ async def test_closing_ends_what_is_under_way() -> None:
     route = await pair.route()
     stuck, waiting = route.write(*FOUR), route.write(*FOUR)
     await pair.prefill.close()
-    assert stuck.done.result() is Landing.UNPROVEN and waiting.done.result() is Landing.DRAINED
+    assert stuck.done.result() is WriteOutcome.UNPROVEN and waiting.done.result() is WriteOutcome.CANCELLED
     with pytest.raises(TransferError):
         await pair.decode.connect(pair.prefill_end, pair.source.layout)
 
@@ -136,7 +136,7 @@ async def test_wrong_use_is_refused() -> None:
     route.close()
     with pytest.raises(TransferError, match="closed"):
         route.write(*FOUR)
-    nowhere = Endpoint("fake", "fake-99", pair.decode_end.witness)
+    nowhere = PlaneAddress("fake", "fake-99", pair.decode_end.process)
     with pytest.raises(TransferError):
         await pair.prefill.connect(nowhere, pair.theirs)
     with pytest.raises(TransferError):

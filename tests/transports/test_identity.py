@@ -13,45 +13,45 @@ import msgspec
 import pytest
 
 from kvflow.protocols.errors import TransferError
-from kvflow.protocols.ports import Witness
+from kvflow.protocols.ports import ProcessIdentity
 from kvflow.transports.host import identity
-from kvflow.transports.host.identity import is_alive, own_witness, wait_dead, watch
+from kvflow.transports.host.identity import is_alive, own_identity, wait_dead, watch
 
 SAY = (
-    "import sys, msgspec; from kvflow.transports.host.identity import own_witness;"
-    "print(msgspec.json.encode(own_witness()).decode(), flush=True); sys.stdin.read()"
+    "import sys, msgspec; from kvflow.transports.host.identity import own_identity;"
+    "print(msgspec.json.encode(own_identity()).decode(), flush=True); sys.stdin.read()"
 )
 
 
-async def child() -> tuple[asyncio.subprocess.Process, Witness]:
+async def child() -> tuple[asyncio.subprocess.Process, ProcessIdentity]:
     pipe = asyncio.subprocess.PIPE
     process = await asyncio.create_subprocess_exec(sys.executable, "-c", SAY, stdin=pipe, stdout=pipe)
     assert process.stdout is not None
-    return process, msgspec.json.decode(await process.stdout.readline(), type=Witness)
+    return process, msgspec.json.decode(await process.stdout.readline(), type=ProcessIdentity)
 
 
 async def test_a_death_is_seen_by_every_watcher() -> None:
-    process, witness = await child()
-    async with watch(witness) as first, watch(witness) as second:
-        assert is_alive(witness)
+    process, observed = await child()
+    async with watch(observed) as first, watch(observed) as second:
+        assert is_alive(observed)
         assert [first.dead, second.dead] == [False, False]
         process.kill()
         await asyncio.wait_for(asyncio.gather(asyncio.shield(first.died), asyncio.shield(second.died)), 5)
         assert [first.dead, second.dead] == [True, True]
     await process.wait()
-    assert not is_alive(witness)
-    await asyncio.wait_for(wait_dead(witness), 1)
+    assert not is_alive(observed)
+    await asyncio.wait_for(wait_dead(observed), 1)
 
 
 async def test_a_reused_pid_is_a_death() -> None:
-    stranger = msgspec.structs.replace(own_witness(), start_ticks=own_witness().start_ticks - 1)
+    stranger = msgspec.structs.replace(own_identity(), start_ticks=own_identity().start_ticks - 1)
     await asyncio.wait_for(wait_dead(stranger), 1)
-    assert is_alive(own_witness()) and not is_alive(stranger)
+    assert is_alive(own_identity()) and not is_alive(stranger)
 
 
 @pytest.mark.parametrize("field", ["boot_id", "pid_namespace"])
 async def test_elsewhere_nothing_can_be_observed(field: str) -> None:
-    elsewhere = msgspec.structs.replace(own_witness(), **{field: "elsewhere"})
+    elsewhere = msgspec.structs.replace(own_identity(), **{field: "elsewhere"})
     with pytest.raises(TransferError, match="another host"):
         watch(elsewhere)
     with pytest.raises(TransferError, match="another host"):
@@ -60,13 +60,13 @@ async def test_elsewhere_nothing_can_be_observed(field: str) -> None:
 
 async def test_no_descriptor_is_left_behind() -> None:
     before = len(os.listdir("/proc/self/fd"))
-    stranger = msgspec.structs.replace(own_witness(), start_ticks=0)
-    for witness in (own_witness(), stranger):
-        death = watch(witness)
+    stranger = msgspec.structs.replace(own_identity(), start_ticks=0)
+    for observed in (own_identity(), stranger):
+        death = watch(observed)
         death.close()
         death.close()
-    async with watch(own_witness()) as death:
-        waiting = asyncio.ensure_future(wait_dead(own_witness()))
+    async with watch(own_identity()) as death:
+        waiting = asyncio.ensure_future(wait_dead(own_identity()))
         await asyncio.sleep(0)
         waiting.cancel()
         with pytest.raises(asyncio.CancelledError):
@@ -83,8 +83,8 @@ async def test_what_passes_does_not_end_a_watch(code: int, monkeypatch: pytest.M
     with monkeypatch.context() as patched:
         patched.setattr(os, "pidfd_open", fail)
         with pytest.raises(OSError, match=re.escape(os.strerror(code))):  # no TransferError: that would mean never
-            watch(own_witness())
-    watch(own_witness()).close()
+            watch(own_identity())
+    watch(own_identity()).close()
 
 
 @pytest.mark.parametrize("code", [errno.EINVAL, errno.ENOSYS, errno.EPERM])
@@ -94,19 +94,19 @@ async def test_what_does_not_pass_ends_it(code: int, monkeypatch: pytest.MonkeyP
 
     monkeypatch.setattr(os, "pidfd_open", fail)
     with pytest.raises(TransferError, match="cannot observe"):
-        watch(own_witness())
+        watch(own_identity())
 
 
 OUT_OF_DESCRIPTORS = """
 import asyncio, msgspec, os, resource, subprocess, sys
 from kvflow.protocols.errors import TransferError
-from kvflow.protocols.ports import Witness
+from kvflow.protocols.ports import ProcessIdentity
 from kvflow.transports.host import identity
 from kvflow.transports.host.identity import wait_dead, watch
 
 async def main():
-    witness = msgspec.json.decode(sys.argv[1], type=Witness)
-    watch(witness).close()
+    observed = msgspec.json.decode(sys.argv[1], type=ProcessIdentity)
+    watch(observed).close()
     resource.setrlimit(resource.RLIMIT_NOFILE, (64, 64))
     spare = []
     try:
@@ -116,13 +116,13 @@ async def main():
         pass
     for free in range(3):  # none for the pidfd; one for it and none for /proc
         try:
-            watch(witness).close()
+            watch(observed).close()
         except TransferError:
             raise
         except OSError as error:
             print(error.errno, flush=True)
         os.close(spare.pop())
-    waiting = asyncio.ensure_future(wait_dead(witness))
+    waiting = asyncio.ensure_future(wait_dead(observed))
     await asyncio.sleep(0)
     print("watching", flush=True)
     await waiting
@@ -133,8 +133,8 @@ asyncio.run(main())
 
 
 async def test_a_death_is_seen_after_a_moment_without_descriptors() -> None:
-    process, witness = await child()
-    told = msgspec.json.encode(witness).decode()
+    process, observed = await child()
+    told = msgspec.json.encode(observed).decode()
     pipe = asyncio.subprocess.PIPE
     observer = await asyncio.create_subprocess_exec(sys.executable, "-c", OUT_OF_DESCRIPTORS, told, stdout=pipe)
     assert observer.stdout is not None
@@ -156,11 +156,11 @@ async def test_a_living_process_of_another_time_namespace_is_not_dead() -> None:
     process = await asyncio.create_subprocess_exec(*shifted, sys.executable, "-c", SAY, stdin=pipe, stdout=pipe)
     assert process.stdout is not None and process.stdin is not None
     try:
-        witness = msgspec.json.decode(await process.stdout.readline(), type=Witness)
+        observed = msgspec.json.decode(await process.stdout.readline(), type=ProcessIdentity)
         with pytest.raises(TransferError, match="time namespace"):
-            await asyncio.wait_for(wait_dead(witness), 5)
+            await asyncio.wait_for(wait_dead(observed), 5)
         with pytest.raises(TransferError, match="time namespace"):
-            is_alive(witness)
+            is_alive(observed)
     finally:
         process.stdin.close()
         await process.wait()
@@ -175,5 +175,5 @@ async def test_a_process_that_proc_hides_is_not_dead(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(identity, "_stat", lambda pid: (b"X", -1))  # as /proc mounted with hidepid=2 has it
     before = len(os.listdir("/proc/self/fd"))
     with pytest.raises(TransferError, match="hidepid"):
-        watch(msgspec.structs.replace(own_witness(), start_ticks=1))
+        watch(msgspec.structs.replace(own_identity(), start_ticks=1))
     assert len(os.listdir("/proc/self/fd")) == before

@@ -14,16 +14,16 @@ from contextlib import contextmanager
 import msgspec
 import pytest
 
-from kvflow.protocols.ports import Witness
+from kvflow.protocols.ports import ProcessIdentity
 from kvflow.transports.data.mooncake.inbound import InboundConnections
 from kvflow.transports.data.mooncake.tcp_table import encode_address, is_loopback, listening_ports, rows, sockets
-from kvflow.transports.host.identity import own_witness
+from kvflow.transports.host.identity import own_identity
 
 # Connects when it is told to ("c"), has a child that inherits its sockets ("f"), and writes its bytes ("w").
 WRITER = """
 import msgspec, os, signal, socket, sys
-from kvflow.transports.host.identity import own_witness
-print(msgspec.json.encode(own_witness()).decode(), flush=True)
+from kvflow.transports.host.identity import own_identity
+print(msgspec.json.encode(own_identity()).decode(), flush=True)
 sockets = []
 for line in sys.stdin:
     if line == "c\\n":
@@ -45,7 +45,7 @@ class Writer:
         self.process = subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True, bufsize=1)
         self.child = 0
         assert self.process.stdout is not None
-        self.witness = msgspec.json.decode(self.process.stdout.readline(), type=Witness)
+        self.identity = msgspec.json.decode(self.process.stdout.readline(), type=ProcessIdentity)
 
     def do(self, command: str) -> int:
         assert self.process.stdin is not None and self.process.stdout is not None
@@ -81,7 +81,7 @@ class Engine:
         writer = Writer("127.0.0.1", self.port)
         self.writers.append(writer)
         if watched:
-            self.inbound.watch(writer.witness)
+            self.inbound.watch(writer.identity)
         return writer
 
     def connection(self, writer: Writer) -> socket.socket:
@@ -128,11 +128,11 @@ def test_a_dead_writers_connection_counts_until_our_end_is_closed(family: socket
         accepted = engine.connection(writer)
         engine.inbound.look()
         writer.kill()
-        assert engine.inbound.count_open(writer.witness) == 1  # nine bytes are still to be read
+        assert engine.inbound.count_open(writer.identity) == 1  # nine bytes are still to be read
         assert accepted.recv(100) == b"x" * 9
-        assert engine.inbound.count_open(writer.witness) == 1
+        assert engine.inbound.count_open(writer.identity) == 1
         accepted.close()
-        assert engine.inbound.count_open(writer.witness) == 0
+        assert engine.inbound.count_open(writer.identity) == 0
     assert engine.port not in listening_ports()
 
 
@@ -142,11 +142,11 @@ def test_a_child_that_holds_its_dead_parents_connection_cannot_keep_it_open(engi
     writer.fork()
     engine.inbound.look()
     writer.kill()
-    assert engine.inbound.count_open(writer.witness) == 1
+    assert engine.inbound.count_open(writer.identity) == 1
     assert accepted.recv(100) == b"x" * 9
     assert accepted.recv(100) == b""  # and this is where an engine closes it
     accepted.close()
-    assert engine.inbound.count_open(writer.witness) == 0
+    assert engine.inbound.count_open(writer.identity) == 0
 
 
 def test_a_connection_that_only_a_child_was_seen_with_counts_as_long_as_the_child_lives(engine: Engine) -> None:
@@ -154,16 +154,16 @@ def test_a_connection_that_only_a_child_was_seen_with_counts_as_long_as_the_chil
     accepted = engine.connection(writer)
     writer.fork()
     writer.kill()  # before anything was looked at
-    assert engine.inbound.count_open(writer.witness) == 1
+    assert engine.inbound.count_open(writer.identity) == 1
     assert accepted.recv(100) == b"x" * 9
     accepted.setblocking(False)
     with pytest.raises(BlockingIOError):
         accepted.recv(100)  # not shut down: it may be another's
-    assert engine.inbound.count_open(writer.witness) == 1
+    assert engine.inbound.count_open(writer.identity) == 1
     writer.kill_child()
     assert select.select([accepted], [], [], 5)[0] and accepted.recv(100) == b""
     accepted.close()
-    assert engine.inbound.count_open(writer.witness) == 0
+    assert engine.inbound.count_open(writer.identity) == 0
 
 
 def test_a_connection_that_was_reset_counts_until_it_was_read(engine: Engine) -> None:
@@ -177,10 +177,10 @@ def test_a_connection_that_was_reset_counts_until_it_was_read(engine: Engine) ->
         with pytest.raises(OSError):  # the kernel's table does not list it any more
             accepted.getpeername()
         assert not [row for row in rows(ports={engine.port}) if row.inode == os.fstat(accepted.fileno()).st_ino]
-        assert engine.inbound.count_open(writer.witness) == 1
+        assert engine.inbound.count_open(writer.identity) == 1
         assert accepted.recv(100) == b"x" * 9
         accepted.close()
-        assert engine.inbound.count_open(writer.witness) == 0
+        assert engine.inbound.count_open(writer.identity) == 0
 
 
 def test_a_connection_not_yet_accepted_counts(engine: Engine) -> None:
@@ -189,11 +189,11 @@ def test_a_connection_not_yet_accepted_counts(engine: Engine) -> None:
     writer.do("c")
     writer.do("w")
     writer.kill()
-    assert engine.inbound.count_open(writer.witness) == 1
+    assert engine.inbound.count_open(writer.identity) == 1
     accepted, _ = engine.server.accept()
-    assert engine.inbound.count_open(writer.witness) == 1
+    assert engine.inbound.count_open(writer.identity) == 1
     accepted.close()
-    assert engine.inbound.count_open(writer.witness) == 0
+    assert engine.inbound.count_open(writer.identity) == 0
 
 
 def test_another_writers_connections_do_not_count(engine: Engine) -> None:
@@ -203,7 +203,7 @@ def test_another_writers_connections_do_not_count(engine: Engine) -> None:
     engine.inbound.look()
     after = engine.connection(other)  # since nobody looked, but the other was there already
     writer.kill()
-    assert engine.inbound.count_open(writer.witness) == 1
+    assert engine.inbound.count_open(writer.identity) == 1
     for connection in (before, after):
         assert connection.recv(100) == b"x" * 9
         connection.setblocking(False)
@@ -215,10 +215,10 @@ def test_a_writer_that_may_have_inherited_a_connection_proves_nothing(engine: En
     writer, other = engine.writer(), engine.writer(watched=False)
     held = engine.connection(other)
     writer.kill()
-    engine.inbound.watch(other.witness)  # only now: it could be a child that has had the connection from the beginning
-    assert engine.inbound.count_open(writer.witness) == 1
+    engine.inbound.watch(other.identity)  # only now: it could be a child that has had the connection from the beginning
+    assert engine.inbound.count_open(writer.identity) == 1
     held.close()
-    assert engine.inbound.count_open(writer.witness) == 0
+    assert engine.inbound.count_open(writer.identity) == 0
 
 
 def test_a_strangers_connection_counts(engine: Engine) -> None:
@@ -226,9 +226,9 @@ def test_a_strangers_connection_counts(engine: Engine) -> None:
     held = engine.connection(stranger)
     engine.inbound.look()
     writer.kill()
-    assert engine.inbound.count_open(writer.witness) == 1
+    assert engine.inbound.count_open(writer.identity) == 1
     held.close()
-    assert engine.inbound.count_open(writer.witness) == 0
+    assert engine.inbound.count_open(writer.identity) == 0
 
 
 def test_a_child_of_ours_that_holds_a_closed_connection_is_no_reader(engine: Engine) -> None:
@@ -237,27 +237,27 @@ def test_a_child_of_ours_that_holds_a_closed_connection_is_no_reader(engine: Eng
     engine.inbound.look()
     with subprocess.Popen(["sleep", "60"], pass_fds=[accepted.fileno()]) as child:
         writer.kill()
-        assert engine.inbound.count_open(writer.witness) == 1
+        assert engine.inbound.count_open(writer.identity) == 1
         accepted.recv(100)
         accepted.close()
-        assert engine.inbound.count_open(writer.witness) == 0
+        assert engine.inbound.count_open(writer.identity) == 0
         engine.inbound.look()
         next_writer.kill()
-        assert engine.inbound.count_open(next_writer.witness) == 0
+        assert engine.inbound.count_open(next_writer.identity) == 0
         child.kill()
 
 
 def test_what_was_forgotten_is_not_looked_at(engine: Engine) -> None:
     writer = engine.writer()
-    engine.inbound.watch(writer.witness)
-    engine.inbound.forget(writer.witness)
+    engine.inbound.watch(writer.identity)
+    engine.inbound.forget(writer.identity)
     engine.connection(writer)
     engine.inbound.look()
     writer.kill()
-    assert engine.inbound.count_open(writer.witness) == 1
-    engine.inbound.forget(writer.witness)
+    assert engine.inbound.count_open(writer.identity) == 1
+    engine.inbound.forget(writer.identity)
     with pytest.raises(KeyError):
-        engine.inbound.count_open(writer.witness)
+        engine.inbound.count_open(writer.identity)
 
 
 def test_addresses_are_written_as_the_tables_write_them() -> None:
@@ -267,4 +267,4 @@ def test_addresses_are_written_as_the_tables_write_them() -> None:
         assert row.ends.address == encode_address("127.0.0.1") == encode_address("::ffff:127.0.0.1")
         assert row.inode in sockets() and row.inode in sockets(os.getpid())
     assert is_loopback(encode_address("127.3.2.1")) and not is_loopback(encode_address("126.0.0.127"))
-    assert sockets(own_witness().pid + (1 << 22)) == {}
+    assert sockets(own_identity().pid + (1 << 22)) == {}

@@ -13,7 +13,7 @@ import pytest
 from kvflow.memory.pool import PagedPool
 from kvflow.protocols.errors import LayoutError, TransferError
 from kvflow.protocols.pages.layout import build_layout
-from kvflow.protocols.ports import Landing
+from kvflow.protocols.ports import WriteOutcome
 from kvflow.transports.data.local import LocalPlane
 from tests.transports.peer_process import NUM_PAGES, Side, pages, spawned
 
@@ -29,13 +29,13 @@ async def side() -> AsyncIterator[Side]:
 async def test_only_a_sealed_segment_of_that_process_is_opened(side: Side, address: str) -> None:
     async with spawned("local") as peer:
         with pytest.raises(TransferError):
-            await side.plane.connect(msgspec.structs.replace(peer.endpoint, address=address), peer.layout)
+            await side.plane.connect(msgspec.structs.replace(peer.address, locator=address), peer.layout)
 
 
 async def test_a_reused_pid_is_told_apart(side: Side) -> None:
     async with spawned("local") as peer:
-        witness = msgspec.structs.replace(peer.endpoint.witness, start_ticks=peer.endpoint.witness.start_ticks + 1)
-        stranger = msgspec.structs.replace(peer.endpoint, witness=witness)
+        identity = msgspec.structs.replace(peer.address.process, start_ticks=peer.address.process.start_ticks + 1)
+        stranger = msgspec.structs.replace(peer.address, process=identity)
         with pytest.raises(TransferError, match="has ended"):
             await side.plane.connect(stranger, peer.layout)
         await asyncio.wait_for(side.plane.fence(stranger), 1)
@@ -50,10 +50,10 @@ async def test_offsets_from_the_wire_are_checked_against_the_real_segment(side: 
             msgspec.structs.replace(buffer, address=1 << 62),
         ):
             with pytest.raises(LayoutError):
-                await side.plane.connect(peer.endpoint, msgspec.structs.replace(peer.layout, buffers=(lie,)))
+                await side.plane.connect(peer.address, msgspec.structs.replace(peer.layout, buffers=(lie,)))
         more_pages = msgspec.structs.replace(peer.layout, num_pages=NUM_PAGES + 1)
         with pytest.raises(LayoutError):
-            await side.plane.connect(peer.endpoint, more_pages)
+            await side.plane.connect(peer.address, more_pages)
 
 
 async def test_a_child_of_the_writer_has_no_way_in(side: Side) -> None:
@@ -66,7 +66,7 @@ async def test_a_child_of_the_writer_has_no_way_in(side: Side) -> None:
         assert f" {inode} " in _mapped(peer.process.pid)
         assert f" {inode} " not in _mapped(child)
         peer.process.kill()
-        await asyncio.wait_for(side.plane.fence(peer.endpoint), 5)
+        await asyncio.wait_for(side.plane.fence(peer.address), 5)
 
 
 def _mapped(pid: int) -> str:
@@ -76,24 +76,24 @@ def _mapped(pid: int) -> str:
 
 async def test_writing_on_after_the_receiver_died_is_harmless(side: Side) -> None:
     async with spawned("local") as peer:
-        route = await side.plane.connect(peer.endpoint, peer.layout)
-    flight = route.write(pages(0), pages(0))  # its memory lives as long as our mapping
-    assert await asyncio.shield(flight.done) is Landing.LANDED
+        route = await side.plane.connect(peer.address, peer.layout)
+    write = route.write(pages(0), pages(0))  # its memory lives as long as our mapping
+    assert await asyncio.shield(write.done) is WriteOutcome.LANDED
 
 
 async def test_a_pool_of_a_users_own_tensors_can_send_and_not_receive(side: Side) -> None:
     layout = build_layout([("k", "uint8", (64,))], page_size=16, num_pages=8)
     private = PagedPool.allocate(layout, shared=False)
     plane = LocalPlane(private.segment)
-    endpoint, exported = plane.export(private.layout)
+    address, exported = plane.export(private.layout)
     with pytest.raises(TransferError, match="cannot be written to"):
-        await side.plane.connect(endpoint, exported)
+        await side.plane.connect(address, exported)
 
     target = PagedPool.allocate(layout)
     other = LocalPlane(target.segment)
     route = await plane.connect(*other.export(target.layout))
     private.tensor("k")[3] = 9
-    assert await asyncio.shield(route.write(pages(3), pages(5)).done) is Landing.LANDED
+    assert await asyncio.shield(route.write(pages(3), pages(5)).done) is WriteOutcome.LANDED
     assert (target.pages_bytes(pages(5)) == 9).all() and not target.pages_bytes(np.arange(5, dtype=np.int32)).any()
     for opened in (plane, other):
         await opened.close()
@@ -108,4 +108,4 @@ async def test_a_pool_outside_the_segment_is_not_exported(side: Side) -> None:
 
 async def test_connecting_before_export_is_refused(side: Side) -> None:
     with pytest.raises(LayoutError, match="export"):
-        await LocalPlane(None).connect(side.endpoint, side.layout)
+        await LocalPlane(None).connect(side.address, side.layout)

@@ -18,10 +18,10 @@ import pytest
 
 from kvflow.protocols.errors import LayoutError, MisuseError, TransferError
 from kvflow.protocols.pages.layout import build_layout
-from kvflow.protocols.ports import DataPlane, Endpoint, Flight, Landing
+from kvflow.protocols.ports import DataPlane, PlaneAddress, Write, WriteOutcome
 from kvflow.transports.data.mooncake import plane as mooncake
 from kvflow.transports.data.mooncake.route import MooncakeRoute
-from kvflow.transports.data.write_thread import WriteFlight
+from kvflow.transports.data.write_thread import ThreadWrite
 from tests.freezing import freeze
 from tests.transports.peer_process import NUM_PAGES, Side, pages, spawned, until
 
@@ -34,13 +34,13 @@ SCATTERED = EVERYTHING[::2].copy()  # no two pages are one block
 async def test_a_write_to_a_receiver_that_is_killed_is_unproven() -> None:
     side = Side("mooncake", "page_first", 4_000_000)
     async with spawned("mooncake") as peer:
-        route = await side.plane.connect(peer.endpoint, peer.layout)
-        flight = route.write(EVERYTHING, EVERYTHING)
-        await until(lambda: flight.landed_bytes > 0)
+        route = await side.plane.connect(peer.address, peer.layout)
+        write = route.write(EVERYTHING, EVERYTHING)
+        await until(lambda: write.landed_bytes > 0)
         peer.process.kill()
-        assert await asyncio.wait_for(asyncio.shield(flight.done), 10) is Landing.UNPROVEN
-        assert any(cause in flight.error for cause in ("status -1", "has ended"))  # which of the two is seen first
-        assert 0 < flight.landed_bytes < flight.total_bytes
+        assert await asyncio.wait_for(asyncio.shield(write.done), 10) is WriteOutcome.UNPROVEN
+        assert any(cause in write.error for cause in ("status -1", "has ended"))  # which of the two is seen first
+        assert 0 < write.landed_bytes < write.total_bytes
     await side.close()
 
 
@@ -48,31 +48,33 @@ async def test_a_cancelled_write_waits_for_a_frozen_receiver_at_little_cost() ->
     side = Side("mooncake", "page_first", None)
     side.fill(1)
     async with spawned("mooncake") as peer, spawned("mooncake") as other:
-        route = await side.plane.connect(peer.endpoint, peer.layout)
-        assert await asyncio.shield(route.write(pages(0), pages(0)).done) is Landing.LANDED
+        route = await side.plane.connect(peer.address, peer.layout)
+        assert await asyncio.shield(route.write(pages(0), pages(0)).done) is WriteOutcome.LANDED
         await freeze(peer.process.pid)
-        flight = route.write(EVERYTHING, EVERYTHING)
-        flight.cancel()  # before it began, or with blocks under way: both are to be told truly
+        write = route.write(EVERYTHING, EVERYTHING)
+        write.cancel()  # before it began, or with blocks under way: both are to be told truly
         stuck = route.write(EVERYTHING, EVERYTHING)
         await until(lambda: _begun(stuck))
-        second = await side.plane.connect(other.endpoint, other.layout)
-        assert await asyncio.wait_for(asyncio.shield(second.write(EVERYTHING, EVERYTHING).done), 10) is Landing.LANDED
+        second = await side.plane.connect(other.address, other.layout)
+        assert (
+            await asyncio.wait_for(asyncio.shield(second.write(EVERYTHING, EVERYTHING).done), 10) is WriteOutcome.LANDED
+        )
         stuck.cancel()
         used, began = _cpu_s(), time.monotonic()
         with pytest.raises(TimeoutError):  # what was submitted may land at any time: nothing is proven
             await asyncio.wait_for(asyncio.shield(stuck.done), 0.5)
         assert _cpu_s() - used < 0.2 * (time.monotonic() - began)
         peer.process.send_signal(signal.SIGCONT)
-        assert await asyncio.wait_for(asyncio.shield(stuck.done), 10) in (Landing.DRAINED, Landing.LANDED)
-        assert await asyncio.wait_for(asyncio.shield(flight.done), 10) in (Landing.DRAINED, Landing.LANDED)
+        assert await asyncio.wait_for(asyncio.shield(stuck.done), 10) in (WriteOutcome.CANCELLED, WriteOutcome.LANDED)
+        assert await asyncio.wait_for(asyncio.shield(write.done), 10) in (WriteOutcome.CANCELLED, WriteOutcome.LANDED)
         landed = np.frombuffer(await peer.bytes_of(EVERYTHING), dtype=np.uint8)
         assert max(stuck.landed_bytes, side.pool.layout.page_bytes) == np.count_nonzero(landed)
     await side.close()
 
 
-def _begun(flight: Flight) -> bool:
-    assert isinstance(flight, WriteFlight)
-    return flight.job is not None
+def _begun(write: Write) -> bool:
+    assert isinstance(write, ThreadWrite)
+    return write.job is not None
 
 
 def _cpu_s() -> float:
@@ -84,13 +86,13 @@ async def test_a_plane_with_a_frozen_peer_closes_all_the_same(monkeypatch: pytes
     monkeypatch.setattr(mooncake, "_CLOSE_GRACE_S", 0.3)
     side = Side("mooncake", "page_first", None)
     async with spawned("mooncake") as peer:
-        route = await side.plane.connect(peer.endpoint, peer.layout)
-        assert await asyncio.shield(route.write(pages(0), pages(0)).done) is Landing.LANDED
+        route = await side.plane.connect(peer.address, peer.layout)
+        assert await asyncio.shield(route.write(pages(0), pages(0)).done) is WriteOutcome.LANDED
         await freeze(peer.process.pid)
-        flight = route.write(EVERYTHING, EVERYTHING)
-        await until(lambda: _begun(flight))
+        write = route.write(EVERYTHING, EVERYTHING)
+        await until(lambda: _begun(write))
         await asyncio.wait_for(side.plane.close(), 5)
-        assert flight.done.result() is Landing.UNPROVEN and "closed" in flight.error
+        assert write.done.result() is WriteOutcome.UNPROVEN and "closed" in write.error
     side.pool.close()
 
 
@@ -99,8 +101,8 @@ async def test_addresses_outside_the_receivers_pool_are_refused_by_it() -> None:
     async with spawned("mooncake") as peer:
         (buffer,) = peer.layout.buffers
         lie = msgspec.structs.replace(buffer, address=buffer.address + buffer.size_bytes + (1 << 30))
-        route = await side.plane.connect(peer.endpoint, msgspec.structs.replace(peer.layout, buffers=(lie,)))
-        assert await asyncio.wait_for(asyncio.shield(route.write(pages(0), pages(0)).done), 10) is Landing.UNPROVEN
+        route = await side.plane.connect(peer.address, msgspec.structs.replace(peer.layout, buffers=(lie,)))
+        assert await asyncio.wait_for(asyncio.shield(route.write(pages(0), pages(0)).done), 10) is WriteOutcome.UNPROVEN
         assert await peer.ask("landed") == 0
     await side.close()
 
@@ -110,42 +112,42 @@ async def test_a_session_of_another_process_is_not_used_again() -> None:
     assert isinstance(side.plane, mooncake.MooncakePlane)
     side.fill(2)
     async with spawned("mooncake") as peer:
-        earlier = _elsewhere(peer.endpoint)  # the port's last owner, as we got to know it
+        earlier = _elsewhere(peer.address)  # the port's last owner, as we got to know it
         stale = await side.plane.connect(earlier, peer.layout)
-        assert await asyncio.shield(stale.write(pages(0), pages(0)).done) is Landing.LANDED
+        assert await asyncio.shield(stale.write(pages(0), pages(0)).done) is WriteOutcome.LANDED
         for _ in range(2):
-            route = await side.plane.connect(peer.endpoint, peer.layout)
-            assert await asyncio.shield(route.write(pages(3), pages(4)).done) is Landing.LANDED
+            route = await side.plane.connect(peer.address, peer.layout)
+            assert await asyncio.shield(route.write(pages(3), pages(4)).done) is WriteOutcome.LANDED
         assert await peer.bytes_of(pages(4)) == side.pool.pages_bytes(pages(3)).tobytes()
         assert len(side.plane._engines) == 2
         landed = await peer.ask("landed")
-        flight = stale.write(pages(5), pages(6))  # meant for the last owner
-        assert await asyncio.shield(flight.done) is Landing.UNPROVEN and "has ended" in flight.error
+        write = stale.write(pages(5), pages(6))  # meant for the last owner
+        assert await asyncio.shield(write.done) is WriteOutcome.UNPROVEN and "has ended" in write.error
         assert await peer.ask("landed") == landed
     await side.close()
 
 
-def _elsewhere(endpoint: Endpoint) -> Endpoint:
+def _elsewhere(address: PlaneAddress) -> PlaneAddress:
     """The same session as a process of another host would have it, which cannot be observed."""
-    witness = msgspec.structs.replace(endpoint.witness, boot_id="another boot")
-    return msgspec.structs.replace(endpoint, witness=witness)
+    identity = msgspec.structs.replace(address.process, boot_id="another boot")
+    return msgspec.structs.replace(address, process=identity)
 
 
 async def test_a_route_to_a_dead_process_submits_nothing() -> None:
     side = Side("mooncake", "page_first", None)
     descriptors = len(os.listdir("/proc/self/fd"))
     async with spawned("mooncake") as peer:
-        route = await side.plane.connect(peer.endpoint, peer.layout)
+        route = await side.plane.connect(peer.address, peer.layout)
         assert isinstance(route, MooncakeRoute)
-        assert await asyncio.shield(route.write(pages(0), pages(0)).done) is Landing.LANDED
+        assert await asyncio.shield(route.write(pages(0), pages(0)).done) is WriteOutcome.LANDED
         submitted = _count_submits(route)
         peer.process.kill()
         await peer.process.wait()
-        flight = route.write(EVERYTHING, EVERYTHING)
-        assert await asyncio.wait_for(asyncio.shield(flight.done), 10) is Landing.UNPROVEN
-        assert "has ended" in flight.error and not submitted and route.jobs == 0
+        write = route.write(EVERYTHING, EVERYTHING)
+        assert await asyncio.wait_for(asyncio.shield(write.done), 10) is WriteOutcome.UNPROVEN
+        assert "has ended" in write.error and not submitted and route.jobs == 0
         with pytest.raises(TransferError, match="ended"):
-            await side.plane.connect(peer.endpoint, peer.layout)
+            await side.plane.connect(peer.address, peer.layout)
         route.close()
         route.close()
         with pytest.raises(TransferError, match="closed"):
@@ -174,7 +176,7 @@ async def test_an_engine_that_raises_gets_its_window_back(call: str, monkeypatch
     side = Side("mooncake", "page_first", None)
     side.fill(9)
     async with spawned("mooncake") as peer:
-        route = await side.plane.connect(peer.endpoint, peer.layout)
+        route = await side.plane.connect(peer.address, peer.layout)
         assert isinstance(route, MooncakeRoute)
         with monkeypatch.context() as patched:
             if call == "submit":
@@ -182,14 +184,14 @@ async def test_an_engine_that_raises_gets_its_window_back(call: str, monkeypatch
             else:
                 submitted = _count_submits(route)
                 patched.setattr(route, "check", lambda handle: 1 // 0)
-            flight = route.write(SCATTERED, SCATTERED)
-            assert await asyncio.wait_for(asyncio.shield(flight.done), 10) is Landing.UNPROVEN
-        assert ("RuntimeError" if call == "submit" else "ZeroDivisionError") in flight.error
+            write = route.write(SCATTERED, SCATTERED)
+            assert await asyncio.wait_for(asyncio.shield(write.done), 10) is WriteOutcome.UNPROVEN
+        assert ("RuntimeError" if call == "submit" else "ZeroDivisionError") in write.error
         assert (route.jobs, route.handles, route.bytes) == (0, 0, 0)
         if call == "submit":
             assert len(submitted) == 3
-            assert flight.landed_bytes == sum(submitted[:2]) == await peer.ask("landed")  # followed to their end
-        assert await asyncio.shield(route.write(SCATTERED, SCATTERED).done) is Landing.LANDED
+            assert write.landed_bytes == sum(submitted[:2]) == await peer.ask("landed")  # followed to their end
+        assert await asyncio.shield(route.write(SCATTERED, SCATTERED).done) is WriteOutcome.LANDED
     await side.close()
 
 
@@ -199,17 +201,17 @@ async def test_after_a_failed_block_nothing_more_of_a_write_is_submitted() -> No
     async with spawned("mooncake", "layer_first") as peer:
         first, *others = peer.layout.buffers
         lie = msgspec.structs.replace(first, address=first.address + (1 << 40))
-        route = await side.plane.connect(peer.endpoint, msgspec.structs.replace(peer.layout, buffers=(lie, *others)))
+        route = await side.plane.connect(peer.address, msgspec.structs.replace(peer.layout, buffers=(lie, *others)))
         assert isinstance(route, MooncakeRoute)
         submitted = _count_submits(route)
-        flight = route.write(SCATTERED, SCATTERED)
-        assert await asyncio.wait_for(asyncio.shield(flight.done), 20) is Landing.UNPROVEN
-        assert "status -1" in flight.error
+        write = route.write(SCATTERED, SCATTERED)
+        assert await asyncio.wait_for(asyncio.shield(write.done), 20) is WriteOutcome.UNPROVEN
+        assert "status -1" in write.error
         # At this rate a write takes a second, and a block that is refused is known to be after some milliseconds.
-        assert 0 < sum(submitted) < flight.total_bytes / 2
+        assert 0 < sum(submitted) < write.total_bytes / 2
         so_far = len(submitted)
-        good = await side.plane.connect(peer.endpoint, peer.layout)
-        assert await asyncio.wait_for(asyncio.shield(good.write(pages(0), pages(0)).done), 20) is Landing.LANDED
+        good = await side.plane.connect(peer.address, peer.layout)
+        assert await asyncio.wait_for(asyncio.shield(good.write(pages(0), pages(0)).done), 20) is WriteOutcome.LANDED
         assert len(submitted) == so_far
     await side.close()
 
@@ -246,8 +248,8 @@ async def _kill_a_forked_writer(side: Side, *prefix: str, host: str = "127.0.0.1
             assert (await peer.ask("done"))[0] == "landed"
         await peer.ask("fork")
         assert isinstance(side.plane, mooncake.MooncakePlane)
-        fence = asyncio.ensure_future(side.plane.fence(peer.endpoint))
-        await until(lambda: _has_been_looked_at(side.plane, peer.endpoint))
+        fence = asyncio.ensure_future(side.plane.fence(peer.address))
+        await until(lambda: _has_been_looked_at(side.plane, peer.address))
         await peer.ask("write", EVERYTHING.tolist(), EVERYTHING.tolist())
         peer.process.kill()
         await asyncio.wait_for(fence, 20)
@@ -289,9 +291,9 @@ async def test_a_dead_writer_of_another_network_namespace_is_fenced(network_name
         await side.close()
 
 
-def _has_been_looked_at(plane: DataPlane, writer: Endpoint) -> bool:
+def _has_been_looked_at(plane: DataPlane, writer: PlaneAddress) -> bool:
     assert isinstance(plane, mooncake.MooncakePlane)
-    watched = plane._inbound._writers.get(writer.witness)
+    watched = plane._inbound._writers.get(writer.process)
     return watched is not None and watched.last_look > 0
 
 
@@ -299,7 +301,7 @@ def _has_been_looked_at(plane: DataPlane, writer: Endpoint) -> bool:
 async def test_what_is_no_session_is_refused(address: str) -> None:
     side = Side("mooncake", "page_first", None)
     with pytest.raises(TransferError):
-        await side.plane.connect(msgspec.structs.replace(side.endpoint, address=address), side.layout)
+        await side.plane.connect(msgspec.structs.replace(side.address, locator=address), side.layout)
     await side.close()
 
 

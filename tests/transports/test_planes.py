@@ -14,7 +14,7 @@ import pytest
 
 from kvflow.protocols.errors import LayoutError, TransferError
 from kvflow.protocols.pages.layout import build_layout
-from kvflow.protocols.ports import Landing
+from kvflow.protocols.ports import WriteOutcome
 from tests.freezing import freeze
 from tests.transports.peer_process import NUM_PAGES, PAGE_SIZE, Side, pages, spawned, until
 
@@ -54,14 +54,14 @@ async def test_pages_arrive_whole_and_nothing_else_changes(backend: str, ours: s
     side.fill(seed)
     rng = np.random.default_rng(seed)
     async with spawned(backend, theirs) as peer:
-        route = await side.plane.connect(peer.endpoint, peer.layout)
+        route = await side.plane.connect(peer.address, peer.layout)
         for count in (1, 2, 200):
             source = rng.permutation(NUM_PAGES)[:count].astype(np.int32)
             target = rng.permutation(NUM_PAGES)[:count].astype(np.int32)
             before = await peer.bytes_of(np.arange(NUM_PAGES, dtype=np.int32))
-            flight = route.write(source, target)
-            assert await asyncio.shield(flight.done) is Landing.LANDED
-            assert flight.landed_bytes == flight.total_bytes == count * side.pool.layout.page_bytes and not flight.error
+            write = route.write(source, target)
+            assert await asyncio.shield(write.done) is WriteOutcome.LANDED
+            assert write.landed_bytes == write.total_bytes == count * side.pool.layout.page_bytes and not write.error
             assert await peer.bytes_of(target) == side.pool.pages_bytes(source).tobytes()
             others = np.setdiff1d(np.arange(NUM_PAGES, dtype=np.int32), target).astype(np.int32)
             was = np.frombuffer(before, dtype=np.uint8).reshape(NUM_PAGES, -1)[others].tobytes()
@@ -73,9 +73,9 @@ async def test_pages_arrive_whole_and_nothing_else_changes(backend: str, ours: s
 async def test_many_writes_at_once_all_land(side: Side) -> None:
     side.fill(3)
     async with spawned(side.plane.name) as peer:
-        route = await side.plane.connect(peer.endpoint, peer.layout)
-        flights = [route.write(pages(i), pages(NUM_PAGES - 1 - i)) for i in range(NUM_PAGES)]
-        assert {await asyncio.shield(f.done) for f in flights} == {Landing.LANDED}
+        route = await side.plane.connect(peer.address, peer.layout)
+        writes = [route.write(pages(i), pages(NUM_PAGES - 1 - i)) for i in range(NUM_PAGES)]
+        assert {await asyncio.shield(write.done) for write in writes} == {WriteOutcome.LANDED}
         everything = np.arange(NUM_PAGES, dtype=np.int32)
         assert await peer.bytes_of(everything[::-1].copy()) == side.pool.pages_bytes(everything).tobytes()
 
@@ -84,19 +84,19 @@ async def test_a_cancelled_write_says_exactly_what_landed(slow_side: Side) -> No
     slow_side.fill(4)
     everything = np.arange(NUM_PAGES, dtype=np.int32)
     async with spawned(slow_side.plane.name) as peer:
-        route = await slow_side.plane.connect(peer.endpoint, peer.layout)
-        flight = route.write(everything, everything)
-        await until(lambda: flight.landed_bytes > 0)
-        flight.cancel()
-        flight.cancel()
-        assert await asyncio.shield(flight.done) is Landing.DRAINED
-        landed = flight.landed_bytes
-        assert 0 < landed < flight.total_bytes
+        route = await slow_side.plane.connect(peer.address, peer.layout)
+        write = route.write(everything, everything)
+        await until(lambda: write.landed_bytes > 0)
+        write.cancel()
+        write.cancel()
+        assert await asyncio.shield(write.done) is WriteOutcome.CANCELLED
+        landed = write.landed_bytes
+        assert 0 < landed < write.total_bytes
         after = await peer.bytes_of(everything)
         assert np.count_nonzero(np.frombuffer(after, dtype=np.uint8)) == landed
         slow_side.fill(5)  # the source is ours again: whatever is written from now on would show other bytes
-        flight = route.write(pages(0), pages(NUM_PAGES - 1))
-        assert await asyncio.shield(flight.done) is Landing.LANDED
+        write = route.write(pages(0), pages(NUM_PAGES - 1))
+        assert await asyncio.shield(write.done) is WriteOutcome.LANDED
         assert (await peer.bytes_of(everything[:-1])) == after[: len(after) // NUM_PAGES * (NUM_PAGES - 1)]
 
 
@@ -104,12 +104,12 @@ async def test_the_rate_limit_holds(slow_side: Side) -> None:
     loop = asyncio.get_running_loop()
     some = np.arange(40, dtype=np.int32)
     async with spawned(slow_side.plane.name) as peer:
-        route = await slow_side.plane.connect(peer.endpoint, peer.layout)
+        route = await slow_side.plane.connect(peer.address, peer.layout)
         began = loop.time()
-        flights = [route.write(some, some), route.write(some + 40, some + 40)]
-        assert {await asyncio.shield(f.done) for f in flights} == {Landing.LANDED}
+        writes = [route.write(some, some), route.write(some + 40, some + 40)]
+        assert {await asyncio.shield(write.done) for write in writes} == {WriteOutcome.LANDED}
         a_slice = RATE * 0.005 + 8192
-        assert sum(f.total_bytes for f in flights) <= RATE * (loop.time() - began) + a_slice
+        assert sum(write.total_bytes for write in writes) <= RATE * (loop.time() - began) + a_slice
 
 
 async def test_the_death_of_a_writer_is_its_fence(side: Side) -> None:
@@ -119,7 +119,7 @@ async def test_the_death_of_a_writer_is_its_fence(side: Side) -> None:
         everything = list(range(NUM_PAGES))
         await peer.ask("write", everything, everything)
         await until(lambda: side.landed_bytes() > 0)
-        fence = asyncio.ensure_future(side.plane.fence(peer.endpoint))
+        fence = asyncio.ensure_future(side.plane.fence(peer.address))
         with pytest.raises(TimeoutError):  # alive, so nothing is proven
             await asyncio.wait_for(asyncio.shield(fence), 0.2)
         peer.process.kill()
@@ -129,7 +129,7 @@ async def test_the_death_of_a_writer_is_its_fence(side: Side) -> None:
         await asyncio.sleep(0.5)  # what could still arrive would arrive now
         assert 0 < landed < side.pool.layout.size_bytes
         assert all((column == was).all() for column, was in zip(side.memory, then, strict=True))
-        await asyncio.wait_for(side.plane.fence(peer.endpoint), 5)  # dead stays dead
+        await asyncio.wait_for(side.plane.fence(peer.address), 5)  # dead stays dead
 
 
 async def test_a_frozen_writer_is_not_fenced(side: Side) -> None:
@@ -137,18 +137,18 @@ async def test_a_frozen_writer_is_not_fenced(side: Side) -> None:
         await peer.connect(side)
         await freeze(peer.process.pid)
         with pytest.raises(TimeoutError):
-            await asyncio.wait_for(side.plane.fence(peer.endpoint), 0.3)
+            await asyncio.wait_for(side.plane.fence(peer.address), 0.3)
 
 
 async def test_another_hosts_writer_can_never_be_fenced(side: Side) -> None:
-    witness = msgspec.structs.replace(side.endpoint.witness, boot_id="another boot")
+    identity = msgspec.structs.replace(side.address.process, boot_id="another boot")
     with pytest.raises(TransferError, match="another host"):
-        await side.plane.fence(msgspec.structs.replace(side.endpoint, witness=witness))
+        await side.plane.fence(msgspec.structs.replace(side.address, process=identity))
 
 
 async def test_wrong_page_lists_start_nothing(side: Side) -> None:
     async with spawned(side.plane.name) as peer:
-        route = await side.plane.connect(peer.endpoint, peer.layout)
+        route = await side.plane.connect(peer.address, peer.layout)
         for source, target in [((0,), (NUM_PAGES,)), ((-1,), (0,)), ((0, 1), (0,)), ((), ()), ((0, 1), (0, NUM_PAGES))]:
             with pytest.raises(LayoutError):
                 route.write(pages(*source), pages(*target))
@@ -159,14 +159,14 @@ async def test_pools_that_do_not_fit_are_refused(side: Side) -> None:
     async with spawned(side.plane.name) as peer:
         other = build_layout([("0.k", "float16", (4, 64))], page_size=PAGE_SIZE, num_pages=4)
         with pytest.raises(LayoutError):
-            await side.plane.connect(peer.endpoint, other)
+            await side.plane.connect(peer.address, other)
 
 
 async def test_a_peer_that_is_gone_cannot_be_reached(side: Side) -> None:
     async with spawned(side.plane.name) as peer:
         pass
     with pytest.raises(TransferError):
-        await side.plane.connect(peer.endpoint, peer.layout)
+        await side.plane.connect(peer.address, peer.layout)
 
 
 async def test_closing_the_plane_ends_every_write(backend: str) -> None:
@@ -174,14 +174,14 @@ async def test_closing_the_plane_ends_every_write(backend: str) -> None:
     everything = np.arange(NUM_PAGES, dtype=np.int32)
     fds = len(os.listdir("/proc/self/fd"))
     async with spawned(backend) as peer:
-        route = await side.plane.connect(peer.endpoint, peer.layout)
-        flights = [route.write(everything, everything) for _ in range(3)]
-        await until(lambda: flights[0].landed_bytes > 0)
+        route = await side.plane.connect(peer.address, peer.layout)
+        writes = [route.write(everything, everything) for _ in range(3)]
+        await until(lambda: writes[0].landed_bytes > 0)
         await side.plane.close()
-        assert {f.done.result() for f in flights} == {Landing.DRAINED}
+        assert {write.done.result() for write in writes} == {WriteOutcome.CANCELLED}
         with pytest.raises(TransferError, match="closed"):
             route.write(everything, everything)
-        assert await peer.ask("landed") <= sum(f.landed_bytes for f in flights)
+        assert await peer.ask("landed") <= sum(write.landed_bytes for write in writes)
     side.pool.close()
     if backend == "local":
         assert len(os.listdir("/proc/self/fd")) <= fds

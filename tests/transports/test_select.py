@@ -28,8 +28,8 @@ def test_a_pool_that_receives_locally_lies_in_shared_memory() -> None:
     segment = SharedSegment.create(4096)
     inside = np.frombuffer(segment.memory, np.float32, 24).reshape(2, 4, 3)
     shared = PagedPool.wrap({"k": inside}, page_size=4, segment=segment)
-    endpoint, _ = plane_for(shared, "local", receives=True).export(shared.layout)
-    assert endpoint.address == f"fd:{segment.fd}"
+    address, _ = plane_for(shared, "local", receives=True).export(shared.layout)
+    assert address.locator == f"fd:{segment.fd}"
     segment.close()
 
 

@@ -9,8 +9,8 @@ import time
 import pytest
 
 from kvflow.protocols.errors import MisuseError, TransferError
-from kvflow.protocols.ports import Landing
-from kvflow.transports.data.write_thread import WriteFlight, WriteThread
+from kvflow.protocols.ports import WriteOutcome
+from kvflow.transports.data.write_thread import ThreadWrite, WriteThread
 from tests.transports.peer_process import pages, until
 
 LOG = list[tuple[str, int]]
@@ -24,13 +24,13 @@ class Slices:
     def __init__(self, name: str, left: int, log: LOG, gate: list[bool]) -> None:
         self.name, self.left, self.log, self.gate = name, left, log, gate
         self.landed_bytes, self.error = 0, ""
-        self.landing: Landing | None = None
+        self.outcome: WriteOutcome | None = None
 
     def advance(self, max_bytes: int, cancelled: bool) -> int:
         if self.left < 0:
             raise ZeroDivisionError("a bug in a back end")
         if cancelled:
-            self.landing = Landing.DRAINED
+            self.outcome = WriteOutcome.CANCELLED
             return 0
         if not self.gate[0] or not max_bytes:
             return -1
@@ -38,24 +38,24 @@ class Slices:
         self.left -= moved
         self.landed_bytes += moved
         self.log.append((self.name, moved))
-        self.landing = None if self.left else Landing.LANDED
+        self.outcome = None if self.left else WriteOutcome.LANDED
         return moved
 
 
 class Works:
-    """Begins jobs in the order of their flights."""
+    """Begins jobs in the order of their writes."""
 
     def __init__(self, thread: WriteThread) -> None:
-        self.thread, self.log, self.gate, self.jobs = thread, LOG(), [True], dict[WriteFlight, Slices]()
+        self.thread, self.log, self.gate, self.jobs = thread, LOG(), [True], dict[ThreadWrite, Slices]()
 
-    def write(self, name: str, size: int) -> WriteFlight:
-        flight = WriteFlight(self.thread, self, pages(0), pages(0), size)
-        self.jobs[flight] = Slices(name, size, self.log, self.gate)
-        self.thread.submit(flight)
-        return flight
+    def write(self, name: str, size: int) -> ThreadWrite:
+        write = ThreadWrite(self.thread, self, pages(0), pages(0), size)
+        self.jobs[write] = Slices(name, size, self.log, self.gate)
+        self.thread.submit(write)
+        return write
 
-    def begin(self, flight: WriteFlight) -> Slices:
-        return self.jobs[flight]
+    def begin(self, write: ThreadWrite) -> Slices:
+        return self.jobs[write]
 
 
 def started(rate: float | None = None, slice_bytes: int = 10) -> Works:
@@ -64,31 +64,31 @@ def started(rate: float | None = None, slice_bytes: int = 10) -> Works:
     return Works(thread)
 
 
-async def test_flights_are_served_in_turn() -> None:
+async def test_writes_are_served_in_turn() -> None:
     works = started()
     works.gate[0] = False
-    flights = [works.write("a", 30), works.write("b", 10), works.write("c", 20)]
+    writes = [works.write("a", 30), works.write("b", 10), works.write("c", 20)]
     await until(works.thread._inbox.empty)
     works.gate[0] = True
-    assert {await asyncio.shield(f.done) for f in flights} == {Landing.LANDED}
+    assert {await asyncio.shield(write.done) for write in writes} == {WriteOutcome.LANDED}
     order = [name for name, _ in works.log]
     first = order.index("a")
     assert sorted(order[:3]) == ["a", "b", "c"] and order.count("a") == 3 and first < 3
-    assert order[-1] == "a" and flights[0].landed_bytes == 30
+    assert order[-1] == "a" and writes[0].landed_bytes == 30
     await works.thread.close()
 
 
 async def test_a_cancel_takes_effect_between_two_slices() -> None:
     works = started(rate=1000.0, slice_bytes=1 << 20)
     assert works.thread.slice_bytes == 4096
-    flight = works.write("a", 1 << 20)
-    await until(lambda: flight.landed_bytes > 0)
-    flight.cancel()
+    write = works.write("a", 1 << 20)
+    await until(lambda: write.landed_bytes > 0)
+    write.cancel()
     assert (
-        await asyncio.wait_for(asyncio.shield(flight.done), 2) is Landing.DRAINED
+        await asyncio.wait_for(asyncio.shield(write.done), 2) is WriteOutcome.CANCELLED
     )  # though the next slice is 4 s away
-    assert flight.landed_bytes == 4096
-    flight.cancel()
+    assert write.landed_bytes == 4096
+    write.cancel()
     await works.thread.close()
 
 
@@ -96,14 +96,14 @@ async def test_never_more_than_one_slice_early() -> None:
     rate = 2_000_000.0
     works = started(rate, 1 << 20)
     began = time.monotonic()
-    flights = [works.write(name, 60_000) for name in "abc"]
-    while not all(f.done.done() for f in flights):
-        so_far = sum(f.landed_bytes for f in flights)
+    writes = [works.write(name, 60_000) for name in "abc"]
+    while not all(write.done.done() for write in writes):
+        so_far = sum(write.landed_bytes for write in writes)
         assert so_far <= rate * (time.monotonic() - began) + works.thread.slice_bytes
         await asyncio.sleep(0.002)
     await asyncio.sleep(0.05)
     began = time.monotonic()  # idle time is not saved up
-    assert await asyncio.shield(works.write("d", 60_000).done) is Landing.LANDED
+    assert await asyncio.shield(works.write("d", 60_000).done) is WriteOutcome.LANDED
     assert time.monotonic() - began >= (60_000 - works.thread.slice_bytes) / rate - 0.001
     await works.thread.close()
 
@@ -123,28 +123,28 @@ async def test_ends_come_back_in_batches(monkeypatch: pytest.MonkeyPatch) -> Non
             call(*args)  # type: ignore[arg-type]
 
     works.gate[0] = False
-    flights = [works.write(str(i), 10) for i in range(256)]
+    writes = [works.write(str(i), 10) for i in range(256)]
     monkeypatch.setattr(works.thread, "loop", Counting())
     works.gate[0] = True
     time.sleep(0.2)
-    await asyncio.gather(*(asyncio.shield(f.done) for f in flights))
+    await asyncio.gather(*(asyncio.shield(write.done) for write in writes))
     assert told == 1
     monkeypatch.undo()
     await works.thread.close()
 
 
-async def test_a_bug_in_a_back_end_ends_one_flight_unproven() -> None:
+async def test_a_bug_in_a_back_end_ends_one_write_unproven() -> None:
     works = started()
     bad, good = works.write("bad", -1), works.write("good", 50)
-    assert await asyncio.shield(bad.done) is Landing.UNPROVEN and "ZeroDivisionError" in bad.error
-    assert await asyncio.shield(good.done) is Landing.LANDED
+    assert await asyncio.shield(bad.done) is WriteOutcome.UNPROVEN and "ZeroDivisionError" in bad.error
+    assert await asyncio.shield(good.done) is WriteOutcome.LANDED
     assert works.thread.surprises == 1
     await works.thread.close()
 
 
 async def test_closing_drains_even_when_it_is_cancelled_twice() -> None:
     works = started(rate=1000.0)
-    flights = [works.write("a", 1 << 20), works.write("b", 1 << 20)]
+    writes = [works.write("a", 1 << 20), works.write("b", 1 << 20)]
     closing = asyncio.ensure_future(works.thread.close())
     await asyncio.sleep(0)
     closing.cancel()
@@ -152,7 +152,7 @@ async def test_closing_drains_even_when_it_is_cancelled_twice() -> None:
     closing.cancel()
     with pytest.raises(asyncio.CancelledError):
         await closing
-    assert {f.done.result() for f in flights} == {Landing.DRAINED}
+    assert {write.done.result() for write in writes} == {WriteOutcome.CANCELLED}
     with pytest.raises(TransferError, match="closed"):
         works.write("c", 1)
     await works.thread.close()
@@ -165,18 +165,18 @@ async def test_what_cannot_be_drained_in_time_ends_unproven() -> None:
         def advance(self, max_bytes: int, cancelled: bool) -> int:
             return -1
 
-    flight = WriteFlight(works.thread, works, pages(0), pages(0), 1)
-    works.jobs[flight] = Stuck("stuck", 1, works.log, works.gate)
-    works.thread.submit(flight)
-    await until(lambda: flight.job is not None)
+    write = ThreadWrite(works.thread, works, pages(0), pages(0), 1)
+    works.jobs[write] = Stuck("stuck", 1, works.log, works.gate)
+    works.thread.submit(write)
+    await until(lambda: write.job is not None)
     await works.thread.close(grace_s=0.05)
-    assert flight.done.result() is Landing.UNPROVEN and "closed" in flight.error
+    assert write.done.result() is WriteOutcome.UNPROVEN and "closed" in write.error
     assert works.thread.surprises == 0
 
 
 async def test_idle_costs_nothing() -> None:
     works = started()
-    assert await asyncio.shield(works.write("a", 10).done) is Landing.LANDED
+    assert await asyncio.shield(works.write("a", 10).done) is WriteOutcome.LANDED
     used = time.process_time()
     await asyncio.sleep(0.3)
     assert time.process_time() - used < 0.02
@@ -225,14 +225,14 @@ async def test_a_hanging_back_end_is_seen_and_an_idle_thread_is_none() -> None:
     assert works.thread.stalled_s == 0
     await asyncio.shield(works.write("a", 10).done)
     assert works.thread.stalled_s == 0
-    flight = WriteFlight(works.thread, works, pages(0), pages(0), 10)
-    works.jobs[flight] = hanging = Hanging(10)
-    works.thread.submit(flight)
+    write = ThreadWrite(works.thread, works, pages(0), pages(0), 10)
+    works.jobs[write] = hanging = Hanging(10)
+    works.thread.submit(write)
     await until(hanging.hangs.is_set)
     before = works.thread.stalled_s
     await until(lambda: works.thread.stalled_s > before + 0.02)
     hanging.go_on.set()
-    assert await asyncio.shield(flight.done) is Landing.LANDED
+    assert await asyncio.shield(write.done) is WriteOutcome.LANDED
     assert works.thread.stalled_s == 0
     await works.thread.close()
 
@@ -240,9 +240,9 @@ async def test_a_hanging_back_end_is_seen_and_an_idle_thread_is_none() -> None:
 async def test_a_frozen_peer_is_no_stall_of_ours() -> None:
     works = started()
     works.gate[0] = False
-    flight = WriteFlight(works.thread, works, pages(0), pages(0), 10)
-    works.jobs[flight] = frozen = Frozen("frozen", 10, works.log, works.gate)
-    works.thread.submit(flight)
+    write = ThreadWrite(works.thread, works, pages(0), pages(0), 10)
+    works.jobs[write] = frozen = Frozen("frozen", 10, works.log, works.gate)
+    works.thread.submit(write)
     submitted_at = time.monotonic()
     await until(lambda: frozen.turns > 20)
     assert works.thread.stalled_s < time.monotonic() - submitted_at
@@ -251,13 +251,13 @@ async def test_a_frozen_peer_is_no_stall_of_ours() -> None:
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
-async def test_a_dead_thread_is_seen_and_its_flights_end_unproven() -> None:
+async def test_a_dead_thread_is_seen_and_its_writes_end_unproven() -> None:
     works = started()
     works.gate[0] = False
-    flight = works.write("a", 10)
+    write = works.write("a", 10)
     assert works.thread.stalled_s < float("inf")
     works.thread._inbox.put(object())  # type: ignore[arg-type]
     await until(lambda: works.thread.stalled_s == float("inf"))
     await works.thread.close()
-    assert flight.done.result() is Landing.UNPROVEN and "died" in flight.error
+    assert write.done.result() is WriteOutcome.UNPROVEN and "died" in write.error
     assert works.thread.stalled_s == 0

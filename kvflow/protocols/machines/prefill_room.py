@@ -8,7 +8,7 @@ import msgspec
 
 from kvflow.protocols.errors import Cause
 from kvflow.protocols.machines.tables import ERROR, IGNORE, Move, Table, rest
-from kvflow.protocols.ports import Landing
+from kvflow.protocols.ports import WriteOutcome
 
 
 class PrefillPhase(IntEnum):
@@ -56,11 +56,11 @@ class PrefillCommand(IntEnum):
 
 
 class PrefillEvent(msgspec.Struct, frozen=True):
-    """What happened. `last` belongs to a queued chunk; `landing` turns WRITE_ENDED into one of the kinds above."""
+    """What happened. `last` belongs to a queued chunk; `outcome` turns WRITE_ENDED into one of the kinds above."""
 
     kind: PrefillKind | None
     last: bool = False
-    landing: Landing | None = None
+    outcome: WriteOutcome | None = None
     cause: Cause | None = None
 
 
@@ -154,8 +154,8 @@ def step(room: PrefillRoomState, event: PrefillEvent) -> tuple[PrefillRoomState,
         queued, last = queued + 1, last or event.last
     elif kind is None:
         ended += 1
-        doubt = doubt or event.landing is Landing.UNPROVEN
-        kind = _end_of_write(room.phase, event.landing, running=queued - ended, last=last, doubt=doubt)
+        doubt = doubt or event.outcome is WriteOutcome.UNPROVEN
+        kind = _end_of_write(room.phase, event.outcome, running=queued - ended, last=last, doubt=doubt)
     move = TABLE.moves[room.phase, kind]
     if move is None:
         return PrefillRoomState(room.phase, queued, ended, last, doubt, room.cause), ()
@@ -164,14 +164,14 @@ def step(room: PrefillRoomState, event: PrefillEvent) -> tuple[PrefillRoomState,
 
 
 def _end_of_write(
-    phase: PrefillPhase, landing: Landing | None, *, running: int, last: bool, doubt: bool
+    phase: PrefillPhase, outcome: WriteOutcome | None, *, running: int, last: bool, doubt: bool
 ) -> PrefillKind:
     """What the end of a write means here. Writes end in the order they were queued (the endpoint sees to it)."""
     if phase is P.DRAINING:
         if running:
             return K.CHUNK_LANDED
         return K.UNPROVEN if doubt else K.DRAINED
-    if landing is not Landing.LANDED:
+    if outcome is not WriteOutcome.LANDED:
         if running:
             return K.WRITE_FAILED
         return K.ALL_DOUBTFUL if doubt else K.ALL_STOPPED

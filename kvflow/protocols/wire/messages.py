@@ -23,7 +23,7 @@ from msgspec import Meta
 
 from kvflow.protocols.errors import Cause, MisuseError
 from kvflow.protocols.pages.layout import PoolLayout
-from kvflow.protocols.ports import Endpoint
+from kvflow.protocols.ports import PlaneAddress
 
 WIRE_VERSION = 2
 
@@ -73,7 +73,7 @@ class Register(msgspec.Struct, frozen=True, array_like=True, kw_only=True, tag=1
     target: Life
     wire_version: int
     layout: PoolLayout
-    endpoint: Endpoint
+    address: PlaneAddress
     fresh_from: GrantBound  # no grant below it may begin: prefill may have known and forgotten them
 
 
@@ -86,7 +86,7 @@ class Registered(msgspec.Struct, frozen=True, array_like=True, kw_only=True, tag
     wire_version: int
     rank: RankNumber
     refusal: Text
-    endpoint: Endpoint | None = None
+    address: PlaneAddress | None = None
     asked: Annotated[Incarnation, Meta(ge=0)] = Incarnation(0)
 
 

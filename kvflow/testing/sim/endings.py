@@ -19,7 +19,7 @@ from kvflow.protocols.machines import decode_room, prefill_room
 from kvflow.protocols.machines.decode_room import DecodeEvent, DecodePhase, DecodeRoomState
 from kvflow.protocols.machines.link import LinkPhase
 from kvflow.protocols.machines.prefill_room import PrefillEvent, PrefillPhase, PrefillRoomState
-from kvflow.protocols.ports import Landing
+from kvflow.protocols.ports import WriteOutcome
 from kvflow.protocols.prefill_core import PrefillCore
 from kvflow.protocols.prefill_peers import DecodePeer
 from kvflow.protocols.prefill_rooms import PrefillRoomRecord
@@ -109,14 +109,14 @@ class Endings:
                 self._not_for_nothing(record, [decode], peers, target)
         if key is not None and now.phase in prefill_room.TERMINAL and before.phase not in prefill_room.TERMINAL:
             writes = self.oracle.writes.get(key, ())
-            if any(write.landing is None for write in writes):
+            if any(write.outcome is None for write in writes):
                 self.oracle.broken("I12", f"room {record.room} has ended at prefill while a write of it runs")
-            if now.phase is PrefillPhase.SUCCESS and any(write.landing is not Landing.LANDED for write in writes):
+            if now.phase is PrefillPhase.SUCCESS and any(write.outcome is not WriteOutcome.LANDED for write in writes):
                 self.oracle.broken("I3", f"room {record.room} succeeds at prefill over a write that has not landed")
 
     def _engine_told(self, record: PrefillRoomRecord) -> None:
         handle = self._handles.get(record)
-        if handle is None or not handle._done.done():
+        if handle is None or not handle._done.given:
             self.oracle.broken("I4", f"room {record.room} ended at prefill, its engine was not told")
 
     def bound(self, source: Incarnation, record: PrefillRoomRecord) -> None:

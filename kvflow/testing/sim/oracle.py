@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from kvflow.memory.pool import PagedPool
 from kvflow.protocols.pages.layout import PoolLayout
-from kvflow.protocols.ports import Landing
+from kvflow.protocols.ports import WriteOutcome
 from kvflow.protocols.wire.messages import AbortAck, Bootstrap, ChunkDone, Message
 from kvflow.testing.sim.loop import Process, VirtualLoop, current_process
 from kvflow.testing.sim.pages import WatchedPages, grant_of
@@ -20,10 +20,10 @@ if TYPE_CHECKING:
     from kvflow.handlers.rooms import DecodeRoom
     from kvflow.protocols.prefill_rooms import PrefillRoomRecord
     from kvflow.transports.control.memory import Frame
-    from kvflow.transports.data.fake import FakeFlight
+    from kvflow.transports.data.fake import FakeWrite
 
 
-_DULL = {"source", "target", "layout", "endpoint", "wire_version", "prompt_digest", "handoff", "checksum", "asked"}
+_DULL = {"source", "target", "layout", "address", "wire_version", "prompt_digest", "handoff", "checksum", "asked"}
 
 
 class Key(NamedTuple):
@@ -54,16 +54,16 @@ class Seen:
 
 
 class Write:
-    """One flight: `sources` and `targets` page by page, `next` of them in the target's memory."""
+    """One write as the oracle sees it: `sources` and `targets` page by page, `next` of them in the target's memory."""
 
-    __slots__ = ("flight", "key", "landing", "next", "source", "sources", "target", "targets")
+    __slots__ = ("key", "next", "outcome", "source", "sources", "target", "targets")
 
-    def __init__(self, flight: FakeFlight, key: Key, source: Seen, target: Seen) -> None:
-        self.flight, self.key, self.source, self.target = flight, key, source, target
-        self.sources: list[int] = flight.source_pages.tolist()
-        self.targets: list[int] = flight.target_pages.tolist()
+    def __init__(self, running: FakeWrite, key: Key, source: Seen, target: Seen) -> None:
+        self.key, self.source, self.target = key, source, target
+        self.sources: list[int] = running.source_pages.tolist()
+        self.targets: list[int] = running.target_pages.tolist()
         self.next = 0
-        self.landing: Landing | None = None
+        self.outcome: WriteOutcome | None = None
 
 
 class Oracle:
@@ -99,13 +99,13 @@ class Oracle:
 
     # --- writes
 
-    def write_began(self, address: str, flight: FakeFlight) -> None:
-        source, target, record = self.by_address[address], self.by_address[flight.peer.address], self.writing
+    def write_began(self, address: str, running: FakeWrite) -> None:
+        source, target, record = self.by_address[address], self.by_address[running.peer.address], self.writing
         key = Key(source.incarnation, target.incarnation, record.grant if record is not None else 0)
-        write = flight.seen = Write(flight, key, source, target)  # type: ignore[attr-defined]
+        write = running.seen = Write(running, key, source, target)  # type: ignore[attr-defined]
         earlier = self.writes.setdefault(key, [])
         self.trace(
-            lambda: f"write {write.sources} -> {write.targets} of grant {key.grant}, {flight.fault or 'no fault'}"
+            lambda: f"write {write.sources} -> {write.targets} of grant {key.grant}, {running.fault or 'no fault'}"
         )
         if key in self.acked:
             self.broken("I6", f"{key} is closed, and a write begins")
@@ -117,8 +117,8 @@ class Oracle:
         for page in write.targets:
             target.pages.writers[page] += 1
 
-    def page_landed(self, flight: FakeFlight) -> None:
-        write: Write = flight.seen  # type: ignore[attr-defined]
+    def page_landed(self, running: FakeWrite) -> None:
+        write: Write = running.seen  # type: ignore[attr-defined]
         page = write.targets[write.next]
         write.next += 1
         pages = write.target.pages
@@ -127,13 +127,13 @@ class Oracle:
             self.broken("I2", f"{write.key}: a byte lands on page {page}, which belongs to {owner!r}")
         self.trace(lambda: f"page {page} of grant {write.key.grant} lands")
 
-    def write_ended(self, flight: FakeFlight, landing: Landing) -> None:
-        write: Write = flight.seen  # type: ignore[attr-defined]
-        write.landing = landing
-        self.trace(lambda: f"write of grant {write.key.grant} ends: {landing.value}, {write.next} pages landed")
+    def write_ended(self, running: FakeWrite, outcome: WriteOutcome) -> None:
+        write: Write = running.seen  # type: ignore[attr-defined]
+        write.outcome = outcome
+        self.trace(lambda: f"write of grant {write.key.grant} ends: {outcome.value}, {write.next} pages landed")
         for page in write.sources:
             write.source.pages.readers[page] -= 1
-        if landing is not Landing.UNPROVEN:
+        if outcome is not WriteOutcome.UNPROVEN:
             self._out_of_reach(write)
 
     def died(self, seen: Seen, proven_after_s: float) -> None:
@@ -182,7 +182,7 @@ class Oracle:
 
     def _chunk_said(self, key: Key, message: ChunkDone) -> None:
         writes = self.writes.get(key, [])[: message.seq + 1]
-        if len(writes) <= message.seq or any(write.landing is not Landing.LANDED for write in writes):
+        if len(writes) <= message.seq or any(write.outcome is not WriteOutcome.LANDED for write in writes):
             self.broken("I3", f"{key}: chunk {message.seq} is said to have landed, and has not")
         elif len(writes[-1].sources) != message.pages:
             self.broken("I3", f"{key}: chunk {message.seq} has {len(writes[-1].sources)} pages, not {message.pages}")
@@ -190,9 +190,9 @@ class Oracle:
     def _ack_said(self, key: Key, message: AbortAck) -> None:
         self.acked.add(key)
         for write in self.writes.get(key, ()):
-            if write.landing is None:
+            if write.outcome is None:
                 self.broken("I12", f"{key}: acknowledged while a write of it runs")
-            elif message.drained and write.landing is Landing.UNPROVEN:
+            elif message.drained and write.outcome is WriteOutcome.UNPROVEN:
                 self.broken("I2", f"{key}: said to be drained, and a write of it may still land")
 
     def received(self, process: Process | None, frames: list[bytes]) -> None:

@@ -6,11 +6,11 @@ import asyncio
 from collections.abc import Callable
 
 from kvflow.protocols.errors import TransferError
-from kvflow.protocols.ports import Endpoint, Landing
+from kvflow.protocols.ports import PlaneAddress, WriteOutcome
 from kvflow.testing.sim.faults import Faults
 from kvflow.testing.sim.oracle import Oracle
 from kvflow.testing.sim.variety import LATE, LATE_FENCE_S, NEVER, PROMPT
-from kvflow.transports.data.fake import FakeFlight, FakeNetwork, FakePlane, Fault
+from kvflow.transports.data.fake import FakeNetwork, FakePlane, FakeWrite, Fault
 
 PAGE_S = (0.0002, 0.004)  # a page takes so long
 SLOW_PAGE_S = (0.05, 0.3)
@@ -34,7 +34,7 @@ class PacedPlane(FakePlane):
     def stalled_s(self) -> float:  # type: ignore[override]
         begun_s, end_s = self._stalls
         now = self._oracle.loop.time()
-        return now - begun_s if self.flights and begun_s <= now < end_s else 0.0
+        return now - begun_s if self.writes and begun_s <= now < end_s else 0.0
 
     def stall(self, for_s: float) -> None:
         """Its worker stands still for so long; 0 ends that."""
@@ -47,53 +47,53 @@ class PacedPlane(FakePlane):
         proven_after_s = {PROMPT: 0.0, LATE: LATE_FENCE_S}.get(self._fences, float("inf"))
         self._oracle.died(self._oracle.by_address[self.address], proven_after_s)
 
-    async def fence(self, writer: Endpoint) -> None:
+    async def fence(self, writer: PlaneAddress) -> None:
         if self._fences == NEVER:
             raise TransferError("no death can be proven from here")
         await super().fence(writer)
         if self._fences == LATE:
             await asyncio.sleep(self._oracle.loop.rng.uniform(0, LATE_FENCE_S))
 
-    def began(self, flight: FakeFlight) -> None:
+    def began(self, write: FakeWrite) -> None:
         fault = self._faults.of_write()
-        flight.fault = {"stuck": Fault.STUCK, "late": Fault.LATE, "error": Fault.ERROR}.get(fault)
-        self._oracle.write_began(self.address, flight)
-        if flight.fault is Fault.STUCK:
-            self._after(STUCK_S, self._unstick, flight)
+        write.fault = {"stuck": Fault.STUCK, "late": Fault.LATE, "error": Fault.ERROR}.get(fault)
+        self._oracle.write_began(self.address, write)
+        if write.fault is Fault.STUCK:
+            self._after(STUCK_S, self._unstick, write)
         else:
-            self._after(SLOW_PAGE_S if fault == "slow" else PAGE_S, self._slice, flight, fault == "slow")
+            self._after(SLOW_PAGE_S if fault == "slow" else PAGE_S, self._slice, write, fault == "slow")
 
-    def copied(self, flight: FakeFlight, size_bytes: int) -> None:
-        self._oracle.page_landed(flight)
+    def copied(self, write: FakeWrite, size_bytes: int) -> None:
+        self._oracle.page_landed(write)
 
-    def ended(self, flight: FakeFlight, landing: Landing) -> None:
-        self._oracle.write_ended(flight, landing)
+    def ended(self, write: FakeWrite, outcome: WriteOutcome) -> None:
+        self._oracle.write_ended(write, outcome)
 
-    def keep_late(self, flight: FakeFlight) -> None:
-        super().keep_late(flight)
-        self._after(LATE_S, self._land, flight)
+    def keep_late(self, write: FakeWrite) -> None:
+        super().keep_late(write)
+        self._after(LATE_S, self._land, write)
 
-    def _slice(self, flight: FakeFlight, slow: bool) -> None:
+    def _slice(self, write: FakeWrite, slow: bool) -> None:
         """The page that was under way lands; a cancelled write ends with it."""
-        if flight.done.done():
+        if write.done.done():
             return
         if self._oracle.loop.time() < self._stalls[1]:
-            return self._after(STALL_LOOK_S, self._slice, flight, slow)
-        if flight.cancelled and flight.fault is None:
-            flight.landed_bytes += flight.copy(flight.page_bytes)
-        flight.move(flight.page_bytes)
-        if not flight.done.done():
-            self._after(SLOW_PAGE_S if slow else PAGE_S, self._slice, flight, slow)
+            return self._after(STALL_LOOK_S, self._slice, write, slow)
+        if write.cancelled and write.fault is None:
+            write.landed_bytes += write.copy(write.page_bytes)
+        write.move(write.page_bytes)
+        if not write.done.done():
+            self._after(SLOW_PAGE_S if slow else PAGE_S, self._slice, write, slow)
         return None
 
-    def _unstick(self, flight: FakeFlight) -> None:
-        flight.fault = None
-        self._slice(flight, False)
+    def _unstick(self, write: FakeWrite) -> None:
+        write.fault = None
+        self._slice(write, False)
 
-    def _land(self, flight: FakeFlight) -> None:
-        if flight in self._late:
-            self._late.remove(flight)
-            flight.copy(1 << 62)
+    def _land(self, write: FakeWrite) -> None:
+        if write in self._late:
+            self._late.remove(write)
+            write.copy(1 << 62)
 
     def _after(self, between_s: tuple[float, float], work: Callable[..., None], *arguments: object) -> None:
         loop = self._oracle.loop

@@ -14,7 +14,7 @@ from kvflow.protocols.errors import WireError
 from kvflow.protocols.machines.grants import GrantPhase, GrantTable
 from kvflow.protocols.machines.prefill_room import PrefillCommand, PrefillEvent, PrefillKind
 from kvflow.protocols.pages.layout import PageIndices
-from kvflow.protocols.ports import Flight, Landing
+from kvflow.protocols.ports import Write, WriteOutcome
 from kvflow.protocols.prefill import PrefillEndpoint
 from kvflow.protocols.prefill_core import PrefillCore
 from kvflow.protocols.prefill_peers import DecodePeer
@@ -143,11 +143,11 @@ def prompts_not_compared() -> Installed:
 
 
 def failed_handle_taken_for_landed() -> Installed:
-    return _flights(lambda flight, write: _Hopeful(flight))
+    return _writes(lambda write, write_again: _Hopeful(write))
 
 
 def failed_slice_retried() -> Installed:
-    return _flights(_Retrying)
+    return _writes(_Retrying)
 
 
 def source_let_go() -> Installed:
@@ -182,8 +182,8 @@ def garbage_ends_the_loop() -> Installed:
     return swapped(prefill, "parse_at_prefill", parse)
 
 
-def _flights(wrap: Any) -> Installed:
-    """Every write of a room goes through `wrap(flight, write again)`."""
+def _writes(wrap: Any) -> Installed:
+    """Every write of a room goes through `wrap(write, write_again)`."""
     original = FakeRoute.write
 
     def write(self: FakeRoute, source_pages: PageIndices, target_pages: PageIndices) -> Any:
@@ -192,7 +192,7 @@ def _flights(wrap: Any) -> Installed:
         oracle = plane._oracle
         record = oracle.writing
 
-        def write_again() -> Flight:
+        def write_again() -> Write:
             oracle.writing = record
             try:
                 return original(self, source_pages, target_pages)
@@ -209,37 +209,37 @@ class _Hopeful:
 
     error = ""
 
-    def __init__(self, flight: Flight) -> None:
-        self.flight = flight
-        self.done: asyncio.Future[Landing] = asyncio.get_running_loop().create_future()
-        flight.done.add_done_callback(self._ended)
+    def __init__(self, write: Write) -> None:
+        self.write = write
+        self.done: asyncio.Future[WriteOutcome] = asyncio.get_running_loop().create_future()
+        write.done.add_done_callback(self._ended)
 
     @property
     def landed_bytes(self) -> int:
-        return self.flight.landed_bytes
+        return self.write.landed_bytes
 
     @property
     def total_bytes(self) -> int:
-        return self.flight.total_bytes
+        return self.write.total_bytes
 
     def cancel(self) -> None:
-        self.flight.cancel()
+        self.write.cancel()
 
-    def _ended(self, done: asyncio.Future[Landing]) -> None:
-        landing = done.result()
-        self.done.set_result(Landing.LANDED if landing is Landing.UNPROVEN else landing)
+    def _ended(self, done: asyncio.Future[WriteOutcome]) -> None:
+        outcome = done.result()
+        self.done.set_result(WriteOutcome.LANDED if outcome is WriteOutcome.UNPROVEN else outcome)
 
 
 class _Retrying(_Hopeful):
     """A failed write is started again, onto the same pages."""
 
-    def __init__(self, flight: Flight, write_again: Any) -> None:
-        super().__init__(flight)
+    def __init__(self, write: Write, write_again: Any) -> None:
+        super().__init__(write)
         self._write_again = write_again
 
-    def _ended(self, done: asyncio.Future[Landing]) -> None:
-        if done.result() is not Landing.UNPROVEN:
+    def _ended(self, done: asyncio.Future[WriteOutcome]) -> None:
+        if done.result() is not WriteOutcome.UNPROVEN:
             self.done.set_result(done.result())
             return
-        self.flight = self._write_again()
-        self.flight.done.add_done_callback(self._ended)
+        self.write = self._write_again()
+        self.write.done.add_done_callback(self._ended)

@@ -15,7 +15,7 @@ from kvflow.protocols.machines.decode_room import DecodeCommand, DecodeEvent, De
 from kvflow.protocols.machines.loan import LoanCommand, LoanKind, LoanPhase
 from kvflow.protocols.machines.prefill_room import PrefillCommand, PrefillKind, PrefillPhase
 from kvflow.protocols.machines.tables import IGNORE, Move, Table
-from kvflow.protocols.ports import Landing
+from kvflow.protocols.ports import WriteOutcome
 from kvflow.testing.sim.plants_decode import success_before_all_ranks
 from kvflow.testing.sim.swap import swapped, swapped_cells
 
@@ -43,15 +43,15 @@ _IN_DOUBT = (LoanPhase.RECALLED, LoanPhase.DOUBTFUL)
 
 
 def _taken_for_landed() -> AbstractContextManager[object]:
-    def end_of_write(phase: PrefillPhase, landing: Landing | None, **rest: Any) -> PrefillKind:
-        return _end_of_write(phase, Landing.LANDED, **rest | {"doubt": False})
+    def end_of_write(phase: PrefillPhase, outcome: WriteOutcome | None, **rest: Any) -> PrefillKind:
+        return _end_of_write(phase, WriteOutcome.LANDED, **rest | {"doubt": False})
 
     return swapped(prefill_room, "_end_of_write", end_of_write)
 
 
 def _doubt_forgotten() -> AbstractContextManager[object]:
-    def end_of_write(phase: PrefillPhase, landing: Landing | None, **rest: Any) -> PrefillKind:
-        return _end_of_write(phase, landing, **rest | {"doubt": False})
+    def end_of_write(phase: PrefillPhase, outcome: WriteOutcome | None, **rest: Any) -> PrefillKind:
+        return _end_of_write(phase, outcome, **rest | {"doubt": False})
 
     return swapped(prefill_room, "_end_of_write", end_of_write)
 

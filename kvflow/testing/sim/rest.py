@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 from kvflow.node import DecodeNode, PrefillNode
 from kvflow.protocols.machines.loan import LoanPhase
-from kvflow.protocols.ports import Landing
+from kvflow.protocols.ports import WriteOutcome
 from kvflow.testing.sim.cluster import Member
 from kvflow.testing.sim.oracle import Key, Oracle
 from kvflow.testing.sim.pages import WatchedPages
@@ -87,5 +87,5 @@ def _doubtful(key: Key, oracle: Oracle) -> bool:
     source = oracle.by_incarnation[key.source]
     if source.ended:
         return oracle.loop.time() < source.proven_at_s + FENCE_SLACK_S
-    doubt = any(write.landing is Landing.UNPROVEN for write in oracle.writes.get(key, ()))
+    doubt = any(write.outcome is WriteOutcome.UNPROVEN for write in oracle.writes.get(key, ()))
     return doubt or source.displaced

@@ -13,7 +13,7 @@ from kvflow.protocols.decode_core import Timer as DecodeTimer
 from kvflow.protocols.machines.link import LinkPhase
 from kvflow.protocols.machines.prefill_room import PrefillPhase
 from kvflow.protocols.machines.tables import TransitionError
-from kvflow.protocols.ports import Landing
+from kvflow.protocols.ports import WriteOutcome
 from kvflow.protocols.prefill_core import Timer as PrefillTimer
 from kvflow.protocols.wire import messages as wire
 from kvflow.protocols.wire.messages import Incarnation
@@ -301,21 +301,21 @@ class Acts:
                 break
             may(
                 f"has write {number} land",
-                partial(PrefillSide.write_ended, number=number, landing=Landing.LANDED),
+                partial(PrefillSide.write_ended, number=number, outcome=WriteOutcome.LANDED),
                 fair=True,
             )
             may(
                 f"has write {number} end in doubt",
-                partial(PrefillSide.write_ended, number=number, landing=Landing.UNPROVEN),
+                partial(PrefillSide.write_ended, number=number, outcome=WriteOutcome.UNPROVEN),
                 Price.DOUBT,
             )
-            drained = partial(PrefillSide.write_ended, number=number, landing=Landing.DRAINED)
+            drained = partial(PrefillSide.write_ended, number=number, outcome=WriteOutcome.CANCELLED)
             if not write.cancelled:
                 may(f"has write {number} stopped by its data plane", drained, Price.DOUBT)
             if write.cancelled:
                 may(
                     f"has write {number} cancelled",
-                    partial(PrefillSide.write_ended, number=number, landing=Landing.DRAINED),
+                    partial(PrefillSide.write_ended, number=number, outcome=WriteOutcome.CANCELLED),
                     fair=True,
                 )
 

@@ -16,7 +16,7 @@ from kvflow.protocols.machines.decode_room import DecodeCommand, DecodeEvent, De
 from kvflow.protocols.machines.loan import LoanCommand, LoanKind, LoanPhase
 from kvflow.protocols.machines.prefill_room import PrefillCommand, PrefillKind, PrefillPhase
 from kvflow.protocols.machines.tables import IGNORE, Move
-from kvflow.protocols.ports import Landing
+from kvflow.protocols.ports import WriteOutcome
 from kvflow.protocols.wire import messages as wire
 from kvflow.testing.sim.swap import swapped_cells
 from kvflow.testing.walk.world import Bounds
@@ -81,12 +81,12 @@ def _gap_ignored() -> AbstractContextManager[object]:
     return _item(decode_inbox.HANDLERS, wire.ChunkDone, any_order)
 
 
-def _taken_for_landed(phase: PrefillPhase, landing: Landing | None, **rest: Any) -> PrefillKind:
-    return _end_of_write(phase, Landing.LANDED, **rest | {"doubt": False})
+def _taken_for_landed(phase: PrefillPhase, outcome: WriteOutcome | None, **rest: Any) -> PrefillKind:
+    return _end_of_write(phase, WriteOutcome.LANDED, **rest | {"doubt": False})
 
 
-def _no_doubt(phase: PrefillPhase, landing: Landing | None, **rest: Any) -> PrefillKind:
-    return _end_of_write(phase, landing, **rest | {"doubt": False})
+def _no_doubt(phase: PrefillPhase, outcome: WriteOutcome | None, **rest: Any) -> PrefillKind:
+    return _end_of_write(phase, outcome, **rest | {"doubt": False})
 
 
 def _forgets_cause(room: DecodeRoomState, event: DecodeEvent) -> tuple[DecodeRoomState, tuple[DecodeCommand, ...]]:

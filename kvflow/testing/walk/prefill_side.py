@@ -17,7 +17,7 @@ from kvflow.protocols.errors import KvflowError, MisuseError
 from kvflow.protocols.machines.grants import GrantPhase
 from kvflow.protocols.machines.peer import PeerPhase
 from kvflow.protocols.machines.prefill_room import TERMINAL
-from kvflow.protocols.ports import Landing
+from kvflow.protocols.ports import WriteOutcome
 from kvflow.protocols.prefill import PrefillEndpoint
 from kvflow.protocols.prefill_core import Timer
 from kvflow.protocols.wire import messages as wire
@@ -206,14 +206,14 @@ class PrefillSide:
     def close_room(self, room: int) -> None:
         self.endpoint.close_room(self.core.rooms[RoomId(room)], LATER, 0.0)
 
-    def write_ended(self, number: int, landing: Landing) -> None:
+    def write_ended(self, number: int, outcome: WriteOutcome) -> None:
         write = self.writes.pop(number)
-        if landing is Landing.LANDED:
+        if outcome is WriteOutcome.LANDED:
             self.landed[write.grant] |= write.pages
-        elif landing is Landing.UNPROVEN and write.peer == DECODE:
+        elif outcome is WriteOutcome.UNPROVEN and write.peer == DECODE:
             self.put(late=self.value.late | 1 << write.grant)
         checksum = SUM if self.world.bounds.verify else b""
-        self.endpoint.write_ended(number, landing, 0.0, checksum=checksum)
+        self.endpoint.write_ended(number, outcome, 0.0, checksum=checksum)
 
     def hear(self, word: Word) -> None:
         self.endpoint.receive(routing_id(word.target), self.world.frame(word, 0), 0.0)

@@ -23,7 +23,7 @@ from kvflow.protocols.decode_links import DecodeIdentity, PrefillPeer
 from kvflow.protocols.errors import Cause, Code
 from kvflow.protocols.machines.deadlines import Deadlines
 from kvflow.protocols.machines.story import Story
-from kvflow.protocols.ports import Endpoint
+from kvflow.protocols.ports import PlaneAddress
 from kvflow.protocols.prefill import PrefillEndpoint
 from kvflow.protocols.prefill_peers import PrefillIdentity
 from kvflow.protocols.wire.ranks import RankInfo
@@ -112,7 +112,7 @@ def freeze(value: Any, seen: dict[int, int]) -> Hashable:
         return tuple(sorted(map(repr, value)))
     if kind is PrefillIdentity or kind is DecodeIdentity:
         return value.incarnation  # type: ignore[no-any-return]
-    if kind is RankInfo or kind is Endpoint:
+    if kind is RankInfo or kind is PlaneAddress:
         return value  # type: ignore[no-any-return]
     if issubclass(kind, msgspec.Struct):
         return (kind, *(freeze(getattr(value, name), seen) for name in kind.__struct_fields__ if name not in LEFT_OUT))

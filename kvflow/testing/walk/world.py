@@ -13,7 +13,7 @@ from kvflow.protocols.decode import DecodeEndpoint
 from kvflow.protocols.decode_links import DecodeIdentity
 from kvflow.protocols.errors import Cause, Code
 from kvflow.protocols.pages.layout import PageIndices, build_layout
-from kvflow.protocols.ports import Endpoint, Witness
+from kvflow.protocols.ports import PlaneAddress, ProcessIdentity
 from kvflow.protocols.prefill import PrefillEndpoint
 from kvflow.protocols.prefill_peers import PrefillIdentity
 from kvflow.protocols.wire import messages as wire
@@ -133,7 +133,7 @@ class World:
     def __init__(self, bounds: Bounds) -> None:
         self.bounds = bounds
         self.layout = build_layout([("k", "uint8", (1,))], page_size=PAGE_SIZE, num_pages=64)
-        self.address = Endpoint("fake", "memory", Witness("boot", "pid", 1, 1))
+        self.address = PlaneAddress("fake", "memory", ProcessIdentity("boot", "pid", 1, 1))
         self.timing = limits.Timing()
         self.limits = limits.Bounds(
             targets=bounds.targets, closed_grants=bounds.closed_grants, quarantine_share=bounds.quarantine_share
@@ -180,7 +180,7 @@ class World:
             target=target,
             wire_version=wire.WIRE_VERSION,
             layout=self.layout,
-            endpoint=self.address,
+            address=self.address,
             fresh_from=wire.GrantId(1),
         )
 

@@ -11,7 +11,7 @@ Planes that share a `FakeNetwork` reach each other. Without a script a write lan
     prefill, decode = FakePlane(network), FakePlane(network)
     prefill.hold()                          # or prefill.script(Fault.LATE) for the next write
     ...
-    prefill.step(3); flight.cancel()        # exactly 3 pages are in decode's pool
+    prefill.step(3); write.cancel()         # exactly 3 pages are in decode's pool
 
 A subclass that overrides `began`, `copied` and `ended` decides when pages move, and sees them (`sim.plane`).
 """
@@ -26,9 +26,9 @@ from enum import Enum
 
 from kvflow.protocols.errors import LayoutError, TransferError
 from kvflow.protocols.pages.layout import PageIndices, PoolLayout
-from kvflow.protocols.ports import Endpoint, Landing
+from kvflow.protocols.ports import PlaneAddress, WriteOutcome
 from kvflow.transports.data.route import BlockQueue, Planner
-from kvflow.transports.host.identity import own_witness
+from kvflow.transports.host.identity import own_identity
 
 _ALL = 1 << 62
 
@@ -63,12 +63,12 @@ class FakePlane:
 
     def __init__(self, network: FakeNetwork) -> None:
         self.address = network.join(self)
-        self.flights: list[FakeFlight] = []  # under way, oldest first
-        self.written: list[FakeFlight] = []  # every write ever started
+        self.writes: list[FakeWrite] = []  # under way, oldest first
+        self.started: list[FakeWrite] = []  # every write ever started
         self._network = network
         self._layout: PoolLayout | None = None
         self._script: deque[Fault] = deque()
-        self._late: list[FakeFlight] = []
+        self._late: list[FakeWrite] = []
         self._held = False
         self._dead: asyncio.Event = asyncio.Event()
 
@@ -83,80 +83,80 @@ class FakePlane:
     def release(self) -> None:
         """Let everything under way land, stuck writes too, and later writes by themselves."""
         self._held = False
-        for flight in list(self.flights):
-            flight.fault = None if flight.fault is Fault.STUCK else flight.fault
-            flight.move(_ALL)
+        for write in list(self.writes):
+            write.fault = None if write.fault is Fault.STUCK else write.fault
+            write.move(_ALL)
 
     def step(self, pages: int = 1) -> int:
         """Copy up to `pages` pages of the oldest write that is not stuck; returns the bytes it copied."""
-        flight = next((f for f in self.flights if f.fault is not Fault.STUCK), None)
-        if flight is None:
+        write = next((w for w in self.writes if w.fault is not Fault.STUCK), None)
+        if write is None:
             return 0
-        before = flight.landed_bytes
-        flight.move(pages * flight.page_bytes)
-        return flight.landed_bytes - before
+        before = write.landed_bytes
+        write.move(pages * write.page_bytes)
+        return write.landed_bytes - before
 
     def land_late(self) -> int:
         """The rest of every `Fault.LATE` write arrives now; returns its bytes. Nothing arrives of a dead plane."""
         late, self._late = self._late, []
-        return 0 if self._dead.is_set() else sum(flight.copy(_ALL) for flight in late)
+        return 0 if self._dead.is_set() else sum(write.copy(_ALL) for write in late)
 
     def die(self) -> None:
         """The process of this plane is gone: nothing of it is copied any more, its fence resolves."""
         self._dead.set()
         self._late.clear()
-        for flight in list(self.flights):
-            flight.end(Landing.UNPROVEN, "the process is gone")
+        for write in list(self.writes):
+            write.end(WriteOutcome.UNPROVEN, "the process is gone")
 
-    def export(self, layout: PoolLayout) -> tuple[Endpoint, PoolLayout]:
+    def export(self, layout: PoolLayout) -> tuple[PlaneAddress, PoolLayout]:
         layout.check()
         self._layout = layout
-        return Endpoint(self.name, self.address, own_witness()), layout
+        return PlaneAddress(self.name, self.address, own_identity()), layout
 
-    async def connect(self, endpoint: Endpoint, layout: PoolLayout) -> FakeRoute:
-        peer = self._network.planes.get(endpoint.address)
+    async def connect(self, address: PlaneAddress, layout: PoolLayout) -> FakeRoute:
+        peer = self._network.planes.get(address.locator)
         if self._layout is None:
             raise LayoutError("export our own pool before connecting to a peer's")
-        if endpoint.backend != self.name or peer is None or peer._dead.is_set():
-            raise TransferError(f"no fake plane answers at {endpoint.address!r}")
+        if address.backend != self.name or peer is None or peer._dead.is_set():
+            raise TransferError(f"no fake plane answers at {address.locator!r}")
         layout.check()
         return FakeRoute(self, peer, Planner(self._layout, layout, max_block_bytes=self._layout.page_bytes))
 
-    async def fence(self, writer: Endpoint) -> None:
-        peer = self._network.planes.get(writer.address)
+    async def fence(self, writer: PlaneAddress) -> None:
+        peer = self._network.planes.get(writer.locator)
         if peer is None:
-            raise TransferError(f"no fake plane was ever at {writer.address!r}")
+            raise TransferError(f"no fake plane was ever at {writer.locator!r}")
         await peer._dead.wait()
 
     async def close(self) -> None:
         """Cancel what is under way (stuck writes end UNPROVEN) and leave the network as a dead plane does."""
-        for flight in list(self.flights):
-            flight.cancel()
+        for write in list(self.writes):
+            write.cancel()
         self.die()
 
-    def begin(self, flight: FakeFlight) -> None:
+    def begin(self, write: FakeWrite) -> None:
         if self._dead.is_set():
             raise TransferError("the fake plane is closed")
-        flight.fault = self._script.popleft() if self._script else None
-        self.flights.append(flight)
-        self.written.append(flight)
-        self.began(flight)
+        write.fault = self._script.popleft() if self._script else None
+        self.writes.append(write)
+        self.started.append(write)
+        self.began(write)
 
-    def began(self, flight: FakeFlight) -> None:
-        asyncio.get_running_loop().call_soon(self._turn, flight)
+    def began(self, write: FakeWrite) -> None:
+        asyncio.get_running_loop().call_soon(self._turn, write)
 
-    def copied(self, flight: FakeFlight, size_bytes: int) -> None:
+    def copied(self, write: FakeWrite, size_bytes: int) -> None:
         """So many bytes more of it are in the peer's memory, proven or not."""
 
-    def ended(self, flight: FakeFlight, landing: Landing) -> None:
+    def ended(self, write: FakeWrite, outcome: WriteOutcome) -> None:
         """Nothing of it runs any more; it is about to say so."""
 
-    def keep_late(self, flight: FakeFlight) -> None:
-        self._late.append(flight)
+    def keep_late(self, write: FakeWrite) -> None:
+        self._late.append(write)
 
-    def _turn(self, flight: FakeFlight) -> None:
+    def _turn(self, write: FakeWrite) -> None:
         if not self._held:
-            flight.move(_ALL)
+            write.move(_ALL)
 
 
 class FakeRoute:
@@ -166,20 +166,20 @@ class FakeRoute:
         self.closed = False
         self._plane, self._peer, self._planner = plane, peer, planner
 
-    def write(self, source_pages: PageIndices, target_pages: PageIndices) -> FakeFlight:
+    def write(self, source_pages: PageIndices, target_pages: PageIndices) -> FakeWrite:
         if self.closed:
             raise TransferError("the route is closed")
         self._planner.check(source_pages, target_pages)
-        flight = FakeFlight(self._plane, self._peer, self._planner, source_pages, target_pages)
-        self._plane.begin(flight)
-        return flight
+        write = FakeWrite(self._plane, self._peer, self._planner, source_pages, target_pages)
+        self._plane.begin(write)
+        return write
 
     def close(self) -> None:
         self.closed = True
 
 
-class FakeFlight:
-    """Implements `protocols.ports.Flight`."""
+class FakeWrite:
+    """Implements `protocols.ports.Write`."""
 
     def __init__(
         self,
@@ -189,7 +189,7 @@ class FakeFlight:
         source_pages: PageIndices,
         target_pages: PageIndices,
     ) -> None:
-        self.done: asyncio.Future[Landing] = asyncio.get_running_loop().create_future()
+        self.done: asyncio.Future[WriteOutcome] = asyncio.get_running_loop().create_future()
         self.peer, self.source_pages, self.target_pages = peer, source_pages, target_pages
         self._plane, self._blocks = plane, BlockQueue(planner, source_pages, target_pages)
         self.page_bytes, self.total_bytes = planner.page_bytes, self._blocks.left_bytes
@@ -202,23 +202,23 @@ class FakeFlight:
             return
         self.cancelled = True
         if self.fault is not Fault.STUCK and self._plane.drains_at_once:
-            self.end(Landing.DRAINED)
+            self.end(WriteOutcome.CANCELLED)
 
     def move(self, max_bytes: int) -> None:
         """Copy, and end when that was the last of it, or where the fault strikes."""
         if self.done.done() or self.fault is Fault.STUCK:
             return
         if self.cancelled:
-            self.end(Landing.DRAINED)
+            self.end(WriteOutcome.CANCELLED)
             return
         stop_at = self.total_bytes // self.page_bytes // 2 * self.page_bytes if self.fault else self.total_bytes
         self.landed_bytes += self.copy(min(max_bytes, stop_at - self.landed_bytes))
         if self._blocks.left_bytes == 0:
-            self.end(Landing.LANDED)
+            self.end(WriteOutcome.LANDED)
         elif self.fault and self.landed_bytes >= stop_at:
             if self.fault is Fault.LATE:
                 self._plane.keep_late(self)
-            self.end(Landing.UNPROVEN, f"scripted {self.fault.value}")
+            self.end(WriteOutcome.UNPROVEN, f"scripted {self.fault.value}")
 
     def copy(self, max_bytes: int) -> int:
         """Whole blocks up to `max_bytes`, into the peer's pool; returns the bytes."""
@@ -230,9 +230,9 @@ class FakeFlight:
             self._plane.copied(self, sizes[0])
         return copied
 
-    def end(self, landing: Landing, error: str = "") -> None:
+    def end(self, outcome: WriteOutcome, error: str = "") -> None:
         if not self.done.done():
             self.error = error
-            self._plane.flights.remove(self)
-            self._plane.ended(self, landing)
-            self.done.set_result(landing)
+            self._plane.writes.remove(self)
+            self._plane.ended(self, outcome)
+            self.done.set_result(outcome)

@@ -31,10 +31,10 @@ from kvflow.aio import in_thread
 from kvflow.memory.shared import SharedSegment
 from kvflow.protocols.errors import LayoutError, TransferError
 from kvflow.protocols.pages.layout import PoolLayout
-from kvflow.protocols.ports import Endpoint, Landing
+from kvflow.protocols.ports import PlaneAddress, WriteOutcome
 from kvflow.transports.data.route import BlockQueue, PlannedRoute, Planner
-from kvflow.transports.data.write_thread import AT_ONCE_BYTES, WriteFlight, WriteThread
-from kvflow.transports.host.identity import check_same_host, is_alive, own_witness, wait_dead
+from kvflow.transports.data.write_thread import AT_ONCE_BYTES, ThreadWrite, WriteThread
+from kvflow.transports.host.identity import check_same_host, is_alive, own_identity, wait_dead
 
 _BURST_BLOCKS = 64
 _MAX_BLOCK_BYTES = 4 << 20
@@ -67,9 +67,9 @@ class LocalPlane:
     def stalled_s(self) -> float:
         return self._thread.stalled_s
 
-    def export(self, layout: PoolLayout) -> tuple[Endpoint, PoolLayout]:
+    def export(self, layout: PoolLayout) -> tuple[PlaneAddress, PoolLayout]:
         """Buffer addresses become offsets in the segment. Without a segment (a user's own tensors) peers can read our
-        layout but not write to us: the endpoint's address is empty.
+        layout but not write to us: the locator is empty.
 
         Raises: LayoutError when a buffer does not lie in the segment.
         """
@@ -77,7 +77,7 @@ class LocalPlane:
         self._layout = layout
         segment = self._segment
         if segment is None or segment.fd < 0:
-            return Endpoint(self.name, "", own_witness()), layout
+            return PlaneAddress(self.name, "", own_identity()), layout
         buffers = []
         for b in layout.buffers:
             offset = b.address - segment.address
@@ -85,21 +85,21 @@ class LocalPlane:
                 raise LayoutError(f"buffer {b.name!r} is not in the pool's shared segment")
             buffers.append(msgspec.structs.replace(b, address=offset))
         placed = msgspec.structs.replace(layout, buffers=tuple(buffers))
-        return Endpoint(self.name, f"fd:{segment.fd}", own_witness()), placed
+        return PlaneAddress(self.name, f"fd:{segment.fd}", own_identity()), placed
 
-    async def connect(self, endpoint: Endpoint, layout: PoolLayout) -> LocalRoute:
+    async def connect(self, address: PlaneAddress, layout: PoolLayout) -> LocalRoute:
         """Map the peer's pool. Raises: LayoutError (the pools do not fit), TransferError (it cannot be opened)."""
         ours = self._layout
         if ours is None:
             raise LayoutError("export our own pool before connecting to a peer's")
         self._thread.start()
-        route = await in_thread(lambda: self._open(ours, endpoint, layout), LocalRoute.close)
+        route = await in_thread(lambda: self._open(ours, address, layout), LocalRoute.close)
         self._routes.add(route)
         return route
 
-    def _open(self, ours: PoolLayout, endpoint: Endpoint, theirs: PoolLayout) -> LocalRoute:
+    def _open(self, ours: PoolLayout, address: PlaneAddress, theirs: PoolLayout) -> LocalRoute:
         theirs.check()
-        segment = map_peer(endpoint)
+        segment = map_peer(address)
         try:
             for b in theirs.buffers:
                 if (end := b.address + b.size_bytes) > segment.size_bytes:
@@ -112,9 +112,9 @@ class LocalPlane:
             raise
         return LocalRoute(self._thread, planner, segment, self._routes)
 
-    async def fence(self, writer: Endpoint) -> None:
+    async def fence(self, writer: PlaneAddress) -> None:
         """Return once the writer's process has ended. Raises: TransferError for a process of another host."""
-        await wait_dead(writer.witness)
+        await wait_dead(writer.process)
 
     async def close(self) -> None:
         try:
@@ -124,18 +124,18 @@ class LocalPlane:
                 route.close()
 
 
-def map_peer(endpoint: Endpoint) -> SharedSegment:
-    """The peer's segment, mapped, of exactly the process the endpoint names. Raises: TransferError."""
-    found = _ADDRESS.match(endpoint.address)
+def map_peer(address: PlaneAddress) -> SharedSegment:
+    """The peer's segment, mapped, of exactly the process the address names. Raises: TransferError."""
+    found = _ADDRESS.match(address.locator)
     if found is None:
         raise TransferError(
-            f"the peer's pool cannot be written to through shared memory (address {endpoint.address!r:.80})"
+            f"the peer's pool cannot be written to through shared memory (locator {address.locator!r:.80})"
         )
-    check_same_host(endpoint.witness)
-    segment = SharedSegment.open_peer(endpoint.witness.pid, int(found[1]))
-    if not is_alive(endpoint.witness):  # looked at after opening: a re-used pid would have shown us another's memory
+    check_same_host(address.process)
+    segment = SharedSegment.open_peer(address.process.pid, int(found[1]))
+    if not is_alive(address.process):  # looked at after opening: a re-used pid would have shown us another's memory
         segment.close()
-        raise TransferError(f"process {endpoint.witness.pid} has ended")
+        raise TransferError(f"process {address.process.pid} has ended")
     return segment
 
 
@@ -148,19 +148,19 @@ class LocalRoute(PlannedRoute):
         super().__init__(thread, planner)
         self._segment, self._siblings = segment, siblings
 
-    def write_at_once(self, flight: WriteFlight) -> bool:
-        if flight.total_bytes > AT_ONCE_BYTES:
+    def write_at_once(self, write: ThreadWrite) -> bool:
+        if write.total_bytes > AT_ONCE_BYTES:
             return False
-        blocks = self.planner.few_blocks(flight.source_pages, flight.target_pages)
-        if blocks is None or not self._thread.admit(flight.total_bytes, len(blocks.sizes)):
+        blocks = self.planner.few_blocks(write.source_pages, write.target_pages)
+        if blocks is None or not self._thread.admit(write.total_bytes, len(blocks.sizes)):
             return False
         for source, target, size in zip(*blocks, strict=True):
             _copy_holding_gil(target, source, size)
-        flight.land()
+        write.land()
         return True
 
-    def begin(self, flight: WriteFlight) -> _CopyJob:
-        return _CopyJob(BlockQueue(self.planner, flight.source_pages, flight.target_pages))
+    def begin(self, write: ThreadWrite) -> _CopyJob:
+        return _CopyJob(BlockQueue(self.planner, write.source_pages, write.target_pages))
 
     def close(self) -> None:
         self.closed = True
@@ -169,20 +169,20 @@ class LocalRoute(PlannedRoute):
 
 
 class _CopyJob:
-    """Implements `writer.Job`: what was submitted has landed."""
+    """Implements `write_thread.WriteJob`: what was submitted has landed."""
 
-    __slots__ = ("_blocks", "error", "landed_bytes", "landing")
+    __slots__ = ("_blocks", "error", "landed_bytes", "outcome")
     pause_s = 0.0
 
     def __init__(self, blocks: BlockQueue) -> None:
         self._blocks = blocks
         self.landed_bytes, self.error = 0, ""
-        self.landing: Landing | None = None
+        self.outcome: WriteOutcome | None = None
 
     def advance(self, max_bytes: int, cancelled: bool) -> int:
         before = self.landed_bytes
         if cancelled:
-            self.landing = Landing.DRAINED
+            self.outcome = WriteOutcome.CANCELLED
             return 0
         allowed = max_bytes
         while allowed > 0 and self._blocks.left_bytes:
@@ -191,7 +191,7 @@ class _CopyJob:
             self.landed_bytes += moved
             allowed -= moved
         if not self._blocks.left_bytes:
-            self.landing = Landing.LANDED
+            self.outcome = WriteOutcome.LANDED
         return self.landed_bytes - before or -1
 
 

@@ -10,7 +10,7 @@ import numpy as np
 from kvflow.protocols.errors import LayoutError, TransferError
 from kvflow.protocols.pages.layout import PageIndices, PoolLayout
 from kvflow.protocols.pages.plan import Addresses, Pairing
-from kvflow.transports.data.write_thread import Job, WriteFlight, WriteThread
+from kvflow.transports.data.write_thread import ThreadWrite, WriteJob, WriteThread
 
 FEW_BLOCKS = 64
 
@@ -87,22 +87,22 @@ class PlannedRoute:
         self.closed = False
         self._thread = thread
 
-    def write(self, source_pages: PageIndices, target_pages: PageIndices) -> WriteFlight:
+    def write(self, source_pages: PageIndices, target_pages: PageIndices) -> ThreadWrite:
         """Raises: LayoutError (nothing was started), TransferError after the route or the plane was closed."""
         if self.closed:
             raise TransferError("the route is closed; connect again to write to that peer")
         self.planner.check(source_pages, target_pages)
         total_bytes = self.planner.page_bytes * int(source_pages.size)
-        flight = WriteFlight(self._thread, self, source_pages, target_pages, total_bytes)
-        if not self.write_at_once(flight):
-            self._thread.submit(flight)
-        return flight
+        write = ThreadWrite(self._thread, self, source_pages, target_pages, total_bytes)
+        if not self.write_at_once(write):
+            self._thread.submit(write)
+        return write
 
-    def write_at_once(self, flight: WriteFlight) -> bool:
+    def write_at_once(self, write: ThreadWrite) -> bool:
         """Make a tiny write on the event loop, where `WriteThread.admit` allows it and the back end knows how."""
         return False
 
-    def begin(self, flight: WriteFlight) -> Job:
+    def begin(self, write: ThreadWrite) -> WriteJob:
         raise NotImplementedError
 
 

@@ -1,10 +1,10 @@
-"""One thread per data plane that moves the blocks of many flights, round robin and slice by slice.
+"""One thread per data plane that moves the blocks of many writes, round robin and slice by slice.
 
-Fair between rooms (a flight moves one slice per turn), and quick to stop: `cancel` takes effect between slices. Work
+Fair between rooms (a write moves one slice per turn), and quick to stop: `cancel` takes effect between slices. Work
 arrives through a queue the idle thread blocks on; ends go back to the event loop in batches, one wake-up for all that
 ended since the loop last looked.
 
-A back end whose tiny writes cost less than this hand-over makes them on the event loop, while no flight is under way
+A back end whose tiny writes cost less than this hand-over makes them on the event loop, while no write is under way
 (so they keep their order, and none of a busy plane's overtakes another) and within a bound per turn of the loop.
 
 Rate limit (bytes/s over the whole plane): a slice may start once the bytes before it would have been sent at that rate,
@@ -24,7 +24,7 @@ from typing import Protocol
 from kvflow.aio import drained
 from kvflow.protocols.errors import MisuseError, TransferError
 from kvflow.protocols.pages.layout import PageIndices
-from kvflow.protocols.ports import Landing
+from kvflow.protocols.ports import WriteOutcome
 
 SLICE_BYTES = 8 << 20  # 1 to 3 ms of memmove: what a cancel, or another room, waits for
 AT_ONCE_BYTES = 64 << 10  # the largest write made on the event loop: some 10 us of memmove
@@ -36,8 +36,8 @@ _SMALLEST_SLICE = 4 << 10
 _SHORTEST_WAIT_S, _LONGEST_WAIT_S = 0.00005, 0.01
 
 
-class Job(Protocol):
-    """What a back end does for one flight, on the plane's thread only."""
+class WriteJob(Protocol):
+    """What a back end does for one write, on the plane's thread only."""
 
     def advance(self, max_bytes: int, cancelled: bool) -> int:
         """Submit at most `max_bytes` (one block at least, unless 0) and follow what is under way.
@@ -46,7 +46,7 @@ class Job(Protocol):
         """
 
     @property
-    def landing(self) -> Landing | None:
+    def outcome(self) -> WriteOutcome | None:
         """How it ended; None while anything is under way or left to submit (not cancelled)."""
 
     @property
@@ -61,34 +61,34 @@ class Job(Protocol):
 
 
 class Work(Protocol):
-    """Turns a flight into its job, on the plane's thread: planning is not the event loop's work."""
+    """Turns a write into its job, on the plane's thread: planning is not the event loop's work."""
 
-    def begin(self, flight: WriteFlight) -> Job: ...
+    def begin(self, write: ThreadWrite) -> WriteJob: ...
 
 
-class WriteFlight:
-    """Implements `protocols.ports.Flight`."""
+class ThreadWrite:
+    """Implements `protocols.ports.Write`."""
 
     __slots__ = (
-        *("_cancelled", "_landed_bytes", "_thread", "done", "error", "job", "landing", "source_pages", "target_pages"),
+        *("_cancelled", "_landed_bytes", "_thread", "done", "error", "job", "outcome", "source_pages", "target_pages"),
         *("total_bytes", "work"),
     )
 
     def __init__(
         self, thread: WriteThread, work: Work, source_pages: PageIndices, target_pages: PageIndices, total_bytes: int
     ) -> None:
-        self.done: asyncio.Future[Landing] = thread.loop.create_future()
+        self.done: asyncio.Future[WriteOutcome] = thread.loop.create_future()
         self.source_pages, self.target_pages = source_pages, target_pages
         self.work, self.total_bytes = work, total_bytes
         self._landed_bytes, self.error = 0, ""
-        self.landing = Landing.UNPROVEN
-        self.job: Job | None = None
+        self.outcome = WriteOutcome.UNPROVEN
+        self.job: WriteJob | None = None
         self._thread, self._cancelled = thread, False
 
     def __repr__(self) -> str:
-        state = self.landing.value if self.done.done() else "cancelled, draining" if self._cancelled else "under way"
+        state = self.outcome.value if self.done.done() else "cancelled, draining" if self._cancelled else "under way"
         return (
-            f"<WriteFlight of {len(self.source_pages)} pages: {self.landed_bytes} of {self.total_bytes} bytes, {state}>"
+            f"<ThreadWrite of {len(self.source_pages)} pages: {self.landed_bytes} of {self.total_bytes} bytes, {state}>"
         )
 
     @property
@@ -107,8 +107,8 @@ class WriteFlight:
 
     def land(self) -> None:
         """All of it has landed, on the event loop: it was never handed over."""
-        self._landed_bytes, self.landing = self.total_bytes, Landing.LANDED
-        self.done.set_result(Landing.LANDED)
+        self._landed_bytes, self.outcome = self.total_bytes, WriteOutcome.LANDED
+        self.done.set_result(WriteOutcome.LANDED)
 
     def cancel(self) -> None:
         if not self._cancelled and not self.done.done():
@@ -131,16 +131,16 @@ class WriteThread:
         self.loop: asyncio.AbstractEventLoop
         self._name = name
         self._thread: threading.Thread | None = None
-        self._inbox: queue.SimpleQueue[WriteFlight | None] = queue.SimpleQueue()
-        self._ended: deque[WriteFlight] = deque()
+        self._inbox: queue.SimpleQueue[ThreadWrite | None] = queue.SimpleQueue()
+        self._ended: deque[ThreadWrite] = deque()
         self._told = False  # the loop has been woken and has not looked yet
-        self._open: set[WriteFlight] = set()  # event loop's side
+        self._open: set[ThreadWrite] = set()  # event loop's side
         self._closing = False
-        self._turned_at = 0.0  # when a flight had its turn, or work came to an idle thread
+        self._turned_at = 0.0  # when a write had its turn, or work came to an idle thread
         self._next_slice_at = 0.0
         self._abandon_at = float("inf")
         self._turn_bytes = 0  # made on the event loop since its turn began
-        self.surprises = 0  # exceptions of a back end, each of which ended its flight UNPROVEN
+        self.surprises = 0  # exceptions of a back end, each of which ended its write UNPROVEN
 
     def start(self) -> None:
         """Idempotent; call on the event loop. Raises: MisuseError from a second loop, or after `close`."""
@@ -179,27 +179,27 @@ class WriteThread:
     def _begin_turn(self) -> None:
         self._turn_bytes = 0
 
-    def submit(self, flight: WriteFlight) -> None:
-        """Hand a flight over. Raises: TransferError after `close`."""
+    def submit(self, write: ThreadWrite) -> None:
+        """Hand a write over. Raises: TransferError after `close`."""
         if self._closing:
             raise TransferError(f"the {self._name} plane is closed")
         if len(self._open) == len(self._ended):
             self._turned_at = time.monotonic()
-        self._open.add(flight)
-        self._inbox.put(flight)
+        self._open.add(write)
+        self._inbox.put(write)
 
     def wake(self) -> None:
         self._inbox.put(None)
 
     async def close(self, grace_s: float = float("inf")) -> None:
-        """Cancel every flight, wait until all have ended, end the thread. A second cancel does not skip the wait (I12).
+        """Cancel every write, wait until all have ended, end the thread. A second cancel does not skip the wait (I12).
 
         What a back end cannot bring to an end within `grace_s` (a frozen peer) ends UNPROVEN.
         """
         self._abandon_at = min(self._abandon_at, time.monotonic() + grace_s)
         self._closing = True
-        for flight in list(self._open):
-            flight.cancel()
+        for write in list(self._open):
+            write.cancel()
         thread = self._thread
         if thread is None:
             return
@@ -209,27 +209,27 @@ class WriteThread:
         finally:
             while self._ended:
                 self._deliver()
-            for flight in self._open:  # of a thread that died: what became of them is unknown
-                flight.error = "the thread of the data plane died"
-                flight.done.set_result(flight.landing)
+            for write in self._open:  # of a thread that died: what became of them is unknown
+                write.error = "the thread of the data plane died"
+                write.done.set_result(write.outcome)
             self._open.clear()
 
     def _run(self) -> None:
-        active: deque[WriteFlight] = deque()
+        active: deque[ThreadWrite] = deque()
         wait_s = 0.0
         while active or not (self._closing and self._inbox.empty()):  # `close` wakes us after it set the flag
             self._collect(active, wait_s)
             moved, pause_s = False, _LONGEST_WAIT_S
             now = time.monotonic()
             for _ in range(len(active)):
-                flight = active.popleft()
-                moved |= self._turn(flight)
+                write = active.popleft()
+                moved |= self._turn(write)
                 self._turned_at = time.monotonic()
-                if flight.job is None:
-                    self._tell(flight)
+                if write.job is None:
+                    self._tell(write)
                 else:
-                    pause_s = min(pause_s, flight.job.pause_s)
-                    active.append(flight)
+                    pause_s = min(pause_s, write.job.pause_s)
+                    active.append(write)
                 now = time.monotonic() if self.rate else now
             if not active or (moved and not pause_s):
                 wait_s = 0.0
@@ -240,7 +240,7 @@ class WriteThread:
             if wait_s and self._next_slice_at > now:
                 wait_s = max(wait_s, min(self._next_slice_at - now, _LONGEST_WAIT_S))
 
-    def _collect(self, active: deque[WriteFlight], wait_s: float) -> None:
+    def _collect(self, active: deque[ThreadWrite], wait_s: float) -> None:
         """Take what has arrived. Blocks while there is nothing to do; waits `wait_s` while only others have to act."""
         inbox = self._inbox
         try:
@@ -257,36 +257,36 @@ class WriteThread:
         except queue.Empty:
             return
 
-    def _turn(self, flight: WriteFlight) -> bool:
-        """One slice of one flight; a finished flight has no job afterwards. True when anything changed."""
+    def _turn(self, write: ThreadWrite) -> bool:
+        """One slice of one write; a finished write has no job afterwards. True when anything changed."""
         try:
-            job = flight.job
+            job = write.job
             if job is None:
-                if flight.cancelled:
-                    flight.landing = Landing.DRAINED
+                if write.cancelled:
+                    write.outcome = WriteOutcome.CANCELLED
                     return True
-                job = flight.job = flight.work.begin(flight)
+                job = write.job = write.work.begin(write)
             if time.monotonic() > self._abandon_at:
-                flight.error = "the plane was closed while blocks were under way"
-                flight.end()
-                return True  # its landing still says UNPROVEN
-            submitted = job.advance(self._allowance(), flight.cancelled)
+                write.error = "the plane was closed while blocks were under way"
+                write.end()
+                return True  # its outcome still says UNPROVEN
+            submitted = job.advance(self._allowance(), write.cancelled)
             if submitted > 0 and self.rate:
                 self._next_slice_at = max(time.monotonic(), self._next_slice_at) + submitted / self.rate
-            if (landing := job.landing) is None:
+            if (outcome := job.outcome) is None:
                 return submitted >= 0
-            flight.landing, flight.error = landing, job.error
+            write.outcome, write.error = outcome, job.error
         except Exception as error:  # noqa: BLE001 - the thread serves other rooms too; this one ends unproven, counted
             self.surprises += 1
-            flight.landing, flight.error = Landing.UNPROVEN, f"{type(error).__name__}: {error}"
-        flight.end()
+            write.outcome, write.error = WriteOutcome.UNPROVEN, f"{type(error).__name__}: {error}"
+        write.end()
         return True
 
     def _allowance(self) -> int:
         return 0 if self.rate and time.monotonic() < self._next_slice_at else self.slice_bytes
 
-    def _tell(self, flight: WriteFlight) -> None:
-        self._ended.append(flight)
+    def _tell(self, write: ThreadWrite) -> None:
+        self._ended.append(write)
         if not self._told:
             self._told = True
             try:
@@ -297,10 +297,10 @@ class WriteThread:
     def _deliver(self) -> None:
         """Tell some of what has ended, and come again for the rest: what is told wakes rooms, and others wait (I11)."""
         for _ in range(min(_TOLD_AT_ONCE, len(self._ended))):
-            flight = self._ended.popleft()
-            self._open.discard(flight)
-            if not flight.done.done():
-                flight.done.set_result(flight.landing)
+            write = self._ended.popleft()
+            self._open.discard(write)
+            if not write.done.done():
+                write.done.set_result(write.outcome)
         self._told = False
         if self._ended:  # more than one turn's worth, or ended since: the thread may have seen `_told` and said nothing
             self._told = True

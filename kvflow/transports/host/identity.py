@@ -16,50 +16,52 @@ from types import TracebackType
 from typing import Self
 
 from kvflow.protocols.errors import TransferError
-from kvflow.protocols.ports import Witness
+from kvflow.protocols.ports import ProcessIdentity
 
 # What will not change by waiting; anything else (no descriptors, no memory) is raised as it is, to be tried again.
 _NEVER = frozenset({errno.EINVAL, errno.ENOSYS, errno.EPERM})
 
 
-def own_witness() -> Witness:
+def own_identity() -> ProcessIdentity:
     """What others need to observe this process's death. Not cached: a forked child is another process, and may be in
     another namespace."""
     pid = os.getpid()
     _, ticks = _stat(pid)
-    return Witness(_boot_id(), _namespace("pid"), pid, ticks, _namespace("time"), _namespace("net"))
+    return ProcessIdentity(_boot_id(), _namespace("pid"), pid, ticks, _namespace("time"), _namespace("net"))
 
 
-def check_same_host(witness: Witness) -> None:
-    """Raises: TransferError when `witness` belongs to another boot, or to a pid or time namespace other than ours."""
-    if (witness.boot_id, witness.pid_namespace) != (_boot_id(), _namespace("pid")):
-        raise TransferError(f"process {witness.pid} is on another host or in another pid namespace: cannot be observed")
-    if witness.time_namespace != (ours := _namespace("time")):
+def check_same_host(identity: ProcessIdentity) -> None:
+    """Raises: TransferError when `identity` belongs to another boot, or to a pid or time namespace other than ours."""
+    if (identity.boot_id, identity.pid_namespace) != (_boot_id(), _namespace("pid")):
         raise TransferError(
-            f"process {witness.pid} is in time namespace {witness.time_namespace!r:.80}, this one in {ours!r}: "
+            f"process {identity.pid} is on another host or in another pid namespace: cannot be observed"
+        )
+    if identity.time_namespace != (ours := _namespace("time")):
+        raise TransferError(
+            f"process {identity.pid} is in time namespace {identity.time_namespace!r:.80}, this one in {ours!r}: "
             "its start time cannot be compared, so it cannot be observed; run both in one time namespace"
         )
 
 
-def is_alive(witness: Witness) -> bool:
+def is_alive(identity: ProcessIdentity) -> bool:
     """Whether that very process still runs; a zombie does not. Raises: TransferError (another host)."""
-    check_same_host(witness)
-    state, ticks = _stat(witness.pid)
-    return ticks == witness.start_ticks and state not in b"ZXx"
+    check_same_host(identity)
+    state, ticks = _stat(identity.pid)
+    return ticks == identity.start_ticks and state not in b"ZXx"
 
 
 class DeathWatch:
     """An open pidfd on one process. Close it, or use it as an `async with`; closing cancels `died`."""
 
-    def __init__(self, witness: Witness) -> None:
+    def __init__(self, identity: ProcessIdentity) -> None:
         """Call on the event loop.
 
         Raises: TransferError when that process can never be observed from here; OSError when it cannot be just now.
         """
-        check_same_host(witness)
+        check_same_host(identity)
         self._loop = asyncio.get_running_loop()
         self.died: asyncio.Future[None] = self._loop.create_future()  # resolves when the process has ended
-        self._fd = open_process(witness)
+        self._fd = open_process(identity)
         if self._fd < 0:
             self.died.set_result(None)
             return
@@ -98,14 +100,14 @@ class DeathWatch:
             os.close(fd)
 
 
-def watch(witness: Witness) -> DeathWatch:
+def watch(identity: ProcessIdentity) -> DeathWatch:
     """Begin to observe a process: `async with watch(w) as death: await asyncio.shield(death.died)`."""
-    return DeathWatch(witness)
+    return DeathWatch(identity)
 
 
-async def wait_dead(witness: Witness) -> None:
+async def wait_dead(identity: ProcessIdentity) -> None:
     """Return once that process has ended. Raises: as DeathWatch."""
-    async with watch(witness) as death:
+    async with watch(identity) as death:
         await asyncio.shield(death.died)
 
 
@@ -116,27 +118,27 @@ def has_ended(pidfd: int) -> bool:
     return bool(poll.poll(0))
 
 
-def open_process(witness: Witness) -> int:
+def open_process(identity: ProcessIdentity) -> int:
     """A pidfd of exactly that process; -1 when it has ended. Raises: as DeathWatch."""
     try:
-        fd = os.pidfd_open(witness.pid)
+        fd = os.pidfd_open(identity.pid)
     except ProcessLookupError:
         return -1
     except OverflowError as error:  # the pid came over the wire: it may be no pid at all
-        raise TransferError(f"cannot observe process {witness.pid}: {error}") from error
+        raise TransferError(f"cannot observe process {identity.pid}: {error}") from error
     except OSError as error:
         if error.errno not in _NEVER:
             raise
-        raise TransferError(f"cannot observe process {witness.pid}: {error}") from error
+        raise TransferError(f"cannot observe process {identity.pid}: {error}") from error
     try:
         # Read after opening: if the start time still fits now, the descriptor can only be that process's.
         # A zombie counts as living: its other threads may still run, and only the pidfd knows when the last has ended.
-        _, ticks = _stat(witness.pid)
-        if ticks == witness.start_ticks:
+        _, ticks = _stat(identity.pid)
+        if ticks == identity.start_ticks:
             return fd
         if ticks < 0 and not has_ended(fd):
             raise TransferError(
-                f"cannot observe process {witness.pid}: /proc does not show it to this user (hidepid); "
+                f"cannot observe process {identity.pid}: /proc does not show it to this user (hidepid); "
                 "run both processes as one user"
             )
     except BaseException:

@@ -26,7 +26,7 @@ import threading
 from contextlib import suppress
 from dataclasses import dataclass, field
 
-from kvflow.protocols.ports import Witness
+from kvflow.protocols.ports import ProcessIdentity
 from kvflow.transports.data.mooncake.tcp_table import (
     Ends,
     borrow,
@@ -36,7 +36,7 @@ from kvflow.transports.data.mooncake.tcp_table import (
     rows,
     sockets,
 )
-from kvflow.transports.host.identity import is_alive, own_witness
+from kvflow.transports.host.identity import is_alive, own_identity
 
 
 @dataclass(slots=True)
@@ -47,7 +47,9 @@ class _Connection:
     ends: Ends | None  # None once it was reset: then only its port is known
     is_local: bool  # it comes from an address of our own network namespace
     first_look: int  # the look that found it
-    holders: dict[Witness, int] = field(default_factory=dict)  # writers seen with it, and the first look at each
+    holders: dict[ProcessIdentity, int] = field(
+        default_factory=dict
+    )  # writers seen with it, and the first look at each
 
 
 @dataclass(slots=True)
@@ -67,7 +69,7 @@ class InboundConnections:
         self._ports: set[int] = set()
         self._lock = threading.Lock()
         self._looks = 0
-        self._writers: dict[Witness, _Writer] = {}
+        self._writers: dict[ProcessIdentity, _Writer] = {}
         self._connections: dict[int, _Connection] = {}  # by inode
         self._closed: set[int] = set()  # inodes that our engine has closed, and a child of ours perhaps has not
         self._others: set[int] = set()  # inodes of this process's other sockets
@@ -78,12 +80,12 @@ class InboundConnections:
             self._ports |= ports
             self._others.clear()
 
-    def watch(self, writer: Witness) -> None:
+    def watch(self, writer: ProcessIdentity) -> None:
         """Find out, look by look, which connections are this writer's, until `forget` was called as often."""
         with self._lock:
             self._writers.setdefault(writer, _Writer()).fences += 1
 
-    def forget(self, writer: Witness) -> None:
+    def forget(self, writer: ProcessIdentity) -> None:
         with self._lock:
             self._writers[writer].fences -= 1
             if not self._writers[writer].fences:
@@ -94,7 +96,7 @@ class InboundConnections:
         with self._lock:
             self._look()
 
-    def count_open(self, dead_writer: Witness) -> int:
+    def count_open(self, dead_writer: ProcessIdentity) -> int:
         """How many connections that may be the dead writer's can still be read, by our engine or once it accepts them.
 
         The writer is one that is watched. Raises: OSError as `look`.
@@ -117,8 +119,8 @@ class InboundConnections:
             writer.suspects = {inode: ours[inode] for inode in writer.suspects if inode in ours}
             return len(writer.suspects)
 
-    def _suspects(self, dead_writer: Witness) -> dict[int, int]:
-        here = own_witness().network_namespace
+    def _suspects(self, dead_writer: ProcessIdentity) -> dict[int, int]:
+        here = own_identity().network_namespace
         found = {}
         for inode, connection in self._connections.items():
             if self._is_anothers(connection, dead_writer, here):
@@ -130,7 +132,7 @@ class InboundConnections:
                         ours.shutdown(socket.SHUT_RDWR)
         return found
 
-    def _is_anothers(self, connection: _Connection, dead_writer: Witness, here: str) -> bool:
+    def _is_anothers(self, connection: _Connection, dead_writer: ProcessIdentity, here: str) -> bool:
         if dead_writer in connection.holders:
             return False
         if not connection.is_local and dead_writer.network_namespace == here:
@@ -142,32 +144,32 @@ class InboundConnections:
     def _look(self) -> None:
         self._looks += 1
         self._find_accepted()
-        here = own_witness().network_namespace
+        here = own_identity().network_namespace
         far_ends: dict[str, dict[Ends, int]] = {}  # by network namespace
-        for witness, writer in self._writers.items():
-            if not is_alive(witness):
+        for identity, writer in self._writers.items():
+            if not is_alive(identity):
                 continue
-            namespace = witness.network_namespace
+            namespace = identity.network_namespace
             if namespace not in far_ends:
-                far_ends[namespace] = self._far_ends(witness, here)
-            held = sockets(witness.pid)
-            if not held or not is_alive(witness):  # looked at after: else the pid may be another process's by now
+                far_ends[namespace] = self._far_ends(identity, here)
+            held = sockets(identity.pid)
+            if not held or not is_alive(identity):  # looked at after: else the pid may be another process's by now
                 continue
             writer.first_look = writer.first_look or self._looks
             writer.last_look = self._looks
             for connection in self._connections.values():
                 ends = connection.ends
                 if ends is not None and far_ends[namespace].get(ends.reversed()) in held:
-                    connection.holders.setdefault(witness, writer.first_look)
+                    connection.holders.setdefault(identity, writer.first_look)
 
-    def _far_ends(self, witness: Witness, here: str) -> dict[Ends, int]:
+    def _far_ends(self, identity: ProcessIdentity, here: str) -> dict[Ends, int]:
         """The far ends of our connections that lie in a writer's network namespace, with their inodes."""
-        is_here = witness.network_namespace == here
+        is_here = identity.network_namespace == here
         # In another namespace an address of ours means another machine: its own loopback, for one.
         wanted = {c.ends.reversed() for c in self._connections.values() if c.ends and c.is_local == is_here}
         if not wanted:
             return {}
-        table = rows("self" if is_here else witness.pid, self._ports)
+        table = rows("self" if is_here else identity.pid, self._ports)
         return {row.ends: row.inode for row in table if row.ends in wanted}
 
     def _find_accepted(self) -> None:

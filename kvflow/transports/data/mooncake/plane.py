@@ -31,13 +31,13 @@ from typing import Any
 from kvflow.aio import in_thread
 from kvflow.protocols.errors import LayoutError, MisuseError, TransferError
 from kvflow.protocols.pages.layout import PoolLayout
-from kvflow.protocols.ports import Endpoint, Witness
+from kvflow.protocols.ports import PlaneAddress, ProcessIdentity
 from kvflow.transports.data.mooncake.inbound import InboundConnections
 from kvflow.transports.data.mooncake.route import MooncakeRoute, PeerProcess
 from kvflow.transports.data.mooncake.tcp_table import listening_ports
 from kvflow.transports.data.route import Planner
 from kvflow.transports.data.write_thread import WriteThread
-from kvflow.transports.host.identity import own_witness, watch
+from kvflow.transports.host.identity import own_identity, watch
 
 MAX_BLOCK_BYTES = 2 << 20
 MAX_REGIONS = 1024
@@ -70,7 +70,9 @@ class MooncakePlane:
         self._engines: list[Any] = []
         self._inbound = InboundConnections()
         self._layout: PoolLayout | None = None
-        self._sessions: dict[str, tuple[Witness, Any]] = {}  # who was reached at a session, through which engine
+        self._sessions: dict[
+            str, tuple[ProcessIdentity, Any]
+        ] = {}  # who was reached at a session, through which engine
         self._routes: set[MooncakeRoute] = set()
         self._opening = threading.Lock()
         self.engine = self._start_engine()  # the one peers write through
@@ -83,7 +85,7 @@ class MooncakePlane:
     def stalled_s(self) -> float:
         return self._thread.stalled_s
 
-    def export(self, layout: PoolLayout) -> tuple[Endpoint, PoolLayout]:
+    def export(self, layout: PoolLayout) -> tuple[PlaneAddress, PoolLayout]:
         """Register every buffer (some 20 us per GiB). Raises: LayoutError when the engine refuses one."""
         layout.check()
         if self._layout is not None:
@@ -94,36 +96,36 @@ class MooncakePlane:
             )
         self._register(self.engine, layout)
         self._layout = layout
-        return Endpoint(self.name, self._session, own_witness()), layout
+        return PlaneAddress(self.name, self._session, own_identity()), layout
 
-    async def connect(self, endpoint: Endpoint, layout: PoolLayout) -> MooncakeRoute:
+    async def connect(self, address: PlaneAddress, layout: PoolLayout) -> MooncakeRoute:
         """Reach the peer's engine once. Raises: LayoutError (the pools do not fit), TransferError (no answer)."""
         ours = self._layout
         if ours is None:
             raise LayoutError("export our own pool before connecting to a peer's")
-        if not _SESSION.match(endpoint.address):
-            raise TransferError(f"{endpoint.address!r:.80} is not a mooncake session (host:port)")
+        if not _SESSION.match(address.locator):
+            raise TransferError(f"{address.locator!r:.80} is not a mooncake session (host:port)")
         layout.check()
         self._thread.start()
         planner = Planner(ours, layout, max_block_bytes=min(MAX_BLOCK_BYTES, self._thread.slice_bytes))
         over_tcp = not self._device
-        process = PeerProcess(endpoint.witness)
+        process = PeerProcess(address.process)
         try:
-            engine = await in_thread(lambda: self._reach(endpoint, ours, layout))
+            engine = await in_thread(lambda: self._reach(address, ours, layout))
             process.check()  # looked at after opening: else another process may have answered
         except BaseException:
             process.close()
             raise
         for other in self._routes:
-            if other.session == endpoint.address and other.process.witness != endpoint.witness:
+            if other.session == address.locator and other.process.identity != address.process:
                 other.process.is_replaced = True
-        route = MooncakeRoute(self._thread, planner, engine, endpoint.address, process, self._routes, over_tcp=over_tcp)
+        route = MooncakeRoute(self._thread, planner, engine, address.locator, process, self._routes, over_tcp=over_tcp)
         self._routes.add(route)
         return route
 
-    def _reach(self, peer: Endpoint, ours: PoolLayout, theirs: PoolLayout) -> Any:
+    def _reach(self, peer: PlaneAddress, ours: PoolLayout, theirs: PoolLayout) -> Any:
         """Open the session with a write of no bytes, so that no later submit has to connect (up to 5 s)."""
-        session = peer.address
+        session = peer.locator
         with self._opening:
             engine = self._engine_for(peer, ours)
         if status := engine.send_probe(session):
@@ -133,17 +135,17 @@ class MooncakePlane:
             raise TransferError(f"cannot open a mooncake session with {session}")
         return engine
 
-    def _engine_for(self, peer: Endpoint, ours: PoolLayout) -> Any:
+    def _engine_for(self, peer: PlaneAddress, ours: PoolLayout) -> Any:
         """An engine that has never met another process at this session. It never forgets what it learned of a session,
         so a new process behind a re-used port (one in some 2,000) would be written to at its predecessor's ports."""
-        known = self._sessions.get(peer.address)
-        if known is not None and known[0] == peer.witness:
+        known = self._sessions.get(peer.locator)
+        if known is not None and known[0] == peer.process:
             return known[1]
         engine = self.engine
         if known is not None:
             engine = self._start_engine()
             self._register(engine, ours)
-        self._sessions[peer.address] = (peer.witness, engine)
+        self._sessions[peer.locator] = (peer.process, engine)
         return engine
 
     def _start_engine(self) -> Any:
@@ -162,7 +164,7 @@ class MooncakePlane:
                     engine.unregister_memory(done.address)
                 raise LayoutError(f"mooncake cannot register buffer {b.name!r} (status {status})")
 
-    async def fence(self, writer: Endpoint) -> None:
+    async def fence(self, writer: PlaneAddress) -> None:
         """Return once the writer's process is dead and our engine has closed every connection that may be its.
 
         Raises: TransferError for a writer that cannot be observed (another host, say), and over RDMA, whose queues
@@ -170,19 +172,19 @@ class MooncakePlane:
         """
         if self._device:
             raise TransferError("over RDMA the end of a writer's bytes cannot be observed")
-        inbound, witness = self._inbound, writer.witness
-        async with watch(witness) as death:
-            inbound.watch(witness)
+        inbound, identity = self._inbound, writer.process
+        async with watch(identity) as death:
+            inbound.watch(identity)
             try:
                 while not death.dead:
                     with suppress(OSError):  # no descriptor to look with: what is not known only makes us wait
                         await in_thread(inbound.look)
                     await asyncio.wait([death.died], timeout=_LOOK_S)
-                await self._wait_closed(witness)
+                await self._wait_closed(identity)
             finally:
-                inbound.forget(witness)
+                inbound.forget(identity)
 
-    async def _wait_closed(self, dead_writer: Witness) -> None:
+    async def _wait_closed(self, dead_writer: ProcessIdentity) -> None:
         pause_s = _SHORTEST_POLL_S
         while True:
             with suppress(OSError):  # no descriptor to look with: look again

@@ -7,10 +7,10 @@ from collections import deque
 from typing import Any
 
 from kvflow.protocols.errors import TransferError
-from kvflow.protocols.ports import Landing, Witness
+from kvflow.protocols.ports import ProcessIdentity, WriteOutcome
 from kvflow.transports.data.mooncake.congestion import unpace_local_connections
 from kvflow.transports.data.route import BlockQueue, PlannedRoute, Planner
-from kvflow.transports.data.write_thread import WriteFlight, WriteThread
+from kvflow.transports.data.write_thread import ThreadWrite, WriteThread
 from kvflow.transports.host.identity import has_ended, open_process
 
 WINDOW_HANDLES = 128
@@ -25,19 +25,19 @@ _BEST_BYTES_PER_S = 8e9
 class PeerProcess:
     """The process that a route was opened to, for as long as it is known to be the one behind the session."""
 
-    def __init__(self, witness: Witness) -> None:
+    def __init__(self, identity: ProcessIdentity) -> None:
         """Raises: TransferError when it has ended, or when no descriptor is left to watch it with."""
-        self.witness = witness
+        self.identity = identity
         self.is_replaced = False  # another process was met at its session
         try:
-            self._fd = open_process(witness)
+            self._fd = open_process(identity)
         except TransferError:  # of another host: its end shows when a successor is met
             self._fd = -1
             return
         except OSError as error:
-            raise TransferError(f"cannot watch process {witness.pid}: {error.strerror}; try again") from error
+            raise TransferError(f"cannot watch process {identity.pid}: {error.strerror}; try again") from error
         if self._fd < 0:
-            raise TransferError(f"process {witness.pid} has ended")
+            raise TransferError(f"process {identity.pid} has ended")
 
     @property
     def is_gone(self) -> bool:
@@ -46,7 +46,7 @@ class PeerProcess:
     def check(self) -> None:
         """Raises: TransferError when it is gone."""
         if self.is_gone:
-            raise TransferError(f"process {self.witness.pid} has ended")
+            raise TransferError(f"process {self.identity.pid} has ended")
 
     def close(self) -> None:
         """Idempotent."""
@@ -79,8 +79,8 @@ class MooncakeRoute(PlannedRoute):
         self._next_unpace = _FIRST_UNPACE_BYTES
         self._until_unpace = 0 if over_tcp else float("inf")  # bytes; RDMA has no connections to look at
 
-    def begin(self, flight: WriteFlight) -> _WindowJob:
-        return _WindowJob(self, flight, BlockQueue(self.planner, flight.source_pages, flight.target_pages))
+    def begin(self, write: ThreadWrite) -> _WindowJob:
+        return _WindowJob(self, write, BlockQueue(self.planner, write.source_pages, write.target_pages))
 
     def moved(self, submitted_bytes: int) -> None:
         """The engine opens its connections while it has work, so they are looked for often at first, then seldom."""
@@ -98,34 +98,34 @@ class MooncakeRoute(PlannedRoute):
 
 
 class _WindowJob:
-    """Implements `write_thread.Job`: some handles of the route's window.
+    """Implements `write_thread.WriteJob`: some handles of the route's window.
 
     A call of the engine that raises is an error like any other: what was submitted before it is still followed to its
     end, and every slot of the window comes back.
     """
 
-    __slots__ = ("_blocks", "_flight", "_handles", "_route", "error", "landed_bytes", "landing", "pause_s")
+    __slots__ = ("_blocks", "_handles", "_route", "_write", "error", "landed_bytes", "outcome", "pause_s")
 
-    def __init__(self, route: MooncakeRoute, flight: WriteFlight, blocks: BlockQueue) -> None:
-        self._route, self._flight, self._blocks = route, flight, blocks
+    def __init__(self, route: MooncakeRoute, write: ThreadWrite, blocks: BlockQueue) -> None:
+        self._route, self._write, self._blocks = route, write, blocks
         self._handles: deque[tuple[int, int]] = deque()  # (handle, size), oldest first
         self.landed_bytes, self.error = 0, ""
-        self.landing: Landing | None = None
+        self.outcome: WriteOutcome | None = None
         self.pause_s = 0.0
         route.jobs += 1
 
     def advance(self, max_bytes: int, cancelled: bool) -> int:
         ended = self._follow()
         submitted = 0 if cancelled or self.error else self._submit(max_bytes)
-        left_s = (self._flight.total_bytes - self.landed_bytes) / _BEST_BYTES_PER_S
+        left_s = (self._write.total_bytes - self.landed_bytes) / _BEST_BYTES_PER_S
         self.pause_s = min(left_s, self._route.pause_s) if submitted < max_bytes else 0.0
         if not self._handles and (cancelled or self.error or not self._blocks.left_bytes):
             self._route.jobs -= 1
             if self.error:
-                self.landing = Landing.UNPROVEN
+                self.outcome = WriteOutcome.UNPROVEN
             else:
-                whole = self.landed_bytes == self._flight.total_bytes
-                self.landing = Landing.LANDED if whole else Landing.DRAINED
+                whole = self.landed_bytes == self._write.total_bytes
+                self.outcome = WriteOutcome.LANDED if whole else WriteOutcome.CANCELLED
             return submitted
         return submitted if submitted or ended else -1
 
@@ -153,13 +153,13 @@ class _WindowJob:
     def _submit(self, max_bytes: int) -> int:
         route, submitted = self._route, 0
         if route.process.is_gone:
-            self.error = f"process {route.process.witness.pid}, to which {route.session} belonged, has ended"
+            self.error = f"process {route.process.identity.pid}, to which {route.session} belonged, has ended"
             return 0
         share = max(1, WINDOW_HANDLES // route.jobs) - len(self._handles)
         free_bytes = WINDOW_BYTES - route.bytes
         blocks = self._blocks.take(min(max_bytes, free_bytes), min(share, WINDOW_HANDLES - route.handles))
         for source, target, size in zip(*blocks, strict=True):
-            if self._flight.cancelled:  # looked at once more per block: after an abort, one window at most may land
+            if self._write.cancelled:  # looked at once more per block: after an abort, one window at most may land
                 break
             try:
                 handle = route.submit(route.session, source, target, size)
