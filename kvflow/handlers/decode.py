@@ -167,6 +167,8 @@ class DecodeShell(Shell):
         self.run()
 
     def close_room(self, room: DecodeRoom, cause: Cause) -> None:
+        if room.over:
+            return
         if room.record is not None:
             self.endpoint.close_room(room.grant, cause, self.now())
         elif room.refused is None:
@@ -333,12 +335,9 @@ class DecodeShell(Shell):
         room.over = True
         if room.phase is DecodePhase.SUCCESS:  # its pages are its user's
             room.pages_freed()
-        self._forget(room)
-        self.call_back_later(room.callbacks)
-
-    def _forget(self, room: DecodeRoom) -> None:
-        if room.over and room.free:
+        if room.free:
             del self.rooms[room.grant]
+        self.call_back_later(room.callbacks)
 
     def _quarantine(self, command: c.QuarantinePages) -> None:
         room = self.rooms[command.grant]
@@ -352,7 +351,8 @@ class DecodeShell(Shell):
         if room.own_pages is None and len(room.pages):
             self.pages.give_back(room.pages, room.owner)
         room.pages_freed()
-        self._forget(room)
+        if room.over:
+            del self.rooms[room.grant]
 
 
 _RUN: dict[type, Callable[[DecodeShell, Any], None]] = {

@@ -50,19 +50,11 @@ class Answer(Generic[T]):
             raise self._error.with_traceback(None)
         return cast("T", self._result)
 
-    def resolve(self, result: T) -> None:
+    def give(self, result: T | None, error: BaseException | None = None) -> None:
         """No effect when it has been given already."""
-        if not self.given:
-            self._result = result
-            self._give()
-
-    def fail(self, error: BaseException) -> None:
-        if not self.given:
-            self._error = error
-            self._give()
-
-    def _give(self) -> None:
-        self.given = True
+        if self.given:
+            return
+        self.given, self._result, self._error = True, result, error
         for waiter in self._waiting:
             if not waiter.done():
                 waiter.set_result(None)
@@ -198,7 +190,7 @@ class DecodeRoom:
         """End the room, in any state, any number of times. Before it landed this is an abort: the caller is told at
         once, and pages that are still lent come home when their loans end."""
         self._shell.close_room(self, cause or Cause(Code.CLIENT_GONE))
-        if self.phase is DecodePhase.SUCCESS and not self._kept:
+        if not self._kept and self.phase is DecodePhase.SUCCESS:
             self._kept = True
             if self.own_pages is None:
                 self._shell.pages.give_back(self.pages, self.owner)
@@ -228,14 +220,14 @@ class DecodeRoom:
     # --- called by the shell
 
     def tell_opened(self) -> None:
-        self._opened.resolve(None)
+        self._opened.give(None)
 
     def tell_landed(self, handoff: bytes) -> None:
-        self._landed.resolve(handoff)
+        self._landed.give(handoff)
 
     def tell_failed(self, error: KvflowError) -> None:
-        self._opened.fail(error)
-        self._landed.fail(error)
+        self._opened.give(None, error)
+        self._landed.give(None, error)
 
     def pages_freed(self) -> None:
         """Nothing can write into them; a checksum may still read them."""
@@ -246,7 +238,7 @@ class DecodeRoom:
         if self.free and not self._released.given and (self.verifier is None or not self.verifier.running):
             if self.own_pages is not None:
                 self._shell.pages.unhold(self.own_pages)
-            self._released.resolve(None)
+            self._released.give(None)
 
 
 class PrefillSide(Protocol):
@@ -338,7 +330,7 @@ class PrefillRoom:
         """
         indices = page_indices(pages, self._shell.num_pages, f"room {self.room}")
         self._shell.send_chunk(self, indices, last, handoff)
-        if self.ended and self.phase is not PrefillPhase.SUCCESS:
+        if self.record.ended and self.phase is not PrefillPhase.SUCCESS:
             raise room_error(self.cause or Cause(Code.SHUTDOWN))
 
     async def done(self) -> None:
@@ -369,14 +361,14 @@ class PrefillRoom:
     # --- called by the shell
 
     def tell_matched(self, prefix_tokens: int) -> None:
-        self._matched.resolve(prefix_tokens)
+        self._matched.give(prefix_tokens)
 
     def tell_done(self) -> None:
-        self._done.resolve(None)
+        self._done.give(None)
 
     def tell_stopped(self, error: KvflowError) -> None:
-        self._matched.fail(error)
-        self._done.fail(error)
+        self._matched.give(None, error)
+        self._done.give(None, error)
 
     def tell_released(self) -> None:
-        self._released.resolve(None)
+        self._released.give(None)

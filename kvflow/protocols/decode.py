@@ -94,7 +94,7 @@ class DecodeEndpoint:
             if self._leaving is not None:
                 raise room_error(self._leaving)
             core.ledger.check_quarantine()
-            num_pages = self._num_pages(prompt)
+            num_pages = pages_wanted(core.identity.layout, prompt.tokens, prompt.prefix_tokens)
         except KvflowError as error:
             core.withdraw(lease, error.cause(), now)
             raise
@@ -119,7 +119,7 @@ class DecodeEndpoint:
         record = self.core.rooms.get(grant)
         if record is None:
             return False
-        if record.phase is not DecodePhase.BOOTSTRAPPING or not record.linked:
+        if record.state.phase is not DecodePhase.BOOTSTRAPPING or not record.linked:
             raise MisuseError(f"room {record.room}: pages can be lent once, after Linked")
         if len(pages) != record.num_pages:
             raise MisuseError(f"room {record.room}: {len(pages)} pages for a room of {record.num_pages}")
@@ -180,7 +180,8 @@ class DecodeEndpoint:
             core.observer.message_dropped("foreign")
         else:
             HANDLERS[type(message)](core, peer, message, now)
-        core.work(TICK_WORK, now)
+        if core.tasks:
+            core.work(TICK_WORK, now)
 
     def locked_out(self, key: PeerKey, reason: str, now: float) -> None:
         """The transport says why prefill does not let this decode in."""
@@ -330,7 +331,3 @@ class DecodeEndpoint:
             peer.used_at_s = now
             core.ledger.open(lease, peer)
         return lease
-
-    def _num_pages(self, prompt: Prompt) -> int:
-        """Pages to be lent. Raises: MisuseError naming the prefix."""
-        return pages_wanted(self.core.identity.layout, prompt.tokens, prompt.prefix_tokens)

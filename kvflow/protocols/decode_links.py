@@ -67,9 +67,9 @@ class DecodeLinks:
         if len(ranks) > self._bounds.ranks_per_room:
             limit = self._bounds.ranks_per_room
             raise PeerError(f"prefill {ranks[0].control} has {len(ranks)} ranks; one room takes {limit} at most")
-        if len({info.incarnation for info in ranks}) < len(ranks):
+        if len(ranks) > 1 and len({info.incarnation for info in ranks}) < len(ranks):
             raise PeerError(f"the registry names one incarnation for two ranks of {ranks[0].control}")
-        for info in ranks:
+        for info in ranks if self.declared_dead else ():
             if info.incarnation in self.declared_dead:
                 raise LostError(f"prefill {info.incarnation:016x} at {info.control} was declared dead")
 

@@ -6,7 +6,7 @@ Synchronous: no asyncio, no clock, no socket, no thread. Time is an argument; wh
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 
 from kvflow.protocols.commands import PrefillCommand
 from kvflow.protocols.errors import CapacityError, Cause, Code, MisuseError, WireError, room_error
@@ -149,15 +149,17 @@ class PrefillEndpoint:
         core = self.core
         record.chunks.append(Chunk(core.write_id(), record.state.queued, source_pages, last, handoff))
         core.feed_room(record, PrefillEvent(PrefillKind.CHUNK_QUEUED, last=last), now)
-        core.settle_chunks(record, now)
+        if not len(source_pages):  # it has landed already
+            core.settle_chunks(record, now)
 
     def check_chunk(self, record: PrefillRoomRecord, num_pages: int, last: bool, handoff_bytes: int) -> None:
         """Raises: what `queue_chunk` raises."""
-        if record.ended and record.phase is not PrefillPhase.SUCCESS:
-            raise room_error(record.state.cause or Cause(Code.SHUTDOWN))
-        if record.phase < PrefillPhase.WAITING_FOR_INPUT:
+        state = record.state
+        if state.phase > PrefillPhase.TRANSFERRING and state.phase is not PrefillPhase.SUCCESS:
+            raise room_error(state.cause or Cause(Code.SHUTDOWN))
+        if state.phase < PrefillPhase.WAITING_FOR_INPUT:
             raise MisuseError(f"room {record.room}: send() before matched()")
-        if record.state.last_queued:
+        if state.last_queued:
             raise MisuseError(f"room {record.room}: send() after the last chunk")
         left = len(record.target_pages) - record.placed
         if num_pages > left or (last and num_pages != left):
@@ -180,7 +182,7 @@ class PrefillEndpoint:
 
     def close_room(self, record: PrefillRoomRecord, cause: Cause, now: float) -> None:
         """End the room, in any state, any number of times: decode is told at once, running writes are drained."""
-        if record.phase not in TERMINAL:
+        if record.state.phase not in TERMINAL:
             self.core.feed_room(record, PrefillEvent(PrefillKind.ENDED_LOCALLY, cause=cause), now)
 
     # --- peers
@@ -204,12 +206,13 @@ class PrefillEndpoint:
             on_register(core, message, now)
         elif peer is None and isinstance(message, wire.Announce | wire.Abort):
             on_room_of_refused(core, message, now)
-        elif peer is None or peer.phase is PeerPhase.DEAD or not _may_come(peer, message):
+        elif peer is None or type(message) not in _READ_IN[peer.phase]:
             core.observer.message_dropped("stale")
         else:
             note_alive(core, peer, now)
             HANDLERS[type(message)](core, peer, message, now)
-        core.work(TICK_WORK, now)
+        if core.tasks:
+            core.work(TICK_WORK, now)
 
     def route_opened(self, incarnation: Incarnation, now: float) -> None:
         """The data plane can reach a decode's pool."""
@@ -288,6 +291,10 @@ class PrefillEndpoint:
             self.close_room(record, Cause(Code.RENDEZVOUS if waits else Code.DEADLINE, text), now)
 
 
-def _may_come(peer: DecodePeer, message: wire.ToPrefill) -> bool:
-    """While the route is being opened, only what needs none: the announcement of a room, and its end."""
-    return peer.phase is not PeerPhase.OPENING or type(message) in (wire.Announce, wire.Abort, wire.Heartbeat)
+_READ_IN: dict[PeerPhase, Collection[type]] = {
+    PeerPhase.OPENING: (wire.Announce, wire.Abort, wire.Heartbeat),  # what needs no route
+    PeerPhase.UP: HANDLERS,
+    PeerPhase.SILENT: HANDLERS,
+    PeerPhase.DEAD: (),
+    PeerPhase.FORGOTTEN: (),
+}

@@ -6,8 +6,8 @@ import pytest
 
 from tests.house.call_trace import DOUBLES, TRACES, CallTrace, trace_all
 
-STOPS_MAX = {"Bootstrap": 95, "ChunkDone": 85, "Abort": 140}  # lower them when a path gets shorter
-FILES_MAX = {"Bootstrap": 29, "ChunkDone": 23, "Abort": 25}
+STOPS_MAX = {"Bootstrap": 70, "ChunkDone": 63, "Abort": 103}  # lower them when a path gets shorter
+FILES_MAX = {"Bootstrap": 25, "ChunkDone": 21, "Abort": 23}
 FRAMES = {"Bootstrap": 1, "ChunkDone": 1, "Abort": 2}  # its ack comes back
 LINK = "transports/control/memory.py"
 
