@@ -9,8 +9,8 @@ from typing import TypeVar
 T = TypeVar("T")
 
 
-async def drained(running: asyncio.Future[T]) -> T:
-    """Await a thread's work to its end. A cancellation is passed on, but only then; a second one changes nothing."""
+async def run_to_end(running: asyncio.Future[T]) -> T:
+    """Await a thread's work until it has ended. A cancellation is raised only then; a second one changes nothing."""
     cancelled: asyncio.CancelledError | None = None
     while not running.done():
         try:
@@ -19,7 +19,7 @@ async def drained(running: asyncio.Future[T]) -> T:
             cancelled = error
     if cancelled is not None:
         if not running.cancelled():
-            running.exception()  # looked at, so that nobody complains about it
+            running.exception()  # retrieved, or asyncio logs it
         raise cancelled
     return running.result()
 
@@ -28,7 +28,7 @@ async def in_thread(work: Callable[[], T], undo: Callable[[T], object] = lambda 
     """Run `work` in a thread, to its end; where this coroutine was cancelled meanwhile, its result is undone."""
     running = asyncio.ensure_future(asyncio.to_thread(work))
     try:
-        return await drained(running)
+        return await run_to_end(running)
     except asyncio.CancelledError:
         if not running.cancelled() and running.exception() is None:
             undo(running.result())

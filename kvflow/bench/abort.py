@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from kvflow.bench.abort_worker import WATCHED_ROOMS
-from kvflow.bench.pair import Pair
+from kvflow.bench.pair import WorkerPair
 from kvflow.bench.peer import open_peer
 from kvflow.transports.data.mooncake.route import WINDOW_BYTES
 from kvflow.transports.data.write_thread import SLICE_BYTES
@@ -54,7 +54,7 @@ async def bench_plane(plane: str, plan: Plan, say: Say, shape: dict[str, int] = 
     chance = random.Random(plan.seed)
     whole = set(chance.sample(range(plan.times), math.ceil(WHOLE_PAGES_IN * plan.times)))
     pages = (WATCHED_ROOMS + 2) * plan.pages
-    open_pair = Pair.open(
+    open_pair = WorkerPair.open(
         plane, plan.worker, order="page_first", pages=pages, rate_bytes_per_s=plan.rate_bytes_per_s, **shape
     )
     rows: list[Row] = []

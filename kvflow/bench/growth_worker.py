@@ -40,8 +40,8 @@ class CountedSocket:
         self._socket, self._traffic = socket, traffic
 
     @property
-    def trouble(self) -> str:
-        return self._socket.trouble
+    def lockout_reason(self) -> str:
+        return self._socket.lockout_reason
 
     def send(self, frame: bytes, peer: bytes = b"") -> bool:
         self._traffic["sent"] += 1

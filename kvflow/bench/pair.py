@@ -69,7 +69,7 @@ class Process:
                 await self._child.wait()
 
 
-class Pair:
+class WorkerPair:
     """kvflow's prefill and decode, on one data plane and one pool shape."""
 
     def __init__(self, prefill: Process, decode: Process, page_bytes: int) -> None:
@@ -77,7 +77,7 @@ class Pair:
         self._next_room = 1
 
     @classmethod
-    async def open(cls, plane: str, module: str = WORKER, tree: str = "", /, **shape: Any) -> Pair:
+    async def open(cls, plane: str, module: str = WORKER, tree: str = "", /, **shape: Any) -> WorkerPair:
         """`module`: what each process runs, with its role, as it is in the checkout `tree` (empty: here).
 
         `shape`: layers, heads, dim, page_size, pages, order.

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from kvflow.bench import rooms
-from kvflow.bench.pair import START_DELAY_S, Pair, Process
+from kvflow.bench.pair import START_DELAY_S, Process, WorkerPair
 
 WORKER = str(Path(__file__).with_name("profiled_worker.py"))
 ROOMS = 3000
@@ -54,7 +54,7 @@ def per_room(functions: list[list[Any]], count: int) -> dict[str, Any]:
     }
 
 
-async def _open(tree: str, plane: str) -> Pair:
+async def _open(tree: str, plane: str) -> WorkerPair:
     env = {"PYTHONPATH": tree, "PYTHONDONTWRITEBYTECODE": "1"}
     shape = {"plane": plane, "order": "page_first", **rooms.SHAPE}
     prefill, decode = [
@@ -62,4 +62,4 @@ async def _open(tree: str, plane: str) -> Pair:
     ]
     ready = await prefill.ask("setup", ranks=[], **shape)
     await decode.ask("setup", ranks=ready["ranks"], **shape)
-    return Pair(prefill, decode, ready["page_bytes"])
+    return WorkerPair(prefill, decode, ready["page_bytes"])

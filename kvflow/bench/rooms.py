@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from kvflow.bench.pair import Pair, Process
+from kvflow.bench.pair import Process, WorkerPair
 from kvflow.bench.peer import POLLS_MS, open_peer
 
 CONCURRENCY = (1, 32, 256)
@@ -39,7 +39,7 @@ def medians(rows: list[Row]) -> Row:
     return {key: round(statistics.median(r[key] for r in rows), 4) for key in rows[0]}
 
 
-async def ours(pair: Pair, concurrency: int, count: int) -> Row:
+async def ours(pair: WorkerPair, concurrency: int, count: int) -> Row:
     prefill, decode = await pair.rooms(count, concurrency, 1, ticking=True)
     found = row(decode["opened"], decode["done"], prefill["cpu_s"], decode["cpu_s"])
     return found | {"stall_p99_ms_prefill": prefill["late_p99_ms"], "stall_p99_ms_decode": decode["late_p99_ms"]}
@@ -55,7 +55,7 @@ async def bench_rooms(planes: tuple[str, ...], rounds: int, peer_harness: str | 
 
     Returns {"rounds", "idle": {...}, plane: {concurrency: medians}, "sglang": ..., "ratios": ...}.
     """
-    pairs = {plane: await Pair.open(plane, order="page_first", **SHAPE) for plane in planes}
+    pairs = {plane: await WorkerPair.open(plane, order="page_first", **SHAPE) for plane in planes}
     peer = await open_peer(peer_harness, **PEER_SHAPE) if peer_harness else None
     rows: dict[tuple[str, int], list[Row]] = {}
     polled: dict[tuple[float, int], list[Row]] = {}

@@ -13,7 +13,7 @@ from functools import partial
 from typing import Any
 
 from kvflow.bench import rooms, transfer
-from kvflow.bench.pair import WORKER, Pair
+from kvflow.bench.pair import WORKER, WorkerPair
 
 ROOMS = {1: 200, 32: 1500, 256: 3000}  # of a round, by how many run at once: a few tenths of a second
 CASES = transfer.PEER_CASES
@@ -24,8 +24,8 @@ Trees = Mapping[str, str]
 Figures = dict[str, float]
 Turns = list[dict[str, Figures]]
 """Turn by turn: name of a run -> its figures."""
-Measure = Callable[[Pair], Awaitable[Figures]]
-OpenAll = Callable[[], AbstractAsyncContextManager[dict[str, Pair]]]
+Measure = Callable[[WorkerPair], Awaitable[Figures]]
+OpenAll = Callable[[], AbstractAsyncContextManager[dict[str, WorkerPair]]]
 Say = Callable[[str], None]
 
 
@@ -50,12 +50,12 @@ async def transfers_by_turns(trees: Trees, planes: tuple[str, ...], turns: int, 
     return seen
 
 
-async def _rooms(pair: Pair, *, at_once: int, count: int) -> Figures:
+async def _rooms(pair: WorkerPair, *, at_once: int, count: int) -> Figures:
     row = await rooms.ours(pair, at_once, count)
     return {**row, "cpu_ms_per_room": rooms.cpu(row)}
 
 
-async def _goodput(pair: Pair, *, case: transfer.Case) -> Figures:
+async def _goodput(pair: WorkerPair, *, case: transfer.Case) -> Figures:
     return {"rooms_gb_s": await transfer.through_rooms(pair, case)}
 
 
@@ -80,10 +80,10 @@ def _order(names: list[str], turn: int) -> list[str]:
 
 
 @asynccontextmanager
-async def _pairs(trees: Trees, plane: str, **shape: Any) -> AsyncIterator[dict[str, Pair]]:
+async def _pairs(trees: Trees, plane: str, **shape: Any) -> AsyncIterator[dict[str, WorkerPair]]:
     """A prefill and a decode process of every tree."""
     async with AsyncExitStack() as stack:
-        opened: dict[str, Pair] = {}
+        opened: dict[str, WorkerPair] = {}
         for name, tree in trees.items():
-            opened[name] = await stack.enter_async_context(await Pair.open(plane, WORKER, tree, **shape))
+            opened[name] = await stack.enter_async_context(await WorkerPair.open(plane, WORKER, tree, **shape))
         yield opened

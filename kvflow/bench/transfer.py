@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from kvflow.bench.pair import Pair, Process
+from kvflow.bench.pair import Process, WorkerPair
 from kvflow.bench.peer import POLLS_MS, open_peer
 
 SHAPE = {"layers": 32, "heads": 8, "dim": 128, "page_size": 16}
@@ -39,14 +39,14 @@ def quartiles(values: list[float]) -> dict[str, float]:
     return {"median": round(float(middle), 3), "q1": round(float(low), 3), "q3": round(float(high), 3)}
 
 
-async def through_rooms(pair: Pair, case: Case) -> float:
+async def through_rooms(pair: WorkerPair, case: Case) -> float:
     """GB/s from the first room's opening at decode to its last page."""
     _, decode = await pair.rooms(case.rooms, case.rooms, case.pages)
     seconds: float = max(decode["done"].values()) - min(decode["opened"].values())
     return case.rooms * case.pages * pair.page_bytes / seconds / 1e9
 
 
-async def bare(pair: Pair, case: Case) -> float:
+async def bare(pair: WorkerPair, case: Case) -> float:
     seconds = await pair.raw(case.rooms, case.pages)
     return case.rooms * case.pages * pair.page_bytes / seconds / 1e9
 
@@ -58,7 +58,7 @@ async def bench_plane(plane: str, order: str, pairs: int, cases: tuple[Case, ...
     """
     pages = max(case.pages * case.rooms for case in cases) + SPARE_PAGES
     report: dict[str, Any] = {}
-    async with await Pair.open(plane, order=order, pages=pages, **SHAPE) as pair:
+    async with await WorkerPair.open(plane, order=order, pages=pages, **SHAPE) as pair:
         await through_rooms(pair, max(cases))  # connections get up to speed, for both
         report["raw"] = await pair.raw_setup()
         for case in cases:
@@ -85,7 +85,7 @@ async def bench_verified(plane: str, order: str, pairs: int, cases: tuple[Case, 
     """What `--verify-transfers` costs: goodput with checksums as a ratio to the same rooms without, interleaved."""
     pages = max(case.pages * case.rooms for case in cases) + SPARE_PAGES
     report: dict[str, Any] = {}
-    async with await Pair.open(plane, order=order, pages=pages, **SHAPE) as pair:
+    async with await WorkerPair.open(plane, order=order, pages=pages, **SHAPE) as pair:
         for case in cases:
             seen: dict[bool, list[float]] = {True: [], False: []}
             for turn in range(1 + pairs):
@@ -115,7 +115,7 @@ async def bench_against_peer(harness: str, pairs: int, say: Say) -> dict[str, An
     pages = max(case.pages * case.rooms for case in PEER_CASES) + SPARE_PAGES
     report: dict[str, Any] = {}
     peer_shape = {"layers": SHAPE["layers"], "heads": SHAPE["heads"], "dim": SHAPE["dim"], "pages": pages}
-    async with await Pair.open("mooncake", order="page_first", pages=pages, **SHAPE) as pair:
+    async with await WorkerPair.open("mooncake", order="page_first", pages=pages, **SHAPE) as pair:
         peer = await open_peer(harness, **peer_shape)
         try:
             for case in PEER_CASES:

@@ -207,7 +207,7 @@ class DecodeShell(Shell):
         if now - self._polled_at_s >= POLL_S:
             self._polled_at_s = now
             for key, line in list(self._lines.items()):
-                if reason := line.socket.trouble:  # asked in every phase: what it has to tell must not pile up
+                if reason := line.socket.lockout_reason:  # asked in every phase: what it has to tell must not pile up
                     self.endpoint.locked_out(key, reason, now)
         super().tick(now)
 

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from xxhash import xxh3_64
 
-from kvflow.aio import drained
+from kvflow.aio import run_to_end
 from kvflow.memory.pool import PagedPool
 from kvflow.protocols.errors import LayoutError
 from kvflow.protocols.pages.layout import PageIndices, PoolLayout
@@ -48,7 +48,7 @@ class PageChecksums:
     async def close(self) -> None:
         for made in self._running:
             made.cancel()
-        await drained(asyncio.gather(*(made.done for made in self._running)))
+        await run_to_end(asyncio.gather(*(made.done for made in self._running)))
 
 
 class _ChecksumTask:

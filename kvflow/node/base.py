@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any, Generic, Self, TypeVar
 
-from kvflow.aio import drained
+from kvflow.aio import run_to_end
 from kvflow.handlers.decode import DecodeShell
 from kvflow.handlers.prefill import PrefillShell
 from kvflow.memory.checksum import PageChecksums
@@ -117,7 +117,7 @@ class Node(Generic[S]):
             if self._shell is not None:
                 self._shell.leave()
             self._closing = asyncio.create_task(self._close(), name=f"kvflow-{self.role}-close")
-        await drained(self._closing)
+        await run_to_end(self._closing)
         return self._unproven
 
     async def _close(self) -> None:

@@ -98,7 +98,7 @@ class DecodeNode(Node[DecodeShell]):
                 "control": peer.key.control,
                 "rank": peer.info.rank,
                 "phase": peer.phase.name.lower(),
-                "heard_ago_s": round(self._now() - peer.heard_at_s, 3),
+                "heard_ago_s": round(self._now() - peer.received_at_s, 3),
                 "loans": (owed := self.shell.endpoint.core.ledger.owed_by(peer))[0],
                 "quarantine_pages": owed[1],
             }

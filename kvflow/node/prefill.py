@@ -125,7 +125,7 @@ class PrefillNode(Node[PrefillShell]):
             {
                 "incarnation": f"{peer.incarnation:016x}",
                 "phase": peer.phase.name.lower(),
-                "heard_ago_s": round(self._now() - peer.heard_at_s, 3),
+                "heard_ago_s": round(self._now() - peer.received_at_s, 3),
                 "rooms": len(peer.grants.rooms),
             }
             for peer in self.shell.endpoint.peers

@@ -242,7 +242,7 @@ class DecodeEndpoint:
     def credit_stall(self, late_s: float, now: float) -> None:
         """The shell stood still for this long: what peers sent meanwhile is unread, so their silence does not count."""
         for peer in self.peers:
-            peer.heard_at_s = min(peer.heard_at_s + late_s, now)  # what was read since counts as it is
+            peer.received_at_s = min(peer.received_at_s + late_s, now)  # what was read since counts as it is
 
     # --- time
 

@@ -24,14 +24,18 @@ def on_registered(core: DecodeCore, peer: PrefillPeer, message: wire.Registered,
         core.observer.message_dropped("stale")
         return
     kind, cause = core.links.registered(asked, message)
+    if kind is None:
+        core.observer.message_dropped("stale")
+        return
     if kind is LinkKind.ACCEPTED:
-        asked.heard_at_s = now
+        asked.received_at_s = now
         asked.address = asked.address or message.address
+        core.ledger.note_known(asked, asked.fresh_from)
     core.feed_link(asked, kind, now, cause)
 
 
 def _on_heartbeat(core: DecodeCore, peer: PrefillPeer, message: wire.Heartbeat, now: float) -> None:
-    peer.heard_at_s = now
+    peer.received_at_s = now
     core.feed_link(peer, LinkKind.HEARD, now)
 
 

@@ -29,7 +29,7 @@ class PrefillPeer:
     """One incarnation of one prefill rank, and when it was last heard from, written to, dialled and used."""
 
     __slots__ = (
-        *("address", "asked_again", "cause", "fresh_from", "heard_at_s", "info", "key", "phase", "repeat_after_s"),
+        *("address", "asked_again", "cause", "fresh_from", "received_at_s", "info", "key", "phase", "repeat_after_s"),
         *("sent_at_s", "tried_at_s", "used_at_s"),
     )
 
@@ -41,7 +41,7 @@ class PrefillPeer:
         self.fresh_from = fresh_from
         self.address: PlaneAddress | None = None  # of the writer, once it has accepted
         self.repeat_after_s = repeat_after_s
-        self.heard_at_s = self.sent_at_s = self.tried_at_s = self.used_at_s = now
+        self.received_at_s = self.sent_at_s = self.tried_at_s = self.used_at_s = now
 
     def __repr__(self) -> str:
         return f"<PrefillPeer {self.info.incarnation:016x} at {self.info.control}: {self.phase.name.lower()}>"
@@ -139,8 +139,8 @@ class DecodeLinks:
 
     # --- messages and time
 
-    def registered(self, peer: PrefillPeer, message: Registered) -> tuple[LinkKind, Cause | None]:
-        """What an answer to Register means for the link it answers."""
+    def registered(self, peer: PrefillPeer, message: Registered) -> tuple[LinkKind | None, Cause | None]:
+        """What an answer to Register means for the link it answers; nothing when it answers an older one."""
         at = f"prefill at {peer.info.control}"
         if message.source != peer.key.incarnation:
             return LinkKind.REPLACED, Cause(Code.PEER_LOST, f"{at} restarted: another incarnation answers")
@@ -149,16 +149,18 @@ class DecodeLinks:
         if message.rank != peer.info.rank:
             text = f"{at} says it is rank {message.rank}, the registry says {peer.info.rank}"
             return LinkKind.REPLACED, Cause(Code.PROTOCOL_ERROR, text)
+        if message.fresh_from < peer.fresh_from:  # prefill has not heard yet which grants must not begin any more
+            return None, None
         return LinkKind.ACCEPTED, None
 
     def due_at_s(self, peer: PrefillPeer) -> float:
         """When `expired` has something to say about this peer."""
         timing = self._timing
         if peer.phase is LinkPhase.REGISTERING:
-            latest = max(peer.heard_at_s, peer.tried_at_s) + timing.register_s
+            latest = max(peer.received_at_s, peer.tried_at_s) + timing.register_s
             return min(latest, peer.sent_at_s + timing.repeat_after_s)
         if peer.phase is LinkPhase.UP:
-            return min(peer.heard_at_s + timing.lost_after_s, peer.sent_at_s + timing.heartbeat_s)
+            return min(peer.received_at_s + timing.lost_after_s, peer.sent_at_s + timing.heartbeat_s)
         if peer.phase is LinkPhase.SILENT:
             return min(peer.tried_at_s + timing.lost_after_s, peer.sent_at_s + timing.heartbeat_s)
         return float("inf")
@@ -167,12 +169,12 @@ class DecodeLinks:
         """What is due at `now`; ask again until it is None."""
         timing, at = self._timing, f"prefill at {peer.info.control}"
         if peer.phase is LinkPhase.REGISTERING:
-            if now >= max(peer.heard_at_s, peer.tried_at_s) + timing.register_s:
+            if now >= max(peer.received_at_s, peer.tried_at_s) + timing.register_s:
                 text = f"{at} did not answer for {timing.register_s:g} s"
                 return LinkKind.REGISTER_DUE, Cause(Code.PEER_LOST, text)
             repeat_s = timing.repeat_after_s
         elif peer.phase is LinkPhase.UP:
-            if now >= peer.heard_at_s + timing.lost_after_s:
+            if now >= peer.received_at_s + timing.lost_after_s:
                 peer.tried_at_s = now
                 text = f"{at} was silent for {timing.lost_after_s:g} s"
                 return LinkKind.SILENCE_DUE, Cause(Code.PEER_LOST, text)

@@ -186,8 +186,8 @@ class ControlSocket(Protocol):
     """One end of the control link; a peer is a routing id, empty on the side that knows only one."""
 
     @property
-    def trouble(self) -> str:
-        """Why the other end does not let us in, as far as is known; empty while nothing is wrong."""
+    def lockout_reason(self) -> str:
+        """Why the other end rejects us, as far as is known; empty while no handshake has failed."""
 
     def send(self, frame: bytes, peer: bytes = b"") -> bool:
         """Queue a frame; False when it cannot be delivered (no such peer, queue full). Resync repairs what is lost."""

@@ -250,7 +250,7 @@ class PrefillEndpoint:
     def credit_stall(self, late_s: float, now: float) -> None:
         """The shell stood still for this long: what peers sent meanwhile is unread, so their silence does not count."""
         for peer in self.peers:
-            peer.heard_at_s = min(peer.heard_at_s + late_s, now)  # what was read since counts as it is
+            peer.received_at_s = min(peer.received_at_s + late_s, now)  # what was read since counts as it is
 
     # --- time
 
@@ -277,7 +277,7 @@ class PrefillEndpoint:
             peer = core.peers.get(Incarnation(timer.key))
             if peer is None or peer.phase is not PeerPhase.UP:
                 return
-            if (due_at_s := peer.heard_at_s + core.timing.lost_after_s) > now:
+            if (due_at_s := peer.received_at_s + core.timing.lost_after_s) > now:
                 core.deadlines.set(timer, due_at_s)
             else:
                 text = f"decode {peer.incarnation:016x} was silent for {core.timing.lost_after_s:g} s"

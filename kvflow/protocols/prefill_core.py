@@ -39,6 +39,8 @@ from kvflow.protocols.wire import messages as wire
 from kvflow.protocols.wire.codec import encode, routing_id
 from kvflow.protocols.wire.messages import MAX_TEXT, WIRE_VERSION, GrantId, Incarnation, RoomId
 
+_NO_GRANT = GrantId(0)
+
 
 class Timer(msgspec.Struct, frozen=True, gc=False):
     """What a deadline is for. `key`: a room id for "room", an incarnation for "silence", 0 for "outcomes"."""
@@ -88,7 +90,9 @@ class PrefillCore:
     def send(self, peer: DecodePeer, message: wire.Message) -> None:
         self.outbox.append(SendToDecode(peer.routing_id, encode(message)))
 
-    def answer_register(self, target: Incarnation, asked: Incarnation, refusal: str) -> None:
+    def answer_register(
+        self, target: Incarnation, asked: Incarnation, refusal: str, fresh_from: GrantId = _NO_GRANT
+    ) -> None:
         """Accept (`refusal` empty) or refuse the decode `target`, which has asked for the prefill `asked`."""
         answer = wire.Registered(
             source=self.identity.incarnation,
@@ -98,6 +102,7 @@ class PrefillCore:
             refusal=refusal[:MAX_TEXT],
             address=self.identity.address,
             asked=asked,
+            fresh_from=fresh_from,
         )
         self.outbox.append(SendToDecode(routing_id(target), encode(answer)))
 
@@ -129,6 +134,8 @@ class PrefillCore:
         """Decode's half is here: which pages, for which prompt."""
         record.target_pages, record.prefix_tokens = pages, message.prefix_tokens
         record.bootstrap = (message.prompt_tokens, message.prompt_digest)
+        if record.peer is not None:
+            record.peer.grants.announcements.discard(record.grant)
         if record.prompt is not None:
             self.meet(record, now)
         else:
@@ -319,7 +326,7 @@ _RUN: dict[RoomCommand, Callable[[PrefillCore, PrefillRoomRecord, float], None]]
 
 
 def _accept(core: PrefillCore, peer: DecodePeer, cause: Cause, now: float) -> None:
-    core.answer_register(peer.incarnation, core.identity.incarnation, core.unavailable_reason)
+    core.answer_register(peer.incarnation, core.identity.incarnation, core.unavailable_reason, peer.fresh_from)
 
 
 def _refuse(core: PrefillCore, peer: DecodePeer, cause: Cause, now: float) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 
 from kvflow.protocols.commands import OpenRoute
 from kvflow.protocols.errors import CapacityError, Cause, Code, KvflowError, MisuseError, PeerError
-from kvflow.protocols.machines.grants import GrantCommand, GrantKind, GrantPhase
+from kvflow.protocols.machines.grants import GrantCommand, GrantKind
 from kvflow.protocols.machines.peer import PeerKind, PeerPhase
 from kvflow.protocols.machines.prefill_room import PrefillEvent, PrefillKind, PrefillPhase
 from kvflow.protocols.machines.rendezvous import Announcement, Side
@@ -28,8 +28,8 @@ def on_register(core: PrefillCore, message: wire.Register, now: float) -> None:
         )
     elif peer is not None:
         note_alive(core, peer, now)
-        peer.grants.begin_from(message.fresh_from)
-        _withdraw_below(core, peer, message.fresh_from, now)
+        peer.fresh_from = max(peer.fresh_from, message.fresh_from)
+        _end_withdrawn(core, peer, peer.grants.begin_from(message.fresh_from), now)
         core.feed_peer(peer, PeerKind.REGISTERED, now)
     elif core.unavailable_reason:
         core.answer_register(message.target, message.source, core.unavailable_reason)
@@ -59,7 +59,7 @@ def _make_place(core: PrefillCore, now: float) -> bool:
 
 
 def note_alive(core: PrefillCore, peer: DecodePeer, now: float) -> None:
-    peer.heard_at_s = now
+    peer.received_at_s = now
     if peer.phase is PeerPhase.SILENT:
         core.feed_peer(peer, PeerKind.HEARD, now)
 
@@ -101,26 +101,26 @@ def _on_resync(core: PrefillCore, peer: DecodePeer, message: wire.Resync, now: f
 
 
 def _on_heartbeat(core: PrefillCore, peer: DecodePeer, message: wire.Heartbeat, now: float) -> None:
-    if not peer.grants.settle(message.settled_below):
+    withdrawn = peer.grants.settle(message.settled_below)
+    if withdrawn is None:
         core.observer.message_dropped("foreign")  # it settles what was never offered here: not this decode's own
         return
-    _withdraw_below(core, peer, message.settled_below, now)
+    _end_withdrawn(core, peer, withdrawn, now)
     if not core.unavailable_reason:  # else decode must take us for silent: its rooms end, their loans do not
         core.send(peer, wire.Heartbeat(**core.between(peer)))
 
 
-def _withdraw_below(core: PrefillCore, peer: DecodePeer, below: wire.GrantId, now: float) -> None:
-    """What decode has only announced below this grant has ended there, and its Abort was lost or came first."""
+def _end_withdrawn(
+    core: PrefillCore, peer: DecodePeer, withdrawn: list[tuple[wire.GrantId, wire.RoomId]], now: float
+) -> None:
+    """What decode had only announced has ended there, and its Abort was lost or comes later."""
     gone = Cause(Code.CLIENT_GONE, "decode has withdrawn the room")
-    for room, found in list(core.rendezvous.announced.items()):
-        if found.peer is peer and found.grant < below:
-            core.rendezvous.forget_announcement(room, peer, found.grant)
-            if peer.grants.phase(found.grant) is GrantPhase.ANNOUNCED:
-                peer.grants.end(found.grant, ())
+    for grant, room in withdrawn:
+        if (record := peer.grants.rooms.get(grant)) is not None:
+            core.feed_room(record, PrefillEvent(PrefillKind.ABORT_RECEIVED, cause=gone), now)
+        else:
+            core.rendezvous.forget_announcement(room, peer, grant)
             _end_engine_half(core, room, gone, now)
-    offers = [record for grant, record in peer.grants.rooms.items() if grant < below and record.bootstrap is None]
-    for record in offers:
-        core.feed_room(record, PrefillEvent(PrefillKind.ABORT_RECEIVED, cause=gone), now)
 
 
 HANDLERS: dict[type, Callable[[PrefillCore, DecodePeer, Any, float], None]] = {
@@ -138,6 +138,7 @@ HANDLERS: dict[type, Callable[[PrefillCore, DecodePeer, Any, float], None]] = {
 def _expect(core: PrefillCore, peer: DecodePeer, message: wire.Announce, now: float) -> None:
     """A room is announced: the engine's half waits as long as this decode lives."""
     record, grant = core.rooms.get(message.room), message.grant
+    peer.grants.announcements.add(grant, message.room)
     if core.leaving is not None:
         core.refuse_grant(peer, message.room, grant, core.leaving)
     elif record is not None and record.phase is PrefillPhase.EXPECTED:
@@ -236,7 +237,7 @@ def _refuse_stale(core: PrefillCore, peer: DecodePeer, message: wire.Announce | 
     text = f"grant {message.grant} is below {peer.grants.low_water}: it has ended"
     header = core.header(message.room, message.grant, peer)
     core.send(peer, wire.RoomFailed(cause=Cause(Code.STALE_GRANT, text), **header))
-    core.send(peer, wire.AbortAck(drained=peer.grants.drained(message.grant), **header))
+    core.send(peer, wire.AbortAck(drained=peer.grants.is_drained(message.grant), **header))
 
 
 def _end_other_half(core: PrefillCore, peer: DecodePeer, message: wire.Abort, now: float) -> None:
@@ -257,7 +258,7 @@ def _end_engine_half(core: PrefillCore, room: wire.RoomId, cause: Cause, now: fl
 
 
 def _acknowledge(core: PrefillCore, peer: DecodePeer, message: wire.Abort, now: float) -> None:
-    drained = peer.grants.drained(message.grant)
+    drained = peer.grants.is_drained(message.grant)
     core.send(peer, wire.AbortAck(drained=drained, **core.header(message.room, message.grant, peer)))
 
 

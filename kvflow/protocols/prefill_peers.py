@@ -30,14 +30,15 @@ class DecodePeer:
     `R` of its grants is the room that answers for one.
     """
 
-    __slots__ = ("address", "grants", "heard_at_s", "incarnation", "layout", "phase", "routing_id")
+    __slots__ = ("address", "fresh_from", "grants", "incarnation", "layout", "phase", "received_at_s", "routing_id")
 
     def __init__(self, message: Register, closed_grants: int, now: float) -> None:
         self.incarnation = message.target
         self.routing_id = routing_id(message.target)
         self.layout, self.address = message.layout, message.address
         self.phase = PeerPhase.OPENING
-        self.heard_at_s = now
+        self.received_at_s = now
+        self.fresh_from = message.fresh_from  # of its newest Register
         self.grants: GrantTable[Any] = GrantTable(closed_grants, message.fresh_from)
 
     def __repr__(self) -> str:

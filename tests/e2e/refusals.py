@@ -39,14 +39,14 @@ NONE: Mapping[str, Any] = MappingProxyType({})
 
 
 class Case(NamedTuple):
-    """`trouble`: what happens to `victim` ("" nothing): "draining", "gone" before the request, "killed" during it."""
+    """`fault`: what happens to `victim` ("" nothing): "draining", "gone" before the request, "killed" during it."""
 
     name: str
     reason: str  # what every leg that lives is told
     prefill: Mapping[str, Any] = NONE
     decode: Mapping[str, Any] = NONE
     victim: str = ""
-    trouble: str = ""
+    fault: str = ""
     limit_s: float = 1.0
 
 
@@ -63,10 +63,10 @@ CASES = (
         decode={"disaggregation_transfer_backend": "mooncake"},
     ),
     Case("prefill's pool too small", "pages for the prompt: asked for 22, limit 8", prefill={"num_pages": 8}),
-    Case("decode draining", "shutting down", victim="decode", trouble="draining"),
-    Case("prefill draining", "shutting down", victim="prefill", trouble="draining"),
+    Case("decode draining", "shutting down", victim="decode", fault="draining"),
+    Case("prefill draining", "shutting down", victim="prefill", fault="draining"),
     Case("decode gone", "nothing more came for 5", BRIEF, NONE, "decode", "gone", 6.0),
-    Case("prefill gone", "onnect", victim="prefill", trouble="gone"),
+    Case("prefill gone", "onnect", victim="prefill", fault="gone"),
     Case("decode killed", "died", {**SLOW, **BRIEF}, NONE, "decode", "killed", 6.0),
     Case("prefill killed", "died", SLOW, NONE, "prefill", "killed"),
 )
@@ -129,12 +129,12 @@ class Roles:
         children = {"prefill": self.prefill, "decode": self.decode}
         return {leg: asyncio.create_task(post(self.session, child.url, body)) for leg, child in children.items()}
 
-    async def trouble(self) -> None:
+    async def inject_fault(self) -> None:
         """What happens before the request."""
-        if self.case.trouble == "gone":
+        if self.case.fault == "gone":
             self.victim.process.kill()
             await self.victim.process.wait()
-        elif self.case.trouble == "draining" and not self._held:
+        elif self.case.fault == "draining" and not self._held:
             if self.case.victim == "decode":  # a request that runs for long keeps it from ending
                 long = {"temperature": 0, "max_new_tokens": 1500, "ignore_eos": True}
                 self._held = list(self.legs(sampling_params=long).values())
@@ -198,10 +198,10 @@ async def roles_of(case: Case, session: aiohttp.ClientSession, other_model: Path
 
 
 async def by_hand(roles: Roles) -> list[Row]:
-    await roles.trouble()
+    await roles.inject_fault()
     since = monotonic()
     legs = roles.legs()
-    if roles.case.trouble == "killed":
+    if roles.case.fault == "killed":
         since = await roles.killed()
     rows = []
     for leg, task in legs.items():
@@ -215,10 +215,10 @@ async def through_the_router(roles: Roles) -> list[Row]:
     port = roles.prefill.bootstrap_port
     assert port is not None
     async with router_of(roles.prefill.url, port, roles.decode.url, served=False) as url:
-        await roles.trouble()
+        await roles.inject_fault()
         before, since = await roles.attempts(), monotonic()
         asking = asyncio.create_task(post(roles.session, url, roles.body()))
-        if roles.case.trouble == "killed":
+        if roles.case.fault == "killed":
             since = await roles.killed()
         answer = await asking
         attempts = await roles.attempts() - before
@@ -240,7 +240,7 @@ async def rows_of(case: Case, other_model: Path) -> list[Row]:
     async with aiohttp.ClientSession(timeout=timeout, connector=aiohttp.TCPConnector(force_close=True)) as session:
         async with roles_of(case, session, other_model) as roles:
             rows = await by_hand(roles)
-            if not case.trouble:
+            if not case.fault:
                 return rows + await through_the_router(roles)
         async with roles_of(case, session, other_model) as roles:
             return rows + await through_the_router(roles)

@@ -103,8 +103,8 @@ def test_fp32_equals_generate(family: str, pair: ProcessPair, tiny: Tiny, expect
 
 
 def test_fp32_over_mooncake(pair: ProcessPair, tiny: Tiny, expected: Expected) -> None:
-    if trouble := mooncake_unavailable_reason():
-        pytest.skip(trouble)
+    if reason := mooncake_unavailable_reason():
+        pytest.skip(reason)
     with pair.open(tiny("llama"), plane="mooncake") as model:
         check_fp32(model, "llama", expected)
 
@@ -130,8 +130,8 @@ def test_fp32_other_orders(family: str, page: int, pair: ProcessPair, tiny: Tiny
 @pytest.mark.slow
 @pytest.mark.parametrize("page", PAGE_SIZES)
 def test_fp32_over_mooncake_all_page_sizes(page: int, pair: ProcessPair, tiny: Tiny, expected: Expected) -> None:
-    if trouble := mooncake_unavailable_reason():
-        pytest.skip(trouble)
+    if reason := mooncake_unavailable_reason():
+        pytest.skip(reason)
     with pair.open(tiny("deepseek_v2"), page_size=page, plane="mooncake") as model:
         check_fp32(model, "deepseek_v2", expected)
 

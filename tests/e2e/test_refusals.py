@@ -41,4 +41,4 @@ def may_pass(case: Case) -> bool:
 
 def is_dead(case: Case, row: Row) -> bool:
     """The leg of a process that was killed: its connection ends."""
-    return case.trouble in ("gone", "killed") and row.leg == case.victim and row.status == 0
+    return case.fault in ("gone", "killed") and row.leg == case.victim and row.status == 0

@@ -301,7 +301,7 @@ async def test_an_abort_for_an_unknown_room(kvflow_pair: Pair) -> None:
         acks = p.network.seen["AbortAck"]
         to_prefill(p, Abort(cause=WHY, **header(p, 99, 50)))
         await until(lambda acks=acks: p.network.seen["AbortAck"] > acks)
-        assert peer.grants.drained(50) and peer.grants.phase(50) is GrantPhase.CLOSED
+        assert peer.grants.is_drained(50) and peer.grants.phase(50) is GrantPhase.CLOSED
         assert set(p.prefill.shell.endpoint.rooms) == {1}
         to_prefill(p, late)
     acks = p.network.seen["AbortAck"]

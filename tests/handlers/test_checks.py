@@ -37,7 +37,7 @@ class SlowSum:
 
 
 class SlowChecksums(PageChecksums):
-    """Sums that end when they are told to."""
+    """Checksums that end when the test ends them."""
 
     def __init__(self, pool: PagedPool) -> None:
         super().__init__(pool)

@@ -97,7 +97,7 @@ async def lost(p: Pair) -> Both:
 
 
 async def lost_by_both(p: Pair) -> Both:
-    """Decode aborts, and hears that nobody knows before it hears of the failure."""
+    """Decode aborts, and receives the answer for an unknown grant before the failure."""
     plane = p.plane(p.prefill)
     plane.script(Fault.ERROR)
     plane.hold()

@@ -11,9 +11,10 @@ from kvflow.protocols.errors import Code, LostError
 from kvflow.protocols.limits import Bounds
 from kvflow.protocols.machines.peer import PeerPhase
 from kvflow.protocols.wire.codec import routing_id
+from kvflow.protocols.wire.messages import WIRE_VERSION, Abort, Register, Registered
 from kvflow.testing.pair import QUICK, Pair, pair, until
 from kvflow.transports.control.memory import LOST, Fate, Frame
-from tests.handlers.scenes import PROMPT, code_of, known, ledger, links, matched, success
+from tests.handlers.scenes import PROMPT, between, code_of, known, ledger, links, matched, midway, success, to_decode
 
 pytest_plugins = ["kvflow.testing.fixtures"]
 IMPATIENT = msgspec.structs.replace(QUICK, lost_after_s=5, register_s=600)
@@ -86,3 +87,28 @@ async def test_a_forgotten_decode_for_which_there_is_no_place_yet(kvflow_pair: P
     p.prefill.shell.endpoint.core.bounds = Bounds()
     await until(lambda: not len(ledger(p.decode)))
     await success(p, 10)
+
+
+async def test_acceptance_of_an_older_register_brings_no_silent_link_up(kvflow_pair: Pair) -> None:
+    """Prefill does not know yet that the announced room has ended: were the link up, nobody would ever tell it."""
+    p = kvflow_pair
+    _, lent = await midway(p, 6)  # keeps the link, since its pages are in doubt
+    source = p.prefill.room(7, PROMPT)
+    target = p.decode.announce(7, "sim", PROMPT)
+    await until(lambda: source.phase.name == "ANNOUNCED")
+    for lost in (Register, Abort):
+        p.network.drop(lost, times=1 << 30)
+    p.clock(p.decode).advance(p.timing.lost_after_s + 1)
+    assert await code_of(target.landed()) is await code_of(lent.landed()) is Code.PEER_LOST
+    stale = p.decode.counts.stale
+    accepted = Registered(
+        wire_version=WIRE_VERSION, rank=0, refusal="", asked=p.prefill.incarnation, fresh_from=1, **between(p)
+    )
+    to_decode(p, accepted)
+    await until(lambda: p.decode.counts.stale > stale)
+    assert p.decode.peers_by_phase() == {"silent": 1} and not source.ended
+    p.network.mend()
+    assert await code_of(source.matched()) is Code.CLIENT_GONE
+    p.plane(p.prefill).release()
+    await p.rest()
+    await success(p, 8)

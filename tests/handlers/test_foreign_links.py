@@ -35,6 +35,7 @@ async def impersonate(socket: RouterSocket) -> None:
                     refusal="",
                     address=message.address,
                     asked=message.source,
+                    fresh_from=message.fresh_from,
                     **lives,
                 )
                 socket.send(encode(answer), peer)

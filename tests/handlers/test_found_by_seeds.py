@@ -81,8 +81,8 @@ async def test_a_stall_is_not_credited_for_what_was_read_since(kvflow_pair: Pair
     await source.matched()
     for node in p.nodes:
         (peer,) = node.shell.endpoint.peers
-        heard_at_s = peer.heard_at_s
-        node.shell.endpoint.credit_stall(60.0, heard_at_s + 1.0)
-        assert peer.heard_at_s == heard_at_s + 1.0
+        received_at_s = peer.received_at_s
+        node.shell.endpoint.credit_stall(60.0, received_at_s + 1.0)
+        assert peer.received_at_s == received_at_s + 1.0
     target.close()
     await p.rest()

@@ -1,4 +1,4 @@
-"""Who says something matters: other lives of a peer, other versions, silence that is not death (I6)."""
+"""The sender matters: other incarnations of a peer, other versions, silence that is not death (I6)."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ async def test_a_restarted_prefill_at_the_same_address() -> None:
 
 
 async def test_another_incarnation_answers_and_nobody_saw_the_old_one_die() -> None:
-    """Rooms end at once; loans do not: a new life at an address says nothing about the writes of the old one."""
+    """Rooms end at once; loans do not: a new incarnation at an address is no proof of the old one's end."""
     async with pair() as p:
         source, target = await midway(p)
         port = int(p.prefill.info.control.rsplit(":", 1)[1])
@@ -80,7 +80,7 @@ async def test_another_incarnation_answers_and_nobody_saw_the_old_one_die() -> N
 
 
 async def test_a_silent_prefill_that_comes_back(kvflow_pair: Pair) -> None:
-    """Silence ends rooms. The loan is recalled when it speaks again, and its answer is proof."""
+    """Silence ends rooms. The loan is recalled when the next message arrives, and the answer is proof."""
     p = kvflow_pair
     source, target = await midway(p)
     p.network.cut()

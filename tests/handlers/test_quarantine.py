@@ -1,4 +1,4 @@
-"""Quarantine is bounded by admission, and an operator's word ends what proof never will."""
+"""Quarantine is bounded by admission, and an operator can end loans for which no proof will come."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ pytest_plugins = ["kvflow.testing.fixtures"]
 
 
 async def silent(p: Pair, room: int = 7) -> None:
-    """Prefill writes, and is heard no more: the five pages of its room are in quarantine."""
+    """Prefill writes, and falls silent: the five pages of its room are in quarantine."""
     source, target = await midway(p, room)
     p.network.cut()
     p.clock(p.decode).advance(p.timing.lost_after_s + 1)

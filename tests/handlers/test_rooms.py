@@ -1,4 +1,4 @@
-"""Rooms that go well, what their two ends promise, and what misuse is told."""
+"""Rooms that succeed, what both ends guarantee, and the errors of misuse."""
 
 from __future__ import annotations
 

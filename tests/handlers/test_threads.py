@@ -1,4 +1,4 @@
-"""Work in a thread ends before anybody says so, cancelled or not (I12)."""
+"""A call returns only when its work in a thread has ended, cancelled or not (I12)."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from kvflow.aio import drained, in_thread
+from kvflow.aio import in_thread, run_to_end
 
 
 async def test_a_cancelled_wait_drains_first_and_twice_too() -> None:
@@ -20,7 +20,7 @@ async def test_a_cancelled_wait_drains_first_and_twice_too() -> None:
 
     with ThreadPoolExecutor(1) as executor:
         running = asyncio.get_running_loop().run_in_executor(executor, work)
-        waiter = asyncio.ensure_future(drained(running))
+        waiter = asyncio.ensure_future(run_to_end(running))
         for _ in range(2):
             await asyncio.sleep(0)
             waiter.cancel()

@@ -20,7 +20,7 @@ pytest_plugins = ["kvflow.testing.fixtures"]
 
 
 def answer(p: Pair, control: str, source: int, asked: int) -> None:
-    """Somebody at `control` says that `asked` does not serve there any more."""
+    """The prefill at `control` answers that `asked` does not serve there any more."""
     text = "another incarnation serves here now"
     said = Registered(
         source=source,
@@ -35,7 +35,7 @@ def answer(p: Pair, control: str, source: int, asked: int) -> None:
 
 
 async def test_a_room_whose_prefill_has_forgotten_it_fails(kvflow_pair: Pair) -> None:
-    """Its last word was lost, and so many grants were closed since that it is forgotten: waiting would not help."""
+    """Its last message was lost, and so many grants were closed since that it is forgotten: waiting would not help."""
     p = kvflow_pair
     core = p.prefill.shell.endpoint.core
     core.bounds = msgspec.structs.replace(core.bounds, closed_grants=1)
@@ -66,7 +66,7 @@ async def test_the_answer_to_an_earlier_life_does_not_end_the_link_to_this_one(k
 
 
 async def test_a_link_hears_of_its_replacement_through_the_next_one_and_gives_up_its_name() -> None:
-    """Both sockets have one name at that address: what is said to the old link arrives at the new one."""
+    """Both sockets have one routing id at that address: what is sent to the old link arrives at the new one."""
     async with pair() as p:
         await midway(p)
         old, control = p.prefill, p.prefill.info.control

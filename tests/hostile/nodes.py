@@ -47,8 +47,8 @@ class Tap:
         self._unread: deque[tuple[bytes, bytes]] = deque()
 
     @property
-    def trouble(self) -> str:
-        return self._socket.trouble
+    def lockout_reason(self) -> str:
+        return self._socket.lockout_reason
 
     def send(self, frame: bytes, peer: bytes = b"") -> bool:
         return self._socket.send(frame, peer)

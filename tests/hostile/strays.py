@@ -132,16 +132,16 @@ async def run(each: int = 100_000, seed: int = 0) -> Report:
                 peer = routing_id(stranger.incarnation if up else p.decode.incarnation)
                 p.network.inject(Frame(control, peer, up, encode(message)))
             if i % BURST == BURST - 1:
-                await drained()
+                await inboxes_read()
                 for name, size in tables(p).items():
                     peaks[name] = max(peaks[name], size)
-        await drained()
+        await inboxes_read()
         peak_rss = process.memory_info().rss
         p.clock(p.prefill).advance(QUICK.rendezvous_s + 1)  # no engine came
         await until(lambda: not p.prefill.shell.endpoint.rooms)
         for number in range(2, 100):
             await one_room(p, number, p.decode)
-        await drained()
+        await inboxes_read()
         await asyncio.sleep(2 * QUICK.heartbeat_s)
         return {
             "messages": dict.fromkeys((*to_prefill(p, stranger), *to_decode(p)), each),
@@ -162,7 +162,7 @@ async def one_room(p: Pair, number: int, decode: DecodeNode) -> None:
         await target.landed()
 
 
-async def drained() -> None:
+async def inboxes_read() -> None:
     """Everything injected has been handed over and handled: a node reads its inbox empty in one turn of the loop."""
     for _ in range(10):
         await asyncio.sleep(0)

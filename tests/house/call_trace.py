@@ -125,7 +125,9 @@ def property_code() -> set[CodeType]:
         if not name.startswith("kvflow"):
             continue
         for kind in vars(module).values():
-            for member in vars(kind).values() if isinstance(kind, type) else ():
+            if not isinstance(kind, type) or not kind.__module__.startswith("kvflow"):
+                continue  # others' classes have properties that are no Python functions
+            for member in vars(kind).values():
                 getter = member.fget if isinstance(member, property) else getattr(member, "func", None)
                 if isinstance(member, property | cached_property) and getter is not None:
                     found.add(getter.__code__)

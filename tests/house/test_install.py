@@ -23,7 +23,8 @@ PACKAGE_DATA = [
     *("demo_model/" + name for name in ("config.json", "model.safetensors", "tokenizer.json", "PROVENANCE.md")),
 ]
 CORE_DISTRIBUTIONS = ("msgspec", "numpy", "pyzmq", "xxhash")
-pytestmark = pytest.mark.timeout(300)
+# One process makes the build: two at once would write into the same egg-info and sdist folders of the source tree.
+pytestmark = [pytest.mark.timeout(300), pytest.mark.xdist_group("build")]
 
 
 def finished(*command: str | Path, cwd: Path = Path("/")) -> subprocess.CompletedProcess[str]:

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from kvflow.protocols.machines.grants import TABLE, GrantCommand, GrantKind, GrantPhase, GrantTable
 from kvflow.protocols.machines.tables import ERROR, IGNORE, Move, TransitionError
-from kvflow.protocols.wire.messages import AbortAck, GrantId, Message
+from kvflow.protocols.wire.messages import AbortAck, GrantId, Message, RoomId
 
 P, K, C = GrantPhase, GrantKind, GrantCommand
 CELLS = list(itertools.product(P, K))
@@ -33,10 +33,8 @@ def expected(phase: GrantPhase, kind: GrantKind) -> object:
         return Move(P.DOUBTFUL) if phase is P.OPEN else ERROR
     if kind is K.EVICT:
         return Move(P.BELOW_DOUBTFUL if phase is P.DOUBTFUL else P.BELOW) if phase in ENDED else ERROR
-    assert kind is K.SETTLE
-    if phase is P.UNKNOWN:
-        return ERROR
-    return IGNORE if phase in (P.OPEN, P.BELOW) else Move(P.BELOW)
+    assert kind is K.SETTLE  # of what is remembered, and is not a room's
+    return Move(P.BELOW) if phase in (P.ANNOUNCED, *ENDED, P.BELOW_DOUBTFUL) else ERROR
 
 
 def answer(phase: GrantPhase, kind: GrantKind) -> object:
@@ -109,18 +107,19 @@ def test_an_evicted_grant_in_doubt_is_never_called_drained() -> None:
     table: GrantTable[str] = GrantTable(1, GrantId(1))
     closed(table, 1, drained=False)
     closed(table, 2)
-    assert table.phase(GrantId(1)) is P.BELOW_DOUBTFUL and not table.drained(GrantId(1)) and table.drained(GrantId(2))
+    assert table.phase(GrantId(1)) is P.BELOW_DOUBTFUL
+    assert not table.is_drained(GrantId(1)) and table.is_drained(GrantId(2))
     assert not table.all_settled
-    assert table.settle(GrantId(3)) and table.all_settled and table.drained(GrantId(1))
+    assert table.settle(GrantId(3)) == [] and table.all_settled and table.is_drained(GrantId(1))
 
 
 @pytest.mark.parametrize("below", [4, 1 << 40])
 def test_a_claim_to_have_settled_what_was_never_offered_changes_nothing(below: int) -> None:
     table: GrantTable[str] = GrantTable(8, GrantId(1))
     closed(table, 2, drained=False)
-    assert not table.settle(GrantId(below))
+    assert table.settle(GrantId(below)) is None
     assert (table.low_water, table.remembered, table.phase(GrantId(2))) == (1, 1, P.DOUBTFUL)
-    assert table.settle(GrantId(3)) and table.low_water == 3
+    assert table.settle(GrantId(3)) == [] and table.low_water == 3
 
 
 def test_a_new_table_begins_where_decode_says() -> None:
@@ -128,7 +127,7 @@ def test_a_new_table_begins_where_decode_says() -> None:
     table: GrantTable[str] = GrantTable(8, GrantId(5))
     assert table.phase(GrantId(4)) is P.BELOW and table.phase(GrantId(5)) is P.UNKNOWN
     assert table.feed(GrantId(4), K.ANNOUNCE) == (C.REFUSE_STALE,)
-    assert table.settle(GrantId(5)) and table.all_settled
+    assert table.settle(GrantId(5)) == [] and table.all_settled
 
 
 def test_a_withdrawn_announcement_has_no_messages_and_is_remembered() -> None:
@@ -139,6 +138,19 @@ def test_a_withdrawn_announcement_has_no_messages_and_is_remembered() -> None:
     table.end(GrantId(1), ())
     assert table.all_settled and table.remembered == 1 and table.last_messages(GrantId(1)) == ()
     assert table.feed(GrantId(1), K.BOOTSTRAP) == (C.RESEND,), "its pages came late: it does not begin"
+
+
+def test_settling_withdraws_what_was_announced_and_never_offered_whatever_the_order() -> None:
+    table: GrantTable[str] = GrantTable(8, GrantId(1))
+    for grant in (3, 1, 2, 4):
+        table.feed(GrantId(grant), K.ANNOUNCE)
+        table.announcements.add(GrantId(grant), RoomId(10 * grant))
+    table.feed(GrantId(2), K.JOIN)  # prefill's half is here, the pages are not
+    table.announcements.discard(GrantId(1))
+    table.feed(GrantId(1), K.BOOTSTRAP)
+    assert table.settle(GrantId(4)) == [(2, 20), (3, 30)]
+    assert [table.phase(GrantId(grant)) for grant in (1, 2, 3, 4)] == [P.OPEN, P.OPEN, P.BELOW, P.ANNOUNCED]
+    assert table.settle(GrantId(5)) == [(4, 40)] and table.settle(GrantId(5)) == []
 
 
 @settings(max_examples=300, deadline=None)
@@ -159,11 +171,16 @@ def test_the_memory_agrees_with_itself(data: st.DataObject) -> None:
                 commands = table.feed(grant, K[word.upper()])
                 if C.END_OTHER_HALF in commands:
                     table.end(grant, ())
+                if C.EXPECT in commands:
+                    table.announcements.add(grant, RoomId(grant))
                 if C.ADMIT in commands:
                     table.rooms[grant] = "room"
+                    table.announcements.discard(grant)
         phases = {number: table.phase(GrantId(number)) for number in range(1, 6)}
         assert table.remembered == sum(phase in ENDED for phase in phases.values()) <= 2
         assert set(table.rooms) == {number for number, phase in phases.items() if phase is P.OPEN}
         unsettled = [phase for phase in phases.values() if phase in (*BEGUN, *DOUBT)]
         assert table.all_settled == (not unsettled)
+        announced = [number for number, phase in phases.items() if phase is P.ANNOUNCED]
+        assert table.announcements.rooms == {GrantId(number): RoomId(number) for number in announced}
         assert all(phase is not P.UNKNOWN for number, phase in phases.items() if number < table.low_water)

@@ -74,5 +74,5 @@ def test_a_library_that_is_missing_is_named_with_its_package(monkeypatch: pytest
     wheels(monkeypatch, {"mooncake-transfer-engine": "0.3.13"})
     failed: Any = subprocess.CompletedProcess([], 1, "", "Traceback\nImportError: libnuma.so.1: cannot open")
     monkeypatch.setattr(subprocess, "run", lambda *_, **__: failed)
-    trouble = doctor.mooncake_unavailable_reason()
-    assert trouble == "mooncake cannot be loaded (ImportError: libnuma.so.1: cannot open): apt-get install -y libnuma1"
+    reason = doctor.mooncake_unavailable_reason()
+    assert reason == "mooncake cannot be loaded (ImportError: libnuma.so.1: cannot open): apt-get install -y libnuma1"

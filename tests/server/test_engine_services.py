@@ -1,4 +1,4 @@
-"""What a service says of itself when its node, or its engine, cannot serve."""
+"""What a service reports when its node, or its engine, cannot serve."""
 
 from __future__ import annotations
 

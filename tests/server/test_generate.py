@@ -144,7 +144,9 @@ async def test_stops(
         ({"bootstrap_room": 1 << 64}, "bootstrap_room: 18446744073709551616 is not an unsigned 64-bit integer"),
         ({"text": ["w1", "w2"], "bootstrap_room": [7, 7]}, "bootstrap_room: 7 is given twice"),
         ({"bootstrap_room": [1, 2]}, "2 entries for 1"),
-        ({"bootstrap_host": "a/b"}, "bootstrap_host: 'a/b' is not a host name"),
+        ({"bootstrap_host": "a/b"}, "bootstrap_host: 'a/b' is not a host name or IP address"),
+        ({"bootstrap_host": "x" * 64}, "x' is not a host name"),
+        ({"bootstrap_host": "[::1"}, "bootstrap_host: '[::1' is not a host name"),
         ({"bootstrap_port": 0}, "bootstrap_port"),
     ],
 )
@@ -276,6 +278,31 @@ async def test_a_body_that_cannot_be_read_still_ends_its_room(
     ((room, cause),) = prefill.service.refused
     assert (room, cause.code) == (7, Code.BAD_REQUEST)
     assert cause.text == answer["error"]["message"]
+
+
+@pytest.mark.parametrize("host", ["x" * 10_000, "x" * 64, "a..b", "h\0", "", "[h]"])
+async def test_a_malformed_host_is_refused_and_never_dialled(
+    decode: Role, decode_server: Server, session: aiohttp.ClientSession, host: str
+) -> None:
+    """Neither for the request nor, where another field is bad, to tell the other leg."""
+    for changes in ({}, {"sampling_params": {"temperature": -1}}):
+        status, _ = await post(session, decode_server, body(bootstrap_host=host, **changes))
+        assert status == 400
+    assert (decode.service.requests, decode.service.refused) == ([], [])
+
+
+@pytest.mark.parametrize(
+    ("host", "address"),
+    [
+        *(("::1", "[::1]:8998"), ("[::1]", "[::1]:8998"), ("fe80::1%eth0.100", "[fe80::1%eth0.100]:8998")),
+        *(("kv_0.example.", "kv_0.example.:8998"), ("10.0.0.1", "10.0.0.1:8998")),
+    ],
+)
+async def test_a_host_of_any_form_becomes_the_address_of_a_registry(
+    decode: Role, decode_server: Server, session: aiohttp.ClientSession, host: str, address: str
+) -> None:
+    assert (await post(session, decode_server, body(bootstrap_host=host)))[0] == 200
+    assert decode.service.requests[0].prefill == address
 
 
 async def test_a_body_that_does_not_come(

@@ -176,7 +176,7 @@ async def test_an_answer_in_chunks_is_understood(client: RegistryClient) -> None
     ("answer", "text"),
     [
         (b"", "closed without an answer"),
-        (OK + b"Content-Length: 50\r\n\r\n{}", "closed in the middle of the answer"),
+        (OK + b"Content-Length: 50\r\n\r\n{}", "closed before the end of the answer"),
     ],
 )
 async def test_an_answer_that_breaks_off_is_lost(client: RegistryClient, answer: bytes, text: str) -> None:
@@ -220,7 +220,11 @@ async def test_cancelling_does_not_wait_for_the_answer() -> None:
 
 @pytest.mark.parametrize(
     "word",
-    ["", "10.0.0.1", "10.0.0.1:", "h:0", "h:65536", "h:80/x", "h:80 ", "u@h:80", "::1:80", "h:80\r\nX: y", "é:80"],
+    [
+        *("", "10.0.0.1", "10.0.0.1:", "h:0", "h:65536", "h:80/x", "h:80 ", "u@h:80", "::1:80", "h:80\r\nX: y", "é:80"),
+        *("x" * 64 + ":80", "a..b:80", ".:80", ".".join(["x" * 60] * 5) + ":80"),  # what DNS cannot carry
+        *("[]:80", "[h]:80", "[::1..2]:80", "[1:2]:80", "[::1%]:80", "[::1%a..b]:80", "[::1%" + "x" * 60 + "]:80"),
+    ],
 )
 async def test_a_word_that_names_no_registry_is_misuse(client: RegistryClient, word: str) -> None:
     with pytest.raises(MisuseError, match='not "host:port"'):

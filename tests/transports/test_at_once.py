@@ -23,7 +23,7 @@ KIB = 1 << 10
 PAGES = 1024
 
 
-class Pair:
+class PlanePair:
     """Two pools and a route from the first into the second; `source` byte for byte random, `target` zeros."""
 
     def __init__(self, source: PagedPool, target: PagedPool, plane: LocalPlane) -> None:
@@ -42,7 +42,7 @@ class Pair:
 @asynccontextmanager
 async def pair(
     page_kib: int, *, streams: int = 1, order: str = "page_first", rate: float | None = None
-) -> AsyncIterator[Pair]:
+) -> AsyncIterator[PlanePair]:
     each = [(f"{i}", "uint8", (page_kib * KIB // 16 // streams,)) for i in range(streams)]
     layout = build_layout(each, page_size=16, num_pages=PAGES, order=order)  # type: ignore[arg-type]
     source, target = PagedPool.allocate(layout, shared=False), PagedPool.allocate(layout)
@@ -51,7 +51,7 @@ async def pair(
         memory[:] = np.random.default_rng(b.size_bytes).integers(1, 256, b.size_bytes, dtype=np.uint8)
     planes = [LocalPlane(source.segment, rate), LocalPlane(target.segment)]
     planes[0].export(source.layout)
-    opened = Pair(source, target, planes[0])
+    opened = PlanePair(source, target, planes[0])
     opened.route = await planes[0].connect(*planes[1].export(target.layout))
     try:
         yield opened

@@ -59,7 +59,7 @@ async def test_rooms_with_the_key(key: ControlKey) -> None:
 async def test_a_decode_that_is_not_let_in_hears_why(key: ControlKey, with_key: str) -> None:
     prefill = None if with_key == "only decode" else key
     decode = None if with_key == "only prefill" else another()
-    text = "it asks for a control key" if decode is None else "it has another control key, or none"
+    text = "it requires a control key" if decode is None else "it has another control key, or none"
     async with Keyed(prefill, decode) as n:
         async with asyncio.timeout(10):
             with pytest.raises(RefusedError, match=f"does not let this decode in: {text}"):
@@ -85,7 +85,7 @@ async def test_no_frame_of_a_stranger_reaches_us(key: ControlKey) -> None:
         refused = [connect_dealer(control, 78 + i, stranger) for i, stranger in enumerate(strangers.values())]
         for dealer in refused:
             dealer.send(frame)
-            await until(functools.partial(getattr, dealer, "trouble"), 10)
+            await until(functools.partial(getattr, dealer, "lockout_reason"), 10)
         assert await n.one(1) == b"1"
         counts = n.prefill.counts
         assert (counts.malformed, counts.foreign, counts.stale) == (0, 0, 0)
@@ -125,7 +125,7 @@ def test_a_key_file_is_its_owners_alone(tmp_path: Path, caplog: pytest.LogCaptur
     assert not caplog.records
     path.chmod(0o644)
     read_key(str(path))
-    assert "can be read by everybody" in caplog.text
+    assert "is readable by every user" in caplog.text
 
 
 def test_a_file_that_holds_no_key(tmp_path: Path) -> None:
@@ -134,6 +134,6 @@ def test_a_file_that_holds_no_key(tmp_path: Path) -> None:
         read_key(str(tmp_path / "nowhere"))
     for text in ("", "too short", '"' * 40):
         (tmp_path / "bad").write_text(text)
-        with pytest.raises(MisuseError, match="no key of `kvflow keygen`") as caught:
+        with pytest.raises(MisuseError, match="not a key written by `kvflow keygen`") as caught:
             read_key(str(tmp_path / "bad"))
         assert not text or text not in str(caught.value)

@@ -1,4 +1,4 @@
-"""Every wait of a plane's close and connect is cancelled: once it says it has stopped, nothing is copied (I12)."""
+"""Every wait of a plane's close and connect is cancelled: once it has returned, nothing is copied any more (I12)."""
 
 from __future__ import annotations
 

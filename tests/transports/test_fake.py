@@ -1,4 +1,4 @@
-"""The fake plane does as it is told, and with real bytes."""
+"""The fake plane follows its script, and copies real bytes."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.transports.peer_process import pages
 PAGE_BYTES = 64
 
 
-class Pair:
+class PlanePair:
     """A prefill plane whose pool is full of ones, and a decode plane whose pool is empty."""
 
     def __init__(self) -> None:
@@ -41,7 +41,7 @@ FOUR: tuple[PageIndices, PageIndices] = (pages(0, 1, 2, 3), pages(7, 1, 4, 2))
 
 
 async def test_without_a_script_everything_lands() -> None:
-    pair = Pair()
+    pair = PlanePair()
     route = await pair.route()
     write = route.write(*FOUR)
     assert write.landed_bytes == 0 and not write.done.done()  # never within the call itself
@@ -51,7 +51,7 @@ async def test_without_a_script_everything_lands() -> None:
 
 
 async def test_held_writes_move_page_by_page() -> None:
-    pair = Pair()
+    pair = PlanePair()
     pair.prefill.hold()
     route = await pair.route()
     write, later = route.write(*FOUR), route.write(pages(5), pages(5))
@@ -68,7 +68,7 @@ async def test_held_writes_move_page_by_page() -> None:
 
 @pytest.mark.parametrize("fault", [Fault.ERROR, Fault.LATE])
 async def test_errors_prove_nothing_and_late_ones_land_later(fault: Fault) -> None:
-    pair = Pair()
+    pair = PlanePair()
     pair.prefill.script(fault)
     write = (await pair.route()).write(*FOUR)
     assert await asyncio.shield(write.done) is WriteOutcome.UNPROVEN and fault.value in write.error
@@ -81,14 +81,14 @@ async def test_errors_prove_nothing_and_late_ones_land_later(fault: Fault) -> No
 
 @pytest.mark.parametrize("fault", [Fault.ERROR, Fault.LATE])
 async def test_one_page_meets_a_fault_too(fault: Fault) -> None:
-    pair = Pair()
+    pair = PlanePair()
     pair.prefill.script(fault)
     write = (await pair.route()).write(pages(1), pages(1))
     assert await asyncio.shield(write.done) is WriteOutcome.UNPROVEN and pair.arrived() == 0
 
 
 async def test_a_stuck_write_ends_only_when_released() -> None:
-    pair = Pair()
+    pair = PlanePair()
     pair.prefill.script(Fault.STUCK)
     route = await pair.route()
     stuck, other = route.write(*FOUR), route.write(pages(5), pages(5))
@@ -101,7 +101,7 @@ async def test_a_stuck_write_ends_only_when_released() -> None:
 
 
 async def test_a_fence_resolves_with_death_and_nothing_lands_after_it() -> None:
-    pair = Pair()
+    pair = PlanePair()
     pair.prefill.script(Fault.LATE)
     route = await pair.route()
     await asyncio.shield(route.write(*FOUR).done)
@@ -117,7 +117,7 @@ async def test_a_fence_resolves_with_death_and_nothing_lands_after_it() -> None:
 
 
 async def test_closing_ends_what_is_under_way() -> None:
-    pair = Pair()
+    pair = PlanePair()
     pair.prefill.hold()
     pair.prefill.script(Fault.STUCK)
     route = await pair.route()
@@ -129,7 +129,7 @@ async def test_closing_ends_what_is_under_way() -> None:
 
 
 async def test_wrong_use_is_refused() -> None:
-    pair = Pair()
+    pair = PlanePair()
     route = await pair.route()
     with pytest.raises(LayoutError):
         route.write(pages(0), pages(8))

@@ -1,4 +1,4 @@
-"""A dead writer's connections are told from those of the living, and counted until our end of them is closed."""
+"""A dead writer's connections are told from those of living ones, and counted until our end is closed."""
 
 from __future__ import annotations
 

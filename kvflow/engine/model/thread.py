@@ -9,7 +9,7 @@ from typing import TypeVar
 
 import numpy as np
 
-from kvflow.aio import drained
+from kvflow.aio import run_to_end
 from kvflow.engine.model import sequence
 from kvflow.protocols.ports import PageStore
 
@@ -27,6 +27,6 @@ class ModelThread:
         held = np.concatenate([s.pages for s in sequences])
         self._pages.hold(held)
         try:
-            return await drained(asyncio.get_running_loop().run_in_executor(self._executor, work))
+            return await run_to_end(asyncio.get_running_loop().run_in_executor(self._executor, work))
         finally:
             self._pages.unhold(held)

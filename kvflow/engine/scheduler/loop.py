@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 
-from kvflow.aio import drained
+from kvflow.aio import run_to_end
 from kvflow.protocols.errors import Cause, Code, room_error
 
 _log = logging.getLogger("kvflow.engine")
@@ -31,7 +31,7 @@ class EngineLoop:
         self._wake.set()
         self._end_all("the engine is closing")
         if self._task is not None:
-            await drained(self._task)
+            await run_to_end(self._task)
 
     @property
     def healthy(self) -> bool:

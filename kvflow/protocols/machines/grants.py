@@ -6,12 +6,13 @@ memory is bounded: evicting one raises the low-water mark, and below that mark n
 
 from __future__ import annotations
 
+from bisect import bisect_left, insort
 from collections import OrderedDict
 from enum import IntEnum
 from typing import Generic, TypeVar
 
 from kvflow.protocols.machines.tables import ERROR, IGNORE, Move, Table, rest
-from kvflow.protocols.wire.messages import AbortAck, GrantId, Message
+from kvflow.protocols.wire.messages import AbortAck, GrantId, Message, RoomId
 
 
 class GrantPhase(IntEnum):
@@ -79,7 +80,6 @@ TABLE: Table[GrantPhase, GrantKind, GrantCommand] = Table(
             K.ASK: Move(P.OPEN, (C.RESEND,)),
             K.END: Move(P.CLOSED),
             K.END_IN_DOUBT: Move(P.DOUBTFUL),
-            K.SETTLE: IGNORE,
         },
         P.CLOSED: rest(K, ERROR)
         | {
@@ -105,7 +105,6 @@ TABLE: Table[GrantPhase, GrantKind, GrantCommand] = Table(
             K.BOOTSTRAP: Move(P.BELOW, (C.REFUSE_STALE,)),
             K.ABORT: Move(P.BELOW, (C.ACKNOWLEDGE,)),
             K.ASK: Move(P.BELOW, (C.REPORT_UNKNOWN,)),
-            K.SETTLE: IGNORE,
         },
         P.BELOW_DOUBTFUL: rest(K, ERROR)
         | {
@@ -119,8 +118,30 @@ TABLE: Table[GrantPhase, GrantKind, GrantCommand] = Table(
 )
 
 _UNSETTLED = frozenset({P.ANNOUNCED, P.OPEN, P.DOUBTFUL, P.BELOW_DOUBTFUL})
-_LOOSE = frozenset({P.ANNOUNCED, P.BELOW_DOUBTFUL})
 R = TypeVar("R")
+
+
+class Announcements:
+    """Grants that were announced and whose pages have not been offered yet, with their rooms; in order of grants."""
+
+    def __init__(self) -> None:
+        self.rooms: dict[GrantId, RoomId] = {}
+        self._order: list[GrantId] = []
+
+    def add(self, grant: GrantId, room: RoomId) -> None:
+        self.rooms[grant] = room
+        insort(self._order, grant)  # nearly always at the end
+
+    def discard(self, grant: GrantId) -> None:
+        if self.rooms.pop(grant, None) is not None:
+            del self._order[bisect_left(self._order, grant)]
+
+    def pop_below(self, grant: GrantId) -> list[tuple[GrantId, RoomId]]:
+        """Take out all below `grant`; costs nothing when there are none."""
+        end = bisect_left(self._order, grant)
+        taken = self._order[:end]
+        del self._order[:end]
+        return [(first, self.rooms.pop(first)) for first in taken]
 
 
 class GrantTable(Generic[R]):
@@ -130,10 +151,11 @@ class GrantTable(Generic[R]):
         """At most `limit` ended grants are remembered; no grant below `low_water` begins."""
         self.low_water = low_water
         self.rooms: dict[GrantId, R] = {}
+        self.announcements = Announcements()
         self._limit = limit
         self._phases: dict[GrantId, GrantPhase] = {}  # absent: unknown, or below the low-water mark
         self._unsettled: set[GrantId] = set()
-        self._loose: set[GrantId] = set()  # known, but neither answered for by a room nor among the ended
+        self._evicted_in_doubt: set[GrantId] = set()
         self._sent: OrderedDict[GrantId, tuple[Message, ...]] = (
             OrderedDict()
         )  # of ended grants, in the order they ended
@@ -179,10 +201,10 @@ class GrantTable(Generic[R]):
             self._unsettled.add(grant)
         else:
             self._unsettled.discard(grant)
-        if phase in _LOOSE:
-            self._loose.add(grant)
-        elif self._loose:
-            self._loose.discard(grant)
+        if phase is P.BELOW_DOUBTFUL:
+            self._evicted_in_doubt.add(grant)
+        elif self._evicted_in_doubt:
+            self._evicted_in_doubt.discard(grant)
 
     def end(self, grant: GrantId, sent: tuple[Message, ...]) -> None:
         """The grant has ended with these messages, which are kept; those that are kept for longest make room.
@@ -194,6 +216,7 @@ class GrantTable(Generic[R]):
             doubtful = type(last) is AbortAck and not last.drained
             self.feed(grant, K.END_IN_DOUBT if doubtful else K.END)
         self.rooms.pop(grant, None)
+        self.announcements.discard(grant)
         self._sent[grant] = sent
         while len(self._sent) > self._limit:
             evicted = next(iter(self._sent))
@@ -204,7 +227,7 @@ class GrantTable(Generic[R]):
     def last_messages(self, grant: GrantId) -> tuple[Message, ...]:
         return self._sent.get(grant, ())
 
-    def drained(self, grant: GrantId) -> bool:
+    def is_drained(self, grant: GrantId) -> bool:
         """Nothing of a grant that is not open can land any more."""
         return self.phase(grant) not in (P.DOUBTFUL, P.BELOW_DOUBTFUL)
 
@@ -213,20 +236,24 @@ class GrantTable(Generic[R]):
         """No grant from here on has been seen."""
         return GrantId(self._seen_below)
 
-    def begin_from(self, grant: GrantId) -> None:
-        """No grant below this one begins any more."""
+    def begin_from(self, grant: GrantId) -> list[tuple[GrantId, RoomId]]:
+        """No grant below this one begins any more. Returns what was announced there and never offered."""
         self.low_water, self._seen_below = max(self.low_water, grant), max(self._seen_below, grant)
+        withdrawn = self.announcements.pop_below(grant)
+        for announced, _ in withdrawn:
+            if self._phases.get(announced) is P.ANNOUNCED:
+                self.feed(announced, K.SETTLE)
+        return withdrawn
 
-    def settle(self, below: GrantId) -> bool:
-        """Decode needs nothing sent again below this grant. False, and nothing changes, when it claims grants that were
-        never offered here."""
+    def settle(self, below: GrantId) -> list[tuple[GrantId, RoomId]] | None:
+        """Decode needs nothing sent again below this grant, and begins none there. Returns what was announced there and
+        never offered; None, and nothing changes, when it claims grants that were never offered here."""
         if below > self._seen_below:
-            return False
+            return None
         sent = self._sent
         while sent and (first := next(iter(sent))) < below:
             self.feed(first, K.SETTLE)
             del sent[first]
-        for grant in [grant for grant in self._loose if grant < below]:
+        for grant in [grant for grant in self._evicted_in_doubt if grant < below]:
             self.feed(grant, K.SETTLE)
-        self.low_water = max(self.low_water, below)
-        return True
+        return self.begin_from(below)

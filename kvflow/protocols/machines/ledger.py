@@ -48,7 +48,7 @@ class Ledger(Generic[S]):
     def __init__(self, quarantine_limit: int) -> None:
         """`quarantine_limit`: pages of rooms that have ended while loans have not; with more no room is opened."""
         self._by_source: dict[S, OrderedDict[GrantId, Lease[S]]] = {}
-        self._acknowledged: dict[S, GrantId] = {}  # the highest grant whose end each source has confirmed
+        self._acknowledged: dict[S, GrantId] = {}  # the highest grant that each source has said it knows of
         self._count = 0
         self.quarantined_pages, self.quarantine_limit = 0, quarantine_limit
 
@@ -93,6 +93,10 @@ class Ledger(Generic[S]):
         loans = self._by_source.get(source)
         return min(confirmed, next(iter(loans))) if loans else confirmed
 
+    def note_known(self, source: S, below: GrantId) -> None:
+        """The source has confirmed that it knows of every grant below this one; see `Register.fresh_from`."""
+        self._acknowledged[source] = max(self._acknowledged.get(source, GrantId(0)), GrantId(below - 1))
+
     def forget_source(self, source: S) -> None:
         """The link is gone for good, and owes nothing."""
         self._by_source.pop(source, None)
@@ -106,7 +110,7 @@ class Ledger(Generic[S]):
             lease.loans[source], commands = move
         freed = False
         if kind in _CONFIRMED:
-            self._acknowledged[source] = max(self._acknowledged.get(source, GrantId(0)), lease.grant)
+            self.note_known(source, GrantId(lease.grant + 1))
         if LoanCommand.RETURN in commands:
             del lease.loans[source]
             del self._by_source[source][lease.grant]

@@ -89,8 +89,8 @@ class Pairing:
 
     def _rebase(self, target_bases: Addresses) -> Addresses:
         """Per segment: how far its target buffer lies from where the layout says."""
-        said = np.array([b.address for b in self.target.buffers], dtype=np.int64)
-        delta: Addresses = (target_bases - said)[self._target_buffers]
+        claimed = np.array([b.address for b in self.target.buffers], dtype=np.int64)
+        delta: Addresses = (target_bases - claimed)[self._target_buffers]
         return delta
 
 

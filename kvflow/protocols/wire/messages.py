@@ -3,7 +3,7 @@ A ZMQ message carries one or more frames.
 
 Wire history
     1   first version; later ChunkDone.checksum, Registered.asked
-    2   Announce; Register.fresh_from instead of settled_below; PoolLayout.tag and .fingerprint;
+    2   Announce; Register.fresh_from instead of settled_below, echoed by Registered; PoolLayout.tag and .fingerprint;
         the rank of every message from prefill is checked; several frames in one ZMQ message
 
 Arrays grow at the end only: a reader ignores elements it does not know, and a new element has a default. What cannot
@@ -79,7 +79,8 @@ class Register(msgspec.Struct, frozen=True, array_like=True, kw_only=True, tag=1
 
 class Registered(msgspec.Struct, frozen=True, array_like=True, kw_only=True, tag=2):
     """prefill -> decode: accepted (`refusal` empty), or what differs. `source` is who really answers here, `asked` who
-    was asked: a decode that knows two lives of one address must not take the answer to one for that to the other."""
+    was asked: a decode that knows two lives of one address must not take the answer to one for that to the other.
+    `fresh_from` is that of the newest Register that has come: acceptance of an older one brings no silent link up."""
 
     source: Life
     target: Life
@@ -88,6 +89,7 @@ class Registered(msgspec.Struct, frozen=True, array_like=True, kw_only=True, tag
     refusal: Text
     address: PlaneAddress | None = None
     asked: Annotated[Incarnation, Meta(ge=0)] = Incarnation(0)
+    fresh_from: GrantBound = GrantId(0)
 
 
 class Announce(msgspec.Struct, frozen=True, array_like=True, kw_only=True, tag=10):

@@ -20,6 +20,7 @@ from kvflow.server.http.schemas import (
     Rendezvous,
     stops_of,
 )
+from kvflow.transports.control.registry import registry_address
 
 MAX_COMPLETIONS = 256
 DEFAULT_MAX_NEW_TOKENS = 128
@@ -136,9 +137,12 @@ def _rendezvous(body: Rendezvous, index: int, total: int, default_port: int) -> 
         raise RequestError(f"bootstrap_room: {room} is not an unsigned 64-bit integer")
     if total > 1 and not isinstance(body.bootstrap_room, list):
         room = (room + index * _ROOM_STEP) & _ROOM_MASK if index else room
-    if host is not None and (not host or any(c in host for c in "/@?# ")):
-        raise RequestError(f"bootstrap_host: {host[:80]!r} is not a host name")
-    return room, f"{host}:{port or default_port}" if host else ""
+    if host is None:
+        return room, ""
+    try:
+        return room, registry_address(host, port or default_port)
+    except MisuseError as error:
+        raise RequestError(f"bootstrap_host: {error}") from None
 
 
 def _entry(name: str, value: Any, index: int, total: int) -> Any:

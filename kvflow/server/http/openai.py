@@ -18,7 +18,8 @@ from kvflow.server.http.generation_requests import (
     params_of_completion,
     prompt_ids,
 )
-from kvflow.server.http.pipeline import CompletionPipeline, json_response
+from kvflow.server.http.pipeline import CompletionPipeline
+from kvflow.server.http.responses import json_response
 from kvflow.server.http.schemas import ChatRequest, CompletionRequest, StreamOptions
 
 TokenText = Callable[[int], str]

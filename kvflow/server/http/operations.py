@@ -7,7 +7,8 @@ from aiohttp import web
 
 import kvflow
 from kvflow.server.http.errors import Failure, RequestError
-from kvflow.server.http.pipeline import CompletionPipeline, json_response
+from kvflow.server.http.pipeline import CompletionPipeline
+from kvflow.server.http.responses import json_response
 
 MAX_WHY_CHARACTERS = 200
 

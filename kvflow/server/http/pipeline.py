@@ -13,7 +13,6 @@ from collections.abc import AsyncGenerator, AsyncIterable
 from contextlib import aclosing
 from typing import Any, Protocol, TypeVar
 
-import msgspec
 from aiohttp import web
 
 from kvflow.protocols.errors import AbortedError, KvflowError
@@ -23,6 +22,7 @@ from kvflow.server.http.errors import Failure, OverloadError, RequestError, fail
 from kvflow.server.http.generation_requests import RequestLimits, rooms_of
 from kvflow.server.http.listening import Drainable
 from kvflow.server.http.metrics import Metrics
+from kvflow.server.http.responses import json_response
 from kvflow.server.http.schemas import Rendezvous, decoded, parse
 from kvflow.server.http.sse import EventStream, Paced, merged
 from kvflow.server.http.tokenizer import ThreadedTokenizer
@@ -196,8 +196,3 @@ class CompletionPipeline(Drainable):
         if not completion.tokens:
             self.metrics.first_token(time.perf_counter() - arrived)
         self.metrics.generated(1)
-
-
-def json_response(body: Any, status: int = 200) -> web.Response:
-    """A JSON answer."""
-    return web.Response(body=msgspec.json.encode(body), status=status, content_type="application/json")

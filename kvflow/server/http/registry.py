@@ -13,7 +13,7 @@ from kvflow.protocols.wire.ranks import rank_from_json, rank_to_json
 from kvflow.server.http.app import build_app
 from kvflow.server.http.errors import RequestError
 from kvflow.server.http.metrics import Metrics
-from kvflow.server.http.pipeline import json_response
+from kvflow.server.http.responses import json_response
 from kvflow.transports.control.registry import RankTable
 
 
@@ -26,7 +26,7 @@ def registry_app(table: RankTable, metrics: Metrics, api_key: str = "") -> web.A
         except (WireError, msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
             raise RequestError(str(error)) from None
         if http.match_info["rank"] != str(info.rank):
-            raise RequestError(f"rank {info.rank} was put to /ranks/{http.match_info['rank'][:20]}")
+            raise RequestError(f"the body is of rank {info.rank}, the path is /ranks/{http.match_info['rank'][:20]}")
         table.put(info)
         return json_response({"ranks": len(table.all())})
 

@@ -11,7 +11,7 @@ from typing import Any, Self, TypeVar
 import msgspec
 from aiohttp import web
 
-from kvflow.aio import drained
+from kvflow.aio import run_to_end
 from kvflow.server.http.errors import Failure
 
 T = TypeVar("T")
@@ -72,7 +72,7 @@ class Paced(AsyncIterator[T | None]):
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None
     ) -> None:
-        await drained(asyncio.ensure_future(self._close()))
+        await run_to_end(asyncio.ensure_future(self._close()))
 
     async def _close(self) -> None:
         pending, self._pending = self._pending, None
@@ -130,4 +130,4 @@ async def merged(sources: list[AsyncGenerator[T, None]]) -> AsyncGenerator[tuple
     finally:
         for task in tasks:
             task.cancel()
-        await drained(asyncio.gather(*tasks, return_exceptions=True))
+        await run_to_end(asyncio.gather(*tasks, return_exceptions=True))

@@ -144,7 +144,7 @@ async def relay(http: web.Request, answer: aiohttp.ClientResponse, room_header: 
                 await out.write(rest[:cut])
                 rest = rest[cut:]
     except (aiohttp.ClientError, TimeoutError) as error:
-        text = f"the connection to decode was lost in the middle of the answer ({type(error).__name__})"
+        text = f"the connection to decode was lost before the end of the answer ({type(error).__name__})"
         timed_out = isinstance(error, TimeoutError)
         failure = failure_of(error) if timed_out else Failure(502, str(Code.PEER_LOST), text)
         rest = b"data: " + msgspec.json.encode(failure.body) + b"\n\n"

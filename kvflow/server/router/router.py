@@ -16,7 +16,7 @@ from kvflow.server.http.errors import Failure, RequestError
 from kvflow.server.http.generation_requests import MAX_COMPLETIONS
 from kvflow.server.http.listening import Drainable
 from kvflow.server.http.metrics import Metrics
-from kvflow.server.http.pipeline import json_response
+from kvflow.server.http.responses import json_response
 from kvflow.server.http.schemas import decoded
 from kvflow.server.router.legs import Leg, LegFailedError, bootstrap_fields, both_legs, relay, with_fields
 from kvflow.server.router.workers import NoWorkerError, Worker, Workers

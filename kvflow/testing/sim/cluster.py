@@ -177,7 +177,7 @@ class Cluster:
 
     def resume(self, member: Member) -> None:
         self.oracle.trace(lambda: f"{member.name} goes on")
-        member.seen.troubled_at_s = self.loop.time()
+        member.seen.disturbed_at_s = self.loop.time()
         self.loop.resume(member.process)
 
     def stall(self, member: Member, for_s: float) -> None:
@@ -192,7 +192,7 @@ class Cluster:
 
     def unjam(self, member: Member) -> None:
         self.oracle.trace(lambda: f"what has waited for {member.name} arrives")
-        member.seen.troubled_at_s = self.loop.time()
+        member.seen.disturbed_at_s = self.loop.time()
         self.wire.unjam(_end_of(member))
 
     def cut(self, member: Member) -> None:
@@ -204,7 +204,7 @@ class Cluster:
 
     def mend(self, member: Member) -> None:
         self.oracle.trace(lambda: f"{member.name} can be reached again")
-        member.seen.troubled_at_s = self.loop.time()
+        member.seen.disturbed_at_s = self.loop.time()
         if isinstance(member.node, PrefillNode):
             self.wire.cut_controls.discard(member.node.control)
         else:

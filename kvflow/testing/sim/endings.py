@@ -194,7 +194,7 @@ class Endings:
         self.oracle.broken("I4", f"room {decode.room} has failed at {where}, the other side is still {other.name}")
 
     def _recovers_s(self, decode: DecodeRoomRecord, trouble_s: float) -> float:
-        """How long after the last trouble both sides know: who asks has asked less and less often meanwhile."""
+        """How long after the last disturbance both sides know: who asks has asked less and less often meanwhile."""
         return RECOVER_S + min(max(0.0, trouble_s - decode.opened_at_s), MAX_REPEAT_AFTER_S)
 
     def _mixed_up(self, decode: DecodeRoomRecord, half: PrefillRoomRecord) -> bool:
@@ -216,9 +216,9 @@ class Endings:
         if source.process.parked is not None or target.process.parked is not None or source.stalled_until_s > now:
             return now
         return max(
-            self.oracle.trouble.get((control, routing_id(Incarnation(target.incarnation))), -1.0),
-            source.troubled_at_s,
-            target.troubled_at_s,
+            self.oracle.link_disturbed_at_s.get((control, routing_id(Incarnation(target.incarnation))), -1.0),
+            source.disturbed_at_s,
+            target.disturbed_at_s,
             source.stalled_until_s,
         )
 

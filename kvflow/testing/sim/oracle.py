@@ -46,7 +46,7 @@ class Seen:
     def __init__(self, process: Process, incarnation: int, pages: WatchedPages, pool: PagedPool) -> None:
         self.process, self.incarnation, self.pages, self.pool = process, incarnation, pages, pool
         self.malformed = 0
-        self.troubled_at_s = -1.0  # when it was last cut off or halted
+        self.disturbed_at_s = -1.0  # when it was last cut off or halted
         self.stalled_until_s = -1.0  # its data plane moves nothing till then
         self.proven_at_s = float("inf")  # when its death is known everywhere
         self.ended = False  # crashed, or closed
@@ -78,7 +78,7 @@ class Oracle:
         self.by_address: dict[str, Seen] = {}  # of a data plane
         self.writes: dict[Key, list[Write]] = {}
         self.acked: set[Key] = set()
-        self.trouble: dict[tuple[str, bytes], float] = {}  # per link: when something last happened to it
+        self.link_disturbed_at_s: dict[tuple[str, bytes], float] = {}  # per link: when something last happened to it
         self.garbage: set[bytes] = set()  # frames that are no message
         self.writing: PrefillRoomRecord | None = None  # whose write is being started
         self._tell = tell
@@ -201,7 +201,7 @@ class Oracle:
 
     def disturbed(self, frame: Frame) -> None:
         """Something happened to that link which both ends have to recover from."""
-        self.trouble[frame.control, frame.peer] = self.loop.time()
+        self.link_disturbed_at_s[frame.control, frame.peer] = self.loop.time()
 
     # --- bytes
 

@@ -159,7 +159,7 @@ def source_let_go() -> Installed:
 
 
 def second_cancel_skips_the_drain() -> Installed:
-    async def drained(running: asyncio.Future[Any]) -> Any:
+    async def run_to_end(running: asyncio.Future[Any]) -> Any:
         try:
             await asyncio.wait([running])
         except asyncio.CancelledError:
@@ -167,7 +167,7 @@ def second_cancel_skips_the_drain() -> Installed:
             raise
         return running.result()
 
-    return swapped(threads, "drained", drained)
+    return swapped(threads, "run_to_end", run_to_end)
 
 
 def garbage_ends_the_loop() -> Installed:

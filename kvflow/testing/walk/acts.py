@@ -284,7 +284,7 @@ class Acts:
         elif value.other is Other.HERE:
             gone = value._replace(other=Other.DEAD)
             found.append(Act("the other decode dies", Price.NOTHING, False, gone, ((),)))
-        if value.trouble:
+        if value.stalled:
             may("has its data plane move again", lambda s: s.stall(0.0), fair=True)
         else:
             may("has its data plane stop", lambda s: s.stall(float("inf")), Price.REFUSAL)
@@ -384,12 +384,12 @@ def _repeat(side: DecodeSide, timer: DecodeTimer) -> None:
 
 def _long(side: DecodeSide, timer: DecodeTimer) -> None:
     peer = side.core.links.peers[timer.key]
-    peer.heard_at_s = peer.tried_at_s = AGED
+    peer.received_at_s = peer.tried_at_s = AGED
     side.due(timer)
 
 
 def _silent(side: PrefillSide, timer: PrefillTimer) -> None:
-    side.core.peers[Incarnation(timer.key)].heard_at_s = AGED
+    side.core.peers[Incarnation(timer.key)].received_at_s = AGED
     side.due(timer)
 
 

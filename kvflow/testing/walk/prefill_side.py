@@ -63,7 +63,7 @@ class Prefill(NamedTuple):
     watched: frozenset[Incarnation] = frozenset()
     target_gone: bool = False  # decode's process is dead
     other: Other = Other.ABSENT
-    trouble: bool = False
+    stalled: bool = False
     left: bool = False
     # what follows from the endpoint
     knows: bool = False  # decode is registered and up, and its heartbeats are answered
@@ -135,8 +135,11 @@ class PrefillSide:
     def _seen(self) -> Prefill:
         core = self.core
         peer = core.peers.get(DECODE)
-        known = peer is not None and peer.phase is PeerPhase.UP and not self.value.trouble
-        remembered = [] if peer is None else [*list(peer.grants._sent)[:1], *peer.grants._loose]
+        known = peer is not None and peer.phase is PeerPhase.UP and not self.value.stalled
+        remembered = []
+        if peer is not None:
+            grants = peer.grants
+            remembered = [*list(grants._sent)[:1], *grants._evicted_in_doubt, *grants.announcements.rooms]
         serials = {record.serial: record.room for record in core.rooms.values()}
         rooms = {
             serials[serial]: known_room._replace(room=serials[serial]) for serial, known_room in self.rooms.items()
@@ -156,7 +159,7 @@ class PrefillSide:
             knows=known,
             silent=peer is not None and peer.phase is PeerPhase.SILENT,
             oldest=min(remembered, default=0),
-            doubts=peer is not None and any(not peer.grants.drained(g) for g in peer.grants._phases),
+            doubts=peer is not None and any(not peer.grants.is_drained(g) for g in peer.grants._phases),
             idle=not (core.rooms or core.rendezvous.announced or core.writes or core.tasks),
             outcomes=bool(len(core.rendezvous)),
         )
@@ -235,7 +238,7 @@ class PrefillSide:
         self.endpoint.peer_died(peer, 0.0)
 
     def stall(self, stalled_s: float) -> None:
-        self.put(trouble=stalled_s > 0)
+        self.put(stalled=stalled_s > 0)
         self.endpoint.note_stall(stalled_s)
 
     def leave(self) -> None:

@@ -37,7 +37,7 @@ LEFT_OUT = frozenset(
     {
         *("observer", "timing", "bounds", "verify", "outbox"),  # the same for all, or empty
         *("_timing", "_bounds", "_outbox", "layout"),
-        *("heard_at_s", "sent_at_s", "tried_at_s", "used_at_s", "opened_at_s", "progress_at_s", "deadline_at_s"),
+        *("received_at_s", "sent_at_s", "tried_at_s", "used_at_s", "opened_at_s", "progress_at_s", "deadline_at_s"),
         *("repeat_after_s", "resync_after_s", "forget_at_s", "story", "report", "_serial", "_write"),
         *("_count", "quarantine_limit", "_limit", "handoff", "packed_pages", "checksum", "error"),
     }
@@ -158,7 +158,7 @@ def _attributes(value: Any) -> tuple[str, ...]:
 def tidy_decode(endpoint: DecodeEndpoint) -> None:
     core = endpoint.core
     for peer in core.links.peers.values():
-        peer.heard_at_s = peer.sent_at_s = peer.tried_at_s = peer.used_at_s = 0.0
+        peer.received_at_s = peer.sent_at_s = peer.tried_at_s = peer.used_at_s = 0.0
         peer.repeat_after_s = core.timing.repeat_after_s
     for record in core.rooms.values():
         record.opened_at_s = record.progress_at_s = 0.0
@@ -175,7 +175,7 @@ def tidy_prefill(endpoint: PrefillEndpoint) -> None:
     """Serials and numbers of writes start again: a room's serial is its id, writes are counted from 1."""
     core = endpoint.core
     for peer in core.peers.values():
-        peer.heard_at_s = 0.0
+        peer.received_at_s = 0.0
     for record in core.rooms.values():
         record.serial, record.opened_at_s, record.deadline_at_s = record.room, 0.0, FAR
         record.story, record.report = Story(), None

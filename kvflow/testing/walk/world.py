@@ -37,7 +37,7 @@ class Price(IntEnum):
     PREFILL_ABORT = 5
     DOUBT = 6  # a data plane that cannot say what landed
     SILENCE = 7  # heartbeats of a living peer that do not arrive in time
-    REFUSAL = 8  # a route that cannot be opened, or a prefill in trouble
+    REFUSAL = 8  # a route that cannot be opened, or a prefill whose data plane stalls
     OTHER = 9  # another decode registers
     LEAVE = 10
     DECLARE = 11

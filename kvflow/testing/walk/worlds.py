@@ -30,7 +30,7 @@ WORLDS: dict[str, Named] = {
         "three machines, three chunks, one of them crashes, either side aborts; decode is patient", RANKS_ENDED
     ),
     "registration": Named(
-        "Register is lost, repeated, refused; prefill is in trouble",
+        "Register is lost, repeated, refused; prefill's data plane stalls",
         _QUIET._replace(drops=1, duplicates=1, silences=1, registered=False, refusals=1),
     ),
     "redial": Named(

@@ -1,8 +1,8 @@
 """CURVE for the control link: one key for a whole deployment, in a file that every prefill and decode is given.
 
-Whoever does not have it is cut off in ZMQ's handshake: none of its frames reaches our code. The key pair is the
-server's identity at prefill and the client's at decode, so both sides know whom they talk to, and all of it is
-encrypted. It says nothing about the data plane (see `mooncake`).
+A peer without the key is rejected in ZMQ's handshake: none of its frames reaches our code. The key pair is the server's
+identity at prefill and the client's at decode, so each side authenticates the other, and all frames are encrypted. The
+data plane is not covered (see `mooncake`).
 """
 
 from __future__ import annotations
@@ -22,26 +22,26 @@ _log = logging.getLogger(__name__)
 
 
 class ControlKey(msgspec.Struct, frozen=True):
-    """A CURVE key pair, Z85 text. Everybody of a deployment has both halves."""
+    """A CURVE key pair, Z85 text. Every process of a deployment has both halves."""
 
     public: bytes
     secret: bytes
 
     def callback(self, _domain: str, client: bytes) -> bool:
-        """Whether a client is one of us; the name is what `zmq.auth` calls."""
+        """Whether a client has the key; `zmq.auth` expects this name."""
         return hmac.compare_digest(client, self.public)
 
     def arm_server(self, socket: zmq.Socket[bytes]) -> AsyncioAuthenticator:
-        """Ask every client of `socket` for the key; call before it is bound, and `stop` what is returned at its end.
+        """Demand the key from every client of `socket`. Call it before the bind, and `stop` what it returns in the end.
 
         The context must be the socket's own: ZMQ has one authenticator per context.
         """
-        gate = AsyncioAuthenticator(socket.context)
-        gate.start()
-        gate.configure_curve_callback(credentials_provider=self)
+        authenticator = AsyncioAuthenticator(socket.context)
+        authenticator.start()
+        authenticator.configure_curve_callback(credentials_provider=self)
         socket.setsockopt(zmq.CURVE_SERVER, 1)
         socket.setsockopt(zmq.CURVE_SECRETKEY, self.secret)
-        return gate
+        return authenticator
 
     def arm_client(self, socket: zmq.Socket[bytes]) -> None:
         socket.setsockopt(zmq.CURVE_SERVERKEY, self.public)
@@ -50,7 +50,7 @@ class ControlKey(msgspec.Struct, frozen=True):
 
 
 def write_key(path: str) -> None:
-    """`kvflow keygen`: a new key in a new file only its owner can read. Raises: MisuseError."""
+    """`kvflow keygen`: a new key in a new file that only its owner can read. Raises: MisuseError."""
     _, secret = zmq.curve_keypair()
     try:
         descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
@@ -61,7 +61,7 @@ def write_key(path: str) -> None:
 
 
 def read_key(path: str) -> ControlKey | None:
-    """The key in a file; None without one. Raises: MisuseError, which never shows what the file holds."""
+    """The key in a file; None when `path` is empty. Raises: MisuseError, whose text never shows the file's content."""
     if not path:
         return None
     try:
@@ -71,7 +71,7 @@ def read_key(path: str) -> ControlKey | None:
     except OSError as error:
         raise MisuseError(f"key file {path}: {error.strerror}") from None
     except (ValueError, zmq.ZMQError):
-        raise MisuseError(f"key file {path}: this is no key of `kvflow keygen`") from None
+        raise MisuseError(f"key file {path}: not a key written by `kvflow keygen`") from None
     if mode & (stat.S_IROTH | stat.S_IWOTH):
-        _log.warning("key file %s can be read by everybody on this machine", path)
+        _log.warning("key file %s is readable by every user of this machine", path)
     return ControlKey(public, secret)

@@ -1,13 +1,13 @@
-"""The control link in memory: frames pass through the event loop in the order they were sent, unless a rule says else.
+"""The control link in memory: the event loop delivers frames in the order they were sent, unless a rule differs.
 
     network = Network()
     PrefillNode(..., bind=network.bind); DecodeNode(..., connect=network.connect)
-    network.drop(ChunkDone)                  # the next ChunkDone never arrives
+    network.drop(ChunkDone)                  # the next ChunkDone is lost
     network.duplicate(Abort, times=3)        # the next three arrive twice
     network.hold(Bootstrap); ...; network.release()
-    network.cut(); ...; network.mend()       # nothing arrives in between, either way
+    network.cut(); ...; network.mend()       # a partition: all frames in between are lost, both ways
 
-Anything else is a rule of one's own, a function from a frame to its fate: seeded drops, delays, reordering.
+Anything else is a custom rule, a function from a frame to its fate: seeded drops, delays, reordering.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from kvflow.protocols.wire.messages import Incarnation, Message
 BURST_FRAMES = 32
 
 Fate = tuple[float, ...]
-"""After how many seconds each copy of a frame arrives: none is a loss, two are a duplicate, different ones reorder."""
+"""Delays in seconds, one per delivered copy: none is a loss, two are a duplicate, unequal ones reorder frames."""
 LOST: Fate = ()
 DELIVERED: Fate = (0.0,)
 TWICE: Fate = (0.0, 0.0)
@@ -34,7 +34,7 @@ HELD: Fate = (math.inf,)  # until `release`
 
 
 class Frame(NamedTuple):
-    """One frame under way. `control` is the prefill's endpoint, `peer` the decode's routing id."""
+    """One frame in transit. `control` is the prefill's control address, `peer` the decode's routing id."""
 
     control: str
     peer: bytes
@@ -43,7 +43,7 @@ class Frame(NamedTuple):
 
     @property
     def message(self) -> Message | None:
-        """What it says; None for bytes that are no message."""
+        """The message in it; None for bytes that cannot be decoded."""
         try:
             return parse_at_prefill(self.data) if self.to_prefill else parse_at_decode(self.data)
         except WireError:
@@ -62,10 +62,10 @@ class Network:
         self.held: list[Frame] = []
         self.seen: Counter[str] = Counter()  # frames sent, by the name of their message
         self._routers: dict[str, RouterSocket] = {}
-        self._dealers: dict[tuple[str, bytes], list[DealerSocket]] = {}  # of one name; the latest has it
+        self._dealers: dict[tuple[str, bytes], list[DealerSocket]] = {}  # the latest receives
         self._ports = itertools.count(40_000)
 
-    # --- what a node is given
+    # --- the nodes' side
 
     def bind(self, host: str, port: int) -> tuple[RouterSocket, int]:
         """Prefill's end. Raises: MisuseError (port taken)."""
@@ -77,12 +77,12 @@ class Network:
         return self._routers[control], port
 
     def connect(self, control: str, incarnation: int) -> DealerSocket:
-        """Decode's end; like ZMQ's it needs nobody to talk to yet, and has the name of an older one until it closes."""
+        """Decode's end. The router may be bound later; of several dealers with one routing id the latest receives."""
         dealer = DealerSocket(self, control, routing_id(Incarnation(incarnation)))
         self._dealers.setdefault((control, dealer.peer), []).append(dealer)
         return dealer
 
-    # --- what a test does
+    # --- the test's side
 
     def drop(self, kind: type, times: int = 1) -> None:
         """Lose the next `times` messages of that class."""
@@ -96,7 +96,7 @@ class Network:
         self._rule_for(kind, HELD, times)
 
     def release(self, order: Callable[[list[Frame]], None] | None = None) -> int:
-        """Deliver what is held, put in `order` (list.reverse, a shuffle); holding ends. Returns how many frames."""
+        """Deliver the held frames, reordered by `order` (list.reverse, a shuffle); hold no more. Returns how many."""
         self.rules = [rule for rule in self.rules if not (isinstance(rule, _Counted) and rule.fate == HELD)]
         held, self.held = self.held, []
         if order is not None:
@@ -106,18 +106,18 @@ class Network:
         return len(held)
 
     def cut(self, control: str | None = None) -> None:
-        """Lose everything, both ways, of one prefill's links or of all, until `mend`."""
+        """Lose every frame, both ways, on one prefill's links or on all, until `mend`."""
         self.rules.insert(0, _Cut(control))
 
     def mend(self) -> None:
-        """No cut, no rule: frames arrive again."""
+        """Remove every cut and every rule: frames are delivered again."""
         self.rules.clear()
 
     def inject(self, frame: Frame, fate: Fate = DELIVERED) -> None:
-        """Put any bytes on a link."""
+        """Put arbitrary bytes on a link."""
         self._give(frame, fate)
 
-    # --- the way of a frame
+    # --- delivery
 
     def carry(self, frame: Frame) -> None:
         message = frame.message
@@ -131,7 +131,7 @@ class Network:
         return bool(self._dealers.get((control, peer)))
 
     def leave(self, socket: RouterSocket | DealerSocket) -> None:
-        """A closed socket: its address is free, what was under way to it is lost."""
+        """Remove a closed socket: its address can be bound again, frames in transit to it are lost."""
         if isinstance(socket, RouterSocket):
             if self._routers.get(socket.control) is socket:
                 del self._routers[socket.control]
@@ -163,7 +163,7 @@ class Network:
 
 
 class _Counted:
-    """The same fate for so many messages of one class."""
+    """The same fate for the next `times` messages of one class."""
 
     def __init__(self, kind: type, fate: Fate, times: int) -> None:
         self.kind, self.fate, self.times = kind, fate, times
@@ -184,9 +184,9 @@ class _Cut:
 
 
 class _Socket:
-    """What both ends share: an inbox, and somebody who waits for it."""
+    """What both ends share: an inbox, and the future of the task that awaits it."""
 
-    trouble = ""
+    lockout_reason = ""
 
     def __init__(self, network: Network, control: str) -> None:
         self.control = control

@@ -1,8 +1,8 @@
-"""Frames to and from ZMQ messages: one message carries the frames sent to one peer, one after the other, in one turn.
+"""Frames to and from ZMQ messages: one message carries the consecutive frames sent to one peer in one turn.
 
 Each frame is a part of its own, [peer, frame, frame, ...] at the ROUTER and [frame, frame, ...] at the DEALER, because
-waking the other side costs more than a frame does. The first part tells whether the peer can take a message at all
-and is sent at once, so that the answer for each frame is still true. Parts reach the other side with the last one.
+waking the receiver costs more than a frame does. The first part is sent at once: whether ZMQ accepts it shows whether
+the peer can be sent to, so `add` can answer for each frame. ZMQ delivers the parts together, after the last one.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ import zmq
 
 from kvflow.protocols.wire.messages import MAX_FRAME_BYTES
 
-MAX_PARTS = 1024  # of a received message, whose size is bounded as one frame's is; a longer one is malformed as a whole
-PACKED_FRAMES, PACKED_BYTES = 64, 256 << 10  # a message that has grown to either is closed before its turn ends
+MAX_PARTS = 1024  # of a received message, whose size is bounded like one frame's; above either it is malformed
+PACKED_FRAMES, PACKED_BYTES = 64, 256 << 10  # at either limit a message is closed before its turn ends
 _NOBLOCK, _SNDMORE = int(zmq.NOBLOCK), int(zmq.SNDMORE)  # as enums they are slow to combine
 
 
@@ -36,7 +36,7 @@ class Outgoing:
                     self._frames += 1
                     self._bytes += len(frame)
                     return True
-                self._last = None  # it was lost with its connection
+                self._last = None  # lost with its connection
             self.close()
         if not self._open(peer):
             return False
@@ -50,7 +50,7 @@ class Outgoing:
             self._last = None
 
     def _open(self, peer: bytes) -> bool:
-        """A ROUTER learns it from the first part; a DEALER, whose first part is the frame held back, has to ask."""
+        """Whether a message can be sent: a ROUTER sends the routing id; a DEALER holds its first frame and polls."""
         if self._router:
             return self._push(peer, _SNDMORE)
         return not self._socket.closed and bool(int(self._socket.get(zmq.EVENTS)) & zmq.POLLOUT)
@@ -69,10 +69,10 @@ class Incoming:
     def __init__(self, socket: zmq.Socket[bytes], *, router: bool) -> None:
         self._socket, self._router = socket, router
         self._frames: deque[tuple[bytes, bytes]] = deque()  # (peer, frame)
-        self.skipping = False  # the rest of a message that is too long has to be taken first: call `take` again
+        self.skipping = False  # the rest of a message that is too long must be read first: call `take` again
 
     def take(self, count: int) -> list[tuple[bytes, bytes]]:
-        """At most `count` frames; none when nothing has arrived, or while `skipping`."""
+        """At most `count` frames; none when none has arrived, or while `skipping`."""
         frames = self._frames
         try:
             if self.skipping:
@@ -84,12 +84,12 @@ class Incoming:
         return [frames.popleft() for _ in range(min(len(frames), count))]
 
     def _read_message(self) -> None:
-        """A message above the limits becomes one frame that decodes to nothing. Raises: zmq.Again."""
+        """A message above the limits becomes one empty frame, which cannot be decoded. Raises: zmq.Again."""
         receive = self._socket.recv
         peer = receive(_NOBLOCK) if self._router else b""
         frames, size_bytes, more = [], 0, True
         while more:
-            part = receive(_NOBLOCK, copy=False)  # knows whether more follow; the socket option is slower to read
+            part = receive(_NOBLOCK, copy=False)  # `part.more` is faster than the socket option RCVMORE
             frames.append((peer, part.bytes))
             size_bytes, more = size_bytes + len(part), part.more
             if size_bytes > MAX_FRAME_BYTES or (more and len(frames) == MAX_PARTS):
@@ -98,7 +98,7 @@ class Incoming:
         self._frames += frames
 
     def _skip(self) -> None:
-        """Some parts of a message that is too long: ZMQ has all of it, and gives it part by part."""
+        """Discard up to `MAX_PARTS` parts of a message that is too long; ZMQ holds all of it in memory already."""
         for _ in range(MAX_PARTS):
             if not self._socket.recv(_NOBLOCK, copy=False).more:
                 self.skipping = False

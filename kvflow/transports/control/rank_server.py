@@ -1,7 +1,7 @@
-"""The registry for a process that has no HTTP server: `serve_ranks(table, host, port)` on asyncio streams alone.
+"""A registry for processes without an HTTP server: `serve_ranks(table, host, port)`, on asyncio streams alone.
 
-It answers the routes of `transports.control.registry` as the registry of `kvflow prefill` does: one request per
-connection, with bounds on bytes, time and connections. A prefill puts its own `info` into the table and serves it.
+It has the routes of `transports.control.registry`, like the registry of `kvflow prefill`, and serves one request per
+connection, with limits on bytes, time and connections. A prefill puts its own `info` into the table.
 """
 
 from __future__ import annotations
@@ -31,26 +31,26 @@ log = logging.getLogger("kvflow.registry")
 
 @asynccontextmanager
 async def serve_ranks(table: RankTable, host: str, port: int = 0, api_key: str = "") -> AsyncGenerator[int, None]:
-    """Answer until the block ends; yields the port, a free one for 0. Raises: MisuseError (the port cannot be had)."""
-    asked = _Asked(table, api_key)
+    """Serve until the block ends; yields the port, a free one for 0. Raises: MisuseError (the port cannot be bound)."""
+    connections = _Connections(table, api_key)
     try:
-        server = await asyncio.start_server(asked.accept, host, port, limit=MAX_HEAD_BYTES)
+        server = await asyncio.start_server(connections.accept, host, port, limit=MAX_HEAD_BYTES)
     except (OSError, OverflowError) as error:
         raise MisuseError(f"the registry cannot listen on {host}:{port}: {error}") from None
     try:
         async with server:
             yield server.sockets[0].getsockname()[1]
     finally:
-        await asked.close()
+        await connections.close()
 
 
-class _Refused(Exception):  # noqa: N818 - a status on its way to the client
+class _Refused(Exception):  # noqa: N818 - becomes an HTTP answer
     def __init__(self, status: HTTPStatus, text: str) -> None:
         super().__init__(text)
         self.status = status
 
 
-class _Asked:
+class _Connections:
     """The connections of one registry."""
 
     def __init__(self, table: RankTable, api_key: str) -> None:
@@ -78,7 +78,11 @@ class _Asked:
                 await writer.drain()
                 writer.close()
                 await writer.wait_closed()
-        except (OSError, TimeoutError, asyncio.IncompleteReadError) as error:  # the client has left, or takes too long
+        except (
+            OSError,
+            TimeoutError,
+            asyncio.IncompleteReadError,
+        ) as error:  # the client has disconnected, or is too slow
             log.debug("a request ended early: %r", error)
         finally:
             writer.transport.abort()
@@ -107,7 +111,10 @@ class _Asked:
             return {"ranks": [rank_to_json(info) for info in self._table.all()]}
         if method == "PUT" and path.startswith("/ranks/"):
             return self._put(path.removeprefix("/ranks/"), await _body(reader, headers))
-        raise _Refused(HTTPStatus.NOT_FOUND, f"{method} {path[:80]}: there are GET /ranks and PUT /ranks/RANK")
+        raise _Refused(
+            HTTPStatus.NOT_FOUND,
+            f"{method} {path[:80]} is not a route; there are GET /health, GET /ranks and PUT /ranks/RANK",
+        )
 
     def _put(self, rank: str, body: bytes) -> dict[str, Any]:
         try:
@@ -115,7 +122,7 @@ class _Asked:
         except (WireError, msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
             raise _Refused(HTTPStatus.BAD_REQUEST, str(error)) from None
         if rank != str(info.rank):
-            raise _Refused(HTTPStatus.BAD_REQUEST, f"rank {info.rank} was put to /ranks/{rank[:20]}")
+            raise _Refused(HTTPStatus.BAD_REQUEST, f"the body is of rank {info.rank}, the path is /ranks/{rank[:20]}")
         self._table.put(info)
         return {"ranks": len(self._table.all())}
 
@@ -140,7 +147,7 @@ async def _head(reader: asyncio.StreamReader) -> tuple[str, str, HTTPMessage]:
 async def _body(reader: asyncio.StreamReader, headers: HTTPMessage) -> bytes:
     length = headers["Content-Length"] or ""
     if not (length.isascii() and length.isdigit()) or headers["Transfer-Encoding"]:
-        raise _Refused(HTTPStatus.LENGTH_REQUIRED, "a rank is put with its Content-Length")
+        raise _Refused(HTTPStatus.LENGTH_REQUIRED, "PUT needs a Content-Length")
     if len(length) > 9 or int(length) > MAX_BODY_BYTES:
         raise _Refused(HTTPStatus.REQUEST_ENTITY_TOO_LARGE, f"the body is over the limit of {MAX_BODY_BYTES} bytes")
     return await reader.readexactly(int(length))

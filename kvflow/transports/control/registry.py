@@ -1,6 +1,6 @@
-"""What a decode needs to find a prefill: a table of its ranks, and a client that asks for it over plain HTTP.
+"""How a decode finds the ranks of a prefill: a table of them, and a client that reads it over plain HTTP.
 
-The registry itself answers beside each prefill (`server.http.registry`):
+Each prefill runs its own registry (`server.http.registry`):
 
 PUT /ranks/{rank}  RankInfo as JSON; a restarted rank replaces itself
 GET /ranks         all ranks, by number
@@ -12,6 +12,7 @@ import asyncio
 import re
 from http.client import HTTPException, HTTPResponse, IncompleteRead
 from io import BytesIO
+from ipaddress import IPv6Address
 from typing import Any
 
 import msgspec
@@ -20,11 +21,38 @@ from kvflow.protocols.errors import LostError, MisuseError, WireError
 from kvflow.protocols.wire.ranks import RankInfo, rank_from_json, rank_to_json
 
 MAX_ANSWER_BYTES = 4 << 20  # 1,024 ranks are some 300 KiB
-_PLACE = re.compile(r"(?:\[(?P<v6>[0-9A-Fa-f:.]+(?:%[\w.-]+)?)\]|(?P<name>[\w.-]+)):(?P<port>[0-9]{1,5})", re.ASCII)
+_LABEL = r"[\w-]{1,63}"
+_NAME = rf"(?=[^:]{{1,253}}:){_LABEL}(?:\.{_LABEL})*\.?"
+_V6 = r"[0-9A-Fa-f:.]{2,45}(?:%[\w-]{1,15}(?:\.[0-9]{1,4})?)?"  # behind "%", a network interface and its VLAN
+_ADDRESS = re.compile(rf"(?:\[(?P<v6>{_V6})\]|(?P<name>{_NAME})):(?P<port>[0-9]{{1,5}})", re.ASCII)
+
+
+def registry_address(host: str, port: int) -> str:
+    """What a `RegistryClient` takes for the host name or IP address (IPv6 with or without brackets) of a prefill.
+
+    Raises: MisuseError for a host that nothing could resolve.
+    """
+    address = f"[{host}]:{port}" if ":" in host and not host.startswith("[") else f"{host}:{port}"
+    if _parsed(address) is None:
+        raise MisuseError(f"{host[:80]!r} is not a host name or IP address")
+    return address
+
+
+def _parsed(address: str) -> tuple[str, int] | None:
+    """Host and port of "host:port" or "[address]:port"; None for anything else."""
+    found = _ADDRESS.fullmatch(address)
+    if found is None or not 0 < int(found["port"]) < 1 << 16:
+        return None
+    if found["v6"]:
+        try:
+            IPv6Address(found["v6"])
+        except ValueError:
+            return None
+    return found["v6"] or found["name"], int(found["port"])
 
 
 class RankTable:
-    """The ranks of one prefill. Registering again replaces, so a restart never counts twice."""
+    """The ranks of one prefill. A rank that registers again is replaced, so a restart never counts twice."""
 
     def __init__(self) -> None:
         self._ranks: dict[int, RankInfo] = {}
@@ -33,7 +61,7 @@ class RankTable:
         return f"<RankTable of ranks {sorted(self._ranks)}>"
 
     def put(self, info: RankInfo) -> None:
-        """Take a rank in; a changed world size forgets the ranks of the old world."""
+        """Add or replace a rank; ranks of another world size are removed."""
         self._ranks = {rank: known for rank, known in self._ranks.items() if known.world_size == info.world_size}
         self._ranks[info.rank] = info
 
@@ -42,7 +70,7 @@ class RankTable:
 
 
 class RegistryClient:
-    """Asks registries. `resolve` is what a node calls before it knows a prefill, and again after it lost one."""
+    """A client of registries. Nodes call `resolve` before they link to a prefill, and again after they lost one."""
 
     def __init__(self, api_key: str = "", timeout_s: float = 5.0) -> None:
         """`timeout_s` bounds each call as a whole. Raises: MisuseError for a key that no HTTP header can carry."""
@@ -53,14 +81,14 @@ class RegistryClient:
         self._key, self._timeout_s = api_key, timeout_s
 
     async def register(self, prefill: str, info: RankInfo) -> None:
-        """Announce a rank at the registry "host:port". Raises: as `resolve`; WireError when it declines."""
+        """Register a rank at the registry "host:port". Raises: as `resolve`; WireError when it is rejected."""
         await self._call("PUT", prefill, f"/ranks/{info.rank}", msgspec.json.encode(rank_to_json(info)))
 
     async def resolve(self, prefill: str) -> list[RankInfo]:
         """All ranks of the prefill at "host:port".
 
-        Raises: LostError when the registry does not answer or is incomplete, WireError when its answer makes no sense,
-        MisuseError for a word that is not "host:port".
+        Raises: LostError when the registry does not answer or is incomplete, WireError when its answer is malformed,
+        MisuseError for a `prefill` that is not "host:port".
         """
         document = await self._call("GET", prefill, "/ranks")
         listed = document.get("ranks") if isinstance(document, dict) else None
@@ -72,19 +100,19 @@ class RegistryClient:
         return ranks
 
     async def _call(self, method: str, place: str, path: str, body: bytes = b"") -> Any:
-        found = _PLACE.fullmatch(place)
-        if found is None or not 0 < int(found["port"]) < 1 << 16:
+        where = _parsed(place)
+        if where is None:
             raise MisuseError(f'registry {place[:80]!r} is not "host:port" ("[address]:port" for IPv6)')
         url = f"http://{place}{path}"
         head = [f"{method} {path} HTTP/1.1", f"Host: {place}", f"Content-Length: {len(body)}"]
-        head.append("Connection: close")  # the answer ends with the connection: it is read whole, then parsed
+        head.append("Connection: close")  # the answer ends with the connection: it is read to its end, then parsed
         if self._key:
             head.append(f"Authorization: Bearer {self._key}")
         request = "\r\n".join([*head, "", ""]).encode() + body
         try:
             async with asyncio.timeout(self._timeout_s):
-                raw = await _exchanged(found["v6"] or found["name"], int(found["port"]), request)
-        except (OSError, TimeoutError, UnicodeError) as error:
+                raw = await _exchanged(*where, request)
+        except (OSError, TimeoutError) as error:
             raise LostError(f"{url}: {str(error) or f'no answer within {self._timeout_s:g} s'}") from None
         if len(raw) > MAX_ANSWER_BYTES:
             raise WireError(f"{url}: the answer is over the limit of {MAX_ANSWER_BYTES} bytes")
@@ -92,7 +120,7 @@ class RegistryClient:
 
 
 async def _exchanged(host: str, port: int, request: bytes) -> bytes:
-    """Everything that comes back before the connection is closed, one byte over the bound at most."""
+    """The whole answer, up to one byte above the limit."""
     reader, writer = await asyncio.open_connection(host, port)
     try:
         writer.write(request)
@@ -102,11 +130,11 @@ async def _exchanged(host: str, port: int, request: bytes) -> bytes:
             raw += more
         return bytes(raw)
     finally:
-        writer.transport.abort()  # nothing is left to send, and a close that waits could outlast the time limit
+        writer.transport.abort()  # nothing is left to send, and a graceful close could outlast the time limit
 
 
 class _Answered:
-    """The one thing of a socket that HTTPResponse reads from."""
+    """The one method of a socket that HTTPResponse calls."""
 
     def __init__(self, raw: bytes) -> None:
         self._raw = raw
@@ -116,13 +144,13 @@ class _Answered:
 
 
 def _document(url: str, raw: bytes) -> Any:
-    """The JSON of a whole answer. Raises: WireError; LostError when it broke off."""
+    """The JSON of a whole answer. Raises: WireError; LostError when it is cut short."""
     response = HTTPResponse(_Answered(raw))  # type: ignore[arg-type]
     try:
         response.begin()
         body = response.read()
     except IncompleteRead:
-        raise LostError(f"{url}: the connection was closed in the middle of the answer") from None
+        raise LostError(f"{url}: the connection was closed before the end of the answer") from None
     except (HTTPException, ValueError, OSError) as error:
         if not raw:
             raise LostError(f"{url}: the connection was closed without an answer") from None

@@ -1,8 +1,8 @@
 """The control link over ZMQ: a ROUTER at prefill, a DEALER per prefill rank at decode, one context per process.
 
-Not zmq.asyncio: one await per message costs more than all else here (measured: 28,000 against 74,000 rooms/s). The
-socket's descriptor wakes the loop once, and a burst is read without blocking. The descriptor is edge-triggered, also by
-sends, so EVENTS is read again after each burst and after sends.
+Not zmq.asyncio: one await per message costs more than all else here (measured: 28,000 against 74,000 rooms/s). Instead
+the loop watches the socket's descriptor, and a burst is read without blocking. The descriptor is edge-triggered, and a
+send can consume the edge, so EVENTS is read again after each burst and after sends.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from kvflow.protocols.wire.messages import MAX_FRAME_BYTES, Incarnation
 from kvflow.transports.control.curve import ControlKey
 from kvflow.transports.control.packing import Incoming, Outgoing
 
-BURST_FRAMES = 16  # a millisecond or so of handlers
+BURST_FRAMES = 16  # about a millisecond of work for the handlers
 QUEUE_MESSAGES = 100_000
 RECONNECT_MS = 100
-CUT_OFF = 4  # a peer that ends so many handshakes without a word has another key, or is no kvflow
+FAILED_HANDSHAKES = 4  # in a row, without an error from the peer: it has another key, or is not kvflow
 _REFUSED = zmq.EVENT_HANDSHAKE_FAILED_AUTH | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
 _HANDSHAKES = _REFUSED | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL | zmq.EVENT_HANDSHAKE_SUCCEEDED
 
@@ -31,7 +31,9 @@ _HANDSHAKES = _REFUSED | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL | zmq.EVENT_HANDSH
 class ZmqSocket:
     """Implements `protocols.ports.ControlSocket` over one ROUTER or DEALER."""
 
-    def __init__(self, socket: zmq.Socket[bytes], *, router: bool, watch: _Handshakes | _Gate | None = None) -> None:
+    def __init__(
+        self, socket: zmq.Socket[bytes], *, router: bool, watch: _Handshakes | _Authentication | None = None
+    ) -> None:
         self._socket, self._watch = socket, watch
         self._outgoing, self._incoming = Outgoing(socket, router=router), Incoming(socket, router=router)
         self._loop = asyncio.get_running_loop()
@@ -41,12 +43,11 @@ class ZmqSocket:
         self._loop.add_reader(socket.fileno(), self._wake)
 
     @property
-    def trouble(self) -> str:
-        return "" if self._watch is None else self._watch.trouble
+    def lockout_reason(self) -> str:
+        return "" if self._watch is None else self._watch.lockout_reason
 
     def send(self, frame: bytes, peer: bytes = b"") -> bool:
-        """Queue a frame, which leaves as this turn of the loop ends; False when there is no such peer or its queue is
-        full."""
+        """Queue a frame, sent as this turn of the loop ends; False when there is no such peer or its queue is full."""
         if not self._turn_ends:
             self._turn_ends = True
             self._loop.call_soon(self._end_turn)
@@ -89,36 +90,36 @@ class ZmqSocket:
                 self._wake()
 
 
-class _Gate(NamedTuple):
-    """Who asks every client of a ROUTER for the key."""
+class _Authentication(NamedTuple):
+    """The authenticator that demands the key from every client of a ROUTER."""
 
     authenticator: AsyncioAuthenticator
-    trouble: str = ""
+    lockout_reason: str = ""
 
     def close(self) -> None:
-        context = self.authenticator.context  # the gate's own, and its end waits for the socket's linger
+        context = self.authenticator.context  # the authenticator's own; `term` blocks for the socket's linger
         self.authenticator.stop()
         asyncio.get_running_loop().run_in_executor(None, context.term)
 
 
 class _Handshakes:
-    """What has become of a DEALER's connections, read when somebody asks: ask now and then, ZMQ's queue is bounded."""
+    """The handshakes of a DEALER's connections, read on demand: ZMQ's event queue is bounded, so poll it regularly."""
 
     def __init__(self, socket: zmq.Socket[bytes], key: ControlKey | None) -> None:
         self._socket = socket
         self._monitor = socket.get_monitor_socket(_HANDSHAKES)
-        self._why = "it has another control key, or none" if key else "it asks for a control key (--control-key-file)"
+        self._why = "it has another control key, or none" if key else "it requires a control key (--control-key-file)"
         self._failed = 0
 
     @property
-    def trouble(self) -> str:
+    def lockout_reason(self) -> str:
         while not self._socket.closed and int(self._monitor.get(zmq.EVENTS)) & zmq.POLLIN:
             event = parse_monitor_message(self._monitor.recv_multipart())["event"]
             if event & zmq.EVENT_HANDSHAKE_SUCCEEDED:
                 self._failed = 0
             else:
-                self._failed += CUT_OFF if event & _REFUSED else 1
-        return f"{self._why}, or is no kvflow prefill" if self._failed >= CUT_OFF else ""
+                self._failed += FAILED_HANDSHAKES if event & _REFUSED else 1
+        return f"{self._why}, or is not a kvflow prefill" if self._failed >= FAILED_HANDSHAKES else ""
 
     def close(self) -> None:
         self._socket.disable_monitor()
@@ -126,23 +127,23 @@ class _Handshakes:
 
 
 def bind_router(host: str, port: int, key: ControlKey | None = None) -> tuple[ZmqSocket, int]:
-    """Prefill's end, on `port` (0: any); with a `key`, for decodes that have it. Returns the socket and its port.
+    """Prefill's end, on `port` (0: any free one); with a `key`, for decodes that have it. Returns the socket, its port.
 
     Raises: MisuseError (port taken).
     """
     socket = _socket(zmq.ROUTER, zmq.Context() if key else zmq.Context.instance())
-    gate = _Gate(key.arm_server(socket)) if key else None
+    authentication = _Authentication(key.arm_server(socket)) if key else None
     socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
-    socket.setsockopt(zmq.ROUTER_HANDOVER, 1)  # a decode that reconnects takes its own name back
+    socket.setsockopt(zmq.ROUTER_HANDOVER, 1)  # a decode that reconnects takes over its own routing id
     try:
         socket.bind(f"tcp://{host}:{port}" if port else f"tcp://{host}:*")
     except zmq.ZMQError as error:
-        if gate is not None:
-            gate.close()
+        if authentication is not None:
+            authentication.close()
         socket.close(linger=0)
         raise MisuseError(f"control port {host}:{port}: {zmq.strerror(error.errno or 0)}") from None
     bound = int(str(socket.getsockopt_string(zmq.LAST_ENDPOINT)).rsplit(":", 1)[1])
-    return ZmqSocket(socket, router=True, watch=gate), bound
+    return ZmqSocket(socket, router=True, watch=authentication), bound
 
 
 def connect_dealer(control: str, incarnation: int, key: ControlKey | None = None) -> ZmqSocket:

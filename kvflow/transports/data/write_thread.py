@@ -21,7 +21,7 @@ import time
 from collections import deque
 from typing import Protocol
 
-from kvflow.aio import drained
+from kvflow.aio import run_to_end
 from kvflow.protocols.errors import MisuseError, TransferError
 from kvflow.protocols.pages.layout import PageIndices
 from kvflow.protocols.ports import WriteOutcome
@@ -205,7 +205,7 @@ class WriteThread:
             return
         self.wake()
         try:
-            await drained(self.loop.run_in_executor(None, thread.join))
+            await run_to_end(self.loop.run_in_executor(None, thread.join))
         finally:
             while self._ended:
                 self._deliver()
