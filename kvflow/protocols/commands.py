@@ -48,7 +48,7 @@ class WatchWriter(msgspec.Struct, frozen=True):
 
 
 class StopWatch(msgspec.Struct, frozen=True, gc=False):
-    """The peer owes nothing any more."""
+    """The peer owes nothing any more; from here on `writer_died` is not to be called."""
 
     peer: PeerKey
 

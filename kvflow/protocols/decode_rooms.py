@@ -32,7 +32,9 @@ class ChunkCheck:
         self.found: bytes | None = None
 
     def difference(self) -> Cause | None:
-        """Why the chunk has not landed; None when both checksums agree."""
+        """Why the chunk has not landed; None when both checksums agree, or when it has no pages."""
+        if not self.message.pages:
+            return None
         sent, found = self.message.checksum, self.found
         where = f"chunk {self.message.seq} of rank {self.rank}"
         if not sent:

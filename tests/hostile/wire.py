@@ -114,6 +114,7 @@ async def attack_decode(n: Nodes, count: int, rng: random.Random) -> None:
         room = n.decode.announce(1 << 40, [info], [1])
         await asyncio.to_thread(router.recv_multipart)
         answer: dict[str, Any] = {"wire_version": WIRE_VERSION, "rank": 0, "refusal": "", "asked": source}
+        answer["fresh_from"] = n.decode.shell.endpoint.core.next_grant
         accepted = Registered(source=source, target=n.decode.incarnation, address=n.prefill.exported[0], **answer)
         router.send_multipart([peer, encode(accepted)])
         links = n.decode.shell.endpoint.core.links

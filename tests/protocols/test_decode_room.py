@@ -20,7 +20,8 @@ from kvflow.protocols.machines.decode_room import (
     opened,
     step,
 )
-from kvflow.protocols.machines.tables import ERROR, IGNORE, Move, TransitionError
+from kvflow.protocols.machines.tables import ERROR, IGNORE, Move
+from tests.protocols.cells import check_cell
 
 P, K, C = DecodePhase, DecodeKind, DecodeCommand
 CELLS = list(itertools.product(P, K))
@@ -57,11 +58,7 @@ def expected(phase: DecodePhase, kind: DecodeKind) -> object:
 
 @pytest.mark.parametrize(("phase", "kind"), CELLS, ids=lambda value: value.name)
 def test_cell(phase: DecodePhase, kind: DecodeKind) -> None:
-    cell, wanted = TABLE.cell(phase, kind), expected(phase, kind)
-    assert cell is wanted if wanted in (IGNORE, ERROR) else cell == wanted
-    if wanted is ERROR:
-        with pytest.raises(TransitionError):
-            TABLE.moves[phase, kind]
+    check_cell(TABLE, phase, kind, expected(phase, kind))
 
 
 @pytest.mark.parametrize(("phase", "kind"), CELLS, ids=lambda value: value.name)

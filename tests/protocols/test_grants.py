@@ -10,8 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvflow.protocols.machines.grants import TABLE, GrantCommand, GrantKind, GrantPhase, GrantTable
-from kvflow.protocols.machines.tables import ERROR, IGNORE, Move, TransitionError
+from kvflow.protocols.machines.tables import ERROR, IGNORE, Move
 from kvflow.protocols.wire.messages import AbortAck, GrantId, Message, RoomId
+from tests.protocols.cells import check_cell
 
 P, K, C = GrantPhase, GrantKind, GrantCommand
 CELLS = list(itertools.product(P, K))
@@ -58,11 +59,7 @@ def answer(phase: GrantPhase, kind: GrantKind) -> object:
 
 @pytest.mark.parametrize(("phase", "kind"), CELLS, ids=lambda value: value.name)
 def test_cell(phase: GrantPhase, kind: GrantKind) -> None:
-    cell, wanted = TABLE.cell(phase, kind), expected(phase, kind)
-    assert cell is wanted if wanted in (IGNORE, ERROR) else cell == wanted
-    if wanted is ERROR:
-        with pytest.raises(TransitionError):
-            TABLE.moves[phase, kind]
+    check_cell(TABLE, phase, kind, expected(phase, kind))
 
 
 @pytest.mark.parametrize(("phase", "kind"), CELLS, ids=lambda value: value.name)

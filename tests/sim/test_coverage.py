@@ -32,17 +32,3 @@ def test_an_impossible_cell_is_named() -> None:
     with covered(visits), pytest.raises(TransitionError):
         prefill_room.step(PrefillRoomState(PrefillPhase.EXPECTED), PrefillEvent(PrefillKind.DRAINED))
     assert report(visits)["error"] == ["prefill EXPECTED x DRAINED"]
-
-
-def test_cells_that_are_never_fed_exist_and_are_legal() -> None:
-    from kvflow.protocols.machines.tables import ERROR
-    from kvflow.testing.sim.coverage import NEVER_FED, TABLES
-
-    legal = {
-        f"{name} {phase.name} x {kind.name}"
-        for name, module in TABLES.items()
-        for phase in module.TABLE.phases
-        for kind in module.TABLE.kinds
-        if module.TABLE.cell(phase, kind) is not ERROR
-    }
-    assert legal >= NEVER_FED

@@ -49,7 +49,6 @@ _GONE = Move(P.GONE, (C.HANG_UP, C.LOSE_ROOMS))
 _DEAD = Move(P.GONE, (C.HANG_UP, C.LOSE_ROOMS, C.END_LOANS))
 _ENDS: dict[LinkKind, Cell[LinkPhase, LinkCommand]] = {
     K.REPLACED: _GONE,
-    K.DIED: _DEAD,
     K.DECLARED_DEAD: _DEAD,
     K.CLOSED: _GONE,
 }
@@ -70,6 +69,7 @@ TABLE: Table[LinkPhase, LinkKind, LinkCommand] = Table(
         P.UP: rest(K, ERROR)
         | _ENDS
         | {
+            K.DIED: _DEAD,
             K.ACCEPTED: IGNORE,  # the answer to a Register that was repeated
             K.REFUSED: IGNORE,
             K.HEARD: IGNORE,
@@ -79,12 +79,18 @@ TABLE: Table[LinkPhase, LinkKind, LinkCommand] = Table(
         P.SILENT: rest(K, ERROR)
         | _ENDS
         | {
+            K.DIED: _DEAD,
             K.ACCEPTED: Move(P.UP, (C.ASK_LOANS,)),
             K.REFUSED: Move(P.SILENT, (C.ASK_LOANS,)),  # it lives, and may know what became of its writes
             K.HEARD: IGNORE,  # only an accepting answer says that it knows this decode
             K.REPEAT_DUE: Move(P.SILENT, (C.SEND_REGISTER,)),
             K.REDIAL_DUE: Move(P.SILENT, (C.REDIAL, C.SEND_REGISTER)),
         },
-        P.GONE: rest(K, IGNORE) | {K.DIED: Move(P.GONE, (C.END_LOANS,)), K.DECLARED_DEAD: Move(P.GONE, (C.END_LOANS,))},
+        P.GONE: rest(K, ERROR)
+        | {
+            **dict.fromkeys((K.ACCEPTED, K.REFUSED, K.REPLACED, K.HEARD, K.CLOSED), IGNORE),
+            K.DIED: Move(P.GONE, (C.END_LOANS,)),
+            K.DECLARED_DEAD: Move(P.GONE, (C.END_LOANS,)),
+        },
     },
 )

@@ -51,29 +51,22 @@ TABLE: Table[PeerPhase, PeerKind, PeerCommand] = Table(
             K.REGISTERED: Move(P.OPENING, (C.SEND_HEARTBEAT,)),
             K.ROUTE_OPENED: Move(P.UP, (C.WATCH_PROCESS, C.SEND_ACCEPTED)),
             K.ROUTE_REFUSED: Move(P.FORGOTTEN, (C.SEND_REFUSED, C.LOSE_ROOMS, C.FORGET)),
-            K.HEARD: IGNORE,
-            K.IDLE: IGNORE,
         },
         P.UP: rest(K, ERROR)
         | {
             K.REGISTERED: Move(P.UP, (C.SEND_ACCEPTED,)),
-            K.HEARD: IGNORE,
             K.SILENCE_DUE: Move(P.SILENT, (C.LOSE_ROOMS,)),
             K.DIED: Move(P.DEAD, (C.LOSE_ROOMS,)),
-            K.IDLE: IGNORE,
         },
         P.SILENT: rest(K, ERROR)
         | {
-            K.REGISTERED: Move(P.UP, (C.SEND_ACCEPTED,)),
-            K.HEARD: Move(P.UP),
+            K.HEARD: Move(P.UP),  # whatever it says, Register too
             K.DIED: Move(P.DEAD, (C.LOSE_ROOMS,)),
-            K.IDLE: IGNORE,
             K.DISPLACED: Move(P.FORGOTTEN, (C.CLOSE_ROUTE, C.FORGET)),
         },
         P.DEAD: rest(K, ERROR)
         | {
             K.REGISTERED: IGNORE,  # sent before it died
-            K.HEARD: IGNORE,
             K.IDLE: Move(P.FORGOTTEN, (C.CLOSE_ROUTE, C.FORGET)),  # a route is closed when no write runs on it
         },
         P.FORGOTTEN: rest(K, ERROR),

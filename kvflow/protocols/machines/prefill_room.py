@@ -132,7 +132,6 @@ TABLE: Table[PrefillPhase, PrefillKind, PrefillCommand] = Table(
             K.CHUNK_LANDED: IGNORE,
             K.ABORT_RECEIVED: IGNORE,
             K.ENDED_LOCALLY: IGNORE,
-            K.TARGET_LOST: IGNORE,
             K.DRAINED: Move(P.ABORTED, (C.SEND_DRAINED, C.END)),
             K.UNPROVEN: Move(P.LOST, (C.SEND_UNPROVEN, C.END)),
         },

@@ -28,10 +28,8 @@ from kvflow.protocols.wire.messages import GrantId, Incarnation
 from kvflow.testing.sim.loop import current_process
 from kvflow.testing.sim.oracle import Key, Oracle, Seen
 from kvflow.testing.sim.swap import swapped, swapped_item
+from kvflow.testing.sim.times import HEAR_S, PATIENCE_S, RECOVER_S
 
-HEAR_S = 1.0  # the other side of a failed room hears of it within so long while the link is up
-PATIENCE_S = 2.2  # silence for so long is no wonder when something has happened
-RECOVER_S = 1.2  # and within so long after the link is up again
 Record = DecodeRoomRecord | PrefillRoomRecord
 _OVER_AT_DECODE = decode_room.TERMINAL | {DecodePhase.DRAINING}
 _OVER_AT_PREFILL = prefill_room.TERMINAL | {PrefillPhase.DRAINING}

@@ -192,8 +192,7 @@ class Acts:
         return found
 
     def _decode_proof(self, value: Decode, rank: int, seen: Neighbour) -> list[Act[Decode]]:
-        watched = (rank, 1) in value.watched
-        fenced = self.world.bounds.fences and seen.fenced and (watched or value.ranks[rank].dialled == 1)
+        fenced = self.world.bounds.fences and seen.fenced and (rank, 1) in value.watched
         declares = self.world.allows(Price.DECLARE)
         if not fenced and not declares:
             return []
@@ -202,7 +201,7 @@ class Acts:
             found = []
             if fenced:
                 text = f"has proof of prefill's death{self._of(rank)}"
-                found.append(self._decode(value, text, lambda s: s.writer_died(rank, 1), Price.NOTHING, fair=watched))
+                found.append(self._decode(value, text, lambda s: s.writer_died(rank, 1), Price.NOTHING, fair=True))
             if declares and (rank, 1) not in value.declared:
                 text = f"is told by its operator that prefill is dead{self._of(rank)}"
                 found.append(self._decode(value, text, lambda s: s.declare_dead(rank, 1), Price.DECLARE, fair=False))
