@@ -65,7 +65,7 @@ class DecodeShell(Shell):
         now: Callable[[], float],
         checksums: Checksums | None = None,
     ) -> None:
-        super().__init__(endpoint, endpoint.core.timing, counts, now)
+        super().__init__(endpoint, _RUN, endpoint.core.timing, counts, now)
         self.endpoint, self.pages, self.plane = endpoint, pages, plane
         self._connect, self.checksums = connect, checksums
         self.rooms: dict[GrantId, DecodeRoom] = {}  # open ones, and ended ones whose pages are not free
@@ -154,7 +154,7 @@ class DecodeShell(Shell):
             room.refused = error.cause()
         room.tell_failed(error)
         room.pages_freed()
-        self.call_back(room.take_callbacks())
+        self.call_back_later(room.callbacks)
 
     def refuse(self, room: int, ranks: Sequence[RankInfo], cause: Cause) -> None:
         """Tell the prefill legs of a request that is refused here; where none can be reached there is nothing to do."""
@@ -167,6 +167,8 @@ class DecodeShell(Shell):
         self.run()
 
     def close_room(self, room: DecodeRoom, cause: Cause) -> None:
+        if room.over:
+            return
         if room.record is not None:
             self.endpoint.close_room(room.grant, cause, self.now())
         elif room.refused is None:
@@ -245,14 +247,6 @@ class DecodeShell(Shell):
 
     # --- commands
 
-    def run_commands(self) -> None:
-        outbox = self.endpoint.core.outbox
-        while outbox:
-            for command in self.endpoint.commands():
-                _RUN[type(command)](self, command)
-        if self.leaving:
-            self.changed.set()
-
     def _send(self, command: c.SendToPrefill) -> None:
         line = self._lines.get(command.peer)
         if line is None or not line.socket.send(command.frame):
@@ -291,11 +285,16 @@ class DecodeShell(Shell):
         room = self.rooms[command.grant]
         room.linked = True
         if not room.held_back:
-            self.offer(room)
+            self._lend(room)
 
     def offer(self, room: DecodeRoom) -> None:
         """Take the room's pages and lend them, once every rank is registered."""
-        if room.ended or not room.linked or room.record is None:
+        if room.linked:
+            self._lend(room)
+            self.run()
+
+    def _lend(self, room: DecodeRoom) -> None:
+        if room.record is None or room.ended:
             return
         wanted = room.record.num_pages
         try:
@@ -309,7 +308,6 @@ class DecodeShell(Shell):
             self.endpoint.close_room(room.grant, error.cause(), self.now())
         else:
             room.tell_opened()
-        self.run()
 
     def _verify(self, command: c.VerifyChunk) -> None:
         room = self.rooms[command.grant]
@@ -337,12 +335,9 @@ class DecodeShell(Shell):
         room.over = True
         if room.phase is DecodePhase.SUCCESS:  # its pages are its user's
             room.pages_freed()
-        self._forget(room)
-        self.call_back(room.take_callbacks())
-
-    def _forget(self, room: DecodeRoom) -> None:
-        if room.over and room.free:
+        if room.free:
             del self.rooms[room.grant]
+        self.call_back_later(room.callbacks)
 
     def _quarantine(self, command: c.QuarantinePages) -> None:
         room = self.rooms[command.grant]
@@ -356,7 +351,8 @@ class DecodeShell(Shell):
         if room.own_pages is None and len(room.pages):
             self.pages.give_back(room.pages, room.owner)
         room.pages_freed()
-        self._forget(room)
+        if room.over:
+            del self.rooms[room.grant]
 
 
 _RUN: dict[type, Callable[[DecodeShell, Any], None]] = {

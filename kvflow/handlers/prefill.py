@@ -46,7 +46,7 @@ class PrefillShell(Shell):
     ) -> None:
         """With `checksums` every chunk tells decode the checksum of its source pages."""
         core = endpoint.core
-        super().__init__(endpoint, core.timing, counts, now)
+        super().__init__(endpoint, _RUN, core.timing, counts, now)
         self.endpoint, self.pages, self.plane, self.socket = endpoint, pages, plane, socket
         self.num_pages, self.page_bytes = core.identity.layout.num_pages, core.identity.layout.page_bytes
         self.checksums = checksums
@@ -94,9 +94,10 @@ class PrefillShell(Shell):
         """Consume messages until cancelled; what goes wrong with one is counted, the loop goes on (I7)."""
         endpoint = self.endpoint
         while True:
-            for peer_id, frame in await self.socket.receive():
+            burst = await self.socket.receive()
+            endpoint.note_stall(self.plane.stalled_s)
+            for peer_id, frame in burst:
                 try:
-                    endpoint.note_stall(self.plane.stalled_s)
                     endpoint.receive(peer_id, frame, self.now())
                 except Exception:
                     self.counts.handler_errors += 1
@@ -151,14 +152,6 @@ class PrefillShell(Shell):
 
     # --- commands
 
-    def run_commands(self) -> None:
-        outbox = self.endpoint.core.outbox
-        while outbox:
-            for command in self.endpoint.commands():
-                _RUN[type(command)](self, command)
-        if self.leaving:
-            self.changed.set()
-
     def _send(self, command: c.SendToDecode) -> None:
         if not self.socket.send(command.frame, command.peer_id):
             self.counts.undelivered += 1
@@ -210,26 +203,22 @@ class PrefillShell(Shell):
             opened.write.cancel()
 
     def _matched(self, command: c.RoomMatched) -> None:
-        self._tell(command.serial, lambda room: room.tell_matched(command.prefix_tokens))
+        self.rooms[command.serial].tell_matched(command.prefix_tokens)
 
     def _done(self, command: c.RoomDone) -> None:
-        self._tell(command.serial, PrefillRoom.tell_done, end=True)
+        room = self.rooms[command.serial]
+        room.tell_done()
+        self.call_back_later(room.callbacks)
 
     def _stopped(self, command: c.RoomStopped) -> None:
-        error = room_error(command.cause)
-        self._tell(command.serial, lambda room: room.tell_stopped(error), end=True)
+        room = self.rooms[command.serial]
+        room.tell_stopped(room_error(command.cause))
+        self.call_back_later(room.callbacks)
 
     def _released(self, command: c.RoomReleased) -> None:
-        self._tell(command.serial, PrefillRoom.tell_released)
-        self.rooms.pop(command.serial, None)
-
-    def _tell(self, serial: int, tell: Callable[[PrefillRoom], None], *, end: bool = False) -> None:
-        """The engine's half may never have come."""
-        room = self.rooms.get(serial)
-        if room is not None:
-            tell(room)
-            if end:
-                self.call_back(room.take_callbacks())
+        room = self.rooms.pop(command.serial, None)
+        if room is not None:  # the engine's half may never have come
+            room.tell_released()
 
 
 _RUN: dict[type, Callable[[PrefillShell, Any], None]] = {

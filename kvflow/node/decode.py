@@ -13,7 +13,7 @@ from kvflow.handlers.decode import Connect, DecodeShell
 from kvflow.handlers.inheritance import Inheritance
 from kvflow.handlers.rooms import DecodeRoom
 from kvflow.memory.pool import PagedPool
-from kvflow.node.base import Node, deadline_at_s
+from kvflow.node.base import Node
 from kvflow.protocols.arguments import TokenIds, check_prompt, pages_wanted
 from kvflow.protocols.decode import DecodeEndpoint
 from kvflow.protocols.decode_links import DecodeIdentity
@@ -198,7 +198,7 @@ class DecodeNode(Node[DecodeShell]):
         shell, number = self.shell, room_id(room)
         tokens, digest = check_prompt(prompt)
         wanted = pages_wanted(self.pool.layout, tokens, prefix_tokens)
-        at_s = deadline_at_s(self._now(), deadline_s)
+        at_s = float("inf") if deadline_s is None else self._now() + deadline_s
         if not isinstance(prefill, str):
             ranks: Sequence[RankInfo] | None = prefill
         elif self._resolve is None:

@@ -38,7 +38,7 @@ def pages_wanted(layout: PoolLayout, tokens: int, prefix_tokens: int) -> int:
             f"prefix_tokens {prefix_tokens} is neither a whole number of {layout.page_size}-token pages nor all of the "
             f"{tokens} tokens of the prompt"
         )
-    return layout.pages_for(tokens) - layout.pages_for(prefix_tokens)
+    return layout.pages_for(tokens, prefix_tokens)
 
 
 def own_pages(pages: Sequence[int] | PageIndices, num_pages: int, room: int, wanted: int) -> PageIndices:

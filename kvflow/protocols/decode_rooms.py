@@ -11,7 +11,7 @@ from kvflow.protocols.errors import Cause, Code
 from kvflow.protocols.machines.decode_room import DecodePhase, opened
 from kvflow.protocols.machines.ledger import Lease
 from kvflow.protocols.machines.story import Story
-from kvflow.protocols.wire.messages import Bootstrap, ChunkDone, GrantId, Incarnation, RoomId
+from kvflow.protocols.wire.messages import Bootstrap, ChunkDone, Incarnation
 
 
 class Prompt(msgspec.Struct, frozen=True):
@@ -50,19 +50,8 @@ class DecodeRoomRecord:
     """Everything the endpoint knows about one open room (I5). Its users may read it, and keep it after its end."""
 
     __slots__ = (
-        *(
-            "checks",
-            "deadline_at_s",
-            "handoff",
-            "lease",
-            "lent",
-            "linked",
-            "num_pages",
-            "opened_at_s",
-            "packed_pages",
-            "peers",
-        ),
-        *("progress_at_s", "prompt", "resync_after_s", "state", "story"),
+        *("checks", "deadline_at_s", "grant", "handoff", "lease", "lent", "linked", "num_pages", "opened_at_s"),
+        *("packed_pages", "peers", "progress_at_s", "prompt", "resync_after_s", "room", "state", "story"),
     )
 
     def __init__(
@@ -74,6 +63,7 @@ class DecodeRoomRecord:
         deadline_at_s: float,
         now: float,
     ) -> None:
+        self.room, self.grant = lease.room, lease.grant
         self.lease, self.peers, self.prompt, self.num_pages = lease, peers, prompt, num_pages
         self.state = opened(num_pages, len(peers))
         self.packed_pages = b""
@@ -84,14 +74,6 @@ class DecodeRoomRecord:
         self.handoff = b""
         self.checks: deque[ChunkCheck] = deque()
         self.story = Story()
-
-    @property
-    def room(self) -> RoomId:
-        return self.lease.room
-
-    @property
-    def grant(self) -> GrantId:
-        return self.lease.grant
 
     @property
     def phase(self) -> DecodePhase:
@@ -113,8 +95,8 @@ class DecodeRoomRecord:
 
     def bootstrap(self, peer: PrefillPeer, target: Incarnation) -> Bootstrap:
         return Bootstrap(
-            room=self.lease.room,
-            grant=self.lease.grant,
+            room=self.room,
+            grant=self.grant,
             source=peer.key.incarnation,
             target=target,
             pages=self.packed_pages,

@@ -19,16 +19,17 @@ NO_PAGES: PageIndices = np.empty(0, np.int32)
 class Chunk:
     """One chunk handed to the data plane. `outcome` is None while its write runs."""
 
-    __slots__ = ("checksum", "error", "handoff", "last", "outcome", "seq", "source_pages", "write")
+    __slots__ = ("checksum", "error", "handoff", "last", "num_pages", "outcome", "seq", "source_pages", "write")
 
     def __init__(self, write: int, seq: int, source_pages: PageIndices, last: bool, handoff: bytes) -> None:
         self.write, self.seq, self.source_pages, self.last, self.handoff = write, seq, source_pages, last, handoff
+        self.num_pages = len(source_pages)
         self.outcome: WriteOutcome | None = None
         self.checksum, self.error = b"", ""
 
-    @property
-    def num_pages(self) -> int:
-        return len(self.source_pages)
+    def __str__(self) -> str:
+        outcome = "under way" if self.outcome is None else self.outcome.value
+        return f"chunk {self.seq}, {self.num_pages} pages: {outcome}"
 
 
 class PrefillRoomRecord:

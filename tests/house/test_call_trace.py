@@ -6,8 +6,8 @@ import pytest
 
 from tests.house.call_trace import DOUBLES, TRACES, CallTrace, trace_all
 
-STOPS_MAX = {"Bootstrap": 97, "ChunkDone": 87, "Abort": 142}  # lower them when a path gets shorter
-FILES_MAX = {"Bootstrap": 29, "ChunkDone": 23, "Abort": 25}
+STOPS_MAX = {"Bootstrap": 71, "ChunkDone": 65, "Abort": 105}  # lower them when a path gets shorter
+FILES_MAX = {"Bootstrap": 25, "ChunkDone": 21, "Abort": 23}
 FRAMES = {"Bootstrap": 1, "ChunkDone": 1, "Abort": 2}  # its ack comes back
 LINK = "transports/control/memory.py"
 

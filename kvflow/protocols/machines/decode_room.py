@@ -128,7 +128,7 @@ def step(room: DecodeRoomState, event: DecodeEvent) -> tuple[DecodeRoomState, tu
         if room.phase not in (P.WAITING_FOR_INPUT, P.TRANSFERRING) or event.seq != room.next_seq[event.rank]:
             return room, ()
         room, kind, event = _count_chunk(room, event)
-    move = TABLE.move(room.phase, kind)
+    move = TABLE.moves[room.phase, kind]
     if move is None:
         return room, ()
     cause = room.cause if room.cause is not None else event.cause

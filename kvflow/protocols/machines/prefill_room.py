@@ -155,7 +155,7 @@ def step(room: PrefillRoomState, event: PrefillEvent) -> tuple[PrefillRoomState,
         ended += 1
         doubt = doubt or event.outcome is WriteOutcome.UNPROVEN
         kind = _end_of_write(room.phase, event.outcome, running=queued - ended, last=last, doubt=doubt)
-    move = TABLE.move(room.phase, kind)
+    move = TABLE.moves[room.phase, kind]
     if move is None:
         return PrefillRoomState(room.phase, queued, ended, last, doubt, room.cause), ()
     cause = room.cause if room.cause is not None else event.cause

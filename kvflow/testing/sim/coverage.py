@@ -9,7 +9,7 @@ from types import ModuleType
 from typing import Any
 
 from kvflow.protocols.machines import decode_room, grants, link, loan, peer, prefill_room
-from kvflow.protocols.machines.tables import ERROR
+from kvflow.protocols.machines.tables import ERROR, Moves
 from kvflow.testing.sim.swap import swapped
 
 TABLES: dict[str, ModuleType] = {
@@ -30,16 +30,18 @@ def covered(visits: Counter[Cell]) -> Iterator[None]:
     """Count every look into the tables."""
     with ExitStack() as swaps:
         for name, module in TABLES.items():
-            swaps.enter_context(swapped(module.TABLE, "move", _counting(name, module.TABLE.move, visits)))
+            swaps.enter_context(swapped(module.TABLE, "moves", _Counting(name, module.TABLE.moves, visits)))
         yield
 
 
-def _counting(name: str, move: Any, visits: Counter[Cell]) -> Any:
-    def counted(phase: Any, kind: Any) -> Any:
-        visits[name, phase, kind] += 1
-        return move(phase, kind)
+class _Counting(Moves[Any, Any, Any]):
+    def __init__(self, name: str, moves: Moves[Any, Any, Any], visits: Counter[Cell]) -> None:
+        super().__init__(moves)
+        self._name, self._visits = name, visits
 
-    return counted
+    def __getitem__(self, key: tuple[Any, Any]) -> Any:
+        self._visits[self._name, *key] += 1
+        return super().__getitem__(key)
 
 
 def report(visits: Counter[Cell]) -> dict[str, Any]:
