@@ -84,7 +84,8 @@ def test_a_silent_decode_that_dies_is_forgotten(prefill: LonePrefill) -> None:
 def test_a_decode_that_dies_while_it_is_up_leaves_no_timer(prefill: LonePrefill) -> None:
     prefill.hear(announce(8, 1))
     prefill.endpoint.peer_died(DECODE, prefill.now)
-    assert prefill.asked() == [CloseRoute(DECODE)], "its announcement is void, and nothing is sent to it"
+    died = Cause(Code.PEER_LOST, f"decode {DECODE:016x} died")
+    assert prefill.asked() == [failed(died, 8), ack(8), CloseRoute(DECODE)], "its announcement is void"
     assert prefill.core.rendezvous.announced == {}
     prefill.tick(3)
     assert len(prefill.core.deadlines) == 0
