@@ -53,7 +53,7 @@ def seen(command: Any) -> Any:
 class LonePrefill:
     """A prefill rank that two decodes may know. Its methods return what it asked for: messages, and other commands."""
 
-    def __init__(self, *, timing: Timing = TIMING, bounds: Bounds | None = None) -> None:
+    def __init__(self, *, timing: Timing | None = TIMING, bounds: Bounds | None = None) -> None:
         self.counts, self.now = Counts(), START
         identity = PrefillIdentity(PREFILL, RANK, LAYOUT, OWN_ADDRESS)
         self.endpoint = PrefillEndpoint(identity, observer=self.counts, timing=timing, bounds=bounds)
@@ -246,7 +246,7 @@ class LoneDecode:
     """A decode that one or two prefill ranks may know. Its methods return what it asked for; of a message that is
     (the peer it is for, the message)."""
 
-    def __init__(self, *, timing: Timing = TIMING, bounds: Bounds | None = None, verify: bool = False) -> None:
+    def __init__(self, *, timing: Timing | None = TIMING, bounds: Bounds | None = None, verify: bool = False) -> None:
         self.counts, self.now = Counts(1), START
         identity = DecodeIdentity(DECODE, LAYOUT, ADDRESS)
         self.endpoint = DecodeEndpoint(identity, observer=self.counts, timing=timing, bounds=bounds, verify=verify)

@@ -6,6 +6,7 @@ import pytest
 
 from kvflow.protocols.commands import CloseRoute, RoomReleased, RoomStopped
 from kvflow.protocols.errors import Cause, Code
+from kvflow.protocols.limits import Bounds, Timing
 from kvflow.protocols.machines.peer import PeerPhase
 from kvflow.protocols.prefill import TICK_WORK
 from tests.protocols.alone import (
@@ -124,3 +125,8 @@ def test_many_deadlines_strike_a_few_at_a_time(prefill: LonePrefill) -> None:
     assert sum(record.ended for record in rooms) == TICK_WORK and prefill.endpoint.next_tick() <= prefill.now
     prefill.tick()
     assert all(record.ended for record in rooms)
+
+
+def test_its_times_and_bounds_have_defaults() -> None:
+    prefill = LonePrefill(timing=None)
+    assert prefill.core.timing == Timing() and prefill.core.bounds == Bounds()

@@ -1,0 +1,422 @@
+"""Decode's links to prefill ranks: dialled, registered, lost, found again, and given up (I2, I4, I6)."""
+
+from __future__ import annotations
+
+import pytest
+
+from kvflow.protocols.commands import (
+    Dial,
+    FreePages,
+    HangUp,
+    Linked,
+    QuarantinePages,
+    RoomEnded,
+    RoomFailed,
+    StopWatch,
+    WatchWriter,
+)
+from kvflow.protocols.errors import CapacityError, Cause, Code, LostError, MisuseError, PeerError
+from kvflow.protocols.limits import Bounds
+from kvflow.protocols.machines.link import LinkPhase
+from tests.protocols.alone import (
+    GONE,
+    KEY,
+    ONE,
+    OTHER_KEY,
+    OTHER_PREFILL,
+    OWN_ADDRESS,
+    PREFILL,
+    START,
+    TWO,
+    LoneDecode,
+    abort,
+    ack,
+    announce,
+    beat,
+    bootstrap,
+    chunk_done,
+    failed,
+    key_of,
+    rank_info,
+    register,
+    registered,
+    to,
+)
+
+AT = "prefill at tcp://prefill:3"
+SILENT = Cause(Code.PEER_LOST, f"{AT} was silent for 5 s")
+NO_ANSWER = Cause(Code.PEER_LOST, f"{AT} did not answer for 10 s")
+DIED = Cause(Code.PEER_LOST, f"{AT} died")
+
+
+def over(grant: int, cause: Cause, *, freed: bool = True) -> list[object]:
+    """What a room of which nothing was lent asks for at its end."""
+    return [RoomFailed(grant, cause), *([FreePages(grant)] if freed else []), RoomEnded(grant)]  # type: ignore[arg-type]
+
+
+def quarantined(grant: int) -> list[object]:
+    return [QuarantinePages(grant), RoomEnded(grant)]  # type: ignore[arg-type]
+
+
+@pytest.fixture
+def fresh() -> LoneDecode:
+    return LoneDecode()
+
+
+@pytest.fixture
+def decode() -> LoneDecode:
+    return LoneDecode().up()
+
+
+def link(decode: LoneDecode) -> LinkPhase:
+    return decode.core.links.peers[KEY].phase
+
+
+class TestRegistering:
+    def test_a_room_dials_and_registers_and_is_announced_at_once(self, fresh: LoneDecode) -> None:
+        grant = fresh.open()
+        assert fresh.asked() == [Dial(KEY), to(register()), to(announce())]
+        assert fresh.hear(registered(fresh_from=1)) == [WatchWriter(KEY, OWN_ADDRESS), Linked(grant)]
+        assert fresh.hear(registered(fresh_from=1)) == [], "the answer to a Register that was repeated"
+        assert fresh.open(8) == 2 and fresh.asked() == [Linked(2), to(announce(8, 2))]  # type: ignore[arg-type]
+
+    def test_register_is_repeated_until_it_is_answered(self, fresh: LoneDecode) -> None:
+        fresh.open(deadline_at_s=START + 99)
+        fresh.asked()
+        assert fresh.endpoint.next_tick() == START + 0.5
+        assert fresh.tick(0.5) == [to(register()), to(announce())]
+        fresh.hear(registered(fresh_from=1))
+        assert to(register()) not in fresh.tick(0.5)
+
+    def test_a_prefill_that_does_not_answer_is_given_up(self, fresh: LoneDecode) -> None:
+        grant = fresh.open()
+        for _ in range(15):
+            fresh.tick(0.5)
+        fresh.hear(beat())  # it is opening its route, and that takes long
+        for _ in range(39):
+            fresh.tick(0.25)
+        assert link(fresh) is LinkPhase.REGISTERING
+        told = fresh.tick(0.25)
+        assert HangUp(KEY) in told and fresh.tick() == [*over(grant, NO_ANSWER), StopWatch(KEY)]
+        assert list(fresh.endpoint.peers) == [] and len(fresh.core.deadlines) == 0
+
+    @pytest.mark.parametrize("locked_out", [True, False])
+    def test_a_refusal_ends_the_rooms_that_wait(self, fresh: LoneDecode, locked_out: bool) -> None:
+        first, second = fresh.open(7), fresh.open(8)
+        fresh.asked()
+        why = Cause(Code.REFUSED, f"{AT} refused: no room here")
+        if locked_out:
+            why = Cause(Code.REFUSED, f"{AT} does not let this decode in: wrong key")
+            fresh.endpoint.locked_out(KEY, "wrong key", fresh.now)
+            assert fresh.asked() == [HangUp(KEY)] and fresh.endpoint.next_tick() == float("-inf")
+            told = fresh.tick()
+        else:
+            hang_up, *told = fresh.hear(registered("no room here"))
+            assert hang_up == HangUp(KEY)
+        assert told == [*over(first, why), *over(second, why), StopWatch(KEY)]
+        assert fresh.counts.endings == {"failed:refused": 2} and len(fresh.core.ledger) == 0
+        assert fresh.open(9) == 3 and fresh.asked()[:2] == [Dial(KEY), to(register(fresh_from=3))]
+
+    def test_only_a_link_that_registers_can_be_locked_out(self, decode: LoneDecode) -> None:
+        decode.endpoint.locked_out(KEY, "an old key", decode.now)
+        decode.endpoint.locked_out(OTHER_KEY, "an old key", decode.now)
+        assert decode.asked() == [] and link(decode) is LinkPhase.UP
+
+    def test_the_address_of_the_writer_is_the_first_that_was_named(self, fresh: LoneDecode) -> None:
+        fresh.open()
+        fresh.asked()
+        assert fresh.hear(registered(fresh_from=1, address=None)) == [Linked(1)]  # type: ignore[arg-type]
+        decode = LoneDecode().up()
+        (peer,) = decode.endpoint.peers
+        decode.hear(registered(fresh_from=9, address=None))
+        assert peer.address == OWN_ADDRESS
+
+    @pytest.mark.parametrize(
+        ("answer", "why"),
+        [
+            (
+                registered(source=OTHER_PREFILL, asked=PREFILL),
+                Cause(Code.PEER_LOST, f"{AT} restarted: another incarnation answers"),
+            ),
+            (
+                registered("full", source=OTHER_PREFILL, asked=PREFILL),
+                Cause(Code.PEER_LOST, f"{AT} restarted: another incarnation answers"),
+            ),
+            (registered(rank=5), Cause(Code.PROTOCOL_ERROR, f"{AT} says it is rank 5, the registry says 3")),
+        ],
+    )
+    def test_another_one_answers(self, fresh: LoneDecode, answer: object, why: Cause) -> None:
+        grant = fresh.open()
+        fresh.asked()
+        told = [HangUp(KEY), *over(grant, why), StopWatch(KEY)]
+        assert fresh.hear(answer) == told  # type: ignore[arg-type]
+
+    def test_the_answer_to_what_another_life_was_asked_is_not_for_this_one(self, fresh: LoneDecode) -> None:
+        old = rank_info(incarnation=OTHER_PREFILL)
+        fresh.open(7, (old,))
+        fresh.open(8)
+        fresh.asked()
+        answer = registered(source=PREFILL, asked=OTHER_PREFILL)
+        told = fresh.hear(answer)
+        assert told[0] == HangUp(key_of(old)) and link(fresh) is LinkPhase.REGISTERING
+        assert fresh.hear(answer) == [] and fresh.counts.stale == 1, "that link is no more"
+        assert fresh.hear(registered(asked=0, fresh_from=2)) == [WatchWriter(KEY, OWN_ADDRESS), Linked(2)]  # type: ignore[arg-type]
+
+    def test_acceptance_of_an_older_register_is_none(self, decode: LoneDecode) -> None:
+        record = decode.lent()
+        decode.tick(5)
+        decode.tick()
+        assert link(decode) is LinkPhase.SILENT and record.grant == 2
+        assert decode.hear(registered(fresh_from=2)) == [] and decode.counts.stale == 1
+        assert link(decode) is LinkPhase.SILENT
+        decode.hear(registered(fresh_from=3))
+        assert link(decode) is LinkPhase.UP
+
+    def test_bad_and_foreign_frames_change_nothing(self, decode: LoneDecode) -> None:
+        record = decode.lent()
+        decode.endpoint.receive(KEY, b"\xff", decode.now)
+        assert (decode.asked(), decode.counts.malformed) == ([], 1)
+        foreign = [
+            chunk_done(0, 3, True, target=78),
+            chunk_done(0, 3, True, source=OTHER_PREFILL),
+            chunk_done(0, 3, True, rank=4),
+            failed(GONE, rank=4),
+            registered(target=78),  # type: ignore[arg-type]
+        ]
+        assert decode.hear(*foreign) == [] and decode.counts.foreign == 5
+        assert decode.hear(chunk_done(0, 3, True), key=OTHER_KEY) == [] and decode.counts.foreign == 6
+        assert record.state.next_seq == (0,)
+
+
+class TestWhichRanks:
+    def test_what_a_registry_must_not_answer(self, fresh: LoneDecode) -> None:
+        fresh.endpoint.bounds = Bounds()
+        with pytest.raises(LostError, match="no rank of that prefill is known"):
+            fresh.open(ranks=())
+        with pytest.raises(PeerError, match="the registry names one incarnation for two ranks of tcp://prefill:3"):
+            fresh.open(ranks=(rank_info(), rank_info(rank=4)))
+        assert fresh.asked() == [] and fresh.open() == 1, "no grant was used"
+
+    def test_how_many(self) -> None:
+        fresh = LoneDecode(bounds=Bounds(ranks_per_room=2))
+        fresh.open(ranks=TWO)
+        three = (*TWO, rank_info(rank=5, incarnation=303))
+        with pytest.raises(PeerError, match="prefill tcp://prefill:3 has 3 ranks; one room takes 2 at most"):
+            fresh.open(8, three)
+
+    def test_a_room_is_linked_when_every_rank_is(self, fresh: LoneDecode) -> None:
+        grant = fresh.open(ranks=TWO)
+        other = {"source": OTHER_PREFILL}
+        assert fresh.asked() == [
+            *(Dial(KEY), to(register()), Dial(OTHER_KEY), to(register(source=OTHER_PREFILL), OTHER_KEY)),
+            *(to(announce()), to(announce(source=OTHER_PREFILL), OTHER_KEY)),  # type: ignore[arg-type]
+        ]
+        assert fresh.hear(registered(fresh_from=1)) == [WatchWriter(KEY, OWN_ADDRESS)]
+        answer = registered(rank=4, fresh_from=1, **other)  # type: ignore[arg-type]
+        assert fresh.hear(answer, key=OTHER_KEY) == [WatchWriter(OTHER_KEY, OWN_ADDRESS), Linked(grant)]
+        offered = [to(bootstrap()), to(bootstrap(source=OTHER_PREFILL), OTHER_KEY)]
+        assert fresh.lend(grant) == offered
+
+    def test_two_ranks_at_one_address(self, decode: LoneDecode) -> None:
+        with pytest.raises(PeerError, match="prefill at tcp://prefill:3 is rank 3, and was asked for as 4"):
+            decode.open(ranks=(rank_info(rank=4, control=KEY.control),))
+
+    def test_a_link_that_waits_for_its_end(self, decode: LoneDecode) -> None:
+        decode.lent()
+        decode.tick(5)
+        decode.tick()
+        with pytest.raises(LostError, match="prefill at tcp://prefill:3 is silent: prefill at .* was silent for 5 s"):
+            decode.open(8)
+
+    def test_the_link_that_was_idle_for_longest_makes_place(self) -> None:
+        decode = LoneDecode(bounds=Bounds(links=2)).up(TWO)
+        decode.now += 1
+        grant = decode.open(8, ONE)
+        third = rank_info(rank=5, incarnation=303)
+        with pytest.raises(CapacityError, match="links to prefill ranks: asked for 3, limit 2"):
+            decode.lent(9, TWO)
+            decode.open(10, (third,))
+        decode = LoneDecode(bounds=Bounds(links=2)).up(TWO)
+        decode.now += 1
+        grant = decode.open(8, ONE)
+        decode.close(grant)
+        decode.hear(ack(8, grant))
+        told = decode.do(lambda: decode.open(9, (third,)))
+        assert told[:3] == [HangUp(OTHER_KEY), StopWatch(OTHER_KEY), Dial(key_of(third))]
+        assert len(decode.core.links.peers) == 2
+
+    def test_one_that_owes_nothing_is_found_beside_one_that_does(self) -> None:
+        decode = LoneDecode(bounds=Bounds(links=2)).up(TWO)
+        decode.lent(8, TWO[1:])
+        told = decode.do(lambda: decode.open(9, (rank_info(rank=5, incarnation=303),)))
+        assert told[:2] == [HangUp(KEY), StopWatch(KEY)]
+
+
+class TestHeartbeats:
+    def test_both_ways_keep_a_link_up(self, decode: LoneDecode) -> None:
+        for _ in range(12):
+            assert decode.tick(0.9) == [] and decode.endpoint.next_tick() == decode.now + 0.1
+            assert decode.tick(0.1) == [to(beat(2))], "every grant below 2 has ended"
+            assert decode.hear(beat()) == []
+        assert link(decode) is LinkPhase.UP
+
+    def test_they_say_what_is_settled_and_known_to_prefill(self, decode: LoneDecode) -> None:
+        first, second = decode.lent(7), decode.lent(8)
+        assert decode.tick(1)[0] == to(beat(2)), "the second and third are open"
+        decode.hear(chunk_done(0, 3, True, room=8, grant=second.grant))
+        assert to(beat(2)) in decode.tick(1), "the second is open"
+        decode.hear(chunk_done(0, 3, True, grant=first.grant))
+        assert to(beat(4)) in decode.tick(1)
+
+    @pytest.mark.parametrize(("late_s", "lost_at_s"), [(2.0, 7.0), (9.0, 9.0)])
+    def test_its_own_standstill_is_nobodys_silence(self, decode: LoneDecode, late_s: float, lost_at_s: float) -> None:
+        decode.lent()
+        decode.now += 4
+        decode.endpoint.credit_stall(late_s, decode.now)
+        decode.tick()
+        decode.tick(lost_at_s - 4 - 0.1)
+        assert link(decode) is LinkPhase.UP
+        decode.tick(0.1)
+        assert link(decode) is LinkPhase.SILENT
+
+
+class TestSilence:
+    def test_an_idle_link_is_dropped_and_says_what_is_settled(self, decode: LoneDecode) -> None:
+        told = decode.tick(5)
+        assert told == [to(register(fresh_from=2)), to(beat(2)), HangUp(KEY), StopWatch(KEY)]
+        assert list(decode.endpoint.peers) == [] and len(decode.core.deadlines) == 0
+
+    def test_rooms_end_and_what_was_lent_waits_for_proof(self, decode: LoneDecode) -> None:
+        record, waiting = decode.lent(7), decode.open(8)
+        decode.asked()
+        told = decode.tick(5)
+        assert to(register(fresh_from=4)) in told and decode.endpoint.next_tick() == float("-inf")
+        told = decode.tick()
+        assert told == [RoomFailed(record.grant, SILENT), *quarantined(record.grant), *over(waiting, SILENT)], (
+            "an Abort would only wait in a queue"
+        )
+        assert record.state.cause == SILENT and decode.counts.endings == {
+            "aborted:client_gone": 1,
+            "lost:peer_lost": 1,
+            "failed:peer_lost": 1,
+        }
+        assert len(decode.core.ledger) == 1 and decode.core.ledger.quarantined_pages == 3
+
+    def test_it_registers_again_and_dials_again_until_it_is_accepted(self, decode: LoneDecode) -> None:
+        record = decode.lent()
+        decode.tick(5)
+        decode.tick()
+        assert decode.endpoint.next_tick() == decode.now + 1
+        for _ in range(4):
+            assert decode.tick(1) == [to(register(fresh_from=3))]
+            assert decode.hear(beat()) == [] and link(decode) is LinkPhase.SILENT
+        assert decode.tick(1) == [HangUp(KEY), Dial(KEY), to(register(fresh_from=3))]
+        assert decode.tick(1) == [to(register(fresh_from=3))], "and the wait for the next dial begins anew"
+        told = decode.hear(registered(fresh_from=3))
+        assert told == [to(abort(grant=record.grant, cause=SILENT))] and link(decode) is LinkPhase.UP
+        assert decode.hear(ack(grant=record.grant)) == [FreePages(record.grant)]
+        assert decode.tick(1)[-1] == to(beat(3))
+
+    def test_a_silent_prefill_that_refuses_is_asked_once(self, decode: LoneDecode) -> None:
+        """It lives, and may know what became of its writes; it answers every Register the same way."""
+        record = decode.lent()
+        decode.tick(5)
+        decode.tick()
+        asked = [to(abort(grant=record.grant, cause=SILENT))]
+        assert decode.hear(registered("full")) == asked and link(decode) is LinkPhase.SILENT
+        assert decode.hear(registered("full")) == []
+        decode.tick(1)
+        assert decode.tick() == asked, "its Abort is repeated until it is answered"
+        decode.hear(ack(grant=record.grant, drained=False))
+        assert decode.hear(registered("full")) == []
+        assert decode.hear(registered(fresh_from=3)) == asked, "accepted, it is asked again"
+        decode.tick(5)
+        decode.tick()
+        assert decode.hear(registered("full")) == asked, "and once in every silence"
+
+    def test_when_its_last_loan_ends_it_is_dropped(self, decode: LoneDecode) -> None:
+        record = decode.lent()
+        decode.tick(5)
+        decode.tick()
+        told = decode.hear(ack(grant=record.grant))
+        assert told == [FreePages(record.grant), to(beat(3)), HangUp(KEY), StopWatch(KEY)]
+        assert list(decode.endpoint.peers) == [] and len(decode.core.deadlines) == 0
+
+
+class TestTheWriterDies:
+    def test_its_rooms_and_loans_end_at_once(self, decode: LoneDecode) -> None:
+        record, waiting = decode.lent(7), decode.open(8)
+        decode.asked()
+        decode.endpoint.writer_died(KEY, decode.now)
+        told = decode.asked()
+        assert told == [
+            HangUp(KEY),
+            RoomFailed(record.grant, DIED),
+            *quarantined(record.grant),
+            *over(waiting, DIED),
+            FreePages(record.grant),
+            StopWatch(KEY),
+        ]
+        assert list(decode.endpoint.peers) == [] and len(decode.core.ledger) == 0
+        decode.endpoint.writer_died(KEY, decode.now)
+        assert decode.asked() == []
+
+    def test_of_a_silent_link(self, decode: LoneDecode) -> None:
+        record = decode.lent()
+        decode.tick(5)
+        decode.tick()
+        decode.endpoint.writer_died(KEY, decode.now)
+        told = [to(beat(2)), HangUp(KEY), FreePages(record.grant), StopWatch(KEY)]
+        assert decode.asked() == told and decode.core.ledger.quarantined_pages == 0
+
+    def test_of_a_link_that_is_gone(self, decode: LoneDecode) -> None:
+        """Replaced by another incarnation, it is kept for what it owes."""
+        record = decode.lent()
+        decode.hear(registered(source=OTHER_PREFILL, asked=PREFILL))
+        assert link(decode) is LinkPhase.GONE
+        with pytest.raises(LostError, match="is gone: prefill at .* restarted"):
+            decode.open(8)
+        decode.endpoint.writer_died(KEY, decode.now)
+        assert decode.asked() == [FreePages(record.grant), StopWatch(KEY)]
+
+
+class TestDeclaredDead:
+    def test_its_rooms_and_loans_end_on_that_word(self, decode: LoneDecode) -> None:
+        first, second = decode.lent(7), decode.lent(8)
+        decode.tick(5)
+        decode.tick()
+        why = Cause(Code.PEER_LOST, f"{AT} was declared dead: rack 4 burns")
+        assert decode.endpoint.declare_dead(PREFILL, "rack 4 burns", decode.now) == (2, 6)
+        told = decode.asked()
+        assert told == [
+            *(to(abort(7, first.grant, cause=SILENT)), to(abort(8, second.grant, cause=SILENT))),
+            *(to(beat(2)), HangUp(KEY)),
+            *(FreePages(first.grant), FreePages(second.grant), StopWatch(KEY)),
+        ], "should it live, it is told to stop"
+        assert decode.counts.declared_dead == 1 and len(decode.core.ledger) == 0
+        with pytest.raises(LostError, match="prefill 0000000000000065 at tcp://prefill:3 was declared dead"):
+            decode.open(9)
+        with pytest.raises(MisuseError, match="no prefill 0000000000000065 is linked here"):
+            decode.endpoint.declare_dead(PREFILL, "again", decode.now)
+        assert why.text and decode.open(9, TWO[1:]) == 4
+
+    def test_while_it_is_up(self, decode: LoneDecode) -> None:
+        record, waiting = decode.lent(7), decode.open(8)
+        decode.asked()
+        why = Cause(Code.PEER_LOST, f"{AT} was declared dead: rack 4 burns")
+        assert decode.endpoint.declare_dead(PREFILL, "rack 4 burns", decode.now) == (2, 0)
+        assert decode.asked() == [
+            *(to(abort(7, record.grant, cause=why)), to(abort(8, waiting, cause=why)), HangUp(KEY)),
+            *(RoomFailed(record.grant, why), *quarantined(record.grant)),
+            *over(waiting, why),
+            *(FreePages(record.grant), StopWatch(KEY)),
+        ]
+        assert list(decode.endpoint.peers) == []
+
+    def test_every_rank_of_that_process(self, fresh: LoneDecode) -> None:
+        fresh.up()
+        fresh.up((rank_info(control="tcp://elsewhere:1"),))
+        fresh.lent(7)
+        fresh.lent(8, (rank_info(control="tcp://elsewhere:1"),))
+        assert fresh.endpoint.declare_dead(PREFILL, "gone", fresh.now)[0] == 2
+        assert list(fresh.endpoint.peers) == []
