@@ -251,7 +251,7 @@ def _end_other_half(core: PrefillCore, peer: DecodePeer, message: wire.Abort, no
 def _end_engine_half(core: PrefillCore, room: wire.RoomId, cause: Cause, now: float) -> None:
     record = core.rooms.get(room)
     if record is None:
-        core.record_outcome(room, Side.DECODE, cause, now, came=False)
+        core.record_outcome(room, Side.DECODE, cause, now)
     elif record.phase is PrefillPhase.EXPECTED:
         core.feed_room(record, PrefillEvent(PrefillKind.ENDED_LOCALLY, cause=cause), now)
         core.rendezvous.take(room, Side.DECODE)  # decode knows

@@ -165,9 +165,7 @@ def abort(
     return wire.Abort(cause=cause, **head(room, grant, target, source))
 
 
-def ask(
-    *beliefs: tuple[int, int, int], target: Incarnation = DECODE, source: Incarnation = PREFILL
-) -> wire.Resync:
+def ask(*beliefs: tuple[int, int, int], target: Incarnation = DECODE, source: Incarnation = PREFILL) -> wire.Resync:
     """A Resync about rooms given as (room, grant, next_seq)."""
     rooms = tuple(wire.Belief(RoomId(room), GrantId(grant), seq) for room, grant, seq in beliefs)
     return wire.Resync(rooms=rooms, **between(target, source))
@@ -319,4 +317,3 @@ class LoneDecode:
 
 def to(message: wire.Message, key: PeerKey = KEY) -> tuple[PeerKey, wire.Message]:
     return key, message
-

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 
 from kvflow.protocols.commands import (
@@ -371,7 +373,7 @@ class TestAsking:
         for _ in range(80):
             decode.hear(beat())
             sent += [decode.now - START] * (to(announce(grant=grant)) in decode.tick(0.5))
-        assert [b - a for a, b in zip(sent, sent[1:], strict=False)][:5] == [1.0, 2.0, 4.0, 8.0, 8.0]
+        assert [b - a for a, b in itertools.pairwise(sent)][:5] == [1.0, 2.0, 4.0, 8.0, 8.0]
 
     def test_it_asks_from_the_first_chunk_it_has_not_received(self, decode: LoneDecode) -> None:
         decode.lent()

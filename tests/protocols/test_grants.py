@@ -131,7 +131,9 @@ def test_a_claim_to_have_settled_what_was_never_offered_changes_nothing(below: i
     closed(table, 2, drained=False)
     assert table.settle(GrantId(below)) is None
     assert (table.low_water, table.remembered, table.phase(GrantId(2))) == (1, 1, P.DOUBTFUL)
+    closed(table, 3)
     assert table.settle(GrantId(3)) == [] and table.low_water == 3
+    assert table.phase(GrantId(3)) is P.CLOSED and table.remembered == 1, "the bound itself is not settled"
 
 
 def test_a_new_table_begins_where_decode_says() -> None:

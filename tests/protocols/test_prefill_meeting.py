@@ -1,4 +1,4 @@
-"""Prefill's half of a room and decode's: they meet in either order, or each is told why the other does not come (I4)."""
+"""Prefill's half of a room and decode's: they meet in either order, or each hears why the other does not come (I4)."""
 
 from __future__ import annotations
 
@@ -44,6 +44,7 @@ class TestMeeting:
     def test_the_engine_first(self, prefill: LonePrefill) -> None:
         record = prefill.open()
         assert prefill.asked() == [] and record.phase is PrefillPhase.EXPECTED and record.half
+        assert (record.grant, record.prefix_tokens) == (0, 0), "not known yet"
         assert prefill.hear(announce()) == [] and record.phase is PrefillPhase.ANNOUNCED
         assert prefill.hear(bootstrap(prefix=4, pages=(7, 2))) == [RoomMatched(record.serial, 4)]
         assert record.target_pages.tolist() == [7, 2] and not record.half
@@ -183,9 +184,23 @@ class TestTheOtherHalfNeverComes:
 
     def test_decode_withdraws_what_it_announced(self, prefill: LonePrefill) -> None:
         assert prefill.hear(announce(), abort()) == [ack()]
-        assert prefill.core.rendezvous.announced == {} and prefill.core.peers[abort().target].grants.all_settled
+        grants = prefill.core.peers[abort().target].grants
+        assert prefill.core.rendezvous.announced == {} == grants.announcements.rooms
+        assert grants.all_settled and grants.remembered == 1
         record = prefill.open()
         assert prefill.asked() == stopped(record, GONE)
+
+    def test_decode_refuses_while_the_engine_waits(self, prefill: LonePrefill) -> None:
+        record = prefill.open()
+        assert prefill.hear(abort()) == [*stopped(record, GONE), ack()]
+        assert prefill.hear(announce(7, 2)) == [], "decode knows: the next room of this id is a new one"
+
+    def test_both_give_up_and_neither_is_told_of_the_other_later(self, prefill: LonePrefill) -> None:
+        prefill.hear(abort())
+        prefill.endpoint.refuse_room(7, BROKEN, prefill.now)
+        assert prefill.asked() == [] == prefill.hear(announce(7, 2))
+        prefill.close(prefill.open(8))
+        assert prefill.hear(abort(8, 3)) == [ack(8, 3)] and not prefill.open(8).ended
 
     def test_an_abort_about_an_older_grant_leaves_the_newer_announcement(self, prefill: LonePrefill) -> None:
         prefill.hear(announce(7, 2))

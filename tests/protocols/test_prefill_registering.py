@@ -55,6 +55,8 @@ def test_a_decode_is_accepted_when_its_route_is_open() -> None:
     prefill.endpoint.route_opened(DECODE, prefill.now)
     prefill.endpoint.route_refused(DECODE, "too late", prefill.now)
     prefill.endpoint.route_opened(OTHER_DECODE, prefill.now)
+    prefill.endpoint.route_refused(OTHER_DECODE, "never asked", prefill.now)
+    prefill.endpoint.peer_died(OTHER_DECODE, prefill.now)
     assert prefill.asked() == []
     assert [peer.incarnation for peer in prefill.endpoint.peers] == [DECODE]
 
@@ -218,7 +220,10 @@ class TestPlacesAreBounded:
         assert list(prefill.core.displaced) == [OTHER_DECODE], "the other one made place, and is remembered"
         prefill.tick(5)
         prefill.up(OTHER_DECODE)
-        assert list(prefill.core.displaced) == [THIRD_DECODE], "so many are remembered, the latest ones"
+        assert list(prefill.core.displaced) == [THIRD_DECODE]
+        prefill.tick(5)
+        prefill.up(wire.Incarnation(111))
+        assert list(prefill.core.displaced) == [DECODE], "so many are remembered, the latest ones"
 
 
 class TestWhatWasWithdrawn:

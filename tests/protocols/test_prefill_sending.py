@@ -47,6 +47,7 @@ class TestChunks:
         assert record.phase is PrefillPhase.TRANSFERRING and list(prefill.core.writes) == [2]
         done = [chunk_done(1, 1, True, b"h"), RoomDone(1), RoomReleased(1)]
         assert prefill.ended(2) == done and record.phase is PrefillPhase.SUCCESS
+        assert prefill.hear(bootstrap()) == [chunk_done(0, 2, checksum=b"sum"), done[0]], "it missed them"
         assert prefill.counts.endings == {"success": 1} and not prefill.core.writes and not prefill.endpoint.rooms
         assert len(prefill.core.deadlines) == 1 and len(prefill.core.rendezvous) == 0
 
@@ -247,9 +248,9 @@ class TestRoomsThatEndWhileTheyWrite:
         first, second = prefill.matched(7, 1), prefill.matched(8, 2)
         prefill.send(first, 1)
         prefill.endpoint.peer_died(DECODE, prefill.now)
-        assert prefill.asked() == [
-            *(RoomStopped(1, DIED), CancelWrite(1), RoomStopped(2, DIED), RoomReleased(2))
-        ], "nothing is sent to it"
+        assert prefill.asked() == [*(RoomStopped(1, DIED), CancelWrite(1), RoomStopped(2, DIED), RoomReleased(2))], (
+            "nothing is sent to it"
+        )
         assert second.ended
         assert prefill.hear(beat(), announce(9, 9)) == [] and prefill.counts.stale == 2
         assert prefill.register() == [] and [p.phase for p in prefill.endpoint.peers] == [PeerPhase.DEAD]
@@ -257,6 +258,19 @@ class TestRoomsThatEndWhileTheyWrite:
         assert prefill.asked() == []
         assert prefill.ended(1) == [RoomReleased(1), CloseRoute(DECODE)], "the route last: no write runs on it"
         assert list(prefill.endpoint.peers) == [] and len(prefill.core.deadlines) == 0
+
+    @pytest.mark.parametrize("lost", ["silent", "dead"])
+    def test_by_decode_which_is_lost_before_it_has_drained(self, prefill: LonePrefill, lost: str) -> None:
+        record = prefill.matched()
+        prefill.send(record, 1)
+        prefill.hear(abort())
+        if lost == "dead":
+            prefill.endpoint.peer_died(DECODE, prefill.now)
+        assert prefill.tick(5) == [] == prefill.tick(5)
+        assert prefill.ended(1) == (
+            [RoomReleased(1), CloseRoute(DECODE)] if lost == "dead" else [ack(), RoomReleased(1)]
+        )
+        assert record.state.cause == GONE
 
     def test_by_leaving(self, prefill: LonePrefill) -> None:
         record = prefill.matched()

@@ -130,3 +130,4 @@ def test_many_deadlines_strike_a_few_at_a_time(prefill: LonePrefill) -> None:
 def test_its_times_and_bounds_have_defaults() -> None:
     prefill = LonePrefill(timing=None)
     assert prefill.core.timing == Timing() and prefill.core.bounds == Bounds()
+    assert LonePrefill(timing=Timing(lost_after_s=0.5)).endpoint.unavailable_reason == "", "nothing has stood still yet"
