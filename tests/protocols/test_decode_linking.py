@@ -225,7 +225,7 @@ class TestWhichRanks:
         decode.lent()
         decode.tick(5)
         decode.tick()
-        with pytest.raises(LostError, match="prefill at tcp://prefill:3 is silent: prefill at .* was silent for 5 s"):
+        with pytest.raises(LostError, match=r"prefill at tcp://prefill:3 is silent: prefill at .* was silent for 5 s"):
             decode.open(8)
 
     def test_the_link_that_was_idle_for_longest_makes_place(self) -> None:
@@ -374,7 +374,7 @@ class TestTheWriterDies:
         record = decode.lent()
         decode.hear(registered(source=OTHER_PREFILL, asked=PREFILL))
         assert link(decode) is LinkPhase.GONE
-        with pytest.raises(LostError, match="is gone: prefill at .* restarted"):
+        with pytest.raises(LostError, match=r"is gone: prefill at .* restarted"):
             decode.open(8)
         decode.endpoint.writer_died(KEY, decode.now)
         assert decode.asked() == [FreePages(record.grant), StopWatch(KEY)]

@@ -44,7 +44,7 @@ class TestMeeting:
     def test_the_engine_first(self, prefill: LonePrefill) -> None:
         record = prefill.open()
         assert prefill.asked() == [] and record.phase is PrefillPhase.EXPECTED and record.half
-        assert (record.grant, record.prefix_tokens) == (0, 0), "not known yet"
+        assert (record.grant, record.prefix_tokens, len(record.target_pages)) == (0, 0, 0), "not known yet"
         assert prefill.hear(announce()) == [] and record.phase is PrefillPhase.ANNOUNCED
         assert prefill.hear(bootstrap(prefix=4, pages=(7, 2))) == [RoomMatched(record.serial, 4)]
         assert record.target_pages.tolist() == [7, 2] and not record.half

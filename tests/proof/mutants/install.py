@@ -65,7 +65,7 @@ class Functions:
                 self._found[one.__code__.co_filename, one.__code__.co_qualname].append(one)
 
     def change(self, path: Path, mutant: Mutant) -> bool:
-        """Give all of them the mutant's code, and those that they have made already; False when that is not possible."""
+        """Give all of them the mutant's code, also those that they have made; False when that is not possible."""
         code = _code_named(mutated_code(path, mutant), mutant.function)
         if code is None or (str(path), mutant.function) not in self._found:
             return False
