@@ -16,7 +16,7 @@ from kvflow.protocols.commands import (
     WatchWriter,
 )
 from kvflow.protocols.errors import CapacityError, Cause, Code, LostError, MisuseError, PeerError
-from kvflow.protocols.limits import Bounds
+from kvflow.protocols.limits import Bounds, Timing
 from kvflow.protocols.machines.link import LinkPhase
 from tests.protocols.alone import (
     GONE,
@@ -121,6 +121,28 @@ class TestRegistering:
         decode.endpoint.locked_out(KEY, "an old key", decode.now)
         decode.endpoint.locked_out(OTHER_KEY, "an old key", decode.now)
         assert decode.asked() == [] and link(decode) is LinkPhase.UP
+        decode.lent()
+        decode.tick(5)
+        decode.tick()
+        decode.endpoint.locked_out(KEY, "an old key", decode.now)
+        assert decode.asked() == [] and link(decode) is LinkPhase.SILENT
+
+    def test_a_heartbeat_is_sent_as_soon_as_it_is_due(self) -> None:
+        fresh = LoneDecode(timing=Timing(heartbeat_s=0.5, repeat_after_s=2.0))
+        fresh.open()
+        fresh.hear(registered(fresh_from=1))
+        assert fresh.endpoint.next_tick() == START + 0.5, "not when Register was to be repeated"
+
+    def test_silence_is_looked_at_when_it_may_be_too_long(self) -> None:
+        decode = LoneDecode(timing=Timing(heartbeat_s=60.0, repeat_after_s=60.0)).up()
+        decode.lent()
+        decode.now += 1
+        decode.hear(beat())
+        assert decode.tick() == [] and decode.endpoint.next_tick() == START + 6
+        decode.endpoint.credit_stall(1.0, decode.now + 1)
+        assert decode.tick(5) == [] and decode.endpoint.next_tick() == START + 7
+        decode.tick(1)
+        assert link(decode) is LinkPhase.SILENT
 
     def test_the_address_of_the_writer_is_the_first_that_was_named(self, fresh: LoneDecode) -> None:
         fresh.open()
@@ -185,6 +207,8 @@ class TestRegistering:
         ]
         assert decode.hear(*foreign) == [] and decode.counts.foreign == 5
         assert decode.hear(chunk_done(0, 3, True), key=OTHER_KEY) == [] and decode.counts.foreign == 6
+        assert decode.hear(chunk_done(0, 3, True, source=OTHER_PREFILL, rank=4), key=OTHER_KEY) == []
+        assert decode.counts.foreign == 7, "it is not linked"
         assert record.state.next_seq == (0,)
 
 
@@ -225,6 +249,7 @@ class TestWhichRanks:
         decode.lent()
         decode.tick(5)
         decode.tick()
+        decode.tick(1)
         with pytest.raises(LostError, match=r"prefill at tcp://prefill:3 is silent: prefill at .* was silent for 5 s"):
             decode.open(8)
 
@@ -285,6 +310,23 @@ class TestSilence:
         told = decode.tick(5)
         assert told == [to(register(fresh_from=2)), to(beat(2)), HangUp(KEY), StopWatch(KEY)]
         assert list(decode.endpoint.peers) == [] and len(decode.core.deadlines) == 0
+        ledger = decode.core.ledger
+        assert not ledger._by_source and not ledger._acknowledged, "nothing is kept of it"
+
+    def test_what_it_knows_and_what_is_settled(self, decode: LoneDecode) -> None:
+        """The third grant ended in silence, and was never acknowledged: only an acceptance says that it is known."""
+        for answer, settled in ((registered("full"), 3), (registered(fresh_from=4), 4)):
+            decode = LoneDecode().up()
+            record, waiting = decode.lent(7), decode.open(8)
+            decode.tick(5)
+            decode.tick()
+            decode.hear(answer)
+            decode.hear(ack(grant=record.grant))
+            told = decode.asked() + decode.tick(1)
+            beats = [message for _, message in filter(lambda one: isinstance(one, tuple), told)]
+            assert (waiting, beat(settled) in beats) == (3, settled == 4)
+            if settled == 4:
+                assert decode.tick(3.75) and link(decode) is LinkPhase.UP, "it was received from when it accepted"
 
     def test_rooms_end_and_what_was_lent_waits_for_proof(self, decode: LoneDecode) -> None:
         record, waiting = decode.lent(7), decode.open(8)
@@ -304,7 +346,7 @@ class TestSilence:
 
     def test_it_registers_again_and_dials_again_until_it_is_accepted(self, decode: LoneDecode) -> None:
         record = decode.lent()
-        decode.tick(5)
+        assert Dial(KEY) not in decode.tick(5)
         decode.tick()
         assert decode.endpoint.next_tick() == decode.now + 1
         for _ in range(4):
@@ -374,6 +416,7 @@ class TestTheWriterDies:
         record = decode.lent()
         decode.hear(registered(source=OTHER_PREFILL, asked=PREFILL))
         assert link(decode) is LinkPhase.GONE
+        assert "link" not in {timer.kind for timer in decode.core.deadlines}, "nothing is due"
         with pytest.raises(LostError, match=r"is gone: prefill at .* restarted"):
             decode.open(8)
         decode.endpoint.writer_died(KEY, decode.now)
@@ -412,6 +455,12 @@ class TestDeclaredDead:
             *(FreePages(record.grant), StopWatch(KEY)),
         ]
         assert list(decode.endpoint.peers) == []
+
+    def test_and_nobody_elses(self) -> None:
+        decode = LoneDecode().up(TWO)
+        decode.lent(8, TWO[1:])
+        assert decode.endpoint.declare_dead(PREFILL, "gone", decode.now) == (0, 0)
+        assert [peer.key for peer in decode.endpoint.peers] == [OTHER_KEY] and len(decode.endpoint.rooms) == 1
 
     def test_every_rank_of_that_process(self, fresh: LoneDecode) -> None:
         fresh.up()

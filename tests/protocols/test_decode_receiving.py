@@ -23,6 +23,7 @@ from kvflow.protocols.decode_rooms import DecodeRoomRecord
 from kvflow.protocols.errors import AbortedError, Cause, Code, LostError, MisuseError, QuarantineError
 from kvflow.protocols.limits import Bounds, Timing
 from kvflow.protocols.machines.decode_room import DecodePhase
+from kvflow.protocols.machines.link import LinkPhase
 from kvflow.protocols.wire.messages import GrantId, Message
 from tests.protocols.alone import (
     BROKEN,
@@ -31,6 +32,7 @@ from tests.protocols.alone import (
     ONE,
     OTHER_KEY,
     OTHER_PREFILL,
+    PREFILL,
     START,
     TWO,
     LoneDecode,
@@ -136,6 +138,13 @@ class TestLending:
         assert decode.endpoint.lend(grant, indices(1, 2, 3), decode.now) is False and decode.asked() == []
         assert decode.close(grant) == [] and decode.hear(ack(grant=grant)) == []
 
+    def test_prefill_is_given_time_to_answer_it(self, decode: LoneDecode) -> None:
+        grant = decode.open()
+        decode.now += 0.375
+        decode.lend(grant)
+        assert to(ask((7, grant, 0))) not in decode.tick(0.375)
+        assert to(ask((7, grant, 0))) in decode.tick(0.125)
+
     def test_a_rank_that_has_ended_its_half_is_offered_nothing(self) -> None:
         decode = LoneDecode().up(TWO)
         grant = decode.open(ranks=TWO)
@@ -164,6 +173,12 @@ class TestChunks:
         for message in (done(0, 1), done(2, 1), done(1, 1, room=8), chunk_done(1, 1, grant=9)):
             assert decode.hear(message) == []
         assert decode.counts.stale == 4 and record.state.filled == (1,)
+
+    def test_a_rank_that_could_not_vouch_for_its_writes_lands_nothing_more(self, decode: LoneDecode) -> None:
+        record = decode.lent()
+        decode.hear(ack(grant=G, drained=False))
+        assert decode.hear(done(0, 1), done(0, 3, True)) == [] and decode.counts.stale == 2
+        assert record.state.filled == (0,) and len(decode.core.ledger) == 1
 
     def test_what_does_not_add_up_ends_the_room(self, decode: LoneDecode) -> None:
         record = decode.lent()
@@ -245,6 +260,18 @@ class TestVerifiedChunks:
         self.summed(decode, 1, b"d", 1, grant)
         assert record.state.finished == 0b10 and decode.counts.mismatched == 0
 
+    def test_a_chunk_without_pages_has_no_sum(self, decode: LoneDecode) -> None:
+        decode.lent()
+        decode.hear(done(0, 3, checksum=b"a"))
+        assert decode.hear(done(1, 0, True, b"h")) == [VerifyChunk(G, 0, 1, 3, 0)]
+        assert self.summed(decode, 0, b"a") == [] and self.summed(decode, 1, b"") == [RoomLanded(G, b"h"), RoomEnded(G)]
+
+    def test_prefill_gives_up_a_room_whose_last_chunk_is_being_summed(self, decode: LoneDecode) -> None:
+        decode.lent()
+        decode.hear(done(0, 3, True, checksum=b"a"))
+        ended = [StopVerifying(G), RoomFailed(G, BROKEN), FreePages(G), RoomEnded(G)]
+        assert decode.hear(failed(BROKEN, grant=G)) == ended, "its loan has ended already"
+
     def test_a_room_that_ends_stops_them(self, decode: LoneDecode) -> None:
         record = decode.lent()
         decode.hear(done(0, 1, checksum=b"a"))
@@ -262,6 +289,8 @@ class TestEndings:
         assert decode.core.ledger.quarantined_pages == 3
         assert decode.hear(ack(grant=G)) == [FreePages(G), RoomEnded(G)] and record.phase is DecodePhase.ABORTED
         assert record.state.cause == GONE and decode.core.ledger.quarantined_pages == 0
+        told = [line.what for line in record.story.lines()]
+        assert told == ["lent", "ended_locally", "ended_locally", "room_failed", "loans_ended"], "also what came late"
         assert decode.hear(ack(grant=G)) == [] and decode.counts.stale == 1
 
     def test_and_prefill_cannot_say(self, decode: LoneDecode) -> None:
@@ -270,6 +299,7 @@ class TestEndings:
         assert decode.hear(ack(room=8, grant=G)) == [] and decode.counts.stale == 1
         assert decode.hear(ack(grant=G, drained=False)) == [QuarantinePages(G), RoomEnded(G)]
         assert record.phase is DecodePhase.LOST and decode.counts.endings["lost:client_gone"] == 1
+        assert record.story.lines()[-1].text == "transfer_error: prefill cannot prove where its writes went"
         decode.endpoint.writer_died(KEY, decode.now)
         assert decode.asked() == [HangUp(KEY), FreePages(G), StopWatch(KEY)]
 
@@ -301,6 +331,9 @@ class TestEndings:
         decode.lent()
         assert decode.hear(failed(BROKEN, room=8, grant=G), failed(BROKEN, grant=9)) == []
         assert decode.counts.stale == 2
+        decode.up(TWO[1:])
+        assert decode.hear(failed(BROKEN, grant=G, source=OTHER_PREFILL, rank=4), key=OTHER_KEY) == []
+        assert decode.counts.stale == 3 and G in decode.endpoint.rooms, "it is not one of the room's ranks"
 
     def test_the_last_chunk_of_a_room_that_drains_is_proof_all_the_same(self, decode: LoneDecode) -> None:
         decode.lent()
@@ -312,10 +345,10 @@ class TestEndings:
         assert "success" not in decode.counts.endings
 
     def test_by_its_deadline(self, decode: LoneDecode) -> None:
-        record = decode.lent(deadline_at_s=START + 2.504)
-        decode.tick(2.5)
+        record = decode.lent(deadline_at_s=START + 2.254)
+        decode.tick(2.25)
         assert record.phase is DecodePhase.WAITING_FOR_INPUT
-        why = Cause(Code.DEADLINE, "room 7: deadline of 2.5 s has passed")
+        why = Cause(Code.DEADLINE, "room 7: deadline of 2.25 s has passed")
         told = decode.tick(0.01)
         assert told[:2] == [RoomFailed(G, why), to(abort(grant=G, cause=why))]
         decode.hear(ack(grant=G))
@@ -352,8 +385,24 @@ class TestAborts:
         decode.hear(ack(grant=first.grant))
         (peer,) = decode.endpoint.peers
         assert peer.repeat_after_s == 0.5
+        assert decode.tick() == [] == decode.tick(), "soon, and not at once"
         decode.tick(0.5)
         assert decode.tick() == [to(abort(8, second.grant))]
+        decode.hear(ack(8, second.grant))
+        decode.tick(1)
+        decode.tick(1)
+        assert "repeat" not in {timer.kind for timer in decode.core.deadlines}, "nothing is asked for any more"
+
+    def test_answers_to_others_do_not_put_them_off(self, decode: LoneDecode) -> None:
+        decode.now += 1
+        decode.tick()
+        first, second = decode.lent(7), decode.lent(8)
+        decode.close(first.grant)
+        decode.close(second.grant)
+        decode.now += 0.375
+        decode.hear(ack(grant=first.grant))
+        decode.tick(0.125)
+        assert to(abort(8, second.grant)) in decode.tick()
 
     def test_only_what_is_recalled_is_repeated(self, decode: LoneDecode) -> None:
         decode.lent(7)
@@ -372,7 +421,9 @@ class TestAsking:
         sent = []
         for _ in range(80):
             decode.hear(beat())
-            sent += [decode.now - START] * (to(announce(grant=grant)) in decode.tick(0.5))
+            told = [message for _, message in decode.tick(0.5)]
+            sent += [decode.now - START] * (announce(grant=grant) in told)
+            assert not any(type(message) is type(ask()) for message in told), "no page was offered"
         assert [b - a for a, b in itertools.pairwise(sent)][:5] == [1.0, 2.0, 4.0, 8.0, 8.0]
 
     def test_it_asks_from_the_first_chunk_it_has_not_received(self, decode: LoneDecode) -> None:
@@ -397,9 +448,12 @@ class TestAsking:
         ], "the other rank has given all it has for the first"
 
     def test_nothing_is_asked_of_a_link_that_is_not_up(self, decode: LoneDecode) -> None:
+        decode.now += 1.625
         decode.lent()
-        decode.tick(5)  # it falls silent; its room is lost in the next tick
-        assert not any(type(entry[1]) is type(ask()) for entry in decode.asked() if isinstance(entry, tuple))
+        told = [decode.tick(after_s) for after_s in (0.5, 1.0, 2.125)]
+        asked = [[message for _, message in sent if type(message) is type(ask())] for sent in told]
+        assert asked == [[ask((7, G, 0))], [ask((7, G, 0))], []], "it fell silent; its room is lost in the next tick"
+        assert decode.core.links.peers[KEY].phase is LinkPhase.SILENT and G in decode.endpoint.rooms
 
     def test_what_prefill_does_not_know_is_offered_again(self, decode: LoneDecode) -> None:
         decode.lent()
@@ -442,6 +496,29 @@ class TestLeaving:
         assert decode.asked() == [to(abort(9, 4, cause=LEAVING))]
         decode.endpoint.leave(decode.now)
         assert decode.asked() == [] and list(decode.endpoint.rooms) == [lent.grant]
+
+    def test_close_hangs_up_on_all(self) -> None:
+        decode = LoneDecode().up(TWO)
+        decode.endpoint.close(decode.now)
+        assert decode.asked() == [HangUp(KEY), StopWatch(KEY), HangUp(OTHER_KEY), StopWatch(OTHER_KEY)]
+
+    def test_a_room_may_end_while_others_are_dealt_with(self, decode: LoneDecode) -> None:
+        rooms = [decode.open(room) for room in range(TICK_WORK + 2)]
+        decode.endpoint.leave(decode.now)
+        assert list(decode.endpoint.rooms) == rooms[-2:]
+        decode.close(rooms[-2])
+        decode.tick()
+        assert not decode.endpoint.rooms and decode.counts.endings["aborted:shutdown"] == TICK_WORK + 1
+
+    def test_and_so_may_its_loans(self, decode: LoneDecode) -> None:
+        """The link is lost, and the last chunk of a room has come before its turn."""
+        rooms = [decode.lent(room) for room in range(TICK_WORK + 3)]
+        grants = [record.grant for record in rooms]
+        decode.hear(registered(source=OTHER_PREFILL, asked=PREFILL))
+        landed = decode.hear(chunk_done(0, 3, True, room=TICK_WORK + 2, grant=grants[-1]))
+        decode.tick()
+        assert RoomLanded(grants[-1], b"") in landed and decode.counts.endings["success"] == 1
+        assert decode.counts.endings["lost:peer_lost"] == TICK_WORK + 2 and len(decode.core.ledger) == TICK_WORK + 2
 
     def test_close_hangs_up_and_leaves_loans_unproven(self, decode: LoneDecode) -> None:
         lent, waiting = decode.lent(7), decode.open(8)
