@@ -154,7 +154,8 @@ class DecodeShell(Shell):
             room.refused = error.cause()
         room.tell_failed(error)
         room.pages_freed()
-        self.call_back_later(room.callbacks)
+        if room.callbacks:
+            self.call_back_later(room.callbacks)
 
     def refuse(self, room: int, ranks: Sequence[RankInfo], cause: Cause) -> None:
         """Tell the prefill legs of a request that is refused here; where none can be reached there is nothing to do."""
@@ -337,7 +338,8 @@ class DecodeShell(Shell):
             room.pages_freed()
         if room.free:
             del self.rooms[room.grant]
-        self.call_back_later(room.callbacks)
+        if room.callbacks:
+            self.call_back_later(room.callbacks)
 
     def _quarantine(self, command: c.QuarantinePages) -> None:
         room = self.rooms[command.grant]

@@ -208,12 +208,14 @@ class PrefillShell(Shell):
     def _done(self, command: c.RoomDone) -> None:
         room = self.rooms[command.serial]
         room.tell_done()
-        self.call_back_later(room.callbacks)
+        if room.callbacks:
+            self.call_back_later(room.callbacks)
 
     def _stopped(self, command: c.RoomStopped) -> None:
         room = self.rooms[command.serial]
         room.tell_stopped(room_error(command.cause))
-        self.call_back_later(room.callbacks)
+        if room.callbacks:
+            self.call_back_later(room.callbacks)
 
     def _released(self, command: c.RoomReleased) -> None:
         room = self.rooms.pop(command.serial, None)

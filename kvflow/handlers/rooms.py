@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Generator, Hashable, Sequence
-from typing import Any, Generic, Protocol, Self, TypeVar, cast
+from typing import Any, Generic, Protocol, Self, TypeVar
 
 from kvflow.handlers.verify import ChunkVerifier
 from kvflow.protocols.arguments import NO_PAGES, own_pages, page_indices
@@ -19,6 +19,7 @@ from kvflow.protocols.prefill_rooms import PrefillRoomRecord
 from kvflow.protocols.wire.messages import GrantId, RoomId
 
 T = TypeVar("T")
+_CLIENT_GONE = Cause(Code.CLIENT_GONE)
 
 
 class Answer(Generic[T]):
@@ -31,7 +32,7 @@ class Answer(Generic[T]):
 
     def __init__(self) -> None:
         self.given = False
-        self._result: T | None = None
+        self._result: Any = None
         self._error: BaseException | None = None
         self._waiting: list[asyncio.Future[None]] = []
 
@@ -48,7 +49,8 @@ class Answer(Generic[T]):
                 raise
         if self._error is not None:
             raise self._error.with_traceback(None)
-        return cast("T", self._result)
+        result: T = self._result
+        return result
 
     def give(self, result: T | None, error: BaseException | None = None) -> None:
         """No effect when it has been given already."""
@@ -189,7 +191,7 @@ class DecodeRoom:
     def close(self, cause: Cause | None = None) -> None:
         """End the room, in any state, any number of times. Before it landed this is an abort: the caller is told at
         once, and pages that are still lent come home when their loans end."""
-        self._shell.close_room(self, cause or Cause(Code.CLIENT_GONE))
+        self._shell.close_room(self, cause or _CLIENT_GONE)
         if not self._kept and self.phase is DecodePhase.SUCCESS:
             self._kept = True
             if self.own_pages is None:
@@ -343,7 +345,7 @@ class PrefillRoom:
 
     def close(self, cause: Cause | None = None) -> None:
         """End the room, in any state, any number of times: decode is told at once, running writes are drained."""
-        self._shell.close_prefill_room(self, cause or Cause(Code.CLIENT_GONE))
+        self._shell.close_prefill_room(self, cause or _CLIENT_GONE)
 
     def on_end(self, callback: Callable[[], None]) -> None:
         """Call back once, when nothing more may be sent; at once if that is so already."""
