@@ -28,10 +28,13 @@ class Answer(Generic[T]):
     Not a future of its own: most answers are there before they are asked for, or are never asked for.
     """
 
-    given = False
-    _result: Any = None
-    _error: BaseException | None = None
-    _waiting: tuple[asyncio.Future[None], ...] = ()
+    __slots__ = ("_error", "_result", "_waiting", "given")
+
+    def __init__(self) -> None:
+        self.given = False
+        self._result: Any = None
+        self._error: BaseException | None = None
+        self._waiting: tuple[asyncio.Future[None], ...] = ()
 
     async def get(self) -> T:
         """Wait for it. Raises: the error."""
