@@ -6,7 +6,7 @@ import asyncio
 import functools
 import logging
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from kvflow.handlers.rooms import PrefillRoom
 from kvflow.handlers.shell import Shell, fenced
@@ -46,7 +46,7 @@ class PrefillShell(Shell):
     ) -> None:
         """With `checksums` every chunk tells decode the checksum of its source pages."""
         core = endpoint.core
-        super().__init__(endpoint, _RUN, core.timing, counts, now)
+        super().__init__(endpoint, core.timing, counts, now)
         self.endpoint, self.pages, self.plane, self.socket = endpoint, pages, plane, socket
         self.num_pages, self.page_bytes = core.identity.layout.num_pages, core.identity.layout.page_bytes
         self.checksums = checksums
@@ -54,6 +54,18 @@ class PrefillShell(Shell):
         self.routes: dict[Incarnation, Route] = {}
         self._writes: dict[int, _OpenWrite] = {}
         self._watches: dict[Incarnation, asyncio.Task[None]] = {}
+        self.runners = {
+            c.SendToDecode: self._send,
+            c.OpenRoute: self._open_route,
+            c.CloseRoute: self._close_route,
+            c.WatchProcess: self._watch_process,
+            c.StartWrite: self._start_write,
+            c.CancelWrite: self._cancel_write,
+            c.RoomMatched: self._matched,
+            c.RoomDone: self._done,
+            c.RoomStopped: self._stopped,
+            c.RoomReleased: self._released,
+        }
         self.spawn(self._read(), "kvflow-prefill-read")
 
     # --- rooms
@@ -221,17 +233,3 @@ class PrefillShell(Shell):
         room = self.rooms.pop(command.serial, None)
         if room is not None:  # the engine's half may never have come
             room.when_released.give(None)
-
-
-_RUN: dict[type, Callable[[PrefillShell, Any], None]] = {
-    c.SendToDecode: PrefillShell._send,
-    c.OpenRoute: PrefillShell._open_route,
-    c.CloseRoute: PrefillShell._close_route,
-    c.WatchProcess: PrefillShell._watch_process,
-    c.StartWrite: PrefillShell._start_write,
-    c.CancelWrite: PrefillShell._cancel_write,
-    c.RoomMatched: PrefillShell._matched,
-    c.RoomDone: PrefillShell._done,
-    c.RoomStopped: PrefillShell._stopped,
-    c.RoomReleased: PrefillShell._released,
-}

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import Callable, Coroutine
 from typing import Any, Protocol
 
 from kvflow.protocols.errors import TransferError
@@ -39,13 +39,12 @@ class Shell:
     def __init__(
         self,
         endpoint: Endpoint,
-        runners: Mapping[type, Callable[[Any, Any], None]],
         timing: Timing,
         counts: Counts,
         now: Callable[[], float],
     ) -> None:
-        """`runners`: by type of command, what runs it: called with this shell and the command."""
-        self._endpoint, self._runners = endpoint, runners
+        self._endpoint = endpoint
+        self.runners: dict[type, Callable[[Any], None]] = {}  # by type of command, what runs it
         self.timing, self.counts, self.now = timing, counts, now
         self._loop = asyncio.get_running_loop()
         self._timer: asyncio.Handle | None = None
@@ -61,13 +60,15 @@ class Shell:
         if self._running:
             return  # a command that feeds the endpoint: the loop below runs what follows
         self._running = True
-        outbox, runners = self._endpoint.outbox, self._runners
-        try:
-            for command in outbox:  # it grows meanwhile
-                runners[type(command)](self, command)
-        finally:
-            outbox.clear()
-            self._running = False
+        outbox, runners = self._endpoint.outbox, self.runners
+        for command in outbox:  # it grows meanwhile
+            try:
+                runners[type(command)](command)
+            except Exception:  # the commands that follow are other rooms'
+                self.counts.handler_errors += 1
+                log.exception("%r failed", command)
+        outbox.clear()
+        self._running = False
         if self.leaving:
             self.changed.set()
         if self._callbacks:

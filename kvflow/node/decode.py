@@ -9,7 +9,8 @@ from collections.abc import Awaitable, Callable, Sequence
 from time import monotonic
 from typing import Any
 
-from kvflow.handlers.decode import Connect, DecodeShell
+from kvflow.handlers.connections import Connect
+from kvflow.handlers.decode import DecodeShell
 from kvflow.handlers.inheritance import Inheritance
 from kvflow.handlers.rooms import DecodeRoom
 from kvflow.memory.pool import PagedPool
