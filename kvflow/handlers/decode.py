@@ -83,21 +83,47 @@ class DecodeShell(Shell):
     def open(
         self,
         room: DecodeRoom,
-        ranks: Sequence[RankInfo] | Callable[[], Awaitable[Sequence[RankInfo]]],
+        ranks: Sequence[RankInfo],
         prompt: Prompt,
         deadline_at_s: float,
         *,
         announce: bool = False,
     ) -> None:
-        """Open a room at `ranks`, or at what they resolve to.
+        """Open a room at `ranks`.
 
         Raises: MisuseError. Every other refusal is the room's: it is raised where the room is awaited.
         """
-        if callable(ranks):
-            work = self._resolve_and_open(room, ranks, prompt, deadline_at_s)
-            room.opening = self.spawn(work, f"{_OPENING}{room.room}")
+        endpoint, now = self.endpoint, self.now()
+        try:
+            room.grant = endpoint.open_room(
+                room.room, ranks, prompt, now=now, deadline_at_s=deadline_at_s, announce=announce
+            )
+        except CapacityError as error:
+            self._refused(room, error)
+        except MisuseError as error:
+            self._refused(room, error)
+            if room.opening is None:
+                raise
+        except KvflowError as error:
+            self._refused(room, error)
         else:
-            self._open(room, ranks, prompt, deadline_at_s, announce=announce)
+            room.record = endpoint.rooms[room.grant]
+            room.owner = ("grant", room.grant)
+            self.rooms[room.grant] = room
+            if self.checksums is not None:
+                room.verifier = ChunkVerifier(self.pages, self.checksums, room.idle)
+        self.run()
+
+    def resolve_and_open(
+        self,
+        room: DecodeRoom,
+        resolve: Callable[[], Awaitable[Sequence[RankInfo]]],
+        prompt: Prompt,
+        deadline_at_s: float,
+    ) -> None:
+        """Open a room at the ranks that `resolve` finds; every refusal is the room's."""
+        work = self._resolve_and_open(room, resolve, prompt, deadline_at_s)
+        room.opening = self.spawn(work, f"{_OPENING}{room.room}")
 
     async def _resolve_and_open(
         self,
@@ -123,31 +149,7 @@ class DecodeShell(Shell):
             if room.refused is not None:  # closed meanwhile: the prefill legs are told
                 self.refuse(room.room, ranks, room.refused)
             else:
-                self._open(room, ranks, prompt, deadline_at_s, announce=True)
-
-    def _open(
-        self, room: DecodeRoom, ranks: Sequence[RankInfo], prompt: Prompt, deadline_at_s: float, *, announce: bool
-    ) -> None:
-        endpoint, now = self.endpoint, self.now()
-        try:
-            room.grant = endpoint.open_room(
-                room.room, ranks, prompt, now=now, deadline_at_s=deadline_at_s, announce=announce
-            )
-        except CapacityError as error:
-            self._refused(room, error)
-        except MisuseError as error:
-            self._refused(room, error)
-            if room.opening is None:
-                raise
-        except KvflowError as error:
-            self._refused(room, error)
-        else:
-            room.record = endpoint.rooms[room.grant]
-            room.owner = ("grant", room.grant)
-            self.rooms[room.grant] = room
-            if self.checksums is not None:
-                room.verifier = ChunkVerifier(self.pages, self.checksums, room.idle)
-        self.run()
+                self.open(room, ranks, prompt, deadline_at_s, announce=True)
 
     def _refused(self, room: DecodeRoom, error: KvflowError) -> None:
         """It ended before the endpoint knew of it, and has no pages."""
@@ -155,7 +157,8 @@ class DecodeShell(Shell):
             room.refused = error.cause()
         room.tell_failed(error)
         room.pages_freed()
-        self.call_back_later(room.callbacks)
+        if room.callbacks:
+            self.call_back_later(room.callbacks)
 
     def refuse(self, room: int, ranks: Sequence[RankInfo], cause: Cause) -> None:
         """Tell the prefill legs of a request that is refused here; where none can be reached there is nothing to do."""
@@ -253,7 +256,7 @@ class DecodeShell(Shell):
             room.tell_failed(error)
             self.endpoint.close_room(room.grant, error.cause(), self.now())
         else:
-            room.tell_opened()
+            room.when_opened.give(None)
 
     def _verify(self, command: c.VerifyChunk) -> None:
         room = self.rooms[command.grant]
@@ -283,7 +286,8 @@ class DecodeShell(Shell):
             room.pages_freed()
         if room.free:
             del self.rooms[room.grant]
-        self.call_back_later(room.callbacks)
+        if room.callbacks:
+            self.call_back_later(room.callbacks)
 
     def _quarantine(self, command: c.QuarantinePages) -> None:
         room = self.rooms[command.grant]

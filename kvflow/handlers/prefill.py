@@ -215,19 +215,21 @@ class PrefillShell(Shell):
             opened.write.cancel()
 
     def _matched(self, command: c.RoomMatched) -> None:
-        self.rooms[command.serial].tell_matched(command.prefix_tokens)
+        self.rooms[command.serial].when_matched.give(command.prefix_tokens)
 
     def _done(self, command: c.RoomDone) -> None:
         room = self.rooms[command.serial]
-        room.tell_done()
-        self.call_back_later(room.callbacks)
+        room.when_done.give(None)
+        if room.callbacks:
+            self.call_back_later(room.callbacks)
 
     def _stopped(self, command: c.RoomStopped) -> None:
         room = self.rooms[command.serial]
         room.tell_stopped(room_error(command.cause))
-        self.call_back_later(room.callbacks)
+        if room.callbacks:
+            self.call_back_later(room.callbacks)
 
     def _released(self, command: c.RoomReleased) -> None:
         room = self.rooms.pop(command.serial, None)
         if room is not None:  # the engine's half may never have come
-            room.tell_released()
+            room.when_released.give(None)

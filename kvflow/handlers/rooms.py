@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Generator, Hashable, Sequence
-from typing import Any, Generic, Protocol, Self, TypeVar, cast
+from typing import Any, Generic, Protocol, Self, TypeVar
 
 from kvflow.handlers.verify import ChunkVerifier
 from kvflow.protocols.arguments import NO_PAGES, own_pages, page_indices
@@ -19,6 +19,7 @@ from kvflow.protocols.prefill_rooms import PrefillRoomRecord
 from kvflow.protocols.wire.messages import GrantId, RoomId
 
 T = TypeVar("T")
+_CLIENT_GONE = Cause(Code.CLIENT_GONE)
 
 
 class Answer(Generic[T]):
@@ -31,24 +32,24 @@ class Answer(Generic[T]):
 
     def __init__(self) -> None:
         self.given = False
-        self._result: T | None = None
+        self._result: Any = None
         self._error: BaseException | None = None
-        self._waiting: list[asyncio.Future[None]] = []
+        self._waiting: tuple[asyncio.Future[None], ...] = ()
 
     async def get(self) -> T:
         """Wait for it. Raises: the error."""
         if not self.given:
             waiter: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-            self._waiting.append(waiter)
+            self._waiting += (waiter,)
             try:
                 await waiter
             except asyncio.CancelledError:
-                if not self.given:
-                    self._waiting.remove(waiter)
+                self._waiting = tuple(other for other in self._waiting if other is not waiter)
                 raise
         if self._error is not None:
             raise self._error.with_traceback(None)
-        return cast("T", self._result)
+        result: T = self._result
+        return result
 
     def give(self, result: T | None, error: BaseException | None = None) -> None:
         """No effect when it has been given already."""
@@ -58,7 +59,7 @@ class Answer(Generic[T]):
         for waiter in self._waiting:
             if not waiter.done():
                 waiter.set_result(None)
-        self._waiting.clear()
+        self._waiting = ()
 
 
 class DecodeSide(Protocol):
@@ -90,9 +91,9 @@ class DecodeRoom:
         self.verifier: ChunkVerifier | None = None
         self.opening: asyncio.Task[None] | None = None
         self.refused: Cause | None = None  # it ended before the endpoint knew of it
-        self._opened: Answer[None] = Answer()
-        self._landed: Answer[bytes] = Answer()
-        self._released: Answer[None] = Answer()
+        self.when_opened: Answer[None] = Answer()
+        self.when_landed: Answer[bytes] = Answer()
+        self.when_released: Answer[None] = Answer()
         self.callbacks: list[Callable[[], None]] = []  # run by the shell when it has ended
         self._kept = False
         self.held_back = True  # until its pages may be taken
@@ -133,7 +134,7 @@ class DecodeRoom:
 
         Raises: LostError, RefusedError, CapacityError, AbortedError: by what kept it from opening.
         """
-        await self._opened.get()
+        await self.when_opened.get()
         return self
 
     def give(self, pages: Sequence[int] | PageIndices) -> None:
@@ -168,11 +169,11 @@ class DecodeRoom:
 
         Raises: KvflowError by what ended the room (see errors.py); its `code` is the first cause.
         """
-        return await self._landed.get()
+        return await self.when_landed.get()
 
     async def released(self) -> None:
         """Wait until nothing touches the room's pages any more: every loan has ended, and no checksum runs."""
-        await self._released.get()
+        await self.when_released.get()
 
     def keep(self, owner: Hashable) -> PageIndices:
         """Take the landed pages over: they are `owner`'s now, and closing the room leaves them alone.
@@ -189,7 +190,7 @@ class DecodeRoom:
     def close(self, cause: Cause | None = None) -> None:
         """End the room, in any state, any number of times. Before it landed this is an abort: the caller is told at
         once, and pages that are still lent come home when their loans end."""
-        self._shell.close_room(self, cause or Cause(Code.CLIENT_GONE))
+        self._shell.close_room(self, cause or _CLIENT_GONE)
         if not self._kept and self.phase is DecodePhase.SUCCESS:
             self._kept = True
             if self.own_pages is None:
@@ -208,7 +209,7 @@ class DecodeRoom:
 
     async def __aenter__(self) -> Self:
         try:
-            await self._opened.get()
+            await self.when_opened.get()
         except BaseException:
             self.close()
             raise
@@ -219,15 +220,12 @@ class DecodeRoom:
 
     # --- called by the shell
 
-    def tell_opened(self) -> None:
-        self._opened.give(None)
-
     def tell_landed(self, handoff: bytes) -> None:
-        self._landed.give(handoff)
+        self.when_landed.give(handoff)
 
     def tell_failed(self, error: KvflowError) -> None:
-        self._opened.give(None, error)
-        self._landed.give(None, error)
+        self.when_opened.give(None, error)
+        self.when_landed.give(None, error)
 
     def pages_freed(self) -> None:
         """Nothing can write into them; a checksum may still read them."""
@@ -235,10 +233,10 @@ class DecodeRoom:
         self.idle()
 
     def idle(self) -> None:
-        if self.free and not self._released.given and (self.verifier is None or not self.verifier.running):
+        if self.free and not self.when_released.given and (self.verifier is None or not self.verifier.running):
             if self.own_pages is not None:
                 self._shell.pages.unhold(self.own_pages)
-            self._released.give(None)
+            self.when_released.give(None)
 
 
 class PrefillSide(Protocol):
@@ -262,9 +260,9 @@ class PrefillRoom:
         self._shell, self.record = shell, record
         self.writes: dict[int, Write] = {}
         self.landed_before = 0  # bytes of writes that have ended
-        self._matched: Answer[int] = Answer()
-        self._done: Answer[None] = Answer()
-        self._released: Answer[None] = Answer()
+        self.when_matched: Answer[int] = Answer()
+        self.when_done: Answer[None] = Answer()
+        self.when_released: Answer[None] = Answer()
         self.callbacks: list[Callable[[], None]] = []  # run by the shell when it has ended
 
     def __repr__(self) -> str:
@@ -318,7 +316,7 @@ class PrefillRoom:
 
         Raises: KvflowError by what ended the room; its `code` is the first cause.
         """
-        return await self._matched.get()
+        return await self.when_matched.get()
 
     def send(self, pages: Sequence[int] | PageIndices, *, last: bool = False, handoff: bytes = b"") -> None:
         """Queue one chunk: our `pages` (list or int32 [n]) go onto the next n target pages, and are held until the
@@ -335,15 +333,15 @@ class PrefillRoom:
 
     async def done(self) -> None:
         """Wait until every write has landed. Raises: KvflowError by what ended the room."""
-        await self._done.get()
+        await self.when_done.get()
 
     async def released(self) -> None:
         """Wait until the room is over and nothing reads its pages any more: no write of it runs, in success or not."""
-        await self._released.get()
+        await self.when_released.get()
 
     def close(self, cause: Cause | None = None) -> None:
         """End the room, in any state, any number of times: decode is told at once, running writes are drained."""
-        self._shell.close_prefill_room(self, cause or Cause(Code.CLIENT_GONE))
+        self._shell.close_prefill_room(self, cause or _CLIENT_GONE)
 
     def on_end(self, callback: Callable[[], None]) -> None:
         """Call back once, when nothing more may be sent; at once if that is so already."""
@@ -360,15 +358,6 @@ class PrefillRoom:
 
     # --- called by the shell
 
-    def tell_matched(self, prefix_tokens: int) -> None:
-        self._matched.give(prefix_tokens)
-
-    def tell_done(self) -> None:
-        self._done.give(None)
-
     def tell_stopped(self, error: KvflowError) -> None:
-        self._matched.give(None, error)
-        self._done.give(None, error)
-
-    def tell_released(self) -> None:
-        self._released.give(None)
+        self.when_matched.give(None, error)
+        self.when_done.give(None, error)

@@ -206,13 +206,15 @@ class DecodeNode(Node[DecodeShell]):
             raise MisuseError(f"prefill {prefill!r}: this node was given no resolve()")
         else:
             ranks = self._known(prefill)
-        source = functools.partial(self._ask, prefill) if ranks is None and isinstance(prefill, str) else ranks or ()
-        handle = DecodeRoom(shell, number, wanted)
+        agreed, handle = Prompt(tokens, digest, prefix_tokens), DecodeRoom(shell, number, wanted)
         if pages is not None:
             handle.give(pages)
         handle.held_back = held_back
         try:
-            shell.open(handle, source, Prompt(tokens, digest, prefix_tokens), at_s, announce=held_back)
+            if ranks is None and isinstance(prefill, str):
+                shell.resolve_and_open(handle, functools.partial(self._ask, prefill), agreed, at_s)
+            else:
+                shell.open(handle, ranks or (), agreed, at_s, announce=held_back)
         except BaseException:
             handle.pages_freed()
             raise

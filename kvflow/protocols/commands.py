@@ -153,7 +153,7 @@ class WatchProcess(msgspec.Struct, frozen=True):
     address: PlaneAddress
 
 
-class StartWrite(msgspec.Struct, frozen=True):
+class StartWrite(msgspec.Struct, frozen=True, gc=False):
     """Write the source pages, which are held, onto the target's pages, then let go of them and call `write_ended`."""
 
     write: int

@@ -158,7 +158,7 @@ class DecodeEndpoint:
                 self.core.observer.chunk_mismatched()
                 self.close_room(grant, difference, now)
             else:
-                record.checks.popleft()
+                record.checks.pop(0)
                 self.core.land(record, check.rank, check.message, now)
 
     # --- links

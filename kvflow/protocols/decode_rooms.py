@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections import deque
-
 import msgspec
 
 from kvflow.protocols.decode_links import PrefillPeer
@@ -14,7 +12,7 @@ from kvflow.protocols.machines.story import Story
 from kvflow.protocols.wire.messages import Bootstrap, ChunkDone, Incarnation
 
 
-class Prompt(msgspec.Struct, frozen=True):
+class Prompt(msgspec.Struct, frozen=True, gc=False):
     """What both legs must agree on, and how much of it decode has already."""
 
     tokens: int
@@ -72,7 +70,7 @@ class DecodeRoomRecord:
         self.deadline_at_s, self.opened_at_s, self.progress_at_s = deadline_at_s, now, now
         self.resync_after_s = 0.0  # how long it may stand still before prefill is asked; grows while it does
         self.handoff = b""
-        self.checks: deque[ChunkCheck] = deque()
+        self.checks: list[ChunkCheck] = []
         self.story = Story()
 
     @property

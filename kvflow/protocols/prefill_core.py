@@ -169,7 +169,7 @@ class PrefillCore:
     def settle_chunks(self, record: PrefillRoomRecord, now: float) -> None:
         """Chunks end in the order they were queued, whatever order their writes end in."""
         while record.chunks and record.chunks[0].outcome is not None:
-            chunk = record.chunks.popleft()
+            chunk = record.chunks.pop(0)
             cause = None
             if chunk.outcome is WriteOutcome.UNPROVEN:
                 cause = Cause(Code.TRANSFER_ERROR, chunk.error or "the data plane cannot say what landed")

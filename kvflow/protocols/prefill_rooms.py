@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections import deque
-
 import numpy as np
 
 from kvflow.protocols.errors import Cause
@@ -55,7 +53,7 @@ class PrefillRoomRecord:
         self.prefix_tokens = 0
         self.target_pages = NO_PAGES
         self.placed = 0
-        self.chunks: deque[Chunk] = deque()
+        self.chunks: list[Chunk] = []  # few, and a deque is slow to make
         self.report: Chunk | None = None  # the one whose end is being told
         self.sent: list[Message] = []  # what ends the room is sent again when decode asks
         self.story = Story()

@@ -40,7 +40,7 @@ class DecodeCommand(IntEnum):
     END = 4
 
 
-class DecodeEvent(msgspec.Struct, frozen=True):
+class DecodeEvent(msgspec.Struct, frozen=True, gc=False):
     """What happened. `rank`, `seq`, `pages`, `last` belong to a ChunkDone; `cause` to an ending."""
 
     kind: DecodeKind
@@ -51,7 +51,7 @@ class DecodeEvent(msgspec.Struct, frozen=True):
     cause: Cause | None = None
 
 
-class DecodeRoomState(msgspec.Struct, frozen=True):
+class DecodeRoomState(msgspec.Struct, frozen=True, gc=False):
     """Everything that decides what happens next; a hashable value."""
 
     pages: int  # pages each rank must fill

@@ -109,8 +109,8 @@ class Ledger(Generic[S]):
         if move is not None:
             lease.loans[source], commands = move
         freed = False
-        if kind in _CONFIRMED:
-            self.note_known(source, GrantId(lease.grant + 1))
+        if kind in _CONFIRMED and lease.grant > self._acknowledged.get(source, 0):
+            self._acknowledged[source] = lease.grant
         if LoanCommand.RETURN in commands:
             del lease.loans[source]
             del self._by_source[source][lease.grant]

@@ -55,7 +55,7 @@ class PrefillCommand(IntEnum):
     END = 9
 
 
-class PrefillEvent(msgspec.Struct, frozen=True):
+class PrefillEvent(msgspec.Struct, frozen=True, gc=False):
     """What happened. `last` belongs to a queued chunk; `outcome` turns WRITE_ENDED into one of the kinds above."""
 
     kind: PrefillKind | None
@@ -64,7 +64,7 @@ class PrefillEvent(msgspec.Struct, frozen=True):
     cause: Cause | None = None
 
 
-class PrefillRoomState(msgspec.Struct, frozen=True):
+class PrefillRoomState(msgspec.Struct, frozen=True, gc=False):
     """Everything that decides what happens next; a hashable value."""
 
     phase: PrefillPhase

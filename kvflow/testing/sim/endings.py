@@ -113,7 +113,7 @@ class Endings:
 
     def _engine_told(self, record: PrefillRoomRecord) -> None:
         handle = self._handles.get(record)
-        if handle is None or not handle._done.given:
+        if handle is None or not handle.when_done.given:
             self.oracle.broken("I4", f"room {record.room} ended at prefill, its engine was not told")
 
     def bound(self, source: Incarnation, record: PrefillRoomRecord) -> None:
