@@ -8,12 +8,21 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from kvflow.protocols.commands import PeerKey, SendToDecode, SendToPrefill
+from kvflow.protocols.commands import (
+    FreePages,
+    PeerKey,
+    QuarantinePages,
+    RoomEnded,
+    RoomFailed,
+    SendToDecode,
+    SendToPrefill,
+)
 from kvflow.protocols.decode import DecodeEndpoint
 from kvflow.protocols.decode_links import DecodeIdentity
 from kvflow.protocols.decode_rooms import DecodeRoomRecord, Prompt
 from kvflow.protocols.errors import Cause, Code
 from kvflow.protocols.limits import Bounds, Timing
+from kvflow.protocols.machines.link import LinkPhase
 from kvflow.protocols.pages.layout import PageIndices, build_layout, pack_pages
 from kvflow.protocols.ports import PlaneAddress, ProcessIdentity, WriteOutcome
 from kvflow.protocols.prefill import PrefillEndpoint
@@ -244,10 +253,10 @@ class LoneDecode:
     """A decode that one or two prefill ranks may know. Its methods return what it asked for; of a message that is
     (the peer it is for, the message)."""
 
-    def __init__(self, *, timing: Timing | None = TIMING, bounds: Bounds | None = None, verify: bool = False) -> None:
+    def __init__(self, *, timing: Timing | None = TIMING, bounds: Bounds | None = None, **more: Any) -> None:
         self.counts, self.now = Counts(1), START
         identity = DecodeIdentity(DECODE, LAYOUT, ADDRESS)
-        self.endpoint = DecodeEndpoint(identity, observer=self.counts, timing=timing, bounds=bounds, verify=verify)
+        self.endpoint = DecodeEndpoint(identity, observer=self.counts, timing=timing, bounds=bounds, **more)
         self.core = self.endpoint.core
 
     def asked(self) -> list[Any]:
@@ -317,3 +326,16 @@ class LoneDecode:
 
 def to(message: wire.Message, key: PeerKey = KEY) -> tuple[PeerKey, wire.Message]:
     return key, message
+
+
+def over(grant: int, cause: Cause, *, freed: bool = True) -> list[object]:
+    """What a room of which nothing was lent asks for at its end."""
+    return [RoomFailed(grant, cause), *([FreePages(grant)] if freed else []), RoomEnded(grant)]  # type: ignore[arg-type]
+
+
+def quarantined(grant: int) -> list[object]:
+    return [QuarantinePages(grant), RoomEnded(grant)]  # type: ignore[arg-type]
+
+
+def link(decode: LoneDecode) -> LinkPhase:
+    return decode.core.links.peers[KEY].phase
