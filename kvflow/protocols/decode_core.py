@@ -184,8 +184,7 @@ class DecodeCore:
         peer = self.links.peers[timer.key]
         while (due := self.links.expired(peer, now)) is not None:
             self.feed_link(peer, due[0], now, due[1])
-        if timer.key in self.links.peers:
-            self.deadlines.set(timer, self.links.due_at_s(peer))
+        self.deadlines.set(timer, self.links.due_at_s(peer))
 
     def repeat_aborts(self, timer: Timer, now: float) -> None:
         """Send Abort again for every loan of a peer that was recalled and is not acknowledged; less and less often

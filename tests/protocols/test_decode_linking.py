@@ -109,7 +109,7 @@ class TestRegistering:
         decode.tick(5)
         decode.tick()
         decode.endpoint.locked_out(KEY, "an old key", decode.now)
-        assert decode.asked() == [] and link(decode) is LinkPhase.SILENT
+        assert decode.asked() == [] == decode.tick() and link(decode) is LinkPhase.SILENT
 
     def test_a_heartbeat_is_sent_as_soon_as_it_is_due(self) -> None:
         fresh = LoneDecode(timing=Timing(heartbeat_s=0.5, repeat_after_s=2.0))
