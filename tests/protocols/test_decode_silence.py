@@ -64,10 +64,9 @@ class TestSilence:
             decode.tick(5)
             decode.tick()
             decode.hear(answer)
-            decode.hear(ack(grant=record.grant))
-            told = decode.asked() + decode.tick(1)
-            beats = [message for _, message in filter(lambda one: isinstance(one, tuple), told)]
-            assert (waiting, beat(settled) in beats) == (3, settled == 4)
+            told = decode.hear(ack(grant=record.grant)) + decode.tick(1)
+            beats = [entry[1] for entry in told if isinstance(entry, tuple) and type(entry[1]) is type(beat())]
+            assert waiting == 3 and beats == [beat(settled)]
             if settled == 4:
                 assert decode.tick(3.75) and link(decode) is LinkPhase.UP, "it was received from when it accepted"
 
