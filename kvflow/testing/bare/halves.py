@@ -120,6 +120,8 @@ class WatchedHalves(Halves):
         if over_at_s > since_s:
             return  # just now: it is looked at again
         trouble_s, known_by_s = self._trouble(source, target, peer.key.control), 0.0
+        if linked and key[1] not in source.routes:
+            trouble_s = self.clock.now  # it has lost its place at prefill, and finds that out by silence
         if trouble_s >= since_s:
             known_by_s = trouble_s + self._recovers_s(decode, trouble_s)
         if not linked:  # what decode has hung up on, prefill finds silent

@@ -218,6 +218,8 @@ class Run:
                     node.stall(0.0)
         for node in [node for node in world.nodes.values() if isinstance(node, Prefill) and node.alive]:
             for write in [write for write in node.writes.values() if write.fault == "frozen"]:
+                if not world.nodes[write.key[1]].alive or world.nodes[write.key[1]].leaving:
+                    write.thaw()  # else the dead keep their place at prefill
                 node.end(write.leg.job, "given up")  # else both halves wait for it, as they should
 
     # --- rest
