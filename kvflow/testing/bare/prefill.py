@@ -160,6 +160,7 @@ class Prefill(Writer):
             self.endpoint.route_refused(peer, "on purpose", self.clock.now)
         else:
             self.routes.add(peer)
+            self.world.wire.disturbed(self.control, self.world.nodes[peer])  # only now the link is up
             self.endpoint.route_opened(peer, self.clock.now)
         self.run()
 

@@ -28,15 +28,23 @@ Cell = tuple[str, int, int]
 @contextmanager
 def covered(visits: Counter[Cell]) -> Iterator[None]:
     """Count every look into the tables."""
+    counts = {name: [[0] * len(module.TABLE.kinds) for _ in module.TABLE.phases] for name, module in TABLES.items()}
     with ExitStack() as swaps:
         for name, module in TABLES.items():
-            swaps.enter_context(swapped(module.TABLE, "move", _counting(name, module.TABLE.move, visits)))
-        yield
+            swaps.enter_context(swapped(module.TABLE, "move", _counting(module.TABLE.move, counts[name])))
+        try:
+            yield
+        finally:
+            for name, rows in counts.items():
+                for phase, row in enumerate(rows):
+                    for kind, count in enumerate(row):
+                        if count:
+                            visits[name, phase, kind] += count
 
 
-def _counting(name: str, move: Any, visits: Counter[Cell]) -> Any:
+def _counting(move: Any, counts: list[list[int]]) -> Any:
     def counted(phase: Any, kind: Any) -> Any:
-        visits[name, phase, kind] += 1
+        counts[phase][kind] += 1
         return move(phase, kind)
 
     return counted
