@@ -135,7 +135,3 @@ class Node(Generic[S]):
 
     async def __aexit__(self, *_: object) -> None:
         await self.close()
-
-
-def deadline_at_s(now: float, deadline_s: float | None) -> float:
-    return float("inf") if deadline_s is None else now + deadline_s
