@@ -248,9 +248,13 @@ class PrefillEndpoint:
             core.work(TICK_WORK, now)
 
     def credit_stall(self, late_s: float, now: float) -> None:
-        """The shell stood still for this long: what peers sent meanwhile is unread, so their silence does not count."""
+        """The shell stood still for this long: what peers sent meanwhile is unread, so their silence does not count;
+        neither does a room's wait for its other half. A room is given a heartbeat more: its timer may be the late one,
+        and what it waits for is read after this."""
         for peer in self.peers:
             peer.received_at_s = min(peer.received_at_s + late_s, now)  # what was read since counts as it is
+        for record in self.core.rooms.values():
+            record.deadline_at_s += min(late_s + self.core.timing.heartbeat_s, now - record.opened_at_s)
 
     # --- time
 
