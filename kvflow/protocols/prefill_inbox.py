@@ -50,9 +50,7 @@ def _make_place(core: PrefillCore, now: float) -> bool:
     another host). False when there is none."""
     for peer in core.peers.values():
         if peer.displaceable:
-            core.displaced[peer.incarnation] = peer.grants.seen_below
-            if len(core.displaced) > core.bounds.closed_grants:
-                core.displaced.popitem(last=False)
+            core.remember_grants(peer)
             core.feed_peer(peer, PeerKind.DISPLACED, now)
             return True
     return False
