@@ -61,14 +61,16 @@ class Shell:
             return  # a command that feeds the endpoint: the loop below runs what follows
         self._running = True
         outbox, runners = self._endpoint.outbox, self.runners
-        for command in outbox:  # it grows meanwhile
-            try:
-                runners[type(command)](command)
-            except Exception:  # the commands that follow are other rooms'
-                self.counts.handler_errors += 1
-                log.exception("%r failed", command)
-        outbox.clear()
-        self._running = False
+        try:
+            for command in outbox:  # it grows meanwhile
+                try:
+                    runners[type(command)](command)
+                except Exception:  # the commands that follow are other rooms'
+                    self.counts.handler_errors += 1
+                    log.exception("%r failed", command)
+        finally:
+            outbox.clear()
+            self._running = False
         if self.leaving:
             self.changed.set()
         if self._callbacks:

@@ -93,9 +93,7 @@ class DecodeCore:
                 self.deadlines.set(repeat, now + peer.repeat_after_s)
         if LoanCommand.RETURN in change.commands and peer.repeat_after_s > self.timing.repeat_after_s:
             # It answers: what else it was asked for and has not answered was lost on the way.
-            peer.repeat_after_s = self.timing.repeat_after_s
-            if (repeat := Timer("repeat", peer.key)) in self.deadlines:
-                self.deadlines.set(repeat, now + peer.repeat_after_s)
+            self.repeat_from(peer, now + self.timing.repeat_after_s)
         if change.freed:
             self.outbox.append(FreePages(lease.grant))
         record = self.rooms.get(lease.grant)
@@ -113,6 +111,7 @@ class DecodeCore:
             peer.asked_again, peer.fresh_from = False, self.next_grant
         for command in self.links.feed(peer, kind, now, self.ledger.settled_below(peer), cause):
             if command is LinkCommand.START_ROOMS:
+                self.repeat_from(peer, now)  # what was withdrawn before came to a prefill that did not know us
                 for grant in self.ledger.grants_of(peer):
                     if (record := self.rooms.get(grant)) is not None:
                         self.link_if_ready(record)
@@ -192,6 +191,12 @@ class DecodeCore:
         peer = self.links.peers[timer.key]
         if self.for_each_loan(peer, "repeat"):
             peer.repeat_after_s = self.back_off(peer.repeat_after_s)
+
+    def repeat_from(self, peer: PrefillPeer, at_s: float) -> None:
+        """Ask for what is not acknowledged then, and as often as at first."""
+        peer.repeat_after_s = self.timing.repeat_after_s
+        if (repeat := Timer("repeat", peer.key)) in self.deadlines:
+            self.deadlines.set(repeat, at_s)
 
     def back_off(self, after_s: float) -> float:
         """How long to wait after the next repetition."""

@@ -245,9 +245,13 @@ class PrefillEndpoint:
         core.work(TICK_WORK, now)
 
     def credit_stall(self, late_s: float, now: float) -> None:
-        """The shell stood still for this long: what peers sent meanwhile is unread, so their silence does not count."""
+        """The shell stood still for this long: what peers sent meanwhile is unread, so their silence does not count;
+        neither does a room's wait for its other half. A room is given a heartbeat more: its timer may be the late one,
+        and what it waits for is read after this."""
         for peer in self.peers:
             peer.received_at_s = min(peer.received_at_s + late_s, now)  # what was read since counts as it is
+        for record in self.core.rooms.values():
+            record.deadline_at_s += min(late_s + self.core.timing.heartbeat_s, now - record.opened_at_s)
 
     # --- time
 
@@ -284,7 +288,7 @@ class PrefillEndpoint:
             if record.due_at_s > now:
                 core.set_deadline(record)
                 return
-            waits = record.half and now < record.own_deadline_at_s
+            waits = now < record.own_deadline_at_s
             text = f"room {record.room}: nothing more came for {now - record.opened_at_s:.1f} s"
             self.close_room(record, Cause(Code.RENDEZVOUS if waits else Code.DEADLINE, text), now)
 

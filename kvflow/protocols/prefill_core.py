@@ -68,7 +68,8 @@ class PrefillCore:
         self.rooms: dict[RoomId, PrefillRoomRecord] = {}
         self.peers: dict[Incarnation, DecodePeer] = {}
         self.refused: OrderedDict[Incarnation, Cause] = OrderedDict()  # for announcements that follow a refusal
-        # of decodes that were forgotten: no grant below begins again, should what they once sent still arrive
+        # of decodes that were forgotten, or refused after they had announced rooms: no grant below begins again, should
+        # what they once sent still arrive
         self.displaced: OrderedDict[Incarnation, GrantId] = OrderedDict()
         self.rendezvous: Rendezvous[DecodePeer] = Rendezvous(bounds.ended_halves)
         self.writes: dict[int, tuple[PrefillRoomRecord, Chunk]] = {}
@@ -207,6 +208,12 @@ class PrefillCore:
         if peer.phase is PeerPhase.DEAD and not peer.grants.rooms:
             self.feed_peer(peer, PeerKind.IDLE, now)
 
+    def remember_grants(self, peer: DecodePeer) -> None:
+        """It is about to be forgotten and may come again: what has ended for it must not begin again (I6)."""
+        self.displaced[peer.incarnation] = peer.grants.seen_below
+        if len(self.displaced) > self.bounds.closed_grants:
+            self.displaced.popitem(last=False)
+
     def work(self, limit: float, now: float) -> None:
         while self.tasks and limit > 0:
             limit -= 1
@@ -332,6 +339,8 @@ def _accept(core: PrefillCore, peer: DecodePeer, cause: Cause, now: float) -> No
 
 def _refuse(core: PrefillCore, peer: DecodePeer, cause: Cause, now: float) -> None:
     core.answer_register(peer.incarnation, core.identity.incarnation, cause.text)
+    if peer.grants.seen_below > peer.fresh_from:  # else nothing is kept of a stranger
+        core.remember_grants(peer)
     core.refused[peer.incarnation] = cause
     if len(core.refused) > core.bounds.targets:
         core.refused.popitem(last=False)

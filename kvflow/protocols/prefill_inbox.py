@@ -22,6 +22,7 @@ from kvflow.protocols.wire.messages import WIRE_VERSION
 def on_register(core: PrefillCore, message: wire.Register, now: float) -> None:
     """A decode says who it is; the way into its pool is opened by the shell."""
     peer = core.peers.get(message.target)
+    seen_below = core.displaced.get(message.target, message.fresh_from)  # before making place pushes it out
     if message.wire_version != WIRE_VERSION:
         core.answer_register(
             message.target, message.source, f"wire version {message.wire_version}, this prefill speaks {WIRE_VERSION}"
@@ -37,9 +38,8 @@ def on_register(core: PrefillCore, message: wire.Register, now: float) -> None:
         core.answer_register(message.target, message.source, f"{core.bounds.targets} decodes are registered already")
     else:
         peer = core.peers[message.target] = DecodePeer(message, core.bounds.closed_grants, now)
-        peer.grants.begin_from(core.displaced.pop(message.target, message.fresh_from))
-        if len(core.displaced) > core.bounds.closed_grants:  # after the newcomer's own, which may be the oldest
-            core.displaced.popitem(last=False)
+        peer.grants.begin_from(seen_below)
+        core.displaced.pop(message.target, None)
         if refusal := peer.mismatch(core.identity):
             core.feed_peer(peer, PeerKind.ROUTE_REFUSED, now, Cause(Code.REFUSED, refusal))
         else:
@@ -52,7 +52,7 @@ def _make_place(core: PrefillCore, now: float) -> bool:
     another host). False when there is none."""
     for peer in core.peers.values():
         if peer.displaceable:
-            core.displaced[peer.incarnation] = peer.grants.seen_below
+            core.remember_grants(peer)
             core.feed_peer(peer, PeerKind.DISPLACED, now)
             return True
     return False

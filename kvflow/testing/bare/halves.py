@@ -111,6 +111,8 @@ class WatchedHalves(Halves):
             forgotten = self._forgetful or peer.fresh_from > key[2]  # or from before the link was lost
             if not linked or (forgotten and key in self.oracle.acked):
                 return  # nothing below the low-water mark is told on: the engine's half waits for its rendezvous
+            if self._forgetful and self.oracle.over_at_s.get(prefill, decode.opened_at_s) < decode.opened_at_s:
+                return  # its end was forgotten before decode's half came
         failed_here, failed_there = decode.state.cause is not None, prefill.state.cause is not None
         if not (failed_here or failed_there):
             return
@@ -120,10 +122,12 @@ class WatchedHalves(Halves):
         if over_at_s > since_s:
             return  # just now: it is looked at again
         trouble_s, known_by_s = self._trouble(source, target, peer.key.control), 0.0
+        if linked and key[1] not in source.routes:
+            trouble_s = self.clock.now  # it has lost its place at prefill, and finds that out by silence
         if trouble_s >= since_s:
             known_by_s = trouble_s + self._recovers_s(decode, trouble_s)
         if not linked:  # what decode has hung up on, prefill finds silent
-            known_by_s = max(known_by_s, over_at_s + PATIENCE_S)
+            known_by_s = max(known_by_s, max(over_at_s, trouble_s) + PATIENCE_S)
         if (wait_s := known_by_s - self.clock.now) > 0:
             self.clock.later(wait_s + _A_MOMENT_S, None, self._both_know, key, max(trouble_s, since_s))
             return

@@ -23,6 +23,7 @@ class Who(Protocol):
     displaced: bool  # alive, but its address belongs to another process now
     troubled_at_s: float  # when it was last cut off or halted
     stalled_until_s: float  # its data plane moves nothing till then
+    routes: set[int]  # decodes that it can write to
 
     @property
     def incarnation(self) -> int: ...

@@ -126,6 +126,7 @@ class Node:
         self.malformed = 0  # frames that were handed to it and are no message
         self.troubled_at_s = -1.0
         self.stalled_until_s = -1.0
+        self.routes: set[int] = set()
         self.proven_at_s = float("inf")  # when its death is known everywhere
         self._due_at_s = float("inf")
         self._fires_at_s = 0.0

@@ -41,7 +41,6 @@ class Prefill(Writer):
         self.records: dict[int, PrefillRoomRecord] = {}  # by serial: every room that a grant was bound to
         self.free = list(range(NUM_PAGES))
         self.cells = [None] * NUM_PAGES
-        self.routes: set[int] = set()  # decodes that can be written to
         self.watches: set[int] = set()
         self.writes: dict[int, PacedWrite] = {}  # under way
         self.reaching = {}
@@ -161,6 +160,7 @@ class Prefill(Writer):
             self.endpoint.route_refused(peer, "on purpose", self.clock.now)
         else:
             self.routes.add(peer)
+            self.world.wire.disturbed(self.control, self.world.nodes[peer])  # only now the link is up
             self.endpoint.route_opened(peer, self.clock.now)
         self.run()
 
@@ -197,6 +197,7 @@ class Prefill(Writer):
 
     def _close_route(self, command: c.CloseRoute) -> None:
         self.routes.discard(command.peer)
+        self.world.wire.disturbed(self.control, self.world.nodes[command.peer])  # if it lives, it has lost its place
         self.watches.discard(command.peer)
         if any(write.key[1] == command.peer for write in self.writes.values()):
             self.oracle.broken("I2", f"{self.name}: a route is closed while a write runs on it")

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import random
 from collections import Counter
-from collections.abc import Callable
 from time import process_time
 from typing import Any
 
+from kvflow.protocols.decode_core import MAX_REPEAT_AFTER_S
 from kvflow.protocols.prefill_core import PrefillCore
 from kvflow.protocols.prefill_rooms import PrefillRoomRecord
 from kvflow.protocols.wire.codec import prompt_digest
@@ -29,6 +29,7 @@ from kvflow.testing.sim.swap import swapped
 from kvflow.testing.sim.times import FAULTS_END_S, FENCED_S, RECOVER_S, REST_S
 from kvflow.testing.sim.variety import LATE, LATE_FENCE_S, NEVER, PAGE_SIZE
 
+SETTLE_S = REST_S + MAX_REPEAT_AFTER_S  # lost questions are asked again less and less often
 PROBES, PROBE_CHUNKS = 6, (1, 1)  # good rooms for every pair, pages of their chunks: they fit beside any quarantine
 
 
@@ -55,7 +56,7 @@ class Run:
         self.clock.play(FAULTS_END_S)
         self._two_kinds_at_least()
         self._calm()
-        self._until_rest(REST_S, "with the faults over", doubts=True)
+        self._until_rest(SETTLE_S, "with the faults over", doubts=True)
         self.clock.play(RECOVER_S)  # links that were given up come back with a heartbeat
         if scenario.variety.fences == LATE:
             self.clock.play(LATE_FENCE_S)  # and the dead are forgotten
@@ -111,18 +112,10 @@ class Run:
         node = self._places[place]
         if not node.alive:
             return
-        self._do(node, node.begin, job)
+        self.world.tell_node(node, node.begin, job)
         if leg.ends is not None:
             after_s, how = leg.ends
             self.clock.later(after_s, node, node.end, job, how)
-
-    @staticmethod
-    def _do(node: Node, do: Callable[..., object], *arguments: Any) -> None:
-        """Now, or when it goes on."""
-        if node.parked is None:
-            do(*arguments)
-        else:
-            node.parked.append((do, arguments))
 
     # --- accidents
 
@@ -218,6 +211,8 @@ class Run:
                     node.stall(0.0)
         for node in [node for node in world.nodes.values() if isinstance(node, Prefill) and node.alive]:
             for write in [write for write in node.writes.values() if write.fault == "frozen"]:
+                if not world.nodes[write.key[1]].alive or world.nodes[write.key[1]].leaving:
+                    write.thaw()  # else the dead keep their place at prefill
                 node.end(write.leg.job, "given up")  # else both halves wait for it, as they should
 
     # --- rest

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from kvflow.protocols.wire.codec import routing_id
@@ -46,7 +47,15 @@ class World(Scene):
         """An operator gives his word for processes that have died, at every decode."""
         for node in self.living(Decode):
             for dead in nodes:
-                node.declare_dead(dead.incarnation)
+                self.tell_node(node, node.declare_dead, dead.incarnation)
+
+    @staticmethod
+    def tell_node(node: Node, do: Callable[..., object], *arguments: Any) -> None:
+        """From outside: now, or when it goes on."""
+        if node.parked is None:
+            do(*arguments)
+        else:
+            node.parked.append((do, arguments))
 
     def take_over(self, node: Prefill) -> Node:
         """Another process answers at its address, though it lives, and its writes go on."""

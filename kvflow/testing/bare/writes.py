@@ -46,11 +46,11 @@ class PacedWrite(Write):
 
     def begin(self) -> None:
         if self.fault == "stuck":
-            self.source.wait(STUCK_S, self._unstick)
+            self.source.wait(STUCK_S, self.thaw)
         elif self.fault != "frozen":
             self.source.wait(self.pace_s, self._slice)
 
-    def _unstick(self) -> None:
+    def thaw(self) -> None:
         self.fault = ""
         self._slice()
 

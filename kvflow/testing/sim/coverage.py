@@ -28,19 +28,25 @@ Cell = tuple[str, int, int]
 @contextmanager
 def covered(visits: Counter[Cell]) -> Iterator[None]:
     """Count every look into the tables."""
+    counts = {name: [[0] * len(module.TABLE.kinds) for _ in module.TABLE.phases] for name, module in TABLES.items()}
     with ExitStack() as swaps:
         for name, module in TABLES.items():
-            swaps.enter_context(swapped(module.TABLE, "moves", _Counting(name, module.TABLE.moves, visits)))
-        yield
+            swaps.enter_context(swapped(module.TABLE, "moves", _Counting(module.TABLE.moves, counts[name])))
+        try:
+            yield
+        finally:
+            for name, rows in counts.items():
+                for phase, row in enumerate(rows):
+                    visits.update({(name, phase, kind): count for kind, count in enumerate(row) if count})
 
 
 class _Counting(Moves[Any, Any, Any]):
-    def __init__(self, name: str, moves: Moves[Any, Any, Any], visits: Counter[Cell]) -> None:
+    def __init__(self, moves: Moves[Any, Any, Any], counts: list[list[int]]) -> None:
         super().__init__(moves)
-        self._name, self._visits = name, visits
+        self._counts = counts
 
     def __getitem__(self, key: tuple[Any, Any]) -> Any:
-        self._visits[self._name, *key] += 1
+        self._counts[key[0]][key[1]] += 1
         return super().__getitem__(key)
 
 
