@@ -14,7 +14,7 @@ from kvflow.handlers.prefill import PrefillShell
 from kvflow.memory.checksum import PageChecksums
 from kvflow.memory.pool import PagedPool
 from kvflow.protocols.errors import MisuseError
-from kvflow.protocols.limits import Bounds, Timing
+from kvflow.protocols.limits import Bounds, Timing, check_time
 from kvflow.protocols.pages.layout import PoolLayout
 from kvflow.protocols.ports import DataPlane, PageStore, PlaneAddress, UnprovenLoan
 from kvflow.protocols.wire.messages import Incarnation
@@ -72,6 +72,18 @@ class Node(Generic[S]):
             raise MisuseError(f"the {self.role} node is not started: use it as an async context manager, or start()")
         return self._shell
 
+    @property
+    def _open_shell(self) -> S:
+        """The shell, for something to begin with. Raises: MisuseError once the node is closed; while it closes, the
+        endpoint refuses."""
+        if self._closing is not None and self._closing.done():
+            raise MisuseError(f"the {self.role} node is closed")
+        return self.shell
+
+    def _check_start(self) -> None:
+        if self._shell is not None or self._closing is not None:
+            raise MisuseError(f"the {self.role} node was started before: make a new one")
+
     def rooms_by_phase(self) -> dict[str, int]:
         """Open rooms, by the name of their phase."""
         return dict(Counter(record.phase.name.lower() for record in self.shell.endpoint.rooms.values()))
@@ -104,6 +116,7 @@ class Node(Generic[S]):
         return dict(Counter(str(line["phase"]) for line in self.peers()))
 
     async def start(self) -> None:
+        """Once. Raises: MisuseError."""
         raise NotImplementedError
 
     async def close(self) -> Sequence[UnprovenLoan]:
@@ -138,4 +151,5 @@ class Node(Generic[S]):
 
 
 def deadline_at_s(now: float, deadline_s: float | None) -> float:
-    return float("inf") if deadline_s is None else now + deadline_s
+    """Raises: MisuseError."""
+    return float("inf") if deadline_s is None else now + check_time("deadline_s", deadline_s)

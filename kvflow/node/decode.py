@@ -114,6 +114,7 @@ class DecodeNode(Node[DecodeShell]):
         self.shell.declare_dead(incarnation, why)
 
     async def start(self) -> None:
+        self._check_start()
         address, layout = self.exported
         self._shell = DecodeShell(
             DecodeEndpoint(
@@ -169,7 +170,7 @@ class DecodeNode(Node[DecodeShell]):
 
     def refuse(self, room: int, prefill: str | Sequence[RankInfo], cause: Cause) -> None:
         """A request that is refused here: its prefill legs are told why, at once. Raises: MisuseError."""
-        shell, number = self.shell, room_id(room)
+        shell, number = self._open_shell, room_id(room)
         ranks = self._known(prefill) if isinstance(prefill, str) else prefill
         if ranks is not None:
             shell.refuse(number, ranks, cause)
@@ -195,7 +196,7 @@ class DecodeNode(Node[DecodeShell]):
         *,
         held_back: bool,
     ) -> DecodeRoom:
-        shell, number = self.shell, room_id(room)
+        shell, number = self._open_shell, room_id(room)
         tokens, digest = check_prompt(prompt)
         wanted = pages_wanted(self.pool.layout, tokens, prefix_tokens)
         at_s = deadline_at_s(self._now(), deadline_s)

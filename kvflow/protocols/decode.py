@@ -45,6 +45,7 @@ class DecodeEndpoint:
         self.bounds = bounds or Bounds()
         self._core = DecodeCore(identity, observer, timing or Timing(), self.bounds, verify)
         self._leaving: Cause | None = None
+        self._closed = False
 
     def __repr__(self) -> str:
         core = self._core
@@ -239,6 +240,7 @@ class DecodeEndpoint:
     def close(self, now: float) -> None:
         """Hang up everywhere. Rooms that still wait for proof end; their loans stay in the ledger, unproven."""
         self.leave(now)
+        self._closed = True
         for peer in list(self.peers):
             self._core.feed_link(peer, LinkKind.CLOSED, now, self._leaving)
         self._core.work(float("inf"), now)
@@ -276,9 +278,8 @@ class DecodeEndpoint:
         elif (record := core.rooms.get(timer.key)) is None or record.phase is DecodePhase.DRAINING:
             return  # its loans are recalled and asked for by themselves
         elif timer.kind == "deadline":
-            given_s = round(
-                record.deadline_at_s - record.opened_at_s, 2
-            )  # it began a moment before the room was opened
+            # Counted from a moment before the room was opened: a deadline of 0 s would be slightly below it.
+            given_s = max(0.0, round(record.deadline_at_s - record.opened_at_s, 2))
             text = f"room {record.room}: deadline of {given_s:g} s has passed"
             self.close_room(record.grant, Cause(Code.DEADLINE, text), now)
         elif (due_at_s := record.progress_at_s + record.resync_after_s) > now:
@@ -303,8 +304,11 @@ class DecodeEndpoint:
     # --- opening a room, step by step
 
     def _peers(self, ranks: Sequence[RankInfo], now: float) -> tuple[PrefillPeer, ...]:
-        """A link to every rank, dialled where there is none. Raises: LostError, PeerError, CapacityError."""
+        """A link to every rank, dialled where there is none. Raises: LostError, PeerError, CapacityError; AbortedError
+        once it is closed."""
         core = self._core
+        if self._closed:
+            raise room_error(self._leaving or Cause(Code.SHUTDOWN))
         core.links.check(ranks)
         peers = []
         for info in ranks:
