@@ -32,6 +32,7 @@ slow: setup
 
 prove: setup
 	$(BIN)/kvflow sim --plant all $(ARGS)
+	$(BIN)/kvflow sim --bare --plant all $(ARGS)
 
 mutants: setup
 	$(BIN)/python -m tests.proof.mutants $(ARGS)

@@ -211,7 +211,7 @@ async def test_nothing_begins_at_a_node_that_is_closed(kvflow_pair: Pair) -> Non
     (await p.decode.room(1, p.ranks, PROMPT)).close()
     await p.rest()
     dialled: list[object] = []
-    p.decode.shell._connect = lambda *where: dialled.append(where)  # type: ignore[assignment]
+    p.decode.shell.connections._connect = lambda *where: dialled.append(where)  # type: ignore[assignment]
     await p.decode.close()
     for begin in (
         lambda: p.decode.room(7, p.ranks, PROMPT),

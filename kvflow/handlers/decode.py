@@ -6,28 +6,24 @@ import asyncio
 import functools
 import logging
 from collections.abc import Awaitable, Callable, Sequence
-from typing import Any, NamedTuple
 
+from kvflow.handlers.connections import Connect, Connections
 from kvflow.handlers.rooms import DecodeRoom
-from kvflow.handlers.shell import Shell, fenced
+from kvflow.handlers.shell import Shell
 from kvflow.handlers.verify import ChunkVerifier
 from kvflow.protocols import commands as c
-from kvflow.protocols.commands import PeerKey
 from kvflow.protocols.decode import DecodeEndpoint
 from kvflow.protocols.decode_rooms import Prompt
 from kvflow.protocols.errors import CapacityError, Cause, Code, KvflowError, MisuseError, room_error
 from kvflow.protocols.machines.decode_room import DecodePhase
 from kvflow.protocols.pages.layout import PageIndices
-from kvflow.protocols.ports import Checksums, ControlSocket, DataPlane, PageStore, UnprovenLoan
+from kvflow.protocols.ports import Checksums, DataPlane, PageStore, UnprovenLoan
 from kvflow.protocols.wire.messages import GrantId, Incarnation
 from kvflow.protocols.wire.ranks import RankInfo
 from kvflow.telemetry.counters import Counts
 
 log = logging.getLogger(__name__)
 
-Connect = Callable[[str, int], ControlSocket]
-"""(control endpoint, our incarnation) -> DEALER. Raises: MisuseError for an address it cannot connect to."""
-POLL_S = 0.1  # how often a socket is asked why it is not let in
 _OPENING = "kvflow-room-"
 
 
@@ -41,13 +37,6 @@ class Quarantined:
 
     def __repr__(self) -> str:
         return f"quarantine({self.grant})"
-
-
-class _Line(NamedTuple):
-    """The connection to one prefill rank, and the task that reads it."""
-
-    socket: ControlSocket
-    reader: asyncio.Task[None]
 
 
 class DecodeShell(Shell):
@@ -65,12 +54,24 @@ class DecodeShell(Shell):
         checksums: Checksums | None = None,
     ) -> None:
         super().__init__(endpoint, endpoint.core.timing, counts, now)
-        self.endpoint, self.pages, self.plane = endpoint, pages, plane
-        self._connect, self.checksums = connect, checksums
+        self.endpoint, self.pages, self.plane, self.checksums = endpoint, pages, plane, checksums
         self.rooms: dict[GrantId, DecodeRoom] = {}  # open ones, and ended ones whose pages are not free
-        self._lines: dict[PeerKey, _Line] = {}
-        self._watches: dict[PeerKey, asyncio.Task[None]] = {}
-        self._polled_at_s = 0.0
+        self.connections = Connections(self, endpoint, plane, connect)
+        self.runners = {
+            c.SendToPrefill: self.connections.send,
+            c.Dial: self.connections.dial,
+            c.HangUp: self.connections.hang_up,
+            c.WatchWriter: self.connections.watch_writer,
+            c.StopWatch: self.connections.stop_watch,
+            c.Linked: self._linked,
+            c.VerifyChunk: self._verify,
+            c.StopVerifying: self._stop_verifying,
+            c.RoomLanded: self._landed,
+            c.RoomFailed: self._failed,
+            c.RoomEnded: self._ended_room,
+            c.QuarantinePages: self._quarantine,
+            c.FreePages: self._free,
+        }
 
     # --- rooms
 
@@ -81,21 +82,47 @@ class DecodeShell(Shell):
     def open(
         self,
         room: DecodeRoom,
-        ranks: Sequence[RankInfo] | Callable[[], Awaitable[Sequence[RankInfo]]],
+        ranks: Sequence[RankInfo],
         prompt: Prompt,
         deadline_at_s: float,
         *,
         announce: bool = False,
     ) -> None:
-        """Open a room at `ranks`, or at what they resolve to.
+        """Open a room at `ranks`.
 
         Raises: MisuseError. Every other refusal is the room's: it is raised where the room is awaited.
         """
-        if callable(ranks):
-            work = self._resolve_and_open(room, ranks, prompt, deadline_at_s)
-            room.opening = self.spawn(work, f"{_OPENING}{room.room}")
+        endpoint, now = self.endpoint, self.now()
+        try:
+            room.grant = endpoint.open_room(
+                room.room, ranks, prompt, now=now, deadline_at_s=deadline_at_s, announce=announce
+            )
+        except CapacityError as error:
+            self._refused(room, error)
+        except MisuseError as error:
+            self._refused(room, error)
+            if room.opening is None:
+                raise
+        except KvflowError as error:
+            self._refused(room, error)
         else:
-            self._open(room, ranks, prompt, deadline_at_s, announce=announce)
+            room.record = endpoint.rooms[room.grant]
+            room.owner = ("grant", room.grant)
+            self.rooms[room.grant] = room
+            if self.checksums is not None:
+                room.verifier = ChunkVerifier(self.pages, self.checksums, room.idle)
+        self.run()
+
+    def resolve_and_open(
+        self,
+        room: DecodeRoom,
+        resolve: Callable[[], Awaitable[Sequence[RankInfo]]],
+        prompt: Prompt,
+        deadline_at_s: float,
+    ) -> None:
+        """Open a room at the ranks that `resolve` finds; every refusal is the room's."""
+        work = self._resolve_and_open(room, resolve, prompt, deadline_at_s)
+        room.opening = self.spawn(work, f"{_OPENING}{room.room}")
 
     async def _resolve_and_open(
         self,
@@ -121,31 +148,7 @@ class DecodeShell(Shell):
             if room.refused is not None:  # closed meanwhile: the prefill legs are told
                 self.refuse(room.room, ranks, room.refused)
             else:
-                self._open(room, ranks, prompt, deadline_at_s, announce=True)
-
-    def _open(
-        self, room: DecodeRoom, ranks: Sequence[RankInfo], prompt: Prompt, deadline_at_s: float, *, announce: bool
-    ) -> None:
-        endpoint, now = self.endpoint, self.now()
-        try:
-            room.grant = endpoint.open_room(
-                room.room, ranks, prompt, now=now, deadline_at_s=deadline_at_s, announce=announce
-            )
-        except CapacityError as error:
-            self._refused(room, error)
-        except MisuseError as error:
-            self._refused(room, error)
-            if room.opening is None:
-                raise
-        except KvflowError as error:
-            self._refused(room, error)
-        else:
-            room.record = endpoint.rooms[room.grant]
-            room.owner = ("grant", room.grant)
-            self.rooms[room.grant] = room
-            if self.checksums is not None:
-                room.verifier = ChunkVerifier(self.pages, self.checksums, room.idle)
-        self.run()
+                self.open(room, ranks, prompt, deadline_at_s, announce=True)
 
     def _refused(self, room: DecodeRoom, error: KvflowError) -> None:
         """It ended before the endpoint knew of it, and has no pages."""
@@ -153,7 +156,8 @@ class DecodeShell(Shell):
             room.refused = error.cause()
         room.tell_failed(error)
         room.pages_freed()
-        self.call_back(room.take_callbacks())
+        if room.callbacks:
+            self.call_back_later(room.callbacks)
 
     def refuse(self, room: int, ranks: Sequence[RankInfo], cause: Cause) -> None:
         """Tell the prefill legs of a request that is refused here; where none can be reached there is nothing to do."""
@@ -166,6 +170,8 @@ class DecodeShell(Shell):
         self.run()
 
     def close_room(self, room: DecodeRoom, cause: Cause) -> None:
+        if room.over:
+            return
         if room.record is not None:
             self.endpoint.close_room(room.grant, cause, self.now())
         elif room.refused is None:
@@ -183,29 +189,8 @@ class DecodeShell(Shell):
         )  # fmt: skip
         self.run()
 
-    async def _read(self, key: PeerKey, socket: ControlSocket) -> None:
-        """Consume one link's messages until cancelled; what goes wrong with one is counted, the loop goes on (I7)."""
-        endpoint = self.endpoint
-        while (line := self._lines.get(key)) is not None and line.socket is socket:
-            for _, frame in await socket.receive():
-                try:
-                    endpoint.receive(key, frame, self.now())
-                except Exception:
-                    self.counts.handler_errors += 1
-                    log.exception("a message of prefill %016x failed", key.incarnation)
-            self.run()
-
-    async def _watch(self, command: c.WatchWriter) -> None:
-        if await fenced(self.plane, command.address, self.timing, self.counts):
-            self.endpoint.writer_died(command.peer, self.now())
-            self.run()
-
     def tick(self, now: float) -> None:
-        if now - self._polled_at_s >= POLL_S:
-            self._polled_at_s = now
-            for key, line in list(self._lines.items()):
-                if reason := line.socket.lockout_reason:  # asked in every phase: what it has to tell must not pile up
-                    self.endpoint.locked_out(key, reason, now)
+        self.connections.poll(now)
         super().tick(now)
 
     # --- the end
@@ -240,57 +225,20 @@ class DecodeShell(Shell):
 
     # --- commands
 
-    def run_commands(self) -> None:
-        outbox = self.endpoint.core.outbox
-        while outbox:
-            for command in self.endpoint.commands():
-                _RUN[type(command)](self, command)
-        if self.leaving:
-            self.changed.set()
-
-    def _send(self, command: c.SendToPrefill) -> None:
-        line = self._lines.get(command.peer)
-        if line is None or not line.socket.send(command.frame):
-            self.counts.undelivered += 1
-
-    def _dial(self, command: c.Dial) -> None:
-        key = command.peer
-        try:
-            socket = self._connect(key.control, self.endpoint.core.identity.incarnation)
-        except KvflowError as error:
-            self.endpoint.locked_out(key, str(error), self.now())
-            return
-        self._lines[key] = _Line(socket, self.spawn(self._read(key, socket), f"kvflow-link-{key.control}"))
-
-    def _hang_up(self, command: c.HangUp) -> None:
-        line = self._lines.pop(command.peer, None)
-        if line is not None:
-            line.reader.cancel()
-            line.socket.close()
-
-    def _watch_writer(self, command: c.WatchWriter) -> None:
-        key = command.peer
-        task = self._watches[key] = self.spawn(self._watch(command), f"kvflow-fence-{key.control}")
-        task.add_done_callback(functools.partial(self._watch_ended, key))
-
-    def _watch_ended(self, key: PeerKey, task: asyncio.Task[None]) -> None:
-        if self._watches.get(key) is task:
-            del self._watches[key]
-
-    def _stop_watch(self, command: c.StopWatch) -> None:
-        task = self._watches.pop(command.peer, None)
-        if task is not None and task is not asyncio.current_task():
-            task.cancel()
-
     def _linked(self, command: c.Linked) -> None:
         room = self.rooms[command.grant]
         room.linked = True
         if not room.held_back:
-            self.offer(room)
+            self._lend(room)
 
     def offer(self, room: DecodeRoom) -> None:
         """Take the room's pages and lend them, once every rank is registered."""
-        if room.ended or not room.linked or room.record is None:
+        if room.linked:
+            self._lend(room)
+            self.run()
+
+    def _lend(self, room: DecodeRoom) -> None:
+        if room.record is None or room.ended:
             return
         wanted = room.record.num_pages
         try:
@@ -303,8 +251,7 @@ class DecodeShell(Shell):
             room.tell_failed(error)
             self.endpoint.close_room(room.grant, error.cause(), self.now())
         else:
-            room.tell_opened()
-        self.run()
+            room.when_opened.give(None)
 
     def _verify(self, command: c.VerifyChunk) -> None:
         room = self.rooms[command.grant]
@@ -332,12 +279,10 @@ class DecodeShell(Shell):
         room.over = True
         if room.phase is DecodePhase.SUCCESS:  # its pages are its user's
             room.pages_freed()
-        self._forget(room)
-        self.call_back(room.take_callbacks())
-
-    def _forget(self, room: DecodeRoom) -> None:
-        if room.over and room.free:
+        if room.free:
             del self.rooms[room.grant]
+        if room.callbacks:
+            self.call_back_later(room.callbacks)
 
     def _quarantine(self, command: c.QuarantinePages) -> None:
         room = self.rooms[command.grant]
@@ -351,21 +296,5 @@ class DecodeShell(Shell):
         if room.own_pages is None and len(room.pages):
             self.pages.give_back(room.pages, room.owner)
         room.pages_freed()
-        self._forget(room)
-
-
-_RUN: dict[type, Callable[[DecodeShell, Any], None]] = {
-    c.SendToPrefill: DecodeShell._send,
-    c.Dial: DecodeShell._dial,
-    c.HangUp: DecodeShell._hang_up,
-    c.WatchWriter: DecodeShell._watch_writer,
-    c.StopWatch: DecodeShell._stop_watch,
-    c.Linked: DecodeShell._linked,
-    c.VerifyChunk: DecodeShell._verify,
-    c.StopVerifying: DecodeShell._stop_verifying,
-    c.RoomLanded: DecodeShell._landed,
-    c.RoomFailed: DecodeShell._failed,
-    c.RoomEnded: DecodeShell._ended_room,
-    c.QuarantinePages: DecodeShell._quarantine,
-    c.FreePages: DecodeShell._free,
-}
+        if room.over:
+            del self.rooms[room.grant]

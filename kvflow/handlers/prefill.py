@@ -6,7 +6,7 @@ import asyncio
 import functools
 import logging
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from kvflow.handlers.rooms import PrefillRoom
 from kvflow.handlers.shell import Shell, fenced
@@ -54,6 +54,18 @@ class PrefillShell(Shell):
         self.routes: dict[Incarnation, Route] = {}
         self._writes: dict[int, _OpenWrite] = {}
         self._watches: dict[Incarnation, asyncio.Task[None]] = {}
+        self.runners = {
+            c.SendToDecode: self._send,
+            c.OpenRoute: self._open_route,
+            c.CloseRoute: self._close_route,
+            c.WatchProcess: self._watch_process,
+            c.StartWrite: self._start_write,
+            c.CancelWrite: self._cancel_write,
+            c.RoomMatched: self._matched,
+            c.RoomDone: self._done,
+            c.RoomStopped: self._stopped,
+            c.RoomReleased: self._released,
+        }
         self.spawn(self._read(), "kvflow-prefill-read")
 
     # --- rooms
@@ -94,9 +106,10 @@ class PrefillShell(Shell):
         """Consume messages until cancelled; what goes wrong with one is counted, the loop goes on (I7)."""
         endpoint = self.endpoint
         while True:
-            for peer_id, frame in await self.socket.receive():
+            burst = await self.socket.receive()
+            endpoint.note_stall(self.plane.stalled_s)
+            for peer_id, frame in burst:
                 try:
-                    endpoint.note_stall(self.plane.stalled_s)
                     endpoint.receive(peer_id, frame, self.now())
                 except Exception:
                     self.counts.handler_errors += 1
@@ -151,14 +164,6 @@ class PrefillShell(Shell):
 
     # --- commands
 
-    def run_commands(self) -> None:
-        outbox = self.endpoint.core.outbox
-        while outbox:
-            for command in self.endpoint.commands():
-                _RUN[type(command)](self, command)
-        if self.leaving:
-            self.changed.set()
-
     def _send(self, command: c.SendToDecode) -> None:
         if not self.socket.send(command.frame, command.peer_id):
             self.counts.undelivered += 1
@@ -210,37 +215,21 @@ class PrefillShell(Shell):
             opened.write.cancel()
 
     def _matched(self, command: c.RoomMatched) -> None:
-        self._tell(command.serial, lambda room: room.tell_matched(command.prefix_tokens))
+        self.rooms[command.serial].when_matched.give(command.prefix_tokens)
 
     def _done(self, command: c.RoomDone) -> None:
-        self._tell(command.serial, PrefillRoom.tell_done, end=True)
+        room = self.rooms[command.serial]
+        room.when_done.give(None)
+        if room.callbacks:
+            self.call_back_later(room.callbacks)
 
     def _stopped(self, command: c.RoomStopped) -> None:
-        error = room_error(command.cause)
-        self._tell(command.serial, lambda room: room.tell_stopped(error), end=True)
+        room = self.rooms[command.serial]
+        room.tell_stopped(room_error(command.cause))
+        if room.callbacks:
+            self.call_back_later(room.callbacks)
 
     def _released(self, command: c.RoomReleased) -> None:
-        self._tell(command.serial, PrefillRoom.tell_released)
-        self.rooms.pop(command.serial, None)
-
-    def _tell(self, serial: int, tell: Callable[[PrefillRoom], None], *, end: bool = False) -> None:
-        """The engine's half may never have come."""
-        room = self.rooms.get(serial)
-        if room is not None:
-            tell(room)
-            if end:
-                self.call_back(room.take_callbacks())
-
-
-_RUN: dict[type, Callable[[PrefillShell, Any], None]] = {
-    c.SendToDecode: PrefillShell._send,
-    c.OpenRoute: PrefillShell._open_route,
-    c.CloseRoute: PrefillShell._close_route,
-    c.WatchProcess: PrefillShell._watch_process,
-    c.StartWrite: PrefillShell._start_write,
-    c.CancelWrite: PrefillShell._cancel_write,
-    c.RoomMatched: PrefillShell._matched,
-    c.RoomDone: PrefillShell._done,
-    c.RoomStopped: PrefillShell._stopped,
-    c.RoomReleased: PrefillShell._released,
-}
+        room = self.rooms.pop(command.serial, None)
+        if room is not None:  # the engine's half may never have come
+            room.when_released.give(None)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Generator, Hashable, Sequence
-from typing import Any, Protocol, Self, TypeVar
+from typing import Any, Generic, Protocol, Self, TypeVar
 
 from kvflow.handlers.verify import ChunkVerifier
 from kvflow.protocols.arguments import NO_PAGES, own_pages, page_indices
@@ -19,24 +19,47 @@ from kvflow.protocols.prefill_rooms import PrefillRoomRecord
 from kvflow.protocols.wire.messages import GrantId, RoomId
 
 T = TypeVar("T")
+_CLIENT_GONE = Cause(Code.CLIENT_GONE)
 
 
-async def answer_of(answer: Answer[T]) -> T:
-    """Await an answer; cancelling who waits does not cancel it."""
-    return answer.result() if answer.done() else await asyncio.shield(answer)
+class Answer(Generic[T]):
+    """What a room's users wait for: a result or an error, given once. A user that is cancelled cancels no other's wait.
 
+    Not a future of its own: most answers are there before they are asked for, or are never asked for.
+    """
 
-class Answer(asyncio.Future[T]):
-    """A future of a room's user, who may never ask: then an exception must not be reported as never retrieved."""
+    __slots__ = ("_error", "_result", "_waiting", "given")
 
-    def resolve(self, result: T) -> None:
-        if not self.done():
-            self.set_result(result)
+    def __init__(self) -> None:
+        self.given = False
+        self._result: Any = None
+        self._error: BaseException | None = None
+        self._waiting: tuple[asyncio.Future[None], ...] = ()
 
-    def fail(self, error: BaseException) -> None:
-        if not self.done():
-            self.set_exception(error)
-            self.exception()
+    async def get(self) -> T:
+        """Wait for it. Raises: the error."""
+        if not self.given:
+            waiter: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+            self._waiting += (waiter,)
+            try:
+                await waiter
+            except asyncio.CancelledError:
+                self._waiting = tuple(other for other in self._waiting if other is not waiter)
+                raise
+        if self._error is not None:
+            raise self._error.with_traceback(None)
+        result: T = self._result
+        return result
+
+    def give(self, result: T | None, error: BaseException | None = None) -> None:
+        """No effect when it has been given already."""
+        if self.given:
+            return
+        self.given, self._result, self._error = True, result, error
+        for waiter in self._waiting:
+            if not waiter.done():
+                waiter.set_result(None)
+        self._waiting = ()
 
 
 class DecodeSide(Protocol):
@@ -68,10 +91,10 @@ class DecodeRoom:
         self.verifier: ChunkVerifier | None = None
         self.opening: asyncio.Task[None] | None = None
         self.refused: Cause | None = None  # it ended before the endpoint knew of it
-        self._opened: Answer[None] = Answer()
-        self._landed: Answer[bytes] = Answer()
-        self._released: Answer[None] = Answer()
-        self._on_end: list[Callable[[], None]] = []
+        self.when_opened: Answer[None] = Answer()
+        self.when_landed: Answer[bytes] = Answer()
+        self.when_released: Answer[None] = Answer()
+        self.callbacks: list[Callable[[], None]] = []  # run by the shell when it has ended
         self._kept = False
         self.held_back = True  # until its pages may be taken
         self.linked = self.over = self.free = False  # set by the shell
@@ -111,7 +134,7 @@ class DecodeRoom:
 
         Raises: LostError, RefusedError, CapacityError, AbortedError: by what kept it from opening.
         """
-        await answer_of(self._opened)
+        await self.when_opened.get()
         return self
 
     def give(self, pages: Sequence[int] | PageIndices) -> None:
@@ -146,11 +169,11 @@ class DecodeRoom:
 
         Raises: KvflowError by what ended the room (see errors.py); its `code` is the first cause.
         """
-        return await answer_of(self._landed)
+        return await self.when_landed.get()
 
     async def released(self) -> None:
         """Wait until nothing touches the room's pages any more: every loan has ended, and no checksum runs."""
-        await answer_of(self._released)
+        await self.when_released.get()
 
     def keep(self, owner: Hashable) -> PageIndices:
         """Take the landed pages over: they are `owner`'s now, and closing the room leaves them alone.
@@ -167,8 +190,8 @@ class DecodeRoom:
     def close(self, cause: Cause | None = None) -> None:
         """End the room, in any state, any number of times. Before it landed this is an abort: the caller is told at
         once, and pages that are still lent come home when their loans end."""
-        self._shell.close_room(self, cause or Cause(Code.CLIENT_GONE))
-        if self.phase is DecodePhase.SUCCESS and not self._kept:
+        self._shell.close_room(self, cause or _CLIENT_GONE)
+        if not self._kept and self.phase is DecodePhase.SUCCESS:
             self._kept = True
             if self.own_pages is None:
                 self._shell.pages.give_back(self.pages, self.owner)
@@ -178,7 +201,7 @@ class DecodeRoom:
         if self.ended:
             callback()
         else:
-            self._on_end.append(callback)
+            self.callbacks.append(callback)
 
     def __await__(self) -> Generator[Any, None, Self]:
         """As entering it: a caller that is cancelled here has no handle to close, so the room is closed."""
@@ -186,25 +209,23 @@ class DecodeRoom:
 
     async def __aenter__(self) -> Self:
         try:
-            return await self.opened()
+            await self.when_opened.get()
         except BaseException:
             self.close()
             raise
+        return self
 
     async def __aexit__(self, *_: object) -> None:
         self.close()
 
     # --- called by the shell
 
-    def tell_opened(self) -> None:
-        self._opened.resolve(None)
-
     def tell_landed(self, handoff: bytes) -> None:
-        self._landed.resolve(handoff)
+        self.when_landed.give(handoff)
 
     def tell_failed(self, error: KvflowError) -> None:
-        self._opened.fail(error)
-        self._landed.fail(error)
+        self.when_opened.give(None, error)
+        self.when_landed.give(None, error)
 
     def pages_freed(self) -> None:
         """Nothing can write into them; a checksum may still read them."""
@@ -212,13 +233,10 @@ class DecodeRoom:
         self.idle()
 
     def idle(self) -> None:
-        if self.free and not self._released.done() and (self.verifier is None or not self.verifier.running):
+        if self.free and not self.when_released.given and (self.verifier is None or not self.verifier.running):
             if self.own_pages is not None:
                 self._shell.pages.unhold(self.own_pages)
-            self._released.resolve(None)
-
-    def take_callbacks(self) -> list[Callable[[], None]]:
-        return self._on_end
+            self.when_released.give(None)
 
 
 class PrefillSide(Protocol):
@@ -242,10 +260,10 @@ class PrefillRoom:
         self._shell, self.record = shell, record
         self.writes: dict[int, Write] = {}
         self.landed_before = 0  # bytes of writes that have ended
-        self._matched: Answer[int] = Answer()
-        self._done: Answer[None] = Answer()
-        self._released: Answer[None] = Answer()
-        self._on_end: list[Callable[[], None]] = []
+        self.when_matched: Answer[int] = Answer()
+        self.when_done: Answer[None] = Answer()
+        self.when_released: Answer[None] = Answer()
+        self.callbacks: list[Callable[[], None]] = []  # run by the shell when it has ended
 
     def __repr__(self) -> str:
         return f"<PrefillRoom {self.room}: {self.phase.name.lower()}, {self.bytes_landed} of {self.bytes_total} bytes>"
@@ -298,7 +316,7 @@ class PrefillRoom:
 
         Raises: KvflowError by what ended the room; its `code` is the first cause.
         """
-        return await answer_of(self._matched)
+        return await self.when_matched.get()
 
     def send(self, pages: Sequence[int] | PageIndices, *, last: bool = False, handoff: bytes = b"") -> None:
         """Queue one chunk: our `pages` (list or int32 [n]) go onto the next n target pages, and are held until the
@@ -311,27 +329,27 @@ class PrefillRoom:
         """
         indices = page_indices(pages, self._shell.num_pages, f"room {self.room}")
         self._shell.send_chunk(self, indices, last, handoff)
-        if self.ended and self.phase is not PrefillPhase.SUCCESS:
+        if self.record.ended and self.phase is not PrefillPhase.SUCCESS:
             raise room_error(self.cause or Cause(Code.SHUTDOWN))
 
     async def done(self) -> None:
         """Wait until every write has landed. Raises: KvflowError by what ended the room."""
-        await answer_of(self._done)
+        await self.when_done.get()
 
     async def released(self) -> None:
         """Wait until the room is over and nothing reads its pages any more: no write of it runs, in success or not."""
-        await answer_of(self._released)
+        await self.when_released.get()
 
     def close(self, cause: Cause | None = None) -> None:
         """End the room, in any state, any number of times: decode is told at once, running writes are drained."""
-        self._shell.close_prefill_room(self, cause or Cause(Code.CLIENT_GONE))
+        self._shell.close_prefill_room(self, cause or _CLIENT_GONE)
 
     def on_end(self, callback: Callable[[], None]) -> None:
         """Call back once, when nothing more may be sent; at once if that is so already."""
         if self.ended:
             callback()
         else:
-            self._on_end.append(callback)
+            self.callbacks.append(callback)
 
     async def __aenter__(self) -> Self:
         return self
@@ -341,18 +359,6 @@ class PrefillRoom:
 
     # --- called by the shell
 
-    def tell_matched(self, prefix_tokens: int) -> None:
-        self._matched.resolve(prefix_tokens)
-
-    def tell_done(self) -> None:
-        self._done.resolve(None)
-
     def tell_stopped(self, error: KvflowError) -> None:
-        self._matched.fail(error)
-        self._done.fail(error)
-
-    def tell_released(self) -> None:
-        self._released.resolve(None)
-
-    def take_callbacks(self) -> list[Callable[[], None]]:
-        return self._on_end
+        self.when_matched.give(None, error)
+        self.when_done.give(None, error)

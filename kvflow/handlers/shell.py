@@ -19,8 +19,12 @@ log = logging.getLogger(__name__)
 TICK_GRAIN_S = 0.005  # what is due within this time is dealt with in one tick
 
 
-class Ticking(Protocol):
-    """An endpoint, as far as time is concerned."""
+class Endpoint(Protocol):
+    """Either endpoint, as far as a shell of any kind is concerned."""
+
+    @property
+    def outbox(self) -> list[Any]:
+        """What it asks for; the list `commands()` empties."""
 
     def next_tick(self) -> float: ...
 
@@ -32,8 +36,16 @@ class Ticking(Protocol):
 class Shell:
     """The event loop's side of one endpoint."""
 
-    def __init__(self, endpoint: Ticking, timing: Timing, counts: Counts, now: Callable[[], float]) -> None:
-        self._ticking, self.timing, self.counts, self.now = endpoint, timing, counts, now
+    def __init__(
+        self,
+        endpoint: Endpoint,
+        timing: Timing,
+        counts: Counts,
+        now: Callable[[], float],
+    ) -> None:
+        self._endpoint = endpoint
+        self.runners: dict[type, Callable[[Any], None]] = {}  # by type of command, what runs it
+        self.timing, self.counts, self.now = timing, counts, now
         self._loop = asyncio.get_running_loop()
         self._timer: asyncio.Handle | None = None
         self._fires_at_s = 0.0
@@ -48,18 +60,23 @@ class Shell:
         if self._running:
             return  # a command that feeds the endpoint: the loop below runs what follows
         self._running = True
-        try:
-            self.run_commands()
-        finally:
-            self._running = False
+        outbox, runners = self._endpoint.outbox, self.runners
+        for command in outbox:  # it grows meanwhile
+            try:
+                runners[type(command)](command)
+            except Exception:  # the commands that follow are other rooms'
+                self.counts.handler_errors += 1
+                log.exception("%r failed", command)
+        outbox.clear()
+        self._running = False
+        if self.leaving:
+            self.changed.set()
         if self._callbacks:
             called, self._callbacks = self._callbacks, []
             for callback in called:
                 self.guard(callback, "a room's on_end callback")
-        self._arm()
-
-    def run_commands(self) -> None:
-        raise NotImplementedError
+        if (at_s := self._endpoint.next_tick()) < self._due_at_s:
+            self._arm(at_s)
 
     def guard(self, call: Callable[[], object], what: str) -> None:
         """Call; an exception is logged and counted, because other rooms must go on."""
@@ -69,17 +86,14 @@ class Shell:
             self.counts.handler_errors += 1
             log.exception("%s failed", what)
 
-    def call_back(self, callbacks: list[Callable[[], None]]) -> None:
+    def call_back_later(self, callbacks: list[Callable[[], None]]) -> None:
         """Call each once, after the commands that are being run."""
         self._callbacks += callbacks
         callbacks.clear()
 
     # --- time
 
-    def _arm(self) -> None:
-        at_s = self._ticking.next_tick()
-        if at_s >= self._due_at_s:
-            return
+    def _arm(self, at_s: float) -> None:
         if self._timer is not None:
             self._timer.cancel()
         wait_s = 0.0 if at_s == float("-inf") else max(at_s - self.now(), TICK_GRAIN_S)
@@ -92,7 +106,7 @@ class Shell:
         self._timer, self._due_at_s = None, float("inf")
         now = self.now()
         if (late_s := self._loop.time() - self._fires_at_s) > self.timing.heartbeat_s:
-            self._ticking.credit_stall(late_s, now)
+            self._endpoint.credit_stall(late_s, now)
         self.guard(lambda: self.tick(now), "a tick")
         self.run()
 
@@ -117,7 +131,7 @@ class Shell:
             timer.cancel()
 
     def tick(self, now: float) -> None:
-        self._ticking.tick(now)
+        self._endpoint.tick(now)
 
     # --- tasks
 

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from kvflow.protocols.errors import CapacityError, MisuseError, OwnershipError
 from kvflow.protocols.pages.layout import PageIndices
 
-_FREE, _RESERVED, _RETURNING = -1, -2, -3
+_FREE, _RESERVED, _RETURNING, _NOBODYS = -1, -2, -3, -4  # the last one marks no page
 
 
 class Kept(Enum):
@@ -187,7 +187,7 @@ class PageAllocator:
     def pages_of(self, owner: Hashable) -> PageIndices:
         """Every page of `owner`, ascending. Walks the pool: for audits and tests."""
         account = self._accounts.get(owner)
-        return np.flatnonzero(self._marks == (account.mark if account else np.iinfo(np.int64).min)).astype(np.int32)
+        return np.flatnonzero(self._marks == (account.mark if account else _NOBODYS)).astype(np.int32)
 
     def at_rest(self) -> bool:
         """Every page that can be handed out is free, and nothing is held."""
@@ -207,6 +207,10 @@ class PageAllocator:
 
     def _free_now(self, pages: PageIndices) -> None:
         top = self._free
+        if pages.size == 1:
+            page = int(pages[0])
+            self._marks[page], self._stack[top], self._free = _FREE, page, top + 1
+            return
         self._marks[pages] = _FREE
         self._stack[top : top + pages.size] = pages[::-1]
         self._free = top + pages.size
@@ -229,12 +233,16 @@ class PageAllocator:
         if not count:
             return pages
         account = self._accounts.get(owner)
-        marks = self._marks[pages]
-        foreign = marks != (account.mark if account else np.iinfo(np.int64).min)
-        if foreign.any():
-            page = self._first(pages, foreign)
-            raise OwnershipError(f"page {page} is {self._whose(page)}, not {owner!r}'s")
-        if count > 1:
+        mark = _NOBODYS if account is None else account.mark
+        if count == 1:
+            page = int(pages[0])
+            if self._marks[page] != mark:
+                raise OwnershipError(f"page {page} is {self._whose(page)}, not {owner!r}'s")
+        else:
+            foreign = self._marks[pages] != mark
+            if foreign.any():
+                page = self._first(pages, foreign)
+                raise OwnershipError(f"page {page} is {self._whose(page)}, not {owner!r}'s")
             order = np.arange(count, dtype=np.int32)
             self._seen[pages] = order
             if (twice := self._seen[pages] != order).any():

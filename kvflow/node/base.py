@@ -14,7 +14,7 @@ from kvflow.handlers.prefill import PrefillShell
 from kvflow.memory.checksum import PageChecksums
 from kvflow.memory.pool import PagedPool
 from kvflow.protocols.errors import MisuseError
-from kvflow.protocols.limits import Bounds, Timing, check_time
+from kvflow.protocols.limits import Bounds, Timing
 from kvflow.protocols.pages.layout import PoolLayout
 from kvflow.protocols.ports import DataPlane, PageStore, PlaneAddress, UnprovenLoan
 from kvflow.protocols.wire.messages import Incarnation
@@ -148,8 +148,3 @@ class Node(Generic[S]):
 
     async def __aexit__(self, *_: object) -> None:
         await self.close()
-
-
-def deadline_at_s(now: float, deadline_s: float | None) -> float:
-    """Raises: MisuseError."""
-    return float("inf") if deadline_s is None else now + check_time("deadline_s", deadline_s)

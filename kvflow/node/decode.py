@@ -9,17 +9,18 @@ from collections.abc import Awaitable, Callable, Sequence
 from time import monotonic
 from typing import Any
 
-from kvflow.handlers.decode import Connect, DecodeShell
+from kvflow.handlers.connections import Connect
+from kvflow.handlers.decode import DecodeShell
 from kvflow.handlers.inheritance import Inheritance
 from kvflow.handlers.rooms import DecodeRoom
 from kvflow.memory.pool import PagedPool
-from kvflow.node.base import Node, deadline_at_s
+from kvflow.node.base import Node
 from kvflow.protocols.arguments import TokenIds, check_prompt, pages_wanted
 from kvflow.protocols.decode import DecodeEndpoint
 from kvflow.protocols.decode_links import DecodeIdentity
 from kvflow.protocols.decode_rooms import Prompt
 from kvflow.protocols.errors import CapacityError, Cause, KvflowError, MisuseError
-from kvflow.protocols.limits import Bounds, Timing
+from kvflow.protocols.limits import Bounds, Timing, check_time
 from kvflow.protocols.pages.layout import PageIndices
 from kvflow.protocols.ports import DataPlane, PageStore
 from kvflow.protocols.wire.messages import room_id
@@ -199,20 +200,22 @@ class DecodeNode(Node[DecodeShell]):
         shell, number = self._open_shell, room_id(room)
         tokens, digest = check_prompt(prompt)
         wanted = pages_wanted(self.pool.layout, tokens, prefix_tokens)
-        at_s = deadline_at_s(self._now(), deadline_s)
+        at_s = float("inf") if deadline_s is None else self._now() + check_time("deadline_s", deadline_s)
         if not isinstance(prefill, str):
             ranks: Sequence[RankInfo] | None = prefill
         elif self._resolve is None:
             raise MisuseError(f"prefill {prefill!r}: this node was given no resolve()")
         else:
             ranks = self._known(prefill)
-        source = functools.partial(self._ask, prefill) if ranks is None and isinstance(prefill, str) else ranks or ()
-        handle = DecodeRoom(shell, number, wanted)
+        agreed, handle = Prompt(tokens, digest, prefix_tokens), DecodeRoom(shell, number, wanted)
         if pages is not None:
             handle.give(pages)
         handle.held_back = held_back
         try:
-            shell.open(handle, source, Prompt(tokens, digest, prefix_tokens), at_s, announce=held_back)
+            if ranks is None and isinstance(prefill, str):
+                shell.resolve_and_open(handle, functools.partial(self._ask, prefill), agreed, at_s)
+            else:
+                shell.open(handle, ranks or (), agreed, at_s, announce=held_back)
         except BaseException:
             handle.pages_freed()
             raise

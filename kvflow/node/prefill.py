@@ -9,7 +9,7 @@ from typing import Any
 from kvflow.handlers.prefill import PrefillShell
 from kvflow.handlers.rooms import PrefillRoom
 from kvflow.memory.pool import PagedPool
-from kvflow.node.base import Node, deadline_at_s
+from kvflow.node.base import Node
 from kvflow.protocols.arguments import TokenIds, check_prompt
 from kvflow.protocols.errors import Cause
 from kvflow.protocols.limits import Bounds, Timing, check_time
@@ -105,7 +105,7 @@ class PrefillNode(Node[PrefillShell]):
         is waited for as long as it lives. Raises: MisuseError (room in use, empty prompt, not a room id ...).
         """
         shell, (tokens, digest) = self._open_shell, check_prompt(prompt)
-        at_s = deadline_at_s(self._now(), deadline_s)
+        at_s = float("inf") if deadline_s is None else self._now() + check_time("deadline_s", deadline_s)
         if rendezvous_s is not None:
             check_time("rendezvous_s", rendezvous_s)
         return shell.open(room, tokens, digest, rendezvous_s=rendezvous_s, deadline_at_s=at_s)

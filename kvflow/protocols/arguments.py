@@ -25,10 +25,11 @@ def check_prompt(prompt: TokenIds) -> tuple[int, bytes]:
         raise MisuseError("the prompt is empty: at least 1 token is needed")
     if ids.ndim != 1 or ids.dtype.kind not in "iu":
         raise MisuseError(f"the prompt must be a list of token ids, not shape {ids.shape} of {ids.dtype}")
-    low, high = int(ids.min()), int(ids.max())
-    if low < 0 or high >= 1 << 32:
+    narrow = ids.astype(np.uint32)
+    if not (narrow == ids).all():
+        low, high = int(ids.min()), int(ids.max())
         raise MisuseError(f"token id {low if low < 0 else high} is not an unsigned 32-bit integer")
-    return ids.size, prompt_digest(ids)
+    return ids.size, prompt_digest(narrow)
 
 
 def pages_wanted(layout: PoolLayout, tokens: int, prefix_tokens: int) -> int:
@@ -38,7 +39,7 @@ def pages_wanted(layout: PoolLayout, tokens: int, prefix_tokens: int) -> int:
             f"prefix_tokens {prefix_tokens} is neither a whole number of {layout.page_size}-token pages nor all of the "
             f"{tokens} tokens of the prompt"
         )
-    return layout.pages_for(tokens) - layout.pages_for(prefix_tokens)
+    return layout.pages_for(tokens, prefix_tokens)
 
 
 def own_pages(pages: Sequence[int] | PageIndices, num_pages: int, room: int, wanted: int) -> PageIndices:

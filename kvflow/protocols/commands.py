@@ -5,8 +5,6 @@ An engine without an event loop that drives an endpoint by itself does the same:
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import msgspec
 
 from kvflow.protocols.errors import Cause
@@ -15,7 +13,7 @@ from kvflow.protocols.ports import PlaneAddress
 from kvflow.protocols.wire.messages import GrantId, Incarnation
 
 
-class PeerKey(NamedTuple):
+class PeerKey(msgspec.Struct, frozen=True, order=True, gc=False):
     """One prefill rank as decode knows it: who it says it is, and where. Either alone can be claimed by another."""
 
     incarnation: Incarnation
@@ -155,7 +153,7 @@ class WatchProcess(msgspec.Struct, frozen=True):
     address: PlaneAddress
 
 
-class StartWrite(msgspec.Struct, frozen=True):
+class StartWrite(msgspec.Struct, frozen=True, gc=False):
     """Write the source pages, which are held, onto the target's pages, then let go of them and call `write_ended`."""
 
     write: int

@@ -43,37 +43,32 @@ class DecodeEndpoint:
     ) -> None:
         """With `verify` a chunk lands when the checksum of what is there agrees with prefill's."""
         self.bounds = bounds or Bounds()
-        self._core = DecodeCore(identity, observer, timing or Timing(), self.bounds, verify)
+        self.core = DecodeCore(identity, observer, timing or Timing(), self.bounds, verify)  # to be read
+        self.outbox = self.core.outbox  # what `commands` returns next
         self._leaving: Cause | None = None
         self._closed = False
 
     def __repr__(self) -> str:
-        core = self._core
+        core = self.core
         known = f"{len(core.rooms)} rooms, {len(core.links.peers)} prefill ranks, {len(core.ledger)} loans"
         return f"<DecodeEndpoint {core.identity.incarnation:016x}: {known}>"
 
     def commands(self) -> list[DecodeCommand]:
         """Everything to be done since the last call, in order."""
-        outbox = self._core.outbox
-        done = outbox[:]
-        outbox.clear()
-        return done
+        found = self.outbox[:]
+        self.outbox.clear()
+        return found
 
     # --- what is known
 
     @property
     def rooms(self) -> Mapping[GrantId, DecodeRoomRecord]:
         """Open rooms, those that drain included."""
-        return self._core.rooms
+        return self.core.rooms
 
     @property
     def peers(self) -> Iterable[PrefillPeer]:
-        return self._core.links.peers.values()
-
-    @property
-    def core(self) -> DecodeCore:
-        """The machines and their books; to be read."""
-        return self._core
+        return self.core.links.peers.values()
 
     # --- rooms
 
@@ -93,14 +88,14 @@ class DecodeEndpoint:
         Raises: MisuseError; LostError, PeerError, CapacityError, QuarantineError, AbortedError while shutting down:
         then the legs of every prefill that can be reached are told.
         """
-        core = self._core
+        core = self.core
         peers = self._peers(ranks, now)
         lease = self._lease(room, peers, now)
         try:
             if self._leaving is not None:
                 raise room_error(self._leaving)
             core.ledger.check_quarantine()
-            num_pages = self._num_pages(prompt)
+            num_pages = pages_wanted(core.identity.layout, prompt.tokens, prompt.prefix_tokens)
         except KvflowError as error:
             core.withdraw(lease, error.cause(), now)
             raise
@@ -122,10 +117,10 @@ class DecodeEndpoint:
 
         Raises: MisuseError for another number of pages, or a second time.
         """
-        record = self._core.rooms.get(grant)
+        record = self.core.rooms.get(grant)
         if record is None:
             return False
-        if record.phase is not DecodePhase.BOOTSTRAPPING or not record.linked:
+        if record.state.phase is not DecodePhase.BOOTSTRAPPING or not record.linked:
             raise MisuseError(f"room {record.room}: pages can be lent once, after Linked")
         if len(pages) != record.num_pages:
             raise MisuseError(f"room {record.room}: {len(pages)} pages for a room of {record.num_pages}")
@@ -133,26 +128,26 @@ class DecodeEndpoint:
         record.lent = True
         record.lease.num_pages = len(pages)
         record.progress_at_s = now
-        self._core.feed_room(record, DecodeEvent(DecodeKind.LENT), now)
+        self.core.feed_room(record, DecodeEvent(DecodeKind.LENT), now)
         return True
 
     def close_room(self, grant: GrantId, cause: Cause, now: float) -> None:
         """End a room. Before it landed this is an abort: its user is told at once, and its pages are free when its
         loans have ended. No effect on a room that has ended."""
-        record = self._core.rooms.get(grant)
+        record = self.core.rooms.get(grant)
         if record is not None:
-            self._core.feed_room(record, DecodeEvent(DecodeKind.ENDED_LOCALLY, cause=cause), now)
+            self.core.feed_room(record, DecodeEvent(DecodeKind.ENDED_LOCALLY, cause=cause), now)
 
     def refuse_room(self, room: int, ranks: Sequence[RankInfo], cause: Cause, now: float) -> None:
         """A request that is refused here before any page is taken: its prefill legs are told why.
 
         Raises: as `open_room`, where the ranks cannot be reached.
         """
-        self._core.withdraw(self._lease(room, self._peers(ranks, now), now), cause, now)
+        self.core.withdraw(self._lease(room, self._peers(ranks, now), now), cause, now)
 
     def chunk_summed(self, grant: GrantId, rank: int, seq: int, checksum: bytes, now: float) -> None:
         """The checksum of a landed chunk; empty when it could not be computed."""
-        record = self._core.rooms.get(grant)
+        record = self.core.rooms.get(grant)
         if record is None:
             return
         for check in record.checks:
@@ -161,17 +156,17 @@ class DecodeEndpoint:
         while record.checks and record.checks[0].found is not None and record.receiving:
             check = record.checks[0]
             if (difference := check.difference()) is not None:
-                self._core.observer.chunk_mismatched()
+                self.core.observer.chunk_mismatched()
                 self.close_room(grant, difference, now)
             else:
-                record.checks.popleft()
-                self._core.land(record, check.rank, check.message, now)
+                record.checks.pop(0)
+                self.core.land(record, check.rank, check.message, now)
 
     # --- links
 
     def receive(self, key: PeerKey, frame: bytes, now: float) -> None:
         """A frame from one prefill; bad and foreign ones are counted and change nothing (I7)."""
-        core = self._core
+        core = self.core
         try:
             message = parse_at_decode(frame)
         except WireError:
@@ -186,22 +181,23 @@ class DecodeEndpoint:
             core.observer.message_dropped("foreign")
         else:
             HANDLERS[type(message)](core, peer, message, now)
-        core.work(TICK_WORK, now)
+        if core.tasks:
+            core.work(TICK_WORK, now)
 
     def locked_out(self, key: PeerKey, reason: str, now: float) -> None:
         """The transport says why prefill does not let this decode in."""
-        peer = self._core.links.peers.get(key)
+        peer = self.core.links.peers.get(key)
         if peer is not None and peer.phase is LinkPhase.REGISTERING:
             text = f"prefill at {peer.info.control} does not let this decode in: {reason}"
-            self._core.feed_link(peer, LinkKind.REFUSED, now, Cause(Code.REFUSED, text))
+            self.core.feed_link(peer, LinkKind.REFUSED, now, Cause(Code.REFUSED, text))
 
     def writer_died(self, key: PeerKey, now: float) -> None:
         """The data plane's fence: no write of this prefill can reach our pool any more."""
-        peer = self._core.links.peers.get(key)
+        peer = self.core.links.peers.get(key)
         if peer is not None:
             text = f"prefill at {peer.info.control} died"
-            self._core.feed_link(peer, LinkKind.DIED, now, Cause(Code.PEER_LOST, text))
-            self._core.work(TICK_WORK, now)
+            self.core.feed_link(peer, LinkKind.DIED, now, Cause(Code.PEER_LOST, text))
+            self.core.work(TICK_WORK, now)
 
     def declare_dead(self, incarnation: Incarnation, why: str, now: float) -> tuple[int, int]:
         """An operator's word that a prefill writes no more: the only end of a loan without proof.
@@ -210,7 +206,7 @@ class DecodeEndpoint:
         lands in pages that belong to others by then. Returns how many loans end, and how many pages leave quarantine.
         Raises: MisuseError when it is not known here.
         """
-        core = self._core
+        core = self.core
         found = [peer for peer in self.peers if peer.key.incarnation == incarnation]
         if not found:
             raise MisuseError(f"no prefill {incarnation:016x} is linked here")
@@ -234,16 +230,16 @@ class DecodeEndpoint:
         """Open no room from here on, and abort all; loans end when prefills prove it."""
         if self._leaving is None:
             self._leaving = Cause(Code.SHUTDOWN, "decode is shutting down")
-            self._core.add_task(Task("close", self.rooms, None, self._leaving))
-            self._core.work(TICK_WORK, now)
+            self.core.add_task(Task("close", self.rooms, None, self._leaving))
+            self.core.work(TICK_WORK, now)
 
     def close(self, now: float) -> None:
         """Hang up everywhere. Rooms that still wait for proof end; their loans stay in the ledger, unproven."""
         self.leave(now)
         self._closed = True
         for peer in list(self.peers):
-            self._core.feed_link(peer, LinkKind.CLOSED, now, self._leaving)
-        self._core.work(float("inf"), now)
+            self.core.feed_link(peer, LinkKind.CLOSED, now, self._leaving)
+        self.core.work(float("inf"), now)
 
     def credit_stall(self, late_s: float, now: float) -> None:
         """The shell stood still for this long: what peers sent meanwhile is unread, so their silence does not count."""
@@ -254,11 +250,11 @@ class DecodeEndpoint:
 
     def next_tick(self) -> float:
         """When `tick` may next be worth calling; infinity while nothing is due."""
-        return float("-inf") if self._core.tasks else self._core.deadlines.not_before_s
+        return float("-inf") if self.core.tasks else self.core.deadlines.not_before_s
 
     def tick(self, now: float) -> None:
         """Deadlines, repetition, silence. A tick does a bounded amount of work; `next_tick` says when more is due."""
-        core = self._core
+        core = self.core
         core.work(TICK_WORK, now)
         beliefs: dict[PrefillPeer, list[wire.Belief]] = {}
         for _ in range(TICK_WORK):
@@ -270,7 +266,7 @@ class DecodeEndpoint:
             core.links.send(peer, wire.Resync(rooms=tuple(rooms), **core.between(peer)))
 
     def _expire(self, timer: Timer, now: float, beliefs: dict[PrefillPeer, list[wire.Belief]]) -> None:
-        core = self._core
+        core = self.core
         if timer.kind == "link":
             core.link_due(timer, now)
         elif timer.kind == "repeat":
@@ -289,7 +285,7 @@ class DecodeEndpoint:
 
     def _ask_about(self, record: DecodeRoomRecord, now: float, beliefs: dict[PrefillPeer, list[wire.Belief]]) -> None:
         """Nothing has come for a while: a message may have been lost. Ask less often the longer it lasts."""
-        core = self._core
+        core = self.core
         record.progress_at_s = now
         record.resync_after_s = core.back_off(record.resync_after_s)
         core.deadlines.set(Timer("stalled", record.grant), now + record.resync_after_s)
@@ -306,7 +302,7 @@ class DecodeEndpoint:
     def _peers(self, ranks: Sequence[RankInfo], now: float) -> tuple[PrefillPeer, ...]:
         """A link to every rank, dialled where there is none. Raises: LostError, PeerError, CapacityError; AbortedError
         once it is closed."""
-        core = self._core
+        core = self.core
         if self._closed:
             raise room_error(self._leaving or Cause(Code.SHUTDOWN))
         core.links.check(ranks)
@@ -322,7 +318,7 @@ class DecodeEndpoint:
 
     def _make_place(self, now: float) -> None:
         """Hang up the link that has been idle for longest where there are too many. Raises: CapacityError."""
-        core = self._core
+        core = self.core
         if len(core.links.peers) < self.bounds.links:
             return
         idle = [peer for peer in self.peers if not core.ledger.owes(peer)]
@@ -332,14 +328,10 @@ class DecodeEndpoint:
 
     def _lease(self, room: int, peers: tuple[PrefillPeer, ...], now: float) -> Lease[PrefillPeer]:
         """The next grant; no rank knows of it yet. Raises: MisuseError for what is not a room id."""
-        core = self._core
+        core = self.core
         lease: Lease[PrefillPeer] = Lease(core.next_grant, wire.room_id(room))
         core.next_grant = GrantId(core.next_grant + 1)
         for peer in peers:
             peer.used_at_s = now
             core.ledger.open(lease, peer)
         return lease
-
-    def _num_pages(self, prompt: Prompt) -> int:
-        """Pages to be lent. Raises: MisuseError naming the prefix."""
-        return pages_wanted(self._core.identity.layout, prompt.tokens, prompt.prefix_tokens)

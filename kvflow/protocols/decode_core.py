@@ -7,7 +7,9 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable
-from typing import Any, NamedTuple
+from typing import Any
+
+import msgspec
 
 from kvflow.protocols.commands import (
     DecodeCommand,
@@ -36,7 +38,7 @@ from kvflow.protocols.wire.messages import GrantId
 MAX_REPEAT_AFTER_S = 8.0
 
 
-class Timer(NamedTuple):
+class Timer(msgspec.Struct, frozen=True, gc=False):
     """What a deadline is for. `key`: a grant for "deadline" and "stalled", a PeerKey for "link" and "repeat"."""
 
     kind: str
@@ -72,7 +74,7 @@ class DecodeCore:
         """The one place that changes a room's state."""
         record.state, commands = step(record.state, event)
         if commands or event.kind is not DecodeKind.CHUNK_LANDED:
-            record.story.tell(now, event.kind, record.state.phase, str(event.cause or ""))
+            record.story.tell(now, event.kind, record.state.phase, event.cause)
         for command in commands:
             _RUN[command](self, record, now)
 
@@ -91,13 +93,11 @@ class DecodeCore:
                 self.deadlines.set(repeat, now + peer.repeat_after_s)
         if LoanCommand.RETURN in change.commands and peer.repeat_after_s > self.timing.repeat_after_s:
             # It answers: what else it was asked for and has not answered was lost on the way.
-            peer.repeat_after_s = self.timing.repeat_after_s
-            if (repeat := Timer("repeat", peer.key)) in self.deadlines:
-                self.deadlines.set(repeat, now + peer.repeat_after_s)
+            self.repeat_from(peer, now + self.timing.repeat_after_s)
         if change.freed:
             self.outbox.append(FreePages(lease.grant))
         record = self.rooms.get(lease.grant)
-        if record is None or record.phase is not DecodePhase.DRAINING:
+        if record is None or record.state.phase is not DecodePhase.DRAINING:
             self.drop_if_idle(peer, now)
         elif not lease.loans:
             self.feed_room(record, DecodeEvent(DecodeKind.LOANS_ENDED), now)
@@ -112,6 +112,7 @@ class DecodeCore:
             peer.asked_again, peer.fresh_from = False, self.next_grant
         for command in self.links.feed(peer, kind, now, self.ledger.settled_below(peer), cause):
             if command is LinkCommand.START_ROOMS:
+                self.repeat_from(peer, now)  # what was withdrawn before came to a prefill that did not know us
                 for grant in self.ledger.grants_of(peer):
                     if (record := self.rooms.get(grant)) is not None:
                         self.link_if_ready(record)
@@ -140,9 +141,13 @@ class DecodeCore:
                 self.links.send(peer, wire.Announce(room=record.room, grant=record.grant, **self.between(peer)))
 
     def link_if_ready(self, record: DecodeRoomRecord) -> None:
-        if not record.linked and all(peer.phase is LinkPhase.UP for peer in record.peers):
-            record.linked = True
-            self.outbox.append(Linked(record.grant))
+        if record.linked:
+            return
+        for peer in record.peers:
+            if peer.phase is not LinkPhase.UP:
+                return
+        record.linked = True
+        self.outbox.append(Linked(record.grant))
 
     def withdraw(self, lease: Lease[PrefillPeer], cause: Cause, now: float) -> None:
         """No page was offered: Abort is repeated until every rank has acknowledged it."""
@@ -203,6 +208,12 @@ class DecodeCore:
             peer.repeat_after_s = self.back_off(peer.repeat_after_s)
             self.deadlines.set(timer, now + peer.repeat_after_s)
 
+    def repeat_from(self, peer: PrefillPeer, at_s: float) -> None:
+        """Ask for what is not acknowledged then, and as often as at first."""
+        peer.repeat_after_s = self.timing.repeat_after_s
+        if (repeat := Timer("repeat", peer.key)) in self.deadlines:
+            self.deadlines.set(repeat, at_s)
+
     def back_off(self, after_s: float) -> float:
         """How long to wait after the next repetition."""
         return min(2 * after_s, max(MAX_REPEAT_AFTER_S, self.timing.repeat_after_s))
@@ -244,10 +255,12 @@ def _end(core: DecodeCore, record: DecodeRoomRecord, now: float) -> None:
     """Out of the one table the room is in; its loans stay in the ledger."""
     grant, lease = record.grant, record.lease
     del core.rooms[grant]
-    core.deadlines.cancel(Timer("deadline", grant))
+    if record.deadline_at_s < float("inf"):
+        core.deadlines.cancel(Timer("deadline", grant))
     core.deadlines.cancel(Timer("stalled", grant))
-    succeeded = record.phase is DecodePhase.SUCCESS
-    core.observer.room_ended(record.phase.name, None if succeeded else record.state.cause)
+    phase = record.state.phase
+    succeeded = phase is DecodePhase.SUCCESS
+    core.observer.room_ended(phase, None if succeeded else record.state.cause)
     if succeeded:
         core.observer.pages_moved(record.num_pages)
     elif not record.lent:

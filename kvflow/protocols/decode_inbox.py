@@ -45,10 +45,10 @@ def _on_chunk_done(core: DecodeCore, peer: PrefillPeer, message: wire.ChunkDone,
     if record is None:
         return
     rank, lease = record.peers.index(peer), record.lease
-    phase = lease.loans.get(peer)
-    if not record.receiving or message.seq != record.next_seq(rank) or phase is not LoanPhase.LENT:
+    phase, is_next = lease.loans.get(peer), message.seq == record.next_seq(rank)
+    if not is_next or phase is not LoanPhase.LENT or not record.receiving:
         # Repeated, or one before it is missing (Resync brings that), or the rank has said that it cannot vouch for it.
-        if message.last and phase is LoanPhase.RECALLED and message.seq == record.next_seq(rank):
+        if is_next and phase is LoanPhase.RECALLED and message.last:
             core.feed_loan(lease, peer, LoanKind.LANDED, now)  # proof all the same
         else:
             core.observer.message_dropped("stale")

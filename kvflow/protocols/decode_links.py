@@ -67,10 +67,11 @@ class DecodeLinks:
         if len(ranks) > self._bounds.ranks_per_room:
             limit = self._bounds.ranks_per_room
             raise PeerError(f"prefill {ranks[0].control} has {len(ranks)} ranks; one room takes {limit} at most")
-        check_ranks(ranks)
-        if len({info.incarnation for info in ranks}) < len(ranks):
+        if len(ranks) != 1 or ranks[0].world_size != 1 or ranks[0].rank:  # nearly always there is but one
+            check_ranks(ranks)
+        if len(ranks) > 1 and len({info.incarnation for info in ranks}) < len(ranks):
             raise PeerError(f"the registry names one incarnation for two ranks of {ranks[0].control}")
-        for info in ranks:
+        for info in ranks if self.declared_dead else ():
             if info.incarnation in self.declared_dead:
                 raise LostError(f"prefill {info.incarnation:016x} at {info.control} was declared dead")
 
@@ -99,7 +100,7 @@ class DecodeLinks:
         self, peer: PrefillPeer, kind: LinkKind, now: float, settled_below: GrantId, cause: Cause | None = None
     ) -> list[LinkCommand]:
         """The one place that changes a link's phase. Returns what rooms and loans have to do about it."""
-        move = TABLE.move(peer.phase, kind)
+        move = TABLE.moves[peer.phase, kind]
         if move is None:
             return []
         left, peer.phase = peer.phase, move.phase

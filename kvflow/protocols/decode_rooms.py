@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections import deque
-
 import msgspec
 
 from kvflow.protocols.decode_links import PrefillPeer
@@ -11,10 +9,10 @@ from kvflow.protocols.errors import Cause, Code
 from kvflow.protocols.machines.decode_room import DecodePhase, opened
 from kvflow.protocols.machines.ledger import Lease
 from kvflow.protocols.machines.story import Story
-from kvflow.protocols.wire.messages import Bootstrap, ChunkDone, GrantId, Incarnation, RoomId
+from kvflow.protocols.wire.messages import Bootstrap, ChunkDone, Incarnation
 
 
-class Prompt(msgspec.Struct, frozen=True):
+class Prompt(msgspec.Struct, frozen=True, gc=False):
     """What both legs must agree on, and how much of it decode has already."""
 
     tokens: int
@@ -32,7 +30,9 @@ class ChunkCheck:
         self.found: bytes | None = None
 
     def difference(self) -> Cause | None:
-        """Why the chunk has not landed; None when both checksums agree."""
+        """Why the chunk has not landed; None when both checksums agree, or when it has no pages."""
+        if not self.message.pages:
+            return None
         sent, found = self.message.checksum, self.found
         where = f"chunk {self.message.seq} of rank {self.rank}"
         if not sent:
@@ -48,19 +48,8 @@ class DecodeRoomRecord:
     """Everything the endpoint knows about one open room (I5). Its users may read it, and keep it after its end."""
 
     __slots__ = (
-        *(
-            "checks",
-            "deadline_at_s",
-            "handoff",
-            "lease",
-            "lent",
-            "linked",
-            "num_pages",
-            "opened_at_s",
-            "packed_pages",
-            "peers",
-        ),
-        *("progress_at_s", "prompt", "resync_after_s", "state", "story"),
+        *("checks", "deadline_at_s", "grant", "handoff", "lease", "lent", "linked", "num_pages", "opened_at_s"),
+        *("packed_pages", "peers", "progress_at_s", "prompt", "resync_after_s", "room", "state", "story"),
     )
 
     def __init__(
@@ -72,6 +61,7 @@ class DecodeRoomRecord:
         deadline_at_s: float,
         now: float,
     ) -> None:
+        self.room, self.grant = lease.room, lease.grant
         self.lease, self.peers, self.prompt, self.num_pages = lease, peers, prompt, num_pages
         self.state = opened(num_pages, len(peers))
         self.packed_pages = b""
@@ -80,16 +70,8 @@ class DecodeRoomRecord:
         self.deadline_at_s, self.opened_at_s, self.progress_at_s = deadline_at_s, now, now
         self.resync_after_s = 0.0  # how long it may stand still before prefill is asked; grows while it does
         self.handoff = b""
-        self.checks: deque[ChunkCheck] = deque()
+        self.checks: list[ChunkCheck] = []
         self.story = Story()
-
-    @property
-    def room(self) -> RoomId:
-        return self.lease.room
-
-    @property
-    def grant(self) -> GrantId:
-        return self.lease.grant
 
     @property
     def phase(self) -> DecodePhase:
@@ -111,8 +93,8 @@ class DecodeRoomRecord:
 
     def bootstrap(self, peer: PrefillPeer, target: Incarnation) -> Bootstrap:
         return Bootstrap(
-            room=self.lease.room,
-            grant=self.lease.grant,
+            room=self.room,
+            grant=self.grant,
             source=peer.key.incarnation,
             target=target,
             pages=self.packed_pages,

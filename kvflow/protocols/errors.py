@@ -42,7 +42,7 @@ class Code(StrEnum):
     SHUTDOWN = "shutdown"
 
 
-class Cause(msgspec.Struct, frozen=True, array_like=True):
+class Cause(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """The first thing that went wrong in a room; later ones do not replace it."""
 
     code: Code

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Hashable
-from enum import Enum
+from enum import Enum, IntEnum
 from typing import Annotated, NamedTuple, Protocol
 
 import msgspec
@@ -65,8 +65,8 @@ class Observer(Protocol):
 
     def room_opened(self) -> None: ...
 
-    def room_ended(self, phase: str, cause: Cause | None) -> None:
-        """`phase` is the name of the terminal phase; `cause` is None for a success."""
+    def room_ended(self, phase: IntEnum, cause: Cause | None) -> None:
+        """`phase` is the terminal one; `cause` is None for a success."""
 
     def message_dropped(self, why: str) -> None:
         """A message changed nothing. `why`: "malformed", "foreign" (another peer's), "stale" (too late)."""

@@ -6,7 +6,7 @@ Synchronous: no asyncio, no clock, no socket, no thread. Time is an argument; wh
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 
 from kvflow.protocols.commands import PrefillCommand
 from kvflow.protocols.errors import CapacityError, Cause, Code, MisuseError, WireError, room_error
@@ -39,44 +39,39 @@ class PrefillEndpoint:
         timing: Timing | None = None,
         bounds: Bounds | None = None,
     ) -> None:
-        self._core = PrefillCore(identity, observer, timing or Timing(), bounds or Bounds())
+        self.core = PrefillCore(identity, observer, timing or Timing(), bounds or Bounds())  # to be read
+        self.outbox = self.core.outbox  # what `commands` returns next
 
     def __repr__(self) -> str:
-        core = self._core
+        core = self.core
         known = f"{len(core.rooms)} rooms, {len(core.peers)} decodes, {len(core.writes)} writes"
         return f"<PrefillEndpoint {core.identity.incarnation:016x}: {known}>"
 
     def commands(self) -> list[PrefillCommand]:
         """Everything to be done since the last call, in order."""
-        outbox = self._core.outbox
-        done = outbox[:]
-        outbox.clear()
-        return done
+        found = self.outbox[:]
+        self.outbox.clear()
+        return found
 
     # --- what is known
 
     @property
     def rooms(self) -> Mapping[RoomId, PrefillRoomRecord]:
         """Open rooms, those that drain included."""
-        return self._core.rooms
+        return self.core.rooms
 
     @property
     def peers(self) -> Iterable[DecodePeer]:
-        return self._core.peers.values()
-
-    @property
-    def core(self) -> PrefillCore:
-        """The machines and their books; to be read."""
-        return self._core
+        return self.core.peers.values()
 
     @property
     def unavailable_reason(self) -> str:
         """Why this prefill cannot move pages now; empty when it can."""
-        return self._core.unavailable_reason
+        return self.core.unavailable_reason
 
     def note_stall(self, stalled_s: float) -> None:
         """For how long the data plane's own worker has moved nothing on though it had work; see `ports.DataPlane`."""
-        self._core.stalled_s = stalled_s
+        self.core.stalled_s = stalled_s
 
     # --- rooms
 
@@ -94,7 +89,7 @@ class PrefillEndpoint:
 
         Raises: MisuseError when the id is in use or is no room id, AbortedError while shutting down.
         """
-        core, number = self._core, wire.room_id(room)
+        core, number = self.core, wire.room_id(room)
         if core.leaving is not None:
             raise room_error(core.leaving)
         record = core.rooms.get(number)
@@ -122,7 +117,7 @@ class PrefillEndpoint:
 
     def refuse_room(self, room: int, cause: Cause, now: float) -> None:
         """The engine's half of a room will never come: decode's is told why, now or when it comes."""
-        core, number = self._core, wire.room_id(room)
+        core, number = self.core, wire.room_id(room)
         record = core.rooms.get(number)
         announced = core.rendezvous.announced.get(number)
         if record is not None:
@@ -151,18 +146,20 @@ class PrefillEndpoint:
         """
         if not checked:
             self.check_chunk(record, len(source_pages), last, len(handoff))
-        core = self._core
+        core = self.core
         record.chunks.append(Chunk(core.write_id(), record.state.queued, source_pages, last, handoff))
         core.feed_room(record, PrefillEvent(PrefillKind.CHUNK_QUEUED, last=last), now)
-        core.settle_chunks(record, now)
+        if not len(source_pages):  # it has landed already
+            core.settle_chunks(record, now)
 
     def check_chunk(self, record: PrefillRoomRecord, num_pages: int, last: bool, handoff_bytes: int) -> None:
         """Raises: what `queue_chunk` raises."""
-        if record.ended and record.phase is not PrefillPhase.SUCCESS:
-            raise room_error(record.state.cause or Cause(Code.SHUTDOWN))
-        if record.phase < PrefillPhase.WAITING_FOR_INPUT:
+        state = record.state
+        if state.phase > PrefillPhase.TRANSFERRING and state.phase is not PrefillPhase.SUCCESS:
+            raise room_error(state.cause or Cause(Code.SHUTDOWN))
+        if state.phase < PrefillPhase.WAITING_FOR_INPUT:
             raise MisuseError(f"room {record.room}: send() before matched()")
-        if record.state.last_queued:
+        if state.last_queued:
             raise MisuseError(f"room {record.room}: send() after the last chunk")
         left = len(record.target_pages) - record.placed
         if num_pages > left or (last and num_pages != left):
@@ -179,23 +176,23 @@ class PrefillEndpoint:
         self, write: int, outcome: WriteOutcome, now: float, *, error: str = "", checksum: bytes = b""
     ) -> None:
         """Nothing of a started write runs any more."""
-        found = self._core.writes.pop(write, None)
+        found = self.core.writes.pop(write, None)
         if found is None:
             return
         record, chunk = found
         chunk.outcome, chunk.error, chunk.checksum = outcome, error, checksum
-        self._core.settle_chunks(record, now)
+        self.core.settle_chunks(record, now)
 
     def close_room(self, record: PrefillRoomRecord, cause: Cause, now: float) -> None:
         """End the room, in any state, any number of times: decode is told at once, running writes are drained."""
-        if record.phase not in TERMINAL:
-            self._core.feed_room(record, PrefillEvent(PrefillKind.ENDED_LOCALLY, cause=cause), now)
+        if record.state.phase not in TERMINAL:
+            self.core.feed_room(record, PrefillEvent(PrefillKind.ENDED_LOCALLY, cause=cause), now)
 
     # --- peers
 
     def receive(self, peer_id: bytes, frame: bytes, now: float) -> None:
         """A frame from the decode whose routing id is `peer_id`; bad and foreign ones change nothing (I7)."""
-        core = self._core
+        core = self.core
         try:
             message = parse_at_prefill(frame)
         except WireError:
@@ -212,39 +209,40 @@ class PrefillEndpoint:
             on_register(core, message, now)
         elif peer is None and isinstance(message, wire.Announce | wire.Abort):
             on_room_of_refused(core, message, now)
-        elif peer is None or peer.phase is PeerPhase.DEAD or not _may_come(peer, message):
+        elif peer is None or type(message) not in _READ_IN[peer.phase]:
             core.observer.message_dropped("stale")
         else:
             note_alive(core, peer, now)
             HANDLERS[type(message)](core, peer, message, now)
-        core.work(TICK_WORK, now)
+        if core.tasks:
+            core.work(TICK_WORK, now)
 
     def route_opened(self, incarnation: Incarnation, now: float) -> None:
         """The data plane can reach a decode's pool."""
-        peer = self._core.peers.get(incarnation)
+        peer = self.core.peers.get(incarnation)
         if peer is not None and peer.phase is PeerPhase.OPENING:
-            self._core.feed_peer(peer, PeerKind.ROUTE_OPENED, now)
-            note_alive(self._core, peer, now)
+            self.core.feed_peer(peer, PeerKind.ROUTE_OPENED, now)
+            note_alive(self.core, peer, now)
 
     def route_refused(self, incarnation: Incarnation, reason: str, now: float) -> None:
         """It cannot: the decode hears why, and nothing is kept of it, since strangers may come with a new name each
         time."""
-        peer = self._core.peers.get(incarnation)
+        peer = self.core.peers.get(incarnation)
         if peer is not None and peer.phase is PeerPhase.OPENING:
-            self._core.feed_peer(peer, PeerKind.ROUTE_REFUSED, now, Cause(Code.REFUSED, reason))
-            self._core.work(TICK_WORK, now)
+            self.core.feed_peer(peer, PeerKind.ROUTE_REFUSED, now, Cause(Code.REFUSED, reason))
+            self.core.work(TICK_WORK, now)
 
     def peer_died(self, incarnation: Incarnation, now: float) -> None:
         """A decode's process has ended: its rooms end, and when their writes have ended `CloseRoute` follows."""
-        peer = self._core.peers.get(incarnation)
+        peer = self.core.peers.get(incarnation)
         if peer is not None and peer.phase in (PeerPhase.UP, PeerPhase.SILENT):
             cause = Cause(Code.PEER_LOST, f"decode {incarnation:016x} died")
-            self._core.feed_peer(peer, PeerKind.DIED, now, cause)
-            self._core.work(TICK_WORK, now)
+            self.core.feed_peer(peer, PeerKind.DIED, now, cause)
+            self.core.work(TICK_WORK, now)
 
     def leave(self, now: float) -> None:
         """Open no room from here on, and end all; `rooms` is empty when their writes have ended."""
-        core = self._core
+        core = self.core
         if core.leaving is None:
             core.leaving = Cause(Code.SHUTDOWN, "prefill is shutting down")
             core.add_task(Task(core.rooms.values(), PrefillKind.ENDED_LOCALLY, core.leaving))
@@ -253,19 +251,23 @@ class PrefillEndpoint:
             core.work(TICK_WORK, now)
 
     def credit_stall(self, late_s: float, now: float) -> None:
-        """The shell stood still for this long: what peers sent meanwhile is unread, so their silence does not count."""
+        """The shell stood still for this long: what peers sent meanwhile is unread, so their silence does not count;
+        neither does a room's wait for its other half. A room is given a heartbeat more: its timer may be the late one,
+        and what it waits for is read after this."""
         for peer in self.peers:
             peer.received_at_s = min(peer.received_at_s + late_s, now)  # what was read since counts as it is
+        for record in self.core.rooms.values():
+            record.deadline_at_s += min(late_s + self.core.timing.heartbeat_s, now - record.opened_at_s)
 
     # --- time
 
     def next_tick(self) -> float:
         """When `tick` may next be worth calling; infinity while nothing is due."""
-        return float("-inf") if self._core.tasks else self._core.deadlines.not_before_s
+        return float("-inf") if self.core.tasks else self.core.deadlines.not_before_s
 
     def tick(self, now: float) -> None:
         """Deadlines and silence. A tick does a bounded amount of work; `next_tick` says when more is due."""
-        core = self._core
+        core = self.core
         core.work(TICK_WORK, now)
         for _ in range(TICK_WORK):
             timer = core.deadlines.pop_due(now)
@@ -274,7 +276,7 @@ class PrefillEndpoint:
             self._expire(timer, now)
 
     def _expire(self, timer: Timer, now: float) -> None:
-        core = self._core
+        core = self.core
         if timer.kind == "outcomes":
             core.rendezvous.expire(now)
             core.deadlines.set(timer, core.rendezvous.next_expiry_s())
@@ -296,6 +298,10 @@ class PrefillEndpoint:
             self.close_room(record, Cause(Code.RENDEZVOUS if waits else Code.DEADLINE, text), now)
 
 
-def _may_come(peer: DecodePeer, message: wire.ToPrefill) -> bool:
-    """While the route is being opened, only what needs none: the announcement of a room, and its end."""
-    return peer.phase is not PeerPhase.OPENING or type(message) in (wire.Announce, wire.Abort, wire.Heartbeat)
+_READ_IN: dict[PeerPhase, Collection[type]] = {
+    PeerPhase.OPENING: (wire.Announce, wire.Abort, wire.Heartbeat),  # what needs no route
+    PeerPhase.UP: HANDLERS,
+    PeerPhase.SILENT: HANDLERS,
+    PeerPhase.DEAD: (),
+    PeerPhase.FORGOTTEN: (),
+}

@@ -7,7 +7,9 @@ from __future__ import annotations
 
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable
-from typing import Any, NamedTuple
+from typing import Any
+
+import msgspec
 
 from kvflow.protocols.commands import (
     CancelWrite,
@@ -40,7 +42,7 @@ from kvflow.protocols.wire.messages import MAX_TEXT, WIRE_VERSION, GrantId, Inca
 _NO_GRANT = GrantId(0)
 
 
-class Timer(NamedTuple):
+class Timer(msgspec.Struct, frozen=True, gc=False):
     """What a deadline is for. `key`: a room id for "room", an incarnation for "silence", 0 for "outcomes"."""
 
     kind: str
@@ -65,7 +67,8 @@ class PrefillCore:
         self.rooms: dict[RoomId, PrefillRoomRecord] = {}
         self.peers: dict[Incarnation, DecodePeer] = {}
         self.refused: OrderedDict[Incarnation, Cause] = OrderedDict()  # for announcements that follow a refusal
-        # of decodes that were forgotten: no grant below begins again, should what they once sent still arrive
+        # of decodes that were forgotten, or refused after they had announced rooms: no grant below begins again, should
+        # what they once sent still arrive
         self.displaced: OrderedDict[Incarnation, GrantId] = OrderedDict()
         self.rendezvous: Rendezvous[DecodePeer] = Rendezvous(bounds.ended_halves)
         self.writes: dict[int, tuple[PrefillRoomRecord, Chunk]] = {}
@@ -151,8 +154,10 @@ class PrefillCore:
     def feed_room(self, record: PrefillRoomRecord, event: PrefillEvent, now: float) -> None:
         """The one place that changes a room's state."""
         record.state, commands = step(record.state, event)
-        what = "write_ended" if event.kind is None else event.kind
-        record.story.tell(now, what, record.state.phase, _detail(record, event))
+        if event.kind is None:
+            record.story.tell(now, "write_ended", record.state.phase, event.cause or record.report)
+        else:
+            record.story.tell(now, event.kind, record.state.phase, event.cause)
         for command in commands:
             _RUN[command](self, record, now)
 
@@ -163,11 +168,11 @@ class PrefillCore:
     def settle_chunks(self, record: PrefillRoomRecord, now: float) -> None:
         """Chunks end in the order they were queued, whatever order their writes end in."""
         while record.chunks and record.chunks[0].outcome is not None:
-            chunk = record.chunks.popleft()
+            chunk = record.chunks.pop(0)
             cause = None
             if chunk.outcome is WriteOutcome.UNPROVEN:
                 cause = Cause(Code.TRANSFER_ERROR, chunk.error or "the data plane cannot say what landed")
-            elif chunk.outcome is WriteOutcome.CANCELLED and record.phase is PrefillPhase.TRANSFERRING:
+            elif chunk.outcome is WriteOutcome.CANCELLED and record.state.phase is PrefillPhase.TRANSFERRING:
                 cause = Cause(Code.TRANSFER_ERROR, chunk.error or "the data plane stopped the write")
             record.report = chunk
             self.feed_room(record, PrefillEvent(None, outcome=chunk.outcome, cause=cause), now)
@@ -191,7 +196,7 @@ class PrefillCore:
 
     def feed_peer(self, peer: DecodePeer, kind: PeerKind, now: float, cause: Cause | None = None) -> None:
         """The one place that changes a peer's phase, and what its rooms have to do about it."""
-        move = PEER_TABLE.move(peer.phase, kind)
+        move = PEER_TABLE.moves[peer.phase, kind]
         if move is None:
             return
         peer.phase = move.phase
@@ -201,6 +206,12 @@ class PrefillCore:
             _PEER_RUN[command](self, peer, cause or Cause(Code.PEER_LOST), now)
         if peer.phase is PeerPhase.DEAD and not peer.grants.rooms:
             self.feed_peer(peer, PeerKind.IDLE, now)
+
+    def remember_grants(self, peer: DecodePeer) -> None:
+        """It is about to be forgotten and may come again: what has ended for it must not begin again (I6)."""
+        self.displaced[peer.incarnation] = peer.grants.seen_below
+        if len(self.displaced) > self.bounds.closed_grants:
+            self.displaced.popitem(last=False)
 
     def work(self, limit: float, now: float) -> None:
         while self.tasks and limit > 0:
@@ -215,15 +226,6 @@ class PrefillCore:
     def add_task(self, task: Task) -> None:
         if task.rooms:
             self.tasks.append(task)
-
-
-def _detail(record: PrefillRoomRecord, event: PrefillEvent) -> str:
-    """What the story says beside the event's name."""
-    if event.cause is not None:
-        return str(event.cause)
-    if event.kind is None and record.report is not None and event.outcome is not None:
-        return f"chunk {record.report.seq}, {record.report.num_pages} pages: {event.outcome.value}"
-    return ""
 
 
 # --- what a room's table asks for
@@ -249,14 +251,18 @@ def _start_write(core: PrefillCore, record: PrefillRoomRecord, now: float) -> No
 def _send_chunk_done(core: PrefillCore, record: PrefillRoomRecord, now: float) -> None:
     chunk, peer = record.report, record.peer
     assert chunk is not None and peer is not None
-    header = core.header(record.room, record.grant, peer)
+    me = core.identity
     done = wire.ChunkDone(
+        room=record.room,
+        grant=record.grant,
+        source=me.incarnation,
+        target=peer.incarnation,
+        rank=me.rank,
         seq=chunk.seq,
         pages=chunk.num_pages,
         last=chunk.last,
         handoff=chunk.handoff,
         checksum=chunk.checksum,
-        **header,
     )
     _send(core, record, done)
 
@@ -273,10 +279,11 @@ def _send_ack(core: PrefillCore, record: PrefillRoomRecord, drained: bool) -> No
 
 
 def _send(core: PrefillCore, record: PrefillRoomRecord, message: wire.Message) -> None:
-    assert record.peer is not None
+    peer = record.peer
+    assert peer is not None
     record.sent.append(message)
-    if record.peer.phase is not PeerPhase.DEAD:
-        core.send(record.peer, message)
+    if peer.phase is not PeerPhase.DEAD:
+        core.outbox.append(SendToDecode(peer.routing_id, encode(message)))
 
 
 def _cancel_writes(core: PrefillCore, record: PrefillRoomRecord, now: float) -> None:
@@ -300,7 +307,7 @@ def _end(core: PrefillCore, record: PrefillRoomRecord, now: float) -> None:
         core.record_outcome(record.room, Side.DECODE, cause, now, came=True)
     elif cause is not None and peer is None:
         core.record_outcome(record.room, Side.ENGINE, cause, now, came=True)
-    core.observer.room_ended(record.phase.name, cause)
+    core.observer.room_ended(record.state.phase, cause)
     core.outbox.append(RoomReleased(record.serial))
     if peer is not None:
         peer.grants.end(record.grant, tuple(record.sent))
@@ -331,6 +338,8 @@ def _accept(core: PrefillCore, peer: DecodePeer, cause: Cause, now: float) -> No
 
 def _refuse(core: PrefillCore, peer: DecodePeer, cause: Cause, now: float) -> None:
     core.answer_register(peer.incarnation, core.identity.incarnation, cause.text)
+    if peer.grants.seen_below > peer.fresh_from:  # else nothing is kept of a stranger
+        core.remember_grants(peer)
     core.refused[peer.incarnation] = cause
     if len(core.refused) > core.bounds.targets:
         core.refused.popitem(last=False)

@@ -50,9 +50,7 @@ def _make_place(core: PrefillCore, now: float) -> bool:
     another host). False when there is none."""
     for peer in core.peers.values():
         if peer.displaceable:
-            core.displaced[peer.incarnation] = peer.grants.seen_below
-            if len(core.displaced) > core.bounds.closed_grants:
-                core.displaced.popitem(last=False)
+            core.remember_grants(peer)
             core.feed_peer(peer, PeerKind.DISPLACED, now)
             return True
     return False
@@ -158,7 +156,8 @@ def _expect(core: PrefillCore, peer: DecodePeer, message: wire.Announce, now: fl
 
 def _admit(core: PrefillCore, peer: DecodePeer, message: wire.Bootstrap, now: float) -> None:
     """Decode's half of a room; one that cannot be served is refused at once."""
-    core.rendezvous.forget_announcement(message.room, peer, message.grant)
+    if message.room in core.rendezvous.announced:
+        core.rendezvous.forget_announcement(message.room, peer, message.grant)
     record = core.rooms.get(message.room)
     try:
         pages = _offered(core, peer, message)
@@ -196,7 +195,7 @@ def _offered(core: PrefillCore, peer: DecodePeer, message: wire.Bootstrap) -> Pa
     if prefix > message.prompt_tokens or (prefix % layout.page_size and prefix != message.prompt_tokens):
         raise PeerError(f"prefix of {prefix} tokens for a prompt of {message.prompt_tokens}, {layout.page_size} a page")
     pages = unpack_pages(message.pages, peer.layout.num_pages)
-    wanted = layout.pages_for(message.prompt_tokens) - layout.pages_for(prefix)
+    wanted = layout.pages_for(message.prompt_tokens, prefix)
     if len(pages) != wanted or not message.prompt_tokens:
         raise MisuseError(f"{len(pages)} pages lent, {message.prompt_tokens} tokens need {wanted}")
     return pages

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections import deque
-
 import numpy as np
 
 from kvflow.protocols.machines.prefill_room import TERMINAL, PrefillPhase, PrefillRoomState
@@ -19,16 +17,17 @@ NO_PAGES: PageIndices = np.empty(0, np.int32)
 class Chunk:
     """One chunk handed to the data plane. `outcome` is None while its write runs."""
 
-    __slots__ = ("checksum", "error", "handoff", "last", "outcome", "seq", "source_pages", "write")
+    __slots__ = ("checksum", "error", "handoff", "last", "num_pages", "outcome", "seq", "source_pages", "write")
 
     def __init__(self, write: int, seq: int, source_pages: PageIndices, last: bool, handoff: bytes) -> None:
         self.write, self.seq, self.source_pages, self.last, self.handoff = write, seq, source_pages, last, handoff
+        self.num_pages = len(source_pages)
         self.outcome: WriteOutcome | None = None
         self.checksum, self.error = b"", ""
 
-    @property
-    def num_pages(self) -> int:
-        return len(self.source_pages)
+    def __str__(self) -> str:
+        outcome = "under way" if self.outcome is None else self.outcome.value
+        return f"chunk {self.seq}, {self.num_pages} pages: {outcome}"
 
 
 class PrefillRoomRecord:
@@ -53,7 +52,7 @@ class PrefillRoomRecord:
         self.prefix_tokens = 0
         self.target_pages = NO_PAGES
         self.placed = 0
-        self.chunks: deque[Chunk] = deque()
+        self.chunks: list[Chunk] = []  # few, and a deque is slow to make
         self.report: Chunk | None = None  # the one whose end is being told
         self.sent: list[Message] = []  # what ends the room is sent again when decode asks
         self.story = Story()

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from kvflow.protocols.errors import Cause
+from collections import Counter
+from enum import IntEnum
+
+from kvflow.protocols.errors import Cause, Code
 
 
 class Counts:
@@ -12,7 +15,7 @@ class Counts:
     def __init__(self, page_bytes: int = 0) -> None:
         self._page_bytes = page_bytes
         self.rooms_opened = 0
-        self.endings: dict[str, int] = {}
+        self._endings: Counter[tuple[IntEnum, Code | None]] = Counter()
         self.bytes_moved = 0
         self.mismatched = 0
         self.malformed = 0
@@ -21,6 +24,14 @@ class Counts:
         self.undelivered = 0
         self.declared_dead = 0
         self.handler_errors = 0
+
+    @property
+    def endings(self) -> dict[str, int]:
+        """Rooms by their terminal phase and, but for a success, the code of their cause."""
+        return {
+            phase.name.lower() if code is None else f"{phase.name.lower()}:{code}": count
+            for (phase, code), count in self._endings.items()
+        }
 
     @property
     def dropped(self) -> dict[str, int]:
@@ -35,9 +46,8 @@ class Counts:
     def room_opened(self) -> None:
         self.rooms_opened += 1
 
-    def room_ended(self, phase: str, cause: Cause | None) -> None:
-        key = phase.lower() if cause is None else f"{phase.lower()}:{cause.code}"
-        self.endings[key] = self.endings.get(key, 0) + 1
+    def room_ended(self, phase: IntEnum, cause: Cause | None) -> None:
+        self._endings[phase, None if cause is None else cause.code] += 1
 
     def message_dropped(self, why: str) -> None:
         setattr(self, why, getattr(self, why) + 1)

@@ -298,6 +298,36 @@ async def test_a_write_in_doubt_stays_in_doubt(p: Pair) -> None:
     await p.add_prefill()
 
 
+async def test_a_room_of_no_pages_has_nothing_to_verify(p: Pair) -> None:
+    """Found by the bare simulator: decode has the whole prompt already, so its only chunk has no checksum."""
+    source = p.prefill.room(7, range(8))
+    target = await p.decode.room(7, "sim", range(8), prefix_tokens=8)
+    await source.matched()
+    p.send_all(source)
+    assert await target.landed() == b"handoff"
+    target.close()
+    await p.rest()
+    assert p.decode.counts.endings == p.prefill.counts.endings == {"success": 1}
+
+
+async def test_a_last_chunk_without_pages_waits_for_the_sums_before_it(p: Pair) -> None:
+    sums = verify(p.decode, SlowChecksums)
+    assert isinstance(sums, SlowChecksums)
+    source, target = await matched(p)
+    pages = p.prefill.pages.take(len(target.pages), "engine")
+    source.send(pages, last=False)
+    source.send(pages[:0], last=True, handoff=b"handoff")
+    await source.done()
+    await until(lambda: len(sums.begun) == 2)
+    await sums.end(sums.begun[1])
+    assert not target.ended
+    await sums.end(sums.begun[0])
+    assert await target.landed() == b"handoff"
+    target.close()
+    p.prefill.pages.give_back(pages, "engine")
+    await p.rest()
+
+
 async def test_decode_verifies_and_prefill_does_not(p: Pair) -> None:
     p.prefill.shell.checksums = None
     source, target = await matched(p)

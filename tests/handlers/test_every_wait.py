@@ -175,8 +175,8 @@ TASKS = [
     "PrefillShell._read",
     "PrefillShell._connect",
     "PrefillShell._watch",
-    "DecodeShell._read",
-    "DecodeShell._watch",
+    "Connections._read",
+    "Connections._watch",
 ]
 
 

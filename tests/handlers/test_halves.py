@@ -29,6 +29,32 @@ async def test_decode_never_comes(kvflow_pair: Pair) -> None:
     assert await code_of(target.landed()) is Code.RENDEZVOUS
 
 
+async def test_prefill_does_not_wait_while_it_stands_still(kvflow_pair: Pair) -> None:
+    """Its timer is late by the time that the event loop stood still: decode's half may be there, unread."""
+    p = kvflow_pair
+    source, endpoint = p.prefill.room(7, PROMPT), p.prefill.shell.endpoint
+    now = source.record.deadline_at_s + 5.0
+    endpoint.credit_stall(5.0, now)
+    endpoint.tick(now)
+    assert not source.ended
+    target = await p.decode.room(7, "sim", PROMPT)
+    await source.matched()
+    target.close()
+    await p.rest()
+
+
+async def test_a_room_is_credited_no_more_than_it_has_waited(kvflow_pair: Pair) -> None:
+    """Opened in the middle of a stall, or nothing ever comes: it ends all the same."""
+    p = kvflow_pair
+    source, endpoint = p.prefill.room(7, PROMPT), p.prefill.shell.endpoint
+    due_at_s = source.record.deadline_at_s
+    endpoint.credit_stall(1000.0, source.record.opened_at_s + 3.0)
+    endpoint.tick(due_at_s + 2.9)
+    assert not source.ended
+    p.clock(p.prefill).advance(p.timing.rendezvous_s + 3.1)
+    assert await code_of(source.matched()) is Code.RENDEZVOUS
+
+
 async def test_prefill_never_comes(kvflow_pair: Pair) -> None:
     p = kvflow_pair
     target = await p.decode.room(7, "sim", PROMPT)

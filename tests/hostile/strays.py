@@ -138,7 +138,7 @@ async def run(each: int = 100_000, seed: int = 0) -> Report:
         await inboxes_read()
         peak_rss = process.memory_info().rss
         p.clock(p.prefill).advance(QUICK.rendezvous_s + 1)  # no engine came
-        await until(lambda: not p.prefill.shell.endpoint.rooms)
+        await until(lambda: not p.prefill.shell.endpoint.rooms, 60)  # 32,768 rooms: a second of CPU, a few at a time
         for number in range(2, 100):
             await one_room(p, number, p.decode)
         await inboxes_read()

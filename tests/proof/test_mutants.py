@@ -53,7 +53,7 @@ LIMIT_W = 3
 
 
 def step(phase: Phase, press: Press) -> Phase:
-    move = TABLE.move(phase, press)
+    move = TABLE.moves[phase, press]
     return phase if move is None else move.phase
 
 

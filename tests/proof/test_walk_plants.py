@@ -33,9 +33,9 @@ def test_nothing_is_found_without_the_plant(bounds: object) -> None:
 
 def test_a_plant_leaves_nothing_behind() -> None:
     before = [module.__dict__.copy() for module in (*MODULES, *PATCHED)]
-    cells = [[list(row) for row in module.TABLE._cells] for module in MODULES]
+    cells = [dict(module.TABLE.moves) for module in MODULES]
     for plant in PLANTS:
         with plant.install():
             pass
     assert [module.__dict__ for module in (*MODULES, *PATCHED)] == before
-    assert [[list(row) for row in module.TABLE._cells] for module in MODULES] == cells
+    assert [dict(module.TABLE.moves) for module in MODULES] == cells

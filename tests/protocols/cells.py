@@ -16,4 +16,4 @@ def check_cell(table: Table[Any, Any, Any], phase: IntEnum, kind: IntEnum, wante
     assert cell is wanted if wanted in (IGNORE, ERROR) else cell == wanted
     if wanted is ERROR:
         with pytest.raises(TransitionError):
-            table.move(phase, kind)
+            table.moves[phase, kind]

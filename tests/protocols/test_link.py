@@ -68,8 +68,8 @@ def test_rules(phase: LinkPhase, kind: LinkKind) -> None:
 
 def test_a_refusal_never_costs_a_link_that_was_up() -> None:
     """The refused Register of an earlier silence, or a prefill that is full now, changes nothing for open rooms."""
-    assert TABLE.move(P.UP, K.REFUSED) is None
-    silent = TABLE.move(P.SILENT, K.REFUSED)
+    assert TABLE.moves[P.UP, K.REFUSED] is None
+    silent = TABLE.moves[P.SILENT, K.REFUSED]
     assert silent is not None and silent.phase is P.SILENT
 
 
@@ -79,7 +79,7 @@ def test_no_sequence_without_proof_ends_a_loan(kinds: tuple[LinkKind, ...]) -> N
     for kind in kinds:
         if TABLE.cell(phase, kind) is ERROR:
             return
-        move = TABLE.move(phase, kind)
+        move = TABLE.moves[phase, kind]
         if move is not None:
             assert C.END_LOANS not in move.commands
             phase = move.phase

@@ -6,7 +6,7 @@ import itertools
 
 import pytest
 
-from kvflow.protocols.machines.loan import TABLE, LoanCommand, LoanKind, LoanPhase, step
+from kvflow.protocols.machines.loan import TABLE, LoanCommand, LoanKind, LoanPhase
 from kvflow.protocols.machines.tables import ERROR, IGNORE, Move, TransitionError
 
 P, K, C = LoanPhase, LoanKind, LoanCommand
@@ -14,6 +14,12 @@ PROOF = {K.LANDED, K.DRAINED, K.FENCED}
 DOUBT = {K.UNPROVEN, K.SOURCE_LOST}
 LENT = (P.LENT, P.RECALLED, P.DOUBTFUL)  # the rank may write into our pages
 CELLS = list(itertools.product(P, K))
+
+
+def step(phase: LoanPhase, kind: LoanKind) -> tuple[LoanPhase, tuple[LoanCommand, ...]]:
+    """A phase is the whole state of a loan."""
+    move = TABLE.moves[phase, kind]
+    return (phase, ()) if move is None else move
 
 
 def expected(phase: LoanPhase, kind: LoanKind) -> tuple[LoanPhase, tuple[LoanCommand, ...]] | object | None:

@@ -55,10 +55,10 @@ ENDS: dict[str, frozenset[Any]] = {
 
 
 def test_move_ignore_error() -> None:
-    assert TABLE.move(Lamp.OFF, Press.UP) == (Lamp.ON, (Act.GLOW,))
-    assert TABLE.move(Lamp.OFF, Press.DOWN) is None
+    assert TABLE.moves[Lamp.OFF, Press.UP] == (Lamp.ON, (Act.GLOW,))
+    assert TABLE.moves[Lamp.OFF, Press.DOWN] is None
     with pytest.raises(TransitionError, match=r"UP.*ON"):
-        TABLE.move(Lamp.ON, Press.UP)
+        TABLE.moves[Lamp.ON, Press.UP]
     assert (repr(TABLE.cell(Lamp.OFF, Press.DOWN)), repr(TABLE.cell(Lamp.ON, Press.UP))) == ("IGNORE", "ERROR")
 
 

@@ -15,8 +15,9 @@ from kvflow.testing.sim.coverage import Cell, covered, report
 def test_visits_are_counted_while_it_is_asked_for() -> None:
     visits: Counter[Cell] = Counter()
     with covered(visits):
-        assert loans.step(LoanPhase.LENT, LoanKind.LANDED)[0] is LoanPhase.RETURNED
-    loans.step(LoanPhase.LENT, LoanKind.LANDED)
+        move = loans.TABLE.moves[LoanPhase.LENT, LoanKind.LANDED]
+        assert move is not None and move.phase is LoanPhase.RETURNED
+    assert loans.TABLE.moves[LoanPhase.LENT, LoanKind.LANDED] is move
     assert visits == {("loan", LoanPhase.LENT, LoanKind.LANDED): 1}
     said = report(visits)
     assert said["visited"] == 1 and not said["error"]

@@ -11,23 +11,29 @@ GRAIN_S = 0.01
 
 
 class _Bucket(Generic[K]):
-    """What is due within one grain of time."""
+    """What is due within one grain of time. It is put in order when it is the first: most keys are cancelled before."""
 
     __slots__ = ("keys", "order")
 
     def __init__(self) -> None:
         self.keys: dict[K, float] = {}
-        self.order: list[tuple[float, int, K]] = []  # a heap; entries that `keys` does not confirm are stale
+        self.order: list[tuple[float, K]] | None = None  # the latest first; what `keys` does not confirm is stale
 
-    def first(self) -> tuple[float, int, K]:
+    def first(self) -> tuple[float, K]:
         """The earliest; call only when there is a key."""
-        while self.keys.get(self.order[0][2]) != self.order[0][0]:
-            heapq.heappop(self.order)
-        return self.order[0]
+        if self.order is None:
+            self.order = sorted(((at_s, key) for key, at_s in self.keys.items()), key=_at_s)[::-1]
+        while self.keys.get(self.order[-1][1]) != self.order[-1][0]:
+            self.order.pop()
+        return self.order[-1]
+
+
+def _at_s(entry: tuple[float, object]) -> float:
+    return entry[0]
 
 
 class Deadlines(Generic[K]):
-    """At most one deadline per key. Setting costs O(log n) of a bucket's size, cancelling O(1).
+    """At most one deadline per key. Setting and cancelling cost O(1), taking what is due O(log n) of a bucket's size.
 
     Rooms that end long before their deadline leave nothing behind once their bucket is empty, and nothing has to be
     cleaned up at once.
@@ -37,7 +43,6 @@ class Deadlines(Generic[K]):
         self._where: dict[K, int] = {}
         self._buckets: dict[int, _Bucket[K]] = {}
         self._heap: list[int] = []  # of bucket numbers; those that have become empty go when they come first
-        self._count = 0  # breaks ties: keys need not be comparable
         self.not_before_s = float("inf")  # nothing is due before; cheaper than `next_at_s`, exact after each `pop_due`
 
     def __len__(self) -> int:
@@ -63,9 +68,8 @@ class Deadlines(Generic[K]):
         if bucket is None:
             bucket = self._buckets[number] = _Bucket()
             heapq.heappush(self._heap, number)
-        self._count += 1
-        heapq.heappush(bucket.order, (at_s, self._count, key))
         bucket.keys[key] = at_s
+        bucket.order = None
         self._where[key] = number
 
     def cancel(self, key: K) -> None:
@@ -85,7 +89,7 @@ class Deadlines(Generic[K]):
         if bucket is None:
             self.not_before_s = float("inf")
             return None
-        self.not_before_s, _, key = bucket.first()
+        self.not_before_s, key = bucket.first()
         if self.not_before_s > now:
             return None
         self.cancel(key)

@@ -40,7 +40,7 @@ class DecodeCommand(IntEnum):
     END = 4
 
 
-class DecodeEvent(msgspec.Struct, frozen=True):
+class DecodeEvent(msgspec.Struct, frozen=True, gc=False):
     """What happened. `rank`, `seq`, `pages`, `last` belong to a ChunkDone; `cause` to an ending."""
 
     kind: DecodeKind
@@ -51,7 +51,7 @@ class DecodeEvent(msgspec.Struct, frozen=True):
     cause: Cause | None = None
 
 
-class DecodeRoomState(msgspec.Struct, frozen=True):
+class DecodeRoomState(msgspec.Struct, frozen=True, gc=False):
     """Everything that decides what happens next; a hashable value."""
 
     pages: int  # pages each rank must fill
@@ -128,7 +128,7 @@ def step(room: DecodeRoomState, event: DecodeEvent) -> tuple[DecodeRoomState, tu
         if room.phase not in (P.WAITING_FOR_INPUT, P.TRANSFERRING) or event.seq != room.next_seq[event.rank]:
             return room, ()
         room, kind, event = _count_chunk(room, event)
-    move = TABLE.move(room.phase, kind)
+    move = TABLE.moves[room.phase, kind]
     if move is None:
         return room, ()
     cause = room.cause if room.cause is not None else event.cause

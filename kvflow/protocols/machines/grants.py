@@ -159,7 +159,7 @@ class GrantTable(Generic[R]):
         self._sent: OrderedDict[GrantId, tuple[Message, ...]] = (
             OrderedDict()
         )  # of ended grants, in the order they ended
-        self._seen_below = low_water  # no grant from here on has been seen
+        self._seen_below: int = low_water  # no grant from here on has been seen
 
     def phase(self, grant: GrantId) -> GrantPhase:
         found = self._phases.get(grant)
@@ -182,9 +182,9 @@ class GrantTable(Generic[R]):
         before = self._phases.get(grant)
         if before is None:
             before = P.UNKNOWN if grant >= self.low_water else P.BELOW
-        move = TABLE.move(before, kind)
+        move = TABLE.moves[before, kind]
         if grant >= self._seen_below:
-            self._seen_below = GrantId(grant + 1)
+            self._seen_below = grant + 1
         if move is None:
             return ()
         after = move.phase
@@ -212,7 +212,8 @@ class GrantTable(Generic[R]):
         A grant that an Abort has just closed has no messages.
         """
         if self._phases.get(grant) is not P.CLOSED:
-            doubtful = any(type(message) is AbortAck and not message.drained for message in sent)
+            last = sent[-1] if sent else None  # an AbortAck is the last word about a grant
+            doubtful = type(last) is AbortAck and not last.drained
             self.feed(grant, K.END_IN_DOUBT if doubtful else K.END)
         self.rooms.pop(grant, None)
         self.announcements.discard(grant)
@@ -233,7 +234,7 @@ class GrantTable(Generic[R]):
     @property
     def seen_below(self) -> GrantId:
         """No grant from here on has been seen."""
-        return self._seen_below
+        return GrantId(self._seen_below)
 
     def begin_from(self, grant: GrantId) -> list[tuple[GrantId, RoomId]]:
         """No grant below this one begins any more. Returns what was announced there and never offered."""

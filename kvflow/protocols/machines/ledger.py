@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Hashable
-from typing import Any, Generic, NamedTuple, TypeVar
+from typing import Any, Generic, TypeVar
+
+import msgspec
 
 from kvflow.protocols.errors import Cause, QuarantineError
-from kvflow.protocols.machines.loan import LoanCommand, LoanKind, LoanPhase, step
+from kvflow.protocols.machines.loan import TABLE, LoanCommand, LoanKind, LoanPhase
 from kvflow.protocols.wire.messages import GrantId, RoomId
 
 S = TypeVar("S", bound=Hashable)
@@ -31,7 +33,7 @@ class Lease(Generic[S]):
         return all(phase is LoanPhase.DOUBTFUL for phase in self.loans.values())
 
 
-class Change(NamedTuple, Generic[S]):
+class Change(msgspec.Struct, Generic[S], frozen=True, gc=False):
     """One loan has moved on, and this is to be done about it."""
 
     lease: Lease[S]
@@ -107,11 +109,13 @@ class Ledger(Generic[S]):
 
     def feed(self, lease: Lease[S], source: S, kind: LoanKind) -> Change[S]:
         """One event for one loan that has not ended."""
-        phase, commands = step(lease.loans[source], kind)
-        lease.loans[source] = phase
+        move = TABLE.moves[lease.loans[source], kind]
+        commands: tuple[LoanCommand, ...] = ()
+        if move is not None:
+            lease.loans[source], commands = move
         freed = False
-        if kind in _CONFIRMED:
-            self.note_known(source, GrantId(lease.grant + 1))
+        if kind in _CONFIRMED and lease.grant > self._acknowledged.get(source, 0):
+            self._acknowledged[source] = lease.grant
         if LoanCommand.RETURN in commands:
             del lease.loans[source]
             del self._by_source[source][lease.grant]

@@ -95,9 +95,3 @@ TABLE: Table[LoanPhase, LoanKind, LoanCommand] = Table(
         P.RETURNED: rest(K, ERROR),  # out of the ledger
     },
 )
-
-
-def step(phase: LoanPhase, kind: LoanKind) -> tuple[LoanPhase, tuple[LoanCommand, ...]]:
-    """Next phase and what to do now; a phase is the whole state of a loan."""
-    move = TABLE.move(phase, kind)
-    return (phase, ()) if move is None else move

@@ -55,7 +55,7 @@ class PrefillCommand(IntEnum):
     END = 9
 
 
-class PrefillEvent(msgspec.Struct, frozen=True):
+class PrefillEvent(msgspec.Struct, frozen=True, gc=False):
     """What happened. `last` belongs to a queued chunk; `outcome` turns WRITE_ENDED into one of the kinds above."""
 
     kind: PrefillKind | None
@@ -64,7 +64,7 @@ class PrefillEvent(msgspec.Struct, frozen=True):
     cause: Cause | None = None
 
 
-class PrefillRoomState(msgspec.Struct, frozen=True):
+class PrefillRoomState(msgspec.Struct, frozen=True, gc=False):
     """Everything that decides what happens next; a hashable value."""
 
     phase: PrefillPhase
@@ -155,7 +155,7 @@ def step(room: PrefillRoomState, event: PrefillEvent) -> tuple[PrefillRoomState,
         ended += 1
         doubt = doubt or event.outcome is WriteOutcome.UNPROVEN
         kind = _end_of_write(room.phase, event.outcome, running=queued - ended, last=last, doubt=doubt)
-    move = TABLE.move(room.phase, kind)
+    move = TABLE.moves[room.phase, kind]
     if move is None:
         return PrefillRoomState(room.phase, queued, ended, last, doubt, room.cause), ()
     cause = room.cause if room.cause is not None else event.cause

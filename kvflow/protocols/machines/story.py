@@ -24,17 +24,21 @@ class Story:
     __slots__ = ("_dropped", "_lines")
 
     def __init__(self) -> None:
-        self._lines: list[tuple[float, IntEnum | str, IntEnum, str]] = []
+        self._lines: list[tuple[float, IntEnum | str, IntEnum, object]] = []
         self._dropped = 0
 
-    def tell(self, at_s: float, what: IntEnum | str, phase: IntEnum, text: str = "") -> None:
+    def tell(self, at_s: float, what: IntEnum | str, phase: IntEnum, detail: object = None) -> None:
+        """`detail` becomes text when somebody reads it."""
         if len(self._lines) >= STORY_LINES:
             del self._lines[STORY_LINES // 2]
             self._dropped += 1
-        self._lines.append((at_s, what, phase, text))
+        self._lines.append((at_s, what, phase, detail))
 
     def lines(self) -> Sequence[Line]:
-        told = [Line(at, w if isinstance(w, str) else w.name.lower(), p.name, t) for at, w, p, t in self._lines]
+        told = [
+            Line(at, w if isinstance(w, str) else w.name.lower(), p.name, "" if detail is None else str(detail))
+            for at, w, p, detail in self._lines
+        ]
         if self._dropped:
             middle = told[STORY_LINES // 2]
             told.insert(STORY_LINES // 2, Line(middle.at_s, f"{self._dropped} lines left out", middle.phase, ""))

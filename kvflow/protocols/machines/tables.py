@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from enum import IntEnum
-from typing import Final, Generic, NamedTuple, TypeVar
+from typing import Final, Generic, NamedTuple, NoReturn, TypeVar
 
 P = TypeVar("P", bound=IntEnum)
 K = TypeVar("K", bound=IntEnum)
@@ -38,6 +38,18 @@ class TransitionError(AssertionError):
     """Our own code fed a machine an event its phase excludes."""
 
 
+class Moves(dict[tuple[P, K], Move[P, C] | None]):
+    """`moves[phase, kind]`: the move for this event, None where the table says IGNORE. A lookup, not a call: it is the
+    commonest thing an endpoint does.
+
+    Raises: TransitionError on an ERROR cell.
+    """
+
+    def __missing__(self, key: tuple[P, K]) -> NoReturn:
+        phase, kind = key
+        raise TransitionError(f"{kind!r} cannot happen in {phase!r}")
+
+
 class Table(Generic[P, K, C]):
     """A machine's whole behaviour, looked up by phase and kind (both IntEnums counting from 0)."""
 
@@ -48,19 +60,21 @@ class Table(Generic[P, K, C]):
             missing = [k.name for k in kinds if k not in rows.get(phase, {})]
             if missing:
                 raise ValueError(f"{phases.__name__}.{phase.name} says nothing about {', '.join(missing)}")
-        self._cells: list[list[Cell[P, C]]] = [[rows[p][k] for k in kinds] for p in phases]
+        self.moves: Moves[P, K, C] = Moves()
+        for phase in phases:
+            for kind in kinds:
+                self.put(phase, kind, rows[phase][kind])
 
     def cell(self, phase: P, kind: K) -> Cell[P, C]:
-        return self._cells[phase][kind]
+        move = self.moves.get((phase, kind), ERROR)
+        return IGNORE if move is None else move
 
-    def move(self, phase: P, kind: K) -> Move[P, C] | None:
-        """The move for this event, or None where the table says IGNORE. Raises: TransitionError on an ERROR cell."""
-        cell = self._cells[phase][kind]
-        if cell.__class__ is Move:
-            return cell
-        if cell is IGNORE:
-            return None
-        raise TransitionError(f"{kind!r} cannot happen in {phase!r}")
+    def put(self, phase: P, kind: K, cell: Cell[P, C]) -> None:
+        """Make this cell another one."""
+        if isinstance(cell, _Error):
+            self.moves.pop((phase, kind), None)
+        else:
+            self.moves[phase, kind] = None if isinstance(cell, _Ignore) else cell
 
     def mermaid(self) -> str:
         """The table as a Mermaid state diagram; ignored and impossible events are left out."""
@@ -68,7 +82,7 @@ class Table(Generic[P, K, C]):
         for phase in self.phases:
             joined: dict[str, list[str]] = {}
             for kind in self.kinds:
-                cell = self._cells[phase][kind]
+                cell = self.cell(phase, kind)
                 if isinstance(cell, Move):
                     joined.setdefault(cell.phase.name, []).append(kind.name.lower())
             lines.extend(f"    {phase.name} --> {target}: {', '.join(kinds)}" for target, kinds in joined.items())

@@ -79,8 +79,9 @@ class PoolLayout(msgspec.Struct, frozen=True, array_like=True):
     def size_bytes(self) -> int:
         return sum(b.size_bytes for b in self.buffers)
 
-    def pages_for(self, tokens: int) -> int:
-        return -(-tokens // self.page_size)
+    def pages_for(self, tokens: int, prefix_tokens: int = 0) -> int:
+        """Pages of `tokens` tokens, less those that the first `prefix_tokens` of them take."""
+        return -(-tokens // self.page_size) - -(-prefix_tokens // self.page_size)
 
     def check(self) -> None:
         """Refuse a descriptor whose arithmetic does not hold. Called on everything that came over the wire.

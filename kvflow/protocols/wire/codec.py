@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import msgspec
@@ -14,31 +14,26 @@ from kvflow.protocols.errors import WireError
 from kvflow.protocols.wire.messages import MAX_FRAME_BYTES, Incarnation, ToDecode, ToPrefill
 
 _encoder = msgspec.msgpack.Encoder()
-_to_prefill: msgspec.msgpack.Decoder[Any] = msgspec.msgpack.Decoder(ToPrefill)
-_to_decode: msgspec.msgpack.Decoder[Any] = msgspec.msgpack.Decoder(ToDecode)
-
 encode = _encoder.encode
 
 
-def parse_at_prefill(frame: bytes) -> ToPrefill:
-    """Raises: WireError."""
-    message: ToPrefill = _decode(_to_prefill, frame)
-    return message
+def _parser(messages: Any) -> Callable[[bytes], Any]:
+    decode = msgspec.msgpack.Decoder(messages).decode
+
+    def parse(frame: bytes) -> Any:
+        """Raises: WireError."""
+        if len(frame) > MAX_FRAME_BYTES:
+            raise WireError(f"frame of {len(frame)} bytes is over the limit of {MAX_FRAME_BYTES}")
+        try:
+            return decode(frame)
+        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+            raise WireError(f"cannot decode a {len(frame)}-byte frame: {error}") from None
+
+    return parse
 
 
-def parse_at_decode(frame: bytes) -> ToDecode:
-    """Raises: WireError."""
-    message: ToDecode = _decode(_to_decode, frame)
-    return message
-
-
-def _decode(decoder: msgspec.msgpack.Decoder[Any], frame: bytes) -> Any:
-    if len(frame) > MAX_FRAME_BYTES:
-        raise WireError(f"frame of {len(frame)} bytes is over the limit of {MAX_FRAME_BYTES}")
-    try:
-        return decoder.decode(frame)
-    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-        raise WireError(f"cannot decode a {len(frame)}-byte frame: {error}") from None
+parse_at_prefill: Callable[[bytes], ToPrefill] = _parser(ToPrefill)
+parse_at_decode: Callable[[bytes], ToDecode] = _parser(ToDecode)
 
 
 def prompt_digest(token_ids: Sequence[int] | NDArray[np.integer[Any]]) -> bytes:

@@ -92,7 +92,7 @@ class Registered(msgspec.Struct, frozen=True, array_like=True, kw_only=True, tag
     fresh_from: GrantBound = GrantId(0)
 
 
-class Announce(msgspec.Struct, frozen=True, array_like=True, kw_only=True, tag=10):
+class Announce(msgspec.Struct, frozen=True, array_like=True, gc=False, kw_only=True, tag=10):
     """decode -> every prefill rank: a room will be offered under this grant as soon as there are pages, or aborted."""
 
     room: Room
@@ -101,7 +101,7 @@ class Announce(msgspec.Struct, frozen=True, array_like=True, kw_only=True, tag=1
     target: Life
 
 
-class Bootstrap(msgspec.Struct, frozen=True, array_like=True, kw_only=True, tag=3):
+class Bootstrap(msgspec.Struct, frozen=True, array_like=True, gc=False, kw_only=True, tag=3):
     """decode -> every prefill rank: these pages are on loan to you for this room.
 
     The first `prefix_tokens` of the prompt are at decode already: a whole number of pages, or the whole prompt.
@@ -117,7 +117,7 @@ class Bootstrap(msgspec.Struct, frozen=True, array_like=True, kw_only=True, tag=
     prefix_tokens: Count = 0
 
 
-class ChunkDone(msgspec.Struct, frozen=True, array_like=True, kw_only=True, tag=4):
+class ChunkDone(msgspec.Struct, frozen=True, array_like=True, gc=False, kw_only=True, tag=4):
     """prefill -> decode: every write of chunk `seq` has landed; it filled `pages` pages. `last` is the rank's proof.
 
     `checksum` is that of the source pages (see `ports.Checksums`), empty where transfers are not verified.
@@ -135,7 +135,7 @@ class ChunkDone(msgspec.Struct, frozen=True, array_like=True, kw_only=True, tag=
     checksum: Annotated[bytes, Meta(max_length=32)] = b""
 
 
-class RoomFailed(msgspec.Struct, frozen=True, array_like=True, kw_only=True, tag=5):
+class RoomFailed(msgspec.Struct, frozen=True, array_like=True, gc=False, kw_only=True, tag=5):
     """prefill -> decode: this room will not succeed. Proves nothing about writes; an AbortAck follows."""
 
     room: Room
@@ -146,7 +146,7 @@ class RoomFailed(msgspec.Struct, frozen=True, array_like=True, kw_only=True, tag
     cause: Cause
 
 
-class Abort(msgspec.Struct, frozen=True, array_like=True, kw_only=True, tag=6):
+class Abort(msgspec.Struct, frozen=True, array_like=True, gc=False, kw_only=True, tag=6):
     """decode -> prefill: stop writing for this grant, or forget its announcement, and acknowledge; repeated until
     acknowledged."""
 
@@ -157,7 +157,7 @@ class Abort(msgspec.Struct, frozen=True, array_like=True, kw_only=True, tag=6):
     cause: Cause
 
 
-class AbortAck(msgspec.Struct, frozen=True, array_like=True, kw_only=True, tag=7):
+class AbortAck(msgspec.Struct, frozen=True, array_like=True, gc=False, kw_only=True, tag=7):
     """prefill -> decode: nothing of this grant runs any more; `drained` when all that was submitted has landed."""
 
     room: Room
@@ -168,7 +168,7 @@ class AbortAck(msgspec.Struct, frozen=True, array_like=True, kw_only=True, tag=7
     drained: bool
 
 
-class Belief(msgspec.Struct, frozen=True, array_like=True):
+class Belief(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """One open room as one side sees it; `next_seq` is the first chunk that has not been received."""
 
     room: Room
@@ -185,7 +185,7 @@ class Resync(msgspec.Struct, frozen=True, array_like=True, kw_only=True, tag=8):
     rooms: Annotated[tuple[Belief, ...], Meta(max_length=MAX_BELIEFS)]
 
 
-class Heartbeat(msgspec.Struct, frozen=True, array_like=True, kw_only=True, tag=9):
+class Heartbeat(msgspec.Struct, frozen=True, array_like=True, gc=False, kw_only=True, tag=9):
     """Both ways. From decode: every grant of this pair below `settled_below` has ended there, and nothing of it need be
     sent again."""
 

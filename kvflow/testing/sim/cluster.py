@@ -9,7 +9,6 @@ from typing import Any
 
 from kvflow.memory.pool import PagedPool
 from kvflow.node import DecodeNode, PrefillNode
-from kvflow.protocols.pages.layout import build_layout
 from kvflow.protocols.wire.codec import routing_id
 from kvflow.protocols.wire.ranks import RankInfo
 from kvflow.testing.sim.faults import Faults
@@ -17,12 +16,9 @@ from kvflow.testing.sim.loop import Process, VirtualLoop
 from kvflow.testing.sim.oracle import Oracle, Seen
 from kvflow.testing.sim.pages import WatchedPages
 from kvflow.testing.sim.plane import PacedPlane
-from kvflow.testing.sim.variety import NEVER, Variety
+from kvflow.testing.sim.variety import LAYOUT, NEVER, NUM_PAGES, Variety
 from kvflow.testing.sim.wire import Wire
 from kvflow.transports.data.fake import FakeNetwork
-
-PAGE_SIZE, NUM_PAGES = 4, 48
-LAYOUT = build_layout([("0.k", "uint8", (8,)), ("0.v", "uint8", (8,))], page_size=PAGE_SIZE, num_pages=NUM_PAGES)
 
 
 class Member:

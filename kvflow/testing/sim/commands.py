@@ -1,4 +1,4 @@
-"""`kvflow sim`: seeds, one run as a story, planted bugs, and the exhaustive walk."""
+"""`kvflow sim`: seeds of whole nodes or of bare endpoints, one run as a story, planted bugs, the exhaustive walk."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from rich.table import Table
 
 from kvflow.protocols.errors import MisuseError
 
-FIND_WITHIN_SEEDS = 2_000
+FIND_WITHIN_SEEDS, FIND_BARE_WITHIN_SEEDS = 2_000, 20_000
 
 app = typer.Typer(help="Play the real handlers in virtual time, with faults, and check what must hold at every step.")
 
@@ -27,29 +27,35 @@ def sim(
         bool, typer.Option("--exhaust", help="Walk everything two rooms and their link can do.")
     ] = False,
     bounds: Annotated[str, typer.Option(help="With --exhaust: small, wide, full, or one world.")] = "",
+    bare: Annotated[bool, typer.Option("--bare", help="Endpoints alone: no event loop, more seeds a second.")] = False,
     jobs: Annotated[int, typer.Option(help="Processes that share the seeds.", min=1)] = 1,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object on stdout.")] = False,
 ) -> None:
     """Exit status 1 when an invariant broke, or a plant was not found."""
     if plants:
-        return _list_plants(as_json)
+        return _list_plants(bare, as_json)
     if exhaust:
         from kvflow.testing.walk import run
 
         return _report(run.run(bounds, plant, _say), as_json)
     if seed is not None:
-        return _one(seed, plant, trace, as_json)
+        return _one(seed, plant, trace, bare, as_json)
     if plant:
-        return _hunt(plant, seeds, as_json)
+        return _hunt(plant, seeds, bare, as_json)
     from kvflow.testing.sim.report import simulate_many
 
-    return _report(simulate_many(_range(seeds or "0:1000"), jobs, say=_say), as_json)
+    return _report(simulate_many(_range(seeds or "0:1000"), jobs, say=_say, bare=bare), as_json)
 
 
-def _one(seed: int, plant: str, trace: bool, as_json: bool) -> None:
-    from kvflow.testing.sim.plants import planted
+def _one(seed: int, plant: str, trace: bool, bare: bool, as_json: bool) -> None:
     from kvflow.testing.sim.report import described
-    from kvflow.testing.sim.run import simulate
+
+    if bare:
+        from kvflow.testing.bare.plants import planted
+        from kvflow.testing.bare.run import simulate
+    else:
+        from kvflow.testing.sim.plants import planted
+        from kvflow.testing.sim.run import simulate
 
     def tell(at_s: float, who: str, what: str) -> None:
         typer.echo(f"{at_s:9.4f}  {who:<12} {what}", err=as_json)
@@ -58,15 +64,19 @@ def _one(seed: int, plant: str, trace: bool, as_json: bool) -> None:
         outcome = simulate(seed, tell=tell if trace else None)
     report: dict[str, Any] = {"seed": seed, "violations": 0, "faults": dict(outcome.faults), "steps": outcome.steps}
     if outcome.violation is not None:
-        report |= {"violations": 1, **described(outcome, plant)}
+        report |= {"violations": 1, **described(outcome, plant, bare=bare)}
     _report(report, as_json)
 
 
-def _hunt(plant: str, seeds: str, as_json: bool) -> None:
-    from kvflow.testing.sim.plants import all_plants, hunt
+def _hunt(plant: str, seeds: str, bare: bool, as_json: bool) -> None:
+    if bare:
+        from kvflow.testing.bare.plants import all_plants, hunt
+    else:
+        from kvflow.testing.sim.plants import all_plants, hunt
 
     names = [p.name for p in all_plants()] if plant == "all" else [plant]
-    found = [hunt(name, _range(seeds or f"0:{FIND_WITHIN_SEEDS}"), _say) for name in names]
+    within = _range(seeds or f"0:{FIND_BARE_WITHIN_SEEDS if bare else FIND_WITHIN_SEEDS}")
+    found = [hunt(name, within, _say) for name in names]
     if as_json:
         typer.echo(json.dumps({"plants": len(found), "not_found": sum("seed" not in f for f in found), "found": found}))
     else:
@@ -80,8 +90,11 @@ def _hunt(plant: str, seeds: str, as_json: bool) -> None:
         raise typer.Exit(1)
 
 
-def _list_plants(as_json: bool) -> None:
-    from kvflow.testing.sim.plants import all_plants
+def _list_plants(bare: bool, as_json: bool) -> None:
+    if bare:
+        from kvflow.testing.bare.plants import all_plants
+    else:
+        from kvflow.testing.sim.plants import all_plants
 
     if as_json:
         typer.echo(json.dumps([{"name": p.name, "text": p.text, "invariant": p.invariant} for p in all_plants()]))

@@ -9,7 +9,7 @@ from types import ModuleType
 from typing import Any
 
 from kvflow.protocols.machines import decode_room, grants, link, loan, peer, prefill_room
-from kvflow.protocols.machines.tables import ERROR
+from kvflow.protocols.machines.tables import ERROR, Moves
 from kvflow.testing.sim.swap import swapped
 
 TABLES: dict[str, ModuleType] = {
@@ -28,18 +28,26 @@ Cell = tuple[str, int, int]
 @contextmanager
 def covered(visits: Counter[Cell]) -> Iterator[None]:
     """Count every look into the tables."""
+    counts = {name: [[0] * len(module.TABLE.kinds) for _ in module.TABLE.phases] for name, module in TABLES.items()}
     with ExitStack() as swaps:
         for name, module in TABLES.items():
-            swaps.enter_context(swapped(module.TABLE, "move", _counting(name, module.TABLE.move, visits)))
-        yield
+            swaps.enter_context(swapped(module.TABLE, "moves", _Counting(module.TABLE.moves, counts[name])))
+        try:
+            yield
+        finally:
+            for name, rows in counts.items():
+                for phase, row in enumerate(rows):
+                    visits.update({(name, phase, kind): count for kind, count in enumerate(row) if count})
 
 
-def _counting(name: str, move: Any, visits: Counter[Cell]) -> Any:
-    def counted(phase: Any, kind: Any) -> Any:
-        visits[name, phase, kind] += 1
-        return move(phase, kind)
+class _Counting(Moves[Any, Any, Any]):
+    def __init__(self, moves: Moves[Any, Any, Any], counts: list[list[int]]) -> None:
+        super().__init__(moves)
+        self._counts = counts
 
-    return counted
+    def __getitem__(self, key: tuple[Any, Any]) -> Any:
+        self._counts[key[0]][key[1]] += 1
+        return super().__getitem__(key)
 
 
 def report(visits: Counter[Cell]) -> dict[str, Any]:

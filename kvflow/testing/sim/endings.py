@@ -6,7 +6,6 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
-from kvflow.handlers import prefill as prefill_shell
 from kvflow.handlers.prefill import PrefillShell
 from kvflow.handlers.rooms import DecodeRoom, PrefillRoom
 from kvflow.protocols.commands import StartWrite
@@ -27,11 +26,9 @@ from kvflow.protocols.wire.codec import routing_id
 from kvflow.protocols.wire.messages import GrantId, Incarnation
 from kvflow.testing.sim.loop import current_process
 from kvflow.testing.sim.oracle import Key, Oracle, Seen
-from kvflow.testing.sim.swap import swapped, swapped_item
+from kvflow.testing.sim.swap import swapped
+from kvflow.testing.sim.times import HEAR_S, PATIENCE_S, RECOVER_S
 
-HEAR_S = 1.0  # the other side of a failed room hears of it within so long while the link is up
-PATIENCE_S = 2.2  # silence for so long is no wonder when something has happened
-RECOVER_S = 1.2  # and within so long after the link is up again
 Record = DecodeRoomRecord | PrefillRoomRecord
 _OVER_AT_DECODE = decode_room.TERMINAL | {DecodePhase.DRAINING}
 _OVER_AT_PREFILL = prefill_room.TERMINAL | {PrefillPhase.DRAINING}
@@ -116,7 +113,7 @@ class Endings:
 
     def _engine_told(self, record: PrefillRoomRecord) -> None:
         handle = self._handles.get(record)
-        if handle is None or not handle._done.done():
+        if handle is None or not handle.when_done.given:
             self.oracle.broken("I4", f"room {record.room} ended at prefill, its engine was not told")
 
     def bound(self, source: Incarnation, record: PrefillRoomRecord) -> None:
@@ -229,7 +226,7 @@ def observed(endings: Endings) -> Iterator[None]:
     with ExitStack() as swaps:
         for owner, name, replacement in (*_at_decode(endings), *_at_prefill(endings)):
             swaps.enter_context(swapped(owner, name, replacement))
-        start = prefill_shell._RUN[StartWrite]
+        start = PrefillShell._start_write
 
         def writing(shell: PrefillShell, command: StartWrite) -> None:
             endings.oracle.writing = shell.endpoint.core.writes[command.write][0]
@@ -238,7 +235,7 @@ def observed(endings: Endings) -> Iterator[None]:
             finally:
                 endings.oracle.writing = None
 
-        swaps.enter_context(swapped_item(prefill_shell._RUN, StartWrite, writing))
+        swaps.enter_context(swapped(PrefillShell, "_start_write", writing))
         yield
 
 

@@ -18,6 +18,8 @@ from collections import deque
 from collections.abc import Callable, Coroutine
 from typing import Any, TypeVar
 
+from kvflow.testing.sim.times import THREAD_S
+
 T = TypeVar("T")
 
 
@@ -50,7 +52,7 @@ class VirtualLoop(asyncio.BaseEventLoop):
     _ready: deque[asyncio.Handle]  # asyncio's own, as are the next two
     _scheduled: list[asyncio.TimerHandle]
     _stopping: bool
-    thread_s = (0.0005, 0.02)  # how long work in an executor takes
+    thread_s = THREAD_S
 
     def __init__(self, rng: random.Random) -> None:
         super().__init__()

@@ -14,6 +14,7 @@ from kvflow.protocols.pages.layout import PoolLayout
 from kvflow.protocols.ports import WriteOutcome
 from kvflow.protocols.wire.messages import AbortAck, Bootstrap, ChunkDone, Message
 from kvflow.testing.sim.loop import Process, VirtualLoop, current_process
+from kvflow.testing.sim.outcome import Violation
 from kvflow.testing.sim.pages import WatchedPages, grant_of
 
 if TYPE_CHECKING:
@@ -32,12 +33,6 @@ class Key(NamedTuple):
     source: int
     target: int
     grant: int
-
-
-class Violation(NamedTuple):
-    invariant: str
-    text: str
-    at_s: float
 
 
 class Seen:

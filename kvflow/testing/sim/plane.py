@@ -9,14 +9,9 @@ from kvflow.protocols.errors import TransferError
 from kvflow.protocols.ports import PlaneAddress, WriteOutcome
 from kvflow.testing.sim.faults import Faults
 from kvflow.testing.sim.oracle import Oracle
+from kvflow.testing.sim.times import LATE_S, PAGE_S, SLOW_PAGE_S, STALL_LOOK_S, STUCK_S
 from kvflow.testing.sim.variety import LATE, LATE_FENCE_S, NEVER, PROMPT
 from kvflow.transports.data.fake import FakeNetwork, FakePlane, FakeWrite, Fault
-
-PAGE_S = (0.0002, 0.004)  # a page takes so long
-SLOW_PAGE_S = (0.05, 0.3)
-STUCK_S = (0.2, 2.0)  # a stuck write moves on after so long
-STALL_LOOK_S = (0.02, 0.06)  # a worker that stood still goes on within so long
-LATE_S = (0.01, 3.0)  # and what was given up lands after so long
 
 
 class PacedPlane(FakePlane):

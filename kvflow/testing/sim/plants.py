@@ -10,6 +10,7 @@ from kvflow.protocols.errors import MisuseError
 from kvflow.testing.sim import plants_decode as d
 from kvflow.testing.sim import plants_prefill as p
 from kvflow.testing.sim import plants_tables
+from kvflow.testing.sim.outcome import Outcome
 from kvflow.testing.sim.run import simulate
 
 
@@ -77,10 +78,17 @@ def planted(name: str) -> AbstractContextManager[object]:
 def hunt(name: str, seeds: Sequence[int], say: Callable[[str], None] = lambda _: None) -> dict[str, Any]:
     """The first seed that finds a plant, and what it broke; no seed when none does."""
     with planted(name):
-        for seed in seeds:
-            outcome = simulate(seed)
-            if outcome.violation is not None:
-                say(f"{name}: seed {seed} breaks {outcome.violation.invariant}")
-                return {"plant": name, "seed": seed, **outcome.violation._asdict()}
+        return hunted(name, seeds, simulate, say)
+
+
+def hunted(
+    name: str, seeds: Sequence[int], play: Callable[[int], Outcome], say: Callable[[str], None]
+) -> dict[str, Any]:
+    """The same, of a plant that is in."""
+    for seed in seeds:
+        violation = play(seed).violation
+        if violation is not None:
+            say(f"{name}: seed {seed} breaks {violation.invariant}")
+            return {"plant": name, "seed": seed, **violation._asdict()}
     say(f"{name}: NOT FOUND in {len(seeds)} seeds")
     return {"plant": name}

@@ -6,7 +6,6 @@ import asyncio
 from contextlib import AbstractContextManager
 from typing import Any
 
-from kvflow.handlers import decode as shells
 from kvflow.handlers.decode import DecodeShell
 from kvflow.handlers.rooms import DecodeRoom
 from kvflow.protocols import decode_inbox
@@ -30,13 +29,13 @@ TIMER_S = 0.3
 
 
 def free_on_timer() -> Installed:
-    original = shells._RUN[QuarantinePages]
+    original = DecodeShell._quarantine
 
     def quarantine(shell: DecodeShell, command: QuarantinePages) -> None:
         original(shell, command)
         asyncio.get_running_loop().call_later(TIMER_S, _give_up, shell, command)
 
-    return swapped_item(shells._RUN, QuarantinePages, quarantine)
+    return swapped(DecodeShell, "_quarantine", quarantine)
 
 
 def _give_up(shell: DecodeShell, command: QuarantinePages) -> None:

@@ -11,24 +11,30 @@ from typing import Any
 
 from kvflow.testing.sim.coverage import Cell, report
 from kvflow.testing.sim.faults import KINDS
+from kvflow.testing.sim.outcome import Outcome
 from kvflow.testing.sim.plants import planted
-from kvflow.testing.sim.run import Outcome, simulate
+from kvflow.testing.sim.run import simulate
 
 BATCH = 50  # seeds a worker process plays at a time
 SHOWN = 20  # violations that are printed in full
 
 
 def simulate_many(
-    seeds: Sequence[int], jobs: int = 1, plant: str = "", say: Callable[[str], None] = lambda _: None
+    seeds: Sequence[int],
+    jobs: int = 1,
+    plant: str = "",
+    say: Callable[[str], None] = lambda _: None,
+    *,
+    bare: bool = False,
 ) -> dict[str, Any]:
-    """Play `seeds`; the report counts, and tells how to replay each violation."""
+    """Play `seeds`, of whole nodes or of bare endpoints; the report counts, and tells how to replay each violation."""
     visits: Counter[Cell] = Counter()
     faults: Counter[str] = Counter(dict.fromkeys(KINDS, 0))
     endings: Counter[str] = Counter()
     violations: list[dict[str, Any]] = []
     steps: list[int] = []
-    cpu_s, few_faults, rooms_min, nodes_min = 0.0, 0, 1 << 30, 1 << 30
-    for outcomes, cells in _batches(seeds, jobs, plant):
+    cpu_s, few_faults, rooms, rooms_min, nodes_min = 0.0, 0, 0, 1 << 30, 1 << 30
+    for outcomes, cells in _batches(seeds, jobs, plant, bare):
         visits.update(cells)
         for outcome in outcomes:
             faults.update(outcome.faults)
@@ -36,9 +42,10 @@ def simulate_many(
             steps.append(outcome.steps)
             cpu_s += outcome.cpu_s
             few_faults += len(outcome.faults) < 2
+            rooms += outcome.rooms
             rooms_min, nodes_min = min(rooms_min, outcome.rooms), min(nodes_min, outcome.nodes)
             if outcome.violation is not None:
-                violations.append(described(outcome, plant))
+                violations.append(described(outcome, plant, bare=bare))
                 say(f"seed {outcome.seed}: {outcome.violation.invariant}: {outcome.violation.text}")
         if len(steps) % 1000 == 0:
             say(f"{len(steps)} of {len(seeds)} seeds, {len(violations)} violations")
@@ -50,6 +57,8 @@ def simulate_many(
         "median_steps": int(statistics.median(steps)),
         "min_steps": min(steps),
         "steps_per_s": round(sum(steps) / cpu_s),
+        "seeds_per_s": round(len(seeds) / cpu_s, 1),  # of CPU time, on one core
+        "rooms": rooms,
         "cells": report(visits),
         "endings": dict(endings.most_common()),
         "seeds_with_fewer_than_2_fault_kinds": few_faults,
@@ -59,15 +68,15 @@ def simulate_many(
     }
 
 
-def described(outcome: Outcome, plant: str = "") -> dict[str, Any]:
+def described(outcome: Outcome, plant: str = "", *, bare: bool = False) -> dict[str, Any]:
     assert outcome.violation is not None
-    replay = f"kvflow sim --seed {outcome.seed} --trace" + (f" --plant {plant!r}" if plant else "")
+    replay = f"kvflow sim{' --bare' * bare} --seed {outcome.seed} --trace" + (f" --plant {plant!r}" if plant else "")
     return {"seed": outcome.seed, **outcome.violation._asdict(), "replay": replay}
 
 
-def _batches(seeds: Sequence[int], jobs: int, plant: str) -> Iterator[tuple[list[Outcome], Counter[Cell]]]:
+def _batches(seeds: Sequence[int], jobs: int, plant: str, bare: bool) -> Iterator[tuple[list[Outcome], Counter[Cell]]]:
     batches = [seeds[start : start + BATCH] for start in range(0, len(seeds), BATCH)]
-    play = partial(_play, plant=plant)
+    play = partial(_play_bare if bare else _play, plant=plant)
     if jobs == 1:
         yield from map(play, batches)
         return
@@ -79,3 +88,12 @@ def _play(seeds: Sequence[int], plant: str) -> tuple[list[Outcome], Counter[Cell
     visits: Counter[Cell] = Counter()
     with planted(plant):
         return [simulate(seed, visits=visits) for seed in seeds], visits
+
+
+def _play_bare(seeds: Sequence[int], plant: str) -> tuple[list[Outcome], Counter[Cell]]:
+    from kvflow.testing.bare.plants import planted as planted_bare
+    from kvflow.testing.bare.run import simulate as simulate_bare
+
+    visits: Counter[Cell] = Counter()
+    with planted_bare(plant):
+        return [simulate_bare(seed, visits=visits) for seed in seeds], visits

@@ -10,8 +10,7 @@ from kvflow.protocols.ports import WriteOutcome
 from kvflow.testing.sim.cluster import Member
 from kvflow.testing.sim.oracle import Key, Oracle
 from kvflow.testing.sim.pages import WatchedPages
-
-FENCE_SLACK_S = 0.1  # between a fence's answer and the end of every loan
+from kvflow.testing.sim.times import FENCE_SLACK_S
 
 
 def left(members: Iterable[Member], oracle: Oracle, *, doubts: bool) -> list[str]:

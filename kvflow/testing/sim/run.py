@@ -10,38 +10,25 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from time import process_time
-from typing import NamedTuple
 
 from kvflow.node import DecodeNode, PrefillNode
 from kvflow.protocols.errors import Cause, Code, KvflowError
-from kvflow.testing.sim.cluster import PAGE_SIZE, Cluster, Member
+from kvflow.testing.sim.cluster import Cluster, Member
 from kvflow.testing.sim.coverage import Cell, covered
-from kvflow.testing.sim.endings import RECOVER_S, Endings, observed
+from kvflow.testing.sim.endings import Endings, observed
 from kvflow.testing.sim.engine import Job, PlainScheduler, Scheduler
 from kvflow.testing.sim.faults import Faults
 from kvflow.testing.sim.loop import Process, VirtualLoop, current_process
-from kvflow.testing.sim.oracle import Oracle, Violation
+from kvflow.testing.sim.oracle import Oracle
+from kvflow.testing.sim.outcome import Outcome
 from kvflow.testing.sim.rest import left
-from kvflow.testing.sim.scenario import FAULTS_END_S, Accident, Leg, Request, Scenario, draw
+from kvflow.testing.sim.scenario import Accident, Leg, Request, Scenario, draw
 from kvflow.testing.sim.swap import swapped
-from kvflow.testing.sim.variety import LATE, LATE_FENCE_S, NEVER
+from kvflow.testing.sim.times import FAULTS_END_S, FENCED_S, RECOVER_S, REST_S
+from kvflow.testing.sim.variety import LATE, LATE_FENCE_S, NEVER, PAGE_SIZE
 
 STEPS_MIN = 200
-REST_S = 6.0  # with the faults over, everything has come to rest within so long
 PROBES, PROBE_CHUNKS = 6, (1, 1)  # good rooms for every pair, pages of their chunks: they fit beside any quarantine
-FENCED_S = 0.5  # and with every writer dead, every page is home within so long
-
-
-class Outcome(NamedTuple):
-    seed: int
-    violation: Violation | None
-    steps: int
-    virtual_s: float
-    cpu_s: float
-    faults: Counter[str]
-    endings: dict[str, int]
-    rooms: int
-    nodes: int
 
 
 class Run:

@@ -5,13 +5,11 @@ from __future__ import annotations
 import random
 from typing import NamedTuple
 
-from kvflow.testing.sim.cluster import PAGE_SIZE
 from kvflow.testing.sim.faults import ON_LINKS, ON_NODES, Faults
-from kvflow.testing.sim.variety import Variety, draw_variety
+from kvflow.testing.sim.variety import PAGE_SIZE, Variety, draw_variety
 
 SHAPES = (((1, 1), 1), ((2,), 1), ((1,), 2), ((2,), 2), ((1, 1), 2), ((2, 1), 1))
 """Ranks of each prefill group, and decodes: at least three nodes."""
-FAULTS_END_S = 3.0
 PROMPT_PAGES_MAX = 6
 
 Moment = tuple[float, str]

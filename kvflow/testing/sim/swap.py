@@ -38,11 +38,11 @@ def swapped_item(table: dict[Any, Any], key: object, replacement: object) -> Ite
 @contextmanager
 def swapped_cells(table: Table[Any, Any, Any], cells: Mapping[tuple[Any, Any], Any]) -> Iterator[None]:
     """The cells (phase, kind) of a machine's table are others in the meantime; every holder of the table sees them."""
-    rows = table._cells
-    table._cells = [list(row) for row in rows]
+    originals = {key: table.cell(*key) for key in cells}
     for (phase, kind), cell in cells.items():
-        table._cells[phase][kind] = cell
+        table.put(phase, kind, cell)
     try:
         yield
     finally:
-        table._cells = rows
+        for (phase, kind), cell in originals.items():
+            table.put(phase, kind, cell)

@@ -8,6 +8,10 @@ from typing import NamedTuple
 import msgspec
 
 from kvflow.protocols.limits import Bounds, Timing
+from kvflow.protocols.pages.layout import build_layout
+
+PAGE_SIZE, NUM_PAGES = 4, 48
+LAYOUT = build_layout([("0.k", "uint8", (8,)), ("0.v", "uint8", (8,))], page_size=PAGE_SIZE, num_pages=NUM_PAGES)
 
 TIMING = Timing(heartbeat_s=0.5, lost_after_s=1.5, rendezvous_s=2.0, register_s=1.5)
 """Less patience than in real life, so that a run is short; what is repeated is repeated as often."""

@@ -8,13 +8,10 @@ from typing import TypeVar
 from kvflow.testing.sim.faults import Faults
 from kvflow.testing.sim.loop import Process, current_process
 from kvflow.testing.sim.oracle import Oracle
+from kvflow.testing.sim.times import DELAY_S, FRAME_S, TICK_S
 from kvflow.transports.control.memory import DealerSocket, Frame, Network, RouterSocket
 
 Socket = TypeVar("Socket", RouterSocket, DealerSocket)
-
-FRAME_S = (0.0001, 0.003)
-DELAY_S = (0.02, 0.8)
-TICK_S = 1e-9
 
 
 class Wire(Network):

@@ -8,6 +8,7 @@ import msgspec
 
 from kvflow.protocols.commands import PeerKey
 from kvflow.protocols.decode import DecodeEndpoint
+from kvflow.protocols.decode_core import Timer
 from kvflow.protocols.decode_links import PrefillPeer
 from kvflow.testing.walk.decode_side import Decode
 from kvflow.testing.walk.world import World
@@ -50,7 +51,7 @@ def _swap(endpoint: DecodeEndpoint) -> None:
     for timer in links:
         core.deadlines.cancel(timer)
     for timer in links:
-        core.deadlines.set(timer._replace(key=_key(timer.key)), 1.0)
+        core.deadlines.set(Timer(timer.kind, _key(timer.key)), 1.0)
     if core.links.declared_dead:
         raise NotImplementedError("declare-dead is walked with one rank")
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any, NamedTuple
 from unittest.mock import patch
 
@@ -18,6 +18,7 @@ from kvflow.protocols.machines.prefill_room import PrefillCommand, PrefillKind, 
 from kvflow.protocols.machines.tables import IGNORE, Move
 from kvflow.protocols.ports import WriteOutcome
 from kvflow.protocols.wire import messages as wire
+from kvflow.testing.sim.swap import swapped_cells
 from kvflow.testing.walk.world import Bounds
 
 Install = Callable[[], AbstractContextManager[object]]
@@ -40,16 +41,7 @@ class Plant(NamedTuple):
 
 def _cells(module: Any, changes: dict[tuple[Any, Any], Any]) -> Install:
     """Other cells in a module's table."""
-
-    def install() -> AbstractContextManager[object]:
-        stack = ExitStack()
-        cells = module.TABLE._cells
-        for (phase, kind), cell in changes.items():
-            row = [cell if other == kind else old for other, old in enumerate(cells[phase])]
-            stack.enter_context(_item(cells, phase, row))
-        return stack
-
-    return install
+    return lambda: swapped_cells(module.TABLE, changes)
 
 
 @contextmanager

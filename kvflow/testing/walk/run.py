@@ -20,7 +20,7 @@ from kvflow.protocols import decode, prefill
 from kvflow.protocols.errors import MisuseError
 from kvflow.protocols.machines import decode_room, grants, link, peer, prefill_room
 from kvflow.protocols.machines import loan as loans
-from kvflow.protocols.machines.tables import ERROR, Table
+from kvflow.protocols.machines.tables import ERROR, Moves, Table
 from kvflow.testing.walk.plants import PLANTS
 from kvflow.testing.walk.search import Walk
 from kvflow.testing.walk.world import Bounds
@@ -36,17 +36,17 @@ MACHINES = {
 }
 
 
-class Watched:
-    """A table that remembers which of its cells were asked for."""
+class Watched(Moves[Any, Any, Any]):
+    """A table's moves that remember which of its cells were asked for."""
 
     def __init__(self, table: Table[Any, Any, Any]) -> None:
+        super().__init__(table.moves)
         self.table = table
         self.seen: set[tuple[IntEnum, IntEnum]] = set()
-        self._move = table.move
 
-    def move(self, phase: IntEnum, kind: IntEnum) -> Any:
-        self.seen.add((phase, kind))
-        return self._move(phase, kind)
+    def __getitem__(self, key: tuple[IntEnum, IntEnum]) -> Any:
+        self.seen.add(key)
+        return super().__getitem__(key)
 
     def _cells(self, *, legal: bool) -> list[tuple[IntEnum, IntEnum]]:
         cells = [(phase, kind) for phase in self.table.phases for kind in self.table.kinds]
@@ -140,7 +140,7 @@ def watched() -> Iterator[dict[str, Watched]]:
     tables = {name: Watched(module.TABLE) for name, module in MACHINES.items()}
     with ExitStack() as patches:
         for table in tables.values():
-            patches.enter_context(patch.object(table.table, "move", table.move))
+            patches.enter_context(patch.object(table.table, "moves", table))
         yield tables
 
 

@@ -114,11 +114,11 @@ def freeze(value: Any, seen: dict[int, int]) -> Hashable:
         return value.incarnation  # type: ignore[no-any-return]
     if kind is RankInfo or kind is PlaneAddress:
         return value  # type: ignore[no-any-return]
+    if kind is PeerKey:
+        return value  # type: ignore[no-any-return]
     if issubclass(kind, msgspec.Struct):
         return (kind, *(freeze(getattr(value, name), seen) for name in kind.__struct_fields__ if name not in LEFT_OUT))
     if issubclass(kind, tuple):
-        if kind is PeerKey:
-            return value  # type: ignore[no-any-return]
         return tuple([freeze(one, seen) for one in value])
     if kind is list or kind is deque:
         return tuple([freeze(one, seen) for one in value])

@@ -59,15 +59,13 @@ class Planner:
         """The whole plan, page by page, when that makes at most `FEW_BLOCKS`; else None. Neighbours are not joined."""
         if not self._page or source_pages.size * len(self._page) > FEW_BLOCKS:
             return None
-        if source_pages.size == 1:
-            pairs = [(int(source_pages[0]), int(target_pages[0]))]
-        else:
-            pairs = list(zip(source_pages.tolist(), target_pages.tolist(), strict=True))
-        return BlockList(
-            [base + step * s for s, _ in pairs for base, step, _, _, _ in self._page],
-            [base + step * t for _, t in pairs for _, _, base, step, _ in self._page],
-            [size for _ in pairs for _, _, _, _, size in self._page],
-        )
+        blocks = BlockList([], [], [])
+        for source_page, target_page in zip(source_pages.tolist(), target_pages.tolist(), strict=True):
+            for source, source_step, target, target_step, size in self._page:
+                blocks.sources.append(source + source_step * source_page)
+                blocks.targets.append(target + target_step * target_page)
+                blocks.sizes.append(size)
+        return blocks
 
     def blocks(self, source_pages: PageIndices, target_pages: PageIndices) -> tuple[Addresses, Addresses, Addresses]:
         """Sources, targets and sizes, int64 [n] each, no block above the plane's limit."""

@@ -40,7 +40,7 @@ def change_cell(module: ModuleType, change: CellChange) -> None:
     else:
         commands = {command.name: command for command in _commands_of(table)}
         cell = _move_of(table)(table.phases[change.to], tuple(commands[name] for name in change.commands))
-    table._cells[phase][kind] = cell
+    table.put(phase, kind, cell)
 
 
 def shown(cell: Any) -> str:
@@ -73,7 +73,7 @@ def _changes(table: Any, phase: Any, kind: Any, commands: list[Any]) -> Iterator
 
 
 def _is_table(value: Any) -> bool:
-    return all(hasattr(value, name) for name in ("phases", "kinds", "cell", "move")) and not isinstance(value, type)
+    return all(hasattr(value, name) for name in ("phases", "kinds", "cell", "moves")) and not isinstance(value, type)
 
 
 def _is_move(cell: Any) -> bool:

@@ -34,19 +34,20 @@ class Tracer:
             threading.settrace(None)
 
     @contextmanager
-    def watching(self, table: Any) -> Iterator[None]:
-        """`table` is the class of all tables."""
+    def watching(self, table: Any, moves: Any) -> Iterator[None]:
+        """`table` is the class of all tables, `moves` that of what is looked up in them."""
+        cell_of, move_of = table.cell, moves.__getitem__
 
-        def watched(name: str) -> Any:
-            asked = getattr(table, name)
+        def cell(this: Any, phase: Any, kind: Any) -> Any:
+            self.cells.add((this.phases.__module__, phase.name, kind.name))
+            return cell_of(this, phase, kind)
 
-            def ask(this: Any, phase: Any, kind: Any) -> Any:
-                self.cells.add((this.phases.__module__, phase.name, kind.name))
-                return asked(this, phase, kind)
+        def move(this: Any, key: Any) -> Any:
+            phase, kind = key
+            self.cells.add((type(phase).__module__, phase.name, kind.name))
+            return move_of(this, key)
 
-            return ask
-
-        with patch.object(table, "move", watched("move")), patch.object(table, "cell", watched("cell")):
+        with patch.object(table, "cell", cell), patch.object(moves, "__getitem__", move):
             yield
 
     def _call(self, frame: FrameType, event: str, _: Any) -> Any:

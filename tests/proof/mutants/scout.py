@@ -61,12 +61,14 @@ def _survey_part(suite: Suite, files: Sequence[str], mutated: Sequence[str], sha
         sys.settrace(None)
         modules = {file: importlib.import_module(module_name(file)) for file in mutated}
         found.cell_mutants.extend(m for file, module in modules.items() for m in cell_mutants(file, module))
-        kinds = {type(table) for module in modules.values() for table in tables_of(module).values()}
+        kinds = {
+            (type(table), type(table.moves)) for module in modules.values() for table in tables_of(module).values()
+        }
         for file, line in tracer.lines:
             found.imported.setdefault(file, set()).add(line)
         with ExitStack() as stack:
-            for kind in kinds:
-                stack.enter_context(tracer.watching(kind))
+            for table, moves in kinds:
+                stack.enter_context(tracer.watching(table, moves))
             for name in list(judges.items)[share]:
                 _measure(judges, name, tracer, found)
 

@@ -116,7 +116,8 @@ class _WindowJob:
 
     def advance(self, max_bytes: int, cancelled: bool) -> int:
         ended = self._follow()
-        submitted = 0 if cancelled or self.error else self._submit(max_bytes)
+        submitting = self._blocks.left_bytes and not cancelled and not self.error
+        submitted = self._submit(max_bytes) if submitting else 0
         left_s = (self._write.total_bytes - self.landed_bytes) / _BEST_BYTES_PER_S
         self.pause_s = min(left_s, self._route.pause_s) if submitted < max_bytes else 0.0
         if not self._handles and (cancelled or self.error or not self._blocks.left_bytes):

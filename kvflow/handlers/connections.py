@@ -1,0 +1,100 @@
+"""What a decode holds towards each prefill rank: a socket, the task that reads it, and the watch over its process."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import logging
+from collections.abc import Callable
+from typing import NamedTuple
+
+from kvflow.handlers.shell import Shell, fenced
+from kvflow.protocols import commands as c
+from kvflow.protocols.commands import PeerKey
+from kvflow.protocols.decode import DecodeEndpoint
+from kvflow.protocols.errors import KvflowError
+from kvflow.protocols.ports import ControlSocket, DataPlane
+
+log = logging.getLogger(__name__)
+
+Connect = Callable[[str, int], ControlSocket]
+"""(control endpoint, our incarnation) -> DEALER. Raises: MisuseError for an address it cannot connect to."""
+POLL_S = 0.1  # how often a socket is asked why it is not let in
+
+
+class _Connection(NamedTuple):
+    socket: ControlSocket
+    reader: asyncio.Task[None]
+
+
+class Connections:
+    """Runs the endpoint's commands about links."""
+
+    def __init__(self, shell: Shell, endpoint: DecodeEndpoint, plane: DataPlane, connect: Connect) -> None:
+        self._shell, self._endpoint, self._plane, self._connect = shell, endpoint, plane, connect
+        self._open: dict[PeerKey, _Connection] = {}
+        self._watches: dict[PeerKey, asyncio.Task[None]] = {}
+        self._polled_at_s = 0.0
+
+    def send(self, command: c.SendToPrefill) -> None:
+        connection = self._open.get(command.peer)
+        if connection is None or not connection.socket.send(command.frame):
+            self._shell.counts.undelivered += 1
+
+    def dial(self, command: c.Dial) -> None:
+        key, shell = command.peer, self._shell
+        try:
+            socket = self._connect(key.control, self._endpoint.core.identity.incarnation)
+        except KvflowError as error:
+            self._endpoint.locked_out(key, str(error), shell.now())
+            return
+        reader = shell.spawn(self._read(key, socket), f"kvflow-link-{key.control}")
+        self._open[key] = _Connection(socket, reader)
+
+    def hang_up(self, command: c.HangUp) -> None:
+        connection = self._open.pop(command.peer, None)
+        if connection is not None:
+            connection.reader.cancel()
+            connection.socket.close()
+
+    async def _read(self, key: PeerKey, socket: ControlSocket) -> None:
+        """Consume one link's messages until cancelled; what goes wrong with one is counted, the loop goes on (I7)."""
+        endpoint, shell = self._endpoint, self._shell
+        while (connection := self._open.get(key)) is not None and connection.socket is socket:
+            for _, frame in await socket.receive():
+                try:
+                    endpoint.receive(key, frame, shell.now())
+                except Exception:
+                    shell.counts.handler_errors += 1
+                    log.exception("a message of prefill %016x failed", key.incarnation)
+            shell.run()
+
+    def poll(self, now: float) -> None:
+        """Ask every socket, now and then, why it is not let in: in every phase, or what it has to tell piles up."""
+        if now - self._polled_at_s >= POLL_S:
+            self._polled_at_s = now
+            for key, connection in list(self._open.items()):
+                if reason := connection.socket.lockout_reason:
+                    self._endpoint.locked_out(key, reason, now)
+
+    # --- the writers behind them
+
+    def watch_writer(self, command: c.WatchWriter) -> None:
+        key = command.peer
+        task = self._watches[key] = self._shell.spawn(self._watch(command), f"kvflow-fence-{key.control}")
+        task.add_done_callback(functools.partial(self._watch_ended, key))
+
+    async def _watch(self, command: c.WatchWriter) -> None:
+        shell = self._shell
+        if await fenced(self._plane, command.address, shell.timing, shell.counts):
+            self._endpoint.writer_died(command.peer, shell.now())
+            shell.run()
+
+    def _watch_ended(self, key: PeerKey, task: asyncio.Task[None]) -> None:
+        if self._watches.get(key) is task:
+            del self._watches[key]
+
+    def stop_watch(self, command: c.StopWatch) -> None:
+        task = self._watches.pop(command.peer, None)
+        if task is not None and task is not asyncio.current_task():
+            task.cancel()

@@ -1,0 +1,254 @@
+"""One decode: a shipped `DecodeEndpoint`, its pages, its connections and the rooms of its users."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable
+from typing import Any, ClassVar
+
+import numpy as np
+
+from kvflow.protocols import commands as c
+from kvflow.protocols.commands import PeerKey
+from kvflow.protocols.decode import DecodeEndpoint
+from kvflow.protocols.decode_links import DecodeIdentity
+from kvflow.protocols.decode_rooms import Prompt
+from kvflow.protocols.errors import Cause, Code, KvflowError
+from kvflow.protocols.wire.codec import parse_at_prefill
+from kvflow.protocols.wire.messages import Bootstrap, Incarnation
+from kvflow.telemetry.counters import Counts
+from kvflow.testing.bare.holds import Room
+from kvflow.testing.bare.job import DecodeJob
+from kvflow.testing.bare.node import Node, Scene, address_of
+from kvflow.testing.bare.pages import Pages
+from kvflow.testing.sim.times import THREAD_S
+from kvflow.testing.sim.variety import LAYOUT, PAGE_SIZE
+
+_BOOTSTRAP = 3  # its tag
+CLOSE_LOOK_S, CLOSE_PATIENCE_S = (0.02, 0.1), (0.1, 1.5)
+
+
+class Decode(Node):
+    endpoint: DecodeEndpoint
+
+    def __init__(self, world: Scene, number: int, incarnation: Incarnation) -> None:
+        name = f"decode {number}"
+        identity = DecodeIdentity(incarnation, LAYOUT, address_of(incarnation))
+        self.endpoint = DecodeEndpoint(
+            identity, observer=Counts(), timing=world.timing, bounds=world.bounds, verify=world.variety.verify
+        )
+        super().__init__(world, name, number, self.endpoint)
+        self.pages = Pages(name, world.oracle)
+        self.rooms: dict[int, Room] = {}  # by grant; until the room and its pages are both done with
+        self.watches: set[PeerKey] = set()
+
+    # --- requests
+
+    def begin(self, job: DecodeJob) -> None:
+        now, endpoint, ranks = self.clock.now, self.endpoint, self.world.ranks(job.group)
+        try:
+            if job.refused:
+                cause = job.cause(Code.CAPACITY, "decode will not have it")
+                return endpoint.refuse_room(job.room, ranks, cause, now)
+            deadline_at_s = float("inf") if job.deadline_s is None else now + job.deadline_s
+            self.oracle.deadline(job.room, deadline_at_s)
+            grant = endpoint.open_room(
+                job.room,
+                ranks,
+                Prompt(job.tokens, job.digest, job.prefix_pages * PAGE_SIZE if job.tokens_left else job.tokens),
+                now=now,
+                deadline_at_s=deadline_at_s,
+                announce=job.announces or job.offers_after_s is not None,
+            )
+        except KvflowError as error:
+            self.say(f"room {job.room}: {error}")
+            return None
+        else:
+            if self.leaving:
+                self.oracle.broken("I4", f"{self.name} shuts down, and opens room {job.room}")
+            job.at = room = self.rooms[grant] = Room(self, self.pages, endpoint.rooms[grant], job)
+            self.oracle.opened_at_decode(room)
+            if job.offers_after_s is not None:
+                self.clock.later(job.offers_after_s, self, self._has_pages, room)
+        finally:
+            self.run()
+
+    def end(self, job: DecodeJob, how: str) -> None:
+        """The client goes away, or the engine wants the room's pages back."""
+        if job.at is not None and not job.at.told:
+            self.close_room(job.at, job.cause(Code.CLIENT_GONE, how))
+            self.run()
+
+    def close_room(self, room: Room, cause: Cause) -> None:
+        self.say(f"room {room.record.room}: {cause}")
+        self.endpoint.close_room(room.record.grant, cause, self.clock.now)
+
+    def _has_pages(self, room: Room) -> None:
+        room.held_back = False
+        if room.linked:
+            self._offer(room)
+            self.run()
+
+    def _offer(self, room: Room) -> None:
+        grant = room.record.grant
+        pages = None if self.world.faults.of_take() else self.pages.take(room.record.num_pages, grant)
+        if pages is None:
+            return self.close_room(room, room.job.cause(Code.CAPACITY, "no pages at decode"))
+        room.pages = pages
+        if not self.endpoint.lend(grant, np.array(pages, np.int32), self.clock.now):
+            self.pages.give_back(pages, grant)  # it has ended meanwhile
+            room.pages = []
+        return None
+
+    # --- links
+
+    def receive(self, key: PeerKey, frame: bytes, spoilt: bool) -> None:
+        self.malformed += spoilt
+        self.endpoint.receive(key, frame, self.clock.now)
+        self.run()
+
+    def known_dead(self, watched: PeerKey) -> None:
+        if watched in self.watches:
+            self.watches.discard(watched)
+            self.say(f"the fence proves the death of {watched.control}")
+            self.endpoint.writer_died(watched, self.clock.now)
+            self.run()
+
+    def _locked_out(self, key: PeerKey) -> None:
+        self.endpoint.locked_out(key, "on purpose", self.clock.now)
+        self.run()
+
+    def declare_dead(self, incarnation: int) -> None:
+        if any(peer.key.incarnation == incarnation for peer in self.endpoint.peers):
+            self.say(f"an operator declares {incarnation:x} dead")
+            self.endpoint.declare_dead(Incarnation(incarnation), "it was seen to die", self.clock.now)
+            self.run()
+
+    # --- the end
+
+    def leave(self) -> None:
+        """End every room, wait a while for what prefills can prove, then hang up."""
+        self.leaving = True
+        self.endpoint.leave(self.clock.now)
+        self.run()
+        low, high = CLOSE_PATIENCE_S
+        self._look_again(self.clock.now + low + (high - low) * self.world.rng.random())
+
+    def _look_again(self, until_s: float) -> None:
+        core = self.endpoint.core
+        if self.clock.now < until_s and (self.endpoint.rooms or len(core.ledger)):
+            return self.wait(CLOSE_LOOK_S, self._look_again, until_s)
+        self.endpoint.close(self.clock.now)
+        self.run()
+        if self.endpoint.rooms or self.world.wire.dialled_by(self):
+            self.oracle.broken("I5", f"{self.name} is closed, and has rooms or connections")
+        return self.world.kill(self, "has left")
+
+    def died(self) -> None:
+        self.pages.lost = True
+
+    # --- commands
+
+    def _send(self, command: c.SendToPrefill) -> None:
+        key = command.peer
+        if command.frame[1] == _BOOTSTRAP:
+            message = parse_at_prefill(command.frame)
+            assert isinstance(message, Bootstrap)
+            self.oracle.lent(self.pages, message.grant, message.pages)
+        if key in self.world.wire.lines.get((key.control, self.incarnation), ()):
+            self.world.wire.carry(self, key.control, self, command.frame)
+
+    def _dial(self, command: c.Dial) -> None:
+        self.world.wire.dial(command.peer, self)
+        if self.world.locks_out():
+            self.world.wire.disturbed(command.peer.control, self)
+            self.wait(THREAD_S, self._locked_out, command.peer)
+
+    def _hang_up(self, command: c.HangUp) -> None:
+        self.world.wire.hang_up(command.peer, self)
+
+    def _watch(self, command: c.WatchWriter) -> None:
+        self.watches.add(command.peer)
+        self.world.watch(self, command.address, command.peer)
+
+    def _stop_watch(self, command: c.StopWatch) -> None:
+        self.watches.discard(command.peer)
+
+    def _linked(self, command: c.Linked) -> None:
+        room = self.rooms[command.grant]
+        room.linked = True
+        if not room.held_back:
+            self._offer(room)
+
+    def _verify(self, command: c.VerifyChunk) -> None:
+        self.wait(THREAD_S, self._summed, self.rooms[command.grant], command)
+
+    def _summed(self, room: Room, command: c.VerifyChunk) -> None:
+        """Nothing where the room has ended meanwhile, or where it fails."""
+        checksum = b""
+        if not room.told and not self.world.fails_sum():
+            pages = room.pages[command.first : command.first + command.count]
+            cells = self.pages.cells
+            checksum = checksum_of([cells[page].get(command.rank) for page in pages])
+        self.endpoint.chunk_summed(command.grant, command.rank, command.seq, checksum, self.clock.now)
+        self.run()
+
+    def _stop_verifying(self, command: c.StopVerifying) -> None:
+        """Sums notice by themselves."""
+
+    def _landed(self, command: c.RoomLanded) -> None:
+        room = self.rooms[command.grant]
+        self.say(f"room {room.record.room} has landed")
+        self.oracle.told_at_decode(room, None)
+        self.oracle.landed(room, command.handoff)
+        self.pages.keep(room.pages, command.grant)
+        room.job.succeeded = room.freed = True
+        self.clock.later(room.job.kept_s, self, self.pages.give_back, room.pages, -command.grant)
+
+    def _failed(self, command: c.RoomFailed) -> None:
+        room = self.rooms[command.grant]
+        self.say(f"room {room.record.room} fails: {command.cause}")
+        self.oracle.told_at_decode(room, command.cause)
+
+    def _ended(self, command: c.RoomEnded) -> None:
+        room = self.rooms[command.grant]
+        self.oracle.ended_at_decode(room)
+        if command.grant in self.endpoint.rooms:
+            self.oracle.broken("I5", f"room {room.record.room} has ended at decode, and is in its table")
+        room.over = True
+        self._forget(room)
+
+    def _quarantine(self, command: c.QuarantinePages) -> None:
+        self.say(f"pages of grant {command.grant} are in quarantine")
+
+    def _free(self, command: c.FreePages) -> None:
+        room = self.rooms.get(command.grant)
+        if room is None or room.freed:
+            return self.oracle.broken("I1", f"{self.name}: pages of grant {command.grant} are given back twice")
+        self.pages.give_back(room.pages, command.grant)
+        room.freed = True
+        return self._forget(room)
+
+    def _forget(self, room: Room) -> None:
+        if room.over and room.freed:
+            del self.rooms[room.record.grant]
+
+    RUN: ClassVar[dict[type, Callable[[Any, Any], None]]] = {
+        c.SendToPrefill: _send,
+        c.Dial: _dial,
+        c.HangUp: _hang_up,
+        c.WatchWriter: _watch,
+        c.StopWatch: _stop_watch,
+        c.Linked: _linked,
+        c.VerifyChunk: _verify,
+        c.StopVerifying: _stop_verifying,
+        c.RoomLanded: _landed,
+        c.RoomFailed: _failed,
+        c.RoomEnded: _ended,
+        c.QuarantinePages: _quarantine,
+        c.FreePages: _free,
+    }
+
+
+def checksum_of(contents: list[object]) -> bytes:
+    return zlib.crc32(repr(contents).encode()).to_bytes(4, "big")

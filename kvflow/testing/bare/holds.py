@@ -1,0 +1,87 @@
+"""What users and the data plane hold of rooms: decode's room, the engine's leg at prefill, a write."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from kvflow.protocols.decode_rooms import DecodeRoomRecord
+from kvflow.protocols.errors import Cause
+from kvflow.protocols.ports import WriteOutcome
+from kvflow.protocols.prefill_rooms import PrefillRoomRecord
+from kvflow.testing.bare.job import DecodeJob, PrefillJob
+from kvflow.testing.bare.pages import Pages
+
+Key = tuple[int, int, int]
+"""One promise: source and target incarnation, grant. Who may write, into whose pages."""
+
+
+class Who(Protocol):
+    """A node, as far as its fate is concerned."""
+
+    name: str
+    alive: bool
+    displaced: bool  # alive, but its address belongs to another process now
+    troubled_at_s: float  # when it was last cut off or halted
+    stalled_until_s: float  # its data plane moves nothing till then
+    routes: set[int]  # decodes that it can write to
+
+    @property
+    def incarnation(self) -> int: ...
+
+    @property
+    def up(self) -> bool:
+        """Alive, and not standing still."""
+
+
+class Room:
+    """What decode's user holds."""
+
+    __slots__ = (
+        *("cause", "freed", "held_back", "home", "job", "keys", "linked", "node", "over", "pages", "record", "told"),
+    )
+
+    def __init__(self, node: Who, home: Pages, record: DecodeRoomRecord, job: DecodeJob) -> None:
+        self.node, self.home, self.record, self.job = node, home, record, job
+        self.keys = [(peer.key.incarnation, node.incarnation, record.grant) for peer in record.peers]
+        self.pages: list[int] = []
+        self.linked = False  # pages are to be taken
+        self.held_back = job.offers_after_s is not None
+        self.told = False
+        self.cause: Cause | None = None
+        self.over = self.freed = False
+
+
+class Leg:
+    """What the engine holds of one room."""
+
+    __slots__ = (
+        *("cause", "chunks", "computing", "job", "matched", "number", "pages", "record", "released", "sent", "told"),
+    )
+
+    def __init__(self, record: PrefillRoomRecord, job: PrefillJob) -> None:
+        self.record, self.job = record, job
+        self.pages: list[int] = []  # ours, one for each page of the prompt
+        self.chunks: list[int] = []
+        self.number = 0  # of the chunk that comes next
+        self.sent = 0  # how many of `pages` were sent, or are at decode already
+        self.matched = self.computing = False
+        self.told = self.released = False
+        self.cause: Cause | None = None
+
+
+class Write:
+    """`sources` and `targets` page by page, `next` of them in the target's memory."""
+
+    __slots__ = ("home", "key", "leg", "next", "number", "outcome", "sources", "targets")
+
+    def __init__(self, number: int, key: Key, leg: Leg, sources: list[int], home: Pages, targets: list[int]) -> None:
+        self.number, self.key, self.leg = number, key, leg
+        self.sources, self.home, self.targets = sources, home, targets
+        self.next = 0
+        self.outcome: WriteOutcome | None = None
+
+
+def key_of(node: Who, record: PrefillRoomRecord) -> Key:
+    """Of a room at prefill that decode's half has come to."""
+    assert record.peer is not None
+    return node.incarnation, record.peer.incarnation, record.grant

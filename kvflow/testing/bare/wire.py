@@ -1,0 +1,162 @@
+"""The links between nodes: frames take a moment and come in order, unless a fault strikes."""
+
+from __future__ import annotations
+
+import random
+from typing import Any, Protocol
+
+from kvflow.protocols.commands import PeerKey
+from kvflow.protocols.errors import WireError
+from kvflow.protocols.wire.codec import parse_at_decode, parse_at_prefill, routing_id
+from kvflow.protocols.wire.messages import Bootstrap, Incarnation, Message
+from kvflow.testing.bare.clock import Clock
+from kvflow.testing.bare.holds import Who
+from kvflow.testing.sim.faults import Faults
+from kvflow.testing.sim.times import DELAY_S, FRAME_S, TICK_S
+
+_FRAME_LOW, _FRAME_SPAN = FRAME_S[0], FRAME_S[1] - FRAME_S[0]
+_DULL = {"source", "target", "layout", "address", "wire_version", "prompt_digest", "handoff", "checksum", "asked"}
+
+
+class End(Who, Protocol):
+    """One end of a link."""
+
+    parked: list[Any] | None
+
+    def receive(self, origin: Any, frame: bytes, spoilt: bool) -> None:
+        """`origin`: a routing id at prefill, the key that was dialled at decode. `spoilt`: it is no message."""
+
+    def say(self, what: str) -> None: ...
+
+
+Jammed = list[tuple[str, End, bool, bytes]]
+
+
+class Wire:
+    """Every link of one world. A link is a prefill's control address and a decode."""
+
+    def __init__(self, clock: Clock, rng: random.Random, faults: Faults, *, traced: bool) -> None:
+        self.clock, self.rng, self.faults, self._traced = clock, rng, faults, traced
+        self.routers: dict[str, End] = {}  # who answers at an address now
+        self.lines: dict[tuple[str, int], list[PeerKey]] = {}  # what a decode has dialled there, the latest last
+        self.cut: set[str | int] = set()  # controls and decodes that nobody reaches
+        self.jammed: dict[str | int, Jammed] = {}  # what waits, to arrive in a burst
+        self.trouble: dict[tuple[str, int], float] = {}  # per link: when something last happened to it
+        self._last_at: dict[tuple[str, int, bool], float] = {}
+
+    def carry(self, sender: End, control: str, decode: End, frame: bytes) -> None:
+        """A frame on the link between the prefill at `control` and `decode`."""
+        clock, rng, peer, to_prefill = self.clock, self.rng, decode.incarnation, sender is decode
+        if self._traced:
+            hearer = self.routers.get(control) if to_prefill else decode
+            sender.say(f"to {hearer.name if hearer else 'nobody'}: {worded(frame, to_prefill)}")
+        if self.cut and (control in self.cut or peer in self.cut):
+            return self.disturbed(control, decode)
+        if self.jammed:
+            for end in (control, peer):
+                if end in self.jammed:
+                    self.jammed[end].append((control, decode, to_prefill, frame))
+                    return self.disturbed(control, decode)
+        now, random_ = clock.now, rng.random
+        at_s = now + _FRAME_LOW + _FRAME_SPAN * random_()
+        fault = self.faults.of_frame()
+        if fault:
+            if self._traced:
+                sender.say(f"{fault} strikes")
+            if fault == "drop":
+                return self.disturbed(control, decode)
+            if fault == "reorder":
+                at_s += _FRAME_SPAN * 3 * random_()
+                return clock.later(at_s - now, None, self._deliver, control, decode, to_prefill, frame)
+            if fault == "delay":
+                self.disturbed(control, decode)
+                at_s += rng.uniform(*DELAY_S)
+                clock.later(at_s - now, None, self.disturbed, control, decode)
+        link = control, peer, to_prefill
+        last_s = self._last_at.get(link, 0.0) + TICK_S
+        if at_s < last_s:
+            at_s = last_s
+        self._last_at[link] = at_s
+        clock.later(at_s - now, None, self._deliver, control, decode, to_prefill, frame)
+        if fault == "duplicate":
+            late_s = at_s - now + rng.uniform(*FRAME_S)
+            clock.later(late_s, None, self._deliver, control, decode, to_prefill, frame)
+        elif fault == "garbage":
+            spoilt = garbage(rng, frame, to_prefill)
+            clock.later(at_s - now, None, self._deliver, control, decode, to_prefill, spoilt, True)
+        return None
+
+    def unjam(self, end: str | int) -> None:
+        """What has waited arrives at once, in the order in which it was sent."""
+        for number, (control, decode, to_prefill, frame) in enumerate(self.jammed.pop(end, ()), 1):
+            self.disturbed(control, decode)
+            link = control, decode.incarnation, to_prefill
+            now = self.clock.now
+            at_s = max(now + number * TICK_S, self._last_at.get(link, 0.0) + TICK_S)
+            self._last_at[link] = at_s
+            self.clock.later(at_s - now, None, self._deliver, control, decode, to_prefill, frame)
+
+    def dial(self, key: PeerKey, decode: End) -> None:
+        self.lines.setdefault((key.control, decode.incarnation), []).append(key)
+
+    def hang_up(self, key: PeerKey, decode: End) -> None:
+        keys = self.lines.get((key.control, decode.incarnation), [])
+        if key in keys:
+            keys.remove(key)
+
+    def dialled_by(self, decode: End) -> bool:
+        """It has a connection."""
+        return any(keys and link[1] == decode.incarnation for link, keys in self.lines.items())
+
+    def unplug(self, node: End) -> None:
+        """It is dead: nobody answers there."""
+        for control in [control for control, router in self.routers.items() if router is node]:
+            del self.routers[control]
+        for link in [link for link in self.lines if link[1] == node.incarnation]:
+            del self.lines[link]
+
+    def disturbed(self, control: str, decode: End) -> None:
+        """Something happened to that link which both ends have to recover from."""
+        self.trouble[control, decode.incarnation] = self.clock.now
+
+    def _deliver(self, control: str, decode: End, to_prefill: bool, frame: bytes, spoilt: bool = False) -> None:
+        node: Any
+        origin: bytes | PeerKey | None
+        if to_prefill:
+            node, origin = self.routers.get(control), routing_id(Incarnation(decode.incarnation))
+        else:
+            keys = self.lines.get((control, decode.incarnation))
+            node, origin = (decode, keys[-1]) if keys else (None, None)
+        if node is None:
+            return
+        if node.parked is not None:  # it is not dead: those are unplugged
+            node.parked.append((node.receive, (origin, frame, spoilt)))
+        else:
+            node.receive(origin, frame, spoilt)
+
+
+def parsed(frame: bytes, to_prefill: bool) -> Message | None:
+    """None for bytes that are no message."""
+    try:
+        return parse_at_prefill(frame) if to_prefill else parse_at_decode(frame)
+    except WireError:
+        return None
+
+
+def garbage(rng: random.Random, frame: bytes, to_prefill: bool) -> bytes:
+    """A frame cut short, with a byte changed or with more behind it, or nothing of the kind; never a message."""
+    at = rng.randrange(len(frame))
+    spoilt = (frame[:at], frame[:at] + bytes([frame[at] ^ rng.randint(1, 255)]) + frame[at + 1 :], rng.randbytes(at))
+    found = rng.choice(spoilt)
+    return found if parsed(found, to_prefill) is None else b"\xc1" + found
+
+
+def worded(frame: bytes, to_prefill: bool) -> str:
+    """A message as people want to read it: without what is the same in all of them."""
+    message = parsed(frame, to_prefill)
+    if message is None:
+        return "what is no message"
+    shown = {name: getattr(message, name) for name in message.__struct_fields__ if name not in _DULL}
+    if type(message) is Bootstrap:
+        shown["pages"] = memoryview(message.pages).cast("i").tolist()
+    return f"{type(message).__name__}({', '.join(f'{name}={value}' for name, value in shown.items())})"

@@ -1,0 +1,184 @@
+"""Bare endpoints under faults: seeds without a plant break nothing, each plant is found, and one seed is one run.
+
+A change of what endpoints say to each other moves the seeds: `kvflow sim --bare --plant all` hunts them anew.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+from typer.testing import CliRunner
+
+from kvflow.protocols.errors import MisuseError
+from kvflow.testing.bare.plants import UNSEEN, all_plants, hunt, planted
+from kvflow.testing.bare.run import simulate
+from kvflow.testing.sim.commands import app
+from kvflow.testing.sim.faults import KINDS
+from kvflow.testing.sim.plants import all_plants as plants_of_nodes
+from kvflow.testing.sim.report import simulate_many
+from kvflow.testing.walk.plants import PLANTS as PLANTS_OF_THE_WALK
+
+SEEDS = 300
+FOUND_BY = {
+    "ack before drain": (1, "I12"),
+    "ack popped before send": (16, "I5"),
+    "abort never retried": (13, "I5"),
+    "no grant check": (179, "I4"),
+    "no grant check at prefill": (0, "I4"),
+    "resurrect on late metadata": (3, "I6"),
+    "success before all ranks": (1, "I8"),
+    "tombstone unbounded": (0, "I5"),
+    "restart taken for death": (12, "I2"),
+    "silence taken for proof": (16, "I2"),
+    "doubt taken for proof": (4, "I2"),
+    "heartbeat counts queueing": (59, "I4"),
+    "handoff slot shared": (0, "I9"),
+    "nothing said again": (13, "I4"),
+    "dropped from one table": (0, "I7"),
+    "ack for another life": (5, "I6"),
+    "prompts not compared": (1, "I8"),
+    "free on timer (table)": (6, "I2"),
+    "ack before drain (table)": (1, "I12"),
+    "abort never retried (table)": (13, "I5"),
+    "restart taken for death (table)": (12, "I2"),
+    "failed handle taken for landed (table)": (4, "I3"),
+    "doubt forgotten": (4, "I2"),
+    "unproven taken for drained": (4, "I2"),
+    "room failed ends the loan": (0, "I2"),
+    "success before all ranks (table)": (1, "I8"),
+    "success without the last word": (13, "I7"),
+    "free on timer (walk)": (6, "I2"),
+    "ack before drain (walk)": (1, "I12"),
+    "abort never retried (walk)": (13, "I5"),
+    "restart taken for death (walk)": (12, "I2"),
+    "failed handle taken for landed (walk)": (4, "I3"),
+    "doubt forgotten (walk)": (4, "I2"),
+    "unproven taken for drained (walk)": (4, "I2"),
+    "room failed ends the loan (walk)": (0, "I2"),
+    "success before all ranks (walk)": (1, "I8"),
+    "chunk gap ignored": (2, "I4"),
+    "resurrect after terminal (walk)": (0, "I5"),
+    "double ending": (1, "I4"),
+    "last cause kept": (9, "I4"),
+    "success without the last word (walk)": (14, "I9"),
+    "another life accepted": (0, "I5"),
+    "refused link stays usable": (37, "I5"),
+    "displaced though in doubt": (13, "I2"),
+    "displaced with open grants": (13, "I2"),
+    "route closed early": (11, "I2"),
+    "abort of an unknown grant not remembered": (73, "I6"),
+    "low water not raised": (127, "I6"),
+    "evicted doubt forgotten": (13, "I2"),
+    "source back not fed": (13, "I5"),
+    "lost bootstrap not reported": (15, "I5"),
+    "nothing sent again": (15, "I5"),
+    "unknown grant not reported": (13, "I5"),
+    "fenced without death": (12, "I2"),
+    "silence ends the loans": (16, "I2"),
+    "settled past open loans": (12, "I4"),
+    "announcement not withdrawn": (2, "I4"),
+    "checksum ignored": (30, "I8"),
+    "lent after the end": (2, "I5"),
+    "leaving still opens": (34, "I4"),
+    "decode's death unseen": (4, "I5"),
+    "loss without its rooms": (163, "I7"),
+}
+
+
+def story_of(seed: int) -> str:
+    """A hash of every line of the story."""
+    lines: list[str] = []
+    simulate(seed, tell=lambda at_s, who, what: lines.append(f"{at_s:.9f} {who} {what}"))
+    assert len(lines) > 100
+    return hashlib.sha256("\n".join(lines).encode()).hexdigest()
+
+
+def test_seeds_without_a_plant_break_nothing() -> None:
+    report = simulate_many(range(SEEDS), bare=True)
+    assert not report["first_violations"]
+    assert report["seeds"] == SEEDS and report["violations"] == 0
+    assert report["min_nodes"] >= 3 and report["min_rooms"] >= 8 and report["median_steps"] > 300
+    assert report["seeds_with_fewer_than_2_fault_kinds"] == 0
+    more = {"visit", "frozen", "refusal", "lock out", "damage", "no checksum"}
+    assert set(report["faults"]) == {*KINDS, *more} and all(report["faults"].values())
+    assert not report["cells"]["error"] and report["cells"]["visited"] >= 135
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_more_seeds_in_processes() -> None:
+    report = simulate_many(range(1000, 7000), jobs=2, bare=True)
+    assert not report["first_violations"] and report["seeds"] == 6000
+    assert len(report["cells"]["missing"]) <= 12, "the rest are rare"
+
+
+def test_a_seed_is_one_run() -> None:
+    assert story_of(3) == story_of(3) != story_of(4)
+
+
+def test_a_seed_is_the_same_run_in_another_process() -> None:
+    code = "import sys; sys.path.insert(0, sys.argv[1]); from test_bare import story_of; print(story_of(3))"
+    environment = {**os.environ, "PYTHONHASHSEED": "77"}
+    command = [sys.executable, "-c", code, os.path.dirname(__file__)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60, env=environment)
+    assert done.stdout.strip() == story_of(3), done.stderr
+
+
+def test_every_plant_has_its_seed_here_or_a_reason() -> None:
+    names = {plant.name for plant in all_plants()}
+    assert names == set(FOUND_BY) and len(names) == len(all_plants())
+    theirs = {plant.name for plant in plants_of_nodes()}
+    assert UNSEEN.keys() <= theirs and len(all_plants()) == len(theirs) - len(UNSEEN) + len(PLANTS_OF_THE_WALK)
+
+
+@pytest.mark.parametrize("name", FOUND_BY)
+def test_the_pinned_seed_finds_the_plant(name: str) -> None:
+    seed, invariant = FOUND_BY[name]
+    with planted(name):
+        violation = simulate(seed).violation
+    assert violation is not None and violation.invariant == invariant, violation
+
+
+def test_a_plant_is_gone_afterwards() -> None:
+    for plant in all_plants():
+        with plant.install():
+            pass
+    assert simulate(0).violation is None
+
+
+def test_a_hunt_says_what_it_found_or_that_it_did_not() -> None:
+    said: list[str] = []
+    assert hunt("ack before drain", range(50), said.append)["invariant"] == "I12"
+    assert hunt("ack before drain", range(0), said.append) == {"plant": "ack before drain"}
+    assert "breaks I12" in said[0] and "NOT FOUND" in said[1]
+
+
+def test_a_plant_that_cannot_be_seen_is_refused_with_the_reason() -> None:
+    with pytest.raises(MisuseError, match="in decode's shell"):
+        planted("free on timer")
+    with pytest.raises(MisuseError, match="ack before drain"):
+        planted("tulip")
+
+
+def run(*arguments: str) -> tuple[int, str]:
+    done = CliRunner().invoke(app, ["--bare", *arguments], env={"COLUMNS": "200"})
+    if done.exception is not None and not isinstance(done.exception, SystemExit):
+        raise done.exception
+    return done.exit_code, done.stdout
+
+
+def test_the_command_reports_seeds_a_story_and_a_violation() -> None:
+    status, out = run("--seeds", "0:3", "--json")
+    report = json.loads(out)
+    assert status == 0 and report["seeds"] == 3 and report["violations"] == 0 and report["seeds_per_s"] > 1
+    status, out = run("--seed", "1", "--trace")
+    assert status == 0 and ": Bootstrap(room=" in out and "calm" in out and '"violations": 0' in out
+    status, out = run("--seed", "1", "--plant", "ack before drain", "--json")
+    report = json.loads(out)
+    assert status == 1 and report["replay"] == "kvflow sim --bare --seed 1 --trace --plant 'ack before drain'"
+    assert "silence taken for proof" in run("--plants")[1]
