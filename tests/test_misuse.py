@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import msgspec
@@ -101,6 +102,7 @@ SENDS: list[tuple[Any, dict[str, Any], str]] = [
     ([0, 1, 2, 3], {}, "chunk of 4 pages, 3 of decode's are left"),
     ([0, 1], {"last": True}, "chunk of 2 pages, 3 of decode's are left"),
     ([], {}, "a chunk without pages that is not the last"),
+    ([0, 1], {"handoff": b"early"}, "hand-over of 5 bytes with a chunk that is not the last"),
 ]
 
 
@@ -157,9 +159,13 @@ async def test_a_registry_that_is_wrong_is_no_misuse(kvflow_pair: Pair) -> None:
     (info,) = p.ranks
     cases: list[tuple[list[RankInfo], type[kvflow.KvflowError], str]] = [
         ([], kvflow.LostError, "no rank of that prefill is known"),
-        ([info, changed(info, rank=1)], kvflow.PeerError, "one incarnation for two ranks"),
-        ([changed(info, incarnation=5, rank=3)], kvflow.LostError, "another incarnation answers"),
-        ([changed(info, rank=1)], kvflow.PeerError, "rank"),
+        (
+            [changed(info, world_size=2), changed(info, rank=1, world_size=2)],
+            kvflow.PeerError,
+            "one incarnation for two ranks",
+        ),
+        ([changed(info, incarnation=5)], kvflow.LostError, "another incarnation answers"),
+        ([changed(info, rank=1)], kvflow.PeerError, r"rank 1 is outside 0\.\.0"),
         (
             [changed(info, incarnation=n + 5, rank=n) for n in range(p.decode.bounds.ranks_per_room + 1)],
             kvflow.PeerError,
@@ -198,3 +204,117 @@ async def test_what_users_print_says_what_it_is(kvflow_pair: Pair) -> None:
     table.put(p.prefill.info)
     assert repr(table) == "<RankTable of ranks [0]>"
     target.close()
+
+
+async def test_nothing_begins_at_a_node_that_is_closed(kvflow_pair: Pair) -> None:
+    p, cause = kvflow_pair, kvflow.Cause(kvflow.Code.CAPACITY)
+    (await p.decode.room(1, p.ranks, PROMPT)).close()
+    await p.rest()
+    dialled: list[object] = []
+    p.decode.shell.connections._connect = lambda *where: dialled.append(where)  # type: ignore[assignment]
+    await p.decode.close()
+    for begin in (
+        lambda: p.decode.room(7, p.ranks, PROMPT),
+        lambda: p.decode.room(7, "sim", PROMPT),
+        lambda: p.decode.announce(7, p.ranks, PROMPT),
+        lambda: p.decode.refuse(7, p.ranks, cause),
+        lambda: p.decode.refuse(7, "sim", cause),
+    ):
+        with pytest.raises(kvflow.MisuseError, match="the decode node is closed"):
+            begin()
+    with pytest.raises(kvflow.AbortedError, match="decode is shutting down"):
+        p.decode.shell.endpoint.refuse_room(7, p.ranks, cause, 0.0)
+    assert not dialled and not list(p.decode.shell.endpoint.peers) and not len(p.decode.shell.endpoint.core.ledger)
+    await p.prefill.close()
+    with pytest.raises(kvflow.MisuseError, match="the prefill node is closed"):
+        p.prefill.room(7, PROMPT)
+    with pytest.raises(kvflow.MisuseError, match="the prefill node is closed"):
+        p.prefill.refuse(7, cause)
+    for node in p.nodes:
+        with pytest.raises(kvflow.MisuseError, match=f"the {node.role} node was started before: make a new one"):
+            await node.start()
+
+
+async def test_a_node_is_started_once(kvflow_pair: Pair) -> None:
+    for node in kvflow_pair.nodes:
+        shell = node.shell
+        with pytest.raises(kvflow.MisuseError, match=f"the {node.role} node was started before: make a new one"):
+            await node.start()
+        assert node.shell is shell
+
+
+RANKS: list[tuple[list[tuple[int, int]], str]] = [
+    ([(0, 2)], r"prefill tcp://a:1 has world_size 2, and 1 rank is given"),
+    ([(0, 1), (0, 1)], r"prefill tcp://a:1 has world_size 1, and 2 ranks are given"),
+    ([(0, 2), (1, 2), (1, 2)], r"prefill tcp://a:1 has world_size 2, and 3 ranks are given"),
+    ([(0, 2), (0, 2)], r"prefill tcp://a:2: rank 0 is given twice"),
+    ([(0, 2), (1, 3)], r"prefill tcp://a:2 has world_size 3, and tcp://a:1 has 2"),
+    ([(0, 2), (2, 2)], r"prefill tcp://a:2: rank 2 is outside 0\.\.1"),
+    ([(-1, 1)], r"prefill tcp://a:1: rank -1 is outside 0\.\.0"),
+]
+
+
+@pytest.mark.parametrize(("ranks", "text"), RANKS)
+async def test_ranks_that_are_no_whole_prefill(kvflow_pair: Pair, ranks: list[tuple[int, int]], text: str) -> None:
+    p = kvflow_pair
+    given = [RankInfo(rank, size, n, f"tcp://a:{n}", "fake", "") for n, (rank, size) in enumerate(ranks, 1)]
+    with pytest.raises(kvflow.PeerError, match=text):
+        await p.decode.room(7, given, PROMPT)
+    assert not list(p.decode.shell.endpoint.peers)  # none of them was dialled
+    await p.rest()
+
+
+TIMES = [float("nan"), float("inf"), float("-inf"), -1.0, 1e300, 86_400 * 31, "5", [5]]
+
+
+@pytest.mark.parametrize("value", TIMES)
+async def test_what_is_not_a_time(kvflow_pair: Pair, value: Any) -> None:
+    p = kvflow_pair
+    said = re.escape(repr(value))
+    deadline = rf"^deadline_s {said} is not a number of seconds between 0 and 2592000$"
+    rendezvous = rf"^rendezvous_s {said} is not a number of seconds between 0 and 2592000$"
+    for call, text in (
+        (lambda: p.decode.room(7, p.ranks, PROMPT, deadline_s=value), deadline),
+        (lambda: p.decode.announce(7, p.ranks, PROMPT, deadline_s=value), deadline),
+        (lambda: p.prefill.room(7, PROMPT, deadline_s=value), deadline),
+        (lambda: p.prefill.room(7, PROMPT, rendezvous_s=value), rendezvous),
+        (lambda: kvflow.Timing(rendezvous_s=value), rendezvous),
+        (lambda: kvflow.Timing(heartbeat_s=value), rf"^heartbeat_s {said} is .* between 0\.001 and 2592000$"),
+        (lambda: kvflow.Timing(lost_after_s=value), rf"^lost_after_s {said} is .* between 0\.001 and 2592000$"),
+        (lambda: kvflow.Timing(repeat_after_s=value), rf"^repeat_after_s {said} is .* between 0\.001 and 2592000$"),
+        (lambda: kvflow.Timing(register_s=value), rf"^register_s {said} is .* between 0\.001 and 2592000$"),
+        (lambda: kvflow.RegistryClient(timeout_s=value), rf"^timeout_s {said} is .* between 0\.001 and 2592000$"),
+        (lambda: kvflow.ExternalPages(8).wait_idle([1], value), rf"^timeout_s {said} is .* between 0 and 2592000$"),
+    ):
+        with pytest.raises(kvflow.MisuseError, match=text):
+            call()
+    await p.rest()
+
+
+async def test_times_at_the_limits(kvflow_pair: Pair) -> None:
+    p = kvflow_pair
+    values: tuple[Any, ...] = (86_400 * 30, np.float32(60))
+    for room, value in enumerate(values):
+        p.prefill.room(room, PROMPT, deadline_s=value, rendezvous_s=value)
+        (await p.decode.room(room, p.ranks, PROMPT, deadline_s=value)).close()
+    with pytest.raises(kvflow.AbortedError, match="deadline of 0 s has passed"):
+        await (await p.decode.room(7, p.ranks, PROMPT, deadline_s=0)).landed()
+    with pytest.raises(kvflow.LostError, match="nothing more came for"):
+        await p.prefill.room(8, PROMPT, rendezvous_s=0).matched()
+    with pytest.raises(kvflow.MisuseError, match=r"heartbeat_s 0 is not a number of seconds between 0\.001 and"):
+        kvflow.Timing(heartbeat_s=0)
+    await p.rest()
+
+
+@pytest.mark.parametrize(
+    ("bounds", "text"),
+    [
+        ({"quarantine_share": float("nan")}, "quarantine_share nan is not between 0 and 1"),
+        ({"quarantine_share": 1.5}, r"quarantine_share 1\.5 is not between 0 and 1"),
+        ({"links": -1}, "links -1 is not a whole number"),
+        ({"rooms": 1.5}, r"rooms 1\.5 is not a whole number"),
+    ],
+)
+def test_what_bounds_nothing(bounds: dict[str, Any], text: str) -> None:
+    with pytest.raises(kvflow.MisuseError, match=text):
+        kvflow.Bounds(**bounds)

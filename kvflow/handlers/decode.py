@@ -16,7 +16,6 @@ from kvflow.protocols.decode import DecodeEndpoint
 from kvflow.protocols.decode_rooms import Prompt
 from kvflow.protocols.errors import CapacityError, Cause, Code, KvflowError, MisuseError, room_error
 from kvflow.protocols.machines.decode_room import DecodePhase
-from kvflow.protocols.machines.link import LinkPhase
 from kvflow.protocols.pages.layout import PageIndices
 from kvflow.protocols.ports import Checksums, DataPlane, PageStore, UnprovenLoan
 from kvflow.protocols.wire.messages import GrantId, Incarnation
@@ -206,11 +205,12 @@ class DecodeShell(Shell):
         self.run()
 
     async def close(self) -> list[UnprovenLoan]:
-        """Wait for the loans a living prefill can still prove, then hang up. Call `leave` first.
+        """Wait for the answers of prefills about their loans, then hang up. Call `leave` first.
 
         Returns what could not be proven: its pages must not be used until every writer named is known to have ended.
         """
-        await self.wait_while(self._proof_may_come, self.timing.lost_after_s)
+        core = self.endpoint.core
+        await self.wait_while(lambda: core.proof_may_come, self.timing.lost_after_s)
         self.endpoint.close(self.now())
         self.run()
         await self.stop()
@@ -222,11 +222,6 @@ class DecodeShell(Shell):
             left += [UnprovenLoan(writer, room.pages, owner, held_in) for writer in writers]
         self.rooms.clear()
         return left
-
-    def _proof_may_come(self) -> bool:
-        """Nothing was lent to a rank that has never answered, and one that is silent or gone proves nothing now."""
-        owes = self.endpoint.core.ledger.owes
-        return any(peer.phase is LinkPhase.UP and owes(peer) for peer in self.endpoint.peers)
 
     # --- commands
 

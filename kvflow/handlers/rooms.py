@@ -324,7 +324,8 @@ class PrefillRoom:
 
         The last chunk carries the hand-over, which reaches decode's `landed`. Only full pages before the last chunk.
         Raises: MisuseError (before matched, after the last chunk, more pages than decode lent, a page outside the pool
-        or that has no owner): nothing was queued; the room's own error once it has ended.
+        or that has no owner, a hand-over before the last chunk): nothing was queued; the room's own error once it has
+        ended.
         """
         indices = page_indices(pages, self._shell.num_pages, f"room {self.room}")
         self._shell.send_chunk(self, indices, last, handoff)

@@ -9,6 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvflow.protocols.errors import CapacityError, MisuseError, OwnershipError
+from kvflow.protocols.limits import check_time
 from kvflow.protocols.pages.layout import PageIndices
 
 
@@ -57,9 +58,12 @@ class ExternalPages:
     def wait_idle(self, pages: Sequence[int] | PageIndices, timeout_s: float | None = None) -> bool:
         """Block until none of `pages` is in use; False when that took longer than `timeout_s`.
 
-        Never call it on an event loop: what it waits for runs there. Raises: OwnershipError (a page outside the pool).
+        Never call it on an event loop: what it waits for runs there. Raises: OwnershipError (a page outside the pool),
+        MisuseError (what is not a time).
         """
         found = self._checked(pages)
+        if timeout_s is not None:
+            check_time("timeout_s", timeout_s)
         with self._changed:
             return self._changed.wait_for(lambda: not self._uses[found].any(), timeout_s)
 

@@ -72,6 +72,18 @@ class Node(Generic[S]):
             raise MisuseError(f"the {self.role} node is not started: use it as an async context manager, or start()")
         return self._shell
 
+    @property
+    def _open_shell(self) -> S:
+        """The shell, for something to begin with. Raises: MisuseError once the node is closed; while it closes, the
+        endpoint refuses."""
+        if self._closing is not None and self._closing.done():
+            raise MisuseError(f"the {self.role} node is closed")
+        return self.shell
+
+    def _check_start(self) -> None:
+        if self._shell is not None or self._closing is not None:
+            raise MisuseError(f"the {self.role} node was started before: make a new one")
+
     def rooms_by_phase(self) -> dict[str, int]:
         """Open rooms, by the name of their phase."""
         return dict(Counter(record.phase.name.lower() for record in self.shell.endpoint.rooms.values()))
@@ -104,6 +116,7 @@ class Node(Generic[S]):
         return dict(Counter(str(line["phase"]) for line in self.peers()))
 
     async def start(self) -> None:
+        """Once. Raises: MisuseError."""
         raise NotImplementedError
 
     async def close(self) -> Sequence[UnprovenLoan]:

@@ -20,7 +20,7 @@ from kvflow.protocols.decode import DecodeEndpoint
 from kvflow.protocols.decode_links import DecodeIdentity
 from kvflow.protocols.decode_rooms import Prompt
 from kvflow.protocols.errors import CapacityError, Cause, KvflowError, MisuseError
-from kvflow.protocols.limits import Bounds, Timing
+from kvflow.protocols.limits import Bounds, Timing, check_time
 from kvflow.protocols.pages.layout import PageIndices
 from kvflow.protocols.ports import DataPlane, PageStore
 from kvflow.protocols.wire.messages import room_id
@@ -115,6 +115,7 @@ class DecodeNode(Node[DecodeShell]):
         self.shell.declare_dead(incarnation, why)
 
     async def start(self) -> None:
+        self._check_start()
         address, layout = self.exported
         self._shell = DecodeShell(
             DecodeEndpoint(
@@ -170,7 +171,7 @@ class DecodeNode(Node[DecodeShell]):
 
     def refuse(self, room: int, prefill: str | Sequence[RankInfo], cause: Cause) -> None:
         """A request that is refused here: its prefill legs are told why, at once. Raises: MisuseError."""
-        shell, number = self.shell, room_id(room)
+        shell, number = self._open_shell, room_id(room)
         ranks = self._known(prefill) if isinstance(prefill, str) else prefill
         if ranks is not None:
             shell.refuse(number, ranks, cause)
@@ -196,10 +197,10 @@ class DecodeNode(Node[DecodeShell]):
         *,
         held_back: bool,
     ) -> DecodeRoom:
-        shell, number = self.shell, room_id(room)
+        shell, number = self._open_shell, room_id(room)
         tokens, digest = check_prompt(prompt)
         wanted = pages_wanted(self.pool.layout, tokens, prefix_tokens)
-        at_s = float("inf") if deadline_s is None else self._now() + deadline_s
+        at_s = float("inf") if deadline_s is None else self._now() + check_time("deadline_s", deadline_s)
         if not isinstance(prefill, str):
             ranks: Sequence[RankInfo] | None = prefill
         elif self._resolve is None:

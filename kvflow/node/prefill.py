@@ -12,7 +12,7 @@ from kvflow.memory.pool import PagedPool
 from kvflow.node.base import Node
 from kvflow.protocols.arguments import TokenIds, check_prompt
 from kvflow.protocols.errors import Cause
-from kvflow.protocols.limits import Bounds, Timing
+from kvflow.protocols.limits import Bounds, Timing, check_time
 from kvflow.protocols.ports import ControlSocket, DataPlane, PageStore
 from kvflow.protocols.prefill import PrefillEndpoint
 from kvflow.protocols.prefill_peers import PrefillIdentity
@@ -82,7 +82,8 @@ class PrefillNode(Node[PrefillShell]):
         )
 
     async def start(self) -> None:
-        """Raises: MisuseError when the control port is taken."""
+        """Raises: MisuseError when the control port is taken, or a second time."""
+        self._check_start()
         self._socket, self._port = self._bind(self._host, self._port)
         identity = PrefillIdentity(self.incarnation, Rank(self._rank), self.pool.layout, self.exported[0])
         self._shell = PrefillShell(
@@ -101,18 +102,20 @@ class PrefillNode(Node[PrefillShell]):
         """The engine's half of a room; synchronous, so that a refusal is known before any work.
 
         It waits `rendezvous_s` (the node's timing by default) for a decode that has not announced itself; one that has
-        is waited for as long as it lives. Raises: MisuseError (room in use, empty prompt, not a room id).
+        is waited for as long as it lives. Raises: MisuseError (room in use, empty prompt, not a room id ...).
         """
-        tokens, digest = check_prompt(prompt)
-        at_s = float("inf") if deadline_s is None else self._now() + deadline_s
-        return self.shell.open(room, tokens, digest, rendezvous_s=rendezvous_s, deadline_at_s=at_s)
+        shell, (tokens, digest) = self._open_shell, check_prompt(prompt)
+        at_s = float("inf") if deadline_s is None else self._now() + check_time("deadline_s", deadline_s)
+        if rendezvous_s is not None:
+            check_time("rendezvous_s", rendezvous_s)
+        return shell.open(room, tokens, digest, rendezvous_s=rendezvous_s, deadline_at_s=at_s)
 
     def refuse(self, room: int, cause: Cause) -> None:
         """The engine's half of a room will never come: decode is told why, now or when its half comes.
 
         Raises: MisuseError for what is not a room id.
         """
-        self.shell.refuse(room, cause)
+        self._open_shell.refuse(room, cause)
 
     @property
     def unavailable_reason(self) -> str:

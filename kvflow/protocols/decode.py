@@ -46,6 +46,7 @@ class DecodeEndpoint:
         self.core = DecodeCore(identity, observer, timing or Timing(), self.bounds, verify)  # to be read
         self.outbox = self.core.outbox  # what `commands` returns next
         self._leaving: Cause | None = None
+        self._closed = False
 
     def __repr__(self) -> str:
         core = self.core
@@ -234,6 +235,7 @@ class DecodeEndpoint:
     def close(self, now: float) -> None:
         """Hang up everywhere. Rooms that still wait for proof end; their loans stay in the ledger, unproven."""
         self.leave(now)
+        self._closed = True
         for peer in list(self.peers):
             self.core.feed_link(peer, LinkKind.CLOSED, now, self._leaving)
         self.core.work(float("inf"), now)
@@ -277,9 +279,8 @@ class DecodeEndpoint:
         if record.state.phase is DecodePhase.DRAINING:
             return  # its loans are recalled and asked for by themselves
         if timer.kind == "deadline":
-            given_s = round(
-                record.deadline_at_s - record.opened_at_s, 2
-            )  # it began a moment before the room was opened
+            # Counted from a moment before the room was opened: a deadline of 0 s would be slightly below it.
+            given_s = max(0.0, round(record.deadline_at_s - record.opened_at_s, 2))
             text = f"room {record.room}: deadline of {given_s:g} s has passed"
             self.close_room(record.grant, Cause(Code.DEADLINE, text), now)
         elif (due_at_s := record.progress_at_s + record.resync_after_s) > now:
@@ -303,8 +304,12 @@ class DecodeEndpoint:
     # --- opening a room, step by step
 
     def _peers(self, ranks: Sequence[RankInfo], now: float) -> tuple[PrefillPeer, ...]:
-        """A link to every rank, dialled where there is none. Raises: LostError, PeerError, CapacityError."""
+        """A link to every rank, dialled where there is none. Raises: LostError, PeerError, CapacityError; AbortedError
+        once it is closed."""
         core = self.core
+        if self._closed:
+            assert self._leaving is not None
+            raise room_error(self._leaving)
         core.links.check(ranks)
         peers = []
         for info in ranks:

@@ -148,6 +148,13 @@ class DecodeCore:
         for change in self.ledger.recall(lease, cause):
             self.loan_changed(change, now)
 
+    @property
+    def proof_may_come(self) -> bool:
+        """Some rank can be expected to answer for its loans: nothing was lent to one that has never answered, one that
+        is silent or gone proves nothing now, and what one has called unproven stays so until its fence."""
+        up = [peer for peer in self.links.peers.values() if peer.phase is LinkPhase.UP and self.ledger.owes(peer)]
+        return any(self.tasks or self.ledger.awaits(peer) for peer in up)  # a task may ask for loans in doubt again
+
     def drop_if_idle(self, peer: PrefillPeer, now: float) -> None:
         """A link that cannot be used and owes nothing: the next room opens a new one."""
         if peer.phase <= LinkPhase.UP or self.ledger.owes(peer):

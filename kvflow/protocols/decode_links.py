@@ -14,7 +14,7 @@ from kvflow.protocols.pages.layout import PoolLayout
 from kvflow.protocols.ports import PlaneAddress
 from kvflow.protocols.wire.codec import encode
 from kvflow.protocols.wire.messages import WIRE_VERSION, GrantId, Heartbeat, Incarnation, Message, Register, Registered
-from kvflow.protocols.wire.ranks import RankInfo
+from kvflow.protocols.wire.ranks import RankInfo, check_ranks
 
 
 class DecodeIdentity(msgspec.Struct, frozen=True):
@@ -61,12 +61,14 @@ class DecodeLinks:
         self.declared_dead: set[Incarnation] = set()
 
     def check(self, ranks: Sequence[RankInfo]) -> None:
-        """Refuse what a registry must not answer. Raises: LostError, PeerError."""
+        """Refuse what a registry must not answer, or a user must not pass. Raises: LostError, PeerError."""
         if not ranks:
             raise LostError("no rank of that prefill is known")
         if len(ranks) > self._bounds.ranks_per_room:
             limit = self._bounds.ranks_per_room
             raise PeerError(f"prefill {ranks[0].control} has {len(ranks)} ranks; one room takes {limit} at most")
+        if len(ranks) != 1 or ranks[0].world_size != 1 or ranks[0].rank:  # nearly always there is but one
+            check_ranks(ranks)
         if len(ranks) > 1 and len({info.incarnation for info in ranks}) < len(ranks):
             raise PeerError(f"the registry names one incarnation for two ranks of {ranks[0].control}")
         for info in ranks if self.declared_dead else ():

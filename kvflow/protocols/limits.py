@@ -4,6 +4,21 @@ from __future__ import annotations
 
 import msgspec
 
+from kvflow.protocols.errors import MisuseError
+
+MAX_TIME_S = 30 * 86_400
+LEAST_WAIT_S = 0.001  # of what is repeated: a shorter wait would keep the event loop busy
+
+
+def check_time(name: str, value_s: float, least_s: float = 0) -> float:
+    """Seconds that a user passes. Raises: MisuseError naming them and their limits, also for NaN."""
+    try:
+        if least_s <= value_s <= MAX_TIME_S:
+            return value_s
+    except TypeError:
+        pass
+    raise MisuseError(f"{name} {value_s!r} is not a number of seconds between {least_s:g} and {MAX_TIME_S}")
+
 
 class Timing(msgspec.Struct, frozen=True, kw_only=True):
     """Seconds. Deadlines measure liveness: a peer that answers heartbeats is never lost, however loaded it is."""
@@ -13,6 +28,10 @@ class Timing(msgspec.Struct, frozen=True, kw_only=True):
     repeat_after_s: float = 0.4  # Register, Announce, Abort and Resync are repeated after this long without an answer
     rendezvous_s: float = 5.0  # how long half a room waits for a partner that has not announced itself
     register_s: float = 10.0  # how long an opening room waits for a prefill that does not answer
+
+    def __post_init__(self) -> None:
+        for name in self.__struct_fields__:
+            check_time(name, getattr(self, name), 0 if name == "rendezvous_s" else LEAST_WAIT_S)
 
 
 class Bounds(msgspec.Struct, frozen=True, kw_only=True):
@@ -25,3 +44,12 @@ class Bounds(msgspec.Struct, frozen=True, kw_only=True):
     links: int = 512  # prefill ranks one decode is connected to
     ranks_per_room: int = 64
     quarantine_share: float = 0.5  # of decode's pages: above it no room is opened
+
+    def __post_init__(self) -> None:
+        for name in self.__struct_fields__:
+            value = getattr(self, name)
+            if name != "quarantine_share":
+                if not isinstance(value, int) or value < 0:
+                    raise MisuseError(f"{name} {value!r} is not a whole number")
+            elif not 0 <= value <= 1:
+                raise MisuseError(f"{name} {value!r} is not between 0 and 1")

@@ -140,9 +140,9 @@ class PrefillEndpoint:
     ) -> None:
         """Our `source_pages` (int32 [n]) go onto the next n of decode's pages; `StartWrite` follows.
 
-        Raises: MisuseError (before matched, after the last chunk, other than the pages that are left), CapacityError
-        (hand-over too large): nothing was queued; the room's own error once it has ended. `checked`: the caller has
-        called `check_chunk` just before.
+        Raises: MisuseError (before matched, after the last chunk, other than the pages that are left, a hand-over
+        before the last chunk), CapacityError (hand-over too large): nothing was queued; the room's own error once it
+        has ended. `checked`: the caller has called `check_chunk` just before.
         """
         if not checked:
             self.check_chunk(record, len(source_pages), last, len(handoff))
@@ -166,6 +166,9 @@ class PrefillEndpoint:
             raise MisuseError(f"room {record.room}: chunk of {num_pages} pages, {left} of decode's are left")
         if not num_pages and not last:
             raise MisuseError(f"room {record.room}: a chunk without pages that is not the last")
+        if handoff_bytes and not last:
+            text = f"room {record.room}: hand-over of {handoff_bytes} bytes with a chunk that is not the last"
+            raise MisuseError(text)
         if handoff_bytes > MAX_HANDOFF_BYTES:
             raise CapacityError("bytes of hand-over", handoff_bytes, MAX_HANDOFF_BYTES)
 

@@ -94,9 +94,10 @@ class Pair:
     def clock(self, node: PrefillNode | DecodeNode) -> Clock:
         return self.clocks[node.incarnation]
 
-    async def add_prefill(self, port: int = 0) -> PrefillNode:
-        """One more rank, or, in the place of one that was closed or crashed, its next life: give it the old port."""
-        taken = {node.info.rank for node in self.prefills}
+    async def add_prefill(self, port: int = 0, *, alone: bool = False) -> PrefillNode:
+        """One more rank, or, in the place of one that was closed or crashed, its next life: give it the old port.
+        `alone`: another prefill, of one rank."""
+        taken = set() if alone else {node.info.rank for node in self.prefills}
         rank = min(set(range(self._world_size + 1)) - taken)
         pool, plane = self._pool(self._layouts[0]), FakePlane(self.planes)
         clock = Clock()
@@ -105,7 +106,7 @@ class Pair:
             plane,
             port=port,
             rank=rank,
-            world_size=self._world_size,
+            world_size=1 if alone else self._world_size,
             timing=self.timing,
             bind=self.network.bind,
             now=clock.now,
@@ -115,7 +116,7 @@ class Pair:
         clock.watch(node.shell.wake)
         for page in range(pool.layout.num_pages):
             fill(pool, [page], page % 255 + 1)
-        self.prefills.insert(rank, node)
+        self.prefills.insert(len(self.prefills) if alone else rank, node)
         return node
 
     async def add_decode(self, layout: PoolLayout | None = None) -> DecodeNode:

@@ -14,6 +14,7 @@ from kvflow.memory.pool import PagedPool
 from kvflow.node import DecodeNode
 from kvflow.protocols.arguments import NO_PAGES, TokenIds, check_prompt, own_pages, pages_wanted
 from kvflow.protocols.errors import Cause, KvflowError, MisuseError
+from kvflow.protocols.limits import check_time
 from kvflow.protocols.pages.layout import PageIndices
 from kvflow.protocols.ports import DataPlane
 from kvflow.protocols.wire.messages import RoomId, room_id
@@ -115,6 +116,8 @@ class DecodeThread(NodeThread[DecodeNode, DecodeRoom, DecodeThreadRoom]):
         tokens, _ = check_prompt(ids)
         handle = DecodeThreadRoom(self, number, pages_wanted(self.pool.layout, tokens, prefix_tokens), context)
         ranks = self._prefill(prefill)
+        if deadline_s is not None:
+            check_time("deadline_s", deadline_s)
 
         def opened(method: Callable[..., DecodeRoom], **more: Any) -> DecodeRoom:
             return method(number, ranks, ids, deadline_s=deadline_s, prefix_tokens=prefix_tokens, **more)
@@ -134,6 +137,8 @@ class DecodeThread(NodeThread[DecodeNode, DecodeRoom, DecodeThreadRoom]):
         return self._make_node()
 
     def _refuse(self, room: RoomId, prefill: str | Sequence[RankInfo], cause: Cause) -> None:
+        if self._closed:
+            return  # its connections are gone
         assert self._node is not None
         self._node.refuse(room, prefill, cause)
 

@@ -24,6 +24,7 @@ from kvflow.memory.external import ExternalPages
 from kvflow.memory.pool import PagedPool
 from kvflow.node import DecodeNode, PrefillNode
 from kvflow.protocols.errors import Cause, Code, KvflowError, MisuseError, room_error
+from kvflow.protocols.limits import check_time
 from kvflow.protocols.pages.layout import PageIndices
 from kvflow.protocols.ports import UnprovenLoan
 from kvflow.threads.loop import LoopThread
@@ -98,7 +99,11 @@ class NodeThread(Generic[N, A, R]):
     # --- what the engine asks
 
     def poll(self, timeout_s: float = 0.0) -> list[RoomEvent[R]]:
-        """What has happened since the last call, in order; waits up to `timeout_s` for the first."""
+        """What has happened since the last call, in order; waits up to `timeout_s` for the first.
+
+        Raises: MisuseError (what is not a time).
+        """
+        check_time("timeout_s", timeout_s)
         with self._news:
             if timeout_s > 0:
                 self._news.wait_for(lambda: self._events, timeout_s)

@@ -15,6 +15,7 @@ from kvflow.memory.pool import PagedPool
 from kvflow.node import PrefillNode
 from kvflow.protocols.arguments import NO_PAGES, TokenIds, check_prompt
 from kvflow.protocols.errors import Cause, KvflowError, MisuseError
+from kvflow.protocols.limits import check_time
 from kvflow.protocols.pages.layout import PageIndices
 from kvflow.protocols.ports import DataPlane, UnprovenLoan
 from kvflow.protocols.wire.messages import RoomId, room_id
@@ -70,6 +71,9 @@ class PrefillThread(NodeThread[PrefillNode, PrefillRoom, PrefillThreadRoom]):
         self._running()
         number, ids = room_id(room), np.array(prompt)  # a copy: the caller may change its own meanwhile
         check_prompt(ids)
+        for name, value_s in (("deadline_s", deadline_s), ("rendezvous_s", rendezvous_s)):
+            if value_s is not None:
+                check_time(name, value_s)
         handle = PrefillThreadRoom(self, number, context)
         with self._lock:
             if number in self._numbers:
@@ -126,6 +130,8 @@ class PrefillThread(NodeThread[PrefillNode, PrefillRoom, PrefillThreadRoom]):
         return await super()._close()
 
     def _refuse(self, room: RoomId, cause: Cause) -> None:
+        if self._closed:
+            return  # its connections are gone
         assert self._node is not None
         self._node.refuse(room, cause)
 

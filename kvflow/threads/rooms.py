@@ -117,7 +117,7 @@ class PrefillThreadRoom(ThreadRoom):
         """Queue one chunk; returns at once. See `PrefillRoom.send`.
 
         Raises: MisuseError (before matched, after the last chunk, other than the pages that are left, a page outside
-        the pool): nothing was queued; the room's own error once it has ended.
+        the pool, a hand-over before the last chunk): nothing was queued; the room's own error once it has ended.
         """
         self._side.send_chunk(self, page_indices(pages, self._side.num_pages, f"room {self.room}"), last, handoff)
 
@@ -133,6 +133,9 @@ class PrefillThreadRoom(ThreadRoom):
             raise MisuseError(f"room {self.room}: chunk of {num_pages} pages, {self.left} of decode's are left")
         if not num_pages and not last:
             raise MisuseError(f"room {self.room}: a chunk without pages that is not the last")
+        if handoff_bytes and not last:
+            text = f"room {self.room}: hand-over of {handoff_bytes} bytes with a chunk that is not the last"
+            raise MisuseError(text)
         if handoff_bytes > MAX_HANDOFF_BYTES:
             raise CapacityError("bytes of hand-over", handoff_bytes, MAX_HANDOFF_BYTES)
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+
 import pytest
 
 from kvflow.handlers.rooms import DecodeRoom
@@ -54,6 +56,42 @@ async def test_pages_come_home_when_the_writer_is_fenced(fault: Fault, chunks: i
         await p.crash(p.prefill)
         await until(p.decode.pool.pages.at_rest)
         assert not p.left()
+
+
+async def test_close_does_not_wait_for_what_prefill_has_answered() -> None:
+    async with pair() as p:  # lost_after_s is a minute
+        room = await doubtful(p, Fault.ERROR)
+        async with asyncio.timeout(10):
+            (loan,) = await p.decode.close()
+        assert list(loan.pages) == list(room.pages)
+        p.decodes.clear()
+
+
+async def test_close_waits_for_the_answers_that_may_still_come() -> None:
+    async with pair() as p:
+        room = await doubtful(p, Fault.ERROR)
+        source, target = await matched(p, 8)
+        p.plane(p.prefill).script(Fault.STUCK)
+        p.send_all(source)
+        closing = asyncio.create_task(p.decode.close())
+        await until(lambda: source.phase.name == "DRAINING")
+        await until(lambda: set(target.record.lease.loans.values()) == {LoanPhase.RECALLED})
+        assert not closing.done()
+        p.plane(p.prefill).release()
+        async with asyncio.timeout(10):
+            (loan,) = await closing
+        assert list(loan.pages) == list(room.pages) and target.free
+        p.decodes.clear()
+
+
+async def test_close_waits_for_loans_that_are_about_to_be_asked_for_again() -> None:
+    async with pair() as p:
+        await doubtful(p, Fault.ERROR)
+        core = p.decode.shell.endpoint.core
+        (peer,) = core.links.peers.values()
+        assert not core.proof_may_come
+        core.for_each_loan(peer, "ask")  # as when its link is up again
+        assert core.proof_may_come
 
 
 async def test_a_late_write_finds_its_pages_still_lent() -> None:

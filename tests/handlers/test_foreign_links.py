@@ -73,7 +73,7 @@ async def test_a_registry_that_names_another_rank_of_a_linked_address(kvflow_pai
     info = p.prefill.info
     other = RankInfo(1, 2, info.incarnation, info.control, info.backend, info.model)
     with pytest.raises(PeerError, match="is rank 0, and was asked for as 1"):
-        await p.decode.room(8, [other], PROMPT)
+        await p.decode.room(8, [other, nowhere(0, 0, 2)], PROMPT)
     await success(p, 9)
 
 

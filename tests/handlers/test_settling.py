@@ -12,20 +12,20 @@ from tests.handlers.scenes import PROMPT, between, code_of, header, known, ledge
 pytest_plugins = ["kvflow.testing.fixtures"]
 
 
-async def one_room(p: Pair, room: int, rank: int) -> None:
+async def one_room(p: Pair, room: int, which: int) -> None:
     """A whole room at one of two prefills, which have nothing to do with each other."""
-    node = p.prefills[rank]
-    async with node.room(room, PROMPT) as source, p.decode.room(room, [p.ranks[rank]], PROMPT) as target:
+    node = p.prefills[which]
+    async with node.room(room, PROMPT) as source, p.decode.room(room, [p.ranks[which]], PROMPT) as target:
         await source.matched()
         p.send_all(source, node=node, handoff=b"h" * 10_000)
         await target.landed()
 
 
 async def test_a_loan_without_proof_at_one_prefill_keeps_nothing_at_another() -> None:
-    async with pair(ranks=2) as p:
-        healthy, lost = p.prefills
-        for rank in (0, 1):
-            await one_room(p, rank, rank)
+    async with pair() as p:
+        healthy, lost = p.prefill, await p.add_prefill(alone=True)
+        for number in (0, 1):
+            await one_room(p, number, number)
         source = lost.room(7, PROMPT)
         target = await p.decode.room(7, [lost.info], PROMPT)
         await source.matched()

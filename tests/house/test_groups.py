@@ -1,4 +1,4 @@
-"""Tests of one `xdist_group` run in one process: several start fleets, or build in the source tree."""
+"""Tests of one `xdist_group` run in one process: several start fleets, or share a build."""
 
 from __future__ import annotations
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import os
+import shutil
 import subprocess
 import sys
 import sysconfig
@@ -22,8 +23,9 @@ PACKAGE_DATA = [
     "py.typed",
     *("demo_model/" + name for name in ("config.json", "model.safetensors", "tokenizer.json", "PROVENANCE.md")),
 ]
+NOT_SOURCE = shutil.ignore_patterns(".git", ".venv", ".*_cache", ".hypothesis", "__pycache__", "dist", "*.egg-info")
 CORE_DISTRIBUTIONS = ("msgspec", "numpy", "pyzmq", "xxhash")
-# One process makes the build: two at once would write into the same egg-info and sdist folders of the source tree.
+# One process makes the build, so that it is made once.
 pytestmark = [pytest.mark.timeout(300), pytest.mark.xdist_group("build")]
 
 
@@ -52,10 +54,14 @@ def made_venv(home: Path, built: Path) -> Path:
 
 @pytest.fixture(scope="module")
 def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with the sdist, and the wheel made from that sdist (so that a file missing in it shows)."""
-    out = tmp_path_factory.mktemp("dist")
+    """A folder with the sdist, and the wheel made from that sdist (so that a file missing in it shows).
+
+    Made from a copy: a build writes egg-info and sdist folders into its source tree, where two at once would meet.
+    """
+    out, copy = tmp_path_factory.mktemp("dist"), tmp_path_factory.mktemp("source") / "kvflow"
+    shutil.copytree(ROOT, copy, symlinks=True, ignore=NOT_SOURCE)
     # Without isolation: the build tool of this environment serves, and no network is needed.
-    run(sys.executable, "-m", "build", "--no-isolation", "--outdir", out, ROOT)
+    run(sys.executable, "-m", "build", "--no-isolation", "--outdir", out, copy)
     return out
 
 

@@ -36,7 +36,7 @@ from kvflow.telemetry.counters import Counts
 
 DECODE, OTHER_DECODE, THIRD_DECODE = Incarnation(77), Incarnation(88), Incarnation(99)
 PREFILL, OTHER_PREFILL = Incarnation(101), Incarnation(202)
-RANK = Rank(3)
+RANK = Rank(0)
 LAYOUT = build_layout([("k", "uint8", (8,))], page_size=4, num_pages=16)
 ADDRESS = PlaneAddress("fake", "there", ProcessIdentity("boot", "pid", 1, 2))
 OWN_ADDRESS = PlaneAddress("fake", "here", ProcessIdentity("boot", "pid", 3, 4))
@@ -62,9 +62,9 @@ def seen(command: Any) -> Any:
 class LonePrefill:
     """A prefill rank that two decodes may know. Its methods return what it asked for: messages, and other commands."""
 
-    def __init__(self, *, timing: Timing | None = TIMING, bounds: Bounds | None = None) -> None:
+    def __init__(self, *, timing: Timing | None = TIMING, bounds: Bounds | None = None, rank: int = RANK) -> None:
         self.counts, self.now = Counts(), START
-        identity = PrefillIdentity(PREFILL, RANK, LAYOUT, OWN_ADDRESS)
+        identity = PrefillIdentity(PREFILL, Rank(rank), LAYOUT, OWN_ADDRESS)
         self.endpoint = PrefillEndpoint(identity, observer=self.counts, timing=timing, bounds=bounds)
         self.core = self.endpoint.core
 
@@ -235,8 +235,8 @@ def ack(room: int = 7, grant: int = 1, *, drained: bool = True, rank: int = RANK
 # --- decode
 
 
-def rank_info(rank: int = RANK, incarnation: int = PREFILL, control: str = "") -> RankInfo:
-    return RankInfo(rank, 8, incarnation, control or f"tcp://prefill:{rank}", "fake", "")
+def rank_info(rank: int = RANK, incarnation: int = PREFILL, control: str = "", size: int = 1) -> RankInfo:
+    return RankInfo(rank, size, incarnation, control or f"tcp://prefill:{rank}", "fake", "")
 
 
 def key_of(info: RankInfo) -> PeerKey:
@@ -245,8 +245,9 @@ def key_of(info: RankInfo) -> PeerKey:
 
 ONE = (rank_info(),)
 KEY = key_of(ONE[0])
-TWO = (rank_info(), rank_info(rank=4, incarnation=OTHER_PREFILL))
+TWO = (rank_info(size=2), rank_info(rank=1, incarnation=OTHER_PREFILL, size=2))
 OTHER_KEY = key_of(TWO[1])
+ELSEWHERE = (rank_info(incarnation=303, control="tcp://elsewhere:1"),)  # another prefill
 
 
 class LoneDecode:

@@ -20,11 +20,14 @@ from kvflow.protocols.decode_rooms import DecodeRoomRecord
 from kvflow.protocols.errors import AbortedError, Cause, Code
 from kvflow.protocols.machines.decode_room import DecodePhase
 from kvflow.protocols.machines.link import LinkPhase
+from kvflow.protocols.wire.codec import encode
 from kvflow.protocols.wire.messages import GrantId, Message
 from tests.protocols.alone import (
     BROKEN,
+    ELSEWHERE,
     GONE,
     KEY,
+    ONE,
     OTHER_KEY,
     OTHER_PREFILL,
     PREFILL,
@@ -39,6 +42,7 @@ from tests.protocols.alone import (
     bootstrap,
     chunk_done,
     failed,
+    key_of,
     registered,
     to,
 )
@@ -88,11 +92,11 @@ class TestEndings:
         record = decode.lent(ranks=TWO)
         grant = record.grant
         decode.close(grant)
-        unproven = ack(grant=grant, drained=False, source=OTHER_PREFILL, rank=4)
+        unproven = ack(grant=grant, drained=False, source=OTHER_PREFILL, rank=1)
         assert decode.hear(unproven, key=OTHER_KEY) == []
         assert decode.hear(ack(grant=grant)) == [QuarantinePages(grant), RoomEnded(grant)]
         assert record.phase is DecodePhase.LOST and record.state.cause == GONE
-        assert decode.hear(ack(grant=grant, source=OTHER_PREFILL, rank=4), key=OTHER_KEY) == [FreePages(grant)]
+        assert decode.hear(ack(grant=grant, source=OTHER_PREFILL, rank=1), key=OTHER_KEY) == [FreePages(grant)]
 
     def test_by_prefill(self, decode: LoneDecode) -> None:
         record = decode.lent()
@@ -111,8 +115,9 @@ class TestEndings:
         decode.lent()
         assert decode.hear(failed(BROKEN, room=8, grant=G), failed(BROKEN, grant=9)) == []
         assert decode.counts.stale == 2
-        decode.up(TWO[1:])
-        assert decode.hear(failed(BROKEN, grant=G, source=OTHER_PREFILL, rank=4), key=OTHER_KEY) == []
+        decode.up(ELSEWHERE)
+        stranger = failed(BROKEN, grant=G, source=key_of(ELSEWHERE[0]).incarnation)
+        assert decode.hear(stranger, key=key_of(ELSEWHERE[0])) == []
         assert decode.counts.stale == 3 and G in decode.endpoint.rooms, "it is not one of the room's ranks"
 
     def test_the_last_chunk_of_a_room_that_drains_is_proof_all_the_same(self, decode: LoneDecode) -> None:
@@ -135,6 +140,12 @@ class TestEndings:
         grant = decode.open(8, deadline_at_s=decode.now + 60)
         decode.close(grant)
         assert {timer.kind for timer in decode.core.deadlines} == {"link", "repeat"}, "it goes with its room"
+
+    def test_by_a_deadline_that_has_passed_already(self, decode: LoneDecode) -> None:
+        decode.open(deadline_at_s=START - 0.25)
+        assert Cause(Code.DEADLINE, "room 7: deadline of 0 s has passed") in [
+            command.cause for command in decode.tick() if isinstance(command, RoomFailed)
+        ]
 
     def test_one_that_drains_is_past_its_deadline(self, decode: LoneDecode) -> None:
         record = decode.lent(deadline_at_s=START + 2)
@@ -184,6 +195,18 @@ class TestAborts:
         decode.tick(0.125)
         assert to(abort(8, second.grant)) in decode.tick()
 
+    def test_what_was_withdrawn_before_prefill_knew_this_decode_is_told_when_it_does(self) -> None:
+        fresh = LoneDecode()
+        grant = fresh.open()
+        fresh.close(grant)
+        for _ in range(4):
+            fresh.tick(0.75)
+        fresh.tick()
+        assert fresh.core.deadlines.next_at_s() > fresh.now
+        fresh.hear(registered(fresh_from=1))
+        fresh.tick()
+        assert fresh.tick() == [to(abort(grant=grant))] and next(iter(fresh.endpoint.peers)).repeat_after_s == 1.0
+
     def test_only_what_is_recalled_is_repeated(self, decode: LoneDecode) -> None:
         decode.lent(7)
         withdrawn = decode.open(8)
@@ -218,9 +241,10 @@ class TestAsking:
     def test_one_message_asks_about_all_rooms_of_a_link(self) -> None:
         decode = LoneDecode().up(TWO)
         first, second = decode.lent(7, TWO), decode.lent(8)
-        last = chunk_done(0, 3, True, grant=first.grant, source=OTHER_PREFILL, rank=4)
+        last = chunk_done(0, 3, True, grant=first.grant, source=OTHER_PREFILL, rank=1)
         decode.hear(last, key=OTHER_KEY)
-        third = decode.lent(9, TWO[1:])
+        third = decode.lent(9, TWO)
+        decode.hear(chunk_done(0, 3, True, room=9, grant=third.grant))
         asked = [entry for entry in decode.tick(0.5) if type(entry[1]) is type(ask())]
         assert asked == [
             to(ask((7, first.grant, 0), (8, second.grant, 0))),
@@ -299,6 +323,32 @@ class TestLeaving:
         decode.tick()
         assert RoomLanded(grants[-1], b"") in landed and decode.counts.endings["success"] == 1
         assert decode.counts.endings["lost:peer_lost"] == TICK_WORK + 2 and len(decode.core.ledger) == TICK_WORK + 2
+
+    def test_nothing_is_linked_once_it_is_closed(self, decode: LoneDecode) -> None:
+        decode.endpoint.close(decode.now)
+        decode.asked()
+        with pytest.raises(AbortedError, match="decode is shutting down"):
+            decode.open(9)
+        with pytest.raises(AbortedError, match="decode is shutting down"):
+            decode.endpoint.refuse_room(9, ONE, BROKEN, decode.now)
+        assert decode.asked() == [] and not list(decode.endpoint.peers)
+
+    def test_whether_proof_may_still_come(self, decode: LoneDecode) -> None:
+        fresh = LoneDecode()
+        fresh.open()
+        assert not fresh.core.proof_may_come, "it has never answered"
+        assert not decode.core.proof_may_come, "nothing is owed"
+        record = decode.lent()
+        assert decode.core.proof_may_come
+        decode.close(record.grant)
+        decode.hear(ack(grant=record.grant, drained=False))
+        assert not decode.core.proof_may_come, "it cannot say"
+        lent = decode.lent()
+        decode.tick(5)
+        decode.tick()
+        assert not decode.core.proof_may_come and lent.state.cause, "it is silent"
+        decode.endpoint.receive(KEY, encode(registered(fresh_from=decode.core.next_grant)), decode.now)
+        assert decode.core.proof_may_come, "and answers again: it is asked"
 
     def test_close_hangs_up_and_leaves_loans_unproven(self, decode: LoneDecode) -> None:
         lent, waiting = decode.lent(7), decode.open(8)

@@ -15,6 +15,7 @@ from kvflow.protocols.errors import CapacityError, Cause, Code, LostError, PeerE
 from kvflow.protocols.limits import Bounds, Timing
 from kvflow.protocols.machines.link import LinkPhase
 from tests.protocols.alone import (
+    ELSEWHERE,
     GONE,
     KEY,
     ONE,
@@ -40,7 +41,7 @@ from tests.protocols.alone import (
     to,
 )
 
-AT = "prefill at tcp://prefill:3"
+AT = "prefill at tcp://prefill:0"
 SILENT = Cause(Code.PEER_LOST, f"{AT} was silent for 5 s")
 NO_ANSWER = Cause(Code.PEER_LOST, f"{AT} did not answer for 10 s")
 DIED = Cause(Code.PEER_LOST, f"{AT} died")
@@ -148,7 +149,7 @@ class TestRegistering:
                 registered("full", source=OTHER_PREFILL, asked=PREFILL),
                 Cause(Code.PEER_LOST, f"{AT} restarted: another incarnation answers"),
             ),
-            (registered(rank=5), Cause(Code.PROTOCOL_ERROR, f"{AT} says it is rank 5, the registry says 3")),
+            (registered(rank=5), Cause(Code.PROTOCOL_ERROR, f"{AT} says it is rank 5, the registry says 0")),
         ],
     )
     def test_another_one_answers(self, fresh: LoneDecode, answer: object, why: Cause) -> None:
@@ -185,13 +186,13 @@ class TestRegistering:
         foreign = [
             chunk_done(0, 3, True, target=78),
             chunk_done(0, 3, True, source=OTHER_PREFILL),
-            chunk_done(0, 3, True, rank=4),
-            failed(GONE, rank=4),
+            chunk_done(0, 3, True, rank=1),
+            failed(GONE, rank=1),
             registered(target=78),  # type: ignore[arg-type]
         ]
         assert decode.hear(*foreign) == [] and decode.counts.foreign == 5
         assert decode.hear(chunk_done(0, 3, True), key=OTHER_KEY) == [] and decode.counts.foreign == 6
-        assert decode.hear(chunk_done(0, 3, True, source=OTHER_PREFILL, rank=4), key=OTHER_KEY) == []
+        assert decode.hear(chunk_done(0, 3, True, source=OTHER_PREFILL, rank=1), key=OTHER_KEY) == []
         assert decode.counts.foreign == 7, "it is not linked"
         assert record.state.next_seq == (0,)
 
@@ -201,15 +202,22 @@ class TestWhichRanks:
         fresh.endpoint.bounds = Bounds()
         with pytest.raises(LostError, match="no rank of that prefill is known"):
             fresh.open(ranks=())
-        with pytest.raises(PeerError, match="the registry names one incarnation for two ranks of tcp://prefill:3"):
-            fresh.open(ranks=(rank_info(), rank_info(rank=4)))
+        with pytest.raises(PeerError, match="the registry names one incarnation for two ranks of tcp://prefill:0"):
+            fresh.open(ranks=(rank_info(size=2), rank_info(rank=1, size=2)))
+        for ranks, text in (
+            ((rank_info(), rank_info(rank=1, incarnation=OTHER_PREFILL)), "has world_size 1, and 2 ranks are given"),
+            ((rank_info(size=2),), "has world_size 2, and 1 rank is given"),
+            ((rank_info(rank=1),), r"rank 1 is outside 0\.\.0"),
+        ):
+            with pytest.raises(PeerError, match=text):
+                fresh.open(ranks=ranks)
         assert fresh.asked() == [] and fresh.open() == 1, "no grant was used"
 
     def test_how_many(self) -> None:
         fresh = LoneDecode(bounds=Bounds(ranks_per_room=2))
         fresh.open(ranks=TWO)
-        three = (*TWO, rank_info(rank=5, incarnation=303))
-        with pytest.raises(PeerError, match="prefill tcp://prefill:3 has 3 ranks; one room takes 2 at most"):
+        three = tuple(rank_info(rank, incarnation=rank + 1, size=3) for rank in range(3))
+        with pytest.raises(PeerError, match="prefill tcp://prefill:0 has 3 ranks; one room takes 2 at most"):
             fresh.open(8, three)
 
     def test_a_room_is_linked_when_every_rank_is(self, fresh: LoneDecode) -> None:
@@ -220,28 +228,29 @@ class TestWhichRanks:
             *(to(announce()), to(announce(source=OTHER_PREFILL), OTHER_KEY)),  # type: ignore[arg-type]
         ]
         assert fresh.hear(registered(fresh_from=1)) == [WatchWriter(KEY, OWN_ADDRESS)]
-        answer = registered(rank=4, fresh_from=1, **other)  # type: ignore[arg-type]
+        answer = registered(rank=1, fresh_from=1, **other)  # type: ignore[arg-type]
         assert fresh.hear(answer, key=OTHER_KEY) == [WatchWriter(OTHER_KEY, OWN_ADDRESS), Linked(grant)]
         offered = [to(bootstrap()), to(bootstrap(source=OTHER_PREFILL), OTHER_KEY)]
         assert fresh.lend(grant) == offered
 
-    def test_two_ranks_at_one_address(self, decode: LoneDecode) -> None:
-        with pytest.raises(PeerError, match="prefill at tcp://prefill:3 is rank 3, and was asked for as 4"):
-            decode.open(ranks=(rank_info(rank=4, control=KEY.control),))
+    def test_two_ranks_at_one_address(self) -> None:
+        decode = LoneDecode().up(TWO)
+        with pytest.raises(PeerError, match="prefill at tcp://prefill:1 is rank 1, and was asked for as 0"):
+            decode.open(ranks=(rank_info(incarnation=OTHER_PREFILL, control=OTHER_KEY.control),))
 
     def test_a_link_that_waits_for_its_end(self, decode: LoneDecode) -> None:
         decode.lent()
         decode.tick(5)
         decode.tick()
         decode.tick(1)
-        with pytest.raises(LostError, match=r"prefill at tcp://prefill:3 is silent: prefill at .* was silent for 5 s"):
+        with pytest.raises(LostError, match=r"prefill at tcp://prefill:0 is silent: prefill at .* was silent for 5 s"):
             decode.open(8)
 
     def test_the_link_that_was_idle_for_longest_makes_place(self) -> None:
         decode = LoneDecode(bounds=Bounds(links=2)).up(TWO)
         decode.now += 1
         grant = decode.open(8, ONE)
-        third = rank_info(rank=5, incarnation=303)
+        (third,) = ELSEWHERE
         with pytest.raises(CapacityError, match="links to prefill ranks: asked for 3, limit 2"):
             decode.lent(9, TWO)
             decode.open(10, (third,))
@@ -255,9 +264,12 @@ class TestWhichRanks:
         assert len(decode.core.links.peers) == 2
 
     def test_one_that_owes_nothing_is_found_beside_one_that_does(self) -> None:
-        decode = LoneDecode(bounds=Bounds(links=2)).up(TWO)
-        decode.lent(8, TWO[1:])
-        told = decode.do(lambda: decode.open(9, (rank_info(rank=5, incarnation=303),)))
+        decode = LoneDecode(bounds=Bounds(links=2)).up(ELSEWHERE)
+        decode.lent(8, ELSEWHERE)
+        decode.now += 1
+        decode.up()
+        decode.asked()
+        told = decode.do(lambda: decode.open(9, (rank_info(incarnation=OTHER_PREFILL),)))
         assert told[:2] == [HangUp(KEY), StopWatch(KEY)]
 
 

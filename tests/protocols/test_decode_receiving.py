@@ -69,7 +69,7 @@ class TestOpening:
         grant = decode.open(ranks=TWO, announce=False)
         told = decode.asked()
         assert told[2:] == [to(announce(grant=grant)), other(announce(grant=grant, source=OTHER_PREFILL))]
-        told = decode.hear(registered(source=OTHER_PREFILL, rank=4, fresh_from=grant), key=OTHER_KEY)
+        told = decode.hear(registered(source=OTHER_PREFILL, rank=1, fresh_from=grant), key=OTHER_KEY)
         assert Linked(grant) in told
 
     def test_what_cannot_be_offered_is_withdrawn(self, decode: LoneDecode) -> None:
@@ -184,14 +184,14 @@ class TestChunks:
         record = decode.lent(ranks=TWO)
         decode.hear(chunk_done(0, 3, True, b"first", grant=record.grant))
         told = decode.hear(
-            chunk_done(0, 3, True, b"second", grant=record.grant, source=OTHER_PREFILL, rank=4), key=OTHER_KEY
+            chunk_done(0, 3, True, b"second", grant=record.grant, source=OTHER_PREFILL, rank=1), key=OTHER_KEY
         )
         assert told == [RoomLanded(record.grant, b"first"), RoomEnded(record.grant)]
 
     def test_ranks_fill_the_room_each_at_its_own_pace(self) -> None:
         decode = LoneDecode().up(TWO)
         record = decode.lent(ranks=TWO)
-        decode.hear(chunk_done(0, 2, grant=record.grant, source=OTHER_PREFILL, rank=4), key=OTHER_KEY)
+        decode.hear(chunk_done(0, 2, grant=record.grant, source=OTHER_PREFILL, rank=1), key=OTHER_KEY)
         assert (record.next_seq(0), record.next_seq(1), record.first_page(0), record.first_page(1)) == (0, 1, 0, 2)
 
 
@@ -240,8 +240,8 @@ class TestVerifiedChunks:
         grant = record.grant
         decode.hear(chunk_done(0, 1, grant=grant, checksum=b"a"), chunk_done(1, 1, grant=grant, checksum=b"b"))
         decode.hear(
-            chunk_done(0, 2, grant=grant, checksum=b"c", source=OTHER_PREFILL, rank=4),
-            chunk_done(1, 1, True, grant=grant, checksum=b"d", source=OTHER_PREFILL, rank=4),
+            chunk_done(0, 2, grant=grant, checksum=b"c", source=OTHER_PREFILL, rank=1),
+            chunk_done(1, 1, True, grant=grant, checksum=b"d", source=OTHER_PREFILL, rank=1),
             key=OTHER_KEY,
         )
         assert [(check.rank, check.message.seq) for check in record.checks] == [(0, 0), (0, 1), (1, 0), (1, 1)]

@@ -14,15 +14,15 @@ from kvflow.protocols.commands import (
 from kvflow.protocols.errors import Cause, Code, LostError, MisuseError
 from kvflow.protocols.machines.link import LinkPhase
 from tests.protocols.alone import (
+    ELSEWHERE,
     KEY,
-    OTHER_KEY,
     OTHER_PREFILL,
     PREFILL,
-    TWO,
     LoneDecode,
     abort,
     ack,
     beat,
+    key_of,
     link,
     over,
     quarantined,
@@ -32,7 +32,7 @@ from tests.protocols.alone import (
     to,
 )
 
-AT = "prefill at tcp://prefill:3"
+AT = "prefill at tcp://prefill:0"
 SILENT = Cause(Code.PEER_LOST, f"{AT} was silent for 5 s")
 NO_ANSWER = Cause(Code.PEER_LOST, f"{AT} did not answer for 10 s")
 DIED = Cause(Code.PEER_LOST, f"{AT} died")
@@ -179,11 +179,11 @@ class TestDeclaredDead:
             *(FreePages(first.grant), FreePages(second.grant), StopWatch(KEY)),
         ], "should it live, it is told to stop"
         assert decode.counts.declared_dead == 1 and len(decode.core.ledger) == 0
-        with pytest.raises(LostError, match="prefill 0000000000000065 at tcp://prefill:3 was declared dead"):
+        with pytest.raises(LostError, match="prefill 0000000000000065 at tcp://prefill:0 was declared dead"):
             decode.open(9)
         with pytest.raises(MisuseError, match="no prefill 0000000000000065 is linked here"):
             decode.endpoint.declare_dead(PREFILL, "again", decode.now)
-        assert why.text and decode.open(9, TWO[1:]) == 4
+        assert why.text and decode.open(9, ELSEWHERE) == 4
 
     def test_while_it_is_up(self, decode: LoneDecode) -> None:
         record, waiting = decode.lent(7), decode.open(8)
@@ -199,10 +199,12 @@ class TestDeclaredDead:
         assert list(decode.endpoint.peers) == []
 
     def test_and_nobody_elses(self) -> None:
-        decode = LoneDecode().up(TWO)
-        decode.lent(8, TWO[1:])
+        decode = LoneDecode().up().up(ELSEWHERE)
+        decode.lent(8, ELSEWHERE)
         assert decode.endpoint.declare_dead(PREFILL, "gone", decode.now) == (0, 0)
-        assert [peer.key for peer in decode.endpoint.peers] == [OTHER_KEY] and len(decode.endpoint.rooms) == 1
+        assert [peer.key for peer in decode.endpoint.peers] == [key_of(ELSEWHERE[0])] and len(
+            decode.endpoint.rooms
+        ) == 1
 
     def test_every_rank_of_that_process(self, fresh: LoneDecode) -> None:
         fresh.up()

@@ -151,6 +151,18 @@ class TestRefusedByTheRoute:
         record = prefill.open(7)
         assert prefill.hear(announce(7, 1)) == [] and not record.ended, "an old refusal is forgotten"
 
+    def test_what_it_sent_before_does_not_begin_when_it_is_back(self) -> None:
+        prefill = LonePrefill()
+        prefill.register()
+        prefill.hear(announce(8, 4))
+        prefill.endpoint.route_refused(DECODE, "no such segment", prefill.now)
+        assert list(prefill.core.displaced.items()) == [(DECODE, 5)]
+        prefill.register(OTHER_DECODE, layout=SMALLER)
+        assert OTHER_DECODE not in prefill.core.displaced, "nothing is kept of a stranger"
+        prefill.up()
+        stale = Cause(Code.STALE_GRANT, "grant 4 is below 5: it has ended")
+        assert prefill.hear(bootstrap(8, 4)) == [failed(stale, 8, 4), ack(8, 4)] and not prefill.core.displaced
+
     def test_reasons_are_bounded_and_the_oldest_goes_first(self) -> None:
         prefill = LonePrefill(bounds=Bounds(targets=2))
         for target in (DECODE, OTHER_DECODE, THIRD_DECODE):

@@ -10,7 +10,7 @@ from kvflow.protocols.limits import Bounds
 from kvflow.protocols.machines.peer import PeerPhase
 from kvflow.protocols.machines.prefill_room import PrefillPhase
 from kvflow.protocols.ports import WriteOutcome
-from kvflow.protocols.wire.messages import MAX_HANDOFF_BYTES, Rank
+from kvflow.protocols.wire.messages import MAX_HANDOFF_BYTES
 from tests.protocols.alone import (
     BROKEN,
     DECODE,
@@ -114,6 +114,11 @@ class TestWhatCannotBeSent:
             prefill.send(record, *pages, last=last)
         assert prefill.asked() == [] and record.placed == len(sent), "nothing was queued"
         assert len(record.chunks) == bool(sent)
+
+    def test_a_hand_over_before_the_last_chunk(self, prefill: LonePrefill) -> None:
+        record = prefill.matched()
+        with pytest.raises(MisuseError, match="room 7: hand-over of 1 bytes with a chunk that is not the last"):
+            prefill.send(record, 1, handoff=b"h")
 
     def test_before_it_is_matched_and_after_the_last(self, prefill: LonePrefill) -> None:
         record = prefill.open()
@@ -338,5 +343,11 @@ class TestBelowTheLowWater:
         assert prefill.hear(abort(7, 1)) == [ack(drained=False)]
 
 
-def test_every_message_about_a_room_says_which_rank_sends_it(prefill: LonePrefill) -> None:
-    assert {chunk_done(0, 0).rank, failed(GONE).rank, ack().rank} == {prefill.core.identity.rank} == {Rank(3)}
+def test_every_message_about_a_room_says_which_rank_sends_it() -> None:
+    prefill = LonePrefill(rank=3).up()
+    record = prefill.matched()
+    prefill.send(record, 1)
+    done = prefill.ended(1)
+    ended = [message for message in done + prefill.close(record) if hasattr(message, "rank")]
+    assert [type(message).__name__ for message in ended] == ["ChunkDone", "RoomFailed", "AbortAck"]
+    assert {message.rank for message in ended} == {3} and prefill.register()[0].rank == 3

@@ -82,6 +82,11 @@ class Ledger(Generic[S]):
         """Some loan of this source has not ended."""
         return bool(self._by_source.get(source))
 
+    def awaits(self, source: S) -> bool:
+        """Some loan of this source is neither ended nor in doubt: it has not answered for it."""
+        leases = self._by_source.get(source, _NONE).values()
+        return any(lease.loans[source] is not LoanPhase.DOUBTFUL for lease in leases)
+
     def owed_by(self, source: S) -> tuple[int, int]:
         """Loans of this source that have not ended, and pages it keeps in quarantine."""
         leases = self._by_source.get(source, _NONE).values()

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
 
-from kvflow.protocols.errors import WireError
+from kvflow.protocols.errors import PeerError, WireError
 from kvflow.protocols.wire.messages import MAX_RANKS
 
 
@@ -29,6 +30,23 @@ class RankInfo(msgspec.Struct, frozen=True):
     backend: str
     model: str
     pool: PoolShape = PoolShape()
+
+
+def check_ranks(ranks: Sequence[RankInfo]) -> None:
+    """Every rank of one prefill, each once; in any order. Raises: PeerError naming what does not fit."""
+    first, size = ranks[0], ranks[0].world_size
+    if len(ranks) != size:
+        given = "1 rank is" if len(ranks) == 1 else f"{len(ranks)} ranks are"
+        raise PeerError(f"prefill {first.control} has world_size {size}, and {given} given")
+    seen = set()
+    for info in ranks:
+        if info.world_size != size:
+            raise PeerError(f"prefill {info.control} has world_size {info.world_size}, and {first.control} has {size}")
+        if not 0 <= info.rank < size:
+            raise PeerError(f"prefill {info.control}: rank {info.rank} is outside 0..{size - 1}")
+        if info.rank in seen:
+            raise PeerError(f"prefill {info.control}: rank {info.rank} is given twice")
+        seen.add(info.rank)
 
 
 class _RankJson(msgspec.Struct, frozen=True):

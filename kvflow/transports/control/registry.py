@@ -18,6 +18,7 @@ from typing import Any
 import msgspec
 
 from kvflow.protocols.errors import LostError, MisuseError, WireError
+from kvflow.protocols.limits import LEAST_WAIT_S, check_time
 from kvflow.protocols.wire.ranks import RankInfo, rank_from_json, rank_to_json
 
 MAX_ANSWER_BYTES = 4 << 20  # 1,024 ranks are some 300 KiB
@@ -73,11 +74,11 @@ class RegistryClient:
     """A client of registries. Nodes call `resolve` before they link to a prefill, and again after they lost one."""
 
     def __init__(self, api_key: str = "", timeout_s: float = 5.0) -> None:
-        """`timeout_s` bounds each call as a whole. Raises: MisuseError for a key that no HTTP header can carry."""
+        """`timeout_s` bounds each call as a whole. Raises: MisuseError for that, or for a key that no HTTP
+        header can carry."""
         if not all(" " <= c <= "~" for c in api_key):
             raise MisuseError("api_key: only printable ASCII characters can be sent in an HTTP header")
-        if timeout_s <= 0:
-            raise MisuseError(f"timeout_s {timeout_s} is not above 0")
+        check_time("timeout_s", timeout_s, LEAST_WAIT_S)
         self._key, self._timeout_s = api_key, timeout_s
 
     async def register(self, prefill: str, info: RankInfo) -> None:
