@@ -9,6 +9,7 @@ import sys
 from collections.abc import Iterable
 from pathlib import Path
 from textwrap import dedent
+from time import monotonic, sleep
 from typing import Any
 
 import pytest
@@ -309,3 +310,23 @@ def test_a_sample_is_drawn_by_its_seed(tmp_path: Path) -> None:
     assert drawn[0] == drawn[1] != drawn[2] and len(drawn[0]) == 3
     only = chosen(mutants, parser().parse_args(["--only", "is_bright", ">="]))
     assert [mutant.operator for mutant in only] == ["> -> >="]
+
+
+def runs(stat: Path) -> bool:
+    try:
+        return stat.read_text(encoding="ascii").rpartition(")")[2].split()[0] != "Z"
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+
+
+def test_what_a_killed_tool_has_forked_ends_with_it() -> None:
+    script = "import time; from tests.proof.mutants.forks import fork; print(fork(lambda: time.sleep(600)), flush=True)"
+    tool = subprocess.Popen([sys.executable, "-c", f"{script}; time.sleep(600)"], cwd=ROOT, stdout=subprocess.PIPE)
+    assert tool.stdout is not None
+    child = Path("/proc", tool.stdout.readline().decode().strip(), "stat")
+    tool.kill()
+    tool.communicate()
+    deadline = monotonic() + 20
+    while runs(child):
+        assert monotonic() < deadline, "it still runs"
+        sleep(0.02)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import pickle
+import signal
 import sys
 import tempfile
 import traceback
@@ -15,17 +17,22 @@ from typing import TypeVar
 SHOW_OUTPUT = "MUTANTS_SHOW_OUTPUT"  # set it to see what judges print
 
 T = TypeVar("T")
+_PR_SET_PDEATHSIG = 1
 
 
 def fork(work: Callable[[], None]) -> int:
     """Start `work` in a new process, without output but what is logged; its process id. Its status is 0 when `work`
-    has returned."""
+    has returned. It is killed with this process: a mutant may loop for ever."""
     sys.stdout.flush()
     sys.stderr.flush()
+    parent = os.getpid()
     if pid := os.fork():
         return pid
     status = 1
     try:
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        if os.getppid() != parent:  # it was killed a moment before
+            os._exit(status)
         if not os.environ.get(SHOW_OUTPUT):
             os.dup2(os.open(os.devnull, os.O_RDWR), 1)
         work()
