@@ -343,10 +343,13 @@ class TestLeaving:
         decode.close(record.grant)
         decode.hear(ack(grant=record.grant, drained=False))
         assert not decode.core.proof_may_come, "it cannot say"
-        lent = decode.lent()
-        decode.tick(5)
+        lent, elsewhere = decode.up(ELSEWHERE).lent(), key_of(ELSEWHERE[0])
+        decode.now += 4
+        decode.hear(beat(source=elsewhere.incarnation), key=elsewhere)
+        decode.tick(1)
+        assert decode.core.tasks and not decode.core.proof_may_come, "it is silent, and the other one owes nothing"
         decode.tick()
-        assert not decode.core.proof_may_come and lent.state.cause, "it is silent"
+        assert not decode.core.proof_may_come and lent.state.cause
         decode.endpoint.receive(KEY, encode(registered(fresh_from=decode.core.next_grant)), decode.now)
         assert decode.core.proof_may_come, "and answers again: it is asked"
 
