@@ -188,10 +188,16 @@ class PrefillCore:
         """Nothing was ever written for it: the grant ends here, and decode is told why."""
         header = self.header(room, grant, peer)
         sent = (wire.RoomFailed(cause=cause, **header), wire.AbortAck(drained=True, **header))
-        self.rendezvous.forget_announcement(room, peer, grant)
+        self.forget_announcement(peer, grant)
         peer.grants.end(grant, sent)
         for message in sent:
             self.send(peer, message)
+
+    def forget_announcement(self, peer: DecodePeer, grant: GrantId) -> None:
+        """Of the room that was announced under this grant, whatever room a later message about it names."""
+        room = peer.grants.announcements.rooms.get(grant)
+        if room is not None:
+            self.rendezvous.forget_announcement(room, peer, grant)
 
     # --- peers
 
