@@ -228,10 +228,9 @@ class DecodeEndpoint:
 
     def leave(self, now: float) -> None:
         """Open no room from here on, and abort all; loans end when prefills prove it."""
-        if self._leaving is None:
-            self._leaving = Cause(Code.SHUTDOWN, "decode is shutting down")
-            self.core.add_task(Task("close", self.rooms, None, self._leaving))
-            self.core.work(TICK_WORK, now)
+        self._leaving = Cause(Code.SHUTDOWN, "decode is shutting down")
+        self.core.add_task(Task("close", self.rooms, None, self._leaving))
+        self.core.work(TICK_WORK, now)
 
     def close(self, now: float) -> None:
         """Hang up everywhere. Rooms that still wait for proof end; their loans stay in the ledger, unproven."""
@@ -271,22 +270,27 @@ class DecodeEndpoint:
             core.link_due(timer, now)
         elif timer.kind == "repeat":
             core.repeat_aborts(timer, now)
-        elif (record := core.rooms.get(timer.key)) is None or record.phase is DecodePhase.DRAINING:
+        else:
+            self._room_due(timer, core.rooms[timer.key], now, beliefs)
+
+    def _room_due(
+        self, timer: Timer, record: DecodeRoomRecord, now: float, beliefs: dict[PrefillPeer, list[wire.Belief]]
+    ) -> None:
+        if record.state.phase is DecodePhase.DRAINING:
             return  # its loans are recalled and asked for by themselves
-        elif timer.kind == "deadline":
+        if timer.kind == "deadline":
             # Counted from a moment before the room was opened: a deadline of 0 s would be slightly below it.
             given_s = max(0.0, round(record.deadline_at_s - record.opened_at_s, 2))
             text = f"room {record.room}: deadline of {given_s:g} s has passed"
             self.close_room(record.grant, Cause(Code.DEADLINE, text), now)
         elif (due_at_s := record.progress_at_s + record.resync_after_s) > now:
-            core.deadlines.set(timer, due_at_s)
+            self.core.deadlines.set(timer, due_at_s)
         else:
             self._ask_about(record, now, beliefs)
 
     def _ask_about(self, record: DecodeRoomRecord, now: float, beliefs: dict[PrefillPeer, list[wire.Belief]]) -> None:
         """Nothing has come for a while: a message may have been lost. Ask less often the longer it lasts."""
         core = self.core
-        record.progress_at_s = now
         record.resync_after_s = core.back_off(record.resync_after_s)
         core.deadlines.set(Timer("stalled", record.grant), now + record.resync_after_s)
         if record.phase is DecodePhase.BOOTSTRAPPING:
@@ -304,7 +308,8 @@ class DecodeEndpoint:
         once it is closed."""
         core = self.core
         if self._closed:
-            raise room_error(self._leaving or Cause(Code.SHUTDOWN))
+            assert self._leaving is not None
+            raise room_error(self._leaving)
         core.links.check(ranks)
         peers = []
         for info in ranks:

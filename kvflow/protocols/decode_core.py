@@ -97,14 +97,13 @@ class DecodeCore:
         if change.freed:
             self.outbox.append(FreePages(lease.grant))
         record = self.rooms.get(lease.grant)
-        if record is None or record.state.phase is not DecodePhase.DRAINING:
-            self.drop_if_idle(peer, now)
-        elif not lease.loans:
-            self.feed_room(record, DecodeEvent(DecodeKind.LOANS_ENDED), now)
-            self.drop_if_idle(peer, now)
-        elif lease.doubtful:
-            cause = Cause(Code.TRANSFER_ERROR, "prefill cannot prove where its writes went")
-            self.feed_room(record, DecodeEvent(DecodeKind.LOANS_DOUBTFUL, cause=cause), now)
+        if record is not None and record.state.phase is DecodePhase.DRAINING:
+            if not lease.loans:
+                self.feed_room(record, DecodeEvent(DecodeKind.LOANS_ENDED), now)
+            elif lease.doubtful:
+                cause = Cause(Code.TRANSFER_ERROR, "prefill cannot prove where its writes went")
+                self.feed_room(record, DecodeEvent(DecodeKind.LOANS_DOUBTFUL, cause=cause), now)
+        self.drop_if_idle(peer, now)
 
     def feed_link(self, peer: PrefillPeer, kind: LinkKind, now: float, cause: Cause | None = None) -> None:
         """The one place that changes a link's phase, and what rooms and loans have to do about it."""
@@ -122,27 +121,22 @@ class DecodeCore:
                 if kind is LinkKind.ACCEPTED or not peer.asked_again:
                     peer.asked_again = True
                     self.for_each_loan(peer, "ask")
-            elif command is LinkCommand.END_LOANS:
+            else:  # END_LOANS
                 self.for_each_loan(peer, "fenced")
-        if peer.key in self.links.peers:
-            self.deadlines.set(Timer("link", peer.key), self.links.due_at_s(peer))
-            self.drop_if_idle(peer, now)
+        self.deadlines.set(Timer("link", peer.key), self.links.due_at_s(peer))
+        self.drop_if_idle(peer, now)
 
     def land(self, record: DecodeRoomRecord, rank: int, message: wire.ChunkDone, now: float) -> None:
         """The hand-over is the lowest rank's that brings one."""
-        if message.handoff and not record.handoff:
-            record.handoff = message.handoff
+        record.handoff = record.handoff or message.handoff
         event = DecodeEvent(DecodeKind.CHUNK_LANDED, rank, message.seq, message.pages, message.last)
         self.feed_room(record, event, now)
 
     def announce(self, record: DecodeRoomRecord) -> None:
         for peer in record.peers:
-            if peer in record.lease.loans:
-                self.links.send(peer, wire.Announce(room=record.room, grant=record.grant, **self.between(peer)))
+            self.links.send(peer, wire.Announce(room=record.room, grant=record.grant, **self.between(peer)))
 
     def link_if_ready(self, record: DecodeRoomRecord) -> None:
-        if record.linked:
-            return
         for peer in record.peers:
             if peer.phase is not LinkPhase.UP:
                 return
@@ -163,10 +157,9 @@ class DecodeCore:
 
     def drop_if_idle(self, peer: PrefillPeer, now: float) -> None:
         """A link that cannot be used and owes nothing: the next room opens a new one."""
-        if peer.phase <= LinkPhase.UP or self.ledger.owes(peer) or peer.key not in self.links.peers:
+        if peer.phase <= LinkPhase.UP or self.ledger.owes(peer):
             return
-        if peer.phase is LinkPhase.SILENT:
-            self.links.feed(peer, LinkKind.CLOSED, now, self.ledger.settled_below(peer))
+        self.links.feed(peer, LinkKind.CLOSED, now, self.ledger.settled_below(peer))
         self.links.drop(peer)
         self.ledger.forget_source(peer)
         self.deadlines.cancel(Timer("link", peer.key))
@@ -194,19 +187,17 @@ class DecodeCore:
     # --- time
 
     def link_due(self, timer: Timer, now: float) -> None:
-        peer = self.links.peers.get(timer.key)
-        while peer is not None and (due := self.links.expired(peer, now)) is not None:
+        peer = self.links.peers[timer.key]
+        while (due := self.links.expired(peer, now)) is not None:
             self.feed_link(peer, due[0], now, due[1])
-        if peer is not None and timer.key in self.links.peers:
-            self.deadlines.set(timer, self.links.due_at_s(peer))
+        self.deadlines.set(timer, self.links.due_at_s(peer))
 
     def repeat_aborts(self, timer: Timer, now: float) -> None:
         """Send Abort again for every loan of a peer that was recalled and is not acknowledged; less and less often
         while none is."""
-        peer = self.links.peers.get(timer.key)
-        if peer is not None and self.for_each_loan(peer, "repeat"):
+        peer = self.links.peers[timer.key]
+        if self.for_each_loan(peer, "repeat"):
             peer.repeat_after_s = self.back_off(peer.repeat_after_s)
-            self.deadlines.set(timer, now + peer.repeat_after_s)
 
     def repeat_from(self, peer: PrefillPeer, at_s: float) -> None:
         """Ask for what is not acknowledged then, and as often as at first."""
@@ -227,14 +218,12 @@ class DecodeCore:
 
 def _send_bootstrap(core: DecodeCore, record: DecodeRoomRecord, now: float) -> None:
     for peer in record.peers:
-        if peer in record.lease.loans:
-            core.ledger.feed(record.lease, peer, LoanKind.LEND)  # nothing follows from it
-            core.links.send(peer, record.bootstrap(peer, core.identity.incarnation))
+        core.ledger.feed(record.lease, peer, LoanKind.LEND)  # nothing follows from it
+        core.links.send(peer, record.bootstrap(peer, core.identity.incarnation))
 
 
 def _recall_loans(core: DecodeCore, record: DecodeRoomRecord, now: float) -> None:
-    cause = record.state.cause or Cause(Code.PROTOCOL_ERROR)
-    changes = core.ledger.recall(record.lease, cause)
+    changes = core.ledger.recall(record.lease, record.first_cause)
     for change in changes:
         core.loan_changed(change, now)
     if not changes and record.phase is DecodePhase.DRAINING:
@@ -248,7 +237,7 @@ def _tell_landed(core: DecodeCore, record: DecodeRoomRecord, now: float) -> None
 def _tell_failed(core: DecodeCore, record: DecodeRoomRecord, now: float) -> None:
     if record.checks:
         core.outbox.append(StopVerifying(record.grant))
-    core.outbox.append(RoomFailed(record.grant, record.state.cause or Cause(Code.PROTOCOL_ERROR)))
+    core.outbox.append(RoomFailed(record.grant, record.first_cause))
 
 
 def _end(core: DecodeCore, record: DecodeRoomRecord, now: float) -> None:
@@ -260,7 +249,7 @@ def _end(core: DecodeCore, record: DecodeRoomRecord, now: float) -> None:
     core.deadlines.cancel(Timer("stalled", grant))
     phase = record.state.phase
     succeeded = phase is DecodePhase.SUCCESS
-    core.observer.room_ended(phase, None if succeeded else record.state.cause)
+    core.observer.room_ended(phase, record.state.cause)
     if succeeded:
         core.observer.pages_moved(record.num_pages)
     elif not record.lent:
@@ -289,8 +278,9 @@ def _lose(core: DecodeCore, task: Task, grant: GrantId, now: float) -> None:
     record = core.rooms.get(grant)
     if record is not None:
         core.feed_room(record, DecodeEvent(DecodeKind.SOURCE_LOST, cause=task.cause), now)
-    lease = core.ledger.find(task.peer, grant) if task.peer is not None else None
-    if lease is not None and task.peer is not None:
+    assert task.peer is not None
+    lease = core.ledger.find(task.peer, grant)
+    if lease is not None:
         core.feed_loan(lease, task.peer, LoanKind.SOURCE_LOST, now)
 
 

@@ -46,7 +46,7 @@ def _on_chunk_done(core: DecodeCore, peer: PrefillPeer, message: wire.ChunkDone,
         return
     rank, lease = record.peers.index(peer), record.lease
     phase, is_next = lease.loans.get(peer), message.seq == record.next_seq(rank)
-    if not is_next or phase is not LoanPhase.LENT or not record.receiving:
+    if not is_next or phase is not LoanPhase.LENT:
         # Repeated, or one before it is missing (Resync brings that), or the rank has said that it cannot vouch for it.
         if is_next and phase is LoanPhase.RECALLED and message.last:
             core.feed_loan(lease, peer, LoanKind.LANDED, now)  # proof all the same

@@ -36,7 +36,7 @@ class PrefillPeer:
     def __init__(self, info: RankInfo, now: float, fresh_from: GrantId, repeat_after_s: float) -> None:
         self.info, self.key = info, PeerKey(Incarnation(info.incarnation), info.control)
         self.phase = LinkPhase.REGISTERING
-        self.cause: Cause | None = None  # why it was last lost
+        self.cause: Cause | None = None  # why it was last lost, or refused
         self.asked_again = False  # loans in doubt have been asked for in this silence
         self.fresh_from = fresh_from
         self.address: PlaneAddress | None = None  # of the writer, once it has accepted
@@ -86,7 +86,8 @@ class DecodeLinks:
         known = self.peers.get(key)
         if known is not None and known.usable:
             raise PeerError(f"prefill at {info.control} is rank {known.info.rank}, and was asked for as {info.rank}")
-        if known is not None and known.cause is not None:
+        if known is not None:
+            assert known.cause is not None
             raise LostError(f"prefill at {info.control} is {known.phase.name.lower()}: {known.cause.text}")
         peer = self.peers[key] = PrefillPeer(info, now, next_grant, self._timing.repeat_after_s)
         self._outbox.append(Dial(key))
@@ -104,7 +105,7 @@ class DecodeLinks:
         if move is None:
             return []
         left, peer.phase = peer.phase, move.phase
-        if cause is not None and move.phase in (LinkPhase.SILENT, LinkPhase.GONE) and left is not move.phase:
+        if cause is not None:
             peer.cause = cause
         theirs: list[LinkCommand] = []
         for command in move.commands:
@@ -159,8 +160,7 @@ class DecodeLinks:
         """When `expired` has something to say about this peer."""
         timing = self._timing
         if peer.phase is LinkPhase.REGISTERING:
-            latest = max(peer.received_at_s, peer.tried_at_s) + timing.register_s
-            return min(latest, peer.sent_at_s + timing.repeat_after_s)
+            return min(peer.received_at_s + timing.register_s, peer.sent_at_s + timing.repeat_after_s)
         if peer.phase is LinkPhase.UP:
             return min(peer.received_at_s + timing.lost_after_s, peer.sent_at_s + timing.heartbeat_s)
         if peer.phase is LinkPhase.SILENT:
@@ -171,7 +171,7 @@ class DecodeLinks:
         """What is due at `now`; ask again until it is None."""
         timing, at = self._timing, f"prefill at {peer.info.control}"
         if peer.phase is LinkPhase.REGISTERING:
-            if now >= max(peer.received_at_s, peer.tried_at_s) + timing.register_s:
+            if now >= peer.received_at_s + timing.register_s:
                 text = f"{at} did not answer for {timing.register_s:g} s"
                 return LinkKind.REGISTER_DUE, Cause(Code.PEER_LOST, text)
             repeat_s = timing.repeat_after_s

@@ -78,6 +78,12 @@ class DecodeRoomRecord:
         return self.state.phase
 
     @property
+    def first_cause(self) -> Cause:
+        """Why it ended; of a room that has, and not in success."""
+        assert self.state.cause is not None
+        return self.state.cause
+
+    @property
     def receiving(self) -> bool:
         """Chunks may still land."""
         return self.state.phase in (DecodePhase.WAITING_FOR_INPUT, DecodePhase.TRANSFERRING)

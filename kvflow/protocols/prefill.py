@@ -126,7 +126,7 @@ class PrefillEndpoint:
         elif announced is not None:
             core.refuse_grant(announced.peer, number, announced.grant, cause)
         else:
-            core.record_outcome(number, Side.ENGINE, cause, now, came=False)
+            core.record_outcome(number, Side.ENGINE, cause, now)
 
     def queue_chunk(
         self,
@@ -156,7 +156,7 @@ class PrefillEndpoint:
         """Raises: what `queue_chunk` raises."""
         state = record.state
         if state.phase > PrefillPhase.TRANSFERRING and state.phase is not PrefillPhase.SUCCESS:
-            raise room_error(state.cause or Cause(Code.SHUTDOWN))
+            raise room_error(record.first_cause)
         if state.phase < PrefillPhase.WAITING_FOR_INPUT:
             raise MisuseError(f"room {record.room}: send() before matched()")
         if state.last_queued:
@@ -214,8 +214,6 @@ class PrefillEndpoint:
         else:
             note_alive(core, peer, now)
             HANDLERS[type(message)](core, peer, message, now)
-        if core.tasks:
-            core.work(TICK_WORK, now)
 
     def route_opened(self, incarnation: Incarnation, now: float) -> None:
         """The data plane can reach a decode's pool."""
@@ -243,12 +241,11 @@ class PrefillEndpoint:
     def leave(self, now: float) -> None:
         """Open no room from here on, and end all; `rooms` is empty when their writes have ended."""
         core = self.core
-        if core.leaving is None:
-            core.leaving = Cause(Code.SHUTDOWN, "prefill is shutting down")
-            core.add_task(Task(core.rooms.values(), PrefillKind.ENDED_LOCALLY, core.leaving))
-            for room, found in list(core.rendezvous.announced.items()):
-                core.refuse_grant(found.peer, room, found.grant, core.leaving)
-            core.work(TICK_WORK, now)
+        core.leaving = Cause(Code.SHUTDOWN, "prefill is shutting down")
+        core.add_task(Task(core.rooms.values(), PrefillKind.ENDED_LOCALLY, core.leaving))
+        for room, found in list(core.rendezvous.announced.items()):
+            core.refuse_grant(found.peer, room, found.grant, core.leaving)
+        core.work(TICK_WORK, now)
 
     def credit_stall(self, late_s: float, now: float) -> None:
         """The shell stood still for this long: what peers sent meanwhile is unread, so their silence does not count;
@@ -281,19 +278,20 @@ class PrefillEndpoint:
             core.rendezvous.expire(now)
             core.deadlines.set(timer, core.rendezvous.next_expiry_s())
         elif timer.kind == "silence":
-            peer = core.peers.get(Incarnation(timer.key))
-            if peer is None or peer.phase is not PeerPhase.UP:
-                return
+            peer = core.peers[Incarnation(timer.key)]
+            if peer.phase is not PeerPhase.UP:
+                return  # it has died, and its last writes are awaited
             if (due_at_s := peer.received_at_s + core.timing.lost_after_s) > now:
                 core.deadlines.set(timer, due_at_s)
             else:
                 text = f"decode {peer.incarnation:016x} was silent for {core.timing.lost_after_s:g} s"
                 core.feed_peer(peer, PeerKind.SILENCE_DUE, now, Cause(Code.PEER_LOST, text))
-        elif (record := core.rooms.get(RoomId(timer.key))) is not None and not record.ended:
+        else:
+            record = core.rooms[RoomId(timer.key)]
             if record.due_at_s > now:
                 core.set_deadline(record)
                 return
-            waits = record.half and now < record.own_deadline_at_s
+            waits = now < record.own_deadline_at_s
             text = f"room {record.room}: nothing more came for {now - record.opened_at_s:.1f} s"
             self.close_room(record, Cause(Code.RENDEZVOUS if waits else Code.DEADLINE, text), now)
 
@@ -303,5 +301,4 @@ _READ_IN: dict[PeerPhase, Collection[type]] = {
     PeerPhase.UP: HANDLERS,
     PeerPhase.SILENT: HANDLERS,
     PeerPhase.DEAD: (),
-    PeerPhase.FORGOTTEN: (),
 }

@@ -40,6 +40,7 @@ from kvflow.protocols.wire.codec import encode, routing_id
 from kvflow.protocols.wire.messages import MAX_TEXT, WIRE_VERSION, GrantId, Incarnation, RoomId
 
 _NO_GRANT = GrantId(0)
+_NO_CAUSE = Cause(Code.PEER_LOST)  # of what ends no room
 
 
 class Timer(msgspec.Struct, frozen=True, gc=False):
@@ -135,8 +136,8 @@ class PrefillCore:
         """Decode's half is here: which pages, for which prompt."""
         record.target_pages, record.prefix_tokens = pages, message.prefix_tokens
         record.bootstrap = (message.prompt_tokens, message.prompt_digest)
-        if record.peer is not None:
-            record.peer.grants.announcements.discard(record.grant)
+        assert record.peer is not None
+        record.peer.grants.announcements.discard(record.grant)
         if record.prompt is not None:
             self.meet(record, now)
         else:
@@ -147,7 +148,8 @@ class PrefillCore:
         if record.prompt == record.bootstrap:
             self.feed_room(record, PrefillEvent(PrefillKind.MATCHED), now)
             return
-        mine, theirs = record.prompt and record.prompt[0], record.bootstrap and record.bootstrap[0]
+        assert record.prompt is not None and record.bootstrap is not None
+        mine, theirs = record.prompt[0], record.bootstrap[0]
         text = f"room {record.room}: prefill's prompt has {mine} tokens, decode's {theirs}, or their ids differ"
         self.feed_room(record, PrefillEvent(PrefillKind.MISMATCHED, cause=Cause(Code.PROMPT_MISMATCH, text)), now)
 
@@ -177,10 +179,9 @@ class PrefillCore:
             record.report = chunk
             self.feed_room(record, PrefillEvent(None, outcome=chunk.outcome, cause=cause), now)
 
-    def record_outcome(self, room: RoomId, side: Side, cause: Cause, now: float, *, came: bool) -> None:
+    def record_outcome(self, room: RoomId, side: Side, cause: Cause, now: float) -> None:
         """One half of a room has ended without the other: which is told when it comes."""
-        note = self.rendezvous.record_outcome if came else self.rendezvous.record_absent
-        note(room, side, cause, now + self.timing.rendezvous_s)
+        self.rendezvous.record_outcome(room, side, cause, now + self.timing.rendezvous_s)
         self.deadlines.set(Timer("outcomes", 0), self.rendezvous.next_expiry_s())
 
     def refuse_grant(self, peer: DecodePeer, room: RoomId, grant: GrantId, cause: Cause) -> None:
@@ -194,8 +195,8 @@ class PrefillCore:
 
     # --- peers
 
-    def feed_peer(self, peer: DecodePeer, kind: PeerKind, now: float, cause: Cause | None = None) -> None:
-        """The one place that changes a peer's phase, and what its rooms have to do about it."""
+    def feed_peer(self, peer: DecodePeer, kind: PeerKind, now: float, cause: Cause = _NO_CAUSE) -> None:
+        """The one place that changes a peer's phase, and what its rooms have to do about it: they end with `cause`."""
         move = PEER_TABLE.moves[peer.phase, kind]
         if move is None:
             return
@@ -203,7 +204,7 @@ class PrefillCore:
         if peer.phase is PeerPhase.UP:
             self.deadlines.set(Timer("silence", peer.incarnation), now + self.timing.lost_after_s)
         for command in move.commands:
-            _PEER_RUN[command](self, peer, cause or Cause(Code.PEER_LOST), now)
+            _PEER_RUN[command](self, peer, cause, now)
         if peer.phase is PeerPhase.DEAD and not peer.grants.rooms:
             self.feed_peer(peer, PeerKind.IDLE, now)
 
@@ -269,14 +270,14 @@ def _send_chunk_done(core: PrefillCore, record: PrefillRoomRecord, now: float) -
 
 
 def _send_failed(core: PrefillCore, record: PrefillRoomRecord, now: float) -> None:
-    if record.peer is not None:
-        cause = record.state.cause or Cause(Code.PROTOCOL_ERROR)
-        _send(core, record, wire.RoomFailed(cause=cause, **core.header(record.room, record.grant, record.peer)))
+    assert record.peer is not None
+    header = core.header(record.room, record.grant, record.peer)
+    _send(core, record, wire.RoomFailed(cause=record.first_cause, **header))
 
 
 def _send_ack(core: PrefillCore, record: PrefillRoomRecord, drained: bool) -> None:
-    if record.peer is not None:
-        _send(core, record, wire.AbortAck(drained=drained, **core.header(record.room, record.grant, record.peer)))
+    assert record.peer is not None
+    _send(core, record, wire.AbortAck(drained=drained, **core.header(record.room, record.grant, record.peer)))
 
 
 def _send(core: PrefillCore, record: PrefillRoomRecord, message: wire.Message) -> None:
@@ -296,7 +297,7 @@ def _tell_success(core: PrefillCore, record: PrefillRoomRecord, now: float) -> N
 
 
 def _tell_ended(core: PrefillCore, record: PrefillRoomRecord, now: float) -> None:
-    core.outbox.append(RoomStopped(record.serial, record.state.cause or Cause(Code.CLIENT_GONE)))
+    core.outbox.append(RoomStopped(record.serial, record.first_cause))
 
 
 def _end(core: PrefillCore, record: PrefillRoomRecord, now: float) -> None:
@@ -304,10 +305,10 @@ def _end(core: PrefillCore, record: PrefillRoomRecord, now: float) -> None:
     del core.rooms[record.room]
     core.deadlines.cancel(Timer("room", record.room))
     cause, peer = record.state.cause, record.peer
-    if cause is not None and record.prompt is None:
-        core.record_outcome(record.room, Side.DECODE, cause, now, came=True)
-    elif cause is not None and peer is None:
-        core.record_outcome(record.room, Side.ENGINE, cause, now, came=True)
+    if record.prompt is None:
+        core.record_outcome(record.room, Side.DECODE, record.first_cause, now)
+    elif peer is None:
+        core.record_outcome(record.room, Side.ENGINE, record.first_cause, now)
     core.observer.room_ended(record.state.phase, cause)
     core.outbox.append(RoomReleased(record.serial))
     if peer is not None:
@@ -358,7 +359,7 @@ def _lose_rooms(core: PrefillCore, peer: DecodePeer, cause: Cause, now: float) -
     void = [(room, found.grant) for room, found in core.rendezvous.announced.items() if found.peer is peer]
     for room, grant in void:
         core.refuse_grant(peer, room, grant, cause)
-        core.record_outcome(room, Side.DECODE, cause, now, came=False)
+        core.record_outcome(room, Side.DECODE, cause, now)
 
 
 def _close_route(core: PrefillCore, peer: DecodePeer, cause: Cause, now: float) -> None:
@@ -369,8 +370,7 @@ def _forget(core: PrefillCore, peer: DecodePeer, cause: Cause, now: float) -> No
     if peer.grants.seen_below > peer.fresh_from:  # else nothing is kept of a stranger
         core.remember_grants(peer)
     core.deadlines.cancel(Timer("silence", peer.incarnation))
-    if core.peers.get(peer.incarnation) is peer:
-        del core.peers[peer.incarnation]
+    del core.peers[peer.incarnation]
 
 
 _PEER_RUN: dict[PeerCommand, Callable[[PrefillCore, DecodePeer, Cause, float], None]] = {

@@ -22,6 +22,7 @@ from kvflow.protocols.wire.messages import WIRE_VERSION
 def on_register(core: PrefillCore, message: wire.Register, now: float) -> None:
     """A decode says who it is; the way into its pool is opened by the shell."""
     peer = core.peers.get(message.target)
+    seen_below = core.displaced.get(message.target, message.fresh_from)  # before making place pushes it out
     if message.wire_version != WIRE_VERSION:
         core.answer_register(
             message.target, message.source, f"wire version {message.wire_version}, this prefill speaks {WIRE_VERSION}"
@@ -37,7 +38,8 @@ def on_register(core: PrefillCore, message: wire.Register, now: float) -> None:
         core.answer_register(message.target, message.source, f"{core.bounds.targets} decodes are registered already")
     else:
         peer = core.peers[message.target] = DecodePeer(message, core.bounds.closed_grants, now)
-        peer.grants.begin_from(core.displaced.pop(message.target, message.fresh_from))
+        peer.grants.begin_from(seen_below)
+        core.displaced.pop(message.target, None)
         if refusal := peer.mismatch(core.identity):
             core.feed_peer(peer, PeerKind.ROUTE_REFUSED, now, Cause(Code.REFUSED, refusal))
         else:
@@ -249,7 +251,7 @@ def _end_other_half(core: PrefillCore, peer: DecodePeer, message: wire.Abort, no
 def _end_engine_half(core: PrefillCore, room: wire.RoomId, cause: Cause, now: float) -> None:
     record = core.rooms.get(room)
     if record is None:
-        core.record_outcome(room, Side.DECODE, cause, now, came=False)
+        core.record_outcome(room, Side.DECODE, cause, now)
     elif record.phase is PrefillPhase.EXPECTED:
         core.feed_room(record, PrefillEvent(PrefillKind.ENDED_LOCALLY, cause=cause), now)
         core.rendezvous.take(room, Side.DECODE)  # decode knows

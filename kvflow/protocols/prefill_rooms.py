@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from kvflow.protocols.errors import Cause
 from kvflow.protocols.machines.prefill_room import TERMINAL, PrefillPhase, PrefillRoomState
 from kvflow.protocols.machines.story import Story
 from kvflow.protocols.pages.layout import PageIndices
@@ -60,6 +61,12 @@ class PrefillRoomRecord:
     @property
     def phase(self) -> PrefillPhase:
         return self.state.phase
+
+    @property
+    def first_cause(self) -> Cause:
+        """Why it ended; of a room that has, and not in success."""
+        assert self.state.cause is not None
+        return self.state.cause
 
     @property
     def due_at_s(self) -> float:

@@ -136,7 +136,7 @@ async def by_its_deadline(p: Pair, session: Any) -> None:
         session.record.own_deadline_at_s = 0.0
         if session.room in core.rooms:
             core.set_deadline(session.record)
-    else:
+    elif session.grant in p.decode.shell.endpoint.rooms:
         p.decode.shell.endpoint.core.deadlines.set(Timer("deadline", session.grant), 0.0)
     for node in (p.prefill, p.decode):
         node.shell.tick(p.clock(node).now())

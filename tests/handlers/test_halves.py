@@ -266,10 +266,16 @@ def test_outcomes_are_bounded_and_told_once_to_the_other_side() -> None:
 
 def test_a_half_that_never_comes_is_kept_for_the_other_unless_that_has_ended_too() -> None:
     meeting: Rendezvous[str] = Rendezvous(limit=2)
-    meeting.record_absent(1, Side.ENGINE, WHY, 9.0)
+    meeting.record_outcome(1, Side.ENGINE, WHY, 9.0)
     assert len(meeting) == 1
-    meeting.record_absent(1, Side.DECODE, WHY, 9.0)
+    meeting.record_outcome(1, Side.DECODE, WHY, 9.0)
     assert not len(meeting), "both know"
+    meeting.record_outcome(2, Side.ENGINE, WHY, 9.0)
+    meeting.record_outcome(3, Side.ENGINE, WHY, 9.0)
+    again = Cause(Code.DEADLINE, "of another room of that id")
+    meeting.record_outcome(2, Side.ENGINE, again, 10.0)
+    meeting.expire(9.0)
+    assert len(meeting) == 1 and meeting.take(2, Side.DECODE) == again, "the newest is the last to be forgotten"
 
 
 async def test_a_late_abort_for_a_room_both_of_whose_halves_have_ended(kvflow_pair: Pair) -> None:

@@ -101,7 +101,13 @@ class Nodes:
             return "foreign"
         if message.source != self.prefill.incarnation:
             return "stale"
-        return "stale" if self._unknown(message) and type(message) is not Register else "taken"
+        if self._unknown(message) and type(message) is not Register:
+            return "stale"
+        return "foreign" if isinstance(message, Heartbeat) and self._settles_unseen(message) else "taken"
+
+    def _settles_unseen(self, message: Heartbeat) -> bool:
+        """It claims to have done with grants that were never offered here."""
+        return message.settled_below > self.prefill.shell.endpoint.core.peers[message.target].grants.seen_below
 
     def _unknown(self, message: ToPrefill) -> bool:
         """Of a decode that is not registered, or whose way in is still being opened."""

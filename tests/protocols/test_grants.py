@@ -108,6 +108,21 @@ def test_an_evicted_grant_in_doubt_is_never_called_drained() -> None:
     assert not table.is_drained(GrantId(1)) and table.is_drained(GrantId(2))
     assert not table.all_settled
     assert table.settle(GrantId(3)) == [] and table.all_settled and table.is_drained(GrantId(1))
+    assert table.settle(GrantId(3)) == [], "decode says so with every heartbeat"
+    closed(table, 3, drained=False)
+    closed(table, 4)
+    assert table.settle(GrantId(3)) == [] and not table.is_drained(GrantId(3)), "it has settled those below"
+
+
+def test_what_is_settled_takes_no_memory() -> None:
+    table: GrantTable[str] = GrantTable(2, GrantId(1))
+    for grant in (1, 2, 3, 4, 5):
+        closed(table, grant, drained=grant % 2 == 0)
+    table.feed(GrantId(6), K.ANNOUNCE)
+    table.announcements.add(GrantId(6), RoomId(6))
+    table.settle(GrantId(7))
+    assert not (table._phases or table._sent or table._unsettled or table._evicted_in_doubt or table.rooms)
+    assert not (table.announcements.rooms or table.announcements._order) and table.remembered == 0
 
 
 @pytest.mark.parametrize("below", [4, 1 << 40])
@@ -116,7 +131,9 @@ def test_a_claim_to_have_settled_what_was_never_offered_changes_nothing(below: i
     closed(table, 2, drained=False)
     assert table.settle(GrantId(below)) is None
     assert (table.low_water, table.remembered, table.phase(GrantId(2))) == (1, 1, P.DOUBTFUL)
+    closed(table, 3)
     assert table.settle(GrantId(3)) == [] and table.low_water == 3
+    assert table.phase(GrantId(3)) is P.CLOSED and table.remembered == 1, "the bound itself is not settled"
 
 
 def test_a_new_table_begins_where_decode_says() -> None:

@@ -193,7 +193,7 @@ class GrantTable(Generic[R]):
         return move.commands
 
     def _enter(self, grant: GrantId, phase: GrantPhase) -> None:
-        if phase is P.BELOW or phase is P.UNKNOWN:
+        if phase is P.BELOW:
             self._phases.pop(grant, None)
         else:
             self._phases[grant] = phase
@@ -212,7 +212,7 @@ class GrantTable(Generic[R]):
         A grant that an Abort has just closed has no messages.
         """
         if self._phases.get(grant) is not P.CLOSED:
-            last = sent[-1] if sent else None  # an AbortAck is the last word about a grant
+            last = sent[-1]  # an AbortAck is the last word about a grant
             doubtful = type(last) is AbortAck and not last.drained
             self.feed(grant, K.END_IN_DOUBT if doubtful else K.END)
         self.rooms.pop(grant, None)

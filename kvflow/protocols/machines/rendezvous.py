@@ -51,16 +51,11 @@ class Rendezvous(Generic[S]):
             del self.announced[room]
 
     def record_outcome(self, room: RoomId, side: Side, cause: Cause, forget_at_s: float) -> None:
-        """`side` has ended after it came."""
-        self._outcomes.pop(room, None)
-        self._outcomes[room] = Outcome(side, cause, forget_at_s)
-        if len(self._outcomes) > self._limit:
-            self._outcomes.popitem(last=False)
-
-    def record_absent(self, room: RoomId, side: Side, cause: Cause, forget_at_s: float) -> None:
-        """`side` has ended before it came: kept for the other one, unless that has ended already."""
+        """`side` has ended: kept for the other one, unless that has ended already."""
         if self.take(room, side) is None:
-            self.record_outcome(room, side, cause, forget_at_s)
+            self._outcomes[room] = Outcome(side, cause, forget_at_s)
+            if len(self._outcomes) > self._limit:
+                self._outcomes.popitem(last=False)
 
     def take(self, room: RoomId, side: Side) -> Cause | None:
         """Why the other half of `room` ended, for `side` that comes now; the same side coming again begins afresh."""

@@ -65,14 +65,25 @@ class Functions:
                 self._found[one.__code__.co_filename, one.__code__.co_qualname].append(one)
 
     def change(self, path: Path, mutant: Mutant) -> bool:
-        """Give all of them the mutant's code; False when that is not possible."""
+        """Give all of them the mutant's code, also those that they have made; False when that is not possible."""
         code = _code_named(mutated_code(path, mutant), mutant.function)
-        found = self._found.get((str(path), mutant.function), [])
-        if code is None or not found or any(one.__code__.co_freevars != code.co_freevars for one in found):
+        if code is None or (str(path), mutant.function) not in self._found:
             return False
-        for one in found:
-            one.__code__ = code
+        pairs = [
+            (one, new) for new in (code, *_inside(code)) for one in self._found.get((str(path), new.co_qualname), [])
+        ]
+        names = [(id(one), new.co_qualname) for one, new in pairs]
+        if len(set(names)) < len(names) or any(one.__code__.co_freevars != new.co_freevars for one, new in pairs):
+            return False
+        for one, new in pairs:
+            one.__code__ = new
         return True
+
+
+def _inside(code: CodeType) -> list[CodeType]:
+    """The functions that a function makes, and those that they make."""
+    inner = [one for one in code.co_consts if isinstance(one, CodeType)]
+    return [deep for one in inner for deep in (one, *_inside(one))]
 
 
 def _code_named(code: CodeType, name: str) -> CodeType | None:

@@ -1,0 +1,285 @@
+"""A room at decode: announced, lent, filled chunk by chunk, and ended exactly once (I1, I2, I4, I8)."""
+
+from __future__ import annotations
+
+import pytest
+
+from kvflow.protocols.commands import (
+    FreePages,
+    Linked,
+    RoomEnded,
+    RoomFailed,
+    RoomLanded,
+    StopVerifying,
+    VerifyChunk,
+)
+from kvflow.protocols.decode_rooms import Prompt
+from kvflow.protocols.errors import Cause, Code, LostError, MisuseError, QuarantineError
+from kvflow.protocols.limits import Bounds, Timing
+from kvflow.protocols.machines.decode_room import DecodePhase
+from kvflow.protocols.wire.messages import GrantId, Message
+from tests.protocols.alone import (
+    BROKEN,
+    DIGEST,
+    GONE,
+    ONE,
+    OTHER_KEY,
+    OTHER_PREFILL,
+    TOKENS,
+    TWO,
+    LoneDecode,
+    abort,
+    ack,
+    announce,
+    ask,
+    beat,
+    bootstrap,
+    chunk_done,
+    failed,
+    indices,
+    registered,
+    to,
+)
+
+LEAVING = Cause(Code.SHUTDOWN, "decode is shutting down")
+G = GrantId(2)  # the first was used to link
+DOUBT = Cause(Code.TRANSFER_ERROR, "prefill cannot prove where its writes went")
+
+
+@pytest.fixture
+def decode() -> LoneDecode:
+    return LoneDecode().up()
+
+
+def other(message: Message) -> tuple[object, Message]:
+    return to(message, OTHER_KEY)
+
+
+def done(seq: int, pages: int, last: bool = False, handoff: bytes = b"", **more: object) -> Message:
+    return chunk_done(seq, pages, last, handoff, grant=G, **more)  # type: ignore[arg-type]
+
+
+class TestOpening:
+    def test_a_room_that_is_offered_at_once_announces_itself_by_that(self, decode: LoneDecode) -> None:
+        assert decode.open(announce=False) == G and decode.asked() == [Linked(G)]
+        assert decode.lend(G) == [to(bootstrap(grant=G))]
+        assert decode.counts.rooms_opened == 2 and list(decode.endpoint.rooms) == [G]
+
+    def test_where_a_link_is_missing_it_is_announced_all_the_same(self, decode: LoneDecode) -> None:
+        grant = decode.open(ranks=TWO, announce=False)
+        told = decode.asked()
+        assert told[2:] == [to(announce(grant=grant)), other(announce(grant=grant, source=OTHER_PREFILL))]
+        told = decode.hear(registered(source=OTHER_PREFILL, rank=1, fresh_from=grant), key=OTHER_KEY)
+        assert Linked(grant) in told
+
+    def test_what_cannot_be_offered_is_withdrawn(self, decode: LoneDecode) -> None:
+        with pytest.raises(MisuseError, match="prefix_tokens 5 is neither"):
+            decode.open(prefix=5)
+        sent = decode.asked()
+        cause = sent[0][1].cause
+        assert sent == [to(abort(grant=G, cause=cause))] and "prefix_tokens 5" in cause.text
+        assert not decode.endpoint.rooms and decode.counts.rooms_opened == 1
+        decode.tick(0.5)
+        assert to(abort(grant=G, cause=cause)) in decode.tick(), "until it is acknowledged"
+        assert decode.hear(ack(grant=G)) == [] and len(decode.core.ledger) == 0
+        with pytest.raises(MisuseError, match="room id"):
+            decode.open(-1)
+        assert decode.asked() == [] and decode.open() == 3
+
+    def test_a_prefix_needs_no_pages(self, decode: LoneDecode) -> None:
+        grant = decode.open(prefix=4)
+        decode.asked()
+        assert decode.lend(grant, (7, 2)) == [to(bootstrap(grant=grant, pages=(7, 2), prefix=4))]
+
+    def test_a_refused_request_is_told_to_every_leg(self, decode: LoneDecode) -> None:
+        decode.endpoint.refuse_room(7, ONE, BROKEN, decode.now)
+        assert decode.asked() == [to(abort(grant=G, cause=BROKEN))] and not decode.endpoint.rooms
+        with pytest.raises(LostError):
+            decode.endpoint.refuse_room(7, (), BROKEN, decode.now)
+
+    def test_while_too_much_is_in_quarantine_none_is_opened(self) -> None:
+        decode = LoneDecode(bounds=Bounds(quarantine_share=0.2)).up()  # three pages of sixteen
+        first, second = decode.lent(7), decode.lent(8)
+        decode.close(first.grant)
+        decode.lent(9)
+        decode.close(second.grant)
+        with pytest.raises(QuarantineError, match="6 pages are in quarantine, more than 3"):
+            decode.open(10)
+        sent = [command for command in decode.asked() if isinstance(command, tuple)]
+        assert len(sent) == 1 and sent[0][1].cause.code is Code.CAPACITY
+
+
+class TestLending:
+    def test_once_and_after_linked(self, decode: LoneDecode) -> None:
+        fresh = LoneDecode()
+        grant = fresh.open()
+        with pytest.raises(MisuseError, match="room 7: pages can be lent once, after Linked"):
+            fresh.lend(grant)
+        grant = decode.open()
+        with pytest.raises(MisuseError, match="room 7: 2 pages for a room of 3"):
+            decode.lend(grant, (1, 2))
+        decode.lend(grant)
+        with pytest.raises(MisuseError, match="room 7: pages can be lent once, after Linked"):
+            decode.lend(grant)
+
+    def test_too_late(self, decode: LoneDecode) -> None:
+        grant = decode.open()
+        decode.asked()
+        ended = [RoomFailed(grant, GONE), to(abort(grant=grant)), FreePages(grant), RoomEnded(grant)]
+        assert decode.close(grant) == ended
+        assert decode.endpoint.lend(grant, indices(1, 2, 3), decode.now) is False and decode.asked() == []
+        assert decode.close(grant) == [] and decode.hear(ack(grant=grant)) == []
+
+    def test_prefill_is_given_time_to_answer_it(self, decode: LoneDecode) -> None:
+        grant = decode.open()
+        decode.now += 0.375
+        decode.lend(grant)
+        assert to(ask((7, grant, 0))) not in decode.tick(0.375)
+        assert to(ask((7, grant, 0))) in decode.tick(0.125)
+
+    def test_a_rank_that_has_ended_its_half_is_offered_nothing(self) -> None:
+        decode = LoneDecode().up(TWO)
+        grant = decode.open(ranks=TWO)
+        decode.asked()
+        assert decode.hear(failed(BROKEN, grant=grant)) == [
+            RoomFailed(grant, BROKEN),
+            to(abort(grant=grant, cause=BROKEN)),
+            other(abort(grant=grant, cause=BROKEN, source=OTHER_PREFILL)),
+            FreePages(grant),
+            RoomEnded(grant),
+        ]
+
+
+class TestChunks:
+    def test_all_of_them(self, decode: LoneDecode) -> None:
+        record = decode.lent()
+        assert decode.hear(done(0, 2)) == [] and record.phase is DecodePhase.TRANSFERRING
+        assert decode.hear(done(1, 1, True, b"h")) == [RoomLanded(G, b"h"), RoomEnded(G)]
+        assert decode.counts.endings == {"aborted:client_gone": 1, "success": 1} and decode.counts.bytes_moved == 3
+        assert len(decode.core.ledger) == 0 and not decode.endpoint.rooms and len(decode.core.deadlines) == 2
+        assert decode.tick(1)[-1] == to(beat(3))
+
+    def test_repeated_missing_and_foreign_ones_count_for_nothing(self, decode: LoneDecode) -> None:
+        record = decode.lent()
+        decode.hear(done(0, 1))
+        for message in (done(0, 1), done(2, 1), done(1, 1, room=8), chunk_done(1, 1, grant=9)):
+            assert decode.hear(message) == []
+        assert decode.counts.stale == 4 and record.state.filled == (1,)
+
+    def test_a_rank_that_could_not_vouch_for_its_writes_lands_nothing_more(self, decode: LoneDecode) -> None:
+        record = decode.lent()
+        decode.hear(ack(grant=G, drained=False))
+        assert decode.hear(done(0, 1), done(0, 3, True)) == [] and decode.counts.stale == 2
+        assert record.state.filled == (0,) and len(decode.core.ledger) == 1
+
+    def test_what_does_not_add_up_ends_the_room(self, decode: LoneDecode) -> None:
+        record = decode.lent()
+        told = decode.hear(done(0, 2, True))
+        why = Cause(Code.PROTOCOL_ERROR, "rank 0 filled 2 pages of 3 by chunk 0")
+        assert told == [RoomFailed(G, why), FreePages(G), RoomEnded(G)], "its last chunk has proven its writes"
+        assert record.phase is DecodePhase.ABORTED
+
+    def test_the_hand_over_is_the_first_ranks_that_brings_one(self) -> None:
+        decode = LoneDecode().up(TWO)
+        record = decode.lent(ranks=TWO)
+        decode.hear(chunk_done(0, 3, True, b"first", grant=record.grant))
+        told = decode.hear(
+            chunk_done(0, 3, True, b"second", grant=record.grant, source=OTHER_PREFILL, rank=1), key=OTHER_KEY
+        )
+        assert told == [RoomLanded(record.grant, b"first"), RoomEnded(record.grant)]
+
+    def test_ranks_fill_the_room_each_at_its_own_pace(self) -> None:
+        decode = LoneDecode().up(TWO)
+        record = decode.lent(ranks=TWO)
+        decode.hear(chunk_done(0, 2, grant=record.grant, source=OTHER_PREFILL, rank=1), key=OTHER_KEY)
+        assert (record.next_seq(0), record.next_seq(1), record.first_page(0), record.first_page(1)) == (0, 1, 0, 2)
+
+
+class TestVerifiedChunks:
+    """With `verify` a chunk lands when the checksum of what is there agrees with prefill's."""
+
+    @pytest.fixture
+    def decode(self) -> LoneDecode:
+        return LoneDecode(verify=True).up()
+
+    def summed(self, decode: LoneDecode, seq: int, checksum: bytes, rank: int = 0, grant: GrantId = G) -> list[object]:
+        decode.endpoint.chunk_summed(grant, rank, seq, checksum, decode.now)
+        return decode.asked()
+
+    def test_they_land_in_the_order_they_came_in(self, decode: LoneDecode) -> None:
+        record = decode.lent()
+        assert decode.hear(done(0, 2, checksum=b"a")) == [VerifyChunk(G, 0, 0, 0, 2)]
+        assert decode.hear(done(1, 1, True, b"h", checksum=b"b")) == [VerifyChunk(G, 0, 1, 2, 1)]
+        assert len(decode.core.ledger) == 0, "the last one is proof, whatever its checksum says"
+        assert self.summed(decode, 1, b"b") == [] and record.state.filled == (0,)
+        assert self.summed(decode, 0, b"a") == [RoomLanded(G, b"h"), RoomEnded(G)]
+        assert self.summed(decode, 0, b"a") == []
+
+    @pytest.mark.parametrize(
+        ("sent", "found", "code", "text"),
+        [
+            (b"a", b"b", Code.TRANSFER_ERROR, "chunk 0 of rank 0: checksum 61 at prefill, 62 at decode"),
+            (b"", b"b", Code.TRANSFER_ERROR, "chunk 0 of rank 0: prefill sends no checksum, and this decode verifies"),
+            (b"a", b"", Code.ENGINE_ERROR, "chunk 0 of rank 0: the checksum of the landed pages could not be computed"),
+        ],
+    )
+    def test_a_difference_ends_the_room(
+        self, decode: LoneDecode, sent: bytes, found: bytes, code: Code, text: str
+    ) -> None:
+        decode.lent()
+        decode.hear(done(0, 1, checksum=sent), done(1, 1, checksum=b"c"))
+        stop, failure, told = self.summed(decode, 0, found)
+        assert (stop, told) == (StopVerifying(G), to(abort(grant=G, cause=failure.cause)))  # type: ignore[attr-defined]
+        assert failure.cause.code is code and failure.cause.text.startswith(text)  # type: ignore[attr-defined]
+        assert decode.counts.mismatched == 1
+        assert self.summed(decode, 1, b"c") == [] and self.summed(decode, 0, sent or b"x") == []
+
+    def test_the_sums_of_other_chunks_are_not_its_own(self) -> None:
+        decode = LoneDecode(verify=True).up(TWO)
+        record = decode.lent(ranks=TWO)
+        grant = record.grant
+        decode.hear(chunk_done(0, 1, grant=grant, checksum=b"a"), chunk_done(1, 1, grant=grant, checksum=b"b"))
+        decode.hear(
+            chunk_done(0, 2, grant=grant, checksum=b"c", source=OTHER_PREFILL, rank=1),
+            chunk_done(1, 1, True, grant=grant, checksum=b"d", source=OTHER_PREFILL, rank=1),
+            key=OTHER_KEY,
+        )
+        assert [(check.rank, check.message.seq) for check in record.checks] == [(0, 0), (0, 1), (1, 0), (1, 1)]
+        assert (record.next_seq(0), record.first_page(0), record.next_seq(1), record.first_page(1)) == (2, 2, 2, 3)
+        assert self.summed(decode, 0, b"c", 1, grant) == [] == self.summed(decode, 1, b"b", 0, grant)
+        assert record.state.filled == (0, 0)
+        assert self.summed(decode, 0, b"a", 0, grant) == [] and record.state.filled == (2, 2)
+        self.summed(decode, 1, b"d", 1, grant)
+        assert record.state.finished == 0b10 and decode.counts.mismatched == 0
+
+    def test_a_chunk_without_pages_has_no_sum(self, decode: LoneDecode) -> None:
+        decode.lent()
+        decode.hear(done(0, 3, checksum=b"a"))
+        assert decode.hear(done(1, 0, True, b"h")) == [VerifyChunk(G, 0, 1, 3, 0)]
+        assert self.summed(decode, 0, b"a") == [] and self.summed(decode, 1, b"") == [RoomLanded(G, b"h"), RoomEnded(G)]
+
+    def test_prefill_gives_up_a_room_whose_last_chunk_is_being_summed(self, decode: LoneDecode) -> None:
+        decode.lent()
+        decode.hear(done(0, 3, True, checksum=b"a"))
+        ended = [StopVerifying(G), RoomFailed(G, BROKEN), FreePages(G), RoomEnded(G)]
+        assert decode.hear(failed(BROKEN, grant=G)) == ended, "its loan has ended already"
+
+    def test_a_room_that_ends_stops_them(self, decode: LoneDecode) -> None:
+        record = decode.lent()
+        decode.hear(done(0, 1, checksum=b"a"))
+        assert decode.close(G) == [StopVerifying(G), RoomFailed(G, GONE), to(abort(grant=G))]
+        assert self.summed(decode, 0, b"z") == [] and decode.counts.mismatched == 0
+        assert record.state.filled == (0,)
+        assert self.summed(decode, 0, b"a", grant=GrantId(99)) == []
+
+
+def test_the_story_tells_what_happened_to_a_room(decode: LoneDecode) -> None:
+    record = decode.lent()
+    decode.hear(done(0, 1), done(1, 2, True))
+    assert [line.what for line in record.story.lines()] == ["lent", "chunk_landed"], "the last one, and its end"
+
+
+def test_its_times_and_bounds_have_defaults() -> None:
+    decode = LoneDecode(timing=None)
+    assert decode.core.timing == Timing() and decode.endpoint.bounds == Bounds() and not decode.core.verify
+    assert Prompt(TOKENS, DIGEST).prefix_tokens == 0

@@ -1,0 +1,98 @@
+"""The ledger of loans: what is counted, what is in quarantine, and what a source has said it knows (I1, I2)."""
+
+from __future__ import annotations
+
+import pytest
+
+from kvflow.protocols.errors import Cause, Code, QuarantineError
+from kvflow.protocols.machines.ledger import Lease, Ledger
+from kvflow.protocols.machines.loan import LoanCommand, LoanKind, LoanPhase
+from kvflow.protocols.wire.messages import GrantId, RoomId
+
+K = LoanKind
+GONE, LATER = Cause(Code.CLIENT_GONE, "gone"), Cause(Code.DEADLINE, "later")
+
+
+def lent(ledger: Ledger[str], grant: int, *sources: str, pages: int = 3) -> Lease[str]:
+    lease: Lease[str] = Lease(GrantId(grant), RoomId(70 + grant))
+    assert lease.num_pages == 0
+    for source in sources:
+        ledger.open(lease, source)
+    lease.num_pages = pages
+    for source in sources:
+        ledger.feed(lease, source, K.LEND)
+    return lease
+
+
+def test_a_lease_is_free_when_its_room_and_all_of_its_loans_have_ended() -> None:
+    ledger: Ledger[str] = Ledger(3)
+    lease = lent(ledger, 1, "a", "b")
+    changes = ledger.recall(lease, GONE)
+    assert [(c.lease, c.source, c.commands, c.freed) for c in changes] == [
+        (lease, source, (LoanCommand.SEND_ABORT,), False) for source in ("a", "b")
+    ]
+    assert (len(ledger), ledger.quarantined_pages, ledger.owed_by("a")) == (2, 3, (1, 3))
+    assert not ledger.room_ended(lease)
+    first = ledger.feed(lease, "a", K.DRAINED)
+    assert first.commands == (LoanCommand.RETURN,) and not first.freed
+    assert (len(ledger), ledger.quarantined_pages, ledger.owed_by("a"), ledger.owes("b")) == (1, 3, (0, 0), True)
+    assert ledger.feed(lease, "b", K.DRAINED).freed
+    assert (len(ledger), ledger.quarantined_pages, ledger.owes("b")) == (0, 0, False)
+
+
+def test_loans_that_end_before_their_room_free_nothing() -> None:
+    ledger: Ledger[str] = Ledger(3)
+    lease = lent(ledger, 1, "a")
+    assert not ledger.feed(lease, "a", K.LANDED).freed and ledger.quarantined_pages == 0
+    assert ledger.recall(lease, GONE) == [] and ledger.quarantined_pages == 0, "nothing is lent any more"
+    assert ledger.room_ended(lease)
+
+
+def test_pages_are_in_quarantine_once_however_often_they_are_recalled() -> None:
+    ledger: Ledger[str] = Ledger(5)
+    first, second = lent(ledger, 1, "a"), lent(ledger, 2, "a")
+    ledger.recall(first, GONE)
+    ledger.feed(first, "a", K.UNPROVEN)
+    ledger.recall(first, LATER)
+    assert ledger.quarantined_pages == 3 and ledger.owed_by("a") == (2, 3) and first.doubtful
+    ledger.check_quarantine()
+    ledger.recall(second, GONE)
+    with pytest.raises(QuarantineError, match="6 pages are in quarantine, more than 5"):
+        ledger.check_quarantine()
+    assert second.loans == {"a": LoanPhase.RECALLED} and not second.doubtful
+
+
+def test_what_is_settled_is_what_the_source_knows_and_nothing_needs() -> None:
+    ledger: Ledger[str] = Ledger(9)
+    assert ledger.settled_below("a") == 1
+    leases = {grant: lent(ledger, grant, "a") for grant in (1, 2, 3)}
+    assert ledger.grants_of("a") == [1, 2, 3] and ledger.find("a", GrantId(2)) is leases[2]
+    ledger.feed(leases[2], "a", K.LANDED)
+    assert ledger.settled_below("a") == 1, "the first is needed"
+    ledger.recall(leases[1], GONE)
+    ledger.feed(leases[1], "a", K.SOURCE_LOST)
+    ledger.feed(leases[1], "a", K.FENCED)
+    assert ledger.settled_below("a") == 3 and ledger.find("a", GrantId(1)) is None
+    ledger.feed(leases[3], "a", K.UNPROVEN)
+    ledger.recall(leases[3], GONE)
+    ledger.feed(leases[3], "a", K.FENCED)
+    assert ledger.settled_below("a") == 4, "it has said that it cannot vouch for it: so it knew it"
+    last = lent(ledger, 4, "a")
+    ledger.recall(last, GONE)
+    ledger.feed(last, "a", K.SOURCE_LOST)
+    ledger.feed(last, "a", K.FENCED)
+    assert ledger.settled_below("a") == 4, "no word of it has come"
+    ledger.note_known("a", GrantId(3))
+    assert ledger.settled_below("a") == 4, "an older word"
+    ledger.note_known("a", GrantId(5))
+    assert ledger.settled_below("a") == 5
+    ledger.forget_source("a")
+    assert ledger.settled_below("a") == 1 and not ledger._by_source
+
+
+def test_what_is_asked_of_a_source_may_end_its_loans_on_the_way() -> None:
+    ledger: Ledger[str] = Ledger(9)
+    leases = {grant: lent(ledger, grant, "a") for grant in (1, 2)}
+    for grant in ledger.grants_of("a"):
+        ledger.feed(leases[grant], "a", K.LANDED)
+    assert len(ledger) == 0 and ledger.grants_of("b") == []

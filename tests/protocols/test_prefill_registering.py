@@ -1,0 +1,282 @@
+"""Prefill, told by a decode who it is: accepted, refused, displaced, or told what may not begin any more (I6)."""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+
+from kvflow.protocols.commands import CloseRoute, OpenRoute, RoomMatched, RoomReleased, RoomStopped, WatchProcess
+from kvflow.protocols.errors import Cause, Code
+from kvflow.protocols.limits import Bounds
+from kvflow.protocols.machines.peer import PeerPhase
+from kvflow.protocols.pages.layout import build_layout
+from kvflow.protocols.ports import WriteOutcome
+from kvflow.protocols.wire import messages as wire
+from tests.protocols.alone import (
+    ADDRESS,
+    DECODE,
+    DIGEST,
+    LAYOUT,
+    OTHER_DECODE,
+    OTHER_PREFILL,
+    PREFILL,
+    THIRD_DECODE,
+    TOKENS,
+    LonePrefill,
+    abort,
+    ack,
+    announce,
+    ask,
+    beat,
+    bootstrap,
+    failed,
+    register,
+    registered,
+)
+
+SMALLER = build_layout([("k", "uint8", (8,))], page_size=2, num_pages=16)
+
+
+def refusal(prefill: LonePrefill, target: wire.Incarnation = DECODE) -> str:
+    """Why this decode is refused; no way into its pool is opened."""
+    answer, *more = prefill.register(target)
+    assert more == [] and answer == registered(answer.refusal, target) and answer.refusal
+    return str(answer.refusal)
+
+
+def test_a_decode_is_accepted_when_its_route_is_open() -> None:
+    prefill = LonePrefill()
+    assert prefill.register(fresh_from=4) == [OpenRoute(DECODE, ADDRESS, LAYOUT)]
+    assert prefill.register(fresh_from=4) == [beat()], "it takes long: decode must not give up"
+    prefill.endpoint.route_opened(DECODE, prefill.now)
+    assert prefill.asked() == [WatchProcess(DECODE, ADDRESS), registered(fresh_from=4)]
+    assert prefill.register(fresh_from=2) == [registered(fresh_from=4)], "an older Register came later"
+    assert prefill.register(fresh_from=6) == [registered(fresh_from=6)]
+    prefill.endpoint.route_opened(DECODE, prefill.now)
+    prefill.endpoint.route_refused(DECODE, "too late", prefill.now)
+    prefill.endpoint.route_opened(OTHER_DECODE, prefill.now)
+    prefill.endpoint.route_refused(OTHER_DECODE, "never asked", prefill.now)
+    prefill.endpoint.peer_died(OTHER_DECODE, prefill.now)
+    assert prefill.asked() == []
+    assert [peer.incarnation for peer in prefill.endpoint.peers] == [DECODE]
+
+
+@pytest.mark.parametrize(
+    ("fields", "text"),
+    [
+        ({"wire_version": 1}, f"wire version 1, this prefill speaks {wire.WIRE_VERSION}"),
+        ({"address": msgspec.structs.replace(ADDRESS, backend="local")}, "data planes differ: prefill fake, decode lo"),
+        ({"layout": SMALLER}, "page_size"),
+        ({"layout": msgspec.structs.replace(LAYOUT, num_pages=-1)}, "num_pages"),
+    ],
+)
+def test_what_does_not_fit_is_refused_and_nothing_is_kept(fields: dict[str, object], text: str) -> None:
+    prefill = LonePrefill()
+    answer, *more = prefill.register(**fields)
+    assert text in answer.refusal and answer == registered(answer.refusal) and more == []
+    assert list(prefill.endpoint.peers) == [] and prefill.endpoint.next_tick() == float("inf")
+
+
+def test_another_incarnation_is_told_who_serves_here_now() -> None:
+    prefill = LonePrefill()
+    answer = registered("another incarnation serves here now", asked=OTHER_PREFILL)
+    assert prefill.hear(register(source=OTHER_PREFILL)) == [answer]
+    assert prefill.up().hear(bootstrap(source=OTHER_PREFILL)) == [answer]
+    assert prefill.counts.stale == 2 and not prefill.endpoint.rooms
+
+
+def test_bad_bytes_and_borrowed_names_change_nothing() -> None:
+    prefill = LonePrefill().up()
+    prefill.endpoint.receive(b"k", b"\xff", prefill.now)
+    assert (prefill.asked(), prefill.counts.malformed) == ([], 1)
+    assert prefill.hear(announce(), sender=OTHER_DECODE) == []
+    assert prefill.hear(register(THIRD_DECODE), sender=OTHER_DECODE) == []
+    assert prefill.counts.foreign == 2 and prefill.core.rendezvous.announced == {}
+
+
+def test_a_prefill_whose_plane_stands_still_refuses_newcomers_and_does_not_answer_heartbeats() -> None:
+    prefill = LonePrefill().up()
+    prefill.endpoint.note_stall(5.0)
+    assert prefill.endpoint.unavailable_reason == "" and prefill.hear(beat()) == [beat()]
+    prefill.endpoint.note_stall(5.1)
+    assert prefill.hear(beat()) == []
+    text = "the worker of the fake data plane has not moved for 5 s"
+    assert refusal(prefill, OTHER_DECODE) == text == prefill.endpoint.unavailable_reason
+    assert prefill.register() == [registered(text, fresh_from=1)]
+    prefill.endpoint.note_stall(float("inf"))
+    assert prefill.endpoint.unavailable_reason == "the worker of the fake data plane has died"
+
+
+class TestRefusedByTheRoute:
+    def test_the_reason_is_told_and_rooms_announced_meanwhile_end(self) -> None:
+        prefill = LonePrefill()
+        prefill.register()
+        record = prefill.open(7)
+        assert prefill.hear(announce(7, 1), announce(8, 2)) == []
+        prefill.endpoint.route_refused(DECODE, "no such segment", prefill.now)
+        why = Cause(Code.REFUSED, "no such segment")
+        sent = prefill.asked()
+        assert sent[:3] == [registered("no such segment"), failed(why, 8, 2), ack(8, 2)]
+        assert sent[3:] == [failed(why), ack(), RoomStopped(record.serial, why), RoomReleased(record.serial)]
+        assert list(prefill.endpoint.peers) == [] and not prefill.endpoint.rooms
+        other = prefill.open(8)
+        assert prefill.asked() == [RoomStopped(other.serial, why), RoomReleased(other.serial)], "its half came later"
+
+    def test_rooms_that_it_announces_or_refuses_afterwards_end_too(self) -> None:
+        prefill = LonePrefill()
+        prefill.register()
+        prefill.endpoint.route_refused(DECODE, "no such segment", prefill.now)
+        first, second = prefill.open(7), prefill.open(8)
+        prefill.asked()
+        why = Cause(Code.REFUSED, "prefill refused this decode: no such segment")
+        assert prefill.hear(announce(7, 1)) == [RoomStopped(first.serial, why), RoomReleased(first.serial)]
+        own = Cause(Code.CAPACITY, "no pages")
+        told = [RoomStopped(second.serial, own), RoomReleased(second.serial)]
+        assert prefill.hear(abort(8, 2, cause=own)) == told
+        assert prefill.counts.stale == 0
+        assert prefill.hear(bootstrap(9, 3), beat(), ask((9, 3, 0))) == [] and prefill.counts.stale == 3
+
+    def test_rooms_of_one_that_never_registered_are_nobodys(self) -> None:
+        prefill = LonePrefill()
+        record = prefill.open(7)
+        assert prefill.hear(announce(7, 1), abort(7, 1)) == []
+        assert prefill.counts.stale == 2 and not record.ended
+
+    def test_it_may_come_back(self) -> None:
+        prefill = LonePrefill()
+        prefill.register(layout=SMALLER)
+        prefill.up()
+        prefill.endpoint.peer_died(DECODE, prefill.now)
+        assert prefill.asked() == [CloseRoute(DECODE)]
+        record = prefill.open(7)
+        assert prefill.hear(announce(7, 1)) == [] and not record.ended, "an old refusal is forgotten"
+
+    def test_what_it_sent_before_does_not_begin_when_it_is_back(self) -> None:
+        prefill = LonePrefill()
+        prefill.register()
+        prefill.hear(announce(8, 4))
+        prefill.endpoint.route_refused(DECODE, "no such segment", prefill.now)
+        assert list(prefill.core.displaced.items()) == [(DECODE, 5)]
+        prefill.register(OTHER_DECODE, layout=SMALLER)
+        assert OTHER_DECODE not in prefill.core.displaced, "nothing is kept of a stranger"
+        prefill.up()
+        stale = Cause(Code.STALE_GRANT, "grant 4 is below 5: it has ended")
+        assert prefill.hear(bootstrap(8, 4)) == [failed(stale, 8, 4), ack(8, 4)] and not prefill.core.displaced
+
+    def test_reasons_are_bounded_and_the_oldest_goes_first(self) -> None:
+        prefill = LonePrefill(bounds=Bounds(targets=2))
+        for target in (DECODE, OTHER_DECODE, THIRD_DECODE):
+            prefill.register(target, layout=SMALLER)
+        assert list(prefill.core.refused) == [OTHER_DECODE, THIRD_DECODE]
+
+
+class TestWhileTheRouteIsOpened:
+    def test_only_what_needs_no_route_is_taken(self) -> None:
+        prefill = LonePrefill()
+        prefill.register()
+        record = prefill.open(7)
+        assert prefill.hear(bootstrap(7, 1), ask((7, 1, 0))) == [] and prefill.counts.stale == 2
+        assert prefill.hear(beat()) == [beat()]
+        assert prefill.hear(announce(7, 1)) == [] and record.peer is not None
+        assert prefill.hear(abort(7, 1)) == [ack(), RoomStopped(record.serial, _gone()), RoomReleased(record.serial)]
+        assert prefill.counts.stale == 2
+
+    def test_silence_counts_from_the_day_it_is_open(self) -> None:
+        prefill = LonePrefill()
+        prefill.register()
+        prefill.now += 4
+        prefill.endpoint.route_opened(DECODE, prefill.now)
+        (peer,) = prefill.endpoint.peers
+        assert peer.received_at_s == prefill.now
+        prefill.tick(4.9)
+        assert peer.phase is PeerPhase.UP
+        prefill.tick(0.1)
+        assert peer.phase is PeerPhase.SILENT
+
+
+class TestPlacesAreBounded:
+    BOUNDS = Bounds(targets=2, closed_grants=1)
+
+    def test_a_newcomer_is_refused_while_all_are_needed(self) -> None:
+        prefill = LonePrefill(bounds=self.BOUNDS).up(DECODE, OTHER_DECODE)
+        assert refusal(prefill, THIRD_DECODE) == "2 decodes are registered already"
+        prefill.tick(5)
+        assert prefill.register(THIRD_DECODE)[0] == CloseRoute(DECODE)
+
+    @pytest.mark.parametrize("doubt", [True, False])
+    def test_a_silent_decode_is_displaced_only_when_nothing_of_it_can_still_land(self, doubt: bool) -> None:
+        prefill = LonePrefill(bounds=self.BOUNDS).up(DECODE)
+        record = prefill.matched()
+        prefill.send(record, 1)
+        prefill.ended(1, WriteOutcome.UNPROVEN if doubt else WriteOutcome.CANCELLED)
+        prefill.now += 1
+        prefill.up(OTHER_DECODE)
+        prefill.tick(5)
+        prefill.hear(beat(target=OTHER_DECODE))
+        if doubt:
+            assert refusal(prefill, THIRD_DECODE) == "2 decodes are registered already"
+        else:
+            assert prefill.register(THIRD_DECODE) == [CloseRoute(DECODE), OpenRoute(THIRD_DECODE, ADDRESS, LAYOUT)]
+
+    def test_what_a_displaced_decode_sent_earlier_does_not_begin_when_it_is_back(self) -> None:
+        prefill = LonePrefill(bounds=self.BOUNDS).up(DECODE, OTHER_DECODE)
+        prefill.hear(announce(7, 4), abort(7, 4))
+        prefill.tick(5)
+        prefill.hear(beat(target=OTHER_DECODE))
+        prefill.up(THIRD_DECODE)
+        assert list(prefill.core.displaced.items()) == [(DECODE, 5)]
+        prefill.tick(5)
+        prefill.up(DECODE)
+        stale = Cause(Code.STALE_GRANT, "grant 4 is below 5: it has ended")
+        assert prefill.hear(bootstrap(8, 4)) == [failed(stale, 8, 4), ack(8, 4)]
+        assert list(prefill.core.displaced) == [OTHER_DECODE], "the other one made place, and is remembered"
+        prefill.tick(5)
+        prefill.up(OTHER_DECODE)
+        assert list(prefill.core.displaced) == [THIRD_DECODE]
+        prefill.tick(5)
+        prefill.up(wire.Incarnation(111))
+        assert list(prefill.core.displaced) == [DECODE], "so many are remembered, the latest ones"
+
+
+class TestWhatWasWithdrawn:
+    """Register and Heartbeat say which grants will never be offered: a lost Abort is made good."""
+
+    def test_by_register(self) -> None:
+        prefill = LonePrefill().up()
+        record = prefill.open(7)
+        assert prefill.hear(announce(7, 1), announce(8, 2), announce(9, 3)) == []
+        why = Cause(Code.CLIENT_GONE, "decode has withdrawn the room")
+        ended = [ack(7, 1), RoomStopped(record.serial, why), RoomReleased(record.serial)]
+        assert prefill.register(fresh_from=3) == [*ended, registered(fresh_from=3)]
+        other = prefill.open(8)
+        assert prefill.asked() == [RoomStopped(other.serial, why), RoomReleased(other.serial)], "never came, and ended"
+        assert prefill.hear(announce(8, 4)) == [], "and that was told once"
+        assert list(prefill.core.rendezvous.announced) == [9, 8], "the third is still expected"
+
+    def test_by_heartbeat(self) -> None:
+        prefill = LonePrefill().up()
+        record = prefill.open(7)
+        prefill.hear(announce(7, 1), announce(8, 2))
+        why = Cause(Code.CLIENT_GONE, "decode has withdrawn the room")
+        ended = [ack(7, 1), RoomStopped(record.serial, why), RoomReleased(record.serial)]
+        assert prefill.hear(beat(2)) == [*ended, beat()]
+        assert list(prefill.core.rendezvous.announced) == [8]
+
+    def test_a_heartbeat_about_grants_that_never_came_is_not_its_own(self) -> None:
+        prefill = LonePrefill().up()
+        prefill.hear(announce(7, 1))
+        assert prefill.hear(beat(3)) == [] and prefill.counts.foreign == 1
+        assert list(prefill.core.rendezvous.announced) == [7]
+
+
+def test_a_room_is_matched_whatever_its_decode_registered_again() -> None:
+    prefill = LonePrefill().up()
+    prefill.hear(bootstrap(7, 1))
+    prefill.register(fresh_from=2)
+    record = prefill.endpoint.open_room(7, TOKENS, DIGEST, now=prefill.now)
+    assert prefill.asked() == [RoomMatched(record.serial, 0)] and record.peer is not None
+    assert record.peer.incarnation == DECODE != PREFILL
+
+
+def _gone() -> Cause:
+    return Cause(Code.CLIENT_GONE, "the client is gone")

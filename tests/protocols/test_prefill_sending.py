@@ -1,0 +1,353 @@
+"""A matched room at prefill: chunks become writes, writes end, and what decode is told about them (I2, I3, I4)."""
+
+from __future__ import annotations
+
+import pytest
+
+from kvflow.protocols.commands import CancelWrite, CloseRoute, RoomDone, RoomReleased, RoomStopped, StartWrite
+from kvflow.protocols.errors import AbortedError, CapacityError, Cause, Code, MisuseError, RefusedError
+from kvflow.protocols.limits import Bounds
+from kvflow.protocols.machines.peer import PeerPhase
+from kvflow.protocols.machines.prefill_room import PrefillPhase
+from kvflow.protocols.ports import WriteOutcome
+from kvflow.protocols.wire.messages import MAX_HANDOFF_BYTES
+from tests.protocols.alone import (
+    BROKEN,
+    DECODE,
+    GONE,
+    START,
+    LonePrefill,
+    abort,
+    ack,
+    announce,
+    ask,
+    beat,
+    bootstrap,
+    chunk_done,
+    failed,
+    indices,
+)
+
+W = WriteOutcome
+DIED = Cause(Code.PEER_LOST, f"decode {DECODE:016x} died")
+SILENT = Cause(Code.PEER_LOST, f"decode {DECODE:016x} was silent for 5 s")
+
+
+@pytest.fixture
+def prefill() -> LonePrefill:
+    return LonePrefill().up()
+
+
+class TestChunks:
+    def test_each_goes_onto_the_next_of_decodes_pages(self, prefill: LonePrefill) -> None:
+        record = prefill.matched()
+        assert prefill.send(record, 1, 3) == [StartWrite(1, 1, DECODE, (1, 3), (7, 2))]  # type: ignore[arg-type]
+        assert prefill.send(record, 4, last=True, handoff=b"h") == [StartWrite(2, 1, DECODE, (4,), (5,))]  # type: ignore[arg-type]
+        assert prefill.ended(1, checksum=b"sum") == [chunk_done(0, 2, checksum=b"sum")]
+        assert record.phase is PrefillPhase.TRANSFERRING and list(prefill.core.writes) == [2]
+        done = [chunk_done(1, 1, True, b"h"), RoomDone(1), RoomReleased(1)]
+        assert prefill.ended(2) == done and record.phase is PrefillPhase.SUCCESS
+        assert prefill.hear(bootstrap()) == [chunk_done(0, 2, checksum=b"sum"), done[0]], "it missed them"
+        assert prefill.counts.endings == {"success": 1} and not prefill.core.writes and not prefill.endpoint.rooms
+        assert len(prefill.core.deadlines) == 1 and len(prefill.core.rendezvous) == 0
+
+    def test_they_are_told_in_the_order_in_which_they_were_queued(self, prefill: LonePrefill) -> None:
+        record = prefill.matched()
+        for page, last in ((1, False), (2, False), (3, True)):
+            prefill.send(record, page, last=last)
+        assert prefill.ended(3) == [] == prefill.ended(2)
+        done = [chunk_done(0, 1), chunk_done(1, 1), chunk_done(2, 1, True)]
+        assert prefill.ended(1) == [*done, RoomDone(1), RoomReleased(1)]
+
+    def test_a_pause_between_two(self, prefill: LonePrefill) -> None:
+        record = prefill.matched()
+        prefill.send(record, 1)
+        assert prefill.ended(1) == [chunk_done(0, 1)] and record.phase is PrefillPhase.WAITING_FOR_INPUT
+        prefill.send(record, 2, 3, last=True)
+        assert prefill.ended(2) == [chunk_done(1, 2, True), RoomDone(1), RoomReleased(1)]
+
+    def test_the_last_one_may_have_no_pages(self, prefill: LonePrefill) -> None:
+        record = prefill.matched()
+        prefill.send(record, 1, 2, 3)
+        assert prefill.send(record, last=True, handoff=b"h") == []
+        done = [chunk_done(0, 3), chunk_done(1, 0, True, b"h"), RoomDone(1), RoomReleased(1)]
+        assert prefill.ended(1) == done
+
+    def test_a_room_of_no_pages_is_done_at_once(self, prefill: LonePrefill) -> None:
+        prefill.hear(bootstrap(pages=(), prefix=11))
+        record = prefill.open()
+        prefill.asked()
+        assert prefill.send(record, last=True) == [chunk_done(0, 0, True), RoomDone(1), RoomReleased(1)]
+        assert prefill.counts.endings == {"success": 1}
+
+    def test_the_end_of_a_write_is_told_once(self, prefill: LonePrefill) -> None:
+        record = prefill.matched()
+        prefill.send(record, 1)
+        assert prefill.ended(1) and prefill.ended(1) == [] == prefill.ended(99)
+
+    def test_writes_of_all_rooms_have_numbers_of_their_own(self, prefill: LonePrefill) -> None:
+        first, second = prefill.matched(7, 1), prefill.matched(8, 2)
+        prefill.send(first, 1)
+        assert prefill.send(second, 2) == [StartWrite(2, 2, DECODE, (2,), (7,))]  # type: ignore[arg-type]
+        assert prefill.ended(2) == [chunk_done(0, 1, room=8, grant=2)]
+
+
+class TestWhatCannotBeSent:
+    @pytest.mark.parametrize(
+        ("sent", "pages", "last", "text"),
+        [
+            ((), (1, 2, 3, 4), False, "room 7: chunk of 4 pages, 3 of decode's are left"),
+            ((1, 2), (3, 4), True, "room 7: chunk of 2 pages, 1 of decode's are left"),
+            ((1,), (2,), True, "room 7: chunk of 1 pages, 2 of decode's are left"),
+            ((1,), (), True, "room 7: chunk of 0 pages, 2 of decode's are left"),
+            ((1,), (), False, "room 7: a chunk without pages that is not the last"),
+            ((1, 2, 3), (), False, "room 7: a chunk without pages that is not the last"),
+        ],
+    )
+    def test_other_pages_than_are_left(
+        self, prefill: LonePrefill, sent: tuple[int, ...], pages: tuple[int, ...], last: bool, text: str
+    ) -> None:
+        record = prefill.matched()
+        if sent:
+            prefill.send(record, *sent)
+        with pytest.raises(MisuseError, match=text):
+            prefill.send(record, *pages, last=last)
+        assert prefill.asked() == [] and record.placed == len(sent), "nothing was queued"
+        assert len(record.chunks) == bool(sent)
+
+    def test_a_hand_over_before_the_last_chunk(self, prefill: LonePrefill) -> None:
+        record = prefill.matched()
+        with pytest.raises(MisuseError, match="room 7: hand-over of 1 bytes with a chunk that is not the last"):
+            prefill.send(record, 1, handoff=b"h")
+
+    def test_before_it_is_matched_and_after_the_last(self, prefill: LonePrefill) -> None:
+        record = prefill.open()
+        with pytest.raises(MisuseError, match=r"room 7: send\(\) before matched\(\)"):
+            prefill.send(record, 1)
+        prefill.hear(bootstrap())
+        prefill.send(record, 1, 2, 3, last=True)
+        for _ in range(2):  # while it runs, and when it has landed
+            with pytest.raises(MisuseError, match=r"room 7: send\(\) after the last chunk"):
+                prefill.send(record, last=True)
+            prefill.ended(1)
+        assert record.phase is PrefillPhase.SUCCESS
+
+    def test_too_large_a_hand_over(self, prefill: LonePrefill) -> None:
+        record = prefill.matched()
+        with pytest.raises(CapacityError, match=f"asked for {MAX_HANDOFF_BYTES + 1}, limit {MAX_HANDOFF_BYTES}"):
+            prefill.send(record, 1, 2, 3, last=True, handoff=bytes(MAX_HANDOFF_BYTES + 1))
+        prefill.send(record, 1, 2, 3, last=True, handoff=bytes(MAX_HANDOFF_BYTES))
+
+    def test_into_a_room_that_has_ended_or_drains(self, prefill: LonePrefill) -> None:
+        drains, ended = prefill.matched(7, 1), prefill.matched(8, 2)
+        prefill.send(drains, 1)
+        prefill.hear(abort(7, 1))
+        with pytest.raises(AbortedError, match="the client is gone"):
+            prefill.send(drains, 2)
+        prefill.close(ended)
+        with pytest.raises(RefusedError, match="the engine gave up"):
+            prefill.send(ended, 2)
+        assert prefill.asked() == []
+
+    def test_a_chunk_is_checked_once(self, prefill: LonePrefill) -> None:
+        """`checked`: the caller has called `check_chunk` just before, and took hold of the pages in between."""
+        record = prefill.matched()
+        prefill.endpoint.check_chunk(record, 3, True, 0)
+        prefill.endpoint.queue_chunk(record, indices(1, 2, 3), last=True, handoff=b"", now=START, checked=True)
+        assert prefill.asked() == [StartWrite(1, 1, DECODE, (1, 2, 3), (7, 2, 5))]  # type: ignore[arg-type]
+        with pytest.raises(MisuseError):
+            prefill.endpoint.queue_chunk(record, indices(1), last=True, handoff=b"", now=START)
+
+
+class TestWritesThatFail:
+    @pytest.mark.parametrize(
+        ("outcome", "error", "text", "drained"),
+        [
+            (W.CANCELLED, "", "the data plane stopped the write", True),
+            (W.CANCELLED, "EIO", "EIO", True),
+            (W.UNPROVEN, "", "the data plane cannot say what landed", False),
+            (W.UNPROVEN, "ETIMEDOUT", "ETIMEDOUT", False),
+        ],
+    )
+    def test_the_only_one(self, prefill: LonePrefill, outcome: W, error: str, text: str, drained: bool) -> None:
+        record = prefill.matched()
+        prefill.send(record, 1)
+        why = Cause(Code.TRANSFER_ERROR, text)
+        told = [failed(why), ack(drained=drained), RoomStopped(1, why), RoomReleased(1)]
+        assert prefill.ended(1, outcome, error=error) == told
+        assert record.phase is (PrefillPhase.ABORTED if drained else PrefillPhase.LOST)
+        (peer,) = prefill.endpoint.peers
+        assert peer.grants.all_settled is drained and peer.grants.is_drained(record.grant) is drained
+        assert prefill.hear(abort()) == [ack(drained=drained)]
+        assert prefill.hear(bootstrap()) == [failed(why), ack(drained=drained)], "it does not begin again"
+
+    def test_others_that_run_are_stopped_and_awaited(self, prefill: LonePrefill) -> None:
+        record = prefill.matched()
+        for page in (1, 2, 3):
+            prefill.send(record, page, last=page == 3)
+        assert prefill.ended(2, W.UNPROVEN, error="EIO") == [] == prefill.ended(3)
+        why = Cause(Code.TRANSFER_ERROR, "EIO")
+        assert prefill.ended(1) == [
+            *(chunk_done(0, 1), failed(why), RoomStopped(1, why), ack(drained=False), RoomReleased(1))
+        ], "all have ended, and one is in doubt"
+
+    def test_doubt_stays_whatever_ends_later(self, prefill: LonePrefill) -> None:
+        record = prefill.matched()
+        for page in (1, 2, 3):
+            prefill.send(record, page, last=page == 3)
+        why = Cause(Code.TRANSFER_ERROR, "EIO")
+        stop = [failed(why), RoomStopped(1, why), CancelWrite(2), CancelWrite(3)]
+        assert prefill.ended(1, W.UNPROVEN, error="EIO") == stop and record.phase is PrefillPhase.DRAINING
+        assert prefill.ended(2) == []
+        assert prefill.ended(3, W.CANCELLED) == [ack(drained=False), RoomReleased(1)]
+        assert prefill.counts.endings == {"lost:transfer_error": 1}
+
+
+class TestRoomsThatEndWhileTheyWrite:
+    def test_by_decode(self, prefill: LonePrefill) -> None:
+        record = prefill.matched()
+        prefill.send(record, 1)
+        prefill.send(record, 2)
+        prefill.ended(2)
+        assert prefill.hear(abort()) == [RoomStopped(1, GONE), CancelWrite(1)], "what has ended needs no stop"
+        assert prefill.hear(abort()) == [], "repeated: the answer comes when it has drained"
+        assert prefill.close(record) == []
+        assert prefill.ended(1, W.CANCELLED) == [ack(), RoomReleased(1)]
+        assert prefill.hear(abort()) == [ack()]
+        assert record.state.cause == GONE, "the first cause is kept"
+        chunks = [line.text for line in record.story.lines() if line.what == "write_ended"]
+        assert chunks == ["chunk 0, 1 pages: cancelled", "chunk 1, 1 pages: landed"]
+
+    def test_by_the_engine(self, prefill: LonePrefill) -> None:
+        record = prefill.matched()
+        prefill.send(record, 1)
+        assert prefill.close(record) == [failed(BROKEN), RoomStopped(1, BROKEN), CancelWrite(1)]
+        assert prefill.ended(1) == [ack(), RoomReleased(1)]
+        assert prefill.close(record) == [], "closing is idempotent"
+        told = [line.text for line in record.story.lines()]
+        assert told == ["", "", "engine_error: the engine gave up", "chunk 0, 1 pages: landed"]
+
+    def test_by_its_deadline(self, prefill: LonePrefill) -> None:
+        record = prefill.matched(deadline_at_s=START + 4)
+        prefill.send(record, 1)
+        assert prefill.tick(3.9) == []
+        why = Cause(Code.DEADLINE, "room 7: nothing more came for 4.0 s")
+        assert prefill.tick(0.1) == [failed(why), RoomStopped(1, why), CancelWrite(1)]
+        assert prefill.ended(1) == [ack(), RoomReleased(1)] and record.state.cause == why
+
+    def test_one_that_drains_is_past_its_deadline(self, prefill: LonePrefill) -> None:
+        record = prefill.matched(deadline_at_s=START + 4)
+        prefill.send(record, 1)
+        prefill.close(record)
+        assert prefill.tick(4.5) == [] and record.state.cause == BROKEN
+
+    def test_by_the_silence_of_decode(self, prefill: LonePrefill) -> None:
+        record = prefill.matched()
+        prefill.send(record, 1)
+        assert prefill.tick(5) == [] and prefill.endpoint.next_tick() == float("-inf")
+        assert prefill.tick() == [failed(SILENT), RoomStopped(1, SILENT), CancelWrite(1)]
+        assert prefill.ended(1) == [ack(), RoomReleased(1)], "it may hear"
+        assert prefill.endpoint.next_tick() == float("inf"), "of a silent decode nothing is due"
+
+    def test_by_the_death_of_decode(self, prefill: LonePrefill) -> None:
+        first, second = prefill.matched(7, 1), prefill.matched(8, 2)
+        prefill.send(first, 1)
+        prefill.endpoint.peer_died(DECODE, prefill.now)
+        assert prefill.asked() == [*(RoomStopped(1, DIED), CancelWrite(1), RoomStopped(2, DIED), RoomReleased(2))], (
+            "nothing is sent to it"
+        )
+        assert second.ended
+        assert prefill.hear(beat(), announce(9, 9)) == [] and prefill.counts.stale == 2
+        assert prefill.register() == [] and [p.phase for p in prefill.endpoint.peers] == [PeerPhase.DEAD]
+        prefill.endpoint.peer_died(DECODE, prefill.now)
+        assert prefill.asked() == []
+        assert prefill.ended(1) == [RoomReleased(1), CloseRoute(DECODE)], "the route last: no write runs on it"
+        assert list(prefill.endpoint.peers) == [] and len(prefill.core.deadlines) == 0
+
+    @pytest.mark.parametrize("lost", ["silent", "dead"])
+    def test_by_decode_which_is_lost_before_it_has_drained(self, prefill: LonePrefill, lost: str) -> None:
+        record = prefill.matched()
+        prefill.send(record, 1)
+        prefill.hear(abort())
+        if lost == "dead":
+            prefill.endpoint.peer_died(DECODE, prefill.now)
+        assert prefill.tick(5) == [] == prefill.tick(5)
+        assert prefill.ended(1) == (
+            [RoomReleased(1), CloseRoute(DECODE)] if lost == "dead" else [ack(), RoomReleased(1)]
+        )
+        assert record.state.cause == GONE
+
+    def test_by_leaving(self, prefill: LonePrefill) -> None:
+        record = prefill.matched()
+        prefill.send(record, 1)
+        prefill.endpoint.leave(prefill.now)
+        why = Cause(Code.SHUTDOWN, "prefill is shutting down")
+        assert prefill.asked() == [failed(why), RoomStopped(1, why), CancelWrite(1)]
+        assert prefill.endpoint.rooms == {7: record}
+        assert prefill.ended(1) == [ack(), RoomReleased(1)] and not prefill.endpoint.rooms
+
+
+class TestDecodeAsks:
+    """Resync: what was missed is sent again, and what is not known here is named."""
+
+    def test_chunks_from_the_first_it_has_not_received(self, prefill: LonePrefill) -> None:
+        record = prefill.matched()
+        prefill.send(record, 1)
+        prefill.ended(1)
+        prefill.send(record, 2, 3, last=True)
+        assert prefill.hear(ask((7, 1, 0))) == [chunk_done(0, 1)] and prefill.hear(ask((7, 1, 1))) == []
+        prefill.ended(2)
+        assert prefill.hear(ask((7, 1, 1))) == [chunk_done(1, 2, True)]
+        assert prefill.hear(ask((7, 1, 0))) == [chunk_done(0, 1), chunk_done(1, 2, True)]
+        assert prefill.hear(beat(2)) == [beat()]
+        assert prefill.hear(ask((7, 1, 0))) == [ask((7, 1, 0))], "decode has settled it"
+
+    def test_how_it_ended(self, prefill: LonePrefill) -> None:
+        record = prefill.matched()
+        prefill.send(record, 1)
+        prefill.ended(1)
+        prefill.close(record)
+        assert prefill.hear(ask((7, 1, 1))) == [failed(BROKEN), ack()]
+
+    def test_a_grant_is_answered_once(self, prefill: LonePrefill) -> None:
+        record = prefill.matched()
+        prefill.send(record, 1)
+        prefill.ended(1)
+        assert prefill.hear(ask((7, 1, 0), (7, 1, 0), (9, 4, 0), (9, 4, 0))) == [chunk_done(0, 1), ask((9, 4, 0))]
+
+    def test_announced_and_not_offered_is_as_good_as_unknown(self, prefill: LonePrefill) -> None:
+        prefill.open(7)
+        prefill.hear(announce(7, 1), announce(8, 2))
+        assert prefill.hear(ask((7, 1, 0), (8, 2, 0))) == [ask((7, 1, 0), (8, 2, 0))]
+        prefill.hear(bootstrap(7, 1))
+        assert prefill.hear(ask((7, 1, 0))) == []
+
+
+class TestBelowTheLowWater:
+    def test_nothing_begins(self) -> None:
+        prefill = LonePrefill()
+        prefill.register(fresh_from=5)
+        prefill.up()
+        stale = Cause(Code.STALE_GRANT, "grant 4 is below 5: it has ended")
+        assert prefill.hear(announce(7, 4)) == [failed(stale, 7, 4), ack(7, 4)] == prefill.hear(bootstrap(7, 4))
+        assert prefill.hear(abort(7, 4)) == [ack(7, 4)] and prefill.hear(ask((7, 4, 2))) == [ask((7, 4, 2))]
+        assert prefill.core.rooms == {} == prefill.core.rendezvous.announced
+
+    def test_what_was_evicted_in_doubt_is_never_called_drained(self) -> None:
+        prefill = LonePrefill(bounds=Bounds(closed_grants=1)).up()
+        for grant, outcome in ((1, W.UNPROVEN), (2, W.CANCELLED)):
+            prefill.send(prefill.matched(7, grant), 1)
+            prefill.ended(grant, outcome)
+        stale = Cause(Code.STALE_GRANT, "grant 1 is below 2: it has ended")
+        assert prefill.hear(bootstrap(7, 1)) == [failed(stale), ack(drained=False)]
+        assert prefill.hear(abort(7, 1)) == [ack(drained=False)]
+
+
+def test_every_message_about_a_room_says_which_rank_sends_it() -> None:
+    prefill = LonePrefill(rank=3).up()
+    record = prefill.matched()
+    prefill.send(record, 1)
+    done = prefill.ended(1)
+    ended = [message for message in done + prefill.close(record) if hasattr(message, "rank")]
+    assert [type(message).__name__ for message in ended] == ["ChunkDone", "RoomFailed", "AbortAck"]
+    assert {message.rank for message in ended} == {3} and prefill.register()[0].rank == 3

@@ -1,0 +1,133 @@
+"""Prefill and the silence or death of its decodes; what a tick does, and how much of it (I4, I11)."""
+
+from __future__ import annotations
+
+import pytest
+
+from kvflow.protocols.commands import CloseRoute, RoomReleased, RoomStopped
+from kvflow.protocols.errors import Cause, Code
+from kvflow.protocols.limits import Bounds, Timing
+from kvflow.protocols.machines.peer import PeerPhase
+from kvflow.protocols.prefill import TICK_WORK
+from tests.protocols.alone import (
+    DECODE,
+    OTHER_DECODE,
+    START,
+    LonePrefill,
+    ack,
+    announce,
+    beat,
+    failed,
+    registered,
+)
+
+SILENT = Cause(Code.PEER_LOST, f"decode {DECODE:016x} was silent for 5 s")
+
+
+@pytest.fixture
+def prefill() -> LonePrefill:
+    return LonePrefill().up()
+
+
+def phase(prefill: LonePrefill) -> PeerPhase:
+    return prefill.core.peers[DECODE].phase
+
+
+def test_silence_counts_from_the_last_message(prefill: LonePrefill) -> None:
+    prefill.tick(3)
+    prefill.hear(beat())
+    prefill.tick(4.9)
+    assert phase(prefill) is PeerPhase.UP and prefill.endpoint.next_tick() == START + 8
+    prefill.tick(0.1)
+    assert phase(prefill) is PeerPhase.SILENT
+
+
+def test_whatever_is_received_ends_the_silence(prefill: LonePrefill) -> None:
+    prefill.tick(5)
+    assert prefill.hear(beat()) == [beat()] and phase(prefill) is PeerPhase.UP
+    prefill.tick(5)
+    assert prefill.register(fresh_from=3) == [registered(fresh_from=3)] and phase(prefill) is PeerPhase.UP
+    assert prefill.endpoint.next_tick() == prefill.now + 5
+
+
+@pytest.mark.parametrize(("late_s", "lost_at_s"), [(2.0, 7.0), (9.0, 9.0)])
+def test_its_own_standstill_is_nobodys_silence(prefill: LonePrefill, late_s: float, lost_at_s: float) -> None:
+    """What decode sent meanwhile is unread; but nothing counts as received in the future."""
+    prefill.now += 4
+    prefill.endpoint.credit_stall(late_s, prefill.now)
+    prefill.tick(lost_at_s - 4 - 0.1)
+    assert phase(prefill) is PeerPhase.UP
+    prefill.tick(0.1)
+    assert phase(prefill) is PeerPhase.SILENT
+
+
+def test_announcements_of_a_silent_decode_are_void_and_only_its_own(prefill: LonePrefill) -> None:
+    prefill.up(OTHER_DECODE)
+    prefill.hear(announce(8, 1))
+    prefill.hear(announce(9, 1, OTHER_DECODE))
+    prefill.now += 4
+    prefill.hear(beat(target=OTHER_DECODE))
+    assert prefill.tick(1) == [failed(SILENT, 8), ack(8)]
+    assert list(prefill.core.rendezvous.announced) == [9]
+    record = prefill.open(8)
+    assert prefill.asked() == [RoomStopped(record.serial, SILENT), RoomReleased(record.serial)]
+    assert prefill.hear(announce(8, 1)) == [failed(SILENT, 8), ack(8)], "it was lost: it hears again"
+
+
+def test_a_silent_decode_that_dies_is_forgotten(prefill: LonePrefill) -> None:
+    prefill.tick(5)
+    prefill.endpoint.peer_died(DECODE, prefill.now)
+    assert prefill.asked() == [CloseRoute(DECODE)] and not prefill.core.peers
+    prefill.endpoint.peer_died(DECODE, prefill.now)
+    assert prefill.asked() == []
+
+
+def test_a_decode_that_dies_while_it_is_up_leaves_no_timer(prefill: LonePrefill) -> None:
+    prefill.hear(announce(8, 1))
+    prefill.endpoint.peer_died(DECODE, prefill.now)
+    died = Cause(Code.PEER_LOST, f"decode {DECODE:016x} died")
+    assert prefill.asked() == [failed(died, 8), ack(8), CloseRoute(DECODE)], "its announcement is void"
+    assert prefill.core.rendezvous.announced == {}
+    prefill.tick(3)
+    assert len(prefill.core.deadlines) == 0
+
+
+@pytest.mark.parametrize("how", ["leave", "die"])
+def test_many_rooms_end_a_few_at_a_time(prefill: LonePrefill, how: str) -> None:
+    rooms = [prefill.matched(room, room) for room in range(1, 2 * TICK_WORK + 2)]
+    if how == "leave":
+        prefill.endpoint.leave(prefill.now)
+    else:
+        prefill.endpoint.peer_died(DECODE, prefill.now)
+    ended = []
+    while True:
+        prefill.asked()
+        ended.append(sum(record.ended for record in rooms))
+        if prefill.endpoint.next_tick() != float("-inf"):
+            break
+        prefill.endpoint.tick(prefill.now)
+    assert ended == [TICK_WORK, 2 * TICK_WORK, 2 * TICK_WORK + 1]
+    assert (DECODE in prefill.core.peers) == (how == "leave"), "dead, and its last room has ended"
+
+
+def test_a_room_that_ended_by_itself_is_not_ended_again(prefill: LonePrefill) -> None:
+    rooms = [prefill.matched(room, room) for room in range(1, TICK_WORK + 3)]
+    prefill.endpoint.leave(prefill.now)
+    prefill.asked()
+    assert prefill.close(rooms[-2], Cause(Code.CLIENT_GONE, "gone"))
+    prefill.tick()
+    assert rooms[-2].state.cause == Cause(Code.CLIENT_GONE, "gone") and rooms[-1].ended
+
+
+def test_many_deadlines_strike_a_few_at_a_time(prefill: LonePrefill) -> None:
+    rooms = [prefill.open(room) for room in range(1, TICK_WORK + 3)]
+    prefill.tick(3)
+    assert sum(record.ended for record in rooms) == TICK_WORK and prefill.endpoint.next_tick() <= prefill.now
+    prefill.tick()
+    assert all(record.ended for record in rooms)
+
+
+def test_its_times_and_bounds_have_defaults() -> None:
+    prefill = LonePrefill(timing=None)
+    assert prefill.core.timing == Timing() and prefill.core.bounds == Bounds()
+    assert LonePrefill(timing=Timing(lost_after_s=0.5)).endpoint.unavailable_reason == "", "nothing has stood still yet"
