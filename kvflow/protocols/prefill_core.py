@@ -68,7 +68,7 @@ class PrefillCore:
         self.rooms: dict[RoomId, PrefillRoomRecord] = {}
         self.peers: dict[Incarnation, DecodePeer] = {}
         self.refused: OrderedDict[Incarnation, Cause] = OrderedDict()  # for announcements that follow a refusal
-        # of decodes that were forgotten, or refused after they had announced rooms: no grant below begins again, should
+        # of decodes that were forgotten: no grant below begins again, should
         # what they once sent still arrive
         self.displaced: OrderedDict[Incarnation, GrantId] = OrderedDict()
         self.rendezvous: Rendezvous[DecodePeer] = Rendezvous(bounds.ended_halves)
@@ -188,10 +188,16 @@ class PrefillCore:
         """Nothing was ever written for it: the grant ends here, and decode is told why."""
         header = self.header(room, grant, peer)
         sent = (wire.RoomFailed(cause=cause, **header), wire.AbortAck(drained=True, **header))
-        self.rendezvous.forget_announcement(room, peer, grant)
+        self.forget_announcement(peer, grant)
         peer.grants.end(grant, sent)
         for message in sent:
             self.send(peer, message)
+
+    def forget_announcement(self, peer: DecodePeer, grant: GrantId) -> None:
+        """Of the room that was announced under this grant, whatever room a later message about it names."""
+        room = peer.grants.announcements.rooms.get(grant)
+        if room is not None:
+            self.rendezvous.forget_announcement(room, peer, grant)
 
     # --- peers
 
@@ -209,7 +215,8 @@ class PrefillCore:
             self.feed_peer(peer, PeerKind.IDLE, now)
 
     def remember_grants(self, peer: DecodePeer) -> None:
-        """It is about to be forgotten and may come again: what has ended for it must not begin again (I6)."""
+        """It is about to be forgotten and may come again, or what it sent before it died may: what has ended for it
+        must not begin again (I6)."""
         self.displaced[peer.incarnation] = peer.grants.seen_below
         if len(self.displaced) > self.bounds.closed_grants:
             self.displaced.popitem(last=False)
@@ -339,8 +346,6 @@ def _accept(core: PrefillCore, peer: DecodePeer, cause: Cause, now: float) -> No
 
 def _refuse(core: PrefillCore, peer: DecodePeer, cause: Cause, now: float) -> None:
     core.answer_register(peer.incarnation, core.identity.incarnation, cause.text)
-    if peer.grants.seen_below > peer.fresh_from:  # else nothing is kept of a stranger
-        core.remember_grants(peer)
     core.refused[peer.incarnation] = cause
     if len(core.refused) > core.bounds.targets:
         core.refused.popitem(last=False)
@@ -368,6 +373,8 @@ def _close_route(core: PrefillCore, peer: DecodePeer, cause: Cause, now: float) 
 
 
 def _forget(core: PrefillCore, peer: DecodePeer, cause: Cause, now: float) -> None:
+    if peer.grants.seen_below > peer.fresh_from:  # else nothing is kept of a stranger
+        core.remember_grants(peer)
     core.deadlines.cancel(Timer("silence", peer.incarnation))
     del core.peers[peer.incarnation]
 

@@ -158,8 +158,8 @@ def _expect(core: PrefillCore, peer: DecodePeer, message: wire.Announce, now: fl
 
 def _admit(core: PrefillCore, peer: DecodePeer, message: wire.Bootstrap, now: float) -> None:
     """Decode's half of a room; one that cannot be served is refused at once."""
-    if message.room in core.rendezvous.announced:
-        core.rendezvous.forget_announcement(message.room, peer, message.grant)
+    if message.grant in peer.grants.announcements.rooms:
+        core.forget_announcement(peer, message.grant)
     record = core.rooms.get(message.room)
     try:
         pages = _offered(core, peer, message)
@@ -242,7 +242,7 @@ def _refuse_stale(core: PrefillCore, peer: DecodePeer, message: wire.Announce | 
 
 def _end_other_half(core: PrefillCore, peer: DecodePeer, message: wire.Abort, now: float) -> None:
     """Decode could not even offer pages, or its offer was lost: the engine's half is told, now or when it comes."""
-    core.rendezvous.forget_announcement(message.room, peer, message.grant)
+    core.forget_announcement(peer, message.grant)
     peer.grants.end(message.grant, ())
     if message.room not in core.rendezvous.announced:  # else another decode has announced it since
         _end_engine_half(core, message.room, message.cause, now)

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from kvflow.protocols.errors import Code
-from kvflow.protocols.wire.messages import Announce, Bootstrap
+from kvflow.protocols.pages.layout import pack_pages
+from kvflow.protocols.wire.messages import Abort, Announce, Bootstrap
 from kvflow.testing.pair import Pair, pair, until
-from tests.handlers.scenes import PROMPT, code_of, known
+from tests.handlers.scenes import PROMPT, WHY, code_of, header, known, success, to_prefill
 
 pytest_plugins = ["kvflow.testing.fixtures"]
 
@@ -121,3 +124,23 @@ async def test_a_room_that_was_announced_is_offered_with_its_own_grant(kvflow_pa
     p.send_all(source)
     await target.landed()
     target.close()
+
+
+@pytest.mark.parametrize("kind", [Abort, Bootstrap])
+async def test_what_names_another_room_than_was_announced_ends_the_announcement(kind: type[Abort | Bootstrap]) -> None:
+    """Found by the hostile test of the wire, seed 20: the announcement stayed, under a grant that had ended. No engine
+    could open the room that was announced, and the silence of that decode was an internal error."""
+    async with pair() as p:
+        await success(p, 1)
+        other = await p.add_decode()
+        offer = {"pages": pack_pages([0]), "prompt_tokens": 4, "prompt_digest": b"d" * 32}
+        fields: dict[str, Any] = {"cause": WHY} if kind is Abort else offer
+        to_prefill(p, Announce(**header(p, 7, 100)), kind(**fields, **header(p, 8, 100)), Announce(**header(p, 9, 101)))
+        await until(lambda: list(p.prefill.shell.endpoint.core.rendezvous.announced) == [9])
+        source, target = p.prefill.room(7, PROMPT), await other.room(7, "sim", PROMPT)
+        await source.matched()
+        p.send_all(source)
+        await target.landed()
+        p.clock(p.prefill).advance(p.timing.lost_after_s + 1)
+        await until(lambda: not p.prefill.shell.endpoint.core.rendezvous.announced)
+        assert p.prefill.counts.handler_errors == 0

@@ -36,7 +36,7 @@ FOUND_BY = {
     "restart taken for death": (12, "I2"),
     "silence taken for proof": (16, "I2"),
     "doubt taken for proof": (4, "I2"),
-    "heartbeat counts queueing": (59, "I4"),
+    "heartbeat counts queueing": (70, "I4"),
     "handoff slot shared": (0, "I9"),
     "nothing said again": (13, "I4"),
     "dropped from one table": (0, "I7"),
@@ -86,7 +86,7 @@ FOUND_BY = {
     "lent after the end": (2, "I5"),
     "leaving still opens": (34, "I4"),
     "decode's death unseen": (4, "I5"),
-    "loss without its rooms": (163, "I7"),
+    "loss without its rooms": (162, "I5"),
 }
 
 

@@ -108,9 +108,8 @@ class WatchedHalves(Halves):
                 return
             if prefill.prompt != (decode.prompt.tokens, decode.prompt.digest):
                 return
-            forgotten = self._forgetful or peer.fresh_from > key[2]  # or from before the link was lost
-            if not linked or (forgotten and key in self.oracle.acked):
-                return  # nothing below the low-water mark is told on: the engine's half waits for its rendezvous
+            if not linked or peer.fresh_from > key[2] or (self._forgetful and key in self.oracle.acked):
+                return  # nothing from before the link was lost is told on: the engine's half waits for its rendezvous
             if self._forgetful and self.oracle.over_at_s.get(prefill, decode.opened_at_s) < decode.opened_at_s:
                 return  # its end was forgotten before decode's half came
         failed_here, failed_there = decode.state.cause is not None, prefill.state.cause is not None
@@ -142,9 +141,9 @@ class WatchedHalves(Halves):
 
     def _mixed_up(self, decode: DecodeRoomRecord, half: PrefillRoomRecord) -> bool:
         """A room id was used again at once, and the engine's half has met the end of another room of that id."""
-        others = (room.record for room in self.oracle.rooms.values())
-        same = [other for other in others if other.room == decode.room and other is not decode]
-        return half.state.cause is not None and any(other.state.cause == half.state.cause for other in same)
+        over_at_s, others = self.oracle.over_at_s, (room.record for room in self.oracle.rooms.values())
+        before = [other for other in others if other.room == decode.room and other is not decode and other in over_at_s]
+        return half in over_at_s and any(over_at_s[other] <= over_at_s[half] for other in before)
 
     @staticmethod
     def _both_live(*sides: Who) -> bool:

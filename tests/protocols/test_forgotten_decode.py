@@ -1,6 +1,7 @@
-"""A decode whose pool prefill could not reach, and that registers again: what was ended then does not begin again (I6).
+"""A decode that prefill has forgotten, refused or seen to die, and that registers again: what had ended for it does not
+begin again (I6).
 
-Found by the bare simulator (seed 791 of its first version).
+Found by the bare simulator.
 """
 
 from __future__ import annotations
@@ -91,6 +92,19 @@ def test_it_is_remembered_through_a_second_refusal() -> None:
     talk.refuse_route()
     talk.register()
     talk.refuse_route()
+    talk.register()
+    assert_stale(talk.announce(3))
+
+
+def test_what_a_dead_decode_had_sent_before_begins_nothing() -> None:
+    """Its death is observed before the last of its messages has been read."""
+    talk = Talk()
+    talk.register()
+    talk.prefill.route_opened(DECODE, 0.0)
+    talk.announce(3)
+    talk.prefill.peer_died(DECODE, 0.0)
+    talk.heard()
+    assert not talk.prefill.core.peers
     talk.register()
     assert_stale(talk.announce(3))
 
