@@ -26,8 +26,13 @@ class Plan:
         """How long this judge may take before its mutant is called hung."""
         return self._patience_s + PATIENCE_TIMES * self._survey.seconds.get(judge, 0.0)
 
-    def is_warm(self, mutant: Mutant) -> bool:
-        """It can be put into a process that has imported the tree: nothing ran it while it was imported."""
+    @staticmethod
+    def is_warm(mutant: Mutant) -> bool:
+        """It can be put into a process that has imported the tree."""
+        return mutant.cell is not None or bool(mutant.function)
+
+    def is_conclusive(self, mutant: Mutant) -> bool:
+        """Put there it shows all that it does: nothing ran it while the tree was imported."""
         if mutant.cell is not None:
             return True
         imported = self._survey.imported.get(mutant.file, set())
@@ -54,7 +59,7 @@ class Plan:
             asked = survey.cells.get((module_name(mutant.file), mutant.cell.phase, mutant.cell.kind), set())
             return set(asked) or self._mentioning(mutant)
         found = self._at(mutant.file, range(mutant.first_line, mutant.last_line + 1)) if mutant.function else set()
-        return found if self.is_warm(mutant) else found | self._mentioning(mutant)
+        return found if self.is_conclusive(mutant) else found | self._mentioning(mutant)
 
     def _at(self, file: str, lines: Iterable[int]) -> set[str]:
         reached = self._survey.reach.get(file, {})

@@ -1,4 +1,5 @@
-"""Bring every mutant before its judges: first those that fit into a process that has imported the tree."""
+"""Bring every mutant before its judges: first in a process that has imported the tree, which takes a tenth of the time.
+What survives there, and ran while the tree was imported, is imported anew."""
 
 from __future__ import annotations
 
@@ -31,7 +32,9 @@ class Run:
         cold = [mutant for mutant in reached if not self._plan.is_warm(mutant)]
         if warm:
             for mutant, verdict in in_a_child(lambda: self._judge_warm(warm))():
-                if verdict.outcome == "cold":
+                if verdict.outcome == "cold" or (
+                    verdict.outcome == "survived" and not self._plan.is_conclusive(mutant)
+                ):
                     cold.append(mutant)
                 else:
                     found.append((mutant, verdict))
