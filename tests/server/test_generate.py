@@ -11,6 +11,8 @@ import aiohttp
 import pytest
 
 from kvflow.protocols.errors import Cause, Code
+from kvflow.server.http.generation_requests import rooms_of
+from kvflow.server.http.schemas import Rendezvous
 from tests.server.fake_service import FakeService, Meeting, Role, Server, served
 
 META = {"bootstrap_host": "127.0.0.1", "bootstrap_port": 8998, "bootstrap_room": 7}
@@ -303,6 +305,11 @@ async def test_a_host_of_any_form_becomes_the_address_of_a_registry(
 ) -> None:
     assert (await post(session, decode_server, body(bootstrap_host=host)))[0] == 200
     assert decode.service.requests[0].prefill == address
+
+
+def test_a_prefill_that_takes_any_free_port_serves_bodies_that_name_a_host_alone() -> None:
+    """`--disaggregation-bootstrap-port 0`: only decode asks the registry, a prefill needs the room."""
+    assert rooms_of(Rendezvous(bootstrap_host="127.0.0.1", bootstrap_room=7), 0) == [(7, "127.0.0.1:0")]
 
 
 async def test_a_body_that_does_not_come(

@@ -33,10 +33,10 @@ def registry_address(host: str, port: int) -> str:
 
     Raises: MisuseError for a host that nothing could resolve.
     """
-    address = f"[{host}]:{port}" if ":" in host and not host.startswith("[") else f"{host}:{port}"
-    if _parsed(address) is None:
+    named = f"[{host}]" if ":" in host and not host.startswith("[") else host
+    if _parsed(f"{named}:1") is None:  # the port is the caller's own affair: a prefill's may not be known yet
         raise MisuseError(f"{host[:80]!r} is not a host name or IP address")
-    return address
+    return f"{named}:{port}"
 
 
 def _parsed(address: str) -> tuple[str, int] | None:
