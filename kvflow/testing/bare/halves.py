@@ -34,6 +34,7 @@ class WatchedHalves(Halves):
         self._nodes, self._trouble_at_s, self._forgetful = nodes, trouble, forgetful
         self._prefills: dict[Key, PrefillRoomRecord] = {}
         self._halves: dict[tuple[int, int], PrefillRoomRecord] = {}  # (incarnation, room): the engine's latest
+        self._legs: dict[tuple[int, int], list[PrefillRoomRecord]] = {}  # and all of them
 
     # --- what rooms do
 
@@ -45,6 +46,7 @@ class WatchedHalves(Halves):
 
     def opened_at_prefill(self, node: Who, leg: Leg) -> None:
         self._halves[node.incarnation, leg.record.room] = leg.record
+        self._legs.setdefault((node.incarnation, leg.record.room), []).append(leg.record)
 
     def bound(self, node: Who, record: PrefillRoomRecord) -> None:
         key = key_of(node, record)
@@ -130,7 +132,7 @@ class WatchedHalves(Halves):
         if (wait_s := known_by_s - self.clock.now) > 0:
             self.clock.later(wait_s + _A_MOMENT_S, None, self._both_know, key, max(trouble_s, since_s))
             return
-        if prefill.peer is None and self._mixed_up(decode, prefill):
+        if prefill.peer is None and self._mixed_up(key, decode, prefill):
             return
         where, other = ("decode", prefill.phase) if failed_here else ("prefill", decode.phase)
         self.oracle.broken("I4", f"room {decode.room} has failed at {where}, the other side is still {other.name}")
@@ -139,8 +141,12 @@ class WatchedHalves(Halves):
         """How long after the last trouble both sides know: who asks has asked less and less often meanwhile."""
         return RECOVER_S + min(max(0.0, trouble_s - decode.opened_at_s), MAX_REPEAT_AFTER_S)
 
-    def _mixed_up(self, decode: DecodeRoomRecord, half: PrefillRoomRecord) -> bool:
-        """A room id was used again at once, and the engine's half has met the end of another room of that id."""
+    def _mixed_up(self, key: Key, decode: DecodeRoomRecord, half: PrefillRoomRecord) -> bool:
+        """A room id was used again at once: the engine's half has met the end of another room of that id, or another
+        half has met the end that was meant for it."""
+        cause, legs = decode.state.cause, self._legs.get((key[0], decode.room), [])
+        if cause is not None and any(leg.state.cause == cause for leg in legs if leg is not half):
+            return True
         over_at_s, others = self.oracle.over_at_s, (room.record for room in self.oracle.rooms.values())
         before = [other for other in others if other.room == decode.room and other is not decode and other in over_at_s]
         return half in over_at_s and any(over_at_s[other] <= over_at_s[half] for other in before)
