@@ -18,7 +18,8 @@ from tests.hostile.tables import tables
 pytest_plugins = ["kvflow.testing.fixtures"]
 
 
-@pytest.mark.parametrize("each", [2_000, pytest.param(100_000, marks=pytest.mark.slow)])
+# The million messages take half a minute of CPU.
+@pytest.mark.parametrize("each", [2_000, pytest.param(100_000, marks=[pytest.mark.slow, pytest.mark.timeout(300)])])
 async def test_messages_for_rooms_that_never_open(each: int, seed: int) -> None:
     report = await strays.run(each, seed)
     print(report)
