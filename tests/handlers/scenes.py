@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Awaitable
 from typing import Any
 
@@ -54,6 +55,12 @@ def to_decode(p: Pair, *messages: Message) -> None:
     """As if prefill had sent them."""
     for message in messages:
         p.network.inject(Frame(p.prefill.info.control, routing_id(p.decode.incarnation), False, encode(message)))
+
+
+async def all_read() -> None:
+    """What is on its way has been read: a frame takes one turn of the loop, and its reader another."""
+    for _ in range(5):
+        await asyncio.sleep(0)
 
 
 async def code_of(waiting: Awaitable[object]) -> Code:

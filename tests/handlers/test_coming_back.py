@@ -14,7 +14,19 @@ from kvflow.protocols.wire.codec import routing_id
 from kvflow.protocols.wire.messages import WIRE_VERSION, Abort, Register, Registered
 from kvflow.testing.pair import QUICK, Pair, pair, until
 from kvflow.transports.control.memory import LOST, Fate, Frame
-from tests.handlers.scenes import PROMPT, between, code_of, known, ledger, links, matched, midway, success, to_decode
+from tests.handlers.scenes import (
+    PROMPT,
+    all_read,
+    between,
+    code_of,
+    known,
+    ledger,
+    links,
+    matched,
+    midway,
+    success,
+    to_decode,
+)
 
 pytest_plugins = ["kvflow.testing.fixtures"]
 IMPATIENT = msgspec.structs.replace(QUICK, lost_after_s=5, register_s=600)
@@ -52,6 +64,7 @@ async def forgotten(p: Pair) -> None:
         return LOST if frame.peer == routing_id(p.decode.incarnation) else None
 
     p.network.rules.append(lost)
+    await all_read()  # a heartbeat that came after the silence would end it
     for node in (p.decode, p.prefill):
         p.clock(node).advance(p.timing.lost_after_s + 1)
     assert await code_of(target.landed()) is await code_of(source.done()) is Code.PEER_LOST

@@ -29,6 +29,7 @@ from kvflow.transports.control.memory import LOST, Frame
 from tests.handlers.scenes import (
     PROMPT,
     WHY,
+    all_read,
     code_of,
     header,
     known,
@@ -136,6 +137,7 @@ async def test_a_forgotten_decode_that_registers_again_and_a_bootstrap_of_its_pa
     await until(lambda: target.ended and not len(ledger(first)))
     p.network.rules.append(lambda frame: LOST if frame.peer == routing_id(first.incarnation) else None)
     peer = core.peers[first.incarnation]
+    await all_read()  # a heartbeat that came after the silence would end it
     p.clock(first).advance(p.timing.lost_after_s + 1)
     await until(lambda: not links(first))
     p.clock(p.prefill).advance(p.timing.lost_after_s + 1)
