@@ -8,9 +8,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from kvflow.protocols.errors import MisuseError
+from kvflow.protocols.errors import CapacityError, MisuseError
 from kvflow.protocols.pages.layout import PageIndices, PoolLayout
 from kvflow.protocols.wire.codec import prompt_digest
+from kvflow.protocols.wire.messages import MAX_HANDOFF_BYTES
 
 TokenIds = Sequence[int] | NDArray[np.integer[Any]]
 NO_PAGES: PageIndices = np.empty(0, np.int32)
@@ -50,6 +51,22 @@ def own_pages(pages: Sequence[int] | PageIndices, num_pages: int, room: int, wan
     if len(np.unique(found)) < wanted:
         raise MisuseError(f"room {room}: a page is given twice")
     return found
+
+
+def check_chunk(room: int, num_pages: int, left: int, last: bool, handoff_bytes: int) -> None:
+    """A chunk of `num_pages` for a room of which `left` of decode's pages are to be filled.
+
+    Raises: MisuseError (other than the pages that are left, a hand-over before the last chunk), CapacityError (a
+    hand-over that is too large).
+    """
+    if num_pages > left or (last and num_pages != left):
+        raise MisuseError(f"room {room}: chunk of {num_pages} pages, {left} of decode's are left")
+    if not num_pages and not last:
+        raise MisuseError(f"room {room}: a chunk without pages that is not the last")
+    if handoff_bytes and not last:
+        raise MisuseError(f"room {room}: hand-over of {handoff_bytes} bytes with a chunk that is not the last")
+    if handoff_bytes > MAX_HANDOFF_BYTES:
+        raise CapacityError("bytes of hand-over", handoff_bytes, MAX_HANDOFF_BYTES)
 
 
 def page_indices(pages: Sequence[int] | NDArray[Any], num_pages: int, what: str) -> PageIndices:

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping
 
+from kvflow.protocols.arguments import check_chunk
 from kvflow.protocols.commands import PrefillCommand
-from kvflow.protocols.errors import CapacityError, Cause, Code, MisuseError, WireError, room_error
+from kvflow.protocols.errors import Cause, Code, MisuseError, WireError, room_error
 from kvflow.protocols.limits import Bounds, Timing
 from kvflow.protocols.machines.grants import GrantKind
 from kvflow.protocols.machines.peer import PeerKind, PeerPhase
@@ -23,7 +24,7 @@ from kvflow.protocols.prefill_peers import DecodePeer, PrefillIdentity
 from kvflow.protocols.prefill_rooms import Chunk, PrefillRoomRecord
 from kvflow.protocols.wire import messages as wire
 from kvflow.protocols.wire.codec import parse_at_prefill, routing_id
-from kvflow.protocols.wire.messages import MAX_HANDOFF_BYTES, Incarnation, RoomId
+from kvflow.protocols.wire.messages import Incarnation, RoomId
 
 TICK_WORK = 32  # rooms one tick deals with: a millisecond or two; the rest follows in the next
 
@@ -161,16 +162,7 @@ class PrefillEndpoint:
             raise MisuseError(f"room {record.room}: send() before matched()")
         if state.last_queued:
             raise MisuseError(f"room {record.room}: send() after the last chunk")
-        left = len(record.target_pages) - record.placed
-        if num_pages > left or (last and num_pages != left):
-            raise MisuseError(f"room {record.room}: chunk of {num_pages} pages, {left} of decode's are left")
-        if not num_pages and not last:
-            raise MisuseError(f"room {record.room}: a chunk without pages that is not the last")
-        if handoff_bytes and not last:
-            text = f"room {record.room}: hand-over of {handoff_bytes} bytes with a chunk that is not the last"
-            raise MisuseError(text)
-        if handoff_bytes > MAX_HANDOFF_BYTES:
-            raise CapacityError("bytes of hand-over", handoff_bytes, MAX_HANDOFF_BYTES)
+        check_chunk(record.room, num_pages, len(record.target_pages) - record.placed, last, handoff_bytes)
 
     def write_ended(
         self, write: int, outcome: WriteOutcome, now: float, *, error: str = "", checksum: bytes = b""

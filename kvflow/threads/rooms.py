@@ -10,10 +10,9 @@ from typing import Any, Generic, Literal, Protocol, TypeVar
 
 import msgspec
 
-from kvflow.protocols.arguments import NO_PAGES, page_indices
-from kvflow.protocols.errors import CapacityError, Cause, Code, KvflowError, MisuseError
+from kvflow.protocols.arguments import NO_PAGES, check_chunk, page_indices
+from kvflow.protocols.errors import Cause, Code, KvflowError, MisuseError
 from kvflow.protocols.pages.layout import PageIndices
-from kvflow.protocols.wire.messages import MAX_HANDOFF_BYTES
 
 
 class ThreadRoom:
@@ -129,15 +128,7 @@ class PrefillThreadRoom(ThreadRoom):
             raise MisuseError(f"room {self.room}: send() before the matched event")
         if self.last_sent:
             raise MisuseError(f"room {self.room}: send() after the last chunk")
-        if num_pages > self.left or (last and num_pages != self.left):
-            raise MisuseError(f"room {self.room}: chunk of {num_pages} pages, {self.left} of decode's are left")
-        if not num_pages and not last:
-            raise MisuseError(f"room {self.room}: a chunk without pages that is not the last")
-        if handoff_bytes and not last:
-            text = f"room {self.room}: hand-over of {handoff_bytes} bytes with a chunk that is not the last"
-            raise MisuseError(text)
-        if handoff_bytes > MAX_HANDOFF_BYTES:
-            raise CapacityError("bytes of hand-over", handoff_bytes, MAX_HANDOFF_BYTES)
+        check_chunk(self.room, num_pages, self.left, last, handoff_bytes)
 
     def close(self, cause: Cause | None = None) -> None:
         """End it, unless it has ended; any number of times. Its pages are the engine's again when it is released."""
