@@ -19,13 +19,12 @@ from kvflow.protocols.wire.messages import Bootstrap, Incarnation
 from kvflow.telemetry.counters import Counts
 from kvflow.testing.bare.holds import Room
 from kvflow.testing.bare.job import DecodeJob
-from kvflow.testing.bare.node import Node, Scene, address_of
+from kvflow.testing.bare.node import CLOSE_LOOK_S, Node, Scene, address_of
 from kvflow.testing.bare.pages import Pages
 from kvflow.testing.sim.times import THREAD_S
 from kvflow.testing.sim.variety import LAYOUT, PAGE_SIZE
 
 _BOOTSTRAP = 3  # its tag
-CLOSE_LOOK_S, CLOSE_PATIENCE_S = (0.02, 0.1), (0.1, 1.5)
 
 
 class Decode(Node):
@@ -126,18 +125,10 @@ class Decode(Node):
 
     # --- the end
 
-    def leave(self) -> None:
-        """End every room, wait a while for what prefills can prove, then hang up."""
-        self.leaving = True
-        self.endpoint.leave(self.clock.now)
-        self.run()
-        low, high = CLOSE_PATIENCE_S
-        self._look_again(self.clock.now + low + (high - low) * self.world.rng.random())
-
-    def _look_again(self, until_s: float) -> None:
+    def look_again(self, until_s: float) -> None:
         core = self.endpoint.core
         if self.clock.now < until_s and (self.endpoint.rooms or len(core.ledger)):
-            return self.wait(CLOSE_LOOK_S, self._look_again, until_s)
+            return self.wait(CLOSE_LOOK_S, self.look_again, until_s)
         self.endpoint.close(self.clock.now)
         self.run()
         if self.endpoint.rooms or self.world.wire.dialled_by(self):

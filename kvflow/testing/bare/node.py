@@ -21,6 +21,7 @@ from kvflow.testing.sim.variety import LATE, LATE_FENCE_S, NEVER, Variety
 
 TICK_GRAIN_S = 0.005  # as the shells do: what is due within this time is dealt with in one tick
 PROCESS = ProcessIdentity("boot", "pid:[1]", 1, 1)
+CLOSE_LOOK_S, CLOSE_PATIENCE_S = (0.02, 0.1), (0.1, 1.5)
 
 Tell = Callable[[float, str, str], None]
 """Virtual time, who, what."""
@@ -188,7 +189,15 @@ class Node:
         raise NotImplementedError
 
     def leave(self) -> None:
-        """Close as an operator would; it is gone when that has ended."""
+        """Close as an operator would: end every room, wait a while for what is still to come, and be gone."""
+        self.leaving = True
+        self._ticking.leave(self.clock.now)
+        self.run()
+        low, high = CLOSE_PATIENCE_S
+        self.look_again(self.clock.now + low + (high - low) * self.world.rng.random())
+
+    def look_again(self, until_s: float) -> None:
+        """Wait for what is still to come, until then at the longest."""
         raise NotImplementedError
 
     def died(self) -> None:

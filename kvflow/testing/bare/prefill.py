@@ -18,12 +18,10 @@ from kvflow.telemetry.counters import Counts
 from kvflow.testing.bare.decode import Decode
 from kvflow.testing.bare.holds import Leg
 from kvflow.testing.bare.job import PrefillJob, handoff_of
-from kvflow.testing.bare.node import Scene, address_of
+from kvflow.testing.bare.node import CLOSE_LOOK_S, Scene, address_of
 from kvflow.testing.bare.writes import PacedWrite, Writer
 from kvflow.testing.sim.times import THREAD_S
 from kvflow.testing.sim.variety import LAYOUT, NUM_PAGES, PAGE_SIZE
-
-CLOSE_LOOK_S, CLOSE_PATIENCE_S = (0.02, 0.1), (0.1, 1.5)
 
 
 class Prefill(Writer):
@@ -166,16 +164,9 @@ class Prefill(Writer):
 
     # --- the end
 
-    def leave(self) -> None:
-        self.leaving = True
-        self.endpoint.leave(self.clock.now)
-        self.run()
-        low, high = CLOSE_PATIENCE_S
-        self._look_again(self.clock.now + low + (high - low) * self.world.rng.random())
-
-    def _look_again(self, until_s: float) -> None:
+    def look_again(self, until_s: float) -> None:
         if self.endpoint.rooms and self.clock.now < until_s:
-            return self.wait(CLOSE_LOOK_S, self._look_again, until_s)
+            return self.wait(CLOSE_LOOK_S, self.look_again, until_s)
         return self.world.kill(self, "has left")
 
     def died(self) -> None:
