@@ -248,6 +248,9 @@ KEY = key_of(ONE[0])
 TWO = (rank_info(size=2), rank_info(rank=1, incarnation=OTHER_PREFILL, size=2))
 OTHER_KEY = key_of(TWO[1])
 ELSEWHERE = (rank_info(incarnation=303, control="tcp://elsewhere:1"),)  # another prefill
+G = GrantId(2)  # the first that is free once `LoneDecode.up` has used one to link
+AT = f"prefill at {ONE[0].control}"
+SILENT = Cause(Code.PEER_LOST, f"{AT} was silent for 5 s")
 
 
 class LoneDecode:
@@ -327,6 +330,14 @@ class LoneDecode:
 
 def to(message: wire.Message, key: PeerKey = KEY) -> tuple[PeerKey, wire.Message]:
     return key, message
+
+
+def other(message: wire.Message) -> tuple[PeerKey, wire.Message]:
+    return to(message, OTHER_KEY)
+
+
+def done(seq: int, pages: int, last: bool = False, handoff: bytes = b"", **more: Any) -> wire.ChunkDone:
+    return chunk_done(seq, pages, last, handoff, grant=G, **more)
 
 
 def over(grant: int, cause: Cause, *, freed: bool = True) -> list[object]:

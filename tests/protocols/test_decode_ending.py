@@ -21,7 +21,6 @@ from kvflow.protocols.errors import AbortedError, Cause, Code
 from kvflow.protocols.machines.decode_room import DecodePhase
 from kvflow.protocols.machines.link import LinkPhase
 from kvflow.protocols.wire.codec import encode
-from kvflow.protocols.wire.messages import GrantId, Message
 from tests.protocols.alone import (
     BROKEN,
     ELSEWHERE,
@@ -33,6 +32,7 @@ from tests.protocols.alone import (
     PREFILL,
     START,
     TWO,
+    G,
     LoneDecode,
     abort,
     ack,
@@ -41,28 +41,15 @@ from tests.protocols.alone import (
     beat,
     bootstrap,
     chunk_done,
+    done,
     failed,
     key_of,
+    other,
     registered,
     to,
 )
 
 LEAVING = Cause(Code.SHUTDOWN, "decode is shutting down")
-G = GrantId(2)  # the first was used to link
-DOUBT = Cause(Code.TRANSFER_ERROR, "prefill cannot prove where its writes went")
-
-
-@pytest.fixture
-def decode() -> LoneDecode:
-    return LoneDecode().up()
-
-
-def other(message: Message) -> tuple[object, Message]:
-    return to(message, OTHER_KEY)
-
-
-def done(seq: int, pages: int, last: bool = False, handoff: bytes = b"", **more: object) -> Message:
-    return chunk_done(seq, pages, last, handoff, grant=G, **more)  # type: ignore[arg-type]
 
 
 class TestEndings:

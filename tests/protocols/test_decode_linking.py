@@ -15,6 +15,7 @@ from kvflow.protocols.errors import CapacityError, Cause, Code, LostError, PeerE
 from kvflow.protocols.limits import Bounds, Timing
 from kvflow.protocols.machines.link import LinkPhase
 from tests.protocols.alone import (
+    AT,
     ELSEWHERE,
     GONE,
     KEY,
@@ -41,20 +42,7 @@ from tests.protocols.alone import (
     to,
 )
 
-AT = "prefill at tcp://prefill:0"
-SILENT = Cause(Code.PEER_LOST, f"{AT} was silent for 5 s")
 NO_ANSWER = Cause(Code.PEER_LOST, f"{AT} did not answer for 10 s")
-DIED = Cause(Code.PEER_LOST, f"{AT} died")
-
-
-@pytest.fixture
-def fresh() -> LoneDecode:
-    return LoneDecode()
-
-
-@pytest.fixture
-def decode() -> LoneDecode:
-    return LoneDecode().up()
 
 
 class TestRegistering:

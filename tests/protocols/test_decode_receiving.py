@@ -17,7 +17,7 @@ from kvflow.protocols.decode_rooms import Prompt
 from kvflow.protocols.errors import Cause, Code, LostError, MisuseError, QuarantineError
 from kvflow.protocols.limits import Bounds, Timing
 from kvflow.protocols.machines.decode_room import DecodePhase
-from kvflow.protocols.wire.messages import GrantId, Message
+from kvflow.protocols.wire.messages import GrantId
 from tests.protocols.alone import (
     BROKEN,
     DIGEST,
@@ -27,6 +27,7 @@ from tests.protocols.alone import (
     OTHER_PREFILL,
     TOKENS,
     TWO,
+    G,
     LoneDecode,
     abort,
     ack,
@@ -35,28 +36,13 @@ from tests.protocols.alone import (
     beat,
     bootstrap,
     chunk_done,
+    done,
     failed,
     indices,
+    other,
     registered,
     to,
 )
-
-LEAVING = Cause(Code.SHUTDOWN, "decode is shutting down")
-G = GrantId(2)  # the first was used to link
-DOUBT = Cause(Code.TRANSFER_ERROR, "prefill cannot prove where its writes went")
-
-
-@pytest.fixture
-def decode() -> LoneDecode:
-    return LoneDecode().up()
-
-
-def other(message: Message) -> tuple[object, Message]:
-    return to(message, OTHER_KEY)
-
-
-def done(seq: int, pages: int, last: bool = False, handoff: bytes = b"", **more: object) -> Message:
-    return chunk_done(seq, pages, last, handoff, grant=G, **more)  # type: ignore[arg-type]
 
 
 class TestOpening:

@@ -14,10 +14,12 @@ from kvflow.protocols.commands import (
 from kvflow.protocols.errors import Cause, Code, LostError, MisuseError
 from kvflow.protocols.machines.link import LinkPhase
 from tests.protocols.alone import (
+    AT,
     ELSEWHERE,
     KEY,
     OTHER_PREFILL,
     PREFILL,
+    SILENT,
     LoneDecode,
     abort,
     ack,
@@ -32,20 +34,7 @@ from tests.protocols.alone import (
     to,
 )
 
-AT = "prefill at tcp://prefill:0"
-SILENT = Cause(Code.PEER_LOST, f"{AT} was silent for 5 s")
-NO_ANSWER = Cause(Code.PEER_LOST, f"{AT} did not answer for 10 s")
 DIED = Cause(Code.PEER_LOST, f"{AT} died")
-
-
-@pytest.fixture
-def fresh() -> LoneDecode:
-    return LoneDecode()
-
-
-@pytest.fixture
-def decode() -> LoneDecode:
-    return LoneDecode().up()
 
 
 class TestSilence:

@@ -35,11 +35,6 @@ def stopped(record: PrefillRoomRecord, cause: Cause) -> list[object]:
     return [RoomStopped(record.serial, cause), RoomReleased(record.serial)]
 
 
-@pytest.fixture
-def prefill() -> LonePrefill:
-    return LonePrefill().up()
-
-
 class TestMeeting:
     def test_the_engine_first(self, prefill: LonePrefill) -> None:
         record = prefill.open()

@@ -33,11 +33,6 @@ DIED = Cause(Code.PEER_LOST, f"decode {DECODE:016x} died")
 SILENT = Cause(Code.PEER_LOST, f"decode {DECODE:016x} was silent for 5 s")
 
 
-@pytest.fixture
-def prefill() -> LonePrefill:
-    return LonePrefill().up()
-
-
 class TestChunks:
     def test_each_goes_onto_the_next_of_decodes_pages(self, prefill: LonePrefill) -> None:
         record = prefill.matched()

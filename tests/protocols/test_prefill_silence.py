@@ -24,11 +24,6 @@ from tests.protocols.alone import (
 SILENT = Cause(Code.PEER_LOST, f"decode {DECODE:016x} was silent for 5 s")
 
 
-@pytest.fixture
-def prefill() -> LonePrefill:
-    return LonePrefill().up()
-
-
 def phase(prefill: LonePrefill) -> PeerPhase:
     return prefill.core.peers[DECODE].phase
 

@@ -1,0 +1,25 @@
+"""Endpoints by themselves; see alone.py."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.protocols.alone import LoneDecode, LonePrefill
+
+
+@pytest.fixture
+def fresh() -> LoneDecode:
+    """It knows nobody."""
+    return LoneDecode()
+
+
+@pytest.fixture
+def decode() -> LoneDecode:
+    """It is linked to one prefill rank."""
+    return LoneDecode().up()
+
+
+@pytest.fixture
+def prefill() -> LonePrefill:
+    """One decode is registered."""
+    return LonePrefill().up()
