@@ -5,11 +5,7 @@ A change of what endpoints say to each other moves the seeds: `kvflow sim --bare
 
 from __future__ import annotations
 
-import hashlib
 import json
-import os
-import subprocess
-import sys
 
 import pytest
 from typer.testing import CliRunner
@@ -22,6 +18,13 @@ from kvflow.testing.sim.faults import KINDS
 from kvflow.testing.sim.plants import all_plants as plants_of_nodes
 from kvflow.testing.sim.report import simulate_many
 from kvflow.testing.walk.plants import PLANTS as PLANTS_OF_THE_WALK
+from tests.sim.both import (
+    check_that_a_seed_is_one_run,
+    check_that_it_is_the_same_run_in_another_process,
+    check_that_plants_are_gone_afterwards,
+    check_that_the_seed_finds,
+    check_what_a_hunt_says,
+)
 
 SEEDS = 300
 FOUND_BY = {
@@ -90,14 +93,6 @@ FOUND_BY = {
 }
 
 
-def story_of(seed: int) -> str:
-    """A hash of every line of the story."""
-    lines: list[str] = []
-    simulate(seed, tell=lambda at_s, who, what: lines.append(f"{at_s:.9f} {who} {what}"))
-    assert len(lines) > 100
-    return hashlib.sha256("\n".join(lines).encode()).hexdigest()
-
-
 def test_seeds_without_a_plant_break_nothing() -> None:
     report = simulate_many(range(SEEDS), bare=True)
     assert not report["first_violations"]
@@ -118,15 +113,11 @@ def test_more_seeds_in_processes() -> None:
 
 
 def test_a_seed_is_one_run() -> None:
-    assert story_of(3) == story_of(3) != story_of(4)
+    check_that_a_seed_is_one_run(simulate)
 
 
 def test_a_seed_is_the_same_run_in_another_process() -> None:
-    code = "import sys; sys.path.insert(0, sys.argv[1]); from test_bare import story_of; print(story_of(3))"
-    environment = {**os.environ, "PYTHONHASHSEED": "77"}
-    command = [sys.executable, "-c", code, os.path.dirname(__file__)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60, env=environment)
-    assert done.stdout.strip() == story_of(3), done.stderr
+    check_that_it_is_the_same_run_in_another_process(simulate)
 
 
 def test_every_plant_has_its_seed_here_or_a_reason() -> None:
@@ -138,24 +129,15 @@ def test_every_plant_has_its_seed_here_or_a_reason() -> None:
 
 @pytest.mark.parametrize("name", FOUND_BY)
 def test_the_pinned_seed_finds_the_plant(name: str) -> None:
-    seed, invariant = FOUND_BY[name]
-    with planted(name):
-        violation = simulate(seed).violation
-    assert violation is not None and violation.invariant == invariant, violation
+    check_that_the_seed_finds(name, FOUND_BY[name], simulate, planted)
 
 
 def test_a_plant_is_gone_afterwards() -> None:
-    for plant in all_plants():
-        with plant.install():
-            pass
-    assert simulate(0).violation is None
+    check_that_plants_are_gone_afterwards(all_plants(), simulate)
 
 
 def test_a_hunt_says_what_it_found_or_that_it_did_not() -> None:
-    said: list[str] = []
-    assert hunt("ack before drain", range(50), said.append)["invariant"] == "I12"
-    assert hunt("ack before drain", range(0), said.append) == {"plant": "ack before drain"}
-    assert "breaks I12" in said[0] and "NOT FOUND" in said[1]
+    check_what_a_hunt_says(hunt, "ack before drain", "I12")
 
 
 def test_a_plant_that_cannot_be_seen_is_refused_with_the_reason() -> None:

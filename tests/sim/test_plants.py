@@ -10,6 +10,11 @@ import pytest
 from kvflow.protocols.errors import MisuseError
 from kvflow.testing.sim.plants import all_plants, hunt, planted
 from kvflow.testing.sim.run import simulate
+from tests.sim.both import (
+    check_that_plants_are_gone_afterwards,
+    check_that_the_seed_finds,
+    check_what_a_hunt_says,
+)
 
 SEEDS = {
     "free on timer": (1, "I2"),
@@ -58,24 +63,15 @@ def test_there_are_enough_plants_with_names_of_their_own() -> None:
 
 @pytest.mark.parametrize("name", SEEDS)
 def test_the_pinned_seed_finds_the_plant(name: str) -> None:
-    seed, invariant = SEEDS[name]
-    with planted(name):
-        violation = simulate(seed).violation
-    assert violation is not None and violation.invariant == invariant, violation
+    check_that_the_seed_finds(name, SEEDS[name], simulate, planted)
 
 
 def test_a_plant_is_gone_afterwards() -> None:
-    for plant in all_plants():
-        with plant.install():
-            pass
-    assert simulate(0).violation is None
+    check_that_plants_are_gone_afterwards(all_plants(), simulate)
 
 
 def test_a_hunt_says_what_it_found_or_that_it_did_not() -> None:
-    said: list[str] = []
-    assert hunt("double close", range(50), said.append)["invariant"] == "I1"
-    assert hunt("double close", range(0), said.append) == {"plant": "double close"}
-    assert "breaks I1" in said[0] and "NOT FOUND" in said[1]
+    check_what_a_hunt_says(hunt, "double close", "I1")
 
 
 def test_an_unknown_plant_is_refused_with_the_known_ones() -> None:

@@ -2,27 +2,15 @@
 
 from __future__ import annotations
 
-import hashlib
-import os
-import subprocess
-import sys
-
 import pytest
 
 from kvflow.testing.sim.engine import Job, PlainScheduler
 from kvflow.testing.sim.faults import KINDS
 from kvflow.testing.sim.report import simulate_many
 from kvflow.testing.sim.run import STEPS_MIN, simulate
+from tests.sim.both import check_that_a_seed_is_one_run, check_that_it_is_the_same_run_in_another_process
 
 SEEDS = 200
-
-
-def story_of(seed: int) -> str:
-    """A hash of every line of the story."""
-    lines: list[str] = []
-    simulate(seed, tell=lambda at_s, who, what: lines.append(f"{at_s:.9f} {who} {what}"))
-    assert len(lines) > 100
-    return hashlib.sha256("\n".join(lines).encode()).hexdigest()
 
 
 def test_seeds_without_a_plant_break_nothing() -> None:
@@ -44,15 +32,11 @@ def test_more_seeds_in_processes() -> None:
 
 
 def test_a_seed_is_one_run() -> None:
-    assert story_of(3) == story_of(3) != story_of(4)
+    check_that_a_seed_is_one_run(simulate)
 
 
 def test_a_seed_is_the_same_run_in_another_process() -> None:
-    code = "import sys; sys.path.insert(0, sys.argv[1]); from test_run import story_of; print(story_of(3))"
-    environment = {**os.environ, "PYTHONHASHSEED": "77"}
-    command = [sys.executable, "-c", code, os.path.dirname(__file__)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60, env=environment)
-    assert done.stdout.strip() == story_of(3), done.stderr
+    check_that_it_is_the_same_run_in_another_process(simulate)
 
 
 class _Forgetful(PlainScheduler):
