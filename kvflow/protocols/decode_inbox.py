@@ -12,7 +12,7 @@ from kvflow.protocols.decode_rooms import ChunkCheck, DecodeRoomRecord
 from kvflow.protocols.errors import Cause, Code
 from kvflow.protocols.machines.decode_room import DecodeEvent, DecodeKind
 from kvflow.protocols.machines.link import LinkKind
-from kvflow.protocols.machines.loan import LoanKind, LoanPhase
+from kvflow.protocols.machines.loan import WRITABLE, LoanKind, LoanPhase
 from kvflow.protocols.wire import messages as wire
 
 
@@ -74,7 +74,8 @@ def _on_abort_ack(core: DecodeCore, peer: PrefillPeer, message: wire.AbortAck, n
     if lease is None or lease.room != message.room:
         core.observer.message_dropped("stale")
         return
-    core.feed_loan(lease, peer, LoanKind.DRAINED if message.drained else LoanKind.UNPROVEN, now)
+    drained = message.drained or lease.loans[peer] not in WRITABLE  # else whatever it says, there is nothing to prove
+    core.feed_loan(lease, peer, LoanKind.DRAINED if drained else LoanKind.UNPROVEN, now)
 
 
 def _on_resync(core: DecodeCore, peer: PrefillPeer, message: wire.Resync, now: float) -> None:

@@ -21,6 +21,7 @@ from kvflow.protocols.errors import AbortedError, Cause, Code
 from kvflow.protocols.machines.decode_room import DecodePhase
 from kvflow.protocols.machines.link import LinkPhase
 from kvflow.protocols.wire.codec import encode
+from kvflow.protocols.wire.messages import GrantId
 from tests.protocols.alone import (
     BROKEN,
     ELSEWHERE,
@@ -73,6 +74,20 @@ class TestEndings:
         assert record.story.lines()[-1].text == "transfer_error: prefill cannot prove where its writes went"
         decode.endpoint.writer_died(KEY, decode.now)
         assert decode.asked() == [HangUp(KEY), FreePages(G), StopWatch(KEY)]
+
+    def test_what_was_never_offered_or_is_proven_cannot_be_in_doubt(self, decode: LoneDecode) -> None:
+        doubt, again = ack(grant=G, drained=False), GrantId(G + 1)
+        decode.lent()
+        decode.hear(ack(grant=G))
+        assert decode.hear(doubt) == [], "it has said that its writes have ended"
+        assert decode.close(G) == [RoomFailed(G, GONE), FreePages(G), RoomEnded(G)]
+        decode.open(8)
+        decode.asked()
+        assert decode.hear(ack(8, again, drained=False)) == [], "it has no page to write to"
+        assert to(abort(8, again)) in decode.close(again), "it must hear that the room has ended"
+        assert [*decode.core.ledger.grants_of(decode.core.links.peers[KEY])] == [again]
+        assert decode.hear(ack(8, again, drained=False)) == []
+        assert len(decode.core.ledger) == 0 == decode.core.ledger.quarantined_pages
 
     def test_one_rank_has_drained_and_one_cannot_say(self) -> None:
         decode = LoneDecode().up(TWO)

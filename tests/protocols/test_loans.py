@@ -31,7 +31,7 @@ def expected(phase: LoanPhase, kind: LoanKind) -> tuple[LoanPhase, tuple[LoanCom
     if phase is P.PROVEN:  # it only waits for the room to end
         if kind is K.RECALL:
             return P.RETURNED, (C.RETURN,)
-        return None if kind in (K.DRAINED, K.UNPROVEN) else ERROR
+        return None if kind is K.DRAINED else ERROR
     if phase not in LENT:
         return without_pages(phase, kind)
     if kind is K.FENCED and phase is not P.DOUBTFUL:  # the source was lost before
@@ -61,10 +61,10 @@ def without_pages(phase: LoanPhase, kind: LoanKind) -> tuple[LoanPhase, tuple[Lo
     if phase is P.ANNOUNCED:
         if kind is K.RECALL:
             return P.WITHDRAWN, (C.SEND_ABORT,)
-        return None if kind in (K.DRAINED, K.UNPROVEN) else ERROR  # its RoomFailed ends the room
+        return None if kind is K.DRAINED else ERROR  # its RoomFailed ends the room
     if kind is K.REPEAT_DUE:
         return P.WITHDRAWN, (C.SEND_ABORT,)
-    return (P.RETURNED, (C.RETURN,)) if kind in (K.DRAINED, K.UNPROVEN, K.SOURCE_LOST) else ERROR
+    return (P.RETURNED, (C.RETURN,)) if kind in (K.DRAINED, K.SOURCE_LOST) else ERROR
 
 
 @pytest.mark.parametrize(("phase", "kind"), CELLS, ids=lambda value: value.name)
@@ -123,5 +123,5 @@ def test_an_announcement_that_is_withdrawn_needs_an_answer_but_no_proof() -> Non
     phase, commands = step(P.ANNOUNCED, K.RECALL)
     assert (phase, commands) == (P.WITHDRAWN, (C.SEND_ABORT,))
     assert step(phase, K.REPEAT_DUE) == (P.WITHDRAWN, (C.SEND_ABORT,))
-    for answer in (K.DRAINED, K.UNPROVEN, K.SOURCE_LOST):
+    for answer in (K.DRAINED, K.SOURCE_LOST):
         assert step(phase, answer) == (P.RETURNED, (C.RETURN,))

@@ -74,7 +74,7 @@ FOUND_BY = {
     "displaced though in doubt": (13, "I2"),
     "displaced with open grants": (13, "I2"),
     "route closed early": (11, "I2"),
-    "abort of an unknown grant not remembered": (73, "I6"),
+    "abort of an unknown grant not remembered": (156, "I6"),
     "low water not raised": (127, "I6"),
     "evicted doubt forgotten": (13, "I2"),
     "source back not fed": (13, "I5"),

@@ -27,7 +27,7 @@ class LoanKind(IntEnum):
     RECALL = 1  # the room ended without this rank's proof
     LANDED = 2  # ChunkDone(last)
     DRAINED = 3  # AbortAck(drained)
-    UNPROVEN = 4  # AbortAck(unproven)
+    UNPROVEN = 4  # AbortAck(unproven), about pages that can be written
     SOURCE_LOST = 5
     SOURCE_BACK = 6  # the same incarnation answers again after it was lost
     REPEAT_DUE = 7
@@ -40,6 +40,7 @@ class LoanCommand(IntEnum):
 
 
 P, K, C = LoanPhase, LoanKind, LoanCommand
+WRITABLE = frozenset({P.LENT, P.RECALLED, P.DOUBTFUL})  # pages were offered, and nothing has proven an end of it yet
 _RETURN = Move(P.RETURNED, (C.RETURN,))
 
 TABLE: Table[LoanPhase, LoanKind, LoanCommand] = Table(
@@ -51,7 +52,6 @@ TABLE: Table[LoanPhase, LoanKind, LoanCommand] = Table(
             K.LEND: Move(P.LENT),
             K.RECALL: Move(P.WITHDRAWN, (C.SEND_ABORT,)),
             K.DRAINED: IGNORE,  # prefill has refused; its RoomFailed ends the room
-            K.UNPROVEN: IGNORE,
         },
         # What happens to a source ends its rooms first, and that recalls their loans; only recalled ones are repeated.
         # No room is opened on a source that is lost, and a recalled loan is in doubt from then on.
@@ -65,7 +65,6 @@ TABLE: Table[LoanPhase, LoanKind, LoanCommand] = Table(
         P.WITHDRAWN: rest(K, ERROR)
         | {
             K.DRAINED: _RETURN,
-            K.UNPROVEN: _RETURN,  # it has no page to write to
             K.SOURCE_LOST: _RETURN,
             K.REPEAT_DUE: Move(P.WITHDRAWN, (C.SEND_ABORT,)),
         },
@@ -90,7 +89,6 @@ TABLE: Table[LoanPhase, LoanKind, LoanCommand] = Table(
         | {
             K.RECALL: _RETURN,
             K.DRAINED: IGNORE,
-            K.UNPROVEN: IGNORE,
         },
         P.RETURNED: rest(K, ERROR),  # out of the ledger
     },

@@ -21,6 +21,7 @@ from kvflow.testing.bare.holds import Room
 from kvflow.testing.bare.job import DecodeJob
 from kvflow.testing.bare.node import CLOSE_LOOK_S, Node, Scene, address_of
 from kvflow.testing.bare.pages import Pages
+from kvflow.testing.bare.wire import Burst
 from kvflow.testing.sim.times import THREAD_S
 from kvflow.testing.sim.variety import LAYOUT, PAGE_SIZE
 
@@ -101,10 +102,15 @@ class Decode(Node):
 
     # --- links
 
-    def receive(self, key: PeerKey, frame: bytes, spoilt: bool) -> None:
-        self.malformed += spoilt
-        self.endpoint.receive(key, frame, self.clock.now)
-        self.run()
+    def read(self, burst: Burst) -> None:
+        """There is a socket for every link."""
+        links: dict[PeerKey, None] = dict.fromkeys(key for key, _, _ in burst)
+        for link in links:
+            for key, frame, spoilt in burst:
+                if key == link:
+                    self.malformed += spoilt
+                    self.endpoint.receive(key, frame, self.clock.now)
+            self.run()
 
     def known_dead(self, watched: PeerKey) -> None:
         if watched in self.watches:

@@ -15,7 +15,7 @@ from kvflow.telemetry.counters import Counts
 from kvflow.testing.bare.clock import Clock
 from kvflow.testing.bare.oracle import Oracle
 from kvflow.testing.bare.scenario import Twists
-from kvflow.testing.bare.wire import Wire
+from kvflow.testing.bare.wire import Burst, Wire
 from kvflow.testing.sim.faults import Faults
 from kvflow.testing.sim.variety import LATE, LATE_FENCE_S, NEVER, Variety
 
@@ -123,6 +123,7 @@ class Node:
         self.leaving = False
         self.displaced = False
         self.parked: list[tuple[Callable[..., object], tuple[Any, ...]]] | None = None  # what waits while it is halted
+        self.unread: Burst = []  # what has come since
         self.watchers: list[tuple[Node, Any]] = []  # who waits for proof of its death, and what for
         self.malformed = 0  # frames that were handed to it and are no message
         self.troubled_at_s = -1.0
@@ -180,8 +181,8 @@ class Node:
     def tick(self, now: float) -> None:
         self._ticking.tick(now)
 
-    def receive(self, origin: Any, frame: bytes, spoilt: bool) -> None:
-        """`spoilt`: it is no message."""
+    def read(self, burst: Burst) -> None:
+        """What its sockets have at once: what a message asks for runs when the last of them has been heard."""
         raise NotImplementedError
 
     def known_dead(self, watched: Any) -> None:

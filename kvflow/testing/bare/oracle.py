@@ -52,7 +52,7 @@ class Oracle:
         self.rooms: dict[Key, Room] = {}
         self.writes: dict[Key, list[Write]] = {}
         self.acked: set[Key] = set()
-        self.doubted: set[int] = set()  # rooms, a write of which ended in doubt
+        self.stopped: set[int] = set()  # rooms, a write of which has stopped short
         self.damaged = False  # bytes, on purpose
         self.over_at_s: dict[Record, float] = {}
         self._bound: dict[Key, PrefillRoomRecord] = {}
@@ -235,7 +235,7 @@ class Oracle:
         elif code is Code.PROMPT_MISMATCH:
             right = len(self._prompts[room]) > 1
         elif code is Code.TRANSFER_ERROR:
-            right = room in self.doubted or self.damaged
+            right = room in self.stopped or self.damaged
         elif code is Code.PROTOCOL_ERROR:
             right = False  # no node here breaks the protocol
         if not right:

@@ -19,6 +19,7 @@ from kvflow.testing.bare.decode import Decode
 from kvflow.testing.bare.holds import Leg
 from kvflow.testing.bare.job import PrefillJob, handoff_of
 from kvflow.testing.bare.node import CLOSE_LOOK_S, Scene, address_of
+from kvflow.testing.bare.wire import Burst
 from kvflow.testing.bare.writes import PacedWrite, Writer
 from kvflow.testing.sim.times import THREAD_S
 from kvflow.testing.sim.variety import LAYOUT, NUM_PAGES, PAGE_SIZE
@@ -120,10 +121,11 @@ class Prefill(Writer):
 
     # --- links
 
-    def receive(self, peer_id: bytes, frame: bytes, spoilt: bool) -> None:
-        self.malformed += spoilt
+    def read(self, burst: Burst) -> None:
         self._note_stall()
-        self.endpoint.receive(peer_id, frame, self.clock.now)
+        for peer_id, frame, spoilt in burst:
+            self.malformed += spoilt
+            self.endpoint.receive(peer_id, frame, self.clock.now)
         self.run()
 
     def tick(self, now: float) -> None:

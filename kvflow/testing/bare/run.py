@@ -63,6 +63,8 @@ class Run:
         self._probe()
         self._until_rest(REST_S, "after good rooms", doubts=True)
         self._check_counts()
+        world.tell_lies()
+        self.clock.play(RECOVER_S)
         dead = [node for node in world.nodes.values() if isinstance(node, Prefill)]
         for node in dead:
             if node.alive:

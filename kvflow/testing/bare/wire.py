@@ -18,13 +18,19 @@ _FRAME_LOW, _FRAME_SPAN = FRAME_S[0], FRAME_S[1] - FRAME_S[0]
 _DULL = {"source", "target", "layout", "address", "wire_version", "prompt_digest", "handoff", "checksum", "asked"}
 
 
+Burst = list[tuple[Any, bytes, bool]]
+"""Frames, each with where it comes from (a routing id at prefill, the key that was dialled at decode), and whether it
+is no message."""
+
+
 class End(Who, Protocol):
     """One end of a link."""
 
     parked: list[Any] | None
+    unread: Burst  # what has come since it was halted
 
-    def receive(self, origin: Any, frame: bytes, spoilt: bool) -> None:
-        """`origin`: a routing id at prefill, the key that was dialled at decode. `spoilt`: it is no message."""
+    def read(self, burst: Burst) -> None:
+        """What its sockets have at once."""
 
     def say(self, what: str) -> None: ...
 
@@ -87,14 +93,14 @@ class Wire:
         return None
 
     def unjam(self, end: str | int) -> None:
-        """What has waited arrives at once, in the order in which it was sent."""
-        for number, (control, decode, to_prefill, frame) in enumerate(self.jammed.pop(end, ()), 1):
+        """What has waited arrives in one burst, in the order in which it was sent."""
+        frames, now = self.jammed.pop(end, []), self.clock.now
+        links = {(control, decode.incarnation, to_prefill) for control, decode, to_prefill, _ in frames}
+        at_s = max([now, *(self._last_at.get(link, now) for link in links)]) + TICK_S
+        self._last_at |= dict.fromkeys(links, at_s)
+        for control, decode, _, _ in frames:
             self.disturbed(control, decode)
-            link = control, decode.incarnation, to_prefill
-            now = self.clock.now
-            at_s = max(now + number * TICK_S, self._last_at.get(link, 0.0) + TICK_S)
-            self._last_at[link] = at_s
-            self.clock.later(at_s - now, None, self._deliver, control, decode, to_prefill, frame)
+        self.clock.later(at_s - now, None, self.deliver, frames)
 
     def dial(self, key: PeerKey, decode: End) -> None:
         self.lines.setdefault((key.control, decode.incarnation), []).append(key)
@@ -119,20 +125,36 @@ class Wire:
         """Something happened to that link which both ends have to recover from."""
         self.trouble[control, decode.incarnation] = self.clock.now
 
+    def deliver(self, frames: Jammed) -> None:
+        """Now, and at once."""
+        bursts: dict[End, Burst] = {}
+        for control, decode, to_prefill, frame in frames:
+            if (found := self._hearer(control, decode, to_prefill)) is not None:
+                node, origin = found
+                bursts.setdefault(node, []).append((origin, frame, False))
+        for node, burst in bursts.items():
+            self._hand_over(node, burst)
+
     def _deliver(self, control: str, decode: End, to_prefill: bool, frame: bytes, spoilt: bool = False) -> None:
-        node: Any
-        origin: bytes | PeerKey | None
+        if (found := self._hearer(control, decode, to_prefill)) is not None:
+            node, origin = found
+            self._hand_over(node, [(origin, frame, spoilt)])
+
+    def _hearer(self, control: str, decode: End, to_prefill: bool) -> tuple[End, Any] | None:
         if to_prefill:
-            node, origin = self.routers.get(control), routing_id(Incarnation(decode.incarnation))
-        else:
-            keys = self.lines.get((control, decode.incarnation))
-            node, origin = (decode, keys[-1]) if keys else (None, None)
-        if node is None:
-            return
-        if node.parked is not None:  # it is not dead: those are unplugged
-            node.parked.append((node.receive, (origin, frame, spoilt)))
-        else:
-            node.receive(origin, frame, spoilt)
+            node = self.routers.get(control)
+            return None if node is None else (node, routing_id(Incarnation(decode.incarnation)))
+        keys = self.lines.get((control, decode.incarnation))
+        return (decode, keys[-1]) if keys else None
+
+    @staticmethod
+    def _hand_over(node: End, burst: Burst) -> None:
+        if node.parked is None:
+            return node.read(burst)
+        if not node.unread:  # it is not dead: those are unplugged
+            node.parked.append((node.read, (node.unread,)))
+        node.unread += burst
+        return None
 
 
 def parsed(frame: bytes, to_prefill: bool) -> Message | None:

@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from kvflow.protocols.machines.link import LinkPhase
 from kvflow.protocols.wire.codec import routing_id
 from kvflow.protocols.wire.messages import Incarnation
 from kvflow.testing.bare.decode import Decode
 from kvflow.testing.bare.node import Node, Scene
 from kvflow.testing.bare.prefill import Prefill
+from kvflow.testing.sim.lies import all_settled, another_life
 
 
 class World(Scene):
@@ -49,6 +51,20 @@ class World(Scene):
             for dead in nodes:
                 self.tell_node(node, node.declare_dead, dead.incarnation)
 
+    def tell_lies(self) -> None:
+        """On every link that is up: see `sim.lies`."""
+        sources = {node.incarnation: node for node in self.living(Prefill)}
+        for node in self.living(Decode):
+            for peer in list(node.endpoint.peers):
+                source = sources.get(peer.key.incarnation)
+                if source is None or peer.phase is not LinkPhase.UP:
+                    continue
+                said = another_life(node.incarnation, peer)
+                self.wire.deliver([(peer.key.control, node, False, frame) for frame in said])
+                if (known := source.endpoint.core.peers.get(node.incarnation)) is not None:
+                    frame = all_settled(source.incarnation, known)
+                    self.wire.deliver([(peer.key.control, node, True, frame)])
+
     @staticmethod
     def tell_node(node: Node, do: Callable[..., object], *arguments: Any) -> None:
         """From outside: now, or when it goes on."""
@@ -65,7 +81,7 @@ class World(Scene):
 
     def halt(self, node: Node) -> None:
         node.say("stands still")
-        node.parked = []
+        node.parked, node.unread = [], []
 
     def resume(self, node: Node) -> None:
         if node.alive and node.parked is not None:

@@ -67,6 +67,8 @@ class PacedWrite(Write):
             if self.next == self.stops_at:
                 if self.fault == "late":
                     source.wait(LATE_S, self._land_rest)
+                elif not self.next:  # it failed before a byte of it was under way
+                    return self._end(WriteOutcome.CANCELLED)
                 return self._end(WriteOutcome.UNPROVEN)
         elif self.cancelled:
             return self._end(WriteOutcome.CANCELLED)
@@ -101,9 +103,9 @@ class PacedWrite(Write):
         self.outcome = outcome
         if self.source.world.tell is not None:
             self.source.say(f"write of grant {self.key[2]} ends: {outcome.value}, {self.next} pages landed")
-        if outcome is WriteOutcome.UNPROVEN:
-            self.source.oracle.doubted.add(self.leg.record.room)
-        else:
+        if outcome is not WriteOutcome.LANDED:
+            self.source.oracle.stopped.add(self.leg.record.room)
+        if outcome is not WriteOutcome.UNPROVEN:
             self.out_of_reach()
         checksum = checksum_of([*self.contents]) if self.source.world.variety.verify else b""
         self.source.write_ended(self, checksum)

@@ -9,15 +9,18 @@ from typing import Any
 
 from kvflow.memory.pool import PagedPool
 from kvflow.node import DecodeNode, PrefillNode
+from kvflow.protocols.machines.link import LinkPhase
 from kvflow.protocols.wire.codec import routing_id
 from kvflow.protocols.wire.ranks import RankInfo
 from kvflow.testing.sim.faults import Faults
+from kvflow.testing.sim.lies import all_settled, another_life
 from kvflow.testing.sim.loop import Process, VirtualLoop
 from kvflow.testing.sim.oracle import Oracle, Seen
 from kvflow.testing.sim.pages import WatchedPages
 from kvflow.testing.sim.plane import PacedPlane
 from kvflow.testing.sim.variety import LAYOUT, NEVER, NUM_PAGES, Variety
 from kvflow.testing.sim.wire import Wire
+from kvflow.transports.control.memory import Frame
 from kvflow.transports.data.fake import FakeNetwork
 
 
@@ -144,11 +147,27 @@ class Cluster:
     def declare_dead(self) -> None:
         """Where no fence ever proves a death, an operator gives his word for every dead prefill."""
         dead = {m.node.incarnation for m in self.members if not m.alive}
-        for member in self.living(DecodeNode):
+        for member in [member for member in self.living(DecodeNode) if member.up]:
             assert isinstance(member.node, DecodeNode)
             for peer in list(member.node.shell.endpoint.peers):
                 if peer.key.incarnation in dead:
                     member.process.run(member.node.declare_dead, peer.key.incarnation, "it was seen to die")
+
+    def tell_lies(self) -> None:
+        """On every link that is up: see `lies`."""
+        sources = {member.node.incarnation: member for member in self.living(PrefillNode)}
+        for member in self.living(DecodeNode):
+            assert isinstance(member.node, DecodeNode)
+            own = member.node.incarnation
+            for peer in list(member.node.shell.endpoint.peers):
+                source = sources.get(peer.key.incarnation)
+                if source is None or peer.phase is not LinkPhase.UP:
+                    continue
+                assert isinstance(source.node, PrefillNode)
+                where = peer.key.control, routing_id(own)
+                self.wire.deliver([Frame(*where, False, data) for data in another_life(own, peer)])
+                if (known := source.node.shell.endpoint.core.peers.get(own)) is not None:
+                    self.wire.deliver([Frame(*where, True, all_settled(source.node.incarnation, known))])
 
     def start_again(self, member: Member) -> Member:
         """The next life of a node, at the same address; a decode that was closed leaves its pool to it."""

@@ -169,6 +169,8 @@ class Endings:
             forgotten = self.forgetful or peer.fresh_from > key.grant  # or from before the link was lost
             if not linked or (forgotten and key in self.oracle.acked):
                 return  # nothing below the low-water mark is told on: the engine's half waits for its rendezvous
+            if self.forgetful and self._over_at_s.get(prefill, decode.opened_at_s) < decode.opened_at_s:
+                return  # its end was forgotten before decode's half came
         failed_here, failed_there = decode.state.cause is not None, prefill.state.cause is not None
         if not (failed_here or failed_there):
             return
@@ -185,7 +187,7 @@ class Endings:
         if (wait_s := known_by_s - self.loop.time()) > 0:
             self.loop.later(wait_s + 1e-6, self._both_know, key, max(trouble_s, since_s))
             return
-        if prefill.peer is None and self._mixed_up(decode, prefill):
+        if prefill.peer is None and self._mixed_up(key, decode, prefill):
             return
         where, other = ("decode", prefill.phase) if failed_here else ("prefill", decode.phase)
         self.oracle.broken("I4", f"room {decode.room} has failed at {where}, the other side is still {other.name}")
@@ -194,10 +196,15 @@ class Endings:
         """How long after the last disturbance both sides know: who asks has asked less and less often meanwhile."""
         return RECOVER_S + min(max(0.0, trouble_s - decode.opened_at_s), MAX_REPEAT_AFTER_S)
 
-    def _mixed_up(self, decode: DecodeRoomRecord, half: PrefillRoomRecord) -> bool:
-        """A room id was used again at once, and the engine's half has met the end of another room of that id."""
+    def _mixed_up(self, key: Key, decode: DecodeRoomRecord, half: PrefillRoomRecord) -> bool:
+        """A room id was used again at once: the engine's half has met the end of another room of that id, or the id
+        was another room's at prefill when decode's end came there."""
         others = [other for other in self._decodes.values() if other.room == decode.room and other is not decode]
-        return half.state.cause is not None and any(other.state.cause == half.state.cause for other in others)
+        if half.state.cause is not None and any(other.state.cause == half.state.cause for other in others):
+            return True
+        over_at_s, ended_at_s = self._over_at_s, self._over_at_s.get(decode, 0.0)
+        bound = [other for at, other in self._prefills.items() if at.source == key.source and other.room == decode.room]
+        return any(over_at_s.get(other, ended_at_s) >= ended_at_s for other in bound)
 
     def _fine(self, source: Seen, target: Seen, control: str) -> bool:
         """Both live and nothing has happened to the link between them for longer than patience lasts."""

@@ -64,6 +64,8 @@ class Run:
             await self._probe()
         await self._until_rest(REST_S, "after one more room", doubts=True)
         self._check_counts()
+        self.cluster.tell_lies()
+        await asyncio.sleep(RECOVER_S)
         for member in self.cluster.members:
             if isinstance(member.node, PrefillNode) and member.alive:
                 self.cluster.crash(member)
@@ -151,6 +153,8 @@ class Run:
         self.faults.strike(kind)
         if kind in ("crash", "restart"):
             cluster.crash(member)
+            if self.scenario.variety.fences == NEVER:  # an operator has seen it
+                self.loop.later(2 * accident.for_s, cluster.declare_dead)
             if kind == "restart":
                 self.loop.later(accident.for_s, self._start_again, accident.node)
         elif kind == "leave":

@@ -78,13 +78,19 @@ class Wire(Network):
             loop.later(delay_s, self._deliver, spoilt)
 
     def unjam(self, end: str | bytes) -> None:
-        """What has waited arrives at once, in the order in which it was sent."""
-        for number, frame in enumerate(self.jammed.pop(end, ()), 1):
+        """What has waited arrives in one burst, in the order in which it was sent."""
+        frames, now = self.jammed.pop(end, []), self._oracle.loop.time()
+        links = {(frame.control, frame.peer, frame.to_prefill) for frame in frames}
+        at_s = max([now, *(self._last_at.get(link, now) for link in links)]) + TICK_S
+        self._last_at |= dict.fromkeys(links, at_s)
+        for frame in frames:
             self._oracle.disturbed(frame)
-            link = frame.control, frame.peer, frame.to_prefill
-            at_s = max(self._oracle.loop.time() + number * TICK_S, self._last_at.get(link, 0.0) + TICK_S)
-            self._last_at[link] = at_s
-            self._oracle.loop.later(at_s - self._oracle.loop.time(), self._deliver, frame)
+        self._oracle.loop.later(at_s - now, self.deliver, frames)
+
+    def deliver(self, frames: list[Frame]) -> None:
+        """Now, and at once."""
+        for frame in frames:
+            self._deliver(frame)
 
     def _deliver(self, frame: Frame) -> None:
         self.delivered += 1

@@ -36,7 +36,7 @@ _ALL = 1 << 62
 class Fault(Enum):
     """What happens to one scripted write."""
 
-    ERROR = "error"  # half of its pages land, the rest never; UNPROVEN
+    ERROR = "error"  # half of its pages land, the rest never; UNPROVEN, or CANCELLED if that half is no page
     LATE = "late"  # as ERROR, but the rest lands on `land_late`, with the source's bytes of that moment
     STUCK = "stuck"  # nothing lands and nothing ends, cancelled or not, until `release`
 
@@ -218,7 +218,9 @@ class FakeWrite:
         elif self.fault and self.landed_bytes >= stop_at:
             if self.fault is Fault.LATE:
                 self._plane.keep_late(self)
-            self.end(WriteOutcome.UNPROVEN, f"scripted {self.fault.value}")
+            stopped = self.fault is Fault.ERROR and not stop_at  # before a byte of it was under way
+            outcome = WriteOutcome.CANCELLED if stopped else WriteOutcome.UNPROVEN
+            self.end(outcome, f"scripted {self.fault.value}")
 
     def copy(self, max_bytes: int) -> int:
         """Whole blocks up to `max_bytes`, into the peer's pool; returns the bytes."""
