@@ -166,9 +166,8 @@ class Endings:
                 return
             if prefill.prompt != (decode.prompt.tokens, decode.prompt.digest):
                 return
-            forgotten = self.forgetful or peer.fresh_from > key.grant  # or from before the link was lost
-            if not linked or (forgotten and key in self.oracle.acked):
-                return  # nothing below the low-water mark is told on: the engine's half waits for its rendezvous
+            if not linked or peer.fresh_from > key.grant or (self.forgetful and key in self.oracle.acked):
+                return  # nothing from before the link was lost is told on: the engine's half waits for its rendezvous
             if self.forgetful and self._over_at_s.get(prefill, decode.opened_at_s) < decode.opened_at_s:
                 return  # its end was forgotten before decode's half came
         failed_here, failed_there = decode.state.cause is not None, prefill.state.cause is not None
@@ -183,7 +182,7 @@ class Endings:
         if trouble_s >= since_s:
             known_by_s = trouble_s + self._recovers_s(decode, trouble_s)
         if not linked:  # what decode has hung up on, prefill finds silent
-            known_by_s = max(known_by_s, over_at_s + PATIENCE_S)
+            known_by_s = max(known_by_s, max(over_at_s, trouble_s) + PATIENCE_S)
         if (wait_s := known_by_s - self.loop.time()) > 0:
             self.loop.later(wait_s + 1e-6, self._both_know, key, max(trouble_s, since_s))
             return
