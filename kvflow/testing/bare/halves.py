@@ -142,14 +142,20 @@ class WatchedHalves(Halves):
         return RECOVER_S + min(max(0.0, trouble_s - decode.opened_at_s), MAX_REPEAT_AFTER_S)
 
     def _mixed_up(self, key: Key, decode: DecodeRoomRecord, half: PrefillRoomRecord) -> bool:
-        """A room id was used again at once: the engine's half has met the end of another room of that id, or another
-        half has met the end that was meant for it."""
+        """A room id was used again at once: the engine's half has met the end of another room of that id, another half
+        has met the end that was meant for it, or the id was another room's at prefill when that end came there."""
         cause, legs = decode.state.cause, self._legs.get((key[0], decode.room), [])
+        if cause is not None and cause.code is Code.ROOM_IN_USE:
+            return True
         if cause is not None and any(leg.state.cause == cause for leg in legs if leg is not half):
             return True
         over_at_s, others = self.oracle.over_at_s, (room.record for room in self.oracle.rooms.values())
         before = [other for other in others if other.room == decode.room and other is not decode and other in over_at_s]
-        return half in over_at_s and any(over_at_s[other] <= over_at_s[half] for other in before)
+        if half in over_at_s and any(over_at_s[other] <= over_at_s[half] for other in before):
+            return True
+        ended_at_s = over_at_s.get(decode, 0.0)
+        bound = [other for at, other in self._prefills.items() if at[0] == key[0] and other.room == decode.room]
+        return any(over_at_s.get(other, ended_at_s) >= ended_at_s for other in bound)
 
     @staticmethod
     def _both_live(*sides: Who) -> bool:

@@ -7,7 +7,6 @@ from collections import Counter
 from time import process_time
 from typing import Any
 
-from kvflow.protocols.decode_core import MAX_REPEAT_AFTER_S
 from kvflow.protocols.prefill_core import PrefillCore
 from kvflow.protocols.prefill_rooms import PrefillRoomRecord
 from kvflow.protocols.wire.codec import prompt_digest
@@ -26,10 +25,9 @@ from kvflow.testing.sim.faults import Faults
 from kvflow.testing.sim.outcome import Outcome, Violation
 from kvflow.testing.sim.scenario import Accident, Leg, Request, Scenario
 from kvflow.testing.sim.swap import swapped
-from kvflow.testing.sim.times import FAULTS_END_S, FENCED_S, RECOVER_S, REST_S
+from kvflow.testing.sim.times import FAULTS_END_S, FENCED_S, RECOVER_S, REST_S, SETTLE_S
 from kvflow.testing.sim.variety import LATE, LATE_FENCE_S, NEVER, PAGE_SIZE
 
-SETTLE_S = REST_S + MAX_REPEAT_AFTER_S  # lost questions are asked again less and less often
 PROBES, PROBE_CHUNKS = 6, (1, 1)  # good rooms for every pair, pages of their chunks: they fit beside any quarantine
 
 

@@ -198,6 +198,8 @@ class Endings:
     def _mixed_up(self, key: Key, decode: DecodeRoomRecord, half: PrefillRoomRecord) -> bool:
         """A room id was used again at once: the engine's half has met the end of another room of that id, or the id
         was another room's at prefill when decode's end came there."""
+        if decode.state.cause is not None and decode.state.cause.code is Code.ROOM_IN_USE:
+            return True
         others = [other for other in self._decodes.values() if other.room == decode.room and other is not decode]
         if half.state.cause is not None and any(other.state.cause == half.state.cause for other in others):
             return True

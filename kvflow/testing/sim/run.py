@@ -24,7 +24,7 @@ from kvflow.testing.sim.outcome import Outcome
 from kvflow.testing.sim.rest import left
 from kvflow.testing.sim.scenario import Accident, Leg, Request, Scenario, draw
 from kvflow.testing.sim.swap import swapped
-from kvflow.testing.sim.times import FAULTS_END_S, FENCED_S, RECOVER_S, REST_S
+from kvflow.testing.sim.times import FAULTS_END_S, FENCED_S, RECOVER_S, REST_S, SETTLE_S
 from kvflow.testing.sim.variety import LATE, LATE_FENCE_S, NEVER, PAGE_SIZE
 
 STEPS_MIN = 200
@@ -55,7 +55,7 @@ class Run:
         await asyncio.sleep(FAULTS_END_S)
         await self._two_kinds_at_least()
         self._calm()
-        await self._until_rest(REST_S, "with the faults over", doubts=True)
+        await self._until_rest(SETTLE_S, "with the faults over", doubts=True)
         await asyncio.sleep(RECOVER_S)  # links that were given up come back with a heartbeat
         if self.scenario.variety.fences == LATE:
             await asyncio.sleep(LATE_FENCE_S)  # and the dead are forgotten

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from kvflow.protocols.decode_core import MAX_REPEAT_AFTER_S
+
 Span = tuple[float, float]
 
 # --- the control network
@@ -23,6 +25,7 @@ THREAD_S: Span = (0.0005, 0.02)  # work in an executor: a model step, a checksum
 
 FAULTS_END_S = 3.0
 REST_S = 6.0  # with the faults over, everything has come to rest within so long
+SETTLE_S = REST_S + MAX_REPEAT_AFTER_S  # after losses: lost questions are asked again less and less often
 FENCED_S = 0.5  # and with every writer dead, every page is home within so long
 FENCE_SLACK_S = 0.1  # between a fence's answer and the end of every loan
 
