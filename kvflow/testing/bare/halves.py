@@ -143,14 +143,16 @@ class WatchedHalves(Halves):
 
     def _mixed_up(self, key: Key, decode: DecodeRoomRecord, half: PrefillRoomRecord) -> bool:
         """A room id was used again at once: the engine's half has met the end of another room of that id, another half
-        has met the end that was meant for it, or the id was another room's at prefill when that end came there."""
+        has met one that may have been meant for it, or the id was another room's at prefill when it ended here."""
         cause, legs = decode.state.cause, self._legs.get((key[0], decode.room), [])
         if cause is not None and cause.code is Code.ROOM_IN_USE:
             return True
-        if cause is not None and any(leg.state.cause == cause for leg in legs if leg is not half):
+        rooms = [room.record for room in self.oracle.rooms.values() if room.record.room == decode.room]
+        causes = {other.state.cause for other in rooms} - {None}
+        if any(leg.state.cause in causes for leg in legs if leg is not half):
             return True
-        over_at_s, others = self.oracle.over_at_s, (room.record for room in self.oracle.rooms.values())
-        before = [other for other in others if other.room == decode.room and other is not decode and other in over_at_s]
+        over_at_s = self.oracle.over_at_s
+        before = [other for other in rooms if other is not decode and other in over_at_s]
         if half in over_at_s and any(over_at_s[other] <= over_at_s[half] for other in before):
             return True
         ended_at_s = over_at_s.get(decode, 0.0)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -46,6 +47,7 @@ class Endings:
         self._prefills: dict[Key, PrefillRoomRecord] = {}
         self._over_at_s: dict[Record, float] = {}
         self._halves: dict[tuple[int, int], PrefillRoomRecord] = {}  # (incarnation, room): the engine's latest
+        self._legs: dict[tuple[int, int], list[PrefillRoomRecord]] = defaultdict(list)  # and all of them
         self._handles: dict[PrefillRoomRecord, PrefillRoom] = {}
         self._told: set[DecodeRoomRecord] = set()  # whose users have their answer
 
@@ -84,7 +86,9 @@ class Endings:
         """The engine's half of a room is there."""
         record = room.record
         self._handles[record] = room
-        self._halves[current_incarnation(self.oracle), record.room] = record
+        where = current_incarnation(self.oracle), record.room
+        self._halves[where] = record
+        self._legs[where].append(record)
 
     def at_prefill(self, source: Incarnation, record: PrefillRoomRecord, before: PrefillRoomState) -> None:
         now = record.state
@@ -196,12 +200,15 @@ class Endings:
         return RECOVER_S + min(max(0.0, trouble_s - decode.opened_at_s), MAX_REPEAT_AFTER_S)
 
     def _mixed_up(self, key: Key, decode: DecodeRoomRecord, half: PrefillRoomRecord) -> bool:
-        """A room id was used again at once: the engine's half has met the end of another room of that id, or the id
-        was another room's at prefill when decode's end came there."""
+        """A room id was used again at once: the engine's half has met the end of another room of that id, another half
+        has met one that may have been meant for it, or the id was another room's at prefill when it ended here."""
         if decode.state.cause is not None and decode.state.cause.code is Code.ROOM_IN_USE:
             return True
-        others = [other for other in self._decodes.values() if other.room == decode.room and other is not decode]
-        if half.state.cause is not None and any(other.state.cause == half.state.cause for other in others):
+        rooms = [other for other in self._decodes.values() if other.room == decode.room]
+        causes = {other.state.cause for other in rooms} - {None}
+        if half.state.cause in causes - {decode.state.cause}:
+            return True
+        if any(leg.state.cause in causes for leg in self._legs[key.source, decode.room] if leg is not half):
             return True
         over_at_s, ended_at_s = self._over_at_s, self._over_at_s.get(decode, 0.0)
         bound = [other for at, other in self._prefills.items() if at.source == key.source and other.room == decode.room]
