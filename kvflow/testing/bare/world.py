@@ -11,7 +11,7 @@ from kvflow.protocols.wire.messages import Incarnation
 from kvflow.testing.bare.decode import Decode
 from kvflow.testing.bare.node import Node, Scene
 from kvflow.testing.bare.prefill import Prefill
-from kvflow.testing.sim.lies import all_settled, another_life
+from kvflow.testing.sim.lies import another_life, from_long_ago
 
 
 class World(Scene):
@@ -62,8 +62,8 @@ class World(Scene):
                 said = another_life(node.incarnation, peer)
                 self.wire.deliver([(peer.key.control, node, False, frame) for frame in said])
                 if (known := source.endpoint.core.peers.get(node.incarnation)) is not None:
-                    frame = all_settled(source.incarnation, known)
-                    self.wire.deliver([(peer.key.control, node, True, frame)])
+                    said = from_long_ago(source.incarnation, known)
+                    self.wire.deliver([(peer.key.control, node, True, frame) for frame in said])
 
     @staticmethod
     def tell_node(node: Node, do: Callable[..., object], *arguments: Any) -> None:

@@ -13,7 +13,7 @@ from kvflow.protocols.machines.link import LinkPhase
 from kvflow.protocols.wire.codec import routing_id
 from kvflow.protocols.wire.ranks import RankInfo
 from kvflow.testing.sim.faults import Faults
-from kvflow.testing.sim.lies import all_settled, another_life
+from kvflow.testing.sim.lies import another_life, from_long_ago
 from kvflow.testing.sim.loop import Process, VirtualLoop
 from kvflow.testing.sim.oracle import Oracle, Seen
 from kvflow.testing.sim.pages import WatchedPages
@@ -167,7 +167,8 @@ class Cluster:
                 where = peer.key.control, routing_id(own)
                 self.wire.deliver([Frame(*where, False, data) for data in another_life(own, peer)])
                 if (known := source.node.shell.endpoint.core.peers.get(own)) is not None:
-                    self.wire.deliver([Frame(*where, True, all_settled(source.node.incarnation, known))])
+                    said = from_long_ago(source.node.incarnation, known)
+                    self.wire.deliver([Frame(*where, True, data) for data in said])
 
     def start_again(self, member: Member) -> Member:
         """The next life of a node, at the same address; a decode that was closed leaves its pool to it."""

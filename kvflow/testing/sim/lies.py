@@ -5,12 +5,31 @@ from __future__ import annotations
 from kvflow.protocols.decode_links import PrefillPeer
 from kvflow.protocols.prefill_peers import DecodePeer
 from kvflow.protocols.wire.codec import encode
-from kvflow.protocols.wire.messages import WIRE_VERSION, Heartbeat, Incarnation, Message, Rank, Registered
+from kvflow.protocols.wire.messages import (
+    WIRE_VERSION,
+    Announce,
+    GrantId,
+    Heartbeat,
+    Incarnation,
+    Message,
+    Rank,
+    Registered,
+    RoomId,
+)
+
+_NOBODYS = RoomId(1 << 40)
 
 
-def all_settled(source: Incarnation, peer: DecodePeer) -> bytes:
-    """A decode claims that it needs nothing of any grant it has used, though some are still in doubt."""
-    return encode(Heartbeat(source=source, target=peer.incarnation, settled_below=peer.grants.seen_below))
+def from_long_ago(source: Incarnation, peer: DecodePeer) -> list[bytes]:
+    """A decode announces every grant that prefill has forgotten once more, and claims that it needs nothing of any it
+    has used, though some are still in doubt."""
+    own, grants = peer.incarnation, peer.grants
+    again = [
+        Announce(room=_NOBODYS, grant=GrantId(grant), source=source, target=own) for grant in range(1, grants.low_water)
+    ]
+    return [
+        encode(message) for message in (*again, Heartbeat(source=source, target=own, settled_below=grants.seen_below))
+    ]
 
 
 def another_life(target: Incarnation, peer: PrefillPeer) -> list[bytes]:
