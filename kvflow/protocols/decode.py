@@ -97,7 +97,7 @@ class DecodeEndpoint:
             core.ledger.check_quarantine()
             num_pages = pages_wanted(core.identity.layout, prompt.tokens, prompt.prefix_tokens)
         except KvflowError as error:
-            core.withdraw(lease, error.cause(), now)
+            core.recall(lease, error.cause(), now)
             raise
         record = DecodeRoomRecord(lease, peers, prompt, num_pages, deadline_at_s, now)
         record.resync_after_s = core.timing.repeat_after_s
@@ -128,6 +128,8 @@ class DecodeEndpoint:
         record.lent = True
         record.lease.num_pages = len(pages)
         record.progress_at_s = now
+        if record.resync_after_s > self.core.timing.repeat_after_s:
+            self.core.ask_as_at_first(record, now)
         self.core.feed_room(record, DecodeEvent(DecodeKind.LENT), now)
         return True
 
@@ -143,7 +145,7 @@ class DecodeEndpoint:
 
         Raises: as `open_room`, where the ranks cannot be reached.
         """
-        self.core.withdraw(self._lease(room, self._peers(ranks, now), now), cause, now)
+        self.core.recall(self._lease(room, self._peers(ranks, now), now), cause, now)
 
     def chunk_summed(self, grant: GrantId, rank: int, seq: int, checksum: bytes, now: float) -> None:
         """The checksum of a landed chunk; empty when it could not be computed."""

@@ -143,10 +143,18 @@ class DecodeCore:
         record.linked = True
         self.outbox.append(Linked(record.grant))
 
-    def withdraw(self, lease: Lease[PrefillPeer], cause: Cause, now: float) -> None:
-        """No page was offered: Abort is repeated until every rank has acknowledged it."""
+    def recall(self, lease: Lease[PrefillPeer], cause: Cause, now: float) -> None:
+        """Abort is sent, and repeated until every rank has acknowledged it. A rank that has left others unanswered for
+        long is asked for all of them as often as at first: that silence says nothing of this one."""
         for change in self.ledger.recall(lease, cause):
+            if change.source.repeat_after_s > self.timing.repeat_after_s:
+                self.repeat_from(change.source, now + self.timing.repeat_after_s)
             self.loan_changed(change, now)
+
+    def ask_as_at_first(self, record: DecodeRoomRecord, now: float) -> None:
+        """It has stood still for long, has moved just now, and may lose a message again."""
+        record.resync_after_s = self.timing.repeat_after_s
+        self.deadlines.set(Timer("stalled", record.grant), now + record.resync_after_s)
 
     @property
     def proof_may_come(self) -> bool:
@@ -223,10 +231,9 @@ def _send_bootstrap(core: DecodeCore, record: DecodeRoomRecord, now: float) -> N
 
 
 def _recall_loans(core: DecodeCore, record: DecodeRoomRecord, now: float) -> None:
-    changes = core.ledger.recall(record.lease, record.first_cause)
-    for change in changes:
-        core.loan_changed(change, now)
-    if not changes and record.phase is DecodePhase.DRAINING:
+    owed = bool(record.lease.loans)
+    core.recall(record.lease, record.first_cause, now)
+    if not owed and record.phase is DecodePhase.DRAINING:
         core.feed_room(record, DecodeEvent(DecodeKind.LOANS_ENDED), now)
 
 

@@ -53,7 +53,9 @@ def _on_chunk_done(core: DecodeCore, peer: PrefillPeer, message: wire.ChunkDone,
         else:
             core.observer.message_dropped("stale")
         return
-    record.progress_at_s, record.resync_after_s = now, core.timing.repeat_after_s
+    record.progress_at_s = now
+    if record.resync_after_s > core.timing.repeat_after_s:
+        core.ask_as_at_first(record, now)
     if core.verify:
         first = record.first_page(rank)
         record.checks.append(ChunkCheck(rank, message))

@@ -209,6 +209,19 @@ class TestAborts:
         fresh.tick()
         assert fresh.tick() == [to(abort(grant=grant))] and next(iter(fresh.endpoint.peers)).repeat_after_s == 1.0
 
+    def test_one_that_prefill_takes_long_over_does_not_delay_the_next(self, decode: LoneDecode) -> None:
+        first, second = decode.lent(7), decode.lent(8)
+        decode.close(first.grant)
+        for _ in range(16):
+            decode.hear(beat())
+            decode.tick(0.5)
+        decode.hear(beat())
+        decode.close(second.grant)
+        decode.tick(0.25)
+        decode.close(decode.lent(9).grant)
+        decode.tick(0.25)
+        assert to(abort(8, second.grant)) in decode.tick(), "and those after it do not put it off"
+
     def test_only_what_is_recalled_is_repeated(self, decode: LoneDecode) -> None:
         decode.lent(7)
         withdrawn = decode.open(8)
@@ -239,6 +252,23 @@ class TestAsking:
         decode.hear(done(0, 2))
         assert decode.tick(0.25) == [] and decode.tick(0.125) == []
         assert to(ask((7, G, 1))) in decode.tick(0.125), "half a second after it has come"
+
+    @pytest.mark.parametrize("chunks", [0, 1])
+    def test_what_has_moved_after_long_is_asked_about_as_soon_as_at_first(
+        self, decode: LoneDecode, chunks: int
+    ) -> None:
+        grant = decode.open()
+        for _ in range(28 - 14 * chunks):
+            decode.hear(beat())
+            decode.tick(0.5)
+        decode.lend(grant)
+        for _ in range(28 * chunks):
+            decode.hear(beat())
+            decode.tick(0.5)
+        for seq in range(chunks):
+            decode.hear(done(seq, 1))
+        assert to(ask((7, G, chunks))) not in decode.tick(0.25)
+        assert to(ask((7, G, chunks))) in decode.tick(0.25) + decode.tick()
 
     def test_one_message_asks_about_all_rooms_of_a_link(self) -> None:
         decode = LoneDecode().up(TWO)

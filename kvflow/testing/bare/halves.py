@@ -145,9 +145,9 @@ class WatchedHalves(Halves):
         """A room id was used again at once: the engine's half has met the end of another room of that id, another half
         has met one that may have been meant for it, or the id was another room's at prefill when it ended here."""
         cause, legs = decode.state.cause, self._legs.get((key[0], decode.room), [])
-        if cause is not None and cause.code is Code.ROOM_IN_USE:
-            return True
         rooms = [room.record for room in self.oracle.rooms.values() if room.record.room == decode.room]
+        if cause is not None and cause.code is Code.ROOM_IN_USE and any(other is not decode for other in rooms):
+            return True
         causes = {other.state.cause for other in rooms} - {None}
         if any(leg.state.cause in causes for leg in legs if leg is not half):
             return True
@@ -155,7 +155,9 @@ class WatchedHalves(Halves):
         before = [other for other in rooms if other is not decode and other in over_at_s]
         if half in over_at_s and any(over_at_s[other] <= over_at_s[half] for other in before):
             return True
-        ended_at_s = over_at_s.get(decode, 0.0)
+        if decode not in over_at_s:
+            return False
+        ended_at_s = over_at_s[decode]
         bound = [other for at, other in self._prefills.items() if at[0] == key[0] and other.room == decode.room]
         return any(over_at_s.get(other, ended_at_s) >= ended_at_s for other in bound)
 

@@ -202,15 +202,17 @@ class Endings:
     def _mixed_up(self, key: Key, decode: DecodeRoomRecord, half: PrefillRoomRecord) -> bool:
         """A room id was used again at once: the engine's half has met the end of another room of that id, another half
         has met one that may have been meant for it, or the id was another room's at prefill when it ended here."""
-        if decode.state.cause is not None and decode.state.cause.code is Code.ROOM_IN_USE:
+        cause, rooms = decode.state.cause, [other for other in self._decodes.values() if other.room == decode.room]
+        if cause is not None and cause.code is Code.ROOM_IN_USE and any(other is not decode for other in rooms):
             return True
-        rooms = [other for other in self._decodes.values() if other.room == decode.room]
         causes = {other.state.cause for other in rooms} - {None}
         if half.state.cause in causes - {decode.state.cause}:
             return True
         if any(leg.state.cause in causes for leg in self._legs[key.source, decode.room] if leg is not half):
             return True
-        over_at_s, ended_at_s = self._over_at_s, self._over_at_s.get(decode, 0.0)
+        if decode not in self._over_at_s:
+            return False
+        over_at_s, ended_at_s = self._over_at_s, self._over_at_s[decode]
         bound = [other for at, other in self._prefills.items() if at.source == key.source and other.room == decode.room]
         return any(over_at_s.get(other, ended_at_s) >= ended_at_s for other in bound)
 
