@@ -21,7 +21,7 @@ SEEDS = {
     "ack before drain": (0, "I12"),
     "ack popped before send": (15, "I5"),
     "abort never retried": (13, "I4"),
-    "no grant check": (883, "I4"),
+    "no grant check": (1152, "I4"),
     "no grant check at prefill": (0, "I4"),
     "resurrect on late metadata": (0, "I6"),
     "failed slice retried": (4, "I3"),
