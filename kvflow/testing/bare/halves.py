@@ -149,6 +149,8 @@ class WatchedHalves(Halves):
         if cause is not None and cause.code is Code.ROOM_IN_USE and any(other is not decode for other in rooms):
             return True
         causes = {other.state.cause for other in rooms} - {None}
+        if half.state.cause in causes - {cause}:
+            return True
         if any(leg.state.cause in causes for leg in legs if leg is not half):
             return True
         over_at_s = self.oracle.over_at_s

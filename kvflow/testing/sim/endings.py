@@ -206,7 +206,7 @@ class Endings:
         if cause is not None and cause.code is Code.ROOM_IN_USE and any(other is not decode for other in rooms):
             return True
         causes = {other.state.cause for other in rooms} - {None}
-        if half.state.cause in causes - {decode.state.cause}:
+        if half.state.cause in causes - {cause}:
             return True
         if any(leg.state.cause in causes for leg in self._legs[key.source, decode.room] if leg is not half):
             return True
