@@ -72,6 +72,8 @@ def on_room_of_refused(core: PrefillCore, message: wire.Announce | wire.Abort, n
         core.observer.message_dropped("stale")
         return
     if isinstance(message, wire.Announce):
+        if core.rendezvous.has_ended(message.room, Side.ENGINE):
+            return  # kept: when this decode is accepted after all, it announces the room again
         _end_engine_half(core, message.room, Cause(cause.code, f"prefill refused this decode: {cause.text}"), now)
     else:
         _end_engine_half(core, message.room, message.cause, now)

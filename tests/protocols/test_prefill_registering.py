@@ -16,6 +16,7 @@ from tests.protocols.alone import (
     ADDRESS,
     DECODE,
     DIGEST,
+    GONE,
     LAYOUT,
     OTHER_DECODE,
     OTHER_PREFILL,
@@ -121,6 +122,19 @@ class TestRefusedByTheRoute:
         assert list(prefill.endpoint.peers) == [] and not prefill.endpoint.rooms
         other = prefill.open(8)
         assert prefill.asked() == [RoomStopped(other.serial, why), RoomReleased(other.serial)], "its half came later"
+
+    def test_what_the_engine_has_ended_is_kept_for_it(self) -> None:
+        """Its next Register may be on the way behind what it announces."""
+        prefill = LonePrefill()
+        prefill.register()
+        prefill.endpoint.route_refused(DECODE, "no such segment", prefill.now)
+        prefill.close(prefill.open(7))
+        prefill.asked()
+        assert prefill.hear(announce(7, 2)) == []
+        prefill.register()
+        prefill.endpoint.route_opened(DECODE, prefill.now)
+        prefill.asked()
+        assert prefill.hear(announce(7, 2)) == [failed(GONE, 7, 2), ack(7, 2)]
 
     def test_rooms_that_it_announces_or_refuses_afterwards_end_too(self) -> None:
         prefill = LonePrefill()

@@ -57,6 +57,11 @@ class Rendezvous(Generic[S]):
             if len(self._outcomes) > self._limit:
                 self._outcomes.popitem(last=False)
 
+    def has_ended(self, room: RoomId, side: Side) -> bool:
+        """The other one has not been told yet."""
+        outcome = self._outcomes.get(room)
+        return outcome is not None and outcome.side is side
+
     def take(self, room: RoomId, side: Side) -> Cause | None:
         """Why the other half of `room` ended, for `side` that comes now; the same side coming again begins afresh."""
         outcome = self._outcomes.pop(room, None)
