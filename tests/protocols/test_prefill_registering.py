@@ -14,9 +14,9 @@ from kvflow.protocols.ports import WriteOutcome
 from kvflow.protocols.wire import messages as wire
 from tests.protocols.alone import (
     ADDRESS,
+    BROKEN,
     DECODE,
     DIGEST,
-    GONE,
     LAYOUT,
     OTHER_DECODE,
     OTHER_PREFILL,
@@ -134,7 +134,7 @@ class TestRefusedByTheRoute:
         prefill.register()
         prefill.endpoint.route_opened(DECODE, prefill.now)
         prefill.asked()
-        assert prefill.hear(announce(7, 2)) == [failed(GONE, 7, 2), ack(7, 2)]
+        assert prefill.hear(announce(7, 2)) == [failed(BROKEN, 7, 2), ack(7, 2)]
 
     def test_rooms_that_it_announces_or_refuses_afterwards_end_too(self) -> None:
         prefill = LonePrefill()
