@@ -79,12 +79,15 @@ async def test_errors_prove_nothing_and_late_ones_land_later(fault: Fault) -> No
     assert bool((values == 2).any()) == (fault is Fault.LATE)
 
 
-@pytest.mark.parametrize("fault", [Fault.ERROR, Fault.LATE])
-async def test_one_page_meets_a_fault_too(fault: Fault) -> None:
+@pytest.mark.parametrize(
+    ("fault", "outcome"), [(Fault.ERROR, WriteOutcome.CANCELLED), (Fault.LATE, WriteOutcome.UNPROVEN)]
+)
+async def test_one_page_meets_a_fault_too(fault: Fault, outcome: WriteOutcome) -> None:
     pair = PlanePair()
     pair.prefill.script(fault)
     write = (await pair.route()).write(pages(1), pages(1))
-    assert await asyncio.shield(write.done) is WriteOutcome.UNPROVEN and pair.arrived() == 0
+    assert await asyncio.shield(write.done) is outcome and pair.arrived() == 0
+    assert write.error, "an error all the same"
 
 
 async def test_a_stuck_write_ends_only_when_released() -> None:
