@@ -173,15 +173,13 @@ class DecodeCore:
         self.deadlines.cancel(Timer("link", peer.key))
         self.deadlines.cancel(Timer("repeat", peer.key))
 
-    def for_each_loan(self, peer: PrefillPeer, run: str, cause: Cause | None = None) -> bool:
-        """Queue a task for every loan of a peer. False when it has none."""
-        return self.add_task(Task(run, self.ledger.grants_of(peer), peer, cause))
+    def for_each_loan(self, peer: PrefillPeer, run: str, cause: Cause | None = None) -> None:
+        """Queue a task for every loan of a peer."""
+        self.add_task(Task(run, self.ledger.grants_of(peer), peer, cause))
 
-    def add_task(self, task: Task) -> bool:
-        """False when there is nothing to do."""
+    def add_task(self, task: Task) -> None:
         if task.grants:
             self.tasks.append(task)
-        return bool(task.grants)
 
     def work(self, limit: float, now: float) -> None:
         while self.tasks and limit > 0:
@@ -204,8 +202,8 @@ class DecodeCore:
         """Send Abort again for every loan of a peer that was recalled and is not acknowledged; less and less often
         while none is."""
         peer = self.links.peers[timer.key]
-        if self.for_each_loan(peer, "repeat"):
-            peer.repeat_after_s = self.back_off(peer.repeat_after_s)
+        self.for_each_loan(peer, "repeat")
+        peer.repeat_after_s = self.back_off(peer.repeat_after_s)
 
     def repeat_from(self, peer: PrefillPeer, at_s: float) -> None:
         """Ask for what is not acknowledged then, and as often as at first."""

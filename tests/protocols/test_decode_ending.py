@@ -253,6 +253,13 @@ class TestAsking:
         assert decode.tick(0.25) == [] and decode.tick(0.125) == []
         assert to(ask((7, G, 1))) in decode.tick(0.125), "half a second after it has come"
 
+    def test_half_a_second_is_counted_from_the_last_chunk(self, decode: LoneDecode) -> None:
+        decode.lent()
+        decode.tick(0.25)
+        decode.hear(done(0, 1))
+        assert decode.tick(0.25) == [] == decode.tick(0.125)
+        assert to(ask((7, G, 1))) in decode.tick(0.125)
+
     @pytest.mark.parametrize("chunks", [0, 1])
     def test_what_has_moved_after_long_is_asked_about_as_soon_as_at_first(
         self, decode: LoneDecode, chunks: int

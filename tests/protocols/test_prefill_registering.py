@@ -136,6 +136,15 @@ class TestRefusedByTheRoute:
         prefill.asked()
         assert prefill.hear(announce(7, 2)) == [failed(BROKEN, 7, 2), ack(7, 2)]
 
+    def test_only_what_the_engine_has_ended_is_kept(self) -> None:
+        prefill = LonePrefill()
+        prefill.register()
+        prefill.endpoint.route_refused(DECODE, "no such segment", prefill.now)
+        assert prefill.hear(abort(7, 2), announce(7, 3)) == [registered("no such segment")]
+        record = prefill.open(7)
+        why = Cause(Code.REFUSED, "prefill refused this decode: no such segment")
+        assert prefill.asked() == [RoomStopped(record.serial, why), RoomReleased(record.serial)], "the latest word"
+
     def test_rooms_that_it_announces_or_refuses_afterwards_end_too(self) -> None:
         prefill = LonePrefill()
         prefill.register()
