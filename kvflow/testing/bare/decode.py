@@ -104,12 +104,13 @@ class Decode(Node):
 
     def read(self, burst: Burst) -> None:
         """There is a socket for every link."""
-        links: dict[PeerKey, None] = dict.fromkeys(key for key, _, _ in burst)
-        for link in links:
-            for key, frame, spoilt in burst:
-                if key == link:
-                    self.malformed += spoilt
-                    self.endpoint.receive(key, frame, self.clock.now)
+        by_link: dict[PeerKey, Burst] = {}
+        for received in burst:
+            by_link.setdefault(received[0], []).append(received)
+        for frames in by_link.values():
+            for key, frame, spoilt in frames:
+                self.malformed += spoilt
+                self.endpoint.receive(key, frame, self.clock.now)
             self.run()
 
     def known_dead(self, watched: PeerKey) -> None:

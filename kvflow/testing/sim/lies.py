@@ -24,12 +24,11 @@ def from_long_ago(source: Incarnation, peer: DecodePeer) -> list[bytes]:
     """A decode announces every grant that prefill has forgotten once more, and claims that it needs nothing of any it
     has used, though some are still in doubt."""
     own, grants = peer.incarnation, peer.grants
-    again = [
+    said: list[Message] = [
         Announce(room=_NOBODYS, grant=GrantId(grant), source=source, target=own) for grant in range(1, grants.low_water)
     ]
-    return [
-        encode(message) for message in (*again, Heartbeat(source=source, target=own, settled_below=grants.seen_below))
-    ]
+    said.append(Heartbeat(source=source, target=own, settled_below=grants.seen_below))
+    return [encode(message) for message in said]
 
 
 def another_life(target: Incarnation, peer: PrefillPeer) -> list[bytes]:
@@ -37,12 +36,11 @@ def another_life(target: Incarnation, peer: PrefillPeer) -> list[bytes]:
     own = peer.key.incarnation
 
     def answers(source: Incarnation, refusal: str) -> Message:
-        rank = Rank(peer.info.rank)
         return Registered(
             source=source,
             target=target,
             wire_version=WIRE_VERSION,
-            rank=rank,
+            rank=Rank(peer.info.rank),
             refusal=refusal,
             asked=own,
             fresh_from=peer.fresh_from,

@@ -123,7 +123,7 @@ PLANTS = (
     TablePlant(
         "unproven taken for drained",
         "any answer to Abort ends the loan",
-        _cells(loans.TABLE, {(phase, LoanKind.UNPROVEN): _RETURN for phase in (LoanPhase.LENT, *_IN_DOUBT)}),
+        _cells(loans.TABLE, {(phase, LoanKind.UNPROVEN): _RETURN for phase in loans.WRITABLE}),
         "I2",
     ),
     TablePlant(

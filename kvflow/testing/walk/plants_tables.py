@@ -138,10 +138,7 @@ TABLES: tuple[Plant, ...] = (
         "a lost source is a dead one: its loans are over",
         _cells(
             loans,
-            {
-                (phase, LoanKind.SOURCE_LOST): _RETURN
-                for phase in (LoanPhase.LENT, LoanPhase.RECALLED, LoanPhase.DOUBTFUL)
-            },
+            {(phase, LoanKind.SOURCE_LOST): _RETURN for phase in loans.WRITABLE},
         ),
         "I2",
     ),
@@ -162,7 +159,7 @@ TABLES: tuple[Plant, ...] = (
         "any answer to Abort ends the loan",
         _cells(
             loans,
-            {(phase, LoanKind.UNPROVEN): _RETURN for phase in (LoanPhase.LENT, LoanPhase.RECALLED, LoanPhase.DOUBTFUL)},
+            {(phase, LoanKind.UNPROVEN): _RETURN for phase in loans.WRITABLE},
         ),
         "I2",
     ),
