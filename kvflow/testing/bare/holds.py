@@ -10,27 +10,12 @@ from kvflow.protocols.ports import WriteOutcome
 from kvflow.protocols.prefill_rooms import PrefillRoomRecord
 from kvflow.testing.bare.job import DecodeJob, PrefillJob
 from kvflow.testing.bare.pages import Pages
-
-Key = tuple[int, int, int]
-"""One promise: source and target incarnation, grant. Who may write, into whose pages."""
+from kvflow.testing.sim.both_sides import Promise, Side
 
 
-class Who(Protocol):
-    """A node, as far as its fate is concerned."""
-
+class Who(Side, Protocol):
     name: str
-    alive: bool
-    displaced: bool  # alive, but its address belongs to another process now
-    troubled_at_s: float  # when it was last cut off or halted
-    stalled_until_s: float  # its data plane moves nothing till then
     routes: set[int]  # decodes that it can write to
-
-    @property
-    def incarnation(self) -> int: ...
-
-    @property
-    def up(self) -> bool:
-        """Alive, and not standing still."""
 
 
 class Room:
@@ -74,14 +59,16 @@ class Write:
 
     __slots__ = ("home", "key", "leg", "next", "number", "outcome", "sources", "targets")
 
-    def __init__(self, number: int, key: Key, leg: Leg, sources: list[int], home: Pages, targets: list[int]) -> None:
+    def __init__(
+        self, number: int, key: Promise, leg: Leg, sources: list[int], home: Pages, targets: list[int]
+    ) -> None:
         self.number, self.key, self.leg = number, key, leg
         self.sources, self.home, self.targets = sources, home, targets
         self.next = 0
         self.outcome: WriteOutcome | None = None
 
 
-def key_of(node: Who, record: PrefillRoomRecord) -> Key:
+def key_of(node: Who, record: PrefillRoomRecord) -> Promise:
     """Of a room at prefill that decode's half has come to."""
     assert record.peer is not None
     return node.incarnation, record.peer.incarnation, record.grant

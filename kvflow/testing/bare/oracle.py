@@ -8,19 +8,18 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable
 
-from kvflow.protocols.decode_rooms import DecodeRoomRecord
 from kvflow.protocols.errors import Cause, Code
 from kvflow.protocols.ports import WriteOutcome
 from kvflow.protocols.prefill_rooms import PrefillRoomRecord
 from kvflow.protocols.wire.codec import parse_at_decode
 from kvflow.protocols.wire.messages import AbortAck, ChunkDone
 from kvflow.testing.bare.clock import Clock
-from kvflow.testing.bare.holds import Key, Leg, Room, Who, Write, key_of
+from kvflow.testing.bare.holds import Leg, Room, Who, Write, key_of
 from kvflow.testing.bare.job import handoff_of
 from kvflow.testing.bare.pages import Pages
+from kvflow.testing.sim.both_sides import Promise, Record
 from kvflow.testing.sim.outcome import Violation
 
-Record = DecodeRoomRecord | PrefillRoomRecord
 DEADLINE_SLACK_S = 0.1
 _GIVEN = (Code.CLIENT_GONE, Code.CAPACITY, Code.ENGINE_ERROR)
 
@@ -49,13 +48,13 @@ class Oracle:
     def __init__(self, clock: Clock, trace: Callable[[str], None] | None) -> None:
         self.clock, self.halves = clock, Halves()
         self.endings: Counter[str] = Counter()
-        self.rooms: dict[Key, Room] = {}
-        self.writes: dict[Key, list[Write]] = {}
-        self.acked: set[Key] = set()
+        self.rooms: dict[Promise, Room] = {}
+        self.writes: dict[Promise, list[Write]] = {}
+        self.acked: set[Promise] = set()
         self.stopped: set[int] = set()  # rooms, a write of which has stopped short
         self.damaged = False  # bytes, on purpose
         self.over_at_s: dict[Record, float] = {}
-        self._bound: dict[Key, PrefillRoomRecord] = {}
+        self._bound: dict[Promise, PrefillRoomRecord] = {}
         self._causes: dict[int, set[Cause]] = {}  # that the world gave to a room
         self._deadlines: dict[int, float] = {}  # the earliest of any half of a room
         self._prompts: dict[int, set[tuple[int, bytes]]] = {}
@@ -110,7 +109,7 @@ class Oracle:
             assert isinstance(message, AbortAck)
             self._acknowledged((message.source, message.target, message.grant), message.drained)
 
-    def _acknowledged(self, key: Key, drained: bool) -> None:
+    def _acknowledged(self, key: Promise, drained: bool) -> None:
         self.acked.add(key)
         for write in self.writes.get(key, ()):
             if write.outcome is None:
@@ -169,7 +168,7 @@ class Oracle:
         self._prompts.setdefault(leg.record.room, set()).add((leg.job.tokens, leg.job.digest))
         self.halves.opened_at_prefill(node, leg)
 
-    def bound(self, node: Who, record: PrefillRoomRecord) -> Key:
+    def bound(self, node: Who, record: PrefillRoomRecord) -> Promise:
         """Decode's half has come to prefill, or is announced."""
         key = key_of(node, record)
         if key in self._bound or key in self.acked:

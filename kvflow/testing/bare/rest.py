@@ -11,9 +11,9 @@ from kvflow.protocols.ports import WriteOutcome
 from kvflow.protocols.prefill_core import PrefillCore
 from kvflow.protocols.prefill_rooms import PrefillRoomRecord
 from kvflow.testing.bare.decode import Decode
-from kvflow.testing.bare.holds import Key
 from kvflow.testing.bare.prefill import Prefill
 from kvflow.testing.bare.world import World
+from kvflow.testing.sim.both_sides import Promise
 from kvflow.testing.sim.times import FENCE_SLACK_S
 from kvflow.testing.sim.variety import NUM_PAGES
 
@@ -90,14 +90,14 @@ def _left_at_decode(node: Decode, world: World, doubts: bool) -> Iterator[str]:
         yield f"{node.name}: {lasting} deadlines of nothing"
 
 
-def frozen(key: Key, world: World) -> bool:
+def frozen(key: Promise, world: World) -> bool:
     """A write of it never ends, and the one who writes lives."""
     node = world.nodes[key[0]]
     assert isinstance(node, Prefill)
     return node.alive and any(write.fault == "frozen" and write.key == key for write in node.writes.values())
 
 
-def _doubtful(key: Key, world: World) -> bool:
+def _doubtful(key: Promise, world: World) -> bool:
     """Proof is truly missing: the writer cannot say, or cannot be asked, and it lives as far as can be known."""
     source = world.nodes[key[0]]
     if not source.alive:

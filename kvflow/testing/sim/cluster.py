@@ -193,7 +193,7 @@ class Cluster:
 
     def resume(self, member: Member) -> None:
         self.oracle.trace(lambda: f"{member.name} goes on")
-        member.seen.disturbed_at_s = self.loop.time()
+        member.seen.troubled_at_s = self.loop.time()
         self.loop.resume(member.process)
 
     def stall(self, member: Member, for_s: float) -> None:
@@ -208,7 +208,7 @@ class Cluster:
 
     def unjam(self, member: Member) -> None:
         self.oracle.trace(lambda: f"what has waited for {member.name} arrives")
-        member.seen.disturbed_at_s = self.loop.time()
+        member.seen.troubled_at_s = self.loop.time()
         self.wire.unjam(_end_of(member))
 
     def cut(self, member: Member) -> None:
@@ -220,7 +220,7 @@ class Cluster:
 
     def mend(self, member: Member) -> None:
         self.oracle.trace(lambda: f"{member.name} can be reached again")
-        member.seen.disturbed_at_s = self.loop.time()
+        member.seen.troubled_at_s = self.loop.time()
         if isinstance(member.node, PrefillNode):
             self.wire.cut_controls.discard(member.node.control)
         else:

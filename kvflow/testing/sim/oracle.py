@@ -41,11 +41,20 @@ class Seen:
     def __init__(self, process: Process, incarnation: int, pages: WatchedPages, pool: PagedPool) -> None:
         self.process, self.incarnation, self.pages, self.pool = process, incarnation, pages, pool
         self.malformed = 0
-        self.disturbed_at_s = -1.0  # when it was last cut off or halted
+        self.troubled_at_s = -1.0  # when it was last cut off or halted
         self.stalled_until_s = -1.0  # its data plane moves nothing till then
         self.proven_at_s = float("inf")  # when its death is known everywhere
         self.ended = False  # crashed, or closed
         self.displaced = False  # alive, but its address belongs to somebody else now
+
+    @property
+    def alive(self) -> bool:
+        return not self.ended
+
+    @property
+    def up(self) -> bool:
+        """Alive, and not standing still."""
+        return not self.ended and self.process.parked is None
 
 
 class Write:
