@@ -2,7 +2,8 @@
 
 A round takes a few tenths of a second, so what else the machine does meets every tree alike. Only the workers are a
 tree's own code; what they are asked, and how the clock is read, is the same for all. Processes are started anew every
-`LIFE_TURNS` turns: a process keeps the cores and the memory that it got by chance (some 15 % of CPU per room).
+`LIFE_TURNS` turns, in another order: a process keeps the cores and the memory that it got (some 15 % of CPU per room by
+chance, 7 % of a local transfer by being the first to start). With two trees, 12 turns start each equally often first.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from kvflow.bench.pair import WORKER, WorkerPair
 
 ROOMS = {1: 200, 32: 1500, 256: 3000}  # of a round, by how many run at once: a few tenths of a second
 CASES = transfer.PEER_CASES
-LIFE_TURNS = 5
+LIFE_TURNS = 2
 
 Trees = Mapping[str, str]
 """Name of a run -> root of its checkout; two names may have the same."""
@@ -25,7 +26,7 @@ Figures = dict[str, float]
 Turns = list[dict[str, Figures]]
 """Turn by turn: name of a run -> its figures."""
 Measure = Callable[[WorkerPair], Awaitable[Figures]]
-OpenAll = Callable[[], AbstractAsyncContextManager[dict[str, WorkerPair]]]
+OpenAll = Callable[[Trees], AbstractAsyncContextManager[dict[str, WorkerPair]]]
 Say = Callable[[str], None]
 
 
@@ -34,7 +35,7 @@ async def rooms_by_turns(trees: Trees, planes: tuple[str, ...], turns: int, say:
     seen: Turns = [{name: {} for name in trees} for _ in range(turns)]
     for plane in planes:
         cases = {f"{plane} {at_once}": partial(_rooms, at_once=at_once, count=n) for at_once, n in ROOMS.items()}
-        await _by_turns(partial(_pairs, trees, plane, order="page_first", **rooms.SHAPE), cases, seen, say)
+        await _by_turns(partial(_pairs, plane, order="page_first", **rooms.SHAPE), trees, cases, seen, say)
     return seen
 
 
@@ -44,9 +45,8 @@ async def transfers_by_turns(trees: Trees, planes: tuple[str, ...], turns: int, 
     pages = max(case.pages * case.rooms for case in CASES) + transfer.SPARE_PAGES
     for plane in planes:
         cases = {f"{plane} {case}": partial(_goodput, case=case) for case in CASES}
-        await _by_turns(
-            partial(_pairs, trees, plane, order="page_first", pages=pages, **transfer.SHAPE), cases, seen, say
-        )
+        open_all = partial(_pairs, plane, order="page_first", pages=pages, **transfer.SHAPE)
+        await _by_turns(open_all, trees, cases, seen, say)
     return seen
 
 
@@ -59,10 +59,10 @@ async def _goodput(pair: WorkerPair, *, case: transfer.Case) -> Figures:
     return {"rooms_gb_s": await transfer.through_rooms(pair, case)}
 
 
-async def _by_turns(open_all: OpenAll, cases: Mapping[str, Measure], seen: Turns, say: Say) -> None:
+async def _by_turns(open_all: OpenAll, trees: Trees, cases: Mapping[str, Measure], seen: Turns, say: Say) -> None:
     """Fill `seen` with the figures of every case; each is measured once more before, to warm up."""
-    for first in range(0, len(seen), LIFE_TURNS):
-        async with open_all() as opened:
+    for life, first in enumerate(range(0, len(seen), LIFE_TURNS)):
+        async with open_all({name: trees[name] for name in _order(list(trees), life)}) as opened:
             for title, measure in cases.items():
                 for pair in opened.values():
                     await measure(pair)
@@ -80,7 +80,7 @@ def _order(names: list[str], turn: int) -> list[str]:
 
 
 @asynccontextmanager
-async def _pairs(trees: Trees, plane: str, **shape: Any) -> AsyncIterator[dict[str, WorkerPair]]:
+async def _pairs(plane: str, trees: Trees, /, **shape: Any) -> AsyncIterator[dict[str, WorkerPair]]:
     """A prefill and a decode process of every tree."""
     async with AsyncExitStack() as stack:
         opened: dict[str, WorkerPair] = {}
