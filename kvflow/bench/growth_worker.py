@@ -43,10 +43,10 @@ class CountedSocket:
     def lockout_reason(self) -> str:
         return self._socket.lockout_reason
 
-    def send(self, frame: bytes, peer: bytes = b"") -> bool:
+    def send(self, frame: bytes, peer: bytes = b"", at_once: bool = False) -> bool:
         self._traffic["sent"] += 1
         self._traffic["sent_bytes"] += len(frame)
-        return self._socket.send(frame, peer)
+        return self._socket.send(frame, peer, at_once)
 
     async def receive(self) -> list[tuple[bytes, bytes]]:
         burst = await self._socket.receive()

@@ -38,7 +38,7 @@ class Connections:
 
     def send(self, command: c.SendToPrefill) -> None:
         connection = self._open.get(command.peer)
-        if connection is None or not connection.socket.send(command.frame):
+        if connection is None or not connection.socket.send(command.frame, at_once=command.at_once):
             self._shell.counts.undelivered += 1
 
     def dial(self, command: c.Dial) -> None:

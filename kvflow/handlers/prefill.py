@@ -165,7 +165,7 @@ class PrefillShell(Shell):
     # --- commands
 
     def _send(self, command: c.SendToDecode) -> None:
-        if not self.socket.send(command.frame, command.peer_id):
+        if not self.socket.send(command.frame, command.peer_id, command.at_once):
             self.counts.undelivered += 1
 
     def _open_route(self, command: c.OpenRoute) -> None:
@@ -203,11 +203,11 @@ class PrefillShell(Shell):
         write, source_pages, room = self._writes.pop(number)
         del room.writes[number]
         room.landed_before += write.landed_bytes
-        self.pages.unhold(source_pages)
         checksum = write.checksum if isinstance(write, ChecksummedWrite) else b""
         self.endpoint.write_ended(number, done.result(), self.now(), error=write.error, checksum=checksum)
         self.counts.bytes_moved += write.landed_bytes
-        self.run()
+        # Some 100 us for 256 pages: after the answer that decode's pages wait for, and before any user is told.
+        self.run(then=functools.partial(self.pages.unhold, source_pages))
 
     def _cancel_write(self, command: c.CancelWrite) -> None:
         opened = self._writes.get(command.write)

@@ -55,10 +55,14 @@ class Shell:
         self._running = False
         self.changed, self.leaving = asyncio.Event(), False  # set when something was fed to a leaving endpoint
 
-    def run(self) -> None:
-        """Run what the endpoint asks for until it asks for nothing more, then what users want to be called with."""
+    def run(self, then: Callable[[], object] | None = None) -> None:
+        """Run what the endpoint asks for until it asks for nothing more, `then`, and what users want to be called with.
+
+        A command that feeds the endpoint may come here again: the loop below runs what follows.
+        """
         if self._running:
-            return  # a command that feeds the endpoint: the loop below runs what follows
+            assert then is None
+            return
         self._running = True
         outbox, runners = self._endpoint.outbox, self.runners
         try:
@@ -71,6 +75,8 @@ class Shell:
         finally:
             outbox.clear()
             self._running = False
+        if then is not None:
+            then()
         if self.leaving:
             self.changed.set()
         if self._callbacks:

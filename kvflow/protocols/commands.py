@@ -26,6 +26,7 @@ class PeerKey(msgspec.Struct, frozen=True, order=True, gc=False):
 class SendToPrefill(msgspec.Struct, frozen=True, gc=False):
     peer: PeerKey
     frame: bytes
+    at_once: bool = False  # an Abort, for whose answer pages wait: send it before what follows is run
 
 
 class Dial(msgspec.Struct, frozen=True, gc=False):
@@ -130,6 +131,7 @@ DecodeCommand = (
 class SendToDecode(msgspec.Struct, frozen=True, gc=False):
     peer_id: bytes  # its routing id
     frame: bytes
+    at_once: bool = False  # an AbortAck, for which pages wait: send it before what follows is run
 
 
 class OpenRoute(msgspec.Struct, frozen=True):

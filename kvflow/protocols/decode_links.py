@@ -13,7 +13,16 @@ from kvflow.protocols.machines.link import TABLE, LinkCommand, LinkKind, LinkPha
 from kvflow.protocols.pages.layout import PoolLayout
 from kvflow.protocols.ports import PlaneAddress
 from kvflow.protocols.wire.codec import encode
-from kvflow.protocols.wire.messages import WIRE_VERSION, GrantId, Heartbeat, Incarnation, Message, Register, Registered
+from kvflow.protocols.wire.messages import (
+    WIRE_VERSION,
+    Abort,
+    GrantId,
+    Heartbeat,
+    Incarnation,
+    Message,
+    Register,
+    Registered,
+)
 from kvflow.protocols.wire.ranks import RankInfo, check_ranks
 
 
@@ -95,7 +104,7 @@ class DecodeLinks:
         return peer
 
     def send(self, peer: PrefillPeer, message: Message) -> None:
-        self._outbox.append(SendToPrefill(peer.key, encode(message)))
+        self._outbox.append(SendToPrefill(peer.key, encode(message), type(message) is Abort))
 
     def feed(
         self, peer: PrefillPeer, kind: LinkKind, now: float, settled_below: GrantId, cause: Cause | None = None

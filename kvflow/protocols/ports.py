@@ -189,8 +189,11 @@ class ControlSocket(Protocol):
     def lockout_reason(self) -> str:
         """Why the other end rejects us, as far as is known; empty while no handshake has failed."""
 
-    def send(self, frame: bytes, peer: bytes = b"") -> bool:
-        """Queue a frame; False when it cannot be delivered (no such peer, queue full). Resync repairs what is lost."""
+    def send(self, frame: bytes, peer: bytes = b"", at_once: bool = False) -> bool:
+        """Queue a frame; False when it cannot be delivered (no such peer, queue full). Resync repairs what is lost.
+
+        `at_once`: do not wait for what else is sent in this turn of the event loop.
+        """
 
     async def receive(self) -> list[tuple[bytes, bytes]]:
         """The next burst of (peer, frame); at least one, at most a few hundred so that the loop stays free."""

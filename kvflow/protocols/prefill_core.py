@@ -90,7 +90,7 @@ class PrefillCore:
     # --- sending
 
     def send(self, peer: DecodePeer, message: wire.Message) -> None:
-        self.outbox.append(SendToDecode(peer.routing_id, encode(message)))
+        self.outbox.append(SendToDecode(peer.routing_id, encode(message), type(message) is wire.AbortAck))
 
     def answer_register(
         self, target: Incarnation, asked: Incarnation, refusal: str, fresh_from: GrantId = _NO_GRANT
@@ -291,7 +291,7 @@ def _send(core: PrefillCore, record: PrefillRoomRecord, message: wire.Message) -
     assert peer is not None
     record.sent.append(message)
     if peer.phase is not PeerPhase.DEAD:
-        core.outbox.append(SendToDecode(peer.routing_id, encode(message)))
+        core.outbox.append(SendToDecode(peer.routing_id, encode(message), type(message) is wire.AbortAck))
 
 
 def _cancel_writes(core: PrefillCore, record: PrefillRoomRecord, now: float) -> None:

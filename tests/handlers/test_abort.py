@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Awaitable, Callable
 
 import pytest
@@ -98,6 +99,29 @@ async def test_prefill_fails(kvflow_pair: Pair, scene: Callable[[Pair], Awaitabl
     assert p.decode.counts.endings == {f"failed:{WHY.code}": 1}
     p.plane(p.prefill).release()
     await success(p, 8)
+
+
+async def test_the_answer_goes_before_its_pages_are_let_go_and_users_are_told_after(
+    kvflow_pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    p = kvflow_pair
+    source, target = await midway(p)
+    seen: list[str] = []
+    store, carry = p.prefill.shell.pages, p.network.carry
+    unhold = store.unhold
+    monkeypatch.setattr(store, "unhold", lambda pages: (seen.append("let go"), unhold(pages)))
+    monkeypatch.setattr(p.network, "carry", lambda frame: (seen.append(type(frame.message).__name__), carry(frame)))
+
+    async def released() -> None:
+        await source.released()
+        seen.append("released")
+
+    await until(lambda: "let go" in seen)  # of the chunk before
+    waiting = asyncio.ensure_future(released())
+    target.close(WHY)
+    await waiting
+    told = [what for what in seen[seen.index("Abort") :] if what in ("AbortAck", "let go", "released")]
+    assert told == ["AbortAck", "let go", "released"]
 
 
 @pytest.mark.parametrize("scene", SCENES)

@@ -27,8 +27,8 @@ class Full:
         self._socket = socket
         self.full, self.closed, self.lockout_reason = True, False, ""
 
-    def send(self, frame: bytes, peer: bytes = b"") -> bool:
-        return not self.full and self._socket.send(frame, peer)
+    def send(self, frame: bytes, peer: bytes = b"", at_once: bool = False) -> bool:
+        return not self.full and self._socket.send(frame, peer, at_once)
 
     async def receive(self) -> list[tuple[bytes, bytes]]:
         return await self._socket.receive()

@@ -50,8 +50,8 @@ class Tap:
     def lockout_reason(self) -> str:
         return self._socket.lockout_reason
 
-    def send(self, frame: bytes, peer: bytes = b"") -> bool:
-        return self._socket.send(frame, peer)
+    def send(self, frame: bytes, peer: bytes = b"", at_once: bool = False) -> bool:
+        return self._socket.send(frame, peer, at_once)
 
     async def receive(self) -> list[tuple[bytes, bytes]]:
         """One at a time: what a frame must raise depends on what the one before it has changed."""

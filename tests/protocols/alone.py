@@ -75,6 +75,7 @@ class LonePrefill:
             if isinstance(command, SendToDecode):
                 message = parse_at_decode(command.frame)
                 assert command.peer_id == routing_id(message.target)
+                assert command.at_once is isinstance(message, wire.AbortAck)
                 found.append(message)
             else:
                 found.append(seen(command))
@@ -269,6 +270,7 @@ class LoneDecode:
             if isinstance(command, SendToPrefill):
                 message = parse_at_prefill(command.frame)
                 assert (message.source, message.target) == (command.peer.incarnation, DECODE)
+                assert command.at_once is isinstance(message, wire.Abort)
                 found.append((command.peer, message))
             else:
                 found.append(seen(command))

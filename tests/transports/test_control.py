@@ -97,6 +97,34 @@ async def test_answers_while_sending_are_not_missed() -> None:
         await asyncio.gather(echoing, return_exceptions=True)
 
 
+async def test_what_nobody_receives_does_not_keep_the_loop_turning() -> None:
+    async with link() as (router, dealer):
+        woken = 0
+
+        def wake() -> None:
+            nonlocal woken
+            woken += 1
+            router._wake()
+
+        loop = asyncio.get_running_loop()
+        loop.remove_reader(router._socket.fileno())
+        loop.add_reader(router._socket.fileno(), wake)
+        dealer.send(b"hello")
+        await until(lambda: woken)
+        await asyncio.sleep(0.05)
+        assert woken < 20, "the descriptor stays readable until the socket is looked at"
+        assert await take(router, 1) == [(FIVE, b"hello")]
+
+
+async def test_what_is_sent_at_once_waits_for_no_turn_of_the_loop() -> None:
+    async with link() as (router, dealer):
+        dealer.send(b"hello")
+        await take(router, 1)
+        assert router.send(b"first", FIVE) and dealer._socket.poll(50) == 0, "it goes as this turn ends"
+        assert router.send(b"abort", FIVE, at_once=True) and dealer._socket.poll(5_000)
+        assert await take(dealer, 2) == [(b"", b"first"), (b"", b"abort")]
+
+
 async def test_a_peer_nobody_knows_cannot_be_sent_to() -> None:
     async with link() as (router, dealer):
         assert not router.send(b"x", routing_id(Incarnation(6)))

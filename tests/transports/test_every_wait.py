@@ -16,8 +16,9 @@ from kvflow.memory.pool import PagedPool
 from kvflow.protocols.pages.layout import build_layout
 from kvflow.protocols.ports import Route, Write, WriteOutcome
 from kvflow.testing.cancellation import Steps
-from kvflow.transports.data import local
-from kvflow.transports.data.local import LocalPlane
+from kvflow.transports.data.local import LocalPlane, _Copier
+from kvflow.transports.data.route import BlockList
+from kvflow.transports.data.write_thread import ThreadWrite
 from tests.transports.peer_process import until
 
 HOW = ["once", "late", "twice", "throughout"]
@@ -52,14 +53,14 @@ def after_s(how: str) -> float:
 
 @pytest.mark.parametrize("how", HOW)
 async def test_every_wait_of_close(how: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    copying, copy = threading.Event(), local._copy
+    copying, copy = threading.Event(), _Copier.copy
 
-    def slowly(*blocks: list[int]) -> int:
+    def slowly(copier: _Copier, blocks: BlockList, write: ThreadWrite) -> int:
         copying.set()
         time.sleep(0.02)
-        return copy(*blocks)
+        return copy(copier, blocks, write)
 
-    monkeypatch.setattr(local, "_copy", slowly)
+    monkeypatch.setattr(_Copier, "copy", slowly)
     for first in itertools.count():
         async with planes() as (source, target, pool):
             route: Route = await source.connect(*target.export(pool.layout))

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import os
+import time
 from collections.abc import AsyncIterator
+from typing import cast
 
 import msgspec
 import numpy as np
@@ -14,7 +16,10 @@ from kvflow.memory.pool import PagedPool
 from kvflow.protocols.errors import LayoutError, TransferError
 from kvflow.protocols.pages.layout import build_layout
 from kvflow.protocols.ports import WriteOutcome
+from kvflow.transports.data import local
 from kvflow.transports.data.local import LocalPlane
+from kvflow.transports.data.route import BlockList
+from kvflow.transports.data.write_thread import ThreadWrite
 from tests.transports.peer_process import NUM_PAGES, Side, pages, spawned
 
 
@@ -23,6 +28,52 @@ async def side() -> AsyncIterator[Side]:
     opened = Side("local", "page_first", None)
     yield opened
     await opened.close()
+
+
+class Copies:
+    """Blocks of two bursts' size, copied by a clock that a test sets; how each was copied is written down."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.now_s, self.slow_s, self.cancelled = 0.0, 0.0, False
+        self.how = ""
+        self._copier = local._Copier()
+        monkeypatch.setattr(local, "_copy_holding_gil", lambda *_: self._copied("h"))
+        monkeypatch.setattr(local, "_copy_releasing_gil", lambda *_: self._copied("r"))
+        monkeypatch.setattr(time, "monotonic", lambda: self.now_s)
+
+    def _copied(self, how: str) -> None:
+        self.how += how
+        self.now_s += self.slow_s if how == "r" else 0.0
+
+    def run(self, *sizes: int) -> tuple[int, str]:
+        """Bytes copied, and of each block whether the GIL was (h)eld or (r)eleased."""
+        self.how = ""
+        numbers = list(range(len(sizes)))
+        copied = self._copier.copy(BlockList(numbers, numbers, list(sizes)), cast("ThreadWrite", self))
+        return copied, self.how
+
+
+def test_the_gil_is_released_after_each_burst_and_with_the_last_block(monkeypatch: pytest.MonkeyPatch) -> None:
+    copies, burst = Copies(monkeypatch), local._BURST_BYTES
+    assert copies.run(burst, burst // 2, burst // 2, 1, 1, 1) == (2 * burst + 3, "rhrhhr")
+    assert copies.run(1) == (1, "r")
+
+
+def test_a_cancelled_write_stops_after_a_burst(monkeypatch: pytest.MonkeyPatch) -> None:
+    copies, burst = Copies(monkeypatch), local._BURST_BYTES
+    copies.cancelled = True
+    assert copies.run(burst - 1, 1, burst, burst) == (burst, "hr")
+
+
+def test_where_the_gil_is_long_in_coming_back_it_is_kept_for_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
+    copies, burst = Copies(monkeypatch), local._BURST_BYTES
+    copies.slow_s = burst / 1e9 + 0.0009
+    assert copies.run(burst, burst)[1] == "rr", "a slow copy is no sign of it"
+    copies.slow_s = burst / 1e9 + 0.0011
+    assert copies.run(burst, burst, burst)[1] == "rhr"
+    copies.slow_s = 0.0
+    assert [copies.run(burst, burst)[1] for _ in range(local._CROWDED_BURSTS + 1)].count("hr") == local._CROWDED_BURSTS
+    assert copies.run(burst, burst)[1] == "rr"
 
 
 @pytest.mark.parametrize("address", ["", "fd:", "fd:-1", "fd:1 ", "fd:1\n", "/dev/shm/x", "fd:99999", "fd:0"])

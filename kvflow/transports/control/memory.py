@@ -213,7 +213,7 @@ class _Socket:
 class RouterSocket(_Socket):
     """Implements `protocols.ports.ControlSocket` for prefill."""
 
-    def send(self, frame: bytes, peer: bytes = b"") -> bool:
+    def send(self, frame: bytes, peer: bytes = b"", at_once: bool = False) -> bool:
         if self.closed or not self._network.knows(self.control, peer):
             return False
         self._network.carry(Frame(self.control, peer, False, frame))
@@ -231,7 +231,7 @@ class DealerSocket(_Socket):
         super().__init__(network, control)
         self.peer = peer
 
-    def send(self, frame: bytes, peer: bytes = b"") -> bool:
+    def send(self, frame: bytes, peer: bytes = b"", at_once: bool = False) -> bool:
         if self.closed:
             return False
         self._network.carry(Frame(self.control, self.peer, True, frame))

@@ -46,12 +46,15 @@ class ZmqSocket:
     def lockout_reason(self) -> str:
         return "" if self._watch is None else self._watch.lockout_reason
 
-    def send(self, frame: bytes, peer: bytes = b"") -> bool:
+    def send(self, frame: bytes, peer: bytes = b"", at_once: bool = False) -> bool:
         """Queue a frame, sent as this turn of the loop ends; False when there is no such peer or its queue is full."""
         if not self._turn_ends:
             self._turn_ends = True
             self._loop.call_soon(self._end_turn)
-        return self._outgoing.add(frame, peer)
+        accepted = self._outgoing.add(frame, peer)
+        if at_once:
+            self._outgoing.close()
+        return accepted
 
     async def receive(self) -> list[tuple[bytes, bytes]]:
         """The next burst, at most `BURST_FRAMES`; the loop runs between two bursts."""
@@ -79,7 +82,9 @@ class ZmqSocket:
             self._socket.close(linger=200)
 
     def _wake(self) -> None:
-        if self._waiting is not None and not self._waiting.done():
+        if self._waiting is None:
+            self._socket.get(zmq.EVENTS)  # or the descriptor stays readable, and the loop turns round and round
+        elif not self._waiting.done():
             self._waiting.set_result(None)
 
     def _end_turn(self) -> None:

@@ -9,11 +9,12 @@ What fences a peer?             Its process has ended (pidfd, checked against it
 Nothing from the wire is written to unchecked: the target is the memfd of a process whose identity is verified after it
 is opened, and every offset is checked against the real size of what was opened.
 
-Copies hold the GIL, in bursts, and release it with the last block of each. A release per block would be as fast while
-this thread is alone, and hopeless beside one that runs Python (an engine between its kernels): each block then waits up
-to the switch interval of 5 ms for the GIL. Measured beside a thread that never lets go: 0.01 (4 KiB) to 0.4 GB/s
-(2 MiB) with a release per block, 0.4 to 2.2 GB/s in these bursts (alone: 1 to 6.5). A burst is at most one slice, 1 to
-3 ms there; after one of small blocks the release is so short that a waiting thread may need the 5 ms all the same.
+Copies hold the GIL, in bursts, and release it with the last block of each. Short bursts (2 MiB) let the event loop hear
+of an abort at once, and stop for it. Beside a thread that runs Python (an engine between its kernels) they are
+hopeless: after each release the copying thread then waits up to the switch interval of 5 ms for the GIL. Measured
+beside a thread that never lets go: 0.01 (4 KiB) to 0.4 GB/s (2 MiB) with a release per block, 0.4 to 2.2 GB/s in bursts
+of a slice (alone: 1 to 6.5). So once the GIL was long in coming back, bursts are as long as a slice for a while, 1 to 3
+ms; after one of small blocks the release is so short that a waiting thread may need the 5 ms all the same.
 
 A write of at most 64 KiB is copied on the event loop while nothing of the plane waits before it: the copy takes some 10
 us, handing it to the thread and back several times that, of both threads. What one turn of the loop copies is bounded.
@@ -23,6 +24,7 @@ from __future__ import annotations
 
 import ctypes
 import re
+import time
 
 import msgspec
 import numpy as np
@@ -32,11 +34,14 @@ from kvflow.memory.shared import SharedSegment
 from kvflow.protocols.errors import LayoutError, TransferError
 from kvflow.protocols.pages.layout import PoolLayout
 from kvflow.protocols.ports import PlaneAddress, WriteOutcome
-from kvflow.transports.data.route import BlockQueue, PlannedRoute, Planner
+from kvflow.transports.data.route import BlockList, BlockQueue, PlannedRoute, Planner
 from kvflow.transports.data.write_thread import AT_ONCE_BYTES, ThreadWrite, WriteThread
 from kvflow.transports.host.identity import check_same_host, is_alive, own_identity, wait_dead
 
 _BURST_BLOCKS = 64
+_BURST_BYTES = 2 << 20  # some 350 us; a burst is one block at least
+_CROWDED_BURSTS = 64  # after which it is found out again
+_LONG_S, _SLOWEST_BYTES_PER_S = 0.001, 1e9  # longer than a copy takes at that speed: another thread kept the GIL
 _MAX_BLOCK_BYTES = 4 << 20
 _ADDRESS = re.compile(r"fd:([0-9]{1,9})\Z", re.ASCII)
 
@@ -146,7 +151,7 @@ class LocalRoute(PlannedRoute):
         self, thread: WriteThread, planner: Planner, segment: SharedSegment, siblings: set[LocalRoute]
     ) -> None:
         super().__init__(thread, planner)
-        self._segment, self._siblings = segment, siblings
+        self._segment, self._siblings, self._copier = segment, siblings, _Copier()
 
     def write_at_once(self, write: ThreadWrite) -> bool:
         if write.total_bytes > AT_ONCE_BYTES:
@@ -160,7 +165,7 @@ class LocalRoute(PlannedRoute):
         return True
 
     def begin(self, write: ThreadWrite) -> _CopyJob:
-        return _CopyJob(BlockQueue(self.planner, write.source_pages, write.target_pages))
+        return _CopyJob(write, BlockQueue(self.planner, write.source_pages, write.target_pages), self._copier)
 
     def close(self) -> None:
         self.closed = True
@@ -171,11 +176,11 @@ class LocalRoute(PlannedRoute):
 class _CopyJob:
     """Implements `write_thread.WriteJob`: what was submitted has landed."""
 
-    __slots__ = ("_blocks", "error", "landed_bytes", "outcome")
+    __slots__ = ("_blocks", "_copier", "_write", "error", "landed_bytes", "outcome")
     pause_s = 0.0
 
-    def __init__(self, blocks: BlockQueue) -> None:
-        self._blocks = blocks
+    def __init__(self, write: ThreadWrite, blocks: BlockQueue, copier: _Copier) -> None:
+        self._write, self._blocks, self._copier = write, blocks, copier
         self.landed_bytes, self.error = 0, ""
         self.outcome: WriteOutcome | None = None
 
@@ -185,9 +190,8 @@ class _CopyJob:
             self.outcome = WriteOutcome.CANCELLED
             return 0
         allowed = max_bytes
-        while allowed > 0 and self._blocks.left_bytes:
-            burst = self._blocks.take(allowed, _BURST_BLOCKS)
-            moved = _copy(burst.sources, burst.targets, burst.sizes)
+        while allowed > 0 and self._blocks.left_bytes and not self._write.cancelled:
+            moved = self._copier.copy(self._blocks.take(allowed, _BURST_BLOCKS), self._write)
             self.landed_bytes += moved
             allowed -= moved
         if not self._blocks.left_bytes:
@@ -195,10 +199,29 @@ class _CopyJob:
         return self.landed_bytes - before or -1
 
 
-def _copy(sources: list[int], targets: list[int], sizes: list[int]) -> int:
-    last = len(sizes) - 1
-    if last:
-        for source, target, size in zip(sources[:last], targets[:last], sizes[:last], strict=True):
-            _copy_holding_gil(target, source, size)
-    _copy_releasing_gil(targets[last], sources[last], sizes[last])
-    return sum(sizes)
+class _Copier:
+    """Copies on one plane's thread, and finds out how long the GIL may be held."""
+
+    def __init__(self) -> None:
+        self._crowded = 0  # bursts that are still to be copied as beside a thread that keeps the GIL
+
+    def copy(self, blocks: BlockList, write: ThreadWrite) -> int:
+        """Copy blocks, at least one, until the write is cancelled; returns how many bytes."""
+        copied = held = 0
+        left = len(blocks.sizes)
+        for source, target, size in zip(*blocks, strict=True):
+            left -= 1
+            held += size
+            if left and (self._crowded or held < _BURST_BYTES):
+                _copy_holding_gil(target, source, size)
+            else:
+                begun_at_s = time.monotonic()
+                _copy_releasing_gil(target, source, size)
+                took_s, held = time.monotonic() - begun_at_s, 0
+                self._crowded = max(0, self._crowded - 1)
+                if took_s > _LONG_S + size / _SLOWEST_BYTES_PER_S:
+                    self._crowded = _CROWDED_BURSTS
+            copied += size
+            if not held and write.cancelled:
+                break
+        return copied
