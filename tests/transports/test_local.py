@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import os
 import time
 from collections.abc import AsyncIterator
@@ -63,6 +64,34 @@ def test_a_cancelled_write_stops_after_a_burst(monkeypatch: pytest.MonkeyPatch) 
     copies, burst = Copies(monkeypatch), local._BURST_BYTES
     copies.cancelled = True
     assert copies.run(burst - 1, 1, burst, burst) == (burst, "hr")
+
+
+@pytest.mark.parametrize("copied", [1, 2, 3])
+async def test_a_write_that_a_cancel_stops_in_its_last_slice_has_not_landed(
+    copied: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    layout = build_layout([("k", "uint8", (local._BURST_BYTES,))], page_size=1, num_pages=3, order="page_first")
+    pools = [PagedPool.allocate(layout), PagedPool.allocate(layout)]
+    planes = [LocalPlane(pool.segment) for pool in pools]
+    planes[0].export(pools[0].layout)
+    route = await planes[0].connect(*planes[1].export(pools[1].layout))
+    copy, copies = local._copy_releasing_gil, itertools.count(1)
+
+    def and_cancel(*block: int) -> None:
+        copy(*block)
+        if next(copies) == copied:
+            write._cancelled = True
+            planes[0]._thread.wake()
+
+    monkeypatch.setattr(local, "_copy_releasing_gil", and_cancel)
+    monkeypatch.setattr(local, "_LONG_S", 60.0)  # memory that is touched for the first time is slow
+    write = route.write(np.array([0, 1, 2], np.int32), np.array([2, 1, 0], np.int32))  # blocks of one page each
+    assert await write.done is (WriteOutcome.LANDED if copied == 3 else WriteOutcome.CANCELLED)
+    assert write.landed_bytes == copied * local._BURST_BYTES
+    for plane in planes:
+        await plane.close()
+    for pool in pools:
+        pool.close()
 
 
 def test_where_the_gil_is_long_in_coming_back_it_is_kept_for_a_while(monkeypatch: pytest.MonkeyPatch) -> None:

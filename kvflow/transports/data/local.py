@@ -194,7 +194,7 @@ class _CopyJob:
             moved = self._copier.copy(self._blocks.take(allowed, _BURST_BLOCKS), self._write)
             self.landed_bytes += moved
             allowed -= moved
-        if not self._blocks.left_bytes:
+        if self.landed_bytes == self._write.total_bytes:  # blocks that a cancel kept from being copied are taken too
             self.outcome = WriteOutcome.LANDED
         return self.landed_bytes - before or -1
 
