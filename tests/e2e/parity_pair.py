@@ -125,7 +125,8 @@ class Model:
 
     def close(self) -> None:
         """End both nodes: no page missing, nothing failed on the way, and every byte came through rooms."""
-        for left in (self.decode.ask("close"), self.prefill.ask("close")):
+        # Prefill first: its answer to the last heartbeat of a decode that has just gone cannot be delivered.
+        for left in (self.prefill.ask("close"), self.decode.ask("close")):
             assert left["at_rest"] and not left["owned"], left
             assert not left["troubles"], left
             assert set(left["endings"]) <= {"success"}, left
