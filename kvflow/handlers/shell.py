@@ -105,6 +105,7 @@ class Shell:
         if self._timer is not None:
             self._timer.cancel()
         wait_s = 0.0 if at_s == float("-inf") else max(at_s - self.now(), TICK_GRAIN_S)
+        wait_s = min(wait_s, self.timing.heartbeat_s)  # how late a tick comes shows a stall only where it comes often
         self._due_at_s = at_s
         self._fires_at_s = self._loop.time() + wait_s
         self._timer = self._loop.call_later(wait_s, self._tick)

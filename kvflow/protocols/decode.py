@@ -243,7 +243,8 @@ class DecodeEndpoint:
         self.core.work(float("inf"), now)
 
     def credit_stall(self, late_s: float, now: float) -> None:
-        """The shell stood still for this long: what peers sent meanwhile is unread, so their silence does not count."""
+        """The shell stood still for this long: what peers sent meanwhile is unread, so their silence does not count. To
+        know how long it was, tick once a heartbeat, due or not."""
         for peer in self.peers:
             peer.received_at_s = min(peer.received_at_s + late_s, now)  # what was read since counts as it is
 

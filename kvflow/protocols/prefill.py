@@ -242,7 +242,7 @@ class PrefillEndpoint:
     def credit_stall(self, late_s: float, now: float) -> None:
         """The shell stood still for this long: what peers sent meanwhile is unread, so their silence does not count;
         neither does a room's wait for its other half. A room is given a heartbeat more: its timer may be the late one,
-        and what it waits for is read after this."""
+        and what it waits for is read after this. To know how long it was, tick once a heartbeat, due or not."""
         for peer in self.peers:
             peer.received_at_s = min(peer.received_at_s + late_s, now)  # what was read since counts as it is
         for record in self.core.rooms.values():

@@ -6,7 +6,9 @@ import time
 
 import msgspec
 
-from kvflow.testing.pair import QUICK, pair
+from kvflow.handlers.shell import Shell
+from kvflow.telemetry.counters import Counts
+from kvflow.testing.pair import QUICK, pair, until
 from tests.handlers.scenes import success
 
 TIMING = msgspec.structs.replace(QUICK, heartbeat_s=0.05, lost_after_s=0.3)
@@ -22,3 +24,30 @@ async def test_a_stalled_loop_ends_no_room() -> None:
         assert not source.ended and not target.ended
         target.close()
         await p.rest()
+
+
+async def test_all_of_a_stall_is_seen_though_nothing_was_due() -> None:
+    """Else what is left of its patience for a peer may be next to nothing afterwards."""
+    endpoint = NothingDue()
+    shell = Shell(endpoint, TIMING, Counts(), time.monotonic)
+    shell.run()
+    time.sleep(2 * TIMING.lost_after_s)
+    await until(lambda: endpoint.credited_s)
+    assert endpoint.credited_s > 2 * TIMING.lost_after_s - 2 * TIMING.heartbeat_s
+    await shell.stop()
+
+
+class NothingDue:
+    """An endpoint whose next deadline is far away."""
+
+    def __init__(self) -> None:
+        self.outbox: list[object] = []
+        self.credited_s = 0.0
+
+    def next_tick(self) -> float:
+        return time.monotonic() + 60
+
+    def tick(self, now: float) -> None: ...
+
+    def credit_stall(self, late_s: float, now: float) -> None:
+        self.credited_s += late_s
