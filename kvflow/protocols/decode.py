@@ -264,6 +264,9 @@ class DecodeEndpoint:
             if timer is None:
                 break
             self._expire(timer, now, beliefs)
+        else:  # it may be long until the links' turn comes, and a prefill that is not asked has no chance to answer
+            for link in [Timer("link", peer.key) for peer in self.peers if core.links.due_at_s(peer) <= now]:
+                core.link_due(link, now)
         for peer, rooms in beliefs.items():
             core.links.send(peer, wire.Resync(rooms=tuple(rooms), **core.between(peer)))
 

@@ -11,8 +11,10 @@ from kvflow.protocols.commands import (
     RoomFailed,
     StopWatch,
 )
+from kvflow.protocols.decode import TICK_WORK
 from kvflow.protocols.errors import Cause, Code, LostError, MisuseError
 from kvflow.protocols.machines.link import LinkPhase
+from kvflow.protocols.wire import messages as wire
 from tests.protocols.alone import (
     AT,
     ELSEWHERE,
@@ -44,6 +46,20 @@ class TestSilence:
         assert list(decode.endpoint.peers) == [] and len(decode.core.deadlines) == 0
         ledger = decode.core.ledger
         assert not ledger._by_source and not ledger._acknowledged, "nothing is kept of it"
+
+    def test_a_heartbeat_does_not_wait_for_thousands_of_rooms(self, decode: LoneDecode) -> None:
+        """Else a prefill that answers each of them would be silent by the time it is asked."""
+        for room in range(2 * TICK_WORK + 5):
+            decode.lent(room)
+        told = decode.tick(1.2)
+        assert [len(entry[1].rooms) for entry in told if isinstance(entry[1], wire.Resync)] == [TICK_WORK - 1], (
+            "and Aborts"
+        )
+        assert to(beat(2)) in told
+        told = decode.tick()
+        assert [type(entry[1]) for entry in told] == [wire.Resync], "and one is enough"
+        decode.hear(beat())
+        assert to(beat(2)) in decode.tick(1.0)
 
     def test_what_it_knows_and_what_is_settled(self, decode: LoneDecode) -> None:
         """The third grant ended in silence, and was never acknowledged: only an acceptance says that it is known."""
