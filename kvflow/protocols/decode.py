@@ -265,15 +265,15 @@ class DecodeEndpoint:
                 break
             self._expire(timer, now, beliefs)
         else:  # it may be long until the links' turn comes, and a prefill that is not asked has no chance to answer
-            for link in [Timer("link", peer.key) for peer in self.peers if core.links.due_at_s(peer) <= now]:
-                core.link_due(link, now)
+            for peer in [peer for peer in self.peers if core.links.due_at_s(peer) <= now]:
+                core.link_due(peer, now)
         for peer, rooms in beliefs.items():
             core.links.send(peer, wire.Resync(rooms=tuple(rooms), **core.between(peer)))
 
     def _expire(self, timer: Timer, now: float, beliefs: dict[PrefillPeer, list[wire.Belief]]) -> None:
         core = self.core
         if timer.kind == "link":
-            core.link_due(timer, now)
+            core.link_due(core.links.peers[timer.key], now)
         elif timer.kind == "repeat":
             core.repeat_aborts(timer, now)
         else:

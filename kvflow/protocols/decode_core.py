@@ -192,11 +192,10 @@ class DecodeCore:
 
     # --- time
 
-    def link_due(self, timer: Timer, now: float) -> None:
-        peer = self.links.peers[timer.key]
+    def link_due(self, peer: PrefillPeer, now: float) -> None:
         while (due := self.links.expired(peer, now)) is not None:
             self.feed_link(peer, due[0], now, due[1])
-        self.deadlines.set(timer, self.links.due_at_s(peer))
+        self.deadlines.set(Timer("link", peer.key), self.links.due_at_s(peer))
 
     def repeat_aborts(self, timer: Timer, now: float) -> None:
         """Send Abort again for every loan of a peer that was recalled and is not acknowledged; less and less often
