@@ -10,7 +10,7 @@ from kvflow.protocols.ports import WriteOutcome
 from kvflow.protocols.prefill_rooms import PrefillRoomRecord
 from kvflow.testing.bare.job import DecodeJob, PrefillJob
 from kvflow.testing.bare.pages import Pages
-from kvflow.testing.sim.both_sides import Promise, Side
+from kvflow.testing.sim.both_sides import Promise, Side, promise_of, promises_of
 
 
 class Who(Side, Protocol):
@@ -27,7 +27,7 @@ class Room:
 
     def __init__(self, node: Who, home: Pages, record: DecodeRoomRecord, job: DecodeJob) -> None:
         self.node, self.home, self.record, self.job = node, home, record, job
-        self.keys = [(peer.key.incarnation, node.incarnation, record.grant) for peer in record.peers]
+        self.keys = promises_of(node.incarnation, record)
         self.pages: list[int] = []
         self.linked = False  # pages are to be taken
         self.held_back = job.offers_after_s is not None
@@ -70,5 +70,6 @@ class Write:
 
 def key_of(node: Who, record: PrefillRoomRecord) -> Promise:
     """Of a room at prefill that decode's half has come to."""
-    assert record.peer is not None
-    return node.incarnation, record.peer.incarnation, record.grant
+    promise = promise_of(node.incarnation, record)
+    assert promise is not None
+    return promise
