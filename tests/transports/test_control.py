@@ -60,11 +60,12 @@ async def test_both_ways_in_order_by_routing_id() -> None:
         assert await take(dealer, len(frames)) == [(b"", frame) for frame in frames]
 
 
-async def test_a_flood_leaves_the_loop_to_others() -> None:
+@pytest.mark.parametrize("at_once", [False, True], ids=["packed", "one by one"])
+async def test_a_flood_leaves_the_loop_to_others(at_once: bool) -> None:
     async with link() as (router, dealer):
         count, turns = 2_000, 0
         for _ in range(count):
-            dealer.send(b"x")
+            dealer.send(b"x", at_once=at_once)
 
         async def ticker() -> None:
             nonlocal turns
@@ -123,14 +124,18 @@ async def test_what_is_sent_at_once_waits_for_no_turn_of_the_loop() -> None:
         assert router.send(b"first", FIVE) and dealer._socket.poll(50) == 0, "it goes as this turn ends"
         assert router.send(b"abort", FIVE, at_once=True) and dealer._socket.poll(5_000)
         assert await take(dealer, 2) == [(b"", b"first"), (b"", b"abort")]
+        assert dealer.send(b"alone", at_once=True) and router._socket.poll(5_000), "with nothing before it"
+        assert await take(router, 1) == [(FIVE, b"alone")]
 
 
-async def test_a_peer_nobody_knows_cannot_be_sent_to() -> None:
+@pytest.mark.parametrize("at_once", [False, True])
+async def test_a_peer_nobody_knows_cannot_be_sent_to(at_once: bool) -> None:
     async with link() as (router, dealer):
-        assert not router.send(b"x", routing_id(Incarnation(6)))
-        dealer.send(b"hello")
+        assert not router.send(b"x", routing_id(Incarnation(6)), at_once)
+        dealer.send(b"hello", at_once=at_once)
         await take(router, 1)
-        assert router.send(b"x", FIVE)
+        assert router.send(b"x", FIVE, at_once)
+        assert await take(dealer, 1) == [(b"", b"x")]
 
 
 async def test_an_unknown_peer_among_known_ones_costs_no_frame_of_theirs() -> None:
@@ -190,15 +195,17 @@ async def test_a_message_stops_growing_at_its_bounds() -> None:
         assert found == [PACKED_BYTES, 1, 2 * PACKED_BYTES, 1]
 
 
-async def test_a_full_queue_refuses_each_frame() -> None:
+@pytest.mark.parametrize("at_once", [False, True])
+async def test_a_full_queue_refuses_each_frame(at_once: bool) -> None:
     bare: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.DEALER)
     bare.setsockopt(zmq.SNDHWM, 2)
     bare.connect("tcp://127.0.0.1:9")  # the discard port, which nothing listens on
     dealer = ZmqSocket(bare, router=False)
     sent = []
     for _ in range(3):
-        sent.append([dealer.send(b"a"), dealer.send(b"b")])
+        sent.append([dealer.send(b"a"), dealer.send(b"b", at_once=at_once)])
         await asyncio.sleep(0)  # the turn ends, and with it the message
+    assert not dealer.send(b"c", at_once=at_once)
     assert sent == [[True, True], [True, True], [False, False]]
     dealer.close()
 

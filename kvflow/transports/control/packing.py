@@ -43,6 +43,14 @@ class Outgoing:
         self._last, self._peer, self._frames, self._bytes = frame, peer, 1, len(frame)
         return True
 
+    def send(self, frame: bytes, peer: bytes) -> bool:
+        """Send a frame now, with what is open. False as in `add`."""
+        if self._last is None:  # nothing to wait for and to send it with: no need to ask first
+            return (not self._router or self._push(peer, _SNDMORE)) and self._push(frame, 0)
+        accepted = self.add(frame, peer)
+        self.close()
+        return accepted
+
     def close(self) -> None:
         """Send what is open. Idempotent."""
         if self._last is not None:
@@ -72,12 +80,15 @@ class Incoming:
         self.skipping = False  # the rest of a message that is too long must be read first: call `take` again
 
     def take(self, count: int) -> list[tuple[bytes, bytes]]:
-        """At most `count` frames; none when none has arrived, or while `skipping`."""
+        """At most `count` frames of one message; none when none has arrived, or while `skipping`.
+
+        Not of two: to learn that there is no second one costs as much as a message, which would wait meanwhile.
+        """
         frames = self._frames
         try:
             if self.skipping:
                 self._skip()
-            while len(frames) < count and not self.skipping:
+            if not frames and not self.skipping:
                 self._read_message()
         except zmq.Again:
             pass

@@ -38,7 +38,7 @@ class ZmqSocket:
         self._outgoing, self._incoming = Outgoing(socket, router=router), Incoming(socket, router=router)
         self._loop = asyncio.get_running_loop()
         self._waiting: asyncio.Future[None] | None = None
-        self._yield_first = False
+        self._burst = 0  # frames received since the loop last ran
         self._turn_ends = False  # `_end_turn` is scheduled
         self._loop.add_reader(socket.fileno(), self._wake)
 
@@ -51,17 +51,14 @@ class ZmqSocket:
         if not self._turn_ends:
             self._turn_ends = True
             self._loop.call_soon(self._end_turn)
-        accepted = self._outgoing.add(frame, peer)
-        if at_once:
-            self._outgoing.close()
-        return accepted
+        return self._outgoing.send(frame, peer) if at_once else self._outgoing.add(frame, peer)
 
     async def receive(self) -> list[tuple[bytes, bytes]]:
-        """The next burst, at most `BURST_FRAMES`; the loop runs between two bursts."""
-        if self._yield_first:
-            self._yield_first = False
+        """Frames of the next message. The loop runs after `BURST_FRAMES`, of one message or many."""
+        if self._burst >= BURST_FRAMES:
+            self._burst = 0
             await asyncio.sleep(0)
-        while not (burst := self._incoming.take(BURST_FRAMES)):
+        while not (frames := self._incoming.take(BURST_FRAMES - self._burst)):
             if self._incoming.skipping:
                 await asyncio.sleep(0)
                 continue
@@ -70,8 +67,9 @@ class ZmqSocket:
                 await self._waiting
             finally:
                 self._waiting = None
-        self._yield_first = len(burst) == BURST_FRAMES
-        return burst
+            self._burst = 0
+        self._burst += len(frames)
+        return frames
 
     def close(self) -> None:
         if not self._socket.closed:
