@@ -49,6 +49,7 @@ async def test_a_cancelled_write_waits_for_a_frozen_receiver_at_little_cost() ->
     side.fill(1)
     async with spawned("mooncake") as peer, spawned("mooncake") as other:
         route = await side.plane.connect(peer.address, peer.layout)
+        assert isinstance(route, MooncakeRoute)
         assert await asyncio.shield(route.write(pages(0), pages(0)).done) is WriteOutcome.LANDED
         await freeze(peer.process.pid)
         write = route.write(EVERYTHING, EVERYTHING)
@@ -60,6 +61,7 @@ async def test_a_cancelled_write_waits_for_a_frozen_receiver_at_little_cost() ->
             await asyncio.wait_for(asyncio.shield(second.write(EVERYTHING, EVERYTHING).done), 10) is WriteOutcome.LANDED
         )
         stuck.cancel()
+        await until(lambda: _pause_s(stuck) == route.pause_s / 2)  # its pages wait for what is under way
         used, began = _cpu_s(), time.monotonic()
         with pytest.raises(TimeoutError):  # what was submitted may land at any time: nothing is proven
             await asyncio.wait_for(asyncio.shield(stuck.done), 0.5)
@@ -77,6 +79,11 @@ def _begun(write: Write) -> bool:
     return write.job is not None
 
 
+def _pause_s(write: Write) -> float:
+    assert isinstance(write, ThreadWrite) and write.job is not None
+    return write.job.pause_s
+
+
 def _cpu_s() -> float:
     used = resource.getrusage(resource.RUSAGE_SELF)
     return used.ru_utime + used.ru_stime
@@ -87,6 +94,7 @@ async def test_a_plane_with_a_frozen_peer_closes_all_the_same(monkeypatch: pytes
     side = Side("mooncake", "page_first", None)
     async with spawned("mooncake") as peer:
         route = await side.plane.connect(peer.address, peer.layout)
+        assert isinstance(route, MooncakeRoute)
         assert await asyncio.shield(route.write(pages(0), pages(0)).done) is WriteOutcome.LANDED
         await freeze(peer.process.pid)
         write = route.write(EVERYTHING, EVERYTHING)

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import queue
 import threading
 import time
+from typing import Any
 
 import pytest
 
@@ -218,6 +220,40 @@ class Frozen(Slices):
     def advance(self, max_bytes: int, cancelled: bool) -> int:
         self.turns += 1
         return super().advance(max_bytes, cancelled)
+
+
+class Inbox(queue.SimpleQueue[Any]):
+    """Writes down how long its readers are ready to wait."""
+
+    def __init__(self) -> None:
+        self.waits: list[float | None] = []
+
+    def get(self, block: bool = True, timeout: float | None = None) -> Any:
+        self.waits.append(timeout)
+        return super().get(block, timeout)
+
+
+class Draining(Frozen):
+    """When it is cancelled, what is under way still has to end."""
+
+    def advance(self, max_bytes: int, cancelled: bool) -> int:
+        return super().advance(max_bytes, cancelled and self.gate[0])
+
+
+async def test_a_thread_that_has_grown_patient_looks_as_often_as_at_first_after_a_cancel() -> None:
+    works = Works(WriteThread("test"))
+    inbox = works.thread._inbox = Inbox()
+    works.thread.start()
+    write = ThreadWrite(works.thread, works, pages(0), pages(0), 10)
+    works.jobs[write] = Draining("draining", 10, [], gate := [False])
+    works.thread.submit(write)
+    await until(lambda: 0.01 in inbox.waits)
+    before = len(inbox.waits)
+    write.cancel()
+    await until(lambda: Frozen.pause_s in inbox.waits[before:])
+    gate[0] = True
+    assert await asyncio.shield(write.done) is WriteOutcome.CANCELLED
+    await works.thread.close()
 
 
 async def test_a_hanging_back_end_is_seen_and_an_idle_thread_is_none() -> None:

@@ -218,7 +218,8 @@ class WriteThread:
         active: deque[ThreadWrite] = deque()
         wait_s = 0.0
         while active or not (self._closing and self._inbox.empty()):  # `close` wakes us after it set the flag
-            self._collect(active, wait_s)
+            if self._collect(active, wait_s):
+                wait_s = 0.0  # look as often as at first: what was stopped may have little under way
             moved, pause_s = False, _LONGEST_WAIT_S
             now = time.monotonic()
             for _ in range(len(active)):
@@ -240,9 +241,10 @@ class WriteThread:
             if wait_s and self._next_slice_at > now:
                 wait_s = max(wait_s, min(self._next_slice_at - now, _LONGEST_WAIT_S))
 
-    def _collect(self, active: deque[ThreadWrite], wait_s: float) -> None:
-        """Take what has arrived. Blocks while there is nothing to do; waits `wait_s` while only others have to act."""
-        inbox = self._inbox
+    def _collect(self, active: deque[ThreadWrite], wait_s: float) -> bool:
+        """Take what has arrived; False when nothing has. Blocks while there is nothing to do; waits `wait_s` while only
+        others have to act."""
+        inbox, found = self._inbox, False
         try:
             if not active:
                 item = inbox.get()
@@ -251,11 +253,12 @@ class WriteThread:
             else:
                 item = inbox.get_nowait()
             while True:
+                found = True
                 if item is not None:
                     active.append(item)
                 item = inbox.get_nowait()
         except queue.Empty:
-            return
+            return found
 
     def _turn(self, write: ThreadWrite) -> bool:
         """One slice of one write; a finished write has no job afterwards. True when anything changed."""

@@ -17,7 +17,8 @@ WINDOW_HANDLES = 128
 WINDOW_BYTES = 32 << 20
 _FIRST_UNPACE_BYTES, _LAST_UNPACE_BYTES = 4 << 20, 256 << 20
 # A look at a window takes some 100 us of CPU, which the copying threads lack where cores are few: it is taken a few
-# times while the window empties, and not before the last of a write can have landed at the best speed seen.
+# times while the window empties, and not before the last of a write can have landed at the best speed seen; twice as
+# often once the write is stopped, because its pages wait for the last of one window.
 _TCP_PAUSE_S, _RDMA_PAUSE_S = 0.001, 0.0002
 _BEST_BYTES_PER_S = 8e9
 
@@ -116,10 +117,11 @@ class _WindowJob:
 
     def advance(self, max_bytes: int, cancelled: bool) -> int:
         ended = self._follow()
-        submitting = self._blocks.left_bytes and not cancelled and not self.error
-        submitted = self._submit(max_bytes) if submitting else 0
+        stopped = cancelled or self.error
+        submitted = self._submit(max_bytes) if self._blocks.left_bytes and not stopped else 0
         left_s = (self._write.total_bytes - self.landed_bytes) / _BEST_BYTES_PER_S
-        self.pause_s = min(left_s, self._route.pause_s) if submitted < max_bytes else 0.0
+        pause_s = self._route.pause_s / 2 if stopped else min(left_s, self._route.pause_s)
+        self.pause_s = pause_s if submitted < max_bytes else 0.0
         if not self._handles and (cancelled or self.error or not self._blocks.left_bytes):
             self._route.jobs -= 1
             if self.error:
