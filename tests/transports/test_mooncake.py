@@ -141,6 +141,21 @@ def _elsewhere(address: PlaneAddress) -> PlaneAddress:
     return msgspec.structs.replace(address, process=identity)
 
 
+@pytest.mark.parametrize("pid", [1, 2**22 - 1], ids=["another's here", "nobody's here"])
+async def test_a_peer_of_another_host_is_reached_whatever_its_pid_means_here(pid: int) -> None:
+    side = Side("mooncake", "page_first", None)
+    side.fill(2)
+    async with spawned("mooncake") as peer:
+        there = _elsewhere(peer.address)
+        there = msgspec.structs.replace(there, process=msgspec.structs.replace(there.process, pid=pid))
+        route = await side.plane.connect(there, peer.layout)
+        assert await asyncio.shield(route.write(pages(3), pages(4)).done) is WriteOutcome.LANDED
+        assert await peer.bytes_of(pages(4)) == side.pool.pages_bytes(pages(3)).tobytes()
+        with pytest.raises(TransferError, match="another host"):
+            await side.plane.fence(there)
+    await side.close()
+
+
 async def test_a_route_to_a_dead_process_submits_nothing() -> None:
     side = Side("mooncake", "page_first", None)
     descriptors = len(os.listdir("/proc/self/fd"))

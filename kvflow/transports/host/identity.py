@@ -58,10 +58,9 @@ class DeathWatch:
 
         Raises: TransferError when that process can never be observed from here; OSError when it cannot be just now.
         """
-        check_same_host(identity)
         self._loop = asyncio.get_running_loop()
-        self.died: asyncio.Future[None] = self._loop.create_future()  # resolves when the process has ended
         self._fd = open_process(identity)
+        self.died: asyncio.Future[None] = self._loop.create_future()  # resolves when the process has ended
         if self._fd < 0:
             self.died.set_result(None)
             return
@@ -120,6 +119,7 @@ def has_ended(pidfd: int) -> bool:
 
 def open_process(identity: ProcessIdentity) -> int:
     """A pidfd of exactly that process; -1 when it has ended. Raises: as DeathWatch."""
+    check_same_host(identity)  # elsewhere its pid means another process, or none
     try:
         fd = os.pidfd_open(identity.pid)
     except ProcessLookupError:
