@@ -314,6 +314,25 @@ async def test_a_dead_writer_of_another_network_namespace_is_fenced(network_name
         await side.close()
 
 
+async def test_pages_go_both_ways_between_two_hosts(network_namespace: str) -> None:
+    """Namespaces of processes and of networks, as two hosts have: neither sees the other's processes."""
+    apart = ("ip", "netns", "exec", network_namespace, "unshare", "--pid", "--fork", "--mount-proc")
+    side = Side("mooncake", "page_first", None, "10.213.77.1")
+    side.fill(2)
+    async with spawned("mooncake", prefix=apart, host="10.213.77.2") as peer:
+        route = await side.plane.connect(peer.address, peer.layout)
+        assert await asyncio.shield(route.write(pages(3), pages(4)).done) is WriteOutcome.LANDED
+        assert await peer.bytes_of(pages(4)) == side.pool.pages_bytes(pages(3)).tobytes()
+        await peer.ask("fill", 8)
+        await peer.connect(side)
+        await peer.ask("write", [5], [6])
+        assert (await peer.ask("done"))[0] == "landed"
+        assert side.pool.pages_bytes(pages(6)).tobytes() == await peer.bytes_of(pages(5))
+        with pytest.raises(TransferError, match="another host"):
+            await side.plane.fence(peer.address)
+    await side.close()
+
+
 def _has_been_looked_at(plane: DataPlane, writer: PlaneAddress) -> bool:
     assert isinstance(plane, mooncake.MooncakePlane)
     watched = plane._inbound._writers.get(writer.process)
