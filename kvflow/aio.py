@@ -3,18 +3,28 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import Callable
+from contextlib import suppress
 from typing import TypeVar
 
 T = TypeVar("T")
 
 
-async def run_to_end(running: asyncio.Future[T]) -> T:
-    """Await a thread's work until it has ended. A cancellation is raised only then; a second one changes nothing."""
+async def run_to_end(running: asyncio.Future[T], within_s: float | None = None) -> T:
+    """Await a thread's work until it has ended. A cancellation is raised only then; a second one changes nothing.
+
+    Raises: TimeoutError, or the cancellation, when it has not ended `within_s` from now.
+    """
+    loop = asyncio.get_running_loop()
+    until_s = None if within_s is None else loop.time() + within_s
     cancelled: asyncio.CancelledError | None = None
     while not running.done():
+        left_s = None if until_s is None else until_s - loop.time()
+        if left_s is not None and left_s <= 0:
+            raise cancelled or TimeoutError
         try:
-            await asyncio.wait([running])
+            await asyncio.wait([running], timeout=left_s)
         except asyncio.CancelledError as error:
             cancelled = error
     if cancelled is not None:
@@ -33,3 +43,63 @@ async def in_thread(work: Callable[[], T], undo: Callable[[T], object] = lambda 
         if not running.cancelled() and running.exception() is None:
             undo(running.result())
         raise
+
+
+class Threads:
+    """Threads for one kind of blocking work: what hangs keeps no other kind waiting.
+
+    At most `limit` at a time, one per call, and daemons: a call that never returns does not hold up the end of the
+    process either. For work that is rare or takes long: a thread costs some 100 us.
+    """
+
+    def __init__(self, name: str, limit: int) -> None:
+        self._name, self._limit = f"kvflow-{name}", limit
+        self._free = asyncio.Semaphore(limit)
+        self.hung = 0  # calls that nobody waits for any more
+
+    def __repr__(self) -> str:
+        return f"<Threads {self._name}: at most {self._limit}, {self.hung} hung>"
+
+    async def run(
+        self, work: Callable[[], T], undo: Callable[[T], object] = lambda _: None, *, within_s: float | None = None
+    ) -> T:
+        """Run `work` to its end, or for `within_s`, the wait for a thread included; then it is left alone with its
+        thread. The result of what was left alone, or was cancelled meanwhile, is undone.
+
+        Raises: TimeoutError; RuntimeError when no thread is to be had; what `work` raises.
+        """
+        loop = asyncio.get_running_loop()
+        began_s = loop.time()
+        async with asyncio.timeout(within_s):
+            await self._free.acquire()
+        running: asyncio.Future[T] = loop.create_future()
+        running.add_done_callback(lambda _: self._free.release())
+        try:
+            threading.Thread(target=_work, args=(work, loop, running), name=self._name, daemon=True).start()
+        except RuntimeError as error:
+            running.set_exception(error)
+        try:
+            return await run_to_end(running, None if within_s is None else began_s + within_s - loop.time())
+        except (asyncio.CancelledError, TimeoutError):
+            if not running.done():
+                self.hung += 1
+                running.add_done_callback(self._woke)
+            running.add_done_callback(lambda _: running.exception() or undo(running.result()))
+            raise
+
+    def _woke(self, _: object) -> None:
+        self.hung -= 1
+
+
+def _work(work: Callable[[], T], loop: asyncio.AbstractEventLoop, running: asyncio.Future[T]) -> None:
+    try:
+        result = work()
+    except BaseException as error:  # noqa: BLE001 - whoever awaits it gets it
+        _tell(loop, running.set_exception, error)
+    else:
+        _tell(loop, running.set_result, result)
+
+
+def _tell(loop: asyncio.AbstractEventLoop, call: Callable[[T], None], value: T) -> None:
+    with suppress(RuntimeError):  # the loop is closed, and with it all that waited
+        loop.call_soon_threadsafe(call, value)

@@ -1,11 +1,13 @@
-"""Checksums of pages (XXH3, 64 bits) in executor threads, equal for equal content however a pool is laid out."""
+"""Checksums of pages (XXH3, 64 bits) in threads of their own, equal for equal content however a pool is laid out."""
 
 from __future__ import annotations
 
 import asyncio
 import ctypes
 import logging
+import os
 import time
+from concurrent.futures import ThreadPoolExecutor
 from itertools import count
 from typing import NamedTuple
 
@@ -16,6 +18,7 @@ from kvflow.memory.pool import PagedPool
 from kvflow.protocols.errors import LayoutError
 from kvflow.protocols.pages.layout import PageIndices, PoolLayout
 
+_THREADS = min(4, os.cpu_count() or 1)
 _BREATH_BYTES = 1 << 20  # small blocks are summed with the GIL held: let others have it after so many bytes
 log = logging.getLogger("kvflow.memory")
 
@@ -38,9 +41,10 @@ class PageChecksums:
             raise LayoutError("checksums are for pools in host memory")
         self._stretches, self._page_bytes = _stretches(pool.layout), pool.layout.page_bytes
         self._running: set[_ChecksumTask] = set()
+        self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="kvflow-checksum")
 
     def begin(self, pages: PageIndices) -> _ChecksumTask:
-        made = _ChecksumTask(self._stretches, self._page_bytes, pages)
+        made = _ChecksumTask(self._threads, self._stretches, self._page_bytes, pages)
         self._running.add(made)
         made.done.add_done_callback(lambda _: self._running.discard(made))
         return made
@@ -48,20 +52,25 @@ class PageChecksums:
     async def close(self) -> None:
         for made in self._running:
             made.cancel()
-        await run_to_end(asyncio.gather(*(made.done for made in self._running)))
+        try:
+            await run_to_end(asyncio.gather(*(made.done for made in self._running)))
+        finally:
+            self._threads.shutdown(wait=False)  # none runs any more
 
 
 class _ChecksumTask:
     """Implements `protocols.ports.ChecksumTask`."""
 
-    def __init__(self, stretches: list[_Stretch], page_bytes: int, pages: PageIndices) -> None:
+    def __init__(
+        self, threads: ThreadPoolExecutor, stretches: list[_Stretch], page_bytes: int, pages: PageIndices
+    ) -> None:
         self._stretches, self._pages = stretches, pages.tolist()
         self._breath_pages = max(1, _BREATH_BYTES // page_bytes)
         self._cancelled = False
         loop = asyncio.get_running_loop()
         self.done: asyncio.Future[bytes]
         try:
-            self.done = loop.run_in_executor(None, self._run)
+            self.done = loop.run_in_executor(threads, self._run)
         except RuntimeError:  # no thread is to be had: what was queued must not read on, and nothing was summed
             log.exception("a checksum could not start")
             self._cancelled = True

@@ -29,7 +29,7 @@ import time
 import msgspec
 import numpy as np
 
-from kvflow.aio import in_thread
+from kvflow.aio import Threads
 from kvflow.memory.shared import SharedSegment
 from kvflow.protocols.errors import LayoutError, TransferError
 from kvflow.protocols.pages.layout import PoolLayout
@@ -38,6 +38,7 @@ from kvflow.transports.data.route import BlockList, BlockQueue, PlannedRoute, Pl
 from kvflow.transports.data.write_thread import AT_ONCE_BYTES, ThreadWrite, WriteThread
 from kvflow.transports.host.identity import check_same_host, is_alive, own_identity, wait_dead
 
+_CONNECTS = 4  # at a time
 _BURST_BLOCKS = 64
 _BURST_BYTES = 2 << 20  # some 350 us; a burst is one block at least
 _CROWDED_BURSTS = 64  # after which it is found out again
@@ -61,6 +62,7 @@ class LocalPlane:
         """`segment`: our own pool's, for peers to write into; a pool that only sends needs none."""
         self._segment = segment
         self._thread = WriteThread(self.name, rate_limit_bytes_per_s)
+        self._connecting = Threads("local-connect", _CONNECTS)
         self._layout: PoolLayout | None = None
         self._routes: set[LocalRoute] = set()
 
@@ -98,7 +100,7 @@ class LocalPlane:
         if ours is None:
             raise LayoutError("export our own pool before connecting to a peer's")
         self._thread.start()
-        route = await in_thread(lambda: self._open(ours, address, layout), LocalRoute.close)
+        route = await self._connecting.run(lambda: self._open(ours, address, layout), LocalRoute.close)
         self._routes.add(route)
         return route
 

@@ -19,6 +19,7 @@ import queue
 import threading
 import time
 from collections import deque
+from contextlib import suppress
 from typing import Protocol
 
 from kvflow.aio import run_to_end
@@ -131,6 +132,7 @@ class WriteThread:
         self.loop: asyncio.AbstractEventLoop
         self._name = name
         self._thread: threading.Thread | None = None
+        self._over: asyncio.Future[None]  # resolves when the thread has ended
         self._inbox: queue.SimpleQueue[ThreadWrite | None] = queue.SimpleQueue()
         self._ended: deque[ThreadWrite] = deque()
         self._told = False  # the loop has been woken and has not looked yet
@@ -146,8 +148,8 @@ class WriteThread:
         """Idempotent; call on the event loop. Raises: MisuseError from a second loop, or after `close`."""
         loop = asyncio.get_running_loop()
         if self._thread is None and not self._closing:
-            self.loop = loop
-            self._thread = threading.Thread(target=self._run, name=f"kvflow-{self._name}", daemon=True)
+            self.loop, self._over = loop, loop.create_future()
+            self._thread = threading.Thread(target=self._main, name=f"kvflow-{self._name}", daemon=True)
             self._thread.start()
         elif self._closing or loop is not self.loop:
             raise MisuseError(f"the {self._name} plane is closed, or belongs to another event loop")
@@ -205,14 +207,22 @@ class WriteThread:
             return
         self.wake()
         try:
-            await run_to_end(self.loop.run_in_executor(None, thread.join))
+            await run_to_end(self._over)
         finally:
+            thread.join()
             while self._ended:
                 self._deliver()
             for write in self._open:  # of a thread that died: what became of them is unknown
                 write.error = "the thread of the data plane died"
                 write.done.set_result(write.outcome)
             self._open.clear()
+
+    def _main(self) -> None:
+        try:
+            self._run()
+        finally:
+            with suppress(RuntimeError):  # the loop is closed, and with it all that waited
+                self.loop.call_soon_threadsafe(self._over.set_result, None)
 
     def _run(self) -> None:
         active: deque[ThreadWrite] = deque()

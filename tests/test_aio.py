@@ -1,0 +1,112 @@
+"""Blocking work in threads: bounded, to its end, and what hangs hangs alone."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+
+import pytest
+
+from kvflow.aio import Threads
+from tests.transports.peer_process import until
+
+
+class Gate:
+    """Work that hangs until it is let go."""
+
+    def __init__(self, result: int = 0) -> None:
+        self.entered, self.opened, self.result = threading.Event(), threading.Event(), result
+
+    def __call__(self) -> int:
+        self.entered.set()
+        assert self.opened.wait(20)
+        return self.result
+
+
+async def test_no_more_run_than_the_limit() -> None:
+    threads, gates = Threads("test", 2), [Gate(), Gate(), Gate()]
+    running = [asyncio.ensure_future(threads.run(gate)) for gate in gates]
+    await until(lambda: gates[0].entered.is_set() and gates[1].entered.is_set())
+    with pytest.raises(TimeoutError):  # the wait for a thread counts
+        await threads.run(lambda: 7, within_s=0.05)
+    assert threads.hung == 0 and not gates[2].entered.is_set()
+    for gate in gates:
+        gate.opened.set()
+    await asyncio.gather(*running)
+
+
+async def test_what_takes_too_long_is_left_alone_and_undone() -> None:
+    threads, gate, undone = Threads("test", 1), Gate(5), list[int]()
+    with pytest.raises(TimeoutError):
+        await threads.run(gate, undone.append, within_s=0.05)
+    assert threads.hung == 1 and "1 hung" in repr(threads) and not undone
+    with pytest.raises(TimeoutError):  # its thread is not free
+        await threads.run(lambda: 7, within_s=0.05)
+    gate.opened.set()
+    await until(lambda: undone == [5])
+    assert threads.hung == 0 and await threads.run(lambda: 7) == 7
+
+
+async def test_a_cancelled_caller_waits_for_the_end_and_the_result_is_undone() -> None:
+    threads, gate, undone = Threads("test", 1), Gate(5), list[int]()
+    task = asyncio.ensure_future(threads.run(gate, undone.append))
+    await until(gate.entered.is_set)
+    for _ in range(2):
+        task.cancel()
+        await asyncio.sleep(0)
+        assert not task.done()
+    gate.opened.set()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    await until(lambda: undone == [5])
+
+
+async def test_a_caller_that_is_cancelled_waits_no_longer_than_it_would_have() -> None:
+    threads, gate, undone = Threads("test", 1), Gate(5), list[int]()
+    task = asyncio.ensure_future(threads.run(gate, undone.append, within_s=0.2))
+    await until(gate.entered.is_set)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await asyncio.wait_for(task, 10)
+    assert threads.hung == 1
+    gate.opened.set()
+    await until(lambda: undone == [5])
+
+
+async def test_a_caller_that_is_cancelled_while_it_waits_for_a_thread_takes_none() -> None:
+    threads, gate = Threads("test", 1), Gate()
+    running = asyncio.ensure_future(threads.run(gate))
+    await until(gate.entered.is_set)
+    waiting = asyncio.ensure_future(threads.run(lambda: 1 // 0))
+    await asyncio.sleep(0)
+    waiting.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await waiting
+    gate.opened.set()
+    await running
+    assert await threads.run(lambda: 7) == 7
+
+
+@pytest.mark.parametrize("error", [ZeroDivisionError("the work's own"), TimeoutError("the work's own")])
+async def test_the_works_own_error_is_raised_and_nothing_is_undone(error: Exception) -> None:
+    def work() -> int:
+        raise error
+
+    threads, undone = Threads("test", 1), list[int]()
+    for _ in range(2):
+        with pytest.raises(type(error), match="the work's own"):
+            await threads.run(work, undone.append, within_s=10)
+    assert not undone and threads.hung == 0
+
+
+async def test_where_no_thread_is_to_be_had_the_place_is_free_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    threads = Threads("test", 1)
+    with monkeypatch.context() as patched:
+        patched.setattr(threading.Thread, "start", _no_thread)
+        with pytest.raises(RuntimeError, match="can't start"):
+            await threads.run(lambda: 7)
+    assert await threads.run(lambda: 7, within_s=10) == 7
+
+
+def _no_thread(_: threading.Thread) -> None:
+    raise RuntimeError("can't start new thread")
