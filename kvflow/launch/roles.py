@@ -145,7 +145,7 @@ async def decode_service(settings: Settings) -> AsyncGenerator[tuple[DecodeServi
 @asynccontextmanager
 async def _parts(settings: Settings) -> AsyncGenerator[tuple[LoadedModel, PagedPool, ThreadPoolExecutor], None]:
     """Model, pool and the thread of model steps; the data plane's settings are checked before the model is loaded."""
-    check_plane(settings.disaggregation_transfer_backend, settings.disaggregation_ib_device)
+    check_plane(settings.disaggregation_transfer_backend, settings.disaggregation_ib_device, reachable(settings.host))
     from kvflow.engine.model.load import load_model
 
     executor = ThreadPoolExecutor(1, thread_name_prefix="kvflow-model")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import base64
 import ctypes
+import gc
 import json
 import os
 import select
@@ -96,6 +97,7 @@ async def spawned(
     env: Mapping[str, str] | None = None,
 ) -> AsyncIterator[Peer]:
     """`prefix` is a command that runs the peer; `host` the address others reach it at."""
+    gc.collect()  # an engine that is garbage cannot be freed by a forked child, which has none of its threads
     process = await asyncio.create_subprocess_exec(
         *(*prefix, sys.executable, "-m", "tests.transports.peer_process", backend, order, str(rate or 0), host),
         env={**os.environ, **(env or {})},

@@ -29,9 +29,9 @@ FIVE = routing_id(Incarnation(5))
 
 
 @asynccontextmanager
-async def link() -> AsyncIterator[tuple[ZmqSocket, ZmqSocket]]:
-    router, port = bind_router("127.0.0.1", 0)
-    dealer = connect_dealer(f"tcp://127.0.0.1:{port}", 5)
+async def link(host: str = "127.0.0.1") -> AsyncIterator[tuple[ZmqSocket, ZmqSocket]]:
+    router, port = bind_router(host, 0)
+    dealer = connect_dealer(f"tcp://[{host}]:{port}" if ":" in host else f"tcp://{host}:{port}", 5)
     try:
         yield router, dealer
     finally:
@@ -49,8 +49,9 @@ async def take(socket: ZmqSocket, count: int) -> Frames:
     return found
 
 
-async def test_both_ways_in_order_by_routing_id() -> None:
-    async with link() as (router, dealer):
+@pytest.mark.parametrize("host", ["127.0.0.1", "::1"])
+async def test_both_ways_in_order_by_routing_id(host: str) -> None:
+    async with link(host) as (router, dealer):
         frames = [str(i).encode() for i in range(10 * BURST_FRAMES)]
         for frame in frames:
             assert dealer.send(frame)

@@ -6,7 +6,9 @@ import asyncio
 import importlib.util
 import itertools
 import os
+import sys
 from collections.abc import AsyncIterator
+from pathlib import Path
 
 import msgspec
 import numpy as np
@@ -185,3 +187,13 @@ async def test_closing_the_plane_ends_every_write(backend: str) -> None:
     side.pool.close()
     if backend == "local":
         assert len(os.listdir("/proc/self/fd")) <= fds
+
+
+async def test_a_room_over_ipv6(backend: str) -> None:
+    process = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-m", "tests.transports.over_ipv6", backend),
+        cwd=Path(__file__).parents[2],
+        stdout=asyncio.subprocess.PIPE,
+    )
+    told, _ = await process.communicate()
+    assert (told, process.returncode) == (b"landed\n", 0)

@@ -1,13 +1,14 @@
 """The control link over ZMQ: a ROUTER at prefill, a DEALER per prefill rank at decode, one context per process.
 
 Not zmq.asyncio: one await per message costs more than all else here (measured: 28,000 against 74,000 rooms/s). Instead
-the loop watches the socket's descriptor, and a burst is read without blocking. The descriptor is edge-triggered, and a
-send can consume the edge, so EVENTS is read again after each burst and after sends.
+the loop watches the socket's descriptor, and messages are read without blocking until there is none. The descriptor is
+edge-triggered, and a send can consume the edge, so EVENTS is read again after sends.
 """
 
 from __future__ import annotations
 
 import asyncio
+import threading
 from typing import NamedTuple
 
 import zmq
@@ -102,7 +103,7 @@ class _Authentication(NamedTuple):
     def close(self) -> None:
         context = self.authenticator.context  # the authenticator's own; `term` blocks for the socket's linger
         self.authenticator.stop()
-        asyncio.get_running_loop().run_in_executor(None, context.term)
+        threading.Thread(target=context.term, name="kvflow-zmq-term", daemon=True).start()
 
 
 class _Handshakes:
@@ -134,24 +135,25 @@ def bind_router(host: str, port: int, key: ControlKey | None = None) -> tuple[Zm
 
     Raises: MisuseError (port taken).
     """
-    socket = _socket(zmq.ROUTER, zmq.Context() if key else zmq.Context.instance())
+    socket = _socket(zmq.ROUTER, zmq.Context() if key else zmq.Context.instance(), ipv6=":" in host)
     authentication = _Authentication(key.arm_server(socket)) if key else None
     socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
     socket.setsockopt(zmq.ROUTER_HANDOVER, 1)  # a decode that reconnects takes over its own routing id
+    named = f"[{host}]" if ":" in host else host
     try:
-        socket.bind(f"tcp://{host}:{port}" if port else f"tcp://{host}:*")
+        socket.bind(f"tcp://{named}:{port or '*'}")
     except zmq.ZMQError as error:
         if authentication is not None:
             authentication.close()
         socket.close(linger=0)
-        raise MisuseError(f"control port {host}:{port}: {zmq.strerror(error.errno or 0)}") from None
+        raise MisuseError(f"control port {named}:{port}: {zmq.strerror(error.errno or 0)}") from None
     bound = int(str(socket.getsockopt_string(zmq.LAST_ENDPOINT)).rsplit(":", 1)[1])
     return ZmqSocket(socket, router=True, watch=authentication), bound
 
 
 def connect_dealer(control: str, incarnation: int, key: ControlKey | None = None) -> ZmqSocket:
     """Decode's end, to the control endpoint "tcp://host:port" of one prefill rank; it connects in the background."""
-    socket = _socket(zmq.DEALER, zmq.Context.instance())
+    socket = _socket(zmq.DEALER, zmq.Context.instance(), ipv6="[" in control)
     if key:
         key.arm_client(socket)
     handshakes = _Handshakes(socket, key)
@@ -167,8 +169,9 @@ def connect_dealer(control: str, incarnation: int, key: ControlKey | None = None
     return ZmqSocket(socket, router=False, watch=handshakes)
 
 
-def _socket(kind: int, context: zmq.Context[zmq.Socket[bytes]]) -> zmq.Socket[bytes]:
+def _socket(kind: int, context: zmq.Context[zmq.Socket[bytes]], *, ipv6: bool) -> zmq.Socket[bytes]:
     socket: zmq.Socket[bytes] = context.socket(kind)
+    socket.setsockopt(zmq.IPV6, int(ipv6))
     socket.setsockopt(zmq.SNDHWM, QUEUE_MESSAGES)
     socket.setsockopt(zmq.RCVHWM, QUEUE_MESSAGES)
     socket.setsockopt(zmq.MAXMSGSIZE, MAX_FRAME_BYTES)

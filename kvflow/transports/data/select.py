@@ -12,14 +12,14 @@ from kvflow.transports.data.mooncake.plane import MooncakePlane, engine_class
 PLANES = ("local", "mooncake")
 
 
-def check_plane(name: str, device: str = "") -> None:
+def check_plane(name: str, device: str = "", host: str = "") -> None:
     """What `open_plane` would refuse of a data plane, before there is a pool for it. Raises: MisuseError."""
     if name not in PLANES:
         raise MisuseError(f"no data plane {name!r}; there are: {', '.join(PLANES)}")
     if name == "local" and device:
         raise MisuseError(f"RDMA device {device!r}: the local data plane has no use for one")
     if name == "mooncake":
-        engine_class(force_tcp=not device)
+        engine_class(host, force_tcp=not device)
 
 
 def open_plane(
@@ -34,7 +34,7 @@ def open_plane(
     `device` names the RDMA device, for planes that have one.
     Raises: MisuseError for an unknown name, a rate not above 0, or a package that is missing (the text says which).
     """
-    check_plane(name, device)
+    check_plane(name, device, host)
     if name == "local":
         return LocalPlane(pool_segment, rate_limit_bytes_per_s)
     return MooncakePlane(host, rate_limit_bytes_per_s, device)

@@ -13,6 +13,10 @@ Blocks are submitted one by one into a window that is bounded in handles and in 
 window has to land before the pages are free. The engine has no authentication: any process that reaches its ports
 can write into registered memory, and it listens on every interface. Keep it on a private network.
 
+A peer is asked whether it answers before the engine is given its address (`handshake`): while the engine opens a
+session it takes no blocks for others, and where nobody answers it waits for a minute. A peer that answers us and then
+leaves the engine waiting can still do that; nothing here can stop it.
+
 A route belongs to one process. Once that process is known to have ended, or another one was met at its session, nothing
 more is submitted. What the engine holds by then (one window) it fails within about a second; a new process that takes
 over both ports in that time, with memory registered at the same addresses, would be written to.
@@ -24,23 +28,30 @@ import asyncio
 import importlib
 import os
 import re
+import sys
 import threading
 from contextlib import suppress
+from ipaddress import ip_address
 from typing import Any
 
-from kvflow.aio import in_thread
+from kvflow.aio import Threads
 from kvflow.protocols.errors import LayoutError, MisuseError, TransferError
 from kvflow.protocols.pages.layout import PoolLayout
 from kvflow.protocols.ports import PlaneAddress, ProcessIdentity
+from kvflow.transports.data.mooncake.handshake import check_answers
 from kvflow.transports.data.mooncake.inbound import InboundConnections
 from kvflow.transports.data.mooncake.route import MooncakeRoute, PeerProcess
-from kvflow.transports.data.mooncake.tcp_table import listening_ports
+from kvflow.transports.data.mooncake.tcp_table import listening_ports, rows, sockets
 from kvflow.transports.data.route import Planner
 from kvflow.transports.data.write_thread import WriteThread
-from kvflow.transports.host.identity import own_identity, watch
+from kvflow.transports.host.identity import check_same_host, own_identity, watch
 
 MAX_BLOCK_BYTES = 2 << 20
 MAX_REGIONS = 1024
+MAX_ENGINES = 8  # two threads and five descriptors each; freeing one holds the GIL for a second, so none is
+MAX_SESSIONS = 16_384
+_ANSWER_S, _CONNECT_S = 5.0, 10.0
+_CONNECTS = 4  # at a time; the engine itself takes one after the other
 _CLOSE_GRACE_S = 5.0
 _LOOK_S = 1.0  # how often the connections of writers that live are looked at
 _SHORTEST_POLL_S, _LONGEST_POLL_S = 0.005, 1.0  # how often those of a dead one are
@@ -61,12 +72,13 @@ class MooncakePlane:
     def __init__(self, host: str = "127.0.0.1", rate_limit_bytes_per_s: float | None = None, device: str = "") -> None:
         """Starts the engine, which holds the GIL for some milliseconds: before the event loop serves anything.
 
-        `host` is the address peers reach us at; `device` an RDMA device, TCP without one.
+        `host` is the address peers reach us at, of the one family, IPv4 or IPv6, that this process's engines speak;
+        `device` an RDMA device, TCP without one.
         Raises: MisuseError when the package cannot be loaded, TransferError when the engine does not start.
         """
         self._thread = WriteThread(self.name, rate_limit_bytes_per_s)
         self._host, self._device = host, device
-        self._engine_class = engine_class(force_tcp=not device)
+        self._engine_class = engine_class(host, force_tcp=not device)
         self._engines: list[Any] = []
         self._inbound = InboundConnections()
         self._layout: PoolLayout | None = None
@@ -75,8 +87,11 @@ class MooncakePlane:
         ] = {}  # who was reached at a session, through which engine
         self._routes: set[MooncakeRoute] = set()
         self._opening = threading.Lock()
+        self._connecting = Threads("mooncake-connect", _CONNECTS)
+        self._looking, self._closing = Threads("mooncake-fence", 1), Threads("mooncake-close", 1)
         self.engine = self._start_engine()  # the one peers write through
-        self._session = f"{host}:{self.engine.get_rpc_port()}"
+        named = f"[{host}]" if ":" in host else host
+        self._session = f"{named}:{self.engine.get_rpc_port()}"
 
     def __repr__(self) -> str:
         return f"<MooncakePlane at {self._session} over {self._device or 'TCP'}: {len(self._routes)} routes>"
@@ -105,13 +120,15 @@ class MooncakePlane:
             raise LayoutError("export our own pool before connecting to a peer's")
         if not _SESSION.match(address.locator):
             raise TransferError(f"{address.locator!r:.80} is not a mooncake session (host:port)")
+        if (family := _family(address.locator.rpartition(":")[0])) and family != (own := _spoken()):
+            raise TransferError(f"mooncake speaks {own} in this process, and the peer's session is {address.locator}")
         layout.check()
         self._thread.start()
         planner = Planner(ours, layout, max_block_bytes=min(MAX_BLOCK_BYTES, self._thread.slice_bytes))
         over_tcp = not self._device
         process = PeerProcess(address.process)
         try:
-            engine = await in_thread(lambda: self._reach(address, ours, layout))
+            engine = await self._connect(address, ours, layout)
             process.check()  # looked at after opening: else another process may have answered
         except BaseException:
             process.close()
@@ -123,13 +140,20 @@ class MooncakePlane:
         self._routes.add(route)
         return route
 
+    async def _connect(self, peer: PlaneAddress, ours: PoolLayout, theirs: PoolLayout) -> Any:
+        """The engine that has a session with a peer. Raises: TransferError."""
+        await check_answers(peer.locator, _ANSWER_S)
+        try:
+            return await self._connecting.run(lambda: self._reach(peer, ours, theirs), within_s=_CONNECT_S)
+        except TimeoutError:
+            raise TransferError(f"no mooncake session with {peer.locator} within {_CONNECT_S:g} s") from None
+
     def _reach(self, peer: PlaneAddress, ours: PoolLayout, theirs: PoolLayout) -> Any:
         """Open the session with a write of no bytes, so that no later submit has to connect (up to 5 s)."""
         session = peer.locator
+        _check_owner(peer)
         with self._opening:
             engine = self._engine_for(peer, ours)
-        if status := engine.send_probe(session):
-            raise TransferError(f"no mooncake engine answers at {session} (status {status})")
         handle = engine.transfer_submit_write(session, ours.buffers[0].address, theirs.buffers[0].address, 0)
         if not handle or engine.transfer_check_status(handle) != 1:
             raise TransferError(f"cannot open a mooncake session with {session}")
@@ -143,8 +167,17 @@ class MooncakePlane:
             return known[1]
         engine = self.engine
         if known is not None:
+            if len(self._engines) >= MAX_ENGINES:
+                raise TransferError(
+                    f"session {peer.locator} was another process's; more than {MAX_ENGINES} engines for sessions that "
+                    "are used again are not started: restart this process"
+                )
             engine = self._start_engine()
             self._register(engine, ours)
+        elif len(self._sessions) >= MAX_SESSIONS:
+            raise TransferError(
+                f"more than {MAX_SESSIONS} sessions, which an engine never forgets: restart this process"
+            )
         self._sessions[peer.locator] = (peer.process, engine)
         return engine
 
@@ -178,7 +211,7 @@ class MooncakePlane:
             try:
                 while not death.dead:
                     with suppress(OSError):  # no descriptor to look with: what is not known only makes us wait
-                        await in_thread(inbound.look)
+                        await self._looking.run(inbound.look)
                     await asyncio.wait([death.died], timeout=_LOOK_S)
                 await self._wait_closed(identity)
             finally:
@@ -188,7 +221,7 @@ class MooncakePlane:
         pause_s = _SHORTEST_POLL_S
         while True:
             with suppress(OSError):  # no descriptor to look with: look again
-                if not await in_thread(lambda: self._inbound.count_open(dead_writer)):
+                if not await self._looking.run(lambda: self._inbound.count_open(dead_writer)):
                     return
             await asyncio.sleep(pause_s)
             pause_s = min(pause_s * 1.2, _LONGEST_POLL_S)
@@ -200,7 +233,7 @@ class MooncakePlane:
         finally:  # the thread has ended, cancelled or not
             for route in list(self._routes):
                 route.close()
-            await in_thread(self._unregister)
+            await self._closing.run(self._unregister)
 
     def _unregister(self) -> None:
         layout, self._layout = self._layout, None
@@ -209,8 +242,41 @@ class MooncakePlane:
                 engine.unregister_memory(b.address)
 
 
-def engine_class(*, force_tcp: bool) -> Any:
-    """mooncake.engine.TransferEngine. Raises: MisuseError with the one thing to do."""
+def _spoken() -> str:
+    """The family of addresses that every engine of this process uses."""
+    return "IPv6" if "MC_USE_IPV6" in os.environ else "IPv4"
+
+
+def _family(host: str) -> str:
+    """Of an IP address; empty for a name."""
+    try:
+        return f"IPv{ip_address(host.removeprefix('[').removesuffix(']').partition('%')[0]).version}"
+    except ValueError:
+        return ""
+
+
+def _check_owner(peer: PlaneAddress) -> None:
+    """A session is the process's that listens there: another's claim to it would end the routes of its owner. Of other
+    hosts and users nothing is known. Raises: TransferError."""
+    try:
+        check_same_host(peer.process)
+    except TransferError:
+        return
+    pid, port = peer.process.pid, int(peer.locator.rpartition(":")[2])
+    held = sockets(pid)
+    if held and not any(row.is_listening and row.ends.port == port and row.inode in held for row in rows(pid, {port})):
+        raise TransferError(f"process {pid} does not listen at {peer.locator}")
+
+
+def engine_class(host: str = "", *, force_tcp: bool) -> Any:
+    """mooncake.engine.TransferEngine, for peers that use our address `host`. Raises: MisuseError, with what to do."""
+    family = _family(host)
+    if family == "IPv6" and "mooncake.engine" not in sys.modules:
+        os.environ["MC_USE_IPV6"] = "1"
+    if family and family != (spoken := _spoken()):
+        raise MisuseError(
+            f"host {host}: mooncake speaks {spoken} in this process (MC_USE_IPV6, read when it is loaded)"
+        )
     if force_tcp:  # else the engine takes RDMA by itself wherever it finds a device, and the fence would prove nothing
         os.environ.setdefault("MC_FORCE_TCP", "1")
     for name, value in _ENVIRONMENT.items():

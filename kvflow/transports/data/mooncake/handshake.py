@@ -1,0 +1,46 @@
+"""Ask whether a mooncake engine answers, without one: the engine's own call blocks a thread for up to a minute where
+something accepts connections and says nothing, as a frozen process does.
+
+What is spoken is the engine's handshake (its `transfer_metadata_plugin.cpp`): u64 length, little-endian, of what
+follows; one byte for the kind of request; a JSON object. The answer has the same form and kind.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from contextlib import suppress
+
+from kvflow.protocols.errors import TransferError
+
+_PROBE = 3
+_REQUEST = bytes([_PROBE]) + b"{}"
+_MAX_ANSWER_BYTES = 4 << 10  # some 20 in fact
+
+
+async def check_answers(session: str, within_s: float) -> None:
+    """Return once the engine at `session` ("host:port") has answered a probe.
+
+    Raises: TransferError when nobody listens there, what listens is no engine, or nothing has come after `within_s`.
+    """
+    host, _, port = session.rpartition(":")
+    try:
+        async with asyncio.timeout(within_s):
+            await _probe(host.removeprefix("[").removesuffix("]"), int(port))
+    except TimeoutError:
+        raise TransferError(f"no mooncake engine answers at {session} within {within_s:g} s") from None
+    except (OSError, OverflowError, EOFError, ValueError) as error:
+        raise TransferError(f"no mooncake engine answers at {session}: {error}") from None
+
+
+async def _probe(host: str, port: int) -> None:
+    """Raises: OSError, OverflowError (no port), EOFError (hung up), ValueError (another answer)."""
+    reader, writer = await asyncio.open_connection(host, port, limit=_MAX_ANSWER_BYTES)
+    try:
+        writer.write(len(_REQUEST).to_bytes(8, "little") + _REQUEST)
+        size_bytes = int.from_bytes(await reader.readexactly(8), "little")
+        if not 1 <= size_bytes <= _MAX_ANSWER_BYTES or (await reader.readexactly(size_bytes))[0] != _PROBE:
+            raise ValueError("what listens there speaks another language")
+    finally:
+        writer.close()  # the engine serves nobody else until we have
+        with suppress(OSError):
+            await writer.wait_closed()

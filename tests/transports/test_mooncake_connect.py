@@ -1,0 +1,199 @@
+"""Reaching a peer's mooncake engine: what falls silent, lies or comes too often costs honest peers nothing."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import socket
+import threading
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager
+
+import msgspec
+import pytest
+
+from kvflow.memory.pool import PagedPool
+from kvflow.node import DecodeNode, PrefillNode
+from kvflow.protocols.errors import MisuseError, TransferError
+from kvflow.protocols.ports import PlaneAddress, ProcessIdentity, WriteOutcome
+from kvflow.protocols.wire.codec import encode
+from kvflow.protocols.wire.messages import WIRE_VERSION, GrantId, Incarnation, Register
+from kvflow.testing.pair import small_layout
+from kvflow.transports.control.zmq import connect_dealer
+from kvflow.transports.data.mooncake import plane as mooncake
+from kvflow.transports.host.identity import own_identity
+from tests.transports.peer_process import Peer, Side, pages, spawned, until
+
+pytest.importorskip("mooncake")
+
+SOON_S = 0.5
+
+
+@contextmanager
+def mute_port() -> Iterator[str]:
+    """A session whose connections the kernel accepts and nobody reads, as those of a frozen decode."""
+    with socket.create_server(("127.0.0.1", 0), backlog=64) as listening:
+        yield f"127.0.0.1:{listening.getsockname()[1]}"
+
+
+@asynccontextmanager
+async def half_mute_port() -> AsyncIterator[str]:
+    """A session that answers probes, and nothing else."""
+    held: list[asyncio.StreamWriter] = []
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        held.append(writer)
+        size_bytes = int.from_bytes(await reader.readexactly(8), "little")
+        kind, *_ = await reader.readexactly(size_bytes)
+        if kind == 3:
+            writer.write((3).to_bytes(8, "little") + b"\x03{}")
+
+    server = await asyncio.start_server(serve, "127.0.0.1", 0)
+    try:
+        yield f"127.0.0.1:{server.sockets[0].getsockname()[1]}"
+    finally:
+        for writer in held:
+            writer.close()
+        server.close()
+        await server.wait_closed()
+
+
+def at(session: str, process: ProcessIdentity | None = None) -> PlaneAddress:
+    return PlaneAddress("mooncake", session, process or own_identity())
+
+
+def elsewhere(number: int) -> ProcessIdentity:
+    """A process of another host: nothing is known of it."""
+    return msgspec.structs.replace(own_identity(), boot_id="elsewhere", pid=number)
+
+
+@asynccontextmanager
+async def sender() -> AsyncIterator[tuple[Side, mooncake.MooncakePlane]]:
+    side = Side("mooncake", "page_first", None)
+    assert isinstance(side.plane, mooncake.MooncakePlane)
+    try:
+        yield side, side.plane
+    finally:
+        await side.close()
+
+
+async def lands(plane: mooncake.MooncakePlane, peer: Peer) -> bool:
+    route = await asyncio.wait_for(plane.connect(peer.address, peer.layout), 10)
+    return await asyncio.wait_for(asyncio.shield(route.write(pages(0), pages(0)).done), 10) is WriteOutcome.LANDED
+
+
+async def test_mute_ports_cost_no_thread_and_keep_nobody_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with sender() as (_, plane), spawned("mooncake") as peer:
+        with mute_port() as session:
+            before = threading.active_count()
+            mute = [asyncio.ensure_future(plane.connect(at(session), peer.layout)) for _ in range(40)]
+            assert await lands(plane, peer)
+            assert threading.active_count() <= before + 1, "the plane's own"
+            assert not any(task.done() for task in mute)
+            for task in mute:
+                task.cancel()
+            await asyncio.gather(*mute, return_exceptions=True)
+            monkeypatch.setattr(mooncake, "_ANSWER_S", SOON_S)
+            with pytest.raises(TransferError, match=f"no mooncake engine answers at {session} within 0.5 s"):
+                await plane.connect(at(session), peer.layout)
+
+
+async def test_who_falls_silent_after_the_first_answer_is_left_to_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(mooncake, "_CONNECT_S", SOON_S)
+    async with sender() as (_, plane), spawned("mooncake") as peer:
+        async with half_mute_port() as session:
+            tried = [plane.connect(at(session), peer.layout) for _ in range(2 * mooncake._CONNECTS)]
+            told = await asyncio.gather(*tried, return_exceptions=True)
+            assert {str(error) for error in told} == {f"no mooncake session with {session} within 0.5 s"}
+            assert 1 <= plane._connecting.hung <= mooncake._CONNECTS
+        await until(lambda: plane._connecting.hung == 0)
+        monkeypatch.setattr(mooncake, "_CONNECT_S", 10.0)
+        assert await lands(plane, peer)
+
+
+@pytest.mark.parametrize("answer", [b"", b"HTTP/1.1 400 Bad Request\r\n\r\n", (3).to_bytes(8, "little") + b"\x01{}"])
+async def test_what_is_no_engine_is_refused_at_once(answer: bytes) -> None:
+    async def serve(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write(answer)
+        writer.close()
+
+    async with sender() as (side, plane):
+        server = await asyncio.start_server(serve, "127.0.0.1", 0)
+        session = f"127.0.0.1:{server.sockets[0].getsockname()[1]}"
+        async with server:
+            with pytest.raises(TransferError, match="no mooncake engine answers at"):
+                await asyncio.wait_for(plane.connect(at(session), side.pool.layout), 10)
+        for nobody in (session, "127.0.0.1:99999"):
+            with pytest.raises(TransferError, match="no mooncake engine answers at"):
+                await asyncio.wait_for(plane.connect(at(nobody), side.pool.layout), 10)
+        assert not plane._sessions, "an engine that was never met is nothing to remember"
+
+
+async def test_addresses_of_another_family_are_refused_in_one_line() -> None:
+    async with sender() as (side, plane):
+        with pytest.raises(MisuseError, match="host ::1: mooncake speaks IPv4 in this process"):
+            mooncake.MooncakePlane("::1")
+        with pytest.raises(TransferError, match=r"speaks IPv4 in this process, and the peer's session is \[::1\]:9"):
+            await plane.connect(at("[::1]:9"), side.pool.layout)
+
+
+async def test_a_session_is_the_process_that_listens_there() -> None:
+    async with sender() as (_, plane), spawned("mooncake") as peer:
+        route = await plane.connect(peer.address, peer.layout)
+        with pytest.raises(TransferError, match=f"process {os.getpid()} does not listen at {peer.address.locator}"):
+            await plane.connect(at(peer.address.locator), peer.layout)
+        assert await asyncio.shield(route.write(pages(0), pages(0)).done) is WriteOutcome.LANDED, "it is its owner's"
+        assert len(plane._engines) == 1 and await lands(plane, peer)
+
+
+async def test_engines_and_sessions_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(mooncake, "MAX_ENGINES", 2)
+    async with sender() as (_, plane), spawned("mooncake") as peer, spawned("mooncake") as other:
+        for number in range(5):
+            address = at(peer.address.locator, elsewhere(number))
+            if number < 2:
+                await plane.connect(address, peer.layout)
+            else:
+                with pytest.raises(TransferError, match=r"more than 2 engines .* restart this process"):
+                    await plane.connect(address, peer.layout)
+        assert len(plane._engines) == 2
+        monkeypatch.setattr(mooncake, "MAX_SESSIONS", 1)
+        with pytest.raises(TransferError, match="more than 1 sessions"):
+            await plane.connect(other.address, other.layout)
+        monkeypatch.setattr(mooncake, "MAX_SESSIONS", 2)
+        assert await lands(plane, other)
+
+
+async def test_strangers_that_name_mute_ports_keep_no_decode_out() -> None:
+    layout, dealers = small_layout(), []
+    pools = [PagedPool.allocate(layout) for _ in range(2)]
+    async with (
+        PrefillNode(pools[0], plane="mooncake") as prefill,
+        DecodeNode(pools[1], plane="mooncake") as decode,
+    ):
+        address, placed = decode.exported
+        with mute_port() as session:
+            for number in range(1, 41):
+                mute = msgspec.structs.replace(address, locator=session)
+                register = Register(
+                    source=prefill.incarnation,
+                    target=Incarnation(number),
+                    wire_version=WIRE_VERSION,
+                    layout=placed,
+                    address=mute,
+                    fresh_from=GrantId(1),
+                )
+                dealers.append(connect_dealer(prefill.control, number))
+                assert dealers[-1].send(encode(register))
+            await until(lambda: len(prefill.shell.endpoint.core.peers) == 40)
+            source = prefill.room(1, range(16))
+            async with asyncio.timeout(10), decode.room(1, [prefill.info], range(16)) as target:
+                await source.matched()
+                taken = prefill.pages.take(len(target.pages), "engine")
+                source.send(taken, last=True)
+                await target.landed()
+            prefill.pages.give_back(taken, "engine")
+            for dealer in dealers:
+                dealer.close()
+    for pool in pools:
+        pool.close()
