@@ -20,6 +20,7 @@ from kvflow.testing.pair import QUICK, small_layout, until
 from kvflow.transports.control.packing import MAX_PARTS, PACKED_BYTES, PACKED_FRAMES
 from kvflow.transports.control.zmq import BURST_FRAMES, ZmqSocket, bind_router, connect_dealer
 from kvflow.transports.data.fake import FakeNetwork, FakePlane
+from tests.ipv6 import needs_ipv6
 
 pytest_plugins = ["kvflow.testing.fixtures"]
 pytestmark = pytest.mark.usefixtures("kvflow_clean_loop")
@@ -49,7 +50,7 @@ async def take(socket: ZmqSocket, count: int) -> Frames:
     return found
 
 
-@pytest.mark.parametrize("host", ["127.0.0.1", "::1"])
+@pytest.mark.parametrize("host", ["127.0.0.1", pytest.param("::1", marks=needs_ipv6)])
 async def test_both_ways_in_order_by_routing_id(host: str) -> None:
     async with link(host) as (router, dealer):
         frames = [str(i).encode() for i in range(10 * BURST_FRAMES)]

@@ -18,6 +18,7 @@ from kvflow.protocols.errors import LayoutError, TransferError
 from kvflow.protocols.pages.layout import build_layout
 from kvflow.protocols.ports import WriteOutcome
 from tests.freezing import freeze
+from tests.ipv6 import needs_ipv6
 from tests.transports.peer_process import NUM_PAGES, PAGE_SIZE, Side, pages, spawned, until
 
 ORDERS = ["page_first", "layer_first"]
@@ -189,6 +190,7 @@ async def test_closing_the_plane_ends_every_write(backend: str) -> None:
         assert len(os.listdir("/proc/self/fd")) <= fds
 
 
+@needs_ipv6
 async def test_a_room_over_ipv6(backend: str) -> None:
     process = await asyncio.create_subprocess_exec(
         *(sys.executable, "-m", "tests.transports.over_ipv6", backend),
