@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import os
 import socket
 import threading
@@ -123,8 +124,10 @@ async def test_what_is_no_engine_is_refused_at_once(answer: bytes) -> None:
         async with server:
             with pytest.raises(TransferError, match="no mooncake engine answers at"):
                 await asyncio.wait_for(plane.connect(at(session), side.pool.layout), 10)
-        for nobody in (session, "127.0.0.1:99999"):
-            with pytest.raises(TransferError, match="no mooncake engine answers at"):
+        with pytest.raises(TransferError, match="no mooncake engine answers at"):
+            await asyncio.wait_for(plane.connect(at(session), side.pool.layout), 10)
+        for nobody in ("127.0.0.1:0", "127.0.0.1:65536", "127.0.0.1:99999"):  # uvloop would take the lower 16 bits
+            with pytest.raises(TransferError, match="is not a mooncake session"):
                 await asyncio.wait_for(plane.connect(at(nobody), side.pool.layout), 10)
         assert not plane._sessions, "an engine that was never met is nothing to remember"
 
@@ -133,6 +136,8 @@ async def test_addresses_of_another_family_are_refused_in_one_line() -> None:
     async with sender() as (side, plane):
         with pytest.raises(MisuseError, match="host ::1: mooncake speaks IPv4 in this process"):
             mooncake.MooncakePlane("::1")
+        with pytest.raises(MisuseError, match="host fe80::1%eth0: peers cannot use an address with a zone"):
+            mooncake.MooncakePlane("fe80::1%eth0")
         with pytest.raises(TransferError, match=r"speaks IPv4 in this process, and the peer's session is \[::1\]:9"):
             await plane.connect(at("[::1]:9"), side.pool.layout)
 
@@ -154,14 +159,48 @@ async def test_engines_and_sessions_are_bounded(monkeypatch: pytest.MonkeyPatch)
             if number < 2:
                 await plane.connect(address, peer.layout)
             else:
-                with pytest.raises(TransferError, match=r"more than 2 engines .* restart this process"):
+                with pytest.raises(TransferError, match=r"more than 2 engines are not started: restart this process"):
                     await plane.connect(address, peer.layout)
+        for number in range(2):  # another session that is used again: both engines are new to it
+            await plane.connect(at(other.address.locator, elsewhere(number)), other.layout)
         assert len(plane._engines) == 2
-        monkeypatch.setattr(mooncake, "MAX_SESSIONS", 1)
-        with pytest.raises(TransferError, match="more than 1 sessions"):
-            await plane.connect(other.address, other.layout)
         monkeypatch.setattr(mooncake, "MAX_SESSIONS", 2)
-        assert await lands(plane, other)
+        async with spawned("mooncake") as third:
+            with pytest.raises(TransferError, match="more than 2 sessions"):
+                await plane.connect(third.address, third.layout)
+            monkeypatch.setattr(mooncake, "MAX_SESSIONS", 3)
+            assert await lands(plane, third)
+
+
+async def test_a_silent_connection_at_a_decodes_port_keeps_prefill_waiting_and_no_more() -> None:
+    async with sender() as (_, plane), spawned("mooncake") as peer:
+        host, port = peer.address.locator.split(":")
+        with socket.create_connection((host, int(port))):  # its engine serves nobody else for 5 s
+            await asyncio.wait_for(plane.connect(peer.address, peer.layout), 15)
+
+
+async def test_a_closed_plane_opens_nothing() -> None:
+    async with sender() as (_, plane), spawned("mooncake") as peer:
+        await plane.connect(peer.address, peer.layout)
+        ours = plane._layout
+        await plane.close()
+        plane._layout = ours  # as a connect that had come this far when it was closed
+        with pytest.raises(TransferError, match="closed"):
+            assert ours is not None
+            plane._reach(peer.address, ours, peer.layout)
+        plane._layout = None
+
+
+async def test_what_cannot_be_looked_at_just_now_is_no_lie(monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_descriptors(_: int) -> dict[int, int]:
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+    async with sender() as (_, plane), spawned("mooncake") as peer:
+        with monkeypatch.context() as patched:
+            patched.setattr(mooncake, "sockets", no_descriptors)
+            with pytest.raises(TransferError, match=r"cannot look at process .*: Too many open files; try again"):
+                await plane.connect(peer.address, peer.layout)
+        assert await lands(plane, peer)
 
 
 async def test_strangers_that_name_mute_ports_keep_no_decode_out() -> None:

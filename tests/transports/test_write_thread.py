@@ -198,6 +198,19 @@ async def test_a_thread_never_started_closes_at_once() -> None:
         thread.start()
 
 
+async def test_where_no_thread_is_to_be_had_it_closes_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_thread(_: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    thread = WriteThread("test")
+    with monkeypatch.context() as patched:
+        patched.setattr(threading.Thread, "start", no_thread)
+        for _ in range(2):
+            with pytest.raises(RuntimeError, match="can't start"):
+                thread.start()
+    await asyncio.wait_for(thread.close(), 5)
+
+
 class Hanging(Slices):
     """A job that hangs in its first turn until it is let go."""
 

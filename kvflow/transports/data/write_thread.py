@@ -145,12 +145,14 @@ class WriteThread:
         self.surprises = 0  # exceptions of a back end, each of which ended its write UNPROVEN
 
     def start(self) -> None:
-        """Idempotent; call on the event loop. Raises: MisuseError from a second loop, or after `close`."""
+        """Idempotent; call on the event loop. Raises: MisuseError from a second loop, or after `close`; RuntimeError
+        when no thread is to be had."""
         loop = asyncio.get_running_loop()
         if self._thread is None and not self._closing:
             self.loop, self._over = loop, loop.create_future()
-            self._thread = threading.Thread(target=self._main, name=f"kvflow-{self._name}", daemon=True)
-            self._thread.start()
+            thread = threading.Thread(target=self._main, name=f"kvflow-{self._name}", daemon=True)
+            thread.start()
+            self._thread = thread  # not before it runs: no thread may be to be had
         elif self._closing or loop is not self.loop:
             raise MisuseError(f"the {self._name} plane is closed, or belongs to another event loop")
 
@@ -207,7 +209,8 @@ class WriteThread:
             return
         self.wake()
         try:
-            await run_to_end(self._over)
+            if not self.loop.is_closed():
+                await run_to_end(self._over)
         finally:
             thread.join()
             while self._ended:

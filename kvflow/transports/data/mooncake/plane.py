@@ -32,7 +32,7 @@ import sys
 import threading
 from contextlib import suppress
 from ipaddress import ip_address
-from typing import Any
+from typing import Any, NamedTuple
 
 from kvflow.aio import Threads
 from kvflow.protocols.errors import LayoutError, MisuseError, TransferError
@@ -50,7 +50,9 @@ MAX_BLOCK_BYTES = 2 << 20
 MAX_REGIONS = 1024
 MAX_ENGINES = 8  # two threads and five descriptors each; freeing one holds the GIL for a second, so none is
 MAX_SESSIONS = 16_384
-_ANSWER_S, _CONNECT_S = 5.0, 10.0
+# An engine serves one handshake at a time, and gives one that says nothing 5 s.
+_ANSWER_S, _CONNECT_S = 12.0, 10.0
+_QUESTIONS = 256  # at a time: a descriptor each
 _CONNECTS = 4  # at a time; the engine itself takes one after the other
 _CLOSE_GRACE_S = 5.0
 _LOOK_S = 1.0  # how often the connections of writers that live are looked at
@@ -62,6 +64,13 @@ _ENVIRONMENT = {
     "MC_TCP_ENABLE_CONNECTION_POOL": "1",
     "MC_LOG_LEVEL": "ERROR",
 }
+
+
+class _Session(NamedTuple):
+    """Who was reached at a session last, and the engines that have met it, the last one's at the end."""
+
+    process: ProcessIdentity
+    met: tuple[Any, ...]
 
 
 class MooncakePlane:
@@ -82,12 +91,12 @@ class MooncakePlane:
         self._engines: list[Any] = []
         self._inbound = InboundConnections()
         self._layout: PoolLayout | None = None
-        self._sessions: dict[
-            str, tuple[ProcessIdentity, Any]
-        ] = {}  # who was reached at a session, through which engine
+        self._sessions: dict[str, _Session] = {}
+        self._closed = False
         self._routes: set[MooncakeRoute] = set()
         self._opening = threading.Lock()
         self._connecting = Threads("mooncake-connect", _CONNECTS)
+        self._asking = asyncio.Semaphore(_QUESTIONS)
         self._looking, self._closing = Threads("mooncake-fence", 1), Threads("mooncake-close", 1)
         self.engine = self._start_engine()  # the one peers write through
         named = f"[{host}]" if ":" in host else host
@@ -118,7 +127,7 @@ class MooncakePlane:
         ours = self._layout
         if ours is None:
             raise LayoutError("export our own pool before connecting to a peer's")
-        if not _SESSION.match(address.locator):
+        if not _SESSION.match(address.locator) or not 0 < int(address.locator.rpartition(":")[2]) < 1 << 16:
             raise TransferError(f"{address.locator!r:.80} is not a mooncake session (host:port)")
         if (family := _family(address.locator.rpartition(":")[0])) and family != (own := _spoken()):
             raise TransferError(f"mooncake speaks {own} in this process, and the peer's session is {address.locator}")
@@ -142,7 +151,8 @@ class MooncakePlane:
 
     async def _connect(self, peer: PlaneAddress, ours: PoolLayout, theirs: PoolLayout) -> Any:
         """The engine that has a session with a peer. Raises: TransferError."""
-        await check_answers(peer.locator, _ANSWER_S)
+        async with self._asking:
+            await check_answers(peer.locator, _ANSWER_S)
         try:
             return await self._connecting.run(lambda: self._reach(peer, ours, theirs), within_s=_CONNECT_S)
         except TimeoutError:
@@ -153,6 +163,8 @@ class MooncakePlane:
         session = peer.locator
         _check_owner(peer)
         with self._opening:
+            if self._closed:
+                raise TransferError("the mooncake plane is closed")
             engine = self._engine_for(peer, ours)
         handle = engine.transfer_submit_write(session, ours.buffers[0].address, theirs.buffers[0].address, 0)
         if not handle or engine.transfer_check_status(handle) != 1:
@@ -163,22 +175,23 @@ class MooncakePlane:
         """An engine that has never met another process at this session. It never forgets what it learned of a session,
         so a new process behind a re-used port (one in some 2,000) would be written to at its predecessor's ports."""
         known = self._sessions.get(peer.locator)
-        if known is not None and known[0] == peer.process:
-            return known[1]
-        engine = self.engine
-        if known is not None:
-            if len(self._engines) >= MAX_ENGINES:
-                raise TransferError(
-                    f"session {peer.locator} was another process's; more than {MAX_ENGINES} engines for sessions that "
-                    "are used again are not started: restart this process"
-                )
-            engine = self._start_engine()
-            self._register(engine, ours)
-        elif len(self._sessions) >= MAX_SESSIONS:
+        if known is not None and known.process == peer.process:
+            return known.met[-1]
+        if known is None and len(self._sessions) >= MAX_SESSIONS:
             raise TransferError(
                 f"more than {MAX_SESSIONS} sessions, which an engine never forgets: restart this process"
             )
-        self._sessions[peer.locator] = (peer.process, engine)
+        met = known.met if known is not None else ()
+        engine = next((engine for engine in self._engines if engine not in met), None)
+        if engine is None:
+            if len(self._engines) >= MAX_ENGINES:
+                raise TransferError(
+                    f"session {peer.locator} was that of {len(met)} other processes; more than {MAX_ENGINES} engines "
+                    "are not started: restart this process"
+                )
+            engine = self._start_engine()
+            self._register(engine, ours)
+        self._sessions[peer.locator] = _Session(peer.process, (*met, engine))
         return engine
 
     def _start_engine(self) -> Any:
@@ -236,6 +249,8 @@ class MooncakePlane:
             await self._closing.run(self._unregister)
 
     def _unregister(self) -> None:
+        with self._opening:  # and no engine is given the pool from here on
+            self._closed = True
         layout, self._layout = self._layout, None
         for b in layout.buffers if layout is not None else ():
             for engine in self._engines:
@@ -263,14 +278,22 @@ def _check_owner(peer: PlaneAddress) -> None:
     except TransferError:
         return
     pid, port = peer.process.pid, int(peer.locator.rpartition(":")[2])
-    held = sockets(pid)
-    if held and not any(row.is_listening and row.ends.port == port and row.inode in held for row in rows(pid, {port})):
-        raise TransferError(f"process {pid} does not listen at {peer.locator}")
+    try:
+        for _ in range(2):  # the table is read in pieces: a row may be missed that others' coming and going has moved
+            held = sockets(pid)
+            listening = {row.inode for row in rows(pid, {port}) if row.is_listening and row.ends.port == port}
+            if not held or not listening.isdisjoint(held):
+                return
+    except OSError as error:
+        raise TransferError(f"cannot look at process {pid}: {error.strerror}; try again") from error
+    raise TransferError(f"process {pid} does not listen at {peer.locator}")
 
 
 def engine_class(host: str = "", *, force_tcp: bool) -> Any:
     """mooncake.engine.TransferEngine, for peers that use our address `host`. Raises: MisuseError, with what to do."""
     family = _family(host)
+    if "%" in host:
+        raise MisuseError(f"host {host}: peers cannot use an address with a zone")
     if family == "IPv6" and "mooncake.engine" not in sys.modules:
         os.environ["MC_USE_IPV6"] = "1"
     if family and family != (spoken := _spoken()):
