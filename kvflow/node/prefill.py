@@ -19,6 +19,7 @@ from kvflow.protocols.prefill_peers import PrefillIdentity
 from kvflow.protocols.wire.messages import Rank
 from kvflow.protocols.wire.ranks import RankInfo
 from kvflow.transports.control.zmq import bind_router
+from kvflow.transports.host.address import bracketed
 
 Bind = Callable[[str, int], tuple[ControlSocket, int]]
 """(host, port or 0) -> prefill's end of the control link and its port. Raises: MisuseError (port taken)."""
@@ -71,8 +72,7 @@ class PrefillNode(Node[PrefillShell]):
 
     @property
     def control(self) -> str:
-        host = f"[{self._advertise}]" if ":" in self._advertise else self._advertise
-        return f"tcp://{host}:{self._port}"
+        return f"tcp://{bracketed(self._advertise)}:{self._port}"
 
     @property
     def info(self) -> RankInfo:

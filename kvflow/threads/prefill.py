@@ -24,6 +24,7 @@ from kvflow.threads.node import LoopFactory, NodeThread
 from kvflow.threads.rooms import PrefillThreadRoom, RoomEvent
 from kvflow.transports.control.rank_server import serve_ranks
 from kvflow.transports.control.registry import RankTable
+from kvflow.transports.host.address import bracketed
 
 
 class PrefillThread(NodeThread[PrefillNode, PrefillRoom, PrefillThreadRoom]):
@@ -123,7 +124,7 @@ class PrefillThread(NodeThread[PrefillNode, PrefillRoom, PrefillThreadRoom]):
             await self._node.close()
             self._closed = True
             raise
-        self.registry = f"[{self._host}]:{port}" if ":" in self._host else f"{self._host}:{port}"
+        self.registry = f"{bracketed(self._host)}:{port}"
 
     async def _close(self) -> Sequence[UnprovenLoan]:
         await self._stack.aclose()

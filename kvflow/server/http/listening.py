@@ -12,6 +12,7 @@ from aiohttp import web
 
 from kvflow.protocols.errors import AbortedError, Code, MisuseError
 from kvflow.server.http.app import new_runner
+from kvflow.transports.host.address import bracketed
 
 _BACKLOG = 1024
 
@@ -69,7 +70,7 @@ def _cannot_listen(error: OSError, host: str, port: int, flag: str) -> MisuseErr
 
 def url_of(made: socket.socket, host: str) -> str:
     """The URL under which this machine reaches a bound socket."""
-    shown = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}.get(host, f"[{host}]" if ":" in host else host)
+    shown = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}.get(host, bracketed(host))
     return f"http://{shown}:{made.getsockname()[1]}"
 
 

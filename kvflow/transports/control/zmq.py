@@ -20,6 +20,7 @@ from kvflow.protocols.wire.codec import routing_id
 from kvflow.protocols.wire.messages import MAX_FRAME_BYTES, Incarnation
 from kvflow.transports.control.curve import ControlKey
 from kvflow.transports.control.packing import Incoming, Outgoing
+from kvflow.transports.host.address import bracketed
 
 BURST_FRAMES = 16  # about a millisecond of work for the handlers
 QUEUE_MESSAGES = 100_000
@@ -139,7 +140,7 @@ def bind_router(host: str, port: int, key: ControlKey | None = None) -> tuple[Zm
     authentication = _Authentication(key.arm_server(socket)) if key else None
     socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
     socket.setsockopt(zmq.ROUTER_HANDOVER, 1)  # a decode that reconnects takes over its own routing id
-    named = f"[{host}]" if ":" in host else host
+    named = bracketed(host)
     try:
         socket.bind(f"tcp://{named}:{port or '*'}")
     except zmq.ZMQError as error:

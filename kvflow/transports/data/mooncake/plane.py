@@ -44,6 +44,7 @@ from kvflow.transports.data.mooncake.route import MooncakeRoute, PeerProcess
 from kvflow.transports.data.mooncake.tcp_table import listening_ports, rows, sockets
 from kvflow.transports.data.route import Planner
 from kvflow.transports.data.write_thread import WriteThread
+from kvflow.transports.host.address import bracketed
 from kvflow.transports.host.identity import check_same_host, own_identity, watch
 
 MAX_BLOCK_BYTES = 2 << 20
@@ -92,15 +93,13 @@ class MooncakePlane:
         self._inbound = InboundConnections()
         self._layout: PoolLayout | None = None
         self._sessions: dict[str, _Session] = {}
-        self._closed = False
         self._routes: set[MooncakeRoute] = set()
         self._opening = threading.Lock()
         self._connecting = Threads("mooncake-connect", _CONNECTS)
         self._asking = asyncio.Semaphore(_QUESTIONS)
         self._looking, self._closing = Threads("mooncake-fence", 1), Threads("mooncake-close", 1)
         self.engine = self._start_engine()  # the one peers write through
-        named = f"[{host}]" if ":" in host else host
-        self._session = f"{named}:{self.engine.get_rpc_port()}"
+        self._session = f"{bracketed(host)}:{self.engine.get_rpc_port()}"
 
     def __repr__(self) -> str:
         return f"<MooncakePlane at {self._session} over {self._device or 'TCP'}: {len(self._routes)} routes>"
@@ -163,7 +162,7 @@ class MooncakePlane:
         session = peer.locator
         _check_owner(peer)
         with self._opening:
-            if self._closed:
+            if self._layout is None:
                 raise TransferError("the mooncake plane is closed")
             engine = self._engine_for(peer, ours)
         handle = engine.transfer_submit_write(session, ours.buffers[0].address, theirs.buffers[0].address, 0)
@@ -249,9 +248,8 @@ class MooncakePlane:
             await self._closing.run(self._unregister)
 
     def _unregister(self) -> None:
-        with self._opening:  # and no engine is given the pool from here on
-            self._closed = True
-        layout, self._layout = self._layout, None
+        with self._opening:  # no engine is given the pool from here on
+            layout, self._layout = self._layout, None
         for b in layout.buffers if layout is not None else ():
             for engine in self._engines:
                 engine.unregister_memory(b.address)
