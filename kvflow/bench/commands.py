@@ -120,13 +120,25 @@ def compare(
 
     Options must be known to every tree; `-- rooms --open N` is measured by the bench of this tree in all of them.
     """
-    from kvflow.bench.compare import bench_compare, printed
+    from kvflow.bench.compare import bench_compare
 
-    report = asyncio.run(bench_compare([str(one) for one in tree], tuple(planes.split(",")), what, turns, _say))
-    if as_json:
-        typer.echo(json.dumps(report))
-    else:
-        Console(width=None if sys.stdout.isatty() else TABLE_COLUMNS).print(printed(report["table"]))
+    trees = [str(one) for one in tree]
+    _table(asyncio.run(bench_compare(trees, tuple(planes.split(",")), what, turns, _say)), as_json)
+
+
+@app.command()
+def guards(
+    planes: Planes = "local,mooncake",
+    turns: Annotated[int, typer.Option(help="Interleaved turns: every variant once, plain twice.", min=1)] = 12,
+    as_json: AsJson = False,
+) -> None:
+    """What a control key (CURVE) and --verify-transfers cost: rooms/s and goodput with and without, interleaved.
+
+    Needs 12 GiB of memory.
+    """
+    from kvflow.bench.guards import bench_guards
+
+    _table(asyncio.run(bench_guards(tuple(planes.split(",")), turns, _say)), as_json)
 
 
 @app.command()
@@ -144,6 +156,15 @@ def profile(
 
 def _say(text: str) -> None:
     Console(stderr=True, highlight=False).print(text)
+
+
+def _table(report: dict[str, Any], as_json: bool) -> None:
+    from kvflow.bench.compare import printed
+
+    if as_json:
+        typer.echo(json.dumps(report))
+    else:
+        Console(width=None if sys.stdout.isatty() else TABLE_COLUMNS).print(printed(report["table"]))
 
 
 def _report(work: Coroutine[Any, Any, dict[str, Any]], as_json: bool) -> None:

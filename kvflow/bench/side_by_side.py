@@ -22,6 +22,8 @@ LIFE_TURNS = 2
 
 Trees = Mapping[str, str]
 """Name of a run -> root of its checkout; two names may have the same."""
+Options = Mapping[str, Mapping[str, Any]]
+"""Name of a run -> more arguments for its workers' setup."""
 Figures = dict[str, float]
 Turns = list[dict[str, Figures]]
 """Turn by turn: name of a run -> its figures."""
@@ -30,22 +32,28 @@ OpenAll = Callable[[Trees], AbstractAsyncContextManager[dict[str, WorkerPair]]]
 Say = Callable[[str], None]
 
 
-async def rooms_by_turns(trees: Trees, planes: tuple[str, ...], turns: int, say: Say) -> Turns:
+async def rooms_by_turns(
+    trees: Trees, planes: tuple[str, ...], turns: int, say: Say, options: Options | None = None
+) -> Turns:
     """Rooms/s, latency and CPU per room."""
     seen: Turns = [{name: {} for name in trees} for _ in range(turns)]
     for plane in planes:
         cases = {f"{plane} {at_once}": partial(_rooms, at_once=at_once, count=n) for at_once, n in ROOMS.items()}
-        await _by_turns(partial(_pairs, plane, order="page_first", **rooms.SHAPE), trees, cases, seen, say)
+        await _by_turns(
+            partial(_pairs, plane, options or {}, order="page_first", **rooms.SHAPE), trees, cases, seen, say
+        )
     return seen
 
 
-async def transfers_by_turns(trees: Trees, planes: tuple[str, ...], turns: int, say: Say) -> Turns:
+async def transfers_by_turns(
+    trees: Trees, planes: tuple[str, ...], turns: int, say: Say, options: Options | None = None
+) -> Turns:
     """Goodput through rooms; 2.3 GiB of memory a tree, and as much for A/A."""
     seen: Turns = [{name: {} for name in trees} for _ in range(turns)]
     pages = max(case.pages * case.rooms for case in CASES) + transfer.SPARE_PAGES
     for plane in planes:
         cases = {f"{plane} {case}": partial(_goodput, case=case) for case in CASES}
-        open_all = partial(_pairs, plane, order="page_first", pages=pages, **transfer.SHAPE)
+        open_all = partial(_pairs, plane, options or {}, order="page_first", pages=pages, **transfer.SHAPE)
         await _by_turns(open_all, trees, cases, seen, say)
     return seen
 
@@ -80,10 +88,11 @@ def _order(names: list[str], turn: int) -> list[str]:
 
 
 @asynccontextmanager
-async def _pairs(plane: str, trees: Trees, /, **shape: Any) -> AsyncIterator[dict[str, WorkerPair]]:
-    """A prefill and a decode process of every tree."""
+async def _pairs(plane: str, options: Options, trees: Trees, /, **shape: Any) -> AsyncIterator[dict[str, WorkerPair]]:
+    """A prefill and a decode process of every run."""
     async with AsyncExitStack() as stack:
         opened: dict[str, WorkerPair] = {}
         for name, tree in trees.items():
-            opened[name] = await stack.enter_async_context(await WorkerPair.open(plane, WORKER, tree, **shape))
+            pair = await WorkerPair.open(plane, WORKER, tree, **shape, **options.get(name, {}))
+            opened[name] = await stack.enter_async_context(pair)
         yield opened

@@ -13,6 +13,7 @@ import os
 import sys
 import time
 from collections.abc import Awaitable, Callable, Iterator
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -27,6 +28,8 @@ from kvflow.node import DecodeNode, PrefillNode
 from kvflow.protocols.pages.layout import PageIndices, PoolLayout, build_layout
 from kvflow.protocols.ports import PlaneAddress
 from kvflow.protocols.wire.ranks import RankInfo, rank_from_json, rank_to_json
+from kvflow.transports.control.curve import read_key
+from kvflow.transports.control.zmq import bind_router, connect_dealer
 from kvflow.transports.data.select import open_plane
 
 __all__ = ["Worker", "serve", "source_slice"]
@@ -55,19 +58,24 @@ class Worker:
         order: str,
         ranks: list[Any],
         rate_bytes_per_s: float | None = None,
+        control_key_file: str = "",
+        verify_transfers: bool = False,
     ) -> dict[str, Any]:
         streams = [(f"layer.{i}.{x}", "bfloat16", (heads, dim)) for i in range(layers) for x in "kv"]
         layout = build_layout(streams, page_size=page_size, num_pages=pages, order=order)  # type: ignore[arg-type]
         self.pool = await asyncio.to_thread(PagedPool.allocate, layout)
         data_plane = await asyncio.to_thread(open_plane, plane, self.pool.segment, rate_bytes_per_s)
+        key = read_key(control_key_file)
         if self.role == "prefill":
-            self.node = PrefillNode(self.pool, data_plane)
+            bind = partial(bind_router, key=key)
+            self.node = PrefillNode(self.pool, data_plane, bind=bind, verify_transfers=verify_transfers)
             await self.node.start()
             pages_of_all = self.node.pages.take(self.node.pages.free_pages, "bench")
             self.source_pages = np.random.default_rng(5).permutation(pages_of_all)
             return {"ranks": [rank_to_json(self.node.info)], "page_bytes": layout.page_bytes}
         self.ranks = [rank_from_json(rank) for rank in ranks]
-        self.node = DecodeNode(self.pool, data_plane)
+        connect = partial(connect_dealer, key=key)
+        self.node = DecodeNode(self.pool, data_plane, connect=connect, verify_transfers=verify_transfers)
         await self.node.start()
         self._scatter()
         return {"page_bytes": layout.page_bytes}

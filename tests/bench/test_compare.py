@@ -6,8 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from kvflow.bench import side_by_side
+from kvflow.bench import side_by_side, transfer
 from kvflow.bench.compare import bench_compare, flatten, table
+from kvflow.bench.guards import bench_guards
+from kvflow.bench.transfer import Case
 from kvflow.protocols.errors import MisuseError
 
 ROOT = str(Path(__file__).parents[2])
@@ -76,3 +78,13 @@ async def test_what_is_no_checkout_is_refused(tmp_path: Path) -> None:
 async def test_options_that_would_be_ignored_are_refused() -> None:
     with pytest.raises(MisuseError, match="takes no option --rounds"):
         await bench_compare([ROOT], ("local",), ["rooms", "--rounds", "1"], 1, print)
+
+
+async def test_what_guards_cost_is_measured_beside_plain_rooms(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(side_by_side, "ROOMS", {4: 40})
+    monkeypatch.setattr(side_by_side, "CASES", (Case(2, 1),))
+    monkeypatch.setattr(transfer, "SHAPE", {"layers": 2, "heads": 1, "dim": 8, "page_size": 16})
+    report = await bench_guards(("local",), 1, print)
+    rows = {(row["figure"], row["tree"]) for row in report["table"]}
+    assert {"key", "verify"} == {tree for _, tree in rows}
+    assert {"local 4 rooms_per_s", "local 2 pages x 1 rooms_gb_s"} <= {figure for figure, _ in rows}
