@@ -20,15 +20,11 @@ from kvflow import config
 from kvflow.bench.commands import app as bench_commands
 from kvflow.protocols.errors import KvflowError, MisuseError
 from kvflow.testing.sim.commands import app as sim_commands
+from kvflow.usage import App
 
-app = typer.Typer(
+app = App(
     name="kvflow",
     help="Moves the KV cache of a prompt from the machine that computed it to the machine that goes on generating.",
-    no_args_is_help=True,
-    add_completion=False,
-    rich_markup_mode=None,  # the boxes of rich cut long flags off in a terminal of 80 columns
-    pretty_exceptions_enable=False,
-    context_settings={"help_option_names": ["-h", "--help"]},
 )
 app.add_typer(bench_commands, name="bench", short_help="Measure transfers, rooms and aborts against a peer or a limit.")
 app.add_typer(sim_commands, name="sim", short_help="Run the protocol in a seeded simulator, with faults.")
@@ -39,16 +35,24 @@ def _option(name: str, role: str) -> Any:
     """The typer option of one setting; values stay text, so that `config` checks all of them in one way."""
     kind = config.base_type(name)
     default = config.default_of(name, role)
-    shown = f"default {default}, " if default not in ("", (), None) else ""
+    shown = f"default {_shown(default)}, " if default not in ("", (), None) else ""
     text = f"{config.describe(name)} ({shown}env {config.env_of(name)})"
     flags = [config.flag_of(name), *(config.flag_of(alias) for alias in config.ALIASES.get(name, ()))]
+    page: dict[str, Any] = {"help": text, "show_default": False, "rich_help_panel": config.group_of(name).capitalize()}
     if kind is bool:
-        return Annotated[bool | None, typer.Option(f"{flags[0]}/--no-{flags[0][2:]}", help=text, show_default=False)]
+        return Annotated[bool | None, typer.Option(f"{flags[0]}/--no-{flags[0][2:]}", **page)]
     if get_origin(kind) is tuple:
-        return Annotated[list[str] | None, typer.Option(*flags, help=text, metavar="URL", show_default=False)]
+        return Annotated[list[str] | None, typer.Option(*flags, metavar="URL", **page)]
     choices = get_origin(kind) is Literal
     metavar = "|".join(c for c in get_args(kind) if c) if choices else _METAVARS[kind]
-    return Annotated[str | None, typer.Option(*flags, help=text, metavar=metavar, show_default=False)]
+    return Annotated[str | None, typer.Option(*flags, metavar=metavar, **page)]
+
+
+def _shown(default: Any) -> str:
+    """A default as one would write it."""
+    if isinstance(default, bool):
+        return "on" if default else "off"
+    return f"{default:g}" if isinstance(default, float) else str(default)
 
 
 def _with_settings(role: str) -> Callable[[Callable[[dict[str, Any], str | None], None]], Callable[..., None]]:
@@ -62,7 +66,8 @@ def _with_settings(role: str) -> Callable[[Callable[[dict[str, Any], str | None]
         file_option = Annotated[
             str | None, typer.Option("--config", help="TOML file (env KVFLOW_CONFIG).", metavar="FILE")
         ]
-        hints = {name: _option(name, role) for name in config.FIELDS_OF_ROLE[role]} | {"config": file_option}
+        names = [name for group in config.GROUPS.values() for name in group if name in config.FIELDS_OF_ROLE[role]]
+        hints = {name: _option(name, role) for name in names} | {"config": file_option}
         kind = inspect.Parameter.KEYWORD_ONLY
         parameters = [inspect.Parameter(n, kind, default=None, annotation=hint) for n, hint in hints.items()]
         command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]

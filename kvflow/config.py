@@ -154,6 +154,38 @@ FIELDS_OF_ROLE: dict[str, tuple[str, ...]] = {
         "poll_s",
     ),
 }
+# Where a setting stands in the help of its roles. One that stands in no group fails at import.
+GROUPS: dict[str, tuple[str, ...]] = {
+    "serving": (
+        "host",
+        "port",
+        "max_running_requests",
+        "request_timeout_s",
+        "drain_timeout_s",
+        "sse_keepalive_s",
+        "sglang_metrics",
+        "log_level",
+    ),
+    "processes": ("prefill_workers", "decode_workers", "start_timeout_s"),
+    "routing": ("prefill", "decode", "poll_s"),
+    "model": (*_MODEL, "chunked_prefill_size", "max_batch_tokens"),
+    "pool": (*_POOL, "max_quarantine_share"),
+    "disaggregation": (
+        "disaggregation_transfer_backend",
+        "disaggregation_bootstrap_port",
+        "control_port",
+        "disaggregation_ib_device",
+        "disaggregation_mode",
+        "transfer_rate_limit",
+        "verify_transfers",
+        "rendezvous_s",
+        "kv_events_config",
+    ),
+    "security": ("api_key", "control_key_file"),
+}
+_GROUP_OF = {name: group for group, names in GROUPS.items() for name in names}
+if ungrouped := set(Settings.__struct_fields__) - _GROUP_OF.keys():
+    raise AssertionError(f"settings that stand in no group of config.GROUPS: {', '.join(sorted(ungrouped))}")
 ALIASES: dict[str, tuple[str, ...]] = {
     "model_path": ("model",),
     "disaggregation_bootstrap_port": ("bootstrap_port",),
@@ -186,6 +218,11 @@ def describe(name: str) -> str:
 def default_of(name: str, role: str) -> Any:
     """The value of a setting that is not given."""
     return DEFAULT_PORTS[role] if name == "port" else _FIELDS[name].default
+
+
+def group_of(name: str) -> str:
+    """The heading, in lower case, under which the help shows a setting."""
+    return _GROUP_OF[name]
 
 
 def base_type(name: str) -> Any:

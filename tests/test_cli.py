@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 import kvflow
-from kvflow.config import FIELDS_OF_ROLE, flag_of
+from kvflow.config import FIELDS_OF_ROLE, GROUPS, describe, env_of, flag_of
 from kvflow.demo_model import DEMO_MODEL_DIR
 
 COMMANDS = ("prefill", "decode", "router", "up", "demo", "bench", "sim", "doctor", "keygen", "declare-dead")
@@ -62,12 +62,46 @@ def test_the_list_of_commands_is_not_cut_off_in_80_columns() -> None:
 
 
 @pytest.mark.parametrize("role", ["prefill", "decode", "router", "up"])
-def test_no_flag_is_cut_off_in_80_columns(role: str) -> None:
+def test_no_flag_and_no_word_is_cut_off_in_80_columns(role: str) -> None:
     shown = run(role, "--help", before="import os; os.environ['COLUMNS'] = '80'").stdout
     words = set(shown.replace(",", " ").split())
     flags = {flag_of(name) for name in FIELDS_OF_ROLE[role]}
     assert words >= flags, flags - words
     assert max(map(len, shown.splitlines())) <= 80
+    text = " ".join(shown.split())  # a word broken behind a hyphen would have a space in it
+    for name in FIELDS_OF_ROLE[role]:
+        assert describe(name) in text
+        assert f"env {env_of(name)})" in text
+
+
+@pytest.mark.parametrize("role", ["prefill", "decode", "router", "up"])
+def test_flags_stand_in_groups(role: str) -> None:
+    shown = run(role, "--help").stdout
+    headings = ["Usage", *re.findall(r"^([A-Z][a-z]+):$", shown, re.MULTILINE)]
+    groups = [g for g, names in GROUPS.items() if set(names) & set(FIELDS_OF_ROLE[role])]
+    assert headings == ["Usage", *map(str.capitalize, groups), "Options"]
+    if role != "router":
+        assert {"serving", "model", "pool", "disaggregation", "security"} <= set(groups)
+    for group in groups:
+        section = shown.partition(f"\n{group.capitalize()}:\n")[2].partition("\n\n")[0]
+        flags = set(re.findall(r"^  (--[a-z-]+)", section, re.MULTILINE))
+        assert flags == {flag_of(name) for name in set(GROUPS[group]) & set(FIELDS_OF_ROLE[role])}
+
+
+@pytest.mark.parametrize(
+    "command", ["demo", "doctor", "keygen", "declare-dead", "sim", "bench", "bench rooms", "bench transfer",
+                "bench abort", "bench compare", "bench profile"],
+)  # fmt: skip
+def test_the_help_of_other_commands_fits_80_columns(command: str) -> None:
+    shown = run(*command.split(), "--help", before="import os; os.environ['COLUMNS'] = '80'").stdout
+    assert max(map(len, shown.splitlines())) <= 80
+    assert not [line for line in shown.splitlines() if re.search(r"\w(-|\.\.\.)$", line)]
+
+
+@pytest.mark.parametrize("module", ["kvflow", "kvflow.cli"])
+def test_as_a_module_it_calls_itself_so(module: str) -> None:
+    done = subprocess.run([sys.executable, "-m", module, "up", "-h"], capture_output=True, text=True, check=False)
+    assert done.stdout.startswith(f"Usage: python -m {module} up [OPTIONS]\n")
 
 
 def test_version() -> None:

@@ -131,6 +131,11 @@ def test_every_setting_belongs_to_a_role_and_says_what_it_is() -> None:
     assert all(config.describe(name) for name in of_roles)
 
 
+def test_every_setting_stands_in_one_group_of_the_help() -> None:
+    grouped = sorted(name for names in config.GROUPS.values() for name in names)
+    assert grouped == sorted(Settings.__struct_fields__)
+
+
 @pytest.mark.parametrize("role", ["prefill", "decode", "up"])
 def test_the_example_file_is_valid(role: config.Role) -> None:
     path = Path(__file__).parents[1] / "examples" / "kvflow.toml"

@@ -13,14 +13,14 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
+from kvflow.usage import App
+
 
 def _checkout(text: str) -> Any:
     return typer.Option(help=text, metavar="DIR", exists=True, file_okay=False, resolve_path=True)
 
 
-app = typer.Typer(
-    help="Measure transfers and rooms, each figure beside a peer or a limit of the same run.", no_args_is_help=True
-)
+app = App(help="Measure transfers and rooms, each figure beside a peer or a limit of the same run.")
 
 Planes = Annotated[
     str, typer.Option("--transfer-backend", help="Data planes, separated by commas.", metavar="local,mooncake")

@@ -10,10 +10,14 @@ from rich.console import Console
 from rich.table import Table
 
 from kvflow.protocols.errors import MisuseError
+from kvflow.usage import App
 
 FIND_WITHIN_SEEDS, FIND_BARE_WITHIN_SEEDS = 2_000, 20_000
 
-app = typer.Typer(help="Play the real handlers in virtual time, with faults, and check what must hold at every step.")
+app = App(
+    help="Play the real handlers in virtual time, with faults, and check what must hold at every step.",
+    no_args_is_help=False,
+)
 
 
 @app.callback(invoke_without_command=True)
