@@ -86,9 +86,9 @@ async def test_behind_sglang_router(fleet: Fleet) -> None:
         assert len(scored["meta_info"]["output_token_logprobs"]) == 8
         async with openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as client:
             messages: Any = [{"role": "user", "content": "What is a class?"}]
-            chat = await client.chat.completions.create(model="any", messages=messages, max_tokens=4, temperature=0)
+            chat = await client.chat.completions.create(model="default", messages=messages, max_tokens=4, temperature=0)
             assert chat.choices[0].message.content
-            text = await client.completions.create(model="any", prompt=DEMO_PROMPTS[0], max_tokens=8, temperature=0)
+            text = await client.completions.create(model="default", prompt=DEMO_PROMPTS[0], max_tokens=8, temperature=0)
             assert text.choices[0].text == direct["text"]
         assert await all_home(session, prefill, decode)
 

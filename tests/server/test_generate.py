@@ -157,7 +157,7 @@ async def test_bad_bodies_are_400_and_name_the_field(
 ) -> None:
     status, answer = await post(session, decode_server, body(**changes))
     assert status == 400
-    assert set(answer["error"]) == {"type", "code", "message"}
+    assert set(answer["error"]) == {"type", "code", "param", "message"}
     assert part in answer["error"]["message"]
 
 

@@ -32,6 +32,31 @@ async def test_models(client: openai.AsyncOpenAI) -> None:
     assert [model.id async for model in client.models.list()] == ["fake"]
 
 
+async def test_one_model(client: openai.AsyncOpenAI) -> None:
+    assert (await client.models.retrieve("fake")).id == "fake"
+    for other in ("other", "a/b"):
+        with pytest.raises(openai.NotFoundError, match="ask for 'fake'") as caught:
+            await client.models.retrieve(other)
+        assert caught.value.code == "model_not_found"
+
+
+async def test_another_model_is_not_found(client: openai.AsyncOpenAI, decode: Role, prefill: Role) -> None:
+    with pytest.raises(openai.NotFoundError) as chat:
+        await client.chat.completions.create(model="other", messages=[{"role": "user", "content": "w1"}])
+    with pytest.raises(openai.NotFoundError) as text:
+        await client.completions.create(model="other", prompt="w1")
+    for caught in (chat, text):
+        assert (caught.value.code, caught.value.param) == ("model_not_found", "model")
+        assert "'other' is not served here; ask for 'fake'" in str(caught.value)
+    assert len(prefill.service.refused) == len(decode.service.refused) == 2  # each leg tells the other one
+    assert decode.service.requests == []
+
+
+async def test_sglangs_default_is_any_model(client: openai.AsyncOpenAI) -> None:
+    answer = await client.completions.create(model="default", prompt="w1", max_tokens=1)
+    assert answer.model == "fake"
+
+
 async def test_chat(client: openai.AsyncOpenAI) -> None:
     messages: Any = [
         {"role": "system", "content": "w1"},

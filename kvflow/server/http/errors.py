@@ -1,6 +1,6 @@
 """Errors as HTTP: one body for all of them, one status per cause.
 
-    {"error": {"type": ..., "code": ..., "message": ...}}
+    {"error": {"type": ..., "code": ..., "param": ..., "message": ...}}
 
 Statuses follow what routers (sglang_router among them) do with them: 408, 429, 500, 502, 503 and 504 are retried with a
 new room, 400 and 404 never, and only 5xx count against a worker's circuit breaker. So an error in the request is 4xx,
@@ -53,7 +53,24 @@ _TYPE_OF_STATUS = {
 
 
 class RequestError(MisuseError):
-    """A request that can never be served as it is; the text says what to change."""
+    """A request that can never be served as it is; the text says what to change, `param` names the field."""
+
+    status = 400
+    reason = str(Code.BAD_REQUEST)
+
+    def __init__(self, text: str, *, param: str | None = None, reason: str = reason) -> None:
+        super().__init__(text)
+        self.param, self.reason = param, reason
+
+
+class UnknownModelError(RequestError):
+    """A request for a model that is not served here."""
+
+    status = 404
+
+    def __init__(self, asked: str, served: str) -> None:
+        text = f"the model {asked[:200]!r} is not served here; ask for {served!r}"
+        super().__init__(text, param="model", reason="model_not_found")
 
 
 class OverloadError(CapacityError):
@@ -66,11 +83,12 @@ class Failure(msgspec.Struct, frozen=True):
     status: int
     code: str
     message: str
+    param: str | None = None
 
     @property
     def body(self) -> dict[str, Any]:
         kind = _TYPE_OF_STATUS.get(self.status, "api_error")
-        return {"error": {"type": kind, "code": self.code, "message": self.message}}
+        return {"error": {"type": kind, "code": self.code, "param": self.param, "message": self.message}}
 
     def response(self) -> web.Response:
         """The error as a complete answer."""
@@ -89,6 +107,8 @@ def message_of(body: bytes) -> str:
 
 def failure_of(error: BaseException) -> Failure:
     """Status, code and message of anything a handler may raise."""
+    if isinstance(error, RequestError):
+        return Failure(error.status, error.reason, str(error), error.param)
     if isinstance(error, KvflowError):
         return Failure(STATUS_OF_CODE.get(error.code, 500), str(error.code), str(error))
     if isinstance(error, web.HTTPException):

@@ -12,6 +12,7 @@ from aiohttp import web
 from kvflow.engine.scheduler.params import TokenOut
 from kvflow.server.http.completion import Completion, Delta
 from kvflow.server.http.completion_service import GenerationRequest
+from kvflow.server.http.errors import UnknownModelError
 from kvflow.server.http.generation_requests import (
     generation_requests,
     params_of_chat,
@@ -201,13 +202,22 @@ def routes(pipeline: CompletionPipeline) -> list[web.RouteDef]:
         body = pipeline.read(await http.read(), CompletionRequest)
         return await pipeline.serve(http, TextCompletionCall(body, name, pipeline.tokenizer.token_text))
 
-    async def models(http: web.Request) -> web.StreamResponse:
+    def entry() -> dict[str, Any]:
         card = pipeline.service.card
-        entry = {"id": name, "object": "model", "created": 0, "owned_by": "kvflow", "root": card.path}
-        return json_response({"object": "list", "data": [{**entry, "max_model_len": card.context_length}]})
+        about = {"id": name, "object": "model", "created": 0, "owned_by": "kvflow", "root": card.path}
+        return {**about, "max_model_len": card.context_length}
+
+    async def models(_: web.Request) -> web.StreamResponse:
+        return json_response({"object": "list", "data": [entry()]})
+
+    async def model(http: web.Request) -> web.StreamResponse:
+        if (asked := http.match_info["model"]) != name:
+            raise UnknownModelError(asked, name)
+        return json_response(entry())
 
     return [
         web.post("/v1/chat/completions", chat),
         web.post("/v1/completions", completions),
         web.get("/v1/models", models),
+        web.get("/v1/models/{model:.+}", model),
     ]

@@ -18,7 +18,7 @@ from aiohttp import web
 from kvflow.protocols.errors import AbortedError, KvflowError
 from kvflow.server.http.completion import Completion, Delta, detokenize
 from kvflow.server.http.completion_service import CompletionService, GenerationRequest
-from kvflow.server.http.errors import Failure, OverloadError, RequestError, failure_of
+from kvflow.server.http.errors import Failure, OverloadError, RequestError, UnknownModelError, failure_of
 from kvflow.server.http.generation_requests import RequestLimits, rooms_of
 from kvflow.server.http.listening import Drainable
 from kvflow.server.http.metrics import Metrics
@@ -29,6 +29,7 @@ from kvflow.server.http.tokenizer import ThreadedTokenizer
 
 _log = logging.getLogger("kvflow.http")
 B = TypeVar("B", bound=Rendezvous)
+ANY_MODEL = "default"  # what SGLang's clients ask for when they name no model
 ERROR_EVENT_TIMEOUT_S = 1.0  # for the last event of a stream that fails
 
 
@@ -105,11 +106,19 @@ class CompletionPipeline(Drainable):
     def read(self, raw: bytes, kind: type[B]) -> B:
         """A body as `kind`. A body that is refused may still name a room whose other leg waits: that room is ended."""
         try:
-            return parse(raw, kind)
+            body = parse(raw, kind)
+            self.check_model(getattr(body, "model", None))
+            return body
         except RequestError as error:
             with contextlib.suppress(RequestError):
                 self._refuse(decoded(raw, Rendezvous), error)
             raise
+
+    def check_model(self, name: str | None) -> None:
+        """Raises: UnknownModelError (404) for another model than the one that is served."""
+        served = self.service.card.name
+        if name and name not in (served, ANY_MODEL):
+            raise UnknownModelError(name, served)
 
     def _admit(self) -> None:
         self.refuse_when_draining()

@@ -1,17 +1,17 @@
 """The request bodies: /generate, chat completions, completions.
 
-Routers and clients send many more fields, most of them with default values; unknown fields are ignored. Fields that
-would change the output and are not supported are refused unless they have their default: the answer would be wrong.
+Routers and clients send many more fields, most of them with default values: `fields.py` says which are refused.
 """
 
 from __future__ import annotations
 
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, ClassVar, TypeVar
 
 import msgspec
 from msgspec import Meta
 
 from kvflow.server.http.errors import RequestError
+from kvflow.server.http.fields import BODIES, refused_in
 
 Temperature = Annotated[float, Meta(ge=0, le=100)]
 Share = Annotated[float, Meta(gt=0, le=1)]
@@ -33,6 +33,8 @@ class StreamOptions(msgspec.Struct, frozen=True):
 
 class Rendezvous(msgspec.Struct, frozen=True, kw_only=True):
     """The fields a router adds so that both legs use one room; lists when the body asks for several completions."""
+
+    letter: ClassVar[str] = ""  # of `fields.BODIES`
 
     bootstrap_host: str | list[str | None] | None = None
     bootstrap_port: BootstrapPort | list[BootstrapPort | None] | None = None
@@ -56,6 +58,8 @@ class GenerateSampling(msgspec.Struct, frozen=True, kw_only=True):
 
 class GenerateRequest(Rendezvous, frozen=True, kw_only=True):
     """POST /generate."""
+
+    letter: ClassVar[str] = "g"
 
     text: str | list[str] | None = None
     input_ids: list[TokenId | list[TokenId]] | None = None
@@ -84,6 +88,8 @@ class _OpenAIRequest(Rendezvous, frozen=True, kw_only=True):
 class ChatRequest(_OpenAIRequest, frozen=True, kw_only=True):
     """POST /v1/chat/completions. Messages are passed to the model's chat template unchanged."""
 
+    letter: ClassVar[str] = "c"
+
     messages: Annotated[list[dict[str, Any]], Meta(min_length=1)]
     max_completion_tokens: Tokens | None = None
     logprobs: bool | None = None
@@ -92,6 +98,8 @@ class ChatRequest(_OpenAIRequest, frozen=True, kw_only=True):
 
 class CompletionRequest(_OpenAIRequest, frozen=True, kw_only=True):
     """POST /v1/completions."""
+
+    letter: ClassVar[str] = "t"
 
     prompt: str | list[TokenId | str | list[TokenId]]
     logprobs: TopLogprobs | None = None
@@ -102,42 +110,20 @@ class CompletionRequest(_OpenAIRequest, frozen=True, kw_only=True):
 # 10 ms. No prompt that fits a context comes near the limit.
 MAX_STRUCTURE = 1 << 18
 
+_NESTED = {"sampling_params": "s", "stream_options": "o"}  # objects with refused fields of their own
+
 S = TypeVar("S")
 T = TypeVar("T", bound=Rendezvous)
 
 
-def _absent(value: Any) -> bool:
-    return not value
-
-
-_UNSUPPORTED: dict[str, Any] = {
-    "tools": _absent,
-    "functions": _absent,
-    "logit_bias": _absent,
-    "regex": _absent,
-    "json_schema": _absent,
-    "ebnf": _absent,
-    "structural_tag": _absent,
-    "suffix": _absent,
-    "lora_path": _absent,
-    "image_data": _absent,
-    "input_embeds": _absent,
-    "stop_regex": _absent,
-    "min_tokens": _absent,
-    "min_new_tokens": _absent,
-    "min_p": _absent,
-    "frequency_penalty": _absent,
-    "presence_penalty": _absent,
-    "repetition_penalty": lambda value: value is None or value == 1,
-    "response_format": lambda value: not value or (isinstance(value, dict) and value.get("type") == "text"),
-    "best_of": lambda value: value in (None, 1),
-}
-
-
 _NOT_SET = msgspec.Raw(b"null")
-_GivenFields = msgspec.defstruct(
-    "_GivenFields", [(name, msgspec.Raw, _NOT_SET) for name in ("sampling_params", *_UNSUPPORTED)]
-)
+_REFUSED = {body: refused_in(body) for body in BODIES}
+_GIVEN = {
+    body: msgspec.defstruct(
+        "_GivenFields", [(name, msgspec.Raw, _NOT_SET) for name in dict.fromkeys((*fields, *_NESTED))]
+    )
+    for body, fields in _REFUSED.items()
+}
 _MAX_DEFAULT_BYTES = 64  # of JSON; a longer value cannot mean "not set"
 
 
@@ -152,16 +138,17 @@ def _read(raw: bytes, kind: Any) -> Any:
         raise RequestError(f"the body is not UTF-8: {error}") from None
 
 
-def _refuse_unsupported(raw: bytes, where: str = "") -> None:
-    """Raises: RequestError. `raw` is a JSON object."""
-    given_fields = msgspec.structs.asdict(_read(raw, _GivenFields))
-    for name, harmless in _UNSUPPORTED.items():
+def _refuse_unsupported(raw: bytes, body: str, where: str = "") -> None:
+    """Raises: RequestError. `raw` is a JSON object; `body` is a letter of `fields.BODIES`."""
+    given_fields = msgspec.structs.asdict(_read(raw, _GIVEN[body]))
+    for name, field in _REFUSED[body].items():
         given = bytes(given_fields[name])
-        if len(given) > _MAX_DEFAULT_BYTES or not harmless(_read(given, Any)):
-            raise RequestError(f"{where}{name} is not supported by this server; leave it out")
-    nested = bytes(given_fields["sampling_params"]).strip()
-    if nested.startswith(b"{") and not where:
-        _refuse_unsupported(nested, "sampling_params.")
+        if len(given) > _MAX_DEFAULT_BYTES or not field.changes_nothing(_read(given, Any)):
+            raise RequestError(f"{where}{name} is not supported by this server; leave it out", param=where + name)
+    for name, inner in _NESTED.items():
+        nested = bytes(given_fields[name]).strip()
+        if not where and nested.startswith(b"{"):
+            _refuse_unsupported(nested, inner, f"{name}.")
 
 
 def decoded(raw: bytes, kind: type[S]) -> S:
@@ -178,7 +165,7 @@ def decoded(raw: bytes, kind: type[S]) -> S:
 def parse(raw: bytes, kind: type[T]) -> T:
     """The body of a completion request as `kind`. Raises: RequestError (400) naming the field."""
     request = decoded(raw, kind)
-    _refuse_unsupported(raw)
+    _refuse_unsupported(raw, kind.letter)
     return request
 
 

@@ -10,7 +10,9 @@ from typing import Any
 import aiohttp
 import msgspec
 from aiohttp import web
+from yarl import URL
 
+from kvflow.protocols.errors import Code
 from kvflow.server.http.app import build_app
 from kvflow.server.http.errors import Failure, RequestError
 from kvflow.server.http.generation_requests import MAX_COMPLETIONS
@@ -18,10 +20,11 @@ from kvflow.server.http.listening import Drainable
 from kvflow.server.http.metrics import Metrics
 from kvflow.server.http.responses import json_response
 from kvflow.server.http.schemas import decoded
-from kvflow.server.router.legs import Leg, LegFailedError, bootstrap_fields, both_legs, relay, with_fields
+from kvflow.server.router.legs import Leg, LegFailedError, bootstrap_fields, both_legs, copied, relay, with_fields
 from kvflow.server.router.workers import NoWorkerError, Worker, Workers
 
 CONNECT_TIMEOUT_S = 5.0
+ASK_TIMEOUT_S = 5.0  # for a worker's answer to anything but a completion
 ROOM_HEADER = "X-Kvflow-Room"
 _FORWARDED = ("Authorization", "X-Request-ID", "traceparent", "tracestate")
 
@@ -99,11 +102,23 @@ class Router(Drainable):
         """The JSON answer of a worker; None when it cannot be reached, or answers with an error."""
         try:
             async with self._session.request(
-                method, f"{worker.url}{path}", timeout=aiohttp.ClientTimeout(total=5)
+                method, f"{worker.url}{path}", timeout=aiohttp.ClientTimeout(total=ASK_TIMEOUT_S)
             ) as answer:
                 return msgspec.json.decode(await answer.read()) if answer.status == 200 else None
         except (aiohttp.ClientError, OSError, TimeoutError, ValueError):
             return None
+
+    async def forward(self, worker: Worker, http: web.Request) -> web.Response:
+        """One worker's answer to this request, whatever its status; 502 when it cannot be reached."""
+        url, timeout = f"{worker.url}{http.rel_url.raw_path_qs}", aiohttp.ClientTimeout(total=ASK_TIMEOUT_S)
+        headers = {name: http.headers[name] for name in _FORWARDED if name in http.headers}
+        try:
+            async with self._session.request(
+                http.method, URL(url, encoded=True), data=await http.read(), headers=headers, timeout=timeout
+            ) as answer:
+                return copied(answer, await answer.read())
+        except (aiohttp.ClientError, OSError, TimeoutError):
+            return Failure(502, str(Code.PEER_LOST), f"the {worker.role} worker did not answer").response()
 
 
 class _Sampling(msgspec.Struct):
@@ -167,14 +182,14 @@ def _own(router: Router) -> list[web.RouteDef]:
     ]
 
 
+_OF_A_MODEL = ("/v1/models", "/v1/models/{model:.+}", "/model_info", "/get_model_info")
+
+
 def _of_workers(router: Router) -> list[web.RouteDef]:
     """What the router asks one worker for, or all of them."""
 
     async def from_decode(http: web.Request) -> web.StreamResponse:
-        answer = await router.ask(router.workers.least_loaded("decode", set()), http.path)
-        if answer is None:
-            return Failure(502, "peer_lost", "the decode worker did not answer").response()
-        return json_response(answer)
+        return await router.forward(router.workers.least_loaded("decode", set()), http)
 
     async def load(_: web.Request) -> web.StreamResponse:
         answers = await asyncio.gather(*(router.ask(worker, "/get_load") for worker in router.workers.all))
@@ -193,7 +208,7 @@ def _of_workers(router: Router) -> list[web.RouteDef]:
         return json_response(sides) if sides else Failure(404, "unknown_room", "no worker knows this room").response()
 
     return [
-        *(web.get(path, from_decode) for path in ("/v1/models", "/model_info", "/get_model_info")),
+        *(web.get(path, from_decode) for path in _OF_A_MODEL),
         web.get("/get_load", load),
         web.post("/flush_cache", flush),
         web.get(r"/rooms/{room:\d+}", story),

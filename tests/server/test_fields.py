@@ -1,0 +1,81 @@
+"""The table of request fields: what it says of a field is what happens, and its page is current."""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from kvflow.server.http import fields, schemas
+from kvflow.server.http.errors import RequestError
+from kvflow.server.http.fields import BODIES, HARMLESS, REFUSED, SOURCES, TABLE, WORKS, Field
+
+STRUCTS: dict[str, type[msgspec.Struct]] = {
+    "c": schemas.ChatRequest,
+    "t": schemas.CompletionRequest,
+    "g": schemas.GenerateRequest,
+    "s": schemas.GenerateSampling,
+    "o": schemas.StreamOptions,
+}
+MINIMAL: dict[str, dict[str, Any]] = {
+    "c": {"messages": [{"role": "user", "content": "a"}]},
+    "t": {"prompt": "a"},
+    "g": {"text": "a"},
+}
+OUTER = {"s": ("g", "sampling_params"), "o": ("c", "stream_options")}
+
+
+def rows(standing: str) -> list[Any]:
+    """Every (field, body) of one standing."""
+    pairs = [(field, body) for field in TABLE[standing] for body in field.bodies]
+    return [pytest.param(field, body, id=f"{body}-{field.name}") for field, body in pairs]
+
+
+def parsed(field: Field, body: str, value: Any) -> Any:
+    """The body with one field more, as the server reads it."""
+    outer, where = OUTER.get(body, (body, ""))
+    added = {field.name: value}
+    document = {**MINIMAL[outer], **({where: added} if where else added)}
+    kind: Any = STRUCTS[outer]
+    return schemas.parse(msgspec.json.encode(document), kind)
+
+
+def test_the_page_is_current() -> None:
+    page = Path(fields.__file__).with_name("FIELDS.md")
+    command = "python -m kvflow.server.http.fields kvflow/server/http/FIELDS.md"
+    assert page.read_text(encoding="utf-8") == fields.render(), f"run: {command}"
+
+
+@pytest.mark.parametrize("body", BODIES)
+def test_what_works_is_what_is_parsed(body: str) -> None:
+    assert fields.names_of(WORKS, body) == set(STRUCTS[body].__struct_fields__)
+
+
+def test_a_field_stands_once_in_a_body() -> None:
+    seen = Counter((field.name, body) for rows in TABLE.values() for field in rows for body in field.bodies)
+    assert [row for row, count in seen.items() if count > 1] == []
+    letters = {letter for rows in TABLE.values() for field in rows for letter in field.known_to}
+    assert letters == set(SOURCES)
+
+
+@pytest.mark.parametrize(("field", "body"), rows(REFUSED))
+def test_a_refused_field_is_named(field: Field, body: str) -> None:
+    where = f"{OUTER[body][1]}." if body in OUTER else ""
+    with pytest.raises(RequestError, match=field.name) as caught:
+        parsed(field, body, field.example)
+    assert caught.value.param == where + field.name
+    for value in field.accepts:
+        parsed(field, body, value)
+
+
+@pytest.mark.parametrize(("field", "body"), rows(HARMLESS))
+def test_a_harmless_field_is_accepted(field: Field, body: str) -> None:
+    parsed(field, body, field.example)
+
+
+def test_false_is_not_zero() -> None:
+    field = Field("a", "c", "O", accepts=(None, 1))
+    assert [field.changes_nothing(value) for value in (None, 1, 1.0, True, 0)] == [True, True, True, False, False]
