@@ -40,6 +40,15 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     sse_keepalive_s: Annotated[
         float, Meta(description="Seconds of silence in a stream after which a comment is sent.", gt=0, le=60)
     ] = 0.1
+    sse_headers_after_s: Annotated[
+        float,
+        Meta(
+            description="Seconds without a first token after which a stream's headers are sent; "
+            "later errors are events, no statuses.",
+            ge=0,
+            le=3600,
+        ),
+    ] = 10.0
     sglang_metrics: Annotated[bool, Meta(description="Also publish the sglang:* metric names.")] = False
     threads: Annotated[
         int, Meta(description="CPU threads of the model; 0 = OMP_NUM_THREADS, else 1.", ge=0, le=1024)
@@ -138,7 +147,7 @@ _PLANE = (
     "verify_transfers",
     "control_key_file",
 )
-_WORKER = (*_HTTP, "sse_keepalive_s", "sglang_metrics", *_MODEL, *_POOL, *_LOAD, *_PLANE)
+_WORKER = (*_HTTP, "sse_keepalive_s", "sse_headers_after_s", "sglang_metrics", *_MODEL, *_POOL, *_LOAD, *_PLANE)
 _SENDER = ("chunked_prefill_size", "max_batch_tokens", "transfer_rate_limit", "rendezvous_s")
 FIELDS_OF_ROLE: dict[str, tuple[str, ...]] = {
     "prefill": (*_WORKER, *_SENDER, "disaggregation_mode", "disaggregation_bootstrap_port", "control_port"),

@@ -216,6 +216,7 @@ async def _serve(
         max_running_requests=settings.max_running_requests,
         request_timeout_s=settings.request_timeout_s,
         keepalive_s=settings.sse_keepalive_s,
+        headers_after_s=settings.sse_headers_after_s,
     )
     operator_routes = operations.routes(
         pipeline, host=settings.host, bootstrap_port=bootstrap_port, has_api_key=bool(settings.api_key)

@@ -1,4 +1,4 @@
-"""Paced and merged sources: order, silence, errors, and nothing left open."""
+"""Arrivals of several sources: order, batches, silence, errors, and nothing left open."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import AsyncGenerator
 
 import pytest
 
-from kvflow.server.http.sse import Paced, merged
+from kvflow.server.http.sse import Arrivals
 
 
 class Source:
@@ -31,37 +31,55 @@ class Source:
             self.closed = True
 
 
-async def test_paced_says_none_in_silence_and_loses_nothing() -> None:
+async def test_silence_is_an_empty_batch_and_nothing_is_lost() -> None:
     source = Source(1, 2, waits=True)
-    seen: list[int | None] = []
-    async with Paced(source.items(), 0.01) as items:
-        async for item in items:
-            seen.append(item)
-            if item is None:
+    seen: list[int] = []
+    silences = 0
+    async with Arrivals([source.items()], 0.01) as arrivals:
+        async for batch in arrivals:
+            seen += [number for _, number in batch]
+            silences += not batch
+            if silences == 3:
                 source.go.set()
-    assert [item for item in seen if item is not None] == [1, 2]
-    assert None in seen
+    assert seen == [1, 2]
+    assert silences == 3
     assert source.closed
 
 
-@pytest.mark.parametrize("items_read", [0, 1, 2])
-async def test_leaving_paced_closes_its_source_first(items_read: int) -> None:
-    source = Source(1, 2, waits=True)
-    async with Paced(source.items(), 0.01) as items:
-        for _ in range(items_read):
-            await anext(items)
-    assert source.closed or items_read == 0  # a generator that never ran has nothing to close
+async def test_a_reader_that_was_busy_has_not_waited_in_silence() -> None:
+    source = Source(waits=True)
+    loop = asyncio.get_running_loop()
+    async with Arrivals([source.items()], 0.05) as arrivals:
+        await asyncio.sleep(0.12)  # the timer has come twice meanwhile: what is waited for here
+        began = loop.time()
+        assert await anext(arrivals) == []
+    assert loop.time() - began >= 0.02
 
 
-async def test_cancelling_a_paced_reader_closes_its_source() -> None:
+async def test_a_slow_reader_gets_what_has_come_in_one_batch() -> None:
+    source = Source(1, 2, 3, waits=True)
+    async with Arrivals([source.items()]) as arrivals:
+        assert await anext(arrivals) == [(0, 1), (0, 2), (0, 3)]
+
+
+@pytest.mark.parametrize("batches", [0, 1])
+async def test_leaving_closes_the_sources_first(batches: int) -> None:
+    sources = [Source(1, 2, waits=True) for _ in range(2)]
+    async with Arrivals([source.items() for source in sources], 0.01) as arrivals:
+        for _ in range(batches):
+            await anext(arrivals)
+    assert all(source.closed or batches == 0 for source in sources)  # one that never ran has nothing to close
+
+
+async def test_cancelling_a_reader_closes_its_sources() -> None:
     source = Source(1, waits=True)
     waiting = asyncio.Event()
 
     async def read() -> None:
-        async with Paced(source.items(), 60) as items:
-            await anext(items)
+        async with Arrivals([source.items()], 60) as arrivals:
+            await anext(arrivals)
             waiting.set()
-            await anext(items)
+            await anext(arrivals)
 
     task = asyncio.create_task(read())
     await waiting.wait()
@@ -73,30 +91,38 @@ async def test_cancelling_a_paced_reader_closes_its_source() -> None:
 
 
 @pytest.mark.parametrize("count", [1, 2, 5])
-async def test_merged_keeps_the_order_of_each_source(count: int) -> None:
+async def test_each_source_keeps_its_order(count: int) -> None:
     sources = [Source(1, 2, 3) for _ in range(count)]
     seen: dict[int, list[int]] = {}
-    async for index, number in merged([source.items() for source in sources]):
-        seen.setdefault(index, []).append(number)
+    async with Arrivals([source.items() for source in sources]) as arrivals:
+        async for batch in arrivals:
+            for index, number in batch:
+                seen.setdefault(index, []).append(number)
     assert seen == {i: [1, 2, 3] for i in range(count)}
     assert all(source.closed for source in sources)
 
 
 @pytest.mark.parametrize("others", [0, 3])
-async def test_the_first_error_ends_all_sources(others: int) -> None:
+async def test_the_first_error_ends_all_sources_after_what_came_before_it(others: int) -> None:
     failing = Source(1, error=ValueError("first"))
     waiting = [Source(1, waits=True) for _ in range(others)]
+    seen = []
     with pytest.raises(ValueError, match="first"):
-        async for _ in merged([failing.items(), *(source.items() for source in waiting)]):
-            pass
+        async with Arrivals([failing.items(), *(source.items() for source in waiting)]) as arrivals:
+            async for batch in arrivals:
+                seen += batch
+    assert (0, 1) in seen
     assert failing.closed
     assert all(source.closed for source in waiting)
 
 
-async def test_closing_merged_closes_all_sources() -> None:
-    sources = [Source(1, waits=True) for _ in range(3)]
-    items = merged([source.items() for source in sources])
-    for _ in sources:
-        await anext(items)
-    await items.aclose()
-    assert all(source.closed for source in sources)
+async def test_an_error_does_not_wait_for_a_source_that_never_pauses() -> None:
+    async def endless() -> AsyncGenerator[int, None]:
+        while True:
+            await asyncio.sleep(0)
+            yield 1
+
+    with pytest.raises(ValueError, match="at once"):
+        async with asyncio.timeout(5), Arrivals([endless(), Source(error=ValueError("at once")).items()]) as arrivals:
+            async for _ in arrivals:
+                pass

@@ -24,17 +24,18 @@ class Completion:
     """The sum of the deltas of one choice."""
 
     def __init__(self) -> None:
-        self.text = ""
         self.tokens: list[TokenOut] = []
         self.finish: str | None = None
         self.matched: str | int | None = None
+        self._texts: list[str] = []
 
     @property
-    def output_ids(self) -> list[int]:
-        return [token.token_id for token in self.tokens]
+    def text(self) -> str:
+        """Put together here: ask for it once."""
+        return "".join(self._texts)
 
     def add(self, delta: Delta) -> None:
-        self.text += delta.text
+        self._texts.append(delta.text)
         self.tokens.append(delta.token)
         if delta.finish is not None:
             self.finish, self.matched = delta.finish, delta.matched

@@ -7,13 +7,33 @@ from typing import Any
 
 from aiohttp import web
 
-from kvflow.engine.scheduler.params import TokenOut
 from kvflow.server.http.completion import Completion, Delta
 from kvflow.server.http.completion_service import GenerationRequest
 from kvflow.server.http.errors import RequestError
 from kvflow.server.http.generation_requests import generation_requests, params_of_generate, prompt_ids
+from kvflow.server.http.growing import GrowingArray, GrowingText
 from kvflow.server.http.pipeline import CompletionPipeline
 from kvflow.server.http.schemas import GenerateRequest
+
+
+class _Grown:
+    """What every event of one choice repeats; each token is encoded once."""
+
+    def __init__(self) -> None:
+        self.text = GrowingText()
+        self.ids = GrowingArray()
+        self.logprobs = GrowingArray()
+        self.top_logprobs = GrowingArray()
+
+    def add(self, delta: Delta, logprobs: int | None) -> None:
+        """`logprobs`: see `SamplingParams`."""
+        token = delta.token
+        self.text.add(delta.text)
+        self.ids.add(token.token_id)
+        if logprobs is not None:
+            self.logprobs.add([token.logprob, token.token_id, None])
+        if logprobs:
+            self.top_logprobs.add([[logprob, token_id, None] for token_id, logprob in token.top_logprobs])
 
 
 class GenerateCall:
@@ -24,6 +44,7 @@ class GenerateCall:
         self.stream = bool(body.stream)
         self._request_id = request_id or uuid.uuid4().hex
         self._requests: list[GenerationRequest] = []
+        self._grown: list[_Grown] = []
         self._is_list = False
 
     async def generation_requests(self, pipeline: CompletionPipeline) -> list[GenerationRequest]:
@@ -44,7 +65,11 @@ class GenerateCall:
         self._is_list = several or choices > 1
         params = [params_of_generate(body, prompt, pipeline.request_limits) for prompt in prompts]
         self._requests = generation_requests(body, prompts, params, choices, pipeline.request_limits)
+        self._grown = [_Grown() for _ in self._requests]
         return self._requests
+
+    def add(self, index: int, delta: Delta) -> None:
+        self._grown[index].add(delta, self._requests[index].params.logprobs)
 
     def answer(self, completions: list[Completion]) -> Any:
         """One object, or a list of them."""
@@ -54,15 +79,16 @@ class GenerateCall:
     def opening(self) -> list[Any]:
         return []
 
-    def event(self, index: int, delta: Delta, completion: Completion) -> Any:
+    def events(self, index: int, deltas: list[Delta], completion: Completion) -> list[Any]:
+        """One, whatever has come: it is cumulative. SGLang too leaves out what a slow client has not been sent yet."""
         event = self._one(index, completion)
-        return {**event, "index": index} if self._is_list else event
+        return [{**event, "index": index} if self._is_list else event]
 
     def closing(self, completions: list[Completion]) -> list[Any]:
         return []
 
     def _one(self, index: int, completion: Completion) -> dict[str, Any]:
-        request = self._requests[index]
+        request, grown = self._requests[index], self._grown[index]
         meta: dict[str, Any] = {
             "id": self._id_of(index),
             "prompt_tokens": len(request.prompt),
@@ -72,20 +98,16 @@ class GenerateCall:
         }
         if request.params.logprobs is not None:
             meta["input_token_logprobs"] = []
-            meta["output_token_logprobs"] = [[t.logprob, t.token_id, None] for t in completion.tokens]
+            meta["output_token_logprobs"] = grown.logprobs
             if request.params.logprobs:
-                meta["output_top_logprobs"] = [_top(token) for token in completion.tokens]
-        return {"text": completion.text, "output_ids": completion.output_ids, "meta_info": meta}
+                meta["output_top_logprobs"] = grown.top_logprobs
+        return {"text": grown.text, "output_ids": grown.ids, "meta_info": meta}
 
     def _id_of(self, index: int) -> str:
         rid = self.body.rid
         if isinstance(rid, list):
             return rid[index] if index < len(rid) else f"{self._request_id}-{index}"
         return rid or (f"{self._request_id}-{index}" if self._is_list else self._request_id)
-
-
-def _top(token: TokenOut) -> list[list[Any]]:
-    return [[logprob, token_id, None] for token_id, logprob in token.top_logprobs]
 
 
 def _finish(completion: Completion) -> dict[str, Any] | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 import uuid
+from collections import defaultdict
 from collections.abc import Callable
 from typing import Any
 
@@ -19,6 +20,7 @@ from kvflow.server.http.generation_requests import (
     params_of_completion,
     prompt_ids,
 )
+from kvflow.server.http.growing import GrowingArray
 from kvflow.server.http.pipeline import CompletionPipeline
 from kvflow.server.http.responses import json_response
 from kvflow.server.http.schemas import ChatRequest, CompletionRequest, StreamOptions
@@ -40,6 +42,9 @@ class _OpenAICall:
         self._with_usage = (body.stream_options or StreamOptions()).include_usage
         self._head = {"id": self.prefix + uuid.uuid4().hex, "created": int(time.time()), "model": model}
 
+    def add(self, index: int, delta: Delta) -> None:
+        """Encode what only the whole body will need, token by token: all at once would hold up the event loop."""
+
     def answer(self, completions: list[Completion]) -> Any:
         """The whole body."""
         choices = [self._choice(i, completion) for i, completion in enumerate(completions)]
@@ -48,6 +53,10 @@ class _OpenAICall:
     def opening(self) -> list[Any]:
         return []
 
+    def events(self, index: int, deltas: list[Delta], completion: Completion) -> list[Any]:
+        """One chunk per delta."""
+        return [self._event(index, delta) for delta in deltas]
+
     def closing(self, completions: list[Completion]) -> list[Any]:
         """The usage event, when the body asks for it."""
         return [{**self._chunk([]), "usage": self._usage(completions)}] if self._with_usage else []
@@ -55,6 +64,9 @@ class _OpenAICall:
     def _chunk(self, choices: list[Any]) -> dict[str, Any]:
         chunk = {**self._head, "object": self.chunk_kind, "choices": choices}
         return {**chunk, "usage": None} if self._with_usage else chunk
+
+    def _event(self, index: int, delta: Delta) -> dict[str, Any]:
+        raise NotImplementedError
 
     def _choice(self, index: int, completion: Completion) -> dict[str, Any]:
         raise NotImplementedError
@@ -73,6 +85,7 @@ class ChatCall(_OpenAICall):
     def __init__(self, body: ChatRequest, model: str, token_text: TokenText) -> None:
         super().__init__(body, model, token_text)
         self.body = body
+        self._logprobs: defaultdict[int, GrowingArray] = defaultdict(GrowingArray)
 
     async def generation_requests(self, pipeline: CompletionPipeline) -> list[GenerationRequest]:
         """One per choice; the conversation is rendered by the chat template."""
@@ -90,11 +103,15 @@ class ChatCall(_OpenAICall):
             for i in range(len(self._requests))
         ]
 
-    def event(self, index: int, delta: Delta, completion: Completion) -> Any:
+    def add(self, index: int, delta: Delta) -> None:
+        if self.body.logprobs and not self.stream:
+            self._logprobs[index].add(self._logprob(delta.token))
+
+    def _event(self, index: int, delta: Delta) -> dict[str, Any]:
         choice = {
             "index": index,
             "delta": {"content": delta.text} if delta.text else {},
-            "logprobs": self._logprobs([delta.token]),
+            "logprobs": {"content": [self._logprob(delta.token)], "refusal": None} if self.body.logprobs else None,
             "finish_reason": delta.finish,
         }
         return self._chunk([choice])
@@ -103,14 +120,9 @@ class ChatCall(_OpenAICall):
         return {
             "index": index,
             "message": {"role": "assistant", "content": completion.text, "refusal": None},
-            "logprobs": self._logprobs(completion.tokens),
+            "logprobs": {"content": self._logprobs[index], "refusal": None} if self.body.logprobs else None,
             "finish_reason": completion.finish,
         }
-
-    def _logprobs(self, tokens: list[TokenOut]) -> dict[str, Any] | None:
-        if not self.body.logprobs:
-            return None
-        return {"content": [self._logprob(token) for token in tokens], "refusal": None}
 
     def _logprob(self, token: TokenOut) -> dict[str, Any]:
         top = [_spelled(self._token_text(token_id), logprob) for token_id, logprob in token.top_logprobs]
@@ -119,6 +131,32 @@ class ChatCall(_OpenAICall):
 
 def _spelled(text: str, logprob: float | None) -> dict[str, Any]:
     return {"token": text, "logprob": logprob, "bytes": list(text.encode())}
+
+
+class _TextLogprobs:
+    """The logprobs of a text completion, as it has them: four arrays."""
+
+    def __init__(self, token_text: TokenText) -> None:
+        self._token_text = token_text
+        self._end = 0  # of the text so far, in characters
+        self._arrays = {name: GrowingArray() for name in ("tokens", "token_logprobs", "top_logprobs", "text_offset")}
+
+    def add(self, token: TokenOut) -> None:
+        for name, element in self._next(token).items():
+            self._arrays[name].add(element)
+
+    def alone(self, token: TokenOut) -> dict[str, Any]:
+        """Those of the next token, for a chunk of its own."""
+        return {name: [element] for name, element in self._next(token).items()}
+
+    def all(self) -> dict[str, Any]:
+        return dict(self._arrays)
+
+    def _next(self, token: TokenOut) -> dict[str, Any]:
+        text, start = self._token_text(token.token_id), self._end
+        self._end += len(text)
+        top = {self._token_text(token_id): logprob for token_id, logprob in token.top_logprobs}
+        return {"tokens": text, "token_logprobs": token.logprob, "top_logprobs": top, "text_offset": start}
 
 
 class TextCompletionCall(_OpenAICall):
@@ -130,7 +168,7 @@ class TextCompletionCall(_OpenAICall):
         super().__init__(body, model, token_text)
         self.body = body
         self._echoes: list[str] = []
-        self._offsets: dict[int, int] = {}
+        self._logprobs: defaultdict[int, _TextLogprobs] = defaultdict(lambda: _TextLogprobs(token_text))
 
     async def generation_requests(self, pipeline: CompletionPipeline) -> list[GenerationRequest]:
         """One per prompt and choice; prompts are a text, a list of texts, token ids, or a list of those."""
@@ -155,38 +193,25 @@ class TextCompletionCall(_OpenAICall):
             for i, text in enumerate(self._echoes)
         ]
 
-    def event(self, index: int, delta: Delta, completion: Completion) -> Any:
-        offset = self._offsets.get(index, 0)
+    def add(self, index: int, delta: Delta) -> None:
+        if self.body.logprobs is not None and not self.stream:
+            self._logprobs[index].add(delta.token)
+
+    def _event(self, index: int, delta: Delta) -> dict[str, Any]:
         choice = {
             "index": index,
             "text": delta.text,
-            "logprobs": self._logprobs([delta.token], offset),
+            "logprobs": None if self.body.logprobs is None else self._logprobs[index].alone(delta.token),
             "finish_reason": delta.finish,
         }
-        self._offsets[index] = offset + len(self._token_text(delta.token.token_id))
         return self._chunk([choice])
 
     def _choice(self, index: int, completion: Completion) -> dict[str, Any]:
         return {
             "index": index,
             "text": (self._echoes[index] if self._echoes else "") + completion.text,
-            "logprobs": self._logprobs(completion.tokens, 0),
+            "logprobs": None if self.body.logprobs is None else self._logprobs[index].all(),
             "finish_reason": completion.finish,
-        }
-
-    def _logprobs(self, tokens: list[TokenOut], offset: int) -> dict[str, Any] | None:
-        if self.body.logprobs is None:
-            return None
-        texts = [self._token_text(token.token_id) for token in tokens]
-        offsets = []
-        for text in texts:
-            offsets.append(offset)
-            offset += len(text)
-        return {
-            "tokens": texts,
-            "token_logprobs": [token.logprob for token in tokens],
-            "top_logprobs": [{self._token_text(i): p for i, p in token.top_logprobs} for token in tokens],
-            "text_offset": offsets,
         }
 
 

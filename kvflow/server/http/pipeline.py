@@ -1,6 +1,12 @@
 """The path of every completion request through a role: admission, generation, tokens, and cleanup at its end.
 
 The routes differ in how they read a body and how they write an answer; that is a `CompletionCall`. The rest is here.
+
+What a router may rely on: an error that is known before anything has been sent is a status. Headers of a stream are
+sent with the first token, or after `headers_after_s` without one. Until the first token nothing follows them but
+comments (lines that begin with a colon), so a stream whose first event is `{"error": {"code": ...}}` has produced
+nothing, and stands for the answer with the status of that code (`errors.STATUS_OF_CODE`): whoever would retry that
+status on another pair may retry this request as well.
 """
 
 from __future__ import annotations
@@ -10,7 +16,6 @@ import contextlib
 import logging
 import time
 from collections.abc import AsyncGenerator, AsyncIterable
-from contextlib import aclosing
 from typing import Any, Protocol, TypeVar
 
 from aiohttp import web
@@ -22,9 +27,9 @@ from kvflow.server.http.errors import Failure, OverloadError, RequestError, Unkn
 from kvflow.server.http.generation_requests import RequestLimits, rooms_of
 from kvflow.server.http.listening import Drainable
 from kvflow.server.http.metrics import Metrics
-from kvflow.server.http.responses import json_response
+from kvflow.server.http.responses import long_json_response
 from kvflow.server.http.schemas import Rendezvous, decoded, parse
-from kvflow.server.http.sse import EventStream, Paced, merged
+from kvflow.server.http.sse import Arrivals, EventStream
 from kvflow.server.http.tokenizer import ThreadedTokenizer
 
 _log = logging.getLogger("kvflow.http")
@@ -44,14 +49,17 @@ class CompletionCall(Protocol):
     async def generation_requests(self, pipeline: CompletionPipeline) -> list[GenerationRequest]:
         """Read prompts and sampling. Raises: RequestError."""
 
+    def add(self, index: int, delta: Delta) -> None:
+        """Every delta of every choice, in order, before it is asked for below."""
+
     def answer(self, completions: list[Completion]) -> Any:
         """The JSON body when nothing is streamed."""
 
     def opening(self) -> list[Any]:
         """Events before the first token."""
 
-    def event(self, index: int, delta: Delta, completion: Completion) -> Any:
-        """The event of one delta."""
+    def events(self, index: int, deltas: list[Delta], completion: Completion) -> list[Any]:
+        """The events of what a choice has got since the last ones: one delta, or more when the client is slow."""
 
     def closing(self, completions: list[Completion]) -> list[Any]:
         """Events after the last token."""
@@ -70,6 +78,7 @@ class CompletionPipeline(Drainable):
         max_running_requests: int = 256,
         request_timeout_s: float = 600.0,
         keepalive_s: float = 0.1,
+        headers_after_s: float = 10.0,
     ) -> None:
         super().__init__()
         self.service = service
@@ -78,7 +87,7 @@ class CompletionPipeline(Drainable):
         self.request_limits = RequestLimits(service.limits, service.role == "decode", bootstrap_port)
         self._max_running = max_running_requests
         self._timeout_s = request_timeout_s
-        self._keepalive_s = keepalive_s
+        self._keepalive_s, self._headers_after_s = keepalive_s, headers_after_s
 
     async def serve(self, http: web.Request, call: CompletionCall) -> web.StreamResponse:
         """Answer one call. Errors before the first token are raised; later ones are written into the stream."""
@@ -101,7 +110,8 @@ class CompletionPipeline(Drainable):
             if call.stream:
                 return await self._stream(http, call, sources, arrived, ends)
             async with asyncio.timeout_at(ends):
-                return await self._collect(call, sources, arrived)
+                answer = await self._collect(call, sources, arrived)
+            return await long_json_response(http, answer)
 
     def read(self, raw: bytes, kind: type[B]) -> B:
         """A body as `kind`. A body that is refused may still name a room whose other leg waits: that room is ended."""
@@ -130,15 +140,12 @@ class CompletionPipeline(Drainable):
         for room, prefill in rooms_of(body, self.request_limits.bootstrap_port):
             self.service.refuse(room, prefill, error.cause())
 
-    async def _collect(
-        self, call: CompletionCall, sources: list[AsyncGenerator[Delta, None]], arrived: float
-    ) -> web.StreamResponse:
+    async def _collect(self, call: CompletionCall, sources: list[AsyncGenerator[Delta, None]], arrived: float) -> Any:
         completions = [Completion() for _ in sources]
-        async with aclosing(merged(sources)) as deltas:
-            async for index, delta in deltas:
-                self._count(completions[index], arrived)
-                completions[index].add(delta)
-        return json_response(call.answer(completions))
+        async with Arrivals(sources) as arrivals:
+            async for batch in arrivals:
+                self._add(batch, call, completions, arrived)
+        return call.answer(completions)
 
     async def _stream(
         self,
@@ -149,10 +156,10 @@ class CompletionPipeline(Drainable):
         ends: float,
     ) -> web.StreamResponse:
         events = EventStream(http)
-        async with Paced(merged(sources), self._keepalive_s) as deltas:
+        async with Arrivals(sources, self._keepalive_s) as arrivals:
             try:
                 async with asyncio.timeout_at(ends):
-                    await self._write(events, call, deltas, [Completion() for _ in sources], arrived)
+                    await self._write(events, call, arrivals, [Completion() for _ in sources], arrived)
             except ConnectionError:
                 raise
             except Exception as error:
@@ -171,26 +178,42 @@ class CompletionPipeline(Drainable):
         self,
         events: EventStream,
         call: CompletionCall,
-        deltas: AsyncIterable[tuple[int, Delta] | None],
+        arrivals: AsyncIterable[list[tuple[int, Delta]]],
         completions: list[Completion],
         arrived: float,
     ) -> None:
-        """Every delta as an event, and comments during silence: writing one is how a client that left is noticed."""
-        async for item in deltas:
-            if item is None:
-                if events.response.prepared:
-                    await events.keepalive()
+        """Deltas as events, and comments during silence: writing one is how a client that left is noticed."""
+        opened = False
+        async for batch in arrivals:
+            silent_s = time.perf_counter() - arrived
+            if not batch and not events.response.prepared and silent_s < self._headers_after_s:
                 continue
             if not events.response.prepared:
                 await events.start()
-                for event in call.opening():
-                    await events.send(event)
-            index, delta = item
-            self._count(completions[index], arrived)
+            if not batch:
+                await events.keepalive()
+                continue
+            found = [] if opened else call.opening()
+            opened = True
+            for index, deltas in self._add(batch, call, completions, arrived).items():
+                found += call.events(index, deltas, completions[index])
+            await events.send(*found)
+        await events.send(*call.closing(completions))
+
+    def _add(
+        self, batch: list[tuple[int, Delta]], call: CompletionCall, completions: list[Completion], arrived: float
+    ) -> dict[int, list[Delta]]:
+        """Count and add up a batch; returns its deltas by choice."""
+        by_choice: dict[int, list[Delta]] = {}
+        for index, delta in batch:
+            if not completions[index].tokens:
+                self.metrics.first_token(time.perf_counter() - arrived)
             completions[index].add(delta)
-            await events.send(call.event(index, delta, completions[index]))
-        for event in call.closing(completions):
-            await events.send(event)
+            call.add(index, delta)
+            by_choice.setdefault(index, []).append(delta)
+        if batch:
+            self.metrics.generated(len(batch))
+        return by_choice
 
     async def _send_error_event(self, http: web.Request, events: EventStream, failure: Failure) -> None:
         """Write the error as the last event; the connection of a client that does not read is cut instead."""
@@ -200,8 +223,3 @@ class CompletionPipeline(Drainable):
         except TimeoutError:
             if http.transport is not None:
                 http.transport.abort()
-
-    def _count(self, completion: Completion, arrived: float) -> None:
-        if not completion.tokens:
-            self.metrics.first_token(time.perf_counter() - arrived)
-        self.metrics.generated(1)

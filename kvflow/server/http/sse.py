@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from contextlib import aclosing
 from types import TracebackType
-from typing import Any, Self, TypeVar
+from typing import Any, Generic, Self, TypeVar
 
-import msgspec
 from aiohttp import web
 
 from kvflow.aio import run_to_end
 from kvflow.server.http.errors import Failure
+from kvflow.server.http.growing import encode, write
 
 T = TypeVar("T")
 
@@ -33,12 +33,15 @@ class EventStream:
         return self._response
 
     async def start(self) -> None:
-        """Send status and headers: from here on an error can only be an event."""
+        """Status and headers leave with the next write: from here on an error can only be an event."""
         await self._response.prepare(self._request)
 
-    async def send(self, event: Any) -> None:
-        """One JSON event."""
-        await self._response.write(b"data: " + msgspec.json.encode(event) + b"\n\n")
+    async def send(self, *events: Any) -> None:
+        """JSON events, in one write unless they are large."""
+        pieces: list[bytes] = []
+        for event in events:
+            pieces += (b"data: ", *encode(event), b"\n\n")
+        await write(self._response, pieces)
 
     async def keepalive(self) -> None:
         """Send a comment: clients skip it, and proxies notice by the write that their client has disconnected."""
@@ -54,80 +57,85 @@ class EventStream:
         await self._response.write_eof()
 
 
-class Paced(AsyncIterator[T | None]):
-    """`source`, with a None after every `silence_s` without an item.
+class Arrivals(AsyncIterator[list[tuple[int, T]]], Generic[T]):
+    """Items of all `sources` with the index of their source, in batches: all that have come since the last one.
 
-    Use as an async context manager: leaving cancels the item that is awaited, closes `source` and returns only then,
-    also when leaving is cancelled, once or repeatedly.
+    After `silence_s` without an item the batch is empty. The first error is raised after the items before it. A slow
+    reader gets larger batches. An item costs neither a task nor a timer: each source has one task, and all of them
+    one timer. Use as an async context manager: leaving closes all sources, and returns only then, also when leaving is
+    cancelled, once or repeatedly.
     """
 
-    def __init__(self, source: AsyncGenerator[T, None], silence_s: float) -> None:
-        self._source = source
-        self._silence_s = silence_s
-        self._pending: asyncio.Task[T] | None = None
+    def __init__(self, sources: Sequence[AsyncGenerator[T, None]], silence_s: float | None = None) -> None:
+        self._sources, self._silence_s = sources, silence_s
+        self._tasks: list[asyncio.Task[None]] = []
+        self._running = len(sources)
+        self._items: list[tuple[int, T]] = []
+        self._error: Exception | None = None
+        self._reader: asyncio.Future[None] | None = None
+        self._silent = False
+        self._asked_at_s = 0.0
+        self._timer: asyncio.TimerHandle | None = None
 
     async def __aenter__(self) -> Self:
+        self._tasks = [asyncio.create_task(self._pump(i, source)) for i, source in enumerate(self._sources)]
+        if self._silence_s is not None:
+            self._asked_at_s = asyncio.get_running_loop().time()
+            self._look_in(self._silence_s, self._silence_s)
         return self
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None
     ) -> None:
-        await run_to_end(asyncio.ensure_future(self._close()))
+        if self._timer is not None:
+            self._timer.cancel()
+        for task in self._tasks:
+            task.cancel()
+        await run_to_end(asyncio.gather(*self._tasks, return_exceptions=True))
 
-    async def _close(self) -> None:
-        pending, self._pending = self._pending, None
-        if pending is not None:
-            pending.cancel()
-            await asyncio.wait([pending])
-        await self._source.aclose()
+    async def __anext__(self) -> list[tuple[int, T]]:
+        loop = asyncio.get_running_loop()
+        self._asked_at_s, self._silent = loop.time(), False
+        while not self._items:
+            if self._error is not None:
+                raise self._error
+            if not self._running:
+                raise StopAsyncIteration
+            if self._silent:
+                return []
+            self._reader = loop.create_future()
+            try:
+                await self._reader
+            finally:
+                self._reader = None
+        batch, self._items = self._items, []
+        return batch
 
-    async def _next(self) -> T:
-        return await anext(self._source)
-
-    async def __anext__(self) -> T | None:
-        if self._pending is None:
-            self._pending = asyncio.create_task(self._next())
-        done, _ = await asyncio.wait([self._pending], timeout=self._silence_s)
-        if not done:
-            return None
-        task, self._pending = self._pending, None
-        try:
-            return task.result()
-        except StopAsyncIteration:
-            raise StopAsyncIteration from None
-
-
-async def merged(sources: list[AsyncGenerator[T, None]]) -> AsyncGenerator[tuple[int, T], None]:
-    """Items of all `sources` as they come, with the index of their source; the first error closes all sources."""
-    if len(sources) == 1:
-        async with aclosing(sources[0]) as only:
-            async for item in only:
-                yield 0, item
-        return
-    queue: asyncio.Queue[tuple[int, T] | BaseException | None] = asyncio.Queue(maxsize=2 * len(sources))
-
-    async def pump(index: int, source: AsyncGenerator[T, None]) -> None:
+    async def _pump(self, index: int, source: AsyncGenerator[T, None]) -> None:
         try:
             async with aclosing(source) as items:
                 async for item in items:
-                    await queue.put((index, item))
-        except Exception as error:  # noqa: BLE001 - carried to the reader, who raises it
-            await queue.put(error)
-        else:
-            await queue.put(None)
+                    if self._error is not None:
+                        return
+                    self._items.append((index, item))
+                    self._wake()
+        except Exception as error:  # noqa: BLE001 - the reader raises it
+            self._error = self._error or error
+        finally:
+            self._running -= 1
+            self._wake()
 
-    tasks = [asyncio.create_task(pump(i, source)) for i, source in enumerate(sources)]
-    running = len(tasks)
-    try:
-        while running:
-            got = await queue.get()
-            if got is None:
-                running -= 1
-            elif isinstance(got, BaseException):
-                raise got
-            else:
-                yield got
-    finally:
-        for task in tasks:
-            task.cancel()
-        await run_to_end(asyncio.gather(*tasks, return_exceptions=True))
+    def _wake(self) -> None:
+        if self._reader is not None and not self._reader.done():
+            self._reader.set_result(None)
+
+    def _look_in(self, after_s: float, silence_s: float) -> None:
+        self._timer = asyncio.get_running_loop().call_later(after_s, self._look, silence_s)
+
+    def _look(self, silence_s: float) -> None:
+        """Has the reader waited in silence? One that is busy, because its client is slow, is left alone."""
+        left_s = self._asked_at_s + silence_s - asyncio.get_running_loop().time()
+        if left_s <= 0:
+            self._silent = True
+            self._wake()
+        self._look_in(left_s if left_s > 0 else silence_s, silence_s)

@@ -39,6 +39,7 @@ class ThreadedTokenizer:
         self._tokenizer = tokenizer
         longest = max((len(entry) for entry in tokenizer.get_vocab()), default=1) if tokenizer is not None else 1
         self._max_characters = context_length * longest  # more cannot fit, and encoding more takes gigabytes of memory
+        self._token_texts: dict[int, str] = {}  # at most one for each token of the vocabulary
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="kvflow-text")
 
     async def encode(self, text: str) -> list[int]:
@@ -85,8 +86,13 @@ class ThreadedTokenizer:
         return TextStream(self._tokenizer, stops)
 
     def token_text(self, token_id: int) -> str:
-        """One token alone, for logprobs."""
-        return "" if self._tokenizer is None else str(self._tokenizer.decode([token_id]))
+        """One token alone, for logprobs; remembered, since they name twenty for every token."""
+        text = self._token_texts.get(token_id)
+        if text is None:
+            text = self._token_texts[token_id] = (
+                "" if self._tokenizer is None else str(self._tokenizer.decode([token_id]))
+            )
+        return text
 
     def close(self) -> None:
         self._thread.shutdown(wait=False, cancel_futures=True)

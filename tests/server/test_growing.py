@@ -1,0 +1,48 @@
+"""JSON that grows is the JSON of the whole, and is written in steps of a bounded size."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import msgspec
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvflow.server.http.growing import BLOCK_BYTES, GrowingArray, GrowingText, _steps, encode
+
+CHARACTERS = st.characters(codec="utf-8")
+TEXTS = st.lists(st.text(CHARACTERS))
+ELEMENTS = st.lists(st.recursive(st.none() | st.integers(-5, 5) | st.text(max_size=3), st.lists, max_leaves=5))
+
+
+@given(TEXTS, ELEMENTS, st.text(CHARACTERS))
+def test_it_encodes_as_the_whole_would(texts: list[str], elements: list[Any], name: str) -> None:
+    text, array = GrowingText(), GrowingArray()
+    for i in range(max(len(texts), len(elements))):
+        for piece in texts[i : i + 1]:
+            text.add(piece)
+        for element in elements[i : i + 1]:
+            array.add(element)
+    answer = {"text": text, name + "!": [array, {"again": text}], "\0": "\0"}
+    whole = {"text": "".join(texts), name + "!": [elements, {"again": "".join(texts)}], "\0": "\0"}
+    assert b"".join(encode(answer)) == msgspec.json.encode(whole)
+
+
+def test_full_blocks_are_neither_encoded_nor_copied_again() -> None:
+    array = GrowingArray()
+    for number in range(100_000):
+        array.add(number)
+    first, second = encode({"ids": array}), encode({"ids": array})
+    assert json.loads(b"".join(first)) == {"ids": list(range(100_000))}
+    again = [piece for piece in second if any(piece is other for other in first)]
+    assert sum(map(len, again)) > sum(map(len, first)) - BLOCK_BYTES
+
+
+@given(st.lists(st.integers(0, 3 * BLOCK_BYTES), max_size=8))
+def test_steps_are_bounded_and_as_few_as_they_can_be(sizes: list[int]) -> None:
+    pieces = [bytes([i]) * size for i, size in enumerate(sizes)]
+    steps = [bytes(step) for step in _steps(pieces)]
+    assert b"".join(steps) == b"".join(pieces)
+    assert all(len(step) <= BLOCK_BYTES for step in steps)
+    assert len(steps) <= 2 * sum(sizes) // BLOCK_BYTES + 2
