@@ -172,6 +172,7 @@ GROUPS: dict[str, tuple[str, ...]] = {
         "request_timeout_s",
         "drain_timeout_s",
         "sse_keepalive_s",
+        "sse_headers_after_s",
         "sglang_metrics",
         "log_level",
     ),
