@@ -83,3 +83,14 @@ def test_any_cut_of_any_text_is_the_text_before_the_stop(tokenizer: Tokenizer, s
 def test_no_fast_tokenizer_no_stream() -> None:
     with pytest.raises(MisuseError, match="fast tokenizer"):
         TextStream(object())
+
+
+def test_stop_strings_before_the_least_length_are_text(tokenizer: Tokenizer) -> None:
+    """As in vLLM: neither found nor held back, nor counted as the beginning of one that ends later."""
+    text = "xabab-ab"
+    for least, want in ((0, "x"), (2, "xab"), (3, "xab"), (4, "xabab-"), (5, "xabab-"), (7, text), (8, text)):
+        stream = TextStream(tokenizer, ("ab",), min_tokens=least)
+        pieces = [stream.feed(t) for t in tokenizer.encode(text).ids]
+        assert "".join([*pieces, stream.finish()]) == want
+        assert pieces[:least] == list(text[:least])
+        assert (stream.stopped is None) == (want == text)

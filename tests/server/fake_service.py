@@ -39,7 +39,7 @@ class WordTokenizer:
     def get_vocab(self) -> dict[str, int]:
         return {word: i for i, word in enumerate(WORDS)}
 
-    def encode(self, text: str) -> list[int]:
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         return list(self.backend_tokenizer.encode(text).ids)
 
     def decode(self, ids: list[int]) -> str:

@@ -153,7 +153,7 @@ async def test_completion_stream(client: openai.AsyncOpenAI) -> None:
         ),
         ({"messages": [{"role": "user", "content": "w1"}], "top_logprobs": 1}, "logprobs"),
         ({"messages": [{"role": "user", "content": "w1"}], "n": 0}, "`n`"),
-        ({"messages": [{"role": "user", "content": "w1"}], "presence_penalty": 0.5}, "presence_penalty"),
+        ({"messages": [{"role": "user", "content": "w1"}], "presence_penalty": 2.5}, "-2..2"),
         ({"messages": [{"role": "user", "content": "w1"}], "max_tokens": 1000}, "context"),
     ],
 )

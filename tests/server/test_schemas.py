@@ -17,7 +17,7 @@ KINDS = (GenerateRequest, ChatRequest, CompletionRequest)
 GOOD: dict[Kind, bytes] = {
     GenerateRequest: b'{"text":"a","sampling_params":{"temperature":0,"stop":["x"]},"tools":[],"stream":true}',
     ChatRequest: b'{"messages":[{"role":"user","content":"a"}],"response_format":{"type":"text"},"n":1}',
-    CompletionRequest: b'{"prompt":[[1,2],[3]],"max_tokens":3,"best_of":1,"suffix":null,"logit_bias":{}}',
+    CompletionRequest: b'{"prompt":[[1,2],[3]],"max_tokens":3,"best_of":1,"suffix":null,"logit_bias":{"5":-1}}',
 }
 values = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5),
@@ -32,7 +32,7 @@ values = st.recursive(
 def test_a_body_is_a_request_or_a_request_error(kind: Kind, data: st.DataObject) -> None:
     """Fields of the wrong kind, unknown ones, flipped and missing bytes: nothing but RequestError comes out."""
     document = msgspec.json.decode(GOOD[kind])
-    names = [*document, *kind.__struct_fields__, "lora_path", "min_p", "repetition_penalty"]
+    names = [*document, *kind.__struct_fields__, "lora_path", "min_new_tokens", "regex"]
     document |= data.draw(st.dictionaries(st.sampled_from(names), values, max_size=2))
     raw = bytearray(msgspec.json.encode(document))
     for _ in range(data.draw(st.integers(0, 2))):

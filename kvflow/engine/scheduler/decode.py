@@ -12,6 +12,7 @@ from kvflow.engine.model.load import LoadedModel
 from kvflow.engine.model.sequence import Prompt, Sequence
 from kvflow.engine.model.step import Row
 from kvflow.engine.model.thread import ModelThread
+from kvflow.engine.scheduler.adjustments import Adjustments, adjustments_of
 from kvflow.engine.scheduler.budget import Admission, PageBudget
 from kvflow.engine.scheduler.handoff import HandOff
 from kvflow.engine.scheduler.limits import EngineLimits
@@ -27,12 +28,14 @@ from kvflow.protocols.errors import Cause, Code, KvflowError, WireError, room_er
 class _DecodeRequest:
     """One sequence of the batch; `tokens` carries its tokens, or the error that ended it, to its reader."""
 
-    __slots__ = ("admission", "limit", "number", "params", "retired", "seed", "sequence", "tokens")
+    __slots__ = ("adjustments", "admission", "limit", "number", "params", "retired", "seed", "sequence", "tokens")
 
     def __init__(
-        self, number: int, sequence: Sequence, params: SamplingParams, limit: int, admission: Admission
-    ) -> None:
+        self, number: int, sequence: Sequence, params: SamplingParams, limit: int, admission: Admission,
+        adjustments: Adjustments | None,
+    ) -> None:  # fmt: skip
         self.number, self.sequence, self.params, self.limit, self.admission = number, sequence, params, limit, admission
+        self.adjustments = adjustments
         self.seed = params.seed_or_random()
         self.retired = False  # its pages have been given back
         self.tokens: asyncio.Queue[TokenOut | KvflowError] = asyncio.Queue()
@@ -76,6 +79,7 @@ class DecodeEngine(EngineLoop):
     def check(self, prompt: Prompt, params: SamplingParams) -> None:
         """Raises: MisuseError, CapacityError for a request that `admit` and `generate` would refuse."""
         self.limits.check_prompt(prompt)
+        self.limits.check_sampling(params)
         self._budget.check(self.limits.worst_pages(prompt, self.limits.new_tokens(prompt, params)))
 
     async def admit(self, prompt: Prompt, params: SamplingParams) -> Admission:
@@ -140,7 +144,8 @@ class DecodeEngine(EngineLoop):
         sequence = Sequence(owner, prompt, limit, self._page_size)
         sequence.add_pages(room.keep(owner))
         sequence.computed = sequence.prompt_length
-        return _DecodeRequest(number, sequence, params, limit, admission)
+        adjustments = adjustments_of(params, sequence, self._model.eos_ids)
+        return _DecodeRequest(number, sequence, params, limit, admission, adjustments)
 
     def _first(self, request: _DecodeRequest, handoff: HandOff) -> TokenOut:
         """Prefill's token; unless it is the last one, the sequence joins the batch. Raises: WireError."""
@@ -183,7 +188,7 @@ class DecodeEngine(EngineLoop):
                 await self._wake.wait()
                 continue
             rows = [Row(r.sequence, 1) for r in batch]
-            draws = [Draw(r.params, r.seed, r.sequence.length) for r in batch]
+            draws = [Draw(r.params, r.seed, r.sequence.length, r.adjustments) for r in batch]
             try:
                 choices = await self._thread.run([r.sequence for r in batch], partial(self._step, rows, draws))
             # The loop serves all requests: a failed step ends those in it, and is counted.

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 
 from kvflow.engine.model.sequence import Prompt
-from kvflow.engine.scheduler.params import SamplingParams
+from kvflow.engine.scheduler.params import MAX_STOPS, SamplingParams
 from kvflow.protocols.errors import CapacityError, MisuseError
 
 
@@ -28,10 +30,7 @@ class EngineLimits:
         ids = np.asarray(prompt)
         if ids.ndim != 1 or ids.dtype.kind not in "iu":
             raise MisuseError(f"prompt: token ids must be a flat list of integers, not {ids.ndim}-d {ids.dtype}")
-        for token_id in (int(ids.min()), int(ids.max())):
-            if not 0 <= token_id < self._vocabulary:
-                text = f"prompt: token id {token_id} is outside the model's vocabulary, 0..{self._vocabulary - 1}"
-                raise MisuseError(text)
+        self._check_ids("prompt", (int(ids.min()), int(ids.max())))
 
     def check_new_tokens(self, prompt: Prompt, params: SamplingParams, *, generates: bool) -> None:
         """Check that all of `max_new_tokens` fit, for callers that refuse a request rather than cut it short.
@@ -44,6 +43,22 @@ class EngineLimits:
             )
         if generates and (pages := self.worst_pages(prompt, params.max_new_tokens)) > self._num_pages:
             raise CapacityError("pages for prompt + max_new_tokens", pages, self._num_pages)
+
+    def check_sampling(self, params: SamplingParams) -> None:
+        """Raises: MisuseError for token ids that the model does not have, or so many bad words that none is left."""
+        self._check_ids("logit_bias", [token_id for token_id, _ in params.logit_bias])
+        self._check_ids("bad_words", [token_id for word in params.bad_words for token_id in word])
+        if params.bad_words and len(params.bad_words) + MAX_STOPS >= self._vocabulary:
+            text = (
+                f"bad_words: {len(params.bad_words)} of them may leave none of {self._vocabulary} tokens to choose from"
+            )
+            raise MisuseError(text)
+
+    def _check_ids(self, name: str, ids: Sequence[int]) -> None:
+        for token_id in (min(ids, default=0), max(ids, default=0)):
+            if not 0 <= token_id < self._vocabulary:
+                text = f"{name}: token id {token_id} is outside the model's vocabulary, 0..{self._vocabulary - 1}"
+                raise MisuseError(text)
 
     def new_tokens(self, prompt: Prompt, params: SamplingParams) -> int:
         """`max_new_tokens`, cut to what fits the context."""

@@ -14,7 +14,17 @@ FinishReason = Literal["stop", "length"]
 
 MAX_TOP_LOGPROBS = 128
 MAX_STOPS = 64
+MAX_LOGIT_BIAS = 4096
+MAX_BAD_WORD_TOKENS = 8192  # of all bad words together
+MAX_BIAS = 100
 GREEDY_BELOW = 1e-6  # dividing by less overflows a float; the most likely token is chosen anyway
+
+_RANGES = {
+    "min_p": (0.0, 1.0),
+    "frequency_penalty": (-2.0, 2.0),
+    "presence_penalty": (-2.0, 2.0),
+    "repetition_penalty": (0.01, 100.0),
+}
 
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
@@ -22,6 +32,12 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
 
     `temperature` 0 is greedy; `top_k` 0 or -1 is off; `logprobs` is the number of top logprobs (0: only that of the
     chosen token, None: none). `stop` strings are applied by the detokenizer, not by the engine.
+
+    The penalties are those of OpenAI (`frequency_penalty`, `presence_penalty`: subtracted, counted over the generated
+    tokens) and of transformers (`repetition_penalty`: a factor, for tokens of the prompt too). `min_p` is a share of
+    the most likely token's probability, `logit_bias` is added by token id, `bad_words` are token sequences that are
+    never completed. Before `min_new_tokens` no token ends the request. Log-probabilities are those of the model,
+    whatever is set here.
     Raises: MisuseError naming the field, the value and the limit.
     """
 
@@ -34,6 +50,13 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     stop: tuple[str, ...] = ()
     ignore_eos: bool = False
     logprobs: int | None = None
+    min_new_tokens: int = 0
+    min_p: float = 0.0
+    frequency_penalty: float = 0.0
+    presence_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    bad_words: tuple[tuple[int, ...], ...] = ()
 
     def __post_init__(self) -> None:
         if not (math.isfinite(self.temperature) and self.temperature >= 0):
@@ -51,6 +74,40 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
                 raise MisuseError(f"{name}: {len(entries)} entries, limit {MAX_STOPS}")
         if "" in self.stop:
             raise MisuseError("stop: an empty string ends every completion at once; leave it out")
+        if not 0 <= self.min_new_tokens <= self.max_new_tokens:
+            limit = f"0..{self.max_new_tokens} (max_new_tokens)"
+            raise MisuseError(f"min_new_tokens (min_tokens) {self.min_new_tokens} is outside {limit}")
+        for name, (least, most) in _RANGES.items():
+            if not least <= (value := getattr(self, name)) <= most:  # false for NaN too
+                raise MisuseError(f"{name} {value} is outside {least:g}..{most:g}")
+        self._check_words()
+
+    def _check_words(self) -> None:
+        if len(self.logit_bias) > MAX_LOGIT_BIAS:
+            raise MisuseError(f"logit_bias: {len(self.logit_bias)} entries, limit {MAX_LOGIT_BIAS}")
+        for token_id, bias in self.logit_bias:
+            if not -MAX_BIAS <= bias <= MAX_BIAS:
+                raise MisuseError(f"logit_bias: {bias} for token {token_id} is outside -{MAX_BIAS}..{MAX_BIAS}")
+        if () in self.bad_words:
+            raise MisuseError("bad_words: a word of no tokens cannot be banned; leave it out")
+        if (total := sum(map(len, self.bad_words))) > MAX_BAD_WORD_TOKENS:
+            raise MisuseError(f"bad_words: {total} tokens in all, limit {MAX_BAD_WORD_TOKENS}")
+
+    @property
+    def adjusts(self) -> bool:
+        """Whether the logits are changed before a token is chosen."""
+        return bool(
+            self.min_new_tokens
+            or self.frequency_penalty
+            or self.presence_penalty
+            or self.repetition_penalty != 1
+            or self.logit_bias
+            or self.bad_words
+        )
+
+    def ending_ids(self, eos_ids: frozenset[int]) -> frozenset[int]:
+        """The token ids that end the request."""
+        return frozenset(self.stop_token_ids) | (frozenset() if self.ignore_eos else eos_ids)
 
     @property
     def greedy(self) -> bool:

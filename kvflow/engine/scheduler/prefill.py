@@ -12,6 +12,7 @@ from kvflow.engine.model.load import LoadedModel
 from kvflow.engine.model.sequence import Prompt, Sequence
 from kvflow.engine.model.step import Row
 from kvflow.engine.model.thread import ModelThread
+from kvflow.engine.scheduler.adjustments import adjustments_of
 from kvflow.engine.scheduler.budget import RECHECK_S
 from kvflow.engine.scheduler.handoff import HandOff
 from kvflow.engine.scheduler.limits import EngineLimits
@@ -30,9 +31,17 @@ class _PrefillRequest:
 
     __slots__ = ("draw", "first", "params", "room", "sent_pages", "sequence")
 
-    def __init__(self, sequence: Sequence, room: PrefillRoomPort, params: SamplingParams, sent_pages: int) -> None:
+    def __init__(
+        self,
+        sequence: Sequence,
+        room: PrefillRoomPort,
+        params: SamplingParams,
+        sent_pages: int,
+        eos_ids: frozenset[int],
+    ) -> None:
         self.sequence, self.room, self.params, self.sent_pages = sequence, room, params, sent_pages
-        self.draw = Draw(params, params.seed_or_random(), sequence.prompt_length)
+        adjustments = adjustments_of(params, sequence, eos_ids)
+        self.draw = Draw(params, params.seed_or_random(), sequence.prompt_length, adjustments)
         self.first: asyncio.Future[TokenOut | None] = asyncio.get_running_loop().create_future()
 
 
@@ -69,6 +78,7 @@ class PrefillEngine(EngineLoop):
     def check(self, prompt: Prompt, params: SamplingParams) -> None:
         """Raises: MisuseError, CapacityError for a prompt that `prefill` would refuse."""
         self.limits.check_prompt(prompt)
+        self.limits.check_sampling(params)
 
     async def prefill(
         self, room: PrefillRoomPort, prompt: Prompt, params: SamplingParams, *, into: PageIndices | None = None
@@ -83,11 +93,11 @@ class PrefillEngine(EngineLoop):
         owner = ("prefill", next(self._numbers))
         try:
             self._refuse_when_closing()
-            self.limits.check_prompt(prompt)
+            self.check(prompt, params)
             prefix = await room.matched()
             self._refuse_when_closing()
             sequence = Sequence(owner, prompt, 0, self._page_size)
-            request = _PrefillRequest(sequence, room, params, prefix // self._page_size)
+            request = _PrefillRequest(sequence, room, params, prefix // self._page_size, self._model.eos_ids)
             self._enqueue(request, into)
             room.on_end(lambda: self._room_ended(request))
             first = await request.first

@@ -7,12 +7,14 @@ same token, and no state of a random generator has to be handed over.
 from __future__ import annotations
 
 import hashlib
+import math
 import struct
 from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
 
+from kvflow.engine.scheduler.adjustments import Adjustments
 from kvflow.engine.scheduler.params import SamplingParams
 
 # top_k and top_p select among this many first; the whole vocabulary is sorted only when these are too few.
@@ -25,6 +27,7 @@ class Draw(NamedTuple):
     params: SamplingParams
     seed: int
     position: int
+    adjustments: Adjustments | None = None
 
 
 class Choice(NamedTuple):
@@ -38,9 +41,16 @@ class Choice(NamedTuple):
 def choose(logits: torch.Tensor, draws: Sequence[Draw]) -> list[Choice]:
     """One token for each row of `logits` [rows, vocabulary]. A batch of greedy rows costs one argmax."""
     tokens: list[int] = logits.argmax(dim=-1).tolist()
+    adjusted = {i: d.adjustments(logits[i], d.position) for i, d in enumerate(draws) if d.adjustments is not None}
+    for i, row in adjusted.items():
+        tokens[i] = int(row.argmax())
     drawn = [i for i, d in enumerate(draws) if not d.params.greedy]
     if drawn:
-        for i, token in zip(drawn, _draw(logits[drawn].float(), [draws[i] for i in drawn]), strict=True):
+        rows = logits[drawn].float()
+        for n, i in enumerate(drawn):
+            if i in adjusted:
+                rows[n] = adjusted[i]
+        for i, token in zip(drawn, _draw(rows, [draws[i] for i in drawn]), strict=True):
             tokens[i] = token
     wanted = [i for i, d in enumerate(draws) if d.params.logprobs is not None]
     choices = [Choice(token) for token in tokens]
@@ -64,8 +74,8 @@ def _draw(logits: torch.Tensor, draws: list[Draw]) -> list[int]:
     tokens = [-1] * len(draws)
     free = [i for i, d in enumerate(draws) if d.params.top_p >= 1 and not 0 < d.params.top_k < vocabulary]
     if free:
-        cumulative = torch.softmax(scaled[free].double(), dim=-1).cumsum(dim=-1)
-        _pick(tokens, free, cumulative, points[free], None)
+        kept = _without_unlikely(scaled[free].double(), [draws[i] for i in free])
+        _pick(tokens, free, torch.softmax(kept, dim=-1).cumsum(dim=-1), points[free], None)
     cut = sorted(set(range(len(draws))) - set(free))
     if cut:
         few = min(CANDIDATES, vocabulary)
@@ -95,12 +105,23 @@ def _draw_cut(
     total = torch.where(limits <= candidates, inside, torch.ones_like(inside))
     enough = ((limits <= candidates) | (inside >= top_p))[:, 0] | (candidates == vocabulary)
     before = chances.cumsum(dim=-1) - chances
-    cumulative = chances.masked_fill(before >= top_p * total, 0.0).cumsum(dim=-1)
+    nucleus = chances.masked_fill(before >= top_p * total, 0.0)
+    likely = _without_unlikely(values.double(), [draws[i] for i in rows]).isfinite()
+    cumulative = (nucleus * likely).cumsum(dim=-1)
     fits = [i for i, ok in enumerate(enough.tolist()) if ok]
     if fits:
         chosen = [rows[i] for i in fits]
         _pick(tokens, chosen, cumulative[fits], points[chosen], ids[fits])
     return [rows[i] for i, ok in enumerate(enough.tolist()) if not ok]
+
+
+def _without_unlikely(scaled: torch.Tensor, draws: list[Draw]) -> torch.Tensor:
+    """`scaled` [rows, tokens] with -inf for tokens below `min_p` of their row's most likely one."""
+    if not any(d.params.min_p for d in draws):
+        return scaled
+    shares = [[math.log(d.params.min_p) if d.params.min_p else -math.inf] for d in draws]
+    floors = scaled.amax(dim=-1, keepdim=True) + torch.tensor(shares, dtype=scaled.dtype)
+    return scaled.masked_fill(scaled < floors, -math.inf)
 
 
 def _pick(

@@ -14,8 +14,13 @@ from kvflow.protocols.errors import MisuseError
 class TextStream:
     """Turns one request's tokens into text. `stopped` is the stop string that was met; feed no more tokens after it."""
 
-    def __init__(self, tokenizer: Any, stop: Sequence[str] = (), *, skip_special_tokens: bool = True) -> None:
-        """`tokenizer`: a tokenizers.Tokenizer, or a fast transformers tokenizer around one. Raises: MisuseError."""
+    def __init__(
+        self, tokenizer: Any, stop: Sequence[str] = (), *, skip_special_tokens: bool = True, min_tokens: int = 0
+    ) -> None:
+        """`tokenizer`: a tokenizers.Tokenizer, or a fast transformers tokenizer around one.
+
+        The text of the first `min_tokens` tokens is not searched for stop strings. Raises: MisuseError.
+        """
         backend = tokenizer if isinstance(tokenizer, Tokenizer) else getattr(tokenizer, "backend_tokenizer", None)
         if not isinstance(backend, Tokenizer):
             text = f"{type(tokenizer).__name__} is not a fast tokenizer, which streaming needs"
@@ -25,6 +30,7 @@ class TextStream:
         self._decoder = DecodeStream(skip_special_tokens=skip_special_tokens)
         self._stop = tuple(stop)
         self._hold = max((len(s) for s in self._stop), default=1) - 1
+        self._unsearched = min_tokens
         self._pending = ""  # decoded, and held back
         self._since: list[int] = []  # tokens since the decoder last returned text
         self.stopped: str | None = None
@@ -33,12 +39,13 @@ class TextStream:
         """The text that is certain after this token, often "". The text ends before a stop string."""
         if self.stopped is not None:
             return ""
+        unsearched, self._unsearched = self._unsearched > 0, self._unsearched - 1
         piece = self._decoder.step(self._tokenizer, token_id)
         if piece is None:
             self._since.append(token_id)
             return ""
         self._since.clear()
-        return self._release(piece)
+        return piece if unsearched else self._release(piece)
 
     def finish(self) -> str:
         """The rest of the text, after the last token: what was held back, and incomplete characters as U+FFFD."""

@@ -25,6 +25,8 @@ from kvflow.transports.control.registry import registry_address
 MAX_COMPLETIONS = 256
 DEFAULT_MAX_NEW_TOKENS = 128
 DEFAULT_COMPLETION_TOKENS = 16
+MAX_ID_DIGITS = 10
+TokenWords = tuple[tuple[int, ...], ...]
 _ROOM_MASK = (1 << 63) - 1
 _ROOM_STEP = 0x9E3779B97F4A7C15  # golden-ratio step: rooms derived from one id do not collide with those of another
 
@@ -45,6 +47,7 @@ class RequestLimits(msgspec.Struct, frozen=True):
         lack of capacity (503)."""
         try:
             self.engine.check_prompt(prompt)
+            self.engine.check_sampling(params)
             self.engine.check_new_tokens(prompt, params, generates=self.generates)
         except MisuseError as error:
             raise RequestError(str(error)) from None
@@ -55,26 +58,34 @@ def params_of_generate(body: GenerateRequest, prompt: list[int], limits: Request
     sampling = body.sampling_params or GenerateSampling()
     seed = sampling.sampling_seed if sampling.sampling_seed is not None else sampling.seed
     logprobs = (body.top_logprobs_num or 0) if body.return_logprob else None
-    fields = _sampling_fields(sampling, seed)
+    fields = {**_sampling_fields(sampling, seed), "min_new_tokens": sampling.min_new_tokens or 0}
     most = sampling.max_new_tokens or min(DEFAULT_MAX_NEW_TOKENS, limits.tokens_left(prompt))
     return SamplingParams(**fields, max_new_tokens=most, logprobs=logprobs)
 
 
-def params_of_chat(body: ChatRequest, prompt: list[int], limits: RequestLimits) -> SamplingParams:
+def params_of_chat(
+    body: ChatRequest, prompt: list[int], bad_words: TokenWords, limits: RequestLimits
+) -> SamplingParams:
     """The sampling of a chat body; without a limit the answer may fill the context."""
     most = body.max_completion_tokens or body.max_tokens or limits.tokens_left(prompt)
     if body.top_logprobs is not None and not body.logprobs:
         raise RequestError("top_logprobs needs logprobs: true")
     logprobs = (body.top_logprobs or 0) if body.logprobs else None
-    return SamplingParams(**_sampling_fields(body, body.seed), max_new_tokens=most, logprobs=logprobs)
+    return SamplingParams(**_openai_fields(body, bad_words), max_new_tokens=most, logprobs=logprobs)
 
 
-def params_of_completion(body: CompletionRequest, prompt: list[int], limits: RequestLimits) -> SamplingParams:
+def params_of_completion(
+    body: CompletionRequest, prompt: list[int], bad_words: TokenWords, limits: RequestLimits
+) -> SamplingParams:
     """The sampling of a completions body."""
     if body.echo and body.logprobs is not None:
         raise RequestError("echo together with logprobs is not supported; leave one of them out")
     most = body.max_tokens or min(DEFAULT_COMPLETION_TOKENS, limits.tokens_left(prompt))
-    return SamplingParams(**_sampling_fields(body, body.seed), max_new_tokens=most, logprobs=body.logprobs)
+    return SamplingParams(**_openai_fields(body, bad_words), max_new_tokens=most, logprobs=body.logprobs)
+
+
+def _openai_fields(body: ChatRequest | CompletionRequest, bad_words: TokenWords) -> dict[str, Any]:
+    return {**_sampling_fields(body, body.seed), "min_new_tokens": body.min_tokens or 0, "bad_words": bad_words}
 
 
 def _sampling_fields(source: Any, seed: int | None) -> dict[str, Any]:
@@ -86,7 +97,20 @@ def _sampling_fields(source: Any, seed: int | None) -> dict[str, Any]:
         "stop": stops_of(source.stop),
         "stop_token_ids": tuple(source.stop_token_ids or ()),
         "ignore_eos": bool(source.ignore_eos),
+        "min_p": source.min_p or 0.0,
+        "frequency_penalty": source.frequency_penalty or 0.0,
+        "presence_penalty": source.presence_penalty or 0.0,
+        "repetition_penalty": 1.0 if source.repetition_penalty is None else source.repetition_penalty,
+        "logit_bias": _biases(source.logit_bias or {}),
     }
+
+
+def _biases(given: dict[str, float]) -> tuple[tuple[int, float], ...]:
+    """Raises: RequestError for a key that is not a token id."""
+    for key in given:
+        if not (key.isascii() and key.isdigit() and len(key) <= MAX_ID_DIGITS):
+            raise RequestError(f"logit_bias: key {key[:40]!r} is not a token id", param="logit_bias")
+    return tuple((int(key), value) for key, value in given.items())
 
 
 def generation_requests(

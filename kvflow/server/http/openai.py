@@ -91,7 +91,8 @@ class ChatCall(_OpenAICall):
         """One per choice; the conversation is rendered by the chat template."""
         body = self.body
         prompt = await pipeline.tokenizer.encode_chat(body.messages)
-        params = params_of_chat(body, prompt, pipeline.request_limits)
+        bad_words = await pipeline.tokenizer.encode_words(body.bad_words or ())
+        params = params_of_chat(body, prompt, bad_words, pipeline.request_limits)
         self._requests = generation_requests(body, [prompt], [params], body.n or 1, pipeline.request_limits)
         return self._requests
 
@@ -181,7 +182,8 @@ class TextCompletionCall(_OpenAICall):
             prompts = prompt_ids(given)
             texts = ["".join(map(self._token_text, prompt)) for prompt in prompts] if body.echo else []
         choices = body.n or 1
-        params = [params_of_completion(body, prompt, pipeline.request_limits) for prompt in prompts]
+        bad_words = await pipeline.tokenizer.encode_words(body.bad_words or ())
+        params = [params_of_completion(body, prompt, bad_words, pipeline.request_limits) for prompt in prompts]
         self._echoes = [text for text in texts for _ in range(choices)] if body.echo else []
         self._requests = generation_requests(body, prompts, params, choices, pipeline.request_limits)
         return self._requests

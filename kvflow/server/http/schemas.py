@@ -54,6 +54,12 @@ class GenerateSampling(msgspec.Struct, frozen=True, kw_only=True):
     sampling_seed: Seed | None = None
     seed: Seed | None = None
     n: Choices | None = None
+    min_new_tokens: int | None = None
+    min_p: float | None = None
+    frequency_penalty: float | None = None
+    presence_penalty: float | None = None
+    repetition_penalty: float | None = None
+    logit_bias: dict[str, float] | None = None
 
 
 class GenerateRequest(Rendezvous, frozen=True, kw_only=True):
@@ -83,6 +89,13 @@ class _OpenAIRequest(Rendezvous, frozen=True, kw_only=True):
     seed: Seed | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
+    min_tokens: int | None = None
+    min_p: float | None = None
+    frequency_penalty: float | None = None
+    presence_penalty: float | None = None
+    repetition_penalty: float | None = None
+    logit_bias: dict[str, float] | None = None
+    bad_words: list[str] | None = None
 
 
 class ChatRequest(_OpenAIRequest, frozen=True, kw_only=True):

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 from kvflow.server.http.errors import RequestError
+
+MAX_BAD_WORDS = 1024
+T = TypeVar("T")
 
 
 class Detokenizer(Protocol):
@@ -48,6 +51,33 @@ class ThreadedTokenizer:
         self._check_length(len(text))
         return await self._run(lambda: list(tokenizer.encode(text)))
 
+    async def encode_words(self, words: Sequence[str]) -> tuple[tuple[int, ...], ...]:
+        """Token ids of each word as it starts a text, and as it follows a space where that is as many other tokens.
+
+        As vLLM does. Raises: RequestError.
+        """
+        if not words:
+            return ()
+        tokenizer = self._require()
+        if len(words) > MAX_BAD_WORDS:
+            raise RequestError(f"bad_words: {len(words)} entries, limit {MAX_BAD_WORDS}", param="bad_words")
+        self._check_length(sum(map(len, words)))
+
+        def encode() -> tuple[tuple[int, ...], ...]:
+            found: list[tuple[int, ...]] = []
+            for word in words:
+                plain, inside = (
+                    tuple(tokenizer.encode(prefix + word.lstrip(), add_special_tokens=False)) for prefix in ("", " ")
+                )
+                if not plain:
+                    raise RequestError(f"bad_words: {word!r} has no tokens; leave it out", param="bad_words")
+                found.append(plain)
+                if inside[0] != plain[0] and len(inside) == len(plain):
+                    found.append(inside)
+            return tuple(found)
+
+        return await self._run(encode)
+
     async def encode_chat(self, messages: Sequence[dict[str, Any]]) -> list[int]:
         """Token ids of a conversation, rendered by the model's chat template.
 
@@ -75,7 +105,7 @@ class ThreadedTokenizer:
             text = f"the text has {characters} characters; at most {self._max_characters} fit the model's context"
             raise RequestError(text)
 
-    def detokenizer(self, stops: tuple[str, ...]) -> Detokenizer:
+    def detokenizer(self, stops: tuple[str, ...], min_tokens: int = 0) -> Detokenizer:
         """A new one, for one completion. Raises: RequestError for stop strings without a tokenizer."""
         if self._tokenizer is None:
             if stops:
@@ -83,7 +113,7 @@ class ThreadedTokenizer:
             return NullDetokenizer()
         from kvflow.engine.scheduler.text import TextStream
 
-        return TextStream(self._tokenizer, stops)
+        return TextStream(self._tokenizer, stops, min_tokens=min_tokens)
 
     def token_text(self, token_id: int) -> str:
         """One token alone, for logprobs; remembered, since they name twenty for every token."""
@@ -102,7 +132,7 @@ class ThreadedTokenizer:
             raise RequestError("this model has no tokenizer; send input_ids")
         return self._tokenizer
 
-    async def _run(self, work: Any) -> list[int]:
+    async def _run(self, work: Callable[[], T]) -> T:
         return await asyncio.get_running_loop().run_in_executor(self._thread, work)
 
 
