@@ -181,7 +181,7 @@ def declare_dead(
         str,
         typer.Argument(help="The prefill's incarnation, as GET /peers of the decode shows it.", metavar="INCARNATION"),
     ],
-    url: Annotated[str, typer.Option("--url", help="URL of the decode.", metavar="URL")],
+    url: Annotated[str, typer.Option("--url", help="URL of the decode.", metavar="URL", envvar="KVFLOW_URL")],
     api_key: Annotated[str, typer.Option("--api-key", help="API key of the decode.", envvar="KVFLOW_API_KEY")] = "",
     why: Annotated[str, typer.Option("--why", help="Reason, for the decode's log.")] = "no reason given",
 ) -> None:

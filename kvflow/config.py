@@ -6,9 +6,10 @@ the fields; a value outside its limit is refused with one line that names the se
 
 from __future__ import annotations
 
+import difflib
 import os
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 
@@ -21,6 +22,9 @@ from kvflow.protocols.limits import Timing
 Role = Literal["prefill", "decode", "router", "up"]
 DEFAULT_PORTS: dict[str, int] = {"prefill": 30000, "decode": 30001, "router": 8000, "up": 8000}
 ENV_PREFIX = "KVFLOW_"
+# Variables that are no settings of a role: the config file, what `up` tells its children, what the client of
+# examples/chat.py and `declare-dead` call, the seed of the tests.
+_OTHER_VARIABLES = ("CONFIG", "READY_FD", "PARENT_PID", "URL", "SEED")
 
 
 class ConfigError(MisuseError):
@@ -248,6 +252,8 @@ def resolve(
     Raises: ConfigError, one line, naming the setting and its source.
     """
     env = os.environ if env is None else env
+    if unknown := unknown_variables(env):
+        raise ConfigError(f"environment {unknown[0]}")
     given = {name: value for name, value in flags.items() if value is not None}
     values: dict[str, Any] = {}
     allowed = FIELDS_OF_ROLE[role]
@@ -265,6 +271,19 @@ def resolve(
     return settings
 
 
+def unknown_variables(env: Mapping[str, str]) -> list[str]:
+    """The KVFLOW_* variables that nothing reads, each with the closest name that is read."""
+    known = {env_of(name): name.upper() for name in (*_FIELDS, *_CANONICAL, *_OTHER_VARIABLES)}
+    unknown = [key.removeprefix(ENV_PREFIX) for key in sorted(env) if key.startswith(ENV_PREFIX) and key not in known]
+    return [f"{ENV_PREFIX}{key}: unknown variable{_closest(key, known.values(), ENV_PREFIX)}" for key in unknown]
+
+
+def _closest(name: str, known: Iterable[str], prefix: str = "") -> str:
+    """A hint for a misspelt name; empty when no known one is close."""
+    found = difflib.get_close_matches(name, sorted(known), 1)
+    return f"; did you mean {prefix}{found[0]}?" if found else ""
+
+
 def _from_file(role: str, path: str | None) -> dict[str, tuple[Any, str]]:
     if not path:
         return {}
@@ -278,16 +297,29 @@ def _from_file(role: str, path: str | None) -> dict[str, tuple[Any, str]]:
     # prefill and decode name tables as well as settings of the router: a table is a dict, the setting a list.
     tables = {key: value for key, value in document.items() if key in DEFAULT_PORTS and isinstance(value, dict)}
     common = {key: value for key, value in document.items() if key not in tables}
-    for where, table in (("", common), (f"[{role}] ", tables.get(role, {}))):
+    own = tables.pop(role, {})
+    for table_role, table in (*tables.items(), ("", common), (role, own)):  # other roles' tables: names only
+        where = f"config file {path}: {f'[{table_role}] ' if table_role else ''}"
         for key, value in table.items():
-            name = _CANONICAL.get(key.replace("-", "_"), key.replace("-", "_"))
-            if name not in _FIELDS:
-                raise ConfigError(f"config file {path}: {where}unknown setting {key!r}")
-            if where and name not in FIELDS_OF_ROLE[role]:
-                raise ConfigError(f"config file {path}: {where}{key!r} is not a setting of {role}")
-            if name in FIELDS_OF_ROLE[role]:
-                found[name] = (value, f"config file {path}: {where}{key}")
+            name = _name_in_file(key, table_role, where)
+            if table_role in ("", role) and name in FIELDS_OF_ROLE[role]:
+                found[name] = (value, f"{where}{key}")
     return found
+
+
+def _name_in_file(key: str, table_role: str, where: str) -> str:
+    """The setting that `key` means in the table of a role, or at the top level. Raises: ConfigError."""
+    spelt = key.replace("-", "_")
+    name = _CANONICAL.get(spelt, spelt)
+    allowed = FIELDS_OF_ROLE[table_role] if table_role else tuple(_FIELDS)
+    if name not in _FIELDS:
+        known = [*allowed, *(alias for alias, of in _CANONICAL.items() if of in allowed)]
+        tables = () if table_role else DEFAULT_PORTS
+        raise ConfigError(f"{where}unknown setting {key!r}{_closest(spelt, (*known, *tables))}")
+    if name not in allowed:
+        roles = ", ".join(role for role, names in FIELDS_OF_ROLE.items() if name in names)
+        raise ConfigError(f"{where}{key!r} is not a setting of {table_role}, but of {roles}")
+    return name
 
 
 def _convert(name: str, value: Any, source: str) -> Any:

@@ -8,6 +8,7 @@ import pytest
 
 from kvflow import config
 from kvflow.config import ConfigError, Settings, resolve
+from kvflow.launch.process import PARENT_PID, READY_FD
 
 MODEL = {"model_path": "m"}
 
@@ -98,8 +99,16 @@ def test_no_model_is_an_error() -> None:
 @pytest.mark.parametrize(
     ("text", "part"),
     [
-        ("pagesize = 1\n", "pagesize"),
-        ("[decode]\nprefill_workers = 1\n", "is not a setting of decode"),
+        ("pagesize = 1\n", "unknown setting 'pagesize'; did you mean page_size?"),
+        ("page-sise = 1\n", "unknown setting 'page-sise'; did you mean page_size?"),
+        ("qqqq = 1\n", "unknown setting 'qqqq'"),
+        ("[decod]\npage_size = 1\n", "unknown setting 'decod'; did you mean decode?"),
+        ("[decode]\nmodle = 1\n", "[decode] unknown setting 'modle'; did you mean model?"),
+        ("[prefill]\npagesize = 1\n", "[prefill] unknown setting 'pagesize'; did you mean page_size?"),
+        ("[decode]\nprefill_workers = 1\n", "'prefill_workers' is not a setting of decode, but of up"),
+        ("[router]\npage_size = 1\n", "'page_size' is not a setting of router, but of prefill, decode, up"),
+        ("[decode]\npage_size = 0\n", "[decode] page_size: 0: expected int >= 1"),
+        ("page_size = 1.5\n", "page_size: 1.5: expected int"),
         ("page_size = \n", "line 1"),
         ('page_size = "16x"\n', "page_size"),
     ],
@@ -149,3 +158,31 @@ def test_the_rendezvous_may_take_minutes_at_prefill() -> None:
     with pytest.raises(ConfigError, match=r"--rendezvous-s: '0': expected float > 0"):
         resolve("prefill", {**MODEL, "rendezvous_s": "0"}, env={})
     assert "rendezvous_s" not in config.FIELDS_OF_ROLE["decode"]
+
+
+@pytest.mark.parametrize(
+    ("variable", "closest"),
+    [
+        ("KVFLOW_PAGESIZE", "; did you mean KVFLOW_PAGE_SIZE?"),
+        ("KVFLOW_CONFG", "; did you mean KVFLOW_CONFIG?"),
+        ("KVFLOW_TRANSFER_BACKENDS", "; did you mean KVFLOW_TRANSFER_BACKEND?"),
+        ("KVFLOW_", ""),
+        ("KVFLOW_QQQQQQQQQQQQQQQQQQQQ", ""),
+    ],
+)
+@pytest.mark.parametrize("role", ["prefill", "router"])
+def test_a_variable_that_nothing_reads_is_refused(role: config.Role, variable: str, closest: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        resolve(role, MODEL, env={variable: "secret"})
+    assert str(caught.value) == f"environment {variable}: unknown variable{closest}"
+
+
+def test_a_variable_of_another_role_or_purpose_is_left_alone() -> None:
+    environment = {READY_FD: "3", PARENT_PID: "1", "KVFLOW_POLL_S": "2", "KVFLOW_URL": "http://x", "kvflow_page": "1"}
+    assert resolve("decode", MODEL, env=environment).poll_s == Settings().poll_s
+
+
+@pytest.mark.parametrize("value", ["nan", "inf", "-inf", "1e999"])
+def test_a_number_that_is_none_is_no_time(value: str) -> None:
+    with pytest.raises(ConfigError, match="--request-timeout-s"):
+        resolve("decode", {**MODEL, "request_timeout_s": value}, env={})

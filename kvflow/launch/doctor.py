@@ -16,6 +16,7 @@ from rich.console import Console
 from rich.markup import escape
 
 import kvflow
+from kvflow.config import unknown_variables
 from kvflow.extras import CORE, EXTRAS
 
 MOONCAKE_WHEELS = (
@@ -53,6 +54,7 @@ def findings() -> list[Finding]:
         _shared_memory(),
         _pidfd(),
         _open_files(),
+        _variables(),
     ]
 
 
@@ -154,6 +156,11 @@ def _open_files() -> Finding:
     return Finding(
         "open files", soft >= MIN_OPEN_FILES, f"soft {soft}, hard {hard}", False, f"ulimit -n {min(hard, 65536)}"
     )
+
+
+def _variables() -> Finding:
+    unknown = unknown_variables(os.environ)
+    return Finding("environment", not unknown, "; ".join(unknown) or "every KVFLOW_* is known", True, "unset it")
 
 
 def run_doctor(*, as_json: bool) -> int:

@@ -76,3 +76,10 @@ def test_a_library_that_is_missing_is_named_with_its_package(monkeypatch: pytest
     monkeypatch.setattr(subprocess, "run", lambda *_, **__: failed)
     reason = doctor.mooncake_unavailable_reason()
     assert reason == "mooncake cannot be loaded (ImportError: libnuma.so.1: cannot open): apt-get install -y libnuma1"
+
+
+def test_a_misspelt_variable_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KVFLOW_PAGESIZE", "16")
+    found = finding("environment")
+    assert not found.ok and found.needed
+    assert found.detail == "KVFLOW_PAGESIZE: unknown variable; did you mean KVFLOW_PAGE_SIZE?"
