@@ -18,6 +18,7 @@ from kvflow.protocols.wire.codec import routing_id
 from kvflow.protocols.wire.messages import MAX_FRAME_BYTES, Incarnation
 from kvflow.testing.pair import QUICK, small_layout, until
 from kvflow.transports.control.packing import MAX_PARTS, PACKED_BYTES, PACKED_FRAMES
+from kvflow.transports.control.tcp_connections import TcpConnections
 from kvflow.transports.control.zmq import BURST_FRAMES, ZmqSocket, bind_router, connect_dealer
 from kvflow.transports.data.fake import FakeNetwork, FakePlane
 from tests.ipv6 import needs_ipv6
@@ -202,7 +203,7 @@ async def test_a_full_queue_refuses_each_frame(at_once: bool) -> None:
     bare: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.DEALER)
     bare.setsockopt(zmq.SNDHWM, 2)
     bare.connect("tcp://127.0.0.1:9")  # the discard port, which nothing listens on
-    dealer = ZmqSocket(bare, router=False)
+    dealer = ZmqSocket(bare, TcpConnections(bare), 9, router=False)
     sent = []
     for _ in range(3):
         sent.append([dealer.send(b"a"), dealer.send(b"b", at_once=at_once)])

@@ -16,6 +16,7 @@ from kvflow.protocols.wire.messages import MAX_FRAME_BYTES
 MAX_PARTS = 1024  # of a received message, whose size is bounded like one frame's; above either it is malformed
 PACKED_FRAMES, PACKED_BYTES = 64, 256 << 10  # at either limit a message is closed before its turn ends
 _NOBLOCK, _SNDMORE = int(zmq.NOBLOCK), int(zmq.SNDMORE)  # as enums they are slow to combine
+_SRCFD = int(zmq.SRCFD)  # the descriptor of the connection that a part came from
 
 
 class Outgoing:
@@ -78,6 +79,8 @@ class Incoming:
         self._socket, self._router = socket, router
         self._frames: deque[tuple[bytes, bytes]] = deque()  # (peer, frame)
         self.skipping = False  # the rest of a message that is too long must be read first: call `take` again
+        self.messages = 0  # whole ones, read so far
+        self.delivered: set[int] = set()  # descriptors that they came from; emptied by `TcpConnections`
 
     def take(self, count: int) -> list[tuple[bytes, bytes]]:
         """At most `count` frames of one message; none when none has arrived, or while `skipping`.
@@ -98,15 +101,23 @@ class Incoming:
         """A message above the limits becomes one empty frame, which cannot be decoded. Raises: zmq.Again."""
         receive = self._socket.recv
         peer = receive(_NOBLOCK) if self._router else b""
-        frames, size_bytes, more = [], 0, True
-        while more:
+        frames, size_bytes = [], 0
+        while True:
             part = receive(_NOBLOCK, copy=False)  # `part.more` is faster than the socket option RCVMORE
             frames.append((peer, part.bytes))
             size_bytes, more = size_bytes + len(part), part.more
             if size_bytes > MAX_FRAME_BYTES or (more and len(frames) == MAX_PARTS):
                 frames, self.skipping = [(peer, b"")], more
                 break
+            if not more:
+                break
         self._frames += frames
+        self.messages += 1
+        self.delivered.add(_descriptor(part))
+
+    def add_malformed(self) -> None:
+        """An empty frame, which cannot be decoded, for what could not be read."""
+        self._frames.append((b"", b""))
 
     def _skip(self) -> None:
         """Discard up to `MAX_PARTS` parts of a message that is too long; ZMQ holds all of it in memory already."""
@@ -114,3 +125,11 @@ class Incoming:
             if not self._socket.recv(_NOBLOCK, copy=False).more:
                 self.skipping = False
                 return
+
+
+def _descriptor(part: zmq.Frame) -> int:
+    """Of the connection it came from. Of a peer of ZMTP 1 or 2, which is none of ours, that is not known: -1."""
+    try:
+        return int(part.get(_SRCFD))
+    except zmq.ZMQError:
+        return -1

@@ -13,13 +13,13 @@ from typing import NamedTuple
 
 import zmq
 from zmq.auth.asyncio import AsyncioAuthenticator
-from zmq.utils.monitor import parse_monitor_message
 
 from kvflow.protocols.errors import MisuseError
 from kvflow.protocols.wire.codec import routing_id
 from kvflow.protocols.wire.messages import MAX_FRAME_BYTES, Incarnation
 from kvflow.transports.control.curve import ControlKey
 from kvflow.transports.control.packing import Incoming, Outgoing
+from kvflow.transports.control.tcp_connections import TcpConnections
 from kvflow.transports.host.address import bracketed
 
 BURST_FRAMES = 16  # about a millisecond of work for the handlers
@@ -34,19 +34,30 @@ class ZmqSocket:
     """Implements `protocols.ports.ControlSocket` over one ROUTER or DEALER."""
 
     def __init__(
-        self, socket: zmq.Socket[bytes], *, router: bool, watch: _Handshakes | _Authentication | None = None
+        self,
+        socket: zmq.Socket[bytes],
+        connections: TcpConnections,
+        port: int,
+        *,
+        router: bool,
+        handshakes: _Handshakes | None = None,
+        authentication: _Authentication | None = None,
     ) -> None:
-        self._socket, self._watch = socket, watch
+        """`connections` are those of `socket` to `port`."""
+        self._socket, self.connections = socket, connections
+        self._handshakes, self._authentication = handshakes, authentication
         self._outgoing, self._incoming = Outgoing(socket, router=router), Incoming(socket, router=router)
         self._loop = asyncio.get_running_loop()
         self._waiting: asyncio.Future[None] | None = None
         self._burst = 0  # frames received since the loop last ran
         self._turn_ends = False  # `_end_turn` is scheduled
         self._loop.add_reader(socket.fileno(), self._wake)
+        connections.watch(port, self._incoming, self._tell_cut)
 
     @property
     def lockout_reason(self) -> str:
-        return "" if self._watch is None else self._watch.lockout_reason
+        self.connections.read_events()
+        return "" if self._handshakes is None else self._handshakes.lockout_reason
 
     def send(self, frame: bytes, peer: bytes = b"", at_once: bool = False) -> bool:
         """Queue a frame, sent as this turn of the loop ends; False when there is no such peer or its queue is full."""
@@ -77,8 +88,9 @@ class ZmqSocket:
         if not self._socket.closed:
             self._outgoing.close()
             self._loop.remove_reader(self._socket.fileno())
-            if self._watch is not None:
-                self._watch.close()
+            self.connections.close()
+            if self._authentication is not None:
+                self._authentication.close()
             self._socket.close(linger=200)
 
     def _wake(self) -> None:
@@ -86,6 +98,11 @@ class ZmqSocket:
             self._socket.get(zmq.EVENTS)  # or the descriptor stays readable, and the loop turns round and round
         elif not self._waiting.done():
             self._waiting.set_result(None)
+
+    def _tell_cut(self) -> None:
+        """A connection was cut: what it had sent is counted as a malformed message."""
+        self._incoming.add_malformed()
+        self._wake()
 
     def _end_turn(self) -> None:
         self._turn_ends = False
@@ -99,7 +116,6 @@ class _Authentication(NamedTuple):
     """The authenticator that demands the key from every client of a ROUTER."""
 
     authenticator: AsyncioAuthenticator
-    lockout_reason: str = ""
 
     def close(self) -> None:
         context = self.authenticator.context  # the authenticator's own; `term` blocks for the socket's linger
@@ -108,27 +124,21 @@ class _Authentication(NamedTuple):
 
 
 class _Handshakes:
-    """The handshakes of a DEALER's connections, read on demand: ZMQ's event queue is bounded, so poll it regularly."""
+    """How the handshakes of a DEALER's connections went."""
 
-    def __init__(self, socket: zmq.Socket[bytes], key: ControlKey | None) -> None:
-        self._socket = socket
-        self._monitor = socket.get_monitor_socket(_HANDSHAKES)
+    def __init__(self, key: ControlKey | None) -> None:
         self._why = "it has another control key, or none" if key else "it requires a control key (--control-key-file)"
         self._failed = 0
 
+    def note(self, event: int) -> None:
+        if event & zmq.EVENT_HANDSHAKE_SUCCEEDED:
+            self._failed = 0
+        else:
+            self._failed += FAILED_HANDSHAKES if event & _REFUSED else 1
+
     @property
     def lockout_reason(self) -> str:
-        while not self._socket.closed and int(self._monitor.get(zmq.EVENTS)) & zmq.POLLIN:
-            event = parse_monitor_message(self._monitor.recv_multipart())["event"]
-            if event & zmq.EVENT_HANDSHAKE_SUCCEEDED:
-                self._failed = 0
-            else:
-                self._failed += FAILED_HANDSHAKES if event & _REFUSED else 1
         return f"{self._why}, or is not a kvflow prefill" if self._failed >= FAILED_HANDSHAKES else ""
-
-    def close(self) -> None:
-        self._socket.disable_monitor()
-        self._monitor.close(linger=0)
 
 
 def bind_router(host: str, port: int, key: ControlKey | None = None) -> tuple[ZmqSocket, int]:
@@ -140,16 +150,18 @@ def bind_router(host: str, port: int, key: ControlKey | None = None) -> tuple[Zm
     authentication = _Authentication(key.arm_server(socket)) if key else None
     socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
     socket.setsockopt(zmq.ROUTER_HANDOVER, 1)  # a decode that reconnects takes over its own routing id
+    connections = TcpConnections(socket)
     named = bracketed(host)
     try:
         socket.bind(f"tcp://{named}:{port or '*'}")
     except zmq.ZMQError as error:
+        connections.close()
         if authentication is not None:
             authentication.close()
         socket.close(linger=0)
         raise MisuseError(f"control port {named}:{port}: {zmq.strerror(error.errno or 0)}") from None
     bound = int(str(socket.getsockopt_string(zmq.LAST_ENDPOINT)).rsplit(":", 1)[1])
-    return ZmqSocket(socket, router=True, watch=authentication), bound
+    return ZmqSocket(socket, connections, bound, router=True, authentication=authentication), bound
 
 
 def connect_dealer(control: str, incarnation: int, key: ControlKey | None = None) -> ZmqSocket:
@@ -157,17 +169,19 @@ def connect_dealer(control: str, incarnation: int, key: ControlKey | None = None
     socket = _socket(zmq.DEALER, zmq.Context.instance(), ipv6="[" in control)
     if key:
         key.arm_client(socket)
-    handshakes = _Handshakes(socket, key)
+    handshakes = _Handshakes(key)
+    connections = TcpConnections(socket, events=_HANDSHAKES, on_event=handshakes.note)
     socket.setsockopt(zmq.ROUTING_ID, routing_id(Incarnation(incarnation)))
     socket.setsockopt(zmq.RECONNECT_IVL, RECONNECT_MS)
     socket.setsockopt(zmq.RECONNECT_IVL_MAX, 10 * RECONNECT_MS)
     try:
         socket.connect(control)
     except zmq.ZMQError as error:
-        handshakes.close()
+        connections.close()
         socket.close(linger=0)
         raise MisuseError(f"control endpoint {control!r}: {zmq.strerror(error.errno or 0)}") from None
-    return ZmqSocket(socket, router=False, watch=handshakes)
+    port = int(control.rpartition(":")[2])  # ZMQ takes no other addresses
+    return ZmqSocket(socket, connections, port, router=False, handshakes=handshakes)
 
 
 def _socket(kind: int, context: zmq.Context[zmq.Socket[bytes]], *, ipv6: bool) -> zmq.Socket[bytes]:

@@ -1,0 +1,166 @@
+"""The TCP connections below one ROUTER or DEALER, and what each has sent of a message that it does not finish.
+
+ZMQ bounds a frame and the number of whole messages that wait, but not the frames of one message, which it keeps until
+the last has come: a stranger who never sends it takes all memory. None of it can be read before. So the kernel is asked
+how many bytes each connection has received since it last delivered a whole message, and one above the limits is cut:
+ZMQ then frees what it kept. A decode that is cut reconnects, and Resync repairs what was lost.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+import os
+import socket
+import struct
+from collections.abc import Callable
+
+import zmq
+from zmq.utils.monitor import parse_monitor_message
+
+from kvflow.protocols.wire.messages import MAX_FRAME_BYTES
+from kvflow.transports.control.packing import Incoming
+
+log = logging.getLogger(__name__)
+
+LOOK_S = 0.1  # on loopback some 200 MB can arrive in between
+UNFINISHED_BYTES = MAX_FRAME_BYTES + (1 << 20)  # of one connection; the most that ours have under way, and some
+ALL_UNFINISHED_BYTES = 64 << 20  # of all; ZMQ's own memory is up to 32 times that, for frames without a byte
+UNFINISHED_S, LATE_BYTES = 5.0, 64 << 10  # with more than this a message may not take longer
+MAX_CONNECTIONS = 2_048
+_OPENED = zmq.EVENT_ACCEPTED | zmq.EVENT_CONNECTED
+_EVENTS = _OPENED | zmq.EVENT_DISCONNECTED | zmq.EVENT_CLOSED
+_TCP_INFO = struct.Struct("128xQ")  # its field bytes_received (linux/tcp.h, since Linux 4.1)
+_names = itertools.count()
+
+
+class TcpConnection:
+    """`received` and `since_s` are of when it last delivered a message, or was opened."""
+
+    __slots__ = ("has_delivered", "received", "since_s", "unfinished_bytes")
+
+    def __init__(self, now: float) -> None:
+        self.received, self.since_s = 0, now
+        self.unfinished_bytes = 0
+        self.has_delivered = False
+
+
+class TcpConnections:
+    """Reads the socket's monitor, and looks at the connections every `LOOK_S` until `close`."""
+
+    def __init__(
+        self, monitored: zmq.Socket[bytes], *, events: int = 0, on_event: Callable[[int], None] = lambda _: None
+    ) -> None:
+        """Before the socket is bound or connected. `on_event` is called with those of `events` that happen."""
+        self._socket, self._on_event = monitored, on_event
+        self._port = 0
+        self.open: dict[int, TcpConnection] = {}  # by descriptor, oldest first
+        self.cut = 0  # how many were
+        address = f"inproc://kvflow-monitor-{next(_names)}"
+        monitored.monitor(address, _EVENTS | events)
+        self._monitor: zmq.Socket[bytes] = monitored.context.socket(zmq.PAIR)
+        self._monitor.setsockopt(zmq.RCVHWM, 0)  # an event that is lost is a connection that is never looked at
+        self._monitor.connect(address)
+        self._loop = asyncio.get_running_loop()
+        self._timer: asyncio.TimerHandle | None = None
+
+    def watch(self, port: int, incoming: Incoming, tell_cut: Callable[[], None]) -> None:
+        """Begin to look at connections to `port`, the one that was bound or connected to."""
+        self._port, self._incoming, self._tell_cut = port, incoming, tell_cut
+        self._messages = 0
+        self._timer = self._loop.call_later(LOOK_S, self._look)
+
+    def close(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+        self._socket.disable_monitor()
+        self._monitor.close(linger=0)
+
+    def read_events(self) -> None:
+        """What has happened to connections since the last call."""
+        while not self._socket.closed and int(self._monitor.get(zmq.EVENTS)) & zmq.POLLIN:
+            found = parse_monitor_message(self._monitor.recv_multipart())
+            event, descriptor = int(found["event"]), int(found["value"])
+            if event & _OPENED:
+                self.open.pop(descriptor, None)  # its predecessor's end was not told: the new one is the youngest
+                self.open[descriptor] = TcpConnection(self._loop.time())
+            elif event & _EVENTS:
+                self.open.pop(descriptor, None)
+            else:
+                self._on_event(event)
+
+    def _look(self) -> None:
+        self._timer = self._loop.call_later(LOOK_S, self._look)
+        self.read_events()
+        if not self.open:
+            return
+        incoming = self._incoming
+        # Whole messages are handed over in turn, one per connection: where none waits, or everybody has had a turn,
+        # what a connection has not delivered is unfinished.
+        waits = int(self._socket.get(zmq.EVENTS)) & zmq.POLLIN
+        all_read = not waits or incoming.messages - self._messages >= len(self.open)
+        self._messages = incoming.messages
+        for descriptor, connection in list(self.open.items()):
+            received = self._received(descriptor)
+            if received is None:
+                del self.open[descriptor]  # closed, and ZMQ has not told
+            elif descriptor in incoming.delivered or received < connection.received:
+                connection.received, connection.since_s = received, self._loop.time()
+                connection.unfinished_bytes, connection.has_delivered = 0, True
+            else:
+                connection.unfinished_bytes = received - connection.received
+        incoming.delivered.clear()
+        if all_read:
+            self._enforce()
+
+    def _enforce(self) -> None:
+        """Cut what is too large or too late, then the largest until all together are within the limit, then the oldest
+        that never delivered anything where there are too many."""
+        now, left = self._loop.time(), dict(self.open)
+        for descriptor, connection in self.open.items():
+            late = connection.unfinished_bytes > LATE_BYTES and now - connection.since_s > UNFINISHED_S
+            if late or connection.unfinished_bytes > UNFINISHED_BYTES:
+                self._cut(left, descriptor, "a message that does not end")
+        total = sum(connection.unfinished_bytes for connection in left.values())
+        for descriptor in sorted(left, key=lambda d: -left[d].unfinished_bytes) if total > ALL_UNFINISHED_BYTES else ():
+            if total <= ALL_UNFINISHED_BYTES:
+                break
+            total -= left[descriptor].unfinished_bytes
+            self._cut(left, descriptor, f"more than {ALL_UNFINISHED_BYTES} bytes of unfinished messages in all")
+        silent = [descriptor for descriptor, connection in left.items() if not connection.has_delivered]
+        for descriptor in silent[: max(0, len(left) - MAX_CONNECTIONS)]:
+            self._cut(left, descriptor, f"more than {MAX_CONNECTIONS} connections")
+        self.open = left
+
+    def _cut(self, left: dict[int, TcpConnection], descriptor: int, why: str) -> None:
+        connection = left.pop(descriptor)
+        try:
+            with self._tcp(descriptor) as tcp:
+                peer, port = tcp.getpeername()[:2]
+                if self._is_ours(tcp):
+                    tcp.shutdown(socket.SHUT_RDWR)
+        except OSError:
+            return  # closed meanwhile
+        self.cut += 1
+        log.warning("connection from %s:%d is cut, with %d bytes: %s", peer, port, connection.unfinished_bytes, why)
+        self._tell_cut()
+
+    def _received(self, descriptor: int) -> int | None:
+        """Bytes so far; None when the descriptor is no longer a connection of ours."""
+        try:
+            with self._tcp(descriptor) as tcp:
+                if not self._is_ours(tcp):
+                    return None
+                info = tcp.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _TCP_INFO.size)
+        except OSError:
+            return None
+        return int(_TCP_INFO.unpack(info)[0])
+
+    def _tcp(self, descriptor: int) -> socket.socket:
+        """A descriptor of our own, since ZMQ may close its at any time. Raises: OSError."""
+        return socket.socket(socket.AF_INET, socket.SOCK_STREAM, socket.IPPROTO_TCP, fileno=os.dup(descriptor))
+
+    def _is_ours(self, tcp: socket.socket) -> bool:
+        """The number may be another's by now. Raises: OSError."""
+        return any(isinstance(end, tuple) and end[1] == self._port for end in (tcp.getsockname(), tcp.getpeername()))

@@ -1,0 +1,241 @@
+"""Messages that never end, at either end of the control link: their sender is cut, everybody else goes on."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import struct
+import threading
+import time
+
+import psutil
+import pytest
+import zmq
+
+from kvflow.transports.control import tcp_connections
+from kvflow.transports.control.curve import ControlKey
+from kvflow.transports.control.packing import PACKED_BYTES
+from kvflow.transports.control.zmq import ZmqSocket, bind_router, connect_dealer
+
+pytest_plugins = ["kvflow.testing.fixtures"]
+pytestmark = pytest.mark.usefixtures("kvflow_clean_loop")
+
+MIB = 1 << 20
+GREETING = b"\xff" + bytes(8) + b"\x7f\3\0NULL" + bytes(48)
+CURVE_GREETING = b"\xff" + bytes(8) + b"\x7f\3\0CURVE" + bytes(47)
+
+
+def ready(kind: bytes, name: bytes) -> bytes:
+    body = b"\x05READY\x0bSocket-Type" + struct.pack(">I", len(kind)) + kind
+    if name:
+        body += b"\x08Identity" + struct.pack(">I", len(name)) + name
+    return b"\4" + bytes([len(body)]) + body
+
+
+def part(size: int) -> bytes:
+    """One that others follow."""
+    return b"\3" + struct.pack(">Q", size) + bytes(size) if size > 255 else b"\1" + bytes([size]) + bytes(size)
+
+
+def shake_hands(raw: socket.socket, kind: bytes = b"DEALER", name: bytes = b"") -> None:
+    raw.settimeout(10)
+    raw.sendall(GREETING)
+    received = b""
+    while len(received) < len(GREETING):
+        received += raw.recv(len(GREETING) - len(received))
+    raw.sendall(ready(kind, name))
+
+
+def pour(raw: socket.socket, data: bytes, most_bytes: int) -> int:
+    """Send `data` again and again until the other end hangs up. Returns how much was sent; runs in a thread."""
+    sent = 0
+    try:
+        while sent < most_bytes:
+            raw.sendall(data)
+            sent += len(data)
+    except OSError:
+        pass
+    return sent
+
+
+def connected(port: int, name: bytes = b"") -> socket.socket:
+    raw = socket.create_connection(("127.0.0.1", port), 10)
+    shake_hands(raw, name=name)
+    return raw
+
+
+async def echo(router: ZmqSocket, dealer: ZmqSocket, frame: bytes = b"hello") -> None:
+    """One good message gets through; malformed ones may come before it."""
+    assert dealer.send(frame)
+    async with asyncio.timeout(20):
+        while not any(found == frame for _, found in await router.receive()):
+            pass
+
+
+async def malformed(router: ZmqSocket, count: int) -> None:
+    """So many cut connections are told of."""
+    async with asyncio.timeout(10):
+        while count > 0:
+            found = await router.receive()
+            assert set(found) == {(b"", b"")}
+            count -= len(found)
+    assert count == 0
+
+
+def rss_mib() -> float:
+    return float(psutil.Process().memory_info().rss) / MIB
+
+
+@pytest.mark.parametrize(("size", "kept_mib"), [(4 * MIB, 100), (200, 400), (0, 400)])
+async def test_an_endless_message_takes_no_memory_for_long(size: int, kept_mib: int) -> None:
+    """What malloc keeps of many small frames is used again by the next attack."""
+    router, port = bind_router("127.0.0.1", 0)
+    dealer = connect_dealer(f"tcp://127.0.0.1:{port}", 5)
+    await echo(router, dealer)
+    before = rss_mib()
+    for attack in range(1, 4):
+        with await asyncio.to_thread(connected, port, b"a stranger") as raw:
+            data = part(size) * max(1, MIB // (size + 2))
+            assert await asyncio.to_thread(pour, raw, data, 2048 * MIB) < 2048 * MIB, "it was never cut"
+        assert router.connections.cut == attack
+        await echo(router, dealer)
+    async with asyncio.timeout(20):
+        while rss_mib() > before + kept_mib:  # noqa: ASYNC110 - freed by a thread of ZMQ's
+            await asyncio.sleep(0.01)
+    dealer.close()
+    router.close()
+
+
+async def test_what_is_cut_is_counted_as_malformed() -> None:
+    router, port = bind_router("127.0.0.1", 0)
+    with await asyncio.to_thread(connected, port) as raw:
+        await asyncio.to_thread(pour, raw, part(4 * MIB), 2048 * MIB)
+        await malformed(router, 1)
+    router.close()
+
+
+async def test_a_prefill_that_never_ends_a_message_is_cut_by_decode() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        dealer = connect_dealer(f"tcp://127.0.0.1:{listening.getsockname()[1]}", 5)
+        raw, _ = await asyncio.to_thread(listening.accept)
+        with raw:
+            await asyncio.to_thread(shake_hands, raw, b"ROUTER")
+            assert await asyncio.to_thread(pour, raw, part(4 * MIB), 2048 * MIB) < 2048 * MIB
+        dealer.close()
+
+
+async def test_beside_many_good_messages_too() -> None:
+    """ZMQ always has a whole message of somebody's to read."""
+    router, port = bind_router("127.0.0.1", 0)
+    stop = threading.Event()
+
+    def flood() -> None:
+        with zmq.Context() as context, context.socket(zmq.DEALER) as dealer:
+            dealer.setsockopt(zmq.LINGER, 0)
+            dealer.connect(f"tcp://127.0.0.1:{port}")
+            while not stop.is_set():
+                dealer.send(b"good")
+
+    async def read() -> None:
+        while True:
+            await router.receive()
+
+    flooding, reading = asyncio.create_task(asyncio.to_thread(flood)), asyncio.create_task(read())
+    with await asyncio.to_thread(connected, port) as raw:
+        assert await asyncio.to_thread(pour, raw, part(4 * MIB), 2048 * MIB) < 2048 * MIB
+    stop.set()
+    await flooding
+    reading.cancel()
+    router.close()
+
+
+async def test_many_connections_share_one_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tcp_connections, "ALL_UNFINISHED_BYTES", 13 * MIB)
+    router, port = bind_router("127.0.0.1", 0)
+    raws = await asyncio.gather(*(asyncio.to_thread(connected, port, b"%d" % i) for i in range(4)))
+    for raw in raws:
+        await asyncio.to_thread(raw.sendall, part(4 * MIB))  # none is above its own limit
+    await malformed(router, 1)
+    async with asyncio.timeout(10):
+        while sum(c.unfinished_bytes for c in router.connections.open.values()) < 8 * MIB:  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+    await asyncio.sleep(2 * tcp_connections.LOOK_S)
+    assert router.connections.cut == 1 and len(router.connections.open) == 3
+    for raw in raws:
+        raw.close()
+    router.close()
+
+
+async def test_a_message_may_not_take_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tcp_connections, "UNFINISHED_S", 0.3)
+    router, port = bind_router("127.0.0.1", 0)
+    with await asyncio.to_thread(connected, port) as raw:
+        raw.sendall(part(tcp_connections.LATE_BYTES + 1))
+        await malformed(router, 1)
+    router.close()
+
+
+async def test_too_many_connections_end_the_oldest_that_has_said_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tcp_connections, "MAX_CONNECTIONS", 3)
+    router, port = bind_router("127.0.0.1", 0)
+    dealer = connect_dealer(f"tcp://127.0.0.1:{port}", 5)
+    await echo(router, dealer)
+    raws = [socket.create_connection(("127.0.0.1", port), 10) for _ in range(4)]
+    await malformed(router, 2)
+    for raw in raws[:2]:
+        raw.settimeout(10)
+        while await asyncio.to_thread(raw.recv, 100):  # ZMQ's greeting, then the end
+            pass
+    await echo(router, dealer)
+    assert router.connections.cut == 2
+    for raw in raws:
+        raw.close()
+    dealer.close()
+    router.close()
+
+
+async def test_a_peer_of_zmtp_1_is_read_and_soon_cut(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Which connection its messages come from is not known."""
+    monkeypatch.setattr(tcp_connections, "UNFINISHED_BYTES", 1000)
+    router, port = bind_router("127.0.0.1", 0)
+    with socket.create_connection(("127.0.0.1", port), 10) as raw:
+        raw.sendall(b"\1\0" + b"\6\0hello" * 200)  # an empty name, then messages
+        async with asyncio.timeout(10):
+            assert (await router.receive())[0][1] == b"hello"
+            while (b"", b"") not in await router.receive():
+                pass
+    assert router.connections.cut == 1
+    router.close()
+
+
+async def test_whole_messages_that_wait_for_a_slow_reader_are_not_unfinished() -> None:
+    router, port = bind_router("127.0.0.1", 0)
+    dealer = connect_dealer(f"tcp://127.0.0.1:{port}", 5)
+    count, frame = 200, bytes(PACKED_BYTES)  # 50 MiB
+    for _ in range(count):
+        assert dealer.send(frame)
+    await asyncio.sleep(0.3)
+    time.sleep(2 * tcp_connections.LOOK_S)  # the loop stands still
+    seen = 0
+    async with asyncio.timeout(30):
+        while seen < count:
+            for _, found in await router.receive():
+                assert found == frame
+                seen += 1
+            await asyncio.sleep(0.005)
+    await asyncio.sleep(3 * tcp_connections.LOOK_S)
+    assert router.connections.cut == 0
+    dealer.close()
+    router.close()
+
+
+async def test_without_the_key_nothing_is_kept() -> None:
+    public, secret = zmq.curve_keypair()
+    router, port = bind_router("127.0.0.1", 0, ControlKey(public, secret))
+    before = rss_mib()
+    for greeting in (GREETING, CURVE_GREETING):
+        with socket.create_connection(("127.0.0.1", port), 10) as raw:
+            raw.sendall(greeting + ready(b"DEALER", b"x"))
+            await asyncio.to_thread(pour, raw, part(4 * MIB), 256 * MIB)
+    assert rss_mib() < before + 50
+    router.close()
