@@ -85,7 +85,7 @@ def _run(role: Literal["prefill", "decode", "router"], given: Mapping[str, Any],
     from kvflow.launch import process, roles
 
     mains = {"prefill": roles.run_prefill, "decode": roles.run_decode, "router": roles.run_router}
-    process.run_role(mains[role], settings)
+    process.run_role(role, mains[role], settings)
 
 
 def _limit_threads(threads: int) -> None:
@@ -124,10 +124,10 @@ def up(given: dict[str, Any], path: str | None) -> None:
     Each role is a process; when one ends, the others are ended too.
     """
     settings = config.resolve("up", given, config=path)
-    from kvflow.launch.process import set_up_logging
+    from kvflow.launch.logs import set_up_logging
     from kvflow.launch.supervisor import run_up
 
-    set_up_logging(settings.log_level)
+    set_up_logging(settings.log_level, log_format=settings.log_format, role="up")
     raise typer.Exit(asyncio.run(run_up(settings, given, path)))
 
 

@@ -38,6 +38,10 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     port: Annotated[int, Meta(description="HTTP port; 0 picks a free one.", ge=0, le=65535)] = 0
     api_key: Annotated[str, Meta(description="Bearer key that every call but /health and /metrics needs.")] = ""
     log_level: Annotated[Literal["debug", "info", "warning", "error"], Meta(description="Log level.")] = "info"
+    log_format: Annotated[
+        Literal["text", "json"], Meta(description="Log lines for people, or one JSON object a line.")
+    ] = "text"
+    access_log: Annotated[bool, Meta(description="One log line per request; polled routes only at debug level.")] = True
     drain_timeout_s: Annotated[
         float, Meta(description="Seconds that running requests may take to finish after SIGTERM.", ge=0, le=3600)
     ] = 10.0
@@ -140,7 +144,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         return self.served_model_name or self.model_path
 
 
-_HTTP = ("host", "port", "api_key", "log_level", "drain_timeout_s")
+_HTTP = ("host", "port", "api_key", "log_level", "log_format", "access_log", "drain_timeout_s")
 _MODEL = ("model_path", "served_model_name", "dtype", "attention", "threads")
 _POOL = ("page_size", "num_pages", "pool_bytes", "pool_order")
 _LOAD = ("max_running_requests", "request_timeout_s")
@@ -179,6 +183,8 @@ GROUPS: dict[str, tuple[str, ...]] = {
         "sse_headers_after_s",
         "sglang_metrics",
         "log_level",
+        "log_format",
+        "access_log",
     ),
     "processes": ("prefill_workers", "decode_workers", "start_timeout_s"),
     "routing": ("prefill", "decode", "poll_s"),

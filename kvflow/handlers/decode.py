@@ -8,6 +8,8 @@ import logging
 from collections.abc import Awaitable, Callable, Sequence
 
 from kvflow.handlers.connections import Connect, Connections
+from kvflow.handlers.room_log import follow
+from kvflow.handlers.room_log import log as room_log
 from kvflow.handlers.rooms import DecodeRoom
 from kvflow.handlers.shell import Shell
 from kvflow.handlers.verify import ChunkVerifier
@@ -108,6 +110,8 @@ class DecodeShell(Shell):
         else:
             room.record = endpoint.rooms[room.grant]
             room.owner = ("grant", room.grant)
+            if room_log.isEnabledFor(logging.DEBUG):
+                follow(room)
             self.rooms[room.grant] = room
             if self.checksums is not None:
                 room.verifier = ChunkVerifier(self.pages, self.checksums, room.idle)
@@ -122,7 +126,7 @@ class DecodeShell(Shell):
     ) -> None:
         """Open a room at the ranks that `resolve` finds; every refusal is the room's."""
         work = self._resolve_and_open(room, resolve, prompt, deadline_at_s)
-        room.opening = self.spawn(work, f"{_OPENING}{room.room}")
+        room.opening = self.spawn(work, f"{_OPENING}{room.room}", of_caller=True)
 
     async def _resolve_and_open(
         self,

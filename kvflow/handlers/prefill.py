@@ -8,6 +8,8 @@ import logging
 from collections.abc import Callable
 from typing import NamedTuple
 
+from kvflow.handlers.room_log import about, follow
+from kvflow.handlers.room_log import log as room_log
 from kvflow.handlers.rooms import PrefillRoom
 from kvflow.handlers.shell import Shell, fenced
 from kvflow.handlers.verify import ChecksummedWrite
@@ -78,6 +80,8 @@ class PrefillShell(Shell):
             room, prompt_tokens, digest, now=self.now(), rendezvous_s=rendezvous_s, deadline_at_s=deadline_at_s
         )
         handle = self.rooms[record.serial] = PrefillRoom(self, record)
+        if room_log.isEnabledFor(logging.DEBUG):
+            follow(handle)
         self.run()
         return handle
 
@@ -188,7 +192,7 @@ class PrefillShell(Shell):
         except Exception as error:
             if not isinstance(error, KvflowError):
                 self.counts.handler_errors += 1
-                log.exception("a write of room %d could not be started", room.room)
+                log.exception("a write of room %d could not be started", room.room, extra=about(room))
             self.pages.unhold(command.source_pages)
             self.endpoint.write_ended(command.write, WriteOutcome.CANCELLED, self.now(), error=str(error))
             return

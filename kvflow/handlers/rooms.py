@@ -17,6 +17,7 @@ from kvflow.protocols.pages.layout import PageIndices
 from kvflow.protocols.ports import PageStore, Write
 from kvflow.protocols.prefill_rooms import PrefillRoomRecord
 from kvflow.protocols.wire.messages import GrantId, RoomId
+from kvflow.telemetry.requests import CURRENT
 
 T = TypeVar("T")
 _CLIENT_GONE = Cause(Code.CLIENT_GONE)
@@ -95,6 +96,7 @@ class DecodeRoom:
         self.when_landed: Answer[bytes] = Answer()
         self.when_released: Answer[None] = Answer()
         self.callbacks: list[Callable[[], None]] = []  # run by the shell when it has ended
+        self.request_id = CURRENT.get().request_id  # for log lines that other tasks write about this room
         self._kept = False
         self.held_back = True  # until its pages may be taken
         self.linked = self.over = self.free = False  # set by the shell
@@ -258,6 +260,7 @@ class PrefillRoom:
 
     def __init__(self, shell: PrefillSide, record: PrefillRoomRecord) -> None:
         self._shell, self.record = shell, record
+        self.request_id = CURRENT.get().request_id  # for log lines that other tasks write about this room
         self.writes: dict[int, Write] = {}
         self.landed_before = 0  # bytes of writes that have ended
         self.when_matched: Answer[int] = Answer()

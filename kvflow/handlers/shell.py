@@ -6,6 +6,7 @@ A shell decides nothing about the protocol. It awaits what arrives, feeds the en
 from __future__ import annotations
 
 import asyncio
+import contextvars
 import logging
 from collections.abc import Callable, Coroutine
 from typing import Any, Protocol
@@ -47,6 +48,8 @@ class Shell:
         self.runners: dict[type, Callable[[Any], None]] = {}  # by type of command, what runs it
         self.timing, self.counts, self.now = timing, counts, now
         self._loop = asyncio.get_running_loop()
+        # Of this node, not of the request that happens to start a task or a timer for all of them.
+        self._context = contextvars.copy_context()
         self._timer: asyncio.Handle | None = None
         self._fires_at_s = 0.0
         self._due_at_s = float("inf")
@@ -108,7 +111,7 @@ class Shell:
         wait_s = min(wait_s, self.timing.heartbeat_s)  # how late a tick comes shows a stall only where it comes often
         self._due_at_s = at_s
         self._fires_at_s = self._loop.time() + wait_s
-        self._timer = self._loop.call_later(wait_s, self._tick)
+        self._timer = self._loop.call_later(wait_s, self._tick, context=self._context)
 
     def _tick(self) -> None:
         """Called when something is due, by the loop's clock: how late it is tells whether the loop stood still."""
@@ -144,9 +147,11 @@ class Shell:
 
     # --- tasks
 
-    def spawn(self, work: Coroutine[Any, Any, None], name: str) -> asyncio.Task[None]:
-        """Start `work`; what ends it by surprise is logged and counted, never silent."""
-        task = self._loop.create_task(work, name=name)
+    def spawn(self, work: Coroutine[Any, Any, None], name: str, *, of_caller: bool = False) -> asyncio.Task[None]:
+        """Start `work`; what ends it by surprise is logged and counted, never silent. `of_caller`: its log lines are
+        about the request of the caller."""
+        context = contextvars.copy_context() if of_caller else self._context.copy()
+        task = self._loop.create_task(work, name=name, context=context)
         self._tasks.add(task)
         task.add_done_callback(self._ended)
         return task

@@ -13,6 +13,7 @@ from collections.abc import Mapping
 
 import msgspec
 
+from kvflow.launch.logs import LogFormat, relayed
 from kvflow.launch.process import PARENT_PID, READY_FD, Ready
 from kvflow.protocols.errors import KvflowError
 
@@ -42,12 +43,14 @@ def _how(status: int) -> str:
 class Child:
     """One role as a process. `url` and `bootstrap_port` are known once it is ready."""
 
-    def __init__(self, name: str, role: str, arguments: list[str], *, quiet: bool) -> None:
+    def __init__(
+        self, name: str, role: str, arguments: list[str], *, quiet: bool, log_format: LogFormat = "text"
+    ) -> None:
         self.name, self.role = name, role
         self.url = ""
         self.bootstrap_port: int | None = None
         self.last_lines: deque[str] = deque(maxlen=KEPT_LINES)
-        self._arguments, self._quiet = arguments, quiet
+        self._arguments, self._quiet, self._log_format = arguments, quiet, log_format
         self._process: asyncio.subprocess.Process | None = None
         self._reading: asyncio.Task[None] | None = None
 
@@ -126,7 +129,8 @@ class Child:
             if not self._quiet and not text.startswith(
                 f"kvflow {self.role}{_ERROR_MARK}"
             ):  # the supervisor prints that line itself
-                sys.stderr.write(f"[{self.name}] {text}\n")
+                shown = relayed(text, self.role, self.name) if self._log_format == "json" else f"[{self.name}] {text}"
+                sys.stderr.write(f"{shown}\n")
                 sys.stderr.flush()
 
 

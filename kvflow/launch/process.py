@@ -10,7 +10,6 @@ import logging
 import os
 import signal
 import socket
-import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -18,6 +17,7 @@ import msgspec
 from aiohttp import web
 
 from kvflow.config import Settings
+from kvflow.launch.logs import set_up_logging
 from kvflow.server.http.listening import Drainable, listening_on
 
 READY_FD = "KVFLOW_READY_FD"
@@ -121,21 +121,13 @@ async def serve_until_stopped(
         await drain_requests(server, stop, drain_timeout_s)
 
 
-def run_role(main: Callable[[Settings], Any], settings: Settings) -> None:
+def run_role(role: str, main: Callable[[Settings], Any], settings: Settings) -> None:
     """Run a role's coroutine on uvloop, logging to stderr. Raises: MisuseError when the role cannot start."""
     import uvloop
     from prometheus_client import disable_created_metrics
 
     disable_created_metrics()  # type: ignore[no-untyped-call]
-    set_up_logging(settings.log_level)
+    set_up_logging(settings.log_level, log_format=settings.log_format, access_log=settings.access_log, role=role)
     die_with_parent()
     leave_at_once_on_signals()
     uvloop.run(main(settings))
-
-
-def set_up_logging(level: str) -> None:
-    """One line per event on stderr; from libraries only warnings and above."""
-    logging.basicConfig(
-        stream=sys.stderr, level=logging.WARNING, format="%(asctime)s %(levelname).1s %(name)s: %(message)s", force=True
-    )
-    logging.getLogger("kvflow").setLevel(level.upper())

@@ -7,6 +7,7 @@ ends, kill -9 included (`process.die_with_parent`); they have no named shared me
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 import sys
 from collections.abc import Mapping
@@ -22,6 +23,7 @@ from kvflow.launch.process import StopSignals
 from kvflow.server.http.listening import bound_socket
 
 KILL_AFTER_S = 5.0
+_log = logging.getLogger("kvflow.up")
 # Set by the supervisor itself, or not to be visible in a process list.
 _OWN_FIELDS = frozenset(
     {"port", "api_key", "disaggregation_bootstrap_port", "control_port", "disaggregation_mode", "prefill", "decode"}
@@ -57,7 +59,7 @@ class Fleet:
         await self._start_together([*self.prefills, *self.decodes])
         urls = [f for child in (*self.prefills, *self.decodes) for f in (f"--{child.role}", child.url)]
         arguments = [*self._arguments("router"), "--port", str(settings.port), *urls]
-        self.router = Child("router", "router", arguments, quiet=self._quiet)
+        self.router = self._child("router", "router", arguments)
         await self._start_together([self.router])
         await self._healthy()
 
@@ -105,7 +107,10 @@ class Fleet:
         arguments = [*self._arguments(role), "--port", "0"]
         if role == "prefill":
             arguments += ["--disaggregation-bootstrap-port", "0", "--control-port", "0"]
-        return Child(name, role, arguments, quiet=self._quiet)
+        return self._child(name, role, arguments)
+
+    def _child(self, name: str, role: str, arguments: list[str]) -> Child:
+        return Child(name, role, arguments, quiet=self._quiet, log_format=self._settings.log_format)
 
     def _arguments(self, role: str) -> list[str]:
         """The given flags that this role has too; it reads the environment and the file by itself."""
@@ -161,7 +166,11 @@ async def run_up(settings: Settings, given: Mapping[str, Any], config: str | Non
             raise error
         text = str(error) or f"not healthy within {settings.start_timeout_s:g} s (--start-timeout-s)"
         is_usage_error = isinstance(error, ChildEndedError) and error.status == 2
-        sys.stderr.write(f"kvflow up: error: {text}{'' if is_usage_error else '; ending the others'}\n")
+        text += "" if is_usage_error else "; ending the others"
+        if settings.log_format == "json":
+            _log.error(text)
+        else:
+            sys.stderr.write(f"kvflow up: error: {text}\n")
         return 2 if is_usage_error else 1
     finally:
         for task in (requested, running):

@@ -176,7 +176,7 @@ class DecodeNode(Node[DecodeShell]):
         if ranks is not None:
             shell.refuse(number, ranks, cause)
         elif isinstance(prefill, str):
-            shell.spawn(self._refuse_at(number, prefill, cause), f"kvflow-refuse-{number}")
+            shell.spawn(self._refuse_at(number, prefill, cause), f"kvflow-refuse-{number}", of_caller=True)
 
     async def _refuse_at(self, room: int, prefill: str, cause: Cause) -> None:
         try:

@@ -73,8 +73,9 @@ class DecodeCore:
     def feed_room(self, record: DecodeRoomRecord, event: DecodeEvent, now: float) -> None:
         """The one place that changes a room's state."""
         record.state, commands = step(record.state, event)
-        if commands or event.kind is not DecodeKind.CHUNK_LANDED:
-            record.story.tell(now, event.kind, record.state.phase, event.cause)
+        story = record.story
+        if commands or event.kind is not DecodeKind.CHUNK_LANDED or story.follower is not None:
+            story.tell(now, event.kind, record.state.phase, event.cause)
         for command in commands:
             _RUN[command](self, record, now)
 

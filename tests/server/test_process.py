@@ -51,7 +51,7 @@ async def main(settings):
     await serve_until_stopped(app, made, busy, ready, float(sys.argv[1]))
 
 from kvflow.config import Settings
-run_role(main, Settings())
+run_role("prefill", main, Settings())
 """
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from enum import IntEnum
 from typing import NamedTuple
 
@@ -21,11 +21,12 @@ class Line(NamedTuple):
 class Story:
     """The first lines of a room and then the latest ones; what falls out in between is counted."""
 
-    __slots__ = ("_dropped", "_lines")
+    __slots__ = ("_dropped", "_lines", "follower")
 
     def __init__(self) -> None:
         self._lines: list[tuple[float, IntEnum | str, IntEnum, object]] = []
         self._dropped = 0
+        self.follower: Callable[[Line], None] | None = None  # is told every line as it comes
 
     def tell(self, at_s: float, what: IntEnum | str, phase: IntEnum, detail: object = None) -> None:
         """`detail` becomes text when somebody reads it."""
@@ -33,13 +34,17 @@ class Story:
             del self._lines[STORY_LINES // 2]
             self._dropped += 1
         self._lines.append((at_s, what, phase, detail))
+        if self.follower is not None:
+            self.follower(_readable(at_s, what, phase, detail))
 
     def lines(self) -> Sequence[Line]:
-        told = [
-            Line(at, w if isinstance(w, str) else w.name.lower(), p.name, "" if detail is None else str(detail))
-            for at, w, p, detail in self._lines
-        ]
+        told = [_readable(*line) for line in self._lines]
         if self._dropped:
             middle = told[STORY_LINES // 2]
             told.insert(STORY_LINES // 2, Line(middle.at_s, f"{self._dropped} lines left out", middle.phase, ""))
         return told
+
+
+def _readable(at_s: float, what: IntEnum | str, phase: IntEnum, detail: object) -> Line:
+    name = what if isinstance(what, str) else what.name.lower()
+    return Line(at_s, name, phase.name, "" if detail is None else str(detail))

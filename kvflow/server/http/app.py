@@ -1,4 +1,4 @@
-"""The aiohttp application around the routes: errors as bodies, the bearer key, request metrics, body time-outs."""
+"""The aiohttp application around the routes: request ids, errors as bodies, the bearer key, metrics, body time-outs."""
 
 from __future__ import annotations
 
@@ -13,8 +13,10 @@ from aiohttp.http_exceptions import BadHttpMessage
 from aiohttp.typedefs import Handler, Middleware
 
 from kvflow.protocols.errors import KvflowError
+from kvflow.server.http.access import CLIENT_GONE_STATUS, REQUEST_ID_HEADER, echo_request_id, log_access, traced
 from kvflow.server.http.errors import Failure, failure_of
 from kvflow.server.http.metrics import Metrics
+from kvflow.telemetry.requests import RequestTrace
 
 MAX_BODY_BYTES = 8 << 20  # a million tokens; parsing blocks the event loop for some 30 ms per MiB
 BODY_TIMEOUT_S = 60.0
@@ -27,32 +29,52 @@ def build_app(routes: Iterable[web.RouteDef], metrics: Metrics, api_key: str = "
     """The application with the middlewares every role has."""
     middlewares = [_answered(metrics), *([_authorized(api_key)] if api_key else []), _with_body]
     app = web.Application(middlewares=middlewares, client_max_size=MAX_BODY_BYTES)
+    app.on_response_prepare.append(echo_request_id)
     app.add_routes(routes)
     return app
 
 
 def _answered(metrics: Metrics) -> Middleware:
-    """Every error as a body, every answer counted."""
+    """Every error as a body, every answer counted and logged under its request's id."""
 
     @web.middleware
     async def answered(request: web.Request, handler: Handler) -> web.StreamResponse:
         started = time.perf_counter()
         resource = request.match_info.route.resource
         route = resource.canonical if resource is not None else "unknown"
-        try:
-            response = await handler(request)
-        except (asyncio.CancelledError, ConnectionError):
-            metrics.client_gone()
-            raise
-        except (KvflowError, web.HTTPException, TimeoutError) as error:
-            response = failure_of(error).response()
-        except Exception as error:  # noqa: BLE001 - the server must go on; logged, and counted as a 500
-            _log.exception("request %s failed", request.path)
-            response = failure_of(error).response()
-        metrics.answered(route, response.status, time.perf_counter() - started)
-        return response
+        with traced(request) as trace:
+            status = CLIENT_GONE_STATUS
+            try:
+                response = await _response(request, handler, trace)
+                status = response.status
+                if not response.prepared:
+                    response.headers[REQUEST_ID_HEADER] = trace.request_id
+            except (asyncio.CancelledError, ConnectionError):
+                metrics.client_gone()
+                trace.error = trace.error or "the client disconnected"
+                raise
+            else:
+                metrics.answered(route, status, time.perf_counter() - started)
+                return response
+            finally:
+                log_access(request, status, started, trace)
 
     return answered
+
+
+async def _response(request: web.Request, handler: Handler, trace: RequestTrace) -> web.StreamResponse:
+    """The handler's answer, or its error as one."""
+    try:
+        return await handler(request)
+    except ConnectionError:
+        raise
+    except (KvflowError, web.HTTPException, TimeoutError) as error:
+        failure = failure_of(error)
+    except Exception as error:  # noqa: BLE001 - the server must go on; logged, and counted as a 500
+        _log.exception("request %s failed", request.path)
+        failure = failure_of(error)
+    trace.error = failure.summary
+    return failure.response()
 
 
 def _authorized(api_key: str) -> Middleware:

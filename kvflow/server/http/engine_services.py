@@ -67,6 +67,7 @@ def _summary(room: PrefillRoom | DecodeRoom) -> dict[str, Any]:
     cause = room.cause
     summary = {
         "room": room.room,
+        "request_id": room.request_id,
         "phase": room.phase.name.lower(),
         "ended": room.ended,
         "cause": None if cause is None else str(cause),

@@ -17,6 +17,7 @@ from aiohttp import web
 from kvflow.protocols.errors import CapacityError, Code, KvflowError, MisuseError
 
 RETRY_AFTER_S = 1
+MAX_SUMMARY = 300  # characters of a message in a log line
 
 STATUS_OF_CODE: dict[Code, int] = {
     Code.CLIENT_GONE: 499,  # the other leg's client left: this answer has no reader, and circuit breakers ignore 4xx
@@ -89,6 +90,12 @@ class Failure(msgspec.Struct, frozen=True):
     def body(self) -> dict[str, Any]:
         kind = _TYPE_OF_STATUS.get(self.status, "api_error")
         return {"error": {"type": kind, "code": self.code, "param": self.param, "message": self.message}}
+
+    @property
+    def summary(self) -> str:
+        """Code and message, as log lines show them."""
+        text = self.message if self.message.startswith(self.code) else f"{self.code}: {self.message}"
+        return text[:MAX_SUMMARY]
 
     def response(self) -> web.Response:
         """The error as a complete answer."""

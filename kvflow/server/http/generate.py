@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import uuid
 from typing import Any
 
 from aiohttp import web
@@ -14,6 +13,7 @@ from kvflow.server.http.generation_requests import generation_requests, params_o
 from kvflow.server.http.growing import GrowingArray, GrowingText
 from kvflow.server.http.pipeline import CompletionPipeline
 from kvflow.server.http.schemas import GenerateRequest
+from kvflow.telemetry.requests import CURRENT
 
 
 class _Grown:
@@ -39,10 +39,10 @@ class _Grown:
 class GenerateCall:
     """One /generate body and its answer."""
 
-    def __init__(self, body: GenerateRequest, request_id: str | None) -> None:
+    def __init__(self, body: GenerateRequest) -> None:
         self.body = body
         self.stream = bool(body.stream)
-        self._request_id = request_id or uuid.uuid4().hex
+        self._request_id = CURRENT.get().request_id
         self._requests: list[GenerationRequest] = []
         self._grown: list[_Grown] = []
         self._is_list = False
@@ -123,6 +123,6 @@ def routes(pipeline: CompletionPipeline) -> list[web.RouteDef]:
 
     async def generate(http: web.Request) -> web.StreamResponse:
         body = pipeline.read(await http.read(), GenerateRequest)
-        return await pipeline.serve(http, GenerateCall(body, http.headers.get("X-Request-ID")))
+        return await pipeline.serve(http, GenerateCall(body))
 
     return [web.post("/generate", generate)]

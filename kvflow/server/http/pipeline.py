@@ -31,6 +31,7 @@ from kvflow.server.http.responses import long_json_response
 from kvflow.server.http.schemas import Rendezvous, decoded, parse
 from kvflow.server.http.sse import Arrivals, EventStream
 from kvflow.server.http.tokenizer import ThreadedTokenizer
+from kvflow.telemetry.requests import name_error, name_rooms
 
 _log = logging.getLogger("kvflow.http")
 B = TypeVar("B", bound=Rendezvous)
@@ -108,6 +109,7 @@ class CompletionPipeline(Drainable):
                 except KvflowError as error:
                     self._refuse(call.body, error)
                     raise
+            name_rooms(request.room for request in requests)
             sources = [detokenize(self.service.tokens(r), d) for r, d in zip(requests, detokenizers, strict=True)]
             if call.stream:
                 return await self._stream(http, call, sources, arrived, ends)
@@ -139,7 +141,9 @@ class CompletionPipeline(Drainable):
 
     def _refuse(self, body: Rendezvous, error: KvflowError) -> None:
         """End the body's rooms: their other legs wait, and get the cause."""
-        for room, prefill in rooms_of(body, self.request_limits.bootstrap_port):
+        rooms = rooms_of(body, self.request_limits.bootstrap_port)
+        name_rooms(room for room, _ in rooms)
+        for room, prefill in rooms:
             self.service.refuse(room, prefill, error.cause())
 
     async def _collect(self, call: CompletionCall, sources: list[AsyncGenerator[Delta, None]], arrived: float) -> Any:
@@ -171,6 +175,7 @@ class CompletionPipeline(Drainable):
                     _log.exception("stream of %s failed", http.path)
                 failure = failure_of(error)
                 self.metrics.stream_failed(failure)
+                name_error(failure.summary)
                 await self._send_error_event(http, events, failure)
                 return events.response
         await events.end()

@@ -13,6 +13,7 @@ from aiohttp import web
 from yarl import URL
 
 from kvflow.protocols.errors import Code
+from kvflow.server.http.access import REQUEST_ID_HEADER
 from kvflow.server.http.app import build_app
 from kvflow.server.http.errors import Failure, RequestError
 from kvflow.server.http.generation_requests import MAX_COMPLETIONS
@@ -22,11 +23,12 @@ from kvflow.server.http.responses import json_response
 from kvflow.server.http.schemas import decoded
 from kvflow.server.router.legs import Leg, LegFailedError, bootstrap_fields, both_legs, copied, relay, with_fields
 from kvflow.server.router.workers import NoWorkerError, Worker, Workers
+from kvflow.telemetry.requests import CURRENT, name_rooms
 
 CONNECT_TIMEOUT_S = 5.0
 ASK_TIMEOUT_S = 5.0  # for a worker's answer to anything but a completion
 ROOM_HEADER = "X-Kvflow-Room"
-_FORWARDED = ("Authorization", "X-Request-ID", "traceparent", "tracestate")
+_FORWARDED = ("Authorization", "traceparent", "tracestate")
 
 
 class Router(Drainable):
@@ -89,7 +91,8 @@ class Router(Drainable):
         rooms = [secrets.randbits(63) for _ in range(count)]
         body = with_fields(raw, bootstrap_fields(prefill, rooms))
         headers = {name: http.headers[name] for name in _FORWARDED if name in http.headers}
-        headers["Content-Type"] = "application/json"
+        headers |= {"Content-Type": "application/json", REQUEST_ID_HEADER: CURRENT.get().request_id}
+        name_rooms(rooms)
         legs = [Leg(self._session, worker, http.path, body, headers) for worker in (prefill, decode)]
         room_header = {ROOM_HEADER: ",".join(map(str, rooms))}
         async with both_legs(*legs) as answer:

@@ -1,0 +1,32 @@
+"""A room's story as debug lines, while it happens: for reading a log, where /rooms tells it afterwards."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+from kvflow.handlers.rooms import DecodeRoom, PrefillRoom
+from kvflow.protocols.machines.story import Line
+
+log = logging.getLogger("kvflow.rooms")
+
+
+def about(room: DecodeRoom | PrefillRoom) -> dict[str, Any]:
+    """`extra` of a log line about `room`, whichever task writes it."""
+    return {"request_id": room.request_id, "rooms": (room.room,)}
+
+
+def follow(room: DecodeRoom | PrefillRoom) -> None:
+    """Log what has happened in the room, and all that will; call it where `log` is enabled for debugging."""
+    assert room.record is not None
+    story, opened_at_s, extra = room.record.story, room.opened_at_s, about(room)
+
+    def write(line: Line) -> None:
+        text = f": {line.text}" if line.text else ""
+        log.debug("%.3f s %s, %s%s", line.at_s - opened_at_s, line.what, line.phase.lower(), text, extra=extra)
+
+    peers = f" at prefill {room.record.peers[0].info.control}" if isinstance(room, DecodeRoom) else ""
+    log.debug("opened%s", peers, extra=extra)
+    for line in story.lines():
+        write(line)
+    story.follower = write

@@ -1,0 +1,121 @@
+"""Log lines of a role, as text or as JSON: every line of a request names it, and no line can be forged by a peer."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import re
+import sys
+import time
+from datetime import UTC, datetime
+from types import TracebackType
+from typing import Any, Literal
+
+import msgspec
+
+from kvflow.telemetry.requests import CURRENT
+
+LogFormat = Literal["text", "json"]
+# What could end a line, or move a terminal's cursor: C0, DEL, C1, the Unicode line ends, lone surrogates.
+_CONTROL = re.compile("[\x00-\x1f\x7f-\x9f\u2028\u2029\ud800-\udfff]")
+_SHOWN_ROOMS = 8
+
+
+def printable(text: str) -> str:
+    """`text` in one line: control characters as Python writes them."""
+    return _CONTROL.sub(lambda found: found[0].encode("unicode_escape").decode(), text)
+
+
+class RequestFields(logging.Filter):
+    """Gives every record the request and the rooms it is about: its own (`extra`), or those of the current task."""
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        trace = CURRENT.get()
+        if not hasattr(record, "request_id"):
+            record.request_id = trace.request_id
+        if not hasattr(record, "rooms"):
+            record.rooms = trace.rooms
+        return True
+
+
+class TextFormatter(logging.Formatter):
+    """`time level logger: message (request ID, room N)`; what follows in a traceback is indented."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        rooms: tuple[int, ...] = getattr(record, "rooms", ())
+        about = [f"request {request_id}"] if (request_id := getattr(record, "request_id", "")) else []
+        if rooms:
+            more = f" and {len(rooms) - _SHOWN_ROOMS} more" if len(rooms) > _SHOWN_ROOMS else ""
+            about.append(f"room {', '.join(map(str, rooms[:_SHOWN_ROOMS]))}{more}")
+        line = f"{self.formatTime(record)} {record.levelname[0]} {record.name}: {printable(record.getMessage())}"
+        line += f" ({', '.join(about)})" if about else ""
+        if record.exc_info:
+            trace = self.formatException(record.exc_info).splitlines()
+            line = "\n    ".join([line, *map(printable, trace)])
+        return line
+
+
+class JsonFormatter(logging.Formatter):
+    """One JSON object a line; `fields` of a record's `extra` become fields of it."""
+
+    def __init__(self, role: str) -> None:
+        super().__init__()
+        self._role = role
+
+    def format(self, record: logging.LogRecord) -> str:
+        document: dict[str, Any] = {
+            "time": _iso(record.created),
+            "level": record.levelname.lower(),
+            "logger": record.name,
+            "role": self._role,
+            "message": record.getMessage(),
+        }
+        if request_id := getattr(record, "request_id", ""):
+            document["request_id"] = request_id
+        if rooms := getattr(record, "rooms", ()):
+            document["rooms"] = list(rooms)
+        document.update(getattr(record, "fields", {}))
+        if record.exc_info:
+            document["traceback"] = self.formatException(record.exc_info)
+        return encoded(document)
+
+
+def encoded(document: dict[str, Any]) -> str:
+    """One line of JSON; characters that UTF-8 cannot write are escaped."""
+    try:
+        return msgspec.json.encode(document).decode()
+    except UnicodeEncodeError:
+        safe = {name: printable(value) if isinstance(value, str) else value for name, value in document.items()}
+        return msgspec.json.encode(safe).decode()
+
+
+def relayed(text: str, role: str, process: str) -> str:
+    """A line that the child `process` wrote: its own JSON object, or any other text as the message of one."""
+    document: dict[str, Any] = {
+        "time": _iso(time.time()), "level": "info", "logger": "stderr", "role": role, "message": text
+    }  # fmt: skip
+    with contextlib.suppress(msgspec.DecodeError, UnicodeError):
+        document = msgspec.json.decode(text, type=dict[str, Any])
+    return encoded({**document, "process": process})
+
+
+def _iso(at_s: float) -> str:
+    return datetime.fromtimestamp(at_s, UTC).isoformat(timespec="milliseconds")
+
+
+def set_up_logging(level: str, *, log_format: LogFormat = "text", access_log: bool = True, role: str = "") -> None:
+    """One line per event on stderr, warnings of Python included; from libraries only warnings and above."""
+    handler = logging.StreamHandler(sys.stderr)
+    handler.addFilter(RequestFields())
+    handler.setFormatter(JsonFormatter(role) if log_format == "json" else TextFormatter())
+    logging.basicConfig(level=logging.WARNING, handlers=[handler], force=True)
+    logging.captureWarnings(True)
+    logging.getLogger("kvflow").setLevel(level.upper())
+    logging.getLogger("kvflow.access").setLevel(logging.NOTSET if access_log else logging.WARNING)
+    if log_format == "json":
+        sys.excepthook = _log_exception
+
+
+def _log_exception(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    """The last words of a process that ends by an exception, as a line like any other."""
+    logging.getLogger("kvflow").critical("the process ends by an exception", exc_info=(kind, error, trace))

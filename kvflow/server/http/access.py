@@ -1,0 +1,62 @@
+"""The id of each request, echoed in its answer, and the access log: one line a request."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from aiohttp import web
+
+from kvflow.telemetry.requests import CURRENT, NO_REQUEST, RequestTrace, clean_request_id
+
+REQUEST_ID_HEADER = "X-Request-ID"
+# Asked every second by routers and scrapers: their lines are for debugging, unless something is wrong.
+POLLED_PATHS = frozenset(
+    {"/health", "/health_generate", "/metrics", "/server_info", "/get_server_info", "/get_load", "/get_loads"}
+)
+CLIENT_GONE_STATUS = 499  # in log lines only: nobody is left to read it
+MAX_PATH = 256
+_log = logging.getLogger("kvflow.access")
+
+
+@contextmanager
+def traced(request: web.Request) -> Iterator[RequestTrace]:
+    """The trace of this request, found by all that it calls until the block ends."""
+    trace = RequestTrace(clean_request_id(request.headers.get(REQUEST_ID_HEADER, "")))
+    token = CURRENT.set(trace)
+    try:
+        yield trace
+    finally:
+        CURRENT.reset(token)
+
+
+async def echo_request_id(_: web.Request, response: web.StreamResponse) -> None:
+    """Sent by the application before the headers of an answer: of a stream, while its handler runs."""
+    if (trace := CURRENT.get()) is not NO_REQUEST:
+        response.headers[REQUEST_ID_HEADER] = trace.request_id
+
+
+def log_access(request: web.Request, status: int, started: float, trace: RequestTrace) -> None:
+    """The line of one request that has ended. `started` is by `time.perf_counter`."""
+    path = request.rel_url.raw_path[:MAX_PATH]
+    level = logging.DEBUG if path in POLLED_PATHS and status < 400 else logging.INFO
+    if not _log.isEnabledFor(level):
+        return
+    duration_s = round(time.perf_counter() - started, 4)
+    fields = {
+        "client": request.remote or "",
+        "method": request.method,
+        "path": path,
+        "status": status,
+        "duration_s": duration_s,
+    }
+    tokens = f", {trace.prompt_tokens}+{trace.completion_tokens} tokens" if trace.prompt_tokens else ""
+    if trace.prompt_tokens:
+        fields |= {"prompt_tokens": trace.prompt_tokens, "completion_tokens": trace.completion_tokens}
+    if trace.error:
+        fields["error"] = trace.error
+    error = f": {trace.error}" if trace.error else ""
+    text = f'{request.remote} "{request.method} {path}" {status} {duration_s:.3f} s{tokens}{error}'
+    _log.log(level, "%s", text, extra={"fields": fields})

@@ -1,0 +1,51 @@
+"""The request that is served in the current task: its id, its rooms, and what its access line says.
+
+A context variable carries it into every coroutine, task and room that the request starts, so that log lines name it.
+"""
+
+from __future__ import annotations
+
+import re
+import uuid
+from collections.abc import Iterable
+from contextvars import ContextVar
+
+MAX_REQUEST_ID = 128
+_UNSAFE = re.compile(r"[^A-Za-z0-9._:/+=@~-]")
+
+
+class RequestTrace:
+    """One HTTP request while it is served. `error` is why it failed, also where its status was sent before."""
+
+    __slots__ = ("completion_tokens", "error", "prompt_tokens", "request_id", "rooms")
+
+    def __init__(self, request_id: str) -> None:
+        self.request_id = request_id
+        self.rooms: tuple[int, ...] = ()
+        self.prompt_tokens = self.completion_tokens = 0
+        self.error = ""
+
+
+NO_REQUEST = RequestTrace("")
+CURRENT: ContextVar[RequestTrace] = ContextVar("kvflow_request", default=NO_REQUEST)
+
+
+def name_rooms(rooms: Iterable[int]) -> None:
+    """The rooms of the current request, for its log lines."""
+    if (trace := CURRENT.get()) is not NO_REQUEST:
+        trace.rooms = tuple(rooms)
+
+
+def name_error(summary: str) -> None:
+    """Why the current request failed, for its access line."""
+    if (trace := CURRENT.get()) is not NO_REQUEST:
+        trace.error = summary
+
+
+def clean_request_id(given: str) -> str:
+    """The id that a client gave, safe in a header and a log line; a new one when nothing of it is left.
+
+    Cut to `MAX_REQUEST_ID` characters; what is no letter, digit or one of `._:/+=@~-` becomes `_`.
+    """
+    cleaned = _UNSAFE.sub("_", given[:MAX_REQUEST_ID])
+    return cleaned if cleaned.strip("_") else uuid.uuid4().hex

@@ -1,0 +1,94 @@
+"""A room's debug lines: every event of both sides, under the room and the request that it was opened for."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from typing import Any
+
+import pytest
+
+from kvflow.protocols.machines.story import STORY_LINES
+from kvflow.telemetry.requests import CURRENT, RequestTrace
+from kvflow.testing.pair import Pair
+from tests.handlers.scenes import PROMPT, WHY
+
+pytest_plugins = ["kvflow.testing.fixtures"]
+
+
+async def opened_for(p: Pair, room: int, request_id: str) -> Any:
+    """In a task, as a request is: what the room does later happens in other tasks."""
+    CURRENT.set(RequestTrace(request_id))
+    return await p.open(room, PROMPT)
+
+
+def lines(caplog: pytest.LogCaptureFixture, request_id: str) -> list[str]:
+    records: list[Any] = [r for r in caplog.records if r.name == "kvflow.rooms" and r.request_id == request_id]
+    assert all(len(record.rooms) == 1 for record in records)
+    return [record.getMessage() for record in records]
+
+
+def heard(told: list[str], *words: str) -> bool:
+    return any(all(word in line for word in words) for line in told)
+
+
+async def test_both_sides_tell_what_happens_as_it_happens(kvflow_pair: Pair, caplog: pytest.LogCaptureFixture) -> None:
+    p = kvflow_pair
+    caplog.set_level(logging.DEBUG, logger="kvflow.rooms")
+    one, two = await asyncio.gather(*(asyncio.create_task(opened_for(p, n, f"request-{n}")) for n in (1, 2)))
+    for source, _ in (one, two):
+        await source.matched()
+    p.send_all(one[0], chunks=3)
+    await one[1].landed()
+    await one[0].done()
+    one[1].close()
+    two[1].close(WHY)
+    await p.rest()
+    told = lines(caplog, "request-1")
+    assert sum("opened" in line for line in told) == 2
+    assert heard(told, "lent", "waiting_for_input") and heard(told, "matched")
+    assert sum(" chunk_landed" in line for line in told) >= 3  # decode's, one by one
+    assert heard(told, "write_ended", "success")
+    other = lines(caplog, "request-2")
+    assert heard(other, "ended_locally", "engine_error: the engine gave up") and not heard(other, "chunk_landed")
+
+
+async def test_nothing_is_followed_unless_it_is_asked_for(kvflow_pair: Pair, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, logger="kvflow.rooms")
+    source, target = await opened_for(kvflow_pair, 1, "request-1")
+    assert source.record.story.follower is None and target.record.story.follower is None
+    assert lines(caplog, "request-1") == []
+    target.close()
+
+
+async def test_a_timer_armed_during_a_request_is_not_about_it(
+    kvflow_pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Timers and tasks of a shell outlive the request that happened to start them, and serve all."""
+    p, seen, ticked = kvflow_pair, set[str](), asyncio.Event()
+    shell = p.decode.shell
+    tick = shell.tick
+
+    def spy(now: float) -> None:
+        seen.add(CURRENT.get().request_id)
+        ticked.set()
+        tick(now)
+
+    monkeypatch.setattr(shell, "tick", spy)
+    source, target = await asyncio.create_task(opened_for(p, 1, "request-1"))
+    target.close()
+    source.close()
+    await p.rest()
+    await asyncio.wait_for(ticked.wait(), 5)
+    assert seen == {""}
+
+
+async def test_a_follower_is_told_more_lines_than_a_story_keeps(kvflow_pair: Pair) -> None:
+    _, target = await kvflow_pair.open(1, PROMPT)
+    told: list[str] = []
+    story = target.record.story
+    story.follower = lambda line: told.append(line.what)
+    for number in range(2 * STORY_LINES):
+        story.tell(0.0, f"event {number}", target.phase)
+    assert len(told) == 2 * STORY_LINES and len(story.lines()) == STORY_LINES + 1
+    target.close()

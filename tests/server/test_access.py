@@ -1,0 +1,188 @@
+"""Request ids and the access log: a client's id is cleaned, echoed, forwarded, and in every line of its request."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import re
+from collections.abc import AsyncIterator
+from typing import Any
+
+import aiohttp
+import pytest
+
+from kvflow.launch.logs import RequestFields
+from kvflow.protocols.errors import Cause, Code
+from kvflow.server.router.router import Router, router_app
+from kvflow.telemetry.requests import MAX_REQUEST_ID, clean_request_id
+from tests.server.fake_service import Role, Server, served
+
+Session = aiohttp.ClientSession
+BODY = {"text": "w1", "sampling_params": {"max_new_tokens": 3}}
+MEETING = {"bootstrap_room": 7, "bootstrap_host": "127.0.0.1"}
+
+
+class Lines(logging.Handler):
+    """Every record under `kvflow`, with the fields a role's handler gives it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.records: list[Any] = []
+        self.written = asyncio.Event()
+        self.addFilter(RequestFields())
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.records.append(record)
+        self.written.set()
+
+    def access(self, path: str) -> list[dict[str, Any]]:
+        found = [r for r in self.records if r.name == "kvflow.access" and r.fields["path"] == path]
+        return [{**r.fields, "request_id": r.request_id, "rooms": r.rooms, "level": r.levelname} for r in found]
+
+    async def last(self, path: str, count: int) -> dict[str, Any]:
+        """The line that makes it `count`: a stream's is written when its handler has ended."""
+        async with asyncio.timeout(5):
+            while len(self.access(path)) < count:
+                self.written.clear()
+                await self.written.wait()
+        return self.access(path)[-1]
+
+
+@pytest.fixture
+async def lines() -> AsyncIterator[Lines]:
+    handler, logger = Lines(), logging.getLogger("kvflow")
+    level = logger.level
+    logger.addHandler(handler)
+    logger.setLevel(logging.DEBUG)
+    yield handler
+    logger.setLevel(level)
+    logger.removeHandler(handler)
+
+
+@pytest.fixture
+async def routed(prefill_server: Server, decode_server: Server) -> AsyncIterator[Server]:
+    router = Router([prefill_server.url], [decode_server.url], poll_s=3600)
+    await router.start()
+    async with served(router_app(router)) as server:
+        yield server
+    await router.close()
+
+
+async def test_an_id_is_forwarded_to_both_legs_and_names_the_lines_of_all_three(
+    routed: Server, session: Session, lines: Lines
+) -> None:
+    async with session.post(routed.make_url("/generate"), json=BODY, headers={"X-Request-ID": "mine-1"}) as answer:
+        document = await answer.json()
+        assert (answer.status, answer.headers["X-Request-ID"]) == (200, "mine-1")
+        room = int(answer.headers["X-Kvflow-Room"])
+    assert document["meta_info"]["id"] == "mine-1"
+    found = lines.access("/generate")
+    assert [(line["request_id"], line["rooms"], line["status"]) for line in found] == [("mine-1", (room,), 200)] * 3
+    assert {line["client"] for line in found} == {"127.0.0.1"}
+
+
+async def test_without_an_id_the_router_makes_one_that_all_three_use(
+    routed: Server, session: Session, lines: Lines
+) -> None:
+    made = set()
+    for _ in range(2):
+        async with session.post(routed.make_url("/generate"), json=BODY) as answer:
+            made.add(answer.headers["X-Request-ID"])
+    assert len(made) == 2
+    ids = [line["request_id"] for line in lines.access("/generate")]
+    assert set(ids) == made and len(ids) == 6
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_error_answers_carry_the_id_and_the_line_says_why(
+    routed: Server, decode: Role, session: Session, lines: Lines, stream: bool
+) -> None:
+    decode.service.failure = Cause(Code.CAPACITY, "decode is full")
+    headers = {"X-Request-ID": "doomed"}
+    async with session.post(routed.make_url("/generate"), json={**BODY, "stream": stream}, headers=headers) as answer:
+        assert (answer.status, answer.headers["X-Request-ID"]) == (503, "doomed")
+    refused = [line for line in lines.access("/generate") if "decode is full" in line.get("error", "")]
+    assert refused and {line["request_id"] for line in refused} == {"doomed"}
+
+
+async def test_a_stream_that_fails_after_its_status_says_so_in_its_line(
+    decode: Role, prefill: Role, decode_server: Server, prefill_server: Server, session: Session, lines: Lines
+) -> None:
+    decode.service.fail_after = 1
+    body = {**BODY, **MEETING, "stream": True}
+    async with session.post(prefill_server.make_url("/generate"), json=body) as first:
+        await first.read()
+    async with session.post(decode_server.make_url("/generate"), json=body) as answer:
+        assert b"step failed" in await answer.read()
+    line = await lines.last("/generate", 2)
+    assert (line["status"], line["error"]) == (200, "engine_error: step failed")
+
+
+@pytest.mark.parametrize("path", ["/nowhere", "/generate"])
+async def test_what_no_handler_answers_is_logged_too(
+    decode_server: Server, session: Session, lines: Lines, path: str
+) -> None:
+    async with session.get(decode_server.make_url(path), headers={"X-Request-ID": "lost"}) as answer:
+        assert answer.status in (404, 405) and answer.headers["X-Request-ID"] == "lost"
+    assert [line["status"] for line in lines.access(path)] == [answer.status]
+
+
+async def test_a_client_that_leaves_is_logged_with_499(
+    decode: Role, decode_server: Server, session: Session, lines: Lines
+) -> None:
+    asking = asyncio.ensure_future(
+        session.post(decode_server.make_url("/generate"), json={**BODY, **MEETING}, headers={"X-Request-ID": "left"})
+    )
+    await decode.service.started.wait()
+    asking.cancel()
+    await decode.service.ended.get()
+    line = await lines.last("/generate", 1)
+    assert (line["status"], line["request_id"], line["rooms"]) == (499, "left", (7,))
+
+
+async def test_polled_routes_are_for_debugging(decode_server: Server, session: Session, lines: Lines) -> None:
+    for path in ("/health", "/v1/models"):
+        async with session.get(decode_server.make_url(path)) as answer:
+            await answer.read()
+    assert [line["level"] for line in lines.access("/health")] == ["DEBUG"]
+    assert [line["level"] for line in lines.access("/v1/models")] == ["INFO"]
+
+
+HOSTILE = [
+    "a\tb c", 'quote" and \\', "ümläut-\xff", "x" * 8000, "(request forged, room 1)", "\x7f\x80\x1b[31m", " ", "%0a%0d",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("given", HOSTILE)
+async def test_a_hostile_id_is_cleaned_and_bounded(routed: Server, given: str, lines: Lines) -> None:
+    """Sent as raw bytes: no client library would."""
+    body = json.dumps(BODY).encode()
+    reader, writer = await asyncio.open_connection("127.0.0.1", routed.port)
+    head = f"POST /generate HTTP/1.1\r\nHost: x\r\nConnection: close\r\nContent-Length: {len(body)}\r\nX-Request-ID: "
+    writer.write(head.encode() + given.encode("latin-1") + b"\r\n\r\n" + body)
+    answer = await reader.read()
+    writer.close()
+    status = int(answer.split()[1])
+    if status == 400:  # aiohttp's own parser: control characters, a field of more than 8190 bytes
+        assert not lines.access("/generate")
+        return
+    assert status == 200
+    echoed = re.search(rb"\r\nX-Request-ID: ([^\r\n]*)\r\n", answer)
+    assert echoed is not None and re.fullmatch(rb"[A-Za-z0-9._:/+=@~-]{1,128}|[A-Za-z0-9._:/+=@~_-]{1,128}", echoed[1])
+    assert {line["request_id"] for line in lines.access("/generate")} == {echoed[1].decode()}
+
+
+@pytest.mark.parametrize("given", [*HOSTILE, "line\nbreak", "\r\n", "", "\udcff\u2028", "好" * 5000])
+def test_whatever_is_given_becomes_one_short_safe_word(given: str) -> None:
+    cleaned = clean_request_id(given)
+    assert re.fullmatch(r"[A-Za-z0-9._:/+=@~_-]+", cleaned) and len(cleaned) <= MAX_REQUEST_ID
+
+
+def test_what_is_safe_is_kept() -> None:
+    for given in (
+        "9f1c2d3e-0000-4000-8000-1234567890ab",
+        "cmpl-A_b.c:d/e+f=g@h~i",
+        "00-4bf92f3577b34da6a3ce929d0e0e4736",
+    ):
+        assert clean_request_id(given) == given
