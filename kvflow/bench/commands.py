@@ -142,6 +142,26 @@ def guards(
 
 
 @app.command()
+def serve(
+    model: Annotated[str, typer.Option("--model-path", help="The model to serve; empty: the demo model.")] = "",
+    api: Annotated[str, typer.Option(help="The streaming API: completions (OpenAI's) or generate.")] = "completions",
+    clients: Annotated[str, typer.Option(help="Clients at once, separated by commas.", metavar="N,N")] = "1,16",
+    new_tokens: Annotated[int, typer.Option(help="Tokens of each completion.", min=2)] = 256,
+    turns: Annotated[int, typer.Option(help="Interleaved turns of each case.", min=1)] = 5,
+    threads: Annotated[int, typer.Option(help="Torch threads of every process.", min=1)] = 1,
+    streams: Annotated[int, typer.Option(help="Streams at once beside which GETs are timed; 0: none.", min=0)] = 256,
+    tree: Annotated[list[Path] | None, _checkout("Also the server of this checkout, in the same turns.")] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Tokens/s of `kvflow up`, streamed through its router, divided by stock transformers' `generate`."""
+    from kvflow.bench.serve import ServePlan, bench_serve
+
+    counts = tuple(map(int, clients.split(",")))
+    plan = ServePlan(model, api, counts, new_tokens, turns, threads, streams, trees=tuple(map(str, tree or ())))
+    _report(bench_serve(plan, _say), as_json)
+
+
+@app.command()
 def profile(
     tree: Annotated[list[Path], _checkout("Root of a checkout.")],
     plane: Annotated[str, typer.Option("--transfer-backend", help="Data plane.")] = "local",

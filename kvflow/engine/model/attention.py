@@ -1,4 +1,7 @@
-"""The attention function `kvflow`: scaled dot product attention over one packed row, one sequence after the other."""
+"""The attention function `kvflow`: scaled dot product attention over one packed row of chunks or decoding sequences.
+
+Chunks attend one sequence after the other; sequences that decode one token each do so together, in one call.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +11,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from transformers import AttentionInterface
 
-from kvflow.engine.model.step import Span, Step, current
+from kvflow.engine.model.step import Batch, Span, Step, current
 
 NAME = "kvflow"
 
@@ -32,9 +35,9 @@ def packed_attention(
     s_aux: torch.Tensor | None = None,
     **_: Any,
 ) -> tuple[torch.Tensor, None]:
-    """`query` [1, heads, tokens, dim] and `key`/`value` [1, kv heads, keys, dim] are divided by the step's spans.
+    """`query` [1, heads, tokens, dim] and `key`/`value` [1, kv heads, keys, dim] are divided by the step.
 
-    Keys outside every span are never read. `dropout` and `attention_mask` belong to transformers' call, and are unused.
+    `dropout` and `attention_mask` belong to transformers' call, and are unused.
     """
     step = current.step
     if step is None:
@@ -42,25 +45,45 @@ def packed_attention(
     window = sliding_window or 0
     if WindowRecorder.windows is not None:
         WindowRecorder.windows[getattr(module, "layer_idx", -1)] = window
+    if step.batches:
+        found = [_batched(batch, query, key, value, scaling, window, softcap, s_aux) for batch in step.batches]
+        return found[0] if len(found) == 1 else torch.cat(found, dim=1), None
     out = query.new_empty(1, query.shape[2], query.shape[1], value.shape[-1])
     for span in step.spans:
         q = query[:, :, span.q0 : span.q1]
-        first = max(span.k0, span.k1 - window) if window and span.q1 - span.q0 == 1 else span.k0
-        k, v = key[:, :, first : span.k1], value[:, :, first : span.k1]
+        k, v = key[:, :, span.k0 : span.k1], value[:, :, span.k0 : span.k1]
         if softcap or s_aux is not None:
             attended = _plain(step, q, k, v, scaling, window, softcap, s_aux)
-        elif span.q1 - span.q0 == 1:
-            attended = _one_query(q, k, v, scaling)
         else:
             attended = _many_queries(step, span, q, k, v, scaling, window)
         out[:, span.q0 : span.q1] = attended.transpose(1, 2)
     return out, None
 
 
-def _one_query(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scaling: float | None) -> torch.Tensor:
-    """Decode: the heads of a group become queries of one head, so no key has to be repeated."""
-    folded = q.reshape(1, k.shape[1], -1, q.shape[-1])
-    return F.scaled_dot_product_attention(folded, k, v, scale=scaling).reshape(1, -1, 1, v.shape[-1])
+def _batched(
+    batch: Batch, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scaling: float | None, window: int,
+    softcap: float | None, sinks: torch.Tensor | None,
+) -> torch.Tensor:  # fmt: skip
+    """One query of every row: the heads of a group become queries of one head, so no key has to be repeated."""
+    rows, last = batch.q1 - batch.q0, min(batch.keys, window or batch.keys)
+    k, v = _keys_of(batch, key, last), _keys_of(batch, value, last)
+    q = query[:, :, batch.q0 : batch.q1]
+    q = (q if rows == 1 else q[0].transpose(0, 1)).reshape(rows, k.shape[1], -1, query.shape[-1])
+    mask = batch.mask(last, q.dtype)
+    if softcap or sinks is not None:
+        scores = _scores(q, k, scaling, softcap)
+        attended = _weighted(scores if mask is None else scores + mask, sinks, v)
+    else:
+        attended = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scaling)
+    return attended.reshape(1, rows, -1, v.shape[-1])
+
+
+def _keys_of(batch: Batch, states: torch.Tensor, last: int) -> torch.Tensor:
+    """[rows, kv heads, last, dim] of `states` [1, kv heads, keys, dim]."""
+    found = states[:, :, batch.k0 : batch.k1]
+    if (rows := batch.q1 - batch.q0) > 1:
+        found = found.view(-1, rows, batch.keys, states.shape[-1]).transpose(0, 1)
+    return found if last == batch.keys else found[:, :, -last:]
 
 
 def _many_queries(
@@ -81,15 +104,24 @@ def _plain(
     groups = q.shape[1] // k.shape[1]
     k, v = k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1)
     queries, keys = q.shape[2], k.shape[2]
-    scores = (q @ k.transpose(-1, -2)) * (q.shape[-1] ** -0.5 if scaling is None else scaling)
-    if softcap:
-        scores = softcap * torch.tanh(scores / softcap)
-    if queries > 1:
+    scores = _scores(q, k, scaling, softcap)
+    if queries > 1 or window:
         scores = scores.masked_fill(~step.mask(queries, keys, window), float("-inf"))
+    return _weighted(scores, sinks, v)
+
+
+def _scores(q: torch.Tensor, k: torch.Tensor, scaling: float | None, softcap: float | None) -> torch.Tensor:
+    scores = (q @ k.transpose(-1, -2)) * (q.shape[-1] ** -0.5 if scaling is None else scaling)
+    return softcap * torch.tanh(scores / softcap) if softcap else scores
+
+
+def _weighted(scores: torch.Tensor, sinks: torch.Tensor | None, v: torch.Tensor) -> torch.Tensor:
+    """`scores` [batch, kv heads, queries, keys]; a head's sink takes its share of the weights, and adds nothing."""
+    keys = scores.shape[-1]
     if sinks is not None:
-        scores = torch.cat([scores, sinks.view(1, -1, 1, 1).expand(1, -1, queries, 1)], dim=-1)
-    weights = torch.softmax(scores, dim=-1, dtype=torch.float32).to(v.dtype)[..., :keys]
-    return weights @ v
+        share = sinks.view(1, scores.shape[1], -1, 1)  # one for each head, which are queries where they are grouped
+        scores = torch.cat([scores, share.expand(scores.shape[0], -1, scores.shape[2], 1)], dim=-1)
+    return torch.softmax(scores, dim=-1, dtype=torch.float32).to(v.dtype)[..., :keys] @ v
 
 
 AttentionInterface.register(NAME, packed_attention)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -12,14 +13,40 @@ from kvflow.engine.model.step import Step
 from kvflow.memory.pool import PagedPool
 
 
+class PagedStream:
+    """K or V of one layer: a view [pages, page size, heads, dim] of the pool. Nothing else writes it."""
+
+    def __init__(self, pages: torch.Tensor) -> None:
+        count, page_size, heads, dim = pages.shape
+        row = heads * dim
+        step = math.gcd(pages.stride(0), row)
+        # The same memory as overlapping rows of one slot each, `step` elements apart: gathering rows of a contiguous
+        # dimension costs a third of gathering pages that lie apart.
+        self._pages = pages
+        self._page_rows, self._slot_rows = pages.stride(0) // step, row // step
+        starts = (count - 1) * self._page_rows + (page_size - 1) * self._slot_rows + 1
+        self._rows = pages.as_strided((starts, row), (step, 1))
+
+    def exchange(self, step: Step, new: torch.Tensor) -> torch.Tensor:
+        """Write the new states [batch, heads, tokens, dim]; returns [batch, heads, keys, dim]: all that the step's rows
+        attend to."""
+        batch, heads, tokens, dim = new.shape
+        flat = new.transpose(1, 2).reshape(batch * tokens, heads, dim)
+        self._pages.index_put_((step.write_pages, step.write_slots), flat)
+        rows = step.gather(self._page_rows, self._slot_rows)
+        if rows is None:
+            return new
+        return self._rows.index_select(0, rows).view(step.batch, -1, heads, dim).transpose(1, 2)
+
+
 class PagedLayer(CacheLayerMixin):
-    """One layer's K and V, as views [pages, page size, heads, dim] of the pool. Nothing else writes K and V."""
+    """One layer's K and V."""
 
     is_sliding = False
 
     def __init__(self, cache: PagedCache, keys: torch.Tensor, values: torch.Tensor) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._cache, self._k, self._v = cache, keys, values
+        self._cache, self._k, self._v = cache, PagedStream(keys), PagedStream(values)
         self.is_initialized = True
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
@@ -30,7 +57,7 @@ class PagedLayer(CacheLayerMixin):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Write the new states [batch, heads, tokens, dim] in place; return all that the step's rows may attend to."""
         step = self._cache.step
-        return _exchange(step, self._k, key_states), _exchange(step, self._v, value_states)
+        return self._k.exchange(step, key_states), self._v.exchange(step, value_states)
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         return self._cache.step.past + query_length, 0
@@ -53,17 +80,3 @@ class PagedCache(Cache):
             for s in layers
         ]
         super().__init__(layers=paged)
-
-
-def _exchange(step: Step, pages: torch.Tensor, new: torch.Tensor) -> torch.Tensor:
-    batch, heads, tokens, dim = new.shape
-    flat = new.transpose(1, 2).reshape(batch * tokens, heads, dim)
-    pages.index_put_((step.write_pages, step.write_slots), flat)
-    if step.read_pages is None:
-        return new
-    found = pages.index_select(0, step.read_pages).view(-1, heads, dim)
-    if step.pick is not None:
-        found = found.index_select(0, step.pick)
-    elif step.keys:
-        found = found[: step.keys]
-    return found.view(step.batch, -1, heads, dim).transpose(1, 2)

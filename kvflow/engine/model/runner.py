@@ -60,8 +60,8 @@ class Runner:
 
     def _forward_packed(self, rows: list[Row]) -> torch.Tensor:
         step = Step(rows, self._page_size)
-        ends = [s.q1 - 1 for s, r in zip(step.spans, rows, strict=True) if r.wants_logits]
-        keep = torch.tensor(ends, dtype=torch.long)
+        step.pack()
+        keep = torch.tensor([last for last, r in zip(step.last, rows, strict=True) if r.wants_logits], dtype=torch.long)
         current.step = self._cache.step = step
         try:
             logits = self._call(step.ids[None], step.positions[None], keep, None)
@@ -74,10 +74,10 @@ class Runner:
         new = rows[0].new
         mask = step.pad(new)
         if mask is None and not self._takes_positions:
-            mask = torch.ones(step.batch, step.keys, dtype=torch.long)
+            mask = torch.ones(step.batch, step.past + new, dtype=torch.long)
         self._cache.step = step
         logits = self._call(step.ids.view(step.batch, new), step.positions.view(step.batch, new), 1, mask)
-        return logits if step.batch > 1 else logits[-1:]
+        return logits[step.last] if step.batch > 1 else logits[-1:]
 
     def _call(self, ids: torch.Tensor, positions: torch.Tensor, keep: Any, mask: torch.Tensor | None) -> torch.Tensor:
         """Logits [kept tokens, vocabulary] of a packed row, or of the last token of each padded one."""

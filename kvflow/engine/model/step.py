@@ -1,14 +1,20 @@
-"""One model step for the cache and the attention function: slots to write, pages to gather, keys that a row sees."""
+"""One model step for the cache and the attention function: slots to write, slots to gather, keys that a row sees."""
 
 from __future__ import annotations
 
+import itertools
 import threading
 from typing import NamedTuple
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from kvflow.engine.model.sequence import Sequence
+
+# A batch of decoding rows is one attention call over keys padded to its longest row. Rows of very different lengths are
+# divided: padding may take this share of the keys, plus as much as another call costs.
+_PADDED_SHARE, _CALL_KEYS = 0.25, 512
 
 
 class Row(NamedTuple):
@@ -32,66 +38,151 @@ class Span(NamedTuple):
     k1: int
 
 
-class Step:
-    """`write_*` int64 [tokens]; `read_pages` int64 [pages] in row order, None when no row has a past.
+class Batch:
+    """Rows of one query each, whose keys are padded on the left to `keys`: queries q0..q1, keys from k0 on."""
 
-    Packed steps have `spans`. Padded ones have `batch` rows, `past` tokens before the new ones, and `pick`: which
-    gathered slots make up the [batch, past + new] keys (None: the first ones, in order).
+    def __init__(self, q0: int, lengths: list[int], k0: int) -> None:
+        """`lengths` ascend."""
+        self.q0, self.q1, self.k0 = q0, q0 + len(lengths), k0
+        self.keys, self._shortest = lengths[-1], lengths[0]
+        self.k1 = k0 + len(lengths) * self.keys
+        self._lengths = lengths
+        self._masks: dict[tuple[int, torch.dtype], torch.Tensor | None] = {}
+
+    def positions(self) -> NDArray[np.int64]:
+        """[rows, keys]: the position in its sequence of every key; padding repeats the row's own first one, so no other
+        sequence is read."""
+        shifts = np.array([self.keys - length for length in self._lengths])[:, None]
+        found: NDArray[np.int64] = np.maximum(np.arange(self.keys) - shifts, 0)
+        return found
+
+    def mask(self, last: int, dtype: torch.dtype) -> torch.Tensor | None:
+        """[rows, 1, 1, last], to be added to the scores of the `last` keys; None when none of them is padding."""
+        if last <= self._shortest:
+            return None
+        if (last, dtype) not in self._masks:
+            padding = np.arange(last) < np.array([last - length for length in self._lengths])[:, None]
+            mask = torch.zeros(padding.shape, dtype=dtype).masked_fill_(torch.from_numpy(padding), float("-inf"))
+            self._masks[last, dtype] = mask[:, None, None]
+        return self._masks[last, dtype]
+
+
+class Step:
+    """`write_*` int64 [tokens]: page and slot of every new token. `last` is the index of each row's last query.
+
+    Packed steps have `spans`, or, where every row decodes one token, `batches`. Padded ones have `batch` rows, and
+    `past` tokens before the new ones.
     """
 
     def __init__(self, rows: list[Row], page_size: int) -> None:
+        self._page_size = page_size
         starts = [r.sequence.computed for r in rows]
-        positions = np.concatenate([np.arange(s, s + r.new) for s, r in zip(starts, rows, strict=True)])
-        tokens = [r.sequence.tokens[s : r.end] for s, r in zip(starts, rows, strict=True)]
-        self.ids = torch.from_numpy(np.concatenate(tokens))
+        self.decodes = 0 not in starts and all(r.new == 1 for r in rows)
+        order = list(range(len(rows)))
+        if self.decodes and len(rows) > 1:  # rows of similar lengths stand beside each other
+            order.sort(key=starts.__getitem__)
+            rows, starts = [rows[i] for i in order], [starts[i] for i in order]
+        self._starts, self._counts = starts, [r.new for r in rows]
+        self._ends = [r.end for r in rows]
+        self._query_ends = list(itertools.accumulate(self._counts))
+        self.last = [0] * len(rows)
+        for i, end in zip(order, self._query_ends, strict=True):
+            self.last[i] = end - 1
+        self.ids = torch.from_numpy(
+            np.concatenate([r.sequence.tokens[s : r.end] for s, r in zip(starts, rows, strict=True)])
+        )
+        self._pages = [r.sequence.pages for r in rows]
+        positions = np.concatenate([np.arange(s, e) for s, e in zip(starts, self._ends, strict=True)])
         self.positions = torch.from_numpy(positions)
-        pages = [r.sequence.pages[: -(-r.end // page_size)] for r in rows]
-        inside = positions // page_size
-        first = np.cumsum([0] + [p.size for p in pages[:-1]])
-        all_pages = np.concatenate(pages).astype(np.int64)
-        counts = [r.new for r in rows]
-        self.write_pages = torch.from_numpy(all_pages[inside + np.repeat(first, counts)])
-        self.write_slots = torch.from_numpy(positions - inside * page_size)
-        has_past = any(starts)
-        self.read_pages = torch.from_numpy(all_pages) if has_past else None
-        self.batch, self.past, self.keys = 1, max(starts), 0
-        self.pick: torch.Tensor | None = None
-        ends = np.cumsum(counts).tolist()
-        key_starts = (first * page_size).tolist() if has_past else [0, *ends[:-1]]
-        self.spans = [
-            Span(q1 - r.new, q1, k0, k0 + (r.end if has_past else r.new))
-            for r, q1, k0 in zip(rows, ends, key_starts, strict=True)
-        ]
-        self.masks: dict[tuple[int, int, int], torch.Tensor] = {}
+        pages, slots = self._places(np.repeat(np.arange(len(rows)), self._counts), positions)
+        self.write_pages, self.write_slots = torch.from_numpy(pages), torch.from_numpy(slots)
+        self.batch, self.past = 1, max(starts)
+        self.spans: list[Span] = []
+        self.batches: list[Batch] = []
+        self._read: tuple[NDArray[np.int64], NDArray[np.int64]] | None = None
+        self._gathers: dict[tuple[int, int], torch.Tensor] = {}
+        self._masks: dict[tuple[int, int, int], torch.Tensor] = {}
+
+    def pack(self) -> None:
+        """Make it one row, whose keys are divided by `spans` or `batches`."""
+        if self.decodes:
+            self.batches = self._batches()
+            self._read = self._read_batches(self.batches)
+            return
+        lengths = self._counts
+        if self.past:
+            lengths = self._ends
+            positions = np.concatenate([np.arange(end) for end in lengths])
+            self._read = self._places(np.repeat(np.arange(len(lengths)), lengths), positions)
+        key_ends = itertools.accumulate(lengths)
+        for new, q1, length, k1 in zip(self._counts, self._query_ends, lengths, key_ends, strict=True):
+            self.spans.append(Span(q1 - new, q1, k1 - length, k1))
 
     def pad(self, new: int) -> torch.Tensor | None:
-        """Turn a step whose rows have `new` tokens each into a left-padded batch.
+        """Make it a left-padded batch of rows with `new` tokens each.
 
-        Padding repeats the row's own first key, so no other sequence is read. Returns the attention mask [batch, keys],
-        None when nothing is padded.
+        Returns the attention mask [batch, keys], None when nothing is padded.
         """
-        self.batch = len(self.spans)
-        lengths = np.array([s.k1 - s.k0 for s in self.spans])
-        self.keys = int(lengths.max())
-        self.past = self.keys - new
-        if self.batch == 1:
+        self.batch, keys = len(self._ends), max(self._ends)
+        rows = Batch(0, self._ends, 0)
+        if self.past:
+            self._read = self._read_batches([rows])
+        self.past = keys - new
+        if min(self._ends) == keys:
             return None
-        starts = np.array([s.k0 for s in self.spans])
-        slots = np.arange(self.keys)[None, :] - (self.keys - lengths)[:, None]
-        self.pick = torch.from_numpy((starts[:, None] + np.maximum(slots, 0)).reshape(-1))
-        return torch.from_numpy((slots >= 0).astype(np.int64)) if int(lengths.min()) < self.keys else None
+        return torch.from_numpy((np.arange(keys) >= keys - np.array(self._ends)[:, None]).astype(np.int64))
+
+    def gather(self, page_rows: int, slot_rows: int) -> torch.Tensor | None:
+        """Int64 [keys]: rows to gather where a page is `page_rows` rows from the next one and a slot `slot_rows`; None
+        when the new states are all there is."""
+        if self._read is None:
+            return None
+        found = self._gathers.get((page_rows, slot_rows))
+        if found is None:
+            pages, slots = self._read
+            found = self._gathers[page_rows, slot_rows] = torch.from_numpy(pages * page_rows + slots * slot_rows)
+        return found
 
     def mask(self, queries: int, keys: int, window: int) -> torch.Tensor:
         """Boolean [queries, keys]: each of the last `queries` positions sees itself and earlier ones, `window` in all
         (0: no limit)."""
-        found = self.masks.get((queries, keys, window))
+        found = self._masks.get((queries, keys, window))
         if found is None:
             q = torch.arange(keys - queries, keys)[:, None]
             k = torch.arange(keys)[None, :]
             found = k <= q
             if window:
                 found &= k > q - window
-            self.masks[queries, keys, window] = found
+            self._masks[queries, keys, window] = found
+        return found
+
+    def _places(
+        self, rows: NDArray[np.int64], positions: NDArray[np.int64]
+    ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """Page and slot of each position of the row beside it."""
+        pages = self._pages[0]
+        inside = positions // self._page_size
+        slots = positions - inside * self._page_size
+        if len(self._pages) > 1:
+            pages = np.concatenate(self._pages)
+            inside += np.cumsum([0, *(p.size for p in self._pages[:-1])])[rows]
+        return pages.astype(np.int64).take(inside), slots
+
+    def _read_batches(self, batches: list[Batch]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        rows = np.concatenate([np.repeat(np.arange(b.q0, b.q1), b.keys) for b in batches])
+        return self._places(rows, np.concatenate([b.positions().reshape(-1) for b in batches]))
+
+    def _batches(self) -> list[Batch]:
+        """Consecutive rows, in order of their lengths, as far as padding them to the longest one is worth it."""
+        found: list[Batch] = []
+        first = used = k0 = 0
+        for i, length in enumerate(self._ends):
+            padded = (i + 1 - first) * length
+            if padded - used - length > _PADDED_SHARE * used + _CALL_KEYS:
+                found.append(Batch(first, self._ends[first:i], k0))
+                first, used, k0 = i, 0, found[-1].k1
+            used += length
+        found.append(Batch(first, self._ends[first:], k0))
         return found
 
 

@@ -1,0 +1,218 @@
+"""`kvflow bench serve`: tokens per second of `kvflow up`, streamed through its router, beside stock `generate`.
+
+Stock transformers is one process with the same threads that completes the same prompts as one batch. Turns interleave:
+each is one batch of stock's and the same prompts as concurrent streams of every server, so a ratio is of one turn. Then
+many streams at once, and short GETs beside them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import sys
+import time
+from collections.abc import AsyncIterator, Callable
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass
+from typing import Any
+from urllib.parse import urlsplit
+
+import numpy as np
+
+from kvflow.bench.pair import Process
+from kvflow.demo_model import DEMO_MODEL_DIR
+from kvflow.protocols.errors import KvflowError
+
+PROMPT_TOKENS = 32
+PING_PAUSE_S = 0.01
+START_TIMEOUT_S, STOP_TIMEOUT_S = 120.0, 15.0
+HERE = "this tree"
+
+Say = Callable[[str], None]
+Urls = dict[str, str]
+"""URLs of one `kvflow up`: router, prefill, decode."""
+
+
+@dataclass(frozen=True)
+class ServePlan:
+    """What is measured. `trees`: other checkouts whose servers are measured in the same turns."""
+
+    model: str = ""
+    api: str = "completions"
+    clients: tuple[int, ...] = (1, 16)
+    new_tokens: int = 256
+    turns: int = 5
+    threads: int = 1
+    streams: int = 256
+    stream_tokens: int = 64
+    trees: tuple[str, ...] = ()
+
+
+async def bench_serve(plan: ServePlan, say: Say) -> dict[str, Any]:
+    """Returns {"clients": {number: {server: figures}}, "beside": {server: latencies of GETs}}.
+
+    Raises: KvflowError when a server does not start, or answers with other tokens than were asked for.
+    """
+    model = plan.model or str(DEMO_MODEL_DIR)
+    report: dict[str, Any] = {"api": plan.api, "new_tokens": plan.new_tokens, "threads": plan.threads}
+    async with AsyncExitStack() as stack:
+        stock, client = [
+            await stack.enter_async_context(_process(module)) for module in ("stock_worker", "stream_client")
+        ]
+        await stock.ask("setup", model=model, threads=plan.threads)
+        servers: dict[str, Urls] = {}
+        for tree in ("", *plan.trees):
+            servers[tree or HERE] = await stack.enter_async_context(serving(model, plan, tree))
+        report["clients"] = {}
+        for clients in plan.clients:
+            report["clients"][str(clients)] = await _beside_stock(plan, clients, servers, stock, client, say)
+        if plan.streams:
+            report["beside"] = {name: await _gets_beside_streams(plan, urls, client) for name, urls in servers.items()}
+            say(f"GETs beside {plan.streams} streams: {report['beside']}")
+    return report
+
+
+async def _beside_stock(
+    plan: ServePlan, clients: int, servers: dict[str, Urls], stock: Process, client: Process, say: Say
+) -> dict[str, Any]:
+    """Every server's tokens per second at so many clients, whole requests and after all first tokens; and stock's."""
+    prompts = [prompt_of(i) for i in range(clients)]
+    total = clients * plan.new_tokens
+    seen: dict[str, list[tuple[float, ...]]] = {name: [] for name in servers}
+    for turn in range(-1, plan.turns):  # the first one warms up
+        reference = await stock.ask("generate", prompts=prompts, new_tokens=plan.new_tokens)
+        names = list(servers)
+        for name in names[:: 1 if turn % 2 else -1]:
+            got = await _streamed(client, servers[name]["router"], plan.api, prompts, plan.new_tokens)
+            _check(name, got["tokens"], reference["tokens"], plan.new_tokens)
+            if turn >= 0:
+                rates = total / got["seconds"], (total - clients) / got["after_first_s"], got["first_s"] * 1e3
+                seen[name].append((total / reference["seconds"], *rates))
+    found: dict[str, Any] = {}
+    for name, turns in seen.items():
+        stock_rate, rate, later_rate, first_ms = (list(column) for column in zip(*turns, strict=True))
+        found[name] = {
+            "ratio": _places([a / b for a, b in zip(rate, stock_rate, strict=True)]),
+            "ratio_after_first": _places([a / b for a, b in zip(later_rate, stock_rate, strict=True)]),
+            "tokens_per_s": _places(rate),
+            "stock_tokens_per_s": _places(stock_rate),
+            "first_token_ms": _places(first_ms),
+        }
+        say(f"{clients} clients, {name}: {found[name]['ratio']} of stock, {found[name]['tokens_per_s']} tokens/s")
+    return found
+
+
+async def _gets_beside_streams(plan: ServePlan, urls: Urls, client: Process) -> dict[str, Any]:
+    """Latency of GET /health at the router and at decode, idle and beside `plan.streams` streams."""
+    found: dict[str, Any] = {}
+    for beside in (0, plan.streams):
+        streams: asyncio.Future[Any] | None = None
+        if beside:
+            prompts = [prompt_of(i) for i in range(beside)]
+            streams = asyncio.ensure_future(_streamed(client, urls["router"], plan.api, prompts, plan.stream_tokens))
+        for name, latencies in (await _pings(urls, streams)).items():
+            p50, p99, largest = np.percentile(latencies, (50, 99, 100)) * 1e3
+            found[f"{name} {'beside' if beside else 'idle'}"] = {
+                "gets": len(latencies),
+                "p50_ms": round(float(p50), 2),
+                "p99_ms": round(float(p99), 2),
+                "max_ms": round(float(largest), 2),
+            }
+        if streams is not None:
+            got = await streams
+            found["tokens_per_s"] = round(beside * plan.stream_tokens / got["seconds"], 1)
+    return found
+
+
+async def _pings(urls: Urls, until: asyncio.Future[Any] | None) -> dict[str, list[float]]:
+    """Seconds of one GET after another at each role, until the streams have ended; 100 each where there are none."""
+    seen: dict[str, list[float]] = {"router": [], "decode": []}
+    connections = {role: await _connected(urls[role]) for role in seen}
+    try:
+        while len(seen["router"]) < 100 if until is None else not until.done():
+            for role, (reader, writer) in connections.items():
+                begun = time.perf_counter()
+                writer.write(f"GET /health HTTP/1.1\r\nHost: {urlsplit(urls[role]).netloc}\r\n\r\n".encode())
+                head = await reader.readuntil(b"\r\n\r\n")
+                length = next(int(line[15:]) for line in head.split(b"\r\n") if line.startswith(b"Content-Length:"))
+                await reader.readexactly(length)
+                seen[role].append(time.perf_counter() - begun)
+            await asyncio.sleep(PING_PAUSE_S)
+    finally:
+        for _, writer in connections.values():
+            writer.close()
+    return seen
+
+
+async def _connected(url: str) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+    parts = urlsplit(url)
+    return await asyncio.open_connection(parts.hostname, parts.port)
+
+
+async def _streamed(client: Process, url: str, api: str, prompts: list[list[int]], new_tokens: int) -> dict[str, Any]:
+    return await client.ask("stream", url=url, api=api, prompts=prompts, new_tokens=new_tokens)
+
+
+def _check(name: str, tokens: list[Any], expected: list[list[int]], new_tokens: int) -> None:
+    """A rate of other tokens would prove nothing. Raises: KvflowError."""
+    for i, found in enumerate(tokens):
+        if found != (expected[i] if isinstance(found, list) else new_tokens):
+            raise KvflowError(f"{name}: stream {i} has {found}, stock generate {expected[i]}")
+
+
+def prompt_of(index: int) -> list[int]:
+    """Token ids that the demo model knows, other ones for every index."""
+    return [(j * 7 + index * 13) % 4000 + 3 for j in range(PROMPT_TOKENS)]
+
+
+def _places(values: list[float]) -> dict[str, float]:
+    low, middle, high = np.percentile(values, (0, 50, 100))
+    return {"median": round(float(middle), 3), "min": round(float(low), 3), "max": round(float(high), 3)}
+
+
+@asynccontextmanager
+async def _process(module: str) -> AsyncIterator[Process]:
+    process = await Process.spawn(sys.executable, "-m", f"kvflow.bench.{module}", name=module)
+    try:
+        yield process
+    finally:
+        await process.close()
+
+
+@asynccontextmanager
+async def serving(model: str, plan: ServePlan, tree: str = "") -> AsyncIterator[Urls]:
+    """`kvflow up` of this checkout, or of `tree`. Raises: KvflowError when it does not start."""
+    env = {**os.environ, "OMP_NUM_THREADS": str(plan.threads), "PYTHONUNBUFFERED": "1"}
+    if tree:
+        env |= {"PYTHONPATH": tree, "PYTHONDONTWRITEBYTECODE": "1", "PYTHONSAFEPATH": "1"}
+    child = await asyncio.create_subprocess_exec(
+        sys.executable, "-m", "kvflow.cli", "up", "--port", "0", "--model-path", model, "--log-level", "warning",
+        stdout=asyncio.subprocess.PIPE, env=env,
+    )  # fmt: skip
+    try:
+        async with asyncio.timeout(START_TIMEOUT_S):
+            urls = await _announced(child)
+        yield urls
+    finally:
+        if child.returncode is None:
+            child.send_signal(signal.SIGTERM)
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(STOP_TIMEOUT_S):
+                    await child.wait()
+        if child.returncode is None:
+            child.kill()
+            await child.wait()
+
+
+async def _announced(child: asyncio.subprocess.Process) -> Urls:
+    """The roles' URLs, which `kvflow up` prints once all of them are healthy."""
+    urls: Urls = {}
+    assert child.stdout is not None
+    while "router" not in urls:
+        line = (await child.stdout.readline()).decode().split()
+        if not line:
+            raise KvflowError(f"kvflow up ended with status {await child.wait()} before it was ready")
+        urls[line[0]] = line[1]
+    return urls

@@ -1,0 +1,103 @@
+"""How a step divides decoding rows into attention calls, and what each of them reads."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+import torch
+
+from kvflow.engine.model.load import LoadedModel, load_model
+from kvflow.engine.model.sequence import Sequence
+from kvflow.engine.model.step import Row, Step
+from kvflow.memory.pool import PagedPool
+from kvflow.protocols.pages.layout import Order, build_layout
+from tests.engine import tiny_models
+from tests.engine.pair import prompt_of
+
+PAGE = 4
+
+
+def decoding(lengths: list[int], num_pages: int = 4096) -> list[Sequence]:
+    """Sequences of so many tokens, the last of which is new, over scattered pages."""
+    pages = np.random.default_rng(1).permutation(num_pages).astype(np.int32)
+    found = []
+    for i, length in enumerate(lengths):
+        s = Sequence(i, prompt_of(length, i), 8, PAGE)
+        count = s.pages_missing(length)
+        s.add_pages(pages[:count])
+        pages, s.computed = pages[count:], length - 1
+        found.append(s)
+    return found
+
+
+def packed(sequences: list[Sequence]) -> Step:
+    step = Step([Row(s, 1) for s in sequences], PAGE)
+    step.pack()
+    return step
+
+
+def test_rows_of_similar_lengths_are_one_call() -> None:
+    step = packed(decoding([70, 64, 90, 81]))
+    assert [(b.q0, b.q1, b.k0, b.keys) for b in step.batches] == [(0, 4, 0, 90)]
+    assert step.last == [1, 0, 3, 2], "ordered by length"
+    assert step.ids.tolist() == [prompt_of(n, i)[-1] for n, i in ((64, 1), (70, 0), (81, 3), (90, 2))]
+    assert step.positions.tolist() == [63, 69, 80, 89]
+
+
+@pytest.mark.parametrize("lengths", [[2, 4000, 2, 2], [10, 5000, 600, 30, 5, 5001], [7] * 20 + [3000], [100, 90, 1500]])
+def test_a_long_row_does_not_pad_all_the_others(lengths: list[int]) -> None:
+    step = packed(decoding(lengths))
+    assert 1 < len(step.batches) <= len(set(lengths))
+    assert step.batches[-1].q1 == len(lengths) and [b.q0 for b in step.batches[1:]] == [b.q1 for b in step.batches[:-1]]
+    gathered = step.gather(PAGE, 1)
+    assert gathered is not None and gathered.numel() == step.batches[-1].k1
+    assert gathered.numel() <= 1.25 * sum(lengths) + 512 * len(step.batches)
+
+
+def test_what_is_gathered_is_each_rows_own_and_in_order() -> None:
+    sequences = decoding([5, 17, 16, 1 + PAGE])
+    step = packed(sequences)
+    gathered = step.gather(PAGE, 1)
+    assert gathered is not None
+    (batch,) = step.batches
+    for s, row in zip(sorted(sequences, key=lambda s: s.length), gathered.view(-1, batch.keys), strict=True):
+        own = (s.pages.astype(np.int64)[:, None] * PAGE + np.arange(PAGE)).reshape(-1)[: s.length]
+        assert row[batch.keys - s.length :].tolist() == own.tolist()
+        assert set(row[: batch.keys - s.length].tolist()) <= {int(own[0])}
+    mask = batch.mask(batch.keys, torch.float32)
+    assert mask is not None and torch.isneginf(mask).sum(-1).flatten().tolist() == [12, 12, 1, 0]
+    assert batch.mask(5, torch.float32) is None, "a window that every row fills needs no mask"
+
+
+@pytest.mark.parametrize("order", ["page_first", "layer_first"])
+@pytest.mark.parametrize("attention", ["packed", "pad"])
+@pytest.mark.parametrize("family", [*tiny_models.FAMILIES, "gpt_oss", "gemma4_shared_kv"])
+def test_a_batch_equals_its_rows_alone(
+    family: str, attention: str, order: Order, tiny: Callable[[str], object]
+) -> None:
+    """Windows, soft caps, sinks, grouped heads, latents: short rows, and one that is in a call of its own."""
+    model: LoadedModel = load_model(str(tiny(family)), attention=attention)
+    *sequences, chunk = decoding([3, 30, 300, 17, 40, 18, 31, 16, 9, 2, 21], 400)
+    layout = build_layout(model.streams, page_size=PAGE, num_pages=400, order=order)
+    pool = PagedPool.allocate(layout, shared=False)
+    for component in layout.components:
+        pool.tensor(component.name).fill_(float("nan"))
+    runner = model.runner(pool)
+    for s in sequences:
+        s.computed = 0
+        runner.forward([Row(s, s.length - 1, False)])
+        s.computed = s.length - 1
+    alone = torch.cat([runner.forward([Row(s, 1)]) for s in sequences])
+    together = runner.forward([Row(s, 1) for s in sequences])
+    assert bool(torch.isfinite(together).all())
+    assert torch.allclose(together, alone, atol=2e-3, rtol=1e-3)
+    assert together.argmax(-1).tolist() == alone.argmax(-1).tolist() and len(set(alone.argmax(-1).tolist())) > 3
+    chunk.computed = 0
+    among = runner.forward([*(Row(s, 1) for s in sequences), Row(chunk, 21)])[:-1]
+    assert torch.allclose(among, alone, atol=2e-3, rtol=1e-3), "beside a chunk, they attend one by one"
+    if attention == "packed":
+        assert len(packed(sequences).batches) > 1
+        some = runner.forward([Row(s, 1, i % 2 == 0) for i, s in enumerate(sequences)])
+        assert torch.allclose(some, alone[::2], atol=2e-3, rtol=1e-3)
