@@ -249,7 +249,7 @@ def test_values_out_of_range_are_named(params: dict[str, Any], text: str) -> Non
 async def test_ids_that_the_model_does_not_have(llama: LoadedModel, params: dict[str, Any], text: str) -> None:
     """By the limits, which the server consults before a room opens, and by both engines."""
     with pytest.raises(MisuseError, match=text):
-        EngineLimits(512, 512, 16, 100).check_sampling(SamplingParams(**params))
+        EngineLimits(512, 512, 16, 100).check_sampling(PROMPT, SamplingParams(**params))
     async with EnginePair(llama) as pair:
         for engine in (pair.prefill, pair.decode):
             with pytest.raises(MisuseError, match=text):

@@ -19,7 +19,7 @@ from kvflow.protocols.errors import MisuseError, WireError
         ("top_p", 0.0),
         ("top_p", 1.5),
         ("top_k", -2),
-        ("max_new_tokens", 0),
+        ("max_new_tokens", -1),
         ("logprobs", -1),
         ("logprobs", 1000),
         ("stop", ("",)),

@@ -45,7 +45,7 @@ def test_a_step_touches_its_own_slots_only(family: str, order: Order, loaded: Ca
     pool = pool_of(model, 20, order)
     runner = model.runner(pool)
     a, b = sequence_of(prompt_of(10), [7, 3, 12]), sequence_of(prompt_of(6, 1), [1, 18])
-    logits = runner.forward([Row(a, 9, False), Row(b, 6)])
+    logits = runner.forward([Row(a, 9, 0), Row(b, 6)])
     assert logits.shape == (1, 512) and bool(torch.isfinite(logits).all())
     a.computed, b.computed = 9, 6
     b.append(int(logits[0].argmax()))

@@ -6,6 +6,7 @@ Runs in the model thread. It reads and writes only pages of the rows that it is 
 from __future__ import annotations
 
 import inspect
+import itertools
 from typing import Any
 
 import torch
@@ -42,7 +43,7 @@ class Runner:
 
     @torch.inference_mode()
     def forward(self, rows: list[Row]) -> torch.Tensor:
-        """Compute every row's new tokens. Returns logits [rows that want them, vocabulary], in row order.
+        """Compute every row's new tokens. Returns logits [tokens that they are asked for, vocabulary], in row order.
 
         Every sequence must have pages for all of its tokens, the new ones included.
         """
@@ -56,12 +57,13 @@ class Runner:
         for r in rows:
             if r.new > 1 or not r.sequence.computed:
                 parts[id(r.sequence)] = self._forward_padded([r])
-        return torch.cat([parts[id(r.sequence)] for r in rows if r.wants_logits] or [torch.empty(0, 1)])
+        return torch.cat([parts[id(r.sequence)] for r in rows if r.logits] or [torch.empty(0, 1)])
 
     def _forward_packed(self, rows: list[Row]) -> torch.Tensor:
         step = Step(rows, self._page_size)
         step.pack()
-        keep = torch.tensor([last for last, r in zip(step.last, rows, strict=True) if r.wants_logits], dtype=torch.long)
+        wanted = [range(last + 1 - r.logits, last + 1) for last, r in zip(step.last, rows, strict=True)]
+        keep = torch.tensor(list(itertools.chain(*wanted)), dtype=torch.long)
         current.step = self._cache.step = step
         try:
             logits = self._call(step.ids[None], step.positions[None], keep, None)
@@ -76,8 +78,9 @@ class Runner:
         if mask is None and not self._takes_positions:
             mask = torch.ones(step.batch, step.past + new, dtype=torch.long)
         self._cache.step = step
-        logits = self._call(step.ids.view(step.batch, new), step.positions.view(step.batch, new), 1, mask)
-        return logits[step.last] if step.batch > 1 else logits[-1:]
+        count = max(1, rows[0].logits)
+        logits = self._call(step.ids.view(step.batch, new), step.positions.view(step.batch, new), count, mask)
+        return logits[step.last] if step.batch > 1 else logits[-count:]
 
     def _call(self, ids: torch.Tensor, positions: torch.Tensor, keep: Any, mask: torch.Tensor | None) -> torch.Tensor:
         """Logits [kept tokens, vocabulary] of a packed row, or of the last token of each padded one."""

@@ -131,7 +131,7 @@ def _paged(
             s.add_pages(order[: s.pages_missing(s.length)])
             order = order[s.page_count :]
         while any(s.computed < s.length - 1 for s in sequences):
-            rows = [Row(s, n, False) for s in sequences if (n := min(CHUNK, s.length - 1 - s.computed))]
+            rows = [Row(s, n, 0) for s in sequences if (n := min(CHUNK, s.length - 1 - s.computed))]
             runner.forward(rows)
             for r in rows:
                 r.sequence.computed += r.new

@@ -18,11 +18,11 @@ _PADDED_SHARE, _CALL_KEYS = 0.25, 512
 
 
 class Row(NamedTuple):
-    """`new` tokens of one sequence, from its `computed` on; `wants_logits` asks for the logits of the last of them."""
+    """`new` tokens of one sequence, from its `computed` on; `logits` of the last of them are asked for."""
 
     sequence: Sequence
     new: int
-    wants_logits: bool = True
+    logits: int = 1
 
     @property
     def end(self) -> int:

@@ -8,6 +8,8 @@ from collections.abc import AsyncGenerator
 from concurrent.futures import Executor
 from functools import partial
 
+import msgspec
+
 from kvflow.engine.model.load import LoadedModel
 from kvflow.engine.model.sequence import Prompt, Sequence
 from kvflow.engine.model.step import Row
@@ -18,6 +20,7 @@ from kvflow.engine.scheduler.handoff import HandOff
 from kvflow.engine.scheduler.limits import EngineLimits
 from kvflow.engine.scheduler.loop import EngineLoop
 from kvflow.engine.scheduler.params import EngineLoad, SamplingParams, TokenOut, finish
+from kvflow.engine.scheduler.prompt_logprobs import PromptLogprobs
 from kvflow.engine.scheduler.rooms import DecodeRoomPort
 from kvflow.engine.scheduler.sampling import Choice, Draw, choose
 from kvflow.memory.allocator import PageAllocator
@@ -79,7 +82,7 @@ class DecodeEngine(EngineLoop):
     def check(self, prompt: Prompt, params: SamplingParams) -> None:
         """Raises: MisuseError, CapacityError for a request that `admit` and `generate` would refuse."""
         self.limits.check_prompt(prompt)
-        self.limits.check_sampling(params)
+        self.limits.check_sampling(prompt, params)
         self._budget.check(self.limits.worst_pages(prompt, self.limits.new_tokens(prompt, params)))
 
     async def admit(self, prompt: Prompt, params: SamplingParams) -> Admission:
@@ -158,10 +161,20 @@ class DecodeEngine(EngineLoop):
             raise WireError(text)
         s.append(handoff.first_token)
         out = self._token_out(request, Choice(handoff.first_token, handoff.logprob, handoff.top_logprobs))
+        if (start := request.params.prompt_logprobs_from) is not None:
+            out = msgspec.structs.replace(out, prompt_logprobs=self._scores(request, start, handoff))
         if out.finish_reason is None:
             self._running[request.number] = request
             self._wake.set()
         return out
+
+    def _scores(self, request: _DecodeRequest, start: int, handoff: HandOff) -> PromptLogprobs:
+        """Raises: WireError unless prefill sent the log-probabilities that the request asks for."""
+        if (scores := handoff.prompt_logprobs) is None:
+            raise WireError("the hand-over has no logprobs of the prompt; prefill may be of another version")
+        top = min(request.params.logprobs or 0, self._model.vocab_size)
+        scores.check(start, request.sequence.prompt_length - 1 - start, top, self._model.vocab_size)
+        return scores
 
     def _token_out(self, request: _DecodeRequest, choice: Choice) -> TokenOut:
         generated = request.sequence.length - request.sequence.prompt_length

@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import msgspec
 
+from kvflow.engine.scheduler.prompt_logprobs import PromptLogprobs
 from kvflow.protocols.errors import WireError
 
 
 class HandOff(msgspec.Struct, frozen=True, tag="handoff.v1", kw_only=True):
-    """The first token, sampled by prefill from the prompt's last logits, and the prompt's token counts."""
+    """The first token, sampled by prefill from the prompt's last logits, the prompt's token counts, and its
+    log-probabilities where they were asked for."""
 
     first_token: int
     logprob: float | None = None
     top_logprobs: tuple[tuple[int, float], ...] = ()
     prompt_tokens: int
     cached_tokens: int = 0
+    prompt_logprobs: PromptLogprobs | None = None
 
     def encode(self) -> bytes:
         return _ENCODER.encode(self)

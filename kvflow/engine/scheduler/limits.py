@@ -8,6 +8,7 @@ import numpy as np
 
 from kvflow.engine.model.sequence import Prompt
 from kvflow.engine.scheduler.params import MAX_STOPS, SamplingParams
+from kvflow.engine.scheduler.prompt_logprobs import MAX_BYTES, size_bytes
 from kvflow.protocols.errors import CapacityError, MisuseError
 
 
@@ -41,11 +42,14 @@ class EngineLimits:
             raise CapacityError(
                 "tokens of the model's context for prompt + max_new_tokens", wanted, self.context_length
             )
-        if generates and (pages := self.worst_pages(prompt, params.max_new_tokens)) > self._num_pages:
+        if generates and (pages := self.worst_pages(prompt, max(1, params.max_new_tokens))) > self._num_pages:
             raise CapacityError("pages for prompt + max_new_tokens", pages, self._num_pages)
 
-    def check_sampling(self, params: SamplingParams) -> None:
-        """Raises: MisuseError for token ids that the model does not have, or so many bad words that none is left."""
+    def check_sampling(self, prompt: Prompt, params: SamplingParams) -> None:
+        """Raises: MisuseError for token ids that the model does not have, bad words that may leave none, a position
+        outside the prompt, more log-probabilities than a hand-over holds."""
+        if params.prompt_logprobs_from is not None:
+            self._check_scores(len(prompt), params.prompt_logprobs_from, params.logprobs or 0)
         self._check_ids("logit_bias", [token_id for token_id, _ in params.logit_bias])
         self._check_ids("bad_words", [token_id for word in params.bad_words for token_id in word])
         if params.bad_words and len(params.bad_words) + MAX_STOPS >= self._vocabulary:
@@ -54,6 +58,13 @@ class EngineLimits:
             )
             raise MisuseError(text)
 
+    def _check_scores(self, prompt_tokens: int, start: int, top: int) -> None:
+        if not 0 <= start < prompt_tokens:
+            raise MisuseError(f"logprob_start_len {start} is outside the prompt, 0..{prompt_tokens - 1}")
+        if (size := size_bytes(prompt_tokens, start, min(top, self._vocabulary))) > MAX_BYTES:
+            text = f"logprobs of {prompt_tokens - 1 - start} prompt tokens, {top} top ones at each, are {size} bytes"
+            raise MisuseError(f"{text}, limit {MAX_BYTES}; ask for fewer at each, or from a later token on")
+
     def _check_ids(self, name: str, ids: Sequence[int]) -> None:
         for token_id in (min(ids, default=0), max(ids, default=0)):
             if not 0 <= token_id < self._vocabulary:
@@ -61,8 +72,8 @@ class EngineLimits:
                 raise MisuseError(text)
 
     def new_tokens(self, prompt: Prompt, params: SamplingParams) -> int:
-        """`max_new_tokens`, cut to what fits the context."""
-        return min(params.max_new_tokens, self.context_length - len(prompt))
+        """`max_new_tokens`, cut to what fits the context; at least prefill's one."""
+        return min(max(1, params.max_new_tokens), self.context_length - len(prompt))
 
     def worst_pages(self, prompt: Prompt, new_tokens: int) -> int:
         """Pages of prompt and new tokens; the last new token is never fed back."""

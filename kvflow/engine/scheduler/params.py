@@ -8,6 +8,7 @@ from typing import Literal
 
 import msgspec
 
+from kvflow.engine.scheduler.prompt_logprobs import PromptLogprobs
 from kvflow.protocols.errors import MisuseError
 
 FinishReason = Literal["stop", "length"]
@@ -38,6 +39,9 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     the most likely token's probability, `logit_bias` is added by token id, `bad_words` are token sequences that are
     never completed. Before `min_new_tokens` no token ends the request. Log-probabilities are those of the model,
     whatever is set here.
+
+    `prompt_logprobs_from` asks for those of the prompt's tokens behind this position too. Prefill chooses one token
+    with every prompt: where `max_new_tokens` is 0 it is the caller's to drop.
     Raises: MisuseError naming the field, the value and the limit.
     """
 
@@ -50,6 +54,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     stop: tuple[str, ...] = ()
     ignore_eos: bool = False
     logprobs: int | None = None
+    prompt_logprobs_from: int | None = None
     min_new_tokens: int = 0
     min_p: float = 0.0
     frequency_penalty: float = 0.0
@@ -65,8 +70,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
             raise MisuseError(f"top_p {self.top_p} is outside (0, 1]")
         if self.top_k < -1:
             raise MisuseError(f"top_k {self.top_k} is below -1")
-        if self.max_new_tokens < 1:
-            raise MisuseError(f"max_new_tokens {self.max_new_tokens} is below 1")
+        if self.max_new_tokens < 0:
+            raise MisuseError(f"max_new_tokens {self.max_new_tokens} is below 0")
         if self.logprobs is not None and not 0 <= self.logprobs <= MAX_TOP_LOGPROBS:
             raise MisuseError(f"logprobs {self.logprobs} is outside 0..{MAX_TOP_LOGPROBS}")
         for name, entries in (("stop", self.stop), ("stop_token_ids", self.stop_token_ids)):
@@ -126,6 +131,7 @@ class TokenOut(msgspec.Struct, frozen=True):
     top_logprobs: tuple[tuple[int, float], ...] = ()
     finish_reason: FinishReason | None = None
     matched_stop: int | None = None
+    prompt_logprobs: PromptLogprobs | None = None  # with the first token at decode, where they were asked for
 
 
 class EngineLoad(msgspec.Struct, frozen=True):

@@ -12,6 +12,7 @@ from kvflow.engine.model.load import LoadedModel
 from kvflow.engine.model.sequence import Prompt, Sequence
 from kvflow.engine.model.step import Row
 from kvflow.engine.model.thread import ModelThread
+from kvflow.engine.scheduler import scoring
 from kvflow.engine.scheduler.adjustments import adjustments_of
 from kvflow.engine.scheduler.budget import RECHECK_S
 from kvflow.engine.scheduler.handoff import HandOff
@@ -20,6 +21,7 @@ from kvflow.engine.scheduler.loop import EngineLoop
 from kvflow.engine.scheduler.params import EngineLoad, SamplingParams, TokenOut, finish
 from kvflow.engine.scheduler.rooms import PrefillRoomPort
 from kvflow.engine.scheduler.sampling import Choice, Draw, choose
+from kvflow.engine.scheduler.scoring import PromptScorer
 from kvflow.memory.allocator import PageAllocator
 from kvflow.memory.pool import PagedPool
 from kvflow.protocols.errors import Cause, Code, KvflowError, room_error
@@ -29,7 +31,7 @@ from kvflow.protocols.pages.layout import PageIndices
 class _PrefillRequest:
     """One prompt. `first` resolves to its first token once the last chunk is queued, to None when its room ends."""
 
-    __slots__ = ("draw", "first", "params", "room", "sent_pages", "sequence")
+    __slots__ = ("draw", "first", "params", "room", "scorer", "sent_pages", "sequence")
 
     def __init__(
         self,
@@ -42,6 +44,8 @@ class _PrefillRequest:
         self.sequence, self.room, self.params, self.sent_pages = sequence, room, params, sent_pages
         adjustments = adjustments_of(params, sequence, eos_ids)
         self.draw = Draw(params, params.seed_or_random(), sequence.prompt_length, adjustments)
+        start = params.prompt_logprobs_from
+        self.scorer = None if start is None else PromptScorer(sequence, start, params.logprobs or 0)
         self.first: asyncio.Future[TokenOut | None] = asyncio.get_running_loop().create_future()
 
 
@@ -78,7 +82,7 @@ class PrefillEngine(EngineLoop):
     def check(self, prompt: Prompt, params: SamplingParams) -> None:
         """Raises: MisuseError, CapacityError for a prompt that `prefill` would refuse."""
         self.limits.check_prompt(prompt)
-        self.limits.check_sampling(params)
+        self.limits.check_sampling(prompt, params)
 
     async def prefill(
         self, room: PrefillRoomPort, prompt: Prompt, params: SamplingParams, *, into: PageIndices | None = None
@@ -191,7 +195,7 @@ class PrefillEngine(EngineLoop):
 
     def _pick(self) -> tuple[list[Row], list[_PrefillRequest]]:
         """The rows of one step: a chunk of each of the oldest prompts, within the limits of a step."""
-        left = self._max_tokens
+        left, to_score = self._max_tokens, scoring.TOKENS_PER_STEP
         rows: list[Row] = []
         requests: list[_PrefillRequest] = []
         for request in self._running.values():
@@ -202,7 +206,14 @@ class PrefillEngine(EngineLoop):
             if not left or len(rows) == self._max_rooms:
                 break
             count = min(self._chunk_tokens, remaining, left)
-            rows.append(Row(s, count, count == remaining))
+            logits = int(count == remaining)
+            if request.scorer is not None:
+                if not to_score:
+                    continue
+                count = min(count, to_score)
+                logits = request.scorer.logits_wanted(count)
+                to_score -= count
+            rows.append(Row(s, count, logits))
             requests.append(request)
             left -= count
         return rows, requests
@@ -210,8 +221,19 @@ class PrefillEngine(EngineLoop):
     def _step(self, rows: list[Row], requests: list[_PrefillRequest]) -> dict[int, Choice]:
         """In the model thread: the first token of every request whose prompt this step completes, by request."""
         logits = self._runner.forward(rows)
-        last = [request for row, request in zip(rows, requests, strict=True) if row.wants_logits]
-        return dict(zip(map(id, last), choose(logits, [request.draw for request in last]), strict=True)) if last else {}
+        last: list[_PrefillRequest] = []
+        ends: list[int] = []
+        for row, request, end in zip(rows, requests, itertools.accumulate(row.logits for row in rows), strict=True):
+            if request.scorer is not None and row.logits:
+                request.scorer.add(logits[end - row.logits : end], row.end)
+            if row.end == row.sequence.prompt_length:
+                last.append(request)
+                ends.append(end - 1)
+        if not last:
+            return {}
+        if len(last) < len(logits):
+            logits = logits[ends]
+        return dict(zip(map(id, last), choose(logits, [request.draw for request in last]), strict=True))
 
     def _advance(self, request: _PrefillRequest, row: Row, choice: Choice | None) -> None:
         """After a step: send the complete pages; after the last chunk the remaining ones, with the first token."""
@@ -230,6 +252,7 @@ class PrefillEngine(EngineLoop):
                 logprob=choice.logprob,
                 top_logprobs=choice.top_logprobs,
                 prompt_tokens=s.prompt_length,
+                prompt_logprobs=request.scorer.packed() if request.scorer else None,
             )
             request.room.send(pages, last=True, handoff=handoff.encode())
         except KvflowError as error:

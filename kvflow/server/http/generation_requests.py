@@ -47,7 +47,7 @@ class RequestLimits(msgspec.Struct, frozen=True):
         lack of capacity (503)."""
         try:
             self.engine.check_prompt(prompt)
-            self.engine.check_sampling(params)
+            self.engine.check_sampling(prompt, params)
             self.engine.check_new_tokens(prompt, params, generates=self.generates)
         except MisuseError as error:
             raise RequestError(str(error)) from None

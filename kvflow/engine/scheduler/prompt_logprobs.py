@@ -1,0 +1,71 @@
+"""Log-probabilities of a prompt's tokens, packed for the hand-over. Does not import torch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from kvflow.protocols.errors import WireError
+from kvflow.protocols.wire.messages import MAX_HANDOFF_BYTES
+
+MAX_BYTES = MAX_HANDOFF_BYTES - (1 << 16)  # the rest is for the first token
+_FLOATS, _IDS = np.dtype("<f4"), np.dtype("<i4")
+
+
+class ScoredToken(NamedTuple):
+    """One token of a prompt; `logprob` is None for the first one of those asked for, as in SGLang's answers."""
+
+    token_id: int
+    logprob: float | None
+    top_logprobs: list[tuple[int, float]]
+
+
+class PromptLogprobs(msgspec.Struct, frozen=True):
+    """Of the tokens behind position `start`, each given all before it: `logprobs` float32 [tokens]; of the most likely
+    ones `top_ids` int32 [tokens, top] and `top_logprobs` float32 [tokens, top], in descending order."""
+
+    start: int
+    logprobs: bytes
+    top_ids: bytes = b""
+    top_logprobs: bytes = b""
+
+    @staticmethod
+    def pack(
+        start: int, logprobs: NDArray[np.floating], top_ids: NDArray[np.integer], top_logprobs: NDArray[np.floating]
+    ) -> PromptLogprobs:
+        return PromptLogprobs(
+            start,
+            logprobs.astype(_FLOATS).tobytes(),
+            top_ids.astype(_IDS).tobytes(),
+            top_logprobs.astype(_FLOATS).tobytes(),
+        )
+
+    def check(self, start: int, tokens: int, top: int, vocabulary: int) -> None:
+        """Raises: WireError when these are not the ones asked for."""
+        sizes = (len(self.logprobs), len(self.top_ids), len(self.top_logprobs))
+        if self.start != start or sizes != (4 * tokens, 4 * tokens * top, 4 * tokens * top):
+            text = f"the hand-over's prompt logprobs are {sizes} bytes from {self.start}"
+            raise WireError(f"{text}, not of {tokens} tokens and {top} at each from {start}")
+        ids = np.frombuffer(self.top_ids, _IDS)
+        if ids.size and not (int(ids.min()) >= 0 and int(ids.max()) < vocabulary):
+            raise WireError(f"the hand-over's prompt logprobs name tokens outside 0..{vocabulary - 1}")
+
+    def tokens(self, prompt: list[int]) -> Iterator[ScoredToken]:
+        """The tokens of `prompt` from `start` on."""
+        yield ScoredToken(prompt[self.start], None, [])
+        logprobs = np.frombuffer(self.logprobs, _FLOATS)
+        shape = (len(logprobs), -1) if len(logprobs) else (0, 0)
+        top_ids = np.frombuffer(self.top_ids, _IDS).reshape(shape)
+        top = np.frombuffer(self.top_logprobs, _FLOATS).reshape(shape)
+        for i, logprob in enumerate(logprobs):
+            pairs = list(zip(top_ids[i].tolist(), top[i].tolist(), strict=True))
+            yield ScoredToken(prompt[self.start + 1 + i], float(logprob), pairs)
+
+
+def size_bytes(prompt_tokens: int, start: int, top: int) -> int:
+    """Of the packed log-probabilities."""
+    return (prompt_tokens - 1 - start) * (4 + 8 * top)

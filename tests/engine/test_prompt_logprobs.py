@@ -1,0 +1,177 @@
+"""Log-probabilities of the prompt: computed by prefill chunk by chunk, handed over, those of a plain forward."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+
+from kvflow.engine.model.load import LoadedModel, load_model
+from kvflow.engine.model.step import Row
+from kvflow.engine.scheduler import scoring
+from kvflow.engine.scheduler.handoff import HandOff
+from kvflow.engine.scheduler.limits import EngineLimits
+from kvflow.engine.scheduler.params import SamplingParams
+from kvflow.engine.scheduler.prompt_logprobs import PromptLogprobs, ScoredToken
+from kvflow.protocols.errors import KvflowError, MisuseError
+from kvflow.protocols.wire.messages import MAX_HANDOFF_BYTES
+from tests.engine.pair import EnginePair, FakeRoom, greedy, prompt_of
+from tests.engine.test_parity import single
+
+Loader = Callable[..., LoadedModel]
+Stock = Callable[[str], Any]
+
+
+def reference(stock: Any, prompt: list[int]) -> torch.Tensor:
+    """[tokens, vocabulary]; row i is the distribution of token i + 1."""
+    with torch.inference_mode():
+        return torch.log_softmax(stock(torch.tensor([prompt])).logits[0], -1)
+
+
+async def scored(pair: EnginePair, prompt: list[int], **asked: Any) -> list[ScoredToken]:
+    first, *others = await pair.outputs(prompt, greedy(3, **asked))
+    assert all(out.prompt_logprobs is None for out in others)
+    assert first.prompt_logprobs is not None
+    return list(first.prompt_logprobs.tokens(prompt))
+
+
+def assert_like(found: list[ScoredToken], want: torch.Tensor, prompt: list[int], start: int, top: int) -> None:
+    assert [one.token_id for one in found] == prompt[start:]
+    assert found[0].logprob is None
+    for i, one in enumerate(found[1:], start + 1):
+        row = want[i - 1]
+        assert one.logprob == pytest.approx(float(row[prompt[i]]), abs=2e-4)
+        assert [t for t, _ in one.top_logprobs] == row.topk(top).indices.tolist()
+        assert [p for _, p in one.top_logprobs] == pytest.approx(row.topk(top).values.tolist(), abs=2e-4)
+
+
+@pytest.mark.parametrize("attention", ["packed", "pad"])
+async def test_they_are_those_of_a_plain_forward(
+    attention: str, llama: LoadedModel, tiny: Callable[[str], Any], stock: Stock
+) -> None:
+    """Across chunks and pages, from any token on; beside requests that ask for none."""
+    model = llama if attention == "packed" else load_model(str(tiny("llama")), "float32", "pad")
+    prompt = prompt_of(150)
+    want = reference(stock("llama"), prompt)
+    async with EnginePair(model, chunk_tokens=40, max_batch_tokens=64) as pair:
+        plain = [pair.tokens(prompt_of(n, n), greedy(5)) for n in (1, 39, 80)]
+        asked = [(0, 3), (0, 0), (1, 1), (39, 2), (40, 2), (41, 2), (100, 5), (148, 1), (149, 4)]
+        got = await asyncio.gather(
+            *(scored(pair, prompt, logprobs=top, prompt_logprobs_from=start) for start, top in asked), *plain
+        )
+        assert pair.home
+        for (start, top), found in zip(asked, got[: len(asked)], strict=True):
+            assert_like(found, want, prompt, start, top)  # type: ignore[arg-type]
+        assert got[len(asked) :] == [await pair.tokens(prompt_of(n, n), greedy(5)) for n in (1, 39, 80)]
+
+
+async def test_what_is_scored_in_one_step_is_bounded(
+    llama: LoadedModel, stock: Stock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The logits of a token are as wide as the vocabulary."""
+    monkeypatch.setattr(scoring, "TOKENS_PER_STEP", 24)
+    counts: list[int] = []
+    prompts = [prompt_of(n, n) for n in (90, 33, 60)]
+    async with EnginePair(llama, chunk_tokens=512) as pair:
+        forward = pair.prefill._runner.forward
+
+        def counted(rows: list[Row]) -> torch.Tensor:
+            logits = forward(rows)
+            counts.append(len(logits))
+            return logits
+
+        pair.prefill._runner.forward = counted  # type: ignore[method-assign]
+        got = await asyncio.gather(*(scored(pair, p, logprobs=2, prompt_logprobs_from=0) for p in prompts))
+    assert max(counts) <= 24
+    for prompt, found in zip(prompts, got, strict=True):
+        assert_like(found, reference(stock("llama"), prompt), prompt, 0, 2)
+
+
+async def test_one_process_hands_over_the_same(loaded: Loader) -> None:
+    """In bfloat16 not one bit apart; the tokens are those of a request that asks for none."""
+    model = loaded("qwen3", "bfloat16")
+    prompt = prompt_of(70)
+    params = SamplingParams(temperature=1.1, seed=3, max_new_tokens=9, logprobs=2, prompt_logprobs_from=5)
+    async with EnginePair(model, chunk_tokens=40, max_batch_rooms=1) as pair:
+        outs = await pair.outputs(prompt, params)
+        assert [outs] == await single(model, [prompt], params)
+        plain = msgspec.structs.replace(params, prompt_logprobs_from=None)
+        assert [out.token_id for out in outs] == await pair.tokens(prompt, plain)
+
+
+async def test_no_new_token_is_still_a_handed_over_prompt(llama: LoadedModel) -> None:
+    async with EnginePair(llama) as pair:
+        (only,) = await pair.outputs(prompt_of(20), greedy(0, logprobs=0, prompt_logprobs_from=0))
+        assert only.finish_reason == "length"
+        assert only.prompt_logprobs is not None
+        assert len(list(only.prompt_logprobs.tokens(prompt_of(20)))) == 20
+        assert pair.home
+
+
+@pytest.mark.parametrize(
+    ("length", "params", "text"),
+    [
+        (20, {"prompt_logprobs_from": 20}, r"logprob_start_len 20 is outside the prompt, 0\.\.19"),
+        (20, {"prompt_logprobs_from": -1}, r"logprob_start_len -1 is outside the prompt, 0\.\.19"),
+        (
+            250_000,
+            {"prompt_logprobs_from": 0},
+            "logprobs of 249999 prompt tokens, 0 top ones at each, are 999996 bytes, limit 983040",
+        ),
+        (7000, {"prompt_logprobs_from": 0, "logprobs": 20}, "logprobs of 6999 prompt tokens, 20 top ones at each"),
+    ],
+)
+def test_more_than_a_handover_holds_is_refused_by_name(length: int, params: dict[str, Any], text: str) -> None:
+    limits = EngineLimits(1 << 20, 512, 16, 1 << 20)
+    with pytest.raises(MisuseError, match=text):
+        limits.check_sampling(prompt_of(length), SamplingParams(**params))
+
+
+@pytest.mark.parametrize(("tokens", "top"), [(245_761, 0), (5_994, 20), (948, 128)])
+def test_the_most_that_is_accepted_fits_the_message(tokens: int, top: int) -> None:
+    params = SamplingParams(logprobs=top, prompt_logprobs_from=0)
+    EngineLimits(1 << 20, 512, 16, 1 << 20).check_sampling(prompt_of(tokens), params)
+    count = tokens - 1
+    scores = PromptLogprobs(0, b"x" * 4 * count, b"x" * 4 * count * top, b"x" * 4 * count * top)
+    most = tuple((2**31 - 1, -1.0 / 3) for _ in range(128))
+    handoff = HandOff(first_token=1, logprob=-0.5, top_logprobs=most, prompt_tokens=tokens, prompt_logprobs=scores)
+    assert len(handoff.encode()) <= MAX_HANDOFF_BYTES
+    assert HandOff.decode(handoff.encode()) == handoff
+
+
+@pytest.mark.parametrize(
+    ("scores", "text"),
+    [
+        (None, "has no logprobs of the prompt"),
+        (PromptLogprobs(1, b"x" * 4 * 39), "from 1, not of 39 tokens"),
+        (PromptLogprobs(0, b"x" * 4 * 38), "are \\(152, 0, 0\\) bytes"),
+        (PromptLogprobs(0, b"x" * 4 * 39, b"\0" * 4 * 39, b""), "are \\(156, 156, 0\\) bytes"),
+        (PromptLogprobs(0, b"\0" * 4 * 39, b"\xff" * 4 * 39, b"\0" * 4 * 39), r"tokens outside 0\.\.511"),
+        (PromptLogprobs(0, b"\0" * 4 * 39, b"\x00\x02\0\0" * 39, b"\0" * 4 * 39), r"tokens outside 0\.\.511"),
+    ],
+)
+async def test_scores_that_were_not_asked_for_fail_the_room(
+    llama: LoadedModel, scores: PromptLogprobs | None, text: str
+) -> None:
+    prompt = prompt_of(40)
+    params = greedy(3, logprobs=1, prompt_logprobs_from=0)
+    async with EnginePair(llama) as pair:
+        room: FakeRoom = pair.room(prompt)
+        room._landed.set_result(HandOff(first_token=1, prompt_tokens=40, prompt_logprobs=scores).encode())
+        with pytest.raises(KvflowError, match=text):
+            async for _ in pair.decode.generate(room, prompt, params):
+                pass
+        assert pair.home
+
+
+async def test_scores_nobody_asked_for_are_dropped(llama: LoadedModel) -> None:
+    async with EnginePair(llama) as pair:
+        room = pair.room(prompt_of(40))
+        told = HandOff(first_token=1, prompt_tokens=40, prompt_logprobs=PromptLogprobs(0, b"junk"))
+        room._landed.set_result(told.encode())
+        outs = [out async for out in pair.decode.generate(room, prompt_of(40), greedy(1))]
+        assert [out.prompt_logprobs for out in outs] == [None]
