@@ -40,13 +40,17 @@ class WordTokenizer:
         return {word: i for i, word in enumerate(WORDS)}
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        return list(self.backend_tokenizer.encode(text).ids)
+        return list(self.backend_tokenizer.encode(text, add_special_tokens=add_special_tokens).ids)
 
-    def decode(self, ids: list[int]) -> str:
-        return self.backend_tokenizer.decode(ids)
+    def decode(self, ids: list[int], skip_special_tokens: bool = False) -> str:
+        return self.backend_tokenizer.decode(ids, skip_special_tokens=skip_special_tokens)
 
-    def apply_chat_template(self, messages: list[dict[str, Any]], **_: Any) -> dict[str, list[int]]:
-        return {"input_ids": self.encode(" ".join(message["content"] for message in messages))}
+    def apply_chat_template(
+        self, messages: list[dict[str, Any]], tokenize: bool = True, **variables: Any
+    ) -> dict[str, list[int]]:
+        """The contents, and before them the variable `lead`."""
+        contents = [variables.get("lead", ""), *(message["content"] for message in messages)]
+        return {"input_ids": self.encode(" ".join(contents))}
 
 
 class Meeting:

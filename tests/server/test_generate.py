@@ -99,6 +99,49 @@ async def test_several_prompts_and_choices_use_their_own_rooms(
     assert [request.params.seed for request in requests] == [40, 41, 40, 41]
 
 
+async def test_prompts_may_have_sampling_of_their_own(
+    decode: Role, decode_server: Server, session: aiohttp.ClientSession
+) -> None:
+    document = body(
+        text=["w1", "w5"],
+        sampling_params=[{"max_new_tokens": 1, "temperature": 0}, {"max_new_tokens": 2, "sampling_seed": 3}],
+        return_logprob=[False, True],
+        top_logprobs_num=[0, 1],
+        bootstrap_room=[7, 8],
+    )
+    status, answers = await post(session, decode_server, document)
+    assert status == 200
+    assert [answer["output_ids"] for answer in answers] == [[2], [6, 7]]
+    assert ["output_token_logprobs" in answer["meta_info"] for answer in answers] == [False, True]
+    assert [request.params.seed for request in decode.service.requests] == [None, 3]
+
+
+@pytest.mark.parametrize(
+    ("sampling", "param"),
+    [
+        ([{}], "sampling_params"),
+        ([{}, {}, {}], "sampling_params"),
+        ([{"n": 1}, {"n": 2}], None),
+        ([{}, {"regex": "a"}], "sampling_params[1].regex"),
+        ([{}, {"top_p": 2}], "sampling_params[1].top_p"),
+        ([{}, 5], "sampling_params[1]"),
+    ],
+)
+async def test_lists_of_sampling_that_do_not_fit(
+    decode_server: Server, session: aiohttp.ClientSession, sampling: Any, param: str | None
+) -> None:
+    document = body(text=["w1", "w5"], sampling_params=sampling, bootstrap_room=[7, 8])
+    status, answer = await post(session, decode_server, document)
+    assert (status, answer["error"]["param"]) == (400, param), answer
+
+
+async def test_logprobs_with_text(decode_server: Server, session: aiohttp.ClientSession) -> None:
+    document = body(return_logprob=True, top_logprobs_num=1, return_text_in_logprobs=True)
+    _, answer = await post(session, decode_server, document)
+    assert answer["meta_info"]["output_token_logprobs"][0] == [-0.5, 3, "w3"]
+    assert answer["meta_info"]["output_top_logprobs"][0] == [[-0.5, 3, "w3"]]
+
+
 async def test_logprobs(decode_server: Server, session: aiohttp.ClientSession) -> None:
     _, answer = await post(session, decode_server, body(return_logprob=True, top_logprobs_num=2))
     meta = answer["meta_info"]

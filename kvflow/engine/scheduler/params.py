@@ -32,7 +32,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     """How to choose tokens.
 
     `temperature` 0 is greedy; `top_k` 0 or -1 is off; `logprobs` is the number of top logprobs (0: only that of the
-    chosen token, None: none). `stop` strings are applied by the detokenizer, not by the engine.
+    chosen token, None: none). `stop`, `include_stop` (what ends the text is part of it) and
+    `skip_special_tokens` are applied by the detokenizer, not by the engine.
 
     The penalties are those of OpenAI (`frequency_penalty`, `presence_penalty`: subtracted, counted over the generated
     tokens) and of transformers (`repetition_penalty`: a factor, for tokens of the prompt too). `min_p` is a share of
@@ -52,6 +53,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     max_new_tokens: int = 128
     stop_token_ids: tuple[int, ...] = ()
     stop: tuple[str, ...] = ()
+    include_stop: bool = False
+    skip_special_tokens: bool = True
     ignore_eos: bool = False
     logprobs: int | None = None
     prompt_logprobs_from: int | None = None

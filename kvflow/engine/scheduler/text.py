@@ -15,11 +15,13 @@ class TextStream:
     """Turns one request's tokens into text. `stopped` is the stop string that was met; feed no more tokens after it."""
 
     def __init__(
-        self, tokenizer: Any, stop: Sequence[str] = (), *, skip_special_tokens: bool = True, min_tokens: int = 0
-    ) -> None:
+        self, tokenizer: Any, stop: Sequence[str] = (), *, skip_special_tokens: bool = True, min_tokens: int = 0,
+        include_stop: bool = False,
+    ) -> None:  # fmt: skip
         """`tokenizer`: a tokenizers.Tokenizer, or a fast transformers tokenizer around one.
 
-        The text of the first `min_tokens` tokens is not searched for stop strings. Raises: MisuseError.
+        The text of the first `min_tokens` tokens is not searched for stop strings. The text ends before the stop
+        string, or with it (`include_stop`). Raises: MisuseError.
         """
         backend = tokenizer if isinstance(tokenizer, Tokenizer) else getattr(tokenizer, "backend_tokenizer", None)
         if not isinstance(backend, Tokenizer):
@@ -31,12 +33,13 @@ class TextStream:
         self._stop = tuple(stop)
         self._hold = max((len(s) for s in self._stop), default=1) - 1
         self._unsearched = min_tokens
+        self.include_stop = include_stop
         self._pending = ""  # decoded, and held back
         self._since: list[int] = []  # tokens since the decoder last returned text
         self.stopped: str | None = None
 
     def feed(self, token_id: int) -> str:
-        """The text that is certain after this token, often "". The text ends before a stop string."""
+        """The text that is certain after this token, often ""."""
         if self.stopped is not None:
             return ""
         unsearched, self._unsearched = self._unsearched > 0, self._unsearched - 1
@@ -64,7 +67,8 @@ class TextStream:
         hits = [(at, s) for s in self._stop if (at := self._pending.find(s)) >= 0]
         if hits:
             at, self.stopped = min(hits, key=lambda hit: hit[0])
-            text, self._pending = self._pending[:at], ""
+            end = at + len(self.stopped) if self.include_stop else at
+            text, self._pending = self._pending[:end], ""
             return text
         keep = self._held_length()
         cut = len(self._pending) - keep

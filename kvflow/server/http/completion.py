@@ -44,11 +44,12 @@ class Completion:
 async def detokenize(tokens: AsyncGenerator[TokenOut, None], detokenizer: Detokenizer) -> AsyncGenerator[Delta, None]:
     """The deltas of one choice; closes the engine's iterator as soon as a stop string is complete.
 
-    A token that ends the completion by its id carries no text.
+    A token that ends the completion by its id carries no text, unless the text is to include its end.
     """
     async with aclosing(tokens) as source:
         async for token in source:
-            text = "" if token.finish_reason == "stop" else detokenizer.feed(token.token_id)
+            silent = token.finish_reason == "stop" and not detokenizer.include_stop
+            text = "" if silent else detokenizer.feed(token.token_id)
             if token.finish_reason is not None:
                 text += detokenizer.finish()
             if detokenizer.stopped is not None:

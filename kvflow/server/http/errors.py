@@ -18,6 +18,7 @@ from kvflow.protocols.errors import CapacityError, Code, KvflowError, MisuseErro
 
 RETRY_AFTER_S = 1
 MAX_SUMMARY = 300  # characters of a message in a log line
+CONTEXT_LENGTH_EXCEEDED = "context_length_exceeded"  # OpenAI's code, by which clients know that a prompt must be cut
 
 STATUS_OF_CODE: dict[Code, int] = {
     Code.CLIENT_GONE: 499,  # the other leg's client left: this answer has no reader, and circuit breakers ignore 4xx

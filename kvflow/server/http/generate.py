@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from aiohttp import web
@@ -9,7 +10,12 @@ from aiohttp import web
 from kvflow.server.http.completion import Completion, Delta
 from kvflow.server.http.completion_service import GenerationRequest
 from kvflow.server.http.errors import RequestError
-from kvflow.server.http.generation_requests import generation_requests, params_of_generate, prompt_ids
+from kvflow.server.http.generation_requests import (
+    choices_of_generate,
+    generation_requests,
+    params_of_generate,
+    prompt_ids,
+)
 from kvflow.server.http.growing import GrowingArray, GrowingText
 from kvflow.server.http.pipeline import CompletionPipeline
 from kvflow.server.http.schemas import GenerateRequest
@@ -19,7 +25,8 @@ from kvflow.telemetry.requests import CURRENT
 class _Grown:
     """What every event of one choice repeats; each token is encoded once."""
 
-    def __init__(self) -> None:
+    def __init__(self, token_text: Callable[[int], str | None]) -> None:
+        self._token_text = token_text
         self.text = GrowingText()
         self.ids = GrowingArray()
         self.logprobs = GrowingArray()
@@ -31,9 +38,16 @@ class _Grown:
         self.text.add(delta.text)
         self.ids.add(token.token_id)
         if logprobs is not None:
-            self.logprobs.add([token.logprob, token.token_id, None])
+            self.logprobs.add(self._named(token.token_id, token.logprob))
         if logprobs:
-            self.top_logprobs.add([[logprob, token_id, None] for token_id, logprob in token.top_logprobs])
+            self.top_logprobs.add([self._named(*top) for top in token.top_logprobs])
+
+    def _named(self, token_id: int, logprob: float | None) -> list[Any]:
+        return [logprob, token_id, self._token_text(token_id)]
+
+
+def _no_text(_: int) -> None:
+    return None
 
 
 class GenerateCall:
@@ -57,15 +71,16 @@ class GenerateCall:
             several = bool(body.input_ids) and isinstance(body.input_ids[0], list)
         elif body.text is not None:
             texts = [body.text] if isinstance(body.text, str) else body.text
-            prompts = [await pipeline.tokenizer.encode(text) for text in texts]
+            prompts = [await pipeline.tokenizer.encode(text, param="text") for text in texts]
             several = isinstance(body.text, list)
         else:
             raise RequestError("neither text nor input_ids is given; send one of them")
-        choices = (body.sampling_params.n if body.sampling_params else None) or 1
+        choices = choices_of_generate(body, len(prompts))
         self._is_list = several or choices > 1
-        params = [params_of_generate(body, prompt, pipeline.request_limits) for prompt in prompts]
+        params = [params_of_generate(body, i, prompts, pipeline.request_limits) for i in range(len(prompts))]
         self._requests = generation_requests(body, prompts, params, choices, pipeline.request_limits)
-        self._grown = [_Grown() for _ in self._requests]
+        token_text = pipeline.tokenizer.token_text if body.return_text_in_logprobs else _no_text
+        self._grown = [_Grown(token_text) for _ in self._requests]
         return self._requests
 
     def add(self, index: int, delta: Delta) -> None:

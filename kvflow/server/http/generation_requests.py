@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import contextlib
-from typing import Any
+from collections.abc import Iterator
+from typing import Any, TypeVar
 
 import msgspec
 
 from kvflow.engine.scheduler.limits import EngineLimits
 from kvflow.engine.scheduler.params import SamplingParams
-from kvflow.protocols.errors import MisuseError
+from kvflow.protocols.errors import CapacityError, MisuseError
 from kvflow.server.http.completion_service import GenerationRequest
-from kvflow.server.http.errors import RequestError
+from kvflow.server.http.errors import CONTEXT_LENGTH_EXCEEDED, RequestError
 from kvflow.server.http.schemas import (
     ChatRequest,
     CompletionRequest,
@@ -27,6 +28,7 @@ DEFAULT_MAX_NEW_TOKENS = 128
 DEFAULT_COMPLETION_TOKENS = 16
 MAX_ID_DIGITS = 10
 TokenWords = tuple[tuple[int, ...], ...]
+T = TypeVar("T")
 _ROOM_MASK = (1 << 63) - 1
 _ROOM_STEP = 0x9E3779B97F4A7C15  # golden-ratio step: rooms derived from one id do not collide with those of another
 
@@ -42,25 +44,72 @@ class RequestLimits(msgspec.Struct, frozen=True):
         """New tokens that fit behind `prompt`; defaults stay below it."""
         return max(1, min(self.engine.context_length, self.engine.pool_tokens) - len(prompt))
 
-    def check(self, prompt: list[int], params: SamplingParams) -> None:
+    def check(self, body: Rendezvous, prompt: list[int], params: SamplingParams) -> None:
         """Raises: RequestError (400): what can never fit is the client's to change, also where the engine calls it a
         lack of capacity (503)."""
-        try:
+        with _refused(_prompt_field(body)):
             self.engine.check_prompt(prompt)
+        with _refused(None):
             self.engine.check_sampling(prompt, params)
+        with _refused(_limit_field(body)):
             self.engine.check_new_tokens(prompt, params, generates=self.generates)
-        except MisuseError as error:
-            raise RequestError(str(error)) from None
 
 
-def params_of_generate(body: GenerateRequest, prompt: list[int], limits: RequestLimits) -> SamplingParams:
-    """The sampling of a /generate body."""
-    sampling = body.sampling_params or GenerateSampling()
+@contextlib.contextmanager
+def _refused(param: str | None) -> Iterator[None]:
+    """What the engine refuses as a RequestError about `param`."""
+    try:
+        yield
+    except CapacityError as error:
+        raise RequestError(str(error), param=param, reason=CONTEXT_LENGTH_EXCEEDED) from None
+    except MisuseError as error:
+        raise RequestError(str(error), param=param) from None
+
+
+def _prompt_field(body: Rendezvous) -> str:
+    if isinstance(body, GenerateRequest):
+        return "text" if body.input_ids is None else "input_ids"
+    return "messages" if isinstance(body, ChatRequest) else "prompt"
+
+
+def _limit_field(body: Rendezvous) -> str:
+    if isinstance(body, GenerateRequest):
+        return "sampling_params.max_new_tokens"
+    return "max_completion_tokens" if getattr(body, "max_completion_tokens", None) else "max_tokens"
+
+
+def choices_of_generate(body: GenerateRequest, prompts: int) -> int:
+    """How many completions each prompt of a /generate body gets. Raises: RequestError."""
+    given = {
+        _of_prompt("sampling_params", body.sampling_params, i, prompts, GenerateSampling()).n for i in range(prompts)
+    }
+    if len(given) > 1:
+        raise RequestError("sampling_params: n differs between the prompts; send them one by one")
+    return (given.pop() if given else None) or 1
+
+
+def params_of_generate(
+    body: GenerateRequest, index: int, prompts: list[list[int]], limits: RequestLimits
+) -> SamplingParams:
+    """The sampling of one prompt of a /generate body. Raises: RequestError."""
+    count, prompt = len(prompts), prompts[index]
+    sampling = _of_prompt("sampling_params", body.sampling_params, index, count, GenerateSampling())
+    scored = _of_prompt("return_logprob", body.return_logprob, index, count, False)
+    top = _of_prompt("top_logprobs_num", body.top_logprobs_num, index, count, 0)
     seed = sampling.sampling_seed if sampling.sampling_seed is not None else sampling.seed
-    logprobs = (body.top_logprobs_num or 0) if body.return_logprob else None
+    logprobs = top if scored else None
     fields = {**_sampling_fields(sampling, seed), "min_new_tokens": sampling.min_new_tokens or 0}
     most = sampling.max_new_tokens or min(DEFAULT_MAX_NEW_TOKENS, limits.tokens_left(prompt))
     return SamplingParams(**fields, max_new_tokens=most, logprobs=logprobs)
+
+
+def _of_prompt(name: str, value: T | list[T] | None, index: int, prompts: int, unset: T) -> T:
+    """What a field says of one prompt: it has one value for all of them, or a list."""
+    if isinstance(value, list):
+        if len(value) != prompts:
+            raise RequestError(f"{name}: {len(value)} entries for {prompts} prompts; give one for each", param=name)
+        return value[index]
+    return unset if value is None else value
 
 
 def params_of_chat(
@@ -69,7 +118,7 @@ def params_of_chat(
     """The sampling of a chat body; without a limit the answer may fill the context."""
     most = body.max_completion_tokens or body.max_tokens or limits.tokens_left(prompt)
     if body.top_logprobs is not None and not body.logprobs:
-        raise RequestError("top_logprobs needs logprobs: true")
+        raise RequestError("top_logprobs needs logprobs: true", param="top_logprobs")
     logprobs = (body.top_logprobs or 0) if body.logprobs else None
     return SamplingParams(**_openai_fields(body, bad_words), max_new_tokens=most, logprobs=logprobs)
 
@@ -79,7 +128,7 @@ def params_of_completion(
 ) -> SamplingParams:
     """The sampling of a completions body."""
     if body.echo and body.logprobs is not None:
-        raise RequestError("echo together with logprobs is not supported; leave one of them out")
+        raise RequestError("echo together with logprobs is not supported; leave one of them out", param="echo")
     most = body.max_tokens or min(DEFAULT_COMPLETION_TOKENS, limits.tokens_left(prompt))
     return SamplingParams(**_openai_fields(body, bad_words), max_new_tokens=most, logprobs=body.logprobs)
 
@@ -96,6 +145,8 @@ def _sampling_fields(source: Any, seed: int | None) -> dict[str, Any]:
         "seed": seed,
         "stop": stops_of(source.stop),
         "stop_token_ids": tuple(source.stop_token_ids or ()),
+        "include_stop": bool(source.no_stop_trim or getattr(source, "include_stop_str_in_output", None)),
+        "skip_special_tokens": source.skip_special_tokens is not False,
         "ignore_eos": bool(source.ignore_eos),
         "min_p": source.min_p or 0.0,
         "frequency_penalty": source.frequency_penalty or 0.0,
@@ -124,7 +175,7 @@ def generation_requests(
     if not 1 <= total <= MAX_COMPLETIONS:
         raise RequestError(f"the body asks for {total} completions (prompts times n), limit 1..{MAX_COMPLETIONS}")
     for prompt, sampling in zip(prompts, params, strict=True):
-        limits.check(prompt, sampling)
+        limits.check(body, prompt, sampling)
     made: dict[int, GenerationRequest] = {}
     for i in range(total):
         prompt, sampling = prompts[i // choices], params[i // choices]

@@ -25,7 +25,7 @@ from kvflow.server.http.pipeline import CompletionPipeline
 from kvflow.server.http.responses import json_response
 from kvflow.server.http.schemas import ChatRequest, CompletionRequest, StreamOptions
 
-TokenText = Callable[[int], str]
+TokenBytes = Callable[[int], bytes]
 
 
 class _OpenAICall:
@@ -35,12 +35,17 @@ class _OpenAICall:
     chunk_kind = ""
     prefix = ""
 
-    def __init__(self, body: ChatRequest | CompletionRequest, model: str, token_text: TokenText) -> None:
+    def __init__(self, body: ChatRequest | CompletionRequest, model: str, token_bytes: TokenBytes) -> None:
         self.stream = bool(body.stream)
-        self._token_text = token_text
+        self._token_bytes = token_bytes
         self._requests: list[GenerationRequest] = []
-        self._with_usage = (body.stream_options or StreamOptions()).include_usage
-        self._head = {"id": self.prefix + uuid.uuid4().hex, "created": int(time.time()), "model": model}
+        self._choices = body.n or 1
+        self._options = body.stream_options or StreamOptions()
+        self._head = {"id": self._id_of(body), "created": int(time.time()), "model": model}
+
+    def _id_of(self, body: ChatRequest | CompletionRequest) -> str:
+        rid = body.rid[0] if isinstance(body.rid, list) and body.rid else body.rid
+        return str(rid or self.prefix + (body.request_id or uuid.uuid4().hex))
 
     def add(self, index: int, delta: Delta) -> None:
         """Encode what only the whole body will need, token by token: all at once would hold up the event loop."""
@@ -55,15 +60,20 @@ class _OpenAICall:
 
     def events(self, index: int, deltas: list[Delta], completion: Completion) -> list[Any]:
         """One chunk per delta."""
-        return [self._event(index, delta) for delta in deltas]
+        chunks = [self._event(index, delta) for delta in deltas]
+        if self._options.continuous_usage_stats:  # of this choice so far
+            before = len(completion.tokens) - len(deltas)
+            for count, chunk in enumerate(chunks, before + 1):
+                chunk["usage"] = _usage(len(self._requests[index].prompt), count)
+        return chunks
 
     def closing(self, completions: list[Completion]) -> list[Any]:
         """The usage event, when the body asks for it."""
-        return [{**self._chunk([]), "usage": self._usage(completions)}] if self._with_usage else []
+        return [{**self._chunk([]), "usage": self._usage(completions)}] if self._options.include_usage else []
 
     def _chunk(self, choices: list[Any]) -> dict[str, Any]:
         chunk = {**self._head, "object": self.chunk_kind, "choices": choices}
-        return {**chunk, "usage": None} if self._with_usage else chunk
+        return {**chunk, "usage": None} if self._options.include_usage else chunk
 
     def _event(self, index: int, delta: Delta) -> dict[str, Any]:
         raise NotImplementedError
@@ -72,9 +82,18 @@ class _OpenAICall:
         raise NotImplementedError
 
     def _usage(self, completions: list[Completion]) -> dict[str, Any]:
-        prompts = sum(len(request.prompt) for request in self._requests)
-        generated = sum(len(completion.tokens) for completion in completions)
-        return {"prompt_tokens": prompts, "completion_tokens": generated, "total_tokens": prompts + generated}
+        prompts = sum(len(request.prompt) for request in self._requests[:: self._choices])
+        return _usage(prompts, sum(len(completion.tokens) for completion in completions))
+
+
+def _usage(prompt_tokens: int, completion_tokens: int) -> dict[str, Any]:
+    """Of a prompt that is shared by several choices the tokens count once; without a prefix cache, none is cached."""
+    return {
+        "prompt_tokens": prompt_tokens,
+        "completion_tokens": completion_tokens,
+        "total_tokens": prompt_tokens + completion_tokens,
+        "prompt_tokens_details": {"cached_tokens": 0},
+    }
 
 
 class ChatCall(_OpenAICall):
@@ -82,18 +101,18 @@ class ChatCall(_OpenAICall):
 
     kind, chunk_kind, prefix = "chat.completion", "chat.completion.chunk", "chatcmpl-"
 
-    def __init__(self, body: ChatRequest, model: str, token_text: TokenText) -> None:
-        super().__init__(body, model, token_text)
+    def __init__(self, body: ChatRequest, model: str, token_bytes: TokenBytes) -> None:
+        super().__init__(body, model, token_bytes)
         self.body = body
         self._logprobs: defaultdict[int, GrowingArray] = defaultdict(GrowingArray)
 
     async def generation_requests(self, pipeline: CompletionPipeline) -> list[GenerationRequest]:
         """One per choice; the conversation is rendered by the chat template."""
         body = self.body
-        prompt = await pipeline.tokenizer.encode_chat(body.messages)
+        prompt = await pipeline.tokenizer.encode_chat(body.messages, template_variables(body))
         bad_words = await pipeline.tokenizer.encode_words(body.bad_words or ())
         params = params_of_chat(body, prompt, bad_words, pipeline.request_limits)
-        self._requests = generation_requests(body, [prompt], [params], body.n or 1, pipeline.request_limits)
+        self._requests = generation_requests(body, [prompt], [params], self._choices, pipeline.request_limits)
         return self._requests
 
     def opening(self) -> list[Any]:
@@ -126,19 +145,38 @@ class ChatCall(_OpenAICall):
         }
 
     def _logprob(self, token: TokenOut) -> dict[str, Any]:
-        top = [_spelled(self._token_text(token_id), logprob) for token_id, logprob in token.top_logprobs]
-        return {**_spelled(self._token_text(token.token_id), token.logprob), "top_logprobs": top}
+        top = [_spelled(self._token_bytes(token_id), logprob) for token_id, logprob in token.top_logprobs]
+        return {**_spelled(self._token_bytes(token.token_id), token.logprob), "top_logprobs": top}
 
 
-def _spelled(text: str, logprob: float | None) -> dict[str, Any]:
-    return {"token": text, "logprob": logprob, "bytes": list(text.encode())}
+def template_variables(body: ChatRequest) -> dict[str, Any]:
+    """What the chat template sees beside the messages."""
+    effort = {} if body.reasoning_effort is None else {"reasoning_effort": body.reasoning_effort}
+    return {**effort, **(body.chat_template_kwargs or {})}
+
+
+def _spelled(token: bytes, logprob: float | None) -> dict[str, Any]:
+    return {"token": token.decode(errors="replace"), "logprob": logprob, "bytes": list(token)}
+
+
+def _label(token: bytes) -> str:
+    """A token as a key; a part of a character in OpenAI's way, so that two of them do not become one."""
+    try:
+        return token.decode()
+    except UnicodeDecodeError:
+        return "bytes:" + "".join(f"\\x{byte:02x}" for byte in token)
+
+
+def _characters(token: bytes) -> int:
+    """How many characters begin in these bytes of UTF-8."""
+    return sum(byte & 0xC0 != 0x80 for byte in token)
 
 
 class _TextLogprobs:
     """The logprobs of a text completion, as it has them: four arrays."""
 
-    def __init__(self, token_text: TokenText) -> None:
-        self._token_text = token_text
+    def __init__(self, token_bytes: TokenBytes) -> None:
+        self._token_bytes = token_bytes
         self._end = 0  # of the text so far, in characters
         self._arrays = {name: GrowingArray() for name in ("tokens", "token_logprobs", "top_logprobs", "text_offset")}
 
@@ -154,10 +192,10 @@ class _TextLogprobs:
         return dict(self._arrays)
 
     def _next(self, token: TokenOut) -> dict[str, Any]:
-        text, start = self._token_text(token.token_id), self._end
-        self._end += len(text)
-        top = {self._token_text(token_id): logprob for token_id, logprob in token.top_logprobs}
-        return {"tokens": text, "token_logprobs": token.logprob, "top_logprobs": top, "text_offset": start}
+        spelled, start = self._token_bytes(token.token_id), self._end
+        self._end += _characters(spelled)
+        top = {_label(self._token_bytes(token_id)): logprob for token_id, logprob in token.top_logprobs}
+        return {"tokens": _label(spelled), "token_logprobs": token.logprob, "top_logprobs": top, "text_offset": start}
 
 
 class TextCompletionCall(_OpenAICall):
@@ -165,23 +203,26 @@ class TextCompletionCall(_OpenAICall):
 
     kind, chunk_kind, prefix = "text_completion", "text_completion", "cmpl-"
 
-    def __init__(self, body: CompletionRequest, model: str, token_text: TokenText) -> None:
-        super().__init__(body, model, token_text)
+    def __init__(self, body: CompletionRequest, model: str, token_bytes: TokenBytes) -> None:
+        super().__init__(body, model, token_bytes)
         self.body = body
         self._echoes: list[str] = []
-        self._logprobs: defaultdict[int, _TextLogprobs] = defaultdict(lambda: _TextLogprobs(token_text))
+        self._logprobs: defaultdict[int, _TextLogprobs] = defaultdict(lambda: _TextLogprobs(token_bytes))
 
     async def generation_requests(self, pipeline: CompletionPipeline) -> list[GenerationRequest]:
         """One per prompt and choice; prompts are a text, a list of texts, token ids, or a list of those."""
         body = self.body
         given = [body.prompt] if isinstance(body.prompt, str) else body.prompt
         if given and all(isinstance(item, str) for item in given):
-            prompts = [await pipeline.tokenizer.encode(str(text)) for text in given]
+            special = body.add_special_tokens is not False
+            prompts = [
+                await pipeline.tokenizer.encode(str(text), param="prompt", add_special_tokens=special) for text in given
+            ]
             texts = [str(text) for text in given]
         else:
             prompts = prompt_ids(given)
-            texts = ["".join(map(self._token_text, prompt)) for prompt in prompts] if body.echo else []
-        choices = body.n or 1
+            texts = [b"".join(map(self._token_bytes, ids)).decode(errors="replace") for ids in prompts if body.echo]
+        choices = self._choices
         bad_words = await pipeline.tokenizer.encode_words(body.bad_words or ())
         params = [params_of_completion(body, prompt, bad_words, pipeline.request_limits) for prompt in prompts]
         self._echoes = [text for text in texts for _ in range(choices)] if body.echo else []
@@ -223,11 +264,11 @@ def routes(pipeline: CompletionPipeline) -> list[web.RouteDef]:
 
     async def chat(http: web.Request) -> web.StreamResponse:
         body = pipeline.read(await http.read(), ChatRequest)
-        return await pipeline.serve(http, ChatCall(body, name, pipeline.tokenizer.token_text))
+        return await pipeline.serve(http, ChatCall(body, name, pipeline.tokenizer.token_bytes))
 
     async def completions(http: web.Request) -> web.StreamResponse:
         body = pipeline.read(await http.read(), CompletionRequest)
-        return await pipeline.serve(http, TextCompletionCall(body, name, pipeline.tokenizer.token_text))
+        return await pipeline.serve(http, TextCompletionCall(body, name, pipeline.tokenizer.token_bytes))
 
     def entry() -> dict[str, Any]:
         card = pipeline.service.card

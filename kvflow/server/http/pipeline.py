@@ -103,9 +103,7 @@ class CompletionPipeline(Drainable):
             async with asyncio.timeout_at(ends):
                 try:
                     requests = await call.generation_requests(self)
-                    detokenizers = [
-                        self.tokenizer.detokenizer(r.params.stop, r.params.min_new_tokens) for r in requests
-                    ]
+                    detokenizers = [self.tokenizer.detokenizer(request.params) for request in requests]
                 except KvflowError as error:
                     self._refuse(call.body, error)
                     raise

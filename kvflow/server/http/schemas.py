@@ -5,6 +5,7 @@ Routers and clients send many more fields, most of them with default values: `fi
 
 from __future__ import annotations
 
+import re
 from typing import Annotated, Any, ClassVar, TypeVar
 
 import msgspec
@@ -28,7 +29,8 @@ Seed = Annotated[int, Meta(ge=-(1 << 63), le=(1 << 63) - 1)]
 class StreamOptions(msgspec.Struct, frozen=True):
     """OpenAI's stream_options."""
 
-    include_usage: bool = False
+    include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None
 
 
 class Rendezvous(msgspec.Struct, frozen=True, kw_only=True):
@@ -50,6 +52,8 @@ class GenerateSampling(msgspec.Struct, frozen=True, kw_only=True):
     max_new_tokens: Tokens | None = None
     stop: str | list[str] | None = None
     stop_token_ids: list[TokenId] | None = None
+    no_stop_trim: bool | None = None
+    skip_special_tokens: bool | None = None
     ignore_eos: bool | None = None
     sampling_seed: Seed | None = None
     seed: Seed | None = None
@@ -69,10 +73,11 @@ class GenerateRequest(Rendezvous, frozen=True, kw_only=True):
 
     text: str | list[str] | None = None
     input_ids: list[TokenId | list[TokenId]] | None = None
-    sampling_params: GenerateSampling | None = None
+    sampling_params: GenerateSampling | list[GenerateSampling] | None = None
     stream: bool | None = None
-    return_logprob: bool | None = None
-    top_logprobs_num: TopLogprobs | None = None
+    return_logprob: bool | list[bool] | None = None
+    top_logprobs_num: TopLogprobs | list[TopLogprobs] | None = None
+    return_text_in_logprobs: bool | None = None
     rid: str | list[str] | None = None
 
 
@@ -85,10 +90,15 @@ class _OpenAIRequest(Rendezvous, frozen=True, kw_only=True):
     n: Choices | None = None
     stop: str | list[str] | None = None
     stop_token_ids: list[TokenId] | None = None
+    no_stop_trim: bool | None = None
+    include_stop_str_in_output: bool | None = None
+    skip_special_tokens: bool | None = None
     ignore_eos: bool | None = None
     seed: Seed | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
+    rid: str | list[str] | None = None
+    request_id: str | None = None
     min_tokens: int | None = None
     min_p: float | None = None
     frequency_penalty: float | None = None
@@ -107,6 +117,8 @@ class ChatRequest(_OpenAIRequest, frozen=True, kw_only=True):
     max_completion_tokens: Tokens | None = None
     logprobs: bool | None = None
     top_logprobs: TopLogprobs | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    reasoning_effort: str | None = None
 
 
 class CompletionRequest(_OpenAIRequest, frozen=True, kw_only=True):
@@ -117,6 +129,7 @@ class CompletionRequest(_OpenAIRequest, frozen=True, kw_only=True):
     prompt: str | list[TokenId | str | list[TokenId]]
     logprobs: TopLogprobs | None = None
     echo: bool | None = None
+    add_special_tokens: bool | None = None
 
 
 # Python objects that a body may create: a million of them block the event loop for a second, a million token ids for
@@ -137,6 +150,7 @@ _GIVEN = {
     )
     for body, fields in _REFUSED.items()
 }
+_PLACE = re.compile(r" - at `([^`]+)`$")  # where msgspec says that a value is wrong
 _MAX_DEFAULT_BYTES = 64  # of JSON; a longer value cannot mean "not set"
 
 
@@ -144,7 +158,9 @@ def _read(raw: bytes, kind: Any) -> Any:
     try:
         return msgspec.json.decode(raw, type=kind)
     except msgspec.ValidationError as error:
-        raise RequestError(str(error).replace("`$.", "`")) from None
+        text = str(error).replace("`$.", "`")
+        place = _PLACE.search(text)
+        raise RequestError(text, param=place[1] if place else None) from None
     except (msgspec.DecodeError, RecursionError) as error:
         raise RequestError(f"the body is not valid JSON: {error}") from None
     except UnicodeDecodeError as error:
@@ -162,6 +178,9 @@ def _refuse_unsupported(raw: bytes, body: str, where: str = "") -> None:
         nested = bytes(given_fields[name]).strip()
         if not where and nested.startswith(b"{"):
             _refuse_unsupported(nested, inner, f"{name}.")
+        elif not where and nested.startswith(b"["):
+            for i, one in enumerate(_read(nested, list[msgspec.Raw])):
+                _refuse_unsupported(bytes(one), inner, f"{name}[{i}].")
 
 
 def decoded(raw: bytes, kind: type[S]) -> S:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+import inspect
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Protocol, TypeVar
 
-from kvflow.server.http.errors import RequestError
+from kvflow.engine.scheduler.params import SamplingParams
+from kvflow.server.http.errors import CONTEXT_LENGTH_EXCEEDED, RequestError
 
 MAX_BAD_WORDS = 1024
 T = TypeVar("T")
@@ -18,6 +20,10 @@ class Detokenizer(Protocol):
 
     stopped: str | None
 
+    @property
+    def include_stop(self) -> bool:
+        """Whether what ends the text is part of it."""
+
     def feed(self, token_id: int) -> str: ...
 
     def finish(self) -> str: ...
@@ -27,6 +33,7 @@ class NullDetokenizer:
     """For a model without a tokenizer: the text is always empty."""
 
     stopped: str | None = None
+    include_stop = False
 
     def feed(self, token_id: int) -> str:
         return ""
@@ -42,14 +49,23 @@ class ThreadedTokenizer:
         self._tokenizer = tokenizer
         longest = max((len(entry) for entry in tokenizer.get_vocab()), default=1) if tokenizer is not None else 1
         self._max_characters = context_length * longest  # more cannot fit, and encoding more takes gigabytes of memory
-        self._token_texts: dict[int, str] = {}  # at most one for each token of the vocabulary
+        self._token_bytes: dict[int, bytes] = {}  # at most one for each token of the vocabulary
+        self._bytes_of: Callable[[int], bytes] | None = None
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="kvflow-text")
 
-    async def encode(self, text: str) -> list[int]:
-        """Token ids of a plain prompt. Raises: RequestError when the model has no tokenizer."""
+    async def encode(self, text: str, *, param: str, add_special_tokens: bool = True) -> list[int]:
+        """Token ids of a plain prompt, which `param` of the body gave.
+
+        Raises: RequestError when the model has no tokenizer, or the text cannot fit.
+        """
         tokenizer = self._require()
-        self._check_length(len(text))
-        return await self._run(lambda: list(tokenizer.encode(text)))
+        self._check_length(len(text), param)
+        return await self._run(lambda: list(tokenizer.encode(text, add_special_tokens=add_special_tokens)))
+
+    async def decode(self, ids: Sequence[int], *, skip_special_tokens: bool) -> str:
+        """The text of token ids. Raises: RequestError when the model has no tokenizer."""
+        tokenizer = self._require()
+        return await self._run(lambda: str(tokenizer.decode(ids, skip_special_tokens=skip_special_tokens)))
 
     async def encode_words(self, words: Sequence[str]) -> tuple[tuple[int, ...], ...]:
         """Token ids of each word as it starts a text, and as it follows a space where that is as many other tokens.
@@ -61,7 +77,7 @@ class ThreadedTokenizer:
         tokenizer = self._require()
         if len(words) > MAX_BAD_WORDS:
             raise RequestError(f"bad_words: {len(words)} entries, limit {MAX_BAD_WORDS}", param="bad_words")
-        self._check_length(sum(map(len, words)))
+        self._check_length(sum(map(len, words)), "bad_words")
 
         def encode() -> tuple[tuple[int, ...], ...]:
             found: list[tuple[int, ...]] = []
@@ -78,51 +94,79 @@ class ThreadedTokenizer:
 
         return await self._run(encode)
 
-    async def encode_chat(self, messages: Sequence[dict[str, Any]]) -> list[int]:
-        """Token ids of a conversation, rendered by the model's chat template.
+    async def encode_chat(
+        self,
+        messages: Sequence[dict[str, Any]],
+        variables: Mapping[str, Any],
+        *,
+        add_generation_prompt: bool = True,
+    ) -> list[int]:
+        """Token ids of a conversation, rendered by the model's chat template, which also sees `variables`.
 
         Raises: RequestError when there is no template, or the template refuses the messages.
         """
         tokenizer = self._require()
         for i, message in enumerate(messages):
             if not isinstance(message.get("role"), str):
-                raise RequestError(f"messages[{i}].role must be a string")
+                raise RequestError(f"messages[{i}].role must be a string", param=f"messages[{i}].role")
         if getattr(tokenizer, "chat_template", None) is None:
-            raise RequestError("this model has no chat template; use /v1/completions")
+            raise RequestError("this model has no chat template; use /v1/completions", param="messages")
         plain = [_with_plain_content(i, message) for i, message in enumerate(messages)]
-        self._check_length(sum(len(str(message.get("content") or "")) for message in plain))
+        self._check_length(sum(len(str(message.get("content") or "")) for message in plain), "messages")
+        _check_variables(tokenizer, variables)
 
         def render() -> list[int]:
-            return list(tokenizer.apply_chat_template(plain, add_generation_prompt=True, return_dict=True)["input_ids"])
+            made = tokenizer.apply_chat_template(
+                plain, add_generation_prompt=add_generation_prompt, return_dict=True, **variables
+            )
+            return list(made["input_ids"])
 
         try:
             return await self._run(render)
         except (ValueError, TypeError, KeyError, _template_error()) as error:
-            raise RequestError(f"the chat template refused the messages: {error}") from None
+            raise RequestError(f"the chat template refused the messages: {error}", param="messages") from None
 
-    def _check_length(self, characters: int) -> None:
+    def _check_length(self, characters: int, param: str) -> None:
         if characters > self._max_characters:
             text = f"the text has {characters} characters; at most {self._max_characters} fit the model's context"
-            raise RequestError(text)
+            raise RequestError(text, param=param, reason=CONTEXT_LENGTH_EXCEEDED)
 
-    def detokenizer(self, stops: tuple[str, ...], min_tokens: int = 0) -> Detokenizer:
+    def detokenizer(self, params: SamplingParams) -> Detokenizer:
         """A new one, for one completion. Raises: RequestError for stop strings without a tokenizer."""
         if self._tokenizer is None:
-            if stops:
-                raise RequestError("stop strings need a tokenizer, and this model has none; use stop_token_ids")
+            if params.stop:
+                text = "stop strings need a tokenizer, and this model has none; use stop_token_ids"
+                raise RequestError(text, param="stop")
             return NullDetokenizer()
         from kvflow.engine.scheduler.text import TextStream
 
-        return TextStream(self._tokenizer, stops, min_tokens=min_tokens)
+        return TextStream(
+            self._tokenizer,
+            params.stop,
+            skip_special_tokens=params.skip_special_tokens,
+            min_tokens=params.min_new_tokens,
+            include_stop=params.include_stop,
+        )
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """What one token stands for, for logprobs; remembered, since they name twenty for every token."""
+        found = self._token_bytes.get(token_id)
+        if found is None:
+            found = self._token_bytes[token_id] = self._find_bytes(token_id)
+        return found
 
     def token_text(self, token_id: int) -> str:
-        """One token alone, for logprobs; remembered, since they name twenty for every token."""
-        text = self._token_texts.get(token_id)
-        if text is None:
-            text = self._token_texts[token_id] = (
-                "" if self._tokenizer is None else str(self._tokenizer.decode([token_id]))
-            )
-        return text
+        """One token alone; a part of a character is U+FFFD."""
+        return self.token_bytes(token_id).decode(errors="replace")
+
+    def _find_bytes(self, token_id: int) -> bytes:
+        if self._tokenizer is None:
+            return b""
+        if self._bytes_of is None:
+            from kvflow.engine.scheduler.token_bytes import TokenBytes
+
+            self._bytes_of = TokenBytes(self._tokenizer)
+        return self._bytes_of(token_id)
 
     def close(self) -> None:
         self._thread.shutdown(wait=False, cancel_futures=True)
@@ -149,6 +193,15 @@ def _with_plain_content(index: int, message: dict[str, Any]) -> dict[str, Any]:
             raise RequestError(f"messages[{index}].content: only parts of type text are supported")
         texts.append(part["text"])
     return {**message, "content": "".join(texts)}
+
+
+def _check_variables(tokenizer: Any, variables: Mapping[str, Any]) -> None:
+    """Raises: RequestError for a name that the tokenizer would take for an argument of its own."""
+    known = inspect.signature(tokenizer.apply_chat_template).parameters if variables else {}
+    for name in variables:
+        if name in known and name != "documents":
+            text = f"chat_template_kwargs: {name!r} is an argument of the tokenizer and no variable of a template"
+            raise RequestError(text, param="chat_template_kwargs")
 
 
 def _template_error() -> type[Exception]:

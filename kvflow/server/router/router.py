@@ -134,7 +134,7 @@ class _Shape(msgspec.Struct):
     text: Any = None
     input_ids: Any = None
     prompt: Any = None
-    sampling_params: _Sampling | None = None
+    sampling_params: _Sampling | list[_Sampling] | None = None
     n: Any = None
 
 
@@ -144,7 +144,10 @@ def _completions(shape: _Shape) -> int:
     for value in (shape.text, shape.input_ids, shape.prompt):
         if isinstance(value, list) and value and not isinstance(value[0], int):
             prompts = len(value)
-    choices = (shape.sampling_params.n if shape.sampling_params else None) or shape.n or 1
+    sampling = shape.sampling_params
+    if isinstance(sampling, list):
+        sampling = sampling[0] if sampling else None
+    choices = (sampling.n if sampling else None) or shape.n or 1
     if not isinstance(choices, int) or isinstance(choices, bool) or not 1 <= prompts * choices <= MAX_COMPLETIONS:
         raise RequestError(f"n: {choices!r} times {prompts} prompts is outside 1..{MAX_COMPLETIONS} completions")
     return prompts * choices
