@@ -127,7 +127,10 @@ def test_familiar_flags_exist() -> None:
         (("prefill", *MODEL[2:], "--model-path", "/nowhere/model"), "'/nowhere/model' does not exist"),
         (("decode", *MODEL, "--config", "/nowhere.toml"), "/nowhere.toml"),
         (("decode", *MODEL, "--transfer-backend", "pigeon"), "'local', 'mooncake'"),
-        (("decode", *MODEL, "--page-size", "65536", "--num-pages", "67108864"), "memory"),
+        (
+            ("decode", *MODEL, "--num-pages", "67108864"),
+            "--num-pages 67108864: the pool needs 2199023255552 bytes of mem",
+        ),
         (("router",), "--prefill URL"),
         (("up", "--prefill-workers", "0"), "--prefill-workers"),
         (("demo", "--transfer-backend", "pigeon"), "local, mooncake"),

@@ -13,11 +13,11 @@ from typing import TYPE_CHECKING
 
 from kvflow.config import Settings
 from kvflow.launch.loading import LoadingProgress
+from kvflow.launch.pool import make_pool
 from kvflow.launch.process import Ready, serve_until_stopped
 from kvflow.memory.pool import PagedPool
 from kvflow.node import DecodeNode, PrefillNode
 from kvflow.protocols.limits import Bounds, Timing
-from kvflow.protocols.pages.layout import build_layout, slot_bytes
 from kvflow.protocols.ports import DataPlane
 from kvflow.server.http import generate, openai, operations
 from kvflow.server.http.app import build_app
@@ -36,8 +36,6 @@ from kvflow.transports.data.select import check_plane, open_plane
 
 if TYPE_CHECKING:
     from kvflow.engine.model.load import LoadedModel
-
-DEFAULT_POOL_TOKENS = 65_536
 
 
 async def run_prefill(settings: Settings) -> None:
@@ -156,29 +154,13 @@ async def _parts(settings: Settings) -> AsyncGenerator[tuple[LoadedModel, PagedP
                 load_model, settings.model_path, settings.dtype, settings.attention, progress.report
             )
             model = await loop.run_in_executor(executor, load)
-        streams = [(name, dtype, tuple(shape)) for name, dtype, shape in model.streams]
-        page_bytes = settings.page_size * sum(slot_bytes(dtype, shape) for _, dtype, shape in streams)
-        layout = build_layout(
-            streams,
-            page_size=settings.page_size,
-            num_pages=_num_pages(settings, page_bytes),
-            order=settings.pool_order,
-            fingerprint=model.fingerprint,
-        )
-        pool = await loop.run_in_executor(executor, PagedPool.allocate, layout)
+        pool = await loop.run_in_executor(executor, make_pool, settings, model.streams, model.fingerprint)
         try:
             yield model, pool, executor
         finally:
             pool.close()
     finally:
         executor.shutdown(wait=False)
-
-
-def _num_pages(settings: Settings, page_bytes: int) -> int:
-    if settings.num_pages:
-        return settings.num_pages
-    wanted = -(-DEFAULT_POOL_TOKENS // settings.page_size)
-    return max(1, min(wanted, settings.pool_bytes // page_bytes))
 
 
 def _plane(settings: Settings, pool: PagedPool) -> DataPlane:

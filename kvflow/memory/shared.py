@@ -12,6 +12,7 @@ import fcntl
 import mmap
 import os
 
+from kvflow.memory.available import available_memory
 from kvflow.protocols.errors import LayoutError, TransferError
 
 _F_ADD_SEALS, _F_GET_SEALS = 1033, 1034
@@ -46,7 +47,7 @@ class SharedSegment:
     @classmethod
     def create(cls, size_bytes: int) -> SharedSegment:
         """New zeroed memory that peers can open, pre-faulted. Raises: LayoutError when there is not enough."""
-        size_bytes = _whole_pages(size_bytes)
+        size_bytes = _affordable(_whole_pages(size_bytes))
         fd = os.memfd_create("kvflow-pool", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         try:
             os.ftruncate(fd, size_bytes)
@@ -59,7 +60,7 @@ class SharedSegment:
     @classmethod
     def private(cls, size_bytes: int) -> SharedSegment:
         """New zeroed memory that no other process can open (`fd` is -1), pre-faulted. Raises: LayoutError."""
-        size_bytes = _whole_pages(size_bytes)
+        size_bytes = _affordable(_whole_pages(size_bytes))
         try:
             return _own(cls(_map(-1, size_bytes, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS), -1))
         except (OSError, OverflowError, ValueError) as error:
@@ -112,6 +113,14 @@ def _whole_pages(size_bytes: int) -> int:
     if size_bytes < 1:
         raise LayoutError(f"a segment of {size_bytes} bytes: at least 1 is needed")
     return -(-size_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
+
+
+def _affordable(size_bytes: int) -> int:
+    """Memory is pre-faulted, so that one who asks for more than there is would be killed, not refused."""
+    available = available_memory()
+    if available is not None and size_bytes > available.size_bytes:
+        raise LayoutError(f"no memory for a pool of {size_bytes} bytes: {available}")
+    return size_bytes
 
 
 def _map(fd: int, size_bytes: int, flags: int) -> mmap.mmap:

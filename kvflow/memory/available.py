@@ -1,0 +1,67 @@
+"""How much memory this process can still get: what the machine has free, within the limits of its control groups."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import msgspec
+
+_PROC = Path("/proc")
+_CGROUPS = Path("/sys/fs/cgroup")
+_Files = tuple[str, str, str]
+_V2: _Files = ("memory.max", "memory.current", "inactive_file")
+_V1: _Files = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
+
+
+class Available(msgspec.Struct, frozen=True, order=True):
+    """`size_bytes` that can still be had, and what sets that limit."""
+
+    size_bytes: int
+    limit: str
+
+    def __str__(self) -> str:
+        return f"{self.size_bytes} bytes are available ({self.limit})"
+
+
+def available_memory(proc: Path = _PROC, cgroups: Path = _CGROUPS) -> Available | None:
+    """The least of what the machine and each enclosing control group (v1 or v2) have left; None when nobody says."""
+    return min((*_of_machine(proc), *_of_groups(proc, cgroups)), default=None)
+
+
+def _of_machine(proc: Path) -> Iterator[Available]:
+    for line in _lines(proc / "meminfo"):
+        if line.startswith("MemAvailable:"):
+            yield Available(int(line.split()[1]) * 1024, "memory of the machine")
+
+
+def _of_groups(proc: Path, cgroups: Path) -> Iterator[Available]:
+    for line in _lines(proc / "self" / "cgroup"):
+        number, controllers, path = line.split(":", 2)
+        if number == "0" and not controllers:
+            root, files = cgroups, _V2
+        elif "memory" in controllers.split(","):
+            root, files = cgroups / "memory", _V1
+        else:
+            continue
+        # In a container the path may be the host's: then only the root of the mount, its own group, is there.
+        group = root / path.lstrip("/")
+        for folder in (group, *(parent for parent in group.parents if parent.is_relative_to(root))):
+            yield from _of_group(folder, files)
+
+
+def _of_group(folder: Path, files: _Files) -> Iterator[Available]:
+    limit, used = _lines(folder / files[0]), _lines(folder / files[1])
+    if not limit or not used or not limit[0].isdigit():  # "max" is no limit
+        return
+    # File pages that were not used lately are given back before anything is refused.
+    cached = sum(int(line.split()[1]) for line in _lines(folder / "memory.stat") if line.startswith(files[2] + " "))
+    left = max(0, int(limit[0]) - int(used[0]) + cached)
+    yield Available(left, f"control group {folder}, limit {limit[0]}")
+
+
+def _lines(path: Path) -> list[str]:
+    try:
+        return path.read_text().splitlines()
+    except OSError:
+        return []
