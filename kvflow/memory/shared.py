@@ -3,6 +3,9 @@
 The segment is a sealed memfd: it can neither shrink nor grow, so a process that maps it is never hit by SIGBUS.
 Mappings are not inherited by children (MADV_DONTFORK) and the descriptor is closed on exec, so only the process that
 opened a segment can write through its mapping: that process's death is the fence of the local data plane.
+
+Behind the pool is one page that is not mapped, where the owner of the memory writes which nodes' pool it is: a stranger
+can name the descriptor as his own, but cannot write there.
 """
 
 from __future__ import annotations
@@ -11,6 +14,7 @@ import ctypes
 import fcntl
 import mmap
 import os
+import struct
 
 from kvflow.memory.available import available_memory
 from kvflow.protocols.errors import LayoutError, TransferError
@@ -20,6 +24,8 @@ _SEAL_SEAL, _SEAL_SHRINK, _SEAL_GROW = 1, 2, 4
 _SEALS = _SEAL_SEAL | _SEAL_SHRINK | _SEAL_GROW
 _MADV_POPULATE_WRITE = 23  # Linux 5.14; the mmap module of Python 3.11 does not name it
 _PREFAULT_BYTES = 16 << 20
+_CLAIMS_BYTES = mmap.PAGESIZE
+_CLAIM = struct.Struct("<Q")
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
 
@@ -40,6 +46,7 @@ class SharedSegment:
 
     def __init__(self, mapping: mmap.mmap, fd: int) -> None:
         self._mapping: mmap.mmap | None = mapping
+        self._claims: list[int] = []
         self.fd = fd
         self.size_bytes = len(mapping)
         self.address = ctypes.addressof(ctypes.c_char.from_buffer(mapping))
@@ -50,7 +57,7 @@ class SharedSegment:
         size_bytes = _affordable(_whole_pages(size_bytes))
         fd = os.memfd_create("kvflow-pool", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         try:
-            os.ftruncate(fd, size_bytes)
+            os.ftruncate(fd, size_bytes + _CLAIMS_BYTES)
             fcntl.fcntl(fd, _F_ADD_SEALS, _SEALS)
             return _own(cls(_map(fd, size_bytes, mmap.MAP_SHARED), fd))
         except (OSError, OverflowError, ValueError) as error:
@@ -67,11 +74,12 @@ class SharedSegment:
             raise LayoutError(f"no memory for a pool of {size_bytes} bytes: {error}") from error
 
     @classmethod
-    def open_peer(cls, pid: int, fd: int) -> SharedSegment:
+    def open_peer(cls, pid: int, fd: int, owner: int = 0) -> SharedSegment:
         """Map descriptor `fd` of process `pid`; slow (pre-faults), so call it in a thread.
 
-        The caller checks before and after that `pid` is still the process it means.
-        Raises: TransferError when it cannot be opened, or is not a sealed segment.
+        The caller checks before and after that `pid` is still the process it means. `owner`: the incarnation that must
+        have claimed it; 0 where the caller knows whose it is.
+        Raises: TransferError when it cannot be opened, is not a sealed segment, or is another's.
         """
         try:
             ours = os.open(f"/proc/{pid}/fd/{fd}", os.O_RDWR | os.O_CLOEXEC | os.O_NONBLOCK)
@@ -80,7 +88,10 @@ class SharedSegment:
         try:
             if fcntl.fcntl(ours, _F_GET_SEALS) & _SEALS != _SEALS:
                 raise TransferError(f"descriptor {fd} of process {pid} is not a sealed segment")
-            segment = cls(_map(ours, os.fstat(ours).st_size, mmap.MAP_SHARED), -1)
+            size_bytes = os.fstat(ours).st_size - _CLAIMS_BYTES
+            if owner and owner not in _read_claims(ours, size_bytes):
+                raise TransferError(f"descriptor {fd} of process {pid} is not the pool of {owner:016x}, which named it")
+            segment = cls(_map(ours, size_bytes, mmap.MAP_SHARED), -1)
         except (OSError, ValueError) as error:
             raise TransferError(f"cannot map the pool of process {pid}: {error}") from error
         finally:
@@ -100,6 +111,24 @@ class SharedSegment:
             raise LayoutError(f"the segment of {self.size_bytes} bytes is closed")
         return self._mapping
 
+    def claim(self, owner: int) -> None:
+        """Let peers know that this is the pool of the node `owner`, an incarnation. Raises: LayoutError."""
+        if len(self._claims) == _CLAIMS_BYTES // _CLAIM.size:
+            raise LayoutError(f"{len(self._claims)} nodes have claimed this segment, and no more can")
+        self._claims.append(owner)
+        self._write_claims()
+
+    def disclaim(self, owner: int) -> None:
+        """It is no longer that node's. Idempotent."""
+        if owner in self._claims:
+            self._claims.remove(owner)
+            self._write_claims()
+
+    def _write_claims(self) -> None:
+        if self.fd >= 0:
+            page = b"".join(map(_CLAIM.pack, self._claims)).ljust(_CLAIMS_BYTES, b"\0")
+            os.pwrite(self.fd, page, self.size_bytes)
+
     def close(self) -> None:
         """Idempotent."""
         # Not mmap.close: a torch tensor keeps the mmap object alive, but does not count as a user of its buffer.
@@ -107,6 +136,14 @@ class SharedSegment:
         fd, self.fd = self.fd, -1
         if fd >= 0:
             os.close(fd)
+
+
+def _read_claims(fd: int, offset: int) -> set[int]:
+    """Raises: OSError, ValueError (no page of claims)."""
+    page = os.pread(fd, _CLAIMS_BYTES, offset)
+    if len(page) != _CLAIMS_BYTES:
+        raise ValueError("it says of no node that it is its pool")
+    return {owner for (owner,) in _CLAIM.iter_unpack(page) if owner}
 
 
 def _whole_pages(size_bytes: int) -> int:

@@ -117,6 +117,8 @@ class DecodeNode(Node[DecodeShell]):
     async def start(self) -> None:
         self._check_start()
         address, layout = self.exported
+        if self.pool.segment is not None:
+            self.pool.segment.claim(self.incarnation)
         self._shell = DecodeShell(
             DecodeEndpoint(
                 DecodeIdentity(self.incarnation, layout, address),
@@ -249,3 +251,5 @@ class DecodeNode(Node[DecodeShell]):
             asking.cancel()
         await asyncio.gather(*questions, return_exceptions=True)
         await self._close_memory()
+        if self.pool.segment is not None:
+            self.pool.segment.disclaim(self.incarnation)

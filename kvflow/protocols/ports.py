@@ -40,11 +40,14 @@ class ProcessIdentity(msgspec.Struct, frozen=True, array_like=True):
 
 class PlaneAddress(msgspec.Struct, frozen=True, array_like=True):
     """Where a data plane reaches this process. What `locator` means is up to the back end: a Mooncake session, a shared
-    segment's file descriptor."""
+    segment's file descriptor. `owner` is the incarnation that has named it: the endpoint that receives an address sets
+    it, whatever was sent, and a back end that can tell whose a pool is refuses another's; 0 is not asked for.
+    """
 
     backend: Word
     locator: Word
     process: ProcessIdentity
+    owner: int = 0
 
 
 class UnprovenLoan(NamedTuple):

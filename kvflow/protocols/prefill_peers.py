@@ -35,7 +35,8 @@ class DecodePeer:
     def __init__(self, message: Register, closed_grants: int, now: float) -> None:
         self.incarnation = message.target
         self.routing_id = routing_id(message.target)
-        self.layout, self.address = message.layout, message.address
+        self.layout = message.layout
+        self.address = msgspec.structs.replace(message.address, owner=message.target)
         self.phase = PeerPhase.OPENING
         self.received_at_s = now
         self.fresh_from = message.fresh_from  # of its newest Register

@@ -10,7 +10,7 @@ from kvflow.protocols.errors import Cause, Code
 from kvflow.protocols.limits import Bounds
 from kvflow.protocols.machines.peer import PeerPhase
 from kvflow.protocols.pages.layout import build_layout
-from kvflow.protocols.ports import WriteOutcome
+from kvflow.protocols.ports import PlaneAddress, WriteOutcome
 from kvflow.protocols.wire import messages as wire
 from tests.protocols.alone import (
     ADDRESS,
@@ -38,6 +38,11 @@ from tests.protocols.alone import (
 SMALLER = build_layout([("k", "uint8", (8,))], page_size=2, num_pages=16)
 
 
+def named_by(decode: wire.Incarnation) -> PlaneAddress:
+    """Whatever was sent as its owner."""
+    return msgspec.structs.replace(ADDRESS, owner=decode)
+
+
 def refusal(prefill: LonePrefill, target: wire.Incarnation = DECODE) -> str:
     """Why this decode is refused; no way into its pool is opened."""
     answer, *more = prefill.register(target)
@@ -45,12 +50,18 @@ def refusal(prefill: LonePrefill, target: wire.Incarnation = DECODE) -> str:
     return str(answer.refusal)
 
 
+def test_who_names_a_pool_is_not_taken_from_the_wire() -> None:
+    prefill = LonePrefill()
+    lie = msgspec.structs.replace(ADDRESS, owner=OTHER_DECODE)
+    assert prefill.register(address=lie) == [OpenRoute(DECODE, named_by(DECODE), LAYOUT)]
+
+
 def test_a_decode_is_accepted_when_its_route_is_open() -> None:
     prefill = LonePrefill()
-    assert prefill.register(fresh_from=4) == [OpenRoute(DECODE, ADDRESS, LAYOUT)]
+    assert prefill.register(fresh_from=4) == [OpenRoute(DECODE, named_by(DECODE), LAYOUT)]
     assert prefill.register(fresh_from=4) == [beat()], "it takes long: decode must not give up"
     prefill.endpoint.route_opened(DECODE, prefill.now)
-    assert prefill.asked() == [WatchProcess(DECODE, ADDRESS), registered(fresh_from=4)]
+    assert prefill.asked() == [WatchProcess(DECODE, named_by(DECODE)), registered(fresh_from=4)]
     assert prefill.register(fresh_from=2) == [registered(fresh_from=4)], "an older Register came later"
     assert prefill.register(fresh_from=6) == [registered(fresh_from=6)]
     prefill.endpoint.route_opened(DECODE, prefill.now)
@@ -239,7 +250,10 @@ class TestPlacesAreBounded:
         if doubt:
             assert refusal(prefill, THIRD_DECODE) == "2 decodes are registered already"
         else:
-            assert prefill.register(THIRD_DECODE) == [CloseRoute(DECODE), OpenRoute(THIRD_DECODE, ADDRESS, LAYOUT)]
+            assert prefill.register(THIRD_DECODE) == [
+                CloseRoute(DECODE),
+                OpenRoute(THIRD_DECODE, named_by(THIRD_DECODE), LAYOUT),
+            ]
 
     def test_what_a_displaced_decode_sent_earlier_does_not_begin_when_it_is_back(self) -> None:
         prefill = LonePrefill(bounds=self.BOUNDS).up(DECODE, OTHER_DECODE)

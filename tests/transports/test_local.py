@@ -112,6 +112,30 @@ async def test_only_a_sealed_segment_of_that_process_is_opened(side: Side, addre
             await side.plane.connect(msgspec.structs.replace(peer.address, locator=address), peer.layout)
 
 
+async def test_a_pool_is_opened_for_its_owner_only(side: Side) -> None:
+    segment = side.pool.segment
+    assert segment is not None
+    segment.claim(7)
+    segment.claim(8)
+    for owner in (7, 8):
+        (await side.plane.connect(msgspec.structs.replace(side.address, owner=owner), side.layout)).close()
+    segment.disclaim(7)
+    segment.disclaim(7)
+    for owner in (7, 9, 2**64 - 1):
+        with pytest.raises(TransferError, match=f"is not the pool of {owner:016x}"):
+            await side.plane.connect(msgspec.structs.replace(side.address, owner=owner), side.layout)
+
+
+async def test_a_segment_has_room_for_many_owners_and_no_more(side: Side) -> None:
+    segment = side.pool.segment
+    assert segment is not None
+    for owner in range(1, 513):
+        segment.claim(owner)
+    with pytest.raises(LayoutError, match="512 nodes have claimed this segment"):
+        segment.claim(513)
+    (await side.plane.connect(msgspec.structs.replace(side.address, owner=512), side.layout)).close()
+
+
 async def test_a_reused_pid_is_told_apart(side: Side) -> None:
     async with spawned("local") as peer:
         identity = msgspec.structs.replace(peer.address.process, start_ticks=peer.address.process.start_ticks + 1)

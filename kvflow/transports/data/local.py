@@ -7,7 +7,7 @@ What fences a peer?             Its process has ended (pidfd, checked against it
                                 mapping: children do not inherit it, and its descriptor was closed once it was mapped.
 
 Nothing from the wire is written to unchecked: the target is the memfd of a process whose identity is verified after it
-is opened, and every offset is checked against the real size of what was opened.
+is opened, the memory itself says which node's it is, and every offset is checked against its real size.
 
 Copies hold the GIL, in bursts, and release it with the last block of each. Short bursts (2 MiB) let the event loop hear
 of an abort at once, and stop for it. Beside a thread that runs Python (an engine between its kernels) they are
@@ -139,7 +139,7 @@ def map_peer(address: PlaneAddress) -> SharedSegment:
             f"the peer's pool cannot be written to through shared memory (locator {address.locator!r:.80})"
         )
     check_same_host(address.process)
-    segment = SharedSegment.open_peer(address.process.pid, int(found[1]))
+    segment = SharedSegment.open_peer(address.process.pid, int(found[1]), address.owner)
     if not is_alive(address.process):  # looked at after opening: a re-used pid would have shown us another's memory
         segment.close()
         raise TransferError(f"process {address.process.pid} has ended")
