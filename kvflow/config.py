@@ -71,6 +71,13 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         Literal["auto", "packed", "pad"],
         Meta(description="Batching of the model's attention; auto picks packed where the model allows it."),
     ] = "auto"
+    sampling_defaults: Annotated[
+        Literal["model", "openai"],
+        Meta(
+            description="Sampling of the OpenAI routes where a request does not say: the model's "
+            "generation_config.json, or 1.0 throughout."
+        ),
+    ] = "model"
     page_size: Annotated[int, Meta(description="Tokens per page.", ge=1, le=65536)] = 16
     num_pages: Annotated[
         int, Meta(description="Pages of the pool; 0 = 65536 tokens, within --pool-bytes.", ge=0, le=1 << 26)
@@ -145,7 +152,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
 
 _HTTP = ("host", "port", "api_key", "log_level", "log_format", "access_log", "drain_timeout_s")
-_MODEL = ("model_path", "served_model_name", "dtype", "attention", "threads")
+_MODEL = ("model_path", "served_model_name", "dtype", "attention", "sampling_defaults", "threads")
 _POOL = ("page_size", "num_pages", "pool_bytes", "pool_order")
 _LOAD = ("max_running_requests", "request_timeout_s")
 _PLANE = (

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import logging
 import os
 import socket
 from collections.abc import AsyncGenerator
@@ -12,11 +13,13 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from typing import TYPE_CHECKING
 
 from kvflow.config import Settings
+from kvflow.engine.scheduler.params import SamplingParams
 from kvflow.launch.loading import LoadingProgress
 from kvflow.launch.pool import make_pool
 from kvflow.launch.process import Ready, serve_until_stopped
 from kvflow.memory.pool import PagedPool
 from kvflow.node import DecodeNode, PrefillNode
+from kvflow.protocols.errors import MisuseError
 from kvflow.protocols.limits import Bounds, Timing
 from kvflow.protocols.ports import DataPlane
 from kvflow.server.http import generate, openai, operations
@@ -36,6 +39,8 @@ from kvflow.transports.data.select import check_plane, open_plane
 
 if TYPE_CHECKING:
     from kvflow.engine.model.load import LoadedModel
+
+_log = logging.getLogger("kvflow.serve")
 
 
 async def run_prefill(settings: Settings) -> None:
@@ -178,7 +183,25 @@ def _card(settings: Settings, model: LoadedModel) -> ModelCard:
         dtype=model.dtype,
         context_length=model.context_length,
         vocab_size=model.vocab_size,
+        sampling_defaults=_sampling_defaults(settings, model),
     )
+
+
+def _sampling_defaults(settings: Settings, model: LoadedModel) -> dict[str, float]:
+    """Raises: MisuseError for values that no request may have."""
+    if settings.sampling_defaults != "model":
+        return {}
+    found = dict(model.sampling_defaults)
+    try:
+        SamplingParams(**found)  # type: ignore[arg-type]
+    except (MisuseError, TypeError) as error:
+        text = (
+            f"generation_config.json of model {settings.model_path!r}: {error}; start with --sampling-defaults openai"
+        )
+        raise MisuseError(text) from None
+    if found:
+        _log.info("sampling defaults of the model: %s", ", ".join(f"{name} {value}" for name, value in found.items()))
+    return found
 
 
 async def _serve(

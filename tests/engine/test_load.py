@@ -48,6 +48,15 @@ def test_the_self_test_chooses_the_mode(family: str, mode: str, loaded: Callable
     assert loaded(family).mode == mode
 
 
+def test_the_recommended_sampling_is_read(tiny: Tiny, tmp_path: Path) -> None:
+    source = tiny("llama")
+    assert load_model(str(source)).sampling_defaults == {}
+    path = shutil.copytree(source, tmp_path / "model")
+    recommended = {"temperature": 0.6, "top_p": 0.9, "top_k": 20, "min_p": 0.05, "repetition_penalty": 1.1}
+    (path / "generation_config.json").write_text(json.dumps({**recommended, "do_sample": True, "eos_token_id": 2}))
+    assert load_model(str(path)).sampling_defaults == recommended
+
+
 def test_mla_and_shared_layers_are_described_as_they_are(loaded: Callable[..., LoadedModel]) -> None:
     mla = loaded("deepseek_v3").layers[0]
     assert mla is not None and (mla.key_shape, mla.value_shape) == ((1, 24), (1, 8))

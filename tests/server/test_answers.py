@@ -3,20 +3,27 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator
+from types import SimpleNamespace
 from typing import Any
 
+import aiohttp
+import msgspec
 import openai
 import pytest
 from tokenizers import Tokenizer, decoders, pre_tokenizers
 from tokenizers.models import BPE
 
+from kvflow.config import resolve
+from kvflow.demo_model import DEMO_MODEL_DIR
 from kvflow.engine.scheduler.params import TokenOut
+from kvflow.launch import roles
+from kvflow.protocols.errors import MisuseError
 from kvflow.server.http.completion import Completion, Delta
 from kvflow.server.http.openai import ChatCall, TextCompletionCall
 from kvflow.server.http.schemas import ChatRequest, CompletionRequest, parse
 from kvflow.server.http.tokenizer import ThreadedTokenizer
 from kvflow.server.router.router import Router, router_app
-from tests.server.fake_service import Role, Server, served
+from tests.server.fake_service import FakeService, Meeting, Role, Server, served
 
 HELLO: Any = [{"role": "user", "content": "w1 w2"}]
 
@@ -68,6 +75,38 @@ async def test_what_ends_the_text_is_kept_on_request(
         answer = await client.completions.create(model="fake", prompt="w1", max_tokens=9, extra_body={**stop, **extra})
         assert answer.choices[0].text.split() == words
         assert answer.choices[0].finish_reason == "stop"
+
+
+async def test_the_models_sampling_is_the_default(meeting: Meeting) -> None:
+    """On the OpenAI routes, as in vLLM and SGLang; /generate has SGLang's own defaults."""
+    service = FakeService("decode", meeting)
+    service.card = msgspec.structs.replace(service.card, sampling_defaults={"temperature": 0.6, "top_k": 20})
+    role = Role(service)
+    pair = {"bootstrap_host": "h", "max_tokens": 1}
+    sampling: Any = {"max_new_tokens": 1}
+    bodies: list[tuple[str, dict[str, Any]]] = [
+        ("/v1/completions", {"prompt": [1], **pair}),
+        ("/v1/chat/completions", {"messages": HELLO, **pair}),
+        ("/v1/completions", {"prompt": [1], **pair, "temperature": 0.9, "top_k": -1}),
+        ("/generate", {"input_ids": [1], "bootstrap_host": "h", "sampling_params": sampling}),
+    ]
+    async with served(role.app) as server, aiohttp.ClientSession() as session:
+        for room, (path, document) in enumerate(bodies):
+            meeting.of(room).set_result(None)
+            async with session.post(server.make_url(path), json={**document, "bootstrap_room": room}) as answer:
+                assert answer.status == 200, await answer.text()
+    params = [request.params for request in service.requests]
+    assert [(p.temperature, p.top_k) for p in params] == [(0.6, 20), (0.6, 20), (0.9, -1), (1.0, -1)]
+    assert {p.top_p for p in params} == {1.0}
+
+
+def test_recommended_sampling_that_no_request_may_have_is_refused_at_the_start() -> None:
+    model: Any = SimpleNamespace(sampling_defaults={"temperature": -1})
+    given = {"model_path": str(DEMO_MODEL_DIR)}
+    with pytest.raises(MisuseError, match=r"generation_config.json.*temperature -1.*--sampling-defaults openai"):
+        roles._sampling_defaults(resolve("decode", given, env={}), model)
+    off = resolve("decode", {**given, "sampling_defaults": "openai"}, env={})
+    assert roles._sampling_defaults(off, model) == {}
 
 
 async def test_the_template_sees_variables(client: openai.AsyncOpenAI, decode: Role) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -27,6 +27,7 @@ Progress = Callable[[str, float], None]
 DTYPES = ("auto", "float32", "float16", "bfloat16")
 ATTENTIONS = ("auto", "packed", "pad")
 NO_LIMIT = 1 << 20
+RECOMMENDED = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 
 
 @dataclass(frozen=True)
@@ -48,6 +49,8 @@ class LoadedModel:
     vocab_size: int
     tokenizer: Any
     fingerprint: str
+    sampling_defaults: Mapping[str, float]
+    """What the model's generation_config.json recommends, by the names of SamplingParams."""
 
     @property
     def streams(self) -> list[Stream]:
@@ -95,6 +98,7 @@ def load_model(
         vocab_size=int(model.get_input_embeddings().num_embeddings),
         tokenizer=tokenizer,
         fingerprint=fingerprint(name, model, loaded_dtype),
+        sampling_defaults=_sampling_defaults(model),
     )
 
 
@@ -141,6 +145,12 @@ def _eos_ids(model: Any) -> frozenset[int]:
         if ids is not None:
             return frozenset([ids] if isinstance(ids, int) else ids)
     return frozenset()
+
+
+def _sampling_defaults(model: Any) -> dict[str, float]:
+    config = getattr(model, "generation_config", None)
+    given = {} if config is None else config.to_diff_dict()
+    return {field: given[field] for field in RECOMMENDED if given.get(field) is not None}
 
 
 def _context_length(text: Any) -> int:

@@ -26,6 +26,7 @@ class ModelCard(msgspec.Struct, frozen=True, kw_only=True):
     dtype: str = ""
     context_length: int
     vocab_size: int
+    sampling_defaults: dict[str, float] = {}  # of the OpenAI routes, where a body does not say
 
 
 class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True):

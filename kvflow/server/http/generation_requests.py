@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any, TypeVar
 
 import msgspec
@@ -29,6 +29,8 @@ DEFAULT_COMPLETION_TOKENS = 16
 MAX_ID_DIGITS = 10
 TokenWords = tuple[tuple[int, ...], ...]
 T = TypeVar("T")
+# What a model's generation_config.json may recommend, at the values that change nothing.
+_NEUTRAL = {"temperature": 1.0, "top_p": 1.0, "top_k": -1, "min_p": 0.0, "repetition_penalty": 1.0}
 _ROOM_MASK = (1 << 63) - 1
 _ROOM_STEP = 0x9E3779B97F4A7C15  # golden-ratio step: rooms derived from one id do not collide with those of another
 
@@ -39,6 +41,7 @@ class RequestLimits(msgspec.Struct, frozen=True):
     engine: EngineLimits
     generates: bool  # decode keeps prompt and completion in its pool, prefill only the prompt
     bootstrap_port: int  # used where a body names a prefill's host alone
+    sampling_defaults: Mapping[str, float]  # of the OpenAI routes, where a body does not say
 
     def tokens_left(self, prompt: list[int]) -> int:
         """New tokens that fit behind `prompt`; defaults stay below it."""
@@ -98,7 +101,7 @@ def params_of_generate(
     top = _of_prompt("top_logprobs_num", body.top_logprobs_num, index, count, 0)
     seed = sampling.sampling_seed if sampling.sampling_seed is not None else sampling.seed
     logprobs = top if scored else None
-    fields = {**_sampling_fields(sampling, seed), "min_new_tokens": sampling.min_new_tokens or 0}
+    fields = {**_sampling_fields(sampling, seed, {}), "min_new_tokens": sampling.min_new_tokens or 0}
     most = sampling.max_new_tokens or min(DEFAULT_MAX_NEW_TOKENS, limits.tokens_left(prompt))
     return SamplingParams(**fields, max_new_tokens=most, logprobs=logprobs)
 
@@ -120,7 +123,8 @@ def params_of_chat(
     if body.top_logprobs is not None and not body.logprobs:
         raise RequestError("top_logprobs needs logprobs: true", param="top_logprobs")
     logprobs = (body.top_logprobs or 0) if body.logprobs else None
-    return SamplingParams(**_openai_fields(body, bad_words), max_new_tokens=most, logprobs=logprobs)
+    fields = _openai_fields(body, bad_words, limits)
+    return SamplingParams(**fields, max_new_tokens=most, logprobs=logprobs)
 
 
 def params_of_completion(
@@ -130,28 +134,31 @@ def params_of_completion(
     if body.echo and body.logprobs is not None:
         raise RequestError("echo together with logprobs is not supported; leave one of them out", param="echo")
     most = body.max_tokens or min(DEFAULT_COMPLETION_TOKENS, limits.tokens_left(prompt))
-    return SamplingParams(**_openai_fields(body, bad_words), max_new_tokens=most, logprobs=body.logprobs)
+    fields = _openai_fields(body, bad_words, limits)
+    return SamplingParams(**fields, max_new_tokens=most, logprobs=body.logprobs)
 
 
-def _openai_fields(body: ChatRequest | CompletionRequest, bad_words: TokenWords) -> dict[str, Any]:
-    return {**_sampling_fields(body, body.seed), "min_new_tokens": body.min_tokens or 0, "bad_words": bad_words}
+def _openai_fields(
+    body: ChatRequest | CompletionRequest, bad_words: TokenWords, limits: RequestLimits
+) -> dict[str, Any]:
+    fields = _sampling_fields(body, body.seed, limits.sampling_defaults)
+    return {**fields, "min_new_tokens": body.min_tokens or 0, "bad_words": bad_words}
 
 
-def _sampling_fields(source: Any, seed: int | None) -> dict[str, Any]:
+def _sampling_fields(source: Any, seed: int | None, defaults: Mapping[str, float]) -> dict[str, Any]:
+    given = {name: getattr(source, name) for name in _NEUTRAL}
     return {
-        "temperature": 1.0 if source.temperature is None else source.temperature,
-        "top_p": 1.0 if source.top_p is None else source.top_p,
-        "top_k": -1 if source.top_k is None else source.top_k,
+        **_NEUTRAL,
+        **defaults,
+        **{name: value for name, value in given.items() if value is not None},
         "seed": seed,
         "stop": stops_of(source.stop),
         "stop_token_ids": tuple(source.stop_token_ids or ()),
         "include_stop": bool(source.no_stop_trim or getattr(source, "include_stop_str_in_output", None)),
         "skip_special_tokens": source.skip_special_tokens is not False,
         "ignore_eos": bool(source.ignore_eos),
-        "min_p": source.min_p or 0.0,
         "frequency_penalty": source.frequency_penalty or 0.0,
         "presence_penalty": source.presence_penalty or 0.0,
-        "repetition_penalty": 1.0 if source.repetition_penalty is None else source.repetition_penalty,
         "logit_bias": _biases(source.logit_bias or {}),
     }
 

@@ -32,6 +32,7 @@ def server_info(pipeline: CompletionPipeline, host: str, bootstrap_port: int | N
         "role": service.role,
         "model": card.name,
         "dtype": card.dtype,
+        "sampling_defaults": card.sampling_defaults,
         "host": host,
         "control_endpoint": report.control_endpoint,
         "data_plane": report.data_plane,

@@ -85,7 +85,9 @@ class CompletionPipeline(Drainable):
         self.service = service
         self.tokenizer = tokenizer
         self.metrics = metrics
-        self.request_limits = RequestLimits(service.limits, service.role == "decode", bootstrap_port)
+        self.request_limits = RequestLimits(
+            service.limits, service.role == "decode", bootstrap_port, service.card.sampling_defaults
+        )
         self._max_running = max_running_requests
         self._timeout_s = request_timeout_s
         self._keepalive_s, self._headers_after_s = keepalive_s, headers_after_s
