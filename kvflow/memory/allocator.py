@@ -164,7 +164,8 @@ class PageAllocator:
             raise OwnershipError(f"unhold: page {self._first(pages, left < 0)} is not held that often")
         self._held_calls -= pages.size
         if self._returning:
-            ready = np.unique(pages[(left == 0) & (self._marks[pages] == _RETURNING)])
+            ended = np.sort(pages[(left == 0) & (self._marks[pages] == _RETURNING)])
+            ready = ended[np.diff(ended, prepend=-1) != 0]
             self._returning -= ready.size
             self._free_now(ready)
 

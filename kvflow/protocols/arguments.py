@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvflow.protocols.errors import CapacityError, MisuseError
-from kvflow.protocols.pages.layout import PageIndices, PoolLayout
+from kvflow.protocols.pages.layout import PageIndices, PoolLayout, names_twice
 from kvflow.protocols.wire.codec import prompt_digest
 from kvflow.protocols.wire.messages import MAX_HANDOFF_BYTES
 
@@ -48,7 +48,7 @@ def own_pages(pages: Sequence[int] | PageIndices, num_pages: int, room: int, wan
     found = page_indices(pages, num_pages, f"room {room}")
     if len(found) != wanted:
         raise MisuseError(f"room {room}: {len(found)} pages given, its prompt needs {wanted}")
-    if len(np.unique(found)) < wanted:
+    if wanted and names_twice(found, int(found.min()), int(found.max())):
         raise MisuseError(f"room {room}: a page is given twice")
     return found
 

@@ -17,6 +17,7 @@ from kvflow.protocols.pages.layout import (
     PoolLayout,
     build_layout,
     differences,
+    names_twice,
     opaque_layout,
     pack_pages,
     unpack_pages,
@@ -185,3 +186,19 @@ def test_page_lists_are_checked(pages: list[int]) -> None:
 def test_a_ragged_page_list_is_refused() -> None:
     with pytest.raises(LayoutError, match="int32"):
         unpack_pages(b"\0\0\0", 500)
+
+
+@given(st.data(), st.sampled_from([60, 1 << 23, 1 << 31]))
+def test_a_page_named_twice_is_found_wherever_it_is(data: st.DataObject, top: int) -> None:
+    pages = data.draw(st.lists(st.integers(0, top - 1), min_size=1, max_size=60))
+    array = np.array(pages, dtype=np.int32)
+    assert names_twice(array, min(pages), max(pages)) == (len(set(pages)) < len(pages))
+
+
+def test_a_large_page_list_is_checked_without_a_hash_table(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`np.unique` took a second of prefill's event loop for the largest legal Bootstrap."""
+    monkeypatch.setattr(np, "unique", None)
+    pages = np.random.default_rng(1).permutation(1 << 16).astype(np.int32)
+    assert (unpack_pages(pack_pages(pages), 1 << 16) == pages).all()
+    with pytest.raises(LayoutError, match="twice"):
+        unpack_pages(pack_pages(np.append(pages, pages[7])), 1 << 16)

@@ -7,6 +7,7 @@ from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
 
+import msgspec
 from aiohttp import web
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
@@ -83,7 +84,7 @@ class FakeService:
         self._meeting = meeting
 
     async def tokens(self, request: GenerationRequest) -> AsyncGenerator[TokenOut, None]:
-        self.requests.append(request)
+        self.requests.append(msgspec.structs.replace(request, prompt=request.prompt.tolist()))  # to be compared
         self.started.set()
         try:
             if self.failure is not None:
@@ -92,7 +93,7 @@ class FakeService:
             if self.role == "prefill":
                 await self.gate.wait()
                 meeting.set_result(None)
-                yield self._token(request.prompt[-1] + 1, request.params, "length")
+                yield self._token(int(request.prompt[-1]) + 1, request.params, "length")
                 return
             await asyncio.shield(meeting)
             for i in range(1, request.params.max_new_tokens + 1):
@@ -101,7 +102,7 @@ class FakeService:
                 if i > 1:
                     await self.gate.wait()
                 last = i == request.params.max_new_tokens
-                token = self._token(request.prompt[-1] + i, request.params, "length" if last else None)
+                token = self._token(int(request.prompt[-1]) + i, request.params, "length" if last else None)
                 yield token
                 if token.finish_reason is not None:
                     return

@@ -9,6 +9,7 @@ from typing import Any
 
 import aiohttp
 import msgspec
+import numpy as np
 import pytest
 
 import kvflow
@@ -67,7 +68,8 @@ def serving(p: Pair) -> tuple[DecodeService, Engine]:
 
 
 async def decoded(service: DecodeService, room: int) -> list[int]:
-    request = GenerationRequest(room=room, prefill="sim", prompt=PROMPT, params=SamplingParams(max_new_tokens=1))
+    prompt = np.array(PROMPT, dtype=np.uint32)
+    request = GenerationRequest(room=room, prefill="sim", prompt=prompt, params=SamplingParams(max_new_tokens=1))
     return [token.token_id async for token in service.tokens(request)]
 
 

@@ -53,7 +53,7 @@ async def test_text_in_text_and_ids_out(decode: Role, decode_server: Server, ses
         "finish_reason": {"type": "length", "length": 3},
     }
     request = decode.service.requests[0]
-    assert (request.room, request.prefill, request.prompt) == (7, "127.0.0.1:8998", [1, 2])
+    assert (request.room, request.prefill, list(request.prompt)) == (7, "127.0.0.1:8998", [1, 2])
 
 
 async def test_fields_of_other_programs_are_accepted(decode_server: Server, session: aiohttp.ClientSession) -> None:

@@ -67,8 +67,7 @@ class GenerateCall:
         if body.text is not None and body.input_ids is not None:
             raise RequestError("text and input_ids are both given; send one of them")
         if body.input_ids is not None:
-            prompts = prompt_ids(body.input_ids)
-            several = bool(body.input_ids) and isinstance(body.input_ids[0], list)
+            prompts, several = prompt_ids(body.input_ids)
         elif body.text is not None:
             texts = [body.text] if isinstance(body.text, str) else body.text
             prompts = [await pipeline.tokenizer.encode(text, param="text") for text in texts]
@@ -137,7 +136,7 @@ def routes(pipeline: CompletionPipeline) -> list[web.RouteDef]:
     """/generate."""
 
     async def generate(http: web.Request) -> web.StreamResponse:
-        body = pipeline.read(await http.read(), GenerateRequest)
+        body = await pipeline.read(http, GenerateRequest)
         return await pipeline.serve(http, GenerateCall(body))
 
     return [web.post("/generate", generate)]

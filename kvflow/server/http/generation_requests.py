@@ -7,11 +7,12 @@ from collections.abc import Iterator, Mapping
 from typing import Any, TypeVar
 
 import msgspec
+import numpy as np
 
 from kvflow.engine.scheduler.limits import EngineLimits
 from kvflow.engine.scheduler.params import SamplingParams
 from kvflow.protocols.errors import CapacityError, MisuseError
-from kvflow.server.http.completion_service import GenerationRequest
+from kvflow.server.http.completion_service import GenerationRequest, PromptIds
 from kvflow.server.http.errors import CONTEXT_LENGTH_EXCEEDED, RequestError
 from kvflow.server.http.schemas import (
     ChatRequest,
@@ -43,11 +44,11 @@ class RequestLimits(msgspec.Struct, frozen=True):
     bootstrap_port: int  # used where a body names a prefill's host alone
     sampling_defaults: Mapping[str, float]  # of the OpenAI routes, where a body does not say
 
-    def tokens_left(self, prompt: list[int]) -> int:
+    def tokens_left(self, prompt: PromptIds) -> int:
         """New tokens that fit behind `prompt`; defaults stay below it."""
         return max(1, min(self.engine.context_length, self.engine.pool_tokens) - len(prompt))
 
-    def check(self, body: Rendezvous, prompt: list[int], params: SamplingParams) -> None:
+    def check(self, body: Rendezvous, prompt: PromptIds, params: SamplingParams) -> None:
         """Raises: RequestError (400): what can never fit is the client's to change, also where the engine calls it a
         lack of capacity (503)."""
         with _refused(_prompt_field(body)):
@@ -92,7 +93,7 @@ def choices_of_generate(body: GenerateRequest, prompts: int) -> int:
 
 
 def params_of_generate(
-    body: GenerateRequest, index: int, prompts: list[list[int]], limits: RequestLimits
+    body: GenerateRequest, index: int, prompts: list[PromptIds], limits: RequestLimits
 ) -> SamplingParams:
     """The sampling of one prompt of a /generate body. Raises: RequestError."""
     count, prompt = len(prompts), prompts[index]
@@ -116,7 +117,7 @@ def _of_prompt(name: str, value: T | list[T] | None, index: int, prompts: int, u
 
 
 def params_of_chat(
-    body: ChatRequest, prompt: list[int], bad_words: TokenWords, limits: RequestLimits
+    body: ChatRequest, prompt: PromptIds, bad_words: TokenWords, limits: RequestLimits
 ) -> SamplingParams:
     """The sampling of a chat body; without a limit the answer may fill the context."""
     most = body.max_completion_tokens or body.max_tokens or limits.tokens_left(prompt)
@@ -128,7 +129,7 @@ def params_of_chat(
 
 
 def params_of_completion(
-    body: CompletionRequest, prompt: list[int], bad_words: TokenWords, limits: RequestLimits
+    body: CompletionRequest, prompt: PromptIds, bad_words: TokenWords, limits: RequestLimits
 ) -> SamplingParams:
     """The sampling of a completions body."""
     if body.echo and body.logprobs is not None:
@@ -172,7 +173,7 @@ def _biases(given: dict[str, float]) -> tuple[tuple[int, float], ...]:
 
 
 def generation_requests(
-    body: Rendezvous, prompts: list[list[int]], params: list[SamplingParams], choices: int, limits: RequestLimits
+    body: Rendezvous, prompts: list[PromptIds], params: list[SamplingParams], choices: int, limits: RequestLimits
 ) -> list[GenerationRequest]:
     """One request per prompt and choice, prompt by prompt.
 
@@ -235,10 +236,13 @@ def _entry(name: str, value: Any, index: int, total: int) -> Any:
     return value[index]
 
 
-def prompt_ids(value: list[Any]) -> list[list[int]]:
-    """`[1, 2]` or `[[1, 2], [3]]` as a list of prompts. Raises: RequestError for a mixture."""
-    if all(isinstance(item, int) for item in value):
-        return [value]
-    if all(isinstance(item, list) for item in value):
-        return value
+def prompt_ids(value: Any) -> tuple[list[PromptIds], bool]:
+    """`[1, 2]` or `[[1, 2], [3]]` as a list of prompts, and whether it was a list of them.
+
+    Raises: RequestError for a mixture.
+    """
+    if isinstance(value, np.ndarray) or all(isinstance(item, int) for item in value):
+        return [np.asarray(value, dtype=np.uint32)], False
+    if all(isinstance(item, list | np.ndarray) for item in value):
+        return [np.asarray(item, dtype=np.uint32) for item in value], True
     raise RequestError("token ids must be one list of integers, or a list of such lists")

@@ -213,15 +213,17 @@ class TextCompletionCall(_OpenAICall):
         """One per prompt and choice; prompts are a text, a list of texts, token ids, or a list of those."""
         body = self.body
         given = [body.prompt] if isinstance(body.prompt, str) else body.prompt
-        if given and all(isinstance(item, str) for item in given):
+        if len(given) and all(isinstance(item, str) for item in given):
             special = body.add_special_tokens is not False
             prompts = [
                 await pipeline.tokenizer.encode(str(text), param="prompt", add_special_tokens=special) for text in given
             ]
             texts = [str(text) for text in given]
         else:
-            prompts = prompt_ids(given)
-            texts = [b"".join(map(self._token_bytes, ids)).decode(errors="replace") for ids in prompts if body.echo]
+            prompts, _ = prompt_ids(given)
+            texts = [
+                b"".join(map(self._token_bytes, ids.tolist())).decode(errors="replace") for ids in prompts if body.echo
+            ]
         choices = self._choices
         bad_words = await pipeline.tokenizer.encode_words(body.bad_words or ())
         params = [params_of_completion(body, prompt, bad_words, pipeline.request_limits) for prompt in prompts]
@@ -263,11 +265,11 @@ def routes(pipeline: CompletionPipeline) -> list[web.RouteDef]:
     name = pipeline.service.card.name
 
     async def chat(http: web.Request) -> web.StreamResponse:
-        body = pipeline.read(await http.read(), ChatRequest)
+        body = await pipeline.read(http, ChatRequest)
         return await pipeline.serve(http, ChatCall(body, name, pipeline.tokenizer.token_bytes))
 
     async def completions(http: web.Request) -> web.StreamResponse:
-        body = pipeline.read(await http.read(), CompletionRequest)
+        body = await pipeline.read(http, CompletionRequest)
         return await pipeline.serve(http, TextCompletionCall(body, name, pipeline.tokenizer.token_bytes))
 
     def entry() -> dict[str, Any]:

@@ -25,6 +25,7 @@ from kvflow.server.http.completion import Completion, Delta, detokenize
 from kvflow.server.http.completion_service import CompletionService, GenerationRequest
 from kvflow.server.http.errors import Failure, OverloadError, RequestError, UnknownModelError, failure_of
 from kvflow.server.http.generation_requests import RequestLimits, rooms_of
+from kvflow.server.http.large_bodies import take_apart
 from kvflow.server.http.listening import Drainable
 from kvflow.server.http.metrics import Metrics
 from kvflow.server.http.responses import long_json_response
@@ -117,10 +118,12 @@ class CompletionPipeline(Drainable):
                 answer = await self._collect(call, sources, arrived)
             return await long_json_response(http, answer)
 
-    def read(self, raw: bytes, kind: type[B]) -> B:
+    async def read(self, http: web.Request, kind: type[B]) -> B:
         """A body as `kind`. A body that is refused may still name a room whose other leg waits: that room is ended."""
+        raw = await http.read()
         try:
-            body = parse(raw, kind)
+            raw, long_values = await take_apart(raw)
+            body = long_values.put_back(parse(raw, kind))
             self.check_model(getattr(body, "model", None))
             return body
         except RequestError as error:

@@ -8,7 +8,10 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Protocol, TypeVar
 
+import numpy as np
+
 from kvflow.engine.scheduler.params import SamplingParams
+from kvflow.server.http.completion_service import PromptIds
 from kvflow.server.http.errors import CONTEXT_LENGTH_EXCEEDED, RequestError
 
 MAX_BAD_WORDS = 1024
@@ -53,14 +56,18 @@ class ThreadedTokenizer:
         self._bytes_of: Callable[[int], bytes] | None = None
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="kvflow-text")
 
-    async def encode(self, text: str, *, param: str, add_special_tokens: bool = True) -> list[int]:
+    async def encode(self, text: str, *, param: str, add_special_tokens: bool = True) -> PromptIds:
         """Token ids of a plain prompt, which `param` of the body gave.
 
         Raises: RequestError when the model has no tokenizer, or the text cannot fit.
         """
         tokenizer = self._require()
         self._check_length(len(text), param)
-        return await self._run(lambda: list(tokenizer.encode(text, add_special_tokens=add_special_tokens)))
+
+        def encode() -> PromptIds:
+            return np.array(tokenizer.encode(text, add_special_tokens=add_special_tokens), dtype=np.uint32)
+
+        return await self._run(encode)
 
     async def decode(self, ids: Sequence[int], *, skip_special_tokens: bool) -> str:
         """The text of token ids. Raises: RequestError when the model has no tokenizer."""
@@ -100,7 +107,7 @@ class ThreadedTokenizer:
         variables: Mapping[str, Any],
         *,
         add_generation_prompt: bool = True,
-    ) -> list[int]:
+    ) -> PromptIds:
         """Token ids of a conversation, rendered by the model's chat template, which also sees `variables`.
 
         Raises: RequestError when there is no template, or the template refuses the messages.
@@ -115,11 +122,11 @@ class ThreadedTokenizer:
         self._check_length(sum(len(str(message.get("content") or "")) for message in plain), "messages")
         _check_variables(tokenizer, variables)
 
-        def render() -> list[int]:
+        def render() -> PromptIds:
             made = tokenizer.apply_chat_template(
                 plain, add_generation_prompt=add_generation_prompt, return_dict=True, **variables
             )
-            return list(made["input_ids"])
+            return np.array(made["input_ids"], dtype=np.uint32)
 
         try:
             return await self._run(render)
