@@ -93,8 +93,17 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         int, Meta(description="Tokens per model step, all rooms together.", ge=1, le=1 << 20)
     ] = 2048
     max_running_requests: Annotated[
-        int, Meta(description="Requests served at once; further ones are answered 503.", ge=1, le=1 << 20)
+        int, Meta(description="Requests served at once; further ones wait.", ge=1, le=1 << 20)
     ] = 256
+    max_queued_requests: Annotated[
+        int,
+        Meta(
+            description="Requests that may wait besides those being served (at a router: for a worker that is up); "
+            "further ones are answered 503.",
+            ge=0,
+            le=1 << 20,
+        ),
+    ] = 1024
     request_timeout_s: Annotated[float, Meta(description="Seconds that a request may take.", gt=0, le=86400)] = 600.0
 
     disaggregation_mode: Annotated[
@@ -138,6 +147,15 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     prefill: Annotated[tuple[str, ...], Meta(description="URL of a prefill worker (repeat for more).")] = ()
     decode: Annotated[tuple[str, ...], Meta(description="URL of a decode worker (repeat for more).")] = ()
     poll_s: Annotated[float, Meta(description="Seconds between two health checks of a worker.", gt=0, le=3600)] = 1.0
+    retry_timeout_s: Annotated[
+        float,
+        Meta(
+            description="Seconds that a request without a token may wait, in all, for workers that are back; other "
+            "workers are tried at once.",
+            ge=0,
+            le=3600,
+        ),
+    ] = 10.0
 
     prefill_workers: Annotated[int, Meta(description="Prefill processes to start.", ge=1, le=64)] = 1
     decode_workers: Annotated[int, Meta(description="Decode processes to start.", ge=1, le=64)] = 1
@@ -154,7 +172,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 _HTTP = ("host", "port", "api_key", "log_level", "log_format", "access_log", "drain_timeout_s")
 _MODEL = ("model_path", "served_model_name", "dtype", "attention", "sampling_defaults", "threads")
 _POOL = ("page_size", "num_pages", "pool_bytes", "pool_order")
-_LOAD = ("max_running_requests", "request_timeout_s")
+_LOAD = ("max_running_requests", "max_queued_requests", "request_timeout_s")
 _PLANE = (
     "disaggregation_transfer_backend",
     "disaggregation_ib_device",
@@ -163,11 +181,12 @@ _PLANE = (
     "control_key_file",
 )
 _WORKER = (*_HTTP, "sse_keepalive_s", "sse_headers_after_s", "sglang_metrics", *_MODEL, *_POOL, *_LOAD, *_PLANE)
+_ROUTER = ("poll_s", "retry_timeout_s")
 _SENDER = ("chunked_prefill_size", "max_batch_tokens", "transfer_rate_limit", "rendezvous_s")
 FIELDS_OF_ROLE: dict[str, tuple[str, ...]] = {
     "prefill": (*_WORKER, *_SENDER, "disaggregation_mode", "disaggregation_bootstrap_port", "control_port"),
     "decode": (*_WORKER, "disaggregation_mode", "disaggregation_bootstrap_port", "max_quarantine_share"),
-    "router": (*_HTTP, "request_timeout_s", "prefill", "decode", "poll_s"),
+    "router": (*_HTTP, *_ROUTER, "request_timeout_s", "max_queued_requests", "prefill", "decode"),
     "up": (
         *_WORKER,
         *_SENDER,
@@ -175,7 +194,7 @@ FIELDS_OF_ROLE: dict[str, tuple[str, ...]] = {
         "prefill_workers",
         "decode_workers",
         "start_timeout_s",
-        "poll_s",
+        *_ROUTER,
     ),
 }
 # Where a setting stands in the help of its roles. One that stands in no group fails at import.
@@ -184,6 +203,7 @@ GROUPS: dict[str, tuple[str, ...]] = {
         "host",
         "port",
         "max_running_requests",
+        "max_queued_requests",
         "request_timeout_s",
         "drain_timeout_s",
         "sse_keepalive_s",
@@ -194,7 +214,7 @@ GROUPS: dict[str, tuple[str, ...]] = {
         "access_log",
     ),
     "processes": ("prefill_workers", "decode_workers", "start_timeout_s"),
-    "routing": ("prefill", "decode", "poll_s"),
+    "routing": ("prefill", "decode", *_ROUTER),
     "model": (*_MODEL, "chunked_prefill_size", "max_batch_tokens"),
     "pool": (*_POOL, "max_quarantine_share"),
     "disaggregation": (

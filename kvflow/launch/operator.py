@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 
 from kvflow.protocols.errors import LostError, MisuseError
-from kvflow.server.http.errors import message_of
+from kvflow.server.http.errors import Failure
 
 TIMEOUT_S = 10.0
 
@@ -36,7 +36,7 @@ def declare_dead(url: str, api_key: str, incarnation: str, why: str) -> None:
         with opener.open(request, timeout=TIMEOUT_S) as answer:
             document = msgspec.json.decode(answer.read())
     except urllib.error.HTTPError as error:
-        raise MisuseError(f"{url} refused ({error.code}): {message_of(error.read())}") from None
+        raise MisuseError(f"{url} refused ({error.code}): {Failure.read(error.code, error.read()).message}") from None
     except (OSError, ValueError) as error:
         raise LostError(f"{url}: {error}") from None
     sys.stdout.write(msgspec.json.format(msgspec.json.encode(document), indent=2).decode() + "\n")

@@ -8,6 +8,7 @@ import ctypes
 import gc
 import logging
 import os
+import resource
 import signal
 import socket
 from collections.abc import Callable
@@ -23,6 +24,8 @@ from kvflow.server.http.listening import Drainable, listening_on
 READY_FD = "KVFLOW_READY_FD"
 PARENT_PID = "KVFLOW_PARENT_PID"
 _PR_SET_PDEATHSIG = 1
+LAST_WORDS_S = 1.0  # for the errors of requests that did not finish in time
+MAX_OPEN_FILES = 1 << 16
 FULL_COLLECTION_THRESHOLD = 1000  # younger collections between two full ones; Python's default is 10
 _log = logging.getLogger("kvflow.serve")
 
@@ -54,6 +57,14 @@ def leave_at_once_on_signals() -> None:
 
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, leave)
+
+
+def allow_many_connections() -> None:
+    """As many open files as the system lets this process have: each request is a connection, at a router three."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = min(hard, MAX_OPEN_FILES) if hard != resource.RLIM_INFINITY else MAX_OPEN_FILES
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
 def announce(ready: Ready) -> None:
@@ -94,11 +105,13 @@ async def drain_requests(server: Drainable, stop: StopSignals, timeout_s: float)
     waits = [asyncio.create_task(event.wait()) for event in (server.idle, stop.forced)]
     try:
         await asyncio.wait(waits, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
+        if server.running:
+            _log.warning("ending %d requests that did not finish", server.running)
+            server.end_requests()
+            await asyncio.wait(waits[:1], timeout=LAST_WORDS_S)
     finally:
         for wait in waits:
             wait.cancel()
-    if server.running:
-        _log.warning("ending %d requests that did not finish", server.running)
 
 
 def _settle_memory() -> None:
@@ -129,5 +142,6 @@ def run_role(role: str, main: Callable[[Settings], Any], settings: Settings) -> 
     disable_created_metrics()  # type: ignore[no-untyped-call]
     set_up_logging(settings.log_level, log_format=settings.log_format, access_log=settings.access_log, role=role)
     die_with_parent()
+    allow_many_connections()
     leave_at_once_on_signals()
     uvloop.run(main(settings))

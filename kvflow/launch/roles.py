@@ -74,6 +74,8 @@ async def run_router(settings: Settings) -> None:
         settings.decode,
         api_key=settings.api_key,
         request_timeout_s=settings.request_timeout_s,
+        retry_timeout_s=settings.retry_timeout_s,
+        max_waiting=settings.max_queued_requests,
         poll_s=settings.poll_s,
     )
     try:
@@ -218,7 +220,7 @@ async def _serve(
         tokenizer,
         metrics,
         bootstrap_port=settings.disaggregation_bootstrap_port,
-        max_running_requests=settings.max_running_requests,
+        max_requests=settings.max_running_requests + settings.max_queued_requests,
         request_timeout_s=settings.request_timeout_s,
         keepalive_s=settings.sse_keepalive_s,
         headers_after_s=settings.sse_headers_after_s,

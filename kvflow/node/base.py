@@ -119,6 +119,11 @@ class Node(Generic[S]):
         """Once. Raises: MisuseError."""
         raise NotImplementedError
 
+    def leave(self) -> None:
+        """Open no room from here on, and end all with `Code.SHUTDOWN`; `close` waits for what follows. Idempotent."""
+        if self._shell is not None:
+            self._shell.leave()
+
     async def close(self) -> Sequence[UnprovenLoan]:
         """End and drain every room, then the data plane; idempotent. The pool stays the caller's.
 
@@ -127,8 +132,7 @@ class Node(Generic[S]):
         Cancelling it, once or several times, does not stop it: the cancellation is passed on when all has ended (I12).
         """
         if self._closing is None:
-            if self._shell is not None:
-                self._shell.leave()
+            self.leave()
             self._closing = asyncio.create_task(self._close(), name=f"kvflow-{self.role}-close")
         await run_to_end(self._closing)
         return self._unproven

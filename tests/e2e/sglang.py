@@ -8,7 +8,7 @@ import os
 import signal
 import socket
 import sys
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 
 import aiohttp
 
@@ -29,13 +29,24 @@ async def sglang_router(fleet: Fleet) -> AsyncIterator[str]:
 @contextlib.asynccontextmanager
 async def router_of(prefill: str, bootstrap_port: int, decode: str, *, served: bool = True) -> AsyncIterator[str]:
     """In front of one pair. Without `served` it is enough that it knows both, whatever they answer."""
+    async with router_over([(prefill, bootstrap_port)], [decode], served=served) as url:
+        yield url
+
+
+@contextlib.asynccontextmanager
+async def router_over(
+    prefills: Sequence[tuple[str, int]], decodes: Sequence[str], *options: str, served: bool = True
+) -> AsyncIterator[str]:
+    """In front of prefills (URL, bootstrap port) and decodes, with more `options` of its own."""
     with socket.socket() as free, socket.socket() as other:
         for unused in (free, other):
             unused.bind(("127.0.0.1", 0))
         port, metrics_port = free.getsockname()[1], other.getsockname()[1]
+    workers = [word for url, port in prefills for word in ("--prefill", url, str(port))]
+    workers += [word for url in decodes for word in ("--decode", url)]
     process = await asyncio.create_subprocess_exec(
         sys.executable, "-m", "sglang_router.launch_router", "--pd-disaggregation",
-        "--prefill", prefill, str(bootstrap_port), "--decode", decode,
+        *workers, *options,
         "--host", "127.0.0.1", "--port", str(port), "--prometheus-port", str(metrics_port),
         stdout=asyncio.subprocess.DEVNULL, stderr=asyncio.subprocess.DEVNULL, start_new_session=True,
     )  # fmt: skip

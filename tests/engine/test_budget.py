@@ -120,3 +120,34 @@ async def test_a_release_in_the_turn_in_which_a_waiter_is_cancelled() -> None:
     assert all(waiting.cancelled() for waiting in leaving)
     (await asyncio.wait_for(staying, 5)).release()
     assert (await budget.admit(4)).total == 4
+
+
+async def test_no_more_than_most_run_and_the_others_come_in_their_order() -> None:
+    budget = PageBudget(PageAllocator(100), most=2)
+    running = [await budget.admit(1) for _ in range(2)]
+    waiting = [asyncio.ensure_future(budget.admit(1)) for _ in range(3)]
+    await settled()
+    assert budget.waiting == 3 and not any(task.done() for task in waiting)
+    waiting[0].cancel()
+    running[0].release()
+    await settled()
+    assert [task.done() for task in waiting] == [True, True, False]
+    (await waiting[1]).release()
+    (await asyncio.wait_for(waiting[2], 5)).release()
+    running[1].release()
+    assert budget.waiting == 0
+
+
+async def test_who_waits_for_pages_that_nobody_will_free_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvflow.engine.scheduler.budget.STUCK_S", 0.05)
+    pages = PageAllocator(10)
+    budget = PageBudget(pages)
+    running = await budget.admit(2)
+    pages.take(6, "quarantine")
+    waiting = asyncio.ensure_future(budget.admit(7))
+    await asyncio.sleep(0.1)
+    assert not waiting.done(), "a running request may free its pages"
+    running.release()
+    with pytest.raises(CapacityError, match=r"no running request will free more: asked for 7, limit 4"):
+        await asyncio.wait_for(waiting, 5)
+    (await budget.admit(4)).release()

@@ -92,6 +92,8 @@ class FakeService:
             meeting = self._meeting.of(request.room)
             if self.role == "prefill":
                 await self.gate.wait()
+                if self.failure is not None:
+                    raise room_error(self.failure)
                 meeting.set_result(None)
                 yield self._token(int(request.prompt[-1]) + 1, request.params, "length")
                 return
@@ -101,6 +103,8 @@ class FakeService:
                     raise room_error(Cause(Code.ENGINE_ERROR, "step failed"))
                 if i > 1:
                     await self.gate.wait()
+                    if self.failure is not None:
+                        raise room_error(self.failure)
                 last = i == request.params.max_new_tokens
                 token = self._token(int(request.prompt[-1]) + i, request.params, "length" if last else None)
                 yield token
@@ -122,6 +126,15 @@ class FakeService:
         if not future.done():
             future.set_exception(room_error(cause))
             future.exception()
+
+    def end_requests(self) -> None:
+        self.failure = Cause(Code.SHUTDOWN, "this server is shutting down")
+        self.gate.set()
+        for request in self.requests:
+            future = self._meeting.of(request.room)
+            if not future.done():
+                future.set_exception(room_error(self.failure))
+                future.exception()
 
     def report(self) -> Report:
         return Report(

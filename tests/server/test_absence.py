@@ -16,7 +16,7 @@ import kvflow
 from kvflow.engine.scheduler.limits import EngineLimits
 from kvflow.engine.scheduler.params import EngineLoad, SamplingParams, TokenOut
 from kvflow.handlers.rooms import DecodeRoom, PrefillRoom
-from kvflow.protocols.errors import Cause, Code, KvflowError, LostError
+from kvflow.protocols.errors import CapacityError, Cause, Code, KvflowError, LostError
 from kvflow.protocols.limits import Timing
 from kvflow.protocols.machines.prefill_room import PrefillPhase
 from kvflow.protocols.wire.ranks import RankInfo
@@ -41,19 +41,28 @@ class Engine:
     def __init__(self) -> None:
         self.limits = EngineLimits(128, 100, 4, 64)
         self.free = asyncio.Event()
+        self.refusal: KvflowError | None = None
+        self.promised = 0
 
     def load(self) -> EngineLoad:
         return EngineLoad(0, 0)
 
     async def admit(self, prompt: Sequence[int], params: SamplingParams) -> Any:
+        if self.refusal is not None:
+            raise self.refusal
         await self.free.wait()
-        return SimpleNamespace(release=lambda: None)
+        self.promised += 1
+        return SimpleNamespace(release=self._release)
 
-    async def generate(self, room: DecodeRoom, *_: Any) -> AsyncGenerator[TokenOut, None]:
+    def _release(self) -> None:
+        self.promised -= 1
+
+    async def generate(self, room: DecodeRoom, *taken: Any) -> AsyncGenerator[TokenOut, None]:
         try:
             yield TokenOut(int(await room.landed()), finish_reason="length")
         finally:
             room.close()
+            taken[-1].release()
 
 
 @pytest.fixture
@@ -108,19 +117,29 @@ async def test_without_a_decode_half_a_room_ends_after_its_rendezvous(patient: P
     assert caught.value.code is Code.RENDEZVOUS
 
 
-async def test_a_decode_that_runs_out_of_patience_for_pages_says_so_to_both_legs(
-    patient: Pair, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("kvflow.server.http.engine_services.ADMISSION_TIMEOUT_S", 0.05)
-    service, _ = serving(patient)
+async def test_a_decode_that_will_have_no_pages_says_so_to_both_legs(patient: Pair) -> None:
+    service, engine = serving(patient)
+    engine.refusal = CapacityError("free pages", 3, 2)
     asking = asyncio.create_task(decoded(service, 7))
     source = patient.prefill.room(7, PROMPT)
     for waiting in (asking, source.matched()):
-        with pytest.raises(
-            KvflowError, match=r"^capacity: decode had no free pages for this request within 0\.05 s"
-        ) as caught:
+        with pytest.raises(KvflowError, match="free pages: asked for 3, limit 2") as caught:
             await waiting
         assert caught.value.code is Code.CAPACITY
+    await patient.rest()
+
+
+@pytest.mark.parametrize("turns", range(6))
+async def test_a_promise_that_comes_as_its_client_leaves_is_given_back(patient: Pair, turns: int) -> None:
+    service, engine = serving(patient)
+    asking = asyncio.create_task(decoded(service, 7))
+    await announced(patient, 7)
+    engine.free.set()
+    for _ in range(turns):  # before, as and after it arrives
+        await asyncio.sleep(0)
+    asking.cancel()
+    await asyncio.wait([asking])
+    assert engine.promised == 0
     await patient.rest()
 
 

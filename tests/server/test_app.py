@@ -15,7 +15,7 @@ from kvflow.transports.control.registry import RankTable
 from tests.server.fake_service import FakeService, Meeting, Role, served
 
 KEY = "sesame"
-OPEN_PATHS = {"/health", "/health_generate", "/metrics"}
+OPEN_PATHS = {"/livez", "/health", "/health_generate", "/metrics"}
 STRANGERS: list[dict[str, str]] = [
     {},
     {"Authorization": "Bearer open"},

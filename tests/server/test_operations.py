@@ -33,6 +33,46 @@ async def test_health_follows_the_engine_and_the_drain(decode: Role, decode_serv
     assert (await get(session, decode_server, "/health"))[0] == 503
 
 
+async def test_a_process_that_cannot_serve_still_lives(meeting: Meeting, session: Session) -> None:
+    role = Role(FakeService("decode", meeting), api_key="sesame")
+    role.service.unavailable_reason = "the engine has stopped"
+    role.pipeline.draining = True
+    async with served(role.app) as server:
+        assert (await get(session, server, "/livez")) == (200, {"status": "ok"})
+        assert (await get(session, server, "/health"))[0] == 503
+
+
+async def test_a_draining_server_looks_full(meeting: Meeting, session: Session) -> None:
+    role = Role(FakeService("decode", meeting), max_requests=7)
+    async with served(role.app) as server:
+        role.pipeline.draining = True
+        [line] = (await get(session, server, "/get_load"))[1]
+    assert line == {"dp_rank": 0, "num_reqs": 7, "num_waiting_reqs": 7, "num_tokens": 64}
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_what_a_server_does_not_finish_before_it_leaves_is_told_so(
+    decode: Role, decode_server: Server, meeting: Meeting, session: Session, stream: bool
+) -> None:
+    decode.service.gate.clear()
+    body = {"text": "w1", "bootstrap_room": 1, "bootstrap_host": "h", "stream": stream}
+    asking = asyncio.create_task(session.post(decode_server.make_url("/generate"), json=body))
+    await asyncio.wait_for(decode.service.started.wait(), 5)
+    if stream:
+        meeting.of(1).set_result(None)
+        answer = await asyncio.wait_for(asking, 5)
+        assert b'"output_ids":[2]' in await answer.content.readuntil(b"\n\n")
+        decode.pipeline.end_requests()
+        last = json.loads((await answer.read()).removeprefix(b"data: "))
+    else:
+        decode.pipeline.end_requests()
+        answer = await asyncio.wait_for(asking, 5)
+        assert answer.status == 503
+        last = json.loads(await answer.read())
+    assert last["error"]["code"] == "shutdown"
+    await asyncio.wait_for(decode.pipeline.idle.wait(), 5)
+
+
 async def test_a_draining_server_refuses_and_tells_the_other_leg(
     prefill: Role, prefill_server: Server, session: Session
 ) -> None:
@@ -46,7 +86,7 @@ async def test_a_draining_server_refuses_and_tells_the_other_leg(
 
 
 async def test_more_than_the_most_running_requests_are_refused(meeting: Meeting, session: Session) -> None:
-    role = Role(FakeService("decode", meeting), max_running_requests=1)
+    role = Role(FakeService("decode", meeting), max_requests=1)
     async with served(role.app) as server:
         url = server.make_url("/generate")
         first = asyncio.create_task(session.post(url, json={"text": "w1", "bootstrap_room": 1, "bootstrap_host": "h"}))

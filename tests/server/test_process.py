@@ -10,6 +10,7 @@ import signal
 import socket
 import subprocess
 import sys
+from typing import Self
 
 import aiohttp
 import msgspec
@@ -27,22 +28,17 @@ from aiohttp import web
 from kvflow.launch.process import *
 from kvflow.server.http.listening import *
 
-class Requests:
-    draining, running = False, 0
-    idle = asyncio.Event()
+class Requests(Drainable):
+    def end_requests(self):
+        pass
 
 async def main(settings):
     made = bound_socket("127.0.0.1", 0, "--port")
     busy = Requests()
     async def work(http):
-        busy.running += 1
-        busy.idle.clear()
-        try:
+        with busy.count_running():
             await asyncio.sleep(float(http.query["s"]))
             return web.Response(text="done")
-        finally:
-            busy.running -= 1
-            busy.idle.set()
     async def health(http):
         return web.Response(status=503 if busy.draining else 200, text=str(busy.running))
     app = web.Application()
@@ -110,24 +106,45 @@ def test_an_address_that_is_not_ours_is_one_line() -> None:
         bound_socket("192.0.2.1", 0, "--port")
 
 
-async def test_a_drain_waits_for_requests_but_not_for_ever() -> None:
-    busy = Drainable()
-    busy.running = 1
-    busy.idle.clear()
+class Busy(Drainable):
+    """One request, which ends by itself when it is told to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.told = asyncio.Event()
+        self._request = asyncio.create_task(self._serve())
+
+    async def _serve(self) -> None:
+        with self.count_running():
+            await self.told.wait()
+
+    def end_requests(self) -> None:
+        self.told.set()
+
+    async def begun(self) -> Self:
+        await asyncio.sleep(0)
+        assert self.running == 1
+        return self
+
+
+async def test_a_drain_waits_for_the_requests_that_run() -> None:
+    busy = await Busy().begun()
     waiting = asyncio.create_task(drain_requests(busy, StopSignals(), 60))
     await asyncio.sleep(0)
     assert busy.draining
     assert not waiting.done()
-    busy.idle.set()
+    busy.told.set()
     await asyncio.wait_for(waiting, 5)
-    busy.idle.clear()
+
+
+async def test_requests_that_do_not_finish_in_time_are_ended_and_have_their_say() -> None:
+    busy = await Busy().begun()
     await asyncio.wait_for(drain_requests(busy, StopSignals(), 0.01), 5)
+    assert busy.told.is_set() and not busy.running
 
 
 async def test_a_second_signal_does_not_wait() -> None:
-    busy = Drainable()
-    busy.running = 1
-    busy.idle.clear()
+    busy = await Busy().begun()
     stop = StopSignals()
     stop.forced.set()
     await asyncio.wait_for(drain_requests(busy, stop, 60), 5)

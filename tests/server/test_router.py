@@ -29,7 +29,7 @@ async def routed() -> AsyncIterator[MakeRouter]:
     async with AsyncExitStack() as stack:
 
         async def make(prefills: list[Server], decodes: list[Server]) -> Server:
-            router = Router([s.url for s in prefills], [s.url for s in decodes], poll_s=3600)
+            router = Router([s.url for s in prefills], [s.url for s in decodes], retry_timeout_s=0, poll_s=3600)
             stack.push_async_callback(router.close)
             await router.start()
             return await stack.enter_async_context(served(router_app(router)))
@@ -258,7 +258,8 @@ async def test_a_failed_write_followed_by_a_cancellation_still_drops_both_legs(
     held = [legs.Leg(session, one, "/generate", body, {"Content-Type": "application/json"}) for one in (other, worker)]
 
     async def handler() -> None:
-        async with legs.both_legs(*held):
+        async with legs.both_legs(*held) as both:
+            await both.answer()
             task = asyncio.current_task()
             assert task is not None
             task.cancel()

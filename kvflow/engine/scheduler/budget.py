@@ -1,4 +1,9 @@
-"""Page promises: how far each request may grow, first come first served, so that no running request starves."""
+"""Page promises: how far each request may grow, first come first served, so that no running request starves.
+
+This is the queue of a decode. A room is announced before it waits here, and its prefill gives it nothing before it
+leaves: a place here is never waited for by somebody whom its holder waits for, whatever order the legs of requests
+arrive in at several prefills and decodes.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +14,7 @@ from kvflow.memory.allocator import PageAllocator
 from kvflow.protocols.errors import CapacityError, KvflowError
 
 RECHECK_S = 0.02  # rooms and writes free pages without an event, so waiting requests poll this often
+STUCK_S = 20.0  # without a running request what is not free is in quarantine: after this long, others may have pages
 
 
 class Admission:
@@ -30,14 +36,15 @@ class Admission:
 
 
 class PageBudget:
-    """Free pages minus promised pages; a promise covers the worst case of its request."""
+    """Free pages minus promised pages, to `most` requests at a time; a promise covers the worst case of its request."""
 
-    def __init__(self, pages: PageAllocator) -> None:
-        self._pages = pages
+    def __init__(self, pages: PageAllocator, most: int = 1 << 30) -> None:
+        self._pages, self._most = pages, most
         self.capacity = pages.capacity
         self._live: set[Admission] = set()
         self._waiting: deque[Admission] = deque()
         self._timer: asyncio.TimerHandle | None = None
+        self._stuck_since_s: float | None = None
 
     @property
     def waiting(self) -> int:
@@ -51,8 +58,9 @@ class PageBudget:
     async def admit(self, total: int, taken: int = 0) -> Admission:
         """Wait until `total` pages can be promised, first come first served.
 
-        Raises: CapacityError for a request that can never fit, and for one that owns `taken` pages while no running
-        request is left that could free more (its own pages may be all that the next one needs).
+        Raises: CapacityError for a request that can never fit, for one that owns `taken` pages while no running request
+        is left that could free more (its own pages may be all that the next one needs), and after `STUCK_S` without
+        a running request in which too few pages have come back.
         """
         self.check(total)
         admission = Admission(self, total, taken)
@@ -79,19 +87,31 @@ class PageBudget:
             if head.granted.done():  # cancelled in this turn of the loop, before its own `forget` has run
                 self._waiting.popleft()
                 continue
+            if len(self._live) >= self._most:
+                break
             promised = sum(a.total - a.taken for a in self._live)
             spare = self._pages.free_pages - promised
             if head.total - head.taken > spare:
-                if not head.taken or self._live:
+                if self._live or not (head.taken or self._stuck()):
                     break
                 self._waiting.popleft()
-                head.granted.set_exception(CapacityError("pages to grow", head.total - head.taken, max(0, spare)))
+                what = "pages to grow" if head.taken else "free pages, and no running request will free more"
+                head.granted.set_exception(CapacityError(what, head.total - head.taken, max(0, spare)))
                 continue
             self._waiting.popleft()
             self._live.add(head)
+            self._stuck_since_s = None
             head.granted.set_result(None)
-        if self._waiting and self._timer is None:
+        if not self._waiting:
+            self._stuck_since_s = None
+        elif self._timer is None:
             self._timer = asyncio.get_running_loop().call_later(RECHECK_S, self._recheck)
+
+    def _stuck(self) -> bool:
+        """Whether the pages that are missing have not come back for `STUCK_S`, with no request running."""
+        now = asyncio.get_running_loop().time()
+        self._stuck_since_s = now if self._stuck_since_s is None else self._stuck_since_s
+        return now - self._stuck_since_s >= STUCK_S
 
     def _recheck(self) -> None:
         self._timer = None

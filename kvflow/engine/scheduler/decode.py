@@ -45,7 +45,8 @@ class _DecodeRequest:
 
 
 class DecodeEngine(EngineLoop):
-    """Steps over all running requests, at most `max_batch`; none runs before its worst case of pages is promised."""
+    """Steps over all running requests, at most `max_batch`: the others wait, first come first served, as does one whose
+    worst case of pages cannot be promised."""
 
     def __init__(
         self, model: LoadedModel, pool: PagedPool, pages: PageAllocator, executor: Executor, *, max_batch: int = 256
@@ -54,7 +55,7 @@ class DecodeEngine(EngineLoop):
         super().__init__("decode")
         self._runner = model.runner(pool)
         self._model, self._pages, self._page_size = model, pages, pool.layout.page_size
-        self._budget = PageBudget(pages)
+        self._budget = PageBudget(pages, max_batch)
         self.limits = EngineLimits(model.context_length, model.vocab_size, self._page_size, self._budget.capacity)
         self._thread = ModelThread(executor, pages)
         self._max_batch = max_batch

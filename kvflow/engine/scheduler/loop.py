@@ -26,10 +26,14 @@ class EngineLoop:
             self._task = asyncio.create_task(self._run(), name=f"kvflow-{self._name}-engine")
             self._task.add_done_callback(lambda _: self._end_all(f"the {self._name} engine has stopped"))
 
-    async def close(self) -> None:
-        """End every request, and return when the running step has ended, even if this coroutine is cancelled (I12)."""
+    def end_requests(self) -> None:
+        """Accept none from here on, and end every one with `Code.SHUTDOWN`; `close` waits for the running step."""
         self._wake.set()
         self._end_all("the engine is closing")
+
+    async def close(self) -> None:
+        """End every request, and return when the running step has ended, even if this coroutine is cancelled (I12)."""
+        self.end_requests()
         if self._task is not None:
             await run_to_end(self._task)
 

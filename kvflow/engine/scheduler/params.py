@@ -138,7 +138,7 @@ class TokenOut(msgspec.Struct, frozen=True):
 
 
 class EngineLoad(msgspec.Struct, frozen=True):
-    """The load of an engine: requests in the batch, requests waiting for pages."""
+    """The load of an engine: requests in the batch, requests waiting for a place in it, pages or their other half."""
 
     running: int
     waiting: int

@@ -68,6 +68,7 @@ class PrefillEngine(EngineLoop):
         self._thread = ModelThread(executor, pages)
         self._chunk_tokens, self._max_tokens = max(1, chunk_tokens), max(1, max_batch_tokens)
         self._max_rooms = max_batch_rooms or 1 << 30
+        self._unmatched = 0  # requests that wait for decode's half of their room, and hold nothing meanwhile
         self._waiting: deque[_PrefillRequest] = deque()  # for pages
         self._running: dict[int, _PrefillRequest] = {}  # in order of arrival
         self._numbers = itertools.count()
@@ -77,7 +78,7 @@ class PrefillEngine(EngineLoop):
             self._fail(request, room_error(cause))
 
     def load(self) -> EngineLoad:
-        return EngineLoad(len(self._running), len(self._waiting))
+        return EngineLoad(len(self._running), self._unmatched + len(self._waiting))
 
     def check(self, prompt: Prompt, params: SamplingParams) -> None:
         """Raises: MisuseError, CapacityError for a prompt that `prefill` would refuse."""
@@ -98,7 +99,11 @@ class PrefillEngine(EngineLoop):
         try:
             self._refuse_when_closing()
             self.check(prompt, params)
-            prefix = await room.matched()
+            self._unmatched += 1
+            try:
+                prefix = await room.matched()
+            finally:
+                self._unmatched -= 1
             self._refuse_when_closing()
             sequence = Sequence(owner, prompt, 0, self._page_size)
             request = _PrefillRequest(sequence, room, params, prefix // self._page_size, self._model.eos_ids)

@@ -14,7 +14,7 @@ from kvflow.telemetry.requests import CURRENT, NO_REQUEST, RequestTrace, clean_r
 REQUEST_ID_HEADER = "X-Request-ID"
 # Asked every second by routers and scrapers: their lines are for debugging, unless something is wrong.
 POLLED_PATHS = frozenset(
-    {"/health", "/health_generate", "/metrics", "/server_info", "/get_server_info", "/get_load", "/get_loads"}
+    {"/livez", "/health", "/health_generate", "/metrics", "/server_info", "/get_server_info", "/get_load", "/get_loads"}
 )
 CLIENT_GONE_STATUS = 499  # in log lines only: nobody is left to read it
 MAX_PATH = 256

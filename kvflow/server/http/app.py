@@ -16,12 +16,13 @@ from kvflow.protocols.errors import KvflowError
 from kvflow.server.http.access import CLIENT_GONE_STATUS, REQUEST_ID_HEADER, echo_request_id, log_access, traced
 from kvflow.server.http.errors import Failure, failure_of
 from kvflow.server.http.metrics import Metrics
+from kvflow.server.http.responses import json_response
 from kvflow.telemetry.requests import RequestTrace
 
 MAX_BODY_BYTES = 8 << 20  # a million tokens; parsing blocks the event loop for some 30 ms per MiB
 BODY_TIMEOUT_S = 60.0
 IDLE_TIMEOUT_S = 120.0  # of a connection without a complete request head; longer than routers keep theirs open
-OPEN_PATHS = frozenset({"/health", "/health_generate", "/metrics"})
+OPEN_PATHS = frozenset({"/health", "/health_generate", "/livez", "/metrics"})
 _log = logging.getLogger("kvflow.http")
 
 
@@ -30,8 +31,13 @@ def build_app(routes: Iterable[web.RouteDef], metrics: Metrics, api_key: str = "
     middlewares = [_answered(metrics), *([_authorized(api_key)] if api_key else []), _with_body]
     app = web.Application(middlewares=middlewares, client_max_size=MAX_BODY_BYTES)
     app.on_response_prepare.append(echo_request_id)
-    app.add_routes(routes)
+    app.add_routes([*routes, web.get("/livez", _livez)])
     return app
+
+
+async def _livez(_: web.Request) -> web.StreamResponse:
+    """Whether this process's event loop turns; whether it can serve is what /health tells."""
+    return json_response({"status": "ok"})
 
 
 def _answered(metrics: Metrics) -> Middleware:

@@ -95,6 +95,9 @@ class CompletionService(Protocol):
         """End a room whose request never reached `tokens`, so that the other leg gets the cause. `prefill` is where its
         registry is, empty when unknown; prefill itself does not look at it. Never raises."""
 
+    def end_requests(self) -> None:
+        """Accept none from here on, and end every one that runs or waits with `Code.SHUTDOWN`, at both legs."""
+
     def report(self) -> Report: ...
 
     def rooms(self) -> Sequence[dict[str, Any]]:

@@ -12,7 +12,7 @@ from kvflow.engine.scheduler.params import TokenOut
 from kvflow.handlers.rooms import DecodeRoom, PrefillRoom
 from kvflow.memory.allocator import PageAllocator
 from kvflow.node import DecodeNode, PrefillNode
-from kvflow.protocols.errors import Cause, Code, KvflowError, room_error
+from kvflow.protocols.errors import Cause, KvflowError
 from kvflow.protocols.wire.ranks import RankInfo
 from kvflow.server.http.completion_service import GenerationRequest, ModelCard, Report
 from kvflow.server.http.errors import RequestError
@@ -23,9 +23,6 @@ if TYPE_CHECKING:  # importing the engines imports torch
     from kvflow.engine.scheduler.prefill import PrefillEngine
 
 REMEMBERED_ROOMS = 256
-# Prefill's half of an announced room waits for as long as its decode lives: this alone bounds the wait for free pages.
-# A router then retries, at another decode if there is one.
-ADMISSION_TIMEOUT_S = 20.0
 _KIND_LABELS = {"grant": "room", "quarantined": "quarantine"}
 N = TypeVar("N", PrefillNode, DecodeNode)
 E = TypeVar("E", bound="PrefillEngine | DecodeEngine")
@@ -108,6 +105,10 @@ class EngineService(Generic[N, E]):
     @property
     def limits(self) -> EngineLimits:
         return self._engine.limits
+
+    def end_requests(self) -> None:
+        self._engine.end_requests()
+        self._node.leave()
 
     def report(self) -> Report:
         node, load = self._node, self._engine.load()
@@ -200,7 +201,7 @@ class DecodeService(EngineService[DecodeNode, "DecodeEngine"]):
             await tokens.aclose()
 
     async def _admit(self, request: GenerationRequest, room: DecodeRoom) -> Admission:
-        """A promise of pages; none for a room that has ended while it waited. Raises: KvflowError."""
+        """Wait for a place in the batch and a promise of pages, until the room ends. Raises: KvflowError."""
         waiting = asyncio.ensure_future(self._engine.admit(request.prompt, request.params))
 
         def stop_waiting() -> None:
@@ -208,12 +209,10 @@ class DecodeService(EngineService[DecodeNode, "DecodeEngine"]):
 
         room.on_end(stop_waiting)
         try:
-            async with asyncio.timeout(ADMISSION_TIMEOUT_S):
-                return await waiting
-        except TimeoutError:
-            text = f"decode had no free pages for this request within {ADMISSION_TIMEOUT_S:g} s"
-            raise room_error(Cause(Code.CAPACITY, text)) from None
+            return await waiting
         except asyncio.CancelledError:
+            if waiting.done() and not waiting.cancelled() and waiting.exception() is None:
+                waiting.result().release()  # it came in the turn of the loop in which this was cancelled
             if room.ended:
                 await room.opened()  # raises what ended it
             raise

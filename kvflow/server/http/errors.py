@@ -9,12 +9,12 @@ and an error that may not happen again is 5xx.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Self
 
 import msgspec
 from aiohttp import web
 
-from kvflow.protocols.errors import CapacityError, Code, KvflowError, MisuseError
+from kvflow.protocols.errors import MAX_CAUSE_TEXT, CapacityError, Code, KvflowError, MisuseError
 
 RETRY_AFTER_S = 1
 MAX_SUMMARY = 300  # characters of a message in a log line
@@ -79,6 +79,19 @@ class OverloadError(CapacityError):
     """This server runs as many requests as it accepts."""
 
 
+class _Told(msgspec.Struct):
+    message: str = "no reason given"
+    code: str | int | None = None
+    param: str | None = None
+
+
+class _ErrorBody(msgspec.Struct):
+    error: _Told
+
+
+_CODES = frozenset(Code)
+
+
 class Failure(msgspec.Struct, frozen=True):
     """One error as it is sent to a client."""
 
@@ -86,6 +99,18 @@ class Failure(msgspec.Struct, frozen=True):
     code: str
     message: str
     param: str | None = None
+
+    @classmethod
+    def read(cls, status: int, body: bytes) -> Self:
+        """An error body of another server, its message cut to 2048 characters; a body of any other form is not
+        repeated. Without a `status` (0), as in an event of a stream, that of the code is taken."""
+        try:
+            told = msgspec.json.decode(body, type=_ErrorBody).error
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+            return cls(status or 500, "", "no reason given")
+        code = str(told.code or "")
+        known = STATUS_OF_CODE[Code(code)] if code in _CODES else 500
+        return cls(status or known, code, told.message[:MAX_CAUSE_TEXT], told.param)
 
     @property
     def body(self) -> dict[str, Any]:
@@ -103,14 +128,6 @@ class Failure(msgspec.Struct, frozen=True):
         headers = {"Retry-After": str(RETRY_AFTER_S)} if self.status in (429, 503) else {}
         body = msgspec.json.encode(self.body)
         return web.Response(body=body, status=self.status, content_type="application/json", headers=headers)
-
-
-def message_of(body: bytes) -> str:
-    """The message of an error body, cut to 300 characters; a body of any other form is not repeated."""
-    try:
-        return str(msgspec.json.decode(body)["error"]["message"])[:300]
-    except (ValueError, KeyError, TypeError):
-        return "no reason given"
 
 
 def failure_of(error: BaseException) -> Failure:

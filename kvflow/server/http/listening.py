@@ -33,6 +33,10 @@ class Drainable:
             error.code = Code.SHUTDOWN
             raise error
 
+    def end_requests(self) -> None:
+        """End the running requests, each with an error that says why: they had their time to finish."""
+        raise NotImplementedError
+
     @contextmanager
     def count_running(self) -> Iterator[None]:
         """Count one more running request until the block ends."""

@@ -45,6 +45,12 @@ class Metrics:
         self._gone = Counter(
             "kvflow_clients_gone", "Clients that disconnected before their answer.", registry=self.registry
         )
+        self._retried = Counter(
+            "kvflow_retries",
+            "Requests tried once more, on another pair of workers, by why.",
+            ("code",),
+            registry=self.registry,
+        )
         if report is not None:
             self.registry.register(_ReportCollector(report, role, sglang))
 
@@ -60,6 +66,9 @@ class Metrics:
 
     def stream_failed(self, failure: Failure) -> None:
         self._broken.labels(failure.code).inc()
+
+    def retried(self, code: str) -> None:
+        self._retried.labels(code).inc()
 
     def client_gone(self) -> None:
         self._gone.inc()

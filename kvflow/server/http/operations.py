@@ -102,10 +102,15 @@ def _state(pipeline: CompletionPipeline) -> list[web.RouteDef]:
 
     async def load(_: web.Request) -> web.StreamResponse:
         report = service.report()
-        tokens = (report.pages_total - report.pages_free) * report.pool.page_size
-        requests = max(pipeline.running, report.running + report.waiting)
-        line = {"dp_rank": 0, "num_reqs": requests, "num_waiting_reqs": report.waiting, "num_tokens": tokens}
-        return json_response([line])
+        pages, requests, waiting = (
+            report.pages_total - report.pages_free,
+            report.running + report.waiting,
+            report.waiting,
+        )
+        if pipeline.draining:  # full, so that routers which balance by load send it nothing more
+            pages, requests, waiting = report.pages_total, pipeline.max_requests, pipeline.max_requests
+        line = {"dp_rank": 0, "num_reqs": max(pipeline.running, requests), "num_waiting_reqs": waiting}
+        return json_response([{**line, "num_tokens": pages * report.pool.page_size}])
 
     async def flush(_: web.Request) -> web.StreamResponse:
         await service.flush_cache()

@@ -3,10 +3,10 @@
 The routes differ in how they read a body and how they write an answer; that is a `CompletionCall`. The rest is here.
 
 What a router may rely on: an error that is known before anything has been sent is a status. Headers of a stream are
-sent with the first token, or after `headers_after_s` without one. Until the first token nothing follows them but
-comments (lines that begin with a colon), so a stream whose first event is `{"error": {"code": ...}}` has produced
-nothing, and stands for the answer with the status of that code (`errors.STATUS_OF_CODE`): whoever would retry that
-status on another pair may retry this request as well.
+sent with the first token, or, by decode, after `headers_after_s` without one. Until the first token nothing follows
+them but comments (lines that begin with a colon), so a stream whose first event is `{"error": {"code": ...}}` has
+produced nothing, and stands for the answer with the status of that code (`errors.STATUS_OF_CODE`): whoever would retry
+that status on another pair may retry this request as well.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ class CompletionPipeline(Drainable):
         metrics: Metrics,
         *,
         bootstrap_port: int = 8998,
-        max_running_requests: int = 256,
+        max_requests: int = 1280,
         request_timeout_s: float = 600.0,
         keepalive_s: float = 0.1,
         headers_after_s: float = 10.0,
@@ -89,9 +89,11 @@ class CompletionPipeline(Drainable):
         self.request_limits = RequestLimits(
             service.limits, service.role == "decode", bootstrap_port, service.card.sampling_defaults
         )
-        self._max_running = max_running_requests
+        self.max_requests = max_requests  # running and queued
         self._timeout_s = request_timeout_s
-        self._keepalive_s, self._headers_after_s = keepalive_s, headers_after_s
+        # Routers wait for prefill's whole answer, and sglang_router takes headers for a success: it would not retry.
+        self._headers_after_s = headers_after_s if service.role == "decode" else float("inf")
+        self._keepalive_s = keepalive_s
 
     async def serve(self, http: web.Request, call: CompletionCall) -> web.StreamResponse:
         """Answer one call. Errors before the first token are raised; later ones are written into the stream."""
@@ -118,6 +120,9 @@ class CompletionPipeline(Drainable):
                 answer = await self._collect(call, sources, arrived)
             return await long_json_response(http, answer)
 
+    def end_requests(self) -> None:
+        self.service.end_requests()
+
     async def read(self, http: web.Request, kind: type[B]) -> B:
         """A body as `kind`. A body that is refused may still name a room whose other leg waits: that room is ended."""
         raw = await http.read()
@@ -139,8 +144,8 @@ class CompletionPipeline(Drainable):
 
     def _admit(self) -> None:
         self.refuse_when_draining()
-        if self.running >= self._max_running:
-            raise OverloadError("running requests", self.running + 1, self._max_running)
+        if self.running >= self.max_requests:
+            raise OverloadError("requests that run or wait", self.running + 1, self.max_requests)
 
     def _refuse(self, body: Rendezvous, error: KvflowError) -> None:
         """End the body's rooms: their other legs wait, and get the cause."""

@@ -1,6 +1,14 @@
 """One request as two legs: the same body goes to prefill and to decode, decode's answer goes to the client.
 
-Both legs start at once. The first failure closes the other leg's connection; a worker takes that as an abort.
+Both legs start at once. The first failure closes the other leg's connection; a worker takes that as an abort. After a
+failure before the first token of its answer a request may be tried again (`PairFailedError.may_retry`):
+
+- where a connection could not be made, or ended before its answer;
+- after status 502 or 503: a worker drains, its queue is full, a link between the two is lost, they do not fit together;
+- after status 504 with code "rendezvous": the other leg never came.
+
+Not after an error of the request (4xx) or of the model (500), which another pair would repeat, and not after a deadline
+(504): the request has had its time.
 """
 
 from __future__ import annotations
@@ -15,18 +23,38 @@ import msgspec
 from aiohttp import web
 
 from kvflow.protocols.errors import Code, LostError
-from kvflow.server.http.errors import Failure, failure_of
+from kvflow.server.http.errors import Failure
 from kvflow.server.router.workers import Worker
 
 ROOT_CAUSE_WAIT_S = 2.0
 _COPIED = ("Content-Type", "Cache-Control", "Retry-After", "X-Accel-Buffering")
+# These pass: the same pair may serve the request when the worker that drains or was lost is back.
+_PASSING = frozenset({Code.SHUTDOWN, Code.PEER_LOST, Code.RENDEZVOUS, Code.STALE_GRANT})
 
 
-class LegFailedError(LostError):
-    """A worker was lost before it answered; the request can be sent to another one."""
+class PairFailedError(LostError):
+    """A pair has ended a request before the first token of its answer."""
+
+    def __init__(self, failure: Failure, answer: web.Response | None = None) -> None:
+        super().__init__(failure.message)
+        self.failure, self.answer = failure, answer or failure.response()
+
+    @property
+    def may_retry(self) -> bool:
+        """Whether another pair may serve the request."""
+        return self.failure.status in (502, 503) or self.failure.code == Code.RENDEZVOUS
+
+    @property
+    def passes(self) -> bool:
+        """Whether the same pair may serve the request later."""
+        return self.failure.code in _PASSING
+
+
+class LegFailedError(PairFailedError):
+    """A worker was lost before it answered."""
 
     def __init__(self, worker: Worker, why: str) -> None:
-        super().__init__(f"{worker.role} {worker.url}: {why}")
+        super().__init__(Failure(502, str(Code.PEER_LOST), f"{worker.role} {worker.url}: {why}"))
         self.worker = worker
 
 
@@ -51,17 +79,25 @@ class Leg:
         except (aiohttp.ClientError, ConnectionError) as error:
             raise LegFailedError(self.worker, _describe(error)) from None
 
+    async def read(self) -> bytes:
+        """The next piece of a stream that has begun, empty at its end. Raises: LegFailedError."""
+        assert self._answer is not None
+        try:
+            return await self._answer.content.readany()
+        except (aiohttp.ClientError, ConnectionError) as error:
+            raise LegFailedError(self.worker, _describe(error)) from None
+
     async def complete(self) -> web.Response:
-        """Return the answer when it is complete; the content of a stream is dropped. Raises: LegFailedError."""
+        """Return the answer when it is complete; of a stream, the error that it begins with. Raises: LegFailedError."""
         answer = await self.begin()
         if isinstance(answer, web.Response):
             return answer
-        try:
-            async for _ in answer.content.iter_any():
-                pass
-        except (aiohttp.ClientError, ConnectionError) as error:
-            raise LegFailedError(self.worker, _describe(error)) from None
-        return web.Response()
+        start, failure = b"", None
+        while piece := await self.read():
+            if b"\n\n" not in start:  # up to here there were only comments
+                start = split_comments(start + piece)[1]
+                failure = error_in(start)
+        return web.Response() if failure is None else failure.response()
 
     def close(self) -> None:
         """Close the connection, unless the answer is complete."""
@@ -81,77 +117,106 @@ def _describe(error: Exception) -> str:
     return f"the connection was lost ({type(error).__name__})"
 
 
-@asynccontextmanager
-async def both_legs(prefill: Leg, decode: Leg) -> AsyncGenerator[aiohttp.ClientResponse | web.Response, None]:
-    """Yield decode's stream once it has begun, or a complete answer: decode's, or prefill's refusal.
+class Pair:
+    """Both legs of one try."""
 
-    Leaving closes both connections. Raises: LegFailedError.
-    """
-    for leg in (prefill, decode):
-        leg.worker.running += 1
-        leg.worker.served += 1
-    prefilling = asyncio.create_task(prefill.complete())
-    decoding = asyncio.create_task(decode.begin())
-    try:
-        await asyncio.wait([prefilling, decoding], return_when=asyncio.FIRST_COMPLETED)
-        only_prefill = prefilling.done() and not decoding.done()
-        refusal = await _refusal(prefilling.result(), decoding) if only_prefill else None
-        yield refusal or await decoding
-    finally:
-        # No await here: a failed write to a client that left is followed by the cancellation of its handler, which
-        # would end this block at its first await and leave the legs open.
-        for leg, task in ((prefill, prefilling), (decode, decoding)):
-            leg.worker.running -= 1
+    def __init__(self, prefill: Leg, decode: Leg) -> None:
+        self.prefill, self.decode = prefill, decode
+        self._prefilling = asyncio.create_task(prefill.complete())
+        self._decoding = asyncio.create_task(decode.begin())
+
+    async def answer(self) -> aiohttp.ClientResponse | web.Response:
+        """Decode's stream once it has begun, or its complete answer. Raises: PairFailedError."""
+        await asyncio.wait([self._prefilling, self._decoding], return_when=asyncio.FIRST_COMPLETED)
+        if not self._decoding.done():
+            await self._check_prefill(self._decoding)
+        answer = await self._decoding
+        if isinstance(answer, web.Response):
+            _check(answer)
+        return answer
+
+    async def first(self) -> bytes:
+        """A piece of decode's stream while there is no token in it yet: prefill's refusal ends the wait.
+
+        Raises: PairFailedError.
+        """
+        reading = asyncio.create_task(self.decode.read())
+        try:
+            await asyncio.wait([self._prefilling, reading], return_when=asyncio.FIRST_COMPLETED)
+            if not reading.done():
+                await self._check_prefill(reading)
+            return await reading
+        finally:
+            reading.cancel()
+
+    async def _check_prefill(self, decode: asyncio.Task[Any]) -> None:
+        """Prefill has answered: return when that was no refusal, or one that only follows from a failure of decode,
+        whose own answer has arrived then. Raises: PairFailedError."""
+        answer = self._prefilling.result()
+        if answer.status != 499:
+            _check(answer)
+            return
+        await asyncio.wait([decode], timeout=ROOT_CAUSE_WAIT_S)
+        if decode.done():
+            return
+        text = f"decode ended the room and gave no reason within {ROOT_CAUSE_WAIT_S:g} s"
+        raise PairFailedError(Failure(502, str(Code.CLIENT_GONE), text))
+
+    def close(self) -> None:
+        """Close both connections. No await here: a failed write to a client that left is followed by the cancellation
+        of its handler, which would end this at its first await and leave the legs open."""
+        for leg, task in ((self.prefill, self._prefilling), (self.decode, self._decoding)):
             task.cancel()
             task.add_done_callback(leg.dispose)
             leg.close()
 
 
-async def _refusal(
-    answer: web.Response, decoding: asyncio.Task[aiohttp.ClientResponse | web.Response]
-) -> web.Response | None:
-    """Prefill's refusal; None when it only follows from a failure of decode, whose own answer is about to arrive."""
-    if answer.status == 200:
+@asynccontextmanager
+async def both_legs(prefill: Leg, decode: Leg) -> AsyncGenerator[Pair, None]:
+    """Begin both legs; leaving closes both."""
+    for leg in (prefill, decode):
+        leg.worker.running += 1
+        leg.worker.served += 1
+    pair = Pair(prefill, decode)
+    try:
+        yield pair
+    finally:
+        for leg in (prefill, decode):
+            leg.worker.running -= 1
+        pair.close()
+
+
+def _check(answer: web.Response) -> None:
+    """Raises: PairFailedError when a complete answer is an error."""
+    if answer.status >= 400:
+        body = answer.body if isinstance(answer.body, bytes) else b""
+        raise PairFailedError(Failure.read(answer.status, body), answer)
+
+
+def split_comments(start: bytes) -> tuple[bytes, bytes]:
+    """The complete comments that a stream begins with, and the rest."""
+    cut = 0
+    while start.startswith(b":", cut) and (end := start.find(b"\n\n", cut)) >= 0:
+        cut = end + 2
+    return start[:cut], start[cut:]
+
+
+def error_in(event: bytes) -> Failure | None:
+    """The error that a stream's first event is, if it is one: nothing has been generated then."""
+    if not event.startswith(b"data:") or b"\n\n" not in event:
         return None
-    if answer.status != 499:
-        return answer
-    await asyncio.wait([decoding], timeout=ROOT_CAUSE_WAIT_S)
-    if decoding.done():
-        return None
-    text = f"decode ended the room and gave no reason within {ROOT_CAUSE_WAIT_S:g} s"
-    return Failure(502, str(Code.CLIENT_GONE), text).response()
+    failure = Failure.read(0, event.partition(b"\n\n")[0].removeprefix(b"data:"))
+    return failure if failure.code else None
 
 
 def copied(answer: aiohttp.ClientResponse, body: bytes) -> web.Response:
     """A worker's complete answer as the router's own."""
-    return web.Response(body=body, status=answer.status, headers=_headers(answer))
+    return web.Response(body=body, status=answer.status, headers=stream_headers(answer))
 
 
-def _headers(answer: aiohttp.ClientResponse) -> dict[str, str]:
+def stream_headers(answer: aiohttp.ClientResponse) -> dict[str, str]:
+    """The headers of a worker's answer that its client gets too."""
     return {name: answer.headers[name] for name in _COPIED if name in answer.headers}
-
-
-async def relay(http: web.Request, answer: aiohttp.ClientResponse, room_header: dict[str, str]) -> web.StreamResponse:
-    """Relay decode's stream to the client, event by event; a decode that is lost in between becomes an error event."""
-    out = web.StreamResponse(headers={**_headers(answer), **room_header})
-    await out.prepare(http)
-    rest = b""
-    try:
-        async for chunk in answer.content.iter_any():
-            rest += chunk
-            cut = rest.rfind(b"\n\n") + 2
-            if cut > 1:
-                await out.write(rest[:cut])
-                rest = rest[cut:]
-    except (aiohttp.ClientError, TimeoutError) as error:
-        text = f"the connection to decode was lost before the end of the answer ({type(error).__name__})"
-        timed_out = isinstance(error, TimeoutError)
-        failure = failure_of(error) if timed_out else Failure(502, str(Code.PEER_LOST), text)
-        rest = b"data: " + msgspec.json.encode(failure.body) + b"\n\n"
-    if rest:
-        await out.write(rest)
-    await out.write_eof()
-    return out
 
 
 def with_fields(raw: bytes, fields: dict[str, Any]) -> bytes:

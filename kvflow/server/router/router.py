@@ -1,10 +1,16 @@
-"""The router role: pairs a prefill and a decode for each request, least loaded first, and relays decode's answer."""
+"""The router role: pairs a prefill and a decode for each request, least loaded first, and relays decode's answer.
+
+A request whose client has got no token is tried on another pair where that may help (`legs.py` says when): a worker may
+be stopped, or die, without the loss of what it has not begun to answer.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import functools
 import secrets
-from collections.abc import Iterable
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable
+from contextlib import asynccontextmanager
 from typing import Any
 
 import aiohttp
@@ -15,13 +21,23 @@ from yarl import URL
 from kvflow.protocols.errors import Code
 from kvflow.server.http.access import REQUEST_ID_HEADER
 from kvflow.server.http.app import build_app
-from kvflow.server.http.errors import Failure, RequestError
+from kvflow.server.http.errors import Failure, RequestError, failure_of
 from kvflow.server.http.generation_requests import MAX_COMPLETIONS
 from kvflow.server.http.listening import Drainable
 from kvflow.server.http.metrics import Metrics
 from kvflow.server.http.responses import json_response
 from kvflow.server.http.schemas import decoded
-from kvflow.server.router.legs import Leg, LegFailedError, bootstrap_fields, both_legs, copied, relay, with_fields
+from kvflow.server.router.answer import ClientAnswer
+from kvflow.server.router.legs import (
+    Leg,
+    LegFailedError,
+    PairFailedError,
+    bootstrap_fields,
+    both_legs,
+    copied,
+    with_fields,
+)
+from kvflow.server.router.tries import Tries
 from kvflow.server.router.workers import NoWorkerError, Worker, Workers
 from kvflow.telemetry.requests import CURRENT, name_rooms
 
@@ -29,10 +45,15 @@ CONNECT_TIMEOUT_S = 5.0
 ASK_TIMEOUT_S = 5.0  # for a worker's answer to anything but a completion
 ROOM_HEADER = "X-Kvflow-Room"
 _FORWARDED = ("Authorization", "traceparent", "tracestate")
+_ENDED = Failure(503, "shutdown", "this router is shutting down, and the request did not finish in time")
 
 
 class Router(Drainable):
-    """One router over the workers at these URLs; `api_key` is the workers' key. `close` closes every leg."""
+    """One router over the workers at these URLs; `api_key` is the workers' key. `close` closes every leg.
+
+    A request whose client has got no token is tried on one pair after another, and waits `retry_timeout_s` in all for
+    one that is back; at most `max_waiting` requests do so at a time.
+    """
 
     def __init__(
         self,
@@ -41,15 +62,21 @@ class Router(Drainable):
         *,
         api_key: str = "",
         request_timeout_s: float = 600.0,
+        retry_timeout_s: float = 10.0,
+        max_waiting: int = 1024,
         poll_s: float = 1.0,
     ) -> None:
         super().__init__()
         headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
-        timeout = aiohttp.ClientTimeout(total=request_timeout_s, sock_connect=CONNECT_TIMEOUT_S)
+        timeout = aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_TIMEOUT_S)
         connector = aiohttp.TCPConnector(limit=0)
         self._session = aiohttp.ClientSession(
             headers=headers, timeout=timeout, connector=connector, read_bufsize=1 << 18
         )
+        self._timeout_s, self._retry_s, self._max_waiting = request_timeout_s, retry_timeout_s, max_waiting
+        self._timeouts: set[asyncio.Timeout] = set()
+        self._ending = False
+        self.waiting = 0
         self.workers = Workers(prefill, decode, self._session, poll_s)
         self.metrics = Metrics()
 
@@ -60,34 +87,99 @@ class Router(Drainable):
         await self.workers.close()
         await self._session.close()
 
+    def end_requests(self) -> None:
+        self._ending = True
+        for timeout in self._timeouts:
+            timeout.reschedule(asyncio.get_running_loop().time())
+
     async def serve(self, http: web.Request) -> web.StreamResponse:
         """Serve one request: one pair of workers after another, until one answers."""
         self.refuse_when_draining()
-        with self.count_running():
-            return await self._on_some_pair(http, await http.read())
-
-    async def _on_some_pair(self, http: web.Request, raw: bytes) -> web.StreamResponse:
+        raw = await http.read()
         count = _completions(decoded(raw, _Shape))
-        tried: set[Worker] = set()
-        last: LegFailedError | None = None
+        answer = ClientAnswer(http)
+        with self.count_running():
+            try:
+                async with self._in_time():
+                    return await self._on_some_pair(http, answer, raw, count)
+            except PairFailedError as error:
+                return await answer.fail(error.failure, error.answer)
+            except (TimeoutError, NoWorkerError) as error:
+                return await answer.fail(_ENDED if self._ending else failure_of(error))
+
+    @asynccontextmanager
+    async def _in_time(self) -> AsyncGenerator[None, None]:
+        """Raises: TimeoutError after `request_timeout_s`, or when the router has to end its requests."""
+        async with asyncio.timeout(self._timeout_s) as timeout:
+            self._timeouts.add(timeout)
+            try:
+                yield
+            finally:
+                self._timeouts.discard(timeout)
+
+    async def _on_some_pair(
+        self, http: web.Request, answer: ClientAnswer, raw: bytes, count: int
+    ) -> web.StreamResponse:
+        """Raises: PairFailedError, that of the last try; NoWorkerError."""
+        loop = asyncio.get_running_loop()
+        tries = Tries(self._retry_s)
+        while True:
+            prefill, decode = await self._next_pair(tries)
+            try:
+                done = await self._on_pair(http, answer, raw, count, prefill, decode)
+            except PairFailedError as error:
+                if isinstance(error, LegFailedError):
+                    error.worker.mark_lost(str(error), loop.time())
+                elif error.passes:  # which of the two drains or is gone, a check tells
+                    prefill.check_due.set()
+                    decode.check_due.set()
+                tries.note(error, prefill, decode)
+                self.metrics.retried(error.failure.code)
+            else:
+                prefill.mark_served()
+                decode.mark_served()
+                return done
+
+    async def _next_pair(self, tries: Tries) -> tuple[Worker, Worker]:
+        """The pair for the next try: at once while there is another one, else after a pause, or when a worker comes
+        up. Raises: PairFailedError, NoWorkerError where there is to be no further try."""
+        may_begin = False
         while True:
             try:
-                prefill = self.workers.least_loaded("prefill", tried)
-                decode = self.workers.least_loaded("decode", tried)
-            except NoWorkerError:
-                if last is not None:
-                    raise last from None
-                raise
-            try:
-                return await self._on_pair(http, raw, count, prefill, decode)
-            except LegFailedError as error:
-                error.worker.mark_down(str(error))
-                tried.add(error.worker)
-                last = error
+                prefill = self.workers.best("prefill", tries.failed)
+                decode = self.workers.best("decode", tries.failed)
+            except NoWorkerError as error:
+                came_up = await self._pause(self.workers.came_up.wait, tries)
+                if not came_up:
+                    raise tries.error or error from None
+                continue
+            if may_begin or tries.at_once(prefill, decode):
+                return prefill, decode
+            assert tries.error is not None
+            may_begin = await self._pause(functools.partial(asyncio.sleep, tries.pause_s()), tries)
+            if not may_begin:
+                raise tries.error
+
+    async def _pause(self, wait: Callable[[], Awaitable[object]], tries: Tries) -> bool:
+        """Whether a further try may follow: not where it takes too long, or too many requests wait."""
+        if self.waiting >= self._max_waiting:
+            return False
+        began_s = asyncio.get_running_loop().time()
+        self.waiting += 1
+        try:
+            async with asyncio.timeout(tries.left_s):
+                await wait()
+        except TimeoutError:
+            return False
+        finally:
+            self.waiting -= 1
+            tries.left_s -= asyncio.get_running_loop().time() - began_s
+        return True
 
     async def _on_pair(
-        self, http: web.Request, raw: bytes, count: int, prefill: Worker, decode: Worker
+        self, http: web.Request, answer: ClientAnswer, raw: bytes, count: int, prefill: Worker, decode: Worker
     ) -> web.StreamResponse:
+        """Raises: PairFailedError."""
         rooms = [secrets.randbits(63) for _ in range(count)]
         body = with_fields(raw, bootstrap_fields(prefill, rooms))
         headers = {name: http.headers[name] for name in _FORWARDED if name in http.headers}
@@ -95,11 +187,12 @@ class Router(Drainable):
         name_rooms(rooms)
         legs = [Leg(self._session, worker, http.path, body, headers) for worker in (prefill, decode)]
         room_header = {ROOM_HEADER: ",".join(map(str, rooms))}
-        async with both_legs(*legs) as answer:
-            if not isinstance(answer, web.Response):
-                return await relay(http, answer, room_header)
-            answer.headers.update(room_header)
-            return answer
+        async with both_legs(*legs) as pair:
+            found = await pair.answer()
+            if not isinstance(found, web.Response):
+                return await answer.relay(pair, found, room_header)
+            found.headers.update(room_header)
+            return found
 
     async def ask(self, worker: Worker, path: str, method: str = "GET") -> Any:
         """The JSON answer of a worker; None when it cannot be reached, or answers with an error."""
@@ -195,7 +288,7 @@ def _of_workers(router: Router) -> list[web.RouteDef]:
     """What the router asks one worker for, or all of them."""
 
     async def from_decode(http: web.Request) -> web.StreamResponse:
-        return await router.forward(router.workers.least_loaded("decode", set()), http)
+        return await router.forward(router.workers.best("decode", {}), http)
 
     async def load(_: web.Request) -> web.StreamResponse:
         answers = await asyncio.gather(*(router.ask(worker, "/get_load") for worker in router.workers.all))

@@ -1,10 +1,10 @@
-"""The router's view of its workers: which are up, where their registries listen, which has the least load."""
+"""The router's view of its workers: which are up, where their registries listen, which to use for a request."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from typing import Any
 from urllib.parse import urlsplit
@@ -13,10 +13,13 @@ import aiohttp
 import msgspec
 
 from kvflow.protocols.errors import Code, KvflowError
-from kvflow.server.http.errors import message_of
+from kvflow.server.http.errors import Failure
 
 _log = logging.getLogger("kvflow.router")
 CHECK_TIMEOUT_S = 3.0
+DOWN_CHECK_S = 0.25  # between two checks of a worker that is down: one that is back should not wait for its requests
+LEAST_CHECK_S = 0.05  # between two checks of one worker, however many requests ask for them
+FIRST_REST_S, LONGEST_REST_S = 0.1, 10.0
 
 
 class NoWorkerError(KvflowError):
@@ -30,7 +33,11 @@ class NoWorkerError(KvflowError):
 
 
 class Worker:
-    """One prefill or decode behind the router."""
+    """One prefill or decode behind the router.
+
+    A worker that loses connections although its /health is fine rests: it is used where there is no other, for longer
+    after each further loss, until a request succeeds or another process answers at its address.
+    """
 
     def __init__(self, role: str, url: str) -> None:
         self.role = role
@@ -41,6 +48,10 @@ class Worker:
         self.served = 0
         self.bootstrap_port: int | None = None
         self.model = ""
+        self.incarnation = ""
+        self.check_due = asyncio.Event()
+        self._losses = 0  # in a row
+        self._rests_until_s = 0.0
 
     @property
     def host(self) -> str:
@@ -52,6 +63,17 @@ class Worker:
             _log.warning("%s %s is down: %s", self.role, self.url, reason)
         self.up, self.unavailable_reason = False, reason
 
+    def mark_lost(self, reason: str, now: float) -> None:
+        """A connection to it failed or ended early: it is down until a check succeeds, and rests then."""
+        self._rests_until_s = now + min(FIRST_REST_S * 2**self._losses, LONGEST_REST_S)
+        self._losses = min(self._losses + 1, 16)
+        self.mark_down(reason)
+        self.check_due.set()
+
+    def mark_served(self) -> None:
+        """A request has got its first token, or an answer that is nobody's fault."""
+        self._losses, self._rests_until_s = 0, 0.0
+
     def mark_up(self, info: Any) -> None:
         """Take requests; `info` is the worker's /server_info. A worker of the other role is marked down."""
         mode = info.get("disaggregation_mode") if isinstance(info, dict) else None
@@ -61,9 +83,16 @@ class Worker:
         port = info.get("disaggregation_bootstrap_port")
         self.bootstrap_port = port if isinstance(port, int) else None
         self.model = str(info.get("served_model_name") or info.get("model_path") or "")
-        if not self.up:
+        incarnation = str(info.get("incarnation", ""))
+        if incarnation != self.incarnation:
+            self.mark_served()
+        if not self.up or incarnation != self.incarnation:
             _log.info("%s %s is up", self.role, self.url)
+        self.incarnation = incarnation
         self.up, self.unavailable_reason = True, ""
+
+    def rests(self, now: float) -> bool:
+        return now < self._rests_until_s
 
     def summary(self) -> dict[str, Any]:
         """The entry in the router's /server_info."""
@@ -72,7 +101,7 @@ class Worker:
 
 
 class Workers:
-    """All workers, checked in the background every `poll_s`."""
+    """All workers, each checked in the background every `poll_s`, more often while it is down."""
 
     def __init__(
         self, prefill: Iterable[str], decode: Iterable[str], session: aiohttp.ClientSession, poll_s: float
@@ -80,52 +109,66 @@ class Workers:
         self.all = [*(Worker("prefill", url) for url in prefill), *(Worker("decode", url) for url in decode)]
         self._session = session
         self._poll_s = poll_s
-        self._polling: asyncio.Task[None] | None = None
+        self._watches: list[asyncio.Task[None]] = []
+        self.came_up = asyncio.Event()  # of the next worker that is down now; another one follows then
 
     async def start(self) -> None:
-        """Return after a first check of all workers; further ones follow every `poll_s`."""
-        await self.check()
-        self._polling = asyncio.create_task(self._poll())
+        """Return after a first check of all workers; further ones follow."""
+        await asyncio.gather(*(self._check(worker) for worker in self.all))
+        self._watches = [asyncio.create_task(self._watch(worker)) for worker in self.all]
 
     async def close(self) -> None:
-        if self._polling is not None:
-            self._polling.cancel()
-            with suppress(asyncio.CancelledError):
-                await self._polling
+        for watch in self._watches:
+            watch.cancel()
+        await asyncio.gather(*self._watches, return_exceptions=True)
 
     def of(self, role: str) -> list[Worker]:
         return [worker for worker in self.all if worker.role == role]
 
-    def least_loaded(self, role: str, tried: set[Worker]) -> Worker:
-        """The worker to use next; of equally loaded ones, the one with the fewest requests. Raises: NoWorkerError."""
-        choices = [worker for worker in self.of(role) if worker.up and worker not in tried]
+    def best(self, role: str, failed: Mapping[Worker, int]) -> Worker:
+        """The worker for the next try of a request, `failed` times for each worker: first one that has not failed it,
+        then one that does not rest, then the least loaded. Raises: NoWorkerError."""
+        choices = [worker for worker in self.of(role) if worker.up]
         if not choices:
             raise NoWorkerError(role, [worker.unavailable_reason for worker in self.of(role)])
-        return min(choices, key=lambda worker: (worker.running, worker.served))
+        now = asyncio.get_running_loop().time()
+        return min(choices, key=lambda w: (failed.get(w, 0), w.rests(now), w.running, w.served))
 
     def complete(self) -> bool:
         """Whether both roles have a worker that is up."""
         return all(any(worker.up for worker in self.of(role)) for role in ("prefill", "decode"))
 
-    async def check(self) -> None:
-        await asyncio.gather(*(self._check(worker) for worker in self.all))
-
-    async def _poll(self) -> None:
+    async def _watch(self, worker: Worker) -> None:
         while True:
-            await asyncio.sleep(self._poll_s)
-            await self.check()
+            await asyncio.sleep(LEAST_CHECK_S)
+            wait_s = self._poll_s if worker.up else min(self._poll_s, DOWN_CHECK_S)
+            with suppress(TimeoutError):
+                async with asyncio.timeout(wait_s):
+                    await worker.check_due.wait()
+            worker.check_due.clear()
+            await self._check(worker)
 
     async def _check(self, worker: Worker) -> None:
-        timeout = aiohttp.ClientTimeout(total=CHECK_TIMEOUT_S)
+        was_up = worker.up
         try:
-            async with self._session.get(f"{worker.url}/health", timeout=timeout) as health:
-                if health.status != 200:
-                    worker.mark_down(f"/health answered {health.status}: {message_of(await health.read())}")
-                    return
-            async with self._session.get(f"{worker.url}/server_info", timeout=timeout) as info:
-                if info.status != 200:
-                    worker.mark_down(f"/server_info answered {info.status}")
-                    return
-                worker.mark_up(msgspec.json.decode(await info.read()))
-        except (aiohttp.ClientError, OSError, TimeoutError, ValueError) as error:
+            async with asyncio.timeout(CHECK_TIMEOUT_S):
+                await self._ask(worker)
+        except TimeoutError:
+            worker.mark_down(f"/health took more than {CHECK_TIMEOUT_S:g} s")
+        except (aiohttp.ClientError, OSError, ValueError) as error:
             worker.mark_down(str(error) or type(error).__name__)
+        if worker.up and not was_up:
+            came_up, self.came_up = self.came_up, asyncio.Event()
+            came_up.set()
+
+    async def _ask(self, worker: Worker) -> None:
+        async with self._session.get(f"{worker.url}/health") as health:
+            if health.status != 200:
+                reason = Failure.read(health.status, await health.read()).message
+                worker.mark_down(f"/health answered {health.status}: {reason}")
+                return
+        async with self._session.get(f"{worker.url}/server_info") as info:
+            if info.status != 200:
+                worker.mark_down(f"/server_info answered {info.status}")
+                return
+            worker.mark_up(msgspec.json.decode(await info.read()))

@@ -1,0 +1,80 @@
+"""The one answer to a client's request, whichever pair gives it."""
+
+from __future__ import annotations
+
+import aiohttp
+import msgspec
+from aiohttp import web
+
+from kvflow.protocols.errors import Code
+from kvflow.server.http.errors import Failure
+from kvflow.server.router.legs import (
+    LegFailedError,
+    Pair,
+    PairFailedError,
+    error_in,
+    split_comments,
+    stream_headers,
+)
+from kvflow.telemetry.requests import name_error
+
+
+class ClientAnswer:
+    """Begins at most once. Its headers may leave with the first pair that streams, for later pairs to go on with: until
+    the first token nothing follows them but comments."""
+
+    def __init__(self, http: web.Request) -> None:
+        self._http = http
+        self._stream: web.StreamResponse | None = None
+        self.has_tokens = False  # the client has the first event of a pair: no other may answer
+
+    async def relay(self, pair: Pair, answer: aiohttp.ClientResponse, room: dict[str, str]) -> web.StreamResponse:
+        """Relay decode's stream, event by event; a decode that is lost after the first token becomes an error event.
+
+        Raises: PairFailedError before the first token.
+        """
+        if self._stream is None:
+            self._stream = web.StreamResponse(headers={**stream_headers(answer), **room})
+            await self._stream.prepare(self._http)
+        out = self._stream
+        rest = await self._until_first_token(out, pair)
+        while True:
+            cut = rest.rfind(b"\n\n") + 2
+            if cut > 1:
+                await out.write(rest[:cut])
+                rest = rest[cut:]
+            try:
+                piece = await pair.decode.read()
+            except LegFailedError as error:
+                return await self.fail(Failure(502, str(Code.PEER_LOST), f"the answer was cut off: {error}"))
+            if not piece:
+                break
+            rest += piece
+        if rest:
+            await out.write(rest)
+        await out.write_eof()
+        return out
+
+    async def _until_first_token(self, out: web.StreamResponse, pair: Pair) -> bytes:
+        """Relay comments; returns what has come with the first token."""
+        rest = b""
+        while b"\n\n" not in rest:
+            piece = await pair.first()
+            if not piece:
+                raise LegFailedError(pair.decode.worker, "its stream ended before the first token")
+            comments, rest = split_comments(rest + piece)
+            if comments:
+                await out.write(comments)
+        if failure := error_in(rest):
+            raise PairFailedError(failure)
+        self.has_tokens = True
+        return rest
+
+    async def fail(self, failure: Failure, answer: web.Response | None = None) -> web.StreamResponse:
+        """The error that ends a request, an event where a stream has begun; `answer` is how a worker has put it."""
+        name_error(failure.summary)
+        if self._stream is None:
+            return answer or failure.response()
+        await self._stream.write(b"data: " + msgspec.json.encode(failure.body) + b"\n\n")
+        await self._stream.write_eof()
+        return self._stream

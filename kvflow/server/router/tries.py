@@ -1,0 +1,46 @@
+"""The tries of one request: how often each worker has failed it, and whether there is to be another one."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+
+from kvflow.server.router.legs import PairFailedError
+from kvflow.server.router.workers import Worker
+
+MOST_TRIES = 16
+FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.05, 1.0
+
+
+class Tries:
+    """At most `MOST_TRIES`, with pauses of `left_s` in all; the tries themselves may take their time."""
+
+    def __init__(self, left_s: float) -> None:
+        self.left_s = left_s
+        self.failed: Counter[Worker] = Counter()
+        self.error: PairFailedError | None = None
+        self._pauses = 0
+
+    def note(self, error: PairFailedError, prefill: Worker, decode: Worker) -> None:
+        """A pair has failed the request. Raises: `error`, when that was the last try."""
+        self.failed.update((prefill, decode))
+        self.error = error
+        if not error.may_retry or self.failed.total() >= 2 * MOST_TRIES:
+            raise error
+
+    def at_once(self, prefill: Worker, decode: Worker) -> bool:
+        """Whether this pair may be tried without a pause: one of the two has not failed the request yet.
+
+        Raises: the last error, where the same workers would repeat it.
+        """
+        if self.error is None or not self.failed[prefill] or not self.failed[decode]:
+            return True
+        if not self.error.passes:
+            raise self.error
+        return False
+
+    def pause_s(self) -> float:
+        """How long to wait before the next try; longer each time."""
+        pause_s = min(FIRST_PAUSE_S * 2**self._pauses, LONGEST_PAUSE_S)
+        self._pauses += 1
+        return random.uniform(pause_s / 2, pause_s)
