@@ -156,9 +156,9 @@ class EnginePair:
         self.target = Side(model, num_pages, page_size, orders[1])
         self.source.scatter()
         self.target.scatter()
-        self.executor = ThreadPoolExecutor(1)
-        self.prefill = PrefillEngine(model, self.source.pool, self.source.pages, self.executor, **options)
-        self.decode = DecodeEngine(model, self.target.pool, self.target.pages, self.executor, max_batch=max_batch)
+        self._threads = ThreadPoolExecutor(1), ThreadPoolExecutor(1)  # one for each role, as in two processes
+        self.prefill = PrefillEngine(model, self.source.pool, self.source.pages, self._threads[0], **options)
+        self.decode = DecodeEngine(model, self.target.pool, self.target.pages, self._threads[1], max_batch=max_batch)
         self.rooms: list[FakeRoom] = []
         self.on_room: Callable[[FakeRoom], None] = lambda room: None
         self._numbers = itertools.count()
@@ -171,7 +171,8 @@ class EnginePair:
     async def __aexit__(self, *_: object) -> None:
         await self.prefill.close()
         await self.decode.close()
-        self.executor.shutdown()
+        for thread in self._threads:
+            thread.shutdown()
 
     def room(self, prompt: list[int]) -> FakeRoom:
         room = FakeRoom(self.source, self.target, len(prompt))

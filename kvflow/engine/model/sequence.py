@@ -16,7 +16,8 @@ Prompt = SequenceOf[int] | NDArray[np.integer]
 class Sequence:
     """Tokens known so far (`length`), how many of them have their K/V in the pool (`computed`), and the pages for it.
 
-    The event loop changes it between steps; the model thread only reads it, during one.
+    One thread at a time changes it: the event loop, and the model thread while it has been handed over. Its pages are
+    changed by the event loop alone, and not meanwhile.
     """
 
     __slots__ = ("_pages", "computed", "length", "owner", "page_count", "page_size", "prompt_length", "tokens")

@@ -12,36 +12,20 @@ import msgspec
 
 from kvflow.engine.model.load import LoadedModel
 from kvflow.engine.model.sequence import Prompt, Sequence
-from kvflow.engine.model.step import Row
 from kvflow.engine.model.thread import ModelThread
-from kvflow.engine.scheduler.adjustments import Adjustments, adjustments_of
+from kvflow.engine.scheduler.adjustments import adjustments_of
 from kvflow.engine.scheduler.budget import Admission, PageBudget
+from kvflow.engine.scheduler.burst import MOST_STEPS, Burst, DecodeRequest, Tokens
 from kvflow.engine.scheduler.handoff import HandOff
 from kvflow.engine.scheduler.limits import EngineLimits
 from kvflow.engine.scheduler.loop import EngineLoop
-from kvflow.engine.scheduler.params import EngineLoad, SamplingParams, TokenOut, finish
+from kvflow.engine.scheduler.params import EngineLoad, SamplingParams, TokenOut
 from kvflow.engine.scheduler.prompt_logprobs import PromptLogprobs
 from kvflow.engine.scheduler.rooms import DecodeRoomPort
-from kvflow.engine.scheduler.sampling import Choice, Draw, choose
+from kvflow.engine.scheduler.sampling import Choice
 from kvflow.memory.allocator import PageAllocator
 from kvflow.memory.pool import PagedPool
 from kvflow.protocols.errors import Cause, Code, KvflowError, WireError, room_error
-
-
-class _DecodeRequest:
-    """One sequence of the batch; `tokens` carries its tokens, or the error that ended it, to its reader."""
-
-    __slots__ = ("adjustments", "admission", "limit", "number", "params", "retired", "seed", "sequence", "tokens")
-
-    def __init__(
-        self, number: int, sequence: Sequence, params: SamplingParams, limit: int, admission: Admission,
-        adjustments: Adjustments | None,
-    ) -> None:  # fmt: skip
-        self.number, self.sequence, self.params, self.limit, self.admission = number, sequence, params, limit, admission
-        self.adjustments = adjustments
-        self.seed = params.seed_or_random()
-        self.retired = False  # its pages have been given back
-        self.tokens: asyncio.Queue[TokenOut | KvflowError] = asyncio.Queue()
 
 
 class DecodeEngine(EngineLoop):
@@ -59,9 +43,12 @@ class DecodeEngine(EngineLoop):
         self.limits = EngineLimits(model.context_length, model.vocab_size, self._page_size, self._budget.capacity)
         self._thread = ModelThread(executor, pages)
         self._max_batch = max_batch
-        self._running: dict[int, _DecodeRequest] = {}  # by number: in order of arrival
+        self._running: dict[int, DecodeRequest] = {}  # by number: in order of arrival
         self._numbers = itertools.count()
         self._paused = False
+        self._burst = Burst(
+            self._runner, model.eos_ids, deliver=self._deliver, is_running=self._is_running, goes_on=self._goes_on
+        )
         self.steps = 0
 
     def _fail_all(self, cause: Cause) -> None:
@@ -105,7 +92,7 @@ class DecodeEngine(EngineLoop):
         become free when it has ended. Without an admission, the pages to grow are requested after landing.
         Raises: MisuseError, CapacityError, the room's error.
         """
-        request: _DecodeRequest | None = None
+        request: DecodeRequest | None = None
         number = next(self._numbers)
         cause: Cause | None = Cause(Code.CLIENT_GONE, "the reader of the tokens has stopped")
         try:
@@ -142,16 +129,16 @@ class DecodeEngine(EngineLoop):
     def _take_over(
         self, number: int, room: DecodeRoomPort, prompt: Prompt, params: SamplingParams, limit: int,
         admission: Admission,
-    ) -> _DecodeRequest:  # fmt: skip
+    ) -> DecodeRequest:  # fmt: skip
         """Make the landed pages a sequence of this engine."""
         owner = ("sequence", number)
         sequence = Sequence(owner, prompt, limit, self._page_size)
         sequence.add_pages(room.keep(owner))
         sequence.computed = sequence.prompt_length
         adjustments = adjustments_of(params, sequence, self._model.eos_ids)
-        return _DecodeRequest(number, sequence, params, limit, admission, adjustments)
+        return DecodeRequest(number, sequence, params, limit, admission, adjustments)
 
-    def _first(self, request: _DecodeRequest, handoff: HandOff) -> TokenOut:
+    def _first(self, request: DecodeRequest, handoff: HandOff) -> TokenOut:
         """Prefill's token; unless it is the last one, the sequence joins the batch. Raises: WireError."""
         s = request.sequence
         if handoff.prompt_tokens != s.prompt_length:
@@ -161,7 +148,7 @@ class DecodeEngine(EngineLoop):
             text = f"the hand-over's first token {handoff.first_token} is outside 0..{self._model.vocab_size - 1}"
             raise WireError(text)
         s.append(handoff.first_token)
-        out = self._token_out(request, Choice(handoff.first_token, handoff.logprob, handoff.top_logprobs))
+        out = request.token_out(Choice(handoff.first_token, handoff.logprob, handoff.top_logprobs), self._model.eos_ids)
         if (start := request.params.prompt_logprobs_from) is not None:
             out = msgspec.structs.replace(out, prompt_logprobs=self._scores(request, start, handoff))
         if out.finish_reason is None:
@@ -169,7 +156,7 @@ class DecodeEngine(EngineLoop):
             self._wake.set()
         return out
 
-    def _scores(self, request: _DecodeRequest, start: int, handoff: HandOff) -> PromptLogprobs:
+    def _scores(self, request: DecodeRequest, start: int, handoff: HandOff) -> PromptLogprobs:
         """Raises: WireError unless prefill sent the log-probabilities that the request asks for."""
         if (scores := handoff.prompt_logprobs) is None:
             raise WireError("the hand-over has no logprobs of the prompt; prefill may be of another version")
@@ -177,52 +164,54 @@ class DecodeEngine(EngineLoop):
         scores.check(start, request.sequence.prompt_length - 1 - start, top, self._model.vocab_size)
         return scores
 
-    def _token_out(self, request: _DecodeRequest, choice: Choice) -> TokenOut:
-        generated = request.sequence.length - request.sequence.prompt_length
-        reason, matched = finish(choice.token_id, generated, request.limit, request.params, self._model.eos_ids)
-        return TokenOut(choice.token_id, choice.logprob, choice.top_logprobs, reason, matched)
-
-    def _retire(self, request: _DecodeRequest) -> None:
+    def _retire(self, request: DecodeRequest) -> None:
         """Give the pages back; those that a step still uses become free when it has ended (I13). Idempotent."""
         self._running.pop(request.number, None)
         s = request.sequence
         if not request.retired:  # not marked in the sequence, which a running step still reads
             request.retired = True
             self._pages.give_back(s.pages, s.owner)
+            self._wake.set()  # they are free at the end of the running burst
 
-    def _fail(self, request: _DecodeRequest, error: KvflowError) -> None:
+    def _fail(self, request: DecodeRequest, error: KvflowError) -> None:
         self._running.pop(request.number, None)
         request.tokens.put_nowait(error)
 
     async def _run(self) -> None:
+        loop = asyncio.get_running_loop()
         while not self._closing:
             self._wake.clear()
-            batch = [] if self._paused else self._grown(list(self._running.values())[: self._max_batch])
+            most_steps = 1 if self._budget.waiting else MOST_STEPS
+            running = [] if self._paused else list(self._running.values())[: self._max_batch]
+            batch = self._grown(running, most_steps)
             if not batch:
                 await self._wake.wait()
                 continue
-            rows = [Row(r.sequence, 1) for r in batch]
-            draws = [Draw(r.params, r.seed, r.sequence.length, r.adjustments) for r in batch]
             try:
-                choices = await self._thread.run([r.sequence for r in batch], partial(self._step, rows, draws))
+                await self._thread.run([r.sequence for r in batch], partial(self._burst.run, batch, most_steps, loop))
             # The loop serves all requests: a failed step ends those in it, and is counted.
             except Exception as error:  # noqa: BLE001
                 cause = self._failed("decode step", error)
-                for request in batch:
+                for request in filter(self._is_running, batch):
                     self._fail(request, room_error(cause))
-                continue
-            self.steps += 1
-            for request, choice in zip(batch, choices, strict=True):
-                if request.number in self._running:
-                    self._advance(request, choice)
 
-    def _grown(self, batch: list[_DecodeRequest]) -> list[_DecodeRequest]:
-        """Give each request a page for its next token where it needs one; the promise makes sure that there is one."""
-        ready: list[_DecodeRequest] = []
+    def _is_running(self, request: DecodeRequest) -> bool:
+        return request.number in self._running
+
+    def _goes_on(self) -> bool:
+        """Nothing has happened that the next batch should know of: a request that joins or leaves, or waits for pages.
+
+        Asked by the model thread, so it only reads.
+        """
+        return not (self._wake.is_set() or self._paused or self._closing or self._budget.waiting)
+
+    def _grown(self, batch: list[DecodeRequest], most_steps: int) -> list[DecodeRequest]:
+        """Give each request pages for its next tokens where it needs some; the promise makes sure that there are."""
+        ready: list[DecodeRequest] = []
         for request in batch:
             s = request.sequence
             try:
-                if missing := s.pages_missing(s.computed + 1):
+                if missing := s.pages_missing(s.computed + min(most_steps, request.tokens_left)):
                     s.add_pages(self._pages.take(missing, s.owner))
                     request.admission.took(missing)
                 ready.append(request)
@@ -230,16 +219,13 @@ class DecodeEngine(EngineLoop):
                 self._fail(request, error)
         return ready
 
-    def _step(self, rows: list[Row], draws: list[Draw]) -> list[Choice]:
-        """In the model thread."""
-        return choose(self._runner.forward(rows), draws)
-
-    def _advance(self, request: _DecodeRequest, choice: Choice) -> None:
-        s = request.sequence
-        s.computed += 1
-        s.append(choice.token_id)
-        out = self._token_out(request, choice)
-        if out.finish_reason is not None:  # free the pages now: the reader may be slow
-            self._retire(request)
-            request.admission.release()
-        request.tokens.put_nowait(out)
+    def _deliver(self, tokens: Tokens) -> None:
+        """The tokens of one step to their readers; the pages of what has ended go back now: its reader may be slow."""
+        self.steps += 1
+        for request, out in tokens:
+            if not self._is_running(request):
+                continue
+            if out.finish_reason is not None:
+                self._retire(request)
+                request.admission.release()
+            request.tokens.put_nowait(out)

@@ -1,0 +1,87 @@
+"""Decode steps in the model thread, several for one hand-over, and the tokens of each on their way at once."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+
+from kvflow.engine.model.runner import Runner
+from kvflow.engine.model.sequence import Sequence
+from kvflow.engine.model.step import Row
+from kvflow.engine.scheduler.adjustments import Adjustments
+from kvflow.engine.scheduler.budget import Admission
+from kvflow.engine.scheduler.params import SamplingParams, TokenOut, finish
+from kvflow.engine.scheduler.sampling import Choice, Draw, choose
+from kvflow.protocols.errors import KvflowError
+
+MOST_STEPS = 8  # in one hand-over, each of which costs some 150 us of waiting for the event loop
+
+
+class DecodeRequest:
+    """One sequence of the batch; `tokens` carries its tokens, or the error that ended it, to its reader."""
+
+    __slots__ = ("adjustments", "admission", "limit", "number", "params", "retired", "seed", "sequence", "tokens")
+
+    def __init__(
+        self, number: int, sequence: Sequence, params: SamplingParams, limit: int, admission: Admission,
+        adjustments: Adjustments | None,
+    ) -> None:  # fmt: skip
+        self.number, self.sequence, self.params, self.limit, self.admission = number, sequence, params, limit, admission
+        self.adjustments = adjustments
+        self.seed = params.seed_or_random()
+        self.retired = False  # its pages have been given back
+        self.tokens: asyncio.Queue[TokenOut | KvflowError] = asyncio.Queue()
+
+    @property
+    def tokens_left(self) -> int:
+        """How many it may still generate."""
+        return self.limit - self.sequence.length + self.sequence.prompt_length
+
+    def token_out(self, choice: Choice, eos_ids: frozenset[int]) -> TokenOut:
+        """The token that was appended last, as its reader gets it."""
+        generated = self.sequence.length - self.sequence.prompt_length
+        reason, matched = finish(choice.token_id, generated, self.limit, self.params, eos_ids)
+        return TokenOut(choice.token_id, choice.logprob, choice.top_logprobs, reason, matched)
+
+
+Tokens = list[tuple[DecodeRequest, TokenOut]]
+"""What one step has generated."""
+
+
+class Burst:
+    """Steps over one batch, whose sequences have the pages for all of them: nothing is taken or given back meanwhile.
+
+    The model thread changes the sequences while it runs; the event loop leaves them alone, but for their pages.
+    `goes_on` is asked before every step but the first: what is asked, and `is_running`, must be safe in a thread.
+    """
+
+    def __init__(
+        self, runner: Runner, eos_ids: frozenset[int], *, deliver: Callable[[Tokens], None],
+        is_running: Callable[[DecodeRequest], bool], goes_on: Callable[[], bool],
+    ) -> None:  # fmt: skip
+        """`deliver` is called on the event loop with the tokens of each step, in order."""
+        self._runner, self._eos_ids = runner, eos_ids
+        self._deliver, self._is_running, self._goes_on = deliver, is_running, goes_on
+
+    def run(self, batch: list[DecodeRequest], most_steps: int, loop: asyncio.AbstractEventLoop) -> None:
+        """In the model thread: at most `most_steps`, each without the requests that have ended."""
+        for step in range(most_steps):
+            if step:
+                if not self._goes_on():
+                    return
+                batch = [request for request in batch if self._is_running(request)]
+            if not batch:
+                return
+            tokens = self._step(batch)
+            loop.call_soon_threadsafe(self._deliver, tokens)
+            batch = [request for request, out in tokens if out.finish_reason is None]
+
+    def _step(self, batch: list[DecodeRequest]) -> Tokens:
+        logits = self._runner.forward([Row(r.sequence, 1) for r in batch])
+        draws = [Draw(r.params, r.seed, r.sequence.length, r.adjustments) for r in batch]
+        tokens: Tokens = []
+        for request, choice in zip(batch, choose(logits, draws), strict=True):
+            request.sequence.computed += 1
+            request.sequence.append(choice.token_id)
+            tokens.append((request, request.token_out(choice, self._eos_ids)))
+        return tokens

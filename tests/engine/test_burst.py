@@ -1,0 +1,177 @@
+"""Several steps for one hand-over to the model thread: tokens leave at once, and whatever happens ends the burst."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import AsyncGenerator
+from typing import Any
+
+import pytest
+import torch
+
+from kvflow.engine.model.load import LoadedModel
+from kvflow.engine.model.step import Row
+from kvflow.engine.scheduler.burst import MOST_STEPS
+from kvflow.engine.scheduler.params import TokenOut
+from kvflow.protocols.errors import KvflowError
+from tests.engine.pair import EnginePair, greedy, prompt_of, until
+
+
+class Watched:
+    """The decode engine of a pair: its hand-overs, the widths of its steps; with a gate, a step at a time."""
+
+    def __init__(self, pair: EnginePair) -> None:
+        self.widths: list[int] = []
+        self.hand_overs = 0
+        self._allowed = threading.Semaphore(0)
+        self.gated = False
+        honest, run = pair.decode._runner.forward, pair.decode._thread.run
+
+        def forward(rows: list[Row]) -> torch.Tensor:
+            self.widths.append(len(rows))
+            if self.gated:
+                assert self._allowed.acquire(timeout=20)
+            return honest(rows)
+
+        async def counted(*arguments: Any) -> Any:
+            self.hand_overs += 1
+            return await run(*arguments)
+
+        pair.decode._runner.forward = forward  # type: ignore[method-assign]
+        pair.decode._thread.run = counted  # type: ignore[method-assign,assignment]
+
+    def allow(self, steps: int) -> None:
+        self._allowed.release(steps)
+
+    async def at_step(self, number: int) -> None:
+        """Wait until that step has begun; it does not end before it is allowed."""
+        await until(lambda: len(self.widths) >= number)
+
+
+async def started(pair: EnginePair, prompt: list[int], count: int) -> AsyncGenerator[TokenOut, None]:
+    """A request whose first token has been read."""
+    room = pair.room(prompt)
+    asyncio.ensure_future(pair.prefill.prefill(room.prefill_half, prompt, greedy(count)))  # noqa: RUF006
+    stream = pair.decode.generate(room, prompt, greedy(count), await pair.decode.admit(prompt, greedy(count)))
+    assert (await anext(stream)).finish_reason is None
+    return stream
+
+
+async def test_one_hand_over_has_several_steps(llama: LoadedModel) -> None:
+    async with EnginePair(llama) as pair:
+        want = await pair.tokens(prompt_of(20), greedy(50))
+        watched = Watched(pair)
+        assert await pair.tokens(prompt_of(20), greedy(50)) == want
+        assert len(watched.widths) == 49, "no step is computed in vain"
+        assert watched.hand_overs == -(-49 // MOST_STEPS)
+        await until(lambda: pair.home)
+
+
+async def test_each_token_leaves_when_its_step_has_ended(llama: LoadedModel) -> None:
+    async with EnginePair(llama) as pair:
+        want = await pair.tokens(prompt_of(20), greedy(6))
+        watched = Watched(pair)
+        watched.gated = True
+        stream = await started(pair, prompt_of(20), 6)
+        for number in range(1, 6):
+            await watched.at_step(number)
+            watched.allow(1)
+            assert (await asyncio.wait_for(anext(stream), 20)).token_id == want[number]
+        assert watched.hand_overs == 1
+        await stream.aclose()
+
+
+async def test_a_request_that_joins_is_in_the_next_step(llama: LoadedModel) -> None:
+    async with EnginePair(llama) as pair:
+        watched = Watched(pair)
+        watched.gated = True
+        first = await started(pair, prompt_of(20), 30)
+        await watched.at_step(1)
+        watched.allow(1)
+        await watched.at_step(2)
+        second = await started(pair, prompt_of(21, 1), 30)
+        watched.allow(2)
+        await watched.at_step(3)
+        assert watched.widths[:3] == [1, 1, 2]
+        watched.allow(100)
+        for stream in (first, second):
+            assert len([out async for out in stream]) == 29
+
+
+async def test_a_request_that_leaves_is_not_in_the_next_step(llama: LoadedModel) -> None:
+    """Its pages are held while the step runs that reads them, and free after it, not after the whole burst."""
+    async with EnginePair(llama) as pair:
+        want = await pair.tokens(prompt_of(21, 1), greedy(30))
+        watched = Watched(pair)
+        watched.gated = True
+        leaves, stays = await started(pair, prompt_of(40), 30), await started(pair, prompt_of(21, 1), 30)
+        watched.allow(3)
+        await watched.at_step(4)
+        assert watched.widths[-1] == 2
+        free = pair.target.pages.free_pages
+        await leaves.aclose()
+        assert pair.target.pages.returning_pages >= 3 and pair.target.pages.free_pages == free
+        watched.allow(1)
+        await watched.at_step(5)
+        assert watched.widths[-1] == 1 and not pair.target.pages.returning_pages
+        watched.allow(100)
+        assert [out.token_id async for out in stays] == want[1:]
+        await until(lambda: pair.home)
+
+
+async def test_one_step_at_a_time_while_a_request_waits_for_pages(llama: LoadedModel) -> None:
+    async with EnginePair(llama, page_size=4, num_pages=20, source_pages=64) as pair:
+        watched = Watched(pair)
+        watched.gated = True
+        first = await started(pair, prompt_of(20), 30)
+        await watched.at_step(1)
+        waiting = asyncio.ensure_future(pair.tokens(prompt_of(20, 1), greedy(30)))
+        await until(lambda: pair.decode.load().waiting == 1)
+        before = watched.hand_overs
+        watched.allow(5)
+        await watched.at_step(6)
+        assert watched.hand_overs == before + 5
+        watched.allow(100)
+        assert len([out async for out in first]) == 29 and len(await waiting) == 30
+        await until(lambda: pair.home)
+
+
+async def test_a_step_that_fails_ends_a_burst_after_the_tokens_before_it(llama: LoadedModel) -> None:
+    async with EnginePair(llama) as pair:
+        want = await pair.tokens(prompt_of(20), greedy(9))
+        watched = Watched(pair)
+        counted = pair.decode._runner.forward
+
+        def forward(rows: list[Row]) -> torch.Tensor:
+            if len(watched.widths) == 3:
+                raise RuntimeError("out of something")
+            return counted(rows)
+
+        pair.decode._runner.forward = forward  # type: ignore[method-assign]
+        stream = await started(pair, prompt_of(20), 9)
+        assert [(await anext(stream)).token_id for _ in range(3)] == want[1:4]
+        with pytest.raises(KvflowError, match="decode step failed: RuntimeError"):
+            await anext(stream)
+        await until(lambda: pair.home)
+        assert pair.decode.failed_steps == 1 and watched.hand_overs == 1
+
+
+async def test_pause_and_close_end_a_burst(llama: LoadedModel) -> None:
+    async with EnginePair(llama) as pair:
+        watched = Watched(pair)
+        watched.gated = True
+        stream = await started(pair, prompt_of(20), 30)
+        await watched.at_step(1)
+        pair.decode.pause()
+        watched.allow(1)
+        await until(lambda: not pair.target.pages.held_pages)
+        assert watched.widths == [1]
+        pair.decode.resume()
+        await watched.at_step(2)
+        closing = asyncio.ensure_future(pair.decode.close())
+        await asyncio.sleep(0)
+        watched.allow(1)
+        await closing
+        assert watched.widths == [1, 1] and not pair.target.pages.held_pages
+        await stream.aclose()
