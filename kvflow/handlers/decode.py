@@ -185,7 +185,15 @@ class DecodeShell(Shell):
     # --- links
 
     def declare_dead(self, incarnation: int, why: str) -> None:
-        """See `DecodeEndpoint.declare_dead`."""
+        """See `DecodeEndpoint.declare_dead`. Raises: also MisuseError for a process that is seen to run."""
+        for peer in self.endpoint.peers:
+            address = peer.address
+            if peer.key.incarnation == incarnation and address is not None and self.plane.sees_alive(address):
+                pid = address.process.pid
+                raise MisuseError(
+                    f"prefill {incarnation:016x} runs: it is process {pid} of this host, and may still write; end that "
+                    f"process (kill -9 {pid}), and its loans end by proof"
+                )
         loans, pages = self.endpoint.declare_dead(Incarnation(incarnation), why, self.now())
         log.warning(
             "prefill %016x is declared dead (%s): %d loans end without proof, %d pages leave quarantine",

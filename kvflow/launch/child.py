@@ -44,13 +44,22 @@ class Child:
     """One role as a process. `url` and `bootstrap_port` are known once it is ready."""
 
     def __init__(
-        self, name: str, role: str, arguments: list[str], *, quiet: bool, log_format: LogFormat = "text"
+        self,
+        name: str,
+        role: str,
+        arguments: list[str],
+        *,
+        quiet: bool,
+        log_format: LogFormat = "text",
+        descriptors: tuple[int, ...] = (),
     ) -> None:
+        """`descriptors` are those of this process that it is given, under the same numbers."""
         self.name, self.role = name, role
         self.url = ""
         self.bootstrap_port: int | None = None
         self.last_lines: deque[str] = deque(maxlen=KEPT_LINES)
         self._arguments, self._quiet, self._log_format = arguments, quiet, log_format
+        self._descriptors = descriptors
         self._process: asyncio.subprocess.Process | None = None
         self._reading: asyncio.Task[None] | None = None
 
@@ -69,7 +78,7 @@ class Child:
                 stdin=asyncio.subprocess.DEVNULL,
                 stdout=sys.stderr,
                 stderr=asyncio.subprocess.PIPE,
-                pass_fds=(writing,),
+                pass_fds=(writing, *self._descriptors),
                 env={**environment, READY_FD: str(writing), PARENT_PID: str(os.getpid())},
                 start_new_session=True,  # Ctrl-C reaches the supervisor alone, which ends the roles in order
             )  # fmt: skip

@@ -52,9 +52,8 @@ async def run_prefill(settings: Settings) -> None:
         service, model = await stack.enter_async_context(prefill_service(settings))
         metrics = Metrics(service.report, role="prefill", sglang=settings.sglang_metrics)
         table = RankTable()
+        table.put(service.rank)
         await stack.enter_async_context(listening_on(registry_app(table, metrics, settings.api_key), bootstrap))
-        client = RegistryClient(settings.api_key)
-        await client.register(url_of(bootstrap, settings.host).removeprefix("http://"), service.rank)
         await _serve(settings, service, model, metrics, http, bootstrap_port)
 
 

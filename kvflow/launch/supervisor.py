@@ -2,6 +2,7 @@
 
 Children announce themselves through a pipe, so the kernel can pick their ports. The kernel kills them when this process
 ends, kill -9 included (`process.die_with_parent`); they have no named shared memory, so nothing is left behind.
+Unless a control key is given they share a new one, which no file holds.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from kvflow.demo_model import DEMO_MODEL_DIR
 from kvflow.launch.child import Child, ChildEndedError
 from kvflow.launch.process import StopSignals
 from kvflow.server.http.listening import bound_socket
+from kvflow.transports.control.curve import open_new_key
 
 KILL_AFTER_S = 5.0
 _log = logging.getLogger("kvflow.up")
@@ -41,6 +43,7 @@ class Fleet:
         self.prefills: list[Child] = []
         self.decodes: list[Child] = []
         self.router: Child | None = None
+        self._key: int | None = None  # an open descriptor
 
     @property
     def children(self) -> list[Child]:
@@ -54,6 +57,8 @@ class Fleet:
     async def start(self) -> None:
         """Return when all roles are up and healthy. Raises: ChildEndedError, TimeoutError."""
         settings = self._settings
+        if not settings.control_key_file:
+            self._key = open_new_key()
         self.prefills = [self._worker("prefill", i) for i in range(settings.prefill_workers)]
         self.decodes = [self._worker("decode", i) for i in range(settings.decode_workers)]
         await self._start_together([*self.prefills, *self.decodes])
@@ -84,6 +89,9 @@ class Fleet:
             await asyncio.gather(*(child.stop(timeout_s) for child in (*self.prefills, *self.decodes)))
         finally:
             killing.cancel()
+            key, self._key = self._key, None
+            if key is not None:
+                os.close(key)
 
     async def _kill_when(self, forced: asyncio.Event) -> None:
         await forced.wait()
@@ -107,10 +115,19 @@ class Fleet:
         arguments = [*self._arguments(role), "--port", "0"]
         if role == "prefill":
             arguments += ["--disaggregation-bootstrap-port", "0", "--control-port", "0"]
+        if self._key is not None:
+            arguments += ["--control-key-file", f"/dev/fd/{self._key}"]
         return self._child(name, role, arguments)
 
     def _child(self, name: str, role: str, arguments: list[str]) -> Child:
-        return Child(name, role, arguments, quiet=self._quiet, log_format=self._settings.log_format)
+        return Child(
+            name,
+            role,
+            arguments,
+            quiet=self._quiet,
+            log_format=self._settings.log_format,
+            descriptors=() if self._key is None or role == "router" else (self._key,),
+        )
 
     def _arguments(self, role: str) -> list[str]:
         """The given flags that this role has too; it reads the environment and the file by itself."""

@@ -110,7 +110,7 @@ class DecodeNode(Node[DecodeShell]):
         """An operator's word that a prefill incarnation writes no more: the only end of a loan without proof.
 
         Its rooms end, its pages leave quarantine, and it is never linked again. If the word is wrong, what that process
-        still writes corrupts the pages' next owner. Raises: MisuseError (not linked here).
+        still writes corrupts the pages' next owner. Raises: MisuseError (not linked here, or seen to run on this host).
         """
         self.shell.declare_dead(incarnation, why)
 

@@ -159,6 +159,9 @@ class DataPlane(Protocol):
         Raises: TransferError when this back end can never prove it for that writer (another host, say).
         """
 
+    def sees_alive(self, writer: PlaneAddress) -> bool:
+        """Whether that writer's process is seen to run; False where that cannot be told from here."""
+
     async def close(self) -> None:
         """Cancel and drain every write, end the threads, unregister the memory."""
 

@@ -19,6 +19,8 @@ import pytest_asyncio
 from kvflow.config import resolve
 from kvflow.demo_model import DEMO_MODEL_DIR, DEMO_PROMPTS
 from kvflow.launch.supervisor import Fleet
+from kvflow.transports.control.registry import RegistryClient
+from kvflow.transports.control.zmq import connect_dealer
 from tests.e2e.fleet import WITHIN_S, all_home, ask, running
 from tests.e2e.sglang import sglang_router
 
@@ -43,6 +45,19 @@ async def generate(session: aiohttp.ClientSession, url: str, **changes: Any) -> 
     async with session.post(f"{url}/generate", json=body) as answer:
         raw = await answer.read()
         return answer.status, (raw if changes.get("stream") else msgspec.json.decode(raw))
+
+
+@pytest.mark.asyncio(loop_scope="module")
+async def test_a_stranger_is_kept_from_the_control_link_of_a_fleet_that_was_given_no_key(fleet: Fleet) -> None:
+    [info] = await RegistryClient().resolve(f"127.0.0.1:{fleet.prefills[0].bootstrap_port}")
+    stranger = connect_dealer(info.control, 1)
+    try:
+        async with asyncio.timeout(WITHIN_S):
+            while not (reason := stranger.lockout_reason):  # noqa: ASYNC110 - another process decides
+                await asyncio.sleep(0.01)
+        assert "requires a control key" in reason
+    finally:
+        stranger.close()
 
 
 @pytest.mark.asyncio(loop_scope="module")

@@ -1,4 +1,4 @@
-"""An operator's day: keys on both planes, a prefill that freezes with pages in its hands, and a word that ends it."""
+"""An operator's day: keys on both planes, a prefill that freezes with pages in its hands, and how it is ended."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ async def busy(session: aiohttp.ClientSession, prefills: list[Child]) -> tuple[C
 
 @pytest.mark.slow
 @pytest.mark.xdist_group("processes")
-async def test_a_frozen_prefill_is_declared_dead(tmp_path: Path) -> None:
+async def test_a_frozen_prefill_of_this_host_is_ended_and_not_declared_dead(tmp_path: Path) -> None:
     write_key(str(tmp_path / "key"))
     limits = {"prefill_workers": 2, "max_quarantine_share": 0.0, "transfer_rate_limit": 1 << 17, "num_pages": 512}
     keys = {"api_key": KEY, "control_key_file": str(tmp_path / "key")}
@@ -84,9 +84,11 @@ async def test_a_frozen_prefill_is_declared_dead(tmp_path: Path) -> None:
             assert code == 2 and "401" in said
             assert (await health(session, decode))[0] == 503
             code, said = await declare_dead(decode, KEY, incarnation)
-            assert code == 0, said
-            assert (await health(session, decode))[0] == 200
-            assert any("declared dead" in line and "it burnt down" in line for line in fleet.decodes[0].last_lines)
+            assert code == 2 and f"end that process (kill -9 {frozen.process.pid})" in said
+            assert (await health(session, decode))[0] == 503
+            frozen.process.send_signal(signal.SIGKILL)  # what it may still write ends with it: that is proof
             assert await all_home(session, decode)
+            assert (await health(session, decode))[0] == 200
         finally:
-            frozen.process.send_signal(signal.SIGKILL)
+            if frozen.process.returncode is None:
+                frozen.process.send_signal(signal.SIGKILL)

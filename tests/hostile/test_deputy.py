@@ -1,9 +1,10 @@
-"""A stranger without a key who names another's memory as its own: prefill must not be its deputy."""
+"""What is said of another and is not so: a stranger's memory that is not its own, an operator's dead that live."""
 
 from __future__ import annotations
 
 import asyncio
 import ctypes
+import os
 import secrets
 
 import msgspec
@@ -11,6 +12,7 @@ import pytest
 import zmq
 import zmq.asyncio
 
+from kvflow.protocols.errors import MisuseError
 from kvflow.protocols.pages.layout import PoolLayout
 from kvflow.protocols.ports import PlaneAddress
 from kvflow.protocols.wire.codec import encode, parse_at_decode, routing_id
@@ -61,3 +63,12 @@ async def test_a_node_that_has_closed_owns_nothing() -> None:
         await n.decode.close()
         answer = await registered(n, me, address, layout)
         assert "is not the pool of" in answer.refusal
+
+
+async def test_a_prefill_that_is_seen_to_run_cannot_be_declared_dead() -> None:
+    async with nodes() as n:
+        await n.room(1)
+        with pytest.raises(MisuseError, match=rf"runs: it is process {os.getpid()} of this host"):
+            n.decode.declare_dead(n.prefill.incarnation, "a slip")
+        assert n.decode.counts.declared_dead == 0
+        await n.room(2)

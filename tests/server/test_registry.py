@@ -79,12 +79,60 @@ async def test_a_restarted_rank_replaces_itself(registry: Server, client: Regist
     assert await client.resolve(place(registry)) == [again]
 
 
-async def test_a_new_world_size_forgets_the_old_world(registry: Server, client: RegistryClient) -> None:
-    for rank in (1, 0):
-        await client.register(place(registry), msgspec.structs.replace(RANK, rank=rank, world_size=2))
-    assert [info.rank for info in await client.resolve(place(registry))] == [0, 1]
-    await client.register(place(registry), RANK)
-    assert await client.resolve(place(registry)) == [RANK]
+async def test_with_the_key_a_new_world_size_forgets_the_old_world(
+    table: RankTable, serving: Callable[..., AbstractAsyncContextManager[Server]]
+) -> None:
+    client = RegistryClient("sesame")
+    async with serving(table, "sesame") as registry:
+        for rank in (1, 0):
+            await client.register(place(registry), msgspec.structs.replace(RANK, rank=rank, world_size=2))
+        assert [info.rank for info in await client.resolve(place(registry))] == [0, 1]
+        await client.register(place(registry), RANK)
+        assert await client.resolve(place(registry)) == [RANK]
+
+
+@pytest.mark.parametrize(
+    ("changes", "why"),
+    [
+        ({"world_size": 3}, "of a prefill of 3 ranks"),
+        ({"backend": "mooncake"}, "over mooncake"),
+        ({"model": "another"}, "model 'another'"),
+        ({"control": "tcp://10.0.0.66:5"}, "with an API key only"),
+    ],
+)
+async def test_a_stranger_cannot_put_ranks_of_another_world(
+    registry: Server, session: aiohttp.ClientSession, client: RegistryClient, changes: dict[str, Any], why: str
+) -> None:
+    ranks = [msgspec.structs.replace(RANK, rank=rank, world_size=2) for rank in range(2)]
+    for info in ranks:
+        await client.register(place(registry), info)
+    lie = msgspec.structs.replace(ranks[1], incarnation=66, **changes)
+    async with session.put(registry.make_url("/ranks/1"), json=rank_to_json(lie)) as answer:
+        assert answer.status == 409
+        assert why in json.loads(await answer.read())["error"]["message"]
+    assert await client.resolve(place(registry)) == ranks
+
+
+@pytest.mark.parametrize("key", ["", "sesame"])
+async def test_a_rank_of_the_process_itself_is_not_replaced_from_outside(
+    key: str,
+    table: RankTable,
+    serving: Callable[..., AbstractAsyncContextManager[Server]],
+) -> None:
+    table.put(RANK)
+    client = RegistryClient(key)
+    async with serving(table, key) as registry:
+        for lie in (
+            msgspec.structs.replace(RANK, incarnation=66),
+            msgspec.structs.replace(RANK, rank=1, world_size=2),
+            msgspec.structs.replace(RANK, rank=3, world_size=7),
+        ):
+            with pytest.raises(WireError, match="answered 409"):
+                await client.register(place(registry), lie)
+        assert await client.resolve(place(registry)) == [RANK]
+    again = msgspec.structs.replace(RANK, incarnation=5)
+    table.put(again)
+    assert table.all() == [again]
 
 
 async def test_missing_ranks_are_not_served_as_complete(registry: Server, client: RegistryClient) -> None:

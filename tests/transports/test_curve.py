@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import os
 import stat
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -15,7 +18,7 @@ from kvflow.protocols.errors import MisuseError, RefusedError
 from kvflow.protocols.wire.codec import encode
 from kvflow.protocols.wire.messages import Heartbeat, Incarnation
 from kvflow.testing.pair import QUICK, until
-from kvflow.transports.control.curve import ControlKey, read_key, write_key
+from kvflow.transports.control.curve import ControlKey, open_new_key, read_key, write_key
 from kvflow.transports.control.zmq import bind_router, connect_dealer
 from kvflow.transports.data.fake import FakePlane
 from tests.transports.test_control import Nodes
@@ -126,6 +129,19 @@ def test_a_key_file_is_its_owners_alone(tmp_path: Path, caplog: pytest.LogCaptur
     path.chmod(0o644)
     read_key(str(path))
     assert "is readable by every user" in caplog.text
+
+
+def test_a_key_without_a_file_is_read_by_whoever_inherits_it(caplog: pytest.LogCaptureFixture) -> None:
+    descriptor = open_new_key()
+    try:
+        read = "from kvflow.transports.control.curve import read_key; import sys; print(read_key(sys.argv[1]).public)"
+        command = [sys.executable, "-c", read, f"/dev/fd/{descriptor}"]
+        child = subprocess.run(command, pass_fds=(descriptor,), capture_output=True, text=True, check=True)
+        mine = read_key(f"/dev/fd/{descriptor}")
+        assert mine is not None and child.stdout.strip() == repr(mine.public) and not child.stderr
+        assert not caplog.records, "it is nobody else's to read"
+    finally:
+        os.close(descriptor)
 
 
 def test_a_file_that_holds_no_key(tmp_path: Path) -> None:

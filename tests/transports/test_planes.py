@@ -135,6 +135,17 @@ async def test_the_death_of_a_writer_is_its_fence(side: Side) -> None:
         await asyncio.wait_for(side.plane.fence(peer.address), 5)  # dead stays dead
 
 
+async def test_a_writer_is_seen_alive_until_it_has_ended(side: Side) -> None:
+    async with spawned(side.plane.name) as peer:
+        await freeze(peer.process.pid)
+        assert side.plane.sees_alive(peer.address)
+        elsewhere = msgspec.structs.replace(peer.address.process, boot_id="another boot")
+        assert not side.plane.sees_alive(msgspec.structs.replace(peer.address, process=elsewhere))
+        peer.process.kill()
+        await asyncio.wait_for(side.plane.fence(peer.address), 5)
+        assert not side.plane.sees_alive(peer.address)
+
+
 async def test_a_frozen_writer_is_not_fenced(side: Side) -> None:
     async with spawned(side.plane.name, rate=RATE) as peer:
         await peer.connect(side)

@@ -8,10 +8,10 @@ from __future__ import annotations
 import msgspec
 from aiohttp import web
 
-from kvflow.protocols.errors import WireError
+from kvflow.protocols.errors import PeerError, WireError
 from kvflow.protocols.wire.ranks import rank_from_json, rank_to_json
 from kvflow.server.http.app import build_app
-from kvflow.server.http.errors import RequestError
+from kvflow.server.http.errors import Failure, RequestError
 from kvflow.server.http.metrics import Metrics
 from kvflow.server.http.responses import json_response
 from kvflow.transports.control.registry import RankTable
@@ -27,7 +27,10 @@ def registry_app(table: RankTable, metrics: Metrics, api_key: str = "") -> web.A
             raise RequestError(str(error)) from None
         if http.match_info["rank"] != str(info.rank):
             raise RequestError(f"the body is of rank {info.rank}, the path is /ranks/{http.match_info['rank'][:20]}")
-        table.put(info)
+        try:
+            table.register(info, is_trusted=bool(api_key))
+        except PeerError as error:
+            return Failure(409, "conflict", str(error)).response()
         return json_response({"ranks": len(table.all())})
 
     async def get(_: web.Request) -> web.StreamResponse:

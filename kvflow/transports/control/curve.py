@@ -60,6 +60,20 @@ def write_key(path: str) -> None:
         raise MisuseError(f"key file {path}: {error.strerror}") from None
 
 
+def open_new_key() -> int:
+    """A new key in memory that has no name: an open descriptor, for children to read at /dev/fd/N. It is gone with the
+    last process that has it open."""
+    _, secret = zmq.curve_keypair()
+    descriptor = os.memfd_create("kvflow-control-key", os.MFD_CLOEXEC)
+    try:
+        os.fchmod(descriptor, 0o600)
+        os.write(descriptor, secret + b"\n")
+    except BaseException:
+        os.close(descriptor)
+        raise
+    return descriptor
+
+
 def read_key(path: str) -> ControlKey | None:
     """The key in a file; None when `path` is empty. Raises: MisuseError, whose text never shows the file's content."""
     if not path:

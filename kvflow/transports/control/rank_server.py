@@ -18,7 +18,7 @@ from typing import Any
 
 import msgspec
 
-from kvflow.protocols.errors import MisuseError, WireError
+from kvflow.protocols.errors import MisuseError, PeerError, WireError
 from kvflow.protocols.wire.ranks import rank_from_json, rank_to_json
 from kvflow.transports.control.registry import RankTable
 
@@ -123,7 +123,10 @@ class _Connections:
             raise _Refused(HTTPStatus.BAD_REQUEST, str(error)) from None
         if rank != str(info.rank):
             raise _Refused(HTTPStatus.BAD_REQUEST, f"the body is of rank {info.rank}, the path is /ranks/{rank[:20]}")
-        self._table.put(info)
+        try:
+            self._table.register(info, is_trusted=bool(self._key))
+        except PeerError as error:
+            raise _Refused(HTTPStatus.CONFLICT, str(error)) from None
         return {"ranks": len(self._table.all())}
 
 

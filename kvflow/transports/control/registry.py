@@ -4,6 +4,9 @@ Each prefill runs its own registry (`server.http.registry`):
 
 PUT /ranks/{rank}  RankInfo as JSON; a restarted rank replaces itself
 GET /ranks         all ranks, by number
+
+Whoever reaches a registry without a key could point its decodes elsewhere: what it takes from a stranger is bounded by
+what it knows already (`RankTable.register`).
 """
 
 from __future__ import annotations
@@ -17,7 +20,7 @@ from typing import Any
 
 import msgspec
 
-from kvflow.protocols.errors import LostError, MisuseError, WireError
+from kvflow.protocols.errors import LostError, MisuseError, PeerError, WireError
 from kvflow.protocols.limits import LEAST_WAIT_S, check_time
 from kvflow.protocols.wire.ranks import RankInfo, rank_from_json, rank_to_json
 
@@ -57,17 +60,52 @@ class RankTable:
 
     def __init__(self) -> None:
         self._ranks: dict[int, RankInfo] = {}
+        self._own: set[int] = set()
 
     def __repr__(self) -> str:
         return f"<RankTable of ranks {sorted(self._ranks)}>"
 
     def put(self, info: RankInfo) -> None:
-        """Add or replace a rank; ranks of another world size are removed."""
-        self._ranks = {rank: known for rank, known in self._ranks.items() if known.world_size == info.world_size}
+        """Add or replace a rank of this process, which nobody can replace from outside; ranks of another world size are
+        removed."""
+        self._replace(info)
+        self._own.add(info.rank)
+
+    def register(self, info: RankInfo, *, is_trusted: bool) -> None:
+        """Add or replace a rank that came over the network; `is_trusted`: with the API key.
+
+        Raises: PeerError for a rank that belongs to another prefill, or is another's: of this process; of another
+        world, where some rank of it is this process's, or the sender is a stranger; on another host than before, where
+        it is one.
+        """
+        if info.rank in self._own:
+            raise PeerError(f"rank {info.rank} is this process's own, at {self._ranks[info.rank].control}")
+        known = next(iter(self._ranks.values()), info)
+        if _world(info) != _world(known) and not (is_trusted and not self._own):
+            mine, theirs = _world(known), _world(info)
+            raise PeerError(f"rank {info.rank} is one of {theirs}, this registry's ranks are of {mine}")
+        before = self._ranks.get(info.rank, info)
+        if not is_trusted and _host(before) != _host(info):
+            raise PeerError(
+                f"rank {info.rank} is at {before.control}, and moves to {info.control} with an API key only"
+            )
+        self._replace(info)
+
+    def _replace(self, info: RankInfo) -> None:
+        if any(known.world_size != info.world_size for known in self._ranks.values()):
+            self._ranks, self._own = {}, set()
         self._ranks[info.rank] = info
 
     def all(self) -> list[RankInfo]:
         return [self._ranks[rank] for rank in sorted(self._ranks)]
+
+
+def _world(info: RankInfo) -> str:
+    return f"a prefill of {info.world_size} ranks over {info.backend}, model {info.model[:80]!r}"
+
+
+def _host(info: RankInfo) -> str:
+    return info.control.rpartition(":")[0]
 
 
 class RegistryClient:

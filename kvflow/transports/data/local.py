@@ -36,7 +36,7 @@ from kvflow.protocols.pages.layout import PoolLayout
 from kvflow.protocols.ports import PlaneAddress, WriteOutcome
 from kvflow.transports.data.route import BlockList, BlockQueue, PlannedRoute, Planner
 from kvflow.transports.data.write_thread import AT_ONCE_BYTES, ThreadWrite, WriteThread
-from kvflow.transports.host.identity import check_same_host, is_alive, own_identity, wait_dead
+from kvflow.transports.host.identity import check_same_host, is_alive, is_seen_alive, own_identity, wait_dead
 
 _CONNECTS = 4  # at a time
 _BURST_BLOCKS = 64
@@ -122,6 +122,9 @@ class LocalPlane:
     async def fence(self, writer: PlaneAddress) -> None:
         """Return once the writer's process has ended. Raises: TransferError for a process of another host."""
         await wait_dead(writer.process)
+
+    def sees_alive(self, writer: PlaneAddress) -> bool:
+        return is_seen_alive(writer.process)
 
     async def close(self) -> None:
         try:

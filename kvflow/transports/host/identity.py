@@ -50,6 +50,14 @@ def is_alive(identity: ProcessIdentity) -> bool:
     return ticks == identity.start_ticks and state not in b"ZXx"
 
 
+def is_seen_alive(identity: ProcessIdentity) -> bool:
+    """Whether that very process is seen to run; False also where it could not be seen."""
+    try:
+        return is_alive(identity)
+    except TransferError:
+        return False
+
+
 class DeathWatch:
     """An open pidfd on one process. Close it, or use it as an `async with`; closing cancels `died`."""
 

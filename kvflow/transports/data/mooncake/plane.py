@@ -45,7 +45,7 @@ from kvflow.transports.data.mooncake.tcp_table import listening_ports, rows, soc
 from kvflow.transports.data.route import Planner
 from kvflow.transports.data.write_thread import WriteThread
 from kvflow.transports.host.address import bracketed
-from kvflow.transports.host.identity import check_same_host, own_identity, watch
+from kvflow.transports.host.identity import check_same_host, is_seen_alive, own_identity, watch
 
 MAX_BLOCK_BYTES = 2 << 20
 MAX_REGIONS = 1024
@@ -237,6 +237,9 @@ class MooncakePlane:
                     return
             await asyncio.sleep(pause_s)
             pause_s = min(pause_s * 1.2, _LONGEST_POLL_S)
+
+    def sees_alive(self, writer: PlaneAddress) -> bool:
+        return is_seen_alive(writer.process)
 
     async def close(self) -> None:
         """Cancel, drain for at most 5 s (a frozen peer's blocks then end UNPROVEN), unregister the pool."""
