@@ -4,7 +4,7 @@ from __future__ import annotations
 
 EXTRAS: dict[str, tuple[str, ...]] = {  # import names
     "server": ("aiohttp", "prometheus_client", "rich", "typer", "uvloop"),
-    "engine": ("torch", "transformers", "tokenizers", "safetensors", "jinja2"),
+    "engine": ("torch", "transformers", "tokenizers", "safetensors", "huggingface_hub", "jinja2"),
     "mooncake": ("mooncake",),
 }
 CORE = ("msgspec", "numpy", "xxhash", "zmq")

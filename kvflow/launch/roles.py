@@ -150,15 +150,16 @@ async def decode_service(settings: Settings) -> AsyncGenerator[tuple[DecodeServi
 async def _parts(settings: Settings) -> AsyncGenerator[tuple[LoadedModel, PagedPool, ThreadPoolExecutor], None]:
     """Model, pool and the thread of model steps; the data plane's settings are checked before the model is loaded."""
     check_plane(settings.disaggregation_transfer_backend, settings.disaggregation_ib_device, reachable(settings.host))
-    from kvflow.engine.model.load import load_model
-
     executor = ThreadPoolExecutor(1, thread_name_prefix="kvflow-model")
     loop = asyncio.get_running_loop()
     try:
+        from kvflow.engine.model.source import locate
+
+        source = await loop.run_in_executor(executor, locate, settings.model_path)
+        from kvflow.engine.model.load import load_model  # seconds of imports, after what can be refused at once
+
         with LoadingProgress(settings.model_name) as progress:
-            load = functools.partial(
-                load_model, settings.model_path, settings.dtype, settings.attention, progress.report
-            )
+            load = functools.partial(load_model, source, settings.dtype, settings.attention, progress.report)
             model = await loop.run_in_executor(executor, load)
         pool = await loop.run_in_executor(executor, make_pool, settings, model.streams, model.fingerprint)
         try:

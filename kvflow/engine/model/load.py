@@ -18,6 +18,7 @@ from kvflow.engine.model.identity import fingerprint
 from kvflow.engine.model.probe import LayerStreams, Stream, probe, refuse_by_config
 from kvflow.engine.model.runner import Runner
 from kvflow.engine.model.selftest import Mode, choose_mode
+from kvflow.engine.model.source import locate
 from kvflow.memory.pool import PagedPool
 from kvflow.protocols.errors import MisuseError
 
@@ -75,13 +76,15 @@ def load_model(
     name = str(path)
     report = progress or (lambda stage, done: None)
     with _quiet(report):
-        config = _config(name)  # no progress before it: the name may be wrong
+        source = locate(name)  # no progress before it: the name may be wrong
+        config = _config(source, name)
         report("configuration", 1.0)
         refuse_by_config(config, name)
-        model = _weights(name, dtype)
-        tokenizer = _tokenizer(name)
+        model = _weights(source, name, dtype)
+        tokenizer = _tokenizer(source, name)
         report("self-test", 0.0)
-        layers = probe(model, name)
+        with _explained(f"model {name!r} cannot be probed"):
+            layers = probe(model, name)
         mode = choose_mode(model, layers, name, attention)
         report("ready", 1.0)
     text, loaded_dtype = model.config.get_text_config(), str(model.dtype).removeprefix("torch.")
@@ -97,46 +100,46 @@ def load_model(
         context_length=_context_length(text),
         vocab_size=int(model.get_input_embeddings().num_embeddings),
         tokenizer=tokenizer,
-        fingerprint=fingerprint(name, model, loaded_dtype),
+        fingerprint=fingerprint(source, model, loaded_dtype),
         sampling_defaults=_sampling_defaults(model),
     )
 
 
-def _config(name: str) -> Any:
-    looks_local = name.startswith(("/", "./", "../", "~")) or name.count("/") > 1 or not name
-    if name and Path(name).is_dir():
-        if not (Path(name) / "config.json").is_file():
-            raise MisuseError(f"model path {name!r} has no config.json")
-    elif looks_local or Path(name).exists():
-        raise MisuseError(f"model path {name!r} does not exist or is not a directory")
-    try:
-        return AutoConfig.from_pretrained(name)
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise MisuseError(f"model {name!r} cannot be loaded: {_one_line(error)}") from None
+def _config(source: str, name: str) -> Any:
+    with _explained(f"model {name!r} cannot be loaded"):
+        return AutoConfig.from_pretrained(source)
 
 
-def _weights(name: str, dtype: str) -> Any:
+def _weights(source: str, name: str, dtype: str) -> Any:
     wanted = dtype if dtype == "auto" else getattr(torch, dtype)
-    try:
-        loaded: Any = AutoModelForCausalLM.from_pretrained(name, dtype=wanted, output_loading_info=True)
-    except (OSError, ValueError, KeyError, TypeError, ImportError, RuntimeError) as error:
-        raise MisuseError(f"model {name!r} cannot be loaded: {_one_line(error)}") from None
+    with _explained(f"model {name!r} cannot be loaded"):
+        # Mismatches are reported below: transformers only prints them.
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
+            source, dtype=wanted, output_loading_info=True, ignore_mismatched_sizes=True
+        )
     model, info = loaded
+    if mismatched := sorted(info["mismatched_keys"]):
+        weight, found, expected = mismatched[0]
+        raise MisuseError(
+            f"model {name!r}: {len(mismatched)} weights do not have the shape that config.json asks for: {weight!r} is "
+            f"{list(found)}, not {list(expected)}"
+        )
     if missing := sorted(info["missing_keys"]):
         raise MisuseError(f"model {name!r}: the checkpoint lacks {len(missing)} weights, {missing[0]!r} among them")
     return model.eval()
 
 
-def _tokenizer(name: str) -> Any:
-    here = Path(name)
+def _tokenizer(source: str, name: str) -> Any:
+    here = Path(source)
     if here.is_dir() and not any(here.glob("tokenizer*")) and not (here / "vocab.json").is_file():
         return None
     try:
-        return AutoTokenizer.from_pretrained(name)
-    except (OSError, ValueError, KeyError, TypeError, ImportError) as error:
+        with _explained(f"model {name!r}: the tokenizer cannot be loaded"):
+            return AutoTokenizer.from_pretrained(source)
+    except MisuseError:
         if not here.is_dir():
             return None
-        raise MisuseError(f"model {name!r}: the tokenizer cannot be loaded: {_one_line(error)}") from None
+        raise
 
 
 def _eos_ids(model: Any) -> frozenset[int]:
@@ -161,9 +164,19 @@ def _context_length(text: Any) -> int:
     return NO_LIMIT
 
 
-def _one_line(error: BaseException) -> str:
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return lines[0] if lines else type(error).__name__
+@contextlib.contextmanager
+def _explained(what: str) -> Iterator[None]:
+    """Turn what transformers raises for a user's files, which may be anything, into one line."""
+    try:
+        yield
+    except MisuseError:
+        raise
+    except Exception as error:
+        lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+        text = " ".join(lines[:2] if lines and lines[0].endswith(":") else lines[:1])
+        if not text or isinstance(error, LookupError):  # a bare key says nothing without the kind of the error
+            text = f"{type(error).__name__} {text}".rstrip()
+        raise MisuseError(f"{what}: {text}") from error
 
 
 @contextlib.contextmanager
