@@ -37,6 +37,9 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     host: Annotated[str, Meta(description="Address to listen on.", min_length=1)] = "127.0.0.1"
     port: Annotated[int, Meta(description="HTTP port; 0 picks a free one.", ge=0, le=65535)] = 0
     api_key: Annotated[str, Meta(description="Bearer key that every call but /health and /metrics needs.")] = ""
+    allowed_origins: Annotated[
+        tuple[str, ...], Meta(description="Origin whose pages may call this server (repeat for more; * = any).")
+    ] = ()
     log_level: Annotated[Literal["debug", "info", "warning", "error"], Meta(description="Log level.")] = "info"
     log_format: Annotated[
         Literal["text", "json"], Meta(description="Log lines for people, or one JSON object a line.")
@@ -169,7 +172,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         return self.served_model_name or self.model_path
 
 
-_HTTP = ("host", "port", "api_key", "log_level", "log_format", "access_log", "drain_timeout_s")
+_HTTP = ("host", "port", "api_key", "allowed_origins", "log_level", "log_format", "access_log", "drain_timeout_s")
 _MODEL = ("model_path", "served_model_name", "dtype", "attention", "sampling_defaults", "threads")
 _POOL = ("page_size", "num_pages", "pool_bytes", "pool_order")
 _LOAD = ("max_running_requests", "max_queued_requests", "request_timeout_s")
@@ -228,7 +231,7 @@ GROUPS: dict[str, tuple[str, ...]] = {
         "rendezvous_s",
         "kv_events_config",
     ),
-    "security": ("api_key", "control_key_file"),
+    "security": ("api_key", "allowed_origins", "control_key_file"),
 }
 _GROUP_OF = {name: group for group, names in GROUPS.items() for name in names}
 if ungrouped := set(Settings.__struct_fields__) - _GROUP_OF.keys():

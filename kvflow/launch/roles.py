@@ -22,7 +22,7 @@ from kvflow.node import DecodeNode, PrefillNode
 from kvflow.protocols.errors import MisuseError
 from kvflow.protocols.limits import Bounds, Timing
 from kvflow.protocols.ports import DataPlane
-from kvflow.server.http import generate, openai, operations
+from kvflow.server.http import generate, openai, operations, tokenize
 from kvflow.server.http.app import build_app
 from kvflow.server.http.completion_service import CompletionService, ModelCard
 from kvflow.server.http.engine_services import DecodeService, PrefillService
@@ -80,7 +80,7 @@ async def run_router(settings: Settings) -> None:
     try:
         await router.start()
         ready = Ready("router", url_of(http, settings.host), os.getpid())
-        app = router_app(router, settings.api_key)
+        app = router_app(router, settings.api_key, settings.allowed_origins)
         await serve_until_stopped(app, http, router, ready, settings.drain_timeout_s)
     finally:
         await router.close()
@@ -228,8 +228,8 @@ async def _serve(
     operator_routes = operations.routes(
         pipeline, host=settings.host, bootstrap_port=bootstrap_port, has_api_key=bool(settings.api_key)
     )
-    routes = [*generate.routes(pipeline), *openai.routes(pipeline), *operator_routes]
-    app = build_app(routes, metrics, settings.api_key)
+    routes = [*generate.routes(pipeline), *openai.routes(pipeline), *tokenize.routes(pipeline), *operator_routes]
+    app = build_app(routes, metrics, settings.api_key, settings.allowed_origins)
     ready = Ready(service.role, url_of(http, settings.host), os.getpid(), bootstrap_port)
     try:
         await serve_until_stopped(app, http, pipeline, ready, settings.drain_timeout_s)

@@ -137,7 +137,8 @@ class Fleet:
                 if isinstance(value, bool):
                     arguments.append(flag_of(name) if value else f"--no-{flag_of(name)[2:]}")
                 else:
-                    arguments += [flag_of(name), str(value)]
+                    several = value if isinstance(value, tuple | list) else (value,)
+                    arguments += [part for one in several for part in (flag_of(name), str(one))]
         if "model_path" in FIELDS_OF_ROLE[role] and "model_path" not in self._given:
             arguments += ["--model-path", self._settings.model_path]
         return arguments

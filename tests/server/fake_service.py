@@ -17,7 +17,7 @@ from kvflow.engine.scheduler.limits import EngineLimits
 from kvflow.engine.scheduler.params import SamplingParams, TokenOut
 from kvflow.protocols.errors import Cause, Code, MisuseError, room_error
 from kvflow.protocols.wire.ranks import PoolShape
-from kvflow.server.http import generate, openai, operations
+from kvflow.server.http import generate, openai, operations, tokenize
 from kvflow.server.http.app import build_app
 from kvflow.server.http.completion_service import GenerationRequest, ModelCard, Report
 from kvflow.server.http.listening import bound_socket, listening_on
@@ -184,6 +184,7 @@ class Role:
         routes = [
             *generate.routes(self.pipeline),
             *openai.routes(self.pipeline),
+            *tokenize.routes(self.pipeline),
             *operations.routes(
                 self.pipeline,
                 host="127.0.0.1",

@@ -19,11 +19,15 @@ STRUCTS: dict[str, type[msgspec.Struct]] = {
     "g": schemas.GenerateRequest,
     "s": schemas.GenerateSampling,
     "o": schemas.StreamOptions,
+    "k": schemas.TokenizeRequest,
+    "d": schemas.DetokenizeRequest,
 }
 MINIMAL: dict[str, dict[str, Any]] = {
     "c": {"messages": [{"role": "user", "content": "a"}]},
     "t": {"prompt": "a"},
     "g": {"text": "a"},
+    "k": {"prompt": "a"},
+    "d": {"tokens": [1]},
 }
 OUTER = {"s": ("g", "sampling_params"), "o": ("c", "stream_options")}
 

@@ -48,3 +48,9 @@ async def test_what_the_user_can_mend_is_told_without_ceremony(capfd: pytest.Cap
     ):
         await child.start(os.environ, 30)
     assert capfd.readouterr().err == ""
+
+
+def test_a_setting_of_several_values_is_several_flags() -> None:
+    origins = ["https://a.example", "*"]
+    fleet = Fleet(Settings(), {"allowed_origins": tuple(origins)}, quiet=True)
+    assert fleet._arguments("router") == ["--allowed-origins", origins[0], "--allowed-origins", origins[1]]

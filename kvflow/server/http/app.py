@@ -6,7 +6,7 @@ import asyncio
 import hmac
 import logging
 import time
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 
 from aiohttp import web
 from aiohttp.http_exceptions import BadHttpMessage
@@ -14,6 +14,7 @@ from aiohttp.typedefs import Handler, Middleware
 
 from kvflow.protocols.errors import KvflowError
 from kvflow.server.http.access import CLIENT_GONE_STATUS, REQUEST_ID_HEADER, echo_request_id, log_access, traced
+from kvflow.server.http.cors import AllowOrigin, cross_origin
 from kvflow.server.http.errors import Failure, failure_of
 from kvflow.server.http.metrics import Metrics
 from kvflow.server.http.responses import json_response
@@ -26,11 +27,16 @@ OPEN_PATHS = frozenset({"/health", "/health_generate", "/livez", "/metrics"})
 _log = logging.getLogger("kvflow.http")
 
 
-def build_app(routes: Iterable[web.RouteDef], metrics: Metrics, api_key: str = "") -> web.Application:
-    """The application with the middlewares every role has."""
-    middlewares = [_answered(metrics), *([_authorized(api_key)] if api_key else []), _with_body]
+def build_app(
+    routes: Iterable[web.RouteDef], metrics: Metrics, api_key: str = "", origins: Collection[str] = ()
+) -> web.Application:
+    """The application with the middlewares every role has. Pages of `origins` may call it ("*": all of them)."""
+    between = [*([cross_origin(origins)] if origins else []), *([_authorized(api_key)] if api_key else [])]
+    middlewares = [_answered(metrics), *between, _with_body]
     app = web.Application(middlewares=middlewares, client_max_size=MAX_BODY_BYTES)
     app.on_response_prepare.append(echo_request_id)
+    if origins:
+        app.on_response_prepare.append(AllowOrigin(origins))
     app.add_routes([*routes, web.get("/livez", _livez)])
     return app
 

@@ -23,7 +23,7 @@ from kvflow.server.http.generation_requests import (
 from kvflow.server.http.growing import GrowingArray
 from kvflow.server.http.pipeline import CompletionPipeline
 from kvflow.server.http.responses import json_response
-from kvflow.server.http.schemas import ChatRequest, CompletionRequest, StreamOptions
+from kvflow.server.http.schemas import ChatRequest, CompletionRequest, StreamOptions, TokenizeRequest
 
 TokenBytes = Callable[[int], bytes]
 
@@ -149,7 +149,7 @@ class ChatCall(_OpenAICall):
         return {**_spelled(self._token_bytes(token.token_id), token.logprob), "top_logprobs": top}
 
 
-def template_variables(body: ChatRequest) -> dict[str, Any]:
+def template_variables(body: ChatRequest | TokenizeRequest) -> dict[str, Any]:
     """What the chat template sees beside the messages."""
     effort = {} if body.reasoning_effort is None else {"reasoning_effort": body.reasoning_effort}
     return {**effort, **(body.chat_template_kwargs or {})}

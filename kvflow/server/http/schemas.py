@@ -33,10 +33,14 @@ class StreamOptions(msgspec.Struct, frozen=True):
     continuous_usage_stats: bool | None = None
 
 
-class Rendezvous(msgspec.Struct, frozen=True, kw_only=True):
-    """The fields a router adds so that both legs use one room; lists when the body asks for several completions."""
+class Body(msgspec.Struct, frozen=True, kw_only=True):
+    """A body that the table of fields knows."""
 
     letter: ClassVar[str] = ""  # of `fields.BODIES`
+
+
+class Rendezvous(Body, frozen=True, kw_only=True):
+    """The fields a router adds so that both legs use one room; lists when the body asks for several completions."""
 
     bootstrap_host: str | list[str | None] | None = None
     bootstrap_port: BootstrapPort | list[BootstrapPort | None] | None = None
@@ -132,6 +136,31 @@ class CompletionRequest(_OpenAIRequest, frozen=True, kw_only=True):
     add_special_tokens: bool | None = None
 
 
+class TokenizeRequest(Body, frozen=True, kw_only=True):
+    """POST /tokenize."""
+
+    letter: ClassVar[str] = "k"
+
+    model: str | None = None
+    prompt: str | list[str] | None = None
+    messages: Annotated[list[dict[str, Any]], Meta(min_length=1)] | None = None
+    add_special_tokens: bool | None = None
+    add_generation_prompt: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    reasoning_effort: str | None = None
+    return_token_strs: bool | None = None
+
+
+class DetokenizeRequest(Body, frozen=True, kw_only=True):
+    """POST /detokenize."""
+
+    letter: ClassVar[str] = "d"
+
+    model: str | None = None
+    tokens: list[TokenId | list[TokenId]]
+    skip_special_tokens: bool | None = None
+
+
 # Python objects that a body may create: a million of them block the event loop for a second, a million token ids for
 # 10 ms. No prompt that fits a context comes near the limit.
 MAX_STRUCTURE = 1 << 18
@@ -139,7 +168,7 @@ MAX_STRUCTURE = 1 << 18
 _NESTED = {"sampling_params": "s", "stream_options": "o"}  # objects with refused fields of their own
 
 S = TypeVar("S")
-T = TypeVar("T", bound=Rendezvous)
+T = TypeVar("T", bound=Body)
 
 
 _NOT_SET = msgspec.Raw(b"null")
@@ -195,7 +224,7 @@ def decoded(raw: bytes, kind: type[S]) -> S:
 
 
 def parse(raw: bytes, kind: type[T]) -> T:
-    """The body of a completion request as `kind`. Raises: RequestError (400) naming the field."""
+    """A body as `kind`. Raises: RequestError (400) naming the field."""
     request = decoded(raw, kind)
     _refuse_unsupported(raw, kind.letter)
     return request

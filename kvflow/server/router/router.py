@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import functools
 import secrets
-from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable
+from collections.abc import AsyncGenerator, Awaitable, Callable, Collection, Iterable
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -19,6 +19,7 @@ from aiohttp import web
 from yarl import URL
 
 from kvflow.protocols.errors import Code
+from kvflow.server.http import tokenize
 from kvflow.server.http.access import REQUEST_ID_HEADER
 from kvflow.server.http.app import build_app
 from kvflow.server.http.errors import Failure, RequestError, failure_of
@@ -308,12 +309,13 @@ def _of_workers(router: Router) -> list[web.RouteDef]:
 
     return [
         *(web.get(path, from_decode) for path in _OF_A_MODEL),
+        *(web.post(path, from_decode) for path in tokenize.PATHS),
         web.get("/get_load", load),
         web.post("/flush_cache", flush),
         web.get(r"/rooms/{room:\d+}", story),
     ]
 
 
-def router_app(router: Router, api_key: str = "") -> web.Application:
-    """The router as an application."""
-    return build_app(routes(router), router.metrics, api_key)
+def router_app(router: Router, api_key: str = "", origins: Collection[str] = ()) -> web.Application:
+    """The router as an application; `origins` as in `build_app`."""
+    return build_app(routes(router), router.metrics, api_key, origins)

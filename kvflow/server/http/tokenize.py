@@ -1,0 +1,74 @@
+"""POST /tokenize and /detokenize, in the shapes of SGLang and vLLM; also under /v1."""
+
+from __future__ import annotations
+
+from typing import Any, TypeVar
+
+from aiohttp import web
+
+from kvflow.server.http.completion_service import PromptIds
+from kvflow.server.http.errors import RequestError
+from kvflow.server.http.generation_requests import prompt_ids
+from kvflow.server.http.large_bodies import take_apart
+from kvflow.server.http.openai import template_variables
+from kvflow.server.http.pipeline import CompletionPipeline
+from kvflow.server.http.responses import json_response
+from kvflow.server.http.schemas import Body, DetokenizeRequest, TokenizeRequest, parse
+
+B = TypeVar("B", bound=Body)
+
+PATHS = ("/tokenize", "/v1/tokenize", "/detokenize", "/v1/detokenize")
+
+
+def routes(pipeline: CompletionPipeline) -> list[web.RouteDef]:
+    """Both, on any role."""
+    tokenizer, card = pipeline.tokenizer, pipeline.service.card
+
+    async def tokenize(http: web.Request) -> web.StreamResponse:
+        body = await _read(http, TokenizeRequest)
+        pipeline.check_model(body.model)
+        found = [ids.tolist() for ids in await _ids(pipeline, body)]
+        several = isinstance(body.prompt, list)
+        answer: dict[str, Any] = {"count": [len(ids) for ids in found], "max_model_len": card.context_length}
+        answer["tokens"] = found
+        if body.return_token_strs:
+            answer["token_strs"] = [list(map(tokenizer.token_text, ids)) for ids in found]
+        if not several:
+            answer |= {name: answer[name][0] for name in ("count", "tokens", "token_strs") if name in answer}
+        return json_response(answer)
+
+    async def detokenize(http: web.Request) -> web.StreamResponse:
+        body = await _read(http, DetokenizeRequest)
+        pipeline.check_model(body.model)
+        lists, several = prompt_ids(body.tokens)
+        for ids in lists:
+            if len(ids) and ids.max() >= card.vocab_size:
+                error = f"tokens: {ids.max()} is outside the model's vocabulary, 0..{card.vocab_size - 1}"
+                raise RequestError(error, param="tokens")
+        special = body.skip_special_tokens is False
+        texts = [await tokenizer.decode(ids.tolist(), skip_special_tokens=not special) for ids in lists]
+        found = texts if several else texts[0]
+        return json_response({"text": found, "prompt": found})  # SGLang's name and vLLM's
+
+    return [
+        *(web.post(path, tokenize) for path in PATHS[:2]),
+        *(web.post(path, detokenize) for path in PATHS[2:]),
+    ]
+
+
+async def _read(http: web.Request, kind: type[B]) -> B:
+    raw, long_values = await take_apart(await http.read())
+    return long_values.put_back(parse(raw, kind))
+
+
+async def _ids(pipeline: CompletionPipeline, body: TokenizeRequest) -> list[PromptIds]:
+    """Token ids of each text. Raises: RequestError."""
+    if (body.prompt is None) == (body.messages is None):
+        raise RequestError("send either prompt or messages", param="prompt")
+    if body.messages is not None:
+        prompted = body.add_generation_prompt is not False
+        variables = template_variables(body)
+        return [await pipeline.tokenizer.encode_chat(body.messages, variables, add_generation_prompt=prompted)]
+    texts = [body.prompt] if isinstance(body.prompt, str) else body.prompt or []
+    special = body.add_special_tokens is not False
+    return [await pipeline.tokenizer.encode(text, param="prompt", add_special_tokens=special) for text in texts]

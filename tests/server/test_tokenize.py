@@ -1,0 +1,74 @@
+"""/tokenize and /detokenize, asked through the router."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from typing import Any
+
+import aiohttp
+import pytest
+
+from kvflow.server.router.router import Router, router_app
+from tests.server.fake_service import Role, Server, served
+
+Session = aiohttp.ClientSession
+
+
+@pytest.fixture
+async def server(prefill_server: Server, decode_server: Server) -> AsyncIterator[Server]:
+    router = Router([prefill_server.url], [decode_server.url])
+    await router.start()
+    async with served(router_app(router)) as made:
+        yield made
+    await router.close()
+
+
+async def post(session: Session, server: Server, path: str, body: dict[str, Any]) -> tuple[int, Any]:
+    async with session.post(server.make_url(path), json=body) as answer:
+        return answer.status, await answer.json()
+
+
+@pytest.mark.parametrize("prefix", ["", "/v1"])
+async def test_there_and_back(server: Server, session: Session, prefix: str) -> None:
+    for text, ids, count in (("w7 w9", [7, 9], 2), (["w7", "w1 w2"], [[7], [1, 2]], [1, 2])):
+        status, answer = await post(session, server, f"{prefix}/tokenize", {"model": "fake", "prompt": text})
+        assert (status, answer) == (200, {"tokens": ids, "count": count, "max_model_len": 128})
+        status, back = await post(session, server, f"{prefix}/detokenize", {"tokens": ids})
+        assert (status, back) == (200, {"text": text, "prompt": text})
+
+
+async def test_a_conversation_as_its_completion_would_see_it(server: Server, session: Session, decode: Role) -> None:
+    messages = [{"role": "user", "content": "w1"}]
+    body = {"messages": messages, "chat_template_kwargs": {"lead": "w9"}, "return_token_strs": True}
+    _, answer = await post(session, server, "/tokenize", body)
+    assert answer == {"tokens": [9, 1], "token_strs": ["w9", "w1"], "count": 2, "max_model_len": 128}
+    chat = {"messages": messages, "chat_template_kwargs": {"lead": "w9"}, "max_tokens": 1}
+    assert (await post(session, server, "/v1/chat/completions", chat))[0] == 200
+    assert decode.service.requests[0].prompt == answer["tokens"]
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "status", "param"),
+    [
+        ("/tokenize", {}, 400, "prompt"),
+        ("/tokenize", {"prompt": "w1", "messages": [{"role": "user", "content": "w1"}]}, 400, "prompt"),
+        ("/tokenize", {"prompt": 5}, 400, "prompt"),
+        ("/tokenize", {"prompt": "w1", "tools": [{"type": "function"}]}, 400, "tools"),
+        ("/tokenize", {"prompt": "w1", "model": "other"}, 404, "model"),
+        ("/detokenize", {"tokens": [1, [2]]}, 400, None),
+        ("/detokenize", {"tokens": [100]}, 400, "tokens"),
+        ("/detokenize", {"tokens": [-1]}, 400, "tokens[0]"),
+        ("/detokenize", {"tokens": [1], "model": "other"}, 404, "model"),
+    ],
+)
+async def test_what_is_wrong_is_named(
+    server: Server, session: Session, path: str, body: dict[str, Any], status: int, param: str | None
+) -> None:
+    found, answer = await post(session, server, path, body)
+    assert (found, answer["error"]["param"]) == (status, param), answer
+
+
+async def test_nothing_is_nothing(server: Server, session: Session) -> None:
+    assert (await post(session, server, "/tokenize", {"prompt": ""}))[1]["tokens"] == []
+    assert (await post(session, server, "/tokenize", {"prompt": []}))[1]["count"] == []
+    assert (await post(session, server, "/detokenize", {"tokens": []}))[1]["text"] == ""
