@@ -1,14 +1,17 @@
-"""Awaiting what runs in a thread: cancelling a coroutine does not stop it, so it is waited for all the same (I12)."""
+"""The asyncio idioms: awaiting what runs in a thread to its end, since cancelling a coroutine does not stop it (I12);
+long work in turns with the rest of the loop."""
 
 from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Callable
+import time
+from collections.abc import AsyncIterator, Callable, Iterable
 from contextlib import suppress
 from typing import TypeVar
 
 T = TypeVar("T")
+TURN_S = 0.001  # of the event loop that long work takes at a time
 
 
 async def run_to_end(running: asyncio.Future[T], within_s: float | None = None) -> T:
@@ -43,6 +46,16 @@ async def in_thread(work: Callable[[], T], undo: Callable[[T], object] = lambda 
         if not running.cancelled() and running.exception() is None:
             undo(running.result())
         raise
+
+
+async def in_turns(items: Iterable[T]) -> AsyncIterator[T]:
+    """`items`, for a loop whose body is quick: others get their turn of the event loop every `TURN_S`."""
+    turn_ends = time.perf_counter() + TURN_S
+    for item in items:
+        yield item
+        if time.perf_counter() > turn_ends:
+            await asyncio.sleep(0)
+            turn_ends = time.perf_counter() + TURN_S
 
 
 class Threads:

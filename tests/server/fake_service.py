@@ -8,6 +8,7 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 import msgspec
+import numpy as np
 from aiohttp import web
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
@@ -15,6 +16,7 @@ from tokenizers.pre_tokenizers import Whitespace
 
 from kvflow.engine.scheduler.limits import EngineLimits
 from kvflow.engine.scheduler.params import SamplingParams, TokenOut
+from kvflow.engine.scheduler.prompt_logprobs import PromptLogprobs
 from kvflow.protocols.errors import Cause, Code, MisuseError, room_error
 from kvflow.protocols.wire.ranks import PoolShape
 from kvflow.server.http import generate, openai, operations, tokenize
@@ -64,6 +66,15 @@ class Meeting:
         return self._rooms.setdefault(room, asyncio.get_running_loop().create_future())
 
 
+def _scores(request: GenerationRequest) -> PromptLogprobs:
+    """-0.5 for each token of the prompt, which is also its most likely one; -1.5 for the next id."""
+    start, top = request.params.prompt_logprobs_from or 0, request.params.logprobs or 0
+    behind = np.array(request.prompt[start + 1 :], dtype=np.int64)
+    ranks = np.arange(top)
+    ids = (behind[:, None] + ranks) % 100
+    return PromptLogprobs.pack(start, np.full(len(behind), -0.5), ids, np.zeros((len(behind), 1)) - 0.5 - ranks)
+
+
 class FakeService:
     """Counts up from the prompt's last token. `gate` holds every token after the first until it is set."""
 
@@ -98,15 +109,18 @@ class FakeService:
                 yield self._token(int(request.prompt[-1]) + 1, request.params, "length")
                 return
             await asyncio.shield(meeting)
-            for i in range(1, request.params.max_new_tokens + 1):
+            most = max(1, request.params.max_new_tokens)
+            for i in range(1, most + 1):
                 if self.fail_after is not None and i > self.fail_after:
                     raise room_error(Cause(Code.ENGINE_ERROR, "step failed"))
                 if i > 1:
                     await self.gate.wait()
                     if self.failure is not None:
                         raise room_error(self.failure)
-                last = i == request.params.max_new_tokens
+                last = i == most
                 token = self._token(int(request.prompt[-1]) + i, request.params, "length" if last else None)
+                if i == 1 and request.params.prompt_logprobs_from is not None:
+                    token = msgspec.structs.replace(token, prompt_logprobs=_scores(request))
                 yield token
                 if token.finish_reason is not None:
                     return

@@ -170,7 +170,7 @@ def test_parts_of_a_character_keep_their_bytes(of_bytes: Tokenizer) -> None:
     call = ChatCall(body, "m", token_bytes)
     spelled = []
     for token_id in of_bytes.encode("a語").ids:
-        (event,) = call.events(0, [Delta("", TokenOut(token_id, -1.0))], Completion())
+        (event,) = call.events(0, [Delta("", (TokenOut(token_id, -1.0),))], Completion())
         spelled += event["choices"][0]["logprobs"]["content"]
     assert [one["bytes"] for one in spelled] == [[ord("a")], *([byte] for byte in "語".encode())]
     assert [one["token"] for one in spelled] == ["a", "\ufffd", "\ufffd", "\ufffd"]
@@ -185,7 +185,7 @@ def test_parts_of_a_character_are_keys_of_their_own(of_bytes: Tokenizer) -> None
     top = ((first, -1.0), (second, -2.0))
     logprobs = []
     for token_id in (first, second, third, after):
-        (event,) = call.events(0, [Delta("", TokenOut(token_id, -1.0, top))], Completion())
+        (event,) = call.events(0, [Delta("", (TokenOut(token_id, -1.0, top),))], Completion())
         logprobs.append(event["choices"][0]["logprobs"])
     assert [one["tokens"] for one in logprobs] == [["bytes:\\xe8"], ["bytes:\\xaa"], ["bytes:\\x9e"], ["b"]]
     assert logprobs[0]["top_logprobs"] == [{"bytes:\\xe8": -1.0, "bytes:\\xaa": -2.0}]

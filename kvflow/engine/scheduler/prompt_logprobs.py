@@ -9,6 +9,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+from kvflow.engine.model.sequence import Prompt
 from kvflow.protocols.errors import WireError
 from kvflow.protocols.wire.messages import MAX_HANDOFF_BYTES
 
@@ -54,16 +55,17 @@ class PromptLogprobs(msgspec.Struct, frozen=True):
         if ids.size and not (int(ids.min()) >= 0 and int(ids.max()) < vocabulary):
             raise WireError(f"the hand-over's prompt logprobs name tokens outside 0..{vocabulary - 1}")
 
-    def tokens(self, prompt: list[int]) -> Iterator[ScoredToken]:
+    def tokens(self, prompt: Prompt) -> Iterator[ScoredToken]:
         """The tokens of `prompt` from `start` on."""
-        yield ScoredToken(prompt[self.start], None, [])
+        ids: list[int] = np.asarray(prompt[self.start :]).tolist()
+        yield ScoredToken(ids[0], None, [])
         logprobs = np.frombuffer(self.logprobs, _FLOATS)
         shape = (len(logprobs), -1) if len(logprobs) else (0, 0)
         top_ids = np.frombuffer(self.top_ids, _IDS).reshape(shape)
         top = np.frombuffer(self.top_logprobs, _FLOATS).reshape(shape)
         for i, logprob in enumerate(logprobs):
             pairs = list(zip(top_ids[i].tolist(), top[i].tolist(), strict=True))
-            yield ScoredToken(prompt[self.start + 1 + i], float(logprob), pairs)
+            yield ScoredToken(ids[i + 1], float(logprob), pairs)
 
 
 def size_bytes(prompt_tokens: int, start: int, top: int) -> int:

@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import aclosing
 
 import msgspec
 
 from kvflow.engine.scheduler.params import TokenOut
+from kvflow.engine.scheduler.prompt_logprobs import PromptLogprobs
 from kvflow.server.http.tokenizer import Detokenizer
 
 
 class Delta(msgspec.Struct, frozen=True):
-    """What one engine step added. `finish` is "length", "stop" or None; `matched` is the stop string or token id."""
+    """What one engine step added: a token, or none where only the prompt was asked for.
+
+    `finish` is "length", "stop" or None; `matched` is the stop string or token id.
+    """
 
     text: str
-    token: TokenOut
+    tokens: tuple[TokenOut, ...]
     finish: str | None = None
     matched: str | int | None = None
 
@@ -36,23 +40,37 @@ class Completion:
 
     def add(self, delta: Delta) -> None:
         self._texts.append(delta.text)
-        self.tokens.append(delta.token)
+        self.tokens += delta.tokens
         if delta.finish is not None:
             self.finish, self.matched = delta.finish, delta.matched
 
 
-async def detokenize(tokens: AsyncGenerator[TokenOut, None], detokenizer: Detokenizer) -> AsyncGenerator[Delta, None]:
+async def detokenize(
+    tokens: AsyncGenerator[TokenOut, None],
+    detokenizer: Detokenizer,
+    scored: Callable[[PromptLogprobs], Awaitable[None]],
+    *,
+    prompt_only: bool,
+) -> AsyncGenerator[Delta, None]:
     """The deltas of one choice; closes the engine's iterator as soon as a stop string is complete.
 
-    A token that ends the completion by its id carries no text, unless the text is to include its end.
+    A token that ends the completion by its id carries no text, unless the text is to include its end. The prompt's
+    log-probabilities go to `scored` before the first delta.
     """
     async with aclosing(tokens) as source:
-        async for token in source:
+        async for arrived in source:
+            token = arrived
+            if token.prompt_logprobs is not None:
+                await scored(token.prompt_logprobs)
+                token = msgspec.structs.replace(token, prompt_logprobs=None)
+            if prompt_only:
+                yield Delta("", (), "length")
+                continue
             silent = token.finish_reason == "stop" and not detokenizer.include_stop
             text = "" if silent else detokenizer.feed(token.token_id)
             if token.finish_reason is not None:
                 text += detokenizer.finish()
             if detokenizer.stopped is not None:
-                yield Delta(text, token, "stop", detokenizer.stopped)
+                yield Delta(text, (token,), "stop", detokenizer.stopped)
                 return
-            yield Delta(text, token, token.finish_reason, token.matched_stop)
+            yield Delta(text, (token,), token.finish_reason, token.matched_stop)

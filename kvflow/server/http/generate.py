@@ -7,8 +7,10 @@ from typing import Any
 
 from aiohttp import web
 
+from kvflow.aio import in_turns
+from kvflow.engine.scheduler.prompt_logprobs import PromptLogprobs
 from kvflow.server.http.completion import Completion, Delta
-from kvflow.server.http.completion_service import GenerationRequest
+from kvflow.server.http.completion_service import GenerationRequest, PromptIds
 from kvflow.server.http.errors import RequestError
 from kvflow.server.http.generation_requests import (
     choices_of_generate,
@@ -31,16 +33,25 @@ class _Grown:
         self.ids = GrowingArray()
         self.logprobs = GrowingArray()
         self.top_logprobs = GrowingArray()
+        self.input_logprobs = GrowingArray()
+        self.input_top_logprobs = GrowingArray()
 
     def add(self, delta: Delta, logprobs: int | None) -> None:
         """`logprobs`: see `SamplingParams`."""
-        token = delta.token
         self.text.add(delta.text)
-        self.ids.add(token.token_id)
-        if logprobs is not None:
-            self.logprobs.add(self._named(token.token_id, token.logprob))
-        if logprobs:
-            self.top_logprobs.add([self._named(*top) for top in token.top_logprobs])
+        for token in delta.tokens:
+            self.ids.add(token.token_id)
+            if logprobs is not None:
+                self.logprobs.add(self._named(token.token_id, token.logprob))
+            if logprobs:
+                self.top_logprobs.add([self._named(*top) for top in token.top_logprobs])
+
+    async def add_prompt(self, scores: PromptLogprobs, prompt: PromptIds) -> None:
+        """Add the prompt, a bit at a time: it may be long."""
+        async for token in in_turns(scores.tokens(prompt)):
+            self.input_logprobs.add(self._named(token.token_id, token.logprob))
+            top = [self._named(*top) for top in token.top_logprobs]
+            self.input_top_logprobs.add(top or None)
 
     def _named(self, token_id: int, logprob: float | None) -> list[Any]:
         return [logprob, token_id, self._token_text(token_id)]
@@ -82,6 +93,9 @@ class GenerateCall:
         self._grown = [_Grown(token_text) for _ in self._requests]
         return self._requests
 
+    async def scored(self, index: int, scores: PromptLogprobs) -> None:
+        await self._grown[index].add_prompt(scores, self._requests[index].prompt)
+
     def add(self, index: int, delta: Delta) -> None:
         self._grown[index].add(delta, self._requests[index].params.logprobs)
 
@@ -111,9 +125,10 @@ class GenerateCall:
             "finish_reason": _finish(completion),
         }
         if request.params.logprobs is not None:
-            meta["input_token_logprobs"] = []
+            meta["input_token_logprobs"] = grown.input_logprobs
             meta["output_token_logprobs"] = grown.logprobs
             if request.params.logprobs:
+                meta["input_top_logprobs"] = grown.input_top_logprobs
                 meta["output_top_logprobs"] = grown.top_logprobs
         return {"text": grown.text, "output_ids": grown.ids, "meta_info": meta}
 

@@ -103,8 +103,12 @@ def params_of_generate(
     seed = sampling.sampling_seed if sampling.sampling_seed is not None else sampling.seed
     logprobs = top if scored else None
     fields = {**_sampling_fields(sampling, seed, {}), "min_new_tokens": sampling.min_new_tokens or 0}
-    most = sampling.max_new_tokens or min(DEFAULT_MAX_NEW_TOKENS, limits.tokens_left(prompt))
-    return SamplingParams(**fields, max_new_tokens=most, logprobs=logprobs)
+    most = sampling.max_new_tokens
+    if most is None:
+        most = min(DEFAULT_MAX_NEW_TOKENS, limits.tokens_left(prompt))
+    start = _of_prompt("logprob_start_len", body.logprob_start_len, index, count, -1)
+    scored_from = start if scored and start != -1 else None  # SGLang's default: none of the prompt
+    return SamplingParams(**fields, max_new_tokens=most, logprobs=logprobs, prompt_logprobs_from=scored_from)
 
 
 def _of_prompt(name: str, value: T | list[T] | None, index: int, prompts: int, unset: T) -> T:
@@ -132,11 +136,12 @@ def params_of_completion(
     body: CompletionRequest, prompt: PromptIds, bad_words: TokenWords, limits: RequestLimits
 ) -> SamplingParams:
     """The sampling of a completions body."""
-    if body.echo and body.logprobs is not None:
-        raise RequestError("echo together with logprobs is not supported; leave one of them out", param="echo")
-    most = body.max_tokens or min(DEFAULT_COMPLETION_TOKENS, limits.tokens_left(prompt))
+    most = body.max_tokens
+    if most is None:
+        most = min(DEFAULT_COMPLETION_TOKENS, limits.tokens_left(prompt))
     fields = _openai_fields(body, bad_words, limits)
-    return SamplingParams(**fields, max_new_tokens=most, logprobs=body.logprobs)
+    scored_from = 0 if body.echo and body.logprobs is not None else None
+    return SamplingParams(**fields, max_new_tokens=most, logprobs=body.logprobs, prompt_logprobs_from=scored_from)
 
 
 def _openai_fields(

@@ -5,14 +5,15 @@ from __future__ import annotations
 import time
 import uuid
 from collections import defaultdict
-from collections.abc import Callable
 from typing import Any
 
 from aiohttp import web
 
+from kvflow.aio import in_turns
 from kvflow.engine.scheduler.params import TokenOut
+from kvflow.engine.scheduler.prompt_logprobs import PromptLogprobs
 from kvflow.server.http.completion import Completion, Delta
-from kvflow.server.http.completion_service import GenerationRequest
+from kvflow.server.http.completion_service import GenerationRequest, PromptIds
 from kvflow.server.http.errors import UnknownModelError
 from kvflow.server.http.generation_requests import (
     generation_requests,
@@ -24,8 +25,7 @@ from kvflow.server.http.growing import GrowingArray
 from kvflow.server.http.pipeline import CompletionPipeline
 from kvflow.server.http.responses import json_response
 from kvflow.server.http.schemas import ChatRequest, CompletionRequest, StreamOptions, TokenizeRequest
-
-TokenBytes = Callable[[int], bytes]
+from kvflow.server.http.text_logprobs import TextLogprobs, TokenBytes
 
 
 class _OpenAICall:
@@ -47,6 +47,9 @@ class _OpenAICall:
         rid = body.rid[0] if isinstance(body.rid, list) and body.rid else body.rid
         return str(rid or self.prefix + (body.request_id or uuid.uuid4().hex))
 
+    async def scored(self, index: int, scores: PromptLogprobs) -> None:
+        """Encode the prompt's log-probabilities."""
+
     def add(self, index: int, delta: Delta) -> None:
         """Encode what only the whole body will need, token by token: all at once would hold up the event loop."""
 
@@ -62,8 +65,9 @@ class _OpenAICall:
         """One chunk per delta."""
         chunks = [self._event(index, delta) for delta in deltas]
         if self._options.continuous_usage_stats:  # of this choice so far
-            before = len(completion.tokens) - len(deltas)
-            for count, chunk in enumerate(chunks, before + 1):
+            count = len(completion.tokens) - sum(len(delta.tokens) for delta in deltas)
+            for delta, chunk in zip(deltas, chunks, strict=True):
+                count += len(delta.tokens)
                 chunk["usage"] = _usage(len(self._requests[index].prompt), count)
         return chunks
 
@@ -125,13 +129,15 @@ class ChatCall(_OpenAICall):
 
     def add(self, index: int, delta: Delta) -> None:
         if self.body.logprobs and not self.stream:
-            self._logprobs[index].add(self._logprob(delta.token))
+            for token in delta.tokens:
+                self._logprobs[index].add(self._logprob(token))
 
     def _event(self, index: int, delta: Delta) -> dict[str, Any]:
+        content = [self._logprob(token) for token in delta.tokens] if self.body.logprobs else []
         choice = {
             "index": index,
             "delta": {"content": delta.text} if delta.text else {},
-            "logprobs": {"content": [self._logprob(delta.token)], "refusal": None} if self.body.logprobs else None,
+            "logprobs": {"content": content, "refusal": None} if self.body.logprobs else None,
             "finish_reason": delta.finish,
         }
         return self._chunk([choice])
@@ -159,45 +165,6 @@ def _spelled(token: bytes, logprob: float | None) -> dict[str, Any]:
     return {"token": token.decode(errors="replace"), "logprob": logprob, "bytes": list(token)}
 
 
-def _label(token: bytes) -> str:
-    """A token as a key; a part of a character in OpenAI's way, so that two of them do not become one."""
-    try:
-        return token.decode()
-    except UnicodeDecodeError:
-        return "bytes:" + "".join(f"\\x{byte:02x}" for byte in token)
-
-
-def _characters(token: bytes) -> int:
-    """How many characters begin in these bytes of UTF-8."""
-    return sum(byte & 0xC0 != 0x80 for byte in token)
-
-
-class _TextLogprobs:
-    """The logprobs of a text completion, as it has them: four arrays."""
-
-    def __init__(self, token_bytes: TokenBytes) -> None:
-        self._token_bytes = token_bytes
-        self._end = 0  # of the text so far, in characters
-        self._arrays = {name: GrowingArray() for name in ("tokens", "token_logprobs", "top_logprobs", "text_offset")}
-
-    def add(self, token: TokenOut) -> None:
-        for name, element in self._next(token).items():
-            self._arrays[name].add(element)
-
-    def alone(self, token: TokenOut) -> dict[str, Any]:
-        """Those of the next token, for a chunk of its own."""
-        return {name: [element] for name, element in self._next(token).items()}
-
-    def all(self) -> dict[str, Any]:
-        return dict(self._arrays)
-
-    def _next(self, token: TokenOut) -> dict[str, Any]:
-        spelled, start = self._token_bytes(token.token_id), self._end
-        self._end += _characters(spelled)
-        top = {_label(self._token_bytes(token_id)): logprob for token_id, logprob in token.top_logprobs}
-        return {"tokens": _label(spelled), "token_logprobs": token.logprob, "top_logprobs": top, "text_offset": start}
-
-
 class TextCompletionCall(_OpenAICall):
     """One text completion, of one prompt or several."""
 
@@ -206,8 +173,8 @@ class TextCompletionCall(_OpenAICall):
     def __init__(self, body: CompletionRequest, model: str, token_bytes: TokenBytes) -> None:
         super().__init__(body, model, token_bytes)
         self.body = body
-        self._echoes: list[str] = []
-        self._logprobs: defaultdict[int, _TextLogprobs] = defaultdict(lambda: _TextLogprobs(token_bytes))
+        self._echoes: dict[int, str] = {}  # by choice; of a stream, those that have not been sent
+        self._logprobs: defaultdict[int, TextLogprobs] = defaultdict(lambda: TextLogprobs(token_bytes))
 
     async def generation_requests(self, pipeline: CompletionPipeline) -> list[GenerationRequest]:
         """One per prompt and choice; prompts are a text, a list of texts, token ids, or a list of those."""
@@ -221,40 +188,44 @@ class TextCompletionCall(_OpenAICall):
             texts = [str(text) for text in given]
         else:
             prompts, _ = prompt_ids(given)
-            texts = [
-                b"".join(map(self._token_bytes, ids.tolist())).decode(errors="replace") for ids in prompts if body.echo
-            ]
+            texts = [await self._text_of(ids) for ids in prompts if body.echo]
         choices = self._choices
         bad_words = await pipeline.tokenizer.encode_words(body.bad_words or ())
         params = [params_of_completion(body, prompt, bad_words, pipeline.request_limits) for prompt in prompts]
-        self._echoes = [text for text in texts for _ in range(choices)] if body.echo else []
+        if body.echo:
+            self._echoes = dict(enumerate(text for text in texts for _ in range(choices)))
         self._requests = generation_requests(body, prompts, params, choices, pipeline.request_limits)
         return self._requests
 
-    def opening(self) -> list[Any]:
-        """The prompts, when the body asks for an echo."""
-        return [
-            self._chunk([{"index": i, "text": text, "logprobs": None, "finish_reason": None}])
-            for i, text in enumerate(self._echoes)
-        ]
+    async def _text_of(self, prompt: PromptIds) -> str:
+        pieces = [self._token_bytes(token_id) async for token_id in in_turns(prompt.tolist())]
+        return b"".join(pieces).decode(errors="replace")
+
+    async def scored(self, index: int, scores: PromptLogprobs) -> None:
+        await self._logprobs[index].add_prompt(scores, self._requests[index].prompt)
 
     def add(self, index: int, delta: Delta) -> None:
         if self.body.logprobs is not None and not self.stream:
-            self._logprobs[index].add(delta.token)
+            for token in delta.tokens:
+                self._logprobs[index].add(token)
+
+    def events(self, index: int, deltas: list[Delta], completion: Completion) -> list[Any]:
+        """One chunk per delta, after one of the prompt when the body asks for an echo."""
+        chunks = super().events(index, deltas, completion)
+        if (echo := self._echoes.pop(index, None)) is None:
+            return chunks
+        logprobs = None if self.body.logprobs is None else self._logprobs[index].all()
+        return [self._chunk([{"index": index, "text": echo, "logprobs": logprobs, "finish_reason": None}]), *chunks]
 
     def _event(self, index: int, delta: Delta) -> dict[str, Any]:
-        choice = {
-            "index": index,
-            "text": delta.text,
-            "logprobs": None if self.body.logprobs is None else self._logprobs[index].alone(delta.token),
-            "finish_reason": delta.finish,
-        }
+        logprobs = None if self.body.logprobs is None else self._logprobs[index].alone(delta.tokens)
+        choice = {"index": index, "text": delta.text, "logprobs": logprobs, "finish_reason": delta.finish}
         return self._chunk([choice])
 
     def _choice(self, index: int, completion: Completion) -> dict[str, Any]:
         return {
             "index": index,
-            "text": (self._echoes[index] if self._echoes else "") + completion.text,
+            "text": self._echoes.get(index, "") + completion.text,
             "logprobs": None if self.body.logprobs is None else self._logprobs[index].all(),
             "finish_reason": completion.finish,
         }

@@ -16,10 +16,12 @@ import contextlib
 import logging
 import time
 from collections.abc import AsyncGenerator, AsyncIterable
+from functools import partial
 from typing import Any, Protocol, TypeVar
 
 from aiohttp import web
 
+from kvflow.engine.scheduler.prompt_logprobs import PromptLogprobs
 from kvflow.protocols.errors import AbortedError, KvflowError
 from kvflow.server.http.completion import Completion, Delta, detokenize
 from kvflow.server.http.completion_service import CompletionService, GenerationRequest
@@ -50,6 +52,9 @@ class CompletionCall(Protocol):
 
     async def generation_requests(self, pipeline: CompletionPipeline) -> list[GenerationRequest]:
         """Read prompts and sampling. Raises: RequestError."""
+
+    async def scored(self, index: int, scores: PromptLogprobs) -> None:
+        """Take the log-probabilities of a choice's prompt, before its first delta."""
 
     def add(self, index: int, delta: Delta) -> None:
         """Every delta of every choice, in order, before it is asked for below."""
@@ -113,7 +118,15 @@ class CompletionPipeline(Drainable):
                     self._refuse(call.body, error)
                     raise
             name_rooms(request.room for request in requests)
-            sources = [detokenize(self.service.tokens(r), d) for r, d in zip(requests, detokenizers, strict=True)]
+            sources = [
+                detokenize(
+                    self.service.tokens(request),
+                    detokenizer,
+                    partial(call.scored, i),
+                    prompt_only=not request.params.max_new_tokens,
+                )
+                for i, (request, detokenizer) in enumerate(zip(requests, detokenizers, strict=True))
+            ]
             if call.stream:
                 return await self._stream(http, call, sources, arrived, ends)
             async with asyncio.timeout_at(ends):
@@ -227,7 +240,7 @@ class CompletionPipeline(Drainable):
             call.add(index, delta)
             by_choice.setdefault(index, []).append(delta)
         if batch:
-            self.metrics.generated(len(batch))
+            self.metrics.generated(sum(len(delta.tokens) for _, delta in batch))
         return by_choice
 
     async def _send_error_event(self, http: web.Request, events: EventStream, failure: Failure) -> None:

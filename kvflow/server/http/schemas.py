@@ -18,6 +18,7 @@ Temperature = Annotated[float, Meta(ge=0, le=100)]
 Share = Annotated[float, Meta(gt=0, le=1)]
 TopK = Annotated[int, Meta(ge=-1, le=1 << 31)]
 Tokens = Annotated[int, Meta(ge=1, le=1 << 24)]
+TokensOrNone = Annotated[int, Meta(ge=0, le=1 << 24)]  # 0: the prompt alone, for its log-probabilities or an echo
 TopLogprobs = Annotated[int, Meta(ge=0, le=20)]
 Choices = Annotated[int, Meta(ge=1, le=128)]
 TokenId = Annotated[int, Meta(ge=0, le=(1 << 31) - 1)]
@@ -53,7 +54,7 @@ class GenerateSampling(msgspec.Struct, frozen=True, kw_only=True):
     temperature: Temperature | None = None
     top_p: Share | None = None
     top_k: TopK | None = None
-    max_new_tokens: Tokens | None = None
+    max_new_tokens: TokensOrNone | None = None
     stop: str | list[str] | None = None
     stop_token_ids: list[TokenId] | None = None
     no_stop_trim: bool | None = None
@@ -81,6 +82,7 @@ class GenerateRequest(Rendezvous, frozen=True, kw_only=True):
     stream: bool | None = None
     return_logprob: bool | list[bool] | None = None
     top_logprobs_num: TopLogprobs | list[TopLogprobs] | None = None
+    logprob_start_len: int | list[int] | None = None
     return_text_in_logprobs: bool | None = None
     rid: str | list[str] | None = None
 
@@ -131,6 +133,7 @@ class CompletionRequest(_OpenAIRequest, frozen=True, kw_only=True):
     letter: ClassVar[str] = "t"
 
     prompt: str | list[TokenId | str | list[TokenId]]
+    max_tokens: TokensOrNone | None = None
     logprobs: TopLogprobs | None = None
     echo: bool | None = None
     add_special_tokens: bool | None = None

@@ -1,0 +1,252 @@
+"""Log-probabilities of the prompt and echo, as SGLang's /generate and OpenAI's completions have them."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from typing import Any
+
+import aiohttp
+import numpy as np
+import openai
+import pytest
+
+from kvflow import aio
+from kvflow.engine.scheduler.params import TokenOut
+from kvflow.engine.scheduler.prompt_logprobs import PromptLogprobs
+from kvflow.protocols.errors import Code
+from kvflow.server.http.completion import Completion, Delta, detokenize
+from kvflow.server.http.openai import TextCompletionCall
+from kvflow.server.http.schemas import CompletionRequest
+from kvflow.server.http.tokenizer import NullDetokenizer
+from tests.server.fake_service import Role, Server
+from tests.server.test_generate import META, body, events, post
+from tests.server.test_openai import client  # noqa: F401 - a fixture
+
+TEXT = "w1 w2 w3 w4"
+
+
+@pytest.fixture(autouse=True)
+async def met(request: pytest.FixtureRequest, meeting: Any) -> None:
+    if "client" not in request.fixturenames:  # which goes through a router to both legs
+        for room in range(7, 12):
+            meeting.of(room).set_result(None)
+
+
+async def meta(session: aiohttp.ClientSession, server: Server, **changes: Any) -> dict[str, Any]:
+    status, answer = await post(session, server, body(text=TEXT, return_logprob=True, **changes))
+    assert status == 200, answer
+    found: dict[str, Any] = answer["meta_info"]
+    return found
+
+
+@pytest.mark.parametrize(
+    ("start", "want"),
+    [
+        (None, []),
+        (-1, []),
+        (0, [[None, 1, None], [-0.5, 2, None], [-0.5, 3, None], [-0.5, 4, None]]),
+        (2, [[None, 3, None], [-0.5, 4, None]]),
+        (3, [[None, 4, None]]),
+    ],
+)
+async def test_from_where_they_are_asked_for(
+    decode_server: Server, session: aiohttp.ClientSession, start: int | None, want: list[Any]
+) -> None:
+    """The first one of them has none, as in SGLang."""
+    found = await meta(session, decode_server, logprob_start_len=start)
+    assert found["input_token_logprobs"] == want
+    assert len(found["output_token_logprobs"]) == 3
+    assert "input_top_logprobs" not in found
+    assert (found["prompt_tokens"], found["completion_tokens"]) == (4, 3)
+
+
+async def test_top_ones_and_texts(decode_server: Server, session: aiohttp.ClientSession) -> None:
+    found = await meta(session, decode_server, logprob_start_len=1, top_logprobs_num=2, return_text_in_logprobs=True)
+    assert found["input_token_logprobs"] == [[None, 2, "w2"], [-0.5, 3, "w3"], [-0.5, 4, "w4"]]
+    assert found["input_top_logprobs"] == [
+        None,
+        [[-0.5, 3, "w3"], [-1.5, 4, "w4"]],
+        [[-0.5, 4, "w4"], [-1.5, 5, "w5"]],
+    ]
+    assert len(found["output_top_logprobs"]) == 3
+
+
+async def test_without_return_logprob_nothing_is_scored(
+    decode: Role, decode_server: Server, session: aiohttp.ClientSession
+) -> None:
+    status, answer = await post(session, decode_server, body(logprob_start_len=0))
+    assert status == 200
+    assert "input_token_logprobs" not in answer["meta_info"]
+    assert decode.service.requests[0].params.prompt_logprobs_from is None
+
+
+async def test_every_event_of_a_stream_has_them(decode_server: Server, session: aiohttp.ClientSession) -> None:
+    document = body(return_logprob=True, logprob_start_len=0, stream=True)
+    async with session.post(decode_server.make_url("/generate"), json=document) as answer:
+        found = [json.loads(event)["meta_info"] for event in (await events(answer))[:-1]]
+    assert found
+    assert all(one["input_token_logprobs"] == [[None, 1, None], [-0.5, 2, None]] for one in found)
+    assert len(found[-1]["output_token_logprobs"]) == 3
+
+
+async def test_each_prompt_and_choice_its_own(decode_server: Server, session: aiohttp.ClientSession) -> None:
+    document = body(
+        text=["w1 w2", "w5 w6 w7"],
+        return_logprob=True,
+        logprob_start_len=[0, 1],
+        sampling_params={"max_new_tokens": 0, "n": 2},
+        bootstrap_room=[7, 8, 9, 10],
+    )
+    document |= {"bootstrap_host": ["127.0.0.1"] * 4, "bootstrap_port": None}
+    status, answer = await post(session, decode_server, document)
+    assert status == 200
+    assert [[t[1] for t in one["meta_info"]["input_token_logprobs"]] for one in answer] == [[1, 2]] * 2 + [[6, 7]] * 2
+    for one in answer:
+        assert (one["text"], one["output_ids"], one["meta_info"]["output_token_logprobs"]) == ("", [], [])
+        assert one["meta_info"]["finish_reason"] == {"type": "length", "length": 0}
+        assert one["meta_info"]["completion_tokens"] == 0
+    assert [one["meta_info"]["prompt_tokens"] for one in answer] == [2, 2, 3, 3]
+
+
+async def test_prefills_own_answer_has_none(prefill_server: Server, session: aiohttp.ClientSession) -> None:
+    """sglang_router puts prefill's before decode's, which has all of them."""
+    document = body(return_logprob=True, logprob_start_len=0, bootstrap_room=99)
+    status, answer = await post(session, prefill_server, document)
+    assert status == 200
+    assert answer["meta_info"]["input_token_logprobs"] == []
+
+
+async def test_echo_with_logprobs(client: openai.AsyncOpenAI) -> None:  # noqa: F811
+    answer = await client.completions.create(
+        model="fake", prompt=[[1, 2], [5, 6, 7]], max_tokens=1, n=2, echo=True, logprobs=2
+    )
+    assert [choice.text.split()[0][:2] for choice in answer.choices] == ["w1", "w1", "w5", "w5"]
+    first = answer.choices[0].logprobs
+    assert first is not None
+    assert first.tokens == ["w1", "w2", "w3"]
+    assert first.token_logprobs == [None, -0.5, -0.5]
+    assert first.top_logprobs == [None, {"w2": -0.5, "w3": -1.5}, {"w3": -0.5, "w4": -1.5}]
+    assert first.text_offset == [0, 2, 4]
+    assert answer.choices[3].logprobs is not None
+    assert answer.choices[3].logprobs.tokens == ["w5", "w6", "w7", "w8"]
+    assert answer.usage is not None
+    assert (answer.usage.prompt_tokens, answer.usage.completion_tokens, answer.usage.total_tokens) == (5, 4, 9)
+
+
+@pytest.mark.parametrize("logprobs", [None, 1])
+async def test_an_echo_of_the_prompt_alone(client: openai.AsyncOpenAI, logprobs: int | None) -> None:  # noqa: F811
+    """`max_tokens` 0: how clients score a text."""
+    more: dict[str, Any] = {} if logprobs is None else {"logprobs": logprobs}
+    answer = await client.completions.create(model="fake", prompt=TEXT, max_tokens=0, n=2, echo=True, **more)
+    for choice in answer.choices:
+        assert (choice.text, choice.finish_reason) == (TEXT, "length")
+        assert (choice.logprobs is None) == (logprobs is None)
+        if choice.logprobs is not None:
+            assert choice.logprobs.token_logprobs == [None, -0.5, -0.5, -0.5]
+    assert answer.usage is not None
+    assert (answer.usage.prompt_tokens, answer.usage.completion_tokens) == (4, 0)
+
+
+@pytest.mark.parametrize("max_tokens", [0, 3])
+async def test_a_streamed_echo_is_the_whole_answer_in_parts(
+    client: openai.AsyncOpenAI,  # noqa: F811
+    max_tokens: int,
+) -> None:
+    arguments: Any = {"model": "fake", "prompt": ["w1 w2", "w5"], "n": 2, "echo": True, "logprobs": 1}
+    whole = await client.completions.create(**arguments, max_tokens=max_tokens)
+    stream = await client.completions.create(
+        **arguments, max_tokens=max_tokens, stream=True, stream_options={"include_usage": True}
+    )
+    chunks = [chunk async for chunk in stream]
+    for index, choice in enumerate(whole.choices):
+        mine = [chunk.choices[0] for chunk in chunks if chunk.choices and chunk.choices[0].index == index]
+        assert "".join(one.text for one in mine).replace(" ", "") == choice.text.replace(" ", "")
+        assert [one.finish_reason for one in mine][-1] == choice.finish_reason == "length"
+        for name in ("tokens", "token_logprobs", "top_logprobs", "text_offset"):
+            parts = [getattr(one.logprobs, name) for one in mine]
+            assert [value for part in parts for value in part] == getattr(choice.logprobs, name)
+    assert chunks[-1].usage == whole.usage
+    assert whole.usage is not None
+    assert (whole.usage.prompt_tokens, whole.usage.completion_tokens) == (3, 4 * max_tokens)
+
+
+@pytest.mark.parametrize(
+    ("path", "fields", "text"),
+    [
+        ("/generate", {"logprob_start_len": 4}, "logprob_start_len 4 is outside the prompt, 0..3"),
+        ("/generate", {"logprob_start_len": -2}, "logprob_start_len -2 is outside the prompt, 0..3"),
+        ("/generate", {"logprob_start_len": "0"}, "logprob_start_len"),
+        ("/generate", {"logprob_start_len": [0, 1]}, "logprob_start_len: 2 entries for 1 prompts"),
+        ("/generate", {"top_logprobs_num": 21}, "top_logprobs_num"),
+        ("/v1/completions", {"max_tokens": -1}, "max_tokens"),
+        ("/v1/completions", {"max_tokens": 0, "min_tokens": 1}, "(min_tokens) 1 is outside 0..0"),
+        ("/v1/chat/completions", {"max_tokens": 0}, "max_tokens"),
+    ],
+)
+async def test_what_cannot_be_is_refused_and_ends_both_legs(
+    prefill: Role, prefill_server: Server, session: aiohttp.ClientSession, path: str, fields: dict[str, Any], text: str
+) -> None:
+    document = {
+        "/generate": body(text=TEXT, return_logprob=True),
+        "/v1/completions": {"prompt": TEXT, "echo": True, "logprobs": 1, **META},
+        "/v1/chat/completions": {"messages": [{"role": "user", "content": TEXT}], **META},
+    }[path] | fields
+    status, answer = await post(session, prefill_server, document, path)
+    assert (status, prefill.service.requests) == (400, [])
+    assert text in answer["error"]["message"]
+    ((room, cause),) = prefill.service.refused
+    assert (room, cause.code) == (7, Code.BAD_REQUEST)
+
+
+def test_two_tokens_of_one_label_are_the_more_likely_one() -> None:
+    """Clients compare the token's own with the largest of the top ones."""
+    call = TextCompletionCall(CompletionRequest(prompt="a", logprobs=2), "m", lambda _: b"same")
+    top = ((3, -0.25), (4, -2.0))
+    (event,) = call.events(0, [Delta("", (TokenOut(3, -0.25, top),))], Completion())
+    assert event["choices"][0]["logprobs"]["top_logprobs"] == [{"same": -0.25}]
+
+
+async def test_a_long_prompt_does_not_hold_up_the_loop() -> None:
+    """Its log-probabilities are encoded in turns with what else the loop has to do."""
+    count, top = 5_000, 20
+    prompt = list(range(count + 1))
+    ids = np.tile(np.arange(top), (count, 1))
+    scores = PromptLogprobs.pack(0, np.full(count, -1.25), ids, np.full((count, top), -2.5))
+    call = TextCompletionCall(CompletionRequest(prompt=[*prompt], logprobs=top, echo=True), "m", lambda i: b"%d" % i)
+
+    async def tokens() -> Any:
+        yield TokenOut(7, -0.5, finish_reason="length", prompt_logprobs=scores)
+
+    async def scored(given: PromptLogprobs) -> None:
+        await call._logprobs[0].add_prompt(given, np.array(prompt, dtype=np.uint32))
+
+    async def deltas() -> list[Delta]:
+        return [one async for one in detokenize(tokens(), NullDetokenizer(), scored, prompt_only=False)]
+
+    running = asyncio.ensure_future(deltas())
+    turns = 0
+    while not running.done():
+        await asyncio.sleep(0)
+        turns += 1
+    assert turns > 10
+    (delta,) = await running
+    assert delta.tokens[0].prompt_logprobs is None
+    found = [len(json.loads(b"".join(value.pieces()))) for value in call._logprobs[0].all().values()]
+    assert found == [count + 1] * 4
+
+
+@pytest.mark.parametrize(("turn_s", "turns"), [(0.0, 5), (60.0, 0)])
+async def test_turns_are_given_by_time(monkeypatch: pytest.MonkeyPatch, turn_s: float, turns: int) -> None:
+    monkeypatch.setattr(aio, "TURN_S", turn_s)
+    given: list[int] = []
+
+    async def other() -> None:
+        while True:
+            given.append(0)
+            await asyncio.sleep(0)
+
+    task = asyncio.ensure_future(other())
+    assert [item async for item in aio.in_turns(range(5))] == [0, 1, 2, 3, 4]
+    task.cancel()
+    assert len(given) == turns
