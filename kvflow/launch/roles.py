@@ -22,7 +22,7 @@ from kvflow.node import DecodeNode, PrefillNode
 from kvflow.protocols.errors import MisuseError
 from kvflow.protocols.limits import Bounds, Timing
 from kvflow.protocols.ports import DataPlane
-from kvflow.server.http import generate, openai, operations, tokenize
+from kvflow.server.http import aborts, generate, openai, operations, tokenize
 from kvflow.server.http.app import build_app
 from kvflow.server.http.completion_service import CompletionService, ModelCard
 from kvflow.server.http.engine_services import DecodeService, PrefillService
@@ -228,7 +228,13 @@ async def _serve(
     operator_routes = operations.routes(
         pipeline, host=settings.host, bootstrap_port=bootstrap_port, has_api_key=bool(settings.api_key)
     )
-    routes = [*generate.routes(pipeline), *openai.routes(pipeline), *tokenize.routes(pipeline), *operator_routes]
+    routes = [
+        *generate.routes(pipeline),
+        *openai.routes(pipeline),
+        *tokenize.routes(pipeline),
+        *aborts.routes(pipeline.choices),
+        *operator_routes,
+    ]
     app = build_app(routes, metrics, settings.api_key, settings.allowed_origins)
     ready = Ready(service.role, url_of(http, settings.host), os.getpid(), bootstrap_port)
     try:

@@ -19,7 +19,7 @@ from kvflow.engine.scheduler.params import SamplingParams, TokenOut
 from kvflow.engine.scheduler.prompt_logprobs import PromptLogprobs
 from kvflow.protocols.errors import Cause, Code, MisuseError, room_error
 from kvflow.protocols.wire.ranks import PoolShape
-from kvflow.server.http import generate, openai, operations, tokenize
+from kvflow.server.http import aborts, generate, openai, operations, tokenize
 from kvflow.server.http.app import build_app
 from kvflow.server.http.completion_service import GenerationRequest, ModelCard, Report
 from kvflow.server.http.listening import bound_socket, listening_on
@@ -91,6 +91,7 @@ class FakeService:
         self.refused: list[tuple[int, Cause]] = []
         self.requests: list[GenerationRequest] = []
         self.started = asyncio.Event()
+        self.held = 0  # how often a token after the first has come to the gate
         self.ended: asyncio.Queue[int] = asyncio.Queue()
         self._meeting = meeting
 
@@ -114,6 +115,7 @@ class FakeService:
                 if self.fail_after is not None and i > self.fail_after:
                     raise room_error(Cause(Code.ENGINE_ERROR, "step failed"))
                 if i > 1:
+                    self.held += 1
                     await self.gate.wait()
                     if self.failure is not None:
                         raise room_error(self.failure)
@@ -199,6 +201,7 @@ class Role:
             *generate.routes(self.pipeline),
             *openai.routes(self.pipeline),
             *tokenize.routes(self.pipeline),
+            *aborts.routes(self.pipeline.choices),
             *operations.routes(
                 self.pipeline,
                 host="127.0.0.1",

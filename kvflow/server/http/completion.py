@@ -15,7 +15,7 @@ from kvflow.server.http.tokenizer import Detokenizer
 class Delta(msgspec.Struct, frozen=True):
     """What one engine step added: a token, or none where only the prompt was asked for.
 
-    `finish` is "length", "stop" or None; `matched` is the stop string or token id.
+    `finish` is "length", "stop", "abort" or None; `matched` is the stop string or token id.
     """
 
     text: str

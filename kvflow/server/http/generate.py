@@ -9,6 +9,7 @@ from aiohttp import web
 
 from kvflow.aio import in_turns
 from kvflow.engine.scheduler.prompt_logprobs import PromptLogprobs
+from kvflow.server.http.aborts import ABORT
 from kvflow.server.http.completion import Completion, Delta
 from kvflow.server.http.completion_service import GenerationRequest, PromptIds
 from kvflow.server.http.errors import RequestError
@@ -118,7 +119,7 @@ class GenerateCall:
     def _one(self, index: int, completion: Completion) -> dict[str, Any]:
         request, grown = self._requests[index], self._grown[index]
         meta: dict[str, Any] = {
-            "id": self._id_of(index),
+            "id": self.id_of(index),
             "prompt_tokens": len(request.prompt),
             "completion_tokens": len(completion.tokens),
             "cached_tokens": 0,
@@ -132,7 +133,7 @@ class GenerateCall:
                 meta["output_top_logprobs"] = grown.top_logprobs
         return {"text": grown.text, "output_ids": grown.ids, "meta_info": meta}
 
-    def _id_of(self, index: int) -> str:
+    def id_of(self, index: int) -> str:
         rid = self.body.rid
         if isinstance(rid, list):
             return rid[index] if index < len(rid) else f"{self._request_id}-{index}"
@@ -144,6 +145,8 @@ def _finish(completion: Completion) -> dict[str, Any] | None:
         return None
     if completion.finish == "length":
         return {"type": "length", "length": len(completion.tokens)}
+    if completion.finish == ABORT:
+        return {"type": ABORT, "message": "ended by /abort_request"}
     return {"type": completion.finish, "matched": completion.matched}
 
 

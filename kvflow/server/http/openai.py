@@ -26,6 +26,7 @@ from kvflow.server.http.pipeline import CompletionPipeline
 from kvflow.server.http.responses import json_response
 from kvflow.server.http.schemas import ChatRequest, CompletionRequest, StreamOptions, TokenizeRequest
 from kvflow.server.http.text_logprobs import TextLogprobs, TokenBytes
+from kvflow.telemetry.requests import CURRENT
 
 
 class _OpenAICall:
@@ -41,11 +42,14 @@ class _OpenAICall:
         self._requests: list[GenerationRequest] = []
         self._choices = body.n or 1
         self._options = body.stream_options or StreamOptions()
-        self._head = {"id": self._id_of(body), "created": int(time.time()), "model": model}
+        self._head = {"id": self._chosen_id(body), "created": int(time.time()), "model": model}
 
-    def _id_of(self, body: ChatRequest | CompletionRequest) -> str:
+    def id_of(self, index: int) -> str:
+        return str(self._head["id"])
+
+    def _chosen_id(self, body: ChatRequest | CompletionRequest) -> str:
         rid = body.rid[0] if isinstance(body.rid, list) and body.rid else body.rid
-        return str(rid or self.prefix + (body.request_id or uuid.uuid4().hex))
+        return str(rid or self.prefix + (body.request_id or CURRENT.get().request_id or uuid.uuid4().hex))
 
     async def scored(self, index: int, scores: PromptLogprobs) -> None:
         """Encode the prompt's log-probabilities."""

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import logging
 import time
 from collections.abc import AsyncGenerator, AsyncIterable
@@ -23,6 +24,7 @@ from aiohttp import web
 
 from kvflow.engine.scheduler.prompt_logprobs import PromptLogprobs
 from kvflow.protocols.errors import AbortedError, KvflowError
+from kvflow.server.http.aborts import ABORT, RunningChoices
 from kvflow.server.http.completion import Completion, Delta, detokenize
 from kvflow.server.http.completion_service import CompletionService, GenerationRequest
 from kvflow.server.http.errors import Failure, OverloadError, RequestError, UnknownModelError, failure_of
@@ -68,6 +70,9 @@ class CompletionCall(Protocol):
     def events(self, index: int, deltas: list[Delta], completion: Completion) -> list[Any]:
         """The events of what a choice has got since the last ones: one delta, or more when the client is slow."""
 
+    def id_of(self, index: int) -> str:
+        """The id of a choice's answer, by which it can be aborted."""
+
     def closing(self, completions: list[Completion]) -> list[Any]:
         """Events after the last token."""
 
@@ -94,6 +99,7 @@ class CompletionPipeline(Drainable):
         self.request_limits = RequestLimits(
             service.limits, service.role == "decode", bootstrap_port, service.card.sampling_defaults
         )
+        self.choices = RunningChoices()
         self.max_requests = max_requests  # running and queued
         self._timeout_s = request_timeout_s
         # Routers wait for prefill's whole answer, and sglang_router takes headers for a success: it would not retry.
@@ -170,8 +176,9 @@ class CompletionPipeline(Drainable):
     async def _collect(self, call: CompletionCall, sources: list[AsyncGenerator[Delta, None]], arrived: float) -> Any:
         completions = [Completion() for _ in sources]
         async with Arrivals(sources) as arrivals:
-            async for batch in arrivals:
-                self._add(batch, call, completions, arrived)
+            with self._listed(call, arrivals, len(sources)):
+                async for batch in arrivals:
+                    self._add(batch, call, completions, arrived)
         return call.answer(completions)
 
     async def _stream(
@@ -185,8 +192,9 @@ class CompletionPipeline(Drainable):
         events = EventStream(http)
         async with Arrivals(sources, self._keepalive_s) as arrivals:
             try:
-                async with asyncio.timeout_at(ends):
-                    await self._write(events, call, arrivals, [Completion() for _ in sources], arrived)
+                with self._listed(call, arrivals, len(sources)):
+                    async with asyncio.timeout_at(ends):
+                        await self._write(events, call, arrivals, [Completion() for _ in sources], arrived)
             except ConnectionError:
                 raise
             except Exception as error:
@@ -228,12 +236,21 @@ class CompletionPipeline(Drainable):
             await events.send(*found)
         await events.send(*call.closing(completions))
 
+    def _listed(
+        self, call: CompletionCall, arrivals: Arrivals[Delta], count: int
+    ) -> contextlib.AbstractContextManager[None]:
+        """The choices of a call can be aborted until the block ends."""
+        stop = functools.partial(arrivals.stop, last=Delta("", (), ABORT))
+        return self.choices.listed([call.id_of(i) for i in range(count)], stop)
+
     def _add(
         self, batch: list[tuple[int, Delta]], call: CompletionCall, completions: list[Completion], arrived: float
     ) -> dict[int, list[Delta]]:
         """Count and add up a batch; returns its deltas by choice."""
         by_choice: dict[int, list[Delta]] = {}
         for index, delta in batch:
+            if completions[index].finish is not None:  # it was aborted as it came to its end
+                continue
             if not completions[index].tokens:
                 self.metrics.first_token(time.perf_counter() - arrived)
             completions[index].add(delta)

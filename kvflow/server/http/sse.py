@@ -70,6 +70,7 @@ class Arrivals(AsyncIterator[list[tuple[int, T]]], Generic[T]):
         self._sources, self._silence_s = sources, silence_s
         self._tasks: list[asyncio.Task[None]] = []
         self._running = len(sources)
+        self._stopped: set[int] = set()
         self._items: list[tuple[int, T]] = []
         self._error: Exception | None = None
         self._reader: asyncio.Future[None] | None = None
@@ -111,16 +112,26 @@ class Arrivals(AsyncIterator[list[tuple[int, T]]], Generic[T]):
         batch, self._items = self._items, []
         return batch
 
+    def stop(self, index: int, last: T) -> None:
+        """Close one source; `last` is its last item, whatever it still gives or raises. The others go on."""
+        if index in self._stopped or self._tasks[index].done():
+            return
+        self._stopped.add(index)
+        self._items.append((index, last))
+        self._tasks[index].cancel()
+        self._wake()
+
     async def _pump(self, index: int, source: AsyncGenerator[T, None]) -> None:
         try:
             async with aclosing(source) as items:
                 async for item in items:
-                    if self._error is not None:
+                    if self._error is not None or index in self._stopped:
                         return
                     self._items.append((index, item))
                     self._wake()
         except Exception as error:  # noqa: BLE001 - the reader raises it
-            self._error = self._error or error
+            if index not in self._stopped:
+                self._error = self._error or error
         finally:
             self._running -= 1
             self._wake()

@@ -19,7 +19,7 @@ from aiohttp import web
 from yarl import URL
 
 from kvflow.protocols.errors import Code
-from kvflow.server.http import tokenize
+from kvflow.server.http import aborts, tokenize
 from kvflow.server.http.access import REQUEST_ID_HEADER
 from kvflow.server.http.app import build_app
 from kvflow.server.http.errors import Failure, RequestError, failure_of
@@ -195,11 +195,11 @@ class Router(Drainable):
             found.headers.update(room_header)
             return found
 
-    async def ask(self, worker: Worker, path: str, method: str = "GET") -> Any:
+    async def ask(self, worker: Worker, path: str, method: str = "GET", body: bytes | None = None) -> Any:
         """The JSON answer of a worker; None when it cannot be reached, or answers with an error."""
         try:
             async with self._session.request(
-                method, f"{worker.url}{path}", timeout=aiohttp.ClientTimeout(total=ASK_TIMEOUT_S)
+                method, f"{worker.url}{path}", data=body, timeout=aiohttp.ClientTimeout(total=ASK_TIMEOUT_S)
             ) as answer:
                 return msgspec.json.decode(await answer.read()) if answer.status == 200 else None
         except (aiohttp.ClientError, OSError, TimeoutError, ValueError):
@@ -299,6 +299,16 @@ def _of_workers(router: Router) -> list[web.RouteDef]:
         await asyncio.gather(*(router.ask(worker, "/flush_cache", "POST") for worker in router.workers.all))
         return web.Response(text="Cache flushed.\n")
 
+    async def abort(http: web.Request) -> web.StreamResponse:
+        """Decode first: what prefill ends is an error for its decode, and an abort is to be an answer."""
+        raw = await http.read()
+        decoded(raw, aborts.AbortRequest)
+        found: dict[str, int] = {}
+        for role in ("decode", "prefill"):
+            asked = (router.ask(worker, aborts.PATH, "POST", raw) for worker in router.workers.of(role))
+            found[role] = sum(answer["aborted"] for answer in await asyncio.gather(*asked) if answer)
+        return json_response({"aborted": found["decode"]})
+
     async def story(http: web.Request) -> web.StreamResponse:
         sides = {}
         for worker in router.workers.all:
@@ -312,6 +322,7 @@ def _of_workers(router: Router) -> list[web.RouteDef]:
         *(web.post(path, from_decode) for path in tokenize.PATHS),
         web.get("/get_load", load),
         web.post("/flush_cache", flush),
+        web.post(aborts.PATH, abort),
         web.get(r"/rooms/{room:\d+}", story),
     ]
 

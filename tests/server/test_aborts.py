@@ -1,0 +1,130 @@
+"""POST /abort_request: what runs ends with what there is, through the router on both legs; what does not is let be."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+from typing import Any
+
+import aiohttp
+import pytest
+
+from kvflow.server.router.router import Router, router_app
+from tests.server.fake_service import Role, Server, served
+
+Session = aiohttp.ClientSession
+WITHIN_S = 5
+
+
+@pytest.fixture
+async def server(prefill_server: Server, decode_server: Server) -> AsyncIterator[Server]:
+    router = Router([prefill_server.url], [decode_server.url])
+    await router.start()
+    async with served(router_app(router)) as made:
+        yield made
+    await router.close()
+
+
+async def post(session: Session, server: Server, path: str, body: Any) -> Any:
+    async with session.post(server.make_url(path), json=body) as answer:
+        assert answer.status == 200, await answer.text()
+        raw = await answer.read()
+    if not body.get("stream"):
+        return json.loads(raw)
+    lines = [line.removeprefix("data: ") for line in raw.decode().split("\n\n") if line.startswith("data: ")]
+    assert lines[-1] == "[DONE]"
+    return [json.loads(line) for line in lines[:-1]]
+
+
+async def until_it_waits(role: Role, count: int = 1) -> None:
+    """`count` choices have their first token and wait for the second."""
+    async with asyncio.timeout(WITHIN_S):
+        while role.service.held < count:  # noqa: ASYNC110
+            await asyncio.sleep(0.001)
+
+
+async def abort(session: Session, server: Server, **body: Any) -> int:
+    return int((await post(session, server, "/abort_request", body))["aborted"])
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_the_answer_is_what_there_is(server: Server, session: Session, decode: Role, stream: bool) -> None:
+    decode.service.gate.clear()
+    body = {"text": "w1", "rid": "mine", "stream": stream, "sampling_params": {"max_new_tokens": 5}}
+    asked = asyncio.create_task(post(session, server, "/generate", body))
+    await until_it_waits(decode)
+    assert await abort(session, server, rid="other") == 0
+    assert not asked.done()
+    assert await abort(session, server, rid="mine") == 1
+    answer = await asyncio.wait_for(asked, WITHIN_S)
+    last = answer[-1] if stream else answer
+    assert last["output_ids"] == [2]
+    assert last["meta_info"]["finish_reason"]["type"] == "abort"
+    assert last["meta_info"]["completion_tokens"] == 1
+    await asyncio.wait_for(decode.service.ended.get(), WITHIN_S)  # the room has ended
+    assert len(decode.pipeline.choices) == 0
+    assert await abort(session, server, rid="mine") == 0
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_chat_has_a_finish_reason_too(server: Server, session: Session, decode: Role, stream: bool) -> None:
+    decode.service.gate.clear()
+    body = {"messages": [{"role": "user", "content": "w1"}], "rid": "mine", "stream": stream, "logprobs": True}
+    asked = asyncio.create_task(post(session, server, "/v1/chat/completions", body))
+    await until_it_waits(decode)
+    assert await abort(session, server, rid="mine") == 1
+    answer = await asyncio.wait_for(asked, WITHIN_S)
+    last = (answer[-1] if stream else answer)["choices"][0]
+    assert last["finish_reason"] == "abort"
+    assert stream or last["message"]["content"] == "w2"
+
+
+async def test_one_of_several_ends_and_the_others_go_on(server: Server, session: Session, decode: Role) -> None:
+    decode.service.gate.clear()
+    body = {"text": ["w1", "w5"], "rid": ["a", "b"], "sampling_params": {"max_new_tokens": 3}}
+    asked = asyncio.create_task(post(session, server, "/generate", body))
+    await until_it_waits(decode, 2)
+    assert await abort(session, server, rid="a") == 1
+    decode.service.gate.set()
+    first, second = await asyncio.wait_for(asked, WITHIN_S)
+    assert (first["meta_info"]["finish_reason"]["type"], second["meta_info"]["finish_reason"]["type"]) == (
+        "abort",
+        "length",
+    )
+    assert second["output_ids"] == [6, 7, 8]
+
+
+async def test_all_end_in_prefill_as_well(server: Server, session: Session, prefill: Role, decode: Role) -> None:
+    prefill.service.gate.clear()  # so that nothing reaches decode
+    body = {"text": "w1", "sampling_params": {"max_new_tokens": 5}}
+    asked = [asyncio.create_task(post(session, server, "/generate", body)) for _ in range(4)]
+    async with asyncio.timeout(WITHIN_S):
+        while min(len(role.pipeline.choices) for role in (prefill, decode)) < 4:  # noqa: ASYNC110
+            await asyncio.sleep(0.001)
+    assert await abort(session, server, abort_all=True) == 4
+    for answer in await asyncio.wait_for(asyncio.gather(*asked), WITHIN_S):
+        assert (answer["output_ids"], answer["meta_info"]["finish_reason"]["type"]) == ([], "abort")
+    for role in (prefill, decode):
+        await asyncio.wait_for(role.pipeline.idle.wait(), WITHIN_S)
+        assert len(role.pipeline.choices) == 0
+
+
+async def test_neither_an_id_nor_all_is_nothing(server: Server, session: Session) -> None:
+    for body in ({}, {"rid": None}, {"rid": "", "abort_all": False}):
+        assert await abort(session, server, **body) == 0
+    async with session.post(server.make_url("/abort_request"), data=b'{"rid": 5}') as answer:
+        assert answer.status == 400
+
+
+async def test_the_id_of_the_http_request_is_the_id_of_its_answer(
+    server: Server, session: Session, decode: Role
+) -> None:
+    decode.service.gate.clear()
+    headers = {"X-Request-ID": "from-outside"}
+    body = {"text": "w1", "sampling_params": {"max_new_tokens": 5}}
+    asked = asyncio.create_task(session.post(server.make_url("/generate"), json=body, headers=headers))
+    await until_it_waits(decode)
+    assert await abort(session, server, rid="from-outside") == 1
+    async with await asyncio.wait_for(asked, WITHIN_S) as answer:
+        assert (await answer.json())["meta_info"]["id"] == "from-outside"
