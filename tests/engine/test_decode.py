@@ -173,6 +173,8 @@ async def test_a_reader_that_leaves_before_landing_aborts_the_room(llama: Loaded
         (b"junk", "cannot decode a 4-byte hand-over"),
         (HandOff(first_token=1, prompt_tokens=39).encode(), "the hand-over is for a prompt of 39 tokens, not 40"),
         (HandOff(first_token=512, prompt_tokens=40).encode(), r"the hand-over's first token 512 is outside 0\.\.511"),
+        (HandOff(first_token=1, prompt_tokens=40, top_logprobs=((-1, -0.5),)).encode(), r"tokens outside 0\.\.511"),
+        (HandOff(first_token=1, prompt_tokens=40, top_logprobs=((512, -0.5),)).encode(), r"tokens outside 0\.\.511"),
     ],
 )
 async def test_a_hand_over_for_something_else_ends_the_request(handoff: bytes, text: str, llama: LoadedModel) -> None:

@@ -147,6 +147,8 @@ class DecodeEngine(EngineLoop):
         if not 0 <= handoff.first_token < self._model.vocab_size:
             text = f"the hand-over's first token {handoff.first_token} is outside 0..{self._model.vocab_size - 1}"
             raise WireError(text)
+        if any(not 0 <= token_id < self._model.vocab_size for token_id, _ in handoff.top_logprobs):
+            raise WireError(f"the hand-over's top logprobs name tokens outside 0..{self._model.vocab_size - 1}")
         s.append(handoff.first_token)
         out = request.token_out(Choice(handoff.first_token, handoff.logprob, handoff.top_logprobs), self._model.eos_ids)
         if (start := request.params.prompt_logprobs_from) is not None:

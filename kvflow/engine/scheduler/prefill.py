@@ -257,7 +257,7 @@ class PrefillEngine(EngineLoop):
                 logprob=choice.logprob,
                 top_logprobs=choice.top_logprobs,
                 prompt_tokens=s.prompt_length,
-                prompt_logprobs=request.scorer.packed() if request.scorer else None,
+                prompt_logprobs=request.scorer.scores if request.scorer else None,
             )
             request.room.send(pages, last=True, handoff=handoff.encode())
         except KvflowError as error:

@@ -18,6 +18,7 @@ class PromptScorer:
 
     def __init__(self, sequence: Sequence, start: int, top: int) -> None:
         self._sequence, self._start, self._top = sequence, start, top
+        self.scores = PromptLogprobs(start, b"")  # complete after the last chunk
         self._parts: list[tuple[NDArray[np.float32], NDArray[np.int64], NDArray[np.float32]]] = []
 
     def logits_wanted(self, count: int) -> int:
@@ -34,10 +35,6 @@ class PromptScorer:
             top, ids = logprobs.topk(min(self._top, logprobs.shape[-1]), dim=-1)
             own = logprobs.gather(-1, targets[:, None])[:, 0]
             self._parts.append((own.numpy(), ids.numpy(), top.numpy()))
-
-    def packed(self) -> PromptLogprobs:
-        """All of them, after the last chunk."""
-        if not self._parts:
-            return PromptLogprobs(self._start, b"")
-        own, ids, top = (np.concatenate(arrays) for arrays in zip(*self._parts, strict=True))
-        return PromptLogprobs.pack(self._start, own, ids, top)
+        if end == self._sequence.prompt_length and self._parts:
+            self.scores = PromptLogprobs.pack(self._start, *map(np.concatenate, zip(*self._parts, strict=True)))
+            self._parts.clear()
