@@ -22,12 +22,14 @@ from kvflow.protocols.errors import MisuseError, WireError
         ("max_new_tokens", -1),
         ("logprobs", -1),
         ("logprobs", 1000),
+        ("logprob_token_ids", (5,)),
+        ("logprob_token_ids", (5,) * 129),
         ("stop", ("",)),
         ("stop", ("x",) * 100),
     ],
 )
 def test_nonsense_is_refused_by_name(field: str, value: Any) -> None:
-    with pytest.raises(MisuseError, match=field):
+    with pytest.raises(MisuseError, match=field.replace("logprob_token_ids", "token_ids_logprob")):
         SamplingParams(**{field: value})
 
 

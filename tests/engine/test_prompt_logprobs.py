@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -11,12 +12,14 @@ import pytest
 import torch
 
 from kvflow.engine.model.load import LoadedModel, load_model
+from kvflow.engine.model.sequence import Sequence
 from kvflow.engine.model.step import Row
 from kvflow.engine.scheduler import scoring
 from kvflow.engine.scheduler.handoff import HandOff
 from kvflow.engine.scheduler.limits import EngineLimits
 from kvflow.engine.scheduler.params import SamplingParams
 from kvflow.engine.scheduler.prompt_logprobs import PromptLogprobs, ScoredToken
+from kvflow.engine.scheduler.sampling import Draw, choose
 from kvflow.protocols.errors import KvflowError, MisuseError
 from kvflow.protocols.wire.messages import MAX_HANDOFF_BYTES
 from tests.engine.pair import EnginePair, FakeRoom, greedy, prompt_of
@@ -112,6 +115,41 @@ async def test_no_new_token_is_still_a_handed_over_prompt(llama: LoadedModel) ->
         assert pair.home
 
 
+async def test_tokens_that_are_named_have_theirs_at_every_place(llama: LoadedModel, stock: Stock) -> None:
+    prompt, ids = prompt_of(60), (3, 500, 77)
+    async with EnginePair(llama, chunk_tokens=16) as pair:
+        outs = await pair.outputs(prompt, greedy(6, logprobs=1, logprob_token_ids=ids, prompt_logprobs_from=20))
+        beside = await pair.outputs(prompt, greedy(6, logprobs=1))
+    assert all(out.asked_logprobs == () for out in beside)
+    tokens = [out.token_id for out in outs]
+    want = reference(stock("llama"), prompt + tokens)
+    for i, out in enumerate(outs):
+        assert tuple(token_id for token_id, _ in out.asked_logprobs) == ids
+        row = want[len(prompt) - 1 + i, list(ids)].tolist()
+        assert [p for _, p in out.asked_logprobs] == pytest.approx(row, abs=2e-4)
+    assert outs[0].prompt_logprobs is not None
+    first, *others = outs[0].prompt_logprobs.tokens(prompt, ids)
+    assert first.asked_logprobs == []
+    for i, one in enumerate(others, 20):
+        assert [p for _, p in one.asked_logprobs] == pytest.approx(want[i, list(ids)].tolist(), abs=2e-4)
+
+
+def test_a_token_without_a_logit_has_none_and_fails_no_step() -> None:
+    """An embedding may be larger than the output layer."""
+    sequence = Sequence("test", [5, 130, 7], 0, 16)
+    scorer = scoring.PromptScorer(sequence, 0, 1, (140, 2))
+    logits = torch.randn(3, 100, generator=torch.Generator().manual_seed(1))
+    scorer.add(logits, 3)
+    _, second, third = scorer.scores.tokens([5, 130, 7], (140, 2))
+    want = torch.log_softmax(logits, -1)
+    assert second.logprob == -math.inf
+    assert third.logprob == pytest.approx(float(want[1, 7]))
+    assert second.asked_logprobs == [(140, -math.inf), (2, pytest.approx(float(want[0, 2])))]
+    params = SamplingParams(temperature=0, logprobs=0, logprob_token_ids=(140, 2))
+    (choice,) = choose(logits[:1], [Draw(params, 0, 3)])
+    assert list(choice.asked_logprobs) == second.asked_logprobs
+
+
 @pytest.mark.parametrize(
     ("length", "params", "text"),
     [
@@ -121,6 +159,12 @@ async def test_no_new_token_is_still_a_handed_over_prompt(llama: LoadedModel) ->
             250_000,
             {"prompt_logprobs_from": 0},
             "logprobs of 249999 prompt tokens, 0 top ones at each, are 999996 bytes, limit 983040",
+        ),
+        (20, {"logprobs": 0, "logprob_token_ids": (5, 512)}, "token_ids_logprob: token id 512 is outside the model's"),
+        (
+            5000,
+            {"prompt_logprobs_from": 0, "logprobs": 0, "logprob_token_ids": tuple(range(60))},
+            "logprobs of 4999 prompt tokens, 0 top ones and 60 asked for at each, are 1219756 bytes, limit 983040",
         ),
         (7000, {"prompt_logprobs_from": 0, "logprobs": 20}, "logprobs of 6999 prompt tokens, 20 top ones at each"),
     ],
@@ -148,8 +192,8 @@ def test_the_most_that_is_accepted_fits_the_message(tokens: int, top: int) -> No
     [
         (None, "has no logprobs of the prompt"),
         (PromptLogprobs(1, b"x" * 4 * 39), "from 1, not of 39 tokens"),
-        (PromptLogprobs(0, b"x" * 4 * 38), "are \\(152, 0, 0\\) bytes"),
-        (PromptLogprobs(0, b"x" * 4 * 39, b"\0" * 4 * 39, b""), "are \\(156, 156, 0\\) bytes"),
+        (PromptLogprobs(0, b"x" * 4 * 38), "are \\(152, 0, 0, 0\\) bytes"),
+        (PromptLogprobs(0, b"x" * 4 * 39, b"\0" * 4 * 39, b""), "are \\(156, 156, 0, 0\\) bytes"),
         (PromptLogprobs(0, b"\0" * 4 * 39, b"\xff" * 4 * 39, b"\0" * 4 * 39), r"tokens outside 0\.\.511"),
         (PromptLogprobs(0, b"\0" * 4 * 39, b"\x00\x02\0\0" * 39, b"\0" * 4 * 39), r"tokens outside 0\.\.511"),
     ],
@@ -164,6 +208,17 @@ async def test_scores_that_were_not_asked_for_fail_the_room(
         room._landed.set_result(HandOff(first_token=1, prompt_tokens=40, prompt_logprobs=scores).encode())
         with pytest.raises(KvflowError, match=text):
             async for _ in pair.decode.generate(room, prompt, params):
+                pass
+        assert pair.home
+
+
+async def test_other_ids_than_those_asked_for_fail_the_room(llama: LoadedModel) -> None:
+    async with EnginePair(llama) as pair:
+        room = pair.room(prompt_of(40))
+        told = HandOff(first_token=1, prompt_tokens=40, asked_logprobs=((6, -1.0),))
+        room._landed.set_result(told.encode())
+        with pytest.raises(KvflowError, match="not of the token ids that were asked for"):
+            async for _ in pair.decode.generate(room, prompt_of(40), greedy(3, logprobs=0, logprob_token_ids=(5,))):
                 pass
         assert pair.home
 

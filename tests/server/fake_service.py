@@ -67,12 +67,13 @@ class Meeting:
 
 
 def _scores(request: GenerationRequest) -> PromptLogprobs:
-    """-0.5 for each token of the prompt, which is also its most likely one; -1.5 for the next id."""
+    """-0.5 for each token of the prompt, which is also its most likely one; -1.5 for the next id; -i for an asked i."""
     start, top = request.params.prompt_logprobs_from or 0, request.params.logprobs or 0
     behind = np.array(request.prompt[start + 1 :], dtype=np.int64)
     ranks = np.arange(top)
     ids = (behind[:, None] + ranks) % 100
-    return PromptLogprobs.pack(start, np.full(len(behind), -0.5), ids, np.zeros((len(behind), 1)) - 0.5 - ranks)
+    asked = np.tile(-np.array(request.params.logprob_token_ids, dtype=np.float64), (len(behind), 1))
+    return PromptLogprobs.pack(start, np.full(len(behind), -0.5), ids, np.zeros((len(behind), 1)) - 0.5 - ranks, asked)
 
 
 class FakeService:
@@ -134,7 +135,8 @@ class FakeService:
         if token in params.stop_token_ids:
             return TokenOut(token, -0.5, (), "stop", token)
         top = () if params.logprobs is None else tuple(((token + i) % 100, -0.5 - i) for i in range(params.logprobs))
-        return TokenOut(token, -0.5, top, reason)
+        asked = tuple((i, -float(i)) for i in params.logprob_token_ids)
+        return TokenOut(token, -0.5, top, reason, asked_logprobs=asked)
 
     def refuse(self, room: int, prefill: str, cause: Cause) -> None:
         self.refused.append((room, cause))

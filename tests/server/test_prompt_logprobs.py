@@ -72,6 +72,18 @@ async def test_top_ones_and_texts(decode_server: Server, session: aiohttp.Client
     assert len(found["output_top_logprobs"]) == 3
 
 
+async def test_tokens_that_are_named(decode_server: Server, session: aiohttp.ClientSession) -> None:
+    found = await meta(session, decode_server, logprob_start_len=2, token_ids_logprob=[9, 4])
+    assert found["input_token_ids_logprobs"] == [None, [[-9, 9, None], [-4, 4, None]]]
+    assert found["output_token_ids_logprobs"] == [[[-9, 9, None], [-4, 4, None]]] * 3
+    document = body(text=["w1 w2", "w5"], bootstrap_room=[7, 8], bootstrap_host=["127.0.0.1"] * 2, bootstrap_port=None)
+    document |= {"return_logprob": True, "token_ids_logprob": [[9], []], "logprob_start_len": 0}
+    status, answer = await post(session, decode_server, document)
+    assert status == 200
+    assert answer[0]["meta_info"]["input_token_ids_logprobs"] == [None, [[-9, 9, None]]]
+    assert "input_token_ids_logprobs" not in answer[1]["meta_info"]
+
+
 async def test_without_return_logprob_nothing_is_scored(
     decode: Role, decode_server: Server, session: aiohttp.ClientSession
 ) -> None:
@@ -178,6 +190,10 @@ async def test_a_streamed_echo_is_the_whole_answer_in_parts(
         ("/generate", {"logprob_start_len": -2}, "logprob_start_len -2 is outside the prompt, 0..3"),
         ("/generate", {"logprob_start_len": "0"}, "logprob_start_len"),
         ("/generate", {"logprob_start_len": [0, 1]}, "logprob_start_len: 2 entries for 1 prompts"),
+        ("/generate", {"token_ids_logprob": [100]}, "token_ids_logprob: token id 100 is outside"),
+        ("/generate", {"token_ids_logprob": [1] * 129}, "token_ids_logprob: 129 ids, limit 128"),
+        ("/generate", {"token_ids_logprob": [1, [2]]}, "token_ids_logprob must be one list"),
+        ("/generate", {"token_ids_logprob": [[1], [2]]}, "token_ids_logprob: 2 entries for 1 prompts"),
         ("/generate", {"top_logprobs_num": 21}, "top_logprobs_num"),
         ("/v1/completions", {"max_tokens": -1}, "max_tokens"),
         ("/v1/completions", {"max_tokens": 0, "min_tokens": 1}, "(min_tokens) 1 is outside 0..0"),
@@ -212,7 +228,7 @@ async def test_a_long_prompt_does_not_hold_up_the_loop() -> None:
     count, top = 5_000, 20
     prompt = list(range(count + 1))
     ids = np.tile(np.arange(top), (count, 1))
-    scores = PromptLogprobs.pack(0, np.full(count, -1.25), ids, np.full((count, top), -2.5))
+    scores = PromptLogprobs.pack(0, np.full(count, -1.25), ids, np.full((count, top), -2.5), np.zeros((count, 0)))
     call = TextCompletionCall(CompletionRequest(prompt=[*prompt], logprobs=top, echo=True), "m", lambda i: b"%d" % i)
 
     async def tokens() -> Any:

@@ -41,7 +41,7 @@ class DecodeRequest:
         """The token that was appended last, as its reader gets it."""
         generated = self.sequence.length - self.sequence.prompt_length
         reason, matched = finish(choice.token_id, generated, self.limit, self.params, eos_ids)
-        return TokenOut(choice.token_id, choice.logprob, choice.top_logprobs, reason, matched)
+        return TokenOut(*choice[:3], reason, matched, choice.asked_logprobs)
 
 
 Tokens = list[tuple[DecodeRequest, TokenOut]]

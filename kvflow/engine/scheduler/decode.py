@@ -147,10 +147,16 @@ class DecodeEngine(EngineLoop):
         if not 0 <= handoff.first_token < self._model.vocab_size:
             text = f"the hand-over's first token {handoff.first_token} is outside 0..{self._model.vocab_size - 1}"
             raise WireError(text)
-        if any(not 0 <= token_id < self._model.vocab_size for token_id, _ in handoff.top_logprobs):
+        if any(
+            not 0 <= token_id < self._model.vocab_size
+            for token_id, _ in (*handoff.top_logprobs, *handoff.asked_logprobs)
+        ):
             raise WireError(f"the hand-over's top logprobs name tokens outside 0..{self._model.vocab_size - 1}")
+        if tuple(token_id for token_id, _ in handoff.asked_logprobs) != request.params.logprob_token_ids:
+            raise WireError("the hand-over's logprobs are not of the token ids that were asked for")
         s.append(handoff.first_token)
-        out = request.token_out(Choice(handoff.first_token, handoff.logprob, handoff.top_logprobs), self._model.eos_ids)
+        choice = Choice(handoff.first_token, handoff.logprob, handoff.top_logprobs, handoff.asked_logprobs)
+        out = request.token_out(choice, self._model.eos_ids)
         if (start := request.params.prompt_logprobs_from) is not None:
             out = msgspec.structs.replace(out, prompt_logprobs=self._scores(request, start, handoff))
         if out.finish_reason is None:
@@ -163,7 +169,8 @@ class DecodeEngine(EngineLoop):
         if (scores := handoff.prompt_logprobs) is None:
             raise WireError("the hand-over has no logprobs of the prompt; prefill may be of another version")
         top = min(request.params.logprobs or 0, self._model.vocab_size)
-        scores.check(start, request.sequence.prompt_length - 1 - start, top, self._model.vocab_size)
+        tokens, asked = request.sequence.prompt_length - 1 - start, len(request.params.logprob_token_ids)
+        scores.check(start, tokens, top, asked, self._model.vocab_size)
         return scores
 
     def _retire(self, request: DecodeRequest) -> None:

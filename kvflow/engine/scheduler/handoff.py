@@ -15,6 +15,7 @@ class HandOff(msgspec.Struct, frozen=True, tag="handoff.v1", kw_only=True):
     first_token: int
     logprob: float | None = None
     top_logprobs: tuple[tuple[int, float], ...] = ()
+    asked_logprobs: tuple[tuple[int, float], ...] = ()
     prompt_tokens: int
     cached_tokens: int = 0
     prompt_logprobs: PromptLogprobs | None = None

@@ -49,7 +49,8 @@ class EngineLimits:
         """Raises: MisuseError for token ids that the model does not have, bad words that may leave none, a position
         outside the prompt, more log-probabilities than a hand-over holds."""
         if params.prompt_logprobs_from is not None:
-            self._check_scores(len(prompt), params.prompt_logprobs_from, params.logprobs or 0)
+            self._check_scores(len(prompt), params.prompt_logprobs_from, params)
+        self._check_ids("token_ids_logprob", params.logprob_token_ids)
         self._check_ids("logit_bias", [token_id for token_id, _ in params.logit_bias])
         self._check_ids("bad_words", [token_id for word in params.bad_words for token_id in word])
         if params.bad_words and len(params.bad_words) + MAX_STOPS >= self._vocabulary:
@@ -58,11 +59,13 @@ class EngineLimits:
             )
             raise MisuseError(text)
 
-    def _check_scores(self, prompt_tokens: int, start: int, top: int) -> None:
+    def _check_scores(self, prompt_tokens: int, start: int, params: SamplingParams) -> None:
         if not 0 <= start < prompt_tokens:
             raise MisuseError(f"logprob_start_len {start} is outside the prompt, 0..{prompt_tokens - 1}")
-        if (size := size_bytes(prompt_tokens, start, min(top, self._vocabulary))) > MAX_BYTES:
-            text = f"logprobs of {prompt_tokens - 1 - start} prompt tokens, {top} top ones at each, are {size} bytes"
+        tokens, top, asked = prompt_tokens - 1 - start, params.logprobs or 0, len(params.logprob_token_ids)
+        if (size := size_bytes(tokens, min(top, self._vocabulary), asked)) > MAX_BYTES:
+            others = f" and {asked} asked for" if asked else ""
+            text = f"logprobs of {tokens} prompt tokens, {top} top ones{others} at each, are {size} bytes"
             raise MisuseError(f"{text}, limit {MAX_BYTES}; ask for fewer at each, or from a later token on")
 
     def _check_ids(self, name: str, ids: Sequence[int]) -> None:

@@ -41,6 +41,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     never completed. Before `min_new_tokens` no token ends the request. Log-probabilities are those of the model,
     whatever is set here.
 
+    `logprob_token_ids` are tokens whose log-probabilities are given at every place beside those of the chosen one.
     `prompt_logprobs_from` asks for those of the prompt's tokens behind this position too. Prefill chooses one token
     with every prompt: where `max_new_tokens` is 0 it is the caller's to drop.
     Raises: MisuseError naming the field, the value and the limit.
@@ -57,6 +58,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     skip_special_tokens: bool = True
     ignore_eos: bool = False
     logprobs: int | None = None
+    logprob_token_ids: tuple[int, ...] = ()
     prompt_logprobs_from: int | None = None
     min_new_tokens: int = 0
     min_p: float = 0.0
@@ -88,6 +90,10 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
         for name, (least, most) in _RANGES.items():
             if not least <= (value := getattr(self, name)) <= most:  # false for NaN too
                 raise MisuseError(f"{name} {value} is outside {least:g}..{most:g}")
+        if len(self.logprob_token_ids) > MAX_TOP_LOGPROBS:
+            raise MisuseError(f"token_ids_logprob: {len(self.logprob_token_ids)} ids, limit {MAX_TOP_LOGPROBS}")
+        if self.logprob_token_ids and self.logprobs is None:
+            raise MisuseError("token_ids_logprob needs logprobs (return_logprob)")
         self._check_words()
 
     def _check_words(self) -> None:
@@ -134,6 +140,7 @@ class TokenOut(msgspec.Struct, frozen=True):
     top_logprobs: tuple[tuple[int, float], ...] = ()
     finish_reason: FinishReason | None = None
     matched_stop: int | None = None
+    asked_logprobs: tuple[tuple[int, float], ...] = ()  # of `logprob_token_ids`
     prompt_logprobs: PromptLogprobs | None = None  # with the first token at decode, where they were asked for
 
 

@@ -45,7 +45,9 @@ class _PrefillRequest:
         adjustments = adjustments_of(params, sequence, eos_ids)
         self.draw = Draw(params, params.seed_or_random(), sequence.prompt_length, adjustments)
         start = params.prompt_logprobs_from
-        self.scorer = None if start is None else PromptScorer(sequence, start, params.logprobs or 0)
+        self.scorer = (
+            None if start is None else PromptScorer(sequence, start, params.logprobs or 0, params.logprob_token_ids)
+        )
         self.first: asyncio.Future[TokenOut | None] = asyncio.get_running_loop().create_future()
 
 
@@ -256,6 +258,7 @@ class PrefillEngine(EngineLoop):
                 first_token=choice.token_id,
                 logprob=choice.logprob,
                 top_logprobs=choice.top_logprobs,
+                asked_logprobs=choice.asked_logprobs,
                 prompt_tokens=s.prompt_length,
                 prompt_logprobs=request.scorer.scores if request.scorer else None,
             )
@@ -269,4 +272,4 @@ class PrefillEngine(EngineLoop):
             return
         reason, matched = finish(choice.token_id, 1, request.params.max_new_tokens, request.params, self._model.eos_ids)
         if not request.first.done():
-            request.first.set_result(TokenOut(choice.token_id, choice.logprob, choice.top_logprobs, reason, matched))
+            request.first.set_result(TokenOut(*choice[:3], reason, matched, choice.asked_logprobs))

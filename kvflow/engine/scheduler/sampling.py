@@ -36,6 +36,7 @@ class Choice(NamedTuple):
     token_id: int
     logprob: float | None = None
     top_logprobs: tuple[tuple[int, float], ...] = ()
+    asked_logprobs: tuple[tuple[int, float], ...] = ()
 
 
 def choose(logits: torch.Tensor, draws: Sequence[Draw]) -> list[Choice]:
@@ -144,4 +145,8 @@ def _add_logprobs(choices: list[Choice], logprobs: torch.Tensor, rows: list[int]
         count = draws[row].params.logprobs or 0
         token = choices[row].token_id
         top = tuple(zip(ids[n, :count].tolist(), values[n, :count].tolist(), strict=True))
-        choices[row] = Choice(token, float(logprobs[n, token]), top)
+        asked = tuple(
+            (i, float(logprobs[n, i]) if i < logprobs.shape[-1] else -math.inf)
+            for i in draws[row].params.logprob_token_ids
+        )
+        choices[row] = Choice(token, float(logprobs[n, token]), top, asked)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import torch
+import torch.nn.functional as F  # noqa: N812
 from numpy.typing import NDArray
 
 from kvflow.engine.model.sequence import Sequence
@@ -14,12 +15,14 @@ _SLICE = 32  # tokens whose float32 log-probabilities exist at a time
 
 
 class PromptScorer:
-    """Of the tokens behind position `start` of one prompt, with the `top` most likely ones at each."""
+    """Of the tokens behind position `start` of one prompt, with the `top` most likely ones and the `asked` ones at
+    each."""
 
-    def __init__(self, sequence: Sequence, start: int, top: int) -> None:
+    def __init__(self, sequence: Sequence, start: int, top: int, asked: tuple[int, ...]) -> None:
         self._sequence, self._start, self._top = sequence, start, top
+        self._asked = torch.tensor(asked, dtype=torch.long)
         self.scores = PromptLogprobs(start, b"")  # complete after the last chunk
-        self._parts: list[tuple[NDArray[np.float32], NDArray[np.int64], NDArray[np.float32]]] = []
+        self._parts: list[tuple[NDArray[np.generic], ...]] = []
 
     def logits_wanted(self, count: int) -> int:
         """Of the last how many of the next `count` tokens logits are needed."""
@@ -29,12 +32,16 @@ class PromptScorer:
     def add(self, logits: torch.Tensor, end: int) -> None:
         """`logits` [tokens, vocabulary] of the tokens before position `end`, which follow those already added."""
         following = self._sequence.tokens[end - len(logits) + 1 : min(end + 1, self._sequence.prompt_length)]
+        vocabulary = logits.shape[-1]
         for at in range(0, len(following), _SLICE):
             targets = torch.from_numpy(following[at : at + _SLICE])
             logprobs = torch.log_softmax(logits[at : at + len(targets)].float(), dim=-1)
-            top, ids = logprobs.topk(min(self._top, logprobs.shape[-1]), dim=-1)
-            own = logprobs.gather(-1, targets[:, None])[:, 0]
-            self._parts.append((own.numpy(), ids.numpy(), top.numpy()))
+            top, ids = logprobs.topk(min(self._top, vocabulary), dim=-1)
+            # An embedding may be larger than the output layer: what has no logit is never generated.
+            padded = F.pad(logprobs, (0, 1), value=-torch.inf)
+            own = padded.gather(-1, targets[:, None].clamp(max=vocabulary))[:, 0]
+            asked = padded[:, self._asked.clamp(max=vocabulary)]
+            self._parts.append((own.numpy(), ids.numpy(), top.numpy(), asked.numpy()))
         if end == self._sequence.prompt_length and self._parts:
             self.scores = PromptLogprobs.pack(self._start, *map(np.concatenate, zip(*self._parts, strict=True)))
             self._parts.clear()

@@ -7,6 +7,8 @@ from collections import OrderedDict
 from collections.abc import AsyncGenerator, Sequence
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
+import msgspec
+
 from kvflow.engine.scheduler.limits import EngineLimits
 from kvflow.engine.scheduler.params import TokenOut
 from kvflow.handlers.rooms import DecodeRoom, PrefillRoom
@@ -165,7 +167,7 @@ class PrefillService(EngineService[PrefillNode, "PrefillEngine"]):
         self._recent_rooms.add(room)
         first = await self._engine.prefill(room, request.prompt, request.params)
         if first.finish_reason is None:
-            first = TokenOut(first.token_id, first.logprob, first.top_logprobs, "length")
+            first = msgspec.structs.replace(first, finish_reason="length")
         yield first
 
     def refuse(self, room: int, prefill: str, cause: Cause) -> None:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from aiohttp import web
 
 from kvflow.aio import in_turns
+from kvflow.engine.scheduler.params import SamplingParams
 from kvflow.engine.scheduler.prompt_logprobs import PromptLogprobs
 from kvflow.server.http.aborts import ABORT
 from kvflow.server.http.completion import Completion, Delta
@@ -35,24 +36,30 @@ class _Grown:
         self.logprobs = GrowingArray()
         self.top_logprobs = GrowingArray()
         self.input_logprobs = GrowingArray()
+        self.asked_logprobs = GrowingArray()
         self.input_top_logprobs = GrowingArray()
+        self.input_asked_logprobs = GrowingArray()
 
-    def add(self, delta: Delta, logprobs: int | None) -> None:
-        """`logprobs`: see `SamplingParams`."""
+    def add(self, delta: Delta, params: SamplingParams) -> None:
         self.text.add(delta.text)
         for token in delta.tokens:
             self.ids.add(token.token_id)
-            if logprobs is not None:
+            if params.logprobs is not None:
                 self.logprobs.add(self._named(token.token_id, token.logprob))
-            if logprobs:
-                self.top_logprobs.add([self._named(*top) for top in token.top_logprobs])
+            if params.logprobs:
+                self.top_logprobs.add(self._all_named(token.top_logprobs))
+            if params.logprob_token_ids:
+                self.asked_logprobs.add(self._all_named(token.asked_logprobs))
 
-    async def add_prompt(self, scores: PromptLogprobs, prompt: PromptIds) -> None:
+    async def add_prompt(self, scores: PromptLogprobs, prompt: PromptIds, asked_ids: tuple[int, ...] = ()) -> None:
         """Add the prompt, a bit at a time: it may be long."""
-        async for token in in_turns(scores.tokens(prompt)):
+        async for token in in_turns(scores.tokens(prompt, asked_ids)):
             self.input_logprobs.add(self._named(token.token_id, token.logprob))
-            top = [self._named(*top) for top in token.top_logprobs]
-            self.input_top_logprobs.add(top or None)
+            self.input_top_logprobs.add(self._all_named(token.top_logprobs) or None)
+            self.input_asked_logprobs.add(self._all_named(token.asked_logprobs) or None)
+
+    def _all_named(self, logprobs: Sequence[tuple[int, float]]) -> list[list[Any]]:
+        return [self._named(*one) for one in logprobs]
 
     def _named(self, token_id: int, logprob: float | None) -> list[Any]:
         return [logprob, token_id, self._token_text(token_id)]
@@ -95,10 +102,11 @@ class GenerateCall:
         return self._requests
 
     async def scored(self, index: int, scores: PromptLogprobs) -> None:
-        await self._grown[index].add_prompt(scores, self._requests[index].prompt)
+        request = self._requests[index]
+        await self._grown[index].add_prompt(scores, request.prompt, request.params.logprob_token_ids)
 
     def add(self, index: int, delta: Delta) -> None:
-        self._grown[index].add(delta, self._requests[index].params.logprobs)
+        self._grown[index].add(delta, self._requests[index].params)
 
     def answer(self, completions: list[Completion]) -> Any:
         """One object, or a list of them."""
@@ -131,6 +139,9 @@ class GenerateCall:
             if request.params.logprobs:
                 meta["input_top_logprobs"] = grown.input_top_logprobs
                 meta["output_top_logprobs"] = grown.top_logprobs
+            if request.params.logprob_token_ids:
+                meta["input_token_ids_logprobs"] = grown.input_asked_logprobs
+                meta["output_token_ids_logprobs"] = grown.asked_logprobs
         return {"text": grown.text, "output_ids": grown.ids, "meta_info": meta}
 
     def id_of(self, index: int) -> str:

@@ -108,7 +108,23 @@ def params_of_generate(
         most = min(DEFAULT_MAX_NEW_TOKENS, limits.tokens_left(prompt))
     start = _of_prompt("logprob_start_len", body.logprob_start_len, index, count, -1)
     scored_from = start if scored and start != -1 else None  # SGLang's default: none of the prompt
-    return SamplingParams(**fields, max_new_tokens=most, logprobs=logprobs, prompt_logprobs_from=scored_from)
+    return SamplingParams(
+        **fields,
+        max_new_tokens=most,
+        logprobs=logprobs,
+        prompt_logprobs_from=scored_from,
+        logprob_token_ids=_asked_ids(body.token_ids_logprob, index, count) if scored else (),
+    )
+
+
+def _asked_ids(given: list[Any] | None, index: int, prompts: int) -> tuple[int, ...]:
+    """Ids for every prompt, or a list of such lists."""
+    if not given or all(isinstance(one, int) for one in given):
+        return tuple(given or ())
+    if not all(isinstance(one, list) for one in given):
+        text = "token_ids_logprob must be one list of token ids, or a list of such lists"
+        raise RequestError(text, param="token_ids_logprob")
+    return tuple(_of_prompt("token_ids_logprob", given, index, prompts, []))
 
 
 def _of_prompt(name: str, value: T | list[T] | None, index: int, prompts: int, unset: T) -> T:

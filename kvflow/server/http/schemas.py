@@ -83,6 +83,7 @@ class GenerateRequest(Rendezvous, frozen=True, kw_only=True):
     return_logprob: bool | list[bool] | None = None
     top_logprobs_num: TopLogprobs | list[TopLogprobs] | None = None
     logprob_start_len: int | list[int] | None = None
+    token_ids_logprob: list[TokenId | list[TokenId]] | None = None
     return_text_in_logprobs: bool | None = None
     rid: str | list[str] | None = None
 
