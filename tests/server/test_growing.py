@@ -6,7 +6,7 @@ import json
 from typing import Any
 
 import msgspec
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from kvflow.server.http.growing import BLOCK_BYTES, GrowingArray, GrowingText, _steps, encode
@@ -39,6 +39,8 @@ def test_full_blocks_are_neither_encoded_nor_copied_again() -> None:
     assert sum(map(len, again)) > sum(map(len, first)) - BLOCK_BYTES
 
 
+@example([0, BLOCK_BYTES + 1, 0, BLOCK_BYTES + 1, 0])
+@example([1, BLOCK_BYTES + 1] * 4)
 @given(st.lists(st.integers(0, 3 * BLOCK_BYTES), max_size=8))
 def test_steps_are_bounded_and_as_few_as_they_can_be(sizes: list[int]) -> None:
     pieces = [bytes([i]) * size for i, size in enumerate(sizes)]

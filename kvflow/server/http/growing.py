@@ -85,18 +85,18 @@ async def write(response: web.StreamResponse, pieces: Iterable[bytes]) -> None:
 
 
 def _steps(pieces: Iterable[bytes]) -> Iterator[bytes | memoryview]:
-    """The same bytes, small pieces joined and large ones cut."""
-    small: list[bytes] = []
+    """The same bytes, small pieces joined and large ones cut; two steps in a row have more than a block together."""
+    small: list[bytes | memoryview] = []
     size = 0
-    for piece in pieces:
+    for piece in filter(None, pieces):
         if size + len(piece) > BLOCK_BYTES and small:
             yield b"".join(small)
             small, size = [], 0
-        if len(piece) > BLOCK_BYTES:
-            whole = memoryview(piece)
-            yield from (whole[at : at + BLOCK_BYTES] for at in range(0, len(piece), BLOCK_BYTES))
-        else:
-            small.append(piece)
-            size += len(piece)
+        rest = memoryview(piece)
+        while len(rest) > BLOCK_BYTES:
+            yield rest[:BLOCK_BYTES]
+            rest = rest[BLOCK_BYTES:]
+        small.append(rest)
+        size += len(rest)
     if small:
         yield b"".join(small)
