@@ -31,6 +31,12 @@ class Streamed(msgspec.Struct, kw_only=True):
     ttft_s: float = 0.0
     total_s: float = 0.0
 
+    @property
+    def tokens_per_s(self) -> float:
+        """After the first token, which waits for prefill and the transfer."""
+        took_s = self.total_s - self.ttft_s
+        return (len(self.output_ids) - 1) / took_s if took_s > 0 else 0.0
+
 
 class Aborted(msgspec.Struct, frozen=True, kw_only=True):
     """A room that was aborted while its pages were moving, as both sides report it."""
@@ -80,6 +86,12 @@ class FleetClient:
     async def move(self, input_ids: list[int]) -> None:
         """Complete a long prompt, for its transfer only. Raises: DemoError."""
         await self._read({"input_ids": input_ids, "stream": True, "sampling_params": _greedy(1)})
+
+    async def latest_room(self) -> dict[str, Any]:
+        """The latest room, as both sides report it."""
+        (line, *_) = (await self.get(f"{self.prefill}/rooms"))["rooms"]
+        sides: dict[str, Any] = await self.get(f"{self.router}/rooms/{line['room']}")
+        return sides
 
     async def moved(self) -> tuple[int, float]:
         """Bytes of all finished rooms, and the seconds that their writes took, as prefill reports them."""

@@ -5,13 +5,16 @@ from __future__ import annotations
 import asyncio
 import os
 import sys
+import time
+from collections.abc import AsyncGenerator
+from contextlib import AsyncExitStack, asynccontextmanager
 
 import aiohttp
 import msgspec
 
-from kvflow.config import Settings, resolve
+from kvflow.config import ENV_PREFIX, Settings, resolve
 from kvflow.demo.client import Aborted, DemoError, FleetClient, Streamed
-from kvflow.demo.show import DemoOutput, NoOutput, TerminalOutput
+from kvflow.demo.show import DemoOutput, ProgressOutput, TerminalOutput
 from kvflow.demo_model import DEMO_MODEL_DIR, DEMO_PROMPTS
 from kvflow.launch.child import ChildEndedError
 from kvflow.launch.doctor import mooncake_unavailable_reason
@@ -26,6 +29,7 @@ LONG_PROMPT_TOKENS = 1024
 ABORT_TRANSFER_S = 5.0
 POOL_TOKENS = 16_384
 PAGE_SIZE = 16
+TICK_S = 2.0  # no longer silence, whatever takes long
 
 
 class Outcome(msgspec.Struct, frozen=True, kw_only=True):
@@ -53,6 +57,10 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     prompts: list[str]
     new_tokens: int
 
+    @property
+    def shown_model(self) -> str:
+        return "the packaged model" if self.model == str(DEMO_MODEL_DIR) else self.model
+
 
 def run_demo(model: str, backend: str, *, as_json: bool, requests: int, new_tokens: int) -> int:
     """`kvflow demo`. Returns the exit status. Raises: MisuseError."""
@@ -61,8 +69,10 @@ def run_demo(model: str, backend: str, *, as_json: bool, requests: int, new_toke
     reason = mooncake_unavailable_reason() if backend != "local" else None
     if backend == "mooncake" and reason:
         raise MisuseError(reason)
+    for name in [name for name in os.environ if name.startswith(ENV_PREFIX)]:
+        del os.environ[name]  # the demo's roles are as it says, whatever a user has set for real ones
     plan = Plan(model=model or str(DEMO_MODEL_DIR), prompts=_prompts(requests), new_tokens=new_tokens)
-    output: DemoOutput = NoOutput() if as_json else TerminalOutput()
+    output: DemoOutput = ProgressOutput() if as_json else TerminalOutput()
     backends = [backend] if backend else [name for name in PLANES if name == "local" or not reason]
     outcomes = asyncio.run(_all(plan, backends, output))
     if as_json:
@@ -121,19 +131,26 @@ async def _stock(plan: Plan) -> list[list[int]]:
 
 async def _one(plan: Plan, backend: str, expected: asyncio.Task[list[list[int]]], output: DemoOutput) -> Outcome:
     """One data plane: a fleet at full speed, then one whose transfers are slow enough to be aborted."""
-    output.line(f"\n[bold]{backend}[/]: starting router, prefill and decode ({plan.model})")
-    async with _session() as session, _fleet(plan, backend, 0) as fleet:
+    output.line(f"\n[bold]{backend}[/]: starting router, prefill and decode with {plan.shown_model}")
+    async with _session() as session, _started(plan, backend, 0, output) as fleet:
         client = _client(session, fleet)
-        done = await _completions(client, plan, output)
+        done, together = await _completions(client, plan, output)
         info = await client.get(f"{client.prefill}/server_info")
         long_prompt = _long_prompt(done, info["max_model_len"] // 2)
         await client.move(long_prompt)
         moved, seconds = await client.moved()
+        good_room = await client.latest_room()
         at_rest = await client.pages_at_rest()
     output.line("comparing with stock transformers, in a process of its own ...")
-    wanted = await expected
+    async with _ticking(output, "stock transformers"):
+        wanted = await expected
     same = [d.output_ids == ids for d, ids in zip(done, wanted, strict=True)]
-    output.table(done, same, backend, moved, seconds)
+    output.table(done, same, backend)
+    output.line(f"{sum(same)} of {len(same)} identical to stock transformers")
+    output.line(f"tokens/s: {done[-1 if len(done) <= SHOWN else SHOWN - 1].tokens_per_s:,.0f} alone, {together}")
+    rate = f", {moved / seconds / 1e9:.3f} GB/s while writing" if seconds else ""
+    output.line(f"{moved:,} bytes moved through [bold]{backend}[/]{rate}")
+    output.room(f"a prompt of {len(long_prompt)} tokens, from both sides:", good_room)
     if len({tuple(d.output_ids) for d in done}) != len(done):
         raise DemoError("two prompts have the same output, so the comparison proves nothing; use another model")
     total = -(-len(long_prompt) // PAGE_SIZE) * info["pool"]["page_bytes"]
@@ -150,8 +167,11 @@ async def _one(plan: Plan, backend: str, expected: asyncio.Task[list[list[int]]]
     )
 
 
-async def _completions(client: FleetClient, plan: Plan, output: DemoOutput) -> list[Streamed]:
-    """Complete all prompts: the first ones alone, with their text shown, the others together."""
+async def _completions(client: FleetClient, plan: Plan, output: DemoOutput) -> tuple[list[Streamed], str]:
+    """Complete all prompts: the first ones alone, with their text shown, the others together.
+
+    Returns them, and how fast those together were.
+    """
     shown = []
     for prompt in plan.prompts[:SHOWN]:
         with output.streaming(prompt) as show:
@@ -162,7 +182,14 @@ async def _completions(client: FleetClient, plan: Plan, output: DemoOutput) -> l
         async with gate:
             return await client.complete(prompt, plan.new_tokens)
 
-    return [*shown, *await asyncio.gather(*(one(prompt) for prompt in plan.prompts[SHOWN:]))]
+    others = plan.prompts[SHOWN:]
+    if others:
+        output.line(f"and {len(others)} more, {min(len(others), CONCURRENT)} at once ...")
+    started = time.perf_counter()
+    rest = await asyncio.gather(*(one(prompt) for prompt in others))
+    tokens, took_s = sum(len(done.output_ids) for done in rest), time.perf_counter() - started
+    together = f"{tokens / took_s:,.0f} with {min(len(rest), CONCURRENT)} at once" if rest else "no others"
+    return [*shown, *rest], together
 
 
 def _long_prompt(done: list[Streamed], most: int) -> list[int]:
@@ -178,17 +205,44 @@ async def _aborted(
     """One long prompt on a rate-limited fleet, whose client disconnects while its pages move."""
     rate = max(1, int(total_bytes / ABORT_TRANSFER_S))
     output.line(f"aborting a {len(prompt)}-token prompt in mid-transfer (rate limit {rate:,} bytes/s) ...")
-    async with _session() as session, _fleet(plan, backend, rate) as fleet:
+    async with _session() as session, _started(plan, backend, rate, output) as fleet:
         client = _client(session, fleet)
         aborted = await client.abort_in_mid_transfer(prompt)
         at_rest = await client.pages_at_rest()
-    output.story(aborted)
+    output.room(f"the aborted room {aborted.room}, from both sides:", aborted.sides)
+    output.line(f"{aborted.bytes_at_abort:,} of {aborted.bytes_total:,} bytes had landed when the room ended")
     output.line(f"every page of both pools is free again: {'yes' if at_rest else '[red]no[/]'}")
     return aborted, at_rest
 
 
 def _session() -> aiohttp.ClientSession:
     return aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=None), read_bufsize=1 << 22)
+
+
+@asynccontextmanager
+async def _started(plan: Plan, backend: str, rate: int, output: DemoOutput) -> AsyncGenerator[Fleet]:
+    async with AsyncExitStack() as stack:
+        async with _ticking(output, "starting"):
+            fleet = await stack.enter_async_context(_fleet(plan, backend, rate))
+        yield fleet
+
+
+@asynccontextmanager
+async def _ticking(output: DemoOutput, what: str) -> AsyncGenerator[None]:
+    """Say every `TICK_S` that this still goes on."""
+    started = time.perf_counter()
+
+    async def tick() -> None:
+        while True:
+            await asyncio.sleep(TICK_S)
+            output.line(f"  {what}: {time.perf_counter() - started:.0f} s ...")
+
+    ticking = asyncio.create_task(tick())
+    try:
+        yield
+    finally:
+        ticking.cancel()
+        await asyncio.wait([ticking])
 
 
 def _fleet(plan: Plan, backend: str, rate: int) -> Fleet:

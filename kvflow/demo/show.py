@@ -4,19 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
-from typing import Protocol
+from typing import Any, Protocol
 
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from kvflow.demo.client import Aborted, Streamed
+from kvflow.demo.client import Streamed
+from kvflow.demo.timeline import draw
 
 Show = Callable[[str], None]
 
 
 class DemoOutput(Protocol):
-    """Where the demo writes its progress and results."""
+    """Where the demo writes its progress and results. Every call is flushed, so that a pipe sees it at once."""
 
     def line(self, text: str) -> None: ...
 
@@ -25,21 +26,25 @@ class DemoOutput(Protocol):
         """Yields a function for one completion's text as it comes."""
         yield lambda _: None
 
-    def table(self, done: list[Streamed], same: list[bool], backend: str, moved: int, seconds: float) -> None: ...
+    def table(self, done: list[Streamed], same: list[bool], backend: str) -> None: ...
 
-    def story(self, aborted: Aborted) -> None: ...
+    def room(self, title: str, sides: dict[str, Any]) -> None:
+        """Draw what happened in one room, on both sides."""
 
 
-class NoOutput(DemoOutput):
-    """For --json."""
+class ProgressOutput(DemoOutput):
+    """For --json: what is being done, on stderr."""
+
+    def __init__(self) -> None:
+        self._console = Console(stderr=True, highlight=False, soft_wrap=True)
 
     def line(self, text: str) -> None:
+        self._console.print(text)
+
+    def table(self, done: list[Streamed], same: list[bool], backend: str) -> None:
         return None
 
-    def table(self, done: list[Streamed], same: list[bool], backend: str, moved: int, seconds: float) -> None:
-        return None
-
-    def story(self, aborted: Aborted) -> None:
+    def room(self, title: str, sides: dict[str, Any]) -> None:
         return None
 
 
@@ -58,27 +63,19 @@ class TerminalOutput(DemoOutput):
         yield lambda text: self._console.print(escape(text), end="")
         self._console.print("\n")
 
-    def table(self, done: list[Streamed], same: list[bool], backend: str, moved: int, seconds: float) -> None:
-        table = Table("prompt", title=f"{len(done)} completions over {backend}")
-        for heading in ("tokens", "TTFT ms", "total ms", "same as stock"):
+    def table(self, done: list[Streamed], same: list[bool], backend: str) -> None:
+        table = Table(title=f"{len(done)} completions over {backend}")
+        table.add_column("prompt", no_wrap=True)
+        for heading in ("tokens", "TTFT ms", "total ms", "tokens/s", "as stock"):
             table.add_column(heading, justify="right")
         for streamed, matched in zip(done, same, strict=True):
-            times = (f"{streamed.ttft_s * 1e3:.0f}", f"{streamed.total_s * 1e3:.0f}")
+            times = (f"{streamed.ttft_s * 1e3:.0f}", f"{streamed.total_s * 1e3:.0f}", f"{streamed.tokens_per_s:.0f}")
             verdict = "[green]yes[/]" if matched else "[red]NO[/]"
             table.add_row(escape(streamed.prompt[:44]), str(len(streamed.output_ids)), *times, verdict)
         self._console.print(table)
-        rate = f"{moved / seconds / 1e9:.3f} GB/s while writing" if seconds else "no write time recorded"
-        self._console.print(
-            f"{sum(same)} of {len(same)} identical; {moved:,} bytes moved through [bold]{backend}[/], {rate}"
-        )
 
-    def story(self, aborted: Aborted) -> None:
-        table = Table("side", "at", "what", "phase", "", title=f"what happened in room {aborted.room}")
-        for side, story in sorted(aborted.sides.items(), reverse=True):
-            for event in story["events"]:
-                at = f"{event['at_s'] * 1e3:9.1f} ms"
-                table.add_row(side, at, event["what"], event["phase"], escape(event["text"]))
-        self._console.print(table)
-        self._console.print(
-            f"{aborted.bytes_at_abort:,} of {aborted.bytes_total:,} bytes had landed when the room ended"
-        )
+    def room(self, title: str, sides: dict[str, Any]) -> None:
+        self._console.print(f"\n[bold]{escape(title)}[/]")
+        for line in draw(sides):
+            self._console.print(escape(line), soft_wrap=True)
+        self._console.print()

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import importlib.util
+import itertools
 import json
+import os
+import re
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import msgspec
 import pytest
 
 from kvflow.demo.client import _writing_s
-from kvflow.demo.run import Outcome, _prompts
+from kvflow.demo.run import TICK_S, Outcome, _prompts
 
 KEYS = ["backend", "requests", "identical", "aborted", "bytes_at_abort", "bytes_total", "pages_home", "bytes_moved"]
 GOOD = Outcome(
@@ -71,6 +75,32 @@ def test_the_demo_holds_what_it_promises(backend: str) -> None:
     assert 0 < outcome["bytes_at_abort"] < outcome["bytes_total"]
     assert outcome["pages_home"] is True
     assert outcome["bytes_moved"] > 0
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+@pytest.mark.xdist_group("processes")
+def test_what_a_pipe_sees_of_it() -> None:
+    """Something at least every few seconds, figures, and one room drawn in 80 columns; other settings do not matter."""
+    environment = {**os.environ, "COLUMNS": "80", "KVFLOW_API_KEY": "secret", "KVFLOW_PAGE_SIZE": "3"}
+    command = [sys.executable, "-m", "kvflow", "demo", "--transfer-backend", "local", "--requests", "4"]
+    lines, at_s = [], [time.monotonic()]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) as process:
+        assert process.stdout is not None
+        for line in process.stdout:
+            lines.append(line.rstrip("\n"))
+            at_s.append(time.monotonic())
+    assert process.returncode == 0
+    assert max(b - a for a, b in itertools.pairwise(at_s)) < 10 * TICK_S  # a busy machine is slow, not silent
+    text = "\n".join(lines)
+    assert re.search(r"tokens/s: [\d,]+ alone, [\d,]+ with 2 at once", text)
+    first = next(n for n, line in enumerate(lines) if line.startswith("comparing"))
+    assert max(map(len, lines[first:])) <= 80
+    good, aborted = text.split("from both sides:")[1:]
+    for drawn, parts in ((good, ("◀═══ 32 pages ═══", "-> success")), (aborted, ("╳═══ 32 pages ═══", "◀─── drained"))):
+        times = [float(at) for at in re.findall(r"^ +(\d+\.\d) ", drawn, re.MULTILINE)]
+        assert len(times) > 5 and times == sorted(times)
+        assert all(part in drawn for part in parts), drawn
 
 
 def test_an_unknown_model_is_one_line_and_status_2(tmp_path: Path) -> None:

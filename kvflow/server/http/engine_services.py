@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections import OrderedDict
 from collections.abc import AsyncGenerator, Sequence
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
@@ -59,7 +60,9 @@ class RecentRooms:
             }
             for line in room.story()
         ]
-        return {**_summary(room), "events": events}
+        # Stories of two processes of one machine, or of two with clocks that agree, merge by this.
+        opened_unix_s = time.time() - (time.monotonic() - room.opened_at_s)
+        return {**_summary(room), "opened_unix_s": round(opened_unix_s, 6), "events": events}
 
 
 def _summary(room: PrefillRoom | DecodeRoom) -> dict[str, Any]:
