@@ -158,6 +158,7 @@ class DecodeShell(Shell):
         """It ended before the endpoint knew of it, and has no pages."""
         if room.refused is None:
             room.refused = error.cause()
+            self.counts.room_refused(room.refused)
         room.tell_failed(error)
         room.pages_freed()
         if room.callbacks:

@@ -50,7 +50,7 @@ async def run_prefill(settings: Settings) -> None:
     bootstrap_port: int = bootstrap.getsockname()[1]
     async with AsyncExitStack() as stack:
         service, model = await stack.enter_async_context(prefill_service(settings))
-        metrics = Metrics(service.report, role="prefill", sglang=settings.sglang_metrics)
+        metrics = Metrics(service.report, role="prefill", model=settings.model_name, sglang=settings.sglang_metrics)
         table = RankTable()
         table.put(service.rank)
         await stack.enter_async_context(listening_on(registry_app(table, metrics, settings.api_key), bootstrap))
@@ -61,7 +61,7 @@ async def run_decode(settings: Settings) -> None:
     """`kvflow decode`, until a signal stops it."""
     http = bound_socket(settings.host, settings.port, "--port")
     async with decode_service(settings) as (service, model):
-        metrics = Metrics(service.report, role="decode", sglang=settings.sglang_metrics)
+        metrics = Metrics(service.report, role="decode", model=settings.model_name, sglang=settings.sglang_metrics)
         await _serve(settings, service, model, metrics, http, None)
 
 

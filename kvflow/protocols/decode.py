@@ -106,7 +106,7 @@ class DecodeEndpoint:
         if deadline_at_s < float("inf"):
             core.deadlines.set(Timer("deadline", lease.grant), deadline_at_s)
         core.deadlines.set(Timer("stalled", lease.grant), now + record.resync_after_s)
-        core.link_if_ready(record)
+        core.link_if_ready(record, now)
         if announce or not record.linked:
             core.announce(record)
         return lease.grant
@@ -125,7 +125,7 @@ class DecodeEndpoint:
         if len(pages) != record.num_pages:
             raise MisuseError(f"room {record.room}: {len(pages)} pages for a room of {record.num_pages}")
         record.packed_pages = pack_pages(pages)
-        record.lent = True
+        record.lent, record.moving_at_s = True, now
         record.lease.num_pages = len(pages)
         record.progress_at_s = now
         if record.resync_after_s > self.core.timing.repeat_after_s:

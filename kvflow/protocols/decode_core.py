@@ -115,7 +115,7 @@ class DecodeCore:
                 self.repeat_from(peer, now)  # what was withdrawn before came to a prefill that did not know us
                 for grant in self.ledger.grants_of(peer):
                     if (record := self.rooms.get(grant)) is not None:
-                        self.link_if_ready(record)
+                        self.link_if_ready(record, now)
             elif command is LinkCommand.LOSE_ROOMS:
                 self.for_each_loan(peer, "lose", peer.cause)
             elif command is LinkCommand.ASK_LOANS:
@@ -137,11 +137,11 @@ class DecodeCore:
         for peer in record.peers:
             self.links.send(peer, wire.Announce(room=record.room, grant=record.grant, **self.between(peer)))
 
-    def link_if_ready(self, record: DecodeRoomRecord) -> None:
+    def link_if_ready(self, record: DecodeRoomRecord, now: float) -> None:
         for peer in record.peers:
             if peer.phase is not LinkPhase.UP:
                 return
-        record.linked = True
+        record.linked, record.ready_at_s = True, now
         self.outbox.append(Linked(record.grant))
 
     def recall(self, lease: Lease[PrefillPeer], cause: Cause, now: float) -> None:
@@ -254,7 +254,7 @@ def _end(core: DecodeCore, record: DecodeRoomRecord, now: float) -> None:
     core.deadlines.cancel(Timer("stalled", grant))
     phase = record.state.phase
     succeeded = phase is DecodePhase.SUCCESS
-    core.observer.room_ended(phase, record.state.cause)
+    core.observer.room_ended(record.ending, now)
     if succeeded:
         core.observer.pages_moved(record.num_pages)
     elif not record.lent:

@@ -9,6 +9,7 @@ from kvflow.protocols.errors import Cause, Code
 from kvflow.protocols.machines.decode_room import DecodePhase, opened
 from kvflow.protocols.machines.ledger import Lease
 from kvflow.protocols.machines.story import Story
+from kvflow.protocols.ports import RoomEnding
 from kvflow.protocols.wire.messages import Bootstrap, ChunkDone, Incarnation
 
 
@@ -49,7 +50,18 @@ class DecodeRoomRecord:
 
     __slots__ = (
         *("checks", "deadline_at_s", "grant", "handoff", "lease", "lent", "linked", "num_pages", "opened_at_s"),
-        *("packed_pages", "peers", "progress_at_s", "prompt", "resync_after_s", "room", "state", "story"),
+        *(
+            "moving_at_s",
+            "packed_pages",
+            "peers",
+            "progress_at_s",
+            "ready_at_s",
+            "prompt",
+            "resync_after_s",
+            "room",
+            "state",
+            "story",
+        ),
     )
 
     def __init__(
@@ -67,6 +79,8 @@ class DecodeRoomRecord:
         self.packed_pages = b""
         self.linked = False  # the shell was asked for pages
         self.lent = False  # and has brought them
+        self.ready_at_s: float | None = None
+        self.moving_at_s: float | None = None
         self.deadline_at_s, self.opened_at_s, self.progress_at_s = deadline_at_s, now, now
         self.resync_after_s = 0.0  # how long it may stand still before prefill is asked; grows while it does
         self.handoff = b""
@@ -87,6 +101,19 @@ class DecodeRoomRecord:
     def receiving(self) -> bool:
         """Chunks may still land."""
         return self.state.phase in (DecodePhase.WAITING_FOR_INPUT, DecodePhase.TRANSFERRING)
+
+    @property
+    def ending(self) -> RoomEnding:
+        """Of a room that has just ended."""
+        return RoomEnding(
+            phase=self.state.phase,
+            cause=self.state.cause,
+            num_pages=self.num_pages,
+            offers_pages=True,
+            opened_at_s=self.opened_at_s,
+            ready_at_s=self.ready_at_s,
+            moving_at_s=self.moving_at_s,
+        )
 
     def next_seq(self, rank: int) -> int:
         """The first chunk of `rank` that has not been received."""

@@ -63,13 +63,24 @@ class UnprovenLoan(NamedTuple):
     held_in: PageStore | None = None
 
 
+class RoomEnding(msgspec.Struct, frozen=True, kw_only=True, gc=False):
+    """How one half of a room ended, and when it got how far, by the node's clock; None for what it never reached."""
+
+    phase: IntEnum  # the terminal one
+    cause: Cause | None  # None for a success
+    num_pages: int
+    offers_pages: bool  # decode's half
+    opened_at_s: float
+    ready_at_s: float | None  # decode: linked to every rank; prefill: both halves were here
+    moving_at_s: float | None  # decode: its pages were offered; prefill: the first chunk was queued
+
+
 class Observer(Protocol):
     """Counts what happens at one node."""
 
     def room_opened(self) -> None: ...
 
-    def room_ended(self, phase: IntEnum, cause: Cause | None) -> None:
-        """`phase` is the terminal one; `cause` is None for a success."""
+    def room_ended(self, ending: RoomEnding, now: float) -> None: ...
 
     def message_dropped(self, why: str) -> None:
         """A message changed nothing. `why`: "malformed", "foreign" (another peer's), "stale" (too late)."""

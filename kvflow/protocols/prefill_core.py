@@ -160,6 +160,8 @@ class PrefillCore:
             record.story.tell(now, "write_ended", record.state.phase, event.cause or record.report)
         else:
             record.story.tell(now, event.kind, record.state.phase, event.cause)
+            if event.kind is PrefillKind.MATCHED:
+                record.ready_at_s = now
         for command in commands:
             _RUN[command](self, record, now)
 
@@ -246,6 +248,8 @@ def _tell_matched(core: PrefillCore, record: PrefillRoomRecord, now: float) -> N
 def _start_write(core: PrefillCore, record: PrefillRoomRecord, now: float) -> None:
     """The newest chunk; one without pages has landed already."""
     chunk = record.chunks[-1]
+    if record.moving_at_s is None:
+        record.moving_at_s = now
     targets = record.target_pages[record.placed : record.placed + chunk.num_pages]
     record.placed += chunk.num_pages
     if not chunk.num_pages:
@@ -310,12 +314,12 @@ def _end(core: PrefillCore, record: PrefillRoomRecord, now: float) -> None:
     """Out of the tables it is in, its last messages kept for a decode that missed them."""
     del core.rooms[record.room]
     core.deadlines.cancel(Timer("room", record.room))
-    cause, peer = record.state.cause, record.peer
+    peer = record.peer
     if record.prompt is None:
         core.record_outcome(record.room, Side.DECODE, record.first_cause, now)
     elif peer is None:
         core.record_outcome(record.room, Side.ENGINE, record.first_cause, now)
-    core.observer.room_ended(record.state.phase, cause)
+    core.observer.room_ended(record.ending, now)
     core.outbox.append(RoomReleased(record.serial))
     if peer is not None:
         peer.grants.end(record.grant, tuple(record.sent))

@@ -8,7 +8,7 @@ from kvflow.protocols.errors import Cause
 from kvflow.protocols.machines.prefill_room import TERMINAL, PrefillPhase, PrefillRoomState
 from kvflow.protocols.machines.story import Story
 from kvflow.protocols.pages.layout import PageIndices
-from kvflow.protocols.ports import WriteOutcome
+from kvflow.protocols.ports import RoomEnding, WriteOutcome
 from kvflow.protocols.prefill_peers import DecodePeer
 from kvflow.protocols.wire.messages import GrantId, Message, RoomId
 
@@ -36,7 +36,19 @@ class PrefillRoomRecord:
 
     __slots__ = (
         *("bootstrap", "chunks", "deadline_at_s", "grant", "opened_at_s", "own_deadline_at_s", "peer", "placed"),
-        *("prefix_tokens", "prompt", "report", "room", "sent", "serial", "state", "story", "target_pages"),
+        *(
+            "moving_at_s",
+            "prefix_tokens",
+            "prompt",
+            "ready_at_s",
+            "report",
+            "room",
+            "sent",
+            "serial",
+            "state",
+            "story",
+            "target_pages",
+        ),
     )
 
     def __init__(self, serial: int, room: RoomId, phase: PrefillPhase, rendezvous_s: float, now: float) -> None:
@@ -45,6 +57,8 @@ class PrefillRoomRecord:
         self.state = PrefillRoomState(phase)
         self.opened_at_s = now
         self.deadline_at_s = now + rendezvous_s  # for the other half; then the engine's own
+        self.ready_at_s: float | None = None
+        self.moving_at_s: float | None = None
         self.own_deadline_at_s = float("inf")
         self.prompt: tuple[int, bytes] | None = None  # token count and digest: the engine's half
         self.bootstrap: tuple[int, bytes] | None = None  # and decode's
@@ -80,6 +94,19 @@ class PrefillRoomRecord:
     def ended(self) -> bool:
         """Nothing more may be sent; writes may still be draining."""
         return self.state.phase is PrefillPhase.DRAINING or self.state.phase in TERMINAL
+
+    @property
+    def ending(self) -> RoomEnding:
+        """Of a room that has just ended."""
+        return RoomEnding(
+            phase=self.state.phase,
+            cause=self.state.cause,
+            num_pages=len(self.target_pages),
+            offers_pages=False,
+            opened_at_s=self.opened_at_s,
+            ready_at_s=self.ready_at_s,
+            moving_at_s=self.moving_at_s,
+        )
 
     @property
     def half(self) -> bool:

@@ -6,16 +6,75 @@ from collections import Counter
 from enum import IntEnum
 
 from kvflow.protocols.errors import Cause, Code
+from kvflow.protocols.ports import RoomEnding
+from kvflow.telemetry.histogram import (
+    BOOTSTRAP_SECONDS,
+    TRANSFER_BYTES,
+    TRANSFER_BYTES_PER_SECOND,
+    TRANSFER_SECONDS,
+    Histogram,
+)
+
+COUNTED_AT_ONCE = 128
+_NEVER_MET = frozenset(
+    {
+        *(Code.RENDEZVOUS, Code.REFUSED, Code.PROMPT_MISMATCH, Code.ROOM_IN_USE, Code.STALE_GRANT),
+        *(Code.BAD_REQUEST, Code.CAPACITY),
+    }
+)
+
+
+class TransferMeasures:
+    """Histograms of rooms.
+
+    `bootstrap`: until the other side was ready; `allocation`: from then until decode had its pages; `transfer` and what
+    follows: of rooms that have succeeded, from the first chunk (at decode: from the offer of its pages, so that the
+    model's steps at prefill are in it) to the last.
+    """
+
+    def __init__(self) -> None:
+        self.bootstrap_seconds = Histogram(BOOTSTRAP_SECONDS)
+        self.allocation_seconds = Histogram(BOOTSTRAP_SECONDS)
+        self.transfer_seconds = Histogram(TRANSFER_SECONDS)
+        self.transfer_bytes = Histogram(TRANSFER_BYTES)
+        self.transfer_bytes_per_second = Histogram(TRANSFER_BYTES_PER_SECOND)
+
+    def observe(self, ending: RoomEnding, ended_at_s: float, size_bytes: int) -> None:
+        ready_at_s, moving_at_s = ending.ready_at_s, ending.moving_at_s
+        if ready_at_s is not None:
+            self.bootstrap_seconds.observe(max(0.0, ready_at_s - ending.opened_at_s))
+            if moving_at_s is not None and ending.offers_pages:
+                self.allocation_seconds.observe(max(0.0, moving_at_s - ready_at_s))
+        if ending.cause is None and moving_at_s is not None:
+            seconds = max(0.0, ended_at_s - moving_at_s)
+            self.transfer_seconds.observe(seconds)
+            self.transfer_bytes.observe(size_bytes)
+            if seconds and size_bytes:
+                self.transfer_bytes_per_second.observe(size_bytes / seconds)
+
+
+def failed_in(ending: RoomEnding) -> str:
+    """Where a room failed: "engine" (a model step), "bootstrap" (the sides did not meet, or did not fit together),
+    "transfer"; empty for a success, and where a client has left."""
+    if ending.cause is None or ending.cause.code is Code.CLIENT_GONE:
+        return ""
+    if ending.cause.code is Code.ENGINE_ERROR:
+        return "engine"
+    return "bootstrap" if ending.moving_at_s is None or ending.cause.code in _NEVER_MET else "transfer"
 
 
 class Counts:
-    """Implements `protocols.ports.Observer`: rooms and how they ended, pages and bytes that have landed, chunks whose
-    checksum differed, and messages that were dropped, by why."""
+    """Implements `protocols.ports.Observer`: rooms, how they ended and how long they took, pages and bytes that have
+    landed, chunks whose checksum differed, and messages that were dropped, by why."""
 
     def __init__(self, page_bytes: int = 0) -> None:
         self._page_bytes = page_bytes
         self.rooms_opened = 0
+        self._ended: list[tuple[RoomEnding, float]] = []  # not counted yet: that can wait, what a room does cannot
         self._endings: Counter[tuple[IntEnum, Code | None]] = Counter()
+        self._failures: Counter[tuple[str, Code]] = Counter()
+        self.refusals: Counter[Code] = Counter()  # requests that ended before they had a room
+        self._transfers = TransferMeasures()
         self.bytes_moved = 0
         self.mismatched = 0
         self.malformed = 0
@@ -28,10 +87,22 @@ class Counts:
     @property
     def endings(self) -> dict[str, int]:
         """Rooms by their terminal phase and, but for a success, the code of their cause."""
+        self._count_ended()
         return {
             phase.name.lower() if code is None else f"{phase.name.lower()}:{code}": count
             for (phase, code), count in self._endings.items()
         }
+
+    @property
+    def failures(self) -> Counter[tuple[str, Code]]:
+        """Rooms, and requests behind a room that succeeded, by `failed_in` and the code of their cause."""
+        self._count_ended()
+        return self._failures
+
+    @property
+    def transfers(self) -> TransferMeasures:
+        self._count_ended()
+        return self._transfers
 
     @property
     def dropped(self) -> dict[str, int]:
@@ -46,8 +117,29 @@ class Counts:
     def room_opened(self) -> None:
         self.rooms_opened += 1
 
-    def room_ended(self, phase: IntEnum, cause: Cause | None) -> None:
-        self._endings[phase, None if cause is None else cause.code] += 1
+    def room_ended(self, ending: RoomEnding, now: float) -> None:
+        self._ended.append((ending, now))
+        if len(self._ended) >= COUNTED_AT_ONCE:
+            self._count_ended()
+
+    def _count_ended(self) -> None:
+        for ending, ended_at_s in self._ended:
+            cause = ending.cause
+            self._endings[ending.phase, None if cause is None else cause.code] += 1
+            if cause is not None and (where := failed_in(ending)):
+                self._failures[where, cause.code] += 1
+            self._transfers.observe(ending, ended_at_s, ending.num_pages * self._page_bytes)
+        self._ended.clear()
+
+    def room_refused(self, cause: Cause) -> None:
+        """A request ended before its room was known to the endpoint."""
+        if cause.code is not Code.CLIENT_GONE:
+            self.refusals[cause.code] += 1
+
+    def engine_failed(self, code: Code) -> None:
+        """A request failed after its room had succeeded."""
+        if code is not Code.CLIENT_GONE:
+            self._failures["engine", code] += 1
 
     def message_dropped(self, why: str) -> None:
         setattr(self, why, getattr(self, why) + 1)

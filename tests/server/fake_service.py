@@ -168,6 +168,7 @@ class FakeService:
             peers_declared_dead=2,
             rooms_by_state={"transferring": 1},
             rooms_ended={"success": 2, "failed:rendezvous": 1},
+            rooms_failed={("bootstrap", "rendezvous"): 1},
             bytes_moved=2048,
             running=1,
             waiting=2,
@@ -196,7 +197,7 @@ class Role:
 
     def __init__(self, service: FakeService, *, api_key: str = "", bootstrap_port: int = 8998, **options: Any) -> None:
         self.service = service
-        self.metrics = Metrics(service.report, role=service.role, sglang=True)
+        self.metrics = Metrics(service.report, role=service.role, model="m", sglang=True)
         self.tokenizer = ThreadedTokenizer(WordTokenizer())
         self.pipeline = CompletionPipeline(service, self.tokenizer, self.metrics, **{"keepalive_s": 0.02, **options})
         routes = [

@@ -159,9 +159,9 @@ async def test_metrics_are_valid_and_carry_both_vocabularies(decode_server: Serv
     assert samples[("kvflow_rooms", "transferring")] == 1
     assert samples[("kvflow_rooms_ended_total", "failed:rendezvous")] == 1
     assert samples[("kvflow_requests_total", "/health", "200")] == 1
-    assert samples[("sglang:num_decode_transfer_queue_reqs",)] == 1
-    assert samples[("sglang:num_decode_prealloc_queue_reqs",)] == 0
-    assert samples[("sglang:num_bootstrap_failed_reqs_total",)] == 1
+    assert samples[("sglang:num_decode_transfer_queue_reqs", "0", "0", "0", "decode", "m")] == 1
+    assert samples[("sglang:num_decode_prealloc_queue_reqs", "0", "0", "0", "decode", "m")] == 0
+    assert samples[("sglang:num_bootstrap_failed_reqs_total", "0", "0", "0", "decode", "m")] == 1
 
 
 async def test_the_key_guards_everything_but_health_and_metrics(meeting: Meeting, session: Session) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import time
 from collections.abc import AsyncGenerator
 from concurrent.futures import Executor
 from functools import partial
@@ -81,7 +82,10 @@ class DecodeEngine(EngineLoop):
         """
         self._refuse_when_closing()
         self.check(prompt, params)
-        return await self._budget.admit(self.limits.worst_pages(prompt, self.limits.new_tokens(prompt, params)))
+        started = time.perf_counter()
+        admission = await self._budget.admit(self.limits.worst_pages(prompt, self.limits.new_tokens(prompt, params)))
+        self.queue_seconds.observe(time.perf_counter() - started)
+        return admission
 
     async def generate(
         self, room: DecodeRoomPort, prompt: Prompt, params: SamplingParams, admission: Admission | None = None

@@ -7,6 +7,7 @@ import logging
 
 from kvflow.aio import run_to_end
 from kvflow.protocols.errors import Cause, Code, room_error
+from kvflow.telemetry.histogram import BOOTSTRAP_SECONDS, QUEUE_SECONDS, Histogram
 
 _log = logging.getLogger("kvflow.engine")
 
@@ -20,6 +21,9 @@ class EngineLoop:
         self._task: asyncio.Task[None] | None = None
         self._closing = False
         self.failed_steps = 0
+        self.queue_seconds = Histogram(
+            sorted({*QUEUE_SECONDS, *BOOTSTRAP_SECONDS})
+        )  # for a place in the batch and pages
 
     async def start(self) -> None:
         if self._task is None:

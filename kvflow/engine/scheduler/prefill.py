@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import time
 from collections import deque
 from concurrent.futures import Executor
 from functools import partial
@@ -31,7 +32,7 @@ from kvflow.protocols.pages.layout import PageIndices
 class _PrefillRequest:
     """One prompt. `first` resolves to its first token once the last chunk is queued, to None when its room ends."""
 
-    __slots__ = ("draw", "first", "params", "room", "scorer", "sent_pages", "sequence")
+    __slots__ = ("draw", "first", "params", "queued_at_s", "room", "scorer", "sent_pages", "sequence")
 
     def __init__(
         self,
@@ -42,6 +43,7 @@ class _PrefillRequest:
         eos_ids: frozenset[int],
     ) -> None:
         self.sequence, self.room, self.params, self.sent_pages = sequence, room, params, sent_pages
+        self.queued_at_s = time.perf_counter()
         adjustments = adjustments_of(params, sequence, eos_ids)
         self.draw = Draw(params, params.seed_or_random(), sequence.prompt_length, adjustments)
         start = params.prompt_logprobs_from
@@ -197,6 +199,7 @@ class PrefillEngine(EngineLoop):
             if missing > self._pages.free_pages:
                 return
             self._waiting.popleft()
+            self.queue_seconds.observe(time.perf_counter() - request.queued_at_s)
             request.sequence.add_pages(self._pages.take(missing, request.sequence.owner))
             self._running[id(request)] = request
 

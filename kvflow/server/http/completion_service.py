@@ -16,6 +16,8 @@ from kvflow.engine.scheduler.limits import EngineLimits
 from kvflow.engine.scheduler.params import SamplingParams, TokenOut
 from kvflow.protocols.errors import Cause
 from kvflow.protocols.wire.ranks import PoolShape
+from kvflow.telemetry.counters import TransferMeasures
+from kvflow.telemetry.histogram import Histogram
 
 PromptIds = NDArray[np.uint32]
 """A prompt from the moment it is read or encoded: every check and its digest take microseconds, not milliseconds."""
@@ -60,6 +62,10 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
     peers_declared_dead: int = 0
     rooms_by_state: dict[str, int] = {}
     rooms_ended: dict[str, int] = {}
+    rooms_failed: dict[tuple[str, str], int] = {}  # by where ("bootstrap", "transfer", "engine") and the cause's code
+    requests_refused: dict[str, int] = {}  # before they had a room, by the cause's code
+    transfers: TransferMeasures | None = None  # these two go on being filled
+    queue_seconds: Histogram | None = None
     bytes_moved: int = 0
     chunks_mismatched: int = 0
     messages_dropped: dict[str, int] = {}

@@ -16,6 +16,7 @@ from kvflow.handlers.rooms import DecodeRoom, PrefillRoom
 from kvflow.memory.allocator import PageAllocator
 from kvflow.node import DecodeNode, PrefillNode
 from kvflow.protocols.errors import Cause, KvflowError
+from kvflow.protocols.machines.decode_room import DecodePhase
 from kvflow.protocols.wire.ranks import RankInfo
 from kvflow.server.http.completion_service import GenerationRequest, ModelCard, Report
 from kvflow.server.http.errors import RequestError
@@ -133,6 +134,10 @@ class EngineService(Generic[N, E]):
             peers_declared_dead=node.counts.declared_dead,
             rooms_by_state=node.rooms_by_phase(),
             rooms_ended=dict(node.counts.endings),
+            rooms_failed={(where, str(code)): count for (where, code), count in node.counts.failures.items()},
+            requests_refused={str(code): count for code, count in node.counts.refusals.items()},
+            transfers=node.counts.transfers,
+            queue_seconds=self._engine.queue_seconds,
             bytes_moved=node.counts.bytes_moved,
             chunks_mismatched=node.counts.mismatched,
             messages_dropped=node.counts.dropped,
@@ -166,7 +171,11 @@ class PrefillService(EngineService[PrefillNode, "PrefillEngine"]):
         return self._node.info
 
     async def tokens(self, request: GenerationRequest) -> AsyncGenerator[TokenOut, None]:
-        room = self._node.room(request.room, request.prompt, deadline_s=self._timeout_s)
+        try:
+            room = self._node.room(request.room, request.prompt, deadline_s=self._timeout_s)
+        except KvflowError as error:
+            self._node.counts.room_refused(error.cause())
+            raise
         self._recent_rooms.add(room)
         first = await self._engine.prefill(room, request.prompt, request.params)
         if first.finish_reason is None:
@@ -185,7 +194,9 @@ class DecodeService(EngineService[DecodeNode, "DecodeEngine"]):
 
     async def tokens(self, request: GenerationRequest) -> AsyncGenerator[TokenOut, None]:
         if not request.prefill:
-            raise RequestError("bootstrap_host is missing: decode cannot find its prefill without it")
+            error = RequestError("bootstrap_host is missing: decode cannot find its prefill without it")
+            self._node.counts.room_refused(error.cause())
+            raise error
         # Announced before it waits for pages: prefill's leg waits for as long as this decode lives, or is told why not.
         room = self._node.announce(request.room, request.prefill, request.prompt, deadline_s=self._timeout_s)
         self._recent_rooms.add(room)
@@ -202,6 +213,10 @@ class DecodeService(EngineService[DecodeNode, "DecodeEngine"]):
         try:
             async for token in tokens:
                 yield token
+        except KvflowError as error:
+            if room.phase is DecodePhase.SUCCESS:
+                self._node.counts.engine_failed(error.code)
+            raise
         finally:
             await tokens.aclose()
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from typing import TypeVar
+import time
+from collections import Counter as Tally
+from collections.abc import Callable, Iterable, Iterator
 
 from aiohttp import web
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
@@ -12,18 +13,31 @@ from prometheus_client.registry import Collector
 
 from kvflow.server.http.completion_service import Report
 from kvflow.server.http.errors import Failure
+from kvflow.server.http.families import histograms, labelled
+from kvflow.server.http.measures import CompletionMeasures
+from kvflow.server.http.sglang_metrics import sglang_families
 
-F = TypeVar("F", GaugeMetricFamily, CounterMetricFamily)
 _SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 300)
 
 
 class Metrics:
-    """The metrics of one process. Gauges are read from the role's report at each scrape."""
+    """The metrics of one process. What a role reports is read at each scrape."""
 
     def __init__(
-        self, report: Callable[[], Report] | None = None, *, role: str = "router", sglang: bool = False
+        self,
+        report: Callable[[], Report] | None = None,
+        *,
+        role: str = "router",
+        model: str = "",
+        sglang: bool = False,
+        families: Callable[[], Iterable[Metric]] | None = None,
     ) -> None:
+        """`families`: more of them, made at each scrape."""
         self.registry = CollectorRegistry()
+        self.completions = CompletionMeasures()
+        self.refusals: Tally[str] = Tally()  # before a request had a room, by code
+        self._report, self._role, self._model, self._sglang = report, role, model, sglang
+        self._families = families
         self._requests = Counter("kvflow_requests", "Requests answered.", ("route", "status"), registry=self.registry)
         self._seconds = Histogram(
             "kvflow_request_seconds",
@@ -32,13 +46,6 @@ class Metrics:
             buckets=_SECONDS,
             registry=self.registry,
         )
-        self._first = Histogram(
-            "kvflow_time_to_first_token_seconds",
-            "Time from request to first token.",
-            buckets=_SECONDS,
-            registry=self.registry,
-        )
-        self._tokens = Counter("kvflow_generated_tokens", "Tokens sent to clients.", registry=self.registry)
         self._broken = Counter(
             "kvflow_streams_failed", "Streams that ended in an error event.", ("code",), registry=self.registry
         )
@@ -51,18 +58,15 @@ class Metrics:
             ("code",),
             registry=self.registry,
         )
-        if report is not None:
-            self.registry.register(_ReportCollector(report, role, sglang))
+        self.registry.register(_Scrape(self._collect))
 
     def answered(self, route: str, status: int, seconds: float) -> None:
         self._requests.labels(route, str(status)).inc()
         self._seconds.labels(route).observe(seconds)
 
-    def first_token(self, seconds: float) -> None:
-        self._first.observe(seconds)
-
-    def generated(self, tokens: int) -> None:
-        self._tokens.inc(tokens)
+    def refused(self, code: str) -> None:
+        """A request ended before it had a room."""
+        self.refusals[code] += 1
 
     def stream_failed(self, failure: Failure) -> None:
         self._broken.labels(failure.code).inc()
@@ -78,23 +82,34 @@ class Metrics:
         headers = {"Content-Type": "text/plain; version=0.0.4; charset=utf-8"}
         return web.Response(body=generate_latest(self.registry), headers=headers)
 
+    def _collect(self) -> Iterator[Metric]:
+        refusals = Tally(self.refusals)
+        if self._report is not None:
+            report = self._report()
+            refusals.update(report.requests_refused)
+            yield from _memory(report)
+            yield from _rooms(report)
+            yield from _completions(self.completions, report)
+            if self._sglang:
+                now = time.perf_counter()
+                yield from sglang_families(report, self.completions, self._role, self._model, now)
+        refused = "Requests that ended before they had a room, by the code of their error."
+        yield labelled(CounterMetricFamily("kvflow_requests_refused", refused, labels=["reason"]), refusals)
+        if self._families is not None:
+            yield from self._families()
 
-class _ReportCollector(Collector):
-    def __init__(self, report: Callable[[], Report], role: str, sglang: bool) -> None:
-        self._report = report
-        self._role = role
-        self._sglang = sglang
+
+class _Scrape(Collector):
+    def __init__(self, collect: Callable[[], Iterator[Metric]]) -> None:
+        self._collect = collect
 
     def collect(self) -> Iterator[Metric]:
-        report = self._report()
-        yield from _own(report)
-        if self._sglang:
-            yield from _familiar(report, self._role)
+        return self._collect()
 
 
-def _own(report: Report) -> Iterator[Metric]:
+def _memory(report: Report) -> Iterator[Metric]:
     pages = GaugeMetricFamily("kvflow_pages", "Pages of the KV pool by owner.", labels=["owner"])
-    yield _labelled(pages, {"free": report.pages_free, **report.pages_by_kind})
+    yield labelled(pages, {"free": report.pages_free, **report.pages_by_kind})
     yield GaugeMetricFamily("kvflow_pool_pages", "Pages of the KV pool.", value=report.pages_total)
     yield GaugeMetricFamily(
         "kvflow_pool_bytes", "Bytes of the KV pool.", value=report.pages_total * report.pool.page_bytes
@@ -106,50 +121,70 @@ def _own(report: Report) -> Iterator[Metric]:
     )
     limit = "Pages in quarantine above which new requests are refused."
     yield GaugeMetricFamily("kvflow_quarantine_limit_pages", limit, value=report.quarantine_limit_pages)
+
+
+def _rooms(report: Report) -> Iterator[Metric]:
     peers = GaugeMetricFamily("kvflow_peers", "Nodes of the other role by phase.", labels=["phase"])
-    yield _labelled(peers, report.peers_by_phase)
+    yield labelled(peers, report.peers_by_phase)
     declared = "Prefills that an operator has declared dead."
     yield CounterMetricFamily("kvflow_peers_declared_dead", declared, value=report.peers_declared_dead)
-    yield _labelled(GaugeMetricFamily("kvflow_rooms", "Open rooms by state.", labels=["state"]), report.rooms_by_state)
+    yield labelled(GaugeMetricFamily("kvflow_rooms", "Open rooms by state.", labels=["state"]), report.rooms_by_state)
     ended = CounterMetricFamily("kvflow_rooms_ended", "Rooms that have ended, by how.", labels=["ending"])
-    yield _labelled(ended, report.rooms_ended)
+    yield labelled(ended, report.rooms_ended)
+    failed = CounterMetricFamily(
+        "kvflow_rooms_failed",
+        "Rooms that have failed, and not because their client left, by where and why.",
+        labels=["phase", "reason"],
+    )
+    for (phase, reason), count in report.rooms_failed.items():
+        failed.add_metric([phase, reason], count)
+    yield failed
     yield CounterMetricFamily("kvflow_transfer_bytes", "KV bytes that have landed.", value=report.bytes_moved)
     differ = "Chunks whose checksum after landing differs from the one sent."
     yield CounterMetricFamily("kvflow_chunks_mismatched", differ, value=report.chunks_mismatched)
     dropped = CounterMetricFamily("kvflow_messages_dropped", "Control messages that changed nothing.", labels=["why"])
-    yield _labelled(dropped, report.messages_dropped)
+    yield labelled(dropped, report.messages_dropped)
     errors = CounterMetricFamily(
         "kvflow_internal_errors", "Internal errors that the process survived.", labels=["where"]
     )
-    yield _labelled(errors, report.internal_errors)
+    yield labelled(errors, report.internal_errors)
+    if (measures := report.transfers) is not None:
+        for name, text, histogram in (
+            ("bootstrap_seconds", "From opening a room until the other side is ready.", measures.bootstrap_seconds),
+            ("allocation_seconds", "From then until decode has pages to offer.", measures.allocation_seconds),
+            ("transfer_seconds", "From the first chunk (decode: the offer) to the last.", measures.transfer_seconds),
+            ("room_bytes", "KV bytes of a room.", measures.transfer_bytes),
+            ("transfer_bytes_per_second", "Of a room's transfer.", measures.transfer_bytes_per_second),
+        ):
+            yield histograms(f"kvflow_{name}", text, {(): histogram})
+
+
+def _completions(found: CompletionMeasures, report: Report) -> Iterator[Metric]:
     yield GaugeMetricFamily("kvflow_running_requests", "Requests in the engine's batch.", value=report.running)
     yield GaugeMetricFamily("kvflow_waiting_requests", "Requests waiting for the engine.", value=report.waiting)
+    if report.queue_seconds is not None:
+        yield histograms(
+            "kvflow_queue_seconds", "Wait for a place in the batch and for pages.", {(): report.queue_seconds}
+        )
+    outcomes = CounterMetricFamily("kvflow_completions", "Completions that ended.", labels=["outcome", "stream"])
+    for (outcome, stream), count in found.outcomes.items():
+        outcomes.add_metric([outcome, _flag(stream)], count)
+    yield outcomes
+    tokens = CounterMetricFamily("kvflow_generated_tokens", "Tokens sent to clients.", value=found.tokens_sent.total())
+    yield tokens
+    for name, text, latency in (
+        ("time_to_first_token_seconds", "Time from request to first token.", found.first_token_seconds),
+        ("completion_seconds", "Time from request to last token.", found.request_seconds),
+    ):
+        named = {(_flag(stream),): histogram for stream, histogram in latency.items()}
+        yield histograms(f"kvflow_{name}", text, named, ["stream"])
+    for name, text, histogram in (
+        ("inter_token_seconds", "Time between two tokens of a completion.", found.inter_token_seconds),
+        ("completion_prompt_tokens", "Prompt length of finished completions.", found.prompt_tokens),
+        ("completion_generated_tokens", "Tokens of finished completions.", found.generated_tokens),
+    ):
+        yield histograms(f"kvflow_{name}", text, {(): histogram})
 
 
-def _labelled(family: F, counts: Mapping[str, int]) -> F:
-    """`family` with one sample per label."""
-    for label, count in counts.items():
-        family.add_metric([label], count)
-    return family
-
-
-_QUEUES = {
-    "prefill": {"num_prefill_bootstrap_queue_reqs": "bootstrapping", "num_prefill_inflight_queue_reqs": "transferring"},
-    "decode": {"num_decode_prealloc_queue_reqs": "bootstrapping", "num_decode_transfer_queue_reqs": "transferring"},
-}
-_BEFORE = ("bootstrapping", "expected", "announced", "bootstrapped")
-_NEVER_MET = (":rendezvous", ":refused")  # how rooms end before their pages are offered
-
-
-def _familiar(report: Report, role: str) -> Iterator[Metric]:
-    for name, queue in _QUEUES.get(role, {}).items():
-        early = queue == "bootstrapping"
-        count = sum(n for state, n in report.rooms_by_state.items() if (state in _BEFORE) == early)
-        yield GaugeMetricFamily(f"sglang:{name}", "See kvflow_rooms.", value=count)
-    failed = {"bootstrap": 0, "transfer": 0}
-    for ending, count in report.rooms_ended.items():
-        if not ending.startswith("success"):
-            failed["bootstrap" if ending.endswith(_NEVER_MET) else "transfer"] += count
-    for stage, count in failed.items():
-        yield CounterMetricFamily(f"sglang:num_{stage}_failed_reqs", "See kvflow_rooms_ended.", value=count)
-    yield GaugeMetricFamily("sglang:kv_transfer_total_mb", "See kvflow_transfer_bytes.", value=report.bytes_moved / 1e6)
+def _flag(value: bool) -> str:
+    return "true" if value else "false"

@@ -31,6 +31,7 @@ from kvflow.server.http.errors import Failure, OverloadError, RequestError, Unkn
 from kvflow.server.http.generation_requests import RequestLimits, rooms_of
 from kvflow.server.http.large_bodies import take_apart
 from kvflow.server.http.listening import Drainable
+from kvflow.server.http.measures import RequestMeter
 from kvflow.server.http.metrics import Metrics
 from kvflow.server.http.responses import long_json_response
 from kvflow.server.http.schemas import Rendezvous, decoded, parse
@@ -115,7 +116,7 @@ class CompletionPipeline(Drainable):
             self._refuse(call.body, error)
             raise
         ends = asyncio.get_running_loop().time() + self._timeout_s
-        with self.count_running():
+        with self.count_running(), RequestMeter(self.metrics.completions, arrived, stream=call.stream) as meter:
             async with asyncio.timeout_at(ends):
                 try:
                     requests = await call.generation_requests(self)
@@ -123,7 +124,7 @@ class CompletionPipeline(Drainable):
                 except KvflowError as error:
                     self._refuse(call.body, error)
                     raise
-            name_rooms(request.room for request in requests)
+            meter.begin(requests)
             sources = [
                 detokenize(
                     self.service.tokens(request),
@@ -134,9 +135,9 @@ class CompletionPipeline(Drainable):
                 for i, (request, detokenizer) in enumerate(zip(requests, detokenizers, strict=True))
             ]
             if call.stream:
-                return await self._stream(http, call, sources, arrived, ends)
+                return await self._stream(http, call, sources, meter, ends)
             async with asyncio.timeout_at(ends):
-                answer = await self._collect(call, sources, arrived)
+                answer = await self._collect(call, sources, meter)
             return await long_json_response(http, answer)
 
     def end_requests(self) -> None:
@@ -151,8 +152,9 @@ class CompletionPipeline(Drainable):
             self.check_model(getattr(body, "model", None))
             return body
         except RequestError as error:
+            self.metrics.refused(error.code)
             with contextlib.suppress(RequestError):
-                self._refuse(decoded(raw, Rendezvous), error)
+                self._end_rooms(decoded(raw, Rendezvous), error)
             raise
 
     def check_model(self, name: str | None) -> None:
@@ -167,18 +169,24 @@ class CompletionPipeline(Drainable):
             raise OverloadError("requests that run or wait", self.running + 1, self.max_requests)
 
     def _refuse(self, body: Rendezvous, error: KvflowError) -> None:
+        self.metrics.refused(error.code)
+        self._end_rooms(body, error)
+
+    def _end_rooms(self, body: Rendezvous, error: KvflowError) -> None:
         """End the body's rooms: their other legs wait, and get the cause."""
         rooms = rooms_of(body, self.request_limits.bootstrap_port)
         name_rooms(room for room, _ in rooms)
         for room, prefill in rooms:
             self.service.refuse(room, prefill, error.cause())
 
-    async def _collect(self, call: CompletionCall, sources: list[AsyncGenerator[Delta, None]], arrived: float) -> Any:
+    async def _collect(
+        self, call: CompletionCall, sources: list[AsyncGenerator[Delta, None]], meter: RequestMeter
+    ) -> Any:
         completions = [Completion() for _ in sources]
         async with Arrivals(sources) as arrivals:
             with self._listed(call, arrivals, len(sources)):
                 async for batch in arrivals:
-                    self._add(batch, call, completions, arrived)
+                    self._add(batch, call, completions, meter)
         return call.answer(completions)
 
     async def _stream(
@@ -186,7 +194,7 @@ class CompletionPipeline(Drainable):
         http: web.Request,
         call: CompletionCall,
         sources: list[AsyncGenerator[Delta, None]],
-        arrived: float,
+        meter: RequestMeter,
         ends: float,
     ) -> web.StreamResponse:
         events = EventStream(http)
@@ -194,7 +202,7 @@ class CompletionPipeline(Drainable):
             try:
                 with self._listed(call, arrivals, len(sources)):
                     async with asyncio.timeout_at(ends):
-                        await self._write(events, call, arrivals, [Completion() for _ in sources], arrived)
+                        await self._write(events, call, arrivals, [Completion() for _ in sources], meter)
             except ConnectionError:
                 raise
             except Exception as error:
@@ -204,6 +212,7 @@ class CompletionPipeline(Drainable):
                     _log.exception("stream of %s failed", http.path)
                 failure = failure_of(error)
                 self.metrics.stream_failed(failure)
+                meter.failed = True
                 name_error(failure.summary)
                 await self._send_error_event(http, events, failure)
                 return events.response
@@ -216,12 +225,12 @@ class CompletionPipeline(Drainable):
         call: CompletionCall,
         arrivals: AsyncIterable[list[tuple[int, Delta]]],
         completions: list[Completion],
-        arrived: float,
+        meter: RequestMeter,
     ) -> None:
         """Deltas as events, and comments during silence: writing one is how a client that left is noticed."""
         opened = False
         async for batch in arrivals:
-            silent_s = time.perf_counter() - arrived
+            silent_s = meter.elapsed_s
             if not batch and not events.response.prepared and silent_s < self._headers_after_s:
                 continue
             if not events.response.prepared:
@@ -231,7 +240,7 @@ class CompletionPipeline(Drainable):
                 continue
             found = [] if opened else call.opening()
             opened = True
-            for index, deltas in self._add(batch, call, completions, arrived).items():
+            for index, deltas in self._add(batch, call, completions, meter).items():
                 found += call.events(index, deltas, completions[index])
             await events.send(*found)
         await events.send(*call.closing(completions))
@@ -244,20 +253,21 @@ class CompletionPipeline(Drainable):
         return self.choices.listed([call.id_of(i) for i in range(count)], stop)
 
     def _add(
-        self, batch: list[tuple[int, Delta]], call: CompletionCall, completions: list[Completion], arrived: float
+        self, batch: list[tuple[int, Delta]], call: CompletionCall, completions: list[Completion], meter: RequestMeter
     ) -> dict[int, list[Delta]]:
         """Count and add up a batch; returns its deltas by choice."""
         by_choice: dict[int, list[Delta]] = {}
         for index, delta in batch:
             if completions[index].finish is not None:  # it was aborted as it came to its end
                 continue
-            if not completions[index].tokens:
-                self.metrics.first_token(time.perf_counter() - arrived)
             completions[index].add(delta)
             call.add(index, delta)
             by_choice.setdefault(index, []).append(delta)
-        if batch:
-            self.metrics.generated(sum(len(delta.tokens) for _, delta in batch))
+            if delta.finish == ABORT:
+                meter.aborted.add(index)
+        now = time.perf_counter()
+        for index, deltas in by_choice.items():
+            meter.add(index, sum(len(delta.tokens) for delta in deltas), now)
         return by_choice
 
     async def _send_error_event(self, http: web.Request, events: EventStream, failure: Failure) -> None:

@@ -37,7 +37,17 @@ LEFT_OUT = frozenset(
     {
         *("observer", "timing", "bounds", "verify", "outbox"),  # the same for all, or empty
         *("_timing", "_bounds", "_outbox", "layout"),
-        *("received_at_s", "sent_at_s", "tried_at_s", "used_at_s", "opened_at_s", "progress_at_s", "deadline_at_s"),
+        *(
+            "received_at_s",
+            "sent_at_s",
+            "tried_at_s",
+            "used_at_s",
+            "opened_at_s",
+            "ready_at_s",
+            "moving_at_s",
+            "progress_at_s",
+            "deadline_at_s",
+        ),
         *("repeat_after_s", "resync_after_s", "forget_at_s", "story", "report", "_serial", "_write"),
         *("_count", "quarantine_limit", "_limit", "handoff", "packed_pages", "checksum", "error"),
     }

@@ -1,0 +1,44 @@
+"""From plain numbers to Prometheus families."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TypeVar
+
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
+
+from kvflow.telemetry.histogram import Histogram
+
+F = TypeVar("F", GaugeMetricFamily, CounterMetricFamily)
+V = TypeVar("V", bound=tuple[str, ...])
+
+
+def labelled(family: F, counts: Mapping[str, float]) -> F:
+    """`family`, which has one label, with a sample per value of it."""
+    for label, count in counts.items():
+        family.add_metric([label], count)
+    return family
+
+
+def histograms(
+    name: str,
+    text: str,
+    found: Mapping[V, Histogram],
+    labels: Sequence[str] = (),
+    *,
+    bounds: Sequence[float] | None = None,
+    unit: float = 1.0,
+) -> HistogramMetricFamily:
+    """A family of histograms by their label values.
+
+    `bounds`: some of the histograms' own, in the family's unit, of which `unit` is the size; all of them by default.
+    """
+    family = HistogramMetricFamily(name, text, labels=labels)
+    for values, histogram in found.items():
+        counts = histogram.cumulative()
+        if bounds is not None:
+            known = dict(counts)
+            counts = [(bound, known[bound * unit]) for bound in bounds] + [counts[-1]]
+        buckets = [("+Inf" if bound == float("inf") else str(float(bound)), count) for bound, count in counts]
+        family.add_metric(list(values), buckets=buckets, sum_value=histogram.sum / unit)
+    return family

@@ -1,0 +1,42 @@
+"""A histogram for one thread: an observation costs a bisection, and no lock."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Sequence
+from itertools import accumulate
+
+QUEUE_SECONDS = (
+    *(0.0, 0.001, 0.005, 0.01, 0.05, 0.1, 0.2, 0.5, 1, 2, 3, 4, 5, 10, 15, 20, 30, 40, 50, 60, 70, 80, 90, 100),
+    *(200, 300, 400, 500, 600, 700, 800, 900, 1000, 1200, 1400, 1600, 1800, 2000, 2500, 3000),
+)
+BOOTSTRAP_SECONDS = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30)
+TRANSFER_SECONDS = (*BOOTSTRAP_SECONDS, 60, 300)
+_MIB, _GIB = 1 << 20, 1 << 30
+TRANSFER_BYTES = tuple(n * _MIB for n in (0.0625, 0.25, 1, 5, 10, 50, 100, 500, 1000, 5000, 10000))
+TRANSFER_BYTES_PER_SECOND = tuple(
+    n * _GIB for n in (0.001, 0.01, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 25, 50, 100, 200, 400)
+)
+
+
+class Histogram:
+    """How often values up to each of `bounds` (ascending) were observed, how many in all, and their sum."""
+
+    __slots__ = ("bounds", "buckets", "sum")
+
+    def __init__(self, bounds: Sequence[float]) -> None:
+        self.bounds = tuple(bounds)
+        self.buckets = [0] * (len(self.bounds) + 1)  # the last is of what is above every bound
+        self.sum = 0.0
+
+    @property
+    def count(self) -> int:
+        return sum(self.buckets)
+
+    def observe(self, value: float, times: int = 1) -> None:
+        self.buckets[bisect_left(self.bounds, value)] += times
+        self.sum += value * times
+
+    def cumulative(self) -> list[tuple[float, int]]:
+        """For each bound how many values were not above it; the last is infinity."""
+        return list(zip((*self.bounds, float("inf")), accumulate(self.buckets), strict=True))

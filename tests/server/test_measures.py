@@ -1,0 +1,251 @@
+"""Every metric name moves with the requests made, by exactly as much; refusals, failures and aborts are told apart."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from typing import Any
+
+import aiohttp
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from kvflow.node import DecodeNode, PrefillNode
+from kvflow.protocols.errors import Cause, Code
+from kvflow.protocols.machines.decode_room import DecodePhase
+from kvflow.protocols.ports import RoomEnding
+from kvflow.server.http.completion_service import Report
+from kvflow.server.http.measures import THROUGHPUT_WINDOW_S, Throughput
+from kvflow.server.http.metrics import Metrics
+from kvflow.telemetry.counters import Counts, failed_in
+from kvflow.telemetry.histogram import Histogram
+from kvflow.testing.pair import Pair
+from tests.handlers.scenes import PROMPT
+from tests.server.fake_service import FakeService, Role, Server
+
+pytest_plugins = ["kvflow.testing.fixtures"]
+
+Session = aiohttp.ClientSession
+Samples = dict[str, float]
+BODY = {"text": "w1 w2", "sampling_params": {"max_new_tokens": 3}, "bootstrap_host": "127.0.0.1"}
+TRANSFER_NAMES = ("latency_ms", "speed_gb_s", "bootstrap_ms", "alloc_ms", "total_mb")
+QUEUES = ("prefill_bootstrap", "prefill_inflight", "decode_prealloc", "decode_transfer")
+
+
+def samples(text: str) -> Samples:
+    """Of a valid exposition: values by name, summed over their labels."""
+    found: Samples = {}
+    for family in text_string_to_metric_families(text):
+        for sample in family.samples:
+            if not sample.name.endswith("_bucket"):
+                found[sample.name] = found.get(sample.name, 0.0) + sample.value
+    return found
+
+
+def labelled(text: str, name: str) -> dict[tuple[str, ...], float]:
+    """Samples of one name by the values of their labels."""
+    families = text_string_to_metric_families(text)
+    return {tuple(s.labels.values()): s.value for family in families for s in family.samples if s.name == name}
+
+
+async def scrape(session: Session, server: Server) -> str:
+    async with session.get(server.make_url("/metrics")) as answer:
+        return await answer.text()
+
+
+@pytest.fixture
+async def pair_of_roles(
+    prefill: Role, decode: Role, prefill_server: Server, decode_server: Server
+) -> AsyncIterator[Any]:
+    async def post(session: Session, room: int, **changes: Any) -> None:
+        body = {**BODY, "bootstrap_room": room, **changes}
+        async with session.post(prefill_server.make_url("/generate"), json={**body, "stream": False}) as first:
+            await first.read()
+        async with session.post(decode_server.make_url("/generate"), json=body) as answer:
+            await answer.read()
+
+    yield post
+
+
+async def test_counts_equal_what_was_asked(pair_of_roles: Any, decode_server: Server, session: Session) -> None:
+    for room in range(5):
+        await pair_of_roles(session, room, stream=room < 2)
+    text = await scrape(session, decode_server)
+    found = samples(text)
+    assert labelled(text, "kvflow_completions_total") == {
+        ("finished", "true"): 2, ("finished", "false"): 3,
+        **{(outcome, flag): 0 for outcome in ("failed", "aborted") for flag in ("true", "false")},
+    }  # fmt: skip
+    assert found["kvflow_completion_seconds_count"] == found["kvflow_time_to_first_token_seconds_count"] == 5
+    assert found["kvflow_inter_token_seconds_count"] == 10 and found["kvflow_generated_tokens_total"] == 15
+    assert found["kvflow_completion_prompt_tokens_sum"] == 10 and found["kvflow_completion_generated_tokens_sum"] == 15
+    assert labelled(text, "sglang:num_requests_total") == {("decode", "true", "m"): 2, ("decode", "false", "m"): 3}
+    assert found["sglang:e2e_request_latency_seconds_count"] == found["sglang:time_to_first_token_seconds_count"] == 5
+    assert found["sglang:inter_token_latency_seconds_count"] == 10
+    assert found["sglang:prompt_tokens_total"] == found["sglang:prompt_tokens_histogram_sum"] == 10
+    assert found["sglang:generation_tokens_total"] == found["sglang:generation_tokens_histogram_sum"] == 15
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_client_that_leaves_is_aborted_and_not_failed(
+    decode: Role, decode_server: Server, session: Session, stream: bool
+) -> None:
+    body = {**BODY, "bootstrap_room": 1, "stream": stream}
+    asking = asyncio.ensure_future(session.post(decode_server.make_url("/generate"), json=body))
+    await decode.service.started.wait()
+    asking.cancel()
+    await decode.service.ended.get()
+    await asyncio.wait_for(decode.pipeline.idle.wait(), 5)
+    found = samples(await scrape(session, decode_server))
+    assert found["sglang:num_aborted_requests_total"] == 1 and found["kvflow_completion_seconds_count"] == 0
+
+
+async def test_a_failure_is_counted_where_its_status_was_sent_before(
+    decode: Role, pair_of_roles: Any, decode_server: Server, session: Session
+) -> None:
+    decode.service.fail_after = 1
+    for room, stream in enumerate((True, False)):
+        await pair_of_roles(session, room, stream=stream)
+    outcomes = labelled(await scrape(session, decode_server), "kvflow_completions_total")
+    assert outcomes["failed", "true"] == outcomes["failed", "false"] == 1
+    assert sum(outcomes.values()) == 2
+
+
+REFUSED: list[tuple[dict[str, Any], str]] = [
+    ({"sampling_params": {"temperature": -1}}, "bad_request"),
+    ({"input_ids": [1] * 1000, "text": None}, "bad_request"),
+    ({"bootstrap_room": None}, "bad_request"),
+]
+
+
+@pytest.mark.parametrize(("changes", "reason"), REFUSED)
+async def test_refusals_before_a_room_exists_are_counted(
+    decode_server: Server, session: Session, changes: dict[str, Any], reason: str
+) -> None:
+    body = {**BODY, "bootstrap_room": 1, **changes}
+    async with session.post(decode_server.make_url("/generate"), json=body) as answer:
+        assert answer.status == 400
+    text = await scrape(session, decode_server)
+    assert labelled(text, "kvflow_requests_refused_total") == {(reason,): 1}
+    assert sum(labelled(text, "kvflow_completions_total").values()) == 0
+
+
+async def test_refusals_of_a_draining_server_are_counted(decode: Role, decode_server: Server, session: Session) -> None:
+    decode.pipeline.draining = True
+    async with session.post(decode_server.make_url("/generate"), json={**BODY, "bootstrap_room": 1}) as answer:
+        assert answer.status == 503
+    assert labelled(await scrape(session, decode_server), "kvflow_requests_refused_total") == {("shutdown",): 1}
+
+
+def report_of(node: PrefillNode | DecodeNode) -> Report:
+    base = FakeService(node.role, None).report()  # type: ignore[arg-type]
+    failed = {(where, str(code)): n for (where, code), n in node.counts.failures.items()}
+    fields = {name: getattr(base, name) for name in base.__struct_fields__}
+    return Report(**{**fields, "transfers": node.counts.transfers, "rooms_failed": failed})
+
+
+def exposition(node: PrefillNode | DecodeNode) -> Samples:
+    metrics = Metrics(lambda: report_of(node), role=node.role, model="m", sglang=True)
+    body = metrics.response().body
+    assert isinstance(body, bytes)
+    return samples(body.decode())
+
+
+async def test_transfers_are_measured_where_they_happen(kvflow_pair: Pair) -> None:
+    p = kvflow_pair
+    for room in range(3):
+        source, target = await p.open(room, PROMPT)
+        await source.matched()
+        p.send_all(source, chunks=2)
+        await target.landed()
+        await source.done()
+        target.close()
+    await p.rest()
+    sent, received = exposition(p.prefill), exposition(p.decode)
+    moved = sum(source.bytes_total for source in (source,)) * 3
+    for found in (sent, received):
+        assert {found[f"kvflow_{n}_count"] for n in ("bootstrap_seconds", "transfer_seconds", "room_bytes")} == {3}
+        assert found["kvflow_room_bytes_sum"] == moved > 0
+        assert found["kvflow_transfer_bytes_per_second_count"] == 3
+        assert found["sglang:num_bootstrap_failed_reqs_total"] == found["sglang:num_transfer_failed_reqs_total"] == 0
+        assert all(f"sglang:kv_transfer_{name}_count" in found for name in TRANSFER_NAMES)
+        assert all(f"sglang:num_{queue}_queue_reqs" in found for queue in QUEUES)
+    assert sent["sglang:kv_transfer_total_mb_sum"] == moved / (1 << 20)
+    assert [sent[f"sglang:kv_transfer_{name}_count"] for name in TRANSFER_NAMES] == [3, 3, 3, 0, 3]
+    assert [received[f"sglang:kv_transfer_{name}_count"] for name in TRANSFER_NAMES] == [0, 0, 3, 3, 0]
+
+
+async def test_failures_are_told_apart_by_phase(kvflow_pair: Pair) -> None:
+    p = kvflow_pair
+    source, target = await p.open(1, PROMPT)
+    await source.matched()
+    p.send_all(source, chunks=2)
+    source.close(Cause(Code.TRANSFER_ERROR, "the wire was cut"))
+    await p.rest()
+    _, target = await p.open(2, PROMPT)
+    target.close()  # its client left
+    await p.rest()
+    lonely = await p.decode.room(3, "sim", PROMPT)
+    p.prefill.refuse(3, Cause(Code.CAPACITY, "prefill is full"))
+    with pytest.raises(Exception, match="prefill is full"):
+        await lonely.landed()
+    await p.rest()
+    for node in (p.prefill, p.decode):
+        assert dict(node.counts.failures)[("transfer", Code.TRANSFER_ERROR)] == 1
+        assert {where for where, _ in node.counts.failures} <= {"transfer", "bootstrap"}
+    assert p.decode.counts.failures["bootstrap", Code.CAPACITY] == 1
+
+
+def ending(code: Code | None, *, moving: bool) -> RoomEnding:
+    cause = None if code is None else Cause(code)
+    at_s = 1.0 if moving else None
+    return RoomEnding(
+        phase=DecodePhase.FAILED, cause=cause, num_pages=1, offers_pages=True, opened_at_s=0.0, ready_at_s=0.5,
+        moving_at_s=at_s,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("code", "moving", "where"),
+    [
+        (None, True, ""),
+        (Code.CLIENT_GONE, True, ""),
+        (Code.PEER_LOST, False, "bootstrap"),
+        (Code.PEER_LOST, True, "transfer"),
+        (Code.TRANSFER_ERROR, True, "transfer"),
+        (Code.DEADLINE, True, "transfer"),
+        (Code.RENDEZVOUS, True, "bootstrap"),
+        (Code.REFUSED, False, "bootstrap"),
+        (Code.PROMPT_MISMATCH, True, "bootstrap"),
+        (Code.ENGINE_ERROR, False, "engine"),
+        (Code.ENGINE_ERROR, True, "engine"),
+    ],
+)
+def test_where_a_room_failed(code: Code | None, moving: bool, where: str) -> None:
+    assert failed_in(ending(code, moving=moving)) == where
+
+
+def test_every_code_is_classed() -> None:
+    counts = Counts()
+    for code in Code:
+        counts.room_ended(ending(code, moving=True), 2.0)
+    assert sum(counts.failures.values()) == len(Code) - 1
+    assert {where for where, _ in counts.failures} == {"bootstrap", "transfer", "engine"}
+
+
+def test_a_histogram_counts_a_bound_as_below_itself() -> None:
+    histogram = Histogram((1, 2))
+    for value in (0.5, 1, 1.5, 2, 2.5):
+        histogram.observe(value)
+    histogram.observe(10, times=3)
+    assert histogram.cumulative() == [(1, 2), (2, 4), (float("inf"), 8)]
+    assert (histogram.count, histogram.sum) == (8, 37.5)
+
+
+def test_throughput_is_of_whole_seconds_and_forgets() -> None:
+    found = Throughput()
+    for tenth in range(200):
+        found.add(5, tenth / 10)
+    assert found.per_second(20.0) == 50 and found.per_second(20.5) == 50
+    assert found.per_second(20.0 + THROUGHPUT_WINDOW_S / 2) == 25 and found.per_second(100.0) == 0
+    assert len(found._seconds) <= THROUGHPUT_WINDOW_S + 1
