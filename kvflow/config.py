@@ -49,7 +49,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         float, Meta(description="Seconds that running requests may take to finish after SIGTERM.", ge=0, le=3600)
     ] = 10.0
     sse_keepalive_s: Annotated[
-        float, Meta(description="Seconds of silence in a stream after which a comment is sent.", gt=0, le=60)
+        float, Meta(description="Seconds of silence in a stream after which an empty line is sent.", gt=0, le=60)
     ] = 0.1
     sse_headers_after_s: Annotated[
         float,

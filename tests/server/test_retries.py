@@ -173,7 +173,12 @@ async def test_when_every_pair_is_full_the_client_is_told_when_to_come_back(
 FIRST_WORDS = {
     "cut in its head": (b'data: {"te', b""),
     "cut before its first event": (b": ka\n\n", b""),
-    "ended before its first event": (b": ka\n\n",),
+    "ended before its first event": (b"\n\n: ka\n\n",),
+    "error event after empty lines": (
+        b"\n",
+        b"\n\n\n",
+        b'data: {"error": {"code": "peer_lost", "message": "prefill died"}}\n\n',
+    ),
     "error event": (b": ka\n\n: ka\n\n", b'data: {"error": {"code": "peer_lost", "message": "prefill died"}}\n\n'),
 }
 
@@ -210,13 +215,14 @@ async def test_a_stream_that_began_and_finds_no_pair_ends_with_an_error_event(
     assert (event["error"]["code"], event["error"]["message"]) == ("capacity", "full")
 
 
-async def test_headers_and_comments_reach_the_client_before_the_first_token(
-    prefill_server: Server, session: Session
+@pytest.mark.parametrize("silence", [b": ka\n\n", b"\n\n"])
+async def test_headers_and_silence_reach_the_client_before_the_first_token(
+    prefill_server: Server, session: Session, silence: bytes
 ) -> None:
     seen = asyncio.Event()
 
     async def generate(http: web.Request) -> web.StreamResponse:
-        out = await streamed(http, b": ka\n\n")
+        out = await streamed(http, silence)
         await seen.wait()
         await out.write(b'data: {"n": 1}\n\n')
         return out
@@ -226,7 +232,7 @@ async def test_headers_and_comments_reach_the_client_before_the_first_token(
         routed([prefill_server], [slow]) as r,
         session.post(r.server.make_url("/generate"), json={**BODY, "stream": True}) as answer,
     ):
-        assert await asyncio.wait_for(answer.content.readuntil(b"\n\n"), 5) == b": ka\n\n"
+        assert await asyncio.wait_for(answer.content.readuntil(b"\n\n"), 5) == silence
         seen.set()
         assert await answer.read() == b'data: {"n": 1}\n\n'
 

@@ -4,7 +4,7 @@ The routes differ in how they read a body and how they write an answer; that is 
 
 What a router may rely on: an error that is known before anything has been sent is a status. Headers of a stream are
 sent with the first token, or, by decode, after `headers_after_s` without one. Until the first token nothing follows
-them but comments (lines that begin with a colon), so a stream whose first event is `{"error": {"code": ...}}` has
+them but empty lines (or comments), so a stream whose first event is `{"error": {"code": ...}}` has
 produced nothing, and stands for the answer with the status of that code (`errors.STATUS_OF_CODE`): whoever would retry
 that status on another pair may retry this request as well.
 """
@@ -227,7 +227,7 @@ class CompletionPipeline(Drainable):
         completions: list[Completion],
         meter: RequestMeter,
     ) -> None:
-        """Deltas as events, and comments during silence: writing one is how a client that left is noticed."""
+        """Deltas as events, and empty ones during silence: writing one is how a client that left is noticed."""
         opened = False
         async for batch in arrivals:
             silent_s = meter.elapsed_s

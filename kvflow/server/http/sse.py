@@ -1,4 +1,4 @@
-"""Server-sent events: data lines, comments during silence, one error event when a started stream fails."""
+"""Server-sent events: data lines, empty lines during silence, one error event when a started stream fails."""
 
 from __future__ import annotations
 
@@ -16,7 +16,9 @@ from kvflow.server.http.growing import encode, write
 
 T = TypeVar("T")
 
-KEEPALIVE = b": ka\n\n"
+# An empty event, which every client skips. By the standard a comment would be as good, but clients that read by lines
+# (sglang.bench_serving) take every line that is not empty for JSON.
+KEEPALIVE = b"\n\n"
 DONE = b"data: [DONE]\n\n"
 _HEADERS = {"Content-Type": "text/event-stream; charset=utf-8", "Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
 
@@ -44,7 +46,7 @@ class EventStream:
         await write(self._response, pieces)
 
     async def keepalive(self) -> None:
-        """Send a comment: clients skip it, and proxies notice by the write that their client has disconnected."""
+        """Send an empty event: proxies notice by the write that their client has disconnected."""
         await self._response.write(KEEPALIVE)
 
     async def fail(self, failure: Failure) -> None:

@@ -13,7 +13,7 @@ from kvflow.server.router.legs import (
     Pair,
     PairFailedError,
     error_in,
-    split_comments,
+    split_silence,
     stream_headers,
 )
 from kvflow.telemetry.requests import name_error
@@ -21,7 +21,7 @@ from kvflow.telemetry.requests import name_error
 
 class ClientAnswer:
     """Begins at most once. Its headers may leave with the first pair that streams, for later pairs to go on with: until
-    the first token nothing follows them but comments."""
+    the first token nothing follows them but empty lines and comments."""
 
     def __init__(self, http: web.Request) -> None:
         self._http = http
@@ -56,15 +56,15 @@ class ClientAnswer:
         return out
 
     async def _until_first_token(self, out: web.StreamResponse, pair: Pair) -> bytes:
-        """Relay comments; returns what has come with the first token."""
+        """Relay empty lines and comments; returns what has come with the first token."""
         rest = b""
         while b"\n\n" not in rest:
             piece = await pair.first()
             if not piece:
                 raise LegFailedError(pair.decode.worker, "its stream ended before the first token")
-            comments, rest = split_comments(rest + piece)
-            if comments:
-                await out.write(comments)
+            silence, rest = split_silence(rest + piece)
+            if silence:
+                await out.write(silence)
         if failure := error_in(rest):
             raise PairFailedError(failure)
         self.has_tokens = True

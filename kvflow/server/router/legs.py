@@ -94,8 +94,8 @@ class Leg:
             return answer
         start, failure = b"", None
         while piece := await self.read():
-            if b"\n\n" not in start:  # up to here there were only comments
-                start = split_comments(start + piece)[1]
+            if b"\n\n" not in start:  # up to here there was nothing but silence
+                start = split_silence(start + piece)[1]
                 failure = error_in(start)
         return web.Response() if failure is None else failure.response()
 
@@ -193,11 +193,16 @@ def _check(answer: web.Response) -> None:
         raise PairFailedError(Failure.read(answer.status, body), answer)
 
 
-def split_comments(start: bytes) -> tuple[bytes, bytes]:
-    """The complete comments that a stream begins with, and the rest."""
+def split_silence(start: bytes) -> tuple[bytes, bytes]:
+    """The empty lines and complete comments that a stream begins with, and the rest."""
     cut = 0
-    while start.startswith(b":", cut) and (end := start.find(b"\n\n", cut)) >= 0:
-        cut = end + 2
+    while True:
+        if start.startswith(b"\n", cut):
+            cut += 1
+        elif start.startswith(b":", cut) and (end := start.find(b"\n\n", cut)) >= 0:
+            cut = end + 2
+        else:
+            break
     return start[:cut], start[cut:]
 
 
