@@ -90,6 +90,15 @@ class _ErrorBody(msgspec.Struct):
 
 
 _CODES = frozenset(Code)
+_KNOWN_CODES = {
+    *_CODES,
+    "unauthorized",
+    "draining",
+    "degraded",
+    "no_workers",
+    "model_not_found",
+    "context_length_exceeded",
+}
 
 
 class Failure(msgspec.Struct, frozen=True):
@@ -128,6 +137,11 @@ class Failure(msgspec.Struct, frozen=True):
         headers = {"Retry-After": str(RETRY_AFTER_S)} if self.status in (429, 503) else {}
         body = msgspec.json.encode(self.body)
         return web.Response(body=body, status=self.status, content_type="application/json", headers=headers)
+
+
+def bounded_code(code: str) -> str:
+    """A code for a metric's label: one of ours, or an HTTP status, which others use; anything else is "other"."""
+    return code if code in _KNOWN_CODES or (len(code) == 3 and code.isascii() and code.isdigit()) else "other"
 
 
 def failure_of(error: BaseException) -> Failure:

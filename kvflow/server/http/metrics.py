@@ -12,7 +12,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 
 from kvflow.server.http.completion_service import Report
-from kvflow.server.http.errors import Failure
+from kvflow.server.http.errors import Failure, bounded_code
 from kvflow.server.http.families import histograms, labelled
 from kvflow.server.http.measures import CompletionMeasures
 from kvflow.server.http.sglang_metrics import sglang_families
@@ -72,7 +72,7 @@ class Metrics:
         self._broken.labels(failure.code).inc()
 
     def retried(self, code: str) -> None:
-        self._retried.labels(code).inc()
+        self._retried.labels(bounded_code(code)).inc()
 
     def client_gone(self) -> None:
         self._gone.inc()

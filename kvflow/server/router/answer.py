@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 import aiohttp
 import msgspec
 from aiohttp import web
@@ -16,6 +18,7 @@ from kvflow.server.router.legs import (
     split_silence,
     stream_headers,
 )
+from kvflow.server.router.measures import RouterMeasures
 from kvflow.telemetry.requests import name_error
 
 
@@ -23,8 +26,9 @@ class ClientAnswer:
     """Begins at most once. Its headers may leave with the first pair that streams, for later pairs to go on with: until
     the first token nothing follows them but empty lines and comments."""
 
-    def __init__(self, http: web.Request) -> None:
-        self._http = http
+    def __init__(self, http: web.Request, measures: RouterMeasures) -> None:
+        self._http, self._measures = http, measures
+        self._arrived_at_s = time.perf_counter()
         self._stream: web.StreamResponse | None = None
         self.has_tokens = False  # the client has the first event of a pair: no other may answer
 
@@ -68,11 +72,13 @@ class ClientAnswer:
         if failure := error_in(rest):
             raise PairFailedError(failure)
         self.has_tokens = True
+        self._measures.first_token(self._arrived_at_s)
         return rest
 
     async def fail(self, failure: Failure, answer: web.Response | None = None) -> web.StreamResponse:
         """The error that ends a request, an event where a stream has begun; `answer` is how a worker has put it."""
         name_error(failure.summary)
+        self._measures.failed(failure)
         if self._stream is None:
             return answer or failure.response()
         await self._stream.write(b"data: " + msgspec.json.encode(failure.body) + b"\n\n")

@@ -18,7 +18,7 @@ import msgspec
 from aiohttp import web
 from yarl import URL
 
-from kvflow.protocols.errors import Code
+from kvflow.protocols.errors import Code, KvflowError
 from kvflow.server.http import aborts, tokenize
 from kvflow.server.http.access import REQUEST_ID_HEADER
 from kvflow.server.http.app import build_app
@@ -38,6 +38,7 @@ from kvflow.server.router.legs import (
     copied,
     with_fields,
 )
+from kvflow.server.router.measures import RouterMeasures
 from kvflow.server.router.tries import Tries
 from kvflow.server.router.workers import NoWorkerError, Worker, Workers
 from kvflow.telemetry.requests import CURRENT, name_rooms
@@ -79,7 +80,8 @@ class Router(Drainable):
         self._ending = False
         self.waiting = 0
         self.workers = Workers(prefill, decode, self._session, poll_s)
-        self.metrics = Metrics()
+        self.measures = RouterMeasures()
+        self.metrics = Metrics(families=lambda: self.measures.families(self.workers.all, self.running, self.waiting))
 
     async def start(self) -> None:
         await self.workers.start()
@@ -95,10 +97,14 @@ class Router(Drainable):
 
     async def serve(self, http: web.Request) -> web.StreamResponse:
         """Serve one request: one pair of workers after another, until one answers."""
-        self.refuse_when_draining()
-        raw = await http.read()
-        count = _completions(decoded(raw, _Shape))
-        answer = ClientAnswer(http)
+        try:
+            self.refuse_when_draining()
+            raw = await http.read()
+            count = _completions(decoded(raw, _Shape))
+        except KvflowError as error:
+            self.metrics.refused(error.code)
+            raise
+        answer = ClientAnswer(http, self.measures)
         with self.count_running():
             try:
                 async with self._in_time():
