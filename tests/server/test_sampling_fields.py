@@ -9,7 +9,7 @@ import openai
 import pytest
 
 from kvflow.protocols.errors import Code
-from tests.server.fake_service import Role, Server
+from tests.server.fake_service import Meeting, Role, Server
 from tests.server.test_generate import META, body, post
 from tests.server.test_openai import client  # noqa: F401 - a fixture
 
@@ -110,3 +110,40 @@ async def test_bad_values_are_named_and_end_both_legs(
     ((room, cause),) = prefill.service.refused
     assert (room, cause.code) == (7, Code.BAD_REQUEST)
     assert text in cause.text
+
+
+@pytest.mark.parametrize("path", ["/generate", "/v1/completions"])
+async def test_what_a_body_says_once_is_checked_once(
+    meeting: Meeting, decode: Role, decode_server: Server, session: aiohttp.ClientSession, path: str
+) -> None:
+    """Thousands of biases for hundreds of prompts and choices would hold up the event loop for seconds."""
+    rooms = [7, 8, 9, 10]
+    for room in rooms:
+        meeting.of(room).set_result(None)
+    sampling = {"n": 2, "seed": 3, "logit_bias": {"7": 1}}
+    document: dict[str, Any] = {"bootstrap_host": ["127.0.0.1"] * 4, "bootstrap_room": rooms}
+    if path == "/generate":
+        document |= {"input_ids": [[1], [2]], "sampling_params": {**sampling, "max_new_tokens": 1}}
+    else:
+        document |= {"prompt": [[1], [2]], "max_tokens": 1, "bad_words": ["w5"], **sampling}
+    status, _ = await post(session, decode_server, document, path)
+    params = [request.params for request in decode.service.requests]
+    assert (status, len(params), {one.seed for one in params}) == (200, 4, {3, 4})
+    assert [one.logit_bias for one in params] == [((7, 1.0),)] * 4
+    assert len({id(one.logit_bias) for one in params}) == 1
+    if path != "/generate":
+        assert [one.bad_words for one in params] == [((5,),)] * 4
+        assert len({id(one.bad_words) for one in params}) == 1
+
+
+async def test_too_many_prompts_are_refused_before_any_is_read(
+    decode: Role, decode_server: Server, session: aiohttp.ClientSession, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def encode(*_: Any, **__: Any) -> Any:
+        raise AssertionError("a prompt was encoded")
+
+    monkeypatch.setattr(decode.tokenizer, "encode", encode)
+    many = ["w1"] * 257
+    for path, fields in (("/generate", {"text": many}), ("/v1/completions", {"prompt": many})):
+        status, answer = await post(session, decode_server, {**META, **fields}, path)
+        assert (status, "257 completions" in answer["error"]["message"]) == (400, True)

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from kvflow.engine.model.sequence import Prompt
-from kvflow.engine.scheduler.params import MAX_STOPS, SamplingParams
+from kvflow.engine.scheduler.params import MAX_STOPS, BadWords, LogitBias, SamplingParams
 from kvflow.engine.scheduler.prompt_logprobs import MAX_BYTES, size_bytes
 from kvflow.protocols.errors import CapacityError, MisuseError
 
@@ -51,8 +51,8 @@ class EngineLimits:
         if params.prompt_logprobs_from is not None:
             self._check_scores(len(prompt), params.prompt_logprobs_from, params)
         self._check_ids("token_ids_logprob", params.logprob_token_ids)
-        self._check_ids("logit_bias", [token_id for token_id, _ in params.logit_bias])
-        self._check_ids("bad_words", [token_id for word in params.bad_words for token_id in word])
+        self._check_ids("logit_bias", LogitBias(params.logit_bias).extent)
+        self._check_ids("bad_words", BadWords(params.bad_words).extent)
         if params.bad_words and len(params.bad_words) + MAX_STOPS >= self._vocabulary:
             text = (
                 f"bad_words: {len(params.bad_words)} of them may leave none of {self._vocabulary} tokens to choose from"

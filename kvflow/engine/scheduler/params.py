@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import secrets
-from typing import Literal
+from collections.abc import Iterable
+from typing import Literal, Self
 
 import msgspec
 
@@ -26,6 +28,47 @@ _RANGES = {
     "presence_penalty": (-2.0, 2.0),
     "repetition_penalty": (0.01, 100.0),
 }
+
+
+class LogitBias(tuple[tuple[int, float], ...]):
+    """Token ids and what is added to their logits, checked; `extent` are the lowest and the highest id."""
+
+    extent: tuple[int, int]
+
+    def __new__(cls, entries: Iterable[tuple[int, float]] = ()) -> Self:
+        """Raises: MisuseError."""
+        if isinstance(entries, cls):
+            return entries
+        made = super().__new__(cls, entries)
+        if len(made) > MAX_LOGIT_BIAS:
+            raise MisuseError(f"logit_bias: {len(made)} entries, limit {MAX_LOGIT_BIAS}")
+        for token_id, bias in made:
+            if not -MAX_BIAS <= bias <= MAX_BIAS:
+                raise MisuseError(f"logit_bias: {bias} for token {token_id} is outside -{MAX_BIAS}..{MAX_BIAS}")
+        made.extent = _extent([token_id for token_id, _ in made])
+        return made
+
+
+class BadWords(tuple[tuple[int, ...], ...]):
+    """Token sequences that are never completed, checked; `extent` are the lowest and the highest id."""
+
+    extent: tuple[int, int]
+
+    def __new__(cls, words: Iterable[tuple[int, ...]] = ()) -> Self:
+        """Raises: MisuseError."""
+        if isinstance(words, cls):
+            return words
+        made = super().__new__(cls, words)
+        if () in made:
+            raise MisuseError("bad_words: a word of no tokens cannot be banned; leave it out")
+        if (total := sum(map(len, made))) > MAX_BAD_WORD_TOKENS:
+            raise MisuseError(f"bad_words: {total} tokens in all, limit {MAX_BAD_WORD_TOKENS}")
+        made.extent = _extent(list(itertools.chain(*made)))
+        return made
+
+
+def _extent(ids: list[int]) -> tuple[int, int]:
+    return min(ids, default=0), max(ids, default=0)
 
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
@@ -94,18 +137,9 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
             raise MisuseError(f"token_ids_logprob: {len(self.logprob_token_ids)} ids, limit {MAX_TOP_LOGPROBS}")
         if self.logprob_token_ids and self.logprobs is None:
             raise MisuseError("token_ids_logprob needs logprobs (return_logprob)")
-        self._check_words()
-
-    def _check_words(self) -> None:
-        if len(self.logit_bias) > MAX_LOGIT_BIAS:
-            raise MisuseError(f"logit_bias: {len(self.logit_bias)} entries, limit {MAX_LOGIT_BIAS}")
-        for token_id, bias in self.logit_bias:
-            if not -MAX_BIAS <= bias <= MAX_BIAS:
-                raise MisuseError(f"logit_bias: {bias} for token {token_id} is outside -{MAX_BIAS}..{MAX_BIAS}")
-        if () in self.bad_words:
-            raise MisuseError("bad_words: a word of no tokens cannot be banned; leave it out")
-        if (total := sum(map(len, self.bad_words))) > MAX_BAD_WORD_TOKENS:
-            raise MisuseError(f"bad_words: {total} tokens in all, limit {MAX_BAD_WORD_TOKENS}")
+        # Checked once, however many requests share them.
+        msgspec.structs.force_setattr(self, "logit_bias", LogitBias(self.logit_bias))
+        msgspec.structs.force_setattr(self, "bad_words", BadWords(self.bad_words))
 
     @property
     def adjusts(self) -> bool:

@@ -15,6 +15,7 @@ from kvflow.server.http.completion import Completion, Delta
 from kvflow.server.http.completion_service import GenerationRequest, PromptIds
 from kvflow.server.http.errors import RequestError
 from kvflow.server.http.generation_requests import (
+    check_count,
     choices_of_generate,
     generation_requests,
     params_of_generate,
@@ -89,13 +90,15 @@ class GenerateCall:
             prompts, several = prompt_ids(body.input_ids)
         elif body.text is not None:
             texts = [body.text] if isinstance(body.text, str) else body.text
+            check_count(len(texts), 1)
             prompts = [await pipeline.tokenizer.encode(text, param="text") for text in texts]
             several = isinstance(body.text, list)
         else:
             raise RequestError("neither text nor input_ids is given; send one of them")
         choices = choices_of_generate(body, len(prompts))
+        check_count(len(prompts), choices)
         self._is_list = several or choices > 1
-        params = [params_of_generate(body, i, prompts, pipeline.request_limits) for i in range(len(prompts))]
+        params = await params_of_generate(body, prompts, pipeline.request_limits)
         self._requests = generation_requests(body, prompts, params, choices, pipeline.request_limits)
         token_text = pipeline.tokenizer.token_text if body.return_text_in_logprobs else _no_text
         self._grown = [_Grown(token_text) for _ in self._requests]

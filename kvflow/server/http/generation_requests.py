@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 from collections.abc import Iterator, Mapping
 from typing import Any, TypeVar
 
 import msgspec
 import numpy as np
 
+from kvflow.aio import in_turns
 from kvflow.engine.scheduler.limits import EngineLimits
-from kvflow.engine.scheduler.params import SamplingParams
+from kvflow.engine.scheduler.params import MAX_LOGIT_BIAS, BadWords, LogitBias, SamplingParams
 from kvflow.protocols.errors import CapacityError, MisuseError
 from kvflow.server.http.completion_service import GenerationRequest, PromptIds
 from kvflow.server.http.errors import CONTEXT_LENGTH_EXCEEDED, RequestError
@@ -28,10 +30,10 @@ MAX_COMPLETIONS = 256
 DEFAULT_MAX_NEW_TOKENS = 128
 DEFAULT_COMPLETION_TOKENS = 16
 MAX_ID_DIGITS = 10
-TokenWords = tuple[tuple[int, ...], ...]
 T = TypeVar("T")
 # What a model's generation_config.json may recommend, at the values that change nothing.
 _NEUTRAL = {"temperature": 1.0, "top_p": 1.0, "top_k": -1, "min_p": 0.0, "repetition_penalty": 1.0}
+_NO_SAMPLING = GenerateSampling()
 _ROOM_MASK = (1 << 63) - 1
 _ROOM_STEP = 0x9E3779B97F4A7C15  # golden-ratio step: rooms derived from one id do not collide with those of another
 
@@ -84,25 +86,32 @@ def _limit_field(body: Rendezvous) -> str:
 
 def choices_of_generate(body: GenerateRequest, prompts: int) -> int:
     """How many completions each prompt of a /generate body gets. Raises: RequestError."""
-    given = {
-        _of_prompt("sampling_params", body.sampling_params, i, prompts, GenerateSampling()).n for i in range(prompts)
-    }
+    given = {_of_prompt("sampling_params", body.sampling_params, i, prompts, _NO_SAMPLING).n for i in range(prompts)}
     if len(given) > 1:
         raise RequestError("sampling_params: n differs between the prompts; send them one by one")
     return (given.pop() if given else None) or 1
 
 
-def params_of_generate(
-    body: GenerateRequest, index: int, prompts: list[PromptIds], limits: RequestLimits
+async def params_of_generate(
+    body: GenerateRequest, prompts: list[PromptIds], limits: RequestLimits
+) -> list[SamplingParams]:
+    """The sampling of each prompt of a /generate body. Raises: RequestError."""
+    made: dict[int, dict[str, Any]] = {}  # by identity: prompts share the object, or have one each
+    return [_params_of_prompt(body, i, prompts, limits, made) async for i in in_turns(range(len(prompts)))]
+
+
+def _params_of_prompt(
+    body: GenerateRequest, index: int, prompts: list[PromptIds], limits: RequestLimits, made: dict[int, dict[str, Any]]
 ) -> SamplingParams:
-    """The sampling of one prompt of a /generate body. Raises: RequestError."""
     count, prompt = len(prompts), prompts[index]
-    sampling = _of_prompt("sampling_params", body.sampling_params, index, count, GenerateSampling())
+    sampling = _of_prompt("sampling_params", body.sampling_params, index, count, _NO_SAMPLING)
     scored = _of_prompt("return_logprob", body.return_logprob, index, count, False)
     top = _of_prompt("top_logprobs_num", body.top_logprobs_num, index, count, 0)
     seed = sampling.sampling_seed if sampling.sampling_seed is not None else sampling.seed
     logprobs = top if scored else None
-    fields = {**_sampling_fields(sampling, seed, {}), "min_new_tokens": sampling.min_new_tokens or 0}
+    if (fields := made.get(id(sampling))) is None:
+        fields = {**_sampling_fields(sampling, seed, {}), "min_new_tokens": sampling.min_new_tokens or 0}
+        made[id(sampling)] = fields
     most = sampling.max_new_tokens
     if most is None:
         most = min(DEFAULT_MAX_NEW_TOKENS, limits.tokens_left(prompt))
@@ -136,9 +145,7 @@ def _of_prompt(name: str, value: T | list[T] | None, index: int, prompts: int, u
     return unset if value is None else value
 
 
-def params_of_chat(
-    body: ChatRequest, prompt: PromptIds, bad_words: TokenWords, limits: RequestLimits
-) -> SamplingParams:
+def params_of_chat(body: ChatRequest, prompt: PromptIds, bad_words: BadWords, limits: RequestLimits) -> SamplingParams:
     """The sampling of a chat body; without a limit the answer may fill the context."""
     most = body.max_completion_tokens or body.max_tokens or limits.tokens_left(prompt)
     if body.top_logprobs is not None and not body.logprobs:
@@ -149,20 +156,19 @@ def params_of_chat(
 
 
 def params_of_completion(
-    body: CompletionRequest, prompt: PromptIds, bad_words: TokenWords, limits: RequestLimits
-) -> SamplingParams:
-    """The sampling of a completions body."""
-    most = body.max_tokens
-    if most is None:
-        most = min(DEFAULT_COMPLETION_TOKENS, limits.tokens_left(prompt))
+    body: CompletionRequest, prompts: list[PromptIds], bad_words: BadWords, limits: RequestLimits
+) -> list[SamplingParams]:
+    """The sampling of each prompt of a completions body."""
     fields = _openai_fields(body, bad_words, limits)
-    scored_from = 0 if body.echo and body.logprobs is not None else None
-    return SamplingParams(**fields, max_new_tokens=most, logprobs=body.logprobs, prompt_logprobs_from=scored_from)
+    fields["logprobs"] = body.logprobs
+    fields["prompt_logprobs_from"] = 0 if body.echo and body.logprobs is not None else None
+    if body.max_tokens is not None:
+        return [SamplingParams(**fields, max_new_tokens=body.max_tokens)] * len(prompts)
+    most = (min(DEFAULT_COMPLETION_TOKENS, limits.tokens_left(prompt)) for prompt in prompts)
+    return [SamplingParams(**fields, max_new_tokens=tokens) for tokens in most]
 
 
-def _openai_fields(
-    body: ChatRequest | CompletionRequest, bad_words: TokenWords, limits: RequestLimits
-) -> dict[str, Any]:
+def _openai_fields(body: ChatRequest | CompletionRequest, bad_words: BadWords, limits: RequestLimits) -> dict[str, Any]:
     fields = _sampling_fields(body, body.seed, limits.sampling_defaults)
     return {**fields, "min_new_tokens": body.min_tokens or 0, "bad_words": bad_words}
 
@@ -185,12 +191,19 @@ def _sampling_fields(source: Any, seed: int | None, defaults: Mapping[str, float
     }
 
 
-def _biases(given: dict[str, float]) -> tuple[tuple[int, float], ...]:
+def _biases(given: dict[str, float]) -> LogitBias:
     """Raises: RequestError for a key that is not a token id."""
-    for key in given:
+    for key in itertools.islice(given, MAX_LOGIT_BIAS + 1):
         if not (key.isascii() and key.isdigit() and len(key) <= MAX_ID_DIGITS):
             raise RequestError(f"logit_bias: key {key[:40]!r} is not a token id", param="logit_bias")
-    return tuple((int(key), value) for key, value in given.items())
+    return LogitBias((int(key), value) for key, value in itertools.islice(given.items(), MAX_LOGIT_BIAS + 1))
+
+
+def check_count(prompts: int, choices: int) -> None:
+    """Raises: RequestError for more completions than a body may ask for, before their prompts are looked at."""
+    if not 1 <= prompts * choices <= MAX_COMPLETIONS:
+        text = f"the body asks for {prompts * choices} completions (prompts times n), limit 1..{MAX_COMPLETIONS}"
+        raise RequestError(text)
 
 
 def generation_requests(
@@ -200,9 +213,8 @@ def generation_requests(
 
     Raises: RequestError naming what does not fit.
     """
+    check_count(len(prompts), choices)
     total = len(prompts) * choices
-    if not 1 <= total <= MAX_COMPLETIONS:
-        raise RequestError(f"the body asks for {total} completions (prompts times n), limit 1..{MAX_COMPLETIONS}")
     for prompt, sampling in zip(prompts, params, strict=True):
         limits.check(body, prompt, sampling)
     made: dict[int, GenerationRequest] = {}

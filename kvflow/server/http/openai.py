@@ -16,6 +16,7 @@ from kvflow.server.http.completion import Completion, Delta
 from kvflow.server.http.completion_service import GenerationRequest, PromptIds
 from kvflow.server.http.errors import UnknownModelError
 from kvflow.server.http.generation_requests import (
+    check_count,
     generation_requests,
     params_of_chat,
     params_of_completion,
@@ -185,6 +186,7 @@ class TextCompletionCall(_OpenAICall):
         body = self.body
         given = [body.prompt] if isinstance(body.prompt, str) else body.prompt
         if len(given) and all(isinstance(item, str) for item in given):
+            check_count(len(given), self._choices)
             special = body.add_special_tokens is not False
             prompts = [
                 await pipeline.tokenizer.encode(str(text), param="prompt", add_special_tokens=special) for text in given
@@ -192,10 +194,11 @@ class TextCompletionCall(_OpenAICall):
             texts = [str(text) for text in given]
         else:
             prompts, _ = prompt_ids(given)
+            check_count(len(prompts), self._choices)
             texts = [await self._text_of(ids) for ids in prompts if body.echo]
         choices = self._choices
         bad_words = await pipeline.tokenizer.encode_words(body.bad_words or ())
-        params = [params_of_completion(body, prompt, bad_words, pipeline.request_limits) for prompt in prompts]
+        params = params_of_completion(body, prompts, bad_words, pipeline.request_limits)
         if body.echo:
             self._echoes = dict(enumerate(text for text in texts for _ in range(choices)))
         self._requests = generation_requests(body, prompts, params, choices, pipeline.request_limits)

@@ -10,7 +10,7 @@ from typing import Any, Protocol, TypeVar
 
 import numpy as np
 
-from kvflow.engine.scheduler.params import SamplingParams
+from kvflow.engine.scheduler.params import BadWords, SamplingParams
 from kvflow.server.http.completion_service import PromptIds
 from kvflow.server.http.errors import CONTEXT_LENGTH_EXCEEDED, RequestError
 
@@ -74,19 +74,19 @@ class ThreadedTokenizer:
         tokenizer = self._require()
         return await self._run(lambda: str(tokenizer.decode(ids, skip_special_tokens=skip_special_tokens)))
 
-    async def encode_words(self, words: Sequence[str]) -> tuple[tuple[int, ...], ...]:
+    async def encode_words(self, words: Sequence[str]) -> BadWords:
         """Token ids of each word as it starts a text, and as it follows a space where that is as many other tokens.
 
         As vLLM does. Raises: RequestError.
         """
         if not words:
-            return ()
+            return BadWords()
         tokenizer = self._require()
         if len(words) > MAX_BAD_WORDS:
             raise RequestError(f"bad_words: {len(words)} entries, limit {MAX_BAD_WORDS}", param="bad_words")
         self._check_length(sum(map(len, words)), "bad_words")
 
-        def encode() -> tuple[tuple[int, ...], ...]:
+        def encode() -> BadWords:
             found: list[tuple[int, ...]] = []
             for word in words:
                 plain, inside = (
@@ -97,7 +97,7 @@ class ThreadedTokenizer:
                 found.append(plain)
                 if inside[0] != plain[0] and len(inside) == len(plain):
                     found.append(inside)
-            return tuple(found)
+            return BadWords(found)
 
         return await self._run(encode)
 
