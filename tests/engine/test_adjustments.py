@@ -24,7 +24,7 @@ from kvflow.engine.scheduler.limits import EngineLimits
 from kvflow.engine.scheduler.params import MAX_BAD_WORD_TOKENS, MAX_LOGIT_BIAS, SamplingParams
 from kvflow.engine.scheduler.sampling import Draw, choose
 from kvflow.protocols.errors import MisuseError
-from tests.engine.pair import EnginePair, greedy, prompt_of
+from tests.engine.pair import EnginePair, greedy, prompt_of, until
 from tests.engine.test_parity import single, together
 
 NEW = 24
@@ -59,7 +59,7 @@ def generated(stock: Any, count: int, **options: Any) -> list[int]:
 async def ours(model: LoadedModel, **params: Any) -> list[int]:
     async with EnginePair(model) as pair:
         found = await pair.tokens(PROMPT, greedy(NEW, **params))
-        assert pair.home
+        await until(lambda: pair.home)
     return found
 
 

@@ -22,7 +22,7 @@ from kvflow.engine.scheduler.prompt_logprobs import PromptLogprobs, ScoredToken
 from kvflow.engine.scheduler.sampling import Draw, choose
 from kvflow.protocols.errors import KvflowError, MisuseError
 from kvflow.protocols.wire.messages import MAX_HANDOFF_BYTES
-from tests.engine.pair import EnginePair, FakeRoom, greedy, prompt_of
+from tests.engine.pair import EnginePair, FakeRoom, greedy, prompt_of, until
 from tests.engine.test_parity import single
 
 Loader = Callable[..., LoadedModel]
@@ -66,7 +66,7 @@ async def test_they_are_those_of_a_plain_forward(
         got = await asyncio.gather(
             *(scored(pair, prompt, logprobs=top, prompt_logprobs_from=start) for start, top in asked), *plain
         )
-        assert pair.home
+        await until(lambda: pair.home)
         for (start, top), found in zip(asked, got[: len(asked)], strict=True):
             assert_like(found, want, prompt, start, top)  # type: ignore[arg-type]
         assert got[len(asked) :] == [await pair.tokens(prompt_of(n, n), greedy(5)) for n in (1, 39, 80)]
@@ -112,7 +112,7 @@ async def test_no_new_token_is_still_a_handed_over_prompt(llama: LoadedModel) ->
         assert only.finish_reason == "length"
         assert only.prompt_logprobs is not None
         assert len(list(only.prompt_logprobs.tokens(prompt_of(20)))) == 20
-        assert pair.home
+        await until(lambda: pair.home)
 
 
 async def test_tokens_that_are_named_have_theirs_at_every_place(llama: LoadedModel, stock: Stock) -> None:
@@ -209,7 +209,7 @@ async def test_scores_that_were_not_asked_for_fail_the_room(
         with pytest.raises(KvflowError, match=text):
             async for _ in pair.decode.generate(room, prompt, params):
                 pass
-        assert pair.home
+        await until(lambda: pair.home)
 
 
 async def test_other_ids_than_those_asked_for_fail_the_room(llama: LoadedModel) -> None:
@@ -220,7 +220,7 @@ async def test_other_ids_than_those_asked_for_fail_the_room(llama: LoadedModel) 
         with pytest.raises(KvflowError, match="not of the token ids that were asked for"):
             async for _ in pair.decode.generate(room, prompt_of(40), greedy(3, logprobs=0, logprob_token_ids=(5,))):
                 pass
-        assert pair.home
+        await until(lambda: pair.home)
 
 
 async def test_scores_nobody_asked_for_are_dropped(llama: LoadedModel) -> None:
