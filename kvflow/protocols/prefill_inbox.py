@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from kvflow.protocols.commands import OpenRoute
@@ -34,8 +34,13 @@ def on_register(core: PrefillCore, message: wire.Register, now: float) -> None:
         core.feed_peer(peer, PeerKind.REGISTERED, now)
     elif core.unavailable_reason:
         core.answer_register(message.target, message.source, core.unavailable_reason)
-    elif len(core.peers) >= core.bounds.targets and not _make_place(core, now):
+    elif len(core.peers) >= core.bounds.targets and not _make_place(core, core.peers.values(), now):
         core.answer_register(message.target, message.source, f"{core.bounds.targets} decodes are registered already")
+    elif len(siblings := _of_process(core, message)) >= core.bounds.decodes_per_process and not _make_place(
+        core, siblings, now
+    ):
+        refusal = f"{len(siblings)} decodes of process {message.address.process.pid} are registered already"
+        core.answer_register(message.target, message.source, refusal)
     else:
         peer = core.peers[message.target] = DecodePeer(message, core.bounds.closed_grants, now)
         peer.grants.begin_from(seen_below)
@@ -47,10 +52,15 @@ def on_register(core: PrefillCore, message: wire.Register, now: float) -> None:
             core.outbox.append(OpenRoute(peer.incarnation, peer.address, peer.layout))
 
 
-def _make_place(core: PrefillCore, now: float) -> bool:
+def _of_process(core: PrefillCore, message: wire.Register) -> list[DecodePeer]:
+    """The decodes that have named this one's process as theirs."""
+    return [peer for peer in core.peers.values() if peer.address.process == message.address.process]
+
+
+def _make_place(core: PrefillCore, among: Iterable[DecodePeer], now: float) -> bool:
     """Forget a decode that is silent and has nothing left to ask for (its death may never be observed when it runs on
     another host). False when there is none."""
-    for peer in core.peers.values():
+    for peer in among:
         if peer.displaceable:
             core.remember_grants(peer)
             core.feed_peer(peer, PeerKind.DISPLACED, now)

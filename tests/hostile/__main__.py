@@ -11,7 +11,7 @@ import sys
 
 import uvloop
 
-COMMANDS = ("wire", "http", "strays", "endings", "errors", "storm")
+COMMANDS = ("wire", "lies", "http", "strays", "endings", "errors", "storm")
 
 
 def main() -> int:

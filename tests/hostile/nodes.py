@@ -12,7 +12,7 @@ from typing import Any
 from kvflow.memory.pool import PagedPool
 from kvflow.node import DecodeNode, PrefillNode
 from kvflow.protocols.errors import KvflowError, WireError
-from kvflow.protocols.limits import Timing
+from kvflow.protocols.limits import Bounds, Timing
 from kvflow.protocols.machines.peer import PeerPhase
 from kvflow.protocols.ports import ControlSocket
 from kvflow.protocols.wire.codec import parse_at_decode, parse_at_prefill, routing_id
@@ -75,7 +75,8 @@ class Nodes:
         self.pools = [PagedPool.allocate(layout) for _ in range(2)]
         source, target = self.pools
         self.taps: dict[str, Tap] = {}  # by role
-        self.prefill = PrefillNode(source, LocalPlane(source.segment), timing=TIMING, bind=self._bind)
+        bounds = Bounds(decodes_per_process=8)
+        self.prefill = PrefillNode(source, LocalPlane(source.segment), timing=TIMING, bounds=bounds, bind=self._bind)
         self.decode = DecodeNode(target, LocalPlane(target.segment), timing=TIMING, connect=self._connect)
         self.prefills, self.decodes = [self.prefill], [self.decode]
         self._next_room = 1
@@ -130,6 +131,11 @@ class Nodes:
         if peer is None or getattr(message, "rank", peer.info.rank) != peer.info.rank:
             return "foreign"
         return "stale" if isinstance(message, ChunkDone | RoomFailed | AbortAck) else "taken"
+
+    def number(self) -> int:
+        """Of a room that nobody has had."""
+        self._next_room += 1
+        return self._next_room
 
     async def room(self, number: int) -> None:
         target = await self.decode.room(number, [self.prefill.info], PROMPT)

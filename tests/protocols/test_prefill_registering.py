@@ -237,6 +237,16 @@ class TestPlacesAreBounded:
         prefill.tick(5)
         assert prefill.register(THIRD_DECODE)[0] == CloseRoute(DECODE)
 
+    def test_one_process_takes_so_many_places_and_no_more(self) -> None:
+        prefill = LonePrefill(bounds=Bounds(decodes_per_process=2)).up(DECODE, OTHER_DECODE)
+        assert refusal(prefill, THIRD_DECODE) == "2 decodes of process 1 are registered already"
+        other = msgspec.structs.replace(ADDRESS, process=msgspec.structs.replace(ADDRESS.process, pid=9))
+        named = msgspec.structs.replace(other, owner=THIRD_DECODE)
+        assert prefill.register(THIRD_DECODE, address=other) == [OpenRoute(THIRD_DECODE, named, LAYOUT)]
+        fourth = wire.Incarnation(THIRD_DECODE + 1)
+        prefill.tick(5)
+        assert prefill.register(fourth)[0] == CloseRoute(DECODE), "a silent one makes place"
+
     @pytest.mark.parametrize("doubt", [True, False])
     def test_a_silent_decode_is_displaced_only_when_nothing_of_it_can_still_land(self, doubt: bool) -> None:
         prefill = LonePrefill(bounds=self.BOUNDS).up(DECODE)
