@@ -162,6 +162,21 @@ def serve(
 
 
 @app.command()
+def stalls(
+    rounds: Annotated[int, typer.Option(help="Rounds over all cases; the worst one counts.", min=1)] = 1,
+    as_json: AsJson = False,
+) -> None:
+    """How long both roles' event loops stand still under the largest legal requests, beside an idle ticker.
+
+    Answers of 4,000 tokens with top-20 log-probabilities, a prompt of 131,072 tokens, the largest Bootstrap, 8 MiB of
+    text.
+    """
+    from kvflow.bench.stalls import bench_stalls
+
+    _report(bench_stalls(rounds, _say), as_json)
+
+
+@app.command()
 def profile(
     tree: Annotated[list[Path], _checkout("Root of a checkout.")],
     plane: Annotated[str, typer.Option("--transfer-backend", help="Data plane.")] = "local",

@@ -8,6 +8,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
+from kvflow.memory import allocator
 from kvflow.memory.allocator import Kept, PageAllocator
 from kvflow.protocols.errors import CapacityError, MisuseError, OwnershipError
 from kvflow.protocols.pages.layout import PageIndices
@@ -202,3 +203,35 @@ class AgainstAModel(RuleBasedStateMachine):
 
 AgainstAModel.TestCase.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
 TestAgainstAModel = AgainstAModel.TestCase
+
+
+class AgainstAModelInRuns(AgainstAModel):
+    """Every list that is a run is treated as the long ones of large rooms are."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._patched = pytest.MonkeyPatch()
+        self._patched.setattr(allocator, "_LONG_RUN", 1)
+
+    def teardown(self) -> None:
+        self._patched.undo()
+
+
+AgainstAModelInRuns.TestCase.settings = AgainstAModel.TestCase.settings
+TestAgainstAModelInRuns = AgainstAModelInRuns.TestCase
+
+
+def test_long_lists_do_not_take_the_slow_ways_of_numpy(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`np.add.at` took 50 ms of the event loop for the pages of the largest room, `np.unique` a second."""
+    store = PageAllocator(4096)
+    runs = store.take(2048, "a")
+    scattered = np.random.default_rng(1).permutation(store.take(2048, "b"))
+    monkeypatch.setattr(np, "unique", None)
+    monkeypatch.setattr(np, "add", None)
+    for taken, owner in ((runs, "a"), (scattered, "b")):
+        store.hold(taken)
+        store.move(taken, owner, "c")
+        store.give_back(taken, "c")
+        assert store.returning_pages == 2048
+        store.unhold(taken)
+    assert store.at_rest()

@@ -51,6 +51,7 @@ class ThreadedTokenizer:
     def __init__(self, tokenizer: Any | None, context_length: int = 1 << 20) -> None:
         self._tokenizer = tokenizer
         longest = max((len(entry) for entry in tokenizer.get_vocab()), default=1) if tokenizer is not None else 1
+        self._context_length = context_length
         self._max_characters = context_length * longest  # more cannot fit, and encoding more takes gigabytes of memory
         self._token_bytes: dict[int, bytes] = {}  # at most one for each token of the vocabulary
         self._bytes_of: Callable[[int], bytes] | None = None
@@ -67,7 +68,21 @@ class ThreadedTokenizer:
         def encode() -> PromptIds:
             return np.array(tokenizer.encode(text, add_special_tokens=add_special_tokens), dtype=np.uint32)
 
-        return await self._run(encode)
+        def encode_long() -> PromptIds:
+            (found,) = tokenizer.backend_tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)
+            if len(found) > self._context_length:
+                raise _too_long(len(found), "tokens", self._context_length, param)
+            return np.array(found.ids, dtype=np.uint32)
+
+        return await self._run(encode_long if self._is_long(text) else encode)
+
+    def _is_long(self, text: str) -> bool:
+        """Whether `text` may be several times what fits: the backend counts its tokens without making Python objects
+        of them, for which the event loop would wait. It does so where it neither cuts nor pads of its own accord."""
+        if len(text) <= self._context_length:
+            return False
+        backend = getattr(self._tokenizer, "backend_tokenizer", None)
+        return backend is not None and backend.truncation is None and backend.padding is None
 
     async def decode(self, ids: Sequence[int], *, skip_special_tokens: bool) -> str:
         """The text of token ids. Raises: RequestError when the model has no tokenizer."""
@@ -135,8 +150,7 @@ class ThreadedTokenizer:
 
     def _check_length(self, characters: int, param: str) -> None:
         if characters > self._max_characters:
-            text = f"the text has {characters} characters; at most {self._max_characters} fit the model's context"
-            raise RequestError(text, param=param, reason=CONTEXT_LENGTH_EXCEEDED)
+            raise _too_long(characters, "characters", self._max_characters, param)
 
     def detokenizer(self, params: SamplingParams) -> Detokenizer:
         """A new one, for one completion. Raises: RequestError for stop strings without a tokenizer."""
@@ -185,6 +199,11 @@ class ThreadedTokenizer:
 
     async def _run(self, work: Callable[[], T]) -> T:
         return await asyncio.get_running_loop().run_in_executor(self._thread, work)
+
+
+def _too_long(count: int, units: str, limit: int, param: str) -> RequestError:
+    text = f"the text has {count} {units}; at most {limit} fit the model's context"
+    return RequestError(text, param=param, reason=CONTEXT_LENGTH_EXCEEDED)
 
 
 def _with_plain_content(index: int, message: dict[str, Any]) -> dict[str, Any]:

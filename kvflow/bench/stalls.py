@@ -1,0 +1,124 @@
+"""`kvflow bench stalls`: how long the event loops of both roles stand still under the largest legal requests.
+
+Beside each case, in the same seconds, an idle process ticks the same way: what the machine itself does to a ticker.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import io
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import aiohttp
+import msgspec
+import numpy as np
+
+from kvflow.bench.pair import Process
+from kvflow.demo_model import DEMO_MODEL_DIR
+from kvflow.server.http.app import MAX_BODY_BYTES
+
+ROLES = ("prefill", "decode", "idle")
+STREAM_TOKENS = 4_000
+PROMPT_TOKENS = 131_072
+BOOTSTRAP_PAGES = 1 << 20  # one token each: wire.messages.MAX_PAGES_PER_ROOM
+WATCH_S = 5.0  # a case is repeated for so long: a percentile of few ticks says little
+
+Case = tuple[str, str, dict[str, Any]]
+
+
+def cases() -> list[Case]:
+    """Name, path and body of each case. The last body is refused: its text has more tokens than fit."""
+    ids = np.random.default_rng(1).integers(0, 100_000, BOOTSTRAP_PAGES).tolist()
+    logprobs = {"return_logprob": True, "top_logprobs_num": 20}
+    many = {"sampling_params": {"max_new_tokens": STREAM_TOKENS}, **logprobs}
+    few = {"sampling_params": {"max_new_tokens": 2}, "stream": True}
+    completion = {"prompt": [1], "logprobs": 20, "max_tokens": STREAM_TOKENS}
+    spare = MAX_BODY_BYTES - 4096
+    return [
+        ("4,000 tokens, top-20, /generate stream", "/generate", {"input_ids": [1], "stream": True, **many}),
+        ("4,000 tokens, top-20, /generate", "/generate", {"input_ids": [1], **many}),
+        ("4,000 tokens, top-20, completions stream", "/v1/completions", {**completion, "stream": True}),
+        ("4,000 tokens, top-20, completions", "/v1/completions", completion),
+        ("prompt of 131,072 tokens", "/generate", {"input_ids": ids[:PROMPT_TOKENS], **few}),
+        ("largest Bootstrap: 1,048,576 pages", "/generate", {"input_ids": ids, **few}),
+        ("8 MiB of text", "/generate", {"text": ("Once upon a time. " * (spare // 18)), **few}),
+    ]
+
+
+async def bench_stalls(rounds: int, say: Callable[[str], None]) -> dict[str, Any]:
+    """Every case in each of `rounds`; figures of a case are those of its worst round.
+
+    Returns {"cases": {case: {role: {"ticks", "late_p50_ms", "late_p99_ms", "late_max_ms", "stall_p99_ms",
+    "stall_max_ms"}}}}: `late` is a tick's lateness, `stall` the part of it that is of the loop's own making (see
+    `child.StallTicker`).
+    """
+    workers = {
+        role: await Process.spawn(sys.executable, "-m", "kvflow.bench.stalls_worker", role, name=role) for role in ROLES
+    }
+    found: dict[str, dict[str, dict[str, float]]] = {}
+    try:
+        tokenizer = str(DEMO_MODEL_DIR / "tokenizer.json")
+        ready = await asyncio.gather(*(workers[role].ask("setup", tokenizer=tokenizer) for role in ROLES))
+        async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=120), read_bufsize=1 << 20) as session:
+            client = _Client(session, dict(zip(ROLES, ready, strict=True)))
+            await client.send("/generate", {"input_ids": [1], "sampling_params": {"max_new_tokens": 2}})
+            for turn in range(rounds):
+                for name, path, body in cases():
+                    await asyncio.gather(*(worker.ask("watch") for worker in workers.values()))
+                    sent = await client.repeat(path, body)
+                    seen = {role: await worker.ask("watched") for role, worker in workers.items()}
+                    say(f"round {turn + 1} of {rounds}: {name}, {sent} requests: {_told(seen)}")
+                    _keep_worst(found.setdefault(name, seen), seen)
+    finally:
+        for worker in workers.values():
+            await worker.close()
+    return {"rounds": rounds, "cases": found}
+
+
+def _told(seen: dict[str, dict[str, float]]) -> str:
+    return ", ".join(f"{role} p99 {figures['late_p99_ms']:.1f} ms" for role, figures in seen.items())
+
+
+def _keep_worst(found: dict[str, dict[str, float]], seen: dict[str, dict[str, float]]) -> None:
+    for role, figures in seen.items():
+        found[role] = {name: max(value, found[role][name]) for name, value in figures.items()}
+
+
+class _Client:
+    """Sends a body to both legs, as a router does, and reads the answers to their end."""
+
+    def __init__(self, session: aiohttp.ClientSession, made: dict[str, dict[str, Any]]) -> None:
+        self._session = session
+        self._ports = made["prefill"]["port"], made["decode"]["port"]
+        self._bootstrap_port = made["prefill"]["bootstrap_port"]
+        self._room = 0
+
+    async def repeat(self, path: str, body: dict[str, Any]) -> int:
+        """Returns how many requests were sent."""
+        loop = asyncio.get_running_loop()
+        until_s, sent = loop.time() + WATCH_S, 0
+        while loop.time() < until_s:
+            await self.send(path, body)
+            sent += 1
+        return sent
+
+    async def send(self, path: str, body: dict[str, Any]) -> None:
+        self._room += 1
+        fields = {
+            "bootstrap_host": "127.0.0.1",
+            "bootstrap_port": self._bootstrap_port,
+            "bootstrap_room": self._room,
+        }
+        raw = msgspec.json.encode({**body, **fields})
+        await asyncio.gather(*(self._leg(f"http://127.0.0.1:{port}{path}", raw) for port in self._ports))
+
+    async def _leg(self, url: str, raw: bytes) -> None:
+        headers = {"Content-Type": "application/json"}
+        async with self._session.post(url, data=io.BytesIO(raw), headers=headers) as answer:
+            end = b""
+            async for chunk in answer.content.iter_any():
+                end = (end + chunk)[-4096:]
+        if answer.status not in (200, 400) or (answer.status == 200 and b'"error"' in end):
+            raise RuntimeError(f"{url} answered {answer.status}: {end[:300]!r}")

@@ -1,0 +1,179 @@
+"""One role, or nothing at all, whose event loop is watched: everything of the server but the model.
+
+    python -m kvflow.bench.stalls_worker prefill|decode|idle
+
+Commands: setup, watch, watched, quit. HTTP, tokenizer, node, registry and data plane are the real ones; the engine
+makes tokens without a model, so that whole prompts of a million tokens are served in a second.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import sys
+from collections.abc import AsyncGenerator
+from contextlib import AsyncExitStack
+from typing import Any
+
+import numpy as np
+import uvloop
+
+from kvflow.bench.child import StallTicker, serve
+from kvflow.engine.model.sequence import Prompt, Sequence
+from kvflow.engine.scheduler.budget import Admission, PageBudget
+from kvflow.engine.scheduler.handoff import HandOff
+from kvflow.engine.scheduler.limits import EngineLimits
+from kvflow.engine.scheduler.params import EngineLoad, SamplingParams, TokenOut
+from kvflow.engine.scheduler.rooms import DecodeRoomPort, PrefillRoomPort
+from kvflow.memory.pool import PagedPool
+from kvflow.node import DecodeNode, PrefillNode
+from kvflow.protocols.pages.layout import build_layout
+from kvflow.server.http import generate, openai
+from kvflow.server.http.app import build_app
+from kvflow.server.http.completion_service import ModelCard
+from kvflow.server.http.engine_services import DecodeService, PrefillService
+from kvflow.server.http.listening import bound_socket, listening_on
+from kvflow.server.http.metrics import Metrics
+from kvflow.server.http.pipeline import CompletionPipeline
+from kvflow.server.http.registry import registry_app
+from kvflow.server.http.tokenizer import ThreadedTokenizer
+from kvflow.transports.control.registry import RankTable, RegistryClient
+from kvflow.transports.data.select import open_plane
+
+PAGES = 1 << 21
+CONTEXT = 1 << 21
+VOCABULARY = 1 << 17
+CHUNK_PAGES = 1 << 13
+TOP = tuple((token, -0.1 * token - 0.123456) for token in range(20))
+
+
+class _Engine:
+    """What both engines without a model have in common."""
+
+    healthy = True
+    failed_steps = 0
+
+    def __init__(self, pool: PagedPool) -> None:
+        self.pool = pool
+        self.limits = EngineLimits(CONTEXT, VOCABULARY, 1, pool.layout.num_pages)
+        self._budget = PageBudget(pool.pages)
+
+    def load(self) -> EngineLoad:
+        return EngineLoad(0, 0)
+
+    def end_requests(self) -> None:
+        return None
+
+
+class ReadyPrefill(_Engine):
+    """Every prompt is computed already: its pages are sent at once."""
+
+    async def prefill(self, room: PrefillRoomPort, prompt: Prompt, params: SamplingParams) -> TokenOut:
+        self.limits.check_prompt(prompt)
+        await room.matched()
+        sequence = Sequence(("prefill", id(room)), prompt, 0, 1)
+        sequence.add_pages(self.pool.pages.take(len(prompt), sequence.owner))
+        try:
+            handoff = HandOff(first_token=7, prompt_tokens=len(prompt)).encode()
+            for start in range(0, len(prompt), CHUNK_PAGES):  # as an engine does that computes in chunks
+                end = start + CHUNK_PAGES
+                last = end >= len(prompt)
+                room.send(sequence.pages[start:end], last=last, handoff=handoff if last else b"")
+                await asyncio.sleep(0)
+            await room.done()
+        finally:
+            self.pool.pages.give_back(sequence.pages, sequence.owner)
+            room.close()
+        return TokenOut(7, -0.5, TOP[: params.logprobs or 0])
+
+
+class PacedDecode(_Engine):
+    """A token whenever the loop has had a turn and `pause_s` have passed."""
+
+    pause_s = 0.001
+
+    async def admit(self, prompt: Prompt, params: SamplingParams) -> Admission:
+        self.limits.check_prompt(prompt)
+        return await self._budget.admit(self.limits.worst_pages(prompt, params.max_new_tokens))
+
+    async def generate(
+        self, room: DecodeRoomPort, prompt: Prompt, params: SamplingParams, admission: Admission
+    ) -> AsyncGenerator[TokenOut, None]:
+        admission.took(len(room.pages))
+        sequence = Sequence(("sequence", id(room)), prompt, params.max_new_tokens, 1)
+        try:
+            await room.landed()
+            sequence.add_pages(room.keep(sequence.owner))
+            for number in range(1, params.max_new_tokens + 1):
+                last = number == params.max_new_tokens
+                yield TokenOut(number % 512, -0.5, TOP[: params.logprobs or 0], "length" if last else None)
+                await asyncio.sleep(self.pause_s)
+        finally:
+            self.pool.pages.give_back(sequence.pages, sequence.owner)
+            room.close()
+            admission.release()
+
+
+class StallsWorker:
+    """The commands."""
+
+    def __init__(self, role: str) -> None:
+        self._role = role
+        self._stack = AsyncExitStack()
+        self._ticker: StallTicker | None = None
+
+    async def setup(self, *, tokenizer: str) -> dict[str, Any]:
+        if self._role == "idle":
+            return {}
+        layout = build_layout([("k", "uint8", (8,))], page_size=1, num_pages=PAGES)
+        pool = await asyncio.to_thread(PagedPool.allocate, layout)
+        plane = await asyncio.to_thread(open_plane, "local", pool.segment, None)
+        card = ModelCard(path=tokenizer, name="stalls", context_length=CONTEXT, vocab_size=VOCABULARY)
+        bootstrap_port = None
+        service: Any
+        if self._role == "prefill":
+            prefill = PrefillNode(pool, plane)
+            await prefill.start()
+            self._stack.push_async_callback(prefill.close)
+            bootstrap = bound_socket("127.0.0.1", 0, "--port")
+            bootstrap_port = bootstrap.getsockname()[1]
+            registry = registry_app(RankTable(), Metrics(), "")
+            await self._stack.enter_async_context(listening_on(registry, bootstrap))
+            await RegistryClient().register(f"127.0.0.1:{bootstrap_port}", prefill.info)
+            service = PrefillService(card, prefill, ReadyPrefill(pool), 60.0)  # type: ignore[arg-type]
+        else:
+            decode = DecodeNode(pool, plane, resolve=RegistryClient().resolve)
+            await decode.start()
+            self._stack.push_async_callback(decode.close)
+            service = DecodeService(card, decode, PacedDecode(pool), 60.0)  # type: ignore[arg-type]
+        return {"port": await self._listen(service, tokenizer), "bootstrap_port": bootstrap_port}
+
+    async def _listen(self, service: Any, tokenizer: str) -> int:
+        from transformers import PreTrainedTokenizerFast
+
+        text = await asyncio.to_thread(PreTrainedTokenizerFast, tokenizer_file=tokenizer)
+        metrics = Metrics(service.report, role=self._role)
+        pipeline = CompletionPipeline(service, ThreadedTokenizer(text, CONTEXT), metrics)
+        app = build_app([*generate.routes(pipeline), *openai.routes(pipeline)], metrics)
+        made = bound_socket("127.0.0.1", 0, "--port")
+        await self._stack.enter_async_context(listening_on(app, made))
+        port: int = made.getsockname()[1]
+        return port
+
+    async def watch(self) -> dict[str, Any]:
+        gc.freeze()  # as in a role, and so is the switch interval
+        sys.setswitchinterval(0.001)
+        self._ticker = StallTicker()
+        return {}
+
+    async def watched(self) -> dict[str, Any]:
+        assert self._ticker is not None
+        p50 = float(np.percentile(self._ticker.late_s or [0.0], 50)) * 1e3
+        return {"ticks": len(self._ticker.late_s), "late_p50_ms": round(p50, 3), **self._ticker.stalls()}
+
+    async def close(self) -> None:
+        await self._stack.aclose()
+
+
+if __name__ == "__main__":
+    uvloop.run(serve(StallsWorker(sys.argv[1])))

@@ -1,0 +1,45 @@
+"""Long texts: encoded as short ones are, and refused before any Python object is made for a token of theirs."""
+
+from __future__ import annotations
+
+import pytest
+from transformers import PreTrainedTokenizerFast
+
+from kvflow.demo_model import DEMO_MODEL_DIR
+from kvflow.server.http.errors import RequestError
+from kvflow.server.http.tokenizer import ThreadedTokenizer
+
+TEXT = "The with statement is used to wrap the execution of a block. " * 40
+
+
+@pytest.fixture(scope="module")
+def fast() -> PreTrainedTokenizerFast:
+    return PreTrainedTokenizerFast(tokenizer_file=str(DEMO_MODEL_DIR / "tokenizer.json"))
+
+
+@pytest.mark.parametrize("special", [False, True])
+async def test_a_long_text_has_the_tokens_that_transformers_gives_it(
+    fast: PreTrainedTokenizerFast, special: bool
+) -> None:
+    expected = fast.encode(TEXT, add_special_tokens=special)
+    for context_length in (len(TEXT) - 1, len(TEXT)):  # the long way and the short one
+        tokenizer = ThreadedTokenizer(fast, context_length)
+        assert tokenizer._is_long(TEXT) == (context_length < len(TEXT))
+        assert (await tokenizer.encode(TEXT, param="text", add_special_tokens=special)).tolist() == expected
+        tokenizer.close()
+
+
+async def test_a_text_that_cannot_fit_is_refused_with_its_tokens(fast: PreTrainedTokenizerFast) -> None:
+    tokens = len(fast.encode(TEXT))
+    tokenizer = ThreadedTokenizer(fast, 100)
+    with pytest.raises(RequestError, match=rf"the text has {tokens} tokens; at most 100 fit the model's context"):
+        await tokenizer.encode(TEXT, param="text")
+    tokenizer.close()
+
+
+async def test_a_tokenizer_that_cuts_texts_by_itself_is_left_to_transformers(fast: PreTrainedTokenizerFast) -> None:
+    cutting = PreTrainedTokenizerFast(tokenizer_file=str(DEMO_MODEL_DIR / "tokenizer.json"))
+    cutting.backend_tokenizer.enable_truncation(8)
+    tokenizer = ThreadedTokenizer(cutting, 400)
+    assert len(await tokenizer.encode(TEXT, param="text")) == len(fast.encode(TEXT))
+    tokenizer.close()
