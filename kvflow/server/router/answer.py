@@ -10,6 +10,7 @@ from aiohttp import web
 
 from kvflow.protocols.errors import Code
 from kvflow.server.http.errors import Failure
+from kvflow.server.http.growing import write
 from kvflow.server.router.legs import (
     LegFailedError,
     Pair,
@@ -41,21 +42,24 @@ class ClientAnswer:
             self._stream = web.StreamResponse(headers={**stream_headers(answer), **room})
             await self._stream.prepare(self._http)
         out = self._stream
-        rest = await self._until_first_token(out, pair)
-        while True:
-            cut = rest.rfind(b"\n\n") + 2
-            if cut > 1:
-                await out.write(rest[:cut])
-                rest = rest[cut:]
+        piece = await self._until_first_token(out, pair)
+        held: list[bytes] = []  # of an event whose end has not come; a cumulative one may be megabytes long
+        while piece:
+            end = piece.rfind(b"\n\n") + 1
+            if not end and held and held[-1].endswith(b"\n") and piece.startswith(b"\n"):
+                end = -1  # the two line feeds came apart
+            if end:
+                cut = max(end, 0) + 1
+                await write(out, (*held, piece[:cut]))
+                held, piece = [], piece[cut:]
+            if piece:
+                held.append(piece)
             try:
                 piece = await pair.decode.read()
             except LegFailedError as error:
                 return await self.fail(Failure(502, str(Code.PEER_LOST), f"the answer was cut off: {error}"))
-            if not piece:
-                break
-            rest += piece
-        if rest:
-            await out.write(rest)
+        if held:
+            await write(out, held)
         await out.write_eof()
         return out
 

@@ -14,6 +14,7 @@ Not after an error of the request (4xx) or of the model (500), which another pai
 from __future__ import annotations
 
 import asyncio
+import io
 from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
 from typing import Any
@@ -24,6 +25,7 @@ from aiohttp import web
 
 from kvflow.protocols.errors import Code, LostError
 from kvflow.server.http.errors import Failure
+from kvflow.server.http.large_bodies import LARGE_BYTES
 from kvflow.server.router.workers import Worker
 
 ROOT_CAUSE_WAIT_S = 2.0
@@ -71,8 +73,9 @@ class Leg:
     async def begin(self) -> aiohttp.ClientResponse | web.Response:
         """Return a stream as soon as it has begun, any other answer when it is complete. Raises: LegFailedError."""
         session, url, body, headers = self._call
+        in_steps = io.BytesIO(body) if len(body) > LARGE_BYTES else body
         try:
-            self._answer = await session.post(url, data=body, headers=headers)
+            self._answer = await session.post(url, data=in_steps, headers=headers)
             if self._answer.status == 200 and self._answer.content_type == "text/event-stream":
                 return self._answer
             return copied(self._answer, await self._answer.read())

@@ -24,6 +24,7 @@ from kvflow.server.http.access import REQUEST_ID_HEADER
 from kvflow.server.http.app import build_app
 from kvflow.server.http.errors import Failure, RequestError, failure_of
 from kvflow.server.http.generation_requests import MAX_COMPLETIONS
+from kvflow.server.http.large_bodies import take_apart
 from kvflow.server.http.listening import Drainable
 from kvflow.server.http.metrics import Metrics
 from kvflow.server.http.responses import json_response
@@ -100,7 +101,7 @@ class Router(Drainable):
         try:
             self.refuse_when_draining()
             raw = await http.read()
-            count = _completions(decoded(raw, _Shape))
+            count = _completions(decoded((await take_apart(raw))[0], _Shape))
         except KvflowError as error:
             self.metrics.refused(error.code)
             raise

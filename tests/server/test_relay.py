@@ -1,0 +1,72 @@
+"""The router's relay: whole events, whatever pieces they come in and wherever they end."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from typing import Any
+
+import pytest
+from aiohttp import web
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvflow.server.router.answer import ClientAnswer
+from kvflow.server.router.legs import LegFailedError
+from kvflow.server.router.measures import RouterMeasures
+from kvflow.server.router.workers import Worker
+
+
+class _Decode:
+    """A decode whose stream comes in the pieces of a list; where that has an error, it is lost there."""
+
+    def __init__(self, pieces: list[bytes | LegFailedError]) -> None:
+        self.decode = self
+        self._pieces = iter(pieces)
+
+    async def read(self) -> bytes:
+        piece = next(self._pieces, b"")
+        if isinstance(piece, LegFailedError):
+            raise piece
+        return piece
+
+    first = read
+
+
+@pytest.mark.parametrize("lost", [False, True])
+@given(data=st.data())
+@settings(deadline=None, max_examples=60)
+def test_events_are_relayed_whole_however_they_come(lost: bool, data: st.DataObject) -> None:
+    """The connection is lost after any number of bytes: what the client has by then are events, and then the error."""
+    events = data.draw(st.lists(st.sampled_from([b"a", b"bb\nid: 1", b"c" * 300]), min_size=1, max_size=6))
+    raw = b"".join(b"data: " + event + b"\n\n" for event in events)
+    cuts = sorted({0, *data.draw(st.lists(st.integers(1, len(raw)), max_size=12)), len(raw)})
+    pieces: list[Any] = [raw[start:end] for start, end in itertools.pairwise(cuts)]
+    whole = raw
+    if lost:
+        end = data.draw(st.integers(raw.index(b"\n\n") + 2, len(raw)))
+        pieces = [raw[start : min(stop, end)] for start, stop in itertools.pairwise(cuts) if start < end]
+        pieces.append(LegFailedError(Worker("decode", "http://127.0.0.1:1"), "lost"))
+        whole = raw[: raw.rfind(b"\n\n", 0, end) + 2]
+    written: list[bytes] = []
+
+    class Out(web.StreamResponse):
+        async def prepare(self, request: Any) -> None:
+            return None
+
+        async def write(self, data: Any) -> None:
+            written.append(bytes(data))
+
+        async def write_eof(self, data: bytes = b"") -> None:
+            return None
+
+    async def relayed() -> None:
+        answer = ClientAnswer(None, RouterMeasures())  # type: ignore[arg-type]
+        answer._stream = Out()
+        await answer.relay(_Decode(pieces), None, {})  # type: ignore[arg-type]
+
+    asyncio.run(relayed())
+    seen = b"".join(written)
+    assert seen.startswith(whole)
+    assert seen[len(whole) :].startswith(b'data: {"error"' if lost else b"")
+    assert lost or seen == raw
