@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import AsyncIterator
 
 import aiohttp
@@ -45,10 +46,14 @@ async def post(session: Session, server: Server, **changes: object) -> int:
 
 
 async def test_requests_tries_and_first_tokens(
-    server: Server, decode: Role, prefill_server: Server, decode_server: Server, spare: Server, session: Session
-) -> None:
+    server: Server, decode: Role, prefill_server: Server, decode_server: Server, spare: Server, session: Session,
+    caplog: pytest.LogCaptureFixture,
+) -> None:  # fmt: skip
     decode.service.failure = Cause(Code.SHUTDOWN, "it drains")
+    caplog.set_level(logging.INFO, logger="kvflow.router")
     assert [await post(session, server, stream=n == 0) for n in range(4)] == [200] * 4
+    told = [r.getMessage() for r in caplog.records if "trying again" in r.getMessage()]
+    assert told and all("it drains" in line and decode_server.url in line for line in told)
     text = await scrape(session, server)
     found = samples(text)
     tried = labelled(text, "kvflow_router_worker_tries_total")

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import logging
 import secrets
 from collections.abc import AsyncGenerator, Awaitable, Callable, Collection, Iterable
 from contextlib import asynccontextmanager
@@ -44,6 +45,7 @@ from kvflow.server.router.tries import Tries
 from kvflow.server.router.workers import NoWorkerError, Worker, Workers
 from kvflow.telemetry.requests import CURRENT, name_rooms
 
+_log = logging.getLogger("kvflow.router")
 CONNECT_TIMEOUT_S = 5.0
 ASK_TIMEOUT_S = 5.0  # for a worker's answer to anything but a completion
 ROOM_HEADER = "X-Kvflow-Room"
@@ -143,6 +145,7 @@ class Router(Drainable):
                     decode.check_due.set()
                 tries.note(error, prefill, decode)
                 self.metrics.retried(error.failure.code)
+                _log.info("not served by %s and %s, trying again: %s", prefill.url, decode.url, error.failure.summary)
             else:
                 prefill.mark_served()
                 decode.mark_served()
