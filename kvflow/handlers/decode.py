@@ -8,7 +8,7 @@ import logging
 from collections.abc import Awaitable, Callable, Sequence
 
 from kvflow.handlers.connections import Connect, Connections
-from kvflow.handlers.room_log import follow
+from kvflow.handlers.room_log import about, follow
 from kvflow.handlers.room_log import log as room_log
 from kvflow.handlers.rooms import DecodeRoom
 from kvflow.handlers.shell import Shell
@@ -159,6 +159,7 @@ class DecodeShell(Shell):
         if room.refused is None:
             room.refused = error.cause()
             self.counts.room_refused(room.refused)
+            room_log.debug("refused, %s", room.refused, extra=about(room))
         room.tell_failed(error)
         room.pages_freed()
         if room.callbacks:

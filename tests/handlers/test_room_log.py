@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from typing import Any
+from typing import Any, NoReturn
 
 import pytest
 
+from kvflow.protocols.errors import Code, LostError
 from kvflow.protocols.machines.story import STORY_LINES
 from kvflow.telemetry.requests import CURRENT, RequestTrace
 from kvflow.testing.pair import Pair
@@ -92,3 +93,19 @@ async def test_a_follower_is_told_more_lines_than_a_story_keeps(kvflow_pair: Pai
         story.tell(0.0, f"event {number}", target.phase)
     assert len(told) == 2 * STORY_LINES and len(story.lines()) == STORY_LINES + 1
     target.close()
+
+
+async def test_a_room_that_is_refused_says_why(
+    kvflow_pair: Pair, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def resolve(prefill: str) -> NoReturn:
+        raise LostError(f"no registry answers at {prefill}")
+
+    caplog.set_level(logging.DEBUG, logger="kvflow.rooms")
+    p = kvflow_pair
+    monkeypatch.setattr(p.decode, "_resolve", resolve)
+    CURRENT.set(RequestTrace("request-1"))
+    with pytest.raises(LostError):
+        await p.decode.room(1, "nowhere", PROMPT)
+    assert heard(lines(caplog, "request-1"), "refused, peer_lost: no registry answers at nowhere")
+    assert p.decode.counts.refusals == {Code.PEER_LOST: 1}
