@@ -100,6 +100,21 @@ async def test_a_client_that_leaves_is_aborted_and_not_failed(
     assert found["sglang:num_aborted_requests_total"] == 1 and found["kvflow_completion_seconds_count"] == 0
 
 
+async def test_a_completion_that_is_told_to_end_is_aborted_too(
+    decode: Role, pair_of_roles: Any, decode_server: Server, session: Session
+) -> None:
+    decode.service.gate.clear()
+    asking = asyncio.ensure_future(pair_of_roles(session, 1, rid="mine"))
+    async with asyncio.timeout(5):
+        while not decode.service.held:  # noqa: ASYNC110
+            await asyncio.sleep(0.001)
+    async with session.post(decode_server.make_url("/abort_request"), json={"rid": "mine"}) as answer:
+        assert (await answer.json())["aborted"] == 1
+    await asking
+    outcomes = labelled(await scrape(session, decode_server), "kvflow_completions_total")
+    assert {outcome for outcome, count in outcomes.items() if count} == {("aborted", "false")}
+
+
 async def test_a_failure_is_counted_where_its_status_was_sent_before(
     decode: Role, pair_of_roles: Any, decode_server: Server, session: Session
 ) -> None:
