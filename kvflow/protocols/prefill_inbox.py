@@ -12,6 +12,7 @@ from kvflow.protocols.machines.peer import PeerKind, PeerPhase
 from kvflow.protocols.machines.prefill_room import PrefillEvent, PrefillKind, PrefillPhase
 from kvflow.protocols.machines.rendezvous import Announcement, Side
 from kvflow.protocols.pages.layout import PageIndices, unpack_pages
+from kvflow.protocols.ports import PlaneAddress
 from kvflow.protocols.prefill_core import PrefillCore
 from kvflow.protocols.prefill_peers import DecodePeer
 from kvflow.protocols.prefill_rooms import PrefillRoomRecord
@@ -53,8 +54,14 @@ def on_register(core: PrefillCore, message: wire.Register, now: float) -> None:
 
 
 def _of_process(core: PrefillCore, message: wire.Register) -> list[DecodePeer]:
-    """The decodes that have named this one's process as theirs."""
-    return [peer for peer in core.peers.values() if peer.address.process == message.address.process]
+    """The decodes that have named this one's process as theirs; of what they say of it, the rest proves nothing."""
+
+    def process_of(address: PlaneAddress) -> tuple[str, str, int, int]:
+        process = address.process
+        return process.boot_id, process.pid_namespace, process.pid, process.start_ticks
+
+    named = process_of(message.address)
+    return [peer for peer in core.peers.values() if process_of(peer.address) == named]
 
 
 def _make_place(core: PrefillCore, among: Iterable[DecodePeer], now: float) -> bool:

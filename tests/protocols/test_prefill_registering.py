@@ -240,6 +240,9 @@ class TestPlacesAreBounded:
     def test_one_process_takes_so_many_places_and_no_more(self) -> None:
         prefill = LonePrefill(bounds=Bounds(decodes_per_process=2)).up(DECODE, OTHER_DECODE)
         assert refusal(prefill, THIRD_DECODE) == "2 decodes of process 1 are registered already"
+        lie = msgspec.structs.replace(ADDRESS.process, network_namespace="another", time_namespace="another")
+        prefill.register(THIRD_DECODE, address=msgspec.structs.replace(ADDRESS, process=lie))
+        assert [peer.incarnation for peer in prefill.endpoint.peers] == [DECODE, OTHER_DECODE]
         other = msgspec.structs.replace(ADDRESS, process=msgspec.structs.replace(ADDRESS.process, pid=9))
         named = msgspec.structs.replace(other, owner=THIRD_DECODE)
         assert prefill.register(THIRD_DECODE, address=other) == [OpenRoute(THIRD_DECODE, named, LAYOUT)]

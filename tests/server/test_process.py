@@ -78,6 +78,29 @@ async def has_begun(session: aiohttp.ClientSession, url: str) -> None:
             running = await answer.text()
 
 
+@pytest.mark.parametrize("hangs", [True, False])
+def test_a_thread_that_hangs_does_not_hold_up_the_end_nor_abort_it(hangs: bool) -> None:
+    role = f"""
+import asyncio, atexit, threading, sys
+from kvflow.aio import Threads
+from kvflow.config import Settings
+from kvflow.launch import process
+never = threading.Event()
+async def main(settings):
+    atexit.register(lambda: print("taken apart"))
+    try:
+        await Threads("test", 1).run(never.wait if {hangs} else int, within_s=0.1)
+    except TimeoutError:
+        pass
+    print("over")
+process.run_role("prefill", main, Settings())
+"""
+    ended = subprocess.run([sys.executable, "-c", role], capture_output=True, text=True, timeout=30, check=False)
+    assert ended.returncode == 0, ended.stderr
+    assert ended.stdout.split() == (["over"] if hangs else ["over", "taken", "apart"])
+    assert ("not waiting for threads that hang: kvflow-test" in ended.stderr) is hangs
+
+
 def test_a_taken_port_is_one_line_that_names_it() -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))

@@ -84,6 +84,22 @@ async def lands(plane: mooncake.MooncakePlane, peer: Peer) -> bool:
     return await asyncio.wait_for(asyncio.shield(route.write(pages(0), pages(0)).done), 10) is WriteOutcome.LANDED
 
 
+async def test_an_engine_that_does_not_give_memory_back_holds_up_no_close(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(mooncake, "_CLOSE_S", 0.1)
+    side, end = Side("mooncake", "page_first", None), threading.Event()
+    give_back = side.plane._unregister  # type: ignore[attr-defined]
+    monkeypatch.setattr(side.plane, "_unregister", lambda: end.wait(20) and give_back())
+    async with asyncio.timeout(5):
+        await side.plane.close()
+    assert "has not given back the pool's memory within 0.1 s" in caplog.text
+    end.set()
+    closing = side.plane._closing  # type: ignore[attr-defined]
+    await until(lambda: not closing.hung)
+    side.pool.close()
+
+
 async def test_mute_ports_cost_no_thread_and_keep_nobody_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
     async with sender() as (_, plane), spawned("mooncake") as peer:
         with mute_port() as session:

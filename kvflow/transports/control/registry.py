@@ -23,6 +23,7 @@ import msgspec
 from kvflow.protocols.errors import LostError, MisuseError, PeerError, WireError
 from kvflow.protocols.limits import LEAST_WAIT_S, check_time
 from kvflow.protocols.wire.ranks import RankInfo, rank_from_json, rank_to_json
+from kvflow.transports.host.names import HostNames
 
 MAX_ANSWER_BYTES = 4 << 20  # 1,024 ranks are some 300 KiB
 _LABEL = r"[\w-]{1,63}"
@@ -118,6 +119,7 @@ class RegistryClient:
             raise MisuseError("api_key: only printable ASCII characters can be sent in an HTTP header")
         check_time("timeout_s", timeout_s, LEAST_WAIT_S)
         self._key, self._timeout_s = api_key, timeout_s
+        self._names = HostNames("registry")
 
     async def register(self, prefill: str, info: RankInfo) -> None:
         """Register a rank at the registry "host:port". Raises: as `resolve`; WireError when it is rejected."""
@@ -150,26 +152,25 @@ class RegistryClient:
         request = "\r\n".join([*head, "", ""]).encode() + body
         try:
             async with asyncio.timeout(self._timeout_s):
-                raw = await _exchanged(*where, request)
+                raw = await self._exchanged(*where, request)
         except (OSError, TimeoutError) as error:
             raise LostError(f"{url}: {str(error) or f'no answer within {self._timeout_s:g} s'}") from None
         if len(raw) > MAX_ANSWER_BYTES:
             raise WireError(f"{url}: the answer is over the limit of {MAX_ANSWER_BYTES} bytes")
         return _document(url, raw)
 
-
-async def _exchanged(host: str, port: int, request: bytes) -> bytes:
-    """The whole answer, up to one byte above the limit."""
-    reader, writer = await asyncio.open_connection(host, port)
-    try:
-        writer.write(request)
-        await writer.drain()
-        raw = bytearray()
-        while len(raw) <= MAX_ANSWER_BYTES and (more := await reader.read(MAX_ANSWER_BYTES + 1 - len(raw))):
-            raw += more
-        return bytes(raw)
-    finally:
-        writer.transport.abort()  # nothing is left to send, and a graceful close could outlast the time limit
+    async def _exchanged(self, host: str, port: int, request: bytes) -> bytes:
+        """The whole answer, up to one byte above the limit."""
+        reader, writer = await self._names.connect(host, port, self._timeout_s)
+        try:
+            writer.write(request)
+            await writer.drain()
+            raw = bytearray()
+            while len(raw) <= MAX_ANSWER_BYTES and (more := await reader.read(MAX_ANSWER_BYTES + 1 - len(raw))):
+                raw += more
+            return bytes(raw)
+        finally:
+            writer.transport.abort()  # nothing is left to send, and a graceful close could outlast the time limit
 
 
 class _Answered:

@@ -38,7 +38,7 @@ from kvflow.transports.data.route import BlockList, BlockQueue, PlannedRoute, Pl
 from kvflow.transports.data.write_thread import AT_ONCE_BYTES, ThreadWrite, WriteThread
 from kvflow.transports.host.identity import check_same_host, is_alive, is_seen_alive, own_identity, wait_dead
 
-_CONNECTS = 4  # at a time
+_CONNECTS, _CONNECT_S = 4, 120.0  # at a time; a TiB is backed with pages in a minute or two
 _BURST_BLOCKS = 64
 _BURST_BYTES = 2 << 20  # some 350 us; a burst is one block at least
 _CROWDED_BURSTS = 64  # after which it is found out again
@@ -100,7 +100,13 @@ class LocalPlane:
         if ours is None:
             raise LayoutError("export our own pool before connecting to a peer's")
         self._thread.start()
-        route = await self._connecting.run(lambda: self._open(ours, address, layout), LocalRoute.close)
+        try:
+            route = await self._connecting.run(
+                lambda: self._open(ours, address, layout), LocalRoute.close, within_s=_CONNECT_S
+            )
+        except TimeoutError:
+            pid = address.process.pid
+            raise TransferError(f"the pool of process {pid} could not be mapped within {_CONNECT_S:g} s") from None
         self._routes.add(route)
         return route
 

@@ -11,13 +11,14 @@ import asyncio
 from contextlib import suppress
 
 from kvflow.protocols.errors import TransferError
+from kvflow.transports.host.names import HostNames
 
 _PROBE = 3
 _REQUEST = bytes([_PROBE]) + b"{}"
 _MAX_ANSWER_BYTES = 4 << 10  # some 20 in fact
 
 
-async def check_answers(session: str, within_s: float) -> None:
+async def check_answers(session: str, names: HostNames, within_s: float) -> None:
     """Return once the engine at `session` ("host:port") has answered a probe.
 
     Raises: TransferError when nobody listens there, what listens is no engine, or nothing has come after `within_s`.
@@ -25,16 +26,16 @@ async def check_answers(session: str, within_s: float) -> None:
     host, _, port = session.rpartition(":")
     try:
         async with asyncio.timeout(within_s):
-            await _probe(host.removeprefix("[").removesuffix("]"), int(port))
+            await _probe(host.removeprefix("[").removesuffix("]"), int(port), names, within_s)
     except TimeoutError:
         raise TransferError(f"no mooncake engine answers at {session} within {within_s:g} s") from None
     except (OSError, OverflowError, EOFError, ValueError) as error:
         raise TransferError(f"no mooncake engine answers at {session}: {error}") from None
 
 
-async def _probe(host: str, port: int) -> None:
+async def _probe(host: str, port: int, names: HostNames, within_s: float) -> None:
     """Raises: OSError, OverflowError (no port), EOFError (hung up), ValueError (another answer)."""
-    reader, writer = await asyncio.open_connection(host, port, limit=_MAX_ANSWER_BYTES)
+    reader, writer = await names.connect(host, port, within_s, limit=_MAX_ANSWER_BYTES)
     try:
         writer.write(len(_REQUEST).to_bytes(8, "little") + _REQUEST)
         size_bytes = int.from_bytes(await reader.readexactly(8), "little")

@@ -26,6 +26,7 @@ from __future__ import annotations
 
 import asyncio
 import importlib
+import logging
 import os
 import re
 import sys
@@ -46,7 +47,9 @@ from kvflow.transports.data.route import Planner
 from kvflow.transports.data.write_thread import WriteThread
 from kvflow.transports.host.address import bracketed
 from kvflow.transports.host.identity import check_same_host, is_seen_alive, own_identity, watch
+from kvflow.transports.host.names import HostNames
 
+_log = logging.getLogger(__name__)
 MAX_BLOCK_BYTES = 2 << 20
 MAX_REGIONS = 1024
 MAX_ENGINES = 8  # two threads and five descriptors each; freeing one holds the GIL for a second, so none is
@@ -55,7 +58,7 @@ MAX_SESSIONS = 16_384
 _ANSWER_S, _CONNECT_S = 12.0, 10.0
 _QUESTIONS = 256  # at a time: a descriptor each
 _CONNECTS = 4  # at a time; the engine itself takes one after the other
-_CLOSE_GRACE_S = 5.0
+_CLOSE_GRACE_S, _CLOSE_S = 5.0, 10.0
 _LOOK_S = 1.0  # how often the connections of writers that live are looked at
 _SHORTEST_POLL_S, _LONGEST_POLL_S = 0.005, 1.0  # how often those of a dead one are
 _SESSION = re.compile(r"[A-Za-z0-9_.:\[\]-]{1,255}:[0-9]{1,5}\Z", re.ASCII)
@@ -96,6 +99,7 @@ class MooncakePlane:
         self._routes: set[MooncakeRoute] = set()
         self._opening = threading.Lock()
         self._connecting = Threads("mooncake-connect", _CONNECTS)
+        self._names = HostNames("mooncake")
         self._asking = asyncio.Semaphore(_QUESTIONS)
         self._looking, self._closing = Threads("mooncake-fence", 1), Threads("mooncake-close", 1)
         self.engine = self._start_engine()  # the one peers write through
@@ -151,7 +155,7 @@ class MooncakePlane:
     async def _connect(self, peer: PlaneAddress, ours: PoolLayout, theirs: PoolLayout) -> Any:
         """The engine that has a session with a peer. Raises: TransferError."""
         async with self._asking:
-            await check_answers(peer.locator, _ANSWER_S)
+            await check_answers(peer.locator, self._names, _ANSWER_S)
         try:
             return await self._connecting.run(lambda: self._reach(peer, ours, theirs), within_s=_CONNECT_S)
         except TimeoutError:
@@ -248,7 +252,10 @@ class MooncakePlane:
         finally:  # the thread has ended, cancelled or not
             for route in list(self._routes):
                 route.close()
-            await self._closing.run(self._unregister)
+            try:
+                await self._closing.run(self._unregister, within_s=_CLOSE_S)
+            except TimeoutError:
+                _log.warning("the mooncake engine has not given back the pool's memory within %g s", _CLOSE_S)
 
     def _unregister(self) -> None:
         with self._opening:  # no engine is given the pool from here on
