@@ -31,8 +31,18 @@ START_TIMEOUT_S, STOP_TIMEOUT_S = 120.0, 15.0
 HERE = "this tree"
 
 Say = Callable[[str], None]
-Urls = dict[str, str]
-"""URLs of one `kvflow up`: router, prefill, decode."""
+
+
+@dataclass(frozen=True)
+class Server:
+    """One `kvflow up`: URL and process of each role, by its name."""
+
+    urls: dict[str, str]
+    pids: dict[str, int]
+
+    def cpu_s(self) -> dict[str, float]:
+        """CPU seconds that each role has taken."""
+        return {role: cpu_of(pid) for role, pid in self.pids.items()}
 
 
 @dataclass(frozen=True)
@@ -62,7 +72,7 @@ async def bench_serve(plan: ServePlan, say: Say) -> dict[str, Any]:
             await stack.enter_async_context(_process(module)) for module in ("stock_worker", "stream_client")
         ]
         await stock.ask("setup", model=model, threads=plan.threads)
-        servers: dict[str, Urls] = {}
+        servers: dict[str, Server] = {}
         for tree in ("", *plan.trees):
             servers[tree or HERE] = await stack.enter_async_context(serving(model, plan, tree))
         report["clients"] = {}
@@ -75,21 +85,28 @@ async def bench_serve(plan: ServePlan, say: Say) -> dict[str, Any]:
 
 
 async def _beside_stock(
-    plan: ServePlan, clients: int, servers: dict[str, Urls], stock: Process, client: Process, say: Say
+    plan: ServePlan, clients: int, servers: dict[str, Server], stock: Process, client: Process, say: Say
 ) -> dict[str, Any]:
     """Every server's tokens per second at so many clients, whole requests and after all first tokens; and stock's."""
     prompts = [prompt_of(i) for i in range(clients)]
     total = clients * plan.new_tokens
     seen: dict[str, list[tuple[float, ...]]] = {name: [] for name in servers}
+    cpu: dict[str, list[dict[str, float]]] = {name: [] for name in servers}
     for turn in range(-1, plan.turns):  # the first one warms up
+        before_s = cpu_of(stock.pid)
         reference = await stock.ask("generate", prompts=prompts, new_tokens=plan.new_tokens)
+        stock_cpu_s = cpu_of(stock.pid) - before_s
         names = list(servers)
         for name in names[:: 1 if turn % 2 else -1]:
-            got = await _streamed(client, servers[name]["router"], plan.api, prompts, plan.new_tokens)
+            before = servers[name].cpu_s()
+            got = await _streamed(client, servers[name].urls["router"], plan.api, prompts, plan.new_tokens)
+            cpu_us = {role: (s - before[role]) / total * 1e6 for role, s in servers[name].cpu_s().items()}
+            cpu_us["stock"] = stock_cpu_s / total * 1e6
             _check(name, got["tokens"], reference["tokens"], plan.new_tokens)
             if turn >= 0:
                 rates = total / got["seconds"], (total - clients) / got["after_first_s"], got["first_s"] * 1e3
                 seen[name].append((total / reference["seconds"], *rates))
+                cpu[name].append(cpu_us)
     found: dict[str, Any] = {}
     for name, turns in seen.items():
         stock_rate, rate, later_rate, first_ms = (list(column) for column in zip(*turns, strict=True))
@@ -99,20 +116,24 @@ async def _beside_stock(
             "tokens_per_s": _places(rate),
             "stock_tokens_per_s": _places(stock_rate),
             "first_token_ms": _places(first_ms),
+            "cpu_us_per_token": {role: _places([of[role] for of in cpu[name]]) for role in cpu[name][0]},
         }
         say(f"{clients} clients, {name}: {found[name]['ratio']} of stock, {found[name]['tokens_per_s']} tokens/s")
+        say(f"CPU us per token: { {role: found[name]['cpu_us_per_token'][role]['median'] for role in cpu[name][0]} }")
     return found
 
 
-async def _gets_beside_streams(plan: ServePlan, urls: Urls, client: Process) -> dict[str, Any]:
+async def _gets_beside_streams(plan: ServePlan, server: Server, client: Process) -> dict[str, Any]:
     """Latency of GET /health at the router and at decode, idle and beside `plan.streams` streams."""
     found: dict[str, Any] = {}
     for beside in (0, plan.streams):
         streams: asyncio.Future[Any] | None = None
         if beside:
             prompts = [prompt_of(i) for i in range(beside)]
-            streams = asyncio.ensure_future(_streamed(client, urls["router"], plan.api, prompts, plan.stream_tokens))
-        for name, latencies in (await _pings(urls, streams)).items():
+            streams = asyncio.ensure_future(
+                _streamed(client, server.urls["router"], plan.api, prompts, plan.stream_tokens)
+            )
+        for name, latencies in (await _pings(server.urls, streams)).items():
             p50, p99, largest = np.percentile(latencies, (50, 99, 100)) * 1e3
             found[f"{name} {'beside' if beside else 'idle'}"] = {
                 "gets": len(latencies),
@@ -126,7 +147,7 @@ async def _gets_beside_streams(plan: ServePlan, urls: Urls, client: Process) -> 
     return found
 
 
-async def _pings(urls: Urls, until: asyncio.Future[Any] | None) -> dict[str, list[float]]:
+async def _pings(urls: dict[str, str], until: asyncio.Future[Any] | None) -> dict[str, list[float]]:
     """Seconds of one GET after another at each role, until the streams have ended; 100 each where there are none."""
     seen: dict[str, list[float]] = {"router": [], "decode": []}
     connections = {role: await _connected(urls[role]) for role in seen}
@@ -182,7 +203,7 @@ async def _process(module: str) -> AsyncIterator[Process]:
 
 
 @asynccontextmanager
-async def serving(model: str, plan: ServePlan, tree: str = "") -> AsyncIterator[Urls]:
+async def serving(model: str, plan: ServePlan, tree: str = "") -> AsyncIterator[Server]:
     """`kvflow up` of this checkout, or of `tree`. Raises: KvflowError when it does not start."""
     env = {**os.environ, "OMP_NUM_THREADS": str(plan.threads), "PYTHONUNBUFFERED": "1"}
     if tree:
@@ -193,8 +214,8 @@ async def serving(model: str, plan: ServePlan, tree: str = "") -> AsyncIterator[
     )  # fmt: skip
     try:
         async with asyncio.timeout(START_TIMEOUT_S):
-            urls = await _announced(child)
-        yield urls
+            server = await _announced(child)
+        yield server
     finally:
         if child.returncode is None:
             child.send_signal(signal.SIGTERM)
@@ -206,13 +227,20 @@ async def serving(model: str, plan: ServePlan, tree: str = "") -> AsyncIterator[
             await child.wait()
 
 
-async def _announced(child: asyncio.subprocess.Process) -> Urls:
-    """The roles' URLs, which `kvflow up` prints once all of them are healthy."""
-    urls: Urls = {}
+async def _announced(child: asyncio.subprocess.Process) -> Server:
+    """What `kvflow up` prints once all of its roles are healthy: name, URL, "pid", number."""
+    server = Server({}, {})
     assert child.stdout is not None
-    while "router" not in urls:
+    while "router" not in server.urls:
         line = (await child.stdout.readline()).decode().split()
         if not line:
             raise KvflowError(f"kvflow up ended with status {await child.wait()} before it was ready")
-        urls[line[0]] = line[1]
-    return urls
+        server.urls[line[0]], server.pids[line[0]] = line[1], int(line[3])
+    return server
+
+
+def cpu_of(pid: int) -> float:
+    """CPU seconds of a process, from /proc."""
+    with open(f"/proc/{pid}/stat") as stat:
+        fields = stat.read().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
