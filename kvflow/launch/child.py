@@ -18,6 +18,8 @@ from kvflow.launch.process import PARENT_PID, READY_FD, Ready
 from kvflow.protocols.errors import KvflowError
 
 KEPT_LINES = 40
+_TUNABLES, _THRESHOLD = "GLIBC_TUNABLES", "glibc.cpu.x86_non_temporal_threshold"
+_COPIED_PAST_CACHES_BYTES = 512 << 10
 _ERROR_MARK = ": error: "  # see `cli.main`
 _log = logging.getLogger("kvflow.up")
 
@@ -38,6 +40,22 @@ def _how(status: int) -> str:
         with contextlib.suppress(ValueError):
             return f"was killed by {signal.Signals(-status).name}"
     return f"ended with status {status}"
+
+
+def copying_environment(environment: Mapping[str, str]) -> dict[str, str]:
+    """`environment` for the role that copies pages: blocks of 512 KiB and more are stored past the caches.
+
+    glibc does so from three quarters of the last-level cache on, which a virtual machine of many cores never reaches;
+    measured on blocks of 1 to 4 MiB: 1.2 to 2 times as fast. It reads the setting once, before the program starts, and
+    other programs ignore it. A threshold that the user has set stays.
+    """
+    tunables = environment.get(_TUNABLES, "")
+    if _THRESHOLD in tunables:
+        return dict(environment)
+    return {
+        **environment,
+        _TUNABLES: ":".join(filter(None, (tunables, f"{_THRESHOLD}={_COPIED_PAST_CACHES_BYTES:#x}"))),
+    }
 
 
 class Child:
@@ -79,7 +97,11 @@ class Child:
                 stdout=sys.stderr,
                 stderr=asyncio.subprocess.PIPE,
                 pass_fds=(writing, *self._descriptors),
-                env={**environment, READY_FD: str(writing), PARENT_PID: str(os.getpid())},
+                env={
+                    **(copying_environment(environment) if self.role == "prefill" else environment),
+                    READY_FD: str(writing),
+                    PARENT_PID: str(os.getpid()),
+                },
                 start_new_session=True,  # Ctrl-C reaches the supervisor alone, which ends the roles in order
             )  # fmt: skip
         finally:

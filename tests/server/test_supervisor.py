@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import signal
+from pathlib import Path
 
 import pytest
 
 from kvflow.config import Settings
-from kvflow.launch.child import Child, ChildEndedError
+from kvflow.demo_model import DEMO_MODEL_DIR
+from kvflow.launch.child import Child, ChildEndedError, copying_environment
 from kvflow.launch.supervisor import Fleet
 from tests.freezing import freeze
 
@@ -54,3 +57,31 @@ def test_a_setting_of_several_values_is_several_flags() -> None:
     origins = ["https://a.example", "*"]
     fleet = Fleet(Settings(), {"allowed_origins": tuple(origins)}, quiet=True)
     assert fleet._arguments("router") == ["--allowed-origins", origins[0], "--allowed-origins", origins[1]]
+
+
+def test_the_copying_role_stores_large_blocks_past_the_caches() -> None:
+    ours = "glibc.cpu.x86_non_temporal_threshold=0x80000"
+    assert copying_environment({"A": "b"}) == {"A": "b", "GLIBC_TUNABLES": ours}
+    also = copying_environment({"GLIBC_TUNABLES": "glibc.malloc.check=3"})
+    assert also["GLIBC_TUNABLES"] == f"glibc.malloc.check=3:{ours}"
+    theirs = {"GLIBC_TUNABLES": "glibc.cpu.x86_non_temporal_threshold=0x4000000"}
+    assert copying_environment(theirs) == theirs
+
+
+async def test_a_prefill_gets_it_before_it_starts() -> None:
+    """Read from the process itself: glibc reads it before any line of Python runs."""
+    child = Child("prefill", "prefill", ["--port", "0", "--model-path", str(DEMO_MODEL_DIR)], quiet=True)
+    starting = asyncio.create_task(child.start(os.environ, 30))
+    try:
+        async with asyncio.timeout(10):
+            while True:
+                with contextlib.suppress(RuntimeError, OSError):
+                    found = Path(f"/proc/{child.process.pid}/environ").read_bytes().split(b"\0")
+                    if b"GLIBC_TUNABLES=glibc.cpu.x86_non_temporal_threshold=0x80000" in found:
+                        break
+                await asyncio.sleep(0.01)
+    finally:
+        child.kill()
+        await asyncio.wait([starting])
+        await child.stop(5)
+        starting.exception()
