@@ -46,7 +46,7 @@ async def test_what_ends_a_request(llama: LoadedModel) -> None:
         assert [(o.finish_reason, o.matched_stop) for o in first] == [("stop", tokens[0])]
         third = await pair.outputs(prompt, greedy(8, stop_token_ids=(tokens[2],)))
         assert len(third) == tokens.index(tokens[2]) + 1 and third[-1].matched_stop == tokens[2]
-        assert pair.home
+        await until(lambda: pair.home)
     async with EnginePair(replace(llama, eos_ids=frozenset({tokens[1]}))) as pair:
         assert await pair.tokens(prompt, greedy(8)) == tokens[: tokens.index(tokens[1]) + 1]
         assert await pair.tokens(prompt, greedy(8, ignore_eos=True)) == tokens
@@ -58,7 +58,7 @@ async def test_new_tokens_are_cut_to_the_context(llama: LoadedModel) -> None:
         assert len(outs) == 7 and outs[-1].finish_reason == "length"
         with pytest.raises(CapacityError, match="asked for 512, limit 511"):
             pair.decode.check(prompt_of(512), greedy(1))
-        assert pair.home
+        await until(lambda: pair.home)
 
 
 async def test_what_can_never_run_is_refused_at_once(llama: LoadedModel) -> None:
@@ -70,7 +70,7 @@ async def test_what_can_never_run_is_refused_at_once(llama: LoadedModel) -> None
             with pytest.raises(CapacityError, match=said):
                 await pair.decode.admit(prompt, params)
         assert len(await pair.tokens(prompt_of(100), greedy(29))) == 29, "8 pages exactly"
-        assert pair.home
+        await until(lambda: pair.home)
 
 
 async def test_nobody_starves_in_a_small_pool(llama: LoadedModel) -> None:
@@ -80,7 +80,7 @@ async def test_nobody_starves_in_a_small_pool(llama: LoadedModel) -> None:
         want = [await roomy.tokens(p, greedy(30)) for p in prompts]
     async with EnginePair(llama, page_size=4, num_pages=32) as pair:
         assert await asyncio.gather(*(pair.tokens(p, greedy(30)) for p in prompts)) == want
-        assert pair.home
+        await until(lambda: pair.home)
 
 
 async def test_without_admission_a_full_pool_ends_a_request_instead_of_all(llama: LoadedModel) -> None:
@@ -96,7 +96,7 @@ async def test_without_admission_a_full_pool_ends_a_request_instead_of_all(llama
         found = await asyncio.gather(*(one(n) for n in range(4)), return_exceptions=True)
         assert 20 in found
         assert all(f == 20 or isinstance(f, CapacityError) for f in found)
-        assert pair.home
+        await until(lambda: pair.home)
 
 
 def blocked(pair: EnginePair) -> tuple[threading.Event, threading.Event]:
@@ -152,7 +152,7 @@ async def test_a_failed_room_is_told_and_its_pages_come_home(llama: LoadedModel)
         room.fail(Cause(Code.TRANSFER_ERROR, "the wire broke"))
         with pytest.raises(KvflowError, match="the wire broke"):
             await reader
-        assert pair.home
+        await until(lambda: pair.home)
 
 
 async def test_a_reader_that_leaves_before_landing_aborts_the_room(llama: LoadedModel) -> None:
@@ -164,7 +164,7 @@ async def test_a_reader_that_leaves_before_landing_aborts_the_room(llama: Loaded
         reader.cancel()
         await asyncio.wait([reader])
         assert room.cause is not None and room.cause.code is Code.CLIENT_GONE
-        assert pair.home
+        await until(lambda: pair.home)
 
 
 @pytest.mark.parametrize(
@@ -238,7 +238,7 @@ async def test_an_engine_that_ends_leaves_nobody_waiting(stage: str, llama: Load
             await request
         assert not pair.decode.healthy
         room.close()
-        assert pair.home
+        await until(lambda: pair.home)
 
 
 async def test_pages_of_a_finished_request_do_not_wait_for_its_reader(llama: LoadedModel) -> None:
@@ -252,4 +252,4 @@ async def test_pages_of_a_finished_request_do_not_wait_for_its_reader(llama: Loa
         await until(lambda: pair.home)  # its last token is made, though nobody has read it
         assert len(await pair.tokens(prompt_of(100), greedy(29))) == 29, "the whole pool"
         assert len([first] + [out async for out in slow]) == 20
-        assert pair.home
+        await until(lambda: pair.home)
