@@ -49,6 +49,15 @@ async def test_a_prompt_of_several_choices_counts_once(client: openai.AsyncOpenA
         assert usage.prompt_tokens_details.cached_tokens == 0
 
 
+async def test_usage_in_a_chats_first_event_too(client: openai.AsyncOpenAI) -> None:
+    options: Any = {"continuous_usage_stats": True}
+    stream = await client.chat.completions.create(
+        model="fake", messages=HELLO, max_tokens=2, stream=True, stream_options=options
+    )
+    usages = [chunk.usage for chunk in [chunk async for chunk in stream]]
+    assert [usage and usage.completion_tokens for usage in usages] == [0, 1, 2]
+
+
 async def test_usage_in_every_event(client: openai.AsyncOpenAI) -> None:
     """As vLLM and SGLang have it: that of the event's choice so far; at the end that of all choices."""
     options: Any = {"include_usage": True, "continuous_usage_stats": True}

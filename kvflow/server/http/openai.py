@@ -69,12 +69,17 @@ class _OpenAICall:
     def events(self, index: int, deltas: list[Delta], completion: Completion) -> list[Any]:
         """One chunk per delta."""
         chunks = [self._event(index, delta) for delta in deltas]
-        if self._options.continuous_usage_stats:  # of this choice so far
-            count = len(completion.tokens) - sum(len(delta.tokens) for delta in deltas)
-            for delta, chunk in zip(deltas, chunks, strict=True):
-                count += len(delta.tokens)
-                chunk["usage"] = _usage(len(self._requests[index].prompt), count)
+        count = len(completion.tokens) - sum(len(delta.tokens) for delta in deltas)
+        for delta, chunk in zip(deltas, chunks, strict=True):
+            count += len(delta.tokens)
+            self._count(index, count, chunk)
         return chunks
+
+    def _count(self, index: int, tokens: int, chunk: dict[str, Any]) -> dict[str, Any]:
+        """`chunk` with the usage of its choice so far, where the body asks for it."""
+        if self._options.continuous_usage_stats:
+            chunk["usage"] = _usage(len(self._requests[index].prompt), tokens)
+        return chunk
 
     def closing(self, completions: list[Completion]) -> list[Any]:
         """The usage event, when the body asks for it."""
@@ -127,10 +132,10 @@ class ChatCall(_OpenAICall):
     def opening(self) -> list[Any]:
         """The role of each choice."""
         start = {"role": "assistant", "content": ""}
-        return [
-            self._chunk([{"index": i, "delta": start, "logprobs": None, "finish_reason": None}])
-            for i in range(len(self._requests))
+        choices = [
+            {"index": i, "delta": start, "logprobs": None, "finish_reason": None} for i in range(len(self._requests))
         ]
+        return [self._count(i, 0, self._chunk([choice])) for i, choice in enumerate(choices)]
 
     def add(self, index: int, delta: Delta) -> None:
         if self.body.logprobs and not self.stream:
@@ -222,7 +227,8 @@ class TextCompletionCall(_OpenAICall):
         if (echo := self._echoes.pop(index, None)) is None:
             return chunks
         logprobs = None if self.body.logprobs is None else self._logprobs[index].all()
-        return [self._chunk([{"index": index, "text": echo, "logprobs": logprobs, "finish_reason": None}]), *chunks]
+        choice = {"index": index, "text": echo, "logprobs": logprobs, "finish_reason": None}
+        return [self._count(index, 0, self._chunk([choice])), *chunks]
 
     def _event(self, index: int, delta: Delta) -> dict[str, Any]:
         logprobs = None if self.body.logprobs is None else self._logprobs[index].alone(delta.tokens)
