@@ -20,7 +20,7 @@ from kvflow.server.http.metrics import Metrics
 from kvflow.server.http.responses import json_response
 from kvflow.telemetry.requests import RequestTrace
 
-MAX_BODY_BYTES = 8 << 20  # a million tokens; parsing blocks the event loop for some 30 ms per MiB
+MAX_BODY_BYTES = 8 << 20  # a million tokens; see large_bodies.py
 BODY_TIMEOUT_S = 60.0
 IDLE_TIMEOUT_S = 120.0  # of a connection without a complete request head; longer than routers keep theirs open
 OPEN_PATHS = frozenset({"/health", "/health_generate", "/livez", "/metrics"})
