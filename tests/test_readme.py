@@ -1,8 +1,10 @@
-"""The README holds: its Python runs as printed, and what it installs and calls exists."""
+"""The README holds: its Python and its commands run as printed, in a fresh shell, and what it installs exists."""
 
 from __future__ import annotations
 
+import json
 import re
+import shutil
 import subprocess
 import sys
 import tomllib
@@ -10,12 +12,107 @@ from pathlib import Path
 
 import pytest
 
+from kvflow.demo_model import DEMO_MODEL_DIR
+
 ROOT = Path(__file__).parents[1]
 TEXT = (ROOT / "README.md").read_text()
 
 
 def blocks(language: str) -> list[str]:
     return re.findall(rf"^```{language}\n(.*?)^```$", TEXT, re.MULTILINE | re.DOTALL)
+
+
+def commands(block: str) -> list[str]:
+    """The commands of a block of shell, each as printed, continuation lines and comment included."""
+    return re.findall(r"^((?:.*\\\n)*.*[^\\\n])$", block, re.MULTILINE)
+
+
+SH = [command for block in blocks("sh") for command in commands(block)]
+SERVERS = [command for command in SH if re.match(r"kvflow (up|prefill|decode|router) ", command)]
+(CURL,) = [command for command in SH if command.startswith("curl ")]
+OTHERS = [command for command in SH if command.startswith("kvflow ") and command not in SERVERS]
+QUICK = [command for command in OTHERS if "--seed 7" in command]
+# A network of its own: the printed ports are free there, whatever runs on this machine, and the two machines are two
+# addresses.
+ALONE = ("unshare", "--user", "--map-root-user", "--net", "--pid", "--fork", "--mount-proc", "--kill-child")
+NETWORK = "ip link set lo up && for n in 1 2; do ip address add 10.0.0.$n/32 dev lo; done"
+WAIT = "until curl --silent --fail --output /dev/null localhost:8000/health; do kill -0 $! && sleep 0.2; done"
+
+
+def shell(script: str, cwd: Path, timeout_s: float, *before: str) -> subprocess.CompletedProcess[str]:
+    """`script` in a shell that inherits nothing but where this Python and its `kvflow` are."""
+    path = f"{Path(sys.executable).parent}:/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
+    return subprocess.run(
+        [*before, "bash", "-euo", "pipefail", "-c", script],
+        cwd=cwd,
+        env={"PATH": path, "HOME": str(cwd), "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=timeout_s,
+        check=False,
+    )
+
+
+@pytest.fixture
+def network() -> None:
+    """Skip where no network namespace can be made: elsewhere the commands would meet the machine's own servers."""
+    tools = all(map(shutil.which, ("unshare", "ip", "curl")))
+    if not tools or subprocess.run([*ALONE, "true"], check=False, capture_output=True).returncode:
+        pytest.skip("no network namespace can be made here")
+
+
+def test_every_command_is_run_by_a_test() -> None:
+    """`pip install` is tested beside the wheel (tests/house/test_install.py), the targets of make by name below."""
+    rest = set(SH) - {*SERVERS, CURL, *OTHERS}
+    assert [command for command in rest if not command.startswith(("make ", "pip install "))] == []
+    assert len(SERVERS) == 4 and len(OTHERS) >= 7
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+@pytest.mark.xdist_group("processes")
+@pytest.mark.parametrize("servers", [SERVERS[:1], SERVERS[1:]], ids=["one machine", "two machines"])
+def test_servers_run_as_printed_and_answer_the_printed_request(
+    servers: list[str], network: None, tmp_path: Path
+) -> None:
+    if "mooncake" in "".join(servers):
+        pytest.importorskip("mooncake")
+    (tmp_path / "M").symlink_to(DEMO_MODEL_DIR)
+    curl = CURL if len(servers) == 1 else CURL.replace("kvflow-demo", "M")  # what the README calls its own model
+    started = "\n".join(f"{command.partition('  #')[0]} >&2 &" for command in servers)
+    script = f"{NETWORK}\n{started}\n{WAIT}\n{curl}\nkill $(jobs -p)\nwait"
+    done = shell(script, tmp_path, 200, *ALONE)
+    assert done.stdout, done.stderr
+    assert json.loads(done.stdout)["choices"][0]["text"]
+    assert done.returncode == 0, done.stderr
+    assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize("command", QUICK)
+def test_quick_commands_run_as_printed(command: str, tmp_path: Path) -> None:
+    done = shell(command, tmp_path, 60)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+@pytest.mark.xdist_group("processes")
+@pytest.mark.parametrize("command", [command for command in OTHERS if command not in QUICK])
+def test_long_commands_run_as_printed(command: str, tmp_path: Path) -> None:
+    done = shell(command, tmp_path, 1700)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout
+
+
+@pytest.mark.parametrize("command", [command for command in SH if command.startswith("make ")])
+def test_every_target_of_make_exists(command: str) -> None:
+    done = subprocess.run(
+        ["make", "--dry-run", *command.partition("#")[0].split()[1:]],
+        cwd=ROOT, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert "kvflow" in done.stdout or "pytest" in done.stdout
 
 
 def test_there_is_something_to_run() -> None:
