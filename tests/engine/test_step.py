@@ -8,9 +8,10 @@ import numpy as np
 import pytest
 import torch
 
+from kvflow.engine.model.ahead import DecodeSteps
 from kvflow.engine.model.load import LoadedModel, load_model
 from kvflow.engine.model.sequence import Sequence
-from kvflow.engine.model.step import Row, Step
+from kvflow.engine.model.step import Row
 from kvflow.memory.pool import PagedPool
 from kvflow.protocols.pages.layout import Order, build_layout
 from tests.engine import tiny_models
@@ -32,10 +33,8 @@ def decoding(lengths: list[int], num_pages: int = 4096) -> list[Sequence]:
     return found
 
 
-def packed(sequences: list[Sequence]) -> Step:
-    step = Step([Row(s, 1) for s in sequences], PAGE)
-    step.pack()
-    return step
+def packed(sequences: list[Sequence]) -> DecodeSteps:
+    return DecodeSteps([Row(s, 1) for s in sequences], PAGE)
 
 
 def test_rows_of_similar_lengths_are_one_call() -> None:
@@ -52,7 +51,7 @@ def test_a_long_row_does_not_pad_all_the_others(lengths: list[int]) -> None:
     assert 1 < len(step.batches) <= len(set(lengths))
     assert step.batches[-1].q1 == len(lengths) and [b.q0 for b in step.batches[1:]] == [b.q1 for b in step.batches[:-1]]
     gathered = step.gather(PAGE, 1)
-    assert gathered is not None and gathered.numel() == step.batches[-1].k1
+    assert gathered.numel() == step.batches[-1].k1
     assert gathered.numel() <= 1.25 * sum(lengths) + 512 * len(step.batches)
 
 
@@ -60,7 +59,6 @@ def test_what_is_gathered_is_each_rows_own_and_in_order() -> None:
     sequences = decoding([5, 17, 16, 1 + PAGE])
     step = packed(sequences)
     gathered = step.gather(PAGE, 1)
-    assert gathered is not None
     (batch,) = step.batches
     for s, row in zip(sorted(sequences, key=lambda s: s.length), gathered.view(-1, batch.keys), strict=True):
         own = (s.pages.astype(np.int64)[:, None] * PAGE + np.arange(PAGE)).reshape(-1)[: s.length]
@@ -69,6 +67,44 @@ def test_what_is_gathered_is_each_rows_own_and_in_order() -> None:
     mask = batch.mask(batch.keys, torch.float32)
     assert mask is not None and torch.isneginf(mask).sum(-1).flatten().tolist() == [12, 12, 1, 0]
     assert batch.mask(5, torch.float32) is None, "a window that every row fills needs no mask"
+
+
+def test_a_step_that_was_planned_ahead_equals_one_made_anew() -> None:
+    sequences = decoding([5, 170, 16, 1 + PAGE, 1200])
+    for s in sequences:
+        s.add_pages(np.array([4000 + s.owner], dtype=np.int32))  # type: ignore[operator]
+    step, steps = packed(sequences), 1
+    while True:
+        for s in sequences:
+            s.append(int(s.length) % 500)
+            s.computed += 1
+        if not step.advance([Row(s, 1) for s in sequences]):
+            break
+        steps += 1
+        anew = packed(sequences)
+        assert step.last == anew.last and step.past == anew.past
+        for name in ("ids", "positions", "write_pages", "write_slots"):
+            assert torch.equal(getattr(step, name), getattr(anew, name)), name
+        assert torch.equal(step.gather(PAGE, 1), anew.gather(PAGE, 1))
+        for one, other in zip(step.batches, anew.batches, strict=True):
+            assert (one.q0, one.q1, one.k0, one.k1, one.keys) == (other.q0, other.q1, other.k0, other.k1, other.keys)
+            for last in (1, 7, one.keys):
+                mine, theirs = one.mask(last, torch.float32), other.mask(last, torch.float32)
+                assert (mine is None) == (theirs is None)
+                assert mine is None or theirs is None or torch.equal(mine, theirs)
+    assert steps == min(s.page_count * PAGE - n for s, n in zip(sequences, [4, 169, 15, PAGE, 1199], strict=True)) > 2
+
+
+def test_another_batch_is_not_what_was_planned() -> None:
+    a, b, c = decoding([9, 13, 9])
+    step = packed([a, b])
+    assert not step.advance([Row(a, 1), Row(b, 1)]), "not computed yet"
+    for s in (a, b, c):
+        s.append(3)
+        s.computed += 1
+    for others in ([a], [b, a], [a, c], [a, b, c]):
+        assert not step.advance([Row(s, 1) for s in others])
+    assert step.advance([Row(a, 1), Row(b, 1)])
 
 
 @pytest.mark.parametrize("order", ["page_first", "layer_first"])

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from kvflow.engine.model.ahead import DecodeSteps
 from kvflow.engine.model.attention import NAME
 from kvflow.engine.model.paged_cache import PagedCache
 from kvflow.engine.model.probe import LayerStreams
@@ -40,6 +41,7 @@ class Runner:
         self._takes_positions, self._takes_keep = "position_ids" in parameters, "logits_to_keep" in parameters
         self._page_size = pool.layout.page_size
         self._cache = PagedCache(layers, pool)
+        self._ahead: DecodeSteps | None = None
 
     @torch.inference_mode()
     def forward(self, rows: list[Row]) -> torch.Tensor:
@@ -60,8 +62,7 @@ class Runner:
         return torch.cat([parts[id(r.sequence)] for r in rows if r.logits] or [torch.empty(0, 1)])
 
     def _forward_packed(self, rows: list[Row]) -> torch.Tensor:
-        step = Step(rows, self._page_size)
-        step.pack()
+        step = self._packed_step(rows)
         wanted = [range(last + 1 - r.logits, last + 1) for last, r in zip(step.last, rows, strict=True)]
         keep = torch.tensor(list(itertools.chain(*wanted)), dtype=torch.long)
         current.step = self._cache.step = step
@@ -70,6 +71,17 @@ class Runner:
         finally:
             current.step = None
         return logits if self._takes_keep else logits[keep]
+
+    def _packed_step(self, rows: list[Row]) -> Step:
+        if self._ahead is not None and self._ahead.advance(rows):
+            return self._ahead
+        self._ahead = None
+        if all(r.new == 1 and r.sequence.computed for r in rows):
+            self._ahead = DecodeSteps(rows, self._page_size)
+            return self._ahead
+        step = Step(rows, self._page_size)
+        step.pack()
+        return step
 
     def _forward_padded(self, rows: list[Row]) -> torch.Tensor:
         step = Step(rows, self._page_size)

@@ -15,6 +15,7 @@ from kvflow.engine.model.sequence import Sequence
 # A batch of decoding rows is one attention call over keys padded to its longest row. Rows of very different lengths are
 # divided: padding may take this share of the keys, plus as much as another call costs.
 _PADDED_SHARE, _CALL_KEYS = 0.25, 512
+_MORE_COLUMNS = 8  # of a mask, for the steps that follow
 
 
 class Row(NamedTuple):
@@ -41,44 +42,48 @@ class Span(NamedTuple):
 class Batch:
     """Rows of one query each, whose keys are padded on the left to `keys`: queries q0..q1, keys from k0 on."""
 
-    def __init__(self, q0: int, lengths: list[int], k0: int) -> None:
-        """`lengths` ascend."""
+    def __init__(
+        self, q0: int, lengths: list[int], k0: int, masks: dict[torch.dtype, torch.Tensor] | None = None
+    ) -> None:
+        """`lengths` ascend. `masks` are kept from step to step of the same rows: their padding stays what it is."""
         self.q0, self.q1, self.k0 = q0, q0 + len(lengths), k0
-        self.keys, self._shortest = lengths[-1], lengths[0]
+        self.keys, self.lengths = lengths[-1], lengths
         self.k1 = k0 + len(lengths) * self.keys
-        self._lengths = lengths
-        self._masks: dict[tuple[int, torch.dtype], torch.Tensor | None] = {}
+        self._masks = {} if masks is None else masks
 
-    def positions(self) -> NDArray[np.int64]:
-        """[rows, keys]: the position in its sequence of every key; padding repeats the row's own first one, so no other
-        sequence is read."""
-        shifts = np.array([self.keys - length for length in self._lengths])[:, None]
-        found: NDArray[np.int64] = np.maximum(np.arange(self.keys) - shifts, 0)
+    def positions(self, more: int = 0) -> NDArray[np.int64]:
+        """[rows, keys]: the position in its sequence of every key, and of `more` after it; padding repeats the row's
+        own first one, so no other sequence is read."""
+        found: NDArray[np.int64] = np.maximum(np.arange(self.keys + more) - self._padding(), 0)
         return found
 
     def mask(self, last: int, dtype: torch.dtype) -> torch.Tensor | None:
         """[rows, 1, 1, last], to be added to the scores of the `last` keys; None when none of them is padding."""
-        if last <= self._shortest:
+        if last <= self.lengths[0]:
             return None
-        if (last, dtype) not in self._masks:
-            padding = np.arange(last) < np.array([last - length for length in self._lengths])[:, None]
-            mask = torch.zeros(padding.shape, dtype=dtype).masked_fill_(torch.from_numpy(padding), float("-inf"))
-            self._masks[last, dtype] = mask[:, None, None]
-        return self._masks[last, dtype]
+        if dtype not in self._masks or self._masks[dtype].shape[1] < self.keys:
+            columns = np.arange(self.keys + _MORE_COLUMNS)
+            padding = torch.from_numpy(columns < self._padding())
+            self._masks[dtype] = torch.zeros(padding.shape, dtype=dtype).masked_fill_(padding, float("-inf"))
+        return self._masks[dtype][:, None, None, self.keys - last : self.keys]
+
+    def _padding(self) -> NDArray[np.int64]:
+        return np.array([self.keys - length for length in self.lengths])[:, None]
 
 
 class Step:
-    """`write_*` int64 [tokens]: page and slot of every new token. `last` is the index of each row's last query.
+    """`write_*` int64 [tokens]: page and slot of every new token. `order` is how the rows are sorted, `last` the index
+    of each given row's last query.
 
-    Packed steps have `spans`, or, where every row decodes one token, `batches`. Padded ones have `batch` rows, and
-    `past` tokens before the new ones.
+    Packed steps have `spans`, or, where every row decodes one token, `batches` (`ahead.DecodeSteps`). Padded ones have
+    `batch` rows, and `past` tokens before the new ones.
     """
 
     def __init__(self, rows: list[Row], page_size: int) -> None:
         self._page_size = page_size
         starts = [r.sequence.computed for r in rows]
         self.decodes = 0 not in starts and all(r.new == 1 for r in rows)
-        order = list(range(len(rows)))
+        self.order = order = list(range(len(rows)))
         if self.decodes and len(rows) > 1:  # rows of similar lengths stand beside each other
             order.sort(key=starts.__getitem__)
             rows, starts = [rows[i] for i in order], [starts[i] for i in order]
@@ -104,11 +109,7 @@ class Step:
         self._masks: dict[tuple[int, int, int], torch.Tensor] = {}
 
     def pack(self) -> None:
-        """Make it one row, whose keys are divided by `spans` or `batches`."""
-        if self.decodes:
-            self.batches = self._batches()
-            self._read = self._read_batches(self.batches)
-            return
+        """Make it one row, whose keys are divided by `spans`."""
         lengths = self._counts
         if self.past:
             lengths = self._ends
@@ -126,7 +127,8 @@ class Step:
         self.batch, keys = len(self._ends), max(self._ends)
         rows = Batch(0, self._ends, 0)
         if self.past:
-            self._read = self._read_batches([rows])
+            columns = np.repeat(np.arange(self.batch), keys)
+            self._read = self._places(columns, rows.positions().reshape(-1))
         self.past = keys - new
         if min(self._ends) == keys:
             return None
@@ -167,10 +169,6 @@ class Step:
             pages = np.concatenate(self._pages)
             inside += np.cumsum([0, *(p.size for p in self._pages[:-1])])[rows]
         return pages.astype(np.int64).take(inside), slots
-
-    def _read_batches(self, batches: list[Batch]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        rows = np.concatenate([np.repeat(np.arange(b.q0, b.q1), b.keys) for b in batches])
-        return self._places(rows, np.concatenate([b.positions().reshape(-1) for b in batches]))
 
     def _batches(self) -> list[Batch]:
         """Consecutive rows, in order of their lengths, as far as padding them to the longest one is worth it."""
