@@ -147,6 +147,11 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         Meta(description="Share of decode's pages in quarantine above which new requests are refused.", ge=0, le=1),
     ] = 0.5
 
+    max_pinned_share: Annotated[
+        float,
+        Meta(description="Share of prefill's pages above which a decode that takes no writes is refused.", ge=0, le=1),
+    ] = 0.5
+
     prefill: Annotated[tuple[str, ...], Meta(description="URL of a prefill worker (repeat for more).")] = ()
     decode: Annotated[tuple[str, ...], Meta(description="URL of a decode worker (repeat for more).")] = ()
     poll_s: Annotated[float, Meta(description="Seconds between two health checks of a worker.", gt=0, le=3600)] = 1.0
@@ -185,7 +190,7 @@ _PLANE = (
 )
 _WORKER = (*_HTTP, "sse_keepalive_s", "sse_headers_after_s", "sglang_metrics", *_MODEL, *_POOL, *_LOAD, *_PLANE)
 _ROUTER = ("poll_s", "retry_timeout_s")
-_SENDER = ("chunked_prefill_size", "max_batch_tokens", "transfer_rate_limit", "rendezvous_s")
+_SENDER = ("chunked_prefill_size", "max_batch_tokens", "transfer_rate_limit", "rendezvous_s", "max_pinned_share")
 FIELDS_OF_ROLE: dict[str, tuple[str, ...]] = {
     "prefill": (*_WORKER, *_SENDER, "disaggregation_mode", "disaggregation_bootstrap_port", "control_port"),
     "decode": (*_WORKER, "disaggregation_mode", "disaggregation_bootstrap_port", "max_quarantine_share"),
@@ -219,7 +224,7 @@ GROUPS: dict[str, tuple[str, ...]] = {
     "processes": ("prefill_workers", "decode_workers", "start_timeout_s"),
     "routing": ("prefill", "decode", *_ROUTER),
     "model": (*_MODEL, "chunked_prefill_size", "max_batch_tokens"),
-    "pool": (*_POOL, "max_quarantine_share"),
+    "pool": (*_POOL, "max_quarantine_share", "max_pinned_share"),
     "disaggregation": (
         "disaggregation_transfer_backend",
         "disaggregation_bootstrap_port",

@@ -106,6 +106,7 @@ async def prefill_service(settings: Settings) -> AsyncGenerator[tuple[PrefillSer
             port=settings.control_port,
             model=name,
             timing=Timing(rendezvous_s=settings.rendezvous_s),
+            bounds=Bounds(pinned_share=settings.max_pinned_share),
             verify_transfers=settings.verify_transfers,
             advertise=reachable(settings.host),
             bind=lambda _host, _port: control,

@@ -104,6 +104,16 @@ class Node(Generic[S]):
         return 0
 
     @property
+    def pinned_pages(self) -> int:
+        """Pages that writes of rooms that have ended still read."""
+        return 0
+
+    @property
+    def pinned_limit(self) -> int:
+        """With more of them for one decode no room of that decode begins."""
+        return 0
+
+    @property
     def unavailable_reason(self) -> str:
         """Why this node cannot serve; empty when it can."""
         return ""

@@ -16,6 +16,7 @@ from kvflow.protocols.limits import Bounds, Timing, check_time
 from kvflow.protocols.ports import ControlSocket, DataPlane, PageStore
 from kvflow.protocols.prefill import PrefillEndpoint
 from kvflow.protocols.prefill_peers import PrefillIdentity
+from kvflow.protocols.prefill_rooms import pinned_pages
 from kvflow.protocols.wire.messages import Rank
 from kvflow.protocols.wire.ranks import RankInfo
 from kvflow.transports.control.zmq import bind_router
@@ -118,6 +119,14 @@ class PrefillNode(Node[PrefillShell]):
         self._open_shell.refuse(room, cause)
 
     @property
+    def pinned_pages(self) -> int:
+        return pinned_pages(self.shell.endpoint.core.writes.values())
+
+    @property
+    def pinned_limit(self) -> int:
+        return self.bounds.pinned_limit(self.pool.layout.num_pages)
+
+    @property
     def unavailable_reason(self) -> str:
         shell = self.shell
         shell.endpoint.note_stall(self.plane.stalled_s)
@@ -130,6 +139,7 @@ class PrefillNode(Node[PrefillShell]):
                 "phase": peer.phase.name.lower(),
                 "heard_ago_s": round(self._now() - peer.received_at_s, 3),
                 "rooms": len(peer.grants.rooms),
+                "pinned_pages": pinned_pages(self.shell.endpoint.core.writes.values(), peer),
             }
             for peer in self.shell.endpoint.peers
         ]

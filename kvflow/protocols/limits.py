@@ -45,11 +45,18 @@ class Bounds(msgspec.Struct, frozen=True, kw_only=True):
     links: int = 512  # prefill ranks one decode is connected to
     ranks_per_room: int = 64
     quarantine_share: float = 0.5  # of decode's pages: above it no room is opened
+    pinned_share: float = (
+        1.0  # of prefill's pages, read by writes of one decode's ended rooms: above it, none of its own
+    )
+
+    def pinned_limit(self, num_pages: int) -> int:
+        """Of a pool of so many pages."""
+        return int(self.pinned_share * num_pages)
 
     def __post_init__(self) -> None:
         for name in self.__struct_fields__:
             value = getattr(self, name)
-            if name != "quarantine_share":
+            if not name.endswith("_share"):
                 if not isinstance(value, int) or value < 0:
                     raise MisuseError(f"{name} {value!r} is not a whole number")
             elif not 0 <= value <= 1:

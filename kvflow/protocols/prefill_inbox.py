@@ -15,7 +15,7 @@ from kvflow.protocols.pages.layout import PageIndices, unpack_pages
 from kvflow.protocols.ports import PlaneAddress
 from kvflow.protocols.prefill_core import PrefillCore
 from kvflow.protocols.prefill_peers import DecodePeer
-from kvflow.protocols.prefill_rooms import PrefillRoomRecord
+from kvflow.protocols.prefill_rooms import PrefillRoomRecord, pinned_pages
 from kvflow.protocols.wire import messages as wire
 from kvflow.protocols.wire.messages import WIRE_VERSION
 
@@ -158,6 +158,8 @@ def _expect(core: PrefillCore, peer: DecodePeer, message: wire.Announce, now: fl
     """A room is announced: the engine's half waits as long as this decode lives."""
     record, grant = core.rooms.get(message.room), message.grant
     peer.grants.announcements.add(grant, message.room)
+    if _refuse_pinned(core, peer, message, now):
+        return
     if core.leaving is not None:
         core.refuse_grant(peer, message.room, grant, core.leaving)
     elif record is not None and record.phase is PrefillPhase.EXPECTED:
@@ -179,6 +181,8 @@ def _admit(core: PrefillCore, peer: DecodePeer, message: wire.Bootstrap, now: fl
     """Decode's half of a room; one that cannot be served is refused at once."""
     if message.grant in peer.grants.announcements.rooms:
         core.forget_announcement(peer, message.grant)
+    if _refuse_pinned(core, peer, message, now):
+        return
     record = core.rooms.get(message.room)
     try:
         pages = _offered(core, peer, message)
@@ -193,6 +197,20 @@ def _admit(core: PrefillCore, peer: DecodePeer, message: wire.Bootstrap, now: fl
         record = core.new_room(message.room, PrefillPhase.BOOTSTRAPPED, core.timing.rendezvous_s, now)
     core.bind(record, peer, message.grant)
     core.offer(record, message, pages, now)
+
+
+def _refuse_pinned(core: PrefillCore, peer: DecodePeer, message: wire.Announce | wire.Bootstrap, now: float) -> bool:
+    """A decode whose earlier writes do not end is given no more of our pages; the engine's half is told too."""
+    if core.bounds.pinned_share == 1:
+        return False
+    limit = core.bounds.pinned_limit(core.identity.layout.num_pages)
+    if (pinned := pinned_pages(core.writes.values(), peer)) <= limit:
+        return False
+    cause = CapacityError("pages held by writes to this decode that do not end", pinned, limit).cause()
+    core.refuse_grant(peer, message.room, message.grant, cause)
+    if message.room not in core.rendezvous.announced:  # else another decode has announced it
+        _end_engine_half(core, message.room, cause, now)
+    return True
 
 
 def _unwelcome(core: PrefillCore, message: wire.Bootstrap, record: PrefillRoomRecord | None) -> Cause | None:

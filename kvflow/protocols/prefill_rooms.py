@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import numpy as np
 
 from kvflow.protocols.errors import Cause
@@ -112,3 +114,8 @@ class PrefillRoomRecord:
     def half(self) -> bool:
         """Only one side of it is here."""
         return self.prompt is None or self.bootstrap is None
+
+
+def pinned_pages(writes: Iterable[tuple[PrefillRoomRecord, Chunk]], peer: DecodePeer | None = None) -> int:
+    """Our pages that writes of ended rooms still read, of one decode or of all: the target does not take them."""
+    return sum(chunk.num_pages for record, chunk in writes if record.ended and peer in (None, record.peer))

@@ -10,11 +10,13 @@ from kvflow.protocols.limits import Bounds
 from kvflow.protocols.machines.peer import PeerPhase
 from kvflow.protocols.machines.prefill_room import PrefillPhase
 from kvflow.protocols.ports import WriteOutcome
+from kvflow.protocols.prefill_rooms import pinned_pages
 from kvflow.protocols.wire.messages import MAX_HANDOFF_BYTES
 from tests.protocols.alone import (
     BROKEN,
     DECODE,
     GONE,
+    OTHER_DECODE,
     START,
     LonePrefill,
     abort,
@@ -31,6 +33,44 @@ from tests.protocols.alone import (
 W = WriteOutcome
 DIED = Cause(Code.PEER_LOST, f"decode {DECODE:016x} died")
 SILENT = Cause(Code.PEER_LOST, f"decode {DECODE:016x} was silent for 5 s")
+
+
+def pinned(prefill: LonePrefill) -> int:
+    return pinned_pages(prefill.core.writes.values())
+
+
+class TestPinned:
+    """Writes that a decode does not take hold our pages when their rooms are over."""
+
+    def test_a_decode_that_takes_none_is_given_no_more(self) -> None:
+        prefill = LonePrefill(bounds=Bounds(pinned_share=2 / 16)).up(DECODE, OTHER_DECODE)
+        record = prefill.matched()
+        prefill.send(record, 1, 3)
+        prefill.send(record, 4, last=True)
+        assert pinned(prefill) == 0, "they may be on their way"
+        prefill.hear(abort(7, 1))
+        assert pinned(prefill) == pinned_pages(prefill.core.writes.values(), record.peer) == 3
+        text = "pages held by writes to this decode that do not end: asked for 3, limit 2"
+        cause = Cause(Code.CAPACITY, text)
+        engine = prefill.open(8)
+        assert prefill.hear(bootstrap(8, 2)) == [
+            failed(cause, 8, 2), ack(8, 2), RoomStopped(engine.serial, cause), RoomReleased(engine.serial)
+        ]  # fmt: skip
+        assert prefill.hear(announce(9, 3)) == [failed(cause, 9, 3), ack(9, 3)]
+        late = prefill.open(9)
+        assert late.state.cause == cause, "the engine's half that comes later is told too"
+        prefill.hear(bootstrap(10, 1, OTHER_DECODE))
+        assert prefill.open(10).phase is PrefillPhase.WAITING_FOR_INPUT, "other decodes are served"
+        prefill.ended(1, W.UNPROVEN)
+        assert pinned(prefill) == 1
+        assert prefill.matched(11, 4).phase is PrefillPhase.WAITING_FOR_INPUT
+
+    def test_without_a_limit_none_is_refused(self, prefill: LonePrefill) -> None:
+        record = prefill.matched()
+        prefill.send(record, 1, 3, 4, last=True)
+        prefill.hear(abort(7, 1))
+        assert pinned(prefill) == 3
+        assert prefill.matched(8, 2).phase is PrefillPhase.WAITING_FOR_INPUT
 
 
 class TestChunks:

@@ -58,6 +58,8 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
     pages_at_rest: bool
     quarantine_pages: int = 0
     quarantine_limit_pages: int = 0  # above it, new requests are refused
+    pinned_pages: int = 0
+    pinned_limit_pages: int = 0  # above it for one decode, its requests are refused
     peers_by_phase: dict[str, int] = {}
     peers_declared_dead: int = 0
     rooms_by_state: dict[str, int] = {}

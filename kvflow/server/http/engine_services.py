@@ -130,6 +130,8 @@ class EngineService(Generic[N, E]):
             pages_at_rest=pages.at_rest(),
             quarantine_pages=node.quarantined_pages,
             quarantine_limit_pages=node.quarantine_limit,
+            pinned_pages=node.pinned_pages,
+            pinned_limit_pages=node.pinned_limit,
             peers_by_phase=node.peers_by_phase(),
             peers_declared_dead=node.counts.declared_dead,
             rooms_by_state=node.rooms_by_phase(),

@@ -121,6 +121,10 @@ def _memory(report: Report) -> Iterator[Metric]:
     )
     limit = "Pages in quarantine above which new requests are refused."
     yield GaugeMetricFamily("kvflow_quarantine_limit_pages", limit, value=report.quarantine_limit_pages)
+    pinned = "Pages at prefill that writes of rooms that have ended still read: their decode does not take them."
+    yield GaugeMetricFamily("kvflow_pinned_pages", pinned, value=report.pinned_pages)
+    limit = "Pinned pages of one decode above which its new requests are refused."
+    yield GaugeMetricFamily("kvflow_pinned_limit_pages", limit, value=report.pinned_limit_pages)
 
 
 def _rooms(report: Report) -> Iterator[Metric]:

@@ -46,6 +46,8 @@ def server_info(pipeline: CompletionPipeline, host: str, bootstrap_port: int | N
         },
         "quarantine_pages": report.quarantine_pages,
         "quarantine_limit_pages": report.quarantine_limit_pages,
+        "pinned_pages": report.pinned_pages,
+        "pinned_limit_pages": report.pinned_limit_pages,
         "rooms": report.rooms_by_state,
         "rooms_ended": report.rooms_ended,
         "bytes_moved": report.bytes_moved,
