@@ -170,6 +170,20 @@ async def test_when_every_pair_is_full_the_client_is_told_when_to_come_back(
     assert len(decode.service.requests) == len(spare.service.requests) == 1
 
 
+async def test_the_one_pair_that_has_room_is_found(
+    meeting: Meeting, prefill: Role, prefill_server: Server, spare: Role, spare_server: Server, decode_server: Server,
+    session: Session,
+) -> None:  # fmt: skip
+    other = Role(FakeService("prefill", meeting))
+    prefill.service.failure = spare.service.failure = Cause(Code.CAPACITY, "full")
+    async with (
+        served(other.app) as other_server,
+        routed([prefill_server, other_server], [decode_server, spare_server]) as r,
+    ):
+        for _ in range(8):
+            assert (await post(session, r.server))[0] == 200
+
+
 FIRST_WORDS = {
     "cut in its head": (b'data: {"te', b""),
     "cut before its first event": (b": ka\n\n", b""),

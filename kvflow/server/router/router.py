@@ -157,15 +157,16 @@ class Router(Drainable):
         may_begin = False
         while True:
             try:
-                prefill = self.workers.best("prefill", tries.failed)
-                decode = self.workers.best("decode", tries.failed)
+                prefills, decodes = (self.workers.ranked(role, tries.failed) for role in ("prefill", "decode"))
             except NoWorkerError as error:
                 came_up = await self._pause(self.workers.came_up.wait, tries)
                 if not came_up:
                     raise tries.error or error from None
                 continue
-            if may_begin or tries.at_once(prefill, decode):
-                return prefill, decode
+            if (pair := tries.untried(prefills, decodes)) is not None:
+                return pair
+            if may_begin:
+                return prefills[0], decodes[0]
             assert tries.error is not None
             may_begin = await self._pause(functools.partial(asyncio.sleep, tries.pause_s()), tries)
             if not may_begin:
@@ -278,9 +279,8 @@ def _own(router: Router) -> list[web.RouteDef]:
     async def info(_: web.Request) -> web.StreamResponse:
         summaries = [worker.summary() for worker in router.workers.all]
         model = next((worker.model for worker in router.workers.of("decode") if worker.model), "")
-        return json_response(
-            {"role": "router", "served_model_name": model, "draining": router.draining, "workers": summaries}
-        )
+        state = {"draining": router.draining, "running": router.running, "waiting": router.waiting}
+        return json_response({"role": "router", "served_model_name": model, **state, "workers": summaries})
 
     async def metrics(_: web.Request) -> web.StreamResponse:
         return router.metrics.response()
@@ -299,7 +299,7 @@ def _of_workers(router: Router) -> list[web.RouteDef]:
     """What the router asks one worker for, or all of them."""
 
     async def from_decode(http: web.Request) -> web.StreamResponse:
-        return await router.forward(router.workers.best("decode", {}), http)
+        return await router.forward(router.workers.ranked("decode", {})[0], http)
 
     async def load(_: web.Request) -> web.StreamResponse:
         answers = await asyncio.gather(*(router.ask(worker, "/get_load") for worker in router.workers.all))

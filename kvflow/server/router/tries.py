@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections import Counter
+from collections.abc import Sequence
 
 from kvflow.server.router.legs import PairFailedError
 from kvflow.server.router.workers import Worker
@@ -19,25 +21,30 @@ class Tries:
         self.left_s = left_s
         self.failed: Counter[Worker] = Counter()
         self.error: PairFailedError | None = None
+        self._pairs: set[tuple[Worker, Worker]] = set()
         self._pauses = 0
 
     def note(self, error: PairFailedError, prefill: Worker, decode: Worker) -> None:
         """A pair has failed the request. Raises: `error`, when that was the last try."""
         self.failed.update((prefill, decode))
+        self._pairs.add((prefill, decode))
         self.error = error
         if not error.may_retry or self.failed.total() >= 2 * MOST_TRIES:
             raise error
 
-    def at_once(self, prefill: Worker, decode: Worker) -> bool:
-        """Whether this pair may be tried without a pause: one of the two has not failed the request yet.
+    def untried(self, prefills: Sequence[Worker], decodes: Sequence[Worker]) -> tuple[Worker, Worker] | None:
+        """The first pair that has not failed the request; None after as many tries as there are workers, which is
+        enough to meet each of them.
 
-        Raises: the last error, where the same workers would repeat it.
+        Raises: the last error, where the same pairs would repeat it.
         """
-        if self.error is None or not self.failed[prefill] or not self.failed[decode]:
-            return True
-        if not self.error.passes:
+        if len(self._pairs) < len(prefills) + len(decodes):
+            for pair in itertools.product(prefills, decodes):
+                if pair not in self._pairs:
+                    return pair
+        if self.error is not None and not self.error.passes:
             raise self.error
-        return False
+        return None
 
     def pause_s(self) -> float:
         """How long to wait before the next try; longer each time."""

@@ -125,14 +125,14 @@ class Workers:
     def of(self, role: str) -> list[Worker]:
         return [worker for worker in self.all if worker.role == role]
 
-    def best(self, role: str, failed: Mapping[Worker, int]) -> Worker:
-        """The worker for the next try of a request, `failed` times for each worker: first one that has not failed it,
-        then one that does not rest, then the least loaded. Raises: NoWorkerError."""
+    def ranked(self, role: str, failed: Mapping[Worker, int]) -> list[Worker]:
+        """The workers for the next try of a request, the best one first: by how often they have failed it, then those
+        that do not rest, then by load. Raises: NoWorkerError."""
         choices = [worker for worker in self.of(role) if worker.up]
         if not choices:
             raise NoWorkerError(role, [worker.unavailable_reason for worker in self.of(role)])
         now = asyncio.get_running_loop().time()
-        return min(choices, key=lambda w: (failed.get(w, 0), w.rests(now), w.running, w.served))
+        return sorted(choices, key=lambda w: (failed.get(w, 0), w.rests(now), w.running, w.served))
 
     def complete(self) -> bool:
         """Whether both roles have a worker that is up."""
