@@ -105,6 +105,11 @@ async def test_behind_sglang_router(fleet: Fleet) -> None:
             assert chat.choices[0].message.content
             text = await client.completions.create(model="default", prompt=DEMO_PROMPTS[0], max_tokens=8, temperature=0)
             assert text.choices[0].text == direct["text"]
+            async with asyncio.timeout(WITHIN_S):  # both legs refuse by themselves: neither waits for the other
+                with pytest.raises(openai.BadRequestError, match="regex is not supported"):
+                    await client.completions.create(model="default", prompt="a", extra_body={"regex": "a+"})
+                with pytest.raises(openai.NotFoundError, match="'other' is not served here"):
+                    await client.completions.create(model="other", prompt="a")
         assert await all_home(session, prefill, decode)
 
 
@@ -141,6 +146,38 @@ async def test_clients_that_leave_do_not_hurt_their_neighbours(fleet: Fleet) -> 
         assert status == 200, answer
         assert len(answer["output_ids"]) == 400
         assert await all_home(session, fleet.prefills[0].url, decode)
+
+
+async def aborted(session: aiohttp.ClientSession, url: str, **body: Any) -> int:
+    async with session.post(f"{url}/abort_request", json=body) as answer:
+        assert answer.status == 200
+        return int((await answer.json())["aborted"])
+
+
+@pytest.mark.asyncio(loop_scope="module")
+@pytest.mark.parametrize("stream", [False, True])
+async def test_an_abort_answers_with_what_there_is_and_frees_its_pages(fleet: Fleet, stream: bool) -> None:
+    prefill, decode = fleet.prefills[0].url, fleet.decodes[0].url
+    async with aiohttp.ClientSession() as session:
+        asked = [
+            asyncio.create_task(generate(session, fleet.url, rid=rid, stream=stream, sampling_params=LONG))
+            for rid in ("first", "second", "third")
+        ]
+        async with asyncio.timeout(WITHIN_S):
+            while (await ask(session, f"{decode}/server_info"))["running"] < 3:  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
+        assert await aborted(session, fleet.url, rid="first") == 1
+        answers = [await asyncio.wait_for(asked[0], WITHIN_S)]
+        assert not asked[1].done() and not asked[2].done()
+        assert await aborted(session, fleet.url, abort_all=True) == 2
+        answers += [await asyncio.wait_for(other, WITHIN_S) for other in asked[1:]]
+        for status, body in answers:
+            assert status == 200
+            events = body.decode().split("\n\n") if stream else []
+            document = msgspec.json.decode(events[-3].removeprefix("data: ")) if stream else body
+            assert document["meta_info"]["finish_reason"]["type"] == "abort"
+            assert document["meta_info"]["completion_tokens"] == len(document["output_ids"]) < LONG["max_new_tokens"]
+        assert await all_home(session, prefill, decode)
 
 
 @pytest.mark.asyncio(loop_scope="module")
