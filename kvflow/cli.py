@@ -1,7 +1,7 @@
 """The command line: kvflow prefill | decode | router | up | demo | bench | sim | doctor | keygen | declare-dead.
 
-Options are made from the fields of `config.Settings`, so flags, environment and file cannot drift apart. Heavy imports
-are inside the commands: `kvflow --help` loads neither torch nor transformers.
+Options are made from the fields of `config.settings.Settings`, so flags, environment and file cannot drift apart.
+Heavy imports are inside the commands: `kvflow --help` loads neither torch nor transformers.
 """
 
 from __future__ import annotations
@@ -16,8 +16,9 @@ from typing import Annotated, Any, Literal, get_args, get_origin
 import typer
 
 import kvflow
-from kvflow import config
 from kvflow.bench.commands import app as bench_commands
+from kvflow.config import settings as config
+from kvflow.config.sources import resolve
 from kvflow.protocols.errors import KvflowError, MisuseError
 from kvflow.testing.sim.commands import app as sim_commands
 from kvflow.usage import App
@@ -80,7 +81,7 @@ def _with_settings(role: str) -> Callable[[Callable[[dict[str, Any], str | None]
 
 
 def _run(role: Literal["prefill", "decode", "router"], given: Mapping[str, Any], path: str | None) -> None:
-    settings = config.resolve(role, given, config=path)
+    settings = resolve(role, given, config=path)
     _limit_threads(settings.threads)
     from kvflow.launch import process, roles
 
@@ -123,7 +124,7 @@ def up(given: dict[str, Any], path: str | None) -> None:
 
     Each role is a process; when one ends, the others are ended too.
     """
-    settings = config.resolve("up", given, config=path)
+    settings = resolve("up", given, config=path)
     from kvflow.launch.logs import set_up_logging
     from kvflow.launch.supervisor import run_up
 

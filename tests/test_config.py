@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from kvflow import config
-from kvflow.config import ConfigError, Settings, resolve
+from kvflow.config.settings import DEFAULT_PORTS, FIELDS_OF_ROLE, GROUPS, Role, Settings, describe
+from kvflow.config.sources import ConfigError, resolve
 from kvflow.launch.process import PARENT_PID, READY_FD
 
 MODEL = {"model_path": "m"}
@@ -44,7 +44,7 @@ def test_familiar_names_are_aliases(tmp_path: Path) -> None:
 
 def test_settings_of_other_roles_in_the_file_are_left_alone(tmp_path: Path) -> None:
     path = write(tmp_path, 'model_path = "m"\nprefill_workers = 3\n[prefill]\nport = 1234\n')
-    assert resolve("decode", {}, env={}, config=path).port == config.DEFAULT_PORTS["decode"]
+    assert resolve("decode", {}, env={}, config=path).port == DEFAULT_PORTS["decode"]
     assert resolve("prefill", {}, env={}, config=path).port == 1234
     assert resolve("up", {}, env={}, config=path).prefill_workers == 3
 
@@ -81,7 +81,7 @@ def test_booleans_are_words_in_the_environment() -> None:
     ],
 )
 def test_a_bad_value_is_one_line_with_setting_source_and_limit(
-    role: config.Role, flags: dict[str, object], environment: dict[str, str], parts: list[str]
+    role: Role, flags: dict[str, object], environment: dict[str, str], parts: list[str]
 ) -> None:
     base = {} if role == "router" else MODEL
     with pytest.raises(ConfigError) as caught:
@@ -135,18 +135,18 @@ def test_an_api_key_is_never_shown(tmp_path: Path) -> None:
 
 
 def test_every_setting_belongs_to_a_role_and_says_what_it_is() -> None:
-    of_roles = {name for names in config.FIELDS_OF_ROLE.values() for name in names}
+    of_roles = {name for names in FIELDS_OF_ROLE.values() for name in names}
     assert of_roles == set(Settings.__struct_fields__)
-    assert all(config.describe(name) for name in of_roles)
+    assert all(describe(name) for name in of_roles)
 
 
 def test_every_setting_stands_in_one_group_of_the_help() -> None:
-    grouped = sorted(name for names in config.GROUPS.values() for name in names)
+    grouped = sorted(name for names in GROUPS.values() for name in names)
     assert grouped == sorted(Settings.__struct_fields__)
 
 
 @pytest.mark.parametrize("role", ["prefill", "decode", "up"])
-def test_the_example_file_is_valid(role: config.Role) -> None:
+def test_the_example_file_is_valid(role: Role) -> None:
     path = Path(__file__).parents[1] / "examples" / "kvflow.toml"
     settings = resolve(role, MODEL, env={}, config=str(path))
     assert settings.num_pages == {"prefill": 2048, "decode": 4096, "up": 0}[role]
@@ -157,7 +157,7 @@ def test_the_rendezvous_may_take_minutes_at_prefill() -> None:
     assert resolve("up", MODEL, env={"KVFLOW_RENDEZVOUS_S": "300"}).rendezvous_s == 300.0
     with pytest.raises(ConfigError, match=r"--rendezvous-s: '0': expected float > 0"):
         resolve("prefill", {**MODEL, "rendezvous_s": "0"}, env={})
-    assert "rendezvous_s" not in config.FIELDS_OF_ROLE["decode"]
+    assert "rendezvous_s" not in FIELDS_OF_ROLE["decode"]
 
 
 @pytest.mark.parametrize(
@@ -171,7 +171,7 @@ def test_the_rendezvous_may_take_minutes_at_prefill() -> None:
     ],
 )
 @pytest.mark.parametrize("role", ["prefill", "router"])
-def test_a_variable_that_nothing_reads_is_refused(role: config.Role, variable: str, closest: str) -> None:
+def test_a_variable_that_nothing_reads_is_refused(role: Role, variable: str, closest: str) -> None:
     with pytest.raises(ConfigError) as caught:
         resolve(role, MODEL, env={variable: "secret"})
     assert str(caught.value) == f"environment {variable}: unknown variable{closest}"

@@ -12,7 +12,8 @@ from contextlib import AsyncExitStack, asynccontextmanager
 import aiohttp
 import msgspec
 
-from kvflow.config import ENV_PREFIX, Settings, resolve
+from kvflow.config.settings import ENV_PREFIX, Settings
+from kvflow.config.sources import resolve
 from kvflow.demo.client import Aborted, DemoError, FleetClient, Streamed
 from kvflow.demo.show import DemoOutput, ProgressOutput, TerminalOutput
 from kvflow.demo_model import DEMO_MODEL_DIR, DEMO_PROMPTS

@@ -16,7 +16,7 @@ from rich.console import Console
 from rich.markup import escape
 
 import kvflow
-from kvflow.config import unknown_variables
+from kvflow.config.sources import unknown_variables
 from kvflow.extras import CORE, EXTRAS
 
 MOONCAKE_WHEELS = (

@@ -8,7 +8,8 @@ from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 
 import kvflow
-from kvflow.config import ConfigError, Settings
+from kvflow.config.settings import Settings
+from kvflow.config.sources import ConfigError
 from kvflow.memory.available import available_memory
 from kvflow.memory.pool import PagedPool
 from kvflow.protocols.pages.layout import build_layout, slot_bytes

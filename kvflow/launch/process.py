@@ -20,7 +20,7 @@ from typing import Any
 import msgspec
 from aiohttp import web
 
-from kvflow.config import Settings
+from kvflow.config.settings import Settings
 from kvflow.launch.logs import set_up_logging
 from kvflow.server.http.listening import Drainable, listening_on
 

@@ -12,7 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import AsyncExitStack, asynccontextmanager
 from typing import TYPE_CHECKING
 
-from kvflow.config import Settings
+from kvflow.config.settings import Settings
 from kvflow.engine.scheduler.params import SamplingParams
 from kvflow.launch.loading import LoadingProgress
 from kvflow.launch.pool import make_pool

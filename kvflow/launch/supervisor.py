@@ -17,7 +17,7 @@ from typing import Any, Self
 import aiohttp
 import msgspec
 
-from kvflow.config import FIELDS_OF_ROLE, Settings, flag_of
+from kvflow.config.settings import FIELDS_OF_ROLE, Settings, flag_of
 from kvflow.demo_model import DEMO_MODEL_DIR
 from kvflow.launch.child import Child, ChildEndedError
 from kvflow.launch.process import StopSignals

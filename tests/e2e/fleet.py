@@ -10,7 +10,7 @@ from typing import Any
 import aiohttp
 import msgspec
 
-from kvflow.config import resolve
+from kvflow.config.sources import resolve
 from kvflow.demo_model import DEMO_MODEL_DIR
 from kvflow.launch.supervisor import Fleet
 

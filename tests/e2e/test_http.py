@@ -16,7 +16,7 @@ import openai
 import pytest
 import pytest_asyncio
 
-from kvflow.config import resolve
+from kvflow.config.sources import resolve
 from kvflow.demo_model import DEMO_MODEL_DIR, DEMO_PROMPTS
 from kvflow.launch.supervisor import Fleet
 from kvflow.transports.control.registry import RegistryClient

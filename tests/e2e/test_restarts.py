@@ -16,7 +16,7 @@ import aiohttp
 import msgspec
 import pytest
 
-from kvflow.config import FIELDS_OF_ROLE, flag_of
+from kvflow.config.settings import FIELDS_OF_ROLE, flag_of
 from kvflow.demo_model import DEMO_MODEL_DIR, DEMO_PROMPTS
 from kvflow.launch.child import Child
 from tests.e2e.fleet import all_home, ask

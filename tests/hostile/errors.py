@@ -22,7 +22,7 @@ import aiohttp
 import msgspec
 import numpy as np
 
-from kvflow.config import resolve
+from kvflow.config.sources import resolve
 from kvflow.demo_model import DEMO_MODEL_DIR
 from kvflow.launch.supervisor import Fleet
 from tests.e2e.fleet import all_home

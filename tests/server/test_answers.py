@@ -13,7 +13,7 @@ import pytest
 from tokenizers import Tokenizer, decoders, pre_tokenizers
 from tokenizers.models import BPE
 
-from kvflow.config import resolve
+from kvflow.config.sources import resolve
 from kvflow.demo_model import DEMO_MODEL_DIR
 from kvflow.engine.scheduler.params import TokenOut
 from kvflow.launch import roles

@@ -7,7 +7,7 @@ from typing import Any
 import aiohttp
 import pytest
 
-from kvflow.config import resolve
+from kvflow.config.sources import resolve
 from kvflow.server.http.app import build_app
 from kvflow.server.http.metrics import Metrics
 from kvflow.server.http.operations import routes

@@ -46,7 +46,7 @@ async def main(settings):
     ready = Ready("role", url_of(made, "127.0.0.1"), os.getpid())
     await serve_until_stopped(app, made, busy, ready, float(sys.argv[1]))
 
-from kvflow.config import Settings
+from kvflow.config.settings import Settings
 run_role("prefill", main, Settings())
 """
 
@@ -83,7 +83,7 @@ def test_a_thread_that_hangs_does_not_hold_up_the_end_nor_abort_it(hangs: bool) 
     role = f"""
 import asyncio, atexit, threading, sys
 from kvflow.aio import Threads
-from kvflow.config import Settings
+from kvflow.config.settings import Settings
 from kvflow.launch import process
 never = threading.Event()
 async def main(settings):

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from kvflow.config import Settings
+from kvflow.config.settings import Settings
 from kvflow.demo_model import DEMO_MODEL_DIR
 from kvflow.launch.child import Child, ChildEndedError, copying_environment
 from kvflow.launch.supervisor import Fleet

@@ -1,0 +1,1 @@
+"""The settings of all roles, and where they are read."""

@@ -1,0 +1,151 @@
+"""Where settings come from: flags of the command line, KVFLOW_* variables, a TOML file, defaults.
+
+Precedence: flag > environment > the role's table in the file > the file's top level > default. A value outside its
+limit is refused with one line that names the setting, its source, the value, the limit.
+"""
+
+from __future__ import annotations
+
+import difflib
+import os
+import tomllib
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any, Literal, get_args, get_origin
+
+import msgspec
+
+from kvflow.config.settings import (
+    ALIASES,
+    CANONICAL,
+    DEFAULT_PORTS,
+    ENV_PREFIX,
+    FIELDS,
+    FIELDS_OF_ROLE,
+    HINTS,
+    Role,
+    Settings,
+    base_type,
+    env_of,
+    flag_of,
+)
+from kvflow.protocols.errors import MisuseError
+
+# Variables that are no settings of a role: the config file, what `up` tells its children, what the client of
+# examples/chat.py and `declare-dead` call, the seed of the tests.
+_OTHER_VARIABLES = ("CONFIG", "READY_FD", "PARENT_PID", "URL", "SEED")
+
+
+class ConfigError(MisuseError):
+    """A setting that cannot be used; the text is one line for its user."""
+
+
+def resolve(
+    role: Role, flags: Mapping[str, Any], *, env: Mapping[str, str] | None = None, config: str | None = None
+) -> Settings:
+    """The settings of one role. `flags` maps field names to values, None meaning "not given".
+
+    Raises: ConfigError, one line, naming the setting and its source.
+    """
+    env = os.environ if env is None else env
+    if unknown := unknown_variables(env):
+        raise ConfigError(f"environment {unknown[0]}")
+    given = {name: value for name, value in flags.items() if value is not None}
+    values: dict[str, Any] = {}
+    allowed = FIELDS_OF_ROLE[role]
+    for name, (value, source) in _from_file(role, config or env.get(ENV_PREFIX + "CONFIG")).items():
+        values[name] = _convert(name, value, source)
+    for name in allowed:
+        for key in (*ALIASES.get(name, ()), name):
+            if env_of(key) in env:
+                values[name] = _convert(name, env[env_of(key)], f"environment {env_of(key)}")
+    for name, value in given.items():
+        values[name] = _convert(name, value, flag_of(name))
+    values.setdefault("port", DEFAULT_PORTS[role])
+    settings = Settings(**values)
+    _check(role, settings)
+    return settings
+
+
+def unknown_variables(env: Mapping[str, str]) -> list[str]:
+    """The KVFLOW_* variables that nothing reads, each with the closest name that is read."""
+    known = {env_of(name): name.upper() for name in (*FIELDS, *CANONICAL, *_OTHER_VARIABLES)}
+    unknown = [key.removeprefix(ENV_PREFIX) for key in sorted(env) if key.startswith(ENV_PREFIX) and key not in known]
+    return [f"{ENV_PREFIX}{key}: unknown variable{_closest(key, known.values(), ENV_PREFIX)}" for key in unknown]
+
+
+def _closest(name: str, known: Iterable[str], prefix: str = "") -> str:
+    """A hint for a misspelt name; empty when no known one is close."""
+    found = difflib.get_close_matches(name, sorted(known), 1)
+    return f"; did you mean {prefix}{found[0]}?" if found else ""
+
+
+def _from_file(role: str, path: str | None) -> dict[str, tuple[Any, str]]:
+    if not path:
+        return {}
+    try:
+        document = tomllib.loads(Path(path).read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(f"config file {path}: {error.strerror or error}") from None
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ConfigError(f"config file {path}: {error}") from None
+    found: dict[str, tuple[Any, str]] = {}
+    # prefill and decode name tables as well as settings of the router: a table is a dict, the setting a list.
+    tables = {key: value for key, value in document.items() if key in DEFAULT_PORTS and isinstance(value, dict)}
+    common = {key: value for key, value in document.items() if key not in tables}
+    own = tables.pop(role, {})
+    for table_role, table in (*tables.items(), ("", common), (role, own)):  # other roles' tables: names only
+        where = f"config file {path}: {f'[{table_role}] ' if table_role else ''}"
+        for key, value in table.items():
+            name = _name_in_file(key, table_role, where)
+            if table_role in ("", role) and name in FIELDS_OF_ROLE[role]:
+                found[name] = (value, f"{where}{key}")
+    return found
+
+
+def _name_in_file(key: str, table_role: str, where: str) -> str:
+    """The setting that `key` means in the table of a role, or at the top level. Raises: ConfigError."""
+    spelt = key.replace("-", "_")
+    name = CANONICAL.get(spelt, spelt)
+    allowed = FIELDS_OF_ROLE[table_role] if table_role else tuple(FIELDS)
+    if name not in FIELDS:
+        known = [*allowed, *(alias for alias, of in CANONICAL.items() if of in allowed)]
+        tables = () if table_role else DEFAULT_PORTS
+        raise ConfigError(f"{where}unknown setting {key!r}{_closest(spelt, (*known, *tables))}")
+    if name not in allowed:
+        roles = ", ".join(role for role, names in FIELDS_OF_ROLE.items() if name in names)
+        raise ConfigError(f"{where}{key!r} is not a setting of {table_role}, but of {roles}")
+    return name
+
+
+def _convert(name: str, value: Any, source: str) -> Any:
+    hint = HINTS[name]
+    from_text = isinstance(value, str)
+    if base_type(name) == tuple[str, ...] and from_text:
+        value = tuple(part.strip() for part in value.split(",") if part.strip())
+    try:
+        return msgspec.convert(value, hint, strict=not from_text)
+    except msgspec.ValidationError as error:
+        shown = "***" if name == "api_key" else repr(value)
+        choices = get_args(base_type(name)) if get_origin(base_type(name)) is Literal else ()
+        limit = f"expected one of {', '.join(repr(choice) for choice in choices)}" if choices else str(error)
+        raise ConfigError(f"{source}: {shown}: {limit[:1].lower()}{limit[1:].replace('`', '')}") from None
+
+
+def _check(role: Role, settings: Settings) -> None:
+    if role in ("prefill", "decode") and not settings.model_path:
+        raise ConfigError("no model is given; set --model-path (or KVFLOW_MODEL_PATH)")
+    model = settings.model_path
+    if role != "router" and model.startswith(("/", "./", "../", "~")) and not Path(model).expanduser().is_dir():
+        raise ConfigError(f"model path {model!r} does not exist or is not a directory")
+    if settings.disaggregation_mode and settings.disaggregation_mode != role:
+        text = f"--disaggregation-mode {settings.disaggregation_mode} does not match `kvflow {role}`; leave it out"
+        raise ConfigError(text)
+    if settings.kv_events_config:
+        raise ConfigError("--kv-events-config: KV events are not available in this version; leave it out")
+    if role == "router" and not (settings.prefill and settings.decode):
+        raise ConfigError("router needs at least one --prefill URL and one --decode URL")
+    for name in ("prefill", "decode"):
+        for url in getattr(settings, name):
+            if not url.startswith(("http://", "https://")):
+                raise ConfigError(f"--{name}: {url!r} is not an http:// or https:// URL")
