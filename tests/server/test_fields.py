@@ -7,6 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+import openai.types
+import openai.types.chat
 import pytest
 
 from kvflow.server.http import fields, schemas
@@ -56,6 +58,16 @@ def test_the_page_is_current() -> None:
 @pytest.mark.parametrize("body", BODIES)
 def test_what_works_is_what_is_parsed(body: str) -> None:
     assert fields.names_of(WORKS, body) == set(STRUCTS[body].__struct_fields__)
+
+
+@pytest.mark.parametrize(
+    ("body", "module"),
+    [("c", openai.types.chat.completion_create_params), ("t", openai.types.completion_create_params)],
+)
+def test_every_field_of_the_official_client_is_in_the_table(body: str, module: Any) -> None:
+    official = set(module.CompletionCreateParamsBase.__annotations__) | {"stream"}
+    assert len(official) > 15
+    assert official <= {field.name for rows in TABLE.values() for field in rows if body in field.bodies}
 
 
 def test_a_field_stands_once_in_a_body() -> None:

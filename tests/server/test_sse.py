@@ -126,3 +126,54 @@ async def test_an_error_does_not_wait_for_a_source_that_never_pauses() -> None:
         async with asyncio.timeout(5), Arrivals([endless(), Source(error=ValueError("at once")).items()]) as arrivals:
             async for _ in arrivals:
                 pass
+
+
+async def test_one_source_is_stopped_and_the_others_go_on() -> None:
+    stopped, other = Source(1, waits=True), Source(2, 3, waits=True)
+    seen: list[tuple[int, int]] = []
+    async with Arrivals([stopped.items(), other.items()]) as arrivals:
+        async for batch in arrivals:
+            seen += batch
+            if len(seen) == 3:
+                arrivals.stop(0, 99)
+                arrivals.stop(0, 100)  # nothing more
+            if (0, 99) in seen:
+                other.go.set()
+    assert sorted(seen) == [(0, 1), (0, 99), (1, 2), (1, 3)]
+    assert stopped.closed and other.closed
+
+
+async def test_what_a_stopped_source_still_gives_or_raises_is_dropped() -> None:
+    closed = asyncio.Event()
+
+    async def stubborn(last: bool) -> AsyncGenerator[int, None]:
+        """Ends only after its drain, with an item or an error."""
+        try:
+            yield 1
+            await asyncio.Event().wait()
+        except asyncio.CancelledError:
+            await asyncio.sleep(0)
+            if last:
+                yield 2
+            raise RuntimeError("the room has failed") from None
+        finally:
+            closed.set()
+
+    for last in (True, False):
+        closed.clear()
+        seen: list[int] = []
+        async with asyncio.timeout(5), Arrivals([stubborn(last)]) as arrivals:
+            async for batch in arrivals:
+                seen += [number for _, number in batch]
+                if seen == [1]:
+                    arrivals.stop(0, 99)
+        assert seen == [1, 99]
+        assert closed.is_set()
+
+
+async def test_a_source_that_has_ended_cannot_be_stopped() -> None:
+    async with Arrivals([Source(1).items()]) as arrivals:
+        seen = [batch async for batch in arrivals]
+        arrivals.stop(0, 99)
+        seen += [batch async for batch in arrivals]
+    assert seen == [[(0, 1)]]

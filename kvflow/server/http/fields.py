@@ -142,7 +142,7 @@ _REFUSED = (
     Field("watermark", "ctgs", "S", example={"enabled": True}),
     Field("watermarking", "ct", "V"),
     Field("tools", "ck", "OSV", _NO_TOOLS, example=[{"type": "function"}]),
-    Field("tool_choice", "c", "OSV", _NO_TOOLS, (None, "", "auto", "none"), "required"),
+    Field("tool_choice", "ck", "OSV", _NO_TOOLS, (None, "", "auto", "none"), "required"),
     Field("functions", "c", "O", _NO_TOOLS, example=[{"name": "a"}]),
     Field("function_call", "c", "O", _NO_TOOLS, (None, "", "auto", "none"), {"name": "a"}),
     Field("web_search_options", "c", "O", _NO_TOOLS, (None,), {}),
