@@ -18,7 +18,8 @@ from kvflow.protocols.errors import Cause, KvflowError, room_error
 from kvflow.protocols.pages.layout import PageIndices
 from kvflow.protocols.ports import Checksums, ControlSocket, DataPlane, PageStore, Route, Write, WriteOutcome
 from kvflow.protocols.prefill import PrefillEndpoint
-from kvflow.protocols.wire.messages import Incarnation
+from kvflow.protocols.prefill_peers import DecodePeer
+from kvflow.protocols.wire.messages import GrantId, Incarnation
 from kvflow.telemetry.counters import Counts
 
 log = logging.getLogger(__name__)
@@ -56,6 +57,7 @@ class PrefillShell(Shell):
         self.routes: dict[Incarnation, Route] = {}
         self._writes: dict[int, _OpenWrite] = {}
         self._watches: dict[Incarnation, asyncio.Task[None]] = {}
+        self._last_grants: list[tuple[DecodePeer, GrantId]] = []
         self.runners = {
             c.SendToDecode: self._send,
             c.OpenRoute: self._open_route,
@@ -150,14 +152,25 @@ class PrefillShell(Shell):
 
     def leave(self) -> None:
         """No new room from here on, and every room is ended; `drain` waits for its writes."""
+        if not self.leaving:
+            self._last_grants = [(peer, grant) for peer in self.endpoint.peers for grant in peer.grants.rooms]
         self.leaving = True
         self.endpoint.leave(self.now())
         self.run()
 
     async def drain(self, patience_s: float) -> None:
-        """Wait until the writes of every room have ended, or patience has."""
+        """Wait until the writes of every room have ended, or patience has; then until decodes have confirmed what they
+        were told of those rooms, which comes with a heartbeat, or two are overdue."""
         self.leave()
         await self.wait_while(lambda: bool(self.endpoint.rooms), patience_s)
+        await self.wait_while(lambda: bool(self._unconfirmed()), 2 * self.timing.heartbeat_s)
+        if left := self._unconfirmed():
+            names = ", ".join(sorted({f"{peer.incarnation:016x}" for peer in left}))
+            log.warning("the ends of %d rooms are not confirmed by decode %s", len(left), names)
+
+    def _unconfirmed(self) -> list[DecodePeer]:
+        """Once per room that was open at `leave`, and whose decode is there and has not confirmed its end."""
+        return [peer for peer, grant in self._last_grants if peer.is_up and peer.grants.last_messages(grant)]
 
     async def close(self) -> None:
         """Stop the tasks; the data plane must be closed, so that no write runs. The socket stays the caller's."""

@@ -46,6 +46,10 @@ class DecodePeer:
         return f"<DecodePeer {self.incarnation:016x}: {self.phase.name.lower()}>"
 
     @property
+    def is_up(self) -> bool:
+        return self.phase is PeerPhase.UP
+
+    @property
     def displaceable(self) -> bool:
         """It may be forgotten, because nothing of it is open, and nothing that ended may still land (I2)."""
         return self.phase is PeerPhase.SILENT and self.grants.all_settled

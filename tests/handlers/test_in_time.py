@@ -5,6 +5,7 @@ In virtual time and with the times that ship: a second is a second of the node's
 
 from __future__ import annotations
 
+import asyncio
 from typing import Any
 
 import pytest
@@ -78,7 +79,7 @@ async def prefill_runs_out_of_time(p: Pair) -> Any:
 
 async def prefill_closes(p: Pair) -> Any:
     _, target = await midway(p)
-    await p.prefills.pop().close()
+    asyncio.get_running_loop().create_task(p.prefill.close(), name="close")  # awaited by the pair's own
     return target.landed(), Code.SHUTDOWN, "prefill is shutting down"
 
 
