@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import secrets
 import time
 from collections import Counter, deque
 from collections.abc import AsyncIterator, Callable
@@ -136,6 +137,10 @@ class Nodes:
         """Of a room that nobody has had."""
         self._next_room += 1
         return self._next_room
+
+    def number_anew(self) -> None:
+        """From here on rooms have numbers that nobody can have guessed, as those of routers."""
+        self._next_room = secrets.randbits(62)
 
     async def room(self, number: int) -> None:
         target = await self.decode.room(number, [self.prefill.info], PROMPT)
