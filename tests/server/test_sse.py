@@ -177,3 +177,14 @@ async def test_a_source_that_has_ended_cannot_be_stopped() -> None:
         arrivals.stop(0, 99)
         seen += [batch async for batch in arrivals]
     assert seen == [[(0, 1)]]
+
+
+async def test_a_source_that_is_stopped_before_it_has_begun_is_waited_for_no_longer() -> None:
+    """An abort may come in the turn of the loop in which the request begins."""
+    first, second = Source(1), Source(2, waits=True)
+    seen: list[tuple[int, int]] = []
+    async with asyncio.timeout(5), Arrivals([first.items(), second.items()]) as arrivals:
+        arrivals.stop(1, last=-1)
+        async for batch in arrivals:
+            seen += batch
+    assert sorted(seen) == [(0, 1), (1, -1)]

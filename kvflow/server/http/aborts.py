@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
@@ -27,7 +28,8 @@ class RunningChoices:
     """Every choice that is being generated, and how to stop it."""
 
     def __init__(self) -> None:
-        self._stops: dict[str, list[Callable[[], None]]] = {}
+        self._stops: dict[str, dict[int, Callable[[], None]]] = {}  # by id, and by a number of their own
+        self._numbers = itertools.count()
 
     def __len__(self) -> int:
         return sum(map(len, self._stops.values()))
@@ -35,21 +37,21 @@ class RunningChoices:
     @contextmanager
     def listed(self, ids: Sequence[str], stop: Callable[[int], None]) -> Iterator[None]:
         """List the choices of one request until the block ends. Their ids need not differ, nor those of requests."""
-        stops = [(one, functools.partial(stop, i)) for i, one in enumerate(ids)]
-        for one, how in stops:
-            self._stops.setdefault(one, []).append(how)
+        listed = [(one, next(self._numbers)) for one in ids]
+        for i, (one, number) in enumerate(listed):
+            self._stops.setdefault(one, {})[number] = functools.partial(stop, i)
         try:
             yield
         finally:
-            for one, how in stops:
-                self._stops[one].remove(how)
+            for one, number in listed:
+                del self._stops[one][number]
                 if not self._stops[one]:
                     del self._stops[one]
 
     def abort(self, request: AbortRequest) -> int:
         """Stop the choices of this id, or all. Returns how many there are."""
         ids = list(self._stops) if request.abort_all else [request.rid or ""]
-        stops = [stop for one in ids for stop in self._stops.get(one, ())]
+        stops = [stop for one in ids for stop in self._stops.get(one, {}).values()]
         for stop in stops:
             stop()
         return len(stops)

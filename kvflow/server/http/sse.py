@@ -82,6 +82,8 @@ class Arrivals(AsyncIterator[list[tuple[int, T]]], Generic[T]):
 
     async def __aenter__(self) -> Self:
         self._tasks = [asyncio.create_task(self._pump(i, source)) for i, source in enumerate(self._sources)]
+        for task in self._tasks:  # not in the task: one that is cancelled before its first step never runs
+            task.add_done_callback(self._ended)
         if self._silence_s is not None:
             self._asked_at_s = asyncio.get_running_loop().time()
             self._look_in(self._silence_s, self._silence_s)
@@ -134,9 +136,10 @@ class Arrivals(AsyncIterator[list[tuple[int, T]]], Generic[T]):
         except Exception as error:  # noqa: BLE001 - the reader raises it
             if index not in self._stopped:
                 self._error = self._error or error
-        finally:
-            self._running -= 1
-            self._wake()
+
+    def _ended(self, _: asyncio.Task[None]) -> None:
+        self._running -= 1
+        self._wake()
 
     def _wake(self) -> None:
         if self._reader is not None and not self._reader.done():
