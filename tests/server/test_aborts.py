@@ -6,27 +6,16 @@ import asyncio
 import json
 import statistics
 import time
-from collections.abc import AsyncIterator
 from typing import Any
 
 import aiohttp
 import pytest
 
 from kvflow.server.http.aborts import RunningChoices
-from kvflow.server.router.router import Router, router_app
-from tests.server.fake_service import Role, Server, served
+from tests.server.fake_service import Role, Server
 
 Session = aiohttp.ClientSession
 WITHIN_S = 5
-
-
-@pytest.fixture
-async def server(prefill_server: Server, decode_server: Server) -> AsyncIterator[Server]:
-    router = Router([prefill_server.url], [decode_server.url])
-    await router.start()
-    async with served(router_app(router)) as made:
-        yield made
-    await router.close()
 
 
 async def post(session: Session, server: Server, path: str, body: Any) -> Any:

@@ -14,9 +14,8 @@ import pytest
 
 from kvflow.launch.logs import RequestFields
 from kvflow.protocols.errors import Cause, Code
-from kvflow.server.router.router import Router, router_app
 from kvflow.telemetry.requests import MAX_REQUEST_ID, clean_request_id
-from tests.server.fake_service import Role, Server, served
+from tests.server.fake_service import Role, Server
 
 Session = aiohttp.ClientSession
 BODY = {"text": "w1", "sampling_params": {"max_new_tokens": 3}}
@@ -60,19 +59,10 @@ async def lines() -> AsyncIterator[Lines]:
     logger.removeHandler(handler)
 
 
-@pytest.fixture
-async def routed(prefill_server: Server, decode_server: Server) -> AsyncIterator[Server]:
-    router = Router([prefill_server.url], [decode_server.url], poll_s=3600)
-    await router.start()
-    async with served(router_app(router)) as server:
-        yield server
-    await router.close()
-
-
 async def test_an_id_is_forwarded_to_both_legs_and_names_the_lines_of_all_three(
-    routed: Server, session: Session, lines: Lines
+    server: Server, session: Session, lines: Lines
 ) -> None:
-    async with session.post(routed.make_url("/generate"), json=BODY, headers={"X-Request-ID": "mine-1"}) as answer:
+    async with session.post(server.make_url("/generate"), json=BODY, headers={"X-Request-ID": "mine-1"}) as answer:
         document = await answer.json()
         assert (answer.status, answer.headers["X-Request-ID"]) == (200, "mine-1")
         room = int(answer.headers["X-Kvflow-Room"])
@@ -83,11 +73,11 @@ async def test_an_id_is_forwarded_to_both_legs_and_names_the_lines_of_all_three(
 
 
 async def test_without_an_id_the_router_makes_one_that_all_three_use(
-    routed: Server, session: Session, lines: Lines
+    server: Server, session: Session, lines: Lines
 ) -> None:
     made = set()
     for _ in range(2):
-        async with session.post(routed.make_url("/generate"), json=BODY) as answer:
+        async with session.post(server.make_url("/generate"), json=BODY) as answer:
             made.add(answer.headers["X-Request-ID"])
     assert len(made) == 2
     ids = [line["request_id"] for line in lines.access("/generate")]
@@ -96,11 +86,11 @@ async def test_without_an_id_the_router_makes_one_that_all_three_use(
 
 @pytest.mark.parametrize("stream", [False, True])
 async def test_error_answers_carry_the_id_and_the_line_says_why(
-    routed: Server, decode: Role, session: Session, lines: Lines, stream: bool
+    server: Server, decode: Role, session: Session, lines: Lines, stream: bool
 ) -> None:
     decode.service.failure = Cause(Code.CAPACITY, "decode is full")
     headers = {"X-Request-ID": "doomed"}
-    async with session.post(routed.make_url("/generate"), json={**BODY, "stream": stream}, headers=headers) as answer:
+    async with session.post(server.make_url("/generate"), json={**BODY, "stream": stream}, headers=headers) as answer:
         assert (answer.status, answer.headers["X-Request-ID"]) == (503, "doomed")
     refused = [line for line in lines.access("/generate") if "decode is full" in line.get("error", "")]
     assert refused and {line["request_id"] for line in refused} == {"doomed"}
@@ -155,10 +145,10 @@ HOSTILE = [
 
 
 @pytest.mark.parametrize("given", HOSTILE)
-async def test_a_hostile_id_is_cleaned_and_bounded(routed: Server, given: str, lines: Lines) -> None:
+async def test_a_hostile_id_is_cleaned_and_bounded(server: Server, given: str, lines: Lines) -> None:
     """Sent as raw bytes: no client library would."""
     body = json.dumps(BODY).encode()
-    reader, writer = await asyncio.open_connection("127.0.0.1", routed.port)
+    reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
     head = f"POST /generate HTTP/1.1\r\nHost: x\r\nConnection: close\r\nContent-Length: {len(body)}\r\nX-Request-ID: "
     writer.write(head.encode() + given.encode("latin-1") + b"\r\n\r\n" + body)
     answer = await reader.read()

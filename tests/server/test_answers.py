@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -22,22 +21,9 @@ from kvflow.server.http.completion import Completion, Delta
 from kvflow.server.http.openai import ChatCall, TextCompletionCall
 from kvflow.server.http.schemas import ChatRequest, CompletionRequest, parse
 from kvflow.server.http.tokenizer import ThreadedTokenizer
-from kvflow.server.router.router import Router, router_app
-from tests.server.fake_service import FakeService, Meeting, Role, Server, served
+from tests.server.fake_service import FakeService, Meeting, Role, served
 
 HELLO: Any = [{"role": "user", "content": "w1 w2"}]
-
-
-@pytest.fixture
-async def client(prefill_server: Server, decode_server: Server) -> AsyncIterator[openai.AsyncOpenAI]:
-    router = Router([prefill_server.url], [decode_server.url])
-    await router.start()
-    async with (
-        served(router_app(router)) as server,
-        openai.AsyncOpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as made,
-    ):
-        yield made
-    await router.close()
 
 
 async def test_a_prompt_of_several_choices_counts_once(client: openai.AsyncOpenAI) -> None:

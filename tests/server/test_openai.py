@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import AsyncIterator
 from typing import Any
 
 import aiohttp
@@ -11,21 +10,7 @@ import openai
 import pytest
 
 from kvflow.protocols.errors import Cause, Code
-from kvflow.server.router.router import Router, router_app
-from tests.server.fake_service import Role, Server, served
-
-
-@pytest.fixture
-async def client(prefill_server: Server, decode_server: Server) -> AsyncIterator[openai.AsyncOpenAI]:
-    """The official client in front of our router, which is in front of the two fakes."""
-    router = Router([prefill_server.url], [decode_server.url])
-    await router.start()
-    async with (
-        served(router_app(router)) as server,
-        openai.AsyncOpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as made,
-    ):
-        yield made
-    await router.close()
+from tests.server.fake_service import Role, served
 
 
 async def test_models(client: openai.AsyncOpenAI) -> None:

@@ -2,25 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
 from typing import Any
 
 import aiohttp
 import pytest
 
-from kvflow.server.router.router import Router, router_app
-from tests.server.fake_service import Role, Server, served
+from tests.server.fake_service import Role, Server
 
 Session = aiohttp.ClientSession
-
-
-@pytest.fixture
-async def server(prefill_server: Server, decode_server: Server) -> AsyncIterator[Server]:
-    router = Router([prefill_server.url], [decode_server.url])
-    await router.start()
-    async with served(router_app(router)) as made:
-        yield made
-    await router.close()
 
 
 async def post(session: Session, server: Server, path: str, body: dict[str, Any]) -> tuple[int, Any]:
