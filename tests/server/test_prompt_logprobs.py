@@ -21,7 +21,6 @@ from kvflow.server.http.schemas import CompletionRequest
 from kvflow.server.http.tokenizer import NullDetokenizer
 from tests.server.fake_service import Role, Server
 from tests.server.test_generate import META, body, events, post
-from tests.server.test_openai import client  # noqa: F401 - a fixture
 
 TEXT = "w1 w2 w3 w4"
 
@@ -129,7 +128,7 @@ async def test_prefills_own_answer_has_none(prefill_server: Server, session: aio
     assert answer["meta_info"]["input_token_logprobs"] == []
 
 
-async def test_echo_with_logprobs(client: openai.AsyncOpenAI) -> None:  # noqa: F811
+async def test_echo_with_logprobs(client: openai.AsyncOpenAI) -> None:
     answer = await client.completions.create(
         model="fake", prompt=[[1, 2], [5, 6, 7]], max_tokens=1, n=2, echo=True, logprobs=2
     )
@@ -147,7 +146,7 @@ async def test_echo_with_logprobs(client: openai.AsyncOpenAI) -> None:  # noqa: 
 
 
 @pytest.mark.parametrize("logprobs", [None, 1])
-async def test_an_echo_of_the_prompt_alone(client: openai.AsyncOpenAI, logprobs: int | None) -> None:  # noqa: F811
+async def test_an_echo_of_the_prompt_alone(client: openai.AsyncOpenAI, logprobs: int | None) -> None:
     """`max_tokens` 0: how clients score a text."""
     more: dict[str, Any] = {} if logprobs is None else {"logprobs": logprobs}
     answer = await client.completions.create(model="fake", prompt=TEXT, max_tokens=0, n=2, echo=True, **more)
@@ -162,7 +161,7 @@ async def test_an_echo_of_the_prompt_alone(client: openai.AsyncOpenAI, logprobs:
 
 @pytest.mark.parametrize("max_tokens", [0, 3])
 async def test_a_streamed_echo_is_the_whole_answer_in_parts(
-    client: openai.AsyncOpenAI,  # noqa: F811
+    client: openai.AsyncOpenAI,
     max_tokens: int,
 ) -> None:
     arguments: Any = {"model": "fake", "prompt": ["w1 w2", "w5"], "n": 2, "echo": True, "logprobs": 1}

@@ -11,7 +11,6 @@ import pytest
 from kvflow.protocols.errors import Code
 from tests.server.fake_service import Meeting, Role, Server
 from tests.server.test_generate import META, body, post
-from tests.server.test_openai import client  # noqa: F401 - a fixture
 
 SHARED = {
     "min_p": 0.1,
@@ -27,7 +26,7 @@ def told(role: Role, *names: str) -> dict[str, Any]:
     return {name: getattr(params, name) for name in names}
 
 
-async def test_the_official_clients_own_fields(client: openai.AsyncOpenAI, prefill: Role, decode: Role) -> None:  # noqa: F811
+async def test_the_official_clients_own_fields(client: openai.AsyncOpenAI, prefill: Role, decode: Role) -> None:
     """With the extras that vLLM and SGLang know; both legs are told the same."""
     extra = {"min_p": 0.1, "repetition_penalty": 1.2, "min_tokens": 2, "bad_words": ["w5", "w6 w7"]}
     own: Any = {"frequency_penalty": 0.5, "presence_penalty": -1.5, "logit_bias": {"7": -100, "8": 2.5}}
