@@ -7,6 +7,7 @@ import random
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING
 
+import hypothesis
 import pytest
 import uvloop
 
@@ -17,6 +18,9 @@ if TYPE_CHECKING:
 for _variable in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"):
     os.environ.setdefault(_variable, "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+# How long an example takes says more about what else the machine does.
+hypothesis.settings.register_profile("kvflow", deadline=None)
+hypothesis.settings.load_profile("kvflow")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -201,7 +201,7 @@ class AgainstAModel(RuleBasedStateMachine):
         assert self.store.at_rest() == (not expected and not any(self.holds.values()))
 
 
-AgainstAModel.TestCase.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+AgainstAModel.TestCase.settings = settings(max_examples=60, stateful_step_count=40)
 TestAgainstAModel = AgainstAModel.TestCase
 
 

@@ -32,7 +32,7 @@ READERS: list[tuple[type, Any, Any]] = [
     *((kind, made, parse_at_prefill) for kind, made in to_prefill.items()),
     *((kind, made, parse_at_decode) for kind, made in to_decode.items()),
 ]
-some = settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+some = settings(max_examples=60, suppress_health_check=[HealthCheck.too_slow])
 
 
 @pytest.mark.parametrize(("kind", "made", "decode"), READERS, ids=[f"{k.__name__}-{d.__name__}" for k, _, d in READERS])
@@ -98,7 +98,7 @@ def test_wrong_types_in_every_field(kind: type, place: int) -> None:
             decode(msgspec.msgpack.encode(changed))
 
 
-@settings(max_examples=500, deadline=None)
+@settings(max_examples=500)
 @given(st.binary(max_size=200))
 def test_random_bytes(frame: bytes) -> None:
     for decode in BOTH:
@@ -154,7 +154,6 @@ def test_a_length_that_lies_allocates_nothing() -> None:
 
 
 @given(st.lists(st.integers(0, 2**32 - 1), max_size=50))
-@settings(deadline=None)
 def test_digest_is_sha256_of_little_endian_u32(prompt: list[int]) -> None:
     expected = hashlib.sha256(b"".join(token.to_bytes(4, "little") for token in prompt)).digest()
     assert prompt_digest(prompt) == expected

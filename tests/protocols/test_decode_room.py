@@ -158,7 +158,7 @@ events = st.one_of(
 )
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(st.lists(events, max_size=20))
 def test_whatever_a_peer_sends_success_means_full_and_one_ending(received: list[DecodeEvent]) -> None:
     room, ends, told = waiting(3, ranks=2), 0, 0

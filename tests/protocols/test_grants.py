@@ -167,7 +167,7 @@ def test_settling_withdraws_what_was_announced_and_never_offered_whatever_the_or
     assert table.settle(GrantId(5)) == [(4, 40)] and table.settle(GrantId(5)) == []
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(st.data())
 def test_the_memory_agrees_with_itself(data: st.DataObject) -> None:
     """Random lives of a few grants: what is counted, remembered and in doubt is what the phases say."""

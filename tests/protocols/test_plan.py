@@ -63,7 +63,7 @@ def cases(draw: st.DrawFn) -> tuple[PoolLayout, PoolLayout, PageIndices, PageInd
 
 
 @given(cases())
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 def test_blocks_equal_a_naive_copy(case: tuple[PoolLayout, PoolLayout, PageIndices, PageIndices, int]) -> None:
     source, target, s, t, limit = case
     size = max(layout.size_bytes + 20 * len(layout.buffers) for layout in (source, target))
@@ -78,7 +78,7 @@ def test_blocks_equal_a_naive_copy(case: tuple[PoolLayout, PoolLayout, PageIndic
 
 
 @given(cases())
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_target_bases_move_the_target_and_nothing_else(
     case: tuple[PoolLayout, PoolLayout, PageIndices, PageIndices, int],
 ) -> None:
@@ -141,7 +141,6 @@ def opaque(draw: st.DrawFn, side: str, page_bytes: int) -> PoolLayout:
     return opaque_layout(streams, page_size=3, num_pages=4, tag="any", order=order)
 
 
-@settings(deadline=None)
 @given(st.data(), st.integers(2, 20))
 def test_opaque_pages_arrive_whole_wherever_the_two_sides_cut_them(data: st.DataObject, page_bytes: int) -> None:
     source = placed(data.draw(opaque("source", page_bytes)), 5)

@@ -183,7 +183,7 @@ def test_the_first_cause_is_kept() -> None:
     assert (room.phase, room.cause) == (P.LOST, first)
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=400)
 @given(st.data())
 def test_whatever_happens_nothing_ends_while_it_runs(data: st.DataObject) -> None:
     """Random lives; what the handler guarantees (no chunk after the last one or the end) is the only restriction."""

@@ -6,7 +6,7 @@ import json
 from typing import Any
 
 import msgspec
-from hypothesis import example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from kvflow.server.http.growing import BLOCK_BYTES, GrowingArray, GrowingText, _steps, encode
@@ -17,7 +17,6 @@ ELEMENTS = st.lists(st.none() | st.integers(-5, 5) | st.text(max_size=3) | st.li
 
 
 @given(TEXTS, ELEMENTS, st.text(CHARACTERS, max_size=8))
-@settings(deadline=None)
 def test_it_encodes_as_the_whole_would(texts: list[str], elements: list[Any], name: str) -> None:
     text, array = GrowingText(), GrowingArray()
     for i in range(max(len(texts), len(elements))):
@@ -43,7 +42,6 @@ def test_full_blocks_are_neither_encoded_nor_copied_again() -> None:
 @example([0, BLOCK_BYTES + 1, 0, BLOCK_BYTES + 1, 0])
 @example([1, BLOCK_BYTES + 1] * 4)
 @given(st.lists(st.integers(0, 3 * BLOCK_BYTES), max_size=8))
-@settings(deadline=None)
 def test_steps_are_bounded_and_as_few_as_they_can_be(sizes: list[int]) -> None:
     pieces = [bytes([i]) * size for i, size in enumerate(sizes)]
     steps = [bytes(step) for step in _steps(pieces)]

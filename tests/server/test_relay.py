@@ -35,7 +35,7 @@ class _Decode:
 
 @pytest.mark.parametrize("lost", [False, True])
 @given(data=st.data())
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 def test_events_are_relayed_whole_however_they_come(lost: bool, data: st.DataObject) -> None:
     """The connection is lost after any number of bytes: what the client has by then are events, and then the error."""
     events = data.draw(st.lists(st.sampled_from([b"a", b"bb\nid: 1", b"c" * 300]), min_size=1, max_size=6))

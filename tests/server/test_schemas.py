@@ -27,7 +27,7 @@ values = st.recursive(
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(data=st.data())
 def test_a_body_is_a_request_or_a_request_error(kind: Kind, data: st.DataObject) -> None:
     """Fields of the wrong kind, unknown ones, flipped and missing bytes: nothing but RequestError comes out."""
