@@ -22,7 +22,8 @@ from aiohttp import web
 
 from kvflow.config.settings import Settings
 from kvflow.launch.logs import set_up_logging
-from kvflow.server.http.listening import Drainable, listening_on
+from kvflow.server.http.draining import Drainable
+from kvflow.server.http.listening import listening_on
 
 READY_FD = "KVFLOW_READY_FD"
 PARENT_PID = "KVFLOW_PARENT_PID"

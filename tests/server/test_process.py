@@ -19,7 +19,8 @@ from aiohttp import web
 
 from kvflow.launch.process import StopSignals, drain_requests
 from kvflow.protocols.errors import MisuseError
-from kvflow.server.http.listening import Drainable, bound_socket, listening_on, reachable
+from kvflow.server.http.draining import Drainable
+from kvflow.server.http.listening import bound_socket, listening_on, reachable
 
 # A role without a model: a router's life with a handler that takes until it is told.
 ROLE = """

@@ -27,10 +27,10 @@ from kvflow.protocols.errors import AbortedError, KvflowError
 from kvflow.server.http.aborts import ABORT, RunningChoices
 from kvflow.server.http.completion import Completion, Delta, detokenize
 from kvflow.server.http.completion_service import CompletionService, GenerationRequest
+from kvflow.server.http.draining import Drainable
 from kvflow.server.http.errors import Failure, OverloadError, RequestError, UnknownModelError, failure_of
 from kvflow.server.http.generation_requests import RequestLimits, rooms_of
 from kvflow.server.http.large_bodies import take_apart
-from kvflow.server.http.listening import Drainable
 from kvflow.server.http.measures import RequestMeter
 from kvflow.server.http.metrics import Metrics
 from kvflow.server.http.responses import long_json_response
