@@ -31,7 +31,8 @@ from kvflow.server.http.metrics import Metrics
 from kvflow.server.http.pipeline import CompletionPipeline
 from kvflow.server.http.registry import registry_app
 from kvflow.server.http.tokenizer import ThreadedTokenizer
-from kvflow.server.router.router import Router, router_app
+from kvflow.server.router.router import Router
+from kvflow.server.router.routes import router_app
 from kvflow.transports.control.curve import read_key
 from kvflow.transports.control.registry import RankTable, RegistryClient
 from kvflow.transports.control.zmq import bind_router, connect_dealer

@@ -10,7 +10,8 @@ from aiohttp import web
 
 from kvflow.server.http.metrics import Metrics
 from kvflow.server.http.registry import registry_app
-from kvflow.server.router.router import Router, router_app
+from kvflow.server.router.router import Router
+from kvflow.server.router.routes import router_app
 from kvflow.transports.control.registry import RankTable
 from tests.server.fake_service import FakeService, Meeting, Role, served
 

@@ -14,7 +14,8 @@ from aiohttp import web
 
 from kvflow.protocols.errors import Cause, Code
 from kvflow.server.http.listening import bound_socket, listening_on
-from kvflow.server.router.router import Router, router_app
+from kvflow.server.router.router import Router
+from kvflow.server.router.routes import router_app
 from kvflow.server.router.workers import LONGEST_REST_S, Worker
 from tests.server.fake_service import FakeService, Meeting, Role, Server, served
 

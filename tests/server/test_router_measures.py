@@ -11,7 +11,8 @@ import pytest
 
 from kvflow.protocols.errors import Cause, Code
 from kvflow.server.http.errors import bounded_code
-from kvflow.server.router.router import Router, router_app
+from kvflow.server.router.router import Router
+from kvflow.server.router.routes import router_app
 from tests.server.fake_service import FakeService, Meeting, Role, Server, served
 from tests.server.test_measures import labelled, samples, scrape
 

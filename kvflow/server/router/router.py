@@ -10,7 +10,7 @@ import asyncio
 import functools
 import logging
 import secrets
-from collections.abc import AsyncGenerator, Awaitable, Callable, Collection, Iterable
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -20,15 +20,12 @@ from aiohttp import web
 from yarl import URL
 
 from kvflow.protocols.errors import Code, KvflowError
-from kvflow.server.http import aborts, tokenize
 from kvflow.server.http.access import REQUEST_ID_HEADER
-from kvflow.server.http.app import build_app
 from kvflow.server.http.draining import Drainable
 from kvflow.server.http.errors import Failure, RequestError, failure_of
 from kvflow.server.http.generation_requests import MAX_COMPLETIONS
 from kvflow.server.http.large_bodies import take_apart
 from kvflow.server.http.metrics import Metrics
-from kvflow.server.http.responses import json_response
 from kvflow.server.http.schemas import decoded
 from kvflow.server.router.answer import ClientAnswer
 from kvflow.server.router.legs import (
@@ -256,87 +253,3 @@ def _completions(shape: _Shape) -> int:
     if not isinstance(choices, int) or isinstance(choices, bool) or not 1 <= prompts * choices <= MAX_COMPLETIONS:
         raise RequestError(f"n: {choices!r} times {prompts} prompts is outside 1..{MAX_COMPLETIONS} completions")
     return prompts * choices
-
-
-def routes(router: Router) -> list[web.RouteDef]:
-    """All routes of a router."""
-    completions = ("/generate", "/v1/chat/completions", "/v1/completions")
-    return [*(web.post(path, router.serve) for path in completions), *_own(router), *_of_workers(router)]
-
-
-def _own(router: Router) -> list[web.RouteDef]:
-    """What the router answers from its own state."""
-
-    async def health(_: web.Request) -> web.StreamResponse:
-        if router.draining:
-            return Failure(503, "draining", "this router is shutting down").response()
-        if not router.workers.complete():
-            down = [worker for worker in router.workers.all if not worker.up]
-            reasons = "; ".join(f"{w.role} {w.url}: {w.unavailable_reason}" for w in down)
-            return Failure(503, "no_workers", reasons).response()
-        return json_response({"status": "ok"})
-
-    async def info(_: web.Request) -> web.StreamResponse:
-        summaries = [worker.summary() for worker in router.workers.all]
-        model = next((worker.model for worker in router.workers.of("decode") if worker.model), "")
-        state = {"draining": router.draining, "running": router.running, "waiting": router.waiting}
-        return json_response({"role": "router", "served_model_name": model, **state, "workers": summaries})
-
-    async def metrics(_: web.Request) -> web.StreamResponse:
-        return router.metrics.response()
-
-    return [
-        *(web.get(path, health) for path in ("/health", "/health_generate")),
-        *(web.get(path, info) for path in ("/server_info", "/get_server_info")),
-        web.get("/metrics", metrics),
-    ]
-
-
-_OF_A_MODEL = ("/v1/models", "/v1/models/{model:.+}", "/model_info", "/get_model_info")
-
-
-def _of_workers(router: Router) -> list[web.RouteDef]:
-    """What the router asks one worker for, or all of them."""
-
-    async def from_decode(http: web.Request) -> web.StreamResponse:
-        return await router.forward(router.workers.ranked("decode", {})[0], http)
-
-    async def load(_: web.Request) -> web.StreamResponse:
-        answers = await asyncio.gather(*(router.ask(worker, "/get_load") for worker in router.workers.all))
-        return json_response([entry for answer in answers for entry in (answer or [])])
-
-    async def flush(_: web.Request) -> web.StreamResponse:
-        await asyncio.gather(*(router.ask(worker, "/flush_cache", "POST") for worker in router.workers.all))
-        return web.Response(text="Cache flushed.\n")
-
-    async def abort(http: web.Request) -> web.StreamResponse:
-        """Decode first: what prefill ends is an error for its decode, and an abort is to be an answer."""
-        raw = await http.read()
-        decoded(raw, aborts.AbortRequest)
-        found: dict[str, int] = {}
-        for role in ("decode", "prefill"):
-            asked = (router.ask(worker, aborts.PATH, "POST", raw) for worker in router.workers.of(role))
-            found[role] = sum(answer["aborted"] for answer in await asyncio.gather(*asked) if answer)
-        return json_response({"aborted": found["decode"]})
-
-    async def story(http: web.Request) -> web.StreamResponse:
-        sides = {}
-        for worker in router.workers.all:
-            answer = await router.ask(worker, http.path)
-            if answer is not None:
-                sides[worker.role] = answer
-        return json_response(sides) if sides else Failure(404, "unknown_room", "no worker knows this room").response()
-
-    return [
-        *(web.get(path, from_decode) for path in _OF_A_MODEL),
-        *(web.post(path, from_decode) for path in tokenize.PATHS),
-        web.get("/get_load", load),
-        web.post("/flush_cache", flush),
-        web.post(aborts.PATH, abort),
-        web.get(r"/rooms/{room:\d+}", story),
-    ]
-
-
-def router_app(router: Router, api_key: str = "", origins: Collection[str] = ()) -> web.Application:
-    """The router as an application; `origins` as in `build_app`."""
-    return build_app(routes(router), router.metrics, api_key, origins)
