@@ -16,7 +16,7 @@ from kvflow.protocols.errors import Cause, Code
 from kvflow.server.http.listening import bound_socket, listening_on
 from kvflow.server.router.router import Router
 from kvflow.server.router.routes import router_app
-from kvflow.server.router.workers import LONGEST_REST_S, Worker
+from kvflow.server.router.workers import LONGEST_BACKOFF_S, Worker
 from tests.server.fake_service import FakeService, Meeting, Role, Server, served
 
 Session = aiohttp.ClientSession
@@ -364,21 +364,21 @@ async def test_a_client_that_leaves_while_its_request_waits_is_forgotten(
         assert r.router.waiting == 0
 
 
-async def test_a_worker_that_loses_every_connection_rests_longer_and_longer() -> None:
+async def test_the_backoff_of_a_worker_that_loses_every_connection_grows() -> None:
     worker = Worker("decode", "http://127.0.0.1:1")
     healthy = {"disaggregation_mode": "decode", "incarnation": "a"}
     worker.mark_up(healthy)
-    rests = []
+    backoffs = []
     for _ in range(20):
         worker.mark_lost("reset", 0.0)
         worker.mark_up(healthy)
-        rests.append(next(s / 10 for s in range(1, 1000) if not worker.rests(s / 10)))
-    assert rests == sorted(rests) and rests[0] < 0.5 and rests[-1] == LONGEST_REST_S
+        backoffs.append(next(s / 10 for s in range(1, 1000) if not worker.in_backoff(s / 10)))
+    assert backoffs == sorted(backoffs) and backoffs[0] < 0.5 and backoffs[-1] == LONGEST_BACKOFF_S
     worker.mark_up({**healthy, "incarnation": "b"})
-    assert not worker.rests(0.0), "another process at the same address begins afresh"
+    assert not worker.in_backoff(0.0), "another process at the same address begins afresh"
 
 
-async def test_a_worker_that_rests_is_used_where_there_is_no_other(
+async def test_a_worker_in_backoff_is_used_where_there_is_no_other(
     prefill_server: Server, decode_server: Server, spare: Role, spare_server: Server, session: Session
 ) -> None:
     async with routed([prefill_server], [decode_server, spare_server]) as r:
@@ -392,7 +392,7 @@ async def test_a_worker_that_rests_is_used_where_there_is_no_other(
         assert len(spare.service.requests) == 3
         r.worker(spare_server).mark_down("away")
         assert (await post(session, r.server))[0] == 200
-        assert not worker.rests(asyncio.get_running_loop().time()), "it has served a request"
+        assert not worker.in_backoff(asyncio.get_running_loop().time()), "it has served a request"
 
 
 async def test_what_does_not_finish_before_the_router_leaves_is_told_so(

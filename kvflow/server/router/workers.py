@@ -19,7 +19,7 @@ _log = logging.getLogger("kvflow.router")
 CHECK_TIMEOUT_S = 3.0
 DOWN_CHECK_S = 0.25  # between two checks of a worker that is down: one that is back should not wait for its requests
 LEAST_CHECK_S = 0.05  # between two checks of one worker, however many requests ask for them
-FIRST_REST_S, LONGEST_REST_S = 0.1, 10.0
+FIRST_BACKOFF_S, LONGEST_BACKOFF_S = 0.1, 10.0
 
 
 class NoWorkerError(KvflowError):
@@ -35,8 +35,8 @@ class NoWorkerError(KvflowError):
 class Worker:
     """One prefill or decode behind the router.
 
-    A worker that loses connections although its /health is fine rests: it is used where there is no other, for longer
-    after each further loss, until a request succeeds or another process answers at its address.
+    A worker that loses connections although its /health is fine is in backoff: it is used only where there is no other
+    worker, for longer after each further loss, until a request succeeds or another process answers at its address.
     """
 
     def __init__(self, role: str, url: str) -> None:
@@ -51,7 +51,7 @@ class Worker:
         self.incarnation = ""
         self.check_due = asyncio.Event()
         self._losses = 0  # in a row
-        self._rests_until_s = 0.0
+        self._backoff_until_s = 0.0
 
     @property
     def host(self) -> str:
@@ -64,15 +64,15 @@ class Worker:
         self.up, self.unavailable_reason = False, reason
 
     def mark_lost(self, reason: str, now: float) -> None:
-        """A connection to it failed or ended early: it is down until a check succeeds, and rests then."""
-        self._rests_until_s = now + min(FIRST_REST_S * 2**self._losses, LONGEST_REST_S)
+        """A connection to it failed or ended early: it is down until a check succeeds, and in backoff then."""
+        self._backoff_until_s = now + min(FIRST_BACKOFF_S * 2**self._losses, LONGEST_BACKOFF_S)
         self._losses = min(self._losses + 1, 16)
         self.mark_down(reason)
         self.check_due.set()
 
     def mark_served(self) -> None:
-        """A request has got its first token, or an answer that is nobody's fault."""
-        self._losses, self._rests_until_s = 0, 0.0
+        """A request has got its first token, or an answer that is no fault of its worker's."""
+        self._losses, self._backoff_until_s = 0, 0.0
 
     def mark_up(self, info: Any) -> None:
         """Take requests; `info` is the worker's /server_info. A worker of the other role is marked down."""
@@ -91,8 +91,8 @@ class Worker:
         self.incarnation = incarnation
         self.up, self.unavailable_reason = True, ""
 
-    def rests(self, now: float) -> bool:
-        return now < self._rests_until_s
+    def in_backoff(self, now: float) -> bool:
+        return now < self._backoff_until_s
 
     def summary(self) -> dict[str, Any]:
         """The entry in the router's /server_info."""
@@ -127,12 +127,12 @@ class Workers:
 
     def ranked(self, role: str, failed: Mapping[Worker, int]) -> list[Worker]:
         """The workers for the next try of a request, the best one first: by how often they have failed it, then those
-        that do not rest, then by load. Raises: NoWorkerError."""
+        that are not in backoff, then by load. Raises: NoWorkerError."""
         choices = [worker for worker in self.of(role) if worker.up]
         if not choices:
             raise NoWorkerError(role, [worker.unavailable_reason for worker in self.of(role)])
         now = asyncio.get_running_loop().time()
-        return sorted(choices, key=lambda w: (failed.get(w, 0), w.rests(now), w.running, w.served))
+        return sorted(choices, key=lambda w: (failed.get(w, 0), w.in_backoff(now), w.running, w.served))
 
     def complete(self) -> bool:
         """Whether both roles have a worker that is up."""
