@@ -33,7 +33,10 @@ from kvflow.memory.pool import PagedPool
 from kvflow.node import DecodeNode, PrefillNode
 from kvflow.protocols.pages.layout import PageIndices, build_layout
 from kvflow.protocols.wire.ranks import RankInfo, rank_from_json, rank_to_json
+from kvflow.testing.pair import until
 from kvflow.transports.data.select import open_plane
+
+HOME_S = 10.0
 
 
 class Ask(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -115,6 +118,15 @@ def new_pool(model: LoadedModel, *, page_size: int, order: str, shared: bool) ->
     return pool, pages
 
 
+async def home(pages: PageAllocator) -> bool:
+    """Whether all pages come back: those of a burst of steps do when it has ended, after its last token."""
+    try:
+        await until(pages.at_rest, HOME_S)
+    except TimeoutError:
+        return False
+    return True
+
+
 class Worker:
     """The commands; at most one model is loaded at a time."""
 
@@ -158,7 +170,7 @@ class Worker:
         else:
             engine = self.engine
             reply = await self._decode(asks, engine, lambda ask, turn: self._decode_one(ask, engine, turn), lockstep)
-        return {**reply, "at_rest": self.pages.at_rest()}
+        return {**reply, "at_rest": await home(self.pages)}
 
     async def single(self, *, requests: list[Any], lockstep: bool) -> dict[str, Any]:
         """The same in one process, on a pool of its own, without a room, a socket or a data plane."""
@@ -168,10 +180,11 @@ class Worker:
         await engine.start()
         try:
             reply = await self._decode(asks, engine.decode, lambda a, _: engine.generate(a.prompt, a.params), lockstep)
+            reply["at_rest"] = await home(pages)
         finally:
             await engine.close()
             pool.close()
-        return {**reply, "at_rest": pages.at_rest()}
+        return reply
 
     async def close(self) -> dict[str, Any]:
         """End the node, and tell what is left of it."""

@@ -67,6 +67,8 @@ async def attack_prefill(n: Nodes, count: int, rng: random.Random) -> None:
     me, insider = (Incarnation(secrets.randbits(62) | 1) for _ in range(2))
     source, honest = n.prefill.incarnation, n.decode.incarnation
     address, layout = n.decode.exported
+    assert n.pools[1].segment is not None
+    n.pools[1].segment.claim(insider)  # so that it is let in
     mine: dict[str, Any] = {"wire_version": WIRE_VERSION, "layout": layout, "address": address, "fresh_from": 1}
     register = encode(Register(source=source, target=insider, **mine))
     strangers = [kind for kind in to_prefill if kind is not Register]
