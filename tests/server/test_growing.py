@@ -27,6 +27,8 @@ def test_it_encodes_as_the_whole_would(texts: list[str], elements: list[Any], na
     answer = {"text": text, name + "!": [array, {"again": text}], "\0": "\0"}
     whole = {"text": "".join(texts), name + "!": [elements, {"again": "".join(texts)}], "\0": "\0"}
     assert b"".join(encode(answer)) == msgspec.json.encode(whole)
+    if len(elements) == 1:
+        assert b"".join(encode({"one": array.only()})) == msgspec.json.encode({"one": elements[0]})
 
 
 def test_full_blocks_are_neither_encoded_nor_copied_again() -> None:

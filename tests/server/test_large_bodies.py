@@ -45,6 +45,7 @@ BODIES: list[tuple[Any, dict[str, Any]]] = [
     (CompletionRequest, {"prompt": IDS, "logprobs": 3}),
     (CompletionRequest, {"prompt": [TEXT, "b"], "stop": None}),
     (ChatRequest, {"messages": [{"role": "user", "content": [{"type": "text", "text": TEXT}], "odd": IDS}]}),
+    (ChatRequest, {"messages": [{}], "chat_template_kwargs": {"odd": [1, TEXT], "even": [True, [2, TEXT]]}}),
     (ChatRequest, {"messages": [{"role": "user", "content": f"{i}: [1, 2]"} for i in range(5_000)]}),
 ]
 
@@ -172,3 +173,34 @@ async def test_a_prompt_is_an_array_wherever_it_comes_from(
         request = requests.pop()
         assert request.prompt.dtype == np.uint32
         assert request.prompt.tolist() == [5, 6]
+
+
+async def test_rooms_of_a_body_that_no_leg_takes_are_not_looked_up(
+    decode: Role, decode_server: Server, session: aiohttp.ClientSession
+) -> None:
+    """Each would be a question to a registry of the sender's choice; 900,000 of them took the event loop 15 s."""
+    for count, refused in ((256, 256), (257, 0)):
+        rooms = list(range(count))
+        body = {"text": "w1", "bootstrap_room": rooms, "bootstrap_host": "127.0.0.1"}
+        async with session.post(decode_server.make_url("/generate"), json=body) as answer:
+            assert answer.status == 400
+        assert [room for room, _ in decode.service.refused] == rooms[:refused]
+        decode.service.refused.clear()
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/generate", {"text": "w1", "sampling_params": [{}] * 257}),
+        ("/generate", {"input_ids": [[1]] * 257}),
+        ("/v1/completions", {"prompt": [[1]] * 257}),
+        ("/detokenize", {"tokens": [[1]] * 4097}),
+    ],
+)
+async def test_entries_are_counted_before_any_is_looked_at(
+    decode_server: Server, session: aiohttp.ClientSession, path: str, body: dict[str, Any]
+) -> None:
+    async with session.post(decode_server.make_url(path), json=body) as answer:
+        assert answer.status == 400
+        text = (await answer.json())["error"]["message"]
+    assert "limit 256" in text or "limit 4096" in text

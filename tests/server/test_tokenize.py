@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import time
 from typing import Any
 
 import aiohttp
@@ -61,3 +63,32 @@ async def test_nothing_is_nothing(server: Server, session: Session) -> None:
     assert (await post(session, server, "/tokenize", {"prompt": ""}))[1]["tokens"] == []
     assert (await post(session, server, "/tokenize", {"prompt": []}))[1]["count"] == []
     assert (await post(session, server, "/detokenize", {"tokens": []}))[1]["text"] == ""
+
+
+async def test_many_texts_are_answered_in_short_turns(decode: Role, decode_server: Server, session: Session) -> None:
+    """Of the event loop: the spellings of two million tokens took one turn of three seconds."""
+    spelled, turns = decode.tokenizer.token_text, 0
+    longest = 0
+
+    def counted(token_id: int) -> str:
+        nonlocal turns
+        turns += 1
+        time.sleep(1e-4)  # so that a turn of the loop has room for ten
+        return spelled(token_id)
+
+    decode.tokenizer.token_text = counted  # type: ignore[method-assign]
+
+    async def watch() -> None:
+        nonlocal longest
+        while True:
+            before = turns
+            await asyncio.sleep(0)
+            longest = max(longest, turns - before)
+
+    watching = asyncio.create_task(watch())
+    texts = [" ".join(["w1"] * 50)] * 40
+    status, answer = await post(session, decode_server, "/tokenize", {"prompt": texts, "return_token_strs": True})
+    watching.cancel()
+    assert (status, answer["token_strs"], answer["count"]) == (200, [["w1"] * 50] * 40, [50] * 40)
+    assert turns == 2000
+    assert 0 < longest <= 50

@@ -17,6 +17,7 @@ from kvflow.protocols.errors import CapacityError, MisuseError
 from kvflow.server.http.completion_service import GenerationRequest, PromptIds
 from kvflow.server.http.errors import CONTEXT_LENGTH_EXCEEDED, RequestError
 from kvflow.server.http.schemas import (
+    MAX_COMPLETIONS,
     ChatRequest,
     CompletionRequest,
     GenerateRequest,
@@ -26,7 +27,6 @@ from kvflow.server.http.schemas import (
 )
 from kvflow.transports.control.registry import registry_address
 
-MAX_COMPLETIONS = 256
 DEFAULT_MAX_NEW_TOKENS = 128
 DEFAULT_COMPLETION_TOKENS = 16
 MAX_ID_DIGITS = 10
@@ -235,6 +235,8 @@ def rooms_of(body: Rendezvous, default_port: int) -> list[tuple[int, str]]:
     refusals before there are generation requests."""
     named = body.bootstrap_room
     total = len(named) if isinstance(named, list) else 0 if named is None else 1
+    if total > MAX_COMPLETIONS:  # no leg takes such a body, so that none waits
+        return []
     found = []
     for index in range(total):
         with contextlib.suppress(RequestError):
@@ -269,11 +271,13 @@ def _entry(name: str, value: Any, index: int, total: int) -> Any:
     return value[index]
 
 
-def prompt_ids(value: Any) -> tuple[list[PromptIds], bool]:
-    """`[1, 2]` or `[[1, 2], [3]]` as a list of prompts, and whether it was a list of them.
+def prompt_ids(value: Any, most: int = MAX_COMPLETIONS) -> tuple[list[PromptIds], bool]:
+    """`[1, 2]` or `[[1, 2], [3]]` as a list of at most `most` prompts, and whether it was a list of them.
 
-    Raises: RequestError for a mixture.
+    Raises: RequestError for a mixture, or more.
     """
+    if isinstance(value, list) and len(value) > most and not isinstance(value[0], int):
+        raise RequestError(f"{len(value)} lists of token ids are given, limit {most}")
     if isinstance(value, np.ndarray) or all(isinstance(item, int) for item in value):
         return [np.asarray(value, dtype=np.uint32)], False
     if all(isinstance(item, list | np.ndarray) for item in value):

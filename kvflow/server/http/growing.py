@@ -56,6 +56,20 @@ class GrowingArray(_Growing):
             self._open += b","
         self._grow(msgspec.json.encode(element))
 
+    def only(self) -> _Growing:
+        """The one element that was added, as a value of its own."""
+        return _Element(self)
+
+
+class _Element(_Growing):
+    """What stands between the brackets of an array."""
+
+    def __init__(self, array: GrowingArray) -> None:
+        self._array = array
+
+    def pieces(self) -> list[bytes]:
+        return self._array.pieces()[1:-1]
+
 
 def encode(answer: Any) -> list[bytes]:
     """`answer` as JSON, in pieces: one, unless something in it grows."""

@@ -22,7 +22,7 @@ from kvflow.server.http.errors import RequestError
 LARGE_BYTES = 1 << 16  # a body from here on is taken apart
 LONG_BYTES = 1 << 10  # a string or array from here on is cut out
 MAX_VALUES = 1 << 18  # strings and lists of a large body: each is a step of Python. No prompt that fits comes near it
-PROMPTS = frozenset({"input_ids", "prompt"})
+PROMPTS = frozenset({"input_ids", "prompt", "tokens"})
 _STEP_BYTES = 1 << 15  # some 200 us
 _STEP_VALUES = 256
 # The inside of a string in whole units, so that each part of it is a string: escapes, and both halves of a pair.
@@ -63,7 +63,8 @@ class LongValues:
             if value[:4] == self._numbers:
                 ids: Any = self._found[value[4]]
                 return ids if as_array else ids.tolist()
-            return value if value and isinstance(value[0], int) else [self._restored(v, as_array) for v in value]
+            flat = bool(value) and isinstance(value[0], int) if as_array else {int}.issuperset(map(type, value))
+            return value if flat else [self._restored(v, as_array) for v in value]
         if isinstance(value, dict):
             return {key: self._restored(item, as_array) for key, item in value.items()}
         return self.put_back(value) if isinstance(value, msgspec.Struct) else value

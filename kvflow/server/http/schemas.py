@@ -168,6 +168,7 @@ class DetokenizeRequest(Body, frozen=True, kw_only=True):
 # Python objects that a body may create: a million of them block the event loop for a second, a million token ids for
 # 10 ms. No prompt that fits a context comes near the limit.
 MAX_STRUCTURE = 1 << 18
+MAX_COMPLETIONS = 256  # of one body: prompts times n
 
 _NESTED = {"sampling_params": "s", "stream_options": "o"}  # objects with refused fields of their own
 
@@ -212,7 +213,11 @@ def _refuse_unsupported(raw: bytes, body: str, where: str = "") -> None:
         if not where and nested.startswith(b"{"):
             _refuse_unsupported(nested, inner, f"{name}.")
         elif not where and nested.startswith(b"["):
-            for i, one in enumerate(_read(nested, list[msgspec.Raw])):
+            several = _read(nested, list[msgspec.Raw])
+            if len(several) > MAX_COMPLETIONS:
+                text = f"{name}: {len(several)} entries, one for each prompt; limit {MAX_COMPLETIONS}"
+                raise RequestError(text, param=name)
+            for i, one in enumerate(several):
                 _refuse_unsupported(bytes(one), inner, f"{name}[{i}].")
 
 

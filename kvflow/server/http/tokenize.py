@@ -6,17 +6,20 @@ from typing import Any, TypeVar
 
 from aiohttp import web
 
+from kvflow.aio import in_turns
 from kvflow.server.http.completion_service import PromptIds
 from kvflow.server.http.errors import RequestError
 from kvflow.server.http.generation_requests import prompt_ids
+from kvflow.server.http.growing import GrowingArray
 from kvflow.server.http.large_bodies import take_apart
 from kvflow.server.http.openai import template_variables
 from kvflow.server.http.pipeline import CompletionPipeline
-from kvflow.server.http.responses import json_response
+from kvflow.server.http.responses import long_json_response
 from kvflow.server.http.schemas import Body, DetokenizeRequest, TokenizeRequest, parse
 
 B = TypeVar("B", bound=Body)
 
+MAX_LISTS = 4096  # of token ids in one body: each is a call of the tokenizer
 PATHS = ("/tokenize", "/v1/tokenize", "/detokenize", "/v1/detokenize")
 
 
@@ -27,28 +30,34 @@ def routes(pipeline: CompletionPipeline) -> list[web.RouteDef]:
     async def tokenize(http: web.Request) -> web.StreamResponse:
         body = await _read(http, TokenizeRequest)
         pipeline.check_model(body.model)
-        found = [ids.tolist() for ids in await _ids(pipeline, body)]
+        found = await _ids(pipeline, body)
+        counts, tokens, texts = [len(ids) for ids in found], GrowingArray(), GrowingArray()
+        async for ids in in_turns(found):
+            tokens.add(ids.tolist())
+            if body.return_token_strs:
+                texts.add([tokenizer.token_text(one) async for one in in_turns(ids.tolist())])
         several = isinstance(body.prompt, list)
-        answer: dict[str, Any] = {"count": [len(ids) for ids in found], "max_model_len": card.context_length}
-        answer["tokens"] = found
+        answer: dict[str, Any] = {"count": counts if several else counts[0], "max_model_len": card.context_length}
+        answer["tokens"] = tokens if several else tokens.only()
         if body.return_token_strs:
-            answer["token_strs"] = [list(map(tokenizer.token_text, ids)) for ids in found]
-        if not several:
-            answer |= {name: answer[name][0] for name in ("count", "tokens", "token_strs") if name in answer}
-        return json_response(answer)
+            answer["token_strs"] = texts if several else texts.only()
+        return await long_json_response(http, answer)
 
     async def detokenize(http: web.Request) -> web.StreamResponse:
         body = await _read(http, DetokenizeRequest)
         pipeline.check_model(body.model)
-        lists, several = prompt_ids(body.tokens)
-        for ids in lists:
+        lists, several = prompt_ids(body.tokens, MAX_LISTS)
+        async for ids in in_turns(lists):
             if len(ids) and ids.max() >= card.vocab_size:
                 error = f"tokens: {ids.max()} is outside the model's vocabulary, 0..{card.vocab_size - 1}"
                 raise RequestError(error, param="tokens")
         special = body.skip_special_tokens is False
         texts = [await tokenizer.decode(ids.tolist(), skip_special_tokens=not special) for ids in lists]
-        found = texts if several else texts[0]
-        return json_response({"text": found, "prompt": found})  # SGLang's name and vLLM's
+        found = GrowingArray()
+        async for text in in_turns(texts):
+            found.add(text)
+        named = found if several else found.only()
+        return await long_json_response(http, {"text": named, "prompt": named})  # SGLang's name and vLLM's
 
     return [
         *(web.post(path, tokenize) for path in PATHS[:2]),

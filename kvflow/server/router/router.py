@@ -23,10 +23,9 @@ from kvflow.protocols.errors import Code, KvflowError
 from kvflow.server.http.access import REQUEST_ID_HEADER
 from kvflow.server.http.draining import Drainable
 from kvflow.server.http.errors import Failure, RequestError, failure_of
-from kvflow.server.http.generation_requests import MAX_COMPLETIONS
 from kvflow.server.http.large_bodies import take_apart
 from kvflow.server.http.metrics import Metrics
-from kvflow.server.http.schemas import decoded
+from kvflow.server.http.schemas import MAX_COMPLETIONS, decoded
 from kvflow.server.router.answer import ClientAnswer
 from kvflow.server.router.legs import (
     Leg,
