@@ -50,7 +50,7 @@ class Stream:
     """One request over one connection."""
 
     def __init__(self, url: str, api: str, prompt: list[int], new_tokens: int) -> None:
-        self._url, self._api, self._new_tokens = urlsplit(url), api, new_tokens
+        self._url, self._api = urlsplit(url), api
         self._body = _body(api, prompt, new_tokens)
         self._pieces: list[bytes] = []
         self.connected = asyncio.Event()

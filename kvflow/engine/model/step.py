@@ -87,7 +87,7 @@ class Step:
         if self.decodes and len(rows) > 1:  # rows of similar lengths stand beside each other
             order.sort(key=starts.__getitem__)
             rows, starts = [rows[i] for i in order], [starts[i] for i in order]
-        self._starts, self._counts = starts, [r.new for r in rows]
+        self._counts = [r.new for r in rows]
         self._ends = [r.end for r in rows]
         self._query_ends = list(itertools.accumulate(self._counts))
         self.last = [0] * len(rows)

@@ -31,7 +31,6 @@ class ClientAnswer:
         self._http, self._measures = http, measures
         self._arrived_at_s = time.perf_counter()
         self._stream: web.StreamResponse | None = None
-        self.has_tokens = False  # the client has the first event of a pair: no other may answer
 
     async def relay(self, pair: Pair, answer: aiohttp.ClientResponse, room: dict[str, str]) -> web.StreamResponse:
         """Relay decode's stream, event by event; a decode that is lost after the first token becomes an error event.
@@ -75,7 +74,6 @@ class ClientAnswer:
                 await out.write(silence)
         if failure := error_in(rest):
             raise PairFailedError(failure)
-        self.has_tokens = True
         self._measures.first_token(self._arrived_at_s)
         return rest
 
