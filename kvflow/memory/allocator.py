@@ -9,15 +9,18 @@ from __future__ import annotations
 import itertools
 from collections.abc import Hashable
 from enum import Enum
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from kvflow.protocols.errors import CapacityError, MisuseError, OwnershipError
-from kvflow.protocols.pages.layout import PageIndices, names_twice
+from kvflow.protocols.pages.layout import PageIndices, ascends, names_twice
 
-_LONG_RUN = 256
+_MANY = 256  # so many pages are looked up in ascending order: a million took 40 ms in any other
 _FREE, _RESERVED, _RETURNING, _NOBODYS = -1, -2, -3, -4  # the last one marks no page
+
+Index = NDArray[np.integer[Any]] | slice
 
 
 class Kept(Enum):
@@ -50,11 +53,12 @@ class PageAllocator:
         self._num_pages, self._reserved = num_pages, reserved
         self._stack: PageIndices = np.arange(num_pages - 1, -1, -1, dtype=np.int32)  # free pages, the next one on top
         self._free = num_pages - reserved
-        self._marks: NDArray[np.int64] = np.full(num_pages, _FREE, dtype=np.int64)
+        self._marks: NDArray[np.int32] = np.full(num_pages, _FREE, dtype=np.int32)
         self._marks[:reserved] = _RESERVED
         self._holds: NDArray[np.int32] = np.zeros(num_pages, dtype=np.int32)
         self._accounts: dict[Hashable, _Account] = {}
         self._next_mark = itertools.count()
+        self._spare_marks: list[int] = []  # of owners without a page
         self._returning = 0
         self._held_calls = 0  # hold() page uses not yet ended: 0 lets give_back skip the look at `_holds`
 
@@ -94,20 +98,25 @@ class PageAllocator:
             raise CapacityError("pages", count, self._free)
         top = self._free
         pages: PageIndices = self._stack[top - count : top][::-1].copy()
+        if count >= _MANY and not ascends(pages):
+            pages.sort()
         if count:
             account = self._account(owner)
-            self._marks[pages if count < _LONG_RUN else _run(pages)] = account.mark
+            self._marks[pages if count < _MANY else _where(pages)[0]] = account.mark
             account.count += count
             self._free = top - count
         return pages
 
     def move(self, pages: PageIndices, owner: Hashable, new_owner: Hashable) -> None:
         """Change the owner. Raises: OwnershipError when a page is not `owner`'s (nothing is moved)."""
-        pages = self._owned_by(pages, owner)
+        pages, where = self._owned_by(pages, owner)
         if not pages.size:
             return
+        if pages.size == self._accounts[owner].count and new_owner not in self._accounts:  # all that it has
+            self._accounts[new_owner] = self._accounts.pop(owner)
+            return
         account = self._account(new_owner)
-        self._marks[pages if pages.size < _LONG_RUN else _run(pages)] = account.mark
+        self._marks[where] = account.mark
         account.count += pages.size
         self._debit(owner, pages.size)
 
@@ -116,16 +125,17 @@ class PageAllocator:
 
         Raises: OwnershipError for pages that are free already, named twice, or somebody else's (nothing is given back).
         """
-        pages = self._owned_by(pages, owner)
+        pages, where = self._owned_by(pages, owner)
         count = pages.size
         if not count:
             return
-        if self._held_calls and (busy := self._holds[pages] > 0).any():
-            kept = pages[busy]
-            self._marks[kept] = _RETURNING
+        if self._held_calls and (self._holds[where] > 0).any():
+            busy = self._holds[pages] > 0
+            kept, pages = pages[busy], pages[~busy]
+            self._marks[kept if kept.size < _MANY else _where(kept)[0]] = _RETURNING
             self._returning += kept.size
-            pages = pages[~busy]
-        self._free_now(pages)
+            where = pages if pages.size < _MANY else _where(pages)[0]
+        self._free_now(pages, where)
         self._debit(owner, count)
 
     def hold(self, pages: PageIndices) -> None:
@@ -141,13 +151,14 @@ class PageAllocator:
             self._holds[page] += 1
             self._held_calls += 1
             return
-        marks = self._marks[pages if pages.size < _LONG_RUN else _run(pages)]
+        where, once = _where(pages) if pages.size >= _MANY else (pages, False)
+        marks = self._marks[where]
         if (ownerless := (marks == _FREE) | (marks == _RETURNING)).any():
-            raise OwnershipError(f"hold: page {self._first(pages, ownerless)} has no owner")
-        if pages.size < _LONG_RUN:
-            np.add.at(self._holds, pages, 1)
+            raise OwnershipError(f"hold: page {self._named(where, ownerless)} has no owner")
+        if once:
+            self._holds[where] += 1
         else:
-            self._add_to_many(pages, 1)
+            np.add.at(self._holds, pages, 1)
         self._held_calls += pages.size
 
     def unhold(self, pages: PageIndices) -> None:
@@ -160,30 +171,25 @@ class PageAllocator:
             self._holds[page] -= 1
             self._held_calls -= 1
             return
-        if pages.size < _LONG_RUN:
-            np.subtract.at(self._holds, pages, 1)
-            left = self._holds[pages]
+        where, once = _where(pages) if pages.size >= _MANY else (pages, False)
+        if once:
+            left = self._holds[where] - np.int32(1)
         else:
-            left = self._add_to_many(pages, -1)
+            np.subtract.at(self._holds, pages, 1)
+            left = self._holds[where]
         if (left < 0).any():
-            np.add.at(self._holds, pages, 1)
-            raise OwnershipError(f"unhold: page {self._first(pages, left < 0)} is not held that often")
+            if not once:
+                np.add.at(self._holds, pages, 1)
+            raise OwnershipError(f"unhold: page {self._named(where, left < 0)} is not held that often")
+        if once:
+            self._holds[where] = left
         self._held_calls -= pages.size
         if self._returning:
-            ended = np.sort(pages[(left == 0) & (self._marks[pages] == _RETURNING)])
+            found = np.arange(where.start, where.stop) if isinstance(where, slice) else where
+            ended = np.sort(found[(left == 0) & (self._marks[where] == _RETURNING)]).astype(np.int32)
             ready = ended[np.diff(ended, prepend=-1) != 0]
             self._returning -= ready.size
-            self._free_now(ready)
-
-    def _add_to_many(self, pages: PageIndices, more: int) -> NDArray[np.int32]:
-        """Add to the holds of `pages`; returns how many each has now. `np.add.at` takes 50 ms for a million pages."""
-        where = _run(pages)
-        if isinstance(where, slice) or not names_twice(pages, int(pages.min()), int(pages.max())):
-            counts: NDArray[np.int32] = self._holds[where] + np.int32(more)
-            self._holds[where] = counts
-            return counts
-        np.add.at(self._holds, pages, more)
-        return self._holds[pages]
+            self._free_now(ready, ready if ready.size < _MANY else _where(ready)[0])
 
     def owned(self) -> dict[Hashable, int]:
         """Pages per owner; those on their way back stand under `Kept.RETURNING`. With the free ones: the pool."""
@@ -213,7 +219,8 @@ class PageAllocator:
     def _account(self, owner: Hashable) -> _Account:
         account = self._accounts.get(owner)
         if account is None:
-            account = self._accounts[owner] = _Account(next(self._next_mark))
+            mark = self._spare_marks.pop() if self._spare_marks else next(self._next_mark)
+            account = self._accounts[owner] = _Account(mark)
         return account
 
     def _debit(self, owner: Hashable, count: int) -> None:
@@ -221,14 +228,16 @@ class PageAllocator:
         account.count -= count
         if not account.count:
             del self._accounts[owner]
+            self._spare_marks.append(account.mark)
 
-    def _free_now(self, pages: PageIndices) -> None:
+    def _free_now(self, pages: PageIndices, where: Index) -> None:
+        """`where` is the index of `pages`, see `_where`."""
         top = self._free
         if pages.size == 1:
             page = int(pages[0])
             self._marks[page], self._stack[top], self._free = _FREE, page, top + 1
             return
-        self._marks[pages if pages.size < _LONG_RUN else _run(pages)] = _FREE
+        self._marks[where] = _FREE
         self._stack[top : top + pages.size] = pages[::-1]
         self._free = top + pages.size
 
@@ -238,37 +247,40 @@ class PageAllocator:
         if found.ndim != 1:
             raise OwnershipError(f"pages have shape {found.shape}, not [n]")
         if found.size:
-            low, high = (int(found[0]),) * 2 if found.size == 1 else (int(found.min()), int(found.max()))
-            if low < 0 or high >= self._num_pages:
-                raise OwnershipError(f"page {low if low < 0 else high} is outside 0..{self._num_pages - 1}")
+            most = int(found[0]) if found.size == 1 else int(found.view(np.uint32).max())  # a negative one is large so
+            if not 0 <= most < self._num_pages:
+                low = int(found.min())
+                raise OwnershipError(f"page {low if low < 0 else int(found.max())} is outside 0..{self._num_pages - 1}")
         return found
 
-    def _owned_by(self, pages: PageIndices, owner: Hashable) -> PageIndices:
-        """`pages`, each in the pool, named once, and `owner`'s. Raises: OwnershipError."""
+    def _owned_by(self, pages: PageIndices, owner: Hashable) -> tuple[PageIndices, Index]:
+        """`pages`, each in the pool, named once, and `owner`'s, and the index of them. Raises: OwnershipError."""
         pages = self._checked(pages)
         count = pages.size
         if not count:
-            return pages
+            return pages, pages
         account = self._accounts.get(owner)
         mark = _NOBODYS if account is None else account.mark
         if count == 1:
             page = int(pages[0])
             if self._marks[page] != mark:
                 raise OwnershipError(f"page {page} is {self._whose(page)}, not {owner!r}'s")
-        else:
-            where = pages if count < _LONG_RUN else _run(pages)
-            foreign = self._marks[where] != mark
-            if foreign.any():
-                page = self._first(pages, foreign)
-                raise OwnershipError(f"page {page} is {self._whose(page)}, not {owner!r}'s")
-            if not isinstance(where, slice) and names_twice(pages, int(pages.min()), int(pages.max())):
-                ascending = np.sort(pages)
-                raise OwnershipError(f"page {ascending[np.argmax(ascending[1:] == ascending[:-1])]} is named twice")
-        return pages
+            return pages, pages
+        where, once = _where(pages) if pages.size >= _MANY else (pages, False)
+        foreign = self._marks[where] != mark
+        if foreign.any():
+            page = self._named(where, foreign)
+            raise OwnershipError(f"page {page} is {self._whose(page)}, not {owner!r}'s")
+        if not once and names_twice(pages, int(pages.min()), int(pages.max())):
+            ascending = np.sort(pages)
+            raise OwnershipError(f"page {ascending[np.argmax(ascending[1:] == ascending[:-1])]} is named twice")
+        return pages, where
 
     @staticmethod
-    def _first(pages: PageIndices, where: NDArray[np.bool_]) -> int:
-        return int(pages[int(np.argmax(where))])
+    def _named(where: Index, which: NDArray[np.bool_]) -> int:
+        """The first of the pages of an index for which `which` is true."""
+        first = int(np.argmax(which))
+        return where.start + first if isinstance(where, slice) else int(where[first])
 
     def _whose(self, page: int) -> str:
         mark = int(self._marks[page])
@@ -278,8 +290,12 @@ class PageAllocator:
         return next(f"{owner!r}'s" for owner, account in self._accounts.items() if account.mark == mark)
 
 
-def _run(pages: PageIndices) -> PageIndices | slice:
-    """`pages` as an index; a run of them as a slice, several times as fast where there are many."""
-    if int(pages[-1]) - int(pages[0]) == pages.size - 1 and (pages[1:] > pages[:-1]).all():
-        return slice(int(pages[0]), int(pages[-1]) + 1)
-    return pages
+def _where(pages: PageIndices) -> tuple[Index, bool]:
+    """The index of many pages, and whether it names each once: a slice, or in ascending order, and of the type that
+    numpy would make of it at every use."""
+    if not ascends(pages):
+        index = np.sort(pages).astype(np.intp)
+        return index, ascends(index)
+    if int(pages[-1]) - int(pages[0]) == pages.size - 1:
+        return slice(int(pages[0]), int(pages[-1]) + 1), True
+    return pages.astype(np.intp), True

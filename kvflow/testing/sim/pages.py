@@ -6,7 +6,7 @@ from collections.abc import Hashable
 from typing import Protocol
 
 from kvflow.handlers.decode import Quarantined
-from kvflow.memory.allocator import Kept, PageAllocator
+from kvflow.memory.allocator import Index, Kept, PageAllocator
 from kvflow.protocols.errors import CapacityError, OwnershipError
 from kvflow.protocols.pages.layout import PageIndices
 from kvflow.testing.sim.faults import Faults
@@ -58,8 +58,8 @@ class WatchedPages(PageAllocator):
         self._guard(super().unhold, pages)
         self._count()
 
-    def _free_now(self, pages: PageIndices) -> None:
-        super()._free_now(pages)
+    def _free_now(self, pages: PageIndices, where: Index) -> None:
+        super()._free_now(pages, where)
         for page in pages.tolist():
             if self.writers[page]:
                 self._judge.broken("I2", f"{self._who}: page {page} is free while a write may still reach it")
