@@ -297,10 +297,11 @@ def unpack_pages(packed: bytes, num_pages: int) -> PageIndices:
     if pages.size == 1 and 0 <= pages[0] < num_pages:
         return pages  # the short way, several times as fast
     if pages.size:
-        low, high = int(pages.min()), int(pages.max())
+        ascending = bool((pages[1:] > pages[:-1]).all())  # as decode's allocator gives them
+        low, high = (int(pages[0]), int(pages[-1])) if ascending else (int(pages.min()), int(pages.max()))
         if low < 0 or high >= num_pages:
             raise LayoutError(f"pages: index {low if low < 0 else high} is outside 0..{num_pages - 1}")
-        if names_twice(pages, low, high):
+        if not ascending and names_twice(pages, low, high):
             raise LayoutError("pages: a page is named twice")
     return pages
 
