@@ -21,12 +21,11 @@ from kvflow.engine.scheduler.handoff import HandOff
 from kvflow.engine.scheduler.limits import EngineLimits
 from kvflow.engine.scheduler.loop import EngineLoop
 from kvflow.engine.scheduler.params import EngineLoad, SamplingParams, TokenOut
-from kvflow.engine.scheduler.prompt_logprobs import PromptLogprobs
 from kvflow.engine.scheduler.rooms import DecodeRoomPort
 from kvflow.engine.scheduler.sampling import Choice
 from kvflow.memory.allocator import PageAllocator
 from kvflow.memory.pool import PagedPool
-from kvflow.protocols.errors import Cause, Code, KvflowError, WireError, room_error
+from kvflow.protocols.errors import Cause, Code, KvflowError, room_error
 
 
 class DecodeEngine(EngineLoop):
@@ -144,38 +143,16 @@ class DecodeEngine(EngineLoop):
 
     def _first(self, request: DecodeRequest, handoff: HandOff) -> TokenOut:
         """Prefill's token; unless it is the last one, the sequence joins the batch. Raises: WireError."""
-        s = request.sequence
-        if handoff.prompt_tokens != s.prompt_length:
-            text = f"the hand-over is for a prompt of {handoff.prompt_tokens} tokens, not {s.prompt_length}"
-            raise WireError(text)
-        if not 0 <= handoff.first_token < self._model.vocab_size:
-            text = f"the hand-over's first token {handoff.first_token} is outside 0..{self._model.vocab_size - 1}"
-            raise WireError(text)
-        if any(
-            not 0 <= token_id < self._model.vocab_size
-            for token_id, _ in (*handoff.top_logprobs, *handoff.asked_logprobs)
-        ):
-            raise WireError(f"the hand-over's top logprobs name tokens outside 0..{self._model.vocab_size - 1}")
-        if tuple(token_id for token_id, _ in handoff.asked_logprobs) != request.params.logprob_token_ids:
-            raise WireError("the hand-over's logprobs are not of the token ids that were asked for")
-        s.append(handoff.first_token)
+        handoff.check(request.sequence.prompt_length, request.params, self._model.vocab_size)
+        request.sequence.append(handoff.first_token)
         choice = Choice(handoff.first_token, handoff.logprob, handoff.top_logprobs, handoff.asked_logprobs)
         out = request.token_out(choice, self._model.eos_ids)
-        if (start := request.params.prompt_logprobs_from) is not None:
-            out = msgspec.structs.replace(out, prompt_logprobs=self._scores(request, start, handoff))
+        if request.params.prompt_logprobs_from is not None:
+            out = msgspec.structs.replace(out, prompt_logprobs=handoff.prompt_logprobs)
         if out.finish_reason is None:
             self._running[request.number] = request
             self._wake.set()
         return out
-
-    def _scores(self, request: DecodeRequest, start: int, handoff: HandOff) -> PromptLogprobs:
-        """Raises: WireError unless prefill sent the log-probabilities that the request asks for."""
-        if (scores := handoff.prompt_logprobs) is None:
-            raise WireError("the hand-over has no logprobs of the prompt; prefill may be of another version")
-        top = min(request.params.logprobs or 0, self._model.vocab_size)
-        tokens, asked = request.sequence.prompt_length - 1 - start, len(request.params.logprob_token_ids)
-        scores.check(start, tokens, top, asked, self._model.vocab_size)
-        return scores
 
     def _retire(self, request: DecodeRequest) -> None:
         """Give the pages back; those that a step still uses become free when it has ended (I13). Idempotent."""
