@@ -373,3 +373,23 @@ async def test_a_body_in_a_coding_it_is_not_in(decode_server: Server, session: a
     async with session.post(decode_server.make_url("/generate"), data=b"no gzip", headers=headers) as answer:
         assert answer.status == 400
         assert "cannot be read" in await answer.text()
+
+
+@pytest.mark.parametrize(
+    ("path", "changes"),
+    [
+        ("/generate", {"rid": "x" * 513}),
+        ("/generate", {"rid": ["short", "x" * 70_000], "text": ["w1", "w2"], "bootstrap_room": [7, 8]}),
+        ("/v1/completions", {"prompt": "w1", "rid": ["x" * 70_000]}),
+        ("/v1/completions", {"prompt": "w1", "request_id": "x" * 513}),
+    ],
+)
+async def test_an_id_that_every_event_would_repeat_is_short(
+    decode: Role, decode_server: Server, session: aiohttp.ClientSession, path: str, changes: dict[str, Any]
+) -> None:
+    """An id of 4 MB took the event loop a second for 64 streams of 30 tokens."""
+    status, answer = await post(session, decode_server, {**META, "text": "w1", **changes}, path)
+    assert (status, answer["error"]["param"]) == (400, "request_id" if "request_id" in changes else "rid")
+    assert "limit 512" in answer["error"]["message"]
+    assert decode.service.refused and not decode.service.requests
+    assert (await post(session, decode_server, body(rid="x" * 512)))[0] == 200

@@ -30,6 +30,7 @@ from kvflow.transports.control.registry import registry_address
 DEFAULT_MAX_NEW_TOKENS = 128
 DEFAULT_COMPLETION_TOKENS = 16
 MAX_ID_DIGITS = 10
+MAX_ANSWER_ID = 512  # characters: every event of a stream repeats it
 T = TypeVar("T")
 # What a model's generation_config.json may recommend, at the values that change nothing.
 _NEUTRAL = {"temperature": 1.0, "top_p": 1.0, "top_k": -1, "min_p": 0.0, "repetition_penalty": 1.0}
@@ -215,6 +216,7 @@ def generation_requests(
     """
     check_count(len(prompts), choices)
     total = len(prompts) * choices
+    _check_answer_ids(body, total)
     for prompt, sampling in zip(prompts, params, strict=True):
         limits.check(body, prompt, sampling)
     made: dict[int, GenerationRequest] = {}
@@ -228,6 +230,14 @@ def generation_requests(
             raise RequestError(f"bootstrap_room: {room} is given twice; every completion needs a room of its own")
         made[room] = GenerationRequest(room=room, prefill=prefill, prompt=prompt, params=sampling)
     return list(made.values())
+
+
+def _check_answer_ids(body: Rendezvous, total: int) -> None:
+    for name in ("rid", "request_id"):
+        given = getattr(body, name, None)
+        for one in given[:total] if isinstance(given, list) else [given]:
+            if len(one or "") > MAX_ANSWER_ID:
+                raise RequestError(f"{name}: {len(one)} characters, limit {MAX_ANSWER_ID}", param=name)
 
 
 def rooms_of(body: Rendezvous, default_port: int) -> list[tuple[int, str]]:
