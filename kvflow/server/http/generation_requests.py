@@ -236,7 +236,7 @@ def _check_answer_ids(body: Rendezvous, total: int) -> None:
     for name in ("rid", "request_id"):
         given = getattr(body, name, None)
         for one in given[:total] if isinstance(given, list) else [given]:
-            if len(one or "") > MAX_ANSWER_ID:
+            if one is not None and len(one) > MAX_ANSWER_ID:
                 raise RequestError(f"{name}: {len(one)} characters, limit {MAX_ANSWER_ID}", param=name)
 
 
