@@ -15,7 +15,7 @@ from kvflow.handlers.inheritance import Inheritance
 from kvflow.handlers.rooms import DecodeRoom
 from kvflow.memory.pool import PagedPool
 from kvflow.node.base import Node
-from kvflow.protocols.arguments import TokenIds, check_prompt, pages_wanted
+from kvflow.protocols.arguments import CheckedPrompt, TokenIds, check_prompt, pages_wanted
 from kvflow.protocols.decode import DecodeEndpoint
 from kvflow.protocols.decode_links import DecodeIdentity
 from kvflow.protocols.decode_rooms import Prompt
@@ -140,7 +140,7 @@ class DecodeNode(Node[DecodeShell]):
         self,
         room: int,
         prefill: str | Sequence[RankInfo],
-        prompt: TokenIds,
+        prompt: TokenIds | CheckedPrompt,
         *,
         deadline_s: float | None = None,
         prefix_tokens: int = 0,
@@ -161,7 +161,7 @@ class DecodeNode(Node[DecodeShell]):
         self,
         room: int,
         prefill: str | Sequence[RankInfo],
-        prompt: TokenIds,
+        prompt: TokenIds | CheckedPrompt,
         *,
         deadline_s: float | None = None,
         prefix_tokens: int = 0,
@@ -192,7 +192,7 @@ class DecodeNode(Node[DecodeShell]):
         self,
         room: int,
         prefill: str | Sequence[RankInfo],
-        prompt: TokenIds,
+        prompt: TokenIds | CheckedPrompt,
         deadline_s: float | None,
         prefix_tokens: int,
         pages: Sequence[int] | PageIndices | None,

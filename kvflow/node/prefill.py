@@ -10,7 +10,7 @@ from kvflow.handlers.prefill import PrefillShell
 from kvflow.handlers.rooms import PrefillRoom
 from kvflow.memory.pool import PagedPool
 from kvflow.node.base import Node
-from kvflow.protocols.arguments import TokenIds, check_prompt
+from kvflow.protocols.arguments import CheckedPrompt, TokenIds, check_prompt
 from kvflow.protocols.errors import Cause
 from kvflow.protocols.limits import Bounds, Timing, check_time
 from kvflow.protocols.ports import ControlSocket, DataPlane, PageStore
@@ -98,7 +98,12 @@ class PrefillNode(Node[PrefillShell]):
         )
 
     def room(
-        self, room: int, prompt: TokenIds, *, deadline_s: float | None = None, rendezvous_s: float | None = None
+        self,
+        room: int,
+        prompt: TokenIds | CheckedPrompt,
+        *,
+        deadline_s: float | None = None,
+        rendezvous_s: float | None = None,
     ) -> PrefillRoom:
         """The engine's half of a room; synchronous, so that a refusal is known before any work.
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -13,15 +13,26 @@ from kvflow.protocols.pages.layout import PageIndices, PoolLayout, names_twice
 from kvflow.protocols.wire.codec import prompt_digest
 from kvflow.protocols.wire.messages import MAX_HANDOFF_BYTES
 
+
+class CheckedPrompt(NamedTuple):
+    """What a room needs of a prompt. Passed in its place, it is not worked out again: the digest of a million tokens
+    takes some 3 ms, and `check_prompt` may run in a thread."""
+
+    tokens: int
+    digest: bytes
+
+
 TokenIds = Sequence[int] | NDArray[np.integer[Any]]
 NO_PAGES: PageIndices = np.empty(0, np.int32)
 
 
-def check_prompt(prompt: TokenIds) -> tuple[int, bytes]:
+def check_prompt(prompt: TokenIds | CheckedPrompt) -> CheckedPrompt:
     """Token count and digest of a prompt. Raises: MisuseError."""
+    if isinstance(prompt, CheckedPrompt):
+        return prompt
     ids = np.asarray(prompt)
     if ids.dtype.kind == "u" and ids.itemsize <= 4 and ids.ndim == 1 and ids.size:
-        return ids.size, prompt_digest(ids)
+        return CheckedPrompt(ids.size, prompt_digest(ids))
     if ids.ndim == 1 and not ids.size:
         raise MisuseError("the prompt is empty: at least 1 token is needed")
     if ids.ndim != 1 or ids.dtype.kind not in "iu":
@@ -30,7 +41,7 @@ def check_prompt(prompt: TokenIds) -> tuple[int, bytes]:
     if not (narrow == ids).all():
         low, high = int(ids.min()), int(ids.max())
         raise MisuseError(f"token id {low if low < 0 else high} is not an unsigned 32-bit integer")
-    return ids.size, prompt_digest(narrow)
+    return CheckedPrompt(ids.size, prompt_digest(narrow))
 
 
 def pages_wanted(layout: PoolLayout, tokens: int, prefix_tokens: int) -> int:

@@ -38,7 +38,7 @@ parse_at_decode: Callable[[bytes], ToDecode] = _parser(ToDecode)
 
 def prompt_digest(token_ids: Sequence[int] | NDArray[np.integer[Any]]) -> bytes:
     """SHA-256 over the token ids as little-endian u32: how the two legs agree on the prompt (I8)."""
-    return hashlib.sha256(np.asarray(token_ids, dtype="<u4").tobytes()).digest()
+    return hashlib.sha256(np.ascontiguousarray(token_ids, dtype="<u4").data).digest()
 
 
 def routing_id(incarnation: Incarnation) -> bytes:

@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 
 from kvflow.engine.scheduler.limits import EngineLimits
 from kvflow.engine.scheduler.params import SamplingParams, TokenOut
+from kvflow.protocols.arguments import CheckedPrompt
 from kvflow.protocols.errors import Cause
 from kvflow.protocols.wire.ranks import PoolShape
 from kvflow.telemetry.counters import TransferMeasures
@@ -43,6 +44,7 @@ class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True):
     prefill: str  # "host:port" of the bootstrap registry; a prefill ignores it
     prompt: PromptIds
     params: SamplingParams
+    checked: CheckedPrompt | None = None  # of a long prompt, see `generation_requests.with_digests`
 
 
 class Report(msgspec.Struct, frozen=True, kw_only=True):

@@ -174,7 +174,7 @@ class PrefillService(EngineService[PrefillNode, "PrefillEngine"]):
 
     async def tokens(self, request: GenerationRequest) -> AsyncGenerator[TokenOut, None]:
         try:
-            room = self._node.room(request.room, request.prompt, deadline_s=self._timeout_s)
+            room = self._node.room(request.room, request.checked or request.prompt, deadline_s=self._timeout_s)
         except KvflowError as error:
             self._node.counts.room_refused(error.cause())
             raise
@@ -200,7 +200,8 @@ class DecodeService(EngineService[DecodeNode, "DecodeEngine"]):
             self._node.counts.room_refused(error.cause())
             raise error
         # Announced before it waits for pages: prefill's leg waits for as long as this decode lives, or is told why not.
-        room = self._node.announce(request.room, request.prefill, request.prompt, deadline_s=self._timeout_s)
+        prompt = request.checked or request.prompt
+        room = self._node.announce(request.room, request.prefill, prompt, deadline_s=self._timeout_s)
         self._recent_rooms.add(room)
         admission: Admission | None = None
         try:

@@ -29,7 +29,7 @@ from kvflow.server.http.completion import Completion, Delta, detokenize
 from kvflow.server.http.completion_service import CompletionService, GenerationRequest
 from kvflow.server.http.draining import Drainable
 from kvflow.server.http.errors import Failure, OverloadError, RequestError, UnknownModelError, failure_of
-from kvflow.server.http.generation_requests import RequestLimits, rooms_of
+from kvflow.server.http.generation_requests import RequestLimits, rooms_of, with_digests
 from kvflow.server.http.large_bodies import take_apart
 from kvflow.server.http.measures import RequestMeter
 from kvflow.server.http.metrics import Metrics
@@ -119,7 +119,7 @@ class CompletionPipeline(Drainable):
         with self.count_running(), RequestMeter(self.metrics.completions, arrived, stream=call.stream) as meter:
             async with asyncio.timeout_at(ends):
                 try:
-                    requests = await call.generation_requests(self)
+                    requests = await with_digests(await call.generation_requests(self))
                     detokenizers = [self.tokenizer.detokenizer(request.params) for request in requests]
                 except KvflowError as error:
                     self._refuse(call.body, error)
