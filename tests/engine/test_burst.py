@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 import torch
 
+from kvflow.engine.model.ahead import MOST_STEPS
 from kvflow.engine.model.load import LoadedModel
 from kvflow.engine.model.step import Row
-from kvflow.engine.scheduler.burst import MOST_STEPS
 from kvflow.engine.scheduler.params import TokenOut
 from kvflow.protocols.errors import KvflowError
 from tests.engine.pair import EnginePair, greedy, prompt_of, until

@@ -11,12 +11,13 @@ from functools import partial
 
 import msgspec
 
+from kvflow.engine.model.ahead import MOST_STEPS
 from kvflow.engine.model.load import LoadedModel
 from kvflow.engine.model.sequence import Prompt, Sequence
 from kvflow.engine.model.thread import ModelThread
 from kvflow.engine.scheduler.adjustments import adjustments_of
 from kvflow.engine.scheduler.budget import Admission, PageBudget
-from kvflow.engine.scheduler.burst import MOST_STEPS, Burst, DecodeRequest, Tokens
+from kvflow.engine.scheduler.burst import Burst, DecodeRequest, Tokens
 from kvflow.engine.scheduler.handoff import HandOff
 from kvflow.engine.scheduler.limits import EngineLimits
 from kvflow.engine.scheduler.loop import EngineLoop
