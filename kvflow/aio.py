@@ -68,7 +68,7 @@ class Threads:
     def __init__(self, name: str, limit: int) -> None:
         self._name, self._limit = f"kvflow-{name}", limit
         self._free = asyncio.Semaphore(limit)
-        self.hung = 0  # calls that nobody waits for any more
+        self.hung = 0  # calls that are no longer waited for
 
     def __repr__(self) -> str:
         return f"<Threads {self._name}: at most {self._limit}, {self.hung} hung>"

@@ -25,7 +25,7 @@ class Available(msgspec.Struct, frozen=True, order=True):
 
 
 def available_memory(proc: Path = _PROC, cgroups: Path = _CGROUPS) -> Available | None:
-    """The least of what the machine and each enclosing control group (v1 or v2) have left; None when nobody says."""
+    """The least of what the machine and each enclosing control group (v1 or v2) have left; None where neither says."""
     return min((*_of_machine(proc), *_of_groups(proc, cgroups)), default=None)
 
 

@@ -27,7 +27,7 @@ _LFS_POINTER = b"version https://git-lfs"
 
 
 def locate(name: str) -> str:
-    """Return what transformers shall load: a folder, checked, or a name on a hub that answers.
+    """Return what transformers is to load: a folder, checked, or a name on a hub that answers.
 
     A hub that does not answer leaves the cache; so does HF_HUB_OFFLINE. Raises: MisuseError.
     """

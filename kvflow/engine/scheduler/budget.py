@@ -1,8 +1,8 @@
 """Page promises: how far each request may grow, first come first served, so that no running request starves.
 
 This is the queue of a decode. A room is announced before it waits here, and its prefill gives it nothing before it
-leaves: a place here is never waited for by somebody whom its holder waits for, whatever order the legs of requests
-arrive in at several prefills and decodes.
+leaves. So the holder of a place here never waits for a request that waits for that place, whatever order the legs of
+requests arrive in at several prefills and decodes: there is no deadlock.
 """
 
 from __future__ import annotations

@@ -16,7 +16,7 @@ REQUEST_ID_HEADER = "X-Request-ID"
 POLLED_PATHS = frozenset(
     {"/livez", "/health", "/health_generate", "/metrics", "/server_info", "/get_server_info", "/get_load", "/get_loads"}
 )
-CLIENT_GONE_STATUS = 499  # in log lines only: nobody is left to read it
+CLIENT_GONE_STATUS = 499  # in log lines only: the client cannot read it any more
 MAX_PATH = 256
 _log = logging.getLogger("kvflow.access")
 

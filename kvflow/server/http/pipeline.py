@@ -5,8 +5,8 @@ The routes differ in how they read a body and how they write an answer; that is 
 What a router may rely on: an error that is known before anything has been sent is a status. Headers of a stream are
 sent with the first token, or, by decode, after `headers_after_s` without one. Until the first token nothing follows
 them but empty lines (or comments), so a stream whose first event is `{"error": {"code": ...}}` has
-produced nothing, and stands for the answer with the status of that code (`errors.STATUS_OF_CODE`): whoever would retry
-that status on another pair may retry this request as well.
+produced nothing, and stands for the answer with the status of that code (`errors.STATUS_OF_CODE`): a router that
+would retry that status on another pair may retry this request as well.
 """
 
 from __future__ import annotations

@@ -5,8 +5,8 @@ Each prefill runs its own registry (`server.http.registry`):
 PUT /ranks/{rank}  RankInfo as JSON; a restarted rank replaces itself
 GET /ranks         all ranks, by number
 
-Whoever reaches a registry without a key could point its decodes elsewhere: what it takes from a stranger is bounded by
-what it knows already (`RankTable.register`).
+A stranger who reaches a registry without a key could point its decodes elsewhere: what it accepts is bounded by what it
+knows already (`RankTable.register`).
 """
 
 from __future__ import annotations
@@ -67,8 +67,8 @@ class RankTable:
         return f"<RankTable of ranks {sorted(self._ranks)}>"
 
     def put(self, info: RankInfo) -> None:
-        """Add or replace a rank of this process, which nobody can replace from outside; ranks of another world size are
-        removed."""
+        """Add or replace a rank of this process, which cannot be replaced from outside; ranks of another world size
+        are removed."""
         self._replace(info)
         self._own.add(info.rank)
 

@@ -1,4 +1,4 @@
-"""Host names to addresses, in threads of their own: a name server that does not answer keeps nobody else waiting."""
+"""Host names to addresses, in threads of their own: a name server that does not answer holds up nothing else."""
 
 from __future__ import annotations
 
