@@ -5,22 +5,16 @@ from __future__ import annotations
 import random
 
 import pytest
-from tokenizers import Tokenizer, decoders, pre_tokenizers
-from tokenizers.models import BPE
+from tokenizers import Tokenizer
 
 from kvflow.engine.scheduler.text import TextStream
 from kvflow.protocols.errors import MisuseError
+from tests.engine.tiny_tokenizers import byte_level
 
 
 @pytest.fixture(scope="module")
 def tokenizer() -> Tokenizer:
-    """Every byte is a token, so every character beyond ASCII is split."""
-    vocabulary = {c: i for i, c in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
-    found = Tokenizer(BPE(vocabulary, []))
-    found.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    found.decoder = decoders.ByteLevel()
-    found.add_special_tokens(["<end>"])
-    return found
+    return byte_level()
 
 
 def feed(tokenizer: Tokenizer, text: str, stop: tuple[str, ...] = ()) -> tuple[list[str], TextStream]:
