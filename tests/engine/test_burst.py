@@ -1,4 +1,4 @@
-"""Several steps for one hand-over to the model thread: tokens leave at once, and whatever happens ends the burst."""
+"""Several steps for one call of the model thread: tokens leave at once, and whatever happens ends the burst."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from tests.engine.pair import EnginePair, greedy, prompt_of, until
 
 
 class Watched:
-    """The decode engine of a pair: its hand-overs, the widths of its steps; with a gate, a step at a time."""
+    """The decode engine of a pair: calls of its model thread, widths of its steps; with a gate, a step at a time."""
 
     def __init__(self, pair: EnginePair) -> None:
         self.widths: list[int] = []
-        self.hand_overs = 0
+        self.calls = 0
         self._allowed = threading.Semaphore(0)
         self.gated = False
         honest, run = pair.decode._runner.forward, pair.decode._thread.run
@@ -35,7 +35,7 @@ class Watched:
             return honest(rows)
 
         async def counted(*arguments: Any) -> Any:
-            self.hand_overs += 1
+            self.calls += 1
             return await run(*arguments)
 
         pair.decode._runner.forward = forward  # type: ignore[method-assign]
@@ -58,13 +58,13 @@ async def started(pair: EnginePair, prompt: list[int], count: int) -> AsyncGener
     return stream
 
 
-async def test_one_hand_over_has_several_steps(llama: LoadedModel) -> None:
+async def test_one_call_has_several_steps(llama: LoadedModel) -> None:
     async with EnginePair(llama) as pair:
         want = await pair.tokens(prompt_of(20), greedy(50))
         watched = Watched(pair)
         assert await pair.tokens(prompt_of(20), greedy(50)) == want
         assert len(watched.widths) == 49, "no step is computed in vain"
-        assert watched.hand_overs == -(-49 // MOST_STEPS)
+        assert watched.calls == -(-49 // MOST_STEPS)
         await until(lambda: pair.home)
 
 
@@ -78,7 +78,7 @@ async def test_each_token_leaves_when_its_step_has_ended(llama: LoadedModel) -> 
             await watched.at_step(number)
             watched.allow(1)
             assert (await asyncio.wait_for(anext(stream), 20)).token_id == want[number]
-        assert watched.hand_overs == 1
+        assert watched.calls == 1
         await stream.aclose()
 
 
@@ -128,10 +128,10 @@ async def test_one_step_at_a_time_while_a_request_waits_for_pages(llama: LoadedM
         await watched.at_step(1)
         waiting = asyncio.ensure_future(pair.tokens(prompt_of(20, 1), greedy(30)))
         await until(lambda: pair.decode.load().waiting == 1)
-        before = watched.hand_overs
+        before = watched.calls
         watched.allow(5)
         await watched.at_step(6)
-        assert watched.hand_overs == before + 5
+        assert watched.calls == before + 5
         watched.allow(100)
         assert len([out async for out in first]) == 29 and len(await waiting) == 30
         await until(lambda: pair.home)
@@ -154,7 +154,7 @@ async def test_a_step_that_fails_ends_a_burst_after_the_tokens_before_it(llama: 
         with pytest.raises(KvflowError, match="decode step failed: RuntimeError"):
             await anext(stream)
         await until(lambda: pair.home)
-        assert pair.decode.failed_steps == 1 and watched.hand_overs == 1
+        assert pair.decode.failed_steps == 1 and watched.calls == 1
 
 
 async def test_pause_and_close_end_a_burst(llama: LoadedModel) -> None:

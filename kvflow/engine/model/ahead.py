@@ -10,7 +10,7 @@ import torch
 
 from kvflow.engine.model.step import Batch, Row, Step
 
-MOST_STEPS = 8  # of one plan, and of one hand-over to the model thread
+MOST_STEPS = 8  # of one plan, and of one call of the model thread
 
 
 class DecodeSteps(Step):

@@ -1,6 +1,6 @@
-"""Decode steps in the model thread, several for one hand-over, and the tokens of each on their way at once.
+"""Decode steps in the model thread, several for one call of it, and the tokens of each on their way at once.
 
-A hand-over costs some 150 us of waiting for the event loop.
+A call costs some 150 us of waiting for the event loop.
 """
 
 from __future__ import annotations
