@@ -22,7 +22,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
     host: Annotated[str, Meta(description="Address to listen on.", min_length=1)] = "127.0.0.1"
     port: Annotated[int, Meta(description="HTTP port; 0 picks a free one.", ge=0, le=65535)] = 0
-    api_key: Annotated[str, Meta(description="Bearer key that every call but /health and /metrics needs.")] = ""
+    api_key: Annotated[str, Meta(description="Bearer key that every call but /livez, /health and /metrics needs.")] = ""
     allowed_origins: Annotated[
         tuple[str, ...], Meta(description="Origin whose pages may call this server (repeat for more; * = any).")
     ] = ()

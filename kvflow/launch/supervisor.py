@@ -168,7 +168,7 @@ async def run_up(settings: Settings, given: Mapping[str, Any], config: str | Non
     """`kvflow up`. Returns the exit status: 0 after a signal, otherwise that of the role that ended first, or 1."""
     if not settings.model_path:
         settings = msgspec.structs.replace(settings, model_path=str(DEMO_MODEL_DIR))
-        given = {"served_model_name": "kvflow-demo", **{name: v for name, v in given.items() if v is not None}}
+        given = {**given, "served_model_name": settings.served_model_name or "kvflow-demo"}
     bound_socket(settings.host, settings.port, "--port").close()  # refuses a port in use before a model is loaded
     fleet = Fleet(settings, given, config)
     stop = StopSignals()

@@ -6,14 +6,18 @@ import asyncio
 import contextlib
 import os
 import signal
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from kvflow.config.settings import Settings
+from kvflow.config.sources import ConfigError
 from kvflow.demo_model import DEMO_MODEL_DIR
+from kvflow.launch import supervisor
 from kvflow.launch.child import Child, ChildEndedError, copying_environment
-from kvflow.launch.supervisor import Fleet
+from kvflow.launch.supervisor import Fleet, run_up
 from tests.freezing import freeze
 
 NOBODY = "http://127.0.0.1:1"
@@ -57,6 +61,21 @@ def test_a_setting_of_several_values_is_several_flags() -> None:
     origins = ["https://a.example", "*"]
     fleet = Fleet(Settings(), {"allowed_origins": tuple(origins)}, quiet=True)
     assert fleet._arguments("router") == ["--allowed-origins", origins[0], "--allowed-origins", origins[1]]
+
+
+@pytest.mark.parametrize("own", ["", "mine"])
+async def test_the_packaged_model_keeps_the_name_it_is_given(own: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """From the environment or the file too: what `kvflow up` passes on as a flag wins over both."""
+    names = []
+
+    def noted(_: Settings, given: Mapping[str, Any], config: str | None) -> Fleet:
+        names.append(given["served_model_name"])
+        raise ConfigError("not started")
+
+    monkeypatch.setattr(supervisor, "Fleet", noted)
+    with pytest.raises(ConfigError):
+        await run_up(Settings(served_model_name=own), {"served_model_name": None}, None)
+    assert names == [own or "kvflow-demo"]
 
 
 def test_the_copying_role_stores_large_blocks_past_the_caches() -> None:
