@@ -14,6 +14,7 @@ from kvflow.demo.client import Streamed
 from kvflow.demo.timeline import draw
 
 Show = Callable[[str], None]
+PROMPT_WIDTH = 32  # longer prompts are cut, so that no number is, at 80 columns
 
 
 class DemoOutput(Protocol):
@@ -65,13 +66,13 @@ class TerminalOutput(DemoOutput):
 
     def table(self, done: list[Streamed], same: list[bool], backend: str) -> None:
         table = Table(title=f"{len(done)} completions over {backend}")
-        table.add_column("prompt", no_wrap=True)
-        for heading in ("tokens", "TTFT ms", "total ms", "tokens/s", "as stock"):
-            table.add_column(heading, justify="right")
+        table.add_column("prompt", no_wrap=True, max_width=PROMPT_WIDTH)
+        for heading in ("tokens", "TTFT\nms", "total\nms", "tokens\n/s", "as\nstock"):
+            table.add_column(heading, justify="right", no_wrap=True)
         for streamed, matched in zip(done, same, strict=True):
             times = (f"{streamed.ttft_s * 1e3:.0f}", f"{streamed.total_s * 1e3:.0f}", f"{streamed.tokens_per_s:.0f}")
             verdict = "[green]yes[/]" if matched else "[red]NO[/]"
-            table.add_row(escape(streamed.prompt[:44]), str(len(streamed.output_ids)), *times, verdict)
+            table.add_row(escape(streamed.prompt), str(len(streamed.output_ids)), *times, verdict)
         self._console.print(table)
 
     def room(self, title: str, sides: dict[str, Any]) -> None:

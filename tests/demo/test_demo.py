@@ -15,8 +15,9 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from kvflow.demo.client import _writing_s
+from kvflow.demo.client import Streamed, _writing_s
 from kvflow.demo.run import TICK_S, Outcome, _prompts
+from kvflow.demo.show import TerminalOutput
 
 KEYS = ["backend", "requests", "identical", "aborted", "bytes_at_abort", "bytes_total", "pages_home", "bytes_moved"]
 GOOD = Outcome(
@@ -51,6 +52,20 @@ def test_anything_that_did_not_hold_is_no_success(changes: dict[str, int]) -> No
 
 def test_prompts_are_distinct_however_many_are_asked_for() -> None:
     assert len(set(_prompts(64))) == 64
+
+
+def test_no_number_of_the_table_is_cut_off_at_80_columns(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    prompt = "Attribute access can be customized by defining methods"
+    streamed = Streamed(prompt=prompt, output_ids=[0] * 512, ttft_s=12.345, total_s=123.456)
+    TerminalOutput().table([streamed], [True], "mooncake")
+    text = capsys.readouterr().out
+    words = ("Attribute access can be", "tokens", "TTFT", "total", "stock", "512", "12345", "123456", "yes")
+    assert [word for word in words if word not in text] == []
+    assert max(map(len, text.splitlines())) <= 80
+    assert text.count("…") == 1  # the prompt's
 
 
 def test_writing_time_counts_overlapping_chunks_once() -> None:
