@@ -84,6 +84,14 @@ async def test_without_an_id_the_router_makes_one_that_all_three_use(
     assert set(ids) == made and len(ids) == 6
 
 
+async def test_what_the_router_asks_one_worker_for_has_its_id_there_too(
+    server: Server, session: Session, lines: Lines
+) -> None:
+    async with session.get(server.make_url("/v1/models"), headers={"X-Request-ID": "mine-2"}) as answer:
+        assert (answer.status, answer.headers["X-Request-ID"]) == (200, "mine-2")
+    assert [line["request_id"] for line in lines.access("/v1/models")] == ["mine-2"] * 2
+
+
 @pytest.mark.parametrize("stream", [False, True])
 async def test_error_answers_carry_the_id_and_the_line_says_why(
     server: Server, decode: Role, session: Session, lines: Lines, stream: bool
@@ -115,6 +123,8 @@ async def test_what_no_handler_answers_is_logged_too(
 ) -> None:
     async with session.get(decode_server.make_url(path), headers={"X-Request-ID": "lost"}) as answer:
         assert answer.status in (404, 405) and answer.headers["X-Request-ID"] == "lost"
+        assert answer.headers.get("Allow") == (None if answer.status == 404 else "POST")
+        assert path in (await answer.json())["error"]["message"]
     assert [line["status"] for line in lines.access(path)] == [answer.status]
 
 

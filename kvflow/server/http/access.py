@@ -38,9 +38,14 @@ async def echo_request_id(_: web.Request, response: web.StreamResponse) -> None:
         response.headers[REQUEST_ID_HEADER] = trace.request_id
 
 
+def shown_path(request: web.Request) -> str:
+    """The path as it was sent, without its query, and not longer than a line should be."""
+    return request.rel_url.raw_path[:MAX_PATH]
+
+
 def log_access(request: web.Request, status: int, started: float, trace: RequestTrace) -> None:
     """The line of one request that has ended. `started` is by `time.perf_counter`."""
-    path = request.rel_url.raw_path[:MAX_PATH]
+    path = shown_path(request)
     level = logging.DEBUG if path in POLLED_PATHS and status < 400 else logging.INFO
     if not _log.isEnabledFor(level):
         return

@@ -13,7 +13,14 @@ from aiohttp.http_exceptions import BadHttpMessage
 from aiohttp.typedefs import Handler, Middleware
 
 from kvflow.protocols.errors import KvflowError
-from kvflow.server.http.access import CLIENT_GONE_STATUS, REQUEST_ID_HEADER, echo_request_id, log_access, traced
+from kvflow.server.http.access import (
+    CLIENT_GONE_STATUS,
+    REQUEST_ID_HEADER,
+    echo_request_id,
+    log_access,
+    shown_path,
+    traced,
+)
 from kvflow.server.http.cors import AllowOrigin, cross_origin
 from kvflow.server.http.errors import Failure, failure_of
 from kvflow.server.http.metrics import Metrics
@@ -76,17 +83,26 @@ def _answered(metrics: Metrics) -> Middleware:
 
 async def _response(request: web.Request, handler: Handler, trace: RequestTrace) -> web.StreamResponse:
     """The handler's answer, or its error as one."""
+    headers: dict[str, str] = {}
     try:
         return await handler(request)
     except ConnectionError:
         raise
+    except web.HTTPNotFound:
+        failure = Failure(404, "http_404", f"this server has no {request.method} {shown_path(request)}")
+    except web.HTTPMethodNotAllowed as error:
+        allowed = ", ".join(sorted(error.allowed_methods))
+        failure = Failure(405, "http_405", f"{shown_path(request)} does not take {request.method}; it takes {allowed}")
+        headers["Allow"] = allowed
     except (KvflowError, web.HTTPException, TimeoutError) as error:
         failure = failure_of(error)
     except Exception as error:  # noqa: BLE001 - the server must go on; logged, and counted as a 500
         _log.exception("request %s failed", request.path)
         failure = failure_of(error)
     trace.error = failure.summary
-    return failure.response()
+    response = failure.response()
+    response.headers.update(headers)
+    return response
 
 
 def _authorized(api_key: str) -> Middleware:

@@ -25,11 +25,10 @@ class Delta(msgspec.Struct, frozen=True):
 
 
 class Completion:
-    """The sum of the deltas of one choice. Tokens are only counted: with twenty log-probabilities at each, 256 choices
-    of 4,000 tokens would hold 2.5 GB."""
+    """The sum of the deltas of one choice."""
 
     def __init__(self) -> None:
-        self.token_count = 0
+        self.tokens: list[TokenOut] = []
         self.finish: str | None = None
         self.matched: str | int | None = None
         self._texts: list[str] = []
@@ -41,7 +40,7 @@ class Completion:
 
     def add(self, delta: Delta) -> None:
         self._texts.append(delta.text)
-        self.token_count += len(delta.tokens)
+        self.tokens += delta.tokens
         if delta.finish is not None:
             self.finish, self.matched = delta.finish, delta.matched
 

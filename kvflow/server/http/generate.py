@@ -132,7 +132,7 @@ class GenerateCall:
         meta: dict[str, Any] = {
             "id": self.id_of(index),
             "prompt_tokens": len(request.prompt),
-            "completion_tokens": completion.token_count,
+            "completion_tokens": len(completion.tokens),
             "cached_tokens": 0,
             "finish_reason": _finish(completion),
         }
@@ -158,7 +158,7 @@ def _finish(completion: Completion) -> dict[str, Any] | None:
     if completion.finish is None:
         return None
     if completion.finish == "length":
-        return {"type": "length", "length": completion.token_count}
+        return {"type": "length", "length": len(completion.tokens)}
     if completion.finish == ABORT:
         return {"type": ABORT, "message": "ended by /abort_request"}
     return {"type": completion.finish, "matched": completion.matched}

@@ -69,7 +69,7 @@ class _OpenAICall:
     def events(self, index: int, deltas: list[Delta], completion: Completion) -> list[Any]:
         """One chunk per delta."""
         chunks = [self._event(index, delta) for delta in deltas]
-        count = completion.token_count - sum(len(delta.tokens) for delta in deltas)
+        count = len(completion.tokens) - sum(len(delta.tokens) for delta in deltas)
         for delta, chunk in zip(deltas, chunks, strict=True):
             count += len(delta.tokens)
             self._count(index, count, chunk)
@@ -97,7 +97,7 @@ class _OpenAICall:
 
     def _usage(self, completions: list[Completion]) -> dict[str, Any]:
         prompts = sum(len(request.prompt) for request in self._requests[:: self._choices])
-        return _usage(prompts, sum(completion.token_count for completion in completions))
+        return _usage(prompts, sum(len(completion.tokens) for completion in completions))
 
 
 def _usage(prompt_tokens: int, completion_tokens: int) -> dict[str, Any]:

@@ -212,11 +212,11 @@ def _with_plain_content(index: int, message: dict[str, Any]) -> dict[str, Any]:
     if content is None or isinstance(content, str):
         return {**message, "content": content or ""}
     if not isinstance(content, list):
-        raise RequestError(f"messages[{index}].content must be a string or a list of parts")
+        raise RequestError(f"messages[{index}].content must be a string or a list of parts", param="messages")
     texts: list[str] = []
     for part in content:
         if not isinstance(part, dict) or part.get("type") != "text" or not isinstance(part.get("text"), str):
-            raise RequestError(f"messages[{index}].content: only parts of type text are supported")
+            raise RequestError(f"messages[{index}].content: only parts of type text are supported", param="messages")
         texts.append(part["text"])
     return {**message, "content": "".join(texts)}
 

@@ -216,6 +216,7 @@ class Router(Drainable):
         """One worker's answer to this request, whatever its status; 502 when it cannot be reached."""
         url, timeout = f"{worker.url}{http.rel_url.raw_path_qs}", aiohttp.ClientTimeout(total=ASK_TIMEOUT_S)
         headers = {name: http.headers[name] for name in _FORWARDED if name in http.headers}
+        headers[REQUEST_ID_HEADER] = CURRENT.get().request_id
         try:
             async with self._session.request(
                 http.method, URL(url, encoded=True), data=await http.read(), headers=headers, timeout=timeout
