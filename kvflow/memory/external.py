@@ -10,7 +10,9 @@ from numpy.typing import NDArray
 
 from kvflow.protocols.errors import CapacityError, MisuseError, OwnershipError
 from kvflow.protocols.limits import check_time
-from kvflow.protocols.pages.layout import PageIndices
+from kvflow.protocols.pages.layout import PageIndices, ascends
+
+_MANY = 256
 
 
 class ExternalPages:
@@ -87,17 +89,25 @@ class ExternalPages:
         """These pages are in use, once more each. Raises: OwnershipError (a page outside the pool; nothing is held)."""
         found = self._checked(pages)
         with self._changed:
-            np.add.at(self._uses, found, 1)
+            self._count(found, 1)
 
     def unhold(self, pages: PageIndices) -> None:
         """One use of each has ended. Raises: OwnershipError for a page that is not in use (nothing is changed)."""
         found = self._checked(pages)
         with self._changed:
-            np.subtract.at(self._uses, found, 1)
-            if (wrong := self._uses[found] < 0).any():
-                np.add.at(self._uses, found, 1)
-                raise OwnershipError(f"unhold: page {found[wrong][0]} is not in use")
+            counted = self._count(found, -1)
+            if (wrong := self._uses[counted] < 0).any():
+                self._count(found, 1)
+                raise OwnershipError(f"unhold: page {counted[wrong][0]} is not in use")
             self._changed.notify_all()
+
+    def _count(self, pages: PageIndices, more: int) -> PageIndices:
+        """Add to the uses of `pages`; returns them, many in ascending order: `np.add.at` takes 150 ms for a million."""
+        if pages.size >= _MANY and ascends(ascending := np.sort(pages)):
+            self._uses[ascending] += np.int32(more)
+            return ascending
+        np.add.at(self._uses, pages, more)
+        return pages
 
     def _checked(self, pages: Sequence[int] | PageIndices) -> PageIndices:
         found = np.asarray(pages, dtype=np.int64)

@@ -91,3 +91,26 @@ def test_many_threads_count_right() -> None:
     for thread in threads:
         thread.join()
     assert store.at_rest()
+
+
+def test_many_pages_are_not_counted_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`np.add.at` took 150 ms of the event loop for the pages of the largest room."""
+    store = ExternalPages(4096)
+    scattered = np.random.default_rng(1).permutation(np.arange(4096, dtype=np.int32))[:2048]
+    with monkeypatch.context() as without:
+        without.setattr(np, "add", None)
+        store.hold(scattered)
+        store.hold(scattered[:1024])
+        assert store.busy_pages == 2048
+        store.unhold(scattered)
+        assert sorted(store.busy(scattered)) == sorted(scattered[:1024])
+        store.unhold(scattered[:1024])
+    assert store.at_rest()
+    twice = np.repeat(scattered[:512], 2)
+    store.hold(twice)
+    store.unhold(scattered[:512])
+    assert store.busy_pages == 512
+    with pytest.raises(OwnershipError, match="not in use"):
+        store.unhold(scattered)
+    store.unhold(scattered[:512])
+    assert store.at_rest()
