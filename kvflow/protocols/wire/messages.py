@@ -28,7 +28,7 @@ from kvflow.protocols.ports import PlaneAddress
 WIRE_VERSION = 2
 
 MAX_FRAME_BYTES = 8 << 20
-MAX_PAGES_PER_ROOM = 1 << 20
+MAX_PAGES_PER_ROOM = 1 << 20  # a million tokens at page size 1, which SGLang and others serve
 MAX_HANDOFF_BYTES = 1 << 20
 MAX_BELIEFS = 4096
 MAX_RANKS = 1024
