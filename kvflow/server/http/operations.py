@@ -61,7 +61,12 @@ def routes(
     pipeline: CompletionPipeline, *, host: str, bootstrap_port: int | None, has_api_key: bool
 ) -> list[web.RouteDef]:
     """Everything but completions. `host` is shown in /server_info; without an API key no peer can be declared dead."""
-    return [*_description(pipeline, host, bootstrap_port), *_state(pipeline), *_peers(pipeline, has_api_key)]
+    return [
+        *_description(pipeline, host, bootstrap_port),
+        *_state(pipeline),
+        *_rooms(pipeline),
+        *_peers(pipeline, has_api_key),
+    ]
 
 
 def _description(pipeline: CompletionPipeline, host: str, bootstrap_port: int | None) -> list[web.RouteDef]:
@@ -92,7 +97,7 @@ def _description(pipeline: CompletionPipeline, host: str, bootstrap_port: int | 
 
 
 def _state(pipeline: CompletionPipeline) -> list[web.RouteDef]:
-    """Health, load, rooms, metrics."""
+    """Health, load, metrics."""
     service = pipeline.service
 
     async def health(_: web.Request) -> web.StreamResponse:
@@ -121,6 +126,18 @@ def _state(pipeline: CompletionPipeline) -> list[web.RouteDef]:
     async def metrics(_: web.Request) -> web.StreamResponse:
         return pipeline.metrics.response()
 
+    return [
+        *(web.get(path, health) for path in ("/health", "/health_generate")),
+        *(web.get(path, load) for path in ("/get_load", "/get_loads")),
+        *(method("/flush_cache", flush) for method in (web.post, web.get)),
+        web.get("/metrics", metrics),
+    ]
+
+
+def _rooms(pipeline: CompletionPipeline) -> list[web.RouteDef]:
+    """Open and recently ended rooms, and the story of one."""
+    service = pipeline.service
+
     async def rooms(_: web.Request) -> web.StreamResponse:
         return json_response({"rooms": list(service.rooms())})
 
@@ -136,14 +153,7 @@ def _state(pipeline: CompletionPipeline) -> list[web.RouteDef]:
             return Failure(404, "unknown_room", f"room {room} is not known here").response()
         return json_response(found)
 
-    return [
-        *(web.get(path, health) for path in ("/health", "/health_generate")),
-        *(web.get(path, load) for path in ("/get_load", "/get_loads")),
-        *(method("/flush_cache", flush) for method in (web.post, web.get)),
-        web.get("/metrics", metrics),
-        web.get("/rooms", rooms),
-        web.get("/rooms/{room}", story),
-    ]
+    return [web.get("/rooms", rooms), web.get("/rooms/{room}", story)]
 
 
 def _peers(pipeline: CompletionPipeline, has_api_key: bool) -> list[web.RouteDef]:
