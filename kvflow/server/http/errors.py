@@ -79,14 +79,14 @@ class OverloadError(CapacityError):
     """This server runs as many requests as it accepts."""
 
 
-class _Told(msgspec.Struct):
+class _ErrorFields(msgspec.Struct):
     message: str = "no reason given"
     code: str | int | None = None
     param: str | None = None
 
 
 class _ErrorBody(msgspec.Struct):
-    error: _Told
+    error: _ErrorFields
 
 
 _CODES = frozenset(Code)
@@ -97,7 +97,7 @@ _KNOWN_CODES = {
     "degraded",
     "no_workers",
     "model_not_found",
-    "context_length_exceeded",
+    CONTEXT_LENGTH_EXCEEDED,
 }
 
 
