@@ -13,6 +13,7 @@ import torch
 from kvflow.engine.model.ahead import MOST_STEPS
 from kvflow.engine.model.load import LoadedModel
 from kvflow.engine.model.step import Row
+from kvflow.engine.scheduler import burst
 from kvflow.engine.scheduler.params import TokenOut
 from kvflow.protocols.errors import KvflowError
 from tests.engine.pair import EnginePair, greedy, prompt_of, until
@@ -68,7 +69,10 @@ async def test_one_call_has_several_steps(llama: LoadedModel) -> None:
         await until(lambda: pair.home)
 
 
-async def test_each_token_leaves_when_its_step_has_ended(llama: LoadedModel) -> None:
+async def test_the_token_of_a_step_that_is_not_short_leaves_when_it_has_ended(
+    llama: LoadedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(burst, "DELIVER_EVERY_S", 0.0)
     async with EnginePair(llama) as pair:
         want = await pair.tokens(prompt_of(20), greedy(6))
         watched = Watched(pair)
@@ -79,6 +83,24 @@ async def test_each_token_leaves_when_its_step_has_ended(llama: LoadedModel) -> 
             watched.allow(1)
             assert (await asyncio.wait_for(anext(stream), 20)).token_id == want[number]
         assert watched.calls == 1
+        await stream.aclose()
+
+
+async def test_short_steps_share_a_delivery(llama: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(burst, "DELIVER_EVERY_S", 60.0)
+    async with EnginePair(llama) as pair:
+        want = await pair.tokens(prompt_of(20), greedy(MOST_STEPS + 2))
+        watched, before = Watched(pair), pair.decode.steps
+        watched.gated = True
+        stream = await started(pair, prompt_of(20), MOST_STEPS + 2)
+        watched.allow(MOST_STEPS - 1)
+        await watched.at_step(MOST_STEPS)
+        assert pair.decode.steps == before
+        watched.allow(1)  # the burst ends, and all of its tokens leave
+        found = [await anext(stream) for _ in range(MOST_STEPS)]
+        assert [out.token_id for out in found] == want[1:-1] and pair.decode.steps == before + MOST_STEPS
+        watched.allow(1)  # a last token does not wait
+        assert (await anext(stream)).finish_reason == "length"
         await stream.aclose()
 
 

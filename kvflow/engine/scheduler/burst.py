@@ -1,4 +1,4 @@
-"""Decode steps in the model thread, several for one call of it, and the tokens of each on their way at once.
+"""Decode steps in the model thread, several for one call of it, and their tokens on their way within milliseconds.
 
 A call costs some 150 us of waiting for the event loop.
 """
@@ -6,6 +6,7 @@ A call costs some 150 us of waiting for the event loop.
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Callable
 
 from kvflow.engine.model.runner import Runner
@@ -16,6 +17,9 @@ from kvflow.engine.scheduler.budget import Admission
 from kvflow.engine.scheduler.params import SamplingParams, TokenOut, finish
 from kvflow.engine.scheduler.sampling import Choice, Draw, choose
 from kvflow.protocols.errors import KvflowError
+
+# Steps that are shorter share a delivery: each wakes the event loop, which then takes the interpreter from the model.
+DELIVER_EVERY_S = 0.01
 
 
 class DecodeRequest:
@@ -57,25 +61,36 @@ class Burst:
     """
 
     def __init__(
-        self, runner: Runner, eos_ids: frozenset[int], *, deliver: Callable[[Tokens], None],
+        self, runner: Runner, eos_ids: frozenset[int], *, deliver: Callable[[list[Tokens]], None],
         is_running: Callable[[DecodeRequest], bool], goes_on: Callable[[], bool],
     ) -> None:  # fmt: skip
-        """`deliver` is called on the event loop with the tokens of each step, in order."""
+        """`deliver` is called on the event loop with the tokens of one or more steps, in order: at once with a
+        request's last one, else within `DELIVER_EVERY_S` and a step."""
         self._runner, self._eos_ids = runner, eos_ids
         self._deliver, self._is_running, self._goes_on = deliver, is_running, goes_on
 
     def run(self, batch: list[DecodeRequest], most_steps: int, loop: asyncio.AbstractEventLoop) -> None:
         """In the model thread: at most `most_steps`, each without the requests that have ended."""
-        for step in range(most_steps):
-            if step:
-                if not self._goes_on():
+        held: list[Tokens] = []
+        delivered_at_s = time.monotonic()
+        try:
+            for step in range(most_steps):
+                if step:
+                    if not self._goes_on():
+                        return
+                    batch = [request for request in batch if self._is_running(request)]
+                if not batch:
                     return
-                batch = [request for request in batch if self._is_running(request)]
-            if not batch:
-                return
-            tokens = self._step(batch)
-            loop.call_soon_threadsafe(self._deliver, tokens)
-            batch = [request for request, out in tokens if out.finish_reason is None]
+                tokens = self._step(batch)
+                held.append(tokens)
+                batch = [request for request, out in tokens if out.finish_reason is None]
+                now = time.monotonic()
+                if len(batch) < len(tokens) or now - delivered_at_s >= DELIVER_EVERY_S:
+                    loop.call_soon_threadsafe(self._deliver, held)
+                    held, delivered_at_s = [], now
+        finally:
+            if held:
+                loop.call_soon_threadsafe(self._deliver, held)
 
     def _step(self, batch: list[DecodeRequest]) -> Tokens:
         logits = self._runner.forward([Row(r.sequence, 1) for r in batch])

@@ -210,10 +210,10 @@ class DecodeEngine(EngineLoop):
                 self._fail(request, error)
         return ready
 
-    def _deliver(self, tokens: Tokens) -> None:
-        """The tokens of one step to their readers; the pages of what has ended go back now: its reader may be slow."""
-        self.steps += 1
-        for request, out in tokens:
+    def _deliver(self, steps: list[Tokens]) -> None:
+        """Tokens to their readers; the pages of what has ended go back now: its reader may be slow."""
+        self.steps += len(steps)
+        for request, out in itertools.chain.from_iterable(steps):
             if not self._is_running(request):
                 continue
             if out.finish_reason is not None:
