@@ -122,10 +122,28 @@ async def test_the_id_of_the_http_request_is_the_id_of_its_answer(
         assert (await answer.json())["meta_info"]["id"] == "from-outside"
 
 
+@pytest.mark.parametrize("rid", ["from-outside", "cmpl-from-outside"])
+async def test_openai_answers_end_by_the_id_of_their_request_too(
+    server: Server, session: Session, decode: Role, rid: str
+) -> None:
+    decode.service.gate.clear()
+    headers = {"X-Request-ID": "from-outside"}
+    body = {"prompt": "w1", "n": 2, "max_tokens": 5}
+    asked = asyncio.create_task(session.post(server.make_url("/v1/completions"), json=body, headers=headers))
+    await until_it_waits(decode, 2)
+    assert await abort(session, server, rid="") == 0
+    assert await abort(session, server, rid=rid) == 2
+    async with await asyncio.wait_for(asked, WITHIN_S) as answer:
+        document = await answer.json()
+    assert document["id"] == "cmpl-from-outside"
+    assert [choice["finish_reason"] for choice in document["choices"]] == ["abort"] * 2
+    assert len(decode.pipeline.choices) == 0
+
+
 def longest_end_s(ids: list[str]) -> float:
     """Of a request of many choices, the last of a crowd to come and the first to go."""
     choices, found = RunningChoices(), []
-    requests = [choices.listed([one] * 256, lambda _: None) for one in ids]
+    requests = [choices.listed("", [one] * 256, lambda _: None) for one in ids]
     for request in requests:
         request.__enter__()
     for request in reversed(requests):

@@ -1,4 +1,4 @@
-"""POST /abort_request, as SGLang has it: what runs is ended by the id of its answer, and answers with what there is."""
+"""POST /abort_request, as SGLang has it: what runs ends by its id or X-Request-ID, and answers with what there is."""
 
 from __future__ import annotations
 
@@ -32,27 +32,28 @@ class RunningChoices:
         self._numbers = itertools.count()
 
     def __len__(self) -> int:
-        return sum(map(len, self._stops.values()))
+        return len({number for stops in self._stops.values() for number in stops})
 
     @contextmanager
-    def listed(self, ids: Sequence[str], stop: Callable[[int], None]) -> Iterator[None]:
-        """List the choices of one request until the block ends. Their ids need not differ, nor those of requests."""
-        listed = [(one, next(self._numbers)) for one in ids]
-        for i, (one, number) in enumerate(listed):
-            self._stops.setdefault(one, {})[number] = functools.partial(stop, i)
+    def listed(self, request_id: str, ids: Sequence[str], stop: Callable[[int], None]) -> Iterator[None]:
+        """List the choices of one request, by its id and theirs, until the block ends. No id needs to differ."""
+        listed = [(name, i) for i, one in enumerate(ids) for name in {one, request_id or one}]
+        numbers = [next(self._numbers) for _ in ids]
+        for one, i in listed:
+            self._stops.setdefault(one, {})[numbers[i]] = functools.partial(stop, i)
         try:
             yield
         finally:
-            for one, number in listed:
-                del self._stops[one][number]
+            for one, i in listed:
+                del self._stops[one][numbers[i]]
                 if not self._stops[one]:
                     del self._stops[one]
 
     def abort(self, request: AbortRequest) -> int:
         """Stop the choices of this id, or all. Returns how many there are."""
         ids = list(self._stops) if request.abort_all else [request.rid or ""]
-        stops = [stop for one in ids for stop in self._stops.get(one, {}).values()]
-        for stop in stops:
+        stops = {number: stop for one in ids for number, stop in self._stops.get(one, {}).items()}
+        for stop in stops.values():
             stop()
         return len(stops)
 

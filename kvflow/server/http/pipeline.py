@@ -37,7 +37,7 @@ from kvflow.server.http.responses import long_json_response
 from kvflow.server.http.schemas import Rendezvous, decoded, parse
 from kvflow.server.http.sse import Arrivals, EventStream
 from kvflow.server.http.tokenizer import ThreadedTokenizer
-from kvflow.telemetry.requests import name_error, name_rooms
+from kvflow.telemetry.requests import CURRENT, name_error, name_rooms
 
 _log = logging.getLogger("kvflow.http")
 B = TypeVar("B", bound=Rendezvous)
@@ -250,7 +250,7 @@ class CompletionPipeline(Drainable):
     ) -> contextlib.AbstractContextManager[None]:
         """The choices of a call can be aborted until the block ends."""
         stop = functools.partial(arrivals.stop, last=Delta("", (), ABORT))
-        return self.choices.listed([call.id_of(i) for i in range(count)], stop)
+        return self.choices.listed(CURRENT.get().request_id, [call.id_of(i) for i in range(count)], stop)
 
     def _add(
         self, batch: list[tuple[int, Delta]], call: CompletionCall, completions: list[Completion], meter: RequestMeter
