@@ -11,10 +11,10 @@ from kvflow.bench.serve import HERE, ServePlan, bench_serve
 from kvflow.bench.stream_client import Stream, StreamFailedError, unchunked
 
 
-@pytest.mark.parametrize("api", ["generate", "completions"])
+@pytest.mark.parametrize("api", ["completions", pytest.param("generate", marks=pytest.mark.slow)])
 async def test_tokens_per_second_are_of_the_same_tokens_as_stocks(api: str) -> None:
     said: list[str] = []
-    plan = ServePlan(api=api, clients=(3,), new_tokens=12, turns=2, streams=4, stream_tokens=20)
+    plan = ServePlan(api=api, clients=(3,), new_tokens=12, turns=1, streams=4, stream_tokens=20)
     report = await bench_serve(plan, said.append)
     figures = report["clients"]["3"][HERE]
     assert 0 < figures["ratio"]["min"] <= figures["ratio"]["median"]
