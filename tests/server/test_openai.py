@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from typing import Any
 
 import aiohttp
@@ -18,7 +19,9 @@ async def test_models(client: openai.AsyncOpenAI) -> None:
 
 
 async def test_one_model(client: openai.AsyncOpenAI) -> None:
-    assert (await client.models.retrieve("fake")).id == "fake"
+    model = await client.models.retrieve("fake")
+    assert model.id == "fake"
+    assert 0 <= time.time() - model.created < 60  # since when it is served; zero is shown as 1970
     for other in ("other", "a/b"):
         with pytest.raises(openai.NotFoundError, match="ask for 'fake'") as caught:
             await client.models.retrieve(other)

@@ -246,7 +246,7 @@ class TextCompletionCall(_OpenAICall):
 
 def routes(pipeline: CompletionPipeline) -> list[web.RouteDef]:
     """/v1/chat/completions, /v1/completions, /v1/models."""
-    name = pipeline.service.card.name
+    name, began = pipeline.service.card.name, int(time.time())
 
     async def chat(http: web.Request) -> web.StreamResponse:
         body = await pipeline.read(http, ChatRequest)
@@ -258,7 +258,7 @@ def routes(pipeline: CompletionPipeline) -> list[web.RouteDef]:
 
     def entry() -> dict[str, Any]:
         card = pipeline.service.card
-        about = {"id": name, "object": "model", "created": 0, "owned_by": "kvflow", "root": card.path}
+        about = {"id": name, "object": "model", "created": began, "owned_by": "kvflow", "root": card.path}
         return {**about, "max_model_len": card.context_length}
 
     async def models(_: web.Request) -> web.StreamResponse:
