@@ -416,3 +416,27 @@ async def test_what_does_not_finish_before_the_router_leaves_is_told_so(
         assert error["code"] == "shutdown" and "did not finish in time" in error["message"]
     for _ in range(2):
         await asyncio.wait_for(decode.service.ended.get(), 5)
+
+
+async def test_a_decode_that_cuts_its_streams_off_is_in_backoff(prefill_server: Server, session: Session) -> None:
+    """It counted as one that had served them, and got its share of the next ones."""
+
+    seen = asyncio.Event()
+
+    async def cut_off(http: web.Request) -> web.StreamResponse:
+        out = await streamed(http, b'data: {"text": "w2"}\n\n')
+        await seen.wait()
+        assert http.transport is not None
+        http.transport.abort()
+        return out
+
+    async with served(worker_app(cut_off)) as decode_server, routed([prefill_server], [decode_server]) as r:
+        for _ in range(5):
+            seen.clear()
+            body = {**BODY, "stream": True}
+            async with session.post(r.server.make_url("/generate"), json=body) as answer:
+                assert b"w2" in await asyncio.wait_for(answer.content.readuntil(b"\n\n"), 5)
+                seen.set()
+                assert b"peer_lost" in await asyncio.wait_for(answer.read(), 5)
+        await asyncio.wait_for(r.router.idle.wait(), 5)
+        assert r.worker(decode_server).in_backoff(asyncio.get_running_loop().time() + 0.5)

@@ -31,6 +31,7 @@ class ClientAnswer:
         self._http, self._measures = http, measures
         self._arrived_at_s = time.perf_counter()
         self._stream: web.StreamResponse | None = None
+        self.cut_off: LegFailedError | None = None  # what ended a stream that had its first token
 
     async def relay(self, pair: Pair, answer: aiohttp.ClientResponse, room: dict[str, str]) -> web.StreamResponse:
         """Relay decode's stream, event by event; a decode that is lost after the first token becomes an error event.
@@ -56,6 +57,7 @@ class ClientAnswer:
             try:
                 piece = await pair.decode.read()
             except LegFailedError as error:
+                self.cut_off = error
                 return await self.fail(Failure(502, str(Code.PEER_LOST), f"the answer was cut off: {error}"))
         if held:
             await write(out, held)

@@ -144,7 +144,10 @@ class Router(Drainable):
                 _log.info("not served by %s and %s, trying again: %s", prefill.url, decode.url, error.failure.summary)
             else:
                 prefill.mark_served()
-                decode.mark_served()
+                if answer.cut_off is None:
+                    decode.mark_served()
+                else:
+                    decode.mark_lost(str(answer.cut_off), loop.time())
                 return done
 
     async def _next_pair(self, tries: Tries) -> tuple[Worker, Worker]:
