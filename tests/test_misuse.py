@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 import kvflow
+from kvflow.protocols.wire.messages import MAX_PAGES_PER_ROOM
 from kvflow.protocols.wire.ranks import RankInfo
 from kvflow.testing.pair import Pair, small_layout
 from kvflow.transports.data.fake import FakeNetwork, FakePlane
@@ -66,6 +67,16 @@ async def test_a_prefix_that_is_not_whole_pages(kvflow_pair: Pair, prefix: int) 
     text = f"prefix_tokens {prefix} is neither a whole number of 4-token pages nor all of the 10 tokens of the prompt"
     with pytest.raises(kvflow.MisuseError, match=text):
         p.decode.room(7, p.ranks, PROMPT, prefix_tokens=prefix)
+    await p.rest()
+
+
+async def test_a_prompt_of_more_pages_than_an_offer_may_have(kvflow_pair: Pair) -> None:
+    """Prefill would drop the offer as malformed, and both legs would wait for their deadlines."""
+    p = kvflow_pair
+    prompt = np.zeros(4 * MAX_PAGES_PER_ROOM + 1, dtype=np.uint32)
+    text = rf"pages of one room \(of 4 tokens each\): asked for {MAX_PAGES_PER_ROOM + 1}, limit {MAX_PAGES_PER_ROOM}"
+    with pytest.raises(kvflow.CapacityError, match=text):
+        p.decode.room(7, p.ranks, prompt)
     await p.rest()
 
 

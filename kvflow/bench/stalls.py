@@ -17,12 +17,13 @@ import numpy as np
 
 from kvflow.bench.pair import Process
 from kvflow.demo_model import DEMO_MODEL_DIR
+from kvflow.protocols.wire.messages import MAX_PAGES_PER_ROOM
 from kvflow.server.http.app import MAX_BODY_BYTES
 
 ROLES = ("prefill", "decode", "idle")
 STREAM_TOKENS = 4_000
 PROMPT_TOKENS = 131_072
-BOOTSTRAP_PAGES = 1 << 20  # one token each: wire.messages.MAX_PAGES_PER_ROOM
+BOOTSTRAP_PAGES = MAX_PAGES_PER_ROOM  # one token each
 WATCH_S = 5.0  # a case is repeated for so long: a percentile of few ticks says little
 
 Case = tuple[str, str, dict[str, Any]]
@@ -42,7 +43,7 @@ def cases() -> list[Case]:
         ("4,000 tokens, top-20, completions stream", "/v1/completions", {**completion, "stream": True}),
         ("4,000 tokens, top-20, completions", "/v1/completions", completion),
         ("prompt of 131,072 tokens", "/generate", {"input_ids": ids[:PROMPT_TOKENS], **few}),
-        ("largest Bootstrap: 1,048,576 pages", "/generate", {"input_ids": ids, **few}),
+        ("largest Bootstrap: 524,288 pages", "/generate", {"input_ids": ids, **few}),
         ("8 MiB of text", "/generate", {"text": ("Once upon a time. " * (spare // 18)), **few}),
     ]
 

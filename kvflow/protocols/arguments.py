@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from kvflow.protocols.errors import CapacityError, MisuseError
 from kvflow.protocols.pages.layout import PageIndices, PoolLayout, names_twice
 from kvflow.protocols.wire.codec import prompt_digest
-from kvflow.protocols.wire.messages import MAX_HANDOFF_BYTES
+from kvflow.protocols.wire.messages import MAX_HANDOFF_BYTES, MAX_PAGES_PER_ROOM
 
 
 class CheckedPrompt(NamedTuple):
@@ -45,13 +45,15 @@ def check_prompt(prompt: TokenIds | CheckedPrompt) -> CheckedPrompt:
 
 
 def pages_wanted(layout: PoolLayout, tokens: int, prefix_tokens: int) -> int:
-    """Pages for what decode does not have of a prompt. Raises: MisuseError naming the prefix."""
+    """Pages for what decode does not have of a prompt. Raises: MisuseError naming the prefix, CapacityError."""
     if not 0 <= prefix_tokens <= tokens or (prefix_tokens % layout.page_size and prefix_tokens != tokens):
         raise MisuseError(
             f"prefix_tokens {prefix_tokens} is neither a whole number of {layout.page_size}-token pages nor all of the "
             f"{tokens} tokens of the prompt"
         )
-    return layout.pages_for(tokens, prefix_tokens)
+    if (wanted := layout.pages_for(tokens, prefix_tokens)) > MAX_PAGES_PER_ROOM:
+        raise CapacityError(f"pages of one room (of {layout.page_size} tokens each)", wanted, MAX_PAGES_PER_ROOM)
+    return wanted
 
 
 def own_pages(pages: Sequence[int] | PageIndices, num_pages: int, room: int, wanted: int) -> PageIndices:

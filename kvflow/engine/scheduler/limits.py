@@ -10,6 +10,7 @@ from kvflow.engine.model.sequence import Prompt
 from kvflow.engine.scheduler.params import MAX_STOPS, BadWords, LogitBias, SamplingParams
 from kvflow.engine.scheduler.prompt_logprobs import MAX_BYTES, size_bytes
 from kvflow.protocols.errors import CapacityError, MisuseError
+from kvflow.protocols.wire.messages import MAX_PAGES_PER_ROOM
 
 
 class EngineLimits:
@@ -26,8 +27,8 @@ class EngineLimits:
         if len(prompt) >= self.context_length:
             text = "prompt tokens (the model's context must hold one new token too)"
             raise CapacityError(text, len(prompt), self.context_length - 1)
-        if (pages := self.worst_pages(prompt, 1)) > self._num_pages:
-            raise CapacityError("pages for the prompt", pages, self._num_pages)
+        if (pages := self.worst_pages(prompt, 1)) > (most := min(self._num_pages, MAX_PAGES_PER_ROOM)):
+            raise CapacityError("pages for the prompt", pages, most)
         ids = np.asarray(prompt)
         if ids.ndim != 1 or ids.dtype.kind not in "iu":
             raise MisuseError(f"prompt: token ids must be a flat list of integers, not {ids.ndim}-d {ids.dtype}")

@@ -28,7 +28,8 @@ from kvflow.protocols.ports import PlaneAddress
 WIRE_VERSION = 2
 
 MAX_FRAME_BYTES = 8 << 20
-MAX_PAGES_PER_ROOM = 1 << 20  # a million tokens at page size 1, which SGLang and others serve
+# Work on so many pages at once takes the event loop some 3 ms. A context of a million tokens needs pages of 2 tokens.
+MAX_PAGES_PER_ROOM = 1 << 19
 MAX_HANDOFF_BYTES = 1 << 20
 MAX_BELIEFS = 4096
 MAX_RANKS = 1024
