@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import select
 import socket
 import struct
 import threading
@@ -71,6 +72,24 @@ async def echo(router: ZmqSocket, dealer: ZmqSocket, frame: bytes = b"hello") ->
     async with asyncio.timeout(20):
         while not any(found == frame for _, found in await router.receive()):
             pass
+
+
+async def test_a_look_leaves_no_message_unread() -> None:
+    """ZMQ's descriptor says once that messages wait, and the look may be what it says it to."""
+    router, port = bind_router("127.0.0.1", 0)
+    dealer = connect_dealer(f"tcp://127.0.0.1:{port}", 7)
+    try:
+        await echo(router, dealer)
+        for number in range(20):
+            reading = asyncio.ensure_future(router.receive())
+            await asyncio.sleep(0)
+            assert dealer.send(b"%d" % number, at_once=True)
+            assert select.select([router._socket.fileno()], [], [], 10)[0]  # the loop has not seen it yet
+            router.connections._look()
+            assert [frame for _, frame in await asyncio.wait_for(reading, 5)] == [b"%d" % number]
+    finally:
+        dealer.close()
+        router.close()
 
 
 async def until_cut(end: ZmqSocket, count: int) -> None:

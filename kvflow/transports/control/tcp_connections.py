@@ -65,9 +65,14 @@ class TcpConnections:
         self._loop = asyncio.get_running_loop()
         self._timer: asyncio.TimerHandle | None = None
 
-    def watch(self, port: int, incoming: Incoming, tell_cut: Callable[[], None]) -> None:
-        """Begin to look at connections to `port`, the one that was bound or connected to."""
-        self._port, self._incoming, self._tell_cut = port, incoming, tell_cut
+    def watch(
+        self, port: int, incoming: Incoming, tell_cut: Callable[[], None], tell_waits: Callable[[], None]
+    ) -> None:
+        """Begin to look at connections to `port`, the one that was bound or connected to.
+
+        `tell_waits`: a message waits, and what was to say so may have been used up by the look.
+        """
+        self._port, self._incoming, self._tell_cut, self._tell_waits = port, incoming, tell_cut, tell_waits
         self._messages = 0
         self._timer = self._loop.call_later(LOOK_S, self._look)
 
@@ -99,6 +104,8 @@ class TcpConnections:
         # Whole messages are handed over in turn, one per connection: where none waits, or everybody has had a turn,
         # what a connection has not delivered is unfinished.
         waits = int(self._socket.get(zmq.EVENTS)) & zmq.POLLIN
+        if waits:
+            self._tell_waits()
         all_read = not waits or incoming.messages - self._messages >= len(self.open)
         self._messages = incoming.messages
         for descriptor, connection in list(self.open.items()):

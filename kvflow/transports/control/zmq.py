@@ -52,7 +52,7 @@ class ZmqSocket:
         self._burst = 0  # frames received since the loop last ran
         self._turn_ends = False  # `_end_turn` is scheduled
         self._loop.add_reader(socket.fileno(), self._wake)
-        connections.watch(port, self._incoming, self._tell_cut)
+        connections.watch(port, self._incoming, self._tell_cut, self._wake)
 
     @property
     def lockout_reason(self) -> str:
