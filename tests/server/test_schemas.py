@@ -55,6 +55,14 @@ def test_a_body_of_a_million_objects_is_refused_unbuilt(kind: Kind, bomb: bytes,
         parse(raw, kind)
 
 
+@pytest.mark.parametrize("text", [":" * 200, '"[{' * 60, "\\" * 99 + '"'])
+def test_what_texts_have_in_them_is_not_counted(text: str) -> None:
+    messages = [{"role": "user", "content": text}] * 1000
+    body = msgspec.json.encode({"messages": messages})
+    assert sum(map(body.count, (b"[", b"{", b":"))) > 3 * len(messages)
+    assert parse(body, ChatRequest).messages == messages
+
+
 def test_a_million_token_ids_are_a_prompt() -> None:
     raw = b'{"input_ids":[' + b"12345," * 999_999 + b"7]}"
     assert len(parse(raw, GenerateRequest).input_ids or ()) == 1_000_000

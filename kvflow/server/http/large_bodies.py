@@ -20,7 +20,8 @@ from numpy.typing import NDArray
 from kvflow.server.http.errors import RequestError
 
 LARGE_BYTES = 1 << 16  # a body from here on is taken apart
-LONG_BYTES = 1 << 10  # a string or array from here on is cut out
+LONG_BYTES = 1 << 8  # a string or array from here on is cut out
+MAX_REST_BYTES = 1 << 19  # of all that is shorter, which is decoded at once: some 4 ms
 MAX_VALUES = 1 << 18  # strings and lists of a large body: each is a step of Python. No prompt that fits comes near it
 PROMPTS = frozenset({"input_ids", "prompt", "tokens"})
 _STEP_BYTES = 1 << 15  # some 200 us
@@ -73,12 +74,16 @@ class LongValues:
 async def take_apart(raw: bytes) -> tuple[bytes, LongValues]:
     """`raw` with markers for its long values. What is no JSON stays as it is: decoding the result tells.
 
-    Raises: RequestError for more strings and lists than MAX_VALUES.
+    Raises: RequestError for more strings and lists than MAX_VALUES, or more bytes without a long one.
     """
     found = _Body(raw)
     if len(raw) >= LARGE_BYTES:
         await found.scan()
-    return found.condensed(), found.values
+    rest = found.condensed()
+    if len(rest) > MAX_REST_BYTES:
+        text = f"the body has {len(rest)} bytes beside strings and lists of token ids of {LONG_BYTES} bytes and more"
+        raise RequestError(f"{text}, limit {MAX_REST_BYTES}")
+    return rest, found.values
 
 
 class _Body:
