@@ -205,7 +205,7 @@ async def test_a_role_killed_under_load(
     if backend == "mooncake":
         pytest.importorskip("mooncake.engine")
     rate = 2 << 20  # slow enough that some rooms are in mid-transfer
-    limits = {"transfer_rate_limit": rate, "num_pages": num_pages}
+    limits = {"transfer_rate_limit": rate, "num_pages": num_pages, "retry_timeout_s": 0.5}
     async with running(disaggregation_transfer_backend=backend, **limits) as fleet:
         roles = {child.role: child for child in fleet.children}
         long_prompt = " ".join(DEMO_PROMPTS) * 4
@@ -238,7 +238,8 @@ async def test_a_role_killed_under_load(
                 assert victim == "router" and isinstance(error, aiohttp.ClientError)
             else:
                 status, answer = load.result()
-                assert status in (502, 503) or b'"error"' in answer, (status, answer)
+                has_landed = victim == "prefill" and status == 200  # and has come to its end
+                assert has_landed or status in (502, 503) or b'"error"' in answer, (status, answer)
         assert await all_home(session, *survivors)
 
 
