@@ -15,9 +15,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvflow.protocols.errors import CapacityError, MisuseError, OwnershipError
-from kvflow.protocols.pages.layout import PageIndices, ascends, names_twice
+from kvflow.protocols.pages.layout import MANY_PAGES, PageIndices, ascends, names_twice
 
-_MANY = 256  # so many pages are looked up in ascending order: a million took 40 ms in any other
 _FREE, _RESERVED, _RETURNING, _NOBODYS = -1, -2, -3, -4  # the last one marks no page
 
 Index = NDArray[np.integer[Any]] | slice
@@ -98,11 +97,11 @@ class PageAllocator:
             raise CapacityError("pages", count, self._free)
         top = self._free
         pages: PageIndices = self._stack[top - count : top][::-1].copy()
-        if count >= _MANY and not ascends(pages):
+        if count >= MANY_PAGES and not ascends(pages):
             pages.sort()
         if count:
             account = self._account(owner)
-            self._marks[pages if count < _MANY else _where(pages)[0]] = account.mark
+            self._marks[pages if count < MANY_PAGES else _where(pages)[0]] = account.mark
             account.count += count
             self._free = top - count
         return pages
@@ -132,9 +131,9 @@ class PageAllocator:
         if self._held_calls and (self._holds[where] > 0).any():
             busy = self._holds[pages] > 0
             kept, pages = pages[busy], pages[~busy]
-            self._marks[kept if kept.size < _MANY else _where(kept)[0]] = _RETURNING
+            self._marks[kept if kept.size < MANY_PAGES else _where(kept)[0]] = _RETURNING
             self._returning += kept.size
-            where = pages if pages.size < _MANY else _where(pages)[0]
+            where = pages if pages.size < MANY_PAGES else _where(pages)[0]
         self._free_now(pages, where)
         self._debit(owner, count)
 
@@ -151,7 +150,7 @@ class PageAllocator:
             self._holds[page] += 1
             self._held_calls += 1
             return
-        where, once = _where(pages) if pages.size >= _MANY else (pages, False)
+        where, once = _where(pages) if pages.size >= MANY_PAGES else (pages, False)
         marks = self._marks[where]
         if (ownerless := (marks == _FREE) | (marks == _RETURNING)).any():
             raise OwnershipError(f"hold: page {self._named(where, ownerless)} has no owner")
@@ -171,7 +170,7 @@ class PageAllocator:
             self._holds[page] -= 1
             self._held_calls -= 1
             return
-        where, once = _where(pages) if pages.size >= _MANY else (pages, False)
+        where, once = _where(pages) if pages.size >= MANY_PAGES else (pages, False)
         if once:
             left = self._holds[where] - np.int32(1)
         else:
@@ -189,7 +188,7 @@ class PageAllocator:
             ended = np.sort(found[(left == 0) & (self._marks[where] == _RETURNING)]).astype(np.int32)
             ready = ended[np.diff(ended, prepend=-1) != 0]
             self._returning -= ready.size
-            self._free_now(ready, ready if ready.size < _MANY else _where(ready)[0])
+            self._free_now(ready, ready if ready.size < MANY_PAGES else _where(ready)[0])
 
     def owned(self) -> dict[Hashable, int]:
         """Pages per owner; those on their way back stand under `Kept.RETURNING`. With the free ones: the pool."""
@@ -266,7 +265,7 @@ class PageAllocator:
             if self._marks[page] != mark:
                 raise OwnershipError(f"page {page} is {self._whose(page)}, not {owner!r}'s")
             return pages, pages
-        where, once = _where(pages) if pages.size >= _MANY else (pages, False)
+        where, once = _where(pages) if pages.size >= MANY_PAGES else (pages, False)
         foreign = self._marks[where] != mark
         if foreign.any():
             page = self._named(where, foreign)

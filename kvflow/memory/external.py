@@ -10,9 +10,7 @@ from numpy.typing import NDArray
 
 from kvflow.protocols.errors import CapacityError, MisuseError, OwnershipError
 from kvflow.protocols.limits import check_time
-from kvflow.protocols.pages.layout import PageIndices, ascends
-
-_MANY = 256
+from kvflow.protocols.pages.layout import MANY_PAGES, PageIndices, ascends
 
 
 class ExternalPages:
@@ -103,7 +101,7 @@ class ExternalPages:
 
     def _count(self, pages: PageIndices, more: int) -> PageIndices:
         """Add to the uses of `pages`; returns them, many in ascending order: `np.add.at` takes 150 ms for a million."""
-        if pages.size >= _MANY and ascends(ascending := np.sort(pages)):
+        if pages.size >= MANY_PAGES and ascends(ascending := np.sort(pages)):
             self._uses[ascending] += np.int32(more)
             return ascending
         np.add.at(self._uses, pages, more)

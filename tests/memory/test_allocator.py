@@ -211,7 +211,7 @@ class AgainstAModelInRuns(AgainstAModel):
     def __init__(self) -> None:
         super().__init__()
         self._patched = pytest.MonkeyPatch()
-        self._patched.setattr(allocator, "_MANY", 1)
+        self._patched.setattr(allocator, "MANY_PAGES", 1)
 
     def teardown(self) -> None:
         self._patched.undo()

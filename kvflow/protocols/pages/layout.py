@@ -29,6 +29,7 @@ MAX_PAGES = 1 << 26
 MAX_PAGE_SIZE = 1 << 16
 MAX_LABEL = 256  # characters of a name, a tag, a fingerprint: refusals quote them, and refusals are bounded
 MAX_DIFFERENCES = 5  # named in a refusal
+MANY_PAGES = 256  # so many are looked up in ascending order: a million took 40 ms in any other
 _BITMAP_PAGES = 1 << 21  # a larger bitmap leaves the processor's caches, and sorting is faster
 OPAQUE = "opaque"  # the dtype of every component of a pool with a tag
 DTYPE_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2, "float8_e4m3fn": 1, "uint8": 1, "int8": 1, "int32": 4}
