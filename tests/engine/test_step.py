@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 
+from kvflow.engine.model import ahead
 from kvflow.engine.model.ahead import DecodeSteps
 from kvflow.engine.model.load import LoadedModel, load_model
 from kvflow.engine.model.sequence import Sequence
@@ -37,6 +38,12 @@ def packed(sequences: list[Sequence]) -> DecodeSteps:
     return DecodeSteps([Row(s, 1) for s in sequences], PAGE)
 
 
+def gathered_by(step: DecodeSteps) -> torch.Tensor:
+    rows = step.gather(PAGE, 1)
+    assert rows is not None
+    return rows
+
+
 def test_rows_of_similar_lengths_are_one_call() -> None:
     step = packed(decoding([70, 64, 90, 81]))
     assert [(b.q0, b.q1, b.k0, b.keys) for b in step.batches] == [(0, 4, 0, 90)]
@@ -50,7 +57,7 @@ def test_a_long_row_does_not_pad_all_the_others(lengths: list[int]) -> None:
     step = packed(decoding(lengths))
     assert 1 < len(step.batches) <= len(set(lengths))
     assert step.batches[-1].q1 == len(lengths) and [b.q0 for b in step.batches[1:]] == [b.q1 for b in step.batches[:-1]]
-    gathered = step.gather(PAGE, 1)
+    gathered = gathered_by(step)
     assert gathered.numel() == step.batches[-1].k1
     assert gathered.numel() <= 1.25 * sum(lengths) + 512 * len(step.batches)
 
@@ -58,7 +65,7 @@ def test_a_long_row_does_not_pad_all_the_others(lengths: list[int]) -> None:
 def test_what_is_gathered_is_each_rows_own_and_in_order() -> None:
     sequences = decoding([5, 17, 16, 1 + PAGE])
     step = packed(sequences)
-    gathered = step.gather(PAGE, 1)
+    gathered = gathered_by(step)
     (batch,) = step.batches
     for s, row in zip(sorted(sequences, key=lambda s: s.length), gathered.view(-1, batch.keys), strict=True):
         own = (s.pages.astype(np.int64)[:, None] * PAGE + np.arange(PAGE)).reshape(-1)[: s.length]
@@ -85,7 +92,7 @@ def test_a_step_that_was_planned_ahead_equals_one_made_anew() -> None:
         assert step.last == anew.last and step.past == anew.past
         for name in ("ids", "positions", "write_pages", "write_slots"):
             assert torch.equal(getattr(step, name), getattr(anew, name)), name
-        assert torch.equal(step.gather(PAGE, 1), anew.gather(PAGE, 1))
+        assert torch.equal(gathered_by(step), gathered_by(anew))
         for one, other in zip(step.batches, anew.batches, strict=True):
             assert (one.q0, one.q1, one.k0, one.k1, one.keys) == (other.q0, other.q1, other.k0, other.k1, other.keys)
             for last in (1, 7, one.keys):
@@ -137,3 +144,45 @@ def test_a_batch_equals_its_rows_alone(
         assert len(packed(sequences).batches) > 1
         some = runner.forward([Row(s, 1, i % 2 == 0) for i, s in enumerate(sequences)])
         assert torch.allclose(some, alone[::2], atol=2e-3, rtol=1e-3)
+
+
+@pytest.mark.parametrize("share", [0, 0.5, 1])
+@pytest.mark.parametrize("order", ["page_first", "layer_first"])
+@pytest.mark.parametrize("family", ["llama", "gpt_oss", "gemma4_shared_kv", "deepseek_v3"])
+def test_steps_over_kept_states_equal_steps_that_gather(
+    family: str, order: Order, share: float, tiny: Callable[[str], object], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing, some streams, or all of them are kept: the logits and the pages are those of steps made anew."""
+    model: LoadedModel = load_model(str(tiny(family)), attention="packed")
+    layout = build_layout(model.streams, page_size=PAGE, num_pages=400, order=order)
+    streams, slot_bytes = len(model.streams), sum(c.size_bytes for c in layout.components) // PAGE
+    found: list[tuple[torch.Tensor, np.ndarray]] = []
+    for planned in (True, False):
+        pool = PagedPool.allocate(layout, shared=False)
+        for component in layout.components:
+            pool.tensor(component.name).zero_()
+        runner = model.runner(pool)
+        sequences = decoding([3, 30, 300, 17, 40, 18], 380)
+        for i, s in enumerate(sequences):
+            s.add_pages(np.array([380 + 2 * i, 381 + 2 * i], dtype=np.int32))
+            s.computed = 0
+            runner.forward([Row(s, s.length - 1, 0)])
+            s.computed = s.length - 1
+        keys = packed(sequences).batches[-1].k1
+        monkeypatch.setattr(ahead, "_MOST_KEPT_BYTES", int(share * keys * slot_bytes))
+        steps: list[torch.Tensor] = []
+        for token in range(1, 6):
+            steps.append(runner.forward([Row(s, 1) for s in sequences]))
+            assert runner._ahead is not None
+            kept = len(runner._ahead._kept)
+            assert not planned or (0 < kept < streams if share == 0.5 else kept == share * streams)
+            for s in sequences:
+                s.computed += 1
+                s.append(token)
+            if not planned:
+                runner.rest()
+        found.append((torch.stack(steps), pool.pages_bytes(np.arange(400, dtype=np.int32))))
+    (ahead_logits, ahead_pages), (anew_logits, anew_pages) = found
+    assert torch.allclose(ahead_logits, anew_logits, atol=1e-4, rtol=1e-4)
+    assert ahead_logits.argmax(-1).tolist() == anew_logits.argmax(-1).tolist()
+    assert np.allclose(ahead_pages.view(np.float32), anew_pages.view(np.float32), atol=1e-4)

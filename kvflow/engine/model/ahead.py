@@ -1,24 +1,34 @@
 """Steps in which every row decodes one token, planned ahead: what a step needs is then a slice of the plan.
 
-Making a step from nothing takes 100 us for one row and 300 us for 16 between the model's own kernels.
+Making a step from nothing takes 100 us for one row and 300 us for 16 between the model's own kernels, and gathering the
+pages of 16 rows takes longer than attending to them.
 """
 
 from __future__ import annotations
 
+from collections.abc import Hashable
+
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from kvflow.engine.model.step import Batch, Row, Step
 
 MOST_STEPS = 8  # of one plan, and of one call of the model thread
+_MOST_KEPT_BYTES = 64 << 20  # of gathered states; a stream that would pass it is gathered in every step
 
 
 class DecodeSteps(Step):
-    """A packed step of decoding rows, which becomes the next one of the same rows as far as their pages reach."""
+    """A packed step of decoding rows, which becomes the next one of the same rows as far as their pages reach.
+
+    Its keys have room for those of every step. So what was gathered for the first is kept, each further step adds its
+    own states to it as it writes them to the pages, and no page is read twice.
+    """
 
     def __init__(self, rows: list[Row], page_size: int) -> None:
         super().__init__(rows, page_size)
         self._sequences = [r.sequence for r in rows]
+        self._logits = [r.logits for r in rows]
         self._ordered = [self._sequences[i] for i in self.order]
         self._first = [s.computed for s in self._sequences]
         self._at = 0
@@ -28,7 +38,11 @@ class DecodeSteps(Step):
         writes = self._places(columns.reshape(-1), positions.reshape(-1))
         self._positions = torch.from_numpy(positions)
         self._writes = [torch.from_numpy(found.reshape(positions.shape)) for found in writes]
-        self._tables = [_Table(batch, self._steps, self) for batch in self._batches()]
+        self._plan = self._batches(self._steps - 1)
+        self._masks_of: list[dict[torch.dtype, torch.Tensor]] = [{} for _ in self._plan]
+        self._read = self._all_places()
+        self._kept: dict[Hashable, _Kept] = {}
+        self._room = _MOST_KEPT_BYTES
         self._show()
 
     def advance(self, rows: list[Row]) -> bool:
@@ -36,51 +50,51 @@ class DecodeSteps(Step):
         at = self._at + 1
         if at >= self._steps or len(rows) != len(self._sequences):
             return False
-        for row, sequence, first in zip(rows, self._sequences, self._first, strict=True):
-            if row.sequence is not sequence or row.new != 1 or sequence.computed != first + at:
+        for row, sequence, first, logits in zip(rows, self._sequences, self._first, self._logits, strict=True):
+            if row.sequence is not sequence or row.new != 1 or row.logits != logits or sequence.computed != first + at:
                 return False
         self._at = at
         self.ids = torch.from_numpy(np.array([s.tokens[s.computed] for s in self._ordered]))
         self._show()
         return True
 
-    def gather(self, page_rows: int, slot_rows: int) -> torch.Tensor:
-        found = self._gathers.get((page_rows, slot_rows))
+    def kept(self, stream: Hashable, new: torch.Tensor) -> torch.Tensor | None:
+        found = self._kept.get(stream)
         if found is None:
-            parts = [table.rows(page_rows, slot_rows)[:, : table.keys + self._at].reshape(-1) for table in self._tables]
-            found = self._gathers[page_rows, slot_rows] = parts[0] if len(parts) == 1 else torch.cat(parts)
-        return found
+            return None
+        new = new[0]
+        for batch, region in zip(self.batches, found.regions, strict=True):
+            region.select(2, batch.keys - 1).copy_(new.narrow(1, batch.q0, batch.rows))
+        return found.states
+
+    def keep(self, stream: Hashable, states: torch.Tensor) -> None:
+        if self._steps > 1 and states.nbytes <= self._room:
+            self._room -= states.nbytes
+            self._kept[stream] = _Kept(states, self.batches)
+
+    def _all_places(self) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """Page and slot of every key of the plan."""
+        positions = [batch.positions() for batch in self._plan]
+        rows = [np.repeat(np.arange(b.q0, b.q1), b.width) for b in self._plan]
+        return self._places(np.concatenate(rows), np.concatenate([p.reshape(-1) for p in positions]))
 
     def _show(self) -> None:
         at = self._at
         self.positions, self.past = self._positions[at], max(self._first) + at
         self.write_pages, self.write_slots = (writes[at] for writes in self._writes)
-        self.batches, self._gathers = [], {}
-        k0 = 0
-        for table in self._tables:
-            self.batches.append(table.batch(at, k0))
-            k0 = self.batches[-1].k1
+        more = self._steps - 1 - at
+        self.batches = [
+            Batch(b.q0, [length + at for length in b.lengths], b.k0, more, masks)
+            for b, masks in zip(self._plan, self._masks_of, strict=True)
+        ]
 
 
-class _Table:
-    """The keys of one batch in all steps, [rows, keys of the last one]; the first step has the first `keys` of them."""
+class _Kept:
+    """Gathered `states` [1, heads, keys, dim] of one stream, and the same memory as [heads, rows, width, dim] of each
+    batch."""
 
-    def __init__(self, batch: Batch, steps: int, step: DecodeSteps) -> None:
-        self.keys, self._first, self._lengths = batch.keys, batch.q0, batch.lengths
-        positions = batch.positions(steps - 1)
-        rows = np.repeat(np.arange(batch.q0, batch.q1), positions.shape[1])
-        self._pages, self._slots = (
-            found.reshape(positions.shape) for found in step._places(rows, positions.reshape(-1))
-        )
-        self._rows: dict[tuple[int, int], torch.Tensor] = {}
-        self._masks: dict[torch.dtype, torch.Tensor] = {}
+    __slots__ = ("regions", "states")
 
-    def rows(self, page_rows: int, slot_rows: int) -> torch.Tensor:
-        found = self._rows.get((page_rows, slot_rows))
-        if found is None:
-            index = self._pages * page_rows + self._slots * slot_rows
-            found = self._rows[page_rows, slot_rows] = torch.from_numpy(index)
-        return found
-
-    def batch(self, at: int, k0: int) -> Batch:
-        return Batch(self._first, [length + at for length in self._lengths], k0, self._masks)
+    def __init__(self, states: torch.Tensor, batches: list[Batch]) -> None:
+        self.states = states
+        self.regions = [batch.region(states[0]) for batch in batches]

@@ -65,7 +65,7 @@ def _batched(
     softcap: float | None, sinks: torch.Tensor | None,
 ) -> torch.Tensor:  # fmt: skip
     """One query of every row: the heads of a group become queries of one head, so no key has to be repeated."""
-    rows, last = batch.q1 - batch.q0, min(batch.keys, window or batch.keys)
+    rows, last = batch.rows, min(batch.keys, window or batch.keys)
     k, v = _keys_of(batch, key, last), _keys_of(batch, value, last)
     q = query[:, :, batch.q0 : batch.q1]
     q = (q if rows == 1 else q[0].transpose(0, 1)).reshape(rows, k.shape[1], -1, query.shape[-1])
@@ -80,10 +80,9 @@ def _batched(
 
 def _keys_of(batch: Batch, states: torch.Tensor, last: int) -> torch.Tensor:
     """[rows, kv heads, last, dim] of `states` [1, kv heads, keys, dim]."""
-    found = states[:, :, batch.k0 : batch.k1]
-    if (rows := batch.q1 - batch.q0) > 1:
-        found = found.view(-1, rows, batch.keys, states.shape[-1]).transpose(0, 1)
-    return found if last == batch.keys else found[:, :, -last:]
+    if batch.rows == 1:
+        return states.narrow(2, batch.k0 + batch.keys - last, last)
+    return batch.region(states[0]).transpose(0, 1).narrow(2, batch.keys - last, last)
 
 
 def _many_queries(

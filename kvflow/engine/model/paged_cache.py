@@ -33,10 +33,14 @@ class PagedStream:
         batch, heads, tokens, dim = new.shape
         flat = new.transpose(1, 2).reshape(batch * tokens, heads, dim)
         self._pages.index_put_((step.write_pages, step.write_slots), flat)
+        if (kept := step.kept(self, new)) is not None:
+            return kept
         rows = step.gather(self._page_rows, self._slot_rows)
         if rows is None:
             return new
-        return self._rows.index_select(0, rows).view(step.batch, -1, heads, dim).transpose(1, 2)
+        states = self._rows.index_select(0, rows).view(step.batch, -1, heads, dim).transpose(1, 2)
+        step.keep(self, states)
+        return states
 
 
 class PagedLayer(CacheLayerMixin):

@@ -6,7 +6,6 @@ Runs in the model thread. It reads and writes only pages of the rows that it is 
 from __future__ import annotations
 
 import inspect
-import itertools
 from typing import Any
 
 import torch
@@ -61,16 +60,20 @@ class Runner:
                 parts[id(r.sequence)] = self._forward_padded([r])
         return torch.cat([parts[id(r.sequence)] for r in rows if r.logits] or [torch.empty(0, 1)])
 
+    def rest(self) -> None:
+        """No step follows soon: let go of what was gathered for the next one."""
+        self._ahead = None
+
     def _forward_packed(self, rows: list[Row]) -> torch.Tensor:
         step = self._packed_step(rows)
-        wanted = [range(last + 1 - r.logits, last + 1) for last, r in zip(step.last, rows, strict=True)]
-        keep = torch.tensor(list(itertools.chain(*wanted)), dtype=torch.long)
         current.step = self._cache.step = step
         try:
-            logits = self._call(step.ids[None], step.positions[None], keep, None)
+            logits = self._call(step.ids[None], step.positions[None], step.logits_to_keep, None)
         finally:
             current.step = None
-        return logits if self._takes_keep else logits[keep]
+        if self._takes_keep or isinstance(step.logits_to_keep, int):
+            return logits
+        return logits[step.logits_to_keep]
 
     def _packed_step(self, rows: list[Row]) -> Step:
         if self._ahead is not None and self._ahead.advance(rows):

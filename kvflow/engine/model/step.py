@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import threading
+from collections.abc import Hashable
 from typing import NamedTuple
 
 import numpy as np
@@ -40,22 +41,31 @@ class Span(NamedTuple):
 
 
 class Batch:
-    """Rows of one query each, whose keys are padded on the left to `keys`: queries q0..q1, keys from k0 on."""
+    """Rows of one query each, whose keys are padded on the left to `keys`: queries q0..q1, keys k0..k1, `width` a row,
+    of which the first `keys` are meant."""
 
     def __init__(
-        self, q0: int, lengths: list[int], k0: int, masks: dict[torch.dtype, torch.Tensor] | None = None
+        self, q0: int, lengths: list[int], k0: int, more: int = 0, masks: dict[torch.dtype, torch.Tensor] | None = None
     ) -> None:
-        """`lengths` ascend. `masks` are kept from step to step of the same rows: their padding stays what it is."""
-        self.q0, self.q1, self.k0 = q0, q0 + len(lengths), k0
+        """`lengths` ascend; there are `more` keys of each row than are meant. `masks` are kept from step to step of the
+        same rows: their padding stays what it is."""
+        self.q0, self.rows, self.k0 = q0, len(lengths), k0
+        self.q1 = q0 + self.rows
         self.keys, self.lengths = lengths[-1], lengths
-        self.k1 = k0 + len(lengths) * self.keys
+        self.width = self.keys + more
+        self.k1 = k0 + self.rows * self.width
         self._masks = {} if masks is None else masks
 
-    def positions(self, more: int = 0) -> NDArray[np.int64]:
-        """[rows, keys]: the position in its sequence of every key, and of `more` after it; padding repeats the row's
-        own first one, so no other sequence is read."""
-        found: NDArray[np.int64] = np.maximum(np.arange(self.keys + more) - self._padding(), 0)
+    def positions(self) -> NDArray[np.int64]:
+        """[rows, width]: the position in its sequence of every key; padding repeats the row's own first one, so no
+        other sequence is read."""
+        found: NDArray[np.int64] = np.maximum(np.arange(self.width) - self._padding(), 0)
         return found
+
+    def region(self, states: torch.Tensor) -> torch.Tensor:
+        """[heads, rows, width, dim]: the keys of this batch in `states` [heads, keys, dim]."""
+        own = states.narrow(1, self.k0, self.k1 - self.k0)
+        return own.view(own.shape[0], self.rows, self.width, own.shape[2])
 
     def mask(self, last: int, dtype: torch.dtype) -> torch.Tensor | None:
         """[rows, 1, 1, last], to be added to the scores of the `last` keys; None when none of them is padding."""
@@ -73,7 +83,8 @@ class Batch:
 
 class Step:
     """`write_*` int64 [tokens]: page and slot of every new token. `order` is how the rows are sorted, `last` the index
-    of each given row's last query.
+    of each given row's last query, `logits_to_keep` what transformers is told: the queries whose logits are asked for,
+    in the order of the given rows, or 0 for all of them as they stand.
 
     Packed steps have `spans`, or, where every row decodes one token, `batches` (`ahead.DecodeSteps`). Padded ones have
     `batch` rows, and `past` tokens before the new ones.
@@ -81,7 +92,7 @@ class Step:
 
     def __init__(self, rows: list[Row], page_size: int) -> None:
         self._page_size = page_size
-        starts = [r.sequence.computed for r in rows]
+        starts, logits = [r.sequence.computed for r in rows], [int(r.logits) for r in rows]
         self.decodes = 0 not in starts and all(r.new == 1 for r in rows)
         self.order = order = list(range(len(rows)))
         if self.decodes and len(rows) > 1:  # rows of similar lengths stand beside each other
@@ -93,6 +104,9 @@ class Step:
         self.last = [0] * len(rows)
         for i, end in zip(order, self._query_ends, strict=True):
             self.last[i] = end - 1
+        kept = [i for last, n in zip(self.last, logits, strict=True) for i in range(last + 1 - n, last + 1)]
+        everything = kept == list(range(self._query_ends[-1]))
+        self.logits_to_keep: torch.Tensor | int = 0 if everything else torch.tensor(kept, dtype=torch.long)
         self.ids = torch.from_numpy(
             np.concatenate([r.sequence.tokens[s : r.end] for s, r in zip(starts, rows, strict=True)])
         )
@@ -145,6 +159,14 @@ class Step:
             found = self._gathers[page_rows, slot_rows] = torch.from_numpy(pages * page_rows + slots * slot_rows)
         return found
 
+    def kept(self, stream: Hashable, new: torch.Tensor) -> torch.Tensor | None:
+        """States of `stream` [1, heads, keys, dim] that an earlier step has gathered, with the `new` ones of this step
+        [1, heads, tokens, dim]; None where they are to be gathered."""
+        return None
+
+    def keep(self, stream: Hashable, states: torch.Tensor) -> None:
+        """Told of what was gathered, which `kept` may return in the next step."""
+
     def mask(self, queries: int, keys: int, window: int) -> torch.Tensor:
         """Boolean [queries, keys]: each of the last `queries` positions sees itself and earlier ones, `window` in all
         (0: no limit)."""
@@ -170,17 +192,18 @@ class Step:
             inside += np.cumsum([0, *(p.size for p in self._pages[:-1])])[rows]
         return pages.astype(np.int64).take(inside), slots
 
-    def _batches(self) -> list[Batch]:
-        """Consecutive rows, in order of their lengths, as far as padding them to the longest one is worth it."""
+    def _batches(self, more: int) -> list[Batch]:
+        """Consecutive rows, in order of their lengths, as far as padding them to the longest one is worth it; with room
+        for `more` keys each."""
         found: list[Batch] = []
         first = used = k0 = 0
         for i, length in enumerate(self._ends):
             padded = (i + 1 - first) * length
             if padded - used - length > _PADDED_SHARE * used + _CALL_KEYS:
-                found.append(Batch(first, self._ends[first:i], k0))
+                found.append(Batch(first, self._ends[first:i], k0, more))
                 first, used, k0 = i, 0, found[-1].k1
             used += length
-        found.append(Batch(first, self._ends[first:], k0))
+        found.append(Batch(first, self._ends[first:], k0, more))
         return found
 
 
