@@ -13,7 +13,8 @@ import torch
 from kvflow.engine.model.ahead import MOST_STEPS
 from kvflow.engine.model.load import LoadedModel
 from kvflow.engine.model.step import Row
-from kvflow.engine.scheduler import burst
+from kvflow.engine.scheduler import burst, decode
+from kvflow.engine.scheduler.burst import DecodeRequest
 from kvflow.engine.scheduler.params import TokenOut
 from kvflow.protocols.errors import KvflowError
 from tests.engine.pair import EnginePair, greedy, prompt_of, until
@@ -102,6 +103,41 @@ async def test_short_steps_share_a_delivery(llama: LoadedModel, monkeypatch: pyt
         watched.allow(1)  # a last token does not wait
         assert (await anext(stream)).finish_reason == "length"
         await stream.aclose()
+
+
+async def test_a_turn_of_the_loop_wakes_few_readers(llama: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every reader writes to its client: those of a large batch come in many turns, each with all that is his."""
+    monkeypatch.setattr(decode, "READERS_PER_TURN", 2)
+    monkeypatch.setattr(burst, "DELIVER_EVERY_S", 60.0)
+    prompts = [prompt_of(9 + i, i) for i in range(5)]
+    async with EnginePair(llama) as pair:
+        want = [await pair.tokens(prompt, greedy(12)) for prompt in prompts]
+        pair.decode.pause()
+        turn = 0
+        seen: list[tuple[int, int]] = []
+
+        def watch(i: int, request: DecodeRequest) -> None:
+            put = request.tokens.put_nowait
+
+            def watched(item: TokenOut | KvflowError) -> None:
+                seen.append((turn, i))
+                put(item)
+
+            request.tokens.put_nowait = watched  # type: ignore[method-assign]
+
+        requests = [asyncio.create_task(pair.tokens(prompt, greedy(12))) for prompt in prompts]
+        await until(lambda: len(pair.decode._running) == len(prompts))
+        for i, request in enumerate(pair.decode._running.values()):
+            watch(i, request)
+        pair.decode.resume()
+        while not all(request.done() for request in requests):
+            await asyncio.sleep(0)
+            turn += 1
+        assert [await request for request in requests] == want
+        await until(lambda: pair.home)
+    readers = [{i for at, i in seen if at == turn} for turn in {at for at, _ in seen}]
+    assert len(seen) == 5 * 11 and max(map(len, readers)) == 2
+    assert sum(map(len, readers)) <= 5 * 3, "the tokens of one reader's steps come at once"
 
 
 async def test_a_request_that_joins_is_in_the_next_step(llama: LoadedModel) -> None:

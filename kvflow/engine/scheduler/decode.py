@@ -28,6 +28,8 @@ from kvflow.memory.allocator import PageAllocator
 from kvflow.memory.pool import PagedPool
 from kvflow.protocols.errors import Cause, Code, KvflowError, room_error
 
+READERS_PER_TURN = 16  # who get tokens in one turn of the loop
+
 
 class DecodeEngine(EngineLoop):
     """Steps over all running requests, at most `max_batch`: the others wait, first come first served, as does one whose
@@ -46,6 +48,7 @@ class DecodeEngine(EngineLoop):
         self._max_batch = max_batch
         self._running: dict[int, DecodeRequest] = {}  # by number: in order of arrival
         self._numbers = itertools.count()
+        self._outgoing: dict[DecodeRequest, list[TokenOut]] = {}
         self._paused = False
         self._burst = Burst(
             self._runner, model.eos_ids, deliver=self._deliver, is_running=self._is_running, goes_on=self._goes_on
@@ -176,6 +179,7 @@ class DecodeEngine(EngineLoop):
             running = [] if self._paused else list(self._running.values())[: self._max_batch]
             batch = self._grown(running, most_steps)
             if not batch:
+                self._runner.rest()
                 await self._wake.wait()
                 continue
             try:
@@ -211,12 +215,23 @@ class DecodeEngine(EngineLoop):
         return ready
 
     def _deliver(self, steps: list[Tokens]) -> None:
-        """Tokens to their readers; the pages of what has ended go back now: its reader may be slow."""
+        """What has ended gives its pages back now: its reader may be slow. Then tokens to their readers."""
         self.steps += len(steps)
+        idle = not self._outgoing
         for request, out in itertools.chain.from_iterable(steps):
             if not self._is_running(request):
                 continue
             if out.finish_reason is not None:
                 self._retire(request)
                 request.admission.release()
-            request.tokens.put_nowait(out)
+            self._outgoing.setdefault(request, []).append(out)
+        if idle:
+            self._hand_out()
+
+    def _hand_out(self) -> None:
+        """Tokens to some readers in each turn of the loop: every one of them writes to its client (I11)."""
+        for request in list(itertools.islice(self._outgoing, READERS_PER_TURN)):
+            for out in self._outgoing.pop(request):
+                request.tokens.put_nowait(out)
+        if self._outgoing:
+            asyncio.get_running_loop().call_soon(self._hand_out)
