@@ -1,11 +1,12 @@
 """The asyncio idioms: awaiting what runs in a thread to its end, since cancelling a coroutine does not stop it (I12);
-long work in turns with the rest of the loop."""
+long work, and what arrives at once, in turns with the rest of the loop."""
 
 from __future__ import annotations
 
 import asyncio
 import threading
 import time
+from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterable
 from contextlib import suppress
 from typing import TypeVar
@@ -56,6 +57,40 @@ async def in_turns(items: Iterable[T]) -> AsyncIterator[T]:
         if time.perf_counter() > turn_ends:
             await asyncio.sleep(0)
             turn_ends = time.perf_counter() + TURN_S
+
+
+class Turnstile:
+    """Lets at most `per_turn` coroutines go on in a turn of the event loop, first come first served.
+
+    One that comes alone does not wait.
+    """
+
+    def __init__(self, per_turn: int) -> None:
+        self._per_turn = self._left = per_turn
+        self._waiting: deque[asyncio.Future[None]] = deque()
+        self._counting = False
+
+    async def passed(self) -> None:
+        if not self._counting:
+            self._counting = True
+            asyncio.get_running_loop().call_soon(self._next_turn)
+        if self._left:  # nobody waits, then
+            self._left -= 1
+            return
+        mine = asyncio.get_running_loop().create_future()
+        self._waiting.append(mine)
+        await mine
+
+    def _next_turn(self) -> None:
+        self._counting = self._left < self._per_turn
+        self._left = self._per_turn
+        while self._left and self._waiting:
+            first = self._waiting.popleft()
+            if not first.done():  # it was not cancelled
+                first.set_result(None)
+                self._left -= 1
+        if self._counting:
+            asyncio.get_running_loop().call_soon(self._next_turn)
 
 
 class Threads:

@@ -1,4 +1,4 @@
-"""Blocking work in threads: bounded, to its end, and what hangs hangs alone."""
+"""Blocking work in threads: bounded, to its end, and what hangs hangs alone. What arrives at once goes on in turns."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import threading
 
 import pytest
 
-from kvflow.aio import Threads
+from kvflow.aio import Threads, Turnstile
 from tests.transports.peer_process import until
 
 
@@ -110,3 +110,61 @@ async def test_where_no_thread_is_to_be_had_the_place_is_free_again(monkeypatch:
 
 def _no_thread(_: threading.Thread) -> None:
     raise RuntimeError("can't start new thread")
+
+
+async def turns_of_a_crowd(turnstile: Turnstile, cancelled: range = range(0)) -> tuple[list[int], list[int]]:
+    """Of 20 that come at once: in which order they go on, and how many of them in each turn of the loop."""
+    order: list[int] = []
+
+    async def one(number: int) -> None:
+        await turnstile.passed()
+        order.append(number)
+
+    tasks = [asyncio.create_task(one(i)) for i in range(20)]
+    await asyncio.sleep(0)
+    for i in cancelled:
+        tasks[i].cancel()
+    by_turn = [len(order)]
+    while not all(task.done() for task in tasks):
+        await asyncio.sleep(0)
+        by_turn.append(len(order) - sum(by_turn))
+    assert [task.cancelled() for task in tasks] == [i in cancelled for i in range(20)]
+    return order, by_turn
+
+
+async def test_a_crowd_goes_on_in_turns_in_the_order_of_its_arrival() -> None:
+    turnstile = Turnstile(3)
+    for _ in range(2):
+        order, by_turn = await turns_of_a_crowd(turnstile)
+        assert order == list(range(20))
+        assert max(by_turn) == 3
+        assert len(by_turn) < 12  # without a turn that is wasted in between
+
+
+async def test_those_that_are_cancelled_while_they_wait_take_no_turn() -> None:
+    turnstile = Turnstile(3)
+    order, by_turn = await turns_of_a_crowd(turnstile, cancelled=range(5, 18))
+    assert order == [0, 1, 2, 3, 4, 18, 19]
+    assert len(by_turn) < 6
+    assert (await turns_of_a_crowd(turnstile))[0] == list(range(20))
+
+
+async def test_one_that_is_cancelled_as_its_turn_comes_keeps_no_other_waiting() -> None:
+    turnstile = Turnstile(1)
+    await turnstile.passed()
+    crowd = [asyncio.create_task(turnstile.passed()) for _ in range(3)]
+    await asyncio.sleep(0)
+    await asyncio.sleep(0)  # the next one may go on in the turn that follows
+    chosen = next(task for task in crowd if not task.done())
+    chosen.cancel()
+    await asyncio.wait_for(crowd[-1], 1)
+    assert chosen.cancelled() and chosen is not crowd[-1]
+
+
+async def test_one_that_comes_alone_does_not_wait() -> None:
+    turnstile = Turnstile(1)
+    for _ in range(3):
+        with pytest.raises(StopIteration):  # it ends without a turn of the loop
+            turnstile.passed().send(None)
+        for _ in range(3):
+            await asyncio.sleep(0)

@@ -1,13 +1,17 @@
-"""The bearer key in front of every route of every role."""
+"""What is in front of every route of every role: the bearer key, and the turns in which a crowd of requests goes on."""
 
 from __future__ import annotations
 
+import asyncio
+import itertools
+from collections import Counter
 from collections.abc import AsyncIterator
 
 import aiohttp
 import pytest
 from aiohttp import web
 
+from kvflow.server.http.app import BODIES_PER_TURN, build_app
 from kvflow.server.http.metrics import Metrics
 from kvflow.server.http.registry import registry_app
 from kvflow.server.router.router import Router
@@ -55,3 +59,42 @@ async def test_no_route_is_open_without_the_key(
                         assert answer.status in (200, 503), (method, path)
                     else:
                         assert answer.status == 401, (method, path, headers)
+
+
+CROWD = 64
+
+
+async def entered(urgent: str) -> list[tuple[str, int]]:
+    """A crowd of requests with a body arrives at once, and `urgent` after it: whose handler began, in which turn."""
+    turns, found = itertools.count(), list[tuple[str, int]]()
+    turn = next(turns)
+
+    async def handler(request: web.Request) -> web.StreamResponse:
+        found.append((request.path, turn))
+        return web.Response()
+
+    routes = [web.post("/generate", handler), web.post("/abort_request", handler), web.get("/health", handler)]
+    async with served(build_app(routes, Metrics())) as server:
+        connections = [await asyncio.open_connection("127.0.0.1", server.port) for _ in range(CROWD + 1)]
+        for request, (_, writer) in zip(["POST /generate"] * CROWD + [urgent], connections, strict=True):
+            head = f"{request} HTTP/1.1\r\nHost: here\r\nConnection: close\r\n"
+            body = "Content-Length: 2\r\n\r\n{}" if request.startswith("POST") else "\r\n"
+            writer.write((head + body).encode())
+        while len(found) <= CROWD:
+            await asyncio.sleep(0)
+            turn = next(turns)
+        for reader, writer in connections:
+            assert (await reader.read()).startswith(b"HTTP/1.1 200")
+            writer.close()
+    return found
+
+
+@pytest.mark.parametrize("urgent", ["GET /health", "POST /abort_request"])
+async def test_a_crowd_of_requests_goes_on_in_turns_and_what_is_urgent_at_once(urgent: str) -> None:
+    """They all went on in one turn of the loop, which a crowd of 256 held for 50 ms."""
+    async with asyncio.timeout(20):
+        found = await entered(urgent)
+    by_turn = Counter(turn for path, turn in found if path == "/generate")
+    assert by_turn.total() == CROWD
+    assert max(by_turn.values()) <= 2 * BODIES_PER_TURN  # aiohttp's own start of a request may fall into two turns
+    assert [path for path, _ in found].index(urgent.split()[1]) < 3 * BODIES_PER_TURN

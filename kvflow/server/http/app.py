@@ -12,7 +12,9 @@ from aiohttp import web
 from aiohttp.http_exceptions import BadHttpMessage
 from aiohttp.typedefs import Handler, Middleware
 
+from kvflow.aio import Turnstile
 from kvflow.protocols.errors import KvflowError
+from kvflow.server.http.aborts import PATH as ABORT_PATH
 from kvflow.server.http.access import (
     CLIENT_GONE_STATUS,
     REQUEST_ID_HEADER,
@@ -30,6 +32,8 @@ from kvflow.telemetry.requests import RequestTrace
 MAX_BODY_BYTES = 8 << 20  # a million tokens; see large_bodies.py
 BODY_TIMEOUT_S = 60.0
 IDLE_TIMEOUT_S = 120.0  # of a connection without a complete request head; longer than routers keep theirs open
+BODIES_PER_TURN = 4  # requests that go on in one turn of the event loop, where many arrive at once
+URGENT_PATHS = frozenset({ABORT_PATH})
 OPEN_PATHS = frozenset({"/health", "/health_generate", "/livez", "/metrics"})
 _log = logging.getLogger("kvflow.http")
 
@@ -39,7 +43,7 @@ def build_app(
 ) -> web.Application:
     """The application with the middlewares every role has. Pages of `origins` may call it ("*": all of them)."""
     between = [*([cross_origin(origins)] if origins else []), *([_authorized(api_key)] if api_key else [])]
-    middlewares = [_answered(metrics), *between, _with_body]
+    middlewares = [_answered(metrics), *between, _with_body(Turnstile(BODIES_PER_TURN))]
     app = web.Application(middlewares=middlewares, client_max_size=MAX_BODY_BYTES)
     app.on_response_prepare.append(echo_request_id)
     if origins:
@@ -121,17 +125,24 @@ def _authorized(api_key: str) -> Middleware:
     return checked
 
 
-@web.middleware
-async def _with_body(request: web.Request, handler: Handler) -> web.StreamResponse:
+def _with_body(turnstile: Turnstile) -> Middleware:
     """The body is read before the handler runs; 408 when it does not arrive in time."""
-    try:
-        async with asyncio.timeout(BODY_TIMEOUT_S):
-            await request.read()
-    except TimeoutError:
-        raise web.HTTPRequestTimeout(text=f"the request body did not arrive within {BODY_TIMEOUT_S:g} s") from None
-    except (web.RequestPayloadError, BadHttpMessage) as error:
-        raise web.HTTPBadRequest(text=f"the request body cannot be read: {str(error)[:200]}") from None
-    return await handler(request)
+
+    @web.middleware
+    async def read(request: web.Request, handler: Handler) -> web.StreamResponse:
+        try:
+            async with asyncio.timeout(BODY_TIMEOUT_S):
+                body = await request.read()
+        except TimeoutError:
+            text = f"the request body did not arrive within {BODY_TIMEOUT_S:g} s"
+            raise web.HTTPRequestTimeout(text=text) from None
+        except (web.RequestPayloadError, BadHttpMessage) as error:
+            raise web.HTTPBadRequest(text=f"the request body cannot be read: {str(error)[:200]}") from None
+        if body and request.path not in URGENT_PATHS:
+            await turnstile.passed()
+        return await handler(request)
+
+    return read
 
 
 class _MalformedRequestFilter(logging.Filter):
