@@ -170,6 +170,7 @@ async def run_up(settings: Settings, given: Mapping[str, Any], config: str | Non
         settings = msgspec.structs.replace(settings, model_path=str(DEMO_MODEL_DIR))
         given = {**given, "served_model_name": settings.served_model_name or "kvflow-demo"}
     bound_socket(settings.host, settings.port, "--port").close()  # refuses a port in use before a model is loaded
+    _announce(settings, given.get("served_model_name") or settings.served_model_name or settings.model_path)
     fleet = Fleet(settings, given, config)
     stop = StopSignals()
     stop.listen()
@@ -195,6 +196,16 @@ async def run_up(settings: Settings, given: Mapping[str, Any], config: str | Non
             task.cancel()
         await asyncio.wait([requested, running])
         await fleet.stop(stop.forced)
+
+
+def _announce(settings: Settings, model: str) -> None:
+    """What is started: until it is there, seconds pass, and with a large model minutes."""
+    workers = f"{settings.prefill_workers} prefill, {settings.decode_workers} decode"
+    text = f"starting {workers} and a router on port {settings.port} for {model}"
+    if settings.log_format == "json":
+        _log.info(text)
+    else:
+        sys.stderr.write(f"kvflow up: {text}\n")
 
 
 async def _run_until_one_ends(fleet: Fleet) -> ChildEndedError:

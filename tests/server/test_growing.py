@@ -31,6 +31,15 @@ def test_it_encodes_as_the_whole_would(texts: list[str], elements: list[Any], na
         assert b"".join(encode({"one": array.only()})) == msgspec.json.encode({"one": elements[0]})
 
 
+@given(TEXTS, st.text(CHARACTERS, max_size=8), st.integers(0, 2 * BLOCK_BYTES))
+def test_what_follows_a_text_leaves_it_as_it_is(texts: list[str], start: str, length: int) -> None:
+    shared = GrowingText()
+    shared.add(start + "x" * length)
+    for text in texts:
+        assert json.loads(b"".join(encode(shared.followed_by(text)))) == start + "x" * length + text
+    assert json.loads(b"".join(encode(shared))) == start + "x" * length
+
+
 def test_full_blocks_are_neither_encoded_nor_copied_again() -> None:
     array = GrowingArray()
     for number in range(100_000):

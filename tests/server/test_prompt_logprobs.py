@@ -7,19 +7,22 @@ import json
 from typing import Any
 
 import aiohttp
+import msgspec
 import numpy as np
 import openai
 import pytest
 
 from kvflow import aio
+from kvflow.engine.scheduler.limits import EngineLimits
 from kvflow.engine.scheduler.params import TokenOut
 from kvflow.engine.scheduler.prompt_logprobs import PromptLogprobs
 from kvflow.protocols.errors import Code
 from kvflow.server.http.completion import Completion, Delta, detokenize
+from kvflow.server.http.generation_requests import MAX_SCORES_BYTES
 from kvflow.server.http.openai import TextCompletionCall
 from kvflow.server.http.schemas import CompletionRequest
 from kvflow.server.http.tokenizer import NullDetokenizer
-from tests.server.fake_service import Role, Server
+from tests.server.fake_service import FakeService, Meeting, Role, Server, served
 from tests.server.test_generate import META, body, events, post
 
 TEXT = "w1 w2 w3 w4"
@@ -211,6 +214,37 @@ async def test_what_cannot_be_is_refused_and_ends_both_legs(
     assert (status, prefill.service.requests) == (400, [])
     assert text in answer["error"]["message"]
     ((room, cause),) = prefill.service.refused
+    assert (room, cause.code) == (7, Code.BAD_REQUEST)
+
+
+BIG: dict[str, dict[str, Any]] = {
+    "/generate": {
+        "return_logprob": True,
+        "logprob_start_len": 0,
+        "top_logprobs_num": 20,
+        "sampling_params": {"n": 128},
+    },
+    "/v1/completions": {"echo": True, "logprobs": 20, "n": 128, "max_tokens": 0},
+}
+
+
+@pytest.mark.parametrize("path", BIG)
+async def test_those_of_all_choices_together_are_bounded(session: aiohttp.ClientSession, path: str) -> None:
+    """256 hand-overs of a MiB each were written as a gigabyte of JSON."""
+    role = Role(FakeService("prefill", Meeting(), pool_tokens=10_000))
+    role.service.limits = EngineLimits(10_000, 100, 1, 10_000)
+    role.pipeline.request_limits = msgspec.structs.replace(role.pipeline.request_limits, engine=role.service.limits)
+    tokens = MAX_SCORES_BYTES // 128 // (4 + 8 * 20)
+    name = "input_ids" if path == "/generate" else "prompt"
+    async with served(role.app) as server:
+        status, _ = await post(session, server, {name: [1] * (tokens + 1), **BIG[path], **META}, path)
+        assert (status, len(role.service.requests)) == (200, 128)  # the first token of a prompt has none
+        status, answer = await post(session, server, {name: [1] * (tokens + 2), **BIG[path], **META}, path)
+        assert (status, len(role.service.requests)) == (400, 128)
+    error = answer["error"]
+    assert error["param"] == ("top_logprobs_num" if path == "/generate" else "logprobs")
+    assert f"128 completions are {(tokens + 1) * 164 * 128} bytes, limit {MAX_SCORES_BYTES}" in error["message"]
+    ((room, cause),) = role.service.refused
     assert (room, cause.code) == (7, Code.BAD_REQUEST)
 
 

@@ -160,6 +160,39 @@ async def test_a_client_that_does_not_keep_up_is_sent_the_last_event_and_not_eve
 
 
 @pytest.mark.parametrize("stream", [False, True])
+async def test_an_echo_is_encoded_once_and_in_turns(
+    session: aiohttp.ClientSession, monkeypatch: pytest.MonkeyPatch, stream: bool
+) -> None:
+    """It was encoded for each choice, of a whole answer for all of them in one turn of the loop."""
+    sizes, encode = list[int](), msgspec.json.encode
+
+    def noted(*args: Any, **options: Any) -> bytes:
+        found = encode(*args, **options)
+        sizes.append(len(found))
+        return found
+
+    text, n = 'w1 "w2" ' * 20_000, 128
+    body = {"prompt": text, "echo": True, "n": n, "max_tokens": 1, "stream": stream}
+    async with long_decode() as (_, server):
+        raw_body = encode({**body, "bootstrap_room": 7, "bootstrap_host": "127.0.0.1"})
+        monkeypatch.setattr(msgspec.json, "encode", noted)
+        async with session.post(server.make_url("/v1/completions"), data=raw_body) as answer:
+            assert answer.status == 200, await answer.text()
+            raw = await answer.read()
+    choices = (
+        [choice for event in events_of(raw) for choice in event["choices"]] if stream else json.loads(raw)["choices"]
+    )
+    whole = [""] * n
+    for choice in choices:
+        whole[choice["index"]] += choice["text"]
+    assert {one[: len(text)] for one in whole} == {text}
+    assert all(len(one) > len(text) or not stream for one in whole)
+    assert len(raw) > n * len(text)
+    assert sum(sizes) < 4 * len(text)
+    assert max(sizes) < BLOCK_BYTES
+
+
+@pytest.mark.parametrize("stream", [False, True])
 async def test_large_answers_are_written_in_blocks(
     session: aiohttp.ClientSession, monkeypatch: pytest.MonkeyPatch, stream: bool
 ) -> None:

@@ -64,10 +64,17 @@ class EngineLimits:
         if not 0 <= start < prompt_tokens:
             raise MisuseError(f"logprob_start_len {start} is outside the prompt, 0..{prompt_tokens - 1}")
         tokens, top, asked = prompt_tokens - 1 - start, params.logprobs or 0, len(params.logprob_token_ids)
-        if (size := size_bytes(tokens, min(top, self._vocabulary), asked)) > MAX_BYTES:
+        if (size := self.scores_bytes(prompt_tokens, params)) > MAX_BYTES:
             others = f" and {asked} asked for" if asked else ""
             text = f"logprobs of {tokens} prompt tokens, {top} top ones{others} at each, are {size} bytes"
             raise MisuseError(f"{text}, limit {MAX_BYTES}; ask for fewer at each, or from a later token on")
+
+    def scores_bytes(self, prompt_tokens: int, params: SamplingParams) -> int:
+        """How large the hand-over's log-probabilities of a prompt are."""
+        if params.prompt_logprobs_from is None:
+            return 0
+        top = min(params.logprobs or 0, self._vocabulary)
+        return size_bytes(prompt_tokens - 1 - params.prompt_logprobs_from, top, len(params.logprob_token_ids))
 
     def _check_ids(self, name: str, ids: Sequence[int]) -> None:
         for token_id in (min(ids, default=0), max(ids, default=0)):

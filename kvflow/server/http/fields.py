@@ -86,7 +86,12 @@ _WORKS = (
     Field("top_logprobs", "c", "OSV", "at most 20"),
     Field("return_logprob", "g", "S", "of generated tokens, and of the prompt from `logprob_start_len` on"),
     Field("top_logprobs_num", "g", "S", "at most 20"),
-    Field("logprob_start_len", "g", "S", "-1: none of the prompt; at most 983,040 bytes, 4 and 8 per top one a token"),
+    Field(
+        "logprob_start_len",
+        "g",
+        "S",
+        "-1: none of the prompt; a token is 4 bytes, and 8 per top one: at most 983,040, of all completions 16 MiB",
+    ),
     Field("token_ids_logprob", "g", "S", "at most 128"),
     Field("stream", "ctg", "OSV", "/generate repeats the text so far, as SGLang does"),
     Field("stream_options", "ct", "OSV"),

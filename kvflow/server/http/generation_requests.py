@@ -33,6 +33,9 @@ DEFAULT_MAX_NEW_TOKENS = 128
 DEFAULT_COMPLETION_TOKENS = 16
 MAX_ID_DIGITS = 10
 MAX_ANSWER_ID = 512  # characters: every event of a stream repeats it
+MAX_SCORES_BYTES = (
+    1 << 24
+)  # of the log-probabilities of all prompts of a body, packed; as JSON they are five times that
 LONG_PROMPT = 1 << 15  # tokens from here on are hashed in a thread: it costs less than 100 us on the event loop below
 T = TypeVar("T")
 # What a model's generation_config.json may recommend, at the values that change nothing.
@@ -222,6 +225,7 @@ def generation_requests(
     _check_answer_ids(body, total)
     for prompt, sampling in zip(prompts, params, strict=True):
         limits.check(body, prompt, sampling)
+    _check_scores(body, prompts, params, choices, limits)
     made: dict[int, GenerationRequest] = {}
     for i in range(total):
         prompt, sampling = prompts[i // choices], params[i // choices]
@@ -233,6 +237,19 @@ def generation_requests(
             raise RequestError(f"bootstrap_room: {room} is given twice; every completion needs a room of its own")
         made[room] = GenerationRequest(room=room, prefill=prefill, prompt=prompt, params=sampling)
     return list(made.values())
+
+
+def _check_scores(
+    body: Rendezvous, prompts: list[PromptIds], params: list[SamplingParams], choices: int, limits: RequestLimits
+) -> None:
+    """Every choice has the log-probabilities of its prompt: in its hand-over, and in the answer."""
+    scores = (limits.engine.scores_bytes(len(prompt), one) for prompt, one in zip(prompts, params, strict=True))
+    if (size := choices * sum(scores)) > MAX_SCORES_BYTES:
+        name = "top_logprobs_num" if isinstance(body, GenerateRequest) else "logprobs"
+        text = f"{name}: logprobs of the prompts of {len(prompts) * choices} completions are {size} bytes, limit"
+        raise RequestError(
+            f"{text} {MAX_SCORES_BYTES}; ask for fewer at each token, or for fewer completions", param=name
+        )
 
 
 def _check_answer_ids(body: Rendezvous, total: int) -> None:

@@ -41,6 +41,13 @@ class GrowingText(_Growing):
 
     edges = b'""'
 
+    def followed_by(self, text: str) -> GrowingText:
+        """Another one, of which the start is shared."""
+        longer = GrowingText()
+        longer._blocks, longer._open = self._blocks.copy(), self._open.copy()
+        longer.add(text)
+        return longer
+
     def add(self, text: str) -> None:
         if text:
             self._grow(msgspec.json.encode(text)[1:-1])
