@@ -9,9 +9,10 @@ import time
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterable
 from contextlib import suppress
-from typing import TypeVar
+from typing import TypeVar, TypeVarTuple
 
 T = TypeVar("T")
+Ts = TypeVarTuple("Ts")
 TURN_S = 0.001  # of the event loop that long work takes at a time
 
 
@@ -143,11 +144,12 @@ def _work(work: Callable[[], T], loop: asyncio.AbstractEventLoop, running: async
     try:
         result = work()
     except BaseException as error:  # noqa: BLE001 - whoever awaits it gets it
-        _tell(loop, running.set_exception, error)
+        call_in_loop(loop, running.set_exception, error)
     else:
-        _tell(loop, running.set_result, result)
+        call_in_loop(loop, running.set_result, result)
 
 
-def _tell(loop: asyncio.AbstractEventLoop, call: Callable[[T], None], value: T) -> None:
+def call_in_loop(loop: asyncio.AbstractEventLoop, call: Callable[[*Ts], object], *args: *Ts) -> None:
+    """From a thread."""
     with suppress(RuntimeError):  # the loop is closed, and with it all that waited
-        loop.call_soon_threadsafe(call, value)
+        loop.call_soon_threadsafe(call, *args)

@@ -273,8 +273,8 @@ class DecodeShell(Shell):
         pages: PageIndices = room.pages[command.first : command.first + command.count]
         room.verifier.begin(pages, functools.partial(self._summed, command))
 
-    def _summed(self, command: c.VerifyChunk, checksum: bytes) -> None:
-        self.endpoint.chunk_summed(command.grant, command.rank, command.seq, checksum, self.now())
+    def _summed(self, command: c.VerifyChunk, checksum: bytes, error: str) -> None:
+        self.endpoint.chunk_summed(command.grant, command.rank, command.seq, checksum, self.now(), error=error)
         self.run()
 
     def _stop_verifying(self, command: c.StopVerifying) -> None:

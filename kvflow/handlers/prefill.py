@@ -223,8 +223,18 @@ class PrefillShell(Shell):
         checksum = write.checksum if isinstance(write, ChecksummedWrite) else b""
         self.endpoint.write_ended(number, done.result(), self.now(), error=write.error, checksum=checksum)
         self.counts.bytes_moved += write.landed_bytes
+        if isinstance(write, ChecksummedWrite) and not write.released.done():  # a thread hangs that reads them
+            room.readers += 1
+            write.released.add_done_callback(lambda _: self._read_no_more(room, source_pages))
+            self.run()
+            return
         # Some 100 us for 256 pages: after the answer that decode's pages wait for, and before any user is told.
         self.run(then=functools.partial(self.pages.unhold, source_pages))
+
+    def _read_no_more(self, room: PrefillRoom, source_pages: PageIndices) -> None:
+        self.pages.unhold(source_pages)
+        room.readers -= 1
+        room.tell_released()
 
     def _cancel_write(self, command: c.CancelWrite) -> None:
         opened = self._writes.get(command.write)
@@ -249,4 +259,5 @@ class PrefillShell(Shell):
     def _released(self, command: c.RoomReleased) -> None:
         room = self.rooms.pop(command.serial, None)
         if room is not None:  # the engine's half may never have come
-            room.when_released.give(None)
+            room.over = True
+            room.tell_released()

@@ -263,6 +263,7 @@ class PrefillRoom:
         self.request_id = CURRENT.get().request_id  # for log lines that other tasks write about this room
         self.writes: dict[int, Write] = {}
         self.landed_before = 0  # bytes of writes that have ended
+        self.over, self.readers = False, 0  # checksums that were given up, and whose threads may read its pages yet
         self.when_matched: Answer[int] = Answer()
         self.when_done: Answer[None] = Answer()
         self.when_released: Answer[None] = Answer()
@@ -340,7 +341,8 @@ class PrefillRoom:
         await self.when_done.get()
 
     async def released(self) -> None:
-        """Wait until the room is over and nothing reads its pages any more: no write of it runs, in success or not."""
+        """Wait until the room is over and nothing reads its pages any more: no write of it runs, in success or not, and
+        no checksum."""
         await self.when_released.get()
 
     def close(self, cause: Cause | None = None) -> None:
@@ -361,6 +363,10 @@ class PrefillRoom:
         self.close()
 
     # --- called by the shell
+
+    def tell_released(self) -> None:
+        if self.over and not self.readers:
+            self.when_released.give(None)
 
     def tell_stopped(self, error: KvflowError) -> None:
         self.when_matched.give(None, error)

@@ -1,6 +1,7 @@
 """Verified transfers: prefill sums the pages it sends, decode those that landed; what they mean, the endpoint decides.
 
-Sums run in threads, beside the write and beside each other; pages are held while they are read (I13).
+Sums run in threads, beside the write and beside each other; pages are held while they are read (I13), also by a sum
+whose time is up.
 """
 
 from __future__ import annotations
@@ -13,7 +14,10 @@ from kvflow.protocols.ports import Checksums, ChecksumTask, PageStore, Write, Wr
 
 
 class ChecksummedWrite:
-    """Implements `protocols.ports.Write`: a write and the sum of its source pages, over when both are."""
+    """Implements `protocols.ports.Write`: a write and the sum of its source pages, over when both are.
+
+    Where there is no sum the write counts as stopped: its bytes have landed, and nothing vouches for them.
+    """
 
     def __init__(self, write: Write, task: ChecksumTask) -> None:
         self._write, self._task = write, task
@@ -27,6 +31,11 @@ class ChecksummedWrite:
         return self._task.done.result()
 
     @property
+    def released(self) -> asyncio.Future[None]:
+        """Resolves when the sum reads the source pages no more."""
+        return self._task.released
+
+    @property
     def landed_bytes(self) -> int:
         return self._write.landed_bytes
 
@@ -36,7 +45,7 @@ class ChecksummedWrite:
 
     @property
     def error(self) -> str:
-        return self._write.error
+        return self._write.error or self._task.error
 
     def cancel(self) -> None:
         self._write.cancel()
@@ -44,7 +53,10 @@ class ChecksummedWrite:
 
     def _part_ended(self, _: object) -> None:
         if self._write.done.done() and self._task.done.done() and not self.done.done():
-            self.done.set_result(self._write.done.result())
+            outcome = self._write.done.result()
+            if self._task.error and outcome is WriteOutcome.LANDED:
+                outcome = WriteOutcome.CANCELLED
+            self.done.set_result(outcome)
 
 
 class ChunkVerifier:
@@ -59,22 +71,22 @@ class ChunkVerifier:
     def running(self) -> bool:
         return bool(self._running)
 
-    def begin(self, pages: PageIndices, ended: Callable[[bytes], None]) -> None:
-        """Sum `pages`; `ended` gets the checksum, empty when it could not be computed."""
+    def begin(self, pages: PageIndices, ended: Callable[[bytes, str], None]) -> None:
+        """Sum `pages`; `ended` gets the checksum, or, where it could not be computed, an empty one and why."""
         self._store.hold(pages)
         task = self._checksums.begin(pages)
         self._running.add(task)
 
-        def done(future: asyncio.Future[bytes]) -> None:
+        def released(_: object) -> None:
             self._running.discard(task)
             self._store.unhold(pages)
-            ended(future.result())
             if not self._running:
                 self._idle()
 
-        task.done.add_done_callback(done)
+        task.released.add_done_callback(released)
+        task.done.add_done_callback(lambda found: ended(found.result(), task.error))
 
     def cancel(self) -> None:
-        """The room is over; its pages are free when the sums have ended."""
+        """The room is over; its pages are free when no sum reads them."""
         for task in self._running:
             task.cancel()

@@ -124,6 +124,11 @@ class PagedPool:
         """The CPU can read every buffer at its address."""
         return self._on_host
 
+    @property
+    def mapped_by(self) -> tuple[object, ...]:
+        """What keeps the memory of an open pool where it is for as long as it is referred to, also past `close`."""
+        return (*self._arrays.values(), *([self._memory.memory] if self._memory is not None else []))
+
     def array(self, component_name: str) -> NDArray[Any]:
         """Numpy view [num_pages, page_size, *shape] of one component; strided for page-first pools.
 

@@ -147,14 +147,16 @@ class DecodeEndpoint:
         """
         self.core.recall(self._lease(room, self._peers(ranks, now), now), cause, now)
 
-    def chunk_summed(self, grant: GrantId, rank: int, seq: int, checksum: bytes, now: float) -> None:
-        """The checksum of a landed chunk; empty when it could not be computed."""
+    def chunk_summed(
+        self, grant: GrantId, rank: int, seq: int, checksum: bytes, now: float, *, error: str = ""
+    ) -> None:
+        """The checksum of a landed chunk; empty when it could not be computed, and `error` says why."""
         record = self.core.rooms.get(grant)
         if record is None:
             return
         for check in record.checks:
             if check.rank == rank and check.message.seq == seq:
-                check.found = checksum
+                check.found, check.error = checksum, error
         while record.checks and record.checks[0].found is not None and record.receiving:
             check = record.checks[0]
             if (difference := check.difference()) is not None:

@@ -24,11 +24,12 @@ class Prompt(msgspec.Struct, frozen=True, gc=False):
 class ChunkCheck:
     """A chunk that prefill says has landed, until its checksum is known; chunks land in the order they came in."""
 
-    __slots__ = ("found", "message", "rank")
+    __slots__ = ("error", "found", "message", "rank")
 
     def __init__(self, rank: int, message: ChunkDone) -> None:
         self.rank, self.message = rank, message
         self.found: bytes | None = None
+        self.error = ""  # why it is empty
 
     def difference(self) -> Cause | None:
         """Why the chunk has not landed; None when both checksums agree, or when it has no pages."""
@@ -39,7 +40,8 @@ class ChunkCheck:
         if not sent:
             return Cause(Code.TRANSFER_ERROR, f"{where}: prefill sends no checksum, and this decode verifies transfers")
         if not found:
-            return Cause(Code.ENGINE_ERROR, f"{where}: the checksum of the landed pages could not be computed")
+            why = f": {self.error}" if self.error else ""
+            return Cause(Code.ENGINE_ERROR, f"{where}: the checksum of the landed pages could not be computed{why}")
         if found != sent:
             return Cause(Code.TRANSFER_ERROR, f"{where}: checksum {sent.hex()} at prefill, {found.hex()} at decode")
         return None

@@ -182,8 +182,17 @@ class ChecksumTask(Protocol):
 
     @property
     def done(self) -> asyncio.Future[bytes]:
-        """Resolves, on the event loop, when nothing reads the pages any more: the checksum, or nothing when it was
-        cancelled or failed. Never an exception; never cancel it."""
+        """Resolves, on the event loop, to the checksum, or to nothing when it was cancelled, failed, or took too long.
+        Never an exception; never cancel it."""
+
+    @property
+    def error(self) -> str:
+        """Why there is no checksum, once `done`; empty when there is one, and when it was cancelled."""
+
+    @property
+    def released(self) -> asyncio.Future[None]:
+        """Resolves when nothing reads the pages any more: with `done`, or later where a thread hangs. Never cancel
+        it."""
 
     def cancel(self) -> None:
         """Stop soon. Idempotent, returns at once."""
@@ -193,10 +202,10 @@ class Checksums(Protocol):
     """Checksums over the pages of one pool; equal for equal pages, however either pool is laid out."""
 
     def begin(self, pages: PageIndices) -> ChecksumTask:
-        """Sum `pages` in their order, in a thread. The caller keeps them allocated until `done`. Never raises."""
+        """Sum `pages` in their order, in a thread. The caller keeps them allocated until `released`. Never raises."""
 
     async def close(self) -> None:
-        """Cancel and drain: nothing reads the pool any more."""
+        """Cancel and drain: nothing reads the pool any more, but for threads that hang, whose memory stays mapped."""
 
 
 class ControlSocket(Protocol):

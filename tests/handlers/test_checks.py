@@ -29,8 +29,9 @@ pytest_plugins = ["kvflow.testing.fixtures"]
 
 class SlowSum:
     def __init__(self, pages: PageIndices) -> None:
-        self.pages, self.cancelled = pages, False
+        self.pages, self.cancelled, self.error = pages, False, ""
         self.done: asyncio.Future[bytes] = asyncio.get_running_loop().create_future()
+        self.released: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
     def cancel(self) -> None:
         self.cancelled = True
@@ -49,9 +50,18 @@ class SlowChecksums(PageChecksums):
 
     async def end(self, slow: SlowSum) -> None:
         slow.done.set_result(b"" if slow.cancelled else await super().begin(slow.pages).done)
+        slow.released.set_result(None)
+
+    def give_up(self, slow: SlowSum) -> None:
+        """Its thread hangs, until `release`."""
+        slow.error = "the checksum took longer than 120 s"
+        slow.done.set_result(b"")
+
+    def release(self, slow: SlowSum) -> None:
+        slow.released.set_result(None)
 
     async def close(self) -> None:
-        if running := [slow.done for slow in self.begun if not slow.done.done()]:
+        if running := [slow.released for slow in self.begun if not slow.released.done()]:
             await asyncio.wait(running)
 
 
@@ -358,6 +368,59 @@ async def test_what_cannot_be_summed_has_not_landed(p: Pair, monkeypatch: pytest
     p.send_all(source)
     with pytest.raises(KvflowError, match="could not be computed"):
         await target.landed()
+    await p.rest()
+
+
+@pytest.mark.parametrize("chunks", [1, 2])
+async def test_a_checksum_at_decode_that_does_not_come_back_ends_the_room(p: Pair, chunks: int) -> None:
+    sums = verify(p.decode, SlowChecksums)
+    assert isinstance(sums, SlowChecksums)
+    plane = p.plane(p.prefill)
+    plane.hold()
+    source, target = await matched(p)
+    p.send_all(source, chunks=chunks)
+    plane.step(3 if chunks == 2 else 5)
+    await until(lambda: len(sums.begun) == 1)
+    sums.give_up(sums.begun[0])
+    with pytest.raises(KvflowError, match=r"chunk 0 of rank 0: .* could not be computed: .* longer than 120 s") as seen:
+        await target.landed()
+    assert seen.value.code is Code.ENGINE_ERROR
+    plane.release()
+    if chunks == 2:  # else its writes had all landed, and prefill is done
+        assert await code_of(source.done()) is Code.ENGINE_ERROR
+    await until(lambda: target.ended and not len(ledger(p.decode)))
+    waiting = asyncio.ensure_future(target.released())
+    for _ in range(10):
+        await asyncio.sleep(0)
+    assert p.decode.pages.free_pages == 64 - len(sums.begun[0].pages) and not waiting.done(), "a thread may read them"
+    sums.release(sums.begun[0])
+    await waiting
+    await p.rest()
+
+
+@pytest.mark.parametrize("chunks", [1, 2])
+async def test_a_checksum_at_prefill_that_does_not_come_back_ends_the_room_on_both_sides(p: Pair, chunks: int) -> None:
+    sums = verify(p.prefill, SlowChecksums)
+    assert isinstance(sums, SlowChecksums)
+    source, target = await matched(p)
+    pages = p.send_all(source, chunks=chunks)
+    await until(lambda: source.bytes_landed == source.bytes_total)
+    sums.give_up(sums.begun[0])
+    for slow in sums.begun[1:]:
+        await sums.end(slow)
+    for waits in (source.done(), target.landed()):
+        with pytest.raises(KvflowError, match="longer than 120 s") as seen:
+            await waits
+        assert seen.value.code is Code.TRANSFER_ERROR
+    await until(lambda: target.ended and source.phase.name == "ABORTED")
+    await until(lambda: not len(ledger(p.decode)))  # everything has landed: decode's pages are free
+    waiting = asyncio.ensure_future(source.released())
+    for _ in range(10):
+        await asyncio.sleep(0)
+    held = len(sums.begun[0].pages)
+    assert p.prefill.pool.pages.held_pages == held <= len(pages) and not waiting.done(), "a thread may read them"
+    sums.release(sums.begun[0])
+    await waiting
     await p.rest()
 
 

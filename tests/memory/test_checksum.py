@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import subprocess
+import sys
 import threading
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -14,6 +18,7 @@ from kvflow.memory.checksum import PageChecksums
 from kvflow.memory.pool import PagedPool
 from kvflow.protocols.errors import LayoutError
 from kvflow.protocols.pages.layout import Order, build_layout, opaque_layout
+from tests.transports.peer_process import until
 
 LAYERS = 12  # so that "10.k" must not be summed before "9.v"
 STREAMS: list[tuple[str, str, tuple[int, ...]]] = [
@@ -129,3 +134,96 @@ async def test_close_drains_however_often_it_is_cancelled(monkeypatch: pytest.Mo
 async def test_a_sum_that_fails_is_no_sum(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(checksum, "xxh3_64", lambda: 1 / 0)
     assert await PageChecksums(pool()).begin(pages(1)).done == b""
+
+
+async def test_a_sum_that_hangs_is_none_in_time_and_its_pages_are_released_when_its_thread_returns(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    gate = Gate(monkeypatch)
+    sums = PageChecksums(pool(), within_s=0.05)
+    task = sums.begin(pages(1, 2, 3))
+    assert await asyncio.wait_for(task.done, 10) == b"" and task.error == "the checksum took longer than 0.05 s"
+    assert not task.released.done() and "0 under way, 1 hung" in repr(sums)
+    gate.let_go.set()
+    await asyncio.wait_for(task.released, 10)
+    assert gate.updates <= len(STREAMS) and "0 hung" in repr(sums)
+    await sums.close()
+
+
+async def test_a_sum_whose_turn_does_not_come_in_time_reads_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    gate = Gate(monkeypatch)
+    monkeypatch.setattr(checksum, "_THREADS", 1)
+    sums = PageChecksums(pool(), within_s=0.2)
+    hangs, waits = sums.begin(pages(1)), sums.begin(pages(2))
+    await asyncio.wait_for(waits.released, 10)
+    assert waits.done.result() == b"" and "longer than 0.2 s" in waits.error and not hangs.released.done()
+    gate.let_go.set()
+    await asyncio.wait_for(hangs.released, 10)
+    updates = gate.updates
+    assert await asyncio.wait_for(sums.begin(pages(1)).done, 10) == b"whole"
+    assert gate.updates == updates + len(sums._stretches), "the one that was given up was never read"
+    await sums.close()
+
+
+async def test_where_no_thread_is_to_be_had_there_is_no_sum(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(_: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    sums = PageChecksums(pool())
+    with monkeypatch.context() as patched:
+        patched.setattr(threading.Thread, "start", refuse)
+        task = sums.begin(pages(1))
+        assert await task.done == b"" and "no thread" in task.error and task.released.done()
+    assert len(await sums.begin(pages(1)).done) == 8
+    await sums.close()
+    assert await sums.begin(pages(1)).done == b"", "nothing is read past the end"
+
+
+async def test_close_leaves_a_hung_sum_alone_whose_memory_stays_mapped(monkeypatch: pytest.MonkeyPatch) -> None:
+    gate = Gate(monkeypatch)
+    monkeypatch.setattr(checksum, "_CLOSE_S", 0.05)
+    made = pool()
+    (buffer,) = made.layout.buffers
+    sums = PageChecksums(made)
+    task = sums.begin(pages(1, 2, 3))
+    await asyncio.to_thread(gate.reached.wait, 10)
+    await asyncio.wait_for(sums.close(), 10)
+    made.close()
+    del made
+    start = f"{buffer.address:x}-"
+    assert start in mappings() and not task.released.done()
+    gate.let_go.set()
+    await asyncio.wait_for(task.released, 10)
+    del task, sums
+    await until(lambda: start not in mappings())
+
+
+def mappings() -> str:
+    return "\n" + Path("/proc/self/maps").read_text()
+
+
+def test_a_hung_sum_does_not_hold_up_the_end_of_the_process() -> None:
+    role = """
+import asyncio, threading
+from kvflow.memory import checksum
+from tests.memory.test_checksum import pages, pool
+entered = threading.Event()
+class Hangs:
+    def update(self, _):
+        entered.set()
+        threading.Event().wait()
+checksum.xxh3_64 = Hangs
+checksum._CLOSE_S = 0.05
+async def main():
+    sums = checksum.PageChecksums(pool())
+    sums.begin(pages(1))
+    await asyncio.to_thread(entered.wait)
+    await sums.close()
+    print("over")
+asyncio.run(main())
+"""
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    ended = subprocess.run(
+        [sys.executable, "-c", role], env=environment, capture_output=True, text=True, timeout=60, check=False
+    )
+    assert ended.returncode == 0 and ended.stdout == "over\n", ended.stderr
