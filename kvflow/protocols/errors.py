@@ -27,6 +27,7 @@ class Code(StrEnum):
     """Why a room ended, as it travels on the wire and stands in metrics."""
 
     CLIENT_GONE = "client_gone"
+    ABORTED = "aborted"
     DEADLINE = "deadline"
     RENDEZVOUS = "rendezvous"
     CAPACITY = "capacity"
@@ -138,6 +139,7 @@ class AbortedError(KvflowError):
 
 _BY_CODE: dict[Code, type[KvflowError]] = {
     Code.CLIENT_GONE: AbortedError,
+    Code.ABORTED: AbortedError,
     Code.SHUTDOWN: AbortedError,
     Code.DEADLINE: AbortedError,
     Code.RENDEZVOUS: LostError,

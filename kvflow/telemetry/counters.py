@@ -16,6 +16,7 @@ from kvflow.telemetry.histogram import (
 )
 
 COUNTED_AT_ONCE = 128
+_WANTED = frozenset({Code.CLIENT_GONE, Code.ABORTED})  # no failures: whoever asked wants no more
 _NEVER_MET = frozenset(
     {
         *(Code.RENDEZVOUS, Code.REFUSED, Code.PROMPT_MISMATCH, Code.ROOM_IN_USE, Code.STALE_GRANT),
@@ -55,8 +56,8 @@ class TransferMeasures:
 
 def failed_in(ending: RoomEnding) -> str:
     """Where a room failed: "engine" (a model step), "bootstrap" (the sides did not meet, or did not fit together),
-    "transfer"; empty for a success, and where a client has left."""
-    if ending.cause is None or ending.cause.code is Code.CLIENT_GONE:
+    "transfer"; empty for a success, and where a client has left, or aborted its request."""
+    if ending.cause is None or ending.cause.code in _WANTED:
         return ""
     if ending.cause.code is Code.ENGINE_ERROR:
         return "engine"
@@ -133,12 +134,12 @@ class Counts:
 
     def room_refused(self, cause: Cause) -> None:
         """A request ended before its room was known to the endpoint."""
-        if cause.code is not Code.CLIENT_GONE:
+        if cause.code not in _WANTED:
             self.refusals[cause.code] += 1
 
     def engine_failed(self, code: Code) -> None:
         """A request failed after its room had succeeded."""
-        if code is not Code.CLIENT_GONE:
+        if code not in _WANTED:
             self._failures["engine", code] += 1
 
     def message_dropped(self, why: str) -> None:

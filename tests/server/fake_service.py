@@ -145,6 +145,10 @@ class FakeService:
             future.set_exception(room_error(cause))
             future.exception()
 
+    def abort(self, request: GenerationRequest) -> None:
+        if self.role == "prefill":
+            self.refuse(request.room, request.prefill, Cause(Code.ABORTED))
+
     def end_requests(self) -> None:
         self.failure = Cause(Code.SHUTDOWN, "this server is shutting down")
         self.gate.set()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import statistics
+import threading
 import time
 from typing import Any
 
@@ -100,6 +101,31 @@ async def test_all_end_in_prefill_as_well(server: Server, session: Session, pref
     for role in (prefill, decode):
         await asyncio.wait_for(role.pipeline.idle.wait(), WITHIN_S)
         assert len(role.pipeline.choices) == 0
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("path", ["/generate", "/v1/completions"])
+async def test_one_that_decode_has_not_begun_is_answered_too(
+    server: Server, session: Session, prefill: Role, decode: Role, path: str, stream: bool
+) -> None:
+    """Prefill had ended the room by then, and decode's answer was a 499."""
+    prefill.service.gate.clear()
+    busy = threading.Event()
+    decode.tokenizer._thread.submit(busy.wait, 20)  # so that the prompt waits
+    body = {"text": "w1", "prompt": "w1", "rid": "mine", "stream": stream}
+    asked = asyncio.create_task(post(session, server, path, body))
+    try:
+        async with asyncio.timeout(WITHIN_S):
+            while not (len(prefill.pipeline.choices) and decode.pipeline.running):  # noqa: ASYNC110
+                await asyncio.sleep(0.001)
+        assert await abort(session, server, rid="mine") == 1
+        assert len(decode.pipeline.choices) == 0
+    finally:
+        busy.set()
+    answer = await asyncio.wait_for(asked, WITHIN_S)
+    last = answer[-1] if stream else answer
+    reason = last["choices"][0]["finish_reason"] if "choices" in last else last["meta_info"]["finish_reason"]["type"]
+    assert reason == "abort"
 
 
 async def test_neither_an_id_nor_all_is_nothing(server: Server, session: Session) -> None:

@@ -9,6 +9,8 @@ import msgspec
 
 from kvflow.engine.scheduler.params import TokenOut
 from kvflow.engine.scheduler.prompt_logprobs import PromptLogprobs
+from kvflow.protocols.errors import AbortedError, Code
+from kvflow.server.http.aborts import ABORT
 from kvflow.server.http.tokenizer import Detokenizer
 
 
@@ -58,19 +60,24 @@ async def detokenize(
     log-probabilities go to `scored` before the first delta.
     """
     async with aclosing(tokens) as source:
-        async for arrived in source:
-            token = arrived
-            if token.prompt_logprobs is not None:
-                await scored(token.prompt_logprobs)
-                token = msgspec.structs.replace(token, prompt_logprobs=None)
-            if prompt_only:
-                yield Delta("", (), "length")
-                continue
-            silent = token.finish_reason == "stop" and not detokenizer.include_stop
-            text = "" if silent else detokenizer.feed(token.token_id)
-            if token.finish_reason is not None:
-                text += detokenizer.finish()
-            if detokenizer.stopped is not None:
-                yield Delta(text, (token,), "stop", detokenizer.stopped)
-                return
-            yield Delta(text, (token,), token.finish_reason, token.matched_stop)
+        try:
+            async for arrived in source:
+                token = arrived
+                if token.prompt_logprobs is not None:
+                    await scored(token.prompt_logprobs)
+                    token = msgspec.structs.replace(token, prompt_logprobs=None)
+                if prompt_only:
+                    yield Delta("", (), "length")
+                    continue
+                silent = token.finish_reason == "stop" and not detokenizer.include_stop
+                text = "" if silent else detokenizer.feed(token.token_id)
+                if token.finish_reason is not None:
+                    text += detokenizer.finish()
+                if detokenizer.stopped is not None:
+                    yield Delta(text, (token,), "stop", detokenizer.stopped)
+                    return
+                yield Delta(text, (token,), token.finish_reason, token.matched_stop)
+        except AbortedError as error:
+            if error.code is not Code.ABORTED:
+                raise
+            yield Delta("", (), ABORT)  # prefill has met /abort_request, maybe before this leg was known here

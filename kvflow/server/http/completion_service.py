@@ -105,6 +105,10 @@ class CompletionService(Protocol):
         """End a room whose request never reached `tokens`, so that the other leg gets the cause. `prefill` is where its
         registry is, empty when unknown; prefill itself does not look at it. Never raises."""
 
+    def abort(self, request: GenerationRequest) -> None:
+        """The tokens of `request` are about to be closed: where that would look like a failure to the other leg, it
+        gets `Code.ABORTED`."""
+
     def end_requests(self) -> None:
         """Accept none from here on, and end every one that runs or waits with `Code.SHUTDOWN`, at both legs."""
 

@@ -15,7 +15,7 @@ from kvflow.engine.scheduler.params import TokenOut
 from kvflow.handlers.rooms import DecodeRoom, PrefillRoom
 from kvflow.memory.allocator import PageAllocator
 from kvflow.node import DecodeNode, PrefillNode
-from kvflow.protocols.errors import Cause, KvflowError
+from kvflow.protocols.errors import Cause, Code, KvflowError
 from kvflow.protocols.machines.decode_room import DecodePhase
 from kvflow.protocols.wire.ranks import RankInfo
 from kvflow.server.http.completion_service import GenerationRequest, ModelCard, Report
@@ -160,12 +160,19 @@ class EngineService(Generic[N, E]):
     def declare_dead(self, incarnation: int, why: str) -> None:
         raise RequestError(f"a {self.role} lends no pages; declare a prefill dead at the decodes that it served")
 
+    def abort(self, request: GenerationRequest) -> None:
+        """Of a room that decode has withdrawn, prefill's leg has no answer that is read."""
+
     async def flush_cache(self) -> None:
         return None
 
 
 class PrefillService(EngineService[PrefillNode, "PrefillEngine"]):
     """Prefill: a request is one prompt computed, its KV moved to decode, and the first token."""
+
+    def __init__(self, card: ModelCard, node: PrefillNode, engine: PrefillEngine, timeout_s: float) -> None:
+        super().__init__(card, node, engine, timeout_s)
+        self._open_rooms: dict[int, PrefillRoom] = {}
 
     @property
     def rank(self) -> RankInfo:
@@ -179,10 +186,18 @@ class PrefillService(EngineService[PrefillNode, "PrefillEngine"]):
             self._node.counts.room_refused(error.cause())
             raise
         self._recent_rooms.add(room)
-        first = await self._engine.prefill(room, request.prompt, request.params)
+        self._open_rooms[room.room] = room
+        try:
+            first = await self._engine.prefill(room, request.prompt, request.params)
+        finally:
+            del self._open_rooms[room.room]
         if first.finish_reason is None:
             first = msgspec.structs.replace(first, finish_reason="length")
         yield first
+
+    def abort(self, request: GenerationRequest) -> None:
+        if room := self._open_rooms.get(request.room):
+            room.close(Cause(Code.ABORTED, "ended by /abort_request at prefill"))
 
     def refuse(self, room: int, prefill: str, cause: Cause) -> None:
         self._node.refuse(room, cause)

@@ -22,6 +22,7 @@ CONTEXT_LENGTH_EXCEEDED = "context_length_exceeded"  # OpenAI's code, by which c
 
 STATUS_OF_CODE: dict[Code, int] = {
     Code.CLIENT_GONE: 499,  # the other leg's client left: this answer has no reader, and circuit breakers ignore 4xx
+    Code.ABORTED: 499,  # in log lines and metrics: both legs answer with what there is
     Code.DEADLINE: 504,
     Code.RENDEZVOUS: 504,
     Code.CAPACITY: 503,

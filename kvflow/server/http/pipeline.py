@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import functools
 import logging
 import time
 from collections.abc import AsyncGenerator, AsyncIterable
@@ -135,9 +134,9 @@ class CompletionPipeline(Drainable):
                 for i, (request, detokenizer) in enumerate(zip(requests, detokenizers, strict=True))
             ]
             if call.stream:
-                return await self._stream(http, call, sources, meter, ends)
+                return await self._stream(http, call, requests, sources, meter, ends)
             async with asyncio.timeout_at(ends):
-                answer = await self._collect(call, sources, meter)
+                answer = await self._collect(call, requests, sources, meter)
             return await long_json_response(http, answer)
 
     def end_requests(self) -> None:
@@ -180,11 +179,15 @@ class CompletionPipeline(Drainable):
             self.service.refuse(room, prefill, error.cause())
 
     async def _collect(
-        self, call: CompletionCall, sources: list[AsyncGenerator[Delta, None]], meter: RequestMeter
+        self,
+        call: CompletionCall,
+        requests: list[GenerationRequest],
+        sources: list[AsyncGenerator[Delta, None]],
+        meter: RequestMeter,
     ) -> Any:
         completions = [Completion() for _ in sources]
         async with Arrivals(sources) as arrivals:
-            with self._listed(call, arrivals, len(sources)):
+            with self._listed(call, arrivals, requests):
                 async for batch in arrivals:
                     self._add(batch, call, completions, meter)
         return call.answer(completions)
@@ -193,6 +196,7 @@ class CompletionPipeline(Drainable):
         self,
         http: web.Request,
         call: CompletionCall,
+        requests: list[GenerationRequest],
         sources: list[AsyncGenerator[Delta, None]],
         meter: RequestMeter,
         ends: float,
@@ -200,7 +204,7 @@ class CompletionPipeline(Drainable):
         events = EventStream(http)
         async with Arrivals(sources, self._keepalive_s) as arrivals:
             try:
-                with self._listed(call, arrivals, len(sources)):
+                with self._listed(call, arrivals, requests):
                     async with asyncio.timeout_at(ends):
                         await self._write(events, call, arrivals, [Completion() for _ in sources], meter)
             except ConnectionError:
@@ -246,11 +250,15 @@ class CompletionPipeline(Drainable):
         await events.send(*call.closing(completions))
 
     def _listed(
-        self, call: CompletionCall, arrivals: Arrivals[Delta], count: int
+        self, call: CompletionCall, arrivals: Arrivals[Delta], requests: list[GenerationRequest]
     ) -> contextlib.AbstractContextManager[None]:
         """The choices of a call can be aborted until the block ends."""
-        stop = functools.partial(arrivals.stop, last=Delta("", (), ABORT))
-        return self.choices.listed(CURRENT.get().request_id, [call.id_of(i) for i in range(count)], stop)
+
+        def stop(index: int) -> None:
+            self.service.abort(requests[index])
+            arrivals.stop(index, last=Delta("", (), ABORT))
+
+        return self.choices.listed(CURRENT.get().request_id, [call.id_of(i) for i in range(len(requests))], stop)
 
     def _add(
         self, batch: list[tuple[int, Delta]], call: CompletionCall, completions: list[Completion], meter: RequestMeter

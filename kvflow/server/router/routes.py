@@ -74,7 +74,7 @@ def _of_workers(router: Router) -> list[web.RouteDef]:
         for role in ("decode", "prefill"):
             asked = (router.ask(worker, aborts.PATH, "POST", raw) for worker in router.workers.of(role))
             found[role] = sum(answer["aborted"] for answer in await asyncio.gather(*asked) if answer)
-        return json_response({"aborted": found["decode"]})
+        return json_response({"aborted": max(found.values())})
 
     async def story(http: web.Request) -> web.StreamResponse:
         sides = {}
