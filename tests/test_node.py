@@ -11,13 +11,16 @@ import pytest
 from kvflow.memory.allocator import PageAllocator
 from kvflow.memory.pool import PagedPool
 from kvflow.node import DecodeNode, PrefillNode
-from kvflow.protocols.errors import AbortedError, Code, LostError, MisuseError
+from kvflow.protocols.errors import AbortedError, Code, LostError, MisuseError, RefusedError
+from kvflow.protocols.limits import Bounds
 from kvflow.protocols.pages.layout import PoolLayout
-from kvflow.protocols.ports import PlaneAddress
+from kvflow.protocols.ports import ControlSocket, PlaneAddress
 from kvflow.protocols.wire.ranks import RankInfo, rank_from_json, rank_to_json
 from kvflow.testing.pair import QUICK, Pair, pair, small_layout, until
 from kvflow.transports.control.memory import Network
+from kvflow.transports.control.zmq import connect_dealer
 from kvflow.transports.data.fake import FakeNetwork, FakePlane, FakeRoute, Fault
+from kvflow.transports.data.local import LocalPlane
 
 pytest_plugins = ["kvflow.testing.fixtures"]
 
@@ -192,3 +195,30 @@ async def test_a_close_is_cancelled_while_the_two_connect(role: str) -> None:
         opening.cancel()
         await asyncio.wait([opening])
         await others_rest(p, role)
+
+
+async def test_one_network_address_takes_so_many_places_and_no_more(kvflow_clean_loop: None) -> None:
+    """Over ZMQ: of the address that the TCP connection comes from, whatever a decode says of itself."""
+
+    def connect_from_elsewhere(control: str, incarnation: int) -> ControlSocket:
+        return connect_dealer(control.replace("tcp://", "tcp://127.0.0.2:0;"), incarnation)
+
+    pools = [PagedPool.allocate(small_layout(16)) for _ in range(4)]
+    planes = [LocalPlane(pool.segment) for pool in pools]
+    async with (
+        PrefillNode(pools[0], planes[0], bounds=Bounds(decodes_per_address=1)) as prefill,
+        DecodeNode(pools[1], planes[1]) as first,
+        DecodeNode(pools[2], planes[2]) as second,
+        DecodeNode(pools[3], planes[3], connect=connect_from_elsewhere) as elsewhere,
+    ):
+        async with prefill.room(1, range(8)), first.room(1, [prefill.info], range(8)):
+            pass
+        with pytest.raises(
+            RefusedError, match=r"1 decodes at 127\.0\.0\.1 are registered .* at most 1 for one address"
+        ):
+            await second.room(2, [prefill.info], range(8))
+        async with prefill.room(3, range(8)), elsewhere.room(3, [prefill.info], range(8)):
+            pass
+        assert len(prefill.peers()) == 2
+    for pool in pools:
+        pool.close()

@@ -53,6 +53,9 @@ class CountedSocket:
         self._traffic["received"] += len(burst)
         return burst
 
+    def sender_address(self) -> str:
+        return self._socket.sender_address()
+
     def close(self) -> None:
         self._socket.close()
 

@@ -116,7 +116,7 @@ class PrefillShell(Shell):
             endpoint.note_stall(self.plane.stalled_s)
             for peer_id, frame in burst:
                 try:
-                    endpoint.receive(peer_id, frame, self.now())
+                    endpoint.receive(peer_id, frame, self.now(), self.socket.sender_address)
                 except Exception:
                     self.counts.handler_errors += 1
                     log.exception("a message of a decode failed")
@@ -234,7 +234,8 @@ class PrefillShell(Shell):
     def _read_no_more(self, room: PrefillRoom, source_pages: PageIndices) -> None:
         self.pages.unhold(source_pages)
         room.readers -= 1
-        room.tell_released()
+        if room.over and not room.readers:
+            room.when_released.give(None)
 
     def _cancel_write(self, command: c.CancelWrite) -> None:
         opened = self._writes.get(command.write)
@@ -260,4 +261,5 @@ class PrefillShell(Shell):
         room = self.rooms.pop(command.serial, None)
         if room is not None:  # the engine's half may never have come
             room.over = True
-            room.tell_released()
+            if not room.readers:
+                room.when_released.give(None)

@@ -364,10 +364,6 @@ class PrefillRoom:
 
     # --- called by the shell
 
-    def tell_released(self) -> None:
-        if self.over and not self.readers:
-            self.when_released.give(None)
-
     def tell_stopped(self, error: KvflowError) -> None:
         self.when_matched.give(None, error)
         self.when_done.give(None, error)

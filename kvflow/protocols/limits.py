@@ -41,6 +41,7 @@ class Bounds(msgspec.Struct, frozen=True, kw_only=True):
     ended_halves: int = 65_536
     targets: int = 1_024  # decodes registered at one prefill
     decodes_per_process: int = 64  # of them, lives that one process claims: each costs a descriptor
+    decodes_per_address: int = 256  # of them, those whose connections come from one network address
     rooms: int = 32_768  # at prefill; decodes open none above it
     links: int = 512  # prefill ranks one decode is connected to
     ranks_per_room: int = 64

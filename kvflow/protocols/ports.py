@@ -224,6 +224,9 @@ class ControlSocket(Protocol):
     async def receive(self) -> list[tuple[bytes, bytes]]:
         """The next burst of (peer, frame); at least one, at most a few hundred so that the loop stays free."""
 
+    def sender_address(self) -> str:
+        """The network address from which the burst received last has come; empty where that is not known."""
+
     def close(self) -> None: ...
 
 

@@ -6,7 +6,7 @@ Synchronous: no asyncio, no clock, no socket, no thread. Time is an argument; wh
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 
 from kvflow.protocols.arguments import check_chunk
 from kvflow.protocols.commands import PrefillCommand
@@ -182,8 +182,11 @@ class PrefillEndpoint:
 
     # --- peers
 
-    def receive(self, peer_id: bytes, frame: bytes, now: float) -> None:
-        """A frame from the decode whose routing id is `peer_id`; bad and foreign ones change nothing (I7)."""
+    def receive(self, peer_id: bytes, frame: bytes, now: float, sender_address: Callable[[], str] = str) -> None:
+        """A frame from the decode whose routing id is `peer_id`; bad and foreign ones change nothing (I7).
+
+        `sender_address` says where it came from, empty where that is not known; only asked when a decode is new.
+        """
         core = self.core
         try:
             message = parse_at_prefill(frame)
@@ -198,7 +201,7 @@ class PrefillEndpoint:
             core.observer.message_dropped("stale")
             core.answer_register(message.target, message.source, "another incarnation serves here now")
         elif type(message) is wire.Register:
-            on_register(core, message, now)
+            on_register(core, message, now, sender_address)
         elif peer is None and isinstance(message, wire.Announce | wire.Abort):
             on_room_of_refused(core, message, now)
         elif peer is None or type(message) not in _READ_IN[peer.phase]:

@@ -20,7 +20,7 @@ from kvflow.protocols.wire import messages as wire
 from kvflow.protocols.wire.messages import WIRE_VERSION
 
 
-def on_register(core: PrefillCore, message: wire.Register, now: float) -> None:
+def on_register(core: PrefillCore, message: wire.Register, now: float, sender_address: Callable[[], str] = str) -> None:
     """A decode says who it is; the way into its pool is opened by the shell."""
     peer = core.peers.get(message.target)
     seen_below = core.displaced.get(message.target, message.fresh_from)  # before making place pushes it out
@@ -42,8 +42,16 @@ def on_register(core: PrefillCore, message: wire.Register, now: float) -> None:
     ):
         refusal = f"{len(siblings)} decodes of process {message.address.process.pid} are registered already"
         core.answer_register(message.target, message.source, refusal)
+    elif (
+        (sender := sender_address())
+        and len(neighbours := _at_address(core, sender)) >= core.bounds.decodes_per_address
+        and not _make_place(core, neighbours, now)
+    ):
+        limit = core.bounds.decodes_per_address
+        refusal = f"{len(neighbours)} decodes at {sender} are registered already, of at most {limit} for one address"
+        core.answer_register(message.target, message.source, refusal)
     else:
-        peer = core.peers[message.target] = DecodePeer(message, core.bounds.closed_grants, now)
+        peer = core.peers[message.target] = DecodePeer(message, core.bounds.closed_grants, now, sender)
         peer.grants.begin_from(seen_below)
         core.displaced.pop(message.target, None)
         if refusal := peer.mismatch(core.identity):
@@ -62,6 +70,10 @@ def _of_process(core: PrefillCore, message: wire.Register) -> list[DecodePeer]:
 
     named = process_of(message.address)
     return [peer for peer in core.peers.values() if process_of(peer.address) == named]
+
+
+def _at_address(core: PrefillCore, sender_address: str) -> list[DecodePeer]:
+    return [peer for peer in core.peers.values() if peer.sender_address == sender_address]
 
 
 def _make_place(core: PrefillCore, among: Iterable[DecodePeer], now: float) -> bool:

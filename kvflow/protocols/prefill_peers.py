@@ -30,13 +30,18 @@ class DecodePeer:
     `R` of its grants is the room that answers for one.
     """
 
-    __slots__ = ("address", "fresh_from", "grants", "incarnation", "layout", "phase", "received_at_s", "routing_id")
+    __slots__ = (
+        *("address", "fresh_from", "grants", "incarnation", "layout", "phase", "received_at_s", "routing_id"),
+        "sender_address",
+    )
 
-    def __init__(self, message: Register, closed_grants: int, now: float) -> None:
+    def __init__(self, message: Register, closed_grants: int, now: float, sender_address: str = "") -> None:
+        """`sender_address`: where its first Register came from; empty where that is not known."""
         self.incarnation = message.target
         self.routing_id = routing_id(message.target)
         self.layout = message.layout
         self.address = msgspec.structs.replace(message.address, owner=message.target)
+        self.sender_address = sender_address
         self.phase = PeerPhase.OPENING
         self.received_at_s = now
         self.fresh_from = message.fresh_from  # of its newest Register

@@ -64,6 +64,9 @@ class Tap:
             self.ends.add(frame)
         return [(peer, frame)]
 
+    def sender_address(self) -> str:
+        return self._socket.sender_address()
+
     def close(self) -> None:
         self._socket.close()
 

@@ -209,6 +209,9 @@ class _Socket:
                 self._waiting = None
         return [self._inbox.popleft() for _ in range(min(len(self._inbox), BURST_FRAMES))]
 
+    def sender_address(self) -> str:
+        return ""
+
 
 class RouterSocket(_Socket):
     """Implements `protocols.ports.ControlSocket` for prefill."""

@@ -80,6 +80,7 @@ class Incoming:
         self._frames: deque[tuple[bytes, bytes]] = deque()  # (peer, frame)
         self.skipping = False  # the rest of a message that is too long must be read first: call `take` again
         self.messages = 0  # whole ones, read so far
+        self._part: zmq.Frame | None = None  # the last one of the message that is being taken
         self.delivered: set[int] = set()  # descriptors that they came from; emptied by `TcpConnections`
 
     def take(self, count: int) -> list[tuple[bytes, bytes]]:
@@ -92,6 +93,7 @@ class Incoming:
             if self.skipping:
                 self._skip()
             if not frames and not self.skipping:
+                self._part = None
                 self._read_message()
         except zmq.Again:
             pass
@@ -114,6 +116,14 @@ class Incoming:
         self._frames += frames
         self.messages += 1
         self.delivered.add(_descriptor(part))
+        self._part = part
+
+    def sender_address(self) -> str:
+        """The IP address from which the frames taken last have come; empty where that is not known."""
+        try:
+            return "" if self._part is None else str(self._part.get("Peer-Address"))
+        except zmq.ZMQError:
+            return ""
 
     def add_malformed(self) -> None:
         """An empty frame, which cannot be decoded, for what could not be read."""

@@ -84,6 +84,9 @@ class ZmqSocket:
         self._burst += len(frames)
         return frames
 
+    def sender_address(self) -> str:
+        return self._incoming.sender_address()
+
     def close(self) -> None:
         if not self._socket.closed:
             self._outgoing.close()
