@@ -33,9 +33,7 @@ DEFAULT_MAX_NEW_TOKENS = 128
 DEFAULT_COMPLETION_TOKENS = 16
 MAX_ID_DIGITS = 10
 MAX_ANSWER_ID = 512  # characters: every event of a stream repeats it
-MAX_SCORES_BYTES = (
-    1 << 24
-)  # of the log-probabilities of all prompts of a body, packed; as JSON they are five times that
+MAX_SCORES_BYTES = 1 << 24  # of the log-probabilities of all prompts of a body, packed: a fifth of their JSON
 LONG_PROMPT = 1 << 15  # tokens from here on are hashed in a thread: it costs less than 100 us on the event loop below
 T = TypeVar("T")
 # What a model's generation_config.json may recommend, at the values that change nothing.
