@@ -8,17 +8,20 @@ from __future__ import annotations
 
 import asyncio
 import ctypes
+import functools
 import logging
 import os
 import threading
 import time
+from collections.abc import Callable
+from concurrent.futures import Executor, Future
 from itertools import count
 from queue import SimpleQueue
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from xxhash import xxh3_64
 
-from kvflow.aio import call_in_loop, run_to_end
+from kvflow.aio import run_to_end
 from kvflow.memory.pool import PagedPool
 from kvflow.protocols.errors import LayoutError
 from kvflow.protocols.pages.layout import PageIndices, PoolLayout
@@ -40,11 +43,7 @@ class _Stretch(NamedTuple):
 
 
 class PageChecksums:
-    """Implements `protocols.ports.Checksums`; the pool must stay open until `close` has returned.
-
-    Not an executor, whose threads the end of the process waits for, nor `aio.Threads`: to start a thread for each
-    chunk costs the event loop more than most chunks take.
-    """
+    """Implements `protocols.ports.Checksums`; the pool must stay open until `close` has returned."""
 
     def __init__(self, pool: PagedPool, *, within_s: float = _SUM_S) -> None:
         """A checksum takes `within_s` at most. Raises: LayoutError for a pool that is not in host memory."""
@@ -53,37 +52,20 @@ class PageChecksums:
         self._stretches, self._page_bytes = _stretches(pool.layout), pool.layout.page_bytes
         self._mapped_by, self._within_s = pool.mapped_by, within_s
         self._running: set[_ChecksumTask] = set()
-        self._queue: SimpleQueue[_ChecksumTask | None] = SimpleQueue()
-        self._num_threads = 0
-        self._closed = False
+        self._threads = _DaemonThreads(_THREADS)
 
     def __repr__(self) -> str:
         hung = sum(task.done.done() for task in self._running)
-        return f"<PageChecksums: {self._num_threads} threads, {len(self._running) - hung} under way, {hung} hung>"
+        return f"<PageChecksums: {len(self._running) - hung} under way, {hung} hung>"
 
     def begin(self, pages: PageIndices) -> _ChecksumTask:
         task = _ChecksumTask(self._stretches, self._page_bytes, self._mapped_by, pages, self._within_s)
         self._running.add(task)
         task.released.add_done_callback(lambda _: self._running.discard(task))
-        if not self._closed and self._num_threads < min(_THREADS, len(self._running)):
-            self._start_thread()
-        if self._closed or not self._num_threads:
-            task.fail("there is no thread for it")
-        else:
-            self._queue.put(task)
+        task.begin(self._threads)
         return task
 
-    def _start_thread(self) -> None:
-        name = f"kvflow-checksum-{self._num_threads}"
-        try:
-            threading.Thread(target=_work, args=(self._queue,), name=name, daemon=True).start()
-        except RuntimeError:
-            log.exception("a thread for checksums could not start")
-        else:
-            self._num_threads += 1
-
     async def close(self) -> None:
-        self._closed = True
         for task in list(self._running):
             task.cancel()
         try:
@@ -91,15 +73,50 @@ class PageChecksums:
         except TimeoutError:
             log.warning("%d checksums have not ended within %g s, and are left alone", len(self._running), _CLOSE_S)
         finally:
-            for _ in range(self._num_threads):
-                self._queue.put(None)
+            self._threads.shutdown(wait=False)
             self._stretches, self._mapped_by = [], ()
 
 
-def _work(queue: SimpleQueue[_ChecksumTask | None]) -> None:
-    while (task := queue.get()) is not None:
-        task.run()
-        del task  # and what it keeps mapped
+class _DaemonThreads(Executor):
+    """A ThreadPoolExecutor for whose threads the end of the process does not wait. (`aio.Threads` starts one a call: to
+    the event loop that costs more than most chunks take.)"""
+
+    def __init__(self, limit: int) -> None:
+        self._limit, self._threads, self._closed = limit, 0, False
+        self._queue: SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None] = SimpleQueue()
+
+    def submit(self, work: Callable[..., Any], /, *args: Any, **more: Any) -> Future[Any]:
+        """Raises: RuntimeError when no thread is to be had, or after `shutdown`."""
+        if self._closed:
+            raise RuntimeError("no work is taken after shutdown")
+        if self._threads < self._limit:
+            try:
+                name = f"kvflow-checksum-{self._threads}"
+                threading.Thread(target=_serve, args=(self._queue,), name=name, daemon=True).start()
+                self._threads += 1
+            except RuntimeError:
+                if not self._threads:
+                    raise
+        future: Future[Any] = Future()
+        self._queue.put((future, functools.partial(work, *args, **more)))
+        return future
+
+    def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
+        """Threads end when they have done what has been submitted; nothing waits for them."""
+        self._closed = True
+        for _ in range(self._threads):
+            self._queue.put(None)
+
+
+def _serve(queue: SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None]) -> None:
+    while (item := queue.get()) is not None:
+        future, work = item
+        if future.set_running_or_notify_cancel():
+            try:
+                future.set_result(work())
+            except BaseException as error:  # noqa: BLE001 - whoever awaits it gets it
+                future.set_exception(error)
+        del item, future, work  # and what they keep mapped
 
 
 class _ChecksumTask:
@@ -117,11 +134,20 @@ class _ChecksumTask:
         self._breath_pages = max(1, _BREATH_BYTES // page_bytes)
         self._begun = threading.Lock()  # taken once, by who is first: the thread that reads, or the end
         self._cancelled = False
-        self._loop = asyncio.get_running_loop()
-        self._within_s, self._timer = within_s, self._loop.call_later(within_s, self._expire)
-        self.done: asyncio.Future[bytes] = self._loop.create_future()
-        self.released: asyncio.Future[None] = self._loop.create_future()
+        loop = asyncio.get_running_loop()
+        self._within_s, self._timer = within_s, loop.call_later(within_s, self._expire)
+        self.done: asyncio.Future[bytes] = loop.create_future()
+        self.released: asyncio.Future[None] = loop.create_future()
         self.error = ""
+
+    def begin(self, threads: Executor) -> None:
+        try:
+            running = asyncio.get_running_loop().run_in_executor(threads, self._run)
+        except RuntimeError:
+            log.exception("a checksum could not start")
+            self.fail("there is no thread for it")
+        else:
+            running.add_done_callback(self._returned)
 
     def cancel(self) -> None:
         self._cancelled = True
@@ -139,6 +165,13 @@ class _ChecksumTask:
         log.warning("a checksum of %d pages took longer than %g s", len(self._pages), self._within_s)
         self.fail(f"the checksum took longer than {self._within_s:g} s")
 
+    def _returned(self, running: asyncio.Future[bytes | None]) -> None:
+        if error := running.exception():
+            log.error("a checksum failed", exc_info=error)
+            self._end(b"", f"the checksum failed: {type(error).__name__}")
+        elif (found := running.result()) is not None:
+            self._end(found)
+
     def _end(self, found: bytes, error: str = "") -> None:
         self._timer.cancel()
         if not self.done.done():
@@ -146,17 +179,9 @@ class _ChecksumTask:
             self.done.set_result(found)
         self.released.set_result(None)
 
-    def run(self) -> None:
-        """In a thread."""
-        if not self._begun.acquire(blocking=False):
-            return
-        found, error = b"", ""
-        try:
-            found = self._sum()
-        except Exception as failure:
-            log.exception("a checksum failed")
-            error = f"the checksum failed: {type(failure).__name__}"
-        call_in_loop(self._loop, self._end, found, error)
+    def _run(self) -> bytes | None:
+        """In a thread. None: it came too late to begin."""
+        return self._sum() if self._begun.acquire(blocking=False) else None
 
     def _sum(self) -> bytes:
         found = xxh3_64()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack
 from typing import Any
 
@@ -112,14 +113,16 @@ def grave_of_one_room() -> Installed:
 def ack_for_another_life() -> Installed:
     original = PrefillEndpoint.receive
 
-    def receive(self: PrefillEndpoint, peer_id: bytes, frame: bytes, now: float) -> None:
+    def receive(
+        self: PrefillEndpoint, peer_id: bytes, frame: bytes, now: float, sender_address: Callable[[], str] = str
+    ) -> None:
         try:
             message = parse_at_prefill(frame)
         except WireError:
-            return original(self, peer_id, frame, now)
+            return original(self, peer_id, frame, now, sender_address)
         core = self.core
         if type(message) is not Abort or message.source == core.identity.incarnation:
-            return original(self, peer_id, frame, now)
+            return original(self, peer_id, frame, now, sender_address)
         ack = AbortAck(
             room=message.room,
             grant=message.grant,
