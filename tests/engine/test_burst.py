@@ -215,6 +215,46 @@ async def test_a_step_that_fails_ends_a_burst_after_the_tokens_before_it(llama: 
         assert pair.decode.failed_steps == 1 and watched.calls == 1
 
 
+@pytest.mark.parametrize("fails", ["step", "close"])
+async def test_readers_that_wait_for_their_turn_get_their_tokens_before_the_error(
+    llama: LoadedModel, monkeypatch: pytest.MonkeyPatch, fails: str
+) -> None:
+    """The error overtook the tokens of all but the first readers."""
+    monkeypatch.setattr(decode, "READERS_PER_TURN", 2)
+    monkeypatch.setattr(burst, "DELIVER_EVERY_S", 60.0)
+    found: list[int] = []
+    async with EnginePair(llama) as pair:
+        pair.decode.pause()
+        requests = [await started(pair, prompt_of(9 + i, i), 30) for i in range(7)]
+        honest, deliver, steps = pair.decode._runner.forward, pair.decode._deliver, 0
+
+        def forward(rows: list[Row]) -> torch.Tensor:
+            nonlocal steps
+            steps += 1
+            if steps == 5 and fails == "step":
+                raise RuntimeError("out of something")
+            return honest(rows)
+
+        def delivered(tokens: list[burst.Tokens]) -> None:
+            deliver(tokens)
+            if fails == "close":
+                pair.decode.end_requests()
+
+        async def read(stream: AsyncGenerator[TokenOut, None]) -> None:
+            count = 0
+            with pytest.raises(KvflowError):
+                async for _ in stream:
+                    count += 1
+            found.append(count)
+
+        pair.decode._runner.forward = forward  # type: ignore[method-assign]
+        pair.decode._burst._deliver = delivered
+        pair.decode.resume()
+        await asyncio.gather(*(read(stream) for stream in requests))
+        await until(lambda: pair.home)
+    assert found == [4 if fails == "step" else MOST_STEPS] * 7
+
+
 async def test_pause_and_close_end_a_burst(llama: LoadedModel) -> None:
     async with EnginePair(llama) as pair:
         watched = Watched(pair)

@@ -48,7 +48,7 @@ class DecodeEngine(EngineLoop):
         self._max_batch = max_batch
         self._running: dict[int, DecodeRequest] = {}  # by number: in order of arrival
         self._numbers = itertools.count()
-        self._outgoing: dict[DecodeRequest, list[TokenOut]] = {}
+        self._outgoing: dict[DecodeRequest, list[TokenOut | KvflowError]] = {}
         self._paused = False
         self._burst = Burst(
             self._runner, model.eos_ids, deliver=self._deliver, is_running=self._is_running, goes_on=self._goes_on
@@ -169,7 +169,10 @@ class DecodeEngine(EngineLoop):
 
     def _fail(self, request: DecodeRequest, error: KvflowError) -> None:
         self._running.pop(request.number, None)
-        request.tokens.put_nowait(error)
+        if (tokens := self._outgoing.get(request)) is not None:
+            tokens.append(error)  # after what it has generated
+        else:
+            request.tokens.put_nowait(error)
 
     async def _run(self) -> None:
         loop = asyncio.get_running_loop()
