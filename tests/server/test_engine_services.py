@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import asyncio
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 
-from kvflow.protocols.errors import Code, MisuseError, QuarantineError
-from kvflow.server.http.completion_service import ModelCard
+from kvflow.engine.scheduler.params import SamplingParams, TokenOut
+from kvflow.handlers.rooms import PrefillRoom
+from kvflow.protocols.errors import Cause, Code, KvflowError, MisuseError, QuarantineError
+from kvflow.server.http.completion_service import GenerationRequest, ModelCard
 from kvflow.server.http.engine_services import DecodeService, PrefillService
 from kvflow.server.http.errors import STATUS_OF_CODE, failure_of
 from kvflow.testing.pair import pair
@@ -18,6 +22,43 @@ CARD = ModelCard(path="m", name="m", context_length=8, vocab_size=8)
 
 def engine() -> Any:
     return SimpleNamespace(healthy=True)
+
+
+class Waiting:
+    """An engine that waits for decode's half, which does not come."""
+
+    healthy = True
+
+    async def prefill(self, room: PrefillRoom, *_: object) -> TokenOut:
+        async with room:
+            await room.matched()
+        raise AssertionError("nobody came")
+
+
+async def test_an_abort_ends_the_room_of_its_request_and_not_the_one_before_it_of_that_number() -> None:
+    """The end of the first one made the second one a 500, which no abort found."""
+    async with pair() as p:
+        service = PrefillService(CARD, p.prefill, Waiting(), 60.0)  # type: ignore[arg-type]
+        prompt = np.arange(3, dtype=np.uint32)
+        first, second = (
+            GenerationRequest(room=5, prefill="", prompt=prompt, params=SamplingParams()) for _ in range(2)
+        )
+
+        async def code(request: GenerationRequest) -> Code:
+            with pytest.raises(KvflowError) as seen:
+                await anext(service.tokens(request))
+            return seen.value.code
+
+        ended = asyncio.create_task(code(first))
+        await asyncio.sleep(0)
+        (room,) = p.prefill.shell.rooms.values()
+        follows = asyncio.create_task(code(second))  # in the turn of the loop in which the first one ends
+        room.close(Cause(Code.DEADLINE))
+        assert await ended is Code.DEADLINE
+        service.abort(first)
+        assert not follows.done()
+        service.abort(second)
+        assert await asyncio.wait_for(follows, 5) is Code.ABORTED
 
 
 async def test_a_prefill_whose_data_plane_hangs_is_in_trouble() -> None:

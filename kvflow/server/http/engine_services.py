@@ -172,7 +172,7 @@ class PrefillService(EngineService[PrefillNode, "PrefillEngine"]):
 
     def __init__(self, card: ModelCard, node: PrefillNode, engine: PrefillEngine, timeout_s: float) -> None:
         super().__init__(card, node, engine, timeout_s)
-        self._open_rooms: dict[int, PrefillRoom] = {}
+        self._open_rooms: dict[int, PrefillRoom] = {}  # by `id` of the request: a room may follow one of its number
 
     @property
     def rank(self) -> RankInfo:
@@ -186,17 +186,17 @@ class PrefillService(EngineService[PrefillNode, "PrefillEngine"]):
             self._node.counts.room_refused(error.cause())
             raise
         self._recent_rooms.add(room)
-        self._open_rooms[room.room] = room
+        self._open_rooms[id(request)] = room
         try:
             first = await self._engine.prefill(room, request.prompt, request.params)
         finally:
-            del self._open_rooms[room.room]
+            del self._open_rooms[id(request)]
         if first.finish_reason is None:
             first = msgspec.structs.replace(first, finish_reason="length")
         yield first
 
     def abort(self, request: GenerationRequest) -> None:
-        if room := self._open_rooms.get(request.room):
+        if room := self._open_rooms.get(id(request)):
             room.close(Cause(Code.ABORTED, "ended by /abort_request at prefill"))
 
     def refuse(self, room: int, prefill: str, cause: Cause) -> None:
