@@ -51,6 +51,16 @@ async def test_full_pages_leave_while_the_next_chunk_is_computed(llama: LoadedMo
         room.close()
 
 
+async def test_what_was_gathered_for_a_last_chunk_of_one_token_is_let_go_of(llama: LoadedModel) -> None:
+    """Such a chunk looks like a decode step, and up to 64 MiB were kept for a next one."""
+    async with EnginePair(llama, chunk_tokens=16) as pair:
+        steps: list[list[int]] = []
+        watch(pair, steps)
+        await pair.tokens(prompt_of(33), greedy(1))
+        await until(lambda: pair.prefill._runner._ahead is None)
+    assert steps == [[16], [16], [1]]
+
+
 async def test_several_rooms_share_a_step_within_the_budgets(llama: LoadedModel) -> None:
     prompts = [prompt_of(n, n) for n in (20, 9, 30)]
     for options, want in (

@@ -163,6 +163,7 @@ class PrefillEngine(EngineLoop):
             self._take_pages()
             rows, requests = self._pick()
             if not rows:
+                self._runner.rest()
                 await self._sleep()
                 continue
             try:
