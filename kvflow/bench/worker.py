@@ -82,7 +82,9 @@ class Worker:
 
     async def verify(self, *, on: bool) -> dict[str, Any]:
         """Rooms opened from now on carry checksums, or none."""
-        self.node.shell.checksums = PageChecksums(self.pool) if on else None
+        before, self.node.shell.checksums = self.node.shell.checksums, PageChecksums(self.pool) if on else None
+        if isinstance(before, PageChecksums):
+            await before.close()
         if isinstance(self.node, DecodeNode):
             self.node.shell.endpoint.core.verify = on
         return {}
