@@ -32,6 +32,11 @@ class _Growing:
     def _grow(self, encoded: bytes) -> None:
         self._open += encoded
         if len(self._open) >= BLOCK_BYTES:
+            self.close_block()
+
+    def close_block(self) -> None:
+        """What has been added is not copied again."""
+        if self._open:
             self._blocks.append(bytes(self._open))
             self._open.clear()
 
@@ -42,9 +47,10 @@ class GrowingText(_Growing):
     edges = b'""'
 
     def followed_by(self, text: str) -> GrowingText:
-        """Another one, of which the start is shared."""
+        """Another one, of which the start is shared, and not copied."""
+        self.close_block()
         longer = GrowingText()
-        longer._blocks, longer._open = self._blocks.copy(), self._open.copy()
+        longer._blocks = self._blocks.copy()
         longer.add(text)
         return longer
 

@@ -252,6 +252,7 @@ async def _encoded(text: str) -> GrowingText:
     echo = GrowingText()
     async for start in in_turns(range(0, len(text), _ECHO_CHARACTERS)):
         echo.add(text[start : start + _ECHO_CHARACTERS])
+    echo.close_block()
     return echo
 
 
