@@ -7,12 +7,15 @@ import json
 import statistics
 import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import aiohttp
 import pytest
 
-from kvflow.server.http.aborts import RunningChoices
+from kvflow.protocols.errors import Code
+from kvflow.server.http.aborts import AbortRequest, RunningChoices
 from tests.server.fake_service import Role, Server
 
 Session = aiohttp.ClientSession
@@ -126,6 +129,28 @@ async def test_one_that_decode_has_not_begun_is_answered_too(
     last = answer[-1] if stream else answer
     reason = last["choices"][0]["finish_reason"] if "choices" in last else last["meta_info"]["finish_reason"]["type"]
     assert reason == "abort"
+
+
+@pytest.mark.parametrize("name", ["prefill", "decode"])
+async def test_one_that_ends_as_it_begins_ends_at_the_other_leg_too(
+    server: Server, session: Session, prefill: Role, decode: Role, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its room was never opened, and the other leg waited for it."""
+    role = {"prefill": prefill, "decode": decode}[name]
+    listed = role.pipeline.choices.listed
+
+    @contextmanager
+    def aborted_at_once(*arguments: Any) -> Iterator[None]:
+        with listed(*arguments):
+            assert role.pipeline.choices.abort(AbortRequest(abort_all=True)) == 1
+            yield
+
+    monkeypatch.setattr(role.pipeline.choices, "listed", aborted_at_once)
+    monkeypatch.setattr(role.service, "abort", lambda _: None)  # that knows of no room yet
+    answer = await asyncio.wait_for(post(session, server, "/generate", {"text": "w1"}), WITHIN_S)
+    assert answer["meta_info"]["finish_reason"]["type"] == "abort"
+    ((_, cause),) = role.service.refused
+    assert cause.code is Code.ABORTED and not role.service.requests
 
 
 async def test_neither_an_id_nor_all_is_nothing(server: Server, session: Session) -> None:

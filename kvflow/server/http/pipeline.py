@@ -22,7 +22,7 @@ from typing import Any, Protocol, TypeVar
 from aiohttp import web
 
 from kvflow.engine.scheduler.prompt_logprobs import PromptLogprobs
-from kvflow.protocols.errors import AbortedError, KvflowError
+from kvflow.protocols.errors import AbortedError, Cause, Code, KvflowError
 from kvflow.server.http.aborts import ABORT, RunningChoices
 from kvflow.server.http.completion import Completion, Delta, detokenize
 from kvflow.server.http.completion_service import CompletionService, GenerationRequest
@@ -42,6 +42,7 @@ _log = logging.getLogger("kvflow.http")
 B = TypeVar("B", bound=Rendezvous)
 ANY_MODEL = "default"  # what SGLang's clients ask for when they name no model
 ERROR_EVENT_TIMEOUT_S = 1.0  # for the last event of a stream that fails
+_ABORTED = Cause(Code.ABORTED, "ended by /abort_request before it began")
 
 
 class CompletionCall(Protocol):
@@ -255,7 +256,11 @@ class CompletionPipeline(Drainable):
         """The choices of a call can be aborted until the block ends."""
 
         def stop(index: int) -> None:
-            self.service.abort(requests[index])
+            request = requests[index]
+            if arrivals.has_begun(index):
+                self.service.abort(request)
+            else:
+                self.service.refuse(request.room, request.prefill, _ABORTED)
             arrivals.stop(index, last=Delta("", (), ABORT))
 
         return self.choices.listed(CURRENT.get().request_id, [call.id_of(i) for i in range(len(requests))], stop)

@@ -72,6 +72,7 @@ class Arrivals(AsyncIterator[list[tuple[int, T]]], Generic[T]):
         self._sources, self._silence_s = sources, silence_s
         self._tasks: list[asyncio.Task[None]] = []
         self._running = len(sources)
+        self._begun: set[int] = set()
         self._stopped: set[int] = set()
         self._items: list[tuple[int, T]] = []
         self._error: Exception | None = None
@@ -116,6 +117,10 @@ class Arrivals(AsyncIterator[list[tuple[int, T]]], Generic[T]):
         batch, self._items = self._items, []
         return batch
 
+    def has_begun(self, index: int) -> bool:
+        """False in the turn of the event loop in which this was entered: a source that is closed then never runs."""
+        return index in self._begun
+
     def stop(self, index: int, last: T) -> None:
         """Close one source; `last` is its last item, whatever it still gives or raises. The others go on."""
         if index in self._stopped or self._tasks[index].done():
@@ -126,6 +131,7 @@ class Arrivals(AsyncIterator[list[tuple[int, T]]], Generic[T]):
         self._wake()
 
     async def _pump(self, index: int, source: AsyncGenerator[T, None]) -> None:
+        self._begun.add(index)
         try:
             async with aclosing(source) as items:
                 async for item in items:
