@@ -14,7 +14,6 @@ from aiohttp.typedefs import Handler, Middleware
 
 from kvflow.aio import Turnstile
 from kvflow.protocols.errors import KvflowError
-from kvflow.server.http.aborts import PATH as ABORT_PATH
 from kvflow.server.http.access import (
     CLIENT_GONE_STATUS,
     REQUEST_ID_HEADER,
@@ -33,7 +32,6 @@ MAX_BODY_BYTES = 8 << 20  # a million tokens; see large_bodies.py
 BODY_TIMEOUT_S = 60.0
 IDLE_TIMEOUT_S = 120.0  # of a connection without a complete request head; longer than routers keep theirs open
 BODIES_PER_TURN = 4  # requests that go on in one turn of the event loop, where many arrive at once
-URGENT_PATHS = frozenset({ABORT_PATH})
 OPEN_PATHS = frozenset({"/health", "/health_generate", "/livez", "/metrics"})
 _log = logging.getLogger("kvflow.http")
 
@@ -138,7 +136,7 @@ def _with_body(turnstile: Turnstile) -> Middleware:
             raise web.HTTPRequestTimeout(text=text) from None
         except (web.RequestPayloadError, BadHttpMessage) as error:
             raise web.HTTPBadRequest(text=f"the request body cannot be read: {str(error)[:200]}") from None
-        if body and request.path not in URGENT_PATHS:
+        if body:  # an abort too: what came before it must have begun, or it is missed
             await turnstile.passed()
         return await handler(request)
 
