@@ -106,7 +106,8 @@ class Write(Protocol):
 
     @property
     def error(self) -> str:
-        """What the data plane said, after UNPROVEN; else empty."""
+        """What went wrong: what the data plane said, or why there is no checksum. Empty after LANDED, and after a
+        cancellation."""
 
     @property
     def done(self) -> asyncio.Future[WriteOutcome]:
