@@ -39,7 +39,6 @@ class DecodeSteps(Step):
         self._positions = torch.from_numpy(positions)
         self._writes = [torch.from_numpy(found.reshape(positions.shape)) for found in writes]
         self._plan = self._batches(self._steps - 1)
-        self._masks_of: list[dict[torch.dtype, torch.Tensor]] = [{} for _ in self._plan]
         self._read = self._all_places()
         self._kept: dict[Hashable, _Kept] = {}
         self._room = _MOST_KEPT_BYTES
@@ -82,11 +81,7 @@ class DecodeSteps(Step):
         at = self._at
         self.positions, self.past = self._positions[at], max(self._first) + at
         self.write_pages, self.write_slots = (writes[at] for writes in self._writes)
-        more = self._steps - 1 - at
-        self.batches = [
-            Batch(b.q0, [length + at for length in b.lengths], b.k0, more, masks)
-            for b, masks in zip(self._plan, self._masks_of, strict=True)
-        ]
+        self.batches = [batch.later(at) for batch in self._plan]
 
 
 class _Kept:

@@ -56,6 +56,11 @@ class Batch:
         self.k1 = k0 + self.rows * self.width
         self._masks = {} if masks is None else masks
 
+    def later(self, steps: int) -> Batch:
+        """The same rows so many steps later: more of their keys are meant, none stands elsewhere."""
+        lengths = [length + steps for length in self.lengths]
+        return Batch(self.q0, lengths, self.k0, self.width - lengths[-1], self._masks)
+
     def positions(self) -> NDArray[np.int64]:
         """[rows, width]: the position in its sequence of every key; padding repeats the row's own first one, so no
         other sequence is read."""
