@@ -9,10 +9,9 @@ import time
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterable
 from contextlib import suppress
-from typing import TypeVar, TypeVarTuple
+from typing import TypeVar
 
 T = TypeVar("T")
-Ts = TypeVarTuple("Ts")
 TURN_S = 0.001  # of the event loop that long work takes at a time
 
 
@@ -144,12 +143,11 @@ def _work(work: Callable[[], T], loop: asyncio.AbstractEventLoop, running: async
     try:
         result = work()
     except BaseException as error:  # noqa: BLE001 - whoever awaits it gets it
-        call_in_loop(loop, running.set_exception, error)
+        _tell(loop, running.set_exception, error)
     else:
-        call_in_loop(loop, running.set_result, result)
+        _tell(loop, running.set_result, result)
 
 
-def call_in_loop(loop: asyncio.AbstractEventLoop, call: Callable[[*Ts], object], *args: *Ts) -> None:
-    """From a thread."""
+def _tell(loop: asyncio.AbstractEventLoop, call: Callable[[T], None], value: T) -> None:
     with suppress(RuntimeError):  # the loop is closed, and with it all that waited
-        loop.call_soon_threadsafe(call, *args)
+        loop.call_soon_threadsafe(call, value)
