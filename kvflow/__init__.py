@@ -3,7 +3,7 @@
 nodes and rooms   PrefillNode, DecodeNode, PrefillRoom, DecodeRoom, Timing, Bounds
 without asyncio   PrefillThread, DecodeThread, PrefillThreadRoom, DecodeThreadRoom, RoomEvent
 finding prefills  RankInfo, RankTable, serve_ranks (prefill's side), RegistryClient (decode's)
-pools             PagedPool, PageAllocator, ExternalPages, SharedSegment, build_layout
+pools             PagedPool, PageAllocator, ExternalPages, SharedSegment, SnapshotStore, build_layout
 data planes       open_plane, LocalPlane, MooncakePlane
 errors            KvflowError and the classes under it that have to be told apart; Cause, Code
 
@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from kvflow.memory.external import ExternalPages
     from kvflow.memory.pool import PagedPool
     from kvflow.memory.shared import SharedSegment
+    from kvflow.memory.snapshot import SnapshotStore
     from kvflow.node import DecodeNode, PrefillNode
     from kvflow.protocols.errors import (
         AbortedError,
@@ -74,6 +75,7 @@ __all__ = [
     "RegistryClient",
     "RoomEvent",
     "SharedSegment",
+    "SnapshotStore",
     "Timing",
     "TransferError",
     "build_layout",
@@ -111,6 +113,7 @@ _HOMES = {
     "RegistryClient": "kvflow.transports.control.registry",
     "RoomEvent": "kvflow.threads.rooms",
     "SharedSegment": "kvflow.memory.shared",
+    "SnapshotStore": "kvflow.memory.snapshot",
     "Timing": "kvflow.protocols.limits",
     "TransferError": _ERRORS,
     "build_layout": "kvflow.protocols.pages.layout",

@@ -79,7 +79,7 @@ class DecodeShell(Shell):
 
     @property
     def num_pages(self) -> int:
-        return self.endpoint.core.identity.layout.num_pages
+        return self.endpoint.core.identity.layout.num_places
 
     def open(
         self,
@@ -257,7 +257,9 @@ class DecodeShell(Shell):
         wanted = room.record.num_pages
         try:
             if room.own_pages is None:
-                room.pages = self.pages.take(wanted, room.owner)
+                has_rows = self.endpoint.core.identity.layout.num_rows
+                take = self.pages.take_room if has_rows else self.pages.take
+                room.pages = take(wanted, room.owner)
             elif len(room.own_pages) != wanted:
                 raise MisuseError(f"room {room.room}: {len(room.own_pages)} pages given, its prompt needs {wanted}")
             self.endpoint.lend(room.grant, room.pages, self.now())

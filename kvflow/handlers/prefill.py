@@ -51,7 +51,7 @@ class PrefillShell(Shell):
         core = endpoint.core
         super().__init__(endpoint, core.timing, counts, now)
         self.endpoint, self.pages, self.plane, self.socket = endpoint, pages, plane, socket
-        self.num_pages, self.page_bytes = core.identity.layout.num_pages, core.identity.layout.page_bytes
+        self.num_pages, self.room_bytes = core.identity.layout.num_places, core.identity.layout.room_bytes
         self.checksums = checksums
         self.rooms: dict[int, PrefillRoom] = {}  # by serial
         self.routes: dict[Incarnation, Route] = {}

@@ -180,6 +180,7 @@ class DecodeRoom:
     def keep(self, owner: Hashable) -> PageIndices:
         """Take the landed pages over: they are `owner`'s now, and closing the room leaves them alone.
 
+        Of a pool with rows the last is the room's row: `pool.layout.split` tells pages and rows apart.
         Raises: MisuseError before they have landed, or a second time.
         """
         if self.phase is not DecodePhase.SUCCESS or self._kept:
@@ -251,8 +252,7 @@ class PrefillSide(Protocol):
     @property
     def num_pages(self) -> int: ...
 
-    @property
-    def page_bytes(self) -> int: ...
+    def room_bytes(self, count: int) -> int: ...
 
 
 class PrefillRoom:
@@ -310,7 +310,7 @@ class PrefillRoom:
     @property
     def bytes_total(self) -> int:
         """Bytes of the whole room once its target is known; 0 before."""
-        return len(self.record.target_pages) * self._shell.page_bytes
+        return self._shell.room_bytes(len(self.record.target_pages))
 
     def story(self) -> Sequence[Line]:
         return self.record.story.lines()
@@ -327,6 +327,7 @@ class PrefillRoom:
         write has ended.
 
         The last chunk carries the hand-over, which reaches decode's `landed`. Only full pages before the last chunk.
+        Of a pool with rows its last entry is the request's row: row r is `num_pages + r` (`pool.layout.numbered`).
         Raises: MisuseError (before matched, after the last chunk, more pages than decode lent, a page outside the pool
         or that has no owner, a hand-over before the last chunk): nothing was queued; the room's own error once it has
         ended.

@@ -12,7 +12,7 @@ from kvflow.config.settings import Settings
 from kvflow.config.sources import ConfigError
 from kvflow.memory.available import available_memory
 from kvflow.memory.pool import PagedPool
-from kvflow.protocols.pages.layout import build_layout, slot_bytes
+from kvflow.protocols.pages.layout import build_layout
 
 DEFAULT_POOL_TOKENS = 65_536
 
@@ -20,7 +20,7 @@ DEFAULT_POOL_TOKENS = 65_536
 def make_pool(settings: Settings, streams: Sequence[tuple[str, str, Sequence[int]]], fingerprint: str) -> PagedPool:
     """Allocate the pool for a model's `streams`; blocks. Raises: ConfigError, LayoutError."""
     exact = [(name, dtype, tuple(shape)) for name, dtype, shape in streams]
-    page_bytes = settings.page_size * sum(slot_bytes(dtype, shape) for _, dtype, shape in exact)
+    page_bytes = build_layout(exact, page_size=settings.page_size, num_pages=1).page_bytes
     num_pages = _num_pages(settings, page_bytes)
     with _one_at_a_time():
         _check_memory(settings, num_pages, page_bytes)

@@ -40,15 +40,17 @@ class _Account:
 class PageAllocator:
     """Implements `protocols.ports.PageStore`. Pages come out in ascending runs where it can, so writes coalesce."""
 
-    def __init__(self, num_pages: int, reserved: int = 0) -> None:
-        """The first `reserved` pages are never handed out (engines keep a null page there).
+    def __init__(self, num_pages: int, reserved: int = 0, unit: str = "page") -> None:
+        """The first `reserved` pages are never handed out (engines keep a null page there). `unit` is what errors call
+        what is owned: the rows of a pool are owned in the same way.
 
         Raises: MisuseError.
         """
         if num_pages < 1:
-            raise MisuseError(f"num_pages {num_pages} is below 1")
+            raise MisuseError(f"num_{unit}s {num_pages} is below 1")
         if not 0 <= reserved <= num_pages:
-            raise MisuseError(f"reserved {reserved} is outside 0..{num_pages}, the pages of the pool")
+            raise MisuseError(f"reserved {reserved} is outside 0..{num_pages}, the {unit}s of the pool")
+        self._unit = unit
         self._num_pages, self._reserved = num_pages, reserved
         self._stack: PageIndices = np.arange(num_pages - 1, -1, -1, dtype=np.int32)  # free pages, the next one on top
         self._free = num_pages - reserved
@@ -64,8 +66,8 @@ class PageAllocator:
     def __repr__(self) -> str:
         more = f", {self._reserved} reserved" if self._reserved else ""
         return (
-            f"<PageAllocator of {self._num_pages} pages: {self._free} free{more}, {len(self._accounts)} owners, "
-            f"{self.held_pages} held, {self._returning} returning>"
+            f"<PageAllocator of {self._num_pages} {self._unit}s: {self._free} free{more}, "
+            f"{len(self._accounts)} owners, {self.held_pages} held, {self._returning} returning>"
         )
 
     @property
@@ -94,7 +96,7 @@ class PageAllocator:
     def take(self, count: int, owner: Hashable) -> PageIndices:
         """`count` free pages, now owned by `owner`. Raises: CapacityError (nothing is taken)."""
         if count > self._free or count < 0:
-            raise CapacityError("pages", count, self._free)
+            raise CapacityError(f"{self._unit}s", count, self._free)
         top = self._free
         pages: PageIndices = self._stack[top - count : top][::-1].copy()
         if count >= MANY_PAGES and not ascends(pages):
@@ -105,6 +107,10 @@ class PageAllocator:
             account.count += count
             self._free = top - count
         return pages
+
+    def take_room(self, count: int, owner: Hashable) -> PageIndices:
+        """Raises: CapacityError (nothing is taken)."""
+        return self.take(count, owner)
 
     def move(self, pages: PageIndices, owner: Hashable, new_owner: Hashable) -> None:
         """Change the owner. Raises: OwnershipError when a page is not `owner`'s (nothing is moved)."""
@@ -146,14 +152,14 @@ class PageAllocator:
         if pages.size == 1:  # the common case of tiny rooms: scalars are several times cheaper than arrays of one
             page = int(pages[0])
             if self._marks[page] in (_FREE, _RETURNING):
-                raise OwnershipError(f"hold: page {page} has no owner")
+                raise OwnershipError(f"hold: {self._unit} {page} has no owner")
             self._holds[page] += 1
             self._held_calls += 1
             return
         where, once = _where(pages) if pages.size >= MANY_PAGES else (pages, False)
         marks = self._marks[where]
         if (ownerless := (marks == _FREE) | (marks == _RETURNING)).any():
-            raise OwnershipError(f"hold: page {self._named(where, ownerless)} has no owner")
+            raise OwnershipError(f"hold: {self._unit} {self._named(where, ownerless)} has no owner")
         if once:
             self._holds[where] += 1
         else:
@@ -166,7 +172,7 @@ class PageAllocator:
         if pages.size == 1 and not self._returning:
             page = int(pages[0])
             if not self._holds[page]:
-                raise OwnershipError(f"unhold: page {page} is not held that often")
+                raise OwnershipError(f"unhold: {self._unit} {page} is not held that often")
             self._holds[page] -= 1
             self._held_calls -= 1
             return
@@ -179,7 +185,7 @@ class PageAllocator:
         if (left < 0).any():
             if not once:
                 np.add.at(self._holds, pages, 1)
-            raise OwnershipError(f"unhold: page {self._named(where, left < 0)} is not held that often")
+            raise OwnershipError(f"unhold: {self._unit} {self._named(where, left < 0)} is not held that often")
         if once:
             self._holds[where] = left
         self._held_calls -= pages.size
@@ -244,12 +250,14 @@ class PageAllocator:
         """Raises: OwnershipError for an index outside the pool (a negative one would silently mean another page)."""
         found: PageIndices = np.asarray(pages, dtype=np.int32)
         if found.ndim != 1:
-            raise OwnershipError(f"pages have shape {found.shape}, not [n]")
+            raise OwnershipError(f"{self._unit}s have shape {found.shape}, not [n]")
         if found.size:
             most = int(found[0]) if found.size == 1 else int(found.view(np.uint32).max())  # a negative one is large so
             if not 0 <= most < self._num_pages:
                 low = int(found.min())
-                raise OwnershipError(f"page {low if low < 0 else int(found.max())} is outside 0..{self._num_pages - 1}")
+                raise OwnershipError(
+                    f"{self._unit} {low if low < 0 else int(found.max())} is outside 0..{self._num_pages - 1}"
+                )
         return found
 
     def _owned_by(self, pages: PageIndices, owner: Hashable) -> tuple[PageIndices, Index]:
@@ -263,16 +271,16 @@ class PageAllocator:
         if count == 1:
             page = int(pages[0])
             if self._marks[page] != mark:
-                raise OwnershipError(f"page {page} is {self._whose(page)}, not {owner!r}'s")
+                raise OwnershipError(f"{self._unit} {page} is {self._whose(page)}, not {owner!r}'s")
             return pages, pages
         where, once = _where(pages) if pages.size >= MANY_PAGES else (pages, False)
         foreign = self._marks[where] != mark
         if foreign.any():
             page = self._named(where, foreign)
-            raise OwnershipError(f"page {page} is {self._whose(page)}, not {owner!r}'s")
+            raise OwnershipError(f"{self._unit} {page} is {self._whose(page)}, not {owner!r}'s")
         if not once and names_twice(pages, int(pages.min()), int(pages.max())):
             ascending = np.sort(pages)
-            raise OwnershipError(f"page {ascending[np.argmax(ascending[1:] == ascending[:-1])]} is named twice")
+            raise OwnershipError(f"{self._unit} {ascending[np.argmax(ascending[1:] == ascending[:-1])]} is named twice")
         return pages, where
 
     @staticmethod

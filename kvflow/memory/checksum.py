@@ -15,7 +15,6 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Executor, Future
-from itertools import count
 from queue import SimpleQueue
 from typing import Any, NamedTuple
 
@@ -24,7 +23,7 @@ from xxhash import xxh3_64
 from kvflow.aio import run_to_end
 from kvflow.memory.pool import PagedPool
 from kvflow.protocols.errors import LayoutError
-from kvflow.protocols.pages.layout import PageIndices, PoolLayout
+from kvflow.protocols.pages.layout import PageIndices, Places, PoolLayout
 
 _THREADS = min(4, os.cpu_count() or 1)
 _BREATH_BYTES = 1 << 20  # small blocks are summed with the GIL held: let others have it after so many bytes
@@ -34,12 +33,19 @@ log = logging.getLogger("kvflow.memory")
 
 
 class _Stretch(NamedTuple):
-    """Bytes that lie together in every page: `size_bytes` at `offset` of the page, pages `page_bytes` apart."""
+    """Bytes that lie together in every page, or row: `size_bytes` at `offset` of it, pages `page_bytes` apart."""
 
     memory: memoryview
     page_bytes: int
     offset: int
     size_bytes: int
+
+
+class _Stores(NamedTuple):
+    """What to sum of each page, and of each row."""
+
+    pages: list[_Stretch]
+    rows: list[_Stretch]
 
 
 class PageChecksums:
@@ -49,7 +55,7 @@ class PageChecksums:
         """A checksum takes `within_s` at most. Raises: LayoutError for a pool that is not in host memory."""
         if not pool.on_host:
             raise LayoutError("checksums are for pools in host memory")
-        self._stretches, self._page_bytes = _stretches(pool.layout), pool.layout.page_bytes
+        self._layout, self._stores = pool.layout, _stores(pool.layout)
         self._mapped_by, self._within_s = pool.mapped_by, within_s
         self._running: set[_ChecksumTask] = set()
         self._threads = _DaemonThreads(_THREADS)
@@ -59,7 +65,7 @@ class PageChecksums:
         return f"<PageChecksums: {len(self._running) - hung} under way, {hung} hung>"
 
     def begin(self, pages: PageIndices) -> _ChecksumTask:
-        task = _ChecksumTask(self._stretches, self._page_bytes, self._mapped_by, pages, self._within_s)
+        task = _ChecksumTask(self._stores, self._mapped_by, self._layout.split(pages), self._within_s)
         self._running.add(task)
         task.released.add_done_callback(lambda _: self._running.discard(task))
         task.begin(self._threads)
@@ -74,7 +80,7 @@ class PageChecksums:
             log.warning("%d checksums have not ended within %g s, and are left alone", len(self._running), _CLOSE_S)
         finally:
             self._threads.shutdown(wait=False)
-            self._stretches, self._mapped_by = [], ()
+            self._stores, self._mapped_by = _Stores([], []), ()
 
 
 class _DaemonThreads(Executor):
@@ -124,14 +130,13 @@ class _ChecksumTask:
 
     def __init__(
         self,
-        stretches: list[_Stretch],
-        page_bytes: int,
+        stores: _Stores,
         mapped_by: tuple[object, ...],
-        pages: PageIndices,
+        places: Places,
         within_s: float,
     ) -> None:
-        self._stretches, self._mapped_by, self._pages = stretches, mapped_by, pages.tolist()
-        self._breath_pages = max(1, _BREATH_BYTES // page_bytes)
+        self._parts = [(stores.pages, places.pages.tolist()), (stores.rows, places.rows.tolist())]
+        self._mapped_by, self._num_pages = mapped_by, len(places.pages)
         self._begun = threading.Lock()  # taken once, by who is first: the thread that reads, or the end
         self._cancelled = False
         loop = asyncio.get_running_loop()
@@ -162,7 +167,7 @@ class _ChecksumTask:
         self.cancel()
 
     def _expire(self) -> None:
-        log.warning("a checksum of %d pages took longer than %g s", len(self._pages), self._within_s)
+        log.warning("a checksum of %d pages took longer than %g s", self._num_pages, self._within_s)
         self.fail(f"the checksum took longer than {self._within_s:g} s")
 
     def _returned(self, running: asyncio.Future[bytes | None]) -> None:
@@ -185,24 +190,34 @@ class _ChecksumTask:
 
     def _sum(self) -> bytes:
         found = xxh3_64()
-        for done, page in zip(count(1), self._pages):
-            for s in self._stretches:
-                start = page * s.page_bytes + s.offset
-                found.update(s.memory[start : start + s.size_bytes])
-            if self._cancelled:
-                return b""
-            if done % self._breath_pages == 0:
-                time.sleep(0)
+        summed_bytes = 0
+        for stretches, indices in self._parts:
+            for page in indices:
+                for s in stretches:
+                    start = page * s.page_bytes + s.offset
+                    found.update(s.memory[start : start + s.size_bytes])
+                    summed_bytes += s.size_bytes
+                if self._cancelled:
+                    return b""
+                if summed_bytes >= _BREATH_BYTES:
+                    summed_bytes = 0
+                    time.sleep(0)
         return found.digest()
 
 
-def _stretches(layout: PoolLayout) -> list[_Stretch]:
+def _stores(layout: PoolLayout) -> _Stores:
+    memories = [memoryview((ctypes.c_uint8 * b.size_bytes).from_address(b.address)) for b in layout.buffers]
+    return _Stores(_stretches(layout, memories, in_rows=False), _stretches(layout, memories, in_rows=True))
+
+
+def _stretches(layout: PoolLayout, memories: list[memoryview], *, in_rows: bool) -> list[_Stretch]:
     """Components in an order that depends on their names only (in an opaque pool, that of the bytes of its page);
     neighbours in memory are summed as one."""
-    memories = [memoryview((ctypes.c_uint8 * b.size_bytes).from_address(b.address)) for b in layout.buffers]
     found: list[_Stretch] = []
     by_name = sorted(layout.components, key=lambda c: (len(c.name), c.name))  # "9.v" stands before "10.k", as in memory
     for c in layout.components if layout.tag else by_name:
+        if c.in_rows != in_rows:
+            continue
         new = _Stretch(memories[c.buffer], layout.buffers[c.buffer].page_bytes, c.offset, c.size_bytes)
         last = found[-1] if found else None
         if last is not None and last.memory is new.memory and last.offset + last.size_bytes == new.offset:

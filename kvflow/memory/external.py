@@ -75,6 +75,10 @@ class ExternalPages:
             raise ExternalPagesError(count, owner)
         return np.empty(0, dtype=np.int32)
 
+    def take_room(self, count: int, owner: Hashable) -> PageIndices:
+        """Raises: CapacityError, as `take`."""
+        return self.take(count, owner)
+
     def move(self, pages: PageIndices, owner: Hashable, new_owner: Hashable) -> None:
         """Raises: OwnershipError: no page is ever taken from here."""
         self._refuse(pages, "move")

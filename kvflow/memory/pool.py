@@ -11,10 +11,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvflow.memory.allocator import PageAllocator
+from kvflow.memory.places import PlaceAllocator
 from kvflow.memory.shared import SharedSegment
 from kvflow.memory.streams import describe, streams_of
 from kvflow.protocols.errors import LayoutError, MisuseError
-from kvflow.protocols.pages.layout import DTYPE_BYTES, OPAQUE, Component, PageIndices, PoolLayout
+from kvflow.protocols.pages.kinds import DTYPE_BYTES, OPAQUE, PAGE, ROW, SLOT
+from kvflow.protocols.pages.layout import Component, PageIndices, PoolLayout
 from kvflow.protocols.ports import UnprovenLoan
 
 if TYPE_CHECKING:
@@ -23,7 +25,14 @@ if TYPE_CHECKING:
     from kvflow.memory.streams import Array
 
 _BUFFER_ALIGNMENT = 4096
-_BITS = {"bfloat16": "uint16", "float8_e4m3fn": "uint8", OPAQUE: "uint8"}  # what numpy has no name for
+_BITS = {
+    "bfloat16": "uint16",
+    "float8_e4m3fn": "uint8",
+    "float8_e5m2": "uint8",
+    "float8_e8m0fnu": "uint8",
+    OPAQUE: "uint8",
+}
+"""What numpy has no name for."""
 
 
 class PagedPool:
@@ -50,6 +59,7 @@ class PagedPool:
         self._tensors: dict[str, torch.Tensor] = {}
         self._components = {c.name: c for c in layout.components}
         self._pages: PageAllocator | None = None
+        self._rows: PageAllocator | None = None
         self._closed = False
 
     @classmethod
@@ -77,6 +87,9 @@ class PagedPool:
         tensors: Mapping[str, Array],
         page_size: SupportsIndex,
         *,
+        per_page: Mapping[str, Array] | None = None,
+        rows: Mapping[str, Array] | None = None,
+        formats: Mapping[str, str] | None = None,
         segment: SharedSegment | None = None,
         tag: str = "",
         fingerprint: str = "",
@@ -84,6 +97,8 @@ class PagedPool:
         """A pool over an engine's own numpy arrays or torch tensors, each [num_pages, page_size, *shape], not copied:
         one contiguous array per stream (layer-first), or views into one page-first array. The pool keeps them alive.
 
+        `per_page`: what is kept once per page, [num_pages, *shape]; `rows`: once per request, [num_rows, *shape].
+        `formats`: of streams whose bytes mean more than their dtype says; peers compare them as they are.
         `segment`: the shared segment in which they lie, so that prefills of this machine can write into them (see
         `SharedSegment.memory`). It stays the caller's. Without one this pool can send, and receive over other planes.
         `tag`: the pages are opaque, [num_pages, *any inner layout]; see `protocols.pages.layout`.
@@ -91,19 +106,25 @@ class PagedPool:
 
         Raises: LayoutError when a page of a stream is not contiguous, shapes disagree, or memory is not the segment's.
         """
-        streams = streams_of(tensors)
-        layout = describe(streams, page_size, tag=tag, fingerprint=fingerprint)
+        streams = streams_of({SLOT: tensors, PAGE: per_page or {}, ROW: rows or {}})
+        layout = describe(streams, page_size, tag=tag, fingerprint=fingerprint, formats=formats)
         if segment is not None:
             _check_inside(layout, segment)
-        return cls(layout, segment=segment, arrays=tensors, on_host=all(s.on_host for s in streams))
+        return cls(
+            layout,
+            segment=segment,
+            arrays={**tensors, **(per_page or {}), **(rows or {})},
+            on_host=all(s.on_host for s in streams),
+        )
 
     def __repr__(self) -> str:
         layout = self.layout
         memory = "closed" if self._closed else "shared" if self.segment is not None else "private"
         tag = f", tag {layout.tag!r}" if layout.tag else ""
+        rows = f" and {layout.num_rows} rows of {layout.row_bytes} bytes" if layout.num_rows else ""
         return (
-            f"<PagedPool of {layout.num_pages} pages, {layout.page_size} tokens and {layout.page_bytes} bytes each, in "
-            f"{len(layout.components)} streams{tag}, {memory}>"
+            f"<PagedPool of {layout.num_pages} pages, {layout.page_size} tokens and {layout.page_bytes} bytes each"
+            f"{rows}, in {len(layout.components)} streams{tag}, {memory}>"
         )
 
     @property
@@ -112,6 +133,20 @@ class PagedPool:
         if self._pages is None:
             self._pages = PageAllocator(self.layout.num_pages)
         return self._pages
+
+    @property
+    def rows(self) -> PageAllocator:
+        """Who owns which row, as `pages`. Raises: LayoutError for a pool without rows."""
+        if self._rows is None:
+            if not self.layout.num_rows:
+                raise LayoutError("the pool has no rows: none of its streams is kept once per request")
+            self._rows = PageAllocator(self.layout.num_rows, unit="row")
+        return self._rows
+
+    @property
+    def places(self) -> PageAllocator | PlaceAllocator:
+        """Who owns what a room holds: `pages`, and where the pool has rows, `pages` and `rows` as one store."""
+        return PlaceAllocator(self.layout, self.pages, self.rows) if self.layout.num_rows else self.pages
 
     @property
     def segment(self) -> SharedSegment | None:
@@ -130,7 +165,8 @@ class PagedPool:
         return (*self._arrays.values(), *([self._memory.memory] if self._memory is not None else []))
 
     def array(self, component_name: str) -> NDArray[Any]:
-        """Numpy view [num_pages, page_size, *shape] of one component; strided for page-first pools.
+        """Numpy view of one component; strided for page-first pools: [num_pages, page_size, *shape], or
+        [num_pages, *shape] where it has one unit per page, [num_rows, *shape] per row.
 
         What numpy has no dtype for is seen as bits: bfloat16 as uint16, float8 as uint8. A component of an opaque pool
         that was allocated here is [num_pages, size_bytes] of uint8; a wrapped one has the shape it was given in.
@@ -151,7 +187,7 @@ class PagedPool:
         return found
 
     def tensor(self, component_name: str) -> torch.Tensor:
-        """Torch view [num_pages, page_size, *shape] of one component; strided for page-first pools.
+        """Torch view of one component, shaped as `array` is; strided for page-first pools.
 
         Raises: LayoutError for an unknown name, a closed pool, or a place in memory its dtype cannot be read from;
         MisuseError when torch is not installed.
@@ -163,15 +199,24 @@ class PagedPool:
 
     def pages_bytes(self, pages: PageIndices) -> NDArray[np.uint8]:
         """A copy [n, page_bytes] of whole pages, component after component (CPU memory only; for tests)."""
-        pages = np.asarray(pages, dtype=np.int64)
-        columns: list[NDArray[np.uint8]] = []
+        return self._bytes(pages, in_rows=False)
+
+    def rows_bytes(self, rows: PageIndices) -> NDArray[np.uint8]:
+        """A copy [n, row_bytes] of whole rows, as `pages_bytes`."""
+        return self._bytes(rows, in_rows=True)
+
+    def _bytes(self, indices: PageIndices, *, in_rows: bool) -> NDArray[np.uint8]:
+        indices = np.asarray(indices, dtype=np.int64)
+        columns: list[NDArray[np.uint8]] = [np.empty((indices.size, 0), dtype=np.uint8)]
         for c in self.layout.components:
-            b = self.layout.buffers[c.buffer]
-            whole = (self.layout.num_pages - 1) * b.page_bytes + c.offset + c.size_bytes
+            if c.in_rows != in_rows:
+                continue
+            b, count = self.layout.buffers[c.buffer], self.layout.count_of(c)
+            whole = (count - 1) * b.page_bytes + c.offset + c.size_bytes
             flat = np.ctypeslib.as_array((ctypes.c_uint8 * whole).from_address(b.address))
-            shape, strides = (self.layout.num_pages, c.size_bytes), (b.page_bytes, 1)
-            rows = np.lib.stride_tricks.as_strided(flat[c.offset :], shape=shape, strides=strides, writeable=False)
-            columns.append(rows[pages])
+            shape, strides = (count, c.size_bytes), (b.page_bytes, 1)
+            found = np.lib.stride_tricks.as_strided(flat[c.offset :], shape=shape, strides=strides, writeable=False)
+            columns.append(found[indices])
         return np.concatenate(columns, axis=1)
 
     def close(self) -> None:
@@ -199,12 +244,12 @@ class PagedPool:
         assert self._memory is not None  # without memory of its own a pool has an array for every component
         b = self.layout.buffers[c.buffer]
         dtype = np.dtype(_BITS.get(c.dtype, c.dtype))
-        shape = c.shape if c.dtype == OPAQUE else (self.layout.page_size, *c.shape)
+        shape = (self.layout.page_size, *c.shape) if c.unit == SLOT and c.dtype != OPAQUE else c.shape
         inner: list[int] = [dtype.itemsize]
         for length in reversed(shape[1:]):
             inner.append(inner[-1] * length)
         start, strides = b.address - self._memory.address + c.offset, (b.page_bytes, *reversed(inner))
-        return np.ndarray((self.layout.num_pages, *shape), dtype, self._memory.memory, start, strides)
+        return np.ndarray((self.layout.count_of(c), *shape), dtype, self._memory.memory, start, strides)
 
     def _tensor(self, c: Component) -> torch.Tensor:
         try:

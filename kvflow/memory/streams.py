@@ -8,11 +8,13 @@ from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any, NamedTuple, SupportsIndex
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
 from kvflow.protocols.errors import LayoutError
-from kvflow.protocols.pages.layout import MAX_PAGE_SIZE, OPAQUE, Buffer, Component, PoolLayout, whole_number
+from kvflow.protocols.pages.kinds import OPAQUE, PAGE, ROW, SLOT
+from kvflow.protocols.pages.layout import MAX_PAGE_SIZE, Buffer, Component, PoolLayout, whole_number
 
 if TYPE_CHECKING:
     import torch
@@ -32,47 +34,76 @@ class Stream(NamedTuple):
     start: int
     end: int
     on_host: bool
+    unit: str = SLOT
+
+    @property
+    def in_rows(self) -> bool:
+        return self.unit == ROW
 
     @property
     def page_bytes(self) -> int:
+        """Of one page, or row."""
         return math.prod(self.shape[1:]) * self.item_bytes
 
     @property
     def step(self) -> int:
-        """Bytes from one page to the next."""
+        """Bytes from one page, or row, to the next."""
         return self.strides[0] if self.shape[0] > 1 else self.page_bytes
 
 
-def streams_of(arrays: Mapping[str, Array]) -> list[Stream]:
-    """Where each array lies. Raises: LayoutError for what is not an array, or has no memory that a peer can write."""
-    if not isinstance(arrays, Mapping):
-        raise LayoutError(f"a pool is made from a mapping of stream names to arrays, not from a {_kind(arrays)}")
-    if not arrays:
+def streams_of(by_unit: Mapping[str, Mapping[str, Array]]) -> list[Stream]:
+    """Where each array lies, unit by unit. Raises: LayoutError for what is not an array, or has no memory that a peer
+    can write."""
+    found: list[Stream] = []
+    for unit, arrays in by_unit.items():
+        if not isinstance(arrays, Mapping):
+            raise LayoutError(f"a pool is made from a mapping of stream names to arrays, not from a {_kind(arrays)}")
+        if twice := {s.name for s in found} & set(arrays):
+            raise LayoutError(f"stream {min(twice)!r} is named twice")
+        found.extend(_stream(name, array)._replace(unit=unit) for name, array in arrays.items())
+    if not found:
         raise LayoutError("a pool needs at least one array")
-    return [_stream(name, array) for name, array in arrays.items()]
+    return found
 
 
 def describe(
-    streams: Sequence[Stream], page_size: SupportsIndex, *, tag: str = "", fingerprint: str = ""
+    streams: Sequence[Stream],
+    page_size: SupportsIndex,
+    *,
+    tag: str = "",
+    fingerprint: str = "",
+    formats: Mapping[str, str] | None = None,
 ) -> PoolLayout:
     """The layout over `streams`, checked: those whose pages interleave share a buffer. Raises: LayoutError."""
     slots = whole_number("page_size", page_size)
     if not 1 <= slots <= MAX_PAGE_SIZE:
         raise LayoutError(f"page_size {slots} is outside 1..{MAX_PAGE_SIZE}")
-    for stream in streams:
-        _check(stream, streams[0], slots, typed=not tag)
-    num_pages = streams[0].shape[0]
+    counts: dict[bool, int] = {False: 1, True: 0}
     components: dict[str, Component] = {}
     buffers: list[Buffer] = []
-    for i, group in enumerate(_interleaved(streams)):
-        buffers.append(_buffer(group, num_pages))
-        for s in group:
-            dtype, shape = (OPAQUE, (s.page_bytes,)) if tag else (s.dtype, s.shape[2:] or (1,))
-            components[s.name] = Component(s.name, dtype, shape, i, s.address - buffers[i].address, s.page_bytes)
-    _check_apart(list(components.values()))
-    layout = PoolLayout(slots, num_pages, tuple(components[s.name] for s in streams), tuple(buffers), tag, fingerprint)
+    for in_rows in (False, True):
+        stored = [s for s in streams if s.in_rows == in_rows]
+        for stream in stored:
+            _check(stream, stored[0], slots, typed=not tag)
+        if stored:
+            counts[in_rows] = stored[0].shape[0]
+        for group in _interleaved(stored):
+            buffers.append(_buffer(group, counts[in_rows]))
+            components.update((s.name, _component(s, len(buffers) - 1, buffers[-1], bool(tag))) for s in group)
+    if unknown := set(formats or {}) - set(components):
+        raise LayoutError(f"formats names {min(unknown)!r}, which is no stream of the pool")
+    placed = (components[s.name] for s in streams)
+    named = tuple(msgspec.structs.replace(c, format=(formats or {}).get(c.name, "")) for c in placed)
+    _check_apart(named)
+    layout = PoolLayout(slots, counts[False], named, tuple(buffers), tag, fingerprint, counts[True])
     layout.check()
     return layout
+
+
+def _component(s: Stream, number: int, buffer: Buffer, opaque: bool) -> Component:
+    inner = s.shape[2:] if s.unit == SLOT else s.shape[1:]
+    dtype, shape = (OPAQUE, (s.page_bytes,)) if opaque else (s.dtype, inner or (1,))
+    return Component(s.name, dtype, shape, number, s.address - buffer.address, s.page_bytes, s.unit)
 
 
 def _interleaved(streams: Sequence[Stream]) -> list[list[Stream]]:
@@ -93,11 +124,12 @@ def _buffer(group: list[Stream], num_pages: int) -> Buffer:
     # A view may know less of its allocation than its neighbour does (torch.from_numpy knows only the view).
     low, high = min(s.start for s in group), max(s.end for s in group)
     start = min(first.address, high - size_bytes)
+    unit = ROW if first.in_rows else PAGE
     if start < low:
         raise LayoutError(
-            f"stream {first.name!r}: {size_bytes} bytes of pages leave its allocation of {high - low} bytes"
+            f"stream {first.name!r}: {size_bytes} bytes of {unit}s leave its allocation of {high - low} bytes"
         )
-    return Buffer(first.name, first.step, size_bytes, start)
+    return Buffer(first.name, first.step, size_bytes, start, unit)
 
 
 def _kind(value: object) -> str:
@@ -160,15 +192,17 @@ def _of_torch(name: str, tensor: torch.Tensor) -> Stream:
 
 
 def _check(s: Stream, first: Stream, page_size: int, *, typed: bool) -> None:
-    wanted = "[num_pages, page_size, ...]" if typed else "[num_pages, ...]"
-    if len(s.shape) < (2 if typed else 1) or not math.prod(s.shape):
+    part = "row" if s.in_rows else "page"
+    in_slots = typed and s.unit == SLOT
+    wanted = "[num_pages, page_size, ...]" if in_slots else f"[num_{part}s, ...]"
+    if len(s.shape) < (2 if in_slots else 1) or not math.prod(s.shape):
         raise LayoutError(f"stream {s.name!r}: shape {s.shape} is not {wanted} with at least one element")
     if s.shape[0] != first.shape[0]:
         raise LayoutError(
-            f"stream {s.name!r} has {s.shape[0]} pages, {first.name!r} has {first.shape[0]}: streams of one pool have "
-            f"as many; shape is {wanted}"
+            f"stream {s.name!r} has {s.shape[0]} {part}s, {first.name!r} has {first.shape[0]}: streams of one pool "
+            f"have as many; shape is {wanted}"
         )
-    if typed and s.shape[1] != page_size:
+    if in_slots and s.shape[1] != page_size:
         raise LayoutError(
             f"stream {s.name!r}: shape {s.shape} is not {wanted} with a page_size of {page_size}; pages of another "
             f"inner layout need a tag"
@@ -177,9 +211,11 @@ def _check(s: Stream, first: Stream, page_size: int, *, typed: bool) -> None:
     if not typed:  # any order of the dimensions will do
         inner.sort(key=lambda dimension: dimension[1], reverse=True)
     if not _dense(inner, s.item_bytes):
-        raise LayoutError(f"stream {s.name!r}: one page of it is not contiguous (shape {s.shape}, strides {s.strides})")
+        raise LayoutError(
+            f"stream {s.name!r}: one {part} of it is not contiguous (shape {s.shape}, strides {s.strides})"
+        )
     if s.shape[0] > 1 and s.strides[0] < s.page_bytes:
-        raise LayoutError(f"stream {s.name!r}: pages of {s.page_bytes} bytes overlap, {s.strides[0]} bytes apart")
+        raise LayoutError(f"stream {s.name!r}: {part}s of {s.page_bytes} bytes overlap, {s.strides[0]} bytes apart")
 
 
 def _dense(dimensions: list[tuple[int, int]], item_bytes: int) -> bool:
@@ -193,7 +229,7 @@ def _dense(dimensions: list[tuple[int, int]], item_bytes: int) -> bool:
     return True
 
 
-def _check_apart(components: list[Component]) -> None:
+def _check_apart(components: Sequence[Component]) -> None:
     for a, b in pairwise(sorted(components, key=lambda c: (c.buffer, c.offset))):
         if a.buffer == b.buffer and a.offset + a.size_bytes > b.offset:
             raise LayoutError(f"streams {a.name!r} and {b.name!r} share bytes: give every byte of a page once")

@@ -49,12 +49,12 @@ class Node(Generic[S]):
         self.pool, self._now = pool, now
         self.plane: DataPlane = plane_for(pool, plane, receives=self.role == "decode", host=host)
         self._checksums = PageChecksums(pool) if verify_transfers else None
-        self.pages: PageStore = pages or pool.pages
+        self.pages: PageStore = pages or pool.places
         self.timing, self.bounds = timing or Timing(), bounds or Bounds()
         self.incarnation = Incarnation(secrets.randbits(63) | 1 if incarnation is None else incarnation)
         if not 0 < self.incarnation < 1 << 64:
             raise MisuseError(f"incarnation {self.incarnation} is not a positive unsigned 64-bit integer")
-        self.counts = Counts(pool.layout.page_bytes)
+        self.counts = Counts(pool.layout.page_bytes, pool.layout.row_bytes)
         self.exported: tuple[PlaneAddress, PoolLayout] = self.plane.export(pool.layout)
 
     def __repr__(self) -> str:

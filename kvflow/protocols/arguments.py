@@ -45,13 +45,16 @@ def check_prompt(prompt: TokenIds | CheckedPrompt) -> CheckedPrompt:
 
 
 def pages_wanted(layout: PoolLayout, tokens: int, prefix_tokens: int) -> int:
-    """Pages for what decode does not have of a prompt. Raises: MisuseError naming the prefix, CapacityError."""
+    """Pages for what decode does not have of a prompt, and a row where the pool has rows.
+
+    Raises: MisuseError naming the prefix, CapacityError.
+    """
     if not 0 <= prefix_tokens <= tokens or (prefix_tokens % layout.page_size and prefix_tokens != tokens):
         raise MisuseError(
             f"prefix_tokens {prefix_tokens} is neither a whole number of {layout.page_size}-token pages nor all of the "
             f"{tokens} tokens of the prompt"
         )
-    if (wanted := layout.pages_for(tokens, prefix_tokens)) > MAX_PAGES_PER_ROOM:
+    if (wanted := layout.places_for(tokens, prefix_tokens)) > MAX_PAGES_PER_ROOM:
         raise CapacityError(f"pages of one room (of {layout.page_size} tokens each)", wanted, MAX_PAGES_PER_ROOM)
     return wanted
 

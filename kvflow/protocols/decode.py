@@ -115,7 +115,7 @@ class DecodeEndpoint:
         """The pages of a room that is `Linked`: offer them to every rank. False when the room has ended meanwhile, and
         the pages are the caller's again.
 
-        Raises: MisuseError for another number of pages, or a second time.
+        Raises: MisuseError for other pages than the room needs, or a second time.
         """
         record = self.core.rooms.get(grant)
         if record is None:
@@ -124,6 +124,8 @@ class DecodeEndpoint:
             raise MisuseError(f"room {record.room}: pages can be lent once, after Linked")
         if len(pages) != record.num_pages:
             raise MisuseError(f"room {record.room}: {len(pages)} pages for a room of {record.num_pages}")
+        if (layout := self.core.identity.layout).num_rows:
+            layout.check_places(pages)
         record.packed_pages = pack_pages(pages)
         record.lent, record.moving_at_s = True, now
         record.lease.num_pages = len(pages)

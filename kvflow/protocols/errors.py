@@ -5,7 +5,8 @@ KvflowError
 │   ├── LayoutError        a pool that cannot be described, or two that do not fit together
 │   ├── OwnershipError     double free, foreign free, pages given to somebody else
 │   └── CapacityError      more pages, rooms or bytes than there are (retry later may help)
-│       └── QuarantineError  too many pages wait for proof that nobody writes into them
+│       ├── QuarantineError  too many pages wait for proof that nobody writes into them
+│       └── HostMemoryError  the host memory for snapshots is full
 ├── PeerError              the peer said something it must not say
 │   ├── WireError          bytes that are no message
 │   └── RefusedError       the peer understood, and declined
@@ -101,6 +102,17 @@ class QuarantineError(CapacityError):
             f"{quarantined} pages are in quarantine, more than {limit}: no new room until their writers are proven gone"
         )
         self.args = (text,)
+
+
+class HostMemoryError(CapacityError):
+    """The host memory for snapshots is full, or was never as large."""
+
+    def __init__(self, unit: str, asked: int, free: int, limit_bytes: int) -> None:
+        super().__init__(f"{unit}s of host memory", asked, free)
+        self.args = (
+            f"a snapshot needs {asked} {unit}s of host memory, and {free} are free of its {limit_bytes} bytes: close "
+            f"snapshots, or give it more",
+        )
 
 
 class PeerError(KvflowError):

@@ -125,7 +125,8 @@ class Route(Protocol):
     """
 
     def write(self, source_pages: PageIndices, target_pages: PageIndices) -> Write:
-        """Start copying our `source_pages` onto the peer's `target_pages` (same length, int32 [n], indices in range).
+        """Start copying our `source_pages` onto the peer's `target_pages` (same length, int32 [n], indices in range; of
+        a pool with rows, row r is `num_pages + r`).
 
         Returns at once; planning and copying happen on the plane's own thread, but for a tiny write, which may have
         ended already: then `done` is resolved. The caller keeps both page lists
@@ -239,6 +240,9 @@ class PageStore(Protocol):
 
     def take(self, count: int, owner: Hashable) -> PageIndices:
         """`count` free pages, now owned by `owner`. Raises: CapacityError (nothing is taken)."""
+
+    def take_room(self, count: int, owner: Hashable) -> PageIndices:
+        """`count` places for a room: as `take`; of a pool with rows one of them is a row, the last."""
 
     def move(self, pages: PageIndices, owner: Hashable, new_owner: Hashable) -> None:
         """Change the owner. Raises: OwnershipError when a page is not `owner`'s (nothing is moved)."""

@@ -148,6 +148,8 @@ class PrefillEndpoint:
         if not checked:
             self.check_chunk(record, len(source_pages), last, len(handoff))
         core = self.core
+        if (layout := core.identity.layout).num_rows:
+            layout.check_places(source_pages, last=last)
         record.chunks.append(Chunk(core.write_id(), record.state.queued, source_pages, last, handoff))
         core.feed_room(record, PrefillEvent(PrefillKind.CHUNK_QUEUED, last=last), now)
         if not len(source_pages):  # it has landed already

@@ -245,10 +245,12 @@ def _offered(core: PrefillCore, peer: DecodePeer, message: wire.Bootstrap) -> Pa
     layout, prefix = core.identity.layout, message.prefix_tokens
     if prefix > message.prompt_tokens or (prefix % layout.page_size and prefix != message.prompt_tokens):
         raise PeerError(f"prefix of {prefix} tokens for a prompt of {message.prompt_tokens}, {layout.page_size} a page")
-    pages = unpack_pages(message.pages, peer.layout.num_pages)
-    wanted = layout.pages_for(message.prompt_tokens, prefix)
+    pages = unpack_pages(message.pages, peer.layout.num_places)
+    wanted = layout.places_for(message.prompt_tokens, prefix)
     if len(pages) != wanted or not message.prompt_tokens:
         raise MisuseError(f"{len(pages)} pages lent, {message.prompt_tokens} tokens need {wanted}")
+    if peer.layout.num_rows:
+        peer.layout.check_places(pages)
     return pages
 
 

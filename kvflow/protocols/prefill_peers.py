@@ -9,7 +9,8 @@ import msgspec
 from kvflow.protocols.errors import KvflowError, LayoutError
 from kvflow.protocols.machines.grants import GrantTable
 from kvflow.protocols.machines.peer import PeerPhase
-from kvflow.protocols.pages.layout import PoolLayout, differences
+from kvflow.protocols.pages.differences import differences
+from kvflow.protocols.pages.layout import PoolLayout
 from kvflow.protocols.ports import PlaneAddress
 from kvflow.protocols.wire.codec import routing_id
 from kvflow.protocols.wire.messages import Incarnation, Rank, Register

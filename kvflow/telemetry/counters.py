@@ -68,8 +68,9 @@ class Counts:
     """Implements `protocols.ports.Observer`: rooms, how they ended and how long they took, pages and bytes that have
     landed, chunks whose checksum differed, and messages that were dropped, by why."""
 
-    def __init__(self, page_bytes: int = 0) -> None:
-        self._page_bytes = page_bytes
+    def __init__(self, page_bytes: int = 0, row_bytes: int = 0) -> None:
+        """Of a pool with rows the last page of every room is its row."""
+        self._page_bytes, self._last_differs = page_bytes, row_bytes - page_bytes if row_bytes else 0
         self.rooms_opened = 0
         self._ended: list[tuple[RoomEnding, float]] = []  # not counted yet: that can wait, what a room does cannot
         self._endings: Counter[tuple[IntEnum, Code | None]] = Counter()
@@ -129,7 +130,8 @@ class Counts:
             self._endings[ending.phase, None if cause is None else cause.code] += 1
             if cause is not None and (where := failed_in(ending)):
                 self._failures[where, cause.code] += 1
-            self._transfers.observe(ending, ended_at_s, ending.num_pages * self._page_bytes)
+            size_bytes = ending.num_pages * self._page_bytes + (self._last_differs if ending.num_pages else 0)
+            self._transfers.observe(ending, ended_at_s, size_bytes)
         self._ended.clear()
 
     def room_refused(self, cause: Cause) -> None:
@@ -146,7 +148,7 @@ class Counts:
         setattr(self, why, getattr(self, why) + 1)
 
     def pages_moved(self, count: int) -> None:
-        self.bytes_moved += count * self._page_bytes
+        self.bytes_moved += count * self._page_bytes + (self._last_differs if count else 0)
 
     def chunk_mismatched(self) -> None:
         self.mismatched += 1

@@ -239,8 +239,8 @@ async def until(condition: Callable[[], object], timeout_s: float = 5.0) -> None
 
 
 def fill(pool: PagedPool, pages: Sequence[int] | PageIndices, value: int) -> None:
-    """Set every byte of `pages` (of a pool with one buffer) to `value`."""
-    (buffer,) = pool.layout.buffers
+    """Set every byte of `pages` (of a page-first pool) to `value`."""
+    (buffer,) = (b for b in pool.layout.buffers if not b.in_rows)
     for page in pages:
         ctypes.memset(buffer.address + int(page) * buffer.page_bytes, value, buffer.page_bytes)
 

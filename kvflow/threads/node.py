@@ -44,7 +44,7 @@ class NodeThread(Generic[N, A, R]):
     role = ""
 
     def __init__(self, pool: PagedPool, pages: ExternalPages | None, loop_factory: LoopFactory | None) -> None:
-        self.pool, self.num_pages = pool, pool.layout.num_pages
+        self.pool, self.num_pages = pool, pool.layout.num_places
         self.pages = pages or ExternalPages(self.num_pages)
         self._loop_factory = loop_factory
         self._thread: LoopThread | None = None

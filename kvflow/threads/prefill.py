@@ -151,7 +151,7 @@ class PrefillThread(NodeThread[PrefillNode, PrefillRoom, PrefillThreadRoom]):
         try:
             prefix_tokens = await handle.matched()
             with self._lock:
-                room.left = handle.bytes_total // self.pool.layout.page_bytes
+                room.left = len(handle.record.target_pages)
                 room.prefix_tokens = prefix_tokens
             self._tell(RoomEvent("matched", room, prefix_tokens=prefix_tokens))
             await handle.done()

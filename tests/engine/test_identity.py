@@ -11,7 +11,8 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 from kvflow.engine.model.load import load_model
-from kvflow.protocols.pages.layout import MAX_LABEL, build_layout, differences
+from kvflow.protocols.pages.differences import differences
+from kvflow.protocols.pages.layout import MAX_LABEL, build_layout
 
 Tiny = Callable[[str], Path]
 
@@ -53,5 +54,7 @@ def test_another_fine_tune_is_refused_with_both_names(tiny: Tiny, copied: Path) 
         )
         for model in (here, there)
     ]
-    assert differences(*layouts) == [f"model fingerprint: prefill {here.fingerprint!r}, decode {there.fingerprint!r}"]
+    assert differences(layouts[0], layouts[1]) == [
+        f"model fingerprint: prefill {here.fingerprint!r}, decode {there.fingerprint!r}"
+    ]
     assert here.fingerprint.split(" weights ")[0] == there.fingerprint.split(" weights ")[0]

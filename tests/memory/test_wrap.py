@@ -15,7 +15,8 @@ import torch
 from kvflow.memory.pool import PagedPool
 from kvflow.memory.shared import SharedSegment
 from kvflow.protocols.errors import LayoutError
-from kvflow.protocols.pages.layout import PageIndices, PoolLayout, build_layout, differences
+from kvflow.protocols.pages.differences import differences
+from kvflow.protocols.pages.layout import PageIndices, PoolLayout, build_layout
 from kvflow.protocols.ports import PlaneAddress, ProcessIdentity, UnprovenLoan, WriteOutcome
 from kvflow.transports.data.local import LocalPlane
 

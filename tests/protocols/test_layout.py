@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvflow.protocols.errors import LayoutError
+from kvflow.protocols.pages.differences import differences
 from kvflow.protocols.pages.layout import (
     MAX_LABEL,
     MAX_PAGES,
@@ -16,7 +17,6 @@ from kvflow.protocols.pages.layout import (
     Component,
     PoolLayout,
     build_layout,
-    differences,
     names_twice,
     opaque_layout,
     pack_pages,

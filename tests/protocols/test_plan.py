@@ -10,10 +10,12 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from kvflow.protocols.errors import LayoutError
-from kvflow.protocols.pages.layout import Order, PageIndices, PoolLayout, build_layout, opaque_layout
+from kvflow.protocols.pages.kinds import PAGE, ROW, SLOT, StateKind
+from kvflow.protocols.pages.layout import Order, PageIndices, Places, PoolLayout, build_layout, opaque_layout
 from kvflow.protocols.pages.plan import Blocks, Pairing
 
 Memory = NDArray[np.uint8]
+Case = tuple[PoolLayout, PoolLayout, Places, Places, int]
 
 
 def placed(layout: PoolLayout, at: int) -> PoolLayout:
@@ -32,12 +34,12 @@ def copied(blocks: Blocks, source: Memory, target: Memory) -> Memory:
     return out
 
 
-def naively(source: PoolLayout, target: PoolLayout, s: PageIndices, t: PageIndices, a: Memory, b: Memory) -> Memory:
+def naively(source: PoolLayout, target: PoolLayout, s: Places, t: Places, a: Memory, b: Memory) -> Memory:
     out = b.copy()
     there = {c.name: c for c in target.components}
-    for i, j in zip(s, t, strict=True):
-        for c in source.components:
-            o = there[c.name]
+    for c in source.components:
+        o = there[c.name]
+        for i, j in zip(s[c.unit == ROW], t[c.unit == ROW], strict=True):
             sb, tb = source.buffers[c.buffer], target.buffers[o.buffer]
             at, to = sb.address + i * sb.page_bytes + c.offset, tb.address + j * tb.page_bytes + o.offset
             out[to : to + c.size_bytes] = a[at : at + c.size_bytes]
@@ -45,48 +47,56 @@ def naively(source: PoolLayout, target: PoolLayout, s: PageIndices, t: PageIndic
 
 
 @st.composite
-def cases(draw: st.DrawFn) -> tuple[PoolLayout, PoolLayout, PageIndices, PageIndices, int]:
+def cases(draw: st.DrawFn) -> Case:
     orders: st.SearchStrategy[Order] = st.sampled_from(["page_first", "layer_first"])
-    streams: list[tuple[str, str, tuple[int, ...]]] = [
-        (name, draw(st.sampled_from(["uint8", "bfloat16", "float32"])), (draw(st.integers(1, 5)),))
+    dtypes, units = st.sampled_from(["uint8", "bfloat16", "float32"]), st.sampled_from([SLOT, SLOT, PAGE, ROW])
+    streams = [
+        StateKind(name, draw(dtypes), (draw(st.integers(1, 5)),), draw(units))
         for name in ("0.k", "0.v", "1.k", "1.v", "scale")[: draw(st.integers(1, 5))]
     ]
     other = draw(st.permutations(streams)) if draw(st.booleans()) else streams
     page_size = draw(st.integers(1, 4))
-    sizes = draw(st.tuples(st.integers(1, 9), st.integers(1, 9)))
-    source = build_layout(streams, page_size=page_size, num_pages=sizes[0], order=draw(orders))
-    target = build_layout(list(other), page_size=page_size, num_pages=sizes[1], order=draw(orders))
-    count = draw(st.integers(0, min(sizes)))
-    pick = [draw(st.permutations(range(n))) if draw(st.booleans()) else list(range(n)) for n in sizes]
-    s, t = (np.array(p[:count], dtype=np.int32) for p in pick)
+    counts = [draw(st.tuples(st.integers(1, 9), st.integers(1, 9)))]
+    counts.append(
+        draw(st.tuples(st.integers(1, 4), st.integers(1, 4))) if any(k.unit == ROW for k in streams) else (0, 0)
+    )
+    pages, rows = counts
+    source = build_layout(streams, page_size=page_size, num_pages=pages[0], num_rows=rows[0], order=draw(orders))
+    target = build_layout(list(other), page_size=page_size, num_pages=pages[1], num_rows=rows[1], order=draw(orders))
+    picked: list[list[PageIndices]] = []
+    for sizes in counts:
+        count = draw(st.integers(0, min(sizes)))
+        lists = [draw(st.permutations(range(n))) if draw(st.booleans()) else list(range(n)) for n in sizes]
+        picked.append([np.array(p[:count], dtype=np.int32) for p in lists])
+    s, t = (Places(picked[0][i], picked[1][i]) for i in (0, 1))
     return placed(source, 7), placed(target, 3), s, t, draw(st.integers(1, 200))
 
 
 @given(cases())
 @settings(max_examples=300)
-def test_blocks_equal_a_naive_copy(case: tuple[PoolLayout, PoolLayout, PageIndices, PageIndices, int]) -> None:
+def test_blocks_equal_a_naive_copy(case: Case) -> None:
     source, target, s, t, limit = case
     size = max(layout.size_bytes + 20 * len(layout.buffers) for layout in (source, target))
     a = np.random.default_rng(0).integers(1, 255, size, dtype=np.uint8)
     b = np.zeros(size, dtype=np.uint8)
     pairing = Pairing(source, target)
-    pairing.check(s, t)
-    blocks = pairing.blocks(s, t, max_block_bytes=limit)
-    assert blocks.total_bytes == s.size * source.page_bytes
+    lists = (s.pages, t.pages, s.rows, t.rows)
+    pairing.check(*lists)
+    blocks = pairing.blocks(*lists, max_block_bytes=limit)
+    assert blocks.total_bytes == s.pages.size * source.page_bytes + s.rows.size * source.row_bytes
     assert not blocks.sizes.size or 0 < int(blocks.sizes.min()) <= int(blocks.sizes.max()) <= limit
     assert (copied(blocks, a, b) == naively(source, target, s, t, a, b)).all()
 
 
 @given(cases())
 @settings(max_examples=60)
-def test_target_bases_move_the_target_and_nothing_else(
-    case: tuple[PoolLayout, PoolLayout, PageIndices, PageIndices, int],
-) -> None:
+def test_target_bases_move_the_target_and_nothing_else(case: Case) -> None:
     source, target, s, t, limit = case
     moved = placed(target, 1000)
     bases = np.array([b.address for b in moved.buffers], dtype=np.int64)
-    got = Pairing(source, target).blocks(s, t, max_block_bytes=limit, target_bases=bases)
-    expected = Pairing(source, moved).blocks(s, t, max_block_bytes=limit)
+    lists = (s.pages, t.pages, s.rows, t.rows)
+    got = Pairing(source, target).blocks(*lists, max_block_bytes=limit, target_bases=bases)
+    expected = Pairing(source, moved).blocks(*lists, max_block_bytes=limit)
     assert all((g == e).all() for g, e in zip(got, expected, strict=True))
 
 

@@ -17,7 +17,8 @@ from kvflow.engine.model.probe import LayerStreams
 from kvflow.engine.model.step import Row, Step, current
 from kvflow.memory.pool import PagedPool
 from kvflow.protocols.errors import LayoutError
-from kvflow.protocols.pages.layout import build_layout, differences
+from kvflow.protocols.pages.differences import differences
+from kvflow.protocols.pages.layout import build_layout
 
 
 class Runner:
@@ -32,9 +33,8 @@ class Runner:
             num_pages=pool.layout.num_pages,
             fingerprint=pool.layout.fingerprint,
         )
-        if found := differences(wanted, pool.layout):
-            text = "; ".join(found).replace("prefill", "model").replace("decode", "pool")
-            raise LayoutError(f"the pool does not fit the model: {text}")
+        if found := differences(wanted, pool.layout, ("model", "pool")):
+            raise LayoutError("the pool does not fit the model: " + "; ".join(found))
         parameters = inspect.signature(model.forward).parameters
         self._model, self._packed = model, packed
         self._takes_positions, self._takes_keep = "position_ids" in parameters, "logits_to_keep" in parameters

@@ -1,9 +1,11 @@
 """What a paged pool looks like, in bytes: shared by the pools that own memory and the planes that move it.
 
-A pool is `num_pages` pages of `page_size` token slots. What one page holds is a list of *components* (one layer's K,
-one layer's V, a scale stream ...), each with its shape per token slot. Components lie in *buffers*: page-first pools
-have one buffer in which a page is one block; layer-first pools have one buffer per component. Transfers are planned
-component by component and merged where bytes are adjacent on both sides, so either kind can be copied into the other.
+A pool is `num_pages` pages of `page_size` token slots, and `num_rows` rows for what a request keeps once. What a page
+or a row holds is a list of *components* (one layer's K, one layer's V, a scale stream, a layer's ssm state ...), each
+with its shape per unit: token slot, page or row (see `kinds`). Components lie in *buffers*: page-first pools have one
+buffer in which a page is one block, and one for rows; layer-first pools have one buffer per component. Transfers are
+planned component by component and merged where bytes are adjacent on both sides, so either kind can be copied into the
+other.
 
 An *opaque* pool has a tag in place of shapes: its components are stretches of bytes, a page is their concatenation in
 the order in which they are listed, and the tag stands for everything that those bytes mean.
@@ -12,33 +14,47 @@ the order in which they are listed, and the tag stands for everything that those
 from __future__ import annotations
 
 import operator
-from collections.abc import Mapping, Sequence
-from typing import Any, Literal, SupportsIndex
+from collections.abc import Iterable, Mapping
+from typing import Any, Literal, NamedTuple, SupportsIndex
 
 import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
 from kvflow.protocols.errors import LayoutError
+from kvflow.protocols.pages.kinds import OPAQUE, PAGE, ROW, SLOT, StateKind, check_kind, check_unit, unit_bytes
 
 PageIndices = NDArray[np.int32]
 Order = Literal["page_first", "layer_first"]
 
 MAX_COMPONENTS = 4096
 MAX_PAGES = 1 << 26
+MAX_ROWS = 1 << 20
 MAX_PAGE_SIZE = 1 << 16
-MAX_LABEL = 256  # characters of a name, a tag, a fingerprint: refusals quote them, and refusals are bounded
-MAX_DIFFERENCES = 5  # named in a refusal
+MAX_LABEL = 256  # characters of a name, a tag, a fingerprint, a format: refusals quote them, and refusals are bounded
 MANY_PAGES = 256  # so many are looked up in ascending order: a million took 40 ms in any other
 _BITMAP_PAGES = 1 << 21  # a larger bitmap leaves the processor's caches, and sorting is faster
-OPAQUE = "opaque"  # the dtype of every component of a pool with a tag
-DTYPE_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2, "float8_e4m3fn": 1, "uint8": 1, "int8": 1, "int32": 4}
+
+
+class Places(NamedTuple):
+    """Pages and rows of one pool that belong together, int32 [n] each: what one request holds.
+
+    Where one list must hold both (a room's), rows are numbered on from the pages: row r is `num_pages + r`.
+    """
+
+    pages: PageIndices
+    rows: PageIndices
+
+
+NO_PLACES: PageIndices = np.empty(0, dtype=np.int32)
+"""No pages, or no rows."""
 
 
 class Component(msgspec.Struct, frozen=True, array_like=True):
-    """One stream of a page: `page_size` slots of `shape` elements, contiguous, at `offset` in a page of `buffer`.
+    """One stream: `size_bytes` of every page, or row, contiguous, at `offset` in a page, or row, of `buffer`.
 
-    In an opaque pool `dtype` is "opaque" and `shape` is `(size_bytes,)`, of the whole page.
+    `shape` is that of one unit; a page holds `page_size` slots. In an opaque pool `dtype` is "opaque" and `shape` is
+    `(size_bytes,)`. `format` says what the bytes mean where `dtype` does not.
     """
 
     name: str
@@ -47,15 +63,29 @@ class Component(msgspec.Struct, frozen=True, array_like=True):
     buffer: int
     offset: int
     size_bytes: int
+    unit: str = SLOT
+    format: str = ""
+
+    @property
+    def in_rows(self) -> bool:
+        return self.unit == ROW
 
 
 class Buffer(msgspec.Struct, frozen=True, array_like=True):
-    """One stretch of memory. Page p begins at `address + p * page_bytes`; the address is the owner's."""
+    """One stretch of memory. Page (or row) p begins at `address + p * page_bytes`; the address is the owner's.
+
+    `unit` says whether it holds pages or rows.
+    """
 
     name: str
     page_bytes: int
     size_bytes: int
     address: int = 0
+    unit: str = PAGE
+
+    @property
+    def in_rows(self) -> bool:
+        return self.unit == ROW
 
 
 class PoolLayout(msgspec.Struct, frozen=True, array_like=True):
@@ -71,15 +101,62 @@ class PoolLayout(msgspec.Struct, frozen=True, array_like=True):
     buffers: tuple[Buffer, ...]
     tag: str = ""
     fingerprint: str = ""
+    num_rows: int = 0
 
     @property
     def page_bytes(self) -> int:
         """Bytes of one page, all components together."""
-        return sum(c.size_bytes for c in self.components)
+        return sum(c.size_bytes for c in self.components if not c.in_rows)
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of one row, all components together."""
+        return sum(c.size_bytes for c in self.components if c.in_rows)
 
     @property
     def size_bytes(self) -> int:
         return sum(b.size_bytes for b in self.buffers)
+
+    def count_of(self, part: Component | Buffer) -> int:
+        """How many pages, or rows, a component or buffer has."""
+        return self.num_rows if part.in_rows else self.num_pages
+
+    @property
+    def num_places(self) -> int:
+        """Pages and rows."""
+        return self.num_pages + self.num_rows
+
+    def numbered(self, places: Places) -> PageIndices:
+        """Pages, then rows, in one list. See `Places`."""
+        return np.concatenate((places.pages, places.rows + np.int32(self.num_pages)), dtype=np.int32)
+
+    def split(self, indices: PageIndices) -> Places:
+        """The pages and the rows of one list, each in its order."""
+        if not self.num_rows or not (in_rows := indices >= self.num_pages).any():
+            return Places(indices, NO_PLACES)
+        return Places(indices[~in_rows], indices[in_rows] - np.int32(self.num_pages))
+
+    def places_for(self, tokens: int, prefix_tokens: int = 0) -> int:
+        """What a room lends for `tokens` tokens: the pages, then a row where the pool has rows."""
+        size = self.page_size
+        return -(-tokens // size) - -(-prefix_tokens // size) + bool(self.num_rows)
+
+    def room_bytes(self, count: int) -> int:
+        """Bytes of a room that has lent `count` places, as `places_for` counts them."""
+        rows = bool(self.num_rows and count)
+        return (count - rows) * self.page_bytes + rows * self.row_bytes
+
+    def check_places(self, indices: PageIndices, *, last: bool = True) -> None:
+        """What a room of a pool with rows lends, or a chunk of it sends: its one row is the last of all.
+
+        Raises: LayoutError.
+        """
+        in_rows = indices >= self.num_pages
+        if (found := int(in_rows.sum())) != last or (last and not in_rows[-1]):
+            raise LayoutError(
+                f"{found} rows among {indices.size} places{'' if last else ' of a chunk that is not the last'}: a room "
+                f"has one row, as the last of its places (row r is {self.num_pages} + r)"
+            )
 
     def pages_for(self, tokens: int, prefix_tokens: int = 0) -> int:
         """Pages of `tokens` tokens, less those that the first `prefix_tokens` of them take."""
@@ -90,29 +167,33 @@ class PoolLayout(msgspec.Struct, frozen=True, array_like=True):
 
         Raises: LayoutError naming the field.
         """
-        if not 1 <= self.page_size <= MAX_PAGE_SIZE:
-            raise LayoutError(f"page_size {self.page_size} is outside 1..{MAX_PAGE_SIZE}")
-        if not 1 <= self.num_pages <= MAX_PAGES:
-            raise LayoutError(f"num_pages {self.num_pages} is outside 1..{MAX_PAGES}")
+        for name, value, least, most in (
+            ("page_size", self.page_size, 1, MAX_PAGE_SIZE),
+            ("num_pages", self.num_pages, 1, MAX_PAGES),
+            ("num_rows", self.num_rows, 0, MAX_ROWS),
+        ):
+            if not least <= value <= most:
+                raise LayoutError(f"{name} {value} is outside {least}..{most}")
         if not 1 <= len(self.components) <= MAX_COMPONENTS or not 1 <= len(self.buffers) <= MAX_COMPONENTS:
             raise LayoutError(
                 f"{len(self.components)} components in {len(self.buffers)} buffers: each must be 1..{MAX_COMPONENTS}"
             )
         self._check_labels()
         for b in self.buffers:
-            if b.page_bytes < 1 or b.address < 0 or b.size_bytes < b.page_bytes * self.num_pages:
-                raise LayoutError(
-                    f"buffer {b.name!r}: {b.size_bytes} bytes do not hold {self.num_pages} pages of {b.page_bytes}"
-                )
+            _check_buffer(b, self.count_of(b))
         for c in self.components:
             self._check_component(c)
+        if bool(self.num_rows) != any(c.in_rows for c in self.components):
+            raise LayoutError(
+                f"{self.num_rows} rows: a pool has rows if, and only if, it has components of the unit {ROW!r}"
+            )
 
     def _check_labels(self) -> None:
         for what, label in (("tag", self.tag), ("fingerprint", self.fingerprint)):
             if len(label) > MAX_LABEL:
                 raise LayoutError(f"{what} of {len(label)} characters is over the limit of {MAX_LABEL}")
         names = [c.name for c in self.components]
-        for name in (*names, *(b.name for b in self.buffers)):
+        for name in (*names, *(b.name for b in self.buffers), *(c.format for c in self.components)):
             if len(name) > MAX_LABEL:
                 raise LayoutError(f"name {name[:40]!r}... of {len(name)} characters is over the limit of {MAX_LABEL}")
         if len(set(names)) != len(names):
@@ -121,26 +202,34 @@ class PoolLayout(msgspec.Struct, frozen=True, array_like=True):
 
     def _check_component(self, c: Component) -> None:
         if self.tag:
+            check_unit(c.name, c.unit)
             if c.dtype != OPAQUE or c.size_bytes < 1 or c.shape != (c.size_bytes,):
                 raise LayoutError(
                     f"component {c.name!r} of an opaque pool: dtype {c.dtype!r} and shape {c.shape} are not "
                     f"{OPAQUE!r} and ({c.size_bytes},)"
                 )
-        elif c.dtype not in DTYPE_BYTES:
-            raise _unknown_dtype(c.name, c.dtype)
-        elif not c.shape or min(c.shape) < 1 or c.size_bytes != slot_bytes(c.dtype, c.shape) * self.page_size:
-            raise LayoutError(f"component {c.name!r}: shape {c.shape} does not make {c.size_bytes} bytes")
+        else:
+            check_kind(c.name, c.dtype, c.unit)
+            units = self.page_size if c.unit == SLOT else 1
+            if not c.shape or min(c.shape) < 1 or c.size_bytes != unit_bytes(c.dtype, c.shape) * units:
+                raise LayoutError(f"component {c.name!r}: shape {c.shape} does not make {c.size_bytes} bytes")
         if not 0 <= c.buffer < len(self.buffers):
             raise LayoutError(f"component {c.name!r}: buffer {c.buffer} is outside 0..{len(self.buffers) - 1}")
-        if c.offset < 0 or c.offset + c.size_bytes > self.buffers[c.buffer].page_bytes:
+        b = self.buffers[c.buffer]
+        if c.in_rows != b.in_rows:
+            raise LayoutError(f"component {c.name!r}: its unit is {c.unit!r}, that of its buffer {b.name!r} {b.unit!r}")
+        if c.offset < 0 or c.offset + c.size_bytes > b.page_bytes:
             raise LayoutError(
-                f"component {c.name!r}: bytes {c.offset}..{c.offset + c.size_bytes} leave its buffer's page"
+                f"component {c.name!r}: bytes {c.offset}..{c.offset + c.size_bytes} leave its buffer's "
+                f"{'row' if c.in_rows else 'page'}"
             )
 
 
-def _unknown_dtype(name: str, dtype: str) -> LayoutError:
-    known = ", ".join(DTYPE_BYTES)
-    return LayoutError(f"component {name!r}: unknown dtype {dtype!r}; use {known}, or make the pool opaque with a tag")
+def _check_buffer(b: Buffer, count: int) -> None:
+    if b.unit not in (PAGE, ROW):
+        raise LayoutError(f"buffer {b.name!r}: unit {b.unit!r} is neither {PAGE!r} nor {ROW!r}")
+    if b.page_bytes < 1 or b.address < 0 or b.size_bytes < b.page_bytes * count:
+        raise LayoutError(f"buffer {b.name!r}: {b.size_bytes} bytes do not hold {count} {b.unit}s of {b.page_bytes}")
 
 
 def whole_number(name: str, value: SupportsIndex) -> int:
@@ -151,34 +240,29 @@ def whole_number(name: str, value: SupportsIndex) -> int:
         raise LayoutError(f"{name} {value!r} is not an integer") from None
 
 
-def slot_bytes(dtype: str, shape: tuple[int, ...]) -> int:
-    """Bytes of one token slot of a component."""
-    size = DTYPE_BYTES[dtype]
-    for n in shape:
-        size *= n
-    return size
-
-
 def build_layout(
-    streams: Sequence[tuple[str, str, Sequence[SupportsIndex]]],
+    streams: Iterable[StateKind | tuple[Any, ...]],
     *,
     page_size: SupportsIndex,
     num_pages: SupportsIndex,
+    num_rows: SupportsIndex = 0,
     order: Order = "page_first",
     fingerprint: str = "",
 ) -> PoolLayout:
-    """Lay out `streams` (name, dtype, shape per token slot) in one buffer (page-first) or in one each (layer-first).
+    """Lay out `streams`, each a `StateKind` or as many of its fields (name, dtype, shape per token slot): in one buffer
+    for pages and one for rows (page-first), or in one each (layer-first).
 
     Raises: LayoutError.
     """
-    slots, pages = whole_number("page_size", page_size), whole_number("num_pages", num_pages)
+    slots = whole_number("page_size", page_size)
     sized: list[Component] = []
-    for name, dtype, shape in streams:
-        if dtype not in DTYPE_BYTES:
-            raise _unknown_dtype(name, dtype)
+    for name, dtype, shape, unit, meaning in (StateKind(*stream) for stream in streams):
+        check_kind(name, dtype, unit)
         whole = tuple(whole_number(f"component {name!r}: shape", n) for n in shape)
-        sized.append(Component(name, dtype, whole, 0, 0, slot_bytes(dtype, whole) * slots))
-    return _placed(sized, slots, pages, order, fingerprint=fingerprint)
+        size_bytes = unit_bytes(dtype, whole) * (slots if unit == SLOT else 1)
+        sized.append(Component(name, dtype, whole, 0, 0, size_bytes, unit, meaning))
+    pages, rows = whole_number("num_pages", num_pages), whole_number("num_rows", num_rows)
+    return _placed(sized, order, PoolLayout(slots, pages, (), (), "", fingerprint, rows))
 
 
 def opaque_layout(
@@ -187,99 +271,53 @@ def opaque_layout(
     page_size: SupportsIndex,
     num_pages: SupportsIndex,
     tag: str,
+    rows: Mapping[str, int] | None = None,
+    num_rows: SupportsIndex = 0,
     order: Order = "page_first",
     fingerprint: str = "",
 ) -> PoolLayout:
-    """Lay out `streams` (name -> bytes per page) that only the engine can read; `tag` says how it reads them.
+    """Lay out `streams` (name -> bytes per page) and `rows` (name -> bytes per row) that only the engine can read;
+    `tag` says how it reads them.
 
     Raises: LayoutError.
     """
     if not tag:
         raise LayoutError("tag is empty: an opaque pool needs one, which both sides must have in common")
     slots, pages = whole_number("page_size", page_size), whole_number("num_pages", num_pages)
-    sizes = {name: whole_number(f"component {name!r}: size", size) for name, size in streams.items()}
-    sized = [Component(name, OPAQUE, (size,), 0, 0, size) for name, size in sizes.items()]
-    return _placed(sized, slots, pages, order, tag=tag, fingerprint=fingerprint)
+    sized: list[Component] = []
+    for unit, named in ((SLOT, streams), (ROW, rows or {})):
+        sizes = {name: whole_number(f"component {name!r}: size", size) for name, size in named.items()}
+        sized.extend(Component(name, OPAQUE, (size,), 0, 0, size, unit) for name, size in sizes.items())
+    count = whole_number("num_rows", num_rows)
+    return _placed(sized, order, PoolLayout(slots, pages, (), (), tag, fingerprint, count))
 
 
-def _placed(
-    sized: list[Component], page_size: int, num_pages: int, order: Order, *, tag: str = "", fingerprint: str = ""
-) -> PoolLayout:
+def resized(layout: PoolLayout, *, num_pages: int, num_rows: int) -> PoolLayout:
+    """A page-first layout of the same components for so many pages and rows. Raises: LayoutError."""
+    unplaced = [msgspec.structs.replace(c, buffer=0, offset=0) for c in layout.components]
+    empty = msgspec.structs.replace(layout, num_pages=num_pages, num_rows=num_rows, components=(), buffers=())
+    return _placed(unplaced, "page_first", empty)
+
+
+def _placed(sized: list[Component], order: Order, empty: PoolLayout) -> PoolLayout:
+    """`empty` with these components, each given its place, and with the buffers they need."""
+    if order not in ("page_first", "layer_first"):
+        raise LayoutError(f"order {order!r} is neither 'page_first' nor 'layer_first'")
     components: list[Component] = []
-    end = 0
-    for i, c in enumerate(sized):
-        if order == "page_first":
-            components.append(msgspec.structs.replace(c, offset=end))
-            end += c.size_bytes
-        elif order == "layer_first":
-            components.append(msgspec.structs.replace(c, buffer=i))
-        else:
-            raise LayoutError(f"order {order!r} is neither 'page_first' nor 'layer_first'")
-    if order == "page_first":
-        buffers: tuple[Buffer, ...] = (Buffer("pages", end, end * num_pages),)
-    else:
-        buffers = tuple(Buffer(c.name, c.size_bytes, c.size_bytes * num_pages) for c in components)
-    layout = PoolLayout(page_size, num_pages, tuple(components), buffers, tag, fingerprint)
+    buffers: list[Buffer] = []
+    at: dict[str, int] = {}  # where the one buffer of each unit stands
+    for c in sized:
+        unit = ROW if c.in_rows else PAGE
+        if order == "layer_first" or unit not in at:
+            at[unit] = len(buffers)
+            buffers.append(Buffer(c.name if order == "layer_first" else f"{unit}s", 0, 0, 0, unit))
+        i = at[unit]
+        components.append(msgspec.structs.replace(c, buffer=i, offset=buffers[i].page_bytes))
+        buffers[i] = msgspec.structs.replace(buffers[i], page_bytes=buffers[i].page_bytes + c.size_bytes)
+    sized_buffers = tuple(msgspec.structs.replace(b, size_bytes=b.page_bytes * empty.count_of(b)) for b in buffers)
+    layout = msgspec.structs.replace(empty, components=tuple(components), buffers=sized_buffers)
     layout.check()
     return layout
-
-
-def differences(source: PoolLayout, target: PoolLayout) -> list[str]:
-    """Why pages of `source` cannot be copied into `target`, in words a person can act on; empty when they can.
-
-    The first few: two models of 32 layers differ in all of them.
-    """
-    found: list[str] = []
-    if source.fingerprint != target.fingerprint:
-        found.append(f"model fingerprint: prefill {source.fingerprint!r}, decode {target.fingerprint!r}")
-    if source.page_size != target.page_size:
-        found.append(f"page_size: prefill {source.page_size}, decode {target.page_size}")
-    if source.tag or target.tag:
-        found.extend(_opaque_differences(source, target))
-    else:
-        found.extend(_typed_differences(source, target))
-    more = len(found) - MAX_DIFFERENCES
-    return found if more <= 0 else [*found[:MAX_DIFFERENCES], f"and {more} more"]
-
-
-def _typed_differences(source: PoolLayout, target: PoolLayout) -> list[str]:
-    found: list[str] = []
-    theirs = {c.name: c for c in target.components}
-    for c in source.components:
-        other = theirs.pop(c.name, None)
-        if other is None:
-            found.append(f"{c.name}: only prefill has it")
-        elif c.dtype != other.dtype:
-            found.append(f"{c.name} dtype: prefill {c.dtype}, decode {other.dtype}")
-        elif c.shape != other.shape:
-            found.append(f"{c.name} shape (heads, dim): prefill {c.shape}, decode {other.shape}")
-    found.extend(f"{name}: only decode has it" for name in theirs)
-    return found
-
-
-def _opaque_differences(source: PoolLayout, target: PoolLayout) -> list[str]:
-    """Equal tags and sizes are enough; but a stream that both sides name must be the same bytes of the page."""
-    found: list[str] = []
-    if source.tag != target.tag:
-        found.append(f"page tag: prefill {source.tag!r}, decode {target.tag!r}")
-    if source.page_bytes != target.page_bytes:
-        found.append(f"bytes per page: prefill {source.page_bytes}, decode {target.page_bytes}")
-    if not found:
-        theirs = page_stretches(target)
-        for name, (start, end) in page_stretches(source).items():
-            if (other := theirs.get(name)) is not None and other != (start, end):
-                found.append(f"{name}: bytes {start}..{end} of a page at prefill, {other[0]}..{other[1]} at decode")
-    return found
-
-
-def page_stretches(layout: PoolLayout) -> dict[str, tuple[int, int]]:
-    """Where each component begins and ends in the concatenation of all of them, in their order."""
-    found: dict[str, tuple[int, int]] = {}
-    end = 0
-    for c in layout.components:
-        found[c.name] = (end, end + c.size_bytes)
-        end += c.size_bytes
-    return found
 
 
 def pack_pages(pages: PageIndices) -> bytes:

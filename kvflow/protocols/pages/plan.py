@@ -1,4 +1,4 @@
-"""Turn page lists into block copies, with numpy and never a Python loop per page and layer."""
+"""Turn lists of pages and rows into block copies, with numpy and never a Python loop per page and layer."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvflow.protocols.errors import LayoutError
-from kvflow.protocols.pages.layout import PageIndices, PoolLayout, differences
+from kvflow.protocols.pages.differences import Sides, differences
+from kvflow.protocols.pages.layout import NO_PLACES, PageIndices, PoolLayout
 
 Addresses = NDArray[np.int64]
 
@@ -27,101 +28,121 @@ class Blocks(NamedTuple):
 
 
 class _Segments(NamedTuple):
-    """The same stretch of every page on both sides, int64 arrays [segments]; stride is the page's step in memory."""
+    """The same stretch of every page (or row) on both sides, int64 arrays [segments]; stride is the page's step in
+    memory."""
 
     source_base: Addresses
     source_stride: Addresses
     target_base: Addresses
     target_stride: Addresses
     size: Addresses
+    target_buffer: Addresses
 
 
 class Pairing:
     """Two pools that fit together, worked out once; `blocks` then plans each write."""
 
-    def __init__(self, source: PoolLayout, target: PoolLayout) -> None:
-        """Raises: LayoutError that says what differs."""
-        if found := differences(source, target):
+    def __init__(self, source: PoolLayout, target: PoolLayout, sides: Sides = ("prefill", "decode")) -> None:
+        """`sides` is what errors call the two. Raises: LayoutError that says what differs."""
+        if found := differences(source, target, sides):
             raise LayoutError("pools do not fit: " + "; ".join(found))
         self.source, self.target = source, target
-        rows = np.array(_component_rows(source, target), dtype=np.int64)
-        self._segments, self._target_buffers = _segments(source, target, rows), rows[:, 2]
-        whole = (self._segments.size == self._segments.source_stride) & (
-            self._segments.size == self._segments.target_stride
-        )
-        self._pages_are_adjacent = bool(whole.all())
+        self._pages, self._rows = _segments(source, target, in_rows=False), _segments(source, target, in_rows=True)
 
-    def check(self, source_pages: PageIndices, target_pages: PageIndices) -> None:
+    def check(
+        self,
+        source_pages: PageIndices,
+        target_pages: PageIndices,
+        source_rows: PageIndices = NO_PLACES,
+        target_rows: PageIndices = NO_PLACES,
+    ) -> None:
         """Raises: LayoutError for lists of different length or an index outside its pool."""
-        if source_pages.shape != target_pages.shape or source_pages.ndim != 1:
-            raise LayoutError(f"page lists differ: {source_pages.shape} source, {target_pages.shape} target")
-        for name, pages, limit in (
-            ("source", source_pages, self.source.num_pages),
-            ("target", target_pages, self.target.num_pages),
-        ):
-            if pages.size and (int(pages.min()) < 0 or int(pages.max()) >= limit):
-                raise LayoutError(f"{name} page is outside 0..{limit - 1}")
+        source, target = self.source, self.target
+        _check_lists("page", source_pages, target_pages, source.num_pages, target.num_pages)
+        _check_lists("row", source_rows, target_rows, source.num_rows, target.num_rows)
 
     def blocks(
         self,
         source_pages: PageIndices,
         target_pages: PageIndices,
+        source_rows: PageIndices = NO_PLACES,
+        target_rows: PageIndices = NO_PLACES,
         *,
         max_block_bytes: int,
         target_bases: Addresses | None = None,
     ) -> Blocks:
-        """Plan one write. Runs of pages adjacent on both sides become one block; blocks over `max_block_bytes` are cut.
+        """Plan one write, of pages and then rows. Runs of pages adjacent on both sides become one block; blocks over
+        `max_block_bytes` are cut.
 
         `target_bases` (int64 [target buffers]) replaces the addresses of the target's buffers, for planes that map them
         elsewhere.
         """
-        source, target, s = source_pages.astype(np.int64), target_pages.astype(np.int64), self._segments
-        target_base = s.target_base if target_bases is None else s.target_base + self._rebase(target_bases)
-        run_pages = np.ones(source.size, dtype=np.int64)
-        if self._pages_are_adjacent and source.size > 1:
-            starts = np.flatnonzero(np.r_[True, (np.diff(source) != 1) | (np.diff(target) != 1)])
-            run_pages = np.diff(np.r_[starts, source.size])
-            source, target = source[starts], target[starts]
-        sources = (source[:, None] * s.source_stride + s.source_base).ravel()
-        targets = (target[:, None] * s.target_stride + target_base).ravel()
-        sizes = (run_pages[:, None] * s.size).ravel()
-        return _cut(Blocks(sources, targets, sizes), max_block_bytes)
-
-    def _rebase(self, target_bases: Addresses) -> Addresses:
-        """Per segment: how far its target buffer lies from where the layout says."""
-        claimed = np.array([b.address for b in self.target.buffers], dtype=np.int64)
-        delta: Addresses = (target_bases - claimed)[self._target_buffers]
-        return delta
+        moved = None if target_bases is None else target_bases - _addresses(self.target)
+        found = _blocks(self._pages, source_pages, target_pages, moved)
+        if source_rows.size:
+            rows = _blocks(self._rows, source_rows, target_rows, moved)
+            found = Blocks(*(np.concatenate(columns) for columns in zip(found, rows, strict=True)))
+        return _cut(found, max_block_bytes)
 
 
-_Row = tuple[int, int, int, int, int]  # source buffer, source offset, target buffer, target offset, size
+def _check_lists(unit: str, source: PageIndices, target: PageIndices, source_count: int, target_count: int) -> None:
+    if source.shape != target.shape or source.ndim != 1:
+        raise LayoutError(f"{unit} lists differ: {source.shape} source, {target.shape} target")
+    for name, indices, limit in (("source", source, source_count), ("target", target, target_count)):
+        if indices.size and (int(indices.min()) < 0 or int(indices.max()) >= limit):
+            raise LayoutError(f"{name} {unit} is outside 0..{limit - 1}")
 
 
-def _component_rows(source: PoolLayout, target: PoolLayout) -> list[_Row]:
-    """What to copy of every page, with neighbours on both sides merged."""
-    rows: list[_Row] = []
-    for b, o, tb, to, size in sorted(_opaque_rows(source, target) if source.tag else _typed_rows(source, target)):
-        if rows:
-            last_b, last_o, last_tb, last_to, n = rows[-1]
+def _blocks(s: _Segments, source_list: PageIndices, target_list: PageIndices, moved: Addresses | None) -> Blocks:
+    """`moved` (int64 [target buffers]): how far each target buffer lies from where the layout says."""
+    source, target = source_list.astype(np.int64), target_list.astype(np.int64)
+    target_base = s.target_base if moved is None else s.target_base + moved[s.target_buffer]
+    lengths = np.ones(source.size, dtype=np.int64)
+    if source.size > 1 and ((s.size == s.source_stride) & (s.size == s.target_stride)).all():  # whole pages
+        starts = np.flatnonzero(np.r_[True, (np.diff(source) != 1) | (np.diff(target) != 1)])
+        lengths = np.diff(np.r_[starts, source.size])
+        source, target = source[starts], target[starts]
+    sources = (source[:, None] * s.source_stride + s.source_base).ravel()
+    targets = (target[:, None] * s.target_stride + target_base).ravel()
+    sizes = (lengths[:, None] * s.size).ravel()
+    return Blocks(sources, targets, sizes)
+
+
+def _addresses(layout: PoolLayout) -> Addresses:
+    return np.array([b.address for b in layout.buffers], dtype=np.int64)
+
+
+_Stretch = tuple[int, int, int, int, int]  # source buffer, source offset, target buffer, target offset, size
+
+
+def _component_stretches(source: PoolLayout, target: PoolLayout, in_rows: bool) -> list[_Stretch]:
+    """What to copy of every page, or row, with neighbours on both sides merged."""
+    every = _opaque_stretches if source.tag else _typed_stretches
+    found: list[_Stretch] = []
+    for b, o, tb, to, size in sorted(every(source, target, in_rows)):
+        if found:
+            last_b, last_o, last_tb, last_to, n = found[-1]
             if (last_b, last_o + n, last_tb, last_to + n) == (b, o, tb, to):
-                rows[-1] = (last_b, last_o, last_tb, last_to, n + size)
+                found[-1] = (last_b, last_o, last_tb, last_to, n + size)
                 continue
-        rows.append((b, o, tb, to, size))
-    return rows
+        found.append((b, o, tb, to, size))
+    return found
 
 
-def _typed_rows(source: PoolLayout, target: PoolLayout) -> Iterator[_Row]:
+def _typed_stretches(source: PoolLayout, target: PoolLayout, in_rows: bool) -> Iterator[_Stretch]:
     there = {c.name: c for c in target.components}
     for c in source.components:
-        o = there[c.name]
-        yield c.buffer, c.offset, o.buffer, o.offset, c.size_bytes
+        if c.in_rows == in_rows:
+            o = there[c.name]
+            yield c.buffer, c.offset, o.buffer, o.offset, c.size_bytes
 
 
-def _opaque_rows(source: PoolLayout, target: PoolLayout) -> Iterator[_Row]:
+def _opaque_stretches(source: PoolLayout, target: PoolLayout, in_rows: bool) -> Iterator[_Stretch]:
     """A page is a string of bytes, which the two sides may have cut at different places."""
+    ours, theirs = ([c for c in layout.components if c.in_rows == in_rows] for layout in (source, target))
     i = j = c_done = o_done = 0
-    while i < len(source.components):
-        c, o = source.components[i], target.components[j]
+    while i < len(ours):
+        c, o = ours[i], theirs[j]
         size = min(c.size_bytes - c_done, o.size_bytes - o_done)
         yield c.buffer, c.offset + c_done, o.buffer, o.offset + o_done, size
         c_done, o_done = c_done + size, o_done + size
@@ -131,13 +152,12 @@ def _opaque_rows(source: PoolLayout, target: PoolLayout) -> Iterator[_Row]:
             j, o_done = j + 1, 0
 
 
-def _segments(source: PoolLayout, target: PoolLayout, rows: Addresses) -> _Segments:
-    sb, so, tb, to, size = rows.T
-    s_addr = np.array([b.address for b in source.buffers], dtype=np.int64)
-    t_addr = np.array([b.address for b in target.buffers], dtype=np.int64)
+def _segments(source: PoolLayout, target: PoolLayout, *, in_rows: bool) -> _Segments:
+    found = np.array(_component_stretches(source, target, in_rows), dtype=np.int64).reshape(-1, 5)
+    sb, so, tb, to, size = found.T
     s_step = np.array([b.page_bytes for b in source.buffers], dtype=np.int64)
     t_step = np.array([b.page_bytes for b in target.buffers], dtype=np.int64)
-    return _Segments(s_addr[sb] + so, s_step[sb], t_addr[tb] + to, t_step[tb], size)
+    return _Segments(_addresses(source)[sb] + so, s_step[sb], _addresses(target)[tb] + to, t_step[tb], size, tb)
 
 
 def _cut(blocks: Blocks, max_block_bytes: int) -> Blocks:

@@ -4,7 +4,10 @@ A ZMQ message carries one or more frames.
 Wire history
     1   first version; later ChunkDone.checksum, Registered.asked
     2   Announce; Register.fresh_from instead of settled_below, echoed by Registered; PoolLayout.tag and .fingerprint;
-        the rank of every message from prefill is checked; several frames in one ZMQ message
+        the rank of every message from prefill is checked; several frames in one ZMQ message; later Component.unit and
+        .format, Buffer.unit, PoolLayout.num_rows: of a pool with rows, the last of Bootstrap.pages is the room's row,
+        numbered on from the pages, and ChunkDone.pages counts it. A peer of before refuses such a pool: its components
+        do not hold for it.
 
 Arrays grow at the end only: a reader ignores elements it does not know, and a new element has a default. What cannot
 be expressed that way takes a new version; `Register` carries it, and a prefill with another version refuses with both.

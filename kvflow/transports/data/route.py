@@ -32,7 +32,8 @@ class Planner:
         """Raises: LayoutError when the pools do not fit."""
         self._pairing = Pairing(source, target)
         self._max_block_bytes, self._target_bases = max_block_bytes, target_bases
-        self.page_bytes = source.page_bytes
+        self.page_bytes, self._row_bytes = source.page_bytes, source.row_bytes
+        self._source, self._target = source, target
         self._source_pages, self._target_pages = source.num_pages, target.num_pages
         # Where the blocks of page 0 lie, and how far those of page 1 are from them: numpy costs a tiny write more than
         # the write itself, so one page with few blocks is worked out in plain ints.
@@ -43,21 +44,33 @@ class Planner:
             self._page = [(s, s1 - s, t, t1 - t, size) for s, s1, t, t1, size in steps]
 
     def check(self, source_pages: PageIndices, target_pages: PageIndices) -> None:
-        """Raises: LayoutError for lists of different length, or an index outside its pool."""
+        """Raises: LayoutError for lists of different length, an index outside its pool, or a row onto a page."""
         one = source_pages.shape == target_pages.shape == (1,)  # the short way, several times as fast
         if one and 0 <= source_pages[0] < self._source_pages and 0 <= target_pages[0] < self._target_pages:
             return
         if source_pages.size == 0:
             raise LayoutError("a write of no pages")
-        self._pairing.check(source_pages, target_pages)
+        source, target = self._source.split(source_pages), self._target.split(target_pages)
+        self._pairing.check(source.pages, target.pages, source.rows, target.rows)
+        if source.rows.size and ((source_pages < self._source_pages) != (target_pages < self._target_pages)).any():
+            raise LayoutError("a row is written onto a page")
+
+    def bytes_of(self, source_pages: PageIndices) -> int:
+        split = self._source.split(source_pages)
+        return self.page_bytes * int(split.pages.size) + self._row_bytes * int(split.rows.size)
 
     def first_blocks(self, source_pages: PageIndices, target_pages: PageIndices) -> BlockList | None:
         """The whole plan, when it is one page in few blocks; else None: use `blocks`."""
-        return self.few_blocks(source_pages, target_pages) if source_pages.size == 1 else None
+        one = source_pages.size == 1 and source_pages[0] < self._source_pages
+        return self.few_blocks(source_pages, target_pages) if one else None
 
     def few_blocks(self, source_pages: PageIndices, target_pages: PageIndices) -> BlockList | None:
         """The whole plan, page by page, when that makes at most `FEW_BLOCKS`; else None. Neighbours are not joined."""
-        if not self._page or source_pages.size * len(self._page) > FEW_BLOCKS:
+        if (
+            not self._page
+            or source_pages.size * len(self._page) > FEW_BLOCKS
+            or self._source.split(source_pages).rows.size
+        ):
             return None
         blocks = BlockList([], [], [])
         for source_page, target_page in zip(source_pages.tolist(), target_pages.tolist(), strict=True):
@@ -69,9 +82,9 @@ class Planner:
 
     def blocks(self, source_pages: PageIndices, target_pages: PageIndices) -> tuple[Addresses, Addresses, Addresses]:
         """Sources, targets and sizes, int64 [n] each, no block above the plane's limit."""
-        return self._pairing.blocks(
-            source_pages, target_pages, max_block_bytes=self._max_block_bytes, target_bases=self._target_bases
-        )
+        source, target = self._source.split(source_pages), self._target.split(target_pages)
+        lists = (source.pages, target.pages, source.rows, target.rows)
+        return self._pairing.blocks(*lists, max_block_bytes=self._max_block_bytes, target_bases=self._target_bases)
 
     def _plan(self, source_pages: PageIndices, target_pages: PageIndices) -> BlockList:
         return BlockList(*(column.tolist() for column in self.blocks(source_pages, target_pages)))
@@ -90,7 +103,7 @@ class PlannedRoute:
         if self.closed:
             raise TransferError("the route is closed; connect again to write to that peer")
         self.planner.check(source_pages, target_pages)
-        total_bytes = self.planner.page_bytes * int(source_pages.size)
+        total_bytes = self.planner.bytes_of(source_pages)
         write = ThreadWrite(self._thread, self, source_pages, target_pages, total_bytes)
         if not self.write_at_once(write):
             self._thread.submit(write)
@@ -111,7 +124,7 @@ class BlockQueue:
 
     def __init__(self, planner: Planner, source_pages: PageIndices, target_pages: PageIndices) -> None:
         self._few = planner.first_blocks(source_pages, target_pages)
-        self.left_bytes = planner.page_bytes * int(source_pages.size)
+        self.left_bytes = planner.bytes_of(source_pages)
         self._next = self._given = 0
         if self._few is None:
             self._columns = planner.blocks(source_pages, target_pages)

@@ -1,0 +1,93 @@
+"""The owners of a pool's pages and rows as one store: what a room holds is one list (see `layout.Places`)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable
+
+from kvflow.memory.allocator import PageAllocator
+from kvflow.protocols.errors import CapacityError, OwnershipError
+from kvflow.protocols.pages.layout import NO_PLACES, PageIndices, Places, PoolLayout
+
+
+class PlaceAllocator:
+    """Implements `protocols.ports.PageStore` over the two allocators of a pool with rows, which go on to be used by
+    themselves. What names both kinds is done for both, or for neither."""
+
+    def __init__(self, layout: PoolLayout, pages: PageAllocator, rows: PageAllocator) -> None:
+        self._layout, self.pages, self.rows = layout, pages, rows
+
+    def __repr__(self) -> str:
+        return f"<PlaceAllocator of {self.pages!r} and {self.rows!r}>"
+
+    @property
+    def free_pages(self) -> int:
+        return self.pages.free_pages
+
+    def at_rest(self) -> bool:
+        """Every page and row that can be handed out is free, and nothing is held."""
+        return self.pages.at_rest() and self.rows.at_rest()
+
+    def take(self, count: int, owner: Hashable) -> PageIndices:
+        """Pages only. Raises: CapacityError (nothing is taken)."""
+        return self.pages.take(count, owner)
+
+    def take_room(self, count: int, owner: Hashable) -> PageIndices:
+        """`count - 1` pages, then a row. Raises: CapacityError (nothing is taken)."""
+        row = self.rows.take(1, owner)
+        try:
+            pages = self.pages.take(count - 1, owner)
+        except CapacityError:
+            self.rows.give_back(row, owner)
+            raise
+        return self._layout.numbered(Places(pages, row))
+
+    def move(self, pages: PageIndices, owner: Hashable, new_owner: Hashable) -> None:
+        """Raises: OwnershipError (nothing is moved)."""
+        both = self._split(pages)
+        self.pages.move(both.pages, owner, new_owner)
+        self._or_undo(
+            lambda: self.rows.move(both.rows, owner, new_owner), lambda: self.pages.move(both.pages, new_owner, owner)
+        )
+
+    def give_back(self, pages: PageIndices, owner: Hashable) -> None:
+        """Raises: OwnershipError (nothing is given back)."""
+        both = self._split(pages)
+        self.rows.move(both.rows, owner, owner)  # raises for what is not the owner's, and changes nothing
+        self.pages.give_back(both.pages, owner)
+        self.rows.give_back(both.rows, owner)
+
+    def hold(self, pages: PageIndices) -> None:
+        """Raises: OwnershipError (nothing is held)."""
+        both = self._split(pages)
+        self.pages.hold(both.pages)
+        self._or_undo(lambda: self.rows.hold(both.rows), lambda: self.pages.unhold(both.pages))
+
+    def unhold(self, pages: PageIndices) -> None:
+        """Raises: OwnershipError when they were not held (nothing is changed)."""
+        both = self._split(pages)
+        self.pages.unhold(both.pages)
+        self._or_undo(lambda: self.rows.unhold(both.rows), lambda: self.pages.hold(both.pages))
+
+    def owned(self) -> dict[Hashable, int]:
+        """Pages and rows per owner."""
+        found = self.pages.owned()
+        for owner, count in self.rows.owned().items():
+            found[owner] = found.get(owner, 0) + count
+        return found
+
+    def count_by(self, kind: Hashable) -> int:
+        """Pages and rows of all owners of one kind, see `PageAllocator.count_by`."""
+        return self.pages.count_by(kind) + self.rows.count_by(kind)
+
+    def _split(self, indices: PageIndices) -> Places:
+        if indices.size and not 0 <= int(indices.min()) <= int(indices.max()) < self._layout.num_places:
+            raise OwnershipError(f"place {indices.max()} is outside 0..{self._layout.num_places - 1}")
+        return self._layout.split(indices) if indices.size else Places(NO_PLACES, NO_PLACES)
+
+    @staticmethod
+    def _or_undo(work: Callable[[], None], undo: Callable[[], None]) -> None:
+        try:
+            work()
+        except OwnershipError:
+            undo()
+            raise

@@ -1,0 +1,298 @@
+"""Snapshots: what a request holds in a pool, copied out to host memory, and restored into any pages and rows later.
+
+A snapshot is pages and rows of a second pool, in host memory, that has the components of the first (page-first): what
+is copied comes from the same plan as a transfer (`protocols.pages.plan`), so no stream, scale or row can be left out,
+and host memory is bounded, counted and freed as pages of any pool are.
+
+Copies run slice by slice in one thread. Pages and rows are held while a copy reads or writes them (I13), so their owner
+may give them back meanwhile: they become free when the copy has ended. A copy that fails or is cancelled is drained
+first; then a snapshot that was being made has freed its host memory, and one that was being restored is whole, to be
+restored again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ctypes
+import itertools
+import threading
+from collections.abc import Hashable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
+
+import numpy as np
+
+from kvflow.aio import run_to_end
+from kvflow.memory.pool import PagedPool
+from kvflow.protocols.errors import CapacityError, HostMemoryError, LayoutError, MisuseError, OwnershipError
+from kvflow.protocols.pages.layout import MAX_PAGES, NO_PLACES, PageIndices, Places, PoolLayout, names_twice, resized
+from kvflow.protocols.pages.plan import Blocks, Pairing
+from kvflow.protocols.ports import PageStore
+
+VERSION = 1
+SLICE_BYTES = 8 << 20  # some 2 ms: after a cancel no more than this is still copied
+_HELD_BYTES = 1 << 20  # copied with the GIL held, some 150 us: handing it over costs more than copying a small block
+
+_copy_holding_gil = ctypes.PyDLL(None).memmove
+_copy_releasing_gil = ctypes.CDLL(None).memmove
+for _function in (_copy_holding_gil, _copy_releasing_gil):
+    _function.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t]
+    _function.restype = None
+
+
+class Snapshot:
+    """Pages and rows in host memory, owned until `close`. Made by `SnapshotStore.take`."""
+
+    version = VERSION
+
+    def __init__(self, store: SnapshotStore, places: Places, num_pages: int, owner: Hashable) -> None:
+        self.places, self.owner = places, owner
+        """In the store's host pool, not in the pool they were copied from."""
+        self.num_pages, self.num_rows = num_pages, int(places.rows.size)
+        layout = store.host.layout
+        self.size_bytes = int(places.pages.size) * layout.page_bytes + self.num_rows * layout.row_bytes
+        self._store: SnapshotStore | None = store
+
+    def __repr__(self) -> str:
+        state = ", closed" if self.closed else ""
+        return f"<Snapshot of {self.num_pages} pages and {self.num_rows} rows, {self.size_bytes} bytes{state}>"
+
+    @property
+    def closed(self) -> bool:
+        return self._store is None
+
+    @property
+    def store(self) -> SnapshotStore:
+        """In whose host memory it lies. Raises: MisuseError after `close`."""
+        if self._store is None:
+            raise MisuseError("the snapshot is closed: its host memory has been freed")
+        return self._store
+
+    def close(self) -> None:
+        """Free its host memory, once, when no copy reads it any more. Idempotent."""
+        store, self._store = self._store, None
+        if store is not None:
+            store.forget(self)
+
+
+class SnapshotStore:
+    """The snapshots of one pool and their bounded host memory. Used on one event loop."""
+
+    def __init__(
+        self,
+        pool: PagedPool,
+        limit_bytes: int,
+        *,
+        num_rows: int | None = None,
+        pages: PageStore | None = None,
+        rows: PageStore | None = None,
+        slice_bytes: int = SLICE_BYTES,
+    ) -> None:
+        """Allocates the host memory, pre-faulted: make it in a thread. `limit_bytes` is for pages and `num_rows` rows;
+        as many rows as the pool has, by default, or what half of it holds. `pages`, `rows`: who counts the pool's,
+        where that is not the pool.
+
+        Raises: LayoutError for a pool outside host memory, and when there is not enough of that; MisuseError for a
+        limit that holds no page, or no row.
+        """
+        if not pool.on_host:
+            raise LayoutError("snapshots are of pools in host memory: this one lies on a device")
+        self.pool, self.limit_bytes = pool, limit_bytes
+        self.host = PagedPool.allocate(_host_layout(pool.layout, limit_bytes, num_rows), shared=False)
+        self.host_rows = self.host.rows if pool.layout.num_rows else None
+        self._pages: PageStore = pages or pool.pages
+        self._rows: PageStore | None = rows or (pool.rows if pool.layout.num_rows else None)
+        self._out = Pairing(pool.layout, self.host.layout, ("pool", "host memory"))
+        self._slice_bytes = slice_bytes
+        self._numbers = itertools.count(1)
+        self._open: set[Snapshot] = set()
+        self._copies: dict[asyncio.Future[bool], threading.Event] = {}
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="kvflow-snapshot")
+        self._closed = False
+
+    def __repr__(self) -> str:
+        return f"<SnapshotStore of {self.limit_bytes} bytes: {self.used_bytes} used by {len(self._open)} snapshots>"
+
+    @property
+    def used_bytes(self) -> int:
+        """Of host memory: of open snapshots, those being made included, and of closed ones that a copy still reads."""
+        layout, pages, rows = self.host.layout, self.host.pages, self.host_rows
+        used = (pages.num_pages - pages.free_pages) * layout.page_bytes
+        return used if rows is None else used + (rows.num_pages - rows.free_pages) * layout.row_bytes
+
+    @property
+    def count(self) -> int:
+        return len(self._open)
+
+    async def take(self, places: Places) -> Snapshot:
+        """Copy pages and rows of the pool out. They may be given back as soon as this has begun.
+
+        Raises: HostMemoryError (nothing was copied), OwnershipError for pages without an owner, LayoutError for an
+        index outside the pool.
+        """
+        self._check_open()
+        source = _with_bytes(places, self.pool.layout)
+        snapshot = self._reserve(source, len(places.pages))
+        try:
+            self._out.check(source.pages, snapshot.places.pages, source.rows, snapshot.places.rows)
+            with _held(self._pages, places.pages), _held(self._rows, places.rows):
+                await self._copy(self._out, source, snapshot.places, self)
+        except BaseException:
+            snapshot.close()
+            raise
+        return snapshot
+
+    async def restore(self, snapshot: Snapshot, places: Places) -> None:
+        """Copy a snapshot, of this pool or of one that fits it, into pages and rows of this pool, in their order. Who
+        owns them sees their content when this has returned; after an error it is undefined. The snapshot stays open.
+
+        Raises: LayoutError that says what differs, OwnershipError for pages without an owner or named twice,
+        MisuseError for a closed snapshot.
+        """
+        self._check_open()
+        if snapshot.version != VERSION:
+            raise LayoutError(
+                f"the snapshot has version {snapshot.version}, and only version {VERSION} can be restored"
+            )
+        theirs = snapshot.store
+        pairing = Pairing(theirs.host.layout, self.pool.layout, ("snapshot", "pool"))
+        if (len(places.pages), len(places.rows)) != (snapshot.num_pages, snapshot.num_rows):
+            raise LayoutError(
+                f"{snapshot!r} cannot be restored into {len(places.pages)} pages and {len(places.rows)} rows"
+            )
+        target = _with_bytes(places, self.pool.layout)
+        pairing.check(snapshot.places.pages, target.pages, snapshot.places.rows, target.rows)
+        for unit, indices in (("page", target.pages), ("row", target.rows)):
+            if indices.size and names_twice(indices, int(indices.min()), int(indices.max())):
+                raise OwnershipError(f"restore: a {unit} is named twice")
+        with (
+            _held(self._pages, places.pages),
+            _held(self._rows, places.rows),
+            _held(theirs.host.pages, snapshot.places.pages),
+            _held(theirs.host_rows, snapshot.places.rows),
+        ):
+            await self._copy(pairing, snapshot.places, target, theirs)
+
+    async def close(self) -> None:
+        """Stop and drain every copy, close every snapshot, and free the host memory."""
+        self._closed = True
+        for stop in self._copies.values():
+            stop.set()
+        try:
+            await run_to_end(asyncio.gather(*self._copies, return_exceptions=True))
+        finally:  # cancelled or not, no copy runs any more
+            self._thread.shutdown(wait=False)
+            for snapshot in list(self._open):
+                snapshot.close()
+            self.host.close()
+
+    def forget(self, snapshot: Snapshot) -> None:
+        """`Snapshot.close` calls this, once."""
+        self._open.remove(snapshot)
+        self.host.pages.give_back(snapshot.places.pages, snapshot.owner)
+        if self.host_rows is not None:
+            self.host_rows.give_back(snapshot.places.rows, snapshot.owner)
+
+    def _reserve(self, source: Places, num_pages: int) -> Snapshot:
+        owner = ("snapshot", next(self._numbers))
+        pages = self._take("page", self.host.pages, source.pages.size, owner)
+        try:
+            rows = self._take("row", self.host_rows, source.rows.size, owner)
+        except HostMemoryError:
+            self.host.pages.give_back(pages, owner)
+            raise
+        snapshot = Snapshot(self, Places(pages, rows), num_pages, owner)
+        self._open.add(snapshot)
+        return snapshot
+
+    def _take(self, unit: str, store: PageStore | None, count: int, owner: Hashable) -> PageIndices:
+        if store is None or not count:
+            return NO_PLACES
+        try:
+            return store.take(count, owner)
+        except CapacityError:
+            raise HostMemoryError(unit, count, store.free_pages, self.limit_bytes) from None
+
+    async def _copy(self, pairing: Pairing, source: Places, target: Places, other: SnapshotStore) -> None:
+        """`other`: the store whose host memory is copied from."""
+        stop = threading.Event()
+        running = asyncio.get_running_loop().run_in_executor(
+            self._thread, _copy_slices, pairing, source, target, self._slice_bytes, stop
+        )
+        for store in (self, other):
+            store._copies[running] = stop
+            running.add_done_callback(lambda done, copies=store._copies: copies.pop(done, None))  # type: ignore[misc]
+        try:
+            whole = await asyncio.shield(running)
+        except asyncio.CancelledError:
+            stop.set()
+            with suppress(Exception):  # what ended the copy before it was stopped
+                await run_to_end(running)
+            raise
+        if not whole:
+            raise MisuseError("the copy was stopped: a store of snapshots was closed")
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise MisuseError("the store of snapshots is closed")
+
+
+def _host_layout(layout: PoolLayout, limit_bytes: int, num_rows: int | None) -> PoolLayout:
+    """As many pages and rows as `limit_bytes` holds."""
+    page_bytes, row_bytes = layout.page_bytes, layout.row_bytes
+    if num_rows is None:
+        share = limit_bytes // 2 if page_bytes else limit_bytes
+        num_rows = min(layout.num_rows, share // row_bytes) if row_bytes else 0
+    left = limit_bytes - num_rows * row_bytes
+    pages = min(MAX_PAGES, left // page_bytes) if page_bytes else layout.num_pages
+    if pages < 1 or (row_bytes and num_rows < 1) or left < 0:
+        raise MisuseError(
+            f"{limit_bytes} bytes of host memory do not hold {num_rows or 1} rows of {row_bytes} bytes and a page of "
+            f"{page_bytes}"
+        )
+    return resized(layout, num_pages=pages, num_rows=num_rows)
+
+
+def _with_bytes(places: Places, layout: PoolLayout) -> Places:
+    """Without the pages of a pool whose pages hold nothing: host memory has none for them."""
+    pages = places.pages if layout.page_bytes else NO_PLACES
+    return Places(np.asarray(pages, dtype=np.int32), np.asarray(places.rows, dtype=np.int32))
+
+
+@contextmanager
+def _held(store: PageStore | None, indices: PageIndices) -> Iterator[None]:
+    if store is None or not len(indices):
+        yield
+        return
+    store.hold(indices)
+    try:
+        yield
+    finally:
+        store.unhold(indices)
+
+
+def _copy_slices(pairing: Pairing, source: Places, target: Places, slice_bytes: int, stop: threading.Event) -> bool:
+    """On the store's thread. Returns whether all was copied."""
+    blocks = pairing.blocks(source.pages, target.pages, source.rows, target.rows, max_block_bytes=slice_bytes)
+    ends = np.cumsum(blocks.sizes)
+    start, done_bytes = 0, 0
+    while start < ends.size:
+        if stop.is_set():
+            return False
+        end = max(start + 1, int(np.searchsorted(ends, done_bytes + slice_bytes, side="right")))
+        _copy_blocks(Blocks(*(column[start:end] for column in blocks)))
+        start, done_bytes = end, int(ends[end - 1])
+    return True
+
+
+def _copy_blocks(blocks: Blocks) -> None:
+    """Hands the GIL over after so many bytes, and with the last block."""
+    sources, targets, sizes = (column.tolist() for column in blocks)
+    held = 0
+    for left, source, target, size in zip(range(len(sizes) - 1, -1, -1), sources, targets, sizes, strict=True):
+        held += size
+        if left and held < _HELD_BYTES:
+            _copy_holding_gil(target, source, size)
+        else:
+            _copy_releasing_gil(target, source, size)
+            held = 0

@@ -1,0 +1,82 @@
+"""Whether what lies in one pool can be copied into another, and if not, what differs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from kvflow.protocols.pages.layout import Component, PoolLayout
+
+MAX_DIFFERENCES = 5  # named in a refusal
+Sides = tuple[str, str]
+
+
+def differences(source: PoolLayout, target: PoolLayout, sides: Sides = ("prefill", "decode")) -> list[str]:
+    """Why pages and rows of `source` cannot be copied into `target`, in words a person can act on; empty when they can.
+    `sides` is what the two are called.
+
+    The first few: two models of 32 layers differ in all of them.
+    """
+    found: list[str] = []
+    if source.fingerprint != target.fingerprint:
+        found.append(_differ("model fingerprint", source.fingerprint, target.fingerprint, sides))
+    if source.page_size != target.page_size:
+        found.append(_differ("page_size", source.page_size, target.page_size, sides))
+    if source.tag or target.tag:
+        found.extend(_opaque_differences(source, target, sides))
+    else:
+        found.extend(_typed_differences(source, target, sides))
+    more = len(found) - MAX_DIFFERENCES
+    return found if more <= 0 else [*found[:MAX_DIFFERENCES], f"and {more} more"]
+
+
+def _differ(what: str, ours: object, theirs: object, sides: Sides) -> str:
+    shown = [repr(value) if isinstance(value, str) else str(value) for value in (ours, theirs)]
+    return f"{what}: {sides[0]} {shown[0]}, {sides[1]} {shown[1]}"
+
+
+def _typed_differences(source: PoolLayout, target: PoolLayout, sides: Sides) -> Iterator[str]:
+    theirs = {c.name: c for c in target.components}
+    for c in source.components:
+        other = theirs.pop(c.name, None)
+        if other is None:
+            yield f"{c.name}: only {sides[0]} has it"
+        elif c.dtype != other.dtype:
+            yield f"{c.name} dtype: {sides[0]} {c.dtype}, {sides[1]} {other.dtype}"
+        elif c.unit != other.unit:
+            yield f"{c.name} unit: {sides[0]} one per {c.unit}, {sides[1]} one per {other.unit}"
+        elif c.shape != other.shape:
+            what = "shape (heads, dim)" if len(c.shape) == 2 else "shape"
+            yield f"{c.name} {what}: {sides[0]} {c.shape}, {sides[1]} {other.shape}"
+        elif c.format != other.format:
+            yield _differ(f"{c.name} format", c.format, other.format, sides)
+    yield from (f"{name}: only {sides[1]} has it" for name in theirs)
+
+
+def _opaque_differences(source: PoolLayout, target: PoolLayout, sides: Sides) -> Iterator[str]:
+    """Equal tags and sizes are enough; but a stream that both sides name must be the same bytes of the page."""
+    fits = True
+    for what, ours, theirs in (
+        ("page tag", source.tag, target.tag),
+        ("bytes per page", source.page_bytes, target.page_bytes),
+        ("bytes per row", source.row_bytes, target.row_bytes),
+    ):
+        if ours != theirs:
+            fits = False
+            yield _differ(what, ours, theirs, sides)
+    if not fits:
+        return
+    there = {(c.name, c.in_rows): stretch for c, stretch in stretches(target)}
+    for c, (start, end) in stretches(source):
+        other = there.get((c.name, c.in_rows))
+        if other is not None and other != (start, end):
+            whole = "row" if c.in_rows else "page"
+            yield f"{c.name}: bytes {start}..{end} of a {whole} at {sides[0]}, {other[0]}..{other[1]} at {sides[1]}"
+
+
+def stretches(layout: PoolLayout) -> Iterator[tuple[Component, tuple[int, int]]]:
+    """Where each component begins and ends in the concatenation of all those of a page, or of a row, in their order."""
+    ends = {False: 0, True: 0}
+    for c in layout.components:
+        start = ends[c.in_rows]
+        ends[c.in_rows] = start + c.size_bytes
+        yield c, (start, start + c.size_bytes)

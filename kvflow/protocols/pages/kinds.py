@@ -1,0 +1,67 @@
+"""What a pool holds for a request, one descriptor a stream: everything that a model keeps is one of three units.
+
+slot    once per token       K and V, the latent of MLA, a sparse-attention indexer's keys, scales per token,
+                             a draft model's K and V
+page    once per page        scales of a quantised page, summaries of a block
+row     once per request     the state of conv, ssm and linear-attention layers
+
+A pool has pages, which slots and pages share, and rows. A stream whose bytes mean more than its dtype says (packed
+4-bit values, a swizzled scale) is `uint8` with a `format`, which peers compare as it is. A new kind of state is a new
+list of descriptors; no class knows about any of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple, SupportsIndex
+
+from kvflow.protocols.errors import LayoutError
+
+SLOT, PAGE, ROW = "slot", "page", "row"
+UNITS = (SLOT, PAGE, ROW)
+OPAQUE = "opaque"  # the dtype of every stream of a pool with a tag
+DTYPE_BYTES = {
+    "float32": 4,
+    "float16": 2,
+    "bfloat16": 2,
+    "float8_e4m3fn": 1,
+    "float8_e5m2": 1,
+    "float8_e8m0fnu": 1,
+    "uint8": 1,
+    "int8": 1,
+    "int32": 4,
+}
+
+
+class StateKind(NamedTuple):
+    """One stream: `shape` elements of `dtype` for each `unit`."""
+
+    name: str
+    dtype: str
+    shape: Sequence[SupportsIndex]
+    unit: str = SLOT
+    format: str = ""
+
+
+def unit_bytes(dtype: str, shape: Sequence[int]) -> int:
+    """Bytes of one slot, page or row of a stream."""
+    size = DTYPE_BYTES[dtype]
+    for n in shape:
+        size *= n
+    return size
+
+
+def check_kind(name: str, dtype: str, unit: str) -> None:
+    """Raises: LayoutError for a dtype or a unit that is not known."""
+    if dtype not in DTYPE_BYTES:
+        known = ", ".join(DTYPE_BYTES)
+        raise LayoutError(
+            f"component {name!r}: unknown dtype {dtype!r}; use {known}, or make the pool opaque with a tag"
+        )
+    check_unit(name, unit)
+
+
+def check_unit(name: str, unit: str) -> None:
+    """Raises: LayoutError."""
+    if unit not in UNITS:
+        raise LayoutError(f"{name!r}: unknown unit {unit!r}; use {', '.join(UNITS)}")

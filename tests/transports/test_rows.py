@@ -1,0 +1,106 @@
+"""Rows travel with pages in one write, through every plan; a plan that forgets a stream, a scale or a row is found."""
+
+from __future__ import annotations
+
+import asyncio
+import ctypes
+from contextlib import nullcontext
+from typing import Any
+
+import numpy as np
+import pytest
+
+from kvflow.memory.pool import PagedPool
+from kvflow.protocols.errors import LayoutError
+from kvflow.protocols.pages.layout import NO_PLACES, Order, Places
+from kvflow.protocols.ports import DataPlane, WriteOutcome
+from kvflow.transports.data.fake import FakeNetwork, FakePlane
+from kvflow.transports.data.local import LocalPlane
+from kvflow.transports.data.route import Planner
+from tests.memory.kinds import KINDS, check_restored, contents, has_rows, layout_of, names_of
+from tests.memory.test_snapshot import forgetting
+
+EVERY_NAME = [(kind, name) for kind in KINDS for name in names_of(kind)]
+
+
+def numbers(*indices: int) -> Any:
+    return np.array(indices, dtype=np.int32)
+
+
+def places(kind: str, pages: Any, rows: Any) -> Places:
+    return Places(pages, rows if has_rows(kind) else NO_PLACES)
+
+
+def planes(backend: str, pools: tuple[PagedPool, PagedPool]) -> list[DataPlane]:
+    network = FakeNetwork()
+    return [FakePlane(network) if backend == "fake" else LocalPlane(pool.segment) for pool in pools]
+
+
+def pair_of(kind: str, orders: tuple[Order, Order], shared: bool) -> tuple[PagedPool, PagedPool]:
+    """Two pools with different bytes everywhere."""
+    layouts = [layout_of(kind, 4, count, 5, order) for count, order in zip((8, 9), orders, strict=True)]
+    a, b = (PagedPool.allocate(layout, shared=shared) for layout in layouts)
+    for seed, pool in enumerate((a, b)):
+        for name in names_of(kind):
+            view = pool.array(name)
+            random = np.random.default_rng([seed, len(name)]).integers(0, 256, view.nbytes, dtype=np.uint8)
+            view[:] = random.view(view.dtype).reshape(view.shape)
+    return a, b
+
+
+def moved_places(kind: str) -> tuple[Places, Places]:
+    return places(kind, numbers(7, 0, 3), numbers(4, 1)), places(kind, numbers(1, 2, 8), numbers(0, 3))
+
+
+ALL_ORDERS = [("page_first", "page_first"), ("page_first", "layer_first"), ("layer_first", "page_first")]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("backend", ["local", "fake"])
+@pytest.mark.parametrize("orders", ALL_ORDERS)
+async def test_pages_and_rows_of_every_kind_arrive(kind: str, backend: str, orders: tuple[Order, Order]) -> None:
+    a, b = pair_of(kind, orders, shared=True)
+    source, target = planes(backend, (a, b))
+    source.export(a.layout)
+    route = await source.connect(*target.export(b.layout))
+    here, there = moved_places(kind)
+    before, was = contents(kind, a), contents(kind, b)
+    write = route.write(a.layout.numbered(here), b.layout.numbered(there))
+    assert await asyncio.shield(write.done) is WriteOutcome.LANDED
+    assert write.landed_bytes == write.total_bytes == 3 * a.layout.page_bytes + len(here.rows) * a.layout.row_bytes
+    check_restored(kind, before, here, was, there, b)
+    wrong = [(numbers(13), numbers(9), "is outside 0"), (numbers(), numbers(), "no pages")]
+    if has_rows(kind):  # 8 and 9 pages
+        wrong += [
+            (numbers(8), numbers(8), "lists differ"),
+            (numbers(8, 0), numbers(0, 9), "a row is written onto a page"),
+        ]
+    for sources, targets, text in wrong:
+        with pytest.raises(LayoutError, match=text):
+            route.write(sources, targets)
+    for plane in (source, target):
+        await plane.close()
+
+
+async def test_pages_of_a_model_of_rows_alone_land_without_a_byte() -> None:
+    a, b = pair_of("mamba", ("page_first", "page_first"), shared=True)
+    source, target = planes("local", (a, b))
+    source.export(a.layout)
+    write = (await source.connect(*target.export(b.layout))).write(numbers(1, 2), numbers(0, 1))
+    assert await asyncio.shield(write.done) is WriteOutcome.LANDED and write.total_bytes == 0
+    for plane in (source, target):
+        await plane.close()
+
+
+@pytest.mark.parametrize(("kind", "name"), EVERY_NAME)
+def test_a_plan_that_forgets_a_name_is_found(kind: str, name: str) -> None:
+    for lost in ("", name):
+        a, b = pair_of(kind, ("page_first", "page_first"), shared=False)
+        with forgetting(lost) if lost else nullcontext():
+            planner = Planner(a.layout, b.layout, max_block_bytes=100)
+        here, there = moved_places(kind)
+        before, was = contents(kind, a), contents(kind, b)
+        for start, end, size in zip(*planner.blocks(a.layout.numbered(here), b.layout.numbered(there)), strict=True):
+            ctypes.memmove(int(end), int(start), int(size))
+        with pytest.raises(AssertionError, match=name) if lost else nullcontext():
+            check_restored(kind, before, here, was, there, b)
