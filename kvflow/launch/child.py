@@ -15,11 +15,10 @@ import msgspec
 
 from kvflow.launch.logs import LogFormat, relayed
 from kvflow.launch.process import PARENT_PID, READY_FD, Ready
+from kvflow.memory.past_caches import copying_environment
 from kvflow.protocols.errors import KvflowError
 
 KEPT_LINES = 40
-_TUNABLES, _THRESHOLD = "GLIBC_TUNABLES", "glibc.cpu.x86_non_temporal_threshold"
-_COPIED_PAST_CACHES_BYTES = 512 << 10
 _ERROR_MARK = ": error: "  # see `cli.main`
 _log = logging.getLogger("kvflow.up")
 
@@ -40,22 +39,6 @@ def _how(status: int) -> str:
         with contextlib.suppress(ValueError):
             return f"was killed by {signal.Signals(-status).name}"
     return f"ended with status {status}"
-
-
-def copying_environment(environment: Mapping[str, str]) -> dict[str, str]:
-    """`environment` for the role that copies pages: blocks of 512 KiB and more are stored past the caches.
-
-    glibc does so from three quarters of the last-level cache on, which a virtual machine of many cores never reaches;
-    `kvflow bench transfer` on pages of 2 MiB: 1.5 to 1.6 times as fast. It reads the setting once, before the program
-    starts, and other programs ignore it. A threshold that the user has set stays.
-    """
-    tunables = environment.get(_TUNABLES, "")
-    if _THRESHOLD in tunables:
-        return dict(environment)
-    return {
-        **environment,
-        _TUNABLES: ":".join(filter(None, (tunables, f"{_THRESHOLD}={_COPIED_PAST_CACHES_BYTES:#x}"))),
-    }
 
 
 class Child:

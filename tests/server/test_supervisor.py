@@ -16,8 +16,9 @@ from kvflow.config.settings import Settings
 from kvflow.config.sources import ConfigError
 from kvflow.demo_model import DEMO_MODEL_DIR
 from kvflow.launch import supervisor
-from kvflow.launch.child import Child, ChildEndedError, copying_environment
+from kvflow.launch.child import Child, ChildEndedError
 from kvflow.launch.supervisor import Fleet, run_up
+from kvflow.memory.past_caches import copying_environment
 from tests.freezing import freeze
 
 NOBODY = "http://127.0.0.1:1"

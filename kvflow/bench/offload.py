@@ -1,0 +1,131 @@
+"""How fast pages leave a pool for host memory and come back, as a ratio to one large memcpy of as many bytes between
+the same two memories, interleaved in one run; and how long the event loop stood still meanwhile."""
+
+from __future__ import annotations
+
+import asyncio
+import ctypes
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from kvflow.bench.child import StallTicker
+from kvflow.memory.pool import PagedPool
+from kvflow.memory.snapshot import SnapshotStore
+from kvflow.protocols.errors import MisuseError
+from kvflow.protocols.pages.kinds import ROW, StateKind
+from kvflow.protocols.pages.layout import Order, Places, PoolLayout, build_layout
+
+PAGE_SIZE, LAYERS, HEADS, DIM = 16, 32, 8, 128  # 2 MiB a page
+ROW_ELEMENTS = 1 << 16
+_FILL_WORDS = 1 << 20
+SPREAD = 2  # the pool has so many times the pages that are copied
+MUST_RATIO = 0.8
+Say = Callable[[str], None]
+
+
+class OffloadPlan(NamedTuple):
+    """`pages` of 2 MiB, scattered over a pool; `rounds` interleaved turns of each way."""
+
+    pages: int = 512
+    rounds: int = 10
+    orders: tuple[str, ...] = ("page_first",)
+
+
+async def bench_offload(plan: OffloadPlan, say: Say) -> dict[str, Any]:
+    """Raises: LayoutError when there is not enough memory, MisuseError for a copy that came back with other bytes."""
+    return {order: await _one_order(plan, order, say) for order in plan.orders}
+
+
+async def _one_order(plan: OffloadPlan, order: str, say: Say) -> dict[str, Any]:
+    pool = await asyncio.to_thread(PagedPool.allocate, _layout(plan.pages * SPREAD, order), shared=False)
+    limit_bytes = plan.pages * pool.layout.page_bytes + pool.layout.row_bytes
+    store = await asyncio.to_thread(SnapshotStore, pool, limit_bytes, num_rows=1)
+    try:
+        await asyncio.to_thread(_fill, pool)
+        return await _rounds(plan, order, pool, store, say)
+    finally:
+        await store.close()
+        pool.close()
+
+
+def _layout(num_pages: int, order: str) -> PoolLayout:
+    streams = [StateKind(f"layer.{i}.{x}", "bfloat16", (HEADS, DIM)) for i in range(LAYERS) for x in "kv"]
+    rows = [StateKind("state", "float32", (ROW_ELEMENTS,), ROW)]
+    chosen: Order = order  # type: ignore[assignment]
+    return build_layout([*streams, *rows], page_size=PAGE_SIZE, num_pages=num_pages, num_rows=2, order=chosen)
+
+
+def _fill(pool: PagedPool) -> None:
+    """Every 8 bytes say where they are."""
+    for b in pool.layout.buffers:
+        words = np.ctypeslib.as_array((ctypes.c_uint64 * (b.size_bytes // 8)).from_address(b.address))
+        for start in range(0, words.size, _FILL_WORDS):
+            part = words[start : start + _FILL_WORDS]
+            part[:] = np.arange(b.address + start, b.address + start + part.size, dtype=np.uint64)
+
+
+async def _rounds(plan: OffloadPlan, order: str, pool: PagedPool, store: SnapshotStore, say: Say) -> dict[str, Any]:
+    taken = pool.pages.take(pool.layout.num_pages, "bench")
+    scattered = np.random.default_rng(1).permutation(taken)[: plan.pages].astype(np.int32)
+    places = Places(scattered, pool.rows.take(1, "bench"))
+    total_bytes = plan.pages * pool.layout.page_bytes
+    before = await asyncio.to_thread(pool.pages_bytes, scattered[:8])
+    seconds: dict[str, list[float]] = {"memcpy": [], "copy_out": [], "restore": []}
+    ticker = StallTicker()
+    for turn in range(plan.rounds + 1):  # the first warms up
+        took = {"memcpy": await asyncio.to_thread(_memcpy, pool, store, total_bytes)}
+        began_s = time.perf_counter()
+        held = await store.take(places)
+        took["copy_out"] = time.perf_counter() - began_s
+        await asyncio.to_thread(_overwrite, pool, scattered[:8])
+        began_s = time.perf_counter()
+        await store.restore(held, places)
+        took["restore"] = time.perf_counter() - began_s
+        held.close()
+        if not await asyncio.to_thread(lambda: np.array_equal(pool.pages_bytes(scattered[:8]), before)):
+            raise MisuseError("restored pages differ from what was copied out")
+        if turn:
+            for way, time_s in took.items():
+                seconds[way].append(time_s)
+        line = f"{order} {turn}: " + ", ".join(f"{way} {total_bytes / s / 1e9:.2f} GB/s" for way, s in took.items())
+        await asyncio.to_thread(say, line)  # printing is no part of what may hold up the loop
+    return _report(plan, total_bytes, seconds) | ticker.stalls()
+
+
+def _memcpy(pool: PagedPool, store: SnapshotStore, total_bytes: int) -> float:
+    """One copy from the start of the pool's largest buffers into host memory: the limit of any copy out."""
+    source = max(pool.layout.buffers, key=lambda b: b.size_bytes)
+    target = max(store.host.layout.buffers, key=lambda b: b.size_bytes)
+    size_bytes = min(total_bytes, source.size_bytes)
+    began_s = time.perf_counter()
+    for _ in range(-(-total_bytes // size_bytes)):
+        ctypes.memmove(target.address, source.address, size_bytes)
+    return time.perf_counter() - began_s
+
+
+def _overwrite(pool: PagedPool, pages: Any) -> None:
+    for c in pool.layout.components:
+        if not c.in_rows:
+            pool.array(c.name)[pages] = 0
+
+
+def _report(plan: OffloadPlan, total_bytes: int, seconds: dict[str, list[float]]) -> dict[str, Any]:
+    ratios = {
+        way: [base / s for base, s in zip(seconds["memcpy"], seconds[way], strict=True)]
+        for way in ("copy_out", "restore")
+    }
+    medians = {way: statistics.median(ratio) for way, ratio in ratios.items()}
+    return {
+        "pages": plan.pages,
+        "bytes": total_bytes,
+        "rounds": plan.rounds,
+        **{f"{way}_gb_s": total_bytes / statistics.median(taken) / 1e9 for way, taken in seconds.items()},
+        **{f"{way}_over_memcpy": median for way, median in medians.items()},
+        **{f"{way}_worst": min(ratio) for way, ratio in ratios.items()},
+        "must": MUST_RATIO,
+        "holds": min(medians.values()) >= MUST_RATIO,
+    }
