@@ -24,6 +24,8 @@ from kvflow.protocols.errors import MisuseError, WireError
         ("logprobs", 1000),
         ("logprob_token_ids", (5,)),
         ("logprob_token_ids", (5,) * 129),
+        ("priority", 1 << 63),
+        ("priority", -(1 << 63) - 1),
         ("stop", ("",)),
         ("stop", ("x",) * 100),
     ],

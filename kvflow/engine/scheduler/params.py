@@ -20,6 +20,7 @@ MAX_STOPS = 64
 MAX_LOGIT_BIAS = 4096
 MAX_BAD_WORD_TOKENS = 8192  # of all bad words together
 MAX_BIAS = 100
+MAX_PRIORITY = (1 << 63) - 1  # SGLang's range
 GREEDY_BELOW = 1e-6  # dividing by less overflows a float; the most likely token is chosen anyway
 
 _RANGES = {
@@ -87,6 +88,9 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     `logprob_token_ids` are tokens whose log-probabilities are given at every place beside those of the chosen one.
     `prompt_logprobs_from` asks for those of the prompt's tokens behind this position too. Prefill chooses one token
     with every prompt: where `max_new_tokens` is 0 it is the caller's to drop.
+
+    `priority` decides who waits, not what is chosen: of requests that wait, the one with the largest is started first,
+    and of running ones, the one with the smallest is retracted first; among equals the order of arrival decides.
     Raises: MisuseError naming the field, the value and the limit.
     """
 
@@ -110,6 +114,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     repetition_penalty: float = 1.0
     logit_bias: tuple[tuple[int, float], ...] = ()
     bad_words: tuple[tuple[int, ...], ...] = ()
+    priority: int = 0
 
     def __post_init__(self) -> None:
         if not (math.isfinite(self.temperature) and self.temperature >= 0):
@@ -137,6 +142,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
             raise MisuseError(f"token_ids_logprob: {len(self.logprob_token_ids)} ids, limit {MAX_TOP_LOGPROBS}")
         if self.logprob_token_ids and self.logprobs is None:
             raise MisuseError("token_ids_logprob needs logprobs (return_logprob)")
+        if not -MAX_PRIORITY - 1 <= self.priority <= MAX_PRIORITY:
+            raise MisuseError(f"priority {self.priority} is outside {-MAX_PRIORITY - 1}..{MAX_PRIORITY}")
         # Checked once, however many requests share them.
         msgspec.structs.force_setattr(self, "logit_bias", LogitBias(self.logit_bias))
         msgspec.structs.force_setattr(self, "bad_words", BadWords(self.bad_words))
@@ -183,6 +190,18 @@ class EngineLoad(msgspec.Struct, frozen=True):
 
     running: int
     waiting: int
+
+
+class EngineRetractions(msgspec.Struct, frozen=True, kw_only=True):
+    """What over-commitment has led to at a decode: requests that gave their pages up, and how they came back."""
+
+    retracts: int = 0  # requests whose pages were given back before they had ended, each time
+    resumes: int = 0  # retracted requests that run again, with their state from host memory
+    recomputes: int = 0  # retracted requests that run again, with their state computed once more
+    retracted_now: int = 0  # they wait for pages
+    host_bytes_used: int = 0  # host memory that holds the state of retracted requests
+    host_bytes_limit: int = 0
+    new_token_ratio: float = 1.0  # the share of its new tokens for which an admitted request is promised pages
 
 
 def finish(
