@@ -1,0 +1,231 @@
+"""A request's state leaves the pool and comes back, or ends, at any moment: everything is owned once and freed once."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager, suppress
+from typing import Any
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from kvflow.memory import snapshot
+from kvflow.memory.pool import PagedPool
+from kvflow.memory.residency import Resident
+from kvflow.memory.snapshot import SnapshotStore
+from kvflow.protocols.errors import CapacityError, HostMemoryError, MisuseError
+from kvflow.protocols.machines.residency import ResidencyPhase as P
+from kvflow.protocols.pages.layout import Places
+from tests.memory.kinds import layout_of, overwrite
+
+KIND = "hybrid"
+OWNER = ("sequence", 1)
+
+
+class World:
+    """A pool of 6 pages and 2 rows, host memory for `host_pages` and 2 rows, and one request of 3 pages and a row."""
+
+    def __init__(self, host_pages: int = 8) -> None:
+        layout = layout_of(KIND, 4, 6, 2, "page_first")
+        self.pool = PagedPool.allocate(layout, shared=False)
+        limit = host_pages * layout.page_bytes + 2 * layout.row_bytes
+        self.store = SnapshotStore(self.pool, limit, num_rows=2, slice_bytes=layout.page_bytes)
+        places = Places(self.pool.pages.take(3, OWNER), self.pool.rows.take(1, OWNER))
+        overwrite(self.pool, 7)
+        self.request = Resident(OWNER, places, pages=self.pool.pages, rows=self.pool.rows, store=self.store)
+
+    def state(self) -> list[NDArray[np.uint8]]:
+        places = self.request.places
+        return [self.pool.pages_bytes(places.pages), self.pool.rows_bytes(places.rows)]
+
+    def foreign(self) -> None:
+        """Another request overwrites everything; nothing belongs to the first one."""
+        assert self.device_home
+        overwrite(self.pool, 99)
+
+    @property
+    def device_home(self) -> bool:
+        return self.pool.pages.at_rest() and self.pool.rows.at_rest()
+
+
+@asynccontextmanager
+async def world(host_pages: int = 8) -> AsyncIterator[World]:
+    made = World(host_pages)
+    try:
+        yield made
+        made.request.close()
+        assert made.device_home
+        assert (made.store.used_bytes, made.store.count) == (0, 0)
+    finally:
+        await made.store.close()
+        made.pool.close()
+
+
+class Gate:
+    """Holds every copy before its first slice until it is opened."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.reached, self._go = threading.Event(), threading.Event()
+        real = snapshot._copy_blocks
+
+        def gated(blocks: Any) -> None:
+            self.reached.set()
+            assert self._go.wait(20)
+            real(blocks)
+
+        monkeypatch.setattr(snapshot, "_copy_blocks", gated)
+
+    async def wait(self) -> None:
+        assert await asyncio.to_thread(self.reached.wait, 20)
+        self.reached.clear()
+
+    def open(self) -> None:
+        self._go.set()
+
+
+def same(one: list[NDArray[np.uint8]], other: list[NDArray[np.uint8]]) -> bool:
+    return all(np.array_equal(a, b) for a, b in zip(one, other, strict=True))
+
+
+async def test_out_and_in_again_twice() -> None:
+    async with world() as w:
+        before = w.state()
+        for _ in range(2):
+            await w.request.retract()
+            assert (w.request.phase, w.device_home, w.store.count) == (P.AWAY, True, 1)
+            w.foreign()
+            assert await w.request.resume()
+            assert (w.request.phase, w.store.count) == (P.RESIDENT, 0)
+            assert same(before, w.state())
+            w.request.add(w.pool.pages.take(1, OWNER))
+            before = w.state()
+
+
+async def test_dropped_state_is_not_brought_back() -> None:
+    async with world() as w:
+        w.request.drop()
+        assert (w.request.phase, w.device_home, w.store.used_bytes) == (P.AWAY, True, 0)
+        assert not await w.request.resume()
+        assert (w.request.places.pages.size, w.request.places.rows.size) == (3, 1)
+
+
+async def test_host_memory_is_full() -> None:
+    async with world(host_pages=2) as w:
+        before = w.state()
+        with pytest.raises(HostMemoryError, match="needs 3 pages of host memory, and 2 are free"):
+            await w.request.retract()
+        assert w.request.phase is P.RESIDENT
+        assert same(before, w.state())
+
+
+@pytest.mark.parametrize("lacking", ["pages", "rows"])
+async def test_no_room_to_come_back(lacking: str) -> None:
+    async with world() as w:
+        before = w.state()
+        await w.request.retract()
+        allocator = getattr(w.pool, lacking)
+        taken = allocator.take(allocator.free_pages, "another")
+        with pytest.raises(CapacityError):
+            await w.request.resume()
+        assert (w.request.phase, w.store.count) == (P.AWAY, 1)
+        allocator.give_back(taken, "another")
+        await w.request.resume()
+        assert same(before, w.state())
+
+
+@pytest.mark.parametrize("returning", [False, True], ids=["leaving", "returning"])
+@pytest.mark.parametrize("how", ["close", "cancel", "cancel twice", "fail", "close after cancel"])
+async def test_a_copy_that_does_not_end_well(monkeypatch: pytest.MonkeyPatch, returning: bool, how: str) -> None:
+    async with world() as w:
+        before = w.state()
+        if returning:
+            await w.request.retract()
+            w.foreign()
+        gate = Gate(monkeypatch)
+        copying = asyncio.ensure_future(w.request.resume() if returning else w.request.retract())
+        await gate.wait()
+        assert w.request.phase.name == ("RETURNING" if returning else "LEAVING")
+        if how == "close":
+            w.request.close()
+        elif how == "fail":
+            monkeypatch.setattr(snapshot, "_copy_blocks", broken)
+        else:
+            copying.cancel()
+            await asyncio.sleep(0)
+        if how == "cancel twice":
+            copying.cancel()
+        if how == "close after cancel":
+            w.request.close()
+        await asyncio.sleep(0)
+        assert w.pool.pages.free_pages == 3, "a copy still uses them (I2)"
+        gate.open()
+        with suppress(OSError, asyncio.CancelledError):
+            await copying
+        phase: P = w.request.phase
+        if how.startswith("close"):
+            assert phase is P.ENDED
+            assert w.device_home and w.store.used_bytes == 0
+            return
+        assert phase is (P.AWAY if returning else P.RESIDENT)
+        assert w.device_home == returning
+        monkeypatch.undo()
+        if returning:
+            await w.request.resume()
+        assert same(before, w.state()), "what was not copied is still there"
+
+
+def broken(_: object) -> None:
+    raise OSError("the copy failed")
+
+
+@pytest.mark.parametrize("phase", ["resident", "away", "dropped"])
+async def test_closed_while_nothing_is_copied(phase: str) -> None:
+    async with world() as w:
+        if phase == "away":
+            await w.request.retract()
+        elif phase == "dropped":
+            w.request.drop()
+        for _ in range(2):
+            w.request.close()
+            assert w.request.phase is P.ENDED
+            assert w.device_home and w.store.used_bytes == 0
+
+
+async def test_closed_in_the_turn_in_which_the_copy_is_ready(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The snapshot is made, and nobody but the request knows of it: it must free it."""
+    async with world() as w:
+        real = w.store.take
+
+        async def take(places: Places) -> snapshot.Snapshot:
+            made = await real(places)
+            asyncio.get_running_loop().call_soon(w.request.close)  # runs before what waits for this coroutine
+            return made
+
+        monkeypatch.setattr(w.store, "take", take)
+        await w.request.retract()
+        assert w.request.phase is P.ENDED
+        assert w.device_home and w.store.used_bytes == 0
+
+
+async def test_misuse_is_refused() -> None:
+    async with world() as w:
+        with pytest.raises(MisuseError, match="is not away"):
+            await w.request.resume()
+        await w.request.retract()
+        for misuse in (w.request.drop, lambda: w.request.places, lambda: w.request.add(np.zeros(1, dtype=np.int32))):
+            with pytest.raises(MisuseError, match="is not resident"):
+                misuse()
+        with pytest.raises(MisuseError, match="is not resident"):
+            await w.request.retract()
+        bare = Resident(
+            "bare",
+            Places(w.pool.pages.take(1, "bare"), w.pool.rows.take(1, "bare")),
+            pages=w.pool.pages,
+            rows=w.pool.rows,
+        )
+        with pytest.raises(MisuseError, match="no host memory"):
+            await bare.retract()
+        bare.close()
