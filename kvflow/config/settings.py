@@ -94,6 +94,9 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         ),
     ] = 1024
     request_timeout_s: Annotated[float, Meta(description="Seconds that a request may take.", gt=0, le=86400)] = 600.0
+    schedule_low_priority_values_first: Annotated[
+        bool, Meta(description="Of waiting requests, the smallest priority starts first, as in vLLM; else the largest.")
+    ] = False
 
     disaggregation_mode: Annotated[
         Literal["", "prefill", "decode"],
@@ -167,6 +170,7 @@ _HTTP = ("host", "port", "api_key", "allowed_origins", "log_level", "log_format"
 _MODEL = ("model_path", "served_model_name", "dtype", "attention", "sampling_defaults", "threads")
 _POOL = ("page_size", "num_pages", "pool_bytes", "pool_order")
 _LOAD = ("max_running_requests", "max_queued_requests", "request_timeout_s")
+_QUEUE = ("schedule_low_priority_values_first",)
 _PLANE = (
     "disaggregation_transfer_backend",
     "disaggregation_ib_device",
@@ -174,7 +178,17 @@ _PLANE = (
     "verify_transfers",
     "control_key_file",
 )
-_WORKER = (*_HTTP, "sse_keepalive_s", "sse_headers_after_s", "sglang_metrics", *_MODEL, *_POOL, *_LOAD, *_PLANE)
+_WORKER = (
+    *_HTTP,
+    "sse_keepalive_s",
+    "sse_headers_after_s",
+    "sglang_metrics",
+    *_MODEL,
+    *_POOL,
+    *_LOAD,
+    *_QUEUE,
+    *_PLANE,
+)
 _ROUTER = ("poll_s", "retry_timeout_s")
 _SENDER = ("chunked_prefill_size", "max_batch_tokens", "transfer_rate_limit", "rendezvous_s", "max_pinned_share")
 FIELDS_OF_ROLE: dict[str, tuple[str, ...]] = {
@@ -198,6 +212,7 @@ GROUPS: dict[str, tuple[str, ...]] = {
         "port",
         "max_running_requests",
         "max_queued_requests",
+        *_QUEUE,
         "request_timeout_s",
         "drain_timeout_s",
         "sse_keepalive_s",

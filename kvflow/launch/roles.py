@@ -226,6 +226,7 @@ async def _serve(
         request_timeout_s=settings.request_timeout_s,
         keepalive_s=settings.sse_keepalive_s,
         headers_after_s=settings.sse_headers_after_s,
+        low_priority_first=settings.schedule_low_priority_values_first,
     )
     operator_routes = operations.routes(
         pipeline, host=settings.host, bootstrap_port=bootstrap_port, has_api_key=bool(settings.api_key)

@@ -359,6 +359,15 @@ async def _ids(on: Service, body: str, name: str) -> None:
     assert id_of(await on.ask(body, **{name: "mine"})) == prefix + "mine"
 
 
+@of("ctg:priority")
+async def _priority(on: Service, body: str, name: str) -> None:
+    """It decides who waits, never what is generated; through the router, both legs know its limits."""
+    for value in (-5, 5):
+        assert text_of(await on.ask(body, priority=value)) == text_of(await on.ask(body))
+    with pytest.raises((openai.BadRequestError, AssertionError), match=r"400.*`priority`"):
+        await on.ask(body, priority=1 << 63)
+
+
 @of("ctg:bootstrap_host", "ctg:bootstrap_port", "ctg:bootstrap_room")
 async def _meeting(on: Service, body: str, name: str) -> None:
     """The router's own are the ones that count."""

@@ -9,7 +9,7 @@ import openai
 import pytest
 
 from kvflow.protocols.errors import Code
-from tests.server.fake_service import Meeting, Role, Server
+from tests.server.fake_service import Meeting, Role, Server, served
 from tests.server.test_generate import META, body, post
 
 SHARED = {
@@ -28,7 +28,7 @@ def told(role: Role, *names: str) -> dict[str, Any]:
 
 async def test_the_official_clients_own_fields(client: openai.AsyncOpenAI, prefill: Role, decode: Role) -> None:
     """With the extras that vLLM and SGLang know; both legs are told the same."""
-    extra = {"min_p": 0.1, "repetition_penalty": 1.2, "min_tokens": 2, "bad_words": ["w5", "w6 w7"]}
+    extra = {"min_p": 0.1, "repetition_penalty": 1.2, "min_tokens": 2, "bad_words": ["w5", "w6 w7"], "priority": -3}
     own: Any = {"frequency_penalty": 0.5, "presence_penalty": -1.5, "logit_bias": {"7": -100, "8": 2.5}}
     await client.chat.completions.create(model="fake", messages=CHAT, max_tokens=3, extra_body=extra, **own)
     await client.completions.create(model="fake", prompt="w1", max_tokens=3, n=2, extra_body=extra, **own)
@@ -40,6 +40,7 @@ async def test_the_official_clients_own_fields(client: openai.AsyncOpenAI, prefi
             assert params.logit_bias == ((7, -100.0), (8, 2.5))
             assert params.min_new_tokens == 2
             assert params.bad_words == ((5,), (6, 7))
+            assert params.priority == -3
 
 
 async def test_generate_has_sglangs_names(
@@ -109,6 +110,51 @@ async def test_bad_values_are_named_and_end_both_legs(
     ((room, cause),) = prefill.service.refused
     assert (room, cause.code) == (7, Code.BAD_REQUEST)
     assert text in cause.text
+
+
+@pytest.mark.parametrize(
+    ("path", "document"),
+    [
+        ("/generate", {"text": ["w1", "w2"], "sampling_params": {"n": 2, "max_new_tokens": 1}}),
+        ("/v1/completions", {"prompt": ["w1", "w2"], "n": 2, "max_tokens": 1}),
+        ("/v1/chat/completions", {"messages": CHAT, "n": 4, "max_tokens": 1}),
+    ],
+)
+@pytest.mark.parametrize("given", [None, 0, 7, -(1 << 63), (1 << 63) - 1])
+async def test_a_priority_is_that_of_every_choice(
+    prefill: Role, session: aiohttp.ClientSession, path: str, document: dict[str, Any], given: int | None
+) -> None:
+    """Larger is sooner. Where the server runs with vLLM's order it is turned round, the extremes too."""
+    turned = Role(prefill.service, low_priority_first=True)
+    for role, sign, rooms in ((prefill, 1, [7, 8, 9, 10]), (turned, -1, [11, 12, 13, 14])):
+        prefill.service.requests.clear()
+        async with served(role.app) as server:
+            made = {**document, **META, "bootstrap_room": rooms, "priority": given}
+            status, _ = await post(session, server, made, path)
+        assert status == 200
+        want = given or 0 if sign == 1 else -(given or 0) - 1
+        assert [request.params.priority for request in prefill.service.requests] == [want] * 4
+
+
+@pytest.mark.parametrize("path", ["/generate", "/v1/completions", "/v1/chat/completions"])
+@pytest.mark.parametrize("given", [1 << 63, -(1 << 63) - 1, 1 << 80, -(1 << 80), 1.5, "5", "high", True, [1], {}])
+async def test_a_priority_that_is_none_is_named_and_ends_both_legs(
+    prefill: Role, prefill_server: Server, session: aiohttp.ClientSession, path: str, given: Any
+) -> None:
+    prompts: dict[str, dict[str, Any]] = {
+        "/generate": {"text": "w1"},
+        "/v1/completions": {"prompt": "w1"},
+        "/v1/chat/completions": {"messages": CHAT},
+    }
+    status, answer = await post(session, prefill_server, {**prompts[path], **META, "priority": given}, path)
+    assert status == 400
+    error = answer["error"]
+    assert error["param"] == "priority"
+    assert "`priority`" in error["message"]
+    if isinstance(given, int) and not isinstance(given, bool):
+        assert str((1 << 63) - 1) in error["message"] or str(-(1 << 63)) in error["message"]
+    ((room, cause),) = prefill.service.refused
+    assert (room, cause.code) == (7, Code.BAD_REQUEST)
 
 
 @pytest.mark.parametrize("path", ["/generate", "/v1/completions"])

@@ -105,6 +105,13 @@ _WORKS = (
     Field("rid", "ctg", "S", "the id of the answer, at most 512 characters"),
     Field("request_id", "ct", "V", "the id of the answer, behind `chatcmpl-` or `cmpl-`, at most 512 characters"),
     Field("return_text_in_logprobs", "g", "S"),
+    Field(
+        "priority",
+        "ctg",
+        "SV",
+        "0 unless given; of requests that wait the largest starts first, as in SGLang; the smallest, as in vLLM, with "
+        "`--schedule-low-priority-values-first`; always on, no flag enables it",
+    ),
     Field("bootstrap_host", "ctg", "S", "set by the router"),
     Field("bootstrap_port", "ctg", "S", "set by the router"),
     Field("bootstrap_room", "ctg", "S", "set by the router"),
@@ -250,7 +257,6 @@ _HARMLESS = (
     Field("routed_experts_prompt_start", "ct", "V", _FOR_EXPERTS, example=1),
     Field("return_token_offsets", "ct", "V", _FOR_RENDERING),
     Field("return_mm_kwargs", "ct", "V", _FOR_RENDERING, example=False),
-    Field("priority", "ctg", "SV", "requests start in the order they come", example=1),
     Field("session_id", "ctg", "SV", _PLACEMENT, example="a"),
     Field("conversation_id", "g", "S", _PLACEMENT, example="a"),
     Field("routing_key", "g", "S", _PLACEMENT, example="a"),

@@ -50,10 +50,15 @@ class RequestLimits(msgspec.Struct, frozen=True):
     generates: bool  # decode keeps prompt and completion in its pool, prefill only the prompt
     bootstrap_port: int  # used where a body names a prefill's host alone
     sampling_defaults: Mapping[str, float]  # of the OpenAI routes, where a body does not say
+    low_priority_first: bool = False
 
     def tokens_left(self, prompt: PromptIds) -> int:
         """New tokens that fit behind `prompt`; defaults stay below it."""
         return max(1, min(self.engine.context_length, self.engine.pool_tokens) - len(prompt))
+
+    def priority(self, given: int | None) -> int:
+        """A body's priority as the engine's, of which the larger one starts first."""
+        return ~(given or 0) if self.low_priority_first else given or 0  # ~: -n has no place for the smallest one
 
     def check(self, body: Rendezvous, prompt: PromptIds, params: SamplingParams) -> None:
         """Raises: RequestError (400): what can never fit is the client's to change, also where the engine calls it a
@@ -125,6 +130,7 @@ def _params_of_prompt(
     return SamplingParams(
         **fields,
         max_new_tokens=most,
+        priority=limits.priority(body.priority),
         logprobs=logprobs,
         prompt_logprobs_from=scored_from,
         logprob_token_ids=_asked_ids(body.token_ids_logprob, index, count) if scored else (),
@@ -175,7 +181,8 @@ def params_of_completion(
 
 def _openai_fields(body: ChatRequest | CompletionRequest, bad_words: BadWords, limits: RequestLimits) -> dict[str, Any]:
     fields = _sampling_fields(body, body.seed, limits.sampling_defaults)
-    return {**fields, "min_new_tokens": body.min_tokens or 0, "bad_words": bad_words}
+    priority = limits.priority(body.priority)
+    return {**fields, "min_new_tokens": body.min_tokens or 0, "bad_words": bad_words, "priority": priority}
 
 
 def _sampling_fields(source: Any, seed: int | None, defaults: Mapping[str, float]) -> dict[str, Any]:

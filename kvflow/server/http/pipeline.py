@@ -92,13 +92,18 @@ class CompletionPipeline(Drainable):
         request_timeout_s: float = 600.0,
         keepalive_s: float = 0.1,
         headers_after_s: float = 10.0,
+        low_priority_first: bool = False,
     ) -> None:
         super().__init__()
         self.service = service
         self.tokenizer = tokenizer
         self.metrics = metrics
         self.request_limits = RequestLimits(
-            service.limits, service.role == "decode", bootstrap_port, service.card.sampling_defaults
+            service.limits,
+            service.role == "decode",
+            bootstrap_port,
+            service.card.sampling_defaults,
+            low_priority_first,
         )
         self.choices = RunningChoices()
         self.max_requests = max_requests  # running and queued

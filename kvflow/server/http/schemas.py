@@ -24,7 +24,7 @@ Choices = Annotated[int, Meta(ge=1, le=128)]
 TokenId = Annotated[int, Meta(ge=0, le=(1 << 31) - 1)]
 Room = int  # unsigned 64-bit, wider than the limits msgspec can state; checked in generation_requests.py
 BootstrapPort = Annotated[int, Meta(ge=1, le=65535)]
-Seed = Annotated[int, Meta(ge=-(1 << 63), le=(1 << 63) - 1)]
+Signed64 = Annotated[int, Meta(ge=-(1 << 63), le=(1 << 63) - 1)]
 
 
 class StreamOptions(msgspec.Struct, frozen=True):
@@ -60,8 +60,8 @@ class GenerateSampling(msgspec.Struct, frozen=True, kw_only=True):
     no_stop_trim: bool | None = None
     skip_special_tokens: bool | None = None
     ignore_eos: bool | None = None
-    sampling_seed: Seed | None = None
-    seed: Seed | None = None
+    sampling_seed: Signed64 | None = None
+    seed: Signed64 | None = None
     n: Choices | None = None
     min_new_tokens: int | None = None
     min_p: float | None = None
@@ -86,6 +86,7 @@ class GenerateRequest(Rendezvous, frozen=True, kw_only=True):
     token_ids_logprob: list[TokenId | list[TokenId]] | None = None
     return_text_in_logprobs: bool | None = None
     rid: str | list[str] | None = None
+    priority: Signed64 | None = None
 
 
 class _OpenAIRequest(Rendezvous, frozen=True, kw_only=True):
@@ -101,11 +102,12 @@ class _OpenAIRequest(Rendezvous, frozen=True, kw_only=True):
     include_stop_str_in_output: bool | None = None
     skip_special_tokens: bool | None = None
     ignore_eos: bool | None = None
-    seed: Seed | None = None
+    seed: Signed64 | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     rid: str | list[str] | None = None
     request_id: str | None = None
+    priority: Signed64 | None = None
     min_tokens: int | None = None
     min_p: float | None = None
     frequency_penalty: float | None = None
