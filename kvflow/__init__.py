@@ -4,6 +4,7 @@ nodes and rooms   PrefillNode, DecodeNode, PrefillRoom, DecodeRoom, Timing, Boun
 without asyncio   PrefillThread, DecodeThread, PrefillThreadRoom, DecodeThreadRoom, RoomEvent
 finding prefills  RankInfo, RankTable, serve_ranks (prefill's side), RegistryClient (decode's)
 pools             PagedPool, PageAllocator, ExternalPages, SharedSegment, SnapshotStore, build_layout
+hand-overs        HandOff, PackedArray
 data planes       open_plane, LocalPlane, MooncakePlane
 errors            KvflowError and the classes under it that have to be told apart; Cause, Code
 
@@ -14,6 +15,8 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from kvflow.engine.scheduler.handoff import HandOff
+    from kvflow.engine.scheduler.packed_array import PackedArray
     from kvflow.handlers.rooms import DecodeRoom, PrefillRoom
     from kvflow.memory.allocator import PageAllocator
     from kvflow.memory.external import ExternalPages
@@ -57,11 +60,13 @@ __all__ = [
     "DecodeThread",
     "DecodeThreadRoom",
     "ExternalPages",
+    "HandOff",
     "KvflowError",
     "LocalPlane",
     "LostError",
     "MisuseError",
     "MooncakePlane",
+    "PackedArray",
     "PageAllocator",
     "PagedPool",
     "PeerError",
@@ -95,11 +100,13 @@ _HOMES = {
     "DecodeThread": "kvflow.threads.decode",
     "DecodeThreadRoom": "kvflow.threads.rooms",
     "ExternalPages": "kvflow.memory.external",
+    "HandOff": "kvflow.engine.scheduler.handoff",
     "KvflowError": _ERRORS,
     "LocalPlane": "kvflow.transports.data.local",
     "LostError": _ERRORS,
     "MisuseError": _ERRORS,
     "MooncakePlane": "kvflow.transports.data.mooncake.plane",
+    "PackedArray": "kvflow.engine.scheduler.packed_array",
     "PageAllocator": "kvflow.memory.allocator",
     "PagedPool": "kvflow.memory.pool",
     "PeerError": _ERRORS,
