@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 for _variable in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"):
     os.environ.setdefault(_variable, "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+os.environ.setdefault("KVFLOW_DEVICE", "cpu")  # what needs another says so: tests/gpu
 # How long an example takes says more about what else the machine does.
 hypothesis.settings.register_profile("kvflow", deadline=None)
 hypothesis.settings.load_profile("kvflow")

@@ -49,6 +49,13 @@ def test_settings_of_other_roles_in_the_file_are_left_alone(tmp_path: Path) -> N
     assert resolve("up", {}, env={}, config=path).prefill_workers == 3
 
 
+@pytest.mark.parametrize("wrong", ["gpu", "cuda:", "cuda:one", "cuda:-1", ""])
+def test_a_device_is_named_as_torch_names_it(wrong: str) -> None:
+    assert [resolve("up", {"device": name}, env={}).device for name in ("auto", "cpu", "cuda", "cuda:3")][3] == "cuda:3"
+    with pytest.raises(ConfigError, match=f"--device: '{wrong}' is not auto, cpu, cuda or cuda:N"):
+        resolve("decode", {**MODEL, "device": wrong}, env={})
+
+
 def test_lists_come_as_repeated_flags_commas_or_arrays(tmp_path: Path) -> None:
     path = write(tmp_path, 'prefill = ["http://a:1"]\ndecode = ["http://b:1", "http://b:2"]\n')
     assert resolve("router", {}, env={}, config=path).decode == ("http://b:1", "http://b:2")

@@ -56,6 +56,13 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     dtype: Annotated[
         Literal["auto", "float32", "bfloat16", "float16"], Meta(description="Data type of weights and KV.")
     ] = "auto"
+    device: Annotated[
+        str,
+        Meta(
+            description="Where model, pool and sampling are: auto (the first CUDA device that torch sees, else the "
+            "CPU), cpu, cuda or cuda:N."
+        ),
+    ] = "auto"
     attention: Annotated[
         Literal["auto", "packed", "pad"],
         Meta(description="Batching of the model's attention; auto picks packed where the model allows it."),
@@ -167,7 +174,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
 
 _HTTP = ("host", "port", "api_key", "allowed_origins", "log_level", "log_format", "access_log", "drain_timeout_s")
-_MODEL = ("model_path", "served_model_name", "dtype", "attention", "sampling_defaults", "threads")
+_MODEL = ("model_path", "served_model_name", "dtype", "device", "attention", "sampling_defaults", "threads")
 _POOL = ("page_size", "num_pages", "pool_bytes", "pool_order")
 _LOAD = ("max_running_requests", "max_queued_requests", "request_timeout_s")
 _QUEUE = ("schedule_low_priority_values_first",)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import difflib
 import os
+import re
 import tomllib
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -34,6 +35,7 @@ from kvflow.protocols.errors import MisuseError
 # Variables that are no settings of a role: the config file, what `up` tells its children, what the client of
 # examples/chat.py and `declare-dead` call, the seed of the tests.
 _OTHER_VARIABLES = ("CONFIG", "READY_FD", "PARENT_PID", "URL", "SEED")
+_DEVICE = re.compile(r"auto|cpu|cuda(:[0-9]{1,3})?", re.ASCII)
 
 
 class ConfigError(MisuseError):
@@ -141,6 +143,8 @@ def _check(role: Role, settings: Settings) -> None:
     if settings.disaggregation_mode and settings.disaggregation_mode != role:
         text = f"--disaggregation-mode {settings.disaggregation_mode} does not match `kvflow {role}`; leave it out"
         raise ConfigError(text)
+    if not _DEVICE.fullmatch(settings.device):
+        raise ConfigError(f"--device: {settings.device!r} is not auto, cpu, cuda or cuda:N")
     if settings.kv_events_config:
         raise ConfigError("--kv-events-config: KV events are not available in this version; leave it out")
     if role == "router" and not (settings.prefill and settings.decode):

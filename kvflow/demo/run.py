@@ -251,6 +251,7 @@ def _fleet(plan: Plan, backend: str, rate: int) -> Fleet:
         "model_path": plan.model,
         "port": 0,
         "dtype": DTYPE,
+        "device": "cpu",  # as stock transformers beside it
         "page_size": PAGE_SIZE,
         "num_pages": POOL_TOKENS // PAGE_SIZE,
         "disaggregation_transfer_backend": backend,

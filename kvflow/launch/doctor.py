@@ -10,6 +10,7 @@ import platform
 import resource
 import subprocess
 import sys
+from pathlib import Path
 
 import msgspec
 from rich.console import Console
@@ -48,6 +49,7 @@ def findings() -> list[Finding]:
         *(_package(name, needed=True, advice="pip install kvflow") for name in CORE),
         *(_package(name, needed=True, advice="pip install 'kvflow[server]'") for name in EXTRAS["server"]),
         *(_package(name, needed=False, advice="pip install 'kvflow[engine]'") for name in EXTRAS["engine"]),
+        _device(),
         _mooncake_wheels(),
         *(_library(name, package) for name, package in LIBRARIES),
         _mooncake(),
@@ -93,6 +95,18 @@ def _package(module: str, *, needed: bool, advice: str) -> Finding:
         return Finding(module, False, "not installed", needed, advice)
     names = importlib.metadata.packages_distributions().get(module, [module])
     return Finding(module, True, importlib.metadata.version(names[0]), needed)
+
+
+def _device() -> Finding:
+    """Where `--device auto` runs a model."""
+    if importlib.util.find_spec("torch") is None or importlib.util.find_spec("transformers") is None:
+        return Finding("device", False, "no model can run", False, "pip install 'kvflow[engine]'")
+    from kvflow.engine.model.device import describe_devices, find_device
+
+    found = find_device("auto")
+    unused = found.type == "cpu" and any(Path("/dev").glob("nvidia[0-9]*"))
+    advice = "install a build of torch for CUDA, and a driver that it knows: this machine has an NVIDIA device"
+    return Finding("device", not unused, f"{found}: {describe_devices()}", False, advice)
 
 
 def _mooncake_wheels() -> Finding:

@@ -6,24 +6,31 @@ import fcntl
 import os
 from collections.abc import Generator, Sequence
 from contextlib import contextmanager
+from typing import TYPE_CHECKING
 
 import kvflow
 from kvflow.config.settings import Settings
 from kvflow.config.sources import ConfigError
 from kvflow.memory.available import available_memory
+from kvflow.memory.device import HOST, memory_of
 from kvflow.memory.pool import PagedPool
 from kvflow.protocols.pages.layout import build_layout
+
+if TYPE_CHECKING:
+    import torch
 
 DEFAULT_POOL_TOKENS = 65_536
 
 
-def make_pool(settings: Settings, streams: Sequence[tuple[str, str, Sequence[int]]], fingerprint: str) -> PagedPool:
-    """Allocate the pool for a model's `streams`; blocks. Raises: ConfigError, LayoutError."""
+def make_pool(
+    settings: Settings, streams: Sequence[tuple[str, str, Sequence[int]]], fingerprint: str, device: torch.device
+) -> PagedPool:
+    """Allocate the pool for a model's `streams`, where the model is; blocks. Raises: ConfigError, LayoutError."""
     exact = [(name, dtype, tuple(shape)) for name, dtype, shape in streams]
     page_bytes = build_layout(exact, page_size=settings.page_size, num_pages=1).page_bytes
     num_pages = _num_pages(settings, page_bytes)
     with _one_at_a_time():
-        _check_memory(settings, num_pages, page_bytes)
+        _check_memory(settings, num_pages, page_bytes, device)
         layout = build_layout(
             exact,
             page_size=settings.page_size,
@@ -31,7 +38,7 @@ def make_pool(settings: Settings, streams: Sequence[tuple[str, str, Sequence[int
             order=settings.pool_order,
             fingerprint=fingerprint,
         )
-        return PagedPool.allocate(layout)
+        return PagedPool.allocate(layout, device=None if device.type == HOST else device)
 
 
 def _num_pages(settings: Settings, page_bytes: int) -> int:
@@ -41,8 +48,8 @@ def _num_pages(settings: Settings, page_bytes: int) -> int:
     return max(1, min(wanted, settings.pool_bytes // page_bytes))
 
 
-def _check_memory(settings: Settings, num_pages: int, page_bytes: int) -> None:
-    available = available_memory()
+def _check_memory(settings: Settings, num_pages: int, page_bytes: int, device: torch.device) -> None:
+    available = available_memory() if device.type == HOST else memory_of(device)
     if available is None or num_pages * page_bytes <= available.size_bytes:
         return
     flag = f"--num-pages {num_pages}" if settings.num_pages else f"--pool-bytes {settings.pool_bytes}"

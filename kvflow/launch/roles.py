@@ -161,9 +161,11 @@ async def _parts(settings: Settings) -> AsyncGenerator[tuple[LoadedModel, PagedP
         from kvflow.engine.model.load import load_model  # seconds of imports, after what can be refused at once
 
         with LoadingProgress(settings.model_name) as progress:
-            load = functools.partial(load_model, source, settings.dtype, settings.attention, progress.report)
+            load = functools.partial(
+                load_model, source, settings.dtype, settings.attention, progress.report, settings.device
+            )
             model = await loop.run_in_executor(executor, load)
-        pool = await loop.run_in_executor(executor, make_pool, settings, model.streams, model.fingerprint)
+        pool = await loop.run_in_executor(executor, make_pool, settings, model.streams, model.fingerprint, model.device)
         try:
             yield model, pool, executor
         finally:
@@ -173,6 +175,8 @@ async def _parts(settings: Settings) -> AsyncGenerator[tuple[LoadedModel, PagedP
 
 
 def _plane(settings: Settings, pool: PagedPool) -> DataPlane:
+    if not pool.on_host:
+        raise MisuseError(f"the pool is on {pool.device}, and no data plane reaches it there yet: use --device cpu")
     rate = float(settings.transfer_rate_limit) or None
     device = settings.disaggregation_ib_device
     return open_plane(settings.disaggregation_transfer_backend, pool.segment, rate, reachable(settings.host), device)

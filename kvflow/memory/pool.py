@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, SupportsIndex
 
 import msgspec
@@ -11,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvflow.memory.allocator import PageAllocator
+from kvflow.memory.device import HOST, memory_on, misplaced, stream_in
 from kvflow.memory.places import PlaceAllocator
 from kvflow.memory.shared import SharedSegment
 from kvflow.memory.streams import describe, streams_of
@@ -49,12 +50,14 @@ class PagedPool:
         memory: SharedSegment | None = None,
         segment: SharedSegment | None = None,
         arrays: Mapping[str, Array] | None = None,
-        on_host: bool = True,
+        device: str = HOST,
     ) -> None:
         """`allocate` and `wrap` call this: `memory` belongs to the pool and is closed with it, `segment` does not."""
         self.layout = layout
         self.unproven: list[UnprovenLoan] = []
-        self._memory, self._segment, self._on_host = memory, segment, on_host
+        self.device = device
+        """Where every buffer lies: "cpu", or a device as torch names it ("cuda:0")."""
+        self._memory, self._segment = memory, segment
         self._arrays: dict[str, Array] = dict(arrays or {})
         self._tensors: dict[str, torch.Tensor] = {}
         self._components = {c.name: c for c in layout.components}
@@ -63,10 +66,14 @@ class PagedPool:
         self._closed = False
 
     @classmethod
-    def allocate(cls, layout: PoolLayout, shared: bool = True) -> PagedPool:
-        """Pre-faulted memory for every buffer, in one segment; `shared` lets peers of this machine open it.
+    def allocate(
+        cls, layout: PoolLayout, shared: bool = True, *, device: torch.device | str | None = None
+    ) -> PagedPool:
+        """Zeroed memory for every buffer, in one piece: without a `device` a pre-faulted segment, which peers of this
+        machine can open when it is `shared`; with one, memory of torch's on it, whatever `shared` says.
 
-        Raises: LayoutError when the layout does not hold or there is not enough memory.
+        Raises: LayoutError when the layout does not hold or there is not enough memory; MisuseError when a device is
+        named and torch is not installed.
         """
         layout.check()
         offsets: list[int] = []
@@ -74,12 +81,13 @@ class PagedPool:
         for buffer in layout.buffers:
             offsets.append(end)
             end += -(-buffer.size_bytes // _BUFFER_ALIGNMENT) * _BUFFER_ALIGNMENT
+        if device is not None:
+            on_device = memory_on(device, end)
+            layout = _placed(layout, offsets, on_device.data_ptr())
+            streams = {c.name: stream_in(on_device, layout, c) for c in layout.components}
+            return cls(layout, arrays=streams, device=str(on_device.device))
         memory = SharedSegment.create(end) if shared else SharedSegment.private(end)
-        placed = tuple(
-            msgspec.structs.replace(b, address=memory.address + offset)
-            for b, offset in zip(layout.buffers, offsets, strict=True)
-        )
-        return cls(msgspec.structs.replace(layout, buffers=placed), memory=memory)
+        return cls(_placed(layout, offsets, memory.address), memory=memory)
 
     @classmethod
     def wrap(
@@ -114,12 +122,13 @@ class PagedPool:
             layout,
             segment=segment,
             arrays={**tensors, **(per_page or {}), **(rows or {})},
-            on_host=all(s.on_host for s in streams),
+            device=streams[0].device,
         )
 
     def __repr__(self) -> str:
         layout = self.layout
-        memory = "closed" if self._closed else "shared" if self.segment is not None else "private"
+        memory = "shared" if self.segment is not None else "private" if self.on_host else f"on {self.device}"
+        memory = "closed" if self._closed else memory
         tag = f", tag {layout.tag!r}" if layout.tag else ""
         rows = f" and {layout.num_rows} rows of {layout.row_bytes} bytes" if layout.num_rows else ""
         return (
@@ -157,7 +166,7 @@ class PagedPool:
     @property
     def on_host(self) -> bool:
         """The CPU can read every buffer at its address."""
-        return self._on_host
+        return self.device == HOST
 
     @property
     def mapped_by(self) -> tuple[object, ...]:
@@ -206,6 +215,8 @@ class PagedPool:
         return self._bytes(rows, in_rows=True)
 
     def _bytes(self, indices: PageIndices, *, in_rows: bool) -> NDArray[np.uint8]:
+        if not self.on_host:
+            raise LayoutError(f"the pool is on {self.device}, whose memory the CPU cannot read")
         indices = np.asarray(indices, dtype=np.int64)
         columns: list[NDArray[np.uint8]] = [np.empty((indices.size, 0), dtype=np.uint8)]
         for c in self.layout.components:
@@ -220,7 +231,8 @@ class PagedPool:
         return np.concatenate(columns, axis=1)
 
     def close(self) -> None:
-        """Give the memory back (as soon as the last view of it is gone); a wrapped segment stays open. Idempotent.
+        """Give the memory of every buffer back (as soon as the last view of it is gone); a wrapped segment stays open.
+        Idempotent.
 
         While `unproven` is not empty, close a pool only at the end of the process: a writer that addresses plain memory
         (mooncake) would reach what is mapped at the same addresses later.
@@ -266,12 +278,16 @@ class PagedPool:
         seen = self._view(c) if given is None else given if bits is None else given.view(bits)
         itemsize = DTYPE_BYTES.get(c.dtype, 1)
         if any(step % itemsize for step in seen.strides) or seen.ctypes.data % itemsize:
-            b = self.layout.buffers[c.buffer]
-            raise LayoutError(
-                f"component {c.name!r}: {c.dtype} cannot lie at {c.offset} in pages of {b.page_bytes} bytes"
-            )
+            raise misplaced(c, self.layout.buffers[c.buffer].page_bytes)
         tensor = torch.from_numpy(seen)
         return tensor if bits is None else tensor.view(getattr(torch, c.dtype))
+
+
+def _placed(layout: PoolLayout, offsets: Sequence[int], address: int) -> PoolLayout:
+    """With each buffer so many bytes behind `address`."""
+    buffers = zip(layout.buffers, offsets, strict=True)
+    placed = tuple(msgspec.structs.replace(b, address=address + offset) for b, offset in buffers)
+    return msgspec.structs.replace(layout, buffers=placed)
 
 
 def _check_inside(layout: PoolLayout, segment: SharedSegment) -> None:

@@ -12,6 +12,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+from kvflow.memory.device import HOST
 from kvflow.protocols.errors import LayoutError
 from kvflow.protocols.pages.kinds import OPAQUE, PAGE, ROW, SLOT
 from kvflow.protocols.pages.layout import MAX_PAGE_SIZE, Buffer, Component, PoolLayout, whole_number
@@ -33,7 +34,7 @@ class Stream(NamedTuple):
     address: int
     start: int
     end: int
-    on_host: bool
+    device: str
     unit: str = SLOT
 
     @property
@@ -63,6 +64,11 @@ def streams_of(by_unit: Mapping[str, Mapping[str, Array]]) -> list[Stream]:
         found.extend(_stream(name, array)._replace(unit=unit) for name, array in arrays.items())
     if not found:
         raise LayoutError("a pool needs at least one array")
+    if elsewhere := next((s for s in found if s.device != found[0].device), None):
+        raise LayoutError(
+            f"stream {found[0].name!r} is on {found[0].device} and {elsewhere.name!r} on {elsewhere.device}; all of a "
+            f"pool are on one device"
+        )
     return found
 
 
@@ -152,7 +158,7 @@ def _of_numpy(name: str, array: NDArray[Any]) -> Stream:
         raise LayoutError(f"array {name!r}: dtype {array.dtype} is not plain numbers in this machine's byte order")
     start, end = _bounds(_allocation(array))
     at, dtype = array.__array_interface__["data"][0], array.dtype
-    return Stream(name, dtype.name, array.shape, array.strides, dtype.itemsize, at, start, end, on_host=True)
+    return Stream(name, dtype.name, array.shape, array.strides, dtype.itemsize, at, start, end, HOST)
 
 
 def _allocation(array: NDArray[Any]) -> NDArray[Any]:
@@ -187,7 +193,7 @@ def _of_torch(name: str, tensor: torch.Tensor) -> Stream:
         tensor.data_ptr(),
         start,
         start + storage.nbytes(),
-        on_host=tensor.device.type == "cpu",
+        HOST if tensor.device.type == HOST else str(tensor.device),
     )
 
 

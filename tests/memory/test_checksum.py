@@ -81,7 +81,7 @@ async def test_order_number_and_every_byte_count() -> None:
 
 
 async def test_a_pool_the_cpu_cannot_read_is_refused() -> None:
-    on_a_device = PagedPool(pool().layout, on_host=False)
+    on_a_device = PagedPool(pool().layout, device="cuda:0")
     with pytest.raises(LayoutError, match="host memory"):
         PageChecksums(on_a_device)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -14,6 +15,7 @@ from kvflow.memory.pool import PagedPool
 from kvflow.memory.shared import SharedSegment
 from kvflow.protocols.errors import LayoutError, TransferError
 from kvflow.protocols.pages.layout import Order, PoolLayout, build_layout
+from tests.memory.kinds import KINDS, layout_of, names_of
 
 STREAMS = [("0.k", "bfloat16", (2, 4)), ("0.v", "float32", (3,)), ("scale", "uint8", (4,))]
 ORDERS: list[Order] = ["page_first", "layer_first"]
@@ -69,6 +71,53 @@ def test_a_stream_its_dtype_cannot_read_is_refused() -> None:
     with pytest.raises(LayoutError, match="no component 'c'"):
         pool.array("c")
     pool.close()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("order", ORDERS)
+def test_memory_of_a_device_is_laid_out_as_a_segment_is(kind: str, order: Order) -> None:
+    """The same code as on a GPU, on the device `cpu` of torch."""
+    laid_out = layout_of(kind, 4, 6, 3, order)
+    segment, pool = PagedPool.allocate(laid_out, shared=False), PagedPool.allocate(laid_out, device="cpu")
+    assert pool.layout.components == segment.layout.components and pool.segment is None and pool.on_host
+    apart = [[b.address - p.layout.buffers[0].address for b in p.layout.buffers] for p in (pool, segment)]
+    assert apart[0] == apart[1]
+    for n, name in enumerate(names_of(kind)):
+        mine, theirs = pool.tensor(name), segment.tensor(name)
+        assert (mine.shape, mine.stride(), mine.dtype) == (theirs.shape, theirs.stride(), theirs.dtype)
+        for view in (pool.array(name), segment.array(name)):
+            view[...] = np.arange(view.size).reshape(view.shape) % 100 + n
+    whole = [
+        (p.pages_bytes(numbers(*range(6))), p.rows_bytes(numbers(*range(p.layout.num_rows)))) for p in (pool, segment)
+    ]
+    assert all(a.tobytes() == b.tobytes() for a, b in zip(*whole, strict=True))
+
+
+def test_closing_frees_every_buffer_of_a_device() -> None:
+    pool = PagedPool.allocate(layout_of("hybrid", 4, 6, 3, "layer_first"), device="cpu")
+    freed: list[int] = []
+    for view in pool.mapped_by:
+        weakref.finalize(view, freed.append, 1)
+    del view
+    pool.close()
+    assert len(freed) == len(names_of("hybrid"))
+    with pytest.raises(LayoutError, match="closed"):
+        pool.tensor("0.k")
+
+
+def test_what_a_device_cannot_do_is_said() -> None:
+    huge = build_layout([("k", "float32", (1 << 20,))], page_size=1024, num_pages=1 << 20)
+    with pytest.raises(LayoutError, match="no memory for a pool of 4503599627370496 bytes on cpu"):
+        PagedPool.allocate(huge, device="cpu")
+    odd = build_layout([("a", "uint8", (1,)), ("b", "float32", (1,))], page_size=3, num_pages=2)
+    with pytest.raises(LayoutError, match="float32 cannot lie at 3"):
+        PagedPool.allocate(odd, device="cpu")
+    elsewhere = PagedPool.allocate(layout("page_first"), device="meta")
+    assert not elsewhere.on_host and "on meta" in repr(elsewhere)
+    with pytest.raises(LayoutError, match="is on meta"):
+        elsewhere.array("0.v")
+    with pytest.raises(LayoutError, match="the CPU cannot read"):
+        elsewhere.pages_bytes(numbers(0))
 
 
 @pytest.mark.parametrize("order", ORDERS)

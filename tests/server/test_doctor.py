@@ -7,10 +7,12 @@ import importlib.metadata
 import importlib.util
 import json
 import subprocess
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from kvflow.engine.model import device
 from kvflow.launch import doctor
 
 
@@ -36,6 +38,17 @@ def test_json_says_whether_all_is_well(capsys: pytest.CaptureFixture[str]) -> No
     document = json.loads(capsys.readouterr().out)
     assert document["ok"] is (status == 0)
     assert {"python", "aiohttp", "torch", "shared memory", "open files"} <= {f["name"] for f in document["findings"]}
+
+
+def test_the_device_of_models_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(device, "cuda_devices", list)
+    found = finding("device")
+    assert found.detail.startswith("cpu: torch ") and "no CUDA device" in found.detail
+    monkeypatch.setattr(Path, "glob", lambda path, pattern: [path / "nvidia0"])
+    unused = finding("device")
+    assert not unused.ok and not unused.needed and "build of torch for CUDA" in unused.advice
+    monkeypatch.setattr(device, "cuda_devices", lambda: ["NVIDIA H100"])
+    assert finding("device").ok and finding("device").detail.startswith("cuda:0: torch ")
 
 
 def test_people_see_every_finding(capsys: pytest.CaptureFixture[str]) -> None:

@@ -36,7 +36,7 @@ def test_a_pool_that_receives_locally_lies_in_shared_memory() -> None:
 def test_a_pool_on_a_device_is_not_copied_by_the_cpu() -> None:
     own = PagedPool.wrap({"k": np.zeros((2, 4, 3), np.float32)}, page_size=4)
     with pytest.raises(MisuseError, match="not in host memory"):
-        plane_for(PagedPool(own.layout, on_host=False), "local", receives=False)
+        plane_for(PagedPool(own.layout, device="cuda:0"), "local", receives=False)
 
 
 def test_a_plane_of_the_callers_is_taken_as_it_is() -> None:

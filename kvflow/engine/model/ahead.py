@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from kvflow.engine.model.device import Place
 from kvflow.engine.model.step import Batch, Row, Step
 
 MOST_STEPS = 8  # of one plan, and of one call of the model thread
@@ -25,8 +26,8 @@ class DecodeSteps(Step):
     own states to it as it writes them to the pages, and no page is read twice.
     """
 
-    def __init__(self, rows: list[Row], page_size: int) -> None:
-        super().__init__(rows, page_size)
+    def __init__(self, rows: list[Row], page_size: int, place: Place = torch.from_numpy) -> None:
+        super().__init__(rows, page_size, place)
         self._sequences = [r.sequence for r in rows]
         self._logits = [r.logits for r in rows]
         self._ordered = [self._sequences[i] for i in self.order]
@@ -36,8 +37,8 @@ class DecodeSteps(Step):
         positions = np.arange(self._steps)[:, None] + np.array([s.computed for s in self._ordered])
         columns = np.broadcast_to(np.arange(len(rows)), positions.shape)
         writes = self._places(columns.reshape(-1), positions.reshape(-1))
-        self._positions = torch.from_numpy(positions)
-        self._writes = [torch.from_numpy(found.reshape(positions.shape)) for found in writes]
+        self._positions = place(positions)
+        self._writes = [place(found.reshape(positions.shape)) for found in writes]
         self._plan = self._batches(self._steps - 1)
         self._read = self._all_places()
         self._kept: dict[Hashable, _Kept] = {}
@@ -53,7 +54,7 @@ class DecodeSteps(Step):
             if row.sequence is not sequence or row.new != 1 or row.logits != logits or sequence.computed != first + at:
                 return False
         self._at = at
-        self.ids = torch.from_numpy(np.array([s.tokens[s.computed] for s in self._ordered]))
+        self.ids = self._place(np.array([s.tokens[s.computed] for s in self._ordered]))
         self._show()
         return True
 

@@ -14,6 +14,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import logging as transformers_logging
 
+from kvflow.engine.model.device import find_device
 from kvflow.engine.model.identity import fingerprint
 from kvflow.engine.model.probe import LayerStreams, Stream, probe, refuse_by_config
 from kvflow.engine.model.runner import Runner
@@ -54,6 +55,12 @@ class LoadedModel:
     """What the model's generation_config.json recommends, by the names of SamplingParams."""
 
     @property
+    def device(self) -> torch.device:
+        """Where its weights are, and its pool is to be."""
+        found: torch.device = self.model.device
+        return found
+
+    @property
     def streams(self) -> list[Stream]:
         return [s for layer in self.layers if layer for s in layer.streams]
 
@@ -63,24 +70,25 @@ class LoadedModel:
 
 
 def load_model(
-    path: str, dtype: str = "auto", attention: str = "auto", progress: Progress | None = None
+    path: str, dtype: str = "auto", attention: str = "auto", progress: Progress | None = None, device: str = "cpu"
 ) -> LoadedModel:
-    """Load, probe and self-test; blocks. `attention` "auto" is packed where that works, else pad.
+    """Load, probe and self-test; blocks. `attention` "auto" is packed where that works, else pad; `device` is one that
+    `find_device` knows.
 
-    Raises: MisuseError, one line: unknown path or dtype, unsupported model, missing weights, failed self-test.
+    Raises: MisuseError, one line: unknown path, dtype or device, unsupported model, missing weights, failed self-test.
     """
     if dtype not in DTYPES:
         raise MisuseError(f"dtype {dtype!r} is not one of {', '.join(DTYPES)}")
     if attention not in ATTENTIONS:
         raise MisuseError(f"attention {attention!r} is not one of {', '.join(ATTENTIONS)}")
-    name = str(path)
+    name, where = str(path), find_device(device)
     report = progress or (lambda stage, done: None)
     with _quiet(report):
         source = locate(name)  # no progress before it: the name may be wrong
         config = _config(source, name)
         report("configuration", 1.0)
         refuse_by_config(config, name)
-        model = _weights(source, name, dtype)
+        model = _weights(source, name, dtype, where)
         tokenizer = _tokenizer(source, name)
         report("self-test", 0.0)
         with _explained(f"model {name!r} cannot be probed"):
@@ -110,7 +118,7 @@ def _config(source: str, name: str) -> Any:
         return AutoConfig.from_pretrained(source)
 
 
-def _weights(source: str, name: str, dtype: str) -> Any:
+def _weights(source: str, name: str, dtype: str, device: torch.device) -> Any:
     wanted = dtype if dtype == "auto" else getattr(torch, dtype)
     with _explained(f"model {name!r} cannot be loaded"):
         # Mismatches are reported below: transformers only prints them.
@@ -126,7 +134,8 @@ def _weights(source: str, name: str, dtype: str) -> Any:
         )
     if missing := sorted(info["missing_keys"]):
         raise MisuseError(f"model {name!r}: the checkpoint lacks {len(missing)} weights, {missing[0]!r} among them")
-    return model.eval()
+    with _explained(f"model {name!r} does not fit on {device}"):
+        return model.eval().to(device)
 
 
 def _tokenizer(source: str, name: str) -> Any:

@@ -54,7 +54,7 @@ def probe(model: Any, name: str) -> tuple[LayerStreams | None, ...]:
     if getattr(model, "_is_stateful", False) or "past_key_values" not in inspect.signature(model.forward).parameters:
         raise _unsupported(name, config, "it keeps recurrent state, which is not paged KV")
     cache = DynamicCache(config=config.get_text_config())
-    ids = torch.tensor([[1, 2]], dtype=torch.long)
+    ids = torch.tensor([[1, 2]], dtype=torch.long, device=model.device)
     with torch.inference_mode():
         model(input_ids=ids, past_key_values=cache, use_cache=True)
     layers = tuple(_read_layer(layer, i, name, config) for i, layer in enumerate(cache.layers))

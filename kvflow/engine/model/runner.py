@@ -12,6 +12,7 @@ import torch
 
 from kvflow.engine.model.ahead import DecodeSteps
 from kvflow.engine.model.attention import NAME
+from kvflow.engine.model.device import place_on
 from kvflow.engine.model.paged_cache import PagedCache
 from kvflow.engine.model.probe import LayerStreams
 from kvflow.engine.model.step import Row, Step, current
@@ -38,7 +39,8 @@ class Runner:
         parameters = inspect.signature(model.forward).parameters
         self._model, self._packed = model, packed
         self._takes_positions, self._takes_keep = "position_ids" in parameters, "logits_to_keep" in parameters
-        self._page_size = pool.layout.page_size
+        self._page_size, self.device = pool.layout.page_size, torch.device(pool.device)
+        self._place = place_on(self.device)
         self._cache = PagedCache(layers, pool)
         self._ahead: DecodeSteps | None = None
 
@@ -58,7 +60,7 @@ class Runner:
         for r in rows:
             if r.new > 1 or not r.sequence.computed:
                 parts[id(r.sequence)] = self._forward_padded([r])
-        return torch.cat([parts[id(r.sequence)] for r in rows if r.logits] or [torch.empty(0, 1)])
+        return torch.cat([parts[id(r.sequence)] for r in rows if r.logits] or [torch.empty(0, 1, device=self.device)])
 
     def rest(self) -> None:
         """No step follows soon: let go of what was gathered for the next one."""
@@ -80,18 +82,18 @@ class Runner:
             return self._ahead
         self._ahead = None
         if all(r.new == 1 and r.sequence.computed for r in rows):
-            self._ahead = DecodeSteps(rows, self._page_size)
+            self._ahead = DecodeSteps(rows, self._page_size, self._place)
             return self._ahead
-        step = Step(rows, self._page_size)
+        step = Step(rows, self._page_size, self._place)
         step.pack()
         return step
 
     def _forward_padded(self, rows: list[Row]) -> torch.Tensor:
-        step = Step(rows, self._page_size)
+        step = Step(rows, self._page_size, self._place)
         new = rows[0].new
         mask = step.pad(new)
         if mask is None and not self._takes_positions:
-            mask = torch.ones(step.batch, step.past + new, dtype=torch.long)
+            mask = torch.ones(step.batch, step.past + new, dtype=torch.long, device=self.device)
         self._cache.step = step
         count = max(1, rows[0].logits)
         logits = self._call(step.ids.view(step.batch, new), step.positions.view(step.batch, new), count, mask)

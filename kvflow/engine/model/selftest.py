@@ -110,7 +110,7 @@ def _stock(model: Any, prompt: list[int], chunk: int) -> torch.Tensor:
         ends = [len(prompt)]
     start = 0
     for end in ends:
-        ids = torch.tensor([prompt[start:end]])
+        ids = torch.tensor([prompt[start:end]], device=model.device)
         logits = model(input_ids=ids, past_key_values=cache, use_cache=True).logits[:, -1]
         start = end
     return logits
@@ -122,7 +122,7 @@ def _paged(
     """The same logits from pages: two prompts at once, in chunks, their last tokens decoded in one batch."""
     count = sum(-(-len(p) // PAGE_SIZE) for p in prompts)
     streams = [s for layer in layers if layer for s in layer.streams]
-    pool = PagedPool.allocate(build_layout(streams, page_size=PAGE_SIZE, num_pages=count), shared=False)
+    pool = PagedPool.allocate(build_layout(streams, page_size=PAGE_SIZE, num_pages=count), device=model.device)
     try:
         runner = Runner(model, layers, pool, packed=packed)
         sequences = [Sequence(i, p, 0, PAGE_SIZE) for i, p in enumerate(prompts)]

@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from kvflow.engine.model.device import Place
 from kvflow.engine.model.sequence import Sequence
 
 # A batch of decoding rows is one attention call over keys padded to its longest row. Rows of very different lengths are
@@ -45,8 +46,9 @@ class Batch:
     of which the first `keys` are meant."""
 
     def __init__(
-        self, q0: int, lengths: list[int], k0: int, more: int = 0, masks: dict[torch.dtype, torch.Tensor] | None = None
-    ) -> None:
+        self, q0: int, lengths: list[int], k0: int, more: int = 0,
+        masks: dict[torch.dtype, torch.Tensor] | None = None, place: Place = torch.from_numpy,
+    ) -> None:  # fmt: skip
         """`lengths` ascend; there are `more` keys of each row than are meant. `masks` are kept from step to step of the
         same rows: their padding stays what it is."""
         self.q0, self.rows, self.k0 = q0, len(lengths), k0
@@ -55,11 +57,12 @@ class Batch:
         self.width = self.keys + more
         self.k1 = k0 + self.rows * self.width
         self._masks = {} if masks is None else masks
+        self._place = place
 
     def later(self, steps: int) -> Batch:
         """The same rows so many steps later: more of their keys are meant, none stands elsewhere."""
         lengths = [length + steps for length in self.lengths]
-        return Batch(self.q0, lengths, self.k0, self.width - lengths[-1], self._masks)
+        return Batch(self.q0, lengths, self.k0, self.width - lengths[-1], self._masks, self._place)
 
     def positions(self) -> NDArray[np.int64]:
         """[rows, width]: the position in its sequence of every key; padding repeats the row's own first one, so no
@@ -78,8 +81,9 @@ class Batch:
             return None
         if dtype not in self._masks or self._masks[dtype].shape[1] < self.keys:
             columns = np.arange(self.keys + _MORE_COLUMNS)
-            padding = torch.from_numpy(columns < self._padding())
-            self._masks[dtype] = torch.zeros(padding.shape, dtype=dtype).masked_fill_(padding, float("-inf"))
+            padding = self._place(columns < self._padding())
+            mask = torch.zeros(padding.shape, dtype=dtype, device=padding.device)
+            self._masks[dtype] = mask.masked_fill_(padding, float("-inf"))
         return self._masks[dtype][:, None, None, self.keys - last : self.keys]
 
     def _padding(self) -> NDArray[np.int64]:
@@ -95,8 +99,9 @@ class Step:
     `batch` rows, and `past` tokens before the new ones.
     """
 
-    def __init__(self, rows: list[Row], page_size: int) -> None:
-        self._page_size = page_size
+    def __init__(self, rows: list[Row], page_size: int, place: Place = torch.from_numpy) -> None:
+        """`place` brings every input to the model's device."""
+        self._page_size, self._place = page_size, place
         starts, logits = [r.sequence.computed for r in rows], [int(r.logits) for r in rows]
         self.decodes = 0 not in starts and all(r.new == 1 for r in rows)
         self.order = order = list(range(len(rows)))
@@ -111,15 +116,13 @@ class Step:
             self.last[i] = end - 1
         kept = [i for last, n in zip(self.last, logits, strict=True) for i in range(last + 1 - n, last + 1)]
         everything = kept == list(range(self._query_ends[-1]))
-        self.logits_to_keep: torch.Tensor | int = 0 if everything else torch.tensor(kept, dtype=torch.long)
-        self.ids = torch.from_numpy(
-            np.concatenate([r.sequence.tokens[s : r.end] for s, r in zip(starts, rows, strict=True)])
-        )
+        self.logits_to_keep: torch.Tensor | int = 0 if everything else place(np.array(kept, dtype=np.int64))
+        self.ids = place(np.concatenate([r.sequence.tokens[s : r.end] for s, r in zip(starts, rows, strict=True)]))
         self._pages = [r.sequence.pages for r in rows]
         positions = np.concatenate([np.arange(s, e) for s, e in zip(starts, self._ends, strict=True)])
-        self.positions = torch.from_numpy(positions)
+        self.positions = place(positions)
         pages, slots = self._places(np.repeat(np.arange(len(rows)), self._counts), positions)
-        self.write_pages, self.write_slots = torch.from_numpy(pages), torch.from_numpy(slots)
+        self.write_pages, self.write_slots = place(pages), place(slots)
         self.batch, self.past = 1, max(starts)
         self.spans: list[Span] = []
         self.batches: list[Batch] = []
@@ -151,7 +154,7 @@ class Step:
         self.past = keys - new
         if min(self._ends) == keys:
             return None
-        return torch.from_numpy((np.arange(keys) >= keys - np.array(self._ends)[:, None]).astype(np.int64))
+        return self._place((np.arange(keys) >= keys - np.array(self._ends)[:, None]).astype(np.int64))
 
     def gather(self, page_rows: int, slot_rows: int) -> torch.Tensor | None:
         """Int64 [keys]: rows to gather where a page is `page_rows` rows from the next one and a slot `slot_rows`; None
@@ -161,7 +164,7 @@ class Step:
         found = self._gathers.get((page_rows, slot_rows))
         if found is None:
             pages, slots = self._read
-            found = self._gathers[page_rows, slot_rows] = torch.from_numpy(pages * page_rows + slots * slot_rows)
+            found = self._gathers[page_rows, slot_rows] = self._place(pages * page_rows + slots * slot_rows)
         return found
 
     def kept(self, stream: Hashable, new: torch.Tensor) -> torch.Tensor | None:
@@ -177,8 +180,9 @@ class Step:
         (0: no limit)."""
         found = self._masks.get((queries, keys, window))
         if found is None:
-            q = torch.arange(keys - queries, keys)[:, None]
-            k = torch.arange(keys)[None, :]
+            device = self.positions.device
+            q = torch.arange(keys - queries, keys, device=device)[:, None]
+            k = torch.arange(keys, device=device)[None, :]
             found = k <= q
             if window:
                 found &= k > q - window
@@ -205,10 +209,10 @@ class Step:
         for i, length in enumerate(self._ends):
             padded = (i + 1 - first) * length
             if padded - used - length > _PADDED_SHARE * used + _CALL_KEYS:
-                found.append(Batch(first, self._ends[first:i], k0, more))
+                found.append(Batch(first, self._ends[first:i], k0, more, place=self._place))
                 first, used, k0 = i, 0, found[-1].k1
             used += length
-        found.append(Batch(first, self._ends[first:], k0, more))
+        found.append(Batch(first, self._ends[first:], k0, more, place=self._place))
         return found
 
 

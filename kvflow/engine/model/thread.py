@@ -8,25 +8,36 @@ from concurrent.futures import Executor
 from typing import TypeVar
 
 import numpy as np
+import torch
 
 from kvflow.aio import run_to_end
 from kvflow.engine.model import sequence
+from kvflow.engine.model.device import CPU, wait_for
 from kvflow.protocols.ports import PageStore
 
 T = TypeVar("T")
 
 
 class ModelThread:
-    """The steps of one engine. The pages of a running step are held: aborted ones become free when it has ended."""
+    """The steps of one engine. The pages of a running step are held: aborted ones become free when it has ended.
 
-    def __init__(self, executor: Executor, pages: PageStore) -> None:
-        self._executor, self._pages = executor, pages
+    A step has ended when the thread has returned, and its device has run all that the step has queued there.
+    """
+
+    def __init__(self, executor: Executor, pages: PageStore, device: torch.device = CPU) -> None:
+        self._executor, self._pages, self._device = executor, pages, device
 
     async def run(self, sequences: Sequence[sequence.Sequence], work: Callable[[], T]) -> T:
         """Run `work` in the thread, to its end even if this coroutine is cancelled. Raises: what `work` raises."""
         held = np.concatenate([s.pages for s in sequences])
         self._pages.hold(held)
         try:
-            return await run_to_end(asyncio.get_running_loop().run_in_executor(self._executor, work))
+            return await run_to_end(asyncio.get_running_loop().run_in_executor(self._executor, self._whole, work))
         finally:
             self._pages.unhold(held)
+
+    def _whole(self, work: Callable[[], T]) -> T:
+        try:
+            return work()
+        finally:  # a step that failed half-way has queued some of its writes
+            wait_for(self._device)

@@ -42,12 +42,12 @@ class Adjustments:
     def __call__(self, logits: torch.Tensor, position: int) -> torch.Tensor:
         """The changed copy of `logits` [vocabulary] for the token at `position`, in float32."""
         if self._processors is None:
-            self._processors = LogitsProcessorList(self._made(logits.shape[-1]))
-        tokens = torch.from_numpy(self._sequence.tokens[:position])
+            self._processors = LogitsProcessorList(self._made(logits.shape[-1], logits.device))
+        tokens = torch.from_numpy(self._sequence.tokens[:position]).to(logits.device)
         changed: torch.Tensor = self._processors(tokens[None], logits[None].float())  # type: ignore[arg-type]
         return changed[0]
 
-    def _made(self, vocabulary: int) -> list[LogitsProcessor]:
+    def _made(self, vocabulary: int, device: torch.device) -> list[LogitsProcessor]:
         """Ids that the model has an embedding but no logit for are left out: it never generates them."""
         params, prompt_length = self._params, self._sequence.prompt_length
         made: list[LogitsProcessor] = []
@@ -60,7 +60,9 @@ class Adjustments:
         if words := [list(word) for word in params.bad_words if max(word) < vocabulary]:
             made.append(NoBadWordsLogitsProcessor(words))
         if params.min_new_tokens and (ending := sorted(params.ending_ids(self._eos_ids))):
-            made.append(MinNewTokensLengthLogitsProcessor(prompt_length, params.min_new_tokens, ending))
+            made.append(
+                MinNewTokensLengthLogitsProcessor(prompt_length, params.min_new_tokens, ending, device=str(device))
+            )
         return made
 
 

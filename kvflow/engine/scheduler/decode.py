@@ -44,7 +44,7 @@ class DecodeEngine(EngineLoop):
         self._model, self._pages, self._page_size = model, pages, pool.layout.page_size
         self._budget = PageBudget(pages, max_batch)
         self.limits = EngineLimits(model.context_length, model.vocab_size, self._page_size, self._budget.capacity)
-        self._thread = ModelThread(executor, pages)
+        self._thread = ModelThread(executor, pages, self._runner.device)
         self._max_batch = max_batch
         self._running: dict[int, DecodeRequest] = {}  # by number: in order of arrival
         self._numbers = itertools.count()

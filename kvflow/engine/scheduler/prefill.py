@@ -69,7 +69,7 @@ class PrefillEngine(EngineLoop):
         self._runner = model.runner(pool)
         self._model, self._pages, self._page_size = model, pages, pool.layout.page_size
         self.limits = EngineLimits(model.context_length, model.vocab_size, self._page_size, pages.capacity)
-        self._thread = ModelThread(executor, pages)
+        self._thread = ModelThread(executor, pages, self._runner.device)
         self._chunk_tokens, self._max_tokens = max(1, chunk_tokens), max(1, max_batch_tokens)
         self._max_rooms = max_batch_rooms or 1 << 30
         self._unmatched = 0  # requests that wait for decode's half of their room, and hold nothing meanwhile

@@ -77,8 +77,10 @@ def uniform(seed: int, position: int) -> float:
 def _draw(logits: torch.Tensor, draws: list[Draw]) -> list[int]:
     """Inverse-CDF sampling. A row's result does not depend on the other rows of the batch."""
     vocabulary = logits.shape[-1]
-    scaled = (logits.double() / torch.tensor([[d.params.temperature] for d in draws], dtype=torch.float64)).float()
-    points = torch.tensor([[uniform(d.seed, d.position)] for d in draws], dtype=torch.float64)
+    device = logits.device
+    heats = torch.tensor([[d.params.temperature] for d in draws], dtype=torch.float64, device=device)
+    scaled = (logits.double() / heats).float()
+    points = torch.tensor([[uniform(d.seed, d.position)] for d in draws], dtype=torch.float64, device=device)
     tokens = [-1] * len(draws)
     free = [i for i, d in enumerate(draws) if d.params.top_p >= 1 and not 0 < d.params.top_k < vocabulary]
     if free:
@@ -102,11 +104,11 @@ def _draw_cut(
 
     Returns the rows for which these candidates were too few; they have no token yet.
     """
-    candidates, vocabulary = values.shape[-1], scaled.shape[-1]
-    ranks = torch.arange(candidates)
+    candidates, vocabulary, device = values.shape[-1], scaled.shape[-1], scaled.device
+    ranks = torch.arange(candidates, device=device)
     top_k = [d.params.top_k if 0 < d.params.top_k < vocabulary else vocabulary for d in (draws[i] for i in rows)]
-    top_p = torch.tensor([[draws[i].params.top_p] for i in rows], dtype=torch.float64)
-    limits = torch.tensor(top_k)[:, None]
+    top_p = torch.tensor([[draws[i].params.top_p] for i in rows], dtype=torch.float64, device=device)
+    limits = torch.tensor(top_k, device=device)[:, None]
     chances = torch.exp(values.double() - scaled.double().logsumexp(dim=-1, keepdim=True))
     chances = chances.masked_fill(ranks >= limits, 0.0)
     inside = chances.sum(dim=-1, keepdim=True)
@@ -128,7 +130,7 @@ def _without_unlikely(scaled: torch.Tensor, draws: list[Draw]) -> torch.Tensor:
     if not any(d.params.min_p for d in draws):
         return scaled
     shares = [[math.log(d.params.min_p) if d.params.min_p else -math.inf] for d in draws]
-    floors = scaled.amax(dim=-1, keepdim=True) + torch.tensor(shares, dtype=scaled.dtype)
+    floors = scaled.amax(dim=-1, keepdim=True) + torch.tensor(shares, dtype=scaled.dtype, device=scaled.device)
     return scaled.masked_fill(scaled < floors, -math.inf)
 
 

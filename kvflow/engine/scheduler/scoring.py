@@ -20,7 +20,7 @@ class PromptScorer:
 
     def __init__(self, sequence: Sequence, start: int, top: int, asked: tuple[int, ...]) -> None:
         self._sequence, self._start, self._top = sequence, start, top
-        self._asked = torch.tensor(asked, dtype=torch.long)
+        self._asked = torch.from_numpy(np.array(asked, dtype=np.int64))
         self.scores = PromptLogprobs(start, b"")  # complete after the last chunk
         self._parts: list[tuple[NDArray[np.generic], ...]] = []
 
@@ -34,14 +34,14 @@ class PromptScorer:
         following = self._sequence.tokens[end - len(logits) + 1 : min(end + 1, self._sequence.prompt_length)]
         vocabulary = logits.shape[-1]
         for at in range(0, len(following), _SLICE):
-            targets = torch.from_numpy(following[at : at + _SLICE])
+            targets = torch.from_numpy(following[at : at + _SLICE]).to(logits.device)
             logprobs = torch.log_softmax(logits[at : at + len(targets)].float(), dim=-1)
             top, ids = logprobs.topk(min(self._top, vocabulary), dim=-1)
             # An embedding may be larger than the output layer: what has no logit is never generated.
             padded = F.pad(logprobs, (0, 1), value=-torch.inf)
             own = padded.gather(-1, targets[:, None].clamp(max=vocabulary))[:, 0]
-            asked = padded[:, self._asked.clamp(max=vocabulary)]
-            self._parts.append((own.numpy(), ids.numpy(), top.numpy(), asked.numpy()))
+            asked = padded[:, self._asked.to(logits.device).clamp(max=vocabulary)]
+            self._parts.append(tuple(found.numpy(force=True) for found in (own, ids, top, asked)))
         if end == self._sequence.prompt_length and self._parts:
             self.scores = PromptLogprobs.pack(self._start, *map(np.concatenate, zip(*self._parts, strict=True)))
             self._parts.clear()

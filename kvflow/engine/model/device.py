@@ -1,0 +1,70 @@
+"""Where a model runs: finding the device that `--device` names, placing a step's inputs there, and the end of a step.
+
+Only `cuda` and `cpu` are known. What follows from a device is here; the rest of the engine asks tensors for theirs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from numpy.typing import NDArray
+
+from kvflow.protocols.errors import MisuseError
+
+CPU = torch.device("cpu")
+
+Place = Callable[[NDArray[Any]], torch.Tensor]
+"""From a numpy array to a tensor where the model is; on the CPU they share memory."""
+
+
+def cuda_devices() -> list[str]:
+    """The CUDA devices that torch can use, in order, as "NVIDIA H100 80GB HBM3"."""
+    if torch.version.cuda is None or not torch.cuda.is_available():  # a build for ROCm calls its devices cuda, too
+        return []
+    return [torch.cuda.get_device_name(n) for n in range(torch.cuda.device_count())]
+
+
+def describe_devices() -> str:
+    """What torch sees on this machine, for people."""
+    if found := cuda_devices():
+        return f"torch {torch.__version__} sees " + ", ".join(f"cuda:{n} ({name})" for n, name in enumerate(found))
+    why = "" if torch.version.cuda else ", and is built without CUDA"
+    return f"torch {torch.__version__} sees no CUDA device{why}"
+
+
+def find_device(wanted: str) -> torch.device:
+    """`auto` is the first CUDA device where torch sees one, else the CPU; `cuda` is `cuda:0`.
+
+    Raises: MisuseError when it is not there.
+    """
+    if wanted == "cpu":
+        return CPU
+    found = cuda_devices()
+    if wanted == "auto":
+        return torch.device("cuda:0") if found else CPU
+    kind, _, number_text = wanted.partition(":")
+    if kind != "cuda" or not (number_text.isdecimal() or wanted == "cuda"):
+        raise MisuseError(f"--device {wanted}: not auto, cpu, cuda or cuda:N")
+    number = int(number_text or 0)
+    if number >= len(found):
+        raise MisuseError(f"--device {wanted}: it is not there; {describe_devices()}")
+    return torch.device("cuda", number)
+
+
+def place_on(device: torch.device) -> Place:
+    """How numpy arrays become tensors on `device`: the one way in which a step's inputs get there."""
+    return torch.from_numpy if device == CPU else lambda array: torch.from_numpy(array).to(device)
+
+
+def wait_for(device: torch.device) -> None:
+    """Return when all that this thread has queued on `device` has run; on the CPU that is so already.
+
+    Raises: what ran there and failed.
+    """
+    if device.type != "cuda":
+        return
+    done = torch.cuda.Event(blocking=True)  # sleeps: the event loop needs the core
+    done.record(torch.cuda.current_stream(device))
+    done.synchronize()

@@ -1,0 +1,166 @@
+"""Devices: which one is meant, and that all of a step is there. Runs without one: see tests/gpu for the rest."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from kvflow.engine.model import device, thread
+from kvflow.engine.model.device import find_device
+from kvflow.engine.model.load import LoadedModel
+from kvflow.engine.model.runner import Runner
+from kvflow.engine.model.sequence import Sequence
+from kvflow.engine.model.step import Row
+from kvflow.engine.scheduler.adjustments import adjustments_of
+from kvflow.engine.scheduler.params import SamplingParams
+from kvflow.engine.scheduler.sampling import Draw, choose
+from kvflow.engine.scheduler.scoring import PromptScorer
+from kvflow.memory.allocator import PageAllocator
+from kvflow.memory.pool import PagedPool
+from kvflow.protocols.errors import MisuseError
+from kvflow.protocols.pages.layout import build_layout
+from tests.engine.pair import prompt_of
+from tests.engine.test_runner import sequence_of
+
+
+@pytest.mark.parametrize(
+    ("wanted", "there", "found"),
+    [
+        ("auto", [], "cpu"),
+        ("auto", ["one", "two"], "cuda:0"),
+        ("cpu", ["one"], "cpu"),
+        ("cuda", ["one"], "cuda:0"),
+        ("cuda:1", ["one", "two"], "cuda:1"),
+    ],
+)
+def test_a_device_is_found(wanted: str, there: list[str], found: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(device, "cuda_devices", lambda: there)
+    assert str(find_device(wanted)) == found
+
+
+@pytest.mark.parametrize(
+    ("wanted", "there", "text"),
+    [
+        ("cuda", [], r"--device cuda: it is not there; torch .* sees no CUDA device"),
+        ("cuda:2", ["A", "B"], r"--device cuda:2: it is not there; torch .* sees cuda:0 \(A\), cuda:1 \(B\)"),
+        ("gpu", ["A"], "--device gpu: not auto, cpu, cuda or cuda:N"),
+        ("cuda:", ["A"], "--device cuda:: not auto"),
+        ("cuda:-1", ["A"], "--device cuda:-1: not auto"),
+    ],
+)
+def test_one_that_is_not_there_is_refused_with_what_there_is(
+    wanted: str, there: list[str], text: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(device, "cuda_devices", lambda: there)
+    with pytest.raises(MisuseError, match=text):
+        find_device(wanted)
+
+
+class OneDevice(TorchDispatchMode):
+    """Every operation finds all of its tensors on `device`, but for one that brings a tensor there."""
+
+    def __init__(self, where: str) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.where, self.operations = where, 0
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.operations += 1
+        if function not in (torch.ops.aten._to_copy.default, torch.ops.aten.copy_.default):
+            tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+            elsewhere = [t for t in tensors if t.device.type != self.where and t.dim()]
+            if len(elsewhere) not in (0, len(tensors)):
+                raise AssertionError(f"{function} finds {tuple(elsewhere[0].shape)} on {elsewhere[0].device}")
+        return function(*args, **kwargs or {})
+
+
+def elsewhere(model: LoadedModel, mode: str) -> Runner:
+    """The model and a pool of 40 pages on torch's device `meta`, which computes shapes only."""
+    pool = PagedPool.allocate(build_layout(model.streams, page_size=4, num_pages=40), device="meta")
+    return Runner(copy.deepcopy(model.model).to("meta"), model.layers, pool, packed=mode == "packed")
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma2", "qwen3"])
+def test_every_tensor_of_a_step_is_where_the_model_is(family: str, loaded: Callable[..., LoadedModel]) -> None:
+    """Chunks behind other chunks, decoding rows beside chunks, and rows of unlike lengths that decode ahead."""
+    runner = elsewhere(loaded(family), "packed")
+    rows = [sequence_of(prompt_of(n, n), list(range(at, at + (n + 11) // 4))) for n, at in ((9, 0), (3, 5), (12, 10))]
+    steps = [
+        [Row(rows[0], 4), Row(rows[1], 3)],
+        [Row(rows[0], 5, 2), Row(rows[1], 1), Row(rows[2], 12, 0)],
+        *([[Row(s, 1) for s in rows]] * 3),
+    ]
+    rows[1].append(7)
+    with OneDevice("meta") as seen:
+        for step in steps:
+            logits = runner.forward(step)
+            assert logits.device.type == "meta" and logits.shape[0] == sum(row.logits for row in step)
+            for row in step:
+                row.sequence.computed += row.new
+                while row.sequence.length <= row.sequence.computed:
+                    row.sequence.append(1)
+    assert seen.operations > 100
+
+
+def test_a_tensor_that_is_left_behind_is_found(loaded: Callable[..., LoadedModel]) -> None:
+    runner = elsewhere(loaded("llama"), "packed")
+    runner._place = torch.from_numpy
+    with pytest.raises((AssertionError, RuntimeError)), OneDevice("meta"):
+        runner.forward([Row(sequence_of(prompt_of(3), [1]), 3)])
+
+
+class Makers(torch.overrides.TorchFunctionMode):
+    """Every tensor that is made from numbers is told where to be, but for those from numpy, which are brought there."""
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if function in (torch.tensor, torch.arange, torch.zeros, torch.ones, torch.empty, torch.full):
+            assert kwargs.get("device") is not None, f"{function} makes a tensor on the CPU"
+        return function(*args, **kwargs)
+
+
+def test_sampling_makes_its_tensors_where_the_logits_are(seed: int) -> None:
+    logits = torch.randn(4, 3000, generator=torch.Generator().manual_seed(seed))
+    each = [
+        SamplingParams(temperature=0.7, logprobs=2, logprob_token_ids=(5,)),
+        SamplingParams(temperature=1.0, top_p=0.9),
+        SamplingParams(temperature=1.3, top_k=40, min_p=0.01),
+        SamplingParams(temperature=2.0, top_p=0.9999),
+    ]
+    with Makers():
+        assert len(choose(logits, [Draw(p, 1, 2) for p in each])) == 4
+        sequence = Sequence(0, [1, 2, 3], 8, 4)
+        changing = SamplingParams(frequency_penalty=0.5, repetition_penalty=1.2, min_new_tokens=2)
+        adjust = adjustments_of(changing, sequence, frozenset([9]))
+        assert adjust is not None
+        adjust(logits[0], 3)
+        sequence.computed = 0
+        PromptScorer(sequence, 0, 2, ()).add(logits[:3], 3)
+
+
+async def test_a_step_has_ended_when_its_device_has(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the step has queued still reads and writes its pages, also when its Python part has failed (I13)."""
+    pages = PageAllocator(2)
+    sequence = Sequence("mine", [1], 0, 1)
+    sequence.add_pages(pages.take(1, "mine"))
+    gpu, seen = torch.device("cuda", 0), list[object]()
+
+    def wait_for(found: torch.device) -> None:
+        seen.append((found, pages.held_pages))
+
+    def fail() -> None:
+        raise ValueError("step")
+
+    monkeypatch.setattr(thread, "wait_for", wait_for)
+    with ThreadPoolExecutor(1) as executor:
+        steps = thread.ModelThread(executor, pages, gpu)
+        await steps.run([sequence], lambda: seen.append("computed"))
+        with pytest.raises(ValueError, match="step"):
+            await steps.run([sequence], fail)
+    assert seen == ["computed", (gpu, 1), (gpu, 1)] and pages.held_pages == 0
