@@ -13,7 +13,6 @@ restored again.
 from __future__ import annotations
 
 import asyncio
-import ctypes
 import itertools
 import threading
 from collections.abc import Hashable, Iterator
@@ -23,6 +22,7 @@ from contextlib import contextmanager, suppress
 import numpy as np
 
 from kvflow.aio import run_to_end
+from kvflow.memory.copies import Copier, copier_for
 from kvflow.memory.pool import PagedPool
 from kvflow.protocols.errors import CapacityError, HostMemoryError, LayoutError, MisuseError, OwnershipError
 from kvflow.protocols.pages.layout import MAX_PAGES, NO_PLACES, PageIndices, Places, PoolLayout, names_twice, resized
@@ -31,13 +31,6 @@ from kvflow.protocols.ports import PageStore
 
 VERSION = 1
 SLICE_BYTES = 8 << 20  # some 2 ms: after a cancel no more than this is still copied
-_HELD_BYTES = 1 << 20  # copied with the GIL held, some 150 us: handing it over costs more than copying a small block
-
-_copy_holding_gil = ctypes.PyDLL(None).memmove
-_copy_releasing_gil = ctypes.CDLL(None).memmove
-for _function in (_copy_holding_gil, _copy_releasing_gil):
-    _function.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t]
-    _function.restype = None
 
 
 class Snapshot:
@@ -92,13 +85,13 @@ class SnapshotStore:
         as many rows as the pool has, by default, or what half of it holds. `pages`, `rows`: who counts the pool's,
         where that is not the pool.
 
-        Raises: LayoutError for a pool outside host memory, and when there is not enough of that; MisuseError for a
-        limit that holds no page, or no row.
+        Raises: LayoutError when there is not enough memory, or it cannot be pinned for the pool's device; MisuseError
+        for a limit that holds no page, or no row.
         """
-        if not pool.on_host:
-            raise LayoutError("snapshots are of pools in host memory: this one lies on a device")
         self.pool, self.limit_bytes = pool, limit_bytes
+        self._copier = copier_for(pool)
         self.host = PagedPool.allocate(_host_layout(pool.layout, limit_bytes, num_rows), shared=False)
+        self._copier.pin(self.host)
         self.host_rows = self.host.rows if pool.layout.num_rows else None
         self._pages: PageStore = pages or pool.pages
         self._rows: PageStore | None = rows or (pool.rows if pool.layout.num_rows else None)
@@ -184,6 +177,7 @@ class SnapshotStore:
             self._thread.shutdown(wait=False)
             for snapshot in list(self._open):
                 snapshot.close()
+            self._copier.close()
             self.host.close()
 
     def forget(self, snapshot: Snapshot) -> None:
@@ -217,7 +211,7 @@ class SnapshotStore:
         """`other`: the store whose host memory is copied from."""
         stop = threading.Event()
         running = asyncio.get_running_loop().run_in_executor(
-            self._thread, _copy_slices, pairing, source, target, self._slice_bytes, stop
+            self._thread, _copy_slices, pairing, source, target, self._slice_bytes, stop, self._copier
         )
         for store in (self, other):
             store._copies[running] = stop
@@ -271,7 +265,9 @@ def _held(store: PageStore | None, indices: PageIndices) -> Iterator[None]:
         store.unhold(indices)
 
 
-def _copy_slices(pairing: Pairing, source: Places, target: Places, slice_bytes: int, stop: threading.Event) -> bool:
+def _copy_slices(
+    pairing: Pairing, source: Places, target: Places, slice_bytes: int, stop: threading.Event, copier: Copier
+) -> bool:
     """On the store's thread. Returns whether all was copied."""
     blocks = pairing.blocks(source.pages, target.pages, source.rows, target.rows, max_block_bytes=slice_bytes)
     ends = np.cumsum(blocks.sizes)
@@ -280,19 +276,6 @@ def _copy_slices(pairing: Pairing, source: Places, target: Places, slice_bytes: 
         if stop.is_set():
             return False
         end = max(start + 1, int(np.searchsorted(ends, done_bytes + slice_bytes, side="right")))
-        _copy_blocks(Blocks(*(column[start:end] for column in blocks)))
+        copier.copy(Blocks(*(column[start:end] for column in blocks)))
         start, done_bytes = end, int(ends[end - 1])
     return True
-
-
-def _copy_blocks(blocks: Blocks) -> None:
-    """Hands the GIL over after so many bytes, and with the last block."""
-    sources, targets, sizes = (column.tolist() for column in blocks)
-    held = 0
-    for left, source, target, size in zip(range(len(sizes) - 1, -1, -1), sources, targets, sizes, strict=True):
-        held += size
-        if left and held < _HELD_BYTES:
-            _copy_holding_gil(target, source, size)
-        else:
-            _copy_releasing_gil(target, source, size)
-            held = 0

@@ -12,10 +12,10 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from kvflow.memory import snapshot
+from kvflow.memory.copies import HostCopier
 from kvflow.memory.pool import PagedPool
 from kvflow.memory.residency import Resident
-from kvflow.memory.snapshot import SnapshotStore
+from kvflow.memory.snapshot import Snapshot, SnapshotStore
 from kvflow.protocols.errors import CapacityError, HostMemoryError, MisuseError
 from kvflow.protocols.machines.residency import ResidencyPhase as P
 from kvflow.protocols.pages.layout import Places
@@ -69,14 +69,14 @@ class Gate:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.reached, self._go = threading.Event(), threading.Event()
-        real = snapshot._copy_blocks
+        real = HostCopier.copy
 
         def gated(blocks: Any) -> None:
             self.reached.set()
             assert self._go.wait(20)
             real(blocks)
 
-        monkeypatch.setattr(snapshot, "_copy_blocks", gated)
+        monkeypatch.setattr(HostCopier, "copy", staticmethod(gated))
 
     async def wait(self) -> None:
         assert await asyncio.to_thread(self.reached.wait, 20)
@@ -151,7 +151,7 @@ async def test_a_copy_that_does_not_end_well(monkeypatch: pytest.MonkeyPatch, re
         if how == "close":
             w.request.close()
         elif how == "fail":
-            monkeypatch.setattr(snapshot, "_copy_blocks", broken)
+            monkeypatch.setattr(HostCopier, "copy", staticmethod(broken))
         else:
             copying.cancel()
             await asyncio.sleep(0)
@@ -199,7 +199,7 @@ async def test_closed_in_the_turn_in_which_the_copy_is_ready(monkeypatch: pytest
     async with world() as w:
         real = w.store.take
 
-        async def take(places: Places) -> snapshot.Snapshot:
+        async def take(places: Places) -> Snapshot:
             made = await real(places)
             asyncio.get_running_loop().call_soon(w.request.close)  # runs before what waits for this coroutine
             return made

@@ -16,8 +16,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvflow.memory import checksum, snapshot
+from kvflow.memory import checksum
 from kvflow.memory.checksum import PageChecksums
+from kvflow.memory.copies import HostCopier
 from kvflow.memory.external import ExternalPages
 from kvflow.memory.pool import PagedPool
 from kvflow.memory.snapshot import Snapshot, SnapshotStore
@@ -326,7 +327,7 @@ async def test_half_a_copy_leaves_everything_accounted_for(
     mine, again = take(pool, 4, 1, "mine"), take(pool, 4, 1, "again")
     before = contents("hybrid", pool)
     held = await store.take(mine)
-    copying, go_on, copied, right = threading.Event(), threading.Event(), [0], snapshot._copy_blocks
+    copying, go_on, copied, right = threading.Event(), threading.Event(), [0], HostCopier.copy
 
     def failing(blocks: Any) -> None:
         if copied[0] == slices:
@@ -337,7 +338,7 @@ async def test_half_a_copy_leaves_everything_accounted_for(
         right(blocks)
         copied[0] += 1
 
-    monkeypatch.setattr(snapshot, "_copy_blocks", failing)
+    monkeypatch.setattr(HostCopier, "copy", staticmethod(failing))
     running = asyncio.ensure_future(store.take(mine) if copy == "out" else store.restore(held, again))
     await asyncio.to_thread(copying.wait, 20)
     assert pool.pages.held_pages == 4 and pool.rows.held_pages == 1
@@ -375,14 +376,14 @@ async def test_a_snapshot_closed_while_it_is_restored_is_freed_once_and_afterwar
 ) -> None:
     pool, store = store_of()
     held = await store.take(take(pool, 3, 1, "mine"))
-    copying, go_on, right = threading.Event(), threading.Event(), snapshot._copy_blocks
+    copying, go_on, right = threading.Event(), threading.Event(), HostCopier.copy
 
     def slowly(blocks: Any) -> None:
         copying.set()
         assert go_on.wait(20)
         right(blocks)
 
-    monkeypatch.setattr(snapshot, "_copy_blocks", slowly)
+    monkeypatch.setattr(HostCopier, "copy", staticmethod(slowly))
     running = asyncio.ensure_future(store.restore(held, take(pool, 3, 1, "again")))
     await asyncio.to_thread(copying.wait, 20)
     size_bytes = held.size_bytes
@@ -398,14 +399,14 @@ async def test_a_snapshot_closed_while_it_is_restored_is_freed_once_and_afterwar
 async def test_the_store_of_a_snapshot_waits_for_a_restore_into_another_pool(monkeypatch: pytest.MonkeyPatch) -> None:
     (pool, store), (other, elsewhere) = store_of(), store_of(slice_bytes=100)
     held = await store.take(take(pool, 3, 1, "mine"))
-    copying, go_on, right = threading.Event(), threading.Event(), snapshot._copy_blocks
+    copying, go_on, right = threading.Event(), threading.Event(), HostCopier.copy
 
     def slowly(blocks: Any) -> None:
         copying.set()
         assert go_on.wait(20)
         right(blocks)
 
-    monkeypatch.setattr(snapshot, "_copy_blocks", slowly)
+    monkeypatch.setattr(HostCopier, "copy", staticmethod(slowly))
     running = asyncio.ensure_future(elsewhere.restore(held, take(other, 3, 1, "again")))
     await asyncio.to_thread(copying.wait, 20)
     closing = asyncio.ensure_future(store.close())

@@ -1,0 +1,177 @@
+"""Copying planned blocks between memories: with memmove on the host, with CUDA's copies where one side is a device.
+
+A copy returns when all of it has been copied. One that fails has ended too: nothing of it runs on.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from typing import TYPE_CHECKING, Any, Protocol
+
+from kvflow.memory.device import HOST
+from kvflow.memory.pool import PagedPool
+from kvflow.protocols.errors import LayoutError, TransferError
+from kvflow.protocols.pages.plan import Blocks
+
+if TYPE_CHECKING:
+    import torch
+
+_HELD_BYTES = 1 << 20  # copied with the GIL held, some 150 us: handing it over costs more than copying a small block
+_HELD_CALLS = 64  # queued with the GIL held
+_PORTABLE, _ANY_TO_ANY = 1, 4  # cudaHostRegisterPortable, cudaMemcpyDefault
+
+_copy_holding_gil = ctypes.PyDLL(None).memmove
+_copy_releasing_gil = ctypes.CDLL(None).memmove
+for _function in (_copy_holding_gil, _copy_releasing_gil):
+    _function.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t]
+    _function.restype = None
+
+
+class Copier(Protocol):
+    """Copies in threads, several at once if need be."""
+
+    def copy(self, blocks: Blocks) -> None:
+        """Raises: TransferError when some block was not copied."""
+
+    def pin(self, pool: PagedPool) -> None:
+        """Keep this pool of host memory in place until `close`, so that a device can copy to and from it by itself.
+
+        Raises: LayoutError when that is not to be had.
+        """
+
+    def close(self) -> None:
+        """Let go of what was pinned; before those pools are closed, and when no copy runs. Idempotent."""
+
+
+def copier_for(pool: PagedPool) -> Copier:
+    """Copies between `pool` and host memory. Raises: LayoutError for a device whose memory cannot be copied."""
+    return HostCopier() if pool.device == HOST else CudaCopier(pool.device)
+
+
+class HostCopier:
+    """Implements `Copier` with memmove."""
+
+    @staticmethod
+    def copy(blocks: Blocks) -> None:
+        """Hands the GIL over after so many bytes, and with the last block."""
+        sources, targets, sizes = (column.tolist() for column in blocks)
+        held = 0
+        for left, source, target, size in zip(range(len(sizes) - 1, -1, -1), sources, targets, sizes, strict=True):
+            held += size
+            if left and held < _HELD_BYTES:
+                _copy_holding_gil(target, source, size)
+            else:
+                _copy_releasing_gil(target, source, size)
+                held = 0
+
+    def pin(self, pool: PagedPool) -> None:
+        """Nothing to do."""
+
+    def close(self) -> None:
+        """Nothing to do."""
+
+
+class CudaCopier:
+    """Implements `Copier` with cudaMemcpyAsync on a stream of its own, beside the model's. Untested on hardware."""
+
+    def __init__(self, device: str) -> None:
+        """Raises: LayoutError."""
+        import torch
+
+        if torch.device(device).type != "cuda" or torch.version.cuda is None:
+            raise LayoutError(f"memory of {device} cannot be copied: only that of CUDA devices and the host can")
+        self._device = torch.device(device)
+        self._stream = torch.cuda.Stream(self._device)
+        self._runtime = Runtime(_loaded_library("libcudart.so"))
+        self._pinned: list[int] = []
+
+    def copy(self, blocks: Blocks) -> None:
+        with _on(self._device):
+            try:
+                self._runtime.queue(blocks, self._stream.cuda_stream)
+            finally:  # also of what was queued before one that failed
+                self._synchronize()
+
+    def _synchronize(self) -> None:
+        """Without the GIL. Raises: TransferError."""
+        try:
+            self._stream.synchronize()
+        except RuntimeError as error:
+            raise TransferError(f"copies on {self._device} failed: {error}") from error
+
+    def pin(self, pool: PagedPool) -> None:
+        for address, size_bytes in _regions(pool):
+            with _on(self._device):
+                if status := self._runtime.register(address, size_bytes, _PORTABLE):
+                    text = self._runtime.explain(status)
+                    raise LayoutError(f"{size_bytes} bytes of host memory cannot be pinned for {self._device}: {text}")
+            self._pinned.append(address)
+
+    def close(self) -> None:
+        while self._pinned:
+            with _on(self._device):
+                self._runtime.unregister(self._pinned.pop())
+
+
+class Runtime:
+    """The calls of the CUDA runtime that torch does not publish; of the library that torch itself has loaded."""
+
+    def __init__(self, path: str | None) -> None:
+        """Raises: LayoutError when there is none."""
+        if path is None:
+            raise LayoutError("torch has loaded no CUDA runtime (libcudart.so): memory of a device cannot be copied")
+        self._queue_holding_gil = _typed(ctypes.PyDLL(path).cudaMemcpyAsync)
+        self._queue_releasing_gil = _typed(ctypes.CDLL(path).cudaMemcpyAsync)
+        library: Any = ctypes.CDLL(path)
+        self._register, self._unregister = library.cudaHostRegister, library.cudaHostUnregister
+        self._register.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_uint]
+        self._unregister.argtypes = [ctypes.c_void_p]
+        self._explain = library.cudaGetErrorString
+        self._explain.argtypes, self._explain.restype = [ctypes.c_int], ctypes.c_char_p
+
+    def queue(self, blocks: Blocks, stream: int) -> None:
+        """Queue every block in order; handing the GIL over now and then. Raises: TransferError at the first that is
+        refused."""
+        sources, targets, sizes = (column.tolist() for column in blocks)
+        for n, (source, target, size) in enumerate(zip(sources, targets, sizes, strict=True), 1):
+            queue = self._queue_holding_gil if n % _HELD_CALLS else self._queue_releasing_gil
+            if status := queue(target, source, size, _ANY_TO_ANY, stream):
+                raise TransferError(f"a copy of {size} bytes was refused: {self.explain(status)}")
+
+    def register(self, address: int, size_bytes: int, flags: int) -> int:
+        return int(self._register(address, size_bytes, flags))
+
+    def unregister(self, address: int) -> int:
+        return int(self._unregister(address))
+
+    def explain(self, status: int) -> str:
+        return f"{self._explain(status).decode(errors='replace')} (cudaError {status})"
+
+
+def _typed(function: Any) -> Any:
+    function.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_void_p]
+    function.restype = ctypes.c_int
+    return function
+
+
+def _on(device: torch.device) -> Any:
+    """With this device as the thread's own."""
+    import torch
+
+    return torch.cuda.device(device)
+
+
+def _regions(pool: PagedPool) -> list[tuple[int, int]]:
+    """(address, bytes) of the memory that a pool has been allocated in."""
+    first, last = pool.layout.buffers[0], pool.layout.buffers[-1]
+    return [(first.address, last.address + last.size_bytes - first.address)]
+
+
+def _loaded_library(name: str) -> str | None:
+    """The path of a library that this process has loaded, whatever its version."""
+    with open("/proc/self/maps", encoding="utf-8") as file:
+        for line in file:
+            path = line.partition("/")[2].rstrip("\n")
+            if path.rpartition("/")[2].startswith(name):
+                return f"/{path}"
+    return None

@@ -1,0 +1,125 @@
+"""Copies have ended when they return, in error too; the CUDA calls are stood in for here, and run in tests/gpu."""
+
+from __future__ import annotations
+
+import ctypes
+from contextlib import nullcontext
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from kvflow.memory import copies
+from kvflow.memory.copies import CudaCopier, HostCopier, copier_for
+from kvflow.memory.pool import PagedPool
+from kvflow.memory.snapshot import SnapshotStore
+from kvflow.protocols.errors import LayoutError, TransferError
+from kvflow.protocols.pages.layout import build_layout
+from kvflow.protocols.pages.plan import Blocks
+
+
+class Device:
+    """Both halves of a CUDA stream: what is queued, and is copied no earlier than when it is waited for."""
+
+    cuda_stream = 7
+
+    def __init__(self, *_: Any) -> None:
+        self.queued: list[tuple[int, int, int]] = []
+        self.registered: dict[int, int] = {}
+        self.refuses = self.fails = False
+
+    def queue(self, blocks: Blocks, stream: int) -> None:
+        assert stream == self.cuda_stream
+        for n, block in enumerate(zip(*(column.tolist() for column in blocks), strict=True)):
+            if self.refuses and n:
+                raise TransferError("a copy was refused: invalid argument (cudaError 1)")
+            self.queued.append(block)
+
+    def synchronize(self) -> None:
+        for source, target, size in self.queued:
+            ctypes.memmove(target, source, size)
+        self.queued.clear()
+        if self.fails:
+            raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    def register(self, address: int, size_bytes: int, flags: int) -> int:
+        if self.refuses:
+            return 2
+        self.registered[address] = size_bytes
+        return 0
+
+    def unregister(self, address: int) -> int:
+        del self.registered[address]
+        return 0
+
+    def explain(self, status: int) -> str:
+        return f"out of memory (cudaError {status})"
+
+
+@pytest.fixture
+def device(monkeypatch: pytest.MonkeyPatch) -> Device:
+    found = Device()
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setattr(torch.cuda, "Stream", lambda device: found)
+    monkeypatch.setattr(copies, "Runtime", lambda path: found)
+    monkeypatch.setattr(copies, "_on", lambda device: nullcontext())
+    return found
+
+
+def blocks(*each: tuple[Any, Any]) -> Blocks:
+    columns = [[a.ctypes.data for a, _ in each], [b.ctypes.data for _, b in each], [a.nbytes for a, _ in each]]
+    return Blocks(*(np.array(column, dtype=np.int64) for column in columns))
+
+
+def arrays() -> list[Any]:
+    return [np.full(1 << 16, n, dtype=np.uint8) for n in (1, 2, 0, 0)]
+
+
+def test_a_copy_has_ended_when_it_returns(device: Device) -> None:
+    a, b, c, d = arrays()
+    for copier in (HostCopier(), copier_for(PagedPool(pool_layout(), device="cuda:0"))):
+        c[:] = d[:] = 0
+        copier.copy(blocks((a, c), (b, d)))
+        assert c.tobytes() == a.tobytes() and d.tobytes() == b.tobytes()
+
+
+def test_what_was_queued_before_a_failure_has_ended_too(device: Device) -> None:
+    a, b, c, d = arrays()
+    device.refuses = True
+    with pytest.raises(TransferError, match="refused"):
+        CudaCopier("cuda:0").copy(blocks((a, c), (b, d)))
+    assert not device.queued and c.tobytes() == a.tobytes() and not d.any()
+    device.refuses, device.fails = False, True
+    with pytest.raises(TransferError, match="copies on cuda:0 failed: CUDA error: an illegal"):
+        CudaCopier("cuda:0").copy(blocks((a, c)))
+
+
+async def test_host_memory_is_pinned_while_the_store_is_open(device: Device) -> None:
+    pool = PagedPool(PagedPool.allocate(pool_layout(), shared=False).layout, device="cuda:1")
+    store = SnapshotStore(pool, 1 << 16)
+    [(address, size_bytes)] = device.registered.items()
+    [buffer] = store.host.layout.buffers
+    assert (address, size_bytes) == (buffer.address, buffer.size_bytes)
+    await store.close()
+    await store.close()
+    assert not device.registered
+    device.refuses = True
+    with pytest.raises(LayoutError, match=r"host memory cannot be pinned for cuda:1: out of memory \(cudaError 2\)"):
+        SnapshotStore(pool, 1 << 16)
+
+
+def test_another_device_is_refused() -> None:
+    with pytest.raises(LayoutError, match="memory of meta cannot be copied"):
+        copier_for(PagedPool.allocate(pool_layout(), device="meta"))
+    with pytest.raises(LayoutError, match="no CUDA runtime"):
+        copies.Runtime(copies._loaded_library("libcudart.so") if torch.version.cuda is None else None)
+
+
+def test_a_loaded_library_is_found() -> None:
+    found = copies._loaded_library("libc.so")
+    assert found is not None and hasattr(ctypes.CDLL(found), "memmove")
+
+
+def pool_layout() -> Any:
+    return build_layout([("k", "float32", (8,))], page_size=4, num_pages=6)
