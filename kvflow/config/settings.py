@@ -143,6 +143,26 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         Meta(description="Share of decode's pages in quarantine above which new requests are refused.", ge=0, le=1),
     ] = 0.5
 
+    new_token_ratio: Annotated[
+        float,
+        Meta(
+            description="Share of a request's new tokens for which decode promises it pages; it decays while requests "
+            "run. 1.0 = all of them: nothing is ever retracted.",
+            ge=0,
+            le=1,
+        ),
+    ] = 0.7
+    host_memory_bytes: Annotated[
+        int, Meta(description="Bytes of host memory for the state of requests that decode has retracted.", ge=0)
+    ] = 1 << 28
+    host_memory_full: Annotated[
+        Literal["recompute", "refuse"],
+        Meta(
+            description="Requests that decode retracts while host memory is full: compute their state again later, or "
+            "answer 503."
+        ),
+    ] = "recompute"
+
     max_pinned_share: Annotated[
         float,
         Meta(description="Share of prefill's pages above which a decode that takes no writes is refused.", ge=0, le=1),
@@ -196,16 +216,18 @@ _WORKER = (
     *_QUEUE,
     *_PLANE,
 )
+_RETRACT = ("new_token_ratio", "host_memory_bytes", "host_memory_full")
 _ROUTER = ("poll_s", "retry_timeout_s")
 _SENDER = ("chunked_prefill_size", "max_batch_tokens", "transfer_rate_limit", "rendezvous_s", "max_pinned_share")
 FIELDS_OF_ROLE: dict[str, tuple[str, ...]] = {
     "prefill": (*_WORKER, *_SENDER, "disaggregation_mode", "disaggregation_bootstrap_port", "control_port"),
-    "decode": (*_WORKER, "disaggregation_mode", "disaggregation_bootstrap_port", "max_quarantine_share"),
+    "decode": (*_WORKER, "disaggregation_mode", "disaggregation_bootstrap_port", "max_quarantine_share", *_RETRACT),
     "router": (*_HTTP, *_ROUTER, "request_timeout_s", "max_queued_requests", "prefill", "decode"),
     "up": (
         *_WORKER,
         *_SENDER,
         "max_quarantine_share",
+        *_RETRACT,
         "prefill_workers",
         "decode_workers",
         "start_timeout_s",
@@ -232,7 +254,7 @@ GROUPS: dict[str, tuple[str, ...]] = {
     "processes": ("prefill_workers", "decode_workers", "start_timeout_s"),
     "routing": ("prefill", "decode", *_ROUTER),
     "model": (*_MODEL, "chunked_prefill_size", "max_batch_tokens"),
-    "pool": (*_POOL, "max_quarantine_share", "max_pinned_share"),
+    "pool": (*_POOL, *_RETRACT, "max_quarantine_share", "max_pinned_share"),
     "disaggregation": (
         "disaggregation_transfer_backend",
         "disaggregation_bootstrap_port",

@@ -81,7 +81,7 @@ class Child:
                 stderr=asyncio.subprocess.PIPE,
                 pass_fds=(writing, *self._descriptors),
                 env={
-                    **(copying_environment(environment) if self.role == "prefill" else environment),
+                    **(environment if self.role == "router" else copying_environment(environment)),
                     READY_FD: str(writing),
                     PARENT_PID: str(os.getpid()),
                 },

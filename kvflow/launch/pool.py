@@ -14,6 +14,8 @@ from kvflow.config.sources import ConfigError
 from kvflow.memory.available import available_memory
 from kvflow.memory.device import HOST, memory_of
 from kvflow.memory.pool import PagedPool
+from kvflow.memory.snapshot import SnapshotStore
+from kvflow.protocols.errors import MisuseError
 from kvflow.protocols.pages.layout import build_layout
 
 if TYPE_CHECKING:
@@ -39,6 +41,21 @@ def make_pool(
             fingerprint=fingerprint,
         )
         return PagedPool.allocate(layout, device=None if device.type == HOST else device)
+
+
+def make_snapshots(settings: Settings, pool: PagedPool) -> SnapshotStore | None:
+    """Allocate the host memory of retracted requests; blocks. None where none are retracted to it. Raises: ConfigError,
+    LayoutError."""
+    if settings.new_token_ratio >= 1 or not settings.host_memory_bytes:
+        return None
+    with _one_at_a_time():
+        available = available_memory()
+        if available is not None and settings.host_memory_bytes > available.size_bytes:
+            raise ConfigError(f"--host-memory-bytes {settings.host_memory_bytes}: {available}")
+        try:
+            return SnapshotStore(pool, settings.host_memory_bytes)
+        except MisuseError as error:
+            raise ConfigError(f"--host-memory-bytes {settings.host_memory_bytes}: {error}") from None
 
 
 def _num_pages(settings: Settings, page_bytes: int) -> int:

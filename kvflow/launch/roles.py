@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 from kvflow.config.settings import Settings
 from kvflow.engine.scheduler.params import SamplingParams
 from kvflow.launch.loading import LoadingProgress
-from kvflow.launch.pool import make_pool
+from kvflow.launch.pool import make_pool, make_snapshots
 from kvflow.launch.process import Ready, serve_until_stopped
 from kvflow.memory.pool import PagedPool
 from kvflow.node import DecodeNode, PrefillNode
@@ -140,7 +140,15 @@ async def decode_service(settings: Settings) -> AsyncGenerator[tuple[DecodeServi
             bounds=Bounds(quarantine_share=settings.max_quarantine_share),
             verify_transfers=settings.verify_transfers,
         )
-        engine = DecodeEngine(model, pool, pool.pages, executor, max_batch=settings.max_running_requests)
+        loop = asyncio.get_running_loop()
+        snapshots = await loop.run_in_executor(executor, make_snapshots, settings, pool)
+        if snapshots is not None:
+            stack.push_async_callback(snapshots.close)
+        engine = DecodeEngine(
+            model, pool, pool.pages, executor, max_batch=settings.max_running_requests,
+            new_token_ratio=settings.new_token_ratio, snapshots=snapshots,
+            recompute=settings.host_memory_full == "recompute",
+        )  # fmt: skip
         stack.push_async_callback(node.close)
         await node.start()
         stack.push_async_callback(engine.close)

@@ -17,6 +17,7 @@ from kvflow.engine.scheduler.params import SamplingParams, TokenOut
 from kvflow.engine.scheduler.prefill import PrefillEngine
 from kvflow.memory.allocator import PageAllocator
 from kvflow.memory.pool import PagedPool
+from kvflow.memory.snapshot import SnapshotStore
 from kvflow.protocols.errors import Cause, Code, KvflowError, room_error
 from kvflow.protocols.pages.layout import Order, PageIndices, build_layout
 
@@ -30,6 +31,11 @@ class Side:
         self.pages = PageAllocator(num_pages)
         for component in layout.components:
             self.pool.tensor(component.name).fill_(float("nan"))
+
+    def snapshots(self, host_pages: int) -> SnapshotStore:
+        layout = self.pool.layout
+        limit = host_pages * layout.page_bytes + layout.num_rows * layout.row_bytes
+        return SnapshotStore(self.pool, limit, num_rows=layout.num_rows, pages=self.pages)
 
     def scatter(self) -> None:
         """Hand pages out in no order from now on."""
@@ -151,14 +157,19 @@ class EnginePair:
     def __init__(self, model: LoadedModel, **options: Any) -> None:
         page_size, num_pages = options.pop("page_size", 16), options.pop("num_pages", 256)
         orders: tuple[Order, Order] = options.pop("orders", ("page_first", "layer_first"))
-        max_batch = options.pop("max_batch", 256)
+        decode = {"max_batch": options.pop("max_batch", 256)}
+        decode.update((name, options.pop(name)) for name in ("new_token_ratio", "recompute") if name in options)
+        host_pages = options.pop("host_pages", 0)
         self.source = Side(model, options.pop("source_pages", num_pages), page_size, orders[0])
         self.target = Side(model, num_pages, page_size, orders[1])
         self.source.scatter()
         self.target.scatter()
         self._threads = ThreadPoolExecutor(1), ThreadPoolExecutor(1)  # one for each role, as in two processes
         self.prefill = PrefillEngine(model, self.source.pool, self.source.pages, self._threads[0], **options)
-        self.decode = DecodeEngine(model, self.target.pool, self.target.pages, self._threads[1], max_batch=max_batch)
+        self.snapshots = self.target.snapshots(host_pages) if host_pages else None
+        self.decode = DecodeEngine(
+            model, self.target.pool, self.target.pages, self._threads[1], snapshots=self.snapshots, **decode
+        )
         self.rooms: list[FakeRoom] = []
         self.on_room: Callable[[FakeRoom], None] = lambda room: None
         self._numbers = itertools.count()
@@ -171,6 +182,8 @@ class EnginePair:
     async def __aexit__(self, *_: object) -> None:
         await self.prefill.close()
         await self.decode.close()
+        if self.snapshots is not None:
+            await self.snapshots.close()
         for thread in self._threads:
             thread.shutdown()
 
@@ -200,7 +213,8 @@ class EnginePair:
 
     @property
     def home(self) -> bool:
-        return self.source.pages.at_rest() and self.target.pages.at_rest()
+        away = 0 if self.snapshots is None else self.snapshots.used_bytes
+        return self.source.pages.at_rest() and self.target.pages.at_rest() and not away
 
 
 def prompt_of(length: int, salt: int = 0) -> list[int]:

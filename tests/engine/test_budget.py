@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from kvflow.engine.scheduler.budget import PageBudget
+from kvflow.engine.scheduler.budget import MOST_TOKENS_AHEAD, NewTokenRatio, PageBudget
 from kvflow.memory.allocator import PageAllocator
 from kvflow.protocols.errors import AbortedError, CapacityError
 
@@ -151,3 +151,87 @@ async def test_who_waits_for_pages_that_nobody_will_free_is_told(monkeypatch: py
     with pytest.raises(CapacityError, match=r"no running request will free more: asked for 7, limit 4"):
         await asyncio.wait_for(waiting, 5)
     (await budget.admit(4)).release()
+
+
+async def test_below_the_worst_case_a_share_is_promised() -> None:
+    ratio = NewTokenRatio(0.25)
+    pages = PageAllocator(100)
+    budget = PageBudget(pages, ratio=ratio, page_size=MOST_TOKENS_AHEAD // 32)
+    first = await budget.admit(34, base=10)  # promised 10 and a quarter of 24
+    second = await budget.admit(90, base=10)  # of 80 pages 32 count: 10 and a quarter of these
+    assert (first.outstanding(0.25, 32), second.outstanding(0.25, 32)) == (16, 18)
+    third = await budget.admit(66, base=66)
+    assert await budget_soon(budget, 1) is None
+    ratio.now = 0.0
+    fourth = await budget.admit(14, base=14)
+    assert budget.spare == 0, "what others need to begin is not for growing"
+    pages.take(10, "first")
+    first.took(10)
+    assert (first.opening, budget.spare) == (0, 0)
+    for admission in (first, second, third, fourth):
+        admission.release()
+    assert budget.spare == 90
+
+
+async def test_priority_then_arrival_and_whoever_was_retracted_first() -> None:
+    budget = PageBudget(PageAllocator(10))
+    running = [await budget.admit(5), await budget.admit(5)]
+    order: list[str] = []
+
+    async def wait(name: str, priority: int) -> None:
+        admission = await budget.admit(10, priority=priority)
+        order.append(name)
+        admission.release()
+
+    waiting = [asyncio.ensure_future(wait(name, p)) for name, p in (("a", 0), ("b", 5), ("c", 0), ("d", 5))]
+    await settled()
+    budget.retract(running[0], 5)
+    assert running[0].granted.done(), "it comes first, and there is room"
+    running[0].release()
+    running[1].release()
+    await asyncio.wait_for(asyncio.gather(*waiting), 5)
+    assert order == ["b", "d", "a", "c"]
+
+
+async def test_a_retracted_request_waits_for_its_pages_and_the_others_for_it() -> None:
+    pages = PageAllocator(10)
+    budget = PageBudget(pages, ratio=NewTokenRatio(0.0))
+    first, second = [await budget.admit(10, base=2) for _ in range(2)]
+    for admission, owner in ((first, "first"), (second, "second")):
+        pages.take(5, owner)
+        admission.took(5)
+    budget.retract(second, 5)
+    later = asyncio.ensure_future(budget.admit(1))
+    await settled()
+    assert not second.granted.done() and not later.done(), "its pages are not free yet"
+    pages.give_back(pages.pages_of("second"), "second")
+    await asyncio.wait_for(second.granted, 5)
+    assert budget.waiting == 1 or later.done()
+    pages.take(5, "second")
+    second.took(5)
+    first.release()
+    pages.give_back(pages.pages_of("first"), "first")
+    (await asyncio.wait_for(later, 5)).release()
+    second.release()
+
+
+async def test_every_request_needs_a_row_of_a_pool_that_has_some() -> None:
+    rows = PageAllocator(2, unit="row")
+    budget = PageBudget(PageAllocator(100), rows=rows)
+    first, second = [await budget.admit(1) for _ in range(2)]
+    assert await budget_soon(budget, 1) is None
+    rows.take(1, "first")
+    first.took(1)
+    assert await budget_soon(budget, 1) is None, "the other row is promised"
+    second.release()
+    (await budget.admit(1)).release()
+    rows.give_back(rows.pages_of("first"), "first")
+    first.release()
+
+
+async def test_rows_that_nobody_will_free(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvflow.engine.scheduler.budget.STUCK_S", 0.05)
+    rows = PageAllocator(1, unit="row")
+    rows.take(1, "quarantine")
+    with pytest.raises(CapacityError, match="free rows, and no running request will free more: asked for 1, limit 0"):
+        await asyncio.wait_for(PageBudget(PageAllocator(4), rows=rows).admit(1), 5)

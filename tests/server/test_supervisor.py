@@ -88,9 +88,10 @@ def test_the_copying_role_stores_large_blocks_past_the_caches() -> None:
     assert copying_environment(theirs) == theirs
 
 
-async def test_a_prefill_gets_it_before_it_starts() -> None:
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+async def test_a_worker_gets_it_before_it_starts(role: str) -> None:
     """Read from the process itself: glibc reads it before any line of Python runs."""
-    child = Child("prefill", "prefill", ["--port", "0", "--model-path", str(DEMO_MODEL_DIR)], quiet=True)
+    child = Child(role, role, ["--port", "0", "--model-path", str(DEMO_MODEL_DIR)], quiet=True)
     starting = asyncio.create_task(child.start(os.environ, 30))
     try:
         async with asyncio.timeout(10):

@@ -1,4 +1,4 @@
-"""Page promises: how far each request may grow, first come first served, so that no running request starves.
+"""Page promises: how far each request may grow, and who waits for one. No request starves for another.
 
 This is the queue of a decode. A room is announced before it waits here, and its prefill gives it nothing before it
 leaves. So the holder of a place here never waits for a request that waits for that place, whatever order the legs of
@@ -8,41 +8,95 @@ requests arrive in at several prefills and decodes: there is no deadlock.
 from __future__ import annotations
 
 import asyncio
-from collections import deque
+import bisect
+import itertools
+import math
 
 from kvflow.memory.allocator import PageAllocator
 from kvflow.protocols.errors import CapacityError, KvflowError
 
 RECHECK_S = 0.02  # rooms and writes free pages without an event, so waiting requests poll this often
 STUCK_S = 20.0  # without a running request what is not free is in quarantine: after this long, others may have pages
+DECAY_STEPS, LEAST_SHARE, RETRACT_STEPS = 600, 0.14, 20  # of SGLang's scheduler
+MOST_TOKENS_AHEAD = 4096  # no more than so many new tokens count in a promise, as at SGLang
+
+
+class NewTokenRatio:
+    """The share of the new tokens still to come for which a request is promised pages; 1.0 is the worst case.
+
+    Below 1 it decays with every step, since requests end early more often than not, and a retract raises it to what
+    the running requests have shown (SGLang's scheduler does the same).
+    """
+
+    def __init__(self, initial: float = 1.0) -> None:
+        self.now = self._initial = initial
+        self._least = initial * LEAST_SHARE if initial < 1 else 1.0
+
+    def stepped(self, steps: int) -> None:
+        self.now = max(self._least, self.now - steps * (self._initial - self._least) / DECAY_STEPS)
+
+    def retracted(self, generated: int, limit: int, running: int) -> None:
+        """`running` requests have `generated` tokens of the `limit` that they may generate, all together."""
+        self.now = max(self.now, min(1.0, (generated + RETRACT_STEPS * running) / max(1, limit)))
+
+    def rest(self) -> None:
+        """No request runs."""
+        self.now = self._initial
 
 
 class Admission:
-    """A promise of `total` pages to one request, `taken` of which it owns already. `release` is idempotent."""
+    """A promise of pages to one request: `base` at least, `total` at worst, of which it owns `taken` already, and of a
+    row where the pool has rows. `release` is idempotent."""
 
-    __slots__ = ("_budget", "granted", "taken", "total")
+    __slots__ = ("_budget", "away", "base", "granted", "number", "priority", "row_taken", "taken", "total")
 
-    def __init__(self, budget: PageBudget, total: int, taken: int) -> None:
-        self._budget, self.total, self.taken = budget, total, taken
+    def __init__(self, budget: PageBudget, total: int, taken: int, base: int, priority: int, number: int) -> None:
+        self._budget, self.total, self.taken, self.base = budget, total, taken, base
+        self.priority, self.number = priority, number
+        self.away = False  # it ran, and has been retracted
+        self.row_taken = bool(taken)
         self.granted: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
     def took(self, pages: int) -> None:
-        """Record that the request owns that many more pages of the promise."""
+        """Record that the request owns that many more pages of the promise, and its row."""
         self.taken = min(self.total, self.taken + pages)
+        self.row_taken = True
 
     def release(self) -> None:
         """End the promise; call it when the request's pages have been given back."""
         self._budget.forget(self)
 
+    @property
+    def opening(self) -> int:
+        """Pages that it needs to begin, and has not taken yet."""
+        return max(0, self.base - self.taken)
+
+    @property
+    def place(self) -> tuple[bool, int, int]:
+        """In the queue: what was retracted comes first, since its reader has seen tokens; then priority, then age."""
+        return not self.away, -self.priority, self.number
+
+    def outstanding(self, ratio: float, most_ahead: int) -> int:
+        """How many pages it is still promised."""
+        known = max(self.base, self.taken)
+        later = self.total - known
+        return known - self.taken + (later if ratio >= 1 else math.ceil(min(later, most_ahead) * ratio))
+
 
 class PageBudget:
-    """Free pages minus promised pages, to `most` requests at a time; a promise covers the worst case of its request."""
+    """Free pages minus promised pages, to `most` requests at a time."""
 
-    def __init__(self, pages: PageAllocator, most: int = 1 << 30) -> None:
-        self._pages, self._most = pages, most
+    def __init__(
+        self, pages: PageAllocator, most: int = 1 << 30, *, rows: PageAllocator | None = None,
+        ratio: NewTokenRatio | None = None, page_size: int = 1,
+    ) -> None:  # fmt: skip
+        """`rows`: of a pool that has some, every request needs one."""
+        self._pages, self._rows, self._most = pages, rows, most
+        self._ratio, self._most_ahead = ratio or NewTokenRatio(), -(-MOST_TOKENS_AHEAD // page_size)
         self.capacity = pages.capacity
         self._live: set[Admission] = set()
-        self._waiting: deque[Admission] = deque()
+        self._waiting: list[Admission] = []  # in order of their places
+        self._numbers = itertools.count()
         self._timer: asyncio.TimerHandle | None = None
         self._stuck_since_s: float | None = None
 
@@ -50,28 +104,41 @@ class PageBudget:
     def waiting(self) -> int:
         return len(self._waiting)
 
+    @property
+    def spare(self) -> int:
+        """Free pages that running requests may grow into: the others are for requests that are about to begin."""
+        return self._pages.free_pages - sum(a.opening for a in self._live)
+
     def check(self, total: int, what: str = "pages for prompt + max_new_tokens") -> None:
         """Raises: CapacityError for a request that can never fit."""
         if total > self.capacity:
             raise CapacityError(what, total, self.capacity)
 
-    async def admit(self, total: int, taken: int = 0) -> Admission:
-        """Wait until `total` pages can be promised, first come first served.
+    async def admit(self, total: int, taken: int = 0, *, base: int | None = None, priority: int = 0) -> Admission:
+        """Wait until `base` pages (`total`, by default) and a share of the others can be promised, in order of priority
+        and arrival.
 
         Raises: CapacityError for a request that can never fit, for one that owns `taken` pages while no running request
         is left that could free more (its own pages may be all that the next one needs), and after `STUCK_S` without
         a running request in which too few pages have come back.
         """
         self.check(total)
-        admission = Admission(self, total, taken)
-        self._waiting.append(admission)
-        self._grant()
+        admission = Admission(self, total, taken, total if base is None else base, priority, next(self._numbers))
+        self._enqueue(admission)
         try:
             await admission.granted
         except BaseException:
             self.forget(admission)
             raise
         return admission
+
+    def retract(self, admission: Admission, base: int) -> None:
+        """Its request gives its pages back, and waits for `base` pages to begin again: `granted` tells when."""
+        self._live.discard(admission)
+        admission.away, admission.taken, admission.row_taken, admission.base = True, 0, False, base
+        admission.total = max(admission.total, base)
+        admission.granted = asyncio.get_running_loop().create_future()
+        self._enqueue(admission)
 
     def forget(self, admission: Admission) -> None:
         self._live.discard(admission)
@@ -81,24 +148,29 @@ class PageBudget:
             self._waiting.remove(admission)
         self._grant()
 
+    def _enqueue(self, admission: Admission) -> None:
+        bisect.insort(self._waiting, admission, key=lambda a: a.place)
+        self._grant()
+
     def _grant(self) -> None:
         while self._waiting:
             head = self._waiting[0]
             if head.granted.done():  # cancelled in this turn of the loop, before its own `forget` has run
-                self._waiting.popleft()
+                self._waiting.pop(0)
                 continue
             if len(self._live) >= self._most:
                 break
-            promised = sum(a.total - a.taken for a in self._live)
-            spare = self._pages.free_pages - promised
-            if head.total - head.taken > spare:
+            ratio, ahead = self._ratio.now, self._most_ahead
+            asked = head.outstanding(ratio, ahead)
+            spare = self._pages.free_pages - sum(a.outstanding(ratio, ahead) for a in self._live)
+            rows = self._spare_rows()
+            if asked > spare or (rows < 1 and not head.row_taken):
                 if self._live or not (head.taken or self._stuck()):
                     break
-                self._waiting.popleft()
-                what = "pages to grow" if head.taken else "free pages, and no running request will free more"
-                head.granted.set_exception(CapacityError(what, head.total - head.taken, max(0, spare)))
+                self._waiting.pop(0)
+                head.granted.set_exception(_never(head, asked, spare, rows))
                 continue
-            self._waiting.popleft()
+            self._waiting.pop(0)
             self._live.add(head)
             self._stuck_since_s = None
             head.granted.set_result(None)
@@ -106,6 +178,9 @@ class PageBudget:
             self._stuck_since_s = None
         elif self._timer is None:
             self._timer = asyncio.get_running_loop().call_later(RECHECK_S, self._recheck)
+
+    def _spare_rows(self) -> int:
+        return 1 if self._rows is None else self._rows.free_pages - sum(not a.row_taken for a in self._live)
 
     def _stuck(self) -> bool:
         """Whether the pages that are missing have not come back for `STUCK_S`, with no request running."""
@@ -122,7 +197,15 @@ class PageBudget:
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
-        for admission in list(self._waiting):
-            self._waiting.remove(admission)
+        waiting, self._waiting = self._waiting, []
+        for admission in waiting:
             if not admission.granted.done():
                 admission.granted.set_exception(error)
+
+
+def _never(head: Admission, asked: int, spare: int, rows: int) -> CapacityError:
+    if head.taken:
+        return CapacityError("pages to grow", asked, max(0, spare))
+    if asked > spare:
+        return CapacityError("free pages, and no running request will free more", asked, max(0, spare))
+    return CapacityError("free rows, and no running request will free more", 1, max(0, rows))

@@ -16,36 +16,75 @@ from kvflow.engine.scheduler.adjustments import Adjustments
 from kvflow.engine.scheduler.budget import Admission
 from kvflow.engine.scheduler.params import SamplingParams, TokenOut, finish
 from kvflow.engine.scheduler.sampling import Choice, Draw, choose
+from kvflow.memory.residency import Resident
 from kvflow.protocols.errors import KvflowError
 
 # Steps that are shorter share a delivery: each wakes the event loop, which then takes the interpreter from the model.
 DELIVER_EVERY_S = 0.01
 
 
-class DecodeRequest:
-    """One sequence of the batch; `tokens` carries its tokens, or the error that ended it, to its reader."""
+RECOMPUTED_PER_STEP = 512  # tokens of retracted requests: the others of a batch wait for them
 
-    __slots__ = ("adjustments", "admission", "limit", "number", "params", "retired", "seed", "sequence", "tokens")
+
+class DecodeRequest:
+    """One sequence of the batch; `tokens` carries its tokens, or the error that ended it, to its reader.
+
+    What prefill has handed over is its own (I9). What it holds of the pool, or of host memory, is its `resident`.
+    """
+
+    __slots__ = (
+        "adjustments", "admission", "limit", "move", "number", "params", "protected_until", "resident", "seed",
+        "sequence", "tokens",
+    )  # fmt: skip
 
     def __init__(
-        self, number: int, sequence: Sequence, params: SamplingParams, limit: int, admission: Admission,
-        adjustments: Adjustments | None,
+        self, number: int, sequence: Sequence, resident: Resident, params: SamplingParams, limit: int,
+        admission: Admission, adjustments: Adjustments | None,
     ) -> None:  # fmt: skip
         self.number, self.sequence, self.params, self.limit, self.admission = number, sequence, params, limit, admission
+        self.resident = resident
         self.adjustments = adjustments
         self.seed = params.seed_or_random()
-        self.retired = False  # its pages have been given back
+        self.move: asyncio.Task[None] | None = None  # while it is retracted
+        self.protected_until = 0
         self.tokens: asyncio.Queue[TokenOut | KvflowError] = asyncio.Queue()
+
+    @property
+    def generated(self) -> int:
+        return self.sequence.length - self.sequence.prompt_length
 
     @property
     def tokens_left(self) -> int:
         """How many it may still generate."""
-        return self.limit - self.sequence.length + self.sequence.prompt_length
+        return self.limit - self.generated
+
+    @property
+    def protected(self) -> bool:
+        """It has come back, and has not generated a page of tokens since."""
+        return self.generated < self.protected_until
+
+    def pages_missing(self, steps: int) -> int:
+        """How many more pages its next `steps` tokens need."""
+        s = self.sequence
+        return s.pages_missing(s.length - 1 + min(steps, self.tokens_left))
+
+    def came_back(self, sequence: Sequence, adjustments: Adjustments | None) -> None:
+        """The same tokens, at other places of the pool."""
+        self.sequence, self.adjustments = sequence, adjustments
+        self.protected_until = self.generated + sequence.page_size
+
+    def recomputed_row(self, most: int, *, one_by_one: bool) -> Row:
+        """Tokens whose state it computes once more, at most `most`; with them its next token, if they are the last."""
+        s = self.sequence
+        left = s.length - s.computed
+        if one_by_one:  # the generated ones in steps of one token, as they were computed before
+            left = max(1, s.prompt_length - s.computed)
+        new = min(left, most)
+        return Row(s, new, int(s.computed + new == s.length))
 
     def token_out(self, choice: Choice, eos_ids: frozenset[int]) -> TokenOut:
         """The token that was appended last, as its reader gets it."""
-        generated = self.sequence.length - self.sequence.prompt_length
-        reason, matched = finish(choice.token_id, generated, self.limit, self.params, eos_ids)
+        reason, matched = finish(choice.token_id, self.generated, self.limit, self.params, eos_ids)
         return TokenOut(*choice[:3], reason, matched, choice.asked_logprobs)
 
 
@@ -62,11 +101,14 @@ class Burst:
 
     def __init__(
         self, runner: Runner, eos_ids: frozenset[int], *, deliver: Callable[[list[Tokens]], None],
-        is_running: Callable[[DecodeRequest], bool], goes_on: Callable[[], bool],
+        is_running: Callable[[DecodeRequest], bool], goes_on: Callable[[], bool], one_by_one: bool = False,
     ) -> None:  # fmt: skip
-        """`deliver` is called on the event loop with the tokens of one or more steps, in order: at once with a
+        """`one_by_one`: generated tokens that are computed again are so in steps of one token, for models whose state
+        would be another one.
+
+        `deliver` is called on the event loop with the tokens of one or more steps, in order: at once with a
         request's last one, else within `DELIVER_EVERY_S` and a step."""
-        self._runner, self._eos_ids = runner, eos_ids
+        self._runner, self._eos_ids, self._one_by_one = runner, eos_ids, one_by_one
         self._deliver, self._is_running, self._goes_on = deliver, is_running, goes_on
 
     def run(self, batch: list[DecodeRequest], most_steps: int, loop: asyncio.AbstractEventLoop) -> None:
@@ -83,9 +125,10 @@ class Burst:
                     return
                 tokens = self._step(batch)
                 held.append(tokens)
-                batch = [request for request, out in tokens if out.finish_reason is None]
+                ended = {request for request, out in tokens if out.finish_reason is not None}
+                batch = [request for request in batch if request not in ended] if ended else batch
                 now = time.monotonic()
-                if len(batch) < len(tokens) or now - delivered_at_s >= DELIVER_EVERY_S:
+                if ended or now - delivered_at_s >= DELIVER_EVERY_S:
                     loop.call_soon_threadsafe(self._deliver, held)
                     held, delivered_at_s = [], now
         finally:
@@ -93,11 +136,32 @@ class Burst:
                 loop.call_soon_threadsafe(self._deliver, held)
 
     def _step(self, batch: list[DecodeRequest]) -> Tokens:
-        logits = self._runner.forward([Row(r.sequence, 1) for r in batch])
-        draws = [Draw(r.params, r.seed, r.sequence.length, r.adjustments) for r in batch]
+        rows, chosen = self._rows(batch)
+        logits = self._runner.forward(rows)
+        draws = [Draw(r.params, r.seed, r.sequence.length, r.adjustments) for r in chosen]
+        for row in rows:
+            row.sequence.computed += row.new
         tokens: Tokens = []
-        for request, choice in zip(batch, choose(logits, draws), strict=True):
-            request.sequence.computed += 1
+        for request, choice in zip(chosen, choose(logits, draws) if draws else (), strict=True):
             request.sequence.append(choice.token_id)
             tokens.append((request, request.token_out(choice, self._eos_ids)))
         return tokens
+
+    def _rows(self, batch: list[DecodeRequest]) -> tuple[list[Row], list[DecodeRequest]]:
+        """What a step computes, and the requests that get a token of it, in that order."""
+        left = RECOMPUTED_PER_STEP
+        rows: list[Row] = []
+        chosen: list[DecodeRequest] = []
+        for request in batch:
+            s = request.sequence
+            if s.length - s.computed == 1:
+                row = Row(s, 1)
+            elif left:
+                row = request.recomputed_row(left, one_by_one=self._one_by_one)
+                left -= row.new
+            else:
+                continue
+            rows.append(row)
+            if row.logits:
+                chosen.append(request)
+        return rows, chosen

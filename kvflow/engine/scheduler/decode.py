@@ -7,6 +7,7 @@ import itertools
 import time
 from collections.abc import AsyncGenerator
 from concurrent.futures import Executor
+from contextlib import suppress
 from functools import partial
 
 import msgspec
@@ -16,17 +17,22 @@ from kvflow.engine.model.load import LoadedModel
 from kvflow.engine.model.sequence import Prompt, Sequence
 from kvflow.engine.model.thread import ModelThread
 from kvflow.engine.scheduler.adjustments import adjustments_of
-from kvflow.engine.scheduler.budget import Admission, PageBudget
+from kvflow.engine.scheduler.budget import RECHECK_S, STUCK_S, Admission, NewTokenRatio, PageBudget
 from kvflow.engine.scheduler.burst import Burst, DecodeRequest, Tokens
 from kvflow.engine.scheduler.handoff import HandOff
 from kvflow.engine.scheduler.limits import EngineLimits
 from kvflow.engine.scheduler.loop import EngineLoop
-from kvflow.engine.scheduler.params import EngineLoad, SamplingParams, TokenOut
+from kvflow.engine.scheduler.params import EngineLoad, EngineRetractions, SamplingParams, TokenOut
+from kvflow.engine.scheduler.retraction import Retractions
 from kvflow.engine.scheduler.rooms import DecodeRoomPort
 from kvflow.engine.scheduler.sampling import Choice
 from kvflow.memory.allocator import PageAllocator
 from kvflow.memory.pool import PagedPool
-from kvflow.protocols.errors import Cause, Code, KvflowError, room_error
+from kvflow.memory.residency import Resident
+from kvflow.memory.snapshot import SnapshotStore
+from kvflow.protocols.errors import CapacityError, Cause, Code, KvflowError, room_error
+from kvflow.protocols.machines.residency import ResidencyPhase
+from kvflow.protocols.pages.layout import NO_PLACES, Places
 
 READERS_PER_TURN = 16  # who get tokens in one turn of the loop
 
@@ -36,13 +42,20 @@ class DecodeEngine(EngineLoop):
     worst case of pages cannot be promised."""
 
     def __init__(
-        self, model: LoadedModel, pool: PagedPool, pages: PageAllocator, executor: Executor, *, max_batch: int = 256
-    ) -> None:
-        """Raises: LayoutError when the pool is not this model's."""
+        self, model: LoadedModel, pool: PagedPool, pages: PageAllocator, executor: Executor, *, max_batch: int = 256,
+        new_token_ratio: float = 1.0, snapshots: SnapshotStore | None = None, recompute: bool = True,
+    ) -> None:  # fmt: skip
+        """`new_token_ratio`: the share of a request's new tokens for which it is promised pages. Below 1.0, requests
+        are retracted when the pool runs short: to host memory (`snapshots`), and where that is full or there is none,
+        they are computed again (`recompute`) or end in an error.
+
+        Raises: LayoutError when the pool is not this model's."""
         super().__init__("decode")
         self._runner = model.runner(pool)
         self._model, self._pages, self._page_size = model, pages, pool.layout.page_size
-        self._budget = PageBudget(pages, max_batch)
+        self._ratio = NewTokenRatio(new_token_ratio)
+        self._rows = pool.rows if pool.layout.num_rows else None
+        self._budget = PageBudget(pages, max_batch, rows=self._rows, ratio=self._ratio, page_size=self._page_size)
         self.limits = EngineLimits(model.context_length, model.vocab_size, self._page_size, self._budget.capacity)
         self._thread = ModelThread(executor, pages, self._runner.device)
         self._max_batch = max_batch
@@ -51,13 +64,29 @@ class DecodeEngine(EngineLoop):
         self._outgoing: dict[DecodeRequest, list[TokenOut | KvflowError]] = {}
         self._paused = False
         self._burst = Burst(
-            self._runner, model.eos_ids, deliver=self._deliver, is_running=self._is_running, goes_on=self._goes_on
-        )
+            self._runner, model.eos_ids, deliver=self._deliver, is_running=self._is_running, goes_on=self._goes_on,
+            one_by_one=self._rows is not None,
+        )  # fmt: skip
+        self._snapshots = snapshots
+        self._retractions = Retractions(
+            self._budget, self._ratio, snapshots, model.eos_ids, recompute=recompute,
+            back=self._join, failed=self._fail, moved=self._wake.set,
+        )  # fmt: skip
+        self._retract_all = False
+        self._short: dict[DecodeRequest, int] = {}  # who waits for pages to grow, and for how many
+        self._short_since_s: float | None = None
         self.steps = 0
+
+    async def close(self) -> None:
+        """End every request, and return when neither a step nor a copy runs, even if this coroutine is cancelled."""
+        try:
+            await super().close()
+        finally:
+            await self._retractions.close()
 
     def _fail_all(self, cause: Cause) -> None:
         self._budget.close(room_error(cause))
-        for request in list(self._running.values()):
+        for request in [*self._running.values(), *self._retractions.away]:
             self._fail(request, room_error(cause))
 
     def pause(self) -> None:
@@ -68,8 +97,17 @@ class DecodeEngine(EngineLoop):
         self._paused = False
         self._wake.set()
 
+    def retract_all(self) -> None:
+        """Retract every running request before the next step, whatever the pool has; they come back in their turn."""
+        self._retract_all = True
+        self._wake.set()
+
     def load(self) -> EngineLoad:
         return EngineLoad(len(self._running), self._budget.waiting)
+
+    @property
+    def retraction(self) -> EngineRetractions:
+        return self._retractions.report()
 
     def check(self, prompt: Prompt, params: SamplingParams) -> None:
         """Raises: MisuseError, CapacityError for a request that `admit` and `generate` would refuse."""
@@ -86,7 +124,9 @@ class DecodeEngine(EngineLoop):
         self._refuse_when_closing()
         self.check(prompt, params)
         started = time.perf_counter()
-        admission = await self._budget.admit(self.limits.worst_pages(prompt, self.limits.new_tokens(prompt, params)))
+        total = self.limits.worst_pages(prompt, self.limits.new_tokens(prompt, params))
+        base = self.limits.worst_pages(prompt, 1)
+        admission = await self._budget.admit(total, base=base, priority=params.priority)
         self.queue_seconds.observe(time.perf_counter() - started)
         return admission
 
@@ -111,7 +151,7 @@ class DecodeEngine(EngineLoop):
             limit = self.limits.new_tokens(prompt, params)
             if admission is None:
                 total = self.limits.worst_pages(prompt, limit)
-                admission = await self._budget.admit(total, len(room.pages))
+                admission = await self._budget.admit(total, len(room.pages), base=0, priority=params.priority)
             self._refuse_when_closing()
             request = self._take_over(number, room, prompt, params, limit, admission)
             out = self._first(request, handoff)
@@ -140,10 +180,12 @@ class DecodeEngine(EngineLoop):
         """Make the landed pages a sequence of this engine."""
         owner = ("sequence", number)
         sequence = Sequence(owner, prompt, limit, self._page_size)
-        sequence.add_pages(room.keep(owner))
+        places = Places(room.keep(owner), NO_PLACES)
+        resident = Resident(owner, places, pages=self._pages, rows=self._rows, store=self._snapshots)
+        sequence.add_pages(places.pages)
         sequence.computed = sequence.prompt_length
         adjustments = adjustments_of(params, sequence, self._model.eos_ids)
-        return DecodeRequest(number, sequence, params, limit, admission, adjustments)
+        return DecodeRequest(number, sequence, resident, params, limit, admission, adjustments)
 
     def _first(self, request: DecodeRequest, handoff: HandOff) -> TokenOut:
         """Prefill's token; unless it is the last one, the sequence joins the batch. Raises: WireError."""
@@ -154,18 +196,22 @@ class DecodeEngine(EngineLoop):
         if request.params.prompt_logprobs_from is not None:
             out = msgspec.structs.replace(out, prompt_logprobs=handoff.prompt_logprobs)
         if out.finish_reason is None:
-            self._running[request.number] = request
-            self._wake.set()
+            self._join(request)
         return out
 
+    def _join(self, request: DecodeRequest) -> None:
+        self._running[request.number] = request
+        self._wake.set()
+
     def _retire(self, request: DecodeRequest) -> None:
-        """Give the pages back; those that a step still uses become free when it has ended (I13). Idempotent."""
+        """Give back what it holds; what a step or a copy uses becomes free when that has ended (I13). Idempotent."""
         self._running.pop(request.number, None)
-        s = request.sequence
-        if not request.retired:  # not marked in the sequence, which a running step still reads
-            request.retired = True
-            self._pages.give_back(s.pages, s.owner)
-            self._wake.set()  # they are free at the end of the running burst
+        if request.resident.phase is ResidencyPhase.ENDED:
+            return
+        request.resident.close()
+        if request.move is not None:
+            request.move.cancel()
+        self._wake.set()  # they are free at the end of the running burst
 
     def _fail(self, request: DecodeRequest, error: KvflowError) -> None:
         self._running.pop(request.number, None)
@@ -178,12 +224,10 @@ class DecodeEngine(EngineLoop):
         loop = asyncio.get_running_loop()
         while not self._closing:
             self._wake.clear()
-            most_steps = 1 if self._budget.waiting else MOST_STEPS
-            running = [] if self._paused else list(self._running.values())[: self._max_batch]
-            batch = self._grown(running, most_steps)
+            batch, most_steps = self._next_batch()
             if not batch:
                 self._runner.rest()
-                await self._wake.wait()
+                await self._sleep()
                 continue
             try:
                 await self._thread.run([r.sequence for r in batch], partial(self._burst.run, batch, most_steps, loop))
@@ -192,6 +236,51 @@ class DecodeEngine(EngineLoop):
                 cause = self._failed("decode step", error)
                 for request in filter(self._is_running, batch):
                     self._fail(request, room_error(cause))
+
+    def _next_batch(self) -> tuple[list[DecodeRequest], int]:
+        """Who takes part in the next steps, and how many there are at most."""
+        if self._paused:
+            return [], 0
+        if self._retract_all:
+            self._retract_all = False
+            self._leave(list(self._running.values()))
+        if not self._running:
+            self._ratio.rest()
+        candidates = list(self._running.values())[: self._max_batch]
+        batch, most_steps, self._short = self._grown(candidates, 1 if self._budget.waiting else MOST_STEPS)
+        if self._short:
+            victims = self._retractions.victims(self._running.values(), self._short)
+            self._leave(victims)
+            batch = list(filter(self._is_running, batch)) if victims else batch
+        self._fail_stuck(batch)
+        return batch, most_steps
+
+    def _leave(self, victims: list[DecodeRequest]) -> None:
+        for victim in victims:
+            del self._running[victim.number]
+            self._retractions.retract(victim)
+
+    async def _sleep(self) -> None:
+        """Wait for a wake-up; rooms free pages without one, so with requests that are short of pages, poll."""
+        if not self._short:
+            await self._wake.wait()
+            return
+        with suppress(TimeoutError):
+            async with asyncio.timeout(RECHECK_S):
+                await self._wake.wait()
+
+    def _fail_stuck(self, batch: list[DecodeRequest]) -> None:
+        """Where neither steps nor copies can free pages, those missing are in quarantine: after a while, give up."""
+        now = asyncio.get_running_loop().time()
+        if batch or not self._short or self._retractions.coming_pages:
+            self._short_since_s = None
+        elif self._short_since_s is None:
+            self._short_since_s = now
+        elif now - self._short_since_s >= STUCK_S:
+            for request, missing in self._short.items():
+                what = "free pages to grow, and no running request will free more"
+                self._fail(request, CapacityError(what, missing, max(0, self._budget.spare)))
+            self._short = {}
 
     def _is_running(self, request: DecodeRequest) -> bool:
         return request.number in self._running
@@ -203,23 +292,36 @@ class DecodeEngine(EngineLoop):
         """
         return not (self._wake.is_set() or self._paused or self._closing or self._budget.waiting)
 
-    def _grown(self, batch: list[DecodeRequest], most_steps: int) -> list[DecodeRequest]:
-        """Give each request pages for its next tokens where it needs some; the promise makes sure that there are."""
+    def _grown(
+        self, batch: list[DecodeRequest], most_steps: int
+    ) -> tuple[list[DecodeRequest], int, dict[DecodeRequest, int]]:
+        """Give each request pages for its next tokens where it needs some: who has them, for how many steps, and who
+        goes without, with the pages that it misses for one step."""
         ready: list[DecodeRequest] = []
+        short: dict[DecodeRequest, int] = {}
         for request in batch:
-            s = request.sequence
-            try:
-                if missing := s.pages_missing(s.computed + min(most_steps, request.tokens_left)):
-                    s.add_pages(self._pages.take(missing, s.owner))
-                    request.admission.took(missing)
-                ready.append(request)
-            except KvflowError as error:
-                self._fail(request, error)
-        return ready
+            missing = request.pages_missing(most_steps)
+            if missing and missing > self._budget.spare:
+                missing = request.pages_missing(1)
+                if missing > self._budget.spare:
+                    short[request] = missing
+                    continue
+                most_steps = 1  # the others have pages for more, which they will use
+            if missing:
+                self._grow(request, missing)
+            ready.append(request)
+        return ready, most_steps, short
+
+    def _grow(self, request: DecodeRequest, count: int) -> None:
+        pages = self._pages.take(count, request.sequence.owner)
+        request.sequence.add_pages(pages)
+        request.resident.add(pages)
+        request.admission.took(count)
 
     def _deliver(self, steps: list[Tokens]) -> None:
         """What has ended gives its pages back now: its reader may be slow. Then tokens to their readers."""
         self.steps += len(steps)
+        self._ratio.stepped(len(steps))
         idle = not self._outgoing
         for request, out in itertools.chain.from_iterable(steps):
             if not self._is_running(request):

@@ -1,0 +1,265 @@
+"""Over-commitment: requests leave a full pool and come back, with the tokens of a pool that is never full."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import threading
+from typing import Any
+
+import pytest
+
+from kvflow.engine.model.load import LoadedModel
+from kvflow.engine.scheduler.budget import DECAY_STEPS, LEAST_SHARE, NewTokenRatio
+from kvflow.engine.scheduler.params import SamplingParams
+from kvflow.memory.copies import HostCopier
+from kvflow.memory.residency import Resident
+from kvflow.protocols.errors import AbortedError, CapacityError, HostMemoryError, KvflowError
+from kvflow.protocols.machines.residency import ResidencyPhase
+from tests.engine.pair import EnginePair, greedy, prompt_of, until
+
+SMALL = {"page_size": 4, "num_pages": 24, "source_pages": 512, "new_token_ratio": 0.2}
+PROMPTS = [prompt_of(8 + n, n) for n in range(12)]  # each needs 10 to 13 pages in the end
+NEW_TOKENS = 32
+HOST = {"snapshots": {"host_pages": 200}, "little": {"host_pages": 12}, "none": {}}
+
+
+async def expected(model: LoadedModel, params: list[SamplingParams]) -> list[list[int]]:
+    async with EnginePair(model) as roomy:
+        return [await roomy.tokens(p, given) for p, given in zip(PROMPTS, params, strict=False)]
+
+
+@pytest.mark.parametrize("host", HOST)
+async def test_a_small_pool_gives_the_same_tokens(llama: LoadedModel, host: str) -> None:
+    want = await expected(llama, [greedy(NEW_TOKENS)] * 12)
+    async with EnginePair(llama, **SMALL, **HOST[host]) as pair:
+        found = await asyncio.gather(*(pair.tokens(p, greedy(NEW_TOKENS)) for p in PROMPTS))
+        assert found == want
+        report = pair.decode.retraction
+        assert report.retracts > 0 and report.resumes + report.recomputes == report.retracts
+        assert bool(report.resumes) == (host != "none")
+        assert bool(report.recomputes) == (host != "snapshots")
+        await until(lambda: pair.home)
+        assert (report.retracted_now, report.host_bytes_used) == (0, 0)
+
+
+async def test_the_safe_mode_retracts_nobody(llama: LoadedModel) -> None:
+    async with EnginePair(llama, **{**SMALL, "new_token_ratio": 1.0}) as pair:
+        await asyncio.gather(*(pair.tokens(p, greedy(NEW_TOKENS)) for p in PROMPTS))
+        assert pair.decode.retraction.retracts == 0
+        await until(lambda: pair.home)
+
+
+async def test_without_host_memory_and_recomputation_the_reason_is_told(llama: LoadedModel) -> None:
+    want = await expected(llama, [greedy(NEW_TOKENS)] * 12)
+    async with EnginePair(llama, **SMALL, host_pages=12, recompute=False) as pair:
+        runs = (pair.tokens(p, greedy(NEW_TOKENS)) for p in PROMPTS)
+        found = await asyncio.gather(*runs, return_exceptions=True)
+        failed = [f for f in found if isinstance(f, BaseException)]
+        assert failed and all(isinstance(f, HostMemoryError) for f in failed)
+        assert "pages of host memory" in str(failed[0])
+        assert all(f == w for f, w in zip(found, want, strict=True) if not isinstance(f, BaseException))
+        await until(lambda: pair.home)
+
+
+SAMPLED = SamplingParams(
+    temperature=0.9, top_k=20, seed=5, max_new_tokens=NEW_TOKENS, ignore_eos=True, frequency_penalty=0.4, logprobs=2
+)
+
+
+@pytest.mark.parametrize("params", [greedy(NEW_TOKENS), SAMPLED], ids=["greedy", "sampled with penalties"])
+@pytest.mark.parametrize("after", [[1], [9], [9, 10, 25]], ids=str)
+@pytest.mark.parametrize("host", ["snapshots", "none"])
+async def test_everybody_is_retracted_in_mid_decode(
+    llama: LoadedModel, host: str, after: list[int], params: SamplingParams
+) -> None:
+    """Also between landing and the first step (after prefill's one token)."""
+    prompts = PROMPTS[:4]
+    async with EnginePair(llama, page_size=4) as roomy:
+        want = [await roomy.outputs(p, params) for p in prompts]
+    async with EnginePair(llama, page_size=4, **HOST[host]) as pair:
+        marks = iter(after)
+        tokens = [pair_stream(pair, p, params) for p in prompts]
+        got: list[list[Any]] = [[await anext(stream)] for stream in tokens]
+        mark = next(marks, 0)
+        while len(got[0]) < len(want[0]):
+            if len(got[0]) == mark:
+                before = pair.decode.retraction.retracts
+                pair.decode.retract_all()
+                await until(lambda seen=before: pair.decode.retraction.retracts > seen)  # type: ignore[misc]
+                mark = next(marks, 0)
+            for outs, stream in zip(got, tokens, strict=True):
+                outs.append(await anext(stream))
+        for stream in tokens:
+            await stream.aclose()
+        assert [[o.token_id for o in outs] for outs in got] == [[o.token_id for o in outs] for outs in want]
+        assert pair.decode.retraction.retracts >= len(after)
+        await until(lambda: pair.home)
+
+
+def pair_stream(pair: EnginePair, prompt: list[int], params: SamplingParams) -> Any:
+    async def run() -> Any:
+        admission = await pair.decode.admit(prompt, params)
+        room = pair.room(prompt)
+        leg = asyncio.ensure_future(pair.prefill.prefill(room.prefill_half, prompt, params))
+        try:
+            async for out in pair.decode.generate(room, prompt, params, admission):
+                yield out
+        finally:
+            await asyncio.wait([leg])
+
+    return run()
+
+
+class Gate:
+    """Copies wait in their thread until it is open."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.entered, self.open = threading.Event(), threading.Event()
+        real = HostCopier.copy
+
+        def gated(blocks: Any) -> None:
+            self.entered.set()
+            assert self.open.wait(20)
+            real(blocks)
+
+        monkeypatch.setattr(HostCopier, "copy", staticmethod(gated))
+
+
+@pytest.mark.parametrize("phase", [ResidencyPhase.LEAVING, ResidencyPhase.AWAY, ResidencyPhase.RETURNING])
+@pytest.mark.parametrize("how", ["abort", "engine closed"])
+async def test_a_request_ends_while_it_is_away(
+    llama: LoadedModel, monkeypatch: pytest.MonkeyPatch, phase: ResidencyPhase, how: str
+) -> None:
+    """Host memory and pages come home once, when no copy uses them."""
+    residents: list[Resident] = []
+    real = Resident.__init__
+
+    def noted(self: Resident, *args: Any, **more: Any) -> None:
+        real(self, *args, **more)
+        residents.append(self)
+
+    monkeypatch.setattr(Resident, "__init__", noted)
+    async with EnginePair(llama, page_size=4, num_pages=16, host_pages=64) as pair:
+        stream = pair_stream(pair, PROMPTS[0], greedy(NEW_TOKENS))
+        for _ in range(6):
+            await anext(stream)
+        gate = Gate(monkeypatch)
+        if phase is ResidencyPhase.AWAY:
+            pair.decode._budget._most = 0  # nothing is admitted again
+        pair.decode.retract_all()
+        await until(gate.entered.is_set)
+        if phase is not ResidencyPhase.LEAVING:
+            gate.open.set()
+        if phase is ResidencyPhase.RETURNING:
+            gate.open.clear()
+        await until(lambda: residents[0].phase is phase)
+        closing = asyncio.ensure_future(stream.aclose() if how == "abort" else pair.decode.close())
+        await asyncio.sleep(0)
+        gate.open.set()
+        await closing
+        if how != "abort":
+            with pytest.raises(AbortedError):
+                while True:
+                    await anext(stream)
+        await until(lambda: pair.home)
+        assert residents[0].phase is ResidencyPhase.ENDED
+
+
+@pytest.mark.parametrize("seed", range(4))
+async def test_aborts_at_random_in_a_small_pool(llama: LoadedModel, seed: int) -> None:
+    print("seed", seed)
+    dice = random.Random(seed)
+    want = await expected(llama, [greedy(NEW_TOKENS)] * 12)
+    async with EnginePair(llama, **SMALL, host_pages=20) as pair:
+
+        async def one(n: int, leaves_after: int) -> list[int]:
+            stream = pair_stream(pair, PROMPTS[n], greedy(NEW_TOKENS))
+            got: list[int] = []
+            async for out in stream:
+                got.append(out.token_id)
+                if len(got) == leaves_after:
+                    break
+            await stream.aclose()
+            return got
+
+        leaving = [dice.randrange(1, NEW_TOKENS) if dice.random() < 0.3 else NEW_TOKENS for _ in PROMPTS]
+        found = await asyncio.gather(*(one(n, after) for n, after in enumerate(leaving)))
+        assert found == [w[:after] for w, after in zip(want, leaving, strict=True)]
+        await until(lambda: pair.home)
+
+
+async def test_a_failed_copy_ends_its_request_alone(llama: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    async with EnginePair(llama, page_size=4, host_pages=64) as pair:
+        stream = pair_stream(pair, PROMPTS[0], greedy(NEW_TOKENS))
+        await anext(stream)
+
+        def broken(_: object) -> None:
+            raise OSError("no")
+
+        with monkeypatch.context() as patch:
+            patch.setattr(HostCopier, "copy", staticmethod(broken))
+            pair.decode.retract_all()
+            with pytest.raises(KvflowError, match="moving a retracted request failed: OSError"):
+                while True:
+                    await anext(stream)
+        await until(lambda: pair.home)
+        assert len(await pair.tokens(PROMPTS[1], greedy(5))) == 5
+
+
+async def test_a_request_that_nobody_can_make_room_for_is_told(
+    llama: LoadedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvflow.engine.scheduler.decode.STUCK_S", 0.1)
+    async with EnginePair(llama, **SMALL) as pair:
+        stream = pair_stream(pair, PROMPTS[0], greedy(NEW_TOKENS))
+        await anext(stream)
+        lost = pair.target.pages.take(pair.target.pages.free_pages, "quarantine")
+        with pytest.raises(CapacityError, match="no running request will free more: asked for 1, limit 0"):
+            while True:
+                await anext(stream)
+        pair.target.pages.give_back(lost, "quarantine")
+        await until(lambda: pair.home)
+
+
+async def test_who_leaves(llama: LoadedModel) -> None:
+    """Lower priority first, then fewer generated tokens, then the later one; the last one stays."""
+    async with EnginePair(llama, page_size=4, num_pages=200) as pair:
+        engine = pair.decode
+        priorities = [1, 0, 0, 0]
+        streams = [pair_stream(pair, PROMPTS[n], greedy(NEW_TOKENS, priority=p)) for n, p in enumerate(priorities)]
+        for n, stream in enumerate(streams):
+            await anext(stream)
+            if n < 2:
+                await anext(stream)
+        engine.pause()
+        await until(lambda: len(engine._running) == 4)
+        running = list(engine._running.values())
+        for request, generated in zip(running, (2, 9, 5, 5), strict=True):
+            request.sequence.length = request.sequence.prompt_length + generated
+        order = engine._retractions.victims(running, {running[0]: 10_000})
+        assert [r.number for r in order] == [running[n].number for n in (3, 2, 1)]
+        running[3].protected_until = 50
+        order = engine._retractions.victims(running, {running[0]: 10_000})
+        assert [r.number for r in order] == [running[n].number for n in (2, 1, 0)], "it has just come back"
+        assert engine._retractions.victims(running[:1], {running[0]: 1}) == []
+        for stream in streams:
+            await stream.aclose()
+        await until(lambda: pair.home)
+
+
+def test_the_ratio_decays_and_is_raised_by_a_retract() -> None:
+    ratio = NewTokenRatio(0.5)
+    ratio.stepped(DECAY_STEPS // 2)
+    assert ratio.now == pytest.approx(0.5 * (1 + LEAST_SHARE) / 2)
+    ratio.stepped(10 * DECAY_STEPS)
+    assert ratio.now == pytest.approx(0.5 * LEAST_SHARE)
+    ratio.retracted(generated=300, limit=1000, running=5)
+    assert ratio.now == pytest.approx(0.4)
+    ratio.retracted(generated=0, limit=1000, running=1)
+    assert ratio.now == pytest.approx(0.4), "a retract never lowers it"
+    ratio.rest()
+    assert ratio.now == 0.5
+    safe = NewTokenRatio()
+    safe.stepped(1000)
+    assert safe.now == 1.0
