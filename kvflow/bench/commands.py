@@ -181,11 +181,14 @@ def offload(
     pages: Annotated[int, typer.Option(help="Scattered pages of 2 MiB.", min=1)] = 512,
     rounds: Annotated[int, typer.Option(help="Interleaved rounds.", min=1)] = 10,
     order: Annotated[str, typer.Option(help="page_first, layer_first, or both with a comma.")] = "page_first",
+    batch: Annotated[
+        int, typer.Option(help="Sequences that the demo model decodes beside the copies; 0 = no steps.", min=0)
+    ] = 8,
     as_json: AsJson = False,
 ) -> None:
     """Snapshots: GB/s of copy-out and restore, divided by one large memcpy of the same run.
 
-    Needs 4 GiB of memory at 512 pages.
+    And the time of decode steps beside them, divided by that of steps alone. Needs 4 GiB of memory at 512 pages.
     """
     from kvflow.bench.offload import OffloadPlan, bench_offload
     from kvflow.memory.past_caches import copying_environment
@@ -193,7 +196,7 @@ def offload(
     environment = copying_environment(os.environ)
     if environment != dict(os.environ):  # as the roles that copy are started: it is read once, before the program
         os.execve(sys.executable, sys.orig_argv, environment)
-    _report(bench_offload(OffloadPlan(pages, rounds, tuple(order.split(","))), _say), as_json)
+    _report(bench_offload(OffloadPlan(pages, rounds, tuple(order.split(",")), batch), _say), as_json)
 
 
 @app.command()

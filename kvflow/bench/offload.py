@@ -1,5 +1,6 @@
 """How fast pages leave a pool for host memory and come back, as a ratio to one large memcpy of as many bytes between
-the same two memories, interleaved in one run; and how long the event loop stood still meanwhile."""
+the same two memories, interleaved in one run; how long the event loop stood still meanwhile, and how much slower the
+decode steps of a model are beside it (`offload_steps`)."""
 
 from __future__ import annotations
 
@@ -8,7 +9,7 @@ import ctypes
 import statistics
 import time
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -19,6 +20,9 @@ from kvflow.protocols.errors import MisuseError
 from kvflow.protocols.pages.kinds import ROW, StateKind
 from kvflow.protocols.pages.layout import Order, Places, PoolLayout, build_layout
 
+if TYPE_CHECKING:
+    from kvflow.bench.offload_steps import DecodeBatch
+
 PAGE_SIZE, LAYERS, HEADS, DIM = 16, 32, 8, 128  # 2 MiB a page
 ROW_ELEMENTS = 1 << 16
 _FILL_WORDS = 1 << 20
@@ -28,25 +32,37 @@ Say = Callable[[str], None]
 
 
 class OffloadPlan(NamedTuple):
-    """`pages` of 2 MiB, scattered over a pool; `rounds` interleaved turns of each way."""
+    """`pages` of 2 MiB, scattered over a pool; `rounds` interleaved turns of each way; steps of `batch` sequences (0:
+    none) for at least `steps_s` beside each."""
 
     pages: int = 512
     rounds: int = 10
     orders: tuple[str, ...] = ("page_first",)
+    batch: int = 8
+    steps_s: float = 0.5
 
 
 async def bench_offload(plan: OffloadPlan, say: Say) -> dict[str, Any]:
     """Raises: LayoutError when there is not enough memory, MisuseError for a copy that came back with other bytes."""
-    return {order: await _one_order(plan, order, say) for order in plan.orders}
+    if not plan.batch:
+        return {order: await _one_order(plan, order, None, say) for order in plan.orders}
+    from kvflow.bench.offload_steps import make_batch  # imports torch
+
+    steps = await make_batch(plan.batch)
+    try:
+        return {order: await _one_order(plan, order, steps, say) for order in plan.orders}
+    finally:
+        steps.pool.close()
 
 
-async def _one_order(plan: OffloadPlan, order: str, say: Say) -> dict[str, Any]:
+async def _one_order(plan: OffloadPlan, order: str, steps: DecodeBatch | None, say: Say) -> dict[str, Any]:
     pool = await asyncio.to_thread(PagedPool.allocate, _layout(plan.pages * SPREAD, order), shared=False)
     limit_bytes = plan.pages * pool.layout.page_bytes + pool.layout.row_bytes
     store = await asyncio.to_thread(SnapshotStore, pool, limit_bytes, num_rows=1)
     try:
         await asyncio.to_thread(_fill, pool)
-        return await _rounds(plan, order, pool, store, say)
+        report = await _rounds(plan, order, pool, store, say)
+        return report if steps is None else report | {"beside_steps": await _beside_steps(plan, pool, store, steps)}
     finally:
         await store.close()
         pool.close()
@@ -94,6 +110,37 @@ async def _rounds(plan: OffloadPlan, order: str, pool: PagedPool, store: Snapsho
         line = f"{order} {turn}: " + ", ".join(f"{way} {total_bytes / s / 1e9:.2f} GB/s" for way, s in took.items())
         await asyncio.to_thread(say, line)  # printing is no part of what may hold up the loop
     return _report(plan, total_bytes, seconds) | ticker.stalls()
+
+
+async def _beside_steps(plan: OffloadPlan, pool: PagedPool, store: SnapshotStore, steps: DecodeBatch) -> dict[str, Any]:
+    from kvflow.bench.offload_steps import BesideSteps, keep_busy
+
+    pages = np.random.default_rng(2).permutation(pool.layout.num_pages)[: plan.pages].astype(np.int32)
+    places = Places(pages, np.zeros(1, dtype=np.int32))  # all of the pool belongs to the rounds before
+    total_bytes = plan.pages * pool.layout.page_bytes
+
+    async def copy_out() -> float:
+        began_s = time.perf_counter()
+        held = await store.take(places)
+        took_s = time.perf_counter() - began_s
+        held.close()
+        return took_s
+
+    async def restore() -> float:
+        began_s = time.perf_counter()
+        await store.restore(kept, places)
+        return time.perf_counter() - began_s
+
+    beside = BesideSteps(steps, plan.steps_s)
+    for _ in range(plan.rounds):
+        await beside.quiet()
+        await beside.work("busy_core", lambda: asyncio.to_thread(keep_busy))
+        await beside.work("memcpy", lambda: asyncio.to_thread(_memcpy, pool, store, total_bytes))
+        await beside.work("copy_out", copy_out)
+        kept = await store.take(places)
+        await beside.work("restore", restore)
+        kept.close()
+    return beside.report()
 
 
 def _memcpy(pool: PagedPool, store: SnapshotStore, total_bytes: int) -> float:

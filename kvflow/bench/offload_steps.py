@@ -1,0 +1,133 @@
+"""What copies between a pool and host memory cost the decode steps of a model beside them, and steps the copies.
+
+Steps of the demo model run in their thread, as a decode runs them. Each round has them alone, beside a busy core that
+touches no memory, beside one large memcpy, which nothing that moves as many bytes undercuts, beside copy-outs and
+beside restores: a step's time divided by that of the same round's quiet steps. What a busy core costs already is the
+machine's lack of cores; what a memcpy costs beyond it, memory bandwidth; what copies cost beyond that, kvflow.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import statistics
+import threading
+import time
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import numpy as np
+import torch
+
+from kvflow.demo_model import DEMO_MODEL_DIR
+from kvflow.engine.model.ahead import MOST_STEPS
+from kvflow.engine.model.load import LoadedModel, load_model
+from kvflow.engine.model.sequence import Sequence
+from kvflow.engine.model.step import Row
+from kvflow.memory.pool import PagedPool
+from kvflow.protocols.pages.layout import build_layout
+
+PAGE_SIZE, PROMPT_TOKENS, NEW_TOKENS = 16, 64, 128
+Times = dict[str, list[float]]
+
+
+class DecodeBatch:
+    """Sequences that decode for ever: at their last token they go back to their prompts. Blocks; for threads."""
+
+    def __init__(self, model: LoadedModel, batch: int) -> None:
+        """Raises: LayoutError when there is not enough memory."""
+        each = -(-(PROMPT_TOKENS + NEW_TOKENS) // PAGE_SIZE)
+        streams = [(name, dtype, tuple(shape)) for name, dtype, shape in model.streams]
+        layout = build_layout(streams, page_size=PAGE_SIZE, num_pages=batch * each, fingerprint=model.fingerprint)
+        self.pool = PagedPool.allocate(layout, shared=False)
+        self._runner = model.runner(self.pool)
+        scattered = np.random.default_rng(1).permutation(batch * each).astype(np.int32).reshape(batch, each)
+        prompt = np.arange(PROMPT_TOKENS) % model.vocab_size
+        self._sequences = [Sequence(i, prompt, NEW_TOKENS, PAGE_SIZE) for i in range(batch)]
+        for sequence, pages in zip(self._sequences, scattered, strict=True):
+            sequence.add_pages(pages)
+        self._append(self._runner.forward([Row(s, PROMPT_TOKENS) for s in self._sequences]), PROMPT_TOKENS)
+
+    def steps_until(self, stop: threading.Event) -> list[float]:
+        """Seconds of each step, as many as there are before `stop` is set."""
+        seconds: list[float] = []
+        while not stop.is_set():
+            if self._sequences[0].tokens.size - self._sequences[0].length < MOST_STEPS:
+                for sequence in self._sequences:
+                    sequence.computed, sequence.length = PROMPT_TOKENS, PROMPT_TOKENS + 1
+            began_s = time.perf_counter()
+            self._append(self._runner.forward([Row(s, 1) for s in self._sequences]), 1)
+            seconds.append(time.perf_counter() - began_s)
+        return seconds
+
+    def _append(self, logits: torch.Tensor, computed: int) -> None:
+        for sequence, token in zip(self._sequences, logits.argmax(dim=-1).tolist(), strict=True):
+            sequence.computed += computed
+            sequence.append(token)
+
+
+async def make_batch(batch: int) -> DecodeBatch:
+    """Of the demo model, on one CPU thread, as roles run it by default."""
+    torch.set_num_threads(1)
+    return await asyncio.to_thread(lambda: DecodeBatch(load_model(str(DEMO_MODEL_DIR)), batch))
+
+
+def keep_busy() -> float:
+    """A core, and no memory, without the GIL. Returns its seconds."""
+    block, began_s = bytes(1 << 16), time.perf_counter()
+    for _ in range(1 << 9):
+        hashlib.sha256(block)
+    return time.perf_counter() - began_s
+
+
+class BesideSteps:
+    """Times of steps, and of what else is done, each alone and beside the other."""
+
+    def __init__(self, steps: DecodeBatch, at_least_s: float) -> None:
+        self._steps, self._at_least_s = steps, at_least_s
+        self._step_s: Times = {}  # by what was beside them, one mean a round
+        self._slowest_s: Times = {}
+        self._work_s: Times = {}
+        self._alone_s: Times = {}
+
+    async def quiet(self) -> None:
+        """Steps alone, with which the round begins."""
+
+        async def wait() -> float:
+            await asyncio.sleep(self._at_least_s)
+            return self._at_least_s
+
+        await self._steps_beside("quiet", wait)
+
+    async def work(self, name: str, work: Callable[[], Awaitable[float]]) -> None:
+        """Some work, which returns its seconds: alone, then again and again beside steps."""
+        self._alone_s.setdefault(name, []).append(await work())
+        await self._steps_beside(name, work)
+
+    async def _steps_beside(self, name: str, work: Callable[[], Awaitable[float]]) -> None:
+        stop = threading.Event()
+        stepping = asyncio.ensure_future(asyncio.to_thread(self._steps.steps_until, stop))
+        took: list[float] = []
+        try:
+            while sum(took) < self._at_least_s:
+                took.append(await work())
+        finally:
+            stop.set()
+            seconds = await stepping
+        self._work_s.setdefault(name, []).append(statistics.median(took))
+        self._step_s.setdefault(name, []).append(statistics.fmean(seconds))
+        self._slowest_s.setdefault(name, []).append(float(np.percentile(seconds, 99)))
+
+    def report(self) -> dict[str, Any]:
+        """Medians over the rounds."""
+        quiet, slowest = self._step_s["quiet"], self._slowest_s["quiet"]
+        found: dict[str, Any] = {"step_ms": statistics.median(quiet) * 1e3}
+        for name, alone_s in self._alone_s.items():
+            found[f"step_beside_{name}"] = _ratio(self._step_s[name], quiet)
+            found[f"step_p99_beside_{name}"] = _ratio(self._slowest_s[name], slowest)
+            found[f"{name}_beside_steps"] = _ratio(self._work_s[name], alone_s)
+        return found
+
+
+def _ratio(times_s: list[float], base_s: list[float]) -> float:
+    return statistics.median(time_s / base for time_s, base in zip(times_s, base_s, strict=True))
