@@ -33,6 +33,12 @@ async def ask(session: aiohttp.ClientSession, url: str) -> Any:
         return msgspec.json.decode(await answer.read())
 
 
+def is_home(info: Any) -> bool:
+    """By a role's /server_info, nothing is left: pages, rows, rooms, and snapshots in host memory."""
+    host_bytes = info["retraction"]["host_bytes_used"] if info["retraction"] else 0
+    return info["pages"]["home"] and not (info["quarantine_pages"] or info["rooms"] or host_bytes)
+
+
 async def all_home(session: aiohttp.ClientSession, *urls: str) -> bool:
     """Every page of these roles becomes free, none stays in quarantine, no room is left, within `WITHIN_S`."""
     info: Any = None
@@ -40,10 +46,20 @@ async def all_home(session: aiohttp.ClientSession, *urls: str) -> bool:
         async with asyncio.timeout(WITHIN_S):
             for url in urls:
                 info = await ask(session, f"{url}/server_info")
-                while not info["pages"]["home"] or info["quarantine_pages"] or info["rooms"]:
+                while not is_home(info):
                     await asyncio.sleep(0.02)
                     info = await ask(session, f"{url}/server_info")
     except TimeoutError:
-        names = ("role", "pages", "rooms", "quarantine_pages", "rooms_ended", "running", "waiting")
+        names = (
+            "role",
+            "pages",
+            "rows",
+            "retraction",
+            "rooms",
+            "quarantine_pages",
+            "rooms_ended",
+            "running",
+            "waiting",
+        )
         raise AssertionError({name: info[name] for name in names if info}) from None
     return True

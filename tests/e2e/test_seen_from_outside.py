@@ -19,6 +19,7 @@ BODY = {"text": "The assert statement", "sampling_params": {"temperature": 0, "m
 OTHER_NAMES = (  # panels of SGLang's dashboard
     *("num_running_reqs", "num_queue_reqs", "gen_throughput", "cache_hit_rate", "token_usage"),
     *("e2e_request_latency_seconds_count", "time_to_first_token_seconds_count", "inter_token_latency_seconds_count"),
+    *("num_retracted_reqs", "num_retracted_requests_total", "new_token_ratio"),
     *("queue_time_seconds_count", "prompt_tokens_total", "generation_tokens_total", "num_requests_total"),
 )
 

@@ -15,7 +15,7 @@ from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Whitespace
 
 from kvflow.engine.scheduler.limits import EngineLimits
-from kvflow.engine.scheduler.params import SamplingParams, TokenOut
+from kvflow.engine.scheduler.params import EngineRetractions, SamplingParams, TokenOut
 from kvflow.engine.scheduler.prompt_logprobs import PromptLogprobs
 from kvflow.protocols.errors import Cause, Code, MisuseError, room_error
 from kvflow.protocols.wire.ranks import PoolShape
@@ -74,6 +74,17 @@ def _scores(request: GenerationRequest) -> PromptLogprobs:
     ids = (behind[:, None] + ranks) % 100
     asked = np.tile(-np.array(request.params.logprob_token_ids, dtype=np.float64), (len(behind), 1))
     return PromptLogprobs.pack(start, np.full(len(behind), -0.5), ids, np.zeros((len(behind), 1)) - 0.5 - ranks, asked)
+
+
+RETRACTION = EngineRetractions(
+    retracts=9,
+    resumes=5,
+    recomputes=3,
+    retracted_now=1,
+    host_bytes_used=4096,
+    host_bytes_limit=8192,
+    new_token_ratio=0.25,
+)
 
 
 class FakeService:
@@ -176,6 +187,10 @@ class FakeService:
             bytes_moved=2048,
             running=1,
             waiting=2,
+            rows_free=6,
+            rows_total=8,
+            rows_by_kind={"sequence": 2},
+            retraction=None if self.role == "prefill" else RETRACTION,
         )
 
     def rooms(self) -> list[dict[str, Any]]:

@@ -8,12 +8,13 @@ import logging
 from typing import Any
 
 import aiohttp
+import msgspec
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from kvflow.launch.operator import declare_dead
 from kvflow.protocols.errors import Code, MisuseError
-from tests.server.fake_service import FakeService, Meeting, Role, Server, served
+from tests.server.fake_service import RETRACTION, FakeService, Meeting, Role, Server, served
 
 Session = aiohttp.ClientSession
 
@@ -120,6 +121,20 @@ async def test_server_info(prefill_server: Server, session: Session, path: str) 
     assert info["data_plane"] == "fake"
     assert info["pool"] == {"page_size": 16, "num_pages": 4, "page_bytes": 1024, "components": 2}
     assert info["pages"] == {"free": 3, "total": 4, "home": False, "room": 1}
+    assert info["rows"] == {"free": 6, "total": 8, "sequence": 2}
+    assert info["retraction"] is None
+
+
+async def test_a_prefill_retracts_nothing_and_says_nothing_of_it(prefill_server: Server, session: Session) -> None:
+    async with session.get(prefill_server.make_url("/metrics")) as answer:
+        text = await answer.text()
+    assert "kvflow_retracts_total" not in text and "kvflow_host_memory_bytes" not in text
+    assert "sglang:num_retracted_reqs{" in text, "dashboards expect it of every role"
+
+
+async def test_a_decode_says_what_it_retracted(decode_server: Server, session: Session) -> None:
+    _, info = await get(session, decode_server, "/server_info")
+    assert info["retraction"] == msgspec.to_builtins(RETRACTION)
 
 
 async def test_model_info_load_rooms_and_flush(decode: Role, decode_server: Server, session: Session) -> None:
@@ -157,6 +172,19 @@ async def test_metrics_are_valid_and_carry_both_vocabularies(decode_server: Serv
     assert samples[("kvflow_peers", "silent")] == 1
     assert samples[("kvflow_peers_declared_dead_total",)] == 2
     assert samples[("kvflow_rooms", "transferring")] == 1
+    assert samples[("kvflow_rows", "free")] == 6
+    assert samples[("kvflow_rows", "sequence")] == 2
+    assert samples[("kvflow_pool_rows",)] == 8
+    for name, want in (
+        *(("retracts_total", 9), ("resumes_total", 5), ("recomputes_total", 3), ("retracted_requests", 1)),
+        *(("host_memory_bytes", 4096), ("host_memory_limit_bytes", 8192), ("new_token_ratio", 0.25)),
+    ):
+        assert samples[(f"kvflow_{name}",)] == want
+    for name, want in (
+        *(("num_retracted_reqs", 1), ("num_retracted_requests_total", 9), ("new_token_ratio", 0.25)),
+        ("mamba_usage", 0.25),
+    ):
+        assert samples[(f"sglang:{name}", "0", "0", "0", "decode", "m")] == want
     assert samples[("kvflow_rooms_ended_total", "failed:rendezvous")] == 1
     assert samples[("kvflow_requests_total", "/health", "200")] == 1
     assert samples[("sglang:num_decode_transfer_queue_reqs", "0", "0", "0", "decode", "m")] == 1

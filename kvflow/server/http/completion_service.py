@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvflow.engine.scheduler.limits import EngineLimits
-from kvflow.engine.scheduler.params import SamplingParams, TokenOut
+from kvflow.engine.scheduler.params import EngineRetractions, SamplingParams, TokenOut
 from kvflow.protocols.arguments import CheckedPrompt
 from kvflow.protocols.errors import Cause
 from kvflow.protocols.wire.ranks import PoolShape
@@ -57,7 +57,7 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
     pages_free: int
     pages_total: int
     pages_by_kind: dict[str, int] = {}
-    pages_at_rest: bool
+    pages_at_rest: bool  # and its rows
     quarantine_pages: int = 0
     quarantine_limit_pages: int = 0  # above it, new requests are refused
     pinned_pages: int = 0
@@ -76,6 +76,10 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
     internal_errors: dict[str, int] = {}
     running: int = 0
     waiting: int = 0
+    rows_free: int = 0
+    rows_total: int = 0  # 0: the model keeps no state once per request
+    rows_by_kind: dict[str, int] = {}
+    retraction: EngineRetractions | None = None  # of a decode
 
 
 class CompletionService(Protocol):

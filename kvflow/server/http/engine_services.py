@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 import msgspec
 
 from kvflow.engine.scheduler.limits import EngineLimits
-from kvflow.engine.scheduler.params import TokenOut
+from kvflow.engine.scheduler.params import EngineRetractions, TokenOut
 from kvflow.handlers.rooms import DecodeRoom, PrefillRoom
 from kvflow.memory.allocator import PageAllocator
 from kvflow.node import DecodeNode, PrefillNode
@@ -80,8 +80,8 @@ def _summary(room: PrefillRoom | DecodeRoom) -> dict[str, Any]:
     return summary
 
 
-def pages_by_kind(pages: PageAllocator) -> dict[str, int]:
-    """Pages that are not free, by kind of owner."""
+def owned_by_kind(pages: PageAllocator) -> dict[str, int]:
+    """Pages (or rows) that are not free, by kind of owner."""
     kinds: dict[str, int] = {}
     for owner, count in pages.owned().items():
         kind = owner[0] if isinstance(owner, tuple) else type(owner).__name__.lower()
@@ -118,7 +118,7 @@ class EngineService(Generic[N, E]):
 
     def report(self) -> Report:
         node, load = self._node, self._engine.load()
-        pages = node.pool.pages
+        pages, rows = node.pool.pages, node.pool.rows if node.pool.layout.num_rows else None
         return Report(
             incarnation=node.incarnation,
             control_endpoint=node.control,
@@ -126,8 +126,8 @@ class EngineService(Generic[N, E]):
             pool=node.shape,
             pages_free=pages.free_pages,
             pages_total=pages.num_pages,
-            pages_by_kind=pages_by_kind(pages),
-            pages_at_rest=pages.at_rest(),
+            pages_by_kind=owned_by_kind(pages),
+            pages_at_rest=pages.at_rest() and (rows is None or rows.at_rest()),
             quarantine_pages=node.quarantined_pages,
             quarantine_limit_pages=node.quarantine_limit,
             pinned_pages=node.pinned_pages,
@@ -146,7 +146,15 @@ class EngineService(Generic[N, E]):
             internal_errors={"handler": node.counts.handler_errors, "step": self._engine.failed_steps},
             running=load.running,
             waiting=load.waiting,
+            rows_free=rows.free_pages if rows else 0,
+            rows_total=rows.num_pages if rows else 0,
+            rows_by_kind=owned_by_kind(rows) if rows else {},
+            retraction=self._retraction(),
         )
+
+    def _retraction(self) -> EngineRetractions | None:
+        """What over-commitment has led to; None where nothing is over-committed."""
+        return None
 
     def rooms(self) -> Sequence[dict[str, Any]]:
         return self._recent_rooms.summaries()
@@ -205,6 +213,9 @@ class PrefillService(EngineService[PrefillNode, "PrefillEngine"]):
 
 class DecodeService(EngineService[DecodeNode, "DecodeEngine"]):
     """Decode: a request is pages lent to prefill, and all tokens once they have landed."""
+
+    def _retraction(self) -> EngineRetractions:
+        return self._engine.retraction
 
     def declare_dead(self, incarnation: int, why: str) -> None:
         self._node.declare_dead(incarnation, why)

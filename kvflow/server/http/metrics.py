@@ -11,6 +11,7 @@ from prometheus_client import CollectorRegistry, Counter, Histogram, generate_la
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from kvflow.engine.scheduler.params import EngineRetractions
 from kvflow.server.http.completion_service import Report
 from kvflow.server.http.errors import Failure, bounded_code
 from kvflow.server.http.families import histograms, labelled
@@ -88,6 +89,8 @@ class Metrics:
             report = self._report()
             refusals.update(report.requests_refused)
             yield from _memory(report)
+            if report.retraction is not None:
+                yield from _retraction(report.retraction)
             yield from _rooms(report)
             yield from _completions(self.completions, report)
             if self._sglang:
@@ -114,6 +117,10 @@ def _memory(report: Report) -> Iterator[Metric]:
     yield GaugeMetricFamily(
         "kvflow_pool_bytes", "Bytes of the KV pool.", value=report.pages_total * report.pool.page_bytes
     )
+    if report.rows_total:
+        rows = GaugeMetricFamily("kvflow_rows", "State rows of the pool by owner; a request has one.", labels=["owner"])
+        yield labelled(rows, {"free": report.rows_free, **report.rows_by_kind})
+        yield GaugeMetricFamily("kvflow_pool_rows", "State rows of the pool.", value=report.rows_total)
     yield GaugeMetricFamily(
         "kvflow_quarantine_pages",
         "Pages in quarantine: lent, and no proof yet that their writer has ended.",
@@ -125,6 +132,26 @@ def _memory(report: Report) -> Iterator[Metric]:
     yield GaugeMetricFamily("kvflow_pinned_pages", pinned, value=report.pinned_pages)
     limit = "Pinned pages of one decode above which its new requests are refused."
     yield GaugeMetricFamily("kvflow_pinned_limit_pages", limit, value=report.pinned_limit_pages)
+
+
+def _retraction(found: EngineRetractions) -> Iterator[Metric]:
+    for name, text, count in (
+        (
+            "retracts",
+            "Running requests that gave their pages up, each time, because the pool ran short.",
+            found.retracts,
+        ),
+        ("resumes", "Retracted requests that run again, with their state from host memory.", found.resumes),
+        ("recomputes", "Retracted requests that run again, with their state computed once more.", found.recomputes),
+    ):
+        yield CounterMetricFamily(f"kvflow_{name}", text, value=count)
+    for name, text, value in (
+        ("retracted_requests", "Requests that are retracted now, and wait for pages.", found.retracted_now),
+        ("host_memory_bytes", "Host memory that holds the state of retracted requests.", found.host_bytes_used),
+        ("host_memory_limit_bytes", "Host memory that may hold it (--host-memory-bytes).", found.host_bytes_limit),
+        ("new_token_ratio", "Share of its new tokens for which a request is promised pages.", found.new_token_ratio),
+    ):
+        yield GaugeMetricFamily(f"kvflow_{name}", text, value=value)
 
 
 def _rooms(report: Report) -> Iterator[Metric]:

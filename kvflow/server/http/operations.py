@@ -44,6 +44,8 @@ def server_info(pipeline: CompletionPipeline, host: str, bootstrap_port: int | N
             "home": report.pages_at_rest,
             **report.pages_by_kind,
         },
+        "rows": {"free": report.rows_free, "total": report.rows_total, **report.rows_by_kind},
+        "retraction": msgspec.to_builtins(report.retraction),
         "quarantine_pages": report.quarantine_pages,
         "quarantine_limit_pages": report.quarantine_limit_pages,
         "pinned_pages": report.pinned_pages,

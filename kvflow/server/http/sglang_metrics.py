@@ -1,7 +1,8 @@
 """The metric names that SGLang's dashboards read, with the labels and buckets they have there (SGLang 0.5).
 
 Where a measure exists under a name of kvflow's own, see there for what it means. `cache_hit_rate` is 0: there is no
-prefix cache. Milliseconds, MB and GB are SGLang's units: the latter two are 2**20 and 2**30 bytes.
+prefix cache. `num_retracted_reqs` are retracted now; SGLang's were in its last log interval. `mamba_usage` is of state
+rows, which not every model has. Milliseconds, MB and GB are SGLang's units: the latter two are 2**20 and 2**30 bytes.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from collections.abc import Iterator
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
+from kvflow.engine.scheduler.params import EngineRetractions
 from kvflow.server.http.completion_service import Report
 from kvflow.server.http.families import histograms
 from kvflow.server.http.measures import CompletionMeasures
@@ -48,6 +50,7 @@ def _scheduler(report: Report, completions: CompletionMeasures, role: str, model
     late = sum(report.rooms_by_state.values()) - early
     used = (report.pages_total - report.pages_free) * report.pool.page_size
     most = report.pages_total * report.pool.page_size
+    retraction = report.retraction or EngineRetractions()
     gauges = {
         "num_running_reqs": report.running,
         "num_queue_reqs": report.waiting,
@@ -60,7 +63,11 @@ def _scheduler(report: Report, completions: CompletionMeasures, role: str, model
         "num_prefill_inflight_queue_reqs": late if role == "prefill" else 0,
         "num_decode_prealloc_queue_reqs": early if role == "decode" else 0,
         "num_decode_transfer_queue_reqs": late if role == "decode" else 0,
+        "num_retracted_reqs": retraction.retracted_now,
+        "new_token_ratio": retraction.new_token_ratio,
     }
+    if report.rows_total:
+        gauges["mamba_usage"] = 1 - report.rows_free / report.rows_total
     for name, value in gauges.items():
         family = GaugeMetricFamily(f"sglang:{name}", "As in SGLang.", labels=_SCHEDULER_LABELS)
         family.add_metric(values, value)
@@ -72,6 +79,9 @@ def _scheduler(report: Report, completions: CompletionMeasures, role: str, model
         )
         counter.add_metric(values, failed)
         yield counter
+    counter = CounterMetricFamily("sglang:num_retracted_requests", "See kvflow_retracts.", labels=_SCHEDULER_LABELS)
+    counter.add_metric(values, retraction.retracts)
+    yield counter
     queue = {values: report.queue_seconds or Histogram(QUEUE_SECONDS)}
     yield histograms(
         "sglang:queue_time_seconds", "See kvflow_queue_seconds.", queue, _SCHEDULER_LABELS, bounds=QUEUE_SECONDS
