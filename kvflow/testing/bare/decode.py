@@ -23,7 +23,7 @@ from kvflow.testing.bare.node import CLOSE_LOOK_S, Node, Scene, address_of
 from kvflow.testing.bare.pages import Pages
 from kvflow.testing.bare.wire import Burst
 from kvflow.testing.sim.times import THREAD_S
-from kvflow.testing.sim.variety import LAYOUT, PAGE_SIZE
+from kvflow.testing.sim.variety import PAGE_SIZE
 
 _BOOTSTRAP = 3  # its tag
 
@@ -33,12 +33,12 @@ class Decode(Node):
 
     def __init__(self, world: Scene, number: int, incarnation: Incarnation) -> None:
         name = f"decode {number}"
-        identity = DecodeIdentity(incarnation, LAYOUT, address_of(incarnation))
+        identity = DecodeIdentity(incarnation, world.variety.layout, address_of(incarnation))
         self.endpoint = DecodeEndpoint(
             identity, observer=Counts(), timing=world.timing, bounds=world.bounds, verify=world.variety.verify
         )
         super().__init__(world, name, number, self.endpoint)
-        self.pages = Pages(name, world.oracle)
+        self.pages = Pages(name, world.oracle, world.variety.layout)
         self.rooms: dict[int, Room] = {}  # by grant; until the room and its pages are both done with
         self.watches: set[PeerKey] = set()
 

@@ -14,9 +14,10 @@ Issue = Callable[[int, Cause], Cause]
 
 class _Job:
     def __init__(
-        self, room: int, tokens: int, digest: bytes, deadline_s: float | None, refused: bool, issue: Issue
+        self, room: int, tokens: int, digest: bytes, rows: int, deadline_s: float | None, refused: bool, issue: Issue
     ) -> None:
-        self.room, self.tokens, self.digest = room, tokens, digest
+        """`rows` that every request has: one, or none."""
+        self.room, self.tokens, self.digest, self.rows = room, tokens, digest, rows
         self.deadline_s, self.refused = deadline_s, refused
         self.succeeded = False
         self.at: Any = None  # what its user holds, once there is a room
@@ -26,6 +27,11 @@ class _Job:
     def num_pages(self) -> int:
         """Of the whole prompt."""
         return -(-self.tokens // PAGE_SIZE)
+
+    @property
+    def num_places(self) -> int:
+        """Its pages and its row."""
+        return self.num_pages + self.rows
 
     def cause(self, code: Code, text: str) -> Cause:
         """A cause that names its room, so that the oracle knows whom it is for."""
@@ -41,6 +47,7 @@ class DecodeJob(_Job):
         group: int,
         issue: Issue,
         *,
+        rows: int = 0,
         deadline_s: float | None = None,
         refused: bool = False,
         prefix_pages: int = 0,
@@ -48,7 +55,7 @@ class DecodeJob(_Job):
         offers_after_s: float | None = None,
         kept_s: float = 0.0,
     ) -> None:
-        super().__init__(room, tokens, digest, deadline_s, refused, issue)
+        super().__init__(room, tokens, digest, rows, deadline_s, refused, issue)
         self.group = group
         self.prefix_pages = min(prefix_pages, self.num_pages)  # that decode has already
         self.announces, self.offers_after_s, self.kept_s = announces, offers_after_s, kept_s
@@ -67,23 +74,26 @@ class PrefillJob(_Job):
         chunks: tuple[int, ...],
         issue: Issue,
         *,
+        rows: int = 0,
         deadline_s: float | None = None,
         refused: bool = False,
         fails_at: int | None = None,
         rendezvous_s: float | None = None,
     ) -> None:
-        super().__init__(room, tokens, digest, deadline_s, refused, issue)
+        super().__init__(room, tokens, digest, rows, deadline_s, refused, issue)
         self.chunks, self.fails_at, self.rendezvous_s = chunks, fails_at, rendezvous_s
 
     def chunks_after(self, prefix_pages: int) -> list[int]:
-        """What is left to send; a chunk without pages when decode has everything."""
+        """What is left to send, the row with the last pages; a chunk without pages when decode has everything."""
         left = []
         for count in self.chunks:
             skipped = min(count, prefix_pages)
             prefix_pages -= skipped
             if count > skipped:
                 left.append(count - skipped)
-        return left or [0]
+        left = left or [0]
+        left[-1] += self.rows
+        return left
 
 
 def handoff_of(digest: bytes) -> bytes:

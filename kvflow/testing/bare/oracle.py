@@ -150,7 +150,7 @@ class Oracle:
         """Decode's user is told that a room has landed: every page from every rank, the right bytes and hand-over."""
         record, pages = room.record, room.pages
         digest, cells = record.prompt.digest, room.home.cells
-        first = room.job.num_pages - len(pages)
+        first = room.job.num_places - len(pages)
         for key, peer in zip(room.keys, record.peers, strict=True):
             landed = [page for write in self.writes.get(key, ()) for page in write.targets[: write.next]]
             rank = peer.info.rank

@@ -1,13 +1,16 @@
-"""Decode's pages as the world sees them: who owns each, which writes may still reach it, and what it holds."""
+"""Decode's pages and rows as the world sees them: who owns each, which writes may still reach it, what it holds.
+
+Rows are numbered on from the pages, and a room of a pool with rows has one of them, as its last place.
+"""
 
 from __future__ import annotations
 
 from typing import Protocol
 
-from kvflow.testing.sim.variety import NUM_PAGES
+from kvflow.protocols.pages.layout import PoolLayout
 
 Content = tuple[bytes, int]
-"""A prompt's digest, and which page of it; a page that was damaged on its way has a digest of its own."""
+"""A prompt's digest, and which page of it, or the row after them; a page that was damaged on its way has a digest of its own."""
 
 
 class Judge(Protocol):
@@ -16,24 +19,46 @@ class Judge(Protocol):
     def broken(self, invariant: str, text: str) -> None: ...
 
 
+class FreePlaces:
+    """The free pages and rows of one pool."""
+
+    def __init__(self, layout: PoolLayout) -> None:
+        self.num_pages = layout.num_pages
+        self.pages, self.rows = list(range(layout.num_pages)), list(range(layout.num_pages, layout.num_places))
+        self._row = bool(layout.num_rows)
+
+    def __len__(self) -> int:
+        return len(self.pages) + len(self.rows)
+
+    def take(self, count: int) -> list[int] | None:
+        """What a room of `count` places has; None when there are not so many."""
+        row = self._row and count > 0
+        if count - row > len(self.pages) or row > len(self.rows):
+            return None
+        taken = [self.pages.pop() for _ in range(count - row)]
+        return [*taken, self.rows.pop()] if row else taken
+
+    def give_back(self, places: list[int]) -> None:
+        for place in places:
+            (self.pages if place < self.num_pages else self.rows).append(place)
+
+
 class Pages:
     """Owners are grants while a room or a loan has the page, negative grants while a room's user keeps it."""
 
-    def __init__(self, who: str, oracle: Judge) -> None:
-        self.free = list(range(NUM_PAGES))
-        self.owners: list[int | None] = [None] * NUM_PAGES
-        self.writers = [0] * NUM_PAGES  # writes that may still land on the page, proven or not
-        self.cells: list[dict[int, Content]] = [{} for _ in range(NUM_PAGES)]  # by rank: each writes its part of a page
+    def __init__(self, who: str, oracle: Judge, layout: PoolLayout) -> None:
+        self._free = FreePlaces(layout)
+        count = layout.num_places
+        self.owners: list[int | None] = [None] * count
+        self.writers = [0] * count  # writes that may still land on the page, proven or not
+        self.cells: list[dict[int, Content]] = [{} for _ in range(count)]  # by rank: each writes its part of a page
         self.lost = False  # with the process: what still lands there hurts no one
         self._who, self._oracle = who, oracle
 
     def take(self, count: int, owner: int) -> list[int] | None:
         """None when there are not so many."""
-        if count > len(self.free):
-            return None
-        free, owners = self.free, self.owners
-        taken = [free.pop() for _ in range(count)]
-        for page in taken:
+        taken, owners = self._free.take(count), self.owners
+        for page in taken or ():
             if owners[page] is not None:
                 self._oracle.broken("I1", f"{self._who}: page {page} of {owners[page]} is handed out again")
             owners[page] = owner
@@ -56,7 +81,7 @@ class Pages:
             if writers[page]:
                 self._oracle.broken("I2", f"{self._who}: page {page} is free while a write may still reach it")
             owners[page] = None
-        self.free.extend(pages)
+        self._free.give_back(pages)
 
     def owned(self) -> set[int]:
         return {owner for owner in self.owners if owner is not None}

@@ -19,10 +19,11 @@ from kvflow.testing.bare.decode import Decode
 from kvflow.testing.bare.holds import Leg
 from kvflow.testing.bare.job import PrefillJob, handoff_of
 from kvflow.testing.bare.node import CLOSE_LOOK_S, Scene, address_of
+from kvflow.testing.bare.pages import FreePlaces
 from kvflow.testing.bare.wire import Burst
 from kvflow.testing.bare.writes import PacedWrite, Writer
 from kvflow.testing.sim.times import THREAD_S
-from kvflow.testing.sim.variety import LAYOUT, NUM_PAGES, PAGE_SIZE
+from kvflow.testing.sim.variety import PAGE_SIZE
 
 
 class Prefill(Writer):
@@ -30,7 +31,8 @@ class Prefill(Writer):
 
     def __init__(self, world: Scene, group: int, rank: int, world_size: int, incarnation: Incarnation) -> None:
         name = f"prefill {group}.{rank}" if world_size > 1 else f"prefill {group}"
-        identity = PrefillIdentity(incarnation, Rank(rank), LAYOUT, address_of(incarnation))
+        layout = world.variety.layout
+        identity = PrefillIdentity(incarnation, Rank(rank), layout, address_of(incarnation))
         self.endpoint = PrefillEndpoint(identity, observer=Counts(), timing=world.timing, bounds=world.bounds)
         super().__init__(world, name, group, self.endpoint)
         self.control = f"tcp://10.0.{group}.{rank}:8998"
@@ -38,8 +40,8 @@ class Prefill(Writer):
         self.rank = rank
         self.legs: dict[int, Leg] = {}  # by serial, until released
         self.records: dict[int, PrefillRoomRecord] = {}  # by serial: every room that a grant was bound to
-        self.free = list(range(NUM_PAGES))
-        self.cells = [None] * NUM_PAGES
+        self.free = FreePlaces(layout)
+        self.cells = [None] * layout.num_places
         self.watches: set[int] = set()
         self.writes: dict[int, PacedWrite] = {}  # under way
         self.reaching = {}
@@ -71,10 +73,11 @@ class Prefill(Writer):
                 self.oracle.broken("I4", f"{self.name} shuts down, and opens room {job.room}")
             job.at = leg = self.legs[record.serial] = Leg(record, job)
             self.oracle.opened_at_prefill(self, leg)
-            if self.world.faults.of_take() or len(self.free) < job.num_pages:
+            pages = None if self.world.faults.of_take() else self.free.take(job.num_places)
+            if pages is None:
                 self.close_room(leg, job.cause(Code.CAPACITY, "no pages at prefill"))
             else:
-                leg.pages = [self.free.pop() for _ in range(job.num_pages)]
+                leg.pages = pages
         finally:
             self.run()
 
@@ -116,7 +119,7 @@ class Prefill(Writer):
     def _free_pages(self, leg: Leg) -> None:
         for page in leg.pages:
             self.cells[page] = None
-        self.free += leg.pages
+        self.free.give_back(leg.pages)
         leg.pages = []
 
     # --- links

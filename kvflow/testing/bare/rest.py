@@ -15,7 +15,6 @@ from kvflow.testing.bare.prefill import Prefill
 from kvflow.testing.bare.world import World
 from kvflow.testing.sim.both_sides import Promise
 from kvflow.testing.sim.times import FENCE_SLACK_S
-from kvflow.testing.sim.variety import NUM_PAGES
 
 
 def left(world: World, *, doubts: bool) -> Iterator[str]:
@@ -48,7 +47,7 @@ def _counted_at_prefill(node: Prefill, core: PrefillCore, frozen: set[PrefillRoo
         "announced rooms": len(core.rendezvous.announced),
         "writes": len(core.writes) - sum(write.leg.record in frozen for write in node.writes.values()),
         "tasks": len(core.tasks),
-        "pages": NUM_PAGES - len(node.free) - sum(len(leg.pages) for leg in node.legs.values()),
+        "pages": core.identity.layout.num_places - len(node.free) - sum(len(leg.pages) for leg in node.legs.values()),
     }
     for what, count in counts.items():
         if count:

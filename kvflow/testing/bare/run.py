@@ -39,6 +39,7 @@ class Run:
         self.clock, self.faults = world.clock, world.faults
         self._places: list[Any] = []  # who is in each place now
         self._probe_room = 1_000_000
+        self._rows = int(bool(scenario.variety.layout.num_rows))
 
     def play(self) -> None:
         world, scenario = self.world, self.scenario
@@ -84,6 +85,7 @@ class Run:
                     digest,
                     tuple(request.chunks),
                     issue,
+                    rows=self._rows,
                     deadline_s=leg.deadline_s,
                     refused=request.refused,
                     fails_at=request.fails_at,
@@ -99,6 +101,7 @@ class Run:
                     digest if request.decode_prompt is request.prompt else prompt_digest(request.decode_prompt),
                     request.group,
                     issue,
+                    rows=self._rows,
                     deadline_s=leg.deadline_s,
                     refused=request.decode_refused,
                     prefix_pages=twist.prefix_pages,
@@ -165,7 +168,7 @@ class Run:
         for group in range(len(self.scenario.groups)):
             self._probe_room += 1
             digest = self._probe_room.to_bytes(32, "little")
-            job = DecodeJob(self._probe_room, PAGE_SIZE, digest, group, world.oracle.issue)
+            job = DecodeJob(self._probe_room, PAGE_SIZE, digest, group, world.oracle.issue, rows=self._rows)
             self.clock.later(visit.comes_after_s, guest, guest.begin, job)
 
     def _depart(self, guest: Decode) -> None:
@@ -252,9 +255,9 @@ class Run:
         digest = room.to_bytes(32, "little")
         jobs: list[tuple[Node, Any]] = []
         for node in prefills:
-            jobs.append((node, PrefillJob(room, tokens, digest, PROBE_CHUNKS, issue)))
+            jobs.append((node, PrefillJob(room, tokens, digest, PROBE_CHUNKS, issue, rows=self._rows)))
             node.begin(jobs[-1][1])
-        jobs.append((decode, DecodeJob(room, tokens, digest, group, issue)))
+        jobs.append((decode, DecodeJob(room, tokens, digest, group, issue, rows=self._rows)))
         decode.begin(jobs[-1][1])
         return jobs
 

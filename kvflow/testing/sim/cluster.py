@@ -16,9 +16,9 @@ from kvflow.testing.sim.faults import Faults
 from kvflow.testing.sim.lies import another_life, from_long_ago
 from kvflow.testing.sim.loop import Process, VirtualLoop
 from kvflow.testing.sim.oracle import Oracle, Seen
-from kvflow.testing.sim.pages import WatchedPages
+from kvflow.testing.sim.pages import Books, watch
 from kvflow.testing.sim.plane import PacedPlane
-from kvflow.testing.sim.variety import LAYOUT, NEVER, NUM_PAGES, Variety
+from kvflow.testing.sim.variety import NEVER, Variety
 from kvflow.testing.sim.wire import Wire
 from kvflow.transports.control.memory import Frame
 from kvflow.transports.data.fake import FakeNetwork
@@ -80,7 +80,7 @@ class Cluster:
 
     def start_prefill(self, group: int, rank: int, world_size: int, port: int = 0) -> Member:
         name = f"prefill {group}.{rank}" if world_size > 1 else f"prefill {group}"
-        process, pool, plane, pages = self._parts(name, None)
+        process, pool, plane, books = self._parts(name, None)
         incarnation = self._incarnation()
         node = PrefillNode(
             pool,
@@ -88,7 +88,6 @@ class Cluster:
             port=port,
             rank=rank,
             world_size=world_size,
-            pages=pages,
             timing=self.variety.timing,
             bounds=self.variety.bounds,
             verify_transfers=self.variety.verify,
@@ -96,16 +95,15 @@ class Cluster:
             bind=self.wire.bind,
             now=self.loop.time,
         )
-        return self._join(name, process, node, plane, pages, group)
+        return self._join(name, process, node, plane, books, group)
 
     def start_decode(self, number: int, after: Member | None = None) -> Member:
         """`after`: over the pool of a node that was closed; what it could not prove is inherited."""
         name = f"decode {number}"
-        process, pool, plane, pages = self._parts(name, after)
+        process, pool, plane, books = self._parts(name, after)
         node = DecodeNode(
             pool,
             plane,
-            pages=pages,
             timing=self.variety.timing,
             bounds=self.variety.bounds,
             verify_transfers=self.variety.verify,
@@ -113,7 +111,7 @@ class Cluster:
             connect=self.wire.connect,
             now=self.loop.time,
         )
-        return self._join(name, process, node, plane, pages, number)
+        return self._join(name, process, node, plane, books, number)
 
     # --- what can happen to a node
 
@@ -123,7 +121,7 @@ class Cluster:
         self.loop.kill(member.process)
         self.wire.unplug(member.process)
         member.plane.die()
-        member.seen.pages.lost = True
+        member.seen.books.lost = True
 
     def leave(self, member: Member) -> None:
         """Close the node as an operator would; it is gone when that and its engine's requests have ended."""
@@ -175,7 +173,7 @@ class Cluster:
         self.oracle.trace(lambda: f"{member.name} starts again")
         node = member.node
         if isinstance(node, DecodeNode):
-            inherits = member.leaving and not member.seen.pages.lost and self.variety.fences != NEVER
+            inherits = member.leaving and not member.seen.books.lost and self.variety.fences != NEVER
             return self.start_decode(member.group, member if inherits else None)
         port = int(node.control.rsplit(":", 1)[1])
         return self.start_prefill(member.group, node.info.rank, node.info.world_size, port)
@@ -234,13 +232,13 @@ class Cluster:
         """Drawn from the seed, not from the system."""
         return self.loop.rng.getrandbits(63) | 1
 
-    def _parts(self, name: str, after: Member | None) -> tuple[Process, PagedPool, PacedPlane, WatchedPages]:
+    def _parts(self, name: str, after: Member | None) -> tuple[Process, PagedPool, PacedPlane, Books]:
         plane = PacedPlane(self.planes, self.oracle, self.faults, self.variety.fences)
         if after is not None:
-            return Process(name), after.seen.pool, plane, after.seen.pages
-        pool = PagedPool.allocate(LAYOUT, shared=False)
+            return Process(name), after.seen.pool, plane, after.seen.books
+        pool = PagedPool.allocate(self.variety.layout, shared=False)
         self._pools.append(pool)
-        return Process(name), pool, plane, WatchedPages(NUM_PAGES, name, self.oracle, self.faults)
+        return Process(name), pool, plane, watch(pool, name, self.oracle, self.faults.of_take)
 
     def _join(
         self,
@@ -248,10 +246,10 @@ class Cluster:
         process: Process,
         node: PrefillNode | DecodeNode,
         plane: PacedPlane,
-        pages: WatchedPages,
+        books: Books,
         group: int,
     ) -> Member:
-        seen = Seen(process, node.incarnation, pages, node.pool)
+        seen = Seen(process, node.incarnation, books, node.pool)
         member = Member(name, process, node, plane, seen, group)
         self.members.append(member)
         self.oracle.join(seen, plane.address)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import ctypes
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
@@ -13,8 +12,8 @@ from kvflow.protocols.errors import Cause, Code, KvflowError
 from kvflow.protocols.pages.layout import PageIndices
 from kvflow.protocols.wire.codec import prompt_digest
 from kvflow.protocols.wire.ranks import RankInfo
-from kvflow.testing.sim.oracle import content, handoff_of
-from kvflow.testing.sim.pages import WatchedPages
+from kvflow.testing.sim.content import content, handoff_of
+from kvflow.testing.sim.pages import books_of
 
 
 class Job:
@@ -51,19 +50,14 @@ class Job:
     def model_step(self, node: PrefillNode, pages: PageIndices, first: int) -> Callable[[], None]:
         """Computes `pages`, the prompt's pages from number `first` on; call it in a thread. They are the step's until
         it has returned (I13)."""
-        digest, layout = prompt_digest(self.prompt), node.pool.layout
-        (buffer,) = layout.buffers
-        store = node.pages
-        assert isinstance(store, WatchedPages)
+        digest, books = prompt_digest(self.prompt), books_of(node.pages)
         for page in pages.tolist():
-            store.readers[page] += 1
+            books.readers[page] += 1
 
         def compute() -> None:
             for index, page in enumerate(pages.tolist(), first):
-                ctypes.memmove(
-                    buffer.address + page * buffer.page_bytes, content(digest, index, layout), layout.page_bytes
-                )
-                store.readers[page] -= 1
+                books.bytes.write(page, content(digest, index, books.bytes.size(page)))
+                books.readers[page] -= 1
 
         return compute
 
@@ -82,11 +76,11 @@ class PlainScheduler:
     async def prefill(self, node: PrefillNode, job: Job) -> None:
         if job.refused:
             return node.refuse(job.room, Cause(Code.CAPACITY, "the engine will not have it"))
-        owner = object()
+        owner, rows = object(), bool(node.pool.layout.num_rows)
         async with node.room(job.room, job.prompt, deadline_s=job.deadline_s) as room:
             job.close = room.close
             try:
-                pages = node.pages.take(sum(job.chunks), owner)
+                pages = node.pages.take_room(sum(job.chunks) + rows, owner)
             except KvflowError as error:
                 room.close(error.cause())
                 raise
@@ -96,7 +90,9 @@ class PlainScheduler:
                 for number, count in enumerate(job.chunks):
                     if number == job.fails_at:
                         return room.close(Cause(Code.ENGINE_ERROR, "the engine broke down"))
-                    chunk, last = pages[start : start + count], start + count == len(pages)
+                    last = number == len(job.chunks) - 1
+                    count += rows and last  # the row goes with the last pages
+                    chunk = pages[start : start + count]
                     await in_thread(job.model_step(node, chunk, start))
                     room.send(chunk, last=last, handoff=job.handoff if last else b"")
                     start += count

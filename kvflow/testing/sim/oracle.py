@@ -4,18 +4,16 @@ I12, I13). The handlers' own books are never asked whether they are right.
 
 from __future__ import annotations
 
-import ctypes
-import hashlib
 from collections.abc import Callable
 from typing import TYPE_CHECKING, NamedTuple
 
 from kvflow.memory.pool import PagedPool
-from kvflow.protocols.pages.layout import PoolLayout
 from kvflow.protocols.ports import WriteOutcome
 from kvflow.protocols.wire.messages import AbortAck, Bootstrap, ChunkDone, Message
+from kvflow.testing.sim.content import content, handoff_of
 from kvflow.testing.sim.loop import Process, VirtualLoop, current_process
 from kvflow.testing.sim.outcome import Violation
-from kvflow.testing.sim.pages import WatchedPages, grant_of
+from kvflow.testing.sim.pages import Books, grant_of
 
 if TYPE_CHECKING:
     from kvflow.handlers.rooms import DecodeRoom
@@ -38,8 +36,8 @@ class Key(NamedTuple):
 class Seen:
     """One life of one node, as the world knows it."""
 
-    def __init__(self, process: Process, incarnation: int, pages: WatchedPages, pool: PagedPool) -> None:
-        self.process, self.incarnation, self.pages, self.pool = process, incarnation, pages, pool
+    def __init__(self, process: Process, incarnation: int, books: Books, pool: PagedPool) -> None:
+        self.process, self.incarnation, self.books, self.pool = process, incarnation, books, pool
         self.malformed = 0
         self.troubled_at_s = -1.0  # when it was last cut off or halted
         self.stalled_until_s = -1.0  # its data plane moves nothing till then
@@ -117,26 +115,26 @@ class Oracle:
             self.broken("I3", f"{key}: {write.targets} are written again under the same grant")
         earlier.append(write)
         for page in write.sources:
-            source.pages.readers[page] += 1
+            source.books.readers[page] += 1
         for page in write.targets:
-            target.pages.writers[page] += 1
+            target.books.writers[page] += 1
 
     def page_landed(self, running: FakeWrite) -> None:
         write: Write = running.seen  # type: ignore[attr-defined]
         page = write.targets[write.next]
         write.next += 1
-        pages = write.target.pages
-        pages.writers[page] -= 1
-        if grant_of(owner := pages.owners[page]) != write.key.grant and not pages.lost:
-            self.broken("I2", f"{write.key}: a byte lands on page {page}, which belongs to {owner!r}")
-        self.trace(lambda: f"page {page} of grant {write.key.grant} lands")
+        books = write.target.books
+        books.writers[page] -= 1
+        if grant_of(owner := books.owners[page]) != write.key.grant and not books.lost:
+            self.broken("I2", f"{write.key}: a byte lands on {books.name(page)}, which belongs to {owner!r}")
+        self.trace(lambda: f"{books.name(page)} of grant {write.key.grant} lands")
 
     def write_ended(self, running: FakeWrite, outcome: WriteOutcome) -> None:
         write: Write = running.seen  # type: ignore[attr-defined]
         write.outcome = outcome
         self.trace(lambda: f"write of grant {write.key.grant} ends: {outcome.value}, {write.next} pages landed")
         for page in write.sources:
-            write.source.pages.readers[page] -= 1
+            write.source.books.readers[page] -= 1
         if outcome is not WriteOutcome.UNPROVEN:
             self._out_of_reach(write)
 
@@ -151,7 +149,7 @@ class Oracle:
 
     def _out_of_reach(self, write: Write) -> None:
         for page in write.targets[write.next :]:
-            write.target.pages.writers[page] -= 1
+            write.target.books.writers[page] -= 1
         write.targets = write.targets[: write.next]
 
     # --- words
@@ -171,8 +169,8 @@ class Oracle:
             self._ack_said(Key(message.source, message.target, message.grant), message)
         elif type(message) is Bootstrap:
             for page in memoryview(message.pages).cast("i"):
-                if grant_of(owner := sender.pages.owners[page]) != message.grant:
-                    return self.broken("I6", f"grant {message.grant} lends page {page} of {owner!r}")
+                if grant_of(owner := sender.books.owners[page]) != message.grant:
+                    return self.broken("I6", f"grant {message.grant} lends {sender.books.name(page)} of {owner!r}")
         return None
 
     def _worded(self, frame: Frame, message: Message) -> str:
@@ -212,6 +210,7 @@ class Oracle:
     def landed(self, room: DecodeRoom, handoff: bytes) -> None:
         """Decode's user is told that a room has landed: every page from every rank, the right bytes and hand-over."""
         node, record = self.by_process[current_process()], room.record
+        books = node.books
         assert record is not None
         pages, digest = room.pages.tolist(), record.prompt.digest
         for rank, peer in enumerate(record.peers):
@@ -220,25 +219,9 @@ class Oracle:
             if missing := [page for page in pages if page not in there]:
                 self.broken("I8", f"room {room.room} succeeds, rank {rank} has not written pages {missing}")
         for index, page in enumerate(pages):
-            if node.pages.writers[page]:
-                self.broken("I2", f"room {room.room} succeeds while a write may still reach page {page}")
-            if page_bytes(node.pool, page) != content(digest, index, node.pool.layout):
-                self.broken("I8", f"room {room.room} succeeds, page {page} has somebody else's bytes")
+            if books.writers[page]:
+                self.broken("I2", f"room {room.room} succeeds while a write may still reach {books.name(page)}")
+            if books.bytes.read(page) != content(digest, index, books.bytes.size(page)):
+                self.broken("I8", f"room {room.room} succeeds, {books.name(page)} has somebody else's bytes")
         if handoff != handoff_of(digest):
             self.broken("I9", f"room {room.room} got another room's hand-over")
-
-
-def content(digest: bytes, index: int, layout: PoolLayout) -> bytes:
-    """What a page of a prompt holds: its place and the prompt decide every byte."""
-    block = hashlib.blake2b(digest, digest_size=32, salt=index.to_bytes(4, "little")).digest()
-    size = layout.page_bytes
-    return (block * (size // len(block) + 1))[:size]
-
-
-def handoff_of(digest: bytes) -> bytes:
-    return b"handoff " + digest[:8]
-
-
-def page_bytes(pool: PagedPool, page: int) -> bytes:
-    (buffer,) = pool.layout.buffers
-    return ctypes.string_at(buffer.address + page * buffer.page_bytes, buffer.page_bytes)

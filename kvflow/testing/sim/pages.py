@@ -1,15 +1,18 @@
-"""A page allocator that is looked at: a second set of books, and what of the world outside could touch a page."""
+"""Allocators that are looked at: a second set of books, and what of the world outside could touch a page or a row."""
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 from typing import Protocol
 
 from kvflow.handlers.decode import Quarantined
 from kvflow.memory.allocator import Index, Kept, PageAllocator
+from kvflow.memory.places import PlaceAllocator
+from kvflow.memory.pool import PagedPool
 from kvflow.protocols.errors import CapacityError, OwnershipError
 from kvflow.protocols.pages.layout import PageIndices
-from kvflow.testing.sim.faults import Faults
+from kvflow.protocols.ports import PageStore
+from kvflow.testing.sim.content import PlaceBytes
 
 
 class Judge(Protocol):
@@ -18,40 +21,77 @@ class Judge(Protocol):
     def broken(self, invariant: str, text: str) -> None: ...
 
 
-class WatchedPages(PageAllocator):
-    """Implements `protocols.ports.PageStore`; some takes fail on purpose."""
+class Books:
+    """What is known of every place of one pool: of its pages, and of its rows, numbered on from them."""
 
-    def __init__(self, num_pages: int, who: str, judge: Judge, faults: Faults) -> None:
-        super().__init__(num_pages)
-        self.owners: list[Hashable | None] = [None] * num_pages
-        self.writers = [0] * num_pages  # writes that may still land on the page, proven or not
+    def __init__(self, pool: PagedPool) -> None:
+        layout = pool.layout
+        self.bytes, self.num_pages = PlaceBytes(layout), layout.num_pages
+        self.owners: list[Hashable | None] = [None] * layout.num_places
+        self.writers = [0] * layout.num_places  # writes that may still land there, proven or not
+        self.readers = [0] * layout.num_places  # model steps, copies, and writes that have it as their source
         self.lost = False  # with the process: what still lands there hurts no one
-        self.readers = [0] * num_pages  # writes and model steps that use it as their source
-        self._who, self._judge, self._faults = who, judge, faults
+
+    @property
+    def out(self) -> int:
+        """How many are not free."""
+        return len(self.owners) - self.owners.count(None)
+
+    def name(self, place: int) -> str:
+        return f"page {place}" if place < self.num_pages else f"row {place - self.num_pages}"
+
+
+def watch(pool: PagedPool, who: str, judge: Judge, fails: Callable[[], bool]) -> Books:
+    """Replace the allocators of a pool, of which nothing has been taken."""
+    books, layout = Books(pool), pool.layout
+    pool._pages = WatchedPages("page", layout.num_pages, 0, who, judge, books, fails)
+    if layout.num_rows:
+        pool._rows = WatchedPages("row", layout.num_rows, layout.num_pages, who, judge, books, fails)
+    return books
+
+
+def books_of(store: PageStore) -> Books:
+    """Of a node's store that was watched."""
+    pages = store.pages if isinstance(store, PlaceAllocator) else store
+    assert isinstance(pages, WatchedPages)
+    return pages.books
+
+
+class WatchedPages(PageAllocator):
+    """Implements `protocols.ports.PageStore`, for the pages of a pool or its rows; some takes fail on purpose."""
+
+    def __init__(
+        self, unit: str, count: int, first: int, who: str, judge: Judge, books: Books, fails: Callable[[], bool]
+    ) -> None:
+        """`first`: the place of number 0."""
+        super().__init__(count, unit=unit)
+        self.books, self._first, self._who, self._judge, self._fails = books, first, who, judge, fails
 
     def take(self, count: int, owner: Hashable) -> PageIndices:
-        if self._faults.of_take():
-            raise CapacityError("pages (on purpose)", count, 0)
-        pages = super().take(count, owner)
-        for page in pages.tolist():
-            if self.owners[page] is not None:
-                self._judge.broken("I1", f"{self._who}: page {page} of {self.owners[page]!r} is handed out again")
-            self.owners[page] = owner
+        if self._fails():
+            raise CapacityError(f"{self._unit}s (on purpose)", count, 0)
+        pages, owners = super().take(count, owner), self.books.owners
+        for place in self._places(pages):
+            if owners[place] is not None:
+                self._broken("I1", f"{self.books.name(place)} of {owners[place]!r} is handed out again")
+            owners[place] = owner
         self._count()
         return pages
 
     def move(self, pages: PageIndices, owner: Hashable, new_owner: Hashable) -> None:
         self._guard(super().move, pages, owner, new_owner)
-        for page in pages.tolist():
-            self.owners[page] = new_owner
-            if self.writers[page] and grant_of(new_owner) is None:
-                self._judge.broken("I2", f"{self._who}: page {page} goes to {new_owner!r} while a write may reach it")
+        books = self.books
+        for place in self._places(pages):
+            books.owners[place] = new_owner
+            if books.writers[place] and grant_of(new_owner) is None:
+                self._broken("I2", f"{books.name(place)} goes to {new_owner!r} while a write may reach it")
 
     def give_back(self, pages: PageIndices, owner: Hashable) -> None:
         self._guard(super().give_back, pages, owner)
-        for page in pages.tolist():
-            if self.owners[page] is not None:
-                self.owners[page] = Kept.RETURNING
+        owners = self.books.owners
+        for place in self._places(pages):
+            if owners[place] is not None:
+                owners[place] = Kept.RETURNING
         self._count()
 
     def unhold(self, pages: PageIndices) -> None:
@@ -60,23 +100,32 @@ class WatchedPages(PageAllocator):
 
     def _free_now(self, pages: PageIndices, where: Index) -> None:
         super()._free_now(pages, where)
-        for page in pages.tolist():
-            if self.writers[page]:
-                self._judge.broken("I2", f"{self._who}: page {page} is free while a write may still reach it")
-            if self.readers[page]:
-                self._judge.broken("I13", f"{self._who}: page {page} is free while it is read or computed")
-            self.owners[page] = None
+        books = self.books
+        for place in self._places(pages):
+            if books.writers[place]:
+                self._broken("I2", f"{books.name(place)} is free while a write may still reach it")
+            if books.readers[place]:
+                self._broken("I13", f"{books.name(place)} is free while it is read or computed")
+            books.owners[place] = None
 
-    def _guard(self, call: object, *arguments: object) -> None:
+    def _places(self, indices: PageIndices) -> list[int]:
+        found: list[int] = (indices + self._first).tolist() if self._first else indices.tolist()
+        return found
+
+    def _guard(self, call: Callable[..., object], *arguments: object) -> None:
         try:
-            call(*arguments)  # type: ignore[operator]
+            call(*arguments)
         except OwnershipError as error:
-            self._judge.broken("I1", f"{self._who}: {error}")
+            self._broken("I1", str(error))
             raise
 
     def _count(self) -> None:
-        if self.owners.count(None) != self.free_pages:
-            self._judge.broken("I1", f"{self._who}: {self.free_pages} pages free, {self.owners.count(None)} unowned")
+        unowned = self.books.owners[self._first : self._first + self.num_pages].count(None)
+        if unowned != self.free_pages:
+            self._broken("I1", f"{self.free_pages} {self._unit}s free, {unowned} unowned")
+
+    def _broken(self, invariant: str, text: str) -> None:
+        self._judge.broken(invariant, f"{self._who}: {text}")
 
 
 def grant_of(owner: Hashable | None) -> int | None:

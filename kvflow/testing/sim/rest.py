@@ -9,7 +9,6 @@ from kvflow.protocols.machines.loan import LoanPhase
 from kvflow.protocols.ports import WriteOutcome
 from kvflow.testing.sim.cluster import Member
 from kvflow.testing.sim.oracle import Key, Oracle
-from kvflow.testing.sim.pages import WatchedPages
 from kvflow.testing.sim.times import FENCE_SLACK_S
 
 
@@ -21,14 +20,16 @@ def left(members: Iterable[Member], oracle: Oracle, *, doubts: bool) -> list[str
             if any(not task.done() for task in member.tasks):
                 found.append(f"{member.name}: a request has not ended")
             if isinstance(member.node, PrefillNode):
-                found += _left_at_prefill(member.name, member.node)
+                found += _left_at_prefill(member)
             else:
-                found += _left_at_decode(member.name, member.node, oracle, doubts)
+                found += _left_at_decode(member, oracle, doubts)
     return found
 
 
-def _left_at_prefill(name: str, node: PrefillNode) -> list[str]:
-    shell, found = node.shell, []
+def _left_at_prefill(member: Member) -> list[str]:
+    name, node, found = member.name, member.node, []
+    assert isinstance(node, PrefillNode)
+    shell = node.shell
     core = shell.endpoint.core
     if core.rooms:
         found.append(f"{name}: rooms {node.rooms_by_phase()}")
@@ -43,13 +44,14 @@ def _left_at_prefill(name: str, node: PrefillNode) -> list[str]:
     found += [f"{name}: {count} {what}" for what, count in counts.items() if count]
     if any(peer.grants.remembered > core.bounds.closed_grants for peer in core.peers.values()):
         found.append(f"{name}: more closed grants than {core.bounds.closed_grants} are remembered")
-    assert isinstance(node.pages, WatchedPages)
-    if not node.pages.at_rest():
-        found.append(f"{name}: pages of {node.pages.owned()}")
+    if not member.seen.pool.places.at_rest():
+        found.append(f"{name}: pages of {set(member.seen.books.owners) - {None}}")
     return found
 
 
-def _left_at_decode(name: str, node: DecodeNode, oracle: Oracle, doubts: bool) -> list[str]:
+def _left_at_decode(member: Member, oracle: Oracle, doubts: bool) -> list[str]:
+    name, node, books = member.name, member.node, member.seen.books
+    assert isinstance(node, DecodeNode)
     core, found = node.shell.endpoint.core, []
     if core.rooms:
         found.append(f"{name}: rooms {node.rooms_by_phase()}")
@@ -71,13 +73,11 @@ def _left_at_decode(name: str, node: DecodeNode, oracle: Oracle, doubts: bool) -
         found.append(f"{name}: {len(core.ledger)} loans, {loans} of links that are known")
     if handles := node.shell.rooms.keys() - in_doubt:
         found.append(f"{name}: handles of grants {sorted(handles)}")
-    pages = node.pages
-    assert isinstance(pages, WatchedPages)
-    out = pages.capacity - pages.free_pages
+    out = books.out
     inherited = node._inheritance.left() if doubts and node._inheritance is not None else []
     lent += sum({id(loan.pages): len(loan.pages) for loan in inherited}.values())
     if out > lent or node.quarantined_pages != out:
-        found.append(f"{name}: {node.quarantined_pages} pages in quarantine, pages of {pages.owned()}")
+        found.append(f"{name}: {node.quarantined_pages} pages in quarantine, pages of {set(books.owners) - {None}}")
     return found
 
 

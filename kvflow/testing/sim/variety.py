@@ -8,10 +8,21 @@ from typing import NamedTuple
 import msgspec
 
 from kvflow.protocols.limits import Bounds, Timing
-from kvflow.protocols.pages.layout import build_layout
+from kvflow.protocols.pages.kinds import PAGE, ROW, StateKind
+from kvflow.protocols.pages.layout import PoolLayout, build_layout
 
 PAGE_SIZE, NUM_PAGES = 4, 48
-LAYOUT = build_layout([("0.k", "uint8", (8,)), ("0.v", "uint8", (8,))], page_size=PAGE_SIZE, num_pages=NUM_PAGES)
+NUM_ROWS = NUM_PAGES // 2  # the good rooms at the end find some beside any quarantine
+_KINDS = (
+    StateKind("0.k", "uint8", (8,)),
+    StateKind("0.v", "uint8", (8,)),
+    StateKind("0.index_k", "uint8", (3,)),
+    StateKind("0.scale", "uint8", (5,), PAGE),
+    StateKind("1.conv", "uint8", (3, 4), ROW),
+    StateKind("1.ssm", "uint8", (2, 4, 4), ROW),
+)
+LAYOUT = build_layout(_KINDS[:2], page_size=PAGE_SIZE, num_pages=NUM_PAGES)
+LAYOUT_WITH_ROWS = build_layout(_KINDS, page_size=PAGE_SIZE, num_pages=NUM_PAGES, num_rows=NUM_ROWS)
 
 TIMING = Timing(heartbeat_s=0.5, lost_after_s=1.5, rendezvous_s=2.0, register_s=1.5)
 """Less patience than in real life, so that a run is short; what is repeated is repeated as often."""
@@ -26,6 +37,8 @@ class Variety(NamedTuple):
     timing: Timing
     fences: str  # how the data planes prove a death: PROMPT, LATE, or NEVER (an operator's word is needed)
     verify: bool  # transfers are verified on both sides
+    layout: PoolLayout  # of every pool
+    host: tuple[int, int]  # pages and rows that a decode's host memory holds
 
 
 def draw_variety(rng: random.Random, decodes: int) -> Variety:
@@ -38,4 +51,6 @@ def draw_variety(rng: random.Random, decodes: int) -> Variety:
     ):  # a dead decode in doubt keeps its place until its death is proven
         bounds = msgspec.structs.replace(bounds, targets=decodes + rng.randint(0, 1))
     timing = SHIPPED_RATIO if rng.random() < 0.25 else TIMING
-    return Variety(bounds, timing, fences, rng.random() < 0.15)
+    verify = rng.random() < 0.15
+    layout = LAYOUT_WITH_ROWS if rng.random() < 0.4 else LAYOUT
+    return Variety(bounds, timing, fences, verify, layout, (rng.choice((8, 12, 24)), rng.choice((3, 6))))
