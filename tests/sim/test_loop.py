@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from kvflow.testing.sim.loop import Process, VirtualLoop, current_process
+from kvflow.testing.sim.loop import Process, VirtualLoop, VirtualThread, current_process
 
 
 def play(main: Coroutine[Any, Any, None], loop: VirtualLoop | None = None) -> VirtualLoop:
@@ -53,6 +53,36 @@ def test_stop_ends_a_run_and_what_is_left_is_swept_up() -> None:
     loop.later(7, loop.stop)
     play(for_ever(), loop)
     assert loop.time() == 7 and ended == ["swept up"]
+
+
+def test_what_begins_while_the_rest_is_swept_up_is_swept_up_too() -> None:
+    ended: list[str] = []
+
+    async def for_ever(name: str) -> None:
+        try:
+            await asyncio.Event().wait()
+        finally:
+            ended.append(name)
+            if name == "first":
+                loop.later(0.001, lambda: asyncio.ensure_future(for_ever("late")))
+                await asyncio.sleep(0.01)
+
+    loop = VirtualLoop(random.Random(1))
+    loop.later(1, loop.stop)
+    play(for_ever("first"), loop)
+    assert ended == ["first", "late"]
+
+
+def test_a_thread_of_its_own_kind_says_when_its_work_happens() -> None:
+    class Late(VirtualThread):
+        def begin(self, done, work, *arguments):  # type: ignore[no-untyped-def]
+            asyncio.get_running_loop().call_later(5, lambda: done.set_result(work(*arguments)))
+
+    async def main() -> None:
+        loop = asyncio.get_running_loop()
+        assert await loop.run_in_executor(Late(), max, 2, 3) == 3 and loop.time() == 5
+
+    play(main())
 
 
 def test_threads_are_virtual_and_go_on_when_nobody_waits_any_more() -> None:

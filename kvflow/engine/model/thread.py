@@ -5,15 +5,16 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Sequence
 from concurrent.futures import Executor
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
-import torch
 
 from kvflow.aio import run_to_end
 from kvflow.engine.model import sequence
-from kvflow.engine.model.device import CPU, wait_for
 from kvflow.protocols.ports import PageStore
+
+if TYPE_CHECKING:  # the simulator of whole nodes has steps, and needs no torch
+    import torch
 
 T = TypeVar("T")
 
@@ -24,7 +25,8 @@ class ModelThread:
     A step has ended when the thread has returned, and its device has run all that the step has queued there.
     """
 
-    def __init__(self, executor: Executor, pages: PageStore, device: torch.device = CPU) -> None:
+    def __init__(self, executor: Executor, pages: PageStore, device: torch.device | None = None) -> None:
+        """`device`: None where nothing of a step runs on after it has returned."""
         self._executor, self._pages, self._device = executor, pages, device
 
     async def run(self, sequences: Sequence[sequence.Sequence], work: Callable[[], T]) -> T:
@@ -40,4 +42,7 @@ class ModelThread:
         try:
             return work()
         finally:  # a step that failed half-way has queued some of its writes
-            wait_for(self._device)
+            if self._device is not None:
+                from kvflow.engine.model.device import wait_for
+
+                wait_for(self._device)

@@ -10,7 +10,7 @@ from typing import Protocol
 from kvflow.protocols.pages.layout import PoolLayout
 
 Content = tuple[bytes, int]
-"""A prompt's digest, and which page of it, or the row after them; a page that was damaged on its way has a digest of its own."""
+"""A prompt's digest, and which page of it, or its row after them; damage on the way gives a digest of its own."""
 
 
 class Judge(Protocol):

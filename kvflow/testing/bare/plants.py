@@ -8,6 +8,7 @@ from typing import Any
 
 from kvflow.protocols.errors import MisuseError
 from kvflow.testing.bare.run import simulate
+from kvflow.testing.sim import plants_residency
 from kvflow.testing.sim.plants import Plant, hunted
 from kvflow.testing.sim.plants import all_plants as of_nodes
 from kvflow.testing.walk.plants import PLANTS as OF_THE_WALK
@@ -21,8 +22,8 @@ UNSEEN = {
     "failed slice retried": "it is in the data plane",
     "failed handle taken for landed": "it is in the data plane",
     "garbage ends the loop": "there is no task that reads",
-}
-"""Of the whole-node simulator, in what is not here; each but the last four has a likeness in a table."""
+} | {plant.name: "no request leaves a device" for plant in plants_residency.PLANTS}
+"""Of the whole-node simulator, in what is not here; each of those before "source let go" has a likeness in a table."""
 
 
 def all_plants() -> tuple[Plant, ...]:

@@ -18,6 +18,7 @@ from kvflow.testing.sim.loop import Process, VirtualLoop
 from kvflow.testing.sim.oracle import Oracle, Seen
 from kvflow.testing.sim.pages import Books, watch
 from kvflow.testing.sim.plane import PacedPlane
+from kvflow.testing.sim.snapshots import Snapshots
 from kvflow.testing.sim.variety import NEVER, Variety
 from kvflow.testing.sim.wire import Wire
 from kvflow.transports.control.memory import Frame
@@ -32,6 +33,7 @@ class Member:
     ) -> None:
         self.name, self.process, self.node, self.plane, self.seen, self.group = name, process, node, plane, seen, group
         self.tasks: list[asyncio.Task[None]] = []
+        self.snapshots: Snapshots | None = None  # of a decode
         self.leaving = False
 
     @property
@@ -130,6 +132,8 @@ class Cluster:
 
         async def close() -> None:
             await member.node.close()
+            if member.snapshots is not None:
+                await member.snapshots.close()
             if tasks := [task for task in member.tasks if not task.done()]:
                 await asyncio.wait(tasks)
             self.loop.soon(self._left, member)
@@ -227,6 +231,9 @@ class Cluster:
     def close(self) -> None:
         for pool in self._pools:
             pool.close()
+        for member in self.members:
+            if member.snapshots is not None:
+                member.snapshots.unmap()
 
     def _incarnation(self) -> int:
         """Drawn from the seed, not from the system."""
@@ -251,6 +258,9 @@ class Cluster:
     ) -> Member:
         seen = Seen(process, node.incarnation, books, node.pool)
         member = Member(name, process, node, plane, seen, group)
+        if isinstance(node, DecodeNode):
+            host = self.variety.host
+            member.snapshots = Snapshots(name, node.pool, books, host, self.oracle, self.faults)
         self.members.append(member)
         self.oracle.join(seen, plane.address)
         start = node.start()

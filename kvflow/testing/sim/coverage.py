@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from types import ModuleType
 from typing import Any
 
-from kvflow.protocols.machines import decode_room, grants, link, loan, peer, prefill_room
+from kvflow.protocols.machines import decode_room, grants, link, loan, peer, prefill_room, residency
 from kvflow.protocols.machines.tables import ERROR, Moves
 from kvflow.testing.sim.swap import swapped
 
@@ -20,6 +20,8 @@ TABLES: dict[str, ModuleType] = {
     "peer": peer,
     "grant": grants,
 }
+TABLES_OF_NODES = TABLES | {"residency": residency}
+"""Endpoints are all of the protocol; whole nodes also have requests that leave the device and come back."""
 
 Cell = tuple[str, int, int]
 """Table, phase, kind."""
@@ -28,9 +30,10 @@ Cell = tuple[str, int, int]
 @contextmanager
 def covered(visits: Counter[Cell]) -> Iterator[None]:
     """Count every look into the tables."""
-    counts = {name: [[0] * len(module.TABLE.kinds) for _ in module.TABLE.phases] for name, module in TABLES.items()}
+    tables = TABLES_OF_NODES.items()
+    counts = {name: [[0] * len(module.TABLE.kinds) for _ in module.TABLE.phases] for name, module in tables}
     with ExitStack() as swaps:
-        for name, module in TABLES.items():
+        for name, module in tables:
             swaps.enter_context(swapped(module.TABLE, "moves", _Counting(module.TABLE.moves, counts[name])))
         try:
             yield
@@ -50,10 +53,10 @@ class _Counting(Moves[Any, Any, Any]):
         return super().__getitem__(key)
 
 
-def report(visits: Counter[Cell]) -> dict[str, Any]:
-    """How many cells were visited; legal ones that were not, and impossible ones that were."""
+def report(visits: Counter[Cell], tables: Mapping[str, ModuleType] = TABLES_OF_NODES) -> dict[str, Any]:
+    """How many cells of `tables` were visited; legal ones that were not, and impossible ones that were."""
     visited, missing, error = 0, [], []
-    for name, module in TABLES.items():
+    for name, module in tables.items():
         table = module.TABLE
         for phase in table.phases:
             for kind in table.kinds:

@@ -14,6 +14,8 @@ from kvflow.protocols.wire.codec import prompt_digest
 from kvflow.protocols.wire.ranks import RankInfo
 from kvflow.testing.sim.content import content, handoff_of
 from kvflow.testing.sim.pages import books_of
+from kvflow.testing.sim.residence import Residence
+from kvflow.testing.sim.stay import Stay
 
 
 class Job:
@@ -32,6 +34,7 @@ class Job:
         kept_s: float = 0.0,
         offers_after_s: float | None = None,
         topples: Callable[[], None] | None = None,
+        stay: Stay | None = None,
     ) -> None:
         self.room, self.prompt, self.chunks, self.deadline_s = room, prompt, chunks, deadline_s
         self.ranks = ranks  # of the prefill it is for, as a registry would tell decode now
@@ -39,6 +42,8 @@ class Job:
         self.kept_s = kept_s  # how long decode goes on generating
         self.offers_after_s = offers_after_s  # decode has pages for it only so long after it has announced the room
         self.topples = topples  # to be called when the room ends
+        self.stay = stay  # what decode goes on to do with it
+        self.residence: Residence | None = None  # as which it does so
         self.close: Callable[[Cause], None] | None = None  # ends the room, once there is one
         self.succeeded = False
 
@@ -91,8 +96,7 @@ class PlainScheduler:
                     if number == job.fails_at:
                         return room.close(Cause(Code.ENGINE_ERROR, "the engine broke down"))
                     last = number == len(job.chunks) - 1
-                    count += rows and last  # the row goes with the last pages
-                    chunk = pages[start : start + count]
+                    chunk = pages[start:] if last else pages[start : start + count]  # a row goes with the last pages
                     await in_thread(job.model_step(node, chunk, start))
                     room.send(chunk, last=last, handoff=job.handoff if last else b"")
                     start += count
@@ -118,7 +122,11 @@ class PlainScheduler:
                 raise
             opened.offer()
         async with opened as room:
-            await room.landed()
+            handoff = await room.landed()
+            if (residence := job.residence) is not None:
+                job.close = lambda _: residence.abort()
+                job.succeeded = await residence.play(room, handoff)
+                return None
             job.succeeded = True
             owner = object()
             pages = room.keep(owner)

@@ -16,11 +16,13 @@ import heapq
 import random
 from collections import deque
 from collections.abc import Callable, Coroutine
+from concurrent.futures import Executor
 from typing import Any, TypeVar
 
 from kvflow.testing.sim.times import THREAD_S
 
 T = TypeVar("T")
+_ROUNDS = 5
 
 
 class Process:
@@ -44,6 +46,14 @@ _NOBODY = contextvars.Context()  # of timers that belong to no process: the netw
 
 def current_process() -> Process | None:
     return _process.get()
+
+
+class VirtualThread(Executor):
+    """An executor that says by itself when its work happens, and in how many parts. No thread."""
+
+    def begin(self, done: asyncio.Future[Any], work: Callable[..., Any], *arguments: Any) -> None:
+        """Do `work` some time, by timers of the running loop, and answer `done` after it, if somebody still waits."""
+        raise NotImplementedError
 
 
 class VirtualLoop(asyncio.BaseEventLoop):
@@ -103,14 +113,15 @@ class VirtualLoop(asyncio.BaseEventLoop):
                 raise
 
     def wind_up(self) -> None:
-        """Cancel whatever is left, of the dead too, and let it end."""
+        """Cancel whatever is left, of the dead too, and let it end; what begins meanwhile, as well."""
         for process in list(self._halted):
             process.dead = False
             self.resume(process)
-        tasks = asyncio.all_tasks(self)
-        for task in tasks:
-            task.cancel()
-        if tasks:
+        for _ in range(_ROUNDS):
+            if not (tasks := asyncio.all_tasks(self)):
+                return
+            for task in tasks:
+                task.cancel()
             self.run_until_complete(asyncio.wait(tasks, timeout=60))
 
     # --- what asyncio asks of a loop
@@ -120,6 +131,9 @@ class VirtualLoop(asyncio.BaseEventLoop):
     ) -> asyncio.Future[T]:
         """The work happens in one go at a later moment; as with a thread, cancelling the future does not stop it."""
         future: asyncio.Future[T] = self.create_future()
+        if isinstance(executor, VirtualThread):
+            executor.begin(future, function, *arguments)
+            return future
 
         def work() -> None:
             try:

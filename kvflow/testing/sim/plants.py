@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 from kvflow.protocols.errors import MisuseError
 from kvflow.testing.sim import plants_decode as d
 from kvflow.testing.sim import plants_prefill as p
-from kvflow.testing.sim import plants_tables
+from kvflow.testing.sim import plants_residency, plants_tables
 from kvflow.testing.sim.outcome import Outcome
 from kvflow.testing.sim.run import simulate
 
@@ -61,8 +61,8 @@ PLANTS = (
 
 
 def all_plants() -> tuple[Plant, ...]:
-    """Those in endpoints and shells, and those in the tables and steps."""
-    return (*PLANTS, *(Plant(*plant) for plant in plants_tables.PLANTS))
+    """Those in endpoints and shells, those in the tables and steps, and those of requests that leave the device."""
+    return (*PLANTS, *(Plant(*plant) for plant in (*plants_tables.PLANTS, *plants_residency.PLANTS)))
 
 
 def planted(name: str) -> AbstractContextManager[object]:

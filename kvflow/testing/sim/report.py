@@ -9,8 +9,8 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
-from kvflow.testing.sim.coverage import Cell, report
-from kvflow.testing.sim.faults import KINDS
+from kvflow.testing.sim.coverage import TABLES, TABLES_OF_NODES, Cell, report
+from kvflow.testing.sim.faults import KINDS, ON_COPIES
 from kvflow.testing.sim.outcome import Outcome
 from kvflow.testing.sim.plants import planted
 from kvflow.testing.sim.run import simulate
@@ -29,7 +29,7 @@ def simulate_many(
 ) -> dict[str, Any]:
     """Play `seeds`, of whole nodes or of bare endpoints; the report counts, and tells how to replay each violation."""
     visits: Counter[Cell] = Counter()
-    faults: Counter[str] = Counter(dict.fromkeys(KINDS, 0))
+    faults: Counter[str] = Counter(dict.fromkeys(KINDS if bare else (*KINDS, *ON_COPIES), 0))
     endings: Counter[str] = Counter()
     violations: list[dict[str, Any]] = []
     steps: list[int] = []
@@ -59,7 +59,7 @@ def simulate_many(
         "steps_per_s": round(sum(steps) / cpu_s),
         "seeds_per_s": round(len(seeds) / cpu_s, 1),  # of CPU time, on one core
         "rooms": rooms,
-        "cells": report(visits),
+        "cells": report(visits, TABLES if bare else TABLES_OF_NODES),
         "endings": dict(endings.most_common()),
         "seeds_with_fewer_than_2_fault_kinds": few_faults,
         "min_rooms": rooms_min,

@@ -57,6 +57,8 @@ def _left_at_decode(member: Member, oracle: Oracle, doubts: bool) -> list[str]:
         found.append(f"{name}: rooms {node.rooms_by_phase()}")
     if core.tasks:
         found.append(f"{name}: {len(core.tasks)} tasks")
+    assert member.snapshots is not None
+    found += member.snapshots.left()
     lent, in_doubt, loans = 0, set(), 0
     for peer in core.links.peers.values():
         for grant in core.ledger.grants_of(peer):

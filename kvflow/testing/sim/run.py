@@ -7,12 +7,14 @@ import logging
 import random
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from time import process_time
 
+from kvflow.memory import shared
 from kvflow.node import DecodeNode, PrefillNode
 from kvflow.protocols.errors import Cause, Code, KvflowError
+from kvflow.protocols.wire.codec import prompt_digest
 from kvflow.testing.sim.cluster import Cluster, Member
 from kvflow.testing.sim.coverage import Cell, covered
 from kvflow.testing.sim.endings import Endings, observed
@@ -21,8 +23,10 @@ from kvflow.testing.sim.faults import Faults
 from kvflow.testing.sim.loop import Process, VirtualLoop, current_process
 from kvflow.testing.sim.oracle import Oracle
 from kvflow.testing.sim.outcome import Outcome
+from kvflow.testing.sim.residence import Residence
 from kvflow.testing.sim.rest import left
 from kvflow.testing.sim.scenario import Accident, Leg, Request, Scenario, draw
+from kvflow.testing.sim.stay import GOOD
 from kvflow.testing.sim.swap import swapped
 from kvflow.testing.sim.times import FAULTS_END_S, FENCED_S, RECOVER_S, REST_S, SETTLE_S
 from kvflow.testing.sim.variety import LATE, LATE_FENCE_S, NEVER, PAGE_SIZE
@@ -97,6 +101,7 @@ class Run:
                 kept_s=request.kept_s,
                 refused=request.decode_refused,
                 offers_after_s=request.offers_after_s,
+                stay=request.stay,
             )
             if request.topples:
                 job.topples = partial(self._topple, job)
@@ -118,6 +123,9 @@ class Run:
             if isinstance(member.node, PrefillNode):
                 await self.scheduler.prefill(member.node, job)
             else:
+                if job.stay is not None and member.snapshots is not None:
+                    digest = prompt_digest(job.prompt)
+                    job.residence = Residence(member.node, member.snapshots, self.oracle, digest, job.stay)
                 await self.scheduler.decode(member.node, job)
         except KvflowError as error:
             said = f"{member.name}: room {job.room}: {type(error).__name__}: {error}"
@@ -237,11 +245,12 @@ class Run:
                 assert isinstance(decode.node, DecodeNode)
                 if decode.node.quarantined_pages > decode.node.quarantine_limit:
                     continue  # it may refuse
-                for _ in range(PROBES):
+                for number in range(PROBES):
                     self._probe_room = room = self._probe_room + 1
                     prompt = [room] * (sum(PROBE_CHUNKS) * PAGE_SIZE)
                     legs += [(member, Job(room, prompt, PROBE_CHUNKS)) for member in ranks]
-                    legs.append((decode, Job(room, prompt, ranks=partial(self.cluster.ranks, group))))
+                    ranks_of = partial(self.cluster.ranks, group)
+                    legs.append((decode, Job(room, prompt, ranks=ranks_of, stay=None if number else GOOD)))
         await asyncio.sleep(self.scenario.variety.timing.repeat_after_s)
         if legs:
             await asyncio.wait([member.spawn(self._leg(member, job)) for member, job in legs], timeout=REST_S)
@@ -272,7 +281,7 @@ def simulate(
     begun = process_time()
     rng = random.Random(seed)
     loop = VirtualLoop(rng)
-    faults = Faults(rng)
+    faults = Faults(rng, copies=True)
     scenario = draw(rng, faults)
 
     def line(what: str) -> None:
@@ -283,7 +292,7 @@ def simulate(
     oracle = Oracle(loop, None if tell is None else line)
     run = Run(loop, faults, scenario, scheduler or PlainScheduler(), oracle)
     try:
-        with covered(Counter() if visits is None else visits), observed(run.endings), _logged(oracle):
+        with covered(Counter() if visits is None else visits), observed(run.endings), _logged(oracle), _plenty():
             loop.play(run.play())
             if loop.raised and oracle.violation is None:
                 oracle.broken("I7", f"raised into the event loop: {loop.raised[0]}")
@@ -307,6 +316,11 @@ def simulate(
         len(scenario.requests),
         sum(scenario.groups) + scenario.decodes,
     )
+
+
+def _plenty() -> AbstractContextManager[object]:
+    """Nobody asks the system how much memory is left: the pools are tiny, and there are many."""
+    return swapped(shared, "available_memory", lambda: None)
 
 
 @contextmanager

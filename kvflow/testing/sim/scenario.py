@@ -6,6 +6,7 @@ import random
 from typing import NamedTuple
 
 from kvflow.testing.sim.faults import ON_LINKS, ON_NODES, Faults
+from kvflow.testing.sim.stay import Stay, draw_stay
 from kvflow.testing.sim.variety import PAGE_SIZE, Variety, draw_variety
 
 SHAPES = (((1, 1), 1), ((2,), 1), ((1,), 2), ((2,), 2), ((1, 1), 2), ((2, 1), 1))
@@ -39,6 +40,7 @@ class Request(NamedTuple):
     decode_refused: bool = False
     offers_after_s: float | None = None  # decode announces the room, and has pages only so much later
     topples: bool = False  # its end ends another room of the same node, from within `on_end`
+    stay: Stay | None = None  # what it does at decode, once it has landed
 
 
 class Accident(NamedTuple):
@@ -109,6 +111,7 @@ def _request(rng: random.Random, room: int, groups: int, decodes: int) -> Reques
         decode_refused=rng.random() < 0.04,
         offers_after_s=rng.uniform(0, 0.6) if rng.random() < 0.15 else None,
         topples=rng.random() < 0.06,
+        stay=draw_stay(rng),
     )
 
 

@@ -20,6 +20,8 @@ STUCK_S: Span = (0.2, 2.0)  # a stuck write moves on after so long
 STALL_LOOK_S: Span = (0.02, 0.06)  # a worker that stood still goes on within so long
 LATE_S: Span = (0.01, 3.0)  # and what was given up lands after so long
 THREAD_S: Span = (0.0005, 0.02)  # work in an executor: a model step, a checksum
+COPY_S: Span = (0.0002, 0.01)  # half of a copy to host memory, or back
+SLOW_COPY_S: Span = (0.02, 0.15)
 
 # --- one run
 
