@@ -61,6 +61,7 @@ SEEDS = {
     "resumed before the copy has ended": (0, "I13"),
     "row given away in a step": (12, "I13"),
     "places let go in a copy": (3, "I13"),
+    "copy cancelled, not drained": (3, "I12"),
     "abort forgets host memory": (3, "I5"),
     "failed return taken for one": (20, "I14"),
     "failed retract taken for one": (3, "I14"),

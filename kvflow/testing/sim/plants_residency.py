@@ -129,6 +129,13 @@ def _row_given_away_in_a_step() -> Installed:
     return swapped(ModelThread, "run", run)
 
 
+def _cancelled_and_not_drained() -> Installed:
+    async def run_to_end(running: asyncio.Future[Any]) -> None:
+        await asyncio.sleep(0)
+
+    return swapped(residents, "run_to_end", run_to_end)
+
+
 @contextmanager
 def _nothing_held(*_: object) -> Iterator[None]:
     yield
@@ -163,6 +170,12 @@ PLANTS = (
         "a copy holds nothing of what it reads or writes",
         lambda: swapped(snapshots, "_held", _nothing_held),
         "I13",
+    ),
+    ResidencyPlant(
+        "copy cancelled, not drained",
+        "a request that was to move goes on while its copy still runs",
+        _cancelled_and_not_drained,
+        "I12",
     ),
     ResidencyPlant(
         "abort forgets host memory",

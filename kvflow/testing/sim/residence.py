@@ -123,7 +123,7 @@ class Residence:
     async def _retract(self, here: Resident, act: Act) -> None:
         self._trace("leaves")
         try:
-            await self._carry_out(here, here.retract(), act.disturbed)
+            await self._move(here, here.retract(), act.disturbed)
         except HostMemoryError:
             self._drop(here)
         except CopyFailedError:
@@ -160,7 +160,7 @@ class Residence:
                 return
             self._trace("comes back")
             try:
-                whole = await self._carry_out(here, here.resume(), disturbed)
+                whole = await self._move(here, here.resume(), disturbed)
             except CapacityError:
                 await asyncio.sleep(TRY_AGAIN_S)
             except CopyFailedError:
@@ -179,6 +179,13 @@ class Residence:
             self._check(here, "after its return")
         else:
             await self._step(here, None)
+
+    async def _move(self, here: Resident, work: Coroutine[Any, Any, T], disturbed: Disturbance | None) -> T | None:
+        try:
+            return await self._carry_out(here, work, disturbed)
+        finally:
+            if here.owner in self._snapshots.copies.owners:
+                self._oracle.broken("I12", f"{here!r}: it is said to have moved, or not to, while it is copied")
 
     # --- what happens beside it
 

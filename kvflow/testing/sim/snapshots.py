@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from typing import Any, NamedTuple
 
 from kvflow.memory.pool import PagedPool
@@ -46,7 +46,7 @@ class Snapshots:
         """What is not at rest, in words."""
         if (store := self._store) is None:
             return []
-        counts = {"snapshots": store.count, "bytes of host memory": store.used_bytes, "copies": self.copies.running}
+        counts = {"snapshots": store.count, "bytes of host memory": store.used_bytes, "copies": len(self.copies.owners)}
         return [f"{self._who}: {count} {what}" for what, count in counts.items() if count]
 
     async def close(self) -> None:
@@ -66,7 +66,7 @@ class CopyThread(VirtualThread):
     def __init__(self, pool: PagedPool, books: Books, oracle: Oracle, faults: Faults) -> None:
         self._pool, self._books, self._oracle, self._faults = pool, books, oracle, faults
         self.host: Books | None = None
-        self.running = 0
+        self.owners: list[Hashable] = []  # of what is being copied
         self._after_next: list[tuple[int, Callable[[], object]]] = []
 
     def after_next(self, turns: int, do: Callable[[], object]) -> None:
@@ -80,10 +80,11 @@ class CopyThread(VirtualThread):
         used = [*_used(self._books, source if out else target), *_used(self.host, target if out else source)]
         for books, place in used:
             books.readers[place] += 1
-        self.running += 1
+        owner = self._books.owners[used[0][1]]
+        self.owners.append(owner)
         fault = self._faults.of_copy()
         self._oracle.trace(lambda: f"copies {len(source.pages)} pages {'out' if out else 'in'}, {fault or 'no fault'}")
-        self._next(_Copy(done, lambda half: work(pairing, *half, *rest), _halves(source, target), used, fault))
+        self._next(_Copy(done, lambda half: work(pairing, *half, *rest), _halves(source, target), used, owner, fault))
 
     def _next(self, copy: _Copy) -> None:
         loop = self._oracle.loop
@@ -102,7 +103,7 @@ class CopyThread(VirtualThread):
     def _end(self, copy: _Copy, result: bool | Exception) -> None:
         for books, place in copy.used:
             books.readers[place] -= 1
-        self.running -= 1
+        self.owners.remove(copy.owner)
         if copy.done.done():
             pass
         elif isinstance(result, Exception):
@@ -129,6 +130,7 @@ class _Copy(NamedTuple):
     work: Callable[[Half], bool]
     halves: list[Half]
     used: list[tuple[Books, int]]
+    owner: Hashable
     fault: str
 
 
