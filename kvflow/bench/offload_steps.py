@@ -37,8 +37,13 @@ class DecodeBatch:
     def __init__(self, model: LoadedModel, batch: int) -> None:
         """Raises: LayoutError when there is not enough memory."""
         each = -(-(PROMPT_TOKENS + NEW_TOKENS) // PAGE_SIZE)
-        streams = [(name, dtype, tuple(shape)) for name, dtype, shape in model.streams]
-        layout = build_layout(streams, page_size=PAGE_SIZE, num_pages=batch * each, fingerprint=model.fingerprint)
+        layout = build_layout(
+            model.streams,
+            page_size=PAGE_SIZE,
+            num_pages=batch * each,
+            num_rows=batch if model.has_states else 0,
+            fingerprint=model.fingerprint,
+        )
         self.pool = PagedPool.allocate(layout, shared=False)
         self._runner = model.runner(self.pool)
         scattered = np.random.default_rng(1).permutation(batch * each).astype(np.int32).reshape(batch, each)
@@ -46,6 +51,8 @@ class DecodeBatch:
         self._sequences = [Sequence(i, prompt, NEW_TOKENS, PAGE_SIZE) for i in range(batch)]
         for sequence, pages in zip(self._sequences, scattered, strict=True):
             sequence.add_pages(pages)
+        for row in range(layout.num_rows):
+            self._sequences[row].rows = np.array([row], dtype=np.int32)
         self._append(self._runner.forward([Row(s, PROMPT_TOKENS) for s in self._sequences]), PROMPT_TOKENS)
 
     def steps_until(self, stop: threading.Event) -> list[float]:

@@ -79,7 +79,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         int, Meta(description="Pages of the pool; 0 = 65536 tokens, within --pool-bytes.", ge=0, le=1 << 26)
     ] = 0
     pool_bytes: Annotated[
-        int, Meta(description="Upper limit in bytes of a pool whose --num-pages is 0.", ge=1 << 16)
+        int, Meta(description="Upper limit in bytes of a pool whose --num-pages is 0, its rows included.", ge=1 << 16)
     ] = 1 << 30
     pool_order: Annotated[Literal["page_first", "layer_first"], Meta(description="Memory order of the pool.")] = (
         "page_first"

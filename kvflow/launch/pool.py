@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import logging
 import os
 from collections.abc import Generator, Sequence
 from contextlib import contextmanager
@@ -16,27 +17,31 @@ from kvflow.memory.device import HOST, memory_of
 from kvflow.memory.pool import PagedPool
 from kvflow.memory.snapshot import SnapshotStore
 from kvflow.protocols.errors import MisuseError
-from kvflow.protocols.pages.layout import build_layout
+from kvflow.protocols.pages.kinds import ROW, StateKind
+from kvflow.protocols.pages.layout import PoolLayout, build_layout, resized
 
 if TYPE_CHECKING:
     import torch
 
+_log = logging.getLogger("kvflow.serve")
 DEFAULT_POOL_TOKENS = 65_536
+_MORE_ROWS = 16  # one for so many running requests: of those that have ended while something is still copied
+_MOST_EMPTY_PAGES = 1 << 20
 
 
-def make_pool(
-    settings: Settings, streams: Sequence[tuple[str, str, Sequence[int]]], fingerprint: str, device: torch.device
-) -> PagedPool:
+def make_pool(settings: Settings, streams: Sequence[StateKind], fingerprint: str, device: torch.device) -> PagedPool:
     """Allocate the pool for a model's `streams`, where the model is; blocks. Raises: ConfigError, LayoutError."""
-    exact = [(name, dtype, tuple(shape)) for name, dtype, shape in streams]
-    page_bytes = build_layout(exact, page_size=settings.page_size, num_pages=1).page_bytes
-    num_pages = _num_pages(settings, page_bytes)
+    has_rows = any(kind.unit == ROW for kind in streams)
+    one = build_layout(streams, page_size=settings.page_size, num_pages=1, num_rows=int(has_rows))
+    num_rows = _num_rows(settings, one) if has_rows else 0
+    sized = resized(one, num_pages=_num_pages(settings, one, num_rows), num_rows=num_rows)
     with _one_at_a_time():
-        _check_memory(settings, num_pages, page_bytes, device)
+        _check_memory(settings, sized, device)
         layout = build_layout(
-            exact,
+            streams,
             page_size=settings.page_size,
-            num_pages=num_pages,
+            num_pages=sized.num_pages,
+            num_rows=num_rows,
             order=settings.pool_order,
             fingerprint=fingerprint,
         )
@@ -58,21 +63,53 @@ def make_snapshots(settings: Settings, pool: PagedPool) -> SnapshotStore | None:
             raise ConfigError(f"--host-memory-bytes {settings.host_memory_bytes}: {error}") from None
 
 
-def _num_pages(settings: Settings, page_bytes: int) -> int:
+def _num_rows(settings: Settings, one: PoolLayout) -> int:
+    """A row for every running request and some more; where `--pool-bytes` is the limit, at most half of it, unless the
+    model keeps nothing else."""
+    wanted = settings.max_running_requests + -(-settings.max_running_requests // _MORE_ROWS)
+    if settings.num_pages:
+        return wanted
+    share = settings.pool_bytes // 2 if one.page_bytes else settings.pool_bytes
+    fitting = share // one.row_bytes
+    if fitting < 1:
+        least = one.row_bytes * (2 if one.page_bytes else 1)
+        raise ConfigError(
+            f"--pool-bytes {settings.pool_bytes}: the state of one request takes {one.row_bytes} bytes of {share} for "
+            f"rows; at least {least} are needed"
+        )
+    if fitting < settings.max_running_requests:
+        _log.info(
+            "the pool has %d rows of %d bytes, for as many requests at once: --max-running-requests is %d, and "
+            "--pool-bytes %d", fitting, one.row_bytes, settings.max_running_requests, settings.pool_bytes
+        )  # fmt: skip
+    return min(wanted, fitting)
+
+
+def _num_pages(settings: Settings, one: PoolLayout, num_rows: int) -> int:
     if settings.num_pages:
         return settings.num_pages
     wanted = -(-DEFAULT_POOL_TOKENS // settings.page_size)
-    return max(1, min(wanted, settings.pool_bytes // page_bytes))
+    if not one.page_bytes:  # all is in rows, and pages only count tokens: each row may have the default
+        return min(wanted * num_rows, _MOST_EMPTY_PAGES)
+    return max(1, min(wanted, (settings.pool_bytes - num_rows * one.row_bytes) // one.page_bytes))
 
 
-def _check_memory(settings: Settings, num_pages: int, page_bytes: int, device: torch.device) -> None:
+def _check_memory(settings: Settings, sized: PoolLayout, device: torch.device) -> None:
     available = available_memory() if device.type == HOST else memory_of(device)
-    if available is None or num_pages * page_bytes <= available.size_bytes:
+    needed = sized.num_pages * sized.page_bytes + sized.num_rows * sized.row_bytes
+    if available is None or needed <= available.size_bytes:
         return
-    flag = f"--num-pages {num_pages}" if settings.num_pages else f"--pool-bytes {settings.pool_bytes}"
+    rows_bytes = sized.num_rows * sized.row_bytes
+    rows = f" and {sized.num_rows} rows of {sized.row_bytes}" if sized.num_rows else ""
+    if sized.num_rows and (rows_bytes > available.size_bytes or not sized.page_bytes):
+        flag, most = f"--max-running-requests {settings.max_running_requests}", available.size_bytes // sized.row_bytes
+        fits = f"at most {most} rows fit, one for each running request and 1 more for {_MORE_ROWS} of them"
+    else:
+        flag = f"--num-pages {settings.num_pages}" if settings.num_pages else f"--pool-bytes {settings.pool_bytes}"
+        fits = f"at most {(available.size_bytes - rows_bytes) // sized.page_bytes} pages fit"
     raise ConfigError(
-        f"{flag}: the pool needs {num_pages * page_bytes} bytes of memory ({num_pages} pages of {page_bytes}), but "
-        f"{available}; at most {available.size_bytes // page_bytes} pages fit"
+        f"{flag}: the pool needs {needed} bytes of memory ({sized.num_pages} pages of {sized.page_bytes}{rows}), but "
+        f"{available}; {fits}"
     )
 
 

@@ -155,7 +155,11 @@ class PagedPool:
     @property
     def places(self) -> PageAllocator | PlaceAllocator:
         """Who owns what a room holds: `pages`, and where the pool has rows, `pages` and `rows` as one store."""
-        return PlaceAllocator(self.layout, self.pages, self.rows) if self.layout.num_rows else self.pages
+        return self.places_over(self.pages)
+
+    def places_over(self, pages: PageAllocator) -> PageAllocator | PlaceAllocator:
+        """`places`, where `pages` counts the pages in place of the pool's own."""
+        return PlaceAllocator(self.layout, pages, self.rows) if self.layout.num_rows else pages
 
     @property
     def segment(self) -> SharedSegment | None:

@@ -25,10 +25,13 @@ from kvflow.protocols.pages.layout import Order, PageIndices, build_layout
 class Side:
     """One pool with its owners. Every byte is poison at first: whoever reads what nobody wrote gets NaN."""
 
-    def __init__(self, model: LoadedModel, num_pages: int, page_size: int, order: Order) -> None:
-        layout = build_layout(model.streams, page_size=page_size, num_pages=num_pages, order=order)
+    def __init__(self, model: LoadedModel, num_pages: int, page_size: int, order: Order, num_rows: int = 32) -> None:
+        """`num_rows`: of a model that keeps states."""
+        rows = num_rows if model.has_states else 0
+        layout = build_layout(model.streams, page_size=page_size, num_pages=num_pages, num_rows=rows, order=order)
         self.pool = PagedPool.allocate(layout, shared=False)
         self.pages = PageAllocator(num_pages)
+        self.places = self.pool.places_over(self.pages)
         for component in layout.components:
             self.pool.tensor(component.name).fill_(float("nan"))
 
@@ -38,9 +41,10 @@ class Side:
         return SnapshotStore(self.pool, limit, num_rows=layout.num_rows, pages=self.pages)
 
     def scatter(self) -> None:
-        """Hand pages out in no order from now on."""
-        count = self.pages.free_pages
-        self.pages._stack[:count] = np.random.default_rng(3).permutation(self.pages._stack[:count])
+        """Hand pages and rows out in no order from now on."""
+        for store in (self.pages, self.pool.rows) if self.pool.layout.num_rows else (self.pages,):
+            count = store.free_pages
+            store._stack[:count] = np.random.default_rng(3).permutation(store._stack[:count])
 
 
 class PrefillHalf:
@@ -67,7 +71,7 @@ class FakeRoom:
     def __init__(self, source: Side, target: Side, prompt_tokens: int) -> None:
         self._source, self._target = source, target
         self._owner: Hashable = ("room", id(self))
-        self.pages: PageIndices = target.pages.take(target.pool.layout.pages_for(prompt_tokens), self._owner)
+        self.pages: PageIndices = target.places.take_room(target.pool.layout.places_for(prompt_tokens), self._owner)
         self.gate = asyncio.Event()
         self.gate.set()
         self.sends: list[tuple[int, bool]] = []
@@ -90,18 +94,19 @@ class FakeRoom:
         assert targets.size == pages.size
         self._sent += pages.size
         self.sends.append((pages.size, last))
-        self._source.pages.hold(pages)
+        self._source.places.hold(pages)
         task = asyncio.ensure_future(self._write(pages, targets, handoff if last else None))
         self._writes.add(task)
         task.add_done_callback(self._writes.discard)
 
     async def _write(self, pages: PageIndices, targets: PageIndices, handoff: bytes | None) -> None:
         await self.gate.wait()
-        s, t = torch.from_numpy(pages.astype(np.int64)), torch.from_numpy(targets.astype(np.int64))
-        for component in self._source.pool.layout.components:
-            found = self._source.pool.tensor(component.name)[s]
-            self._target.pool.tensor(component.name)[t] = found
-        self._source.pages.unhold(pages)
+        source, target = self._source.pool, self._target.pool
+        both = source.layout.split(pages), target.layout.split(targets)
+        for component in source.layout.components:
+            s, t = (torch.from_numpy((p.rows if component.in_rows else p.pages).astype(np.int64)) for p in both)
+            target.tensor(component.name)[t] = source.tensor(component.name)[s]
+        self._source.places.unhold(pages)
         if handoff is not None and not self._landed.done():
             assert self._sent == self.pages.size
             self.on_landed()
@@ -115,7 +120,7 @@ class FakeRoom:
         return await asyncio.shield(self._landed)
 
     def keep(self, owner: Hashable) -> PageIndices:
-        self._target.pages.move(self.pages, self._owner, owner)
+        self._target.places.move(self.pages, self._owner, owner)
         self._kept = True
         return self.pages
 
@@ -140,7 +145,7 @@ class FakeRoom:
         if not self.closed:
             self.closed = True
             if not self._kept:
-                self._target.pages.give_back(self.pages, self._owner)
+                self._target.places.give_back(self.pages, self._owner)
 
     def _end(self) -> None:
         for callback in self._callbacks:
@@ -159,9 +164,10 @@ class EnginePair:
         orders: tuple[Order, Order] = options.pop("orders", ("page_first", "layer_first"))
         decode = {"max_batch": options.pop("max_batch", 256)}
         decode.update((name, options.pop(name)) for name in ("new_token_ratio", "recompute") if name in options)
-        host_pages = options.pop("host_pages", 0)
-        self.source = Side(model, options.pop("source_pages", num_pages), page_size, orders[0])
-        self.target = Side(model, num_pages, page_size, orders[1])
+        host_pages, rows = options.pop("host_pages", 0), options.pop("num_rows", 32)
+        source_rows = options.pop("source_rows", rows)
+        self.source = Side(model, options.pop("source_pages", num_pages), page_size, orders[0], source_rows)
+        self.target = Side(model, num_pages, page_size, orders[1], rows)
         self.source.scatter()
         self.target.scatter()
         self._threads = ThreadPoolExecutor(1), ThreadPoolExecutor(1)  # one for each role, as in two processes
@@ -214,7 +220,7 @@ class EnginePair:
     @property
     def home(self) -> bool:
         away = 0 if self.snapshots is None else self.snapshots.used_bytes
-        return self.source.pages.at_rest() and self.target.pages.at_rest() and not away
+        return self.source.places.at_rest() and self.target.places.at_rest() and not away
 
 
 def prompt_of(length: int, salt: int = 0) -> list[int]:

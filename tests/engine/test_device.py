@@ -157,9 +157,10 @@ async def test_a_step_has_ended_when_its_device_has(monkeypatch: pytest.MonkeyPa
     def fail() -> None:
         raise ValueError("step")
 
-    monkeypatch.setattr(thread, "wait_for", wait_for)
+    monkeypatch.setattr(device, "wait_for", wait_for)
     with ThreadPoolExecutor(1) as executor:
-        steps = thread.ModelThread(executor, pages, gpu)
+        layout = build_layout([("k", "uint8", (1,))], page_size=1, num_pages=2)
+        steps = thread.ModelThread(executor, pages, layout, gpu)
         await steps.run([sequence], lambda: seen.append("computed"))
         with pytest.raises(ValueError, match="step"):
             await steps.run([sequence], fail)

@@ -47,7 +47,7 @@ def test_another_fine_tune_is_refused_with_both_names(tiny: Tiny, copied: Path) 
     here, there = load_model(str(tiny("llama"))), load_model(str(copied))
     layouts = [
         build_layout(
-            [(name, dtype, tuple(shape)) for name, dtype, shape in model.streams],
+            model.streams,
             page_size=4,
             num_pages=4,
             fingerprint=model.fingerprint,

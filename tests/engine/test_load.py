@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
+from transformers.cache_utils import DynamicIndexedLayer
 from transformers.utils import logging as transformers_logging
 
 from kvflow.engine.model import selftest
@@ -18,31 +19,50 @@ from kvflow.engine.model.load import LoadedModel, load_model
 from kvflow.engine.model.probe import probe
 from kvflow.memory.pool import PagedPool
 from kvflow.protocols.errors import LayoutError, MisuseError
+from kvflow.protocols.pages.kinds import ROW, StateKind
 from kvflow.protocols.pages.layout import build_layout
-from tests.engine import tiny_models
 
 Tiny = Callable[[str], Path]
 
 
-@pytest.mark.parametrize("family", tiny_models.REFUSED)
-def test_models_that_are_not_paged_kv_are_refused(family: str, tiny: Tiny) -> None:
-    with pytest.raises(MisuseError, match=r"is not supported: .*(recurrent state|indexer)") as caught:
-        load_model(str(tiny(family)))
+def test_a_model_with_a_cache_of_its_own_is_refused(tiny: Tiny) -> None:
+    with pytest.raises(MisuseError, match="cannot be probed: MiniMax uses cache of its own") as caught:
+        load_model(str(tiny("minimax")))
     assert "\n" not in str(caught.value)
 
 
-def test_recurrent_layers_are_seen_in_the_cache_too(tiny: Tiny) -> None:
-    """Not every configuration says what its layers are."""
-    model = AutoModelForCausalLM.from_pretrained(tiny("qwen3_next")).eval()
-    model._is_stateful = False
-    with pytest.raises(MisuseError, match="layer 0 keeps recurrent state"):
-        probe(model, "qwen3_next")
-    sparse = AutoModelForCausalLM.from_pretrained(tiny("deepseek_v32")).eval()
-    with pytest.raises(MisuseError, match="indexer"):
-        probe(sparse, "deepseek_v32")
+def test_a_stream_that_is_not_known_is_refused_by_name(tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Side buffers that a layer of another version of transformers keeps, plain or in a table."""
+    stock = AutoModelForCausalLM.from_pretrained(tiny("deepseek_v32")).eval()
+    update = DynamicIndexedLayer.update_indexer
+    for name, value in (("indexer_scales", lambda k: k[..., :1]), ("summaries", lambda k: {0: None, 1: [k]})):
+
+        def keeping(layer: Any, keys: torch.Tensor, name: str = name, value: Any = value) -> torch.Tensor:
+            setattr(layer, name, value(keys))
+            found: torch.Tensor = update(layer, keys)
+            return found
+
+        monkeypatch.setattr(DynamicIndexedLayer, "update_indexer", keeping)
+        with pytest.raises(MisuseError, match=rf"layer 0 keeps {name}.*, which is not known as state of a request"):
+            probe(stock, "deepseek_v32")
 
 
-@pytest.mark.parametrize(("family", "mode"), [("llama", "packed"), ("llama4_chunked", "pad"), ("bloom", "pad")])
+def test_what_is_kept_is_described_as_it_is(loaded: Callable[..., LoadedModel]) -> None:
+    half = loaded("falcon_h1", "bfloat16")
+    assert half.streams[:4] == [
+        StateKind("layer0.k", "bfloat16", (2, 16)),
+        StateKind("layer0.v", "bfloat16", (2, 16)),
+        StateKind("layer0.conv0", "bfloat16", (96, 4), ROW),
+        StateKind("layer0.recurrent0", "float32", (4, 16, 16), ROW),
+    ]
+    assert loaded("deepseek_v32").streams[2] == StateKind("layer0.index_k", "float32", (16,))
+    assert {kind.unit for kind in loaded("mamba2").streams} == {ROW}
+    assert [kind.name for kind in loaded("lfm2").streams[:3]] == ["layer0.conv0", "layer1.k", "layer1.v"]
+
+
+@pytest.mark.parametrize(
+    ("family", "mode"), [("llama", "packed"), ("llama4_chunked", "pad"), ("bloom", "pad"), ("qwen3_next", "pad")]
+)
 def test_the_self_test_chooses_the_mode(family: str, mode: str, loaded: Callable[..., LoadedModel]) -> None:
     """llama4's chunked masks never reach an attention function; bloom takes no positions."""
     assert loaded(family).mode == mode
@@ -59,12 +79,12 @@ def test_the_recommended_sampling_is_read(tiny: Tiny, tmp_path: Path) -> None:
 
 def test_mla_and_shared_layers_are_described_as_they_are(loaded: Callable[..., LoadedModel]) -> None:
     mla = loaded("deepseek_v3").layers[0]
-    assert mla is not None and (mla.key_shape, mla.value_shape) == ((1, 24), (1, 8))
+    assert mla is not None and [kind.shape for kind in mla.kinds] == [(1, 24), (1, 8)]
     shared = loaded("gemma4_shared_kv")
     assert [layer is None for layer in shared.layers[:2]] == [False, False] and len(shared.streams) == 4
     assert loaded("mistral").layers[0].window == 16  # type: ignore[union-attr]
     half = loaded("llama", "bfloat16")
-    assert half.dtype == "bfloat16" and {dtype for _, dtype, _ in half.streams} == {"bfloat16"}
+    assert half.dtype == "bfloat16" and {kind.dtype for kind in half.streams} == {"bfloat16"}
 
 
 def test_a_model_wrong_on_our_pages_fails_its_self_test(tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -91,6 +111,8 @@ def test_asking_for_a_mode_takes_that_or_refuses(tiny: Tiny) -> None:
     assert load_model(str(tiny("llama")), attention="pad").mode == "pad"
     with pytest.raises(MisuseError, match="packed: "):
         load_model(str(tiny("llama4_chunked")), attention="packed")
+    with pytest.raises(MisuseError, match=r"packed: the model keeps more than K and V \(layer0\.conv0\)"):
+        load_model(str(tiny("lfm2")), attention="packed")
 
 
 @pytest.mark.parametrize(

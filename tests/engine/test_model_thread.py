@@ -1,4 +1,4 @@
-"""Pages of a step in the model thread stay held until it has ended (I13)."""
+"""Pages and rows of a step in the model thread stay held until it has ended (I13)."""
 
 from __future__ import annotations
 
@@ -11,21 +11,29 @@ import pytest
 from kvflow.engine.model.sequence import Sequence
 from kvflow.engine.model.thread import ModelThread
 from kvflow.memory.allocator import PageAllocator
+from kvflow.memory.pool import PagedPool
+from kvflow.protocols.pages.kinds import ROW, StateKind
+from kvflow.protocols.pages.layout import build_layout
+
+KINDS = [StateKind("k", "uint8", (1,)), StateKind("state", "float32", (4,), ROW)]
 
 
-async def test_pages_of_a_step_are_free_when_it_has_ended() -> None:
-    pages = PageAllocator(8)
+@pytest.mark.parametrize("rows", [0, 2])
+async def test_pages_and_row_of_a_step_are_free_when_it_has_ended(rows: int) -> None:
+    layout = build_layout(KINDS if rows else KINDS[:1], page_size=2, num_pages=8, num_rows=rows)
+    pool = PagedPool.allocate(layout, shared=False)
     sequence = Sequence("mine", [1, 2, 3], 0, 2)
-    sequence.add_pages(pages.take(2, "mine"))
+    sequence.add(layout.split(pool.places.take_room(layout.places_for(3), "mine")))
     gate = threading.Event()
     with ThreadPoolExecutor(1) as executor:
-        step = asyncio.ensure_future(ModelThread(executor, pages).run([sequence], lambda: gate.wait(10)))
+        step = asyncio.ensure_future(ModelThread(executor, pool.places, layout).run([sequence], lambda: gate.wait(10)))
         await asyncio.sleep(0)
-        pages.give_back(sequence.pages, "mine")
-        assert pages.free_pages == 6 and pages.returning_pages == 2
+        pool.places.give_back(layout.numbered(sequence.places), "mine")
+        assert pool.pages.free_pages == 6 and pool.pages.returning_pages == 2
+        assert not rows or (pool.rows.free_pages == 1 and pool.rows.returning_pages == 1)
         gate.set()
         assert await step
-        assert pages.at_rest()
+        assert pool.places.at_rest()
 
 
 async def test_an_error_of_the_step_is_raised_and_nothing_stays_held() -> None:
@@ -36,6 +44,7 @@ async def test_an_error_of_the_step_is_raised_and_nothing_stays_held() -> None:
     def fail() -> None:
         raise ValueError("step")
 
+    layout = build_layout(KINDS[:1], page_size=1, num_pages=2)
     with ThreadPoolExecutor(1) as executor, pytest.raises(ValueError, match="step"):
-        await ModelThread(executor, pages).run([sequence], fail)
+        await ModelThread(executor, pages, layout).run([sequence], fail)
     assert pages.held_pages == 0

@@ -106,43 +106,112 @@ CORNERS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "opt": ("opt", {**BASE, "ffn_dim": 128, "word_embed_proj_dim": 64}),
 }
-REFUSED: dict[str, tuple[str, dict[str, Any]]] = {
+SSM: dict[str, Any] = {
+    "mamba_n_heads": 8,
+    "mamba_d_head": 16,
+    "mamba_n_groups": 1,
+    "mamba_d_state": 16,
+    "mamba_d_conv": 4,
+    "mamba_expand": 2,
+    "mamba_chunk_size": 16,
+}
+LINEAR: dict[str, Any] = {
+    "head_dim": 16,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 16,
+    "linear_conv_kernel_dim": 4,
+    "layer_types": ["linear_attention", "full_attention"] * 2,
+}
+MOE: dict[str, Any] = {
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 32,
+    "shared_expert_intermediate_size": 32,
+}
+PURE = {name: BASE[name] for name in ("vocab_size", "hidden_size", "num_hidden_layers", "initializer_range")}
+# As real models have them: with few heads many index scores are exactly 0, and which of equal ones are taken depends on
+# how many keys there are.
+INDEXER = {"index_topk": 8, "index_n_heads": 32, "index_head_dim": 16}
+
+# Families that keep an indexer's keys, and those that keep states per request.
+INDEXED: dict[str, tuple[str, dict[str, Any]]] = {
+    "deepseek_v32": ("deepseek_v32", {**BASE, **MLA, **INDEXER}),
+    "glm_moe_dsa": ("glm_moe_dsa", {**BASE, **MLA, **INDEXER}),
+}
+STATEFUL: dict[str, tuple[str, dict[str, Any]]] = {
+    "qwen3_next": ("qwen3_next", {**BASE, **LINEAR, **MOE}),
+    "falcon_h1": ("falcon_h1", {**BASE, **SSM, "head_dim": 16, "mamba_d_ssm": 64, "mamba_n_heads": 4}),
+    "lfm2": (
+        "lfm2",
+        {
+            **BASE,
+            "layer_types": ["conv", "full_attention"] * 2,
+            "conv_L_cache": 3,
+            "block_ff_dim": 128,
+            "block_auto_adjust_ff_dim": False,
+        },
+    ),
+    "bamba": ("bamba", {**BASE, **SSM, "attn_layer_indices": [1, 3]}),
+    "jamba": (
+        "jamba",
+        {
+            **BASE,
+            "attn_layer_offset": 1,
+            "attn_layer_period": 2,
+            "expert_layer_offset": 1,
+            "expert_layer_period": 2,
+            "num_experts": 4,
+            "num_experts_per_tok": 2,
+            "mamba_d_state": 16,
+            "mamba_d_conv": 4,
+            "mamba_expand": 2,
+            "mamba_dt_rank": 8,
+            "use_mamba_kernels": False,
+        },
+    ),
+    "nemotron_h": (
+        "nemotron_h",
+        {
+            **BASE,
+            "head_dim": 16,
+            "layers_block_type": ["mamba", "attention", "mamba", "mlp"],
+            "mamba_num_heads": 8,
+            "mamba_head_dim": 16,
+            "n_groups": 1,
+            "ssm_state_size": 16,
+            "conv_kernel": 4,
+            "expand": 2,
+            "chunk_size": 16,
+        },
+    ),
     "mamba2": (
         "mamba2",
         {
-            "vocab_size": 512,
-            "hidden_size": 64,
-            "num_hidden_layers": 2,
+            **PURE,
             "num_heads": 8,
             "head_dim": 16,
             "state_size": 16,
             "n_groups": 1,
+            "chunk_size": 16,
             "eos_token_id": None,
         },
     ),
-    "mamba": (
-        "mamba",
-        {"vocab_size": 512, "hidden_size": 64, "num_hidden_layers": 2, "state_size": 8, "eos_token_id": None},
-    ),
-    "qwen3_next": (
-        "qwen3_next",
+}
+REFUSED: dict[str, tuple[str, dict[str, Any]]] = {
+    "minimax": (
+        "minimax",
         {
             **BASE,
             "head_dim": 16,
-            "num_experts": 4,
-            "num_experts_per_tok": 2,
-            "moe_intermediate_size": 32,
-            "shared_expert_intermediate_size": 32,
-            "linear_num_key_heads": 2,
-            "linear_num_value_heads": 4,
-            "linear_key_head_dim": 16,
-            "linear_value_head_dim": 16,
+            "num_local_experts": 4,
+            "block_size": 16,
             "layer_types": ["linear_attention", "full_attention"] * 2,
         },
     ),
-    "deepseek_v32": ("deepseek_v32", {**BASE, **MLA, "index_topk": 8, "index_n_heads": 2, "index_head_dim": 16}),
 }
-ALL = {**FAMILIES, **CORNERS, **REFUSED}
+ALL = {**FAMILIES, **CORNERS, **INDEXED, **STATEFUL, **REFUSED}
 
 
 def build(family: str, directory: Path, **changes: Any) -> Path:
@@ -160,7 +229,7 @@ def build(family: str, directory: Path, **changes: Any) -> Path:
                 parameter.add_(0.1 * torch.randn(parameter.shape, generator=generator))
             elif "sink" in name:
                 parameter.copy_(torch.randn(parameter.shape, generator=generator))
-            elif parameter.dim() >= 2 and float(parameter.std()) < 0.1 and family not in REFUSED:
+            elif parameter.dim() >= 2 and float(parameter.std()) < 0.1:
                 parameter.copy_(0.2 * torch.randn(parameter.shape, generator=generator))
     model.generation_config.eos_token_id = None
     model.save_pretrained(target)

@@ -16,12 +16,13 @@ from transformers.utils import logging as transformers_logging
 
 from kvflow.engine.model.device import find_device
 from kvflow.engine.model.identity import fingerprint
-from kvflow.engine.model.probe import LayerStreams, Stream, probe, refuse_by_config
+from kvflow.engine.model.probe import Layers, kinds_of, probe, refuse_by_config
 from kvflow.engine.model.runner import Runner
-from kvflow.engine.model.selftest import Mode, choose_mode
+from kvflow.engine.model.selftest import Mode, choose_fit
 from kvflow.engine.model.source import locate
 from kvflow.memory.pool import PagedPool
 from kvflow.protocols.errors import MisuseError
+from kvflow.protocols.pages.kinds import StateKind
 
 Progress = Callable[[str, float], None]
 """Called with a stage and the share of it that is done, 0 to 1; from the loading thread."""
@@ -36,7 +37,8 @@ RECOMMENDED = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 class LoadedModel:
     """A model that passed the self-test. `streams` and `fingerprint` are for `build_layout`.
 
-    `tokenizer` may be None.
+    `tokenizer` may be None. `whole_prompts`: a prompt must be computed in one chunk, since the model takes no notice of
+    the states that an earlier one has left.
     """
 
     model: Any
@@ -45,7 +47,8 @@ class LoadedModel:
     architectures: tuple[str, ...]
     dtype: str
     mode: Mode
-    layers: tuple[LayerStreams | None, ...]
+    whole_prompts: bool
+    layers: Layers
     eos_ids: frozenset[int]
     context_length: int
     vocab_size: int
@@ -61,8 +64,29 @@ class LoadedModel:
         return found
 
     @property
-    def streams(self) -> list[Stream]:
-        return [s for layer in self.layers if layer for s in layer.streams]
+    def streams(self) -> list[StateKind]:
+        return kinds_of(self.layers)
+
+    @property
+    def has_states(self) -> bool:
+        """Each request keeps a row of states."""
+        return any(layer.has_states for layer in self.layers if layer)
+
+    def chunk(self, remaining: int, most: int) -> int:
+        """How many of a prompt's `remaining` tokens are computed at once: `most`, but all of a prompt that cannot be
+        divided.
+
+        A model with states may compute a token that comes alone as one that was generated (nemotron_h: with other
+        numbers), so for these no chunk is of one token, and none leaves one behind.
+        """
+        if self.whole_prompts:
+            return remaining
+        count = min(remaining, most)
+        if self.has_states:
+            count = min(remaining, max(2, count))
+            if remaining - count == 1:
+                count += 1 if count == 2 else -1
+        return count
 
     def runner(self, pool: PagedPool) -> Runner:
         """Raises: LayoutError when the pool was not made from `streams`."""
@@ -93,7 +117,7 @@ def load_model(
         report("self-test", 0.0)
         with _explained(f"model {name!r} cannot be probed"):
             layers = probe(model, name)
-        mode = choose_mode(model, layers, name, attention)
+        fit = choose_fit(model, layers, name, attention)
         report("ready", 1.0)
     text, loaded_dtype = model.config.get_text_config(), str(model.dtype).removeprefix("torch.")
     return LoadedModel(
@@ -102,7 +126,8 @@ def load_model(
         model_type=str(config.model_type),
         architectures=tuple(config.architectures or (type(model).__name__,)),
         dtype=loaded_dtype,
-        mode=mode,
+        mode=fit.mode,
+        whole_prompts=fit.whole_prompts,
         layers=layers,
         eos_ids=_eos_ids(model),
         context_length=_context_length(text),

@@ -1,4 +1,9 @@
-"""The cache that a model writes its keys and values to: pages, behind transformers' own cache interface."""
+"""The cache of a model: pages and rows of a pool, behind transformers' own cache interface.
+
+K, V and indexer keys are written to pages and gathered from them layer by layer. The states of conv and recurrent
+layers are read and changed in place by models, each in its own way, so those of all layers are copied out of their rows
+before a forward, and back after it.
+"""
 
 from __future__ import annotations
 
@@ -6,15 +11,15 @@ import math
 from typing import Any
 
 import torch
-from transformers.cache_utils import Cache, CacheLayerMixin, DummyLayer
+from transformers.cache_utils import Cache, CacheLayerMixin, DummyLayer, LinearAttentionLayer
 
-from kvflow.engine.model.probe import LayerStreams
+from kvflow.engine.model.probe import Layers, LayerStreams
 from kvflow.engine.model.step import Step
 from kvflow.memory.pool import PagedPool
 
 
 class PagedStream:
-    """K or V of one layer: a view [pages, page size, heads, dim] of the pool. Nothing else writes it."""
+    """K, V or indexer keys of one layer: a view [pages, page size, heads, dim] of the pool. Nothing else writes it."""
 
     def __init__(self, pages: torch.Tensor) -> None:
         count, page_size, heads, dim = pages.shape
@@ -44,13 +49,18 @@ class PagedStream:
 
 
 class PagedLayer(CacheLayerMixin):
-    """One layer's K and V."""
+    """One layer's K and V, and the keys of its indexer where it has one."""
 
     is_sliding = False
 
-    def __init__(self, cache: PagedCache, keys: torch.Tensor, values: torch.Tensor) -> None:
+    def __init__(self, cache: PagedCache, streams: LayerStreams, pool: PagedPool) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._cache, self._k, self._v = cache, PagedStream(keys), PagedStream(values)
+        assert streams.keys is not None and streams.values is not None
+        self._cache = cache
+        self._k = PagedStream(pool.tensor(streams.keys.name))
+        self._v = PagedStream(pool.tensor(streams.values.name))
+        # Indexer keys have no heads.
+        self._index_k = PagedStream(pool.tensor(streams.indexer.name).unsqueeze(2)) if streams.indexer else None
         self.is_initialized = True
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
@@ -63,6 +73,11 @@ class PagedLayer(CacheLayerMixin):
         step = self._cache.step
         return self._k.exchange(step, key_states), self._v.exchange(step, value_states)
 
+    def update_indexer(self, indexer_key_states: torch.Tensor) -> torch.Tensor:
+        """As `update`, for [batch, tokens, dim]."""
+        assert self._index_k is not None
+        return self._index_k.exchange(self._cache.step, indexer_key_states.unsqueeze(1)).squeeze(1)
+
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         return self._cache.step.past + query_length, 0
 
@@ -73,14 +88,70 @@ class PagedLayer(CacheLayerMixin):
         return -1
 
 
+class StateLayer(LinearAttentionLayer):
+    """One layer's conv and recurrent states, of the rows of one forward: transformers' own layer, filled by
+    `StateRows`."""
+
+    def __init__(self, streams: LayerStreams) -> None:
+        LinearAttentionLayer.__init__(self, number_of_states=len(streams.conv))
+        for i, kind in enumerate(streams.conv):
+            self.is_conv_states_initialized[i] = kind is not None
+            self.conv_kernel_size[i] = int(kind.shape[-1]) if kind is not None else None
+        for i, kind in enumerate(streams.recurrent):
+            self.is_recurrent_states_initialized[i] = kind is not None
+
+
+class PagedStateLayer(PagedLayer, StateLayer):  # type: ignore[misc]  # neither is initialised lazily
+    """A layer with attention and a state beside it."""
+
+    def __init__(self, cache: PagedCache, streams: LayerStreams, pool: PagedPool) -> None:
+        PagedLayer.__init__(self, cache, streams, pool)
+        StateLayer.__init__(self, streams)
+
+
+class StateRows:
+    """The states of every layer of the model, between their rows in the pool and what the layers hold in a forward."""
+
+    def __init__(self, pool: PagedPool) -> None:
+        self._pool = pool
+        self._layers: list[StateLayer] = []
+        self._parts: list[tuple[dict[int, torch.Tensor | None], int, torch.Tensor]] = []
+
+    def add(self, layer: StateLayer, streams: LayerStreams) -> None:
+        self._layers.append(layer)
+        for states, kinds in ((layer.conv_states, streams.conv), (layer.recurrent_states, streams.recurrent)):
+            self._parts.extend((states, i, self._pool.tensor(k.name)) for i, k in enumerate(kinds) if k is not None)
+
+    def gather(self, rows: torch.Tensor, *, new: bool) -> None:
+        """Copy the states of `rows` int64 [batch] out; those of `new` requests begin at zero, whatever lies there."""
+        for layer in self._layers:
+            layer.has_previous_state = dict.fromkeys(layer.has_previous_state, not new)
+        for states, i, pool in self._parts:
+            states[i] = pool.new_zeros(len(rows), *pool.shape[1:]) if new else pool.index_select(0, rows)
+
+    def scatter(self, rows: torch.Tensor) -> None:
+        """Copy the states of all layers back to the rows that they were gathered from."""
+        for states, i, pool in self._parts:
+            found = states[i]
+            assert found is not None
+            pool.index_copy_(0, rows, found)
+            states[i] = None  # nothing of them outlives the forward
+
+
 class PagedCache(Cache):
     """`step` has the page and slot of every token; the runner sets it before each forward."""
 
     step: Step
 
-    def __init__(self, layers: tuple[LayerStreams | None, ...], pool: PagedPool) -> None:
-        paged: list[Any] = [
-            DummyLayer() if s is None else PagedLayer(self, pool.tensor(s.key_name), pool.tensor(s.value_name))
-            for s in layers
-        ]
-        super().__init__(layers=paged)
+    def __init__(self, layers: Layers, pool: PagedPool) -> None:
+        self.states = StateRows(pool)
+        super().__init__(layers=[self._layer(streams, pool) for streams in layers])
+
+    def _layer(self, streams: LayerStreams | None, pool: PagedPool) -> Any:
+        if streams is None:
+            return DummyLayer()
+        if not streams.has_states:
+            return PagedLayer(self, streams, pool)
+        layer = StateLayer(streams) if streams.keys is None else PagedStateLayer(self, streams, pool)
+        self.states.add(layer, streams)
+        return layer

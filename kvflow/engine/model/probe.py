@@ -3,85 +3,125 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
 from transformers import DynamicCache
-from transformers.cache_utils import DummyLayer, LinearAttentionCacheLayerMixin
 
 from kvflow.protocols.errors import MisuseError
+from kvflow.protocols.pages.kinds import DTYPE_BYTES, ROW, StateKind
 
-Stream = tuple[str, str, tuple[int, ...]]
-"""Name, dtype, shape per token slot: what `protocols.pages.layout.build_layout` takes."""
-
-_RECURRENT = {"linear_attention", "conv", "hybrid", "hybrid_sliding", "mamba", "mamba2", "recurrent"}
-_COMPRESSED = {"indexed_attention", "heavily_compressed_attention", "compressed_sparse_attention"}
+_TOKENS = 2
+# Constants of transformers' layers, which are no state.
+_CONSTANTS = frozenset({"_sliding_window_tensor"})
 
 
 class LayerStreams(NamedTuple):
-    """One layer's K and V in the pool. `window` is the number of tokens that the layer attends to, 0 for all."""
+    """What one layer keeps in the pool: per token its K, its V and the keys of its sparse-attention indexer, per
+    request its conv and recurrent states, by transformers' index of each (None: that one is not used).
 
-    key_name: str
-    value_name: str
-    key_shape: tuple[int, ...]
-    value_shape: tuple[int, ...]
-    dtype: str
-    window: int
+    `window` is the number of tokens that the layer attends to, 0 for all.
+    """
+
+    keys: StateKind | None = None
+    values: StateKind | None = None
+    indexer: StateKind | None = None
+    conv: tuple[StateKind | None, ...] = ()
+    recurrent: tuple[StateKind | None, ...] = ()
+    window: int = 0
 
     @property
-    def streams(self) -> list[Stream]:
-        return [(self.key_name, self.dtype, self.key_shape), (self.value_name, self.dtype, self.value_shape)]
+    def kinds(self) -> list[StateKind]:
+        return [kind for kind in (self.keys, self.values, *self.beside) if kind is not None]
+
+    @property
+    def beside(self) -> list[StateKind]:
+        """All but K and V."""
+        return [kind for kind in (self.indexer, *self.conv, *self.recurrent) if kind is not None]
+
+    @property
+    def has_states(self) -> bool:
+        return any(kind.unit == ROW for kind in self.beside)
+
+
+Layers = tuple[LayerStreams | None, ...]
+"""By layer; None for layers that keep nothing of their own (shared K and V, or no attention)."""
+
+
+def kinds_of(layers: Layers) -> list[StateKind]:
+    """Every stream, for `build_layout`."""
+    return [kind for layer in layers if layer for kind in layer.kinds]
 
 
 def refuse_by_config(config: Any, name: str) -> None:
     """Refuse unsupported models by their configuration, before any weight is read. Raises: MisuseError."""
-    text = config.get_text_config()
-    kinds = set(getattr(text, "layer_types", None) or ()) | set(getattr(text, "layers_block_type", None) or ())
-    if kinds & _RECURRENT:
-        raise _unsupported(name, config, "it keeps recurrent state, which is not paged KV")
-    if kinds & _COMPRESSED or getattr(text, "index_topk", None):
-        raise _unsupported(name, config, "its sparse-attention indexer is not supported")
     if getattr(config, "is_encoder_decoder", False):
         raise _unsupported(name, config, "it is an encoder-decoder model")
 
 
-def probe(model: Any, name: str) -> tuple[LayerStreams | None, ...]:
-    """K and V of every layer; None for layers without K and V of their own (shared ones, or no attention).
+def cache_argument(model: Any) -> str | None:
+    """What the model's forward calls its cache; None when it takes none."""
+    parameters = inspect.signature(model.forward).parameters
+    return next((name for name in ("past_key_values", "cache_params") if name in parameters), None)
 
-    Raises: MisuseError for models with state other than paged KV.
-    """
-    config = model.config
-    if getattr(model, "_is_stateful", False) or "past_key_values" not in inspect.signature(model.forward).parameters:
-        raise _unsupported(name, config, "it keeps recurrent state, which is not paged KV")
+
+def probe(model: Any, name: str) -> Layers:
+    """What every layer keeps. Raises: MisuseError for a model that keeps what cannot be told apart by name."""
+    config, argument = model.config, cache_argument(model)
+    if argument is None:
+        raise _unsupported(name, config, "its forward takes neither past_key_values nor cache_params")
     cache = DynamicCache(config=config.get_text_config())
-    ids = torch.tensor([[1, 2]], dtype=torch.long, device=model.device)
+    ids = torch.arange(1, _TOKENS + 1, device=model.device)[None]
     with torch.inference_mode():
-        model(input_ids=ids, past_key_values=cache, use_cache=True)
+        model(input_ids=ids, use_cache=True, **{argument: cache})
     layers = tuple(_read_layer(layer, i, name, config) for i, layer in enumerate(cache.layers))
     if not any(layers):
-        raise _unsupported(name, config, "it wrote nothing to its KV cache")
+        raise _unsupported(name, config, "it wrote nothing to its cache")
     return layers
 
 
 def _read_layer(layer: Any, index: int, name: str, config: Any) -> LayerStreams | None:
-    if isinstance(layer, LinearAttentionCacheLayerMixin):
-        raise _unsupported(name, config, f"layer {index} keeps recurrent state, which is not paged KV")
-    if getattr(layer, "indexer_keys", None) is not None:
-        raise _unsupported(name, config, f"layer {index} has a sparse-attention indexer, which is not supported")
-    keys, values = layer.keys, layer.values
-    if isinstance(layer, DummyLayer) or keys is None:
-        return None
-    if keys.dim() != 4 or keys.shape[2] != 2 or values.shape[2] != 2 or keys.dtype != values.dtype:
-        shapes = f"K {tuple(keys.shape)} {keys.dtype} and V {tuple(values.shape)} {values.dtype}"
-        raise _unsupported(name, config, f"layer {index} caches {shapes} for two tokens, not [1, heads, 2, dim]")
-    return LayerStreams(
-        f"layer{index}.k",
-        f"layer{index}.v",
-        (keys.shape[1], keys.shape[3]),
-        (values.shape[1], values.shape[3]),
-        str(keys.dtype).removeprefix("torch."),
-        int(getattr(layer, "sliding_window", 0) or 0),
+    found = dict(_tensors(vars(layer)))
+    known: set[str] = set()
+
+    def kind(path: str, label: str, *, row: bool = False) -> StateKind | None:
+        """The stream of the tensor at `path` of the layer: [1, heads, tokens, dim], [1, tokens, dim], or a state."""
+        tensor = found.get(path)
+        if tensor is None:
+            return None
+        known.add(path)
+        shape, dtype = tuple(tensor.shape), str(tensor.dtype).removeprefix("torch.")
+        fits = len(shape) > 1 and (row or (len(shape) in (3, 4) and shape[-2] == _TOKENS))
+        if shape[:1] != (1,) or not fits or dtype not in DTYPE_BYTES:
+            what = "for one request" if row else f"for {_TOKENS} tokens"
+            raise _unsupported(name, config, f"layer {index} keeps {path} {list(shape)} of {dtype} {what}")
+        if row:
+            return StateKind(f"layer{index}.{label}", dtype, shape[1:], ROW)
+        return StateKind(f"layer{index}.{label}", dtype, (*shape[1:-2], shape[-1]))
+
+    states = range(getattr(layer, "number_of_states", 0))
+    streams = LayerStreams(
+        keys=kind("keys", "k"),
+        values=kind("values", "v"),
+        indexer=kind("indexer_keys", "index_k"),
+        conv=tuple(kind(f"conv_states[{i}]", f"conv{i}", row=True) for i in states),
+        recurrent=tuple(kind(f"recurrent_states[{i}]", f"recurrent{i}", row=True) for i in states),
+        window=int(getattr(layer, "sliding_window", 0) or 0),
     )
+    if unknown := sorted(found.keys() - known - _CONSTANTS):
+        raise _unsupported(name, config, f"layer {index} keeps {unknown[0]}, which is not known as state of a request")
+    return streams if streams.kinds else None
+
+
+def _tensors(attributes: dict[str, Any]) -> Iterator[tuple[str, torch.Tensor]]:
+    """Every tensor of an object and where it stands: "keys", "conv_states[0]"."""
+    for path, value in attributes.items():
+        if isinstance(value, torch.Tensor):
+            yield path, value
+        elif isinstance(value, (dict, list, tuple)):
+            inner = value.items() if isinstance(value, dict) else enumerate(value)
+            yield from _tensors({f"{path}[{key}]": item for key, item in inner})
 
 
 def _unsupported(name: str, config: Any, why: str) -> MisuseError:

@@ -1,6 +1,6 @@
 """A model over one pool: one forward over any mix of prompt chunks and decoding sequences.
 
-Runs in the model thread. It reads and writes only pages of the rows that it is given.
+Runs in the model thread. It reads and writes only pages and pool rows of the sequences that it is given.
 """
 
 from __future__ import annotations
@@ -8,13 +8,14 @@ from __future__ import annotations
 import inspect
 from typing import Any
 
+import numpy as np
 import torch
 
 from kvflow.engine.model.ahead import DecodeSteps
 from kvflow.engine.model.attention import NAME
 from kvflow.engine.model.device import place_on
 from kvflow.engine.model.paged_cache import PagedCache
-from kvflow.engine.model.probe import LayerStreams
+from kvflow.engine.model.probe import Layers, cache_argument, kinds_of
 from kvflow.engine.model.step import Row, Step, current
 from kvflow.memory.pool import PagedPool
 from kvflow.protocols.errors import LayoutError
@@ -25,19 +26,22 @@ from kvflow.protocols.pages.layout import build_layout
 class Runner:
     """`packed` mode is one row with kvflow's attention function; otherwise the model's own attention, left-padded."""
 
-    def __init__(self, model: Any, layers: tuple[LayerStreams | None, ...], pool: PagedPool, *, packed: bool) -> None:
+    def __init__(self, model: Any, layers: Layers, pool: PagedPool, *, packed: bool) -> None:
         """Raises: LayoutError when the pool's streams are not the model's."""
-        streams = [s for layer in layers if layer for s in layer.streams]
+        has_states = any(layer.has_states for layer in layers if layer)
         wanted = build_layout(
-            streams,
+            kinds_of(layers),
             page_size=pool.layout.page_size,
             num_pages=pool.layout.num_pages,
+            num_rows=int(has_states),
             fingerprint=pool.layout.fingerprint,
         )
         if found := differences(wanted, pool.layout, ("model", "pool")):
             raise LayoutError("the pool does not fit the model: " + "; ".join(found))
         parameters = inspect.signature(model.forward).parameters
-        self._model, self._packed = model, packed
+        self._model, self._packed, self._has_states = model, packed, has_states
+        self._cache_argument = cache_argument(model) or ""
+        self._attends = any(layer.keys for layer in layers if layer)
         self._takes_positions, self._takes_keep = "position_ids" in parameters, "logits_to_keep" in parameters
         self._page_size, self.device = pool.layout.page_size, torch.device(pool.device)
         self._place = place_on(self.device)
@@ -48,7 +52,7 @@ class Runner:
     def forward(self, rows: list[Row]) -> torch.Tensor:
         """Compute every row's new tokens. Returns logits [tokens that they are asked for, vocabulary], in row order.
 
-        Every sequence must have pages for all of its tokens, the new ones included.
+        Every sequence must have pages for all of its tokens, the new ones included, and a row of a pool with rows.
         """
         if self._packed:
             return self._forward_packed(rows)
@@ -92,21 +96,29 @@ class Runner:
         step = Step(rows, self._page_size, self._place)
         new = rows[0].new
         mask = step.pad(new)
-        if mask is None and not self._takes_positions:
+        if not self._attends:
+            mask = None  # no keys, so none of padding; and mamba would multiply it with the new tokens
+        elif mask is None and not self._takes_positions:
             mask = torch.ones(step.batch, step.past + new, dtype=torch.long, device=self.device)
         self._cache.step = step
         count = max(1, rows[0].logits)
+        # In one batch all have a state, or none: a prompt's chunk is a batch of its own.
+        places = self._place(np.concatenate([rows[i].sequence.rows for i in step.order]).astype(np.int64))
+        if self._has_states:
+            self._cache.states.gather(places, new=not rows[0].sequence.computed)
         logits = self._call(step.ids.view(step.batch, new), step.positions.view(step.batch, new), count, mask)
+        if self._has_states:
+            self._cache.states.scatter(places)
         return logits[step.last] if step.batch > 1 else logits[-count:]
 
     def _call(self, ids: torch.Tensor, positions: torch.Tensor, keep: Any, mask: torch.Tensor | None) -> torch.Tensor:
         """Logits [kept tokens, vocabulary] of a packed row, or of the last token of each padded one."""
-        more: dict[str, Any] = {"attention_mask": mask}
+        more: dict[str, Any] = {"attention_mask": mask, self._cache_argument: self._cache}
         if self._takes_positions:
             more["position_ids"] = positions
         if self._takes_keep:
             more["logits_to_keep"] = keep
-        logits: torch.Tensor = self._model(input_ids=ids, past_key_values=self._cache, use_cache=True, **more).logits
+        logits: torch.Tensor = self._model(input_ids=ids, use_cache=True, **more).logits
         return logits[:, -1] if ids.shape[0] > 1 else logits[0]
 
 

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import inspect
 from typing import Any, Literal, NamedTuple
 
+import numpy as np
 import torch
 from transformers import DynamicCache
 
 from kvflow.engine.model.attention import WindowRecorder
-from kvflow.engine.model.probe import LayerStreams
+from kvflow.engine.model.probe import Layers, cache_argument, kinds_of
 from kvflow.engine.model.runner import Runner, set_packed
 from kvflow.engine.model.sequence import Sequence
 from kvflow.engine.model.step import Row
@@ -26,21 +28,30 @@ _TOLERANCE = {"float32": 2e-3, "float16": 0.05, "bfloat16": 0.15}
 _MAX_TOLERANCE = {"float32": 1e-2, "float16": 0.5, "bfloat16": 0.7}
 
 
+class Fit(NamedTuple):
+    """How a model runs: its attention mode, and whether its prompts must be computed in one chunk each."""
+
+    mode: Mode
+    whole_prompts: bool
+
+
 class Reference(NamedTuple):
-    """Prompts, stock logits after each of them, and the stock model's own difference when it is fed in chunks."""
+    """Prompts, stock logits after each of them when it is fed `chunk` tokens at a time and its last token alone, and
+    how far another way of feeding it moves them."""
 
     prompts: list[list[int]]
     logits: torch.Tensor
+    chunk: int
     noise: float
 
 
-def choose_mode(model: Any, layers: tuple[LayerStreams | None, ...], name: str, requested: str) -> Mode:
+def choose_fit(model: Any, layers: Layers, name: str, requested: str) -> Fit:
     """The first mode that agrees with transformers' own cache; `requested` is one mode, or "auto" for packed, then pad.
 
     The model's attention stays set to it. Raises: MisuseError when no mode agrees.
     """
-    dtype = next(layer.dtype for layer in layers if layer)
-    reference = _reference(model)
+    dtype = str(model.dtype).removeprefix("torch.")
+    reference = _reference(model, layers)
     limit = _MAX_TOLERANCE.get(dtype, 0.5)
     if not reference.noise <= limit:
         raise MisuseError(
@@ -55,20 +66,20 @@ def choose_mode(model: Any, layers: tuple[LayerStreams | None, ...], name: str, 
     for mode in modes:
         reason = _try(model, layers, mode, reference, allowed)
         if reason is None:
-            return mode
+            return Fit(mode, reference.chunk != CHUNK)
         reasons.append(f"{mode}: {reason}")
     raise MisuseError(f"model {name!r} is not supported: the self-test failed ({'; '.join(reasons)})")
 
 
-def _try(
-    model: Any, layers: tuple[LayerStreams | None, ...], mode: Mode, reference: Reference, allowed: float
-) -> str | None:
+def _try(model: Any, layers: Layers, mode: Mode, reference: Reference, allowed: float) -> str | None:
     """None when the mode works, else the reason why it does not."""
+    if mode == "packed" and (beside := [kind.name for layer in layers if layer for kind in layer.beside]):
+        return f"the model keeps more than K and V ({beside[0]})"
     if not set_packed(model, mode == "packed"):
         return "the model does not take an attention function"
     WindowRecorder.windows = {}
     try:
-        paged = _paged(model, layers, reference.prompts, packed=mode == "packed")
+        paged = _paged(model, layers, reference, packed=mode == "packed")
         windows = WindowRecorder.windows
     # A model may break the interface in unforeseen ways; any error means that it does not support this mode.
     except Exception as error:  # noqa: BLE001
@@ -92,12 +103,50 @@ def distance(a: torch.Tensor, b: torch.Tensor) -> float:
     return float(found) if bool(torch.isfinite(found)) else float("inf")
 
 
-def _reference(model: Any) -> Reference:
+def _reference(model: Any, layers: Layers) -> Reference:
     vocabulary = model.get_input_embeddings().num_embeddings
     prompts = [[(i * i * 7 + i * 13 + n * 5 + 3) % min(vocabulary, 997) for i in range(n)] for n in LENGTHS]
-    whole = torch.cat([_stock(model, p, len(p)) for p in prompts])
-    chunked = torch.cat([_stock(model, p, CHUNK) for p in prompts])
-    return Reference(prompts, whole, distance(chunked, whole))
+
+    def logits(chunk: int) -> torch.Tensor:
+        return torch.cat([_stock(model, p, min(chunk, len(p))) for p in prompts])
+
+    def stepped() -> torch.Tensor:
+        return torch.cat([_stock(model, p, len(p) - 1) for p in prompts])
+
+    whole = logits(max(LENGTHS))
+    states = {  # transformers' names of those that the model keeps
+        name
+        for layer in filter(None, layers)
+        for name, kinds in (("conv_states", layer.conv), ("recurrent_states", layer.recurrent))
+        if any(kinds)
+    }
+    if states and _ignores_states(model, prompts[0], states):
+        alone = stepped()
+        return Reference(prompts, alone, max(LENGTHS), distance(alone, whole))
+    chunked = logits(CHUNK)
+    noise = distance(chunked, whole)
+    if states:  # some of these models compute a token that comes alone in another way (nemotron_h: dt is not clamped)
+        noise = min(noise, distance(chunked, stepped()))
+    return Reference(prompts, chunked, CHUNK, noise)
+
+
+@torch.inference_mode()
+def _ignores_states(model: Any, prompt: list[int], states: set[str]) -> bool:
+    """Whether a chunk of many tokens takes no notice of some of the `states` that the one before it has left: the scans
+    of mamba and jamba begin at zero."""
+
+    def second_chunk(spoiled: str = "") -> torch.Tensor:
+        cache = DynamicCache(config=model.config.get_text_config())
+        _forward(model, cache, prompt, 0, CHUNK)
+        for layer in cache.layers:
+            for state in getattr(layer, spoiled, {}).values():
+                if state is not None:
+                    state.zero_()
+        return _forward(model, cache, prompt, CHUNK, 2 * CHUNK)[0]
+
+    honest = second_chunk()
+    noise = distance(second_chunk(), honest)  # 0 where the kernels are deterministic
+    return any(distance(second_chunk(name), honest) <= 4 * noise for name in states)
 
 
 @torch.inference_mode()
@@ -110,28 +159,39 @@ def _stock(model: Any, prompt: list[int], chunk: int) -> torch.Tensor:
         ends = [len(prompt)]
     start = 0
     for end in ends:
-        ids = torch.tensor([prompt[start:end]], device=model.device)
-        logits = model(input_ids=ids, past_key_values=cache, use_cache=True).logits[:, -1]
+        logits = _forward(model, cache, prompt, start, end)[:, -1]
         start = end
     return logits
 
 
-def _paged(
-    model: Any, layers: tuple[LayerStreams | None, ...], prompts: list[list[int]], *, packed: bool
-) -> torch.Tensor:
+def _forward(model: Any, cache: DynamicCache, prompt: list[int], start: int, end: int) -> torch.Tensor:
+    """Logits [1, tokens, vocabulary] of the tokens from `start` to `end`."""
+    more: dict[str, Any] = {"use_cache": True, cache_argument(model) or "": cache}
+    if "position_ids" in inspect.signature(model.forward).parameters:
+        more["position_ids"] = torch.arange(start, end, device=model.device)[
+            None
+        ]  # some models count from 0 without them
+    logits: torch.Tensor = model(input_ids=torch.tensor([prompt[start:end]], device=model.device), **more).logits
+    return logits
+
+
+def _paged(model: Any, layers: Layers, reference: Reference, *, packed: bool) -> torch.Tensor:
     """The same logits from pages: two prompts at once, in chunks, their last tokens decoded in one batch."""
+    prompts = reference.prompts
     count = sum(-(-len(p) // PAGE_SIZE) for p in prompts)
-    streams = [s for layer in layers if layer for s in layer.streams]
-    pool = PagedPool.allocate(build_layout(streams, page_size=PAGE_SIZE, num_pages=count), device=model.device)
+    num_rows = len(prompts) if any(layer.has_states for layer in layers if layer) else 0
+    layout = build_layout(kinds_of(layers), page_size=PAGE_SIZE, num_pages=count, num_rows=num_rows)
+    pool = PagedPool.allocate(layout, device=model.device)
     try:
         runner = Runner(model, layers, pool, packed=packed)
         sequences = [Sequence(i, p, 0, PAGE_SIZE) for i, p in enumerate(prompts)]
         order = torch.randperm(count, generator=torch.Generator().manual_seed(1)).to(torch.int32).numpy()
-        for s in sequences:
+        for i, s in enumerate(sequences):
             s.add_pages(order[: s.pages_missing(s.length)])
             order = order[s.page_count :]
+            s.rows = np.array([i] if num_rows else [], dtype=np.int32)
         while any(s.computed < s.length - 1 for s in sequences):
-            rows = [Row(s, n, 0) for s in sequences if (n := min(CHUNK, s.length - 1 - s.computed))]
+            rows = [Row(s, n, 0) for s in sequences if (n := min(reference.chunk, s.length - 1 - s.computed))]
             runner.forward(rows)
             for r in rows:
                 r.sequence.computed += r.new

@@ -1,4 +1,4 @@
-"""One request's tokens and pages, as numpy arrays that a step reads without a Python loop per token or page."""
+"""One request's tokens, pages and row, as numpy arrays that a step reads without a Python loop per token or page."""
 
 from __future__ import annotations
 
@@ -8,19 +8,20 @@ from collections.abc import Sequence as SequenceOf
 import numpy as np
 from numpy.typing import NDArray
 
-from kvflow.protocols.pages.layout import PageIndices
+from kvflow.protocols.pages.layout import NO_PLACES, PageIndices, Places
 
 Prompt = SequenceOf[int] | NDArray[np.integer]
 
 
 class Sequence:
-    """Tokens known so far (`length`), how many of them have their K/V in the pool (`computed`), and the pages for it.
+    """Tokens known so far (`length`), how many of them have their state in the pool (`computed`), the pages for it, and
+    `rows`: the row of a pool that has some, else none.
 
-    One thread at a time changes it: the event loop, and the model thread while it has been handed over. Its pages are
-    changed by the event loop alone, and not meanwhile.
+    One thread at a time changes it: the event loop, and the model thread while it has been handed over. Its pages and
+    row are changed by the event loop alone, and not meanwhile.
     """
 
-    __slots__ = ("_pages", "computed", "length", "owner", "page_count", "page_size", "prompt_length", "tokens")
+    __slots__ = ("_pages", "computed", "length", "owner", "page_count", "page_size", "prompt_length", "rows", "tokens")
 
     def __init__(self, owner: Hashable, prompt: Prompt, max_new_tokens: int, page_size: int) -> None:
         self.owner, self.page_size = owner, page_size
@@ -30,6 +31,12 @@ class Sequence:
         self.computed = 0
         self._pages: PageIndices = np.empty(-(-self.tokens.size // page_size), dtype=np.int32)
         self.page_count = 0
+        self.rows: PageIndices = NO_PLACES
+
+    @property
+    def places(self) -> Places:
+        """All that it holds in the pool; see `pages`."""
+        return Places(self.pages, self.rows)
 
     @property
     def pages(self) -> PageIndices:
@@ -39,6 +46,10 @@ class Sequence:
     def add_pages(self, pages: PageIndices) -> None:
         self._pages[self.page_count : self.page_count + pages.size] = pages
         self.page_count += pages.size
+
+    def add(self, places: Places) -> None:
+        self.add_pages(places.pages)
+        self.rows = places.rows if places.rows.size else self.rows
 
     def pages_missing(self, tokens: int) -> int:
         """How many more pages the first `tokens` tokens need."""

@@ -11,6 +11,7 @@ import numpy as np
 
 from kvflow.aio import run_to_end
 from kvflow.engine.model import sequence
+from kvflow.protocols.pages.layout import Places, PoolLayout
 from kvflow.protocols.ports import PageStore
 
 if TYPE_CHECKING:  # the simulator of whole nodes has steps, and needs no torch
@@ -20,23 +21,27 @@ T = TypeVar("T")
 
 
 class ModelThread:
-    """The steps of one engine. The pages of a running step are held: aborted ones become free when it has ended.
+    """The steps of one engine. Pages and rows of a running step are held: those of an aborted request become free when
+    it has ended.
 
     A step has ended when the thread has returned, and its device has run all that the step has queued there.
     """
 
-    def __init__(self, executor: Executor, pages: PageStore, device: torch.device | None = None) -> None:
+    def __init__(
+        self, executor: Executor, places: PageStore, layout: PoolLayout, device: torch.device | None = None
+    ) -> None:
         """`device`: None where nothing of a step runs on after it has returned."""
-        self._executor, self._pages, self._device = executor, pages, device
+        self._executor, self._places, self._layout, self._device = executor, places, layout, device
 
     async def run(self, sequences: Sequence[sequence.Sequence], work: Callable[[], T]) -> T:
         """Run `work` in the thread, to its end even if this coroutine is cancelled. Raises: what `work` raises."""
-        held = np.concatenate([s.pages for s in sequences])
-        self._pages.hold(held)
+        pages, rows = np.concatenate([s.pages for s in sequences]), np.concatenate([s.rows for s in sequences])
+        held = self._layout.numbered(Places(pages, rows))
+        self._places.hold(held)
         try:
             return await run_to_end(asyncio.get_running_loop().run_in_executor(self._executor, self._whole, work))
         finally:
-            self._pages.unhold(held)
+            self._places.unhold(held)
 
     def _whole(self, work: Callable[[], T]) -> T:
         try:

@@ -73,13 +73,14 @@ class DecodeRequest:
         self.sequence, self.adjustments = sequence, adjustments
         self.protected_until = self.generated + sequence.page_size
 
-    def recomputed_row(self, most: int, *, one_by_one: bool) -> Row:
-        """Tokens whose state it computes once more, at most `most`; with them its next token, if they are the last."""
+    def recomputed_row(self, most: int, chunk: Callable[[int, int], int], *, one_by_one: bool) -> Row:
+        """Tokens whose state it computes once more, at most `most` where the model lets them be divided so; with them
+        its next token, if they are the last."""
         s = self.sequence
         left = s.length - s.computed
         if one_by_one:  # the generated ones in steps of one token, as they were computed before
             left = max(1, s.prompt_length - s.computed)
-        new = min(left, most)
+        new = chunk(left, most)
         return Row(s, new, int(s.computed + new == s.length))
 
     def token_out(self, choice: Choice, eos_ids: frozenset[int]) -> TokenOut:
@@ -102,13 +103,14 @@ class Burst:
     def __init__(
         self, runner: Runner, eos_ids: frozenset[int], *, deliver: Callable[[list[Tokens]], None],
         is_running: Callable[[DecodeRequest], bool], goes_on: Callable[[], bool], one_by_one: bool = False,
+        chunk: Callable[[int, int], int] = min,
     ) -> None:  # fmt: skip
         """`one_by_one`: generated tokens that are computed again are so in steps of one token, for models whose state
-        would be another one.
+        would be another one. `chunk`: how a prompt is divided that is computed again, see `LoadedModel.chunk`.
 
         `deliver` is called on the event loop with the tokens of one or more steps, in order: at once with a
         request's last one, else within `DELIVER_EVERY_S` and a step."""
-        self._runner, self._eos_ids, self._one_by_one = runner, eos_ids, one_by_one
+        self._runner, self._eos_ids, self._one_by_one, self._chunk = runner, eos_ids, one_by_one, chunk
         self._deliver, self._is_running, self._goes_on = deliver, is_running, goes_on
 
     def run(self, batch: list[DecodeRequest], most_steps: int, loop: asyncio.AbstractEventLoop) -> None:
@@ -157,8 +159,8 @@ class Burst:
             if s.length - s.computed == 1:
                 row = Row(s, 1)
             elif left:
-                row = request.recomputed_row(left, one_by_one=self._one_by_one)
-                left -= row.new
+                row = request.recomputed_row(left, self._chunk, one_by_one=self._one_by_one)
+                left -= min(left, row.new)
             else:
                 continue
             rows.append(row)

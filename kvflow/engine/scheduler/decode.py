@@ -32,7 +32,6 @@ from kvflow.memory.residency import Resident
 from kvflow.memory.snapshot import SnapshotStore
 from kvflow.protocols.errors import CapacityError, Cause, Code, KvflowError, room_error
 from kvflow.protocols.machines.residency import ResidencyPhase
-from kvflow.protocols.pages.layout import NO_PLACES, Places
 
 READERS_PER_TURN = 16  # who get tokens in one turn of the loop
 
@@ -53,11 +52,12 @@ class DecodeEngine(EngineLoop):
         super().__init__("decode")
         self._runner = model.runner(pool)
         self._model, self._pages, self._page_size = model, pages, pool.layout.page_size
+        self._layout = pool.layout
         self._ratio = NewTokenRatio(new_token_ratio)
         self._rows = pool.rows if pool.layout.num_rows else None
         self._budget = PageBudget(pages, max_batch, rows=self._rows, ratio=self._ratio, page_size=self._page_size)
         self.limits = EngineLimits(model.context_length, model.vocab_size, self._page_size, self._budget.capacity)
-        self._thread = ModelThread(executor, pages, self._runner.device)
+        self._thread = ModelThread(executor, pool.places_over(pages), pool.layout, self._runner.device)
         self._max_batch = max_batch
         self._running: dict[int, DecodeRequest] = {}  # by number: in order of arrival
         self._numbers = itertools.count()
@@ -65,7 +65,7 @@ class DecodeEngine(EngineLoop):
         self._paused = False
         self._burst = Burst(
             self._runner, model.eos_ids, deliver=self._deliver, is_running=self._is_running, goes_on=self._goes_on,
-            one_by_one=self._rows is not None,
+            one_by_one=self._rows is not None, chunk=model.chunk,
         )  # fmt: skip
         self._snapshots = snapshots
         self._retractions = Retractions(
@@ -146,12 +146,13 @@ class DecodeEngine(EngineLoop):
             self._refuse_when_closing()
             self.check(prompt, params)
             if admission is not None:
-                admission.took(len(room.pages))
+                admission.took(self._layout.split(room.pages).pages.size)
             handoff = HandOff.decode(await room.landed())
             limit = self.limits.new_tokens(prompt, params)
             if admission is None:
                 total = self.limits.worst_pages(prompt, limit)
-                admission = await self._budget.admit(total, len(room.pages), base=0, priority=params.priority)
+                taken = self._layout.split(room.pages).pages.size
+                admission = await self._budget.admit(total, taken, base=0, priority=params.priority)
             self._refuse_when_closing()
             request = self._take_over(number, room, prompt, params, limit, admission)
             out = self._first(request, handoff)
@@ -177,12 +178,12 @@ class DecodeEngine(EngineLoop):
         self, number: int, room: DecodeRoomPort, prompt: Prompt, params: SamplingParams, limit: int,
         admission: Admission,
     ) -> DecodeRequest:  # fmt: skip
-        """Make the landed pages a sequence of this engine."""
+        """Make the landed pages, and row, a sequence of this engine."""
         owner = ("sequence", number)
         sequence = Sequence(owner, prompt, limit, self._page_size)
-        places = Places(room.keep(owner), NO_PLACES)
+        places = self._layout.split(room.keep(owner))
         resident = Resident(owner, places, pages=self._pages, rows=self._rows, store=self._snapshots)
-        sequence.add_pages(places.pages)
+        sequence.add(places)
         sequence.computed = sequence.prompt_length
         adjustments = adjustments_of(params, sequence, self._model.eos_ids)
         return DecodeRequest(number, sequence, resident, params, limit, admission, adjustments)

@@ -26,7 +26,7 @@ from kvflow.engine.scheduler.scoring import PromptScorer
 from kvflow.memory.allocator import PageAllocator
 from kvflow.memory.pool import PagedPool
 from kvflow.protocols.errors import Cause, Code, KvflowError, room_error
-from kvflow.protocols.pages.layout import PageIndices
+from kvflow.protocols.pages.layout import PageIndices, Places
 
 
 class _PrefillRequest:
@@ -56,8 +56,9 @@ class _PrefillRequest:
 class PrefillEngine(EngineLoop):
     """Steps over prompts in order of arrival.
 
-    A step takes at most `chunk_tokens` of each prompt, `max_batch_tokens` in all, and prompts of at most
-    `max_batch_rooms` rooms (for tests: bfloat16 logits depend on the composition of the batch).
+    A step takes at most `chunk_tokens` of each prompt, `max_batch_tokens` in all (more for prompts that cannot be
+    divided, see `LoadedModel.chunk`), and prompts of at most `max_batch_rooms` rooms (for tests: bfloat16 logits depend
+    on the composition of the batch).
     """
 
     def __init__(
@@ -68,8 +69,10 @@ class PrefillEngine(EngineLoop):
         super().__init__("prefill")
         self._runner = model.runner(pool)
         self._model, self._pages, self._page_size = model, pages, pool.layout.page_size
+        self._layout, self._places = pool.layout, pool.places_over(pages)
+        self._rows = pool.rows if pool.layout.num_rows else None
         self.limits = EngineLimits(model.context_length, model.vocab_size, self._page_size, pages.capacity)
-        self._thread = ModelThread(executor, pages, self._runner.device)
+        self._thread = ModelThread(executor, self._places, pool.layout, self._runner.device)
         self._chunk_tokens, self._max_tokens = max(1, chunk_tokens), max(1, max_batch_tokens)
         self._max_rooms = max_batch_rooms or 1 << 30
         self._unmatched = 0  # requests that wait for decode's half of their room, and hold nothing meanwhile
@@ -92,9 +95,10 @@ class PrefillEngine(EngineLoop):
     async def prefill(
         self, room: PrefillRoomPort, prompt: Prompt, params: SamplingParams, *, into: PageIndices | None = None
     ) -> TokenOut:
-        """Compute `prompt`, send its pages, hand the first token over; returns that token when all pages have landed.
+        """Compute `prompt`, send its pages and row, hand the first token over; returns that token when all have landed.
 
-        `into`: pages of the caller to compute in; without it the engine takes pages of its own, and gives them back.
+        `into`: places of the caller (pages, and a row as a room has one) to compute in; without it the engine takes its
+        own, and gives them back.
         Any error, and a cancellation, closes the room with its cause.
         Raises: MisuseError, CapacityError, the room's error.
         """
@@ -133,7 +137,7 @@ class PrefillEngine(EngineLoop):
         if into is None:
             self._waiting.append(request)
         else:
-            request.sequence.add_pages(into)
+            request.sequence.add(self._layout.split(into))
             self._running[id(request)] = request
         self._wake.set()
 
@@ -149,18 +153,18 @@ class PrefillEngine(EngineLoop):
             request.first.set_exception(error)
 
     def _drop(self, request: _PrefillRequest, *, owned: bool) -> None:
-        """Forget the request; pages that a step or a write still uses become free when it has ended (I13)."""
+        """Forget the request; places that a step or a write still uses become free when it has ended (I13)."""
         self._running.pop(id(request), None)
         if request in self._waiting:
             self._waiting.remove(request)
         if owned:
-            self._pages.give_back(request.sequence.pages, request.sequence.owner)
+            self._places.give_back(self._layout.numbered(request.sequence.places), request.sequence.owner)
         self._wake.set()
 
     async def _run(self) -> None:
         while not self._closing:
             self._wake.clear()
-            self._take_pages()
+            self._take_places()
             rows, requests = self._pick()
             if not rows:
                 self._runner.rest()
@@ -189,19 +193,20 @@ class PrefillEngine(EngineLoop):
         finally:
             wake.cancel()
 
-    def _take_pages(self) -> None:
-        """First come first served: a prompt gets all of its pages at once, or waits."""
+    def _take_places(self) -> None:
+        """First come first served: a prompt gets all of its pages, and a row, at once, or waits."""
         while self._waiting:
             request = self._waiting[0]
             if request.first.done():
                 self._waiting.popleft()
                 continue
             missing = request.sequence.pages_missing(request.sequence.prompt_length)
-            if missing > self._pages.free_pages:
+            if missing > self._pages.free_pages or (self._rows is not None and not self._rows.free_pages):
                 return
             self._waiting.popleft()
             self.queue_seconds.observe(time.perf_counter() - request.queued_at_s)
-            request.sequence.add_pages(self._pages.take(missing, request.sequence.owner))
+            taken = self._places.take_room(missing + (self._rows is not None), request.sequence.owner)
+            request.sequence.add(self._layout.split(taken))
             self._running[id(request)] = request
 
     def _pick(self) -> tuple[list[Row], list[_PrefillRequest]]:
@@ -216,17 +221,19 @@ class PrefillEngine(EngineLoop):
                 continue  # computed; its last chunk has been queued
             if not left or len(rows) == self._max_rooms:
                 break
-            count = min(self._chunk_tokens, remaining, left)
+            if request.scorer is not None and not to_score:
+                continue
+            most = min(self._chunk_tokens, left if request.scorer is None else min(left, to_score))
+            count = self._model.chunk(remaining, most)
+            if count > left and rows:
+                break
             logits = int(count == remaining)
             if request.scorer is not None:
-                if not to_score:
-                    continue
-                count = min(count, to_score)
                 logits = request.scorer.logits_wanted(count)
-                to_score -= count
+                to_score -= min(to_score, count)
             rows.append(Row(s, count, logits))
             requests.append(request)
-            left -= count
+            left -= min(left, count)
         return rows, requests
 
     def _step(self, rows: list[Row], requests: list[_PrefillRequest]) -> dict[int, Choice]:
@@ -247,7 +254,8 @@ class PrefillEngine(EngineLoop):
         return dict(zip(map(id, last), choose(logits, [request.draw for request in last]), strict=True))
 
     def _advance(self, request: _PrefillRequest, row: Row, choice: Choice | None) -> None:
-        """After a step: send the complete pages; after the last chunk the remaining ones, with the first token."""
+        """After a step: send the complete pages; after the last chunk the remaining ones and the row, with the first
+        token."""
         s = request.sequence
         s.computed += row.new
         ready = s.page_count if choice else s.computed // self._page_size
@@ -266,7 +274,8 @@ class PrefillEngine(EngineLoop):
                 prompt_tokens=s.prompt_length,
                 prompt_logprobs=request.scorer.scores if request.scorer else None,
             )
-            request.room.send(pages, last=True, handoff=handoff.encode())
+            places = self._layout.numbered(Places(pages, s.rows))
+            request.room.send(places, last=True, handoff=handoff.encode())
         except KvflowError as error:
             self._fail(request, error)
             return

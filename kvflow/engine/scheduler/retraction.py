@@ -150,5 +150,5 @@ def moved(old: Sequence, resident: Resident, *, computed: bool) -> Sequence:
     new = Sequence(old.owner, prompt, old.tokens.size - old.prompt_length, old.page_size)
     new.tokens[: old.length] = old.tokens[: old.length]
     new.length, new.computed = old.length, old.computed if computed else 0
-    new.add_pages(resident.places.pages)
+    new.add(resident.places)
     return new

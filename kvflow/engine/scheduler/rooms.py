@@ -16,7 +16,8 @@ class PrefillRoomPort(Protocol):
         """Wait for decode's side; returns how many tokens of the prompt decode has already."""
 
     def send(self, pages: PageIndices, *, last: bool = False, handoff: bytes = b"") -> None:
-        """Queue one chunk, whole pages only except for the last; the pages are held until their write has ended."""
+        """Queue one chunk, whole pages only except for the last, which ends with the row where the pool has rows; they
+        are held until their write has ended."""
 
     async def done(self) -> None:
         """Return when every write has landed."""
@@ -33,7 +34,7 @@ class DecodeRoomPort(Protocol):
 
     @property
     def pages(self) -> PageIndices:
-        """The room's pages, in the order of the prompt."""
+        """The room's pages, in the order of the prompt; then its row, where the pool has rows (`layout.Places`)."""
 
     async def landed(self) -> bytes:
         """Wait until all pages have landed; returns prefill's hand-over. Raises: the room's error."""

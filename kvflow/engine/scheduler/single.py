@@ -16,15 +16,16 @@ from kvflow.memory.allocator import PageAllocator
 from kvflow.memory.pool import PagedPool
 from kvflow.protocols.errors import Cause, Code, room_error
 from kvflow.protocols.pages.layout import PageIndices
+from kvflow.protocols.ports import PageStore
 
 
 class SharedRoom:
-    """Both sides of a room whose source and target are the same pages, computed in place."""
+    """Both sides of a room whose source and target are the same pages, and row, computed in place."""
 
-    def __init__(self, pages: PageAllocator, count: int, owner: Hashable) -> None:
+    def __init__(self, places: PageStore, count: int, owner: Hashable) -> None:
         """Raises: CapacityError."""
-        self._allocator, self._owner = pages, owner
-        self.pages: PageIndices = pages.take(count, owner)
+        self._places, self._owner = places, owner
+        self.pages: PageIndices = places.take_room(count, owner)
         self._owned = True
         self._handoff: asyncio.Future[bytes] = asyncio.get_running_loop().create_future()
         self._callbacks: list[Callable[[], None]] = []
@@ -43,7 +44,7 @@ class SharedRoom:
         return await asyncio.shield(self._handoff)
 
     def keep(self, owner: Hashable) -> PageIndices:
-        self._allocator.move(self.pages, self._owner, owner)
+        self._places.move(self.pages, self._owner, owner)
         self._owned = False
         return self.pages
 
@@ -58,10 +59,10 @@ class SharedRoom:
                 callback()
 
     def free(self) -> None:
-        """Give the pages back, unless a sequence has become their owner."""
+        """Give the places back, unless a sequence has become their owner."""
         if self._owned:
             self._owned = False
-            self._allocator.give_back(self.pages, self._owner)
+            self._places.give_back(self.pages, self._owner)
 
 
 class SingleEngine:
@@ -81,7 +82,7 @@ class SingleEngine:
             chunk_tokens=chunk_tokens, max_batch_tokens=max_batch_tokens, max_batch_rooms=max_batch_rooms,
         )  # fmt: skip
         self.decode = DecodeEngine(model, pool, pages, executor, max_batch=max_batch)
-        self._pages, self._page_size = pages, pool.layout.page_size
+        self._places, self._layout = pool.places_over(pages), pool.layout
         self._numbers = itertools.count()
 
     async def start(self) -> None:
@@ -99,7 +100,7 @@ class SingleEngine:
         """
         admission = await self.decode.admit(prompt, params)
         try:
-            room = SharedRoom(self._pages, -(-len(prompt) // self._page_size), ("shared room", next(self._numbers)))
+            room = SharedRoom(self._places, self._layout.places_for(len(prompt)), ("shared", next(self._numbers)))
         except BaseException:
             admission.release()
             raise

@@ -17,7 +17,7 @@ from kvflow.memory.snapshot import Snapshot, SnapshotStore
 from kvflow.protocols.machines.residency import TABLE, ResidencyCommand, ResidencyKind, ResidencyPhase
 from kvflow.protocols.machines.tables import Cell, Move
 from kvflow.protocols.pages import plan
-from kvflow.protocols.pages.layout import Places, PoolLayout
+from kvflow.protocols.pages.layout import NO_PLACES, Places, PoolLayout
 from kvflow.protocols.pages.plan import Pairing
 from kvflow.testing.sim.loop import Process, current_process
 from kvflow.testing.sim.swap import swapped, swapped_cells, swapped_item
@@ -119,12 +119,10 @@ def _row_given_away_in_a_step() -> Installed:
 
     class PagesOnly:
         def __init__(self, pages: Any) -> None:
-            self.pages = pages
+            self.pages, self.rows = pages, NO_PLACES
 
     async def run(self: ModelThread, sequences: SequenceOf[Any], work: Callable[[], Any]) -> Any:
-        layout = getattr(self._pages, "_layout", None)
-        held = [s if layout is None else PagesOnly(layout.split(s.pages).pages) for s in sequences]
-        return await original(self, held, work)  # type: ignore[arg-type]
+        return await original(self, [PagesOnly(s.pages) for s in sequences], work)  # type: ignore[misc]
 
     return swapped(ModelThread, "run", run)
 

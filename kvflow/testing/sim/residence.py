@@ -20,7 +20,7 @@ from kvflow.memory.residency import Resident
 from kvflow.node import DecodeNode
 from kvflow.protocols.errors import CapacityError, HostMemoryError
 from kvflow.protocols.machines.residency import ResidencyPhase as P
-from kvflow.protocols.pages.layout import PageIndices
+from kvflow.protocols.pages.layout import Places
 from kvflow.testing.sim.content import handoff_of
 from kvflow.testing.sim.oracle import Oracle
 from kvflow.testing.sim.pages import books_of
@@ -44,8 +44,8 @@ TRIES, TRY_AGAIN_S = 5, 0.02  # to come back
 class _Running:
     """What `ModelThread` asks of a sequence."""
 
-    def __init__(self, places: PageIndices) -> None:
-        self.pages = places
+    def __init__(self, places: Places) -> None:
+        self.pages, self.rows = places
 
 
 class Residence:
@@ -54,7 +54,7 @@ class Residence:
     def __init__(self, node: DecodeNode, snapshots: Snapshots, oracle: Oracle, digest: bytes, plan: Stay) -> None:
         self._snapshots, self._oracle, self._digest, self._plan = snapshots, oracle, digest, plan
         self._pool, self._layout, self._books = node.pool, node.pool.layout, books_of(node.pages)
-        self._thread = ModelThread(Executor(), node.pages)
+        self._thread = ModelThread(Executor(), node.pages, self._layout)
         self._here: Resident | None = None  # once its room has landed
         self._handoff = b""
 
@@ -105,8 +105,8 @@ class Residence:
         await self._carry_out(here, self._stepping(here), disturbed)
 
     async def _stepping(self, here: Resident) -> None:
-        places, readers = self._layout.numbered(here.places), self._books.readers
-        used: list[int] = places.tolist()
+        places, readers = here.places, self._books.readers
+        used: list[int] = self._layout.numbered(places).tolist()
         for place in used:
             readers[place] += 1
 

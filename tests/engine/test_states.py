@@ -1,0 +1,190 @@
+"""Models that keep more than K and V: token parity, whatever the family; what a row holds, and whose it is."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from kvflow.engine.model.load import LoadedModel
+from kvflow.engine.model.runner import Runner
+from kvflow.engine.model.sequence import Sequence
+from kvflow.engine.model.step import Row
+from kvflow.engine.scheduler.single import SingleEngine
+from kvflow.memory.pool import PagedPool
+from kvflow.protocols.pages.kinds import ROW
+from kvflow.protocols.pages.layout import build_layout
+from tests.engine import tiny_models
+from tests.engine.pair import EnginePair, FakeRoom, Side, greedy, prompt_of, until
+
+Loader = Callable[..., LoadedModel]
+Stock = Callable[[str], Any]
+NEW, CHUNK, PAGE = 12, 40, 16
+# One token and two, a page, a chunk, a window of gpt_oss (16), and 8 indexed keys, with their neighbours.
+LENGTHS = (1, 2, 9, 16, 17, 40, 41, 97)
+FAMILIES = [*tiny_models.INDEXED, *tiny_models.STATEFUL]
+
+_expected: dict[str, list[list[int]]] = {}
+
+
+def prompts() -> list[list[int]]:
+    return [prompt_of(n, n) for n in LENGTHS]
+
+
+def expected(family: str, stock: Stock) -> list[list[int]]:
+    if family not in _expected:
+        _expected[family] = [tiny_models.generate(stock(family), p, NEW) for p in prompts()]
+    return _expected[family]
+
+
+@pytest.mark.parametrize("family", [*FAMILIES, "gpt_oss"])
+async def test_eight_at_once_equal_generate(family: str, loaded: Loader, stock: Stock) -> None:
+    async with EnginePair(loaded(family), page_size=PAGE, chunk_tokens=CHUNK, max_batch_tokens=64) as pair:
+        found = await asyncio.gather(*(pair.tokens(p, greedy(NEW)) for p in prompts()))
+        await until(lambda: pair.home)
+    assert found == expected(family, stock)
+    assert len({tuple(tokens) for tokens in found}) == len(LENGTHS)
+
+
+@pytest.mark.parametrize("chunk", [1, 2, 7, 16])
+@pytest.mark.parametrize("family", ["nemotron_h", "qwen3_next", "deepseek_v32"])
+async def test_however_a_prompt_is_divided(family: str, chunk: int, loaded: Loader, stock: Stock) -> None:
+    """nemotron_h has other numbers for a token that comes alone: prompts must never leave one."""
+    async with EnginePair(loaded(family), chunk_tokens=chunk, max_batch_tokens=3 * chunk) as pair:
+        found = await asyncio.gather(*(pair.tokens(p, greedy(NEW)) for p in prompts()[:7]))
+    assert found == expected(family, stock)[:7]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+async def test_a_zeroed_stream_changes_the_output(family: str, loaded: Loader, stock: Stock) -> None:
+    """The negative control: one page of every indexer, or the row, is lost on the way."""
+    model, prompt = loaded(family), prompts()[-1]
+    indexed = family in tiny_models.INDEXED
+    lost = [k.name for k in model.streams if (k.name.endswith("index_k") if indexed else k.unit == ROW)]
+    assert lost
+    async with EnginePair(model) as pair:
+
+        def spoil(room: FakeRoom) -> None:
+            def zero() -> None:
+                places = pair.target.pool.layout.split(room.pages)
+                for name in lost:
+                    pair.target.pool.tensor(name)[int(places.pages[3] if indexed else places.rows[0])] = 0
+
+            room.on_landed = zero
+
+        pair.on_room = spoil
+        tokens = await pair.tokens(prompt, greedy(NEW))
+    whole = expected(family, stock)[-1]
+    assert tokens[0] == whole[0], "the first token is prefill's"
+    assert tokens != whole
+
+
+@pytest.mark.parametrize("family", ["falcon_h1", "jamba", "mamba2"])
+async def test_one_row_for_one_request_after_the_other(family: str, loaded: Loader, stock: Stock) -> None:
+    """Prompts wait for the one row of prefill, which begins at nothing for each; so do requests in one process."""
+    model = loaded(family)
+    async with EnginePair(model, source_rows=1, chunk_tokens=CHUNK) as pair:
+        found = await asyncio.gather(*(pair.tokens(p, greedy(NEW)) for p in prompts()))
+        await until(lambda: pair.home)
+    assert found == expected(family, stock)
+    side = Side(model, 64, PAGE, "page_first", num_rows=1)
+    with ThreadPoolExecutor(1) as executor:
+        engine = SingleEngine(model, side.pool, side.pages, executor, chunk_tokens=CHUNK)
+        await engine.start()
+        for prompt, tokens in zip(prompts()[-2:], expected(family, stock)[-2:], strict=True):
+            assert [out.token_id async for out in engine.generate(prompt, greedy(NEW))] == tokens
+            await until(side.places.at_rest)
+        await engine.close()
+
+
+@pytest.mark.parametrize("host_pages", [200, 0], ids=["snapshots", "computed again"])
+@pytest.mark.parametrize("family", FAMILIES)
+async def test_everybody_is_retracted_in_mid_decode(
+    family: str, host_pages: int, loaded: Loader, stock: Stock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Once, all of them, after four steps together."""
+    async with EnginePair(loaded(family), host_pages=host_pages, chunk_tokens=CHUNK) as pair:
+        forward, steps = pair.decode._runner.forward, itertools.count(1)
+
+        def counted(rows: list[Row]) -> torch.Tensor:
+            if next(steps) == 4:
+                pair.decode.retract_all()  # the burst ends with this step
+            return forward(rows)
+
+        monkeypatch.setattr(pair.decode._runner, "forward", counted)
+        pair.decode.pause()
+        running = [asyncio.ensure_future(pair.tokens(p, greedy(NEW))) for p in prompts()]
+        await until(lambda: pair.decode.load().running == len(LENGTHS))
+        pair.decode.resume()
+        found = await asyncio.gather(*running)
+        report = pair.decode.retraction
+        assert (report.resumes, report.recomputes) == ((8, 0) if host_pages else (0, 8))
+        await until(lambda: pair.home)
+    assert found == expected(family, stock)
+
+
+async def test_a_request_that_ends_in_any_state_gives_its_row_back(loaded: Loader) -> None:
+    async with EnginePair(loaded("lfm2"), source_rows=2, chunk_tokens=8) as pair:
+        running = [asyncio.ensure_future(pair.outputs(prompt_of(90, n), greedy(300))) for n in range(6)]
+        await until(lambda: pair.decode.load().running > 1)
+        for task in running[::2]:
+            task.cancel()
+        await asyncio.wait(running[::2])
+        await until(lambda: pair.decode.load().running == 3)
+        for task in running:
+            task.cancel()
+        await asyncio.wait(running)
+        await until(lambda: pair.home)
+
+
+def runner_of(model: LoadedModel, num_rows: int) -> tuple[PagedPool, Runner]:
+    layout = build_layout(model.streams, page_size=4, num_pages=40, num_rows=num_rows)
+    pool = PagedPool.allocate(layout, shared=False)
+    for component in layout.components:
+        pool.tensor(component.name).fill_(float("nan"))
+    return pool, model.runner(pool)
+
+
+def sequence_of(prompt: list[int], first_page: int, row: int) -> Sequence:
+    found = Sequence("test", prompt, 8, 4)
+    found.add_pages(np.arange(first_page, first_page + found.pages_missing(len(prompt) + 8), dtype=np.int32))
+    found.rows = np.array([row], dtype=np.int32)
+    return found
+
+
+@pytest.mark.parametrize("family", tiny_models.STATEFUL)
+def test_a_step_reads_and_writes_its_own_rows_in_every_layer(family: str, loaded: Loader) -> None:
+    """Rows of others are poison, and stay it; a new request does not see what lies in its own."""
+    model = loaded(family)
+    pool, runner = runner_of(model, 5)
+    a, b = sequence_of(prompt_of(10), 3, 4), sequence_of(prompt_of(6, 1), 20, 1)
+    first = runner.forward([Row(a, 10), Row(b, 6)])
+    a.computed, b.computed = 10, 6
+    a.append(5)
+    b.append(7)
+    names = [k.name for k in model.streams if k.unit == ROW]
+    before = {name: pool.tensor(name).clone() for name in names}
+    decoded = runner.forward([Row(a, 1), Row(b, 1)])
+    assert bool(torch.isfinite(first).all()) and bool(torch.isfinite(decoded).all())
+    for name in names:
+        states = pool.tensor(name)
+        assert bool(torch.isnan(states[[0, 2, 3]]).all()), name
+        assert bool(torch.isfinite(states[[1, 4]]).all()), name
+        for row in (1, 4):
+            assert not torch.equal(states[row], before[name][row]), f"{name} was left behind"
+    again = sequence_of(prompt_of(6, 1), 30, 4)  # in the row of another
+    assert torch.equal(runner.forward([Row(again, 6)])[0], first[1])
+
+
+@pytest.mark.parametrize(("family", "whole"), [("jamba", True), ("mamba2", False), ("nemotron_h", False)])
+def test_the_self_test_finds_scans_that_begin_at_nothing(family: str, whole: bool, loaded: Loader) -> None:
+    for model in (loaded(family), loaded(family, "bfloat16")):
+        assert (model.whole_prompts, model.mode) == (whole, "pad")
+        states = {kind.dtype for kind in model.streams if "recurrent" in kind.name}
+        assert states == {"float32"}, "recurrent states are not rounded"

@@ -1,0 +1,88 @@
+"""How many pages and rows a role gives its pool, and what it says when they do not fit."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import pytest
+import torch
+
+from kvflow.config.settings import Settings
+from kvflow.config.sources import ConfigError
+from kvflow.launch import pool
+from kvflow.memory.available import Available
+from kvflow.protocols.pages.kinds import ROW, StateKind
+
+SLOTS = [StateKind("k", "bfloat16", (2, 16)), StateKind("v", "bfloat16", (2, 16))]  # 128 bytes a token, 2048 a page
+ROWS = [StateKind("conv", "bfloat16", (8, 4), ROW), StateKind("recurrent", "float32", (4, 16), ROW)]  # 320 bytes
+
+
+def sizes(streams: list[StateKind], **settings: Any) -> tuple[int, int]:
+    made = pool.make_pool(Settings(**settings), streams, "model", torch.device("cpu"))
+    try:
+        return made.layout.num_pages, made.layout.num_rows
+    finally:
+        made.close()
+
+
+@pytest.mark.parametrize(
+    ("streams", "settings", "expected"),
+    [
+        (SLOTS, {}, (4096, 0)),
+        (SLOTS, {"pool_bytes": 1 << 20}, (512, 0)),
+        ([*SLOTS, *ROWS], {}, (4096, 272)),
+        ([*SLOTS, *ROWS], {"max_running_requests": 1}, (4096, 2)),
+        ([*SLOTS, *ROWS], {"num_pages": 10, "max_running_requests": 32}, (10, 34)),
+        # Half for rows, and what they do not take for pages.
+        ([*SLOTS, *ROWS], {"pool_bytes": 1 << 20}, (((1 << 20) - 272 * 320) // 2048, 272)),
+        ([*SLOTS, *ROWS], {"pool_bytes": 1 << 17}, (((1 << 17) - 204 * 320) // 2048, 204)),
+        (ROWS, {"pool_bytes": 1 << 16, "max_running_requests": 8}, (9 * 4096, 9)),
+        (ROWS, {"pool_bytes": 1 << 16}, (204 * 4096, 204)),
+    ],
+)
+def test_rows_follow_the_requests_and_fit_beside_the_pages(
+    streams: list[StateKind], settings: dict[str, Any], expected: tuple[int, int]
+) -> None:
+    assert sizes(streams, **settings) == expected
+
+
+def test_fewer_rows_than_requests_are_told(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO, "kvflow.serve"):
+        sizes([*SLOTS, *ROWS])
+        assert not caplog.records
+        sizes([*SLOTS, *ROWS], pool_bytes=1 << 17)
+    assert "204 rows of 320 bytes" in caplog.text and "--max-running-requests is 256" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("streams", "settings", "text"),
+    [
+        (SLOTS, {"num_pages": 600}, r"^--num-pages 600: .* 1228800 bytes .*600 pages of 2048\), .* 488 pages fit$"),
+        (
+            [*SLOTS, *ROWS],
+            {"num_pages": 600},
+            r"^--num-pages 600: .* 1315840 bytes .*600 pages of 2048 and 272 rows of 320\), .*at most 445 pages fit$",
+        ),
+        ([*SLOTS, *ROWS], {}, r"^--pool-bytes 1073741824: the pool needs 8475648 bytes"),
+        (
+            [*SLOTS, *ROWS],
+            {"num_pages": 1, "max_running_requests": 4096},
+            r"^--max-running-requests 4096: .*1 pages of 2048 and 4352 rows of 320\), .*at most 3125 rows fit, one for",
+        ),
+        (ROWS, {"max_running_requests": 4096}, r"^--max-running-requests 4096: .*at most 3125 rows fit"),
+    ],
+)
+def test_what_does_not_fit_memory_names_the_flag(
+    streams: list[StateKind], settings: dict[str, Any], text: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pool, "available_memory", lambda: Available(1_000_000, "memory of the machine"))
+    with pytest.raises(ConfigError, match=text):
+        sizes(streams, **settings)
+
+
+def test_a_row_larger_than_its_share_is_refused() -> None:
+    large = StateKind("recurrent", "float32", (1 << 14,), ROW)
+    with pytest.raises(ConfigError, match=r"--pool-bytes 65536: the state of one request takes 65536 bytes of 32768"):
+        sizes([*SLOTS, large], pool_bytes=1 << 16)
+    assert sizes([large], pool_bytes=1 << 16)[1] == 1
