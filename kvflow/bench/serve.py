@@ -74,7 +74,7 @@ async def bench_serve(plan: ServePlan, say: Say) -> dict[str, Any]:
         await stock.ask("setup", model=model, threads=plan.threads)
         servers: dict[str, Server] = {}
         for tree in ("", *plan.trees):
-            servers[tree or HERE] = await stack.enter_async_context(serving(model, plan, tree))
+            servers[tree or HERE] = await stack.enter_async_context(serving(model, plan.threads, tree))
         report["clients"] = {}
         for clients in plan.clients:
             report["clients"][str(clients)] = await _beside_stock(plan, clients, servers, stock, client, say)
@@ -203,14 +203,14 @@ async def _process(module: str) -> AsyncIterator[Process]:
 
 
 @asynccontextmanager
-async def serving(model: str, plan: ServePlan, tree: str = "") -> AsyncIterator[Server]:
-    """`kvflow up` of this checkout, or of `tree`. Raises: KvflowError when it does not start."""
-    env = {**os.environ, "OMP_NUM_THREADS": str(plan.threads), "PYTHONUNBUFFERED": "1"}
+async def serving(model: str, threads: int, tree: str = "", arguments: tuple[str, ...] = ()) -> AsyncIterator[Server]:
+    """`kvflow up` of this checkout, or of `tree`, with more `arguments`. Raises: KvflowError when it does not start."""
+    env = {**os.environ, "OMP_NUM_THREADS": str(threads), "PYTHONUNBUFFERED": "1"}
     if tree:
         env |= {"PYTHONPATH": tree, "PYTHONDONTWRITEBYTECODE": "1", "PYTHONSAFEPATH": "1"}
     child = await asyncio.create_subprocess_exec(
         sys.executable, "-m", "kvflow.cli", "up", "--port", "0", "--model-path", model, "--log-level", "warning",
-        stdout=asyncio.subprocess.PIPE, env=env,
+        *arguments, stdout=asyncio.subprocess.PIPE, env=env,
     )  # fmt: skip
     try:
         async with asyncio.timeout(START_TIMEOUT_S):

@@ -1,0 +1,138 @@
+"""`kvflow bench overcommit`: requests per second of a decode whose pool is too small, over-committed and in safe mode.
+
+Three servers take the same requests in the same turns: one whose pool holds the worst case of all of them, and two
+whose pools hold a share of it, of which one promises every request its worst case (`--new-token-ratio 1.0`). All
+answers must be those of the first. Requests that end early, at a stop token, are what over-commitment is for.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import time
+from collections.abc import Callable
+from contextlib import AsyncExitStack
+from dataclasses import dataclass
+from typing import Any
+
+import aiohttp
+import msgspec
+import numpy as np
+
+from kvflow.bench.serve import Server, serving
+from kvflow.demo_model import DEMO_MODEL_DIR
+from kvflow.protocols.errors import KvflowError
+
+PAGE_SIZE = 16
+ROOMY, SAFE, OVER = "all fit", "safe mode", "over-committed"
+COUNTERS = ("retracts", "resumes", "recomputes")
+
+Say = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class OvercommitPlan:
+    """`share` of the pages that the requests need at worst; `ratio` is `--new-token-ratio`."""
+
+    requests: int = 64
+    new_tokens: int = 200
+    share: float = 0.4
+    ratio: float = 0.7
+    host_bytes: int = 1 << 28
+    turns: int = 5
+    threads: int = 1
+    seed: int = 1
+
+
+async def bench_overcommit(plan: OvercommitPlan, say: Say) -> dict[str, Any]:
+    """Returns {load: {server: requests per second, "ratio": over-committed / safe mode, counters}}.
+
+    Raises: KvflowError when a server does not start, or an answer differs.
+    """
+    dice = random.Random(plan.seed)
+    prompts = [[dice.randrange(10, 4000) for _ in range(dice.randrange(16, 200))] for _ in range(plan.requests)]
+    worst = sum(-(-(len(prompt) + plan.new_tokens - 1) // PAGE_SIZE) for prompt in prompts)
+    pages = int(worst * plan.share)
+    say(f"{plan.requests} requests need {worst} pages at worst; the small pools have {pages}; seed {plan.seed}")
+    shapes = {ROOMY: (2 * worst, 1.0), SAFE: (pages, 1.0), OVER: (pages, plan.ratio)}
+    report: dict[str, Any] = {"requests": plan.requests, "worst_pages": worst, "pages": pages, "seed": plan.seed}
+    async with AsyncExitStack() as stack:
+        session = await stack.enter_async_context(aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)))
+        servers: dict[str, Server] = {}
+        for name, (count, ratio) in shapes.items():
+            arguments = (
+                "--dtype", "float32", "--page-size", str(PAGE_SIZE), "--num-pages", str(count),
+                "--new-token-ratio", str(ratio), "--host-memory-bytes", str(plan.host_bytes),
+            )  # fmt: skip
+            servers[name] = await stack.enter_async_context(
+                serving(str(DEMO_MODEL_DIR), plan.threads, arguments=arguments)
+            )
+        bodies = [_body(prompt, plan.new_tokens) for prompt in prompts]
+        full = await _answers(session, servers[ROOMY], bodies)
+        early = [_stopping(body, tokens, dice) for body, tokens in zip(bodies, full, strict=True)]
+        for load, given in (("early ends", early), ("no early ends", bodies)):
+            report[load] = await _load(session, servers, given, plan.turns)
+            say(f"{load}: {report[load]}")
+    return report
+
+
+async def _load(
+    session: aiohttp.ClientSession, servers: dict[str, Server], bodies: list[dict[str, Any]], turns: int
+) -> dict[str, Any]:
+    rates: dict[str, list[float]] = {name: [] for name in servers}
+    before = await _counters(session, servers[OVER])
+    want = await _answers(session, servers[ROOMY], bodies)
+    for turn in range(-1, turns):  # the first one warms up
+        names = list(servers)
+        for name in names[:: 1 if turn % 2 else -1]:
+            begun = time.perf_counter()
+            got = await _answers(session, servers[name], bodies)
+            if got != want:
+                wrong = sum(a != b for a, b in zip(got, want, strict=True))
+                raise KvflowError(
+                    f"{name}: {wrong} of {len(want)} answers differ from those of a pool that is never full"
+                )
+            if turn >= 0:
+                rates[name].append(len(bodies) / (time.perf_counter() - begun))
+    after = await _counters(session, servers[OVER])
+    found: dict[str, Any] = {name: round(float(np.median(values)), 2) for name, values in rates.items()}
+    ratios = [over / safe for over, safe in zip(rates[OVER], rates[SAFE], strict=True)]
+    low, middle, high = np.percentile(ratios, (0, 50, 100))
+    found["ratio"] = {"median": round(middle, 3), "min": round(low, 3), "max": round(high, 3)}
+    return found | {"tokens": sum(map(len, want))} | {name: int(after[name] - before[name]) for name in COUNTERS}
+
+
+async def _answers(session: aiohttp.ClientSession, server: Server, bodies: list[dict[str, Any]]) -> list[list[int]]:
+    return await asyncio.gather(*(_answer(session, server.urls["router"], body) for body in bodies))
+
+
+async def _answer(session: aiohttp.ClientSession, url: str, body: dict[str, Any]) -> list[int]:
+    async with session.post(f"{url}/generate", json=body) as answer:
+        text = await answer.read()
+        if answer.status != 200:
+            raise KvflowError(f"POST /generate: {answer.status} {text[:200]!r}")
+        tokens: list[int] = msgspec.json.decode(text)["output_ids"]
+        return tokens
+
+
+def _body(prompt: list[int], new_tokens: int) -> dict[str, Any]:
+    return {
+        "input_ids": prompt,
+        "sampling_params": {"temperature": 0, "max_new_tokens": new_tokens, "ignore_eos": True},
+    }
+
+
+def _stopping(body: dict[str, Any], tokens: list[int], dice: random.Random) -> dict[str, Any]:
+    """The same request, which ends about anywhere: at a token that it generates there for the first time."""
+    wanted, first = dice.randrange(len(tokens)), {token: at for at, token in reversed(list(enumerate(tokens)))}
+    stop = {"stop_token_ids": [min(first, key=lambda token: abs(first[token] - wanted))], "ignore_eos": False}
+    return {**body, "sampling_params": {**body["sampling_params"], **stop}}
+
+
+async def _counters(session: aiohttp.ClientSession, server: Server) -> dict[str, float]:
+    async with session.get(f"{server.urls['decode']}/metrics") as answer:
+        lines = (await answer.text()).splitlines()
+    return {
+        name: float(next(line for line in lines if line.startswith(f"kvflow_{name}_total")).rpartition(" ")[2])
+        for name in COUNTERS
+    }
