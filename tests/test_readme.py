@@ -43,6 +43,7 @@ LESS = {
     "kvflow bench serve": "--clients 2 --new-tokens 32 --turns 1 --streams 0",
     "kvflow bench abort": "--transfer-backend local --times 3 --pages 32",
     "kvflow bench offload": "--pages 16 --rounds 2",
+    "kvflow bench overcommit": "--requests 8 --new-tokens 24 --turns 1",
 }
 # A network of its own: the printed ports are free there, whatever runs on this machine, and the two machines are two
 # addresses.

@@ -37,8 +37,8 @@ READERS_PER_TURN = 16  # who get tokens in one turn of the loop
 
 
 class DecodeEngine(EngineLoop):
-    """Steps over all running requests, at most `max_batch`: the others wait, first come first served, as does one whose
-    worst case of pages cannot be promised."""
+    """Steps over all running requests, at most `max_batch`: the others wait, in order of priority and arrival, as does
+    one whose pages cannot be promised."""
 
     def __init__(
         self, model: LoadedModel, pool: PagedPool, pages: PageAllocator, executor: Executor, *, max_batch: int = 256,
