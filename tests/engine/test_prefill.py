@@ -97,6 +97,46 @@ async def test_a_prompt_waits_for_pages_in_its_turn(llama: LoadedModel) -> None:
         assert pair.home
 
 
+async def test_of_prompts_that_wait_for_pages_the_more_urgent_gets_them_first(llama: LoadedModel) -> None:
+    """All need the whole pool; equals keep their order."""
+    priorities = [0, 0, -5, 3, 0, 7, 3]
+    async with EnginePair(llama, page_size=4, source_pages=6, num_pages=64) as pair:
+        rooms = [pair.room(prompt_of(24, n)) for n in range(len(priorities))]
+        rooms[0].gate.clear()
+        done: list[int] = []
+
+        async def prefill(number: int) -> None:
+            params = greedy(1, priority=priorities[number])
+            await pair.prefill.prefill(rooms[number].prefill_half, prompt_of(24, number), params)
+            done.append(number)
+
+        legs = []
+        for number in range(len(priorities)):
+            legs.append(asyncio.ensure_future(prefill(number)))
+            await until(lambda count=number: pair.prefill.load().waiting == count)  # type: ignore[misc]
+        legs[4].cancel()  # it leaves the queue in its middle
+        rooms[0].gate.set()
+        await asyncio.gather(*legs, return_exceptions=True)
+        assert done == [0, 5, 3, 6, 1, 2]
+        for room in rooms:
+            room.close()
+        assert pair.home
+
+
+async def test_a_step_takes_the_more_urgent_prompt_first(llama: LoadedModel) -> None:
+    prompts = [prompt_of(n, n) for n in (20, 9, 30)]
+    steps: list[list[int]] = []
+    async with EnginePair(llama, chunk_tokens=16, max_batch_tokens=24) as pair:
+        watch(pair, steps)
+        rooms = [pair.room(p) for p in prompts]
+        given = zip(rooms, prompts, (0, 1, 2), strict=True)
+        await asyncio.gather(*(pair.prefill.prefill(r.prefill_half, p, greedy(1, priority=n)) for r, p, n in given))
+        for room in rooms:
+            room.close()
+        assert pair.home
+    assert steps == [[16, 8], [14, 1, 9], [11]]
+
+
 @pytest.mark.parametrize("how", ["cancelled", "room ended", "engine closed"])
 async def test_pages_of_an_ended_request_are_free_when_its_step_has_ended(how: str, llama: LoadedModel) -> None:
     entered, gate = threading.Event(), threading.Event()

@@ -7,10 +7,16 @@ import random
 import threading
 from typing import Any
 
+import msgspec
+import numpy as np
 import pytest
+import torch
 
 from kvflow.engine.model.load import LoadedModel
 from kvflow.engine.scheduler.budget import DECAY_STEPS, LEAST_SHARE, NewTokenRatio
+from kvflow.engine.scheduler.burst import DecodeRequest
+from kvflow.engine.scheduler.handoff import HandOff
+from kvflow.engine.scheduler.packed_array import PackedArray
 from kvflow.engine.scheduler.params import SamplingParams
 from kvflow.memory.copies import HostCopier
 from kvflow.memory.residency import Resident
@@ -263,3 +269,34 @@ def test_the_ratio_decays_and_is_raised_by_a_retract() -> None:
     safe = NewTokenRatio()
     safe.stepped(1000)
     assert safe.now == 1.0
+
+
+async def test_a_hand_over_stays_its_requests_own_while_others_come_and_go(llama: LoadedModel) -> None:
+    """Also while it is retracted: everything prefill said is there at the end, and no other request's."""
+    numbers = iter(range(1000))
+    told: dict[int, HandOff] = {}
+    requests: list[DecodeRequest] = []
+    async with EnginePair(llama, **SMALL, host_pages=200) as pair:
+        take_over = pair.decode._take_over
+
+        def with_more(number: int, *given: Any) -> DecodeRequest:
+            *before, handoff = given
+            hidden = PackedArray.of(torch.full((1, 32), float(next(numbers)), dtype=torch.bfloat16))
+            draft = {
+                "draft_token_ids": PackedArray.of(np.arange(8)),
+                "draft_probabilities": PackedArray.of(np.full(8, 1 / (2 + number), "f4")),
+            }
+            told[number] = msgspec.structs.replace(handoff, hidden_states=hidden, **draft)
+            frame = bytearray(told[number].encode())
+            request = take_over(number, *before, HandOff.decode(frame))  # type: ignore[arg-type, call-arg]
+            frame[:] = bytes(len(frame))  # where the next one is received
+            requests.append(request)
+            return request
+
+        pair.decode._take_over = with_more  # type: ignore[method-assign, assignment]
+        await asyncio.gather(*(pair.tokens(p, greedy(NEW_TOKENS)) for p in PROMPTS))
+        assert pair.decode.retraction.retracts > 0
+        assert len(requests) == len(PROMPTS)
+        assert all(request.handoff == told[request.number] for request in requests)
+        assert len({request.handoff.hidden_states for request in requests}) == len(PROMPTS)
+        await until(lambda: pair.home)

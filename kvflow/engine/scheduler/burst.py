@@ -14,6 +14,7 @@ from kvflow.engine.model.sequence import Sequence
 from kvflow.engine.model.step import Row
 from kvflow.engine.scheduler.adjustments import Adjustments
 from kvflow.engine.scheduler.budget import Admission
+from kvflow.engine.scheduler.handoff import HandOff
 from kvflow.engine.scheduler.params import SamplingParams, TokenOut, finish
 from kvflow.engine.scheduler.sampling import Choice, Draw, choose
 from kvflow.memory.residency import Resident
@@ -29,20 +30,21 @@ RECOMPUTED_PER_STEP = 512  # tokens of retracted requests: the others of a batch
 class DecodeRequest:
     """One sequence of the batch; `tokens` carries its tokens, or the error that ended it, to its reader.
 
-    What prefill has handed over is its own (I9). What it holds of the pool, or of host memory, is its `resident`.
+    What prefill has handed over is its own as long as it lives (I9): there is no slot that a later one could fill. What
+    it holds of the pool, or of host memory, is its `resident`.
     """
 
     __slots__ = (
-        "adjustments", "admission", "limit", "move", "number", "params", "protected_until", "resident", "seed",
-        "sequence", "tokens",
+        "adjustments", "admission", "handoff", "limit", "move", "number", "params", "protected_until", "resident",
+        "seed", "sequence", "tokens",
     )  # fmt: skip
 
     def __init__(
         self, number: int, sequence: Sequence, resident: Resident, params: SamplingParams, limit: int,
-        admission: Admission, adjustments: Adjustments | None,
+        admission: Admission, adjustments: Adjustments | None, handoff: HandOff,
     ) -> None:  # fmt: skip
         self.number, self.sequence, self.params, self.limit, self.admission = number, sequence, params, limit, admission
-        self.resident = resident
+        self.resident, self.handoff = resident, handoff
         self.adjustments = adjustments
         self.seed = params.seed_or_random()
         self.move: asyncio.Task[None] | None = None  # while it is retracted

@@ -154,8 +154,8 @@ class DecodeEngine(EngineLoop):
                 taken = self._layout.split(room.pages).pages.size
                 admission = await self._budget.admit(total, taken, base=0, priority=params.priority)
             self._refuse_when_closing()
-            request = self._take_over(number, room, prompt, params, limit, admission)
-            out = self._first(request, handoff)
+            request = self._take_over(number, room, prompt, params, limit, admission, handoff)
+            out = self._first(request)
             yield out
             while out.finish_reason is None:
                 token = await request.tokens.get()
@@ -176,7 +176,7 @@ class DecodeEngine(EngineLoop):
 
     def _take_over(
         self, number: int, room: DecodeRoomPort, prompt: Prompt, params: SamplingParams, limit: int,
-        admission: Admission,
+        admission: Admission, handoff: HandOff,
     ) -> DecodeRequest:  # fmt: skip
         """Make the landed pages, and row, a sequence of this engine."""
         owner = ("sequence", number)
@@ -186,10 +186,11 @@ class DecodeEngine(EngineLoop):
         sequence.add(places)
         sequence.computed = sequence.prompt_length
         adjustments = adjustments_of(params, sequence, self._model.eos_ids)
-        return DecodeRequest(number, sequence, resident, params, limit, admission, adjustments)
+        return DecodeRequest(number, sequence, resident, params, limit, admission, adjustments, handoff)
 
-    def _first(self, request: DecodeRequest, handoff: HandOff) -> TokenOut:
+    def _first(self, request: DecodeRequest) -> TokenOut:
         """Prefill's token; unless it is the last one, the sequence joins the batch. Raises: WireError."""
+        handoff = request.handoff
         handoff.check(request.sequence.prompt_length, request.params, self._model.vocab_size)
         request.sequence.append(handoff.first_token)
         choice = Choice(handoff.first_token, handoff.logprob, handoff.top_logprobs, handoff.asked_logprobs)

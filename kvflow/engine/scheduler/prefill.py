@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import bisect
 import itertools
 import time
 from collections import deque
@@ -53,8 +54,13 @@ class _PrefillRequest:
         self.first: asyncio.Future[TokenOut | None] = asyncio.get_running_loop().create_future()
 
 
+def _urgency(request: _PrefillRequest) -> int:
+    """The smallest first."""
+    return -request.params.priority
+
+
 class PrefillEngine(EngineLoop):
-    """Steps over prompts in order of arrival.
+    """Steps over prompts in order of priority, and of arrival among equals.
 
     A step takes at most `chunk_tokens` of each prompt, `max_batch_tokens` in all (more for prompts that cannot be
     divided, see `LoadedModel.chunk`), and prompts of at most `max_batch_rooms` rooms (for tests: bfloat16 logits depend
@@ -135,7 +141,7 @@ class PrefillEngine(EngineLoop):
 
     def _enqueue(self, request: _PrefillRequest, into: PageIndices | None) -> None:
         if into is None:
-            self._waiting.append(request)
+            self._waiting.insert(bisect.bisect_right(self._waiting, _urgency(request), key=_urgency), request)
         else:
             request.sequence.add(self._layout.split(into))
             self._running[id(request)] = request
@@ -194,7 +200,7 @@ class PrefillEngine(EngineLoop):
             wake.cancel()
 
     def _take_places(self) -> None:
-        """First come first served: a prompt gets all of its pages, and a row, at once, or waits."""
+        """In order of priority and arrival: a prompt gets all of its pages, and a row, at once, or waits."""
         while self._waiting:
             request = self._waiting[0]
             if request.first.done():
@@ -210,11 +216,11 @@ class PrefillEngine(EngineLoop):
             self._running[id(request)] = request
 
     def _pick(self) -> tuple[list[Row], list[_PrefillRequest]]:
-        """The rows of one step: a chunk of each of the oldest prompts, within the limits of a step."""
+        """The rows of one step: a chunk of each of the first prompts in order, within the limits of a step."""
         left, to_score = self._max_tokens, scoring.TOKENS_PER_STEP
         rows: list[Row] = []
         requests: list[_PrefillRequest] = []
-        for request in self._running.values():
+        for request in sorted(self._running.values(), key=_urgency):  # stable
             s = request.sequence
             remaining = s.prompt_length - s.computed
             if not remaining:
