@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import random
 import threading
+from collections.abc import Callable
 from typing import Any
 
 import msgspec
@@ -22,6 +23,7 @@ from kvflow.memory.copies import HostCopier
 from kvflow.memory.residency import Resident
 from kvflow.protocols.errors import AbortedError, CapacityError, HostMemoryError, KvflowError
 from kvflow.protocols.machines.residency import ResidencyPhase
+from tests.engine import tiny_models
 from tests.engine.pair import EnginePair, greedy, prompt_of, until
 
 SMALL = {"page_size": 4, "num_pages": 24, "source_pages": 512, "new_token_ratio": 0.2}
@@ -101,6 +103,30 @@ async def test_everybody_is_retracted_in_mid_decode(
         assert [[o.token_id for o in outs] for outs in got] == [[o.token_id for o in outs] for outs in want]
         assert pair.decode.retraction.retracts >= len(after)
         await until(lambda: pair.home)
+
+
+@pytest.mark.parametrize("family", [*tiny_models.INDEXED, *tiny_models.STATEFUL, "gpt_oss"])
+async def test_every_kind_of_state_leaves_and_comes_back(loaded: Callable[..., LoadedModel], family: str) -> None:
+    """In mid-decode, once to host memory and once to be computed again, with other requests in its old places."""
+    model, new_tokens = loaded(family), 14  # more of them meet a tie of an indexer: batches differ in their last digits
+    async with EnginePair(model, page_size=4) as roomy:
+        want = [await roomy.tokens(p, greedy(new_tokens)) for p in PROMPTS[:3]]
+    for host in ({"host_pages": 200}, {}):
+        async with EnginePair(model, page_size=4, **host) as pair:
+            streams = [pair_stream(pair, p, greedy(new_tokens)) for p in PROMPTS[:3]]
+            got: list[list[int]] = [[] for _ in streams]
+            for n in range(new_tokens):
+                if n == 5:
+                    pair.decode.retract_all()
+                    await until(lambda: pair.decode.retraction.retracts == 3)
+                for tokens, stream in zip(got, streams, strict=True):
+                    tokens.append((await anext(stream)).token_id)
+            for stream in streams:
+                await stream.aclose()
+            assert got == want
+            report = pair.decode.retraction
+            assert (report.resumes, report.recomputes) == ((3, 0) if host else (0, 3))
+            await until(lambda: pair.home)
 
 
 def pair_stream(pair: EnginePair, prompt: list[int], params: SamplingParams) -> Any:
