@@ -88,11 +88,17 @@ class Worker:
 class Model:
     """One model that both workers have loaded."""
 
-    def __init__(self, prefill: Worker, decode: Worker, page_size: int, page_bytes: int, rooms: Iterator[int]) -> None:
+    def __init__(
+        self, prefill: Worker, decode: Worker, page_size: int, page_bytes: int, row_bytes: int, rooms: Iterator[int]
+    ) -> None:
         self.prefill, self.decode = prefill, decode
-        self.page_size, self.page_bytes = page_size, page_bytes
-        self.pages_sent = 0
+        self.page_size, self.page_bytes, self.row_bytes = page_size, page_bytes, row_bytes
+        self.bytes_sent = 0
         self._rooms = rooms
+
+    def places_for(self, prompt: list[int]) -> int:
+        """Pages, and a row where the model keeps states."""
+        return -(-len(prompt) // self.page_size) + bool(self.row_bytes)
 
     def run(
         self,
@@ -100,17 +106,19 @@ class Model:
         params: dict[str, Any],
         *,
         lockstep: bool = False,
-        zero_page: int | None = None,
+        retract: bool = False,
+        zero: tuple[int, str] | None = None,
         meanwhile: Callable[[], Any] = lambda: None,
     ) -> tuple[dict[str, Any], dict[str, Any]]:
         """All prompts at once through both processes: what prefill and what decode saw. Checks that pages came home.
 
         `meanwhile` runs in this process while they work.
         """
-        requests = [{"room": next(self._rooms), "prompt": p, "params": params, "zero_page": zero_page} for p in prompts]
-        self.pages_sent += sum(-(-len(prompt) // self.page_size) for prompt in prompts)
+        requests = [{"room": next(self._rooms), "prompt": p, "params": params, "zero": zero} for p in prompts]
+        for prompt in prompts:
+            self.bytes_sent += -(-len(prompt) // self.page_size) * self.page_bytes + self.row_bytes
         for worker in (self.prefill, self.decode):
-            worker.tell("serve", requests=requests, lockstep=lockstep)
+            worker.tell("serve", requests=requests, lockstep=lockstep, retract=retract)
         meanwhile()
         decode, prefill = self.decode.reply(), self.prefill.reply()
         assert (prefill["at_rest"], decode["at_rest"]) == (True, True), "pages are still away after the last token"
@@ -130,7 +138,7 @@ class Model:
             assert left["at_rest"] and not left["owned"], left
             assert not left["troubles"], left
             assert set(left["endings"]) <= {"success"}, left
-            assert left["bytes_moved"] == self.pages_sent * self.page_bytes, left
+            assert left["bytes_moved"] == self.bytes_sent, left
 
 
 class ProcessPair:
@@ -165,7 +173,7 @@ class ProcessPair:
             ready = prefill.reply()
             there = decode.ask("load", order=orders[1], ranks=ready["ranks"], **shape)
             assert ready["pid"] != there["pid"]
-            model = Model(prefill, decode, page_size, ready["page_bytes"], self._rooms)
+            model = Model(prefill, decode, page_size, ready["page_bytes"], ready["row_bytes"], self._rooms)
             yield model
             model.close()
         except BaseException:

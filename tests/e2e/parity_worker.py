@@ -9,6 +9,7 @@ same requests through one process), close (the model; the process goes on to the
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
 import os
 import sys
@@ -23,13 +24,16 @@ import numpy as np
 import uvloop
 
 from kvflow.engine.model.load import LoadedModel, load_model
+from kvflow.engine.model.step import Row
 from kvflow.engine.scheduler.decode import DecodeEngine
 from kvflow.engine.scheduler.params import SamplingParams, TokenOut
 from kvflow.engine.scheduler.prefill import PrefillEngine
 from kvflow.engine.scheduler.single import SingleEngine
 from kvflow.launch.process import die_with_parent
 from kvflow.memory.allocator import PageAllocator
+from kvflow.memory.places import PlaceAllocator
 from kvflow.memory.pool import PagedPool
+from kvflow.memory.snapshot import SnapshotStore
 from kvflow.node import DecodeNode, PrefillNode
 from kvflow.protocols.pages.layout import PageIndices, build_layout
 from kvflow.protocols.wire.ranks import RankInfo, rank_from_json, rank_to_json
@@ -37,19 +41,22 @@ from kvflow.testing.pair import until
 from kvflow.transports.data.select import open_plane
 
 HOME_S = 10.0
+RETRACT_AFTER = 4
+CONTEXT = 512  # where the model has no limit
 
 
 class Ask(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """One request. `zero_page`: the landed page, by its place in the prompt, that is zeroed before decoding starts."""
+    """One request. `zero`: before decoding starts, the landed page at this place of the prompt is zeroed, or what of it
+    belongs to streams whose names end so, or the row, where these are kept in one."""
 
     room: int
     prompt: list[int]
     params: SamplingParams
-    zero_page: int | None = None
+    zero: tuple[int, str] | None = None
 
 
 class CountedSends:
-    """Prefill's half of a room; remembers how many pages each chunk had."""
+    """Prefill's half of a room; remembers how many pages, and rows, each chunk had."""
 
     def __init__(self, session: Any) -> None:
         self._session = session
@@ -64,15 +71,18 @@ class CountedSends:
 
 
 class Spoiled:
-    """Decode's half of a room, in which a landed page is lost again."""
+    """Decode's half of a room, in which some of what has landed is lost again."""
 
-    def __init__(self, session: Any, pool: PagedPool, index: int) -> None:
-        self._session, self._pool, self._index = session, pool, index
+    def __init__(self, session: Any, pool: PagedPool, index: int, ending: str) -> None:
+        self._session, self._pool, self._index, self._ending = session, pool, index, ending
 
     async def landed(self) -> bytes:
         handoff: bytes = await self._session.landed()
+        places = self._pool.layout.split(self._session.pages)
         for component in self._pool.layout.components:
-            self._pool.tensor(component.name)[int(self._session.pages[self._index])] = 0
+            if component.name.endswith(self._ending) and (self._ending or not component.in_rows):
+                place = places.rows[0] if component.in_rows else places.pages[self._index]
+                self._pool.tensor(component.name)[int(place)] = 0
         return handoff
 
     def __getattr__(self, name: str) -> Any:
@@ -103,11 +113,11 @@ class Turns:
         await self._events[-1].wait()
 
 
-def new_pool(model: LoadedModel, *, page_size: int, order: str, shared: bool) -> tuple[PagedPool, PageAllocator]:
+def new_pool(model: LoadedModel, *, page_size: int, order: Any, shared: bool) -> tuple[PagedPool, PageAllocator]:
     """Enough for 16 full contexts. Every byte is poison, so that who reads what nobody wrote gets NaN; pages come out
     in no order."""
-    num_pages = 16 * -(-model.context_length // page_size)
-    layout = build_layout(model.streams, page_size=page_size, num_pages=num_pages, order=order)  # type: ignore[arg-type]
+    num_pages, num_rows = 16 * -(-min(model.context_length, CONTEXT) // page_size), 16 if model.has_states else 0
+    layout = build_layout(model.streams, page_size=page_size, num_pages=num_pages, num_rows=num_rows, order=order)
     pool = PagedPool.allocate(layout, shared=shared)
     for component in layout.components:
         pool.tensor(component.name).fill_(float("nan"))
@@ -118,13 +128,27 @@ def new_pool(model: LoadedModel, *, page_size: int, order: str, shared: bool) ->
     return pool, pages
 
 
-async def home(pages: PageAllocator) -> bool:
-    """Whether all pages come back: those of a burst of steps do when it has ended, after its last token."""
+async def home(pages: PageAllocator | PlaceAllocator) -> bool:
+    """Whether all pages and rows come back: those of a burst of steps do when it has ended, after its last token."""
     try:
         await until(pages.at_rest, HOME_S)
     except TimeoutError:
         return False
     return True
+
+
+def retract_after(engine: DecodeEngine, steps: int) -> None:
+    """Retract every request once, with the step of this number: it ends the burst that it is in."""
+    runner, numbers = engine._runner, itertools.count(1)
+    forward = runner.forward
+
+    def counted(rows: list[Row]) -> Any:
+        if next(numbers) == steps:
+            engine.retract_all()
+            runner.forward = forward  # type: ignore[method-assign]
+        return forward(rows)
+
+    runner.forward = counted  # type: ignore[method-assign]
 
 
 class Worker:
@@ -150,27 +174,36 @@ class Worker:
         self.chunks, self.pool_shape = chunks, {"page_size": page_size, "order": order}
         self.pool, self.pages = new_pool(self.model, **self.pool_shape, shared=True)
         data_plane = await asyncio.to_thread(open_plane, plane, self.pool.segment)
+        self.places = self.pool.places_over(self.pages)
         if self.role == "prefill":
-            self.node = PrefillNode(self.pool, data_plane, pages=self.pages)
+            self.node = PrefillNode(self.pool, data_plane, pages=self.places)
             self.engine = PrefillEngine(self.model, self.pool, self.pages, self.executor, **chunks)
         else:
             self.ranks = [rank_from_json(rank) for rank in ranks]
-            self.node = DecodeNode(self.pool, data_plane, pages=self.pages)
-            self.engine = DecodeEngine(self.model, self.pool, self.pages, self.executor)
+            self.node = DecodeNode(self.pool, data_plane, pages=self.places)
+            layout = self.pool.layout
+            limit = layout.num_pages * layout.page_bytes + layout.num_rows * layout.row_bytes
+            self.snapshots = await asyncio.to_thread(SnapshotStore, self.pool, limit, pages=self.pages)
+            self.engine = DecodeEngine(self.model, self.pool, self.pages, self.executor, snapshots=self.snapshots)
         await self.node.start()
         await self.engine.start()
-        told = {"pid": os.getpid(), "mode": self.model.mode, "page_bytes": self.pool.layout.page_bytes}
+        told = {"pid": os.getpid(), "page_bytes": self.pool.layout.page_bytes, "row_bytes": self.pool.layout.row_bytes}
         return {**told, "ranks": [rank_to_json(self.node.info)] if isinstance(self.node, PrefillNode) else []}
 
-    async def serve(self, *, requests: list[Any], lockstep: bool) -> dict[str, Any]:
-        """Run all requests at once; `outs` by request. `lockstep`: decode steps have all of them, in this order."""
+    async def serve(self, *, requests: list[Any], lockstep: bool, retract: bool) -> dict[str, Any]:
+        """Run all requests at once; `outs` by request. `lockstep`: decode steps have all of them, in this order.
+        `retract`: all of them are retracted once, after some steps together."""
         asks = msgspec.convert(requests, list[Ask])
         if isinstance(self.engine, PrefillEngine):
             reply = await self._prefill(asks)
         else:
             engine = self.engine
+            if retract:
+                retract_after(engine, RETRACT_AFTER)
             reply = await self._decode(asks, engine, lambda ask, turn: self._decode_one(ask, engine, turn), lockstep)
-        return {**reply, "at_rest": await home(self.pages)}
+            reply["retracts"] = engine.retraction.retracts
+            assert not self.snapshots.used_bytes
+        return {**reply, "at_rest": await home(self.places)}
 
     async def single(self, *, requests: list[Any], lockstep: bool) -> dict[str, Any]:
         """The same in one process, on a pool of its own, without a room, a socket or a data plane."""
@@ -180,7 +213,7 @@ class Worker:
         await engine.start()
         try:
             reply = await self._decode(asks, engine.decode, lambda a, _: engine.generate(a.prompt, a.params), lockstep)
-            reply["at_rest"] = await home(pages)
+            reply["at_rest"] = await home(pool.places_over(pages))
         finally:
             await engine.close()
             pool.close()
@@ -190,7 +223,9 @@ class Worker:
         """End the node, and tell what is left of it."""
         await self.engine.close()
         await self.node.close()
-        counts, pages = self.node.counts, self.pages
+        counts, pages = self.node.counts, self.places
+        if isinstance(self.node, DecodeNode):
+            await self.snapshots.close()
         self.pool.close()
         return {
             "at_rest": pages.at_rest(),
@@ -211,8 +246,8 @@ class Worker:
         assert isinstance(self.node, DecodeNode)
         admission = await engine.admit(ask.prompt, ask.params)
         session: Any = await self.node.room(ask.room, self.ranks, ask.prompt)
-        if ask.zero_page is not None:
-            session = Spoiled(session, self.pool, ask.zero_page)
+        if ask.zero is not None:
+            session = Spoiled(session, self.pool, *ask.zero)
         await turn()
         async with aclosing(engine.generate(session, ask.prompt, ask.params, admission)) as tokens:
             async for out in tokens:

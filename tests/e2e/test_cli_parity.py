@@ -35,9 +35,11 @@ def cli(*arguments: str, **pipes: Any) -> subprocess.Popen[bytes]:
 class Running:
     """`kvflow up`, and where its roles are."""
 
-    def __init__(self, model_path: Path) -> None:
+    def __init__(self, model_path: Path, more: str = "") -> None:
         self._stderr = tempfile.TemporaryFile()  # noqa: SIM115
-        arguments = f"--port 0 --dtype float32 --page-size {PAGE_SIZE} --num-pages 512 --chunked-prefill-size {CHUNK}"
+        arguments = (
+            f"--port 0 --dtype float32 --page-size {PAGE_SIZE} --num-pages 512 --chunked-prefill-size {CHUNK} {more}"
+        )
         self.process = cli(
             "up", "--model-path", str(model_path), *arguments.split(), stdout=subprocess.PIPE, stderr=self._stderr
         )
@@ -161,6 +163,25 @@ def test_both_legs_without_a_router_equal_generate(
         found = [output_ids(decode.result(), False) for decode in decodes]
     assert found == [expected("llama", prompt, NEW) for prompt in prompts]
     check_home(up)
+
+
+@pytest.mark.slow
+def test_a_model_with_states_equals_generate(
+    tiny: Callable[[str], Path], expected: Callable[[str, list[int], int], list[int]]
+) -> None:
+    """More requests than rows: those without one wait."""
+    running = Running(tiny("falcon_h1"), "--max-running-requests 4")
+    try:
+        running.wait_until_up()
+        prompts = [prompt_of(length) for length in LENGTHS]
+        with ThreadPoolExecutor(len(prompts)) as clients:
+            answers = clients.map(lambda p: call(f"{running.urls['router']}/generate", body_of(p)), prompts)
+            found = [output_ids(answer, False) for answer in answers]
+        assert found == [expected("falcon_h1", prompt, NEW) for prompt in prompts]
+        check_home(running)
+        assert running.stop() == 0, running.last_words()
+    finally:
+        running.kill()
 
 
 def test_unsupported_models_are_refused_with_one_line_and_status_2(tiny: Callable[[str], Path]) -> None:

@@ -132,8 +132,8 @@ MOE: dict[str, Any] = {
 }
 PURE = {name: BASE[name] for name in ("vocab_size", "hidden_size", "num_hidden_layers", "initializer_range")}
 # As real models have them: with few heads many index scores are exactly 0, and which of equal ones are taken depends on
-# how many keys there are.
-INDEXER = {"index_topk": 8, "index_n_heads": 32, "index_head_dim": 16}
+# how many keys there are. All of them are 0 for the padding token, whose embedding is 0, so there is none.
+INDEXER = {"index_topk": 8, "index_n_heads": 32, "index_head_dim": 16, "pad_token_id": None}
 
 # Families that keep an indexer's keys, and those that keep states per request.
 INDEXED: dict[str, tuple[str, dict[str, Any]]] = {

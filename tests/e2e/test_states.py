@@ -1,0 +1,66 @@
+"""Models that keep more than K and V: prefill in one process, decode in another, sockets and shared memory between.
+
+Token parity with stock transformers, also when every request leaves the pool in mid-decode and comes back; and what is
+lost on the way shows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.e2e.parity_pair import CHUNKS, Model, ProcessPair
+from tests.engine import tiny_models
+
+NEW = 16
+CHUNK = CHUNKS["chunk_tokens"]
+GREEDY = {"temperature": 0, "max_new_tokens": NEW}
+FAMILIES = [*tiny_models.INDEXED, *tiny_models.STATEFUL, "gpt_oss"]
+Tiny = Callable[[str], Path]
+Expected = Callable[[str, list[int], int], list[int]]
+
+pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("states")]  # one pair of processes for the module
+
+
+@pytest.fixture(scope="module")
+def pair() -> Iterator[ProcessPair]:
+    found = ProcessPair()
+    try:
+        yield found
+    finally:
+        found.kill()
+
+
+def prompt_of(length: int) -> list[int]:
+    return [(i * i * 31 + i * 7 + length * 101) % 509 + 2 for i in range(length)]
+
+
+def prompts_for(page: int) -> list[list[int]]:
+    """Eight: one token, one more than the indexers choose, the edges of a chunk and of a page (of 16 tokens, which are
+    a window of gpt_oss), and many of both."""
+    return [prompt_of(n) for n in (1, 9, CHUNK, CHUNK + 1, page - 1, page, page + 1, 2 * page + CHUNK)]
+
+
+def run(model: Model, prompts: list[list[int]], **how: Any) -> list[list[int]]:
+    _, decode = model.run(prompts, GREEDY, **how)
+    assert decode["retracts"] >= len(prompts) * how.get("retract", False)
+    return [[out["token_id"] for out in outs] for outs in decode["outs"]]
+
+
+@pytest.mark.parametrize("page", [16, 64])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_eight_at_once_equal_generate(
+    family: str, page: int, pair: ProcessPair, tiny: Tiny, expected: Expected
+) -> None:
+    prompts = prompts_for(page)
+    wanted = [expected(family, prompt, NEW) for prompt in prompts]
+    assert len({tuple(tokens) for tokens in wanted}) == len(prompts) == 8
+    with pair.open(tiny(family), page_size=page, orders=("page_first", "layer_first")) as model:
+        assert run(model, prompts) == wanted
+        assert run(model, prompts, lockstep=True, retract=True) == wanted
+        streams = "index_k" if family in tiny_models.INDEXED else "0" if model.row_bytes else ""
+        spoiled = run(model, prompts[-1:], zero=(0, streams))[0]
+        assert spoiled[0] == wanted[-1][0] and spoiled != wanted[-1], "nobody reads what was lost"
