@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import random
 import threading
 from collections.abc import Callable
@@ -14,6 +15,7 @@ import pytest
 import torch
 
 from kvflow.engine.model.load import LoadedModel
+from kvflow.engine.model.step import Row
 from kvflow.engine.scheduler.budget import DECAY_STEPS, LEAST_SHARE, NewTokenRatio
 from kvflow.engine.scheduler.burst import DecodeRequest
 from kvflow.engine.scheduler.handoff import HandOff
@@ -75,57 +77,61 @@ SAMPLED = SamplingParams(
 )
 
 
+def retract_at(pair: EnginePair, steps: set[int]) -> None:
+    """Everybody who runs is retracted after these steps (counted from 1; 0: before the first one)."""
+    engine, loop, done = pair.decode, asyncio.get_running_loop(), itertools.count(1)
+    honest = engine._runner.forward
+    if 0 in steps:
+        engine.retract_all()
+
+    def forward(rows: list[Row]) -> torch.Tensor:
+        found = honest(rows)
+        if next(done) in steps:
+            told = threading.Event()
+            loop.call_soon_threadsafe(engine.retract_all)
+            loop.call_soon_threadsafe(told.set)
+            assert told.wait(20)
+        return found
+
+    engine._runner.forward = forward  # type: ignore[method-assign]
+
+
+async def together(pair: EnginePair, prompts: list[list[int]], params: SamplingParams, steps: set[int]) -> Any:
+    """The answers to `prompts`, which decode in one batch from their first steps on."""
+    pair.decode.pause()
+    running = [asyncio.ensure_future(pair.outputs(p, params)) for p in prompts]
+    await until(lambda: pair.decode.load().running == len(prompts))
+    retract_at(pair, steps)
+    pair.decode.resume()
+    return [[out.token_id for out in outs] for outs in await asyncio.gather(*running)]
+
+
 @pytest.mark.parametrize("params", [greedy(NEW_TOKENS), SAMPLED], ids=["greedy", "sampled with penalties"])
-@pytest.mark.parametrize("after", [[1], [9], [9, 10, 25]], ids=str)
+@pytest.mark.parametrize("steps", [{0}, {9}, {0, 9, 10, 25}], ids=str)
 @pytest.mark.parametrize("host", ["snapshots", "none"])
 async def test_everybody_is_retracted_in_mid_decode(
-    llama: LoadedModel, host: str, after: list[int], params: SamplingParams
+    llama: LoadedModel, host: str, steps: set[int], params: SamplingParams
 ) -> None:
-    """Also between landing and the first step (after prefill's one token)."""
-    prompts = PROMPTS[:4]
+    """Also between landing and the first step, and twice in a row."""
     async with EnginePair(llama, page_size=4) as roomy:
-        want = [await roomy.outputs(p, params) for p in prompts]
+        want = await together(roomy, PROMPTS[:4], params, set())
     async with EnginePair(llama, page_size=4, **HOST[host]) as pair:
-        marks = iter(after)
-        tokens = [pair_stream(pair, p, params) for p in prompts]
-        got: list[list[Any]] = [[await anext(stream)] for stream in tokens]
-        mark = next(marks, 0)
-        while len(got[0]) < len(want[0]):
-            if len(got[0]) == mark:
-                before = pair.decode.retraction.retracts
-                pair.decode.retract_all()
-                await until(lambda seen=before: pair.decode.retraction.retracts > seen)  # type: ignore[misc]
-                mark = next(marks, 0)
-            for outs, stream in zip(got, tokens, strict=True):
-                outs.append(await anext(stream))
-        for stream in tokens:
-            await stream.aclose()
-        assert [[o.token_id for o in outs] for outs in got] == [[o.token_id for o in outs] for outs in want]
-        assert pair.decode.retraction.retracts >= len(after)
+        assert await together(pair, PROMPTS[:4], params, steps) == want
+        assert pair.decode.retraction.retracts >= 4
         await until(lambda: pair.home)
 
 
 @pytest.mark.parametrize("family", [*tiny_models.INDEXED, *tiny_models.STATEFUL, "gpt_oss"])
 async def test_every_kind_of_state_leaves_and_comes_back(loaded: Callable[..., LoadedModel], family: str) -> None:
-    """In mid-decode, once to host memory and once to be computed again, with other requests in its old places."""
-    model, new_tokens = loaded(family), 14  # more of them meet a tie of an indexer: batches differ in their last digits
+    """In mid-decode, once to host memory and once to be computed again."""
+    model, params = loaded(family), greedy(24)
     async with EnginePair(model, page_size=4) as roomy:
-        want = [await roomy.tokens(p, greedy(new_tokens)) for p in PROMPTS[:3]]
-    for host in ({"host_pages": 200}, {}):
-        async with EnginePair(model, page_size=4, **host) as pair:
-            streams = [pair_stream(pair, p, greedy(new_tokens)) for p in PROMPTS[:3]]
-            got: list[list[int]] = [[] for _ in streams]
-            for n in range(new_tokens):
-                if n == 5:
-                    pair.decode.retract_all()
-                    await until(lambda: pair.decode.retraction.retracts == 3)
-                for tokens, stream in zip(got, streams, strict=True):
-                    tokens.append((await anext(stream)).token_id)
-            for stream in streams:
-                await stream.aclose()
-            assert got == want
+        want = await together(roomy, PROMPTS[:3], params, set())
+    for host in ("snapshots", "none"):
+        async with EnginePair(model, page_size=4, **HOST[host]) as pair:
+            assert await together(pair, PROMPTS[:3], params, {5}) == want
             report = pair.decode.retraction
-            assert (report.resumes, report.recomputes) == ((3, 0) if host else (0, 3))
+            assert (report.resumes, report.recomputes) == ((3, 0) if host == "snapshots" else (0, 3))
             await until(lambda: pair.home)
 
 
@@ -258,15 +264,11 @@ async def test_who_leaves(llama: LoadedModel) -> None:
     """Lower priority first, then fewer generated tokens, then the later one; the last one stays."""
     async with EnginePair(llama, page_size=4, num_pages=200) as pair:
         engine = pair.decode
-        priorities = [1, 0, 0, 0]
-        streams = [pair_stream(pair, PROMPTS[n], greedy(NEW_TOKENS, priority=p)) for n, p in enumerate(priorities)]
-        for n, stream in enumerate(streams):
-            await anext(stream)
-            if n < 2:
-                await anext(stream)
         engine.pause()
-        await until(lambda: len(engine._running) == 4)
-        running = list(engine._running.values())
+        priorities = zip(PROMPTS, (1, 0, 0, 0), strict=False)
+        asked = [asyncio.ensure_future(pair.tokens(p, greedy(NEW_TOKENS, priority=n))) for p, n in priorities]
+        await until(lambda: engine.load().running == 4)
+        running = sorted(engine._running.values(), key=lambda r: (r.params.priority != 1, r.number))
         for request, generated in zip(running, (2, 9, 5, 5), strict=True):
             request.sequence.length = request.sequence.prompt_length + generated
         order = engine._retractions.victims(running, {running[0]: 10_000})
@@ -275,8 +277,9 @@ async def test_who_leaves(llama: LoadedModel) -> None:
         order = engine._retractions.victims(running, {running[0]: 10_000})
         assert [r.number for r in order] == [running[n].number for n in (2, 1, 0)], "it has just come back"
         assert engine._retractions.victims(running[:1], {running[0]: 1}) == []
-        for stream in streams:
-            await stream.aclose()
+        for task in asked:
+            task.cancel()
+        await asyncio.wait(asked)
         await until(lambda: pair.home)
 
 
