@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+from typing import Any
 
 import pytest
 
 from kvflow.engine.scheduler.budget import MOST_TOKENS_AHEAD, NewTokenRatio, PageBudget
+from kvflow.engine.scheduler.growth import Growth
 from kvflow.memory.allocator import PageAllocator
 from kvflow.protocols.errors import AbortedError, CapacityError
 
@@ -235,3 +237,23 @@ async def test_rows_that_nobody_will_free(monkeypatch: pytest.MonkeyPatch) -> No
     rows.take(1, "quarantine")
     with pytest.raises(CapacityError, match="free rows, and no running request will free more: asked for 1, limit 0"):
         await asyncio.wait_for(PageBudget(PageAllocator(4), rows=rows).admit(1), 5)
+
+
+class Growing:
+    """A request as Growth sees it: one page for more than one step, none for one."""
+
+    def pages_missing(self, steps: int) -> int:
+        return int(steps > 1)
+
+
+async def test_who_needs_no_page_for_one_step_takes_it_in_the_fullest_pool() -> None:
+    pages = PageAllocator(4)
+    budget = PageBudget(pages)
+    admission = await budget.admit(4)
+    pages.take(2, "lost")
+    assert budget.spare == -2
+    growth = Growth(budget, pages, lambda request, error: None)
+    request: Any = Growing()
+    assert growth.grow([request], 8) == ([request], 1)
+    assert not growth.short
+    admission.release()

@@ -248,7 +248,7 @@ async def test_a_failed_copy_ends_its_request_alone(llama: LoadedModel, monkeypa
 async def test_a_request_that_nobody_can_make_room_for_is_told(
     llama: LoadedModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("kvflow.engine.scheduler.decode.STUCK_S", 0.1)
+    monkeypatch.setattr("kvflow.engine.scheduler.growth.STUCK_S", 0.1)
     async with EnginePair(llama, **SMALL) as pair:
         stream = pair_stream(pair, PROMPTS[0], greedy(NEW_TOKENS))
         await anext(stream)

@@ -17,8 +17,9 @@ from kvflow.engine.model.load import LoadedModel
 from kvflow.engine.model.sequence import Prompt, Sequence
 from kvflow.engine.model.thread import ModelThread
 from kvflow.engine.scheduler.adjustments import adjustments_of
-from kvflow.engine.scheduler.budget import RECHECK_S, STUCK_S, Admission, NewTokenRatio, PageBudget
+from kvflow.engine.scheduler.budget import RECHECK_S, Admission, NewTokenRatio, PageBudget
 from kvflow.engine.scheduler.burst import Burst, DecodeRequest, Tokens
+from kvflow.engine.scheduler.growth import Growth
 from kvflow.engine.scheduler.handoff import HandOff
 from kvflow.engine.scheduler.limits import EngineLimits
 from kvflow.engine.scheduler.loop import EngineLoop
@@ -30,7 +31,7 @@ from kvflow.memory.allocator import PageAllocator
 from kvflow.memory.pool import PagedPool
 from kvflow.memory.residency import Resident
 from kvflow.memory.snapshot import SnapshotStore
-from kvflow.protocols.errors import CapacityError, Cause, Code, KvflowError, room_error
+from kvflow.protocols.errors import Cause, Code, KvflowError, room_error
 from kvflow.protocols.machines.residency import ResidencyPhase
 
 READERS_PER_TURN = 16  # who get tokens in one turn of the loop
@@ -73,8 +74,7 @@ class DecodeEngine(EngineLoop):
             back=self._join, failed=self._fail, moved=self._wake.set,
         )  # fmt: skip
         self._retract_all = False
-        self._short: dict[DecodeRequest, int] = {}  # who waits for pages to grow, and for how many
-        self._short_since_s: float | None = None
+        self._growth = Growth(self._budget, pages, self._fail)
         self.steps = 0
 
     async def close(self) -> None:
@@ -249,12 +249,12 @@ class DecodeEngine(EngineLoop):
         if not self._running:
             self._ratio.rest()
         candidates = list(self._running.values())[: self._max_batch]
-        batch, most_steps, self._short = self._grown(candidates, 1 if self._budget.waiting else MOST_STEPS)
-        if self._short:
-            victims = self._retractions.victims(self._running.values(), self._short)
+        batch, most_steps = self._growth.grow(candidates, 1 if self._budget.waiting else MOST_STEPS)
+        if self._growth.short:
+            victims = self._retractions.victims(self._running.values(), self._growth.short)
             self._leave(victims)
             batch = list(filter(self._is_running, batch)) if victims else batch
-        self._fail_stuck(batch)
+        self._growth.fail_stuck(may_come=bool(batch or self._retractions.coming_pages))
         return batch, most_steps
 
     def _leave(self, victims: list[DecodeRequest]) -> None:
@@ -264,25 +264,12 @@ class DecodeEngine(EngineLoop):
 
     async def _sleep(self) -> None:
         """Wait for a wake-up; rooms free pages without one, so with requests that are short of pages, poll."""
-        if not self._short:
+        if not self._growth.short:
             await self._wake.wait()
             return
         with suppress(TimeoutError):
             async with asyncio.timeout(RECHECK_S):
                 await self._wake.wait()
-
-    def _fail_stuck(self, batch: list[DecodeRequest]) -> None:
-        """Where neither steps nor copies can free pages, those missing are in quarantine: after a while, give up."""
-        now = asyncio.get_running_loop().time()
-        if batch or not self._short or self._retractions.coming_pages:
-            self._short_since_s = None
-        elif self._short_since_s is None:
-            self._short_since_s = now
-        elif now - self._short_since_s >= STUCK_S:
-            for request, missing in self._short.items():
-                what = "free pages to grow, and no running request will free more"
-                self._fail(request, CapacityError(what, missing, max(0, self._budget.spare)))
-            self._short = {}
 
     def _is_running(self, request: DecodeRequest) -> bool:
         return request.number in self._running
@@ -293,32 +280,6 @@ class DecodeEngine(EngineLoop):
         Asked by the model thread, so it only reads.
         """
         return not (self._wake.is_set() or self._paused or self._closing or self._budget.waiting)
-
-    def _grown(
-        self, batch: list[DecodeRequest], most_steps: int
-    ) -> tuple[list[DecodeRequest], int, dict[DecodeRequest, int]]:
-        """Give each request pages for its next tokens where it needs some: who has them, for how many steps, and who
-        goes without, with the pages that it misses for one step."""
-        ready: list[DecodeRequest] = []
-        short: dict[DecodeRequest, int] = {}
-        for request in batch:
-            missing = request.pages_missing(most_steps)
-            if missing and missing > self._budget.spare:
-                missing = request.pages_missing(1)
-                if missing > self._budget.spare:
-                    short[request] = missing
-                    continue
-                most_steps = 1  # the others have pages for more, which they will use
-            if missing:
-                self._grow(request, missing)
-            ready.append(request)
-        return ready, most_steps, short
-
-    def _grow(self, request: DecodeRequest, count: int) -> None:
-        pages = self._pages.take(count, request.sequence.owner)
-        request.sequence.add_pages(pages)
-        request.resident.add(pages)
-        request.admission.took(count)
 
     def _deliver(self, steps: list[Tokens]) -> None:
         """What has ended gives its pages back now: its reader may be slow. Then tokens to their readers."""

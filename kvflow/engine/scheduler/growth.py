@@ -1,0 +1,61 @@
+"""Pages for the tokens that running requests are about to generate, and what becomes of those who find none."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+
+from kvflow.engine.scheduler.budget import STUCK_S, PageBudget
+from kvflow.engine.scheduler.burst import DecodeRequest
+from kvflow.memory.allocator import PageAllocator
+from kvflow.protocols.errors import CapacityError, KvflowError
+
+
+class Growth:
+    """Takes pages for the next steps of a batch. `short` is who went without, and how many pages each one misses."""
+
+    def __init__(
+        self, budget: PageBudget, pages: PageAllocator, failed: Callable[[DecodeRequest, KvflowError], None]
+    ) -> None:
+        self._budget, self._pages, self._failed = budget, pages, failed
+        self.short: dict[DecodeRequest, int] = {}
+        self._short_since_s: float | None = None
+
+    def grow(self, batch: list[DecodeRequest], most_steps: int) -> tuple[list[DecodeRequest], int]:
+        """Who has pages for its next steps, and for how many of them all of these have."""
+        ready: list[DecodeRequest] = []
+        spare: int | None = None
+        self.short = {}
+        for request in batch:
+            if missing := request.pages_missing(most_steps):
+                spare = self._budget.spare if spare is None else spare
+                if missing > spare and (missing := request.pages_missing(1)) <= max(0, spare):
+                    most_steps = 1
+                if missing > max(0, spare):
+                    self.short[request] = missing
+                    continue
+                self._take(request, missing)
+                spare -= missing
+            ready.append(request)
+        return ready, most_steps
+
+    def fail_stuck(self, *, may_come: bool) -> None:
+        """Unless pages `may_come` free, from steps or copies, what is missing is in quarantine: after `STUCK_S`, end
+        those who are short."""
+        now = asyncio.get_running_loop().time()
+        if may_come or not self.short:
+            self._short_since_s = None
+        elif self._short_since_s is None:
+            self._short_since_s = now
+        elif now - self._short_since_s >= STUCK_S:
+            for request, missing in self.short.items():
+                what = "free pages to grow, and no running request will free more"
+                self._failed(request, CapacityError(what, missing, max(0, self._budget.spare)))
+            self.short = {}
+
+    def _take(self, request: DecodeRequest, count: int) -> None:
+        if count:
+            pages = self._pages.take(count, request.sequence.owner)
+            request.sequence.add_pages(pages)
+            request.resident.add(pages)
+            request.admission.took(count)
