@@ -3,7 +3,7 @@
 nodes and rooms   PrefillNode, DecodeNode, PrefillRoom, DecodeRoom, Timing, Bounds
 without asyncio   PrefillThread, DecodeThread, PrefillThreadRoom, DecodeThreadRoom, RoomEvent
 finding prefills  RankInfo, RankTable, serve_ranks (prefill's side), RegistryClient (decode's)
-pools             PagedPool, PageAllocator, ExternalPages, SharedSegment, SnapshotStore, build_layout
+pools             PagedPool, PageAllocator, ExternalPages, SharedSegment, SnapshotStore, Staging, build_layout
 hand-overs        HandOff, PackedArray
 data planes       open_plane, LocalPlane, MooncakePlane
 errors            KvflowError and the classes under it that have to be told apart; Cause, Code
@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from kvflow.memory.pool import PagedPool
     from kvflow.memory.shared import SharedSegment
     from kvflow.memory.snapshot import SnapshotStore
+    from kvflow.memory.staging import Staging
     from kvflow.node import DecodeNode, PrefillNode
     from kvflow.protocols.errors import (
         AbortedError,
@@ -81,6 +82,7 @@ __all__ = [
     "RoomEvent",
     "SharedSegment",
     "SnapshotStore",
+    "Staging",
     "Timing",
     "TransferError",
     "build_layout",
@@ -121,6 +123,7 @@ _HOMES = {
     "RoomEvent": "kvflow.threads.rooms",
     "SharedSegment": "kvflow.memory.shared",
     "SnapshotStore": "kvflow.memory.snapshot",
+    "Staging": "kvflow.memory.staging",
     "Timing": "kvflow.protocols.limits",
     "TransferError": _ERRORS,
     "build_layout": "kvflow.protocols.pages.layout",

@@ -113,6 +113,21 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         int, Meta(description="Port of prefill's bootstrap registry; 0 picks a free one at prefill.", ge=0, le=65535)
     ] = 8998
     disaggregation_transfer_backend: Annotated[Literal["local", "mooncake"], Meta(description="Data plane.")] = "local"
+    staging: Annotated[
+        Literal["auto", "always"],
+        Meta(
+            description="Transfers through host memory beside the pool: auto where the pool is on a device, always "
+            "also where it is not."
+        ),
+    ] = "auto"
+    staging_bytes: Annotated[
+        int,
+        Meta(
+            description="Host memory of a staging; 0 = as much as the pool at decode, where requests wait for it and "
+            "a prompt must fit, 256 MiB at prefill.",
+            ge=0,
+        ),
+    ] = 0
     disaggregation_ib_device: Annotated[str, Meta(description="RDMA device of the data plane.")] = ""
     kv_events_config: Annotated[str, Meta(description="KV event publishing; not available in this version.")] = ""
     transfer_rate_limit: Annotated[
@@ -201,6 +216,8 @@ _QUEUE = ("schedule_low_priority_values_first",)
 _PLANE = (
     "disaggregation_transfer_backend",
     "disaggregation_ib_device",
+    "staging",
+    "staging_bytes",
     "kv_events_config",
     "verify_transfers",
     "control_key_file",
@@ -262,6 +279,8 @@ GROUPS: dict[str, tuple[str, ...]] = {
         "disaggregation_ib_device",
         "disaggregation_mode",
         "transfer_rate_limit",
+        "staging",
+        "staging_bytes",
         "verify_transfers",
         "rendezvous_s",
         "kv_events_config",

@@ -18,8 +18,8 @@ from kvflow.protocols.decode import DecodeEndpoint
 from kvflow.protocols.decode_rooms import Prompt
 from kvflow.protocols.errors import CapacityError, Cause, Code, KvflowError, MisuseError, room_error
 from kvflow.protocols.machines.decode_room import DecodePhase
-from kvflow.protocols.pages.layout import PageIndices
-from kvflow.protocols.ports import Checksums, DataPlane, PageStore, UnprovenLoan
+from kvflow.protocols.pages.layout import NO_PLACES
+from kvflow.protocols.ports import Arrivals, Checksums, DataPlane, PageStore, UnprovenLoan
 from kvflow.protocols.wire.messages import GrantId, Incarnation
 from kvflow.protocols.wire.ranks import RankInfo
 from kvflow.telemetry.counters import Counts
@@ -54,9 +54,14 @@ class DecodeShell(Shell):
         counts: Counts,
         now: Callable[[], float],
         checksums: Checksums | None = None,
+        arrivals: Arrivals | None = None,
     ) -> None:
+        """With `arrivals`, prefill writes into pages of staging, and `pages` are out of any peer's reach."""
         super().__init__(endpoint, endpoint.core.timing, counts, now)
-        self.endpoint, self.pages, self.plane, self.checksums = endpoint, pages, plane, checksums
+        self.endpoint, self.pages, self.plane = endpoint, pages, plane
+        self.checksums, self.arrivals = checksums, arrivals
+        self.lent = pages if arrivals is None else arrivals.lent  # who owns what peers write into
+        self._waiting: dict[GrantId, DecodeRoom] = {}  # for pages of staging, in order
         self.rooms: dict[GrantId, DecodeRoom] = {}  # open ones, and ended ones whose pages are not free
         self.connections = Connections(self, endpoint, plane, connect)
         self.runners = {
@@ -79,7 +84,7 @@ class DecodeShell(Shell):
 
     @property
     def num_pages(self) -> int:
-        return self.endpoint.core.identity.layout.num_places
+        return self.endpoint.core.identity.layout.num_places if self.arrivals is None else self.arrivals.num_places
 
     def open(
         self,
@@ -113,8 +118,9 @@ class DecodeShell(Shell):
             if room_log.isEnabledFor(logging.DEBUG):
                 follow(room)
             self.rooms[room.grant] = room
-            if self.checksums is not None:
-                room.verifier = ChunkVerifier(self.pages, self.checksums, room.idle)
+            if self.arrivals is not None or self.checksums is not None:
+                idle = functools.partial(self._verified, room)
+                room.verifier = ChunkVerifier(self.pages, self.checksums, self.arrivals, idle)
         self.run()
 
     def resolve_and_open(
@@ -231,10 +237,16 @@ class DecodeShell(Shell):
         left = []
         for room in self.rooms.values():
             assert room.record is not None
-            owner, held_in = (room.owner, None) if room.own_pages is None else (None, self.pages)
+            own = room.own_pages is not None and self.arrivals is None
+            owner, held_in = (None, self.pages) if own else (room.owner, None)
             writers = [peer.address for peer in room.record.lease.loans if peer.address is not None]
-            left += [UnprovenLoan(writer, room.pages, owner, held_in) for writer in writers]
+            left += [UnprovenLoan(writer, room.lent, owner, held_in) for writer in writers]
+            if self.arrivals is not None:  # what may still be written is not what the room's user has
+                if room.own_pages is None:
+                    self.pages.give_back(room.pages, room.owner)
+                room.pages_freed()
         self.rooms.clear()
+        self._waiting.clear()
         return left
 
     # --- commands
@@ -252,28 +264,63 @@ class DecodeShell(Shell):
             self.run()
 
     def _lend(self, room: DecodeRoom) -> None:
+        """At once; or, where all of the staging is lent, when others' pages come back: first come first served."""
         if room.record is None or room.ended:
             return
         wanted = room.record.num_pages
+        has_rows = self.endpoint.core.identity.layout.num_rows
         try:
+            if self.arrivals is not None and not self._stage(room, wanted):
+                return
             if room.own_pages is None:
-                has_rows = self.endpoint.core.identity.layout.num_rows
                 take = self.pages.take_room if has_rows else self.pages.take
                 room.pages = take(wanted, room.owner)
             elif len(room.own_pages) != wanted:
                 raise MisuseError(f"room {room.room}: {len(room.own_pages)} pages given, its prompt needs {wanted}")
-            self.endpoint.lend(room.grant, room.pages, self.now())
+            if self.arrivals is None:
+                room.lent = room.pages
+            self.endpoint.lend(room.grant, room.lent, self.now())
         except KvflowError as error:
             room.tell_failed(error)
             self.endpoint.close_room(room.grant, error.cause(), self.now())
         else:
             room.when_opened.give(None)
 
+    def _stage(self, room: DecodeRoom, wanted: int) -> bool:
+        """Take pages of staging for it; False when it waits for them. Raises: CapacityError when there will never be as
+        many."""
+        layout = self.endpoint.core.identity.layout
+        if wanted > (most := layout.num_pages + bool(layout.num_rows)):
+            raise CapacityError(f"staging of room {room.room}, pages (--staging-bytes)", wanted, most)
+        first = next(iter(self._waiting), room.grant)
+        try:
+            if first != room.grant:
+                raise CapacityError("staging pages", wanted, 0)
+            room.lent = (self.lent.take_room if layout.num_rows else self.lent.take)(wanted, room.owner)
+        except CapacityError:
+            self._waiting[room.grant] = room
+            return False
+        self._waiting.pop(room.grant, None)
+        return True
+
+    def _lend_waiting(self) -> None:
+        """Pages of staging have come back, or a room waits no more."""
+        while (first := next(iter(self._waiting.values()), None)) is not None:
+            self._lend(first)
+            if first.grant in self._waiting:
+                break
+        self.run()
+
     def _verify(self, command: c.VerifyChunk) -> None:
         room = self.rooms[command.grant]
         assert room.verifier is not None
-        pages: PageIndices = room.pages[command.first : command.first + command.count]
-        room.verifier.begin(pages, functools.partial(self._summed, command))
+        chunk = slice(command.first, command.first + command.count)
+        room.verifier.begin(room.lent[chunk], room.pages[chunk], functools.partial(self._summed, command))
+
+    def _verified(self, room: DecodeRoom) -> None:
+        """No chunk of it is under way."""
+        room.idle()
+        self._lend_waiting()
 
     def _summed(self, command: c.VerifyChunk, checksum: bytes, error: str) -> None:
         self.endpoint.chunk_summed(command.grant, command.rank, command.seq, checksum, self.now(), error=error)
@@ -293,7 +340,11 @@ class DecodeShell(Shell):
     def _ended_room(self, command: c.RoomEnded) -> None:
         room = self.rooms[command.grant]
         room.over = True
+        if self._waiting.pop(room.grant, None) is not None:
+            self._lend_waiting()
         if room.phase is DecodePhase.SUCCESS:  # its pages are its user's
+            if self.arrivals is not None:
+                self._return_lent(room)
             room.pages_freed()
         if room.free:
             del self.rooms[room.grant]
@@ -301,16 +352,27 @@ class DecodeShell(Shell):
             self.call_back_later(room.callbacks)
 
     def _quarantine(self, command: c.QuarantinePages) -> None:
-        room = self.rooms[command.grant]
+        room, owner = self.rooms[command.grant], Quarantined(command.grant)
+        if self.arrivals is not None:
+            self.lent.move(room.lent, room.owner, owner)
         if room.own_pages is None:
-            owner = Quarantined(command.grant)
             self.pages.move(room.pages, room.owner, owner)
+        if room.own_pages is None or self.arrivals is not None:
             room.owner = owner
 
     def _free(self, command: c.FreePages) -> None:
         room = self.rooms[command.grant]
+        if self.arrivals is not None:
+            self._return_lent(room)
         if room.own_pages is None and len(room.pages):
             self.pages.give_back(room.pages, room.owner)
         room.pages_freed()
         if room.over:
             del self.rooms[room.grant]
+
+    def _return_lent(self, room: DecodeRoom) -> None:
+        """Nothing of a peer's can reach its pages of staging any more; a copy may still read them."""
+        if room.lent.size:
+            self.lent.give_back(room.lent, room.owner)
+            room.lent = NO_PLACES
+            self._lend_waiting()

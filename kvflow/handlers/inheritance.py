@@ -27,7 +27,7 @@ class Inheritance:
         if all(other.pages is not loan.pages for other in self._loans):  # several ranks may hold the same pages
             shell.endpoint.core.ledger.quarantined_pages -= len(loan.pages)
             if loan.owner is not None:
-                shell.pages.give_back(loan.pages, loan.owner)
+                shell.lent.give_back(loan.pages, loan.owner)
             if loan.held_in is not None:
                 loan.held_in.unhold(loan.pages)
 

@@ -88,6 +88,7 @@ class DecodeRoom:
         self.grant = GrantId(0)
         self.record: DecodeRoomRecord | None = None
         self.pages: PageIndices = NO_PAGES
+        self.lent: PageIndices = NO_PAGES  # what prefill writes: its pages, or as many of the staging's
         self.owner: Hashable = ("room", room)
         self.verifier: ChunkVerifier | None = None
         self.opening: asyncio.Task[None] | None = None

@@ -10,7 +10,7 @@ import asyncio
 from collections.abc import Callable
 
 from kvflow.protocols.pages.layout import PageIndices
-from kvflow.protocols.ports import Checksums, ChecksumTask, PageStore, Write, WriteOutcome
+from kvflow.protocols.ports import Arrivals, Checksums, ChecksumTask, PageStore, Write, WriteOutcome
 
 
 class ChecksummedWrite:
@@ -60,26 +60,37 @@ class ChecksummedWrite:
 
 
 class ChunkVerifier:
-    """The checksums of one room at decode that are being computed."""
+    """The chunks of one room at decode that are being summed, or brought from where they have landed."""
 
-    def __init__(self, store: PageStore, checksums: Checksums, idle: Callable[[], None]) -> None:
-        """`idle` is called whenever the last one has ended."""
-        self._store, self._checksums, self._idle = store, checksums, idle
+    def __init__(
+        self, store: PageStore, checksums: Checksums | None, arrivals: Arrivals | None, idle: Callable[[], None]
+    ) -> None:
+        """One of `checksums` and `arrivals` does it. `idle` is called whenever the last chunk has ended."""
+        self._store, self._checksums, self._arrivals, self._idle = store, checksums, arrivals, idle
         self._running: set[ChecksumTask] = set()
 
     @property
     def running(self) -> bool:
         return bool(self._running)
 
-    def begin(self, pages: PageIndices, ended: Callable[[bytes, str], None]) -> None:
-        """Sum `pages`; `ended` gets the checksum, or, where it could not be computed, an empty one and why."""
+    def begin(self, lent: PageIndices, pages: PageIndices, ended: Callable[[bytes, str], None]) -> None:
+        """Sum `pages`, or bring what was `lent` there; `ended` gets the answer, or, where there is none, an empty one
+        and why."""
+        arrivals = self._arrivals
         self._store.hold(pages)
-        task = self._checksums.begin(pages)
+        if arrivals is not None:
+            arrivals.lent.hold(lent)
+            task = arrivals.begin(lent, pages)
+        else:
+            assert self._checksums is not None
+            task = self._checksums.begin(pages)
         self._running.add(task)
 
         def released(_: object) -> None:
             self._running.discard(task)
             self._store.unhold(pages)
+            if arrivals is not None:
+                arrivals.lent.unhold(lent)
             if not self._running:
                 self._idle()
 
@@ -87,6 +98,6 @@ class ChunkVerifier:
         task.done.add_done_callback(lambda found: ended(found.result(), task.error))
 
     def cancel(self) -> None:
-        """The room is over; its pages are free when no sum reads them."""
+        """The room is over; its pages are free when nothing reads or writes them."""
         for task in self._running:
             task.cancel()

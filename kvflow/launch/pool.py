@@ -16,7 +16,8 @@ from kvflow.memory.available import available_memory
 from kvflow.memory.device import HOST, memory_of
 from kvflow.memory.pool import PagedPool
 from kvflow.memory.snapshot import SnapshotStore
-from kvflow.protocols.errors import MisuseError
+from kvflow.memory.staging import Staging
+from kvflow.protocols.errors import LayoutError, MisuseError
 from kvflow.protocols.pages.kinds import ROW, StateKind
 from kvflow.protocols.pages.layout import PoolLayout, build_layout, resized
 
@@ -46,6 +47,18 @@ def make_pool(settings: Settings, streams: Sequence[StateKind], fingerprint: str
             fingerprint=fingerprint,
         )
         return PagedPool.allocate(layout, device=None if device.type == HOST else device)
+
+
+def make_staging(settings: Settings, pool: PagedPool, default_bytes: int) -> Staging | None:
+    """Allocate the host memory that transfers pass through, where they do; blocks. `default_bytes`: 0 is as much as the
+    pool has. Raises: ConfigError."""
+    if pool.on_host and settings.staging == "auto":
+        return None
+    with _one_at_a_time():
+        try:
+            return Staging(pool, settings.staging_bytes or default_bytes)
+        except (LayoutError, MisuseError) as error:
+            raise ConfigError(f"--staging-bytes {settings.staging_bytes}: {error}") from None
 
 
 def make_snapshots(settings: Settings, pool: PagedPool) -> SnapshotStore | None:

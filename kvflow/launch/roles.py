@@ -15,9 +15,10 @@ from typing import TYPE_CHECKING
 from kvflow.config.settings import Settings
 from kvflow.engine.scheduler.params import SamplingParams
 from kvflow.launch.loading import LoadingProgress
-from kvflow.launch.pool import make_pool, make_snapshots
+from kvflow.launch.pool import make_pool, make_snapshots, make_staging
 from kvflow.launch.process import Ready, serve_until_stopped
 from kvflow.memory.pool import PagedPool
+from kvflow.memory.staging import Staging
 from kvflow.node import DecodeNode, PrefillNode
 from kvflow.protocols.errors import MisuseError
 from kvflow.protocols.limits import Bounds, Timing
@@ -42,6 +43,7 @@ if TYPE_CHECKING:
     from kvflow.engine.model.load import LoadedModel
 
 _log = logging.getLogger("kvflow.serve")
+_PREFILL_STAGING_BYTES = 256 << 20  # slices for some twenty decodes
 
 
 async def run_prefill(settings: Settings) -> None:
@@ -95,10 +97,10 @@ async def prefill_service(settings: Settings) -> AsyncGenerator[tuple[PrefillSer
         # Bound here, so that a port in use is refused before a model is loaded.
         control = bind_router(settings.host, settings.control_port, key)
         stack.callback(control[0].close)
-        model, pool, executor = await stack.enter_async_context(_parts(settings))
+        model, pool, staging, executor = await stack.enter_async_context(_parts(settings, _PREFILL_STAGING_BYTES))
         from kvflow.engine.scheduler.prefill import PrefillEngine
 
-        plane = _plane(settings, pool)
+        plane = _plane(settings, pool if staging is None else staging.host)
         name = settings.model_name
         node = PrefillNode(
             pool,
@@ -109,6 +111,7 @@ async def prefill_service(settings: Settings) -> AsyncGenerator[tuple[PrefillSer
             timing=Timing(rendezvous_s=settings.rendezvous_s),
             bounds=Bounds(pinned_share=settings.max_pinned_share),
             verify_transfers=settings.verify_transfers,
+            staging=staging,
             advertise=reachable(settings.host),
             bind=lambda _host, _port: control,
         )
@@ -128,10 +131,10 @@ async def decode_service(settings: Settings) -> AsyncGenerator[tuple[DecodeServi
     """A running decode without its HTTP server. Raises: MisuseError."""
     key = read_key(settings.control_key_file)
     async with AsyncExitStack() as stack:
-        model, pool, executor = await stack.enter_async_context(_parts(settings))
+        model, pool, staging, executor = await stack.enter_async_context(_parts(settings, 0))
         from kvflow.engine.scheduler.decode import DecodeEngine
 
-        plane = _plane(settings, pool)
+        plane = _plane(settings, pool if staging is None else staging.host)
         node = DecodeNode(
             pool,
             plane,
@@ -139,6 +142,7 @@ async def decode_service(settings: Settings) -> AsyncGenerator[tuple[DecodeServi
             connect=functools.partial(connect_dealer, key=key),
             bounds=Bounds(quarantine_share=settings.max_quarantine_share),
             verify_transfers=settings.verify_transfers,
+            staging=staging,
         )
         loop = asyncio.get_running_loop()
         snapshots = await loop.run_in_executor(executor, make_snapshots, settings, pool)
@@ -157,8 +161,11 @@ async def decode_service(settings: Settings) -> AsyncGenerator[tuple[DecodeServi
 
 
 @asynccontextmanager
-async def _parts(settings: Settings) -> AsyncGenerator[tuple[LoadedModel, PagedPool, ThreadPoolExecutor], None]:
-    """Model, pool and the thread of model steps; the data plane's settings are checked before the model is loaded."""
+async def _parts(
+    settings: Settings, staging_bytes: int
+) -> AsyncGenerator[tuple[LoadedModel, PagedPool, Staging | None, ThreadPoolExecutor], None]:
+    """Model, pool, its staging and the thread of model steps; the data plane's settings are checked before the model is
+    loaded."""
     check_plane(settings.disaggregation_transfer_backend, settings.disaggregation_ib_device, reachable(settings.host))
     executor = ThreadPoolExecutor(1, thread_name_prefix="kvflow-model")
     loop = asyncio.get_running_loop()
@@ -174,17 +181,20 @@ async def _parts(settings: Settings) -> AsyncGenerator[tuple[LoadedModel, PagedP
             )
             model = await loop.run_in_executor(executor, load)
         pool = await loop.run_in_executor(executor, make_pool, settings, model.streams, model.fingerprint, model.device)
+        staging: Staging | None = None
         try:
-            yield model, pool, executor
+            staging = await loop.run_in_executor(executor, make_staging, settings, pool, staging_bytes)
+            yield model, pool, staging, executor
         finally:
+            if staging is not None:
+                staging.close()
             pool.close()
     finally:
         executor.shutdown(wait=False)
 
 
 def _plane(settings: Settings, pool: PagedPool) -> DataPlane:
-    if not pool.on_host:
-        raise MisuseError(f"the pool is on {pool.device}, and no data plane reaches it there yet: use --device cpu")
+    """`pool`: what it reads and writes."""
     rate = float(settings.transfer_rate_limit) or None
     device = settings.disaggregation_ib_device
     return open_plane(settings.disaggregation_transfer_backend, pool.segment, rate, reachable(settings.host), device)

@@ -6,12 +6,16 @@ A copy returns when all of it has been copied. One that fails has ended too: not
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Protocol
+
+import numpy as np
 
 from kvflow.memory.device import HOST
 from kvflow.memory.pool import PagedPool
-from kvflow.protocols.errors import LayoutError, TransferError
-from kvflow.protocols.pages.plan import Blocks
+from kvflow.protocols.errors import LayoutError, MisuseError, TransferError
+from kvflow.protocols.pages.layout import MAX_PAGES, Places, PoolLayout, resized
+from kvflow.protocols.pages.plan import Blocks, Pairing
 
 if TYPE_CHECKING:
     import torch
@@ -46,6 +50,42 @@ class Copier(Protocol):
 def copier_for(pool: PagedPool) -> Copier:
     """Copies between `pool` and host memory. Raises: LayoutError for a device whose memory cannot be copied."""
     return HostCopier() if pool.device == HOST else CudaCopier(pool.device)
+
+
+def copy_slices(
+    pairing: Pairing, source: Places, target: Places, slice_bytes: int, stopped: Callable[[], bool], copier: Copier
+) -> bool:
+    """In a thread. Returns whether all was copied; `stopped` is asked before every slice.
+
+    Raises: TransferError.
+    """
+    blocks = pairing.blocks(source.pages, target.pages, source.rows, target.rows, max_block_bytes=slice_bytes)
+    ends = np.cumsum(blocks.sizes)
+    start, done_bytes = 0, 0
+    while start < ends.size:
+        if stopped():
+            return False
+        end = max(start + 1, int(np.searchsorted(ends, done_bytes + slice_bytes, side="right")))
+        copier.copy(Blocks(*(column[start:end] for column in blocks)))
+        start, done_bytes = end, int(ends[end - 1])
+    return True
+
+
+def host_layout(layout: PoolLayout, limit_bytes: int, num_rows: int | None = None) -> PoolLayout:
+    """The components of `layout`, with as many pages and rows as `limit_bytes` of host memory hold: `num_rows`, or as
+    many as the pool has within half of it. Raises: MisuseError when that is no page, or no row."""
+    page_bytes, row_bytes = layout.page_bytes, layout.row_bytes
+    if num_rows is None:
+        share = limit_bytes // 2 if page_bytes else limit_bytes
+        num_rows = min(layout.num_rows, share // row_bytes) if row_bytes else 0
+    left = limit_bytes - num_rows * row_bytes
+    pages = min(MAX_PAGES, left // page_bytes) if page_bytes else layout.num_pages
+    if pages < 1 or (row_bytes and num_rows < 1) or left < 0:
+        raise MisuseError(
+            f"{limit_bytes} bytes of host memory do not hold {num_rows or 1} rows of {row_bytes} bytes and a page of "
+            f"{page_bytes}"
+        )
+    return resized(layout, num_pages=pages, num_rows=num_rows)
 
 
 class HostCopier:

@@ -22,11 +22,11 @@ from contextlib import contextmanager, suppress
 import numpy as np
 
 from kvflow.aio import run_to_end
-from kvflow.memory.copies import Copier, copier_for
+from kvflow.memory.copies import copier_for, copy_slices, host_layout
 from kvflow.memory.pool import PagedPool
 from kvflow.protocols.errors import CapacityError, HostMemoryError, LayoutError, MisuseError, OwnershipError
-from kvflow.protocols.pages.layout import MAX_PAGES, NO_PLACES, PageIndices, Places, PoolLayout, names_twice, resized
-from kvflow.protocols.pages.plan import Blocks, Pairing
+from kvflow.protocols.pages.layout import NO_PLACES, PageIndices, Places, PoolLayout, names_twice
+from kvflow.protocols.pages.plan import Pairing
 from kvflow.protocols.ports import PageStore
 
 VERSION = 1
@@ -90,7 +90,7 @@ class SnapshotStore:
         """
         self.pool, self.limit_bytes = pool, limit_bytes
         self._copier = copier_for(pool)
-        self.host = PagedPool.allocate(_host_layout(pool.layout, limit_bytes, num_rows), shared=False)
+        self.host = PagedPool.allocate(host_layout(pool.layout, limit_bytes, num_rows), shared=False)
         self._copier.pin(self.host)
         self.host_rows = self.host.rows if pool.layout.num_rows else None
         self._pages: PageStore = pages or pool.pages
@@ -211,7 +211,7 @@ class SnapshotStore:
         """`other`: the store whose host memory is copied from."""
         stop = threading.Event()
         running = asyncio.get_running_loop().run_in_executor(
-            self._thread, _copy_slices, pairing, source, target, self._slice_bytes, stop, self._copier
+            self._thread, copy_slices, pairing, source, target, self._slice_bytes, stop.is_set, self._copier
         )
         for store in (self, other):
             store._copies[running] = stop
@@ -231,22 +231,6 @@ class SnapshotStore:
             raise MisuseError("the store of snapshots is closed")
 
 
-def _host_layout(layout: PoolLayout, limit_bytes: int, num_rows: int | None) -> PoolLayout:
-    """As many pages and rows as `limit_bytes` holds."""
-    page_bytes, row_bytes = layout.page_bytes, layout.row_bytes
-    if num_rows is None:
-        share = limit_bytes // 2 if page_bytes else limit_bytes
-        num_rows = min(layout.num_rows, share // row_bytes) if row_bytes else 0
-    left = limit_bytes - num_rows * row_bytes
-    pages = min(MAX_PAGES, left // page_bytes) if page_bytes else layout.num_pages
-    if pages < 1 or (row_bytes and num_rows < 1) or left < 0:
-        raise MisuseError(
-            f"{limit_bytes} bytes of host memory do not hold {num_rows or 1} rows of {row_bytes} bytes and a page of "
-            f"{page_bytes}"
-        )
-    return resized(layout, num_pages=pages, num_rows=num_rows)
-
-
 def _with_bytes(places: Places, layout: PoolLayout) -> Places:
     """Without the pages of a pool whose pages hold nothing: host memory has none for them."""
     pages = places.pages if layout.page_bytes else NO_PLACES
@@ -263,19 +247,3 @@ def _held(store: PageStore | None, indices: PageIndices) -> Iterator[None]:
         yield
     finally:
         store.unhold(indices)
-
-
-def _copy_slices(
-    pairing: Pairing, source: Places, target: Places, slice_bytes: int, stop: threading.Event, copier: Copier
-) -> bool:
-    """On the store's thread. Returns whether all was copied."""
-    blocks = pairing.blocks(source.pages, target.pages, source.rows, target.rows, max_block_bytes=slice_bytes)
-    ends = np.cumsum(blocks.sizes)
-    start, done_bytes = 0, 0
-    while start < ends.size:
-        if stop.is_set():
-            return False
-        end = max(start + 1, int(np.searchsorted(ends, done_bytes + slice_bytes, side="right")))
-        copier.copy(Blocks(*(column[start:end] for column in blocks)))
-        start, done_bytes = end, int(ends[end - 1])
-    return True

@@ -13,10 +13,11 @@ from kvflow.handlers.decode import DecodeShell
 from kvflow.handlers.prefill import PrefillShell
 from kvflow.memory.checksum import PageChecksums
 from kvflow.memory.pool import PagedPool
+from kvflow.memory.staging import Staging
 from kvflow.protocols.errors import MisuseError
 from kvflow.protocols.limits import Bounds, Timing
 from kvflow.protocols.pages.layout import PoolLayout
-from kvflow.protocols.ports import DataPlane, PageStore, PlaneAddress, UnprovenLoan
+from kvflow.protocols.ports import Arrivals, Checksums, DataPlane, PageStore, PlaneAddress, UnprovenLoan
 from kvflow.protocols.wire.messages import Incarnation
 from kvflow.protocols.wire.ranks import PoolShape
 from kvflow.telemetry.counters import Counts
@@ -32,6 +33,7 @@ class Node(Generic[S]):
     _shell: S | None = None
     _closing: asyncio.Task[None] | None = None
     _unproven: Sequence[UnprovenLoan] = ()
+    _arrivals: Arrivals | None = None
 
     def __init__(
         self,
@@ -44,18 +46,27 @@ class Node(Generic[S]):
         bounds: Bounds | None,
         incarnation: int | None,
         verify_transfers: bool,
+        staging: Staging | None,
         now: Callable[[], float],
     ) -> None:
-        self.pool, self._now = pool, now
-        self.plane: DataPlane = plane_for(pool, plane, receives=self.role == "decode", host=host)
-        self._checksums = PageChecksums(pool) if verify_transfers else None
+        if staging is not None and staging.pool is not pool:
+            raise MisuseError(f"{staging!r} is not for {pool!r}")
+        self.pool, self.staging, self._now = pool, staging, now
+        self.reached = pool if staging is None else staging.host
+        """What the data plane reads and writes."""
+        self.plane: DataPlane = plane_for(self.reached, plane, receives=self.role == "decode", host=host)
+        self._checksums: Checksums | None = self._sums() if verify_transfers else None
         self.pages: PageStore = pages or pool.places
         self.timing, self.bounds = timing or Timing(), bounds or Bounds()
         self.incarnation = Incarnation(secrets.randbits(63) | 1 if incarnation is None else incarnation)
         if not 0 < self.incarnation < 1 << 64:
             raise MisuseError(f"incarnation {self.incarnation} is not a positive unsigned 64-bit integer")
         self.counts = Counts(pool.layout.page_bytes, pool.layout.row_bytes)
-        self.exported: tuple[PlaneAddress, PoolLayout] = self.plane.export(pool.layout)
+        self.exported: tuple[PlaneAddress, PoolLayout] = self.plane.export(self.reached.layout)
+
+    def _sums(self) -> Checksums | None:
+        """Of the pool's pages, where transfers are verified."""
+        return PageChecksums(self.pool)
 
     def __repr__(self) -> str:
         state = "closed" if self._closing is not None else "new" if self._shell is None else "running"
@@ -102,6 +113,11 @@ class Node(Generic[S]):
     def quarantine_limit(self) -> int:
         """With more pages in quarantine no room is opened."""
         return 0
+
+    @property
+    def staging_at_rest(self) -> bool:
+        """Nothing of it is lent, or read by a copy."""
+        return True
 
     @property
     def pinned_pages(self) -> int:
@@ -153,8 +169,9 @@ class Node(Generic[S]):
     async def _close_memory(self) -> None:
         """Nothing of ours touches the pool any more."""
         await self.plane.close()
-        if self._checksums is not None:
-            await self._checksums.close()
+        for work in (self._checksums, self._arrivals):
+            if work is not None:
+                await work.close()
 
     async def __aenter__(self) -> Self:
         await self.start()

@@ -14,6 +14,7 @@ from kvflow.handlers.decode import DecodeShell
 from kvflow.handlers.inheritance import Inheritance
 from kvflow.handlers.rooms import DecodeRoom
 from kvflow.memory.pool import PagedPool
+from kvflow.memory.staging import StagedArrivals, Staging
 from kvflow.node.base import Node
 from kvflow.protocols.arguments import CheckedPrompt, TokenIds, check_prompt, pages_wanted
 from kvflow.protocols.decode import DecodeEndpoint
@@ -22,7 +23,7 @@ from kvflow.protocols.decode_rooms import Prompt
 from kvflow.protocols.errors import CapacityError, Cause, KvflowError, MisuseError
 from kvflow.protocols.limits import Bounds, Timing, check_time
 from kvflow.protocols.pages.layout import PageIndices
-from kvflow.protocols.ports import DataPlane, PageStore
+from kvflow.protocols.ports import Checksums, DataPlane, PageStore
 from kvflow.protocols.wire.messages import room_id
 from kvflow.protocols.wire.ranks import RankInfo
 from kvflow.transports.control.zmq import connect_dealer
@@ -49,6 +50,7 @@ class DecodeNode(Node[DecodeShell]):
         bounds: Bounds | None = None,
         incarnation: int | None = None,
         verify_transfers: bool = False,
+        staging: Staging | None = None,
         connect: Connect = connect_dealer,
         now: Callable[[], float] = monotonic,
     ) -> None:
@@ -58,6 +60,9 @@ class DecodeNode(Node[DecodeShell]):
 
         `verify_transfers`: a chunk has landed when its checksum is that of prefill, which must send one. A room whose
         pages differ fails; prefill is told too, unless it was the last chunk: there the room has succeeded by then.
+
+        `staging`: host memory beside the pool, which peers write in its place; a chunk has landed when it has been
+        brought to the pool. It stays the caller's. Rooms wait for pages of it, as long as their deadline lets them.
         """
         super().__init__(
             pool,
@@ -68,12 +73,22 @@ class DecodeNode(Node[DecodeShell]):
             bounds=bounds,
             incarnation=incarnation,
             verify_transfers=verify_transfers,
+            staging=staging,
             now=now,
         )
+        self._arrivals = None if staging is None else StagedArrivals(staging, verify=verify_transfers)
+        self._verify = verify_transfers
         self._resolve, self._connect = resolve, connect
         self._ranks: dict[str, Sequence[RankInfo]] = {}
         self._asking: dict[str, asyncio.Future[Sequence[RankInfo]]] = {}
         self._inheritance: Inheritance | None = None
+
+    def _sums(self) -> Checksums | None:
+        return super()._sums() if self.staging is None else None  # its `StagedArrivals` sum what has landed
+
+    @property
+    def staging_at_rest(self) -> bool:
+        return self.staging is None or self.reached.places.at_rest()
 
     @property
     def quarantined_pages(self) -> int:
@@ -117,15 +132,16 @@ class DecodeNode(Node[DecodeShell]):
     async def start(self) -> None:
         self._check_start()
         address, layout = self.exported
-        if self.pool.segment is not None:
-            self.pool.segment.claim(self.incarnation)
+        if self.reached.segment is not None:
+            self.reached.segment.claim(self.incarnation)
         self._shell = DecodeShell(
             DecodeEndpoint(
                 DecodeIdentity(self.incarnation, layout, address),
                 observer=self.counts,
                 timing=self.timing,
                 bounds=self.bounds,
-                verify=self._checksums is not None,
+                verify=self._verify,
+                staged=self._arrivals is not None,
             ),
             pages=self.pages,
             plane=self.plane,
@@ -133,8 +149,9 @@ class DecodeNode(Node[DecodeShell]):
             counts=self.counts,
             now=self._now,
             checksums=self._checksums,
+            arrivals=self._arrivals,
         )
-        self._inheritance = Inheritance(self._shell, self.pool.unproven)
+        self._inheritance = Inheritance(self._shell, self.reached.unproven)
 
     def room(
         self,
@@ -246,10 +263,10 @@ class DecodeNode(Node[DecodeShell]):
         if self._shell is not None:
             left = await self._shell.close()
             self._unproven = left + (self._inheritance.left() if self._inheritance is not None else [])
-            self.pool.unproven.extend(self._unproven)
+            self.reached.unproven.extend(self._unproven)
         for asking in (questions := list(self._asking.values())):
             asking.cancel()
         await asyncio.gather(*questions, return_exceptions=True)
         await self._close_memory()
-        if self.pool.segment is not None:
-            self.pool.segment.disclaim(self.incarnation)
+        if self.reached.segment is not None:
+            self.reached.segment.disclaim(self.incarnation)

@@ -9,17 +9,19 @@ from typing import Any
 from kvflow.handlers.prefill import PrefillShell
 from kvflow.handlers.rooms import PrefillRoom
 from kvflow.memory.pool import PagedPool
+from kvflow.memory.staging import StagedChecksums, Staging
 from kvflow.node.base import Node
 from kvflow.protocols.arguments import CheckedPrompt, TokenIds, check_prompt
 from kvflow.protocols.errors import Cause
 from kvflow.protocols.limits import Bounds, Timing, check_time
-from kvflow.protocols.ports import ControlSocket, DataPlane, PageStore
+from kvflow.protocols.ports import Checksums, ControlSocket, DataPlane, PageStore
 from kvflow.protocols.prefill import PrefillEndpoint
 from kvflow.protocols.prefill_peers import PrefillIdentity
 from kvflow.protocols.prefill_rooms import pinned_pages
 from kvflow.protocols.wire.messages import Rank
 from kvflow.protocols.wire.ranks import RankInfo
 from kvflow.transports.control.zmq import bind_router
+from kvflow.transports.data.staged import StagedPlane
 from kvflow.transports.host.address import bracketed
 
 Bind = Callable[[str, int], tuple[ControlSocket, int]]
@@ -46,6 +48,7 @@ class PrefillNode(Node[PrefillShell]):
         bounds: Bounds | None = None,
         incarnation: int | None = None,
         verify_transfers: bool = False,
+        staging: Staging | None = None,
         advertise: str = "",
         bind: Bind = bind_router,
         now: Callable[[], float] = monotonic,
@@ -53,7 +56,8 @@ class PrefillNode(Node[PrefillShell]):
         """Binds the control socket on `host` (`port` 0: a free one); decodes reach it at `advertise`, else `host`.
 
         `plane` is a data plane, or the name of one; `pages` knows who owns which page of the pool (by default the
-        pool's own allocator). `verify_transfers`: a checksum with every chunk, for decodes that verify.
+        pool's own allocator). `verify_transfers`: a checksum with every chunk, for decodes that verify. `staging`: host
+        memory beside the pool, through which every write passes; it stays the caller's.
         """
         super().__init__(
             pool,
@@ -64,12 +68,18 @@ class PrefillNode(Node[PrefillShell]):
             bounds=bounds,
             incarnation=incarnation,
             verify_transfers=verify_transfers,
+            staging=staging,
             now=now,
         )
+        if staging is not None:
+            self.plane = StagedPlane(self.plane, staging)
         self._advertise = advertise or host
         self._host, self._port, self._rank, self._world_size, self._model = host, port, rank, world_size, model
         self._socket: ControlSocket | None = None
         self._bind = bind
+
+    def _sums(self) -> Checksums | None:
+        return super()._sums() if self.pool.on_host else StagedChecksums(self.pool)
 
     @property
     def control(self) -> str:

@@ -61,7 +61,8 @@ class Linked(msgspec.Struct, frozen=True, gc=False):
 
 
 class VerifyChunk(msgspec.Struct, frozen=True, gc=False):
-    """Compute the checksum of pages `first` to `first + count` of the room, then call `chunk_summed`."""
+    """Compute the checksum of pages `first` to `first + count` of the room, and bring them to where they are used when
+    that is not where prefill writes; then call `chunk_summed`."""
 
     grant: GrantId
     rank: int  # index among the room's ranks

@@ -40,10 +40,12 @@ class DecodeEndpoint:
         timing: Timing | None = None,
         bounds: Bounds | None = None,
         verify: bool = False,
+        staged: bool = False,
     ) -> None:
-        """With `verify` a chunk lands when the checksum of what is there agrees with prefill's."""
+        """With `verify` a chunk lands when the checksum of what is there agrees with prefill's; where pages are
+        `staged`, when they have been brought from where prefill writes them to where they are used."""
         self.bounds = bounds or Bounds()
-        self.core = DecodeCore(identity, observer, timing or Timing(), self.bounds, verify)  # to be read
+        self.core = DecodeCore(identity, observer, timing or Timing(), self.bounds, verify, staged)  # to be read
         self.outbox = self.core.outbox  # what `commands` returns next
         self._leaving: Cause | None = None
         self._closed = False
@@ -152,7 +154,8 @@ class DecodeEndpoint:
     def chunk_summed(
         self, grant: GrantId, rank: int, seq: int, checksum: bytes, now: float, *, error: str = ""
     ) -> None:
-        """The checksum of a landed chunk; empty when it could not be computed, and `error` says why."""
+        """What `VerifyChunk` has found: the checksum of a landed chunk, or any word where none is compared; empty when
+        it could not be done, and `error` says why."""
         record = self.core.rooms.get(grant)
         if record is None:
             return
@@ -162,7 +165,8 @@ class DecodeEndpoint:
         while record.checks and record.checks[0].found is not None and record.receiving:
             check = record.checks[0]
             if (difference := check.difference()) is not None:
-                self.core.observer.chunk_mismatched()
+                if self.core.verify:
+                    self.core.observer.chunk_mismatched()
                 self.close_room(grant, difference, now)
             else:
                 record.checks.pop(0)

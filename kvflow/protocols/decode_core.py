@@ -59,9 +59,10 @@ class DecodeCore:
     """What one decode knows. Each `feed_*` is the one place that changes its kind of state."""
 
     def __init__(
-        self, identity: DecodeIdentity, observer: Observer, timing: Timing, bounds: Bounds, verify: bool
+        self, identity: DecodeIdentity, observer: Observer, timing: Timing, bounds: Bounds, verify: bool, staged: bool
     ) -> None:
         self.identity, self.observer, self.timing, self.verify = identity, observer, timing, verify
+        self.staged = staged
         self.next_grant = GrantId(1)
         self.outbox: list[DecodeCommand] = []
         self.links = DecodeLinks(identity, timing, bounds, self.outbox)

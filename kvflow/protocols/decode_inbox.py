@@ -40,7 +40,7 @@ def _on_heartbeat(core: DecodeCore, peer: PrefillPeer, message: wire.Heartbeat, 
 
 
 def _on_chunk_done(core: DecodeCore, peer: PrefillPeer, message: wire.ChunkDone, now: float) -> None:
-    """An in-order chunk has landed; where transfers are verified, as soon as its checksum agrees."""
+    """An in-order chunk has landed; where transfers are verified or staged, as soon as that is done."""
     record = _room_of(core, peer, message)
     if record is None:
         return
@@ -56,13 +56,13 @@ def _on_chunk_done(core: DecodeCore, peer: PrefillPeer, message: wire.ChunkDone,
     record.progress_at_s = now
     if record.resync_after_s > core.timing.repeat_after_s:
         core.ask_as_at_first(record, now)
-    if core.verify:
+    if core.verify or core.staged:
         first = record.first_page(rank)
-        record.checks.append(ChunkCheck(rank, message))
+        record.checks.append(ChunkCheck(rank, message, core.verify))
         core.outbox.append(VerifyChunk(record.grant, rank, message.seq, first, message.pages))
     if message.last:  # proof, whatever its checksum says
         core.feed_loan(lease, peer, LoanKind.LANDED, now)
-    if not core.verify:
+    if not (core.verify or core.staged):
         core.land(record, rank, message, now)
 
 

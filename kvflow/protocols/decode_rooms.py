@@ -24,19 +24,23 @@ class Prompt(msgspec.Struct, frozen=True, gc=False):
 class ChunkCheck:
     """A chunk that prefill says has landed, until its checksum is known; chunks land in the order they came in."""
 
-    __slots__ = ("error", "found", "message", "rank")
+    __slots__ = ("compares", "error", "found", "message", "rank")
 
-    def __init__(self, rank: int, message: ChunkDone) -> None:
-        self.rank, self.message = rank, message
+    def __init__(self, rank: int, message: ChunkDone, compares: bool) -> None:
+        self.rank, self.message, self.compares = rank, message, compares
         self.found: bytes | None = None
         self.error = ""  # why it is empty
 
     def difference(self) -> Cause | None:
-        """Why the chunk has not landed; None when both checksums agree, or when it has no pages."""
+        """Why the chunk has not landed; None when both checksums agree (where none is compared, when there is an answer
+        at all), or when it has no pages."""
         if not self.message.pages:
             return None
         sent, found = self.message.checksum, self.found
         where = f"chunk {self.message.seq} of rank {self.rank}"
+        if not self.compares:
+            text = f"{where}: the pages could not be brought to where they are used"
+            return None if found else Cause(Code.ENGINE_ERROR, f"{text}: {self.error}")
         if not sent:
             return Cause(Code.TRANSFER_ERROR, f"{where}: prefill sends no checksum, and this decode verifies transfers")
         if not found:

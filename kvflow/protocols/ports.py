@@ -210,6 +210,26 @@ class Checksums(Protocol):
         """Cancel and drain: nothing reads the pool any more, but for threads that hang, whose memory stays mapped."""
 
 
+class Arrivals(Protocol):
+    """Pages of host memory that a decode lends in the place of its own, which no peer can write; what has landed there
+    is brought to where it is used."""
+
+    @property
+    def lent(self) -> PageStore:
+        """Who owns what can be lent."""
+
+    @property
+    def num_places(self) -> int:
+        """Pages and rows of the decode's own."""
+
+    def begin(self, lent: PageIndices, pages: PageIndices) -> ChecksumTask:
+        """Bring what has landed in `lent` to `pages`, in a thread. Its answer is the checksum of what has landed where
+        transfers are verified, else any word. The caller keeps both allocated until `released`. Never raises."""
+
+    async def close(self) -> None:
+        """As `Checksums.close`."""
+
+
 class ControlSocket(Protocol):
     """One end of the control link; a peer is a routing id, empty on the side that knows only one."""
 

@@ -20,6 +20,7 @@ import numpy as np
 
 from kvflow.handlers.rooms import DecodeRoom, PrefillRoom
 from kvflow.memory.pool import PagedPool
+from kvflow.memory.staging import Staging
 from kvflow.node import DecodeNode, PrefillNode
 from kvflow.protocols.arguments import TokenIds
 from kvflow.protocols.limits import Timing
@@ -119,11 +120,25 @@ class Pair:
         self.prefills.insert(len(self.prefills) if alone else rank, node)
         return node
 
-    async def add_decode(self, layout: PoolLayout | None = None) -> DecodeNode:
-        pool, plane = self._pool(layout or self._layouts[1]), FakePlane(self.planes)
-        clock = Clock()
+    async def add_decode(
+        self, layout: PoolLayout | None = None, *, staging_bytes: int | None = None, over: Staging | None = None
+    ) -> DecodeNode:
+        """With `staging_bytes` prefill writes into host memory beside the pool (0: as much as the pool has); `over` is
+        that of a node before it."""
+        if over is None:
+            pool = self._pool(layout or self._layouts[1])
+            staging = None if staging_bytes is None else Staging(pool, staging_bytes, shared=False)
+        else:
+            pool, staging = over.pool, over
+        plane, clock = FakePlane(self.planes), Clock()
         node = DecodeNode(
-            pool, plane, resolve=self._resolve, timing=self.timing, connect=self.network.connect, now=clock.now
+            pool,
+            plane,
+            resolve=self._resolve,
+            timing=self.timing,
+            staging=staging,
+            connect=self.network.connect,
+            now=clock.now,
         )
         self.clocks[node.incarnation] = clock
         await node.start()
@@ -185,6 +200,8 @@ class Pair:
             found += _counted("decode", handles=len(decode.shell.rooms), handler_errors=decode.counts.handler_errors)
             if not decode.pool.pages.at_rest():
                 found.append(f"decode: pages of {decode.pool.pages.owned()}")
+            if not decode.staging_at_rest:
+                found.append(f"decode: staging of {decode.reached.places.owned()}")
         return found
 
     async def rest(self) -> None:
@@ -217,13 +234,15 @@ async def pair(
     source_layout: PoolLayout | None = None,
     target_layout: PoolLayout | None = None,
     ranks: int = 1,
+    staging_bytes: int | None = None,
 ) -> AsyncIterator[Pair]:
-    """`ranks` prefill nodes and one decode node, started; closed, with every write let go, at the end."""
+    """`ranks` prefill nodes and one decode node (see `Pair.add_decode`), started; closed, with every write let go, at
+    the end."""
     made = Pair(timing, (source_layout or small_layout(), target_layout or small_layout()), ranks)
     try:
         for _ in range(ranks):
             await made.add_prefill()
-        await made.add_decode()
+        await made.add_decode(staging_bytes=staging_bytes)
         yield made
     finally:
         await made.close()

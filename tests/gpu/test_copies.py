@@ -23,7 +23,7 @@ def fill(pool: PagedPool, kind: str, seed: int) -> None:
 
 
 def contents(pool: PagedPool, kind: str) -> dict[str, torch.Tensor]:
-    return {name: pool.tensor(name).view(torch.uint8).cpu() for name in names_of(kind)}
+    return {name: pool.tensor(name).view(torch.uint8).cpu().clone() for name in names_of(kind)}
 
 
 @pytest.mark.parametrize("order", ["page_first", "layer_first"])

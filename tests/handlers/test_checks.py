@@ -11,7 +11,7 @@ import pytest
 import pytest_asyncio
 
 from kvflow.handlers.rooms import DecodeRoom, PrefillRoom
-from kvflow.memory.checksum import PageChecksums, _Stores
+from kvflow.memory.checksum import PageChecksums, Stores
 from kvflow.memory.pool import PagedPool
 from kvflow.node import DecodeNode, PrefillNode
 from kvflow.protocols.errors import Code, KvflowError
@@ -363,7 +363,7 @@ async def test_prefill_verifies_and_decode_does_not(p: Pair) -> None:
 
 
 async def test_what_cannot_be_summed_has_not_landed(p: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(p.decode.shell.checksums, "_stores", _Stores([None], []))  # type: ignore[list-item]
+    monkeypatch.setattr(p.decode.shell.checksums, "_stores", Stores([None], []))  # type: ignore[list-item]
     source, target = await matched(p)
     p.send_all(source)
     with pytest.raises(KvflowError, match="could not be computed"):

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvflow.memory import checksum
+from kvflow.memory import checksum, page_tasks
 from kvflow.memory.checksum import PageChecksums
 from kvflow.memory.pool import PagedPool
 from kvflow.protocols.errors import LayoutError
@@ -152,7 +152,7 @@ async def test_a_sum_that_hangs_is_none_in_time_and_its_pages_are_released_when_
 
 async def test_a_sum_whose_turn_does_not_come_in_time_reads_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     gate = Gate(monkeypatch)
-    monkeypatch.setattr(checksum, "_THREADS", 1)
+    monkeypatch.setattr(page_tasks, "THREADS", 1)
     sums = PageChecksums(pool(), within_s=0.2)
     hangs, waits = sums.begin(pages(1)), sums.begin(pages(2))
     await asyncio.wait_for(waits.released, 10)
@@ -181,7 +181,7 @@ async def test_where_no_thread_is_to_be_had_there_is_no_sum(monkeypatch: pytest.
 
 async def test_close_leaves_a_hung_sum_alone_whose_memory_stays_mapped(monkeypatch: pytest.MonkeyPatch) -> None:
     gate = Gate(monkeypatch)
-    monkeypatch.setattr(checksum, "_CLOSE_S", 0.05)
+    monkeypatch.setattr(page_tasks, "CLOSE_S", 0.05)
     made = pool()
     (buffer,) = made.layout.buffers
     sums = PageChecksums(made)
@@ -205,7 +205,7 @@ def mappings() -> str:
 def test_a_hung_sum_does_not_hold_up_the_end_of_the_process() -> None:
     role = """
 import asyncio, threading
-from kvflow.memory import checksum
+from kvflow.memory import checksum, page_tasks
 from tests.memory.test_checksum import pages, pool
 entered = threading.Event()
 class Hangs:
@@ -213,7 +213,7 @@ class Hangs:
         entered.set()
         threading.Event().wait()
 checksum.xxh3_64 = Hangs
-checksum._CLOSE_S = 0.05
+page_tasks.CLOSE_S = 0.05
 async def main():
     sums = checksum.PageChecksums(pool())
     sums.begin(pages(1))

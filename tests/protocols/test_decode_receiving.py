@@ -181,6 +181,13 @@ class TestChunks:
         assert (record.next_seq(0), record.next_seq(1), record.first_page(0), record.first_page(1)) == (0, 1, 0, 2)
 
 
+def summed(
+    decode: LoneDecode, seq: int, checksum: bytes, rank: int = 0, grant: GrantId = G, error: str = ""
+) -> list[object]:
+    decode.endpoint.chunk_summed(grant, rank, seq, checksum, decode.now, error=error)
+    return decode.asked()
+
+
 class TestVerifiedChunks:
     """With `verify` a chunk lands when the checksum of what is there agrees with prefill's."""
 
@@ -188,18 +195,14 @@ class TestVerifiedChunks:
     def decode(self) -> LoneDecode:
         return LoneDecode(verify=True).up()
 
-    def summed(self, decode: LoneDecode, seq: int, checksum: bytes, rank: int = 0, grant: GrantId = G) -> list[object]:
-        decode.endpoint.chunk_summed(grant, rank, seq, checksum, decode.now)
-        return decode.asked()
-
     def test_they_land_in_the_order_they_came_in(self, decode: LoneDecode) -> None:
         record = decode.lent()
         assert decode.hear(done(0, 2, checksum=b"a")) == [VerifyChunk(G, 0, 0, 0, 2)]
         assert decode.hear(done(1, 1, True, b"h", checksum=b"b")) == [VerifyChunk(G, 0, 1, 2, 1)]
         assert len(decode.core.ledger) == 0, "the last one is proof, whatever its checksum says"
-        assert self.summed(decode, 1, b"b") == [] and record.state.filled == (0,)
-        assert self.summed(decode, 0, b"a") == [RoomLanded(G, b"h"), RoomEnded(G)]
-        assert self.summed(decode, 0, b"a") == []
+        assert summed(decode, 1, b"b") == [] and record.state.filled == (0,)
+        assert summed(decode, 0, b"a") == [RoomLanded(G, b"h"), RoomEnded(G)]
+        assert summed(decode, 0, b"a") == []
 
     @pytest.mark.parametrize(
         ("sent", "found", "code", "text"),
@@ -214,11 +217,11 @@ class TestVerifiedChunks:
     ) -> None:
         decode.lent()
         decode.hear(done(0, 1, checksum=sent), done(1, 1, checksum=b"c"))
-        stop, failure, told = self.summed(decode, 0, found)
+        stop, failure, told = summed(decode, 0, found)
         assert (stop, told) == (StopVerifying(G), to(abort(grant=G, cause=failure.cause)))  # type: ignore[attr-defined]
         assert failure.cause.code is code and failure.cause.text.startswith(text)  # type: ignore[attr-defined]
         assert decode.counts.mismatched == 1
-        assert self.summed(decode, 1, b"c") == [] and self.summed(decode, 0, sent or b"x") == []
+        assert summed(decode, 1, b"c") == [] and summed(decode, 0, sent or b"x") == []
 
     def test_the_sums_of_other_chunks_are_not_its_own(self) -> None:
         decode = LoneDecode(verify=True).up(TWO)
@@ -232,17 +235,17 @@ class TestVerifiedChunks:
         )
         assert [(check.rank, check.message.seq) for check in record.checks] == [(0, 0), (0, 1), (1, 0), (1, 1)]
         assert (record.next_seq(0), record.first_page(0), record.next_seq(1), record.first_page(1)) == (2, 2, 2, 3)
-        assert self.summed(decode, 0, b"c", 1, grant) == [] == self.summed(decode, 1, b"b", 0, grant)
+        assert summed(decode, 0, b"c", 1, grant) == [] == summed(decode, 1, b"b", 0, grant)
         assert record.state.filled == (0, 0)
-        assert self.summed(decode, 0, b"a", 0, grant) == [] and record.state.filled == (2, 2)
-        self.summed(decode, 1, b"d", 1, grant)
+        assert summed(decode, 0, b"a", 0, grant) == [] and record.state.filled == (2, 2)
+        summed(decode, 1, b"d", 1, grant)
         assert record.state.finished == 0b10 and decode.counts.mismatched == 0
 
     def test_a_chunk_without_pages_has_no_sum(self, decode: LoneDecode) -> None:
         decode.lent()
         decode.hear(done(0, 3, checksum=b"a"))
         assert decode.hear(done(1, 0, True, b"h")) == [VerifyChunk(G, 0, 1, 3, 0)]
-        assert self.summed(decode, 0, b"a") == [] and self.summed(decode, 1, b"") == [RoomLanded(G, b"h"), RoomEnded(G)]
+        assert summed(decode, 0, b"a") == [] and summed(decode, 1, b"") == [RoomLanded(G, b"h"), RoomEnded(G)]
 
     def test_prefill_gives_up_a_room_whose_last_chunk_is_being_summed(self, decode: LoneDecode) -> None:
         decode.lent()
@@ -254,9 +257,40 @@ class TestVerifiedChunks:
         record = decode.lent()
         decode.hear(done(0, 1, checksum=b"a"))
         assert decode.close(G) == [StopVerifying(G), RoomFailed(G, GONE), to(abort(grant=G))]
-        assert self.summed(decode, 0, b"z") == [] and decode.counts.mismatched == 0
+        assert summed(decode, 0, b"z") == [] and decode.counts.mismatched == 0
         assert record.state.filled == (0,)
-        assert self.summed(decode, 0, b"a", grant=GrantId(99)) == []
+        assert summed(decode, 0, b"a", grant=GrantId(99)) == []
+
+
+class TestStagedRooms:
+    """Where pages are `staged` a chunk lands when it has been brought to where it is used; no sum is compared."""
+
+    @pytest.fixture
+    def decode(self) -> LoneDecode:
+        return LoneDecode(staged=True).up()
+
+    def test_they_land_when_they_have_been_brought(self, decode: LoneDecode) -> None:
+        record = decode.lent()
+        assert decode.hear(done(0, 2)) == [VerifyChunk(G, 0, 0, 0, 2)]
+        assert decode.hear(done(1, 1, True, b"h", checksum=b"of prefill")) == [VerifyChunk(G, 0, 1, 2, 1)]
+        assert len(decode.core.ledger) == 0 and record.state.filled == (0,), "proof, but nothing is there yet"
+        assert summed(decode, 1, b"brought") == [] and record.state.filled == (0,)
+        assert summed(decode, 0, b"brought") == [RoomLanded(G, b"h"), RoomEnded(G)]
+
+    def test_one_that_was_not_brought_ends_the_room(self, decode: LoneDecode) -> None:
+        decode.lent()
+        decode.hear(done(0, 1))
+        stop, failure, told = summed(decode, 0, b"", error="the device is lost")
+        assert (stop, told) == (StopVerifying(G), to(abort(grant=G, cause=failure.cause)))  # type: ignore[attr-defined]
+        text = "chunk 0 of rank 0: the pages could not be brought to where they are used: the device is lost"
+        assert failure.cause == Cause(Code.ENGINE_ERROR, text)  # type: ignore[attr-defined]
+        assert decode.counts.mismatched == 0, "nothing was compared"
+
+    def test_where_both_are_asked_for_sums_are_compared(self) -> None:
+        decode = LoneDecode(staged=True, verify=True).up()
+        decode.lent()
+        decode.hear(done(0, 1, checksum=b"a"))
+        assert summed(decode, 0, b"b") and decode.counts.mismatched == 1
 
 
 def test_the_story_tells_what_happened_to_a_room(decode: LoneDecode) -> None:

@@ -57,7 +57,7 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
     pages_free: int
     pages_total: int
     pages_by_kind: dict[str, int] = {}
-    pages_at_rest: bool  # and its rows
+    pages_at_rest: bool  # and its rows, and what is lent of a staging
     quarantine_pages: int = 0
     quarantine_limit_pages: int = 0  # above it, new requests are refused
     pinned_pages: int = 0

@@ -127,7 +127,7 @@ class EngineService(Generic[N, E]):
             pages_free=pages.free_pages,
             pages_total=pages.num_pages,
             pages_by_kind=owned_by_kind(pages),
-            pages_at_rest=pages.at_rest() and (rows is None or rows.at_rest()),
+            pages_at_rest=pages.at_rest() and (rows is None or rows.at_rest()) and node.staging_at_rest,
             quarantine_pages=node.quarantined_pages,
             quarantine_limit_pages=node.quarantine_limit,
             pinned_pages=node.pinned_pages,

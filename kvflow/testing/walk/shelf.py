@@ -35,7 +35,7 @@ FIRST = Cause(Code.CLIENT_GONE, "first")
 
 LEFT_OUT = frozenset(
     {
-        *("observer", "timing", "bounds", "verify", "outbox"),  # the same for all, or empty
+        *("observer", "timing", "bounds", "verify", "staged", "outbox"),  # the same for all, or empty
         *("_timing", "_bounds", "_outbox", "layout"),
         *(
             "received_at_s",

@@ -35,7 +35,7 @@ from kvflow.protocols.errors import LayoutError, TransferError
 from kvflow.protocols.pages.layout import PoolLayout
 from kvflow.protocols.ports import PlaneAddress, WriteOutcome
 from kvflow.transports.data.route import BlockList, BlockQueue, PlannedRoute, Planner
-from kvflow.transports.data.write_thread import AT_ONCE_BYTES, ThreadWrite, WriteThread
+from kvflow.transports.data.write_thread import AT_ONCE_BYTES, Assignment, ThreadWrite, WriteThread
 from kvflow.transports.host.identity import check_same_host, is_alive, is_seen_alive, own_identity, wait_dead
 
 _CONNECTS, _CONNECT_S = 4, 120.0  # at a time; a TiB is backed with pages in a minute or two
@@ -168,14 +168,14 @@ class LocalRoute(PlannedRoute):
         if write.total_bytes > AT_ONCE_BYTES:
             return False
         blocks = self.planner.few_blocks(write.source_pages, write.target_pages)
-        if blocks is None or not self._thread.admit(write.total_bytes, len(blocks.sizes)):
+        if blocks is None or not self.thread.admit(write.total_bytes, len(blocks.sizes)):
             return False
         for source, target, size in zip(*blocks, strict=True):
             _copy_holding_gil(target, source, size)
         write.land()
         return True
 
-    def begin(self, write: ThreadWrite) -> _CopyJob:
+    def begin(self, write: Assignment) -> _CopyJob:
         return _CopyJob(write, BlockQueue(self.planner, write.source_pages, write.target_pages), self._copier)
 
     def close(self) -> None:
@@ -190,7 +190,7 @@ class _CopyJob:
     __slots__ = ("_blocks", "_copier", "_write", "error", "landed_bytes", "outcome")
     pause_s = 0.0
 
-    def __init__(self, write: ThreadWrite, blocks: BlockQueue, copier: _Copier) -> None:
+    def __init__(self, write: Assignment, blocks: BlockQueue, copier: _Copier) -> None:
         self._write, self._blocks, self._copier = write, blocks, copier
         self.landed_bytes, self.error = 0, ""
         self.outcome: WriteOutcome | None = None
@@ -216,7 +216,7 @@ class _Copier:
     def __init__(self) -> None:
         self._crowded = 0  # bursts that are still to be copied as beside a thread that keeps the GIL
 
-    def copy(self, blocks: BlockList, write: ThreadWrite) -> int:
+    def copy(self, blocks: BlockList, write: Assignment) -> int:
         """Copy blocks, at least one, until the write is cancelled; returns how many bytes."""
         copied = held = 0
         left = len(blocks.sizes)

@@ -10,7 +10,7 @@ import numpy as np
 from kvflow.protocols.errors import LayoutError, TransferError
 from kvflow.protocols.pages.layout import PageIndices, PoolLayout
 from kvflow.protocols.pages.plan import Addresses, Pairing
-from kvflow.transports.data.write_thread import ThreadWrite, WriteJob, WriteThread
+from kvflow.transports.data.write_thread import Assignment, ThreadWrite, WriteJob, WriteThread
 
 FEW_BLOCKS = 64
 
@@ -96,7 +96,7 @@ class PlannedRoute:
     def __init__(self, thread: WriteThread, planner: Planner) -> None:
         self.planner = planner
         self.closed = False
-        self._thread = thread
+        self.thread = thread
 
     def write(self, source_pages: PageIndices, target_pages: PageIndices) -> ThreadWrite:
         """Raises: LayoutError (nothing was started), TransferError after the route or the plane was closed."""
@@ -104,16 +104,20 @@ class PlannedRoute:
             raise TransferError("the route is closed; connect again to write to that peer")
         self.planner.check(source_pages, target_pages)
         total_bytes = self.planner.bytes_of(source_pages)
-        write = ThreadWrite(self._thread, self, source_pages, target_pages, total_bytes)
+        write = ThreadWrite(self.thread, self, source_pages, target_pages, total_bytes)
         if not self.write_at_once(write):
-            self._thread.submit(write)
+            self.thread.submit(write)
         return write
 
     def write_at_once(self, write: ThreadWrite) -> bool:
         """Make a tiny write on the event loop, where `WriteThread.admit` allows it and the back end knows how."""
         return False
 
-    def begin(self, write: ThreadWrite) -> WriteJob:
+    def begin(self, write: Assignment) -> WriteJob:
+        raise NotImplementedError
+
+    def close(self) -> None:
+        """See `protocols.ports.Route`. Idempotent."""
         raise NotImplementedError
 
 

@@ -54,5 +54,7 @@ def plane_for(pool: PagedPool, plane: str | DataPlane, *, receives: bool, host: 
             f"PagedPool.allocate(layout), or over a SharedSegment with PagedPool.wrap(..., segment=segment)"
         )
     if plane == LocalPlane.name and not pool.on_host:
-        raise MisuseError(f"plane 'local': {pool!r} is not in host memory, the only kind it copies")
+        raise MisuseError(
+            f"plane 'local': {pool!r} is not in host memory, the only kind it copies: give the node a Staging"
+        )
     return open_plane(plane, pool.segment, host=host)

@@ -61,6 +61,22 @@ class WriteJob(Protocol):
     def error(self) -> str: ...
 
 
+class Assignment(Protocol):
+    """What a job is about: a whole write, or a part of one."""
+
+    @property
+    def source_pages(self) -> PageIndices: ...
+
+    @property
+    def target_pages(self) -> PageIndices: ...
+
+    @property
+    def total_bytes(self) -> int: ...
+
+    @property
+    def cancelled(self) -> bool: ...
+
+
 class Work(Protocol):
     """Turns a write into its job, on the plane's thread: planning is not the event loop's work."""
 

@@ -10,7 +10,7 @@ from kvflow.protocols.errors import TransferError
 from kvflow.protocols.ports import ProcessIdentity, WriteOutcome
 from kvflow.transports.data.mooncake.congestion import unpace_local_connections
 from kvflow.transports.data.route import BlockQueue, PlannedRoute, Planner
-from kvflow.transports.data.write_thread import ThreadWrite, WriteThread
+from kvflow.transports.data.write_thread import Assignment, WriteThread
 from kvflow.transports.host.identity import has_ended, open_process
 
 WINDOW_HANDLES = 128
@@ -80,7 +80,7 @@ class MooncakeRoute(PlannedRoute):
         self._next_unpace = _FIRST_UNPACE_BYTES
         self._until_unpace = 0 if over_tcp else float("inf")  # bytes; RDMA has no connections to look at
 
-    def begin(self, write: ThreadWrite) -> _WindowJob:
+    def begin(self, write: Assignment) -> _WindowJob:
         return _WindowJob(self, write, BlockQueue(self.planner, write.source_pages, write.target_pages))
 
     def moved(self, submitted_bytes: int) -> None:
@@ -107,7 +107,7 @@ class _WindowJob:
 
     __slots__ = ("_blocks", "_handles", "_route", "_write", "error", "landed_bytes", "outcome", "pause_s")
 
-    def __init__(self, route: MooncakeRoute, write: ThreadWrite, blocks: BlockQueue) -> None:
+    def __init__(self, route: MooncakeRoute, write: Assignment, blocks: BlockQueue) -> None:
         self._route, self._write, self._blocks = route, write, blocks
         self._handles: deque[tuple[int, int]] = deque()  # (handle, size), oldest first
         self.landed_bytes, self.error = 0, ""

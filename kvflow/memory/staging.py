@@ -1,0 +1,153 @@
+"""Host memory beside a pool: what a data plane reads and writes where it cannot reach the pool itself.
+
+A second pool with the components of the first, page-first, in memory that peers of this machine can open, and pinned
+where the pool is on a device. What is copied between the two comes from the same plan as a transfer.
+
+At decode it is what rooms lend: a writer, late or lost, reaches nothing else. A chunk has landed when it has been
+brought to the room's own pages (`StagedArrivals`). At prefill each slice passes through it (`transports.data.staged`).
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from queue import SimpleQueue
+
+import numpy as np
+from xxhash import xxh3_64
+
+from kvflow.memory.checksum import stores_of, sum_places
+from kvflow.memory.copies import copier_for, copy_slices, host_layout
+from kvflow.memory.page_tasks import THREADS, PageTask, PageTasks
+from kvflow.memory.pool import PagedPool
+from kvflow.protocols.pages.layout import NO_PLACES, PageIndices, Places, PoolLayout, resized
+from kvflow.protocols.pages.plan import Pairing
+from kvflow.protocols.ports import PageStore
+
+SLICE_BYTES = 4 << 20  # some 0.2 ms over PCIe, 1 ms of memmove: after a cancel no more than this is still copied
+_BROUGHT = b"brought"
+_SCRATCH_BYTES = 1 << 20
+
+
+class Staging:
+    """The host memory of one pool. It must stay open until the nodes and planes that use it are closed."""
+
+    def __init__(self, pool: PagedPool, size_bytes: int = 0, *, shared: bool = True) -> None:
+        """Allocates it, pre-faulted: make it in a thread. `size_bytes`: of pages and rows; 0, and more than the pool
+        has, are as many as the pool has. `shared` lets peers of this machine open it.
+
+        Raises: LayoutError when there is not enough memory, or it cannot be pinned; MisuseError for a size that holds
+        no page, or no row.
+        """
+        whole = resized(pool.layout, num_pages=pool.layout.num_pages, num_rows=pool.layout.num_rows)
+        fits = host_layout(whole, size_bytes) if 0 < size_bytes < whole.size_bytes else whole
+        self.pool, self._copier = pool, copier_for(pool)
+        self.host = PagedPool.allocate(fits, shared)
+        self._out = Pairing(pool.layout, self.host.layout, ("pool", "staging"))
+        self._into = Pairing(self.host.layout, pool.layout, ("staging", "pool"))
+        self._copier.pin(self.host)
+
+    def __repr__(self) -> str:
+        layout = self.host.layout
+        return f"<Staging of {layout.num_pages} pages and {layout.num_rows} rows for {self.pool!r}>"
+
+    @property
+    def mapped_by(self) -> tuple[object, ...]:
+        """See `PagedPool.mapped_by`; of both pools."""
+        return (*self.pool.mapped_by, *self.host.mapped_by)
+
+    def copy_out(self, places: PageIndices, staged: PageIndices, stopped: Callable[[], bool]) -> bool:
+        """From the pool into staging, in a thread; indices of both number rows on from the pages (`layout.Places`).
+
+        Returns whether all was copied; `stopped` is asked before every slice. Raises: TransferError.
+        """
+        source, target = self.pool.layout.split(places), self.host.layout.split(staged)
+        return copy_slices(self._out, source, target, SLICE_BYTES, stopped, self._copier)
+
+    def copy_in(self, staged: PageIndices, places: PageIndices, stopped: Callable[[], bool]) -> bool:
+        """From staging into the pool, as `copy_out`."""
+        source, target = self.host.layout.split(staged), self.pool.layout.split(places)
+        return copy_slices(self._into, source, target, SLICE_BYTES, stopped, self._copier)
+
+    def close(self) -> None:
+        """Free it, when nothing copies any more. Idempotent."""
+        self._copier.close()
+        self.host.close()
+
+
+class StagedArrivals(PageTasks):
+    """Implements `protocols.ports.Arrivals`: brings chunks from staging to the pool."""
+
+    def __init__(self, staging: Staging, *, verify: bool) -> None:
+        """With `verify` a chunk's answer is the checksum of what has landed in staging."""
+        super().__init__("copy from staging")
+        self._staging, self._verify = staging, verify
+        self._stores, self._mapped_by = stores_of(staging.host.layout), staging.mapped_by
+        self.lent: PageStore = staging.host.places
+        self.num_places = staging.pool.layout.num_places
+
+    def begin(self, lent: PageIndices, pages: PageIndices) -> PageTask:
+        return self.start(functools.partial(self._bring, lent, pages), len(pages), self._mapped_by)
+
+    def _bring(self, lent: PageIndices, pages: PageIndices, cancelled: Callable[[], bool]) -> bytes:
+        answer = _BROUGHT
+        if self._verify:
+            found = xxh3_64()
+            if not sum_places(found, self._stores, self._staging.host.layout.split(lent), cancelled):
+                return b""
+            answer = found.digest()
+        return answer if self._staging.copy_in(lent, pages, cancelled) else b""
+
+
+class StagedChecksums(PageTasks):
+    """Implements `protocols.ports.Checksums` for a pool that the CPU cannot read: each thread copies some pages out at
+    a time, and sums the copy."""
+
+    def __init__(self, pool: PagedPool) -> None:
+        """Raises: LayoutError, as `Staging`."""
+        super().__init__("checksum")
+        layout = pool.layout
+        largest = layout.page_bytes + layout.row_bytes
+        self._scratch: SimpleQueue[Staging] = SimpleQueue()
+        self._made = [Staging(pool, max(_SCRATCH_BYTES, 2 * largest), shared=False) for _ in range(THREADS)]
+        for scratch in self._made:
+            self._scratch.put(scratch)
+        self._layout, self._mapped_by = layout, pool.mapped_by
+
+    def begin(self, pages: PageIndices) -> PageTask:
+        return self.start(functools.partial(self._sum, pages), len(pages), self._mapped_by)
+
+    async def close(self) -> None:
+        try:
+            await super().close()
+        finally:
+            if not self._running:  # else a thread that hangs may read them yet
+                for scratch in self._made:
+                    scratch.close()
+
+    def _sum(self, pages: PageIndices, cancelled: Callable[[], bool]) -> bytes:
+        scratch = self._scratch.get()
+        try:
+            found, host = xxh3_64(), scratch.host.layout
+            stores, places = stores_of(host), self._layout.split(pages)
+            for part in _parts(places, host):
+                onto = Places(_first(len(part.pages)), _first(len(part.rows)))
+                if not scratch.copy_out(self._layout.numbered(part), host.numbered(onto), cancelled):
+                    return b""
+                if not sum_places(found, stores, onto, cancelled):
+                    return b""
+            return found.digest()
+        finally:
+            self._scratch.put(scratch)
+
+
+def _parts(places: Places, host: PoolLayout) -> Iterator[Places]:
+    """In pieces that fit into `host`: pages first, as they are summed."""
+    for start in range(0, len(places.pages), host.num_pages):
+        yield Places(places.pages[start : start + host.num_pages], NO_PLACES)
+    for n in range(len(places.rows)):
+        yield Places(NO_PLACES, places.rows[n : n + 1])
+
+
+def _first(count: int) -> PageIndices:
+    return np.arange(count, dtype=np.int32)

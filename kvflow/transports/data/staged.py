@@ -1,0 +1,261 @@
+"""A data plane over a pool that it cannot read: each slice of a write passes through staging, host memory beside it.
+
+What status means landed?       What it means to the inner plane, of every slice; a slice is written when it has been
+                                copied out.
+Can a write outlive its error?  As on the inner plane. A copy out that fails ends its write as cancelled and drained.
+What fences a peer?             What fences one of the inner plane.
+
+A write ends when its copies have. While one slice travels the next is copied out, in a thread of its own. Every route
+has memory for a few slices, so a peer that takes no writes keeps no other's. A doubtful block may read that memory
+later: it can only reach target pages that are still on loan, of a room that has failed.
+"""
+
+from __future__ import annotations
+
+from concurrent.futures import Future, ThreadPoolExecutor
+
+import numpy as np
+
+from kvflow.aio import in_thread
+from kvflow.memory.staging import SLICE_BYTES, Staging
+from kvflow.protocols.errors import CapacityError, LayoutError, TransferError
+from kvflow.protocols.pages.layout import NO_PLACES, PageIndices, Places, PoolLayout
+from kvflow.protocols.ports import DataPlane, PlaneAddress, WriteOutcome
+from kvflow.transports.data.route import PlannedRoute, Planner
+from kvflow.transports.data.write_thread import Assignment, WriteJob
+
+_SLICES = 3  # of one route: one that travels, one that is copied, and one that waits
+_ROUTES = 8  # for which a small staging has room
+_WAIT_S = 0.01  # for a copy, which wakes the plane's thread when it ends
+
+
+class StagedPlane:
+    """Implements `protocols.ports.DataPlane` around one whose routes are `PlannedRoute`s."""
+
+    def __init__(self, inner: DataPlane, staging: Staging) -> None:
+        """`inner` is made for the staging's segment; all of the staging is this plane's."""
+        self._inner, self._staging = inner, staging
+        self._copying = ThreadPoolExecutor(1, thread_name_prefix="kvflow-staging")
+        self._routes: set[StagedRoute] = set()
+
+    def __repr__(self) -> str:
+        return f"<StagedPlane around {self._inner!r}>"
+
+    @property
+    def name(self) -> str:
+        return self._inner.name
+
+    @property
+    def stalled_s(self) -> float:
+        return self._inner.stalled_s
+
+    def export(self, layout: PoolLayout) -> tuple[PlaneAddress, PoolLayout]:
+        """Of the staging: `layout` is its own, or its pool's. Raises: as the inner plane."""
+        return self._inner.export(self._staging.host.layout)
+
+    async def connect(self, address: PlaneAddress, layout: PoolLayout) -> StagedRoute:
+        """Raises: as the inner plane; TransferError when there is no staging left for another route."""
+        inner = await self._inner.connect(address, layout)
+        try:
+            if not isinstance(inner, PlannedRoute):
+                raise LayoutError(f"plane {self.name!r} cannot write from staging")
+            planner = Planner(self._staging.pool.layout, layout, max_block_bytes=SLICE_BYTES)
+            route = StagedRoute(inner, planner, self._staging, self._copying, self._routes)
+        except BaseException:
+            inner.close()
+            raise
+        self._routes.add(route)
+        return route
+
+    async def fence(self, writer: PlaneAddress) -> None:
+        await self._inner.fence(writer)
+
+    def sees_alive(self, writer: PlaneAddress) -> bool:
+        return self._inner.sees_alive(writer)
+
+    async def close(self) -> None:
+        """As the inner plane's; and what it has left behind copies no more."""
+        try:
+            await self._inner.close()
+        finally:
+            try:
+                await in_thread(self._copying.shutdown)
+            finally:  # cancelled or not, the thread has ended
+                for route in list(self._routes):
+                    route.close()
+
+
+class StagedRoute(PlannedRoute):
+    """Implements `protocols.ports.Route`. `places`, the staging that no slice uses, are the plane's thread's own."""
+
+    def __init__(
+        self, inner: PlannedRoute, planner: Planner, staging: Staging, copying: ThreadPoolExecutor,
+        siblings: set[StagedRoute],
+    ) -> None:  # fmt: skip
+        """Raises: TransferError."""
+        super().__init__(inner.thread, planner)
+        self.inner, self.staging, self.copying, self._siblings = inner, staging, copying, siblings
+        layout = staging.host.layout
+        most = max(1, layout.num_pages // (_SLICES * _ROUTES))
+        self.slice_pages = min(most, max(1, SLICE_BYTES // (layout.page_bytes or 1)))
+        self._owned = self._take(layout)
+        self.places = Places(*(indices.copy() for indices in self._owned))
+
+    def _take(self, layout: PoolLayout) -> Places:
+        host = self.staging.host
+        pages = min(_SLICES * self.slice_pages, layout.num_pages)
+        try:
+            taken = host.pages.take(pages, self)
+            if not layout.num_rows:
+                return Places(taken, NO_PLACES)
+            try:
+                return Places(taken, host.rows.take(min(_SLICES, max(1, layout.num_rows // _ROUTES)), self))
+            except CapacityError:
+                host.pages.give_back(taken, self)
+                raise
+        except CapacityError as error:
+            raise TransferError(
+                f"no staging is left for another decode ({error}; {len(self._siblings)} have some): raise "
+                f"--staging-bytes"
+            ) from None
+
+    def begin(self, write: Assignment) -> StagedJob:
+        return StagedJob(self, write)
+
+    def reserve(self, places: PageIndices) -> PageIndices | None:
+        """Staging for these places of the pool, in their order; None while too little is free."""
+        pool, host, free = self.staging.pool.layout, self.staging.host.layout, self.places
+        in_rows = places >= pool.num_pages
+        rows = int(in_rows.sum())
+        pages = places.size - rows
+        if pages > free.pages.size or rows > free.rows.size:
+            return None
+        found = np.empty(places.size, dtype=np.int32)
+        found[~in_rows], found[in_rows] = free.pages[:pages], free.rows[:rows] + np.int32(host.num_pages)
+        self.places = Places(free.pages[pages:], free.rows[rows:])
+        return found
+
+    def give_back(self, staged: PageIndices) -> None:
+        more = self.staging.host.layout.split(staged)
+        both = zip(self.places, more, strict=True)
+        self.places = Places(*(np.concatenate(indices, dtype=np.int32) for indices in both))
+
+    def close(self) -> None:
+        if self.closed:
+            return
+        self.closed = True
+        self._siblings.discard(self)
+        self.inner.close()
+        host = self.staging.host
+        host.pages.give_back(self._owned.pages, self)
+        if self._owned.rows.size:
+            host.rows.give_back(self._owned.rows, self)
+
+
+class _Slice:
+    """Implements `write_thread.Assignment`: some places of a write, in staging."""
+
+    __slots__ = ("copied", "job", "source_pages", "target_pages", "total_bytes", "write")
+
+    def __init__(
+        self, write: Assignment, staged: PageIndices, target_pages: PageIndices, total_bytes: int, copied: Future[bool]
+    ) -> None:
+        self.write, self.source_pages, self.target_pages = write, staged, target_pages
+        self.total_bytes, self.copied = total_bytes, copied
+        self.job: WriteJob | None = None
+
+    @property
+    def cancelled(self) -> bool:
+        return self.write.cancelled
+
+
+class StagedJob:
+    """Implements `write_thread.WriteJob`: slices are copied out, and written, in their order."""
+
+    __slots__ = (
+        *("_at", "_ended_bytes", "_route", "_slices", "_worst", "_write", "error", "landed_bytes", "outcome"),
+        "pause_s",
+    )
+
+    def __init__(self, route: StagedRoute, write: Assignment) -> None:
+        self._route, self._write = route, write
+        self._at = 0  # of the write's places, the next to be copied
+        self._slices: list[_Slice] = []
+        self._ended_bytes = self.landed_bytes = 0
+        self._worst = WriteOutcome.LANDED  # of slices that have ended
+        self.error = ""
+        self.outcome: WriteOutcome | None = None
+        self.pause_s = 0.0
+
+    def advance(self, max_bytes: int, cancelled: bool) -> int:
+        changed = not cancelled and not self.error and self._copy_next()
+        left, self.pause_s = max_bytes, _WAIT_S
+        for part in self._slices[:]:
+            if not part.copied.done():
+                break
+            moved = self._write_on(part, left, cancelled or bool(self.error))
+            changed |= moved >= 0
+            left -= max(0, moved)
+            if part.job is not None and part.job.outcome is None:
+                self.pause_s = min(self.pause_s, part.job.pause_s)
+        self.landed_bytes = self._ended_bytes + sum(part.job.landed_bytes for part in self._slices if part.job)
+        whole = self._at == len(self._write.source_pages)
+        if not self._slices and (whole or cancelled or self.error):
+            landed = self._worst is WriteOutcome.LANDED
+            self.outcome = WriteOutcome.CANCELLED if landed and not whole else self._worst
+        return max_bytes - left if left < max_bytes or changed or self.outcome is not None else -1
+
+    def _copy_next(self) -> bool:
+        """Begin to copy slices while there is staging for them; True when one was begun."""
+        route, write, begun = self._route, self._write, False
+        while self._at < len(write.source_pages) and len(self._slices) < _SLICES:
+            places = write.source_pages[self._at : self._at + route.slice_pages]
+            staged = route.reserve(places)
+            if staged is None:  # what slices of other writes have comes back
+                break
+            targets = write.target_pages[self._at : self._at + places.size]
+            try:
+                copied = route.copying.submit(route.staging.copy_out, places, staged, lambda: write.cancelled)
+            except RuntimeError as error:  # no thread is to be had
+                route.give_back(staged)
+                self.error, self._worst = f"no thread copies from the pool: {error}", WriteOutcome.CANCELLED
+                return True
+            self._slices.append(_Slice(write, staged, targets, route.planner.bytes_of(places), copied))
+            self._at += places.size
+            copied.add_done_callback(lambda _: route.thread.wake())
+            begun = True
+        return begun
+
+    def _write_on(self, part: _Slice, max_bytes: int, stopped: bool) -> int:
+        """Move a slice on that has been copied out, as `advance`; forget one that has ended."""
+        if part.job is None and (not self._was_copied(part) or stopped):
+            self._end(part, 0, WriteOutcome.CANCELLED)
+            return 0
+        try:
+            part.job = part.job or self._route.inner.begin(part)
+            moved = part.job.advance(max_bytes, stopped)
+        except Exception as error:  # noqa: BLE001 - other slices of this write are still copied: it ends after them
+            self._route.thread.surprises += 1
+            self.error = self.error or f"{type(error).__name__}: {error}"
+            self._end(part, 0, WriteOutcome.UNPROVEN)
+            return 0
+        if part.job.outcome is not None:
+            self.error = self.error or part.job.error
+            self._end(part, part.job.landed_bytes, part.job.outcome)
+        return moved
+
+    def _was_copied(self, part: _Slice) -> bool:
+        try:
+            return part.copied.result()  # False: it was cancelled
+        except Exception as error:  # noqa: BLE001 - whatever a copy raises ends this write, drained, and no other
+            self.error = self.error or f"a copy from the pool failed: {str(error) or type(error).__name__}"
+            return False
+
+    def _end(self, part: _Slice, landed_bytes: int, outcome: WriteOutcome) -> None:
+        self._slices.remove(part)
+        self._route.give_back(part.source_pages)
+        self._ended_bytes += landed_bytes
+        self._worst = max(self._worst, outcome, key=_DOUBT.index)
+
+
+_DOUBT = (WriteOutcome.LANDED, WriteOutcome.CANCELLED, WriteOutcome.UNPROVEN)

@@ -1,0 +1,293 @@
+"""Rooms whose pages no peer can write: what lands in staging is brought to them before it counts (I2, I3, I8, I13)."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import AsyncIterator
+from typing import Any
+
+import numpy as np
+import pytest
+
+from kvflow.handlers.rooms import DecodeRoom, PrefillRoom
+from kvflow.memory.checksum import PageChecksums
+from kvflow.memory.copies import HostCopier
+from kvflow.memory.external import ExternalPages
+from kvflow.memory.staging import Staging
+from kvflow.node import DecodeNode
+from kvflow.protocols.errors import CapacityError, Code, KvflowError, TransferError
+from kvflow.testing.pair import PAGE_SIZE, Pair, pair, small_layout, until
+from kvflow.transports.data.fake import Fault
+from tests.handlers.scenes import PROMPT, ledger
+from tests.memory.kinds import contents, layout_of, overwrite
+
+PAGE_BYTES = small_layout().page_bytes
+
+
+@pytest.fixture
+async def p() -> AsyncIterator[Pair]:
+    """As much staging as the pool."""
+    async with pair(staging_bytes=0) as made:
+        yield made
+
+
+@pytest.fixture
+async def little() -> AsyncIterator[Pair]:
+    """Staging of seven pages: two rooms of five do not fit."""
+    async with pair(staging_bytes=7 * PAGE_BYTES) as made:
+        yield made
+
+
+class Gate:
+    """Copies wait until they are let go; the one numbered `fails` is refused."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, fails: int = 0) -> None:
+        self.reached, self.go, self.begun = threading.Event(), threading.Event(), 0
+        real = HostCopier.copy
+
+        def copy(blocks: Any) -> None:
+            self.begun += 1
+            mine = self.begun
+            self.reached.set()
+            assert self.go.wait(20)
+            if mine == fails:
+                raise TransferError("the device is lost")
+            real(blocks)
+
+        monkeypatch.setattr(HostCopier, "copy", staticmethod(copy))
+
+
+async def opened(p: Pair, room: int = 7) -> tuple[PrefillRoom, DecodeRoom]:
+    source, target = await p.open(room, PROMPT)
+    await source.matched()
+    return source, target
+
+
+def same_bytes(p: Pair, pages: Any, target: DecodeRoom) -> bool:
+    return p.prefill.pool.pages_bytes(pages).tobytes() == p.decode.pool.pages_bytes(target.pages).tobytes()
+
+
+@pytest.mark.parametrize("chunks", [1, 2, 5])
+@pytest.mark.parametrize("verify", [False, True])
+async def test_a_room_lands_in_its_own_pages(p: Pair, chunks: int, verify: bool) -> None:
+    if verify:
+        p.prefill.shell.checksums = PageChecksums(p.prefill.pool)
+        p.decode.shell.endpoint.core.verify = p.decode._arrivals._verify = True  # type: ignore[union-attr]
+    source, target = await opened(p)
+    assert p.decode.exported[1].buffers != p.decode.pool.layout.buffers, "peers know the staging's addresses only"
+    pages = p.send_all(source, chunks=chunks)
+    assert await target.landed() == b"handoff"
+    assert same_bytes(p, pages, target)
+    await until(lambda: p.decode.staging_at_rest)
+    target.close()
+    await p.rest()
+    assert p.decode.counts.mismatched == 0
+
+
+async def test_a_changed_byte_in_staging_is_found(p: Pair) -> None:
+    p.prefill.shell.checksums = PageChecksums(p.prefill.pool)
+    p.decode.shell.endpoint.core.verify = p.decode._arrivals._verify = True  # type: ignore[union-attr]
+    p.plane(p.prefill).hold()
+    source, target = await opened(p)
+    p.send_all(source)
+    p.plane(p.prefill).step(5 - 1)
+    p.decode.reached.array("0.k")[target.lent[0]] ^= 1
+    p.plane(p.prefill).release()
+    with pytest.raises(KvflowError, match=r"checksum [0-9a-f]{16} at prefill"):
+        await target.landed()
+    await p.rest()
+
+
+async def test_nothing_has_landed_before_it_is_brought(p: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    gate = Gate(monkeypatch)
+    source, target = await opened(p)
+    pages = p.send_all(source, chunks=2)
+    await source.done()
+    assert await asyncio.to_thread(gate.reached.wait, 20)
+    assert not target.when_landed.given and not target.ended
+    gate.go.set()
+    await target.landed()
+    assert same_bytes(p, pages, target)
+    target.close()
+    await p.rest()
+
+
+@pytest.mark.parametrize("chunks", [1, 2])
+async def test_a_copy_that_fails_fails_its_room(p: Pair, chunks: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    gate = Gate(monkeypatch, fails=1)
+    gate.go.set()
+    source, target = await opened(p)
+    p.send_all(source, chunks=chunks)
+    text = r"chunk [01] of rank 0: the pages could not be brought to where they are used: the copy from staging failed"
+    with pytest.raises(KvflowError, match=text) as caught:
+        await target.landed()
+    assert caught.value.code is Code.ENGINE_ERROR
+    await target.released()
+    await p.rest()
+
+
+async def test_an_abort_in_mid_copy_frees_the_pages_when_the_copy_has_ended(
+    p: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gate = Gate(monkeypatch)
+    source, target = await opened(p)
+    p.send_all(source)
+    assert await asyncio.to_thread(gate.reached.wait, 20)
+    target.close()
+    await until(lambda: target.over and source.ended)
+    free = p.decode.pool.pages.free_pages, p.decode.reached.pages.free_pages
+    assert free == (p.decode.pool.pages.capacity - 5, p.decode.reached.pages.capacity - 5)
+    assert not target.when_released.given
+    gate.go.set()
+    await target.released()
+    await p.rest()
+
+
+async def test_rooms_wait_for_staging_in_order(little: Pair) -> None:
+    p = little
+    p.plane(p.prefill).hold()
+    first = await opened(p, 1)
+    sources = [p.prefill.room(n, PROMPT) for n in (2, 3, 4)]
+    others = [p.decode.room(n, "sim", PROMPT) for n in (2, 3, 4)]
+    await until(lambda: len(p.decode.shell._waiting) == 3)
+    assert [len(room.pages) for room in others] == [0, 0, 0], "no page of the pool is taken meanwhile"
+    others[1].close()
+    await until(lambda: sources[1].ended and len(p.decode.shell._waiting) == 2)
+    p.plane(p.prefill).release()
+    for source, target in (first, (sources[0], others[0]), (sources[2], others[2])):
+        await source.matched()
+        assert [room.lent.size for room in others] in ([0, 0, 0], [5, 0, 0], [0, 0, 5])
+        pages = p.send_all(source)
+        await target.landed()
+        assert same_bytes(p, pages, target)
+        target.close()
+    await p.rest()
+    assert not p.decode.shell._waiting
+
+
+async def test_a_room_that_waits_meets_its_deadline(little: Pair) -> None:
+    p = little
+    p.plane(p.prefill).hold()
+    first, target = await opened(p, 1)
+    late = p.decode.room(2, "sim", PROMPT, deadline_s=5)
+    await until(lambda: p.decode.shell._waiting)
+    p.clock(p.decode).advance(6)
+    with pytest.raises(KvflowError) as caught:
+        await late
+    assert caught.value.code is Code.DEADLINE and not p.decode.shell._waiting
+    p.plane(p.prefill).release()
+    p.send_all(first)
+    await target.landed()
+    target.close()
+    await p.rest()
+
+
+async def test_a_room_that_never_fits_is_refused_with_the_numbers(little: Pair) -> None:
+    source = little.prefill.room(7, range(8 * PAGE_SIZE))
+    text = r"staging of room 7, pages \(--staging-bytes\): asked for 8, limit 7"
+    with pytest.raises(CapacityError, match=text):
+        await little.decode.room(7, "sim", range(8 * PAGE_SIZE))
+    with pytest.raises(KvflowError, match=text):
+        await source.matched()
+    await little.rest()
+
+
+async def test_a_late_write_reaches_nothing_but_staging(p: Pair) -> None:
+    """A write in doubt: its room ends, and what it still moves goes to pages that are lent until the fence."""
+    source, target = await opened(p)
+    p.plane(p.prefill).script(Fault.LATE)
+    p.send_all(source)
+    with pytest.raises(KvflowError):
+        await target.landed()
+    await until(lambda: p.decode.quarantined_pages == 5)
+    lent = p.decode.reached.places.owned()
+    assert list(lent.values()) == [5]
+    before = p.decode.pool.pages_bytes(np.arange(64, dtype=np.int32)).tobytes()
+    assert p.plane(p.prefill).land_late() > 0
+    assert p.decode.pool.pages_bytes(np.arange(64, dtype=np.int32)).tobytes() == before
+    assert p.decode.reached.places.owned() == lent
+    await p.crash(p.prefill)
+    await until(lambda: not p.decode.quarantined_pages)
+    await p.rest()
+
+
+async def test_a_prefill_that_dies_in_mid_write_leaves_its_loan_until_the_fence(p: Pair) -> None:
+    p.plane(p.prefill).hold()
+    source, target = await opened(p)
+    p.send_all(source, chunks=2)
+    p.plane(p.prefill).step(4)
+    await p.crash(p.prefill)
+    p.clock(p.decode).advance(1000)
+    with pytest.raises(KvflowError):
+        await target.landed()
+    await target.released()
+    await p.rest()
+
+
+async def test_what_is_unproven_at_the_end_stays_with_the_staging(p: Pair) -> None:
+    """The pool's own pages are free at once: nothing of a peer's can reach them."""
+    source, target = await opened(p)
+    p.plane(p.prefill).script(Fault.LATE)
+    p.send_all(source)
+    with pytest.raises(KvflowError):
+        await target.landed()
+    await until(lambda: p.decode.quarantined_pages == 5)
+    first, staging = p.decode, p.decode.staging
+    assert isinstance(staging, Staging)
+    [loan] = await first.close()
+    p.decodes.remove(first)
+    assert staging.pool.pages.at_rest() and not staging.host.places.at_rest()
+    assert staging.host.unproven == [loan] and not staging.pool.unproven
+    await target.released()
+    second = await p.add_decode(over=staging)
+    assert second.quarantined_pages == 5
+    p.plane(p.prefill).die()
+    await until(lambda: not second.quarantined_pages)
+    assert staging.host.places.at_rest() and not ledger(second).quarantined_pages
+
+
+async def test_pages_of_the_engine_s_own_are_busy_until_they_have_been_brought(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with pair(staging_bytes=0) as p:
+        own = ExternalPages(64)
+        p.decode.shell.pages = p.decode.pages = own
+        gate = Gate(monkeypatch)
+        source = p.prefill.room(7, PROMPT)
+        target = await p.decode.room(7, "sim", PROMPT, pages=[9, 4, 7, 3, 5])
+        await source.matched()
+        pages = p.send_all(source)
+        assert await asyncio.to_thread(gate.reached.wait, 20)
+        target.close()
+        await until(lambda: target.over)
+        assert own.busy_pages == 5
+        gate.go.set()
+        await target.released()
+        assert own.at_rest() and list(target.pages) == [9, 4, 7, 3, 5] and pages.size == 5
+        await p.rest()
+
+
+async def test_a_row_is_brought_with_the_last_chunk() -> None:
+    layouts = layout_of("hybrid", 4, 20, 4, "page_first"), layout_of("hybrid", 4, 16, 3, "layer_first")
+    async with pair(source_layout=layouts[0], target_layout=layouts[1], staging_bytes=0) as p:
+        for seed, node in enumerate(p.nodes):
+            overwrite(node.pool, seed)
+        source, target = await p.open(7, range(1, 11))
+        await source.matched()
+        pages, row = p.prefill.pool.pages.take(3, "engine"), p.prefill.pool.rows.take(1, "engine")
+        source.send(pages[:2])
+        source.send(np.append(pages[2:], row + np.int32(20)), last=True, handoff=b"handoff")
+        await target.landed()
+        there = p.decode.pool.layout.split(target.pages)
+        ours, theirs = contents("hybrid", p.prefill.pool), contents("hybrid", p.decode.pool)
+        assert (ours["0.k"][pages] == theirs["0.k"][there.pages]).all()
+        assert (ours["1.ssm"][row] == theirs["1.ssm"][there.rows]).all()
+        target.close()
+        p.prefill.pool.pages.give_back(pages, "engine")
+        p.prefill.pool.rows.give_back(row, "engine")
+        await p.rest()
+
+
+async def test_a_staging_of_another_pool_is_refused(p: Pair) -> None:
+    other = p.decode.staging
+    with pytest.raises(KvflowError, match="is not for <PagedPool"):
+        DecodeNode(p.prefill.pool, p.plane(p.decode), staging=other)

@@ -1,0 +1,116 @@
+"""Staging: every byte there and back, sums of what the CPU cannot read, and sizes that hold."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from kvflow.memory import staging as module
+from kvflow.memory.checksum import PageChecksums
+from kvflow.memory.pool import PagedPool
+from kvflow.memory.staging import StagedArrivals, StagedChecksums, Staging
+from kvflow.protocols.errors import LayoutError, MisuseError
+from kvflow.protocols.pages.layout import Order, PageIndices, Places, build_layout
+from tests.memory.kinds import KINDS, check_restored, contents, has_rows, layout_of, overwrite
+
+ORDERS: list[Order] = ["page_first", "layer_first"]
+
+
+def made(kind: str, order: Order = "page_first", num_pages: int = 14) -> PagedPool:
+    pool = PagedPool.allocate(layout_of(kind, 4, num_pages, 5, order), shared=False)
+    overwrite(pool, 1)
+    return pool
+
+
+def places(kind: str, pages: tuple[int, ...], rows: tuple[int, ...]) -> Places:
+    found = [np.array(indices, dtype=np.int32) for indices in (pages, rows if has_rows(kind) else ())]
+    return Places(*found)
+
+
+def never() -> bool:
+    return False
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("order", ORDERS)
+async def test_every_buffer_goes_there_and_back(kind: str, order: Order) -> None:
+    pool = made(kind, order)
+    staging = Staging(pool, shared=False)
+    here, between, there = (places(kind, *p) for p in (((7, 0, 3), (4,)), ((9, 2, 5), (0,)), ((1, 2, 8), (3,))))
+    out, lent, into = pool.layout.numbered(here), staging.host.layout.numbered(between), pool.layout.numbered(there)
+    before = contents(kind, pool)
+    assert staging.copy_out(out, lent, never)
+    overwrite(pool, 2)
+    was = contents(kind, pool)
+    arrivals = StagedArrivals(staging, verify=True)
+    task = arrivals.begin(lent, into)
+    found = await task.done
+    check_restored(kind, before, here, was, there, pool)
+    sums = PageChecksums(staging.host)
+    assert found == await sums.begin(lent).done
+    plain = StagedArrivals(staging, verify=False)
+    assert await plain.begin(lent, into).done == b"brought"
+    for tasks in (arrivals, sums, plain):
+        await tasks.close()
+    staging.close()
+    pool.close()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+async def test_a_sum_through_scratch_is_that_of_the_pool(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "_SCRATCH_BYTES", 1)  # two pages at a time
+    pool = made(kind)
+    direct, staged = PageChecksums(pool), StagedChecksums(pool)
+    found = []
+    for seed, pages, rows in ((1, (3,), ()), (2, (3, 1, 9, 0, 5), (2,)), (3, (3, 1, 9, 0, 5), (2,))):
+        overwrite(pool, seed)
+        wanted = pool.layout.numbered(places(kind, pages, rows))
+        sums = [await checksums.begin(wanted).done for checksums in (direct, staged)]
+        assert sums[0] == sums[1] != b""
+        found.append(sums[0])
+    assert found[1] != found[2]
+    for checksums in (direct, staged):
+        await checksums.close()
+    pool.close()
+
+
+@pytest.mark.parametrize("kind", ["mha", "hybrid", "mamba"])
+def test_sizes(kind: str) -> None:
+    pool = made(kind)
+    layout = pool.layout
+    for size_bytes in (0, layout.size_bytes, 1 << 40):
+        whole = Staging(pool, size_bytes, shared=False)
+        assert (whole.host.layout.num_pages, whole.host.layout.num_rows) == (layout.num_pages, layout.num_rows)
+        whole.close()
+    limit = 2 * (2 * layout.page_bytes + layout.row_bytes)
+    some = Staging(pool, limit, shared=False)
+    assert 0 < some.host.layout.size_bytes <= limit < layout.size_bytes and some.host.segment is None
+    assert bool(some.host.layout.num_rows) == has_rows(kind)
+    some.close()
+    with pytest.raises(MisuseError, match="1 bytes of host memory do not hold"):
+        Staging(pool, 1)
+    pool.close()
+
+
+def test_more_than_there_is_memory_for_is_refused() -> None:
+    layout = build_layout([("k", "float32", (1 << 20,))], page_size=1024, num_pages=1 << 20)
+    with pytest.raises(LayoutError, match="no memory for a pool"):
+        Staging(PagedPool(layout))
+
+
+async def test_a_cancelled_landing_brings_nothing_and_answers_nothing() -> None:
+    """An answer would say that the chunk is where it is used."""
+    pool = made("mha")
+    staging, was = Staging(pool, shared=False), contents("mha", pool)
+    arrivals = StagedArrivals(staging, verify=False)
+    lent: PageIndices = np.array([1], dtype=np.int32)
+    task = arrivals.begin(lent, lent)
+    task.cancel()
+    answer = await task.done
+    await task.released
+    if not answer:  # it had not begun, or was stopped
+        assert all((a == b).all() for a, b in zip(was.values(), contents("mha", pool).values(), strict=True))
+    assert arrivals._bring(lent, lent, lambda: True) == b""
+    await arrivals.close()
+    staging.close()
+    pool.close()

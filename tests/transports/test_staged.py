@@ -1,0 +1,273 @@
+"""Writes that pass through staging: whole, bounded, and over when their copies are, however they end."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import threading
+from collections.abc import AsyncIterator
+from typing import Any
+
+import numpy as np
+import pytest
+
+from kvflow.memory import staging as memory_staging
+from kvflow.memory.copies import HostCopier
+from kvflow.memory.pool import PagedPool
+from kvflow.memory.staging import Staging
+from kvflow.protocols.errors import LayoutError, TransferError
+from kvflow.protocols.pages.layout import Order, build_layout
+from kvflow.protocols.ports import WriteOutcome
+from kvflow.transports.data import staged
+from kvflow.transports.data.fake import FakeNetwork, FakePlane
+from kvflow.transports.data.local import LocalPlane, LocalRoute
+from kvflow.transports.data.staged import StagedPlane, StagedRoute
+from tests.memory.kinds import KINDS, check_restored, contents
+from tests.transports.test_rows import moved_places, pair_of
+
+PAGES = 64
+
+
+class Sides:
+    """A staged source and a target, page p of the source full of p + 1, and slices of two pages."""
+
+    def __init__(self, pages: int = 6) -> None:
+        layout = build_layout([("k", "uint8", (256,))], page_size=4, num_pages=PAGES)
+        self.page_bytes = layout.page_bytes
+        self.source, self.target = PagedPool.allocate(layout, shared=False), PagedPool.allocate(layout)
+        self.source.array("k")[:] = np.arange(1, PAGES + 1, dtype=np.uint8)[:, None, None]
+        self.staging = Staging(self.source, pages * layout.page_bytes)
+        self.plane = StagedPlane(LocalPlane(self.staging.host.segment), self.staging)
+        self.receiver = LocalPlane(self.target.segment)
+        self.exported = self.receiver.export(self.target.layout)
+        self.plane.export(self.source.layout)
+
+    async def connect(self) -> StagedRoute:
+        return await self.plane.connect(*self.exported)
+
+    def landed(self, pages: Any) -> bool:
+        return bool((self.target.array("k")[pages] == self.source.array("k")[pages]).all())
+
+    async def close(self) -> None:
+        await self.plane.close()
+        await self.receiver.close()
+        assert self.staging.host.pages.at_rest()
+        self.staging.close()
+        for pool in (self.source, self.target):
+            pool.close()
+
+
+def numbers(*indices: int) -> Any:
+    return np.array(indices or range(PAGES), dtype=np.int32)
+
+
+@pytest.fixture
+async def sides(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Sides]:
+    monkeypatch.setattr(staged, "SLICE_BYTES", 2 << 10)
+    monkeypatch.setattr(staged, "_ROUTES", 1)
+    made = Sides()
+    yield made
+    await made.close()
+
+
+class Gate:
+    """Every copy from here on waits until it is let go, or fails where it is told to."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.reached, self.go, self.begun = threading.Event(), threading.Event(), 0
+        self.fails_at = 0
+        real = HostCopier.copy
+
+        def copy(blocks: Any) -> None:
+            self.begun += 1
+            self.reached.set()
+            assert self.go.wait(20)
+            if self.begun == self.fails_at:
+                raise TransferError("the device is lost")
+            real(blocks)
+
+        monkeypatch.setattr(HostCopier, "copy", staticmethod(copy))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("orders", [("page_first", "layer_first"), ("layer_first", "page_first")])
+async def test_pages_and_rows_of_every_kind_arrive(
+    kind: str, orders: tuple[Order, Order], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(staged, "SLICE_BYTES", 1)  # a page a slice
+    a, b = pair_of(kind, orders, shared=True)
+    staging = Staging(a)
+    source, target = StagedPlane(LocalPlane(staging.host.segment), staging), LocalPlane(b.segment)
+    source.export(a.layout)
+    route = await source.connect(*target.export(b.layout))
+    here, there = moved_places(kind)
+    before, was = contents(kind, a), contents(kind, b)
+    write = route.write(a.layout.numbered(here), b.layout.numbered(there))
+    assert await asyncio.shield(write.done) is WriteOutcome.LANDED
+    assert write.landed_bytes == write.total_bytes == 3 * a.layout.page_bytes + len(here.rows) * a.layout.row_bytes
+    check_restored(kind, before, here, was, there, b)
+    for plane in (source, target):
+        await plane.close()
+    assert staging.host.pages.at_rest()
+    staging.close()
+
+
+async def test_many_writes_share_little_staging(sides: Sides) -> None:
+    route = await sides.connect()
+    assert route.places.pages.size == 6 and route.slice_pages == 2
+    writes = [route.write(numbers(*range(n, PAGES, 8)), numbers(*range(n, PAGES, 8))) for n in range(8)]
+    assert {await asyncio.shield(write.done) for write in writes} == {WriteOutcome.LANDED}
+    assert sides.landed(numbers()) and sorted(route.places.pages) == list(range(6))
+
+
+async def test_a_slice_is_copied_while_another_travels(sides: Sides, monkeypatch: pytest.MonkeyPatch) -> None:
+    travelling, go_on, copied = threading.Event(), threading.Event(), threading.Event()
+    begin, copy_out, count = LocalRoute.begin, Staging.copy_out, [0]
+
+    def slowly(route: LocalRoute, write: Any) -> Any:
+        travelling.set()
+        assert go_on.wait(20)
+        return begin(route, write)
+
+    def counted(*given: Any) -> bool:
+        count[0] += 1
+        if count[0] == 2:
+            assert travelling.wait(20)
+        found = copy_out(*given)
+        if count[0] == 2:
+            copied.set()
+        return found
+
+    monkeypatch.setattr(LocalRoute, "begin", slowly)
+    monkeypatch.setattr(Staging, "copy_out", counted)
+    write = (await sides.connect()).write(numbers(), numbers())
+    assert await asyncio.to_thread(copied.wait, 20)
+    assert not go_on.is_set() and write.landed_bytes == 0
+    go_on.set()
+    assert await asyncio.shield(write.done) is WriteOutcome.LANDED
+
+
+async def test_a_write_that_is_cancelled_in_mid_copy_ends_when_the_copy_has(
+    sides: Sides, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gate, route = Gate(monkeypatch), await sides.connect()
+    write = route.write(numbers(), numbers())
+    assert await asyncio.to_thread(gate.reached.wait, 20)
+    write.cancel()
+    with pytest.raises(TimeoutError):  # the copy still reads the pages of the write
+        await asyncio.wait_for(asyncio.shield(write.done), 0.1)
+    gate.go.set()
+    assert await asyncio.wait_for(asyncio.shield(write.done), 20) is WriteOutcome.CANCELLED
+    assert gate.begun == 1 and write.landed_bytes == 0 and not write.error
+    assert route.places.pages.size == 6 and not sides.target.array("k").any()
+
+
+async def test_a_copy_that_fails_ends_its_write_drained_and_no_other(
+    sides: Sides, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gate, route = Gate(monkeypatch), await sides.connect()
+    gate.fails_at = 5
+    gate.go.set()
+    write = route.write(numbers(), numbers())
+    assert await asyncio.shield(write.done) is WriteOutcome.CANCELLED
+    assert write.error == "a copy from the pool failed: the device is lost"
+    assert write.landed_bytes == 8 * sides.page_bytes and sides.landed(numbers(*range(8)))
+    assert route.places.pages.size == 6
+    again = route.write(numbers(9, 8), numbers(9, 8))
+    assert await asyncio.shield(again.done) is WriteOutcome.LANDED and sides.landed(numbers(8, 9))
+
+
+@pytest.mark.parametrize("raises", [False, True])
+async def test_what_is_in_doubt_on_the_inner_plane_is_in_doubt(
+    sides: Sides, raises: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The second slice; what was copied for those behind it is not written."""
+    begin, begun = LocalRoute.begin, [0]
+
+    class Doubtful:
+        pause_s, landed_bytes, error, outcome = 0.0, 0, "a block ended with status -1", WriteOutcome.UNPROVEN
+
+        def advance(self, max_bytes: int, cancelled: bool) -> int:
+            return max_bytes
+
+    def second(route: LocalRoute, write: Any) -> Any:
+        begun[0] += 1
+        if begun[0] == 2 and raises:
+            raise ValueError("no plan")
+        return Doubtful() if begun[0] == 2 else begin(route, write)
+
+    monkeypatch.setattr(LocalRoute, "begin", second)
+    route = await sides.connect()
+    write = route.write(numbers(), numbers())
+    assert await asyncio.shield(write.done) is WriteOutcome.UNPROVEN
+    assert write.error == ("ValueError: no plan" if raises else "a block ended with status -1")
+    assert write.landed_bytes == 2 * sides.page_bytes and begun[0] == 2 and route.places.pages.size == 6
+    assert route.thread.surprises == int(raises)
+
+
+async def test_a_peer_that_takes_nothing_keeps_no_other_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(staged, "_ROUTES", 2)
+    sides = Sides(pages=12)
+    stuck, free = await sides.connect(), await sides.connect()
+
+    class Never:
+        pause_s, landed_bytes, error = 0.001, 0, ""
+        outcome: WriteOutcome | None = None
+
+        def advance(self, max_bytes: int, cancelled: bool) -> int:
+            self.outcome = WriteOutcome.CANCELLED if cancelled else None
+            return -1
+
+    monkeypatch.setattr(stuck.inner, "begin", lambda write: Never())
+    waiting = [stuck.write(numbers(), numbers()) for _ in range(4)]
+    write = free.write(numbers(), numbers())
+    assert await asyncio.wait_for(asyncio.shield(write.done), 20) is WriteOutcome.LANDED
+    with pytest.raises(TransferError, match=r"no staging is left for another decode .*2 have some\): raise --staging"):
+        await sides.connect()
+    free.close()
+    (await sides.connect()).close()
+    for other in waiting:
+        other.cancel()
+    assert {await other.done for other in waiting} == {WriteOutcome.CANCELLED}
+    await sides.close()
+
+
+async def test_closing_waits_for_the_copies(sides: Sides, monkeypatch: pytest.MonkeyPatch) -> None:
+    gate, route = Gate(monkeypatch), await sides.connect()
+    write = route.write(numbers(), numbers())
+    assert await asyncio.to_thread(gate.reached.wait, 20)
+    closing = asyncio.ensure_future(sides.plane.close())
+    with pytest.raises(TimeoutError):
+        await asyncio.wait_for(asyncio.shield(closing), 0.1)
+    gate.go.set()
+    await asyncio.wait_for(closing, 20)
+    assert write.done.result() is WriteOutcome.CANCELLED
+    with pytest.raises(TransferError, match="closed"):
+        route.write(numbers(0), numbers(0))
+
+
+async def test_a_write_is_refused_as_by_the_pool_itself(sides: Sides) -> None:
+    route = await sides.connect()
+    with pytest.raises(LayoutError, match=r"outside 0\.\.63"):
+        route.write(numbers(PAGES), numbers(0))
+    with pytest.raises(LayoutError, match="lists differ"):
+        route.write(numbers(1, 2), numbers(0))
+
+
+async def test_a_plane_of_another_making_is_refused(sides: Sides) -> None:
+    network = FakeNetwork()
+    plane, peer = StagedPlane(FakePlane(network), sides.staging), FakePlane(network)
+    plane.export(sides.source.layout)
+    with pytest.raises(LayoutError, match="plane 'fake' cannot write from staging"):
+        await plane.connect(*peer.export(sides.target.layout))
+    await plane.close()
+
+
+async def test_large_slices_are_cut_where_a_cancel_is_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(memory_staging, "SLICE_BYTES", 512)
+    sides = Sides()
+    asked = itertools.count()
+    assert sides.staging.copy_out(numbers(0, 1, 2), numbers(3, 4, 5), lambda: next(asked) == 3) is False
+    staged_bytes = sides.staging.host.pages_bytes(numbers(3, 4, 5)).reshape(-1)
+    assert np.count_nonzero(staged_bytes) == 3 * 512
+    await sides.close()
