@@ -129,6 +129,43 @@ async def test_everybody_is_retracted_in_mid_decode(
     assert found == expected(family, stock)
 
 
+async def test_a_full_prefix_still_gets_its_row(loaded: Loader) -> None:
+    """Decode has the pages of the prompt, and no state at their end."""
+    async with EnginePair(loaded("falcon_h1"), page_size=PAGE, chunk_tokens=PAGE) as pair:
+        prompt = prompt_of(3 * PAGE)
+
+        async def matched() -> int:
+            return len(prompt)
+
+        admission = await pair.decode.admit(prompt, greedy(2))
+        room = pair.room(prompt)
+        room.prefill_half.matched = matched
+        room._sent = 3
+        leg = asyncio.ensure_future(pair.prefill.prefill(room.prefill_half, prompt, greedy(2)))
+        tokens = pair.decode.generate(room, prompt, greedy(2), admission)
+        await anext(tokens)
+        assert room.sends == [(1, True)]
+        await leg
+        row = pair.target.pool.layout.split(room.pages).rows[0]
+        states = [pair.target.pool.tensor(k.name)[int(row)] for k in loaded("falcon_h1").streams if k.unit == ROW]
+        assert all(bool(torch.isfinite(state).all()) for state in states)
+        await tokens.aclose()
+        await until(lambda: pair.home)
+
+
+@pytest.mark.parametrize("family", ["jamba", "nemotron_h", "mamba2", "deepseek_v32"])
+async def test_logprobs_of_the_prompt_are_those_of_the_stock_model(family: str, loaded: Loader, stock: Stock) -> None:
+    prompt = prompt_of(70)
+    async with EnginePair(loaded(family), chunk_tokens=CHUNK) as pair:
+        outs = await pair.outputs(prompt, greedy(1, prompt_logprobs_from=5, logprobs=2))
+    with torch.inference_mode():
+        want = torch.log_softmax(stock(family)(torch.tensor([prompt])).logits[0].float(), dim=-1)
+    scores = outs[0].prompt_logprobs
+    assert scores is not None
+    own = want[range(5, 69), prompt[6:]].numpy()
+    np.testing.assert_allclose(np.frombuffer(scores.logprobs, "<f4"), own, atol=2e-3)
+
+
 async def test_a_request_that_ends_in_any_state_gives_its_row_back(loaded: Loader) -> None:
     async with EnginePair(loaded("lfm2"), source_rows=2, chunk_tokens=8) as pair:
         running = [asyncio.ensure_future(pair.outputs(prompt_of(90, n), greedy(300))) for n in range(6)]

@@ -95,10 +95,9 @@ class Runner:
     def _forward_padded(self, rows: list[Row]) -> torch.Tensor:
         step = Step(rows, self._page_size, self._place)
         new = rows[0].new
-        mask = step.pad(new)
-        if not self._attends:
-            mask = None  # no keys, so none of padding; and mamba would multiply it with the new tokens
-        elif mask is None and not self._takes_positions:
+        if not self._attends:  # no keys, so none of padding; and mamba would multiply a mask with the new tokens
+            step.batch, mask = len(rows), None
+        elif (mask := step.pad(new)) is None and not self._takes_positions:
             mask = torch.ones(step.batch, step.past + new, dtype=torch.long, device=self.device)
         self._cache.step = step
         count = max(1, rows[0].logits)
