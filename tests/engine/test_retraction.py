@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import logging
 import random
 import threading
 from collections.abc import Callable
@@ -21,10 +22,12 @@ from kvflow.engine.scheduler.burst import DecodeRequest
 from kvflow.engine.scheduler.handoff import HandOff
 from kvflow.engine.scheduler.packed_array import PackedArray
 from kvflow.engine.scheduler.params import SamplingParams
+from kvflow.launch.logs import RequestFields
 from kvflow.memory.copies import HostCopier
 from kvflow.memory.residency import Resident
 from kvflow.protocols.errors import AbortedError, CapacityError, HostMemoryError, KvflowError
 from kvflow.protocols.machines.residency import ResidencyPhase
+from kvflow.telemetry.requests import CURRENT, RequestTrace
 from tests.engine import tiny_models
 from tests.engine.pair import EnginePair, greedy, prompt_of, until
 
@@ -70,6 +73,41 @@ async def test_without_host_memory_and_recomputation_the_reason_is_told(llama: L
         assert "pages of host memory" in str(failed[0])
         assert all(f == w for f, w in zip(found, want, strict=True) if not isinstance(f, BaseException))
         await until(lambda: pair.home)
+
+
+async def test_without_any_host_memory_it_is_refused_too(llama: LoadedModel) -> None:
+    async with EnginePair(llama, **SMALL, recompute=False) as pair:
+        runs = (pair.tokens(p, greedy(NEW_TOKENS)) for p in PROMPTS)
+        found = await asyncio.gather(*runs, return_exceptions=True)
+        failed = [f for f in found if isinstance(f, BaseException)]
+        assert failed and all("pages of host memory, of which 0 are free" in str(f) for f in failed)
+        assert pair.decode.retraction.recomputes == 0
+        await until(lambda: pair.home)
+
+
+@pytest.mark.parametrize("host", HOST)
+async def test_the_log_tells_of_a_short_pool_once_and_of_each_request_at_debug_level(
+    llama: LoadedModel, host: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.DEBUG, "kvflow.engine")
+    caplog.handler.addFilter(names := RequestFields())
+
+    async def named(pair: EnginePair, number: int) -> None:
+        CURRENT.set(RequestTrace(f"client {number}"))
+        await pair.tokens(PROMPTS[number], greedy(NEW_TOKENS))
+
+    try:
+        async with EnginePair(llama, **SMALL, **HOST[host]) as pair:
+            await asyncio.gather(*(named(pair, n) for n in range(len(PROMPTS))))
+            report = pair.decode.retraction
+    finally:
+        caplog.handler.removeFilter(names)
+    shortages = [r for r in caplog.records if r.levelno == logging.INFO]
+    assert len(shortages) == 1 and "short of pages: 1 requests retracted" in shortages[0].getMessage()
+    for word in ("retracted", "resumed"):
+        lines = [r for r in caplog.records if r.levelno == logging.DEBUG and r.getMessage().startswith(word)]
+        assert len(lines) == report.retracts > 0
+        assert all(r.__dict__["request_id"].startswith("client ") for r in lines)
 
 
 SAMPLED = SamplingParams(

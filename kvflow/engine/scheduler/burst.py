@@ -6,6 +6,7 @@ A call costs some 150 us of waiting for the event loop.
 from __future__ import annotations
 
 import asyncio
+import contextvars
 import time
 from collections.abc import Callable
 
@@ -35,8 +36,8 @@ class DecodeRequest:
     """
 
     __slots__ = (
-        "adjustments", "admission", "handoff", "limit", "move", "number", "params", "protected_until", "resident",
-        "seed", "sequence", "tokens",
+        "adjustments", "admission", "context", "handoff", "limit", "move", "number", "params", "protected_until",
+        "resident", "seed", "sequence", "tokens",
     )  # fmt: skip
 
     def __init__(
@@ -47,6 +48,7 @@ class DecodeRequest:
         self.resident, self.handoff = resident, handoff
         self.adjustments = adjustments
         self.seed = params.seed_or_random()
+        self.context = contextvars.copy_context()  # of its reader: log lines of its moves name its request
         self.move: asyncio.Task[None] | None = None  # while it is retracted
         self.protected_until = 0
         self.tokens: asyncio.Queue[TokenOut | KvflowError] = asyncio.Queue()

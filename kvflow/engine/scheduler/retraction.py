@@ -14,10 +14,11 @@ from kvflow.engine.scheduler.burst import DecodeRequest
 from kvflow.engine.scheduler.params import EngineRetractions
 from kvflow.memory.residency import Resident
 from kvflow.memory.snapshot import SnapshotStore
-from kvflow.protocols.errors import CapacityError, Cause, Code, KvflowError, room_error
+from kvflow.protocols.errors import CapacityError, Cause, Code, HostMemoryError, KvflowError, room_error
 from kvflow.protocols.machines.residency import ResidencyPhase
 
 _log = logging.getLogger("kvflow.engine")
+REPORT_EVERY_S = 10.0  # a pool that is too small retracts many times a second
 
 
 class Retractions:
@@ -35,6 +36,7 @@ class Retractions:
         self._eos_ids, self._back, self._failed, self._moved = eos_ids, back, failed, moved
         self._away: dict[int, DecodeRequest] = {}  # by number: from the moment it is retracted until it is back
         self._moves: set[asyncio.Task[None]] = set()
+        self._next_report_s = 0.0
         self.retracts = self.resumes = self.recomputes = 0
 
     @property
@@ -82,17 +84,28 @@ class Retractions:
         """Its pages come free when they have been copied out; it comes back in its turn. No step runs it from here."""
         self.retracts += 1
         self._budget.retract(request.admission, request.resident.sizes[0])
-        move = asyncio.create_task(self._move(request), name=f"kvflow-retract-{request.number}")
-        request.move = move
+        name = f"kvflow-retract-{request.number}"
+        request.move = move = asyncio.create_task(self._move(request), name=name, context=request.context)
         self._away[request.number] = request
         self._moves.add(move)
         move.add_done_callback(lambda done: self._ended(done, request))
+        self._log_shortage()
 
     async def close(self) -> None:
         """Stop every move, and return when no copy runs. The requests stay whose they are."""
         for move in self._moves:
             move.cancel()
         await run_to_end(asyncio.gather(*self._moves, return_exceptions=True))
+
+    def _log_shortage(self) -> None:
+        now = asyncio.get_running_loop().time()
+        if now < self._next_report_s:
+            return
+        self._next_report_s = now + REPORT_EVERY_S
+        _log.info(
+            "the pool is short of pages: %d requests retracted since the start, %d of them wait now; new-token ratio "
+            "%.2f", self.retracts, len(self._away), self._ratio.now
+        )  # fmt: skip
 
     def _ended(self, move: asyncio.Task[None], request: DecodeRequest) -> None:
         self._moves.discard(move)
@@ -119,14 +132,19 @@ class Retractions:
             self._failed(request, room_error(Cause(Code.ENGINE_ERROR, text)))
 
     async def _leave(self, request: DecodeRequest) -> None:
-        if self._store is not None:
-            try:
-                await request.resident.retract()
-                return
-            except CapacityError:
-                if not self._recompute:
-                    raise
-        request.resident.drop()
+        pages, rows = request.resident.sizes
+        try:
+            if self._store is None:
+                raise HostMemoryError("page", pages, 0, 0)
+            await request.resident.retract()
+            _log.debug("retracted to host memory: %d pages, %d rows", pages, rows)
+        except HostMemoryError as error:
+            if not self._recompute:
+                text = "the pool ran short of pages, and the request that was retracted needs"
+                error.args = (f"{text} {error.asked} {error.what}, of which {error.limit} are free",)
+                raise
+            request.resident.drop()
+            _log.debug("retracted, its state to be computed again: %d pages, %d rows", pages, rows)
 
     async def _return(self, request: DecodeRequest) -> None:
         restored = await request.resident.resume()
@@ -140,6 +158,7 @@ class Retractions:
         request.move = None
         del self._away[request.number]
         sequence = moved(request.sequence, request.resident, computed=restored)
+        _log.debug("resumed after %d tokens%s", request.generated, "" if restored else ", which are computed again")
         request.came_back(sequence, adjustments_of(request.params, sequence, self._eos_ids))
         self._back(request)
 
