@@ -359,6 +359,19 @@ async def _ids(on: Service, body: str, name: str) -> None:
     assert id_of(await on.ask(body, **{name: "mine"})) == prefix + "mine"
 
 
+@of("g:return_hidden_states")
+async def _hidden_states(on: Service, body: str, name: str) -> None:
+    """Of the last token: what transformers' body says of the token that it was chosen from, here and at the prompt."""
+    model: Any = AutoModelForCausalLM.from_pretrained(DEMO_MODEL_DIR, dtype=torch.float32)
+    for count in (0, 1, 6):
+        sampling = {"temperature": 0, "max_new_tokens": count, "ignore_eos": True}
+        answer = await on.ask("g", sampling_params=sampling, return_hidden_states="last")
+        ids = TOKENIZER.encode(PROMPT) + answer["output_ids"][: max(0, count - 1)]
+        want = model.base_model(torch.tensor([ids])).last_hidden_state[0, -1]
+        torch.testing.assert_close(torch.tensor(answer["meta_info"]["hidden_states"]), want, atol=1e-3, rtol=1e-3)
+    assert "hidden_states" not in (await on.ask("g", return_hidden_states=False))["meta_info"]
+
+
 @of("ctg:priority")
 async def _priority(on: Service, body: str, name: str) -> None:
     """It decides who waits, never what is generated; through the router, both legs know its limits."""

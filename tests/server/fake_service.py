@@ -15,6 +15,7 @@ from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Whitespace
 
 from kvflow.engine.scheduler.limits import EngineLimits
+from kvflow.engine.scheduler.packed_array import PackedArray
 from kvflow.engine.scheduler.params import EngineRetractions, SamplingParams, TokenOut
 from kvflow.engine.scheduler.prompt_logprobs import PromptLogprobs
 from kvflow.protocols.errors import Cause, Code, MisuseError, room_error
@@ -95,7 +96,7 @@ class FakeService:
         self.card = ModelCard(path="fake/model", name="fake", context_length=128, vocab_size=100)
         self.unavailable_reason = ""
         self.dead: list[tuple[int, str]] = []
-        self.limits = EngineLimits(128, 100, 1, pool_tokens)
+        self.limits = EngineLimits(128, 100, 1, pool_tokens, 4)
         self.gate = asyncio.Event()
         self.gate.set()
         self.failure: Cause | None = None
@@ -143,11 +144,12 @@ class FakeService:
 
     def _token(self, token: int, params: SamplingParams, reason: Any) -> TokenOut:
         token %= 100
-        if token in params.stop_token_ids:
-            return TokenOut(token, -0.5, (), "stop", token)
         top = () if params.logprobs is None else tuple(((token + i) % 100, -0.5 - i) for i in range(params.logprobs))
         asked = tuple((i, -float(i)) for i in params.logprob_token_ids)
-        return TokenOut(token, -0.5, top, reason, asked_logprobs=asked)
+        stopped = token if token in params.stop_token_ids else None
+        reason = reason if stopped is None else "stop"
+        hidden = PackedArray.of(np.full((1, 4), token + 0.5, dtype="f4")) if params.hidden_states else None
+        return TokenOut(token, -0.5, top, reason, stopped, asked, hidden_states=hidden)
 
     def refuse(self, room: int, prefill: str, cause: Cause) -> None:
         self.refused.append((room, cause))

@@ -17,7 +17,7 @@ from transformers.utils import logging as transformers_logging
 from kvflow.engine.model.device import find_device
 from kvflow.engine.model.identity import fingerprint
 from kvflow.engine.model.probe import Layers, kinds_of, probe, refuse_by_config
-from kvflow.engine.model.runner import Runner
+from kvflow.engine.model.runner import Runner, hidden_size_of
 from kvflow.engine.model.selftest import Mode, choose_fit
 from kvflow.engine.model.source import locate
 from kvflow.memory.pool import PagedPool
@@ -56,6 +56,11 @@ class LoadedModel:
     fingerprint: str
     sampling_defaults: Mapping[str, float]
     """What the model's generation_config.json recommends, by the names of SamplingParams."""
+
+    @property
+    def hidden_size(self) -> int:
+        """Of the last hidden states; 0 where they are not to be had."""
+        return hidden_size_of(self.model)
 
     @property
     def device(self) -> torch.device:

@@ -6,10 +6,13 @@ Runs in the model thread. It reads and writes only pages and pool rows of the se
 from __future__ import annotations
 
 import inspect
+import threading
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import torch
+from torch.utils.hooks import RemovableHandle
 
 from kvflow.engine.model.ahead import DecodeSteps
 from kvflow.engine.model.attention import NAME
@@ -47,6 +50,7 @@ class Runner:
         self._place = place_on(self.device)
         self._cache = PagedCache(layers, pool)
         self._ahead: DecodeSteps | None = None
+        self._with_hidden = False
 
     @torch.inference_mode()
     def forward(self, rows: list[Row]) -> torch.Tensor:
@@ -65,6 +69,17 @@ class Runner:
             if r.new > 1 or not r.sequence.computed:
                 parts[id(r.sequence)] = self._forward_padded([r])
         return torch.cat([parts[id(r.sequence)] for r in rows if r.logits] or [torch.empty(0, 1, device=self.device)])
+
+    def forward_with_hidden(self, rows: list[Row]) -> tuple[torch.Tensor, torch.Tensor]:
+        """As `forward`, and for the same tokens what the model's output layer reads [tokens, hidden]: its last hidden
+        states, in the dtype of the logits."""
+        self._with_hidden = True
+        try:
+            both = self.forward(rows)
+        finally:
+            self._with_hidden = False
+        width = both.shape[-1] - hidden_size_of(self._model) if both.shape[0] else both.shape[-1]
+        return both[:, :width], both[:, width:]
 
     def rest(self) -> None:
         """No step follows soon: let go of what was gathered for the next one."""
@@ -117,8 +132,33 @@ class Runner:
             more["position_ids"] = positions
         if self._takes_keep:
             more["logits_to_keep"] = keep
-        logits: torch.Tensor = self._model(input_ids=ids, use_cache=True, **more).logits
+        seen: list[torch.Tensor] = []
+        hook = _on_hidden(self._model, seen.append) if self._with_hidden else None
+        try:
+            logits: torch.Tensor = self._model(input_ids=ids, use_cache=True, **more).logits
+        finally:
+            if hook is not None:
+                hook.remove()
+        if seen:  # side by side, so that every choice of tokens below is one of both
+            logits = torch.cat((logits, seen[0].to(logits.dtype).reshape(*logits.shape[:-1], -1)), dim=-1)
         return logits[:, -1] if ids.shape[0] > 1 else logits[0]
+
+
+def hidden_size_of(model: Any) -> int:
+    """What the model's output layer reads of a token; 0 where that is not to be had."""
+    return int(getattr(model.get_output_embeddings(), "in_features", 0))
+
+
+def _on_hidden(model: Any, see: Callable[[torch.Tensor], None]) -> RemovableHandle:
+    """What the output layer reads, of this thread's forwards: other runners may use the model in theirs."""
+    mine = threading.get_ident()
+
+    def seen(_: Any, given: tuple[torch.Tensor, ...]) -> None:
+        if threading.get_ident() == mine:
+            see(given[0])
+
+    hook: RemovableHandle = model.get_output_embeddings().register_forward_pre_hook(seen)
+    return hook
 
 
 def set_packed(model: Any, packed: bool) -> bool:

@@ -10,12 +10,16 @@ import contextvars
 import time
 from collections.abc import Callable
 
+import msgspec
+import torch
+
 from kvflow.engine.model.runner import Runner
 from kvflow.engine.model.sequence import Sequence
 from kvflow.engine.model.step import Row
 from kvflow.engine.scheduler.adjustments import Adjustments
 from kvflow.engine.scheduler.budget import Admission
 from kvflow.engine.scheduler.handoff import HandOff
+from kvflow.engine.scheduler.packed_array import PackedArray
 from kvflow.engine.scheduler.params import SamplingParams, TokenOut, finish
 from kvflow.engine.scheduler.sampling import Choice, Draw, choose
 from kvflow.memory.residency import Resident
@@ -143,14 +147,21 @@ class Burst:
 
     def _step(self, batch: list[DecodeRequest]) -> Tokens:
         rows, chosen = self._rows(batch)
-        logits = self._runner.forward(rows)
+        hidden: torch.Tensor | None = None
+        if any(r.params.hidden_states for r in batch):
+            logits, hidden = self._runner.forward_with_hidden(rows)
+        else:
+            logits = self._runner.forward(rows)
         draws = [Draw(r.params, r.seed, r.sequence.length, r.adjustments) for r in chosen]
         for row in rows:
             row.sequence.computed += row.new
         tokens: Tokens = []
-        for request, choice in zip(chosen, choose(logits, draws) if draws else (), strict=True):
+        for i, (request, choice) in enumerate(zip(chosen, choose(logits, draws) if draws else (), strict=True)):
             request.sequence.append(choice.token_id)
-            tokens.append((request, request.token_out(choice, self._eos_ids)))
+            out = request.token_out(choice, self._eos_ids)
+            if hidden is not None and request.params.hidden_states:
+                out = msgspec.structs.replace(out, hidden_states=PackedArray.of(hidden[i : i + 1]))
+            tokens.append((request, out))
         return tokens
 
     def _rows(self, batch: list[DecodeRequest]) -> tuple[list[Row], list[DecodeRequest]]:

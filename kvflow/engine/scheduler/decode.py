@@ -57,7 +57,9 @@ class DecodeEngine(EngineLoop):
         self._ratio = NewTokenRatio(new_token_ratio)
         self._rows = pool.rows if pool.layout.num_rows else None
         self._budget = PageBudget(pages, max_batch, rows=self._rows, ratio=self._ratio, page_size=self._page_size)
-        self.limits = EngineLimits(model.context_length, model.vocab_size, self._page_size, self._budget.capacity)
+        self.limits = EngineLimits(
+            model.context_length, model.vocab_size, self._page_size, self._budget.capacity, model.hidden_size
+        )
         self._thread = ModelThread(executor, pool.places_over(pages), pool.layout, self._runner.device)
         self._max_batch = max_batch
         self._running: dict[int, DecodeRequest] = {}  # by number: in order of arrival
@@ -197,6 +199,8 @@ class DecodeEngine(EngineLoop):
         out = request.token_out(choice, self._model.eos_ids)
         if request.params.prompt_logprobs_from is not None:
             out = msgspec.structs.replace(out, prompt_logprobs=handoff.prompt_logprobs)
+        if request.params.hidden_states:
+            out = msgspec.structs.replace(out, hidden_states=handoff.hidden_states)
         if out.finish_reason is None:
             self._join(request)
         return out

@@ -62,6 +62,8 @@ class HandOff(msgspec.Struct, frozen=True, tag="handoff.v1", kw_only=True):
             raise WireError(f"the hand-over's top logprobs name tokens outside 0..{vocabulary - 1}")
         if tuple(token_id for token_id, _ in self.asked_logprobs) != params.logprob_token_ids:
             raise WireError("the hand-over's logprobs are not of the token ids that were asked for")
+        if params.hidden_states and self.hidden_states is None:
+            raise WireError("the hand-over has no hidden states; prefill may be of another version")
         if (start := params.prompt_logprobs_from) is not None:
             if self.prompt_logprobs is None:
                 raise WireError("the hand-over has no logprobs of the prompt; prefill may be of another version")

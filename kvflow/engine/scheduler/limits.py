@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from kvflow.engine.model.sequence import Prompt
+from kvflow.engine.scheduler.handoff import MAX_HIDDEN_BYTES
 from kvflow.engine.scheduler.params import MAX_STOPS, BadWords, LogitBias, SamplingParams
 from kvflow.engine.scheduler.prompt_logprobs import MAX_BYTES, size_bytes
 from kvflow.protocols.errors import CapacityError, MisuseError
@@ -16,9 +17,13 @@ from kvflow.protocols.wire.messages import MAX_PAGES_PER_ROOM
 class EngineLimits:
     """The model's context and vocabulary, the pool's pages. Cheap checks come first."""
 
-    def __init__(self, context_length: int, vocab_size: int, page_size: int, num_pages: int) -> None:
+    def __init__(
+        self, context_length: int, vocab_size: int, page_size: int, num_pages: int, hidden_size: int = 0
+    ) -> None:
+        """`hidden_size`: of the model's last hidden states; 0 where they are not to be had."""
         self.context_length, self.pool_tokens = context_length, page_size * num_pages
         self._vocabulary, self._page_size, self._num_pages = vocab_size, page_size, num_pages
+        self._hidden_size = hidden_size
 
     def check_prompt(self, prompt: Prompt) -> None:
         """Raises: MisuseError (empty, unknown token ids), CapacityError (longer than the context or the pool)."""
@@ -48,7 +53,9 @@ class EngineLimits:
 
     def check_sampling(self, prompt: Prompt, params: SamplingParams) -> None:
         """Raises: MisuseError for token ids that the model does not have, bad words that may leave none, a position
-        outside the prompt, more log-probabilities than a hand-over holds."""
+        outside the prompt, more log-probabilities than a hand-over holds, hidden states of a model that gives none."""
+        if params.hidden_states and not 0 < self._hidden_size <= MAX_HIDDEN_BYTES // 4:
+            raise MisuseError("return_hidden_states: the hidden states of this model are not to be had; leave it out")
         if params.prompt_logprobs_from is not None:
             self._check_scores(len(prompt), params.prompt_logprobs_from, params)
         self._check_ids("token_ids_logprob", params.logprob_token_ids)

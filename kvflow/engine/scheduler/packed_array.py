@@ -59,6 +59,11 @@ class PackedArray(msgspec.Struct, frozen=True):
         """It as numpy reads it, not to be written to; bfloat16 as its bits, uint16."""
         return np.frombuffer(self.data, _IN_NUMPY[self.dtype]).reshape(self.shape)
 
+    def floats(self) -> NDArray[np.float32]:
+        """It as float32, bfloat16 too."""
+        found = self.array()
+        return (found.astype("<u4") << 16).view("<f4") if self.dtype == "bfloat16" else found.astype("<f4")
+
     def tensor(self) -> torch.Tensor:
         """A copy of it as a torch tensor on the CPU."""
         import torch

@@ -10,6 +10,7 @@ from typing import Literal, Self
 
 import msgspec
 
+from kvflow.engine.scheduler.packed_array import PackedArray
 from kvflow.engine.scheduler.prompt_logprobs import PromptLogprobs
 from kvflow.protocols.errors import MisuseError
 
@@ -89,6 +90,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     `prompt_logprobs_from` asks for those of the prompt's tokens behind this position too. Prefill chooses one token
     with every prompt: where `max_new_tokens` is 0 it is the caller's to drop.
 
+    `hidden_states` asks for the last hidden state that each token was chosen from.
+
     `priority` decides who waits, not what is chosen: of requests that wait, the one with the largest is started first,
     and of running ones, the one with the smallest is retracted first; among equals the order of arrival decides.
     Raises: MisuseError naming the field, the value and the limit.
@@ -115,6 +118,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     logit_bias: tuple[tuple[int, float], ...] = ()
     bad_words: tuple[tuple[int, ...], ...] = ()
     priority: int = 0
+    hidden_states: bool = False
 
     def __post_init__(self) -> None:
         if not (math.isfinite(self.temperature) and self.temperature >= 0):
@@ -183,6 +187,7 @@ class TokenOut(msgspec.Struct, frozen=True):
     matched_stop: int | None = None
     asked_logprobs: tuple[tuple[int, float], ...] = ()  # of `logprob_token_ids`
     prompt_logprobs: PromptLogprobs | None = None  # with the first token at decode, where they were asked for
+    hidden_states: PackedArray | None = None  # [1, hidden], where they were asked for
 
 
 class EngineLoad(msgspec.Struct, frozen=True):

@@ -10,6 +10,8 @@ from collections import deque
 from concurrent.futures import Executor
 from functools import partial
 
+import torch
+
 from kvflow.engine.model.load import LoadedModel
 from kvflow.engine.model.sequence import Prompt, Sequence
 from kvflow.engine.model.step import Row
@@ -20,6 +22,7 @@ from kvflow.engine.scheduler.budget import RECHECK_S
 from kvflow.engine.scheduler.handoff import HandOff
 from kvflow.engine.scheduler.limits import EngineLimits
 from kvflow.engine.scheduler.loop import EngineLoop
+from kvflow.engine.scheduler.packed_array import PackedArray
 from kvflow.engine.scheduler.params import EngineLoad, SamplingParams, TokenOut, finish
 from kvflow.engine.scheduler.rooms import PrefillRoomPort
 from kvflow.engine.scheduler.sampling import Choice, Draw, choose
@@ -33,7 +36,7 @@ from kvflow.protocols.pages.layout import PageIndices, Places
 class _PrefillRequest:
     """One prompt. `first` resolves to its first token once the last chunk is queued, to None when its room ends."""
 
-    __slots__ = ("draw", "first", "params", "queued_at_s", "room", "scorer", "sent_pages", "sequence")
+    __slots__ = ("draw", "first", "hidden_states", "params", "queued_at_s", "room", "scorer", "sent_pages", "sequence")
 
     def __init__(
         self,
@@ -51,6 +54,7 @@ class _PrefillRequest:
         self.scorer = (
             None if start is None else PromptScorer(sequence, start, params.logprobs or 0, params.logprob_token_ids)
         )
+        self.hidden_states: PackedArray | None = None  # at the last token of the prompt
         self.first: asyncio.Future[TokenOut | None] = asyncio.get_running_loop().create_future()
 
 
@@ -77,7 +81,9 @@ class PrefillEngine(EngineLoop):
         self._model, self._pages, self._page_size = model, pages, pool.layout.page_size
         self._layout, self._places = pool.layout, pool.places_over(pages)
         self._rows = pool.rows if pool.layout.num_rows else None
-        self.limits = EngineLimits(model.context_length, model.vocab_size, self._page_size, pages.capacity)
+        self.limits = EngineLimits(
+            model.context_length, model.vocab_size, self._page_size, pages.capacity, model.hidden_size
+        )
         self._thread = ModelThread(executor, self._places, pool.layout, self._runner.device)
         self._chunk_tokens, self._max_tokens = max(1, chunk_tokens), max(1, max_batch_tokens)
         self._max_rooms = max_batch_rooms or 1 << 30
@@ -244,7 +250,11 @@ class PrefillEngine(EngineLoop):
 
     def _step(self, rows: list[Row], requests: list[_PrefillRequest]) -> dict[int, Choice]:
         """In the model thread: the first token of every request whose prompt this step completes, by request."""
-        logits = self._runner.forward(rows)
+        hidden: torch.Tensor | None = None
+        if any(request.params.hidden_states for request in requests):
+            logits, hidden = self._runner.forward_with_hidden(rows)
+        else:
+            logits = self._runner.forward(rows)
         last: list[_PrefillRequest] = []
         ends: list[int] = []
         for row, request, end in zip(rows, requests, itertools.accumulate(row.logits for row in rows), strict=True):
@@ -253,6 +263,8 @@ class PrefillEngine(EngineLoop):
             if row.end == row.sequence.prompt_length:
                 last.append(request)
                 ends.append(end - 1)
+                if hidden is not None and request.params.hidden_states:
+                    request.hidden_states = PackedArray.of(hidden[end - 1 : end])
         if not last:
             return {}
         if len(last) < len(logits):
@@ -279,6 +291,7 @@ class PrefillEngine(EngineLoop):
                 asked_logprobs=choice.asked_logprobs,
                 prompt_tokens=s.prompt_length,
                 prompt_logprobs=request.scorer.scores if request.scorer else None,
+                hidden_states=request.hidden_states,
             )
             places = self._layout.numbered(Places(pages, s.rows))
             request.room.send(places, last=True, handoff=handoff.encode())
@@ -291,4 +304,5 @@ class PrefillEngine(EngineLoop):
             return
         reason, matched = finish(choice.token_id, 1, request.params.max_new_tokens, request.params, self._model.eos_ids)
         if not request.first.done():
-            request.first.set_result(TokenOut(*choice[:3], reason, matched, choice.asked_logprobs))
+            asked = (choice.asked_logprobs, None, request.hidden_states)
+            request.first.set_result(TokenOut(*choice[:3], reason, matched, *asked))

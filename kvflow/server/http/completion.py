@@ -7,6 +7,7 @@ from contextlib import aclosing
 
 import msgspec
 
+from kvflow.engine.scheduler.packed_array import PackedArray
 from kvflow.engine.scheduler.params import TokenOut
 from kvflow.engine.scheduler.prompt_logprobs import PromptLogprobs
 from kvflow.protocols.errors import AbortedError, Code
@@ -24,6 +25,7 @@ class Delta(msgspec.Struct, frozen=True):
     tokens: tuple[TokenOut, ...]
     finish: str | None = None
     matched: str | int | None = None
+    hidden_states: PackedArray | None = None  # of the last token alone, where they were asked for
 
 
 class Completion:
@@ -33,6 +35,7 @@ class Completion:
         self.tokens: list[TokenOut] = []
         self.finish: str | None = None
         self.matched: str | int | None = None
+        self.hidden_states: PackedArray | None = None
         self._texts: list[str] = []
 
     @property
@@ -44,7 +47,7 @@ class Completion:
         self._texts.append(delta.text)
         self.tokens += delta.tokens
         if delta.finish is not None:
-            self.finish, self.matched = delta.finish, delta.matched
+            self.finish, self.matched, self.hidden_states = delta.finish, delta.matched, delta.hidden_states
 
 
 async def detokenize(
@@ -66,17 +69,20 @@ async def detokenize(
                 if token.prompt_logprobs is not None:
                     await scored(token.prompt_logprobs)
                     token = msgspec.structs.replace(token, prompt_logprobs=None)
+                if (hidden := token.hidden_states) is not None:  # those of a long answer are too many to keep
+                    token = msgspec.structs.replace(token, hidden_states=None)
                 if prompt_only:
-                    yield Delta("", (), "length")
+                    yield Delta("", (), "length", hidden_states=hidden)
                     continue
                 silent = token.finish_reason == "stop" and not detokenizer.include_stop
                 text = "" if silent else detokenizer.feed(token.token_id)
                 if token.finish_reason is not None:
                     text += detokenizer.finish()
                 if detokenizer.stopped is not None:
-                    yield Delta(text, (token,), "stop", detokenizer.stopped)
+                    yield Delta(text, (token,), "stop", detokenizer.stopped, hidden)
                     return
-                yield Delta(text, (token,), token.finish_reason, token.matched_stop)
+                last = None if token.finish_reason is None else hidden
+                yield Delta(text, (token,), token.finish_reason, token.matched_stop, last)
         except AbortedError as error:
             if error.code is not Code.ABORTED:
                 raise

@@ -106,6 +106,12 @@ _WORKS = (
     Field("request_id", "ct", "V", "the id of the answer, behind `chatcmpl-` or `cmpl-`, at most 512 characters"),
     Field("return_text_in_logprobs", "g", "S"),
     Field(
+        "return_hidden_states",
+        "g",
+        "S",
+        '`"last"` alone: the last hidden states at the last token, in the last event of a stream; true is a 400',
+    ),
+    Field(
         "priority",
         "ctg",
         "SV",
@@ -184,7 +190,7 @@ _REFUSED = (
     Field("background", "g", "S"),
     Field("kv_transfer_params", "ct", "V", "rooms are named by `bootstrap_*`", example={"do_remote_decode": True}),
     Field("ec_transfer_params", "ct", "V", example={"a": 1}),
-    Field("return_hidden_states", "ctg", "S"),
+    Field("return_hidden_states", "ct", "S"),
     Field("return_routed_experts", "ctg", "S"),
     Field("return_indexer_topk", "g", "S"),
     Field("return_sampling_mask", "cg", "S"),

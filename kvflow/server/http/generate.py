@@ -136,6 +136,8 @@ class GenerateCall:
             "cached_tokens": 0,
             "finish_reason": _finish(completion),
         }
+        if (hidden := completion.hidden_states) is not None:
+            meta["hidden_states"] = hidden.floats()[0].tolist()
         if request.params.logprobs is not None:
             meta["input_token_logprobs"] = grown.input_logprobs
             meta["output_token_logprobs"] = grown.logprobs

@@ -24,6 +24,7 @@ from kvflow.server.http.schemas import (
     CompletionRequest,
     GenerateRequest,
     GenerateSampling,
+    HiddenStates,
     Rendezvous,
     stops_of,
 )
@@ -39,6 +40,7 @@ T = TypeVar("T")
 # What a model's generation_config.json may recommend, at the values that change nothing.
 _NEUTRAL = {"temperature": 1.0, "top_p": 1.0, "top_k": -1, "min_p": 0.0, "repetition_penalty": 1.0}
 _NO_SAMPLING = GenerateSampling()
+_NOT_ASKED: HiddenStates = False
 _ROOM_MASK = (1 << 63) - 1
 _ROOM_STEP = 0x9E3779B97F4A7C15  # golden-ratio step: rooms derived from one id do not collide with those of another
 
@@ -130,11 +132,21 @@ def _params_of_prompt(
     return SamplingParams(
         **fields,
         max_new_tokens=most,
+        hidden_states=_wants_hidden(body, index, count),
         priority=limits.priority(body.priority),
         logprobs=logprobs,
         prompt_logprobs_from=scored_from,
         logprob_token_ids=_asked_ids(body.token_ids_logprob, index, count) if scored else (),
     )
+
+
+def _wants_hidden(body: GenerateRequest, index: int, prompts: int) -> bool:
+    """Raises: RequestError for those of every token: a prompt's do not fit into a hand-over."""
+    given = _of_prompt("return_hidden_states", body.return_hidden_states, index, prompts, _NOT_ASKED)
+    if given is True:
+        text = 'return_hidden_states: true asks for those of every token; send "last" for those of the last one'
+        raise RequestError(text, param="return_hidden_states")
+    return given == "last"
 
 
 def _asked_ids(given: list[Any] | None, index: int, prompts: int) -> tuple[int, ...]:

@@ -6,7 +6,7 @@ Routers and clients send many more fields, most of them with default values: `fi
 from __future__ import annotations
 
 import re
-from typing import Annotated, Any, ClassVar, TypeVar
+from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 import msgspec
 from msgspec import Meta
@@ -23,6 +23,7 @@ TopLogprobs = Annotated[int, Meta(ge=0, le=20)]
 Choices = Annotated[int, Meta(ge=1, le=128)]
 TokenId = Annotated[int, Meta(ge=0, le=(1 << 31) - 1)]
 Room = int  # unsigned 64-bit, wider than the limits msgspec can state; checked in generation_requests.py
+HiddenStates = bool | Literal["last"]
 BootstrapPort = Annotated[int, Meta(ge=1, le=65535)]
 Signed64 = Annotated[int, Meta(ge=-(1 << 63), le=(1 << 63) - 1)]
 
@@ -86,6 +87,7 @@ class GenerateRequest(Rendezvous, frozen=True, kw_only=True):
     token_ids_logprob: list[TokenId | list[TokenId]] | None = None
     return_text_in_logprobs: bool | None = None
     rid: str | list[str] | None = None
+    return_hidden_states: HiddenStates | list[HiddenStates] | None = None
     priority: Signed64 | None = None
 
 

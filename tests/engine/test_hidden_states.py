@@ -1,0 +1,94 @@
+"""The last hidden states of each token: those of transformers' own forward, from prefill and from decode."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from kvflow.engine.model.load import LoadedModel
+from kvflow.engine.scheduler.handoff import HandOff
+from kvflow.engine.scheduler.limits import EngineLimits
+from kvflow.engine.scheduler.params import SamplingParams
+from kvflow.protocols.errors import MisuseError, WireError
+from tests.engine.pair import EnginePair, greedy, prompt_of, until
+
+ASKED = {"hidden_states": True}
+NEW_TOKENS = 6
+
+
+def states_of(stock: Any, tokens: list[int]) -> torch.Tensor:
+    """What the model's body says of every token, before its output layer."""
+    with torch.inference_mode():
+        found: torch.Tensor = stock.base_model(input_ids=torch.tensor([tokens])).last_hidden_state[0]
+    return found
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma2", "gpt2", "deepseek_v3", "bloom", "falcon_h1", "mamba2"])
+async def test_they_are_those_of_one_forward(
+    family: str, loaded: Callable[..., LoadedModel], stock: Callable[[str], Any]
+) -> None:
+    """Several requests at once, in chunks, some of which ask for none."""
+    model = loaded(family)
+    prompts = [prompt_of(n, n) for n in (19, 1, 33)]
+    async with EnginePair(model, chunk_tokens=16) as pair:
+        assert model.hidden_size == 64
+        plain = [await pair.tokens(p, greedy(NEW_TOKENS)) for p in prompts]
+        asked = [True, True, False]
+        found = await asyncio.gather(
+            *(pair.outputs(p, greedy(NEW_TOKENS, hidden_states=a)) for p, a in zip(prompts, asked, strict=True))
+        )
+        await until(lambda: pair.home)
+    assert [[out.token_id for out in outs] for outs in found] == plain
+    for prompt, outs, wanted in zip(prompts, found, asked, strict=True):
+        if not wanted:
+            assert all(out.hidden_states is None for out in outs)
+            continue
+        tokens = prompt + [out.token_id for out in outs[:-1]]
+        want = states_of(stock(family), tokens)[len(prompt) - 1 :]
+        got = torch.cat([out.hidden_states.tensor() for out in outs if out.hidden_states])
+        assert got.shape == (NEW_TOKENS, 64)
+        torch.testing.assert_close(got, want, atol=2e-3, rtol=1e-3)
+
+
+async def test_prefill_gives_the_prompts_and_hands_them_over(llama: LoadedModel, stock: Callable[[str], Any]) -> None:
+    prompt = prompt_of(21)
+    async with EnginePair(llama) as pair:
+        room = pair.room(prompt)
+        first = await pair.prefill.prefill(room.prefill_half, prompt, greedy(1, **ASKED))
+        handoff = HandOff.decode(await room.landed())
+        room.close()
+    assert first.hidden_states is not None and first.hidden_states == handoff.hidden_states
+    handoff.check_fits(21, 512, 64)
+    torch.testing.assert_close(
+        first.hidden_states.tensor()[0], states_of(stock("llama"), prompt)[-1], atol=1e-3, rtol=1e-3
+    )
+
+
+async def test_retracted_requests_have_theirs_too(llama: LoadedModel) -> None:
+    small = {"page_size": 4, "num_pages": 24, "source_pages": 512, "new_token_ratio": 0.2}
+    prompts = [prompt_of(8 + n, n) for n in range(8)]
+    async with EnginePair(llama) as roomy:
+        want = [await roomy.outputs(p, greedy(24, **ASKED)) for p in prompts]
+    async with EnginePair(llama, **small) as pair:
+        found = await asyncio.gather(*(pair.outputs(p, greedy(24, **ASKED)) for p in prompts))
+        assert pair.decode.retraction.recomputes > 0
+        await until(lambda: pair.home)
+    for one, other in zip(found, want, strict=True):
+        for a, b in zip(one, other, strict=True):
+            assert a.token_id == b.token_id and a.hidden_states and b.hidden_states
+            torch.testing.assert_close(a.hidden_states.tensor(), b.hidden_states.tensor(), atol=2e-3, rtol=1e-3)
+
+
+def test_a_model_without_an_output_layer_of_its_own_says_so() -> None:
+    with pytest.raises(MisuseError, match="return_hidden_states: the hidden states of this model are not to be had"):
+        EngineLimits(512, 512, 16, 100).check_sampling([1], SamplingParams(hidden_states=True))
+    EngineLimits(512, 512, 16, 100, 64).check_sampling([1], SamplingParams(hidden_states=True))
+
+
+def test_a_hand_over_without_them_is_refused() -> None:
+    with pytest.raises(WireError, match="the hand-over has no hidden states"):
+        HandOff(first_token=1, prompt_tokens=5).check(5, SamplingParams(hidden_states=True), 512)
