@@ -184,6 +184,9 @@ async def _parts(
         staging: Staging | None = None
         try:
             staging = await loop.run_in_executor(executor, make_staging, settings, pool, staging_bytes)
+            if staging is not None:
+                size_bytes = staging.host.layout.size_bytes
+                _log.info("model on %s; transfers pass through %d bytes of host memory", model.device, size_bytes)
             yield model, pool, staging, executor
         finally:
             if staging is not None:

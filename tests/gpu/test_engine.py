@@ -16,6 +16,7 @@ from kvflow.engine.scheduler.params import SamplingParams
 from kvflow.engine.scheduler.single import SingleEngine
 from kvflow.memory.pool import PagedPool
 from kvflow.protocols.errors import LayoutError
+from kvflow.protocols.pages.kinds import ROW
 from kvflow.protocols.pages.layout import build_layout
 from tests.engine import tiny_models
 from tests.engine.pair import prompt_of
@@ -27,7 +28,8 @@ GREEDY = SamplingParams(temperature=0, max_new_tokens=24, ignore_eos=True)
 
 async def generated(model: LoadedModel, params: SamplingParams) -> list[list[int]]:
     """Eight prompts of unlike lengths at once, in chunks of 7 tokens."""
-    layout = build_layout(model.streams, page_size=4, num_pages=256)
+    num_rows = 16 if any(stream.unit == ROW for stream in model.streams) else 0
+    layout = build_layout(model.streams, page_size=4, num_pages=256, num_rows=num_rows)
     pool = PagedPool.allocate(layout, shared=False, device=None if model.device.type == "cpu" else model.device)
     with ThreadPoolExecutor(1) as executor:
         engine = SingleEngine(model, pool, pool.pages, executor, chunk_tokens=7)
@@ -43,8 +45,17 @@ async def generated(model: LoadedModel, params: SamplingParams) -> list[list[int
     return found
 
 
-@pytest.mark.parametrize("attention", ["packed", "pad"])
-@pytest.mark.parametrize("family", ["llama", "gemma2", "deepseek_v2"])
+@pytest.mark.parametrize(
+    ("family", "attention"),
+    [
+        ("llama", "packed"),
+        ("llama", "pad"),
+        ("gemma2", "packed"),
+        ("gemma2", "pad"),
+        ("lfm2", "auto"),
+        ("falcon_h1", "auto"),
+    ],
+)
 async def test_tokens_are_those_of_the_cpu(family: str, attention: str, tmp_path: Path) -> None:
     path = str(tiny_models.build(family, tmp_path))
     both = [load_model(path, "float32", attention, None, device) for device in ("cpu", "cuda")]

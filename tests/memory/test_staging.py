@@ -11,7 +11,9 @@ from kvflow.memory.pool import PagedPool
 from kvflow.memory.staging import StagedArrivals, StagedChecksums, Staging
 from kvflow.protocols.errors import LayoutError, MisuseError
 from kvflow.protocols.pages.layout import Order, PageIndices, Places, build_layout
-from tests.memory.kinds import KINDS, check_restored, contents, has_rows, layout_of, overwrite
+from kvflow.protocols.pages.plan import Pairing
+from tests.memory.kinds import KINDS, check_restored, contents, has_rows, layout_of, names_of, overwrite
+from tests.memory.test_snapshot import forgetting
 
 ORDERS: list[Order] = ["page_first", "layer_first"]
 
@@ -52,6 +54,27 @@ async def test_every_buffer_goes_there_and_back(kind: str, order: Order) -> None
     assert await plain.begin(lent, into).done == b"brought"
     for tasks in (arrivals, sums, plain):
         await tasks.close()
+    staging.close()
+    pool.close()
+
+
+@pytest.mark.parametrize(("kind", "name"), [(kind, name) for kind in KINDS for name in names_of(kind)])
+@pytest.mark.parametrize("way", ["_out", "_into"])
+def test_a_copy_that_forgets_a_name_is_found(kind: str, name: str, way: str) -> None:
+    pool = made(kind, num_pages=6)
+    staging = Staging(pool, shared=False)
+    ends = {"_out": (pool.layout, staging.host.layout), "_into": (staging.host.layout, pool.layout)}
+    with forgetting(name):
+        setattr(staging, way, Pairing(*ends[way]))
+    here, there = places(kind, (1, 4), (2,)), places(kind, (0, 5), (3,))
+    out, into = pool.layout.numbered(here), pool.layout.numbered(there)
+    before = contents(kind, pool)
+    assert staging.copy_out(out, out, never)
+    overwrite(pool, 2)
+    was = contents(kind, pool)
+    assert staging.copy_in(out, into, never)
+    with pytest.raises(AssertionError, match=name):
+        check_restored(kind, before, here, was, there, pool)
     staging.close()
     pool.close()
 
