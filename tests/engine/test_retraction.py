@@ -298,6 +298,53 @@ async def test_a_request_that_nobody_can_make_room_for_is_told(
         await until(lambda: pair.home)
 
 
+async def test_pages_of_a_room_that_has_not_landed_are_waited_for(
+    llama: LoadedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However long its prefill takes: who runs is not ended meanwhile."""
+    monkeypatch.setattr("kvflow.engine.scheduler.growth.STUCK_S", 0.0)
+    long = prompt_of(40, 5)
+    async with EnginePair(llama, page_size=4) as roomy:
+        want = [await roomy.tokens(PROMPTS[0], greedy(NEW_TOKENS)), await roomy.tokens(long, greedy(4))]
+    async with EnginePair(llama, **{**SMALL, "num_pages": 16}) as pair:
+        growth, looks = pair.decode._growth, list[int]()
+        honest = growth.fail_stuck
+
+        def fail_stuck(*, may_come: bool) -> None:
+            looks.append(len(growth.short))
+            honest(may_come=may_come)
+
+        monkeypatch.setattr(growth, "fail_stuck", fail_stuck)
+        pair.on_room = lambda room: room.gate.clear() if room.pages.size == 10 else None
+        runs = asyncio.gather(*(pair.tokens(p, greedy(n)) for p, n in ((PROMPTS[0], NEW_TOKENS), (long, 4))))
+        await until(lambda: sum(looks) > 3)
+        pair.rooms[1].gate.set()
+        assert await runs == want
+        await until(lambda: pair.home)
+
+
+async def test_what_has_failed_or_ended_does_not_wait_for_its_reader(
+    llama: LoadedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Others wait for its pages, and for its place."""
+
+    def broken(_: object) -> None:
+        raise OSError("no")
+
+    async with EnginePair(llama, page_size=4, host_pages=64, max_batch=2) as pair:
+        failing, ended = (pair_stream(pair, p, greedy(n)) for p, n in zip(PROMPTS, (NEW_TOKENS, 1), strict=False))
+        await anext(failing)
+        await anext(ended)
+        monkeypatch.setattr(HostCopier, "copy", staticmethod(broken))
+        pair.decode.retract_all()
+        await until(lambda: pair.home)
+        assert not pair.decode._budget.admitted
+        with pytest.raises(KvflowError, match="moving a retracted request failed: OSError"):
+            while True:
+                await anext(failing)
+        await ended.aclose()
+
+
 async def test_who_leaves(llama: LoadedModel) -> None:
     """Lower priority first, then fewer generated tokens, then the later one; the last one stays."""
     async with EnginePair(llama, page_size=4, num_pages=200) as pair:

@@ -11,6 +11,7 @@ import asyncio
 import bisect
 import itertools
 import math
+from collections.abc import Iterable
 
 from kvflow.memory.allocator import PageAllocator
 from kvflow.protocols.errors import CapacityError, KvflowError
@@ -77,10 +78,9 @@ class Admission:
         return not self.away, -self.priority, self.number
 
     def outstanding(self, ratio: float, most_ahead: int) -> int:
-        """How many pages it is still promised."""
+        """How many pages it is still promised, at a ratio below 1."""
         known = max(self.base, self.taken)
-        later = self.total - known
-        return known - self.taken + (later if ratio >= 1 else math.ceil(min(later, most_ahead) * ratio))
+        return known - self.taken + math.ceil(min(self.total - known, most_ahead) * ratio)
 
 
 class PageBudget:
@@ -103,6 +103,10 @@ class PageBudget:
     @property
     def waiting(self) -> int:
         return len(self._waiting)
+
+    @property
+    def admitted(self) -> int:
+        return len(self._live)
 
     @property
     def spare(self) -> int:
@@ -141,10 +145,11 @@ class PageBudget:
         self._enqueue(admission)
 
     def forget(self, admission: Admission) -> None:
-        self._live.discard(admission)
         if not admission.granted.done():
             admission.granted.cancel()
-        if admission in self._waiting:
+        if admission in self._live:
+            self._live.remove(admission)
+        elif admission in self._waiting:
             self._waiting.remove(admission)
         self._grant()
 
@@ -160,9 +165,8 @@ class PageBudget:
                 continue
             if len(self._live) >= self._most:
                 break
-            ratio, ahead = self._ratio.now, self._most_ahead
-            asked = head.outstanding(ratio, ahead)
-            spare = self._pages.free_pages - sum(a.outstanding(ratio, ahead) for a in self._live)
+            asked = self._promised((head,))
+            spare = self._pages.free_pages - self._promised(self._live)
             rows = self._spare_rows()
             if asked > spare or (rows < 1 and not head.row_taken):
                 if self._live or not (head.taken or self._stuck()):
@@ -178,6 +182,13 @@ class PageBudget:
             self._stuck_since_s = None
         elif self._timer is None:
             self._timer = asyncio.get_running_loop().call_later(RECHECK_S, self._recheck)
+
+    def _promised(self, admissions: Iterable[Admission]) -> int:
+        """How many pages they are still promised, all together."""
+        ratio, ahead = self._ratio.now, self._most_ahead
+        if ratio >= 1:  # no call for each: every request that ends asks for the sum over all
+            return sum(a.total - a.taken for a in admissions)
+        return sum(a.outstanding(ratio, ahead) for a in admissions)
 
     def _spare_rows(self) -> int:
         return 1 if self._rows is None else self._rows.free_pages - sum(not a.row_taken for a in self._live)

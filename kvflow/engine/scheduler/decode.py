@@ -203,6 +203,8 @@ class DecodeEngine(EngineLoop):
             out = msgspec.structs.replace(out, hidden_states=handoff.hidden_states)
         if out.finish_reason is None:
             self._join(request)
+        else:
+            self._let_go(request)
         return out
 
     def _join(self, request: DecodeRequest) -> None:
@@ -219,8 +221,13 @@ class DecodeEngine(EngineLoop):
             request.move.cancel()
         self._wake.set()  # they are free at the end of the running burst
 
+    def _let_go(self, request: DecodeRequest) -> None:
+        """It has ended: its reader may be slow, and others wait for what it holds. Idempotent."""
+        self._retire(request)
+        request.admission.release()
+
     def _fail(self, request: DecodeRequest, error: KvflowError) -> None:
-        self._running.pop(request.number, None)
+        self._let_go(request)
         if (tokens := self._outgoing.get(request)) is not None:
             tokens.append(error)  # after what it has generated
         else:
@@ -258,7 +265,8 @@ class DecodeEngine(EngineLoop):
             victims = self._retractions.victims(self._running.values(), self._growth.short)
             self._leave(victims)
             batch = list(filter(self._is_running, batch)) if victims else batch
-        self._growth.fail_stuck(may_come=bool(batch or self._retractions.coming_pages))
+        on_the_way = self._budget.admitted > len(self._running)  # it ends in time, or can be retracted when it runs
+        self._growth.fail_stuck(may_come=bool(batch or self._retractions.coming_pages or on_the_way))
         return batch, most_steps
 
     def _leave(self, victims: list[DecodeRequest]) -> None:
@@ -286,7 +294,7 @@ class DecodeEngine(EngineLoop):
         return not (self._wake.is_set() or self._paused or self._closing or self._budget.waiting)
 
     def _deliver(self, steps: list[Tokens]) -> None:
-        """What has ended gives its pages back now: its reader may be slow. Then tokens to their readers."""
+        """What has ended gives its pages back now. Then tokens to their readers."""
         self.steps += len(steps)
         self._ratio.stepped(len(steps))
         idle = not self._outgoing
@@ -294,8 +302,7 @@ class DecodeEngine(EngineLoop):
             if not self._is_running(request):
                 continue
             if out.finish_reason is not None:
-                self._retire(request)
-                request.admission.release()
+                self._let_go(request)
             self._outgoing.setdefault(request, []).append(out)
         if idle:
             self._hand_out()
