@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from kvflow.memory.allocator import PageAllocator
     from kvflow.memory.external import ExternalPages
     from kvflow.memory.pool import PagedPool
+    from kvflow.memory.residency import Resident
     from kvflow.memory.shared import SharedSegment
     from kvflow.memory.snapshot import SnapshotStore
     from kvflow.memory.staging import Staging
@@ -38,7 +39,7 @@ if TYPE_CHECKING:
         TransferError,
     )
     from kvflow.protocols.limits import Bounds, Timing
-    from kvflow.protocols.pages.layout import build_layout
+    from kvflow.protocols.pages.layout import Places, build_layout
     from kvflow.protocols.wire.ranks import RankInfo
     from kvflow.threads.decode import DecodeThread
     from kvflow.threads.prefill import PrefillThread
@@ -71,6 +72,7 @@ __all__ = [
     "PageAllocator",
     "PagedPool",
     "PeerError",
+    "Places",
     "PrefillNode",
     "PrefillRoom",
     "PrefillThread",
@@ -79,6 +81,7 @@ __all__ = [
     "RankTable",
     "RefusedError",
     "RegistryClient",
+    "Resident",
     "RoomEvent",
     "SharedSegment",
     "SnapshotStore",
@@ -112,6 +115,7 @@ _HOMES = {
     "PageAllocator": "kvflow.memory.allocator",
     "PagedPool": "kvflow.memory.pool",
     "PeerError": _ERRORS,
+    "Places": "kvflow.protocols.pages.layout",
     "PrefillNode": "kvflow.node",
     "PrefillRoom": "kvflow.handlers.rooms",
     "PrefillThread": "kvflow.threads.prefill",
@@ -120,6 +124,7 @@ _HOMES = {
     "RankTable": "kvflow.transports.control.registry",
     "RefusedError": _ERRORS,
     "RegistryClient": "kvflow.transports.control.registry",
+    "Resident": "kvflow.memory.residency",
     "RoomEvent": "kvflow.threads.rooms",
     "SharedSegment": "kvflow.memory.shared",
     "SnapshotStore": "kvflow.memory.snapshot",

@@ -75,15 +75,17 @@ def host_layout(layout: PoolLayout, limit_bytes: int, num_rows: int | None = Non
     """The components of `layout`, with as many pages and rows as `limit_bytes` of host memory hold: `num_rows`, or as
     many as the pool has within half of it. Raises: MisuseError when that is no page, or no row."""
     page_bytes, row_bytes = layout.page_bytes, layout.row_bytes
+    enough = page_bytes + (num_rows or 1) * row_bytes
     if num_rows is None:
+        enough = 2 * max(page_bytes, row_bytes) if page_bytes and row_bytes else enough
         share = limit_bytes // 2 if page_bytes else limit_bytes
         num_rows = min(layout.num_rows, share // row_bytes) if row_bytes else 0
     left = limit_bytes - num_rows * row_bytes
     pages = min(MAX_PAGES, left // page_bytes) if page_bytes else layout.num_pages
     if pages < 1 or (row_bytes and num_rows < 1) or left < 0:
+        rows = f" and {num_rows or 1} x {row_bytes} bytes of rows" if row_bytes else ""
         raise MisuseError(
-            f"{limit_bytes} bytes of host memory do not hold {num_rows or 1} rows of {row_bytes} bytes and a page of "
-            f"{page_bytes}"
+            f"{limit_bytes} bytes of host memory do not hold a page of {page_bytes} bytes{rows}; {enough} are enough"
         )
     return resized(layout, num_pages=pages, num_rows=num_rows)
 

@@ -98,6 +98,7 @@ class PagedPool:
         per_page: Mapping[str, Array] | None = None,
         rows: Mapping[str, Array] | None = None,
         formats: Mapping[str, str] | None = None,
+        num_pages: SupportsIndex | None = None,
         segment: SharedSegment | None = None,
         tag: str = "",
         fingerprint: str = "",
@@ -107,6 +108,7 @@ class PagedPool:
 
         `per_page`: what is kept once per page, [num_pages, *shape]; `rows`: once per request, [num_rows, *shape].
         `formats`: of streams whose bytes mean more than their dtype says; peers compare them as they are.
+        `num_pages`: of a pool of nothing but rows, whose pages only count tokens; others have it from their arrays.
         `segment`: the shared segment in which they lie, so that prefills of this machine can write into them (see
         `SharedSegment.memory`). It stays the caller's. Without one this pool can send, and receive over other planes.
         `tag`: the pages are opaque, [num_pages, *any inner layout]; see `protocols.pages.layout`.
@@ -115,7 +117,7 @@ class PagedPool:
         Raises: LayoutError when a page of a stream is not contiguous, shapes disagree, or memory is not the segment's.
         """
         streams = streams_of({SLOT: tensors, PAGE: per_page or {}, ROW: rows or {}})
-        layout = describe(streams, page_size, tag=tag, fingerprint=fingerprint, formats=formats)
+        layout = describe(streams, page_size, tag=tag, fingerprint=fingerprint, formats=formats, num_pages=num_pages)
         if segment is not None:
             _check_inside(layout, segment)
         return cls(

@@ -26,7 +26,10 @@ class _StoppedError(Exception):
 
 
 class Resident:
-    """Pages and rows of a pool, all of which belong to `owner`, or a snapshot of them. Used on one event loop."""
+    """Pages and rows of a pool, all of which belong to `owner`, or a snapshot of them. Used on one event loop.
+
+    `phase` is RESIDENT, LEAVING (`retract`), AWAY, RETURNING (`resume`), or ENDED (`close`).
+    """
 
     def __init__(
         self, owner: Hashable, places: Places, *, pages: PageStore, rows: PageStore | None = None,

@@ -121,9 +121,10 @@ class SnapshotStore:
         """Copy pages and rows of the pool out. They may be given back as soon as this has begun.
 
         Raises: HostMemoryError (nothing was copied), OwnershipError for pages without an owner, LayoutError for an
-        index outside the pool.
+        index outside the pool, MisuseError for what is no `Places`.
         """
         self._check_open()
+        _check_given(places)
         source = _with_bytes(places, self.pool.layout)
         snapshot = self._reserve(source, len(places.pages))
         try:
@@ -143,6 +144,7 @@ class SnapshotStore:
         MisuseError for a closed snapshot.
         """
         self._check_open()
+        _check_given(places)
         if snapshot.version != VERSION:
             raise LayoutError(
                 f"the snapshot has version {snapshot.version}, and only version {VERSION} can be restored"
@@ -229,6 +231,14 @@ class SnapshotStore:
     def _check_open(self) -> None:
         if self._closed:
             raise MisuseError("the store of snapshots is closed")
+
+
+def _check_given(places: Places) -> None:
+    if not isinstance(places, Places):
+        raise MisuseError(
+            f"pages and rows are given as kvflow.Places(pages, rows), not as a {type(places).__name__}; "
+            f"pool.layout.split makes it of a room's"
+        )
 
 
 def _with_bytes(places: Places, layout: PoolLayout) -> Places:

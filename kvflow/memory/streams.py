@@ -79,12 +79,14 @@ def describe(
     tag: str = "",
     fingerprint: str = "",
     formats: Mapping[str, str] | None = None,
+    num_pages: SupportsIndex | None = None,
 ) -> PoolLayout:
-    """The layout over `streams`, checked: those whose pages interleave share a buffer. Raises: LayoutError."""
+    """The layout over `streams`, checked: those whose pages interleave share a buffer. `num_pages`: where all of them
+    are rows. Raises: LayoutError."""
     slots = whole_number("page_size", page_size)
     if not 1 <= slots <= MAX_PAGE_SIZE:
         raise LayoutError(f"page_size {slots} is outside 1..{MAX_PAGE_SIZE}")
-    counts: dict[bool, int] = {False: 1, True: 0}
+    counts: dict[bool, int] = {False: _num_pages(streams, num_pages), True: 0}
     components: dict[str, Component] = {}
     buffers: list[Buffer] = []
     for in_rows in (False, True):
@@ -98,12 +100,26 @@ def describe(
             components.update((s.name, _component(s, len(buffers) - 1, buffers[-1], bool(tag))) for s in group)
     if unknown := set(formats or {}) - set(components):
         raise LayoutError(f"formats names {min(unknown)!r}, which is no stream of the pool")
+    if wrong := next((n for n, value in (formats or {}).items() if not isinstance(value, str)), None):
+        raise LayoutError(f"stream {wrong!r}: its format is a {_kind((formats or {})[wrong])}, not a str")
     placed = (components[s.name] for s in streams)
     named = tuple(msgspec.structs.replace(c, format=(formats or {}).get(c.name, "")) for c in placed)
     _check_apart(named)
     layout = PoolLayout(slots, counts[False], named, tuple(buffers), tag, fingerprint, counts[True])
     layout.check()
     return layout
+
+
+def _num_pages(streams: Sequence[Stream], given: SupportsIndex | None) -> int:
+    if (paged := next((s for s in streams if not s.in_rows), None)) is not None:
+        if given is not None:
+            raise LayoutError(f"num_pages is for pools of nothing but rows: stream {paged.name!r} has pages")
+        return 1  # until the streams are counted
+    if given is None:
+        raise LayoutError("a pool of nothing but rows needs num_pages: its pages count the tokens of its requests")
+    if (count := whole_number("num_pages", given)) < 1:
+        raise LayoutError(f"num_pages {count}: a pool has at least one page")
+    return count
 
 
 def _component(s: Stream, number: int, buffer: Buffer, opaque: bool) -> Component:

@@ -24,7 +24,7 @@ from kvflow.memory.pool import PagedPool
 from kvflow.memory.snapshot import Snapshot, SnapshotStore
 from kvflow.protocols.errors import Code, HostMemoryError, LayoutError, MisuseError, OwnershipError
 from kvflow.protocols.pages import plan
-from kvflow.protocols.pages.kinds import PAGE, StateKind
+from kvflow.protocols.pages.kinds import PAGE, ROW, SLOT, StateKind
 from kvflow.protocols.pages.layout import NO_PLACES, Order, Places, PoolLayout, build_layout
 from tests.memory.kinds import KINDS, check_restored, contents, has_rows, layout_of, names_of, overwrite
 
@@ -289,6 +289,29 @@ async def test_places_that_do_not_fit_are_refused() -> None:
     for call in (store.take(again), store.restore(held, again)):
         with pytest.raises(MisuseError, match="store of snapshots is closed"):
             await call
+
+
+async def test_places_are_given_as_places() -> None:
+    pool, store = store_of(limit_pages=11, num_rows=2)
+    places = take(pool, 1, 1, "a")
+    held = await store.take(places)
+    for call in (store.take(tuple(places)), store.restore(held, tuple(places))):  # type: ignore[arg-type]
+        with pytest.raises(MisuseError, match=r"given as kvflow.Places\(pages, rows\), not as a tuple"):
+            await call
+    held.close()
+    await store.close()
+
+
+@pytest.mark.parametrize("units", [(SLOT,), (ROW,), (SLOT, ROW)], ids=str)
+async def test_a_limit_that_is_too_small_names_one_that_is_enough(units: tuple[str, ...]) -> None:
+    kinds = [StateKind(unit, "float32", (9,), unit) for unit in units]
+    rows = 4 if ROW in units else 0
+    pool = PagedPool.allocate(build_layout(kinds, page_size=4, num_pages=6, num_rows=rows), shared=False)
+    for num_rows in (None, 2) if rows else (None,):
+        with pytest.raises(MisuseError, match=r"1 bytes of host memory do not hold .*; \d+ are enough") as small:
+            SnapshotStore(pool, 1, num_rows=num_rows)
+        enough = int(str(small.value).split()[-3])
+        await SnapshotStore(pool, enough, num_rows=num_rows).close()
 
 
 async def test_host_memory_is_bounded_and_a_full_one_is_named() -> None:

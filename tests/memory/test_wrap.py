@@ -117,6 +117,30 @@ def test_what_cannot_be_described_is_refused_by_name(arrays: Any, text: str) -> 
         PagedPool.wrap(arrays, page_size=4)
 
 
+STATES = np.zeros((3, 5), F32)
+
+
+def test_a_pool_of_nothing_but_rows_has_the_pages_it_is_given() -> None:
+    pool = PagedPool.wrap({}, page_size=4, rows={"ssm": STATES}, num_pages=np.int64(40))
+    assert (pool.layout.num_pages, pool.layout.num_rows, pool.layout.page_bytes) == (40, 3, 0)
+    assert pool.layout.places_for(160) == 41 and pool.pages.free_pages == 40
+
+
+@pytest.mark.parametrize(
+    ("given", "text"),
+    [
+        ({"tensors": {}, "rows": {"ssm": STATES}}, "a pool of nothing but rows needs num_pages"),
+        ({"tensors": {}, "rows": {"ssm": STATES}, "num_pages": 0}, "num_pages 0: a pool has at least one page"),
+        ({"tensors": {}, "rows": {"ssm": STATES}, "num_pages": "4"}, "num_pages '4'"),
+        ({"num_pages": 4}, "num_pages is for pools of nothing but rows: stream 'k' has pages"),
+        ({"formats": {"k": 5}}, "stream 'k': its format is a int, not a str"),
+    ],
+)
+def test_rows_and_formats_that_cannot_be_described_are_refused(given: Any, text: str) -> None:
+    with pytest.raises(LayoutError, match=text):
+        PagedPool.wrap(**{"tensors": {"k": np.zeros((4, 4, 2), F32)}, "page_size": 4, **given})
+
+
 @pytest.mark.parametrize("page_size", [0, -1, 65537, 1.5, "4", None])
 def test_page_sizes_are_checked(page_size: Any) -> None:
     with pytest.raises(LayoutError, match=f"page_size {page_size!r}"):
