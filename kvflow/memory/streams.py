@@ -100,8 +100,9 @@ def describe(
             components.update((s.name, _component(s, len(buffers) - 1, buffers[-1], bool(tag))) for s in group)
     if unknown := set(formats or {}) - set(components):
         raise LayoutError(f"formats names {min(unknown)!r}, which is no stream of the pool")
-    if wrong := next((n for n, value in (formats or {}).items() if not isinstance(value, str)), None):
-        raise LayoutError(f"stream {wrong!r}: its format is a {_kind((formats or {})[wrong])}, not a str")
+    for name, value in (formats or {}).items():
+        if not isinstance(value, str):
+            raise LayoutError(f"stream {name!r}: its format is a {_kind(value)}, not a str")
     placed = (components[s.name] for s in streams)
     named = tuple(msgspec.structs.replace(c, format=(formats or {}).get(c.name, "")) for c in placed)
     _check_apart(named)
