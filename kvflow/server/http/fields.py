@@ -109,7 +109,8 @@ _WORKS = (
         "return_hidden_states",
         "g",
         "S",
-        '`"last"` alone: the last hidden states at the last token, in the last event of a stream; true is a 400',
+        '`"last"` alone: the last hidden states at the last token, in the last event of a stream; true is a 400; '
+        "sglang_router 0.3.2 refuses `last` itself",
     ),
     Field(
         "priority",
