@@ -31,11 +31,13 @@ class YourScheduler(PlainScheduler):
         async with node.room(job.room, job.prompt, deadline_s=job.deadline_s) as room:
             await room.matched()
             async with self.turns[node]:
-                pages = node.pages.take(sum(job.chunks), room)
+                has_row = bool(node.pool.layout.num_rows)  # what is kept once per request: it goes with the last pages
+                pages = node.pages.take_room(sum(job.chunks) + has_row, room)
                 try:
                     start = 0
-                    for count in job.chunks:
-                        chunk, last = pages[start : start + count], start + count == len(pages)
+                    for number, count in enumerate(job.chunks, 1):
+                        last = number == len(job.chunks)
+                        chunk = pages[start:] if last else pages[start : start + count]
                         await self.run(job.model_step(node, chunk, start))
                         room.send(chunk, last=last, handoff=job.handoff if last else b"")
                         start += count
