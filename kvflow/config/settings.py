@@ -168,13 +168,18 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         ),
     ] = 0.7
     host_memory_bytes: Annotated[
-        int, Meta(description="Bytes of host memory for the state of requests that decode has retracted.", ge=0)
+        int,
+        Meta(
+            description="Bytes of host memory for the state of requests that decode has retracted, taken when it "
+            "starts; 0 = none.",
+            ge=0,
+        ),
     ] = 1 << 28
     host_memory_full: Annotated[
         Literal["recompute", "refuse"],
         Meta(
-            description="Requests that decode retracts while host memory is full: compute their state again later, or "
-            "answer 503."
+            description="Requests that decode retracts while host memory is full, or where there is none: compute "
+            "their state again later, or answer 503."
         ),
     ] = "recompute"
 

@@ -132,6 +132,11 @@ class NodeThread(Generic[N, A, R]):
 
     # --- on the caller's thread
 
+    def check_places(self, pages: PageIndices, *, last: bool = True) -> None:
+        """Raises: LayoutError unless a pool's row, where it has rows, is the last place of a room."""
+        if (layout := self.pool.layout).num_rows:
+            layout.check_places(pages, last=last)
+
     def _running(self) -> LoopThread:
         if self._thread is None:
             raise MisuseError(f"the {self.role} thread is not started: use it as a context manager, or start()")

@@ -100,6 +100,7 @@ class PrefillThread(NodeThread[PrefillNode, PrefillRoom, PrefillThreadRoom]):
         """Called by rooms. The pages are busy when it returns."""
         with self._lock:
             room.check_chunk(len(pages), last, len(handoff))
+            self.check_places(pages, last=last)
             thread = self._running()
             self.pages.hold(pages)
             room.left -= len(pages)

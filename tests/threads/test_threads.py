@@ -306,6 +306,33 @@ def test_misuse_of_send_is_raised_by_send() -> None:
         wait_for(prefill, "done", sending)
 
 
+def test_the_row_of_a_room_is_its_last_place_on_both_sides() -> None:
+    """Rows are numbered on from the pages. A place that is wrong is refused by the call that names it."""
+    kinds = [("k", "float32", (2,)), ("s", "float32", (5,), "row")]
+    layout = kvflow.build_layout(kinds, page_size=PAGE_SIZE, num_pages=32, num_rows=4)
+    source, target = kvflow.PagedPool.allocate(layout), kvflow.PagedPool.allocate(layout)
+    source.array("s")[1] = 7
+    with kvflow.PrefillThread(source, "local") as prefill, kvflow.DecodeThread(target, "local") as decode:
+        sending = prefill.open(7, prompt=PROMPT)
+        announced = decode.announce(7, prefill=[prefill.info], prompt=PROMPT)
+        for wrong in ([0, 1, 2, 3], [34, 0, 1, 2]):
+            with pytest.raises(kvflow.MisuseError, match="one row, as the last of its places"):
+                decode.open(8, prefill=[prefill.info], prompt=PROMPT, pages=wrong)
+            with pytest.raises(kvflow.MisuseError, match="one row, as the last of its places"):
+                announced.offer(wrong)
+        announced.offer([0, 1, 2, 34])
+        wait_for(prefill, "matched", sending)
+        for chunk, last in (([4, 33], False), ([4, 5, 6, 8], True)):
+            with pytest.raises(kvflow.MisuseError, match="one row, as the last of its places"):
+                sending.send(chunk, last=last)
+        sending.send([4, 5])
+        sending.send([6, 33], last=True)
+        wait_for(decode, "landed", announced)
+        assert (target.array("s")[2] == 7).all()
+        wait_for(prefill, "released", sending)
+        wait_for(decode, "released", announced)
+
+
 def test_a_room_is_announced_before_its_pages_are_there() -> None:
     with engines() as (prefill, decode):
         sending = prefill.open(7, prompt=PROMPT)
