@@ -345,6 +345,40 @@ async def test_what_has_failed_or_ended_does_not_wait_for_its_reader(
         await ended.aclose()
 
 
+async def test_who_comes_back_finds_its_pages_taken_and_is_protected(
+    llama: LoadedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another owner of the pool takes them after they were promised: it waits again, and stays once it is back."""
+    resume, waits = Resident.resume, asyncio.Event()
+
+    async def late(self: Resident) -> bool:
+        if not waits.is_set():
+            waits.set()
+            lost = pair.target.pages.take(pair.target.pages.free_pages, "another owner")
+            try:
+                return await resume(self)
+            finally:
+                pair.target.pages.give_back(lost, "another owner")
+        return await resume(self)
+
+    monkeypatch.setattr(Resident, "resume", late)
+    want = await expected(llama, [greedy(NEW_TOKENS)])
+    async with EnginePair(llama, page_size=16, host_pages=64) as pair:
+        engine, stream = pair.decode, pair_stream(pair, PROMPTS[0], greedy(NEW_TOKENS))
+        got = [(await anext(stream)).token_id]
+        engine._budget._most = 0  # it stays away for now
+        engine.retract_all()
+        await until(lambda: engine.retraction.retracted_now == 1)
+        engine.pause()
+        engine._budget._most = 256
+        await until(lambda: engine.retraction.resumes == 1)
+        (request,) = engine._running.values()
+        assert waits.is_set() and request.protected_until == request.generated + 16
+        engine.resume()
+        assert got + [out.token_id async for out in stream] == want[0]
+        await until(lambda: pair.home)
+
+
 async def test_who_leaves(llama: LoadedModel) -> None:
     """Lower priority first, then fewer generated tokens, then the later one; the last one stays."""
     async with EnginePair(llama, page_size=4, num_pages=200) as pair:

@@ -210,6 +210,23 @@ async def test_closed_in_the_turn_in_which_the_copy_is_ready(monkeypatch: pytest
         assert w.device_home and w.store.used_bytes == 0
 
 
+async def test_cancelled_in_the_turn_in_which_the_copy_is_ready(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody gets the snapshot: its host memory is freed."""
+    async with world() as w:
+        take = w.store.take
+
+        async def ready(places: Places) -> Snapshot:
+            snapshot = await take(places)
+            leaving.cancel()
+            return snapshot
+
+        monkeypatch.setattr(w.store, "take", ready)
+        leaving = asyncio.ensure_future(w.request.retract())
+        with pytest.raises(asyncio.CancelledError):
+            await leaving
+        assert (w.request.phase, w.store.used_bytes, w.store.count) == (P.RESIDENT, 0, 0)
+
+
 async def test_misuse_is_refused() -> None:
     async with world() as w:
         with pytest.raises(MisuseError, match="is not away"):
