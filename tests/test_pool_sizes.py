@@ -12,6 +12,7 @@ from kvflow.config.settings import Settings
 from kvflow.config.sources import ConfigError
 from kvflow.launch import pool
 from kvflow.memory.available import Available
+from kvflow.protocols.errors import MisuseError
 from kvflow.protocols.pages.kinds import ROW, StateKind
 
 SLOTS = [StateKind("k", "bfloat16", (2, 16)), StateKind("v", "bfloat16", (2, 16))]  # 128 bytes a token, 2048 a page
@@ -86,3 +87,26 @@ def test_a_row_larger_than_its_share_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"--pool-bytes 65536: the state of one request takes 65536 bytes of 32768"):
         sizes([*SLOTS, large], pool_bytes=1 << 16)
     assert sizes([large], pool_bytes=1 << 16)[1] == 1
+
+
+def test_a_default_of_host_memory_that_is_too_small_ends_no_start(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As for models whose states take hundreds of megabytes a request: these are computed again."""
+    made = pool.make_pool(Settings(num_pages=1, max_running_requests=1), [*SLOTS, *ROWS], "model", torch.device("cpu"))
+    monkeypatch.setattr(pool, "SnapshotStore", refusing)
+    try:
+        with caplog.at_level(logging.WARNING, "kvflow.serve"):
+            assert pool.make_snapshots(Settings(), made) is None
+        assert "retracted requests are computed again" in caplog.text and "too small" in caplog.text
+        for chosen in ({"host_memory_bytes": 1 << 20}, {"host_memory_full": "refuse"}):
+            with pytest.raises(ConfigError, match=r"--host-memory-bytes [0-9]+: too small"):
+                pool.make_snapshots(Settings(**chosen), made)  # type: ignore[arg-type]
+        assert pool.make_snapshots(Settings(new_token_ratio=1.0), made) is None
+        assert pool.make_snapshots(Settings(host_memory_bytes=0), made) is None
+    finally:
+        made.close()
+
+
+def refusing(*_: object) -> None:
+    raise MisuseError("too small")

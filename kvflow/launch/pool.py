@@ -62,18 +62,23 @@ def make_staging(settings: Settings, pool: PagedPool, default_bytes: int) -> Sta
 
 
 def make_snapshots(settings: Settings, pool: PagedPool) -> SnapshotStore | None:
-    """Allocate the host memory of retracted requests; blocks. None where none are retracted to it. Raises: ConfigError,
-    LayoutError."""
+    """Allocate the host memory of retracted requests; blocks. None where none are retracted to it, also where the
+    default of it does not do for the state of one request. Raises: ConfigError, LayoutError."""
     if settings.new_token_ratio >= 1 or not settings.host_memory_bytes:
         return None
+    chosen = settings.host_memory_bytes != Settings().host_memory_bytes or settings.host_memory_full == "refuse"
+    what = f"--host-memory-bytes {settings.host_memory_bytes}"
     with _one_at_a_time():
         available = available_memory()
-        if available is not None and settings.host_memory_bytes > available.size_bytes:
-            raise ConfigError(f"--host-memory-bytes {settings.host_memory_bytes}: {available}")
         try:
+            if available is not None and settings.host_memory_bytes > available.size_bytes:
+                raise ConfigError(f"{what}: {available}")
             return SnapshotStore(pool, settings.host_memory_bytes)
         except MisuseError as error:
-            raise ConfigError(f"--host-memory-bytes {settings.host_memory_bytes}: {error}") from None
+            if chosen:
+                raise error if isinstance(error, ConfigError) else ConfigError(f"{what}: {error}") from None
+            _log.warning("retracted requests are computed again, from no host memory: %s: %s", what, error)
+            return None
 
 
 def _num_rows(settings: Settings, one: PoolLayout) -> int:

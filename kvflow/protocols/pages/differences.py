@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from kvflow.protocols.pages.kinds import SLOT
 from kvflow.protocols.pages.layout import Component, PoolLayout
 
 MAX_DIFFERENCES = 5  # named in a refusal
@@ -45,7 +46,7 @@ def _typed_differences(source: PoolLayout, target: PoolLayout, sides: Sides) -> 
         elif c.unit != other.unit:
             yield f"{c.name} unit: {sides[0]} one per {c.unit}, {sides[1]} one per {other.unit}"
         elif c.shape != other.shape:
-            what = "shape (heads, dim)" if len(c.shape) == 2 else "shape"
+            what = "shape (heads, dim)" if len(c.shape) == 2 and c.unit == SLOT else "shape"
             yield f"{c.name} {what}: {sides[0]} {c.shape}, {sides[1]} {other.shape}"
         elif c.format != other.format:
             yield _differ(f"{c.name} format", c.format, other.format, sides)
