@@ -101,7 +101,7 @@ def test_a_default_of_host_memory_that_is_too_small_ends_no_start(
         assert "retracted requests are computed again" in caplog.text and "too small" in caplog.text
         for chosen in ({"host_memory_bytes": 1 << 20}, {"host_memory_full": "refuse"}):
             with pytest.raises(ConfigError, match=r"--host-memory-bytes [0-9]+: too small"):
-                pool.make_snapshots(Settings(**chosen), made)  # type: ignore[arg-type]
+                pool.make_snapshots(Settings(**chosen), made)
         assert pool.make_snapshots(Settings(new_token_ratio=1.0), made) is None
         assert pool.make_snapshots(Settings(host_memory_bytes=0), made) is None
     finally:

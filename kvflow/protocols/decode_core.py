@@ -207,10 +207,9 @@ class DecodeCore:
         peer.repeat_after_s = self.back_off(peer.repeat_after_s)
 
     def repeat_from(self, peer: PrefillPeer, at_s: float) -> None:
-        """Ask for what is not acknowledged then, and as often as at first."""
+        """Ask for what is not acknowledged then, or when it is due before, and as often as at first."""
         peer.repeat_after_s = self.timing.repeat_after_s
-        if (repeat := Timer("repeat", peer.key)) in self.deadlines:
-            self.deadlines.set(repeat, at_s)
+        self.deadlines.advance(Timer("repeat", peer.key), at_s)
 
     def back_off(self, after_s: float) -> float:
         """How long to wait after the next repetition."""

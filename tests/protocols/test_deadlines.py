@@ -21,6 +21,10 @@ def test_as_a_plain_dictionary_would(seed: int) -> None:
             plain.pop(key, None)
             if at_s != NEVER:
                 plain[key] = at_s
+        elif rng.random() < 0.3:
+            deadlines.advance(key, at_s)
+            if key in plain:
+                plain[key] = min(plain[key], at_s)
         elif rng.random() < 0.5:
             deadlines.cancel(key)
             plain.pop(key, None)

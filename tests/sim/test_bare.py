@@ -104,6 +104,11 @@ def test_seeds_without_a_plant_break_nothing() -> None:
     assert not report["cells"]["error"] and report["cells"]["visited"] >= 135
 
 
+def test_an_abort_that_was_lost_is_repeated_when_it_was_due() -> None:
+    """Another room's abort, just before, must not put it off."""
+    assert simulate(247161).violation is None
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_more_seeds_in_processes() -> None:

@@ -72,6 +72,12 @@ class Deadlines(Generic[K]):
         bucket.order = None
         self._where[key] = number
 
+    def advance(self, key: K, at_s: float) -> None:
+        """Make `key` due at `at_s`, if it is due later."""
+        number = self._where.get(key)
+        if number is not None and self._buckets[number].keys[key] > at_s:
+            self.set(key, at_s)
+
     def cancel(self, key: K) -> None:
         """Forget a deadline; no error when there is none."""
         number = self._where.pop(key, None)
