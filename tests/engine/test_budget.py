@@ -231,6 +231,21 @@ async def test_every_request_needs_a_row_of_a_pool_that_has_some() -> None:
     first.release()
 
 
+async def test_a_retracted_request_needs_a_row_again() -> None:
+    rows = PageAllocator(1, unit="row")
+    budget = PageBudget(PageAllocator(100), rows=rows)
+    first = await budget.admit(1)
+    first.took(1)
+    taken = rows.take(1, "first")
+    budget.retract(first, 1)
+    await settled()
+    assert not first.granted.done(), "its row is not free yet"
+    rows.give_back(taken, "first")
+    await asyncio.wait_for(first.granted, 5)
+    assert await budget_soon(budget, 1) is None, "the row is promised to it"
+    first.release()
+
+
 async def test_rows_that_nobody_will_free(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("kvflow.engine.scheduler.budget.STUCK_S", 0.05)
     rows = PageAllocator(1, unit="row")

@@ -173,6 +173,41 @@ async def test_every_kind_of_state_leaves_and_comes_back(loaded: Callable[..., L
             await until(lambda: pair.home)
 
 
+@pytest.mark.parametrize("family", ["llama", "jamba"])
+async def test_a_long_prompt_is_computed_again_as_it_was_at_first(
+    loaded: Callable[..., LoadedModel], monkeypatch: pytest.MonkeyPatch, family: str
+) -> None:
+    """Some tokens a step, beside those of others; a prompt that cannot be divided, all at once."""
+    monkeypatch.setattr("kvflow.engine.scheduler.burst.RECOMPUTED_PER_STEP", 16)
+    model, params, prompts = loaded(family), greedy(12), [prompt_of(n, n) for n in (100, 41, 9)]
+    async with EnginePair(model, page_size=4) as roomy:
+        want = await together(roomy, prompts, params, set())
+    async with EnginePair(model, page_size=4) as pair:
+        assert await together(pair, prompts, params, {3}) == want
+        assert pair.decode.retraction.recomputes == 3
+        await until(lambda: pair.home)
+
+
+async def test_a_closed_engine_copies_no_more(llama: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    async with EnginePair(llama, page_size=4, host_pages=64) as pair:
+        stream = pair_stream(pair, PROMPTS[0], greedy(NEW_TOKENS))
+        await anext(stream)
+        gate = Gate(monkeypatch)
+        pair.decode.retract_all()
+        await until(gate.entered.is_set)
+        closing = asyncio.ensure_future(pair.decode.close())
+        await until(lambda: pair.decode._task is not None and pair.decode._task.done())
+        for _ in range(5):
+            await asyncio.sleep(0)
+        assert not closing.done(), "a copy still reads the pool (I12)"
+        gate.open.set()
+        await closing
+        with pytest.raises(AbortedError):
+            while True:
+                await anext(stream)
+        await until(lambda: pair.home)
+
+
 def pair_stream(pair: EnginePair, prompt: list[int], params: SamplingParams) -> Any:
     async def run() -> Any:
         admission = await pair.decode.admit(prompt, params)
