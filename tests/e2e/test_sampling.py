@@ -121,7 +121,10 @@ async def test_an_echo_has_the_logprobs_of_a_plain_forward(fleet: Fleet, stock: 
             parts = [chunk.choices[0] async for chunk in stream]
             assert "".join(part.text for part in parts) == answer.choices[0].text
             values = [value for part in parts if part.logprobs for value in part.logprobs.token_logprobs or ()]
-            assert values == answer.choices[0].logprobs.token_logprobs
+            # Two requests beside one: a batch of another composition rounds otherwise.
+            assert values[0] is None and values[1:] == pytest.approx(
+                answer.choices[0].logprobs.token_logprobs[1:], abs=1e-4
+            )
 
 
 @pytest.mark.asyncio(loop_scope="module")

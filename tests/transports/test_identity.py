@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import gc
 import os
 import re
 import shutil
@@ -59,6 +60,7 @@ async def test_elsewhere_nothing_can_be_observed(field: str) -> None:
 
 
 async def test_no_descriptor_is_left_behind() -> None:
+    gc.collect()  # what earlier tests have left behind may not be closed in between
     before = len(os.listdir("/proc/self/fd"))
     stranger = msgspec.structs.replace(own_identity(), start_ticks=0)
     for observed in (own_identity(), stranger):
@@ -173,6 +175,7 @@ async def _exit_status(*command: str) -> int:
 
 async def test_a_process_that_proc_hides_is_not_dead(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(identity, "_stat", lambda pid: (b"X", -1))  # as /proc mounted with hidepid=2 has it
+    gc.collect()  # what earlier tests have left behind may not be closed in between
     before = len(os.listdir("/proc/self/fd"))
     with pytest.raises(TransferError, match="hidepid"):
         watch(msgspec.structs.replace(own_identity(), start_ticks=1))
