@@ -38,6 +38,20 @@ async def run_to_end(running: asyncio.Future[T], within_s: float | None = None) 
     return running.result()
 
 
+async def wait_or_cancel(running: asyncio.Future[T], undo: Callable[[T], object] = lambda _: None) -> None:
+    """Wait until `running` has ended, in whatever way. A cancellation of this coroutine is passed on to it, and raised
+    when it has ended; its result is undone then."""
+    try:
+        await asyncio.wait([running])
+    except asyncio.CancelledError:
+        running.cancel()
+        with suppress(Exception, asyncio.CancelledError):  # the cancellation that came first is raised
+            await run_to_end(running)
+        if not running.cancelled() and running.exception() is None:
+            undo(running.result())
+        raise
+
+
 async def in_thread(work: Callable[[], T], undo: Callable[[T], object] = lambda _: None) -> T:
     """Run `work` in a thread, to its end; where this coroutine was cancelled meanwhile, its result is undone."""
     running = asyncio.ensure_future(asyncio.to_thread(work))

@@ -7,7 +7,7 @@ import threading
 
 import pytest
 
-from kvflow.aio import Threads, Turnstile
+from kvflow.aio import Threads, Turnstile, run_to_end, wait_or_cancel
 from tests.transports.peer_process import until
 
 
@@ -110,6 +110,60 @@ async def test_where_no_thread_is_to_be_had_the_place_is_free_again(monkeypatch:
 
 def _no_thread(_: threading.Thread) -> None:
     raise RuntimeError("can't start new thread")
+
+
+class Draining:
+    """Work that, cancelled, goes on until it is let go; then it ends as `how` says."""
+
+    def __init__(self, how: str) -> None:
+        self.how, self.last_part = how, asyncio.get_running_loop().create_future()
+
+    async def run(self) -> int:
+        try:
+            await asyncio.get_running_loop().create_future()
+        except asyncio.CancelledError:
+            await run_to_end(self.last_part)
+            if self.how == "cancelled":
+                raise
+            if self.how == "fails":
+                raise OSError("in the last part") from None
+        return 5
+
+
+@pytest.mark.parametrize("how", ["cancelled", "fails", "finishes"])
+@pytest.mark.parametrize("times", [1, 2])
+async def test_a_cancellation_is_passed_on_and_raised_when_the_work_has_ended(how: str, times: int) -> None:
+    work, undone = Draining(how), list[int]()
+    running = asyncio.create_task(work.run())
+    waiting = asyncio.create_task(wait_or_cancel(running, undone.append))
+    await asyncio.sleep(0)
+    await asyncio.sleep(0)
+    for _ in range(times):
+        waiting.cancel()
+        for _ in range(3):
+            await asyncio.sleep(0)
+        assert running.cancelling() and not running.done() and not waiting.done() and not undone
+    work.last_part.set_result(None)
+    with pytest.raises(asyncio.CancelledError):
+        await waiting
+    assert running.done() and undone == ([5] if how == "finishes" else [])
+
+
+@pytest.mark.parametrize("how", ["cancelled", "fails", "finishes"])
+async def test_work_that_ends_by_itself_is_left_to_its_owner(how: str) -> None:
+    running, undone = asyncio.get_running_loop().create_future(), list[int]()
+    waiting = asyncio.create_task(wait_or_cancel(running, undone.append))
+    await asyncio.sleep(0)
+    assert not waiting.done()
+    if how == "cancelled":
+        running.cancel()
+    elif how == "fails":
+        running.set_exception(OSError("for its owner"))
+    else:
+        running.set_result(5)
+    await waiting
+    assert not undone
+    assert running.cancelled() or running.exception() is not None or running.result() == 5
 
 
 async def turns_of_a_crowd(turnstile: Turnstile, cancelled: range = range(0)) -> tuple[list[int], list[int]]:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Coroutine, Hashable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from typing import Any, TypeVar
 
 import numpy as np
 
-from kvflow.aio import run_to_end
+from kvflow.aio import wait_or_cancel
 from kvflow.memory.snapshot import Snapshot, SnapshotStore
 from kvflow.protocols.errors import CapacityError, MisuseError
 from kvflow.protocols.machines.residency import TABLE, ResidencyCommand, ResidencyKind, ResidencyPhase
@@ -130,14 +130,7 @@ class Resident:
         """What `copying` returns; it has ended when this returns or raises. Raises: _StoppedError."""
         self._copy = copy = asyncio.ensure_future(copying)
         try:
-            await asyncio.wait([copy])
-        except asyncio.CancelledError:
-            copy.cancel()
-            with suppress(Exception, asyncio.CancelledError):  # the cancellation that came first is raised
-                await run_to_end(copy)
-            if not copy.cancelled() and copy.exception() is None:
-                undo(copy.result())
-            raise
+            await wait_or_cancel(copy, undo)
         finally:
             self._copy = None
         if copy.cancelled():

@@ -128,10 +128,15 @@ def _row_given_away_in_a_step() -> Installed:
 
 
 def _cancelled_and_not_drained() -> Installed:
-    async def run_to_end(running: asyncio.Future[Any]) -> None:
-        await asyncio.sleep(0)
+    async def wait_or_cancel(running: asyncio.Future[Any], _: Callable[[Any], object]) -> None:
+        try:
+            await asyncio.wait([running])
+        except asyncio.CancelledError:
+            running.cancel()
+            await asyncio.sleep(0)
+            raise
 
-    return swapped(residents, "run_to_end", run_to_end)
+    return swapped(residents, "wait_or_cancel", wait_or_cancel)
 
 
 @contextmanager

@@ -9,10 +9,9 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Coroutine
 from concurrent.futures import Executor
-from contextlib import suppress
 from typing import Any, TypeVar, cast
 
-from kvflow.aio import run_to_end
+from kvflow.aio import wait_or_cancel
 from kvflow.engine.model.sequence import Sequence
 from kvflow.engine.model.thread import ModelThread
 from kvflow.handlers.rooms import DecodeRoom
@@ -195,13 +194,7 @@ class Residence:
             return await work
         task = asyncio.ensure_future(work)
         self._disturb(disturbed, here.close if disturbed.how == ABORT else task.cancel)
-        try:
-            await asyncio.wait([task])
-        except asyncio.CancelledError:
-            task.cancel()
-            with suppress(Exception, asyncio.CancelledError):  # the cancellation that came first is raised
-                await run_to_end(task)
-            raise
+        await wait_or_cancel(task)
         return None if task.cancelled() else task.result()
 
     def _disturb(self, disturbed: Disturbance, do: Callable[[], object]) -> None:
