@@ -142,12 +142,13 @@ class CudaCopier:
             raise TransferError(f"copies on {self._device} failed: {error}") from error
 
     def pin(self, pool: PagedPool) -> None:
-        for address, size_bytes in _regions(pool):
-            with _on(self._device):
-                if status := self._runtime.register(address, size_bytes, _PORTABLE):
-                    text = self._runtime.explain(status)
-                    raise LayoutError(f"{size_bytes} bytes of host memory cannot be pinned for {self._device}: {text}")
-            self._pinned.append(address)
+        first, last = pool.layout.buffers[0], pool.layout.buffers[-1]  # of the one region that it is allocated in
+        address, size_bytes = first.address, last.address + last.size_bytes - first.address
+        with _on(self._device):
+            if status := self._runtime.register(address, size_bytes, _PORTABLE):
+                text = self._runtime.explain(status)
+                raise LayoutError(f"{size_bytes} bytes of host memory cannot be pinned for {self._device}: {text}")
+        self._pinned.append(address)
 
     def close(self) -> None:
         while self._pinned:
@@ -201,12 +202,6 @@ def _on(device: torch.device) -> Any:
     import torch
 
     return torch.cuda.device(device)
-
-
-def _regions(pool: PagedPool) -> list[tuple[int, int]]:
-    """(address, bytes) of the memory that a pool has been allocated in."""
-    first, last = pool.layout.buffers[0], pool.layout.buffers[-1]
-    return [(first.address, last.address + last.size_bytes - first.address)]
 
 
 def _loaded_library(name: str) -> str | None:

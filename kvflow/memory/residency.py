@@ -120,11 +120,10 @@ class Resident:
     def _copying(self) -> Iterator[None]:
         try:
             yield
-        except _StoppedError:
+        except BaseException as error:
             self._feed(K.COPY_ENDED)
-        except BaseException:
-            self._feed(K.COPY_ENDED)
-            raise
+            if not isinstance(error, _StoppedError):
+                raise
 
     async def _ended(self, copying: Coroutine[Any, Any, T], undo: Callable[[T], object]) -> T:
         """What `copying` returns; it has ended when this returns or raises. Raises: _StoppedError."""
