@@ -10,14 +10,14 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 import kvflow
-from kvflow.config.settings import Settings
+from kvflow.config.settings import FIELDS, Settings, flag_of
 from kvflow.config.sources import ConfigError
 from kvflow.memory.available import available_memory
 from kvflow.memory.device import HOST, memory_of
 from kvflow.memory.pool import PagedPool
 from kvflow.memory.snapshot import SnapshotStore
 from kvflow.memory.staging import Staging
-from kvflow.protocols.errors import LayoutError, MisuseError
+from kvflow.protocols.errors import MisuseError
 from kvflow.protocols.pages.kinds import ROW, StateKind
 from kvflow.protocols.pages.layout import PoolLayout, build_layout, resized
 
@@ -54,31 +54,36 @@ def make_staging(settings: Settings, pool: PagedPool, default_bytes: int) -> Sta
     pool has. Raises: ConfigError."""
     if pool.on_host and settings.staging == "auto":
         return None
-    with _one_at_a_time():
-        try:
-            return Staging(pool, settings.staging_bytes or default_bytes)
-        except (LayoutError, MisuseError) as error:
-            raise ConfigError(f"--staging-bytes {settings.staging_bytes}: {error}") from None
+    with _one_at_a_time(), _naming("staging_bytes", settings):
+        return Staging(pool, settings.staging_bytes or default_bytes)
 
 
 def make_snapshots(settings: Settings, pool: PagedPool) -> SnapshotStore | None:
     """Allocate the host memory of retracted requests; blocks. None where none are retracted to it, also where the
-    default of it does not do for the state of one request. Raises: ConfigError, LayoutError."""
+    default of it does not do for the state of one request. Raises: ConfigError."""
     if settings.new_token_ratio >= 1 or not settings.host_memory_bytes:
         return None
-    chosen = settings.host_memory_bytes != Settings().host_memory_bytes or settings.host_memory_full == "refuse"
-    what = f"--host-memory-bytes {settings.host_memory_bytes}"
-    with _one_at_a_time():
-        available = available_memory()
-        try:
+    chosen = settings.host_memory_bytes != FIELDS["host_memory_bytes"].default or settings.host_memory_full == "refuse"
+    try:
+        with _one_at_a_time(), _naming("host_memory_bytes", settings):
+            available = available_memory()
             if available is not None and settings.host_memory_bytes > available.size_bytes:
-                raise ConfigError(f"{what}: {available}")
+                raise MisuseError(str(available))
             return SnapshotStore(pool, settings.host_memory_bytes)
-        except MisuseError as error:
-            if chosen:
-                raise error if isinstance(error, ConfigError) else ConfigError(f"{what}: {error}") from None
-            _log.warning("retracted requests are computed again, from no host memory: %s: %s", what, error)
-            return None
+    except ConfigError as error:
+        if chosen:
+            raise
+        _log.warning("retracted requests are computed again, from no host memory: %s", error)
+        return None
+
+
+@contextmanager
+def _naming(name: str, settings: Settings) -> Generator[None]:
+    """What is wrong is wrong with this setting's value. Raises: ConfigError."""
+    try:
+        yield
+    except MisuseError as error:
+        raise ConfigError(f"{flag_of(name)} {getattr(settings, name)}: {error}") from None
 
 
 def _num_rows(settings: Settings, one: PoolLayout) -> int:
