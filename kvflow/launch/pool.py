@@ -61,20 +61,40 @@ def make_staging(settings: Settings, pool: PagedPool, default_bytes: int) -> Sta
 def make_snapshots(settings: Settings, pool: PagedPool) -> SnapshotStore | None:
     """Allocate the host memory of retracted requests; blocks. None where none are retracted to it, also where the
     default of it does not do for the state of one request. Raises: ConfigError."""
-    if settings.new_token_ratio >= 1 or not settings.host_memory_bytes:
+    if not _uses_host_memory(settings):
         return None
-    chosen = settings.host_memory_bytes != FIELDS["host_memory_bytes"].default or settings.host_memory_full == "refuse"
     try:
         with _one_at_a_time(), _naming("host_memory_bytes", settings):
-            available = available_memory()
-            if available is not None and settings.host_memory_bytes > available.size_bytes:
-                raise MisuseError(str(available))
+            _check_host_memory(settings)
             return SnapshotStore(pool, settings.host_memory_bytes)
     except ConfigError as error:
-        if chosen:
+        if _needs_host_memory(settings):
             raise
         _log.warning("retracted requests are computed again, from no host memory: %s", error)
         return None
+
+
+def check_host_memory(settings: Settings) -> None:
+    """Whether the host memory of retracted requests is there, before a model is loaded. Raises: ConfigError."""
+    if _uses_host_memory(settings) and _needs_host_memory(settings):
+        with _naming("host_memory_bytes", settings):
+            _check_host_memory(settings)
+
+
+def _uses_host_memory(settings: Settings) -> bool:
+    return settings.new_token_ratio < 1 and settings.host_memory_bytes > 0
+
+
+def _needs_host_memory(settings: Settings) -> bool:
+    """Whether a role starts with it or not at all: it is asked for, or nothing else is done with retracted requests."""
+    asked_for = settings.host_memory_bytes != FIELDS["host_memory_bytes"].default
+    return asked_for or settings.host_memory_full == "refuse"
+
+
+def _check_host_memory(settings: Settings) -> None:
+    available = available_memory()
+    if available is not None and settings.host_memory_bytes > available.size_bytes:
+        raise MisuseError(str(available))
 
 
 @contextmanager

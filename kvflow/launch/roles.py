@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 from kvflow.config.settings import Settings
 from kvflow.engine.scheduler.params import SamplingParams
 from kvflow.launch.loading import LoadingProgress
-from kvflow.launch.pool import make_pool, make_snapshots, make_staging
+from kvflow.launch.pool import check_host_memory, make_pool, make_snapshots, make_staging
 from kvflow.launch.process import Ready, serve_until_stopped
 from kvflow.memory.pool import PagedPool
 from kvflow.memory.staging import Staging
@@ -129,6 +129,7 @@ async def prefill_service(settings: Settings) -> AsyncGenerator[tuple[PrefillSer
 @asynccontextmanager
 async def decode_service(settings: Settings) -> AsyncGenerator[tuple[DecodeService, LoadedModel], None]:
     """A running decode without its HTTP server. Raises: MisuseError."""
+    check_host_memory(settings)
     key = read_key(settings.control_key_file)
     async with AsyncExitStack() as stack:
         model, pool, staging, executor = await stack.enter_async_context(_parts(settings, 0))
@@ -164,12 +165,16 @@ async def decode_service(settings: Settings) -> AsyncGenerator[tuple[DecodeServi
 async def _parts(
     settings: Settings, staging_bytes: int
 ) -> AsyncGenerator[tuple[LoadedModel, PagedPool, Staging | None, ThreadPoolExecutor], None]:
-    """Model, pool, its staging and the thread of model steps; the data plane's settings are checked before the model is
-    loaded."""
+    """Model, pool, its staging and the thread of model steps; the data plane's settings and the device are checked
+    before the model is loaded."""
     check_plane(settings.disaggregation_transfer_backend, settings.disaggregation_ib_device, reachable(settings.host))
     executor = ThreadPoolExecutor(1, thread_name_prefix="kvflow-model")
     loop = asyncio.get_running_loop()
     try:
+        if settings.device not in ("auto", "cpu"):  # which are always there, and it is a second of imports
+            from kvflow.engine.model.device import find_device
+
+            await loop.run_in_executor(executor, find_device, settings.device)
         from kvflow.engine.model.source import locate
 
         source = await loop.run_in_executor(executor, locate, settings.model_path)

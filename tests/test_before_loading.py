@@ -1,0 +1,47 @@
+"""What can be known to be wrong before a model is loaded is refused before, not seconds later."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractAsyncContextManager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvflow.config.settings import Settings
+from kvflow.config.sources import ConfigError
+from kvflow.launch import pool
+from kvflow.launch.roles import decode_service, prefill_service
+from kvflow.memory.available import Available
+from kvflow.protocols.errors import MisuseError
+
+Service = Callable[[Settings], AbstractAsyncContextManager[object]]
+HUGE = 1 << 60
+
+
+async def refusal_of(service: Service, model: Path, **settings: Any) -> str:
+    with pytest.raises(MisuseError) as caught:
+        async with service(Settings(model_path=str(model), **settings)):
+            pass
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("service", [prefill_service, decode_service])
+async def test_a_device_that_is_not_there(service: Service, tmp_path: Path) -> None:
+    """The folder holds no model, which would be noticed next."""
+    assert str(tmp_path) in await refusal_of(service, tmp_path, device="cpu")
+    assert "--device cuda:999: it is not there; torch" in await refusal_of(service, tmp_path, device="cuda:999")
+
+
+async def test_host_memory_that_is_not_there(tmp_path: Path) -> None:
+    told = await refusal_of(decode_service, tmp_path, host_memory_bytes=HUGE)
+    assert f"--host-memory-bytes {HUGE}: " in told and "bytes are available (" in told
+    assert str(tmp_path) in await refusal_of(decode_service, tmp_path, host_memory_bytes=HUGE, new_token_ratio=1.0)
+
+
+def test_a_default_of_host_memory_that_is_not_there_is_no_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pool, "available_memory", lambda: Available(1000, "memory of the machine"))
+    pool.check_host_memory(Settings())
+    with pytest.raises(ConfigError, match=r"--host-memory-bytes 268435456: 1000 bytes are available \(memory of"):
+        pool.check_host_memory(Settings(host_memory_full="refuse"))
