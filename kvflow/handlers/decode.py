@@ -18,7 +18,7 @@ from kvflow.protocols.decode import DecodeEndpoint
 from kvflow.protocols.decode_rooms import Prompt
 from kvflow.protocols.errors import CapacityError, Cause, Code, KvflowError, MisuseError, room_error
 from kvflow.protocols.machines.decode_room import DecodePhase
-from kvflow.protocols.pages.layout import NO_PLACES
+from kvflow.protocols.pages.layout import NO_PLACES, PoolLayout
 from kvflow.protocols.ports import Arrivals, Checksums, DataPlane, PageStore, UnprovenLoan
 from kvflow.protocols.wire.messages import GrantId, Incarnation
 from kvflow.protocols.wire.ranks import RankInfo
@@ -83,8 +83,9 @@ class DecodeShell(Shell):
     # --- rooms
 
     @property
-    def num_pages(self) -> int:
-        return self.endpoint.core.identity.layout.num_places if self.arrivals is None else self.arrivals.num_places
+    def layout(self) -> PoolLayout:
+        """Of the pool whose pages rooms have."""
+        return self.endpoint.core.identity.layout if self.arrivals is None else self.arrivals.layout
 
     def open(
         self,

@@ -93,7 +93,7 @@ class PrefillShell(Shell):
 
     def send_chunk(self, room: PrefillRoom, pages: PageIndices, last: bool, handoff: bytes) -> None:
         """Held before the endpoint is told: pages that are not the engine's must not be waited for."""
-        self.endpoint.check_chunk(room.record, len(pages), last, len(handoff))
+        self.endpoint.check_chunk(room.record, pages, last, len(handoff))
         self.pages.hold(pages)
         try:
             self.endpoint.queue_chunk(room.record, pages, last=last, handoff=handoff, now=self.now(), checked=True)

@@ -13,7 +13,7 @@ from kvflow.protocols.errors import Cause, Code, KvflowError, MisuseError, Owner
 from kvflow.protocols.machines.decode_room import TERMINAL, DecodePhase, DecodeRoomState
 from kvflow.protocols.machines.prefill_room import PrefillPhase, PrefillRoomState
 from kvflow.protocols.machines.story import Line
-from kvflow.protocols.pages.layout import PageIndices
+from kvflow.protocols.pages.layout import PageIndices, PoolLayout
 from kvflow.protocols.ports import PageStore, Write
 from kvflow.protocols.prefill_rooms import PrefillRoomRecord
 from kvflow.protocols.wire.messages import GrantId, RoomId
@@ -69,7 +69,7 @@ class DecodeSide(Protocol):
     pages: PageStore
 
     @property
-    def num_pages(self) -> int: ...
+    def layout(self) -> PoolLayout: ...
 
     def offer(self, room: DecodeRoom) -> None: ...
 
@@ -147,7 +147,7 @@ class DecodeRoom:
         """
         if self.own_pages is not None or not self.held_back:
             raise MisuseError(f"room {self.room}: its pages have been given already")
-        mine = own_pages(pages, self._shell.num_pages, self.room, self.num_pages)
+        mine = own_pages(pages, self._shell.layout, self.room, self.num_pages)
         try:
             self._shell.pages.hold(mine)
         except OwnershipError as error:

@@ -84,7 +84,7 @@ class StagedArrivals(PageTasks):
         self._staging, self._verify = staging, verify
         self._stores, self._mapped_by = stores_of(staging.host.layout), staging.mapped_by
         self.lent: PageStore = staging.host.places
-        self.num_places = staging.pool.layout.num_places
+        self.layout = staging.pool.layout
 
     def begin(self, lent: PageIndices, pages: PageIndices) -> PageTask:
         return self.start(functools.partial(self._bring, lent, pages), len(pages), self._mapped_by)

@@ -59,30 +59,52 @@ def pages_wanted(layout: PoolLayout, tokens: int, prefix_tokens: int) -> int:
     return wanted
 
 
-def own_pages(pages: Sequence[int] | PageIndices, num_pages: int, room: int, wanted: int) -> PageIndices:
-    """A user's pages for a room that needs `wanted` of the pool's `num_pages`, as int32 [n]. Raises: MisuseError."""
-    found = page_indices(pages, num_pages, f"room {room}")
+def own_pages(pages: Sequence[int] | PageIndices, layout: PoolLayout, room: int, wanted: int) -> PageIndices:
+    """A user's pages, and their row, for a room that needs `wanted` of the pool, as int32 [n]. Raises: MisuseError."""
+    found = page_indices(pages, layout.num_places, f"room {room}")
     if len(found) != wanted:
-        raise MisuseError(f"room {room}: {len(found)} pages given, its prompt needs {wanted}")
+        given, needed = _counted(layout, found), _needed(layout, wanted)
+        raise MisuseError(f"room {room}: {given} given, its prompt needs {needed}{_row_hint(layout, 'as the last')}")
     if wanted and names_twice(found, int(found.min()), int(found.max())):
         raise MisuseError(f"room {room}: a page is given twice")
     return found
 
 
-def check_chunk(room: int, num_pages: int, left: int, last: bool, handoff_bytes: int) -> None:
-    """A chunk of `num_pages` for a room of which `left` of decode's pages are to be filled.
+def check_chunk(room: int, layout: PoolLayout, pages: PageIndices, left: int, last: bool, handoff_bytes: int) -> None:
+    """A chunk of our `pages` for a room of which `left` of decode's places are to be filled, the row by the last chunk.
 
     Raises: MisuseError (other than the pages that are left, a hand-over before the last chunk), CapacityError (a
     hand-over that is too large).
     """
-    if num_pages > left or (last and num_pages != left):
-        raise MisuseError(f"room {room}: chunk of {num_pages} pages, {left} of decode's are left")
-    if not num_pages and not last:
+    if len(pages) != left if last else len(pages) > left - bool(layout.num_rows):
+        given, needed, hint = (
+            _counted(layout, pages),
+            _needed(layout, left),
+            _row_hint(layout, "the last, with last=True"),
+        )
+        raise MisuseError(f"room {room}: chunk of {given}, {needed} of decode's are left{hint}")
+    if not len(pages) and not last:
         raise MisuseError(f"room {room}: a chunk without pages that is not the last")
     if handoff_bytes and not last:
         raise MisuseError(f"room {room}: hand-over of {handoff_bytes} bytes with a chunk that is not the last")
     if handoff_bytes > MAX_HANDOFF_BYTES:
         raise CapacityError("bytes of hand-over", handoff_bytes, MAX_HANDOFF_BYTES)
+
+
+def _counted(layout: PoolLayout, indices: PageIndices) -> str:
+    if not layout.num_rows:
+        return f"{indices.size} pages"
+    rows = int((indices >= layout.num_pages).sum())
+    return f"{indices.size - rows} pages and {rows} rows"
+
+
+def _needed(layout: PoolLayout, count: int) -> str:
+    """Of `count` places of a room, the last of which is a row where the pool has rows."""
+    return f"{count - 1} pages and 1 row" if layout.num_rows else str(count)
+
+
+def _row_hint(layout: PoolLayout, where: str) -> str:
+    return f" (row r is given as {layout.num_pages} + r, {where})" if layout.num_rows else ""
 
 
 def page_indices(pages: Sequence[int] | NDArray[Any], num_pages: int, what: str) -> PageIndices:

@@ -219,8 +219,8 @@ class Arrivals(Protocol):
         """Who owns what can be lent."""
 
     @property
-    def num_places(self) -> int:
-        """Pages and rows of the decode's own."""
+    def layout(self) -> PoolLayout:
+        """Of the pool with the decode's own pages."""
 
     def begin(self, lent: PageIndices, pages: PageIndices) -> ChecksumTask:
         """Bring what has landed in `lent` to `pages`, in a thread. Its answer is the checksum of what has landed where

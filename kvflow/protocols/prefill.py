@@ -146,7 +146,7 @@ class PrefillEndpoint:
         has ended. `checked`: the caller has called `check_chunk` just before.
         """
         if not checked:
-            self.check_chunk(record, len(source_pages), last, len(handoff))
+            self.check_chunk(record, source_pages, last, len(handoff))
         core = self.core
         if (layout := core.identity.layout).num_rows:
             layout.check_places(source_pages, last=last)
@@ -155,7 +155,7 @@ class PrefillEndpoint:
         if not len(source_pages):  # it has landed already
             core.settle_chunks(record, now)
 
-    def check_chunk(self, record: PrefillRoomRecord, num_pages: int, last: bool, handoff_bytes: int) -> None:
+    def check_chunk(self, record: PrefillRoomRecord, source_pages: PageIndices, last: bool, handoff_bytes: int) -> None:
         """Raises: what `queue_chunk` raises."""
         state = record.state
         if state.phase > PrefillPhase.TRANSFERRING and state.phase is not PrefillPhase.SUCCESS:
@@ -164,7 +164,8 @@ class PrefillEndpoint:
             raise MisuseError(f"room {record.room}: send() before matched()")
         if state.last_queued:
             raise MisuseError(f"room {record.room}: send() after the last chunk")
-        check_chunk(record.room, num_pages, len(record.target_pages) - record.placed, last, handoff_bytes)
+        left = len(record.target_pages) - record.placed
+        check_chunk(record.room, self.core.identity.layout, source_pages, left, last, handoff_bytes)
 
     def write_ended(
         self, write: int, outcome: WriteOutcome, now: float, *, error: str = "", checksum: bytes = b""

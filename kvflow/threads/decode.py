@@ -61,7 +61,7 @@ class DecodeThread(NodeThread[DecodeNode, DecodeRoom, DecodeThreadRoom]):
         Raises: MisuseError. Every other refusal is a failed event.
         """
         handle, opened = self._prepare(room, prefill, prompt, prefix_tokens, deadline_s, context)
-        mine = own_pages(pages, self.num_pages, handle.room, handle.num_pages)
+        mine = own_pages(pages, self.pool.layout, handle.room, handle.num_pages)
         self.check_places(mine)
         handle.pages, handle.offered = mine, True
         self._post_open(handle, lambda node: opened(node.room, pages=mine), mine)
@@ -85,7 +85,7 @@ class DecodeThread(NodeThread[DecodeNode, DecodeRoom, DecodeThreadRoom]):
 
     def offer_pages(self, room: DecodeThreadRoom, pages: Sequence[int] | PageIndices) -> None:
         """Called by rooms. The pages are busy when it returns, unless the room has ended."""
-        mine = own_pages(pages, self.num_pages, room.room, room.num_pages)
+        mine = own_pages(pages, self.pool.layout, room.room, room.num_pages)
         self.check_places(mine)
         with self._lock:
             if room.offered:

@@ -99,7 +99,7 @@ class PrefillThread(NodeThread[PrefillNode, PrefillRoom, PrefillThreadRoom]):
     def send_chunk(self, room: PrefillThreadRoom, pages: PageIndices, last: bool, handoff: bytes) -> None:
         """Called by rooms. The pages are busy when it returns."""
         with self._lock:
-            room.check_chunk(len(pages), last, len(handoff))
+            room.check_chunk(self.pool.layout, pages, last, len(handoff))
             self.check_places(pages, last=last)
             thread = self._running()
             self.pages.hold(pages)

@@ -12,7 +12,7 @@ import msgspec
 
 from kvflow.protocols.arguments import NO_PAGES, check_chunk, page_indices
 from kvflow.protocols.errors import Cause, Code, KvflowError, MisuseError
-from kvflow.protocols.pages.layout import PageIndices
+from kvflow.protocols.pages.layout import PageIndices, PoolLayout
 
 
 class ThreadRoom:
@@ -120,7 +120,7 @@ class PrefillThreadRoom(ThreadRoom):
         """
         self._side.send_chunk(self, page_indices(pages, self._side.num_pages, f"room {self.room}"), last, handoff)
 
-    def check_chunk(self, num_pages: int, last: bool, handoff_bytes: int) -> None:
+    def check_chunk(self, layout: PoolLayout, pages: PageIndices, last: bool, handoff_bytes: int) -> None:
         """As `PrefillEndpoint.check_chunk`, which knows nothing yet of chunks that are on their way to its thread."""
         if self.error is not None:
             raise self.error
@@ -128,7 +128,7 @@ class PrefillThreadRoom(ThreadRoom):
             raise MisuseError(f"room {self.room}: send() before the matched event")
         if self.last_sent:
             raise MisuseError(f"room {self.room}: send() after the last chunk")
-        check_chunk(self.room, num_pages, self.left, last, handoff_bytes)
+        check_chunk(self.room, layout, pages, self.left, last, handoff_bytes)
 
     def close(self, cause: Cause | None = None) -> None:
         """End it, unless it has ended; any number of times. Its pages are the engine's again when it is released."""

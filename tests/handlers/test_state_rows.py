@@ -108,10 +108,16 @@ async def test_chunks_that_put_rows_where_pages_go_are_refused(p: Pair) -> None:
     mine, layout = computed(p, source), p.prefill.pool.layout
     row = layout.num_pages + mine.rows
     for wrong, last, text in (
-        (mine.pages, True, "chunk of 3 pages, 4 of decode's are left"),
+        (mine.pages, True, "chunk of 3 pages and 0 rows, 3 pages and 1 row of decode's are left"),
         (np.r_[mine.pages[:1], row], False, "1 rows among 2 places of a chunk that is not the last"),
         (np.r_[mine.pages[:2], row, mine.pages[2:]], True, "1 rows among 4 places"),
         (np.r_[mine.pages, mine.pages[:1]], True, "0 rows among 4 places"),
+        (
+            np.r_[mine.pages, mine.pages[:1]],
+            False,
+            "chunk of 4 pages and 0 rows, 3 pages and 1 row of decode's are left",
+        ),
+        (layout.numbered(mine), False, r"\(row r is given as 20 \+ r, the last, with last=True\)$"),
         (np.r_[mine.pages, layout.num_pages + 4], True, "is outside 0..23"),
         (np.r_[mine.pages, layout.num_pages + (mine.rows + 1) % 4], True, "has no owner"),
     ):
@@ -123,6 +129,14 @@ async def test_chunks_that_put_rows_where_pages_go_are_refused(p: Pair) -> None:
     target.close()
     source.close()
     await until(lambda: at_rest(p))
+
+
+async def test_own_pages_without_their_row_are_refused_where_they_are_given(p: Pair) -> None:
+    needed = r"its prompt needs 3 pages and 1 row \(row r is given as 16 \+ r, as the last\)$"
+    for given, counted in (([0, 1, 2], "3 pages and 0 rows"), ([0, 1, 17], "2 pages and 1 rows")):
+        with pytest.raises(MisuseError, match=f"^room 7: {counted} given, {needed}"):
+            p.decode.room(7, p.ranks, PROMPT, pages=given)
+    assert at_rest(p)
 
 
 @pytest.mark.parametrize("fault", [None, Fault.ERROR, Fault.LATE])

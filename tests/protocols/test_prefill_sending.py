@@ -187,7 +187,7 @@ class TestWhatCannotBeSent:
     def test_a_chunk_is_checked_once(self, prefill: LonePrefill) -> None:
         """`checked`: the caller has called `check_chunk` just before, and took hold of the pages in between."""
         record = prefill.matched()
-        prefill.endpoint.check_chunk(record, 3, True, 0)
+        prefill.endpoint.check_chunk(record, indices(1, 2, 3), True, 0)
         prefill.endpoint.queue_chunk(record, indices(1, 2, 3), last=True, handoff=b"", now=START, checked=True)
         assert prefill.asked() == [StartWrite(1, 1, DECODE, (1, 2, 3), (7, 2, 5))]  # type: ignore[arg-type]
         with pytest.raises(MisuseError):

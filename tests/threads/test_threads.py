@@ -320,12 +320,18 @@ def test_the_row_of_a_room_is_its_last_place_on_both_sides() -> None:
                 decode.open(8, prefill=[prefill.info], prompt=PROMPT, pages=wrong)
             with pytest.raises(kvflow.MisuseError, match="one row, as the last of its places"):
                 announced.offer(wrong)
+        with pytest.raises(kvflow.MisuseError, match="3 pages and 0 rows given, its prompt needs 3 pages and 1 row"):
+            announced.offer([0, 1, 2])
         announced.offer([0, 1, 2, 34])
         wait_for(prefill, "matched", sending)
         for chunk, last in (([4, 33], False), ([4, 5, 6, 8], True)):
             with pytest.raises(kvflow.MisuseError, match="one row, as the last of its places"):
                 sending.send(chunk, last=last)
         sending.send([4, 5])
+        with pytest.raises(
+            kvflow.MisuseError, match="chunk of 1 pages and 0 rows, 1 pages and 1 row of decode's are left"
+        ):
+            sending.send([6], last=True)
         sending.send([6, 33], last=True)
         wait_for(decode, "landed", announced)
         assert (target.array("s")[2] == 7).all()
