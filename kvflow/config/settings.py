@@ -324,6 +324,14 @@ def describe(name: str) -> str:
     return ""
 
 
+def limits_of(name: str) -> list[str]:
+    """What a number may be, as [">= 1", "<= 65536"]."""
+    signs = {"gt": ">", "ge": ">=", "lt": "<", "le": "<="}
+    metas = [meta for meta in get_args(HINTS[name])[1:] if isinstance(meta, Meta)]
+    limits = [(sign, getattr(meta, bound)) for meta in metas for bound, sign in signs.items()]
+    return [f"{sign} {limit}" for sign, limit in limits if limit is not None]
+
+
 def default_of(name: str, role: str) -> Any:
     """The value of a setting that is not given."""
     return DEFAULT_PORTS[role] if name == "port" else FIELDS[name].default

@@ -29,12 +29,14 @@ from kvflow.config.settings import (
     base_type,
     env_of,
     flag_of,
+    limits_of,
 )
 from kvflow.protocols.errors import MisuseError
 
 # Variables that are no settings of a role: the config file, what `up` tells its children, what the client of
 # examples/chat.py and `declare-dead` call, the seed of the tests.
 _OTHER_VARIABLES = ("CONFIG", "READY_FD", "PARENT_PID", "URL", "SEED")
+_PASSED_LIMIT = re.compile(r"^Expected `(int|float)` [<>]")
 _DEVICE = re.compile(r"auto|cpu|cuda(:[0-9]{1,3})?", re.ASCII)
 
 
@@ -129,9 +131,17 @@ def _convert(name: str, value: Any, source: str) -> Any:
         return msgspec.convert(value, hint, strict=not from_text)
     except msgspec.ValidationError as error:
         shown = "***" if name == "api_key" else repr(value)
-        choices = get_args(base_type(name)) if get_origin(base_type(name)) is Literal else ()
-        limit = f"expected one of {', '.join(repr(choice) for choice in choices)}" if choices else str(error)
-        raise ConfigError(f"{source}: {shown}: {limit[:1].lower()}{limit[1:].replace('`', '')}") from None
+        raise ConfigError(f"{source}: {shown}: {_expected(name, str(error))}") from None
+
+
+def _expected(name: str, error: str) -> str:
+    """What a setting may be, where msgspec tells the one limit that was passed."""
+    kind = base_type(name)
+    if get_origin(kind) is Literal:
+        return f"expected one of {', '.join(repr(choice) for choice in get_args(kind))}"
+    if _PASSED_LIMIT.search(error):
+        return f"expected {kind.__name__} {' and '.join(limits_of(name))}"
+    return f"{error[:1].lower()}{error[1:].replace('`', '')}"
 
 
 def _check(role: Role, settings: Settings) -> None:
