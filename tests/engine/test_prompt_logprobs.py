@@ -175,6 +175,21 @@ def test_more_than_a_handover_holds_is_refused_by_name(length: int, params: dict
         limits.check_sampling(prompt_of(length), SamplingParams(**params))
 
 
+def test_no_more_logits_in_one_step_than_memory_is_meant_for() -> None:
+    """65,536 logits of 4 bytes at each token: 4,096 tokens have a GiB of them."""
+    divided, whole = (EngineLimits(1 << 20, 1 << 16, 16, 1 << 20, whole_prompts=whole) for whole in (False, True))
+    all_of_it = SamplingParams(logprobs=0, prompt_logprobs_from=0)
+    divided.check_sampling(prompt_of(5000), all_of_it)
+    whole.check_sampling(prompt_of(4096), all_of_it)
+    whole.check_sampling(prompt_of(5000), SamplingParams())
+    whole.check_sampling(prompt_of(5000), SamplingParams(logprobs=0, prompt_logprobs_from=904))
+    text = (
+        "logprobs of 4999 prompt tokens: this model .* 1310720000 bytes of logits, limit 1073741824; ask from token 904"
+    )
+    with pytest.raises(MisuseError, match=text):
+        whole.check_sampling(prompt_of(5000), all_of_it)
+
+
 @pytest.mark.parametrize(("tokens", "top"), [(245_761, 0), (5_994, 20), (948, 128)])
 def test_the_most_that_is_accepted_fits_the_message(tokens: int, top: int) -> None:
     params = SamplingParams(logprobs=top, prompt_logprobs_from=0)

@@ -6,6 +6,7 @@ import asyncio
 import itertools
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from typing import Any
 
 import numpy as np
@@ -16,8 +17,10 @@ from kvflow.engine.model.load import LoadedModel
 from kvflow.engine.model.runner import Runner
 from kvflow.engine.model.sequence import Sequence
 from kvflow.engine.model.step import Row
+from kvflow.engine.scheduler import limits
 from kvflow.engine.scheduler.single import SingleEngine
 from kvflow.memory.pool import PagedPool
+from kvflow.protocols.errors import MisuseError
 from kvflow.protocols.pages.kinds import ROW
 from kvflow.protocols.pages.layout import build_layout
 from tests.engine import tiny_models
@@ -164,6 +167,17 @@ async def test_logprobs_of_the_prompt_are_those_of_the_stock_model(family: str, 
     assert scores is not None
     own = want[range(5, 69), prompt[6:]].numpy()
     np.testing.assert_allclose(np.frombuffer(scores.logprobs, "<f4"), own, atol=2e-3)
+
+
+@pytest.mark.parametrize(("family", "refused"), [("jamba", True), ("nemotron_h", False)])
+async def test_logprobs_of_a_prompt_that_is_not_divided_are_bounded(
+    family: str, refused: bool, loaded: Loader, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(limits, "MAX_LOGITS_BYTES", 69 * 4 * loaded(family).vocab_size)
+    async with EnginePair(loaded(family), chunk_tokens=CHUNK) as pair:
+        pair.prefill.check(prompt_of(70), greedy(1, prompt_logprobs_from=1, logprobs=2))
+        with pytest.raises(MisuseError, match="one step") if refused else nullcontext():
+            pair.prefill.check(prompt_of(70), greedy(1, prompt_logprobs_from=0, logprobs=2))
 
 
 async def test_a_request_that_ends_in_any_state_gives_its_row_back(loaded: Loader) -> None:

@@ -13,17 +13,21 @@ from kvflow.engine.scheduler.prompt_logprobs import MAX_BYTES, size_bytes
 from kvflow.protocols.errors import CapacityError, MisuseError
 from kvflow.protocols.wire.messages import MAX_PAGES_PER_ROOM
 
+MAX_LOGITS_BYTES = 1 << 30  # of one prompt, as float32, where all of it is computed in one step
+
 
 class EngineLimits:
     """The model's context and vocabulary, the pool's pages. Cheap checks come first."""
 
     def __init__(
-        self, context_length: int, vocab_size: int, page_size: int, num_pages: int, hidden_size: int = 0
-    ) -> None:
-        """`hidden_size`: of the model's last hidden states; 0 where they are not to be had."""
+        self, context_length: int, vocab_size: int, page_size: int, num_pages: int, hidden_size: int = 0, *,
+        whole_prompts: bool = False,
+    ) -> None:  # fmt: skip
+        """`hidden_size`: of the model's last hidden states; 0 where they are not to be had. `whole_prompts`: the caller
+        computes each prompt in one step, and with it the logits of all tokens that are scored."""
         self.context_length, self.pool_tokens = context_length, page_size * num_pages
         self._vocabulary, self._page_size, self._num_pages = vocab_size, page_size, num_pages
-        self._hidden_size = hidden_size
+        self._hidden_size, self._whole_prompts = hidden_size, whole_prompts
 
     def check_prompt(self, prompt: Prompt) -> None:
         """Raises: MisuseError (empty, unknown token ids), CapacityError (longer than the context or the pool)."""
@@ -75,6 +79,13 @@ class EngineLimits:
             others = f" and {asked} asked for" if asked else ""
             text = f"logprobs of {tokens} prompt tokens, {top} top ones{others} at each, are {size} bytes"
             raise MisuseError(f"{text}, limit {MAX_BYTES}; ask for fewer at each, or from a later token on")
+        logits_bytes = 4 * self._vocabulary * (prompt_tokens - start)
+        if self._whole_prompts and logits_bytes > MAX_LOGITS_BYTES:
+            first = prompt_tokens - MAX_LOGITS_BYTES // (4 * self._vocabulary)
+            raise MisuseError(
+                f"logprobs of {tokens} prompt tokens: this model computes a prompt in one step, with {logits_bytes} "
+                f"bytes of logits, limit {MAX_LOGITS_BYTES}; ask from token {first} on"
+            )
 
     def scores_bytes(self, prompt_tokens: int, params: SamplingParams) -> int:
         """How large the hand-over's log-probabilities of a prompt are."""

@@ -82,8 +82,9 @@ class PrefillEngine(EngineLoop):
         self._layout, self._places = pool.layout, pool.places_over(pages)
         self._rows = pool.rows if pool.layout.num_rows else None
         self.limits = EngineLimits(
-            model.context_length, model.vocab_size, self._page_size, pages.capacity, model.hidden_size
-        )
+            model.context_length, model.vocab_size, self._page_size, pages.capacity, model.hidden_size,
+            whole_prompts=model.whole_prompts,
+        )  # fmt: skip
         self._thread = ModelThread(executor, self._places, pool.layout, self._runner.device)
         self._chunk_tokens, self._max_tokens = max(1, chunk_tokens), max(1, max_batch_tokens)
         self._max_rooms = max_batch_rooms or 1 << 30
