@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
-import threading
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -12,14 +10,14 @@ import pytest
 
 from kvflow.handlers.rooms import DecodeRoom, PrefillRoom
 from kvflow.memory.checksum import PageChecksums
-from kvflow.memory.copies import HostCopier
 from kvflow.memory.external import ExternalPages
 from kvflow.memory.staging import Staging
 from kvflow.node import DecodeNode
-from kvflow.protocols.errors import CapacityError, Code, KvflowError, TransferError
+from kvflow.protocols.errors import CapacityError, Code, KvflowError
 from kvflow.testing.pair import PAGE_SIZE, Pair, pair, small_layout, until
 from kvflow.transports.data.fake import Fault
 from tests.handlers.scenes import PROMPT, ledger
+from tests.memory.gate import CopyGate
 from tests.memory.kinds import contents, layout_of, overwrite
 
 PAGE_BYTES = small_layout().page_bytes
@@ -37,25 +35,6 @@ async def little() -> AsyncIterator[Pair]:
     """Staging of seven pages: two rooms of five do not fit."""
     async with pair(staging_bytes=7 * PAGE_BYTES) as made:
         yield made
-
-
-class Gate:
-    """Copies wait until they are let go; the one numbered `fails` is refused."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, fails: int = 0) -> None:
-        self.reached, self.go, self.begun = threading.Event(), threading.Event(), 0
-        real = HostCopier.copy
-
-        def copy(blocks: Any) -> None:
-            self.begun += 1
-            mine = self.begun
-            self.reached.set()
-            assert self.go.wait(20)
-            if mine == fails:
-                raise TransferError("the device is lost")
-            real(blocks)
-
-        monkeypatch.setattr(HostCopier, "copy", staticmethod(copy))
 
 
 async def opened(p: Pair, room: int = 7) -> tuple[PrefillRoom, DecodeRoom]:
@@ -100,11 +79,11 @@ async def test_a_changed_byte_in_staging_is_found(p: Pair) -> None:
 
 
 async def test_nothing_has_landed_before_it_is_brought(p: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
-    gate = Gate(monkeypatch)
+    gate = CopyGate(monkeypatch)
     source, target = await opened(p)
     pages = p.send_all(source, chunks=2)
     await source.done()
-    assert await asyncio.to_thread(gate.reached.wait, 20)
+    await gate.reached()
     assert not target.when_landed.given and not target.ended
     gate.go.set()
     await target.landed()
@@ -115,7 +94,7 @@ async def test_nothing_has_landed_before_it_is_brought(p: Pair, monkeypatch: pyt
 
 @pytest.mark.parametrize("chunks", [1, 2])
 async def test_a_copy_that_fails_fails_its_room(p: Pair, chunks: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    gate = Gate(monkeypatch, fails=1)
+    gate = CopyGate(monkeypatch, fails_at=1)
     gate.go.set()
     source, target = await opened(p)
     p.send_all(source, chunks=chunks)
@@ -130,10 +109,10 @@ async def test_a_copy_that_fails_fails_its_room(p: Pair, chunks: int, monkeypatc
 async def test_an_abort_in_mid_copy_frees_the_pages_when_the_copy_has_ended(
     p: Pair, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    gate = Gate(monkeypatch)
+    gate = CopyGate(monkeypatch)
     source, target = await opened(p)
     p.send_all(source)
-    assert await asyncio.to_thread(gate.reached.wait, 20)
+    await gate.reached()
     target.close()
     await until(lambda: target.over and source.ended)
     free = p.decode.pool.pages.free_pages, p.decode.reached.pages.free_pages
@@ -251,12 +230,12 @@ async def test_pages_of_the_engine_s_own_are_busy_until_they_have_been_brought(m
     async with pair(staging_bytes=0) as p:
         own = ExternalPages(64)
         p.decode.shell.pages = p.decode.pages = own
-        gate = Gate(monkeypatch)
+        gate = CopyGate(monkeypatch)
         source = p.prefill.room(7, PROMPT)
         target = await p.decode.room(7, "sim", PROMPT, pages=[9, 4, 7, 3, 5])
         await source.matched()
         pages = p.send_all(source)
-        assert await asyncio.to_thread(gate.reached.wait, 20)
+        await gate.reached()
         target.close()
         await until(lambda: target.over)
         assert own.busy_pages == 5

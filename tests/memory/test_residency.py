@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import threading
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
-from typing import Any
 
 import numpy as np
 import pytest
@@ -19,6 +17,7 @@ from kvflow.memory.snapshot import Snapshot, SnapshotStore
 from kvflow.protocols.errors import CapacityError, HostMemoryError, MisuseError
 from kvflow.protocols.machines.residency import ResidencyPhase as P
 from kvflow.protocols.pages.layout import Places
+from tests.memory.gate import CopyGate
 from tests.memory.kinds import layout_of, overwrite
 
 KIND = "hybrid"
@@ -62,28 +61,6 @@ async def world(host_pages: int = 8) -> AsyncIterator[World]:
     finally:
         await made.store.close()
         made.pool.close()
-
-
-class Gate:
-    """Holds every copy before its first slice until it is opened."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.reached, self._go = threading.Event(), threading.Event()
-        real = HostCopier.copy
-
-        def gated(blocks: Any) -> None:
-            self.reached.set()
-            assert self._go.wait(20)
-            real(blocks)
-
-        monkeypatch.setattr(HostCopier, "copy", staticmethod(gated))
-
-    async def wait(self) -> None:
-        assert await asyncio.to_thread(self.reached.wait, 20)
-        self.reached.clear()
-
-    def open(self) -> None:
-        self._go.set()
 
 
 def same(one: list[NDArray[np.uint8]], other: list[NDArray[np.uint8]]) -> bool:
@@ -144,9 +121,9 @@ async def test_a_copy_that_does_not_end_well(monkeypatch: pytest.MonkeyPatch, re
         if returning:
             await w.request.retract()
             w.foreign()
-        gate = Gate(monkeypatch)
+        gate = CopyGate(monkeypatch)
         copying = asyncio.ensure_future(w.request.resume() if returning else w.request.retract())
-        await gate.wait()
+        await gate.reached()
         assert w.request.phase.name == ("RETURNING" if returning else "LEAVING")
         if how == "close":
             w.request.close()
@@ -161,7 +138,7 @@ async def test_a_copy_that_does_not_end_well(monkeypatch: pytest.MonkeyPatch, re
             w.request.close()
         await asyncio.sleep(0)
         assert w.pool.pages.free_pages == 3, "a copy still uses them (I2)"
-        gate.open()
+        gate.go.set()
         with suppress(OSError, asyncio.CancelledError):
             await copying
         phase: P = w.request.phase

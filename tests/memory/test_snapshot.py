@@ -26,6 +26,7 @@ from kvflow.protocols.errors import Code, HostMemoryError, LayoutError, MisuseEr
 from kvflow.protocols.pages import plan
 from kvflow.protocols.pages.kinds import PAGE, ROW, SLOT, StateKind
 from kvflow.protocols.pages.layout import NO_PLACES, Order, Places, PoolLayout, build_layout
+from tests.memory.gate import CopyGate
 from tests.memory.kinds import KINDS, check_restored, contents, has_rows, layout_of, names_of, overwrite
 
 CHUNK_PAGES = 3
@@ -399,21 +400,14 @@ async def test_a_snapshot_closed_while_it_is_restored_is_freed_once_and_afterwar
 ) -> None:
     pool, store = store_of()
     held = await store.take(take(pool, 3, 1, "mine"))
-    copying, go_on, right = threading.Event(), threading.Event(), HostCopier.copy
-
-    def slowly(blocks: Any) -> None:
-        copying.set()
-        assert go_on.wait(20)
-        right(blocks)
-
-    monkeypatch.setattr(HostCopier, "copy", staticmethod(slowly))
+    gate = CopyGate(monkeypatch)
     running = asyncio.ensure_future(store.restore(held, take(pool, 3, 1, "again")))
-    await asyncio.to_thread(copying.wait, 20)
+    await gate.reached()
     size_bytes = held.size_bytes
     held.close()
     held.close()
     assert store.used_bytes == size_bytes and store.count == 0
-    go_on.set()
+    gate.go.set()
     await running
     assert store.used_bytes == 0 and store.host.pages.at_rest() and store.host.rows.at_rest()
     await store.close()
@@ -422,20 +416,13 @@ async def test_a_snapshot_closed_while_it_is_restored_is_freed_once_and_afterwar
 async def test_the_store_of_a_snapshot_waits_for_a_restore_into_another_pool(monkeypatch: pytest.MonkeyPatch) -> None:
     (pool, store), (other, elsewhere) = store_of(), store_of(slice_bytes=100)
     held = await store.take(take(pool, 3, 1, "mine"))
-    copying, go_on, right = threading.Event(), threading.Event(), HostCopier.copy
-
-    def slowly(blocks: Any) -> None:
-        copying.set()
-        assert go_on.wait(20)
-        right(blocks)
-
-    monkeypatch.setattr(HostCopier, "copy", staticmethod(slowly))
+    gate = CopyGate(monkeypatch)
     running = asyncio.ensure_future(elsewhere.restore(held, take(other, 3, 1, "again")))
-    await asyncio.to_thread(copying.wait, 20)
+    await gate.reached()
     closing = asyncio.ensure_future(store.close())
     await asyncio.sleep(0)
     assert not closing.done() and mapped(store.host)
-    go_on.set()
+    gate.go.set()
     with pytest.raises(MisuseError, match="store of snapshots was closed"):
         await running
     await closing

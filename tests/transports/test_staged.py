@@ -12,7 +12,6 @@ import numpy as np
 import pytest
 
 from kvflow.memory import staging as memory_staging
-from kvflow.memory.copies import HostCopier
 from kvflow.memory.pool import PagedPool
 from kvflow.memory.staging import Staging
 from kvflow.protocols.errors import LayoutError, TransferError
@@ -22,6 +21,7 @@ from kvflow.transports.data import staged
 from kvflow.transports.data.fake import FakeNetwork, FakePlane
 from kvflow.transports.data.local import LocalPlane, LocalRoute
 from kvflow.transports.data.staged import StagedPlane, StagedRoute
+from tests.memory.gate import CopyGate
 from tests.memory.kinds import KINDS, check_restored, contents
 from tests.transports.test_rows import moved_places, pair_of
 
@@ -68,25 +68,6 @@ async def sides(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Sides]:
     made = Sides()
     yield made
     await made.close()
-
-
-class Gate:
-    """Every copy from here on waits until it is let go, or fails where it is told to."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.reached, self.go, self.begun = threading.Event(), threading.Event(), 0
-        self.fails_at = 0
-        real = HostCopier.copy
-
-        def copy(blocks: Any) -> None:
-            self.begun += 1
-            self.reached.set()
-            assert self.go.wait(20)
-            if self.begun == self.fails_at:
-                raise TransferError("the device is lost")
-            real(blocks)
-
-        monkeypatch.setattr(HostCopier, "copy", staticmethod(copy))
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -150,9 +131,9 @@ async def test_a_slice_is_copied_while_another_travels(sides: Sides, monkeypatch
 async def test_a_write_that_is_cancelled_in_mid_copy_ends_when_the_copy_has(
     sides: Sides, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    gate, route = Gate(monkeypatch), await sides.connect()
+    gate, route = CopyGate(monkeypatch), await sides.connect()
     write = route.write(numbers(), numbers())
-    assert await asyncio.to_thread(gate.reached.wait, 20)
+    await gate.reached()
     write.cancel()
     with pytest.raises(TimeoutError):  # the copy still reads the pages of the write
         await asyncio.wait_for(asyncio.shield(write.done), 0.1)
@@ -165,8 +146,7 @@ async def test_a_write_that_is_cancelled_in_mid_copy_ends_when_the_copy_has(
 async def test_a_copy_that_fails_ends_its_write_drained_and_no_other(
     sides: Sides, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    gate, route = Gate(monkeypatch), await sides.connect()
-    gate.fails_at = 5
+    gate, route = CopyGate(monkeypatch, fails_at=5), await sides.connect()
     gate.go.set()
     write = route.write(numbers(), numbers())
     assert await asyncio.shield(write.done) is WriteOutcome.CANCELLED
@@ -233,9 +213,9 @@ async def test_a_peer_that_takes_nothing_keeps_no_other_waiting(monkeypatch: pyt
 
 
 async def test_closing_waits_for_the_copies(sides: Sides, monkeypatch: pytest.MonkeyPatch) -> None:
-    gate, route = Gate(monkeypatch), await sides.connect()
+    gate, route = CopyGate(monkeypatch), await sides.connect()
     write = route.write(numbers(), numbers())
-    assert await asyncio.to_thread(gate.reached.wait, 20)
+    await gate.reached()
     closing = asyncio.ensure_future(sides.plane.close())
     with pytest.raises(TimeoutError):
         await asyncio.wait_for(asyncio.shield(closing), 0.1)
