@@ -1,13 +1,14 @@
-"""Tiny models on disk, and what stock transformers makes of a prompt."""
+"""Tiny models on disk, what stock transformers makes of a prompt, and two processes that are compared with it."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.e2e.parity_pair import ProcessPair
 from tests.engine import tiny_models
 
 
@@ -33,3 +34,13 @@ def expected(tiny: Callable[[str], Path]) -> Callable[[str, list[int], int], lis
         return known[key]
 
     return generate
+
+
+@pytest.fixture(scope="module")
+def pair() -> Iterator[ProcessPair]:
+    """Of a module's own; its processes start with the first model."""
+    found = ProcessPair()
+    try:
+        yield found
+    finally:
+        found.kill()

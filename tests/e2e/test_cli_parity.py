@@ -19,6 +19,7 @@ from typing import Any
 import pytest
 
 from kvflow.launch.process import PARENT_PID
+from tests.engine.pair import prompt_of
 
 NEW = 16
 START_S, STOP_S, REQUEST_S, HOME_S = 90.0, 20.0, 60.0, 10.0
@@ -93,10 +94,6 @@ def up(tiny: Callable[[str], Path]) -> Iterator[Running]:
         running.kill()
 
 
-def prompt_of(length: int) -> list[int]:
-    return [(i * i * 31 + i * 7 + length * 101) % 509 + 2 for i in range(length)]
-
-
 def call(url: str, body: dict[str, Any] | None = None) -> bytes:
     """GET, or POST where there is a body. Raises: HTTPError for an error status."""
     data = None if body is None else json.dumps(body).encode()
@@ -136,7 +133,7 @@ def check_home(running: Running) -> None:
 def test_sixteen_at_once_equal_generate(
     stream: bool, up: Running, expected: Callable[[str, list[int], int], list[int]]
 ) -> None:
-    prompts = [prompt_of(length) for length in LENGTHS]
+    prompts = [prompt_of(length, length) for length in LENGTHS]
     with ThreadPoolExecutor(len(prompts)) as clients:
         answers = clients.map(lambda p: call(f"{up.urls['router']}/generate", body_of(p, stream=stream)), prompts)
         found = [output_ids(answer, stream) for answer in answers]
@@ -150,7 +147,7 @@ def test_both_legs_without_a_router_equal_generate(
 ) -> None:
     """What any PD router does: the same body to prefill and to decode, which meet in a room (0 is one)."""
     port = json.loads(call(f"{up.urls['prefill']}/server_info"))["disaggregation_bootstrap_port"]
-    prompts = [prompt_of(length) for length in LENGTHS]
+    prompts = [prompt_of(length, length) for length in LENGTHS]
     bodies = [
         body_of(p, bootstrap_host="127.0.0.1", bootstrap_port=port, bootstrap_room=room)
         for room, p in enumerate(prompts)
@@ -173,7 +170,7 @@ def test_a_model_with_states_equals_generate(
     running = Running(tiny("falcon_h1"), "--max-running-requests 4")
     try:
         running.wait_until_up()
-        prompts = [prompt_of(length) for length in LENGTHS]
+        prompts = [prompt_of(length, length) for length in LENGTHS]
         with ThreadPoolExecutor(len(prompts)) as clients:
             answers = clients.map(lambda p: call(f"{running.urls['router']}/generate", body_of(p)), prompts)
             found = [output_ids(answer, False) for answer in answers]

@@ -6,7 +6,7 @@ flips tokens in stock transformers).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,7 @@ import pytest
 
 from kvflow.launch.doctor import mooncake_unavailable_reason
 from tests.e2e.parity_pair import CHUNKS, Model, ProcessPair, WorkerError
+from tests.engine.pair import prompt_of
 from tests.engine.tiny_models import FAMILIES
 
 NEW = 16
@@ -40,20 +41,6 @@ Expected = Callable[[str, list[int], int], list[int]]
 
 
 pytestmark = pytest.mark.xdist_group("parity")  # one pair of processes for the module
-
-
-@pytest.fixture(scope="module")
-def pair() -> Iterator[ProcessPair]:
-    found = ProcessPair()
-    try:
-        yield found
-    finally:
-        found.kill()
-
-
-def prompt_of(length: int, salt: int = 0) -> list[int]:
-    """Ids that repeat themselves nowhere near."""
-    return [(i * i * 31 + i * 7 + salt * 101) % 509 + 2 for i in range(length)]
 
 
 def prompts_for(page: int) -> list[list[int]]:

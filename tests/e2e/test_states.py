@@ -6,7 +6,7 @@ lost on the way shows.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,7 @@ import pytest
 
 from tests.e2e.parity_pair import CHUNKS, Model, ProcessPair
 from tests.engine import tiny_models
+from tests.engine.pair import prompt_of
 
 NEW = 16
 CHUNK = CHUNKS["chunk_tokens"]
@@ -25,23 +26,10 @@ Expected = Callable[[str, list[int], int], list[int]]
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("states")]  # one pair of processes for the module
 
 
-@pytest.fixture(scope="module")
-def pair() -> Iterator[ProcessPair]:
-    found = ProcessPair()
-    try:
-        yield found
-    finally:
-        found.kill()
-
-
-def prompt_of(length: int) -> list[int]:
-    return [(i * i * 31 + i * 7 + length * 101) % 509 + 2 for i in range(length)]
-
-
 def prompts_for(page: int) -> list[list[int]]:
     """Eight: one token, one more than the indexers choose, the edges of a chunk and of a page (of 16 tokens, which are
     a window of gpt_oss), and many of both."""
-    return [prompt_of(n) for n in (1, 9, CHUNK, CHUNK + 1, page - 1, page, page + 1, 2 * page + CHUNK)]
+    return [prompt_of(n, n) for n in (1, 9, CHUNK, CHUNK + 1, page - 1, page, page + 1, 2 * page + CHUNK)]
 
 
 def run(model: Model, prompts: list[list[int]], **how: Any) -> list[list[int]]:
