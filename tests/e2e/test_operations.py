@@ -69,8 +69,11 @@ async def test_a_frozen_prefill_of_this_host_is_ended_and_not_declared_dead(tmp_
         await freeze(frozen.process.pid)
         try:
             status, answer = await asyncio.wait_for(asking, 40)
-            # The prefill is lost before the first token, so the router tries the other one: at the same decode.
-            assert status == 503 and "pages are in quarantine" in answer["error"]["message"], answer
+            # The prefill is lost before the first token, so the router tries the other one: at the same decode. Unless
+            # a check has found that decode in quarantine before its answer was there: then there is none to try.
+            error = answer["error"]
+            refused = status == 503 and "pages are in quarantine" in error["message"]
+            assert refused or (status, error["code"]) == (502, "peer_lost"), answer
             status, text = await health(session, decode)
             assert status == 503 and "pages are in quarantine" in text
             meeting = {"bootstrap_host": "127.0.0.1", "bootstrap_port": other.bootstrap_port, "bootstrap_room": 5}

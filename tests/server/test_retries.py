@@ -349,6 +349,30 @@ async def test_the_wait_for_a_worker_is_bounded_in_time_and_number(
             assert (await first)[0] == 503
 
 
+async def test_the_last_error_is_told_where_a_check_comes_before_it_and_leaves_no_worker(
+    prefill_server: Server, decode: Role, decode_server: Server, session: Session
+) -> None:
+    """A decode that loses a prefill refuses what is new from that moment on. Where a check sees that before the failed
+    request's own answer is there, no other try is made, and the client has waited for the first one."""
+    decode.service.gate.clear()
+    async with routed([prefill_server], [decode_server], retry_timeout_s=0.2) as r:
+        asking = asyncio.create_task(post(session, r.server))
+        async with asyncio.timeout(5):
+            while not decode.service.held:  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
+            decode.service.failure = Cause(Code.PEER_LOST, "prefill is silent")
+            decode.service.unavailable_reason = "8 pages are in quarantine, more than 0: no new room"
+            r.worker(decode_server).check_due.set()
+            while r.worker(decode_server).up:  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
+        decode.service.gate.set()
+        status, answer = await asyncio.wait_for(asking, 5)
+        assert (status, answer["error"]["code"]) == (502, Code.PEER_LOST)
+        assert len(decode.service.requests) == 1
+        status, answer = await asyncio.wait_for(post(session, r.server), 5)
+        assert status == 503 and "8 pages are in quarantine" in answer["error"]["message"]
+
+
 async def test_a_client_that_leaves_while_its_request_waits_is_forgotten(
     prefill_server: Server, decode: Role, session: Session
 ) -> None:
