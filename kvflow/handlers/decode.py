@@ -276,8 +276,6 @@ class DecodeShell(Shell):
             if room.own_pages is None:
                 take = self.pages.take_room if has_rows else self.pages.take
                 room.pages = take(wanted, room.owner)
-            elif len(room.own_pages) != wanted:
-                raise MisuseError(f"room {room.room}: {len(room.own_pages)} pages given, its prompt needs {wanted}")
             if self.arrivals is None:
                 room.lent = room.pages
             self.endpoint.lend(room.grant, room.lent, self.now())
