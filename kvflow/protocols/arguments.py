@@ -94,8 +94,8 @@ def check_chunk(room: int, layout: PoolLayout, pages: PageIndices, left: int, la
 def _counted(layout: PoolLayout, indices: PageIndices) -> str:
     if not layout.num_rows:
         return f"{indices.size} pages"
-    rows = int((indices >= layout.num_pages).sum())
-    return f"{indices.size - rows} pages and {rows} rows"
+    pages, rows = layout.split(indices)
+    return f"{pages.size} pages and {rows.size} rows"
 
 
 def _needed(layout: PoolLayout, count: int) -> str:
