@@ -16,7 +16,27 @@ from kvflow.engine.model.device import Place
 from kvflow.engine.model.step import Batch, Row, Step
 
 MOST_STEPS = 8  # of one plan, and of one call of the model thread
-_MOST_KEPT_BYTES = 64 << 20  # of gathered states; a stream that would pass it is gathered in every step
+_MOST_KEPT_BYTES = 64 << 20  # of gathered states; a stream that would pass it is gathered in every step, to new memory
+
+
+class KeptMemory:
+    """Where states are gathered, plan after plan: the faults of new memory cost as much as gathering into it."""
+
+    def __init__(self) -> None:
+        self._streams: dict[Hashable, torch.Tensor] = {}
+        self._used_bytes: dict[Hashable, int] = {}
+
+    def of(self, stream: Hashable, count: int, like: torch.Tensor) -> torch.Tensor | None:
+        """[count] of the type of `like`, with any content; None where it would be more than may be kept."""
+        self._used_bytes[stream] = count * like.element_size()
+        if sum(self._used_bytes.values()) > _MOST_KEPT_BYTES:
+            del self._used_bytes[stream]
+            self._streams.pop(stream, None)
+            return None
+        found = self._streams.get(stream)
+        if found is None or found.numel() < count:  # with a quarter more: sequences grow from plan to plan
+            found = self._streams[stream] = like.new_empty(count + count // 4)
+        return found[:count]
 
 
 class DecodeSteps(Step):
@@ -26,7 +46,10 @@ class DecodeSteps(Step):
     own states to it as it writes them to the pages, and no page is read twice.
     """
 
-    def __init__(self, rows: list[Row], page_size: int, place: Place = torch.from_numpy) -> None:
+    def __init__(
+        self, rows: list[Row], page_size: int, place: Place = torch.from_numpy, memory: KeptMemory | None = None
+    ) -> None:
+        """`memory`: that of earlier steps, which are over."""
         super().__init__(rows, page_size, place)
         self._sequences = [r.sequence for r in rows]
         self._logits = [r.logits for r in rows]
@@ -42,7 +65,7 @@ class DecodeSteps(Step):
         self._plan = self._batches(self._steps - 1)
         self._read = self._all_places()
         self._kept: dict[Hashable, _Kept] = {}
-        self._room = _MOST_KEPT_BYTES
+        self._memory = memory or KeptMemory()
         self._show()
 
     def advance(self, rows: list[Row]) -> bool:
@@ -67,10 +90,15 @@ class DecodeSteps(Step):
             region.select(2, batch.keys - 1).copy_(new.narrow(1, batch.q0, batch.rows))
         return found.states
 
-    def keep(self, stream: Hashable, states: torch.Tensor) -> None:
-        if self._steps > 1 and states.nbytes <= self._room:
-            self._room -= states.nbytes
+    def read(self, stream: Hashable, slots: torch.Tensor, rows: torch.Tensor, heads: int) -> torch.Tensor:
+        memory = self._memory.of(stream, rows.numel() * slots.shape[1], slots)
+        if memory is None:
+            return super().read(stream, slots, rows, heads)
+        found = torch.index_select(slots, 0, rows, out=memory.view(rows.numel(), -1))
+        states = self._states(found, heads)
+        if self._steps > 1:
             self._kept[stream] = _Kept(states, self.batches)
+        return states
 
     def _all_places(self) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """Page and slot of every key of the plan."""

@@ -43,9 +43,7 @@ class PagedStream:
         rows = step.gather(self._page_rows, self._slot_rows)
         if rows is None:
             return new
-        states = self._rows.index_select(0, rows).view(step.batch, -1, heads, dim).transpose(1, 2)
-        step.keep(self, states)
-        return states
+        return step.read(self, self._rows, rows, heads)
 
 
 class PagedLayer(CacheLayerMixin):

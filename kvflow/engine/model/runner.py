@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch.utils.hooks import RemovableHandle
 
-from kvflow.engine.model.ahead import DecodeSteps
+from kvflow.engine.model.ahead import DecodeSteps, KeptMemory
 from kvflow.engine.model.attention import NAME
 from kvflow.engine.model.device import place_on
 from kvflow.engine.model.paged_cache import PagedCache
@@ -50,6 +50,7 @@ class Runner:
         self._place = place_on(self.device)
         self._cache = PagedCache(layers, pool)
         self._ahead: DecodeSteps | None = None
+        self._memory = KeptMemory()
         self._with_hidden = False
 
     @torch.inference_mode()
@@ -83,7 +84,7 @@ class Runner:
 
     def rest(self) -> None:
         """No step follows soon: let go of what was gathered for the next one."""
-        self._ahead = None
+        self._ahead, self._memory = None, KeptMemory()
 
     def _forward_packed(self, rows: list[Row]) -> torch.Tensor:
         step = self._packed_step(rows)
@@ -101,7 +102,7 @@ class Runner:
             return self._ahead
         self._ahead = None
         if all(r.new == 1 and r.sequence.computed for r in rows):
-            self._ahead = DecodeSteps(rows, self._page_size, self._place)
+            self._ahead = DecodeSteps(rows, self._page_size, self._place, self._memory)
             return self._ahead
         step = Step(rows, self._page_size, self._place)
         step.pack()

@@ -172,8 +172,10 @@ class Step:
         [1, heads, tokens, dim]; None where they are to be gathered."""
         return None
 
-    def keep(self, stream: Hashable, states: torch.Tensor) -> None:
-        """Told of what was gathered, which `kept` may return in the next step."""
+    def read(self, stream: Hashable, slots: torch.Tensor, rows: torch.Tensor, heads: int) -> torch.Tensor:
+        """States of `stream` [batch, heads, keys, dim]: those `rows` of its `slots` [any, heads * dim]. `kept` may
+        return them in the next step."""
+        return self._states(slots.index_select(0, rows), heads)
 
     def mask(self, queries: int, keys: int, window: int) -> torch.Tensor:
         """Boolean [queries, keys]: each of the last `queries` positions sees itself and earlier ones, `window` in all
@@ -188,6 +190,9 @@ class Step:
                 found &= k > q - window
             self._masks[queries, keys, window] = found
         return found
+
+    def _states(self, read: torch.Tensor, heads: int) -> torch.Tensor:
+        return read.view(self.batch, -1, heads, read.shape[1] // heads).transpose(1, 2)
 
     def _places(
         self, rows: NDArray[np.int64], positions: NDArray[np.int64]
