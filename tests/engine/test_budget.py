@@ -255,10 +255,32 @@ async def test_rows_that_nobody_will_free(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 class Growing:
-    """A request as Growth sees it: one page for more than one step, none for one."""
+    """A request as Growth sees it: so many pages for one step, and for more."""
+
+    def __init__(self, now: int, ahead: int) -> None:
+        self._now, self._ahead, self.taken = now, ahead, 0
+        self.sequence: Any = self
+        self.resident: Any = self
+        self.admission: Any = self
+        self.owner = id(self)
 
     def pages_missing(self, steps: int) -> int:
-        return int(steps > 1)
+        return self._ahead if steps > 1 else self._now
+
+    def add_pages(self, pages: Any) -> None:
+        self.taken += pages.size
+
+    def add(self, pages: Any) -> None:
+        """To the resident."""
+
+    def took(self, count: int) -> None:
+        """Of the promise."""
+
+
+def growing(free: int, *needs: tuple[int, int]) -> tuple[Growth, list[Any]]:
+    pages = PageAllocator(8)
+    pages.take(8 - free, "others")
+    return Growth(PageBudget(pages), pages, lambda request, error: None), [Growing(*n) for n in needs]
 
 
 async def test_who_needs_no_page_for_one_step_takes_it_in_the_fullest_pool() -> None:
@@ -268,7 +290,25 @@ async def test_who_needs_no_page_for_one_step_takes_it_in_the_fullest_pool() -> 
     pages.take(2, "lost")
     assert budget.spare == -2
     growth = Growth(budget, pages, lambda request, error: None)
-    request: Any = Growing()
+    request: Any = Growing(0, 1)
     assert growth.grow([request], 8) == ([request], 1)
     assert not growth.short
     admission.release()
+
+
+async def test_nobody_takes_pages_for_later_steps_that_another_needs_now() -> None:
+    growth, (ahead, now, neither) = growing(1, (0, 1), (1, 1), (0, 0))
+    assert growth.grow([ahead, now, neither], 8) == ([ahead, now, neither], 1)
+    assert (ahead.taken, now.taken, growth.short) == (0, 1, {})
+
+
+async def test_where_all_can_have_pages_for_all_steps_they_take_them() -> None:
+    growth, (first, second) = growing(2, (0, 1), (1, 1))
+    assert growth.grow([first, second], 8) == ([first, second], 8)
+    assert (first.taken, second.taken) == (1, 1)
+
+
+async def test_who_finds_no_page_for_one_step_is_short_of_it_and_the_others_step() -> None:
+    growth, (first, second, third) = growing(1, (1, 2), (1, 2), (0, 1))
+    assert growth.grow([first, second, third], 8) == ([first, third], 1)
+    assert (first.taken, growth.short) == (1, {second: 1})

@@ -13,7 +13,7 @@ import torch
 from kvflow.engine.model.ahead import MOST_STEPS
 from kvflow.engine.model.load import LoadedModel
 from kvflow.engine.model.step import Row
-from kvflow.engine.scheduler import burst, decode
+from kvflow.engine.scheduler import budget, burst, decode
 from kvflow.engine.scheduler.burst import DecodeRequest
 from kvflow.engine.scheduler.params import TokenOut
 from kvflow.protocols.errors import KvflowError
@@ -178,20 +178,45 @@ async def test_a_request_that_leaves_is_not_in_the_next_step(llama: LoadedModel)
         await until(lambda: pair.home)
 
 
-async def test_one_step_at_a_time_while_a_request_waits_for_pages(llama: LoadedModel) -> None:
+async def test_several_steps_while_a_request_waits_which_is_granted_when_they_have_ended(
+    llama: LoadedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its pages came free with the burst, and were seen when the budget looked again by itself, up to 20 ms later."""
+    monkeypatch.setattr(budget, "RECHECK_S", 3600.0)
     async with EnginePair(llama, page_size=4, num_pages=20, source_pages=64) as pair:
         watched = Watched(pair)
         watched.gated = True
-        first = await started(pair, prompt_of(20), 30)
+        first = await started(pair, prompt_of(20), MOST_STEPS + 4)
         await watched.at_step(1)
         waiting = asyncio.ensure_future(pair.tokens(prompt_of(20, 1), greedy(30)))
         await until(lambda: pair.decode.load().waiting == 1)
-        before = watched.calls
-        watched.allow(5)
-        await watched.at_step(6)
-        assert watched.calls == before + 5
         watched.allow(100)
-        assert len([out async for out in first]) == 29 and len(await waiting) == 30
+        assert len([out async for out in first]) == MOST_STEPS + 3
+        assert watched.calls <= 2, "the first begins before it waits"
+        assert len(await asyncio.wait_for(waiting, 20)) == 30
+        await until(lambda: pair.home)
+
+
+async def test_a_burst_ends_with_the_first_request_that_ends(llama: LoadedModel) -> None:
+    """Others may wait for its pages; there is no further step while the event loop is busy with something else."""
+    async with EnginePair(llama) as pair:
+        want = await pair.tokens(prompt_of(21, 1), greedy(30))
+        pair.decode.pause()
+        ends, stays = await started(pair, prompt_of(20), 4), await started(pair, prompt_of(21, 1), 30)
+        watched, returned = Watched(pair), threading.Event()
+        run = pair.decode._burst.run
+
+        def noted(*arguments: Any) -> None:
+            run(*arguments)
+            returned.set()
+
+        pair.decode._burst.run = noted  # type: ignore[method-assign,assignment]
+        pair.decode.resume()
+        await until(lambda: bool(watched.calls))
+        assert returned.wait(20), "while the event loop stands still here, nothing else tells the burst"
+        assert watched.widths == [2, 2, 2]
+        assert len([out async for out in ends]) == 3
+        assert [out.token_id async for out in stays] == want[1:]
         await until(lambda: pair.home)
 
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from kvflow.engine.model import ahead
-from kvflow.engine.model.ahead import DecodeSteps
+from kvflow.engine.model.ahead import DecodeSteps, KeptMemory
 from kvflow.engine.model.load import LoadedModel, load_model
 from kvflow.engine.model.sequence import Sequence
 from kvflow.engine.model.step import Row
@@ -186,3 +186,23 @@ def test_steps_over_kept_states_equal_steps_that_gather(
     assert torch.allclose(ahead_logits, anew_logits, atol=1e-4, rtol=1e-4)
     assert ahead_logits.argmax(-1).tolist() == anew_logits.argmax(-1).tolist()
     assert np.allclose(ahead_pages.view(np.float32), anew_pages.view(np.float32), atol=1e-4)
+
+
+def test_plans_share_the_memory_that_they_gather_into() -> None:
+    """Another plan of about as many keys gathers into the same memory; when no step follows, it is given up."""
+    memory, like = KeptMemory(), torch.zeros(1)
+    first = memory.of("k", 1000, like)
+    assert first is not None and first.shape == (1000,) and first.dtype == like.dtype
+    again, other = memory.of("k", 1250, like), memory.of("v", 10, like)
+    assert again is not None and other is not None
+    assert again.data_ptr() == first.data_ptr() != other.data_ptr() and again.shape == (1250,)
+    more = memory.of("k", 1251, like)
+    assert more is not None and more.shape == (1251,)
+
+
+def test_no_more_is_kept_than_may_be(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ahead, "_MOST_KEPT_BYTES", 400)
+    memory, like = KeptMemory(), torch.zeros(1)
+    assert memory.of("a", 60, like) is not None and memory.of("b", 40, like) is not None
+    assert memory.of("b", 41, like) is None, "101 of 100"
+    assert memory.of("c", 40, like) is not None, "it has what the other one has given up"

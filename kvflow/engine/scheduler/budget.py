@@ -151,13 +151,14 @@ class PageBudget:
             self._live.remove(admission)
         elif admission in self._waiting:
             self._waiting.remove(admission)
-        self._grant()
+        self.grant()
 
     def _enqueue(self, admission: Admission) -> None:
         bisect.insort(self._waiting, admission, key=lambda a: a.place)
-        self._grant()
+        self.grant()
 
-    def _grant(self) -> None:
+    def grant(self) -> None:
+        """To the first ones that wait, as far as pages and rows are free; call it where some have come free."""
         while self._waiting:
             head = self._waiting[0]
             if head.granted.done():  # cancelled in this turn of the loop, before its own `forget` has run
@@ -201,7 +202,7 @@ class PageBudget:
 
     def _recheck(self) -> None:
         self._timer = None
-        self._grant()
+        self.grant()
 
     def close(self, error: KvflowError) -> None:
         """Admit no more requests; the waiting ones raise `error`."""

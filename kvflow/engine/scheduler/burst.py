@@ -122,7 +122,8 @@ class Burst:
         self._deliver, self._is_running, self._goes_on = deliver, is_running, goes_on
 
     def run(self, batch: list[DecodeRequest], most_steps: int, loop: asyncio.AbstractEventLoop) -> None:
-        """In the model thread: at most `most_steps`, each without the requests that have ended."""
+        """In the model thread: at most `most_steps`, up to the first one in which a request ends: others may wait for
+        its pages, which are held until the burst has ended."""
         held: list[Tokens] = []
         delivered_at_s = time.monotonic()
         try:
@@ -135,10 +136,10 @@ class Burst:
                     return
                 tokens = self._step(batch)
                 held.append(tokens)
-                ended = {request for request, out in tokens if out.finish_reason is not None}
-                batch = [request for request in batch if request not in ended] if ended else batch
+                if any(out.finish_reason is not None for _, out in tokens):
+                    return
                 now = time.monotonic()
-                if ended or now - delivered_at_s >= DELIVER_EVERY_S:
+                if now - delivered_at_s >= DELIVER_EVERY_S:
                     loop.call_soon_threadsafe(self._deliver, held)
                     held, delivered_at_s = [], now
         finally:

@@ -237,6 +237,7 @@ class DecodeEngine(EngineLoop):
         loop = asyncio.get_running_loop()
         while not self._closing:
             self._wake.clear()
+            self._budget.grant()  # what the last burst or a copy has held is free now
             batch, most_steps = self._next_batch()
             if not batch:
                 self._runner.rest()
@@ -260,7 +261,7 @@ class DecodeEngine(EngineLoop):
         if not self._running:
             self._ratio.rest()
         candidates = list(self._running.values())[: self._max_batch]
-        batch, most_steps = self._growth.grow(candidates, 1 if self._budget.waiting else MOST_STEPS)
+        batch, most_steps = self._growth.grow(candidates, MOST_STEPS)
         if self._growth.short:
             victims = self._retractions.victims(self._running.values(), self._growth.short)
             self._leave(victims)
@@ -287,11 +288,11 @@ class DecodeEngine(EngineLoop):
         return request.number in self._running
 
     def _goes_on(self) -> bool:
-        """Nothing has happened that the next batch should know of: a request that joins or leaves, or waits for pages.
+        """Nothing has happened that the next batch should know of: a request that joins or leaves.
 
         Asked by the model thread, so it only reads.
         """
-        return not (self._wake.is_set() or self._paused or self._closing or self._budget.waiting)
+        return not (self._wake.is_set() or self._paused or self._closing)
 
     def _deliver(self, steps: list[Tokens]) -> None:
         """What has ended gives its pages back now. Then tokens to their readers."""

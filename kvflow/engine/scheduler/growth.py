@@ -22,20 +22,21 @@ class Growth:
         self._short_since_s: float | None = None
 
     def grow(self, batch: list[DecodeRequest], most_steps: int) -> tuple[list[DecodeRequest], int]:
-        """Who has pages for its next steps, and for how many of them all of these have."""
-        ready: list[DecodeRequest] = []
-        spare: int | None = None
+        """Who has pages for its next steps, and for how many: for one, where not all find pages for `most_steps`."""
         self.short = {}
-        for request in batch:
-            if missing := request.pages_missing(most_steps):
-                spare = self._budget.spare if spare is None else spare
-                if missing > spare and (missing := request.pages_missing(1)) <= max(0, spare):
-                    most_steps = 1
-                if missing > max(0, spare):
-                    self.short[request] = missing
-                    continue
-                self._take(request, missing)
-                spare -= missing
+        needed = [request.pages_missing(most_steps) for request in batch]
+        if not any(needed):
+            return batch, most_steps
+        spare = max(0, self._budget.spare)
+        if sum(needed) > spare:
+            most_steps, needed = 1, [request.pages_missing(1) for request in batch]
+        ready: list[DecodeRequest] = []
+        for request, missing in zip(batch, needed, strict=True):
+            if missing > spare:
+                self.short[request] = missing
+                continue
+            self._take(request, missing)
+            spare -= missing
             ready.append(request)
         return ready, most_steps
 
