@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from kvflow.engine.scheduler.budget import MOST_TOKENS_AHEAD, NewTokenRatio, PageBudget
+from kvflow.engine.scheduler.budget import MOST_TOKENS_AHEAD, NewTokenRatio, PageBudget, Shortage
 from kvflow.engine.scheduler.growth import Growth
 from kvflow.memory.allocator import PageAllocator
 from kvflow.protocols.errors import AbortedError, CapacityError
@@ -153,6 +153,16 @@ async def test_who_waits_for_pages_that_nobody_will_free_is_told(monkeypatch: py
     with pytest.raises(CapacityError, match=r"no running request will free more: asked for 7, limit 4"):
         await asyncio.wait_for(waiting, 5)
     (await budget.admit(4)).release()
+
+
+async def test_a_shortage_that_has_ended_begins_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvflow.engine.scheduler.budget.STUCK_S", 0.02)
+    shortage = Shortage()
+    for _ in range(2):
+        assert not shortage.lasts(), "it begins here"
+        await asyncio.sleep(0.03)
+        assert shortage.lasts()
+        shortage.ended()
 
 
 async def test_below_the_worst_case_a_share_is_promised() -> None:

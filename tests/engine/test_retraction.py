@@ -321,7 +321,7 @@ async def test_a_failed_copy_ends_its_request_alone(llama: LoadedModel, monkeypa
 async def test_a_request_that_nobody_can_make_room_for_is_told(
     llama: LoadedModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("kvflow.engine.scheduler.growth.STUCK_S", 0.1)
+    monkeypatch.setattr("kvflow.engine.scheduler.budget.STUCK_S", 0.1)
     async with EnginePair(llama, **SMALL) as pair:
         stream = pair_stream(pair, PROMPTS[0], greedy(NEW_TOKENS))
         await anext(stream)
@@ -337,12 +337,12 @@ async def test_pages_of_a_room_that_has_not_landed_are_waited_for(
     llama: LoadedModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """However long its prefill takes: who runs is not ended meanwhile."""
-    monkeypatch.setattr("kvflow.engine.scheduler.growth.STUCK_S", 0.0)
     long = prompt_of(40, 5)
     async with EnginePair(llama, page_size=4) as roomy:
         want = [await roomy.tokens(PROMPTS[0], greedy(NEW_TOKENS)), await roomy.tokens(long, greedy(4))]
     async with EnginePair(llama, **{**SMALL, "num_pages": 16}) as pair:
         growth, looks = pair.decode._growth, list[int]()
+        monkeypatch.setattr(growth._shortage, "lasts", lambda: True)
         honest = growth.fail_stuck
 
         def fail_stuck(*, may_come: bool) -> None:

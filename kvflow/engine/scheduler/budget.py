@@ -45,6 +45,22 @@ class NewTokenRatio:
         self.now = self._initial
 
 
+class Shortage:
+    """How long pages have been missing that no running request will free."""
+
+    def __init__(self) -> None:
+        self._since_s: float | None = None
+
+    def ended(self) -> None:
+        self._since_s = None
+
+    def lasts(self) -> bool:
+        """Whether it has lasted for `STUCK_S`; it begins when this is asked for the first time since it `ended`."""
+        now = asyncio.get_running_loop().time()
+        self._since_s = now if self._since_s is None else self._since_s
+        return now - self._since_s >= STUCK_S
+
+
 class Admission:
     """A promise of pages to one request: `base` at least, `total` at worst, of which it owns `taken` already, and of a
     row where the pool has rows. `release` is idempotent."""
@@ -98,7 +114,7 @@ class PageBudget:
         self._waiting: list[Admission] = []  # in order of their places
         self._numbers = itertools.count()
         self._timer: asyncio.TimerHandle | None = None
-        self._stuck_since_s: float | None = None
+        self._shortage = Shortage()
 
     @property
     def waiting(self) -> int:
@@ -170,17 +186,17 @@ class PageBudget:
             spare = self._pages.free_pages - self._promised(self._live)
             rows = self._spare_rows()
             if asked > spare or (rows < 1 and not head.row_taken):
-                if self._live or not (head.taken or self._stuck()):
+                if self._live or not (head.taken or self._shortage.lasts()):
                     break
                 self._waiting.pop(0)
                 head.granted.set_exception(_never(head, asked, spare, rows))
                 continue
             self._waiting.pop(0)
             self._live.add(head)
-            self._stuck_since_s = None
+            self._shortage.ended()
             head.granted.set_result(None)
         if not self._waiting:
-            self._stuck_since_s = None
+            self._shortage.ended()
         elif self._timer is None:
             self._timer = asyncio.get_running_loop().call_later(RECHECK_S, self._recheck)
 
@@ -193,12 +209,6 @@ class PageBudget:
 
     def _spare_rows(self) -> int:
         return 1 if self._rows is None else self._rows.free_pages - sum(not a.row_taken for a in self._live)
-
-    def _stuck(self) -> bool:
-        """Whether the pages that are missing have not come back for `STUCK_S`, with no request running."""
-        now = asyncio.get_running_loop().time()
-        self._stuck_since_s = now if self._stuck_since_s is None else self._stuck_since_s
-        return now - self._stuck_since_s >= STUCK_S
 
     def _recheck(self) -> None:
         self._timer = None

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Callable
 
-from kvflow.engine.scheduler.budget import STUCK_S, PageBudget
+from kvflow.engine.scheduler.budget import PageBudget, Shortage
 from kvflow.engine.scheduler.burst import DecodeRequest
 from kvflow.memory.allocator import PageAllocator
 from kvflow.protocols.errors import CapacityError, KvflowError
@@ -19,7 +18,7 @@ class Growth:
     ) -> None:
         self._budget, self._pages, self._failed = budget, pages, failed
         self.short: dict[DecodeRequest, int] = {}
-        self._short_since_s: float | None = None
+        self._shortage = Shortage()
 
     def grow(self, batch: list[DecodeRequest], most_steps: int) -> tuple[list[DecodeRequest], int]:
         """Who has pages for its next steps, and for how many: for one, where not all find pages for `most_steps`."""
@@ -41,14 +40,11 @@ class Growth:
         return ready, most_steps
 
     def fail_stuck(self, *, may_come: bool) -> None:
-        """Unless pages `may_come` free, from steps or copies, what is missing is in quarantine: after `STUCK_S`, end
-        those who are short."""
-        now = asyncio.get_running_loop().time()
+        """Unless pages `may_come` free, from steps or copies, what is missing is in quarantine: if that lasts, end who
+        is short."""
         if may_come or not self.short:
-            self._short_since_s = None
-        elif self._short_since_s is None:
-            self._short_since_s = now
-        elif now - self._short_since_s >= STUCK_S:
+            self._shortage.ended()
+        elif self._shortage.lasts():
             for request, missing in self.short.items():
                 what = "free pages to grow, and no running request will free more"
                 self._failed(request, CapacityError(what, missing, max(0, self._budget.spare)))
