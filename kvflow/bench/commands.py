@@ -204,18 +204,28 @@ def overcommit(
     share: Annotated[
         float, typer.Option(help="Share of the pages needed at worst that pools have.", min=0.05, max=1)
     ] = 0.4,
-    ratio: Annotated[float, typer.Option(help="--new-token-ratio of the over-committed one.", min=0, max=1)] = 0.7,
+    ratio: Annotated[float, typer.Option(help="--new-token-ratio of the over-committed one.", min=0, max=1)] = 0.3,
     requests: Annotated[int, typer.Option(help="Requests at once.", min=1)] = 64,
     new_tokens: Annotated[int, typer.Option(help="Tokens of each request, at most.", min=2)] = 200,
     host_bytes: Annotated[int, typer.Option(help="Host memory for retracted requests.", min=0)] = 1 << 28,
     turns: Annotated[int, typer.Option(help="Interleaved turns of each load.", min=1)] = 5,
     threads: Annotated[int, typer.Option(help="Torch threads of every process.", min=1)] = 1,
+    fixed_cost: Annotated[
+        bool,
+        typer.Option(
+            "--fixed-cost",
+            help="Serve a deep, narrow random model, whose steps cost about the same for any batch as on accelerators.",
+        ),
+    ] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Requests/s of `kvflow up` with a pool that is too small, over-committed, divided by those in safe mode."""
+    """Requests/s of `kvflow up` with a pool that is too small, over-committed, divided by those in safe mode.
+
+    And the bound: those of a pool that is never full, divided by the same.
+    """
     from kvflow.bench.overcommit import OvercommitPlan, bench_overcommit
 
-    plan = OvercommitPlan(requests, new_tokens, share, ratio, host_bytes, turns, threads)
+    plan = OvercommitPlan(requests, new_tokens, share, ratio, host_bytes, turns, threads, fixed_cost)
     _report(bench_overcommit(plan, _say), as_json)
 
 

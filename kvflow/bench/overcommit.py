@@ -3,6 +3,10 @@
 Three servers take the same requests in the same turns: one whose pool holds the worst case of all of them, and two
 whose pools hold a share of it, of which one promises every request its worst case (`--new-token-ratio 1.0`). All
 answers must be those of the first. Requests that end early, at a stop token, are what over-commitment is for.
+
+How much it can give depends on what a step costs by itself and for each row: where rows cost most, as for the demo
+model on a CPU, a larger batch saves little. So the first server's rate divided by safe mode's is printed as the bound,
+and the step's cost is fitted to the seconds and steps of all turns.
 """
 
 from __future__ import annotations
@@ -13,12 +17,15 @@ import time
 from collections.abc import Callable
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
-from typing import Any
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any, NamedTuple
 
 import aiohttp
 import msgspec
 import numpy as np
 
+from kvflow.bench.fixed_cost import build_fixed_cost_model
 from kvflow.bench.serve import Server, serving
 from kvflow.demo_model import DEMO_MODEL_DIR
 from kvflow.protocols.errors import KvflowError
@@ -37,15 +44,22 @@ class OvercommitPlan:
     requests: int = 64
     new_tokens: int = 200
     share: float = 0.4
-    ratio: float = 0.7
+    ratio: float = 0.3
     host_bytes: int = 1 << 28
     turns: int = 5
     threads: int = 1
+    fixed_cost: bool = False
     seed: int = 1
 
 
+class _Turn(NamedTuple):
+    seconds: float
+    steps: int
+
+
 async def bench_overcommit(plan: OvercommitPlan, say: Say) -> dict[str, Any]:
-    """Returns {load: {server: requests per second, "ratio": over-committed / safe mode, counters}}.
+    """Returns {load: {server: requests per second, "ratio": over-committed / safe mode, "bound": all fit / safe mode,
+    "batch": {server: tokens of a step}, "step_ms": its cost, counters}}.
 
     Raises: KvflowError when a server does not start, or an answer differs.
     """
@@ -59,14 +73,16 @@ async def bench_overcommit(plan: OvercommitPlan, say: Say) -> dict[str, Any]:
     async with AsyncExitStack() as stack:
         session = await stack.enter_async_context(aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)))
         servers: dict[str, Server] = {}
+        model = str(DEMO_MODEL_DIR)
+        if plan.fixed_cost:
+            model = stack.enter_context(TemporaryDirectory(prefix="kvflow-fixed-cost-"))
+            await asyncio.to_thread(build_fixed_cost_model, Path(model))
         for name, (count, ratio) in shapes.items():
             arguments = (
                 "--dtype", "float32", "--page-size", str(PAGE_SIZE), "--num-pages", str(count),
                 "--new-token-ratio", str(ratio), "--host-memory-bytes", str(plan.host_bytes),
             )  # fmt: skip
-            servers[name] = await stack.enter_async_context(
-                serving(str(DEMO_MODEL_DIR), plan.threads, arguments=arguments)
-            )
+            servers[name] = await stack.enter_async_context(serving(model, plan.threads, arguments=arguments))
         bodies = [_body(prompt, plan.new_tokens) for prompt in prompts]
         full = await _answers(session, servers[ROOMY], bodies)
         early = [_stopping(body, tokens, dice) for body, tokens in zip(bodies, full, strict=True)]
@@ -79,27 +95,51 @@ async def bench_overcommit(plan: OvercommitPlan, say: Say) -> dict[str, Any]:
 async def _load(
     session: aiohttp.ClientSession, servers: dict[str, Server], bodies: list[dict[str, Any]], turns: int
 ) -> dict[str, Any]:
-    rates: dict[str, list[float]] = {name: [] for name in servers}
+    seen: dict[str, list[_Turn]] = {name: [] for name in servers}
     before = await _counters(session, servers[OVER])
     want = await _answers(session, servers[ROOMY], bodies)
     for turn in range(-1, turns):  # the first one warms up
         names = list(servers)
         for name in names[:: 1 if turn % 2 else -1]:
-            begun = time.perf_counter()
+            steps, begun = await _counter(session, servers[name], "decode_steps"), time.perf_counter()
             got = await _answers(session, servers[name], bodies)
+            seconds = time.perf_counter() - begun
             if got != want:
                 wrong = sum(a != b for a, b in zip(got, want, strict=True))
                 raise KvflowError(
                     f"{name}: {wrong} of {len(want)} answers differ from those of a pool that is never full"
                 )
             if turn >= 0:
-                rates[name].append(len(bodies) / (time.perf_counter() - begun))
+                steps = await _counter(session, servers[name], "decode_steps") - steps
+                seen[name].append(_Turn(seconds, int(steps)))
     after = await _counters(session, servers[OVER])
-    found: dict[str, Any] = {name: round(float(np.median(values)), 2) for name, values in rates.items()}
-    ratios = [over / safe for over, safe in zip(rates[OVER], rates[SAFE], strict=True)]
-    low, middle, high = np.percentile(ratios, (0, 50, 100))
-    found["ratio"] = {"median": round(middle, 3), "min": round(low, 3), "max": round(high, 3)}
+    decoded = sum(len(tokens) - 1 for tokens in want)  # the first one is prefill's
+    found: dict[str, Any] = {
+        name: round(len(bodies) / float(np.median([turn.seconds for turn in rounds])), 2)
+        for name, rounds in seen.items()
+    }
+    found["ratio"], found["bound"] = _ratio(seen[OVER], seen[SAFE]), _ratio(seen[ROOMY], seen[SAFE])
+    found["batch"] = {
+        name: round(decoded / float(np.median([turn.steps for turn in rounds])), 1) for name, rounds in seen.items()
+    }
+    found["step_ms"] = _step_cost([turn for rounds in seen.values() for turn in rounds], decoded)
     return found | {"tokens": sum(map(len, want))} | {name: int(after[name] - before[name]) for name in COUNTERS}
+
+
+def _ratio(over: list[_Turn], under: list[_Turn]) -> dict[str, float]:
+    """Of rates, of the same turns."""
+    ratios = [slow.seconds / fast.seconds for fast, slow in zip(over, under, strict=True)]
+    low, middle, high = np.percentile(ratios, (0, 50, 100))
+    return {"median": round(float(middle), 3), "min": round(float(low), 3), "max": round(float(high), 3)}
+
+
+def _step_cost(turns: list[_Turn], tokens: int) -> dict[str, float]:
+    """Milliseconds of a step, and of each row in it, if a turn's seconds are so much for each step and token; empty
+    where all turns had as many steps."""
+    if len({turn.steps for turn in turns}) < 2:
+        return {}
+    fixed, rest = np.polyfit([turn.steps for turn in turns], [turn.seconds * 1e3 for turn in turns], 1)
+    return {"fixed": round(float(fixed), 3), "row": round(float(rest) / tokens, 4)}
 
 
 async def _answers(session: aiohttp.ClientSession, server: Server, bodies: list[dict[str, Any]]) -> list[list[int]]:
@@ -130,9 +170,10 @@ def _stopping(body: dict[str, Any], tokens: list[int], dice: random.Random) -> d
 
 
 async def _counters(session: aiohttp.ClientSession, server: Server) -> dict[str, float]:
+    return {name: await _counter(session, server, name) for name in COUNTERS}
+
+
+async def _counter(session: aiohttp.ClientSession, server: Server, name: str) -> float:
     async with session.get(f"{server.urls['decode']}/metrics") as answer:
         lines = (await answer.text()).splitlines()
-    return {
-        name: float(next(line for line in lines if line.startswith(f"kvflow_{name}_total")).rpartition(" ")[2])
-        for name in COUNTERS
-    }
+    return float(next(line for line in lines if line.startswith(f"kvflow_{name}_total")).rpartition(" ")[2])

@@ -193,6 +193,7 @@ class FakeService:
             rows_total=8,
             rows_by_kind={"sequence": 2},
             retraction=None if self.role == "prefill" else RETRACTION,
+            decode_steps=None if self.role == "prefill" else 77,
         )
 
     def rooms(self) -> list[dict[str, Any]]:

@@ -128,7 +128,8 @@ async def test_server_info(prefill_server: Server, session: Session, path: str) 
 async def test_a_prefill_retracts_nothing_and_says_nothing_of_it(prefill_server: Server, session: Session) -> None:
     async with session.get(prefill_server.make_url("/metrics")) as answer:
         text = await answer.text()
-    assert "kvflow_retracts_total" not in text and "kvflow_host_memory_bytes" not in text
+    assert "kvflow_retracts_total" not in text and "kvflow_decode_steps_total" not in text
+    assert "kvflow_host_memory_bytes" not in text
     assert "sglang:num_retracted_reqs{" in text, "dashboards expect it of every role"
 
 
@@ -175,6 +176,7 @@ async def test_metrics_are_valid_and_carry_both_vocabularies(decode_server: Serv
     assert samples[("kvflow_rows", "free")] == 6
     assert samples[("kvflow_rows", "sequence")] == 2
     assert samples[("kvflow_pool_rows",)] == 8
+    assert samples[("kvflow_decode_steps_total",)] == 77
     for name, want in (
         *(("retracts_total", 9), ("resumes_total", 5), ("recomputes_total", 3), ("retracted_requests", 1)),
         *(("host_memory_bytes", 4096), ("host_memory_limit_bytes", 8192), ("new_token_ratio", 0.25)),

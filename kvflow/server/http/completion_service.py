@@ -79,7 +79,8 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
     rows_free: int = 0
     rows_total: int = 0  # 0: the model keeps no state once per request
     rows_by_kind: dict[str, int] = {}
-    retraction: EngineRetractions | None = None  # of a decode
+    retraction: EngineRetractions | None = None  # of a decode, as is what follows
+    decode_steps: int | None = None
 
 
 class CompletionService(Protocol):

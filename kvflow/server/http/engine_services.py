@@ -150,10 +150,14 @@ class EngineService(Generic[N, E]):
             rows_total=rows.num_pages if rows else 0,
             rows_by_kind=owned_by_kind(rows) if rows else {},
             retraction=self._retraction(),
+            decode_steps=self._decode_steps(),
         )
 
     def _retraction(self) -> EngineRetractions | None:
         """What over-commitment has led to; None where nothing is over-committed."""
+        return None
+
+    def _decode_steps(self) -> int | None:
         return None
 
     def rooms(self) -> Sequence[dict[str, Any]]:
@@ -216,6 +220,9 @@ class DecodeService(EngineService[DecodeNode, "DecodeEngine"]):
 
     def _retraction(self) -> EngineRetractions:
         return self._engine.retraction
+
+    def _decode_steps(self) -> int:
+        return self._engine.steps
 
     def declare_dead(self, incarnation: int, why: str) -> None:
         self._node.declare_dead(incarnation, why)

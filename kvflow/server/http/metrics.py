@@ -197,6 +197,9 @@ def _completions(found: CompletionMeasures, report: Report) -> Iterator[Metric]:
         yield histograms(
             "kvflow_queue_seconds", "Wait for a place in the batch and for pages.", {(): report.queue_seconds}
         )
+    if report.decode_steps is not None:
+        steps = "Decode steps; tokens/s divided by steps/s is the average batch."
+        yield CounterMetricFamily("kvflow_decode_steps", steps, value=report.decode_steps)
     outcomes = CounterMetricFamily("kvflow_completions", "Completions that ended.", labels=["outcome", "stream"])
     for (outcome, stream), count in found.outcomes.items():
         outcomes.add_metric([outcome, _flag(stream)], count)
