@@ -14,7 +14,7 @@ import torch
 from kvflow.engine.model.load import LoadedModel, load_model
 from kvflow.engine.model.sequence import Sequence
 from kvflow.engine.model.step import Row
-from kvflow.engine.scheduler import scoring
+from kvflow.engine.scheduler import limits, scoring
 from kvflow.engine.scheduler.handoff import HandOff
 from kvflow.engine.scheduler.limits import EngineLimits
 from kvflow.engine.scheduler.params import SamplingParams
@@ -188,6 +188,20 @@ def test_no_more_logits_in_one_step_than_memory_is_meant_for() -> None:
     )
     with pytest.raises(MisuseError, match=text):
         whole.check_sampling(prompt_of(5000), all_of_it)
+
+
+@pytest.mark.parametrize("family", ["jamba", "llama"])
+async def test_both_legs_refuse_too_many_logits(family: str, loaded: Loader, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Jamba computes a prompt in one step, llama in chunks: its own are bounded by them."""
+    monkeypatch.setattr(limits, "MAX_LOGITS_BYTES", 1)
+    prompt, params = prompt_of(40), greedy(3, logprobs=0, prompt_logprobs_from=0)
+    async with EnginePair(loaded(family)) as pair:
+        for engine in (pair.prefill, pair.decode):
+            if family == "llama":
+                engine.check(prompt, params)
+            else:
+                with pytest.raises(MisuseError, match="this model computes a prompt in one step"):
+                    engine.check(prompt, params)
 
 
 @pytest.mark.parametrize(("tokens", "top"), [(245_761, 0), (5_994, 20), (948, 128)])

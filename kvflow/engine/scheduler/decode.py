@@ -58,8 +58,9 @@ class DecodeEngine(EngineLoop):
         self._rows = pool.rows if pool.layout.num_rows else None
         self._budget = PageBudget(pages, max_batch, rows=self._rows, ratio=self._ratio, page_size=self._page_size)
         self.limits = EngineLimits(
-            model.context_length, model.vocab_size, self._page_size, self._budget.capacity, model.hidden_size
-        )
+            model.context_length, model.vocab_size, self._page_size, self._budget.capacity, model.hidden_size,
+            whole_prompts=model.whole_prompts,
+        )  # fmt: skip
         self._thread = ModelThread(executor, pool.places_over(pages), pool.layout, self._runner.device)
         self._max_batch = max_batch
         self._running: dict[int, DecodeRequest] = {}  # by number: in order of arrival
