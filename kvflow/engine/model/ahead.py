@@ -12,8 +12,9 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from kvflow.engine.model.batch import Batch
 from kvflow.engine.model.device import Place
-from kvflow.engine.model.step import Batch, Row, Step
+from kvflow.engine.model.step import Row, Step
 
 MOST_STEPS = 8  # of one plan, and of one call of the model thread
 _MOST_KEPT_BYTES = 64 << 20  # of gathered states; a stream that would pass it is gathered in every step, to new memory

@@ -11,7 +11,8 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from transformers import AttentionInterface
 
-from kvflow.engine.model.step import Batch, Span, Step, current
+from kvflow.engine.model.batch import Batch, Span
+from kvflow.engine.model.step import Step, current
 
 NAME = "kvflow"
 
