@@ -2,30 +2,24 @@
 
 from __future__ import annotations
 
-import contextlib
-import logging
-import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
-from transformers.utils import logging as transformers_logging
 
 from kvflow.engine.model.device import find_device
 from kvflow.engine.model.identity import fingerprint
 from kvflow.engine.model.probe import Layers, kinds_of, probe, refuse_by_config
+from kvflow.engine.model.quiet import Progress, explained, quiet
 from kvflow.engine.model.runner import Runner, hidden_size_of
 from kvflow.engine.model.selftest import Mode, choose_fit
 from kvflow.engine.model.source import locate
 from kvflow.memory.pool import PagedPool
 from kvflow.protocols.errors import MisuseError
 from kvflow.protocols.pages.kinds import StateKind
-
-Progress = Callable[[str, float], None]
-"""Called with a stage and the share of it that is done, 0 to 1; from the loading thread."""
 
 DTYPES = ("auto", "float32", "float16", "bfloat16")
 ATTENTIONS = ("auto", "packed", "pad")
@@ -112,7 +106,7 @@ def load_model(
         raise MisuseError(f"attention {attention!r} is not one of {', '.join(ATTENTIONS)}")
     name, where = str(path), find_device(device)
     report = progress or (lambda stage, done: None)
-    with _quiet(report):
+    with quiet(report):
         source = locate(name)  # no progress before it: the name may be wrong
         config = _config(source, name)
         report("configuration", 1.0)
@@ -120,7 +114,7 @@ def load_model(
         model = _weights(source, name, dtype, where)
         tokenizer = _tokenizer(source, name)
         report("self-test", 0.0)
-        with _explained(f"model {name!r} cannot be probed"):
+        with explained(f"model {name!r} cannot be probed"):
             layers = probe(model, name)
         fit = choose_fit(model, layers, name, attention)
         report("ready", 1.0)
@@ -144,13 +138,13 @@ def load_model(
 
 
 def _config(source: str, name: str) -> Any:
-    with _explained(f"model {name!r} cannot be loaded"):
+    with explained(f"model {name!r} cannot be loaded"):
         return AutoConfig.from_pretrained(source)
 
 
 def _weights(source: str, name: str, dtype: str, device: torch.device) -> Any:
     wanted = dtype if dtype == "auto" else getattr(torch, dtype)
-    with _explained(f"model {name!r} cannot be loaded"):
+    with explained(f"model {name!r} cannot be loaded"):
         # Mismatches are reported below: transformers only prints them.
         loaded: Any = AutoModelForCausalLM.from_pretrained(
             source, dtype=wanted, output_loading_info=True, ignore_mismatched_sizes=True
@@ -164,7 +158,7 @@ def _weights(source: str, name: str, dtype: str, device: torch.device) -> Any:
         )
     if missing := sorted(info["missing_keys"]):
         raise MisuseError(f"model {name!r}: the checkpoint lacks {len(missing)} weights, {missing[0]!r} among them")
-    with _explained(f"model {name!r} does not fit on {device}"):
+    with explained(f"model {name!r} does not fit on {device}"):
         return model.eval().to(device)
 
 
@@ -173,7 +167,7 @@ def _tokenizer(source: str, name: str) -> Any:
     if here.is_dir() and not any(here.glob("tokenizer*")) and not (here / "vocab.json").is_file():
         return None
     try:
-        with _explained(f"model {name!r}: the tokenizer cannot be loaded"):
+        with explained(f"model {name!r}: the tokenizer cannot be loaded"):
             return AutoTokenizer.from_pretrained(source)
     except MisuseError:
         if not here.is_dir():
@@ -201,56 +195,3 @@ def _context_length(text: Any) -> int:
         if isinstance(length, int) and length > 0:
             return length
     return NO_LIMIT
-
-
-@contextlib.contextmanager
-def _explained(what: str) -> Iterator[None]:
-    """Turn what transformers raises for a user's files, which may be anything, into one line."""
-    try:
-        yield
-    except MisuseError:
-        raise
-    except Exception as error:
-        lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-        text = " ".join(lines[:2] if lines and lines[0].endswith(":") else lines[:1])
-        if not text or isinstance(error, LookupError):  # a bare key says nothing without the kind of the error
-            text = f"{type(error).__name__} {text}".rstrip()
-        raise MisuseError(f"{what}: {text}") from error
-
-
-@contextlib.contextmanager
-def _quiet(report: Progress) -> Iterator[None]:
-    """Silence transformers' warnings, log lines and bars while loading; the bar of the weights becomes `report`."""
-    verbosity, bars = transformers_logging.get_verbosity(), transformers_logging.is_progress_bar_enabled()
-    transformers_logging.set_verbosity(logging.CRITICAL)
-    hub = logging.getLogger("huggingface_hub")  # logs a dozen lines when the hub cannot be reached
-    hub_level = hub.level
-    hub.setLevel(logging.CRITICAL)
-    transformers_logging.disable_progress_bar()
-    set_hook = getattr(transformers_logging, "set_tqdm_hook", lambda hook: None)
-    previous = set_hook(lambda factory, args, kwargs: _with_report(report, factory, args, kwargs))
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            yield
-    finally:
-        set_hook(previous)
-        transformers_logging.set_verbosity(verbosity)
-        hub.setLevel(hub_level)
-        if bars:
-            transformers_logging.enable_progress_bar()
-
-
-def _with_report(report: Progress, factory: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """The iterable of transformers' bar: for the weights one that calls `report`, else what `factory` makes."""
-    items = args[0] if args else kwargs.get("iterable")
-    if "weights" not in str(kwargs.get("desc", "")).lower() or not hasattr(items, "__len__"):
-        return factory(*args, **kwargs)
-    return _reported(report, items)
-
-
-def _reported(report: Progress, items: Any) -> Iterable[Any]:
-    for n, item in enumerate(items):
-        report("weights", n / len(items))
-        yield item
-    report("weights", 1.0)
