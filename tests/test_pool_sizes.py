@@ -89,6 +89,24 @@ def test_a_row_larger_than_its_share_is_refused() -> None:
     assert sizes([large], pool_bytes=1 << 16)[1] == 1
 
 
+def test_a_row_of_sliding_windows_may_be_kept_in_pages(caplog: pytest.LogCaptureFixture) -> None:
+    """Where windows are what takes the bytes, both messages name the way out."""
+    windows = StateKind("layer0.k.sliding_window_rows", "float32", (1024, 2, 8), ROW)  # 65,536 bytes
+
+    def made(pool_bytes: int) -> int:
+        settings = Settings(pool_bytes=pool_bytes)
+        found = pool.make_pool(settings, [*SLOTS, windows], "model", torch.device("cpu"), ring_bytes=65536)
+        found.close()
+        return found.layout.num_rows
+
+    with pytest.raises(ConfigError, match=r"65536 bytes of 32768 .*--sliding-window-rows never") as refusal:
+        made(1 << 16)
+    assert "\n" not in str(refusal.value)
+    with caplog.at_level(logging.INFO, "kvflow.serve"):
+        assert made(1 << 20) == 8
+    assert "8 rows of 65536 bytes" in caplog.text and "--sliding-window-rows never" in caplog.text
+
+
 def test_a_default_of_host_memory_that_is_too_small_ends_no_start(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -41,7 +41,7 @@ class DecodeBatch:
             model.streams,
             page_size=PAGE_SIZE,
             num_pages=batch * each,
-            num_rows=batch if model.has_states else 0,
+            num_rows=batch if model.has_rows else 0,
             fingerprint=model.fingerprint,
         )
         self.pool = PagedPool.allocate(layout, shared=False)

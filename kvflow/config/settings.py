@@ -67,6 +67,14 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         Literal["auto", "packed", "pad"],
         Meta(description="Batching of the model's attention; auto picks packed where the model allows it."),
     ] = "auto"
+    sliding_window_rows: Annotated[
+        Literal["auto", "always", "never"],
+        Meta(
+            description="Layers with a sliding window keep only its tokens, in one row a request; auto does so for "
+            "windows of at most 1024 tokens and an eighth of the context. Needs packed attention, and the same choice "
+            "at prefill and decode."
+        ),
+    ] = "auto"
     sampling_defaults: Annotated[
         Literal["model", "openai"],
         Meta(
@@ -214,7 +222,16 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
 
 _HTTP = ("host", "port", "api_key", "allowed_origins", "log_level", "log_format", "access_log", "drain_timeout_s")
-_MODEL = ("model_path", "served_model_name", "dtype", "device", "attention", "sampling_defaults", "threads")
+_MODEL = (
+    "model_path",
+    "served_model_name",
+    "dtype",
+    "device",
+    "attention",
+    "sliding_window_rows",
+    "sampling_defaults",
+    "threads",
+)
 _POOL = ("page_size", "num_pages", "pool_bytes", "pool_order")
 _LOAD = ("max_running_requests", "max_queued_requests", "request_timeout_s")
 _QUEUE = ("schedule_low_priority_values_first",)

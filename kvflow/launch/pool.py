@@ -30,11 +30,14 @@ _MORE_ROWS = 16  # one for so many running requests: of those that have ended wh
 _MOST_EMPTY_PAGES = 1 << 20
 
 
-def make_pool(settings: Settings, streams: Sequence[StateKind], fingerprint: str, device: torch.device) -> PagedPool:
-    """Allocate the pool for a model's `streams`, where the model is; blocks. Raises: ConfigError, LayoutError."""
+def make_pool(
+    settings: Settings, streams: Sequence[StateKind], fingerprint: str, device: torch.device, *, ring_bytes: int = 0
+) -> PagedPool:
+    """Allocate the pool for a model's `streams`, where the model is; blocks. `ring_bytes`: of a row, those that hold
+    sliding windows. Raises: ConfigError, LayoutError."""
     has_rows = any(kind.unit == ROW for kind in streams)
     one = build_layout(streams, page_size=settings.page_size, num_pages=1, num_rows=int(has_rows))
-    num_rows = _num_rows(settings, one) if has_rows else 0
+    num_rows = _num_rows(settings, one, ring_bytes) if has_rows else 0
     sized = resized(one, num_pages=_num_pages(settings, one, num_rows), num_rows=num_rows)
     with _one_at_a_time():
         _check_memory(settings, sized, device)
@@ -106,7 +109,7 @@ def _naming(name: str, settings: Settings) -> Generator[None]:
         raise ConfigError(f"{flag_of(name)} {getattr(settings, name)}: {error}") from None
 
 
-def _num_rows(settings: Settings, one: PoolLayout) -> int:
+def _num_rows(settings: Settings, one: PoolLayout, ring_bytes: int) -> int:
     """A row for every running request and some more; where `--pool-bytes` is the limit, at most half of it, unless the
     model keeps nothing else."""
     wanted = settings.max_running_requests + -(-settings.max_running_requests // _MORE_ROWS)
@@ -114,16 +117,18 @@ def _num_rows(settings: Settings, one: PoolLayout) -> int:
         return wanted
     share = settings.pool_bytes // 2 if one.page_bytes else settings.pool_bytes
     fitting = share // one.row_bytes
+    windows = f"; {ring_bytes} of them are sliding windows: --sliding-window-rows never keeps these in pages"
+    instead = windows if ring_bytes else ""
     if fitting < 1:
         least = one.row_bytes * (2 if one.page_bytes else 1)
         raise ConfigError(
             f"--pool-bytes {settings.pool_bytes}: the state of one request takes {one.row_bytes} bytes of {share} for "
-            f"rows; at least {least} are needed"
+            f"rows; at least {least} are needed{instead}"
         )
     if fitting < settings.max_running_requests:
         _log.info(
             "the pool has %d rows of %d bytes, for as many requests at once: --max-running-requests is %d, and "
-            "--pool-bytes %d", fitting, one.row_bytes, settings.max_running_requests, settings.pool_bytes
+            "--pool-bytes %d%s", fitting, one.row_bytes, settings.max_running_requests, settings.pool_bytes, instead
         )  # fmt: skip
     return min(wanted, fitting)
 

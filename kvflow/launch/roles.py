@@ -182,10 +182,14 @@ async def _parts(
 
         with LoadingProgress(settings.model_name) as progress:
             load = functools.partial(
-                load_model, source, settings.dtype, settings.attention, progress.report, settings.device
-            )
+                load_model, source, settings.dtype, settings.attention, progress.report, settings.device,
+                settings.sliding_window_rows,
+            )  # fmt: skip
             model = await loop.run_in_executor(executor, load)
-        pool = await loop.run_in_executor(executor, make_pool, settings, model.streams, model.fingerprint, model.device)
+        allocate = functools.partial(
+            make_pool, settings, model.streams, model.fingerprint, model.device, ring_bytes=model.ring_bytes
+        )
+        pool = await loop.run_in_executor(executor, allocate)
         staging: Staging | None = None
         try:
             staging = await loop.run_in_executor(executor, make_staging, settings, pool, staging_bytes)

@@ -163,11 +163,13 @@ class ProcessPair:
         dtype: str = "float32",
         plane: str = "local",
         orders: tuple[str, str] = ("page_first", "page_first"),
+        sliding_window_rows: str = "auto",
         **chunks: int,
     ) -> Iterator[Model]:
         """A model on both sides. Closes it with all of its checks; whoever fails inside costs the two processes."""
         prefill, decode = self.workers
         shape = {"path": str(path), "dtype": dtype, "page_size": page_size, "plane": plane, "chunks": CHUNKS | chunks}
+        shape["sliding_window_rows"] = sliding_window_rows
         try:
             prefill.tell("load", order=orders[0], ranks=[], **shape)
             ready = prefill.reply()

@@ -116,7 +116,7 @@ class Turns:
 def new_pool(model: LoadedModel, *, page_size: int, order: Any, shared: bool) -> tuple[PagedPool, PageAllocator]:
     """Enough for 16 full contexts. Every byte is poison, so that who reads what nobody wrote gets NaN; pages come out
     in no order."""
-    num_pages, num_rows = 16 * -(-min(model.context_length, CONTEXT) // page_size), 16 if model.has_states else 0
+    num_pages, num_rows = 16 * -(-min(model.context_length, CONTEXT) // page_size), 16 if model.has_rows else 0
     layout = build_layout(model.streams, page_size=page_size, num_pages=num_pages, num_rows=num_rows, order=order)
     pool = PagedPool.allocate(layout, shared=shared)
     for component in layout.components:
@@ -166,11 +166,13 @@ class Worker:
         self.pool_shape: dict[str, Any] = {}
 
     async def load(
-        self, *, path: str, dtype: str, page_size: int, order: str, plane: str, chunks: dict[str, int], ranks: list[Any]
-    ) -> dict[str, Any]:
+        self, *, path: str, dtype: str, page_size: int, order: str, plane: str, chunks: dict[str, int],
+        ranks: list[Any], sliding_window_rows: str = "auto",
+    ) -> dict[str, Any]:  # fmt: skip
         """`chunks`: the prefill engine's limits. `ranks`: where decode finds prefill."""
         loop = asyncio.get_running_loop()
-        self.model = await loop.run_in_executor(self.executor, load_model, path, dtype)
+        load = partial(load_model, path, dtype, sliding_window_rows=sliding_window_rows)
+        self.model = await loop.run_in_executor(self.executor, load)
         self.chunks, self.pool_shape = chunks, {"page_size": page_size, "order": order}
         self.pool, self.pages = new_pool(self.model, **self.pool_shape, shared=True)
         data_plane = await asyncio.to_thread(open_plane, plane, self.pool.segment)

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from kvflow.engine.model.probe import RINGS
 from tests.e2e.parity_pair import CHUNKS, Model, ProcessPair
 from tests.engine import tiny_models
 from tests.engine.pair import prompt_of
@@ -19,7 +20,8 @@ from tests.engine.pair import prompt_of
 NEW = 16
 CHUNK = CHUNKS["chunk_tokens"]
 GREEDY = {"temperature": 0, "max_new_tokens": NEW}
-FAMILIES = [*tiny_models.INDEXED, *tiny_models.STATEFUL, "gpt_oss"]
+FAMILIES = [*tiny_models.INDEXED, *tiny_models.STATEFUL]
+WINDOWED = ["gpt_oss", "gemma3", "mistral"]
 Tiny = Callable[[str], Path]
 Expected = Callable[[str, list[int], int], list[int]]
 
@@ -38,17 +40,35 @@ def run(model: Model, prompts: list[list[int]], **how: Any) -> list[list[int]]:
     return [[out["token_id"] for out in outs] for outs in decode["outs"]]
 
 
+def check(model: Model, family: str, zero: tuple[int, str], expected: Expected) -> None:
+    """Eight requests at once, also when all of them leave the pool in mid-decode, and the last one when what `zero`
+    names is lost."""
+    prompts = prompts_for(model.page_size)
+    wanted = [expected(family, prompt, NEW) for prompt in prompts]
+    assert len({tuple(tokens) for tokens in wanted}) == len(prompts) == 8
+    assert run(model, prompts) == wanted
+    assert run(model, prompts, lockstep=True, retract=True) == wanted
+    spoiled = run(model, prompts[-1:], zero=zero)[0]
+    assert spoiled[0] == wanted[-1][0] and spoiled != wanted[-1], "nobody reads what was lost"
+
+
 @pytest.mark.parametrize("page", [16, 64])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_eight_at_once_equal_generate(
     family: str, page: int, pair: ProcessPair, tiny: Tiny, expected: Expected
 ) -> None:
-    prompts = prompts_for(page)
-    wanted = [expected(family, prompt, NEW) for prompt in prompts]
-    assert len({tuple(tokens) for tokens in wanted}) == len(prompts) == 8
     with pair.open(tiny(family), page_size=page, orders=("page_first", "layer_first")) as model:
-        assert run(model, prompts) == wanted
-        assert run(model, prompts, lockstep=True, retract=True) == wanted
         streams = "index_k" if family in tiny_models.INDEXED else "0" if model.row_bytes else ""
-        spoiled = run(model, prompts[-1:], zero=(0, streams))[0]
-        assert spoiled[0] == wanted[-1][0] and spoiled != wanted[-1], "nobody reads what was lost"
+        check(model, family, (0, streams), expected)
+
+
+@pytest.mark.parametrize("rings", ["always", "never"])
+@pytest.mark.parametrize("page", [16, 64])
+@pytest.mark.parametrize("family", WINDOWED)
+def test_windows_in_rows_and_in_pages(
+    family: str, page: int, rings: str, pair: ProcessPair, tiny: Tiny, expected: Expected
+) -> None:
+    orders = ("page_first", "layer_first")
+    with pair.open(tiny(family), page_size=page, orders=orders, sliding_window_rows=rings) as model:
+        assert bool(model.row_bytes) == (rings == "always")
+        check(model, family, (-1, RINGS if model.row_bytes else ""), expected)

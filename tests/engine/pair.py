@@ -26,8 +26,8 @@ class Side:
     """One pool with its owners. Every byte is poison at first: whoever reads what nobody wrote gets NaN."""
 
     def __init__(self, model: LoadedModel, num_pages: int, page_size: int, order: Order, num_rows: int = 32) -> None:
-        """`num_rows`: of a model that keeps states."""
-        rows = num_rows if model.has_states else 0
+        """`num_rows`: of a model that keeps rows."""
+        rows = num_rows if model.has_rows else 0
         layout = build_layout(model.streams, page_size=page_size, num_pages=num_pages, num_rows=rows, order=order)
         self.pool = PagedPool.allocate(layout, shared=False)
         self.pages = PageAllocator(num_pages)

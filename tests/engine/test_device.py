@@ -82,18 +82,20 @@ class OneDevice(TorchDispatchMode):
 
 def elsewhere(model: LoadedModel, mode: str) -> Runner:
     """The model and a pool of 40 pages on torch's device `meta`, which computes shapes only."""
-    pool = PagedPool.allocate(build_layout(model.streams, page_size=4, num_pages=40), device="meta")
+    layout = build_layout(model.streams, page_size=4, num_pages=40, num_rows=int(model.has_rows))
+    pool = PagedPool.allocate(layout, device="meta")
     return Runner(copy.deepcopy(model.model).to("meta"), model.layers, pool, packed=mode == "packed")
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma2", "qwen3"])
 def test_every_tensor_of_a_step_is_where_the_model_is(family: str, loaded: Callable[..., LoadedModel]) -> None:
-    """Chunks behind other chunks, decoding rows beside chunks, and rows of unlike lengths that decode ahead."""
+    """Chunks behind other chunks, decoding rows beside chunks, and rows of unlike lengths that decode ahead; gemma2
+    keeps windows of 16 tokens in rows."""
     runner = elsewhere(loaded(family), "packed")
-    rows = [sequence_of(prompt_of(n, n), list(range(at, at + (n + 11) // 4))) for n, at in ((9, 0), (3, 5), (12, 10))]
+    rows = [sequence_of(prompt_of(n, n), list(range(at, at + (n + 11) // 4))) for n, at in ((9, 0), (3, 7), (22, 14))]
     steps = [
         [Row(rows[0], 4), Row(rows[1], 3)],
-        [Row(rows[0], 5, 2), Row(rows[1], 1), Row(rows[2], 12, 0)],
+        [Row(rows[0], 5, 2), Row(rows[1], 1), Row(rows[2], 22, 0)],
         *([[Row(s, 1) for s in rows]] * 3),
     ]
     rows[1].append(7)

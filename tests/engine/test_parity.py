@@ -75,14 +75,16 @@ async def test_fp32_matrix(family: str, page: int, order: Order, loaded: Loader,
 
 @pytest.mark.parametrize("family", tiny_models.FAMILIES)
 async def test_a_zeroed_page_changes_the_output(family: str, loaded: Loader, stock: Callable[[str], Any]) -> None:
-    """The negative control: parity would not notice pages that nobody reads."""
+    """The negative control: parity would not notice pages, or a row, that nobody reads."""
     prompt = prompt_of(60)
     async with EnginePair(loaded(family)) as pair:
 
         def spoil(room: FakeRoom) -> None:
             def zero() -> None:
+                places = pair.target.pool.layout.split(room.pages)
                 for component in pair.target.pool.layout.components:
-                    pair.target.pool.tensor(component.name)[int(room.pages[-1])] = 0
+                    place = places.rows[0] if component.in_rows else places.pages[-1]
+                    pair.target.pool.tensor(component.name)[int(place)] = 0
 
             room.on_landed = zero
 

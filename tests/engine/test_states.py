@@ -56,7 +56,7 @@ async def test_eight_at_once_equal_generate(family: str, loaded: Loader, stock: 
 
 
 @pytest.mark.parametrize("chunk", [1, 2, 7, 16])
-@pytest.mark.parametrize("family", ["nemotron_h", "qwen3_next", "deepseek_v32"])
+@pytest.mark.parametrize("family", ["nemotron_h", "qwen3_next", "deepseek_v32", "gpt_oss"])
 async def test_however_a_prompt_is_divided(family: str, chunk: int, loaded: Loader, stock: Stock) -> None:
     """nemotron_h has other numbers for a token that comes alone: prompts must never leave one."""
     async with EnginePair(loaded(family), chunk_tokens=chunk, max_batch_tokens=3 * chunk) as pair:
@@ -88,7 +88,7 @@ async def test_a_zeroed_stream_changes_the_output(family: str, loaded: Loader, s
     assert tokens != whole
 
 
-@pytest.mark.parametrize("family", ["falcon_h1", "jamba", "mamba2"])
+@pytest.mark.parametrize("family", ["falcon_h1", "jamba", "mamba2", "gpt_oss", "mistral"])
 async def test_one_row_for_one_request_after_the_other(family: str, loaded: Loader, stock: Stock) -> None:
     """Prompts wait for the one row of prefill, which begins at nothing for each; so do requests in one process."""
     model = loaded(family)
@@ -107,7 +107,7 @@ async def test_one_row_for_one_request_after_the_other(family: str, loaded: Load
 
 
 @pytest.mark.parametrize("host_pages", [200, 0], ids=["snapshots", "computed again"])
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", [*FAMILIES, "gpt_oss", "gemma3", "mistral"])
 async def test_everybody_is_retracted_in_mid_decode(
     family: str, host_pages: int, loaded: Loader, stock: Stock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -132,9 +132,10 @@ async def test_everybody_is_retracted_in_mid_decode(
     assert found == expected(family, stock)
 
 
-async def test_a_full_prefix_still_gets_its_row(loaded: Loader) -> None:
+@pytest.mark.parametrize("family", ["falcon_h1", "gpt_oss"])
+async def test_a_full_prefix_still_gets_its_row(family: str, loaded: Loader) -> None:
     """Decode has the pages of the prompt, and no state at their end."""
-    async with EnginePair(loaded("falcon_h1"), page_size=PAGE, chunk_tokens=PAGE) as pair:
+    async with EnginePair(loaded(family), page_size=PAGE, chunk_tokens=PAGE) as pair:
         prompt = prompt_of(3 * PAGE)
 
         async def matched() -> int:
@@ -150,7 +151,7 @@ async def test_a_full_prefix_still_gets_its_row(loaded: Loader) -> None:
         assert room.sends == [(1, True)]
         await leg
         row = pair.target.pool.layout.split(room.pages).rows[0]
-        states = [pair.target.pool.tensor(k.name)[int(row)] for k in loaded("falcon_h1").streams if k.unit == ROW]
+        states = [pair.target.pool.tensor(k.name)[int(row)] for k in loaded(family).streams if k.unit == ROW]
         assert all(bool(torch.isfinite(state).all()) for state in states)
         await tokens.aclose()
         await until(lambda: pair.home)
@@ -180,8 +181,9 @@ async def test_logprobs_of_a_prompt_that_is_not_divided_are_bounded(
             pair.prefill.check(prompt_of(70), greedy(1, prompt_logprobs_from=0, logprobs=2))
 
 
-async def test_a_request_that_ends_in_any_state_gives_its_row_back(loaded: Loader) -> None:
-    async with EnginePair(loaded("lfm2"), source_rows=2, chunk_tokens=8) as pair:
+@pytest.mark.parametrize("family", ["lfm2", "gpt_oss"])
+async def test_a_request_that_ends_in_any_state_gives_its_row_back(family: str, loaded: Loader) -> None:
+    async with EnginePair(loaded(family), source_rows=2, chunk_tokens=8) as pair:
         running = [asyncio.ensure_future(pair.outputs(prompt_of(90, n), greedy(300))) for n in range(6)]
         await until(lambda: pair.decode.load().running > 1)
         for task in running[::2]:

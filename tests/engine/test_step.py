@@ -11,6 +11,7 @@ import torch
 from kvflow.engine.model import ahead
 from kvflow.engine.model.ahead import DecodeSteps, KeptMemory
 from kvflow.engine.model.load import LoadedModel, load_model
+from kvflow.engine.model.runner import Runner
 from kvflow.engine.model.sequence import Sequence
 from kvflow.engine.model.step import Row
 from kvflow.memory.pool import PagedPool
@@ -29,6 +30,7 @@ def decoding(lengths: list[int], num_pages: int = 4096) -> list[Sequence]:
         s = Sequence(i, prompt_of(length, i), 8, PAGE)
         count = s.pages_missing(length)
         s.add_pages(pages[:count])
+        s.rows = np.array([i], dtype=np.int32)
         pages, s.computed = pages[count:], length - 1
         found.append(s)
     return found
@@ -123,7 +125,7 @@ def test_a_batch_equals_its_rows_alone(
     """Windows, soft caps, sinks, grouped heads, latents: short rows, and one that is in a call of its own."""
     model: LoadedModel = load_model(str(tiny(family)), attention=attention)
     *sequences, chunk = decoding([3, 30, 300, 17, 40, 18, 31, 16, 9, 2, 21], 400)
-    layout = build_layout(model.streams, page_size=PAGE, num_pages=400, order=order)
+    layout = build_layout(model.streams, page_size=PAGE, num_pages=400, num_rows=12 * model.has_rows, order=order)
     pool = PagedPool.allocate(layout, shared=False)
     for component in layout.components:
         pool.tensor(component.name).fill_(float("nan"))
@@ -148,15 +150,25 @@ def test_a_batch_equals_its_rows_alone(
 
 @pytest.mark.parametrize("share", [0, 0.5, 1])
 @pytest.mark.parametrize("order", ["page_first", "layer_first"])
-@pytest.mark.parametrize("family", ["llama", "gpt_oss", "gemma4_shared_kv", "deepseek_v3"])
+@pytest.mark.parametrize(
+    ("family", "rings"),
+    [
+        ("llama", "never"),
+        ("deepseek_v3", "never"),
+        ("gpt_oss", "never"),
+        ("gpt_oss", "always"),
+        ("gemma4_shared_kv", "never"),
+        ("gemma4_shared_kv", "always"),
+    ],
+)
 def test_steps_over_kept_states_equal_steps_that_gather(
-    family: str, order: Order, share: float, tiny: Callable[[str], object], monkeypatch: pytest.MonkeyPatch
+    family: str, rings: str, order: Order, share: float, tiny: Callable[[str], object], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Nothing, some streams, or all of them are kept: the logits and the pages are those of steps made anew."""
-    model: LoadedModel = load_model(str(tiny(family)), attention="packed")
-    layout = build_layout(model.streams, page_size=PAGE, num_pages=400, order=order)
-    streams, slot_bytes = len(model.streams), sum(c.size_bytes for c in layout.components) // PAGE
-    found: list[tuple[torch.Tensor, np.ndarray]] = []
+    """Nothing, some streams, or all of them are kept: the logits, pages and rings are those of steps made anew."""
+    model: LoadedModel = load_model(str(tiny(family)), attention="packed", sliding_window_rows=rings)
+    layout = build_layout(model.streams, page_size=PAGE, num_pages=400, num_rows=6 * model.has_rows, order=order)
+    streams = len(model.streams)
+    found: list[tuple[torch.Tensor, list[torch.Tensor]]] = []
     for planned in (True, False):
         pool = PagedPool.allocate(layout, shared=False)
         for component in layout.components:
@@ -168,24 +180,33 @@ def test_steps_over_kept_states_equal_steps_that_gather(
             s.computed = 0
             runner.forward([Row(s, s.length - 1, 0)])
             s.computed = s.length - 1
-        keys = packed(sequences).batches[-1].k1
-        monkeypatch.setattr(ahead, "_MOST_KEPT_BYTES", int(share * keys * slot_bytes))
+        monkeypatch.setattr(ahead, "_MOST_KEPT_BYTES", 1 << 30)
+        runner.forward([Row(s, 1) for s in sequences])
+        monkeypatch.setattr(ahead, "_MOST_KEPT_BYTES", int(share * sum(kept_by(runner))))
+        runner.rest()
         steps: list[torch.Tensor] = []
         for token in range(1, 6):
             steps.append(runner.forward([Row(s, 1) for s in sequences]))
-            assert runner._ahead is not None
-            kept = len(runner._ahead._kept)
+            kept = len(kept_by(runner))
             assert not planned or (0 < kept < streams if share == 0.5 else kept == share * streams)
             for s in sequences:
                 s.computed += 1
                 s.append(token)
             if not planned:
                 runner.rest()
-        found.append((torch.stack(steps), pool.pages_bytes(np.arange(400, dtype=np.int32))))
-    (ahead_logits, ahead_pages), (anew_logits, anew_pages) = found
+        found.append((torch.stack(steps), [pool.tensor(c.name) for c in layout.components]))
+    (ahead_logits, ahead_states), (anew_logits, anew_states) = found
     assert torch.allclose(ahead_logits, anew_logits, atol=1e-4, rtol=1e-4)
     assert ahead_logits.argmax(-1).tolist() == anew_logits.argmax(-1).tolist()
-    assert np.allclose(ahead_pages.view(np.float32), anew_pages.view(np.float32), atol=1e-4)
+    for mine, theirs in zip(ahead_states, anew_states, strict=True):
+        assert torch.allclose(mine, theirs, atol=1e-4)
+
+
+def kept_by(runner: Runner) -> list[int]:
+    """Bytes of every stream that the steps ahead have kept."""
+    assert runner._ahead is not None
+    rings = [states for planned in runner._ahead._planned for states in planned._kept.values()]
+    return [states.nbytes for states in (*(kept.states for kept in runner._ahead._kept.values()), *rings)]
 
 
 def test_plans_share_the_memory_that_they_gather_into() -> None:

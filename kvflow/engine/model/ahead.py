@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 
 from kvflow.engine.model.batch import Batch
 from kvflow.engine.model.device import Place
+from kvflow.engine.model.rings import DecodeRings, Rings
 from kvflow.engine.model.step import Row, Step
 
 MOST_STEPS = 8  # of one plan, and of one call of the model thread
@@ -54,7 +55,6 @@ class DecodeSteps(Step):
         super().__init__(rows, page_size, place)
         self._sequences = [r.sequence for r in rows]
         self._logits = [r.logits for r in rows]
-        self._ordered = [self._sequences[i] for i in self.order]
         self._first = [s.computed for s in self._sequences]
         self._at = 0
         self._steps = min(MOST_STEPS, *(s.page_count * page_size - s.computed for s in self._ordered))
@@ -66,6 +66,7 @@ class DecodeSteps(Step):
         self._plan = self._batches(self._steps - 1)
         self._read = self._all_places()
         self._kept: dict[Hashable, _Kept] = {}
+        self._planned: list[DecodeRings] = []
         self._memory = memory or KeptMemory()
         self._show()
 
@@ -92,14 +93,24 @@ class DecodeSteps(Step):
         return found.states
 
     def read(self, stream: Hashable, slots: torch.Tensor, rows: torch.Tensor, heads: int) -> torch.Tensor:
-        memory = self._memory.of(stream, rows.numel() * slots.shape[1], slots)
-        if memory is None:
+        found = self._gather_to_keep(stream, slots, rows)
+        if found is None:
             return super().read(stream, slots, rows, heads)
-        found = torch.index_select(slots, 0, rows, out=memory.view(rows.numel(), -1))
         states = self._states(found, heads)
         if self._steps > 1:
             self._kept[stream] = _Kept(states, self.batches)
         return states
+
+    def _gather_to_keep(self, stream: Hashable, slots: torch.Tensor, rows: torch.Tensor) -> torch.Tensor | None:
+        """Those `rows` of `slots`, in memory of the plan's; None where no more may be kept."""
+        memory = self._memory.of(stream, rows.numel() * slots.shape[1], slots)
+        return None if memory is None else torch.index_select(slots, 0, rows, out=memory.view(rows.numel(), -1))
+
+    def _make_rings(self, window: int, rows: list[int]) -> Rings:
+        found = DecodeRings(window, rows, self._ends, self._steps, self._gather_to_keep, self._place)
+        found.show(self._at)
+        self._planned.append(found)
+        return found
 
     def _all_places(self) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """Page and slot of every key of the plan."""
@@ -112,6 +123,8 @@ class DecodeSteps(Step):
         self.positions, self.past = self._positions[at], max(self._first) + at
         self.write_pages, self.write_slots = (writes[at] for writes in self._writes)
         self.batches = [batch.later(at) for batch in self._plan]
+        for rings in self._planned:
+            rings.show(at)
 
 
 class _Kept:

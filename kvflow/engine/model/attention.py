@@ -12,6 +12,7 @@ import torch.nn.functional as F  # noqa: N812
 from transformers import AttentionInterface
 
 from kvflow.engine.model.batch import Batch, Span
+from kvflow.engine.model.rings import Rings
 from kvflow.engine.model.step import Step, current
 
 NAME = "kvflow"
@@ -43,14 +44,16 @@ def packed_attention(
     step = current.step
     if step is None:
         raise RuntimeError("the attention function kvflow was called outside a step of kvflow's runner")
-    window = sliding_window or 0
+    window, layer = sliding_window or 0, getattr(module, "layer_idx", -1)
     if WindowRecorder.windows is not None:
-        WindowRecorder.windows[getattr(module, "layer_idx", -1)] = window
-    if step.batches:
-        found = [_batched(batch, query, key, value, scaling, window, softcap, s_aux) for batch in step.batches]
+        WindowRecorder.windows[layer] = window
+    ring = current.rings.window_of(layer, window)
+    keys: Step | Rings = step.rings(ring) if ring else step
+    if keys.batches:
+        found = [_batched(batch, query, key, value, scaling, window, softcap, s_aux) for batch in keys.batches]
         return found[0] if len(found) == 1 else torch.cat(found, dim=1), None
     out = query.new_empty(1, query.shape[2], query.shape[1], value.shape[-1])
-    for span in step.spans:
+    for span in keys.spans:
         q = query[:, :, span.q0 : span.q1]
         k, v = key[:, :, span.k0 : span.k1], value[:, :, span.k0 : span.k1]
         if softcap or s_aux is not None:

@@ -12,14 +12,15 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from kvflow.engine.model.device import find_device
 from kvflow.engine.model.identity import fingerprint
-from kvflow.engine.model.probe import Layers, kinds_of, probe, refuse_by_config
+from kvflow.engine.model.probe import Layers, have_rows, kinds_of, probe, refuse_by_config
 from kvflow.engine.model.quiet import Progress, explained, quiet
 from kvflow.engine.model.runner import Runner, hidden_size_of
 from kvflow.engine.model.selftest import Mode, choose_fit
 from kvflow.engine.model.source import locate
+from kvflow.engine.model.windows import SLIDING_WINDOW_ROWS, choose_rings
 from kvflow.memory.pool import PagedPool
 from kvflow.protocols.errors import MisuseError
-from kvflow.protocols.pages.kinds import StateKind
+from kvflow.protocols.pages.kinds import StateKind, unit_bytes
 
 DTYPES = ("auto", "float32", "float16", "bfloat16")
 ATTENTIONS = ("auto", "packed", "pad")
@@ -67,9 +68,20 @@ class LoadedModel:
         return kinds_of(self.layers)
 
     @property
+    def has_rows(self) -> bool:
+        """Each request keeps a row: of states, or of rings."""
+        return have_rows(self.layers)
+
+    @property
     def has_states(self) -> bool:
-        """Each request keeps a row of states."""
+        """Each request keeps conv or recurrent states, which depend on how its tokens are divided into steps."""
         return any(layer.has_states for layer in self.layers if layer)
+
+    @property
+    def ring_bytes(self) -> int:
+        """Bytes of a request's row that are the K and V of sliding windows."""
+        kinds = [kind for layer in self.layers if layer and layer.ring for kind in layer.kinds]
+        return sum(unit_bytes(kind.dtype, [int(n) for n in kind.shape]) for kind in kinds)
 
     def chunk(self, remaining: int, most: int) -> int:
         """How many of a prompt's `remaining` tokens are computed at once: `most`, but all of a prompt that cannot be
@@ -93,10 +105,11 @@ class LoadedModel:
 
 
 def load_model(
-    path: str, dtype: str = "auto", attention: str = "auto", progress: Progress | None = None, device: str = "cpu"
-) -> LoadedModel:
+    path: str, dtype: str = "auto", attention: str = "auto", progress: Progress | None = None, device: str = "cpu",
+    sliding_window_rows: str = "auto",
+) -> LoadedModel:  # fmt: skip
     """Load, probe and self-test; blocks. `attention` "auto" is packed where that works, else pad; `device` is one that
-    `find_device` knows.
+    `find_device` knows; `sliding_window_rows` is explained in `windows`.
 
     Raises: MisuseError, one line: unknown path, dtype or device, unsupported model, missing weights, failed self-test.
     """
@@ -104,6 +117,8 @@ def load_model(
         raise MisuseError(f"dtype {dtype!r} is not one of {', '.join(DTYPES)}")
     if attention not in ATTENTIONS:
         raise MisuseError(f"attention {attention!r} is not one of {', '.join(ATTENTIONS)}")
+    if sliding_window_rows not in SLIDING_WINDOW_ROWS:
+        raise MisuseError(f"sliding_window_rows {sliding_window_rows!r} is not one of {', '.join(SLIDING_WINDOW_ROWS)}")
     name, where = str(path), find_device(device)
     report = progress or (lambda stage, done: None)
     with quiet(report):
@@ -116,9 +131,11 @@ def load_model(
         report("self-test", 0.0)
         with explained(f"model {name!r} cannot be probed"):
             layers = probe(model, name)
-        fit = choose_fit(model, layers, name, attention)
+        context_length = _context_length(model.config.get_text_config())
+        rings = choose_rings(layers, sliding_window_rows, attention, context_length)
+        fit = choose_fit(model, layers, name, attention, rings)
         report("ready", 1.0)
-    text, loaded_dtype = model.config.get_text_config(), str(model.dtype).removeprefix("torch.")
+    loaded_dtype = str(model.dtype).removeprefix("torch.")
     return LoadedModel(
         model=model,
         name=name,
@@ -127,9 +144,9 @@ def load_model(
         dtype=loaded_dtype,
         mode=fit.mode,
         whole_prompts=fit.whole_prompts,
-        layers=layers,
+        layers=fit.layers,
         eos_ids=_eos_ids(model),
-        context_length=_context_length(text),
+        context_length=context_length,
         vocab_size=int(model.get_input_embeddings().num_embeddings),
         tokenizer=tokenizer,
         fingerprint=fingerprint(source, model, loaded_dtype),

@@ -1,8 +1,8 @@
 """The cache of a model: pages and rows of a pool, behind transformers' own cache interface.
 
-K, V and indexer keys are written to pages and gathered from them layer by layer. The states of conv and recurrent
-layers are read and changed in place by models, each in its own way, so those of all layers are copied out of their rows
-before a forward, and back after it.
+K, V and indexer keys are written to pages, or K and V to rings, and gathered from them layer by layer. The states of
+conv and recurrent layers are read and changed in place by models, each in its own way, so those of all layers are
+copied out of their rows before a forward, and back after it.
 """
 
 from __future__ import annotations
@@ -46,6 +46,29 @@ class PagedStream:
         return step.read(self, self._rows, rows, heads)
 
 
+class RingStream(PagedStream):
+    """K or V of one layer with a sliding window: [rows, window, heads, dim], of which each row is a ring of slots."""
+
+    def __init__(self, rows: torch.Tensor) -> None:
+        super().__init__(rows)
+        self._window = rows.shape[1]
+
+    def exchange(self, step: Step, new: torch.Tensor) -> torch.Tensor:
+        """As that of pages, for a packed step; new tokens take the slots of others that are read first."""
+        _, heads, tokens, dim = new.shape
+        rings = step.rings(self._window)
+        flat = new.transpose(1, 2).reshape(tokens, heads * dim)
+        states = rings.kept(self)
+        if states is None and (rows := rings.gather(self._page_rows, self._slot_rows)) is not None:
+            states = rings.read(self, self._rows, rows)
+        written = flat if rings.written is None else flat.index_select(0, rings.written)
+        self._pages.index_put_((rings.write_rows, rings.write_slots), written.view(-1, heads, dim))
+        if states is None:
+            return new
+        states.index_copy_(0, rings.new_at, flat)
+        return states.view(1, -1, heads, dim).transpose(1, 2)
+
+
 class PagedLayer(CacheLayerMixin):
     """One layer's K and V, and the keys of its indexer where it has one."""
 
@@ -55,8 +78,8 @@ class PagedLayer(CacheLayerMixin):
         super().__init__()  # type: ignore[no-untyped-call]
         assert streams.keys is not None and streams.values is not None
         self._cache = cache
-        self._k = PagedStream(pool.tensor(streams.keys.name))
-        self._v = PagedStream(pool.tensor(streams.values.name))
+        stream = RingStream if streams.ring else PagedStream
+        self._k, self._v = stream(pool.tensor(streams.keys.name)), stream(pool.tensor(streams.values.name))
         # Indexer keys have no heads.
         self._index_k = PagedStream(pool.tensor(streams.indexer.name).unsqueeze(2)) if streams.indexer else None
         self.is_initialized = True

@@ -13,6 +13,7 @@ from kvflow.protocols.errors import MisuseError
 from kvflow.protocols.pages.kinds import DTYPE_BYTES, ROW, StateKind
 
 _TOKENS = 2
+RINGS = "sliding_window_rows"  # ends the names of streams in rings, as the setting is called that peers may differ in
 # Constants of transformers' layers, which are no state.
 _CONSTANTS = frozenset({"_sliding_window_tensor"})
 
@@ -21,7 +22,8 @@ class LayerStreams(NamedTuple):
     """What one layer keeps in the pool: per token its K, its V and the keys of its sparse-attention indexer, per
     request its conv and recurrent states, by transformers' index of each (None: that one is not used).
 
-    `window` is the number of tokens that the layer attends to, 0 for all.
+    `window` is the number of tokens that the layer attends to, 0 for all. Its K and V may be kept per request, too: in
+    a `ring` of so many slots (see `rings`).
     """
 
     keys: StateKind | None = None
@@ -42,7 +44,13 @@ class LayerStreams(NamedTuple):
 
     @property
     def has_states(self) -> bool:
+        """Conv or recurrent ones, which depend on how a prompt is divided into chunks; a ring does not."""
         return any(kind.unit == ROW for kind in self.beside)
+
+    @property
+    def ring(self) -> int:
+        """Slots of the ring in which K and V are kept, 0 where they are in pages."""
+        return self.window if self.keys is not None and self.keys.unit == ROW else 0
 
 
 Layers = tuple[LayerStreams | None, ...]
@@ -52,6 +60,23 @@ Layers = tuple[LayerStreams | None, ...]
 def kinds_of(layers: Layers) -> list[StateKind]:
     """Every stream, for `build_layout`."""
     return [kind for layer in layers if layer for kind in layer.kinds]
+
+
+def have_rows(layers: Layers) -> bool:
+    """Whether a request needs a row of the pool."""
+    return any(kind.unit == ROW for kind in kinds_of(layers))
+
+
+def with_rings(layers: Layers) -> Layers:
+    """The same model with K and V of every layer with a window in rings."""
+    return tuple(_in_ring(layer) if layer and layer.window else layer for layer in layers)
+
+
+def _in_ring(layer: LayerStreams) -> LayerStreams:
+    def ring(kind: StateKind | None) -> StateKind | None:
+        return kind and StateKind(f"{kind.name}.{RINGS}", kind.dtype, (layer.window, *kind.shape), ROW)
+
+    return layer._replace(keys=ring(layer.keys), values=ring(layer.values))
 
 
 def refuse_by_config(config: Any, name: str) -> None:

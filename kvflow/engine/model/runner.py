@@ -18,7 +18,8 @@ from kvflow.engine.model.ahead import DecodeSteps, KeptMemory
 from kvflow.engine.model.attention import NAME
 from kvflow.engine.model.device import place_on
 from kvflow.engine.model.paged_cache import PagedCache
-from kvflow.engine.model.probe import Layers, cache_argument, kinds_of
+from kvflow.engine.model.probe import Layers, cache_argument, have_rows, kinds_of
+from kvflow.engine.model.rings import RingLayers
 from kvflow.engine.model.step import Row, Step, current
 from kvflow.memory.pool import PagedPool
 from kvflow.protocols.errors import LayoutError
@@ -31,18 +32,18 @@ class Runner:
 
     def __init__(self, model: Any, layers: Layers, pool: PagedPool, *, packed: bool) -> None:
         """Raises: LayoutError when the pool's streams are not the model's."""
-        has_states = any(layer.has_states for layer in layers if layer)
         wanted = build_layout(
             kinds_of(layers),
             page_size=pool.layout.page_size,
             num_pages=pool.layout.num_pages,
-            num_rows=int(has_states),
+            num_rows=int(have_rows(layers)),
             fingerprint=pool.layout.fingerprint,
         )
         if found := differences(wanted, pool.layout, ("model", "pool")):
             raise LayoutError("the pool does not fit the model: " + "; ".join(found))
         parameters = inspect.signature(model.forward).parameters
-        self._model, self._packed, self._has_states = model, packed, has_states
+        self._model, self._packed, self._rings = model, packed, RingLayers(layers)
+        self._has_states = any(layer.has_states for layer in layers if layer)
         self._cache_argument = cache_argument(model) or ""
         self._attends = any(layer.keys for layer in layers if layer)
         self._takes_positions, self._takes_keep = "position_ids" in parameters, "logits_to_keep" in parameters
@@ -88,7 +89,8 @@ class Runner:
 
     def _forward_packed(self, rows: list[Row]) -> torch.Tensor:
         step = self._packed_step(rows)
-        current.step = self._cache.step = step
+        current.step, current.rings = step, self._rings
+        self._cache.step = step
         try:
             logits = self._call(step.ids[None], step.positions[None], step.logits_to_keep, None)
         finally:

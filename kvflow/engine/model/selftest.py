@@ -10,10 +10,11 @@ import torch
 from transformers import DynamicCache
 
 from kvflow.engine.model.attention import WindowRecorder
-from kvflow.engine.model.probe import Layers, cache_argument, kinds_of
+from kvflow.engine.model.probe import Layers, cache_argument, have_rows, kinds_of, with_rings
 from kvflow.engine.model.runner import Runner, set_packed
 from kvflow.engine.model.sequence import Sequence
 from kvflow.engine.model.step import Row
+from kvflow.engine.model.windows import RingChoice
 from kvflow.memory.pool import PagedPool
 from kvflow.protocols.errors import MisuseError
 from kvflow.protocols.pages.layout import build_layout
@@ -22,6 +23,7 @@ Mode = Literal["packed", "pad"]
 PAGE_SIZE = 4
 LENGTHS = (23, 9)
 CHUNK = 10
+MOST_WRAPPED = 256  # windows up to this one are tested with a prompt that is longer: rings must wrap
 
 # The allowed difference of logits, relative to their spread. A wrong mask or page makes it about 1.
 _TOLERANCE = {"float32": 2e-3, "float16": 0.05, "bfloat16": 0.15}
@@ -29,29 +31,34 @@ _MAX_TOLERANCE = {"float32": 1e-2, "float16": 0.5, "bfloat16": 0.7}
 
 
 class Fit(NamedTuple):
-    """How a model runs: its attention mode, and whether its prompts must be computed in one chunk each."""
+    """How a model runs: its attention mode, whether its prompts must be computed in one chunk each, and what its layers
+    keep in pages and in rows."""
 
     mode: Mode
     whole_prompts: bool
+    layers: Layers
 
 
 class Reference(NamedTuple):
-    """Prompts, stock logits after each of them when it is fed `chunk` tokens at a time and its last token alone, and
-    how far another way of feeding it moves them."""
+    """Prompts, stock logits after each of them when it is fed `chunk` tokens at a time and its last token alone, how
+    far another way of feeding it moves them, and whether prompts must be `whole`."""
 
     prompts: list[list[int]]
     logits: torch.Tensor
     chunk: int
     noise: float
+    whole: bool = False
 
 
-def choose_fit(model: Any, layers: Layers, name: str, requested: str) -> Fit:
+def choose_fit(model: Any, layers: Layers, name: str, requested: str, rings: RingChoice) -> Fit:
     """The first mode that agrees with transformers' own cache; `requested` is one mode, or "auto" for packed, then pad.
 
     The model's attention stays set to it. Raises: MisuseError when no mode agrees.
     """
     dtype = str(model.dtype).removeprefix("torch.")
-    reference = _reference(model, layers)
+    candidates = _candidates(layers, requested, rings)
+    windows = [layer.ring for layer in candidates[0][1] if layer and layer.ring]
+    reference = _reference(model, layers, min(windows, default=0))
     limit = _MAX_TOLERANCE.get(dtype, 0.5)
     if not reference.noise <= limit:
         raise MisuseError(
@@ -59,16 +66,22 @@ def choose_fit(model: Any, layers: Layers, name: str, requested: str) -> Fit:
             f"(relative error {reference.noise:.2g}, allowed {limit:.2g})"
         )
     allowed = min(max(_TOLERANCE.get(dtype, 0.15), 4 * reference.noise), limit)
-    modes: tuple[Mode, ...] = (
-        ("packed", "pad") if requested == "auto" else ("packed",) if requested == "packed" else ("pad",)
-    )
     reasons: list[str] = []
-    for mode in modes:
-        reason = _try(model, layers, mode, reference, allowed)
+    for mode, kept in candidates:
+        reason = _try(model, kept, mode, reference, allowed)
         if reason is None:
-            return Fit(mode, reference.chunk != CHUNK)
-        reasons.append(f"{mode}: {reason}")
+            return Fit(mode, reference.whole, kept)
+        reasons.append(f"{mode}{'' if kept is layers else ', windows in rows'}: {reason}")
+    if rings == "need":
+        raise MisuseError(f"--sliding-window-rows always: model {name!r} fails its self-test so ({reasons[0]})")
     raise MisuseError(f"model {name!r} is not supported: the self-test failed ({'; '.join(reasons)})")
+
+
+def _candidates(layers: Layers, requested: str, rings: RingChoice) -> list[tuple[Mode, Layers]]:
+    """Modes, and what layers keep in them, the best first."""
+    modes: list[Mode] = ["packed", "pad"]
+    found = [(mode, layers) for mode in modes if requested in (mode, "auto")]
+    return found if rings == "never" else [("packed", with_rings(layers)), *(found if rings == "try" else [])]
 
 
 def _try(model: Any, layers: Layers, mode: Mode, reference: Reference, allowed: float) -> str | None:
@@ -103,9 +116,13 @@ def distance(a: torch.Tensor, b: torch.Tensor) -> float:
     return float(found) if bool(torch.isfinite(found)) else float("inf")
 
 
-def _reference(model: Any, layers: Layers) -> Reference:
+def _reference(model: Any, layers: Layers, window: int) -> Reference:
+    """`window`: slots of the smallest ring, 0 for none."""
     vocabulary = model.get_input_embeddings().num_embeddings
-    prompts = [[(i * i * 7 + i * 13 + n * 5 + 3) % min(vocabulary, 997) for i in range(n)] for n in LENGTHS]
+    lengths, chunk = LENGTHS, CHUNK
+    if max(LENGTHS) <= window <= MOST_WRAPPED:
+        lengths, chunk = (window + CHUNK, min(LENGTHS)), window // 2
+    prompts = [[(i * i * 7 + i * 13 + n * 5 + 3) % min(vocabulary, 997) for i in range(n)] for n in lengths]
 
     def logits(chunk: int) -> torch.Tensor:
         return torch.cat([_stock(model, p, min(chunk, len(p))) for p in prompts])
@@ -113,7 +130,7 @@ def _reference(model: Any, layers: Layers) -> Reference:
     def stepped() -> torch.Tensor:
         return torch.cat([_stock(model, p, len(p) - 1) for p in prompts])
 
-    whole = logits(max(LENGTHS))
+    whole = logits(max(lengths))
     states = {  # transformers' names of those that the model keeps
         name
         for layer in filter(None, layers)
@@ -122,12 +139,12 @@ def _reference(model: Any, layers: Layers) -> Reference:
     }
     if states and _ignores_states(model, prompts[0], states):
         alone = stepped()
-        return Reference(prompts, alone, max(LENGTHS), distance(alone, whole))
-    chunked = logits(CHUNK)
+        return Reference(prompts, alone, max(lengths), distance(alone, whole), whole=True)
+    chunked = logits(chunk)
     noise = distance(chunked, whole)
     if states:  # some of these models compute a token that comes alone in another way (nemotron_h: dt is not clamped)
         noise = min(noise, distance(chunked, stepped()))
-    return Reference(prompts, chunked, CHUNK, noise)
+    return Reference(prompts, chunked, chunk, noise)
 
 
 @torch.inference_mode()
@@ -179,7 +196,7 @@ def _paged(model: Any, layers: Layers, reference: Reference, *, packed: bool) ->
     """The same logits from pages: two prompts at once, in chunks, their last tokens decoded in one batch."""
     prompts = reference.prompts
     count = sum(-(-len(p) // PAGE_SIZE) for p in prompts)
-    num_rows = len(prompts) if any(layer.has_states for layer in layers if layer) else 0
+    num_rows = len(prompts) if have_rows(layers) else 0
     layout = build_layout(kinds_of(layers), page_size=PAGE_SIZE, num_pages=count, num_rows=num_rows)
     pool = PagedPool.allocate(layout, device=model.device)
     try:

@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 
 from kvflow.engine.model.batch import Batch, Span, divided
 from kvflow.engine.model.device import Place
+from kvflow.engine.model.rings import ChunkRings, RingLayers, Rings
 from kvflow.engine.model.sequence import Sequence
 
 
@@ -56,7 +57,8 @@ class Step:
         everything = kept == list(range(self._query_ends[-1]))
         self.logits_to_keep: torch.Tensor | int = 0 if everything else place(np.array(kept, dtype=np.int64))
         self.ids = place(np.concatenate([r.sequence.tokens[s : r.end] for s, r in zip(starts, rows, strict=True)]))
-        self._pages = [r.sequence.pages for r in rows]
+        self._ordered, self._starts = [r.sequence for r in rows], starts
+        self._pages = [s.pages for s in self._ordered]
         positions = np.concatenate([np.arange(s, e) for s, e in zip(starts, self._ends, strict=True)])
         self.positions = place(positions)
         pages, slots = self._places(np.repeat(np.arange(len(rows)), self._counts), positions)
@@ -67,6 +69,7 @@ class Step:
         self._read: tuple[NDArray[np.int64], NDArray[np.int64]] | None = None
         self._gathers: dict[tuple[int, int], torch.Tensor] = {}
         self._masks: dict[tuple[int, int, int], torch.Tensor] = {}
+        self._rings: dict[int, Rings] = {}
 
     def pack(self) -> None:
         """Make it one row, whose keys are divided by `spans`."""
@@ -115,6 +118,13 @@ class Step:
         return them in the next step."""
         return self._states(slots.index_select(0, rows), heads)
 
+    def rings(self, window: int) -> Rings:
+        """What this step does with rings of `window` slots."""
+        found = self._rings.get(window)
+        if found is None:
+            found = self._rings[window] = self._make_rings(window, [int(s.rows[0]) for s in self._ordered])
+        return found
+
     def mask(self, queries: int, keys: int, window: int) -> torch.Tensor:
         """Boolean [queries, keys]: each of the last `queries` positions sees itself and earlier ones, `window` in all
         (0: no limit)."""
@@ -131,6 +141,9 @@ class Step:
 
     def _states(self, read: torch.Tensor, heads: int) -> torch.Tensor:
         return read.view(self.batch, -1, heads, read.shape[1] // heads).transpose(1, 2)
+
+    def _make_rings(self, window: int, rows: list[int]) -> Rings:
+        return ChunkRings(window, rows, self._starts, self._ends, self._place)
 
     def _places(
         self, rows: NDArray[np.int64], positions: NDArray[np.int64]
@@ -154,9 +167,11 @@ class Step:
 
 
 class _Current(threading.local):
-    """The step that this thread runs: transformers has no way to pass it to an attention function."""
+    """The step that this thread runs, and what its model keeps in rings: transformers has no way to pass them to an
+    attention function."""
 
     step: Step | None = None
+    rings = RingLayers(())
 
 
 current = _Current()

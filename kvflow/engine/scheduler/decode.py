@@ -69,7 +69,7 @@ class DecodeEngine(EngineLoop):
         self._paused = False
         self._burst = Burst(
             self._runner, model.eos_ids, deliver=self._deliver, is_running=self._is_running, goes_on=self._goes_on,
-            one_by_one=self._rows is not None, chunk=model.chunk,
+            one_by_one=model.has_states, chunk=model.chunk,
         )  # fmt: skip
         self._snapshots = snapshots
         self._retractions = Retractions(
