@@ -44,7 +44,8 @@ class Requests:
         wrote = [self.value(r.sequence.owner, p) for r in ordered for p in range(r.sequence.computed, r.end)]
         keys = self.stream.exchange(step, torch.tensor(wrote)[None, None, :, None])[0, 0, :, 0]
         rings = step.rings(self.window)
-        assert rings is step.rings(self.window)
+        places = list(zip(rings.write_rows.tolist(), rings.write_slots.tolist(), strict=True))
+        assert len(set(places)) == len(places), "of two tokens for one slot, either may be the one that is written"
         seen: list[torch.Tensor] = []
         for batch in rings.batches:
             lent = batch.region(keys[None, :, None])[0, :, : batch.keys, 0]
@@ -147,3 +148,12 @@ def test_a_layer_without_keys_of_its_own_attends_to_those_of_its_kind() -> None:
     rings = RingLayers((windowed, full, LayerStreams(pages, pages, window=8), None, None))
     assert [rings.window_of(i, window) for i, window in enumerate((16, 0, 8, 16, 0))] == [16, 0, 0, 16, 0]
     assert RingLayers((full, None)).window_of(1, 16) == 0
+    assert rings.window_of(1, 16) == 0, "its keys are those of pages, whatever window its attention has"
+
+
+def test_a_row_with_a_full_ring_does_not_pad_all_the_others() -> None:
+    requests = Requests(1000, 4)
+    requests.step([Row(s, n) for s, n in zip(requests.sequences, (2, 1100, 2, 30), strict=True)])
+    requests.step([Row(s, 1) for s in requests.sequences])
+    assert requests._ahead is not None
+    assert [(b.q0, b.q1, b.keys) for b in requests._ahead.rings(1000).batches] == [(0, 3, 31), (3, 4, 1000)]

@@ -124,7 +124,7 @@ class Stuck(RingStream):
         return found
 
 
-@pytest.mark.parametrize("window", [WINDOW, 40])
+@pytest.mark.parametrize("window", [WINDOW, 23, 40])
 def test_the_self_test_fills_the_rings_it_tests(window: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its prompts are longer than the window: what is wrong behind the first one shows, and auto does without."""
     path = str(tiny_models.build("gemma2", tmp_path, sliding_window=window))
@@ -205,6 +205,26 @@ async def test_neither_rows_nor_pages_are_kept_in_vain(family: str, lost: str, l
     whole = expected(family, stock, prompt)
     assert tokens[0] == whole[0], "the first token is prefill's"
     assert tokens != whole
+
+
+async def test_generated_tokens_are_computed_again_in_a_chunk(
+    loaded: Loader, stock: Stock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A ring depends on no division into steps, as states do."""
+    prompt = prompt_of(30)
+    async with EnginePair(loaded("gpt_oss")) as pair:
+        forward, ends = pair.decode._runner.forward, []
+
+        def counted(rows: list[Row]) -> torch.Tensor:
+            ends.append((rows[0].new, rows[0].end))
+            if len(ends) == 4:
+                pair.decode.retract_all()
+            return forward(rows)
+
+        monkeypatch.setattr(pair.decode._runner, "forward", counted)
+        assert await pair.tokens(prompt, greedy(NEW)) == expected("gpt_oss", stock, prompt)
+        assert pair.decode.retraction.recomputes == 1
+    assert ends[4] == (35, 35)
 
 
 def runner_of(model: LoadedModel) -> tuple[PagedPool, Runner]:

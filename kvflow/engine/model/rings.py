@@ -1,7 +1,8 @@
 """Rings: the rows of a pool in which layers with a sliding window keep the K and V of their last tokens, and no others.
 
 A ring has one slot for each token of the window. The token at position p lies in slot p % window, in the place of the
-one that has just left the window. What an earlier request has left in a row is never read.
+one that has just left the window. What an earlier request has left in a row is never read. A chunk that has failed
+cannot be computed again on the same row: some layers have given up what it needs.
 """
 
 from __future__ import annotations
@@ -100,8 +101,8 @@ class Rings:
 
 
 class ChunkRings(Rings):
-    """Rings in a step with prompt chunks: the slots of each row's earlier keys are read before its new tokens, more of
-    them than slots maybe, take their place."""
+    """Rings in a step with prompt chunks: each row's earlier keys are read before its new tokens take their slots;
+    where there are more of these than slots, only the last ones are written."""
 
     def __init__(self, window: int, rows: list[int], starts: list[int], ends: list[int], place: Place) -> None:
         """`rows` of the pool, and the positions of the new tokens of each: from `starts` to before `ends`."""
