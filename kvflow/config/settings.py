@@ -71,7 +71,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         Literal["auto", "always", "never"],
         Meta(
             description="Layers with a sliding window keep only its tokens, in one row a request; auto does so for "
-            "windows of at most 1024 tokens and an eighth of the context. Needs packed attention, and the same choice "
+            "windows of at most 256 tokens and an eighth of the context. Needs packed attention, and the same choice "
             "at prefill and decode."
         ),
     ] = "auto"

@@ -14,7 +14,9 @@ from kvflow.engine.model.probe import Layers
 from kvflow.protocols.errors import MisuseError
 
 SLIDING_WINDOW_ROWS = ("auto", "always", "never")
-MOST_TOKENS = 1024  # of a window
+# Of a window. A request takes the whole row, however short it is: with windows of 1,024 tokens a pool would hold a
+# fraction of the short requests that its pages hold.
+MOST_TOKENS = 256
 LEAST_WINDOWS = 8  # of the context length
 
 RingChoice = Literal["never", "try", "need"]
