@@ -170,7 +170,7 @@ async def _prompts(on: Service, body: str, name: str) -> None:
 
 @of("g:sampling_params")
 async def _lists_of_sampling(on: Service, body: str, name: str) -> None:
-    sampling = [{"max_new_tokens": 1}, {"max_new_tokens": 3}]
+    sampling = [{"max_new_tokens": 1}, {"max_new_tokens": 3, "ignore_eos": True}]
     answers = await on.ask("g", text=[PROMPT, PROMPT], sampling_params=sampling)
     assert [count_of(answer) for answer in answers] == [1, 3]
 
