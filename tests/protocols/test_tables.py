@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from kvflow.protocols.machines import decode_room, grants, link, peer, prefill_room
+from kvflow.protocols.machines import decode_room, grants, group, link, peer, prefill_room
 from kvflow.protocols.machines import loan as loans
 from kvflow.protocols.machines.tables import ERROR, IGNORE, Move, Table, TransitionError, rest
 
@@ -41,8 +41,17 @@ OURS = {
     "link": link.TABLE,
     "peer": peer.TABLE,
     "grants": grants.TABLE,
+    "group member": group.MEMBER,
+    "group leader": group.LEADER,
 }
-GONE = ("decode", "prefill", "loans", "peer")  # what has ended is in no table: nothing at all can reach it
+GONE = (
+    "decode",
+    "prefill",
+    "loans",
+    "peer",
+    "group member",
+    "group leader",
+)  # what has ended is in no table: nothing at all can reach it
 G = grants.GrantPhase
 ENDS: dict[str, frozenset[Any]] = {
     "decode": decode_room.TERMINAL,
@@ -51,6 +60,8 @@ ENDS: dict[str, frozenset[Any]] = {
     "link": frozenset({link.LinkPhase.GONE}),
     "peer": frozenset({peer.PeerPhase.FORGOTTEN}),
     "grants": frozenset({G.CLOSED, G.DOUBTFUL, G.BELOW, G.BELOW_DOUBTFUL}),
+    "group member": frozenset({group.MemberPhase.ENDED}),
+    "group leader": group.LEADER_TERMINAL,
 }
 
 

@@ -10,7 +10,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-from kvflow.protocols.machines import decode_room, grants, link, peer, prefill_room, residency
+from kvflow.protocols.machines import decode_room, grants, group, link, peer, prefill_room, residency
 from kvflow.protocols.machines import loan as loans
 
 MERMAID: dict[str, Callable[[], str]] = {
@@ -20,6 +20,8 @@ MERMAID: dict[str, Callable[[], str]] = {
     "link": link.TABLE.mermaid,
     "peer": peer.TABLE.mermaid,
     "grant": grants.TABLE.mermaid,
+    "group member": group.MEMBER.mermaid,
+    "group leader": group.LEADER.mermaid,
     "residency": residency.TABLE.mermaid,
 }
 _PLACE = re.compile(r"(<!-- table: (?P<name>[a-z ]+) -->\n).*?(<!-- end -->)", re.DOTALL)

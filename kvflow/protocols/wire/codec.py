@@ -11,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvflow.protocols.errors import WireError
+from kvflow.protocols.wire.group import ToLeader, ToMember
 from kvflow.protocols.wire.messages import MAX_FRAME_BYTES, Incarnation, ToDecode, ToPrefill
 
 _encoder = msgspec.msgpack.Encoder()
@@ -34,6 +35,8 @@ def _parser(messages: Any) -> Callable[[bytes], Any]:
 
 parse_at_prefill: Callable[[bytes], ToPrefill] = _parser(ToPrefill)
 parse_at_decode: Callable[[bytes], ToDecode] = _parser(ToDecode)
+parse_at_leader: Callable[[bytes], ToLeader] = _parser(ToLeader)
+parse_at_member: Callable[[bytes], ToMember] = _parser(ToMember)
 
 
 def prompt_digest(token_ids: Sequence[int] | NDArray[np.integer[Any]]) -> bytes:

@@ -1,0 +1,342 @@
+"""Everything one rank of a group decides: its membership, its votes, and what the leader's decisions mean here.
+
+Synchronous: no asyncio, no clock, no socket, no thread. Time is an argument; what is to be done comes out of
+`commands()`. The rooms themselves stay with this rank's `PrefillEndpoint`: the shell carries what happens to them in,
+and what the group has decided out.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Mapping
+from typing import NamedTuple
+
+import msgspec
+
+from kvflow.protocols.errors import Cause, Code, WireError
+from kvflow.protocols.limits import Timing
+from kvflow.protocols.machines.group import MEMBER, MemberCommand, MemberKind, MemberPhase
+from kvflow.protocols.machines.ordered import Ordered
+from kvflow.protocols.wire import group as wire
+from kvflow.protocols.wire.codec import encode, parse_at_member
+from kvflow.protocols.wire.group import Ruling, Ticket, Vote
+from kvflow.protocols.wire.messages import Incarnation, Rank, RoomId
+
+TICK_WORK = 32  # requests one tick deals with when a session ends
+
+
+class TicketKey(NamedTuple):
+    """Tickets count within one life of a leader."""
+
+    leader: Incarnation
+    ticket: Ticket
+
+
+class SendToLeader(msgspec.Struct, frozen=True, gc=False):
+    frame: bytes
+
+
+class OpenRoom(msgspec.Struct, frozen=True, gc=False):
+    """Open this rank's half of the room; call `failed` and `released` where that is not possible."""
+
+    key: TicketKey
+    room: RoomId
+    request: bytes
+
+
+class StartRoom(msgspec.Struct, frozen=True, gc=False):
+    """Every rank is ready. The order of these commands is the same on every rank."""
+
+    key: TicketKey
+
+
+class CloseRoom(msgspec.Struct, frozen=True, gc=False):
+    """End this rank's half; `failed` may be called, and `released` or `landed` must be."""
+
+    key: TicketKey
+    cause: Cause
+
+
+class RequestSettled(msgspec.Struct, frozen=True, gc=False):
+    """What became of the request on every rank; no cause for a success."""
+
+    key: TicketKey
+    cause: Cause | None
+
+
+class TicketEnded(msgspec.Struct, frozen=True, gc=False):
+    """Nothing of it is left at this rank."""
+
+    key: TicketKey
+
+
+MemberOutput = SendToLeader | OpenRoom | StartRoom | CloseRoom | RequestSettled | TicketEnded
+
+
+class TicketRecord:
+    """One request at this rank."""
+
+    __slots__ = ("cause", "key", "phase")
+
+    def __init__(self, key: TicketKey) -> None:
+        self.key = key
+        self.phase = MemberPhase.OPEN
+        self.cause: Cause | None = None
+
+    @property
+    def first_cause(self) -> Cause:
+        """Of a request that has failed."""
+        assert self.cause is not None
+        return self.cause
+
+
+class Session:
+    """One membership in the log of one leader."""
+
+    __slots__ = ("leader", "link", "number")
+
+    def __init__(self, leader: Incarnation, number: int) -> None:
+        self.leader, self.number = leader, number
+        self.link: Ordered[wire.RankVote] = Ordered()
+
+
+class GroupMember:
+    """One incarnation of one rank. Call a method, then run what `commands()` returns; call `tick` at `next_tick()`."""
+
+    def __init__(
+        self, incarnation: Incarnation, rank: int, world_size: int, *, now: float, timing: Timing | None = None,
+    ) -> None:  # fmt: skip
+        self.incarnation, self.rank, self.world_size = incarnation, Rank(rank), world_size
+        self.timing = timing or Timing()
+        self.session: Session | None = None
+        self.refusal = ""  # why the leader does not take this rank; empty when it has not answered, or does
+        self.dropped = 0  # frames that changed nothing
+        self._last_session = 0
+        self._leader = Incarnation(0)  # of the last session
+        self.records: dict[TicketKey, TicketRecord] = {}  # changed by its own table alone
+        self._ending: deque[TicketKey] = deque()  # of a session that is over
+        self._why_over = Cause(Code.PEER_LOST)
+        self.outbox: list[MemberOutput] = []
+        self._heard_at_s = self._due_at_s = now
+
+    def __repr__(self) -> str:
+        where = "no session" if self.session is None else f"session {self.session.number}"
+        return f"<GroupMember rank {self.rank} of {self.world_size}: {where}, {len(self.records)} requests>"
+
+    @property
+    def tickets(self) -> Mapping[TicketKey, TicketRecord]:
+        """Requests of which something is left here."""
+        return self.records
+
+    def commands(self) -> list[MemberOutput]:
+        """Everything to be done since the last call, in order."""
+        found = self.outbox[:]
+        self.outbox.clear()
+        return found
+
+    # --- what happens to this rank's half of a room
+
+    def matched(self, key: TicketKey) -> None:
+        """Both halves of the room are here."""
+        self._feed(key, MemberKind.MATCHED)
+
+    def landed(self, key: TicketKey) -> None:
+        """The room has succeeded here, and nothing of it runs."""
+        self._feed(key, MemberKind.LANDED)
+
+    def failed(self, key: TicketKey, cause: Cause) -> None:
+        """It has ended here, and not in success: every rank will hear of it. `released` follows."""
+        self._feed(key, MemberKind.FAILED, cause)
+
+    def released(self, key: TicketKey) -> None:
+        """Nothing of the room that failed runs any more."""
+        self._feed(key, MemberKind.RELEASED)
+
+    # --- the leader
+
+    def receive(self, frame: bytes, now: float) -> None:
+        """A frame from the leader; bad and stale ones change nothing (I7)."""
+        try:
+            message = parse_at_member(frame)
+        except WireError:
+            self.dropped += 1
+            return
+        if message.member != self.incarnation:
+            self.dropped += 1
+        elif isinstance(message, wire.Joined):
+            self._on_joined(message, now)
+        elif self.session is None or (message.leader, message.session) != (self.session.leader, self.session.number):
+            self.dropped += 1
+        else:
+            self._heard_at_s = now
+            if isinstance(message, wire.Decision):
+                self._on_decision(self.session, message)
+            else:
+                self._on_beat(self.session, message)
+
+    def leader_gone(self, now: float) -> None:
+        """The leader's process has ended: nothing it has decided and not sent will come."""
+        self._leave(Cause(Code.PEER_LOST, f"rank {self.rank}: the leader of the group has died"), now)
+
+    def _on_joined(self, message: wire.Joined, now: float) -> None:
+        self.refusal = message.refusal
+        if message.refusal:
+            if self.session is None:
+                return
+            if (message.leader, message.session) != (self.session.leader, self.session.number):
+                self.dropped += 1  # of an earlier question
+                return
+            self._leave(Cause(Code.PEER_LOST, f"rank {self.rank} left the group: {message.refusal}"), now)
+            return
+        if message.leader == self._leader and message.session <= self._last_session:
+            self.dropped += 1
+            return
+        if self.session is not None:
+            text = f"rank {self.rank} began another session with the leader of the group"
+            self._leave(Cause(Code.PEER_LOST, text), now)
+        self.session = Session(message.leader, message.session)
+        self._leader, self._last_session = message.leader, message.session
+        self._heard_at_s, self._due_at_s = now, now + self.timing.heartbeat_s
+
+    def _on_decision(self, session: Session, message: wire.Decision) -> None:
+        link = session.link
+        if not link.take(message.seq):
+            if link.misses(message.seq):
+                self._beat(session)
+            return
+        key = TicketKey(message.leader, message.ticket)
+        if message.ruling is Ruling.OPEN:
+            if message.room is None:
+                self.dropped += 1
+                return
+            self.records[key] = TicketRecord(key)
+            self.outbox.append(OpenRoom(key, message.room, message.request))
+        elif key in self.records:
+            self._feed(key, _KINDS[message.ruling], message.cause)
+
+    def _on_beat(self, session: Session, message: wire.Beat) -> None:
+        link = session.link
+        if not link.confirm(message.received_below):
+            self.dropped += 1
+            return
+        if message.gap:
+            self.outbox.extend(SendToLeader(encode(vote)) for vote in link.unconfirmed)
+        if link.misses(message.sent_below):
+            self._beat(session)
+
+    # --- time
+
+    def next_tick(self) -> float:
+        """When `tick` may next be worth calling."""
+        return float("-inf") if self._ending else self._due_at_s
+
+    def tick(self, now: float) -> None:
+        """Joining, heartbeats, and the leader's silence; a bounded part of what a session leaves behind."""
+        for _ in range(min(TICK_WORK, len(self._ending))):
+            self._feed(self._ending.popleft(), MemberKind.LEADER_LOST, self._why_over)
+        if now < self._due_at_s:
+            return
+        if self.session is not None and now - self._heard_at_s >= self.timing.lost_after_s:
+            text = f"rank {self.rank} has not heard the leader of its group for {self.timing.lost_after_s:g} s"
+            self._leave(Cause(Code.PEER_LOST, text), now)
+        if self.session is None:
+            self._join()
+            self._due_at_s = now + self.timing.repeat_after_s
+        else:
+            self._beat(self.session)
+            self._due_at_s = now + self.timing.heartbeat_s
+
+    def credit_stall(self, late_s: float, now: float) -> None:
+        """The shell stood still for this long: what the leader sent meanwhile is unread."""
+        self._heard_at_s = min(self._heard_at_s + late_s, now)
+
+    def _join(self) -> None:
+        self._send(
+            wire.Join(
+                member=self.incarnation,
+                rank=self.rank,
+                world_size=self.world_size,
+                last_leader=self._leader,
+                last_session=self._last_session,
+            )
+        )
+
+    def _leave(self, cause: Cause, now: float) -> None:
+        """The session is over: every request of it fails here, since what the others do of it is not known."""
+        if self.session is None:
+            return
+        self.session, self._why_over, self._due_at_s = None, cause, now
+        self._ending = deque(self.records)
+
+    def _beat(self, session: Session) -> None:
+        link = session.link
+        self._send(
+            wire.Beat(
+                leader=session.leader,
+                member=self.incarnation,
+                session=session.number,
+                sent_below=link.sent_below,
+                received_below=link.received_below,
+                gap=link.asks,
+            )
+        )
+
+    def _send(self, message: wire.ToLeader) -> None:
+        self.outbox.append(SendToLeader(encode(message)))
+
+    def vote(self, record: TicketRecord, vote: Vote) -> None:
+        """A rank without a session has no vote: its requests fail."""
+        session = self.session
+        if session is None or session.leader != record.key.leader:
+            return
+        message = wire.RankVote(
+            leader=session.leader,
+            member=self.incarnation,
+            session=session.number,
+            seq=session.link.sent_below,
+            ticket=record.key.ticket,
+            vote=vote,
+            cause=record.cause,
+        )
+        session.link.add(message)
+        self._send(message)
+
+    def _feed(self, key: TicketKey, kind: MemberKind, cause: Cause | None = None) -> None:
+        """The one place that changes a request's phase; what comes after its end is late."""
+        record = self.records.get(key)
+        if record is None:
+            return
+        move = MEMBER.moves[record.phase, kind]
+        if move is None:
+            return
+        record.phase = move.phase
+        if record.cause is None or kind is MemberKind.GROUP_FAILED:  # every rank tells the same cause
+            record.cause = cause
+        for command in move.commands:
+            _RUN[command](self, record)
+
+
+def _close_room(member: GroupMember, record: TicketRecord) -> None:
+    member.outbox.append(CloseRoom(record.key, record.first_cause))
+
+
+def _end(member: GroupMember, record: TicketRecord) -> None:
+    del member.records[record.key]
+    member.outbox.append(TicketEnded(record.key))
+
+
+_RUN: dict[MemberCommand, Callable[[GroupMember, TicketRecord], None]] = {
+    MemberCommand.VOTE_READY: lambda member, record: member.vote(record, Vote.READY),
+    MemberCommand.VOTE_DONE: lambda member, record: member.vote(record, Vote.DONE),
+    MemberCommand.VOTE_FAILED: lambda member, record: member.vote(record, Vote.FAILED),
+    MemberCommand.START: lambda member, record: member.outbox.append(StartRoom(record.key)),
+    MemberCommand.CLOSE_ROOM: _close_room,
+    MemberCommand.TELL_SUCCESS: lambda member, record: member.outbox.append(RequestSettled(record.key, None)),
+    MemberCommand.TELL_FAILED: lambda m, record: m.outbox.append(RequestSettled(record.key, record.first_cause)),
+    MemberCommand.END: _end,
+}
+_KINDS = {
+    Ruling.START: MemberKind.STARTED,
+    Ruling.SUCCEED: MemberKind.SUCCEEDED,
+    Ruling.FAIL: MemberKind.GROUP_FAILED,
+}

@@ -1,0 +1,68 @@
+"""Breadth first through every state of a small group, and whether each can come to rest."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from time import monotonic
+from typing import Any
+
+from kvflow.testing.walk.group import GroupBounds, GroupWorld
+
+
+def walk(bounds: GroupBounds, say: Callable[[str], None] = lambda _: None) -> dict[str, Any]:
+    """Every state, and whether each can come to rest by what happens by itself. A violation stands in the report as
+    `broken`, with the `path` to it."""
+    began = monotonic()
+    world = GroupWorld(bounds)
+    start = world.start()
+    number = {start: 0}
+    came: list[tuple[int, str]] = [(0, "")]
+    fair: list[tuple[int, int]] = []
+    waiting = deque([start])
+    steps = 0
+    report: dict[str, Any] = {"bounds": bounds._asdict(), "violations": 0}
+    while waiting:
+        state = waiting.popleft()
+        source = number[state]
+        for text, fairly, step in world.acts(state):
+            steps += 1
+            try:
+                after = step()
+            except AssertionError as error:
+                report |= {"violations": 1, "broken": f"{error}", "path": [*_path(came, source), text]}
+                say("\n".join([report["broken"], *report["path"]]))
+                return report | {"states": len(number), "transitions": steps}
+            if after not in number:
+                number[after] = len(number)
+                came.append((source, text))
+                waiting.append(after)
+                if len(number) % 20_000 == 0:
+                    say(f"{len(number):,} states, {steps:,} transitions")
+            if fairly:
+                fair.append((source, number[after]))
+    report |= {"states": len(number), "transitions": steps}
+    can = {n for state, n in number.items() if world.rests(state)}
+    report["rest_states"] = len(can)
+    into: dict[int, list[int]] = {}
+    for source, target in fair:
+        into.setdefault(target, []).append(source)
+    reached = list(can)
+    while reached:
+        for source in into.get(reached.pop(), ()):
+            if source not in can:
+                can.add(source)
+                reached.append(source)
+    if len(can) < len(number):
+        stuck = min(set(range(len(number))) - can)
+        text = f"rest: {len(number) - len(can)} states can never come to rest"
+        report |= {"violations": 1, "broken": text, "path": _path(came, stuck)}
+    return report | {"seconds": round(monotonic() - began, 1)}
+
+
+def _path(came: list[tuple[int, str]], number: int) -> list[str]:
+    texts: list[str] = []
+    while number:
+        number, text = came[number]
+        texts.append(text)
+    return texts[::-1]

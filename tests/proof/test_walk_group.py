@@ -1,0 +1,117 @@
+"""Everything that a small group of ranks can do: no rule is broken, and planted bugs are found."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+
+from kvflow.protocols.group_leader import GroupLeader
+from kvflow.protocols.group_member import GroupMember
+from kvflow.protocols.machines import group as tables
+from kvflow.protocols.machines.group import LeaderKind, LeaderPhase, MemberCommand, MemberKind, MemberPhase
+from kvflow.protocols.machines.tables import Move
+from kvflow.protocols.wire.group import Vote
+from kvflow.testing.walk.group import WORLDS, GroupBounds
+from kvflow.testing.walk.group_search import walk
+
+QUICK = ("loss", "failure-loss", "silence")
+Plant = Callable[[], AbstractContextManager[Any]]
+
+
+@pytest.mark.parametrize("name", [n if n in QUICK else pytest.param(n, marks=pytest.mark.slow) for n in WORLDS])
+def test_nothing_is_broken(name: str) -> None:
+    report = walk(WORLDS[name][1])
+    print(name, report)
+    assert not report["violations"], report
+    assert report["states"] > 2_000
+    assert report["rest_states"] > 100
+
+
+def _cell(phase: MemberPhase, kind: MemberKind, move: Any) -> AbstractContextManager[Any]:
+    return patch.dict(tables.MEMBER.moves, {(phase, kind): move})
+
+
+def _skips_local_failures() -> AbstractContextManager[Any]:
+    return _cell(MemberPhase.OPEN, MemberKind.FAILED, Move(MemberPhase.FAILING))
+
+
+def _waits_for_the_decision_to_drain() -> AbstractContextManager[Any]:
+    return _cell(MemberPhase.FAILING, MemberKind.RELEASED, None)
+
+
+def _starts_alone() -> AbstractContextManager[Any]:
+    return _cell(MemberPhase.OPEN, MemberKind.MATCHED, Move(MemberPhase.STARTED, (MemberCommand.START,)))
+
+
+def _reports_twice() -> AbstractContextManager[Any]:
+    feed = GroupLeader._feed
+
+    def twice(self: GroupLeader, ticket: Any, kind: LeaderKind, cause: Any = None) -> None:
+        record = self._requests.get(ticket)
+        feed(self, ticket, kind, cause)
+        if record is not None and record.phase is LeaderPhase.FAILED and kind is not LeaderKind.CLOSED:
+            record.phase = LeaderPhase.RUNNING
+            self._requests[ticket] = record
+
+    return patch.object(GroupLeader, "_feed", twice)
+
+
+def _nobody_notices_the_leaders_death() -> AbstractContextManager[Any]:
+    return patch.object(GroupMember, "leader_gone", lambda self, now: None)
+
+
+def _a_lost_ranks_requests_stay() -> AbstractContextManager[Any]:
+    lose = GroupLeader._lose
+
+    def forgets(self: GroupLeader, member: Any, text: str) -> None:
+        lose(self, member, text)
+        self._lost.clear()
+
+    return patch.object(GroupLeader, "_lose", forgets)
+
+
+def _a_vote_counts_for_two() -> AbstractContextManager[Any]:
+    on_vote = GroupLeader._on_vote
+
+    def mistaken(self: GroupLeader, member: Any, message: Any) -> None:
+        record = self._requests.get(message.ticket)
+        if record is not None and message.vote is not Vote.FAILED:
+            record.missing &= ~(1 << (member.rank + 1) % self.world_size)
+        on_vote(self, member, message)
+
+    return patch.object(GroupLeader, "_on_vote", mistaken)
+
+
+def _succeeds_with_the_first() -> AbstractContextManager[Any]:
+    done = Move(LeaderPhase.SUCCEEDED, tables.LEADER.moves[LeaderPhase.RUNNING, LeaderKind.ALL_DONE].commands)  # type: ignore[union-attr]
+    return patch.dict(tables.LEADER.moves, {(LeaderPhase.RUNNING, LeaderKind.DONE): done})
+
+
+PLANTS: dict[str, tuple[Plant, GroupBounds, str]] = {
+    "a stage skips local failures": (_skips_local_failures, GroupBounds(ranks=2, failures=1), "rest"),
+    "a drained rank is forgotten": (_waits_for_the_decision_to_drain, GroupBounds(ranks=2, failures=1), "rest"),
+    "a rank starts by itself": (_starts_alone, GroupBounds(ranks=2), ""),
+    "a failure is told twice": (_reports_twice, GroupBounds(ranks=2, failures=2), "twice"),
+    "the leader is lost, and nobody notices": (
+        _nobody_notices_the_leaders_death,
+        GroupBounds(ranks=2, crashes=1),
+        "rest",
+    ),
+    "requests of a lost rank stay": (_a_lost_ranks_requests_stay, GroupBounds(ranks=2, crashes=1), "rest"),
+    "one rank's vote counts for two": (_a_vote_counts_for_two, GroupBounds(ranks=3), "not matched"),
+    "the first rank's end is everybody's": (_succeeds_with_the_first, GroupBounds(ranks=2), "has not landed"),
+}
+
+
+@pytest.mark.parametrize("name", PLANTS)
+def test_a_planted_bug_is_found(name: str) -> None:
+    install, bounds, wanted = PLANTS[name]
+    with install():
+        report = walk(bounds)
+    print(name, report.get("broken"), report.get("path"))
+    assert report["violations"] == 1
+    assert wanted in report["broken"]

@@ -1,0 +1,580 @@
+"""A group of ranks over links that lose, repeat and reorder frames; and what each end says to bad and stale ones."""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+import random
+from collections import defaultdict
+from typing import Any
+
+import pytest
+
+from kvflow.protocols.errors import CapacityError, Cause, Code, LostError, MisuseError
+from kvflow.protocols.group_leader import GroupLeader, RequestDecided, SendToMember
+from kvflow.protocols.group_member import (
+    CloseRoom,
+    GroupMember,
+    OpenRoom,
+    RequestSettled,
+    SendToLeader,
+    StartRoom,
+    TicketEnded,
+    TicketKey,
+)
+from kvflow.protocols.limits import Bounds, Timing
+from kvflow.protocols.machines.ordered import Ordered
+from kvflow.protocols.wire import group as wire
+from kvflow.protocols.wire.codec import encode, parse_at_leader, parse_at_member, routing_id
+from kvflow.protocols.wire.group import Ruling, Ticket, Vote
+from kvflow.protocols.wire.messages import Incarnation, Rank
+
+GONE = Cause(Code.CLIENT_GONE, "the client has gone")
+TIMING = Timing(heartbeat_s=1.0, lost_after_s=5.0, repeat_after_s=0.4)
+
+
+class Group:
+    """One leader's address and its ranks, driven by a seed. `trouble`: the share of frames that are lost, repeated or
+    late."""
+
+    def __init__(self, seed: int, ranks: int, trouble: float = 0.0) -> None:
+        self.rng, self.ranks, self.trouble, self.now = random.Random(seed), ranks, trouble, 0.0
+        self.lives = itertools.count(1)
+        self.queue: list[tuple[float, int, Any]] = []
+        self.numbers = itertools.count()
+        self.leader: GroupLeader | None = None
+        self.members: dict[int, GroupMember] = {}
+        self.rooms: dict[tuple[int, TicketKey], str] = {}
+        self.matched: set[tuple[Rank, TicketKey]] = set()
+        self.landed: set[tuple[Rank, TicketKey]] = set()
+        self.decided: dict[TicketKey, Cause | None] = {}
+        self.settled: dict[tuple[Incarnation, TicketKey], Cause | None] = {}
+        self.applied: dict[tuple[Any, ...], list[int]] = defaultdict(list)  # member, leader, session -> decisions
+        self.log: dict[tuple[Incarnation, int], tuple[Any, ...]] = {}  # leader, number -> decision
+        self.start_leader()
+        for rank in range(1, ranks):
+            self.start_member(rank)
+
+    # --- processes
+
+    def life(self) -> Incarnation:
+        return Incarnation(next(self.lives))
+
+    def start_leader(self) -> None:
+        self.leader = GroupLeader(self.life(), self.ranks, now=self.now, timing=TIMING)
+        self.start_member(0)
+
+    def start_member(self, rank: int) -> None:
+        self.members[rank] = GroupMember(self.life(), rank, self.ranks, now=self.now, timing=TIMING)
+
+    def crash(self, rank: int) -> None:
+        """The leader is in the process of rank 0. Its connections break now, or are noticed by silence."""
+        gone = self.members.pop(rank)
+        self.rooms = {key: state for key, state in self.rooms.items() if key[0] != rank}
+        seen = self.rng.random() < 0.5
+        if rank == 0:
+            self.leader = None
+            for other in list(self.members.values()):
+                if seen:
+                    other.leader_gone(self.now)
+                    self.run_member(other)
+        elif self.leader is not None and seen:
+            self.leader.member_died(gone.incarnation)
+            self.run_leader()
+
+    # --- frames
+
+    def carry(self, frame: Any) -> None:
+        at_s = self.now + self.rng.uniform(0.0005, 0.002)
+        dice = self.rng.random()
+        if dice < self.trouble / 3:
+            return
+        copies = 1 + (dice < 2 * self.trouble / 3)
+        for _ in range(copies):
+            late_s = self.rng.uniform(0, 0.3) if self.rng.random() < self.trouble else 0.0
+            heapq.heappush(self.queue, (at_s + late_s, next(self.numbers), frame))
+
+    def run_leader(self) -> None:
+        assert self.leader is not None
+        for command in self.leader.commands():
+            if isinstance(command, SendToMember):
+                self.note(parse_at_member(command.frame))
+                self.carry(command)
+            else:
+                self.check_decided(command)
+
+    def note(self, sent: Any) -> None:
+        if isinstance(sent, wire.Decision):
+            entry = (sent.ticket, sent.ruling, sent.cause)
+            assert self.log.setdefault((sent.leader, sent.number), entry) == entry, "one log for every member"
+
+    def run_member(self, member: GroupMember) -> None:
+        rank = member.rank
+        for command in member.commands():
+            if isinstance(command, SendToLeader):
+                self.carry((member.incarnation, command.frame))
+                continue
+            at = (rank, command.key)
+            if isinstance(command, OpenRoom):
+                assert at not in self.rooms
+                self.rooms[at] = "waits"
+            elif isinstance(command, StartRoom):
+                assert self.rooms[at] == "matched"
+                assert {(other, command.key) for other in range(self.ranks)} <= self.matched, (
+                    "starts before all are ready"
+                )
+                self.rooms[at] = "started"
+            elif isinstance(command, CloseRoom):
+                self.rooms[at] = "drains"
+            elif isinstance(command, RequestSettled):
+                who = (member.incarnation, command.key)
+                assert who not in self.settled, "told twice"
+                self.settled[who] = command.cause
+                if command.cause is None:
+                    assert self.decided[command.key] is None
+            elif isinstance(command, TicketEnded):
+                assert self.rooms.pop(at, "gone") in ("gone",)
+
+    def check_decided(self, command: RequestDecided) -> None:
+        assert self.leader is not None
+        key = TicketKey(self.leader.incarnation, command.ticket)
+        assert key not in self.decided, "decided twice"
+        self.decided[key] = command.cause
+        if command.cause is None:
+            assert {(rank, key) for rank in range(self.ranks)} <= self.landed, "a success without the others"
+
+    def arrive(self, frame: Any) -> None:
+        if isinstance(frame, SendToMember):
+            found = [m for m in self.members.values() if routing_id(m.incarnation) == frame.routing_id]
+            for member in found:
+                self.read(member, frame.frame)
+        elif self.leader is not None:
+            life, data = frame
+            self.leader.receive(routing_id(life), data, self.now)
+            self.run_leader()
+
+    def read(self, member: GroupMember, frame: bytes) -> None:
+        session = member.session
+        before = -1 if session is None else session.link.received_below
+        member.receive(frame, self.now)
+        message = parse_at_member(frame)
+        if session is not None and session is member.session and session.link.received_below > before:
+            assert isinstance(message, wire.Decision)
+            self.applied[member.incarnation, session.leader, session.number].append(message.number)
+        self.run_member(member)
+
+    # --- time
+
+    def step(self, until_s: float) -> None:
+        """Frames and timers up to then."""
+        while True:
+            ends: list[Any] = [*([self.leader] if self.leader is not None else []), *self.members.values()]
+            due_s = min((max(end.next_tick(), self.now) for end in ends), default=float("inf"))
+            next_s = min(due_s, self.queue[0][0] if self.queue else float("inf"))
+            if next_s > until_s:
+                break
+            self.now = max(self.now, next_s)
+            if self.queue and self.queue[0][0] <= self.now:
+                self.arrive(heapq.heappop(self.queue)[2])
+                continue
+            for end in ends:
+                if end.next_tick() <= self.now:
+                    end.tick(self.now)
+                    if isinstance(end, GroupLeader):
+                        self.run_leader()
+                    else:
+                        self.run_member(end)
+        self.now = until_s
+
+    def happen(self, failing: float) -> None:
+        """Something to one of the rooms."""
+        at = self.rng.choice(sorted(self.rooms))
+        rank, key = at
+        member, state = self.members[rank], self.rooms[at]
+        if state == "drains":
+            del self.rooms[at]
+            member.released(key)
+        elif self.rng.random() < failing:
+            self.rooms[at] = "drains"
+            member.failed(key, Cause(Code.ENGINE_ERROR, f"rank {rank}"))
+        elif state == "waits":
+            self.rooms[at] = "matched"
+            self.matched.add((member.rank, key))
+            member.matched(key)
+        elif state == "started":
+            del self.rooms[at]
+            self.landed.add((member.rank, key))
+            member.landed(key)
+        self.run_member(member)
+
+    def settle(self) -> None:
+        """No more trouble: what is open goes on by itself."""
+        self.trouble = 0.0
+        for _ in range(200):
+            self.step(self.now + 0.5)
+            for _ in range(len(self.rooms)):
+                if self.rooms:
+                    self.happen(0.0)
+        self.step(self.now + 10.0)
+
+    def check_rest(self) -> None:
+        assert self.leader is not None
+        assert not self.leader.unavailable_reason
+        assert not self.leader.requests
+        for member in self.members.values():
+            assert member.session is not None
+            assert not member.tickets
+            assert not member.session.link.unconfirmed
+        assert not self.rooms
+        for numbers in self.applied.values():
+            assert numbers == list(range(numbers[0], numbers[0] + len(numbers))), (
+                "decisions in one order, none left out"
+            )
+        for held in self.leader.members.values():
+            assert not held.link.unconfirmed
+
+
+@pytest.mark.parametrize("block", range(8))
+def test_a_storm_over_lossy_links(block: int, request: pytest.FixtureRequest) -> None:
+    base = request.config.getoption("--seed", default=0) or 0
+    for number in range(40):
+        seed = base + 1_000 * block + number
+        print("seed", seed)
+        rng = random.Random(seed)
+        group = Group(seed, rng.choice((1, 2, 3, 4)), trouble=rng.choice((0.0, 0.1, 0.3)))
+        group.step(3.0)
+        crashes = rng.random() < 0.5
+        down: list[int] = []
+        for _ in range(150):
+            group.step(group.now + rng.expovariate(20))
+            dice = rng.random()
+            if dice < 0.3 and group.leader is not None and not group.leader.unavailable_reason:
+                group.leader.open(rng.getrandbits(63), b"prompt")
+                group.run_leader()
+            elif dice < 0.35 and group.leader is not None and group.leader.requests:
+                group.leader.close(rng.choice(sorted(group.leader.requests)), GONE)
+                group.run_leader()
+            elif dice < 0.37 and crashes:
+                rank = rng.randrange(group.ranks)
+                if rank in group.members:
+                    group.crash(rank)
+                    down.append(rank)
+            elif dice < 0.42 and down:
+                rank = down.pop()
+                group.start_member(rank) if rank else group.start_leader()
+            elif group.rooms:
+                group.happen(0.15)
+        for rank in down:
+            group.start_member(rank) if rank else group.start_leader()
+        group.settle()
+        group.check_rest()
+
+
+def joined(ranks: int = 2) -> Group:
+    group = Group(1, ranks)
+    group.step(3.0)
+    assert group.leader is not None
+    assert not group.leader.unavailable_reason
+    return group
+
+
+def opened(group: Group, room: int = 7) -> TicketKey:
+    assert group.leader is not None
+    ticket = group.leader.open(room, b"prompt")
+    group.run_leader()
+    group.step(group.now + 0.1)
+    return TicketKey(group.leader.incarnation, ticket)
+
+
+def test_a_failure_reaches_every_rank_at_once_with_its_cause() -> None:
+    """As when decode aborts a room that a later stage still waits for, after an earlier stage has dropped it."""
+    group = joined(4)
+    key = opened(group)
+    cause = Cause(Code.CLIENT_GONE, "decode has aborted")
+    first, third = group.members[0], group.members[2]
+    first.failed(key, cause)
+    del group.rooms[0, key]
+    first.released(key)  # it has drained, and has asked nobody
+    group.run_member(first)
+    group.step(group.now + 0.002)  # the leader has heard of it, and the others may have
+    third.failed(key, Cause(Code.ENGINE_ERROR, "later"))
+    group.rooms[2, key] = "drains"
+    group.run_member(third)
+    before = group.now
+    group.step(group.now + 0.2)
+    assert group.decided[key] == cause
+    assert {group.settled[member.incarnation, key] for member in group.members.values()} == {cause}
+    while group.rooms:
+        group.happen(0.0)
+    assert not any(member.tickets for member in group.members.values())
+    assert group.now - before < 1.0
+
+
+def test_no_request_while_a_rank_is_missing() -> None:
+    group = joined(3)
+    assert group.leader is not None
+    group.leader.member_died(group.members[2].incarnation)
+    with pytest.raises(LostError, match="rank 2 of the group's 3 is missing"):
+        group.leader.open(7, b"")
+
+
+def test_what_is_too_much_is_refused() -> None:
+    leader = GroupLeader(Incarnation(1), 1, now=0.0, bounds=Bounds(rooms=1))
+    member = GroupMember(Incarnation(2), 0, 1, now=0.0)
+    member.tick(0.0)
+    for command in member.commands():
+        assert isinstance(command, SendToLeader)
+        leader.receive(routing_id(Incarnation(2)), command.frame, 0.0)
+    with pytest.raises(CapacityError, match="bytes of a request to a group: asked for 4194305, limit 4194304"):
+        leader.open(7, bytes(wire.MAX_REQUEST_BYTES + 1))
+    with pytest.raises(MisuseError, match="room id -1"):
+        leader.open(-1, b"")
+    leader.open(7, b"")
+    with pytest.raises(CapacityError, match="requests of a group: asked for 2, limit 1"):
+        leader.open(8, b"")
+    with pytest.raises(MisuseError, match=r"world_size 0 is outside 1\.\."):
+        GroupLeader(Incarnation(1), 0, now=0.0)
+
+
+JOIN = {"member": Incarnation(50), "rank": Rank(1), "world_size": 2, "last_leader": Incarnation(0), "last_session": 0}
+
+
+@pytest.mark.parametrize(
+    ("change", "refusal"),
+    [
+        ({"wire_version": 9}, "group wire version 9, this leader speaks 1"),
+        ({"world_size": 3}, "rank 1 is of a group of 3, this one has 2"),
+        ({"rank": 2, "world_size": 2}, "rank 2 is outside 0..1"),
+        ({}, "rank 1 is taken by another process, until that has been silent for 5 s"),
+    ],
+)
+def test_a_rank_that_does_not_belong_here_is_told_why(change: dict[str, Any], refusal: str) -> None:
+    leader = joined(2).leader
+    assert leader is not None
+    leader.receive(routing_id(Incarnation(50)), encode(wire.Join(**(JOIN | change))), 0.0)
+    (answer,) = leader.commands()
+    assert isinstance(answer, SendToMember)
+    assert parse_at_member(answer.frame).refusal == refusal  # type: ignore[union-attr]
+
+
+def test_bad_foreign_and_stale_frames_change_nothing() -> None:
+    group = joined(2)
+    leader, member = group.leader, group.members[1]
+    assert leader is not None
+    assert member.session is not None
+    key = opened(group)
+    sent = {"leader": leader.incarnation, "member": member.incarnation, "session": member.session.number}
+    vote = wire.RankVote(**sent, seq=0, ticket=key.ticket, vote=Vote.READY)
+    before = repr(leader), leader.requests[key.ticket].missing
+    leader.receive(b"somebody", encode(vote), 0.0)
+    leader.receive(routing_id(member.incarnation), b"\x93\x01", 0.0)
+    leader.receive(routing_id(member.incarnation), encode(vote)[:-1], 0.0)
+    assert leader.dropped == 3
+    assert (repr(leader), leader.requests[key.ticket].missing) == before
+    member.receive(b"\xc1", 0.0)
+    other = wire.Decision(**sent | {"member": Incarnation(99)}, seq=1, number=1, ticket=key.ticket, ruling=Ruling.FAIL)
+    member.receive(encode(other), 0.0)
+    stale = wire.Decision(**sent | {"session": 77}, seq=1, number=1, ticket=key.ticket, ruling=Ruling.FAIL)
+    member.receive(encode(stale), 0.0)
+    assert member.dropped == 3
+    assert key in member.tickets
+
+
+@pytest.mark.parametrize("vote", [Vote.DONE, Vote.READY])
+def test_a_rank_that_votes_out_of_turn_is_out_of_the_group(vote: Vote) -> None:
+    group = joined(2)
+    leader, member = group.leader, group.members[1]
+    assert leader is not None
+    assert member.session is not None
+    key = opened(group)
+    sent = {"leader": leader.incarnation, "member": member.incarnation, "session": member.session.number}
+    votes = [vote] if vote is Vote.DONE else [vote, vote]
+    for seq, each in enumerate(votes):
+        frame = encode(wire.RankVote(**sent, seq=seq, ticket=key.ticket, vote=each))
+        leader.receive(routing_id(member.incarnation), frame, 0.0)
+    assert leader.unavailable_reason
+    group.run_leader()
+    group.step(group.now + 0.2)
+    assert group.decided[key] == Cause(Code.PEER_LOST, f"rank 1 voted {vote.name} for request 1 out of turn")
+    group.settle()
+    group.check_rest()  # it has joined again
+
+
+def test_a_vote_for_a_request_there_is_not() -> None:
+    group = joined(2)
+    leader, member = group.leader, group.members[1]
+    assert leader is not None
+    assert member.session is not None
+    sent = {"leader": leader.incarnation, "member": member.incarnation, "session": member.session.number}
+    frame = encode(wire.RankVote(**sent, seq=0, ticket=Ticket(5), vote=Vote.READY))
+    leader.receive(routing_id(member.incarnation), frame, 0.0)
+    assert leader.unavailable_reason == "rank 1 of the group's 2 is missing"
+
+
+def test_a_stale_session_is_told_at_once() -> None:
+    """A leader that has started again: nobody waits for its silence."""
+    group = joined(2)
+    key = opened(group)
+    group.leader = GroupLeader(group.life(), 2, now=group.now, timing=TIMING)
+    at_s = group.now
+    group.step(at_s + 2 * TIMING.heartbeat_s)  # the next heartbeat of each member is answered
+    assert group.leader is not None
+    assert not group.leader.unavailable_reason
+    causes = {group.settled[member.incarnation, key] for member in group.members.values()}
+    assert {cause.text for cause in causes if cause} == {
+        f"rank {rank} left the group: this session of the group is over" for rank in (0, 1)
+    }
+    while group.rooms:
+        group.happen(0.0)
+    assert not any(member.tickets for member in group.members.values())
+
+
+def test_a_member_that_confirms_nothing_is_lost() -> None:
+    leader = GroupLeader(Incarnation(1), 1, now=0.0, bounds=Bounds(rooms=2))
+    leader.receive(routing_id(Incarnation(50)), encode(wire.Join(**JOIN | {"rank": Rank(0), "world_size": 1})), 0.0)
+    for _ in range(5):
+        leader.close(leader.open(7, b""), GONE)
+    leader.tick(1.0)
+    assert leader.unavailable_reason
+
+
+def test_a_loss_is_dealt_with_in_bounded_ticks() -> None:
+    group = joined(2)
+    leader = group.leader
+    assert leader is not None
+    for room in range(100):
+        leader.open(room, b"")
+    group.run_leader()
+    group.step(group.now + 0.1)
+    member = group.members[1]
+    leader.member_died(member.incarnation)
+    assert len(leader.requests) == 100
+    leader.tick(group.now)
+    assert len(leader.requests) == 100 - 32
+    assert leader.next_tick() == float("-inf")
+    member.leader_gone(group.now)
+    member.tick(group.now)
+    closed = [command for command in member.commands() if isinstance(command, CloseRoom)]
+    assert len(closed) == 32
+    assert member.next_tick() == float("-inf")
+
+
+def test_a_stall_of_our_own_is_no_silence() -> None:
+    group = joined(2)
+    leader, member = group.leader, group.members[1]
+    assert leader is not None
+    late = group.now + 20.0
+    leader.credit_stall(20.0, late)
+    member.credit_stall(20.0, late)
+    leader.tick(late)
+    member.tick(late)
+    assert not leader.unavailable_reason
+    assert member.session is not None
+
+
+def test_numbered_messages() -> None:
+    link: Ordered[str] = Ordered()
+    for text in "abc":
+        link.add(text)
+    assert not link.confirm(4)
+    assert link.confirm(2)
+    assert list(link.unconfirmed) == ["c"]
+    assert link.confirm(1)
+    assert list(link.unconfirmed) == ["c"]
+    assert not link.take(1)
+    assert link.misses(2)
+    assert not link.misses(2)  # asked for already
+    assert link.asks
+    assert link.take(0)
+    assert not link.asks
+    assert not link.take(0)
+
+
+def test_words_of_the_group_are_read_by_their_side_alone() -> None:
+    beat = wire.Beat(leader=Incarnation(1), member=Incarnation(2), session=1, sent_below=0, received_below=0)
+    assert parse_at_leader(encode(beat)) == parse_at_member(encode(beat)) == beat
+
+
+def test_an_idle_group_stays_together() -> None:
+    group = joined(3)
+    sessions = [member.session for member in group.members.values()]
+    group.step(group.now + 20 * TIMING.lost_after_s)
+    assert [member.session for member in group.members.values()] == sessions
+
+
+def test_a_join_that_is_repeated_begins_one_session() -> None:
+    """Also where the number of the last session, under another leader, is higher than any of this one."""
+    leader = GroupLeader(Incarnation(1), 2, now=0.0)
+    join = encode(wire.Join(**JOIN | {"last_leader": Incarnation(9), "last_session": 30}))
+    for _ in range(2):
+        leader.receive(routing_id(Incarnation(50)), join, 0.0)
+    answers = [parse_at_member(command.frame) for command in leader.commands() if isinstance(command, SendToMember)]
+    assert [answer.session for answer in answers] == [1, 1]
+    again = encode(wire.Join(**JOIN | {"last_leader": Incarnation(1), "last_session": 1}))
+    leader.receive(routing_id(Incarnation(50)), again, 0.0)
+    assert leader.members[Rank(1)].session == 2
+
+
+def test_a_refusal_of_an_earlier_question_ends_no_session() -> None:
+    group = joined(2)
+    member, leader = group.members[1], group.leader
+    assert leader is not None
+    session = member.session
+    late = wire.Joined(leader=leader.incarnation, member=member.incarnation, session=0, refusal="rank 1 is taken")
+    member.receive(encode(late), group.now)
+    assert member.session is session
+
+
+def test_a_rank_votes_for_nothing_of_another_leader() -> None:
+    """Tickets count anew under a new leader: the vote would be taken for one on another request."""
+    group = joined(1)
+    key = opened(group)
+    member = group.members[0]
+    group.leader = GroupLeader(group.life(), 1, now=group.now, timing=TIMING)
+    member.leader_gone(group.now)
+    group.run_member(member)
+    assert member.session is None
+    answer = wire.Joined(leader=group.leader.incarnation, member=member.incarnation, session=1)
+    member.receive(encode(answer), group.now)
+    member.failed(key, GONE)
+    assert not any(isinstance(command, SendToLeader) for command in member.commands())
+
+
+def test_votes_from_before_a_loss_start_nothing() -> None:
+    """The rank is back before the requests that were lost with it have failed."""
+    group = joined(2)
+    leader = group.leader
+    assert leader is not None
+    keys = [opened(group, room) for room in range(40)]
+    lost = group.members[1]
+    leader.member_died(lost.incarnation)
+    leader.receive(routing_id(Incarnation(50)), encode(wire.Join(**JOIN)), group.now)
+    assert not leader.unavailable_reason
+    assert len(leader.requests) == 40
+    zero = leader.members[Rank(0)]
+    leader.commands()
+    new = leader.members[Rank(1)]
+    for member, seq in ((zero, 0), (new, 0)):
+        sent = {"leader": leader.incarnation, "member": member.incarnation, "session": member.session}
+        vote = wire.RankVote(**sent, seq=seq, ticket=keys[-1].ticket, vote=Vote.READY)
+        leader.receive(routing_id(member.incarnation), encode(vote), group.now)
+    assert not leader.commands()
+    while leader.next_tick() < 0:
+        leader.tick(group.now)
+    assert not leader.requests
+
+
+def test_a_vote_that_is_missed_is_asked_for_at_once() -> None:
+    group = joined(2)
+    leader, member = group.leader, group.members[1]
+    assert leader is not None
+    assert member.session is not None
+    key = opened(group)
+    sent = {"leader": leader.incarnation, "member": member.incarnation, "session": member.session.number}
+    for _ in range(3):  # once, however many come after it
+        vote = wire.RankVote(**sent, seq=1, ticket=key.ticket, vote=Vote.DONE)
+        leader.receive(routing_id(member.incarnation), encode(vote), group.now)
+    (asked,) = (parse_at_member(command.frame) for command in leader.commands() if isinstance(command, SendToMember))
+    assert isinstance(asked, wire.Beat)
+    assert asked.gap
+    assert asked.received_below == 0
