@@ -21,6 +21,7 @@ class _Job:
         self.deadline_s, self.refused = deadline_s, refused
         self.succeeded = False
         self.at: Any = None  # what its user holds, once there is a room
+        self.error: Cause | None = None  # why there is none
         self._issue = issue
 
     @property

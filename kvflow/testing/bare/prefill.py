@@ -53,8 +53,8 @@ class Prefill(Writer):
         now, endpoint = self.clock.now, self.endpoint
         try:
             if job.refused:
-                cause = job.cause(Code.CAPACITY, "the engine will not have it")
-                return endpoint.refuse_room(job.room, cause, now)
+                job.error = job.cause(Code.CAPACITY, "the engine will not have it")
+                return endpoint.refuse_room(job.room, job.error, now)
             deadline_at_s = float("inf") if job.deadline_s is None else now + job.deadline_s
             self.oracle.deadline(job.room, deadline_at_s)
             record = endpoint.open_room(
@@ -67,6 +67,7 @@ class Prefill(Writer):
             )
         except KvflowError as error:
             self.say(f"room {job.room}: {error}")
+            job.error = error.cause()
             return None
         else:
             if self.leaving:
@@ -90,7 +91,12 @@ class Prefill(Writer):
         self.say(f"room {leg.record.room}: {cause}")
         self.endpoint.close_room(leg.record, cause, self.clock.now)
 
-    def _compute(self, leg: Leg) -> None:
+    def ready(self, leg: Leg) -> None:
+        """Both halves of the room are here: the engine begins."""
+        if leg.pages:
+            self.compute(leg)
+
+    def compute(self, leg: Leg) -> None:
         """A model step, or the end of the engine."""
         if leg.number == leg.job.fails_at:
             self.close_room(leg, leg.job.cause(Code.ENGINE_ERROR, "the engine broke down"))
@@ -113,7 +119,7 @@ class Prefill(Writer):
         handoff = handoff_of(leg.job.digest) if last else b""
         self.endpoint.queue_chunk(leg.record, np.array(chunk, np.int32), last=last, handoff=handoff, now=self.clock.now)
         if not last:
-            self._compute(leg)
+            self.compute(leg)
         return self.run()
 
     def _free_pages(self, leg: Leg) -> None:
@@ -233,8 +239,7 @@ class Prefill(Writer):
         leg.matched = True
         leg.sent = min(-(-command.prefix_tokens // PAGE_SIZE), leg.job.num_pages)
         leg.chunks = leg.job.chunks_after(leg.sent)
-        if leg.pages:
-            self._compute(leg)
+        self.ready(leg)
 
     def _done(self, command: c.RoomDone) -> None:
         leg = self.legs[command.serial]

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import random
 from collections import Counter
+from collections.abc import Callable
 from time import process_time
-from typing import Any
+from typing import Any, NamedTuple
 
 from kvflow.protocols.prefill_core import PrefillCore
 from kvflow.protocols.prefill_rooms import PrefillRoomRecord
@@ -29,27 +30,30 @@ from kvflow.testing.sim.times import FAULTS_END_S, FENCED_S, RECOVER_S, REST_S, 
 from kvflow.testing.sim.variety import LATE, LATE_FENCE_S, NEVER, PAGE_SIZE
 
 PROBES, PROBE_CHUNKS = 6, (1, 1)  # good rooms for every pair, pages of their chunks: they fit beside any quarantine
+PROBE_TOKENS = sum(PROBE_CHUNKS) * PAGE_SIZE
 
 
 class Run:
     """One scenario in one world."""
 
+    left = staticmethod(left)  # what is not at rest
+
     def __init__(self, world: World, scenario: Scenario, twists: Twists) -> None:
         self.world, self.scenario, self.twists = world, scenario, twists
         self.clock, self.faults = world.clock, world.faults
-        self._places: list[Any] = []  # who is in each place now
+        self.places: list[Any] = []  # who is in each place now
         self._probe_room = 1_000_000
-        self._rows = int(bool(scenario.variety.layout.num_rows))
+        self.rows = int(bool(scenario.variety.layout.num_rows))
 
     def play(self) -> None:
         world, scenario = self.world, self.scenario
         for group, world_size in enumerate(scenario.groups):
-            self._places += [world.start_prefill(group, rank, world_size) for rank in range(world_size)]
-        self._places += [world.start_decode(n) for n in range(scenario.decodes)]
+            self.places += [world.start_prefill(group, rank, world_size) for rank in range(world_size)]
+        self.places += [world.start_decode(n) for n in range(scenario.decodes)]
         for request, twist in zip(scenario.requests, self.twists.requests, strict=True):
             self._schedule(request, twist)
         for accident in scenario.accidents:
-            self.clock.later(accident.at_s, None, self._happen, accident)
+            self.clock.later(accident.at_s, None, self.happen, accident)
         if (visit := self.twists.visit) is not None:
             self.clock.later(visit.at_s, None, self._visit, visit)
         self.clock.play(FAULTS_END_S)
@@ -76,22 +80,8 @@ class Run:
 
     def _schedule(self, request: Request, twist: Twist) -> None:
         issue, digest = self.world.oracle.issue, prompt_digest(request.prompt)
-        if (leg := request.prefill) is not None:
-            first = sum(self.scenario.groups[: request.group])
-            for rank in range(self.scenario.groups[request.group]):
-                job = PrefillJob(
-                    request.room,
-                    len(request.prompt),
-                    digest,
-                    tuple(request.chunks),
-                    issue,
-                    rows=self._rows,
-                    deadline_s=leg.deadline_s,
-                    refused=request.refused,
-                    fails_at=request.fails_at,
-                    rendezvous_s=twist.rendezvous_s,
-                )
-                self.clock.later(leg.at_s, None, self._begin, first + rank, job, leg)
+        if request.prefill is not None:
+            self.schedule_prefill(request, twist, request.prefill, digest)
         if (leg := request.decode) is not None:
             places = [request.decode_at] if twist.second_decode is None else [request.decode_at, twist.second_decode]
             for place in places:
@@ -101,7 +91,7 @@ class Run:
                     digest if request.decode_prompt is request.prompt else prompt_digest(request.decode_prompt),
                     request.group,
                     issue,
-                    rows=self._rows,
+                    rows=self.rows,
                     deadline_s=leg.deadline_s,
                     refused=request.decode_refused,
                     prefix_pages=twist.prefix_pages,
@@ -109,10 +99,28 @@ class Run:
                     offers_after_s=request.offers_after_s,
                     kept_s=request.kept_s,
                 )
-                self.clock.later(leg.at_s, None, self._begin, sum(self.scenario.groups) + place, theirs, leg)
+                self.clock.later(leg.at_s, None, self.begin, sum(self.scenario.groups) + place, theirs, leg)
 
-    def _begin(self, place: int, job: Any, leg: Leg) -> None:
-        node = self._places[place]
+    def schedule_prefill(self, request: Request, twist: Twist, leg: Leg, digest: bytes) -> None:
+        """The engines of a group have it all at the same moment."""
+        first = sum(self.scenario.groups[: request.group])
+        for rank in range(self.scenario.groups[request.group]):
+            job = PrefillJob(
+                request.room,
+                len(request.prompt),
+                digest,
+                tuple(request.chunks),
+                self.world.oracle.issue,
+                rows=self.rows,
+                deadline_s=leg.deadline_s,
+                refused=request.refused,
+                fails_at=request.fails_at,
+                rendezvous_s=twist.rendezvous_s,
+            )
+            self.clock.later(leg.at_s, None, self.begin, first + rank, job, leg)
+
+    def begin(self, place: int, job: Any, leg: Leg) -> None:
+        node = self.places[place]
         if not node.alive:
             return
         self.world.tell_node(node, node.begin, job)
@@ -122,8 +130,8 @@ class Run:
 
     # --- accidents
 
-    def _happen(self, accident: Accident) -> None:
-        node, kind, world = self._places[accident.node], accident.kind, self.world
+    def happen(self, accident: Accident) -> None:
+        node, kind, world = self.places[accident.node], accident.kind, self.world
         if not node.up or node.leaving:
             return
         if kind == "crash" and not self._enough_without(node):
@@ -147,7 +155,7 @@ class Run:
             world.jam(node)
             later(for_s, None, world.unjam, node)
         elif kind == "takeover":
-            self._places[accident.node] = world.take_over(node)
+            self.places[accident.node] = world.take_over(node)
         elif kind == "freeze":
             world.halt(node)
             later(for_s, None, world.resume, node)
@@ -157,7 +165,7 @@ class Run:
 
     def _visit(self, visit: Visit) -> None:
         """A decode that is silent for long, and another one that wants its place meanwhile."""
-        world, node = self.world, self._places[sum(self.scenario.groups) + visit.decode]
+        world, node = self.world, self.places[sum(self.scenario.groups) + visit.decode]
         if not node.up or node.leaving:
             return
         self.faults.strike("visit")
@@ -168,7 +176,7 @@ class Run:
         for group in range(len(self.scenario.groups)):
             self._probe_room += 1
             digest = self._probe_room.to_bytes(32, "little")
-            job = DecodeJob(self._probe_room, PAGE_SIZE, digest, group, world.oracle.issue, rows=self._rows)
+            job = DecodeJob(self._probe_room, PAGE_SIZE, digest, group, world.oracle.issue, rows=self.rows)
             self.clock.later(visit.comes_after_s, guest, guest.begin, job)
 
     def _depart(self, guest: Decode) -> None:
@@ -177,15 +185,15 @@ class Run:
 
     def _enough_without(self, gone: Node) -> bool:
         """A whole prefill group and a decode would be left."""
-        alive = [node for node in self._places if node.alive and node is not gone]
+        alive = [node for node in self.places if node.alive and node is not gone]
         left_of = Counter(node.group if isinstance(node, Prefill) else "decode" for node in alive)
         whole = any(left_of[group] == ranks for group, ranks in enumerate(self.scenario.groups))
         return left_of["decode"] > 0 and whole
 
     def _start_again(self, place: int) -> None:
-        node = self._places[place]
+        node = self.places[place]
         if not node.alive:
-            self._places[place] = self.world.start_again(node)
+            self.places[place] = self.world.start_again(node)
         elif node.leaving:  # it has not finished
             self.clock.later(0.1, None, self._start_again, place)
 
@@ -194,9 +202,9 @@ class Run:
         for kind in ("freeze", "partition"):
             if len(self.faults.struck) >= 2:
                 return
-            while not (up := [n for n, node in enumerate(self._places) if node.up]):
+            while not (up := [n for n, node in enumerate(self.places) if node.up]):
                 self.clock.play(0.1)  # all of them are about to start again
-            self._happen(Accident(0.0, kind, up[-1], 0.2))
+            self.happen(Accident(0.0, kind, up[-1], 0.2))
             self.clock.play(0.25)
 
     def _calm(self) -> None:
@@ -222,9 +230,9 @@ class Run:
 
     def _until_rest(self, patience_s: float, when: str, *, doubts: bool) -> None:
         deadline_s = self.clock.now + patience_s
-        while next(left(self.world, doubts=doubts), None) is not None:
+        while next(self.left(self.world, doubts=doubts), None) is not None:
             if self.clock.now >= deadline_s:
-                still = left(self.world, doubts=doubts)
+                still = self.left(self.world, doubts=doubts)
                 self.world.oracle.broken("I5", f"{when}, after {patience_s:g} s: {'; '.join(still)}")
             self.clock.play(0.1)
 
@@ -251,15 +259,26 @@ class Run:
 
     def _good_room(self, group: int, prefills: list[Prefill], decode: Decode) -> list[tuple[Node, Any]]:
         self._probe_room = room = self._probe_room + 1
-        tokens, issue = sum(PROBE_CHUNKS) * PAGE_SIZE, self.world.oracle.issue
         digest = room.to_bytes(32, "little")
-        jobs: list[tuple[Node, Any]] = []
-        for node in prefills:
-            jobs.append((node, PrefillJob(room, tokens, digest, PROBE_CHUNKS, issue, rows=self._rows)))
-            node.begin(jobs[-1][1])
-        jobs.append((decode, DecodeJob(room, tokens, digest, group, issue, rows=self._rows)))
+        jobs = self.good_room_at_prefill(room, PROBE_TOKENS, digest, prefills)
+        jobs.append((decode, DecodeJob(room, PROBE_TOKENS, digest, group, self.world.oracle.issue, rows=self.rows)))
         decode.begin(jobs[-1][1])
         return jobs
+
+    def good_room_at_prefill(
+        self, room: int, tokens: int, digest: bytes, prefills: list[Prefill]
+    ) -> list[tuple[Node, Any]]:
+        """Who has it, and what each must say has succeeded."""
+        jobs: list[tuple[Node, Any]] = []
+        for node in prefills:
+            job = PrefillJob(room, tokens, digest, PROBE_CHUNKS, self.world.oracle.issue, rows=self.rows)
+            jobs.append((node, job))
+            node.begin(job)
+        return jobs
+
+    def counted(self) -> dict[str, int]:
+        """What else is worth a number in the report."""
+        return {}
 
     def _check_counts(self) -> None:
         for node in self.world.nodes.values():
@@ -273,15 +292,28 @@ def _forgetful(scenario: Scenario) -> bool:
     return bounds.closed_grants < rooms or bounds.ended_halves < rooms
 
 
+class Cast(NamedTuple):
+    """Who plays, and what."""
+
+    draw: Callable[[random.Random, Faults], tuple[Scenario, Twists]] = draw_all
+    world: type[World] = World
+    run: type[Run] = Run
+    halves: type[WatchedHalves] = WatchedHalves
+
+
 def simulate(seed: int, *, visits: Counter[Cell] | None = None, tell: Tell | None = None) -> Outcome:
     """Play one seed. `tell(virtual time, who, what)` hears the story."""
+    return played(seed, Cast(), visits=visits, tell=tell)
+
+
+def played(seed: int, cast: Cast, *, visits: Counter[Cell] | None, tell: Tell | None) -> Outcome:
     begun = process_time()
     rng, clock = random.Random(seed), Clock()
     faults = Faults(rng)
-    scenario, twists = draw_all(rng, faults)
+    scenario, twists = cast.draw(rng, faults)
     oracle = Oracle(clock, None if tell is None else lambda line: tell(clock.now, "", line))
-    world = World(clock, rng, oracle, faults, scenario.variety, twists, tell)
-    halves = oracle.halves = WatchedHalves(oracle, world.nodes, world.wire.trouble, _forgetful(scenario))
+    world = cast.world(clock, rng, oracle, faults, scenario.variety, twists, tell)
+    halves = oracle.halves = cast.halves(oracle, world.nodes, world.wire.trouble, _forgetful(scenario))
     bind = PrefillCore.bind
 
     def bound(core: PrefillCore, record: PrefillRoomRecord, *arguments: Any) -> None:
@@ -292,10 +324,10 @@ def simulate(seed: int, *, visits: Counter[Cell] | None = None, tell: Tell | Non
         oracle.bound(node, record)
         halves.bound(node, record)
 
-    violation = None
+    violation, run = None, cast.run(world, scenario, twists)
     with swapped(PrefillCore, "bind", bound), covered(Counter() if visits is None else visits):
         try:
-            Run(world, scenario, twists).play()
+            run.play()
         except BrokenError as broken:
             violation = broken.violation
         except Exception as error:  # a seed must say what it found, whatever it is
@@ -309,7 +341,7 @@ def simulate(seed: int, *, visits: Counter[Cell] | None = None, tell: Tell | Non
         clock.now,
         process_time() - begun,
         faults.struck,
-        dict(oracle.endings),
+        dict(oracle.endings) | run.counted(),
         len(scenario.requests),
         sum(scenario.groups) + scenario.decodes,
     )

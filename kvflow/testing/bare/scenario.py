@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import msgspec
 
 from kvflow.testing.sim.faults import Faults
-from kvflow.testing.sim.scenario import Request, Scenario, draw
+from kvflow.testing.sim.scenario import SHAPES, Request, Scenario, Shape, draw
 from kvflow.testing.sim.variety import NEVER, PROMPT, Variety
 
 
@@ -44,8 +45,8 @@ class Twists(NamedTuple):
     visit: Visit | None
 
 
-def draw_all(rng: random.Random, faults: Faults) -> tuple[Scenario, Twists]:
-    scenario = draw(rng, faults)
+def draw_all(rng: random.Random, faults: Faults, shapes: Sequence[Shape] = SHAPES) -> tuple[Scenario, Twists]:
+    scenario = draw(rng, faults, shapes)
     twists = _twists(rng, scenario)
     if twists.visit is not None:
         variety = scenario.variety

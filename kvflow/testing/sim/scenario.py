@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from kvflow.testing.sim.faults import ON_LINKS, ON_NODES, Faults
 from kvflow.testing.sim.stay import Stay, draw_stay
 from kvflow.testing.sim.variety import PAGE_SIZE, Variety, draw_variety
 
-SHAPES = (((1, 1), 1), ((2,), 1), ((1,), 2), ((2,), 2), ((1, 1), 2), ((2, 1), 1))
+Shape = tuple[tuple[int, ...], int]
+SHAPES: Sequence[Shape] = (((1, 1), 1), ((2,), 1), ((1,), 2), ((2,), 2), ((1, 1), 2), ((2, 1), 1))
 """Ranks of each prefill group, and decodes: at least three nodes."""
 PROMPT_PAGES_MAX = 6
 
@@ -60,8 +62,8 @@ class Scenario(NamedTuple):
     accidents: list[Accident]
 
 
-def draw(rng: random.Random, faults: Faults) -> Scenario:
-    groups, decodes = rng.choice(SHAPES)
+def draw(rng: random.Random, faults: Faults, shapes: Sequence[Shape] = SHAPES) -> Scenario:
+    groups, decodes = rng.choice(shapes)
     requests: list[Request] = []
     for n in range(rng.randint(10, 14)):
         request = _request(rng, n, len(groups), decodes)
