@@ -37,6 +37,7 @@ QUICK = [command for command in OTHERS if "--seed 7" in command]
 LESS = {
     "kvflow sim --seeds": "--seeds 0:40",
     "kvflow sim --bare": "--seeds 0:300",
+    "kvflow sim --group": "--seeds 0:60",
     "kvflow sim --exhaust": "--bounds eviction",
     "kvflow bench transfer": "--transfer-backend local --pairs 2",
     "kvflow bench rooms": "--transfer-backend local --rounds 1",

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
+from functools import partial
 from typing import Annotated, Any
 
 import typer
@@ -10,6 +12,8 @@ from rich.console import Console
 from rich.table import Table
 
 from kvflow.protocols.errors import MisuseError
+from kvflow.protocols.limits import Bounds
+from kvflow.testing.sim.outcome import Outcome
 from kvflow.usage import App
 
 FIND_WITHIN_SEEDS, FIND_BARE_WITHIN_SEEDS = 2_000, 20_000
@@ -32,29 +36,44 @@ def sim(
     ] = False,
     bounds: Annotated[str, typer.Option(help="With --exhaust: small, wide, full, or one world.")] = "",
     bare: Annotated[bool, typer.Option("--bare", help="Endpoints alone: no event loop, more seeds a second.")] = False,
+    group: Annotated[
+        int,
+        typer.Option(
+            help="One group of so many prefill ranks, endpoints alone.",
+            min=0,
+            max=Bounds().ranks_per_room,
+            metavar="RANKS",
+        ),
+    ] = 0,
     jobs: Annotated[int, typer.Option(help="Processes that share the seeds.", min=1)] = 1,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object on stdout.")] = False,
 ) -> None:
     """Exit status 1 when an invariant broke, or a plant was not found."""
     if plants:
-        return _list_plants(bare, as_json)
+        return _list_plants(bare, group, as_json)
     if exhaust:
         from kvflow.testing.walk import run
 
         return _report(run.run(bounds, plant, _say), as_json)
     if seed is not None:
-        return _one(seed, plant, trace, bare, as_json)
+        return _one(seed, plant, trace, bare, group, as_json)
     if plant:
-        return _hunt(plant, seeds, bare, as_json)
+        return _hunt(plant, seeds, bare, group, as_json)
     from kvflow.testing.sim.report import simulate_many
 
-    return _report(simulate_many(_range(seeds or "0:1000"), jobs, say=_say, bare=bare), as_json)
+    return _report(simulate_many(_range(seeds or "0:1000"), jobs, say=_say, bare=bare, group=group), as_json)
 
 
-def _one(seed: int, plant: str, trace: bool, bare: bool, as_json: bool) -> None:
+def _one(seed: int, plant: str, trace: bool, bare: bool, group: int, as_json: bool) -> None:
     from kvflow.testing.sim.report import described
 
-    if bare:
+    simulate: Callable[..., Outcome]
+    if group:
+        from kvflow.testing.group.plants import planted
+        from kvflow.testing.group.run import simulate as simulate_group
+
+        simulate = partial(simulate_group, ranks=group)
+    elif bare:
         from kvflow.testing.bare.plants import planted
         from kvflow.testing.bare.run import simulate
     else:
@@ -68,18 +87,30 @@ def _one(seed: int, plant: str, trace: bool, bare: bool, as_json: bool) -> None:
         outcome = simulate(seed, tell=tell if trace else None)
     report: dict[str, Any] = {"seed": seed, "violations": 0, "faults": dict(outcome.faults), "steps": outcome.steps}
     if outcome.violation is not None:
-        report |= {"violations": 1, **described(outcome, plant, bare=bare)}
+        report |= {"violations": 1, **described(outcome, plant, bare=bare, group=group)}
     _report(report, as_json)
 
 
-def _hunt(plant: str, seeds: str, bare: bool, as_json: bool) -> None:
-    if bare:
-        from kvflow.testing.bare.plants import all_plants, hunt
+def _hunt(plant: str, seeds: str, bare: bool, group: int, as_json: bool) -> None:
+    hunt: Callable[..., dict[str, Any]]
+    if group:
+        from kvflow.testing.group.plants import all_plants
+        from kvflow.testing.group.plants import hunt as hunt_in_group
+
+        hunt = partial(hunt_in_group, ranks=group)
+    elif bare:
+        from kvflow.testing.bare.plants import all_plants
+        from kvflow.testing.bare.plants import hunt as hunt_bare
+
+        hunt = hunt_bare
     else:
-        from kvflow.testing.sim.plants import all_plants, hunt
+        from kvflow.testing.sim.plants import all_plants
+        from kvflow.testing.sim.plants import hunt as hunt_nodes
+
+        hunt = hunt_nodes
 
     names = [p.name for p in all_plants()] if plant == "all" else [plant]
-    within = _range(seeds or f"0:{FIND_BARE_WITHIN_SEEDS if bare else FIND_WITHIN_SEEDS}")
+    within = _range(seeds or f"0:{FIND_BARE_WITHIN_SEEDS if bare or group else FIND_WITHIN_SEEDS}")
     found = [hunt(name, within, _say) for name in names]
     if as_json:
         typer.echo(json.dumps({"plants": len(found), "not_found": sum("seed" not in f for f in found), "found": found}))
@@ -94,8 +125,10 @@ def _hunt(plant: str, seeds: str, bare: bool, as_json: bool) -> None:
         raise typer.Exit(1)
 
 
-def _list_plants(bare: bool, as_json: bool) -> None:
-    if bare:
+def _list_plants(bare: bool, group: int, as_json: bool) -> None:
+    if group:
+        from kvflow.testing.group.plants import all_plants
+    elif bare:
         from kvflow.testing.bare.plants import all_plants
     else:
         from kvflow.testing.sim.plants import all_plants

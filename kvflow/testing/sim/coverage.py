@@ -5,23 +5,24 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from types import ModuleType
 from typing import Any
 
-from kvflow.protocols.machines import decode_room, grants, link, loan, peer, prefill_room, residency
-from kvflow.protocols.machines.tables import ERROR, Moves
+from kvflow.protocols.machines import decode_room, grants, group, link, loan, peer, prefill_room, residency
+from kvflow.protocols.machines.tables import ERROR, Moves, Table
 from kvflow.testing.sim.swap import swapped
 
-TABLES: dict[str, ModuleType] = {
-    "decode": decode_room,
-    "prefill": prefill_room,
-    "loan": loan,
-    "link": link,
-    "peer": peer,
-    "grant": grants,
+AnyTable = Table[Any, Any, Any]
+TABLES: dict[str, AnyTable] = {
+    "decode": decode_room.TABLE,
+    "prefill": prefill_room.TABLE,
+    "loan": loan.TABLE,
+    "link": link.TABLE,
+    "peer": peer.TABLE,
+    "grant": grants.TABLE,
 }
-TABLES_OF_NODES = TABLES | {"residency": residency}
+TABLES_OF_NODES = TABLES | {"residency": residency.TABLE}
 """Endpoints are all of the protocol; whole nodes also have requests that leave the device and come back."""
+TABLES_OF_GROUPS = TABLES | {"group member": group.MEMBER, "group leader": group.LEADER}
 
 Cell = tuple[str, int, int]
 """Table, phase, kind."""
@@ -30,11 +31,11 @@ Cell = tuple[str, int, int]
 @contextmanager
 def covered(visits: Counter[Cell]) -> Iterator[None]:
     """Count every look into the tables."""
-    tables = TABLES_OF_NODES.items()
-    counts = {name: [[0] * len(module.TABLE.kinds) for _ in module.TABLE.phases] for name, module in tables}
+    tables = (TABLES_OF_NODES | TABLES_OF_GROUPS).items()
+    counts = {name: [[0 for _ in table.kinds] for _ in table.phases] for name, table in tables}
     with ExitStack() as swaps:
-        for name, module in tables:
-            swaps.enter_context(swapped(module.TABLE, "moves", _Counting(module.TABLE.moves, counts[name])))
+        for name, table in tables:
+            swaps.enter_context(swapped(table, "moves", _Counting(table.moves, counts[name])))
         try:
             yield
         finally:
@@ -53,11 +54,10 @@ class _Counting(Moves[Any, Any, Any]):
         return super().__getitem__(key)
 
 
-def report(visits: Counter[Cell], tables: Mapping[str, ModuleType] = TABLES_OF_NODES) -> dict[str, Any]:
+def report(visits: Counter[Cell], tables: Mapping[str, AnyTable] = TABLES_OF_NODES) -> dict[str, Any]:
     """How many cells of `tables` were visited; legal ones that were not, and impossible ones that were."""
     visited, missing, error = 0, [], []
-    for name, module in tables.items():
-        table = module.TABLE
+    for name, table in tables.items():
         for phase in table.phases:
             for kind in table.kinds:
                 count = visits[name, phase, kind]

@@ -1,0 +1,230 @@
+"""One rank of a group: a prefill whose rooms begin, start and end as the group decides; rank 0 is the leader, too."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, ClassVar, NamedTuple
+
+from kvflow.protocols import commands as c
+from kvflow.protocols import group_leader as lead
+from kvflow.protocols import group_member as of
+from kvflow.protocols.errors import Cause, Code, KvflowError
+from kvflow.protocols.group_leader import GroupLeader
+from kvflow.protocols.group_member import GroupMember, TicketKey
+from kvflow.protocols.wire.codec import routing_id
+from kvflow.protocols.wire.group import Ticket
+from kvflow.protocols.wire.messages import Incarnation
+from kvflow.testing.bare.holds import Leg
+from kvflow.testing.bare.node import Scene
+from kvflow.testing.bare.prefill import Prefill
+from kvflow.testing.group.alarm import Alarm
+from kvflow.testing.group.client import Client, StageJob
+from kvflow.testing.group.forge import forged
+from kvflow.testing.group.lines import Lines
+from kvflow.testing.group.rules import Rules
+
+GONE = Cause(Code.PEER_LOST, "the connection to the leader of the group is lost")
+
+
+class Group(NamedTuple):
+    """What its ranks have in common."""
+
+    lines: Lines
+    rules: Rules
+    clients: list[Client]  # a request names its client by the place here
+    forges: bool  # ranks speak in each other's name
+
+
+class Stage(Prefill):
+    def __init__(
+        self, world: Scene, group: Group, number: int, rank: int, world_size: int, incarnation: Incarnation
+    ) -> None:
+        super().__init__(world, number, rank, world_size, incarnation)
+        now, timing = self.clock.now, world.timing
+        self.lines, self.rules, self.clients, self._forges = group
+        self.member = GroupMember(incarnation, rank, world_size, now=now, timing=timing)
+        self.leader: GroupLeader | None = None
+        self.callers: dict[Client, None] = {}  # who waits for an answer of the leader
+        self.by_ticket: dict[Ticket, Client] = {}
+        self.by_key: dict[TicketKey, Leg] = {}  # until released
+        self._alarms = [Alarm(self, self.member)]
+        self._runs = False
+        self.lines.members[routing_id(incarnation)] = self
+        if rank == 0:
+            self.leader = GroupLeader(incarnation, world_size, now=now, timing=timing, bounds=world.bounds)
+            self.lines.leaders[number] = self
+            self._alarms.append(Alarm(self, self.leader))
+
+    # --- the leader's clients
+
+    def ask(self, client: Client) -> None:
+        assert self.leader is not None
+        try:
+            if self.leaving:
+                raise KvflowError("the leader of the group shuts down")
+            client.ticket = ticket = self.leader.open(client.room, client.request)
+        except KvflowError as error:
+            self.say(f"room {client.room}: {error}")
+            cause = self.rules.given(error.cause())
+            self.endpoint.refuse_room(client.room, cause, self.clock.now)
+            self._answer(client, cause)
+        else:
+            self.by_ticket[ticket] = client
+            self.rules.asked(self, ticket)
+        self.run()
+
+    def client_goes(self, client: Client, how: str) -> None:
+        assert self.leader is not None
+        if client.ticket is not None and not client.told:
+            self.leader.close(client.ticket, self.rules.given(client.cause(Code.CLIENT_GONE, how)))
+            self.run()
+
+    def _answer(self, client: Client, cause: Cause | None) -> None:
+        self.callers.pop(client, None)
+        client.tell(cause)
+
+    def died(self) -> None:
+        super().died()
+        self.lines.unplug(self)
+        for client in self.callers:
+            client.tell(GONE)
+        self.callers.clear()
+
+    # --- the group's own frames
+
+    def receive_from_leader(self, frame: bytes) -> None:
+        self.rules.member_receives(self, frame)
+        self.run()
+
+    def receive_from_member(self, peer_id: bytes, frame: bytes) -> None:
+        self.rules.leader_receives(self, peer_id, frame)
+        self.run()
+
+    def leader_gone(self, incarnation: Incarnation) -> None:
+        if self.member.session is not None and self.member.session.leader == incarnation:
+            self.member.leader_gone(self.clock.now)
+            self.run()
+
+    def member_died(self, incarnation: Incarnation) -> None:
+        assert self.leader is not None
+        self.leader.member_died(incarnation)
+        self.run()
+
+    # --- what endpoints ask for
+
+    def run(self) -> None:
+        """Room, member and leader by turns, until none of them asks for anything."""
+        if self._runs:
+            return
+        self._runs, leader = True, self.leader
+        while True:
+            super().run()
+            if self.member.outbox:
+                for said in self.member.commands():
+                    _OF_MEMBER[type(said)](self, said)
+            elif leader is not None and (decided := leader.commands()):
+                for told in decided:
+                    _OF_LEADER[type(told)](self, told)
+            else:
+                break
+        self._runs = False
+        self.rules.membership(self)
+        for alarm in self._alarms:
+            alarm.set()
+
+    def _to_leader(self, command: of.SendToLeader) -> None:
+        self.lines.to_leader(self, command.frame)
+        if self._forges:
+            others = [rank for rank in self.lines.members.values() if rank is not self]
+            if others and (lie := forged(command.frame, self.world.rng.choice(others).member)) is not None:
+                self.lines.to_leader(self, lie)
+
+    def _open(self, command: of.OpenRoom) -> None:
+        key = command.key
+        self.rules.opens(self, key)
+        job = self.clients[int.from_bytes(command.request, "big")].job(self.rank, key)
+        self.begin(job)
+        if job.at is not None:
+            self.by_key[key] = job.at
+            return
+        assert job.error is not None
+        self.rules.failed(self, key)
+        self.member.failed(key, job.error)
+        self.member.released(key)
+
+    def _start(self, command: of.StartRoom) -> None:
+        self.rules.starts(self, command.key)
+        leg = self.by_key[command.key]
+        if not leg.told:
+            self.compute(leg)
+
+    def _close(self, command: of.CloseRoom) -> None:
+        self.close_room(self.by_key[command.key], self.rules.given(command.cause))
+
+    def _settled(self, command: of.RequestSettled) -> None:
+        self.rules.settled(self, command.key, command.cause)
+
+    def _ended(self, command: of.TicketEnded) -> None:
+        if command.key in self.by_key:
+            self.oracle.broken("drain", f"{self.name}: request {command.key.ticket} has ended, and its room has not")
+
+    def _to_member(self, command: lead.SendToMember) -> None:
+        self.rules.decides(command.frame)
+        self.lines.to_member(self, command.routing_id, command.frame)
+
+    def _decided(self, command: lead.RequestDecided) -> None:
+        self.rules.decided(self, command.ticket, command.cause)
+        client = self.by_ticket[command.ticket]
+        self.say(f"request {command.ticket} of room {client.room}: {command.cause or 'success'}")
+        self._answer(client, command.cause)
+
+    # --- what happens to this rank's half of a room
+
+    def ready(self, leg: Leg) -> None:
+        """The others may not be."""
+        if leg.pages:
+            self.rules.ready(self, _key(leg))
+            self.member.matched(_key(leg))
+
+    def _stopped(self, command: c.RoomStopped) -> None:
+        Prefill.RUN[c.RoomStopped](self, command)
+        key = _key(self.legs[command.serial])
+        self.rules.failed(self, key)
+        self.member.failed(key, command.cause)
+
+    def _released(self, command: c.RoomReleased) -> None:
+        leg = self.legs.get(command.serial)
+        Prefill.RUN[c.RoomReleased](self, command)
+        if leg is None:
+            return
+        key = _key(leg)
+        del self.by_key[key]
+        if leg.cause is None:
+            self.rules.landed(self, key)
+            self.member.landed(key)
+        else:
+            self.member.released(key)
+
+    RUN: ClassVar[dict[type, Callable[[Any, Any], None]]] = Prefill.RUN | {
+        c.RoomStopped: _stopped,
+        c.RoomReleased: _released,
+    }
+
+
+_OF_MEMBER: dict[type, Callable[[Stage, Any], None]] = {
+    of.SendToLeader: Stage._to_leader,
+    of.OpenRoom: Stage._open,
+    of.StartRoom: Stage._start,
+    of.CloseRoom: Stage._close,
+    of.RequestSettled: Stage._settled,
+    of.TicketEnded: Stage._ended,
+}
+_OF_LEADER: dict[type, Callable[[Stage, Any], None]] = {
+    lead.SendToMember: Stage._to_member,
+    lead.RequestDecided: Stage._decided,
+}
+
+
+def _key(leg: Leg) -> TicketKey:
+    assert isinstance(leg.job, StageJob)
+    return leg.job.key

@@ -1,0 +1,76 @@
+"""A group of stages and one decode that meet no fault but those that a test makes."""
+
+from __future__ import annotations
+
+import random
+
+from kvflow.protocols.limits import Bounds
+from kvflow.testing.bare.clock import Clock
+from kvflow.testing.bare.decode import Decode
+from kvflow.testing.bare.job import DecodeJob
+from kvflow.testing.bare.oracle import Oracle
+from kvflow.testing.bare.scenario import Twists
+from kvflow.testing.group.client import Client
+from kvflow.testing.group.rest import left
+from kvflow.testing.group.stage import Stage
+from kvflow.testing.group.world import GroupWorld
+from kvflow.testing.sim.faults import Faults
+from kvflow.testing.sim.variety import LAYOUT, PAGE_SIZE, PROMPT, TIMING, Variety
+
+TOKENS, DIGEST = 4 * PAGE_SIZE, bytes(32)
+
+
+class OneFault(Faults):
+    """Nothing goes wrong, but for the next write."""
+
+    def __init__(self, rng: random.Random) -> None:
+        super().__init__(rng)
+        self.calm()
+        self.next_write = ""
+
+    def of_write(self) -> str:
+        fault, self.next_write = self.next_write, ""
+        return fault
+
+
+class Stages:
+    def __init__(self, ranks: int = 4, seed: int = 1) -> None:
+        rng = random.Random(seed)
+        self.clock, self.faults = Clock(), OneFault(rng)
+        self.oracle = Oracle(self.clock, None)
+        variety = Variety(Bounds(), TIMING, PROMPT, False, LAYOUT, (8, 3))
+        twists = Twists([], 0.0, 0.0, 0.0, 0.0, 0.0, None, None)
+        self.world = GroupWorld(self.clock, rng, self.oracle, self.faults, variety, twists, None)
+        self.stages = [self._stage(rank, ranks) for rank in range(ranks)]
+        self.decode: Decode = self.world.start_decode(0)
+        self.clock.play(2 * TIMING.heartbeat_s)
+
+    def _stage(self, rank: int, ranks: int) -> Stage:
+        stage = self.world.start_prefill(0, rank, ranks)
+        assert isinstance(stage, Stage)
+        return stage
+
+    def ask(self, room: int = 7) -> Client:
+        """The leader has a request."""
+        number, issue = len(self.world.clients), self.oracle.issue
+        client = Client(number, room, TOKENS, DIGEST, (2, 2), issue, self.oracle.broken)
+        self.world.clients.append(client)
+        client.asked = True
+        self.stages[0].callers[client] = None
+        self.stages[0].ask(client)
+        return client
+
+    def offer(self, room: int = 7) -> DecodeJob:
+        """And decode has it, too."""
+        job = DecodeJob(room, TOKENS, DIGEST, 0, self.oracle.issue)
+        self.decode.begin(job)
+        return job
+
+    def at_rest(self) -> None:
+        """Nothing is left, and every gauge of an open room is 0, at every stage."""
+        assert not list(left(self.world, doubts=False))
+        for stage in self.stages:
+            counts = stage.counts
+            assert counts.rooms_opened == sum(counts.endings.values())
+            assert not stage.endpoint.rooms
+            assert not stage.member.tickets

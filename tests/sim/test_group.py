@@ -1,0 +1,125 @@
+"""A group of ranks under a storm: seeds without a plant break nothing, each plant is found, and one seed is one run.
+
+A change of what is said, or of what can happen, moves the seeds: `kvflow sim --group 4 --plant all` hunts them anew.
+"""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from typer.testing import CliRunner
+
+from kvflow.protocols.errors import MisuseError
+from kvflow.testing.group.plants import PLANTS, all_plants, hunt, planted
+from kvflow.testing.group.run import simulate
+from kvflow.testing.sim.commands import app
+from kvflow.testing.sim.faults import KINDS
+from kvflow.testing.sim.report import simulate_many
+from tests.sim.both import (
+    check_that_a_seed_is_one_run,
+    check_that_it_is_the_same_run_in_another_process,
+    check_that_plants_are_gone_afterwards,
+    check_that_the_seed_finds,
+    check_what_a_hunt_says,
+)
+
+SEEDS = 150
+FOUND_BY = {
+    "local failure skipped": (1, "spread"),
+    "decision not carried out": (1, "spread"),
+    "decisions out of order": (4, "order"),
+    "failure reported twice": (1, "once"),
+    "cause lost": (1, "first cause"),
+    "leader lost unseen": (0, "I5"),
+    "rank lost unseen": (40, "I5"),
+    "any name believed": (9, "start"),
+    "one vote for two": (0, "success"),
+    "starts alone": (0, "start"),
+}
+
+
+def test_seeds_without_a_plant_break_nothing() -> None:
+    report = simulate_many(range(SEEDS), group=4)
+    assert not report["first_violations"]
+    assert report["seeds"] == SEEDS
+    assert report["min_nodes"] >= 5
+    assert report["min_rooms"] >= 8
+    assert set(KINDS) <= report["faults"].keys()
+    assert all(report["faults"].values())
+    assert not report["cells"]["error"]
+    endings = report["endings"]
+    assert endings["group opened"] > 1_000
+    assert endings["group started"] > endings["group succeeded"] > 500
+    assert endings["group ranks lost"] > 50
+    assert sum(what.startswith("group failed") for what in endings) >= 10
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+def test_smaller_groups(ranks: int) -> None:
+    report = simulate_many(range(40), group=ranks)
+    assert not report["first_violations"]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_more_seeds_in_processes() -> None:
+    report = simulate_many(range(1_000, 5_000), jobs=2, group=4)
+    assert not report["first_violations"]
+    missing = {cell for cell in report["cells"]["missing"] if cell.startswith("group")}
+    assert len(missing) <= 8, "the rest are walked"
+
+
+def test_a_seed_is_one_run() -> None:
+    check_that_a_seed_is_one_run(simulate)
+
+
+def test_a_seed_is_the_same_run_in_another_process() -> None:
+    check_that_it_is_the_same_run_in_another_process(simulate)
+
+
+def test_every_plant_has_its_seed_here() -> None:
+    assert {plant.name: plant.invariant for plant in all_plants()} == {
+        name: rule for name, (_, rule) in FOUND_BY.items()
+    }
+
+
+@pytest.mark.parametrize("name", FOUND_BY)
+def test_the_pinned_seed_finds_the_plant(name: str) -> None:
+    check_that_the_seed_finds(name, FOUND_BY[name], simulate, planted)
+
+
+def test_a_plant_is_gone_afterwards() -> None:
+    check_that_plants_are_gone_afterwards(PLANTS, simulate)
+
+
+def test_a_hunt_says_what_it_found_or_that_it_did_not() -> None:
+    check_what_a_hunt_says(hunt, "local failure skipped", "spread")
+
+
+def test_a_plant_that_is_none_is_refused() -> None:
+    with pytest.raises(MisuseError, match="local failure skipped"):
+        planted("tulip")
+
+
+def run(*arguments: str) -> tuple[int, str]:
+    done = CliRunner().invoke(app, ["--group", "3", *arguments], env={"COLUMNS": "200"})
+    if done.exception is not None and not isinstance(done.exception, SystemExit):
+        raise done.exception
+    return done.exit_code, done.stdout
+
+
+def test_the_command_reports_seeds_a_story_and_a_violation() -> None:
+    status, out = run("--seeds", "0:3", "--json")
+    report = json.loads(out)
+    assert (status, report["seeds"], report["violations"]) == (0, 3, 0)
+    status, out = run("--seed", "1", "--trace")
+    assert status == 0
+    assert ": Decision(session=" in out
+    assert ": RankVote(session=" in out
+    status, out = run("--seed", "0", "--plant", "starts alone", "--json")
+    report = json.loads(out)
+    assert status == 1
+    assert report["replay"] == "kvflow sim --group 3 --seed 0 --trace --plant 'starts alone'"
+    assert "any name believed" in run("--plants")[1]
+    assert json.loads(run("--plant", "starts alone", "--json")[1])["found"][0]["invariant"] == "start"

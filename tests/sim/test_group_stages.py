@@ -1,0 +1,114 @@
+"""One request of a group of four stages that one of them cannot serve: all of them end it, and one error is told."""
+
+from __future__ import annotations
+
+import pytest
+
+from kvflow.protocols.errors import Code
+from kvflow.protocols.machines.group import MemberPhase
+from kvflow.protocols.machines.prefill_room import PrefillPhase
+from kvflow.testing.sim.times import HEAR_S
+from tests.sim.stages import Stages
+
+
+def failures(group: Stages) -> dict[str, int]:
+    return {what: count for what, count in group.world.rules.counts.items() if what.startswith("failed")}
+
+
+@pytest.mark.parametrize("waiting", [1, 2, 3])
+def test_aborted_where_it_waits_for_bootstrap_after_an_earlier_stage_has_dropped_it(waiting: int) -> None:
+    """Nothing of decode reaches that stage, neither its half of the room nor the end of it."""
+    group = Stages()
+    late = group.stages[waiting]
+    group.world.wire.cut.add(late.control)
+    client, theirs = group.ask(), group.offer()
+    group.clock.play(0.2)
+    assert [stage.endpoint.rooms[theirs.room].phase for stage in group.stages] == [  # type: ignore[index]
+        PrefillPhase.EXPECTED if stage is late else PrefillPhase.ANNOUNCED for stage in group.stages
+    ]
+    group.decode.end(theirs, "the client has gone")
+    earlier = group.stages[waiting - 1]
+    while earlier.by_key:
+        group.clock.play(0.001)
+    dropped_at_s = group.clock.now
+    group.clock.play(HEAR_S)
+    assert client.told
+    assert failures(group) == {f"failed {Code.CLIENT_GONE}": 1}
+    for stage in group.stages:
+        assert not stage.endpoint.rooms
+        assert not stage.member.tickets
+        assert stage.counts.rooms_opened == sum(stage.counts.endings.values()) == 1
+    assert group.clock.now - dropped_at_s <= HEAR_S + 0.001
+    group.world.wire.cut.clear()
+    group.clock.play(10.0)
+    group.at_rest()
+
+
+def test_no_success_without_the_others() -> None:
+    """The pages of one stage move later than those of all others."""
+    group = Stages()
+    slow = group.stages[2]
+    slow.stall(1.0)
+    client, theirs = group.ask(), group.offer()
+    group.clock.play(0.9)
+    for stage in group.stages:
+        (record,) = stage.member.tickets.values()
+        assert record.phase is (MemberPhase.STARTED if stage is slow else MemberPhase.DONE)
+    assert not client.told
+    assert not theirs.succeeded
+    group.clock.play(1.0)
+    assert client.succeeded
+    assert theirs.succeeded
+    assert not failures(group)
+    group.clock.play(2.0)
+    group.at_rest()
+
+
+def test_a_stage_dies_that_has_not_landed() -> None:
+    group = Stages()
+    slow = group.stages[2]
+    slow.stall(1.0)
+    client = group.ask()
+    group.offer()
+    group.clock.play(0.9)
+    group.world.kill(slow)
+    group.stages[2] = group.world.start_again(slow)  # type: ignore[call-overload]
+    group.clock.play(10.0)
+    assert client.told
+    assert not client.succeeded
+    assert failures(group) == {f"failed {Code.PEER_LOST}": 1}
+    group.at_rest()
+    again, theirs = group.ask(8), group.offer(8)
+    group.clock.play(1.0)
+    assert again.succeeded
+    assert theirs.succeeded
+
+
+def test_a_stage_whose_transfer_fails_alone() -> None:
+    group = Stages()
+    group.faults.next_write = "error"
+    client, theirs = group.ask(), group.offer()
+    group.clock.play(HEAR_S)
+    assert client.told
+    assert theirs.at.told
+    assert failures(group) == {f"failed {Code.TRANSFER_ERROR}": 1}
+    group.clock.play(2.0)
+    assert not any(stage.member.tickets or stage.endpoint.rooms for stage in group.stages)
+    endings = [stage.counts.endings for stage in group.stages]
+    assert all(sum(ended.values()) == 1 and not ended.get("success") for ended in endings)
+
+
+def test_the_leader_dies_and_comes_back() -> None:
+    group = Stages()
+    leader = group.stages[0]
+    client = group.ask()
+    group.clock.play(0.1)
+    group.world.kill(leader)
+    assert client.told
+    group.stages[0] = group.world.start_again(leader)  # type: ignore[call-overload]
+    group.clock.play(10.0)
+    group.at_rest()
+    again, theirs = group.ask(8), group.offer(8)
+    group.clock.play(1.0)
+    assert again.succeeded
+    assert theirs.succeeded
