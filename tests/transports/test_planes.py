@@ -25,12 +25,16 @@ ORDERS = ["page_first", "layer_first"]
 RATE = 4_000_000  # bytes/s: NUM_PAGES pages take 2.6 s, so there is a middle
 
 
-def _mooncake_is_there() -> bool:
-    return importlib.util.find_spec("mooncake") is not None
+def _is_there(*packages: str) -> bool:
+    return any(importlib.util.find_spec(package) is not None for package in packages)
 
 
 @pytest.fixture(
-    params=["local", pytest.param("mooncake", marks=pytest.mark.skipif(not _mooncake_is_there(), reason="no mooncake"))]
+    params=[
+        "local",
+        pytest.param("mooncake", marks=pytest.mark.skipif(not _is_there("mooncake"), reason="no mooncake")),
+        pytest.param("nixl", marks=pytest.mark.skipif(not _is_there("nixl_cu12", "nixl_cu13"), reason="no nixl")),
+    ]
 )
 def backend(request: pytest.FixtureRequest) -> str:
     return str(request.param)

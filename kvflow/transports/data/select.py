@@ -8,8 +8,10 @@ from kvflow.protocols.errors import MisuseError
 from kvflow.protocols.ports import DataPlane
 from kvflow.transports.data.local import LocalPlane
 from kvflow.transports.data.mooncake.plane import MooncakePlane, engine_class
+from kvflow.transports.data.nixl.library import nixl_library
+from kvflow.transports.data.nixl.plane import NixlPlane
 
-PLANES = ("local", "mooncake")
+PLANES = ("local", "mooncake", "nixl")
 
 
 def check_plane(name: str, device: str = "", host: str = "") -> None:
@@ -20,6 +22,8 @@ def check_plane(name: str, device: str = "", host: str = "") -> None:
         raise MisuseError(f"RDMA device {device!r}: the local data plane has no use for one")
     if name == "mooncake":
         engine_class(host, force_tcp=not device)
+    if name == "nixl":
+        nixl_library()
 
 
 def open_plane(
@@ -37,6 +41,8 @@ def open_plane(
     check_plane(name, device, host)
     if name == "local":
         return LocalPlane(pool_segment, rate_limit_bytes_per_s)
+    if name == "nixl":
+        return NixlPlane(host, rate_limit_bytes_per_s, device)
     return MooncakePlane(host, rate_limit_bytes_per_s, device)
 
 

@@ -19,6 +19,7 @@ connection behind an address translation, or one that was opened in the writer's
 
 from __future__ import annotations
 
+import asyncio
 import errno
 import os
 import socket
@@ -26,6 +27,7 @@ import threading
 from contextlib import suppress
 from dataclasses import dataclass, field
 
+from kvflow.aio import Threads
 from kvflow.protocols.ports import ProcessIdentity
 from kvflow.transports.data.mooncake.tcp_table import (
     Ends,
@@ -36,7 +38,10 @@ from kvflow.transports.data.mooncake.tcp_table import (
     rows,
     sockets,
 )
-from kvflow.transports.host.identity import is_alive, own_identity
+from kvflow.transports.host.identity import is_alive, own_identity, watch
+
+_LOOK_S = 1.0  # how often the connections of writers that live are looked at
+_SHORTEST_POLL_S, _LONGEST_POLL_S = 0.005, 1.0  # how often those of a dead one are
 
 
 @dataclass(slots=True)
@@ -73,11 +78,13 @@ class InboundConnections:
         self._connections: dict[int, _Connection] = {}  # by inode
         self._closed: set[int] = set()  # inodes that our engine has closed, and a child of ours perhaps has not
         self._others: set[int] = set()  # inodes of this process's other sockets
+        self._own: set[int] = set()  # inodes of connections that our engines have to themselves
 
-    def add_ports(self, ports: set[int]) -> None:
-        """Our engines listen there."""
+    def add_ports(self, ports: set[int], own_connections: frozenset[int] = frozenset()) -> None:
+        """Our engines listen there; connections between them, by inode, are nobody else's."""
         with self._lock:
             self._ports |= ports
+            self._own |= own_connections
             self._others.clear()
 
     def watch(self, writer: ProcessIdentity) -> None:
@@ -110,7 +117,7 @@ class InboundConnections:
                 self._look()
                 self._closed &= readable
                 # Our descriptors were read after the table: what was accepted between the two is among them.
-                if pending := readable - self._connections.keys() - self._closed:
+                if pending := readable - self._connections.keys() - self._closed - self._own:
                     return len(pending)
                 writer.suspects = self._suspects(dead_writer)
             if any(_is_open(fd, inode) for inode, fd in writer.suspects.items()):
@@ -176,12 +183,14 @@ class InboundConnections:
         """Bring `_connections` up to date with our descriptors."""
         ours = self._own_sockets()
         self._others &= ours.keys()
+        self._own &= ours.keys()
         for inode in self._connections.keys() - ours.keys():
             del self._connections[inode]
             self._closed.add(inode)
         for inode, connection in self._connections.items():
             connection.fd = ours[inode]
-        new = [(inode, fd) for inode, fd in ours.items() if inode not in self._others | self._connections.keys()]
+        known = self._others | self._own | self._connections.keys()
+        new = [(inode, fd) for inode, fd in ours.items() if inode not in known]
         addresses = own_addresses() if new else set()
         for inode, fd in new:
             found = self._inspect(inode, fd, addresses)
@@ -221,3 +230,30 @@ def _is_open(fd: int, inode: int) -> bool:
         if error.errno != errno.EBADF:
             raise
         return False
+
+
+async def wait_ended(inbound: InboundConnections, looking: Threads, writer: ProcessIdentity) -> None:
+    """Return once the writer's process is dead and every connection that may be its is closed, however long that takes.
+
+    Raises: TransferError for a writer that can never be observed, OSError when it cannot be just now.
+    """
+    async with watch(writer) as death:
+        inbound.watch(writer)
+        try:
+            while not death.dead:
+                with suppress(OSError):  # no descriptor to look with: what is not known only makes us wait
+                    await looking.run(inbound.look)
+                await asyncio.wait([death.died], timeout=_LOOK_S)
+            await _wait_closed(inbound, looking, writer)
+        finally:
+            inbound.forget(writer)
+
+
+async def _wait_closed(inbound: InboundConnections, looking: Threads, dead_writer: ProcessIdentity) -> None:
+    pause_s = _SHORTEST_POLL_S
+    while True:
+        with suppress(OSError):  # no descriptor to look with: look again
+            if not await looking.run(lambda: inbound.count_open(dead_writer)):
+                return
+        await asyncio.sleep(pause_s)
+        pause_s = min(pause_s * 1.2, _LONGEST_POLL_S)

@@ -31,7 +31,6 @@ import os
 import re
 import sys
 import threading
-from contextlib import suppress
 from ipaddress import ip_address
 from typing import Any, NamedTuple
 
@@ -40,13 +39,13 @@ from kvflow.protocols.errors import LayoutError, MisuseError, TransferError
 from kvflow.protocols.pages.layout import PoolLayout
 from kvflow.protocols.ports import PlaneAddress, ProcessIdentity
 from kvflow.transports.data.mooncake.handshake import check_answers
-from kvflow.transports.data.mooncake.inbound import InboundConnections
+from kvflow.transports.data.mooncake.inbound import InboundConnections, wait_ended
 from kvflow.transports.data.mooncake.route import MooncakeRoute, PeerProcess
 from kvflow.transports.data.mooncake.tcp_table import listening_ports, rows, sockets
 from kvflow.transports.data.route import Planner
 from kvflow.transports.data.write_thread import WriteThread
 from kvflow.transports.host.address import bracketed
-from kvflow.transports.host.identity import check_same_host, is_seen_alive, own_identity, watch
+from kvflow.transports.host.identity import check_same_host, is_seen_alive, own_identity
 from kvflow.transports.host.names import HostNames
 
 _log = logging.getLogger(__name__)
@@ -59,8 +58,6 @@ _ANSWER_S, _CONNECT_S = 12.0, 10.0
 _QUESTIONS = 256  # at a time: a descriptor each
 _CONNECTS = 4  # at a time; the engine itself takes one after the other
 _CLOSE_GRACE_S, _CLOSE_S = 5.0, 10.0
-_LOOK_S = 1.0  # how often the connections of writers that live are looked at
-_SHORTEST_POLL_S, _LONGEST_POLL_S = 0.005, 1.0  # how often those of a dead one are
 _SESSION = re.compile(r"[A-Za-z0-9_.:\[\]-]{1,255}:[0-9]{1,5}\Z", re.ASCII)
 # Read by the engine when it is imported. A peer that reaches its default limit of queued transfers stays wedged.
 _ENVIRONMENT = {
@@ -221,26 +218,7 @@ class MooncakePlane:
         """
         if self._device:
             raise TransferError("over RDMA the end of a writer's bytes cannot be observed")
-        inbound, identity = self._inbound, writer.process
-        async with watch(identity) as death:
-            inbound.watch(identity)
-            try:
-                while not death.dead:
-                    with suppress(OSError):  # no descriptor to look with: what is not known only makes us wait
-                        await self._looking.run(inbound.look)
-                    await asyncio.wait([death.died], timeout=_LOOK_S)
-                await self._wait_closed(identity)
-            finally:
-                inbound.forget(identity)
-
-    async def _wait_closed(self, dead_writer: ProcessIdentity) -> None:
-        pause_s = _SHORTEST_POLL_S
-        while True:
-            with suppress(OSError):  # no descriptor to look with: look again
-                if not await self._looking.run(lambda: self._inbound.count_open(dead_writer)):
-                    return
-            await asyncio.sleep(pause_s)
-            pause_s = min(pause_s * 1.2, _LONGEST_POLL_S)
+        await wait_ended(self._inbound, self._looking, writer.process)
 
     def sees_alive(self, writer: PlaneAddress) -> bool:
         return is_seen_alive(writer.process)

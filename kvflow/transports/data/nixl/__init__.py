@@ -1,0 +1,1 @@
+"""The data plane over NVIDIA NIXL, with UCX below it."""

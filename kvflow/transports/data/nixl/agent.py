@@ -1,0 +1,201 @@
+"""One NIXL agent: what it has registered, whom it knows, which transfers it has under way."""
+
+from __future__ import annotations
+
+import base64
+import ctypes
+import os
+import re
+import secrets
+import threading
+import zlib
+from collections.abc import Iterable
+from contextlib import suppress
+from typing import Any
+
+import numpy as np
+
+from kvflow.protocols.errors import LayoutError, TransferError
+from kvflow.protocols.ports import ProcessIdentity
+from kvflow.transports.data.mooncake.tcp_table import rows, sockets
+from kvflow.transports.data.nixl.library import environment, nixl_library
+
+DONE, RUNNING, FAILED = "DONE", "PROC", "ERR"  # as NIXL names them
+PROBE_BYTES = 8
+_MAX_LOCATOR, _MAX_METADATA_BYTES = 4096, 64 << 10
+_LOCATOR = re.compile(r"[!-~]{1,4096}\Z", re.ASCII)
+_NAME_AT = b"nixlSerDes|Agent"  # how metadata begins: the agent's name follows, after its length (u64, little-endian)
+
+
+def agent_name(process: ProcessIdentity) -> str:
+    return f"{_prefix(process)}{secrets.token_hex(8)}"
+
+
+def _prefix(process: ProcessIdentity) -> str:
+    return f"kvflow-{process.pid}-{process.start_ticks}-"
+
+
+def encode_metadata(metadata: bytes) -> str:
+    """As a locator. Raises: LayoutError when it is too long for one."""
+    locator = base64.b85encode(zlib.compress(metadata, 9)).decode()
+    if len(locator) > _MAX_LOCATOR:
+        raise LayoutError(
+            f"the pool's buffers take {len(locator)} characters to describe, the limit is {_MAX_LOCATOR}; use a "
+            "page-first pool"
+        )
+    return locator
+
+
+def decode_metadata(locator: str, process: ProcessIdentity) -> tuple[str, bytes]:
+    """The agent's name and its metadata. Raises: TransferError for what is none, or is another process's."""
+    try:
+        if not _LOCATOR.match(locator):
+            raise ValueError("not base 85")
+        inflate = zlib.decompressobj()
+        metadata = inflate.decompress(base64.b85decode(locator), _MAX_METADATA_BYTES)
+        if not inflate.eof or not metadata.startswith(_NAME_AT):
+            raise ValueError("no agent in it")
+        at = len(_NAME_AT) + 8
+        name = metadata[at : at + int.from_bytes(metadata[at - 8 : at], "little")].decode("ascii")
+    except (ValueError, zlib.error) as error:
+        raise TransferError(f"{locator!r:.80} is no metadata of a nixl agent: {error}") from None
+    if not name.startswith(_prefix(process)):
+        raise TransferError(f"nixl agent {name!r:.80} is not one of process {process.pid}")
+    return name, metadata
+
+
+class Transfer:
+    """A list of blocks under way to one peer."""
+
+    __slots__ = ("handle", "size_bytes", "status")
+
+    def __init__(self, handle: Any, size_bytes: int) -> None:
+        self.handle, self.size_bytes, self.status = handle, size_bytes, ""
+
+
+class Agent:
+    """An agent without a thread of its own: transfers move on when its owner looks at them. Thread-safe; calls wait for
+    one another, a post for as long as its copies take."""
+
+    def __init__(self, name: str, host: str, device: str) -> None:
+        """Raises: MisuseError when the library cannot be loaded, TransferError when the agent does not start."""
+        library = nixl_library()
+        before = descriptors()
+        try:
+            with environment(host, device):
+                config = library.nixl_agent_config(enable_prog_thread=bool(device), backends=["UCX"])
+                self._agent = library.nixl_agent(name, config)
+        except Exception as error:
+            raise TransferError(f"the nixl agent does not start: {type(error).__name__}: {error}") from error
+        if "UCX" not in self._agent.backends:
+            raise TransferError("the nixl agent does not start: this build of nixl has no UCX")
+        self.name = name
+        self._descs, self._dram = library.nixlBind.nixlXferDList, library.nixlBind.DRAM_SEG
+        self._lock = threading.Lock()
+        self._registered: list[Any] = []
+        self._open: set[Transfer] = set()
+        self._scratch = (ctypes.c_char * PROBE_BYTES)()
+        self.register([(ctypes.addressof(self._scratch), PROBE_BYTES)])
+        ours = descriptors() - before
+        held = {inode: fd for inode, fd in sockets().items() if fd in ours}
+        table = [row for row in rows() if row.inode in held]
+        listening = {held[row.inode] for row in table if row.is_listening}
+        self.ports = {row.ends.port for row in table if row.is_listening}
+        self.own_connections = frozenset(
+            row.inode for row in table if not row.is_listening
+        )  # an agent has one to itself
+        self.event_fds = [fd for fd in ours if (watched := _watched(fd)) and not watched & listening]
+
+    def register(self, regions: Iterable[tuple[int, int]]) -> None:
+        """(address, size) each. Raises: LayoutError when NIXL refuses."""
+        with self._lock:
+            try:
+                described = [(address, size, 0, "") for address, size in regions]
+                self._registered.append(self._agent.register_memory(described, "DRAM"))
+            except Exception as error:
+                raise LayoutError(f"nixl cannot register the pool: {type(error).__name__}: {error}") from error
+
+    def metadata(self) -> bytes:
+        """What another agent needs to write into what is registered here."""
+        with self._lock:
+            described: bytes = self._agent.get_partial_agent_metadata(self._registered[-1], True, ["UCX"])
+            return described
+
+    def add(self, metadata: bytes) -> None:
+        """Get to know another agent. Raises: TransferError."""
+        with self._lock:
+            try:
+                self._agent.add_remote_agent(metadata)
+            except Exception as error:
+                raise TransferError(f"nixl refuses the peer's metadata: {type(error).__name__}: {error}") from error
+
+    def remove(self, peer: str) -> None:
+        """Disconnect. What is under way to that peer ends in error."""
+        with self._lock:
+            self._agent.remove_remote_agent(peer)
+
+    def prepare(self, operation: str, peer: str, ours: list[int], theirs: list[int], sizes: list[int]) -> Transfer:
+        """A transfer of blocks, not started. Raises: what NIXL raises, for blocks outside what is registered too."""
+        here, there = self._described(ours, sizes), self._described(theirs, sizes)
+        with self._lock:
+            transfer = Transfer(self._agent.initialize_xfer(operation, here, there, peer), sum(sizes))
+            self._open.add(transfer)
+        return transfer
+
+    def prepare_probe(self, peer: str, address: int) -> Transfer:
+        """A transfer that reads some bytes of the peer's pool: done once it has answered. Raises: as `prepare`."""
+        return self.prepare("READ", peer, [ctypes.addressof(self._scratch)], [address], [PROBE_BYTES])
+
+    def post(self, transfer: Transfer) -> None:
+        """Start it; small copies within a machine end within the call. Raises: what NIXL raises; whether any of it is
+        under way then is unknown."""
+        with self._lock:
+            transfer.status = self._agent.transfer(transfer.handle)
+
+    def _described(self, addresses: list[int], sizes: list[int]) -> Any:
+        table = np.zeros((len(sizes), 3), dtype=np.uint64)  # address, size, device
+        table[:, 0], table[:, 1] = addresses, sizes
+        return self._descs(self._dram, table)
+
+    def look(self, transfer: Transfer) -> None:
+        """Move things on, and update the transfer's status. Raises: what NIXL raises."""
+        with self._lock:
+            transfer.status = self._agent.check_xfer_state(transfer.handle)
+
+    def release(self, transfer: Transfer) -> None:
+        """Forget a transfer that has ended. Raises: what NIXL raises where it has not."""
+        with self._lock:
+            transfer.handle.release()
+            self._open.discard(transfer)
+
+    def progress(self) -> None:
+        """Move on what peers have sent; what they say beside it is dropped."""
+        with self._lock:
+            self._agent.get_new_notifs()
+
+    def close(self) -> None:
+        """Disconnect from all, and stop listening. Transfers under way are given up: what the kernel has of their bytes
+        may still land. Idempotent."""
+        with self._lock:
+            if self._agent is None:
+                return
+            for transfer in self._open:
+                with suppress(Exception):  # it goes with its agent
+                    transfer.handle.release()
+            self._open.clear()
+            for registered in self._registered:
+                self._agent.deregister_memory(registered)
+            self._registered.clear()
+            self._agent = None
+
+
+def _watched(fd: int) -> set[int]:
+    """The descriptors that an epoll descriptor watches; empty for another kind."""
+    with suppress(OSError), open(f"/proc/self/fdinfo/{fd}", encoding="ascii") as file:
+        return {int(line.split()[1]) for line in file if line.startswith("tfd:")}
+    return set()
+
+
+def descriptors() -> set[int]:
+    """Of this process."""
+    return {int(name) for name in os.listdir("/proc/self/fd")}

@@ -1,0 +1,104 @@
+"""NIXL's Python package, and the environment in which UCX is to find itself."""
+
+from __future__ import annotations
+
+import ctypes
+import fcntl
+import importlib
+import logging.config
+import os
+import socket
+import struct
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from ipaddress import ip_address
+from typing import Any
+
+from kvflow.protocols.errors import MisuseError
+
+# The second and third are what the first, which chooses by the CUDA version that it finds, is made of.
+MODULES = ("nixl._api", "nixl_cu12._api", "nixl_cu13._api")
+# Without a device: the ways of writing whose end a fence can prove. Shared memory queues (posix, sysv) are not among
+# them: what a dead writer has left in one is read later, and nothing tells that it was.
+PROVABLE = ("tcp", "cma", "self")
+# UCX writes its log to standard output, which belongs to the program.
+_LOGGING = {"NIXL_LOG_LEVEL": "FATAL", "UCX_LOG_LEVEL": "fatal", "UCX_LOG_FILE": "stderr"}
+_LIST_ADDRESSES, _ROW_BYTES, _MAX_ROWS = 0x8912, 40, 1024  # SIOCGIFCONF, struct ifreq
+_loading = threading.Lock()
+
+
+def nixl_library() -> Any:
+    """The module with `nixl_agent`; takes a second when it is first loaded. Raises: MisuseError, with what to do."""
+    with _loading:
+        for name, value in _LOGGING.items():
+            os.environ.setdefault(name, value)
+        # Loading it configures logging anew, which closes every handler that this process has.
+        configure, raising = logging.config.dictConfig, logging.raiseExceptions
+        logging.config.dictConfig = lambda config: None
+        try:
+            return _load()
+        finally:
+            logging.config.dictConfig, logging.raiseExceptions = configure, raising
+
+
+def _load() -> Any:
+    for name in MODULES:
+        try:
+            return importlib.import_module(name)
+        except ModuleNotFoundError as error:
+            if (error.name or "").partition(".")[0] not in {module.partition(".")[0] for module in MODULES}:
+                raise MisuseError(f"nixl cannot be loaded ({error}): pip install 'kvflow[nixl]'") from error
+        except ImportError as error:
+            raise MisuseError(f"nixl cannot be loaded ({error}); `kvflow doctor` tells more") from error
+    raise MisuseError("nixl is not installed: pip install 'kvflow[nixl]'")
+
+
+def transports() -> frozenset[str]:
+    """What UCX may use between agents without a device; the operator's choice, if there is one."""
+    return frozenset(os.environ.get("UCX_TLS", ",".join(PROVABLE)).split(","))
+
+
+@contextmanager
+def environment(host: str, device: str) -> Iterator[None]:
+    """What UCX reads while an agent is made: the interface that has the address `host`, or an RDMA device.
+
+    What the operator has set stays.
+    """
+    chosen = {"UCX_NET_DEVICES": device} if device else {"UCX_TLS": ",".join(PROVABLE), **_interface(host)}
+    with _loading:
+        added = {name: value for name, value in chosen.items() if name not in os.environ}
+        os.environ.update(added)
+        try:
+            yield
+        finally:
+            for name in added:
+                del os.environ[name]
+
+
+def _interface(host: str) -> dict[str, str]:
+    """Restricts UCX to the interface of an address of ours. Any other host (behind an address translation, say) leaves
+    it all."""
+    with suppress(OSError, ValueError):
+        address = ip_address(str(socket.getaddrinfo(host, None)[0][4][0]).partition("%")[0])
+        name = "lo" if address.is_loopback else _interfaces().get(str(address), "")
+        family = {"UCX_TCP_AF_PRIO": "inet6,inet"} if address.version == 6 else {}
+        return {"UCX_NET_DEVICES": name, **family} if name else family
+    return {}
+
+
+def _interfaces() -> dict[str, str]:
+    """Interface names by IP address."""
+    found = {}
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
+        rows = bytearray(_ROW_BYTES * _MAX_ROWS)
+        pointer = struct.pack("iP", len(rows), ctypes.addressof((ctypes.c_char * len(rows)).from_buffer(rows)))
+        filled = struct.unpack("iP", fcntl.ioctl(any_socket, _LIST_ADDRESSES, pointer))[0]
+    for at in range(0, filled, _ROW_BYTES):
+        name = rows[at : at + 16].partition(b"\0")[0].decode().partition(":")[0]  # without the label of an alias
+        found[socket.inet_ntoa(rows[at + 20 : at + 24])] = name
+    with suppress(FileNotFoundError), open("/proc/self/net/if_inet6", encoding="ascii") as file:
+        for line in file:
+            digits, *_, name = line.split()
+            found[str(ip_address(bytes.fromhex(digits)))] = name
+    return found

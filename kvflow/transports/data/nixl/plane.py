@@ -1,0 +1,228 @@
+"""Pages through NVIDIA NIXL over UCX: copies within a machine (CMA), TCP between machines, RDMA with a device.
+
+What status means landed?       Only DONE, transfer by transfer: UCX has flushed the blocks to the peer's memory.
+Can a write outlive its error?  Yes. Over TCP bytes that a frozen peer has not read land when it thaws, whatever has
+                                become of the transfer, and releasing a transfer stops none of its blocks. So any end
+                                but DONE makes the whole write UNPROVEN, once its other transfers have ended.
+What fences a peer?             Its process is known to be dead (pidfd) and our agent has closed every connection that
+                                may have been its own: bytes it sent before it died are read until then. Copies within a
+                                machine are system calls of the writer's and end with it. Deregistering memory is no
+                                fence: over TCP it is the receiver that writes, and it does not look. Another host's
+                                process cannot be observed, so its writes can never be proven over.
+
+Two agents: peers write through one, which has a thread that sleeps until they do (`progress`); our own writes go
+through the other, on the plane's thread. An agent of UCX over TCP has no authentication, and what reaches its port can
+write *anywhere* in the process, not only into the pool. It listens on the one interface that `host` is an address of.
+
+A route belongs to one process. Once that process is known to have ended, nothing more is submitted.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+
+from kvflow.aio import Threads
+from kvflow.protocols.errors import LayoutError, TransferError
+from kvflow.protocols.pages.layout import PoolLayout
+from kvflow.protocols.ports import PlaneAddress
+from kvflow.transports.data.mooncake.inbound import InboundConnections, wait_ended
+from kvflow.transports.data.mooncake.route import PeerProcess
+from kvflow.transports.data.nixl.agent import (
+    DONE,
+    RUNNING,
+    Agent,
+    agent_name,
+    decode_metadata,
+    encode_metadata,
+)
+from kvflow.transports.data.nixl.library import PROVABLE, transports
+from kvflow.transports.data.nixl.progress import ProgressThread
+from kvflow.transports.data.nixl.route import NixlRoute, Peer
+from kvflow.transports.data.route import Planner
+from kvflow.transports.data.write_thread import WriteThread
+from kvflow.transports.host.identity import is_seen_alive, own_identity
+
+_log = logging.getLogger(__name__)
+MAX_BLOCK_BYTES = 4 << 20
+_CONNECTS = 4  # at a time
+_ANSWER_S, _CONNECT_S = 10.0, 12.0
+_ASK_S = 0.0005  # between looks for an answer
+_CLOSE_GRACE_S, _CLOSE_S = 5.0, 10.0
+
+
+class NixlPlane:
+    """Implements `protocols.ports.DataPlane`."""
+
+    name = "nixl"
+
+    def __init__(self, host: str = "127.0.0.1", rate_limit_bytes_per_s: float | None = None, device: str = "") -> None:
+        """Starts both agents, half a second for the first of a process: before the event loop serves anything.
+
+        `host` is the address peers reach us at; `device` an RDMA device, TCP and copies within a machine without one.
+        Raises: MisuseError when the package cannot be loaded, TransferError when an agent does not start.
+        """
+        self._thread = WriteThread(self.name, rate_limit_bytes_per_s)
+        self._host, self._device = host, device
+        self._inbound_agent = Agent(agent_name(own_identity()), host, device)
+        self.agent = Agent(agent_name(own_identity()), host, device)  # our writes go through it
+        self._unprovable = transports() - set(PROVABLE)
+        self._inbound = InboundConnections()
+        self._inbound.add_ports(self._inbound_agent.ports, self._inbound_agent.own_connections)
+        self._progress: ProgressThread | None = None
+        self._layout: PoolLayout | None = None
+        self._peers: dict[str, Peer] = {}
+        self._lock = threading.Lock()  # of the peers
+        self._routes: set[NixlRoute] = set()
+        self._connecting = Threads("nixl-connect", _CONNECTS)
+        self._looking, self._closing = Threads("nixl-fence", 1), Threads("nixl-close", 1)
+
+    def __repr__(self) -> str:
+        over = self._device or ",".join(sorted(transports()))
+        return f"<NixlPlane at {self._host} over {over}: {len(self._routes)} routes>"
+
+    @property
+    def stalled_s(self) -> float:
+        if self._progress is not None and not self._progress.is_alive:
+            return float("inf")
+        return self._thread.stalled_s
+
+    def export(self, layout: PoolLayout) -> tuple[PlaneAddress, PoolLayout]:
+        """Register the pool, and begin to serve peers.
+
+        Raises: LayoutError when NIXL refuses the memory, or when it has too many buffers to describe.
+        """
+        layout.check()
+        if self._layout is not None:
+            raise LayoutError("a plane exports one pool")
+        regions = _regions(layout)
+        self._inbound_agent.register(regions)
+        locator = encode_metadata(self._inbound_agent.metadata())
+        self.agent.register(regions)
+        self._layout = layout
+        self._progress = ProgressThread(self._inbound_agent)
+        return PlaneAddress(self.name, locator, own_identity()), layout
+
+    async def connect(self, address: PlaneAddress, layout: PoolLayout) -> NixlRoute:
+        """Reach the peer's agent once. Raises: LayoutError (the pools do not fit), TransferError (no answer)."""
+        ours = self._layout
+        if ours is None:
+            raise LayoutError("export our own pool before connecting to a peer's")
+        name, metadata = decode_metadata(address.locator, address.process)
+        layout.check()
+        self._thread.start()
+        planner = Planner(ours, layout, max_block_bytes=min(MAX_BLOCK_BYTES, self._thread.slice_bytes))
+        process = PeerProcess(address.process)
+        try:
+            peer = await self._connecting.run(
+                lambda: self._reach(name, metadata, layout.buffers[0].address), self._leave, within_s=_CONNECT_S
+            )
+            if process.is_gone:  # looked at after opening: else another process may have answered
+                self._leave(peer)
+                process.check()
+        except TimeoutError:
+            process.close()
+            raise TransferError(f"no connection with {name} within {_CONNECT_S:g} s") from None
+        except BaseException:
+            process.close()
+            raise
+        route = NixlRoute(self._thread, planner, self.agent, peer, process, self._close_route)
+        self._routes.add(route)
+        return route
+
+    def _reach(self, name: str, metadata: bytes, address: int) -> Peer:
+        """Have the peer answer, so that no later write has to connect. Raises: TransferError."""
+        with self._lock:
+            if self._layout is None:
+                raise TransferError("the nixl plane is closed")
+            peer = self._peers.setdefault(name, Peer(name))
+            if peer.is_broken or not peer.routes:
+                if peer.is_broken:
+                    self.agent.remove(name)
+                self.agent.add(metadata)
+                peer.is_broken = False
+            peer.routes += 1
+        try:
+            self._ask(peer, address)
+        except BaseException:
+            self._leave(peer)
+            raise
+        return peer
+
+    def _ask(self, peer: Peer, address: int) -> None:
+        give_up_at_s = time.monotonic() + _ANSWER_S
+        try:
+            probe = self.agent.prepare_probe(peer.name, address)
+            try:
+                self.agent.post(probe)
+                while probe.status == RUNNING and time.monotonic() < give_up_at_s:
+                    time.sleep(_ASK_S)
+                    self.agent.look(probe)
+            finally:
+                self.agent.release(probe)
+        except Exception as error:
+            peer.is_broken = True
+            raise TransferError(f"nixl cannot reach {peer.name}: {type(error).__name__}: {error}") from error
+        if probe.status == RUNNING:
+            raise TransferError(f"no answer from {peer.name} within {_ANSWER_S:g} s")
+        if probe.status != DONE:
+            peer.is_broken = True
+            raise TransferError(f"nixl cannot reach {peer.name}: status {probe.status}")
+
+    def _leave(self, peer: Peer) -> None:
+        """One route less: the last one disconnects."""
+        with self._lock:
+            peer.routes -= 1
+            if not peer.routes and self._layout is not None:
+                del self._peers[peer.name]
+                self.agent.remove(peer.name)
+
+    def _close_route(self, route: NixlRoute) -> None:
+        self._routes.discard(route)
+        self._leave(route.peer)
+
+    async def fence(self, writer: PlaneAddress) -> None:
+        """Return once the writer's process is dead and our agent has closed every connection that may be its.
+
+        Raises: TransferError for a writer that cannot be observed (another host, say), and over RDMA or whatever else
+        UCX_TLS allows, which nothing here can see into; OSError when it cannot be observed just now.
+        """
+        if self._device or self._unprovable:
+            over = self._device or ", ".join(sorted(self._unprovable))
+            raise TransferError(f"over {over} the end of a writer's bytes cannot be observed")
+        await wait_ended(self._inbound, self._looking, writer.process)
+
+    def sees_alive(self, writer: PlaneAddress) -> bool:
+        return is_seen_alive(writer.process)
+
+    async def close(self) -> None:
+        """Cancel, drain for at most 5 s (a frozen peer's blocks then end UNPROVEN), stop both agents."""
+        try:
+            await self._thread.close(_CLOSE_GRACE_S)
+        finally:  # the thread has ended, cancelled or not
+            with self._lock:
+                self._layout = None
+            for route in list(self._routes):
+                route.close()
+            try:
+                await self._closing.run(self._stop, within_s=_CLOSE_S)
+            except TimeoutError:
+                _log.warning("the nixl agents have not stopped within %g s", _CLOSE_S)
+
+    def _stop(self) -> None:
+        if self._progress is not None:
+            self._progress.close()
+        self._inbound_agent.close()
+        self.agent.close()
+
+
+def _regions(layout: PoolLayout) -> list[tuple[int, int]]:
+    """Address and size of what the buffers lie in, neighbours joined."""
+    joined: list[tuple[int, int]] = []
+    for address, size in sorted((b.address, b.size_bytes) for b in layout.buffers):
+        if joined and sum(joined[-1]) == address:
+            joined[-1] = (joined[-1][0], joined[-1][1] + size)
+        else:
+            joined.append((address, size))
+    return joined

@@ -1,0 +1,58 @@
+"""A thread that moves on what peers send: over TCP a write is carried out by the process that it is meant for.
+
+It sleeps until a connection of its agent has something: UCX watches its connections through an epoll descriptor, and so
+does this thread, through the same one. An idle agent costs nothing.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import select
+import threading
+import time
+
+from kvflow.transports.data.nixl.agent import Agent
+
+_log = logging.getLogger(__name__)
+_BLIND_MS = 1  # between looks, where UCX shows no descriptor to sleep on
+_AFTER_ERROR_S = 0.01
+
+
+class ProgressThread:
+    """Started by the plane; ends with `close`."""
+
+    def __init__(self, agent: Agent) -> None:
+        self._agent = agent
+        self._wake_fd = os.eventfd(0)
+        self._closing = False
+        self.errors = 0
+        self._thread = threading.Thread(target=self._run, name="kvflow-nixl-progress", daemon=True)
+        self._thread.start()
+
+    @property
+    def is_alive(self) -> bool:
+        return self._thread.is_alive()
+
+    def close(self) -> None:
+        """Blocks until the thread has ended. Idempotent."""
+        if not self._closing:
+            self._closing = True
+            os.eventfd_write(self._wake_fd, 1)
+            self._thread.join()
+            os.close(self._wake_fd)
+
+    def _run(self) -> None:
+        poll = select.poll()
+        for fd in (self._wake_fd, *self._agent.event_fds):
+            poll.register(fd, select.POLLIN)
+        longest_ms = None if self._agent.event_fds else _BLIND_MS
+        while not self._closing:
+            poll.poll(longest_ms)
+            try:
+                self._agent.progress()
+            except Exception as error:  # noqa: BLE001 - other peers' writes are to go on; counted
+                self.errors += 1
+                if self.errors == 1:
+                    _log.warning("nixl cannot move on what peers send: %s: %s", type(error).__name__, error)
+                time.sleep(_AFTER_ERROR_S)
