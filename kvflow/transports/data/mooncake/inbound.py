@@ -77,14 +77,12 @@ class InboundConnections:
         self._writers: dict[ProcessIdentity, _Writer] = {}
         self._connections: dict[int, _Connection] = {}  # by inode
         self._closed: set[int] = set()  # inodes that our engine has closed, and a child of ours perhaps has not
-        self._others: set[int] = set()  # inodes of this process's other sockets
-        self._own: set[int] = set()  # inodes of connections that our engines have to themselves
+        self._others: set[int] = set()  # inodes of this process's other sockets, and of what it has connected to itself
 
-    def add_ports(self, ports: set[int], own_connections: frozenset[int] = frozenset()) -> None:
-        """Our engines listen there; connections between them, by inode, are nobody else's."""
+    def add_ports(self, ports: set[int]) -> None:
+        """Our engines listen there."""
         with self._lock:
             self._ports |= ports
-            self._own |= own_connections
             self._others.clear()
 
     def watch(self, writer: ProcessIdentity) -> None:
@@ -117,7 +115,7 @@ class InboundConnections:
                 self._look()
                 self._closed &= readable
                 # Our descriptors were read after the table: what was accepted between the two is among them.
-                if pending := readable - self._connections.keys() - self._closed - self._own:
+                if pending := readable - self._connections.keys() - self._closed - self._others:
                     return len(pending)
                 writer.suspects = self._suspects(dead_writer)
             if any(_is_open(fd, inode) for inode, fd in writer.suspects.items()):
@@ -183,18 +181,18 @@ class InboundConnections:
         """Bring `_connections` up to date with our descriptors."""
         ours = self._own_sockets()
         self._others &= ours.keys()
-        self._own &= ours.keys()
         for inode in self._connections.keys() - ours.keys():
             del self._connections[inode]
             self._closed.add(inode)
         for inode, connection in self._connections.items():
             connection.fd = ours[inode]
-        known = self._others | self._own | self._connections.keys()
+        known = self._others | self._connections.keys()
         new = [(inode, fd) for inode, fd in ours.items() if inode not in known]
         addresses = own_addresses() if new else set()
+        far_ends = {row.ends.reversed() for row in rows(ports=self._ports) if row.inode in ours} if new else set()
         for inode, fd in new:
             found = self._inspect(inode, fd, addresses)
-            if found is None:
+            if found is None or found.ends in far_ends:
                 self._others.add(inode)
             else:
                 self._connections[inode] = found

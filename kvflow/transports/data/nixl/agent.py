@@ -96,15 +96,10 @@ class Agent:
         self._open: set[Transfer] = set()
         self._scratch = (ctypes.c_char * PROBE_BYTES)()
         self.register([(ctypes.addressof(self._scratch), PROBE_BYTES)])
-        ours = descriptors() - before
-        held = {inode: fd for inode, fd in sockets().items() if fd in ours}
-        table = [row for row in rows() if row.inode in held]
-        listening = {held[row.inode] for row in table if row.is_listening}
-        self.ports = {row.ends.port for row in table if row.is_listening}
-        self.own_connections = frozenset(
-            row.inode for row in table if not row.is_listening
-        )  # an agent has one to itself
-        self.event_fds = [fd for fd in ours if (watched := _watched(fd)) and not watched & listening]
+        ours = {fd for fd, _ in descriptors() - before}
+        held = {inode for inode, fd in sockets().items() if fd in ours}
+        self.ports = {row.ends.port for row in rows() if row.is_listening and row.inode in held}
+        self.event_fds = [fd for fd in ours if _watches_connections(fd)]
 
     def register(self, regions: Iterable[tuple[int, int]]) -> None:
         """(address, size) each. Raises: LayoutError when NIXL refuses."""
@@ -168,6 +163,11 @@ class Agent:
             transfer.handle.release()
             self._open.discard(transfer)
 
+    @property
+    def open_transfers(self) -> int:
+        """Transfers that were not released."""
+        return len(self._open)
+
     def progress(self) -> None:
         """Move on what peers have sent; what they say beside it is dropped."""
         with self._lock:
@@ -189,13 +189,27 @@ class Agent:
             self._agent = None
 
 
-def _watched(fd: int) -> set[int]:
-    """The descriptors that an epoll descriptor watches; empty for another kind."""
-    with suppress(OSError), open(f"/proc/self/fdinfo/{fd}", encoding="ascii") as file:
+def _watches_connections(fd: int) -> bool:
+    """Of UCX's two kinds of epoll descriptor, whether it is the one that is readable when there is work. The other one
+    wakes UCX's own thread, through a pipe among others."""
+    if _target(fd) != "anon_inode:[eventpoll]":
+        return False
+    return not any(_target(each).startswith(("pipe:", "anon_inode:")) for each in watched(fd))
+
+
+def watched(event_fd: int) -> set[int]:
+    """The descriptors that an epoll descriptor watches."""
+    with suppress(OSError), open(f"/proc/self/fdinfo/{event_fd}", encoding="ascii") as file:
         return {int(line.split()[1]) for line in file if line.startswith("tfd:")}
     return set()
 
 
-def descriptors() -> set[int]:
-    """Of this process."""
-    return {int(name) for name in os.listdir("/proc/self/fd")}
+def _target(fd: int) -> str:
+    with suppress(OSError):
+        return os.readlink(f"/proc/self/fd/{fd}")
+    return ""
+
+
+def descriptors() -> set[tuple[int, str]]:
+    """Of this process, with what they are."""
+    return {(fd, _target(fd)) for fd in map(int, os.listdir("/proc/self/fd"))}

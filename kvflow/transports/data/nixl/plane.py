@@ -26,7 +26,7 @@ import time
 from kvflow.aio import Threads
 from kvflow.protocols.errors import LayoutError, TransferError
 from kvflow.protocols.pages.layout import PoolLayout
-from kvflow.protocols.ports import PlaneAddress
+from kvflow.protocols.ports import PlaneAddress, ProcessIdentity
 from kvflow.transports.data.mooncake.inbound import InboundConnections, wait_ended
 from kvflow.transports.data.mooncake.route import PeerProcess
 from kvflow.transports.data.nixl.agent import (
@@ -42,10 +42,11 @@ from kvflow.transports.data.nixl.progress import ProgressThread
 from kvflow.transports.data.nixl.route import NixlRoute, Peer
 from kvflow.transports.data.route import Planner
 from kvflow.transports.data.write_thread import WriteThread
-from kvflow.transports.host.identity import is_seen_alive, own_identity
+from kvflow.transports.host.identity import is_alive, is_seen_alive, own_identity
 
 _log = logging.getLogger(__name__)
 MAX_BLOCK_BYTES = 4 << 20
+MAX_PEERS = 16_384
 _CONNECTS = 4  # at a time
 _ANSWER_S, _CONNECT_S = 10.0, 12.0
 _ASK_S = 0.0005  # between looks for an answer
@@ -69,7 +70,7 @@ class NixlPlane:
         self.agent = Agent(agent_name(own_identity()), host, device)  # our writes go through it
         self._unprovable = transports() - set(PROVABLE)
         self._inbound = InboundConnections()
-        self._inbound.add_ports(self._inbound_agent.ports, self._inbound_agent.own_connections)
+        self._inbound.add_ports(self._inbound_agent.ports)
         self._progress: ProgressThread | None = None
         self._layout: PoolLayout | None = None
         self._peers: dict[str, Peer] = {}
@@ -116,7 +117,9 @@ class NixlPlane:
         process = PeerProcess(address.process)
         try:
             peer = await self._connecting.run(
-                lambda: self._reach(name, metadata, layout.buffers[0].address), self._leave, within_s=_CONNECT_S
+                lambda: self._reach(name, address.process, metadata, layout.buffers[0].address),
+                self._leave,
+                within_s=_CONNECT_S,
             )
             if process.is_gone:  # looked at after opening: else another process may have answered
                 self._leave(peer)
@@ -131,15 +134,19 @@ class NixlPlane:
         self._routes.add(route)
         return route
 
-    def _reach(self, name: str, metadata: bytes, address: int) -> Peer:
+    def _reach(self, name: str, process: ProcessIdentity, metadata: bytes, address: int) -> Peer:
         """Have the peer answer, so that no later write has to connect. Raises: TransferError."""
         with self._lock:
             if self._layout is None:
                 raise TransferError("the nixl plane is closed")
-            peer = self._peers.setdefault(name, Peer(name))
-            if peer.is_broken or not peer.routes:
-                if peer.is_broken:
-                    self.agent.remove(name)
+            peer = self._peers.get(name)
+            if peer is None:
+                self._forget_dead()
+                peer = Peer(name, process)
+                self.agent.add(metadata)
+                self._peers[name] = peer
+            elif peer.is_broken:
+                self.agent.remove(name)
                 self.agent.add(metadata)
                 peer.is_broken = False
             peer.routes += 1
@@ -149,6 +156,14 @@ class NixlPlane:
             self._leave(peer)
             raise
         return peer
+
+    def _forget_dead(self) -> None:
+        """Peers that live are kept: a connection to one stays open, by its other end, when NIXL has disconnected."""
+        for peer in [peer for peer in self._peers.values() if not peer.routes and has_died(peer.process)]:
+            del self._peers[peer.name]
+            self.agent.remove(peer.name)
+        if len(self._peers) >= MAX_PEERS:
+            raise TransferError(f"more than {MAX_PEERS} peers, which are never forgotten: restart this process")
 
     def _ask(self, peer: Peer, address: int) -> None:
         give_up_at_s = time.monotonic() + _ANSWER_S
@@ -171,12 +186,8 @@ class NixlPlane:
             raise TransferError(f"nixl cannot reach {peer.name}: status {probe.status}")
 
     def _leave(self, peer: Peer) -> None:
-        """One route less: the last one disconnects."""
         with self._lock:
             peer.routes -= 1
-            if not peer.routes and self._layout is not None:
-                del self._peers[peer.name]
-                self.agent.remove(peer.name)
 
     def _close_route(self, route: NixlRoute) -> None:
         self._routes.discard(route)
@@ -215,6 +226,14 @@ class NixlPlane:
             self._progress.close()
         self._inbound_agent.close()
         self.agent.close()
+
+
+def has_died(process: ProcessIdentity) -> bool:
+    """Whether it is known to have ended; another host's never is."""
+    try:
+        return not is_alive(process)
+    except TransferError:
+        return False
 
 
 def _regions(layout: PoolLayout) -> list[tuple[int, int]]:

@@ -26,7 +26,7 @@ class ProgressThread:
         self._agent = agent
         self._wake_fd = os.eventfd(0)
         self._closing = False
-        self.errors = 0
+        self.turns = self.errors = 0
         self._thread = threading.Thread(target=self._run, name="kvflow-nixl-progress", daemon=True)
         self._thread.start()
 
@@ -49,6 +49,7 @@ class ProgressThread:
         longest_ms = None if self._agent.event_fds else _BLIND_MS
         while not self._closing:
             poll.poll(longest_ms)
+            self.turns += 1
             try:
                 self._agent.progress()
             except Exception as error:  # noqa: BLE001 - other peers' writes are to go on; counted

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from kvflow.protocols.ports import WriteOutcome
+from kvflow.protocols.ports import ProcessIdentity, WriteOutcome
 from kvflow.transports.data.mooncake.route import PeerProcess
 from kvflow.transports.data.nixl.agent import DONE, FAILED, RUNNING, Agent, Transfer
 from kvflow.transports.data.route import BlockQueue, PlannedRoute, Planner
@@ -20,8 +20,8 @@ _PAUSE_S = 0.0003  # between looks at what is under way
 class Peer:
     """An agent that ours knows."""
 
-    def __init__(self, name: str) -> None:
-        self.name = name
+    def __init__(self, name: str, process: ProcessIdentity) -> None:
+        self.name, self.process = name, process
         self.routes = 0
         self.is_broken = False  # a transfer to it has failed, and with it its connection
 

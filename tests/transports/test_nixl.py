@@ -1,0 +1,385 @@
+"""What only nixl has: who copies, connections that outlive a transfer, two agents, what a dead writer leaves behind."""
+
+from __future__ import annotations
+
+import asyncio
+import importlib.util
+import logging.config
+import os
+import signal
+
+import msgspec
+import numpy as np
+import pytest
+
+from kvflow.protocols.errors import LayoutError, MisuseError, TransferError
+from kvflow.protocols.ports import PlaneAddress, WriteOutcome
+from kvflow.transports.data.mooncake.tcp_table import borrow, encode_address, rows
+from kvflow.transports.data.nixl import library
+from kvflow.transports.data.nixl import plane as nixl
+from kvflow.transports.data.nixl.agent import Agent, agent_name, decode_metadata, encode_metadata, watched
+from kvflow.transports.host.identity import own_identity
+from tests.freezing import freeze
+from tests.transports.peer_process import NUM_PAGES, Peer, Side, pages, spawned, until
+
+pytestmark = pytest.mark.skipif(
+    not (importlib.util.find_spec("nixl_cu12") or importlib.util.find_spec("nixl_cu13")), reason="no nixl"
+)
+
+EVERYTHING = np.arange(NUM_PAGES, dtype=np.int32)
+SCATTERED = EVERYTHING[::2].copy()  # no two pages are one block
+RATE = 4_000_000
+BY_THE_WRITER, BY_THE_RECEIVER = "tcp,cma,self", "tcp,self"  # who copies
+
+
+@pytest.fixture(params=[BY_THE_WRITER, BY_THE_RECEIVER], ids=["cma", "tcp"])
+def transports(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    monkeypatch.setenv("UCX_TLS", request.param)
+    return str(request.param)
+
+
+@pytest.fixture
+def over_tcp(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("UCX_TLS", BY_THE_RECEIVER)
+
+
+def plane_of(side: Side) -> nixl.NixlPlane:
+    assert isinstance(side.plane, nixl.NixlPlane)
+    return side.plane
+
+
+async def landed(side: Side, peer: Peer) -> int:
+    """Writes one page; how many bytes the peer has then."""
+    route = await side.plane.connect(peer.address, peer.layout)
+    assert await asyncio.shield(route.write(pages(0), pages(0)).done) is WriteOutcome.LANDED
+    return int(await peer.ask("landed"))
+
+
+async def test_a_write_to_a_receiver_that_is_killed_is_unproven(transports: str) -> None:
+    side = Side("nixl", "page_first", RATE)
+    side.fill(1)
+    async with spawned("nixl") as peer:
+        route = await side.plane.connect(peer.address, peer.layout)
+        write = route.write(EVERYTHING, EVERYTHING)
+        await until(lambda: write.landed_bytes > 0)
+        peer.process.kill()
+        assert await asyncio.wait_for(asyncio.shield(write.done), 10) is WriteOutcome.UNPROVEN
+        assert write.error and 0 < write.landed_bytes < write.total_bytes
+        await peer.process.wait()
+        again = route.write(pages(0), pages(0))
+        assert await asyncio.wait_for(asyncio.shield(again.done), 10) is WriteOutcome.UNPROVEN
+        assert "has ended" in again.error
+        with pytest.raises(TransferError, match="ended"):
+            await side.plane.connect(peer.address, peer.layout)
+    assert not plane_of(side).agent.open_transfers
+    await side.close()
+
+
+async def test_over_tcp_nothing_is_called_landed_that_a_frozen_receiver_has_not_read(over_tcp: None) -> None:
+    side = Side("nixl", "page_first", None)
+    side.fill(1)
+    async with spawned("nixl") as peer, spawned("nixl") as other:
+        route = await side.plane.connect(peer.address, peer.layout)
+        await freeze(peer.process.pid)
+        write = route.write(EVERYTHING, EVERYTHING)
+        second = await side.plane.connect(other.address, other.layout)
+        other_write = second.write(EVERYTHING, EVERYTHING)
+        assert await asyncio.wait_for(asyncio.shield(other_write.done), 10) is WriteOutcome.LANDED
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(asyncio.shield(write.done), 0.5)
+        write.cancel()
+        with pytest.raises(TimeoutError):  # what was submitted may land at any time
+            await asyncio.wait_for(asyncio.shield(write.done), 0.3)
+        assert write.landed_bytes == 0
+        peer.process.send_signal(signal.SIGCONT)
+        assert await asyncio.wait_for(asyncio.shield(write.done), 10) in (WriteOutcome.CANCELLED, WriteOutcome.LANDED)
+        assert write.landed_bytes == await peer.ask("landed")
+    await side.close()
+
+
+async def test_within_a_machine_a_frozen_receivers_pages_are_written_all_the_same() -> None:
+    side = Side("nixl", "page_first", None)
+    side.fill(1)
+    async with spawned("nixl") as peer:
+        route = await side.plane.connect(peer.address, peer.layout)
+        assert await asyncio.shield(route.write(pages(0), pages(0)).done) is WriteOutcome.LANDED
+        await freeze(peer.process.pid)
+        write = route.write(EVERYTHING, EVERYTHING)
+        assert await asyncio.wait_for(asyncio.shield(write.done), 10) is WriteOutcome.LANDED
+        peer.process.send_signal(signal.SIGCONT)
+        assert await peer.ask("landed") == side.pool.layout.size_bytes
+    await side.close()
+
+
+async def test_over_tcp_a_write_outlives_its_error(over_tcp: None) -> None:
+    side = Side("nixl", "page_first", None)
+    side.fill(1)
+    async with spawned("nixl") as peer:
+        route = await side.plane.connect(peer.address, peer.layout)
+        await freeze(peer.process.pid)
+        write = route.write(pages(0, 2, 4), pages(0, 2, 4))
+        await until(lambda: plane_of(side).agent.open_transfers > 0)
+        agent = plane_of(side).agent
+        for fd in set[int]().union(*(watched(fd) for fd in agent.event_fds)):
+            with borrow(fd) as connection:
+                if connection is not None and connection.getpeername()[1] not in agent.ports:
+                    connection.shutdown(2)
+        assert await asyncio.wait_for(asyncio.shield(write.done), 10) is WriteOutcome.UNPROVEN
+        assert write.landed_bytes == 0
+        peer.process.send_signal(signal.SIGCONT)
+        while not await peer.ask("landed"):  # noqa: ASYNC110 - what is observed is another process
+            await asyncio.sleep(0.01)
+    await side.close()
+
+
+async def _stranded(side: Side, peer: Peer) -> None:
+    """The peer writes; what it sends stays in the kernel, because our agent is kept from looking."""
+    await peer.ask("fill", 8)
+    await peer.connect(side)
+    plane_of(side)._inbound_agent._lock.acquire()
+    assert side.landed_bytes() == 0
+    await peer.ask("write", EVERYTHING.tolist(), EVERYTHING.tolist())
+    ports = plane_of(side)._inbound_agent.ports
+    await until(lambda: any(row.ends.port in ports and _unread(row.inode) for row in rows(ports=ports)))
+
+
+def _unread(inode: int) -> int:
+    """Bytes that a connection of ours holds."""
+    for table in ("/proc/self/net/tcp", "/proc/self/net/tcp6"):
+        with open(table, encoding="ascii") as file:
+            for line in file.readlines()[1:]:
+                fields = line.split()
+                if int(fields[9]) == inode:
+                    return int(fields[4].partition(":")[2], 16)
+    return 0
+
+
+async def test_over_tcp_a_dead_writers_last_bytes_are_waited_for(over_tcp: None) -> None:
+    side = Side("nixl", "page_first", None)
+    async with spawned("nixl") as peer:
+        await _stranded(side, peer)
+        fence = asyncio.ensure_future(side.plane.fence(peer.address))
+        peer.process.kill()
+        await peer.process.wait()
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(asyncio.shield(fence), 0.5)
+        plane_of(side)._inbound_agent._lock.release()
+        await asyncio.wait_for(fence, 10)
+        assert side.landed_bytes() > 0  # written by ourselves, after the writer's death
+        for column in side.memory:
+            column[:] = 0  # somebody else's now
+        await asyncio.sleep(0.3)  # what could still arrive would arrive now
+        assert side.landed_bytes() == 0
+    await side.close()
+
+
+async def test_over_tcp_deregistered_memory_is_written_all_the_same(over_tcp: None) -> None:
+    side = Side("nixl", "page_first", None)
+    async with spawned("nixl") as peer:
+        await _stranded(side, peer)
+        agent = plane_of(side)._inbound_agent
+        agent._agent.deregister_memory(agent._registered.pop())
+        agent._lock.release()
+        await until(lambda: side.landed_bytes() > 0)
+    await side.close()
+
+
+async def test_a_dead_writers_child_does_not_keep_its_bytes_coming(transports: str) -> None:
+    side = Side("nixl", "page_first", None)
+    for _ in range(3):
+        async with spawned("nixl") as peer:
+            await peer.ask("fill", 8)
+            await peer.connect(side)
+            await peer.ask("write", EVERYTHING.tolist(), EVERYTHING.tolist())
+            assert (await peer.ask("done"))[0] == "landed"
+            await peer.ask("fork")
+            fence = asyncio.ensure_future(side.plane.fence(peer.address))
+            await until(lambda: _has_been_looked_at(side, peer.address))
+            await peer.ask("write", EVERYTHING.tolist(), EVERYTHING.tolist())
+            peer.process.kill()
+            await asyncio.wait_for(fence, 20)
+            for column in side.memory:
+                column[:] = 0
+            await asyncio.sleep(0.3)
+            assert side.landed_bytes() == 0
+    await side.close()
+
+
+def _has_been_looked_at(side: Side, writer: PlaneAddress) -> bool:
+    watched = plane_of(side)._inbound._writers.get(writer.process)
+    return watched is not None and watched.last_look > 0
+
+
+async def test_both_ways_at_once_and_each_ones_death_is_seen(transports: str) -> None:
+    side = Side("nixl", "page_first", None)
+    side.fill(3)
+    async with spawned("nixl") as peer:
+        await peer.connect(side)
+        route = await side.plane.connect(peer.address, peer.layout)
+        for _ in range(5):
+            await peer.ask("write", EVERYTHING[:200].tolist(), EVERYTHING[:200].tolist())
+            write = route.write(EVERYTHING[200:], EVERYTHING[200:])
+            assert (await peer.ask("done"))[0] == "landed"
+            assert await asyncio.shield(write.done) is WriteOutcome.LANDED
+        peer.process.kill()
+        await asyncio.wait_for(side.plane.fence(peer.address), 10)
+    await side.close()
+
+
+async def test_over_other_transports_no_fence_is_claimed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("UCX_TLS", "tcp,posix,cma")
+    side = Side("nixl", "page_first", None)
+    with pytest.raises(TransferError, match="over posix the end of a writer's bytes cannot be observed"):
+        await side.plane.fence(side.address)
+    await side.close()
+
+
+async def test_routes_and_writes_leave_nothing_behind(transports: str) -> None:
+    side = Side("nixl", "layer_first", None)
+    async with spawned("nixl") as peer:
+        plane = plane_of(side)
+        kept: list[int] = []
+        kept_open = route = await side.plane.connect(peer.address, peer.layout)
+        for turn in range(40):
+            route = await side.plane.connect(peer.address, peer.layout)
+            second = await side.plane.connect(peer.address, peer.layout)
+            writes = [r.write(SCATTERED[:9], SCATTERED[:9]) for r in (route, second)]
+            writes[1].cancel()
+            assert await asyncio.shield(writes[0].done) is WriteOutcome.LANDED
+            assert await asyncio.shield(writes[1].done) in (WriteOutcome.LANDED, WriteOutcome.CANCELLED)
+            route.close()
+            route.close()
+            assert await asyncio.shield(second.write(pages(1), pages(2)).done) is WriteOutcome.LANDED
+            second.close()
+            assert not plane.agent.open_transfers and [peer.routes for peer in plane._peers.values()] == [1]
+            if turn in (5, 39):
+                kept.append(len(os.listdir("/proc/self/fd")))
+        assert kept[1] <= kept[0]
+        kept_open.close()
+        with pytest.raises(TransferError, match="closed"):
+            route.write(pages(0), pages(0))
+    await side.close()
+
+
+async def test_a_closed_plane_gives_back_every_descriptor_and_thread() -> None:
+    first = Side("nixl", "page_first", None)  # what the library keeps once it is loaded
+    await first.close()
+    before, tasks = len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task"))
+    for _ in range(3):
+        side = Side("nixl", "page_first", None)
+        await side.close()
+    assert len(os.listdir("/proc/self/fd")) <= before
+    assert len(os.listdir("/proc/self/task")) <= tasks
+
+
+async def test_a_plane_with_a_frozen_peer_closes_all_the_same(over_tcp: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(nixl, "_CLOSE_GRACE_S", 0.3)
+    side = Side("nixl", "page_first", None)
+    async with spawned("nixl") as peer:
+        route = await side.plane.connect(peer.address, peer.layout)
+        await freeze(peer.process.pid)
+        write = route.write(EVERYTHING, EVERYTHING)
+        await until(lambda: plane_of(side).agent.open_transfers > 0)
+        await asyncio.wait_for(side.plane.close(), 5)
+        assert write.done.result() is WriteOutcome.UNPROVEN and "closed" in write.error
+    side.pool.close()
+
+
+async def test_a_frozen_peer_is_not_waited_for_without_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(nixl, "_ANSWER_S", 0.3)
+    side = Side("nixl", "page_first", None)
+    async with spawned("nixl") as peer:
+        await freeze(peer.process.pid)
+        with pytest.raises(TransferError, match="no answer"):
+            await side.plane.connect(peer.address, peer.layout)
+        peer.process.send_signal(signal.SIGCONT)
+        monkeypatch.undo()
+        assert await landed(side, peer) == 0  # our pages are empty
+    await side.close()
+
+
+async def test_addresses_outside_the_receivers_pool_are_refused() -> None:
+    side = Side("nixl", "layer_first", None)
+    side.fill(1)
+    async with spawned("nixl", "layer_first") as peer:
+        first, *others = peer.layout.buffers
+        lie = msgspec.structs.replace(others[-1], address=others[-1].address + (1 << 40))
+        layout = msgspec.structs.replace(peer.layout, buffers=(first, *others[:-1], lie))
+        route = await side.plane.connect(peer.address, layout)
+        write = route.write(SCATTERED, SCATTERED)
+        assert await asyncio.wait_for(asyncio.shield(write.done), 10) is WriteOutcome.UNPROVEN
+        assert "refuses blocks" in write.error
+        good = await side.plane.connect(peer.address, peer.layout)
+        assert await asyncio.shield(good.write(pages(0), pages(0)).done) is WriteOutcome.LANDED
+    await side.close()
+
+
+@pytest.mark.parametrize("locator", ["", "host:1", "a b", "0" * 40, "~" * 4096, "c-qU$"])
+async def test_what_is_no_metadata_is_refused(locator: str) -> None:
+    side = Side("nixl", "page_first", None)
+    with pytest.raises(TransferError):
+        await side.plane.connect(msgspec.structs.replace(side.address, locator=locator), side.layout)
+    await side.close()
+
+
+def test_metadata_of_another_process_is_refused() -> None:
+    me = own_identity()
+    metadata = b"nixlSerDes|Agent" + len(agent_name(me)).to_bytes(8, "little") + agent_name(me).encode()
+    assert decode_metadata(encode_metadata(metadata), me)[0].startswith(f"kvflow-{me.pid}-")
+    with pytest.raises(TransferError, match="is not one of process 1"):
+        decode_metadata(encode_metadata(metadata), msgspec.structs.replace(me, pid=1))
+    with pytest.raises(TransferError, match="no agent in it"):
+        decode_metadata(encode_metadata(metadata + bytes(1 << 20)), me)
+
+
+def test_more_buffers_than_a_locator_describes_are_refused() -> None:
+    with pytest.raises(LayoutError, match="page-first"):
+        encode_metadata(os.urandom(4000))
+
+
+def test_memory_is_registered_once() -> None:
+    side = Side("nixl", "page_first", None)
+    with pytest.raises(LayoutError, match="one pool"):
+        side.plane.export(side.pool.layout)
+    asyncio.run(side.close())
+
+
+def test_an_agent_listens_at_its_hosts_interface_only() -> None:
+    agent = Agent(agent_name(own_identity()), "127.0.0.1", "")
+    listening = [row for row in rows() if row.is_listening and row.ends.port in agent.ports]
+    assert {row.ends.address for row in listening} == {encode_address("127.0.0.1")}
+    assert agent.event_fds
+    agent.close()
+    agent.close()
+
+
+async def test_an_idle_plane_does_not_look() -> None:
+    side = Side("nixl", "page_first", None)
+    async with spawned("nixl") as peer:
+        await peer.connect(side)
+        await peer.ask("write", [1], [2])
+        assert (await peer.ask("done"))[0] == "landed"
+        progress = plane_of(side)._progress
+        assert progress is not None
+        turns = -1
+        while turns != progress.turns:
+            turns = progress.turns
+            await asyncio.sleep(0.1)
+        await asyncio.sleep(0.5)
+        assert progress.turns == turns and not progress.errors
+    await side.close()
+
+
+def test_a_missing_package_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    def missing(name: str) -> None:
+        raise ModuleNotFoundError(name, name=name.partition(".")[0])
+
+    monkeypatch.setattr("importlib.import_module", missing)
+    with pytest.raises(MisuseError, match=r"pip install 'kvflow\[nixl\]'"):
+        nixl.NixlPlane()
+
+
+def test_loading_the_library_leaves_logging_alone() -> None:
+    handlers, configure = list(logging.root.handlers), logging.config.dictConfig
+    library.nixl_library()
+    assert (logging.root.handlers, logging.config.dictConfig) == (handlers, configure)
