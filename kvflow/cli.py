@@ -138,7 +138,12 @@ def demo(
         str, typer.Option("--model", "--model-path", help="Directory or name; the packaged model when empty.")
     ] = "",
     transfer_backend: Annotated[
-        str, typer.Option("--transfer-backend", help="local or mooncake; both when empty.", metavar="local|mooncake")
+        str,
+        typer.Option(
+            "--transfer-backend",
+            help="local, mooncake or nixl; the first two when empty.",
+            metavar="local|mooncake|nixl",
+        ),
     ] = "",
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object per data plane on stdout.")] = False,
     requests: Annotated[int, typer.Option(help="Distinct prompts to complete.", min=1, max=64)] = 16,

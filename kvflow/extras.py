@@ -6,6 +6,7 @@ EXTRAS: dict[str, tuple[str, ...]] = {  # import names
     "server": ("aiohttp", "prometheus_client", "rich", "typer", "uvloop"),
     "engine": ("torch", "transformers", "tokenizers", "safetensors", "huggingface_hub", "jinja2"),
     "mooncake": ("mooncake",),
+    "nixl": ("nixl_cu12",),
 }
 CORE = ("msgspec", "numpy", "xxhash", "zmq")
 

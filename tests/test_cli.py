@@ -17,7 +17,7 @@ from kvflow.config.settings import FIELDS_OF_ROLE, GROUPS, describe, env_of, fla
 from kvflow.demo_model import DEMO_MODEL_DIR
 
 COMMANDS = ("prefill", "decode", "router", "up", "demo", "bench", "sim", "doctor", "keygen", "declare-dead")
-HEAVY = ("torch", "transformers", "aiohttp", "zmq", "mooncake")
+HEAVY = ("torch", "transformers", "aiohttp", "zmq", "mooncake", "nixl_cu12")
 MODEL = ("--model-path", str(DEMO_MODEL_DIR), "--port", "0", "--num-pages", "16")
 PREFILL = ("prefill", *MODEL, "--disaggregation-bootstrap-port", "0")
 
@@ -126,14 +126,14 @@ def test_familiar_flags_exist() -> None:
         ((*PREFILL, "--page-size", "0"), "--page-size: '0': expected int >= 1"),
         (("prefill", *MODEL[2:], "--model-path", "/nowhere/model"), "'/nowhere/model' does not exist"),
         (("decode", *MODEL, "--config", "/nowhere.toml"), "/nowhere.toml"),
-        (("decode", *MODEL, "--transfer-backend", "pigeon"), "'local', 'mooncake'"),
+        (("decode", *MODEL, "--transfer-backend", "pigeon"), "'local', 'mooncake', 'nixl'"),
         (
             ("decode", *MODEL, "--num-pages", "67108864"),
             "--num-pages 67108864: the pool needs 2199023255552 bytes of mem",
         ),
         (("router",), "--prefill URL"),
         (("up", "--prefill-workers", "0"), "--prefill-workers"),
-        (("demo", "--transfer-backend", "pigeon"), "local, mooncake"),
+        (("demo", "--transfer-backend", "pigeon"), "local, mooncake, nixl"),
     ],
 )
 def test_what_the_user_can_mend_is_one_line_and_status_2(arguments: tuple[str, ...], part: str) -> None:

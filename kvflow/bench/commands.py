@@ -23,7 +23,7 @@ def _checkout(text: str) -> Any:
 app = App(help="Measure transfers and rooms, each figure beside a peer or a limit of the same run.")
 
 Planes = Annotated[
-    str, typer.Option("--transfer-backend", help="Data planes, separated by commas.", metavar="local,mooncake")
+    str, typer.Option("--transfer-backend", help="Data planes, separated by commas.", metavar="local,mooncake,nixl")
 ]
 Peer = Annotated[str, typer.Option(help="Folder of the SGLang harness to measure against, interleaved.", metavar="DIR")]
 AsJson = Annotated[bool, typer.Option("--json", help="One JSON object on stdout.")]

@@ -19,6 +19,8 @@ from kvflow.protocols.pages.plan import Blocks, Pairing
 from kvflow.protocols.ports import DataPlane, PlaneAddress
 from kvflow.transports.data.local import LocalPlane, map_peer
 from kvflow.transports.data.mooncake.plane import MooncakePlane
+from kvflow.transports.data.nixl.agent import DONE, RUNNING, Agent, Transfer, decode_metadata
+from kvflow.transports.data.nixl.plane import NixlPlane
 
 BLOCK_SIZES = (1 << 20, 2 << 20, 64 << 20)
 WINDOWS = (16, 32, 128)
@@ -115,10 +117,42 @@ class RawWindow(RawWriter):
             time.sleep(self.way.pause_s)
 
 
+class RawTransfers(RawWriter):
+    """NIXL's transfers of `window` blocks each, one after the other: within a machine a post copies by itself, so a
+    second one would wait for the first."""
+
+    def __init__(self, plane: NixlPlane, ours: PoolLayout, address: PlaneAddress, theirs: PoolLayout) -> None:
+        super().__init__(Pairing(ours, theirs), None)
+        self._agent: Agent = plane.agent
+        self._peer, _ = decode_metadata(address.locator, address.process)
+
+    def ways(self) -> list[Way]:
+        return [Way(size, blocks, pause) for size in BLOCK_SIZES for blocks in (64, 1 << 30) for pause in PAUSES_S[:2]]
+
+    def move(self, blocks: Blocks) -> None:
+        agent, total = self._agent, len(blocks.sizes)
+        for first in range(0, total, self.way.window):
+            part = slice(first, first + self.way.window)
+            transfer = agent.prepare("WRITE", self._peer, *(list(column[part]) for column in blocks))
+            agent.post(transfer)
+            self._follow(transfer)
+
+    def _follow(self, transfer: Transfer) -> None:
+        while transfer.status == RUNNING:
+            if self.way.pause_s:
+                time.sleep(self.way.pause_s)
+            self._agent.look(transfer)
+        self._agent.release(transfer)
+        if transfer.status != DONE:
+            raise RuntimeError(f"raw transfer ended with status {transfer.status}")
+
+
 def open_raw(plane: DataPlane, ours: PoolLayout, address: PlaneAddress, theirs: PoolLayout) -> RawWriter:
     """The bare writer of a plane."""
     if isinstance(plane, LocalPlane):
         return RawMemmove(ours, address, theirs)
     if isinstance(plane, MooncakePlane):
         return RawWindow(plane, ours, address, theirs)
+    if isinstance(plane, NixlPlane):
+        return RawTransfers(plane, ours, address, theirs)
     raise TypeError(f"no raw writer for {plane.name}")

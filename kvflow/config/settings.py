@@ -120,7 +120,9 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     disaggregation_bootstrap_port: Annotated[
         int, Meta(description="Port of prefill's bootstrap registry; 0 picks a free one at prefill.", ge=0, le=65535)
     ] = 8998
-    disaggregation_transfer_backend: Annotated[Literal["local", "mooncake"], Meta(description="Data plane.")] = "local"
+    disaggregation_transfer_backend: Annotated[
+        Literal["local", "mooncake", "nixl"], Meta(description="Data plane.")
+    ] = "local"
     staging: Annotated[
         Literal["auto", "always"],
         Meta(

@@ -18,7 +18,7 @@ from kvflow.demo.client import Aborted, DemoError, FleetClient, Streamed
 from kvflow.demo.show import DemoOutput, ProgressOutput, TerminalOutput
 from kvflow.demo_model import DEMO_MODEL_DIR, DEMO_PROMPTS
 from kvflow.launch.child import ChildEndedError
-from kvflow.launch.doctor import mooncake_unavailable_reason
+from kvflow.launch.doctor import mooncake_unavailable_reason, nixl_unavailable_reason
 from kvflow.launch.supervisor import Fleet
 from kvflow.protocols.errors import MisuseError
 from kvflow.transports.data.select import PLANES
@@ -51,6 +51,9 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True):
         return matched and self.aborted >= 1 and 0 < self.bytes_at_abort < self.bytes_total and self.pages_home
 
 
+SHOWN_PLANES = ("local", "mooncake")  # where none is named
+
+
 class Plan(msgspec.Struct, frozen=True, kw_only=True):
     """What one run of the demo does."""
 
@@ -67,14 +70,16 @@ def run_demo(model: str, backend: str, *, as_json: bool, requests: int, new_toke
     """`kvflow demo`. Returns the exit status. Raises: MisuseError."""
     if backend and backend not in PLANES:
         raise MisuseError(f"--transfer-backend: {backend!r}: expected one of {', '.join(PLANES)}")
-    reason = mooncake_unavailable_reason() if backend != "local" else None
-    if backend == "mooncake" and reason:
+    reason = mooncake_unavailable_reason() if backend in ("", "mooncake") else None
+    if backend == "nixl":
+        reason = nixl_unavailable_reason()
+    if backend and reason:
         raise MisuseError(reason)
     for name in [name for name in os.environ if name.startswith(ENV_PREFIX)]:
         del os.environ[name]  # the demo's roles are as it says, whatever a user has set for real ones
     plan = Plan(model=model or str(DEMO_MODEL_DIR), prompts=_prompts(requests), new_tokens=new_tokens)
     output: DemoOutput = ProgressOutput() if as_json else TerminalOutput()
-    backends = [backend] if backend else [name for name in PLANES if name == "local" or not reason]
+    backends = [backend] if backend else [name for name in SHOWN_PLANES if name == "local" or not reason]
     outcomes = asyncio.run(_all(plan, backends, output))
     if as_json:
         for outcome in outcomes:

@@ -26,6 +26,7 @@ MOONCAKE_WHEELS = (
     "mooncake-transfer-engine-cuda13",
 )
 OLDEST_MOONCAKE = (0, 3, 12)
+NIXL_WHEELS = {"nixl-cu12": "nixl_cu12", "nixl-cu13": "nixl_cu13"}  # what each installs
 # The name for the dynamic loader, and the Debian package.
 LIBRARIES = (("ibverbs", "libibverbs1"), ("numa", "libnuma1"), ("curl", "libcurl4"))
 MIN_OPEN_FILES = 4096
@@ -53,6 +54,7 @@ def findings() -> list[Finding]:
         _mooncake_wheels(),
         *(_library(name, package) for name, package in LIBRARIES),
         _mooncake(),
+        _nixl(),
         _shared_memory(),
         _pidfd(),
         _open_files(),
@@ -68,19 +70,35 @@ def mooncake_unavailable_reason() -> str | None:
     if not wheels.ok:
         return f"{wheels.detail}: {wheels.advice}"
     missing = [package for name, package in LIBRARIES if not ctypes.util.find_library(name)]
+    if not (reason := _import_error("mooncake.engine")):
+        return None
+    advice = f": apt-get install -y {' '.join(missing)}" if missing else ""
+    return f"mooncake cannot be loaded ({reason}){advice}"
+
+
+def nixl_unavailable_reason() -> str | None:
+    """Why the nixl data plane cannot be used here, in one line; None when it can."""
+    module = next((module for module in NIXL_WHEELS.values() if importlib.util.find_spec(module) is not None), None)
+    if module is None:
+        return "nixl is not installed: pip install 'kvflow[nixl]'"
+    if why := _import_error(f"{module}._api"):
+        return f"nixl cannot be loaded ({why})"
+    return None
+
+
+def _import_error(module: str) -> str:
+    """Why a module cannot be imported; empty when it can. In a process of its own: a broken library may end the one
+    that loads it."""
     try:
-        # In a process of its own: a broken library may end the process that loads it.
         probe = subprocess.run(
-            [sys.executable, "-c", "import mooncake.engine"],
+            [sys.executable, "-c", f"import {module}"],
             capture_output=True, text=True, timeout=IMPORT_TIMEOUT_S, check=False,
         )  # fmt: skip
     except subprocess.TimeoutExpired:
-        return f"mooncake cannot be loaded (importing it takes longer than {IMPORT_TIMEOUT_S:g} s)"
+        return f"importing it takes longer than {IMPORT_TIMEOUT_S:g} s"
     if probe.returncode == 0:
-        return None
-    reason = (probe.stderr.strip().splitlines() or [f"status {probe.returncode}"])[-1]
-    advice = f": apt-get install -y {' '.join(missing)}" if missing else ""
-    return f"mooncake cannot be loaded ({reason}){advice}"
+        return ""
+    return (probe.stderr.strip().splitlines() or [f"status {probe.returncode}"])[-1]
 
 
 def _python() -> Finding:
@@ -141,6 +159,22 @@ def _library(name: str, package: str) -> Finding:
 def _mooncake() -> Finding:
     reason = mooncake_unavailable_reason()
     return Finding("mooncake data plane", reason is None, reason or "can be loaded", False, reason or "")
+
+
+def _nixl() -> Finding:
+    reason = nixl_unavailable_reason()
+    found = [f"{name} {importlib.metadata.version(name)}" for name in NIXL_WHEELS if _is_installed(name)]
+    return Finding(
+        "nixl data plane", reason is None, reason or f"can be loaded ({', '.join(found)})", False, reason or ""
+    )
+
+
+def _is_installed(distribution: str) -> bool:
+    try:
+        importlib.metadata.version(distribution)
+    except importlib.metadata.PackageNotFoundError:
+        return False
+    return True
 
 
 def _shared_memory() -> Finding:

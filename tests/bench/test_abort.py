@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from kvflow.bench.abort import EARLIEST, LATEST, Plan, bench_plane, figures
+from kvflow.launch.doctor import nixl_unavailable_reason
 
 SHAPE = {"layers": 2, "heads": 4, "dim": 64, "page_size": 16}  # 32 KiB a page
 PAGES = 64
@@ -14,10 +15,12 @@ RATE = 10_000_000  # a room takes 0.2 s, so its middle can be met
 TIMES = 3
 
 
-@pytest.fixture(params=["local", "mooncake"])
+@pytest.fixture(params=["local", "mooncake", "nixl"])
 def plane(request: pytest.FixtureRequest) -> str:
     if request.param == "mooncake":
         pytest.importorskip("mooncake.engine")
+    if request.param == "nixl" and (reason := nixl_unavailable_reason()):
+        pytest.skip(reason)
     return str(request.param)
 
 

@@ -18,6 +18,7 @@ import pytest
 from kvflow.demo.client import Streamed, _writing_s
 from kvflow.demo.run import TICK_S, Outcome, _prompts
 from kvflow.demo.show import TerminalOutput
+from kvflow.launch.doctor import nixl_unavailable_reason
 
 KEYS = ["backend", "requests", "identical", "aborted", "bytes_at_abort", "bytes_total", "pages_home", "bytes_moved"]
 GOOD = Outcome(
@@ -77,10 +78,12 @@ def test_writing_time_counts_overlapping_chunks_once() -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 @pytest.mark.xdist_group("processes")
-@pytest.mark.parametrize("backend", ["local", "mooncake"])
+@pytest.mark.parametrize("backend", ["local", "mooncake", "nixl"])
 def test_the_demo_holds_what_it_promises(backend: str) -> None:
     if backend == "mooncake" and importlib.util.find_spec("mooncake") is None:
         pytest.skip("mooncake is not installed")
+    if backend == "nixl" and (reason := nixl_unavailable_reason()):
+        pytest.skip(reason)
     done = demo("--json", "--transfer-backend", backend)
     assert done.returncode == 0, done.stderr
     outcome = json.loads(done.stdout)

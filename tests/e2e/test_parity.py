@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from kvflow.engine.model.probe import RINGS
-from kvflow.launch.doctor import mooncake_unavailable_reason
+from kvflow.launch.doctor import mooncake_unavailable_reason, nixl_unavailable_reason
 from tests.e2e.parity_pair import CHUNKS, Model, ProcessPair, WorkerError
 from tests.engine.pair import prompt_of
 from tests.engine.tiny_models import FAMILIES
@@ -96,6 +96,13 @@ def test_fp32_over_mooncake(pair: ProcessPair, tiny: Tiny, expected: Expected) -
     if reason := mooncake_unavailable_reason():
         pytest.skip(reason)
     with pair.open(tiny("llama"), plane="mooncake") as model:
+        check_fp32(model, "llama", expected)
+
+
+def test_fp32_over_nixl(pair: ProcessPair, tiny: Tiny, expected: Expected) -> None:
+    if reason := nixl_unavailable_reason():
+        pytest.skip(reason)
+    with pair.open(tiny("llama"), plane="nixl") as model:
         check_fp32(model, "llama", expected)
 
 

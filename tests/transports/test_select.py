@@ -14,7 +14,7 @@ from kvflow.transports.data.select import open_plane, plane_for
 
 def test_the_name_of_a_plane_is_checked() -> None:
     assert open_plane("local", None).name == "local"
-    with pytest.raises(MisuseError, match="no data plane 'carrier pigeon'; there are: local, mooncake"):
+    with pytest.raises(MisuseError, match="no data plane 'carrier pigeon'; there are: local, mooncake, nixl"):
         open_plane("carrier pigeon", None)
     with pytest.raises(MisuseError, match="rate limit"):
         open_plane("local", None, rate_limit_bytes_per_s=0)
