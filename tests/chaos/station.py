@@ -145,6 +145,12 @@ class Station(Worker):
         routes = self.node.shell.routes.values()
         return {"handles": sum(route.handles for route in routes if isinstance(route, MooncakeRoute))}
 
+    async def unseen(self) -> dict[str, Any]:
+        """How many of the writers that decode watches it has not looked at: their connections are not known apart."""
+        inbound = getattr(self.node.plane, "_inbound", None)
+        writers = () if inbound is None else inbound._writers.values()
+        return {"writers": sum(not writer.last_look for writer in writers)}
+
     async def left(self) -> dict[str, Any]:
         node, tasks = self.node, len(self.running)
         pages = node.pool.pages

@@ -7,7 +7,7 @@ import signal
 
 import pytest
 
-from tests.chaos.pair import NUM_PAGES, begin, in_the_middle, pair, station
+from tests.chaos.pair import NUM_PAGES, begin, in_the_middle, pair, station, until
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("processes")]
 
@@ -56,6 +56,14 @@ async def test_both_sides_in_turn_while_rooms_run(plane: str, seed: int) -> None
         await begin(1, PAGES, prefill, decode)
         await in_the_middle(decode, 1)
         await decode.ask("meet", ranks=other.ranks)
+        await begin(2, 8, other, decode)
+        assert await decode.ask("outcome", room=2) == {"outcome": "success", "foreign_bytes": 0}
+        await decode.ask("end", room=2)
+
+        async def told_apart() -> bool:  # else connections of the one may be the other's, and are waited for
+            return not (await decode.ask("unseen"))["writers"]
+
+        await until(told_apart)
         plan = {"first": 100, "count": 40, "pages": 8, "lanes": 4, "seed": seed, "quit_part": 0.0}
         storm = asyncio.gather(*(one.ask("storm", **plan) for one in (other, decode)))
         prefill.signal(signal.SIGKILL)
