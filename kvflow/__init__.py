@@ -5,7 +5,7 @@ without asyncio   PrefillThread, DecodeThread, PrefillThreadRoom, DecodeThreadRo
 finding prefills  RankInfo, RankTable, serve_ranks (prefill's side), RegistryClient (decode's)
 pools             PagedPool, PageAllocator, ExternalPages, SharedSegment, SnapshotStore, Staging, build_layout
 hand-overs        HandOff, PackedArray
-data planes       open_plane, LocalPlane, MooncakePlane, NixlPlane
+data planes       open_plane, LocalPlane, MooncakePlane
 errors            KvflowError and the classes under it that have to be told apart; Cause, Code
 
 Each name is imported when it is first used: `import kvflow` by itself loads neither numpy nor a socket library.
@@ -48,7 +48,6 @@ if TYPE_CHECKING:
     from kvflow.transports.control.registry import RankTable, RegistryClient
     from kvflow.transports.data.local import LocalPlane
     from kvflow.transports.data.mooncake.plane import MooncakePlane
-    from kvflow.transports.data.nixl.plane import NixlPlane
     from kvflow.transports.data.select import open_plane
 
 __version__ = "0.1.0"
@@ -69,7 +68,6 @@ __all__ = [
     "LostError",
     "MisuseError",
     "MooncakePlane",
-    "NixlPlane",
     "PackedArray",
     "PageAllocator",
     "PagedPool",
@@ -113,7 +111,6 @@ _HOMES = {
     "LostError": _ERRORS,
     "MisuseError": _ERRORS,
     "MooncakePlane": "kvflow.transports.data.mooncake.plane",
-    "NixlPlane": "kvflow.transports.data.nixl.plane",
     "PackedArray": "kvflow.engine.scheduler.packed_array",
     "PageAllocator": "kvflow.memory.allocator",
     "PagedPool": "kvflow.memory.pool",
