@@ -332,6 +332,19 @@ def test_metadata_of_another_process_is_refused() -> None:
         decode_metadata(encode_metadata(metadata + bytes(1 << 20)), me)
 
 
+async def test_other_metadata_under_a_peers_name_is_refused_while_it_is_connected() -> None:
+    side = Side("nixl", "page_first", None)
+    side.fill(1)
+    async with spawned("nixl") as peer:
+        assert await landed(side, peer) == side.pool.layout.page_bytes
+        _, metadata = decode_metadata(peer.address.locator, peer.address.process)
+        other = msgspec.structs.replace(peer.address, locator=encode_metadata(metadata + b"|"))
+        with pytest.raises(TransferError, match="metadata differs"):
+            await side.plane.connect(other, peer.layout)
+        assert await landed(side, peer) == side.pool.layout.page_bytes
+    await side.close()
+
+
 def test_more_buffers_than_a_locator_describes_are_refused() -> None:
     with pytest.raises(LayoutError, match="page-first"):
         encode_metadata(os.urandom(4000))

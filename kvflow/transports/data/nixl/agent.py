@@ -117,7 +117,10 @@ class Agent:
             return described
 
     def add(self, metadata: bytes) -> None:
-        """Get to know another agent. Raises: TransferError."""
+        """Get to know another agent. What is refused may spoil its name, a random one, for this agent.
+
+        Raises: TransferError.
+        """
         with self._lock:
             try:
                 self._agent.add_remote_agent(metadata)

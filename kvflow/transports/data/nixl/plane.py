@@ -142,13 +142,16 @@ class NixlPlane:
             peer = self._peers.get(name)
             if peer is None:
                 self._forget_dead()
-                peer = Peer(name, process)
+                peer = Peer(name, process, metadata)
                 self.agent.add(metadata)
                 self._peers[name] = peer
-            elif peer.is_broken:
+            elif peer.metadata != metadata and peer.routes:
+                raise TransferError(f"nixl agent {name} is another one: its metadata differs")
+            elif peer.metadata != metadata or peer.is_broken:
+                peer.is_broken = True  # until it is known again
                 self.agent.remove(name)
                 self.agent.add(metadata)
-                peer.is_broken = False
+                peer.metadata, peer.is_broken = metadata, False
             peer.routes += 1
         try:
             self._ask(peer, address)

@@ -12,7 +12,7 @@ from kvflow.transports.data.write_thread import Assignment, WriteThread
 
 WINDOW_BYTES = 16 << 20
 # Of one transfer, some 1 ms: what a cancel waits for.
-TRANSFER_BYTES = 4 << 20
+TRANSFER_BYTES = 8 << 20
 TRANSFER_BLOCKS = 1024
 _PAUSE_S = 0.0003  # between looks at what is under way
 
@@ -20,8 +20,8 @@ _PAUSE_S = 0.0003  # between looks at what is under way
 class Peer:
     """An agent that ours knows."""
 
-    def __init__(self, name: str, process: ProcessIdentity) -> None:
-        self.name, self.process = name, process
+    def __init__(self, name: str, process: ProcessIdentity, metadata: bytes) -> None:
+        self.name, self.process, self.metadata = name, process, metadata
         self.routes = 0
         self.is_broken = False  # a transfer to it has failed, and with it its connection
 
