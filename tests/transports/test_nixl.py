@@ -97,20 +97,6 @@ async def test_over_tcp_nothing_is_called_landed_that_a_frozen_receiver_has_not_
     await side.close()
 
 
-async def test_within_a_machine_a_frozen_receivers_pages_are_written_all_the_same() -> None:
-    side = Side("nixl", "page_first", None)
-    side.fill(1)
-    async with spawned("nixl") as peer:
-        route = await side.plane.connect(peer.address, peer.layout)
-        assert await asyncio.shield(route.write(pages(0), pages(0)).done) is WriteOutcome.LANDED
-        await freeze(peer.process.pid)
-        write = route.write(EVERYTHING, EVERYTHING)
-        assert await asyncio.wait_for(asyncio.shield(write.done), 10) is WriteOutcome.LANDED
-        peer.process.send_signal(signal.SIGCONT)
-        assert await peer.ask("landed") == side.pool.layout.size_bytes
-    await side.close()
-
-
 async def test_over_tcp_a_write_outlives_its_error(over_tcp: None) -> None:
     side = Side("nixl", "page_first", None)
     side.fill(1)
@@ -269,7 +255,7 @@ async def test_a_closed_plane_gives_back_every_descriptor_and_thread() -> None:
         side = Side("nixl", "page_first", None)
         await side.close()
     assert len(os.listdir("/proc/self/fd")) <= before
-    assert len(os.listdir("/proc/self/task")) <= tasks
+    await until(lambda: len(os.listdir("/proc/self/task")) <= tasks)
 
 
 async def test_a_plane_with_a_frozen_peer_closes_all_the_same(over_tcp: None, monkeypatch: pytest.MonkeyPatch) -> None:
