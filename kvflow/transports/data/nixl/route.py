@@ -12,7 +12,7 @@ from kvflow.transports.data.write_thread import Assignment, WriteThread
 
 WINDOW_BYTES = 16 << 20
 # Of one transfer, some 1 ms: what a cancel waits for.
-TRANSFER_BYTES = 8 << 20
+TRANSFER_BYTES = 4 << 20
 TRANSFER_BLOCKS = 1024
 _PAUSE_S = 0.0003  # between looks at what is under way
 
