@@ -124,7 +124,8 @@ class RawTransfers(RawWriter):
     def __init__(self, plane: NixlPlane, ours: PoolLayout, address: PlaneAddress, theirs: PoolLayout) -> None:
         super().__init__(Pairing(ours, theirs), None)
         self._agent: Agent = plane.agent
-        self._peer, _ = decode_metadata(address.locator, address.process)
+        name, metadata = decode_metadata(address.locator, address.process)
+        self._peer = plane.reach(name, address.process, metadata, theirs.buffers[0].address).name
 
     def ways(self) -> list[Way]:
         return [Way(size, blocks, pause) for size in BLOCK_SIZES for blocks in (64, 1 << 30) for pause in PAUSES_S[:2]]

@@ -117,7 +117,7 @@ class NixlPlane:
         process = PeerProcess(address.process)
         try:
             peer = await self._connecting.run(
-                lambda: self._reach(name, address.process, metadata, layout.buffers[0].address),
+                lambda: self.reach(name, address.process, metadata, layout.buffers[0].address),
                 self._leave,
                 within_s=_CONNECT_S,
             )
@@ -134,8 +134,8 @@ class NixlPlane:
         self._routes.add(route)
         return route
 
-    def _reach(self, name: str, process: ProcessIdentity, metadata: bytes, address: int) -> Peer:
-        """Have the peer answer, so that no later write has to connect. Raises: TransferError."""
+    def reach(self, name: str, process: ProcessIdentity, metadata: bytes, address: int) -> Peer:
+        """Have the peer answer, so that no later write has to connect; blocks. Raises: TransferError."""
         with self._lock:
             if self._layout is None:
                 raise TransferError("the nixl plane is closed")
