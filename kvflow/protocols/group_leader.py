@@ -17,6 +17,7 @@ from kvflow.protocols.limits import Bounds, Timing
 from kvflow.protocols.machines.group import LEADER, LEADER_TERMINAL, LeaderCommand, LeaderKind, LeaderPhase
 from kvflow.protocols.machines.ordered import Ordered
 from kvflow.protocols.machines.tables import ERROR
+from kvflow.protocols.ports import ProcessIdentity
 from kvflow.protocols.wire import group as wire
 from kvflow.protocols.wire.codec import encode, parse_at_leader, routing_id
 from kvflow.protocols.wire.group import Ruling, Ticket, Vote
@@ -39,7 +40,18 @@ class RequestDecided(msgspec.Struct, frozen=True, gc=False):
     cause: Cause | None
 
 
-LeaderOutput = SendToMember | RequestDecided
+class WatchMember(msgspec.Struct, frozen=True, gc=False):
+    """Call `member_died` when that process has ended, where that can be seen from here."""
+
+    member: Incarnation
+    process: ProcessIdentity
+
+
+class UnwatchMember(msgspec.Struct, frozen=True, gc=False):
+    member: Incarnation
+
+
+LeaderOutput = SendToMember | RequestDecided | WatchMember | UnwatchMember
 
 
 class RequestRecord:
@@ -57,10 +69,11 @@ class RequestRecord:
 class Membership:
     """One session of one rank."""
 
-    __slots__ = ("heard_at_s", "incarnation", "link", "rank", "session")
+    __slots__ = ("heard_at_s", "incarnation", "is_watched", "link", "rank", "session")
 
-    def __init__(self, session: int, incarnation: Incarnation, rank: Rank, now: float) -> None:
+    def __init__(self, session: int, incarnation: Incarnation, rank: Rank, now: float, *, is_watched: bool) -> None:
         self.session, self.incarnation, self.rank, self.heard_at_s = session, incarnation, rank, now
+        self.is_watched = is_watched
         self.link: Ordered[wire.Decision] = Ordered()
 
 
@@ -69,12 +82,12 @@ class GroupLeader:
 
     def __init__(
         self, incarnation: Incarnation, world_size: int, *, now: float, timing: Timing | None = None,
-        bounds: Bounds | None = None,
+        bounds: Bounds | None = None, process: ProcessIdentity | None = None,
     ) -> None:  # fmt: skip
-        """Raises: MisuseError."""
+        """`process` is this one, for members that can watch it. Raises: MisuseError."""
         if not 1 <= world_size <= MAX_RANKS:
             raise MisuseError(f"world_size {world_size} is outside 1..{MAX_RANKS}")
-        self.incarnation, self.world_size = incarnation, world_size
+        self.incarnation, self.world_size, self._process = incarnation, world_size, process
         self.timing, self._limit = timing or Timing(), (bounds or Bounds()).rooms
         self.members: dict[Rank, Membership] = {}
         self.decisions = 0  # how many there are in the log
@@ -84,7 +97,7 @@ class GroupLeader:
         self._next_ticket, self._next_session = Ticket(1), 1
         self._losses = 0  # of ranks: a request from before the last one is lost with it
         self._lost: deque[tuple[Ticket, Cause]] = deque()
-        self._outbox: list[LeaderOutput] = []
+        self.outbox: list[LeaderOutput] = []
         self._due_at_s = now + self.timing.heartbeat_s
 
     def __repr__(self) -> str:
@@ -106,8 +119,8 @@ class GroupLeader:
 
     def commands(self) -> list[LeaderOutput]:
         """Everything to be done since the last call, in order."""
-        found = self._outbox[:]
-        self._outbox.clear()
+        found = self.outbox[:]
+        self.outbox.clear()
         return found
 
     # --- requests
@@ -176,9 +189,14 @@ class GroupLeader:
             known = None
         if known is None:
             session, self._next_session = self._next_session, self._next_session + 1
-            known = Membership(session, message.member, message.rank, now)
+            watched = message.process
+            known = Membership(session, message.member, message.rank, now, is_watched=watched is not None)
             self.members[message.rank] = self._by_incarnation[message.member] = known
-        answer = wire.Joined(leader=self.incarnation, member=message.member, session=known.session)
+            if watched is not None:
+                self.outbox.append(WatchMember(message.member, watched))
+        answer = wire.Joined(
+            leader=self.incarnation, member=message.member, session=known.session, process=self._process
+        )
         self._send(message.member, answer)
 
     def _mismatch(self, message: wire.Join) -> str:
@@ -205,7 +223,7 @@ class GroupLeader:
         self._send(member, wire.Joined(leader=about, member=member, session=session, refusal=refusal))
 
     def _send(self, member: Incarnation, message: wire.ToMember) -> None:
-        self._outbox.append(SendToMember(routing_id(member), encode(message)))
+        self.outbox.append(SendToMember(routing_id(member), encode(message)))
 
     def _on_vote(self, member: Membership, message: wire.RankVote) -> None:
         link = member.link
@@ -246,6 +264,8 @@ class GroupLeader:
         """Every open request goes with it, a bounded part of them in each tick. It is told, in case it lives."""
         del self.members[member.rank], self._by_incarnation[member.incarnation]
         self._refuse(member.incarnation, text, session=member.session)
+        if member.is_watched:
+            self.outbox.append(UnwatchMember(member.incarnation))
         self._losses += 1
         cause = Cause(Code.PEER_LOST, text)
         self._lost.extend((ticket, cause) for ticket in self._requests)
@@ -307,7 +327,7 @@ class GroupLeader:
             del self._requests[ticket]
         for command in move.commands:
             if command is LeaderCommand.TELL_OUTCOME:
-                self._outbox.append(RequestDecided(ticket, record.room, cause))
+                self.outbox.append(RequestDecided(ticket, record.room, cause))
             else:
                 self._decide(ticket, _RULINGS[command], cause)
 

@@ -17,6 +17,7 @@ from kvflow.protocols.errors import Cause, Code, WireError
 from kvflow.protocols.limits import Timing
 from kvflow.protocols.machines.group import MEMBER, MemberCommand, MemberKind, MemberPhase
 from kvflow.protocols.machines.ordered import Ordered
+from kvflow.protocols.ports import ProcessIdentity
 from kvflow.protocols.wire import group as wire
 from kvflow.protocols.wire.codec import encode, parse_at_member
 from kvflow.protocols.wire.group import Ruling, Ticket, Vote
@@ -70,7 +71,19 @@ class TicketEnded(msgspec.Struct, frozen=True, gc=False):
     key: TicketKey
 
 
-MemberOutput = SendToLeader | OpenRoom | StartRoom | CloseRoom | RequestSettled | TicketEnded
+class WatchLeader(msgspec.Struct, frozen=True, gc=False):
+    """Call `leader_gone` when that process has ended, where that can be seen from here."""
+
+    process: ProcessIdentity
+
+
+class UnwatchLeader(msgspec.Struct, frozen=True, gc=False):
+    pass
+
+
+MemberOutput = (
+    WatchLeader | UnwatchLeader | SendToLeader | OpenRoom | StartRoom | CloseRoom | RequestSettled | TicketEnded
+)
 
 
 class TicketRecord:
@@ -93,10 +106,10 @@ class TicketRecord:
 class Session:
     """One membership in the log of one leader."""
 
-    __slots__ = ("leader", "link", "number")
+    __slots__ = ("is_watched", "leader", "link", "number")
 
-    def __init__(self, leader: Incarnation, number: int) -> None:
-        self.leader, self.number = leader, number
+    def __init__(self, leader: Incarnation, number: int, *, is_watched: bool) -> None:
+        self.leader, self.number, self.is_watched = leader, number, is_watched
         self.link: Ordered[wire.RankVote] = Ordered()
 
 
@@ -105,8 +118,10 @@ class GroupMember:
 
     def __init__(
         self, incarnation: Incarnation, rank: int, world_size: int, *, now: float, timing: Timing | None = None,
+        process: ProcessIdentity | None = None,
     ) -> None:  # fmt: skip
-        self.incarnation, self.rank, self.world_size = incarnation, Rank(rank), world_size
+        """`process` is this one, for a leader that can watch it."""
+        self.incarnation, self.rank, self.world_size, self._process = incarnation, Rank(rank), world_size, process
         self.timing = timing or Timing()
         self.session: Session | None = None
         self.refusal = ""  # why the leader does not take this rank; empty when it has not answered, or does
@@ -194,7 +209,10 @@ class GroupMember:
         if self.session is not None:
             text = f"rank {self.rank} began another session with the leader of the group"
             self._leave(Cause(Code.PEER_LOST, text), now)
-        self.session = Session(message.leader, message.session)
+        watched = message.process
+        self.session = Session(message.leader, message.session, is_watched=watched is not None)
+        if watched is not None:
+            self.outbox.append(WatchLeader(watched))
         self._leader, self._last_session = message.leader, message.session
         self._heard_at_s, self._due_at_s = now, now + self.timing.heartbeat_s
 
@@ -258,6 +276,7 @@ class GroupMember:
                 world_size=self.world_size,
                 last_leader=self._leader,
                 last_session=self._last_session,
+                process=self._process,
             )
         )
 
@@ -265,6 +284,8 @@ class GroupMember:
         """The session is over: every request of it fails here, since what the others do of it is not known."""
         if self.session is None:
             return
+        if self.session.is_watched:
+            self.outbox.append(UnwatchLeader())
         self.session, self._why_over, self._due_at_s = None, cause, now
         self._ending = deque(self.records)
 

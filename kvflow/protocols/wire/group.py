@@ -15,6 +15,7 @@ import msgspec
 from msgspec import Meta
 
 from kvflow.protocols.errors import Cause
+from kvflow.protocols.ports import ProcessIdentity
 from kvflow.protocols.wire.messages import MAX_RANKS, Incarnation, Life, RankNumber, Room, Text
 
 GROUP_WIRE_VERSION = 1
@@ -47,7 +48,7 @@ class Ruling(IntEnum):
 
 class Join(msgspec.Struct, frozen=True, array_like=True, kw_only=True, tag=1):
     """member -> leader, repeated until answered: this process wants to be that rank. It was in `last_session` of
-    `last_leader` before, 0 for none: that one is over."""
+    `last_leader` before, 0 for none: that one is over. `process` is this one, for a leader that can watch it."""
 
     member: Life
     rank: RankNumber
@@ -55,6 +56,7 @@ class Join(msgspec.Struct, frozen=True, array_like=True, kw_only=True, tag=1):
     last_leader: Annotated[Incarnation, Meta(ge=0)]
     last_session: Number
     wire_version: int = GROUP_WIRE_VERSION
+    process: ProcessIdentity | None = None
 
 
 class Joined(msgspec.Struct, frozen=True, array_like=True, kw_only=True, tag=2):
@@ -65,6 +67,7 @@ class Joined(msgspec.Struct, frozen=True, array_like=True, kw_only=True, tag=2):
     member: Life
     session: Number
     refusal: Text = ""
+    process: ProcessIdentity | None = None
 
 
 class RankVote(msgspec.Struct, frozen=True, array_like=True, gc=False, kw_only=True, tag=3):

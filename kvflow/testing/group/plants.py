@@ -52,7 +52,7 @@ def _reports_twice() -> Installed:
         late = message.ticket not in self.requests and message.seq == member.link.received_below
         on_vote(self, member, message)
         if late and message.vote is Vote.FAILED:
-            self._outbox.append(RequestDecided(message.ticket, RoomId(0), message.cause))
+            self.outbox.append(RequestDecided(message.ticket, RoomId(0), message.cause))
 
     return swapped(GroupLeader, "_on_vote", twice)
 

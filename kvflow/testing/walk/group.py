@@ -255,7 +255,7 @@ class GroupWorld:
                 for rank, life in enumerate(state.members):
                     if life is not None and routing_id(pickle.loads(life).incarnation) == command.routing_id:
                         to_member[rank] = (*to_member[rank], command.frame)
-            else:
+            elif isinstance(command, RequestDecided):
                 self._decided(command, facts)
         return state._replace(leader=self._kept(leader), to_member=tuple(to_member), facts=frozenset(facts))
 

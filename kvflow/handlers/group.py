@@ -1,0 +1,267 @@
+"""The shells of a group of prefill ranks: one for its leader, and one at each rank, the leader's own included.
+
+Each awaits frames from its socket, feeds its endpoint, and runs what comes out. What becomes of a rank's room is told
+to the group as it happens; what the group decides is carried out on the room.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable
+
+from kvflow.handlers.rooms import Answer, PrefillRoom
+from kvflow.handlers.shell import Shell
+from kvflow.protocols import group_leader as lead
+from kvflow.protocols import group_member as of
+from kvflow.protocols.errors import Cause, Code, KvflowError, TransferError, room_error
+from kvflow.protocols.group_leader import GroupLeader
+from kvflow.protocols.group_member import GroupMember, TicketKey
+from kvflow.protocols.ports import ControlSocket, ProcessIdentity
+from kvflow.protocols.wire.group import Ticket
+from kvflow.protocols.wire.messages import Incarnation, RoomId
+from kvflow.telemetry.counters import Counts
+
+log = logging.getLogger(__name__)
+
+WaitDead = Callable[[ProcessIdentity], Awaitable[None]]
+"""Returns once that process has ended. Raises: TransferError where that can never be seen from here, OSError where it
+cannot be just now."""
+OpenRoom = Callable[[RoomId, bytes], PrefillRoom]
+"""Opens this rank's half of a room, from what the leader was given as the request. Raises: KvflowError."""
+_WATCH_AGAIN_S = 1.0
+
+
+class GroupRequest:
+    """One request at the leader: what becomes of it on all ranks."""
+
+    def __init__(self, shell: LeaderShell, ticket: Ticket, room: RoomId) -> None:
+        self._shell, self.ticket, self.room = shell, ticket, room
+        self.when_decided: Answer[None] = Answer()
+
+    async def decided(self) -> None:
+        """Wait until it has succeeded on every rank. Raises: KvflowError by what failed it, once for the group."""
+        await self.when_decided.get()
+
+    def close(self, cause: Cause | None = None) -> None:
+        """End it on every rank; no effect once it is decided."""
+        self._shell.close_request(self, cause or Cause(Code.CLIENT_GONE))
+
+
+class LeaderShell(Shell):
+    """One leader on the event loop."""
+
+    def __init__(
+        self, leader: GroupLeader, *, socket: ControlSocket, wait_dead: WaitDead, counts: Counts,
+        now: Callable[[], float],
+    ) -> None:  # fmt: skip
+        super().__init__(leader, leader.timing, counts, now)
+        self.leader, self.socket, self._wait_dead = leader, socket, wait_dead
+        self.requests: dict[Ticket, GroupRequest] = {}
+        self._watches: dict[Incarnation, asyncio.Task[None]] = {}
+        self.runners = {
+            lead.SendToMember: self._send,
+            lead.RequestDecided: self._decided,
+            lead.WatchMember: self._watch,
+            lead.UnwatchMember: self._unwatch,
+        }
+        self.spawn(self._read(), "kvflow-group-leader-read")
+        self.run()
+
+    def open(self, room: int, request: bytes) -> GroupRequest:
+        """Open a room on every rank. Raises: as `GroupLeader.open`; decode's half must then be refused here."""
+        ticket = self.leader.open(room, request)
+        found = self.requests[ticket] = GroupRequest(self, ticket, self.leader.requests[ticket].room)
+        self.run()
+        return found
+
+    def close_request(self, request: GroupRequest, cause: Cause) -> None:
+        self.leader.close(request.ticket, cause)
+        self.run()
+
+    def leave(self) -> None:
+        """End every request."""
+        self.leaving = True
+        for request in list(self.requests.values()):
+            self.leader.close(request.ticket, Cause(Code.SHUTDOWN, "the leader of the group is shutting down"))
+        self.run()
+
+    async def close(self) -> None:
+        self.leave()
+        await asyncio.sleep(0)  # what has been decided is sent as this turn of the loop ends
+        await self.stop()
+
+    async def _read(self) -> None:
+        """Consume messages until cancelled; what goes wrong with one is counted, the loop goes on (I7)."""
+        while True:
+            for peer_id, frame in await self.socket.receive():
+                try:
+                    self.leader.receive(peer_id, frame, self.now())
+                except Exception:
+                    self.counts.handler_errors += 1
+                    log.exception("a message of a rank failed")
+            self.run()
+
+    async def _until_dead(self, command: lead.WatchMember) -> None:
+        if await seen_dead(self._wait_dead, command.process):
+            self.leader.member_died(command.member)
+            self.run()
+
+    # --- commands
+
+    def _send(self, command: lead.SendToMember) -> None:
+        if not self.socket.send(command.frame, command.routing_id, at_once=True):
+            self.counts.undelivered += 1
+
+    def _decided(self, command: lead.RequestDecided) -> None:
+        request = self.requests.pop(command.ticket)
+        if command.cause is None:
+            request.when_decided.give(None)
+        else:
+            log.info("room %d failed on every rank: %s", command.room, command.cause)
+            request.when_decided.give(None, room_error(command.cause))
+
+    def _watch(self, command: lead.WatchMember) -> None:
+        self._watches[command.member] = self.spawn(self._until_dead(command), f"kvflow-rank-{command.member:016x}")
+
+    def _unwatch(self, command: lead.UnwatchMember) -> None:
+        task = self._watches.pop(command.member, None)
+        if task is not None and task is not asyncio.current_task():
+            task.cancel()
+
+
+class RankRequest:
+    """One request at one rank."""
+
+    def __init__(self, key: TicketKey, room: PrefillRoom, request: bytes) -> None:
+        self.key, self.room, self.request = key, room, request
+        self.when_settled: Answer[None] = Answer()
+
+    async def settled(self) -> None:
+        """Wait until it has succeeded on every rank. Raises: KvflowError by what failed it."""
+        await self.when_settled.get()
+
+
+class MemberShell(Shell):
+    """One rank's membership on the event loop."""
+
+    def __init__(
+        self, member: GroupMember, *, socket: ControlSocket, open_room: OpenRoom, wait_dead: WaitDead, counts: Counts,
+        now: Callable[[], float],
+    ) -> None:  # fmt: skip
+        super().__init__(member, member.timing, counts, now)
+        self.member, self.socket, self._open_room, self._wait_dead = member, socket, open_room, wait_dead
+        self.requests: dict[TicketKey, RankRequest] = {}
+        self._started: asyncio.Queue[RankRequest] = asyncio.Queue()
+        self._watch_task: asyncio.Task[None] | None = None
+        self.runners = {
+            of.SendToLeader: self._send,
+            of.OpenRoom: self._open,
+            of.StartRoom: self._start,
+            of.CloseRoom: self._close_room,
+            of.RequestSettled: self._settled,
+            of.TicketEnded: self._ended_here,
+            of.WatchLeader: self._watch,
+            of.UnwatchLeader: self._unwatch,
+        }
+        self.spawn(self._read(), "kvflow-group-member-read")
+        self.run()
+
+    async def started(self) -> RankRequest:
+        """Wait for the next request that every rank is ready for: in one order on all ranks. It may have failed since,
+        which its room tells."""
+        return await self._started.get()
+
+    async def drain(self, patience_s: float) -> None:
+        """Wait until nothing is left of any request, or patience has ended; the rooms must have been closed."""
+        self.leaving = True
+        await self.wait_while(lambda: bool(self.member.tickets), patience_s)
+
+    async def _read(self) -> None:
+        """As the leader's."""
+        while True:
+            for _, frame in await self.socket.receive():
+                try:
+                    self.member.receive(frame, self.now())
+                except Exception:
+                    self.counts.handler_errors += 1
+                    log.exception("a message of the group's leader failed")
+            self.run()
+
+    async def _follow(self, key: TicketKey, room: PrefillRoom) -> None:
+        """Tell the group what becomes of this rank's room."""
+        member = self.member
+        try:
+            await room.matched()
+            member.matched(key)
+            self.run()
+            await room.done()
+        except KvflowError as error:
+            member.failed(key, error.cause())
+            self.run()
+            await room.released()
+            member.released(key)
+        else:
+            await room.released()
+            member.landed(key)
+        self.run()
+
+    async def _until_dead(self, process: ProcessIdentity) -> None:
+        if await seen_dead(self._wait_dead, process):
+            self.member.leader_gone(self.now())
+            self.run()
+
+    # --- commands
+
+    def _send(self, command: of.SendToLeader) -> None:
+        if not self.socket.send(command.frame, at_once=True):
+            self.counts.undelivered += 1
+
+    def _open(self, command: of.OpenRoom) -> None:
+        try:
+            room = self._open_room(command.room, command.request)
+        except Exception as error:
+            if not isinstance(error, KvflowError):
+                self.counts.handler_errors += 1
+                log.exception("room %d could not be opened", command.room)
+                error = room_error(Cause(Code.ENGINE_ERROR, f"opening the room failed: {type(error).__name__}"))
+            self.member.failed(command.key, error.cause())
+            self.member.released(command.key)
+            return
+        self.requests[command.key] = RankRequest(command.key, room, command.request)
+        self.spawn(self._follow(command.key, room), f"kvflow-group-room-{command.room}")
+
+    def _start(self, command: of.StartRoom) -> None:
+        self._started.put_nowait(self.requests[command.key])
+
+    def _close_room(self, command: of.CloseRoom) -> None:
+        self.requests[command.key].room.close(command.cause)
+
+    def _settled(self, command: of.RequestSettled) -> None:
+        request = self.requests.get(command.key)
+        if request is not None:
+            request.when_settled.give(None, room_error(command.cause) if command.cause else None)
+
+    def _ended_here(self, command: of.TicketEnded) -> None:
+        self.requests.pop(command.key, None)
+
+    def _watch(self, command: of.WatchLeader) -> None:
+        self._watch_task = self.spawn(self._until_dead(command.process), "kvflow-group-leader-watch")
+
+    def _unwatch(self, command: of.UnwatchLeader) -> None:
+        task, self._watch_task = self._watch_task, None
+        if task is not None and task is not asyncio.current_task():
+            task.cancel()
+
+
+async def seen_dead(wait_dead: WaitDead, process: ProcessIdentity) -> bool:
+    """True once that process has ended; False where only its silence can tell."""
+    while True:
+        try:
+            await wait_dead(process)
+        except TransferError:
+            return False
+        except OSError:
+            await asyncio.sleep(_WATCH_AGAIN_S)
+        else:
+            return True

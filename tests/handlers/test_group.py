@@ -1,0 +1,280 @@
+"""Ranks that agree: real sockets between their shells, real rooms at each, one decode that takes from all of them."""
+
+from __future__ import annotations
+
+import asyncio
+import subprocess
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from time import monotonic
+
+import msgspec
+import pytest
+
+from kvflow.handlers.group import GroupRequest, LeaderShell, MemberShell, RankRequest
+from kvflow.handlers.rooms import DecodeRoom, PrefillRoom
+from kvflow.node import PrefillNode
+from kvflow.protocols.errors import AbortedError, Cause, Code, KvflowError, LostError, RefusedError
+from kvflow.protocols.group_leader import GroupLeader
+from kvflow.protocols.group_member import GroupMember
+from kvflow.protocols.limits import Timing
+from kvflow.protocols.ports import ProcessIdentity
+from kvflow.protocols.wire.messages import Incarnation, RoomId
+from kvflow.telemetry.counters import Counts
+from kvflow.testing.pair import Pair, pair, until
+from kvflow.transports.control.zmq import bind_router, connect_dealer
+from kvflow.transports.host.identity import own_identity, wait_dead
+
+PROMPT = range(20)
+PATIENT = Timing(heartbeat_s=0.2, lost_after_s=60, repeat_after_s=0.05)
+LATER = Cause(Code.ENGINE_ERROR, "this stage is out of memory")
+
+
+class Ranks:
+    """A leader, and a member at each prefill of a pair. A rank's process is a child of its own, which can be killed."""
+
+    def __init__(self, nodes: Pair) -> None:
+        self.nodes = nodes
+        self.children = [subprocess.Popen(["sleep", "600"]) for _ in nodes.prefills]
+        self.processes = [identity_of(child.pid) for child in self.children]
+        self.leaders: list[LeaderShell] = []
+        self.members: list[MemberShell] = []
+        self.port = 0
+
+    @property
+    def leader(self) -> LeaderShell:
+        return self.leaders[-1]
+
+    def start_leader(self, life: int) -> None:
+        socket, self.port = bind_router("127.0.0.1", self.port)
+        leader = GroupLeader(
+            Incarnation(life), len(self.nodes.prefills), now=monotonic(), timing=PATIENT, process=self.processes[0]
+        )
+        self.leaders.append(LeaderShell(leader, socket=socket, wait_dead=wait_dead, counts=Counts(1, 0), now=monotonic))
+
+    def start_member(self, rank: int, life: int) -> MemberShell:
+        node = self.nodes.prefills[rank]
+        member = GroupMember(
+            Incarnation(life), rank, len(self.nodes.prefills), now=monotonic(), timing=PATIENT,
+            process=self.processes[rank],
+        )  # fmt: skip
+
+        def open_room(room: RoomId, request: bytes) -> PrefillRoom:
+            return node.room(room, list(request))
+
+        shell = MemberShell(
+            member, socket=connect_dealer(f"tcp://127.0.0.1:{self.port}", life), open_room=open_room,
+            wait_dead=wait_dead, counts=Counts(1, 0), now=monotonic,
+        )  # fmt: skip
+        self.members.append(shell)
+        return shell
+
+    async def complete(self) -> None:
+        await until(lambda: not self.leader.leader.unavailable_reason)
+
+    async def open(self, room: int) -> tuple[GroupRequest, DecodeRoom]:
+        request = self.leader.open(room, bytes(PROMPT))
+        return request, await self.nodes.decode.room(room, "sim", PROMPT)
+
+    async def compute(self, member: MemberShell) -> RankRequest:
+        """What this rank's engine does with the next request."""
+        request = await member.started()
+        node = self.node_of(member)
+        self.nodes.send_all(request.room, node=node, chunks=2)
+        return request
+
+    def node_of(self, member: MemberShell) -> PrefillNode:
+        return self.nodes.prefills[member.member.rank]
+
+    async def rest(self) -> None:
+        """Nothing is left of any request, at any rank."""
+        await self.nodes.rest()
+        await until(lambda: not any(shell.requests or shell.member.tickets for shell in self.members))
+        assert not any(shell.requests or shell.leader.requests for shell in self.leaders)
+        assert not any(shell.counts.handler_errors for shell in [*self.members, *self.leaders])
+
+    async def close(self) -> None:
+        for shell in self.members:
+            await shell.drain(1.0)
+        for leader in self.leaders:
+            await leader.close()
+            leader.socket.close()
+        for shell in self.members:
+            await shell.stop()
+            shell.socket.close()
+        for child in self.children:
+            child.kill()
+            child.wait()
+
+
+def identity_of(pid: int) -> ProcessIdentity:
+    ticks = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19])
+    return msgspec.structs.replace(own_identity(), pid=pid, start_ticks=ticks)
+
+
+@asynccontextmanager
+async def group(ranks: int) -> AsyncIterator[Ranks]:
+    async with pair(ranks=ranks) as nodes:
+        found = Ranks(nodes)
+        try:
+            found.start_leader(1000)
+            for rank in range(ranks):
+                found.start_member(rank, rank + 1)
+            await found.complete()
+            yield found
+        finally:
+            await found.close()
+
+
+async def test_every_rank_is_ready_before_one_starts_and_done_before_one_succeeds() -> None:
+    async with group(3) as g:
+        request, target = await g.open(7)
+        started = await asyncio.gather(*(member.started() for member in g.members))
+        assert all(each.room.phase.name == "WAITING_FOR_INPUT" for each in started)
+        for member, each in zip(g.members[:2], started, strict=False):
+            g.nodes.send_all(each.room, node=g.node_of(member))
+        await asyncio.gather(*(each.room.done() for each in started[:2]))
+        assert not request.when_decided.given and not any(each.when_settled.given for each in started)
+        g.nodes.send_all(started[2].room, node=g.node_of(g.members[2]))
+        await request.decided()
+        await asyncio.gather(*(each.settled() for each in started))
+        assert await target.landed() == b"handoff"
+        target.close()
+        await g.rest()
+
+
+async def test_requests_start_in_one_order_on_every_rank() -> None:
+    async with group(3) as g:
+        pairs = [await g.open(room) for room in range(10)]
+        orders = []
+        for member in g.members:
+            found = [await g.compute(member) for _ in pairs]
+            orders.append([each.key.ticket for each in found])
+        assert orders[0] == orders[1] == orders[2] and sorted(orders[0]) == sorted(r.ticket for r, _ in pairs)
+        await asyncio.gather(*(request.decided() for request, _ in pairs))
+        for _, target in pairs:
+            await target.landed()
+            target.close()
+        await g.rest()
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+async def test_one_stage_fails_while_it_waits_and_all_let_go(stage: int) -> None:
+    """No decode has come: the other stages would wait for it until their own deadlines."""
+    async with group(4) as g:
+        request = g.leader.open(7, bytes(PROMPT))
+        await until(lambda: all(member.requests for member in g.members))
+        rooms = [next(iter(member.requests.values())) for member in g.members]
+        rooms[stage].room.close(LATER)
+        with pytest.raises(RefusedError, match="this stage is out of memory"):
+            await request.decided()
+        for each in rooms:
+            with pytest.raises(RefusedError, match="this stage is out of memory"):
+                await each.settled()
+        assert all(each.room.cause == LATER for each in rooms)
+        await g.rest()
+
+
+async def test_decode_aborts_and_every_stage_drains() -> None:
+    async with group(4) as g:
+        request, target = await g.open(7)
+        rooms = await asyncio.gather(*(member.started() for member in g.members))
+        target.close(Cause(Code.CLIENT_GONE, "the client has gone"))
+        with pytest.raises(AbortedError, match="the client has gone"):
+            await request.decided()
+        for each in rooms:
+            with pytest.raises(KvflowError):
+                await each.settled()
+        await g.rest()
+
+
+async def test_the_client_of_the_leader_goes() -> None:
+    async with group(2) as g:
+        request, target = await g.open(7)
+        request.close()
+        with pytest.raises(AbortedError):
+            await request.decided()
+        with pytest.raises(AbortedError):
+            await target.landed()
+        await g.rest()
+
+
+async def test_a_rank_that_cannot_open_its_room_fails_all() -> None:
+    async with group(2) as g:
+        other = g.nodes.prefills[1].room(7, PROMPT)  # the id is in use there
+        request = g.leader.open(7, bytes(PROMPT))
+        with pytest.raises(KvflowError, match="room 7 is in use"):
+            await request.decided()
+        other.close()
+        await until(lambda: not any(member.member.tickets for member in g.members))
+        assert not any(member.counts.handler_errors for member in g.members)
+
+
+async def test_the_death_of_a_stage_is_seen_at_once_and_it_may_come_back() -> None:
+    """Its heartbeats are awaited for a minute: it is the process that is watched."""
+    async with group(3) as g:
+        request, target = await g.open(7)
+        rooms = await asyncio.gather(*(member.started() for member in g.members))
+        dead = g.members.pop(1)
+        await dead.stop()
+        dead.socket.close()
+        rooms[1].room.close()  # with its process
+        g.children[1].kill()
+        g.children[1].wait()
+        with pytest.raises(LostError, match="rank 1 of the group has died"):
+            await request.decided()
+        for each in (rooms[0], rooms[2]):
+            with pytest.raises(LostError, match="rank 1 of the group has died"):
+                await each.settled()
+        with pytest.raises(KvflowError):
+            await target.landed()
+        with pytest.raises(LostError, match="rank 1 of the group's 3 is missing"):
+            g.leader.open(8, bytes(PROMPT))
+        g.children[1] = subprocess.Popen(["sleep", "600"])
+        g.processes[1] = identity_of(g.children[1].pid)
+        g.start_member(1, 77)
+        await g.complete()
+        await g.rest()
+        request, target = await g.open(9)
+        await asyncio.gather(*(g.compute(member) for member in g.members))
+        await request.decided()
+        target.close()
+        await g.rest()
+
+
+async def test_the_death_of_the_leader_ends_what_it_has_opened() -> None:
+    async with group(2) as g:
+        _, target = await g.open(7)
+        rooms = await asyncio.gather(*(member.started() for member in g.members))
+        for dead in (g.leaders.pop(), g.members.pop(0)):  # of one process
+            await dead.stop()
+            dead.socket.close()
+        rooms[0].room.close()
+        g.children[0].kill()
+        g.children[0].wait()
+        with pytest.raises(LostError, match="the leader of the group has died"):
+            await rooms[1].settled()
+        with pytest.raises(KvflowError):
+            await target.landed()
+        g.children[0] = subprocess.Popen(["sleep", "600"])
+        g.processes[0] = identity_of(g.children[0].pid)
+        g.start_leader(2000)
+        g.start_member(0, 78)
+        await g.complete()
+        request, target = await g.open(8)
+        await asyncio.gather(*(g.compute(member) for member in g.members))
+        await request.decided()
+        target.close()
+        await g.rest()
+
+
+async def test_the_leader_shuts_down() -> None:
+    async with group(2) as g:
+        request, target = await g.open(7)
+        await g.leader.close()
+        with pytest.raises(AbortedError, match="shutting down"):
+            await request.decided()
+        with pytest.raises(KvflowError, match="shutting down"):
+            await target.landed()
+        await g.nodes.rest()
