@@ -32,7 +32,7 @@ FOUND_BY = {
     "failure reported twice": (1, "once"),
     "cause lost": (1, "first cause"),
     "leader lost unseen": (0, "I5"),
-    "rank lost unseen": (40, "I5"),
+    "rank lost unseen": (68, "I5"),
     "any name believed": (9, "start"),
     "one vote for two": (0, "success"),
     "starts alone": (0, "start"),
