@@ -11,10 +11,10 @@ import logging
 from collections.abc import Awaitable, Callable
 
 from kvflow.handlers.rooms import Answer, PrefillRoom
-from kvflow.handlers.shell import Shell
+from kvflow.handlers.shell import Shell, seen_ended
 from kvflow.protocols import group_leader as lead
 from kvflow.protocols import group_member as of
-from kvflow.protocols.errors import Cause, Code, KvflowError, TransferError, room_error
+from kvflow.protocols.errors import Cause, Code, KvflowError, room_error
 from kvflow.protocols.group_leader import GroupLeader
 from kvflow.protocols.group_member import GroupMember, TicketKey
 from kvflow.protocols.ports import ControlSocket, ProcessIdentity
@@ -29,7 +29,6 @@ WaitDead = Callable[[ProcessIdentity], Awaitable[None]]
 cannot be just now."""
 OpenRoom = Callable[[RoomId, bytes], PrefillRoom]
 """Opens this rank's half of a room, from what the leader was given as the request. Raises: KvflowError."""
-_WATCH_AGAIN_S = 1.0
 
 
 class GroupRequest:
@@ -103,7 +102,8 @@ class LeaderShell(Shell):
             self.run()
 
     async def _until_dead(self, command: lead.WatchMember) -> None:
-        if await seen_dead(self._wait_dead, command.process):
+        rank = f"rank {command.member:016x}"
+        if await seen_ended(lambda: self._wait_dead(command.process), rank, self.timing, self.counts):
             self.leader.member_died(command.member)
             self.run()
 
@@ -207,7 +207,7 @@ class MemberShell(Shell):
         self.run()
 
     async def _until_dead(self, process: ProcessIdentity) -> None:
-        if await seen_dead(self._wait_dead, process):
+        if await seen_ended(lambda: self._wait_dead(process), "the leader", self.timing, self.counts):
             self.member.leader_gone(self.now())
             self.run()
 
@@ -252,16 +252,3 @@ class MemberShell(Shell):
         task, self._watch_task = self._watch_task, None
         if task is not None and task is not asyncio.current_task():
             task.cancel()
-
-
-async def seen_dead(wait_dead: WaitDead, process: ProcessIdentity) -> bool:
-    """True once that process has ended; False where only its silence can tell."""
-    while True:
-        try:
-            await wait_dead(process)
-        except TransferError:
-            return False
-        except OSError:
-            await asyncio.sleep(_WATCH_AGAIN_S)
-        else:
-            return True

@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import contextvars
 import logging
-from collections.abc import Callable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any, Protocol
 
 from kvflow.protocols.errors import TransferError
@@ -175,18 +175,23 @@ class Shell:
 
 
 async def fenced(plane: DataPlane, writer: PlaneAddress, timing: Timing, counts: Counts) -> bool:
-    """True once no write of `writer` can reach our pool any more, False when that can never be proven from here.
+    """True once no write of `writer` can reach our pool any more, False when that can never be proven from here."""
+    return await seen_ended(lambda: plane.fence(writer), writer.locator, timing, counts)
+
+
+async def seen_ended(wait: Callable[[], Awaitable[None]], whose: str, timing: Timing, counts: Counts) -> bool:
+    """True once `wait` has returned, False when it raises TransferError: from here that can never be seen.
 
     Anything but an answer (no descriptor left to watch with, say) is counted, and asked again.
     """
     while True:
         try:
-            await plane.fence(writer)
+            await wait()
         except TransferError:
             return False
         except Exception:
             counts.handler_errors += 1
-            log.exception("cannot watch the process of %s for now", writer.locator)
+            log.exception("cannot watch the process of %s for now", whose)
             await asyncio.sleep(timing.heartbeat_s)
         else:
             return True
