@@ -10,6 +10,7 @@ import numpy as np
 from kvflow.protocols.errors import LayoutError, TransferError
 from kvflow.protocols.pages.layout import PageIndices, PoolLayout
 from kvflow.protocols.pages.plan import Addresses, Pairing
+from kvflow.protocols.ports import WriteOutcome
 from kvflow.transports.data.write_thread import Assignment, ThreadWrite, WriteJob, WriteThread
 
 FEW_BLOCKS = 64
@@ -119,6 +120,13 @@ class PlannedRoute:
     def close(self) -> None:
         """See `protocols.ports.Route`. Idempotent."""
         raise NotImplementedError
+
+
+def outcome_of(error: str, landed_bytes: int, total_bytes: int) -> WriteOutcome:
+    """Of a write of which nothing is under way any more."""
+    if error:
+        return WriteOutcome.UNPROVEN
+    return WriteOutcome.LANDED if landed_bytes == total_bytes else WriteOutcome.CANCELLED
 
 
 class BlockQueue:

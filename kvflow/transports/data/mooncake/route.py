@@ -9,7 +9,7 @@ from typing import Any
 from kvflow.protocols.errors import TransferError
 from kvflow.protocols.ports import ProcessIdentity, WriteOutcome
 from kvflow.transports.data.mooncake.congestion import unpace_local_connections
-from kvflow.transports.data.route import BlockQueue, PlannedRoute, Planner
+from kvflow.transports.data.route import BlockQueue, PlannedRoute, Planner, outcome_of
 from kvflow.transports.data.write_thread import Assignment, WriteThread
 from kvflow.transports.host.identity import has_ended, open_process
 
@@ -124,11 +124,7 @@ class _WindowJob:
         self.pause_s = pause_s if submitted < max_bytes else 0.0
         if not self._handles and (cancelled or self.error or not self._blocks.left_bytes):
             self._route.jobs -= 1
-            if self.error:
-                self.outcome = WriteOutcome.UNPROVEN
-            else:
-                whole = self.landed_bytes == self._write.total_bytes
-                self.outcome = WriteOutcome.LANDED if whole else WriteOutcome.CANCELLED
+            self.outcome = outcome_of(self.error, self.landed_bytes, self._write.total_bytes)
             return submitted
         return submitted if submitted or ended else -1
 

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from kvflow.protocols.ports import ProcessIdentity, WriteOutcome
 from kvflow.transports.data.mooncake.route import PeerProcess
 from kvflow.transports.data.nixl.agent import DONE, FAILED, RUNNING, Agent, Transfer
-from kvflow.transports.data.route import BlockQueue, PlannedRoute, Planner
+from kvflow.transports.data.route import BlockQueue, PlannedRoute, Planner, outcome_of
 from kvflow.transports.data.write_thread import Assignment, WriteThread
 
 WINDOW_BYTES = 16 << 20
@@ -74,11 +74,7 @@ class _TransfersJob:
         self.pause_s = 0.0 if submitted and self._blocks.left_bytes else _PAUSE_S
         if not self._transfers and (stopped or not self._blocks.left_bytes):
             self._route.jobs -= 1
-            if self.error:
-                self.outcome = WriteOutcome.UNPROVEN
-            else:
-                whole = self.landed_bytes == self._write.total_bytes
-                self.outcome = WriteOutcome.LANDED if whole else WriteOutcome.CANCELLED
+            self.outcome = outcome_of(self.error, self.landed_bytes, self._write.total_bytes)
             return submitted
         return submitted if submitted or ended else -1
 
