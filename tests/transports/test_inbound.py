@@ -15,9 +15,9 @@ import msgspec
 import pytest
 
 from kvflow.protocols.ports import ProcessIdentity
-from kvflow.transports.data.mooncake.inbound import InboundConnections
-from kvflow.transports.data.mooncake.tcp_table import encode_address, is_loopback, listening_ports, rows, sockets
 from kvflow.transports.host.identity import own_identity
+from kvflow.transports.host.inbound import InboundConnections
+from kvflow.transports.host.tcp_table import encode_address, is_loopback, listening_ports, rows, sockets
 
 # Connects when it is told to ("c"), has a child that inherits its sockets ("f"), and writes its bytes ("w").
 WRITER = """

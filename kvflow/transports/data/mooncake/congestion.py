@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import socket
 
-from kvflow.transports.data.mooncake.tcp_table import borrow
+from kvflow.transports.host.tcp_table import borrow
 
 _PACED = b"bbr"
 _UNPACED = b"reno"  # the one algorithm that every kernel has and every user may choose

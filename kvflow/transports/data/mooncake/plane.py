@@ -39,14 +39,15 @@ from kvflow.protocols.errors import LayoutError, MisuseError, TransferError
 from kvflow.protocols.pages.layout import PoolLayout
 from kvflow.protocols.ports import PlaneAddress, ProcessIdentity
 from kvflow.transports.data.mooncake.handshake import check_answers
-from kvflow.transports.data.mooncake.inbound import InboundConnections, wait_ended
-from kvflow.transports.data.mooncake.route import MooncakeRoute, PeerProcess
-from kvflow.transports.data.mooncake.tcp_table import listening_ports, rows, sockets
+from kvflow.transports.data.mooncake.route import MooncakeRoute
 from kvflow.transports.data.route import Planner
 from kvflow.transports.data.write_thread import WriteThread
 from kvflow.transports.host.address import bracketed
 from kvflow.transports.host.identity import check_same_host, is_seen_alive, own_identity
+from kvflow.transports.host.inbound import InboundConnections, wait_ended
 from kvflow.transports.host.names import HostNames
+from kvflow.transports.host.peer_process import PeerProcess
+from kvflow.transports.host.tcp_table import listening_ports, rows, sockets
 
 _log = logging.getLogger(__name__)
 MAX_BLOCK_BYTES = 2 << 20

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import os
 from collections import deque
 from typing import Any
 
-from kvflow.protocols.errors import TransferError
-from kvflow.protocols.ports import ProcessIdentity, WriteOutcome
+from kvflow.protocols.ports import WriteOutcome
 from kvflow.transports.data.mooncake.congestion import unpace_local_connections
 from kvflow.transports.data.route import BlockQueue, PlannedRoute, Planner, outcome_of
 from kvflow.transports.data.write_thread import Assignment, WriteThread
-from kvflow.transports.host.identity import has_ended, open_process
+from kvflow.transports.host.peer_process import PeerProcess
 
 WINDOW_HANDLES = 128
 WINDOW_BYTES = 32 << 20
@@ -21,39 +19,6 @@ _FIRST_UNPACE_BYTES, _LAST_UNPACE_BYTES = 4 << 20, 256 << 20
 # often once the write is stopped, because its pages wait for the last of one window.
 _TCP_PAUSE_S, _RDMA_PAUSE_S = 0.001, 0.0002
 _BEST_BYTES_PER_S = 8e9
-
-
-class PeerProcess:
-    """The process that a route was opened to, for as long as it is known to be the one behind the session."""
-
-    def __init__(self, identity: ProcessIdentity) -> None:
-        """Raises: TransferError when it has ended, or when no descriptor is left to watch it with."""
-        self.identity = identity
-        self.is_replaced = False  # another process was met at its session
-        try:
-            self._fd = open_process(identity)
-        except TransferError:  # of another host: its end shows when a successor is met
-            self._fd = -1
-            return
-        except OSError as error:
-            raise TransferError(f"cannot watch process {identity.pid}: {error.strerror}; try again") from error
-        if self._fd < 0:
-            raise TransferError(f"process {identity.pid} has ended")
-
-    @property
-    def is_gone(self) -> bool:
-        return self.is_replaced or (self._fd >= 0 and has_ended(self._fd))
-
-    def check(self) -> None:
-        """Raises: TransferError when it is gone."""
-        if self.is_gone:
-            raise TransferError(f"process {self.identity.pid} has ended")
-
-    def close(self) -> None:
-        """Idempotent."""
-        fd, self._fd = self._fd, -1
-        if fd >= 0:
-            os.close(fd)
 
 
 class MooncakeRoute(PlannedRoute):

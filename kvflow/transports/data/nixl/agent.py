@@ -17,8 +17,8 @@ import numpy as np
 
 from kvflow.protocols.errors import LayoutError, TransferError
 from kvflow.protocols.ports import ProcessIdentity
-from kvflow.transports.data.mooncake.tcp_table import rows, sockets
 from kvflow.transports.data.nixl.library import environment, nixl_library
+from kvflow.transports.host.tcp_table import rows, sockets
 
 DONE, RUNNING, FAILED = "DONE", "PROC", "ERR"  # as NIXL names them
 PROBE_BYTES = 8

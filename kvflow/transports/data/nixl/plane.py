@@ -27,8 +27,6 @@ from kvflow.aio import Threads
 from kvflow.protocols.errors import LayoutError, TransferError
 from kvflow.protocols.pages.layout import PoolLayout
 from kvflow.protocols.ports import PlaneAddress, ProcessIdentity
-from kvflow.transports.data.mooncake.inbound import InboundConnections, wait_ended
-from kvflow.transports.data.mooncake.route import PeerProcess
 from kvflow.transports.data.nixl.agent import (
     DONE,
     RUNNING,
@@ -43,6 +41,8 @@ from kvflow.transports.data.nixl.route import NixlRoute, Peer
 from kvflow.transports.data.route import Planner
 from kvflow.transports.data.write_thread import WriteThread
 from kvflow.transports.host.identity import is_alive, is_seen_alive, own_identity
+from kvflow.transports.host.inbound import InboundConnections, wait_ended
+from kvflow.transports.host.peer_process import PeerProcess
 
 _log = logging.getLogger(__name__)
 MAX_BLOCK_BYTES = 4 << 20

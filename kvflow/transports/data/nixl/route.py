@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from kvflow.protocols.ports import ProcessIdentity, WriteOutcome
-from kvflow.transports.data.mooncake.route import PeerProcess
 from kvflow.transports.data.nixl.agent import DONE, FAILED, RUNNING, Agent, Transfer
 from kvflow.transports.data.route import BlockQueue, PlannedRoute, Planner, outcome_of
 from kvflow.transports.data.write_thread import Assignment, WriteThread
+from kvflow.transports.host.peer_process import PeerProcess
 
 WINDOW_BYTES = 16 << 20
 # Of one transfer, some 1 ms: what a cancel waits for.

@@ -29,7 +29,8 @@ from dataclasses import dataclass, field
 
 from kvflow.aio import Threads
 from kvflow.protocols.ports import ProcessIdentity
-from kvflow.transports.data.mooncake.tcp_table import (
+from kvflow.transports.host.identity import is_alive, own_identity, watch
+from kvflow.transports.host.tcp_table import (
     Ends,
     borrow,
     encode_address,
@@ -38,7 +39,6 @@ from kvflow.transports.data.mooncake.tcp_table import (
     rows,
     sockets,
 )
-from kvflow.transports.host.identity import is_alive, own_identity, watch
 
 _LOOK_S = 1.0  # how often the connections of writers that live are looked at
 _SHORTEST_POLL_S, _LONGEST_POLL_S = 0.005, 1.0  # how often those of a dead one are
