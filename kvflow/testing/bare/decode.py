@@ -49,6 +49,7 @@ class Decode(Node):
         try:
             if job.refused:
                 cause = job.cause(Code.CAPACITY, "decode will not have it")
+                self.oracle.halves.refused_at_decode(job.room, cause)
                 return endpoint.refuse_room(job.room, ranks, cause, now)
             deadline_at_s = float("inf") if job.deadline_s is None else now + job.deadline_s
             self.oracle.deadline(job.room, deadline_at_s)
@@ -61,6 +62,7 @@ class Decode(Node):
                 announce=job.announces or job.offers_after_s is not None,
             )
         except KvflowError as error:
+            self.oracle.halves.refused_at_decode(job.room, error.cause())
             self.say(f"room {job.room}: {error}")
             return None
         else:

@@ -12,7 +12,7 @@ from kvflow.testing.bare.oracle import Halves, Oracle
 from kvflow.testing.sim.both_sides import BothSides, Promise, Record, Side
 
 
-class WatchedHalves(Halves, BothSides):
+class WatchedHalves(BothSides, Halves):
     """Looks only where something has failed."""
 
     def __init__(

@@ -14,7 +14,7 @@ from typing import Protocol
 from kvflow.protocols.decode_core import MAX_REPEAT_AFTER_S
 from kvflow.protocols.decode_links import PrefillPeer
 from kvflow.protocols.decode_rooms import DecodeRoomRecord
-from kvflow.protocols.errors import Code
+from kvflow.protocols.errors import Cause, Code
 from kvflow.protocols.machines import decode_room, prefill_room
 from kvflow.protocols.machines.decode_room import DecodePhase
 from kvflow.protocols.machines.link import LinkPhase
@@ -75,6 +75,7 @@ class BothSides:
         self.prefills: dict[Promise, PrefillRoomRecord] = {}
         self._halves: dict[tuple[int, int], PrefillRoomRecord] = {}  # (incarnation, room): the engine's latest
         self._legs: dict[tuple[int, int], list[PrefillRoomRecord]] = defaultdict(list)  # and all of them
+        self._refusals: dict[int, set[Cause]] = defaultdict(set)  # by room: of requests that decode made no room of
 
     def now_s(self) -> float:
         raise NotImplementedError
@@ -111,6 +112,10 @@ class BothSides:
     def known_at_prefill(self, source: int, record: PrefillRoomRecord) -> None:
         if record.prompt is not None:
             self._halves[source, record.room] = record
+
+    def refused_at_decode(self, room: int, cause: Cause) -> None:
+        """Decode made no room of a request, and told its legs so."""
+        self._refusals[room].add(cause)
 
     def over_at_decode(self, target: int, record: DecodeRoomRecord) -> None:
         halves = [self.engine_half(peer.key.incarnation, record.room) for peer in record.peers]
@@ -194,7 +199,7 @@ class BothSides:
         others = [room for room in rooms if room is not decode]
         if cause is not None and cause.code is Code.ROOM_IN_USE and others:
             return True
-        causes = {room.state.cause for room in rooms} - {None}
+        causes = {room.state.cause for room in rooms} - {None} | self._refusals[decode.room]
         if half.state.cause in causes - {cause}:
             return True
         if any(leg.state.cause in causes for leg in self._legs[key[0], decode.room] if leg is not half):

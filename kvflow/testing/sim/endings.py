@@ -12,6 +12,7 @@ from kvflow.protocols.commands import StartWrite
 from kvflow.protocols.decode import DecodeEndpoint
 from kvflow.protocols.decode_core import DecodeCore
 from kvflow.protocols.decode_rooms import DecodeRoomRecord
+from kvflow.protocols.errors import Cause, KvflowError
 from kvflow.protocols.machines import decode_room, prefill_room
 from kvflow.protocols.machines.decode_room import DecodeEvent, DecodeRoomState
 from kvflow.protocols.machines.prefill_room import PrefillEvent, PrefillPhase, PrefillRoomState
@@ -162,13 +163,21 @@ Swap = tuple[type, str, object]
 
 
 def _at_decode(endings: Endings) -> Iterator[Swap]:
-    open_room, feed_room = DecodeEndpoint.open_room, DecodeCore.feed_room
+    open_room, refuse_room, feed_room = DecodeEndpoint.open_room, DecodeEndpoint.refuse_room, DecodeCore.feed_room
     tell_landed, tell_failed = DecodeRoom.tell_landed, DecodeRoom.tell_failed
 
-    def opened(self: DecodeEndpoint, *arguments: Any, **named: Any) -> GrantId:
-        grant = open_room(self, *arguments, **named)
+    def opened(self: DecodeEndpoint, room: int, *arguments: Any, **named: Any) -> GrantId:
+        try:
+            grant = open_room(self, room, *arguments, **named)
+        except KvflowError as error:
+            endings.refused_at_decode(room, error.cause())
+            raise
         endings.opened_at_decode(self.core.identity.incarnation, self.rooms[grant])
         return grant
+
+    def refused(self: DecodeEndpoint, room: int, ranks: Any, cause: Cause, now: float) -> None:
+        endings.refused_at_decode(room, cause)
+        refuse_room(self, room, ranks, cause, now)
 
     def fed(self: DecodeCore, record: DecodeRoomRecord, event: DecodeEvent, now: float) -> None:
         before = record.state
@@ -185,6 +194,7 @@ def _at_decode(endings: Endings) -> Iterator[Swap]:
         endings.told_at_decode(self)
 
     yield DecodeEndpoint, "open_room", opened
+    yield DecodeEndpoint, "refuse_room", refused
     yield DecodeCore, "feed_room", fed
     yield DecodeRoom, "tell_landed", landed
     yield DecodeRoom, "tell_failed", failed
