@@ -80,6 +80,7 @@ async def test_every_way_of_sampling_runs(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_pool_is_laid_out_as_on_the_host_and_frees_every_buffer(kind: str) -> None:
+    gc.collect()  # what earlier tests have left
     before = torch.cuda.memory_allocated()
     pool = PagedPool.allocate(layout_of(kind, 16, 64, 5, "layer_first"), device="cuda")
     host = PagedPool.allocate(layout_of(kind, 16, 64, 5, "layer_first"), shared=False)
