@@ -13,13 +13,13 @@ from kvflow.bench.abort_worker import WATCHED_ROOMS
 from kvflow.bench.pair import WorkerPair
 from kvflow.bench.peer import open_peer
 from kvflow.transports.data.mooncake.route import WINDOW_BYTES
-from kvflow.transports.data.nixl.route import WINDOW_BYTES as NIXL_WINDOW_BYTES
+from kvflow.transports.data.transfers import WINDOW_BYTES as TRANSFERS_WINDOW_BYTES
 from kvflow.transports.data.write_thread import SLICE_BYTES
 
 WORKER = "kvflow.bench.abort_worker"
 SHAPE = {"layers": 32, "heads": 8, "dim": 128, "page_size": 16}  # 2 MiB a page
 # What a plane may have under way when it is told to stop.
-WINDOWS = {"local": SLICE_BYTES, "mooncake": WINDOW_BYTES, "nixl": NIXL_WINDOW_BYTES}
+WINDOWS = {"local": SLICE_BYTES, "mooncake": WINDOW_BYTES, "nixl": TRANSFERS_WINDOW_BYTES}
 EARLIEST, LATEST = 0.1, 0.9  # an abort counts when this part of the bytes has moved
 WHOLE_PAGES_IN = 0.1  # of the aborts every byte is looked at, not only the marks
 STOPPED_AFTER_S = (0.01, 0.06)  # the bare plane, as a transfer of 512 MiB would be

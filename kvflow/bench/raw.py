@@ -19,8 +19,9 @@ from kvflow.protocols.pages.plan import Blocks, Pairing
 from kvflow.protocols.ports import DataPlane, PlaneAddress
 from kvflow.transports.data.local import LocalPlane, map_peer
 from kvflow.transports.data.mooncake.plane import MooncakePlane
-from kvflow.transports.data.nixl.agent import DONE, RUNNING, Agent, Transfer, decode_metadata
+from kvflow.transports.data.nixl.agent import Agent, decode_metadata
 from kvflow.transports.data.nixl.plane import NixlPlane
+from kvflow.transports.data.transfers import DONE, RUNNING, Transfer
 
 BLOCK_SIZES = (1 << 20, 2 << 20, 64 << 20)
 WINDOWS = (16, 32, 128)

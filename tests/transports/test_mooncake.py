@@ -90,7 +90,7 @@ def _cpu_s() -> float:
 
 
 async def test_a_plane_with_a_frozen_peer_closes_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(mooncake, "_CLOSE_GRACE_S", 0.3)
+    monkeypatch.setattr(mooncake.MooncakePlane, "close_grace_s", 0.3)
     side = Side("mooncake", "page_first", None)
     async with spawned("mooncake") as peer:
         route = await side.plane.connect(peer.address, peer.layout)

@@ -21,6 +21,7 @@ from kvflow.protocols.wire.codec import encode
 from kvflow.protocols.wire.messages import WIRE_VERSION, GrantId, Incarnation, Register
 from kvflow.testing.pair import small_layout
 from kvflow.transports.control.zmq import connect_dealer
+from kvflow.transports.data import threaded
 from kvflow.transports.data.mooncake import plane as mooncake
 from kvflow.transports.host.identity import own_identity
 from tests.transports.over_ipv6 import move_one_room
@@ -87,10 +88,10 @@ async def lands(plane: mooncake.MooncakePlane, peer: Peer) -> bool:
 async def test_an_engine_that_does_not_give_memory_back_holds_up_no_close(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(mooncake, "_CLOSE_S", 0.1)
+    monkeypatch.setattr(threaded, "CLOSE_S", 0.1)
     side, end = Side("mooncake", "page_first", None), threading.Event()
-    give_back = side.plane._unregister  # type: ignore[attr-defined]
-    monkeypatch.setattr(side.plane, "_unregister", lambda: end.wait(20) and give_back())
+    give_back = side.plane._stop  # type: ignore[attr-defined]
+    monkeypatch.setattr(side.plane, "_stop", lambda: end.wait(20) and give_back())
     async with asyncio.timeout(5):
         await side.plane.close()
     assert "has not given back the pool's memory within 0.1 s" in caplog.text
@@ -120,10 +121,10 @@ async def test_who_falls_silent_after_the_first_answer_is_left_to_the_engine(mon
     monkeypatch.setattr(mooncake, "_CONNECT_S", SOON_S)
     async with sender() as (_, plane), spawned("mooncake") as peer:
         async with half_mute_port() as session:
-            tried = [plane.connect(at(session), peer.layout) for _ in range(2 * mooncake._CONNECTS)]
+            tried = [plane.connect(at(session), peer.layout) for _ in range(2 * mooncake.MooncakePlane.connects)]
             told = await asyncio.gather(*tried, return_exceptions=True)
             assert {str(error) for error in told} == {f"no mooncake session with {session} within 0.5 s"}
-            assert 1 <= plane._connecting.hung <= mooncake._CONNECTS
+            assert 1 <= plane._connecting.hung <= mooncake.MooncakePlane.connects
         await until(lambda: plane._connecting.hung == 0)
         monkeypatch.setattr(mooncake, "_CONNECT_S", 10.0)
         assert await lands(plane, peer)

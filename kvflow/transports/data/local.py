@@ -35,8 +35,9 @@ from kvflow.protocols.errors import LayoutError, TransferError
 from kvflow.protocols.pages.layout import PoolLayout
 from kvflow.protocols.ports import PlaneAddress, WriteOutcome
 from kvflow.transports.data.route import BlockList, BlockQueue, PlannedRoute, Planner
+from kvflow.transports.data.threaded import ThreadedPlane
 from kvflow.transports.data.write_thread import AT_ONCE_BYTES, Assignment, ThreadWrite, WriteThread
-from kvflow.transports.host.identity import check_same_host, is_alive, is_seen_alive, own_identity, wait_dead
+from kvflow.transports.host.identity import check_same_host, is_alive, own_identity, wait_dead
 
 _CONNECTS, _CONNECT_S = 4, 120.0  # at a time; a TiB is backed with pages in a minute or two
 _BURST_BLOCKS = 64
@@ -53,26 +54,20 @@ for _function in (_copy_holding_gil, _copy_releasing_gil):
     _function.restype = None
 
 
-class LocalPlane:
+class LocalPlane(ThreadedPlane["LocalRoute"]):
     """Implements `protocols.ports.DataPlane` over shared memory."""
 
     name = "local"
 
     def __init__(self, segment: SharedSegment | None, rate_limit_bytes_per_s: float | None = None) -> None:
         """`segment`: our own pool's, for peers to write into; a pool that only sends needs none."""
+        super().__init__(rate_limit_bytes_per_s)
         self._segment = segment
-        self._thread = WriteThread(self.name, rate_limit_bytes_per_s)
         self._connecting = Threads("local-connect", _CONNECTS)
-        self._layout: PoolLayout | None = None
-        self._routes: set[LocalRoute] = set()
 
     def __repr__(self) -> str:
         pool = "a shared pool" if self._segment is not None else "a pool that only sends"
         return f"<LocalPlane of {pool}: {len(self._routes)} routes>"
-
-    @property
-    def stalled_s(self) -> float:
-        return self._thread.stalled_s
 
     def export(self, layout: PoolLayout) -> tuple[PlaneAddress, PoolLayout]:
         """Buffer addresses become offsets in the segment. Without a segment (a user's own tensors) peers can read our
@@ -96,9 +91,7 @@ class LocalPlane:
 
     async def connect(self, address: PlaneAddress, layout: PoolLayout) -> LocalRoute:
         """Map the peer's pool. Raises: LayoutError (the pools do not fit), TransferError (it cannot be opened)."""
-        ours = self._layout
-        if ours is None:
-            raise LayoutError("export our own pool before connecting to a peer's")
+        ours = self._own_layout()
         self._thread.start()
         try:
             route = await self._connecting.run(
@@ -107,8 +100,7 @@ class LocalPlane:
         except TimeoutError:
             pid = address.process.pid
             raise TransferError(f"the pool of process {pid} could not be mapped within {_CONNECT_S:g} s") from None
-        self._routes.add(route)
-        return route
+        return self._keep(route)
 
     def _open(self, ours: PoolLayout, address: PlaneAddress, theirs: PoolLayout) -> LocalRoute:
         theirs.check()
@@ -128,16 +120,6 @@ class LocalPlane:
     async def fence(self, writer: PlaneAddress) -> None:
         """Return once the writer's process has ended. Raises: TransferError for a process of another host."""
         await wait_dead(writer.process)
-
-    def sees_alive(self, writer: PlaneAddress) -> bool:
-        return is_seen_alive(writer.process)
-
-    async def close(self) -> None:
-        try:
-            await self._thread.close()
-        finally:  # the thread has ended, cancelled or not
-            for route in list(self._routes):
-                route.close()
 
 
 def map_peer(address: PlaneAddress) -> SharedSegment:
@@ -161,8 +143,8 @@ class LocalRoute(PlannedRoute):
     def __init__(
         self, thread: WriteThread, planner: Planner, segment: SharedSegment, siblings: set[LocalRoute]
     ) -> None:
-        super().__init__(thread, planner)
-        self._segment, self._siblings, self._copier = segment, siblings, _Copier()
+        super().__init__(thread, planner, siblings)
+        self._segment, self._copier = segment, _Copier()
 
     def write_at_once(self, write: ThreadWrite) -> bool:
         if write.total_bytes > AT_ONCE_BYTES:
@@ -178,9 +160,7 @@ class LocalRoute(PlannedRoute):
     def begin(self, write: Assignment) -> _CopyJob:
         return _CopyJob(write, BlockQueue(self.planner, write.source_pages, write.target_pages), self._copier)
 
-    def close(self) -> None:
-        self.closed = True
-        self._siblings.discard(self)
+    def release(self) -> None:
         self._segment.close()
 
 

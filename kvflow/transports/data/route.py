@@ -3,7 +3,7 @@ that is copied at once, on the event loop too: see `Planner.few_blocks`)."""
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import NamedTuple, Self
 
 import numpy as np
 
@@ -92,12 +92,15 @@ class Planner:
 
 
 class PlannedRoute:
-    """The event loop's half of `protocols.ports.Route`; a back end adds `begin` (see `writer.Work`) and `close`."""
+    """The event loop's half of `protocols.ports.Route`; a back end adds `begin` (see `write_thread.Work`) and what it
+    lets go of at the end (`release`)."""
 
-    def __init__(self, thread: WriteThread, planner: Planner) -> None:
+    def __init__(self, thread: WriteThread, planner: Planner, siblings: set[Self]) -> None:
+        """`siblings`: the open routes of its plane; it leaves them when it is closed."""
         self.planner = planner
         self.closed = False
         self.thread = thread
+        self._siblings = siblings
 
     def write(self, source_pages: PageIndices, target_pages: PageIndices) -> ThreadWrite:
         """Raises: LayoutError (nothing was started), TransferError after the route or the plane was closed."""
@@ -119,6 +122,13 @@ class PlannedRoute:
 
     def close(self) -> None:
         """See `protocols.ports.Route`. Idempotent."""
+        if not self.closed:
+            self.closed = True
+            self._siblings.discard(self)
+            self.release()
+
+    def release(self) -> None:
+        """Let go of the peer: of what was mapped, opened or taken for this route. Called once."""
         raise NotImplementedError
 
 

@@ -93,8 +93,8 @@ class StagedRoute(PlannedRoute):
         siblings: set[StagedRoute],
     ) -> None:  # fmt: skip
         """Raises: TransferError."""
-        super().__init__(inner.thread, planner)
-        self.inner, self.staging, self.copying, self._siblings = inner, staging, copying, siblings
+        super().__init__(inner.thread, planner, siblings)
+        self.inner, self.staging, self.copying = inner, staging, copying
         layout = staging.host.layout
         most = max(1, layout.num_pages // (_SLICES * _ROUTES))
         self.slice_pages = min(most, max(1, SLICE_BYTES // (layout.page_bytes or 1)))
@@ -140,11 +140,7 @@ class StagedRoute(PlannedRoute):
         both = zip(self.places, more, strict=True)
         self.places = Places(*(np.concatenate(indices, dtype=np.int32) for indices in both))
 
-    def close(self) -> None:
-        if self.closed:
-            return
-        self.closed = True
-        self._siblings.discard(self)
+    def release(self) -> None:
         self.inner.close()
         host = self.staging.host
         host.pages.give_back(self._owned.pages, self)

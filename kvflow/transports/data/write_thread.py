@@ -179,6 +179,16 @@ class WriteThread:
             return 0.0
         return time.monotonic() - self._turned_at if self._thread.is_alive() else float("inf")
 
+    @property
+    def is_closing(self) -> bool:
+        """Whether it takes no write any more."""
+        return self._closing
+
+    @property
+    def open_writes(self) -> int:
+        """Writes of which the event loop has not been told that they have ended."""
+        return len(self._open)
+
     def admit(self, size_bytes: int, blocks: int) -> bool:
         """Whether a write may be made on the event loop now, instead of being submitted; then it counts as made."""
         if self._open or self._closing or size_bytes > self.slice_bytes:

@@ -26,30 +26,25 @@ from __future__ import annotations
 
 import asyncio
 import importlib
-import logging
 import os
 import re
 import sys
-import threading
 from ipaddress import ip_address
 from typing import Any, NamedTuple
 
-from kvflow.aio import Threads
 from kvflow.protocols.errors import LayoutError, MisuseError, TransferError
 from kvflow.protocols.pages.layout import PoolLayout
 from kvflow.protocols.ports import PlaneAddress, ProcessIdentity
 from kvflow.transports.data.mooncake.handshake import check_answers
 from kvflow.transports.data.mooncake.route import MooncakeRoute
 from kvflow.transports.data.route import Planner
-from kvflow.transports.data.write_thread import WriteThread
+from kvflow.transports.data.threaded import EnginePlane
 from kvflow.transports.host.address import bracketed
-from kvflow.transports.host.identity import check_same_host, is_seen_alive, own_identity
-from kvflow.transports.host.inbound import InboundConnections, wait_ended
+from kvflow.transports.host.identity import check_same_host, own_identity
 from kvflow.transports.host.names import HostNames
 from kvflow.transports.host.peer_process import PeerProcess
 from kvflow.transports.host.tcp_table import listening_ports, rows, sockets
 
-_log = logging.getLogger(__name__)
 MAX_BLOCK_BYTES = 2 << 20
 MAX_REGIONS = 1024
 MAX_ENGINES = 8  # two threads and five descriptors each; freeing one holds the GIL for a second, so none is
@@ -57,8 +52,6 @@ MAX_SESSIONS = 16_384
 # An engine serves one handshake at a time, and gives one that says nothing 5 s.
 _ANSWER_S, _CONNECT_S = 12.0, 10.0
 _QUESTIONS = 256  # at a time: a descriptor each
-_CONNECTS = 4  # at a time; the engine itself takes one after the other
-_CLOSE_GRACE_S, _CLOSE_S = 5.0, 10.0
 _SESSION = re.compile(r"[A-Za-z0-9_.:\[\]-]{1,255}:[0-9]{1,5}\Z", re.ASCII)
 # Read by the engine when it is imported. A peer that reaches its default limit of queued transfers stays wedged.
 _ENVIRONMENT = {
@@ -75,10 +68,11 @@ class _Session(NamedTuple):
     met: tuple[Any, ...]
 
 
-class MooncakePlane:
+class MooncakePlane(EnginePlane[MooncakeRoute]):
     """Implements `protocols.ports.DataPlane`. One engine, as a rule."""
 
     name = "mooncake"
+    max_block_bytes = MAX_BLOCK_BYTES
 
     def __init__(self, host: str = "127.0.0.1", rate_limit_bytes_per_s: float | None = None, device: str = "") -> None:
         """Starts the engine, which holds the GIL for some milliseconds: before the event loop serves anything.
@@ -87,19 +81,13 @@ class MooncakePlane:
         `device` an RDMA device, TCP without one.
         Raises: MisuseError when the package cannot be loaded, TransferError when the engine does not start.
         """
-        self._thread = WriteThread(self.name, rate_limit_bytes_per_s)
+        super().__init__(rate_limit_bytes_per_s)
         self._host, self._device = host, device
         self._engine_class = engine_class(host, force_tcp=not device)
         self._engines: list[Any] = []
-        self._inbound = InboundConnections()
-        self._layout: PoolLayout | None = None
         self._sessions: dict[str, _Session] = {}
-        self._routes: set[MooncakeRoute] = set()
-        self._opening = threading.Lock()
-        self._connecting = Threads("mooncake-connect", _CONNECTS)
         self._names = HostNames("mooncake")
         self._asking = asyncio.Semaphore(_QUESTIONS)
-        self._looking, self._closing = Threads("mooncake-fence", 1), Threads("mooncake-close", 1)
         self.engine = self._start_engine()  # the one peers write through
         self._session = f"{bracketed(host)}:{self.engine.get_rpc_port()}"
 
@@ -107,8 +95,12 @@ class MooncakePlane:
         return f"<MooncakePlane at {self._session} over {self._device or 'TCP'}: {len(self._routes)} routes>"
 
     @property
-    def stalled_s(self) -> float:
-        return self._thread.stalled_s
+    def under_way(self) -> dict[str, int]:
+        counted = {"jobs": 0, "handles": 0, "bytes": 0}
+        for route in self._routes:
+            for what in counted:
+                counted[what] += getattr(route, what)
+        return {**super().under_way, **counted}
 
     def export(self, layout: PoolLayout) -> tuple[PlaneAddress, PoolLayout]:
         """Register every buffer (some 20 us per GiB). Raises: LayoutError when the engine refuses one."""
@@ -123,32 +115,22 @@ class MooncakePlane:
         self._layout = layout
         return PlaneAddress(self.name, self._session, own_identity()), layout
 
-    async def connect(self, address: PlaneAddress, layout: PoolLayout) -> MooncakeRoute:
-        """Reach the peer's engine once. Raises: LayoutError (the pools do not fit), TransferError (no answer)."""
-        ours = self._layout
-        if ours is None:
-            raise LayoutError("export our own pool before connecting to a peer's")
+    def _check_address(self, address: PlaneAddress) -> None:
         if not _SESSION.match(address.locator) or not 0 < int(address.locator.rpartition(":")[2]) < 1 << 16:
             raise TransferError(f"{address.locator!r:.80} is not a mooncake session (host:port)")
         if (family := _family(address.locator.rpartition(":")[0])) and family != (own := _spoken()):
             raise TransferError(f"mooncake speaks {own} in this process, and the peer's session is {address.locator}")
-        layout.check()
-        self._thread.start()
-        planner = Planner(ours, layout, max_block_bytes=min(MAX_BLOCK_BYTES, self._thread.slice_bytes))
-        over_tcp = not self._device
-        process = PeerProcess(address.process)
-        try:
-            engine = await self._connect(address, ours, layout)
-            process.check()  # looked at after opening: else another process may have answered
-        except BaseException:
-            process.close()
-            raise
+
+    async def _open(
+        self, address: PlaneAddress, layout: PoolLayout, planner: Planner, process: PeerProcess
+    ) -> MooncakeRoute:
+        engine = await self._connect(address, self._own_layout(), layout)
+        process.check()  # looked at after opening: else another process may have answered
         for other in self._routes:
             if other.session == address.locator and other.process.identity != address.process:
                 other.process.is_replaced = True
-        route = MooncakeRoute(self._thread, planner, engine, address.locator, process, self._routes, over_tcp=over_tcp)
-        self._routes.add(route)
-        return route
+        over_tcp = not self._device
+        return MooncakeRoute(self._thread, planner, engine, address.locator, process, self._routes, over_tcp=over_tcp)
 
     async def _connect(self, peer: PlaneAddress, ours: PoolLayout, theirs: PoolLayout) -> Any:
         """The engine that has a session with a peer. Raises: TransferError."""
@@ -211,32 +193,10 @@ class MooncakePlane:
                     engine.unregister_memory(done.address)
                 raise LayoutError(f"mooncake cannot register buffer {b.name!r} (status {status})")
 
-    async def fence(self, writer: PlaneAddress) -> None:
-        """Return once the writer's process is dead and our engine has closed every connection that may be its.
+    def _unprovable(self) -> str:
+        return "RDMA" if self._device else ""
 
-        Raises: TransferError for a writer that cannot be observed (another host, say), and over RDMA, whose queues
-        nothing here can see into; OSError when it cannot be observed just now.
-        """
-        if self._device:
-            raise TransferError("over RDMA the end of a writer's bytes cannot be observed")
-        await wait_ended(self._inbound, self._looking, writer.process)
-
-    def sees_alive(self, writer: PlaneAddress) -> bool:
-        return is_seen_alive(writer.process)
-
-    async def close(self) -> None:
-        """Cancel, drain for at most 5 s (a frozen peer's blocks then end UNPROVEN), unregister the pool."""
-        try:
-            await self._thread.close(_CLOSE_GRACE_S)
-        finally:  # the thread has ended, cancelled or not
-            for route in list(self._routes):
-                route.close()
-            try:
-                await self._closing.run(self._unregister, within_s=_CLOSE_S)
-            except TimeoutError:
-                _log.warning("the mooncake engine has not given back the pool's memory within %g s", _CLOSE_S)
-
-    def _unregister(self) -> None:
+    def _stop(self) -> None:
         with self._opening:  # no engine is given the pool from here on
             layout, self._layout = self._layout, None
         for b in layout.buffers if layout is not None else ():

@@ -35,13 +35,12 @@ class MooncakeRoute(PlannedRoute):
         *,
         over_tcp: bool,
     ) -> None:
-        super().__init__(thread, planner)
+        super().__init__(thread, planner, siblings)
         self.submit = engine.transfer_submit_write
         self.check = engine.transfer_check_status
         self.session, self.process = session, process
         self.jobs = self.handles = self.bytes = 0  # under way; the plane's thread only
         self.pause_s = _TCP_PAUSE_S if over_tcp else _RDMA_PAUSE_S
-        self._siblings = siblings
         self._next_unpace = _FIRST_UNPACE_BYTES
         self._until_unpace = 0 if over_tcp else float("inf")  # bytes; RDMA has no connections to look at
 
@@ -56,10 +55,8 @@ class MooncakeRoute(PlannedRoute):
             self._until_unpace = self._next_unpace
             self._next_unpace = min(2 * self._next_unpace, _LAST_UNPACE_BYTES)
 
-    def close(self) -> None:
+    def release(self) -> None:
         """The engine keeps its session: it has no call to drop one (see `MooncakePlane._engine_for`)."""
-        self.closed = True
-        self._siblings.discard(self)
         self.process.close()
 
 

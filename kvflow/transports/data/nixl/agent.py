@@ -18,9 +18,9 @@ import numpy as np
 from kvflow.protocols.errors import LayoutError, TransferError
 from kvflow.protocols.ports import ProcessIdentity
 from kvflow.transports.data.nixl.library import environment, nixl_library
+from kvflow.transports.data.transfers import Transfer
 from kvflow.transports.host.tcp_table import rows, sockets
 
-DONE, RUNNING, FAILED = "DONE", "PROC", "ERR"  # as NIXL names them
 PROBE_BYTES = 8
 _MAX_LOCATOR, _MAX_METADATA_BYTES = 4096, 64 << 10
 _LOCATOR = re.compile(r"[!-~]{1,4096}\Z", re.ASCII)
@@ -62,15 +62,6 @@ def decode_metadata(locator: str, process: ProcessIdentity) -> tuple[str, bytes]
     if not name.startswith(_prefix(process)):
         raise TransferError(f"nixl agent {name!r:.80} is not one of process {process.pid}")
     return name, metadata
-
-
-class Transfer:
-    """A list of blocks under way to one peer."""
-
-    __slots__ = ("handle", "size_bytes", "status")
-
-    def __init__(self, handle: Any, size_bytes: int) -> None:
-        self.handle, self.size_bytes, self.status = handle, size_bytes, ""
 
 
 class Agent:

@@ -19,41 +19,46 @@ A route belongs to one process. Once that process is known to have ended, nothin
 
 from __future__ import annotations
 
-import logging
-import threading
 import time
 
-from kvflow.aio import Threads
 from kvflow.protocols.errors import LayoutError, TransferError
 from kvflow.protocols.pages.layout import PoolLayout
 from kvflow.protocols.ports import PlaneAddress, ProcessIdentity
-from kvflow.transports.data.nixl.agent import (
-    DONE,
-    RUNNING,
-    Agent,
-    agent_name,
-    decode_metadata,
-    encode_metadata,
-)
+from kvflow.transports.data.nixl.agent import Agent, agent_name, decode_metadata, encode_metadata
 from kvflow.transports.data.nixl.library import PROVABLE, transports
 from kvflow.transports.data.nixl.progress import ProgressThread
-from kvflow.transports.data.nixl.route import NixlRoute, Peer
-from kvflow.transports.data.route import Planner
-from kvflow.transports.data.write_thread import WriteThread
-from kvflow.transports.host.identity import is_alive, is_seen_alive, own_identity
-from kvflow.transports.host.inbound import InboundConnections, wait_ended
+from kvflow.transports.data.route import BlockList, Planner
+from kvflow.transports.data.threaded import EnginePlane
+from kvflow.transports.data.transfers import DONE, RUNNING, Transfer, TransfersRoute
+from kvflow.transports.host.identity import is_alive, own_identity
 from kvflow.transports.host.peer_process import PeerProcess
 
-_log = logging.getLogger(__name__)
-MAX_BLOCK_BYTES = 4 << 20
 MAX_PEERS = 16_384
-_CONNECTS = 4  # at a time
 _ANSWER_S, _CONNECT_S = 10.0, 12.0
 _ASK_S = 0.0005  # between looks for an answer
-_CLOSE_GRACE_S, _CLOSE_S = 5.0, 10.0
 
 
-class NixlPlane:
+class Peer:
+    """An agent that ours knows. Implements `transfers.Carrier`."""
+
+    def __init__(self, name: str, process: ProcessIdentity, metadata: bytes, plane: NixlPlane) -> None:
+        self.name, self.process, self.metadata = name, process, metadata
+        self.routes = 0
+        self.is_broken = False  # a transfer to it has failed, and with it its connection
+        self._plane = plane
+        self.post, self.look, self.release = plane.agent.post, plane.agent.look, plane.agent.release
+
+    def prepare(self, blocks: BlockList) -> Transfer:
+        return self._plane.agent.prepare("WRITE", self.name, *blocks)
+
+    def failed(self) -> None:
+        self.is_broken = True
+
+    def leave(self) -> None:
+        self._plane.leave(self)
+
+
+class NixlPlane(EnginePlane[TransfersRoute]):
     """Implements `protocols.ports.DataPlane`."""
 
     name = "nixl"
@@ -64,20 +69,13 @@ class NixlPlane:
         `host` is the address peers reach us at; `device` an RDMA device, TCP and copies within a machine without one.
         Raises: MisuseError when the package cannot be loaded, TransferError when an agent does not start.
         """
-        self._thread = WriteThread(self.name, rate_limit_bytes_per_s)
+        super().__init__(rate_limit_bytes_per_s)
         self._host, self._device = host, device
         self._inbound_agent = Agent(agent_name(own_identity()), host, device)
         self.agent = Agent(agent_name(own_identity()), host, device)  # our writes go through it
-        self._unprovable = transports() - set(PROVABLE)
-        self._inbound = InboundConnections()
         self._inbound.add_ports(self._inbound_agent.ports)
         self._progress: ProgressThread | None = None
-        self._layout: PoolLayout | None = None
         self._peers: dict[str, Peer] = {}
-        self._lock = threading.Lock()  # of the peers
-        self._routes: set[NixlRoute] = set()
-        self._connecting = Threads("nixl-connect", _CONNECTS)
-        self._looking, self._closing = Threads("nixl-fence", 1), Threads("nixl-close", 1)
 
     def __repr__(self) -> str:
         over = self._device or ",".join(sorted(transports()))
@@ -87,7 +85,12 @@ class NixlPlane:
     def stalled_s(self) -> float:
         if self._progress is not None and not self._progress.is_alive:
             return float("inf")
-        return self._thread.stalled_s
+        return super().stalled_s
+
+    @property
+    def under_way(self) -> dict[str, int]:
+        counted = {"jobs": sum(route.jobs for route in self._routes), "handles": self.agent.open_transfers}
+        return {**super().under_way, **counted}
 
     def export(self, layout: PoolLayout) -> tuple[PlaneAddress, PoolLayout]:
         """Register the pool, and begin to serve peers.
@@ -105,44 +108,32 @@ class NixlPlane:
         self._progress = ProgressThread(self._inbound_agent)
         return PlaneAddress(self.name, locator, own_identity()), layout
 
-    async def connect(self, address: PlaneAddress, layout: PoolLayout) -> NixlRoute:
-        """Reach the peer's agent once. Raises: LayoutError (the pools do not fit), TransferError (no answer)."""
-        ours = self._layout
-        if ours is None:
-            raise LayoutError("export our own pool before connecting to a peer's")
+    async def _open(
+        self, address: PlaneAddress, layout: PoolLayout, planner: Planner, process: PeerProcess
+    ) -> TransfersRoute:
         name, metadata = decode_metadata(address.locator, address.process)
-        layout.check()
-        self._thread.start()
-        planner = Planner(ours, layout, max_block_bytes=min(MAX_BLOCK_BYTES, self._thread.slice_bytes))
-        process = PeerProcess(address.process)
         try:
             peer = await self._connecting.run(
                 lambda: self.reach(name, address.process, metadata, layout.buffers[0].address),
-                self._leave,
+                self.leave,
                 within_s=_CONNECT_S,
             )
-            if process.is_gone:  # looked at after opening: else another process may have answered
-                self._leave(peer)
-                process.check()
         except TimeoutError:
-            process.close()
             raise TransferError(f"no connection with {name} within {_CONNECT_S:g} s") from None
-        except BaseException:
-            process.close()
-            raise
-        route = NixlRoute(self._thread, planner, self.agent, peer, process, self._close_route)
-        self._routes.add(route)
-        return route
+        if process.is_gone:  # looked at after opening: else another process may have answered
+            self.leave(peer)
+            process.check()
+        return TransfersRoute(self._thread, planner, peer, process, self._routes)
 
     def reach(self, name: str, process: ProcessIdentity, metadata: bytes, address: int) -> Peer:
         """Have the peer answer, so that no later write has to connect; blocks. Raises: TransferError."""
-        with self._lock:
+        with self._opening:
             if self._layout is None:
                 raise TransferError("the nixl plane is closed")
             peer = self._peers.get(name)
             if peer is None:
                 self._forget_dead()
-                peer = Peer(name, process, metadata)
+                peer = Peer(name, process, metadata, self)
                 self.agent.add(metadata)
                 self._peers[name] = peer
             elif peer.metadata != metadata and peer.routes:
@@ -156,7 +147,7 @@ class NixlPlane:
         try:
             self._ask(peer, address)
         except BaseException:
-            self._leave(peer)
+            self.leave(peer)
             raise
         return peer
 
@@ -188,43 +179,16 @@ class NixlPlane:
             peer.is_broken = True
             raise TransferError(f"nixl cannot reach {peer.name}: status {probe.status}")
 
-    def _leave(self, peer: Peer) -> None:
-        with self._lock:
+    def leave(self, peer: Peer) -> None:
+        with self._opening:
             peer.routes -= 1
 
-    def _close_route(self, route: NixlRoute) -> None:
-        self._routes.discard(route)
-        self._leave(route.peer)
-
-    async def fence(self, writer: PlaneAddress) -> None:
-        """Return once the writer's process is dead and our agent has closed every connection that may be its.
-
-        Raises: TransferError for a writer that cannot be observed (another host, say), and over RDMA or whatever else
-        UCX_TLS allows, which nothing here can see into; OSError when it cannot be observed just now.
-        """
-        if self._device or self._unprovable:
-            over = self._device or ", ".join(sorted(self._unprovable))
-            raise TransferError(f"over {over} the end of a writer's bytes cannot be observed")
-        await wait_ended(self._inbound, self._looking, writer.process)
-
-    def sees_alive(self, writer: PlaneAddress) -> bool:
-        return is_seen_alive(writer.process)
-
-    async def close(self) -> None:
-        """Cancel, drain for at most 5 s (a frozen peer's blocks then end UNPROVEN), stop both agents."""
-        try:
-            await self._thread.close(_CLOSE_GRACE_S)
-        finally:  # the thread has ended, cancelled or not
-            with self._lock:
-                self._layout = None
-            for route in list(self._routes):
-                route.close()
-            try:
-                await self._closing.run(self._stop, within_s=_CLOSE_S)
-            except TimeoutError:
-                _log.warning("the nixl agents have not stopped within %g s", _CLOSE_S)
+    def _unprovable(self) -> str:
+        return self._device or ", ".join(sorted(transports() - set(PROVABLE)))
 
     def _stop(self) -> None:
+        with self._opening:
+            self._layout = None
         if self._progress is not None:
             self._progress.close()
         self._inbound_agent.close()

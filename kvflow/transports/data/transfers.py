@@ -1,15 +1,15 @@
-"""Writes to one peer through a NIXL agent: transfers of some blocks each, a few of them under way at a time."""
+"""Writes to one peer through an engine that takes lists of blocks: transfers, a few of them under way at a time."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from typing import Any, Protocol
 
-from kvflow.protocols.ports import ProcessIdentity, WriteOutcome
-from kvflow.transports.data.nixl.agent import DONE, FAILED, RUNNING, Agent, Transfer
-from kvflow.transports.data.route import BlockQueue, PlannedRoute, Planner, outcome_of
+from kvflow.protocols.ports import WriteOutcome
+from kvflow.transports.data.route import BlockList, BlockQueue, PlannedRoute, Planner, outcome_of
 from kvflow.transports.data.write_thread import Assignment, WriteThread
 from kvflow.transports.host.peer_process import PeerProcess
 
+DONE, RUNNING, FAILED = "DONE", "PROC", "ERR"  # as NIXL names them
 WINDOW_BYTES = 16 << 20
 # Of one transfer, some 1 ms: what a cancel waits for.
 TRANSFER_BYTES = 4 << 20
@@ -17,49 +17,71 @@ TRANSFER_BLOCKS = 1024
 _PAUSE_S = 0.0003  # between looks at what is under way
 
 
-class Peer:
-    """An agent that ours knows."""
+class Transfer:
+    """A list of blocks under way to one peer."""
 
-    def __init__(self, name: str, process: ProcessIdentity, metadata: bytes) -> None:
-        self.name, self.process, self.metadata = name, process, metadata
-        self.routes = 0
-        self.is_broken = False  # a transfer to it has failed, and with it its connection
+    __slots__ = ("handle", "size_bytes", "status")
+
+    def __init__(self, handle: Any, size_bytes: int) -> None:
+        self.handle, self.size_bytes, self.status = handle, size_bytes, ""
 
 
-class NixlRoute(PlannedRoute):
+class Carrier(Protocol):
+    """What carries blocks to one peer. Called on the plane's thread; what its calls raise is an error of that write."""
+
+    @property
+    def name(self) -> str:
+        """The peer's, for error texts."""
+
+    def prepare(self, blocks: BlockList) -> Transfer:
+        """A transfer of `blocks`, not started."""
+
+    def post(self, transfer: Transfer) -> None:
+        """Start it. Where it raises, whether any of it is under way is unknown."""
+
+    def look(self, transfer: Transfer) -> None:
+        """Update its status."""
+
+    def release(self, transfer: Transfer) -> None:
+        """Forget a transfer that has ended; raises where it has not, and is asked again."""
+
+    def failed(self) -> None:
+        """A transfer has not ended well: what is open to this peer may be of no use any more."""
+
+    def leave(self) -> None:
+        """The route is closed."""
+
+
+class TransfersRoute(PlannedRoute):
     """Implements `protocols.ports.Route`. The window is the route's, so a frozen peer holds up no other route."""
 
     def __init__(
         self,
         thread: WriteThread,
         planner: Planner,
-        agent: Agent,
-        peer: Peer,
+        carrier: Carrier,
         process: PeerProcess,
-        closed: Callable[[NixlRoute], None],
+        siblings: set[TransfersRoute],
     ) -> None:
-        super().__init__(thread, planner)
-        self.agent, self.peer, self.process = agent, peer, process
+        super().__init__(thread, planner, siblings)
+        self.carrier, self.process = carrier, process
         self.jobs = self.bytes = 0  # under way; the plane's thread only
-        self._closed = closed
 
     def begin(self, write: Assignment) -> _TransfersJob:
         return _TransfersJob(self, write, BlockQueue(self.planner, write.source_pages, write.target_pages))
 
-    def close(self) -> None:
-        if not self.closed:
-            self.closed = True
-            self.process.close()
-            self._closed(self)
+    def release(self) -> None:
+        self.process.close()
+        self.carrier.leave()
 
 
 class _TransfersJob:
-    """Implements `write_thread.WriteJob`. A call of NIXL that raises is an error like any other: what was submitted
-    before is still followed to its end."""
+    """Implements `write_thread.WriteJob`. A call of the engine that raises is an error like any other: what was
+    submitted before is still followed to its end."""
 
     __slots__ = ("_blocks", "_route", "_transfers", "_write", "error", "landed_bytes", "outcome", "pause_s")
 
-    def __init__(self, route: NixlRoute, write: Assignment, blocks: BlockQueue) -> None:
+    def __init__(self, route: TransfersRoute, write: Assignment, blocks: BlockQueue) -> None:
         self._route, self._write, self._blocks = route, write, blocks
         self._transfers: list[Transfer] = []  # under way
         self.landed_bytes, self.error = 0, ""
@@ -82,7 +104,7 @@ class _TransfersJob:
         route, submitted = self._route, 0
         while submitted < max_bytes and self._blocks.left_bytes and not self._write.cancelled and not self.error:
             if route.process.is_gone:  # its pid, by which pages are written within a machine, may be another's soon
-                self.error = f"process {route.process.identity.pid}, to which {route.peer.name} belonged, has ended"
+                self.error = f"process {route.process.identity.pid}, to which {route.carrier.name} belonged, has ended"
                 break
             share = WINDOW_BYTES // route.jobs - sum(transfer.size_bytes for transfer in self._transfers)
             limit = min(max_bytes - submitted, TRANSFER_BYTES, share, WINDOW_BYTES - route.bytes)
@@ -90,9 +112,9 @@ class _TransfersJob:
             if not blocks.sizes:
                 break
             try:
-                transfer = route.agent.prepare("WRITE", route.peer.name, *blocks)
+                transfer = route.carrier.prepare(blocks)
             except Exception as error:  # noqa: BLE001 - other writes go on; this one ends unproven
-                self._fail(f"nixl refuses blocks for {route.peer.name}: {type(error).__name__}: {error}")
+                self._fail(f"blocks for {route.carrier.name} are refused: {type(error).__name__}: {error}")
                 break
             self._transfers.append(transfer)
             route.bytes += transfer.size_bytes
@@ -103,10 +125,10 @@ class _TransfersJob:
     def _start(self, transfer: Transfer) -> None:
         route = self._route
         try:
-            route.agent.post(transfer)
+            route.carrier.post(transfer)
         except Exception as error:  # noqa: BLE001 - other writes go on; this one ends unproven
             transfer.status = FAILED
-            self._fail(f"nixl failed to start a transfer to {route.peer.name}: {type(error).__name__}: {error}")
+            self._fail(f"failed to start a transfer to {route.carrier.name}: {type(error).__name__}: {error}")
         if self._has_ended(transfer):
             self._transfers.remove(transfer)
 
@@ -115,10 +137,10 @@ class _TransfersJob:
         before = len(self._transfers)
         for transfer in [t for t in self._transfers if t.status == RUNNING]:
             try:
-                self._route.agent.look(transfer)
+                self._route.carrier.look(transfer)
             except Exception as error:  # noqa: BLE001 - other writes go on; this one ends unproven
                 transfer.status = FAILED
-                self._fail(f"nixl cannot tell how a transfer ended: {type(error).__name__}: {error}")
+                self._fail(f"it cannot be told how a transfer ended: {type(error).__name__}: {error}")
         self._transfers = [transfer for transfer in self._transfers if not self._has_ended(transfer)]
         return before - len(self._transfers)
 
@@ -128,11 +150,11 @@ class _TransfersJob:
         if transfer.status == RUNNING:
             return False
         if transfer.status != DONE:
-            self._fail(f"a transfer to {route.peer.name} ended with status {transfer.status}")
+            self._fail(f"a transfer to {route.carrier.name} ended with status {transfer.status}")
         try:
-            route.agent.release(transfer)
+            route.carrier.release(transfer)
         except Exception as error:  # noqa: BLE001 - asked again
-            self._fail(f"nixl does not let go of a transfer: {type(error).__name__}: {error}")
+            self._fail(f"a transfer is not let go of: {type(error).__name__}: {error}")
             return False
         route.bytes -= transfer.size_bytes
         if transfer.status == DONE:
@@ -141,4 +163,4 @@ class _TransfersJob:
 
     def _fail(self, error: str) -> None:
         self.error = self.error or error
-        self._route.peer.is_broken = True
+        self._route.carrier.failed()

@@ -1,0 +1,139 @@
+"""What data planes share whose writes go through a `WriteThread`: their routes, how a peer is reached, how they end.
+
+There is one way to close, for all of them: no write is taken any more, what runs is cancelled and drained, the thread
+ends, then the routes let go of their peers, and the back end gives back memory, sessions and threads of its own.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from typing import Generic, TypeVar
+
+from kvflow.aio import Threads
+from kvflow.protocols.errors import LayoutError, TransferError
+from kvflow.protocols.pages.layout import PoolLayout
+from kvflow.protocols.ports import PlaneAddress
+from kvflow.transports.data.route import PlannedRoute, Planner
+from kvflow.transports.data.write_thread import WriteThread
+from kvflow.transports.host.identity import is_seen_alive
+from kvflow.transports.host.inbound import InboundConnections, wait_ended
+from kvflow.transports.host.peer_process import PeerProcess
+
+_log = logging.getLogger(__name__)
+CLOSE_GRACE_S, CLOSE_S = 5.0, 10.0
+R = TypeVar("R", bound=PlannedRoute)
+
+
+class ThreadedPlane(Generic[R]):
+    """A base of `protocols.ports.DataPlane`; a back end adds `name`, `export`, `connect` and `fence`."""
+
+    name = ""
+    close_grace_s = float("inf")
+    """How long closing waits for what is under way; what a frozen peer holds up ends UNPROVEN then."""
+
+    def __init__(self, rate_limit_bytes_per_s: float | None) -> None:
+        """Raises: MisuseError for a rate that is not positive."""
+        self._thread = WriteThread(self.name, rate_limit_bytes_per_s)
+        self._layout: PoolLayout | None = None  # of our own pool, while peers can be reached
+        self._routes: set[R] = set()
+
+    @property
+    def stalled_s(self) -> float:
+        return self._thread.stalled_s
+
+    @property
+    def under_way(self) -> dict[str, int]:
+        """What is left of writes, by what it is: all 0 when nothing runs."""
+        return {"writes": self._thread.open_writes}
+
+    def sees_alive(self, writer: PlaneAddress) -> bool:
+        return is_seen_alive(writer.process)
+
+    def _own_layout(self) -> PoolLayout:
+        """Raises: LayoutError before `export`."""
+        if self._layout is None:
+            raise LayoutError("export our own pool before connecting to a peer's")
+        return self._layout
+
+    def _keep(self, route: R) -> R:
+        """Count a route as open. Raises: TransferError when the plane was closed while it was opened."""
+        if self._thread.is_closing:
+            route.close()
+            raise TransferError(f"the {self.name} plane is closed")
+        self._routes.add(route)
+        return route
+
+    async def close(self) -> None:
+        """Cancel, drain for at most `close_grace_s`, end the thread, let go of every peer. Idempotent."""
+        try:
+            await self._thread.close(self.close_grace_s)
+        finally:  # the thread has ended, cancelled or not
+            for route in list(self._routes):
+                route.close()
+            await self._release()
+
+    async def _release(self) -> None:
+        """What a back end gives back once nothing of it runs. Idempotent."""
+
+
+class EnginePlane(ThreadedPlane[R]):
+    """A base of planes that write through a vendor's engine. Its calls may block, so they are made in threads, each
+    kind in its own, and never waited for without end."""
+
+    close_grace_s = CLOSE_GRACE_S
+    max_block_bytes = 4 << 20
+    connects = 4  # at a time
+
+    def __init__(self, rate_limit_bytes_per_s: float | None) -> None:
+        super().__init__(rate_limit_bytes_per_s)
+        self._inbound = InboundConnections()
+        self._opening = threading.Lock()  # of `_layout`, and of what the engine knows of peers
+        self._connecting = Threads(f"{self.name}-connect", self.connects)
+        self._looking, self._closing = Threads(f"{self.name}-fence", 1), Threads(f"{self.name}-close", 1)
+
+    async def connect(self, address: PlaneAddress, layout: PoolLayout) -> R:
+        """Reach the peer once. Raises: LayoutError (the pools do not fit), TransferError (no answer)."""
+        ours = self._own_layout()
+        self._check_address(address)
+        layout.check()
+        self._thread.start()
+        planner = Planner(ours, layout, max_block_bytes=min(self.max_block_bytes, self._thread.slice_bytes))
+        process = PeerProcess(address.process)
+        try:
+            route = await self._open(address, layout, planner, process)
+        except BaseException:
+            process.close()
+            raise
+        return self._keep(route)
+
+    def _check_address(self, address: PlaneAddress) -> None:
+        """Raises: TransferError for an address that cannot be a peer's."""
+
+    async def _open(self, address: PlaneAddress, layout: PoolLayout, planner: Planner, process: PeerProcess) -> R:
+        """Have the peer answer, and be sure that it was `process`. Raises: TransferError."""
+        raise NotImplementedError
+
+    def _unprovable(self) -> str:
+        """Over what a writer's end cannot be observed; empty where it can be."""
+        raise NotImplementedError
+
+    async def fence(self, writer: PlaneAddress) -> None:
+        """Return once the writer's process is dead and our engine has closed every connection that may be its.
+
+        Raises: TransferError for a writer that cannot be observed (another host, say), and over anything that nothing
+        here can see into, RDMA for one; OSError when it cannot be observed just now.
+        """
+        if over := self._unprovable():
+            raise TransferError(f"over {over} the end of a writer's bytes cannot be observed")
+        await wait_ended(self._inbound, self._looking, writer.process)
+
+    async def _release(self) -> None:
+        try:
+            await self._closing.run(self._stop, within_s=CLOSE_S)
+        except TimeoutError:
+            _log.warning("the %s plane has not given back the pool's memory within %g s", self.name, CLOSE_S)
+
+    def _stop(self) -> None:
+        """Blocks until the engine has given back the pool, which no peer is reached from any more. Idempotent."""
+        raise NotImplementedError
