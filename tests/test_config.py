@@ -74,6 +74,7 @@ def test_booleans_are_words_in_the_environment() -> None:
         ("prefill", {"page_size": "65537"}, {}, ["--page-size: '65537': expected int >= 1 and <= 65536"]),
         ("decode", {"new_token_ratio": "1.5"}, {}, ["--new-token-ratio: '1.5': expected float >= 0 and <= 1"]),
         ("prefill", {"rendezvous_s": "0"}, {}, ["--rendezvous-s: '0': expected float > 0 and <= 3600"]),
+        ("prefill", {"optimistic_prefill": "-1"}, {}, ["--optimistic-prefill: '-1': expected int >= 0 and <= 1000"]),
         ("prefill", {"transfer_rate_limit": "-1"}, {}, ["--transfer-rate-limit: '-1': expected int >= 0"]),
         ("prefill", {"host": ""}, {}, ["--host: '': expected str of length >= 1"]),
         ("prefill", {"page_size": "many"}, {}, ["--page-size", "many", "int"]),

@@ -155,6 +155,15 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
             le=3600,
         ),
     ] = Timing().rendezvous_s
+    optimistic_prefill: Annotated[
+        int,
+        Meta(
+            description="How often prefill may begin a prompt before decode has lent its pages, in pages that nothing "
+            "else needs; a request that needs them takes them, and the work is lost. 0 = never.",
+            ge=0,
+            le=1000,
+        ),
+    ] = 0
     control_port: Annotated[
         int, Meta(description="Port of prefill's control endpoint; 0 picks a free one.", ge=0, le=65535)
     ] = 0
@@ -259,7 +268,14 @@ _WORKER = (
 )
 _RETRACT = ("new_token_ratio", "host_memory_bytes", "host_memory_full")
 _ROUTER = ("poll_s", "retry_timeout_s")
-_SENDER = ("chunked_prefill_size", "max_batch_tokens", "transfer_rate_limit", "rendezvous_s", "max_pinned_share")
+_SENDER = (
+    "chunked_prefill_size",
+    "max_batch_tokens",
+    "transfer_rate_limit",
+    "rendezvous_s",
+    "optimistic_prefill",
+    "max_pinned_share",
+)
 FIELDS_OF_ROLE: dict[str, tuple[str, ...]] = {
     "prefill": (*_WORKER, *_SENDER, "disaggregation_mode", "disaggregation_bootstrap_port", "control_port"),
     "decode": (*_WORKER, "disaggregation_mode", "disaggregation_bootstrap_port", "max_quarantine_share", *_RETRACT),
@@ -307,6 +323,7 @@ GROUPS: dict[str, tuple[str, ...]] = {
         "staging_bytes",
         "verify_transfers",
         "rendezvous_s",
+        "optimistic_prefill",
         "kv_events_config",
     ),
     "security": ("api_key", "allowed_origins", "control_key_file"),

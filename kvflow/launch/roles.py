@@ -118,6 +118,7 @@ async def prefill_service(settings: Settings) -> AsyncGenerator[tuple[PrefillSer
         engine = PrefillEngine(
             model, pool, pool.pages, executor,
             chunk_tokens=settings.chunked_prefill_size, max_batch_tokens=settings.max_batch_tokens,
+            optimistic_tries=settings.optimistic_prefill,
         )  # fmt: skip
         stack.push_async_callback(node.close)
         await node.start()

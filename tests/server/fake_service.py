@@ -16,7 +16,7 @@ from tokenizers.pre_tokenizers import Whitespace
 
 from kvflow.engine.scheduler.limits import EngineLimits
 from kvflow.engine.scheduler.packed_array import PackedArray
-from kvflow.engine.scheduler.params import EngineRetractions, SamplingParams, TokenOut
+from kvflow.engine.scheduler.params import EngineOptimism, EngineRetractions, SamplingParams, TokenOut
 from kvflow.engine.scheduler.prompt_logprobs import PromptLogprobs
 from kvflow.protocols.errors import Cause, Code, MisuseError, room_error
 from kvflow.protocols.wire.ranks import PoolShape
@@ -77,6 +77,7 @@ def _scores(request: GenerationRequest) -> PromptLogprobs:
     return PromptLogprobs.pack(start, np.full(len(behind), -0.5), ids, np.zeros((len(behind), 1)) - 0.5 - ranks, asked)
 
 
+OPTIMISM = EngineOptimism(starts=8, hits=4, lost=2, holding_now=1)
 RETRACTION = EngineRetractions(
     retracts=9,
     resumes=5,
@@ -192,6 +193,7 @@ class FakeService:
             rows_free=6,
             rows_total=8,
             rows_by_kind={"sequence": 2},
+            optimism=OPTIMISM if self.role == "prefill" else None,
             retraction=None if self.role == "prefill" else RETRACTION,
             decode_steps=None if self.role == "prefill" else 77,
         )

@@ -14,7 +14,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from kvflow.launch.operator import declare_dead
 from kvflow.protocols.errors import Code, MisuseError
-from tests.server.fake_service import RETRACTION, FakeService, Meeting, Role, Server, served
+from tests.server.fake_service import OPTIMISM, RETRACTION, FakeService, Meeting, Role, Server, served
 
 Session = aiohttp.ClientSession
 
@@ -133,9 +133,20 @@ async def test_a_prefill_retracts_nothing_and_says_nothing_of_it(prefill_server:
     assert "sglang:num_retracted_reqs{" in text, "dashboards expect it of every role"
 
 
+async def test_a_prefill_says_what_it_began_early(prefill_server: Server, session: Session) -> None:
+    _, info = await get(session, prefill_server, "/server_info")
+    assert info["optimistic_prefill"] == msgspec.to_builtins(OPTIMISM)
+    async with session.get(prefill_server.make_url("/metrics")) as answer:
+        families = list(text_string_to_metric_families(await answer.text()))
+    found = {sample.name: sample.value for family in families for sample in family.samples}
+    for name, want in (("starts_total", 8), ("hits_total", 4), ("lost_total", 2), ("requests", 1)):
+        assert found[f"kvflow_optimistic_{name}"] == want
+
+
 async def test_a_decode_says_what_it_retracted(decode_server: Server, session: Session) -> None:
     _, info = await get(session, decode_server, "/server_info")
     assert info["retraction"] == msgspec.to_builtins(RETRACTION)
+    assert info["optimistic_prefill"] is None
 
 
 async def test_model_info_load_rooms_and_flush(decode: Role, decode_server: Server, session: Session) -> None:

@@ -51,6 +51,13 @@ class Sequence:
         self.add_pages(places.pages)
         self.rows = places.rows if places.rows.size else self.rows
 
+    def start_again(self) -> Places:
+        """Forget all that was computed, and where; returns its places, which are to be given back."""
+        places = Places(self.pages.copy(), self.rows)
+        self.computed = self.page_count = 0
+        self.rows = NO_PLACES
+        return places
+
     def pages_missing(self, tokens: int) -> int:
         """How many more pages the first `tokens` tokens need."""
         return max(0, -(-tokens // self.page_size) - self.page_count)

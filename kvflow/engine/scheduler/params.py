@@ -197,6 +197,15 @@ class EngineLoad(msgspec.Struct, frozen=True):
     waiting: int
 
 
+class EngineOptimism(msgspec.Struct, frozen=True, kw_only=True):
+    """Prompts that a prefill has begun before decode's half of their room was there."""
+
+    starts: int = 0  # each time
+    hits: int = 0  # of them, those that still had their places when decode's half came
+    lost: int = 0  # of them, those whose places went to a request that had both halves
+    holding_now: int = 0  # they hold places, and decode's half is not there
+
+
 class EngineRetractions(msgspec.Struct, frozen=True, kw_only=True):
     """What over-commitment has led to at a decode: requests that gave their pages up, and how they came back."""
 

@@ -22,8 +22,9 @@ from kvflow.engine.scheduler.budget import RECHECK_S
 from kvflow.engine.scheduler.handoff import HandOff
 from kvflow.engine.scheduler.limits import EngineLimits
 from kvflow.engine.scheduler.loop import EngineLoop
+from kvflow.engine.scheduler.optimistic import OptimisticStarts, urgency
 from kvflow.engine.scheduler.packed_array import PackedArray
-from kvflow.engine.scheduler.params import EngineLoad, SamplingParams, TokenOut, finish
+from kvflow.engine.scheduler.params import EngineLoad, EngineOptimism, SamplingParams, TokenOut, finish
 from kvflow.engine.scheduler.rooms import PrefillRoomPort
 from kvflow.engine.scheduler.sampling import Choice, Draw, choose
 from kvflow.engine.scheduler.scoring import PromptScorer
@@ -36,31 +37,36 @@ from kvflow.protocols.pages.layout import PageIndices, Places
 class _PrefillRequest:
     """One prompt. `first` resolves to its first token once the last chunk is queued, to None when its room ends."""
 
-    __slots__ = ("draw", "first", "hidden_states", "params", "queued_at_s", "room", "scorer", "sent_pages", "sequence")
+    __slots__ = (
+        *("choice", "draw", "first", "hidden_states", "params", "queued_at_s", "room", "scorer", "sent_pages"),
+        "sequence",
+    )
 
     def __init__(
-        self,
-        sequence: Sequence,
-        room: PrefillRoomPort,
-        params: SamplingParams,
-        sent_pages: int,
-        eos_ids: frozenset[int],
+        self, sequence: Sequence, room: PrefillRoomPort, params: SamplingParams, eos_ids: frozenset[int]
     ) -> None:
-        self.sequence, self.room, self.params, self.sent_pages = sequence, room, params, sent_pages
+        self.sequence, self.room, self.params = sequence, room, params
+        self.sent_pages = 0  # with those that decode has already
         self.queued_at_s = time.perf_counter()
         adjustments = adjustments_of(params, sequence, eos_ids)
         self.draw = Draw(params, params.seed_or_random(), sequence.prompt_length, adjustments)
-        start = params.prompt_logprobs_from
+        self.first: asyncio.Future[TokenOut | None] = asyncio.get_running_loop().create_future()
+        self._begin()
+
+    def _begin(self) -> None:
+        params, start = self.params, self.params.prompt_logprobs_from
         self.scorer = (
-            None if start is None else PromptScorer(sequence, start, params.logprobs or 0, params.logprob_token_ids)
+            None
+            if start is None
+            else PromptScorer(self.sequence, start, params.logprobs or 0, params.logprob_token_ids)
         )
         self.hidden_states: PackedArray | None = None  # at the last token of the prompt
-        self.first: asyncio.Future[TokenOut | None] = asyncio.get_running_loop().create_future()
+        self.choice: Choice | None = None  # once the prompt is computed
 
-
-def _urgency(request: _PrefillRequest) -> int:
-    """The smallest first."""
-    return -request.params.priority
+    def start_again(self) -> Places:
+        """Forget what was computed; returns its places. The same first token will be drawn."""
+        self._begin()
+        return self.sequence.start_again()
 
 
 class PrefillEngine(EngineLoop):
@@ -74,8 +80,11 @@ class PrefillEngine(EngineLoop):
     def __init__(
         self, model: LoadedModel, pool: PagedPool, pages: PageAllocator, executor: Executor, *,
         chunk_tokens: int = 512, max_batch_tokens: int = 512, max_batch_rooms: int | None = None,
+        optimistic_tries: int = 0,
     ) -> None:  # fmt: skip
-        """Raises: LayoutError when the pool is not this model's."""
+        """`optimistic_tries`: how often a prompt may begin before its room is matched, see `optimistic`.
+
+        Raises: LayoutError when the pool is not this model's."""
         super().__init__("prefill")
         self._runner = model.runner(pool)
         self._model, self._pages, self._page_size = model, pages, pool.layout.page_size
@@ -88,7 +97,8 @@ class PrefillEngine(EngineLoop):
         self._thread = ModelThread(executor, self._places, pool.layout, self._runner.device)
         self._chunk_tokens, self._max_tokens = max(1, chunk_tokens), max(1, max_batch_tokens)
         self._max_rooms = max_batch_rooms or 1 << 30
-        self._unmatched = 0  # requests that wait for decode's half of their room, and hold nothing meanwhile
+        self._unmatched = 0  # requests that wait for decode's half of their room
+        self._early: OptimisticStarts[_PrefillRequest] = OptimisticStarts(optimistic_tries)  # the others hold nothing
         self._waiting: deque[_PrefillRequest] = deque()  # for pages
         self._running: dict[int, _PrefillRequest] = {}  # in order of arrival
         self._numbers = itertools.count()
@@ -98,7 +108,11 @@ class PrefillEngine(EngineLoop):
             self._fail(request, room_error(cause))
 
     def load(self) -> EngineLoad:
-        return EngineLoad(len(self._running), self._unmatched + len(self._waiting))
+        return self._early.load(len(self._running), self._unmatched, len(self._waiting))
+
+    @property
+    def optimism(self) -> EngineOptimism:
+        return self._early.counts
 
     def check(self, prompt: Prompt, params: SamplingParams) -> None:
         """Raises: MisuseError, CapacityError for a prompt that `prefill` would refuse."""
@@ -120,14 +134,17 @@ class PrefillEngine(EngineLoop):
         try:
             self._refuse_when_closing()
             self.check(prompt, params)
+            sequence = Sequence(owner, prompt, 0, self._page_size)
+            request = _PrefillRequest(sequence, room, params, self._model.eos_ids)
+            if into is None:
+                self._early.add(request)
+                self._wake.set()
             self._unmatched += 1
             try:
-                prefix = await room.matched()
+                request.sent_pages = await room.matched() // self._page_size
             finally:
                 self._unmatched -= 1
             self._refuse_when_closing()
-            sequence = Sequence(owner, prompt, 0, self._page_size)
-            request = _PrefillRequest(sequence, room, params, prefix // self._page_size, self._model.eos_ids)
             self._enqueue(request, into)
             room.on_end(lambda: self._room_ended(request))
             first = await request.first
@@ -147,11 +164,16 @@ class PrefillEngine(EngineLoop):
             room.close()
 
     def _enqueue(self, request: _PrefillRequest, into: PageIndices | None) -> None:
-        if into is None:
-            self._waiting.insert(bisect.bisect_right(self._waiting, _urgency(request), key=_urgency), request)
-        else:
+        """Its room is matched."""
+        if into is not None:
             request.sequence.add(self._layout.split(into))
             self._running[id(request)] = request
+        elif self._early.matched(request):
+            self.queue_seconds.observe(0.0)
+            self._send(request)
+        else:
+            request.queued_at_s = time.perf_counter()
+            self._waiting.insert(bisect.bisect_right(self._waiting, urgency(request), key=urgency), request)
         self._wake.set()
 
     def _room_ended(self, request: _PrefillRequest) -> None:
@@ -162,12 +184,16 @@ class PrefillEngine(EngineLoop):
 
     def _fail(self, request: _PrefillRequest, error: KvflowError) -> None:
         self._running.pop(id(request), None)
-        if not request.first.done():
+        if self._early.holds(request):
+            self._early.forget(request)
+            request.room.close(error.cause())  # it waits for its match, which then raises this
+        elif not request.first.done():
             request.first.set_exception(error)
 
     def _drop(self, request: _PrefillRequest, *, owned: bool) -> None:
         """Forget the request; places that a step or a write still uses become free when it has ended (I13)."""
         self._running.pop(id(request), None)
+        self._early.forget(request)
         if request in self._waiting:
             self._waiting.remove(request)
         if owned:
@@ -197,7 +223,7 @@ class PrefillEngine(EngineLoop):
 
     async def _sleep(self) -> None:
         """Wait for a wake-up; rooms free pages without one, so with requests that wait for pages, poll."""
-        if not self._waiting:
+        if not self._waiting and self._early.first is None:
             await self._wake.wait()
             return
         wake = asyncio.ensure_future(self._wake.wait())
@@ -213,21 +239,39 @@ class PrefillEngine(EngineLoop):
             if request.first.done():
                 self._waiting.popleft()
                 continue
-            missing = request.sequence.pages_missing(request.sequence.prompt_length)
-            if missing > self._pages.free_pages or (self._rows is not None and not self._rows.free_pages):
+            if not self._place(request):
                 return
             self._waiting.popleft()
             self.queue_seconds.observe(time.perf_counter() - request.queued_at_s)
-            taken = self._places.take_room(missing + (self._rows is not None), request.sequence.owner)
-            request.sequence.add(self._layout.split(taken))
-            self._running[id(request)] = request
+        while (early := self._early.first) is not None and self._place(early):
+            self._early.began(early)
+
+    def _place(self, request: _PrefillRequest) -> bool:
+        """Give a request its places, those of early ones too where it has both halves of its room."""
+        s = request.sequence
+        needed, rows = s.pages_missing(s.prompt_length), int(self._rows is not None)
+        missing = needed - self._pages.free_pages
+        missing_rows = rows - self._rows.free_pages if self._rows is not None else 0
+        if missing > 0 or missing_rows > 0:
+            if request is self._early.first:
+                return False
+            losers = self._early.give_way(missing, missing_rows)
+            for loser in losers:
+                del self._running[id(loser)]
+                self._places.give_back(self._layout.numbered(loser.start_again()), loser.sequence.owner)
+            if not losers:
+                return False
+        s.add(self._layout.split(self._places.take_room(needed + rows, s.owner)))
+        self._running[id(request)] = request
+        return True
 
     def _pick(self) -> tuple[list[Row], list[_PrefillRequest]]:
         """The rows of one step: a chunk of each of the first prompts in order, within the limits of a step."""
         left, to_score = self._max_tokens, scoring.TOKENS_PER_STEP
         rows: list[Row] = []
         requests: list[_PrefillRequest] = []
-        for request in sorted(self._running.values(), key=_urgency):  # stable
+        order = sorted(self._running.values(), key=lambda r: (self._early.holds(r), urgency(r)))  # stable
+        for request in order:
             s = request.sequence
             remaining = s.prompt_length - s.computed
             if not remaining:
@@ -273,10 +317,16 @@ class PrefillEngine(EngineLoop):
         return dict(zip(map(id, last), choose(logits, [request.draw for request in last]), strict=True))
 
     def _advance(self, request: _PrefillRequest, row: Row, choice: Choice | None) -> None:
-        """After a step: send the complete pages; after the last chunk the remaining ones and the row, with the first
-        token."""
-        s = request.sequence
-        s.computed += row.new
+        """After a step."""
+        request.sequence.computed += row.new
+        request.choice = choice
+        if not self._early.holds(request):
+            self._send(request)
+
+    def _send(self, request: _PrefillRequest) -> None:
+        """Send the complete pages that have not been sent; after the last chunk the remaining ones and the row, with
+        the first token."""
+        s, choice = request.sequence, request.choice
         ready = s.page_count if choice else s.computed // self._page_size
         start, request.sent_pages = min(request.sent_pages, ready), max(request.sent_pages, ready)
         pages = s.pages[start:ready].copy()

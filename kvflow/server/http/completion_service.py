@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvflow.engine.scheduler.limits import EngineLimits
-from kvflow.engine.scheduler.params import EngineRetractions, SamplingParams, TokenOut
+from kvflow.engine.scheduler.params import EngineOptimism, EngineRetractions, SamplingParams, TokenOut
 from kvflow.protocols.arguments import CheckedPrompt
 from kvflow.protocols.errors import Cause
 from kvflow.protocols.wire.ranks import PoolShape
@@ -79,6 +79,7 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
     rows_free: int = 0
     rows_total: int = 0  # 0: the model keeps no state once per request
     rows_by_kind: dict[str, int] = {}
+    optimism: EngineOptimism | None = None  # of a prefill
     retraction: EngineRetractions | None = None  # of a decode, as is what follows
     decode_steps: int | None = None
 

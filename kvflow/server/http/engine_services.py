@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 import msgspec
 
 from kvflow.engine.scheduler.limits import EngineLimits
-from kvflow.engine.scheduler.params import EngineRetractions, TokenOut
+from kvflow.engine.scheduler.params import EngineOptimism, EngineRetractions, TokenOut
 from kvflow.handlers.rooms import DecodeRoom, PrefillRoom
 from kvflow.memory.allocator import PageAllocator
 from kvflow.node import DecodeNode, PrefillNode
@@ -149,9 +149,14 @@ class EngineService(Generic[N, E]):
             rows_free=rows.free_pages if rows else 0,
             rows_total=rows.num_pages if rows else 0,
             rows_by_kind=owned_by_kind(rows) if rows else {},
+            optimism=self._optimism(),
             retraction=self._retraction(),
             decode_steps=self._decode_steps(),
         )
+
+    def _optimism(self) -> EngineOptimism | None:
+        """Of prompts that were begun early; None where none is computed."""
+        return None
 
     def _retraction(self) -> EngineRetractions | None:
         """What over-commitment has led to; None where nothing is over-committed."""
@@ -190,6 +195,9 @@ class PrefillService(EngineService[PrefillNode, "PrefillEngine"]):
     def rank(self) -> RankInfo:
         """What is registered at the bootstrap registry."""
         return self._node.info
+
+    def _optimism(self) -> EngineOptimism:
+        return self._engine.optimism
 
     async def tokens(self, request: GenerationRequest) -> AsyncGenerator[TokenOut, None]:
         try:

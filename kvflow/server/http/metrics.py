@@ -11,7 +11,7 @@ from prometheus_client import CollectorRegistry, Counter, Histogram, generate_la
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from kvflow.engine.scheduler.params import EngineRetractions
+from kvflow.engine.scheduler.params import EngineOptimism, EngineRetractions
 from kvflow.server.http.completion_service import Report
 from kvflow.server.http.errors import Failure, bounded_code
 from kvflow.server.http.families import histograms, labelled
@@ -89,6 +89,8 @@ class Metrics:
             report = self._report()
             refusals.update(report.requests_refused)
             yield from _memory(report)
+            if report.optimism is not None:
+                yield from _optimism(report.optimism)
             if report.retraction is not None:
                 yield from _retraction(report.retraction)
             yield from _rooms(report)
@@ -132,6 +134,17 @@ def _memory(report: Report) -> Iterator[Metric]:
     yield GaugeMetricFamily("kvflow_pinned_pages", pinned, value=report.pinned_pages)
     limit = "Pinned pages of one decode above which its new requests are refused."
     yield GaugeMetricFamily("kvflow_pinned_limit_pages", limit, value=report.pinned_limit_pages)
+
+
+def _optimism(found: EngineOptimism) -> Iterator[Metric]:
+    for name, text, count in (
+        ("starts", "Prompts begun before decode had lent its pages, each time.", found.starts),
+        ("hits", "Of them, those that had kept their pages until decode lent its own.", found.hits),
+        ("lost", "Of them, those whose pages were taken for a prompt whose decode had lent its own.", found.lost),
+    ):
+        yield CounterMetricFamily(f"kvflow_optimistic_{name}", text, value=count)
+    text = "Requests whose prompt has pages, and whose decode has lent none yet."
+    yield GaugeMetricFamily("kvflow_optimistic_requests", text, value=found.holding_now)
 
 
 def _retraction(found: EngineRetractions) -> Iterator[Metric]:

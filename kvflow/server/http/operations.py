@@ -45,6 +45,7 @@ def server_info(pipeline: CompletionPipeline, host: str, bootstrap_port: int | N
             **report.pages_by_kind,
         },
         "rows": {"free": report.rows_free, "total": report.rows_total, **report.rows_by_kind},
+        "optimistic_prefill": msgspec.to_builtins(report.optimism),
         "retraction": msgspec.to_builtins(report.retraction),
         "quarantine_pages": report.quarantine_pages,
         "quarantine_limit_pages": report.quarantine_limit_pages,

@@ -1,0 +1,118 @@
+"""Prompts that are computed before decode's half of their room is there (`--optimistic-prefill`).
+
+Such a request holds places on sufferance: one that has both halves of its room takes them from it, the least work lost
+first. So nothing that runs ever waits for a half that may never come, and there is no deadlock, however many prompts
+were begun early. What is lost is computed again, and a request that has lost its places as often as it may waits for
+its match before it begins once more.
+
+Of one rank only: the ranks of a group take places in the order of their leader's STARTs, which come after the match.
+"""
+
+from __future__ import annotations
+
+import bisect
+from typing import Generic, Protocol, TypeVar
+
+from kvflow.engine.model.sequence import Sequence
+from kvflow.engine.scheduler.params import EngineLoad, EngineOptimism, SamplingParams
+
+
+class EarlyRequest(Protocol):
+    """What is asked of an engine's request."""
+
+    sequence: Sequence
+    params: SamplingParams
+
+
+R = TypeVar("R", bound=EarlyRequest)
+
+
+def urgency(request: EarlyRequest) -> int:
+    """The smallest first."""
+    return -request.params.priority
+
+
+class OptimisticStarts(Generic[R]):
+    """The requests of one prefill whose rooms are not matched yet, as far as they may begin all the same.
+
+    `first` is the next to begin, in order of priority and arrival. It begins at most `tries` times.
+    """
+
+    def __init__(self, tries: int) -> None:
+        """`tries` 0: none begins early."""
+        self._tries = tries
+        self._waiting: list[R] = []  # for places
+        self._holding: dict[int, R] = {}  # by id
+        self._losses: dict[int, int] = {}  # by id, of those that have lost their places
+        self._starts = self._hits = self._lost = 0
+
+    @property
+    def counts(self) -> EngineOptimism:
+        return EngineOptimism(starts=self._starts, hits=self._hits, lost=self._lost, holding_now=len(self._holding))
+
+    @property
+    def first(self) -> R | None:
+        return self._waiting[0] if self._waiting else None
+
+    def load(self, running: int, unmatched: int, waiting: int) -> EngineLoad:
+        """Of an engine whose requests that run, and whose unmatched ones, include those that have begun early."""
+        return EngineLoad(running, unmatched - len(self._holding) + waiting)
+
+    def add(self, request: R) -> None:
+        """Its match is awaited."""
+        if self._losses.get(id(request), 0) < self._tries:
+            bisect.insort_right(self._waiting, request, key=urgency)
+
+    def began(self, request: R) -> None:
+        """It, the first, has taken its places."""
+        self._waiting.remove(request)
+        self._holding[id(request)] = request
+        self._starts += 1
+
+    def holds(self, request: R) -> bool:
+        """Whether it computes, or has computed, and is not matched."""
+        return id(request) in self._holding
+
+    def matched(self, request: R) -> bool:
+        """Whether it has places already, which are its own from here on."""
+        hit = self.holds(request)
+        self.forget(request)
+        self._hits += hit
+        return hit
+
+    def forget(self, request: R) -> None:
+        """It has ended, or been matched. Idempotent."""
+        self._holding.pop(id(request), None)
+        self._losses.pop(id(request), None)
+        if request in self._waiting:
+            self._waiting.remove(request)
+
+    def give_way(self, pages: int, rows: int) -> list[R]:
+        """Those whose places are to be taken from them, so that `pages` more pages and `rows` more rows are free: the
+        ones that have computed the fewest tokens, and none in vain. Empty where all together have too few.
+
+        They begin again if they may. Call it between steps: none of them is in one then (I13).
+        """
+        chosen: list[R] = []
+        for request in sorted(self._holding.values(), key=lambda r: r.sequence.computed):
+            if _are_enough(chosen, pages, rows):
+                break
+            chosen.append(request)
+        if not _are_enough(chosen, pages, rows):
+            return []
+        for request in reversed(chosen):  # the last ones may be enough without some of the first
+            others = [other for other in chosen if other is not request]
+            if _are_enough(others, pages, rows):
+                chosen = others
+        for request in chosen:
+            del self._holding[id(request)]
+            self._losses[id(request)] = self._losses.get(id(request), 0) + 1
+            self._lost += 1
+            self.add(request)
+        return chosen
+
+
+def _are_enough(requests: list[R], pages: int, rows: int) -> bool:
+    """Whether they have so many pages and rows between them."""
+    have_pages = sum(request.sequence.page_count for request in requests)
+    return have_pages >= pages and sum(request.sequence.rows.size for request in requests) >= rows

@@ -1,0 +1,95 @@
+"""Optimistic prefill through HTTP: prefill legs that come long before decode's, and some whose decode stays away."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import random
+from collections import Counter
+from typing import Any
+
+import aiohttp
+import msgspec
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from kvflow.demo_model import DEMO_PROMPTS
+from tests.e2e.fleet import all_home, ask, running
+
+pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("processes")]
+
+REQUESTS, LANES = 120, 12
+PROMPTS = [" ".join(DEMO_PROMPTS * n) for n in (1, 2, 3)]
+FAST = {"temperature": 0, "max_new_tokens": 6, "ignore_eos": True}
+
+
+async def generate(session: aiohttp.ClientSession, url: str, prompt: str, **meeting: Any) -> tuple[int, Any]:
+    body = {"text": prompt, "sampling_params": FAST, **meeting}
+    async with session.post(f"{url}/generate", json=body) as answer:
+        return answer.status, msgspec.json.decode(await answer.read())
+
+
+async def counted(session: aiohttp.ClientSession, url: str) -> dict[str, float]:
+    async with session.get(f"{url}/metrics") as answer:
+        families = list(text_string_to_metric_families(await answer.text()))
+    samples = [sample for family in families for sample in family.samples]
+    return {s.name.removeprefix("kvflow_optimistic_"): s.value for s in samples if "_optimistic_" in s.name}
+
+
+async def test_a_storm_of_legs_that_come_before_their_decodes(seed: int) -> None:
+    """A pool of some two prompts. Who meets gets its tokens; who does not is told at the rendezvous; nothing leaks."""
+    chance = random.Random(seed)
+    rooms = itertools.count(1)
+    async with (
+        running(optimistic_prefill=2, num_pages=24, rendezvous_s=1.5) as fleet,
+        aiohttp.ClientSession() as session,
+    ):
+        [prefill], [decode] = fleet.prefills, fleet.decodes
+        expected = [(await generate(session, fleet.url, prompt))[1]["output_ids"] for prompt in PROMPTS]
+        ended: Counter[str] = Counter()
+
+        async def begun(before: float) -> None:
+            """Prefill has begun one more since, or has nowhere to."""
+            for _ in range(20):
+                if (await ask(session, f"{prefill.url}/server_info"))["optimistic_prefill"]["starts"] > before:
+                    return
+
+        async def one(number: int) -> None:
+            which, room = chance.randrange(len(PROMPTS)), next(rooms)
+            how = chance.choice(("meets", "meets", "meets", "never", "leaves", "decode leaves"))
+            meeting = {"bootstrap_host": "127.0.0.1", "bootstrap_port": prefill.bootstrap_port, "bootstrap_room": room}
+            before = (await ask(session, f"{prefill.url}/server_info"))["optimistic_prefill"]["starts"]
+            leg = asyncio.create_task(generate(session, prefill.url, PROMPTS[which], **meeting))
+            await begun(before)
+            if how == "never":
+                status, answer = await leg
+                assert (status, answer["error"]["code"]) == (504, "rendezvous"), answer
+                ended[how] += 1
+                return
+            if how == "leaves":
+                leg.cancel()
+                await asyncio.wait([leg])
+            other = asyncio.create_task(generate(session, decode.url, PROMPTS[which], **meeting))
+            if how == "decode leaves":
+                await asyncio.sleep(chance.uniform(0, 0.02))
+                other.cancel()
+            await asyncio.wait([leg, other])
+            if how == "meets":
+                status, answer = other.result()
+                assert status == 200, answer
+                assert answer["output_ids"] == expected[which]
+            ended[how] += 1
+
+        async def lane(number: int) -> None:
+            for request in range(number, REQUESTS, LANES):
+                await one(request)
+
+        async with asyncio.timeout(120):
+            await asyncio.gather(*(lane(number) for number in range(LANES)))
+        assert await all_home(session, prefill.url, decode.url)
+        found = await counted(session, prefill.url)
+        print(f"seed {seed}: {dict(ended)}, {found}")
+        assert found["starts_total"] >= found["hits_total"] + found["lost_total"]
+        assert found["hits_total"] and found["lost_total"] and not found["requests"]
+        info = await ask(session, f"{prefill.url}/server_info")
+        assert (info["running"], info["waiting"]) == (0, 0)
