@@ -184,6 +184,7 @@ def offload(
     batch: Annotated[
         int, typer.Option(help="Sequences that the demo model decodes beside the copies; 0 = no steps.", min=0)
     ] = 8,
+    device: Annotated[str, typer.Option(help="Where pool and model are: cpu, cuda or cuda:N.")] = "cpu",
     as_json: AsJson = False,
 ) -> None:
     """Snapshots: GB/s of copy-out and restore, divided by one large memcpy of the same run.
@@ -196,7 +197,13 @@ def offload(
     environment = copying_environment(os.environ)
     if environment != dict(os.environ):  # as the roles that copy are started: it is read once, before the program
         os.execve(sys.executable, sys.orig_argv, environment)
-    _report(bench_offload(OffloadPlan(pages, rounds, tuple(order.split(",")), batch), _say), as_json)
+    if device != "cpu":
+        from kvflow.engine.model.device import find_device
+
+        device = str(find_device(device))
+    where = None if device == "cpu" else device
+    plan = OffloadPlan(pages, rounds, tuple(order.split(",")), batch, device=where)
+    _report(bench_offload(plan, _say), as_json)
 
 
 @app.command()

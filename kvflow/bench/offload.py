@@ -12,13 +12,16 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from kvflow.bench.child import StallTicker
+from kvflow.memory.copies import copier_for
 from kvflow.memory.pool import PagedPool
 from kvflow.memory.snapshot import SnapshotStore
 from kvflow.protocols.errors import MisuseError
 from kvflow.protocols.pages.kinds import ROW, StateKind
-from kvflow.protocols.pages.layout import Order, Places, PoolLayout, build_layout
+from kvflow.protocols.pages.layout import Order, PageIndices, Places, PoolLayout, build_layout
+from kvflow.protocols.pages.plan import Blocks
 
 if TYPE_CHECKING:
     from kvflow.bench.offload_steps import DecodeBatch
@@ -40,6 +43,7 @@ class OffloadPlan(NamedTuple):
     orders: tuple[str, ...] = ("page_first",)
     batch: int = 8
     steps_s: float = 0.5
+    device: str | None = None  # of the pool and the model; None: the CPU
 
 
 async def bench_offload(plan: OffloadPlan, say: Say) -> dict[str, Any]:
@@ -48,7 +52,7 @@ async def bench_offload(plan: OffloadPlan, say: Say) -> dict[str, Any]:
         return {order: await _one_order(plan, order, None, say) for order in plan.orders}
     from kvflow.bench.offload_steps import make_batch  # imports torch
 
-    steps = await make_batch(plan.batch)
+    steps = await make_batch(plan.batch, plan.device or "cpu")
     try:
         return {order: await _one_order(plan, order, steps, say) for order in plan.orders}
     finally:
@@ -56,7 +60,8 @@ async def bench_offload(plan: OffloadPlan, say: Say) -> dict[str, Any]:
 
 
 async def _one_order(plan: OffloadPlan, order: str, steps: DecodeBatch | None, say: Say) -> dict[str, Any]:
-    pool = await asyncio.to_thread(PagedPool.allocate, _layout(plan.pages * SPREAD, order), shared=False)
+    layout = _layout(plan.pages * SPREAD, order)
+    pool = await asyncio.to_thread(PagedPool.allocate, layout, shared=False, device=plan.device)
     limit_bytes = plan.pages * pool.layout.page_bytes + pool.layout.row_bytes
     store = await asyncio.to_thread(SnapshotStore, pool, limit_bytes, num_rows=1)
     try:
@@ -76,12 +81,21 @@ def _layout(num_pages: int, order: str) -> PoolLayout:
 
 
 def _fill(pool: PagedPool) -> None:
-    """Every 8 bytes say where they are."""
+    """Every 8 bytes say where they are; on a device, bytes are drawn."""
+    if not pool.on_host:
+        import torch
+
+        random = torch.Generator(device=pool.device).manual_seed(1)
+        for c in pool.layout.components:
+            view = pool.tensor(c.name).view(torch.uint8)
+            view.copy_(torch.randint(0, 256, view.shape, dtype=torch.uint8, device=pool.device, generator=random))
+        return torch.cuda.synchronize(pool.device)
     for b in pool.layout.buffers:
         words = np.ctypeslib.as_array((ctypes.c_uint64 * (b.size_bytes // 8)).from_address(b.address))
         for start in range(0, words.size, _FILL_WORDS):
             part = words[start : start + _FILL_WORDS]
             part[:] = np.arange(b.address + start, b.address + start + part.size, dtype=np.uint64)
+    return None
 
 
 async def _rounds(plan: OffloadPlan, order: str, pool: PagedPool, store: SnapshotStore, say: Say) -> dict[str, Any]:
@@ -89,7 +103,7 @@ async def _rounds(plan: OffloadPlan, order: str, pool: PagedPool, store: Snapsho
     scattered = np.random.default_rng(1).permutation(taken)[: plan.pages].astype(np.int32)
     places = Places(scattered, pool.rows.take(1, "bench"))
     total_bytes = plan.pages * pool.layout.page_bytes
-    before = await asyncio.to_thread(pool.pages_bytes, scattered[:8])
+    before = await asyncio.to_thread(_content, pool, scattered[:8])
     seconds: dict[str, list[float]] = {"memcpy": [], "copy_out": [], "restore": []}
     ticker = StallTicker()
     for turn in range(plan.rounds + 1):  # the first warms up
@@ -102,7 +116,7 @@ async def _rounds(plan: OffloadPlan, order: str, pool: PagedPool, store: Snapsho
         await store.restore(held, places)
         took["restore"] = time.perf_counter() - began_s
         held.close()
-        if not await asyncio.to_thread(lambda: np.array_equal(pool.pages_bytes(scattered[:8]), before)):
+        if not await asyncio.to_thread(lambda: np.array_equal(_content(pool, scattered[:8]), before)):
             raise MisuseError("restored pages differ from what was copied out")
         if turn:
             for way, time_s in took.items():
@@ -148,16 +162,29 @@ def _memcpy(pool: PagedPool, store: SnapshotStore, total_bytes: int) -> float:
     source = max(pool.layout.buffers, key=lambda b: b.size_bytes)
     target = max(store.host.layout.buffers, key=lambda b: b.size_bytes)
     size_bytes = min(total_bytes, source.size_bytes)
+    copier = copier_for(pool)
+    whole = Blocks(*(np.array([n], dtype=np.int64) for n in (source.address, target.address, size_bytes)))
     began_s = time.perf_counter()
     for _ in range(-(-total_bytes // size_bytes)):
-        ctypes.memmove(target.address, source.address, size_bytes)
+        copier.copy(whole)
     return time.perf_counter() - began_s
 
 
-def _overwrite(pool: PagedPool, pages: Any) -> None:
+def _content(pool: PagedPool, pages: PageIndices) -> NDArray[np.uint8]:
+    if pool.on_host:
+        return pool.pages_bytes(pages)
+    import torch
+
+    streams = [pool.tensor(c.name) for c in pool.layout.components if not c.in_rows]
+    parts = [stream[pages.tolist()].reshape(len(pages), -1).view(torch.uint8).cpu().numpy() for stream in streams]
+    return np.concatenate(parts, axis=1)
+
+
+def _overwrite(pool: PagedPool, pages: PageIndices) -> None:
     for c in pool.layout.components:
         if not c.in_rows:
-            pool.array(c.name)[pages] = 0
+            stream = pool.array(c.name) if pool.on_host else pool.tensor(c.name)
+            stream[pages.tolist()] = 0
 
 
 def _report(plan: OffloadPlan, total_bytes: int, seconds: dict[str, list[float]]) -> dict[str, Any]:

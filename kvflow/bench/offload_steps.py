@@ -44,7 +44,8 @@ class DecodeBatch:
             num_rows=batch if model.has_rows else 0,
             fingerprint=model.fingerprint,
         )
-        self.pool = PagedPool.allocate(layout, shared=False)
+        on_device = None if model.device.type == "cpu" else model.device
+        self.pool = PagedPool.allocate(layout, shared=False, device=on_device)
         self._runner = model.runner(self.pool)
         scattered = np.random.default_rng(1).permutation(batch * each).astype(np.int32).reshape(batch, each)
         prompt = np.arange(PROMPT_TOKENS) % model.vocab_size
@@ -73,10 +74,10 @@ class DecodeBatch:
             sequence.append(token)
 
 
-async def make_batch(batch: int) -> DecodeBatch:
+async def make_batch(batch: int, device: str) -> DecodeBatch:
     """Of the demo model, on one CPU thread, as roles run it by default."""
     torch.set_num_threads(1)
-    return await asyncio.to_thread(lambda: DecodeBatch(load_model(str(DEMO_MODEL_DIR)), batch))
+    return await asyncio.to_thread(lambda: DecodeBatch(load_model(str(DEMO_MODEL_DIR), device=device), batch))
 
 
 def keep_busy() -> float:

@@ -20,9 +20,12 @@ from kvflow.protocols.pages.plan import Blocks, Pairing
 if TYPE_CHECKING:
     import torch
 
+    from kvflow.memory.block_kernel import BlockKernel
+
 _HELD_BYTES = 1 << 20  # copied with the GIL held, some 150 us: handing it over costs more than copying a small block
 _HELD_CALLS = 64  # queued with the GIL held
-_PORTABLE, _ANY_TO_ANY = 1, 4  # cudaHostRegisterPortable, cudaMemcpyDefault
+_PORTABLE, _MAPPED, _ANY_TO_ANY = 1, 2, 4  # cudaHostRegisterPortable, cudaHostRegisterMapped, cudaMemcpyDefault
+_SAME_ADDRESS = 91  # cudaDevAttrCanUseHostPointerForRegisteredMem
 
 _copy_holding_gil = ctypes.PyDLL(None).memmove
 _copy_releasing_gil = ctypes.CDLL(None).memmove
@@ -114,7 +117,8 @@ class HostCopier:
 
 
 class CudaCopier:
-    """Implements `Copier` with cudaMemcpyAsync on a stream of its own, beside the model's. Untested on hardware."""
+    """Implements `Copier` on a stream of its own, beside the model's: with cudaMemcpyAsync, and where there is Triton
+    many small blocks with a kernel."""
 
     def __init__(self, device: str) -> None:
         """Raises: LayoutError."""
@@ -125,14 +129,30 @@ class CudaCopier:
         self._device = torch.device(device)
         self._stream = torch.cuda.Stream(self._device)
         self._runtime = Runtime(_loaded_library("libcudart.so"))
-        self._pinned: list[int] = []
+        self._pinned: list[tuple[int, int]] = []  # address and size
+        same_address = self._runtime.attribute(_SAME_ADDRESS, self._device.index or 0)
+        self._kernel = _block_kernel(self._device) if same_address else None
 
     def copy(self, blocks: Blocks) -> None:
         with _on(self._device):
             try:
-                self._runtime.queue(blocks, self._stream.cuda_stream)
+                if self._kernel is not None and self.takes_kernel(blocks):
+                    self._kernel.queue(blocks, self._stream)
+                else:
+                    self._runtime.queue(blocks, self._stream.cuda_stream)
             finally:  # also of what was queued before one that failed
                 self._synchronize()
+
+    def takes_kernel(self, blocks: Blocks) -> bool:
+        """Whether a kernel copies these: it can read and write no memory of the host but what was pinned here."""
+        if self._kernel is None or not self._kernel.suits(blocks):
+            return False
+        sources, targets, sizes = blocks
+        return any(
+            address <= column.min() and (column + sizes).max() <= address + size_bytes
+            for address, size_bytes in self._pinned
+            for column in (sources, targets)
+        )
 
     def _synchronize(self) -> None:
         """Without the GIL. Raises: TransferError."""
@@ -145,15 +165,15 @@ class CudaCopier:
         first, last = pool.layout.buffers[0], pool.layout.buffers[-1]  # of the one region that it is allocated in
         address, size_bytes = first.address, last.address + last.size_bytes - first.address
         with _on(self._device):
-            if status := self._runtime.register(address, size_bytes, _PORTABLE):
+            if status := self._runtime.register(address, size_bytes, _PORTABLE | _MAPPED):
                 text = self._runtime.explain(status)
                 raise LayoutError(f"{size_bytes} bytes of host memory cannot be pinned for {self._device}: {text}")
-        self._pinned.append(address)
+        self._pinned.append((address, size_bytes))
 
     def close(self) -> None:
         while self._pinned:
             with _on(self._device):
-                self._runtime.unregister(self._pinned.pop())
+                self._runtime.unregister(self._pinned.pop()[0])
 
 
 class Runtime:
@@ -169,6 +189,8 @@ class Runtime:
         self._register, self._unregister = library.cudaHostRegister, library.cudaHostUnregister
         self._register.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_uint]
         self._unregister.argtypes = [ctypes.c_void_p]
+        self._attribute = library.cudaDeviceGetAttribute
+        self._attribute.argtypes = [ctypes.POINTER(ctypes.c_int), ctypes.c_int, ctypes.c_int]
         self._explain = library.cudaGetErrorString
         self._explain.argtypes, self._explain.restype = [ctypes.c_int], ctypes.c_char_p
 
@@ -187,6 +209,11 @@ class Runtime:
     def unregister(self, address: int) -> int:
         return int(self._unregister(address))
 
+    def attribute(self, which: int, device: int) -> int:
+        """Of a device, by the number of the attribute; 0 where the runtime does not know it."""
+        value = ctypes.c_int()
+        return 0 if self._attribute(ctypes.byref(value), which, device) else value.value
+
     def explain(self, status: int) -> str:
         return f"{self._explain(status).decode(errors='replace')} (cudaError {status})"
 
@@ -195,6 +222,15 @@ def _typed(function: Any) -> Any:
     function.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_void_p]
     function.restype = ctypes.c_int
     return function
+
+
+def _block_kernel(device: torch.device) -> BlockKernel | None:
+    """None without Triton, which torch's builds for CUDA bring."""
+    try:
+        from kvflow.memory.block_kernel import BlockKernel
+    except ImportError:
+        return None
+    return BlockKernel(device)
 
 
 def _on(device: torch.device) -> Any:

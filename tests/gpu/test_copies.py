@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import ctypes
+
 import numpy as np
 import pytest
 import torch
 
+from kvflow.memory.copies import CudaCopier
 from kvflow.memory.pool import PagedPool
 from kvflow.memory.snapshot import SnapshotStore
 from kvflow.protocols.pages.layout import NO_PLACES, Order, Places
+from kvflow.protocols.pages.plan import Blocks
 from tests.memory.kinds import KINDS, has_rows, in_rows, layout_of, names_of
 
 pytestmark = pytest.mark.gpu
@@ -50,4 +54,48 @@ async def test_every_buffer_comes_back_and_no_neighbour_is_touched(kind: str, or
         assert torch.equal(found[name][others], foreign[name][others]), name
     held.close()
     await store.close()
+    pool.close()
+
+
+@pytest.mark.parametrize("pinned", [True, False])
+@pytest.mark.parametrize("unit", [8, 1])
+def test_many_small_blocks_arrive_whole_and_alone(unit: int, pinned: bool) -> None:
+    """By the kernel where blocks are whole words and the host's side is pinned, else by a call for each."""
+    random = np.random.default_rng(5)
+    pool = PagedPool.allocate(layout_of("mha", 16, 64, 0, "layer_first"), device="cuda")
+    host = PagedPool.allocate(layout_of("mha", 16, 64, 0, "page_first"), shared=False)
+    fill(pool, "mha", 1)
+    copier = CudaCopier(pool.device)
+    if pinned:
+        copier.pin(host)
+    there, here = pool.layout.buffers[0], host.layout.buffers[0]
+    room = min(there.size_bytes, here.size_bytes) // 2
+    count = 300
+    ends = np.sort(random.choice(np.arange(unit, room, unit), 2 * count, replace=False))
+    starts, sizes = ends[0::2], ends[1::2] - ends[0::2]
+    shift = unit * int(random.integers(0, room // unit))  # the two sides are not the same distance from their starts
+    out = Blocks(there.address + starts, here.address + shift + starts, sizes)
+    memory = torch.frombuffer(
+        memoryview((ctypes.c_uint8 * here.size_bytes).from_address(here.address)), dtype=torch.uint8
+    )
+    memory.fill_(7)
+    names = names_of("mha")
+    assert copier.takes_kernel(out) == (pinned and unit == 8)
+    copier.copy(out)
+    source = pool.tensor(names[0]).view(torch.uint8).cpu().flatten()
+    expected = torch.full_like(memory, 7)
+    for start, size in zip(starts, sizes, strict=True):
+        expected[shift + start : shift + start + size] = source[start : start + size]
+    assert torch.equal(memory, expected)
+    before = contents(pool, "mha")
+    memory.copy_(torch.from_numpy(random.integers(0, 256, memory.shape, dtype=np.uint8)))
+    copier.copy(Blocks(out.targets, out.sources, out.sizes))
+    after = contents(pool, "mha")
+    back = before[names[0]].flatten()
+    for start, size in zip(starts, sizes, strict=True):
+        back[start : start + size] = memory[shift + start : shift + start + size]
+    assert torch.equal(after[names[0]].flatten(), back)
+    assert all(torch.equal(after[name], before[name]) for name in names[1:])
+    copier.close()
+    host.close()
     pool.close()

@@ -20,6 +20,7 @@ from kvflow.protocols.pages.kinds import ROW
 from kvflow.protocols.pages.layout import build_layout
 from tests.engine import tiny_models
 from tests.engine.pair import prompt_of
+from tests.engine.tiny_models import INDEXED, STATEFUL
 from tests.memory.kinds import KINDS, layout_of, names_of
 
 pytestmark = pytest.mark.gpu
@@ -52,8 +53,7 @@ async def generated(model: LoadedModel, params: SamplingParams) -> list[list[int
         ("llama", "pad"),
         ("gemma2", "packed"),
         ("gemma2", "pad"),
-        ("lfm2", "auto"),
-        ("falcon_h1", "auto"),
+        *((family, "auto") for family in ("deepseek_v3", "gpt_oss", "mixtral", *INDEXED, *STATEFUL)),
     ],
 )
 async def test_tokens_are_those_of_the_cpu(family: str, attention: str, tmp_path: Path) -> None:

@@ -43,6 +43,9 @@ class Device:
         if self.fails:
             raise RuntimeError("CUDA error: an illegal memory access was encountered")
 
+    def attribute(self, which: int, device: int) -> int:
+        return 0
+
     def register(self, address: int, size_bytes: int, flags: int) -> int:
         if self.refuses:
             return 2
