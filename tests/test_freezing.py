@@ -11,7 +11,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.freezing import freeze, is_frozen, thread_states
+from kvflow.testing.freezing import freeze, is_frozen, thread_states
 
 THREADS = 8
 # Reading a file releases the GIL, so that several threads really run; short ones come and go beside them.

@@ -25,6 +25,7 @@ from kvflow.node import DecodeNode, PrefillNode
 from kvflow.protocols.arguments import TokenIds
 from kvflow.protocols.limits import Timing
 from kvflow.protocols.pages.layout import PageIndices, PoolLayout, build_layout
+from kvflow.protocols.ports import DataPlane
 from kvflow.protocols.wire.ranks import RankInfo
 from kvflow.transports.control.memory import Network
 from kvflow.transports.data.fake import FakeNetwork, FakePlane
@@ -63,8 +64,16 @@ def small_layout(num_pages: int = 64, *, page_size: int = PAGE_SIZE) -> PoolLayo
 class Pair:
     """The nodes, and what a test does with them. Source page p holds the byte p + 1 everywhere, target pages 0."""
 
-    def __init__(self, timing: Timing, layouts: tuple[PoolLayout, PoolLayout], ranks: int) -> None:
+    def __init__(
+        self,
+        timing: Timing,
+        layouts: tuple[PoolLayout, PoolLayout],
+        ranks: int,
+        open_plane: Callable[[PagedPool], DataPlane] | None = None,
+    ) -> None:
+        """`open_plane`: makes a data plane for each pool, instead of the fake ones."""
         self.network, self.planes = Network(), FakeNetwork()
+        self._open_plane = open_plane
         self.timing, self._layouts, self._world_size = timing, layouts, ranks
         self.prefills: list[PrefillNode] = []
         self.decodes: list[DecodeNode] = []
@@ -95,13 +104,14 @@ class Pair:
     def clock(self, node: PrefillNode | DecodeNode) -> Clock:
         return self.clocks[node.incarnation]
 
-    async def add_prefill(self, port: int = 0, *, alone: bool = False) -> PrefillNode:
+    async def add_prefill(self, port: int = 0, *, alone: bool = False, staging_bytes: int | None = None) -> PrefillNode:
         """One more rank, or, in the place of one that was closed or crashed, its next life: give it the old port.
-        `alone`: another prefill, of one rank."""
+        `alone`: another prefill, of one rank. With `staging_bytes` it sends from host memory beside the pool."""
         taken = set() if alone else {node.info.rank for node in self.prefills}
         rank = min(set(range(self._world_size + 1)) - taken)
-        pool, plane = self._pool(self._layouts[0]), FakePlane(self.planes)
-        clock = Clock()
+        pool, clock = self._pool(self._layouts[0]), Clock()
+        staging = None if staging_bytes is None else Staging(pool, staging_bytes, shared=self._shared)
+        plane = self._new_plane(pool if staging is None else staging.host)
         node = PrefillNode(
             pool,
             plane,
@@ -109,6 +119,7 @@ class Pair:
             rank=rank,
             world_size=1 if alone else self._world_size,
             timing=self.timing,
+            staging=staging,
             bind=self.network.bind,
             now=clock.now,
         )
@@ -127,10 +138,10 @@ class Pair:
         that of a node before it."""
         if over is None:
             pool = self._pool(layout or self._layouts[1])
-            staging = None if staging_bytes is None else Staging(pool, staging_bytes, shared=False)
+            staging = None if staging_bytes is None else Staging(pool, staging_bytes, shared=self._shared)
         else:
             pool, staging = over.pool, over
-        plane, clock = FakePlane(self.planes), Clock()
+        plane, clock = self._new_plane(pool if staging is None else staging.host), Clock()
         node = DecodeNode(
             pool,
             plane,
@@ -213,7 +224,8 @@ class Pair:
 
     async def close(self) -> None:
         for node in self.nodes:
-            self.plane(node).release()
+            if isinstance(node.plane, FakePlane):
+                node.plane.release()
             await node.close()
         for pool in self._pools:
             pool.close()
@@ -221,8 +233,16 @@ class Pair:
     async def _resolve(self, _: str) -> Sequence[RankInfo]:
         return self.ranks
 
+    @property
+    def _shared(self) -> bool:
+        """Whether pools are in shared memory, as planes between processes may want."""
+        return self._open_plane is not None
+
+    def _new_plane(self, pool: PagedPool) -> DataPlane:
+        return FakePlane(self.planes) if self._open_plane is None else self._open_plane(pool)
+
     def _pool(self, layout: PoolLayout) -> PagedPool:
-        pool = PagedPool.allocate(layout, shared=False)
+        pool = PagedPool.allocate(layout, shared=self._shared)
         self._pools.append(pool)
         return pool
 
@@ -235,13 +255,15 @@ async def pair(
     target_layout: PoolLayout | None = None,
     ranks: int = 1,
     staging_bytes: int | None = None,
+    source_staging_bytes: int | None = None,
+    open_plane: Callable[[PagedPool], DataPlane] | None = None,
 ) -> AsyncIterator[Pair]:
     """`ranks` prefill nodes and one decode node (see `Pair.add_decode`), started; closed, with every write let go, at
-    the end."""
-    made = Pair(timing, (source_layout or small_layout(), target_layout or small_layout()), ranks)
+    the end. `open_plane` makes the data plane of each, for its pool, or for the staging beside it."""
+    made = Pair(timing, (source_layout or small_layout(), target_layout or small_layout()), ranks, open_plane)
     try:
         for _ in range(ranks):
-            await made.add_prefill()
+            await made.add_prefill(staging_bytes=source_staging_bytes)
         await made.add_decode(staging_bytes=staging_bytes)
         yield made
     finally:

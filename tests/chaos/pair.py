@@ -11,7 +11,7 @@ from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from typing import Any
 
 from kvflow.bench.pair import Process
-from tests.freezing import freeze
+from kvflow.testing.freezing import freeze
 
 WITHIN_S = 20.0
 NUM_PAGES = 256

@@ -15,9 +15,9 @@ import pytest
 
 from kvflow.demo_model import DEMO_PROMPTS
 from kvflow.launch.child import Child
+from kvflow.testing.freezing import freeze
 from kvflow.transports.control.curve import write_key
 from tests.e2e.fleet import WITHIN_S, all_home, ask, running
-from tests.freezing import freeze
 
 KEY = "sesame"
 BODY = {"text": " ".join(DEMO_PROMPTS) * 4, "sampling_params": {"temperature": 0, "max_new_tokens": 4}}

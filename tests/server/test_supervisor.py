@@ -19,7 +19,7 @@ from kvflow.launch import supervisor
 from kvflow.launch.child import Child, ChildEndedError
 from kvflow.launch.supervisor import Fleet, run_up
 from kvflow.memory.past_caches import copying_environment
-from tests.freezing import freeze
+from kvflow.testing.freezing import freeze
 
 NOBODY = "http://127.0.0.1:1"
 ROUTER = ["--port", "0", "--prefill", NOBODY, "--decode", NOBODY]

@@ -19,10 +19,10 @@ import pytest
 from kvflow.protocols.errors import LayoutError, MisuseError, TransferError
 from kvflow.protocols.pages.layout import build_layout
 from kvflow.protocols.ports import DataPlane, PlaneAddress, Write, WriteOutcome
+from kvflow.testing.freezing import freeze
 from kvflow.transports.data.mooncake import plane as mooncake
 from kvflow.transports.data.mooncake.route import MooncakeRoute
 from kvflow.transports.data.write_thread import ThreadWrite
-from tests.freezing import freeze
 from tests.transports.peer_process import NUM_PAGES, Side, pages, spawned, until
 
 pytest.importorskip("mooncake")

@@ -14,12 +14,12 @@ import pytest
 
 from kvflow.protocols.errors import LayoutError, MisuseError, TransferError
 from kvflow.protocols.ports import PlaneAddress, WriteOutcome
+from kvflow.testing.freezing import freeze
 from kvflow.transports.data.nixl import library
 from kvflow.transports.data.nixl import plane as nixl
 from kvflow.transports.data.nixl.agent import Agent, agent_name, decode_metadata, encode_metadata, watched
 from kvflow.transports.host.identity import own_identity
 from kvflow.transports.host.tcp_table import borrow, encode_address, rows
-from tests.freezing import freeze
 from tests.transports.peer_process import NUM_PAGES, Peer, Side, pages, spawned, until
 
 pytestmark = pytest.mark.skipif(

@@ -34,28 +34,28 @@ class StagedPlane:
 
     def __init__(self, inner: DataPlane, staging: Staging) -> None:
         """`inner` is made for the staging's segment; all of the staging is this plane's."""
-        self._inner, self._staging = inner, staging
+        self.inner, self._staging = inner, staging
         self._copying = ThreadPoolExecutor(1, thread_name_prefix="kvflow-staging")
         self._routes: set[StagedRoute] = set()
 
     def __repr__(self) -> str:
-        return f"<StagedPlane around {self._inner!r}>"
+        return f"<StagedPlane around {self.inner!r}>"
 
     @property
     def name(self) -> str:
-        return self._inner.name
+        return self.inner.name
 
     @property
     def stalled_s(self) -> float:
-        return self._inner.stalled_s
+        return self.inner.stalled_s
 
     def export(self, layout: PoolLayout) -> tuple[PlaneAddress, PoolLayout]:
         """Of the staging: `layout` is its own, or its pool's. Raises: as the inner plane."""
-        return self._inner.export(self._staging.host.layout)
+        return self.inner.export(self._staging.host.layout)
 
     async def connect(self, address: PlaneAddress, layout: PoolLayout) -> StagedRoute:
         """Raises: as the inner plane; TransferError when there is no staging left for another route."""
-        inner = await self._inner.connect(address, layout)
+        inner = await self.inner.connect(address, layout)
         try:
             if not isinstance(inner, PlannedRoute):
                 raise LayoutError(f"plane {self.name!r} cannot write from staging")
@@ -68,15 +68,15 @@ class StagedPlane:
         return route
 
     async def fence(self, writer: PlaneAddress) -> None:
-        await self._inner.fence(writer)
+        await self.inner.fence(writer)
 
     def sees_alive(self, writer: PlaneAddress) -> bool:
-        return self._inner.sees_alive(writer)
+        return self.inner.sees_alive(writer)
 
     async def close(self) -> None:
         """As the inner plane's; and what it has left behind copies no more."""
         try:
-            await self._inner.close()
+            await self.inner.close()
         finally:
             try:
                 await in_thread(self._copying.shutdown)

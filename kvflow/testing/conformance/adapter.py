@@ -1,0 +1,141 @@
+"""How the suite opens planes of one kind, and what it may expect of them."""
+
+from __future__ import annotations
+
+import asyncio
+import importlib
+import inspect
+import re
+from collections.abc import Mapping
+
+from kvflow.memory.pool import PagedPool
+from kvflow.protocols.errors import MisuseError
+from kvflow.protocols.ports import DataPlane
+from kvflow.transports.data.fake import FakeNetwork, FakePlane, FakeWrite
+from kvflow.transports.data.select import PLANES, check_plane, open_plane
+
+QUESTIONS = ("What status means landed?", "Can a write outlive its error?", "What fences a peer?")
+
+
+class NotRunError(Exception):
+    """A check cannot be run on this plane, or on this machine; the text says why."""
+
+
+class Adapter:
+    """Derive from it, and override `open` and what else differs."""
+
+    name = ""
+    host = "127.0.0.1"  # the address others reach its planes at
+    between_processes = True
+    """Its planes reach other processes of this machine: peers are processes, which are killed and frozen."""
+    death_is_proof = True
+    """`fence` returns some time after the death of a writer of this machine. Where False it must refuse at once: then
+    what such a writer has left in doubt stays in quarantine."""
+    limits_rate = True
+    """Its planes send no faster than they are told to."""
+
+    def unavailable_reason(self) -> str:
+        """Why nothing of it can be run here; empty when it can."""
+        return ""
+
+    def open(self, pool: PagedPool, rate_bytes_per_s: float | None) -> DataPlane:
+        """A plane for `pool`, which lies in shared memory (`pool.segment`), and whose layout the suite exports. With a
+        rate it sends so many bytes a second at most. Called in each process, also before its event loop runs."""
+        raise NotImplementedError
+
+    def under_way(self, plane: DataPlane) -> Mapping[str, int]:
+        """What the plane and its engine keep for writes: handles, descriptors, notifications. All 0 at rest."""
+        return dict(getattr(plane, "under_way", {}))
+
+    def kill(self, plane: DataPlane) -> None:
+        """As the death of its process, for planes within one process. Raises: NotRunError."""
+        raise NotRunError("its planes live within one process, which would die too")
+
+    def answers(self, plane: DataPlane) -> dict[str, str]:
+        """The plane's answers to the three `QUESTIONS`, from the docstring of its module, where they make one
+        paragraph; empty where one is missing."""
+        written = inspect.getdoc(inspect.getmodule(type(plane))) or ""
+        text = next((" ".join(part.split()) for part in written.split("\n\n") if QUESTIONS[0] in part), "")
+        return {question: _answer(question, text) for question in QUESTIONS}
+
+
+def _answer(question: str, text: str) -> str:
+    others = "|".join(re.escape(other) for other in QUESTIONS if other != question)
+    found = re.search(rf"{re.escape(question)} +(.+?)(?: (?:{others})|$)", text)
+    return found[1].strip() if found else ""
+
+
+class NamedAdapter(Adapter):
+    """A plane that ships, by its name."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def unavailable_reason(self) -> str:
+        try:
+            check_plane(self.name)
+        except MisuseError as error:
+            return str(error)
+        return ""
+
+    def open(self, pool: PagedPool, rate_bytes_per_s: float | None) -> DataPlane:
+        return open_plane(self.name, pool.segment, rate_bytes_per_s, self.host)
+
+
+class FakeAdapter(Adapter):
+    """`kvflow.transports.data.fake`, for tests of whatever stands on a plane."""
+
+    name = "fake"
+    between_processes = False
+    limits_rate = False
+
+    def __init__(self) -> None:
+        self._network = FakeNetwork()
+
+    def open(self, pool: PagedPool, rate_bytes_per_s: float | None) -> DataPlane:
+        return FakePlane(self._network) if rate_bytes_per_s is None else _SlowFake(self._network, rate_bytes_per_s)
+
+    def under_way(self, plane: DataPlane) -> Mapping[str, int]:
+        assert isinstance(plane, FakePlane)
+        return {"writes": len(plane.writes)}
+
+    def kill(self, plane: DataPlane) -> None:
+        assert isinstance(plane, FakePlane)
+        plane.die()
+
+
+class _SlowFake(FakePlane):
+    """Page by page, each write at `rate` bytes/s."""
+
+    def __init__(self, network: FakeNetwork, rate: float) -> None:
+        super().__init__(network)
+        self._rate = rate
+
+    def began(self, write: FakeWrite) -> None:
+        asyncio.get_running_loop().call_soon(self._move_on, write)
+
+    def _move_on(self, write: FakeWrite) -> None:
+        if not write.done.done():
+            write.move(write.page_bytes)
+            asyncio.get_running_loop().call_later(write.page_bytes / self._rate, self._move_on, write)
+
+
+def load_adapter(text: str) -> Adapter:
+    """Of a plane that ships, by name (`local`, `fake`, ...), or of "module:factory": what the factory, an `Adapter`
+    class for one, returns when it is called without arguments. Raises: MisuseError."""
+    if text == FakeAdapter.name:
+        return FakeAdapter()
+    if text in PLANES:
+        return NamedAdapter(text)
+    module, colon, factory = text.partition(":")
+    if not colon:
+        names = ", ".join((*PLANES, FakeAdapter.name))
+        raise MisuseError(f"no plane {text!r}; there are {names}; one of your own is module:factory")
+    try:
+        made = getattr(importlib.import_module(module), factory)()
+    except (ImportError, AttributeError) as error:
+        raise MisuseError(f"plane {text!r}: {error}") from error
+    if not isinstance(made, Adapter):
+        raise MisuseError(f"plane {text!r} makes a {type(made).__name__}, not a kvflow.testing.conformance.Adapter")
+    made.name = made.name or text
+    return made

@@ -1,0 +1,124 @@
+"""The other side of a check: a process that can be killed and frozen, or, for planes within one process, an object."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import gc
+import json
+import os
+import signal
+import sys
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import asynccontextmanager
+from typing import Any, Protocol
+
+import msgspec
+
+from kvflow.protocols.pages.layout import PageIndices, PoolLayout
+from kvflow.protocols.ports import PlaneAddress
+from kvflow.testing.conformance.adapter import Adapter, NotRunError
+from kvflow.testing.conformance.station import Side, Station
+from kvflow.testing.freezing import freeze
+
+
+class Peer(Protocol):
+    address: PlaneAddress
+    layout: PoolLayout
+
+    async def ask(self, *command: Any) -> Any:
+        """Run a command of `station.Station` there."""
+
+    async def kill(self) -> None:
+        """As kill -9; returns when it is dead. Raises: NotRunError."""
+
+    async def freeze(self) -> None:
+        """As SIGSTOP; returns when none of its threads runs. Raises: NotRunError."""
+
+    def thaw(self) -> None: ...
+
+
+class ProcessPeer:
+    """Implements `Peer`."""
+
+    def __init__(self, process: asyncio.subprocess.Process) -> None:
+        self.process = process
+        self.address: PlaneAddress
+        self.layout: PoolLayout
+
+    async def ask(self, *command: object) -> Any:
+        assert self.process.stdin is not None and self.process.stdout is not None
+        self.process.stdin.write(json.dumps(command).encode() + b"\n")
+        return json.loads(await self.process.stdout.readline())
+
+    async def bytes_of(self, which: PageIndices) -> bytes:
+        return base64.b64decode(await self.ask("read", which.tolist()))
+
+    async def connect(self, side: Side) -> None:
+        """Let it write into our pool."""
+        assert await self.ask("connect", msgspec.to_builtins((side.address, side.layout))) == "connected"
+
+    async def kill(self) -> None:
+        self.process.kill()
+        await self.process.wait()
+
+    async def freeze(self) -> None:
+        await freeze(self.process.pid)
+
+    def thaw(self) -> None:
+        self.process.send_signal(signal.SIGCONT)
+
+
+class ObjectPeer:
+    """Implements `Peer` in this process."""
+
+    def __init__(self, adapter: Adapter, side: Side) -> None:
+        self.address, self.layout = side.address, side.layout
+        self._adapter, self._station = adapter, Station(side)
+
+    async def ask(self, *command: Any) -> Any:
+        return await self._station.do(*command)
+
+    async def kill(self) -> None:
+        self._adapter.kill(self._station.side.plane)
+
+    async def freeze(self) -> None:
+        raise NotRunError("its planes live within one process, which would freeze too")
+
+    def thaw(self) -> None:
+        return
+
+
+@asynccontextmanager
+async def spawned(
+    plane: str,
+    order: str = "page_first",
+    rate: float | None = None,
+    *,
+    prefix: Sequence[str] = (),
+    host: str = "127.0.0.1",
+    env: Mapping[str, str] | None = None,
+) -> AsyncIterator[ProcessPeer]:
+    """A station in a process. `plane` is as `load_adapter` takes it; `prefix` a command that runs the process; `host`
+    the address others reach it at."""
+    gc.collect()  # an engine that is garbage cannot be freed by a forked child, which has none of its threads
+    process = await asyncio.create_subprocess_exec(
+        *(*prefix, sys.executable, "-m", "kvflow.testing.conformance.process", plane, order, str(rate or 0), host),
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path)), **(env or {})},
+        stdin=asyncio.subprocess.PIPE,
+        stdout=asyncio.subprocess.PIPE,
+        limit=1 << 26,
+    )
+    try:
+        peer = ProcessPeer(process)
+        assert process.stdout is not None
+        line = await process.stdout.readline()
+        peer.address, peer.layout = msgspec.json.decode(line, type=tuple[PlaneAddress, PoolLayout])
+        yield peer
+    finally:
+        assert process.stdin is not None
+        process.stdin.close()  # also ends a child it may have forked
+        if process.returncode is None:
+            process.kill()
+        await process.wait()
+        process._transport.close()  # type: ignore[attr-defined]  # or uvloop warns, when a child still holds a pipe

@@ -1,0 +1,129 @@
+"""A pool and a plane that are told what to do: in this process, or line by line in another one.
+
+python -m kvflow.testing.conformance.station PLANE ORDER RATE HOST
+"""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import ctypes
+import hashlib
+import os
+import select
+from collections.abc import Callable
+from typing import Any, Literal
+
+import msgspec
+import numpy as np
+
+from kvflow.memory.pool import PagedPool
+from kvflow.protocols.pages.layout import PageIndices, PoolLayout, build_layout
+from kvflow.protocols.ports import DataPlane, PlaneAddress, Route, Write, WriteOutcome
+
+STREAMS: list[tuple[str, str, tuple[int, ...]]] = [
+    ("0.k", "bfloat16", (4, 64)),
+    ("0.v", "bfloat16", (4, 32)),
+    ("1.k", "bfloat16", (4, 64)),
+    ("1.v", "uint8", (8,)),
+]
+NUM_PAGES, PAGE_SIZE = 512, 16  # 20,608 bytes a page
+Order = Literal["page_first", "layer_first"]
+Open = Callable[[PagedPool, float | None], DataPlane]
+
+
+def pages(*indices: int) -> PageIndices:
+    return np.array(indices, dtype=np.int32)
+
+
+class Side:
+    """A pool and a plane, exported."""
+
+    def __init__(self, open_plane: Open, order: str = "page_first", rate: float | None = None) -> None:
+        layout = build_layout(STREAMS, page_size=PAGE_SIZE, num_pages=NUM_PAGES, order=order)  # type: ignore[arg-type]
+        self.pool = PagedPool.allocate(layout)
+        self.plane = open_plane(self.pool, rate)
+        self.address, self.layout = self.plane.export(self.pool.layout)
+        self.memory = [
+            np.ctypeslib.as_array((ctypes.c_uint8 * b.size_bytes).from_address(b.address))
+            for b in self.pool.layout.buffers
+        ]
+
+    def fill(self, seed: int) -> None:
+        """Bytes 1..255: a zero is a byte that never arrived."""
+        for column in self.memory:
+            column[:] = np.random.default_rng(seed).integers(1, 256, column.size, dtype=np.uint8)
+
+    def wipe(self, value: int = 0) -> None:
+        for column in self.memory:
+            column[:] = value
+
+    def landed_bytes(self) -> int:
+        """Bytes that are not 0."""
+        return sum(int(np.count_nonzero(column)) for column in self.memory)
+
+    def foreign_bytes(self, value: int) -> int:
+        """Bytes that are not `value`."""
+        return sum(int(np.count_nonzero(column != value)) for column in self.memory)
+
+    async def close(self) -> None:
+        await self.plane.close()
+        self.pool.close()
+
+
+class Station:
+    """The commands, over one side; each answers with what JSON can carry."""
+
+    def __init__(self, side: Side) -> None:
+        self.side = side
+        self.route: Route
+        self.write_: Write
+        self.children: list[int] = []
+
+    async def do(self, command: str, *arguments: Any) -> Any:
+        return await getattr(self, f"do_{command}")(*arguments)
+
+    async def do_fill(self, seed: int) -> str:
+        self.side.fill(seed)
+        return "filled"
+
+    async def do_read(self, which: list[int]) -> str:
+        return base64.b64encode(self.side.pool.pages_bytes(pages(*which)).tobytes()).decode()
+
+    async def do_digest(self, which: list[int]) -> str:
+        """Equal for equal bytes of these pages, in this order."""
+        return hashlib.sha256(self.side.pool.pages_bytes(pages(*which)).tobytes()).hexdigest()
+
+    async def do_landed(self) -> int:
+        return self.side.landed_bytes()
+
+    async def do_connect(self, told: Any) -> str:
+        address, layout = msgspec.convert(told, tuple[PlaneAddress, PoolLayout])
+        self.route = await self.side.plane.connect(address, layout)
+        return "connected"
+
+    async def do_write(self, source: list[int], target: list[int]) -> str:
+        self.write_ = self.route.write(pages(*source), pages(*target))
+        return "started"
+
+    async def do_done(self) -> list[Any]:
+        outcome: WriteOutcome = await asyncio.shield(self.write_.done)
+        return [outcome.value, self.write_.landed_bytes]
+
+    async def do_hang_up(self) -> str:
+        self.route.close()
+        return "closed"
+
+    async def do_descriptors(self) -> int:
+        return len(os.listdir("/proc/self/fd"))
+
+    async def do_fork(self) -> int:
+        """A child that outlives us, until our input ends: what we mapped must not be mapped there."""
+        if child := os.fork():
+            self.children.append(child)
+            return child
+        os.dup2(os.open(os.devnull, os.O_RDWR), 1)
+        hang_up = select.poll()
+        hang_up.register(0, 0)  # no more than the end of the input: what is in it is the parent's
+        hang_up.poll()
+        os._exit(0)

@@ -1,0 +1,178 @@
+"""What a write has to show: landed means every byte, a cancel is drained, and nothing else is touched."""
+
+from __future__ import annotations
+
+import asyncio
+from hashlib import sha256
+
+import numpy as np
+
+from kvflow.protocols.errors import LayoutError, TransferError
+from kvflow.protocols.pages.layout import build_layout
+from kvflow.protocols.ports import WriteOutcome
+from kvflow.testing.conformance.adapter import NotRunError
+from kvflow.testing.conformance.bench import (
+    EVERYTHING,
+    RATE,
+    SETTLE_S,
+    WITHIN_S,
+    Bench,
+    Check,
+    bytes_of,
+    require,
+    until,
+)
+from kvflow.testing.conformance.peer import Peer
+from kvflow.testing.conformance.station import NUM_PAGES, PAGE_SIZE, Side, pages
+
+ORDERS = ("page_first", "layer_first")
+
+
+async def questions(bench: Bench) -> str:
+    """The three questions are answered where the next reader looks for them."""
+    async with bench.side() as side:
+        answers = bench.adapter.answers(side.plane)
+    missing = [question for question, answer in answers.items() if not answer]
+    require(not missing, f"the docstring of the plane's module does not answer: {' '.join(missing)}")
+    return "\n".join(f"{question} {answer}" for question, answer in answers.items())
+
+
+async def landed(bench: Bench) -> str:
+    """LANDED means every byte, whatever the order of either pool; pages that were not written keep theirs."""
+    moved = 0
+    for theirs in ORDERS:
+        async with bench.peer(theirs) as peer:
+            for ours in ORDERS:
+                async with bench.side(ours) as side:
+                    side.fill(bench.seed)
+                    moved += await _land_scattered(bench, side, peer, f"{ours} to {theirs}")
+    return f"{moved} bytes in 12 writes, between pools of both orders"
+
+
+async def _land_scattered(bench: Bench, side: Side, peer: Peer, which: str) -> int:
+    """Writes of 1, 2 and 200 pages; how many bytes they had."""
+    rng, moved = np.random.default_rng(bench.seed), 0
+    route = await side.plane.connect(peer.address, peer.layout)
+    for count in (1, 2, 200):
+        source, target = (rng.permutation(NUM_PAGES)[:count].astype(np.int32) for _ in range(2))
+        others = np.setdiff1d(EVERYTHING, target).tolist()
+        before = await peer.ask("digest", others)
+        write = route.write(source, target)
+        outcome = await asyncio.wait_for(asyncio.shield(write.done), WITHIN_S)
+        require(outcome is WriteOutcome.LANDED, f"a write of {count} pages ended {outcome}: {write.error}")
+        size = count * side.pool.layout.page_bytes
+        require(
+            write.landed_bytes == write.total_bytes == size and not write.error,
+            f"{write.landed_bytes} of {write.total_bytes} bytes landed, of {size}: {write.error}",
+        )
+        sent = side.pool.pages_bytes(source).tobytes()
+        require(await bytes_of(peer, target) == sent, f"{count} pages {which}: other bytes are there")
+        require(await peer.ask("digest", others) == before, "pages that were not written have changed")
+        moved += size
+    route.close()
+    return moved
+
+
+async def many_at_once(bench: Bench) -> str:
+    """Every one of many writes lands where it was told to."""
+    async with bench.side() as side, bench.peer() as peer:
+        side.fill(3)
+        route = await side.plane.connect(peer.address, peer.layout)
+        writes = [route.write(pages(i), pages(NUM_PAGES - 1 - i)) for i in range(NUM_PAGES)]
+        ended = {await asyncio.wait_for(asyncio.shield(write.done), WITHIN_S) for write in writes}
+        require(ended == {WriteOutcome.LANDED}, f"they ended {ended}")
+        there = await bytes_of(peer, EVERYTHING[::-1].copy())
+        require(there == side.pool.pages_bytes(EVERYTHING).tobytes(), "pages are not where they were written to")
+        return f"{len(writes)} writes of a page"
+
+
+async def cancelled(bench: Bench) -> str:
+    """A cancel takes effect in the middle, and what it says of the bytes is exact: no more come, whatever becomes of
+    the source."""
+    async with bench.side(rate=RATE) as side, bench.peer() as peer:
+        side.fill(4)
+        route = await side.plane.connect(peer.address, peer.layout)
+        write = route.write(EVERYTHING, EVERYTHING)
+        await until(lambda: write.landed_bytes > 0 or write.done.done(), "the first byte's landing")
+        write.cancel()
+        write.cancel()
+        outcome = await asyncio.wait_for(asyncio.shield(write.done), WITHIN_S)
+        if outcome is WriteOutcome.LANDED:
+            raise NotRunError("the write had landed before it could be cancelled")
+        require(outcome is WriteOutcome.CANCELLED, f"a cancelled write to a peer that lives ended {outcome}")
+        require(0 < write.landed_bytes < write.total_bytes, f"{write.landed_bytes} of {write.total_bytes} bytes landed")
+        after = await bytes_of(peer, EVERYTHING)
+        found = int(np.count_nonzero(np.frombuffer(after, np.uint8)))
+        require(found == write.landed_bytes, f"{write.landed_bytes} bytes are said to have landed, {found} have")
+        side.fill(5)  # the source is ours again: whatever is written from now on would show other bytes
+        await asyncio.sleep(SETTLE_S)
+        there = await peer.ask("digest", EVERYTHING.tolist())
+        require(there == sha256(after).hexdigest(), "bytes came after the write had ended")
+        again = route.write(pages(0), pages(NUM_PAGES - 1))
+        require(await asyncio.wait_for(asyncio.shield(again.done), WITHIN_S) is WriteOutcome.LANDED, again.error)
+        return f"{found} of {write.total_bytes} bytes had landed, and no more came"
+
+
+async def rate_limit(bench: Bench) -> str:
+    """No more is sent than a slice above rate x time."""
+    if not bench.adapter.limits_rate:
+        raise NotRunError("it takes no rate limit")
+    loop, some = asyncio.get_running_loop(), EVERYTHING[:40]
+    async with bench.side(rate=RATE) as side, bench.peer() as peer:
+        route = await side.plane.connect(peer.address, peer.layout)
+        began = loop.time()
+        writes = [route.write(some, some), route.write(some + 40, some + 40)]
+        for write in writes:
+            await asyncio.wait_for(asyncio.shield(write.done), WITHIN_S)
+        sent, took_s = sum(write.landed_bytes for write in writes), loop.time() - began
+        require(sent <= RATE * (took_s + 0.005) + 8192, f"{sent} bytes in {took_s:.3f} s, at {RATE} bytes/s")
+        return f"{sent} bytes took {took_s:.3f} s at {RATE} bytes/s"
+
+
+async def bad_lists(bench: Bench) -> str:
+    """Page lists that are wrong start nothing, and pools that do not fit are refused."""
+    wrong = [((0,), (NUM_PAGES,)), ((-1,), (0,)), ((0, 1), (0,)), ((), ()), ((0, 1), (0, NUM_PAGES))]
+    async with bench.side() as side, bench.peer() as peer:
+        side.fill(1)
+        route = await side.plane.connect(peer.address, peer.layout)
+        for source, target in wrong:
+            try:
+                route.write(pages(*source), pages(*target))
+            except LayoutError:
+                continue
+            require(False, f"a write of pages {source} onto {target} of {NUM_PAGES} was accepted")
+        require(await peer.ask("landed") == 0, "one of them wrote")
+        other = build_layout([("0.k", "float16", (4, 64))], page_size=PAGE_SIZE, num_pages=4)
+        try:
+            await side.plane.connect(peer.address, other)
+        except LayoutError:
+            return f"{len(wrong)} lists and another layout were refused"
+        raise AssertionError("a pool of another layout was connected to")
+
+
+async def unreachable(bench: Bench) -> str:
+    """A peer that is gone, and one of another plane, cannot be reached: TransferError, in time."""
+    async with bench.side() as side:
+        async with bench.peer() as peer:
+            address, layout = peer.address, peer.layout
+        for what, at in (
+            ("a peer that is gone", address),
+            ("an address of nobody", type(address)("?", "?", address.process)),
+        ):
+            try:
+                await asyncio.wait_for(side.plane.connect(at, layout), WITHIN_S)
+            except TransferError:
+                continue
+            raise AssertionError(f"{what} was connected to")
+    return "a peer that is gone, and an address that is nobody's"
+
+
+CHECKS = (
+    Check("questions", questions),
+    Check("landed", landed),
+    Check("many at once", many_at_once),
+    Check("cancelled", cancelled),
+    Check("rate limit", rate_limit),
+    Check("bad lists", bad_lists),
+    Check("unreachable", unreachable),
+)

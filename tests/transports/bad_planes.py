@@ -1,0 +1,137 @@
+"""Planes that do not conform, each in one way, for the suite to find."""
+
+from __future__ import annotations
+
+import asyncio
+import ctypes
+import os
+
+from kvflow.memory.pool import PagedPool
+from kvflow.protocols.pages.layout import PoolLayout
+from kvflow.protocols.ports import DataPlane, PlaneAddress, WriteOutcome
+from kvflow.testing.conformance.adapter import FakeAdapter, NamedAdapter
+from kvflow.transports.data.fake import FakePlane, FakeRoute, FakeWrite
+from kvflow.transports.data.local import LocalPlane
+
+
+class Early(FakeAdapter):
+    """Calls a write landed whose last page is not there."""
+
+    def open(self, pool: PagedPool, rate_bytes_per_s: float | None) -> DataPlane:
+        plane = super().open(pool, rate_bytes_per_s)
+        assert isinstance(plane, FakePlane)
+        plane.began = _lie  # type: ignore[method-assign]
+        return plane
+
+
+def _lie(write: FakeWrite) -> None:
+    write.copy(write.total_bytes - write.page_bytes)
+    write.landed_bytes = write.total_bytes
+    write.end(WriteOutcome.LANDED)
+
+
+class Elsewhere(FakeAdapter):
+    """Writes one byte more than it was told to."""
+
+    def open(self, pool: PagedPool, rate_bytes_per_s: float | None) -> DataPlane:
+        plane = super().open(pool, rate_bytes_per_s)
+        assert isinstance(plane, FakePlane)
+        plane.ended = _overrun  # type: ignore[method-assign]
+        return plane
+
+
+def _overrun(write: FakeWrite, outcome: WriteOutcome) -> None:
+    layout = write.peer._layout
+    assert layout is not None
+    ctypes.memset(layout.buffers[0].address + int(write.target_pages[0] + 1) % layout.num_pages * 64, 0xEE, 1)
+
+
+class Undrained(FakeAdapter):
+    """Says that a write is cancelled, and goes on with it."""
+
+    def open(self, pool: PagedPool, rate_bytes_per_s: float | None) -> DataPlane:
+        plane = super().open(pool, rate_bytes_per_s)
+        assert isinstance(plane, FakePlane)
+        plane.ended = _go_on  # type: ignore[method-assign]
+        return plane
+
+
+def _go_on(write: FakeWrite, outcome: WriteOutcome) -> None:
+    if outcome is WriteOutcome.CANCELLED:
+        asyncio.get_running_loop().call_later(0.1, write.copy, 1 << 20)
+
+
+class Credulous(NamedAdapter):
+    """Fences whoever it is asked to."""
+
+    def __init__(self) -> None:
+        super().__init__("local")
+
+    def open(self, pool: PagedPool, rate_bytes_per_s: float | None) -> DataPlane:
+        return _Credulous(pool.segment, rate_bytes_per_s)
+
+
+class _Credulous(LocalPlane):
+    async def fence(self, writer: PlaneAddress) -> None:
+        return
+
+
+class Leaking(FakeAdapter):
+    """Keeps a descriptor for each route."""
+
+    def open(self, pool: PagedPool, rate_bytes_per_s: float | None) -> DataPlane:
+        return _Leaking(self._network)
+
+
+class _Leaking(FakePlane):
+    async def connect(self, address: PlaneAddress, layout: PoolLayout) -> FakeRoute:
+        os.dup(0)
+        return await super().connect(address, layout)
+
+
+class Forgetful(FakeAdapter):
+    """Never forgets a write."""
+
+    def under_way(self, plane: DataPlane) -> dict[str, int]:
+        assert isinstance(plane, FakePlane)
+        return {"writes": len(plane.started)}
+
+
+class Hanging(FakeAdapter):
+    """Does not end its writes when it is closed."""
+
+    def open(self, pool: PagedPool, rate_bytes_per_s: float | None) -> DataPlane:
+        return _Hanging(self._network)
+
+
+class _Hanging(FakePlane):
+    def began(self, write: FakeWrite) -> None:
+        write.move(write.page_bytes)
+
+    async def close(self) -> None:
+        return
+
+
+class Reopening(FakeAdapter):
+    """Writes through a route that was closed."""
+
+    def open(self, pool: PagedPool, rate_bytes_per_s: float | None) -> DataPlane:
+        return _Reopening(self._network)
+
+
+class _Reopening(FakePlane):
+    async def connect(self, address: PlaneAddress, layout: PoolLayout) -> FakeRoute:
+        route = await super().connect(address, layout)
+        route.close = lambda: None  # type: ignore[method-assign]
+        return route
+
+
+class Mute(FakeAdapter):
+    """Answers none of the three questions: they are not in this module's docstring."""
+
+    def open(self, pool: PagedPool, rate_bytes_per_s: float | None) -> DataPlane:
+        return _Hanging(self._network)
+
+
+def _not_an_adapter() -> int:
+    return 7

@@ -1,0 +1,85 @@
+"""The suite itself: it finds planes that do not conform, and its command line says what was shown and what was not."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvflow.protocols.errors import MisuseError
+from kvflow.testing.conformance import CHECKS, Bench, NotConformingError, load_adapter
+
+BY_NAME = {check.name: check for check in CHECKS}
+
+
+@pytest.mark.parametrize(
+    ("plane", "check", "found"),
+    [
+        ("Mute", "questions", "does not answer: What status means landed"),
+        ("Early", "landed", "other bytes are there"),
+        ("Elsewhere", "landed", "(other bytes are there|have changed)"),
+        ("Early", "rooms", "foreign bytes"),
+        ("Undrained", "cancelled", "bytes came after the write had ended"),
+        ("Credulous", "fence of the dead", "a writer that lives and writes was fenced"),
+        ("Credulous", "fence of the frozen", "a frozen writer was fenced"),
+        ("Credulous", "fence elsewhere", "a writer of another host was fenced"),
+        ("Leaking", "at rest", "descriptors and threads"),
+        ("Forgetful", "at rest", "left of 80 writes: {'writes': 92}"),
+        ("Hanging", "closed while writing", "a write is under way after the plane was closed"),
+        ("Reopening", "closed in every state", "took a write"),
+    ],
+)
+async def test_a_plane_that_does_not_conform_is_found(
+    plane: str, check: str, found: str, seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvflow.testing.conformance.bench.WITHIN_S", 1.0)
+    with pytest.raises((NotConformingError, AssertionError), match=found):
+        await BY_NAME[check].run(Bench(f"tests.transports.bad_planes:{plane}", seed, rooms=100))
+
+
+@pytest.mark.parametrize(
+    ("text", "why"),
+    [
+        ("carrier pigeon", "no plane 'carrier pigeon'; there are local"),
+        ("no_such_module:Adapter", "No module named 'no_such_module'"),
+        ("tests.transports.bad_planes:Nobody", "has no attribute 'Nobody'"),
+        ("tests.transports.bad_planes:_not_an_adapter", "makes a int, not a kvflow.testing.conformance.Adapter"),
+    ],
+)
+def test_a_plane_that_is_none_is_refused(text: str, why: str) -> None:
+    with pytest.raises(MisuseError, match=why):
+        load_adapter(text)
+
+
+def told(*arguments: str) -> tuple[int, str]:
+    ended = subprocess.run(
+        [sys.executable, "-m", "kvflow.testing.conformance", *arguments],
+        cwd=Path(__file__).parents[2],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    return ended.returncode, ended.stdout + ended.stderr
+
+
+def test_the_command_says_what_was_shown_and_what_was_not() -> None:
+    status, text = told("--plane", "fake", "--only", "landed", "--only", "frozen receiver", "--seed", "3")
+    assert status == 0
+    assert "ok       landed: 16733696 bytes in 12 writes" in text
+    assert "not run  frozen receiver: its planes live within one process" in text
+
+
+def test_the_command_reports_in_json_and_fails_where_a_check_does() -> None:
+    status, text = told("--plane", "tests.transports.bad_planes:Early", "--only", "landed", "--json")
+    report: dict[str, Any] = json.loads(text)
+    found = report["planes"]["tests.transports.bad_planes:Early"]["landed"]
+    assert status == 1 and found["how"] == "FAILED" and "other bytes" in found["told"]
+
+
+def test_the_command_refuses_what_does_not_exist() -> None:
+    assert told("--plane", "carrier pigeon")[0] == 2
+    assert told("--plane", "fake", "--only", "flying")[0] == 2
