@@ -7,10 +7,11 @@ Heavy imports are inside the commands: `kvflow --help` loads neither torch nor t
 from __future__ import annotations
 
 import asyncio
+import functools
 import inspect
 import os
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from typing import Annotated, Any, Literal, get_args, get_origin
 
 import typer
@@ -18,7 +19,7 @@ import typer
 import kvflow
 from kvflow.bench.commands import app as bench_commands
 from kvflow.config import settings as config
-from kvflow.config.sources import resolve
+from kvflow.config.sources import resolve, resolve_other
 from kvflow.protocols.errors import KvflowError, MisuseError
 from kvflow.testing.sim.commands import app as sim_commands
 from kvflow.usage import App
@@ -85,7 +86,14 @@ def _run(role: Literal["prefill", "decode", "router"], given: Mapping[str, Any],
     _limit_threads(settings.threads)
     from kvflow.launch import process, roles
 
-    mains = {"prefill": roles.run_prefill, "decode": roles.run_decode, "router": roles.run_router}
+    def settings_of(other: config.Role) -> config.Settings:
+        return resolve_other(other, given, config=path)
+
+    mains: dict[str, Callable[[config.Settings], Awaitable[None]]] = {
+        "prefill": functools.partial(roles.run_prefill, settings_of=settings_of),
+        "decode": functools.partial(roles.run_decode, settings_of=settings_of),
+        "router": roles.run_router,
+    }
     process.run_role(role, mains[role], settings)
 
 

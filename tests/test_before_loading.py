@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import AbstractAsyncContextManager
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,32 +11,31 @@ import pytest
 from kvflow.config.settings import Settings
 from kvflow.config.sources import ConfigError
 from kvflow.launch import pool
-from kvflow.launch.roles import decode_service, prefill_service
+from kvflow.launch.roles import run_decode, run_prefill
 from kvflow.memory.available import Available
 from kvflow.protocols.errors import MisuseError
 
-Service = Callable[[Settings], AbstractAsyncContextManager[object]]
+Role = Callable[[Settings], Awaitable[None]]
 HUGE = 1 << 60
 
 
-async def refusal_of(service: Service, model: Path, **settings: Any) -> str:
+async def refusal_of(run: Role, model: Path, **settings: Any) -> str:
     with pytest.raises(MisuseError) as caught:
-        async with service(Settings(model_path=str(model), **settings)):
-            pass
+        await run(Settings(model_path=str(model), disaggregation_bootstrap_port=0, **settings))
     return str(caught.value)
 
 
-@pytest.mark.parametrize("service", [prefill_service, decode_service])
-async def test_a_device_that_is_not_there(service: Service, tmp_path: Path) -> None:
+@pytest.mark.parametrize("run", [run_prefill, run_decode])
+async def test_a_device_that_is_not_there(run: Role, tmp_path: Path) -> None:
     """The folder holds no model, which would be noticed next."""
-    assert str(tmp_path) in await refusal_of(service, tmp_path, device="cpu")
-    assert "--device cuda:999: it is not there; torch" in await refusal_of(service, tmp_path, device="cuda:999")
+    assert str(tmp_path) in await refusal_of(run, tmp_path, device="cpu")
+    assert "--device cuda:999: it is not there; torch" in await refusal_of(run, tmp_path, device="cuda:999")
 
 
 async def test_host_memory_that_is_not_there(tmp_path: Path) -> None:
-    told = await refusal_of(decode_service, tmp_path, host_memory_bytes=HUGE)
+    told = await refusal_of(run_decode, tmp_path, host_memory_bytes=HUGE)
     assert f"--host-memory-bytes {HUGE}: " in told and "bytes are available (" in told
-    assert str(tmp_path) in await refusal_of(decode_service, tmp_path, host_memory_bytes=HUGE, new_token_ratio=1.0)
+    assert str(tmp_path) in await refusal_of(run_decode, tmp_path, host_memory_bytes=HUGE, new_token_ratio=1.0)
 
 
 def test_a_default_of_host_memory_that_is_not_there_is_no_reason(monkeypatch: pytest.MonkeyPatch) -> None:

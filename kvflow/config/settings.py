@@ -209,6 +209,10 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
     prefill: Annotated[tuple[str, ...], Meta(description="URL of a prefill worker (repeat for more).")] = ()
     decode: Annotated[tuple[str, ...], Meta(description="URL of a decode worker (repeat for more).")] = ()
+    join: Annotated[
+        tuple[str, ...],
+        Meta(description="URL of a router to join, and to leave before the drain (repeat for more)."),
+    ] = ()
     poll_s: Annotated[float, Meta(description="Seconds between two health checks of a worker.", gt=0, le=3600)] = 1.0
     retry_timeout_s: Annotated[
         float,
@@ -277,8 +281,15 @@ _SENDER = (
     "max_pinned_share",
 )
 FIELDS_OF_ROLE: dict[str, tuple[str, ...]] = {
-    "prefill": (*_WORKER, *_SENDER, "disaggregation_mode", "disaggregation_bootstrap_port", "control_port"),
-    "decode": (*_WORKER, "disaggregation_mode", "disaggregation_bootstrap_port", "max_quarantine_share", *_RETRACT),
+    "prefill": (*_WORKER, *_SENDER, "disaggregation_mode", "disaggregation_bootstrap_port", "control_port", "join"),
+    "decode": (
+        *_WORKER,
+        "disaggregation_mode",
+        "disaggregation_bootstrap_port",
+        "max_quarantine_share",
+        *_RETRACT,
+        "join",
+    ),
     "router": (*_HTTP, *_ROUTER, "request_timeout_s", "max_queued_requests", "prefill", "decode"),
     "up": (
         *_WORKER,
@@ -309,7 +320,7 @@ GROUPS: dict[str, tuple[str, ...]] = {
         "access_log",
     ),
     "processes": ("prefill_workers", "decode_workers", "start_timeout_s"),
-    "routing": ("prefill", "decode", *_ROUTER),
+    "routing": ("prefill", "decode", "join", *_ROUTER),
     "model": (*_MODEL, "chunked_prefill_size", "max_batch_tokens"),
     "pool": (*_POOL, *_RETRACT, "max_quarantine_share", "max_pinned_share"),
     "disaggregation": (

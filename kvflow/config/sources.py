@@ -71,6 +71,17 @@ def resolve(
     return settings
 
 
+def resolve_other(other: Role, flags: Mapping[str, Any], config: str | None = None) -> Settings:
+    """The settings of a worker that becomes `other`: of its own flags, those that both roles have.
+
+    Raises: ConfigError.
+    """
+    mode = "disaggregation_mode"
+    flags = {name: value for name, value in flags.items() if name in FIELDS_OF_ROLE[other] and name != mode}
+    env = {name: value for name, value in os.environ.items() if name != env_of(mode)}
+    return msgspec.structs.replace(resolve(other, flags, config=config, env=env), disaggregation_mode="")
+
+
 def unknown_variables(env: Mapping[str, str]) -> list[str]:
     """The KVFLOW_* variables that nothing reads, each with the closest name that is read."""
     known = {env_of(name): name.upper() for name in (*FIELDS, *CANONICAL, *_OTHER_VARIABLES)}
@@ -157,9 +168,11 @@ def _check(role: Role, settings: Settings) -> None:
         raise ConfigError(f"--device: {settings.device!r} is not auto, cpu, cuda or cuda:N")
     if settings.kv_events_config:
         raise ConfigError("--kv-events-config: KV events are not available in this version; leave it out")
-    if role == "router" and not (settings.prefill and settings.decode):
-        raise ConfigError("router needs at least one --prefill URL and one --decode URL")
-    for name in ("prefill", "decode"):
+    if role == "router" and not ((settings.prefill and settings.decode) or settings.api_key):
+        raise ConfigError(
+            "router needs at least one --prefill URL and one --decode URL, or an --api-key, with which workers join it"
+        )
+    for name in ("prefill", "decode", "join"):
         for url in getattr(settings, name):
             if not url.startswith(("http://", "https://")):
                 raise ConfigError(f"--{name}: {url!r} is not an http:// or https:// URL")

@@ -15,6 +15,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from contextlib import AbstractAsyncContextManager
 from typing import Any
 
 import msgspec
@@ -103,7 +104,7 @@ async def drain_requests(server: Drainable, stop: StopSignals, timeout_s: float)
 
     /health answers 503 from here on.
     """
-    server.draining = True
+    server.stop()
     if not server.running:
         return
     _log.info("draining %d requests, at most %g s", server.running, timeout_s)
@@ -129,15 +130,23 @@ def _settle() -> None:
 
 
 async def serve_until_stopped(
-    app: web.Application, made: socket.socket, server: Drainable, ready: Ready, drain_timeout_s: float
+    app: web.Application,
+    made: socket.socket,
+    server: Drainable,
+    ready: Ready,
+    drain_timeout_s: float,
+    member: AbstractAsyncContextManager[None] | None = None,
 ) -> None:
-    """Announce a role whose parts are running, serve, drain; handlers that are left after the drain are cancelled."""
+    """Announce a role whose parts are running, serve, drain; handlers that are left after the drain are cancelled.
+
+    `member`: entered when it can be reached, left before it drains."""
     stop = StopSignals()
     async with listening_on(app, made):
         stop.listen()
         _settle()
         announce(ready)
-        await stop.requested.wait()
+        async with member or contextlib.nullcontext():
+            await stop.requested.wait()
         await drain_requests(server, stop, drain_timeout_s)
 
 

@@ -1,71 +1,55 @@
-"""The composition root: makes a role's parts from its settings (model, pool, data plane, node, engine, routes)."""
+"""The composition root: a role as a process, from its settings (parts, services, routes)."""
 
 from __future__ import annotations
 
-import asyncio
-import functools
-import logging
 import os
 import socket
-from collections.abc import AsyncGenerator
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import AsyncExitStack, asynccontextmanager
-from typing import TYPE_CHECKING
+from collections.abc import Callable
+from contextlib import AsyncExitStack, closing
+from typing import NamedTuple, Self
 
-from kvflow.config.settings import Settings
-from kvflow.engine.scheduler.params import SamplingParams
-from kvflow.launch.loading import LoadingProgress
-from kvflow.launch.pool import check_host_memory, make_pool, make_snapshots, make_staging
+import msgspec
+
+from kvflow.config.settings import FIELDS_OF_ROLE, Role, Settings
+from kvflow.launch.joining import Identity, member_of
+from kvflow.launch.parts import Parts, loaded
 from kvflow.launch.process import Ready, serve_until_stopped
-from kvflow.memory.pool import PagedPool
-from kvflow.memory.staging import Staging
-from kvflow.node import DecodeNode, PrefillNode
-from kvflow.protocols.errors import MisuseError
-from kvflow.protocols.limits import Bounds, Timing
-from kvflow.protocols.ports import DataPlane
-from kvflow.server.http import aborts, generate, openai, operations, tokenize
+from kvflow.launch.services import Control, bind_control, check_decode, decode_over, prefill_over
+from kvflow.server.http import aborts, generate, openai, operations, role_switch, tokenize
 from kvflow.server.http.app import build_app
-from kvflow.server.http.completion_service import CompletionService, ModelCard
-from kvflow.server.http.engine_services import DecodeService, PrefillService
+from kvflow.server.http.completion_service import CompletionService
 from kvflow.server.http.listening import bound_socket, listening_on, reachable, url_of
 from kvflow.server.http.metrics import Metrics
 from kvflow.server.http.pipeline import CompletionPipeline
 from kvflow.server.http.registry import registry_app
+from kvflow.server.http.role_switch import RoleSwitch
 from kvflow.server.http.tokenizer import ThreadedTokenizer
 from kvflow.server.router.router import Router
 from kvflow.server.router.routes import router_app
-from kvflow.transports.control.curve import read_key
-from kvflow.transports.control.registry import RankTable, RegistryClient
-from kvflow.transports.control.zmq import bind_router, connect_dealer
-from kvflow.transports.data.select import check_plane, open_plane
+from kvflow.transports.control.registry import RankTable
 
-if TYPE_CHECKING:
-    from kvflow.engine.model.load import LoadedModel
-
-_log = logging.getLogger("kvflow.serve")
-_PREFILL_STAGING_BYTES = 256 << 20  # slices for some twenty decodes
+SettingsOf = Callable[[Role], Settings]
+"""The settings of a worker's other role, read when it is to switch to that. Raises: ConfigError."""
 
 
-async def run_prefill(settings: Settings) -> None:
-    """`kvflow prefill`, until a signal stops it."""
-    http = bound_socket(settings.host, settings.port, "--port")
-    bootstrap = bound_socket(settings.host, settings.disaggregation_bootstrap_port, "--disaggregation-bootstrap-port")
-    bootstrap_port: int = bootstrap.getsockname()[1]
-    async with AsyncExitStack() as stack:
-        service, model = await stack.enter_async_context(prefill_service(settings))
-        metrics = Metrics(service.report, role="prefill", model=settings.model_name, sglang=settings.sglang_metrics)
-        table = RankTable()
-        table.put(service.rank)
-        await stack.enter_async_context(listening_on(registry_app(table, metrics, settings.api_key), bootstrap))
-        await _serve(settings, service, model, metrics, http, bootstrap_port)
+async def run_prefill(settings: Settings, settings_of: SettingsOf | None = None) -> None:
+    """`kvflow prefill`, until a signal stops it. Raises: MisuseError."""
+    with (
+        closing(bound_socket(settings.host, settings.port, "--port")) as http,
+        closing(_PrefillPorts.bind(settings)) as ports,  # a port in use is refused before a model is loaded
+    ):
+        async with loaded(settings) as parts:
+            roles = _Roles("prefill", settings, parts, settings_of)
+            await _serve(settings, await roles.start_prefill(settings, ports), roles, http)
 
 
-async def run_decode(settings: Settings) -> None:
-    """`kvflow decode`, until a signal stops it."""
-    http = bound_socket(settings.host, settings.port, "--port")
-    async with decode_service(settings) as (service, model):
-        metrics = Metrics(service.report, role="decode", model=settings.model_name, sglang=settings.sglang_metrics)
-        await _serve(settings, service, model, metrics, http, None)
+async def run_decode(settings: Settings, settings_of: SettingsOf | None = None) -> None:
+    """`kvflow decode`, until a signal stops it. Raises: MisuseError."""
+    with closing(bound_socket(settings.host, settings.port, "--port")) as http:
+        check_decode(settings)
+        async with loaded(settings) as parts:
+            roles = _Roles("decode", settings, parts, settings_of)
+            await _serve(settings, await roles.start_decode(settings), roles, http)
 
 
 async def run_router(settings: Settings) -> None:
@@ -89,173 +73,95 @@ async def run_router(settings: Settings) -> None:
         await router.close()
 
 
-@asynccontextmanager
-async def prefill_service(settings: Settings) -> AsyncGenerator[tuple[PrefillService, LoadedModel], None]:
-    """A running prefill without its HTTP server. Raises: MisuseError."""
-    async with AsyncExitStack() as stack:
-        key = read_key(settings.control_key_file)
-        # Bound here, so that a port in use is refused before a model is loaded.
-        control = bind_router(settings.host, settings.control_port, key)
-        stack.callback(control[0].close)
-        model, pool, staging, executor = await stack.enter_async_context(_parts(settings, _PREFILL_STAGING_BYTES))
-        from kvflow.engine.scheduler.prefill import PrefillEngine
+class _PrefillPorts(NamedTuple):
+    """What a prefill listens on beside its HTTP server."""
 
-        plane = _plane(settings, pool if staging is None else staging.host)
-        name = settings.model_name
-        node = PrefillNode(
-            pool,
-            plane,
-            host=settings.host,
-            port=settings.control_port,
-            model=name,
-            timing=Timing(rendezvous_s=settings.rendezvous_s),
-            bounds=Bounds(pinned_share=settings.max_pinned_share),
-            verify_transfers=settings.verify_transfers,
-            staging=staging,
-            advertise=reachable(settings.host),
-            bind=lambda _host, _port: control,
-        )
-        engine = PrefillEngine(
-            model, pool, pool.pages, executor,
-            chunk_tokens=settings.chunked_prefill_size, max_batch_tokens=settings.max_batch_tokens,
-            optimistic_tries=settings.optimistic_prefill,
-        )  # fmt: skip
-        stack.push_async_callback(node.close)
-        await node.start()
-        stack.push_async_callback(engine.close)
-        await engine.start()
-        yield PrefillService(_card(settings, model), node, engine, settings.request_timeout_s), model
+    bootstrap: socket.socket
+    control: Control
 
-
-@asynccontextmanager
-async def decode_service(settings: Settings) -> AsyncGenerator[tuple[DecodeService, LoadedModel], None]:
-    """A running decode without its HTTP server. Raises: MisuseError."""
-    check_host_memory(settings)
-    key = read_key(settings.control_key_file)
-    async with AsyncExitStack() as stack:
-        model, pool, staging, executor = await stack.enter_async_context(_parts(settings, 0))
-        from kvflow.engine.scheduler.decode import DecodeEngine
-
-        plane = _plane(settings, pool if staging is None else staging.host)
-        node = DecodeNode(
-            pool,
-            plane,
-            resolve=RegistryClient(settings.api_key).resolve,
-            connect=functools.partial(connect_dealer, key=key),
-            bounds=Bounds(quarantine_share=settings.max_quarantine_share),
-            verify_transfers=settings.verify_transfers,
-            staging=staging,
-        )
-        loop = asyncio.get_running_loop()
-        snapshots = await loop.run_in_executor(executor, make_snapshots, settings, pool)
-        if snapshots is not None:
-            stack.push_async_callback(snapshots.close)
-        engine = DecodeEngine(
-            model, pool, pool.pages, executor, max_batch=settings.max_running_requests,
-            new_token_ratio=settings.new_token_ratio, snapshots=snapshots,
-            recompute=settings.host_memory_full == "recompute",
-        )  # fmt: skip
-        stack.push_async_callback(node.close)
-        await node.start()
-        stack.push_async_callback(engine.close)
-        await engine.start()
-        yield DecodeService(_card(settings, model), node, engine, settings.request_timeout_s), model
-
-
-@asynccontextmanager
-async def _parts(
-    settings: Settings, staging_bytes: int
-) -> AsyncGenerator[tuple[LoadedModel, PagedPool, Staging | None, ThreadPoolExecutor], None]:
-    """Model, pool, its staging and the thread of model steps; the data plane's settings and the device are checked
-    before the model is loaded."""
-    check_plane(settings.disaggregation_transfer_backend, settings.disaggregation_ib_device, reachable(settings.host))
-    executor = ThreadPoolExecutor(1, thread_name_prefix="kvflow-model")
-    loop = asyncio.get_running_loop()
-    try:
-        if settings.device not in ("auto", "cpu"):  # which are always there, and it is a second of imports
-            from kvflow.engine.model.device import find_device
-
-            await loop.run_in_executor(executor, find_device, settings.device)
-        from kvflow.engine.model.source import locate
-
-        source = await loop.run_in_executor(executor, locate, settings.model_path)
-        from kvflow.engine.model.load import load_model  # seconds of imports, after what can be refused at once
-
-        with LoadingProgress(settings.model_name) as progress:
-            load = functools.partial(
-                load_model, source, settings.dtype, settings.attention, progress.report, settings.device,
-                settings.sliding_window_rows,
-            )  # fmt: skip
-            model = await loop.run_in_executor(executor, load)
-        allocate = functools.partial(
-            make_pool, settings, model.streams, model.fingerprint, model.device, ring_bytes=model.ring_bytes
-        )
-        pool = await loop.run_in_executor(executor, allocate)
-        staging: Staging | None = None
+    @classmethod
+    def bind(cls, settings: Settings, bootstrap_port: int | None = None) -> Self:
+        """Raises: MisuseError."""
+        port = settings.disaggregation_bootstrap_port if bootstrap_port is None else bootstrap_port
+        bootstrap = bound_socket(settings.host, port, "--disaggregation-bootstrap-port")
         try:
-            staging = await loop.run_in_executor(executor, make_staging, settings, pool, staging_bytes)
-            if staging is not None:
-                size_bytes = staging.host.layout.size_bytes
-                _log.info("model on %s; transfers pass through %d bytes of host memory", model.device, size_bytes)
-            yield model, pool, staging, executor
-        finally:
-            if staging is not None:
-                staging.close()
-            pool.close()
-    finally:
-        executor.shutdown(wait=False)
+            return cls(bootstrap, bind_control(settings))
+        except BaseException:
+            bootstrap.close()
+            raise
+
+    def close(self) -> None:
+        """Idempotent."""
+        self.bootstrap.close()
+        self.control[0].close()
 
 
-def _plane(settings: Settings, pool: PagedPool) -> DataPlane:
-    """`pool`: what it reads and writes."""
-    rate = float(settings.transfer_rate_limit) or None
-    device = settings.disaggregation_ib_device
-    return open_plane(settings.disaggregation_transfer_backend, pool.segment, rate, reachable(settings.host), device)
+class _RunningRole:
+    """Implements `role_switch.RunningRole`."""
+
+    def __init__(self, service: CompletionService, bootstrap_port: int | None, stack: AsyncExitStack) -> None:
+        self.service, self.bootstrap_port, self._stack = service, bootstrap_port, stack
+
+    async def close(self) -> None:
+        await self._stack.aclose()
 
 
-def _card(settings: Settings, model: LoadedModel) -> ModelCard:
-    return ModelCard(
-        path=settings.model_path,
-        name=settings.model_name,
-        model_type=model.model_type,
-        architectures=model.architectures,
-        dtype=model.dtype,
-        context_length=model.context_length,
-        vocab_size=model.vocab_size,
-        sampling_defaults=_sampling_defaults(settings, model),
-    )
+class _Roles:
+    """Both roles over the same parts; one of them runs."""
+
+    def __init__(self, own: Role, settings: Settings, parts: Parts, settings_of: SettingsOf | None) -> None:
+        """`settings` are those of the role `own`."""
+        self._own, self._settings, self._parts, self._settings_of = own, settings, parts, settings_of
+        self._bootstrap_port: int | None = None  # of the prefill that this was last: routers know it by that one
+        self.metrics = Metrics(model=settings.model_name, sglang=settings.sglang_metrics)
+
+    @property
+    def parts(self) -> Parts:
+        return self._parts
+
+    async def start(self, role: Role) -> _RunningRole:
+        """Start a role beside the one that runs. Raises: MisuseError."""
+        settings = self._settings if role == self._own else self._settings_of_other(role)
+        if role == "prefill":
+            return await self.start_prefill(settings, _PrefillPorts.bind(settings, self._bootstrap_port))
+        check_decode(settings)
+        return await self.start_decode(settings)
+
+    async def start_prefill(self, settings: Settings, ports: _PrefillPorts) -> _RunningRole:
+        """Raises: MisuseError."""
+        async with AsyncExitStack() as stack:
+            stack.callback(ports.close)
+            service = await stack.enter_async_context(prefill_over(self._parts, settings, ports.control))
+            table = RankTable()
+            table.put(service.rank)
+            self._bootstrap_port = ports.bootstrap.getsockname()[1]
+            registry = registry_app(table, self.metrics, settings.api_key)
+            await stack.enter_async_context(listening_on(registry, ports.bootstrap))
+            return _RunningRole(service, self._bootstrap_port, stack.pop_all())
+
+    async def start_decode(self, settings: Settings) -> _RunningRole:
+        """Raises: MisuseError."""
+        async with AsyncExitStack() as stack:
+            service = await stack.enter_async_context(decode_over(self._parts, settings))
+            return _RunningRole(service, None, stack.pop_all())
+
+    def _settings_of_other(self, role: Role) -> Settings:
+        """What both roles have stays as it is, what concerns model and pool among it."""
+        if self._settings_of is None:
+            return self._settings
+        other, shared = self._settings_of(role), set(FIELDS_OF_ROLE[self._own])
+        changes = {name: getattr(other, name) for name in FIELDS_OF_ROLE[role] if name not in shared}
+        return msgspec.structs.replace(self._settings, **changes)
 
 
-def _sampling_defaults(settings: Settings, model: LoadedModel) -> dict[str, float]:
-    """Raises: MisuseError for values that no request may have."""
-    if settings.sampling_defaults != "model":
-        return {}
-    found = dict(model.sampling_defaults)
-    try:
-        SamplingParams(**found)  # type: ignore[arg-type]
-    except (MisuseError, TypeError) as error:
-        text = (
-            f"generation_config.json of model {settings.model_path!r}: {error}; start with --sampling-defaults openai"
-        )
-        raise MisuseError(text) from None
-    if found:
-        _log.info("sampling defaults of the model: %s", ", ".join(f"{name} {value}" for name, value in found.items()))
-    return found
-
-
-async def _serve(
-    settings: Settings,
-    service: CompletionService,
-    model: LoadedModel,
-    metrics: Metrics,
-    http: socket.socket,
-    bootstrap_port: int | None,
-) -> None:
+async def _serve(settings: Settings, running: _RunningRole, roles: _Roles, http: socket.socket) -> None:
+    """Serve the worker, in whichever role, until a signal stops it; `running` is closed then."""
+    model = roles.parts.model
     tokenizer = ThreadedTokenizer(model.tokenizer, model.context_length)
     pipeline = CompletionPipeline(
-        service,
+        running.service,
         tokenizer,
-        metrics,
+        roles.metrics,
         bootstrap_port=settings.disaggregation_bootstrap_port,
         max_requests=settings.max_running_requests + settings.max_queued_requests,
         request_timeout_s=settings.request_timeout_s,
@@ -263,19 +169,24 @@ async def _serve(
         headers_after_s=settings.sse_headers_after_s,
         low_priority_first=settings.schedule_low_priority_values_first,
     )
-    operator_routes = operations.routes(
-        pipeline, host=settings.host, bootstrap_port=bootstrap_port, has_api_key=bool(settings.api_key)
-    )
+    switch = RoleSwitch(pipeline, running, roles.start)
     routes = [
         *generate.routes(pipeline),
         *openai.routes(pipeline),
         *tokenize.routes(pipeline),
         *aborts.routes(pipeline.choices),
-        *operator_routes,
+        *operations.routes(pipeline, host=settings.host, has_api_key=bool(settings.api_key), role_switch=switch),
+        *role_switch.routes(switch, has_api_key=bool(settings.api_key)),
     ]
-    app = build_app(routes, metrics, settings.api_key, settings.allowed_origins)
-    ready = Ready(service.role, url_of(http, settings.host), os.getpid(), bootstrap_port)
+    app = build_app(routes, roles.metrics, settings.api_key, settings.allowed_origins)
+    ready = Ready(switch.role, url_of(http, settings.host), os.getpid(), switch.bootstrap_port)
+
+    def identity() -> Identity:
+        return Identity(switch.role, f"{pipeline.service.report().incarnation:016x}", switch.bootstrap_port)
+
+    member = member_of(settings.join, url_of(http, reachable(settings.host)), identity, settings.api_key)
     try:
-        await serve_until_stopped(app, http, pipeline, ready, settings.drain_timeout_s)
+        await serve_until_stopped(app, http, pipeline, ready, settings.drain_timeout_s, member)
     finally:
+        await switch.close()
         tokenizer.close()

@@ -20,7 +20,7 @@ from kvflow.engine.scheduler.params import EngineOptimism, EngineRetractions, Sa
 from kvflow.engine.scheduler.prompt_logprobs import PromptLogprobs
 from kvflow.protocols.errors import Cause, Code, MisuseError, room_error
 from kvflow.protocols.wire.ranks import PoolShape
-from kvflow.server.http import aborts, generate, openai, operations, tokenize
+from kvflow.server.http import aborts, generate, openai, operations, role_switch, tokenize
 from kvflow.server.http.app import build_app
 from kvflow.server.http.completion_service import GenerationRequest, ModelCard, Report
 from kvflow.server.http.listening import bound_socket, listening_on
@@ -96,6 +96,9 @@ class FakeService:
         self.role = role
         self.card = ModelCard(path="fake/model", name="fake", context_length=128, vocab_size=100)
         self.unavailable_reason = ""
+        self.incarnation = 0xABC
+        self.fingerprint = "fake model"
+        self.changed_report: dict[str, Any] = {}
         self.dead: list[tuple[int, str]] = []
         self.limits = EngineLimits(128, 100, 1, pool_tokens, 4)
         self.gate = asyncio.Event()
@@ -173,10 +176,14 @@ class FakeService:
                 future.exception()
 
     def report(self) -> Report:
+        return msgspec.structs.replace(self._report(), **self.changed_report)
+
+    def _report(self) -> Report:
         return Report(
-            incarnation=0xABC,
+            incarnation=self.incarnation,
             control_endpoint="tcp://127.0.0.1:1",
             data_plane="fake",
+            fingerprint=self.fingerprint,
             pool=PoolShape(16, 4, 1024, 2),
             pages_free=3,
             pages_total=4,
@@ -216,14 +223,28 @@ class FakeService:
         return None
 
 
+class RunningFake:
+    """Implements `role_switch.RunningRole`."""
+
+    def __init__(self, service: FakeService, bootstrap_port: int | None) -> None:
+        self.service, self.bootstrap_port = service, bootstrap_port
+        self.closed = False
+
+    async def close(self) -> None:
+        self.closed = True
+
+
 class Role:
     """A fake service behind the real routes."""
 
     def __init__(self, service: FakeService, *, api_key: str = "", bootstrap_port: int = 8998, **options: Any) -> None:
         self.service = service
+        self.other: RunningFake | Exception | None = None
         self.metrics = Metrics(service.report, role=service.role, model="m", sglang=True)
         self.tokenizer = ThreadedTokenizer(WordTokenizer())
         self.pipeline = CompletionPipeline(service, self.tokenizer, self.metrics, **{"keepalive_s": 0.02, **options})
+        port = bootstrap_port if service.role == "prefill" else None
+        self.role_switch = role_switch.RoleSwitch(self.pipeline, RunningFake(service, port), self.start_other)
         routes = [
             *generate.routes(self.pipeline),
             *openai.routes(self.pipeline),
@@ -232,11 +253,19 @@ class Role:
             *operations.routes(
                 self.pipeline,
                 host="127.0.0.1",
-                bootstrap_port=bootstrap_port if service.role == "prefill" else None,
                 has_api_key=bool(api_key),
+                role_switch=self.role_switch,
             ),
+            *role_switch.routes(self.role_switch, has_api_key=bool(api_key)),
         ]
         self.app: web.Application = build_app(routes, self.metrics, api_key)
+
+    async def start_other(self, role: str) -> RunningFake:
+        """For the role switch: as set by a test."""
+        if isinstance(self.other, BaseException):
+            raise self.other
+        assert self.other is not None and self.other.service.role == role
+        return self.other
 
 
 class Server:

@@ -15,7 +15,7 @@ from tokenizers.models import BPE
 from kvflow.config.sources import resolve
 from kvflow.demo_model import DEMO_MODEL_DIR
 from kvflow.engine.scheduler.params import TokenOut
-from kvflow.launch import roles
+from kvflow.launch import parts
 from kvflow.protocols.errors import MisuseError
 from kvflow.server.http.completion import Completion, Delta
 from kvflow.server.http.openai import ChatCall, TextCompletionCall
@@ -99,9 +99,9 @@ def test_recommended_sampling_that_no_request_may_have_is_refused_at_the_start()
     model: Any = SimpleNamespace(sampling_defaults={"temperature": -1})
     given = {"model_path": str(DEMO_MODEL_DIR)}
     with pytest.raises(MisuseError, match=r"generation_config.json.*temperature -1.*--sampling-defaults openai"):
-        roles._sampling_defaults(resolve("decode", given, env={}), model)
+        parts._sampling_defaults(resolve("decode", given, env={}), model)
     off = resolve("decode", {**given, "sampling_defaults": "openai"}, env={})
-    assert roles._sampling_defaults(off, model) == {}
+    assert parts._sampling_defaults(off, model) == {}
 
 
 async def test_the_template_sees_variables(client: openai.AsyncOpenAI, decode: Role) -> None:

@@ -23,7 +23,7 @@ PREFLIGHT = {
 
 def app_of(meeting: Meeting, origins: tuple[str, ...]) -> Any:
     role = Role(FakeService("decode", meeting))
-    listed = routes(role.pipeline, host="h", bootstrap_port=None, has_api_key=True)
+    listed = routes(role.pipeline, host="h", has_api_key=True, role_switch=role.role_switch)
     return build_app(listed, Metrics(), "sesame", origins)
 
 

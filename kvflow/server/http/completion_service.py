@@ -53,6 +53,7 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
     incarnation: int
     control_endpoint: str
     data_plane: str
+    fingerprint: str = ""  # of the model whose KV the pool holds
     pool: PoolShape
     pages_free: int
     pages_total: int

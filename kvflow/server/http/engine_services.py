@@ -123,6 +123,7 @@ class EngineService(Generic[N, E]):
             incarnation=node.incarnation,
             control_endpoint=node.control,
             data_plane=node.plane.name,
+            fingerprint=node.pool.layout.fingerprint,
             pool=node.shape,
             pages_free=pages.free_pages,
             pages_total=pages.num_pages,

@@ -76,6 +76,15 @@ class UnknownModelError(RequestError):
         super().__init__(text, param="model", reason="model_not_found")
 
 
+class ConflictError(RequestError):
+    """A request of an operator that does not go with the state of this server; the text says with what."""
+
+    status = 409
+
+    def __init__(self, text: str) -> None:
+        super().__init__(text, reason="conflict")
+
+
 class OverloadError(CapacityError):
     """This server runs as many requests as it accepts."""
 

@@ -61,6 +61,10 @@ class Metrics:
         )
         self.registry.register(_Scrape(self._collect))
 
+    def reports(self, role: str, report: Callable[[], Report]) -> None:
+        """From here on these are the role's figures."""
+        self._role, self._report = role, report
+
     def answered(self, route: str, status: int, seconds: float) -> None:
         self._requests.labels(route, str(status)).inc()
         self._seconds.labels(route).observe(seconds)

@@ -9,11 +9,12 @@ import kvflow
 from kvflow.server.http.errors import Failure, RequestError
 from kvflow.server.http.pipeline import CompletionPipeline
 from kvflow.server.http.responses import json_response
+from kvflow.server.http.role_switch import RoleSwitch
 
 MAX_WHY_CHARACTERS = 200
 
 
-def server_info(pipeline: CompletionPipeline, host: str, bootstrap_port: int | None) -> dict[str, object]:
+def server_info(pipeline: CompletionPipeline, host: str, role_switch: RoleSwitch) -> dict[str, object]:
     """/server_info: first the keys that routers read, then kvflow's own."""
     service, report = pipeline.service, pipeline.service.report()
     card = service.card
@@ -24,7 +25,7 @@ def server_info(pipeline: CompletionPipeline, host: str, bootstrap_port: int | N
         "dp_size": 1,
         "load_balance_method": "round_robin",
         "disaggregation_mode": service.role,
-        "disaggregation_bootstrap_port": bootstrap_port,
+        "disaggregation_bootstrap_port": role_switch.bootstrap_port,
         "disaggregation_transfer_backend": report.data_plane,
         "page_size": report.pool.page_size,
         "max_model_len": card.context_length,
@@ -32,6 +33,7 @@ def server_info(pipeline: CompletionPipeline, host: str, bootstrap_port: int | N
         "role": service.role,
         "model": card.name,
         "dtype": card.dtype,
+        "fingerprint": report.fingerprint,
         "sampling_defaults": card.sampling_defaults,
         "host": host,
         "control_endpoint": report.control_endpoint,
@@ -57,30 +59,30 @@ def server_info(pipeline: CompletionPipeline, host: str, bootstrap_port: int | N
         "running": report.running,
         "waiting": report.waiting,
         "draining": pipeline.draining,
+        **role_switch.describe(),
     }
 
 
 def routes(
-    pipeline: CompletionPipeline, *, host: str, bootstrap_port: int | None, has_api_key: bool
+    pipeline: CompletionPipeline, *, host: str, has_api_key: bool, role_switch: RoleSwitch
 ) -> list[web.RouteDef]:
     """Everything but completions. `host` is shown in /server_info; without an API key no peer can be declared dead."""
     return [
-        *_description(pipeline, host, bootstrap_port),
+        *_description(pipeline, host, role_switch),
         *_state(pipeline),
         *_rooms(pipeline),
         *_peers(pipeline, has_api_key),
     ]
 
 
-def _description(pipeline: CompletionPipeline, host: str, bootstrap_port: int | None) -> list[web.RouteDef]:
+def _description(pipeline: CompletionPipeline, host: str, role_switch: RoleSwitch) -> list[web.RouteDef]:
     """What this server serves."""
-    service = pipeline.service
 
     async def info(_: web.Request) -> web.StreamResponse:
-        return json_response(server_info(pipeline, host, bootstrap_port))
+        return json_response(server_info(pipeline, host, role_switch))
 
     async def model_info(_: web.Request) -> web.StreamResponse:
-        card = service.card
+        card = pipeline.service.card
         return json_response(
             {
                 "model_path": card.path,
@@ -101,17 +103,16 @@ def _description(pipeline: CompletionPipeline, host: str, bootstrap_port: int | 
 
 def _state(pipeline: CompletionPipeline) -> list[web.RouteDef]:
     """Health, load, metrics."""
-    service = pipeline.service
 
     async def health(_: web.Request) -> web.StreamResponse:
         if pipeline.draining:
-            return Failure(503, "draining", "this server is shutting down").response()
-        if reason := service.unavailable_reason:  # 503 makes routers send their requests elsewhere
+            return Failure(503, "draining", pipeline.draining_reason).response()
+        if reason := pipeline.service.unavailable_reason:  # 503 makes routers send their requests elsewhere
             return Failure(503, "degraded", reason).response()
-        return json_response({"status": "ok", "quarantine_pages": service.report().quarantine_pages})
+        return json_response({"status": "ok", "quarantine_pages": pipeline.service.report().quarantine_pages})
 
     async def load(_: web.Request) -> web.StreamResponse:
-        report = service.report()
+        report = pipeline.service.report()
         pages, requests, waiting = (
             report.pages_total - report.pages_free,
             report.running + report.waiting,
@@ -123,7 +124,7 @@ def _state(pipeline: CompletionPipeline) -> list[web.RouteDef]:
         return json_response([{**line, "num_tokens": pages * report.pool.page_size}])
 
     async def flush(_: web.Request) -> web.StreamResponse:
-        await service.flush_cache()
+        await pipeline.service.flush_cache()
         return web.Response(text="Cache flushed.\n")
 
     async def metrics(_: web.Request) -> web.StreamResponse:
@@ -139,10 +140,9 @@ def _state(pipeline: CompletionPipeline) -> list[web.RouteDef]:
 
 def _rooms(pipeline: CompletionPipeline) -> list[web.RouteDef]:
     """Open and recently ended rooms, and the story of one."""
-    service = pipeline.service
 
     async def rooms(_: web.Request) -> web.StreamResponse:
-        return json_response({"rooms": list(service.rooms())})
+        return json_response({"rooms": list(pipeline.service.rooms())})
 
     async def story(http: web.Request) -> web.StreamResponse:
         try:
@@ -151,7 +151,7 @@ def _rooms(pipeline: CompletionPipeline) -> list[web.RouteDef]:
             raise RequestError(
                 f"{http.match_info['room'][:40]!r} is not a room id (an unsigned 64-bit integer)"
             ) from None
-        found = service.story(room)
+        found = pipeline.service.story(room)
         if found is None:
             return Failure(404, "unknown_room", f"room {room} is not known here").response()
         return json_response(found)
@@ -161,10 +161,9 @@ def _rooms(pipeline: CompletionPipeline) -> list[web.RouteDef]:
 
 def _peers(pipeline: CompletionPipeline, has_api_key: bool) -> list[web.RouteDef]:
     """The nodes of the other role, and an operator's declaration that one of them is dead."""
-    service = pipeline.service
 
     async def peers(_: web.Request) -> web.StreamResponse:
-        return json_response({"peers": list(service.peers())})
+        return json_response({"peers": list(pipeline.service.peers())})
 
     async def declare_dead(http: web.Request) -> web.StreamResponse:
         if not has_api_key:  # with one, the middleware of `app` has checked it
@@ -176,7 +175,7 @@ def _peers(pipeline: CompletionPipeline, has_api_key: bool) -> list[web.RouteDef
             given = http.match_info["incarnation"][:40]
             raise RequestError(f"{given!r} is not an incarnation (16 hexadecimal digits)") from None
         why = http.query.get("why", "no reason given")[:MAX_WHY_CHARACTERS]
-        service.declare_dead(incarnation, f"operator at {http.remote}: {why!r}")
-        return json_response({"declared_dead": f"{incarnation:016x}", "peers": list(service.peers())})
+        pipeline.service.declare_dead(incarnation, f"operator at {http.remote}: {why!r}")
+        return json_response({"declared_dead": f"{incarnation:016x}", "peers": list(pipeline.service.peers())})
 
     return [web.get("/peers", peers), web.post("/peers/{incarnation}/declare_dead", declare_dead)]

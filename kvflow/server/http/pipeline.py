@@ -26,7 +26,7 @@ from kvflow.protocols.errors import AbortedError, Cause, Code, KvflowError
 from kvflow.server.http.aborts import ABORT, RunningChoices
 from kvflow.server.http.completion import Completion, Delta, detokenize
 from kvflow.server.http.completion_service import CompletionService, GenerationRequest
-from kvflow.server.http.draining import Drainable
+from kvflow.server.http.draining import ROLE_HEADER, Drainable, refusal
 from kvflow.server.http.errors import Failure, OverloadError, RequestError, UnknownModelError, failure_of
 from kvflow.server.http.generation_requests import RequestLimits, rooms_of, with_digests
 from kvflow.server.http.large_bodies import take_apart
@@ -95,28 +95,32 @@ class CompletionPipeline(Drainable):
         low_priority_first: bool = False,
     ) -> None:
         super().__init__()
-        self.service = service
         self.tokenizer = tokenizer
         self.metrics = metrics
-        self.request_limits = RequestLimits(
-            service.limits,
-            service.role == "decode",
-            bootstrap_port,
-            service.card.sampling_defaults,
-            low_priority_first,
-        )
         self.choices = RunningChoices()
         self.max_requests = max_requests  # running and queued
+        self._bootstrap_port, self._low_priority_first = bootstrap_port, low_priority_first
         self._timeout_s = request_timeout_s
-        # Routers wait for prefill's whole answer, and sglang_router takes headers for a success: it would not retry.
-        self._headers_after_s = headers_after_s if service.role == "decode" else float("inf")
+        self._longest_silence_s = headers_after_s
         self._keepalive_s = keepalive_s
+        self.take_over(service)
+
+    def take_over(self, service: CompletionService) -> None:
+        """Further requests are for `service`; there are none that run."""
+        is_decode = service.role == "decode"
+        self.service = service
+        self.metrics.reports(service.role, service.report)
+        self.request_limits = RequestLimits(
+            service.limits, is_decode, self._bootstrap_port, service.card.sampling_defaults, self._low_priority_first
+        )
+        # Routers wait for prefill's whole answer, and sglang_router takes headers for a success: it would not retry.
+        self._headers_after_s = self._longest_silence_s if is_decode else float("inf")
 
     async def serve(self, http: web.Request, call: CompletionCall) -> web.StreamResponse:
         """Answer one call. Errors before the first token are raised; later ones are written into the stream."""
         arrived = time.perf_counter()
         try:
-            self._admit()
+            self._admit(http)
         except (AbortedError, OverloadError) as error:
             self._refuse(call.body, error)
             raise
@@ -168,8 +172,10 @@ class CompletionPipeline(Drainable):
         if name and name not in (served, ANY_MODEL):
             raise UnknownModelError(name, served)
 
-    def _admit(self) -> None:
+    def _admit(self, http: web.Request) -> None:
         self.refuse_when_draining()
+        if http.headers.get(ROLE_HEADER, self.service.role) != self.service.role:
+            raise refusal(f"this worker is a {self.service.role} now")
         if self.running >= self.max_requests:
             raise OverloadError("requests that run or wait", self.running + 1, self.max_requests)
 

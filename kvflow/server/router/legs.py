@@ -24,6 +24,7 @@ import msgspec
 from aiohttp import web
 
 from kvflow.protocols.errors import Code, LostError
+from kvflow.server.http.draining import ROLE_HEADER
 from kvflow.server.http.errors import Failure
 from kvflow.server.http.large_bodies import LARGE_BYTES
 from kvflow.server.router.workers import Worker
@@ -67,7 +68,7 @@ class Leg:
         self, session: aiohttp.ClientSession, worker: Worker, path: str, body: bytes, headers: dict[str, str]
     ) -> None:
         self.worker = worker
-        self._call = (session, f"{worker.url}{path}", body, headers)
+        self._call = (session, f"{worker.url}{path}", body, {**headers, ROLE_HEADER: worker.role})
         self._answer: aiohttp.ClientResponse | None = None
 
     async def begin(self) -> aiohttp.ClientResponse | web.Response:
@@ -178,14 +179,13 @@ class Pair:
 async def both_legs(prefill: Leg, decode: Leg) -> AsyncGenerator[Pair, None]:
     """Begin both legs; leaving closes both."""
     for leg in (prefill, decode):
-        leg.worker.running += 1
-        leg.worker.served += 1
+        leg.worker.begin()
     pair = Pair(prefill, decode)
     try:
         yield pair
     finally:
         for leg in (prefill, decode):
-            leg.worker.running -= 1
+            leg.worker.end()
         pair.close()
 
 

@@ -37,6 +37,7 @@ from kvflow.server.router.legs import (
     with_fields,
 )
 from kvflow.server.router.measures import RouterMeasures
+from kvflow.server.router.membership import Membership
 from kvflow.server.router.tries import Tries
 from kvflow.server.router.workers import NoWorkerError, Worker, Workers
 from kvflow.telemetry.requests import CURRENT, name_rooms
@@ -79,6 +80,7 @@ class Router(Drainable):
         self._ending = False
         self.waiting = 0
         self.workers = Workers(prefill, decode, self._session, poll_s)
+        self.membership = Membership(self.workers, self._session)
         self.measures = RouterMeasures()
         self.metrics = Metrics(families=lambda: self.measures.families(self.workers.all, self.running, self.waiting))
 

@@ -12,11 +12,13 @@ from kvflow.server.http.app import build_app
 from kvflow.server.http.errors import Failure
 from kvflow.server.http.responses import json_response
 from kvflow.server.http.schemas import decoded
+from kvflow.server.router import worker_routes
 from kvflow.server.router.router import Router
+from kvflow.server.router.workers import ROLES
 
 
 def routes(router: Router) -> list[web.RouteDef]:
-    """All routes of a router."""
+    """All routes of a router but those by which workers join and leave."""
     completions = ("/generate", "/v1/chat/completions", "/v1/completions")
     return [*(web.post(path, router.serve) for path in completions), *_own(router), *_of_workers(router)]
 
@@ -28,8 +30,9 @@ def _own(router: Router) -> list[web.RouteDef]:
         if router.draining:
             return Failure(503, "draining", "this router is shutting down").response()
         if not router.workers.complete():
-            down = [worker for worker in router.workers.all if not worker.up]
-            reasons = "; ".join(f"{w.role} {w.url}: {w.unavailable_reason}" for w in down)
+            down = [worker for worker in router.workers.all if not worker.usable]
+            missing = [f"no {role} worker is known" for role in ROLES if not router.workers.of(role)]
+            reasons = "; ".join([*missing, *(f"{w.role} {w.url}: {w.reason}" for w in down)])
             return Failure(503, "no_workers", reasons).response()
         return json_response({"status": "ok"})
 
@@ -96,4 +99,5 @@ def _of_workers(router: Router) -> list[web.RouteDef]:
 
 def router_app(router: Router, api_key: str = "", origins: Collection[str] = ()) -> web.Application:
     """The router as an application; `origins` as in `build_app`."""
-    return build_app(routes(router), router.metrics, api_key, origins)
+    found = [*routes(router), *worker_routes.routes(router, has_api_key=bool(api_key))]
+    return build_app(found, router.metrics, api_key, origins)

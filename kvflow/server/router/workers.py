@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import logging
-from collections.abc import Iterable, Mapping
+import uuid
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from typing import Any
 from urllib.parse import urlsplit
@@ -16,6 +18,7 @@ from kvflow.protocols.errors import Code, KvflowError
 from kvflow.server.http.errors import Failure
 
 _log = logging.getLogger("kvflow.router")
+ROLES = ("prefill", "decode")
 CHECK_TIMEOUT_S = 3.0
 DOWN_CHECK_S = 0.25  # between two checks of a worker that is down: one that is back should not wait for its requests
 LEAST_CHECK_S = 0.05  # between two checks of one worker, however many requests ask for them
@@ -39,16 +42,23 @@ class Worker:
     worker, for longer after each further loss, until a request succeeds or another process answers at its address.
     """
 
-    def __init__(self, role: str, url: str) -> None:
+    def __init__(self, role: str, url: str, *, follows: bool = False) -> None:
+        """`follows`: it may come back as a worker of the other role. Otherwise it must be, or have been started as, a
+        worker of `role`; it may switch its role while it runs."""
+        self.id = str(uuid.uuid4())
         self.role = role
         self.url = url.rstrip("/")
         self.up = False
+        self.leaving = False  # it gets no more requests, and is forgotten when it has none
         self.unavailable_reason = "not checked yet"
         self.running = 0
         self.served = 0
         self.bootstrap_port: int | None = None
         self.model = ""
+        self.fingerprint = ""
         self.incarnation = ""
+        self._on_idle: Callable[[], None] = lambda: None
+        self._declared = None if follows else role
         self.check_due = asyncio.Event()
         self._losses = 0  # in a row
         self._backoff_until_s = 0.0
@@ -56,6 +66,16 @@ class Worker:
     @property
     def host(self) -> str:
         return urlsplit(self.url).hostname or "127.0.0.1"
+
+    @property
+    def reason(self) -> str:
+        """Why it gets no requests; empty when it does."""
+        return self.unavailable_reason or ("it leaves this router" if self.leaving else "")
+
+    @property
+    def usable(self) -> bool:
+        """Whether it gets requests."""
+        return self.up and not self.leaving
 
     def mark_down(self, reason: str) -> None:
         """Take no more requests until the next successful check."""
@@ -75,29 +95,73 @@ class Worker:
         self._losses, self._backoff_until_s = 0, 0.0
 
     def mark_up(self, info: Any) -> None:
-        """Take requests; `info` is the worker's /server_info. A worker of the other role is marked down."""
-        mode = info.get("disaggregation_mode") if isinstance(info, dict) else None
-        if mode != self.role:
-            self.mark_down(f"it is not a {self.role} worker: its disaggregation_mode is {mode!r}")
+        """Take requests; `info` is the worker's /server_info. A worker of the wrong role is marked down."""
+        identity = Identity.read(info)
+        if identity.role not in ROLES or self._declared not in (None, identity.role, identity.started_as):
+            wanted = self._declared or "prefill or decode"
+            self.mark_down(f"it is not a {wanted} worker: its disaggregation_mode is {identity.role!r}")
             return
-        port = info.get("disaggregation_bootstrap_port")
-        self.bootstrap_port = port if isinstance(port, int) else None
-        self.model = str(info.get("served_model_name") or info.get("model_path") or "")
-        incarnation = str(info.get("incarnation", ""))
-        if incarnation != self.incarnation:
+        if identity.role != self.role:
+            _log.info("%s is a %s worker now", self.url, identity.role)
+            self.role = identity.role
+        self.bootstrap_port, self.model = identity.bootstrap_port, identity.model
+        self.fingerprint = identity.fingerprint
+        if identity.incarnation != self.incarnation:
             self.mark_served()
-        if not self.up or incarnation != self.incarnation:
+        if not self.up or identity.incarnation != self.incarnation:
             _log.info("%s %s is up", self.role, self.url)
-        self.incarnation = incarnation
+        self.incarnation = identity.incarnation
         self.up, self.unavailable_reason = True, ""
+
+    def begin(self) -> None:
+        """It has one request more."""
+        self.running += 1
+        self.served += 1
+
+    def end(self) -> None:
+        """It has one request less."""
+        self.running -= 1
+        if self.leaving and not self.running:
+            self._on_idle()
+
+    def leave(self, on_idle: Callable[[], None]) -> None:
+        """Get no more requests; `on_idle` is called when it has none."""
+        self.leaving, self._on_idle = True, on_idle
+        if not self.running:
+            on_idle()
 
     def in_backoff(self, now: float) -> bool:
         return now < self._backoff_until_s
 
     def summary(self) -> dict[str, Any]:
         """The entry in the router's /server_info."""
-        reason = self.unavailable_reason
-        return {"url": self.url, "role": self.role, "up": self.up, "running": self.running, "trouble": reason}
+        state = {"up": self.up, "leaving": self.leaving, "running": self.running, "trouble": self.reason}
+        return {"url": self.url, "role": self.role, **state}
+
+
+class Identity(msgspec.Struct, frozen=True):
+    """What a worker's /server_info says of it."""
+
+    role: str | None  # its disaggregation_mode
+    started_as: str | None
+    incarnation: str
+    model: str
+    fingerprint: str
+    bootstrap_port: int | None
+
+    @classmethod
+    def read(cls, info: Any) -> Identity:
+        """Of anything that may stand there."""
+        found = info if isinstance(info, dict) else {}
+        port = found.get("disaggregation_bootstrap_port")
+        return cls(
+            role=found.get("disaggregation_mode"),
+            started_as=found.get("started_as"),
+            incarnation=str(found.get("incarnation", "")),
+            model=str(found.get("served_model_name") or found.get("model_path") or ""),
+            fingerprint=str(found.get("fingerprint") or ""),
+            bootstrap_port=port if isinstance(port, int) else None,
+        )
 
 
 class Workers:
@@ -109,18 +173,42 @@ class Workers:
         self.all = [*(Worker("prefill", url) for url in prefill), *(Worker("decode", url) for url in decode)]
         self._session = session
         self._poll_s = poll_s
-        self._watches: list[asyncio.Task[None]] = []
-        self.came_up = asyncio.Event()  # of the next worker that is down now; another one follows then
+        self._watches: dict[Worker, asyncio.Task[None]] = {}
+        self.came_up = asyncio.Event()  # of the next worker that is new in its role; another one follows then
 
     async def start(self) -> None:
         """Return after a first check of all workers; further ones follow."""
         await asyncio.gather(*(self._check(worker) for worker in self.all))
-        self._watches = [asyncio.create_task(self._watch(worker)) for worker in self.all]
+        for worker in self.all:
+            self._watch_on(worker)
 
     async def close(self) -> None:
-        for watch in self._watches:
+        for watch in self._watches.values():
             watch.cancel()
-        await asyncio.gather(*self._watches, return_exceptions=True)
+        await asyncio.gather(*self._watches.values(), return_exceptions=True)
+
+    async def add(self, worker: Worker) -> None:
+        """Return after a first check of it; further ones follow."""
+        self.all.append(worker)
+        self._watch_on(worker)
+        await self._check(worker)
+
+    def leave(self, worker: Worker) -> None:
+        """Send it no more requests, and forget it when those it has are answered. Idempotent."""
+        if not worker.leaving:
+            _log.info("%s %s leaves, with %d requests", worker.role, worker.url, worker.running)
+            worker.leave(functools.partial(self._forget, worker))
+
+    def stay(self, worker: Worker) -> None:
+        """Send it requests again, where it was to leave. Idempotent."""
+        worker.leaving = False
+        worker.check_due.set()
+        self._tell_waiting()
+
+    def _forget(self, worker: Worker) -> None:
+        self._watches.pop(worker).cancel()
+        self.all.remove(worker)
+        _log.info("%s %s has left", worker.role, worker.url)
 
     def of(self, role: str) -> list[Worker]:
         return [worker for worker in self.all if worker.role == role]
@@ -128,15 +216,18 @@ class Workers:
     def ranked(self, role: str, failed: Mapping[Worker, int]) -> list[Worker]:
         """The workers for the next try of a request, the best one first: by how often they have failed it, then those
         that are not in backoff, then by load. Raises: NoWorkerError."""
-        choices = [worker for worker in self.of(role) if worker.up]
+        choices = [worker for worker in self.of(role) if worker.usable]
         if not choices:
-            raise NoWorkerError(role, [worker.unavailable_reason for worker in self.of(role)])
+            raise NoWorkerError(role, [worker.reason for worker in self.of(role)])
         now = asyncio.get_running_loop().time()
         return sorted(choices, key=lambda w: (failed.get(w, 0), w.in_backoff(now), w.running, w.served))
 
     def complete(self) -> bool:
         """Whether both roles have a worker that is up."""
-        return all(any(worker.up for worker in self.of(role)) for role in ("prefill", "decode"))
+        return all(any(worker.usable for worker in self.of(role)) for role in ("prefill", "decode"))
+
+    def _watch_on(self, worker: Worker) -> None:
+        self._watches[worker] = asyncio.create_task(self._watch(worker))
 
     async def _watch(self, worker: Worker) -> None:
         while True:
@@ -149,7 +240,7 @@ class Workers:
             await self._check(worker)
 
     async def _check(self, worker: Worker) -> None:
-        was_up = worker.up
+        before = (worker.up, worker.role)
         try:
             async with asyncio.timeout(CHECK_TIMEOUT_S):
                 await self._ask(worker)
@@ -157,9 +248,12 @@ class Workers:
             worker.mark_down(f"/health took more than {CHECK_TIMEOUT_S:g} s")
         except (aiohttp.ClientError, OSError, ValueError) as error:
             worker.mark_down(str(error) or type(error).__name__)
-        if worker.up and not was_up:
-            came_up, self.came_up = self.came_up, asyncio.Event()
-            came_up.set()
+        if worker.usable and before != (worker.up, worker.role):
+            self._tell_waiting()
+
+    def _tell_waiting(self) -> None:
+        came_up, self.came_up = self.came_up, asyncio.Event()
+        came_up.set()
 
     async def _ask(self, worker: Worker) -> None:
         async with self._session.get(f"{worker.url}/health") as health:
@@ -171,4 +265,16 @@ class Workers:
             if info.status != 200:
                 worker.mark_down(f"/server_info answered {info.status}")
                 return
-            worker.mark_up(msgspec.json.decode(await info.read()))
+            document = msgspec.json.decode(await info.read())
+        if other := self._replaced_model(worker, Identity.read(document)):
+            worker.mark_down(other)
+            return
+        worker.mark_up(document)
+
+    def _replaced_model(self, worker: Worker, identity: Identity) -> str:
+        """What is wrong with a worker that has come back with another model than it had, while others serve that."""
+        before, now = worker.fingerprint, identity.fingerprint
+        if not before or before == now:
+            return ""
+        stays = any(one.usable and one.fingerprint == before for one in self.all if one is not worker)
+        return f"it has another model now: fingerprint {now!r} instead of {before!r}" if stays else ""

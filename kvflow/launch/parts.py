@@ -1,0 +1,124 @@
+"""What a worker has whatever its role: the model, its pool, the thread of model steps; and the role's own memory."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import logging
+from collections.abc import AsyncGenerator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import asynccontextmanager
+from typing import TYPE_CHECKING, NamedTuple
+
+from kvflow.config.settings import Settings
+from kvflow.engine.scheduler.params import SamplingParams
+from kvflow.launch.loading import LoadingProgress
+from kvflow.launch.pool import make_pool, make_staging
+from kvflow.memory.pool import PagedPool
+from kvflow.memory.staging import Staging
+from kvflow.protocols.errors import MisuseError
+from kvflow.protocols.ports import DataPlane
+from kvflow.server.http.completion_service import ModelCard
+from kvflow.server.http.listening import reachable
+from kvflow.transports.data.select import check_plane, open_plane
+
+if TYPE_CHECKING:
+    from kvflow.engine.model.load import LoadedModel
+
+_log = logging.getLogger("kvflow.serve")
+
+
+class Parts(NamedTuple):
+    """They outlive a switch of the role."""
+
+    model: LoadedModel
+    pool: PagedPool
+    executor: ThreadPoolExecutor
+
+
+@asynccontextmanager
+async def loaded(settings: Settings) -> AsyncGenerator[Parts, None]:
+    """The parts of a worker; the data plane's settings and the device are checked before the model is loaded."""
+    check_plane(settings.disaggregation_transfer_backend, settings.disaggregation_ib_device, reachable(settings.host))
+    executor = ThreadPoolExecutor(1, thread_name_prefix="kvflow-model")
+    loop = asyncio.get_running_loop()
+    try:
+        if settings.device not in ("auto", "cpu"):  # which are always there, and it is a second of imports
+            from kvflow.engine.model.device import find_device
+
+            await loop.run_in_executor(executor, find_device, settings.device)
+        from kvflow.engine.model.source import locate
+
+        source = await loop.run_in_executor(executor, locate, settings.model_path)
+        from kvflow.engine.model.load import load_model  # seconds of imports, after what can be refused at once
+
+        with LoadingProgress(settings.model_name) as progress:
+            load = functools.partial(
+                load_model, source, settings.dtype, settings.attention, progress.report, settings.device,
+                settings.sliding_window_rows,
+            )  # fmt: skip
+            model = await loop.run_in_executor(executor, load)
+        allocate = functools.partial(
+            make_pool, settings, model.streams, model.fingerprint, model.device, ring_bytes=model.ring_bytes
+        )
+        pool = await loop.run_in_executor(executor, allocate)
+        try:
+            yield Parts(model, pool, executor)
+        finally:
+            pool.close()
+    finally:
+        executor.shutdown(wait=False)
+
+
+@asynccontextmanager
+async def staged(settings: Settings, parts: Parts, staging_bytes: int) -> AsyncGenerator[Staging | None, None]:
+    """The host memory that a role's transfers pass through, where they do; `staging_bytes` where none are given."""
+    loop = asyncio.get_running_loop()
+    staging = await loop.run_in_executor(parts.executor, make_staging, settings, parts.pool, staging_bytes)
+    if staging is None:
+        yield None
+        return
+    size_bytes = staging.host.layout.size_bytes
+    _log.info("model on %s; transfers pass through %d bytes of host memory", parts.model.device, size_bytes)
+    try:
+        yield staging
+    finally:
+        staging.close()
+
+
+def plane_of(settings: Settings, pool: PagedPool) -> DataPlane:
+    """`pool`: what it reads and writes."""
+    rate = float(settings.transfer_rate_limit) or None
+    device = settings.disaggregation_ib_device
+    return open_plane(settings.disaggregation_transfer_backend, pool.segment, rate, reachable(settings.host), device)
+
+
+def card_of(settings: Settings, model: LoadedModel) -> ModelCard:
+    """Raises: MisuseError for sampling defaults that no request may have."""
+    return ModelCard(
+        path=settings.model_path,
+        name=settings.model_name,
+        model_type=model.model_type,
+        architectures=model.architectures,
+        dtype=model.dtype,
+        context_length=model.context_length,
+        vocab_size=model.vocab_size,
+        sampling_defaults=_sampling_defaults(settings, model),
+    )
+
+
+def _sampling_defaults(settings: Settings, model: LoadedModel) -> dict[str, float]:
+    """Raises: MisuseError for values that no request may have."""
+    if settings.sampling_defaults != "model":
+        return {}
+    found = dict(model.sampling_defaults)
+    try:
+        SamplingParams(**found)  # type: ignore[arg-type]
+    except (MisuseError, TypeError) as error:
+        text = (
+            f"generation_config.json of model {settings.model_path!r}: {error}; start with --sampling-defaults openai"
+        )
+        raise MisuseError(text) from None
+    if found:
+        _log.info("sampling defaults of the model: %s", ", ".join(f"{name} {value}" for name, value in found.items()))
+    return found

@@ -1,0 +1,64 @@
+"""The routes by which workers join and leave a router."""
+
+from __future__ import annotations
+
+from aiohttp import web
+
+from kvflow.server.http.errors import Failure
+from kvflow.server.http.responses import json_response
+from kvflow.server.http.schemas import decoded
+from kvflow.server.router.membership import PATH, JoinRequest, described
+from kvflow.server.router.router import Router
+from kvflow.server.router.workers import Worker
+
+
+def routes(router: Router, *, has_api_key: bool) -> list[web.RouteDef]:
+    """Without an API key nobody can join or leave: whoever joins is sent what clients ask."""
+    membership = router.membership
+
+    async def all_workers(_: web.Request) -> web.StreamResponse:
+        counts = {f"{role}_count": len(router.workers.of(role)) for role in ("prefill", "decode")}
+        found = [described(worker) for worker in router.workers.all]
+        return json_response({"workers": found, "total": len(found), "stats": {**counts, "regular_count": 0}})
+
+    async def one(http: web.Request) -> web.StreamResponse:
+        worker = membership.of(http.match_info["worker_id"])
+        return _unknown(http) if worker is None else json_response(described(worker))
+
+    async def join(http: web.Request) -> web.StreamResponse:
+        if not has_api_key:
+            return _forbidden()
+        worker = await membership.join(decoded(await http.read(), JoinRequest))
+        location = f"{PATH}/{worker.id}"
+        answer = _accepted(worker, worker.reason or "it gets requests", url=worker.url, location=location)
+        answer.headers["Location"] = location
+        return answer
+
+    async def leave(http: web.Request) -> web.StreamResponse:
+        if not has_api_key:
+            return _forbidden()
+        worker = membership.of(http.match_info["worker_id"])
+        if worker is None:
+            return _unknown(http)
+        membership.leave(worker)
+        return _accepted(worker, f"it gets no more requests, and has left when {worker.running} are answered")
+
+    return [
+        web.get(PATH, all_workers),
+        web.post(PATH, join),
+        web.get(f"{PATH}/{{worker_id}}", one),
+        web.delete(f"{PATH}/{{worker_id}}", leave),
+    ]
+
+
+def _accepted(worker: Worker, message: str, **more: str) -> web.Response:
+    return json_response({"status": "accepted", "worker_id": worker.id, **more, "message": message}, 202)
+
+
+def _forbidden() -> web.Response:
+    text = "this router has no API key; start it with --api-key to let workers join and leave"
+    return Failure(403, "forbidden", text).response()
+
+
+def _unknown(http: web.Request) -> web.Response:
+    return Failure(404, "unknown_worker", f"no worker has the id {http.match_info['worker_id'][:40]!r}").response()
