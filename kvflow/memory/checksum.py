@@ -16,6 +16,7 @@ from xxhash import xxh3_64
 from kvflow.memory.page_tasks import WITHIN_S, PageTask, PageTasks
 from kvflow.memory.pool import PagedPool
 from kvflow.protocols.errors import LayoutError
+from kvflow.protocols.pages.components import in_order
 from kvflow.protocols.pages.layout import PageIndices, Places, PoolLayout
 
 _BREATH_BYTES = 1 << 20  # small blocks are summed with the GIL held: let others have it after so many bytes
@@ -40,12 +41,16 @@ class Stores(NamedTuple):
 class PageChecksums(PageTasks):
     """Implements `protocols.ports.Checksums`; the pool must stay open until `close` has returned."""
 
-    def __init__(self, pool: PagedPool, *, within_s: float = WITHIN_S) -> None:
-        """A checksum takes `within_s` at most. Raises: LayoutError for a pool that is not in host memory."""
+    def __init__(self, pool: PagedPool, layout: PoolLayout | None = None, *, within_s: float = WITHIN_S) -> None:
+        """`layout`: of what is summed of the pool, by default all. A checksum takes `within_s` at most.
+
+        Raises: LayoutError for a pool that is not in host memory.
+        """
         if not pool.on_host:
             raise LayoutError("checksums are for pools in host memory")
         super().__init__("checksum", within_s)
-        self._layout, self._stores, self._mapped_by = pool.layout, stores_of(pool.layout), pool.mapped_by
+        self._layout, self._mapped_by = pool.layout, pool.mapped_by
+        self._stores = stores_of(layout or pool.layout)
 
     def begin(self, pages: PageIndices) -> PageTask:
         places = self._layout.split(pages)
@@ -87,11 +92,10 @@ def stores_of(layout: PoolLayout) -> Stores:
 
 
 def _stretches(layout: PoolLayout, memories: list[memoryview], *, in_rows: bool) -> list[_Stretch]:
-    """Components in an order that depends on their names only (in an opaque pool, that of the bytes of its page);
+    """Components in an order that depends on names and entries only (in an opaque pool, that of the bytes of its page);
     neighbours in memory are summed as one."""
     found: list[_Stretch] = []
-    by_name = sorted(layout.components, key=lambda c: (len(c.name), c.name))  # "9.v" stands before "10.k", as in memory
-    for c in layout.components if layout.tag else by_name:
+    for c in layout.components if layout.tag else in_order(layout.components):
         if c.in_rows != in_rows:
             continue
         new = _Stretch(memories[c.buffer], layout.buffers[c.buffer].page_bytes, c.offset, c.size_bytes)

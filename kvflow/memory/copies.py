@@ -82,7 +82,7 @@ def host_layout(layout: PoolLayout, limit_bytes: int, num_rows: int | None = Non
     if num_rows is None:
         enough = 2 * max(page_bytes, row_bytes) if page_bytes and row_bytes else enough
         share = limit_bytes // 2 if page_bytes else limit_bytes
-        num_rows = min(layout.num_rows, share // row_bytes) if row_bytes else 0
+        num_rows = min(layout.num_rows, share // row_bytes) if row_bytes else layout.num_rows
     left = limit_bytes - num_rows * row_bytes
     pages = min(MAX_PAGES, left // page_bytes) if page_bytes else layout.num_pages
     if pages < 1 or (row_bytes and num_rows < 1) or left < 0:

@@ -6,8 +6,9 @@ from typing import TYPE_CHECKING
 
 from kvflow.memory.available import Available
 from kvflow.protocols.errors import LayoutError, MisuseError
+from kvflow.protocols.pages.components import Component
 from kvflow.protocols.pages.kinds import DTYPE_BYTES, OPAQUE, SLOT
-from kvflow.protocols.pages.layout import Component, PoolLayout
+from kvflow.protocols.pages.layout import PoolLayout
 
 if TYPE_CHECKING:
     import torch

@@ -14,10 +14,11 @@ from kvflow.memory.allocator import PageAllocator
 from kvflow.memory.device import HOST, memory_on, misplaced, stream_in
 from kvflow.memory.places import PlaceAllocator
 from kvflow.memory.shared import SharedSegment
-from kvflow.memory.streams import describe, streams_of
+from kvflow.memory.streams import Fields, describe, streams_of
 from kvflow.protocols.errors import LayoutError, MisuseError
+from kvflow.protocols.pages.components import Component, by_name
 from kvflow.protocols.pages.kinds import DTYPE_BYTES, OPAQUE, PAGE, ROW, SLOT
-from kvflow.protocols.pages.layout import Component, PageIndices, PoolLayout
+from kvflow.protocols.pages.layout import PageIndices, PoolLayout
 from kvflow.protocols.ports import UnprovenLoan
 
 if TYPE_CHECKING:
@@ -49,7 +50,7 @@ class PagedPool:
         *,
         memory: SharedSegment | None = None,
         segment: SharedSegment | None = None,
-        arrays: Mapping[str, Array] | None = None,
+        arrays: Mapping[Component, Array] | None = None,
         device: str = HOST,
     ) -> None:
         """`allocate` and `wrap` call this: `memory` belongs to the pool and is closed with it, `segment` does not."""
@@ -58,9 +59,9 @@ class PagedPool:
         self.device = device
         """Where every buffer lies: "cpu", or a device as torch names it ("cuda:0")."""
         self._memory, self._segment = memory, segment
-        self._arrays: dict[str, Array] = dict(arrays or {})
-        self._tensors: dict[str, torch.Tensor] = {}
-        self._components = {c.name: c for c in layout.components}
+        self._arrays: dict[Component, Array] = dict(arrays or {})
+        self._tensors: dict[tuple[str, int | None, int | None], torch.Tensor] = {}
+        self._components = by_name(layout.components)
         self._pages: PageAllocator | None = None
         self._rows: PageAllocator | None = None
         self._closed = False
@@ -84,7 +85,7 @@ class PagedPool:
         if device is not None:
             on_device = memory_on(device, end)
             layout = _placed(layout, offsets, on_device.data_ptr())
-            streams = {c.name: stream_in(on_device, layout, c) for c in layout.components}
+            streams = {c: stream_in(on_device, layout, c) for c in layout.components}
             return cls(layout, arrays=streams, device=str(on_device.device))
         memory = SharedSegment.create(end) if shared else SharedSegment.private(end)
         return cls(_placed(layout, offsets, memory.address), memory=memory)
@@ -102,6 +103,7 @@ class PagedPool:
         segment: SharedSegment | None = None,
         tag: str = "",
         fingerprint: str = "",
+        parts: Mapping[str, Fields] | None = None,
     ) -> PagedPool:
         """A pool over an engine's own numpy arrays or torch tensors, each [num_pages, page_size, *shape], not copied:
         one contiguous array per stream (layer-first), or views into one page-first array. The pool keeps them alive.
@@ -113,19 +115,20 @@ class PagedPool:
         `SharedSegment.memory`). It stays the caller's. Without one this pool can send, and receive over other planes.
         `tag`: the pages are opaque, [num_pages, *any inner layout]; see `protocols.pages.layout`.
         `fingerprint`: what model's KV this is; peers whose fingerprint differs are refused.
+        `parts`: which part, or copy, an array is of what several ranks have together, by name and with the fields of
+        `protocols.pages.components.Part`: `{"k": {"start": 4, "whole": 8}}`. All of it, where none is named.
 
         Raises: LayoutError when a page of a stream is not contiguous, shapes disagree, or memory is not the segment's.
         """
         streams = streams_of({SLOT: tensors, PAGE: per_page or {}, ROW: rows or {}})
-        layout = describe(streams, page_size, tag=tag, fingerprint=fingerprint, formats=formats, num_pages=num_pages)
+        layout = describe(
+            streams, page_size, tag=tag, fingerprint=fingerprint, formats=formats, num_pages=num_pages, parts=parts
+        )
         if segment is not None:
             _check_inside(layout, segment)
-        return cls(
-            layout,
-            segment=segment,
-            arrays={**tensors, **(per_page or {}), **(rows or {})},
-            device=streams[0].device,
-        )
+        given = {**tensors, **(per_page or {}), **(rows or {})}
+        arrays = {c: given[c.name] for c in layout.components}
+        return cls(layout, segment=segment, arrays=arrays, device=streams[0].device)
 
     def __repr__(self) -> str:
         layout = self.layout
@@ -179,16 +182,18 @@ class PagedPool:
         """What keeps the memory of an open pool where it is for as long as it is referred to, also past `close`."""
         return (*self._arrays.values(), *([self._memory.memory] if self._memory is not None else []))
 
-    def array(self, component_name: str) -> NDArray[Any]:
+    def array(self, component_name: str, *, start: int | None = None, replica: int | None = None) -> NDArray[Any]:
         """Numpy view of one component; strided for page-first pools: [num_pages, page_size, *shape], or
         [num_pages, *shape] where it has one unit per page, [num_rows, *shape] per row.
 
         What numpy has no dtype for is seen as bits: bfloat16 as uint16, float8 as uint8. A component of an opaque pool
         that was allocated here is [num_pages, size_bytes] of uint8; a wrapped one has the shape it was given in.
-        Raises: LayoutError for an unknown name, a closed pool, or memory that the CPU cannot read.
+        `start`, `replica`: which of several parts or copies of that name; the only one needs neither.
+        Raises: LayoutError for an unknown name, one that more than one component has, a closed pool, or memory that the
+        CPU cannot read.
         """
-        component = self._component(component_name)
-        given = self._arrays.get(component_name)
+        component = self._component(component_name, start, replica)
+        given = self._arrays.get(component)
         if given is None:
             return self._view(component)
         if isinstance(given, np.ndarray):
@@ -201,15 +206,16 @@ class PagedPool:
         found: NDArray[Any] = (given if bits is None else given.view(getattr(torch, bits))).detach().numpy()
         return found
 
-    def tensor(self, component_name: str) -> torch.Tensor:
-        """Torch view of one component, shaped as `array` is; strided for page-first pools.
+    def tensor(self, component_name: str, *, start: int | None = None, replica: int | None = None) -> torch.Tensor:
+        """Torch view of one component, chosen and shaped as `array` does; strided for page-first pools.
 
-        Raises: LayoutError for an unknown name, a closed pool, or a place in memory its dtype cannot be read from;
-        MisuseError when torch is not installed.
+        Raises: LayoutError for an unknown name, one that more than one component has, a closed pool, or a place in
+        memory its dtype cannot be read from; MisuseError when torch is not installed.
         """
-        found = self._tensors.get(component_name)
+        which = (component_name, start, replica)
+        found = self._tensors.get(which)
         if found is None:
-            found = self._tensors[component_name] = self._tensor(self._component(component_name))
+            found = self._tensors[which] = self._tensor(self._component(*which))
         return found
 
     def pages_bytes(self, pages: PageIndices) -> NDArray[np.uint8]:
@@ -249,14 +255,21 @@ class PagedPool:
         if self._memory is not None:
             self._memory.close()
 
-    def _component(self, name: str) -> Component:
+    def _component(self, name: str, start: int | None, replica: int | None) -> Component:
         if self._closed:
             raise LayoutError("the pool is closed")
-        component = self._components.get(name)
-        if component is None:
+        group = self._components.get(name)
+        if group is None:
             names = ", ".join(list(self._components)[:5])
             raise LayoutError(f"the pool has no component {name!r}; it has {len(self._components)}: {names} ...")
-        return component
+        found = [c for c in group if start in (None, c.start) and replica in (None, c.replica)]
+        if len(found) != 1:
+            labels = ", ".join(c.label for c in group[:5]) + (" ..." if len(group) > 5 else "")
+            raise LayoutError(
+                f"component {name!r}: start {start} and replica {replica} are those of {len(found)} components, not of "
+                f"one; the pool has {labels}"
+            )
+        return found[0]
 
     def _view(self, c: Component) -> NDArray[Any]:
         assert self._memory is not None  # without memory of its own a pool has an array for every component
@@ -277,7 +290,7 @@ class PagedPool:
                 "PagedPool.tensor needs torch, which is not installed: use PagedPool.array, or pip install "
                 "'kvflow[engine]'"
             ) from None
-        given = self._arrays.get(c.name)
+        given = self._arrays.get(c)
         if isinstance(given, torch.Tensor):
             return given
         bits = None if c.dtype == OPAQUE else _BITS.get(c.dtype)

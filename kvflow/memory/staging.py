@@ -100,8 +100,8 @@ class StagedArrivals(PageTasks):
 
 
 class StagedChecksums(PageTasks):
-    """Implements `protocols.ports.Checksums` for a pool that the CPU cannot read: each thread copies some pages out at
-    a time, and sums the copy."""
+    """Implements `protocols.ports.Checksums` for a prefill's pool that the CPU cannot read: each thread copies some
+    pages out at a time, and sums what of the copy is sent."""
 
     def __init__(self, pool: PagedPool) -> None:
         """Raises: LayoutError, as `Staging`."""
@@ -129,7 +129,7 @@ class StagedChecksums(PageTasks):
         scratch = self._scratch.get()
         try:
             found, host = xxh3_64(), scratch.host.layout
-            stores, places = stores_of(host), self._layout.split(pages)
+            stores, places = stores_of(host.served), self._layout.split(pages)
             for part in _parts(places, host):
                 onto = Places(_first(len(part.pages)), _first(len(part.rows)))
                 if not scratch.copy_out(self._layout.numbered(part), host.numbered(onto), cancelled):

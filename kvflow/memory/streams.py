@@ -14,13 +14,17 @@ from numpy.typing import NDArray
 
 from kvflow.memory.device import HOST
 from kvflow.protocols.errors import LayoutError
+from kvflow.protocols.pages.components import Buffer, Component, Part
 from kvflow.protocols.pages.kinds import OPAQUE, PAGE, ROW, SLOT
-from kvflow.protocols.pages.layout import MAX_PAGE_SIZE, Buffer, Component, PoolLayout, whole_number
+from kvflow.protocols.pages.layout import MAX_PAGE_SIZE, PoolLayout, whole_number
 
 if TYPE_CHECKING:
     import torch
 
     Array = NDArray[Any] | torch.Tensor
+
+Fields = Mapping[str, SupportsIndex]
+"""Some of the fields of a `Part`."""
 
 
 class Stream(NamedTuple):
@@ -80,6 +84,7 @@ def describe(
     fingerprint: str = "",
     formats: Mapping[str, str] | None = None,
     num_pages: SupportsIndex | None = None,
+    parts: Mapping[str, Fields] | None = None,
 ) -> PoolLayout:
     """The layout over `streams`, checked: those whose pages interleave share a buffer. `num_pages`: where all of them
     are rows. Raises: LayoutError."""
@@ -98,17 +103,26 @@ def describe(
         for group in _interleaved(stored):
             buffers.append(_buffer(group, counts[in_rows]))
             components.update((s.name, _component(s, len(buffers) - 1, buffers[-1], bool(tag))) for s in group)
-    if unknown := set(formats or {}) - set(components):
-        raise LayoutError(f"formats names {min(unknown)!r}, which is no stream of the pool")
-    for name, value in (formats or {}).items():
-        if not isinstance(value, str):
-            raise LayoutError(f"stream {name!r}: its format is a {_kind(value)}, not a str")
-    placed = (components[s.name] for s in streams)
-    named = tuple(msgspec.structs.replace(c, format=(formats or {}).get(c.name, "")) for c in placed)
+    for what, given in (("formats", formats or {}), ("parts", parts or {})):
+        if unknown := set(given) - set(components):
+            raise LayoutError(f"{what} names {min(unknown)!r}, which is no stream of the pool")
+    named = tuple(_described(components[s.name], formats or {}, parts or {}) for s in streams)
     _check_apart(named)
     layout = PoolLayout(slots, counts[False], named, tuple(buffers), tag, fingerprint, counts[True])
     layout.check()
     return layout
+
+
+def _described(c: Component, formats: Mapping[str, str], parts: Mapping[str, Any]) -> Component:
+    meaning, part = formats.get(c.name, ""), parts.get(c.name, {})
+    if not isinstance(meaning, str):
+        raise LayoutError(f"stream {c.name!r}: its format is a {_kind(meaning)}, not a str")
+    if not isinstance(part, Mapping) or set(part) - set(Part._fields):
+        raise LayoutError(
+            f"stream {c.name!r}: its part {part!r} is not a mapping with some of {', '.join(Part._fields)}"
+        )
+    fields = {field: whole_number(f"stream {c.name!r}: {field}", value) for field, value in part.items()}
+    return msgspec.structs.replace(c, format=meaning, **fields)
 
 
 def _num_pages(streams: Sequence[Stream], given: SupportsIndex | None) -> int:

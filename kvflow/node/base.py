@@ -61,12 +61,18 @@ class Node(Generic[S]):
         self.incarnation = Incarnation(secrets.randbits(63) | 1 if incarnation is None else incarnation)
         if not 0 < self.incarnation < 1 << 64:
             raise MisuseError(f"incarnation {self.incarnation} is not a positive unsigned 64-bit integer")
-        self.counts = Counts(pool.layout.page_bytes, pool.layout.row_bytes)
-        self.exported: tuple[PlaneAddress, PoolLayout] = self.plane.export(self.reached.layout)
+        moved = self._moved(pool.layout)
+        self.counts = Counts(moved.page_bytes, moved.row_bytes)
+        self.exported: tuple[PlaneAddress, PoolLayout] = self.plane.export(self._moved(self.reached.layout))
+
+    @staticmethod
+    def _moved(layout: PoolLayout) -> PoolLayout:
+        """What of a pool peers write, or are sent."""
+        return layout
 
     def _sums(self) -> Checksums | None:
         """Of the pool's pages, where transfers are verified."""
-        return PageChecksums(self.pool)
+        return PageChecksums(self.pool, self._moved(self.pool.layout))
 
     def __repr__(self) -> str:
         state = "closed" if self._closing is not None else "new" if self._shell is None else "running"

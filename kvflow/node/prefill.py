@@ -14,6 +14,7 @@ from kvflow.node.base import Node
 from kvflow.protocols.arguments import CheckedPrompt, TokenIds, check_prompt
 from kvflow.protocols.errors import Cause
 from kvflow.protocols.limits import Bounds, Timing, check_time
+from kvflow.protocols.pages.layout import PoolLayout
 from kvflow.protocols.ports import Checksums, ControlSocket, DataPlane, PageStore
 from kvflow.protocols.prefill import PrefillEndpoint
 from kvflow.protocols.prefill_peers import PrefillIdentity
@@ -78,6 +79,10 @@ class PrefillNode(Node[PrefillShell]):
         self._socket: ControlSocket | None = None
         self._bind = bind
 
+    @staticmethod
+    def _moved(layout: PoolLayout) -> PoolLayout:
+        return layout.served
+
     def _sums(self) -> Checksums | None:
         return super()._sums() if self.pool.on_host else StagedChecksums(self.pool)
 
@@ -96,7 +101,7 @@ class PrefillNode(Node[PrefillShell]):
         """Raises: MisuseError when the control port is taken, or a second time."""
         self._check_start()
         self._socket, self._port = self._bind(self._host, self._port)
-        identity = PrefillIdentity(self.incarnation, Rank(self._rank), self.pool.layout, self.exported[0])
+        identity = PrefillIdentity(self.incarnation, Rank(self._rank), self._moved(self.pool.layout), self.exported[0])
         self._shell = PrefillShell(
             PrefillEndpoint(identity, observer=self.counts, timing=self.timing, bounds=self.bounds),
             pages=self.pages,

@@ -17,7 +17,7 @@ from kvflow.protocols.wire.messages import Incarnation, Rank, Register
 
 
 class PrefillIdentity(msgspec.Struct, frozen=True):
-    """What a prefill rank says of itself: its life, its rank, its pool, and where its data plane is."""
+    """What a prefill rank says of itself: its life, its rank, what of its pool it sends, and where its plane is."""
 
     incarnation: Incarnation
     rank: Rank
@@ -66,7 +66,9 @@ class DecodePeer:
             return f"data planes differ: prefill {identity.address.backend}, decode {self.address.backend}"
         try:
             self.layout.check()
-            if found := differences(identity.layout, self.layout):
+            if found := differences(
+                identity.layout, self.layout, partly=True
+            ):  # decode knows whether others have the rest
                 raise LayoutError("; ".join(found))
         except KvflowError as error:
             return str(error)

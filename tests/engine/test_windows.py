@@ -51,7 +51,7 @@ def units(model: LoadedModel) -> list[set[str]]:
 def test_windows_are_kept_in_rows_and_the_rest_in_pages(loaded: Loader) -> None:
     model = loaded("gpt_oss")
     assert model.mode == "packed" and units(model) == [{ROW}, {SLOT}, {ROW}, {SLOT}]
-    assert model.streams[0] == StateKind("layer0.k.sliding_window_rows", "float32", (WINDOW, 2, 16), ROW)
+    assert model.streams[0] == StateKind("layer0.k.sliding_window_rows", "float32", (WINDOW, 2, 16), ROW, axis=1)
     assert model.has_rows and not model.has_states, "its chunks may be of any size"
     assert model.chunk(41, 40) == 40 and model.chunk(9, 1) == 1
     assert model.ring_bytes == 2 * 2 * WINDOW * 2 * 16 * 4

@@ -16,6 +16,7 @@ from kvflow.memory.pool import PagedPool
 from kvflow.memory.shared import SharedSegment
 from kvflow.protocols.errors import LayoutError
 from kvflow.protocols.pages.differences import differences
+from kvflow.protocols.pages.kinds import StateKind
 from kvflow.protocols.pages.layout import PageIndices, PoolLayout, build_layout
 from kvflow.protocols.ports import PlaneAddress, ProcessIdentity, UnprovenLoan, WriteOutcome
 from kvflow.transports.data.local import LocalPlane
@@ -282,3 +283,41 @@ def test_pools_need_no_torch() -> None:
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
     assert done.stderr == "" and done.stdout.startswith("PagedPool.tensor needs torch, which is not installed")
+
+
+def test_arrays_may_be_parts_of_what_ranks_have_together() -> None:
+    arrays = {name: np.zeros((4, 2, 4, 8), np.uint8) for name in ("k", "v")}
+    latent = np.zeros((4, 2, 16), np.uint8)
+    parts: dict[str, Any] = {name: {"start": np.int64(4), "whole": 8} for name in arrays}
+    parts["latent"] = {"replica": 1, "replicas": 2}
+    pool = PagedPool.wrap({**arrays, "latent": latent}, 2, parts=parts)
+    assert [c.label for c in pool.layout.components] == ["k[4:8 of 8]", "v[4:8 of 8]", "latent (copy 1 of 2)"]
+    assert pool.array("k") is pool.array("k", start=4, replica=0) is arrays["k"]
+    for given, text in (
+        ({"x": {}}, "parts names 'x', which is no stream"),
+        ({"k": {"begin": 1}}, "stream 'k': its part {'begin': 1} is not a mapping with some of start, whole"),
+        ({"k": [4, 8]}, r"its part \[4, 8\] is not a mapping"),
+        ({"k": {"start": "4"}}, "stream 'k': start '4' is not an integer"),
+        ({"k": {"start": 5, "whole": 8}}, "entries 5..9 are not within its whole of 8"),
+    ):
+        with pytest.raises(LayoutError, match=text):
+            PagedPool.wrap(arrays, 2, parts=given)  # type: ignore[arg-type]
+    with pytest.raises(LayoutError, match="an opaque pool has no parts"):
+        PagedPool.wrap({"k": arrays["k"]}, 2, tag="mine", parts={"k": {"start": 4, "whole": 8}})
+
+
+def test_several_parts_of_one_name_are_told_apart_by_their_start_and_copy() -> None:
+    heads = StateKind("k", "uint8", (2, 8), whole=4)
+    kinds = [heads, heads._replace(start=2), StateKind("latent", "uint8", (3,), replicas=2)]
+    pool = PagedPool.allocate(
+        build_layout([*kinds, kinds[2]._replace(replica=1)], page_size=2, num_pages=4), shared=False
+    )
+    pool.array("k", start=2)[...] = 7
+    assert pool.tensor("k", start=2).eq(7).all() and not pool.array("k", start=0).any()
+    assert pool.tensor("k", start=2) is pool.tensor("k", start=2)
+    assert pool.array("latent", replica=1).ctypes.data != pool.array("latent", replica=0).ctypes.data
+    with pytest.raises(LayoutError, match=r"'k': start None and replica None are those of 2 components.*k\[2:4 of 4\]"):
+        pool.array("k")
+    with pytest.raises(LayoutError, match="start 1 and replica None are those of 0 components"):
+        pool.tensor("k", start=1)
+    pool.close()

@@ -7,7 +7,8 @@ from typing import Any, get_args
 from hypothesis import strategies as st
 
 from kvflow.protocols.errors import Cause, Code
-from kvflow.protocols.pages.layout import Buffer, Component, PoolLayout, build_layout
+from kvflow.protocols.pages.components import Buffer, Component
+from kvflow.protocols.pages.layout import PoolLayout, build_layout
 from kvflow.protocols.ports import PlaneAddress, ProcessIdentity
 from kvflow.protocols.wire.messages import (
     MAX_RANKS,

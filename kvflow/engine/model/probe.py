@@ -74,7 +74,7 @@ def with_rings(layers: Layers) -> Layers:
 
 def _in_ring(layer: LayerStreams) -> LayerStreams:
     def ring(kind: StateKind | None) -> StateKind | None:
-        return kind and StateKind(f"{kind.name}.{RINGS}", kind.dtype, (layer.window, *kind.shape), ROW)
+        return kind and StateKind(f"{kind.name}.{RINGS}", kind.dtype, (layer.window, *kind.shape), ROW, axis=1)
 
     return layer._replace(keys=ring(layer.keys), values=ring(layer.values))
 

@@ -4,16 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from kvflow.protocols.pages.components import Component, by_name
+from kvflow.protocols.pages.coverage import spans_of, without
 from kvflow.protocols.pages.kinds import SLOT
-from kvflow.protocols.pages.layout import Component, PoolLayout
+from kvflow.protocols.pages.layout import PoolLayout
 
 MAX_DIFFERENCES = 5  # named in a refusal
 Sides = tuple[str, str]
 
 
-def differences(source: PoolLayout, target: PoolLayout, sides: Sides = ("prefill", "decode")) -> list[str]:
+def differences(
+    source: PoolLayout, target: PoolLayout, sides: Sides = ("prefill", "decode"), *, partly: bool = False
+) -> list[str]:
     """Why pages and rows of `source` cannot be copied into `target`, in words a person can act on; empty when they can.
-    `sides` is what the two are called.
+    `sides` is what the two are called. `partly`: the target may have more, which comes from elsewhere.
 
     The first few: two models of 32 layers differ in all of them.
     """
@@ -25,7 +29,7 @@ def differences(source: PoolLayout, target: PoolLayout, sides: Sides = ("prefill
     if source.tag or target.tag:
         found.extend(_opaque_differences(source, target, sides))
     else:
-        found.extend(_typed_differences(source, target, sides))
+        found.extend(_typed_differences(source, target, sides, partly))
     more = len(found) - MAX_DIFFERENCES
     return found if more <= 0 else [*found[:MAX_DIFFERENCES], f"and {more} more"]
 
@@ -35,22 +39,39 @@ def _differ(what: str, ours: object, theirs: object, sides: Sides) -> str:
     return f"{what}: {sides[0]} {shown[0]}, {sides[1]} {shown[1]}"
 
 
-def _typed_differences(source: PoolLayout, target: PoolLayout, sides: Sides) -> Iterator[str]:
-    theirs = {c.name: c for c in target.components}
-    for c in source.components:
-        other = theirs.pop(c.name, None)
-        if other is None:
-            yield f"{c.name}: only {sides[0]} has it"
-        elif c.dtype != other.dtype:
-            yield f"{c.name} dtype: {sides[0]} {c.dtype}, {sides[1]} {other.dtype}"
-        elif c.unit != other.unit:
-            yield f"{c.name} unit: {sides[0]} one per {c.unit}, {sides[1]} one per {other.unit}"
-        elif c.shape != other.shape:
-            what = "shape (heads, dim)" if len(c.shape) == 2 and c.unit == SLOT else "shape"
-            yield f"{c.name} {what}: {sides[0]} {c.shape}, {sides[1]} {other.shape}"
-        elif c.format != other.format:
-            yield _differ(f"{c.name} format", c.format, other.format, sides)
-    yield from (f"{name}: only {sides[1]} has it" for name in theirs)
+def _typed_differences(source: PoolLayout, target: PoolLayout, sides: Sides, partly: bool) -> Iterator[str]:
+    ours, theirs = by_name(source.components), by_name(target.components)
+    for name, group in ours.items():
+        if name not in theirs:
+            yield f"{name}: only {sides[0]} has it"
+        elif (found := _kinds_differ(group[0], theirs[name][0], sides)) is not None:
+            yield found
+        else:
+            yield from _parts_differ(group, theirs[name], sides, partly)
+    if not partly:
+        yield from (f"{name}: only {sides[1]} has it" for name in theirs if name not in ours)
+
+
+def _kinds_differ(c: Component, other: Component, sides: Sides) -> str | None:
+    if c.dtype != other.dtype:
+        return f"{c.name} dtype: {sides[0]} {c.dtype}, {sides[1]} {other.dtype}"
+    if c.unit != other.unit:
+        return f"{c.name} unit: {sides[0]} one per {c.unit}, {sides[1]} one per {other.unit}"
+    if c.whole_shape != other.whole_shape:
+        what = "shape (heads, dim)" if len(c.shape) == 2 and c.unit == SLOT else "shape"
+        return f"{c.name} {what}: {sides[0]} {c.whole_shape}, {sides[1]} {other.whole_shape}"
+    if c.axis != other.axis:
+        return _differ(f"{c.name} axis along which it is split", c.axis, other.axis, sides)
+    return _differ(f"{c.name} format", c.format, other.format, sides) if c.format != other.format else None
+
+
+def _parts_differ(ours: list[Component], theirs: list[Component], sides: Sides, partly: bool) -> Iterator[str]:
+    if len(ours) == len(theirs) == 1 and ours[0].span == theirs[0].span:
+        return
+    name = ours[0].name
+    mine, other = spans_of(ours)[name], spans_of(theirs)[name]
+    for side, left in ((sides[0], without(mine, other)), (sides[1], [] if partly else without(other, mine))):
+        yield from (f"{name}: only {side} has entries {first}..{end}" for first, end in left)
 
 
 def _opaque_differences(source: PoolLayout, target: PoolLayout, sides: Sides) -> Iterator[str]:

@@ -34,13 +34,19 @@ DTYPE_BYTES = {
 
 
 class StateKind(NamedTuple):
-    """One stream: `shape` elements of `dtype` for each `unit`."""
+    """One stream: `shape` elements of `dtype` for each `unit`. The rest says which part of a larger stream it is, and
+    which copy: see `components.Part`."""
 
     name: str
     dtype: str
     shape: Sequence[SupportsIndex]
     unit: str = SLOT
     format: str = ""
+    start: SupportsIndex = 0
+    whole: SupportsIndex = 0
+    replica: SupportsIndex = 0
+    replicas: SupportsIndex = 1
+    axis: SupportsIndex = 0
 
 
 def unit_bytes(dtype: str, shape: Sequence[int]) -> int:

@@ -22,7 +22,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvflow.protocols.errors import LayoutError
-from kvflow.protocols.pages.kinds import OPAQUE, PAGE, ROW, SLOT, StateKind, check_kind, check_unit, unit_bytes
+from kvflow.protocols.pages.components import Buffer, Component, Part, check_component, check_together, served
+from kvflow.protocols.pages.kinds import OPAQUE, PAGE, ROW, SLOT, StateKind, check_kind, unit_bytes
 
 PageIndices = NDArray[np.int32]
 Order = Literal["page_first", "layer_first"]
@@ -48,44 +49,6 @@ class Places(NamedTuple):
 
 NO_PLACES: PageIndices = np.empty(0, dtype=np.int32)
 """No pages, or no rows."""
-
-
-class Component(msgspec.Struct, frozen=True, array_like=True):
-    """One stream: `size_bytes` of every page, or row, contiguous, at `offset` in a page, or row, of `buffer`.
-
-    `shape` is that of one unit; a page holds `page_size` slots. In an opaque pool `dtype` is "opaque" and `shape` is
-    `(size_bytes,)`. `format` says what the bytes mean where `dtype` does not.
-    """
-
-    name: str
-    dtype: str
-    shape: tuple[int, ...]
-    buffer: int
-    offset: int
-    size_bytes: int
-    unit: str = SLOT
-    format: str = ""
-
-    @property
-    def in_rows(self) -> bool:
-        return self.unit == ROW
-
-
-class Buffer(msgspec.Struct, frozen=True, array_like=True):
-    """One stretch of memory. Page (or row) p begins at `address + p * page_bytes`; the address is the owner's.
-
-    `unit` says whether it holds pages or rows.
-    """
-
-    name: str
-    page_bytes: int
-    size_bytes: int
-    address: int = 0
-    unit: str = PAGE
-
-    @property
-    def in_rows(self) -> bool:
-        return self.unit == ROW
 
 
 class PoolLayout(msgspec.Struct, frozen=True, array_like=True):
@@ -120,6 +83,12 @@ class PoolLayout(msgspec.Struct, frozen=True, array_like=True):
     def count_of(self, part: Component | Buffer) -> int:
         """How many pages, or rows, a component or buffer has."""
         return self.num_rows if part.in_rows else self.num_pages
+
+    @property
+    def served(self) -> PoolLayout:
+        """What a prefill sends of this pool: see `components.served`. It may be nothing."""
+        found = served(self.components)
+        return self if len(found) == len(self.components) else msgspec.structs.replace(self, components=found)
 
     @property
     def num_places(self) -> int:
@@ -174,19 +143,20 @@ class PoolLayout(msgspec.Struct, frozen=True, array_like=True):
         ):
             if not least <= value <= most:
                 raise LayoutError(f"{name} {value} is outside {least}..{most}")
-        if not 1 <= len(self.components) <= MAX_COMPONENTS or not 1 <= len(self.buffers) <= MAX_COMPONENTS:
+        if len(self.components) > MAX_COMPONENTS or not 1 <= len(self.buffers) <= MAX_COMPONENTS:
             raise LayoutError(
-                f"{len(self.components)} components in {len(self.buffers)} buffers: each must be 1..{MAX_COMPONENTS}"
+                f"{len(self.components)} components in {len(self.buffers)} buffers: at most {MAX_COMPONENTS} of each, "
+                f"and at least one buffer"
             )
         self._check_labels()
         for b in self.buffers:
             _check_buffer(b, self.count_of(b))
         for c in self.components:
-            self._check_component(c)
-        if bool(self.num_rows) != any(c.in_rows for c in self.components):
-            raise LayoutError(
-                f"{self.num_rows} rows: a pool has rows if, and only if, it has components of the unit {ROW!r}"
-            )
+            check_component(c, self.page_size, opaque=bool(self.tag))
+            self._check_place(c)
+        check_together(self.components)
+        if not self.num_rows and any(c.in_rows for c in self.components):
+            raise LayoutError(f"0 rows: a pool with components of the unit {ROW!r} has at least one")
 
     def _check_labels(self) -> None:
         for what, label in (("tag", self.tag), ("fingerprint", self.fingerprint)):
@@ -196,23 +166,8 @@ class PoolLayout(msgspec.Struct, frozen=True, array_like=True):
         for name in (*names, *(b.name for b in self.buffers), *(c.format for c in self.components)):
             if len(name) > MAX_LABEL:
                 raise LayoutError(f"name {name[:40]!r}... of {len(name)} characters is over the limit of {MAX_LABEL}")
-        if len(set(names)) != len(names):
-            twice = next(name for i, name in enumerate(names) if name in names[:i])
-            raise LayoutError(f"component {twice!r} is named twice")
 
-    def _check_component(self, c: Component) -> None:
-        if self.tag:
-            check_unit(c.name, c.unit)
-            if c.dtype != OPAQUE or c.size_bytes < 1 or c.shape != (c.size_bytes,):
-                raise LayoutError(
-                    f"component {c.name!r} of an opaque pool: dtype {c.dtype!r} and shape {c.shape} are not "
-                    f"{OPAQUE!r} and ({c.size_bytes},)"
-                )
-        else:
-            check_kind(c.name, c.dtype, c.unit)
-            units = self.page_size if c.unit == SLOT else 1
-            if not c.shape or min(c.shape) < 1 or c.size_bytes != unit_bytes(c.dtype, c.shape) * units:
-                raise LayoutError(f"component {c.name!r}: shape {c.shape} does not make {c.size_bytes} bytes")
+    def _check_place(self, c: Component) -> None:
         if not 0 <= c.buffer < len(self.buffers):
             raise LayoutError(f"component {c.name!r}: buffer {c.buffer} is outside 0..{len(self.buffers) - 1}")
         b = self.buffers[c.buffer]
@@ -256,11 +211,13 @@ def build_layout(
     """
     slots = whole_number("page_size", page_size)
     sized: list[Component] = []
-    for name, dtype, shape, unit, meaning in (StateKind(*stream) for stream in streams):
+    for name, dtype, shape, unit, meaning, *part in (StateKind(*stream) for stream in streams):
         check_kind(name, dtype, unit)
-        whole = tuple(whole_number(f"component {name!r}: shape", n) for n in shape)
-        size_bytes = unit_bytes(dtype, whole) * (slots if unit == SLOT else 1)
-        sized.append(Component(name, dtype, whole, 0, 0, size_bytes, unit, meaning))
+        sizes = tuple(whole_number(f"component {name!r}: shape", n) for n in shape)
+        size_bytes = unit_bytes(dtype, sizes) * (slots if unit == SLOT else 1)
+        fields = zip(Part._fields, part, strict=True)
+        checked = (whole_number(f"component {name!r}: {field}", value) for field, value in fields)
+        sized.append(Component(name, dtype, sizes, 0, 0, size_bytes, unit, meaning, *checked))
     pages, rows = whole_number("num_pages", num_pages), whole_number("num_rows", num_rows)
     return _placed(sized, order, PoolLayout(slots, pages, (), (), "", fingerprint, rows))
 

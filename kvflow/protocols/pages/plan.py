@@ -9,7 +9,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvflow.protocols.errors import LayoutError
+from kvflow.protocols.pages.coverage import overlaps
 from kvflow.protocols.pages.differences import Sides, differences
+from kvflow.protocols.pages.kinds import unit_bytes
 from kvflow.protocols.pages.layout import NO_PLACES, PageIndices, PoolLayout
 
 Addresses = NDArray[np.int64]
@@ -29,7 +31,7 @@ class Blocks(NamedTuple):
 
 class _Segments(NamedTuple):
     """The same stretch of every page (or row) on both sides, int64 arrays [segments]; stride is the page's step in
-    memory."""
+    memory. What lies in equal steps within a page, as some of the heads of each slot do, is a segment per step."""
 
     source_base: Addresses
     source_stride: Addresses
@@ -42,12 +44,24 @@ class _Segments(NamedTuple):
 class Pairing:
     """Two pools that fit together, worked out once; `blocks` then plans each write."""
 
-    def __init__(self, source: PoolLayout, target: PoolLayout, sides: Sides = ("prefill", "decode")) -> None:
-        """`sides` is what errors call the two. Raises: LayoutError that says what differs."""
-        if found := differences(source, target, sides):
+    def __init__(
+        self,
+        source: PoolLayout,
+        target: PoolLayout,
+        sides: Sides = ("prefill", "decode"),
+        *,
+        partly: bool = False,
+    ) -> None:
+        """`sides` is what errors call the two; `partly`: the target may have more, which is left as it is.
+
+        Raises: LayoutError that says what differs.
+        """
+        if found := differences(source, target, sides, partly=partly):
             raise LayoutError("pools do not fit: " + "; ".join(found))
         self.source, self.target = source, target
         self._pages, self._rows = _segments(source, target, in_rows=False), _segments(source, target, in_rows=True)
+        self.page_bytes, self.row_bytes = int(self._pages.size.sum()), int(self._rows.size.sum())
+        """What is written of each page, and of each row: copies at the target count each."""
 
     def check(
         self,
@@ -112,29 +126,48 @@ def _addresses(layout: PoolLayout) -> Addresses:
     return np.array([b.address for b in layout.buffers], dtype=np.int64)
 
 
-_Stretch = tuple[int, int, int, int, int]  # source buffer, source offset, target buffer, target offset, size
+class _Stretch(NamedTuple):
+    """`size` bytes to copy of every page, or row, and so `repeats` times in equal steps."""
+
+    source_buffer: int
+    source_offset: int
+    target_buffer: int
+    target_offset: int
+    size: int
+    repeats: int = 1
+    source_step: int = 0
+    target_step: int = 0
+
+    def followed_by(self, other: _Stretch) -> bool:
+        """They are one, on both sides."""
+        places = (other.source_buffer, other.source_offset, other.target_buffer, other.target_offset)
+        ends = (self.source_buffer, self.source_offset + self.size, self.target_buffer, self.target_offset + self.size)
+        return places == ends and self.repeats == other.repeats == 1
 
 
-def _component_stretches(source: PoolLayout, target: PoolLayout, in_rows: bool) -> list[_Stretch]:
+def _stretches(source: PoolLayout, target: PoolLayout, in_rows: bool) -> list[_Stretch]:
     """What to copy of every page, or row, with neighbours on both sides merged."""
     every = _opaque_stretches if source.tag else _typed_stretches
     found: list[_Stretch] = []
-    for b, o, tb, to, size in sorted(every(source, target, in_rows)):
-        if found:
-            last_b, last_o, last_tb, last_to, n = found[-1]
-            if (last_b, last_o + n, last_tb, last_to + n) == (b, o, tb, to):
-                found[-1] = (last_b, last_o, last_tb, last_to, n + size)
-                continue
-        found.append((b, o, tb, to, size))
+    for stretch in sorted(every(source, target, in_rows)):
+        if found and found[-1].followed_by(stretch):
+            found[-1] = found[-1]._replace(size=found[-1].size + stretch.size)
+        else:
+            found.append(stretch)
     return found
 
 
 def _typed_stretches(source: PoolLayout, target: PoolLayout, in_rows: bool) -> Iterator[_Stretch]:
-    there = {c.name: c for c in target.components}
-    for c in source.components:
-        if c.in_rows == in_rows:
-            o = there[c.name]
-            yield c.buffer, c.offset, o.buffer, o.offset, c.size_bytes
+    ours = (c for c in source.components if c.in_rows == in_rows)
+    for c, o, first, end in overlaps(ours, target.components):
+        # A component is so many times all of its entries, an entry so many bytes.
+        entry = unit_bytes(c.dtype, c.shape[c.axis + 1 :])
+        size, steps = (end - first) * entry, [part.shape[c.axis] * entry for part in (c, o)]
+        starts = [part.offset + (first - part.start) * entry for part in (c, o)]
+        repeats = c.size_bytes // steps[0]
+        if steps == [size, size]:
+            size, repeats = size * repeats, 1
+        yield _Stretch(c.buffer, starts[0], o.buffer, starts[1], size, repeats, *(steps if repeats > 1 else (0, 0)))
 
 
 def _opaque_stretches(source: PoolLayout, target: PoolLayout, in_rows: bool) -> Iterator[_Stretch]:
@@ -144,7 +177,7 @@ def _opaque_stretches(source: PoolLayout, target: PoolLayout, in_rows: bool) -> 
     while i < len(ours):
         c, o = ours[i], theirs[j]
         size = min(c.size_bytes - c_done, o.size_bytes - o_done)
-        yield c.buffer, c.offset + c_done, o.buffer, o.offset + o_done, size
+        yield _Stretch(c.buffer, c.offset + c_done, o.buffer, o.offset + o_done, size)
         c_done, o_done = c_done + size, o_done + size
         if c_done == c.size_bytes:
             i, c_done = i + 1, 0
@@ -153,8 +186,14 @@ def _opaque_stretches(source: PoolLayout, target: PoolLayout, in_rows: bool) -> 
 
 
 def _segments(source: PoolLayout, target: PoolLayout, *, in_rows: bool) -> _Segments:
-    found = np.array(_component_stretches(source, target, in_rows), dtype=np.int64).reshape(-1, 5)
-    sb, so, tb, to, size = found.T
+    found = np.array(_stretches(source, target, in_rows), dtype=np.int64).reshape(-1, len(_Stretch._fields))
+    repeats = found[:, 5]
+    if found.size and int(repeats.max()) > 1:
+        nth = np.arange(int(repeats.sum())) - np.repeat(np.cumsum(repeats) - repeats, repeats)
+        found = np.repeat(found, repeats, axis=0)
+        found[:, 1] += nth * found[:, 6]
+        found[:, 3] += nth * found[:, 7]
+    sb, so, tb, to, size = found[:, :5].T
     s_step = np.array([b.page_bytes for b in source.buffers], dtype=np.int64)
     t_step = np.array([b.page_bytes for b in target.buffers], dtype=np.int64)
     return _Segments(_addresses(source)[sb] + so, s_step[sb], _addresses(target)[tb] + to, t_step[tb], size, tb)

@@ -120,9 +120,8 @@ class FakePlane:
         if address.backend != self.name or peer is None or peer._dead.is_set():
             raise TransferError(f"no fake plane answers at {address.locator!r}")
         layout.check()
-        return FakeRoute(
-            self, peer, Planner(self._layout, layout, max_block_bytes=self._layout.page_bytes or self._layout.row_bytes)
-        )
+        block_bytes = self._layout.page_bytes or self._layout.row_bytes or 1
+        return FakeRoute(self, peer, Planner(self._layout, layout, max_block_bytes=block_bytes))
 
     async def fence(self, writer: PlaneAddress) -> None:
         peer = self._network.planes.get(writer.locator)

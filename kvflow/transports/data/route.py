@@ -30,10 +30,10 @@ class Planner:
     def __init__(
         self, source: PoolLayout, target: PoolLayout, *, max_block_bytes: int, target_bases: Addresses | None = None
     ) -> None:
-        """Raises: LayoutError when the pools do not fit."""
-        self._pairing = Pairing(source, target)
+        """`target` may have more than `source`, from other ranks. Raises: LayoutError when the pools do not fit."""
+        self._pairing = Pairing(source, target, partly=True)
         self._max_block_bytes, self._target_bases = max_block_bytes, target_bases
-        self.page_bytes, self._row_bytes = source.page_bytes, source.row_bytes
+        self.page_bytes, self._row_bytes = self._pairing.page_bytes, self._pairing.row_bytes
         self._source, self._target = source, target
         self._source_pages, self._target_pages = source.num_pages, target.num_pages
         # Where the blocks of page 0 lie, and how far those of page 1 are from them: numpy costs a tiny write more than

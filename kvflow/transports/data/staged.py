@@ -51,7 +51,7 @@ class StagedPlane:
 
     def export(self, layout: PoolLayout) -> tuple[PlaneAddress, PoolLayout]:
         """Of the staging: `layout` is its own, or its pool's. Raises: as the inner plane."""
-        return self.inner.export(self._staging.host.layout)
+        return self.inner.export(self._staging.host.layout.served)
 
     async def connect(self, address: PlaneAddress, layout: PoolLayout) -> StagedRoute:
         """Raises: as the inner plane; TransferError when there is no staging left for another route."""
@@ -59,7 +59,7 @@ class StagedPlane:
         try:
             if not isinstance(inner, PlannedRoute):
                 raise LayoutError(f"plane {self.name!r} cannot write from staging")
-            planner = Planner(self._staging.pool.layout, layout, max_block_bytes=SLICE_BYTES)
+            planner = Planner(self._staging.pool.layout.served, layout, max_block_bytes=SLICE_BYTES)
             route = StagedRoute(inner, planner, self._staging, self._copying, self._routes)
         except BaseException:
             inner.close()

@@ -1,0 +1,205 @@
+"""What a page or a row holds: components, which may be parts of a larger one, and the buffers they lie in."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from itertools import groupby, pairwise
+from typing import NamedTuple
+
+import msgspec
+
+from kvflow.protocols.errors import LayoutError
+from kvflow.protocols.pages.kinds import OPAQUE, PAGE, ROW, SLOT, check_kind, check_unit, unit_bytes
+
+MAX_WHOLE = 1 << 20  # entries of which a component is a part
+MAX_REPLICAS = 1024
+
+
+class Part(NamedTuple):
+    """Which entries of a larger component one is: `start` and as many as its shape has along `axis`, of `whole` (0: it
+    is all of it); and which copy, where `replicas` ranks of a group hold the same bytes.
+
+    Shard 1 of 2 has K/V heads 4 to 7 of 8: `Part(start=4, whole=8)`. Both shards have the whole latent of MLA:
+    `Part(replica=0, replicas=2)` and `Part(replica=1, replicas=2)`. Peers state the same `axis`, split or not.
+    """
+
+    start: int = 0
+    whole: int = 0
+    replica: int = 0
+    replicas: int = 1
+    axis: int = 0
+
+
+ALL = Part()
+"""All of a component, in one copy."""
+
+
+class Component(msgspec.Struct, frozen=True, array_like=True):
+    """One stream: `size_bytes` of every page, or row, contiguous, at `offset` in a page, or row, of `buffer`.
+
+    `shape` is that of one unit; a page holds `page_size` slots. In an opaque pool `dtype` is "opaque" and `shape` is
+    `(size_bytes,)`. `format` says what the bytes mean where `dtype` does not. The rest is its `Part`: components of one
+    name are parts, or copies, of one thing.
+    """
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    buffer: int
+    offset: int
+    size_bytes: int
+    unit: str = SLOT
+    format: str = ""
+    start: int = 0
+    whole: int = 0
+    replica: int = 0
+    replicas: int = 1
+    axis: int = 0
+
+    @property
+    def in_rows(self) -> bool:
+        return self.unit == ROW
+
+    @property
+    def part(self) -> Part:
+        return Part(self.start, self.whole, self.replica, self.replicas, self.axis)
+
+    @property
+    def end(self) -> int:
+        """The entry after its last."""
+        return self.start + self.shape[self.axis]
+
+    @property
+    def whole_shape(self) -> tuple[int, ...]:
+        """Of what it is a part of."""
+        if not self.whole:
+            return self.shape
+        return (*self.shape[: self.axis], self.whole, *self.shape[self.axis + 1 :])
+
+    @property
+    def span(self) -> tuple[str, int, int]:
+        """Name, first entry and the one after the last: what all its copies have in common."""
+        return self.name, self.start, self.end
+
+    @property
+    def label(self) -> str:
+        """For errors: the name, and which entries and which copy where there are others."""
+        entries = f"[{self.start}:{self.end} of {self.whole}]" if self.whole else ""
+        return self.name + entries + (f" (copy {self.replica} of {self.replicas})" if self.replicas > 1 else "")
+
+
+class Buffer(msgspec.Struct, frozen=True, array_like=True):
+    """One stretch of memory. Page (or row) p begins at `address + p * page_bytes`; the address is the owner's.
+
+    `unit` says whether it holds pages or rows.
+    """
+
+    name: str
+    page_bytes: int
+    size_bytes: int
+    address: int = 0
+    unit: str = PAGE
+
+    @property
+    def in_rows(self) -> bool:
+        return self.unit == ROW
+
+
+def by_name(components: Iterable[Component]) -> dict[str, list[Component]]:
+    found: dict[str, list[Component]] = {}
+    for c in components:
+        found.setdefault(c.name, []).append(c)
+    return found
+
+
+def in_order(components: Iterable[Component]) -> list[Component]:
+    """In an order that depends on names and entries only: "9.v" stands before "10.k", as in memory."""
+    return sorted(components, key=lambda c: (len(c.name), c.name, c.start, c.replica))
+
+
+def served(components: Iterable[Component]) -> tuple[Component, ...]:
+    """What a prefill rank sends: what it alone has, and of what others have too, in as many copies, every so many.
+
+    Names are numbered among those of the same shape, so that the bytes are spread evenly; copy number r of `replicas`
+    sends those whose number modulo `replicas` is r. Ranks with copies of one thing have the same names, so each is sent
+    by exactly one of them, whatever decode it goes to.
+    """
+    every, numbers = tuple(components), dict[str, int]()
+    counts: Counter[tuple[object, ...]] = Counter()
+    for c in in_order(every):
+        if c.name not in numbers:
+            alike = (c.unit, c.dtype, c.whole_shape)
+            numbers[c.name] = counts[alike]
+            counts[alike] += 1
+    return tuple(c for c in every if numbers[c.name] % c.replicas == c.replica)
+
+
+def check_component(c: Component, page_size: int, *, opaque: bool) -> None:
+    """Its own arithmetic, wherever it lies. Raises: LayoutError."""
+    if opaque:
+        check_unit(c.name, c.unit)
+        if c.dtype != OPAQUE or c.size_bytes < 1 or c.shape != (c.size_bytes,):
+            raise LayoutError(
+                f"component {c.name!r} of an opaque pool: dtype {c.dtype!r} and shape {c.shape} are not "
+                f"{OPAQUE!r} and ({c.size_bytes},)"
+            )
+        if c.part != ALL:
+            raise LayoutError(
+                f"component {c.name!r}: an opaque pool has no parts and no copies: only its engine reads it"
+            )
+        return
+    check_kind(c.name, c.dtype, c.unit)
+    units = page_size if c.unit == SLOT else 1
+    if not c.shape or min(c.shape) < 1 or c.size_bytes != unit_bytes(c.dtype, c.shape) * units:
+        raise LayoutError(f"component {c.name!r}: shape {c.shape} does not make {c.size_bytes} bytes")
+    if c.part != ALL:
+        _check_part(c)
+
+
+def _check_part(c: Component) -> None:
+    for field, value, least, most in (
+        ("axis", c.axis, 0, len(c.shape) - 1),
+        ("whole", c.whole, 0, MAX_WHOLE),
+        ("replicas", c.replicas, 1, MAX_REPLICAS),
+        ("replica", c.replica, 0, c.replicas - 1),
+    ):
+        if not least <= value <= most:
+            raise LayoutError(f"component {c.name!r}: {field} {value} is outside {least}..{most}")
+    if not c.whole and c.start:
+        raise LayoutError(
+            f"component {c.name!r}: start {c.start} without whole: a part says of how many entries it is one"
+        )
+    if c.whole and (c.start < 0 or c.end > c.whole):
+        raise LayoutError(f"component {c.name!r}: entries {c.start}..{c.end} are not within its whole of {c.whole}")
+
+
+def check_together(components: Sequence[Component]) -> None:
+    """Components of one name are parts and copies of one thing, and no two are the same. Raises: LayoutError."""
+    if len({c.name for c in components}) == len(components):
+        return
+    for name, group in by_name(components).items():
+        seen: set[tuple[int, int]] = set()
+        for c in group:
+            if (c.start, c.replica) in seen:
+                raise LayoutError(f"component {name!r} is named twice{'' if c.part == ALL else f': {c.label}'}")
+            seen.add((c.start, c.replica))
+        for c in group[1:]:
+            if (what := _differs(group[0], c)) is not None:
+                raise LayoutError(f"component {name!r}: its parts differ in {what}")
+        for a, b in pairwise(in_order(group)):
+            if a.span != b.span and b.start < a.end:
+                raise LayoutError(f"component {name!r}: {a.label} and {b.label} overlap, and are not copies")
+
+
+def _differs(a: Component, b: Component) -> str | None:
+    for what in ("dtype", "unit", "format", "axis", "whole_shape"):
+        ours, theirs = getattr(a, what), getattr(b, what)
+        if ours != theirs:
+            return f"{what}: {ours} and {theirs}"
+    return None
+
+
+def copies_of(components: Iterable[Component]) -> list[list[Component]]:
+    """Components by their span, in order: the copies of each."""
+    return [list(group) for _, group in groupby(in_order(components), key=lambda c: c.span)]
