@@ -149,8 +149,8 @@ def demo(
         str,
         typer.Option(
             "--transfer-backend",
-            help="local, mooncake or nixl; the first two when empty.",
-            metavar="local|mooncake|nixl",
+            help="A data plane, as of the roles; local and mooncake when empty.",
+            metavar="local|mooncake|nixl|...",
         ),
     ] = "",
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object per data plane on stdout.")] = False,

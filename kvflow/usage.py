@@ -83,7 +83,9 @@ def _write_section(formatter: Any, heading: str, rows: Iterable[tuple[str, str]]
         for first, text in rows:
             lines = _wrapped(text, formatter.width - len(indent))
             beside = lines.pop(0) if len(first) <= width and lines else ""
-            formatter.write(f"  {first:<{width + _GAP}}{beside}".rstrip() + "\n")
+            *above, last = _wrapped(first, formatter.width - 2)
+            formatter.write("".join(f"  {line}\n" for line in above))
+            formatter.write(f"  {last:<{width + _GAP}}{beside}".rstrip() + "\n")
             formatter.write("".join(f"{indent}{line}\n" for line in lines))
 
 

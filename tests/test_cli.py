@@ -126,14 +126,14 @@ def test_familiar_flags_exist() -> None:
         ((*PREFILL, "--page-size", "0"), "--page-size: '0': expected int >= 1"),
         (("prefill", *MODEL[2:], "--model-path", "/nowhere/model"), "'/nowhere/model' does not exist"),
         (("decode", *MODEL, "--config", "/nowhere.toml"), "/nowhere.toml"),
-        (("decode", *MODEL, "--transfer-backend", "pigeon"), "'local', 'mooncake', 'nixl'"),
+        (("decode", *MODEL, "--transfer-backend", "pigeon"), "'local', 'mooncake', 'nixl', 'ascend', 'mori'"),
         (
             ("decode", *MODEL, "--num-pages", "67108864"),
             "--num-pages 67108864: the pool needs 2199023255552 bytes of mem",
         ),
         (("router",), "--prefill URL"),
         (("up", "--prefill-workers", "0"), "--prefill-workers"),
-        (("demo", "--transfer-backend", "pigeon"), "local, mooncake, nixl"),
+        (("demo", "--transfer-backend", "pigeon"), "local, mooncake, nixl, ascend, mori"),
     ],
 )
 def test_what_the_user_can_mend_is_one_line_and_status_2(arguments: tuple[str, ...], part: str) -> None:

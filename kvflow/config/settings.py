@@ -121,7 +121,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         int, Meta(description="Port of prefill's bootstrap registry; 0 picks a free one at prefill.", ge=0, le=65535)
     ] = 8998
     disaggregation_transfer_backend: Annotated[
-        Literal["local", "mooncake", "nixl"], Meta(description="Data plane.")
+        Literal["local", "mooncake", "nixl", "ascend", "mori"], Meta(description="Data plane.")
     ] = "local"
     staging: Annotated[
         Literal["auto", "always"],
@@ -138,7 +138,9 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
             ge=0,
         ),
     ] = 0
-    disaggregation_ib_device: Annotated[str, Meta(description="RDMA device of the data plane.")] = ""
+    disaggregation_ib_device: Annotated[
+        str, Meta(description="RDMA device of the data plane; the number of an NPU for ascend.")
+    ] = ""
     kv_events_config: Annotated[str, Meta(description="KV event publishing; not available in this version.")] = ""
     transfer_rate_limit: Annotated[
         int, Meta(description="Bytes per second that prefill sends at most; 0 = no limit.", ge=0)

@@ -18,7 +18,7 @@ from kvflow.demo.client import Aborted, DemoError, FleetClient, Streamed
 from kvflow.demo.show import DemoOutput, ProgressOutput, TerminalOutput
 from kvflow.demo_model import DEMO_MODEL_DIR, DEMO_PROMPTS
 from kvflow.launch.child import ChildEndedError
-from kvflow.launch.doctor import mooncake_unavailable_reason, nixl_unavailable_reason
+from kvflow.launch.doctor import plane_unavailable_reason
 from kvflow.launch.supervisor import Fleet
 from kvflow.protocols.errors import MisuseError
 from kvflow.transports.data.select import PLANES
@@ -70,9 +70,7 @@ def run_demo(model: str, backend: str, *, as_json: bool, requests: int, new_toke
     """`kvflow demo`. Returns the exit status. Raises: MisuseError."""
     if backend and backend not in PLANES:
         raise MisuseError(f"--transfer-backend: {backend!r}: expected one of {', '.join(PLANES)}")
-    reason = mooncake_unavailable_reason() if backend in ("", "mooncake") else None
-    if backend == "nixl":
-        reason = nixl_unavailable_reason()
+    reason = plane_unavailable_reason(backend or "mooncake")
     if backend and reason:
         raise MisuseError(reason)
     for name in [name for name in os.environ if name.startswith(ENV_PREFIX)]:

@@ -19,12 +19,15 @@ from rich.markup import escape
 import kvflow
 from kvflow.config.sources import unknown_variables
 from kvflow.extras import CORE, EXTRAS
+from kvflow.transports.data.ascend import missing_for_ascend
 
 MOONCAKE_WHEELS = (
     "mooncake-transfer-engine-non-cuda",
     "mooncake-transfer-engine",
     "mooncake-transfer-engine-cuda13",
+    "mooncake-transfer-engine-npu",
 )
+_KFD, _RDMA_DEVICES = Path("/dev/kfd"), Path("/sys/class/infiniband")
 OLDEST_MOONCAKE = (0, 3, 12)
 NIXL_WHEELS = {"nixl-cu12": "nixl_cu12", "nixl-cu13": "nixl_cu13"}  # what each installs
 # The name for the dynamic loader, and the Debian package.
@@ -55,6 +58,8 @@ def findings() -> list[Finding]:
         *(_library(name, package) for name, package in LIBRARIES),
         _mooncake(),
         _nixl(),
+        _plane("ascend"),
+        _plane("mori"),
         _shared_memory(),
         _pidfd(),
         _open_files(),
@@ -84,6 +89,39 @@ def nixl_unavailable_reason() -> str | None:
     if why := _import_error(f"{module}._api"):
         return f"nixl cannot be loaded ({why})"
     return None
+
+
+def ascend_unavailable_reason() -> str | None:
+    """Why the ascend data plane cannot be used here, in one line; None when nothing that can be seen is missing."""
+    missing = missing_for_ascend()
+    if not missing and (why := _import_error("mooncake.engine")):
+        missing.append(f"mooncake cannot be loaded ({why})")
+    return "; ".join(missing) or None
+
+
+def mori_unavailable_reason() -> str | None:
+    """As `ascend_unavailable_reason`, of the mori data plane."""
+    missing = []
+    if importlib.util.find_spec("mori") is None:
+        missing.append("mori is not installed (pip install amd_mori)")
+    elif why := _import_error("mori.io"):
+        missing.append(f"mori cannot be loaded ({why})")
+    if not _KFD.exists():
+        missing.append(f"ROCm's driver is not loaded ({_KFD} is not there)")
+    if not any(_RDMA_DEVICES.glob("*")):
+        missing.append(f"there is no RDMA device in {_RDMA_DEVICES}")
+    return "; ".join(missing) or None
+
+
+def plane_unavailable_reason(plane: str) -> str | None:
+    """Why a data plane that ships cannot be used here, in one line; None when it can, as far as can be seen."""
+    reasons = {
+        "mooncake": mooncake_unavailable_reason,
+        "nixl": nixl_unavailable_reason,
+        "ascend": ascend_unavailable_reason,
+        "mori": mori_unavailable_reason,
+    }
+    return reasons[plane]() if plane in reasons else None
 
 
 def _import_error(module: str) -> str:
@@ -167,6 +205,13 @@ def _nixl() -> Finding:
     return Finding(
         "nixl data plane", reason is None, reason or f"can be loaded ({', '.join(found)})", False, reason or ""
     )
+
+
+def _plane(name: str) -> Finding:
+    """Of a plane that has never run on its hardware."""
+    reason = plane_unavailable_reason(name)
+    detail = reason or "nothing is missing; it has never run on its hardware"
+    return Finding(f"{name} data plane", reason is None, detail, False, f"{name} is for its vendor's machines")
 
 
 def _is_installed(distribution: str) -> bool:

@@ -15,9 +15,10 @@ import pytest
 from kvflow.protocols.errors import LayoutError, MisuseError, TransferError
 from kvflow.protocols.ports import PlaneAddress, WriteOutcome
 from kvflow.testing.freezing import freeze
+from kvflow.transports.data.locators import pack_locator
 from kvflow.transports.data.nixl import library
 from kvflow.transports.data.nixl import plane as nixl
-from kvflow.transports.data.nixl.agent import Agent, agent_name, decode_metadata, encode_metadata, watched
+from kvflow.transports.data.nixl.agent import Agent, agent_name, decode_metadata, watched
 from kvflow.transports.host.identity import own_identity
 from kvflow.transports.host.tcp_table import borrow, encode_address, rows
 from tests.transports.peer_process import NUM_PAGES, Peer, Side, pages, spawned, until
@@ -311,11 +312,13 @@ async def test_what_is_no_metadata_is_refused(locator: str) -> None:
 def test_metadata_of_another_process_is_refused() -> None:
     me = own_identity()
     metadata = b"nixlSerDes|Agent" + len(agent_name(me)).to_bytes(8, "little") + agent_name(me).encode()
-    assert decode_metadata(encode_metadata(metadata), me)[0].startswith(f"kvflow-{me.pid}-")
+    assert decode_metadata(pack_locator(metadata), me)[0].startswith(f"kvflow-{me.pid}-")
     with pytest.raises(TransferError, match="is not one of process 1"):
-        decode_metadata(encode_metadata(metadata), msgspec.structs.replace(me, pid=1))
+        decode_metadata(pack_locator(metadata), msgspec.structs.replace(me, pid=1))
+    with pytest.raises(TransferError, match="more than 65536 bytes"):
+        decode_metadata(pack_locator(metadata + bytes(1 << 20)), me)
     with pytest.raises(TransferError, match="no agent in it"):
-        decode_metadata(encode_metadata(metadata + bytes(1 << 20)), me)
+        decode_metadata(pack_locator(b"nobody"), me)
 
 
 async def test_other_metadata_under_a_peers_name_is_refused_while_it_is_connected() -> None:
@@ -324,7 +327,7 @@ async def test_other_metadata_under_a_peers_name_is_refused_while_it_is_connecte
     async with spawned("nixl") as peer:
         assert await landed(side, peer) == side.pool.layout.page_bytes
         _, metadata = decode_metadata(peer.address.locator, peer.address.process)
-        other = msgspec.structs.replace(peer.address, locator=encode_metadata(metadata + b"|"))
+        other = msgspec.structs.replace(peer.address, locator=pack_locator(metadata + b"|"))
         with pytest.raises(TransferError, match="metadata differs"):
             await side.plane.connect(other, peer.layout)
         assert await landed(side, peer) == side.pool.layout.page_bytes
@@ -333,7 +336,7 @@ async def test_other_metadata_under_a_peers_name_is_refused_while_it_is_connecte
 
 def test_more_buffers_than_a_locator_describes_are_refused() -> None:
     with pytest.raises(LayoutError, match="page-first"):
-        encode_metadata(os.urandom(4000))
+        pack_locator(os.urandom(4000))
 
 
 def test_memory_is_registered_once() -> None:

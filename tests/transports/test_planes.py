@@ -12,8 +12,11 @@ from kvflow.testing.conformance import CHECKS, Bench, Check, NotRunError
 from tests.ipv6 import needs_ipv6
 
 PLANES = ("local", "mooncake", "nixl", "fake")
+STUBS = ("tests.transports.stub_planes:Mori", "tests.transports.stub_planes:Ascend")
 ROOMS, MANY_ROOMS = 300, 10_000
 BY_NAME = {check.name: check for check in CHECKS}
+# Of planes over stubs, what is about their own calls.
+OWN = ("questions", "landed", "cancelled", "killed receiver", "fence of the dead", "closed while writing", "at rest")
 
 
 def bench_of(plane: str, seed: int, rooms: int = ROOMS) -> Bench:
@@ -36,9 +39,22 @@ async def test_a_plane_conforms(plane: str, check: Check, seed: int) -> None:
     await run(check, bench_of(plane, seed))
 
 
+@pytest.mark.parametrize("check", OWN)
+@pytest.mark.parametrize("plane", STUBS)
+async def test_a_plane_without_its_engine_conforms_over_a_stub_of_it(plane: str, check: str, seed: int) -> None:
+    await run(BY_NAME[check], bench_of(plane, seed))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("check", [check.name for check in CHECKS if check.name not in OWN])
+@pytest.mark.parametrize("plane", STUBS)
+async def test_and_in_all_else(plane: str, check: str, seed: int) -> None:
+    await run(BY_NAME[check], bench_of(plane, seed))
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("check", ["rooms", "staged rooms"])
-@pytest.mark.parametrize("plane", PLANES)
+@pytest.mark.parametrize("plane", [*PLANES, *STUBS])
 async def test_nothing_is_left_of_ten_thousand_rooms(plane: str, check: str, seed: int) -> None:
     await run(BY_NAME[check], bench_of(plane, seed, MANY_ROOMS))
 

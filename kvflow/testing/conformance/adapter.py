@@ -12,7 +12,7 @@ from kvflow.memory.pool import PagedPool
 from kvflow.protocols.errors import MisuseError
 from kvflow.protocols.ports import DataPlane
 from kvflow.transports.data.fake import FakeNetwork, FakePlane, FakeWrite
-from kvflow.transports.data.select import PLANES, check_plane, open_plane
+from kvflow.transports.data.select import PLANES, UNFENCED, check_plane, open_plane
 
 QUESTIONS = ("What status means landed?", "Can a write outlive its error?", "What fences a peer?")
 
@@ -69,7 +69,7 @@ class NamedAdapter(Adapter):
     """A plane that ships, by its name."""
 
     def __init__(self, name: str) -> None:
-        self.name = name
+        self.name, self.death_is_proof = name, name not in UNFENCED
 
     def unavailable_reason(self) -> str:
         try:

@@ -6,12 +6,15 @@ from kvflow.memory.pool import PagedPool
 from kvflow.memory.shared import SharedSegment
 from kvflow.protocols.errors import MisuseError
 from kvflow.protocols.ports import DataPlane
+from kvflow.transports.data.ascend import AscendPlane, check_ascend, npu_number
 from kvflow.transports.data.local import LocalPlane
 from kvflow.transports.data.mooncake.plane import MooncakePlane, engine_class
+from kvflow.transports.data.mori import MoriPlane, mori_library
 from kvflow.transports.data.nixl.library import nixl_library
 from kvflow.transports.data.nixl.plane import NixlPlane
 
-PLANES = ("local", "mooncake", "nixl")
+PLANES = ("local", "mooncake", "nixl", "ascend", "mori")
+UNFENCED = ("ascend", "mori")  # their fence refuses: what a writer that is lost has left in doubt stays in quarantine
 
 
 def check_plane(name: str, device: str = "", host: str = "") -> None:
@@ -24,6 +27,11 @@ def check_plane(name: str, device: str = "", host: str = "") -> None:
         engine_class(host, force_tcp=not device)
     if name == "nixl":
         nixl_library()
+    if name == "ascend":
+        npu_number(device)
+        check_ascend(host)
+    if name == "mori":
+        mori_library()
 
 
 def open_plane(
@@ -35,7 +43,7 @@ def open_plane(
 ) -> DataPlane:
     """Open one of `PLANES`; takes some milliseconds (a back end may start threads and listen), so do it at start-up.
 
-    `device` names the RDMA device, for planes that have one.
+    `device` names the RDMA device, for planes that have one; for ascend, the number of an NPU.
     Raises: MisuseError for an unknown name, a rate not above 0, or a package that is missing (the text says which).
     """
     check_plane(name, device, host)
@@ -43,6 +51,10 @@ def open_plane(
         return LocalPlane(pool_segment, rate_limit_bytes_per_s)
     if name == "nixl":
         return NixlPlane(host, rate_limit_bytes_per_s, device)
+    if name == "ascend":
+        return AscendPlane(host, rate_limit_bytes_per_s, device)
+    if name == "mori":
+        return MoriPlane(host, rate_limit_bytes_per_s, device)
     return MooncakePlane(host, rate_limit_bytes_per_s, device)
 
 

@@ -20,10 +20,11 @@ _PAUSE_S = 0.0003  # between looks at what is under way
 class Transfer:
     """A list of blocks under way to one peer."""
 
-    __slots__ = ("handle", "size_bytes", "status")
+    __slots__ = ("handle", "size_bytes", "status", "why")
 
     def __init__(self, handle: Any, size_bytes: int) -> None:
         self.handle, self.size_bytes, self.status = handle, size_bytes, ""
+        self.why = ""  # it has not ended well, where the engine says so
 
 
 class Carrier(Protocol):
@@ -150,7 +151,7 @@ class _TransfersJob:
         if transfer.status == RUNNING:
             return False
         if transfer.status != DONE:
-            self._fail(f"a transfer to {route.carrier.name} ended with status {transfer.status}")
+            self._fail(f"a transfer to {route.carrier.name} ended with status {transfer.why or transfer.status}")
         try:
             route.carrier.release(transfer)
         except Exception as error:  # noqa: BLE001 - asked again

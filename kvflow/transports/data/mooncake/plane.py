@@ -29,6 +29,7 @@ import importlib
 import os
 import re
 import sys
+from collections.abc import Callable
 from ipaddress import ip_address
 from typing import Any, NamedTuple
 
@@ -73,6 +74,7 @@ class MooncakePlane(EnginePlane[MooncakeRoute]):
 
     name = "mooncake"
     max_block_bytes = MAX_BLOCK_BYTES
+    protocol = ""  # as the engine is told; empty: RDMA with a device, TCP without one
 
     def __init__(self, host: str = "127.0.0.1", rate_limit_bytes_per_s: float | None = None, device: str = "") -> None:
         """Starts the engine, which holds the GIL for some milliseconds: before the event loop serves anything.
@@ -83,7 +85,7 @@ class MooncakePlane(EnginePlane[MooncakeRoute]):
         """
         super().__init__(rate_limit_bytes_per_s)
         self._host, self._device = host, device
-        self._engine_class = engine_class(host, force_tcp=not device)
+        self._engine_class = self._load()
         self._engines: list[Any] = []
         self._sessions: dict[str, _Session] = {}
         self._names = HostNames("mooncake")
@@ -92,7 +94,13 @@ class MooncakePlane(EnginePlane[MooncakeRoute]):
         self._session = f"{bracketed(host)}:{self.engine.get_rpc_port()}"
 
     def __repr__(self) -> str:
-        return f"<MooncakePlane at {self._session} over {self._device or 'TCP'}: {len(self._routes)} routes>"
+        over = self.protocol or self._device or "TCP"
+        return f"<{type(self).__name__} at {self._session} over {over}: {len(self._routes)} routes>"
+
+    def _load(self) -> Callable[[], Any]:
+        """What makes an engine. Raises: MisuseError, with what is missing."""
+        engine: Callable[[], Any] = engine_class(self._host, force_tcp=not self._device)
+        return engine
 
     @property
     def under_way(self) -> dict[str, int]:
@@ -129,7 +137,7 @@ class MooncakePlane(EnginePlane[MooncakeRoute]):
         for other in self._routes:
             if other.session == address.locator and other.process.identity != address.process:
                 other.process.is_replaced = True
-        over_tcp = not self._device
+        over_tcp = not self._device and not self.protocol
         return MooncakeRoute(self._thread, planner, engine, address.locator, process, self._routes, over_tcp=over_tcp)
 
     async def _connect(self, peer: PlaneAddress, ours: PoolLayout, theirs: PoolLayout) -> Any:
@@ -142,17 +150,20 @@ class MooncakePlane(EnginePlane[MooncakeRoute]):
             raise TransferError(f"no mooncake session with {peer.locator} within {_CONNECT_S:g} s") from None
 
     def _reach(self, peer: PlaneAddress, ours: PoolLayout, theirs: PoolLayout) -> Any:
-        """Open the session with a write of no bytes, so that no later submit has to connect (up to 5 s)."""
-        session = peer.locator
+        """Open the session, so that no later submit has to connect (up to 5 s)."""
         _check_owner(peer)
         with self._opening:
             if self._layout is None:
                 raise TransferError("the mooncake plane is closed")
             engine = self._engine_for(peer, ours)
-        handle = engine.transfer_submit_write(session, ours.buffers[0].address, theirs.buffers[0].address, 0)
-        if not handle or engine.transfer_check_status(handle) != 1:
-            raise TransferError(f"cannot open a mooncake session with {session}")
+        if not self._probe(engine, peer.locator, ours.buffers[0].address, theirs.buffers[0].address):
+            raise TransferError(f"cannot open a {self.name} session with {peer.locator}")
         return engine
+
+    def _probe(self, engine: Any, session: str, ours: int, theirs: int) -> bool:
+        """Whether the peer takes a write of no bytes; addresses of both pools. Blocks."""
+        handle = engine.transfer_submit_write(session, ours, theirs, 0)
+        return bool(handle) and engine.transfer_check_status(handle) == 1
 
     def _engine_for(self, peer: PlaneAddress, ours: PoolLayout) -> Any:
         """An engine that has never met another process at this session. It never forgets what it learned of a session,
@@ -180,8 +191,9 @@ class MooncakePlane(EnginePlane[MooncakeRoute]):
     def _start_engine(self) -> Any:
         before = listening_ports()
         engine = self._engine_class()
-        if engine.initialize(self._host, "P2PHANDSHAKE", "rdma" if self._device else "tcp", self._device):
-            raise TransferError(f"the mooncake engine does not start on {self._host}")
+        protocol = self.protocol or ("rdma" if self._device else "tcp")
+        if engine.initialize(self._host, "P2PHANDSHAKE", protocol, "" if self.protocol else self._device):
+            raise TransferError(f"the {self.name} engine does not start on {self._host}")
         self._inbound.add_ports(listening_ports() - before)
         self._engines.append(engine)
         return engine
@@ -191,7 +203,7 @@ class MooncakePlane(EnginePlane[MooncakeRoute]):
             if status := engine.register_memory(b.address, b.size_bytes):
                 for done in layout.buffers[:i]:
                     engine.unregister_memory(done.address)
-                raise LayoutError(f"mooncake cannot register buffer {b.name!r} (status {status})")
+                raise LayoutError(f"{self.name} cannot register buffer {b.name!r} (status {status})")
 
     def _unprovable(self) -> str:
         return "RDMA" if self._device else ""

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import base64
 import ctypes
 import os
-import re
 import secrets
 import threading
-import zlib
 from collections.abc import Iterable
 from contextlib import suppress
 from typing import Any
@@ -17,13 +14,12 @@ import numpy as np
 
 from kvflow.protocols.errors import LayoutError, TransferError
 from kvflow.protocols.ports import ProcessIdentity
+from kvflow.transports.data.locators import unpack_locator
 from kvflow.transports.data.nixl.library import environment, nixl_library
 from kvflow.transports.data.transfers import Transfer
 from kvflow.transports.host.tcp_table import rows, sockets
 
 PROBE_BYTES = 8
-_MAX_LOCATOR, _MAX_METADATA_BYTES = 4096, 64 << 10
-_LOCATOR = re.compile(r"[!-~]{1,4096}\Z", re.ASCII)
 _NAME_AT = b"nixlSerDes|Agent"  # how metadata begins: the agent's name follows, after its length (u64, little-endian)
 
 
@@ -35,29 +31,15 @@ def _prefix(process: ProcessIdentity) -> str:
     return f"kvflow-{process.pid}-{process.start_ticks}-"
 
 
-def encode_metadata(metadata: bytes) -> str:
-    """As a locator. Raises: LayoutError when it is too long for one."""
-    locator = base64.b85encode(zlib.compress(metadata, 9)).decode()
-    if len(locator) > _MAX_LOCATOR:
-        raise LayoutError(
-            f"the pool's buffers take {len(locator)} characters to describe, the limit is {_MAX_LOCATOR}; use a "
-            "page-first pool"
-        )
-    return locator
-
-
 def decode_metadata(locator: str, process: ProcessIdentity) -> tuple[str, bytes]:
     """The agent's name and its metadata. Raises: TransferError for what is none, or is another process's."""
     try:
-        if not _LOCATOR.match(locator):
-            raise ValueError("not base 85")
-        inflate = zlib.decompressobj()
-        metadata = inflate.decompress(base64.b85decode(locator), _MAX_METADATA_BYTES)
-        if not inflate.eof or not metadata.startswith(_NAME_AT):
+        metadata = unpack_locator(locator)
+        if not metadata.startswith(_NAME_AT):
             raise ValueError("no agent in it")
         at = len(_NAME_AT) + 8
         name = metadata[at : at + int.from_bytes(metadata[at - 8 : at], "little")].decode("ascii")
-    except (ValueError, zlib.error) as error:
+    except ValueError as error:
         raise TransferError(f"{locator!r:.80} is no metadata of a nixl agent: {error}") from None
     if not name.startswith(_prefix(process)):
         raise TransferError(f"nixl agent {name!r:.80} is not one of process {process.pid}")

@@ -24,7 +24,8 @@ import time
 from kvflow.protocols.errors import LayoutError, TransferError
 from kvflow.protocols.pages.layout import PoolLayout
 from kvflow.protocols.ports import PlaneAddress, ProcessIdentity
-from kvflow.transports.data.nixl.agent import Agent, agent_name, decode_metadata, encode_metadata
+from kvflow.transports.data.locators import pack_locator, regions_of
+from kvflow.transports.data.nixl.agent import Agent, agent_name, decode_metadata
 from kvflow.transports.data.nixl.library import PROVABLE, transports
 from kvflow.transports.data.nixl.progress import ProgressThread
 from kvflow.transports.data.route import BlockList, Planner
@@ -100,9 +101,9 @@ class NixlPlane(EnginePlane[TransfersRoute]):
         layout.check()
         if self._layout is not None:
             raise LayoutError("a plane exports one pool")
-        regions = _regions(layout)
+        regions = regions_of(layout)
         self._inbound_agent.register(regions)
-        locator = encode_metadata(self._inbound_agent.metadata())
+        locator = pack_locator(self._inbound_agent.metadata())
         self.agent.register(regions)
         self._layout = layout
         self._progress = ProgressThread(self._inbound_agent)
@@ -201,14 +202,3 @@ def has_died(process: ProcessIdentity) -> bool:
         return not is_alive(process)
     except TransferError:
         return False
-
-
-def _regions(layout: PoolLayout) -> list[tuple[int, int]]:
-    """Address and size of what the buffers lie in, neighbours joined."""
-    joined: list[tuple[int, int]] = []
-    for address, size in sorted((b.address, b.size_bytes) for b in layout.buffers):
-        if joined and sum(joined[-1]) == address:
-            joined[-1] = (joined[-1][0], joined[-1][1] + size)
-        else:
-            joined.append((address, size))
-    return joined

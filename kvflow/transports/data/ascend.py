@@ -1,0 +1,145 @@
+"""Pages through Mooncake's Ascend transport, between machines with Huawei NPUs: host memory, over HCCS or its RDMA.
+
+**Never run on hardware.** The calls were checked against kvcache-ai/Mooncake at 3b5a594 (2026-08-22), its Python
+binding (`transfer_engine_py.cpp`) and `ascend_direct_transport`, and are tried against a stub of them. It is mooncake's
+engine, and mooncake's plane, but for this:
+
+    initialize(local_hostname, "P2PHANDSHAKE", "ascend", "")       after torch.npu.set_device, in the same thread
+    register_memory(buffer_addr, capacity), unregister_memory(..)  want that thread's device too
+    transfer_submit_write(target_hostname, buffer, peer_buffer_address, length), transfer_check_status(id)
+                                  as on TCP, but a submit never ends within the call, so a peer is asked otherwise:
+    transfer_sync_read(target_hostname, buffer, peer_buffer_address, length) -> 0, or not
+
+What status means landed?       Only 1 of `transfer_check_status`, handle by handle: the engine says so when ADXL's
+                                TransferSync has returned success. Whether the bytes are in the target's memory by then
+                                is CANN's to say, and was not tried.
+Can a write outlive its error?  Unknown. A handle ends -1 after ASCEND_TRANSFER_TIMEOUT (3 s), perhaps after further
+                                tries of the same block; nothing says that the NPU has stopped. So any end but 1 makes
+                                the whole write UNPROVEN, and what is in doubt stays in quarantine.
+What fences a peer?             Nothing that can be seen from here: HCCS and the NPU's queues are no connections of the
+                                host. A loan of a writer that is lost stays in quarantine until the operator declares it
+                                dead.
+
+What it wants, and `kvflow doctor` looks for: a Mooncake built with USE_ASCEND_DIRECT (`pip install
+mooncake-transfer-engine-npu`; any other build takes TCP and says nothing), CANN, torch_npu, /etc/hccn.conf, and no
+MC_FORCE_TCP, which would have it take TCP as well; and a host that is an IPv4 address.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import importlib
+import importlib.util
+import mmap
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from kvflow.protocols.errors import MisuseError
+from kvflow.transports.data.mooncake.plane import MooncakePlane, engine_class
+
+WHEEL = "mooncake-transfer-engine-npu"
+_HCCN = Path("/etc/hccn.conf")
+_MARK = b"AscendDirectTransport"  # the name of a class of its own, in every build that has it
+_PROBE_BYTES = 8
+
+
+class AscendPlane(MooncakePlane):
+    """Implements `protocols.ports.DataPlane`."""
+
+    name = "ascend"
+    protocol = "ascend"
+
+    def __init__(
+        self,
+        host: str = "127.0.0.1",
+        rate_limit_bytes_per_s: float | None = None,
+        device: str = "",
+        *,
+        make_engine: Callable[[], Any] | None = None,
+        set_device: Callable[[int], None] | None = None,
+    ) -> None:
+        """`device` is the number of an NPU, 0 without one. `make_engine` and `set_device` are mooncake's and torch's,
+        unless they are given. Raises: MisuseError for what is missing here, TransferError when the engine does not
+        start."""
+        self._make_engine = make_engine
+        self._npu = npu_number(device)
+        self._set_device = set_device or _set_npu
+        self._scratch = mmap.mmap(-1, mmap.PAGESIZE)  # what a probe reads into: memory of its own, aligned
+        super().__init__(host, rate_limit_bytes_per_s, device)
+
+    def _load(self) -> Callable[[], Any]:
+        if self._make_engine is not None:
+            return self._make_engine
+        check_ascend(self._host)
+        engine: Callable[[], Any] = engine_class(self._host, force_tcp=False)
+        return engine
+
+    def _start_engine(self) -> Any:
+        self._set_device(self._npu)
+        engine = super()._start_engine()
+        engine.register_memory(self._scratch_address, mmap.PAGESIZE)
+        return engine
+
+    @property
+    def _scratch_address(self) -> int:
+        return ctypes.addressof(ctypes.c_char.from_buffer(self._scratch))
+
+    def _probe(self, engine: Any, session: str, ours: int, theirs: int) -> bool:
+        """Whether some bytes of the peer's pool can be read."""
+        return bool(engine.transfer_sync_read(session, self._scratch_address, theirs, _PROBE_BYTES) == 0)
+
+    def _unprovable(self) -> str:
+        return "HCCS and an NPU's RDMA"
+
+    def _stop(self) -> None:
+        self._set_device(self._npu)  # in this thread too, or the engine refuses to unregister
+        super()._stop()
+        for engine in self._engines:
+            engine.unregister_memory(self._scratch_address)
+
+
+def npu_number(device: str) -> int:
+    """Raises: MisuseError."""
+    if device and not (device.isascii() and device.isdigit() and len(device) < 4):
+        raise MisuseError(f"device {device!r}: the ascend data plane takes the number of an NPU, 0 by default")
+    return int(device or 0)
+
+
+def check_ascend(host: str = "") -> None:
+    """Raises: MisuseError that names what this machine lacks for the plane."""
+    if missing := missing_for_ascend():
+        raise MisuseError(f"the ascend data plane cannot be used here: {'; '.join(missing)}")
+    if ":" in host:
+        raise MisuseError(f"host {host}: Mooncake's Ascend transport speaks IPv4 only")
+
+
+def missing_for_ascend() -> list[str]:
+    """What this machine lacks, a phrase each."""
+    found = importlib.util.find_spec("mooncake")
+    missing = []
+    if found is None:
+        missing.append(f"mooncake is not installed (pip install {WHEEL})")
+    elif not _is_built_for_ascend(Path(found.origin or "").parent if found.origin else _folder(found)):
+        missing.append(f"this mooncake was built without USE_ASCEND_DIRECT (pip install {WHEEL}, in place of it)")
+    if importlib.util.find_spec("torch_npu") is None:
+        missing.append("torch_npu is not installed")
+    if not _HCCN.exists():
+        missing.append(f"{_HCCN} is not there (in a container, mount the host's)")
+    if "MC_FORCE_TCP" in os.environ:
+        missing.append("MC_FORCE_TCP is set, with which mooncake takes TCP")
+    return missing
+
+
+def _folder(found: Any) -> Path:
+    return Path(next(iter(found.submodule_search_locations or [""])))
+
+
+def _is_built_for_ascend(folder: Path) -> bool:
+    return any(_MARK in (folder / name).read_bytes() for name in os.listdir(folder) if ".so" in name)
+
+
+def _set_npu(number: int) -> None:
+    importlib.import_module("torch_npu")
+    importlib.import_module("torch").npu.set_device(number)

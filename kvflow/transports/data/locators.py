@@ -1,0 +1,50 @@
+"""What a peer is told of a pool whose engine has to describe it: its regions, and bytes packed into a locator."""
+
+from __future__ import annotations
+
+import base64
+import re
+import zlib
+
+from kvflow.protocols.errors import LayoutError
+from kvflow.protocols.pages.layout import PoolLayout
+
+MAX_LOCATOR = 4096
+_MAX_BYTES = 64 << 10
+_PRINTABLE = re.compile(r"[!-~]{1,4096}\Z", re.ASCII)
+
+
+def regions_of(layout: PoolLayout) -> list[tuple[int, int]]:
+    """Address and size of what the buffers lie in, neighbours joined."""
+    joined: list[tuple[int, int]] = []
+    for address, size in sorted((b.address, b.size_bytes) for b in layout.buffers):
+        if joined and sum(joined[-1]) == address:
+            joined[-1] = (joined[-1][0], joined[-1][1] + size)
+        else:
+            joined.append((address, size))
+    return joined
+
+
+def pack_locator(described: bytes) -> str:
+    """Raises: LayoutError when it is too long for one."""
+    locator = base64.b85encode(zlib.compress(described, 9)).decode()
+    if len(locator) > MAX_LOCATOR:
+        raise LayoutError(
+            f"the pool's buffers take {len(locator)} characters to describe, the limit is {MAX_LOCATOR}; use a "
+            "page-first pool"
+        )
+    return locator
+
+
+def unpack_locator(locator: str) -> bytes:
+    """Raises: ValueError, with what is wrong with it."""
+    if not _PRINTABLE.match(locator):
+        raise ValueError("not base 85")
+    inflate = zlib.decompressobj()
+    try:
+        described = inflate.decompress(base64.b85decode(locator), _MAX_BYTES)
+    except zlib.error as error:
+        raise ValueError(str(error)) from None
+    if not inflate.eof:
+        raise ValueError(f"cut short, or more than {_MAX_BYTES} bytes")
+    return described

@@ -1,0 +1,91 @@
+"""What only the ascend plane has, over a stub of its calls: an NPU's context in each thread, and what it asks of a
+machine."""
+
+from __future__ import annotations
+
+import importlib.util
+import threading
+from pathlib import Path
+
+import pytest
+
+from kvflow.protocols.errors import MisuseError, TransferError
+from kvflow.testing.conformance.station import Side
+from kvflow.transports.data import ascend
+from kvflow.transports.data.ascend import AscendPlane, check_ascend, missing_for_ascend
+from kvflow.transports.data.select import open_plane
+from tests.transports import stub_ascend
+from tests.transports.stub_planes import Ascend
+
+
+async def test_memory_is_given_back_by_a_thread_with_the_npus_context() -> None:
+    side = Side(Ascend().open)
+    assert isinstance(side.plane, AscendPlane)
+    (engine,) = side.plane._engines
+    assert len(engine.registered) == 1 + len(side.pool.layout.buffers)
+    await side.close()
+    assert not engine.registered
+
+
+def test_the_device_is_set_before_the_engine_starts_in_each_thread() -> None:
+    numbers: list[int] = []
+
+    def set_device(number: int) -> None:
+        numbers.append(number)
+        stub_ascend.set_device(number)
+
+    thread = threading.Thread(
+        target=lambda: AscendPlane(device="3", make_engine=stub_ascend.TransferEngine, set_device=set_device)
+    )
+    thread.start()
+    thread.join()
+    assert numbers == [3]
+
+
+def test_an_engine_that_does_not_start_is_told() -> None:
+    with pytest.raises(TransferError, match="the ascend engine does not start on 127"):
+        AscendPlane(make_engine=_Refusing, set_device=lambda number: None)
+
+
+class _Refusing(stub_ascend.TransferEngine):
+    def initialize(self, local_hostname: str, metadata_server: str, protocol: str, device_name: str) -> int:
+        return -1
+
+
+@pytest.mark.parametrize("device", ["mlx5_0", "-1", "1.5", "4096"])
+def test_a_device_that_is_no_npus_number_is_refused(device: str) -> None:
+    with pytest.raises(MisuseError, match="takes the number of an NPU, 0 by default"):
+        open_plane("ascend", None, device=device)
+
+
+def test_all_that_is_missing_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(ascend, "_HCCN", Path("/nowhere/hccn.conf"))
+    monkeypatch.setenv("MC_FORCE_TCP", "1")
+    assert missing_for_ascend() == [
+        "mooncake is not installed (pip install mooncake-transfer-engine-npu)",
+        "torch_npu is not installed",
+        "/nowhere/hccn.conf is not there (in a container, mount the host's)",
+        "MC_FORCE_TCP is set, with which mooncake takes TCP",
+    ]
+    with pytest.raises(MisuseError, match="the ascend data plane cannot be used here: mooncake is not installed"):
+        open_plane("ascend", None)
+
+
+def test_a_build_for_ascend_is_told_from_another(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    package = tmp_path / "mooncake"
+    package.mkdir()
+    (package / "__init__.py").touch()
+    (package / "engine.cpython-311.so").write_bytes(b"\x7fELF...TcpTransport...")
+    monkeypatch.delenv("MC_FORCE_TCP", raising=False)
+    monkeypatch.setattr(ascend, "_HCCN", package)
+    specs = {"mooncake": importlib.util.spec_from_file_location("mooncake", package / "__init__.py")}
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: specs.get(name, object()))
+    assert missing_for_ascend() == [
+        "this mooncake was built without USE_ASCEND_DIRECT (pip install mooncake-transfer-engine-npu, in place of it)"
+    ]
+    (package / "engine.cpython-311.so").write_bytes(b"\x7fELF...AscendDirectTransport...")
+    assert missing_for_ascend() == []
+    check_ascend("10.0.0.1")
+    with pytest.raises(MisuseError, match="speaks IPv4 only"):
+        check_ascend("fd00::1")

@@ -1,0 +1,147 @@
+"""What only mori has, over a stub of its calls: descriptions of memory, sessions, statuses that the engine writes."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import importlib.util
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+import msgspec
+import numpy as np
+import pytest
+
+from kvflow.protocols.errors import LayoutError, MisuseError, TransferError
+from kvflow.protocols.pages.layout import build_layout
+from kvflow.protocols.ports import WriteOutcome
+from kvflow.testing.conformance.peer import spawned
+from kvflow.testing.conformance.station import NUM_PAGES, Side, pages
+from kvflow.transports.data.locators import pack_locator
+from kvflow.transports.data.mori import MAX_REGIONS, Description, MoriPlane, decode_description
+from kvflow.transports.data.select import open_plane
+from tests.transports import stub_mori
+from tests.transports.peer_process import until
+from tests.transports.stub_planes import Mori
+
+PLANE = "tests.transports.stub_planes:Mori"
+EVERYTHING = np.arange(NUM_PAGES, dtype=np.int32)
+
+
+@asynccontextmanager
+async def sides(order: str = "page_first") -> AsyncIterator[Side]:
+    side = Side(Mori().open, order)
+    side.fill(1)
+    try:
+        yield side
+    finally:
+        await side.close()
+
+
+def plane_of(side: Side) -> MoriPlane:
+    assert isinstance(side.plane, MoriPlane)
+    return side.plane
+
+
+async def test_statuses_of_transfers_that_were_given_up_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(MoriPlane, "close_grace_s", 0.2)
+    monkeypatch.setattr(stub_mori.IOEngine, "remove_backend", lambda engine, kind: None)  # it would wait for its thread
+    async with spawned(PLANE) as peer:
+        side = Side(Mori().open)
+        route = await side.plane.connect(peer.address, peer.layout)
+        stub_mori.go_on.clear()
+        try:
+            write = route.write(EVERYTHING, EVERYTHING)
+            await until(lambda: bool(plane_of(side).open))
+            await side.plane.close()
+            assert write.done.result() is WriteOutcome.UNPROVEN and "closed" in write.error
+            del write, route
+            gc.collect()
+            held = [status for transfer in plane_of(side).open for status in transfer.handle[1]]
+            assert held and all(status.InProgress() for status in held)
+        finally:
+            stub_mori.go_on.set()
+        await until(lambda: all(status.Succeeded() for status in held))  # the engine wrote into what is still there
+        monkeypatch.undo()
+        await asyncio.to_thread(plane_of(side)._stop)
+        side.pool.close()
+
+
+async def test_blocks_outside_what_the_peer_has_registered_are_refused() -> None:
+    async with sides("layer_first") as side, spawned(PLANE, "layer_first") as peer:
+        first, *others = peer.layout.buffers
+        lie = msgspec.structs.replace(others[-1], address=others[-1].address + (1 << 40))
+        route = await side.plane.connect(
+            peer.address, msgspec.structs.replace(peer.layout, buffers=(first, *others[:-1], lie))
+        )
+        write = route.write(pages(0, 2), pages(0, 2))
+        assert await asyncio.wait_for(asyncio.shield(write.done), 10) is WriteOutcome.UNPROVEN
+        assert "not in memory that" in write.error and not write.landed_bytes
+        good = await side.plane.connect(peer.address, peer.layout)
+        assert await asyncio.shield(good.write(pages(0), pages(0)).done) is WriteOutcome.LANDED
+
+
+async def test_what_the_engine_says_of_a_failure_is_told() -> None:
+    async with sides() as side, spawned(PLANE) as peer:
+        address = decode_description(peer.address.locator)
+        memory = stub_mori.MemoryDesc.unpack(address.memory[0])
+        lie = msgspec.structs.replace(memory, size=memory.size + (1 << 40))
+        locator = pack_locator(msgspec.msgpack.encode(Description(address.engine, (lie.pack(),))))
+        buffers = tuple(msgspec.structs.replace(b, address=b.address + (1 << 39)) for b in peer.layout.buffers)
+        route = await side.plane.connect(
+            msgspec.structs.replace(peer.address, locator=locator),
+            msgspec.structs.replace(peer.layout, buffers=buffers),
+        )
+        write = route.write(pages(0), pages(0))
+        assert await asyncio.wait_for(asyncio.shield(write.done), 10) is WriteOutcome.UNPROVEN
+        assert "ended with status 13: [Errno 14] Bad address" in write.error
+        route.close()
+        good = await side.plane.connect(peer.address, peer.layout)  # a peer that was broken is met anew
+        assert await asyncio.shield(good.write(pages(0), pages(0)).done) is WriteOutcome.LANDED
+
+
+async def test_other_words_under_the_name_of_a_peer_are_refused_while_it_is_connected() -> None:
+    async with sides() as side, spawned(PLANE) as peer:
+        route = await side.plane.connect(peer.address, peer.layout)
+        found = decode_description(peer.address.locator)
+        other = pack_locator(msgspec.msgpack.encode(Description(found.engine, found.memory * 2)))
+        with pytest.raises(TransferError, match="its description differs"):
+            await side.plane.connect(msgspec.structs.replace(peer.address, locator=other), peer.layout)
+        route.close()
+        assert not plane_of(side)._peers
+
+
+@pytest.mark.parametrize("locator", ["", "host:1", "a b", "0" * 40, "~" * 4096, "c-qU$"])
+async def test_what_is_no_description_is_refused(locator: str) -> None:
+    async with sides() as side:
+        with pytest.raises(TransferError, match="no description of a mori engine"):
+            await side.plane.connect(msgspec.structs.replace(side.address, locator=locator), side.layout)
+
+
+async def test_a_description_of_another_process_or_of_others_memory_is_refused() -> None:
+    async with sides() as side, spawned(PLANE) as peer:
+        with pytest.raises(TransferError, match="is not one of process"):
+            await side.plane.connect(msgspec.structs.replace(peer.address, process=side.address.process), peer.layout)
+        theirs, ours = (decode_description(address.locator) for address in (peer.address, side.address))
+        mixed = pack_locator(msgspec.msgpack.encode(Description(theirs.engine, ours.memory)))
+        with pytest.raises(TransferError, match="describes memory of another engine"):
+            await side.plane.connect(msgspec.structs.replace(peer.address, locator=mixed), peer.layout)
+        junk = pack_locator(msgspec.msgpack.encode(Description(b"\xc1", (b"\xc1",))))
+        with pytest.raises(TransferError, match="no description of a mori engine"):
+            await side.plane.connect(msgspec.structs.replace(peer.address, locator=junk), peer.layout)
+
+
+async def test_a_pool_in_too_many_pieces_is_refused() -> None:
+    plane = MoriPlane(library=stub_mori)
+    streams: list[tuple[str, str, tuple[int, ...]]] = [(f"{i}", "uint8", (1,)) for i in range(MAX_REGIONS + 1)]
+    layout = build_layout(streams, page_size=1, num_pages=4, order="layer_first")
+    apart = tuple(msgspec.structs.replace(b, address=(i + 1) << 20) for i, b in enumerate(layout.buffers))
+    with pytest.raises(LayoutError, match=f"{MAX_REGIONS + 1} pieces, the limit is {MAX_REGIONS}"):
+        plane.export(msgspec.structs.replace(layout, buffers=apart))
+    await plane.close()
+
+
+@pytest.mark.skipif(importlib.util.find_spec("mori") is not None, reason="mori is installed")
+def test_a_missing_package_says_what_to_install() -> None:
+    with pytest.raises(MisuseError, match="pip install amd_mori"):
+        open_plane("mori", None)
