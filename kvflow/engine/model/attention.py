@@ -5,6 +5,7 @@ Chunks attend one sequence after the other; sequences that decode one token each
 
 from __future__ import annotations
 
+import threading
 from typing import Any
 
 import torch
@@ -18,10 +19,14 @@ from kvflow.engine.model.step import Step, current
 NAME = "kvflow"
 
 
-class WindowRecorder:
-    """For the self-test: the sliding window that each layer passed (0: none); None while nothing is recorded."""
+class _WindowRecorder(threading.local):
+    """For the self-test: the sliding window that each layer of this thread's model passed (0: none); None while nothing
+    is recorded."""
 
     windows: dict[int, int] | None = None
+
+
+window_recorder = _WindowRecorder()
 
 
 def packed_attention(
@@ -45,8 +50,8 @@ def packed_attention(
     if step is None:
         raise RuntimeError("the attention function kvflow was called outside a step of kvflow's runner")
     window, layer = sliding_window or 0, getattr(module, "layer_idx", -1)
-    if WindowRecorder.windows is not None:
-        WindowRecorder.windows[layer] = window
+    if window_recorder.windows is not None:
+        window_recorder.windows[layer] = window
     ring = current.rings.window_of(layer, window)
     keys: Step | Rings = step.rings(ring) if ring else step
     if keys.batches:

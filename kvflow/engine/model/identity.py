@@ -4,13 +4,19 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
+from zipfile import is_zipfile
 
 import torch
 from transformers import PretrainedConfig
 
-SAMPLED = 64  # values of each weight, spread evenly: another fine-tune of the same shapes differs in some of them
-_TENSOR_PARALLEL = 1  # the engines run whole models
+from kvflow.engine.model.source import folder_of, weight_files
+from kvflow.protocols.errors import MisuseError
+
+STRETCHES, STRETCH_BYTES = 16, 64  # of each weight, spread evenly: another fine-tune of it differs in some of them
 # What config.json tells about its file, about generation and about training; none of it changes the KV of a prompt.
 # The dtype is compared as it was loaded.
 _IRRELEVANT = frozenset(
@@ -31,15 +37,15 @@ _IRRELEVANT = frozenset(
 
 
 def fingerprint(name: str, model: Any, dtype: str) -> str:
-    """The model's identity, whatever its path: architecture and size to be read, config and weights as digests."""
+    """The model's identity, whatever its path: architecture and size to be read, config and weights as digests.
+
+    Of the weights in its files, so that every part of a model has that of the whole. Raises: MisuseError.
+    """
     text = model.config.get_text_config()
     config, _ = PretrainedConfig.get_config_dict(name)
     what = (model.config.architectures or [type(model).__name__])[0]
     layers, hidden = getattr(text, "num_hidden_layers", "?"), getattr(text, "hidden_size", "?")
-    return (
-        f"{what[:80]} {layers}x{hidden} {dtype} tp{_TENSOR_PARALLEL}"
-        f" config {config_digest(config)} weights {weights_digest(model)}"
-    )
+    return f"{what[:80]} {layers}x{hidden} {dtype} config {config_digest(config)} weights {weights_digest(name)}"
 
 
 def config_digest(config: dict[str, Any]) -> str:
@@ -47,15 +53,50 @@ def config_digest(config: dict[str, Any]) -> str:
     return hashlib.sha256(json.dumps(_relevant(config), sort_keys=True, default=str).encode()).hexdigest()[:8]
 
 
-def weights_digest(model: Any) -> str:
-    """12 hex digits over name, shape and `SAMPLED` values of every weight: milliseconds, however large the model is."""
+def weights_digest(name: str) -> str:
+    """12 hex digits over name, type, shape and some bytes of every weight: little is read, however large the model is.
+
+    Raises: MisuseError.
+    """
+    folder = folder_of(name)
+    files = weight_files(folder)
+    if not files:
+        raise MisuseError(f"model {name!r}: no weights in {folder}: neither safetensors nor pytorch_model.bin")
+    samples: dict[str, bytes] = {}
+    for path in files:
+        samples.update(_of_safetensors(path) if path.suffix == ".safetensors" else _of_pickle(path))
     digest = hashlib.sha256()
-    for name, weight in sorted(model.named_parameters(), key=lambda item: str(item[0])):
-        digest.update(f"{name} {tuple(weight.shape)}\n".encode())
-        flat = weight.detach().reshape(-1)
-        step = max(1, flat.numel() // SAMPLED)
-        digest.update(flat[::step][:SAMPLED].contiguous().cpu().view(torch.uint8).numpy().tobytes())
+    for _, sample in sorted(samples.items()):
+        digest.update(sample)
     return digest.hexdigest()[:12]
+
+
+def _of_safetensors(path: Path) -> Iterator[tuple[str, bytes]]:
+    """Every weight's name and what identifies it. Read piece by piece: of a mapped file the kernel would read more."""
+    with path.open("rb") as file:
+        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_RANDOM)
+        header_bytes = int.from_bytes(file.read(8), "little")
+        for name, found in json.loads(file.read(header_bytes)).items():
+            if name != "__metadata__":
+                first, end = found["data_offsets"]
+                pieces = [
+                    os.pread(file.fileno(), count, 8 + header_bytes + first + at) for at, count in _places(end - first)
+                ]
+                yield name, f"{name} {found['dtype']} {found['shape']}\n".encode() + b"".join(pieces)
+
+
+def _of_pickle(path: Path) -> Iterator[tuple[str, bytes]]:
+    for name, weight in torch.load(path, map_location="cpu", weights_only=True, mmap=is_zipfile(path)).items():
+        flat = weight.detach().reshape(-1).view(torch.uint8).numpy()
+        pieces = [flat[at : at + count].tobytes() for at, count in _places(flat.size)]
+        yield name, f"{name} {weight.dtype} {list(weight.shape)}\n".encode() + b"".join(pieces)
+
+
+def _places(size: int) -> list[tuple[int, int]]:
+    """Where, and how many bytes, of so many."""
+    if size <= STRETCHES * STRETCH_BYTES:
+        return [(0, size)]
+    return [(i * (size - STRETCH_BYTES) // (STRETCHES - 1), STRETCH_BYTES) for i in range(STRETCHES)]
 
 
 def _relevant(value: Any) -> Any:

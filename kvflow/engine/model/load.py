@@ -12,10 +12,15 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from kvflow.engine.model.device import find_device
 from kvflow.engine.model.identity import fingerprint
+from kvflow.engine.model.parallel.joining import joined
+from kvflow.engine.model.parallel.neighbours import ALONE, Neighbours
+from kvflow.engine.model.parallel.part import WHOLE, Meeting, ModelPart, own_layers
+from kvflow.engine.model.parallel.stage import stage_class
+from kvflow.engine.model.parallel.tensor import check_plan
 from kvflow.engine.model.probe import Layers, have_rows, kinds_of, probe, refuse_by_config
 from kvflow.engine.model.quiet import Progress, explained, quiet
 from kvflow.engine.model.runner import Runner, hidden_size_of
-from kvflow.engine.model.selftest import Mode, choose_fit
+from kvflow.engine.model.selftest import Mode
 from kvflow.engine.model.source import locate
 from kvflow.engine.model.windows import SLIDING_WINDOW_ROWS, choose_rings
 from kvflow.memory.pool import PagedPool
@@ -30,7 +35,8 @@ RECOMMENDED = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 
 @dataclass(frozen=True)
 class LoadedModel:
-    """A model that passed the self-test. `streams` and `fingerprint` are for `build_layout`.
+    """A model that passed the self-test, or a part of one. `streams` and `fingerprint` are for `build_layout`; a part
+    has streams of its own, and the fingerprint of the whole.
 
     `tokenizer` may be None. `whole_prompts`: a prompt must be computed in one chunk, since the model takes no notice of
     the states that an earlier one has left.
@@ -51,6 +57,11 @@ class LoadedModel:
     fingerprint: str
     sampling_defaults: Mapping[str, float]
     """What the model's generation_config.json recommends, by the names of SamplingParams."""
+    part: ModelPart = WHOLE
+    neighbours: Neighbours = ALONE
+    """The processes with the other parts, whose steps depend on each other. `close` it when no step runs any more."""
+    other_states: bool = False
+    """Some part keeps conv or recurrent states."""
 
     @property
     def hidden_size(self) -> int:
@@ -74,8 +85,9 @@ class LoadedModel:
 
     @property
     def has_states(self) -> bool:
-        """Each request keeps conv or recurrent states, which depend on how its tokens are divided into steps."""
-        return any(layer.has_states for layer in self.layers if layer)
+        """Each request keeps conv or recurrent states, which depend on how its tokens are divided into steps: here, or
+        in another part of the model."""
+        return self.other_states or any(layer.has_states for layer in self.layers if layer)
 
     @property
     def ring_bytes(self) -> int:
@@ -101,41 +113,44 @@ class LoadedModel:
 
     def runner(self, pool: PagedPool) -> Runner:
         """Raises: LayoutError when the pool was not made from `streams`."""
-        return Runner(self.model, self.layers, pool, packed=self.mode == "packed")
+        return Runner(self.model, self.layers, pool, packed=self.mode == "packed", neighbours=self.neighbours)
 
 
 def load_model(
     path: str, dtype: str = "auto", attention: str = "auto", progress: Progress | None = None, device: str = "cpu",
-    sliding_window_rows: str = "auto",
+    sliding_window_rows: str = "auto", part: ModelPart = WHOLE, meeting: Meeting | None = None,
 ) -> LoadedModel:  # fmt: skip
     """Load, probe and self-test; blocks. `attention` "auto" is packed where that works, else pad; `device` is one that
     `find_device` knows; `sliding_window_rows` is explained in `windows`.
 
-    Raises: MisuseError, one line: unknown path, dtype or device, unsupported model, missing weights, failed self-test.
+    A `part` is loaded by each of `part.ranks` processes of this machine, which find each other by `meeting`; each
+    returns when all are ready. One process cannot have two shards.
+
+    Raises: MisuseError, one line: unknown path, dtype or device, unsupported model, missing weights, failed self-test,
+    a model that cannot be divided so. LostError: another process with a part has ended, or does not come.
     """
-    if dtype not in DTYPES:
-        raise MisuseError(f"dtype {dtype!r} is not one of {', '.join(DTYPES)}")
-    if attention not in ATTENTIONS:
-        raise MisuseError(f"attention {attention!r} is not one of {', '.join(ATTENTIONS)}")
-    if sliding_window_rows not in SLIDING_WINDOW_ROWS:
-        raise MisuseError(f"sliding_window_rows {sliding_window_rows!r} is not one of {', '.join(SLIDING_WINDOW_ROWS)}")
+    _check_choices(dtype, attention, sliding_window_rows)
     name, where = str(path), find_device(device)
     report = progress or (lambda stage, done: None)
-    with quiet(report):
+    with quiet(report), joined(part, meeting) as others:
         source = locate(name)  # no progress before it: the name may be wrong
         config = _config(source, name)
         report("configuration", 1.0)
         refuse_by_config(config, name)
-        model = _weights(source, name, dtype, where)
+        check_plan(config, part, name, where)
+        model = _weights(source, name, dtype, where, *_class_for(config, part, name))
         tokenizer = _tokenizer(source, name)
         report("self-test", 0.0)
         with explained(f"model {name!r} cannot be probed"):
             layers = probe(model, name)
+        loaded_dtype = str(model.dtype).removeprefix("torch.")
+        identity = fingerprint(source, model, loaded_dtype)
         context_length = _context_length(model.config.get_text_config())
         rings = choose_rings(layers, sliding_window_rows, attention, context_length)
-        fit = choose_fit(model, layers, name, attention, rings)
+        layers = others.divide(model, layers, name)
+        fit = others.choose_fit(model, layers, name, attention, rings, identity)
+        neighbours = others.neighbours()
         report("ready", 1.0)
-    loaded_dtype = str(model.dtype).removeprefix("torch.")
     return LoadedModel(
         model=model,
         name=name,
@@ -149,9 +164,31 @@ def load_model(
         context_length=context_length,
         vocab_size=int(model.get_input_embeddings().num_embeddings),
         tokenizer=tokenizer,
-        fingerprint=fingerprint(source, model, loaded_dtype),
+        fingerprint=identity,
         sampling_defaults=_sampling_defaults(model),
+        part=part,
+        neighbours=neighbours,
+        other_states=others.has_states,
     )
+
+
+def _check_choices(dtype: str, attention: str, sliding_window_rows: str) -> None:
+    for what, given, known in (
+        ("dtype", dtype, DTYPES),
+        ("attention", attention, ATTENTIONS),
+        ("sliding_window_rows", sliding_window_rows, SLIDING_WINDOW_ROWS),
+    ):
+        if given not in known:
+            raise MisuseError(f"{what} {given!r} is not one of {', '.join(known)}")
+
+
+def _class_for(config: Any, part: ModelPart, name: str) -> tuple[Any, dict[str, Any]]:
+    """What loads the layers of `part`, and with which arguments. Raises: MisuseError where it cannot be cut so."""
+    own = own_layers(config, part, name)
+    if part.stages == 1:
+        return AutoModelForCausalLM, {}
+    model_class, config = stage_class(config, own, name)
+    return model_class, {"config": config}
 
 
 def _config(source: str, name: str) -> Any:
@@ -159,12 +196,14 @@ def _config(source: str, name: str) -> Any:
         return AutoConfig.from_pretrained(source)
 
 
-def _weights(source: str, name: str, dtype: str, device: torch.device) -> Any:
+def _weights(
+    source: str, name: str, dtype: str, device: torch.device, model_class: Any, more: dict[str, Any]
+) -> Any:  # fmt: skip
     wanted = dtype if dtype == "auto" else getattr(torch, dtype)
     with explained(f"model {name!r} cannot be loaded"):
         # Mismatches are reported below: transformers only prints them.
-        loaded: Any = AutoModelForCausalLM.from_pretrained(
-            source, dtype=wanted, output_loading_info=True, ignore_mismatched_sizes=True
+        loaded: Any = model_class.from_pretrained(
+            source, dtype=wanted, output_loading_info=True, ignore_mismatched_sizes=True, **more
         )
     model, info = loaded
     if mismatched := sorted(info["mismatched_keys"]):

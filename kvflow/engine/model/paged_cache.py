@@ -135,17 +135,17 @@ class StateRows:
 
     def __init__(self, pool: PagedPool) -> None:
         self._pool = pool
-        self._layers: list[StateLayer] = []
+        self.layers: list[StateLayer] = []
         self._parts: list[tuple[dict[int, torch.Tensor | None], int, torch.Tensor]] = []
 
     def add(self, layer: StateLayer, streams: LayerStreams) -> None:
-        self._layers.append(layer)
+        self.layers.append(layer)
         for states, kinds in ((layer.conv_states, streams.conv), (layer.recurrent_states, streams.recurrent)):
             self._parts.extend((states, i, self._pool.tensor(k.name)) for i, k in enumerate(kinds) if k is not None)
 
     def gather(self, rows: torch.Tensor, *, new: bool) -> None:
         """Copy the states of `rows` int64 [batch] out; those of `new` requests begin at zero, whatever lies there."""
-        for layer in self._layers:
+        for layer in self.layers:
             layer.has_previous_state = dict.fromkeys(layer.has_previous_state, not new)
         for states, i, pool in self._parts:
             states[i] = pool.new_zeros(len(rows), *pool.shape[1:]) if new else pool.index_select(0, rows)
@@ -167,6 +167,19 @@ class PagedCache(Cache):
     def __init__(self, layers: Layers, pool: PagedPool) -> None:
         self.states = StateRows(pool)
         super().__init__(layers=[self._layer(streams, pool) for streams in layers])
+
+    # Of the whole model: in a stage the layers that models ask may be another's.
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        return self.step.past
+
+    def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
+        return self.step.past + query_length, 0
+
+    def has_previous_state(self, layer_idx: int | None = None, state_idx: int | None = None) -> bool:
+        if layer_idx is None and not self.states.layers:
+            return self.step.past > 0
+        return bool(super().has_previous_state(layer_idx, state_idx))
 
     def _layer(self, streams: LayerStreams | None, pool: PagedPool) -> Any:
         if streams is None:

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from transformers import DynamicCache
 
+from kvflow.engine.model.parallel.stage import is_stage
 from kvflow.protocols.errors import MisuseError
 from kvflow.protocols.pages.kinds import DTYPE_BYTES, ROW, StateKind
 
@@ -74,7 +75,9 @@ def with_rings(layers: Layers) -> Layers:
 
 def _in_ring(layer: LayerStreams) -> LayerStreams:
     def ring(kind: StateKind | None) -> StateKind | None:
-        return kind and StateKind(f"{kind.name}.{RINGS}", kind.dtype, (layer.window, *kind.shape), ROW, axis=1)
+        if kind is None:
+            return None
+        return kind._replace(name=f"{kind.name}.{RINGS}", shape=(layer.window, *kind.shape), unit=ROW, axis=1)
 
     return layer._replace(keys=ring(layer.keys), values=ring(layer.values))
 
@@ -102,12 +105,13 @@ def probe(model: Any, name: str) -> Layers:
         model(input_ids=ids, use_cache=True, **{argument: cache})
     layers = tuple(_read_layer(layer, i, name, config) for i, layer in enumerate(cache.layers))
     if not any(layers):
-        raise _unsupported(name, config, "it wrote nothing to its cache")
+        what = "the layers of this stage" if is_stage(model) else "it"
+        raise _unsupported(name, config, f"{what} wrote nothing to its cache")
     return layers
 
 
 def _read_layer(layer: Any, index: int, name: str, config: Any) -> LayerStreams | None:
-    found = dict(_tensors(vars(layer)))
+    found = dict(tensors_of(vars(layer)))
     known: set[str] = set()
 
     def kind(path: str, label: str, *, row: bool = False) -> StateKind | None:
@@ -139,14 +143,14 @@ def _read_layer(layer: Any, index: int, name: str, config: Any) -> LayerStreams 
     return streams if streams.kinds else None
 
 
-def _tensors(attributes: dict[str, Any]) -> Iterator[tuple[str, torch.Tensor]]:
+def tensors_of(attributes: dict[str, Any]) -> Iterator[tuple[str, torch.Tensor]]:
     """Every tensor of an object and where it stands: "keys", "conv_states[0]"."""
     for path, value in attributes.items():
         if isinstance(value, torch.Tensor):
             yield path, value
         elif isinstance(value, (dict, list, tuple)):
             inner = value.items() if isinstance(value, dict) else enumerate(value)
-            yield from _tensors({f"{path}[{key}]": item for key, item in inner})
+            yield from tensors_of({f"{path}[{key}]": item for key, item in inner})
 
 
 def _unsupported(name: str, config: Any, why: str) -> MisuseError:

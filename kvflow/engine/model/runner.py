@@ -18,6 +18,8 @@ from kvflow.engine.model.ahead import DecodeSteps, KeptMemory
 from kvflow.engine.model.attention import NAME
 from kvflow.engine.model.device import place_on
 from kvflow.engine.model.paged_cache import PagedCache
+from kvflow.engine.model.parallel.neighbours import ALONE, Neighbours
+from kvflow.engine.model.parallel.stage import StageEnd
 from kvflow.engine.model.probe import Layers, cache_argument, have_rows, kinds_of
 from kvflow.engine.model.rings import RingLayers
 from kvflow.engine.model.step import Row, Step, current
@@ -30,8 +32,10 @@ from kvflow.protocols.pages.layout import build_layout
 class Runner:
     """`packed` mode is one row with kvflow's attention function; otherwise the model's own attention, left-padded."""
 
-    def __init__(self, model: Any, layers: Layers, pool: PagedPool, *, packed: bool) -> None:
-        """Raises: LayoutError when the pool's streams are not the model's."""
+    def __init__(
+        self, model: Any, layers: Layers, pool: PagedPool, *, packed: bool, neighbours: Neighbours = ALONE
+    ) -> None:
+        """`neighbours`: where the model is a part. Raises: LayoutError when the pool's streams are not the model's."""
         wanted = build_layout(
             kinds_of(layers),
             page_size=pool.layout.page_size,
@@ -42,7 +46,7 @@ class Runner:
         if found := differences(wanted, pool.layout, ("model", "pool")):
             raise LayoutError("the pool does not fit the model: " + "; ".join(found))
         parameters = inspect.signature(model.forward).parameters
-        self._model, self._packed, self._rings = model, packed, RingLayers(layers)
+        self._model, self._packed, self._rings, self._neighbours = model, packed, RingLayers(layers), neighbours
         self._has_states = any(layer.has_states for layer in layers if layer)
         self._cache_argument = cache_argument(model) or ""
         self._attends = any(layer.keys for layer in layers if layer)
@@ -56,12 +60,19 @@ class Runner:
 
     @torch.inference_mode()
     def forward(self, rows: list[Row]) -> torch.Tensor:
-        """Compute every row's new tokens. Returns logits [tokens that they are asked for, vocabulary], in row order.
+        """Compute every row's new tokens. Returns logits [tokens that they are asked for, vocabulary], in row order; a
+        stage that is not the last returns none [0, any].
 
-        Every sequence must have pages for all of its tokens, the new ones included, and a row of a pool with rows.
+        Every sequence must have pages for all of its tokens, the new ones included, and a row of a pool with rows. All
+        processes of a model are given the same rows, in the same order. Raises: LostError when one of them is gone, or
+        the step was aborted.
         """
-        if self._packed:
-            return self._forward_packed(rows)
+        with self._neighbours.step():
+            logits = self._forward_packed(rows) if self._packed else self._forward_each_length(rows)
+        return logits if self._neighbours.returns_logits else logits[:0]
+
+    def _forward_each_length(self, rows: list[Row]) -> torch.Tensor:
+        """Decoding rows in one left-padded batch, chunks of prompts one by one."""
         decoding = [r for r in rows if r.new == 1 and r.sequence.computed]
         parts: dict[int, torch.Tensor] = {}
         if decoding:
@@ -139,6 +150,9 @@ class Runner:
         hook = _on_hidden(self._model, seen.append) if self._with_hidden else None
         try:
             logits: torch.Tensor = self._model(input_ids=ids, use_cache=True, **more).logits
+        except StageEnd as end:
+            self._neighbours.send(end)
+            return torch.zeros(ids.shape[0] if ids.shape[0] > 1 else ids.shape[1], 1, device=ids.device)
         finally:
             if hook is not None:
                 hook.remove()

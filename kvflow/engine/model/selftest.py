@@ -9,7 +9,8 @@ import numpy as np
 import torch
 from transformers import DynamicCache
 
-from kvflow.engine.model.attention import WindowRecorder
+from kvflow.engine.model.attention import window_recorder
+from kvflow.engine.model.parallel.stage import stock_cache
 from kvflow.engine.model.probe import Layers, cache_argument, have_rows, kinds_of, with_rings
 from kvflow.engine.model.runner import Runner, set_packed
 from kvflow.engine.model.sequence import Sequence
@@ -90,15 +91,15 @@ def _try(model: Any, layers: Layers, mode: Mode, reference: Reference, allowed: 
         return f"the model keeps more than K and V ({beside[0]})"
     if not set_packed(model, mode == "packed"):
         return "the model does not take an attention function"
-    WindowRecorder.windows = {}
+    window_recorder.windows = {}
     try:
         paged = _paged(model, layers, reference, packed=mode == "packed")
-        windows = WindowRecorder.windows
+        windows = window_recorder.windows
     # A model may break the interface in unforeseen ways; any error means that it does not support this mode.
     except Exception as error:  # noqa: BLE001
         return f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
     finally:
-        WindowRecorder.windows = None
+        window_recorder.windows = None
     if (error_size := distance(paged, reference.logits)) > allowed:
         return f"logits differ by {error_size:.2g}, allowed {allowed:.2g}"
     if mode == "packed":
@@ -153,7 +154,7 @@ def _ignores_states(model: Any, prompt: list[int], states: set[str]) -> bool:
     of mamba and jamba begin at zero."""
 
     def second_chunk(spoiled: str = "") -> torch.Tensor:
-        cache = DynamicCache(config=model.config.get_text_config())
+        cache = stock_cache(model)
         _forward(model, cache, prompt, 0, CHUNK)
         for layer in cache.layers:
             for state in getattr(layer, spoiled, {}).values():
@@ -169,7 +170,7 @@ def _ignores_states(model: Any, prompt: list[int], states: set[str]) -> bool:
 @torch.inference_mode()
 def _stock(model: Any, prompt: list[int], chunk: int) -> torch.Tensor:
     """Stock logits [1, vocabulary] after `prompt`, fed `chunk` tokens at a time (the last one alone, when chunked)."""
-    cache = DynamicCache(config=model.config.get_text_config())
+    cache = stock_cache(model)
     logits = torch.empty(0)
     ends = [*range(chunk, len(prompt) - 1, chunk), len(prompt) - 1, len(prompt)]
     if chunk >= len(prompt):

@@ -1,0 +1,1 @@
+"""One model over several processes: stages of layers (pipeline), and shards of each layer (tensor parallelism)."""

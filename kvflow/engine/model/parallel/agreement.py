@@ -1,0 +1,62 @@
+"""What the processes of one model agree on while it is loaded, through a file in their meeting directory."""
+
+from __future__ import annotations
+
+import time
+from datetime import timedelta
+from typing import TYPE_CHECKING, TypeVar
+
+import msgspec
+
+from kvflow.engine.model.parallel.part import Meeting, ModelPart
+from kvflow.protocols.errors import LostError, MisuseError
+
+if TYPE_CHECKING:
+    from torch.distributed.distributed_c10d import Store
+
+T = TypeVar("T")
+_POLL_S = 0.02
+
+
+class OtherRankError(MisuseError):
+    """Another process could not load its part."""
+
+
+class Agreement:
+    """One process among those of a model. Each states the same facts in the same order, and waits for all others."""
+
+    def __init__(self, part: ModelPart, meeting: Meeting) -> None:
+        """Raises: MisuseError (a directory that others may enter)."""
+        from torch.distributed import FileStore  # type: ignore[attr-defined]  # public, and not in its stubs
+
+        meeting.check()
+        self._part, self._timeout_s = part, meeting.load_timeout_s
+        self.store: Store = FileStore(str(meeting.directory / "agreement"), -1)
+        self.store.set_timeout(timedelta(seconds=meeting.load_timeout_s))
+        self.store.set(f"failed/{part.rank}", "")  # of an earlier process with this rank
+
+    def exchange(self, what: str, mine: T) -> list[T]:
+        """Everybody's statement about `what`, by rank; blocks until all are there.
+
+        Raises: OtherRankError when a rank could not load its part, LostError when one says nothing for too long.
+        """
+        self.store.set(f"{what}/{self._part.rank}", msgspec.json.encode(mine).decode())
+        deadline, found = time.monotonic() + self._timeout_s, []
+        for rank in range(self._part.ranks):
+            while not self.store.check([f"{what}/{rank}"]):
+                self._check_failures()
+                if time.monotonic() > deadline:
+                    raise LostError(f"rank {rank} has said nothing of its part of the model for {self._timeout_s:g} s")
+                time.sleep(_POLL_S)
+            found.append(msgspec.json.decode(self.store.get(f"{what}/{rank}"), type=type(mine)))
+        return found
+
+    def fail(self, error: BaseException) -> None:
+        """Tell the others that this process ends, so that none waits for it."""
+        self.store.set(f"failed/{self._part.rank}", str(error) or type(error).__name__)
+
+    def _check_failures(self) -> None:
+        for rank in range(self._part.ranks):
+            key = f"failed/{rank}"
+            if rank != self._part.rank and self.store.check([key]) and (text := self.store.get(key).decode()):
+                raise OtherRankError(f"rank {rank} cannot load its part of the model: {text}")

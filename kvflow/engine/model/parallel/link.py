@@ -1,0 +1,271 @@
+"""Hidden states between two stages that follow each other: one ZMQ socket at each end, used by its model thread.
+
+The later stage binds. Each frame carries its generation and step, its shape and dtype, and then the bytes of the
+tensor, which are sent from where they lie. The receiver gives a credit back for each, so at most `MAX_IN_FLIGHT` are
+under way: an earlier stage runs ahead by so many calls of the model and then waits. Frames and credits of an earlier
+generation are dropped. A wait ends with `abort` only: who has died is for others to see.
+
+Nothing is authenticated. The address is a Unix socket in a directory that only its owner can enter, or a port of a
+loopback interface, which any user of the machine can reach.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ipaddress
+import os
+import threading
+from typing import Protocol
+from urllib.parse import urlsplit
+
+import msgspec
+import numpy as np
+import torch
+import zmq
+
+from kvflow.protocols.errors import LostError, MisuseError, PeerError
+
+MAX_IN_FLIGHT = 4
+_MAX_DIMS = 8
+_MAX_IPC_PATH = 107  # bytes, in Linux
+
+
+class HiddenLink(Protocol):
+    """One end of the way of hidden states from a stage to the next one."""
+
+    def begin(self, generation: int) -> None:
+        """From now on, steps of `generation`, which is larger than every earlier one, from the first step on. Ends an
+        abort."""
+
+    def next_step(self) -> None:
+        """What follows belongs to the next step. A step may send several tensors, one for each call of the model."""
+
+    def abort(self) -> None:
+        """From any thread: a call that waits, and every later one until `begin`, raises."""
+
+    def close(self) -> None: ...
+
+
+class HiddenSink(HiddenLink, Protocol):
+    """The earlier stage's end."""
+
+    def send(self, hidden: torch.Tensor) -> None:
+        """Queue it; waits while too many are under way. Its memory must not change any more.
+
+        Raises: LostError (aborted).
+        """
+
+
+class HiddenSource(HiddenLink, Protocol):
+    """The later stage's end."""
+
+    def receive(self, like: torch.Tensor) -> torch.Tensor:
+        """The next hidden states, which have shape and dtype of `like`, on its device.
+
+        Raises: LostError (aborted, or the other end has begun a later generation), PeerError (they are others).
+        """
+
+
+class _Header(msgspec.Struct, frozen=True, array_like=True):
+    generation: int
+    step: int
+    call: int  # of the model, in this step
+    dtype: str
+    shape: list[int]
+
+
+class _Credit(msgspec.Struct, frozen=True, array_like=True):
+    generation: int
+    received: int  # frames of that generation, so far
+
+
+_encoder = msgspec.msgpack.Encoder()
+_parse_header = msgspec.msgpack.Decoder(_Header).decode
+_parse_credit = msgspec.msgpack.Decoder(_Credit).decode
+
+
+class _End:
+    """A DEALER that can be waited on, until another thread aborts the wait."""
+
+    def __init__(self, address: str, *, bind: bool) -> None:
+        """Raises: MisuseError."""
+        check_address(address)
+        self.dropped = 0  # frames that meant nothing here
+        self.generation, self.step, self.call = 0, -1, 0
+        self._address, self._aborted, self._lock = address, False, threading.Lock()
+        self._context = zmq.Context(1)
+        self._socket = self._context.socket(zmq.DEALER)
+        self._socket.setsockopt(zmq.LINGER, 0)
+        self._socket.setsockopt(zmq.RECONNECT_IVL, 20)
+        self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        try:
+            (self._socket.bind if bind else self._socket.connect)(address)
+        except zmq.ZMQError as error:
+            self.close()
+            raise MisuseError(f"hidden states cannot be passed at {address}: {error.strerror}") from None
+        self._poller = zmq.Poller()
+        self._poller.register(self._socket, zmq.POLLIN)
+        self._poller.register(self._wake, zmq.POLLIN)
+
+    @property
+    def address(self) -> str:
+        """Where it is bound or connected, with the port that was chosen for it."""
+        return bytes(self._socket.getsockopt(zmq.LAST_ENDPOINT)).decode().rstrip("\0")
+
+    def begin(self, generation: int) -> None:
+        if generation < self.generation:
+            raise MisuseError(
+                f"generation {generation} of hidden states is older than the present one, {self.generation}"
+            )
+        self.generation, self.step, self.call = generation, -1, 0
+        self._aborted = False
+        with contextlib.suppress(BlockingIOError):
+            os.eventfd_read(self._wake)
+
+    def next_step(self) -> None:
+        self.step, self.call = self.step + 1, 0
+
+    def abort(self) -> None:
+        with self._lock:
+            self._aborted = True
+            if not self._socket.closed:
+                os.eventfd_write(self._wake, 1)
+
+    def close(self) -> None:
+        """Drops what has not been sent. Not while a call waits: abort it first."""
+        with self._lock:
+            if not self._socket.closed:
+                self._socket.close(linger=0)
+                os.close(self._wake)
+        self._context.term()
+
+    def _take(self, *, wait: bool) -> list[zmq.Frame] | None:
+        """The next message. None when there is none yet, or, after a wait, perhaps."""
+        if self._aborted:
+            raise LostError(f"passing hidden states at {self._address} was aborted in step {self.step}")
+        try:
+            frames: list[zmq.Frame] = self._socket.recv_multipart(zmq.NOBLOCK, copy=False)
+        except zmq.Again:
+            if wait:
+                self._poller.poll()
+            return None
+        return frames
+
+
+class HiddenSender(_End):
+    """Implements `HiddenSink`."""
+
+    def __init__(self, address: str, max_in_flight: int = MAX_IN_FLIGHT) -> None:
+        super().__init__(address, bind=False)
+        self._most, self._sent, self._received = max_in_flight, 0, 0
+
+    def begin(self, generation: int) -> None:
+        super().begin(generation)
+        self._sent = self._received = 0
+
+    @property
+    def in_flight(self) -> int:
+        """Tensors sent that have not been received, as far as is known here."""
+        return self._sent - self._received
+
+    def send(self, hidden: torch.Tensor) -> None:
+        self._take_credits(wait=False)
+        while self.in_flight >= self._most:
+            self._take_credits(wait=True)
+        tensor = hidden.detach().to("cpu").contiguous()
+        dtype = str(tensor.dtype).removeprefix("torch.")
+        header = _Header(self.generation, self.step, self.call, dtype, list(tensor.shape))
+        self._socket.send_multipart([_encoder.encode(header), tensor.view(torch.uint8).numpy().data], copy=False)
+        self._sent += 1
+        self.call += 1
+
+    def _take_credits(self, *, wait: bool) -> None:
+        while (frames := self._take(wait=wait)) is not None:
+            credit = _credit(frames)
+            if credit is None or credit.generation != self.generation or not 0 <= credit.received <= self._sent:
+                self.dropped += 1
+            else:
+                self._received = max(self._received, credit.received)
+            wait = False
+
+
+class HiddenReceiver(_End):
+    """Implements `HiddenSource`."""
+
+    def __init__(self, address: str) -> None:
+        super().__init__(address, bind=True)
+        self._received = 0
+        self._early: tuple[_Header, zmq.Frame] | None = None  # the first one of a later generation
+
+    def begin(self, generation: int) -> None:
+        super().begin(generation)
+        self._received = 0
+
+    def receive(self, like: torch.Tensor) -> torch.Tensor:
+        header, data = self._next()
+        found = f"{header.dtype} {header.shape} of step {header.step}, call {header.call}"
+        dtype = str(like.dtype).removeprefix("torch.")
+        if header != _Header(self.generation, self.step, self.call, dtype, list(like.shape)):
+            wanted = f"{dtype} {list(like.shape)} of step {self.step}, call {self.call}"
+            raise PeerError(f"hidden states are {found}, not {wanted}")
+        self.call += 1
+        hidden = torch.empty(like.shape, dtype=like.dtype)
+        into = hidden.view(torch.uint8).reshape(-1).numpy()
+        if len(data.buffer) != into.size:
+            raise PeerError(f"hidden states {found} have {len(data.buffer)} bytes, not {into.size}")
+        into[:] = np.frombuffer(data.buffer, np.uint8)  # copied: kernels may compute other bits where it is not aligned
+        self._received += 1
+        with contextlib.suppress(zmq.Again):  # the other end has gone
+            self._socket.send(_encoder.encode(_Credit(self.generation, self._received)), zmq.NOBLOCK)
+        return hidden.to(like.device)
+
+    def _next(self) -> tuple[_Header, zmq.Frame]:
+        """The next message of this generation."""
+        while True:
+            found, self._early = self._early, None
+            if found is None and (frames := self._take(wait=True)) is not None:
+                found = _hidden(frames)
+                self.dropped += found is None
+            if found is None:
+                continue
+            generation = found[0].generation
+            if generation == self.generation:
+                return found
+            if generation > self.generation:
+                self._early = found
+                raise LostError(f"generation {self.generation} has ended: the stage before is in {generation} already")
+            self.dropped += 1
+
+
+def _hidden(frames: list[zmq.Frame]) -> tuple[_Header, zmq.Frame] | None:
+    try:
+        header = _parse_header(frames[0].buffer)
+    except msgspec.MsgspecError:
+        return None
+    fits = len(frames) == 2 and len(header.shape) <= _MAX_DIMS
+    return (header, frames[1]) if fits else None
+
+
+def _credit(frames: list[zmq.Frame]) -> _Credit | None:
+    try:
+        return _parse_credit(frames[0].buffer)
+    except msgspec.MsgspecError:
+        return None
+
+
+def check_address(address: str) -> None:
+    """Raises: MisuseError for one that other machines can reach."""
+    if address.startswith("ipc://") and not address.startswith("ipc://@"):
+        if len(os.fsencode(address.removeprefix("ipc://"))) > _MAX_IPC_PATH:
+            raise MisuseError(f"address {address!r}: the path of a Unix socket has at most {_MAX_IPC_PATH} bytes")
+        return
+    host = urlsplit(address).hostname or ""
+    try:
+        if address.startswith("tcp://") and ipaddress.ip_address(host).is_loopback:
+            return
+    except ValueError:
+        pass
+    raise MisuseError(
+        f"address {address!r} for hidden states is neither ipc://PATH nor tcp:// of a loopback address: nothing is "
+        f"authenticated there"
+    )

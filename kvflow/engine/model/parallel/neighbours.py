@@ -1,0 +1,104 @@
+"""The other processes that a step of this one needs: the stages before and after it, and the shards beside it."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+from kvflow.engine.model.parallel.link import HiddenReceiver, HiddenSender, HiddenSink, HiddenSource
+from kvflow.engine.model.parallel.part import ModelPart
+from kvflow.engine.model.parallel.shards import ShardGroup
+from kvflow.engine.model.parallel.stage import StageEnd, passage
+from kvflow.protocols.errors import LostError
+
+
+class Neighbours:
+    """Those of one part. All but `abort` belongs to the model thread."""
+
+    def __init__(
+        self, source: HiddenSource | None = None, sink: HiddenSink | None = None, shards: ShardGroup | None = None
+    ) -> None:
+        """`source` is None in the first stage, `sink` in the last, and `shards` where a stage is one process."""
+        self._source, self._sink, self._shards = source, sink, shards
+        self._aborted = self._broken = False
+
+    @property
+    def returns_logits(self) -> bool:
+        """False in all stages but the last."""
+        return self._sink is None
+
+    def begin(self, generation: int) -> None:
+        """Steps are counted anew; what is still under way of an earlier generation is dropped. `generation` is the same
+        in all processes, and larger than every earlier one.
+
+        Raises: LostError when the group of shards has ended, by an abort or with one of them.
+        """
+        if self._broken:
+            raise LostError("the shards of this stage have lost each other: start all processes of the stage again")
+        self._aborted = False
+        for link in (self._source, self._sink):
+            if link is not None:
+                link.begin(generation)
+
+    def abort(self) -> None:
+        """From any thread: a step that waits for another process raises, and so does every later one until `begin`."""
+        self._aborted, self._broken = True, self._shards is not None
+        for part in (self._source, self._sink, self._shards):
+            if part is not None:
+                part.abort()
+
+    def close(self) -> None:
+        for part in (self._source, self._sink, self._shards):
+            if part is not None:
+                part.close()
+
+    @contextlib.contextmanager
+    def step(self) -> Iterator[None]:
+        """Around each step: its forwards receive and send. Raises: LostError for a shard or a stage that is gone."""
+        if self._aborted:
+            raise LostError("the step was aborted before it began")
+        for link in (self._source, self._sink):
+            if link is not None:
+                link.next_step()
+        passage.source, passage.sink = self._source, self._sink
+        try:
+            yield
+        except RuntimeError as error:
+            if self._shards is None or "gloo" not in str(error):
+                raise
+            self._broken = True
+            raise LostError(f"a shard of this stage is gone: {_cause(error)}") from error
+        finally:
+            passage.source = passage.sink = None
+
+    def send(self, end: StageEnd) -> None:
+        assert self._sink is not None
+        self._sink.send(end.hidden)
+
+
+def _cause(error: RuntimeError) -> str:
+    """What gloo says, without the line of its source and its advice."""
+    return re.sub(r"^\[[^]]*\] *", "", str(error)).split(". ")[0]
+
+
+ALONE = Neighbours()
+
+
+def hidden_links(part: ModelPart, directory: Path) -> tuple[HiddenReceiver | None, HiddenSender | None]:
+    """This part's links from the stage before it and to the one after it, by sockets in `directory`.
+
+    Raises: MisuseError.
+    """
+
+    def address(stage: int) -> str:
+        return f"ipc://{directory}/hidden-{stage}-{part.shard}"
+
+    receiver = None if part.is_first else HiddenReceiver(address(part.stage))
+    try:
+        return receiver, None if part.is_last else HiddenSender(address(part.stage + 1))
+    except BaseException:
+        if receiver is not None:
+            receiver.close()
+        raise

@@ -1,0 +1,118 @@
+"""Which part of a model one process runs, and what cannot be divided so."""
+
+from __future__ import annotations
+
+import os
+import stat
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from kvflow.protocols.errors import MisuseError
+
+MAX_RANKS = 1024
+
+
+@dataclass(frozen=True)
+class ModelPart:
+    """Stage `stage` of `stages`, which are runs of consecutive layers, and shard `shard` of the `shards` that compute
+    each of its layers together. The default is all of a model."""
+
+    stage: int = 0
+    stages: int = 1
+    shard: int = 0
+    shards: int = 1
+
+    def __post_init__(self) -> None:
+        """Raises: MisuseError."""
+        for what, index, count in (("stage", self.stage, self.stages), ("shard", self.shard, self.shards)):
+            if not 1 <= count <= MAX_RANKS or not 0 <= index < count:
+                raise MisuseError(f"{what} {index} of {count}: a {what} is 0..count-1, and the count 1..{MAX_RANKS}")
+
+    @property
+    def ranks(self) -> int:
+        return self.stages * self.shards
+
+    @property
+    def rank(self) -> int:
+        """Among all processes of the model: the shards of one stage stand together."""
+        return self.stage * self.shards + self.shard
+
+    @property
+    def is_first(self) -> bool:
+        return self.stage == 0
+
+    @property
+    def is_last(self) -> bool:
+        """Whether it is the stage that computes logits."""
+        return self.stage == self.stages - 1
+
+    def layers(self, count: int) -> range:
+        """Its own, of a model with `count` layers."""
+        return range(self.stage * count // self.stages, (self.stage + 1) * count // self.stages)
+
+    def __str__(self) -> str:
+        stage = f"stage {self.stage} of {self.stages}" if self.stages > 1 else ""
+        shard = f"shard {self.shard} of {self.shards}" if self.shards > 1 else ""
+        return ", ".join(filter(None, (stage, shard))) or "the whole model"
+
+
+WHOLE = ModelPart()
+
+
+@dataclass(frozen=True)
+class Meeting:
+    """Where the processes of one model find each other: a directory of this machine that only its owner can enter. It
+    begins empty, and whoever made it removes it.
+
+    `attempt`: counted up by whoever starts all shards of a stage once more. `load_timeout_s`: how long one waits until
+    all have loaded their weights; `collective_timeout_s`: how long one shard waits for another in a step.
+    """
+
+    directory: Path
+    attempt: int = 0
+    load_timeout_s: float = 1800.0
+    collective_timeout_s: float = 60.0
+
+    def check(self) -> None:
+        """Raises: MisuseError for a directory that others may enter."""
+        try:
+            found = os.stat(self.directory)
+        except OSError as error:
+            raise MisuseError(f"meeting directory {str(self.directory)!r}: {error.strerror}") from None
+        if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid() or found.st_mode & 0o077:
+            raise MisuseError(
+                f"meeting directory {str(self.directory)!r} has mode {stat.S_IMODE(found.st_mode):o} and owner "
+                f"{found.st_uid}: it has to be a directory of user {os.geteuid()} with mode 700"
+            )
+
+
+def own_layers(config: Any, part: ModelPart, name: str) -> range:
+    """The layers of `part`. Raises: MisuseError, one line, where the model cannot be cut so."""
+    text = config.get_text_config()
+    count = getattr(text, "num_hidden_layers", None)
+    if part.stages == 1:
+        return range(count or 0)
+    if not isinstance(count, int):
+        raise MisuseError(f"model {name!r} cannot be cut into stages: its configuration has no num_hidden_layers")
+    if part.stages > count:
+        raise MisuseError(f"model {name!r} has {count} layers: they cannot be cut into {part.stages} stages")
+    _check_sharing(text, part, count, name)
+    return part.layers(count)
+
+
+def _check_sharing(text: Any, part: ModelPart, count: int, name: str) -> None:
+    """Layers that use the K and V of earlier ones need these in their own stage."""
+    shared = getattr(text, "num_kv_shared_layers", 0) or 0
+    if not shared:
+        return
+    first, kinds = count - shared, list(getattr(text, "layer_types", None) or ["full_attention"] * count)
+    sources = [max((i for i in range(first) if kinds[i] == kind), default=0) for kind in sorted(set(kinds[first:]))]
+    for stage in range(1, part.stages):
+        cut = stage * count // part.stages
+        if cut > min(sources, default=count):
+            used = " and ".join(map(str, sorted(sources)))
+            raise MisuseError(
+                f"model {name!r} cannot be cut into {part.stages} stages before layer {cut}: layers {first}.."
+                f"{count - 1} use the K and V of layers {used}, so all of these have to be in one stage"
+            )

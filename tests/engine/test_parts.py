@@ -1,0 +1,286 @@
+"""A model in parts, each in a process of its own: the same tokens, and the same pages, as the whole in one."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoConfig
+
+from kvflow.engine.model.load import LoadedModel, load_model
+from kvflow.engine.model.parallel.division import split_of
+from kvflow.engine.model.parallel.part import Meeting, ModelPart, own_layers
+from kvflow.protocols.errors import MisuseError
+from kvflow.protocols.pages.components import Part
+from kvflow.protocols.pages.kinds import StateKind
+from tests.engine import tiny_models
+from tests.engine.world import Ran, World, run, world
+
+Tiny = Callable[[str], Path]
+Loaded = Callable[..., LoadedModel]
+
+
+@pytest.fixture(scope="module")
+def two() -> Iterator[World]:
+    with world(2) as found:
+        yield found
+
+
+@pytest.fixture(scope="module")
+def four() -> Iterator[World]:
+    with world(4) as found:
+        yield found
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    """As in the processes: with more threads, sums are made in another order."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def annotation(kind: StateKind) -> tuple[int, ...]:
+    """Start, whole, replica, replicas and axis."""
+    return tuple(map(int, (kind.start, kind.whole, kind.replica, kind.replicas, kind.axis)))
+
+
+def check(found: list[Ran], whole: Ran, stages: int, shards: int) -> None:
+    """Tokens, logits, pages and identity of all parts against those of the whole."""
+    held: dict[str, list[tuple[int, int]]] = {}
+    for rank, ran in enumerate(found):
+        assert ran.tokens == whole.tokens and (ran.mode, ran.fingerprint) == (whole.mode, whole.fingerprint)
+        last = rank // shards == stages - 1
+        assert len(ran.logits) == (len(whole.logits) if last else 0)
+        for mine, wanted in zip(ran.logits, whole.logits, strict=last):
+            check_close(mine, wanted, exact=shards == 1)
+        for kind in ran.streams:
+            mine, wanted = ran.kept[kind.name], whole.kept[kind.name]
+            start, whole_count, replica, _, along = annotation(kind)
+            axis = mine.dim() - len(kind.shape) + along
+            if whole_count:
+                assert whole_count == wanted.shape[axis]
+                wanted = wanted.narrow(axis, start, mine.shape[axis])
+            check_close(mine, wanted, exact=shards == 1)
+            held.setdefault(kind.name, []).append((start, replica))
+    assert held.keys() == whole.kept.keys()
+    for name, parts in held.items():
+        assert len(parts) == len(set(parts)) == shards, f"{name} is held as {parts}"
+
+
+def check_close(mine: torch.Tensor, wanted: torch.Tensor, *, exact: bool) -> None:
+    assert mine.shape == wanted.shape
+    if exact:
+        assert torch.equal(mine, wanted)
+    else:
+        assert float((mine - wanted).abs().max()) < 1e-5 * float(wanted.abs().max().clamp_min(1.0))
+
+
+def one(path: Path, **options: str) -> Ran:
+    return run(load_model(str(path), **options))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(("stages", "shards"), [(2, 1), (1, 2)])
+def test_two_processes_are_one_model(two: World, tiny: Tiny, loaded: Loaded, stages: int, shards: int) -> None:
+    whole = run(loaded("llama"))
+    found = two.run(tiny("llama"), stages, shards)
+    check(found, whole, stages, shards)
+    assert max(ran.parameters for ran in found) < 0.7 * whole.parameters  # others' weights are not there
+    assert all(ran.weights < 1.1 * ran.parameters * 4 for ran in found)  # nor their memory
+
+
+def test_latents_are_held_by_every_shard(two: World, tiny: Tiny, loaded: Loaded) -> None:
+    found = two.run(tiny("deepseek_v3"), 1, 2)
+    check(found, run(loaded("deepseek_v3")), 1, 2)
+    assert [annotation(ran.streams[0]) for ran in found] == [(0, 0, 0, 2, 0), (0, 0, 1, 2, 0)]
+
+
+def test_all_parts_choose_one_mode(two: World, tiny: Tiny, tmp_path: Path) -> None:
+    """Of this lfm2 one stage has attention alone, and would run packed by itself."""
+    layer_types = ["conv", "conv", "full_attention", "full_attention"]
+    path = tiny_models.build("lfm2", tmp_path, layer_types=layer_types)
+    found = two.run(path, 2, 1)
+    check(found, one(path), 2, 1)
+    assert [ran.mode for ran in found] == ["pad", "pad"] and [len(ran.kept) for ran in found] == [2, 4]
+
+
+def test_a_rank_that_cannot_load_is_named_by_the_others(two: World, tiny: Tiny) -> None:
+    """The last layers of a nemotron_h may keep nothing."""
+    path = tiny_models.build("nemotron_h", tiny("llama").parent, layers_block_type=["attention"] * 2 + ["mlp"] * 2)
+    first, second = two.outcomes(path, 2, 1)
+    assert "is not supported: the layers of this stage wrote nothing to its cache" in second
+    assert "rank 1 cannot load its part of the model: model" in first
+
+
+@pytest.mark.parametrize("shards", [1, 2])
+def test_a_process_that_is_killed_ends_the_step_of_the_others(tiny: Tiny, shards: int) -> None:
+    """One shard waits for the other in a collective. A stage sees nothing: it waits until it is told."""
+    with world(2) as found:
+        killed, survivor = found.outcomes(tiny("llama"), 2 // shards, shards, killed=0)
+    assert killed == "ended"
+    assert ("LostError: a shard of this stage is gone" if shards == 2 else "LostError: passing hidden") in survivor
+
+
+def test_an_abort_ends_what_a_shard_waits_for(two: World, tiny: Tiny) -> None:
+    for survivor in two.outcomes(tiny("llama"), 1, 2, idle=1):
+        assert "LostError" in survivor and "start all processes of the stage again" in survivor
+
+
+WIDE = ["llama", "qwen3", "deepseek_v3", "gemma2", "gemma3"]
+STAGES_ONLY = ["gpt_oss", "gpt2", "bloom", "opt", "llama4_chunked", "falcon_h1", "lfm2", "bamba", "jamba", "mamba2"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("family", "stages", "shards"),
+    [(f, *shape) for f in WIDE for shape in ((2, 1), (4, 1), (1, 2), (2, 2))]
+    + [(f, stages, 1) for f in STAGES_ONLY for stages in (2, 4)]
+    + [(f, *shape) for f in ("mistral", "mixtral", "deepseek_v2", "qwen3_next") for shape in ((2, 1), (1, 2), (2, 2))]
+    + [(f, 1, 2) for f in ("deepseek_v32", "glm_moe_dsa", "gemma4_shared_kv", "llama4_chunked")]
+    + [(f, 1, 4) for f in ("llama", "deepseek_v3", "mixtral")],
+)
+def test_families_in_parts(four: World, tiny: Tiny, loaded: Loaded, family: str, stages: int, shards: int) -> None:
+    check(four.run(tiny(family), stages, shards), run(loaded(family)), stages, shards)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("shards", [2, 4])
+@pytest.mark.parametrize(("family", "heads"), [("llama", 1), ("llama", 2), ("llama", 4), ("gemma3", 1), ("qwen3", 2)])
+def test_fewer_heads_than_shards_are_repeated(
+    four: World, tmp_path: Path, family: str, heads: int, shards: int
+) -> None:
+    path = tiny_models.build(family, tmp_path, num_key_value_heads=heads)
+    found = four.run(path, 1, shards)
+    check(found, one(path), 1, shards)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["llama", "gemma2", "gpt2", "falcon_h1"])
+def test_tied_weights(four: World, tmp_path: Path, family: str) -> None:
+    path = tiny_models.build(family, tmp_path, tie_word_embeddings=True)
+    shapes = [(2, 1)] if family in STAGES_ONLY else [(2, 1), (1, 2), (2, 2)]
+    for stages, shards in shapes:
+        check(four.run(path, stages, shards), one(path), stages, shards)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["llama", "gemma3", "deepseek_v3", "lfm2", "gpt2"])
+def test_stages_in_half_precision_are_exact(four: World, tiny: Tiny, loaded: Loaded, family: str) -> None:
+    check(four.run(tiny(family), 4, 1, dtype="bfloat16"), run(loaded(family, "bfloat16")), 4, 1)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("rows", ["always", "never"])
+def test_windows_in_rows_and_in_pages(four: World, tiny: Tiny, rows: str) -> None:
+    for family in ("mistral", "gemma3"):
+        whole = one(tiny(family), sliding_window_rows=rows)
+        for stages, shards in ((4, 1), (2, 2)):
+            check(four.run(tiny(family), stages, shards, sliding_window_rows=rows), whole, stages, shards)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("family", "stages", "shards", "changes", "said"),
+    [
+        ("gpt2", 1, 2, {}, "cannot be divided among 2 shards: transformers has no tensor-parallel plan for it"),
+        ("qwen3", 1, 2, {"num_attention_heads": 3, "num_key_value_heads": 3}, "has 3 attention heads: 2 shards"),
+        ("qwen3", 1, 4, {"num_attention_heads": 12, "num_key_value_heads": 3}, "has 3 K/V heads: 4 shards"),
+        ("glm_moe_dsa", 2, 1, {}, "cannot be cut into stages: its layers hand on more than hidden states"),
+    ],
+)
+def test_what_cannot_be_divided_gets_one_line(
+    four: World, tmp_path: Path, family: str, stages: int, shards: int, changes: dict[str, int], said: str
+) -> None:
+    path = tiny_models.build(family, tmp_path, **changes)
+    for found in four.outcomes(path, stages, shards):
+        assert said in found.strip().splitlines()[-1]
+
+
+# --- in one process
+
+
+@pytest.fixture
+def meeting(tmp_path: Path) -> Meeting:
+    path = tmp_path / "meeting"
+    path.mkdir(mode=0o700)
+    return Meeting(path, load_timeout_s=0.1)
+
+
+@pytest.mark.parametrize(
+    ("family", "part", "said"),
+    [
+        ("llama", ModelPart(0, 5), "has 4 layers: they cannot be cut into 5 stages"),
+        ("falcon_h1", ModelPart(shards=2), r"\(falcon_h1\) cannot be divided among 2 shards: transformers has no"),
+        ("gemma4_shared_kv", ModelPart(1, 2), r"into 2 stages before layer 2: layers 2..3 use the K and V of layers 0 "
+         "and 1, so all of these have to be in one stage"),
+    ],
+)  # fmt: skip
+def test_what_the_configuration_forbids_is_refused_before_weights_are_read(
+    tiny: Tiny, tmp_path: Path, meeting: Meeting, family: str, part: ModelPart, said: str
+) -> None:
+    path = shutil.copytree(tiny(family), tmp_path / "model")
+    (path / "model.safetensors").unlink()
+    with pytest.raises(MisuseError, match=said) as caught:
+        load_model(str(path), part=part, meeting=meeting)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_part_needs_a_meeting_that_is_private(tiny: Tiny, tmp_path: Path) -> None:
+    path = str(tiny("llama"))
+    with pytest.raises(MisuseError, match="stage 0 of 2, shard 1 of 2 of a model needs a meeting directory"):
+        load_model(path, part=ModelPart(0, 2, 1, 2))
+    os.chmod(tmp_path, 0o750)
+    with pytest.raises(MisuseError, match=r"has mode 750 and owner .*: it has to be a directory of user .* mode 700"):
+        load_model(path, part=ModelPart(0, 2), meeting=Meeting(tmp_path))
+    with pytest.raises(MisuseError, match="No such file"):
+        load_model(path, part=ModelPart(0, 2), meeting=Meeting(tmp_path / "x"))
+
+
+def test_a_rank_that_does_not_come_ends_the_wait(tiny: Tiny, meeting: Meeting) -> None:
+    with pytest.raises(Exception, match=r"rank 1 has said nothing of its part of the model for 0\.1 s"):
+        load_model(str(tiny("llama")), part=ModelPart(0, 2), meeting=meeting)
+
+
+@pytest.mark.parametrize("values", [(2, 2, 0, 1), (-1, 2, 0, 1), (0, 0, 0, 1), (0, 1, 4, 4), (0, 1, 0, 2000)])
+def test_parts_that_do_not_exist_are_refused(values: tuple[int, int, int, int]) -> None:
+    with pytest.raises(MisuseError, match=r"(stage|shard) -?\d+ of \d+: a (stage|shard) is 0..count-1"):
+        ModelPart(*values)
+
+
+def test_stages_are_consecutive_and_cover_every_layer() -> None:
+    for count in range(1, 40):
+        for stages in range(1, count + 1):
+            ranges = [ModelPart(s, stages).layers(count) for s in range(stages)]
+            assert [i for r in ranges for i in r] == list(range(count))
+            assert max(map(len, ranges)) - min(map(len, ranges)) <= 1
+
+
+@pytest.mark.parametrize(
+    ("whole", "mine", "shards", "found"),
+    [
+        (8, 4, 2, [Part(0, 8), Part(4, 8)]),
+        (1, 1, 2, [Part(0, 0, 0, 2), Part(0, 0, 1, 2)]),
+        (2, 1, 4, [Part(0, 2, 0, 2), Part(0, 2, 1, 2), Part(1, 2, 0, 2), Part(1, 2, 1, 2)]),
+        (8, 3, 2, [None, None]),
+        (6, 2, 2, [None, None]),
+    ],
+)
+def test_which_heads_a_shard_has(whole: int, mine: int, shards: int, found: list[Part | None]) -> None:
+    assert [split_of(whole, mine, ModelPart(shard=s, shards=shards)) for s in range(shards)] == found
+
+
+def test_the_layers_that_share_are_found_in_the_configuration() -> None:
+    """A cut before all of them is none between them."""
+    kinds = ["sliding_attention", "full_attention"] * 3
+    config = AutoConfig.for_model(
+        "gemma3n_text", num_hidden_layers=6, num_kv_shared_layers=2, layer_types=kinds, intermediate_size=[8] * 6
+    )
+    with pytest.raises(MisuseError, match=r"before layer 3: layers 4..5 use the K and V of layers 2 and 3"):
+        own_layers(config, ModelPart(1, 2), "m")
+    config.num_kv_shared_layers = 0
+    assert own_layers(config, ModelPart(1, 2), "m") == range(3, 6)

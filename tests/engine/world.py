@@ -1,0 +1,249 @@
+"""Processes that each run a part of a model: the same requests on all of them, and what comes out of each."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import tempfile
+import threading
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+import torch
+
+from kvflow.engine.model.load import LoadedModel, load_model
+from kvflow.engine.model.parallel.part import Meeting, ModelPart
+from kvflow.engine.model.sequence import Sequence
+from kvflow.engine.model.step import Row
+from kvflow.memory.pool import PagedPool
+from kvflow.protocols.errors import LostError
+from kvflow.protocols.pages.kinds import StateKind
+from kvflow.protocols.pages.layout import build_layout
+
+PROMPTS = [[(i * i * 7 + i * 13 + n * 5 + 3) % 251 + 3 for i in range(n)] for n in (53, 21)]
+NEW, PAGE_SIZE, CHUNK = 12, 4, 16
+TIMEOUT_S = 30.0
+
+Tell = Callable[[list[int] | None], list[int]]
+"""Given the tokens that were chosen here, or None where no logits are, returns what was chosen."""
+
+
+class Ran(NamedTuple):
+    """Tokens of each prompt, the logits they were chosen from, step by step, and what lies in the pool in the end."""
+
+    tokens: list[list[int]]
+    logits: list[torch.Tensor]
+    kept: dict[str, torch.Tensor]
+    streams: list[StateKind]
+    mode: str
+    fingerprint: str
+    parameters: int
+    weights: int
+
+
+def run(model: LoadedModel, tell: Tell | None = None) -> Ran:
+    """Both prompts in chunks, then decoding in one batch; greedy."""
+    count = sum(-(-(len(p) + NEW) // PAGE_SIZE) for p in PROMPTS)
+    num_rows = len(PROMPTS) if model.has_rows else 0
+    pool = PagedPool.allocate(
+        build_layout(model.streams, page_size=PAGE_SIZE, num_pages=count, num_rows=num_rows), device=model.device
+    )
+    runner = model.runner(pool)
+    order = torch.randperm(count, generator=torch.Generator().manual_seed(1)).to(torch.int32).numpy()
+    sequences = [Sequence(i, p, NEW, PAGE_SIZE) for i, p in enumerate(PROMPTS)]
+    for i, s in enumerate(sequences):
+        s.add_pages(order[: s.pages_missing(s.tokens.size)])
+        order = order[s.page_count :]
+        s.rows = np.array([i] if num_rows else [], dtype=np.int32)
+    logits = []
+    try:
+        while running := [s for s in sequences if s.length < s.tokens.size]:
+            counts = [model.chunk(s.length - s.computed, CHUNK) for s in running]
+            rows = [Row(s, n, int(n == s.length - s.computed)) for s, n in zip(running, counts, strict=True)]
+            found = runner.forward(rows)
+            if found.shape[0]:
+                logits.append(found.float().cpu())
+            for row in rows:
+                row.sequence.computed += row.new
+            chosen = found.argmax(-1).tolist() if found.shape[0] else None
+            asked = [row.sequence for row in rows if row.logits]
+            if asked:
+                for s, token in zip(asked, (tell(chosen) if tell else chosen) or [], strict=True):
+                    s.append(token)
+        kept = {kind.name: pool.tensor(kind.name).clone().cpu() for kind in model.streams}
+    finally:
+        pool.close()
+    weights = sum(local(p).untyped_storage().nbytes() for p in model.model.parameters())
+    tokens = [s.tokens[s.prompt_length :].tolist() for s in sequences]
+    parameters = sum(local(p).numel() for p in model.model.parameters())
+    return Ran(tokens, logits, kept, model.streams, model.mode, model.fingerprint, parameters, weights)
+
+
+def local(parameter: Any) -> torch.Tensor:
+    found: torch.Tensor = getattr(parameter, "_local_tensor", parameter)
+    return found
+
+
+class Job(NamedTuple):
+    """`killed`: it ends by SIGKILL when its third token has been chosen. `idle`: whether it is the one shard that
+    begins no step until the others have been aborted; None where all do."""
+
+    path: str
+    part: ModelPart
+    meeting: Meeting
+    options: dict[str, Any]
+    killed: bool
+    idle: bool | None
+
+
+class World:
+    """`size` processes, which run one job after another."""
+
+    def __init__(self, size: int) -> None:
+        context = multiprocessing.get_context("spawn")
+        jobs, aborts = ([context.Pipe() for _ in range(size)] for _ in range(2))
+        self.jobs, self.aborts = [here for here, _ in jobs], [here for here, _ in aborts]
+        theirs = [(job, abort) for (_, job), (_, abort) in zip(jobs, aborts, strict=True)]
+        self.processes = [context.Process(target=_work, args=pair, daemon=True) for pair in theirs]
+        for process, pair in zip(self.processes, theirs, strict=True):
+            process.start()
+            for there in pair:
+                there.close()
+
+    def run(self, path: Path, stages: int, shards: int, **options: Any) -> list[Ran]:
+        """A model's prompts on stages x shards of the processes; by rank. Raises: AssertionError, with the first
+        failure."""
+        found = self.outcomes(path, stages, shards, **options)
+        if failed := [outcome for outcome in found if not isinstance(outcome, Ran)]:
+            raise AssertionError("\n".join(map(str, failed)))
+        return found
+
+    def outcomes(
+        self, path: Path, stages: int, shards: int, killed: int | None = None, idle: int | None = None, **options: Any
+    ) -> list[Any]:
+        """By rank: `Ran`, or the text of the error, or "ended" for a process that is no more. Other stages are told to
+        abort when one has ended; shards are not, for they notice."""
+        used, found = self.jobs[: stages * shards], dict[Any, Any]()
+        with tempfile.TemporaryDirectory() as directory:
+            meeting = Meeting(Path(directory), load_timeout_s=TIMEOUT_S, collective_timeout_s=TIMEOUT_S)
+            for rank, job in enumerate(used):
+                part = ModelPart(rank // shards, stages, rank % shards, shards)
+                job.send(Job(str(path), part, meeting, options, rank == killed, None if idle is None else rank == idle))
+            while waited := [job for job in used if job not in found]:
+                ended = wait(waited, timeout=2 * TIMEOUT_S)
+                assert ended, f"{len(waited)} processes do not answer"
+                for ready in [job for job in waited if job in ended]:
+                    try:
+                        kind, value = ready.recv()
+                    except (EOFError, ConnectionResetError):
+                        kind, value = "ended", "ended"
+                    if kind == "tokens":
+                        for job in used:
+                            with suppress(OSError):
+                                job.send(value)
+                        continue
+                    found[ready] = value
+                    if kind == "ended" and shards == 1:
+                        for abort in self.aborts:
+                            with suppress(OSError):
+                                abort.send(True)
+        return [found[job] for job in used]
+
+    def close(self) -> None:
+        for connection in (*self.jobs, *self.aborts):
+            connection.close()
+        for process in self.processes:
+            process.join(10)
+            if process.is_alive():
+                process.kill()
+                process.join()
+
+
+@contextmanager
+def world(size: int) -> Iterator[World]:
+    found = World(size)
+    try:
+        yield found
+    finally:
+        found.close()
+
+
+# --- in the processes
+
+
+class _Running:
+    model: LoadedModel | None = None
+
+
+def _work(jobs: Connection, aborts: Connection) -> None:
+    torch.set_num_threads(1)
+    threading.Thread(target=_abort, args=(aborts,), daemon=True).start()
+    while True:
+        try:
+            job: Job = jobs.recv()
+        except EOFError:
+            return
+        try:
+            jobs.send(("done", _run(jobs, job)))
+        except Exception as error:  # noqa: BLE001
+            jobs.send(("failed", "".join(traceback.format_exception(error))))
+
+
+def _abort(aborts: Connection) -> None:
+    try:
+        while aborts.recv():
+            if _Running.model is not None:
+                _Running.model.neighbours.abort()
+    except EOFError:
+        return
+
+
+def _run(jobs: Connection, job: Job) -> Ran:
+    told = 0
+
+    def tell(chosen: list[int] | None) -> list[int]:
+        nonlocal told
+        told += 1
+        if job.killed and told == 3:
+            os.kill(os.getpid(), signal.SIGKILL)
+        if job.part.is_last and job.part.shard == job.part.shards - 1:
+            jobs.send(("tokens", chosen))
+        found: list[int] = jobs.recv()
+        return found
+
+    model = _Running.model = load_model(job.path, part=job.part, meeting=job.meeting, **job.options)
+    try:
+        if job.idle is not None:
+            _abort_a_wait(jobs, model, idle=job.idle)
+        return run(model, tell)
+    finally:
+        _Running.model = None
+        model.neighbours.close()
+
+
+def _abort_a_wait(jobs: Connection, model: LoadedModel, *, idle: bool) -> None:
+    """One shard runs a step, which the idle one runs when that has been aborted. Raises: LostError."""
+    if idle:
+        jobs.recv()
+    else:
+        threading.Thread(target=_abort_when_asleep, args=(model, threading.get_native_id())).start()
+    with pytest.raises(LostError):
+        run(model)
+    if not idle:
+        jobs.send(("tokens", []))
+        jobs.recv()
+    model.neighbours.begin(1)
+
+
+def _abort_when_asleep(model: LoadedModel, thread: int) -> None:
+    status = Path(f"/proc/self/task/{thread}/wchan")
+    while "futex" not in status.read_text():
+        pass
+    model.neighbours.abort()
