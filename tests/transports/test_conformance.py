@@ -12,6 +12,7 @@ import pytest
 
 from kvflow.protocols.errors import MisuseError
 from kvflow.testing.conformance import CHECKS, Bench, NotConformingError, load_adapter
+from kvflow.testing.conformance.__main__ import main
 
 BY_NAME = {check.name: check for check in CHECKS}
 
@@ -80,6 +81,8 @@ def test_the_command_reports_in_json_and_fails_where_a_check_does() -> None:
     assert status == 1 and found["how"] == "FAILED" and "other bytes" in found["told"]
 
 
-def test_the_command_refuses_what_does_not_exist() -> None:
-    assert told("--plane", "carrier pigeon")[0] == 2
-    assert told("--plane", "fake", "--only", "flying")[0] == 2
+def test_the_command_refuses_what_does_not_exist(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--plane", "carrier pigeon", "--only", "landed"]) == 2
+    assert "no plane 'carrier pigeon'; there are local" in capsys.readouterr().err
+    with pytest.raises(SystemExit, match="2"):
+        main(["--plane", "fake", "--only", "flying"])

@@ -31,7 +31,7 @@ _SHOWN_S = 0.3  # a fence that has not returned by then is taken to wait
 
 async def killed_receiver(bench: Bench) -> str:
     """A write to a peer that is killed ends, and so does one that comes after it; neither raises."""
-    async with bench.side(rate=RATE) as side, bench.peer() as peer:
+    async with bench.side(rate=4 * RATE) as side, bench.peer() as peer:
         side.fill(1)
         route = await side.plane.connect(peer.address, peer.layout)
         write = route.write(EVERYTHING, EVERYTHING)

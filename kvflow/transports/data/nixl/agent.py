@@ -144,6 +144,12 @@ class Agent:
         """Transfers that were not released."""
         return len(self._open)
 
+    @property
+    def kept_notifications(self) -> int:
+        """Of peers, which nothing here takes: none, for they are dropped."""
+        agent = self._agent
+        return 0 if agent is None else sum(map(len, agent.notifs.values()))
+
     def progress(self) -> None:
         """Move on what peers have sent; what they say beside it is dropped."""
         with self._lock:

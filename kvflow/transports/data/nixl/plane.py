@@ -90,8 +90,13 @@ class NixlPlane(EnginePlane[TransfersRoute]):
 
     @property
     def under_way(self) -> dict[str, int]:
-        counted = {"jobs": sum(route.jobs for route in self._routes), "handles": self.agent.open_transfers}
-        return {**super().under_way, **counted}
+        both = (self.agent, self._inbound_agent)
+        return {
+            **super().under_way,
+            "jobs": sum(route.jobs for route in self._routes),
+            "handles": sum(agent.open_transfers for agent in both),
+            "notifications": sum(agent.kept_notifications for agent in both),
+        }
 
     def export(self, layout: PoolLayout) -> tuple[PlaneAddress, PoolLayout]:
         """Register the pool, and begin to serve peers.
