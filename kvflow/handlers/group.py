@@ -14,7 +14,7 @@ from kvflow.handlers.rooms import Answer, PrefillRoom
 from kvflow.handlers.shell import Shell, seen_ended
 from kvflow.protocols import group_leader as lead
 from kvflow.protocols import group_member as of
-from kvflow.protocols.errors import Cause, Code, KvflowError, room_error
+from kvflow.protocols.errors import Cause, Code, KvflowError, RoomInUseError, room_error
 from kvflow.protocols.group_leader import GroupLeader
 from kvflow.protocols.group_member import GroupMember, TicketKey
 from kvflow.protocols.ports import ControlSocket, ProcessIdentity
@@ -28,7 +28,13 @@ WaitDead = Callable[[ProcessIdentity], Awaitable[None]]
 """Returns once that process has ended. Raises: TransferError where that can never be seen from here, OSError where it
 cannot be just now."""
 OpenRoom = Callable[[RoomId, bytes], PrefillRoom]
-"""Opens this rank's half of a room, from what the leader was given as the request. Raises: KvflowError."""
+"""Opens this rank's half of a room, from what the leader was given as the request. Raises: KvflowError; the shell then
+refuses decode's half."""
+RefuseRoom = Callable[[RoomId, Cause], None]
+"""This rank's `PrefillNode.refuse`: its half of a room will never come, and decode is told why."""
+
+
+_LEAVING = Cause(Code.SHUTDOWN, "the leader of the group is shutting down")
 
 
 class GroupRequest:
@@ -51,16 +57,18 @@ class LeaderShell(Shell):
     """One leader on the event loop."""
 
     def __init__(
-        self, leader: GroupLeader, *, socket: ControlSocket, wait_dead: WaitDead, counts: Counts,
-        now: Callable[[], float],
+        self, leader: GroupLeader, *, socket: ControlSocket, refuse_room: RefuseRoom, wait_dead: WaitDead,
+        counts: Counts, now: Callable[[], float],
     ) -> None:  # fmt: skip
+        """`refuse_room` is that of rank 0, which is in this process."""
         super().__init__(leader, leader.timing, counts, now)
-        self.leader, self.socket, self._wait_dead = leader, socket, wait_dead
+        self.leader, self.socket, self._refuse_room, self._wait_dead = leader, socket, refuse_room, wait_dead
         self.requests: dict[Ticket, GroupRequest] = {}
         self._watches: dict[Incarnation, asyncio.Task[None]] = {}
         self.runners = {
             lead.SendToMember: self._send,
             lead.RequestDecided: self._decided,
+            of.RefuseRoom: self._refuse_here,
             lead.WatchMember: self._watch,
             lead.UnwatchMember: self._unwatch,
         }
@@ -68,11 +76,29 @@ class LeaderShell(Shell):
         self.run()
 
     def open(self, room: int, request: bytes) -> GroupRequest:
-        """Open a room on every rank. Raises: as `GroupLeader.open`; decode's half must then be refused here."""
-        ticket = self.leader.open(room, request)
-        found = self.requests[ticket] = GroupRequest(self, ticket, self.leader.requests[ticket].room)
-        self.run()
+        """Open a room on every rank; synchronous, so that a refusal is known before any work. `request` is what
+        `open_room` of every rank is given.
+
+        Raises: as `GroupLeader.open` (room in use, capacity, a rank is missing), AbortedError while shutting down. Then
+        decode's half has been refused on every rank with that cause: do not call `refuse` as well.
+        """
+        try:
+            if self.leaving:
+                self.leader.refuse(room, _LEAVING)
+                raise room_error(_LEAVING)
+            ticket = self.leader.open(room, request)
+            found = self.requests[ticket] = GroupRequest(self, ticket, self.leader.requests[ticket].room)
+        finally:
+            self.run()
         return found
+
+    def refuse(self, room: int, cause: Cause) -> None:
+        """No request for this room will come to `open`: decode is told why on every rank, now or when its half comes.
+
+        It is to a group what `PrefillNode.refuse` is to one rank. Raises: MisuseError for what is no room id.
+        """
+        self.leader.refuse(room, cause)
+        self.run()
 
     def close_request(self, request: GroupRequest, cause: Cause) -> None:
         self.leader.close(request.ticket, cause)
@@ -82,7 +108,7 @@ class LeaderShell(Shell):
         """End every request."""
         self.leaving = True
         for request in list(self.requests.values()):
-            self.leader.close(request.ticket, Cause(Code.SHUTDOWN, "the leader of the group is shutting down"))
+            self.leader.close(request.ticket, _LEAVING)
         self.run()
 
     async def close(self) -> None:
@@ -112,6 +138,9 @@ class LeaderShell(Shell):
     def _send(self, command: lead.SendToMember) -> None:
         if not self.socket.send(command.frame, command.routing_id, at_once=True):
             self.counts.undelivered += 1
+
+    def _refuse_here(self, command: of.RefuseRoom) -> None:
+        self._refuse_room(command.room, command.cause)
 
     def _decided(self, command: lead.RequestDecided) -> None:
         request = self.requests.pop(command.ticket)
@@ -146,11 +175,12 @@ class MemberShell(Shell):
     """One rank's membership on the event loop."""
 
     def __init__(
-        self, member: GroupMember, *, socket: ControlSocket, open_room: OpenRoom, wait_dead: WaitDead, counts: Counts,
-        now: Callable[[], float],
+        self, member: GroupMember, *, socket: ControlSocket, open_room: OpenRoom, refuse_room: RefuseRoom,
+        wait_dead: WaitDead, counts: Counts, now: Callable[[], float],
     ) -> None:  # fmt: skip
         super().__init__(member, member.timing, counts, now)
-        self.member, self.socket, self._open_room, self._wait_dead = member, socket, open_room, wait_dead
+        self.member, self.socket, self._wait_dead = member, socket, wait_dead
+        self._open_room, self._refuse_room = open_room, refuse_room
         self.requests: dict[TicketKey, RankRequest] = {}
         self._started: asyncio.Queue[RankRequest] = asyncio.Queue()
         self._watch_task: asyncio.Task[None] | None = None
@@ -159,6 +189,7 @@ class MemberShell(Shell):
             of.OpenRoom: self._open,
             of.StartRoom: self._start,
             of.CloseRoom: self._close_room,
+            of.RefuseRoom: self._refuse,
             of.RequestSettled: self._settled,
             of.TicketEnded: self._ended_here,
             of.WatchLeader: self._watch,
@@ -225,6 +256,10 @@ class MemberShell(Shell):
                 self.counts.handler_errors += 1
                 log.exception("room %d could not be opened", command.room)
                 error = room_error(Cause(Code.ENGINE_ERROR, f"opening the room failed: {type(error).__name__}"))
+            if not isinstance(
+                error, RoomInUseError
+            ):  # else decode's half is another room's, or the node has refused it
+                self._refuse_room(command.room, error.cause())
             self.member.failed(command.key, error.cause())
             self.member.released(command.key)
             return
@@ -236,6 +271,9 @@ class MemberShell(Shell):
 
     def _close_room(self, command: of.CloseRoom) -> None:
         self.requests[command.key].room.close(command.cause)
+
+    def _refuse(self, command: of.RefuseRoom) -> None:
+        self._refuse_room(command.room, command.cause)
 
     def _settled(self, command: of.RequestSettled) -> None:
         request = self.requests.get(command.key)

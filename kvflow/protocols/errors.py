@@ -4,6 +4,7 @@ KvflowError
 ├── MisuseError            the caller broke a rule of the API; nothing was sent
 │   ├── LayoutError        a pool that cannot be described, or two that do not fit together
 │   ├── OwnershipError     double free, foreign free, pages given to somebody else
+│   ├── RoomInUseError     a room id whose last room is open, or drains
 │   └── CapacityError      more pages, rooms or bytes than there are (retry later may help)
 │       ├── QuarantineError  too many pages wait for proof that nobody writes into them
 │       └── HostMemoryError  the host memory for snapshots is full
@@ -81,6 +82,12 @@ class LayoutError(MisuseError):
 
 class OwnershipError(MisuseError):
     """A page was freed twice, or by somebody who does not own it."""
+
+
+class RoomInUseError(MisuseError):
+    """A room of that id is open, or drains."""
+
+    code = Code.ROOM_IN_USE
 
 
 class CapacityError(MisuseError):

@@ -2,7 +2,8 @@
 
 Synchronous, as `GroupMember` is, and beside it in the process of rank 0, which is a member like the others. The
 decisions of one leader are one sequence, and every member applies it as far as it goes. A rank that is lost takes every
-open request with it, since none can be completed without it, and no other is opened before it is back.
+open request with it, since none can be completed without it, and no other is opened before it is back. What is not
+opened is refused on every rank, in the same sequence: decode may have announced itself to all of them.
 """
 
 from __future__ import annotations
@@ -12,7 +13,8 @@ from collections.abc import Mapping
 
 import msgspec
 
-from kvflow.protocols.errors import CapacityError, Cause, Code, LostError, MisuseError, WireError
+from kvflow.protocols.errors import CapacityError, Cause, Code, LostError, MisuseError, RoomInUseError, WireError
+from kvflow.protocols.group_member import RefuseRoom
 from kvflow.protocols.limits import Bounds, Timing
 from kvflow.protocols.machines.group import LEADER, LEADER_TERMINAL, LeaderCommand, LeaderKind, LeaderPhase
 from kvflow.protocols.machines.ordered import Ordered
@@ -25,6 +27,7 @@ from kvflow.protocols.wire.messages import MAX_RANKS, Incarnation, Rank, RoomId,
 
 TICK_WORK = 32  # requests one tick deals with when a rank is lost
 _DECISIONS = 4  # no request has more: so many times the requests that may be open are kept for a member
+_FIRST_RANK = Rank(0)  # in the process of the leader
 
 
 class SendToMember(msgspec.Struct, frozen=True, gc=False):
@@ -51,7 +54,8 @@ class UnwatchMember(msgspec.Struct, frozen=True, gc=False):
     member: Incarnation
 
 
-LeaderOutput = SendToMember | RequestDecided | WatchMember | UnwatchMember
+# RefuseRoom: in this process, whose rank is not in the group now.
+LeaderOutput = SendToMember | RequestDecided | RefuseRoom | WatchMember | UnwatchMember
 
 
 class RequestRecord:
@@ -94,6 +98,7 @@ class GroupLeader:
         self.dropped = 0  # frames that changed nothing
         self._by_incarnation: dict[Incarnation, Membership] = {}
         self._requests: dict[Ticket, RequestRecord] = {}
+        self._rooms: set[RoomId] = set()  # theirs
         self._next_ticket, self._next_session = Ticket(1), 1
         self._losses = 0  # of ranks: a request from before the last one is lost with it
         self._lost: deque[tuple[Ticket, Cause]] = deque()
@@ -128,19 +133,45 @@ class GroupLeader:
     def open(self, room: int, request: bytes) -> Ticket:
         """Open a room at every rank. `request` is what the engines need to know of it.
 
-        Raises: MisuseError, CapacityError, LostError while a rank is missing: nothing was sent.
+        Raises: MisuseError for what is no room id. RoomInUseError while another request for that room is not decided,
+        CapacityError, LostError while a rank is missing: it has been refused on every rank, as by `refuse`. A rank
+        where an earlier room of that id still drains cannot open it: then the request fails on all.
         """
         number = room_id(room)
-        if len(request) > wire.MAX_REQUEST_BYTES:
-            raise CapacityError("bytes of a request to a group", len(request), wire.MAX_REQUEST_BYTES)
-        if len(self._requests) >= self._limit:
-            raise CapacityError("requests of a group", len(self._requests) + 1, self._limit)
-        if reason := self.unavailable_reason:
-            raise LostError(reason)
-        ticket = self._next_ticket
-        self._next_ticket = Ticket(ticket + 1)
+        if (error := self._obstacle(number, request)) is not None:
+            self.refuse(number, error.cause())
+            raise error
+        ticket = self._take_ticket()
         self._requests[ticket] = RequestRecord(ticket, number, self.world_size, self._losses)
+        self._rooms.add(number)
         self._decide(ticket, Ruling.OPEN, room=number, request=request)
+        return ticket
+
+    def refuse(self, room: int, cause: Cause) -> None:
+        """No request for this room will be opened: decode's half is told why, on every rank, now or when it comes.
+
+        Rooms of that id that are open go on. A rank that is missing has to hear of it from decode, which ends the room
+        everywhere as soon as one rank has told it. Raises: MisuseError for what is no room id.
+        """
+        number = room_id(room)
+        if _FIRST_RANK not in self.members:
+            self.outbox.append(RefuseRoom(number, cause))
+        self._decide(self._take_ticket(), Ruling.REFUSE, cause, room=number)
+
+    def _obstacle(self, room: RoomId, request: bytes) -> MisuseError | LostError | None:
+        """Why this request cannot be opened."""
+        if len(request) > wire.MAX_REQUEST_BYTES:
+            return CapacityError("bytes of a request to a group", len(request), wire.MAX_REQUEST_BYTES)
+        if room in self._rooms:
+            return RoomInUseError(f"room {room} is in use")
+        if len(self._requests) >= self._limit:
+            return CapacityError("requests of a group", len(self._requests) + 1, self._limit)
+        if reason := self.unavailable_reason:
+            return LostError(reason)
+        return None
+
+    def _take_ticket(self) -> Ticket:
+        ticket, self._next_ticket = self._next_ticket, Ticket(self._next_ticket + 1)
         return ticket
 
     def close(self, ticket: Ticket, cause: Cause) -> None:
@@ -325,6 +356,7 @@ class GroupLeader:
             record.missing = (1 << self.world_size) - 1
         if record.phase in LEADER_TERMINAL:
             del self._requests[ticket]
+            self._rooms.discard(record.room)
         for command in move.commands:
             if command is LeaderCommand.TELL_OUTCOME:
                 self.outbox.append(RequestDecided(ticket, record.room, cause))

@@ -24,6 +24,7 @@ from kvflow.protocols.wire.group import Ruling, Ticket, Vote
 from kvflow.protocols.wire.messages import Incarnation, Rank, RoomId
 
 TICK_WORK = 32  # requests one tick deals with when a session ends
+_REFUSED = Cause(Code.REFUSED, "the group does not open this room")
 
 
 class TicketKey(NamedTuple):
@@ -38,7 +39,8 @@ class SendToLeader(msgspec.Struct, frozen=True, gc=False):
 
 
 class OpenRoom(msgspec.Struct, frozen=True, gc=False):
-    """Open this rank's half of the room; call `failed` and `released` where that is not possible."""
+    """Open this rank's half of the room. Where that is not possible, refuse decode's half, and call `failed` and
+    `released`."""
 
     key: TicketKey
     room: RoomId
@@ -55,6 +57,14 @@ class CloseRoom(msgspec.Struct, frozen=True, gc=False):
     """End this rank's half; `failed` may be called, and `released` or `landed` must be."""
 
     key: TicketKey
+    cause: Cause
+
+
+class RefuseRoom(msgspec.Struct, frozen=True, gc=False):
+    """No request for this room will be opened: refuse decode's half (`PrefillEndpoint.refuse_room`). A room of that id
+    that is open goes on."""
+
+    room: RoomId
     cause: Cause
 
 
@@ -82,7 +92,15 @@ class UnwatchLeader(msgspec.Struct, frozen=True, gc=False):
 
 
 MemberOutput = (
-    WatchLeader | UnwatchLeader | SendToLeader | OpenRoom | StartRoom | CloseRoom | RequestSettled | TicketEnded
+    WatchLeader
+    | UnwatchLeader
+    | SendToLeader
+    | OpenRoom
+    | StartRoom
+    | CloseRoom
+    | RefuseRoom
+    | RequestSettled
+    | TicketEnded
 )
 
 
@@ -223,12 +241,14 @@ class GroupMember:
                 self._beat(session)
             return
         key = TicketKey(message.leader, message.ticket)
-        if message.ruling is Ruling.OPEN:
+        if message.ruling in (Ruling.OPEN, Ruling.REFUSE):
             if message.room is None:
                 self.dropped += 1
-                return
-            self.records[key] = TicketRecord(key)
-            self.outbox.append(OpenRoom(key, message.room, message.request))
+            elif message.ruling is Ruling.OPEN:
+                self.records[key] = TicketRecord(key)
+                self.outbox.append(OpenRoom(key, message.room, message.request))
+            else:
+                self.outbox.append(RefuseRoom(message.room, message.cause or _REFUSED))
         elif key in self.records:
             self._feed(key, _KINDS[message.ruling], message.cause)
 

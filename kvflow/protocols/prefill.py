@@ -10,7 +10,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 
 from kvflow.protocols.arguments import check_chunk
 from kvflow.protocols.commands import PrefillCommand
-from kvflow.protocols.errors import Cause, Code, MisuseError, WireError, room_error
+from kvflow.protocols.errors import Cause, Code, MisuseError, RoomInUseError, WireError, room_error
 from kvflow.protocols.limits import Bounds, Timing
 from kvflow.protocols.machines.grants import GrantKind
 from kvflow.protocols.machines.peer import PeerKind, PeerPhase
@@ -19,7 +19,7 @@ from kvflow.protocols.machines.rendezvous import Side
 from kvflow.protocols.pages.layout import PageIndices
 from kvflow.protocols.ports import Observer, WriteOutcome
 from kvflow.protocols.prefill_core import PrefillCore, Task, Timer
-from kvflow.protocols.prefill_inbox import HANDLERS, note_alive, on_register, on_room_of_refused
+from kvflow.protocols.prefill_inbox import DRAINS, HANDLERS, note_alive, on_register, on_room_of_refused
 from kvflow.protocols.prefill_peers import DecodePeer, PrefillIdentity
 from kvflow.protocols.prefill_rooms import Chunk, PrefillRoomRecord
 from kvflow.protocols.wire import messages as wire
@@ -88,14 +88,19 @@ class PrefillEndpoint:
     ) -> PrefillRoomRecord:
         """The engine's half of a room. It waits `rendezvous_s` for a decode that has not announced itself.
 
-        Raises: MisuseError when the id is in use or is no room id, AbortedError while shutting down.
+        Raises: MisuseError for what is no room id, RoomInUseError when the last room of that id has not ended or still
+        drains (then decode's half of this one is told the same when it comes), AbortedError while shutting down.
         """
         core, number = self.core, wire.room_id(room)
         if core.leaving is not None:
             raise room_error(core.leaving)
         record = core.rooms.get(number)
         if record is not None and record.prompt is not None:
-            raise MisuseError(f"room {room} is in use")
+            if not record.ended:
+                raise RoomInUseError(f"room {room} is in use")
+            error = RoomInUseError(DRAINS.format(room))
+            core.record_outcome(number, Side.ENGINE, error.cause(), now)
+            raise error
         wait_s = core.timing.rendezvous_s if rendezvous_s is None else rendezvous_s
         if record is None:
             record = core.new_room(number, PrefillPhase.EXPECTED, wait_s, now)
@@ -124,6 +129,8 @@ class PrefillEndpoint:
         if record is not None:
             if record.prompt is None:
                 self.close_room(record, cause, now)
+            elif record.ended:  # of an earlier room
+                core.record_outcome(number, Side.ENGINE, cause, now)
         elif announced is not None:
             core.refuse_grant(announced.peer, number, announced.grant, cause)
         else:

@@ -19,6 +19,8 @@ from kvflow.protocols.prefill_rooms import PrefillRoomRecord, pinned_pages
 from kvflow.protocols.wire import messages as wire
 from kvflow.protocols.wire.messages import WIRE_VERSION
 
+DRAINS = "room {} is in use: writes of the last room of that id still run"
+
 
 def on_register(core: PrefillCore, message: wire.Register, now: float, sender_address: Callable[[], str] = str) -> None:
     """A decode says who it is; the way into its pool is opened by the shell."""
@@ -179,7 +181,7 @@ def _expect(core: PrefillCore, peer: DecodePeer, message: wire.Announce, now: fl
         core.bind(record, peer, grant)
         core.feed_room(record, PrefillEvent(PrefillKind.ANNOUNCED), now)
     elif record is not None or message.room in core.rendezvous.announced:
-        core.refuse_grant(peer, message.room, grant, _in_use(message))
+        core.refuse_grant(peer, message.room, grant, _in_use(core, message, record, now))
     elif cause := core.rendezvous.take(message.room, Side.DECODE):
         core.refuse_grant(peer, message.room, grant, cause)
     elif len(core.rendezvous.announced) >= core.bounds.rooms:
@@ -198,7 +200,7 @@ def _admit(core: PrefillCore, peer: DecodePeer, message: wire.Bootstrap, now: fl
     record = core.rooms.get(message.room)
     try:
         pages = _offered(core, peer, message)
-        cause = _unwelcome(core, message, record)
+        cause = _unwelcome(core, message, record, now)
     except KvflowError as error:
         core.refuse_grant(peer, message.room, message.grant, error.cause())
         return
@@ -225,14 +227,16 @@ def _refuse_pinned(core: PrefillCore, peer: DecodePeer, message: wire.Announce |
     return True
 
 
-def _unwelcome(core: PrefillCore, message: wire.Bootstrap, record: PrefillRoomRecord | None) -> Cause | None:
+def _unwelcome(
+    core: PrefillCore, message: wire.Bootstrap, record: PrefillRoomRecord | None, now: float
+) -> Cause | None:
     """Why no room can begin with this offer. Raises: CapacityError."""
     if core.leaving is not None:
         return core.leaving
     if message.room in core.rendezvous.announced:
-        return _in_use(message)
+        return _in_use(core, message, record, now)
     if record is not None:
-        return None if record.phase is PrefillPhase.EXPECTED else _in_use(message)
+        return None if record.phase is PrefillPhase.EXPECTED else _in_use(core, message, record, now)
     if cause := core.rendezvous.take(message.room, Side.DECODE):
         return cause
     if len(core.rooms) >= core.bounds.rooms:
@@ -254,8 +258,14 @@ def _offered(core: PrefillCore, peer: DecodePeer, message: wire.Bootstrap) -> Pa
     return pages
 
 
-def _in_use(message: wire.Announce | wire.Bootstrap) -> Cause:
-    return Cause(Code.ROOM_IN_USE, f"room {message.room} has a decode already")
+def _in_use(
+    core: PrefillCore, message: wire.Announce | wire.Bootstrap, record: PrefillRoomRecord | None, now: float
+) -> Cause:
+    if record is None or not record.ended:
+        return Cause(Code.ROOM_IN_USE, f"room {message.room} has a decode already")
+    cause = Cause(Code.ROOM_IN_USE, DRAINS.format(message.room))
+    core.record_outcome(message.room, Side.DECODE, cause, now)  # the engine's half of this one is told when it comes
+    return cause
 
 
 def _tell_room(core: PrefillCore, peer: DecodePeer, message: wire.Bootstrap | wire.Abort, now: float) -> None:
@@ -301,7 +311,7 @@ def _end_other_half(core: PrefillCore, peer: DecodePeer, message: wire.Abort, no
 
 def _end_engine_half(core: PrefillCore, room: wire.RoomId, cause: Cause, now: float) -> None:
     record = core.rooms.get(room)
-    if record is None:
+    if record is None or record.ended:
         core.record_outcome(room, Side.DECODE, cause, now)
     elif record.phase is PrefillPhase.EXPECTED:
         core.feed_room(record, PrefillEvent(PrefillKind.ENDED_LOCALLY, cause=cause), now)

@@ -15,10 +15,20 @@ import pytest
 from kvflow.handlers.group import GroupRequest, LeaderShell, MemberShell, RankRequest
 from kvflow.handlers.rooms import DecodeRoom, PrefillRoom
 from kvflow.node import PrefillNode
-from kvflow.protocols.errors import AbortedError, Cause, Code, KvflowError, LostError, RefusedError
+from kvflow.protocols.errors import (
+    AbortedError,
+    Cause,
+    Code,
+    KvflowError,
+    LostError,
+    MisuseError,
+    RefusedError,
+    RoomInUseError,
+)
 from kvflow.protocols.group_leader import GroupLeader
 from kvflow.protocols.group_member import GroupMember
 from kvflow.protocols.limits import Timing
+from kvflow.protocols.machines.rendezvous import Side
 from kvflow.protocols.ports import ProcessIdentity
 from kvflow.protocols.wire.messages import Incarnation, RoomId
 from kvflow.telemetry.counters import Counts
@@ -51,7 +61,11 @@ class Ranks:
         leader = GroupLeader(
             Incarnation(life), len(self.nodes.prefills), now=monotonic(), timing=PATIENT, process=self.processes[0]
         )
-        self.leaders.append(LeaderShell(leader, socket=socket, wait_dead=wait_dead, counts=Counts(1, 0), now=monotonic))
+        shell = LeaderShell(
+            leader, socket=socket, refuse_room=self.nodes.prefills[0].refuse, wait_dead=wait_dead,
+            counts=Counts(1, 0), now=monotonic,
+        )  # fmt: skip
+        self.leaders.append(shell)
 
     def start_member(self, rank: int, life: int) -> MemberShell:
         node = self.nodes.prefills[rank]
@@ -65,7 +79,7 @@ class Ranks:
 
         shell = MemberShell(
             member, socket=connect_dealer(f"tcp://127.0.0.1:{self.port}", life), open_room=open_room,
-            wait_dead=wait_dead, counts=Counts(1, 0), now=monotonic,
+            refuse_room=node.refuse, wait_dead=wait_dead, counts=Counts(1, 0), now=monotonic,
         )  # fmt: skip
         self.members.append(shell)
         return shell
@@ -211,6 +225,59 @@ async def test_a_rank_that_cannot_open_its_room_fails_all() -> None:
         assert not any(member.counts.handler_errors for member in g.members)
 
 
+async def test_a_rank_that_refuses_a_request_refuses_its_decode_too() -> None:
+    """Whether that came before or comes later."""
+    async with group(2) as g:
+        for room in (7, 8):
+            early = await g.nodes.decode.room(room, "sim", PROMPT) if room == 7 else None
+            request = g.leader.open(room, b"")  # no prompt
+            with pytest.raises(KvflowError, match="prompt is empty"):
+                await request.decided()
+            with pytest.raises(KvflowError, match="prompt is empty"):
+                await (early or await g.nodes.decode.room(room, "sim", PROMPT)).landed()
+        await g.rest()
+
+
+@pytest.mark.parametrize("first", ["decode", "leader"])
+async def test_what_the_leader_does_not_open_is_refused_at_every_rank(first: str) -> None:
+    async with group(3) as g:
+        g.leader.leader.member_died(Incarnation(3))
+        early = await g.nodes.decode.room(7, "sim", PROMPT) if first == "decode" else None
+        with pytest.raises(LostError, match="rank 2 of the group's 3 is missing"):
+            g.leader.open(7, bytes(PROMPT))
+        g.leader.refuse(8, LATER)
+        if first == "leader":
+            cores = [node.shell.endpoint.core for node in g.nodes.prefills[:2]]
+            await until(lambda: all(len(core.rendezvous) == 2 for core in cores))
+        with pytest.raises(LostError, match="rank 2 of the group's 3 is missing"):
+            await (early or await g.nodes.decode.room(7, "sim", PROMPT)).landed()
+        with pytest.raises(RefusedError, match="this stage is out of memory"):
+            await (await g.nodes.decode.room(8, "sim", PROMPT)).landed()
+        with pytest.raises(MisuseError, match="room id -1"):
+            g.leader.refuse(-1, LATER)
+        await g.rest()
+
+
+async def test_the_leader_without_its_own_rank_refuses_here() -> None:
+    async with group(2) as g:
+        g.leader.leader.member_died(Incarnation(1))
+        with pytest.raises(LostError, match="rank 0 of the group's 2 is missing"):
+            g.leader.open(7, bytes(PROMPT))
+        assert g.nodes.prefills[0].shell.endpoint.core.rendezvous.has_ended(RoomId(7), Side.ENGINE)
+
+
+async def test_a_room_is_opened_once_at_a_time() -> None:
+    async with group(2) as g:
+        request, target = await g.open(7)
+        with pytest.raises(RoomInUseError, match="room 7 is in use"):
+            g.leader.open(7, bytes(PROMPT))
+        await asyncio.gather(*(g.compute(member) for member in g.members))
+        await request.decided()
+        assert await target.landed() == b"handoff"
+        target.close()
+        await g.rest()
+
+
 async def test_the_death_of_a_stage_is_seen_at_once_and_it_may_come_back() -> None:
     """Its heartbeats are awaited for a minute: it is the process that is watched."""
     async with group(3) as g:
@@ -278,3 +345,13 @@ async def test_the_leader_shuts_down() -> None:
         with pytest.raises(KvflowError, match="shutting down"):
             await target.landed()
         await g.nodes.rest()
+
+
+async def test_a_leader_that_shuts_down_refuses() -> None:
+    async with group(2) as g:
+        g.leader.leave()
+        with pytest.raises(AbortedError, match="the leader of the group is shutting down"):
+            g.leader.open(7, bytes(PROMPT))
+        with pytest.raises(AbortedError, match="the leader of the group is shutting down"):
+            await (await g.nodes.decode.room(7, "sim", PROMPT)).landed()
+        await g.rest()

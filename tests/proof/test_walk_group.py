@@ -15,10 +15,10 @@ from kvflow.protocols.machines import group as tables
 from kvflow.protocols.machines.group import LeaderKind, LeaderPhase, MemberCommand, MemberKind, MemberPhase
 from kvflow.protocols.machines.tables import Move
 from kvflow.protocols.wire.group import Vote
-from kvflow.testing.walk.group import WORLDS, GroupBounds
 from kvflow.testing.walk.group_search import walk
+from kvflow.testing.walk.group_worlds import WORLDS, GroupBounds
 
-QUICK = ("loss", "failure-loss", "silence")
+QUICK = ("loss", "failure-loss", "silence", "refused")
 Plant = Callable[[], AbstractContextManager[Any]]
 
 
@@ -91,6 +91,21 @@ def _succeeds_with_the_first() -> AbstractContextManager[Any]:
     return patch.dict(tables.LEADER.moves, {(LeaderPhase.RUNNING, LeaderKind.DONE): done})
 
 
+def _refuses_at_rank_0_alone() -> AbstractContextManager[Any]:
+    return patch.object(GroupLeader, "refuse", lambda self, room, cause: None)
+
+
+def _a_room_in_use_fails_its_first_request() -> AbstractContextManager[Any]:
+    refuse = GroupLeader.refuse
+
+    def closes(self: GroupLeader, room: int, cause: Any) -> None:
+        refuse(self, room, cause)
+        for ticket in [ticket for ticket, record in self.requests.items() if record.room == room]:
+            self.close(ticket, cause)
+
+    return patch.object(GroupLeader, "refuse", closes)
+
+
 PLANTS: dict[str, tuple[Plant, GroupBounds, str]] = {
     "a stage skips local failures": (_skips_local_failures, GroupBounds(ranks=2, failures=1), "rest"),
     "a drained rank is forgotten": (_waits_for_the_decision_to_drain, GroupBounds(ranks=2, failures=1), "rest"),
@@ -103,6 +118,12 @@ PLANTS: dict[str, tuple[Plant, GroupBounds, str]] = {
     ),
     "requests of a lost rank stay": (_a_lost_ranks_requests_stay, GroupBounds(ranks=2, crashes=1), "rest"),
     "one rank's vote counts for two": (_a_vote_counts_for_two, GroupBounds(ranks=3), "not matched"),
+    "a rank is not told of a refusal": (_refuses_at_rank_0_alone, WORLDS["refused"][1], "rest"),
+    "a second request for a room fails the first": (
+        _a_room_in_use_fails_its_first_request,
+        WORLDS["reused"][1],
+        "nothing has happened to it",
+    ),
     "the first rank's end is everybody's": (_succeeds_with_the_first, GroupBounds(ranks=2), "has not landed"),
 }
 

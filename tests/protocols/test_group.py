@@ -6,16 +6,18 @@ import heapq
 import itertools
 import random
 from collections import defaultdict
+from contextlib import suppress
 from typing import Any
 
 import pytest
 
-from kvflow.protocols.errors import CapacityError, Cause, Code, LostError, MisuseError
+from kvflow.protocols.errors import CapacityError, Cause, Code, KvflowError, LostError, MisuseError, RoomInUseError
 from kvflow.protocols.group_leader import GroupLeader, RequestDecided, SendToMember
 from kvflow.protocols.group_member import (
     CloseRoom,
     GroupMember,
     OpenRoom,
+    RefuseRoom,
     RequestSettled,
     SendToLeader,
     StartRoom,
@@ -27,7 +29,7 @@ from kvflow.protocols.machines.ordered import Ordered
 from kvflow.protocols.wire import group as wire
 from kvflow.protocols.wire.codec import encode, parse_at_leader, parse_at_member, routing_id
 from kvflow.protocols.wire.group import Ruling, Ticket, Vote
-from kvflow.protocols.wire.messages import Incarnation, Rank
+from kvflow.protocols.wire.messages import Incarnation, Rank, RoomId
 
 GONE = Cause(Code.CLIENT_GONE, "the client has gone")
 TIMING = Timing(heartbeat_s=1.0, lost_after_s=5.0, repeat_after_s=0.4)
@@ -47,6 +49,7 @@ class Group:
         self.rooms: dict[tuple[int, TicketKey], str] = {}
         self.matched: set[tuple[Rank, TicketKey]] = set()
         self.landed: set[tuple[Rank, TicketKey]] = set()
+        self.refused: dict[int, list[tuple[int, Cause]]] = defaultdict(list)  # rank -> rooms
         self.decided: dict[TicketKey, Cause | None] = {}
         self.settled: dict[tuple[Incarnation, TicketKey], Cause | None] = {}
         self.applied: dict[tuple[Any, ...], list[int]] = defaultdict(list)  # member, leader, session -> decisions
@@ -100,6 +103,9 @@ class Group:
             if isinstance(command, SendToMember):
                 self.note(parse_at_member(command.frame))
                 self.carry(command)
+            elif isinstance(command, RefuseRoom):
+                assert Rank(0) not in self.leader.members
+                self.refused[0].append((command.room, command.cause))
             else:
                 self.check_decided(command)
 
@@ -113,6 +119,9 @@ class Group:
         for command in member.commands():
             if isinstance(command, SendToLeader):
                 self.carry((member.incarnation, command.frame))
+                continue
+            if isinstance(command, RefuseRoom):
+                self.refused[rank].append((command.room, command.cause))
                 continue
             at = (rank, command.key)
             if isinstance(command, OpenRoom):
@@ -251,6 +260,10 @@ def test_a_storm_over_lossy_links(block: int, request: pytest.FixtureRequest) ->
             if dice < 0.3 and group.leader is not None and not group.leader.unavailable_reason:
                 group.leader.open(rng.getrandbits(63), b"prompt")
                 group.run_leader()
+            elif dice < 0.31 and group.leader is not None:
+                with suppress(KvflowError):  # a rank is missing, or the room is in use
+                    group.leader.open(rng.choice([7, *(one.room for one in group.leader.requests.values())]), b"prompt")
+                group.run_leader()
             elif dice < 0.35 and group.leader is not None and group.leader.requests:
                 group.leader.close(rng.choice(sorted(group.leader.requests)), GONE)
                 group.run_leader()
@@ -336,13 +349,77 @@ def test_what_is_too_much_is_refused() -> None:
         GroupLeader(Incarnation(1), 0, now=0.0)
 
 
+def test_a_request_that_is_refused_is_refused_at_every_rank() -> None:
+    group = joined(3)
+    leader = group.leader
+    assert leader is not None
+    with pytest.raises(MisuseError, match="room id -1"):
+        leader.open(-1, b"")
+    with pytest.raises(CapacityError) as too_large:
+        leader.open(8, bytes(wire.MAX_REQUEST_BYTES + 1))
+    leader.refuse(9, GONE)
+    with pytest.raises(MisuseError, match="room id -1"):
+        leader.refuse(-1, GONE)
+    group.run_leader()
+    group.step(group.now + 0.1)
+    expected = [(8, too_large.value.cause()), (9, GONE)]
+    assert group.refused == {0: expected, 1: expected, 2: expected}
+    assert not leader.requests
+    assert not any(member.tickets for member in group.members.values())
+
+
+def test_a_request_that_comes_while_a_rank_is_missing_is_refused_at_the_others() -> None:
+    group = joined(3)
+    leader = group.leader
+    assert leader is not None
+    for rank, told in ((2, {0, 1}), (0, {0, 1, 2})):  # rank 0 is in this process, and is told here
+        group.refused.clear()
+        group.step(group.now + 1.0)
+        assert not leader.unavailable_reason
+        leader.member_died(group.members[rank].incarnation)
+        with pytest.raises(LostError) as missing:
+            leader.open(7, b"")
+        group.run_leader()
+        group.step(group.now + 0.003)
+        assert group.refused == {rank: [(7, missing.value.cause())] for rank in told}
+
+
+def test_a_room_is_in_use_until_its_request_is_decided() -> None:
+    group = joined(2)
+    leader = group.leader
+    assert leader is not None
+    key = opened(group)
+    with pytest.raises(RoomInUseError, match="room 7 is in use") as error:
+        leader.open(7, b"")
+    leader.close(key.ticket, GONE)
+    again = leader.open(7, b"")
+    group.run_leader()
+    group.step(group.now + 0.1)
+    assert group.refused == {rank: [(7, error.value.cause())] for rank in (0, 1)}
+    assert set(leader.requests) == {again}
+    assert group.decided == {key: GONE}
+
+
+def test_what_a_decision_must_have_and_has_not() -> None:
+    group = joined(1)
+    member = group.members[0]
+    assert member.session is not None
+    sent = {"leader": member.session.leader, "member": member.incarnation, "session": member.session.number}
+    for seq, ruling in enumerate((Ruling.OPEN, Ruling.REFUSE)):  # no room
+        member.receive(encode(wire.Decision(**sent, seq=seq, number=seq, ticket=Ticket(5), ruling=ruling)), group.now)
+    assert member.dropped == 2
+    nameless = wire.Decision(**sent, seq=2, number=2, ticket=Ticket(5), ruling=Ruling.REFUSE, room=RoomId(7))
+    member.receive(encode(nameless), group.now)
+    assert member.commands() == [RefuseRoom(RoomId(7), Cause(Code.REFUSED, "the group does not open this room"))]
+
+
 JOIN = {"member": Incarnation(50), "rank": Rank(1), "world_size": 2, "last_leader": Incarnation(0), "last_session": 0}
 
 
 @pytest.mark.parametrize(
     ("change", "refusal"),
     [
-        ({"wire_version": 9}, "group wire version 9, this leader speaks 1"),
+        ({"wire_version": 9}, "group wire version 9, this leader speaks 2"),
         ({"world_size": 3}, "rank 1 is of a group of 3, this one has 2"),
         ({"rank": 2, "world_size": 2}, "rank 2 is outside 0..1"),
         ({}, "rank 1 is taken by another process, until that has been silent for 5 s"),

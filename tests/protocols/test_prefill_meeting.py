@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from kvflow.protocols.commands import RoomMatched, RoomReleased, RoomStopped
-from kvflow.protocols.errors import AbortedError, Cause, Code, MisuseError
+from kvflow.protocols.errors import AbortedError, Cause, Code, MisuseError, RoomInUseError
 from kvflow.protocols.limits import Bounds
 from kvflow.protocols.machines.prefill_room import PrefillPhase
 from kvflow.protocols.prefill_rooms import PrefillRoomRecord
@@ -28,6 +28,7 @@ from tests.protocols.alone import (
 )
 
 IN_USE = Cause(Code.ROOM_IN_USE, "room 7 has a decode already")
+DRAINS = Cause(Code.ROOM_IN_USE, "room 7 is in use: writes of the last room of that id still run")
 LEAVING = Cause(Code.SHUTDOWN, "prefill is shutting down")
 
 
@@ -91,6 +92,71 @@ class TestMeeting:
         assert len(told) == 2
         assert prefill.hear(bootstrap()) == prefill.hear(announce()) == prefill.hear(ask((7, 1, 0))) == told
         assert prefill.hear(abort()) == [ack()]
+
+
+class TestWhileTheLastRoomOfThatIdDrains:
+    """Whatever half comes, it has ended at once, and the other one is told the same when it comes."""
+
+    @pytest.fixture
+    def drains(self, prefill: LonePrefill) -> PrefillRoomRecord:
+        prefill.up(OTHER_DECODE)
+        record = prefill.matched(7, 1)
+        prefill.send(record, 3)
+        prefill.close(record)
+        assert record.phase is PrefillPhase.DRAINING
+        return record
+
+    @pytest.fixture
+    def refused(self) -> list[wire.Message]:
+        return [failed(DRAINS, 7, 1, target=OTHER_DECODE), ack(7, 1, target=OTHER_DECODE)]
+
+    def test_the_engine_first(
+        self, prefill: LonePrefill, drains: PrefillRoomRecord, refused: list[wire.Message]
+    ) -> None:
+        with pytest.raises(RoomInUseError, match=DRAINS.text):
+            prefill.open()
+        assert prefill.asked() == []
+        prefill.ended(1)
+        assert prefill.hear(bootstrap(7, 1, OTHER_DECODE)) == refused
+        self.at_rest(prefill)
+
+    def test_decode_first(self, prefill: LonePrefill, drains: PrefillRoomRecord, refused: list[wire.Message]) -> None:
+        assert prefill.hear(announce(7, 1, OTHER_DECODE)) == refused
+        assert prefill.hear(bootstrap(7, 1, OTHER_DECODE)) == refused, "said again"
+        prefill.ended(1)
+        record = prefill.open()
+        assert prefill.asked() == stopped(record, DRAINS)
+        self.at_rest(prefill)
+
+    def test_both(self, prefill: LonePrefill, drains: PrefillRoomRecord, refused: list[wire.Message]) -> None:
+        assert prefill.hear(bootstrap(7, 1, OTHER_DECODE)) == refused
+        with pytest.raises(RoomInUseError):
+            prefill.open()
+        self.at_rest(prefill)
+        with pytest.raises(RoomInUseError):
+            prefill.open()
+        assert prefill.hear(announce(7, 2, OTHER_DECODE))[0].cause == DRAINS
+        self.at_rest(prefill)
+        prefill.ended(1)
+        record = prefill.open()
+        assert prefill.hear(bootstrap(7, 3, OTHER_DECODE)) == [RoomMatched(record.serial, 0)], "the next one works"
+
+    def test_the_engine_refuses(self, prefill: LonePrefill, drains: PrefillRoomRecord) -> None:
+        prefill.endpoint.refuse_room(7, BROKEN, prefill.now)
+        prefill.ended(1)
+        assert prefill.hear(announce(7, 1, OTHER_DECODE))[0].cause == BROKEN
+        self.at_rest(prefill)
+
+    def test_decode_aborts_what_never_came(self, prefill: LonePrefill, drains: PrefillRoomRecord) -> None:
+        assert prefill.hear(abort(7, 1, OTHER_DECODE)) == [ack(7, 1, target=OTHER_DECODE)]
+        prefill.ended(1)
+        record = prefill.open()
+        assert prefill.asked() == stopped(record, GONE)
+
+    @staticmethod
+    def at_rest(prefill: LonePrefill) -> None:
+        """Nothing is kept for a room to come."""
+        assert len(prefill.core.rendezvous) == 0 and not prefill.core.rendezvous.announced
 
 
 class TestOneOfAKind:

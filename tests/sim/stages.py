@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 
+from kvflow.protocols.group_leader import GroupLeader
 from kvflow.protocols.limits import Bounds
 from kvflow.testing.bare.clock import Clock
 from kvflow.testing.bare.decode import Decode
@@ -50,6 +51,11 @@ class Stages:
         assert isinstance(stage, Stage)
         return stage
 
+    @property
+    def leader(self) -> GroupLeader:
+        assert self.stages[0].leader is not None
+        return self.stages[0].leader
+
     def ask(self, room: int = 7) -> Client:
         """The leader has a request."""
         number, issue = len(self.world.clients), self.oracle.issue
@@ -60,10 +66,10 @@ class Stages:
         self.stages[0].ask(client)
         return client
 
-    def offer(self, room: int = 7) -> DecodeJob:
+    def offer(self, room: int = 7, decode: Decode | None = None) -> DecodeJob:
         """And decode has it, too."""
         job = DecodeJob(room, TOKENS, DIGEST, 0, self.oracle.issue)
-        self.decode.begin(job)
+        (decode or self.decode).begin(job)
         return job
 
     def at_rest(self) -> None:

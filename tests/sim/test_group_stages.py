@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from kvflow.protocols.errors import Code
+from kvflow.protocols.errors import Cause, Code
 from kvflow.protocols.machines.group import MemberPhase
 from kvflow.protocols.machines.prefill_room import PrefillPhase
 from kvflow.testing.sim.times import HEAR_S
+from kvflow.testing.sim.variety import TIMING
 from tests.sim.stages import Stages
 
 
@@ -82,6 +83,75 @@ def test_a_stage_dies_that_has_not_landed() -> None:
     group.clock.play(1.0)
     assert again.succeeded
     assert theirs.succeeded
+
+
+@pytest.mark.parametrize("first", ["client", "decode", "decode after the drain"])
+def test_a_room_id_used_again_while_one_stage_drains_the_earlier_request(first: str) -> None:
+    """That stage alone cannot open it: the second request fails, on every stage and at its decode, with one cause."""
+    group = Stages()
+    group.faults.next_write = "stuck"
+    client, theirs = group.ask(), group.offer()
+    group.clock.play(0.05)
+    group.decode.end(theirs, "the client has gone")
+    group.clock.play(0.1)
+    assert client.told
+    (drains,) = [stage for stage in group.stages if stage.endpoint.rooms]
+    other = group.world.start_decode(1)
+    group.clock.play(0.05)  # it is registered
+    if first == "decode":
+        second = group.offer(decode=other)
+        group.clock.play(0.02)
+        again = group.ask()
+    else:
+        again = group.ask()
+        group.clock.play(0.02)
+        assert again.told
+        while first == "decode after the drain" and drains.endpoint.rooms:
+            group.clock.play(0.01)
+        second = group.offer(decode=other)
+    group.clock.play(HEAR_S)
+    assert again.told
+    assert second.at.told
+    cause = Cause(Code.ROOM_IN_USE, "room 7 is in use: writes of the last room of that id still run")
+    assert second.at.record.state.cause == cause
+    assert failures(group) == {f"failed {Code.CLIENT_GONE}": 1, f"failed {Code.ROOM_IN_USE}": 1}
+    assert all(stage.endpoint.rooms == {} for stage in group.stages if stage is not drains)
+    group.clock.play(3.0)
+    group.at_rest()
+    assert not any(len(stage.endpoint.core.rendezvous) for stage in group.stages)
+    third, offered = group.ask(), group.offer(decode=other)
+    group.clock.play(1.0)
+    assert third.succeeded
+    assert offered.succeeded
+
+
+@pytest.mark.parametrize("reachable", [0, 1, 3])
+@pytest.mark.parametrize("first", ["client", "decode"])
+def test_a_request_that_is_refused_while_a_stage_is_missing(reachable: int, first: str) -> None:
+    """Whichever stage decode can hear, it hears at once that the room will not come."""
+    group = Stages()
+    lost = group.stages[2]
+    group.world.lines.cut.add(lost.incarnation)
+    group.clock.play(2 * TIMING.lost_after_s)
+    assert group.leader.unavailable_reason
+    for stage in group.stages:
+        if stage.rank != reachable:
+            group.world.wire.cut.add(stage.control)
+    if first == "client":
+        client, theirs = group.ask(), group.offer()
+    else:
+        theirs = group.offer()
+        group.clock.play(0.05)
+        assert not theirs.at.told
+        client = group.ask()
+    assert client.told
+    group.clock.play(0.05)
+    assert theirs.at.record.state.cause == Cause(Code.PEER_LOST, "rank 2 of the group's 4 is missing")
+    assert not failures(group), "it was never opened"
+    group.world.wire.cut.clear()
+    group.world.lines.cut.clear()
+    group.clock.play(10.0)
+    group.at_rest()
 
 
 def test_a_stage_whose_transfer_fails_alone() -> None:

@@ -18,7 +18,7 @@ from kvflow.protocols.errors import Cause
 from kvflow.protocols.ports import ProcessIdentity
 from kvflow.protocols.wire.messages import MAX_RANKS, Incarnation, Life, RankNumber, Room, Text
 
-GROUP_WIRE_VERSION = 1
+GROUP_WIRE_VERSION = 2
 MAX_REQUEST_BYTES = 4 << 20
 
 Ticket = NewType("Ticket", int)
@@ -44,6 +44,7 @@ class Ruling(IntEnum):
     START = 1  # every rank is ready
     SUCCEED = 2  # every rank is done
     FAIL = 3
+    REFUSE = 4  # no request: the room is opened on no rank, and its decode is told why
 
 
 class Join(msgspec.Struct, frozen=True, array_like=True, kw_only=True, tag=1):
@@ -83,8 +84,8 @@ class RankVote(msgspec.Struct, frozen=True, array_like=True, gc=False, kw_only=T
 
 
 class Decision(msgspec.Struct, frozen=True, array_like=True, gc=False, kw_only=True, tag=4):
-    """leader -> every member. `number` counts the decisions of this leader: the log that all members apply. `room` and
-    `request`, which means something to the engine alone, come with OPEN."""
+    """leader -> every member. `number` counts the decisions of this leader: the log that all members apply. `room`
+    comes with OPEN and with REFUSE; `request`, which means something to the engine alone, with OPEN."""
 
     leader: Life
     member: Life

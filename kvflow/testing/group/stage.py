@@ -8,7 +8,7 @@ from typing import Any, ClassVar, NamedTuple
 from kvflow.protocols import commands as c
 from kvflow.protocols import group_leader as lead
 from kvflow.protocols import group_member as of
-from kvflow.protocols.errors import Cause, Code, KvflowError
+from kvflow.protocols.errors import Cause, Code, KvflowError, room_error
 from kvflow.protocols.group_leader import GroupLeader
 from kvflow.protocols.group_member import GroupMember, TicketKey
 from kvflow.protocols.wire.codec import routing_id
@@ -24,6 +24,7 @@ from kvflow.testing.group.lines import Lines
 from kvflow.testing.group.rules import Rules
 
 GONE = Cause(Code.PEER_LOST, "the connection to the leader of the group is lost")
+_LEAVING = Cause(Code.SHUTDOWN, "the leader of the group shuts down")
 
 
 class Group(NamedTuple):
@@ -61,13 +62,12 @@ class Stage(Prefill):
         assert self.leader is not None
         try:
             if self.leaving:
-                raise KvflowError("the leader of the group shuts down")
+                self.leader.refuse(client.room, _LEAVING)
+                raise room_error(_LEAVING)
             client.ticket = ticket = self.leader.open(client.room, client.request)
         except KvflowError as error:
             self.say(f"room {client.room}: {error}")
-            cause = self.rules.given(error.cause())
-            self.endpoint.refuse_room(client.room, cause, self.clock.now)
-            self._answer(client, cause)
+            self._answer(client, self.rules.given(error.cause()))
         else:
             self.by_ticket[ticket] = client
             self.rules.asked(self, ticket)
@@ -148,6 +148,8 @@ class Stage(Prefill):
             self.by_key[key] = job.at
             return
         assert job.error is not None
+        if not job.refused and job.error.code is not Code.ROOM_IN_USE:
+            self.endpoint.refuse_room(job.room, job.error, self.clock.now)
         self.rules.failed(self, key)
         self.member.failed(key, job.error)
         self.member.released(key)
@@ -160,6 +162,9 @@ class Stage(Prefill):
 
     def _close(self, command: of.CloseRoom) -> None:
         self.close_room(self.by_key[command.key], self.rules.given(command.cause))
+
+    def _refuse(self, command: of.RefuseRoom) -> None:
+        self.endpoint.refuse_room(command.room, self.rules.given(command.cause), self.clock.now)
 
     def _settled(self, command: of.RequestSettled) -> None:
         self.rules.settled(self, command.key, command.cause)
@@ -216,12 +221,14 @@ _OF_MEMBER: dict[type, Callable[[Stage, Any], None]] = {
     of.OpenRoom: Stage._open,
     of.StartRoom: Stage._start,
     of.CloseRoom: Stage._close,
+    of.RefuseRoom: Stage._refuse,
     of.RequestSettled: Stage._settled,
     of.TicketEnded: Stage._ended,
 }
 _OF_LEADER: dict[type, Callable[[Stage, Any], None]] = {
     lead.SendToMember: Stage._to_member,
     lead.RequestDecided: Stage._decided,
+    of.RefuseRoom: Stage._refuse,
 }
 
 

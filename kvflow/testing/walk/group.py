@@ -9,16 +9,18 @@ from __future__ import annotations
 
 import io
 import pickle
+from collections import deque
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any, NamedTuple
 
-from kvflow.protocols.errors import Cause, Code
+from kvflow.protocols.errors import Cause, Code, KvflowError
 from kvflow.protocols.group_leader import GroupLeader, RequestDecided, SendToMember
 from kvflow.protocols.group_member import (
     CloseRoom,
     GroupMember,
     OpenRoom,
+    RefuseRoom,
     RequestSettled,
     SendToLeader,
     StartRoom,
@@ -27,35 +29,16 @@ from kvflow.protocols.group_member import (
 from kvflow.protocols.wire.codec import parse_at_member, routing_id
 from kvflow.protocols.wire.group import Decision, Ruling, Ticket
 from kvflow.protocols.wire.messages import Incarnation
+from kvflow.testing.walk.group_rules import LANDED, MATCHED, check_decided, check_settled, check_started
+from kvflow.testing.walk.group_worlds import GroupBounds
 
-LEADER_LIFE = Incarnation(1_000)
+LEADER_LIFE, SECOND_LEADER_LIFE = Incarnation(1_000), Incarnation(2_000)
 GONE_CLIENT = Cause(Code.CLIENT_GONE, "the client has gone")
+IN_USE = Cause(Code.ROOM_IN_USE, "the last room of that id drains at this rank")
 Frames = tuple[bytes, ...]
 
 
-class GroupBounds(NamedTuple):
-    """How often what may happen. `failures`: rooms that end by themselves at one rank; `silences`: a rank that lives is
-    taken for lost, and the other way round."""
-
-    ranks: int = 3
-    requests: int = 1
-    failures: int = 0
-    aborts: int = 0
-    crashes: int = 0  # of a member, or of the leader, which takes its own rank with it
-    silences: int = 0
-    restarts: bool = True
-
-
-WORLDS: dict[str, tuple[str, GroupBounds]] = {
-    "failures": ("two ranks of three fail, and the client goes", GroupBounds(failures=2, aborts=1)),
-    "loss": ("one of three ranks dies, or the leader", GroupBounds(crashes=1)),
-    "failure-loss": ("a rank fails, and one dies", GroupBounds(ranks=2, failures=1, crashes=1)),
-    "silence": ("a rank that lives is taken for lost, or takes the leader for lost", GroupBounds(ranks=2, silences=1)),
-    "order": ("two requests, and a failure", GroupBounds(ranks=2, requests=2, failures=1)),
-    "reopened": ("two requests, and a loss before, between or after", GroupBounds(ranks=2, requests=2, crashes=1)),
-}
-
-WAITS, MATCHED, STARTED, LANDED, DRAINS = "waits", "matched", "started", "landed", "drains"
+WAITS, STARTED, DRAINS = "waits", "started", "drains"
 
 
 class Room(NamedTuple):
@@ -73,7 +56,7 @@ class State(NamedTuple):
     members: tuple[bytes | None, ...]
     to_leader: tuple[Frames, ...]
     to_member: tuple[Frames, ...]
-    mourned: tuple[bool, ...]  # by the leader, of each rank; of the leader, by each rank
+    mourned: tuple[bool, ...]  # by the leader, of each rank
     rooms: tuple[Room, ...]
     facts: frozenset[tuple[Any, ...]]  # what has happened, for the rules
     left: GroupBounds
@@ -105,8 +88,11 @@ class GroupWorld:
         left, ranks = state.left, range(self.bounds.ranks)
         if state.leader is not None:
             leader: GroupLeader = pickle.loads(state.leader)
-            if left.requests and not leader.unavailable_reason:
+            obstacle = leader.unavailable_reason or (self.bounds.same_room and leader.requests)
+            if left.requests and not obstacle:
                 yield "a request comes", False, lambda: self._open(state)
+            if left.refusals and obstacle:
+                yield "a request comes that cannot be opened", False, lambda: self._refuse(state)
             if leader.next_tick() < 0:
                 yield "the leader deals with a loss", True, lambda: self._lead(state, lambda lead: lead.tick(-1.0))
             if left.aborts:
@@ -127,18 +113,25 @@ class GroupWorld:
         if life is None:
             if state.leader is not None and not state.mourned[rank] and not state.to_leader[rank]:
                 yield f"the leader misses rank {rank}", True, lambda: self._mourn(state, rank)
-            if state.leader is not None and state.mourned[rank] and self.bounds.restarts and rank:
+            if state.leader is not None and state.mourned[rank] and self.bounds.restarts:
                 yield f"rank {rank} starts again", True, lambda: self._restart(state, rank)
+            if state.leader is None and self.bounds.leader_restarts and not rank:
+                yield "the leader starts again", True, lambda: self._restart_leader(state)
             return
         member: GroupMember = pickle.loads(life)
         if state.to_member[rank]:
             yield f"rank {rank} reads the leader", True, lambda: self._deliver_to_member(state, rank)
         if member.next_tick() < 0:
             yield f"rank {rank} deals with the loss", True, lambda: self._member(state, rank, lambda m: m.tick(-1.0))
-        if state.leader is None:
-            if not state.mourned[rank] and not state.to_member[rank]:
-                yield f"rank {rank} misses the leader", True, lambda: self._mourn(state, rank)
-        elif member.session is None and not state.to_leader[rank] and not state.to_member[rank]:
+        if member.session is not None and member.session.leader != self._leader_life(state):
+            if not state.to_member[rank]:
+                yield f"rank {rank} misses the leader", True, lambda: self._member(state, rank, _misses)
+        elif (
+            state.leader is not None
+            and member.session is None
+            and not state.to_leader[rank]
+            and not state.to_member[rank]
+        ):
             yield f"rank {rank} asks to join", True, lambda: self._member(state, rank, lambda m: m.tick(m.next_tick()))
         if left.crashes:
             yield (f"rank {rank} dies", False, lambda: self._crash(state, rank))
@@ -154,16 +147,14 @@ class GroupWorld:
     def _acts_of_room(self, state: State, room: Room) -> Iterator[tuple[str, bool, Callable[[], State]]]:
         rank, key, left = room.rank, room.key, state.left
         name = f"request {key.ticket} at rank {rank}"
-        fair = ("bad", key.ticket) not in state.facts  # else decode's half may never come
+        fair = ("bad", key) not in state.facts  # else decode's half may never come
         if room.state == WAITS:
             yield f"{name} is matched", fair, lambda: self._happens(state, room, MATCHED, lambda m: m.matched(key))
         if room.state == STARTED:
             yield f"{name} lands", fair, lambda: self._happens(state, room, LANDED, lambda m: m.landed(key))
         if room.state in (WAITS, MATCHED, STARTED) and left.failures:
             cause = Cause(Code.ENGINE_ERROR, f"rank {rank}")
-            paid = state._replace(
-                left=left._replace(failures=left.failures - 1), facts=state.facts | {("bad", key.ticket)}
-            )
+            paid = state._replace(left=left._replace(failures=left.failures - 1), facts=state.facts | {("bad", key)})
             yield f"{name} fails", False, lambda: self._happens(paid, room, DRAINS, lambda m: m.failed(key, cause))
         if room.state == DRAINS:
             yield f"{name} is drained", True, lambda: self._happens(state, room, None, lambda m: m.released(key))
@@ -171,8 +162,39 @@ class GroupWorld:
     # --- what the steps do
 
     def _open(self, state: State) -> State:
-        paid = state._replace(left=state.left._replace(requests=state.left.requests - 1))
-        return self._lead(paid, lambda leader: leader.open(7, b"prompt"))
+        left = state.left._replace(requests=state.left.requests - 1)
+        room = 7 if self.bounds.same_room else 7 + left.requests
+        found: list[Ticket] = []
+        after = self._lead(state._replace(left=left), lambda leader: found.append(leader.open(room, b"prompt")))
+        if len(self._reached(after)) < self.bounds.ranks:
+            key = TicketKey(self._leader_life(after), found[0])
+            after = after._replace(facts=after.facts | {("risky", key)})  # a loss that the leader does not know of
+        return after
+
+    def _refuse(self, state: State) -> State:
+        left = state.left._replace(refusals=state.left.refusals - 1)
+        facts = state.facts | {("owed", rank) for rank in self._reached(state)}
+
+        def refuse(leader: GroupLeader) -> None:
+            try:
+                leader.open(7, b"prompt")
+            except KvflowError:
+                return
+            raise AssertionError("a request was opened all the same")
+
+        return self._lead(state._replace(left=left, facts=facts), refuse)
+
+    def _reached(self, state: State) -> list[int]:
+        """The ranks that read what the leader decides now."""
+        assert state.leader is not None
+        leader: GroupLeader = pickle.loads(state.leader)
+        found = []
+        for rank, life in enumerate(state.members):
+            session = None if life is None else pickle.loads(life).session
+            for held in _of(leader, rank):
+                if session is not None and (session.leader, session.number) == (leader.incarnation, held.session):
+                    found.append(rank)
+        return found
 
     def _crash(self, state: State, rank: int) -> State:
         """The leader is in the process of rank 0. What is on its way to the dead is lost."""
@@ -181,6 +203,7 @@ class GroupWorld:
             members=_with(state.members, rank, None),
             to_member=_with(state.to_member, rank, ()),
             rooms=tuple(room for room in state.rooms if room.rank != rank),
+            facts=state.facts - {("owed", rank)},
         )
         if rank == 0:
             state = state._replace(leader=None, to_leader=((),) * self.bounds.ranks)
@@ -188,21 +211,20 @@ class GroupWorld:
 
     def _bad(self, state: State) -> State:
         """Whatever is open may have to fail."""
-        return state._replace(
-            facts=state.facts
-            | {("bad", room.key.ticket) for room in state.rooms}
-            | {("bad", ticket) for ticket in (pickle.loads(state.leader).requests if state.leader else ())}
-        )
+        keys = {room.key for room in state.rooms}
+        if state.leader is not None:
+            leader: GroupLeader = pickle.loads(state.leader)
+            keys |= {TicketKey(leader.incarnation, ticket) for ticket in leader.requests}
+        return state._replace(facts=state.facts | {("bad", key) for key in keys})
 
     def _go(self, state: State, ticket: Ticket) -> State:
         left = state.left._replace(aborts=state.left.aborts - 1)
-        state = state._replace(left=left, facts=state.facts | {("bad", ticket)})
+        facts = state.facts | {("bad", TicketKey(self._leader_life(state), ticket))}
+        state = state._replace(left=left, facts=facts)
         return self._lead(state, lambda leader: leader.close(ticket, GONE_CLIENT))
 
     def _mourn(self, state: State, rank: int) -> State:
         state = state._replace(mourned=_with(state.mourned, rank, True))
-        if state.leader is None:
-            return self._member(state, rank, lambda member: member.leader_gone(0.0))
 
         def miss(leader: GroupLeader) -> None:
             for member in _of(leader, rank):
@@ -228,6 +250,19 @@ class GroupWorld:
             to_leader=_with(state.to_leader, rank, ()),
             facts=state.facts | {("restarted", lives)},
         )
+
+    def _restart_leader(self, state: State) -> State:
+        """In the process of rank 0, at the address of the one before."""
+        leader = GroupLeader(SECOND_LEADER_LIFE, self.bounds.ranks, now=0.0)
+        after = self._restart(state._replace(leader=self._kept(leader)), 0)
+        return after._replace(mourned=(False,) * self.bounds.ranks)
+
+    def _leader_life(self, state: State) -> Incarnation:
+        """0 while it is dead."""
+        if state.leader is None:
+            return Incarnation(0)
+        leader: GroupLeader = pickle.loads(state.leader)
+        return leader.incarnation
 
     def _happens(self, state: State, room: Room, after: str | None, do: Callable[[GroupMember], Any]) -> State:
         rooms = tuple(found for found in state.rooms if found != room)
@@ -255,8 +290,11 @@ class GroupWorld:
                 for rank, life in enumerate(state.members):
                     if life is not None and routing_id(pickle.loads(life).incarnation) == command.routing_id:
                         to_member[rank] = (*to_member[rank], command.frame)
+            elif isinstance(command, RefuseRoom):
+                if _of(leader, 0):
+                    raise AssertionError("rank 0 is told twice that a room is refused")
             elif isinstance(command, RequestDecided):
-                self._decided(command, facts)
+                check_decided(TicketKey(leader.incarnation, command.ticket), command, facts, self.bounds.ranks)
         return state._replace(leader=self._kept(leader), to_member=tuple(to_member), facts=frozenset(facts))
 
     def _deliver_to_member(self, state: State, rank: int) -> State:
@@ -270,18 +308,33 @@ class GroupWorld:
         member: GroupMember = pickle.loads(life)
         do(member)
         rooms, facts, frames = list(state.rooms), set(state.facts), list(state.to_leader[rank])
-        for command in member.commands():
+        commands = deque(member.commands())
+        if member.session is None:
+            facts.discard(("owed", rank))
+        while commands:
+            command = commands.popleft()
             if isinstance(command, SendToLeader):
                 frames.append(routing_id(member.incarnation) + command.frame)
             elif isinstance(command, OpenRoom):
-                rooms.append(Room(rank, command.key, WAITS))
+                if self.bounds.same_room and any(room.rank == rank for room in rooms):
+                    facts.add(("bad", command.key))
+                    member.failed(command.key, IN_USE)
+                    member.released(command.key)
+                    commands.extend(member.commands())
+                else:
+                    rooms.append(Room(rank, command.key, WAITS))
+            elif isinstance(command, RefuseRoom):
+                if ("refused", rank) in facts:
+                    raise AssertionError(f"rank {rank} refuses a room twice")
+                facts.discard(("owed", rank))
+                facts.add(("refused", rank))
             elif isinstance(command, StartRoom):
-                self._started(command.key, rank, facts)
+                check_started(command.key, rank, facts, self.bounds.ranks)
                 rooms = [r._replace(state=STARTED) if (r.rank, r.key) == (rank, command.key) else r for r in rooms]
             elif isinstance(command, CloseRoom):
                 rooms = [r._replace(state=DRAINS) if (r.rank, r.key) == (rank, command.key) else r for r in rooms]
             elif isinstance(command, RequestSettled):
-                self._settled(command, rank, facts)
+                check_settled(command, rank, facts)
         return state._replace(
             members=_with(state.members, rank, self._kept(member)),
             rooms=_sorted(rooms),
@@ -302,44 +355,19 @@ class GroupWorld:
         data = stream.getvalue()
         return self._pieces.setdefault(data, data)
 
-    # --- rules
-
-    def _decided(self, command: RequestDecided, facts: set[tuple[Any, ...]]) -> None:
-        key = TicketKey(LEADER_LIFE, command.ticket)
-        if any(fact[:2] == ("decided", key) for fact in facts):
-            raise AssertionError(f"request {key.ticket} was decided twice")
-        if command.cause is None and (missing := self._without(LANDED, key, facts)):
-            raise AssertionError(f"request {key.ticket} succeeded, and has not landed at rank {missing[0]}")
-        facts.add(("decided", key, command.cause))
-
-    def _started(self, key: TicketKey, rank: int, facts: set[tuple[Any, ...]]) -> None:
-        if missing := self._without(MATCHED, key, facts):
-            raise AssertionError(f"request {key.ticket} starts at rank {rank}, and is not matched at rank {missing[0]}")
-        number = next(fact[2] for fact in facts if fact[:2] == ("start", key))
-        for fact in [fact for fact in facts if fact[:2] == ("started", rank)]:
-            if fact[2] >= number:
-                raise AssertionError(f"rank {rank} starts request {key.ticket} out of the group's order")
-            facts.remove(fact)
-        facts.add(("started", rank, number))
-
-    def _settled(self, command: RequestSettled, rank: int, facts: set[tuple[Any, ...]]) -> None:
-        if any(fact[:3] == ("settled", rank, command.key) for fact in facts):
-            raise AssertionError(f"rank {rank} was told twice what became of request {command.key.ticket}")
-        decided = [fact for fact in facts if fact[:2] == ("decided", command.key)]
-        if command.cause is None and (not decided or decided[0][2] is not None):
-            raise AssertionError(f"rank {rank} takes request {command.key.ticket} for a success, alone")
-        facts.add(("settled", rank, command.key))
-
-    def _without(self, what: str, key: TicketKey, facts: set[tuple[Any, ...]]) -> list[int]:
-        return [rank for rank in range(self.bounds.ranks) if (what, key, rank) not in facts]
+    # --- rest
 
     def rests(self, state: State) -> bool:
         """Nothing is left anywhere of any request."""
         members = [pickle.loads(life) for life in state.members if life is not None]
-        if state.rooms or any(member.tickets for member in members):
+        if state.rooms or any(member.tickets for member in members) or any(fact[0] == "owed" for fact in state.facts):
             return False
         leader: GroupLeader | None = pickle.loads(state.leader) if state.leader is not None else None
         return leader is None or not leader.requests
+
+
+def _misses(member: GroupMember) -> None:
+    member.leader_gone(0.0)
 
 
 def _of(leader: GroupLeader, rank: int) -> list[Any]:

@@ -7,7 +7,8 @@ from collections.abc import Callable
 from time import monotonic
 from typing import Any
 
-from kvflow.testing.walk.group import GroupBounds, GroupWorld
+from kvflow.testing.walk.group import GroupWorld
+from kvflow.testing.walk.group_worlds import GroupBounds
 
 
 def walk(bounds: GroupBounds, say: Callable[[str], None] = lambda _: None) -> dict[str, Any]:
