@@ -49,6 +49,17 @@ def test_plants_are_listed() -> None:
     assert len(json.loads(run("--plants", "--json")[1])) >= 12
 
 
+def test_worlds_are_listed_and_a_group_is_walked() -> None:
+    assert "group-loss" in run("--exhaust", "--bounds", "list")[1]
+    listed = json.loads(run("--exhaust", "--bounds", "list", "--json")[1])
+    assert set(listed["sets"]["group"]) < set(listed["sets"]["full"]) <= set(listed["worlds"])
+    status, out = run("--exhaust", "--bounds", "group-refused", "--json")
+    report = json.loads(out)
+    assert status == 0 and report["states"] > 2_000 and report["violations"] == 0
+    assert set(report["cells"]) == {"group_member", "group_leader"}
+    assert not any(cells["impossible"] for cells in report["cells"].values())
+
+
 @pytest.mark.parametrize("seeds", ["x", "5:5", "1:y"])
 def test_a_range_that_is_none_is_refused(seeds: str) -> None:
     with pytest.raises(MisuseError, match="--seeds"):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Annotated, Any
 
@@ -32,9 +32,11 @@ def sim(
     plant: Annotated[str, typer.Option(help="With this planted bug, or 'all': hunt it and print the first seed.")] = "",
     plants: Annotated[bool, typer.Option("--plants", help="List the planted bugs.")] = False,
     exhaust: Annotated[
-        bool, typer.Option("--exhaust", help="Walk everything two rooms and their link can do.")
+        bool, typer.Option("--exhaust", help="Walk everything two rooms and their link, or a few ranks, can do.")
     ] = False,
-    bounds: Annotated[str, typer.Option(help="With --exhaust: small, wide, full, or one world.")] = "",
+    bounds: Annotated[
+        str, typer.Option(help="With --exhaust: small, wide, group, full, or one world; 'list' prints them.")
+    ] = "",
     bare: Annotated[bool, typer.Option("--bare", help="Endpoints alone: no event loop, more seeds a second.")] = False,
     group: Annotated[
         int,
@@ -54,6 +56,8 @@ def sim(
     if exhaust:
         from kvflow.testing.walk import run
 
+        if bounds == "list":
+            return _list_worlds(run.ALL_SETS, run.TEXTS, as_json)
         return _report(run.run(bounds, plant, _say), as_json)
     if seed is not None:
         return _one(seed, plant, trace, bare, group, as_json)
@@ -139,6 +143,16 @@ def _list_plants(bare: bool, group: int, as_json: bool) -> None:
     table = Table("plant", "breaks", "what it is", box=None)
     for p in all_plants():
         table.add_row(p.name, p.invariant, p.text)
+    Console().print(table)
+
+
+def _list_worlds(sets: Mapping[str, Sequence[str]], texts: Mapping[str, str], as_json: bool) -> None:
+    if as_json:
+        typer.echo(json.dumps({"sets": sets, "worlds": texts}))
+        return
+    table = Table("world", "in", "what it asks", box=None)
+    for name, text in texts.items():
+        table.add_row(name, ", ".join(found for found, names in sets.items() if name in names), text)
     Console().print(table)
 
 

@@ -33,7 +33,7 @@ def walk(bounds: GroupBounds, say: Callable[[str], None] = lambda _: None) -> di
             except AssertionError as error:
                 report |= {"violations": 1, "broken": f"{error}", "path": [*_path(came, source), text]}
                 say("\n".join([report["broken"], *report["path"]]))
-                return report | {"states": len(number), "transitions": steps}
+                return report | _counted(len(number), steps, began)
             if after not in number:
                 number[after] = len(number)
                 came.append((source, text))
@@ -42,7 +42,6 @@ def walk(bounds: GroupBounds, say: Callable[[str], None] = lambda _: None) -> di
                     say(f"{len(number):,} states, {steps:,} transitions")
             if fairly:
                 fair.append((source, number[after]))
-    report |= {"states": len(number), "transitions": steps}
     can = {n for state, n in number.items() if world.rests(state)}
     report["rest_states"] = len(can)
     into: dict[int, list[int]] = {}
@@ -58,7 +57,11 @@ def walk(bounds: GroupBounds, say: Callable[[str], None] = lambda _: None) -> di
         stuck = min(set(range(len(number))) - can)
         text = f"rest: {len(number) - len(can)} states can never come to rest"
         report |= {"violations": 1, "broken": text, "path": _path(came, stuck)}
-    return report | {"seconds": round(monotonic() - began, 1)}
+    return report | _counted(len(number), steps, began)
+
+
+def _counted(states: int, steps: int, began: float) -> dict[str, Any]:
+    return {"states": states, "transitions": steps, "seconds": round(monotonic() - began, 1)}
 
 
 def _path(came: list[tuple[int, str]], number: int) -> list[str]:

@@ -1,8 +1,8 @@
-"""Everything that two or three machines and their link can do: `kvflow sim --exhaust`.
+"""Everything that two or three machines and their link can do, or a small group of ranks: `kvflow sim --exhaust`.
 
 What runs are the shipped endpoints (`protocols.decode.DecodeEndpoint`, `protocols.prefill.PrefillEndpoint`), restored
-from a key, fed one event, and read (`shelf`, `decode_side`, `prefill_side`). Worlds are small and many, because their
-product explodes: see `worlds`.
+from a key, fed one event, and read (`shelf`, `decode_side`, `prefill_side`), and those of a group (`group`). Worlds are
+small and many, because their product explodes: see `worlds` and `group_worlds`.
 """
 
 from __future__ import annotations
@@ -18,21 +18,31 @@ from unittest.mock import patch
 
 from kvflow.protocols import decode, prefill
 from kvflow.protocols.errors import MisuseError
-from kvflow.protocols.machines import decode_room, grants, link, peer, prefill_room
+from kvflow.protocols.machines import decode_room, grants, group, link, peer, prefill_room
 from kvflow.protocols.machines import loan as loans
 from kvflow.protocols.machines.tables import ERROR, Moves, Table
+from kvflow.testing.walk import group_search
+from kvflow.testing.walk.group_worlds import WORLDS as OF_A_GROUP
 from kvflow.testing.walk.plants import PLANTS
 from kvflow.testing.walk.search import Walk
 from kvflow.testing.walk.world import Bounds
 from kvflow.testing.walk.worlds import SETS, WORLDS
 
-MACHINES = {
-    "decode_room": decode_room,
-    "prefill_room": prefill_room,
-    "loan": loans,
-    "link": link,
-    "peer": peer,
-    "grants": grants,
+TABLES: dict[str, Table[Any, Any, Any]] = {
+    "decode_room": decode_room.TABLE,
+    "prefill_room": prefill_room.TABLE,
+    "loan": loans.TABLE,
+    "link": link.TABLE,
+    "peer": peer.TABLE,
+    "grants": grants.TABLE,
+    "group_member": group.MEMBER,
+    "group_leader": group.LEADER,
+}
+_GROUP = "group-"  # begins the name of a group's world
+_GROUPS = tuple(_GROUP + name for name in OF_A_GROUP)
+ALL_SETS = SETS | {"group": _GROUPS, "full": SETS["full"] + _GROUPS}
+TEXTS = {name: world.text for name, world in WORLDS.items()} | {
+    _GROUP + name: text for name, (text, _) in OF_A_GROUP.items()
 }
 
 
@@ -75,17 +85,17 @@ def run(bounds: str = "", plant: str = "", say: Callable[[str], None] = lambda _
     Raises: MisuseError for bounds or a plant there are not.
     """
     bounds = bounds or "full"
-    names = SETS.get(bounds) or ((bounds,) if bounds in WORLDS else ())
+    names = ALL_SETS.get(bounds) or ((bounds,) if bounds in TEXTS else ())
     if not names:
-        raise MisuseError(f"no bounds {bounds!r}; there are: {', '.join((*SETS, *WORLDS))}")
+        raise MisuseError(f"no bounds {bounds!r}; there are: {', '.join((*ALL_SETS, *TEXTS))}")
     found: list[dict[str, Any]] = []
     with _planted(plant), watched() as tables:
         for name in names:
-            say(f"{name}: {WORLDS[name].text}")
-            found.append({"world": name} | walk(WORLDS[name].bounds, say))
+            say(f"{name}: {TEXTS[name]}")
+            found.append({"world": name} | _walk_named(name, say))
             if found[-1]["violations"]:
                 break
-        cells = {name: table.report() for name, table in tables.items()}
+        cells = {name: table.report() for name, table in tables.items() if table.seen}
     total = {key: sum(one[key] for one in found) for key in ("states", "transitions", "violations", "seconds")}
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss >> 10
     modules = sorted(name for name in sys.modules if name.startswith("kvflow.protocols."))
@@ -101,6 +111,13 @@ def run(bounds: str = "", plant: str = "", say: Callable[[str], None] = lambda _
         "worlds": found,
         "cells": cells,
     }
+
+
+def _walk_named(name: str, say: Callable[[str], None]) -> dict[str, Any]:
+    if name in WORLDS:
+        return walk(WORLDS[name].bounds, say)
+    _, bounds = OF_A_GROUP[name.removeprefix(_GROUP)]
+    return group_search.walk(bounds, say)
 
 
 def walk(bounds: Bounds, say: Callable[[str], None] = lambda _: None) -> dict[str, Any]:
@@ -137,7 +154,7 @@ def one_task_at_a_time() -> Iterator[None]:
 @contextmanager
 def watched() -> Iterator[dict[str, Watched]]:
     """The machines' tables, with a note of every cell that is asked for."""
-    tables = {name: Watched(module.TABLE) for name, module in MACHINES.items()}
+    tables = {name: Watched(table) for name, table in TABLES.items()}
     with ExitStack() as patches:
         for table in tables.values():
             patches.enter_context(patch.object(table.table, "moves", table))
