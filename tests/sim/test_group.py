@@ -24,16 +24,16 @@ from tests.sim.both import (
     check_what_a_hunt_says,
 )
 
-SEEDS = 150
+SEEDS = 60
 FOUND_BY = {
-    "local failure skipped": (1, "spread"),
+    "local failure skipped": (0, "spread"),
     "decision not carried out": (1, "spread"),
-    "decisions out of order": (4, "order"),
-    "failure reported twice": (1, "once"),
-    "cause lost": (1, "first cause"),
-    "leader lost unseen": (0, "I5"),
-    "rank lost unseen": (68, "I5"),
-    "any name believed": (9, "start"),
+    "decisions out of order": (1, "order"),
+    "failure reported twice": (0, "once"),
+    "cause lost": (0, "first cause"),
+    "leader lost unseen": (5, "I5"),
+    "rank lost unseen": (5, "I5"),
+    "any name believed": (8, "start"),
     "one vote for two": (0, "success"),
     "starts alone": (0, "start"),
 }
@@ -57,7 +57,7 @@ def test_seeds_without_a_plant_break_nothing() -> None:
 
 @pytest.mark.parametrize("ranks", [1, 2, 3])
 def test_smaller_groups(ranks: int) -> None:
-    report = simulate_many(range(40), group=ranks)
+    report = simulate_many(range(15), group=ranks)
     assert not report["first_violations"]
 
 

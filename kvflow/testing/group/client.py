@@ -41,11 +41,12 @@ class Client:
         issue: Issue,
         broken: Callable[[str, str], None],
         *,
+        group: int = 0,
         rows: int = 0,
         fate: Fate = NO_FATE,
     ) -> None:
         self.number, self.room, self.tokens, self.digest, self.chunks = number, room, tokens, digest, chunks
-        self.rows, self.fate = rows, fate
+        self.group, self.rows, self.fate = group, rows, fate
         self.ticket: Ticket | None = None
         self.asked = self.told = self.succeeded = False
         self._issue, self._broken = issue, broken

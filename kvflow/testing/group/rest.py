@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 
 from kvflow.testing.bare.rest import left as left_of_nodes
@@ -17,12 +18,13 @@ def left(world: World, *, doubts: bool) -> Iterator[str]:
         if client.asked and not client.told:
             yield f"the client of room {client.room} has no answer"
     stages = [node for node in world.nodes.values() if isinstance(node, Stage) and node.alive]
-    serving = [stage for stage in stages if not stage.displaced]
-    if serving and len(serving) < len(world.rules.ranks):
-        yield f"{len(world.rules.ranks) - len(serving)} ranks are about to start again"
-    leaders = [stage for stage in serving if stage.leader is not None]
+    serving = Counter(stage.group for stage in stages if not stage.displaced)
+    for group, count in serving.items():
+        if group not in world.lost and (missing := len(world.rules.ranks) - count):
+            yield f"{missing} ranks of group {group} are about to start again"
+    leaders = [stage for stage in stages if stage.leader is not None and not stage.displaced]
     for stage in stages:
-        yield from _left_at(stage, leaders)
+        yield from _left_at(stage, [leader for leader in leaders if leader.group == stage.group])
 
 
 def _left_at(stage: Stage, leaders: list[Stage]) -> Iterator[str]:

@@ -1,4 +1,4 @@
-"""One seed of a group under a storm: decodes abort, clients go, ranks and their leader fail, freeze and crash."""
+"""One seed of a group, or two, under a storm: decodes abort, clients go, ranks and leaders fail, freeze and crash."""
 
 from __future__ import annotations
 
@@ -21,6 +21,7 @@ from kvflow.testing.sim.outcome import Outcome
 from kvflow.testing.sim.scenario import Accident, Leg, Request, Scenario, Shape
 
 RANKS = 4
+REUSES = 0.1  # the share of requests after which the same room id is used again, often while the first one drains
 ABORTS = 0.35  # the share of requests that decode, or the leader's client, ends at some moment, beside the others'
 
 
@@ -28,7 +29,10 @@ def storm(rng: random.Random, faults: Faults, shapes: Sequence[Shape]) -> tuple[
     """The scenario of bare endpoints, with more that end early."""
     scenario, twists = draw_all(rng, faults, shapes)
     requests = [_stormy(rng, request) for request in scenario.requests]
-    return scenario._replace(requests=requests), twists
+    again = [_used_again(rng, request, scenario.decodes) for request in requests if rng.random() < REUSES]
+    return scenario._replace(requests=requests + again), twists._replace(
+        requests=[*twists.requests, *(Twist() for _ in again)]
+    )
 
 
 def _stormy(rng: random.Random, request: Request) -> Request:
@@ -40,8 +44,25 @@ def _stormy(rng: random.Random, request: Request) -> Request:
     return request if request.prefill is None else request._replace(prefill=request.prefill._replace(ends=ends))
 
 
+def _used_again(rng: random.Random, request: Request, decodes: int) -> Request:
+    """The first may have ended, drain, or run. As after a decode that was lost: by another one, if there is one."""
+    at_s = max(leg.at_s for leg in (request.prefill, request.decode) if leg is not None) + rng.uniform(0.0, 0.4)
+    prompt = [*request.prompt[:-1], request.prompt[-1] ^ 4]
+    legs = [Leg(at_s + rng.choice((0.0, rng.uniform(0, 0.1)))) for _ in range(2)]
+    return request._replace(
+        prompt=prompt,
+        decode_prompt=prompt,
+        decode_at=rng.randrange(decodes),
+        prefill=legs[0],
+        decode=legs[1],
+        refused=False,
+        decode_refused=False,
+        fails_at=None,
+    )
+
+
 class GroupRun(Run):
-    """Requests come to the leader alone."""
+    """Requests come to the leaders alone."""
 
     world: GroupWorld
     left = staticmethod(left)
@@ -53,7 +74,7 @@ class GroupRun(Run):
         halves.causes = world.rules.group_causes
 
     def schedule_prefill(self, request: Request, twist: Twist, leg: Leg, digest: bytes) -> None:
-        rank = self.world.rng.randrange(self.scenario.groups[0])  # what befalls an engine befalls one
+        rank = self.world.rng.randrange(self.scenario.groups[request.group])  # what befalls an engine befalls one
         fate = Fate(
             leg.deadline_s,
             twist.rendezvous_s,
@@ -61,20 +82,22 @@ class GroupRun(Run):
             rank if request.fails_at is not None else None,
             request.fails_at,
         )
-        client = self._client(request.room, len(request.prompt), digest, tuple(request.chunks), fate)
+        chunks = tuple(request.chunks)
+        client = self._client(request.group, request.room, len(request.prompt), digest, chunks, fate)
         self.clock.later(leg.at_s, None, self._ask, client, leg)
 
-    def _client(self, room: int, tokens: int, digest: bytes, chunks: tuple[int, ...], fate: Fate = NO_FATE) -> Client:
+    def _client(
+        self, group: int, room: int, tokens: int, digest: bytes, chunks: tuple[int, ...], fate: Fate = NO_FATE
+    ) -> Client:
         world = self.world
         number, issue, broken = len(world.clients), world.oracle.issue, world.oracle.broken
-        client = Client(number, room, tokens, digest, chunks, issue, broken, rows=self.rows, fate=fate)
+        client = Client(number, room, tokens, digest, chunks, issue, broken, group=group, rows=self.rows, fate=fate)
         world.clients.append(client)
         return client
 
     def _ask(self, client: Client, leg: Leg) -> None:
         """There is no other way in: while the leader is dead its clients are turned away."""
-        node = self.places[0]
-        assert isinstance(node, Stage)
+        node = self._leader(client)
         client.asked = True
         if not node.alive:
             client.tell(GONE)
@@ -88,13 +111,22 @@ class GroupRun(Run):
     def good_room_at_prefill(
         self, room: int, tokens: int, digest: bytes, prefills: list[Prefill]
     ) -> list[tuple[Node, Any]]:
-        client = self._client(room, tokens, digest, PROBE_CHUNKS)
+        client = self._client(prefills[0].group, room, tokens, digest, PROBE_CHUNKS)
         self._ask(client, Leg(0.0))
-        return [(self.places[0], client)]
+        return [(self._leader(client), client)]
+
+    def _leader(self, client: Client) -> Stage:
+        node = self.places[sum(self.scenario.groups[: client.group])]
+        assert isinstance(node, Stage)
+        return node
 
     def happen(self, accident: Accident) -> None:
-        if accident.kind == "takeover" and accident.node:
-            accident = accident._replace(kind="restart")  # else the rank is taken for as long as it lives
+        node, kind = self.places[accident.node], accident.kind
+        if isinstance(node, Stage) and node.up and not node.leaving:
+            if kind == "takeover" and node.rank:  # the rank is taken, until the one that has lost its address dies
+                self.clock.later(accident.for_s, node, self.world.kill, node)
+            elif kind == "crash" and self._enough_without(node):
+                self.world.lost.add(node.group)
         super().happen(accident)
 
     def counted(self) -> dict[str, int]:
@@ -105,6 +137,6 @@ def simulate(
     seed: int, *, visits: Counter[Cell] | None = None, tell: Tell | None = None, ranks: int = RANKS
 ) -> Outcome:
     """Play one seed of a group of so many ranks."""
-    shapes = (((ranks,), 1), ((ranks,), 2))
+    shapes = (*(((ranks,), decodes) for decodes in (1, 1, 2, 2)), ((ranks, ranks), 1))
     cast = Cast(lambda rng, faults: storm(rng, faults, shapes), GroupWorld, GroupRun, GroupHalves)
     return played(seed, cast, visits=visits, tell=tell)

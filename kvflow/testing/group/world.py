@@ -26,6 +26,7 @@ class GroupWorld(World):
         self.lines = Lines(self.clock, self.rng, self.faults, traced=self.tell is not None)
         self.rules = Rules(self.oracle, self.lines)
         self.clients: list[Client] = []
+        self.lost: set[int] = set()  # groups of which a rank has died for good
         self.group = Group(self.lines, self.rules, self.clients, self.rng.random() < FORGES)
 
     def start_prefill(self, group: int, rank: int, world_size: int) -> Prefill:
