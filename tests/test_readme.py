@@ -41,6 +41,7 @@ LESS = {
     "kvflow sim --exhaust": "--bounds eviction",
     "kvflow bench transfer": "--transfer-backend local --pairs 2",
     "kvflow bench rooms": "--transfer-backend local --rounds 1",
+    "kvflow bench group": "--ranks 1,2 --rounds 1 --requests 50",
     "kvflow bench serve": "--clients 2 --new-tokens 32 --turns 1 --streams 0",
     "kvflow bench abort": "--transfer-backend local --times 3 --pages 32",
     "kvflow bench offload": "--pages 16 --rounds 2",

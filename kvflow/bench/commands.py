@@ -104,6 +104,22 @@ def abort(
 
 
 @app.command()
+def group(
+    ranks: Annotated[str, typer.Option(help="Sizes of the group, separated by commas.", metavar="N,N")] = "1,2,4,8",
+    rounds: Annotated[int, typer.Option(help="Interleaved rounds of each size.", min=1)] = 5,
+    requests: Annotated[int, typer.Option(help="Requests of each round.", min=1)] = 2_000,
+    as_json: AsJson = False,
+) -> None:
+    """What it costs that prefill ranks agree: decisions/s, CPU per room, growth per rank, event-loop stall.
+
+    Beside the same frames over bare ZeroMQ sockets; rooms wait for nothing but the group.
+    """
+    from kvflow.bench.group import bench_group
+
+    _report(bench_group(tuple(map(int, ranks.split(","))), rounds, requests, _say), as_json)
+
+
+@app.command()
 def compare(
     what: Annotated[
         list[str],

@@ -1,0 +1,177 @@
+"""`kvflow bench group`: what it costs that ranks agree, beside the same frames over bare ZeroMQ sockets.
+
+A process a rank, real shells and sockets; rooms that wait for nothing, so that the agreement alone is measured. A
+request is three decisions (open, start, succeed), which go to every rank, and two votes of every rank: the bare sockets
+carry frames of those sizes in that order, in a thread that does nothing else.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import statistics
+import sys
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from typing import Any
+
+import msgspec
+
+from kvflow.bench.pair import Process
+from kvflow.protocols.wire import group as wire
+from kvflow.protocols.wire.codec import encode
+from kvflow.protocols.wire.group import Ruling, Ticket, Vote
+from kvflow.protocols.wire.messages import Incarnation, RoomId
+
+WORKER = "kvflow.bench.group_worker"
+CONCURRENCY = (1, 32)
+DECISIONS = 3  # of a request that succeeds
+REQUEST_BYTES = 1_024  # what the engines are told of a request: a short prompt
+
+Say = Callable[[str], None]
+Row = dict[str, float]
+
+
+def frame_sizes() -> tuple[list[int], int]:
+    """Bytes of each decision about one request, and of one vote, as in a group that has run for a while."""
+    ends: dict[str, Any] = {
+        "leader": Incarnation(1 << 62),
+        "member": Incarnation(1 << 61),
+        "session": 1,
+        "seq": 1_000,
+        "ticket": Ticket(1_000),
+    }
+    later = [wire.Decision(**ends, number=1_000, ruling=ruling) for ruling in (Ruling.START, Ruling.SUCCEED)]
+    opened = msgspec.structs.replace(later[0], ruling=Ruling.OPEN, room=RoomId(1_000), request=bytes(REQUEST_BYTES))
+    decisions = [opened, *later]
+    return [len(encode(decision)) for decision in decisions], len(encode(wire.RankVote(**ends, vote=Vote.READY)))
+
+
+class Ranks:
+    """The processes of one group, rank 0 first."""
+
+    def __init__(self, processes: list[Process]) -> None:
+        self.processes = processes
+
+    async def every(self, do: str, **arguments: Any) -> list[dict[str, Any]]:
+        return await asyncio.gather(*(process.ask(do, **arguments) for process in self.processes))
+
+    async def setup(self) -> None:
+        first, *others = self.processes
+        count = len(self.processes)
+        port = (await first.ask("setup", rank=0, ranks=count, port=0))["port"]
+        for rank, process in enumerate(others, 1):
+            await process.ask("setup", rank=rank, ranks=count, port=port)
+        await first.ask("joined")
+        port = (await first.ask("bare_setup", port=0))["port"]
+        for process in others:
+            await process.ask("bare_setup", port=port)
+        await first.ask("bare_ready")
+
+    async def agree(self, count: int, concurrency: int) -> Row:
+        """`count` requests through the group. A stall is of a loop's own making: see `StallTicker`."""
+        await self.every("begin")
+        arguments = {"count": count, "concurrency": concurrency, "request_bytes": REQUEST_BYTES}
+        seen = await self.processes[0].ask("requests", **arguments)
+        first, *others = await self.every("end")
+        if seen["decisions"] != DECISIONS * count:
+            raise RuntimeError(f"{count} requests took {seen['decisions']} decisions, not {DECISIONS * count}")
+        return {
+            "requests_per_s": count / seen["seconds"],
+            "decisions_per_s": seen["decisions"] / seen["seconds"],
+            "p50_ms": seen["p50_ms"],
+            "p99_ms": seen["p99_ms"],
+            "cpu_ms_per_room": (first["cpu_s"] + sum(one["cpu_s"] for one in others)) / count * 1e3,
+            "cpu_ms_per_room_rank_0": first["cpu_s"] / count * 1e3,
+            "cpu_ms_per_room_other_rank": statistics.mean([one["cpu_s"] for one in others] or [0.0]) / count * 1e3,
+            "stall_p99_ms_rank_0": first["stall_p99_ms"],
+            "stall_max_ms_rank_0": first["stall_max_ms"],
+            "stall_max_ms_other_rank": max([one["stall_max_ms"] for one in others] or [0.0]),
+        }
+
+    async def bare(self, count: int, concurrency: int) -> Row:
+        sizes, vote_bytes = frame_sizes()
+        seen = await self.every("bare", count=count, concurrency=concurrency, sizes=sizes, vote_bytes=vote_bytes)
+        first = seen[0]
+        return {
+            "requests_per_s": count / first["seconds"],
+            "p50_ms": first["p50_ms"],
+            "p99_ms": first["p99_ms"],
+            "cpu_ms_per_room": sum(one["cpu_s"] for one in seen) / count * 1e3,
+        }
+
+    async def at_rest(self) -> dict[str, int]:
+        """What is left at all ranks, and what went wrong."""
+        await asyncio.sleep(0.2)  # the last decision travels, and a heartbeat or none
+        left = await self.every("rest")
+        return {name: sum(one[name] for one in left) for name in ("requests", "errors")}
+
+
+@asynccontextmanager
+async def group_of(ranks: int) -> AsyncIterator[Ranks]:
+    processes: list[Process] = []
+    try:
+        for rank in range(ranks):
+            processes.append(await Process.spawn(sys.executable, "-m", WORKER, name=f"rank {rank}"))
+        group = Ranks(processes)
+        await group.setup()
+        yield group
+    finally:
+        for process in reversed(processes):
+            await process.close()
+
+
+async def bench_group(sizes: tuple[int, ...], rounds: int, count: int, say: Say) -> dict[str, Any]:
+    """Each size of a group in turn, its rounds interleaved with bare ones.
+
+    Returns {"rounds", "requests", "frame_bytes", "groups": {ranks: {concurrency: {"group", "bare", "ratios"}, "left"}},
+    "growth": {concurrency: ...}}; figures are medians, ratios medians of those round by round.
+    """
+    decisions, vote = frame_sizes()
+    groups: dict[str, dict[str, Any]] = {}
+    for ranks in sizes:
+        async with group_of(ranks) as group:
+            groups[str(ranks)] = await _measure(group, rounds, count)
+        for concurrency in CONCURRENCY:
+            row = groups[str(ranks)][str(concurrency)]["group"]
+            rate, cpu_ms = row["decisions_per_s"], row["cpu_ms_per_room"]
+            say(f"{ranks} ranks, {concurrency} at once: {rate:.0f} decisions/s, {cpu_ms:.3f} ms of CPU a room")
+    growth = {str(c): growth_of({ranks: groups[str(ranks)][str(c)] for ranks in sizes}) for c in CONCURRENCY}
+    frames = {"decisions": decisions, "vote": vote}
+    return {"rounds": rounds, "requests": count, "frame_bytes": frames, "groups": groups, "growth": growth}
+
+
+async def _measure(group: Ranks, rounds: int, count: int) -> dict[str, Any]:
+    await group.agree(count // 10 + 1, 8)  # warm
+    await group.bare(count // 10 + 1, 8)
+    found: dict[str, Any] = {}
+    for concurrency in CONCURRENCY:
+        ours, bare = [], []
+        for _ in range(rounds):
+            ours.append(await group.agree(count, concurrency))
+            bare.append(await group.bare(count, concurrency))
+        pairs = list(zip(ours, bare, strict=True))
+        found[str(concurrency)] = {
+            "group": _medians(ours),
+            "bare": _medians(bare),
+            "ratios": _medians([{name: mine[name] / its[name] for name in its} for mine, its in pairs]),
+        }
+    return found | {"left": await group.at_rest()}
+
+
+def growth_of(rows: dict[int, dict[str, Row]]) -> dict[str, Row]:
+    """What each rank beyond those of the smallest group adds: CPU of one room over all processes, in ms."""
+    fewest, most = min(rows), max(rows)
+    if fewest == most:
+        return {}
+    return {
+        kind: {
+            "cpu_ms_per_room_and_rank": round(
+                (rows[most][kind]["cpu_ms_per_room"] - rows[fewest][kind]["cpu_ms_per_room"]) / (most - fewest), 4
+            )
+        }
+        for kind in ("group", "bare")
+    }
+
+
+def _medians(rows: list[Row]) -> Row:
+    return {name: round(statistics.median(row[name] for row in rows), 4) for name in rows[0]}
