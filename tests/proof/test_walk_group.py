@@ -117,7 +117,7 @@ PLANTS: dict[str, tuple[Plant, GroupBounds, str]] = {
         "rest",
     ),
     "requests of a lost rank stay": (_a_lost_ranks_requests_stay, GroupBounds(ranks=2, crashes=1), "rest"),
-    "one rank's vote counts for two": (_a_vote_counts_for_two, GroupBounds(ranks=3), "not matched"),
+    "one rank's vote counts for two": (_a_vote_counts_for_two, GroupBounds(ranks=3), "nothing has happened to it"),
     "a rank is not told of a refusal": (_refuses_at_rank_0_alone, WORLDS["refused"][1], "rest"),
     "a second request for a room fails the first": (
         _a_room_in_use_fails_its_first_request,
