@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from kvflow.config.settings import DEFAULT_PORTS, FIELDS_OF_ROLE, GROUPS, Role, Settings, describe
-from kvflow.config.sources import ConfigError, resolve
+from kvflow.config.sources import ConfigError, resolve, resolve_other
 from kvflow.launch.process import PARENT_PID, READY_FD
 
 MODEL = {"model_path": "m"}
@@ -163,6 +163,20 @@ def test_the_example_file_is_valid(role: Role) -> None:
     path = Path(__file__).parents[1] / "examples" / "kvflow.toml"
     settings = resolve(role, MODEL, env={}, config=str(path))
     assert settings.num_pages == {"prefill": 2048, "decode": 4096, "up": 0}[role]
+
+
+def test_a_worker_that_becomes_the_other_role_reads_that_roles_settings(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """From the file and the environment; of its own flags, those that both roles have."""
+    path = tmp_path / "kvflow.toml"
+    path.write_text("[prefill]\nchunked-prefill-size = 64\n[decode]\nnew-token-ratio = 0.5\n")
+    monkeypatch.setenv("KVFLOW_MAX_BATCH_TOKENS", "128")
+    monkeypatch.setenv("KVFLOW_DISAGGREGATION_MODE", "decode")
+    flags = {**MODEL, "num_pages": "7", "host_memory_bytes": "9", "disaggregation_mode": "decode", "join": None}
+    found = resolve_other("prefill", flags, str(path))
+    assert (found.chunked_prefill_size, found.max_batch_tokens, found.num_pages) == (64, 128, 7)
+    assert (found.disaggregation_mode, found.host_memory_bytes, found.new_token_ratio) == ("", 1 << 28, 0.7)
 
 
 def test_the_rendezvous_may_take_minutes_at_prefill() -> None:

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import shutil
-import socket
 import subprocess
 import sys
 import tomllib
@@ -14,8 +12,8 @@ from pathlib import Path
 import pytest
 
 from kvflow.demo_model import DEMO_MODEL_DIR
+from tests.shells import ALONE, NETWORK, ROOT, STOP, has_namespaces, is_free, ports_of, shell
 
-ROOT = Path(__file__).parents[1]
 TEXT = (ROOT / "README.md").read_text()
 
 
@@ -47,45 +45,7 @@ LESS = {
     "kvflow bench offload": "--pages 16 --rounds 2",
     "kvflow bench overcommit": "--requests 8 --new-tokens 24 --turns 1",
 }
-# A network of its own: the printed ports are free there, whatever runs on this machine, and the two machines are two
-# addresses.
-ALONE = ("unshare", "--user", "--map-root-user", "--net", "--pid", "--fork", "--mount-proc", "--kill-child")
-NETWORK = "ip link set lo up && for n in 1 2; do ip address add 10.0.0.$n/32 dev lo; done\n"
-STOP = "trap 'kill $(jobs -p) && wait' EXIT\n"
 WAIT = "until curl --silent --fail --output /dev/null localhost:8000/health; do kill -0 $! && sleep 0.2; done"
-
-
-def shell(script: str, cwd: Path, timeout_s: float, *before: str) -> subprocess.CompletedProcess[str]:
-    """`script` in a shell that inherits nothing but where this Python and its `kvflow` are."""
-    path = f"{Path(sys.executable).parent}:/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
-    return subprocess.run(
-        [*before, "bash", "-euo", "pipefail", "-c", script],
-        cwd=cwd,
-        env={"PATH": path, "HOME": str(cwd), "PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-        timeout=timeout_s,
-        check=False,
-    )
-
-
-def has_namespaces() -> bool:
-    tools = all(map(shutil.which, ("unshare", "ip")))
-    return tools and not subprocess.run([*ALONE, "true"], check=False, capture_output=True).returncode
-
-
-def ports_of(servers: list[str]) -> list[int]:
-    return [int(port) for port in re.findall(r"port (\d+)", "".join(servers))]
-
-
-def is_free(port: int) -> bool:
-    with socket.socket() as probing:
-        probing.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probing.bind(("", port))
-        except OSError:
-            return False
-    return True
 
 
 def test_every_command_is_run_by_a_test() -> None:

@@ -3,29 +3,24 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import re
 import signal
-import socket
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager
+from collections.abc import Awaitable, Callable
 from typing import Any, NamedTuple
 
 import aiohttp
 import msgspec
 import pytest
 
-from kvflow.config.settings import FIELDS_OF_ROLE, flag_of
-from kvflow.demo_model import DEMO_MODEL_DIR, DEMO_PROMPTS
-from kvflow.launch.child import Child
+from kvflow.demo_model import DEMO_PROMPTS
 from tests.e2e.fleet import all_home, ask
+from tests.e2e.service import START_S, Service, serving
 from tests.e2e.sglang import router_over
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("processes"), pytest.mark.timeout(600)]
 
-START_S = 120.0
 CLIENTS, REQUESTS = 8, 500
 TOKENS = 64
 
@@ -37,76 +32,6 @@ class Ended(NamedTuple):
     tokens: int
     seconds: float
     stream: bool
-
-
-def free_port() -> int:
-    with socket.socket() as unused:
-        unused.bind(("127.0.0.1", 0))
-        return int(unused.getsockname()[1])
-
-
-class Service:
-    """Prefills and decodes, as many of each, at ports of their own, which they keep when they are restarted."""
-
-    def __init__(self, pairs: int, **changes: Any) -> None:
-        common = {"model_path": str(DEMO_MODEL_DIR), "num_pages": 512, "dtype": "float32", "drain_timeout_s": 60}
-        self._flags = {**common, **changes}
-        self._ports = {
-            f"{role}-{i}": (free_port(), free_port()) for role in ("prefill", "decode") for i in range(pairs)
-        }
-        self.workers: dict[str, Child] = {}
-        self.router: Child | None = None
-
-    def names(self, role: str) -> list[str]:
-        return [name for name in self._ports if name.startswith(role)]
-
-    def bootstrap_port(self, name: str) -> int:
-        return self._ports[name][1]
-
-    def url(self, name: str) -> str:
-        return f"http://127.0.0.1:{self._ports[name][0]}"
-
-    async def start(self, name: str) -> None:
-        role = name.partition("-")[0]
-        port, bootstrap_port = self._ports[name]
-        flags = {name: value for name, value in self._flags.items() if name in FIELDS_OF_ROLE[role]} | {"port": port}
-        if role == "prefill":
-            flags["disaggregation_bootstrap_port"] = bootstrap_port
-        words = [word for flag, value in flags.items() for word in (flag_of(flag), str(value))]
-        self.workers[name] = Child(name, role, words, quiet=True)
-        await self.workers[name].start(os.environ, START_S)
-
-    async def restart(self, name: str) -> float:
-        """SIGTERM, wait for its end, start it again at the same port. Returns the seconds that its drain took."""
-        began = time.monotonic()
-        assert await self.workers[name].stop(START_S) == 0
-        drained_s = time.monotonic() - began
-        await self.start(name)
-        return drained_s
-
-    async def start_router(self, **changes: Any) -> str:
-        urls = [word for name in self._ports for word in (f"--{name.partition('-')[0]}", self.url(name))]
-        words = [word for flag, value in changes.items() for word in (flag_of(flag), str(value))]
-        self.router = Child("router", "router", ["--port", "0", *urls, *words], quiet=True)
-        await self.router.start(os.environ, START_S)
-        return self.router.url
-
-    async def stop(self) -> None:
-        children = [*self.workers.values(), *([self.router] if self.router else [])]
-        for child in children:
-            child.kill()
-        for child in children:
-            await child.stop(1.0)
-
-
-@asynccontextmanager
-async def serving(pairs: int = 2, **changes: Any) -> AsyncIterator[Service]:
-    service = Service(pairs, **changes)
-    try:
-        await asyncio.gather(*(service.start(name) for role in ("prefill", "decode") for name in service.names(role)))
-        yield service
-    finally:
-        await service.stop()
 
 
 async def generate(session: aiohttp.ClientSession, url: str, number: int, tokens: int = TOKENS) -> Ended:

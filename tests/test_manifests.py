@@ -1,0 +1,135 @@
+"""The manifests of examples/kubernetes: valid by Kubernetes' schemas, and true of kvflow and of each other."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import kubernetes_validate
+import pytest
+import yaml
+
+from kvflow.config.settings import FIELDS_OF_ROLE
+from kvflow.config.sources import resolve
+from kvflow.demo_model import DEMO_MODEL_DIR
+from kvflow.server.http.app import OPEN_PATHS
+from tests.shells import ROOT
+
+FILES = sorted((ROOT / "examples/kubernetes").glob("*.yaml"))
+DOCUMENTS: list[Any] = [document for path in FILES for document in yaml.safe_load_all(path.read_text())]
+VERSIONS = ("1.29", "1.37")
+DEPLOYMENTS = {
+    document["metadata"]["name"].removeprefix("kvflow-"): document
+    for document in DOCUMENTS
+    if document["kind"] == "Deployment"
+}
+
+
+def pod_of(role: str) -> Any:
+    return DEPLOYMENTS[role]["spec"]["template"]["spec"]
+
+
+def container_of(role: str) -> Any:
+    (container,) = pod_of(role)["containers"]
+    return container
+
+
+def name_of(document: Any) -> str:
+    return f"{document['kind']} {document['metadata']['name']}"
+
+
+def valid(document: Any, version: str) -> None:
+    kubernetes_validate.validate(document, version, strict=True)
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+@pytest.mark.parametrize("document", DOCUMENTS, ids=name_of)
+def test_a_manifest_is_valid_and_has_no_unknown_field(document: Any, version: str) -> None:
+    valid(document, version)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [{"livenesProbe": {}}, {"ports": [{"containerPort": "http"}]}, {"livenessProbe": {"httpGet": {"path": "/"}}}],
+)
+def test_what_is_not_valid_is_found(wrong: Any) -> None:
+    broken = copy.deepcopy(DEPLOYMENTS["prefill"])
+    broken["spec"]["template"]["spec"]["containers"][0].update(wrong)
+    with pytest.raises(kubernetes_validate.ValidationError):
+        valid(broken, VERSIONS[-1])
+
+
+def settings_of(role: str) -> Any:
+    """As the process reads them, by the same code."""
+    container = container_of(role)
+    args = container["args"]
+    given = {
+        flag.removeprefix("--").replace("-", "_"): value for flag, value in zip(args[::2], args[1::2], strict=True)
+    }
+    assert given.keys() <= set(FIELDS_OF_ROLE[role])
+    assert {entry["name"] for entry in container["env"]} >= {"KVFLOW_API_KEY"}
+    given |= {"api_key": "k"} | ({"model_path": str(DEMO_MODEL_DIR)} if role != "router" else {})
+    return resolve(role, given, env={})  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("role", ["router", "prefill", "decode"])
+def test_the_flags_are_those_of_the_role_and_say_what_the_manifest_says(role: str) -> None:
+    settings, container = settings_of(role), container_of(role)
+    assert container["command"] == ["kvflow", role]
+    ports = {port["name"]: port["containerPort"] for port in container["ports"]}
+    wanted = {"http": settings.port}
+    if role != "router":
+        wanted["bootstrap"] = settings.disaggregation_bootstrap_port
+    if role == "prefill":
+        wanted["control"] = settings.control_port
+    assert ports == wanted
+    grace_s = pod_of(role)["terminationGracePeriodSeconds"]
+    before_s = int(container.get("lifecycle", {}).get("preStop", {}).get("exec", {}).get("command", [0, 0])[1])
+    assert grace_s >= before_s + settings.drain_timeout_s + 10
+    for probe in ("startupProbe", "livenessProbe", "readinessProbe"):
+        asked = container[probe]["httpGet"]
+        assert asked["port"] in ports and asked["path"] in OPEN_PATHS  # a kubelet has no key
+    assert container["readinessProbe"]["httpGet"]["path"] == "/health"
+    assert container["livenessProbe"]["httpGet"]["path"] == "/livez"
+
+
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+def test_a_worker_joins_the_router_and_finds_its_files(role: str) -> None:
+    settings, pod = settings_of(role), pod_of(role)
+    (service,) = [one for one in DOCUMENTS if name_of(one) == "Service kvflow-router"]
+    assert settings.join == (f"http://{service['metadata']['name']}:{service['spec']['ports'][0]['port']}",)
+    mounts = {mount["name"]: mount["mountPath"] for mount in container_of(role)["volumeMounts"]}
+    volumes = {volume["name"]: volume for volume in pod["volumes"]}
+    assert mounts.keys() == volumes.keys()
+    (item,) = volumes["control-key"]["secret"]["items"]
+    assert settings.control_key_file == f"{mounts['control-key']}/{item['path']}"
+    assert container_of(role)["args"][1] == mounts["model"]
+    page = (ROOT / "examples/kubernetes/README.md").read_text()
+    assert f"--from-file={item['key']}=" in page and "--from-literal=api-key=" in page
+
+
+def test_prefill_and_decode_would_fit_together() -> None:
+    prefill, decode = settings_of("prefill"), settings_of("decode")
+    same = (
+        "disaggregation_transfer_backend",
+        "control_key_file",
+        "page_size",
+        "dtype",
+        "model_name",
+        "verify_transfers",
+    )
+    assert [getattr(prefill, name) for name in same] == [getattr(decode, name) for name in same]
+
+
+@pytest.mark.parametrize("document", [one for one in DOCUMENTS if one["kind"] != "Deployment"], ids=name_of)
+def test_what_selects_pods_selects_some(document: Any) -> None:
+    spec = document["spec"]
+    selector = spec.get("podSelector", spec.get("selector"))
+    wanted = selector.get("matchLabels", selector)
+    labels = [one["spec"]["template"]["metadata"]["labels"] for one in DEPLOYMENTS.values()]
+    assert wanted and any(wanted.items() <= found.items() for found in labels)
+
+
+def test_no_manifest_names_a_registry() -> None:
+    images = {container_of(role)["image"] for role in DEPLOYMENTS}
+    assert images == {"REGISTRY/kvflow:VERSION"}
