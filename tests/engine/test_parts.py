@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import shutil
 from collections.abc import Callable, Iterator
@@ -14,11 +15,14 @@ from transformers import AutoConfig
 from kvflow.engine.model.load import LoadedModel, load_model
 from kvflow.engine.model.parallel.division import split_of
 from kvflow.engine.model.parallel.part import Meeting, ModelPart, own_layers
-from kvflow.protocols.errors import MisuseError
+from kvflow.engine.model.probe import Layers
+from kvflow.memory.pool import PagedPool
+from kvflow.protocols.errors import LayoutError, MisuseError
 from kvflow.protocols.pages.components import Part
 from kvflow.protocols.pages.kinds import StateKind
+from kvflow.protocols.pages.layout import build_layout
 from tests.engine import tiny_models
-from tests.engine.world import Ran, World, run, world
+from tests.engine.world import NEW, PAGE_SIZE, PROMPTS, Ran, World, run, world
 
 Tiny = Callable[[str], Path]
 Loaded = Callable[..., LoadedModel]
@@ -117,18 +121,17 @@ def test_a_rank_that_cannot_load_is_named_by_the_others(two: World, tiny: Tiny) 
     assert "rank 1 cannot load its part of the model: model" in first
 
 
-@pytest.mark.parametrize("shards", [1, 2])
-def test_a_process_that_is_killed_ends_the_step_of_the_others(tiny: Tiny, shards: int) -> None:
-    """One shard waits for the other in a collective. A stage sees nothing: it waits until it is told."""
-    with world(2) as found:
-        killed, survivor = found.outcomes(tiny("llama"), 2 // shards, shards, killed=0)
-    assert killed == "ended"
-    assert ("LostError: a shard of this stage is gone" if shards == 2 else "LostError: passing hidden") in survivor
-
-
 def test_an_abort_ends_what_a_shard_waits_for(two: World, tiny: Tiny) -> None:
     for survivor in two.outcomes(tiny("llama"), 1, 2, idle=1):
         assert "LostError" in survivor and "start all processes of the stage again" in survivor
+
+
+@pytest.mark.parametrize("shards", [2, pytest.param(1, marks=pytest.mark.slow)])
+def test_a_process_that_is_killed_ends_the_step_of_the_others(two: World, tiny: Tiny, shards: int) -> None:
+    """One shard waits for the other in a collective. A stage sees nothing: it waits until it is told."""
+    killed, survivor = two.outcomes(tiny("llama"), 2 // shards, shards, killed=0)
+    assert killed == "ended"
+    assert ("LostError: a shard of this stage is gone" if shards == 2 else "LostError: passing hidden") in survivor
 
 
 WIDE = ["llama", "qwen3", "deepseek_v3", "gemma2", "gemma3"]
@@ -244,6 +247,32 @@ def test_a_part_needs_a_meeting_that_is_private(tiny: Tiny, tmp_path: Path) -> N
 def test_a_rank_that_does_not_come_ends_the_wait(tiny: Tiny, meeting: Meeting) -> None:
     with pytest.raises(Exception, match=r"rank 1 has said nothing of its part of the model for 0\.1 s"):
         load_model(str(tiny("llama")), part=ModelPart(0, 2), meeting=meeting)
+
+
+def test_a_pool_may_hold_the_parts_of_several_shards(llama: LoadedModel) -> None:
+    """As at a decode whose shards share one: here both have copies of everything, and each uses its own."""
+    shards = [dataclasses.replace(llama, layers=copies(llama.layers, n, 2)) for n in range(2)]
+    streams = [kind for shard in shards for kind in shard.streams]
+    pages = sum(-(-(len(p) + NEW) // PAGE_SIZE) for p in PROMPTS)
+    pool = PagedPool.allocate(build_layout(streams, page_size=PAGE_SIZE, num_pages=pages))
+    whole = run(llama)
+    for n, shard in enumerate(shards):
+        assert run(shard, pool=pool).tokens == whole.tokens
+        for name, kept in whole.kept.items():
+            assert torch.equal(pool.tensor(name, start=0, replica=n), kept)
+            assert n == 1 or not pool.tensor(name, start=0, replica=1).any()
+    with pytest.raises(LayoutError, match=r"layer0\.k: only model has entries"):
+        odd = [kind._replace(shape=(1, 16), start=1, whole=2) for kind in llama.streams]
+        other = PagedPool.allocate(build_layout(odd, page_size=PAGE_SIZE, num_pages=pages))
+        shards[0].runner(other)
+    pool.close()
+
+
+def copies(layers: Layers, replica: int, replicas: int) -> Layers:
+    def one(kind: StateKind | None) -> StateKind | None:
+        return kind and kind._replace(replica=replica, replicas=replicas)
+
+    return tuple(layer and layer._replace(keys=one(layer.keys), values=one(layer.values)) for layer in layers)
 
 
 @pytest.mark.parametrize("values", [(2, 2, 0, 1), (-1, 2, 0, 1), (0, 0, 0, 1), (0, 1, 4, 4), (0, 1, 0, 2000)])

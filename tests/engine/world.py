@@ -11,6 +11,7 @@ import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from multiprocessing.connection import Connection, wait
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -19,6 +20,7 @@ import pytest
 import torch
 
 from kvflow.engine.model.load import LoadedModel, load_model
+from kvflow.engine.model.paged_cache import memory_of
 from kvflow.engine.model.parallel.part import Meeting, ModelPart
 from kvflow.engine.model.sequence import Sequence
 from kvflow.engine.model.step import Row
@@ -48,11 +50,12 @@ class Ran(NamedTuple):
     weights: int
 
 
-def run(model: LoadedModel, tell: Tell | None = None) -> Ran:
-    """Both prompts in chunks, then decoding in one batch; greedy."""
+def run(model: LoadedModel, tell: Tell | None = None, pool: PagedPool | None = None) -> Ran:
+    """Both prompts in chunks, then decoding in one batch; greedy. In `pool`, or one that is made for it."""
     count = sum(-(-(len(p) + NEW) // PAGE_SIZE) for p in PROMPTS)
     num_rows = len(PROMPTS) if model.has_rows else 0
-    pool = PagedPool.allocate(
+    given = pool
+    pool = given or PagedPool.allocate(
         build_layout(model.streams, page_size=PAGE_SIZE, num_pages=count, num_rows=num_rows), device=model.device
     )
     runner = model.runner(pool)
@@ -77,9 +80,10 @@ def run(model: LoadedModel, tell: Tell | None = None) -> Ran:
             if asked:
                 for s, token in zip(asked, (tell(chosen) if tell else chosen) or [], strict=True):
                     s.append(token)
-        kept = {kind.name: pool.tensor(kind.name).clone().cpu() for kind in model.streams}
+        kept = {kind.name: memory_of(kind, pool).clone().cpu() for kind in model.streams}
     finally:
-        pool.close()
+        if given is None:
+            pool.close()
     weights = sum(local(p).untyped_storage().nbytes() for p in model.model.parameters())
     tokens = [s.tokens[s.prompt_length :].tolist() for s in sequences]
     parameters = sum(local(p).numel() for p in model.model.parameters())
@@ -104,18 +108,11 @@ class Job(NamedTuple):
 
 
 class World:
-    """`size` processes, which run one job after another."""
+    """`size` processes, which run one job after another. One that was killed is started again for the next."""
 
     def __init__(self, size: int) -> None:
-        context = multiprocessing.get_context("spawn")
-        jobs, aborts = ([context.Pipe() for _ in range(size)] for _ in range(2))
-        self.jobs, self.aborts = [here for here, _ in jobs], [here for here, _ in aborts]
-        theirs = [(job, abort) for (_, job), (_, abort) in zip(jobs, aborts, strict=True)]
-        self.processes = [context.Process(target=_work, args=pair, daemon=True) for pair in theirs]
-        for process, pair in zip(self.processes, theirs, strict=True):
-            process.start()
-            for there in pair:
-                there.close()
+        started = [_start() for _ in range(size)]
+        self.processes, self.jobs, self.aborts = (list(column) for column in zip(*started, strict=True))
 
     def run(self, path: Path, stages: int, shards: int, **options: Any) -> list[Ran]:
         """A model's prompts on stages x shards of the processes; by rank. Raises: AssertionError, with the first
@@ -130,6 +127,9 @@ class World:
     ) -> list[Any]:
         """By rank: `Ran`, or the text of the error, or "ended" for a process that is no more. Other stages are told to
         abort when one has ended; shards are not, for they notice."""
+        for n, process in enumerate(self.processes):
+            if not process.is_alive():
+                self.processes[n], self.jobs[n], self.aborts[n] = _start()
         used, found = self.jobs[: stages * shards], dict[Any, Any]()
         with tempfile.TemporaryDirectory() as directory:
             meeting = Meeting(Path(directory), load_timeout_s=TIMEOUT_S, collective_timeout_s=TIMEOUT_S)
@@ -164,6 +164,16 @@ class World:
             if process.is_alive():
                 process.kill()
                 process.join()
+
+
+def _start() -> tuple[BaseProcess, Connection, Connection]:
+    context = multiprocessing.get_context("spawn")
+    (job, their_job), (abort, their_abort) = context.Pipe(), context.Pipe()
+    process = context.Process(target=_work, args=(their_job, their_abort), daemon=True)
+    process.start()
+    for there in (their_job, their_abort):
+        there.close()
+    return process, job, abort
 
 
 @contextmanager

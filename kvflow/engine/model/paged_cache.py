@@ -16,6 +16,12 @@ from transformers.cache_utils import Cache, CacheLayerMixin, DummyLayer, LinearA
 from kvflow.engine.model.probe import Layers, LayerStreams
 from kvflow.engine.model.step import Step
 from kvflow.memory.pool import PagedPool
+from kvflow.protocols.pages.kinds import StateKind
+
+
+def memory_of(kind: StateKind, pool: PagedPool) -> torch.Tensor:
+    """One stream's view of a pool, which may hold other parts and copies of it beside."""
+    return pool.tensor(kind.name, start=int(kind.start), replica=int(kind.replica))
 
 
 class PagedStream:
@@ -79,9 +85,9 @@ class PagedLayer(CacheLayerMixin):
         assert streams.keys is not None and streams.values is not None
         self._cache = cache
         stream = RingStream if streams.ring else PagedStream
-        self._k, self._v = stream(pool.tensor(streams.keys.name)), stream(pool.tensor(streams.values.name))
+        self._k, self._v = stream(memory_of(streams.keys, pool)), stream(memory_of(streams.values, pool))
         # Indexer keys have no heads.
-        self._index_k = PagedStream(pool.tensor(streams.indexer.name).unsqueeze(2)) if streams.indexer else None
+        self._index_k = PagedStream(memory_of(streams.indexer, pool).unsqueeze(2)) if streams.indexer else None
         self.is_initialized = True
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
@@ -141,7 +147,7 @@ class StateRows:
     def add(self, layer: StateLayer, streams: LayerStreams) -> None:
         self.layers.append(layer)
         for states, kinds in ((layer.conv_states, streams.conv), (layer.recurrent_states, streams.recurrent)):
-            self._parts.extend((states, i, self._pool.tensor(k.name)) for i, k in enumerate(kinds) if k is not None)
+            self._parts.extend((states, i, memory_of(k, self._pool)) for i, k in enumerate(kinds) if k is not None)
 
     def gather(self, rows: torch.Tensor, *, new: bool) -> None:
         """Copy the states of `rows` int64 [batch] out; those of `new` requests begin at zero, whatever lies there."""

@@ -35,15 +35,20 @@ class Runner:
     def __init__(
         self, model: Any, layers: Layers, pool: PagedPool, *, packed: bool, neighbours: Neighbours = ALONE
     ) -> None:
-        """`neighbours`: where the model is a part. Raises: LayoutError when the pool's streams are not the model's."""
+        """`neighbours`: where the model is a part. A pool may have the streams of other shards beside.
+
+        Raises: LayoutError when the pool's streams are not the model's.
+        """
+        kinds = kinds_of(layers)
         wanted = build_layout(
-            kinds_of(layers),
+            kinds,
             page_size=pool.layout.page_size,
             num_pages=pool.layout.num_pages,
             num_rows=int(have_rows(layers)),
             fingerprint=pool.layout.fingerprint,
         )
-        if found := differences(wanted, pool.layout, ("model", "pool")):
+        partly = any(int(kind.whole) or int(kind.replicas) > 1 for kind in kinds)
+        if found := differences(wanted, pool.layout, ("model", "pool"), partly=partly):
             raise LayoutError("the pool does not fit the model: " + "; ".join(found))
         parameters = inspect.signature(model.forward).parameters
         self._model, self._packed, self._rings, self._neighbours = model, packed, RingLayers(layers), neighbours
