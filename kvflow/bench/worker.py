@@ -60,15 +60,16 @@ class Worker:
         rate_bytes_per_s: float | None = None,
         control_key_file: str = "",
         verify_transfers: bool = False,
+        host: str = "127.0.0.1",
     ) -> dict[str, Any]:
         streams = [(f"layer.{i}.{x}", "bfloat16", (heads, dim)) for i in range(layers) for x in "kv"]
         layout = build_layout(streams, page_size=page_size, num_pages=pages, order=order)  # type: ignore[arg-type]
         self.pool = await asyncio.to_thread(PagedPool.allocate, layout)
-        data_plane = await asyncio.to_thread(open_plane, plane, self.pool.segment, rate_bytes_per_s)
+        data_plane = await asyncio.to_thread(open_plane, plane, self.pool.segment, rate_bytes_per_s, host)
         key = read_key(control_key_file)
         if self.role == "prefill":
             bind = partial(bind_router, key=key)
-            self.node = PrefillNode(self.pool, data_plane, bind=bind, verify_transfers=verify_transfers)
+            self.node = PrefillNode(self.pool, data_plane, host=host, bind=bind, verify_transfers=verify_transfers)
             await self.node.start()
             pages_of_all = self.node.pages.take(self.node.pages.free_pages, "bench")
             self.source_pages = np.random.default_rng(5).permutation(pages_of_all)

@@ -12,6 +12,7 @@ from typing import Any
 
 from kvflow.bench.pair import Process
 from kvflow.testing.freezing import freeze
+from tests.chaos.machines import Machine
 
 WITHIN_S = 20.0
 NUM_PAGES = 256
@@ -20,17 +21,21 @@ NUM_PAGES = 256
 class Station:
     """The test's end of one station."""
 
-    def __init__(self, process: Process) -> None:
-        self._process = process
+    def __init__(self, process: Process, machine: Machine | None) -> None:
+        self._process, self._machine = process, machine
         self.ask = process.ask
         self.ranks: list[Any] = []
 
+    @property
+    def pid(self) -> int:
+        return self._process.pid if self._machine is None else self._machine.inner(self._process.pid)
+
     def signal(self, number: signal.Signals) -> None:
-        os.kill(self._process.pid, number)
+        os.kill(self.pid, number)
 
     async def freeze(self) -> None:
         """Stop it; `signal(SIGCONT)` thaws it."""
-        await freeze(self._process.pid)
+        await freeze(self.pid)
 
     async def settled(self, *, within_s: float = WITHIN_S) -> dict[str, Any]:
         """Wait until nothing is left of any room; what there is instead after `within_s` is an error."""
@@ -47,16 +52,21 @@ class Station:
 
 @asynccontextmanager
 async def station(
-    role: str, plane: str, ranks: list[Any], env: dict[str, str] | None = None, **shape: Any
-) -> AsyncIterator[Station]:
-    process = await Process.spawn(sys.executable, "-m", "tests.chaos.station", role, name=role, env=env)
-    made = Station(process)
+    role: str, plane: str, ranks: list[Any], env: dict[str, str] | None = None, *, machine: Machine | None = None,
+    **shape: Any,
+) -> AsyncIterator[Station]:  # fmt: skip
+    """`machine`: where it runs; here by default."""
+    argv: tuple[str, ...] = (sys.executable, "-m", "tests.chaos.station", role)
+    if machine is not None:
+        argv, shape["host"] = machine.command(*argv), machine.address
+    process = await Process.spawn(*argv, name=role, env=env)
+    made = Station(process, machine)
     try:
         ready = await made.ask("setup", plane=plane, ranks=ranks, **{"pages": NUM_PAGES, **shape})
         made.ranks = ready.get("ranks", [])
         yield made
     finally:
-        with suppress(ProcessLookupError):
+        with suppress(OSError, ValueError):  # it has ended
             made.signal(signal.SIGCONT)
         await process.close()
 

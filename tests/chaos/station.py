@@ -129,6 +129,12 @@ class Station(Worker):
         self.reused.clear()
         return {}
 
+    async def declare_dead(self, *, incarnation: str) -> dict[str, Any]:
+        """An operator's word for the end of a prefill."""
+        assert isinstance(self.node, DecodeNode)
+        self.node.declare_dead(int(incarnation, 16), "its machine is off")
+        return {}
+
     async def foreign(self) -> dict[str, Any]:
         """Bytes of re-used and adopted pages that are not their owner's any more."""
         return {"bytes": sum(int(self.canary.foreign_bytes(pages, whole=True).sum()) for pages in self.reused)}

