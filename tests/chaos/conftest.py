@@ -7,10 +7,13 @@ import pytest
 from kvflow.launch.doctor import nixl_unavailable_reason
 
 
-@pytest.fixture(params=["local", "mooncake", "nixl"])
-def plane(request: pytest.FixtureRequest) -> str:
-    if request.param == "mooncake":
+@pytest.fixture(params=["local", "mooncake", "nixl", "nixl over TCP"])
+def plane(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    name, _, over = str(request.param).partition(" over ")
+    if name == "mooncake":
         pytest.importorskip("mooncake.engine")
-    if request.param == "nixl" and (reason := nixl_unavailable_reason()):
+    if name == "nixl" and (reason := nixl_unavailable_reason()):
         pytest.skip(reason)
-    return str(request.param)
+    if over:  # as between machines: it is the receiver that carries a write out
+        monkeypatch.setenv("UCX_TLS", "tcp,self")
+    return name

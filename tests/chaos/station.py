@@ -24,7 +24,6 @@ from kvflow.protocols.errors import KvflowError
 from kvflow.protocols.limits import Timing
 from kvflow.protocols.pages.layout import PageIndices
 from kvflow.protocols.wire.ranks import rank_from_json
-from kvflow.transports.data.mooncake.route import MooncakeRoute
 
 LAYERS, HEADS, DIM, PAGE_SIZE = 2, 4, 64, 16  # 32 KiB a page
 TIMING = Timing(heartbeat_s=0.1, lost_after_s=1.0, repeat_after_s=0.1, register_s=3.0, rendezvous_s=1.0)
@@ -146,10 +145,9 @@ class Station(Worker):
         return {"held": held}
 
     async def under_way(self) -> dict[str, Any]:
-        """What mooncake has taken from prefill and not ended."""
-        assert isinstance(self.node, PrefillNode)
-        routes = self.node.shell.routes.values()
-        return {"handles": sum(route.handles for route in routes if isinstance(route, MooncakeRoute))}
+        """What the data plane's engine has taken from prefill and not ended."""
+        plane: Any = self.node.plane
+        return {"handles": plane.under_way.get("handles", 0)}
 
     async def unseen(self) -> dict[str, Any]:
         """How many of the writers that decode watches it has not looked at: their connections are not known apart."""
