@@ -111,6 +111,19 @@ def prefill(given: dict[str, Any], path: str | None) -> None:
     _run("prefill", given, path)
 
 
+@app.command("prefill-rank", hidden=True)
+def prefill_rank() -> None:
+    """One rank of a prefill over several, started by the first one."""
+    from kvflow.launch.ranks import RankSpec
+
+    spec = RankSpec.from_environment()
+    _limit_threads(spec.settings.threads)
+    from kvflow.launch import process
+    from kvflow.launch.group import run_rank
+
+    process.run_role("prefill", lambda _: run_rank(spec), spec.settings)
+
+
 @app.command()
 @_with_settings("decode")
 def decode(given: dict[str, Any], path: str | None) -> None:

@@ -80,7 +80,7 @@ class GroupWorker:
         member = GroupMember(Incarnation(rank + 1), rank, ranks, now=monotonic(), process=process)
         self._member = MemberShell(
             member, socket=connect_dealer(f"tcp://{HOST}:{port}", rank + 1),
-            open_room=lambda room, request: cast(PrefillRoom, SwiftRoom(room)),
+            open_room=lambda _key, room, request: cast(PrefillRoom, SwiftRoom(room)),
             refuse_room=lambda room, cause: None, wait_dead=wait_dead, counts=Counts(), now=monotonic,
         )  # fmt: skip
         self._engine = asyncio.create_task(self._land())

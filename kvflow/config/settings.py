@@ -92,6 +92,12 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     pool_order: Annotated[Literal["page_first", "layer_first"], Meta(description="Memory order of the pool.")] = (
         "page_first"
     )
+    pp: Annotated[
+        int, Meta(description="Stages of prefill: processes, each with some of the model's layers.", ge=1, le=64)
+    ] = 1
+    tp: Annotated[
+        int, Meta(description="Shards of each stage: processes, each with a share of every layer.", ge=1, le=64)
+    ] = 1
     chunked_prefill_size: Annotated[int, Meta(description="Tokens per prefill chunk.", ge=1, le=1 << 20)] = 512
     max_batch_tokens: Annotated[
         int, Meta(description="Tokens per model step, all rooms together.", ge=1, le=1 << 20)
@@ -250,8 +256,7 @@ _MODEL = (
     "threads",
 )
 _POOL = ("page_size", "num_pages", "pool_bytes", "pool_order")
-_LOAD = ("max_running_requests", "max_queued_requests", "request_timeout_s")
-_QUEUE = ("schedule_low_priority_values_first",)
+_LOAD = ("max_running_requests", "max_queued_requests", "request_timeout_s", "schedule_low_priority_values_first")
 _PLANE = (
     "disaggregation_transfer_backend",
     "disaggregation_ib_device",
@@ -261,20 +266,12 @@ _PLANE = (
     "verify_transfers",
     "control_key_file",
 )
-_WORKER = (
-    *_HTTP,
-    "sse_keepalive_s",
-    "sse_headers_after_s",
-    "sglang_metrics",
-    *_MODEL,
-    *_POOL,
-    *_LOAD,
-    *_QUEUE,
-    *_PLANE,
-)
+_WORKER = (*_HTTP, "sse_keepalive_s", "sse_headers_after_s", "sglang_metrics", *_MODEL, *_POOL, *_LOAD, *_PLANE)
 _RETRACT = ("new_token_ratio", "host_memory_bytes", "host_memory_full")
 _ROUTER = ("poll_s", "retry_timeout_s")
 _SENDER = (
+    "pp",
+    "tp",
     "chunked_prefill_size",
     "max_batch_tokens",
     "transfer_rate_limit",
@@ -311,7 +308,7 @@ GROUPS: dict[str, tuple[str, ...]] = {
         "port",
         "max_running_requests",
         "max_queued_requests",
-        *_QUEUE,
+        "schedule_low_priority_values_first",
         "request_timeout_s",
         "drain_timeout_s",
         "sse_keepalive_s",
@@ -323,7 +320,7 @@ GROUPS: dict[str, tuple[str, ...]] = {
     ),
     "processes": ("prefill_workers", "decode_workers", "start_timeout_s"),
     "routing": ("prefill", "decode", "join", *_ROUTER),
-    "model": (*_MODEL, "chunked_prefill_size", "max_batch_tokens"),
+    "model": (*_MODEL, "pp", "tp", "chunked_prefill_size", "max_batch_tokens"),
     "pool": (*_POOL, *_RETRACT, "max_quarantine_share", "max_pinned_share"),
     "disaggregation": (
         "disaggregation_transfer_backend",

@@ -27,9 +27,9 @@ log = logging.getLogger(__name__)
 WaitDead = Callable[[ProcessIdentity], Awaitable[None]]
 """Returns once that process has ended. Raises: TransferError where that can never be seen from here, OSError where it
 cannot be just now."""
-OpenRoom = Callable[[RoomId, bytes], PrefillRoom]
-"""Opens this rank's half of a room, from what the leader was given as the request. Raises: KvflowError; the shell then
-refuses decode's half."""
+OpenRoom = Callable[[TicketKey, RoomId, bytes], PrefillRoom]
+"""Opens this rank's half of a room, from what the leader was given as the request, in the order in which the leader has
+opened them. Raises: KvflowError; the shell then refuses decode's half."""
 RefuseRoom = Callable[[RoomId, Cause], None]
 """This rank's `PrefillNode.refuse`: its half of a room will never come, and decode is told why."""
 
@@ -250,7 +250,7 @@ class MemberShell(Shell):
 
     def _open(self, command: of.OpenRoom) -> None:
         try:
-            room = self._open_room(command.room, command.request)
+            room = self._open_room(command.key, command.room, command.request)
         except Exception as error:
             if not isinstance(error, KvflowError):
                 self.counts.handler_errors += 1

@@ -24,6 +24,7 @@ from kvflow.transports.data.select import check_plane, open_plane
 
 if TYPE_CHECKING:
     from kvflow.engine.model.load import LoadedModel
+    from kvflow.engine.model.parallel.part import Meeting, ModelPart
 
 _log = logging.getLogger("kvflow.serve")
 
@@ -37,8 +38,12 @@ class Parts(NamedTuple):
 
 
 @asynccontextmanager
-async def loaded(settings: Settings) -> AsyncGenerator[Parts, None]:
-    """The parts of a worker; the data plane's settings and the device are checked before the model is loaded."""
+async def loaded(
+    settings: Settings, part: ModelPart | None = None, meeting: Meeting | None = None
+) -> AsyncGenerator[Parts, None]:
+    """The parts of a worker; the data plane's settings and the device are checked before the model is loaded.
+
+    `part`: of a model that several processes have, which find each other by `meeting`."""
     check_plane(settings.disaggregation_transfer_backend, settings.disaggregation_ib_device, reachable(settings.host))
     executor = ThreadPoolExecutor(1, thread_name_prefix="kvflow-model")
     loop = asyncio.get_running_loop()
@@ -51,11 +56,12 @@ async def loaded(settings: Settings) -> AsyncGenerator[Parts, None]:
 
         source = await loop.run_in_executor(executor, locate, settings.model_path)
         from kvflow.engine.model.load import load_model  # seconds of imports, after what can be refused at once
+        from kvflow.engine.model.parallel.part import WHOLE
 
         with LoadingProgress(settings.model_name) as progress:
             load = functools.partial(
                 load_model, source, settings.dtype, settings.attention, progress.report, settings.device,
-                settings.sliding_window_rows,
+                settings.sliding_window_rows, part or WHOLE, meeting,
             )  # fmt: skip
             model = await loop.run_in_executor(executor, load)
         allocate = functools.partial(
@@ -65,6 +71,7 @@ async def loaded(settings: Settings) -> AsyncGenerator[Parts, None]:
         try:
             yield Parts(model, pool, executor)
         finally:
+            model.neighbours.close()
             pool.close()
     finally:
         executor.shutdown(wait=False)

@@ -15,9 +15,12 @@ from kvflow.launch.joining import Identity, member_of
 from kvflow.launch.parts import Parts, loaded
 from kvflow.launch.process import Ready, serve_until_stopped
 from kvflow.launch.services import Control, bind_control, check_decode, decode_over, prefill_over
+from kvflow.protocols.errors import MisuseError
 from kvflow.server.http import aborts, generate, openai, operations, role_switch, tokenize
 from kvflow.server.http.app import build_app
 from kvflow.server.http.completion_service import CompletionService
+from kvflow.server.http.engine_services import PrefillService
+from kvflow.server.http.group_service import GroupPrefillService
 from kvflow.server.http.listening import bound_socket, listening_on, reachable, url_of
 from kvflow.server.http.metrics import Metrics
 from kvflow.server.http.pipeline import CompletionPipeline
@@ -38,9 +41,24 @@ async def run_prefill(settings: Settings, settings_of: SettingsOf | None = None)
         closing(bound_socket(settings.host, settings.port, "--port")) as http,
         closing(_PrefillPorts.bind(settings)) as ports,  # a port in use is refused before a model is loaded
     ):
+        if settings.pp * settings.tp > 1:
+            await _run_first_rank(settings, http, ports)
+            return
         async with loaded(settings) as parts:
             roles = _Roles("prefill", settings, parts, settings_of)
             await _serve(settings, await roles.start_prefill(settings, ports), roles, http)
+
+
+async def _run_first_rank(settings: Settings, http: socket.socket, ports: _PrefillPorts) -> None:
+    """A prefill over several ranks, the others of which are processes that this one starts."""
+    from kvflow.launch.group import group_over  # seconds of imports
+
+    table = RankTable()
+    async with AsyncExitStack() as stack:
+        service, parts = await stack.enter_async_context(group_over(settings, ports.control, table))
+        roles = _Roles("prefill", settings, parts, None)
+        running = await roles.announced(service, table, ports, stack.pop_all())
+        await _serve(settings, running, roles, http)
 
 
 async def run_decode(settings: Settings, settings_of: SettingsOf | None = None) -> None:
@@ -122,6 +140,8 @@ class _Roles:
     async def start(self, role: Role) -> _RunningRole:
         """Start a role beside the one that runs. Raises: MisuseError."""
         settings = self._settings if role == self._own else self._settings_of_other(role)
+        if settings.pp * settings.tp > 1:
+            raise MisuseError("a prefill over several ranks (--pp, --tp) neither takes nor leaves its role by a switch")
         if role == "prefill":
             return await self.start_prefill(settings, _PrefillPorts.bind(settings, self._bootstrap_port))
         check_decode(settings)
@@ -132,10 +152,20 @@ class _Roles:
         async with AsyncExitStack() as stack:
             stack.callback(ports.close)
             service = await stack.enter_async_context(prefill_over(self._parts, settings, ports.control))
-            table = RankTable()
+            return await self.announced(service, RankTable(), ports, stack.pop_all())
+
+    async def announced(
+        self,
+        service: PrefillService | GroupPrefillService,
+        table: RankTable,
+        ports: _PrefillPorts,
+        stack: AsyncExitStack,
+    ) -> _RunningRole:
+        """Register a prefill that runs; `stack` ends it."""
+        async with stack:
             table.put(service.rank)
             self._bootstrap_port = ports.bootstrap.getsockname()[1]
-            registry = registry_app(table, self.metrics, settings.api_key)
+            registry = registry_app(table, self.metrics, self._settings.api_key)
             await stack.enter_async_context(listening_on(registry, ports.bootstrap))
             return _RunningRole(service, self._bootstrap_port, stack.pop_all())
 

@@ -18,7 +18,7 @@ from kvflow.transports.control.curve import read_key
 from kvflow.transports.control.registry import RegistryClient
 from kvflow.transports.control.zmq import ZmqSocket, bind_router, connect_dealer
 
-_PREFILL_STAGING_BYTES = 256 << 20  # slices for some twenty decodes
+PREFILL_STAGING_BYTES = 256 << 20  # slices for some twenty decodes
 Control = tuple[ZmqSocket, int]
 """Prefill's control endpoint and its port."""
 
@@ -36,7 +36,7 @@ async def prefill_over(parts: Parts, settings: Settings, control: Control) -> As
     model, pool, executor = parts
     async with AsyncExitStack() as stack:
         stack.callback(control[0].close)
-        staging = await stack.enter_async_context(staged(settings, parts, _PREFILL_STAGING_BYTES))
+        staging = await stack.enter_async_context(staged(settings, parts, PREFILL_STAGING_BYTES))
         node = PrefillNode(
             pool,
             plane_of(settings, pool if staging is None else staging.host),

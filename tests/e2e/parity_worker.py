@@ -162,11 +162,11 @@ class Worker:
         self.node: PrefillNode | DecodeNode
         self.engine: PrefillEngine | DecodeEngine
         self.ranks: list[RankInfo] = []
-        self.chunks: dict[str, int] = {}
+        self.chunks: dict[str, Any] = {}
         self.pool_shape: dict[str, Any] = {}
 
     async def load(
-        self, *, path: str, dtype: str, page_size: int, order: str, plane: str, chunks: dict[str, int],
+        self, *, path: str, dtype: str, page_size: int, order: str, plane: str, chunks: dict[str, Any],
         ranks: list[Any], sliding_window_rows: str = "auto",
     ) -> dict[str, Any]:  # fmt: skip
         """`chunks`: the prefill engine's limits. `ranks`: where decode finds prefill."""

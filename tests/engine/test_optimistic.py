@@ -50,14 +50,14 @@ class Early:
         self.pair, self.prefill = pair, pair.prefill
         self.steps: list[list[tuple[Any, int]]] = []  # per step, the owner and new tokens of every row
         self.before_step: Callable[[], object] = lambda: None
-        honest = pair.prefill._runner.forward
+        honest = pair.prefill.steps.runner.forward
 
         def forward(rows: list[Row]) -> torch.Tensor:
             self.steps.append([(r.sequence.owner[1], r.new) for r in rows])  # type: ignore[index]
             self.before_step()
             return honest(rows)
 
-        pair.prefill._runner.forward = forward  # type: ignore[method-assign]
+        pair.prefill.steps.runner.forward = forward  # type: ignore[method-assign]
 
     def begin(
         self, prompt: list[int], params: SamplingParams | None = None

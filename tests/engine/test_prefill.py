@@ -22,14 +22,14 @@ Forward = Callable[[list[Row]], torch.Tensor]
 
 def watch(pair: EnginePair, seen: list[list[int]], before: Callable[[], object] = lambda: None) -> None:
     """Note the new tokens of every row of every prefill step."""
-    honest: Forward = pair.prefill._runner.forward
+    honest: Forward = pair.prefill.steps.runner.forward
 
     def forward(rows: list[Row]) -> torch.Tensor:
         seen.append([r.new for r in rows])
         before()
         return honest(rows)
 
-    pair.prefill._runner.forward = forward  # type: ignore[method-assign]
+    pair.prefill.steps.runner.forward = forward  # type: ignore[method-assign]
 
 
 async def test_full_pages_leave_while_the_next_chunk_is_computed(llama: LoadedModel) -> None:
@@ -57,7 +57,7 @@ async def test_what_was_gathered_for_a_last_chunk_of_one_token_is_let_go_of(llam
         steps: list[list[int]] = []
         watch(pair, steps)
         await pair.tokens(prompt_of(33), greedy(1))
-        await until(lambda: pair.prefill._runner._ahead is None)
+        await until(lambda: pair.prefill.steps.runner._ahead is None)
     assert steps == [[16], [16], [1]]
 
 
@@ -173,18 +173,18 @@ async def test_pages_of_an_ended_request_are_free_when_its_step_has_ended(how: s
 
 async def test_a_failing_step_ends_its_requests_and_nothing_else(llama: LoadedModel) -> None:
     async with EnginePair(llama) as pair:
-        honest = pair.prefill._runner.forward
+        honest = pair.prefill.steps.runner.forward
 
         def fail(rows: list[Row]) -> torch.Tensor:
             raise RuntimeError("out of something")
 
-        pair.prefill._runner.forward = fail  # type: ignore[method-assign]
+        pair.prefill.steps.runner.forward = fail  # type: ignore[method-assign]
         room = pair.room(prompt_of(30))
         with pytest.raises(KvflowError, match="prefill step failed: RuntimeError") as caught:
             await pair.prefill.prefill(room.prefill_half, prompt_of(30), greedy(1))
         assert caught.value.code is Code.ENGINE_ERROR and room.cause is not None
         room.close()
-        pair.prefill._runner.forward = honest  # type: ignore[method-assign]
+        pair.prefill.steps.runner.forward = honest  # type: ignore[method-assign]
         assert len(await pair.tokens(prompt_of(30), greedy(3))) == 3
         assert pair.home and pair.prefill.failed_steps == 1 and pair.prefill.healthy
 

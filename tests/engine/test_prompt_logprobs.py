@@ -80,14 +80,14 @@ async def test_what_is_scored_in_one_step_is_bounded(
     counts: list[int] = []
     prompts = [prompt_of(n, n) for n in (90, 33, 60)]
     async with EnginePair(llama, chunk_tokens=512) as pair:
-        forward = pair.prefill._runner.forward
+        forward = pair.prefill.steps.runner.forward
 
         def counted(rows: list[Row]) -> torch.Tensor:
             logits = forward(rows)
             counts.append(len(logits))
             return logits
 
-        pair.prefill._runner.forward = counted  # type: ignore[method-assign]
+        pair.prefill.steps.runner.forward = counted  # type: ignore[method-assign]
         got = await asyncio.gather(*(scored(pair, p, logprobs=2, prompt_logprobs_from=0) for p in prompts))
     assert max(counts) <= 24
     for prompt, found in zip(prompts, got, strict=True):

@@ -26,7 +26,7 @@ from kvflow.protocols.errors import (
     RoomInUseError,
 )
 from kvflow.protocols.group_leader import GroupLeader
-from kvflow.protocols.group_member import GroupMember
+from kvflow.protocols.group_member import GroupMember, TicketKey
 from kvflow.protocols.limits import Timing
 from kvflow.protocols.machines.rendezvous import Side
 from kvflow.protocols.ports import ProcessIdentity
@@ -74,7 +74,7 @@ class Ranks:
             process=self.processes[rank],
         )  # fmt: skip
 
-        def open_room(room: RoomId, request: bytes) -> PrefillRoom:
+        def open_room(_key: TicketKey, room: RoomId, request: bytes) -> PrefillRoom:
             return node.room(room, list(request))
 
         shell = MemberShell(

@@ -47,6 +47,24 @@ class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True):
     checked: CheckedPrompt | None = None  # of a long prompt, see `generation_requests.with_digests`
 
 
+class RankReport(msgspec.Struct, frozen=True, kw_only=True):
+    """The live part of one rank of a prefill over several; what another one has last told, if it is `up`."""
+
+    rank: int
+    up: bool
+    pid: int = 0
+    pages_free: int = 0
+    pages_total: int = 0
+    pages_at_rest: bool = False
+    pinned_pages: int = 0
+    rooms: dict[str, int] = {}  # open ones, by state
+    requests: int = 0  # whose pages it computes, or will
+    tickets: int = 0  # requests of the group of which something is left there
+    bytes_moved: int = 0
+    internal_errors: dict[str, int] = {}
+    messages_dropped: int = 0
+
+
 class Report(msgspec.Struct, frozen=True, kw_only=True):
     """The live part of /server_info and the source of every gauge; cheap enough to be taken every second."""
 
@@ -83,6 +101,9 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
     optimism: EngineOptimism | None = None  # of a prefill
     retraction: EngineRetractions | None = None  # of a decode, as is what follows
     decode_steps: int | None = None
+    pp_size: int = 1
+    tp_size: int = 1
+    ranks: tuple[RankReport, ...] = ()  # of a prefill over several
 
 
 class CompletionService(Protocol):

@@ -98,6 +98,8 @@ class Metrics:
             if report.retraction is not None:
                 yield from _retraction(report.retraction)
             yield from _rooms(report)
+            if report.ranks:
+                yield from _ranks(report)
             yield from _completions(self.completions, report)
             if self._sglang:
                 now = time.perf_counter()
@@ -149,6 +151,40 @@ def _optimism(found: EngineOptimism) -> Iterator[Metric]:
         yield CounterMetricFamily(f"kvflow_optimistic_{name}", text, value=count)
     text = "Requests whose prompt has pages, and whose decode has lent none yet."
     yield GaugeMetricFamily("kvflow_optimistic_requests", text, value=found.holding_now)
+
+
+def _ranks(report: Report) -> Iterator[Metric]:
+    """Of each rank of a prefill over several; without a label, the other names are of the first one."""
+    up = GaugeMetricFamily("kvflow_rank_up", "Whether a rank of the group is there.", labels=["rank"])
+    rooms = GaugeMetricFamily("kvflow_rank_rooms", "Open rooms of a rank by state.", labels=["rank", "state"])
+    errors = CounterMetricFamily(
+        "kvflow_rank_internal_errors", "Internal errors that a rank survived.", labels=["rank", "where"]
+    )
+    gauges = {
+        name: GaugeMetricFamily(f"kvflow_rank_{name}", text, labels=["rank"])
+        for name, text in (
+            ("pages_free", "Free pages of a rank's KV pool."),
+            ("pool_pages", "Pages of a rank's KV pool."),
+            ("pinned_pages", "Pages of a rank that writes of rooms that have ended still read."),
+            ("requests", "Requests that a rank computes, or will."),
+            ("tickets", "Requests of the group of which something is left at a rank."),
+        )
+    }
+    moved = CounterMetricFamily("kvflow_rank_transfer_bytes", "KV bytes of a rank that have landed.", labels=["rank"])
+    for rank in report.ranks:
+        number = [str(rank.rank)]
+        up.add_metric(number, rank.up)
+        if not rank.up:
+            continue
+        values = (rank.pages_free, rank.pages_total, rank.pinned_pages, rank.requests, rank.tickets)
+        for family, value in zip(gauges.values(), values, strict=True):
+            family.add_metric(number, value)
+        for state, count in rank.rooms.items():
+            rooms.add_metric([*number, state], count)
+        for where, count in rank.internal_errors.items():
+            errors.add_metric([*number, where], count)
+        moved.add_metric(number, rank.bytes_moved)
+    yield from (up, rooms, errors, *gauges.values(), moved)
 
 
 def _retraction(found: EngineRetractions) -> Iterator[Metric]:

@@ -21,7 +21,8 @@ def server_info(pipeline: CompletionPipeline, host: str, role_switch: RoleSwitch
     return {
         "model_path": card.path,
         "served_model_name": card.name,
-        "tp_size": 1,
+        "tp_size": report.tp_size,
+        "pp_size": report.pp_size,
         "dp_size": 1,
         "load_balance_method": "round_robin",
         "disaggregation_mode": service.role,
@@ -55,6 +56,7 @@ def server_info(pipeline: CompletionPipeline, host: str, role_switch: RoleSwitch
         "pinned_limit_pages": report.pinned_limit_pages,
         "rooms": report.rooms_by_state,
         "rooms_ended": report.rooms_ended,
+        "ranks": [msgspec.to_builtins(rank) for rank in report.ranks],
         "bytes_moved": report.bytes_moved,
         "running": report.running,
         "waiting": report.waiting,

@@ -6,13 +6,13 @@ import sys
 from typing import Any
 
 if "prefill" in sys.orig_argv:
-    from kvflow.engine.scheduler.prefill import PrefillEngine
+    from kvflow.engine.scheduler.prefill_steps import PrefillSteps
 
-    step = PrefillEngine._step
+    step = PrefillSteps._step
 
     def failing(self: Any, rows: Any, jobs: Any) -> Any:
         if any(row.sequence.tokens[0] == 7 and row.sequence.computed for row in rows):
             raise RuntimeError("planted")
         return step(self, rows, jobs)
 
-    PrefillEngine._step = failing  # type: ignore[assignment,method-assign]
+    PrefillSteps._step = failing  # type: ignore[assignment,method-assign]

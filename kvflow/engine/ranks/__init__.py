@@ -1,0 +1,1 @@
+"""Prefill over several ranks: the first one schedules and announces each step, the others run it too."""

@@ -1,0 +1,315 @@
+"""A rank that follows the first one: it runs the steps it is told of, and sends its own pages to decode."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import deque
+from collections.abc import Callable, Hashable
+from contextlib import suppress
+from typing import Protocol
+
+from kvflow.aio import run_to_end
+from kvflow.engine.model.sequence import Prompt, Sequence
+from kvflow.engine.model.step import Row
+from kvflow.engine.ranks import wire
+from kvflow.engine.ranks.leading import Neighbours
+from kvflow.engine.scheduler.params import SamplingParams
+from kvflow.engine.scheduler.prefill_steps import PrefillRequest, PrefillSteps
+from kvflow.engine.scheduler.rooms import PrefillRoomPort
+from kvflow.protocols.errors import CapacityError, Cause, Code, KvflowError, WireError
+from kvflow.protocols.ports import ControlSocket
+
+log = logging.getLogger("kvflow.engine")
+RECHECK_S = 0.005  # how often pages are looked for that rooms free without a word
+STATUS_S = 0.2
+
+
+class MatchedRoom(PrefillRoomPort, Protocol):
+    """A room whose decode is known once it is matched."""
+
+    @property
+    def prefix_tokens(self) -> int: ...
+
+    @property
+    def ended(self) -> bool: ...
+
+
+class _Followed:
+    """One request of the group at this rank. `request` from the first step that names it."""
+
+    __slots__ = ("params", "prompt", "request", "room", "started")
+
+    def __init__(self, room: MatchedRoom, prompt: Prompt, params: SamplingParams) -> None:
+        self.room, self.prompt, self.params = room, prompt, params
+        self.started = False
+        self.request: PrefillRequest | None = None
+
+
+class _GenerationOverError(Exception):
+    """Leave what is being done for it."""
+
+
+class StepFollower:
+    """The steps of one rank that is not the first.
+
+    A request's places are taken with the first step that names it, in the order of the steps, which is the same at
+    every rank; they are given back when the first rank says that no further step will, or the generation is over. A
+    request that has failed here is computed all the same until then: the other ranks count on it.
+    """
+
+    def __init__(
+        self, steps: PrefillSteps, socket: ControlSocket, *, hello: wire.Hello,
+        status: Callable[[], wire.Status], neighbours: Neighbours,
+        eos_ids: frozenset[int], owner: Hashable = "prefill",
+    ) -> None:  # fmt: skip
+        self.steps, self._socket, self._neighbours = steps, socket, neighbours
+        self._hello, self._status, self._eos_ids = hello, status, eos_ids
+        self._owner = owner
+        self.requests: dict[int, _Followed] = {}  # by ticket
+        self.failed_steps = self.dropped = 0
+        self._early: set[int] = set()  # dropped before they were opened here
+        self._opened = 0  # the last ticket
+        self._generation = self._step = 0
+        self._open = self._over = self._stepping = False
+        self.unusable: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        """Gets an error when no other generation can begin in this process."""
+        self._failed = 0  # the generation in which a step failed here
+        self._queue: deque[wire.Plan | wire.Drop] = deque()
+        self._wake = asyncio.Event()
+        self._tasks: list[asyncio.Task[None]] = []
+        self._closing = False
+
+    async def start(self) -> None:
+        self._tasks = [
+            asyncio.create_task(self._read(), name="kvflow-steps-read"),
+            asyncio.create_task(self._run(), name="kvflow-steps-run"),
+            asyncio.create_task(self._tell(), name="kvflow-steps-status"),
+        ]
+        self._say_hello()
+
+    async def close(self) -> None:
+        """Return when the running step has ended, even if this coroutine is cancelled (I12)."""
+        self._closing = True  # with the generation, so that whoever waits for it goes on
+        self._end(Cause(Code.SHUTDOWN, "this rank is shutting down"))
+        self._wake.set()
+        for task in (self._tasks[0], self._tasks[2]) if self._tasks else ():
+            task.cancel()
+        if self._tasks:
+            await run_to_end(self._tasks[1])
+            await asyncio.wait(self._tasks)
+
+    @property
+    def healthy(self) -> bool:
+        return bool(self._tasks) and not any(task.done() for task in self._tasks)
+
+    # --- requests
+
+    def add(self, ticket: int, room: MatchedRoom, prompt: Prompt, params: SamplingParams) -> None:
+        """A request has been opened, whose tickets count up."""
+        self._opened = max(self._opened, ticket)
+        dropped = ticket in self._early
+        self._early = {early for early in self._early if early > ticket}
+        if dropped:
+            return
+        self.requests[ticket] = _Followed(room, prompt, params)
+        room.on_end(self._wake.set)
+
+    def started(self, ticket: int) -> None:
+        """The group has decided that it starts."""
+        if found := self.requests.get(ticket):
+            found.started = True
+            self._wake.set()
+
+    # --- the first rank
+
+    async def _read(self) -> None:
+        """Consume messages until cancelled; what goes wrong with one is counted, the loop goes on (I7)."""
+        while True:
+            for _, frame in await self._socket.receive():
+                try:
+                    self._receive(wire.parse_at_others(frame))
+                except WireError:
+                    self.dropped += 1
+                except Exception:
+                    self.dropped += 1
+                    log.exception("a message of the first rank failed")
+
+    def _receive(self, message: wire.ToOthers) -> None:
+        if isinstance(message, wire.Begin):
+            self._begin(message)
+        elif isinstance(message, wire.End):
+            if message.generation == self._generation:
+                self._end(message.cause)
+        elif isinstance(message, wire.Plan) and not (self._open and message.generation == self._generation):
+            self.dropped += 1
+        else:
+            self._queue.append(message)
+            self._wake.set()
+
+    def _begin(self, message: wire.Begin) -> None:
+        if self._open or message.generation <= self._generation:
+            self.dropped += 1
+            return
+        try:
+            self._neighbours.begin(message.generation)
+        except KvflowError as error:
+            if not self.unusable.done():
+                self.unusable.set_exception(error)
+            return
+        self._generation, self._step, self._open = message.generation, 0, True
+
+    def _end(self, cause: Cause) -> None:
+        """Leave the step that runs; `_run` forgets what it named when it has ended, and says hello."""
+        if self._open:
+            self._open, self._over = False, True
+            log.warning("generation %d of steps has ended: %s", self._generation, cause)
+            if self._stepping:
+                self._neighbours.abort()
+            self._wake.set()
+
+    def _say_hello(self) -> None:
+        self._socket.send(wire.encode(self._hello))
+
+    async def _tell(self) -> None:
+        """What this rank has now, when it has changed."""
+        told: wire.Status | None = None
+        while True:
+            now = self._status()
+            if now != told:
+                self._socket.send(wire.encode(now))
+                told = now
+            await asyncio.sleep(STATUS_S)
+
+    # --- steps
+
+    async def _run(self) -> None:
+        while not self._closing:
+            self._wake.clear()
+            if self._over:
+                self._over = False
+                self._forget()
+                self._say_hello()
+            if not self._queue:
+                self.steps.runner.rest()
+                await self._wake.wait()
+                continue
+            message = self._queue.popleft()
+            if isinstance(message, wire.Drop):
+                self._drop(message.ticket)
+                continue
+            if message.generation == self._failed:
+                continue
+            try:
+                await self._execute(message)
+            except _GenerationOverError:
+                continue
+            except Exception as error:  # noqa: BLE001 - of whatever kind, the others must hear of it
+                if self._open:  # else the step was broken off
+                    self._report_failure(error)
+        self._forget()
+
+    def _report_failure(self, error: Exception) -> None:
+        """The others wait for what will not come: the first rank ends the generation."""
+        self.failed_steps += 1
+        self._failed = self._generation
+        log.exception("a prefill step failed")
+        cause = Cause(Code.ENGINE_ERROR, f"prefill step failed: {type(error).__name__}")
+        if isinstance(error, KvflowError):
+            cause = error.cause()
+        self._socket.send(wire.encode(wire.StepFailed(generation=self._generation, cause=cause)))
+
+    def _forget(self) -> None:
+        """The generation is over, and no step runs: give back what it had taken. Their rooms end by the group."""
+        drops = [message.ticket for message in self._queue if isinstance(message, wire.Drop)]
+        self._queue.clear()
+        for ticket in drops:
+            self._drop(ticket)
+        for ticket, found in list(self.requests.items()):
+            if found.request is not None:
+                self._drop(ticket)
+
+    def _drop(self, ticket: int) -> None:
+        found = self.requests.pop(ticket, None)
+        if found is None:
+            if ticket > self._opened:
+                self._early.add(ticket)
+        elif found.request is not None:
+            self.steps.give_back(found.request)
+
+    async def _execute(self, plan: wire.Plan) -> None:
+        """Run one step. Raises: PeerError for one that cannot be meant, whatever the model raises."""
+        self._step += 1
+        if plan.step != self._step:
+            raise WireError(f"step {plan.step} of generation {plan.generation} came instead of {self._step}")
+        if len({row.ticket for row in plan.rows}) != len(plan.rows):
+            raise WireError(f"step {plan.step} names a request twice")
+        requests = [await self._ready(row.ticket) for row in plan.rows]
+        rows = [_row(planned, request) for planned, request in zip(plan.rows, requests, strict=True)]
+        self._stepping = True
+        try:
+            await self.steps.run(rows, requests)
+        finally:
+            self._stepping = False
+        for request in requests:
+            if request.choice is not None:
+                token = self.steps.token_out(request, request.choice)
+                report = wire.FirstToken(generation=self._generation, ticket=request.ticket, token=token)
+                self._socket.send(wire.encode(report))
+            if not self.requests[request.ticket].room.ended:
+                self._send(request)
+
+    def _send(self, request: PrefillRequest) -> None:
+        try:
+            self.steps.send(request)
+        except KvflowError as error:
+            request.room.close(error.cause())
+        except Exception as error:  # an error of one room must not end the others
+            self.failed_steps += 1
+            log.exception("sending pages failed")
+            request.room.close(Cause(Code.ENGINE_ERROR, f"sending pages failed: {type(error).__name__}"))
+
+    async def _ready(self, ticket: int) -> PrefillRequest:
+        """A request that has started, or has failed, and its places. Raises: WireError, CapacityError."""
+        found = self.requests.get(ticket)
+        if found is None:
+            raise WireError(f"a step names request {ticket}, which there is not")
+        while not (found.started or found.room.ended):
+            await self._woken()
+        if found.request is None:
+            request = self._new_request(ticket, found)
+            while max(self.steps.short_of(request)) > 0:
+                await self._woken(RECHECK_S)
+            self.steps.take_places(request)
+            found.request = request
+        return found.request
+
+    def _new_request(self, ticket: int, found: _Followed) -> PrefillRequest:
+        sequence = Sequence((self._owner, ticket), found.prompt, 0, self.steps.layout.page_size)
+        request = PrefillRequest(sequence, found.room, found.params, self._eos_ids, ticket=ticket)
+        request.sent_pages = found.room.prefix_tokens // sequence.page_size
+        missing = request.sequence.pages_missing(sequence.prompt_length)
+        if missing > self.steps.pages.capacity:
+            raise CapacityError("pages for the prompt", missing, self.steps.pages.capacity)
+        return request
+
+    async def _woken(self, timeout_s: float | None = None) -> None:
+        """Wait for what changes. Raises: _GenerationOverError."""
+        self._check_open()
+        self._wake.clear()
+        with suppress(TimeoutError):
+            async with asyncio.timeout(timeout_s):
+                await self._wake.wait()
+        self._check_open()
+
+    def _check_open(self) -> None:
+        if not self._open:
+            raise _GenerationOverError
+
+
+def _row(planned: wire.PlannedRow, request: PrefillRequest) -> Row:
+    left = request.sequence.prompt_length - request.sequence.computed
+    if planned.count > left or planned.logits > planned.count:
+        text = f"{planned.count} tokens and {planned.logits} logits of request {planned.ticket}, {left} tokens are left"
+        raise WireError(f"a step asks for {text}")
+    return Row(request.sequence, planned.count, planned.logits)

@@ -1,0 +1,169 @@
+"""Requests that several prefill ranks serve together, as the first rank sees them."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+
+import numpy as np
+
+from kvflow.engine.model.sequence import Prompt
+from kvflow.engine.ranks import wire
+from kvflow.engine.ranks.leading import StepLeader
+from kvflow.engine.scheduler.params import SamplingParams, TokenOut
+from kvflow.engine.scheduler.prefill import PrefillEngine
+from kvflow.engine.scheduler.prefill_steps import PrefillRequest
+from kvflow.handlers.group import GroupRequest, LeaderShell, MemberShell, RankRequest
+from kvflow.protocols.arguments import CheckedPrompt
+from kvflow.protocols.errors import CapacityError, Cause, Code, KvflowError, room_error
+
+log = logging.getLogger("kvflow.engine")
+
+
+class _Asked:
+    """One request of a client. `computing` from its start on this rank."""
+
+    __slots__ = ("computing", "group", "params", "prompt", "token")
+
+    def __init__(self, group: GroupRequest, prompt: Prompt, params: SamplingParams) -> None:
+        self.group, self.prompt, self.params = group, prompt, params
+        self.computing: PrefillRequest | None = None
+        self.token: asyncio.Future[TokenOut] = asyncio.get_running_loop().create_future()
+
+
+class PrefillGroup:
+    """Opens requests at every rank, and gives this rank's engine those that start."""
+
+    def __init__(self, leader: LeaderShell, member: MemberShell, engine: PrefillEngine, steps: StepLeader) -> None:
+        self._leader, self._member, self._engine, self._steps = leader, member, engine, steps
+        self._asked: dict[int, _Asked] = {}  # by ticket
+        self._serving: set[asyncio.Task[TokenOut]] = set()
+        self._task: asyncio.Task[None] | None = None
+
+    async def start(self) -> None:
+        self._task = asyncio.create_task(self._start_requests(), name="kvflow-group-start")
+
+    async def close(self) -> None:
+        """End every request."""
+        for asked in self._asked.values():
+            asked.group.close(Cause(Code.SHUTDOWN, "the prefill is shutting down"))
+        if self._serving:
+            await asyncio.wait(self._serving)
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.wait([self._task])
+
+    @property
+    def unavailable_reason(self) -> str:
+        """Why no request can be served now; empty when one can."""
+        return self._leader.leader.unavailable_reason or self._steps.unavailable_reason
+
+    @property
+    def running(self) -> int:
+        return len(self._asked)
+
+    async def prefill(
+        self, room: int, prompt: Prompt, checked: CheckedPrompt, params: SamplingParams, deadline_s: float,
+        on_open: Callable[[GroupRequest], None] = lambda request: None,
+    ) -> TokenOut:  # fmt: skip
+        """Compute `prompt` on all ranks and send its pages; returns the first token when all have landed everywhere.
+
+        A cancellation ends it on all ranks. Raises: MisuseError, CapacityError, LostError while a rank is missing: then
+        decode's half has been refused. Later by what failed it, once for the group.
+        """
+        try:
+            self._check(prompt, params)
+        except KvflowError as error:
+            self.refuse(room, error.cause())
+            raise
+        ids = np.ascontiguousarray(prompt, dtype="<u4").tobytes()
+        request = wire.GroupPrompt(ids=ids, digest=checked.digest, params=params, deadline_s=deadline_s)
+        opened = self._leader.open(room, wire.encode(request))
+        asked = self._asked[opened.ticket] = _Asked(opened, prompt, params)
+        on_open(opened)
+        serving = asyncio.create_task(self._serve(asked), name=f"kvflow-group-{opened.ticket}")
+        self._serving.add(serving)
+        serving.add_done_callback(self._forget)
+        try:
+            return await asyncio.shield(serving)
+        except asyncio.CancelledError:
+            if (
+                not asked.token.done()
+            ):  # else what is left are writes, which end soon: decode may have its answer by now
+                opened.close(Cause(Code.CLIENT_GONE, "the request was cancelled"))
+            raise
+
+    def refuse(self, room: int, cause: Cause) -> None:
+        """No request for this room will come: decode is told why at every rank. Raises: MisuseError for no room id."""
+        self._leader.refuse(room, cause)
+
+    def _check(self, prompt: Prompt, params: SamplingParams) -> None:
+        """Raises: MisuseError, CapacityError."""
+        self._engine.check(prompt, params)
+        pages, most = -(-len(prompt) // self._engine.steps.layout.page_size), self._steps.most_places[0]
+        if pages > most:
+            raise CapacityError("pages for the prompt at each rank", pages, most)
+
+    async def _serve(self, asked: _Asked) -> TokenOut:
+        """Until it is decided, and nothing of it is left to be done here."""
+        ticket = asked.group.ticket
+        try:
+            await asked.group.decided()
+            return await asked.token
+        finally:
+            asked.group.close()
+            del self._asked[ticket]
+            if asked.computing is not None:
+                self._engine.drop(asked.computing)
+            asked.token.cancel()
+            self._steps.drop(ticket)
+
+    def _forget(self, serving: asyncio.Task[TokenOut]) -> None:
+        self._serving.discard(serving)
+        if not serving.cancelled():
+            serving.exception()  # retrieved: its client may have gone
+
+    def first_token(self, ticket: int, token: TokenOut) -> None:
+        """The rank that chooses it has done so."""
+        asked = self._asked.get(ticket)
+        if asked is not None and not asked.token.done():
+            asked.token.set_result(token)
+
+    def broken(self, cause: Cause) -> None:
+        """A generation of steps has ended: what it may have named cannot be completed."""
+        for asked in list(self._asked.values()):
+            if asked.computing is not None:
+                asked.group.close(cause)
+                if not asked.token.done():
+                    asked.token.set_exception(room_error(cause))
+                    asked.token.exception()  # retrieved, so that asyncio does not log it: there may be no reader
+
+    async def _start_requests(self) -> None:
+        while True:
+            started = await self._member.started()
+            try:
+                self._start(started)
+            except KvflowError as error:
+                started.room.close(error.cause())
+
+    def _start(self, started: RankRequest) -> None:
+        ticket = started.key.ticket
+        asked = self._asked.get(ticket)
+        if asked is None or started.room.ended:  # decided already: no step names it
+            return
+        request = self._engine.submit(started.room, asked.prompt, asked.params, started.room.prefix_tokens, ticket)
+        asked.computing = request
+
+        def known(first: asyncio.Future[TokenOut | None]) -> None:
+            if first.cancelled():
+                return
+            error = first.exception()
+            if error is None:
+                if (token := first.result()) is not None:
+                    self.first_token(ticket, token)
+            else:
+                cause = error.cause() if isinstance(error, KvflowError) else Cause(Code.ENGINE_ERROR, str(error))
+                started.room.close(cause)
+
+        request.first.add_done_callback(known)

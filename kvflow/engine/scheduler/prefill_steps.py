@@ -1,0 +1,172 @@
+"""What a step of prefill is made of: prompts, their chunks computed in the model thread, the pages that leave after it.
+
+It decides nothing: which prompts share a step is the engine's affair, or, at a rank that follows another one, that
+one's.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import time
+from concurrent.futures import Executor
+from functools import partial
+
+import torch
+
+from kvflow.engine.model.load import LoadedModel
+from kvflow.engine.model.sequence import Sequence
+from kvflow.engine.model.step import Row
+from kvflow.engine.model.thread import ModelThread
+from kvflow.engine.scheduler.adjustments import adjustments_of
+from kvflow.engine.scheduler.handoff import HandOff
+from kvflow.engine.scheduler.packed_array import PackedArray
+from kvflow.engine.scheduler.params import SamplingParams, TokenOut, finish
+from kvflow.engine.scheduler.rooms import PrefillRoomPort
+from kvflow.engine.scheduler.sampling import Choice, Draw, choose
+from kvflow.engine.scheduler.scoring import PromptScorer
+from kvflow.memory.allocator import PageAllocator
+from kvflow.memory.pool import PagedPool
+from kvflow.protocols.pages.layout import Places
+
+
+class PrefillRequest:
+    """One prompt. `first` resolves to its first token once that is known here, to None when its room ends before."""
+
+    __slots__ = (
+        *("choice", "draw", "first", "hidden_states", "owned", "params", "queued_at_s", "room", "scorer", "sent_pages"),
+        *("sequence", "ticket"),
+    )
+
+    def __init__(
+        self, sequence: Sequence, room: PrefillRoomPort, params: SamplingParams, eos_ids: frozenset[int], *,
+        owned: bool = True, ticket: int = 0,
+    ) -> None:  # fmt: skip
+        """`owned`: its places are the engine's, to be given back. `ticket`: its number in a group of ranks."""
+        self.sequence, self.room, self.params = sequence, room, params
+        self.owned, self.ticket = owned, ticket
+        self.sent_pages = 0  # with those that decode has already
+        self.queued_at_s = time.perf_counter()
+        adjustments = adjustments_of(params, sequence, eos_ids)
+        self.draw = Draw(params, params.seed_or_random(), sequence.prompt_length, adjustments)
+        self.first: asyncio.Future[TokenOut | None] = asyncio.get_running_loop().create_future()
+        self._begin()
+
+    def _begin(self) -> None:
+        params, start = self.params, self.params.prompt_logprobs_from
+        self.scorer = (
+            None
+            if start is None
+            else PromptScorer(self.sequence, start, params.logprobs or 0, params.logprob_token_ids)
+        )
+        self.hidden_states: PackedArray | None = None  # at the last token of the prompt
+        self.choice: Choice | None = None  # once the prompt is computed, at the rank that chooses
+
+    def start_again(self) -> Places:
+        """Forget what was computed; returns its places. The same first token will be drawn."""
+        self._begin()
+        return self.sequence.start_again()
+
+
+class PrefillSteps:
+    """The steps over one model's pool, and the chunks that leave from it.
+
+    `samples`: this rank has the logits and chooses the first tokens; another one sends its pages without a hand-over.
+    """
+
+    def __init__(
+        self, model: LoadedModel, pool: PagedPool, pages: PageAllocator, executor: Executor, *, samples: bool = True
+    ) -> None:
+        """Raises: LayoutError when the pool is not this model's."""
+        self.runner = model.runner(pool)
+        self.layout, self.places, self.pages = pool.layout, pool.places_over(pages), pages
+        self.rows = pool.rows if pool.layout.num_rows else None
+        self.samples = samples
+        self._eos_ids = model.eos_ids
+        self._thread = ModelThread(executor, self.places, pool.layout, self.runner.device)
+
+    def short_of(self, request: PrefillRequest) -> tuple[int, int]:
+        """How many pages and rows are missing for all of its prompt, beside the free ones; negative where more are
+        free."""
+        missing = request.sequence.pages_missing(request.sequence.prompt_length) - self.pages.free_pages
+        return missing, 0 if self.rows is None else 1 - self.rows.free_pages
+
+    def take_places(self, request: PrefillRequest) -> None:
+        """All that it needs, which must be free."""
+        s = request.sequence
+        needed = s.pages_missing(s.prompt_length) + (self.rows is not None)
+        s.add(self.layout.split(self.places.take_room(needed, s.owner)))
+
+    def give_back(self, request: PrefillRequest) -> None:
+        """Its places; those that a step or a write still uses become free when it has ended (I13)."""
+        self.places.give_back(self.layout.numbered(request.sequence.places), request.sequence.owner)
+
+    def start_again(self, request: PrefillRequest) -> None:
+        """Give its places back, and with them what was computed. Not while a step has it."""
+        self.places.give_back(self.layout.numbered(request.start_again()), request.sequence.owner)
+
+    async def run(self, rows: list[Row], requests: list[PrefillRequest]) -> None:
+        """Compute `rows`, one of each of `requests`; then `choice` is there of those that are complete, where this rank
+        chooses. Raises: whatever the model raises."""
+        choices = await self._thread.run([r.sequence for r in rows], partial(self._step, rows, requests))
+        for row, request in zip(rows, requests, strict=True):
+            request.sequence.computed += row.new
+            request.choice = choices.get(id(request))
+
+    def _step(self, rows: list[Row], requests: list[PrefillRequest]) -> dict[int, Choice]:
+        """In the model thread."""
+        hidden: torch.Tensor | None = None
+        if any(request.params.hidden_states for request in requests) and self.samples:
+            logits, hidden = self.runner.forward_with_hidden(rows)
+        else:
+            logits = self.runner.forward(rows)
+        if not self.samples:
+            return {}
+        last: list[PrefillRequest] = []
+        ends: list[int] = []
+        for row, request, end in zip(rows, requests, itertools.accumulate(row.logits for row in rows), strict=True):
+            if request.scorer is not None and row.logits:
+                request.scorer.add(logits[end - row.logits : end], row.end)
+            if row.end == row.sequence.prompt_length:
+                last.append(request)
+                ends.append(end - 1)
+                if hidden is not None and request.params.hidden_states:
+                    request.hidden_states = PackedArray.of(hidden[end - 1 : end])
+        if not last:
+            return {}
+        if len(last) < len(logits):
+            logits = logits[ends]
+        return dict(zip(map(id, last), choose(logits, [request.draw for request in last]), strict=True))
+
+    def send(self, request: PrefillRequest) -> None:
+        """The complete pages that have not been sent; after the last chunk the remaining ones and the row, with the
+        first token where it was chosen here. Raises: the room's error."""
+        s, choice = request.sequence, request.choice
+        complete = s.computed == s.prompt_length
+        ready = s.page_count if complete else s.computed // s.page_size
+        start, request.sent_pages = min(request.sent_pages, ready), max(request.sent_pages, ready)
+        pages = s.pages[start:ready].copy()
+        if not complete:
+            if pages.size:
+                request.room.send(pages)
+            return
+        places = self.layout.numbered(Places(pages, s.rows))
+        request.room.send(places, last=True, handoff=b"" if choice is None else self._handoff(request, choice))
+
+    def _handoff(self, request: PrefillRequest, choice: Choice) -> bytes:
+        handoff = HandOff(
+            first_token=choice.token_id,
+            logprob=choice.logprob,
+            top_logprobs=choice.top_logprobs,
+            asked_logprobs=choice.asked_logprobs,
+            prompt_tokens=request.sequence.prompt_length,
+            prompt_logprobs=request.scorer.scores if request.scorer else None,
+            hidden_states=request.hidden_states,
+        )
+        return handoff.encode()
+
+    def token_out(self, request: PrefillRequest, choice: Choice) -> TokenOut:
+        """The first token, as the caller gets it."""
+        params = request.params
+        reason, matched = finish(choice.token_id, 1, params.max_new_tokens, params, self._eos_ids)
+        return TokenOut(*choice[:3], reason, matched, choice.asked_logprobs, None, request.hidden_states)

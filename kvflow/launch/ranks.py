@@ -1,0 +1,139 @@
+"""The other ranks of a prefill, as child processes of the first one: started, watched, and started again."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import re
+from collections.abc import Callable
+
+import msgspec
+
+from kvflow.config.settings import Settings
+from kvflow.launch.child import Child, ChildEndedError
+
+RANK = "KVFLOW_RANK"  # the environment variable that tells a child what it is
+COMMAND = "prefill-rank"
+START_S = 1800.0  # for which a rank may load its part of the model
+FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.1, 10.0  # before a rank that has ended is started again
+STEADY_S = 60.0  # a rank that has run for so long may have the first pause again
+STOP_S = 5.0
+log = logging.getLogger("kvflow.serve")
+
+
+class RankSpec(msgspec.Struct, frozen=True, kw_only=True):
+    """What a rank is told by the first one. `group` and `steps` are that one's sockets, `key` the file of their key,
+    `meeting` the directory where the parts of the model meet; `attempt` counts the starts of its stage's shards."""
+
+    rank: int
+    stages: int
+    shards: int
+    attempt: int
+    group: str
+    steps: str
+    key: str
+    meeting: str
+    settings: Settings
+
+    @staticmethod
+    def from_environment() -> RankSpec:
+        """Raises: msgspec.MsgspecError, KeyError: only the first rank starts this."""
+        return msgspec.json.decode(os.environ.pop(RANK), type=RankSpec)
+
+
+class RankProcesses:
+    """Ranks 1 and up. The shards of one stage cannot work without each other: they are started again together."""
+
+    def __init__(
+        self, first: RankSpec, *, descriptors: tuple[int, ...], on_lost: Callable[[int, str], None],
+        on_fatal: Callable[[ChildEndedError], None],
+    ) -> None:  # fmt: skip
+        """`first` is the spec of the first rank. `on_fatal`: a rank could not be started, or one has ended that the
+        first one cannot do without."""
+        self._first, self._on_lost, self._on_fatal = first, on_lost, on_fatal
+        self._descriptors = (*descriptors, *_inherited(first.settings.control_key_file))
+        self.children: dict[int, Child] = {}
+        self._tasks: list[asyncio.Task[None]] = []
+
+    def start(self) -> None:
+        stages, shards = self._first.stages, self._first.shards
+        together = [[stage * shards + shard for shard in range(shards)] for stage in range(stages)]
+        for ranks in together:
+            others = [rank for rank in ranks if rank]
+            if others:
+                keep = self._keep(others, needed=0 in ranks)
+                self._tasks.append(asyncio.create_task(keep, name=f"kvflow-ranks-{others[0]}"))
+
+    async def close(self) -> None:
+        """Stop all of them."""
+        for task in self._tasks:
+            task.cancel()
+        if self._tasks:
+            await asyncio.wait(self._tasks)
+        await asyncio.gather(*(child.stop(STOP_S) for child in self.children.values()))
+
+    async def _keep(self, ranks: list[int], *, needed: bool) -> None:
+        attempt, pause_s = 0, FIRST_PAUSE_S
+        loop = asyncio.get_running_loop()
+        while True:
+            began_s, started = loop.time(), False
+            self.children.update((rank, self._child(rank)) for rank in ranks)
+            try:
+                await self._all_started(ranks, attempt)
+                started = True
+                error = await self._first_end(ranks)
+            except ChildEndedError as ended:
+                error = ended
+            for rank in ranks:
+                self._on_lost(rank, str(error))
+            if needed or not (started or attempt):
+                self._on_fatal(error)
+                return
+            for rank in ranks:
+                self.children[rank].kill()
+            await asyncio.gather(*(self.children[rank].stop(STOP_S) for rank in ranks))
+            pause_s = FIRST_PAUSE_S if loop.time() - began_s > STEADY_S else min(2 * pause_s, LONGEST_PAUSE_S)
+            log.error("%s; starting %s again in %g s", error, _names(ranks), pause_s)
+            await asyncio.sleep(pause_s)
+            attempt += 1
+
+    def _child(self, rank: int) -> Child:
+        settings = self._first.settings
+        return Child(
+            f"rank-{rank}", COMMAND, [], quiet=False, log_format=settings.log_format, descriptors=self._descriptors
+        )
+
+    async def _all_started(self, ranks: list[int], attempt: int) -> None:
+        """Raises: ChildEndedError."""
+        starts = []
+        for rank in ranks:
+            spec = msgspec.structs.replace(self._first, rank=rank, attempt=attempt)
+            environment = {**os.environ, RANK: msgspec.json.encode(spec).decode()}
+            starts.append(asyncio.create_task(self.children[rank].start(environment, START_S)))
+        try:
+            await asyncio.gather(*starts)
+        finally:
+            for start in starts:
+                start.cancel()
+            await asyncio.wait(starts)
+
+    async def _first_end(self, ranks: list[int]) -> ChildEndedError:
+        waits = [asyncio.create_task(self.children[rank].wait_for_end()) for rank in ranks]
+        try:
+            done, _ = await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+            return done.pop().result()
+        finally:
+            for wait in waits:
+                wait.cancel()
+            await asyncio.wait(waits)
+
+
+def _names(ranks: list[int]) -> str:
+    return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))}"
+
+
+def _inherited(path: str) -> tuple[int, ...]:
+    """The descriptor that a path names, for a child that is given the same path."""
+    found = re.fullmatch(r"/(?:dev|proc/self)/fd/([0-9]+)", path)
+    return (int(found[1]),) if found else ()

@@ -1,0 +1,111 @@
+"""The completion service of a prefill over several ranks: its first rank's node, and the group of all of them."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, Callable, Mapping
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from kvflow.engine.scheduler.params import TokenOut
+from kvflow.handlers.rooms import PrefillRoom
+from kvflow.node import PrefillNode
+from kvflow.protocols.arguments import check_prompt
+from kvflow.protocols.errors import Cause, Code, KvflowError
+from kvflow.protocols.wire.ranks import RankInfo
+from kvflow.server.http.completion_service import GenerationRequest, ModelCard, RankReport, Report
+from kvflow.server.http.engine_services import EngineService
+
+if TYPE_CHECKING:  # importing the engines imports torch
+    from kvflow.engine.ranks.group import PrefillGroup
+    from kvflow.engine.ranks.wire import Status
+    from kvflow.engine.scheduler.prefill import PrefillEngine
+    from kvflow.handlers.group import GroupRequest
+
+
+class GroupPrefillService(EngineService[PrefillNode, "PrefillEngine"]):
+    """As `PrefillService`: a request is opened, computed and sent by every rank, and ends on all of them as one."""
+
+    def __init__(
+        self, card: ModelCard, node: PrefillNode, engine: PrefillEngine, timeout_s: float, *, group: PrefillGroup,
+        own_status: Callable[[], Status], others: Mapping[int, Status], world: tuple[int, int],
+    ) -> None:  # fmt: skip
+        """`others`: the last status of each other rank. `world`: stages and shards."""
+        super().__init__(card, node, engine, timeout_s)
+        self._group, self._own_status, self._others = group, own_status, others
+        self._world = world
+        self._open: dict[int, GroupRequest] = {}  # by `id` of the request
+
+    @property
+    def rank(self) -> RankInfo:
+        """What is registered at the bootstrap registry of this rank."""
+        return self._node.info
+
+    @property
+    def unavailable_reason(self) -> str:
+        return super().unavailable_reason or self._group.unavailable_reason
+
+    def opened(self, room: PrefillRoom) -> None:
+        """This rank's half of a request has been opened."""
+        self._recent_rooms.add(room)
+
+    async def tokens(self, request: GenerationRequest) -> AsyncGenerator[TokenOut, None]:
+        was_opened = False
+
+        def on_open(opened: GroupRequest) -> None:
+            nonlocal was_opened
+            was_opened = True
+            self._open[id(request)] = opened
+
+        try:
+            checked = request.checked or check_prompt(request.prompt)
+            first = await self._group.prefill(
+                request.room, request.prompt, checked, request.params, self._timeout_s, on_open
+            )
+        except KvflowError as error:
+            if not was_opened:
+                self._node.counts.room_refused(error.cause())
+            raise
+        finally:
+            self._open.pop(id(request), None)
+        if first.finish_reason is None:
+            first = msgspec.structs.replace(first, finish_reason="length")
+        yield first
+
+    def abort(self, request: GenerationRequest) -> None:
+        if opened := self._open.get(id(request)):
+            opened.close(Cause(Code.ABORTED, "ended by /abort_request at prefill"))
+
+    def refuse(self, room: int, prefill: str, cause: Cause) -> None:
+        self._group.refuse(room, cause)
+
+    def end_requests(self) -> None:
+        for opened in list(self._open.values()):
+            opened.close(Cause(Code.SHUTDOWN, "the prefill is shutting down"))
+        super().end_requests()
+
+    def report(self) -> Report:
+        stages, shards = self._world
+        statuses = {**self._others, 0: self._own_status()}
+        ranks = tuple(_rank_report(rank, statuses.get(rank)) for rank in range(stages * shards))
+        return msgspec.structs.replace(super().report(), pp_size=stages, tp_size=shards, ranks=ranks)
+
+
+def _rank_report(rank: int, status: Status | None) -> RankReport:
+    if status is None:
+        return RankReport(rank=rank, up=False)
+    return RankReport(
+        rank=rank,
+        up=True,
+        pid=status.pid,
+        pages_free=status.pages_free,
+        pages_total=status.pages_total,
+        pages_at_rest=status.pages_at_rest,
+        pinned_pages=status.pinned_pages,
+        rooms=status.rooms,
+        requests=status.requests,
+        tickets=status.tickets,
+        bytes_moved=status.bytes_moved,
+        internal_errors={"handler": status.handler_errors, "step": status.failed_steps},
+        messages_dropped=status.dropped,
+    )

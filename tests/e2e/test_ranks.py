@@ -1,0 +1,202 @@
+"""`kvflow up` with a prefill of several ranks, as clients see it: the same tokens, one error, and a stage that dies."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import aiohttp
+import msgspec
+import pytest
+
+from tests.e2e.fleet import WITHIN_S, all_home, ask, running
+from tests.engine.pair import prompt_of
+
+pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("processes"), pytest.mark.timeout(600)]
+
+Expected = Callable[[str, list[int], int], list[int]]
+TOKENS = 12
+BACK_S = 120.0  # for which a rank may import and load its part once more
+
+
+class Answer(NamedTuple):
+    status: int
+    document: Any
+    at_s: float
+
+    @property
+    def tokens(self) -> Any:
+        return self.document.get("output_ids")
+
+    @property
+    def code(self) -> Any:
+        return self.document.get("error", {}).get("code")
+
+
+async def generate(session: aiohttp.ClientSession, url: str, prompt: list[int], tokens: int = TOKENS) -> Answer:
+    sampling = {"temperature": 0, "max_new_tokens": tokens, "ignore_eos": True}
+    async with session.post(f"{url}/generate", json={"input_ids": prompt, "sampling_params": sampling}) as answer:
+        return Answer(answer.status, msgspec.json.decode(await answer.read()), time.monotonic())
+
+
+def is_home(rank: Any) -> bool:
+    return rank["up"] and rank["pages_at_rest"] and not (rank["rooms"] or rank["tickets"] or rank["requests"])
+
+
+async def some_served(session: aiohttp.ClientSession, url: str, count: int) -> Any:
+    """What /server_info tells once so many rooms have succeeded."""
+    async with asyncio.timeout(60):
+        while (info := await ask(session, f"{url}/server_info"))["rooms_ended"].get("success", 0) < count:  # noqa: ASYNC110
+            await asyncio.sleep(0.002)
+    return info
+
+
+async def served_again(session: aiohttp.ClientSession, url: str) -> Answer:
+    """The answer to a prompt of 100 tokens, once it is a good one."""
+    async with asyncio.timeout(BACK_S):
+        while (answer := await generate(session, url, prompt_of(100, 7))).status != 200:  # noqa: ASYNC110
+            await asyncio.sleep(0.1)
+    return answer
+
+
+async def ranks_home(session: aiohttp.ClientSession, url: str, *, but: int | None = None) -> list[Any]:
+    """What each rank of a prefill has, once none of them (`but` for one) has anything of any request."""
+    found: list[Any] = []
+    try:
+        async with asyncio.timeout(WITHIN_S):
+            while True:
+                found = (await ask(session, f"{url}/server_info"))["ranks"]
+                mine = [rank for rank in found if rank["rank"] != but]
+                if all(
+                    r["up"] and r["pages_at_rest"] and not (r["rooms"] or r["tickets"] or r["requests"]) for r in mine
+                ):
+                    return found
+                await asyncio.sleep(0.05)
+    except TimeoutError:
+        raise AssertionError(found) from None
+
+
+async def gauges(session: aiohttp.ClientSession, url: str) -> dict[str, float]:
+    """The series of /metrics that name a rank."""
+    async with session.get(f"{url}/metrics") as answer:
+        lines = (await answer.text()).splitlines()
+    return {line.split()[0]: float(line.split()[1]) for line in lines if 'rank="' in line and line[0] != "#"}
+
+
+@pytest.mark.parametrize(
+    ("family", "pp", "tp"),
+    [
+        *(("llama", 2, 1), ("llama", 4, 1), ("llama", 1, 2), ("llama", 2, 2)),
+        *(("deepseek_v3", 2, 1), ("deepseek_v3", 4, 1), ("deepseek_v3", 1, 2), ("deepseek_v3", 2, 2)),
+    ],
+)
+async def test_the_ranks_of_a_prefill_give_the_tokens_of_one(
+    family: str, pp: int, tp: int, tiny: Callable[[str], Path], expected: Expected
+) -> None:
+    """In chunks, several prompts at once, against stock transformers."""
+    prompts = [prompt_of(n, n) for n in (1, 20, 77, 150, 33, 301, 64)]
+    ranks = {"model_path": str(tiny(family)), "pp": pp, "tp": tp, "chunked_prefill_size": 32, "max_batch_tokens": 64}
+    async with running(**ranks) as fleet, aiohttp.ClientSession() as session:
+        prefill, decode = fleet.prefills[0].url, fleet.decodes[0].url
+        alone = await generate(session, fleet.url, prompts[3])
+        together = await asyncio.gather(*(generate(session, fleet.url, prompt) for prompt in prompts))
+        for prompt, answer in zip([prompts[3], *prompts], [alone, *together], strict=True):
+            assert answer.tokens == expected(family, prompt, TOKENS), (len(prompt), answer)
+        assert await all_home(session, prefill, decode)
+        found = await ranks_home(session, prefill)
+        assert len(found) == pp * tp
+        assert [rank for rank in found if rank["internal_errors"]["handler"] or rank["internal_errors"]["step"]] == []
+        info = await ask(session, f"{prefill}/server_info")
+        assert (info["pp_size"], info["tp_size"]) == (pp, tp)
+        lines = await gauges(session, prefill)
+        assert [lines[f'kvflow_rank_up{{rank="{rank}"}}'] for rank in range(pp * tp)] == [1.0] * (pp * tp)
+        assert not any(value for name, value in lines.items() if "tickets" in name or "requests" in name)
+
+
+@pytest.mark.parametrize(("pp", "victim"), [(2, 1), (4, 2)])
+async def test_a_stage_is_killed_in_mid_prefill(
+    pp: int, victim: int, tiny: Callable[[str], Path], expected: Expected
+) -> None:
+    """Each step is one chunk of one prompt, so that most of the prompts are not computed when it dies."""
+    slow = {"chunked_prefill_size": 16, "max_batch_tokens": 16, "retry_timeout_s": 0.0}
+    async with running(model_path=str(tiny("llama")), pp=pp, **slow) as fleet, aiohttp.ClientSession() as session:
+        prefill, decode = fleet.prefills[0].url, fleet.decodes[0].url
+        asking = [asyncio.create_task(generate(session, fleet.url, prompt_of(400, i))) for i in range(12)]
+        info = await some_served(session, prefill, 2)
+        pids = {rank["rank"]: rank["pid"] for rank in info["ranks"]}
+        os.kill(pids[victim], signal.SIGKILL)
+        killed_s = time.monotonic()
+        answers = await asyncio.gather(*asking)
+        lost = [answer for answer in answers if answer.status != 200]
+        assert lost and {answer.code for answer in lost} == {"peer_lost"}, [a.document for a in lost]
+        slowest_s = max(answer.at_s for answer in lost) - killed_s
+        print(f"PP {pp}, rank {victim} killed: {len(lost)} of 12 requests failed, the last after {slowest_s:.3f} s")
+        assert slowest_s < WITHIN_S
+        await ranks_home(session, prefill, but=victim)
+        assert await all_home(session, decode)
+        print(f"  pages of the others were free after {time.monotonic() - killed_s:.2f} s")
+        answer = await served_again(session, fleet.url)
+        print(f"  served again after {time.monotonic() - killed_s:.2f} s")
+        assert answer.tokens == expected("llama", prompt_of(100, 7), TOKENS)
+        now = {rank["rank"]: rank["pid"] for rank in await ranks_home(session, prefill)}
+        assert {rank for rank in pids if pids[rank] != now[rank]} == {victim}, "the others keep their models"
+        assert await all_home(session, prefill, decode)
+
+
+async def test_a_storm_of_aborts_leaves_nothing_at_any_rank(tiny: Callable[[str], Path], expected: Expected) -> None:
+    """Clients leave at every moment of a request, and those that stay get their tokens."""
+    slow = {"chunked_prefill_size": 16, "max_batch_tokens": 48}
+    async with running(model_path=str(tiny("llama")), pp=4, **slow) as fleet, aiohttp.ClientSession() as session:
+        prefill, decode = fleet.prefills[0].url, fleet.decodes[0].url
+        began_s = time.monotonic()
+        await generate(session, fleet.url, prompt_of(300, 0))
+        usual_s = time.monotonic() - began_s
+
+        async def client(number: int) -> None:
+            prompt = prompt_of(50 + number * 37 % 300, number)
+            if number % 4 == 0:
+                answer = await generate(session, fleet.url, prompt, 4)
+                assert answer.tokens == expected("llama", prompt, 4), answer
+                return
+            try:
+                async with asyncio.timeout(usual_s * (number % 16) / 8):
+                    await generate(session, fleet.url, prompt, 4)
+            except TimeoutError:
+                pass  # its connection is closed
+
+        for first in range(0, 160, 16):
+            await asyncio.gather(*(client(number) for number in range(first, first + 16)))
+        assert await all_home(session, prefill, decode)
+        found = await ranks_home(session, prefill)
+        assert [rank for rank in found if rank["internal_errors"]["handler"] or rank["internal_errors"]["step"]] == []
+        lines = await gauges(session, prefill)
+        assert not any(value for name, value in lines.items() if "tickets" in name or "requests" in name)
+        answer = await generate(session, fleet.url, prompt_of(100, 7))
+        assert answer.tokens == expected("llama", prompt_of(100, 7), TOKENS)
+
+
+async def test_a_rank_that_is_frozen_fails_its_requests_and_may_go_on(
+    tiny: Callable[[str], Path], expected: Expected
+) -> None:
+    slow = {"chunked_prefill_size": 16, "max_batch_tokens": 16, "retry_timeout_s": 0.0}
+    async with running(model_path=str(tiny("llama")), pp=2, **slow) as fleet, aiohttp.ClientSession() as session:
+        prefill, decode = fleet.prefills[0].url, fleet.decodes[0].url
+        asking = [asyncio.create_task(generate(session, fleet.url, prompt_of(400, i))) for i in range(8)]
+        info = await some_served(session, prefill, 2)
+        pid = info["ranks"][1]["pid"]
+        os.kill(pid, signal.SIGSTOP)
+        try:
+            answers = await asyncio.gather(*asking)
+        finally:
+            os.kill(pid, signal.SIGCONT)
+        assert {answer.code for answer in answers if answer.status != 200} == {"peer_lost"}
+        answer = await served_again(session, fleet.url)
+        assert answer.tokens == expected("llama", prompt_of(100, 7), TOKENS)
+        found = await ranks_home(session, prefill)
+        assert found[1]["pid"] == pid
+        assert await all_home(session, prefill, decode)
