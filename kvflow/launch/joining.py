@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import AsyncGenerator, Callable, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from typing import Any, NamedTuple
 
 import aiohttp
@@ -37,16 +37,20 @@ class _RouterLink:
         self._joined: Identity | None = None  # as whom
         self._last_problem = ""
 
-    async def keep_joined(self) -> None:
-        """Join, and again and again, until it is cancelled."""
-        while True:
+    async def keep_joined(self, leaving: asyncio.Event) -> None:
+        """Join, and again and again, until it is to leave. A join that is under way is answered first: the router may
+        have taken it."""
+        while not leaving.is_set():
             await self._join()
-            await asyncio.sleep(JOIN_EVERY_S)
+            with suppress(TimeoutError):
+                async with asyncio.timeout(JOIN_EVERY_S):
+                    await leaving.wait()
+        await self._leave()
 
     async def _join(self) -> None:
         who = self._identity()
         if self._joined is not None and who.role != self._joined.role:  # sglang_router keeps the role it was told
-            await self.leave()
+            await self._leave()
         body: dict[str, Any] = {"url": self._url, "worker_type": who.role, "incarnation": who.incarnation}
         if who.bootstrap_port is not None:
             body["bootstrap_port"] = who.bootstrap_port
@@ -60,12 +64,13 @@ class _RouterLink:
             _log.warning("cannot join the router %s, trying on: %s", self._router, problem)
         self._last_problem = problem
 
-    async def leave(self) -> None:
+    async def _leave(self) -> None:
         """Be sent no more requests by it; one that does not answer in time finds out by itself."""
         if self._joined is None:
             return
-        self._joined = None
-        problem, _ = await self._call("DELETE", f"{PATH}/{self._worker_id}", LEAVE_TIMEOUT_S)
+        who, self._joined = self._joined, None  # the router may have seen already who it is now
+        path = f"{PATH}/{self._worker_id}?incarnation={who.incarnation}"
+        problem, _ = await self._call("DELETE", path, LEAVE_TIMEOUT_S)
         if problem:
             _log.warning("cannot leave the router %s: %s", self._router, problem)
 
@@ -93,11 +98,10 @@ async def member_of(
         headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
         session = await stack.enter_async_context(aiohttp.ClientSession(headers=headers))
         links = [_RouterLink(session, router, url, identity) for router in routers]
-        joining = [asyncio.create_task(link.keep_joined()) for link in links]
+        leaving = asyncio.Event()
+        memberships = [asyncio.create_task(link.keep_joined(leaving)) for link in links]
         try:
             yield
         finally:
-            for task in joining:
-                task.cancel()
-            await asyncio.gather(*joining, return_exceptions=True)
-            await asyncio.gather(*(link.leave() for link in links))
+            leaving.set()
+            await asyncio.gather(*memberships)

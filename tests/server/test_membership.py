@@ -372,6 +372,32 @@ async def test_a_router_that_was_restarted_is_joined_again_but_not_by_who_has_be
             await router.close()
 
 
+@pytest.mark.parametrize("router_is_first", [True, False])
+async def test_a_member_that_switches_its_role_leaves_and_joins_again(
+    front: Front, meeting: Meeting, decode: Role, decode_server: Server, monkeypatch: pytest.MonkeyPatch,
+    router_is_first: bool,
+) -> None:  # fmt: skip
+    """Routers that keep the role they were told want it so. Whether the router has seen the new one by then or not."""
+    monkeypatch.setattr(joining, "JOIN_EVERY_S", 0.01)
+    turned = FakeService("prefill", meeting)
+    turned.incarnation = 0xDEF
+    decode.other, decode.service.changed_report = RunningFake(turned, 9001), AT_REST
+    told = joining.Identity("decode", f"{decode.service.incarnation:016x}", None)
+    async with joining.member_of([front.server.url], decode_server.url, lambda: told, KEY):
+        await until_up(front, 1)
+        first = front.worker(decode_server)
+        await decode.role_switch.switch("prefill")
+        if router_is_first:
+            assert (await front.checked(decode_server)).incarnation == f"{0xDEF:016x}"
+        told = joining.Identity("prefill", f"{0xDEF:016x}", 9001)
+        async with asyncio.timeout(5):
+            while first in front.router.workers.all:  # noqa: ASYNC110
+                await asyncio.sleep(0.005)
+        await until_up(front, 1)
+        assert front.worker(decode_server).role == "prefill"
+    assert front.router.workers.all == []
+
+
 async def test_an_operator_who_removes_a_worker_is_obeyed_until_it_is_another_one(
     front: Front, decode: Role, decode_server: Server
 ) -> None:

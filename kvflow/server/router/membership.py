@@ -65,9 +65,10 @@ class Membership:
                 await self._join_anew(url, request.worker_type) if known is None else self._join_again(known, request)
             )
 
-    def leave(self, worker: Worker) -> None:
-        """It gets no more requests from here on. Idempotent."""
-        self._removed[worker.url] = worker.incarnation
+    def leave(self, worker: Worker, incarnation: str | None = None) -> None:
+        """It gets no more requests from here on. Idempotent. `incarnation`: of a worker that leaves by itself, and may
+        have another one by now, with which it joins again."""
+        self._removed[worker.url] = (incarnation or worker.incarnation)[:MAX_URL_CHARACTERS]
         self._removed.move_to_end(worker.url)
         if len(self._removed) > MAX_WORKERS:
             self._removed.popitem(last=False)

@@ -40,7 +40,7 @@ def routes(router: Router, *, has_api_key: bool) -> list[web.RouteDef]:
         worker = membership.of(http.match_info["worker_id"])
         if worker is None:
             return _unknown(http)
-        membership.leave(worker)
+        membership.leave(worker, http.query.get("incarnation"))
         return _accepted(worker, f"it gets no more requests, and has left when {worker.running} are answered")
 
     return [
