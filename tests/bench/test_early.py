@@ -1,0 +1,15 @@
+"""The bench of optimistic prefill, run small: one server begins prompts early, the other does not."""
+
+from __future__ import annotations
+
+import pytest
+
+from kvflow.bench.early import bench_early
+
+pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("processes")]
+
+
+async def test_it_measures_prompts_that_were_begun_early() -> None:
+    report = await bench_early(turns=1, gap_s=0.5)
+    assert report["optimistic"]["starts"] == report["optimistic"]["hits"] == 2
+    assert len(report["off"]["ms"]) == len(report["on"]["ms"]) == 1
