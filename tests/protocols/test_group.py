@@ -567,6 +567,17 @@ def test_numbered_messages() -> None:
     assert not link.take(0)
 
 
+def test_what_is_missing_is_asked_for_once_each_time() -> None:
+    for received in range(3):
+        link: Ordered[str] = Ordered()
+        for number in range(received):
+            assert link.take(number)
+        assert not link.asks
+        assert not link.misses(received)
+        assert link.misses(received + 1)
+        assert link.asks
+
+
 def test_words_of_the_group_are_read_by_their_side_alone() -> None:
     beat = wire.Beat(leader=Incarnation(1), member=Incarnation(2), session=1, sent_below=0, received_below=0)
     assert parse_at_leader(encode(beat)) == parse_at_member(encode(beat)) == beat
