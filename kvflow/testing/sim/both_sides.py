@@ -202,8 +202,13 @@ class BothSides:
         causes = {room.state.cause for room in rooms} - {None} | self._refusals[decode.room]
         if half.state.cause in causes - {cause}:
             return True
-        if any(leg.state.cause in causes for leg in self._legs[key[0], decode.room] if leg is not half):
+        earlier = [leg for leg in self._legs[key[0], decode.room] if leg is not half]
+        if any(leg.state.cause in causes for leg in earlier):
             return True
+        if any(
+            leg.peer is None and leg in over_at_s and over_at_s[leg] <= over_at_s.get(decode, 0.0) for leg in earlier
+        ):
+            return True  # that one's end was kept for a decode, which this one has been
         ends = [over_at_s[room] for room in others if room in over_at_s]
         if half in over_at_s and any(end_s <= over_at_s[half] for end_s in ends):
             return True
