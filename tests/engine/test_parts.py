@@ -129,9 +129,15 @@ def test_an_abort_ends_what_a_shard_waits_for(two: World, tiny: Tiny) -> None:
 @pytest.mark.parametrize("shards", [2, pytest.param(1, marks=pytest.mark.slow)])
 def test_a_process_that_is_killed_ends_the_step_of_the_others(two: World, tiny: Tiny, shards: int) -> None:
     """One shard waits for the other in a collective. A stage sees nothing: it waits until it is told."""
-    killed, survivor = two.outcomes(tiny("llama"), 2 // shards, shards, killed=0)
+    killed, survivor = two.outcomes(tiny("llama"), 2 // shards, shards, killed={0: 3})
     assert killed == "ended"
     assert ("LostError: a shard of this stage is gone" if shards == 2 else "LostError: passing hidden") in survivor
+
+
+@pytest.mark.slow
+def test_a_process_that_is_killed_while_it_loads_ends_the_wait_of_the_others(two: World, tiny: Tiny) -> None:
+    killed, survivor = two.outcomes(tiny("llama"), 2, 1, killed={0: 0})
+    assert killed == "ended" and "LostError: rank 0 has ended while it loaded its part of the model" in survivor
 
 
 WIDE = ["llama", "qwen3", "deepseek_v3", "gemma2", "gemma3"]

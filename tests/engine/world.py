@@ -96,14 +96,14 @@ def local(parameter: Any) -> torch.Tensor:
 
 
 class Job(NamedTuple):
-    """`killed`: it ends by SIGKILL when its third token has been chosen. `idle`: whether it is the one shard that
-    begins no step until the others have been aborted; None where all do."""
+    """`killed`: it ends by SIGKILL after so many tokens; 0: while the model is loaded. `idle`: whether it is the one
+    shard that begins no step until the others have been aborted; None where all do."""
 
     path: str
     part: ModelPart
     meeting: Meeting
     options: dict[str, Any]
-    killed: bool
+    killed: int | None
     idle: bool | None
 
 
@@ -123,10 +123,11 @@ class World:
         return found
 
     def outcomes(
-        self, path: Path, stages: int, shards: int, killed: int | None = None, idle: int | None = None, **options: Any
-    ) -> list[Any]:
-        """By rank: `Ran`, or the text of the error, or "ended" for a process that is no more. Other stages are told to
-        abort when one has ended; shards are not, for they notice."""
+        self, path: Path, stages: int, shards: int, killed: dict[int, int] | None = None, idle: int | None = None,
+        **options: Any,
+    ) -> list[Any]:  # fmt: skip
+        """By rank: `Ran`, or the text of the error, or "ended" for a process that is no more: `killed`, a rank after so
+        many tokens. Other stages are told to abort when one has ended; shards are not, for they notice."""
         for n, process in enumerate(self.processes):
             if not process.is_alive():
                 self.processes[n], self.jobs[n], self.aborts[n] = _start()
@@ -135,7 +136,16 @@ class World:
             meeting = Meeting(Path(directory), load_timeout_s=TIMEOUT_S, collective_timeout_s=TIMEOUT_S)
             for rank, job in enumerate(used):
                 part = ModelPart(rank // shards, stages, rank % shards, shards)
-                job.send(Job(str(path), part, meeting, options, rank == killed, None if idle is None else rank == idle))
+                job.send(
+                    Job(
+                        str(path),
+                        part,
+                        meeting,
+                        options,
+                        (killed or {}).get(rank),
+                        None if idle is None else rank == idle,
+                    )
+                )
             while waited := [job for job in used if job not in found]:
                 ended = wait(waited, timeout=2 * TIMEOUT_S)
                 assert ended, f"{len(waited)} processes do not answer"
@@ -199,7 +209,7 @@ def _work(jobs: Connection, aborts: Connection) -> None:
         try:
             job: Job = jobs.recv()
         except EOFError:
-            return
+            os._exit(0)  # the end of an interpreter with torch takes a second
         try:
             jobs.send(("done", _run(jobs, job)))
         except Exception as error:  # noqa: BLE001
@@ -221,14 +231,18 @@ def _run(jobs: Connection, job: Job) -> Ran:
     def tell(chosen: list[int] | None) -> list[int]:
         nonlocal told
         told += 1
-        if job.killed and told == 3:
+        if told == job.killed:
             os.kill(os.getpid(), signal.SIGKILL)
         if job.part.is_last and job.part.shard == job.part.shards - 1:
             jobs.send(("tokens", chosen))
         found: list[int] = jobs.recv()
         return found
 
-    model = _Running.model = load_model(job.path, part=job.part, meeting=job.meeting, **job.options)
+    def progress(stage: str, _: float) -> None:
+        if job.killed == 0 and stage == "self-test":
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    model = _Running.model = load_model(job.path, progress=progress, part=job.part, meeting=job.meeting, **job.options)
     try:
         if job.idle is not None:
             _abort_a_wait(jobs, model, idle=job.idle)

@@ -10,6 +10,8 @@ import msgspec
 
 from kvflow.engine.model.parallel.part import Meeting, ModelPart
 from kvflow.protocols.errors import LostError, MisuseError
+from kvflow.protocols.ports import ProcessIdentity
+from kvflow.transports.host.identity import is_alive, own_identity
 
 if TYPE_CHECKING:
     from torch.distributed.distributed_c10d import Store
@@ -34,17 +36,20 @@ class Agreement:
         self.store: Store = FileStore(str(meeting.directory / "agreement"), -1)
         self.store.set_timeout(timedelta(seconds=meeting.load_timeout_s))
         self.store.set(f"failed/{part.rank}", "")  # of an earlier process with this rank
+        self.store.set(f"process/{part.rank}", msgspec.json.encode(own_identity()).decode())
 
     def exchange(self, what: str, mine: T) -> list[T]:
         """Everybody's statement about `what`, by rank; blocks until all are there.
 
-        Raises: OtherRankError when a rank could not load its part, LostError when one says nothing for too long.
+        Raises: OtherRankError when a rank could not load its part, LostError when one has ended, or says nothing for
+        too long.
         """
         self.store.set(f"{what}/{self._part.rank}", msgspec.json.encode(mine).decode())
         deadline, found = time.monotonic() + self._timeout_s, []
         for rank in range(self._part.ranks):
             while not self.store.check([f"{what}/{rank}"]):
                 self._check_failures()
+                self._check_runs(rank)
                 if time.monotonic() > deadline:
                     raise LostError(f"rank {rank} has said nothing of its part of the model for {self._timeout_s:g} s")
                 time.sleep(_POLL_S)
@@ -54,6 +59,14 @@ class Agreement:
     def fail(self, error: BaseException) -> None:
         """Tell the others that this process ends, so that none waits for it."""
         self.store.set(f"failed/{self._part.rank}", str(error) or type(error).__name__)
+
+    def _check_runs(self, rank: int) -> None:
+        """Whether a rank that was there has ended since."""
+        key = f"process/{rank}"
+        if self.store.check([key]):
+            found = self.store.get(key)
+            if not is_alive(msgspec.json.decode(found, type=ProcessIdentity)) and self.store.get(key) == found:
+                raise LostError(f"rank {rank} has ended while it loaded its part of the model")
 
     def _check_failures(self) -> None:
         for rank in range(self._part.ranks):

@@ -64,7 +64,6 @@ def divide(model: Any, group: ShardGroup, name: str) -> None:
     _repeat_heads(model, plan, shards)
     model._tp_size = shards
     interface.apply(model, group.mesh, without_tied(model, plan))
-    _let_go(model)
 
 
 def check_heads(model: Any, plan: dict[str, str], shards: int, name: str) -> None:
@@ -118,11 +117,3 @@ def _repeat_heads(model: Any, plan: dict[str, str], shards: int) -> None:
             module.num_key_value_groups //= times
         if hasattr(module, "num_key_value_heads"):
             module.num_key_value_heads *= times
-
-
-def _let_go(model: Any) -> None:
-    """Copy the shards that are views of whole weights, whose memory is then free."""
-    for parameter in model.parameters():
-        local = getattr(parameter.data, "_local_tensor", None)
-        if isinstance(local, torch.Tensor) and local.untyped_storage().nbytes() > local.numel() * local.element_size():
-            parameter.data._local_tensor = local.clone()
