@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from kvflow.protocols.errors import CapacityError, Cause, Code, KvflowError, LostError, MisuseError, RoomInUseError
-from kvflow.protocols.group_leader import GroupLeader, RequestDecided, SendToMember
+from kvflow.protocols.group_leader import GroupLeader, RequestDecided, SendToMember, UnwatchMember, WatchMember
 from kvflow.protocols.group_member import (
     CloseRoom,
     GroupMember,
@@ -26,6 +26,7 @@ from kvflow.protocols.group_member import (
 )
 from kvflow.protocols.limits import Bounds, Timing
 from kvflow.protocols.machines.ordered import Ordered
+from kvflow.protocols.ports import ProcessIdentity
 from kvflow.protocols.wire import group as wire
 from kvflow.protocols.wire.codec import encode, parse_at_leader, parse_at_member, routing_id
 from kvflow.protocols.wire.group import Ruling, Ticket, Vote
@@ -650,6 +651,67 @@ def test_votes_from_before_a_loss_start_nothing() -> None:
     while leader.next_tick() < 0:
         leader.tick(group.now)
     assert not leader.requests
+
+
+def test_votes_from_before_a_second_loss_start_nothing() -> None:
+    group = joined(1)
+    leader, member = group.leader, group.members[0]
+    assert leader is not None
+    for life in (60, 70):
+        leader.member_died(leader.members[Rank(0)].incarnation)
+        join = wire.Join(**JOIN | {"member": Incarnation(life), "rank": Rank(0), "world_size": 1})
+        leader.receive(routing_id(Incarnation(life)), encode(join), group.now)
+        if life == 60:
+            ticket = leader.open(7, b"")
+    assert member.rank == 0
+    new = leader.members[Rank(0)]
+    leader.commands()
+    sent = {"leader": leader.incarnation, "member": new.incarnation, "session": new.session}
+    vote = wire.RankVote(**sent, seq=0, ticket=ticket, vote=Vote.READY)
+    leader.receive(routing_id(new.incarnation), encode(vote), group.now)
+    assert not leader.commands()
+
+
+def test_a_rank_that_is_lost_is_told_so_and_watched_no_more() -> None:
+    leader = GroupLeader(Incarnation(1), 2, now=0.0)
+    process = ProcessIdentity("boot", "pid", 7, 8)
+    for rank, watched in ((0, None), (1, process)):
+        life = Incarnation(50 + rank)
+        join = wire.Join(**JOIN | {"member": life, "rank": Rank(rank), "process": watched})
+        leader.receive(routing_id(life), encode(join), 0.0)
+        found = leader.commands()
+        assert (WatchMember(life, process) in found) is (rank == 1)
+    for rank in (0, 1):
+        life = Incarnation(50 + rank)
+        session = leader.members[Rank(rank)].session
+        leader.member_died(life)
+        told, *unwatch = leader.commands()
+        assert isinstance(told, SendToMember)
+        assert told.routing_id == routing_id(life)
+        answer = parse_at_member(told.frame)
+        assert (answer.session, answer.refusal) == (session, f"rank {rank} of the group has died")  # type: ignore[union-attr]
+        assert unwatch == ([UnwatchMember(life)] if rank else [])
+    beat = wire.Beat(leader=leader.incarnation, member=life, session=session, sent_below=0, received_below=0)
+    leader.receive(routing_id(life), encode(beat), 0.0)
+    assert leader.dropped == 1
+
+
+def test_heartbeats_come_when_they_are_due() -> None:
+    group = joined(1)
+    leader = group.leader
+    assert leader is not None
+    due_at_s = leader.next_tick()
+    leader.tick(due_at_s - 0.01)
+    assert not leader.commands()
+    leader.tick(due_at_s)
+    assert len(leader.commands()) == 1
+    assert leader.next_tick() == due_at_s + TIMING.heartbeat_s
+
+
+def test_the_longest_request_is_opened() -> None:
+    leader = joined(1).leader
+    assert leader is not None
+    assert [leader.open(room, bytes(wire.MAX_REQUEST_BYTES * (room == 8))) for room in (7, 8)] == [1, 2]
 
 
 def test_a_vote_that_is_missed_is_asked_for_at_once() -> None:
