@@ -112,17 +112,7 @@ class _FirstRank:
     ) -> GroupPrefillService:  # fmt: skip
         """Returns once all ranks are there."""
         settings, node, (model, pool, executor) = self._spec.settings, rank.node, rank.parts
-        steps = self._steps = StepLeader(
-            steps_socket,
-            world_size=self._world_size,
-            places=(pool.pages.capacity, pool.layout.num_rows),
-            neighbours=model.neighbours,
-            on_hello=self._hello,
-            on_token=self._first_token,
-            on_broken=self._broken,
-            on_ready=self._ready,
-            on_unusable=_end_at_once,
-        )
+        steps = self._steps = self._step_leader(rank.parts, steps_socket)
         engine = self._engine = PrefillEngine(
             model, pool, pool.pages, executor, chunk_tokens=settings.chunked_prefill_size,
             max_batch_tokens=settings.max_batch_tokens, lockstep=steps, samples=_samples(self._spec),
@@ -166,6 +156,20 @@ class _FirstRank:
         while group.unavailable_reason:  # noqa: ASYNC110 - the members join by themselves
             await asyncio.sleep(_LOOK_S)
         return service
+
+    def _step_leader(self, parts: Parts, socket: ControlSocket) -> StepLeader:
+        return StepLeader(
+            socket,
+            world_size=self._world_size,
+            shards=self._spec.shards,
+            places=(parts.pool.pages.capacity, parts.pool.layout.num_rows),
+            neighbours=parts.model.neighbours,
+            on_hello=self._hello,
+            on_token=self._first_token,
+            on_broken=self._broken,
+            on_ready=self._ready,
+            on_unusable=_end_at_once,
+        )
 
     def lost(self, rank: int, why: str) -> None:
         """The process of a rank has ended."""
@@ -222,6 +226,7 @@ async def run_rank(spec: RankSpec) -> None:
                 rank, spec.rank, len(follower.requests), member, follower.failed_steps, follower.dropped
             ),
             neighbours=model.neighbours,
+            shards=spec.shards,
             eos_ids=model.eos_ids,
         )
 

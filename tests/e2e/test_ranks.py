@@ -7,6 +7,7 @@ import os
 import signal
 import time
 from collections.abc import Callable
+from collections.abc import Set as AbstractSet
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -64,14 +65,14 @@ async def served_again(session: aiohttp.ClientSession, url: str) -> Answer:
     return answer
 
 
-async def ranks_home(session: aiohttp.ClientSession, url: str, *, but: int | None = None) -> list[Any]:
-    """What each rank of a prefill has, once none of them (`but` for one) has anything of any request."""
+async def ranks_home(session: aiohttp.ClientSession, url: str, *, but: AbstractSet[int] = frozenset()) -> list[Any]:
+    """What each rank of a prefill has, once none of them (but for those of `but`) has anything of any request."""
     found: list[Any] = []
     try:
         async with asyncio.timeout(WITHIN_S):
             while True:
                 found = (await ask(session, f"{url}/server_info"))["ranks"]
-                mine = [rank for rank in found if rank["rank"] != but]
+                mine = [rank for rank in found if rank["rank"] not in but]
                 if all(
                     r["up"] and r["pages_at_rest"] and not (r["rooms"] or r["tickets"] or r["requests"]) for r in mine
                 ):
@@ -118,13 +119,21 @@ async def test_the_ranks_of_a_prefill_give_the_tokens_of_one(
         assert not any(value for name, value in lines.items() if "tickets" in name or "requests" in name)
 
 
-@pytest.mark.parametrize(("pp", "victim"), [(2, 1), (4, 2)])
+@pytest.mark.parametrize(
+    ("pp", "tp", "victim", "stage"),
+    [(2, 1, 1, {1}), (4, 1, 2, {2}), (2, 2, 3, {2, 3})],
+    ids=["PP 2", "PP 4", "PP 2 TP 2"],
+)
 async def test_a_stage_is_killed_in_mid_prefill(
-    pp: int, victim: int, tiny: Callable[[str], Path], expected: Expected
+    pp: int, tp: int, victim: int, stage: set[int], tiny: Callable[[str], Path], expected: Expected
 ) -> None:
-    """Each step is one chunk of one prompt, so that most of the prompts are not computed when it dies."""
+    """Each step is one chunk of one prompt, so that most of the prompts are not computed when it dies. The ranks of its
+    `stage` are started again."""
     slow = {"chunked_prefill_size": 16, "max_batch_tokens": 16, "retry_timeout_s": 0.0}
-    async with running(model_path=str(tiny("llama")), pp=pp, **slow) as fleet, aiohttp.ClientSession() as session:
+    async with (
+        running(model_path=str(tiny("llama")), pp=pp, tp=tp, **slow) as fleet,
+        aiohttp.ClientSession() as session,
+    ):
         prefill, decode = fleet.prefills[0].url, fleet.decodes[0].url
         asking = [asyncio.create_task(generate(session, fleet.url, prompt_of(400, i))) for i in range(12)]
         info = await some_served(session, prefill, 2)
@@ -135,16 +144,17 @@ async def test_a_stage_is_killed_in_mid_prefill(
         lost = [answer for answer in answers if answer.status != 200]
         assert lost and {answer.code for answer in lost} == {"peer_lost"}, [a.document for a in lost]
         slowest_s = max(answer.at_s for answer in lost) - killed_s
-        print(f"PP {pp}, rank {victim} killed: {len(lost)} of 12 requests failed, the last after {slowest_s:.3f} s")
+        told = f"{len(lost)} of 12 requests failed, the last after {slowest_s:.3f} s"
+        print(f"PP {pp} TP {tp}, rank {victim} killed: {told}")
         assert slowest_s < WITHIN_S
-        await ranks_home(session, prefill, but=victim)
+        await ranks_home(session, prefill, but=stage)
         assert await all_home(session, decode)
         print(f"  pages of the others were free after {time.monotonic() - killed_s:.2f} s")
         answer = await served_again(session, fleet.url)
         print(f"  served again after {time.monotonic() - killed_s:.2f} s")
         assert answer.tokens == expected("llama", prompt_of(100, 7), TOKENS)
         now = {rank["rank"]: rank["pid"] for rank in await ranks_home(session, prefill)}
-        assert {rank for rank in pids if pids[rank] != now[rank]} == {victim}, "the others keep their models"
+        assert {rank for rank in pids if pids[rank] != now[rank]} == stage, "the others keep their models"
         assert await all_home(session, prefill, decode)
 
 

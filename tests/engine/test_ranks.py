@@ -92,6 +92,7 @@ class Stages:
         steps = self.steps = StepLeader(
             steps_socket,
             world_size=STAGES,
+            shards=1,
             places=(PAGES, 0),
             neighbours=self.models[0].neighbours,
             on_hello=lambda hello: None,

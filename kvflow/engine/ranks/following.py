@@ -17,7 +17,7 @@ from kvflow.engine.ranks.leading import Neighbours
 from kvflow.engine.scheduler.params import SamplingParams
 from kvflow.engine.scheduler.prefill_steps import PrefillRequest, PrefillSteps
 from kvflow.engine.scheduler.rooms import PrefillRoomPort
-from kvflow.protocols.errors import CapacityError, Cause, Code, KvflowError, WireError
+from kvflow.protocols.errors import CapacityError, Cause, Code, KvflowError, LostError, WireError
 from kvflow.protocols.ports import ControlSocket
 
 log = logging.getLogger("kvflow.engine")
@@ -61,8 +61,10 @@ class StepFollower:
     def __init__(
         self, steps: PrefillSteps, socket: ControlSocket, *, hello: wire.Hello,
         status: Callable[[], wire.Status], neighbours: Neighbours,
-        eos_ids: frozenset[int], owner: Hashable = "prefill",
+        eos_ids: frozenset[int], shards: int = 1, owner: Hashable = "prefill",
     ) -> None:  # fmt: skip
+        """`shards`: ranks of each stage."""
+        self._shards = shards
         self.steps, self._socket, self._neighbours = steps, socket, neighbours
         self._hello, self._status, self._eos_ids = hello, status, eos_ids
         self._owner = owner
@@ -71,7 +73,7 @@ class StepFollower:
         self._early: set[int] = set()  # dropped before they were opened here
         self._opened = 0  # the last ticket
         self._generation = self._step = 0
-        self._open = self._over = self._stepping = False
+        self._open = self._over = self._stepping = self._finishing = False
         self.unusable: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         """Gets an error when no other generation can begin in this process."""
         self._failed = 0  # the generation in which a step failed here
@@ -140,7 +142,7 @@ class StepFollower:
             self._begin(message)
         elif isinstance(message, wire.End):
             if message.generation == self._generation:
-                self._end(message.cause)
+                self._end(message.cause, message.failed)
         elif isinstance(message, wire.Plan) and not (self._open and message.generation == self._generation):
             self.dropped += 1
         else:
@@ -159,16 +161,25 @@ class StepFollower:
             return
         self._generation, self._step, self._open = message.generation, 0, True
 
-    def _end(self, cause: Cause) -> None:
-        """Leave the step that runs; `_run` forgets what it named when it has ended, and says hello."""
+    def _end(self, cause: Cause, failed: int | None = None) -> None:
+        """Leave the step that runs; `_run` forgets what it named when it has ended, and says hello.
+
+        The shards of the first stage run what was announced to its end: the first rank, which is one of them, has begun
+        it, and waits for them within each layer.
+        """
         if self._open:
             self._open, self._over = False, True
+            self._finishing = self._shards > self._hello.rank and (failed is None or failed >= self._shards)
             log.warning("generation %d of steps has ended: %s", self._generation, cause)
-            if self._stepping:
-                self._neighbours.abort()
+            if self._stepping or self._finishing:
+                self._neighbours.abort(shards=not self._finishing)
             self._wake.set()
 
     def _say_hello(self) -> None:
+        if self._neighbours.broken:
+            if not self.unusable.done():
+                self.unusable.set_exception(LostError("the shards of this stage have lost each other"))
+            return
         self._socket.send(wire.encode(self._hello))
 
     async def _tell(self) -> None:
@@ -186,8 +197,8 @@ class StepFollower:
     async def _run(self) -> None:
         while not self._closing:
             self._wake.clear()
-            if self._over:
-                self._over = False
+            if self._over and not (self._finishing and self._queue):
+                self._over = self._finishing = False
                 self._forget()
                 self._say_hello()
             if not self._queue:
@@ -303,7 +314,7 @@ class StepFollower:
         self._check_open()
 
     def _check_open(self) -> None:
-        if not self._open:
+        if not (self._open or self._finishing) or self._closing:
             raise _GenerationOverError
 
 

@@ -11,9 +11,10 @@ from kvflow.engine.model.step import Row
 from kvflow.engine.ranks import wire
 from kvflow.engine.scheduler.params import TokenOut
 from kvflow.engine.scheduler.prefill_steps import PrefillRequest
-from kvflow.protocols.errors import Cause, Code, KvflowError, WireError
+from kvflow.protocols.errors import Cause, Code, KvflowError, LostError, WireError
 from kvflow.protocols.ports import ControlSocket
 from kvflow.protocols.wire.codec import routing_id
+from kvflow.protocols.wire.messages import Rank
 
 log = logging.getLogger("kvflow.engine")
 
@@ -24,21 +25,27 @@ class Neighbours(Protocol):
     def begin(self, generation: int) -> None:
         """Steps of `generation` follow, which is larger than every earlier one."""
 
-    def abort(self) -> None:
-        """A call that waits raises, as every later one does until `begin`."""
+    @property
+    def broken(self) -> bool:
+        """No other generation can begin in this process."""
+
+    def abort(self, *, shards: bool = True) -> None:
+        """A call that waits raises, as every later one does until `begin`. `shards` False: but for one that waits for
+        another shard of this stage."""
 
 
 class StepLeader:
     """Implements `Lockstep`. A generation begins when every other rank is there and no step runs here."""
 
     def __init__(
-        self, socket: ControlSocket, *, world_size: int, places: tuple[int, int], neighbours: Neighbours,
+        self, socket: ControlSocket, *, world_size: int, shards: int, places: tuple[int, int], neighbours: Neighbours,
         on_hello: Callable[[wire.Hello], None], on_token: Callable[[int, TokenOut], None],
         on_broken: Callable[[Cause], None], on_ready: Callable[[], None], on_unusable: Callable[[KvflowError], None],
     ) -> None:  # fmt: skip
-        """`places`: pages and rows of this rank. `on_broken` is called when a generation ends, with why; `on_unusable`
-        when no other can begin in this process."""
+        """`shards`: ranks of each stage. `places`: pages and rows of this rank. `on_broken` is called when a generation
+        ends, with why; `on_unusable` when no other can begin in this process."""
         self._socket, self._world_size, self._neighbours = socket, world_size, neighbours
+        self._shards = shards
         self._places = self._most_places = places
         self._on_hello, self._on_token, self._on_broken = on_hello, on_token, on_broken
         self._on_ready, self._on_unusable = on_ready, on_unusable
@@ -93,10 +100,13 @@ class StepLeader:
 
     def stepped(self) -> None:
         self._stepping = False
-        self._begin_if_complete()
+        if self._neighbours.broken:
+            self._on_unusable(LostError("the shards of the first stage have lost each other"))
+        else:
+            self._begin_if_complete()
 
     def break_off(self, cause: Cause) -> None:
-        self._end(cause)
+        self._end(cause, 0)
 
     # --- requests
 
@@ -130,14 +140,17 @@ class StepLeader:
         log.info("%d ranks are ready: generation %d of steps begins", self._world_size, self._generation)
         self._on_ready()
 
-    def _end(self, cause: Cause) -> None:
+    def _end(self, cause: Cause, failed: int | None = None) -> None:
+        """`failed`: the rank whose step has failed. Unless it is one of them, the shards of this stage run what was
+        announced to its end together."""
         if not self._open:
             return
         self._open = False
         log.warning("generation %d of steps has ended: %s", self._generation, cause)
         if self._stepping:
-            self._neighbours.abort()
-        self._send_all(wire.End(generation=self._generation, cause=cause))
+            self._neighbours.abort(shards=self._shards > 1 and failed is not None and failed < self._shards)
+        end = wire.End(generation=self._generation, cause=cause, failed=None if failed is None else Rank(failed))
+        self._send_all(end)
         self._hellos.clear()  # each says when nothing of it is left there
         self._on_broken(cause)
 
@@ -176,7 +189,7 @@ class StepLeader:
         elif isinstance(message, wire.FirstToken):
             self._on_token(message.ticket, message.token)
         else:
-            self._end(message.cause)
+            self._end(message.cause, rank)
 
     def _on_rank_ready(self, peer_id: bytes, hello: wire.Hello) -> None:
         if peer_id != routing_id(hello.member) or not 1 <= hello.rank < self._world_size:

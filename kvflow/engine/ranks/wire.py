@@ -107,10 +107,12 @@ class Drop(msgspec.Struct, frozen=True, array_like=True, gc=False, kw_only=True,
 
 
 class End(msgspec.Struct, frozen=True, array_like=True, kw_only=True, tag=14):
-    """The generation is over: leave the step that runs, forget what it has named."""
+    """The generation is over: leave the step that runs, forget what it has named. `failed`: the rank whose step has
+    failed, if that is why."""
 
     generation: _Number
     cause: Cause
+    failed: RankNumber | None = None
 
 
 ToFirst = Hello | FirstToken | StepFailed | Status

@@ -42,10 +42,20 @@ class Neighbours:
             if link is not None:
                 link.begin(generation)
 
-    def abort(self) -> None:
-        """From any thread: a step that waits for another process raises, and so does every later one until `begin`."""
-        self._aborted, self._broken = True, self._shards is not None
-        for part in (self._source, self._sink, self._shards):
+    @property
+    def broken(self) -> bool:
+        """The group of shards has ended: `begin` would raise."""
+        return self._broken
+
+    def abort(self, *, shards: bool = True) -> None:
+        """From any thread: a step that waits for another process raises, and so does every later one until `begin`.
+
+        `shards` False: those of this stage go on with each other, and all of them have to run the same steps to their
+        end; what they wait for from another stage, or send to one, raises.
+        """
+        if shards or self._shards is None:
+            self._aborted, self._broken = True, self._shards is not None
+        for part in (self._source, self._sink, self._shards if shards else None):
             if part is not None:
                 part.abort()
 
