@@ -314,7 +314,8 @@ class DecodeShell(Shell):
         room = self.rooms[command.grant]
         assert room.verifier is not None
         chunk = slice(command.first, command.first + command.count)
-        room.verifier.begin(room.lent[chunk], room.pages[chunk], functools.partial(self._summed, command))
+        ended = functools.partial(self._summed, command)
+        room.verifier.begin(room.lent[chunk], room.pages[chunk], command.served, ended)
 
     def _verified(self, room: DecodeRoom) -> None:
         """No chunk of it is under way."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 
+from kvflow.protocols.pages.coverage import Served
 from kvflow.protocols.pages.layout import PageIndices
 from kvflow.protocols.ports import Arrivals, Checksums, ChecksumTask, PageStore, Write, WriteOutcome
 
@@ -73,17 +74,23 @@ class ChunkVerifier:
     def running(self) -> bool:
         return bool(self._running)
 
-    def begin(self, lent: PageIndices, pages: PageIndices, ended: Callable[[bytes, str], None]) -> None:
-        """Sum `pages`, or bring what was `lent` there; `ended` gets the answer, or, where there is none, an empty one
-        and why."""
+    def begin(
+        self,
+        lent: PageIndices,
+        pages: PageIndices,
+        served: tuple[Served, ...],
+        ended: Callable[[bytes, str], None],
+    ) -> None:
+        """Sum what was `served` of `pages`, or bring it there from what was `lent`; `ended` gets the answer, or, where
+        there is none, an empty one and why."""
         arrivals = self._arrivals
         self._store.hold(pages)
         if arrivals is not None:
             arrivals.lent.hold(lent)
-            task = arrivals.begin(lent, pages)
+            task = arrivals.begin(lent, pages, served)
         else:
             assert self._checksums is not None
-            task = self._checksums.begin(pages)
+            task = self._checksums.begin(pages, served)
         self._running.add(task)
 
         def released(_: object) -> None:

@@ -13,10 +13,12 @@ from typing import NamedTuple
 
 from xxhash import xxh3_64
 
+from kvflow.memory.gathered import GatheredSum, is_as_it_lies
 from kvflow.memory.page_tasks import WITHIN_S, PageTask, PageTasks
 from kvflow.memory.pool import PagedPool
 from kvflow.protocols.errors import LayoutError
 from kvflow.protocols.pages.components import in_order
+from kvflow.protocols.pages.coverage import Served
 from kvflow.protocols.pages.layout import PageIndices, Places, PoolLayout
 
 _BREATH_BYTES = 1 << 20  # small blocks are summed with the GIL held: let others have it after so many bytes
@@ -50,17 +52,40 @@ class PageChecksums(PageTasks):
             raise LayoutError("checksums are for pools in host memory")
         super().__init__("checksum", within_s)
         self._layout, self._mapped_by = pool.layout, pool.mapped_by
-        self._stores = stores_of(layout or pool.layout)
+        self._sums = PoolSums(layout or pool.layout)
 
-    def begin(self, pages: PageIndices) -> PageTask:
+    def begin(self, pages: PageIndices, served: tuple[Served, ...] | None = None) -> PageTask:
         places = self._layout.split(pages)
-        return self.start(functools.partial(_sum, self._stores, places), len(places.pages), self._mapped_by)
+        return self.start(functools.partial(self._sums.sum, places, served), len(places.pages), self._mapped_by)
 
     async def close(self) -> None:
         try:
             await super().close()
         finally:
-            self._stores, self._mapped_by = Stores([], []), ()
+            self._sums.close()
+            self._mapped_by = ()
+
+
+class PoolSums:
+    """Checksums of a pool in host memory, which must stay open: of all that it holds, or of what one rank has sent."""
+
+    def __init__(self, layout: PoolLayout) -> None:
+        self._layout, self._stores = layout, stores_of(layout)
+        self._gathered: dict[tuple[Served, ...], GatheredSum | None] = {}
+
+    def sum(self, places: Places, served: tuple[Served, ...] | None, cancelled: Callable[[], bool]) -> bytes:
+        """In a thread: the checksum that the rank which has `served` has of them; empty when it was cancelled."""
+        if served is not None and served not in self._gathered:
+            as_it_lies = is_as_it_lies(self._layout, served)
+            self._gathered[served] = None if as_it_lies else GatheredSum(self._layout, served)
+        if served is not None and (gathered := self._gathered[served]) is not None:
+            return gathered.sum(places, cancelled)
+        found = xxh3_64()
+        return found.digest() if sum_places(found, self._stores, places, cancelled) else b""
+
+    def close(self) -> None:
+        """Let go of the memory."""
+        self._stores, self._gathered = Stores([], []), {}
 
 
 def sum_places(found: xxh3_64, stores: Stores, places: Places, cancelled: Callable[[], bool]) -> bool:
@@ -78,11 +103,6 @@ def sum_places(found: xxh3_64, stores: Stores, places: Places, cancelled: Callab
                 summed_bytes = 0
                 time.sleep(0)
     return True
-
-
-def _sum(stores: Stores, places: Places, cancelled: Callable[[], bool]) -> bytes:
-    found = xxh3_64()
-    return found.digest() if sum_places(found, stores, places, cancelled) else b""
 
 
 def stores_of(layout: PoolLayout) -> Stores:

@@ -16,10 +16,11 @@ from queue import SimpleQueue
 import numpy as np
 from xxhash import xxh3_64
 
-from kvflow.memory.checksum import stores_of, sum_places
+from kvflow.memory.checksum import PoolSums, stores_of, sum_places
 from kvflow.memory.copies import copier_for, copy_slices, host_layout
 from kvflow.memory.page_tasks import THREADS, PageTask, PageTasks
 from kvflow.memory.pool import PagedPool
+from kvflow.protocols.pages.coverage import Served, sends_all, spans_served
 from kvflow.protocols.pages.layout import NO_PLACES, PageIndices, Places, PoolLayout, resized
 from kvflow.protocols.pages.plan import Pairing
 from kvflow.protocols.ports import PageStore
@@ -45,6 +46,7 @@ class Staging:
         self.host = PagedPool.allocate(fits, shared)
         self._out = Pairing(pool.layout, self.host.layout, ("pool", "staging"))
         self._into = Pairing(self.host.layout, pool.layout, ("staging", "pool"))
+        self._shares: dict[tuple[Served, ...], Pairing] = {}
         self._copier.pin(self.host)
 
     def __repr__(self) -> str:
@@ -64,10 +66,23 @@ class Staging:
         source, target = self.pool.layout.split(places), self.host.layout.split(staged)
         return copy_slices(self._out, source, target, SLICE_BYTES, stopped, self._copier)
 
-    def copy_in(self, staged: PageIndices, places: PageIndices, stopped: Callable[[], bool]) -> bool:
-        """From staging into the pool, as `copy_out`."""
+    def copy_in(
+        self,
+        staged: PageIndices,
+        places: PageIndices,
+        stopped: Callable[[], bool],
+        served: tuple[Served, ...] | None = None,
+    ) -> bool:
+        """From staging into the pool, as `copy_out`; only what one rank has `served`, whose chunk has landed: what
+        others send may still be on its way."""
+        into = self._into
+        if served is not None and not sends_all(self.pool.layout, served):
+            if served not in self._shares:
+                only = spans_served(served)
+                self._shares[served] = Pairing(self.host.layout, self.pool.layout, ("staging", "pool"), only=only)
+            into = self._shares[served]
         source, target = self.host.layout.split(staged), self.pool.layout.split(places)
-        return copy_slices(self._into, source, target, SLICE_BYTES, stopped, self._copier)
+        return copy_slices(into, source, target, SLICE_BYTES, stopped, self._copier)
 
     def close(self) -> None:
         """Free it, when nothing copies any more. Idempotent."""
@@ -82,21 +97,20 @@ class StagedArrivals(PageTasks):
         """With `verify` a chunk's answer is the checksum of what has landed in staging."""
         super().__init__("copy from staging")
         self._staging, self._verify = staging, verify
-        self._stores, self._mapped_by = stores_of(staging.host.layout), staging.mapped_by
+        self._sums, self._mapped_by = PoolSums(staging.host.layout), staging.mapped_by
         self.lent: PageStore = staging.host.places
         self.layout = staging.pool.layout
 
-    def begin(self, lent: PageIndices, pages: PageIndices) -> PageTask:
-        return self.start(functools.partial(self._bring, lent, pages), len(pages), self._mapped_by)
+    def begin(self, lent: PageIndices, pages: PageIndices, served: tuple[Served, ...] | None = None) -> PageTask:
+        return self.start(functools.partial(self._bring, lent, pages, served), len(pages), self._mapped_by)
 
-    def _bring(self, lent: PageIndices, pages: PageIndices, cancelled: Callable[[], bool]) -> bytes:
+    def _bring(
+        self, lent: PageIndices, pages: PageIndices, served: tuple[Served, ...] | None, cancelled: Callable[[], bool]
+    ) -> bytes:
         answer = _BROUGHT
         if self._verify:
-            found = xxh3_64()
-            if not sum_places(found, self._stores, self._staging.host.layout.split(lent), cancelled):
-                return b""
-            answer = found.digest()
-        return answer if self._staging.copy_in(lent, pages, cancelled) else b""
+            answer = self._sums.sum(self._staging.host.layout.split(lent), served, cancelled)
+        return answer if answer and self._staging.copy_in(lent, pages, cancelled, served) else b""
 
 
 class StagedChecksums(PageTasks):
@@ -114,7 +128,8 @@ class StagedChecksums(PageTasks):
             self._scratch.put(scratch)
         self._layout, self._mapped_by = layout, pool.mapped_by
 
-    def begin(self, pages: PageIndices) -> PageTask:
+    def begin(self, pages: PageIndices, served: tuple[Served, ...] | None = None) -> PageTask:
+        """`served` is what prefill itself sends."""
         return self.start(functools.partial(self._sum, pages), len(pages), self._mapped_by)
 
     async def close(self) -> None:

@@ -25,12 +25,14 @@ from kvflow.protocols.limits import Bounds, Timing, check_time
 from kvflow.protocols.pages.layout import PageIndices
 from kvflow.protocols.ports import Checksums, DataPlane, PageStore
 from kvflow.protocols.wire.messages import room_id
-from kvflow.protocols.wire.ranks import RankInfo
+from kvflow.protocols.wire.ranks import RankInfo, group_for
 from kvflow.transports.control.zmq import connect_dealer
 
 log = logging.getLogger(__name__)
 Resolve = Callable[[str], Awaitable[Sequence[RankInfo]]]
-"""From the word a user names a prefill by to its ranks, in rank order. Raises: LostError."""
+"""From the word a user names a prefill by to its ranks, of all its groups, in rank order. Raises: LostError."""
+Group = Callable[[Sequence[RankInfo]], Sequence[RankInfo]]
+"""From all ranks of a prefill to those that serve one room."""
 
 
 class DecodeNode(Node[DecodeShell]):
@@ -162,17 +164,19 @@ class DecodeNode(Node[DecodeShell]):
         deadline_s: float | None = None,
         prefix_tokens: int = 0,
         pages: Sequence[int] | PageIndices | None = None,
+        dp_rank: int | None = None,
     ) -> DecodeRoom:
         """A room at `prefill` (what `resolve` understands, or the ranks themselves) for a prompt of token ids.
 
         Await it, or enter it, and it is open. The deadline covers everything, linking included. Decode has the first
         `prefix_tokens` of the prompt already: a whole number of pages, or all of them. `pages`: those of your own
-        allocator for the rest of the prompt; they are yours again after `released()`.
+        allocator for the rest of the prompt; they are yours again after `released()`. `dp_rank`: which group of a
+        data-parallel prefill serves it; number `room % dp_size`, where none is named.
 
         Raises: MisuseError. Awaiting it raises LostError (no answer), RefusedError (the pools do not fit),
         CapacityError, AbortedError while shutting down.
         """
-        return self._open(room, prefill, prompt, deadline_s, prefix_tokens, pages, held_back=False)
+        return self._open(room, prefill, prompt, deadline_s, prefix_tokens, pages, dp_rank, held_back=False)
 
     def announce(
         self,
@@ -183,23 +187,25 @@ class DecodeNode(Node[DecodeShell]):
         deadline_s: float | None = None,
         prefix_tokens: int = 0,
         pages: Sequence[int] | PageIndices | None = None,
+        dp_rank: int | None = None,
     ) -> DecodeRoom:
         """As `room`, for a request whose pages are not there yet: prefill's half waits, and no page is taken until
         `offer()`. Closing it instead tells prefill why. Raises: as `room`."""
-        return self._open(room, prefill, prompt, deadline_s, prefix_tokens, pages, held_back=True)
+        return self._open(room, prefill, prompt, deadline_s, prefix_tokens, pages, dp_rank, held_back=True)
 
-    def refuse(self, room: int, prefill: str | Sequence[RankInfo], cause: Cause) -> None:
+    def refuse(self, room: int, prefill: str | Sequence[RankInfo], cause: Cause, *, dp_rank: int | None = None) -> None:
         """A request that is refused here: its prefill legs are told why, at once. Raises: MisuseError."""
         shell, number = self._open_shell, room_id(room)
-        ranks = self._known(prefill) if isinstance(prefill, str) else prefill
+        group = functools.partial(group_for, room=number, dp_rank=dp_rank)
+        ranks = self._known(prefill, number, dp_rank) if isinstance(prefill, str) else group(prefill)
         if ranks is not None:
             shell.refuse(number, ranks, cause)
         elif isinstance(prefill, str):
-            shell.spawn(self._refuse_at(number, prefill, cause), f"kvflow-refuse-{number}", of_caller=True)
+            shell.spawn(self._refuse_at(number, prefill, group, cause), f"kvflow-refuse-{number}", of_caller=True)
 
-    async def _refuse_at(self, room: int, prefill: str, cause: Cause) -> None:
+    async def _refuse_at(self, room: int, prefill: str, group: Group, cause: Cause) -> None:
         try:
-            ranks = await self._ask(prefill)
+            ranks = group(await self._ask(prefill))
         except KvflowError as error:
             log.info("cannot tell prefill %s that room %d is refused: %s", prefill, room, error)
         else:
@@ -213,6 +219,7 @@ class DecodeNode(Node[DecodeShell]):
         deadline_s: float | None,
         prefix_tokens: int,
         pages: Sequence[int] | PageIndices | None,
+        dp_rank: int | None,
         *,
         held_back: bool,
     ) -> DecodeRoom:
@@ -220,19 +227,20 @@ class DecodeNode(Node[DecodeShell]):
         tokens, digest = check_prompt(prompt)
         wanted = pages_wanted(self.pool.layout, tokens, prefix_tokens)
         at_s = float("inf") if deadline_s is None else self._now() + check_time("deadline_s", deadline_s)
+        group = functools.partial(group_for, room=number, dp_rank=dp_rank)
         if not isinstance(prefill, str):
-            ranks: Sequence[RankInfo] | None = prefill
+            ranks: Sequence[RankInfo] | None = prefill if dp_rank is None and len(prefill) == 1 else group(prefill)
         elif self._resolve is None:
             raise MisuseError(f"prefill {prefill!r}: this node was given no resolve()")
         else:
-            ranks = self._known(prefill)
+            ranks = self._known(prefill, number, dp_rank)
         agreed, handle = Prompt(tokens, digest, prefix_tokens), DecodeRoom(shell, number, wanted)
         if pages is not None:
             handle.give(pages)
         handle.held_back = held_back
         try:
             if ranks is None and isinstance(prefill, str):
-                shell.resolve_and_open(handle, functools.partial(self._ask, prefill), agreed, at_s)
+                shell.resolve_and_open(handle, functools.partial(self._ask_group, prefill, group), agreed, at_s)
             else:
                 shell.open(handle, ranks or (), agreed, at_s, announce=held_back)
         except BaseException:
@@ -240,13 +248,19 @@ class DecodeNode(Node[DecodeShell]):
             raise
         return handle
 
-    def _known(self, prefill: str) -> Sequence[RankInfo] | None:
-        """The ranks of a prefill that is linked, None when its registry must be asked."""
-        ranks = self._ranks.get(prefill)
-        links = self.shell.endpoint.core.links
-        if ranks is None or any(links.find(info) is None for info in ranks):
+    def _known(self, prefill: str, room: int, dp_rank: int | None) -> Sequence[RankInfo] | None:
+        """The ranks of a room's group of a prefill that is linked, None when its registry must be asked."""
+        if (every := self._ranks.get(prefill)) is None:
             return None
+        one_group = not every or (every[0].dp_size == 1 and dp_rank is None)
+        ranks, links = every if one_group else group_for(every, room, dp_rank), self.shell.endpoint.core.links
+        for info in ranks:
+            if links.find(info) is None:
+                return None
         return ranks
+
+    async def _ask_group(self, prefill: str, group: Group) -> Sequence[RankInfo]:
+        return group(await self._ask(prefill))
 
     async def _ask(self, prefill: str) -> Sequence[RankInfo]:
         """Resolve once for all rooms that wait for the same word."""

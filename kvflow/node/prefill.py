@@ -43,6 +43,8 @@ class PrefillNode(Node[PrefillShell]):
         port: int = 0,
         rank: int = 0,
         world_size: int = 1,
+        dp_rank: int = 0,
+        dp_size: int = 1,
         model: str = "",
         pages: PageStore | None = None,
         timing: Timing | None = None,
@@ -59,6 +61,9 @@ class PrefillNode(Node[PrefillShell]):
         `plane` is a data plane, or the name of one; `pages` knows who owns which page of the pool (by default the
         pool's own allocator). `verify_transfers`: a checksum with every chunk, for decodes that verify. `staging`: host
         memory beside the pool, through which every write passes; it stays the caller's.
+
+        `rank` is one of `world_size` that serve each room together; each sends what it alone has of decode's pool, and
+        its share of what several have (`PoolLayout.served`). `dp_rank`: of which of `dp_size` such groups.
         """
         super().__init__(
             pool,
@@ -76,6 +81,7 @@ class PrefillNode(Node[PrefillShell]):
             self.plane = StagedPlane(self.plane, staging)
         self._advertise = advertise or host
         self._host, self._port, self._rank, self._world_size, self._model = host, port, rank, world_size, model
+        self._group = (dp_rank, dp_size)
         self._socket: ControlSocket | None = None
         self._bind = bind
 
@@ -93,9 +99,8 @@ class PrefillNode(Node[PrefillShell]):
     @property
     def info(self) -> RankInfo:
         """What the bootstrap registry is told about this rank."""
-        return RankInfo(
-            self._rank, self._world_size, self.incarnation, self.control, self.plane.name, self._model, self.shape
-        )
+        me, where = (self._rank, self._world_size, self.incarnation), (self.control, self.plane.name)
+        return RankInfo(*me, *where, self._model, self.shape, *self._group)
 
     async def start(self) -> None:
         """Raises: MisuseError when the control port is taken, or a second time."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 import msgspec
 
 from kvflow.protocols.errors import Cause
+from kvflow.protocols.pages.coverage import Served
 from kvflow.protocols.pages.layout import PageIndices, PoolLayout
 from kvflow.protocols.ports import PlaneAddress
 from kvflow.protocols.wire.messages import GrantId, Incarnation
@@ -61,14 +62,15 @@ class Linked(msgspec.Struct, frozen=True, gc=False):
 
 
 class VerifyChunk(msgspec.Struct, frozen=True, gc=False):
-    """Compute the checksum of pages `first` to `first + count` of the room, and bring them to where they are used when
-    that is not where prefill writes; then call `chunk_summed`."""
+    """Compute the checksum of what the rank has `served` of pages `first` to `first + count` of the room, and bring it
+    to where it is used when that is not where prefill writes; then call `chunk_summed`."""
 
     grant: GrantId
     rank: int  # index among the room's ranks
     seq: int
     first: int
     count: int
+    served: tuple[Served, ...]
 
 
 class StopVerifying(msgspec.Struct, frozen=True, gc=False):

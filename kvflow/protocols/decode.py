@@ -87,8 +87,9 @@ class DecodeEndpoint:
         """Announce a room to the ranks it will use, dialling those that are not linked; `Linked` follows when all are.
 
         `announce=False`: its pages follow at once where every rank is linked, so that the offer announces it.
-        Raises: MisuseError; LostError, PeerError, CapacityError, QuarantineError, AbortedError while shutting down:
-        then the legs of every prefill that can be reached are told.
+        Raises: MisuseError; LostError, PeerError, CapacityError, QuarantineError, RefusedError (the ranks do not have
+        our pool together), AbortedError while shutting down: then the legs of every prefill that can be reached are
+        told.
         """
         core = self.core
         peers = self._peers(ranks, now)
@@ -96,6 +97,13 @@ class DecodeEndpoint:
         try:
             if self._leaving is not None:
                 raise room_error(self._leaving)
+            for peer in peers:
+                if peer.phase is not LinkPhase.UP:
+                    break
+            else:  # else it is found out when they are linked
+                why = core.links.coverage.get(peers)
+                if why or (why is None and (why := core.links.check_coverage(peers))):
+                    raise room_error(Cause(Code.REFUSED, why))
             core.ledger.check_quarantine()
             num_pages = pages_wanted(core.identity.layout, prompt.tokens, prompt.prefix_tokens)
         except KvflowError as error:

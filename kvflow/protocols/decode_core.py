@@ -139,9 +139,15 @@ class DecodeCore:
             self.links.send(peer, wire.Announce(room=record.room, grant=record.grant, **self.between(peer)))
 
     def link_if_ready(self, record: DecodeRoomRecord, now: float) -> None:
-        for peer in record.peers:
+        peers = record.peers
+        for peer in peers:
             if peer.phase is not LinkPhase.UP:
                 return
+        if (why := self.links.coverage.get(peers)) is None:
+            why = self.links.check_coverage(peers)
+        if why:
+            self.feed_room(record, DecodeEvent(DecodeKind.ENDED_LOCALLY, cause=Cause(Code.REFUSED, why)), now)
+            return
         record.linked, record.ready_at_s = True, now
         self.outbox.append(Linked(record.grant))
 

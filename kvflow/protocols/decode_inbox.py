@@ -30,6 +30,7 @@ def on_registered(core: DecodeCore, peer: PrefillPeer, message: wire.Registered,
     if kind is LinkKind.ACCEPTED:
         asked.received_at_s = now
         asked.address = asked.address or message.address
+        asked.served = message.served if asked.served is None else asked.served
         core.ledger.note_known(asked, asked.fresh_from)
     core.feed_link(asked, kind, now, cause)
 
@@ -59,7 +60,7 @@ def _on_chunk_done(core: DecodeCore, peer: PrefillPeer, message: wire.ChunkDone,
     if core.verify or core.staged:
         first = record.first_page(rank)
         record.checks.append(ChunkCheck(rank, message, core.verify))
-        core.outbox.append(VerifyChunk(record.grant, rank, message.seq, first, message.pages))
+        core.outbox.append(VerifyChunk(record.grant, rank, message.seq, first, message.pages, peer.served or ()))
     if message.last:  # proof, whatever its checksum says
         core.feed_loan(lease, peer, LoanKind.LANDED, now)
     if not (core.verify or core.staged):

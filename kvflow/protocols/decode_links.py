@@ -10,6 +10,7 @@ from kvflow.protocols.commands import DecodeCommand, Dial, HangUp, PeerKey, Send
 from kvflow.protocols.errors import Cause, Code, LostError, PeerError
 from kvflow.protocols.limits import Bounds, Timing
 from kvflow.protocols.machines.link import TABLE, LinkCommand, LinkKind, LinkPhase
+from kvflow.protocols.pages.coverage import Served, uncovered
 from kvflow.protocols.pages.layout import PoolLayout
 from kvflow.protocols.ports import PlaneAddress
 from kvflow.protocols.wire.codec import encode
@@ -39,7 +40,7 @@ class PrefillPeer:
 
     __slots__ = (
         *("address", "asked_again", "cause", "fresh_from", "received_at_s", "info", "key", "phase", "repeat_after_s"),
-        *("sent_at_s", "tried_at_s", "used_at_s"),
+        *("sent_at_s", "served", "tried_at_s", "used_at_s"),
     )
 
     def __init__(self, info: RankInfo, now: float, fresh_from: GrantId, repeat_after_s: float) -> None:
@@ -49,6 +50,7 @@ class PrefillPeer:
         self.asked_again = False  # loans in doubt have been asked for in this silence
         self.fresh_from = fresh_from
         self.address: PlaneAddress | None = None  # of the writer, once it has accepted
+        self.served: tuple[Served, ...] | None = None  # what of our pool it sends, as it said when it accepted
         self.repeat_after_s = repeat_after_s
         self.received_at_s = self.sent_at_s = self.tried_at_s = self.used_at_s = now
 
@@ -68,6 +70,7 @@ class DecodeLinks:
         self._identity, self._timing, self._bounds, self._outbox = identity, timing, bounds, outbox
         self.peers: dict[PeerKey, PrefillPeer] = {}
         self.declared_dead: set[Incarnation] = set()
+        self.coverage: dict[tuple[PrefillPeer, ...], str] = {}  # what `check_coverage` has found
 
     def check(self, ranks: Sequence[RankInfo]) -> None:
         """Refuse what a registry must not answer, or a user must not pass. Raises: LostError, PeerError."""
@@ -88,6 +91,14 @@ class DecodeLinks:
         """The link to exactly this rank, if there is one that rooms can be opened on."""
         peer = self.peers.get(PeerKey(Incarnation(info.incarnation), info.control))
         return peer if peer is not None and peer.info.rank == info.rank and peer.usable else None
+
+    def check_coverage(self, peers: tuple[PrefillPeer, ...]) -> str:
+        """Why what these ranks send, all linked, is not every byte of our pool exactly once; empty when it is (I8)."""
+        found = uncovered(self._identity.layout, [peer.served or () for peer in peers])
+        if found:
+            found = f"what prefill {peers[0].info.control} sends is not decode's pool, each byte once: {found}"
+        self.coverage[peers] = found
+        return found
 
     def dial(self, info: RankInfo, next_grant: GrantId, now: float) -> PrefillPeer:
         """Connect and register. Raises: LostError when a link to that address waits for its end."""
@@ -147,6 +158,7 @@ class DecodeLinks:
     def drop(self, peer: PrefillPeer) -> None:
         """A link that is gone and owes nothing."""
         del self.peers[peer.key]
+        self.coverage = {peers: found for peers, found in self.coverage.items() if peer not in peers}
         self._outbox.append(StopWatch(peer.key))
 
     # --- messages and time

@@ -10,6 +10,7 @@ from typing import Annotated, NamedTuple, Protocol
 import msgspec
 
 from kvflow.protocols.errors import Cause
+from kvflow.protocols.pages.coverage import Served
 from kvflow.protocols.pages.layout import PageIndices, PoolLayout
 
 Word = Annotated[str, msgspec.Meta(max_length=4096)]
@@ -201,10 +202,11 @@ class ChecksumTask(Protocol):
 
 
 class Checksums(Protocol):
-    """Checksums over the pages of one pool; equal for equal pages, however either pool is laid out."""
+    """Checksums over the pages of one pool; equal for equal content, however either pool is laid out and divided."""
 
-    def begin(self, pages: PageIndices) -> ChecksumTask:
-        """Sum `pages` in their order, in a thread. The caller keeps them allocated until `released`. Never raises."""
+    def begin(self, pages: PageIndices, served: tuple[Served, ...] | None = None) -> ChecksumTask:
+        """Sum `pages` in their order, in a thread: at decode, what a rank has `served` of them, as that rank has it; at
+        prefill, what it sends. The caller keeps them allocated until `released`. Never raises."""
 
     async def close(self) -> None:
         """Cancel and drain: nothing reads the pool any more, but for threads that hang, whose memory stays mapped."""
@@ -222,8 +224,8 @@ class Arrivals(Protocol):
     def layout(self) -> PoolLayout:
         """Of the pool with the decode's own pages."""
 
-    def begin(self, lent: PageIndices, pages: PageIndices) -> ChecksumTask:
-        """Bring what has landed in `lent` to `pages`, in a thread. Its answer is the checksum of what has landed where
+    def begin(self, lent: PageIndices, pages: PageIndices, served: tuple[Served, ...]) -> ChecksumTask:
+        """Bring what a rank has `served` of `lent` to `pages`, in a thread. Its answer is the checksum of that where
         transfers are verified, else any word. The caller keeps both allocated until `released`. Never raises."""
 
     async def close(self) -> None:

@@ -31,6 +31,7 @@ from kvflow.protocols.machines.peer import PeerCommand, PeerKind, PeerPhase
 from kvflow.protocols.machines.prefill_room import PrefillCommand as RoomCommand
 from kvflow.protocols.machines.prefill_room import PrefillEvent, PrefillKind, PrefillPhase, step
 from kvflow.protocols.machines.rendezvous import Rendezvous, Side
+from kvflow.protocols.pages.coverage import served_of
 from kvflow.protocols.pages.layout import PageIndices
 from kvflow.protocols.ports import Observer, WriteOutcome
 from kvflow.protocols.prefill_peers import DecodePeer, PrefillIdentity
@@ -77,6 +78,7 @@ class PrefillCore:
         self.tasks: deque[Task] = deque()
         self.leaving: Cause | None = None
         self.stalled_s = 0.0
+        self._served = served_of(identity.layout)
         self._serial = self._write = 0
 
     @property
@@ -105,6 +107,7 @@ class PrefillCore:
             address=self.identity.address,
             asked=asked,
             fresh_from=fresh_from,
+            served=() if refusal else self._served,
         )
         self.outbox.append(SendToDecode(routing_id(target), encode(answer)))
 

@@ -27,6 +27,7 @@ from kvflow.protocols.limits import Timing
 from kvflow.protocols.pages.layout import PageIndices, PoolLayout, build_layout
 from kvflow.protocols.ports import DataPlane
 from kvflow.protocols.wire.ranks import RankInfo
+from kvflow.testing.shards import shard_layout
 from kvflow.transports.control.memory import Network
 from kvflow.transports.data.fake import FakeNetwork, FakePlane
 
@@ -109,7 +110,8 @@ class Pair:
         `alone`: another prefill, of one rank. With `staging_bytes` it sends from host memory beside the pool."""
         taken = set() if alone else {node.info.rank for node in self.prefills}
         rank = min(set(range(self._world_size + 1)) - taken)
-        pool, clock = self._pool(self._layouts[0]), Clock()
+        shards = 1 if alone else self._world_size
+        pool, clock = self._pool(shard_layout(self._layouts[0], rank, shards)), Clock()
         staging = None if staging_bytes is None else Staging(pool, staging_bytes, shared=self._shared)
         plane = self._new_plane(pool if staging is None else staging.host)
         node = PrefillNode(
@@ -117,7 +119,7 @@ class Pair:
             plane,
             port=port,
             rank=rank,
-            world_size=1 if alone else self._world_size,
+            world_size=shards,
             timing=self.timing,
             staging=staging,
             bind=self.network.bind,

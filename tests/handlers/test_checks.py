@@ -44,7 +44,7 @@ class SlowChecksums(PageChecksums):
         super().__init__(pool)
         self.begun: list[SlowSum] = []
 
-    def begin(self, pages: PageIndices) -> SlowSum:  # type: ignore[override]
+    def begin(self, pages: PageIndices, served: object = None) -> SlowSum:  # type: ignore[override]
         self.begun.append(SlowSum(pages))
         return self.begun[-1]
 
@@ -363,7 +363,7 @@ async def test_prefill_verifies_and_decode_does_not(p: Pair) -> None:
 
 
 async def test_what_cannot_be_summed_has_not_landed(p: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(p.decode.shell.checksums, "_stores", Stores([None], []))  # type: ignore[list-item]
+    monkeypatch.setattr(p.decode.shell.checksums._sums, "_stores", Stores([None], []))  # type: ignore[list-item]
     source, target = await matched(p)
     p.send_all(source)
     with pytest.raises(KvflowError, match="could not be computed"):

@@ -11,6 +11,7 @@ from kvflow.memory.pool import PagedPool
 from kvflow.node import DecodeNode
 from kvflow.protocols.errors import CapacityError, Code, PeerError
 from kvflow.protocols.limits import Bounds
+from kvflow.protocols.pages.coverage import served_of
 from kvflow.protocols.wire.codec import encode, parse_at_prefill
 from kvflow.protocols.wire.messages import WIRE_VERSION, Abort, AbortAck, Bootstrap, ChunkDone, Register, Registered
 from kvflow.protocols.wire.ranks import RankInfo
@@ -36,6 +37,7 @@ async def impersonate(socket: RouterSocket) -> None:
                     address=message.address,
                     asked=message.source,
                     fresh_from=message.fresh_from,
+                    served=served_of(message.layout),
                     **lives,
                 )
                 socket.send(encode(answer), peer)

@@ -22,6 +22,7 @@ import zmq
 import zmq.asyncio
 
 from kvflow.protocols.errors import Cause, Code
+from kvflow.protocols.pages.coverage import served_of
 from kvflow.protocols.pages.layout import pack_pages
 from kvflow.protocols.ports import PlaneAddress
 from kvflow.protocols.wire import messages as wire
@@ -83,8 +84,9 @@ def of_prefill(n: Nodes, me: Incarnation, address: PlaneAddress, room: int, gran
     """What a prefill `me` at `address` could truly say."""
     lives: dict[str, Any] = {"source": me, "target": n.decode.incarnation}
     header: dict[str, Any] = {"room": room, "grant": grant, "rank": 0, **lives}
+    accepted = {"wire_version": WIRE_VERSION, "rank": 0, "refusal": "", "address": address, "asked": me}
     return [
-        wire.Registered(wire_version=WIRE_VERSION, rank=wire.Rank(0), refusal="", address=address, asked=me, **lives),
+        wire.Registered(served=served_of(n.decode.pool.layout), **accepted, **lives),  # type: ignore[arg-type]
         wire.ChunkDone(seq=0, pages=2, last=True, handoff=b"h", **header),
         wire.RoomFailed(cause=GONE, **header),
         wire.AbortAck(drained=False, **header),

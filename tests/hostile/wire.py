@@ -17,6 +17,7 @@ from typing import Any
 import msgspec
 import zmq
 
+from kvflow.protocols.pages.coverage import served_of
 from kvflow.protocols.wire.codec import encode, routing_id
 from kvflow.protocols.wire.messages import WIRE_VERSION, Incarnation, Register, Registered
 from kvflow.protocols.wire.ranks import RankInfo
@@ -116,6 +117,7 @@ async def attack_decode(n: Nodes, count: int, rng: random.Random) -> None:
         room = n.decode.announce(1 << 40, [info], [1])
         await asyncio.to_thread(router.recv_multipart)
         answer: dict[str, Any] = {"wire_version": WIRE_VERSION, "rank": 0, "refusal": "", "asked": source}
+        answer["served"] = served_of(n.decode.pool.layout)
         answer["fresh_from"] = n.decode.shell.endpoint.core.next_grant
         accepted = Registered(source=source, target=n.decode.incarnation, address=n.prefill.exported[0], **answer)
         router.send_multipart([peer, encode(accepted)])

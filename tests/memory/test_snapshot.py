@@ -78,9 +78,9 @@ def forgetting(name: str) -> Iterator[None]:
     right = {text: getattr(plan, text) for text in ("_typed_stretches", "_opaque_stretches")}
 
     def mutant(walk: Callable[..., Any]) -> Callable[..., Any]:
-        def forgetful(source: PoolLayout, target: PoolLayout, rows: bool) -> Iterator[tuple[int, ...]]:
+        def forgetful(source: PoolLayout, target: PoolLayout, *more: Any) -> Iterator[tuple[int, ...]]:
             lost = next(c for c in source.components if c.name == name)
-            for stretch in walk(source, target, rows):
+            for stretch in walk(source, target, *more):
                 if stretch[0] != lost.buffer or not lost.offset <= stretch[1] < lost.offset + lost.size_bytes:
                     yield stretch
 

@@ -133,7 +133,7 @@ async def test_a_cancelled_landing_brings_nothing_and_answers_nothing() -> None:
     await task.released
     if not answer:  # it had not begun, or was stopped
         assert all((a == b).all() for a, b in zip(was.values(), contents("mha", pool).values(), strict=True))
-    assert arrivals._bring(lent, lent, lambda: True) == b""
+    assert arrivals._bring(lent, lent, None, lambda: True) == b""
     await arrivals.close()
     staging.close()
     pool.close()

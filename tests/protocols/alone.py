@@ -23,6 +23,7 @@ from kvflow.protocols.decode_rooms import DecodeRoomRecord, Prompt
 from kvflow.protocols.errors import Cause, Code
 from kvflow.protocols.limits import Bounds, Timing
 from kvflow.protocols.machines.link import LinkPhase
+from kvflow.protocols.pages.coverage import served_of
 from kvflow.protocols.pages.layout import PageIndices, build_layout, pack_pages
 from kvflow.protocols.ports import PlaneAddress, ProcessIdentity, WriteOutcome
 from kvflow.protocols.prefill import PrefillEndpoint
@@ -33,6 +34,7 @@ from kvflow.protocols.wire.codec import encode, parse_at_decode, parse_at_prefil
 from kvflow.protocols.wire.messages import GrantId, Incarnation, Rank, RoomId
 from kvflow.protocols.wire.ranks import RankInfo
 from kvflow.telemetry.counters import Counts
+from kvflow.testing.shards import shard_layout
 
 DECODE, OTHER_DECODE, THIRD_DECODE = Incarnation(77), Incarnation(88), Incarnation(99)
 PREFILL, OTHER_PREFILL = Incarnation(101), Incarnation(202)
@@ -194,11 +196,12 @@ def registered(
     source: Incarnation = PREFILL,
     *,
     rank: int = RANK,
+    size: int = 1,
     asked: int | None = None,
     fresh_from: int = 0,
     address: PlaneAddress | None = OWN_ADDRESS,
 ) -> wire.Registered:
-    """An acceptance or a refusal; `asked` is `source` unless given."""
+    """An acceptance, by one of `size` ranks, or a refusal; `asked` is `source` unless given."""
     return wire.Registered(
         wire_version=wire.WIRE_VERSION,
         rank=Rank(rank),
@@ -206,6 +209,7 @@ def registered(
         address=address,
         asked=source if asked is None else Incarnation(asked),
         fresh_from=GrantId(fresh_from),
+        served=() if refusal else served_of(shard_layout(LAYOUT, rank, size)),
         **between(target, source),
     )
 
@@ -248,6 +252,7 @@ ONE = (rank_info(),)
 KEY = key_of(ONE[0])
 TWO = (rank_info(size=2), rank_info(rank=1, incarnation=OTHER_PREFILL, size=2))
 OTHER_KEY = key_of(TWO[1])
+SERVED = served_of(LAYOUT)
 ELSEWHERE = (rank_info(incarnation=303, control="tcp://elsewhere:1"),)  # another prefill
 G = GrantId(2)  # the first that is free once `LoneDecode.up` has used one to link
 AT = f"prefill at {ONE[0].control}"
@@ -296,13 +301,16 @@ class LoneDecode:
     ) -> GrantId:
         return self.endpoint.open_room(room, ranks, Prompt(tokens, DIGEST, prefix), now=self.now, **more)
 
-    def up(self, ranks: tuple[RankInfo, ...] = ONE) -> LoneDecode:
-        """A room was opened on these ranks and closed again; they are linked, and owe nothing."""
+    def up(self, ranks: tuple[RankInfo, ...] = ONE, size: int = 0) -> LoneDecode:
+        """A room was opened on these ranks and closed again; they are linked, and owe nothing. `size`: of how many they
+        are, where that is not all."""
         grant = self.open(999, ranks)
         fresh = self.core.next_grant
         for info in ranks:
             source = Incarnation(info.incarnation)
-            self.hear(registered(source=source, rank=info.rank, fresh_from=fresh), key=key_of(info))
+            self.hear(
+                registered(source=source, rank=info.rank, size=size or len(ranks), fresh_from=fresh), key=key_of(info)
+            )
         self.endpoint.close_room(grant, GONE, self.now)
         for info in ranks:
             source = Incarnation(info.incarnation)

@@ -279,7 +279,7 @@ class TestAsking:
 
     def test_one_message_asks_about_all_rooms_of_a_link(self) -> None:
         decode = LoneDecode().up(TWO)
-        first, second = decode.lent(7, TWO), decode.lent(8)
+        first, second = decode.lent(7, TWO), decode.lent(8, TWO)
         last = chunk_done(0, 3, True, grant=first.grant, source=OTHER_PREFILL, rank=1)
         decode.hear(last, key=OTHER_KEY)
         third = decode.lent(9, TWO)
@@ -287,7 +287,7 @@ class TestAsking:
         asked = [entry for entry in decode.tick(0.5) if type(entry[1]) is type(ask())]
         assert asked == [
             to(ask((7, first.grant, 0), (8, second.grant, 0))),
-            other(ask((9, third.grant, 0), source=OTHER_PREFILL)),
+            other(ask((8, second.grant, 0), (9, third.grant, 0), source=OTHER_PREFILL)),
         ], "the other rank has given all it has for the first"
 
     def test_nothing_is_asked_of_a_link_that_is_not_up(self, decode: LoneDecode) -> None:
@@ -314,8 +314,8 @@ class TestAsking:
         assert decode.hear(ask((7, grant, 0)), ask((7, grant, 1))) == [] and grant in decode.endpoint.rooms
 
     def test_only_a_rank_of_the_room_that_owes_something_may_ask(self) -> None:
-        decode = LoneDecode().up(TWO)
-        record = decode.lent()
+        decode = LoneDecode().up(TWO).up(ELSEWHERE)
+        record = decode.lent(7, ELSEWHERE)
         assert decode.hear(ask((7, record.grant, 0), source=OTHER_PREFILL), key=OTHER_KEY) == []
         both = decode.lent(8, TWO)
         decode.hear(chunk_done(0, 3, True, room=8, grant=both.grant))

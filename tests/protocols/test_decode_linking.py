@@ -215,8 +215,8 @@ class TestWhichRanks:
             *(Dial(KEY), to(register()), Dial(OTHER_KEY), to(register(source=OTHER_PREFILL), OTHER_KEY)),
             *(to(announce()), to(announce(source=OTHER_PREFILL), OTHER_KEY)),  # type: ignore[arg-type]
         ]
-        assert fresh.hear(registered(fresh_from=1)) == [WatchWriter(KEY, OWN_ADDRESS)]
-        answer = registered(rank=1, fresh_from=1, **other)  # type: ignore[arg-type]
+        assert fresh.hear(registered(size=2, fresh_from=1)) == [WatchWriter(KEY, OWN_ADDRESS)]
+        answer = registered(rank=1, size=2, fresh_from=1, **other)  # type: ignore[arg-type]
         assert fresh.hear(answer, key=OTHER_KEY) == [WatchWriter(OTHER_KEY, OWN_ADDRESS), Linked(grant)]
         offered = [to(bootstrap()), to(bootstrap(source=OTHER_PREFILL), OTHER_KEY)]
         assert fresh.lend(grant) == offered
@@ -235,14 +235,15 @@ class TestWhichRanks:
             decode.open(8)
 
     def test_the_link_that_was_idle_for_longest_makes_place(self) -> None:
-        decode = LoneDecode(bounds=Bounds(links=2)).up(TWO)
+        other = (rank_info(incarnation=OTHER_PREFILL, control=OTHER_KEY.control),)
+        decode = LoneDecode(bounds=Bounds(links=2)).up().up(other)
         decode.now += 1
         grant = decode.open(8, ONE)
         (third,) = ELSEWHERE
         with pytest.raises(CapacityError, match="links to prefill ranks: asked for 3, limit 2"):
-            decode.lent(9, TWO)
+            decode.lent(9, other)
             decode.open(10, (third,))
-        decode = LoneDecode(bounds=Bounds(links=2)).up(TWO)
+        decode = LoneDecode(bounds=Bounds(links=2)).up().up(other)
         decode.now += 1
         grant = decode.open(8, ONE)
         decode.close(grant)

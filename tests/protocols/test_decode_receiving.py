@@ -25,6 +25,7 @@ from tests.protocols.alone import (
     ONE,
     OTHER_KEY,
     OTHER_PREFILL,
+    SERVED,
     TOKENS,
     TWO,
     G,
@@ -51,11 +52,12 @@ class TestOpening:
         assert decode.lend(G) == [to(bootstrap(grant=G))]
         assert decode.counts.rooms_opened == 2 and list(decode.endpoint.rooms) == [G]
 
-    def test_where_a_link_is_missing_it_is_announced_all_the_same(self, decode: LoneDecode) -> None:
+    def test_where_a_link_is_missing_it_is_announced_all_the_same(self) -> None:
+        decode = LoneDecode().up(size=2)
         grant = decode.open(ranks=TWO, announce=False)
         told = decode.asked()
         assert told[2:] == [to(announce(grant=grant)), other(announce(grant=grant, source=OTHER_PREFILL))]
-        told = decode.hear(registered(source=OTHER_PREFILL, rank=1, fresh_from=grant), key=OTHER_KEY)
+        told = decode.hear(registered(source=OTHER_PREFILL, rank=1, size=2, fresh_from=grant), key=OTHER_KEY)
         assert Linked(grant) in told
 
     def test_what_cannot_be_offered_is_withdrawn(self, decode: LoneDecode) -> None:
@@ -197,8 +199,8 @@ class TestVerifiedChunks:
 
     def test_they_land_in_the_order_they_came_in(self, decode: LoneDecode) -> None:
         record = decode.lent()
-        assert decode.hear(done(0, 2, checksum=b"a")) == [VerifyChunk(G, 0, 0, 0, 2)]
-        assert decode.hear(done(1, 1, True, b"h", checksum=b"b")) == [VerifyChunk(G, 0, 1, 2, 1)]
+        assert decode.hear(done(0, 2, checksum=b"a")) == [VerifyChunk(G, 0, 0, 0, 2, SERVED)]
+        assert decode.hear(done(1, 1, True, b"h", checksum=b"b")) == [VerifyChunk(G, 0, 1, 2, 1, SERVED)]
         assert len(decode.core.ledger) == 0, "the last one is proof, whatever its checksum says"
         assert summed(decode, 1, b"b") == [] and record.state.filled == (0,)
         assert summed(decode, 0, b"a") == [RoomLanded(G, b"h"), RoomEnded(G)]
@@ -244,7 +246,7 @@ class TestVerifiedChunks:
     def test_a_chunk_without_pages_has_no_sum(self, decode: LoneDecode) -> None:
         decode.lent()
         decode.hear(done(0, 3, checksum=b"a"))
-        assert decode.hear(done(1, 0, True, b"h")) == [VerifyChunk(G, 0, 1, 3, 0)]
+        assert decode.hear(done(1, 0, True, b"h")) == [VerifyChunk(G, 0, 1, 3, 0, SERVED)]
         assert summed(decode, 0, b"a") == [] and summed(decode, 1, b"") == [RoomLanded(G, b"h"), RoomEnded(G)]
 
     def test_prefill_gives_up_a_room_whose_last_chunk_is_being_summed(self, decode: LoneDecode) -> None:
@@ -271,8 +273,8 @@ class TestStagedRooms:
 
     def test_they_land_when_they_have_been_brought(self, decode: LoneDecode) -> None:
         record = decode.lent()
-        assert decode.hear(done(0, 2)) == [VerifyChunk(G, 0, 0, 0, 2)]
-        assert decode.hear(done(1, 1, True, b"h", checksum=b"of prefill")) == [VerifyChunk(G, 0, 1, 2, 1)]
+        assert decode.hear(done(0, 2)) == [VerifyChunk(G, 0, 0, 0, 2, SERVED)]
+        assert decode.hear(done(1, 1, True, b"h", checksum=b"of prefill")) == [VerifyChunk(G, 0, 1, 2, 1, SERVED)]
         assert len(decode.core.ledger) == 0 and record.state.filled == (0,), "proof, but nothing is there yet"
         assert summed(decode, 1, b"brought") == [] and record.state.filled == (0,)
         assert summed(decode, 0, b"brought") == [RoomLanded(G, b"h"), RoomEnded(G)]

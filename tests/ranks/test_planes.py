@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import importlib.util
-from collections.abc import AsyncIterator, Sequence
+import re
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from typing import NamedTuple
 
@@ -13,8 +14,20 @@ import pytest
 
 from kvflow.handlers.rooms import DecodeRoom, PrefillRoom
 from kvflow.memory.pool import PagedPool
+from kvflow.memory.staging import Staging
 from kvflow.node import DecodeNode, PrefillNode
-from kvflow.protocols.pages.layout import NO_PLACES, Order, Places, build_layout
+from kvflow.protocols import decode_links, prefill_core
+from kvflow.protocols.errors import AbortedError, Cause, Code, KvflowError, MisuseError, RefusedError, TransferError
+from kvflow.protocols.pages import coverage
+from kvflow.protocols.pages import layout as layout_module
+from kvflow.protocols.pages.components import Component, served
+from kvflow.protocols.pages.coverage import Served
+from kvflow.protocols.pages.kinds import StateKind
+from kvflow.protocols.pages.layout import NO_PLACES, Order, PageIndices, Places, build_layout
+from kvflow.protocols.ports import ChecksumTask
+from kvflow.protocols.wire.ranks import RankInfo
+from kvflow.testing.pair import until
+from kvflow.transports.data.select import open_plane
 from tests.ranks.shards import PAGE_SIZE, Truth, Whole, check, everything, fill, heads, latents, shard_of, truth_of
 
 PAGES, ROWS = 40, 4
@@ -62,23 +75,37 @@ async def group(
     *,
     orders: tuple[Order, Order] = ("page_first", "page_first"),
     verify: bool = False,
+    rate: float | None = None,
+    staged: bool = False,
+    changed: Callable[[list[StateKind], int], list[StateKind]] | None = None,
 ) -> AsyncIterator[Group]:
-    """`prefill`: stages and shards of each."""
+    """`prefill`: stages and shards of each; `rate` in bytes/s of each rank; `changed`: what a rank has instead."""
     stages, shards = prefill
     rows = any(s.kind.unit == "row" for s in streams)
     ranks = [(stage, shard) for stage in range(stages) for shard in range(shards)]
     async with AsyncExitStack() as stack:
         prefills = []
         for rank, (stage, shard) in enumerate(ranks):
-            pool = pool_of(shard_of(streams, shard, shards, stage, stages), rows, orders[0])
+            kinds = shard_of(streams, shard, shards, stage, stages)
+            pool = pool_of(kinds if changed is None else changed(kinds, rank), rows, orders[0])
             stack.callback(pool.close)
-            node = PrefillNode(pool, plane, rank=rank, world_size=len(ranks), verify_transfers=verify)
+            staging = _staging(pool, stack) if staged else None
+            segment = (pool if staging is None else staging.host).segment
+            sends = open_plane(plane, segment, rate_limit_bytes_per_s=rate)
+            node = PrefillNode(pool, sends, rank=rank, world_size=len(ranks), verify_transfers=verify, staging=staging)
             prefills.append(await stack.enter_async_context(node))
         parts = [kind for shard in range(decode_shards) for kind in shard_of(streams, shard, decode_shards)]
         pool = pool_of(parts, rows, orders[1])
         stack.callback(pool.close)
-        decode = await stack.enter_async_context(DecodeNode(pool, plane, verify_transfers=verify))
-        yield Group(prefills, decode)
+        staging = _staging(pool, stack) if staged else None
+        decode = DecodeNode(pool, plane, verify_transfers=verify, staging=staging)
+        yield Group(prefills, await stack.enter_async_context(decode))
+
+
+def _staging(pool: PagedPool, stack: AsyncExitStack) -> Staging:
+    staging = Staging(pool)
+    stack.callback(staging.close)
+    return staging
 
 
 def taken(node: PrefillNode, pages: int, rows: bool) -> Places:
@@ -136,3 +163,186 @@ async def test_every_byte_lands_where_it_belongs(
     truth = truth_of(streams, TOKENS, seed)
     async with group(plane, streams, prefill, decode) as g:
         await transferred(g, truth, 1, TOKENS)
+
+
+@pytest.mark.parametrize("plane", PLANES)
+@pytest.mark.parametrize(
+    ("streams", "prefill", "decode", "orders"),
+    [
+        pytest.param(heads(2, 8), (1, 2), 1, ("page_first", "page_first"), id="TP 2 to 1"),
+        pytest.param(heads(2, 8), (1, 1), 2, ("layer_first", "page_first"), id="TP 1 to 2"),
+        pytest.param(everything(2), (2, 2), 4, ("page_first", "layer_first"), id="states, PP 2 x TP 2 to 4"),
+        pytest.param(latents(1), (1, 4), 2, ("page_first", "page_first"), id="MLA, two ranks send nothing"),
+    ],
+)
+async def test_checksums_are_of_what_each_rank_has_sent(
+    plane: str,
+    streams: list[Whole],
+    prefill: tuple[int, int],
+    decode: int,
+    orders: tuple[Order, Order],
+    seed: int,
+) -> None:
+    truth = truth_of(streams, TOKENS, seed)
+    async with group(plane, streams, prefill, decode, orders=orders, verify=True) as g:
+        await transferred(g, truth, 1, TOKENS)
+        assert g.decode.counts.mismatched == 0
+
+
+@pytest.mark.parametrize("copy", [0, 1])
+async def test_a_byte_that_changed_on_its_way_is_found_in_any_part_and_copy(copy: int, seed: int) -> None:
+    """Of two ranks one has sent what it has, and the bytes of the other, or of one of their copies, are not those."""
+    streams = [*heads(1, 4), *latents(1)]
+    truth = truth_of(streams, TOKENS, seed)
+    async with group("local", streams, (1, 2), 2, verify=True) as g:
+        array = g.decode.pool.array("0.latent", replica=copy)
+        begin = g.decode.shell.checksums.begin  # type: ignore[union-attr]
+
+        def spoil(pages: PageIndices, served: tuple[Served, ...] | None = None) -> ChecksumTask:
+            if any(each.name == "0.latent" for each in served or ()):
+                array[pages[0], 1] ^= 1
+            return begin(pages, served)
+
+        g.decode.shell.checksums.begin = spoil  # type: ignore[method-assign, union-attr]
+        with pytest.raises(TransferError, match=r"rank 0: checksum .* at prefill"):
+            await transferred(g, truth, 1, TOKENS)
+        assert g.decode.counts.mismatched == 1
+
+
+@pytest.mark.parametrize("plane", PLANES)
+async def test_an_abort_in_mid_transfer_leaves_no_late_byte(plane: str, seed: int) -> None:
+    """Both ranks drain; the pages are free when both have, and are the next room's."""
+    streams, tokens = heads(4, 8), PAGES * PAGE_SIZE
+    truth = truth_of(streams, tokens, seed)
+    async with group(plane, streams, (1, 2), 1, rate=400_000) as g:
+        sources, target = await opened(g, 1, range(tokens))
+        for node, source in zip(g.prefills, sources, strict=True):
+            places = taken(node, PAGES, rows=False)
+            fill(node.pool, places, truth)
+            source.send(places.pages, last=True)
+        await until(lambda: all(0 < source.bytes_landed < source.bytes_total for source in sources))
+        pages = target.pages.copy()
+        target.close()
+        with pytest.raises(AbortedError):
+            await target.landed()
+        await target.released()
+        assert g.decode.pool.pages.at_rest() and all(source.ended for source in sources)
+        for c in g.decode.pool.layout.components:  # what lands from here on would show
+            g.decode.pool.array(c.name)[pages] = 0
+        for node in g.prefills:
+            assert not node.pinned_pages
+        await asyncio.sleep(0)
+        for c in g.decode.pool.layout.components:
+            assert not g.decode.pool.array(c.name).any()
+
+
+async def test_staging_on_both_sides_brings_each_rank_by_itself(seed: int) -> None:
+    """At decode a rank's chunk is brought when it has landed, whatever has become of the other's."""
+    streams = everything(2)
+    truth = truth_of(streams, TOKENS, seed)
+    for verify in (False, True):
+        async with group("local", streams, (1, 2), 2, verify=verify, staged=True) as g:
+            await transferred(g, truth, 1, TOKENS, chunks=3)
+
+
+REFUSED = [
+    pytest.param(
+        lambda kinds, rank: kinds if rank == 0 else [k for k in kinds if k.name != "1.v"],
+        "1.v: no rank sends entries 4..8",
+        id="a part is missing",
+    ),
+    pytest.param(
+        lambda kinds, rank: [k for k in kinds if k.name != "0.k"],
+        "0.k: no rank sends it",
+        id="a component is missing",
+    ),
+    pytest.param(
+        lambda kinds, rank: [k._replace(start=0) if k.name == "0.v" else k for k in kinds],
+        "0.v: entries 0..4 come from rank 0 and from rank 1; 0.v: no rank sends entries 4..8",
+        id="a part comes twice",
+    ),
+]
+
+
+@pytest.mark.parametrize(("changed", "text"), REFUSED)
+async def test_ranks_that_do_not_make_up_the_pool_are_refused_before_anything_is_lent(
+    changed: Callable[[list[StateKind], int], list[StateKind]], text: str
+) -> None:
+    streams = heads(2, 8)
+    async with group("local", streams, (1, 2), 1, changed=changed) as g:
+        for room in (1, 2):  # the second is refused when it is opened: all are linked by then
+            sources = [node.room(room, range(9)) for node in g.prefills]
+            with pytest.raises(RefusedError, match=re.escape(text)):
+                await g.decode.room(room, [node.info for node in g.prefills], range(9))
+            for source in sources:
+                with pytest.raises(RefusedError, match="is not decode's pool, each byte once"):
+                    await source.matched()
+        assert g.decode.pool.pages.at_rest() and g.decode.counts.rooms_opened == 1
+        await until(lambda: not len(g.decode.shell.endpoint.core.ledger))
+
+
+def forgetful(components: Iterable[Component]) -> tuple[Component, ...]:
+    """A mutant of `served`: a rank does not send the last of its parts."""
+    return tuple(c for c in served(components) if c.label != "1.v[4:8 of 8]")
+
+
+async def test_a_rank_that_forgets_a_part_is_refused(monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
+    streams = heads(2, 8)
+    monkeypatch.setattr(layout_module, "served", forgetful)
+    async with group("local", streams, (1, 2), 1) as g:
+        with pytest.raises(RefusedError, match=r"1.v: no rank sends entries 4..8"):
+            await g.decode.room(1, [node.info for node in g.prefills], range(9))
+    monkeypatch.setattr(decode_links, "uncovered", lambda *_: "")  # and where decode does not look, bytes are missing
+    async with group("local", streams, (1, 2), 1) as g:
+        with pytest.raises(AssertionError, match=r"1.v"):
+            await transferred(g, truth_of(streams, TOKENS, seed), 1, TOKENS)
+
+
+async def test_a_rank_that_says_more_than_it_sends_is_found_by_the_checksum(
+    monkeypatch: pytest.MonkeyPatch, seed: int
+) -> None:
+    streams = heads(2, 8)
+    whole = build_layout(shard_of(streams, 1, 2), page_size=PAGE_SIZE, num_pages=1)
+    monkeypatch.setattr(layout_module, "served", forgetful)
+    right = coverage.served_of
+    monkeypatch.setattr(
+        prefill_core, "served_of", lambda layout: right(whole if layout.components[0].start else layout)
+    )
+    async with group("local", streams, (1, 2), 1, verify=True) as g:
+        with pytest.raises(TransferError, match="of rank 1: checksum"):
+            await transferred(g, truth_of(streams, TOKENS, seed), 1, TOKENS)
+
+
+async def test_a_room_is_served_by_its_group_or_by_the_one_it_names() -> None:
+    """Two groups of a data-parallel prefill, of one rank each, and what their registry would say of both."""
+    streams = heads(1, 2)
+    asked: list[str] = []
+    async with AsyncExitStack() as stack:
+        prefills = []
+        for group_number in range(2):
+            pool = pool_of(shard_of(streams, 0, 1), False, "page_first")
+            stack.callback(pool.close)
+            node = PrefillNode(pool, "local", dp_rank=group_number, dp_size=2)
+            prefills.append(await stack.enter_async_context(node))
+        every = [node.info for node in prefills]
+
+        async def resolve(word: str) -> list[RankInfo]:
+            asked.append(word)
+            return every
+
+        pool = pool_of(shard_of(streams, 0, 1), False, "page_first")
+        stack.callback(pool.close)
+        decode = await stack.enter_async_context(DecodeNode(pool, "local", resolve=resolve))
+        for room, dp_rank, served_by in ((4, None, 0), (5, None, 1), (6, 1, 1), (7, 0, 0), (9, None, 1)):
+            source = prefills[served_by].room(room, range(5))
+            target = decode.room(room, "dp" if room != 9 else every, range(5), dp_rank=dp_rank)
+            await target
+            await source.matched()
+            target.close()
+            await target.released()
+        assert asked == ["dp", "dp"], "once for each group that was not linked"
+        decode.refuse(10, "dp", Cause(Code.CAPACITY, "not now"), dp_rank=1)
+        with pytest.raises(KvflowError, match="not now"):
+            await prefills[1].room(10, range(5)).matched()
+        with pytest.raises(MisuseError, match=r"dp_rank 2 is outside 0..1"):
+            decode.room(11, every, range(5), dp_rank=2)

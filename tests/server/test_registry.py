@@ -14,8 +14,8 @@ import aiohttp
 import msgspec
 import pytest
 
-from kvflow.protocols.errors import LostError, MisuseError, WireError
-from kvflow.protocols.wire.ranks import PoolShape, RankInfo, rank_to_json
+from kvflow.protocols.errors import LostError, MisuseError, PeerError, WireError
+from kvflow.protocols.wire.ranks import PoolShape, RankInfo, check_ranks, group_for, rank_from_json, rank_to_json
 from kvflow.server.http.metrics import Metrics
 from kvflow.server.http.registry import registry_app
 from kvflow.transports.control import rank_server
@@ -363,3 +363,44 @@ async def test_a_port_that_is_taken_is_named(table: RankTable) -> None:
         with pytest.raises(MisuseError, match=f"cannot listen on 127.0.0.1:{server.port}"):
             async with serve_ranks(table, "127.0.0.1", server.port):
                 pass
+
+
+def of_group(dp_rank: int, rank: int, dp_size: int = 3, **changes: object) -> RankInfo:
+    control = f"tcp://127.0.0.1:{10 + 2 * dp_rank + rank}"
+    fields = {"rank": rank, "world_size": 2, "dp_rank": dp_rank, "dp_size": dp_size, "control": control}
+    return msgspec.structs.replace(RANK, **fields | changes)
+
+
+async def test_a_data_parallel_prefill_has_its_groups_in_one_registry(registry: Server) -> None:
+    client = RegistryClient()
+    every = [of_group(dp_rank, rank) for dp_rank in range(3) for rank in range(2)]
+    for info in every[::-1]:
+        with pytest.raises(LostError, match="ranks have registered so far"):
+            await client.resolve(place(registry))
+        await client.register(place(registry), info)
+    assert await client.resolve(place(registry)) == every
+    for room in (0, 1, 5, (1 << 63) + 1):
+        assert await client.resolve(place(registry), room) == every[2 * (room % 3) :][:2]
+    assert await client.resolve(place(registry), 5, dp_rank=0) == every[:2]
+    with pytest.raises(MisuseError, match=r"dp_rank 3 is outside 0\.\.2, the groups of prefill tcp://127.0.0.1:10"):
+        await client.resolve(place(registry), 5, dp_rank=3)
+    with pytest.raises(LostError, match="no rank of group 2"):
+        group_for(every[:4], 5)
+    assert group_for(every[:2], 5) == every[:2], "chosen already"
+    assert group_for([RANK], 5) == group_for([RANK], 5, 0) == [RANK] and not group_for([], 5)
+
+
+def test_ranks_of_two_groups_serve_no_room_together() -> None:
+    with pytest.raises(PeerError, match=r"10 is of group 0 of 3, and tcp://127\.0\.0\.1:13 of group 1 of 3"):
+        check_ranks([of_group(1, 1), of_group(0, 0)])
+
+
+def test_a_registry_of_before_knows_one_group() -> None:
+    """What it leaves out, and what it does not read."""
+    document = rank_to_json(RANK)
+    assert (document.pop("dp_rank"), document.pop("dp_size")) == (0, 1)
+    assert rank_from_json(document) == RANK
+    assert rank_from_json(rank_to_json(of_group(2, 1))) == of_group(2, 1)
+    for wrong in ({"dp_rank": 3}, {"dp_rank": -1}, {"dp_size": 0}, {"dp_size": 1 << 20}):
+        with pytest.raises(WireError, match="rank: dp_rank"):
+            rank_from_json(rank_to_json(of_group(2, 1)) | wrong)

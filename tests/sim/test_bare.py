@@ -69,7 +69,7 @@ FOUND_BY = {
     "double ending": (1, "I4"),
     "last cause kept": (12, "I4"),
     "success without the last word (walk)": (5, "I8"),
-    "another life accepted": (1, "I4"),
+    "another life accepted": (5, "I5"),
     "refused link stays usable": (1, "I4"),
     "displaced though in doubt": (20, "I2"),
     "displaced with open grants": (20, "I2"),

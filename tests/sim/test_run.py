@@ -24,14 +24,14 @@ def test_seeds_without_a_plant_break_nothing() -> None:
     assert not [cell for cell in report["cells"]["missing"] if cell.startswith("residency")]
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(600)  # a minute of pure computing, on a machine that may have other things to do
 @pytest.mark.parametrize("seed", [22543, 28638])
 def test_a_half_that_meets_the_refusal_of_an_earlier_request_of_its_number_breaks_nothing(seed: int) -> None:
     """Decode made no room of that request, so only the refusal tells."""
     assert simulate(seed).violation is None
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(600)  # a minute of pure computing, on a machine that may have other things to do
 def test_more_seeds_in_processes() -> None:
     report = simulate_many(range(1000, 3000), jobs=2)
     assert not report["first_violations"] and report["seeds"] == 2000

@@ -2,13 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
-from typing import NamedTuple
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import pairwise
+from typing import Annotated, NamedTuple
+
+import msgspec
+from msgspec import Meta
 
 from kvflow.protocols.pages.components import Component, by_name, copies_of
+from kvflow.protocols.pages.layout import MAX_LABEL, PoolLayout
 
+MAX_SHOWN = 5  # in a refusal
 Span = tuple[int, int]
 """The first entry, and the one after the last."""
+Spans = Mapping[str, Sequence[Span]]
+"""By name, in order."""
+_PAGE: Spans = {"": ((0, 1),)}  # of an opaque pool, whose components peers need not have in common
+_Entry = Annotated[int, Meta(ge=0, le=1 << 40)]
+
+
+class Served(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """What a prefill rank sends of each page, or row: entries `start` to `end` of one name. Of an opaque pool it sends
+    all, as the one entry of no name."""
+
+    name: Annotated[str, Meta(max_length=MAX_LABEL)]
+    start: _Entry
+    end: _Entry
 
 
 class Overlap(NamedTuple):
@@ -20,23 +39,30 @@ class Overlap(NamedTuple):
     end: int
 
 
-def overlaps(source: Iterable[Component], target: Iterable[Component]) -> Iterator[Overlap]:
+def overlaps(source: Iterable[Component], target: Iterable[Component], only: Spans | None = None) -> Iterator[Overlap]:
     """For each target component, copies included, the parts of it that the source has, each from one copy: the one of
-    its own number if there is one."""
+    its own number if there is one. `only`: of these entries."""
     there: dict[str, list[list[Component]]] = {}
     for copies in copies_of(source):
         there.setdefault(copies[0].name, []).append(copies)
     for t in target:
         for copies in there.get(t.name, ()):
             s = next((c for c in copies if c.replica == t.replica), copies[0])
-            first, end = max(s.start, t.start), min(s.end, t.end)
-            if first < end:
-                yield Overlap(s, t, first, end)
+            both = (max(s.start, t.start), min(s.end, t.end))
+            for low, high in (both,) if only is None else only.get(t.name, ()):
+                if (first := max(low, both[0])) < (end := min(high, both[1])):
+                    yield Overlap(s, t, first, end)
 
 
-def spans_of(components: Iterable[Component]) -> dict[str, list[Span]]:
+def spans_of(components: Iterable[Component]) -> Mapping[str, list[Span]]:
     """The entries of each name, in order, copies once."""
     return {name: sorted({(c.start, c.end) for c in group}) for name, group in by_name(components).items()}
+
+
+def within(spans: Sequence[Span], limits: Sequence[Span]) -> list[Span]:
+    """What of `spans` is in `limits`."""
+    both = ((max(first, low), min(end, high)) for first, end in spans for low, high in limits)
+    return [(first, end) for first, end in both if first < end]
 
 
 def without(wanted: Sequence[Span], given: Sequence[Span]) -> list[Span]:
@@ -52,3 +78,50 @@ def without(wanted: Sequence[Span], given: Sequence[Span]) -> list[Span]:
         if at < end:
             left.append((at, end))
     return left
+
+
+def served_of(layout: PoolLayout) -> tuple[Served, ...]:
+    """What a prefill sends that sends all of `layout`; see `PoolLayout.served`."""
+    spans = _PAGE if layout.tag else spans_of(layout.components)
+    return tuple(Served(name, *span) for name, group in spans.items() for span in group)
+
+
+def sends_all(layout: PoolLayout, what: tuple[Served, ...]) -> bool:
+    """All of this pool was served, cut as the pool is."""
+    return what == (served := served_of(layout)) or set(what) == set(served)
+
+
+def spans_served(what: Iterable[Served]) -> Spans:
+    found: dict[str, list[Span]] = {}
+    for each in what:
+        found.setdefault(each.name, []).append((each.start, each.end))
+    return {name: sorted(spans) for name, spans in found.items()}
+
+
+def uncovered(layout: PoolLayout, ranks: Sequence[tuple[Served, ...]]) -> str:
+    """Why what `ranks` serve, by number, is not every byte of a pool exactly once; empty when it is (I8)."""
+    wanted: Spans = _PAGE if layout.tag else spans_of(layout.components)
+    given: dict[str, list[tuple[int, int, int]]] = {name: [] for name in wanted}
+    found: list[str] = []
+    for rank, what in enumerate(ranks):
+        for each in what:
+            if each.name not in given:
+                found.append(f"{each.name!r} of rank {rank} has no place at decode")
+            elif each.start >= each.end:
+                found.append(f"{each.name}: rank {rank} says that it sends entries {each.start}..{each.end}")
+            else:
+                given[each.name].append((each.start, each.end, rank))
+    for name, spans in wanted.items():
+        found += _faults(name, spans, sorted(given[name]))
+    more = len(found) - MAX_SHOWN
+    return "; ".join(found if more <= 0 else [*found[:MAX_SHOWN], f"and {more} more"])
+
+
+def _faults(name: str, wanted: Sequence[Span], given: Sequence[tuple[int, int, int]]) -> Iterator[str]:
+    called = name or "a page"
+    for (_, high, rank), (low, end, other) in pairwise(given):
+        if low < high:
+            yield f"{called}: entries {low}..{min(high, end)} come from rank {rank} and from rank {other}"
+    for first, end in without(wanted, [(low, high) for low, high, _ in given]):
+        whole = (first, end) == (wanted[0][0], wanted[-1][1]) and len(wanted) == 1
+        yield f"{called}: {'no rank sends it' if whole else f'no rank sends entries {first}..{end}'}"

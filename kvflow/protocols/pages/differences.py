@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from kvflow.protocols.pages.components import Component, by_name
-from kvflow.protocols.pages.coverage import spans_of, without
+from kvflow.protocols.pages.coverage import Spans, spans_of, within, without
 from kvflow.protocols.pages.kinds import SLOT
 from kvflow.protocols.pages.layout import PoolLayout
 
@@ -14,10 +14,16 @@ Sides = tuple[str, str]
 
 
 def differences(
-    source: PoolLayout, target: PoolLayout, sides: Sides = ("prefill", "decode"), *, partly: bool = False
+    source: PoolLayout,
+    target: PoolLayout,
+    sides: Sides = ("prefill", "decode"),
+    *,
+    partly: bool = False,
+    only: Spans | None = None,
 ) -> list[str]:
     """Why pages and rows of `source` cannot be copied into `target`, in words a person can act on; empty when they can.
-    `sides` is what the two are called. `partly`: the target may have more, which comes from elsewhere.
+    `sides` is what the two are called. `partly`: the target may have more, which comes from elsewhere. `only` these
+    entries are looked at.
 
     The first few: two models of 32 layers differ in all of them.
     """
@@ -29,7 +35,7 @@ def differences(
     if source.tag or target.tag:
         found.extend(_opaque_differences(source, target, sides))
     else:
-        found.extend(_typed_differences(source, target, sides, partly))
+        found.extend(_typed_differences(source, target, sides, partly, only))
     more = len(found) - MAX_DIFFERENCES
     return found if more <= 0 else [*found[:MAX_DIFFERENCES], f"and {more} more"]
 
@@ -39,15 +45,20 @@ def _differ(what: str, ours: object, theirs: object, sides: Sides) -> str:
     return f"{what}: {sides[0]} {shown[0]}, {sides[1]} {shown[1]}"
 
 
-def _typed_differences(source: PoolLayout, target: PoolLayout, sides: Sides, partly: bool) -> Iterator[str]:
-    ours, theirs = by_name(source.components), by_name(target.components)
+def _typed_differences(
+    source: PoolLayout, target: PoolLayout, sides: Sides, partly: bool, only: Spans | None
+) -> Iterator[str]:
+    ours, theirs = (
+        {name: group for name, group in by_name(layout.components).items() if only is None or name in only}
+        for layout in (source, target)
+    )
     for name, group in ours.items():
         if name not in theirs:
             yield f"{name}: only {sides[0]} has it"
         elif (found := _kinds_differ(group[0], theirs[name][0], sides)) is not None:
             yield found
         else:
-            yield from _parts_differ(group, theirs[name], sides, partly)
+            yield from _parts_differ(group, theirs[name], sides, partly, only)
     if not partly:
         yield from (f"{name}: only {sides[1]} has it" for name in theirs if name not in ours)
 
@@ -65,11 +76,15 @@ def _kinds_differ(c: Component, other: Component, sides: Sides) -> str | None:
     return _differ(f"{c.name} format", c.format, other.format, sides) if c.format != other.format else None
 
 
-def _parts_differ(ours: list[Component], theirs: list[Component], sides: Sides, partly: bool) -> Iterator[str]:
+def _parts_differ(
+    ours: list[Component], theirs: list[Component], sides: Sides, partly: bool, only: Spans | None
+) -> Iterator[str]:
     if len(ours) == len(theirs) == 1 and ours[0].span == theirs[0].span:
         return
     name = ours[0].name
     mine, other = spans_of(ours)[name], spans_of(theirs)[name]
+    if only is not None:
+        mine, other = within(mine, only[name]), within(other, only[name])
     for side, left in ((sides[0], without(mine, other)), (sides[1], [] if partly else without(other, mine))):
         yield from (f"{name}: only {side} has entries {first}..{end}" for first, end in left)
 

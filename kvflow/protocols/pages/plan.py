@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvflow.protocols.errors import LayoutError
-from kvflow.protocols.pages.coverage import overlaps
+from kvflow.protocols.pages.coverage import Spans, overlaps
 from kvflow.protocols.pages.differences import Sides, differences
 from kvflow.protocols.pages.kinds import unit_bytes
 from kvflow.protocols.pages.layout import NO_PLACES, PageIndices, PoolLayout
@@ -51,15 +51,17 @@ class Pairing:
         sides: Sides = ("prefill", "decode"),
         *,
         partly: bool = False,
+        only: Spans | None = None,
     ) -> None:
-        """`sides` is what errors call the two; `partly`: the target may have more, which is left as it is.
+        """`sides` is what errors call the two; `partly`: the target may have more, which is left as it is; `only` these
+        entries are copied.
 
         Raises: LayoutError that says what differs.
         """
-        if found := differences(source, target, sides, partly=partly):
+        if found := differences(source, target, sides, partly=partly, only=only):
             raise LayoutError("pools do not fit: " + "; ".join(found))
         self.source, self.target = source, target
-        self._pages, self._rows = _segments(source, target, in_rows=False), _segments(source, target, in_rows=True)
+        self._pages, self._rows = (_segments(source, target, only, in_rows=in_rows) for in_rows in (False, True))
         self.page_bytes, self.row_bytes = int(self._pages.size.sum()), int(self._rows.size.sum())
         """What is written of each page, and of each row: copies at the target count each."""
 
@@ -145,11 +147,14 @@ class _Stretch(NamedTuple):
         return places == ends and self.repeats == other.repeats == 1
 
 
-def _stretches(source: PoolLayout, target: PoolLayout, in_rows: bool) -> list[_Stretch]:
+def _stretches(source: PoolLayout, target: PoolLayout, only: Spans | None, in_rows: bool) -> list[_Stretch]:
     """What to copy of every page, or row, with neighbours on both sides merged."""
-    every = _opaque_stretches if source.tag else _typed_stretches
     found: list[_Stretch] = []
-    for stretch in sorted(every(source, target, in_rows)):
+    if source.tag:
+        every = _opaque_stretches(source, target, in_rows)
+    else:
+        every = _typed_stretches(source, target, only, in_rows)
+    for stretch in sorted(every):
         if found and found[-1].followed_by(stretch):
             found[-1] = found[-1]._replace(size=found[-1].size + stretch.size)
         else:
@@ -157,9 +162,9 @@ def _stretches(source: PoolLayout, target: PoolLayout, in_rows: bool) -> list[_S
     return found
 
 
-def _typed_stretches(source: PoolLayout, target: PoolLayout, in_rows: bool) -> Iterator[_Stretch]:
+def _typed_stretches(source: PoolLayout, target: PoolLayout, only: Spans | None, in_rows: bool) -> Iterator[_Stretch]:
     ours = (c for c in source.components if c.in_rows == in_rows)
-    for c, o, first, end in overlaps(ours, target.components):
+    for c, o, first, end in overlaps(ours, target.components, only):
         # A component is so many times all of its entries, an entry so many bytes.
         entry = unit_bytes(c.dtype, c.shape[c.axis + 1 :])
         size, steps = (end - first) * entry, [part.shape[c.axis] * entry for part in (c, o)]
@@ -185,8 +190,8 @@ def _opaque_stretches(source: PoolLayout, target: PoolLayout, in_rows: bool) -> 
             j, o_done = j + 1, 0
 
 
-def _segments(source: PoolLayout, target: PoolLayout, *, in_rows: bool) -> _Segments:
-    found = np.array(_stretches(source, target, in_rows), dtype=np.int64).reshape(-1, len(_Stretch._fields))
+def _segments(source: PoolLayout, target: PoolLayout, only: Spans | None, *, in_rows: bool) -> _Segments:
+    found = np.array(_stretches(source, target, only, in_rows), dtype=np.int64).reshape(-1, len(_Stretch._fields))
     repeats = found[:, 5]
     if found.size and int(repeats.max()) > 1:
         nth = np.arange(int(repeats.sum())) - np.repeat(np.cumsum(repeats) - repeats, repeats)

@@ -8,6 +8,8 @@ Wire history
         .format, Buffer.unit, PoolLayout.num_rows: of a pool with rows, the last of Bootstrap.pages is the room's row,
         numbered on from the pages, and ChunkDone.pages counts it. A peer of before refuses such a pool: its components
         do not hold for it.
+    3   Component.start and what follows it: a prefill may have a part of decode's pool. Registered.served: decode must
+        check that all ranks together have all of it; one of before would not, so a prefill refuses it.
 
 Arrays grow at the end only: a reader ignores elements it does not know, and a new element has a default. What cannot
 be expressed that way takes a new version; `Register` carries it, and a prefill with another version refuses with both.
@@ -25,10 +27,11 @@ import msgspec
 from msgspec import Meta
 
 from kvflow.protocols.errors import Cause, MisuseError
-from kvflow.protocols.pages.layout import PoolLayout
+from kvflow.protocols.pages.coverage import Served
+from kvflow.protocols.pages.layout import MAX_COMPONENTS, PoolLayout
 from kvflow.protocols.ports import PlaneAddress
 
-WIRE_VERSION = 2
+WIRE_VERSION = 3
 
 MAX_FRAME_BYTES = 8 << 20
 # Work on so many pages at once takes the event loop some 3 ms. A context of a million tokens needs pages of 2 tokens.
@@ -84,7 +87,8 @@ class Register(msgspec.Struct, frozen=True, array_like=True, kw_only=True, tag=1
 class Registered(msgspec.Struct, frozen=True, array_like=True, kw_only=True, tag=2):
     """prefill -> decode: accepted (`refusal` empty), or what differs. `source` is who really answers here, `asked` who
     was asked: a decode that knows two lives of one address must not take the answer to one for that to the other.
-    `fresh_from` is that of the newest Register that has come: acceptance of an older one brings no silent link up."""
+    `fresh_from` is that of the newest Register that has come: acceptance of an older one brings no silent link up.
+    `served`, of who accepts: what of decode's pool this rank sends."""
 
     source: Life
     target: Life
@@ -94,6 +98,7 @@ class Registered(msgspec.Struct, frozen=True, array_like=True, kw_only=True, tag
     address: PlaneAddress | None = None
     asked: Annotated[Incarnation, Meta(ge=0)] = Incarnation(0)
     fresh_from: GrantBound = GrantId(0)
+    served: Annotated[tuple[Served, ...], Meta(max_length=MAX_COMPONENTS)] = ()
 
 
 class Announce(msgspec.Struct, frozen=True, array_like=True, gc=False, kw_only=True, tag=10):

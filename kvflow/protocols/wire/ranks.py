@@ -7,7 +7,7 @@ from typing import Any
 
 import msgspec
 
-from kvflow.protocols.errors import PeerError, WireError
+from kvflow.protocols.errors import LostError, MisuseError, PeerError, WireError
 from kvflow.protocols.wire.messages import MAX_RANKS
 
 
@@ -21,7 +21,10 @@ class PoolShape(msgspec.Struct, frozen=True):
 
 
 class RankInfo(msgspec.Struct, frozen=True):
-    """One rank of one prefill. `control` is its "tcp://host:port"; `incarnation` is drawn anew at every start."""
+    """One rank of one prefill. `control` is its "tcp://host:port"; `incarnation` is drawn anew at every start.
+
+    A data-parallel prefill has `dp_size` equal groups of `world_size` ranks each; a request is one group's.
+    """
 
     rank: int
     world_size: int
@@ -30,16 +33,39 @@ class RankInfo(msgspec.Struct, frozen=True):
     backend: str
     model: str
     pool: PoolShape = PoolShape()
+    dp_rank: int = 0
+    dp_size: int = 1
+
+
+def group_for(ranks: Sequence[RankInfo], room: int, dp_rank: int | None = None) -> Sequence[RankInfo]:
+    """Of all ranks of a prefill those that serve a room: the group that was asked for, or else number `room % dp_size`,
+    which is what a router and both legs can work out by themselves. Ranks of one group have been chosen already.
+
+    Raises: MisuseError for a group that there is not, LostError for one of which no rank is known.
+    """
+    size = ranks[0].dp_size if ranks else 1
+    if dp_rank is not None and not 0 <= dp_rank < size:
+        raise MisuseError(f"dp_rank {dp_rank} is outside 0..{size - 1}, the groups of prefill {ranks[0].control}")
+    if size == 1 or (dp_rank is None and len({info.dp_rank for info in ranks}) == 1):
+        return ranks
+    wanted = room % size if dp_rank is None else dp_rank
+    found = [info for info in ranks if info.dp_rank == wanted]
+    if not found:
+        raise LostError(f"no rank of group {wanted} of prefill {ranks[0].control} is known")
+    return found
 
 
 def check_ranks(ranks: Sequence[RankInfo]) -> None:
-    """Every rank of one prefill, each once; in any order. Raises: PeerError naming what does not fit."""
+    """Every rank of one group of a prefill, each once; in any order. Raises: PeerError naming what does not fit."""
     first, size = ranks[0], ranks[0].world_size
     if len(ranks) != size:
         given = "1 rank is" if len(ranks) == 1 else f"{len(ranks)} ranks are"
         raise PeerError(f"prefill {first.control} has world_size {size}, and {given} given")
     seen = set()
     for info in ranks:
+        if (info.dp_rank, info.dp_size) != (first.dp_rank, first.dp_size):
+            mine, theirs = (f"group {each.dp_rank} of {each.dp_size}" for each in (info, first))
+            raise PeerError(f"prefill {info.control} is of {mine}, and {first.control} of {theirs}")
         if info.world_size != size:
             raise PeerError(f"prefill {info.control} has world_size {info.world_size}, and {first.control} has {size}")
         if not 0 <= info.rank < size:
@@ -57,6 +83,8 @@ class _RankJson(msgspec.Struct, frozen=True):
     backend: str
     model: str
     pool: PoolShape = PoolShape()
+    dp_rank: int = 0
+    dp_size: int = 1
 
 
 def rank_to_json(info: RankInfo) -> dict[str, Any]:
@@ -80,8 +108,11 @@ def rank_from_json(value: object) -> RankInfo:
         raise WireError(f"rank: {error}") from None
     if not 0 <= seen.rank < seen.world_size <= MAX_RANKS:
         raise WireError(f"rank: {seen.rank} of {seen.world_size} is outside 0..{MAX_RANKS}")
+    if not 0 <= seen.dp_rank < seen.dp_size <= MAX_RANKS:
+        raise WireError(f"rank: dp_rank {seen.dp_rank} of {seen.dp_size} is outside 0..{MAX_RANKS}")
     if not 0 <= incarnation < 1 << 64:
         raise WireError("rank: incarnation is no u64")
     if not seen.control.startswith("tcp://"):
         raise WireError(f"rank: control endpoint {seen.control[:80]!r} is no tcp:// address")
-    return RankInfo(seen.rank, seen.world_size, incarnation, seen.control, seen.backend, seen.model, seen.pool)
+    fields = {name: getattr(seen, name) for name in RankInfo.__struct_fields__}
+    return RankInfo(**fields | {"incarnation": incarnation})

@@ -22,6 +22,7 @@ from kvflow.testing.bare.node import CLOSE_LOOK_S, Scene, address_of
 from kvflow.testing.bare.pages import FreePlaces
 from kvflow.testing.bare.wire import Burst
 from kvflow.testing.bare.writes import PacedWrite, Writer
+from kvflow.testing.shards import shard_layout
 from kvflow.testing.sim.times import THREAD_S
 from kvflow.testing.sim.variety import PAGE_SIZE
 
@@ -31,8 +32,8 @@ class Prefill(Writer):
 
     def __init__(self, world: Scene, group: int, rank: int, world_size: int, incarnation: Incarnation) -> None:
         name = f"prefill {group}.{rank}" if world_size > 1 else f"prefill {group}"
-        layout = world.variety.layout
-        identity = PrefillIdentity(incarnation, Rank(rank), layout, address_of(incarnation))
+        layout = shard_layout(world.variety.layout, rank, world_size)
+        identity = PrefillIdentity(incarnation, Rank(rank), layout.served, address_of(incarnation))
         self.endpoint = PrefillEndpoint(identity, observer=Counts(), timing=world.timing, bounds=world.bounds)
         super().__init__(world, name, group, self.endpoint)
         self.control = f"tcp://10.0.{group}.{rank}:8998"

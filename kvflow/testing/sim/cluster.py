@@ -12,6 +12,7 @@ from kvflow.node import DecodeNode, PrefillNode
 from kvflow.protocols.machines.link import LinkPhase
 from kvflow.protocols.wire.codec import routing_id
 from kvflow.protocols.wire.ranks import RankInfo
+from kvflow.testing.shards import shard_layout
 from kvflow.testing.sim.faults import Faults
 from kvflow.testing.sim.lies import another_life, from_long_ago
 from kvflow.testing.sim.loop import Process, VirtualLoop
@@ -82,7 +83,7 @@ class Cluster:
 
     def start_prefill(self, group: int, rank: int, world_size: int, port: int = 0) -> Member:
         name = f"prefill {group}.{rank}" if world_size > 1 else f"prefill {group}"
-        process, pool, plane, books = self._parts(name, None)
+        process, pool, plane, books = self._parts(name, None, (rank, world_size))
         incarnation = self._incarnation()
         node = PrefillNode(
             pool,
@@ -239,13 +240,18 @@ class Cluster:
         """Drawn from the seed, not from the system."""
         return self.loop.rng.getrandbits(63) | 1
 
-    def _parts(self, name: str, after: Member | None) -> tuple[Process, PagedPool, PacedPlane, Books]:
+    def _parts(
+        self, name: str, after: Member | None, share: tuple[int, int] = (0, 1)
+    ) -> tuple[Process, PagedPool, PacedPlane, Books]:
+        """`share`: whose, of how many ranks."""
         plane = PacedPlane(self.planes, self.oracle, self.faults, self.variety.fences)
         if after is not None:
             return Process(name), after.seen.pool, plane, after.seen.books
-        pool = PagedPool.allocate(self.variety.layout, shared=False)
+        whole = self.variety.layout
+        pool = PagedPool.allocate(shard_layout(whole, *share), shared=False)
         self._pools.append(pool)
-        return Process(name), pool, plane, watch(pool, name, self.oracle, self.faults.of_take)
+        books = watch(pool, name, self.oracle, self.faults.of_take, None if share[1] == 1 else whole)
+        return Process(name), pool, plane, books
 
     def _join(
         self,

@@ -12,7 +12,7 @@ from kvflow.protocols.errors import Cause, Code, KvflowError
 from kvflow.protocols.pages.layout import PageIndices
 from kvflow.protocols.wire.codec import prompt_digest
 from kvflow.protocols.wire.ranks import RankInfo
-from kvflow.testing.sim.content import content, handoff_of
+from kvflow.testing.sim.content import handoff_of
 from kvflow.testing.sim.pages import books_of
 from kvflow.testing.sim.residence import Residence
 from kvflow.testing.sim.stay import Stay
@@ -61,7 +61,7 @@ class Job:
 
         def compute() -> None:
             for index, page in enumerate(pages.tolist(), first):
-                books.bytes.write(page, content(digest, index, books.bytes.size(page)))
+                books.bytes.fill(page, digest, index)
                 books.readers[page] -= 1
 
         return compute

@@ -56,15 +56,16 @@ class Seen:
 
 
 class Write:
-    """One write as the oracle sees it: `sources` and `targets` page by page, `next` of them in the target's memory."""
+    """One write as the oracle sees it: `sources` and `targets` page by page, `next` of them in the target's memory, and
+    some bytes of the one after."""
 
-    __slots__ = ("key", "next", "outcome", "source", "sources", "target", "targets")
+    __slots__ = ("begun_bytes", "key", "next", "outcome", "source", "sources", "target", "targets")
 
     def __init__(self, running: FakeWrite, key: Key, source: Seen, target: Seen) -> None:
         self.key, self.source, self.target = key, source, target
         self.sources: list[int] = running.source_pages.tolist()
         self.targets: list[int] = running.target_pages.tolist()
-        self.next = 0
+        self.next = self.begun_bytes = 0
         self.outcome: WriteOutcome | None = None
 
 
@@ -119,8 +120,19 @@ class Oracle:
         for page in write.targets:
             target.books.writers[page] += 1
 
-    def page_landed(self, running: FakeWrite) -> None:
+    def bytes_landed(self, running: FakeWrite, size_bytes: int) -> None:
+        """In the order of the write's pages: one has landed with the last of what is written of it."""
         write: Write = running.seen  # type: ignore[attr-defined]
+        write.begun_bytes += size_bytes
+        while write.next < len(write.targets):
+            in_rows = write.targets[write.next] >= write.target.books.num_pages
+            needed = running.row_bytes if in_rows else running.page_bytes
+            if write.begun_bytes < needed:
+                break
+            write.begun_bytes -= needed
+            self._page_landed(write)
+
+    def _page_landed(self, write: Write) -> None:
         page = write.targets[write.next]
         write.next += 1
         books = write.target.books

@@ -10,7 +10,7 @@ from kvflow.memory.allocator import Index, Kept, PageAllocator
 from kvflow.memory.places import PlaceAllocator
 from kvflow.memory.pool import PagedPool
 from kvflow.protocols.errors import CapacityError, OwnershipError
-from kvflow.protocols.pages.layout import PageIndices
+from kvflow.protocols.pages.layout import PageIndices, PoolLayout
 from kvflow.protocols.ports import PageStore
 from kvflow.testing.sim.content import PlaceBytes
 
@@ -24,9 +24,9 @@ class Judge(Protocol):
 class Books:
     """What is known of every place of one pool: of its pages, and of its rows, numbered on from them."""
 
-    def __init__(self, pool: PagedPool) -> None:
+    def __init__(self, pool: PagedPool, whole: PoolLayout | None) -> None:
         layout = pool.layout
-        self.bytes, self.num_pages = PlaceBytes(layout), layout.num_pages
+        self.bytes, self.num_pages = PlaceBytes(layout, whole), layout.num_pages
         self.owners: list[Hashable | None] = [None] * layout.num_places
         self.writers = [0] * layout.num_places  # writes that may still land there, proven or not
         self.readers = [0] * layout.num_places  # model steps, copies, and writes that have it as their source
@@ -41,9 +41,9 @@ class Books:
         return f"page {place}" if place < self.num_pages else f"row {place - self.num_pages}"
 
 
-def watch(pool: PagedPool, who: str, judge: Judge, fails: Callable[[], bool]) -> Books:
-    """Replace the allocators of a pool, of which nothing has been taken."""
-    books, layout = Books(pool), pool.layout
+def watch(pool: PagedPool, who: str, judge: Judge, fails: Callable[[], bool], whole: PoolLayout | None = None) -> Books:
+    """Replace the allocators of a pool, of which nothing has been taken. `whole`: what it is one rank's share of."""
+    books, layout = Books(pool, whole), pool.layout
     pool._pages = WatchedPages("page", layout.num_pages, 0, who, judge, books, fails)
     if layout.num_rows:
         pool._rows = WatchedPages("row", layout.num_rows, layout.num_pages, who, judge, books, fails)

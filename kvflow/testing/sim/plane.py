@@ -59,7 +59,7 @@ class PacedPlane(FakePlane):
             self._after(SLOW_PAGE_S if fault == "slow" else PAGE_S, self._slice, write, fault == "slow")
 
     def copied(self, write: FakeWrite, size_bytes: int) -> None:
-        self._oracle.page_landed(write)
+        self._oracle.bytes_landed(write, size_bytes)
 
     def ended(self, write: FakeWrite, outcome: WriteOutcome) -> None:
         self._oracle.write_ended(write, outcome)

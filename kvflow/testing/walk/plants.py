@@ -35,6 +35,14 @@ def _any_life(links: DecodeLinks, peer: Any, message: wire.Registered) -> tuple[
     return LinkKind.ACCEPTED, None
 
 
+def _refusal_accepted() -> AbstractContextManager[object]:
+    stack = ExitStack()
+    move = Move(LinkPhase.UP, (LinkCommand.START_ROOMS,))
+    stack.enter_context(_cells(link, {(LinkPhase.REGISTERING, LinkKind.REFUSED): move})())
+    stack.enter_context(_attribute(DecodeLinks, "check_coverage", lambda *_: "")())
+    return stack
+
+
 def _abort_forgotten() -> AbstractContextManager[object]:
     """An Abort that overtakes its Bootstrap leaves no trace."""
     stack = ExitStack()
@@ -109,11 +117,8 @@ ENDPOINTS: tuple[Plant, ...] = (
     ),
     Plant(
         "refused link stays usable",
-        "a refusal is taken for an acceptance",
-        _cells(
-            link,
-            {(LinkPhase.REGISTERING, LinkKind.REFUSED): Move(LinkPhase.UP, (LinkCommand.START_ROOMS,))},
-        ),
+        "a refusal is taken for an acceptance, by a rank that sends all",
+        _refusal_accepted,
         "rest",
         TINY._replace(targets=0, registered=False),
     ),

@@ -36,7 +36,7 @@ FIRST = Cause(Code.CLIENT_GONE, "first")
 LEFT_OUT = frozenset(
     {
         *("observer", "timing", "bounds", "verify", "staged", "outbox"),  # the same for all, or empty
-        *("_timing", "_bounds", "_outbox", "layout"),
+        *("_timing", "_bounds", "_outbox", "layout", "served", "_served", "coverage"),
         *(
             "received_at_s",
             "sent_at_s",

@@ -12,6 +12,7 @@ from kvflow.protocols import limits
 from kvflow.protocols.decode import DecodeEndpoint
 from kvflow.protocols.decode_links import DecodeIdentity
 from kvflow.protocols.errors import Cause, Code
+from kvflow.protocols.pages.coverage import served_of
 from kvflow.protocols.pages.layout import PageIndices, build_layout
 from kvflow.protocols.ports import PlaneAddress, ProcessIdentity
 from kvflow.protocols.prefill import PrefillEndpoint
@@ -20,6 +21,7 @@ from kvflow.protocols.wire import messages as wire
 from kvflow.protocols.wire.codec import encode, prompt_digest
 from kvflow.protocols.wire.messages import Incarnation, Rank
 from kvflow.protocols.wire.ranks import RankInfo
+from kvflow.testing.shards import shard_layout
 from kvflow.testing.walk.shelf import Shelf, tidy_decode, tidy_prefill
 
 UNLIMITED = -1
@@ -132,7 +134,7 @@ class World:
 
     def __init__(self, bounds: Bounds) -> None:
         self.bounds = bounds
-        self.layout = build_layout([("k", "uint8", (1,))], page_size=PAGE_SIZE, num_pages=64)
+        self.layout = build_layout([("k", "uint8", (bounds.ranks,))], page_size=PAGE_SIZE, num_pages=64)
         self.address = PlaneAddress("fake", "memory", ProcessIdentity("boot", "pid", 1, 1))
         self.timing = limits.Timing()
         self.limits = limits.Bounds(
@@ -191,6 +193,7 @@ class World:
             changes: dict[str, Any] = {"source": LIVES[rank][life_of(word.source) - 1]}
             if type(word) is wire.Registered:
                 changes["asked"] = LIVES[rank][life_of(word.asked) - 1]
+                changes["served"] = served_of(shard_layout(self.layout, rank, self.bounds.ranks)) if word.served else ()
             if hasattr(word, "rank"):
                 changes["rank"] = rank
             found = self._frames[word, rank] = encode(msgspec.structs.replace(word, **changes))

@@ -13,16 +13,18 @@ from __future__ import annotations
 
 import asyncio
 import re
+from collections.abc import Sequence
 from http.client import HTTPException, HTTPResponse, IncompleteRead
 from io import BytesIO
 from ipaddress import IPv6Address
+from itertools import product
 from typing import Any
 
 import msgspec
 
 from kvflow.protocols.errors import LostError, MisuseError, PeerError, WireError
 from kvflow.protocols.limits import LEAST_WAIT_S, check_time
-from kvflow.protocols.wire.ranks import RankInfo, rank_from_json, rank_to_json
+from kvflow.protocols.wire.ranks import RankInfo, group_for, rank_from_json, rank_to_json
 from kvflow.transports.host.names import HostNames
 
 MAX_ANSWER_BYTES = 4 << 20  # 1,024 ranks are some 300 KiB
@@ -57,20 +59,21 @@ def _parsed(address: str) -> tuple[str, int] | None:
 
 
 class RankTable:
-    """The ranks of one prefill. A rank that registers again is replaced, so a restart never counts twice."""
+    """The ranks of one prefill, of all its groups. A rank that registers again is replaced, so a restart never counts
+    twice."""
 
     def __init__(self) -> None:
-        self._ranks: dict[int, RankInfo] = {}
-        self._own: set[int] = set()
+        self._ranks: dict[tuple[int, int], RankInfo] = {}  # by group and rank
+        self._own: set[tuple[int, int]] = set()
 
     def __repr__(self) -> str:
-        return f"<RankTable of ranks {sorted(self._ranks)}>"
+        return f"<RankTable of ranks {[info.rank for info in self.all()]}>"
 
     def put(self, info: RankInfo) -> None:
         """Add or replace a rank of this process, which cannot be replaced from outside; ranks of another world size
         are removed."""
         self._replace(info)
-        self._own.add(info.rank)
+        self._own.add(_place(info))
 
     def register(self, info: RankInfo, *, is_trusted: bool) -> None:
         """Add or replace a rank that came over the network; `is_trusted`: with the API key.
@@ -79,13 +82,13 @@ class RankTable:
         world, where some rank of it is this process's, or the sender is a stranger; on another host than before, where
         it is one.
         """
-        if info.rank in self._own:
-            raise PeerError(f"rank {info.rank} is this process's own, at {self._ranks[info.rank].control}")
+        if _place(info) in self._own:
+            raise PeerError(f"rank {info.rank} is this process's own, at {self._ranks[_place(info)].control}")
         known = next(iter(self._ranks.values()), info)
         if _world(info) != _world(known) and not (is_trusted and not self._own):
             mine, theirs = _world(known), _world(info)
             raise PeerError(f"rank {info.rank} is one of {theirs}, this registry's ranks are of {mine}")
-        before = self._ranks.get(info.rank, info)
+        before = self._ranks.get(_place(info), info)
         if not is_trusted and _host(before) != _host(info):
             raise PeerError(
                 f"rank {info.rank} is at {before.control}, and moves to {info.control} with an API key only"
@@ -93,16 +96,22 @@ class RankTable:
         self._replace(info)
 
     def _replace(self, info: RankInfo) -> None:
-        if any(known.world_size != info.world_size for known in self._ranks.values()):
+        size = info.world_size, info.dp_size
+        if any((known.world_size, known.dp_size) != size for known in self._ranks.values()):
             self._ranks, self._own = {}, set()
-        self._ranks[info.rank] = info
+        self._ranks[_place(info)] = info
 
     def all(self) -> list[RankInfo]:
-        return [self._ranks[rank] for rank in sorted(self._ranks)]
+        return [self._ranks[place] for place in sorted(self._ranks)]
+
+
+def _place(info: RankInfo) -> tuple[int, int]:
+    return info.dp_rank, info.rank
 
 
 def _world(info: RankInfo) -> str:
-    return f"a prefill of {info.world_size} ranks over {info.backend}, model {info.model[:80]!r}"
+    groups = f"{info.dp_size} groups of " if info.dp_size > 1 else ""
+    return f"a prefill of {groups}{info.world_size} ranks over {info.backend}, model {info.model[:80]!r}"
 
 
 def _host(info: RankInfo) -> str:
@@ -125,8 +134,8 @@ class RegistryClient:
         """Register a rank at the registry "host:port". Raises: as `resolve`; WireError when it is rejected."""
         await self._call("PUT", prefill, f"/ranks/{info.rank}", msgspec.json.encode(rank_to_json(info)))
 
-    async def resolve(self, prefill: str) -> list[RankInfo]:
-        """All ranks of the prefill at "host:port".
+    async def resolve(self, prefill: str, room: int | None = None, dp_rank: int | None = None) -> Sequence[RankInfo]:
+        """All ranks of the prefill at "host:port"; for a `room`, those of its group: see `ranks.group_for`.
 
         Raises: LostError when the registry does not answer or is incomplete, WireError when its answer is malformed,
         MisuseError for a `prefill` that is not "host:port".
@@ -136,9 +145,10 @@ class RegistryClient:
         if not isinstance(listed, list):
             raise WireError(f"registry {prefill}: the answer has no list of ranks")
         ranks = [rank_from_json(entry) for entry in listed]
-        if not ranks or [info.rank for info in ranks] != list(range(ranks[0].world_size)):
+        first = ranks[0] if ranks else None
+        if first is None or list(map(_place, ranks)) != list(product(range(first.dp_size), range(first.world_size))):
             raise LostError(f"registry {prefill}: {len(ranks)} ranks have registered so far")
-        return ranks
+        return ranks if room is None else group_for(ranks, room, dp_rank)
 
     async def _call(self, method: str, place: str, path: str, body: bytes = b"") -> Any:
         where = _parsed(place)

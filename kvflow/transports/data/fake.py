@@ -197,7 +197,8 @@ class FakeWrite:
         self.done: asyncio.Future[WriteOutcome] = asyncio.get_running_loop().create_future()
         self.peer, self.source_pages, self.target_pages = peer, source_pages, target_pages
         self._plane, self._blocks = plane, BlockQueue(planner, source_pages, target_pages)
-        self.page_bytes, self.total_bytes = planner.page_bytes or 1, self._blocks.left_bytes
+        self.page_bytes, self.row_bytes = planner.page_bytes or 1, planner.row_bytes
+        self.total_bytes = self._blocks.left_bytes
         self.landed_bytes, self.error = 0, ""
         self.fault: Fault | None = None
         self.cancelled = False

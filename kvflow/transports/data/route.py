@@ -33,7 +33,7 @@ class Planner:
         """`target` may have more than `source`, from other ranks. Raises: LayoutError when the pools do not fit."""
         self._pairing = Pairing(source, target, partly=True)
         self._max_block_bytes, self._target_bases = max_block_bytes, target_bases
-        self.page_bytes, self._row_bytes = self._pairing.page_bytes, self._pairing.row_bytes
+        self.page_bytes, self.row_bytes = self._pairing.page_bytes, self._pairing.row_bytes
         self._source, self._target = source, target
         self._source_pages, self._target_pages = source.num_pages, target.num_pages
         # Where the blocks of page 0 lie, and how far those of page 1 are from them: numpy costs a tiny write more than
@@ -58,7 +58,7 @@ class Planner:
 
     def bytes_of(self, source_pages: PageIndices) -> int:
         split = self._source.split(source_pages)
-        return self.page_bytes * int(split.pages.size) + self._row_bytes * int(split.rows.size)
+        return self.page_bytes * int(split.pages.size) + self.row_bytes * int(split.rows.size)
 
     def first_blocks(self, source_pages: PageIndices, target_pages: PageIndices) -> BlockList | None:
         """The whole plan, when it is one page in few blocks; else None: use `blocks`."""

@@ -1,0 +1,46 @@
+"""What each of several prefill ranks has of a pool that a decode has whole."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import msgspec
+
+from kvflow.protocols.pages.components import Component
+from kvflow.protocols.pages.kinds import StateKind
+from kvflow.protocols.pages.layout import Order, PoolLayout, build_layout
+
+
+def shard_layout(layout: PoolLayout, rank: int, ranks: int, order: Order = "page_first") -> PoolLayout:
+    """The same pages and rows with one rank's share of each component along its axis, as even as can be; where there
+    are fewer entries than ranks, some have the same one."""
+    if ranks == 1:
+        return layout
+    kinds = [_share(c, rank, ranks) for c in layout.components]
+    return build_layout(
+        kinds,
+        page_size=layout.page_size,
+        num_pages=layout.num_pages,
+        num_rows=layout.num_rows,
+        order=order,
+        fingerprint=layout.fingerprint,
+    )
+
+
+def _share(c: Component, rank: int, ranks: int) -> StateKind:
+    count = c.shape[c.axis]
+    if count < ranks:
+        firsts = [each * count // ranks for each in range(ranks)]
+        twins = [each for each in range(ranks) if firsts[each] == firsts[rank]]
+        start, share, copy, copies = firsts[rank], 1, twins.index(rank), len(twins)
+    else:
+        edges = list(pairwise(each * count // ranks for each in range(ranks + 1)))
+        (start, end), copy, copies = edges[rank], 0, 1
+        share = end - start
+    shape = (*c.shape[: c.axis], share, *c.shape[c.axis + 1 :])
+    return StateKind(c.name, c.dtype, shape, c.unit, c.format, start, count, copy, copies, c.axis)
+
+
+def placed_at_zero(layout: PoolLayout) -> PoolLayout:
+    """With every buffer at address 0: what is planned over it are offsets."""
+    return msgspec.structs.replace(layout, buffers=tuple(msgspec.structs.replace(b, address=0) for b in layout.buffers))
