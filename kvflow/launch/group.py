@@ -88,7 +88,7 @@ async def group_over(
             settings=settings,
         )
         first = _FirstRank(spec, table)
-        processes = RankProcesses(spec, descriptors=(descriptor,), on_lost=first.lost, on_fatal=_end_at_once)
+        processes = RankProcesses(spec, descriptors=(descriptor,), on_lost=first.lost, on_fatal=first.end_at_once)
         stack.push_async_callback(processes.close)
         processes.start()
         rank = await _rank(spec, stack, control)
@@ -168,8 +168,12 @@ class _FirstRank:
             on_token=self._first_token,
             on_broken=self._broken,
             on_ready=self._ready,
-            on_unusable=_end_at_once,
+            on_unusable=self.end_at_once,
         )
+
+    def end_at_once(self, error: BaseException) -> None:
+        shutil.rmtree(self._spec.meeting, ignore_errors=True)
+        _end_at_once(error)
 
     def lost(self, rank: int, why: str) -> None:
         """The process of a rank has ended."""
