@@ -10,12 +10,13 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
+from numpy.typing import NDArray
 
 from kvflow.memory.device import HOST
 from kvflow.memory.pool import PagedPool
 from kvflow.protocols.errors import LayoutError, MisuseError, TransferError
 from kvflow.protocols.pages.layout import MAX_PAGES, Places, PoolLayout, resized
-from kvflow.protocols.pages.plan import Blocks, Pairing
+from kvflow.protocols.pages.plan import Addresses, Blocks, Pairing
 
 if TYPE_CHECKING:
     import torch
@@ -23,6 +24,8 @@ if TYPE_CHECKING:
     from kvflow.memory.block_kernel import BlockKernel
 
 _HELD_BYTES = 1 << 20  # copied with the GIL held, some 150 us: handing it over costs more than copying a small block
+SMALL_BYTES = 512  # blocks of no more, on average, are copied by numpy
+_FEW_BLOCKS = 64  # so few are not worth a call of numpy
 _HELD_CALLS = 64  # queued with the GIL held
 _PORTABLE, _MAPPED, _ANY_TO_ANY = 1, 2, 4  # cudaHostRegisterPortable, cudaHostRegisterMapped, cudaMemcpyDefault
 _SAME_ADDRESS = 91  # cudaDevAttrCanUseHostPointerForRegisteredMem
@@ -93,12 +96,54 @@ def host_layout(layout: PoolLayout, limit_bytes: int, num_rows: int | None = Non
     return resized(layout, num_pages=pages, num_rows=num_rows)
 
 
+def are_small(blocks: Blocks) -> bool:
+    """Whether `copy_small` is the faster way: heads of single slots, where the widths of two pools differ."""
+    count = blocks.sizes.size
+    return count >= _FEW_BLOCKS and int(blocks.sizes.sum()) <= SMALL_BYTES * count
+
+
+def copy_small(blocks: Blocks) -> None:
+    """Copy many small blocks, all of one size in one call of numpy, which gathers them and scatters them again.
+
+    Blocks of 64, 128, 256, 512 bytes of scattered pages: 0.8, 1.4, 1.9, 2.4 GB/s; a memmove each: 0.1, 0.3, 0.5, 0.9
+    (two busy cores). A gather into a buffer that is then sent would not help where a plane writes to another machine:
+    the target's blocks are as small. There each is a block of its own.
+    """
+    for size in np.unique(blocks.sizes).tolist():
+        alike = blocks if blocks.sizes.size * size == int(blocks.sizes.sum()) else _of_size(blocks, size)
+        (here, from_here), (there, onto) = _elements(alike.sources, size), _elements(alike.targets, size)
+        there[onto] = here[from_here]
+
+
+def _of_size(blocks: Blocks, size: int) -> Blocks:
+    return Blocks(*(column[blocks.sizes == size] for column in blocks))
+
+
+class _Memory:
+    """`count` elements of `size` bytes for numpy, one beginning at each byte from `address` on."""
+
+    def __init__(self, address: int, count: int, size: int) -> None:
+        self.__array_interface__ = {
+            "data": (address, False), "shape": (count,), "strides": (1,), "typestr": f"|V{size}", "version": 3,
+        }  # fmt: skip
+
+
+def _elements(addresses: Addresses, size: int) -> tuple[NDArray[np.void], Addresses]:
+    """Memory as elements of `size` bytes, and which of them lie at `addresses`."""
+    low = int(addresses.min())
+    return np.asarray(_Memory(low, int(addresses.max()) - low + 1, size)), addresses - low
+
+
 class HostCopier:
-    """Implements `Copier` with memmove."""
+    """Implements `Copier` with memmove, and many small blocks with numpy."""
 
     @staticmethod
     def copy(blocks: Blocks) -> None:
         """Hands the GIL over after so many bytes, and with the last block."""
+        if are_small(blocks):
+            for start in range(0, blocks.sizes.size, _HELD_BYTES // SMALL_BYTES):
+                copy_small(Blocks(*(column[start : start + _HELD_BYTES // SMALL_BYTES] for column in blocks)))
+            return
         sources, targets, sizes = (column.tolist() for column in blocks)
         held = 0
         for left, source, target, size in zip(range(len(sizes) - 1, -1, -1), sources, targets, sizes, strict=True):

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from kvflow.memory import copies
-from kvflow.memory.copies import CudaCopier, HostCopier, copier_for
+from kvflow.memory.copies import SMALL_BYTES, CudaCopier, HostCopier, are_small, copier_for, copy_small
 from kvflow.memory.pool import PagedPool
 from kvflow.memory.snapshot import SnapshotStore
 from kvflow.protocols.errors import LayoutError, TransferError
@@ -126,3 +126,31 @@ def test_a_loaded_library_is_found() -> None:
 
 def pool_layout() -> Any:
     return build_layout([("k", "float32", (8,))], page_size=4, num_pages=6)
+
+
+@pytest.mark.parametrize("sizes", [(1,), (7,), (64,), (512,), (3, 64, 200), (16, 5000)])
+def test_small_blocks_are_copied_as_memmove_does(sizes: tuple[int, ...], seed: int) -> None:
+    """Each to its own place, whatever the order, and no byte beside them."""
+    rng, step = np.random.default_rng(seed), max(sizes) + 3
+    source = rng.integers(1, 255, 300 * step, dtype=np.uint8)
+    target = np.zeros(200 * step, dtype=np.uint8)
+    expected, here, there = target.copy(), source.ctypes.data, target.ctypes.data
+    picked, onto = rng.permutation(300)[:150] * step, rng.permutation(200)[:150] * step
+    size = rng.choice(sizes, 150)
+    for at, to, n in zip(picked.tolist(), onto.tolist(), size.tolist(), strict=True):
+        expected[to : to + n] = source[at : at + n]
+    blocks = Blocks(picked + here, onto + there, size.astype(np.int64))
+    assert are_small(blocks) == (size.mean() <= SMALL_BYTES)
+    copy_small(blocks)
+    assert (target == expected).all()
+    target[:] = 0
+    HostCopier.copy(blocks)
+    assert (target == expected).all()
+
+
+def test_few_blocks_and_large_ones_are_not_small() -> None:
+    def of(count: int, size: int) -> Blocks:
+        return Blocks(*(np.full(count, n, dtype=np.int64) for n in (0, 0, size)))
+
+    assert are_small(of(64, SMALL_BYTES)) and not are_small(of(63, SMALL_BYTES)) and not are_small(of(64, 513))
+    assert not are_small(of(0, 1))

@@ -30,6 +30,7 @@ import msgspec
 import numpy as np
 
 from kvflow.aio import Threads
+from kvflow.memory.copies import copy_small
 from kvflow.memory.shared import SharedSegment
 from kvflow.protocols.errors import LayoutError, TransferError
 from kvflow.protocols.pages.layout import PoolLayout
@@ -182,7 +183,12 @@ class _CopyJob:
             return 0
         allowed = max_bytes
         while allowed > 0 and self._blocks.left_bytes and not self._write.cancelled:
-            moved = self._copier.copy(self._blocks.take(allowed, _BURST_BLOCKS), self._write)
+            if self._blocks.are_small:
+                small = self._blocks.take_small(min(allowed, _BURST_BYTES))
+                copy_small(small)
+                moved = small.total_bytes
+            else:
+                moved = self._copier.copy(self._blocks.take(allowed, _BURST_BLOCKS), self._write)
             self.landed_bytes += moved
             allowed -= moved
         if self.landed_bytes == self._write.total_bytes:  # blocks that a cancel kept from being copied are taken too

@@ -7,9 +7,10 @@ from typing import NamedTuple, Self
 
 import numpy as np
 
+from kvflow.memory.copies import are_small
 from kvflow.protocols.errors import LayoutError, TransferError
 from kvflow.protocols.pages.layout import PageIndices, PoolLayout
-from kvflow.protocols.pages.plan import Addresses, Pairing
+from kvflow.protocols.pages.plan import Addresses, Blocks, Pairing
 from kvflow.protocols.ports import WriteOutcome
 from kvflow.transports.data.write_thread import Assignment, ThreadWrite, WriteJob, WriteThread
 
@@ -142,15 +143,17 @@ def outcome_of(error: str, landed_bytes: int, total_bytes: int) -> WriteOutcome:
 class BlockQueue:
     """What is left to submit of one write, handed out in slices of whole blocks."""
 
-    __slots__ = ("_columns", "_ends", "_few", "_given", "_next", "left_bytes")
+    __slots__ = ("_columns", "_ends", "_few", "_given", "_next", "are_small", "left_bytes")
 
     def __init__(self, planner: Planner, source_pages: PageIndices, target_pages: PageIndices) -> None:
         self._few = planner.first_blocks(source_pages, target_pages)
         self.left_bytes = planner.bytes_of(source_pages)
         self._next = self._given = 0
+        self.are_small = False  # and many: `take_small` then serves those better that copy by themselves
         if self._few is None:
-            self._columns = planner.blocks(source_pages, target_pages)
-            self._ends = np.cumsum(self._columns[2])
+            self._columns = Blocks(*planner.blocks(source_pages, target_pages))
+            self._ends = np.cumsum(self._columns.sizes)
+            self.are_small = are_small(self._columns)
         else:
             self._ends = np.cumsum(self._few.sizes)
 
@@ -158,6 +161,16 @@ class BlockQueue:
         """The next blocks: as many as fit, at least one while there are any and both limits are above 0."""
         if max_bytes <= 0 or max_blocks <= 0 or not self.left_bytes:
             return _NOTHING
+        start, stop = self._advance(max_bytes, max_blocks)
+        columns = self._few if self._few is not None else self._columns
+        return BlockList(*(c[start:stop] if isinstance(c, list) else c[start:stop].tolist() for c in columns))
+
+    def take_small(self, max_bytes: int) -> Blocks:
+        """The next blocks, as `take`, of a queue whose blocks are small; `max_bytes` above 0."""
+        start, stop = self._advance(max_bytes, self._ends.size)
+        return Blocks(*(column[start:stop] for column in self._columns))
+
+    def _advance(self, max_bytes: int, max_blocks: int) -> tuple[int, int]:
         start = self._next
         stop = int(np.searchsorted(self._ends, self._given + max_bytes, side="right"))
         stop = min(max(stop, start + 1), start + max_blocks, self._ends.size)
@@ -165,8 +178,7 @@ class BlockQueue:
         given = int(self._ends[stop - 1])
         self.left_bytes -= given - self._given
         self._given = given
-        columns = self._few if self._few is not None else self._columns
-        return BlockList(*(c[start:stop] if isinstance(c, list) else c[start:stop].tolist() for c in columns))
+        return start, stop
 
 
 _NOTHING = BlockList([], [], [])
