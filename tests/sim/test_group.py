@@ -33,7 +33,7 @@ FOUND_BY = {
     "cause lost": (0, "first cause"),
     "leader lost unseen": (5, "I5"),
     "rank lost unseen": (5, "I5"),
-    "any name believed": (8, "start"),
+    "any name believed": (20, "start"),
     "one vote for two": (0, "success"),
     "starts alone": (0, "start"),
 }
