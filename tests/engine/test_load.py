@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import json
 import shutil
+import threading
+import warnings
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.cache_utils import DynamicIndexedLayer
 from transformers.utils import logging as transformers_logging
 
@@ -29,6 +32,25 @@ def test_a_model_with_a_cache_of_its_own_is_refused(tiny: Tiny) -> None:
     with pytest.raises(MisuseError, match="cannot be probed: MiniMax uses cache of its own") as caught:
         load_model(str(tiny("minimax")))
     assert "\n" not in str(caught.value)
+
+
+def test_threads_that_load_at_once_leave_transformers_as_it_was(tiny: Tiny) -> None:
+    path, together = str(tiny("gpt2")), threading.Barrier(4)
+
+    def load() -> LoadedModel:
+        together.wait(60)
+        return load_model(path)
+
+    def of_the_process() -> tuple[object, ...]:
+        swapped = PreTrainedModel.tie_weights, PreTrainedModel.init_weights, torch.nn.init.normal_
+        return *swapped, transformers_logging.get_verbosity(), list(warnings.filters)
+
+    before = of_the_process()
+    for _ in range(3):
+        with ThreadPoolExecutor(4) as threads:
+            models = [one.result(60) for one in [threads.submit(load) for _ in range(4)]]
+        assert of_the_process() == before
+        assert len({model.fingerprint for model in models}) == 1
 
 
 def test_a_stream_that_is_not_known_is_refused_by_name(tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,6 +31,7 @@ from kvflow.protocols.pages.kinds import StateKind, unit_bytes
 DTYPES = ("auto", "float32", "float16", "bfloat16")
 ATTENTIONS = ("auto", "packed", "pad")
 NO_LIMIT = 1 << 20
+_LOADING = threading.Lock()
 RECOMMENDED = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 
 
@@ -200,7 +202,9 @@ def _weights(
     source: str, name: str, dtype: str, device: torch.device, model_class: Any, more: dict[str, Any]
 ) -> Any:  # fmt: skip
     wanted = dtype if dtype == "auto" else getattr(torch, dtype)
-    with explained(f"model {name!r} cannot be loaded"):
+    # transformers swaps functions of its own classes and of torch while it loads; two threads at once would leave some
+    # of them swapped for ever.
+    with _LOADING, explained(f"model {name!r} cannot be loaded"):
         # Mismatches are reported below: transformers only prints them.
         loaded: Any = model_class.from_pretrained(
             source, dtype=wanted, output_loading_info=True, ignore_mismatched_sizes=True, **more

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import threading
 import warnings
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
@@ -31,33 +32,66 @@ def explained(what: str) -> Iterator[None]:
         raise MisuseError(f"{what}: {text}") from error
 
 
+class _Reporting(threading.local):
+    """To whom the loading thread reports."""
+
+    report: Progress | None = None
+
+
+class _Silence:
+    """Of the whole process, while there are loads under way."""
+
+    def __init__(self) -> None:
+        self.lock, self.loads, self.undo = threading.Lock(), 0, contextlib.ExitStack()
+
+
+_reporting, _silence = _Reporting(), _Silence()
+
+
 @contextlib.contextmanager
 def quiet(report: Progress) -> Iterator[None]:
-    """Silence transformers' warnings, log lines and bars while loading; the bar of the weights becomes `report`."""
+    """Silence transformers' warnings, log lines and bars while loading; the bar of the weights becomes `report`.
+
+    Threads may load at once: all of that belongs to the process, so the first to come changes it, and it is changed
+    back when the last has gone.
+    """
+    with _silence.lock:
+        if not _silence.loads:
+            _fall_silent(_silence.undo)
+        _silence.loads += 1
+    _reporting.report = report
+    try:
+        yield
+    finally:
+        _reporting.report = None
+        with _silence.lock:
+            _silence.loads -= 1
+            if not _silence.loads:
+                _silence.undo.close()
+
+
+def _fall_silent(undo: contextlib.ExitStack) -> None:
     verbosity, bars = transformers_logging.get_verbosity(), transformers_logging.is_progress_bar_enabled()
     transformers_logging.set_verbosity(logging.CRITICAL)
+    undo.callback(transformers_logging.set_verbosity, verbosity)
     hub = logging.getLogger("huggingface_hub")  # logs a dozen lines when the hub cannot be reached
-    hub_level = hub.level
+    undo.callback(hub.setLevel, hub.level)
     hub.setLevel(logging.CRITICAL)
     transformers_logging.disable_progress_bar()
+    if bars:
+        undo.callback(transformers_logging.enable_progress_bar)
     set_hook = getattr(transformers_logging, "set_tqdm_hook", lambda hook: None)
-    previous = set_hook(lambda factory, args, kwargs: _with_report(report, factory, args, kwargs))
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            yield
-    finally:
-        set_hook(previous)
-        transformers_logging.set_verbosity(verbosity)
-        hub.setLevel(hub_level)
-        if bars:
-            transformers_logging.enable_progress_bar()
+    previous = set_hook(_with_report)
+    undo.callback(set_hook, previous)
+    undo.enter_context(warnings.catch_warnings())
+    warnings.simplefilter("ignore")
 
 
-def _with_report(report: Progress, factory: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """The iterable of transformers' bar: for the weights one that calls `report`, else what `factory` makes."""
+def _with_report(factory: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """The iterable of transformers' bar: for the weights one that reports, else what `factory` makes."""
+    report = _reporting.report
     items = args[0] if args else kwargs.get("iterable")
-    if "weights" not in str(kwargs.get("desc", "")).lower() or not hasattr(items, "__len__"):
+    if report is None or "weights" not in str(kwargs.get("desc", "")).lower() or not hasattr(items, "__len__"):
         return factory(*args, **kwargs)
     return _reported(report, items)
 
