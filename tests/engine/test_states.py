@@ -232,7 +232,8 @@ def test_a_step_reads_and_writes_its_own_rows_in_every_layer(family: str, loaded
         for row in (1, 4):
             assert not torch.equal(states[row], before[name][row]), f"{name} was left behind"
     again = sequence_of(prompt_of(6, 1), 30, 4)  # in the row of another
-    assert torch.equal(runner.forward([Row(again, 6)])[0], first[1])
+    # Not bit for bit: seen to differ in the last digits where many tests had run before. Another's state is off by far.
+    assert torch.allclose(runner.forward([Row(again, 6)])[0], first[1], atol=1e-4)
 
 
 @pytest.mark.parametrize(("family", "whole"), [("jamba", True), ("mamba2", False), ("nemotron_h", False)])
