@@ -17,7 +17,8 @@ from msgspec import Meta
 from kvflow.engine.scheduler.params import SamplingParams, TokenOut
 from kvflow.protocols.arguments import CheckedPrompt
 from kvflow.protocols.errors import Cause, WireError
-from kvflow.protocols.wire.messages import MAX_FRAME_BYTES, Life, RankNumber
+from kvflow.protocols.wire import codec
+from kvflow.protocols.wire.messages import Life, RankNumber
 from kvflow.protocols.wire.ranks import PoolShape
 
 MAX_ROWS = 1 << 14  # prompts of one step
@@ -117,26 +118,9 @@ class End(msgspec.Struct, frozen=True, array_like=True, kw_only=True, tag=14):
 
 ToFirst = Hello | FirstToken | StepFailed | Status
 ToOthers = Begin | Plan | Drop | End
-encode = msgspec.msgpack.Encoder().encode
-
-
-def _parser(messages: Any) -> Callable[[bytes], Any]:
-    decode = msgspec.msgpack.Decoder(messages).decode
-
-    def parse(frame: bytes) -> Any:
-        """Raises: WireError."""
-        if len(frame) > MAX_FRAME_BYTES:
-            raise WireError(f"frame of {len(frame)} bytes is over the limit of {MAX_FRAME_BYTES}")
-        try:
-            return decode(frame)
-        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-            raise WireError(f"cannot decode a {len(frame)}-byte frame: {error}") from None
-
-    return parse
-
-
-parse_at_first: Callable[[bytes], ToFirst] = _parser(ToFirst)
-parse_at_others: Callable[[bytes], ToOthers] = _parser(ToOthers)
+encode = codec.encode
+parse_at_first: Callable[[bytes], ToFirst] = codec.parser(ToFirst)
+parse_at_others: Callable[[bytes], ToOthers] = codec.parser(ToOthers)
 
 
 class GroupPrompt(msgspec.Struct, frozen=True, array_like=True, tag=21):

@@ -18,7 +18,8 @@ _encoder = msgspec.msgpack.Encoder()
 encode = _encoder.encode
 
 
-def _parser(messages: Any) -> Callable[[bytes], Any]:
+def parser(messages: Any) -> Callable[[bytes], Any]:
+    """What turns a frame into one of a union of messages. Raises, when called: WireError."""
     decode = msgspec.msgpack.Decoder(messages).decode
 
     def parse(frame: bytes) -> Any:
@@ -33,10 +34,10 @@ def _parser(messages: Any) -> Callable[[bytes], Any]:
     return parse
 
 
-parse_at_prefill: Callable[[bytes], ToPrefill] = _parser(ToPrefill)
-parse_at_decode: Callable[[bytes], ToDecode] = _parser(ToDecode)
-parse_at_leader: Callable[[bytes], ToLeader] = _parser(ToLeader)
-parse_at_member: Callable[[bytes], ToMember] = _parser(ToMember)
+parse_at_prefill: Callable[[bytes], ToPrefill] = parser(ToPrefill)
+parse_at_decode: Callable[[bytes], ToDecode] = parser(ToDecode)
+parse_at_leader: Callable[[bytes], ToLeader] = parser(ToLeader)
+parse_at_member: Callable[[bytes], ToMember] = parser(ToMember)
 
 
 def prompt_digest(token_ids: Sequence[int] | NDArray[np.integer[Any]]) -> bytes:
