@@ -9,7 +9,7 @@ import os
 import signal
 import sys
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 import msgspec
 
@@ -169,3 +169,29 @@ async def _line_from(descriptor: int) -> bytes:
         return await reader.readline()
     finally:
         transport.close()
+
+
+async def start_together(children: Iterable[tuple[Child, Mapping[str, str]]], timeout_s: float) -> None:
+    """Start children, each with its environment; when one cannot start, the others are not waited for.
+
+    Raises: ChildEndedError, TimeoutError.
+    """
+    starts = [asyncio.create_task(child.start(environment, timeout_s)) for child, environment in children]
+    try:
+        await asyncio.gather(*starts)
+    finally:
+        for start in starts:
+            start.cancel()
+        await asyncio.wait(starts)
+
+
+async def first_end(children: Iterable[Child]) -> ChildEndedError:
+    """Return when the first of them ends, with how it ended."""
+    waits = [asyncio.create_task(child.wait_for_end()) for child in children]
+    try:
+        done, _ = await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+        return done.pop().result()
+    finally:
+        for wait in waits:
+            wait.cancel()
+        await asyncio.wait(waits)

@@ -31,20 +31,18 @@ from kvflow.engine.scheduler.prefill_steps import PrefillSteps
 from kvflow.handlers.group import LeaderShell, MemberShell, OpenRoom
 from kvflow.handlers.rooms import PrefillRoom
 from kvflow.launch.child import ChildEndedError
-from kvflow.launch.parts import Parts, card_of, loaded, plane_of, staged
+from kvflow.launch.parts import Parts, card_of, loaded
 from kvflow.launch.process import Ready, StopSignals, announce
 from kvflow.launch.ranks import RankProcesses, RankSpec
-from kvflow.launch.services import PREFILL_STAGING_BYTES, Control, bind_control
+from kvflow.launch.services import Control, bind_control, prefill_node
 from kvflow.node import PrefillNode
 from kvflow.protocols.errors import Cause, KvflowError
 from kvflow.protocols.group_leader import GroupLeader
 from kvflow.protocols.group_member import GroupMember, TicketKey
-from kvflow.protocols.limits import Bounds, Timing
 from kvflow.protocols.ports import ControlSocket
 from kvflow.protocols.wire.messages import Incarnation, Rank, RoomId
 from kvflow.protocols.wire.ranks import RankInfo
 from kvflow.server.http.group_service import GroupPrefillService
-from kvflow.server.http.listening import reachable
 from kvflow.transports.control.curve import ControlKey, open_new_key, read_key
 from kvflow.transports.control.registry import RankTable
 from kvflow.transports.control.zmq import bind_router, connect_dealer
@@ -283,24 +281,7 @@ async def _rank(spec: RankSpec, stack: AsyncExitStack, control: Control) -> _Ran
     part = ModelPart(rank // spec.shards, spec.stages, rank % spec.shards, spec.shards)
     meeting = Meeting(Path(spec.meeting), spec.attempt)
     parts = await stack.enter_async_context(loaded(settings, part, meeting))
-    staging = await stack.enter_async_context(staged(settings, parts, PREFILL_STAGING_BYTES))
-    pool = parts.pool
-    node = PrefillNode(
-        pool,
-        plane_of(settings, pool if staging is None else staging.host),
-        host=settings.host,
-        port=control[1],
-        rank=rank,
-        world_size=part.ranks,
-        model=settings.model_name,
-        timing=Timing(rendezvous_s=settings.rendezvous_s),
-        bounds=Bounds(pinned_share=settings.max_pinned_share),
-        verify_transfers=settings.verify_transfers,
-        staging=staging,
-        advertise=reachable(settings.host),
-        bind=lambda _host, _port: control,
-    )
-    stack.push_async_callback(node.close)
+    node = await prefill_node(parts, settings, control, stack, rank=rank, world_size=part.ranks)
     await node.start()
     return _Rank(node, parts)
 

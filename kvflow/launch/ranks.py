@@ -11,7 +11,7 @@ from collections.abc import Callable
 import msgspec
 
 from kvflow.config.settings import Settings
-from kvflow.launch.child import Child, ChildEndedError
+from kvflow.launch.child import Child, ChildEndedError, first_end, start_together
 
 RANK = "KVFLOW_RANK"  # the environment variable that tells a child what it is
 COMMAND = "prefill-rank"
@@ -82,7 +82,7 @@ class RankProcesses:
             try:
                 await self._all_started(ranks, attempt)
                 started = True
-                error = await self._first_end(ranks)
+                error = await first_end(self.children[rank] for rank in ranks)
             except ChildEndedError as ended:
                 error = ended
             for rank in ranks:
@@ -109,24 +109,8 @@ class RankProcesses:
         starts = []
         for rank in ranks:
             spec = msgspec.structs.replace(self._first, rank=rank, attempt=attempt)
-            environment = {**os.environ, RANK: msgspec.json.encode(spec).decode()}
-            starts.append(asyncio.create_task(self.children[rank].start(environment, START_S)))
-        try:
-            await asyncio.gather(*starts)
-        finally:
-            for start in starts:
-                start.cancel()
-            await asyncio.wait(starts)
-
-    async def _first_end(self, ranks: list[int]) -> ChildEndedError:
-        waits = [asyncio.create_task(self.children[rank].wait_for_end()) for rank in ranks]
-        try:
-            done, _ = await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
-            return done.pop().result()
-        finally:
-            for wait in waits:
-                wait.cancel()
-            await asyncio.wait(waits)
+            starts.append((self.children[rank], {**os.environ, RANK: msgspec.json.encode(spec).decode()}))
+        await start_together(starts, START_S)
 
 
 def _names(ranks: list[int]) -> str:

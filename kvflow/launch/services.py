@@ -18,7 +18,7 @@ from kvflow.transports.control.curve import read_key
 from kvflow.transports.control.registry import RegistryClient
 from kvflow.transports.control.zmq import ZmqSocket, bind_router, connect_dealer
 
-PREFILL_STAGING_BYTES = 256 << 20  # slices for some twenty decodes
+_PREFILL_STAGING_BYTES = 256 << 20  # slices for some twenty decodes
 Control = tuple[ZmqSocket, int]
 """Prefill's control endpoint and its port."""
 
@@ -26,6 +26,34 @@ Control = tuple[ZmqSocket, int]
 def bind_control(settings: Settings) -> Control:
     """Raises: MisuseError for a port in use, or a key file that is none."""
     return bind_router(settings.host, settings.control_port, read_key(settings.control_key_file))
+
+
+async def prefill_node(
+    parts: Parts, settings: Settings, control: Control, stack: AsyncExitStack, *, rank: int = 0, world_size: int = 1
+) -> PrefillNode:
+    """A prefill's node over its pool, with staging where that is needed; not started yet, and closed with `stack`.
+
+    Raises: MisuseError.
+    """
+    staging = await stack.enter_async_context(staged(settings, parts, _PREFILL_STAGING_BYTES))
+    pool = parts.pool
+    node = PrefillNode(
+        pool,
+        plane_of(settings, pool if staging is None else staging.host),
+        host=settings.host,
+        port=control[1],
+        rank=rank,
+        world_size=world_size,
+        model=settings.model_name,
+        timing=Timing(rendezvous_s=settings.rendezvous_s),
+        bounds=Bounds(pinned_share=settings.max_pinned_share),
+        verify_transfers=settings.verify_transfers,
+        staging=staging,
+        advertise=reachable(settings.host),
+        bind=lambda _host, _port: control,
+    )
+    stack.push_async_callback(node.close)
+    return node
 
 
 @asynccontextmanager
@@ -36,21 +64,7 @@ async def prefill_over(parts: Parts, settings: Settings, control: Control) -> As
     model, pool, executor = parts
     async with AsyncExitStack() as stack:
         stack.callback(control[0].close)
-        staging = await stack.enter_async_context(staged(settings, parts, PREFILL_STAGING_BYTES))
-        node = PrefillNode(
-            pool,
-            plane_of(settings, pool if staging is None else staging.host),
-            host=settings.host,
-            port=settings.control_port,
-            model=settings.model_name,
-            timing=Timing(rendezvous_s=settings.rendezvous_s),
-            bounds=Bounds(pinned_share=settings.max_pinned_share),
-            verify_transfers=settings.verify_transfers,
-            staging=staging,
-            advertise=reachable(settings.host),
-            bind=lambda _host, _port: control,
-        )
-        stack.push_async_callback(node.close)
+        node = await prefill_node(parts, settings, control, stack)
         engine = PrefillEngine(
             model, pool, pool.pages, executor,
             chunk_tokens=settings.chunked_prefill_size, max_batch_tokens=settings.max_batch_tokens,

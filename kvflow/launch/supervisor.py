@@ -19,7 +19,7 @@ import msgspec
 
 from kvflow.config.settings import FIELDS_OF_ROLE, Settings, flag_of
 from kvflow.demo_model import DEMO_MODEL_DIR
-from kvflow.launch.child import Child, ChildEndedError
+from kvflow.launch.child import Child, ChildEndedError, first_end, start_together
 from kvflow.launch.process import StopSignals
 from kvflow.server.http.listening import bound_socket
 from kvflow.transports.control.curve import open_new_key
@@ -70,14 +70,7 @@ class Fleet:
 
     async def wait_for_end(self) -> ChildEndedError:
         """Return when the first role ends, with how it ended."""
-        waits = [asyncio.create_task(child.wait_for_end()) for child in self.children]
-        try:
-            done, _ = await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
-            return done.pop().result()
-        finally:
-            for wait in waits:
-                wait.cancel()
-            await asyncio.wait(waits)
+        return await first_end(self.children)
 
     async def stop(self, forced: asyncio.Event | None = None) -> None:
         """Stop the router first, so that no new request arrives, then all workers; once `forced` is set, kill all."""
@@ -147,13 +140,7 @@ class Fleet:
         environment = dict(os.environ)
         if self._settings.api_key:
             environment["KVFLOW_API_KEY"] = self._settings.api_key
-        starts = [asyncio.create_task(child.start(environment, self._settings.start_timeout_s)) for child in children]
-        try:
-            await asyncio.gather(*starts)
-        finally:
-            for start in starts:
-                start.cancel()
-            await asyncio.wait(starts)
+        await start_together([(child, environment) for child in children], self._settings.start_timeout_s)
 
     async def _healthy(self) -> None:
         async with asyncio.timeout(self._settings.start_timeout_s), aiohttp.ClientSession() as session:
