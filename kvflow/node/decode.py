@@ -25,7 +25,7 @@ from kvflow.protocols.limits import Bounds, Timing, check_time
 from kvflow.protocols.pages.layout import PageIndices
 from kvflow.protocols.ports import Checksums, DataPlane, PageStore
 from kvflow.protocols.wire.messages import room_id
-from kvflow.protocols.wire.ranks import RankInfo, group_for
+from kvflow.protocols.wire.ranks import RankInfo, group_for, groups_to_tell
 from kvflow.transports.control.zmq import connect_dealer
 
 log = logging.getLogger(__name__)
@@ -194,22 +194,30 @@ class DecodeNode(Node[DecodeShell]):
         return self._open(room, prefill, prompt, deadline_s, prefix_tokens, pages, dp_rank, held_back=True)
 
     def refuse(self, room: int, prefill: str | Sequence[RankInfo], cause: Cause, *, dp_rank: int | None = None) -> None:
-        """A request that is refused here: its prefill legs are told why, at once. Raises: MisuseError."""
+        """A request that is refused here: its prefill legs are told why, at once; those of every group, where there is
+        none of number `dp_rank`. Raises: MisuseError."""
         shell, number = self._open_shell, room_id(room)
-        group = functools.partial(group_for, room=number, dp_rank=dp_rank)
-        ranks = self._known(prefill, number, dp_rank) if isinstance(prefill, str) else group(prefill)
-        if ranks is not None:
+        every = self._ranks.get(prefill) if isinstance(prefill, str) else prefill
+        groups = None if every is None else groups_to_tell(every, number, dp_rank)
+        if isinstance(prefill, str) and not (groups and self._all_linked(groups)):
+            told = self._refuse_at(number, prefill, dp_rank, cause)
+            shell.spawn(told, f"kvflow-refuse-{number}", of_caller=True)
+            return
+        for ranks in groups or ():
             shell.refuse(number, ranks, cause)
-        elif isinstance(prefill, str):
-            shell.spawn(self._refuse_at(number, prefill, group, cause), f"kvflow-refuse-{number}", of_caller=True)
 
-    async def _refuse_at(self, room: int, prefill: str, group: Group, cause: Cause) -> None:
+    async def _refuse_at(self, room: int, prefill: str, dp_rank: int | None, cause: Cause) -> None:
         try:
-            ranks = group(await self._ask(prefill))
+            groups = groups_to_tell(await self._ask(prefill), room, dp_rank)
         except KvflowError as error:
             log.info("cannot tell prefill %s that room %d is refused: %s", prefill, room, error)
         else:
-            self.shell.refuse(room, ranks, cause)
+            for ranks in groups:
+                self.shell.refuse(room, ranks, cause)
+
+    def _all_linked(self, groups: Sequence[Sequence[RankInfo]]) -> bool:
+        find = self.shell.endpoint.core.links.find
+        return all(find(info) is not None for ranks in groups for info in ranks)
 
     def _open(
         self,

@@ -54,13 +54,14 @@ class DecodeThread(NodeThread[DecodeNode, DecodeRoom, DecodeThreadRoom]):
         pages: Sequence[int] | PageIndices = NO_PAGES,
         prefix_tokens: int = 0,
         deadline_s: float | None = None,
+        dp_rank: int | None = None,
         context: Any = None,
     ) -> DecodeThreadRoom:
         """Lend `pages`, those of the prompt after its first `prefix_tokens`, to `prefill`. See `DecodeNode.room`.
 
         Raises: MisuseError. Every other refusal is a failed event.
         """
-        handle, opened = self._prepare(room, prefill, prompt, prefix_tokens, deadline_s, context)
+        handle, opened = self._prepare(room, prefill, prompt, prefix_tokens, deadline_s, dp_rank, context)
         mine = own_pages(pages, self.pool.layout, handle.room, handle.num_pages)
         self.check_places(mine)
         handle.pages, handle.offered = mine, True
@@ -75,11 +76,12 @@ class DecodeThread(NodeThread[DecodeNode, DecodeRoom, DecodeThreadRoom]):
         prompt: TokenIds,
         prefix_tokens: int = 0,
         deadline_s: float | None = None,
+        dp_rank: int | None = None,
         context: Any = None,
     ) -> DecodeThreadRoom:
         """As `open`, for a request whose pages are not there yet: prefill's half waits until `offer` brings them, or
         `close` says why they will not come. Raises: MisuseError."""
-        handle, opened = self._prepare(room, prefill, prompt, prefix_tokens, deadline_s, context)
+        handle, opened = self._prepare(room, prefill, prompt, prefix_tokens, deadline_s, dp_rank, context)
         self._post_open(handle, lambda node: opened(node.announce), NO_PAGES)
         return handle
 
@@ -98,10 +100,11 @@ class DecodeThread(NodeThread[DecodeNode, DecodeRoom, DecodeThreadRoom]):
             if not thread.post(partial(self._offer, room, mine)):
                 self.pages.unhold(mine)
 
-    def refuse(self, room: int, *, prefill: str | Sequence[RankInfo], cause: Cause) -> None:
-        """A request that is refused before any page is there: its prefill is told why. Raises: MisuseError."""
+    def refuse(self, room: int, *, prefill: str | Sequence[RankInfo], cause: Cause, dp_rank: int | None = None) -> None:
+        """A request that is refused before any page is there: its prefill is told why. See `DecodeNode.refuse`.
+        Raises: MisuseError."""
         number, ranks = room_id(room), self._prefill(prefill)
-        self._running().post(partial(self._refuse, number, ranks, cause))
+        self._running().post(partial(self._refuse, number, ranks, cause, dp_rank))
 
     def _prepare(
         self,
@@ -110,6 +113,7 @@ class DecodeThread(NodeThread[DecodeNode, DecodeRoom, DecodeThreadRoom]):
         prompt: TokenIds,
         prefix_tokens: int,
         deadline_s: float | None,
+        dp_rank: int | None,
         context: Any,
     ) -> tuple[DecodeThreadRoom, Callable[..., DecodeRoom]]:
         """Check the arguments here; the rest is for the loop: it calls a method of the node with them."""
@@ -122,7 +126,9 @@ class DecodeThread(NodeThread[DecodeNode, DecodeRoom, DecodeThreadRoom]):
             check_time("deadline_s", deadline_s)
 
         def opened(method: Callable[..., DecodeRoom], **more: Any) -> DecodeRoom:
-            return method(number, ranks, ids, deadline_s=deadline_s, prefix_tokens=prefix_tokens, **more)
+            return method(
+                number, ranks, ids, deadline_s=deadline_s, prefix_tokens=prefix_tokens, dp_rank=dp_rank, **more
+            )
 
         return handle, opened
 
@@ -138,11 +144,11 @@ class DecodeThread(NodeThread[DecodeNode, DecodeRoom, DecodeThreadRoom]):
     def _make(self) -> DecodeNode:
         return self._make_node()
 
-    def _refuse(self, room: RoomId, prefill: str | Sequence[RankInfo], cause: Cause) -> None:
+    def _refuse(self, room: RoomId, prefill: str | Sequence[RankInfo], cause: Cause, dp_rank: int | None) -> None:
         if self._closed:
             return  # its connections are gone
         assert self._node is not None
-        self._node.refuse(room, prefill, cause)
+        self._node.refuse(room, prefill, cause, dp_rank=dp_rank)
 
     def _offer(self, room: DecodeThreadRoom, pages: PageIndices) -> None:
         try:

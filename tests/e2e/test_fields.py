@@ -388,6 +388,14 @@ async def _meeting(on: Service, body: str, name: str) -> None:
     assert text_of(await on.ask(body, **{name: lie})) == text_of(await on.ask(body))
 
 
+@of("ctg:routed_dp_rank", "ctg:data_parallel_rank", "ctg:disagg_prefill_dp_rank")
+async def _groups(on: Service, body: str, name: str) -> None:
+    """Both roles of a fleet are one group each."""
+    assert text_of(await on.ask(body, **{name: 0})) == text_of(await on.ask(body))
+    with pytest.raises((openai.BadRequestError, AssertionError), match=rf"400.*{name}: '1' is not an integer in 0..0"):
+        await on.ask(body, **{name: 1})
+
+
 def test_every_field_that_works_has_a_check() -> None:
     assert set(CHECKS) == {(body, name) for body in BODIES for name in names_of(WORKS, body)}
 

@@ -155,7 +155,7 @@ class FakeService:
         hidden = PackedArray.of(np.full((1, 4), token + 0.5, dtype="f4")) if params.hidden_states else None
         return TokenOut(token, -0.5, top, reason, stopped, asked, hidden_states=hidden)
 
-    def refuse(self, room: int, prefill: str, cause: Cause) -> None:
+    def refuse(self, room: int, prefill: str, cause: Cause, dp_rank: int | None = None) -> None:
         self.refused.append((room, cause))
         future = self._meeting.of(room)
         if not future.done():

@@ -211,6 +211,29 @@ def test_refusals_reach_the_other_side() -> None:
         assert prefill.ask(lambda node: len(node.shell.rooms)) == 0
 
 
+def test_a_room_goes_to_the_group_it_names() -> None:
+    source, other, target = pool(), pool(), pool()
+    groups = [kvflow.PrefillThread(one, "local", dp_rank=i, dp_size=2) for i, one in enumerate((source, other))]
+    with groups[0], groups[1] as second, kvflow.DecodeThread(target, "local") as decode:
+        every = [prefill.info for prefill in groups]
+        for number, announced in ((2, False), (4, True)):  # both would go to the first
+            sending = second.open(number, prompt=PROMPT)
+            if announced:
+                room = decode.announce(number, prefill=every, prompt=PROMPT, dp_rank=1)
+                room.offer([3, 4, 5])
+            else:
+                room = decode.open(number, prefill=every, prompt=PROMPT, dp_rank=1, pages=[0, 1, 2])
+            wait_for(second, "matched", sending)
+            sending.send([1, 2, 3], last=True)
+            wait_for(decode, "landed", room)
+        sending = second.open(6, prompt=PROMPT)
+        decode.refuse(6, prefill=every, cause=kvflow.Cause(kvflow.Code.CAPACITY, "too long a queue"), dp_rank=1)
+        failed, _ = wait_for(second, "failed", sending)
+        assert "too long a queue" in str(failed.error)
+        failed, _ = wait_for(decode, "failed", decode.announce(8, prefill=every, prompt=PROMPT, dp_rank=2))
+        assert isinstance(failed.error, kvflow.MisuseError) and "dp_rank 2 is outside 0..1" in str(failed.error)
+
+
 def test_a_decode_finds_its_prefill_by_name_on_any_loop() -> None:
     source, target = pool(), pool()
     resolve = kvflow.RegistryClient().resolve

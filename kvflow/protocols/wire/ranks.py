@@ -37,15 +37,22 @@ class RankInfo(msgspec.Struct, frozen=True):
     dp_size: int = 1
 
 
+class DpRankError(MisuseError):
+    """A room names a group that its prefill does not have."""
+
+    def __init__(self, dp_rank: int, first: RankInfo) -> None:
+        super().__init__(f"dp_rank {dp_rank} is outside 0..{first.dp_size - 1}, the groups of prefill {first.control}")
+
+
 def group_for(ranks: Sequence[RankInfo], room: int, dp_rank: int | None = None) -> Sequence[RankInfo]:
     """Of all ranks of a prefill those that serve a room: the group that was asked for, or else number `room % dp_size`,
     which is what a router and both legs can work out by themselves. Ranks of one group have been chosen already.
 
-    Raises: MisuseError for a group that there is not, LostError for one of which no rank is known.
+    Raises: DpRankError for a group that there is not, LostError for one of which no rank is known.
     """
     size = ranks[0].dp_size if ranks else 1
     if dp_rank is not None and not 0 <= dp_rank < size:
-        raise MisuseError(f"dp_rank {dp_rank} is outside 0..{size - 1}, the groups of prefill {ranks[0].control}")
+        raise DpRankError(dp_rank, ranks[0])
     if size == 1 or (dp_rank is None and len({info.dp_rank for info in ranks}) == 1):
         return ranks
     wanted = room % size if dp_rank is None else dp_rank
@@ -53,6 +60,17 @@ def group_for(ranks: Sequence[RankInfo], room: int, dp_rank: int | None = None) 
     if not found:
         raise LostError(f"no rank of group {wanted} of prefill {ranks[0].control} is known")
     return found
+
+
+def groups_to_tell(ranks: Sequence[RankInfo], room: int, dp_rank: int | None) -> list[Sequence[RankInfo]]:
+    """The groups at which the other half of a refused room may wait: its own; all, where the one it names is none.
+
+    Raises: LostError, as `group_for`.
+    """
+    try:
+        return [group_for(ranks, room, dp_rank)]
+    except DpRankError:
+        return [group_for(ranks, room, group) for group in range(ranks[0].dp_size)]
 
 
 def check_ranks(ranks: Sequence[RankInfo]) -> None:

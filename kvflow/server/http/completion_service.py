@@ -42,6 +42,7 @@ class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True):
 
     room: int
     prefill: str  # "host:port" of the bootstrap registry; a prefill ignores it
+    prefill_dp_rank: int | None = None  # the group of its ranks that serves the room; `room % dp_size` where None
     prompt: PromptIds
     params: SamplingParams
     checked: CheckedPrompt | None = None  # of a long prompt, see `generation_requests.with_digests`
@@ -129,9 +130,10 @@ class CompletionService(Protocol):
         Closing the iterator aborts the room. Raises: KvflowError.
         """
 
-    def refuse(self, room: int, prefill: str, cause: Cause) -> None:
+    def refuse(self, room: int, prefill: str, cause: Cause, dp_rank: int | None = None) -> None:
         """End a room whose request never reached `tokens`, so that the other leg gets the cause. `prefill` is where its
-        registry is, empty when unknown; prefill itself does not look at it. Never raises."""
+        registry is, empty when unknown, `dp_rank` the group there; prefill itself does not look at them. Never
+        raises."""
 
     def abort(self, request: GenerationRequest) -> None:
         """The tokens of `request` are about to be closed: where that would look like a failure to the other leg, it

@@ -17,7 +17,7 @@ from kvflow.memory.allocator import PageAllocator
 from kvflow.node import DecodeNode, PrefillNode
 from kvflow.protocols.errors import Cause, Code, KvflowError
 from kvflow.protocols.machines.decode_room import DecodePhase
-from kvflow.protocols.wire.ranks import RankInfo
+from kvflow.protocols.wire.ranks import DpRankError, RankInfo
 from kvflow.server.http.completion_service import GenerationRequest, ModelCard, Report
 from kvflow.server.http.errors import RequestError
 
@@ -220,7 +220,7 @@ class PrefillService(EngineService[PrefillNode, "PrefillEngine"]):
         if room := self._open_rooms.get(id(request)):
             room.close(Cause(Code.ABORTED, "ended by /abort_request at prefill"))
 
-    def refuse(self, room: int, prefill: str, cause: Cause) -> None:
+    def refuse(self, room: int, prefill: str, cause: Cause, dp_rank: int | None = None) -> None:
         self._node.refuse(room, cause)
 
 
@@ -243,7 +243,13 @@ class DecodeService(EngineService[DecodeNode, "DecodeEngine"]):
             raise error
         # Announced before it waits for pages: prefill's leg waits for as long as this decode lives, or is told why not.
         prompt = request.checked or request.prompt
-        room = self._node.announce(request.room, request.prefill, prompt, deadline_s=self._timeout_s)
+        try:
+            room = self._node.announce(
+                request.room, request.prefill, prompt, deadline_s=self._timeout_s, dp_rank=request.prefill_dp_rank
+            )
+        except DpRankError as error:
+            self._node.counts.room_refused(error.cause())
+            raise self._refused_group(request, error) from None
         self._recent_rooms.add(room)
         admission: Admission | None = None
         try:
@@ -253,6 +259,8 @@ class DecodeService(EngineService[DecodeNode, "DecodeEngine"]):
             room.close(error.cause() if isinstance(error, KvflowError) else None)
             if admission is not None:
                 admission.release()
+            if isinstance(error, DpRankError):  # found out when its registry had answered
+                raise self._refused_group(request, error) from None
             raise
         tokens = self._engine.generate(room, request.prompt, request.params, admission)
         try:
@@ -264,6 +272,12 @@ class DecodeService(EngineService[DecodeNode, "DecodeEngine"]):
             raise
         finally:
             await tokens.aclose()
+
+    def _refused_group(self, request: GenerationRequest, error: DpRankError) -> RequestError:
+        """The error of this leg. Prefill's leg may wait at any group: it is told there."""
+        refused = RequestError(f"disagg_prefill_{error}", param="disagg_prefill_dp_rank")
+        self.refuse(request.room, request.prefill, refused.cause(), request.prefill_dp_rank)
+        return refused
 
     async def _admit(self, request: GenerationRequest, room: DecodeRoom) -> Admission:
         """Wait for a place in the batch and a promise of pages, until the room ends. Raises: KvflowError."""
@@ -282,6 +296,6 @@ class DecodeService(EngineService[DecodeNode, "DecodeEngine"]):
                 await room.opened()  # raises what ended it
             raise
 
-    def refuse(self, room: int, prefill: str, cause: Cause) -> None:
+    def refuse(self, room: int, prefill: str, cause: Cause, dp_rank: int | None = None) -> None:
         if prefill:
-            self._node.refuse(room, prefill, cause)
+            self._node.refuse(room, prefill, cause, dp_rank=dp_rank)

@@ -122,6 +122,15 @@ _WORKS = (
     Field("bootstrap_host", "ctg", "S", "set by the router"),
     Field("bootstrap_port", "ctg", "S", "set by the router"),
     Field("bootstrap_room", "ctg", "S", "set by the router"),
+    Field("routed_dp_rank", "ctg", "S", "the group of this worker, which has one: 0"),
+    Field("data_parallel_rank", "ctg", "S", "as `routed_dp_rank`"),
+    Field(
+        "disagg_prefill_dp_rank",
+        "ctg",
+        "S",
+        "at decode the group of prefill's ranks that serves the room, `bootstrap_room % dp_size` unless given; at "
+        "prefill its own, 0",
+    ),
 )
 
 _NO_TOOLS = "no tool calls"
@@ -267,9 +276,6 @@ _HARMLESS = (
     Field("session_id", "ctg", "SV", _PLACEMENT, example="a"),
     Field("conversation_id", "g", "S", _PLACEMENT, example="a"),
     Field("routing_key", "g", "S", _PLACEMENT, example="a"),
-    Field("data_parallel_rank", "ctg", "S", _PLACEMENT, example=0),
-    Field("routed_dp_rank", "ctg", "S", _PLACEMENT, example=0),
-    Field("disagg_prefill_dp_rank", "ctg", "S", _PLACEMENT, example=0),
     Field("decode_tp_size", "g", "S", _PLACEMENT, example=1),
     Field("bootstrap_pair_key", "g", "S", _PLACEMENT, example="a"),
     Field("http_worker_ipc", "g", "S", _PLACEMENT, example="a"),

@@ -16,6 +16,7 @@ from kvflow.engine.scheduler.limits import EngineLimits
 from kvflow.engine.scheduler.params import MAX_LOGIT_BIAS, BadWords, LogitBias, SamplingParams
 from kvflow.protocols.arguments import CheckedPrompt, check_prompt
 from kvflow.protocols.errors import CapacityError, MisuseError
+from kvflow.protocols.wire.messages import MAX_RANKS
 from kvflow.server.http.completion_service import GenerationRequest, PromptIds
 from kvflow.server.http.errors import CONTEXT_LENGTH_EXCEEDED, RequestError
 from kvflow.server.http.schemas import (
@@ -41,6 +42,8 @@ T = TypeVar("T")
 _NEUTRAL = {"temperature": 1.0, "top_p": 1.0, "top_k": -1, "min_p": 0.0, "repetition_penalty": 1.0}
 _NO_SAMPLING = GenerateSampling()
 _NOT_ASKED: HiddenStates = False
+_DP_RANKS = ("routed_dp_rank", "data_parallel_rank", "disagg_prefill_dp_rank")
+_NO_DP_RANK = -1  # of a body whose own is none: a refusal is told to every group
 _ROOM_MASK = (1 << 63) - 1
 _ROOM_STEP = 0x9E3779B97F4A7C15  # golden-ratio step: rooms derived from one id do not collide with those of another
 
@@ -240,6 +243,7 @@ def generation_requests(
     check_count(len(prompts), choices)
     total = len(prompts) * choices
     _check_answer_ids(body, total)
+    _check_dp_ranks(body, is_decode=limits.generates)
     for prompt, sampling in zip(prompts, params, strict=True):
         limits.check(body, prompt, sampling)
     _check_scores(body, prompts, params, choices, limits)
@@ -252,7 +256,9 @@ def generation_requests(
         room, prefill = _rendezvous(body, i, total, limits.bootstrap_port)
         if room in made:
             raise RequestError(f"bootstrap_room: {room} is given twice; every completion needs a room of its own")
-        made[room] = GenerationRequest(room=room, prefill=prefill, prompt=prompt, params=sampling)
+        made[room] = GenerationRequest(
+            room=room, prefill=prefill, prefill_dp_rank=body.disagg_prefill_dp_rank, prompt=prompt, params=sampling
+        )
     return list(made.values())
 
 
@@ -267,6 +273,19 @@ def _check_scores(
         raise RequestError(
             f"{text} {MAX_SCORES_BYTES}; ask for fewer at each token, or for fewer completions", param=name
         )
+
+
+def _check_dp_ranks(body: Rendezvous, *, is_decode: bool) -> None:
+    """A worker is one DP group, number 0; which of its groups an embedded prefill has, decode hears of its registry."""
+    role = "decode" if is_decode else "prefill"
+    for name in _DP_RANKS:
+        if (given := getattr(body, name)) is None:
+            continue
+        of_another = is_decode and name == "disagg_prefill_dp_rank"
+        most = MAX_RANKS - 1 if of_another else 0
+        if type(given) is not int or not 0 <= given <= most:
+            text = f"{name}: {str(given)[:40]!r} is not an integer in 0..{most}"
+            raise RequestError(text if of_another else f"{text}: this {role} is DP rank 0 of 1", param=name)
 
 
 def _check_answer_ids(body: Rendezvous, total: int) -> None:
@@ -288,9 +307,12 @@ async def with_digests(requests: list[GenerationRequest]) -> list[GenerationRequ
     return [msgspec.structs.replace(request, checked=checked.get(id(request.prompt))) for request in requests]
 
 
-def rooms_of(body: Rendezvous, default_port: int) -> list[tuple[int, str]]:
-    """Every valid room id in a body and "host:port" of its prefill's registry (empty where the body names none), for
-    refusals before there are generation requests."""
+def rooms_of(body: Rendezvous, default_port: int) -> list[tuple[int, str, int | None]]:
+    """Every valid room id in a body, "host:port" of its prefill's registry (empty where the body names none) and the
+    group there, for refusals before there are generation requests."""
+    group = body.disagg_prefill_dp_rank
+    if group is not None and type(group) is not int:
+        group = _NO_DP_RANK
     named = body.bootstrap_room
     total = len(named) if isinstance(named, list) else 0 if named is None else 1
     if total > MAX_COMPLETIONS:  # no leg takes such a body, so that none waits
@@ -298,7 +320,7 @@ def rooms_of(body: Rendezvous, default_port: int) -> list[tuple[int, str]]:
     found = []
     for index in range(total):
         with contextlib.suppress(RequestError):
-            found.append(_rendezvous(body, index, total, default_port))
+            found.append((*_rendezvous(body, index, total, default_port), group))
     return found
 
 

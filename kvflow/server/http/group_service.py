@@ -76,7 +76,7 @@ class GroupPrefillService(EngineService[PrefillNode, "PrefillEngine"]):
         if opened := self._open.get(id(request)):
             opened.close(Cause(Code.ABORTED, "ended by /abort_request at prefill"))
 
-    def refuse(self, room: int, prefill: str, cause: Cause) -> None:
+    def refuse(self, room: int, prefill: str, cause: Cause, dp_rank: int | None = None) -> None:
         self._group.refuse(room, cause)
 
     def end_requests(self) -> None:

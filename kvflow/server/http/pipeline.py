@@ -186,9 +186,9 @@ class CompletionPipeline(Drainable):
     def _end_rooms(self, body: Rendezvous, error: KvflowError) -> None:
         """End the body's rooms: their other legs wait, and get the cause."""
         rooms = rooms_of(body, self.request_limits.bootstrap_port)
-        name_rooms(room for room, _ in rooms)
-        for room, prefill in rooms:
-            self.service.refuse(room, prefill, error.cause())
+        name_rooms(room for room, _, _ in rooms)
+        for room, prefill, dp_rank in rooms:
+            self.service.refuse(room, prefill, error.cause(), dp_rank)
 
     async def _collect(
         self,
@@ -271,7 +271,7 @@ class CompletionPipeline(Drainable):
             if arrivals.has_begun(index):
                 self.service.abort(request)
             else:
-                self.service.refuse(request.room, request.prefill, _ABORTED)
+                self.service.refuse(request.room, request.prefill, _ABORTED, request.prefill_dp_rank)
             arrivals.stop(index, last=Delta("", (), ABORT))
 
         return self.choices.listed(CURRENT.get().request_id, [call.id_of(i) for i in range(len(requests))], stop)

@@ -47,6 +47,9 @@ class Rendezvous(Body, frozen=True, kw_only=True):
     bootstrap_host: str | list[str | None] | None = None
     bootstrap_port: BootstrapPort | list[BootstrapPort | None] | None = None
     bootstrap_room: Room | list[Room] | None = None
+    routed_dp_rank: Any = None  # these are checked in generation_requests.py too: where one is wrong, the room is read
+    data_parallel_rank: Any = None
+    disagg_prefill_dp_rank: Any = None
 
 
 class GenerateSampling(msgspec.Struct, frozen=True, kw_only=True):

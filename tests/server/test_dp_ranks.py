@@ -1,0 +1,183 @@
+"""Which group of a data-parallel prefill serves a request: decode's routes over nodes and a registry as they ship.
+
+The two groups are embedded, as an engine of its own would have them; `kvflow prefill` is one group.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncGenerator, AsyncIterator
+from contextlib import AsyncExitStack
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+
+import aiohttp
+import pytest
+
+from kvflow.engine.scheduler.limits import EngineLimits
+from kvflow.engine.scheduler.params import TokenOut
+from kvflow.handlers.rooms import DecodeRoom, PrefillRoom
+from kvflow.memory.pool import PagedPool
+from kvflow.node import DecodeNode, PrefillNode
+from kvflow.protocols.arguments import TokenIds
+from kvflow.protocols.errors import Code, KvflowError
+from kvflow.server.http.completion_service import ModelCard
+from kvflow.server.http.engine_services import DecodeService
+from kvflow.testing.pair import small_layout
+from kvflow.transports.control.rank_server import serve_ranks
+from kvflow.transports.control.registry import RankTable, RegistryClient
+from tests.server.fake_service import FakeService, Role, Server, served
+from tests.server.test_generate import post
+
+CARD = ModelCard(path="m", name="m", context_length=128, vocab_size=100)
+PROMPT = [3, 4, 5]
+AT_ONCE_S = 1.0  # a rendezvous lasts five
+
+
+class FirstTokens:
+    """A decode engine that generates what the hand-over says, and nothing more."""
+
+    healthy = True
+    limits = EngineLimits(128, 100, 1, 64, 4)
+
+    async def admit(self, *_: object) -> Any:
+        return SimpleNamespace(release=lambda: None)
+
+    async def generate(self, room: DecodeRoom, *_: object) -> AsyncGenerator[TokenOut, None]:
+        try:
+            yield TokenOut(int(await room.landed()), -0.5, (), "length")
+        finally:
+            room.close()
+
+
+class Groups(NamedTuple):
+    """Two groups of one rank each, at one registry, and a decode behind its HTTP routes."""
+
+    prefills: list[PrefillNode]
+    decode: DecodeNode
+    server: Server
+    session: aiohttp.ClientSession
+    port: int
+
+    def ask(self, room: int, path: str = "/generate", **more: Any) -> asyncio.Task[tuple[int, Any]]:
+        """Decode's leg; it is on its way when this returns."""
+        prompt: dict[str, dict[str, Any]] = {
+            "/generate": {"input_ids": PROMPT, "sampling_params": {"max_new_tokens": 1, "temperature": 0}},
+            "/v1/completions": {"prompt": PROMPT, "max_tokens": 1, "temperature": 0},
+            "/v1/chat/completions": {"messages": [{"role": "user", "content": "w3 w4 w5"}], "max_tokens": 1},
+        }
+        where = {"bootstrap_host": "127.0.0.1", "bootstrap_port": self.port, "bootstrap_room": room}
+        return asyncio.create_task(post(self.session, self.server, {**prompt[path], **where, **more}, path))
+
+    def wait_at(self, group: int, room: int, prompt: TokenIds = PROMPT) -> PrefillRoom:
+        return self.prefills[group].room(room, prompt)
+
+    async def send_from(self, group: int, room: int) -> None:
+        """Prefill's leg. The first token is that group's own."""
+        owned = self.prefills[group].pool.pages
+        pages = owned.take(1, "engine")
+        async with self.wait_at(group, room) as half:
+            await half.matched()
+            half.send(pages, last=True, handoff=str(50 + group).encode())
+            await half.done()
+        owned.give_back(pages, "engine")
+
+
+@pytest.fixture
+async def groups(session: aiohttp.ClientSession) -> AsyncIterator[Groups]:
+    table = RankTable()
+    async with AsyncExitStack() as stack:
+        prefills = []
+        for number in range(2):
+            pool = PagedPool.allocate(small_layout())
+            stack.callback(pool.close)
+            node = await stack.enter_async_context(PrefillNode(pool, "local", dp_rank=number, dp_size=2))
+            table.put(node.info)
+            prefills.append(node)
+        port = await stack.enter_async_context(serve_ranks(table, "127.0.0.1"))
+        pool = PagedPool.allocate(small_layout())
+        stack.callback(pool.close)
+        resolve = RegistryClient().resolve
+        decode = await stack.enter_async_context(DecodeNode(pool, "local", resolve=resolve))
+        service: Any = DecodeService(CARD, decode, FirstTokens(), 30.0)  # type: ignore[arg-type]
+        server = await stack.enter_async_context(served(Role(service).app))
+        yield Groups(prefills, decode, server, session, port)
+        assert pool.pages.at_rest()
+        assert [node.pool.pages.at_rest() for node in prefills] == [True, True]
+
+
+def token_of(answer: Any) -> str:
+    """The text of the only token, by whichever route."""
+    choice = answer["choices"][0] if "choices" in answer else answer
+    return str(choice.get("message", choice).get("content") or choice.get("text"))
+
+
+@pytest.mark.parametrize("path", ["/generate", "/v1/completions", "/v1/chat/completions"])
+async def test_a_room_is_served_by_its_group_or_by_the_one_that_is_named(groups: Groups, path: str) -> None:
+    for room, named, served_by in (
+        (4, {}, 0),
+        (5, {}, 1),
+        (6, {"disagg_prefill_dp_rank": 1}, 1),
+        (7, {"disagg_prefill_dp_rank": 0}, 0),
+        (8, {"disagg_prefill_dp_rank": None, "routed_dp_rank": 0, "data_parallel_rank": 0}, 0),
+    ):
+        leg = groups.ask(room, path, **named)
+        async with asyncio.timeout(5):
+            await groups.send_from(served_by, room)
+        status, answer = await leg
+        assert (status, token_of(answer)) == (200, f"w{50 + served_by}"), (room, answer)
+
+
+async def refused(groups: Groups, room: int, *waiting: PrefillRoom, **named: Any) -> Any:
+    """The error at decode; each of the other legs has it too, at once."""
+    began_s = time.monotonic()
+    status, answer = await groups.ask(room, **named)
+    assert status == 400, answer
+    for leg in waiting:
+        with pytest.raises(KvflowError) as seen:
+            await leg.matched()
+        assert seen.value.code is Code.BAD_REQUEST
+        assert answer["error"]["message"] in str(seen.value)
+        leg.close()
+    assert time.monotonic() - began_s < AT_ONCE_S
+    return answer["error"]
+
+
+async def test_a_group_that_there_is_not_is_refused_at_every_group(groups: Groups) -> None:
+    """Decode alone knows how many there are, when it has asked the registry and when it knows them already."""
+    for room in (10, 12):
+        legs = [groups.wait_at(group, room) for group in range(2)]
+        error = await refused(groups, room, *legs, disagg_prefill_dp_rank=2)
+        assert error["param"] == "disagg_prefill_dp_rank"
+        assert error["message"].startswith("disagg_prefill_dp_rank 2 is outside 0..1, the groups of prefill tcp://")
+    assert groups.decode.counts.refusals == {"bad_request": 2}
+
+
+@pytest.mark.parametrize("given", [-1, 1 << 40, "1", True, 0.5, [0]])
+async def test_what_is_no_rank_is_refused_at_every_group(groups: Groups, given: Any) -> None:
+    legs = [groups.wait_at(group, 10) for group in range(2)]
+    error = await refused(groups, 10, *legs, disagg_prefill_dp_rank=given)
+    assert error["param"] == "disagg_prefill_dp_rank"
+    assert error["message"] == f"disagg_prefill_dp_rank: {str(given)!r} is not an integer in 0..1023"
+
+
+@pytest.mark.parametrize("name", ["routed_dp_rank", "data_parallel_rank"])
+async def test_another_group_of_decodes_than_this_is_refused(groups: Groups, name: str) -> None:
+    """The leg at the group that is named is told."""
+    leg = groups.wait_at(1, 10)
+    error = await refused(groups, 10, leg, **{"disagg_prefill_dp_rank": 1, name: 1})
+    assert error["param"] == name
+    assert error["message"] == f"{name}: '1' is not an integer in 0..0: this decode is DP rank 0 of 1"
+
+
+@pytest.mark.parametrize("name", ["routed_dp_rank", "data_parallel_rank", "disagg_prefill_dp_rank"])
+async def test_another_group_of_prefills_than_this_is_refused_and_decode_is_told(
+    prefill: Role, prefill_server: Server, session: aiohttp.ClientSession, name: str
+) -> None:
+    service: FakeService = prefill.service
+    body = {"text": "w1", "bootstrap_host": "127.0.0.1", "bootstrap_port": 1, "bootstrap_room": 7, name: 1}
+    status, answer = await post(session, prefill_server, body)
+    text = f"{name}: '1' is not an integer in 0..0: this prefill is DP rank 0 of 1"
+    assert (status, answer["error"]["param"], answer["error"]["message"]) == (400, name, text)
+    assert [(room, cause.text) for room, cause in service.refused] == [(7, text)]
