@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import ctypes
 import os
+import sys
+from typing import ClassVar
 
 from kvflow.memory.pool import PagedPool
 from kvflow.protocols.pages.layout import PoolLayout
@@ -62,7 +64,7 @@ def _go_on(write: FakeWrite, outcome: WriteOutcome) -> None:
 
 
 class Credulous(NamedAdapter):
-    """Fences whoever it is asked to."""
+    """Fences any writer that it is asked to."""
 
     def __init__(self) -> None:
         super().__init__("local")
@@ -76,17 +78,48 @@ class _Credulous(LocalPlane):
         return
 
 
-class Leaking(FakeAdapter):
-    """Keeps a descriptor for each route."""
+class Dying(NamedAdapter):
+    """Ends every process but that of the checks."""
+
+    def __init__(self) -> None:
+        super().__init__("local")
 
     def open(self, pool: PagedPool, rate_bytes_per_s: float | None) -> DataPlane:
-        return _Leaking(self._network)
+        if sys.argv[0].endswith("process.py"):
+            os._exit(3)
+        return super().open(pool, rate_bytes_per_s)
+
+
+class _OnFakes(FakeAdapter):
+    """Opens planes of a class of its own, in which one thing is wrong."""
+
+    plane: ClassVar[type[FakePlane]]
+
+    def open(self, pool: PagedPool, rate_bytes_per_s: float | None) -> DataPlane:
+        return self.plane(self._network)
 
 
 class _Leaking(FakePlane):
     async def connect(self, address: PlaneAddress, layout: PoolLayout) -> FakeRoute:
         os.dup(0)
         return await super().connect(address, layout)
+
+
+class Leaking(_OnFakes):
+    """Keeps a descriptor for each route."""
+
+    plane = _Leaking
+
+
+class _Broken(FakePlane):
+    async def connect(self, address: PlaneAddress, layout: PoolLayout) -> FakeRoute:
+        raise ValueError("a bug of its own")
+
+
+class Broken(_OnFakes):
+    """Raises what no plane may."""
+
+    plane = _Broken
 
 
 class Forgetful(FakeAdapter):
@@ -97,13 +130,6 @@ class Forgetful(FakeAdapter):
         return {"writes": len(plane.started)}
 
 
-class Hanging(FakeAdapter):
-    """Does not end its writes when it is closed."""
-
-    def open(self, pool: PagedPool, rate_bytes_per_s: float | None) -> DataPlane:
-        return _Hanging(self._network)
-
-
 class _Hanging(FakePlane):
     def began(self, write: FakeWrite) -> None:
         write.move(write.page_bytes)
@@ -112,11 +138,10 @@ class _Hanging(FakePlane):
         return
 
 
-class Reopening(FakeAdapter):
-    """Writes through a route that was closed."""
+class Hanging(_OnFakes):
+    """Does not end its writes when it is closed."""
 
-    def open(self, pool: PagedPool, rate_bytes_per_s: float | None) -> DataPlane:
-        return _Reopening(self._network)
+    plane = _Hanging
 
 
 class _Reopening(FakePlane):
@@ -126,11 +151,16 @@ class _Reopening(FakePlane):
         return route
 
 
-class Mute(FakeAdapter):
+class Reopening(_OnFakes):
+    """Writes through a route that was closed."""
+
+    plane = _Reopening
+
+
+class Mute(_OnFakes):
     """Answers none of the three questions: they are not in this module's docstring."""
 
-    def open(self, pool: PagedPool, rate_bytes_per_s: float | None) -> DataPlane:
-        return _Hanging(self._network)
+    plane = _Hanging
 
 
 def _not_an_adapter() -> int:

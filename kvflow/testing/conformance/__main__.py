@@ -11,7 +11,7 @@ from typing import Any
 
 import msgspec
 
-from kvflow.protocols.errors import KvflowError, MisuseError
+from kvflow.protocols.errors import MisuseError
 from kvflow.testing.conformance import CHECKS, Bench, Check, NotRunError
 
 OK, FAILED, NOT_RUN = "ok", "FAILED", "not run"
@@ -22,39 +22,42 @@ def main(arguments: list[str] | None = None) -> int:
     names = ", ".join(check.name for check in CHECKS)
     parser = argparse.ArgumentParser(prog="python -m kvflow.testing.conformance", description="Prove a data plane.")
     parser.add_argument("--plane", action="append", required=True, help="a name, or module:factory; may be repeated")
-    parser.add_argument("--rooms", type=int, default=1000, help="rooms over all endings (default: %(default)s)")
+    parser.add_argument("--rooms", type=_rooms, default=1000, help="rooms over all endings (default: %(default)s)")
     parser.add_argument("--seed", type=int, default=None, help="of pages and rooms (default: a random one)")
     parser.add_argument("--only", action="append", metavar="CHECK", help=f"one of: {names}; may be repeated")
     parser.add_argument("--json", action="store_true", help="one JSON object on stdout")
-    told = parser.parse_args(arguments)
-    seed = told.seed if told.seed is not None else random.SystemRandom().randrange(1 << 32)
-    if unknown := set(told.only or ()) - {check.name for check in CHECKS}:
+    given = parser.parse_args(arguments)
+    seed = given.seed if given.seed is not None else random.SystemRandom().randrange(1 << 32)
+    if unknown := set(given.only or ()) - {check.name for check in CHECKS}:
         parser.error(f"--only {sorted(unknown)[0]!r}: there are {names}")
-    chosen = [check for check in CHECKS if not told.only or check.name in told.only]
+    chosen = [check for check in CHECKS if not given.only or check.name in given.only]
     reports: dict[str, dict[str, Any]] = {}
-    for plane in told.plane:
-        if not told.json:
+    for plane in given.plane:
+        if not given.json:
             _say(f"{plane} (seed {seed})")
         try:
-            reports[plane] = asyncio.run(prove(plane, chosen, seed, told.rooms, quiet=told.json))
+            reports[plane] = asyncio.run(prove(plane, chosen, seed, given.rooms, quiet=given.json))
         except MisuseError as error:
             sys.stderr.write(f"{error}\n")
             return 2
-    if told.json:
+    if given.json:
         _say(msgspec.json.encode({"seed": seed, "planes": reports}).decode())
-    return int(any(found["how"] == FAILED for report in reports.values() for found in report.values()))
+    return int(any(found["status"] == FAILED for report in reports.values() for found in report.values()))
 
 
 async def prove(plane: str, checks: list[Check], seed: int, rooms: int, *, quiet: bool) -> dict[str, dict[str, Any]]:
-    """Run the checks one after the other; {check: {"how", "told", "seconds"}}. Raises: MisuseError (no such plane)."""
+    """Run the checks one after the other; returns {check: {"status", "detail", "seconds"}}.
+
+    Raises: MisuseError (no such plane).
+    """
     unavailable = Bench(plane).adapter.unavailable_reason()
     report: dict[str, dict[str, Any]] = {}
     for check in checks:
         began = time.monotonic()
-        how, text = (NOT_RUN, unavailable) if unavailable else await _run(check, Bench(plane, seed, rooms))
-        report[check.name] = {"how": how, "told": text, "seconds": round(time.monotonic() - began, 2)}
+        status, detail = (NOT_RUN, unavailable) if unavailable else await _run(check, Bench(plane, seed, rooms))
+        report[check.name] = {"status": status, "detail": detail, "seconds": round(time.monotonic() - began, 2)}
         if not quiet:
-            _say(f"  {how:<8} {check.name}: {text}".replace("\n", "\n           "))
+            _say(f"  {status:<8} {check.name}: {detail}".replace("\n", "\n           "))
     return report
 
 
@@ -63,8 +66,14 @@ async def _run(check: Check, bench: Bench) -> tuple[str, str]:
         return OK, await check.run(bench)
     except NotRunError as error:
         return NOT_RUN, str(error)
-    except (AssertionError, KvflowError, TimeoutError, OSError) as error:
+    except Exception as error:  # noqa: BLE001 - a plane may raise anything; the other checks are still to run
         return FAILED, f"{type(error).__name__}: {error}"
+
+
+def _rooms(text: str) -> int:
+    if not text.isdecimal() or not int(text):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of rooms, 1 at least")
+    return int(text)
 
 
 def _say(text: str) -> None:

@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import asyncio
-import base64
 import gc
 import json
 import os
 import signal
 import sys
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from typing import Any, Protocol
 
 import msgspec
 
-from kvflow.protocols.pages.layout import PageIndices, PoolLayout
+from kvflow.protocols.errors import LostError
+from kvflow.protocols.pages.layout import Order, PoolLayout
 from kvflow.protocols.ports import PlaneAddress
 from kvflow.testing.conformance.adapter import Adapter, NotRunError
 from kvflow.testing.conformance.station import Side, Station
@@ -46,17 +46,21 @@ class ProcessPeer:
         self.address: PlaneAddress
         self.layout: PoolLayout
 
+    async def start(self) -> None:
+        """Wait until it has exported its pool. Raises: LostError when it has ended instead."""
+        self.address, self.layout = msgspec.json.decode(await self._line(), type=tuple[PlaneAddress, PoolLayout])
+
     async def ask(self, *command: object) -> Any:
-        assert self.process.stdin is not None and self.process.stdout is not None
+        """Raises: LostError when it has ended instead of answering; its standard error says why."""
+        assert self.process.stdin is not None
         self.process.stdin.write(json.dumps(command).encode() + b"\n")
-        return json.loads(await self.process.stdout.readline())
+        return json.loads(await self._line())
 
-    async def bytes_of(self, which: PageIndices) -> bytes:
-        return base64.b64decode(await self.ask("read", which.tolist()))
-
-    async def connect(self, side: Side) -> None:
-        """Let it write into our pool."""
-        assert await self.ask("connect", msgspec.to_builtins((side.address, side.layout))) == "connected"
+    async def _line(self) -> bytes:
+        assert self.process.stdout is not None
+        if not (line := await self.process.stdout.readline()):
+            raise LostError("the peer's process has ended where an answer of it was awaited")
+        return line
 
     async def kill(self) -> None:
         self.process.kill()
@@ -92,28 +96,25 @@ class ObjectPeer:
 @asynccontextmanager
 async def spawned(
     plane: str,
-    order: str = "page_first",
+    order: Order = "page_first",
     rate: float | None = None,
     *,
     prefix: Sequence[str] = (),
     host: str = "127.0.0.1",
-    env: Mapping[str, str] | None = None,
 ) -> AsyncIterator[ProcessPeer]:
     """A station in a process. `plane` is as `load_adapter` takes it; `prefix` a command that runs the process; `host`
     the address others reach it at."""
     gc.collect()  # an engine that is garbage cannot be freed by a forked child, which has none of its threads
     process = await asyncio.create_subprocess_exec(
         *(*prefix, sys.executable, "-m", "kvflow.testing.conformance.process", plane, order, str(rate or 0), host),
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path)), **(env or {})},
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
         stdin=asyncio.subprocess.PIPE,
         stdout=asyncio.subprocess.PIPE,
         limit=1 << 26,
     )
     try:
         peer = ProcessPeer(process)
-        assert process.stdout is not None
-        line = await process.stdout.readline()
-        peer.address, peer.layout = msgspec.json.decode(line, type=tuple[PlaneAddress, PoolLayout])
+        await peer.start()
         yield peer
     finally:
         assert process.stdin is not None
