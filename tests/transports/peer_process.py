@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 
+from kvflow.protocols.pages.layout import Order
 from kvflow.testing.conformance import peer, station
 from kvflow.testing.conformance.peer import spawned
 from kvflow.testing.conformance.station import NUM_PAGES, PAGE_SIZE, STREAMS, pages
@@ -18,7 +19,7 @@ Peer = peer.ProcessPeer
 class Side(station.Side):
     """A pool and a plane in this process, exported."""
 
-    def __init__(self, backend: str, order: str, rate: float | None, host: str = "127.0.0.1") -> None:
+    def __init__(self, backend: str, order: Order, rate: float | None, host: str = "127.0.0.1") -> None:
         super().__init__(lambda pool, rate: open_plane(backend, pool.segment, rate, host), order, rate)
 
 

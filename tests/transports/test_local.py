@@ -17,6 +17,7 @@ from kvflow.memory.pool import PagedPool
 from kvflow.protocols.errors import LayoutError, TransferError
 from kvflow.protocols.pages.layout import build_layout
 from kvflow.protocols.ports import WriteOutcome
+from kvflow.testing.conformance.bench import let_write
 from kvflow.transports.data import local
 from kvflow.transports.data.local import LocalPlane
 from kvflow.transports.data.route import BlockList
@@ -162,7 +163,7 @@ async def test_offsets_from_the_wire_are_checked_against_the_real_segment(side: 
 
 async def test_a_child_of_the_writer_has_no_way_in(side: Side) -> None:
     async with spawned("local") as peer:
-        await peer.connect(side)
+        await let_write(peer, side)
         child = await peer.ask("fork")
         segment = side.pool.segment
         assert segment is not None

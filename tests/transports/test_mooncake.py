@@ -19,6 +19,7 @@ import pytest
 from kvflow.protocols.errors import LayoutError, MisuseError, TransferError
 from kvflow.protocols.pages.layout import build_layout
 from kvflow.protocols.ports import DataPlane, PlaneAddress, Write, WriteOutcome
+from kvflow.testing.conformance.bench import bytes_of, let_write
 from kvflow.testing.freezing import freeze
 from kvflow.transports.data.mooncake import plane as mooncake
 from kvflow.transports.data.mooncake.route import MooncakeRoute
@@ -69,7 +70,7 @@ async def test_a_cancelled_write_waits_for_a_frozen_receiver_at_little_cost() ->
         peer.process.send_signal(signal.SIGCONT)
         assert await asyncio.wait_for(asyncio.shield(stuck.done), 10) in (WriteOutcome.CANCELLED, WriteOutcome.LANDED)
         assert await asyncio.wait_for(asyncio.shield(write.done), 10) in (WriteOutcome.CANCELLED, WriteOutcome.LANDED)
-        landed = np.frombuffer(await peer.bytes_of(EVERYTHING), dtype=np.uint8)
+        landed = np.frombuffer(await bytes_of(peer, EVERYTHING), dtype=np.uint8)
         assert max(stuck.landed_bytes, side.pool.layout.page_bytes) == np.count_nonzero(landed)
     await side.close()
 
@@ -126,7 +127,7 @@ async def test_a_session_of_another_process_is_not_used_again() -> None:
         for _ in range(2):
             route = await side.plane.connect(peer.address, peer.layout)
             assert await asyncio.shield(route.write(pages(3), pages(4)).done) is WriteOutcome.LANDED
-        assert await peer.bytes_of(pages(4)) == side.pool.pages_bytes(pages(3)).tobytes()
+        assert await bytes_of(peer, pages(4)) == side.pool.pages_bytes(pages(3)).tobytes()
         assert len(side.plane._engines) == 2
         landed = await peer.ask("landed")
         write = stale.write(pages(5), pages(6))  # meant for the last owner
@@ -150,7 +151,7 @@ async def test_a_peer_of_another_host_is_reached_whatever_its_pid_means_here(pid
         there = msgspec.structs.replace(there, process=msgspec.structs.replace(there.process, pid=pid))
         route = await side.plane.connect(there, peer.layout)
         assert await asyncio.shield(route.write(pages(3), pages(4)).done) is WriteOutcome.LANDED
-        assert await peer.bytes_of(pages(4)) == side.pool.pages_bytes(pages(3)).tobytes()
+        assert await bytes_of(peer, pages(4)) == side.pool.pages_bytes(pages(3)).tobytes()
         with pytest.raises(TransferError, match="another host"):
             await side.plane.fence(there)
     await side.close()
@@ -265,7 +266,7 @@ def _burn(stop: threading.Event) -> None:
 async def _kill_a_forked_writer(side: Side, *prefix: str, host: str = "127.0.0.1") -> None:
     async with spawned("mooncake", prefix=prefix, host=host) as peer:
         await peer.ask("fill", 8)
-        await peer.connect(side)
+        await let_write(peer, side)
         for _ in range(4):  # then all of its connections are open, and its child inherits them
             await peer.ask("write", EVERYTHING.tolist(), EVERYTHING.tolist())
             assert (await peer.ask("done"))[0] == "landed"
@@ -322,12 +323,12 @@ async def test_pages_go_both_ways_between_two_hosts(network_namespace: str) -> N
     async with spawned("mooncake", prefix=apart, host="10.213.77.2") as peer:
         route = await side.plane.connect(peer.address, peer.layout)
         assert await asyncio.shield(route.write(pages(3), pages(4)).done) is WriteOutcome.LANDED
-        assert await peer.bytes_of(pages(4)) == side.pool.pages_bytes(pages(3)).tobytes()
+        assert await bytes_of(peer, pages(4)) == side.pool.pages_bytes(pages(3)).tobytes()
         await peer.ask("fill", 8)
-        await peer.connect(side)
+        await let_write(peer, side)
         await peer.ask("write", [5], [6])
         assert (await peer.ask("done"))[0] == "landed"
-        assert side.pool.pages_bytes(pages(6)).tobytes() == await peer.bytes_of(pages(5))
+        assert side.pool.pages_bytes(pages(6)).tobytes() == await bytes_of(peer, pages(5))
         with pytest.raises(TransferError, match="another host"):
             await side.plane.fence(peer.address)
     await side.close()

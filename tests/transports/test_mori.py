@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from kvflow.protocols.errors import LayoutError, MisuseError, TransferError
-from kvflow.protocols.pages.layout import build_layout
+from kvflow.protocols.pages.layout import Order, build_layout
 from kvflow.protocols.ports import WriteOutcome
 from kvflow.testing.conformance.peer import spawned
 from kvflow.testing.conformance.station import NUM_PAGES, Side, pages
@@ -29,7 +29,7 @@ EVERYTHING = np.arange(NUM_PAGES, dtype=np.int32)
 
 
 @asynccontextmanager
-async def sides(order: str = "page_first") -> AsyncIterator[Side]:
+async def sides(order: Order = "page_first") -> AsyncIterator[Side]:
     side = Side(Mori().open, order)
     side.fill(1)
     try:

@@ -14,6 +14,7 @@ import pytest
 
 from kvflow.protocols.errors import LayoutError, MisuseError, TransferError
 from kvflow.protocols.ports import PlaneAddress, WriteOutcome
+from kvflow.testing.conformance.bench import let_write
 from kvflow.testing.freezing import freeze
 from kvflow.transports.data.locators import pack_locator
 from kvflow.transports.data.nixl import library
@@ -122,7 +123,7 @@ async def test_over_tcp_a_write_outlives_its_error(over_tcp: None) -> None:
 async def _stranded(side: Side, peer: Peer) -> None:
     """The peer writes; what it sends stays in the kernel, because our agent is kept from looking."""
     await peer.ask("fill", 8)
-    await peer.connect(side)
+    await let_write(peer, side)
     plane_of(side)._inbound_agent._lock.acquire()
     assert side.landed_bytes() == 0
     await peer.ask("write", EVERYTHING.tolist(), EVERYTHING.tolist())
@@ -176,7 +177,7 @@ async def test_a_dead_writers_child_does_not_keep_its_bytes_coming(transports: s
     for _ in range(3):
         async with spawned("nixl") as peer:
             await peer.ask("fill", 8)
-            await peer.connect(side)
+            await let_write(peer, side)
             await peer.ask("write", EVERYTHING.tolist(), EVERYTHING.tolist())
             assert (await peer.ask("done"))[0] == "landed"
             await peer.ask("fork")
@@ -201,7 +202,7 @@ async def test_both_ways_at_once_and_each_ones_death_is_seen(transports: str) ->
     side = Side("nixl", "page_first", None)
     side.fill(3)
     async with spawned("nixl") as peer:
-        await peer.connect(side)
+        await let_write(peer, side)
         route = await side.plane.connect(peer.address, peer.layout)
         for _ in range(5):
             await peer.ask("write", EVERYTHING[:200].tolist(), EVERYTHING[:200].tolist())
@@ -358,7 +359,7 @@ def test_an_agent_listens_at_its_hosts_interface_only() -> None:
 async def test_an_idle_plane_does_not_look() -> None:
     side = Side("nixl", "page_first", None)
     async with spawned("nixl") as peer:
-        await peer.connect(side)
+        await let_write(peer, side)
         await peer.ask("write", [1], [2])
         assert (await peer.ask("done"))[0] == "landed"
         progress = plane_of(side)._progress

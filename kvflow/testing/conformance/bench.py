@@ -12,7 +12,7 @@ from typing import NamedTuple
 import msgspec
 import numpy as np
 
-from kvflow.protocols.pages.layout import PageIndices
+from kvflow.protocols.pages.layout import Order, PageIndices
 from kvflow.testing.conformance.adapter import NotRunError, load_adapter
 from kvflow.testing.conformance.peer import ObjectPeer, Peer, spawned
 from kvflow.testing.conformance.station import NUM_PAGES, Side
@@ -40,7 +40,7 @@ class Bench:
         self.plane, self.adapter, self.seed, self.rooms = plane, load_adapter(plane), seed, rooms
 
     @asynccontextmanager
-    async def side(self, order: str = "page_first", rate: float | None = None) -> AsyncIterator[Side]:
+    async def side(self, order: Order = "page_first", rate: float | None = None) -> AsyncIterator[Side]:
         """A pool and a plane in this process, closed at the end."""
         side = Side(self.adapter.open, order, rate)
         try:
@@ -49,7 +49,7 @@ class Bench:
             await asyncio.wait_for(side.close(), WITHIN_S)
 
     @asynccontextmanager
-    async def peer(self, order: str = "page_first", rate: float | None = None) -> AsyncIterator[Peer]:
+    async def peer(self, order: Order = "page_first", rate: float | None = None) -> AsyncIterator[Peer]:
         """The other side: a process, for planes that reach one."""
         if not self.adapter.between_processes:
             async with self.side(order, rate) as side:

@@ -17,6 +17,7 @@ from kvflow.testing.conformance.bench import (
     WITHIN_S,
     Bench,
     Check,
+    NotConformingError,
     bytes_of,
     let_write,
     require,
@@ -96,7 +97,7 @@ async def fence_of_the_dead(bench: Bench) -> str:
             try:
                 await asyncio.wait_for(asyncio.shield(fence), WITHIN_S)
             except TransferError as error:
-                raise AssertionError(f"the death of a writer of this machine is no proof: {error}") from error
+                raise NotConformingError(f"the death of a writer of this machine is no proof: {error}") from error
         finally:
             fence.cancel()
         landed = side.landed_bytes()
@@ -146,7 +147,7 @@ async def fence_elsewhere(bench: Bench) -> str:
             await asyncio.wait_for(side.plane.fence(writer), WITHIN_S)
         except TransferError as error:
             return str(error)
-        raise AssertionError("a writer of another host was fenced")
+        raise NotConformingError("a writer of another host was fenced")
 
 
 async def _begin(peer: Peer, side: Side) -> None:

@@ -12,11 +12,12 @@ import sys
 
 import msgspec
 
+from kvflow.protocols.pages.layout import Order
 from kvflow.testing.conformance.adapter import load_adapter
 from kvflow.testing.conformance.station import Side, Station
 
 
-async def _serve(plane: str, order: str, rate: float, host: str) -> None:
+async def _serve(plane: str, order: Order, rate: float, host: str) -> None:
     adapter = load_adapter(plane)
     adapter.host = host
     station = Station(Side(adapter.open, order, rate or None))
@@ -32,4 +33,4 @@ def _say(line: str) -> None:
 
 
 if __name__ == "__main__":
-    asyncio.run(_serve(sys.argv[1], sys.argv[2], float(sys.argv[3]), sys.argv[4]))
+    asyncio.run(_serve(sys.argv[1], msgspec.convert(sys.argv[2], Order), float(sys.argv[3]), sys.argv[4]))

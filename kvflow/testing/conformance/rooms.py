@@ -127,7 +127,7 @@ class _Room:
         self._target = self._pair.decode.room(self._number, "sim", self._prompt)
         return self._target
 
-    async def _finish(self) -> None:
+    async def finish(self) -> None:
         """End what is open, and wait until nothing touches its pages."""
         for side in (self._source, self._target):
             if side is not None:
@@ -136,7 +136,20 @@ class _Room:
 
 
 ENDINGS: dict[str, Callable[[_Room], Awaitable[None]]] = {
-    name: function for name, function in vars(_Room).items() if not name.startswith("_")
+    ending.__name__: ending
+    for ending in (
+        _Room.succeeds,
+        _Room.succeeds_in_chunks,
+        _Room.decode_aborts_at_once,
+        _Room.decode_aborts_moving,
+        _Room.prefill_aborts_moving,
+        _Room.prefill_aborts_between_chunks,
+        _Room.prompts_differ,
+        _Room.decode_refuses,
+        _Room.prefill_refuses,
+        _Room.decode_never_comes,
+        _Room.deadline_passes,
+    )
 }
 
 
@@ -247,7 +260,7 @@ async def _ended(name: str, room: _Room) -> str:
     except KvflowError as error:
         return str(error.code)
     finally:
-        await room._finish()
+        await room.finish()
     return "success"
 
 

@@ -1,7 +1,4 @@
-"""A pool and a plane that are told what to do: in this process, or line by line in another one.
-
-python -m kvflow.testing.conformance.station PLANE ORDER RATE HOST
-"""
+"""A pool and a plane that are told what to do: in this process, or line by line in another one (`process`)."""
 
 from __future__ import annotations
 
@@ -12,13 +9,13 @@ import hashlib
 import os
 import select
 from collections.abc import Callable
-from typing import Any, Literal
+from typing import Any
 
 import msgspec
 import numpy as np
 
 from kvflow.memory.pool import PagedPool
-from kvflow.protocols.pages.layout import PageIndices, PoolLayout, build_layout
+from kvflow.protocols.pages.layout import Order, PageIndices, PoolLayout, build_layout
 from kvflow.protocols.ports import DataPlane, PlaneAddress, Route, Write, WriteOutcome
 
 STREAMS: list[tuple[str, str, tuple[int, ...]]] = [
@@ -28,7 +25,6 @@ STREAMS: list[tuple[str, str, tuple[int, ...]]] = [
     ("1.v", "uint8", (8,)),
 ]
 NUM_PAGES, PAGE_SIZE = 512, 16  # 20,608 bytes a page
-Order = Literal["page_first", "layer_first"]
 Open = Callable[[PagedPool, float | None], DataPlane]
 
 
@@ -39,8 +35,8 @@ def pages(*indices: int) -> PageIndices:
 class Side:
     """A pool and a plane, exported."""
 
-    def __init__(self, open_plane: Open, order: str = "page_first", rate: float | None = None) -> None:
-        layout = build_layout(STREAMS, page_size=PAGE_SIZE, num_pages=NUM_PAGES, order=order)  # type: ignore[arg-type]
+    def __init__(self, open_plane: Open, order: Order = "page_first", rate: float | None = None) -> None:
+        layout = build_layout(STREAMS, page_size=PAGE_SIZE, num_pages=NUM_PAGES, order=order)
         self.pool = PagedPool.allocate(layout)
         self.plane = open_plane(self.pool, rate)
         self.address, self.layout = self.plane.export(self.pool.layout)
@@ -76,8 +72,8 @@ class Station:
 
     def __init__(self, side: Side) -> None:
         self.side = side
-        self.route: Route
-        self.write_: Write
+        self._route: Route
+        self._write: Write
         self.children: list[int] = []
 
     async def do(self, command: str, *arguments: Any) -> Any:
@@ -99,20 +95,16 @@ class Station:
 
     async def do_connect(self, told: Any) -> str:
         address, layout = msgspec.convert(told, tuple[PlaneAddress, PoolLayout])
-        self.route = await self.side.plane.connect(address, layout)
+        self._route = await self.side.plane.connect(address, layout)
         return "connected"
 
     async def do_write(self, source: list[int], target: list[int]) -> str:
-        self.write_ = self.route.write(pages(*source), pages(*target))
+        self._write = self._route.write(pages(*source), pages(*target))
         return "started"
 
     async def do_done(self) -> list[Any]:
-        outcome: WriteOutcome = await asyncio.shield(self.write_.done)
-        return [outcome.value, self.write_.landed_bytes]
-
-    async def do_hang_up(self) -> str:
-        self.route.close()
-        return "closed"
+        outcome: WriteOutcome = await asyncio.shield(self._write.done)
+        return [outcome.value, self._write.landed_bytes]
 
     async def do_descriptors(self) -> int:
         return len(os.listdir("/proc/self/fd"))
