@@ -13,6 +13,7 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
+from kvflow.protocols.errors import MisuseError
 from kvflow.usage import App
 
 
@@ -82,7 +83,7 @@ def rooms(
     if not open_rooms:
         return _report(bench_rooms(names, rounds, peer or None, _say), as_json)
     plan = Growth(names[0], rest_s, links, tuple(filter(None, losses.split(","))), freeze, str(tree or ""))
-    return _report(bench_growth(tuple(map(int, open_rooms.split(","))), plan, _say), as_json)
+    return _report(bench_growth(_numbers("--open", open_rooms), plan, _say), as_json)
 
 
 @app.command()
@@ -116,7 +117,7 @@ def group(
     """
     from kvflow.bench.group import bench_group
 
-    _report(bench_group(tuple(map(int, ranks.split(","))), rounds, requests, _say), as_json)
+    _report(bench_group(_numbers("--ranks", ranks), rounds, requests, _say), as_json)
 
 
 @app.command()
@@ -172,8 +173,16 @@ def serve(
     """Tokens/s of `kvflow up`, streamed through its router, divided by stock transformers' `generate`."""
     from kvflow.bench.serve import ServePlan, bench_serve
 
-    counts = tuple(map(int, clients.split(",")))
-    plan = ServePlan(model, api, counts, new_tokens, turns, threads, streams, trees=tuple(map(str, tree or ())))
+    plan = ServePlan(
+        model,
+        api,
+        _numbers("--clients", clients),
+        new_tokens,
+        turns,
+        threads,
+        streams,
+        trees=tuple(map(str, tree or ())),
+    )
     _report(bench_serve(plan, _say), as_json)
 
 
@@ -263,6 +272,14 @@ def profile(
     from kvflow.bench.profile import bench_profile
 
     _report(bench_profile([str(one) for one in tree], plane, at_once, _say), as_json)
+
+
+def _numbers(option: str, text: str) -> tuple[int, ...]:
+    """The numbers in a list with commas. Raises: MisuseError where one is not, or is below 1."""
+    words = [word.strip() for word in text.split(",")]
+    if not all(word.isdecimal() and int(word) for word in words):
+        raise MisuseError(f"{option} {text!r} is not a list of numbers of at least 1, separated by commas")
+    return tuple(map(int, words))
 
 
 def _say(text: str) -> None:
