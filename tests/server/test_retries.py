@@ -9,6 +9,7 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from typing import Any
 
 import aiohttp
+import msgspec
 import pytest
 from aiohttp import web
 
@@ -16,7 +17,7 @@ from kvflow.protocols.errors import Cause, Code
 from kvflow.server.http.listening import bound_socket, listening_on
 from kvflow.server.router.router import Router
 from kvflow.server.router.routes import router_app
-from kvflow.server.router.workers import LONGEST_BACKOFF_S, Worker
+from kvflow.server.router.workers import LONGEST_BACKOFF_S, Identity, Worker
 from tests.server.fake_service import FakeService, Meeting, Role, Server, served
 
 Session = aiohttp.ClientSession
@@ -390,7 +391,7 @@ async def test_a_client_that_leaves_while_its_request_waits_is_forgotten(
 
 async def test_the_backoff_of_a_worker_that_loses_every_connection_grows() -> None:
     worker = Worker("decode", "http://127.0.0.1:1")
-    healthy = {"disaggregation_mode": "decode", "incarnation": "a"}
+    healthy = Identity.read({"disaggregation_mode": "decode", "incarnation": "a"})
     worker.mark_up(healthy)
     backoffs = []
     for _ in range(20):
@@ -398,7 +399,7 @@ async def test_the_backoff_of_a_worker_that_loses_every_connection_grows() -> No
         worker.mark_up(healthy)
         backoffs.append(next(s / 10 for s in range(1, 1000) if not worker.in_backoff(s / 10)))
     assert backoffs == sorted(backoffs) and backoffs[0] < 0.5 and backoffs[-1] == LONGEST_BACKOFF_S
-    worker.mark_up({**healthy, "incarnation": "b"})
+    worker.mark_up(msgspec.structs.replace(healthy, incarnation="b"))
     assert not worker.in_backoff(0.0), "another process at the same address begins afresh"
 
 
@@ -407,10 +408,10 @@ async def test_a_worker_in_backoff_is_used_where_there_is_no_other(
 ) -> None:
     async with routed([prefill_server], [decode_server, spare_server]) as r:
         worker = r.worker(decode_server)
-        info = {"disaggregation_mode": "decode", "incarnation": worker.incarnation}
+        identity = Identity.read({"disaggregation_mode": "decode", "incarnation": worker.incarnation})
         for _ in range(10):
             worker.mark_lost("reset", asyncio.get_running_loop().time())
-        worker.mark_up(info)
+        worker.mark_up(identity)
         for _ in range(3):
             assert (await post(session, r.server))[0] == 200
         assert len(spare.service.requests) == 3

@@ -91,7 +91,7 @@ class Membership:
             raise OverloadError("workers of this router", len(self._workers.all) + 1, MAX_WORKERS)
         identity = await self._identity(url)
         if identity.role not in ROLES:
-            raise ConflictError(f"{url} is no worker of a pair: its disaggregation_mode is {identity.role!r}")
+            raise ConflictError(f"{url} is not a worker of a pair: its disaggregation_mode is {identity.role!r}")
         if role not in (None, identity.role):
             raise ConflictError(f"{url} is a {identity.role} worker, not a {role} worker")
         others = {one.fingerprint: one for one in self._workers.all if one.usable and one.fingerprint}

@@ -9,15 +9,15 @@ from kvflow.server.http.responses import json_response
 from kvflow.server.http.schemas import decoded
 from kvflow.server.router.membership import PATH, JoinRequest, described
 from kvflow.server.router.router import Router
-from kvflow.server.router.workers import Worker
+from kvflow.server.router.workers import ROLES, Worker
 
 
 def routes(router: Router, *, has_api_key: bool) -> list[web.RouteDef]:
-    """Without an API key nobody can join or leave: whoever joins is sent what clients ask."""
+    """Without an API key no worker can join or leave: one that joins is sent what clients ask."""
     membership = router.membership
 
     async def all_workers(_: web.Request) -> web.StreamResponse:
-        counts = {f"{role}_count": len(router.workers.of(role)) for role in ("prefill", "decode")}
+        counts = {f"{role}_count": len(router.workers.of(role)) for role in ROLES}
         found = [described(worker) for worker in router.workers.all]
         return json_response({"workers": found, "total": len(found), "stats": {**counts, "regular_count": 0}})
 

@@ -94,9 +94,8 @@ class Worker:
         """A request has got its first token, or an answer that is no fault of its worker's."""
         self._losses, self._backoff_until_s = 0, 0.0
 
-    def mark_up(self, info: Any) -> None:
-        """Take requests; `info` is the worker's /server_info. A worker of the wrong role is marked down."""
-        identity = Identity.read(info)
+    def mark_up(self, identity: Identity) -> None:
+        """Take requests. A worker of the wrong role is marked down."""
         if identity.role not in ROLES or self._declared not in (None, identity.role, identity.started_as):
             wanted = self._declared or "prefill or decode"
             self.mark_down(f"it is not a {wanted} worker: its disaggregation_mode is {identity.role!r}")
@@ -224,7 +223,7 @@ class Workers:
 
     def complete(self) -> bool:
         """Whether both roles have a worker that is up."""
-        return all(any(worker.usable for worker in self.of(role)) for role in ("prefill", "decode"))
+        return all(any(worker.usable for worker in self.of(role)) for role in ROLES)
 
     def _watch_on(self, worker: Worker) -> None:
         self._watches[worker] = asyncio.create_task(self._watch(worker))
@@ -265,11 +264,11 @@ class Workers:
             if info.status != 200:
                 worker.mark_down(f"/server_info answered {info.status}")
                 return
-            document = msgspec.json.decode(await info.read())
-        if other := self._replaced_model(worker, Identity.read(document)):
+            identity = Identity.read(msgspec.json.decode(await info.read()))
+        if other := self._replaced_model(worker, identity):
             worker.mark_down(other)
             return
-        worker.mark_up(document)
+        worker.mark_up(identity)
 
     def _replaced_model(self, worker: Worker, identity: Identity) -> str:
         """What is wrong with a worker that has come back with another model than it had, while others serve that."""
