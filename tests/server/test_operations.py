@@ -14,6 +14,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from kvflow.launch.operator import declare_dead
 from kvflow.protocols.errors import Code, MisuseError
+from kvflow.server.http.completion_service import RankReport
 from tests.server.fake_service import OPTIMISM, RETRACTION, FakeService, Meeting, Role, Server, served
 
 Session = aiohttp.ClientSession
@@ -141,6 +142,28 @@ async def test_a_prefill_says_what_it_began_early(prefill_server: Server, sessio
     found = {sample.name: sample.value for family in families for sample in family.samples}
     for name, want in (("starts_total", 8), ("hits_total", 4), ("lost_total", 2), ("requests", 1)):
         assert found[f"kvflow_optimistic_{name}"] == want
+
+
+async def test_a_prefill_over_several_ranks_says_what_each_has(
+    prefill: Role, prefill_server: Server, session: Session
+) -> None:
+    """Of one that is not there, no more than that."""
+    there = RankReport(
+        rank=0, up=True, pages_free=3, pages_total=8, pinned_pages=2, rooms={"transferring": 4}, requests=5, tickets=6,
+        bytes_moved=512, internal_errors={"step": 7},
+    )  # fmt: skip
+    prefill.service.changed_report = {"pp_size": 2, "ranks": (there, RankReport(rank=1, up=False))}
+    _, info = await get(session, prefill_server, "/server_info")
+    assert (info["pp_size"], info["tp_size"], info["ranks"][0]) == (2, 1, msgspec.to_builtins(there))
+    async with session.get(prefill_server.make_url("/metrics")) as answer:
+        families = list(text_string_to_metric_families(await answer.text()))
+    samples = [sample for family in families for sample in family.samples if sample.name.startswith("kvflow_rank_")]
+    found = {(s.name.removeprefix("kvflow_rank_"), *sorted(s.labels.values())): s.value for s in samples}
+    assert found == {
+        ("up", "0"): 1, ("up", "1"): 0, ("pages_free", "0"): 3, ("pool_pages", "0"): 8, ("pinned_pages", "0"): 2,
+        ("requests", "0"): 5, ("tickets", "0"): 6, ("transfer_bytes_total", "0"): 512,
+        ("rooms", "0", "transferring"): 4, ("internal_errors_total", "0", "step"): 7,
+    }  # fmt: skip
 
 
 async def test_a_decode_says_what_it_retracted(decode_server: Server, session: Session) -> None:

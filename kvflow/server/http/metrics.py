@@ -160,14 +160,14 @@ def _ranks(report: Report) -> Iterator[Metric]:
     errors = CounterMetricFamily(
         "kvflow_rank_internal_errors", "Internal errors that a rank survived.", labels=["rank", "where"]
     )
-    gauges = {
-        name: GaugeMetricFamily(f"kvflow_rank_{name}", text, labels=["rank"])
-        for name, text in (
-            ("pages_free", "Free pages of a rank's KV pool."),
-            ("pool_pages", "Pages of a rank's KV pool."),
-            ("pinned_pages", "Pages of a rank that writes of rooms that have ended still read."),
-            ("requests", "Requests that a rank computes, or will."),
-            ("tickets", "Requests of the group of which something is left at a rank."),
+    gauges = {  # by the field of `RankReport`
+        field: GaugeMetricFamily(f"kvflow_rank_{name}", text, labels=["rank"])
+        for field, name, text in (
+            ("pages_free", "pages_free", "Free pages of a rank's KV pool."),
+            ("pages_total", "pool_pages", "Pages of a rank's KV pool."),
+            ("pinned_pages", "pinned_pages", "Pages of a rank that writes of rooms that have ended still read."),
+            ("requests", "requests", "Requests that a rank computes, or will."),
+            ("tickets", "tickets", "Requests of the group of which something is left at a rank."),
         )
     }
     moved = CounterMetricFamily("kvflow_rank_transfer_bytes", "KV bytes of a rank that have landed.", labels=["rank"])
@@ -176,9 +176,8 @@ def _ranks(report: Report) -> Iterator[Metric]:
         up.add_metric(number, rank.up)
         if not rank.up:
             continue
-        values = (rank.pages_free, rank.pages_total, rank.pinned_pages, rank.requests, rank.tickets)
-        for family, value in zip(gauges.values(), values, strict=True):
-            family.add_metric(number, value)
+        for field, family in gauges.items():
+            family.add_metric(number, getattr(rank, field))
         for state, count in rank.rooms.items():
             rooms.add_metric([*number, state], count)
         for where, count in rank.internal_errors.items():
