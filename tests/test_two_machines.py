@@ -23,9 +23,8 @@ def test_the_steps_run_as_printed(tmp_path: Path) -> None:
     if not has_namespaces():
         pytest.skip("no network namespace can be made here")
     (tmp_path / "M").symlink_to(DEMO_MODEL_DIR)
-    quiet = [
-        re.sub(r" &$", " >&2 &", block, flags=re.MULTILINE) for block in BLOCKS
-    ]  # what servers log is not the answer
+    # What servers log is not the answer.
+    quiet = [re.sub(r" &$", " >&2 &", block, flags=re.MULTILINE) for block in BLOCKS]
     done = shell(NETWORK + STOP + "\n".join(quiet), tmp_path, 300, *ALONE)
     assert done.returncode == 0, done.stderr
     answers = [json.loads(line) for line in re.sub(r"\}\{", "}\n{", done.stdout).splitlines() if line.startswith("{")]

@@ -33,7 +33,6 @@ opened them. Raises: KvflowError; the shell then refuses decode's half."""
 RefuseRoom = Callable[[RoomId, Cause], None]
 """This rank's `PrefillNode.refuse`: its half of a room will never come, and decode is told why."""
 
-
 _LEAVING = Cause(Code.SHUTDOWN, "the leader of the group is shutting down")
 
 
@@ -256,9 +255,8 @@ class MemberShell(Shell):
                 self.counts.handler_errors += 1
                 log.exception("room %d could not be opened", command.room)
                 error = room_error(Cause(Code.ENGINE_ERROR, f"opening the room failed: {type(error).__name__}"))
-            if not isinstance(
-                error, RoomInUseError
-            ):  # else decode's half is another room's, or the node has refused it
+            # A room in use: decode's half is that of another room, or the node has refused it already.
+            if not isinstance(error, RoomInUseError):
                 self._refuse_room(command.room, error.cause())
             self.member.failed(command.key, error.cause())
             self.member.released(command.key)

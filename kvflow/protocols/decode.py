@@ -100,7 +100,7 @@ class DecodeEndpoint:
             for peer in peers:
                 if peer.phase is not LinkPhase.UP:
                     break
-            else:  # else it is found out when they are linked
+            else:  # all are linked; of others it is found out when they are
                 why = core.links.coverage.get(peers)
                 if why or (why is None and (why := core.links.check_coverage(peers))):
                     raise room_error(Cause(Code.REFUSED, why))

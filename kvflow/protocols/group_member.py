@@ -8,7 +8,7 @@ and what the group has decided out.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import NamedTuple
 
 import msgspec
@@ -146,7 +146,7 @@ class GroupMember:
         self.dropped = 0  # frames that changed nothing
         self._last_session = 0
         self._leader = Incarnation(0)  # of the last session
-        self.records: dict[TicketKey, TicketRecord] = {}  # changed by its own table alone
+        self.tickets: dict[TicketKey, TicketRecord] = {}  # of which something is left here; to be read only
         self._ending: deque[TicketKey] = deque()  # of a session that is over
         self._why_over = Cause(Code.PEER_LOST)
         self.outbox: list[MemberOutput] = []
@@ -154,12 +154,7 @@ class GroupMember:
 
     def __repr__(self) -> str:
         where = "no session" if self.session is None else f"session {self.session.number}"
-        return f"<GroupMember rank {self.rank} of {self.world_size}: {where}, {len(self.records)} requests>"
-
-    @property
-    def tickets(self) -> Mapping[TicketKey, TicketRecord]:
-        """Requests of which something is left here."""
-        return self.records
+        return f"<GroupMember rank {self.rank} of {self.world_size}: {where}, {len(self.tickets)} requests>"
 
     def commands(self) -> list[MemberOutput]:
         """Everything to be done since the last call, in order."""
@@ -245,11 +240,11 @@ class GroupMember:
             if message.room is None:
                 self.dropped += 1
             elif message.ruling is Ruling.OPEN:
-                self.records[key] = TicketRecord(key)
+                self.tickets[key] = TicketRecord(key)
                 self.outbox.append(OpenRoom(key, message.room, message.request))
             else:
                 self.outbox.append(RefuseRoom(message.room, message.cause or _REFUSED))
-        elif key in self.records:
+        elif key in self.tickets:
             self._feed(key, _KINDS[message.ruling], message.cause)
 
     def _on_beat(self, session: Session, message: wire.Beat) -> None:
@@ -307,7 +302,7 @@ class GroupMember:
         if self.session.is_watched:
             self.outbox.append(UnwatchLeader())
         self.session, self._why_over, self._due_at_s = None, cause, now
-        self._ending = deque(self.records)
+        self._ending = deque(self.tickets)
 
     def _beat(self, session: Session) -> None:
         link = session.link
@@ -344,7 +339,7 @@ class GroupMember:
 
     def _feed(self, key: TicketKey, kind: MemberKind, cause: Cause | None = None) -> None:
         """The one place that changes a request's phase; what comes after its end is late."""
-        record = self.records.get(key)
+        record = self.tickets.get(key)
         if record is None:
             return
         move = MEMBER.moves[record.phase, kind]
@@ -362,7 +357,7 @@ def _close_room(member: GroupMember, record: TicketRecord) -> None:
 
 
 def _end(member: GroupMember, record: TicketRecord) -> None:
-    del member.records[record.key]
+    del member.tickets[record.key]
     member.outbox.append(TicketEnded(record.key))
 
 

@@ -66,9 +66,8 @@ class DecodePeer:
             return f"data planes differ: prefill {identity.address.backend}, decode {self.address.backend}"
         try:
             self.layout.check()
-            if found := differences(
-                identity.layout, self.layout, partly=True
-            ):  # decode knows whether others have the rest
+            # In part: decode knows whether other ranks have the rest.
+            if found := differences(identity.layout, self.layout, partly=True):
                 raise LayoutError("; ".join(found))
         except KvflowError as error:
             return str(error)

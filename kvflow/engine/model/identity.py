@@ -22,16 +22,9 @@ STRETCHES, STRETCH_BYTES = 16, 64  # of each weight, spread evenly: another fine
 _IRRELEVANT = frozenset(
     {
         *("_name_or_path", "_commit_hash", "transformers_version", "torch_dtype", "dtype", "use_cache", "auto_map"),
-        *(
-            "bos_token_id",
-            "eos_token_id",
-            "pad_token_id",
-            "id2label",
-            "label2id",
-            "initializer_range",
-            "attention_dropout",
-        ),
-        *("hidden_dropout", "resid_pdrop", "embd_pdrop", "attn_pdrop", "output_attentions", "output_hidden_states"),
+        *("bos_token_id", "eos_token_id", "pad_token_id", "id2label", "label2id", "initializer_range"),
+        *("attention_dropout", "hidden_dropout", "resid_pdrop", "embd_pdrop", "attn_pdrop"),
+        *("output_attentions", "output_hidden_states"),
     }
 )
 

@@ -21,7 +21,7 @@ from kvflow.engine.model.windows import RingChoice
 from kvflow.protocols.errors import MisuseError
 
 
-class _Fit(msgspec.Struct, frozen=True):
+class _PartFit(msgspec.Struct, frozen=True):
     """How one part runs. `rings`: whether it keeps windows in rows; None where no layer of it has a window."""
 
     fingerprint: str
@@ -60,7 +60,7 @@ class Joined:
         Raises: MisuseError, LostError.
         """
         fit = choose_fit(model, layers, name, attention, rings)
-        found = self._agreement.exchange("fit", self._state(fit, fingerprint))
+        found = self._agreement.exchange("fit", self._stated(fit, fingerprint))
         for rank, other in enumerate(found):
             if (other.fingerprint, other.stages, other.shards) != (fingerprint, self.part.stages, self.part.shards):
                 raise MisuseError(
@@ -69,7 +69,7 @@ class Joined:
                 )
         mode: Mode = "pad" if any(other.mode == "pad" for other in found) else "packed"
         in_rings = all(other.rings is not False for other in found) and mode == "packed"
-        mine = self._state(fit, fingerprint)
+        mine = self._stated(fit, fingerprint)
         if mine.mode != mode or mine.rings not in (None, in_rings):
             if rings == "need":
                 raise MisuseError(
@@ -77,7 +77,7 @@ class Joined:
                 )
             set_packed(model, False)
             fit = choose_fit(model, layers, name, mode, "try" if in_rings else "never")
-        settled = self._agreement.exchange("settled", self._state(fit, fingerprint))
+        settled = self._agreement.exchange("settled", self._stated(fit, fingerprint))
         if len({(s.mode, s.rings) for s in settled if s.rings is not None} | {(mode, in_rings)}) > 1:
             raise MisuseError(f"the stages of model {name!r} do not agree on an attention mode; give --attention pad")
         self.has_states = any(other.has_states for other in settled)
@@ -92,10 +92,10 @@ class Joined:
         if self._shards is not None:
             self._shards.close()
 
-    def _state(self, fit: Fit, fingerprint: str) -> _Fit:
+    def _stated(self, fit: Fit, fingerprint: str) -> _PartFit:
         windows = [bool(layer.ring) for layer in fit.layers if layer and layer.window]
         states = any(layer.has_states for layer in fit.layers if layer)
-        return _Fit(
+        return _PartFit(
             fingerprint, self.part.stages, self.part.shards, fit.mode, any(windows) if windows else None,
             fit.whole_prompts, states,
         )  # fmt: skip

@@ -9,8 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from kvflow.protocols.errors import MisuseError
-
-MAX_RANKS = 1024
+from kvflow.protocols.wire.messages import MAX_RANKS
 
 
 @dataclass(frozen=True)
@@ -63,9 +62,9 @@ WHOLE = ModelPart()
 @dataclass(frozen=True)
 class Meeting:
     """Where the processes of one model find each other: a directory of this machine that only its owner can enter. It
-    begins empty, and whoever made it removes it.
+    begins empty, and the process that made it removes it.
 
-    `attempt`: counted up by whoever starts all shards of a stage once more. `load_timeout_s`: how long one waits until
+    `attempt`: how often all shards of a stage have been started before. `load_timeout_s`: how long one waits until
     all have loaded their weights; `collective_timeout_s`: how long one shard waits for another in a step.
     """
 
