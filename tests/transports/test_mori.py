@@ -17,6 +17,7 @@ from kvflow.protocols.pages.layout import Order, build_layout
 from kvflow.protocols.ports import WriteOutcome
 from kvflow.testing.conformance.peer import spawned
 from kvflow.testing.conformance.station import NUM_PAGES, Side, pages
+from kvflow.transports.data import locators
 from kvflow.transports.data.locators import pack_locator
 from kvflow.transports.data.mori import MAX_REGIONS, Description, MoriPlane, decode_description
 from kvflow.transports.data.select import open_plane
@@ -139,6 +140,17 @@ async def test_a_pool_in_too_many_pieces_is_refused() -> None:
     with pytest.raises(LayoutError, match=f"{MAX_REGIONS + 1} pieces, the limit is {MAX_REGIONS}"):
         plane.export(msgspec.structs.replace(layout, buffers=apart))
     await plane.close()
+
+
+async def test_memory_is_given_back_where_no_pool_was_exported(monkeypatch: pytest.MonkeyPatch) -> None:
+    plane = MoriPlane(library=stub_mori)
+    monkeypatch.setattr(locators, "MAX_LOCATOR", 1)
+    layout = build_layout([("k", "uint8", (1,))], page_size=1, num_pages=4)
+    with pytest.raises(LayoutError, match="characters to describe, the limit is 1"):
+        plane.export(layout)
+    for _ in range(2):
+        await plane.close()
+        assert not plane._engine._memory
 
 
 @pytest.mark.skipif(importlib.util.find_spec("mori") is not None, reason="mori is installed")

@@ -16,10 +16,10 @@ from kvflow.protocols.errors import LayoutError, MisuseError, TransferError
 from kvflow.protocols.ports import PlaneAddress, WriteOutcome
 from kvflow.testing.conformance.bench import let_write
 from kvflow.testing.freezing import freeze
-from kvflow.transports.data.locators import pack_locator
+from kvflow.transports.data.locators import new_name, pack_locator
 from kvflow.transports.data.nixl import library
 from kvflow.transports.data.nixl import plane as nixl
-from kvflow.transports.data.nixl.agent import Agent, agent_name, decode_metadata, watched
+from kvflow.transports.data.nixl.agent import Agent, decode_metadata, watched
 from kvflow.transports.host.identity import own_identity
 from kvflow.transports.host.tcp_table import borrow, encode_address, rows
 from tests.transports.peer_process import NUM_PAGES, Peer, Side, pages, spawned, until
@@ -312,7 +312,7 @@ async def test_what_is_no_metadata_is_refused(locator: str) -> None:
 
 def test_metadata_of_another_process_is_refused() -> None:
     me = own_identity()
-    metadata = b"nixlSerDes|Agent" + len(agent_name(me)).to_bytes(8, "little") + agent_name(me).encode()
+    metadata = b"nixlSerDes|Agent" + len(new_name(me)).to_bytes(8, "little") + new_name(me).encode()
     assert decode_metadata(pack_locator(metadata), me)[0].startswith(f"kvflow-{me.pid}-")
     with pytest.raises(TransferError, match="is not one of process 1"):
         decode_metadata(pack_locator(metadata), msgspec.structs.replace(me, pid=1))
@@ -348,7 +348,7 @@ def test_memory_is_registered_once() -> None:
 
 
 def test_an_agent_listens_at_its_hosts_interface_only() -> None:
-    agent = Agent(agent_name(own_identity()), "127.0.0.1", "")
+    agent = Agent(new_name(own_identity()), "127.0.0.1", "")
     listening = [row for row in rows() if row.is_listening and row.ends.port in agent.ports]
     assert {row.ends.address for row in listening} == {encode_address("127.0.0.1")}
     assert agent.event_fds

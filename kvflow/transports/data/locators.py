@@ -1,17 +1,33 @@
-"""What a peer is told of a pool whose engine has to describe it: its regions, and bytes packed into a locator."""
+"""What a peer is told of a pool whose engine has to describe it: the engine's name, its regions, packed bytes."""
 
 from __future__ import annotations
 
 import base64
 import re
+import secrets
 import zlib
 
 from kvflow.protocols.errors import LayoutError
 from kvflow.protocols.pages.layout import PoolLayout
+from kvflow.protocols.ports import ProcessIdentity
 
 MAX_LOCATOR = 4096
 _MAX_BYTES = 64 << 10
 _PRINTABLE = re.compile(r"[!-~]{1,4096}\Z", re.ASCII)
+
+
+def new_name(process: ProcessIdentity) -> str:
+    """For an engine of this process, which no other one has."""
+    return f"{_prefix(process)}{secrets.token_hex(8)}"
+
+
+def is_name_of(name: str, process: ProcessIdentity) -> bool:
+    """Whether an engine of that name can be one of `process`."""
+    return name.startswith(_prefix(process))
+
+
+def _prefix(process: ProcessIdentity) -> str:
+    return f"kvflow-{process.pid}-{process.start_ticks}-"
 
 
 def regions_of(layout: PoolLayout) -> list[tuple[int, int]]:

@@ -25,7 +25,7 @@ What fences a peer?             Nothing that can be seen from here: a NIC writes
 
 The engine writes the end of a transfer into its TransferStatus, which must live until then: those of transfers that
 were given up are kept for as long as the plane is. Notifications to the receiver are switched off: nothing here takes
-them, and the engine would keep them. The engine's control port asks nobody for a name.
+them, and the engine would keep them. The engine's control port authenticates no peer.
 """
 
 from __future__ import annotations
@@ -35,7 +35,6 @@ import ctypes
 import importlib
 import mmap
 import os
-import secrets
 import threading
 import time
 from collections import defaultdict
@@ -48,7 +47,7 @@ import msgspec
 from kvflow.protocols.errors import LayoutError, MisuseError, TransferError
 from kvflow.protocols.pages.layout import PoolLayout
 from kvflow.protocols.ports import PlaneAddress, ProcessIdentity
-from kvflow.transports.data.locators import pack_locator, regions_of, unpack_locator
+from kvflow.transports.data.locators import is_name_of, new_name, pack_locator, regions_of, unpack_locator
 from kvflow.transports.data.route import BlockList, Planner
 from kvflow.transports.data.threaded import EnginePlane
 from kvflow.transports.data.transfers import DONE, FAILED, RUNNING, Transfer, TransfersRoute
@@ -83,7 +82,7 @@ class Peer:
             ends = sorted((memory.data, index) for index, memory in enumerate(self.memory))
         except Exception as error:
             raise TransferError(f"this is no description of a mori engine: {type(error).__name__}: {error}") from error
-        if not self.name.startswith(_prefix(process)) or not self.memory:
+        if not is_name_of(self.name, process) or not self.memory:
             raise TransferError(f"mori engine {self.name!r:.80} is not one of process {process.pid}")
         if any(memory.engine_key != self.engine.key for memory in self.memory):
             raise TransferError(f"mori engine {self.name!r:.80} describes memory of another engine")
@@ -169,11 +168,12 @@ class MoriPlane(EnginePlane[TransfersRoute]):
         self._host, self._device = host, device
         self.open: set[Transfer] = set()  # whose end the engine has yet to write
         self._peers: dict[str, Peer] = {}
-        self._memory: list[Any] = []
+        self._memory: list[Any] = []  # of our pool
+        self._registered: list[Any] = []  # that, and the scratch
         self._scratch = mmap.mmap(-1, mmap.PAGESIZE)  # what a probe reads into
         try:
             config = self.library.IOEngineConfig(host=host, port=0)
-            self._engine = self.library.IOEngine(f"{_prefix(own_identity())}{secrets.token_hex(8)}", config)
+            self._engine = self.library.IOEngine(new_name(own_identity()), config)
             with _device_chosen(device):
                 backend = self.library.RdmaBackendConfig(enable_notification=False)
                 self._engine.create_backend(self.library.BackendType.RDMA, backend)
@@ -210,7 +210,9 @@ class MoriPlane(EnginePlane[TransfersRoute]):
         return PlaneAddress(self.name, locator, own_identity()), layout
 
     def _register(self, address: int, size: int) -> Any:
-        return self._engine.register_memory(address, size, -1, self.library.MemoryLocationType.CPU)
+        memory = self._engine.register_memory(address, size, -1, self.library.MemoryLocationType.CPU)
+        self._registered.append(memory)
+        return memory
 
     def region_of(self, address: int, size: int) -> tuple[int, int]:
         """Which of our regions has a block, and where. Raises: LayoutError."""
@@ -314,10 +316,9 @@ class MoriPlane(EnginePlane[TransfersRoute]):
 
     def _stop(self) -> None:
         with self._opening:
-            layout, self._layout = self._layout, None
-            if layout is not None:
-                for memory in (*self._memory, self._scratch_memory):
-                    self._engine.deregister_memory(memory)
+            self._layout = None
+            while self._registered:
+                self._engine.deregister_memory(self._registered.pop())
             self._engine.remove_backend(self.library.BackendType.RDMA)
 
 
@@ -330,10 +331,6 @@ def decode_description(locator: str) -> Description:
     except ValueError as error:  # msgspec's errors are ValueErrors
         raise TransferError(f"{locator!r:.80} is no description of a mori engine: {error}") from None
     return found
-
-
-def _prefix(process: ProcessIdentity) -> str:
-    return f"kvflow-{process.pid}-{process.start_ticks}-"
 
 
 @contextmanager

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import os
-import secrets
 import threading
 from collections.abc import Iterable
 from contextlib import suppress
@@ -14,21 +13,13 @@ import numpy as np
 
 from kvflow.protocols.errors import LayoutError, TransferError
 from kvflow.protocols.ports import ProcessIdentity
-from kvflow.transports.data.locators import unpack_locator
+from kvflow.transports.data.locators import is_name_of, unpack_locator
 from kvflow.transports.data.nixl.library import environment, nixl_library
 from kvflow.transports.data.transfers import Transfer
 from kvflow.transports.host.tcp_table import rows, sockets
 
 PROBE_BYTES = 8
 _NAME_AT = b"nixlSerDes|Agent"  # how metadata begins: the agent's name follows, after its length (u64, little-endian)
-
-
-def agent_name(process: ProcessIdentity) -> str:
-    return f"{_prefix(process)}{secrets.token_hex(8)}"
-
-
-def _prefix(process: ProcessIdentity) -> str:
-    return f"kvflow-{process.pid}-{process.start_ticks}-"
 
 
 def decode_metadata(locator: str, process: ProcessIdentity) -> tuple[str, bytes]:
@@ -41,7 +32,7 @@ def decode_metadata(locator: str, process: ProcessIdentity) -> tuple[str, bytes]
         name = metadata[at : at + int.from_bytes(metadata[at - 8 : at], "little")].decode("ascii")
     except ValueError as error:
         raise TransferError(f"{locator!r:.80} is no metadata of a nixl agent: {error}") from None
-    if not name.startswith(_prefix(process)):
+    if not is_name_of(name, process):
         raise TransferError(f"nixl agent {name!r:.80} is not one of process {process.pid}")
     return name, metadata
 

@@ -24,8 +24,8 @@ import time
 from kvflow.protocols.errors import LayoutError, TransferError
 from kvflow.protocols.pages.layout import PoolLayout
 from kvflow.protocols.ports import PlaneAddress, ProcessIdentity
-from kvflow.transports.data.locators import pack_locator, regions_of
-from kvflow.transports.data.nixl.agent import Agent, agent_name, decode_metadata
+from kvflow.transports.data.locators import new_name, pack_locator, regions_of
+from kvflow.transports.data.nixl.agent import Agent, decode_metadata
 from kvflow.transports.data.nixl.library import PROVABLE, transports
 from kvflow.transports.data.nixl.progress import ProgressThread
 from kvflow.transports.data.route import BlockList, Planner
@@ -72,8 +72,8 @@ class NixlPlane(EnginePlane[TransfersRoute]):
         """
         super().__init__(rate_limit_bytes_per_s)
         self._host, self._device = host, device
-        self._inbound_agent = Agent(agent_name(own_identity()), host, device)
-        self.agent = Agent(agent_name(own_identity()), host, device)  # our writes go through it
+        self._inbound_agent = Agent(new_name(own_identity()), host, device)
+        self.agent = Agent(new_name(own_identity()), host, device)  # our writes go through it
         self._inbound.add_ports(self._inbound_agent.ports)
         self._progress: ProgressThread | None = None
         self._peers: dict[str, Peer] = {}
