@@ -27,7 +27,10 @@ pytestmark = [
     pytest.mark.skipif(bool(unavailable_reason()), reason=unavailable_reason()),
 ]
 
-PATIENT = {"lost_after_s": 10.0, "rendezvous_s": 10.0, "register_s": 20.0}
+# Over this line to connect and to meet may take seconds: TCP repeats a lost SYN after 1 s, and then after 2 s more.
+MEETING = {"rendezvous_s": 10.0, "register_s": 20.0}
+PATIENT = {**MEETING, "lost_after_s": 10.0}
+IMPATIENT = {**MEETING, "lost_after_s": 2.0}
 ROOMS, LANES, PAGES = 200, 8, 8
 
 
@@ -60,7 +63,7 @@ async def test_a_line_that_is_cut_and_comes_back(seed: int) -> None:
     """Longer than patience: both sides lose the link in mid-transfer, and nothing is proven. The same processes meet
     again when the line is back, decode asks about its loans, and what was in doubt is settled: nobody is restarted, or
     declared dead."""
-    async with stations(seed, rate_bytes_per_s=2e6, timing={"lost_after_s": 2.0}) as (prefill, decode, line, _):
+    async with stations(seed, rate_bytes_per_s=2e6, timing=IMPATIENT) as (prefill, decode, line, _):
         await begin(1, 64, prefill, decode)
         await in_the_middle(decode, 1)
         await line.cut()
@@ -83,12 +86,12 @@ async def has_settled_loans(decode: Station) -> bool:
 
 async def test_a_sender_that_dies_on_another_machine(seed: int) -> None:
     """Its death cannot be observed from here, so the pages it may write stay out of use, until an operator says so."""
-    async with stations(seed, rate_bytes_per_s=2e6, timing={"lost_after_s": 2.0}) as (prefill, decode, _, here):
+    async with stations(seed, rate_bytes_per_s=2e6, timing=IMPATIENT) as (prefill, decode, _, here):
         await begin(1, 64, prefill, decode)
         await in_the_middle(decode, 1)
         prefill.signal(signal.SIGKILL)
         assert (await decode.ask("outcome", room=1))["outcome"] == "peer_lost"
-        async with station("prefill", "mooncake", [], machine=here, timing={"lost_after_s": 2.0}) as successor:
+        async with station("prefill", "mooncake", [], machine=here, timing=IMPATIENT) as successor:
             await decode.ask("meet", ranks=successor.ranks)
             await begin(2, PAGES, successor, decode)
             assert await decode.ask("outcome", room=2) == {"outcome": "success", "foreign_bytes": 0}
