@@ -6,21 +6,25 @@ import dataclasses
 import os
 import shutil
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import msgspec
 import pytest
 import torch
 from transformers import AutoConfig
 
 from kvflow.engine.model.load import LoadedModel, load_model
+from kvflow.engine.model.parallel.agreement import Agreement, ProcessOfRank
 from kvflow.engine.model.parallel.division import split_of
 from kvflow.engine.model.parallel.part import Meeting, ModelPart, own_layers
 from kvflow.engine.model.probe import Layers
 from kvflow.memory.pool import PagedPool
-from kvflow.protocols.errors import LayoutError, MisuseError
+from kvflow.protocols.errors import LayoutError, LostError, MisuseError
 from kvflow.protocols.pages.components import Part
 from kvflow.protocols.pages.kinds import StateKind
 from kvflow.protocols.pages.layout import build_layout
+from kvflow.transports.host.identity import own_identity
 from tests.engine import tiny_models
 from tests.engine.world import NEW, PAGE_SIZE, PROMPTS, Ran, World, run, world
 
@@ -253,6 +257,24 @@ def test_a_part_needs_a_meeting_that_is_private(tiny: Tiny, tmp_path: Path) -> N
 def test_a_rank_that_does_not_come_ends_the_wait(tiny: Tiny, meeting: Meeting) -> None:
     with pytest.raises(Exception, match=r"rank 1 has said nothing of its part of the model for 0\.1 s"):
         load_model(str(tiny("llama")), part=ModelPart(0, 2), meeting=meeting)
+
+
+def test_shards_that_are_started_again_wait_for_each_other_again(meeting: Meeting) -> None:
+    """What an earlier process has said is not the word of the next one, nor is its death."""
+    parts = [ModelPart(shard=n, shards=2) for n in range(2)]
+    wait_for_all([Agreement(part, meeting) for part in parts])
+    again = dataclasses.replace(meeting, attempt=1)
+    first = Agreement(parts[0], again)
+    ended = ProcessOfRank(0, msgspec.structs.replace(own_identity(), start_ticks=1))
+    first.store.set("process/1", msgspec.json.encode(ended).decode())
+    with pytest.raises(LostError, match="rank 1 has said nothing"):
+        first.wait_for_weights()
+    wait_for_all([first, Agreement(parts[1], again)])
+
+
+def wait_for_all(agreements: list[Agreement]) -> None:
+    with ThreadPoolExecutor(len(agreements)) as threads:
+        list(threads.map(Agreement.wait_for_weights, agreements))
 
 
 def test_a_pool_may_hold_the_parts_of_several_shards(llama: LoadedModel) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from datetime import timedelta
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 import msgspec
 
@@ -20,6 +20,13 @@ T = TypeVar("T")
 _POLL_S = 0.02
 
 
+class ProcessOfRank(NamedTuple):
+    """Which process a rank is, and how often its stage had been started before."""
+
+    attempt: int
+    identity: ProcessIdentity
+
+
 class OtherRankError(MisuseError):
     """Another process could not load its part."""
 
@@ -32,21 +39,26 @@ class Agreement:
         from torch.distributed import FileStore  # type: ignore[attr-defined]  # public, and not in its stubs
 
         meeting.check()
-        self._part, self._timeout_s = part, meeting.load_timeout_s
+        self._part, self._attempt, self._timeout_s = part, meeting.attempt, meeting.load_timeout_s
         self.store: Store = FileStore(str(meeting.directory / "agreement"), -1)
         self.store.set_timeout(timedelta(seconds=meeting.load_timeout_s))
         self.store.set(f"failed/{part.rank}", "")  # of an earlier process with this rank
-        self.store.set(f"process/{part.rank}", msgspec.json.encode(own_identity()).decode())
+        mine = ProcessOfRank(meeting.attempt, own_identity())
+        self.store.set(f"process/{part.rank}", msgspec.json.encode(mine).decode())
 
-    def exchange(self, what: str, mine: T) -> list[T]:
-        """Everybody's statement about `what`, by rank; blocks until all are there.
+    def wait_for_weights(self) -> None:
+        """Block until all shards of this stage have loaded their weights, in this attempt. Raises: as `exchange`."""
+        self.exchange(f"weights/{self._attempt}", True, self._part.beside)
+
+    def exchange(self, what: str, mine: T, ranks: range | None = None) -> list[T]:
+        """The statements of `ranks`, by default all, about `what`; blocks until all are there.
 
         Raises: OtherRankError when a rank could not load its part, LostError when one has ended, or says nothing for
         too long.
         """
         self.store.set(f"{what}/{self._part.rank}", msgspec.json.encode(mine).decode())
         deadline, found = time.monotonic() + self._timeout_s, []
-        for rank in range(self._part.ranks):
+        for rank in range(self._part.ranks) if ranks is None else ranks:
             while not self.store.check([f"{what}/{rank}"]):
                 self._check_failures()
                 self._check_runs(rank)
@@ -65,7 +77,10 @@ class Agreement:
         key = f"process/{rank}"
         if self.store.check([key]):
             found = self.store.get(key)
-            if not is_alive(msgspec.json.decode(found, type=ProcessIdentity)) and self.store.get(key) == found:
+            other = msgspec.json.decode(found, type=ProcessOfRank)
+            if rank in self._part.beside and other.attempt < self._attempt:
+                return  # it is started again too, and has not said so yet
+            if not is_alive(other.identity) and self.store.get(key) == found:
                 raise LostError(f"rank {rank} has ended while it loaded its part of the model")
 
     def _check_failures(self) -> None:

@@ -47,7 +47,7 @@ class Joined:
         if self.part.shards == 1:
             return layers
         before = observe(model)
-        self._agreement.exchange("weights", True)  # from now on one shard waits for another only for a moment
+        self._agreement.wait_for_weights()  # from now on one shard waits for another only for a moment
         self._shards = ShardGroup(self.part, self._meeting, self._agreement)
         divide(model, self._shards, name)
         return annotated(layers, before, observe(model), self.part, name)

@@ -38,6 +38,11 @@ class ModelPart:
         return self.stage * self.shards + self.shard
 
     @property
+    def beside(self) -> range:
+        """The ranks of its stage, its own among them."""
+        return range(self.stage * self.shards, (self.stage + 1) * self.shards)
+
+    @property
     def is_first(self) -> bool:
         return self.stage == 0
 
