@@ -73,9 +73,7 @@ async def ranks_home(session: aiohttp.ClientSession, url: str, *, but: AbstractS
             while True:
                 found = (await ask(session, f"{url}/server_info"))["ranks"]
                 mine = [rank for rank in found if rank["rank"] not in but]
-                if all(
-                    r["up"] and r["pages_at_rest"] and not (r["rooms"] or r["tickets"] or r["requests"]) for r in mine
-                ):
+                if all(map(is_home, mine)):
                     return found
                 await asyncio.sleep(0.05)
     except TimeoutError:

@@ -26,6 +26,7 @@ from kvflow.protocols.pages.kinds import StateKind
 from kvflow.protocols.pages.layout import NO_PLACES, Order, PageIndices, Places, build_layout
 from kvflow.protocols.ports import ChecksumTask
 from kvflow.protocols.wire.ranks import RankInfo
+from kvflow.testing.conformance.bench import SETTLE_S
 from kvflow.testing.pair import until
 from kvflow.transports.data.select import open_plane
 from tests.ranks.shards import PAGE_SIZE, Truth, Whole, check, everything, fill, heads, latents, shard_of, truth_of
@@ -231,7 +232,7 @@ async def test_an_abort_in_mid_transfer_leaves_no_late_byte(plane: str, seed: in
             g.decode.pool.array(c.name)[pages] = 0
         for node in g.prefills:
             assert not node.pinned_pages
-        await asyncio.sleep(0)
+        await asyncio.sleep(SETTLE_S)
         for c in g.decode.pool.layout.components:
             assert not g.decode.pool.array(c.name).any()
 
