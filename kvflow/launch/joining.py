@@ -20,8 +20,8 @@ LEAVE_TIMEOUT_S = 2.0
 _log = logging.getLogger("kvflow.serve")
 
 
-class Identity(NamedTuple):
-    """Who joins."""
+class WorkerIdentity(NamedTuple):
+    """Who joins: what a router is told, and finds out by asking."""
 
     role: str
     incarnation: str
@@ -31,10 +31,12 @@ class Identity(NamedTuple):
 class _RouterLink:
     """One router, as the worker at `url` sees it."""
 
-    def __init__(self, session: aiohttp.ClientSession, router: str, url: str, identity: Callable[[], Identity]) -> None:
+    def __init__(
+        self, session: aiohttp.ClientSession, router: str, url: str, identity: Callable[[], WorkerIdentity]
+    ) -> None:
         self._session, self._router, self._url, self._identity = session, router.rstrip("/"), url, identity
         self._worker_id = ""
-        self._joined: Identity | None = None  # as whom
+        self._joined: WorkerIdentity | None = None  # as whom
         self._last_problem = ""
 
     async def keep_joined(self, leaving: asyncio.Event) -> None:
@@ -91,7 +93,7 @@ class _RouterLink:
 
 @asynccontextmanager
 async def member_of(
-    routers: Sequence[str], url: str, identity: Callable[[], Identity], api_key: str
+    routers: Sequence[str], url: str, identity: Callable[[], WorkerIdentity], api_key: str
 ) -> AsyncGenerator[None, None]:
     """Within the block the worker at `url` is a member of these routers, as soon as each of them answers."""
     async with AsyncExitStack() as stack:

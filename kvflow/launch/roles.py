@@ -11,7 +11,7 @@ from typing import NamedTuple, Self
 import msgspec
 
 from kvflow.config.settings import FIELDS_OF_ROLE, Role, Settings
-from kvflow.launch.joining import Identity, member_of
+from kvflow.launch.joining import WorkerIdentity, member_of
 from kvflow.launch.parts import Parts, loaded
 from kvflow.launch.process import Ready, serve_until_stopped
 from kvflow.launch.services import Control, bind_control, check_decode, decode_over, prefill_over
@@ -211,8 +211,8 @@ async def _serve(settings: Settings, running: _RunningRole, roles: _Roles, http:
     app = build_app(routes, roles.metrics, settings.api_key, settings.allowed_origins)
     ready = Ready(switch.role, url_of(http, settings.host), os.getpid(), switch.bootstrap_port)
 
-    def identity() -> Identity:
-        return Identity(switch.role, f"{pipeline.service.report().incarnation:016x}", switch.bootstrap_port)
+    def identity() -> WorkerIdentity:
+        return WorkerIdentity(switch.role, f"{pipeline.service.report().incarnation:016x}", switch.bootstrap_port)
 
     member = member_of(settings.join, url_of(http, reachable(settings.host)), identity, settings.api_key)
     try:

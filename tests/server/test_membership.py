@@ -312,8 +312,8 @@ async def test_a_router_that_is_told_the_first_role_of_a_worker_takes_the_one_it
 async def member(front_url: str, worker: Server, role: Role) -> AsyncIterator[None]:
     """The worker joins by itself."""
 
-    def identity() -> joining.Identity:
-        return joining.Identity(role.pipeline.service.role, f"{role.service.incarnation:016x}", None)
+    def identity() -> joining.WorkerIdentity:
+        return joining.WorkerIdentity(role.pipeline.service.role, f"{role.service.incarnation:016x}", None)
 
     async with joining.member_of([front_url], worker.url, identity, KEY):
         yield
@@ -382,14 +382,14 @@ async def test_a_member_that_switches_its_role_leaves_and_joins_again(
     turned = FakeService("prefill", meeting)
     turned.incarnation = 0xDEF
     decode.other, decode.service.changed_report = RunningFake(turned, 9001), AT_REST
-    told = joining.Identity("decode", f"{decode.service.incarnation:016x}", None)
+    told = joining.WorkerIdentity("decode", f"{decode.service.incarnation:016x}", None)
     async with joining.member_of([front.server.url], decode_server.url, lambda: told, KEY):
         await until_up(front, 1)
         first = front.worker(decode_server)
         await decode.role_switch.switch("prefill")
         if router_is_first:
             assert (await front.checked(decode_server)).incarnation == f"{0xDEF:016x}"
-        told = joining.Identity("prefill", f"{0xDEF:016x}", 9001)
+        told = joining.WorkerIdentity("prefill", f"{0xDEF:016x}", 9001)
         async with asyncio.timeout(5):
             while first in front.router.workers.all:  # noqa: ASYNC110
                 await asyncio.sleep(0.005)

@@ -113,8 +113,13 @@ def uncovered(layout: PoolLayout, ranks: Sequence[tuple[Served, ...]]) -> str:
                 given[each.name].append((each.start, each.end, rank))
     for name, spans in wanted.items():
         found += _faults(name, spans, sorted(given[name]))
+    return "; ".join(first_few(found))
+
+
+def first_few(found: list[str]) -> list[str]:
+    """What a refusal names, and how many more there are: two models of 32 layers differ in all of them."""
     more = len(found) - MAX_SHOWN
-    return "; ".join(found if more <= 0 else [*found[:MAX_SHOWN], f"and {more} more"])
+    return found if more <= 0 else [*found[:MAX_SHOWN], f"and {more} more"]
 
 
 def _faults(name: str, wanted: Sequence[Span], given: Sequence[tuple[int, int, int]]) -> Iterator[str]:

@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from kvflow.protocols.pages.components import Component, by_name
-from kvflow.protocols.pages.coverage import Spans, spans_of, within, without
+from kvflow.protocols.pages.coverage import Spans, first_few, spans_of, within, without
 from kvflow.protocols.pages.kinds import SLOT
 from kvflow.protocols.pages.layout import PoolLayout
 
-MAX_DIFFERENCES = 5  # named in a refusal
 Sides = tuple[str, str]
 
 
@@ -23,9 +22,7 @@ def differences(
 ) -> list[str]:
     """Why pages and rows of `source` cannot be copied into `target`, in words a person can act on; empty when they can.
     `sides` is what the two are called. `partly`: the target may have more, which comes from elsewhere. `only` these
-    entries are looked at.
-
-    The first few: two models of 32 layers differ in all of them.
+    entries are looked at. The first few are named.
     """
     found: list[str] = []
     if source.fingerprint != target.fingerprint:
@@ -36,8 +33,7 @@ def differences(
         found.extend(_opaque_differences(source, target, sides))
     else:
         found.extend(_typed_differences(source, target, sides, partly, only))
-    more = len(found) - MAX_DIFFERENCES
-    return found if more <= 0 else [*found[:MAX_DIFFERENCES], f"and {more} more"]
+    return first_few(found)
 
 
 def _differ(what: str, ours: object, theirs: object, sides: Sides) -> str:

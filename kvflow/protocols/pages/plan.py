@@ -192,16 +192,20 @@ def _opaque_stretches(source: PoolLayout, target: PoolLayout, in_rows: bool) -> 
 
 def _segments(source: PoolLayout, target: PoolLayout, only: Spans | None, *, in_rows: bool) -> _Segments:
     found = np.array(_stretches(source, target, only, in_rows), dtype=np.int64).reshape(-1, len(_Stretch._fields))
-    repeats = found[:, 5]
-    if found.size and int(repeats.max()) > 1:
-        nth = np.arange(int(repeats.sum())) - np.repeat(np.cumsum(repeats) - repeats, repeats)
-        found = np.repeat(found, repeats, axis=0)
-        found[:, 1] += nth * found[:, 6]
-        found[:, 3] += nth * found[:, 7]
-    sb, so, tb, to, size = found[:, :5].T
-    s_step = np.array([b.page_bytes for b in source.buffers], dtype=np.int64)
-    t_step = np.array([b.page_bytes for b in target.buffers], dtype=np.int64)
-    return _Segments(_addresses(source)[sb] + so, s_step[sb], _addresses(target)[tb] + to, t_step[tb], size, tb)
+    source_buffer, source_offset, target_buffer, target_offset, size, repeats, source_step, target_step = found.T
+    of = np.repeat(np.arange(len(found)), repeats)  # the stretch of each segment, and its number within that
+    nth: Addresses = np.arange(of.size) - (np.cumsum(repeats) - repeats)[of]
+    source_strides, target_strides = (
+        np.array([b.page_bytes for b in layout.buffers], dtype=np.int64) for layout in (source, target)
+    )
+    return _Segments(
+        (_addresses(source)[source_buffer] + source_offset)[of] + nth * source_step[of],
+        source_strides[source_buffer][of],
+        (_addresses(target)[target_buffer] + target_offset)[of] + nth * target_step[of],
+        target_strides[target_buffer][of],
+        size[of],
+        target_buffer[of],
+    )
 
 
 def _cut(blocks: Blocks, max_block_bytes: int) -> Blocks:

@@ -74,7 +74,7 @@ class Membership:
             self._removed.popitem(last=False)
         self._workers.leave(worker)
 
-    def of(self, worker_id: str) -> Worker | None:
+    def find(self, worker_id: str) -> Worker | None:
         return next((worker for worker in self._workers.all if worker.id == worker_id), None)
 
     def _join_again(self, worker: Worker, request: JoinRequest) -> Worker:

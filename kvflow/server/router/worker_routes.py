@@ -22,7 +22,7 @@ def routes(router: Router, *, has_api_key: bool) -> list[web.RouteDef]:
         return json_response({"workers": found, "total": len(found), "stats": {**counts, "regular_count": 0}})
 
     async def one(http: web.Request) -> web.StreamResponse:
-        worker = membership.of(http.match_info["worker_id"])
+        worker = membership.find(http.match_info["worker_id"])
         return _unknown(http) if worker is None else json_response(described(worker))
 
     async def join(http: web.Request) -> web.StreamResponse:
@@ -37,7 +37,7 @@ def routes(router: Router, *, has_api_key: bool) -> list[web.RouteDef]:
     async def leave(http: web.Request) -> web.StreamResponse:
         if not has_api_key:
             return _forbidden()
-        worker = membership.of(http.match_info["worker_id"])
+        worker = membership.find(http.match_info["worker_id"])
         if worker is None:
             return _unknown(http)
         membership.leave(worker, http.query.get("incarnation"))
