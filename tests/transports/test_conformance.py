@@ -29,7 +29,7 @@ BY_NAME = {check.name: check for check in CHECKS}
         ("Credulous", "fence of the frozen", "a frozen writer was fenced"),
         ("Credulous", "fence elsewhere", "a writer of another host was fenced"),
         ("Leaking", "at rest", "descriptors and threads"),
-        ("Forgetful", "at rest", "left of 80 writes: {'writes': 92}"),
+        ("Forgetful", "at rest", "left of 80 writes: {'writes': 93}"),
         ("Hanging", "closed while writing", "a write is under way after the plane was closed"),
         ("Reopening", "closed in every state", "took a write"),
     ],

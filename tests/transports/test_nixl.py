@@ -222,44 +222,6 @@ async def test_over_other_transports_no_fence_is_claimed(monkeypatch: pytest.Mon
     await side.close()
 
 
-async def test_routes_and_writes_leave_nothing_behind(transports: str) -> None:
-    side = Side("nixl", "layer_first", None)
-    async with spawned("nixl") as peer:
-        plane = plane_of(side)
-        kept: list[int] = []
-        kept_open = route = await side.plane.connect(peer.address, peer.layout)
-        for turn in range(40):
-            route = await side.plane.connect(peer.address, peer.layout)
-            second = await side.plane.connect(peer.address, peer.layout)
-            writes = [r.write(SCATTERED[:9], SCATTERED[:9]) for r in (route, second)]
-            writes[1].cancel()
-            assert await asyncio.shield(writes[0].done) is WriteOutcome.LANDED
-            assert await asyncio.shield(writes[1].done) in (WriteOutcome.LANDED, WriteOutcome.CANCELLED)
-            route.close()
-            route.close()
-            assert await asyncio.shield(second.write(pages(1), pages(2)).done) is WriteOutcome.LANDED
-            second.close()
-            assert not plane.agent.open_transfers and [peer.routes for peer in plane._peers.values()] == [1]
-            if turn in (5, 39):
-                kept.append(len(os.listdir("/proc/self/fd")))
-        assert kept[1] <= kept[0]
-        kept_open.close()
-        with pytest.raises(TransferError, match="closed"):
-            route.write(pages(0), pages(0))
-    await side.close()
-
-
-async def test_a_closed_plane_gives_back_every_descriptor_and_thread() -> None:
-    first = Side("nixl", "page_first", None)  # what the library keeps once it is loaded
-    await first.close()
-    before, tasks = len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task"))
-    for _ in range(3):
-        side = Side("nixl", "page_first", None)
-        await side.close()
-    assert len(os.listdir("/proc/self/fd")) <= before
-    await until(lambda: len(os.listdir("/proc/self/task")) <= tasks)
-
-
 async def test_a_plane_with_a_frozen_peer_closes_all_the_same(over_tcp: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(nixl.NixlPlane, "close_grace_s", 0.3)
     side = Side("nixl", "page_first", None)

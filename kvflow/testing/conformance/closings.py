@@ -6,6 +6,7 @@ import asyncio
 import gc
 
 from kvflow.protocols.errors import TransferError
+from kvflow.protocols.pages.layout import PageIndices
 from kvflow.protocols.ports import Route, WriteOutcome
 from kvflow.testing.conformance.bench import (
     EVERYTHING,
@@ -18,6 +19,7 @@ from kvflow.testing.conformance.bench import (
     require,
     until,
 )
+from kvflow.testing.conformance.peer import Peer
 from kvflow.testing.conformance.station import Side, pages
 
 _ROUNDS, _WARM = 40, 6
@@ -79,7 +81,7 @@ def _check_closed(route: Route) -> None:
 
 
 async def at_rest(bench: Bench) -> str:
-    """Routes and writes, landed and cancelled, leave nothing behind, here and at the peer."""
+    """Routes and writes, landed and cancelled, leave nothing behind, here and there; a route that stays open goes on."""
     async with bench.side("layer_first") as side, bench.peer() as peer:
         some = EVERYTHING[:18:2].copy()
         kept = await side.plane.connect(peer.address, peer.layout)
@@ -87,14 +89,9 @@ async def at_rest(bench: Bench) -> str:
         for turn in range(_WARM + _ROUNDS):
             if turn == _WARM:
                 before, theirs = Resources.now(), await peer.ask("descriptors")
-            routes = [await side.plane.connect(peer.address, peer.layout) for _ in range(2)]
-            writes = [route.write(some, some) for route in routes]
-            writes[1].cancel()
-            for write in writes:
-                outcome = await asyncio.wait_for(asyncio.shield(write.done), WITHIN_S)
-                require(outcome is not WriteOutcome.UNPROVEN, f"a write to a peer that lives: {write.error}")
-            for route in routes:
-                route.close()
+            await _two_routes(side, peer, some)
+        last = await asyncio.wait_for(asyncio.shield(kept.write(some, some).done), WITHIN_S)
+        require(last is WriteOutcome.LANDED, f"a write on a route that stayed open, while others were closed: {last}")
         kept.close()
         left = {what: count for what, count in bench.adapter.under_way(side.plane).items() if count}
         require(not left, f"left of {2 * _ROUNDS} writes: {left}")
@@ -112,6 +109,18 @@ async def at_rest(bench: Bench) -> str:
             f"{2 * _ROUNDS} routes, as many writes: {counted}; {now.descriptors} descriptors and {now.threads} threads "
             f"as before, {grown / 1024:.0f} KiB more"
         )
+
+
+async def _two_routes(side: Side, peer: Peer, some: PageIndices) -> None:
+    """Open them, write on both, one of which is cancelled, and close them."""
+    routes = [await side.plane.connect(peer.address, peer.layout) for _ in range(2)]
+    writes = [route.write(some, some) for route in routes]
+    writes[1].cancel()
+    for write in writes:
+        outcome = await asyncio.wait_for(asyncio.shield(write.done), WITHIN_S)
+        require(outcome is not WriteOutcome.UNPROVEN, f"a write to a peer that lives: {write.error}")
+    for route in routes:
+        route.close()
 
 
 async def planes_come_and_go(bench: Bench) -> str:
