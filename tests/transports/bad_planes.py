@@ -6,13 +6,14 @@ import asyncio
 import ctypes
 import os
 import sys
+import threading
 from typing import ClassVar
 
 from kvflow.memory.pool import PagedPool
 from kvflow.protocols.pages.layout import PoolLayout
 from kvflow.protocols.ports import DataPlane, PlaneAddress, WriteOutcome
 from kvflow.testing.conformance.adapter import FakeAdapter, NamedAdapter
-from kvflow.transports.data.fake import FakePlane, FakeRoute, FakeWrite
+from kvflow.transports.data.fake import FakeNetwork, FakePlane, FakeRoute, FakeWrite
 from kvflow.transports.data.local import LocalPlane
 
 
@@ -109,6 +110,30 @@ class Leaking(_OnFakes):
     """Keeps a descriptor for each route."""
 
     plane = _Leaking
+
+
+class _Trading(FakePlane):
+    def __init__(self, network: FakeNetwork) -> None:
+        super().__init__(network)
+        self._spare = [os.dup(0) for _ in range(200)]
+        self._closed = threading.Event()
+
+    async def connect(self, address: PlaneAddress, layout: PoolLayout) -> FakeRoute:
+        os.close(self._spare.pop())
+        threading.Thread(target=self._closed.wait, daemon=True).start()
+        return await super().connect(address, layout)
+
+    async def close(self) -> None:
+        self._closed.set()
+        while self._spare:
+            os.close(self._spare.pop())
+        await super().close()
+
+
+class Trading(_OnFakes):
+    """Keeps a thread for each route, and has a descriptor less."""
+
+    plane = _Trading
 
 
 class _Broken(FakePlane):

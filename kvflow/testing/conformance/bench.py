@@ -96,6 +96,19 @@ class Resources(NamedTuple):
             resident = int(file.read().split()[1]) * os.sysconf("SC_PAGESIZE")
         return cls(len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task")), resident)
 
+    async def returned(self) -> Resources:
+        """Wait until this process has no more descriptors and no more threads than these; what it has then.
+
+        Raises: NotConformingError.
+        """
+
+        def are_there() -> bool:
+            now = Resources.now()
+            return now.descriptors <= self.descriptors and now.threads <= self.threads
+
+        await until(are_there, f"the return to {self.descriptors} descriptors and {self.threads} threads")
+        return Resources.now()
+
 
 class Check(NamedTuple):
     """One thing to show. `run` returns what it saw, in words; it raises NotConformingError, or NotRunError."""

@@ -81,7 +81,7 @@ def _check_closed(route: Route) -> None:
 
 
 async def at_rest(bench: Bench) -> str:
-    """Routes and writes, landed and cancelled, leave nothing behind, here and there; a route that stays open goes on."""
+    """Routes and writes, landed and cancelled, leave nothing behind, here and there; an open route goes on."""
     async with bench.side("layer_first") as side, bench.peer() as peer:
         some = EVERYTHING[:18:2].copy()
         kept = await side.plane.connect(peer.address, peer.layout)
@@ -95,11 +95,7 @@ async def at_rest(bench: Bench) -> str:
         kept.close()
         left = {what: count for what, count in bench.adapter.under_way(side.plane).items() if count}
         require(not left, f"left of {2 * _ROUNDS} writes: {left}")
-        await until(
-            lambda: Resources.now()[:2] <= before[:2],
-            f"descriptors and threads {before[:2]} again ({Resources.now()[:2]} after {_ROUNDS} rounds)",
-        )
-        now = Resources.now()
+        now = await before.returned()
         grown = now.resident_bytes - before.resident_bytes
         require(grown < _GROWTH_BYTES, f"{grown} bytes of memory more after {_ROUNDS} rounds")
         more = await peer.ask("descriptors") - theirs
@@ -133,7 +129,7 @@ async def planes_come_and_go(bench: Bench) -> str:
         async with bench.side():
             pass
     gc.collect()
-    await until(lambda: Resources.now()[:2] <= before[:2], f"{before[:2]} descriptors and threads again")
+    await before.returned()
     return f"{before.descriptors} descriptors and {before.threads} threads, before and after 3 planes"
 
 

@@ -226,8 +226,8 @@ async def _rest(bench: Bench, p: Pair, before: Resources) -> tuple[dict[str, int
         return found
 
     await until(lambda: not any(counted().values()), "the planes' rest")
-    await until(lambda: Resources.now()[:2] <= before[:2], f"{before[:2]} descriptors and threads again")
-    return counted(), Resources.now()
+    now = await before.returned()
+    return counted(), now
 
 
 class Lanes:
