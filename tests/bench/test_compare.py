@@ -80,6 +80,7 @@ async def test_options_that_would_be_ignored_are_refused() -> None:
         await bench_compare([ROOT], ("local",), ["rooms", "--rounds", "1"], 1, print)
 
 
+@pytest.mark.slow
 async def test_what_guards_cost_is_measured_beside_plain_rooms(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(side_by_side, "ROOMS", {4: 40})
     monkeypatch.setattr(side_by_side, "CASES", (Case(2, 1),))

@@ -16,6 +16,7 @@ ROOMS, LINKS = 40, 3
 BLOCKED_S = 0.03
 
 
+@pytest.mark.slow
 async def test_rooms_stay_open_and_end_with_their_peer() -> None:
     plan = Growth(rest_s=1.5, links=LINKS, losses=("killed prefill", "killed decode"))
     report = await bench_growth((ROOMS,), plan, print)

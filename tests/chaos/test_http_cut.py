@@ -60,7 +60,11 @@ async def counted(session: aiohttp.ClientSession, url: str, name: str) -> float:
     return sum(sample.value for family in families for sample in family.samples if sample.name == name)
 
 
-@pytest.mark.parametrize("cut", ["prefill", "decode"])
+# Both sides of one plane, and one side of the others: no plane takes part in what is cut.
+@pytest.mark.parametrize(
+    ("plane", "cut"), [("local", "prefill"), ("local", "decode"), ("mooncake", "prefill"), ("nixl", "decode")],
+    indirect=["plane"],
+)  # fmt: skip
 async def test_requests_end_whatever_http_does(cut: str, plane: str, seed: int) -> None:
     chance = random.Random(seed)
     changes = {"disaggregation_transfer_backend": plane, "transfer_rate_limit": 16 << 20}

@@ -31,7 +31,7 @@ pytestmark = [
 MEETING = {"rendezvous_s": 10.0, "register_s": 20.0}
 PATIENT = {**MEETING, "lost_after_s": 10.0}
 IMPATIENT = {**MEETING, "lost_after_s": 2.0}
-ROOMS, LANES, PAGES = 200, 8, 8
+ROOMS, LANES, PAGES = 120, 8, 8
 
 
 @asynccontextmanager

@@ -195,9 +195,8 @@ async def test_an_http2_preface_prints_nothing(fleet: Fleet) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("backend", ["local", "mooncake"])
 @pytest.mark.parametrize("victim", ["prefill", "decode", "router"])
-@pytest.mark.parametrize("num_pages", [512, 160], ids=["enough for some", "enough for one"])
+@pytest.mark.parametrize(("num_pages", "backend"), [(512, "local"), (160, "mooncake")], ids=["for some", "for one"])
 async def test_a_role_killed_under_load(
     victim: str, backend: str, num_pages: int, session: aiohttp.ClientSession
 ) -> None:
@@ -281,7 +280,9 @@ async def test_up_ends_together_when_one_role_is_killed() -> None:
             os.kill(pid, 0)
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+@pytest.mark.parametrize(
+    "number", [*(pytest.param(n, marks=pytest.mark.slow) for n in (signal.SIGINT, signal.SIGTERM)), signal.SIGKILL]
+)
 async def test_up_leaves_no_orphan(number: signal.Signals) -> None:
     command = (sys.executable, "-m", "kvflow.cli", "up", "--port", "0", "--num-pages", "64", "--decode-workers", "2")
     process = await asyncio.create_subprocess_exec(

@@ -66,8 +66,7 @@ async def test_fp32_other_page_sizes(family: str, page: int, loaded: Loader, sto
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("order", ["page_first", "layer_first"])
-@pytest.mark.parametrize("page", [1, 16, 64])
+@pytest.mark.parametrize(("page", "order"), [(1, "page_first"), (16, "layer_first"), (64, "page_first")])
 @pytest.mark.parametrize("family", [*tiny_models.FAMILIES, *tiny_models.CORNERS])
 async def test_fp32_matrix(family: str, page: int, order: Order, loaded: Loader, stock: Callable[[str], Any]) -> None:
     await compare(loaded(family), stock(family), family, page, (order, order))

@@ -152,8 +152,8 @@ STAGES_ONLY = ["gpt_oss", "gpt2", "bloom", "opt", "llama4_chunked", "falcon_h1",
 @pytest.mark.parametrize(
     ("family", "stages", "shards"),
     [(f, *shape) for f in WIDE for shape in ((2, 1), (4, 1), (1, 2), (2, 2))]
-    + [(f, stages, 1) for f in STAGES_ONLY for stages in (2, 4)]
-    + [(f, *shape) for f in ("mistral", "mixtral", "deepseek_v2", "qwen3_next") for shape in ((2, 1), (1, 2), (2, 2))]
+    + [(f, 4, 1) for f in STAGES_ONLY]
+    + [(f, *shape) for f in ("mistral", "mixtral", "deepseek_v2", "qwen3_next") for shape in ((1, 2), (2, 2))]
     + [(f, 1, 2) for f in ("deepseek_v32", "glm_moe_dsa", "gemma4_shared_kv", "llama4_chunked")]
     + [(f, 1, 4) for f in ("llama", "deepseek_v3", "mixtral")],
 )
@@ -176,7 +176,7 @@ def test_fewer_heads_than_shards_are_repeated(
 @pytest.mark.parametrize("family", ["llama", "gemma2", "gpt2", "falcon_h1"])
 def test_tied_weights(four: World, tmp_path: Path, family: str) -> None:
     path = tiny_models.build(family, tmp_path, tie_word_embeddings=True)
-    shapes = [(2, 1)] if family in STAGES_ONLY else [(2, 1), (1, 2), (2, 2)]
+    shapes = [(2, 1)] if family in STAGES_ONLY else [(2, 1), (2, 2)]
     for stages, shards in shapes:
         check(four.run(path, stages, shards), one(path), stages, shards)
 

@@ -127,6 +127,7 @@ def test_a_hub_that_refuses_connections_is_one_line_at_once(tmp_path: Path) -> N
     assert seconds < REQUEST_S
 
 
+@pytest.mark.slow
 def test_a_hub_that_never_answers_is_one_line_in_seconds(tmp_path: Path) -> None:
     with socket.socket() as mute:
         mute.bind(("127.0.0.1", 0))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import multiprocessing
 import os
 import signal
@@ -110,7 +111,10 @@ class Job(NamedTuple):
 class World:
     """`size` processes, which run one job after another. One that was killed is started again for the next."""
 
-    def __init__(self, size: int) -> None:
+    def __init__(self, size: int, directory: Path) -> None:
+        """`directory`: where the parts of each job meet. They may write there until they end: torch's store of a model
+        does so when the model is collected."""
+        self._meetings = (directory / str(n) for n in itertools.count())
         started = [_start() for _ in range(size)]
         self.processes, self.jobs, self.aborts = (list(column) for column in zip(*started, strict=True))
 
@@ -132,38 +136,39 @@ class World:
             if not process.is_alive():
                 self.processes[n], self.jobs[n], self.aborts[n] = _start()
         used, found = self.jobs[: stages * shards], dict[Any, Any]()
-        with tempfile.TemporaryDirectory() as directory:
-            meeting = Meeting(Path(directory), load_timeout_s=TIMEOUT_S, collective_timeout_s=TIMEOUT_S)
-            for rank, job in enumerate(used):
-                part = ModelPart(rank // shards, stages, rank % shards, shards)
-                job.send(
-                    Job(
-                        str(path),
-                        part,
-                        meeting,
-                        options,
-                        (killed or {}).get(rank),
-                        None if idle is None else rank == idle,
-                    )
+        directory = next(self._meetings)
+        directory.mkdir(mode=0o700)
+        meeting = Meeting(directory, load_timeout_s=TIMEOUT_S, collective_timeout_s=TIMEOUT_S)
+        for rank, job in enumerate(used):
+            part = ModelPart(rank // shards, stages, rank % shards, shards)
+            job.send(
+                Job(
+                    str(path),
+                    part,
+                    meeting,
+                    options,
+                    (killed or {}).get(rank),
+                    None if idle is None else rank == idle,
                 )
-            while waited := [job for job in used if job not in found]:
-                ended = wait(waited, timeout=2 * TIMEOUT_S)
-                assert ended, f"{len(waited)} processes do not answer"
-                for ready in [job for job in waited if job in ended]:
-                    try:
-                        kind, value = ready.recv()
-                    except (EOFError, ConnectionResetError):
-                        kind, value = "ended", "ended"
-                    if kind == "tokens":
-                        for job in used:
-                            with suppress(OSError):
-                                job.send(value)
-                        continue
-                    found[ready] = value
-                    if kind == "ended" and shards == 1:
-                        for abort in self.aborts:
-                            with suppress(OSError):
-                                abort.send(True)
+            )
+        while waited := [job for job in used if job not in found]:
+            ended = wait(waited, timeout=2 * TIMEOUT_S)
+            assert ended, f"{len(waited)} processes do not answer"
+            for ready in [job for job in waited if job in ended]:
+                try:
+                    kind, value = ready.recv()
+                except (EOFError, ConnectionResetError):
+                    kind, value = "ended", "ended"
+                if kind == "tokens":
+                    for job in used:
+                        with suppress(OSError):
+                            job.send(value)
+                    continue
+                found[ready] = value
+                if kind == "ended" and shards == 1:
+                    for abort in self.aborts:
+                        with suppress(OSError):
+                            abort.send(True)
         return [found[job] for job in used]
 
     def close(self) -> None:
@@ -188,11 +193,12 @@ def _start() -> tuple[BaseProcess, Connection, Connection]:
 
 @contextmanager
 def world(size: int) -> Iterator[World]:
-    found = World(size)
-    try:
-        yield found
-    finally:
-        found.close()
+    with tempfile.TemporaryDirectory() as directory:
+        found = World(size, Path(directory))
+        try:
+            yield found
+        finally:
+            found.close()
 
 
 # --- in the processes

@@ -18,8 +18,8 @@ from tests.hostile.tables import tables
 pytest_plugins = ["kvflow.testing.fixtures"]
 
 
-# The million messages take half a minute of CPU.
-@pytest.mark.parametrize("each", [2_000, pytest.param(100_000, marks=[pytest.mark.slow, pytest.mark.timeout(300)])])
+# The 400,000 messages take a quarter of a minute of CPU.
+@pytest.mark.parametrize("each", [2_000, pytest.param(40_000, marks=[pytest.mark.slow, pytest.mark.timeout(300)])])
 async def test_messages_for_rooms_that_never_open(each: int, seed: int) -> None:
     report = await strays.run(each, seed)
     print(report)
@@ -27,7 +27,7 @@ async def test_messages_for_rooms_that_never_open(each: int, seed: int) -> None:
     assert report["peaks"]["open grants"] > each // 4
 
 
-@pytest.mark.parametrize("rooms", [1_200, pytest.param(100_000, marks=[pytest.mark.slow, pytest.mark.timeout(900)])])
+@pytest.mark.parametrize("rooms", [1_200, pytest.param(40_000, marks=[pytest.mark.slow, pytest.mark.timeout(900)])])
 async def test_rooms_of_every_ending(rooms: int, seed: int) -> None:
     report = await endings.run(rooms, seed)
     print(report)

@@ -256,6 +256,7 @@ def toy(tmp_path: Path) -> Toy:
     return Toy(tmp_path)
 
 
+@pytest.mark.slow
 @loaded
 def test_every_mutant_is_judged(toy: Toy) -> None:
     status, report = toy.judged()

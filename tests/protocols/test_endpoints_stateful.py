@@ -453,4 +453,4 @@ def test_a_planted_bug_is_found(plant: str) -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_they_do_so_in_longer_lives() -> None:
-    run_state_machine_as_test(Joined, settings=settings(max_examples=1500, stateful_step_count=120, **SETTINGS))
+    run_state_machine_as_test(Joined, settings=settings(max_examples=700, stateful_step_count=120, **SETTINGS))

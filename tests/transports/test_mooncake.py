@@ -240,7 +240,7 @@ async def test_after_a_failed_block_nothing_more_of_a_write_is_submitted() -> No
     await side.close()
 
 
-@pytest.mark.parametrize("busy", [False, True])
+@pytest.mark.parametrize("busy", [False, pytest.param(True, marks=pytest.mark.slow)])
 async def test_a_dead_writers_child_does_not_keep_its_bytes_coming(busy: bool) -> None:
     side = Side("mooncake", "page_first", None)
     stop = threading.Event()

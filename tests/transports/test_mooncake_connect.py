@@ -190,6 +190,7 @@ async def test_engines_and_sessions_are_bounded(monkeypatch: pytest.MonkeyPatch)
             assert await lands(plane, third)
 
 
+@pytest.mark.slow
 async def test_a_silent_connection_at_a_decodes_port_keeps_prefill_waiting_and_no_more() -> None:
     async with sender() as (_, plane), spawned("mooncake") as peer:
         host, port = peer.address.locator.split(":")
