@@ -12,8 +12,7 @@ from collections.abc import Awaitable, Callable
 
 from kvflow.handlers.rooms import Answer, PrefillRoom
 from kvflow.handlers.shell import Shell, seen_ended
-from kvflow.protocols import group_leader as lead
-from kvflow.protocols import group_member as of
+from kvflow.protocols import group_leader, group_member
 from kvflow.protocols.errors import Cause, Code, KvflowError, RoomInUseError, room_error
 from kvflow.protocols.group_leader import GroupLeader
 from kvflow.protocols.group_member import GroupMember, TicketKey
@@ -65,11 +64,11 @@ class LeaderShell(Shell):
         self.requests: dict[Ticket, GroupRequest] = {}
         self._watches: dict[Incarnation, asyncio.Task[None]] = {}
         self.runners = {
-            lead.SendToMember: self._send,
-            lead.RequestDecided: self._decided,
-            of.RefuseRoom: self._refuse_here,
-            lead.WatchMember: self._watch,
-            lead.UnwatchMember: self._unwatch,
+            group_leader.SendToMember: self._send,
+            group_leader.RequestDecided: self._decided,
+            group_member.RefuseRoom: self._refuse_here,
+            group_leader.WatchMember: self._watch,
+            group_leader.UnwatchMember: self._unwatch,
         }
         self.spawn(self._read(), "kvflow-group-leader-read")
         self.run()
@@ -126,7 +125,7 @@ class LeaderShell(Shell):
                     log.exception("a message of a rank failed")
             self.run()
 
-    async def _until_dead(self, command: lead.WatchMember) -> None:
+    async def _until_dead(self, command: group_leader.WatchMember) -> None:
         rank = f"rank {command.member:016x}"
         if await seen_ended(lambda: self._wait_dead(command.process), rank, self.timing, self.counts):
             self.leader.member_died(command.member)
@@ -134,14 +133,14 @@ class LeaderShell(Shell):
 
     # --- commands
 
-    def _send(self, command: lead.SendToMember) -> None:
+    def _send(self, command: group_leader.SendToMember) -> None:
         if not self.socket.send(command.frame, command.routing_id, at_once=True):
             self.counts.undelivered += 1
 
-    def _refuse_here(self, command: of.RefuseRoom) -> None:
+    def _refuse_here(self, command: group_member.RefuseRoom) -> None:
         self._refuse_room(command.room, command.cause)
 
-    def _decided(self, command: lead.RequestDecided) -> None:
+    def _decided(self, command: group_leader.RequestDecided) -> None:
         request = self.requests.pop(command.ticket)
         if command.cause is None:
             request.when_decided.give(None)
@@ -149,10 +148,10 @@ class LeaderShell(Shell):
             log.info("room %d failed on every rank: %s", command.room, command.cause)
             request.when_decided.give(None, room_error(command.cause))
 
-    def _watch(self, command: lead.WatchMember) -> None:
+    def _watch(self, command: group_leader.WatchMember) -> None:
         self._watches[command.member] = self.spawn(self._until_dead(command), f"kvflow-rank-{command.member:016x}")
 
-    def _unwatch(self, command: lead.UnwatchMember) -> None:
+    def _unwatch(self, command: group_leader.UnwatchMember) -> None:
         task = self._watches.pop(command.member, None)
         if task is not None and task is not asyncio.current_task():
             task.cancel()
@@ -184,15 +183,15 @@ class MemberShell(Shell):
         self._started: asyncio.Queue[RankRequest] = asyncio.Queue()
         self._watch_task: asyncio.Task[None] | None = None
         self.runners = {
-            of.SendToLeader: self._send,
-            of.OpenRoom: self._open,
-            of.StartRoom: self._start,
-            of.CloseRoom: self._close_room,
-            of.RefuseRoom: self._refuse,
-            of.RequestSettled: self._settled,
-            of.TicketEnded: self._ended_here,
-            of.WatchLeader: self._watch,
-            of.UnwatchLeader: self._unwatch,
+            group_member.SendToLeader: self._send,
+            group_member.OpenRoom: self._open,
+            group_member.StartRoom: self._start,
+            group_member.CloseRoom: self._close_room,
+            group_member.RefuseRoom: self._refuse,
+            group_member.RequestSettled: self._settled,
+            group_member.TicketEnded: self._ended_here,
+            group_member.WatchLeader: self._watch,
+            group_member.UnwatchLeader: self._unwatch,
         }
         self.spawn(self._read(), "kvflow-group-member-read")
         self.run()
@@ -243,11 +242,11 @@ class MemberShell(Shell):
 
     # --- commands
 
-    def _send(self, command: of.SendToLeader) -> None:
+    def _send(self, command: group_member.SendToLeader) -> None:
         if not self.socket.send(command.frame, at_once=True):
             self.counts.undelivered += 1
 
-    def _open(self, command: of.OpenRoom) -> None:
+    def _open(self, command: group_member.OpenRoom) -> None:
         try:
             room = self._open_room(command.key, command.room, command.request)
         except Exception as error:
@@ -264,27 +263,27 @@ class MemberShell(Shell):
         self.requests[command.key] = RankRequest(command.key, room, command.request)
         self.spawn(self._follow(command.key, room), f"kvflow-group-room-{command.room}")
 
-    def _start(self, command: of.StartRoom) -> None:
+    def _start(self, command: group_member.StartRoom) -> None:
         self._started.put_nowait(self.requests[command.key])
 
-    def _close_room(self, command: of.CloseRoom) -> None:
+    def _close_room(self, command: group_member.CloseRoom) -> None:
         self.requests[command.key].room.close(command.cause)
 
-    def _refuse(self, command: of.RefuseRoom) -> None:
+    def _refuse(self, command: group_member.RefuseRoom) -> None:
         self._refuse_room(command.room, command.cause)
 
-    def _settled(self, command: of.RequestSettled) -> None:
+    def _settled(self, command: group_member.RequestSettled) -> None:
         request = self.requests.get(command.key)
         if request is not None:
             request.when_settled.give(None, room_error(command.cause) if command.cause else None)
 
-    def _ended_here(self, command: of.TicketEnded) -> None:
+    def _ended_here(self, command: group_member.TicketEnded) -> None:
         self.requests.pop(command.key, None)
 
-    def _watch(self, command: of.WatchLeader) -> None:
+    def _watch(self, command: group_member.WatchLeader) -> None:
         self._watch_task = self.spawn(self._until_dead(command.process), "kvflow-group-leader-watch")
 
-    def _unwatch(self, command: of.UnwatchLeader) -> None:
+    def _unwatch(self, command: group_member.UnwatchLeader) -> None:
         task, self._watch_task = self._watch_task, None
         if task is not None and task is not asyncio.current_task():
             task.cancel()

@@ -109,7 +109,7 @@ def _a_room_in_use_fails_its_first_request() -> AbstractContextManager[Any]:
 PLANTS: dict[str, tuple[Plant, GroupBounds, str]] = {
     "a stage skips local failures": (_skips_local_failures, GroupBounds(ranks=2, failures=1), "rest"),
     "a drained rank is forgotten": (_waits_for_the_decision_to_drain, GroupBounds(ranks=2, failures=1), "rest"),
-    "a rank starts by itself": (_starts_alone, GroupBounds(ranks=2), ""),
+    "a rank starts by itself": (_starts_alone, GroupBounds(ranks=2), "is not matched at rank"),
     "a failure is told twice": (_reports_twice, GroupBounds(ranks=2, failures=2), "twice"),
     "the leader is lost, and nobody notices": (
         _nobody_notices_the_leaders_death,

@@ -6,8 +6,7 @@ from collections.abc import Callable
 from typing import Any, ClassVar, NamedTuple
 
 from kvflow.protocols import commands as c
-from kvflow.protocols import group_leader as lead
-from kvflow.protocols import group_member as of
+from kvflow.protocols import group_leader, group_member
 from kvflow.protocols.errors import Cause, Code, KvflowError, room_error
 from kvflow.protocols.group_leader import GroupLeader
 from kvflow.protocols.group_member import GroupMember, TicketKey
@@ -132,14 +131,14 @@ class Stage(Prefill):
         for alarm in self._alarms:
             alarm.set()
 
-    def _to_leader(self, command: of.SendToLeader) -> None:
+    def _to_leader(self, command: group_member.SendToLeader) -> None:
         self.lines.to_leader(self, command.frame)
         if self._forges:
             others = [rank for rank in self.lines.members.values() if rank is not self]
             if others and (lie := forged(command.frame, self.world.rng.choice(others).member)) is not None:
                 self.lines.to_leader(self, lie)
 
-    def _open(self, command: of.OpenRoom) -> None:
+    def _open(self, command: group_member.OpenRoom) -> None:
         key = command.key
         self.rules.opens(self, key)
         job = self.clients[int.from_bytes(command.request, "big")].job(self.rank, key)
@@ -154,30 +153,30 @@ class Stage(Prefill):
         self.member.failed(key, job.error)
         self.member.released(key)
 
-    def _start(self, command: of.StartRoom) -> None:
+    def _start(self, command: group_member.StartRoom) -> None:
         self.rules.starts(self, command.key)
         leg = self.by_key[command.key]
         if not leg.told:
             self.compute(leg)
 
-    def _close(self, command: of.CloseRoom) -> None:
+    def _close(self, command: group_member.CloseRoom) -> None:
         self.close_room(self.by_key[command.key], self.rules.given(command.cause))
 
-    def _refuse(self, command: of.RefuseRoom) -> None:
+    def _refuse(self, command: group_member.RefuseRoom) -> None:
         self.endpoint.refuse_room(command.room, self.rules.given(command.cause), self.clock.now)
 
-    def _settled(self, command: of.RequestSettled) -> None:
+    def _settled(self, command: group_member.RequestSettled) -> None:
         self.rules.settled(self, command.key, command.cause)
 
-    def _ended(self, command: of.TicketEnded) -> None:
+    def _ended(self, command: group_member.TicketEnded) -> None:
         if command.key in self.by_key:
             self.oracle.broken("drain", f"{self.name}: request {command.key.ticket} has ended, and its room has not")
 
-    def _to_member(self, command: lead.SendToMember) -> None:
+    def _to_member(self, command: group_leader.SendToMember) -> None:
         self.rules.decides(command.frame)
         self.lines.to_member(self, command.routing_id, command.frame)
 
-    def _decided(self, command: lead.RequestDecided) -> None:
+    def _decided(self, command: group_leader.RequestDecided) -> None:
         self.rules.decided(self, command.ticket, command.cause)
         client = self.by_ticket[command.ticket]
         self.say(f"request {command.ticket} of room {client.room}: {command.cause or 'success'}")
@@ -217,18 +216,18 @@ class Stage(Prefill):
 
 
 _OF_MEMBER: dict[type, Callable[[Stage, Any], None]] = {
-    of.SendToLeader: Stage._to_leader,
-    of.OpenRoom: Stage._open,
-    of.StartRoom: Stage._start,
-    of.CloseRoom: Stage._close,
-    of.RefuseRoom: Stage._refuse,
-    of.RequestSettled: Stage._settled,
-    of.TicketEnded: Stage._ended,
+    group_member.SendToLeader: Stage._to_leader,
+    group_member.OpenRoom: Stage._open,
+    group_member.StartRoom: Stage._start,
+    group_member.CloseRoom: Stage._close,
+    group_member.RefuseRoom: Stage._refuse,
+    group_member.RequestSettled: Stage._settled,
+    group_member.TicketEnded: Stage._ended,
 }
 _OF_LEADER: dict[type, Callable[[Stage, Any], None]] = {
-    lead.SendToMember: Stage._to_member,
-    lead.RequestDecided: Stage._decided,
-    of.RefuseRoom: Stage._refuse,
+    group_leader.SendToMember: Stage._to_member,
+    group_leader.RequestDecided: Stage._decided,
+    group_member.RefuseRoom: Stage._refuse,
 }
 
 
