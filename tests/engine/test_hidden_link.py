@@ -145,7 +145,11 @@ def test_other_hidden_states_than_this_step_needs_are_refused(ends: Ends) -> Non
 
 @pytest.mark.parametrize(
     "frames",
-    [[b""], [b"x" * 100], [b"\x95\x00\x00\x00\xa7float32\x91\x01"], [b"\x95\x00\x00\x00\xa1x\x99" + 9 * b"\x01", b""]],
+    [
+        *([b""], [b"x" * 100], [b"\x95\x00\x00\x00\xa7float32\x91\x01"]),
+        [b"\x95\x00\x00\x00\xa1x\x99" + 9 * b"\x01", b""],
+        [b"\x95\x00\x00\x00\xa2\xff\xfe\x91\x01", b""],  # a dtype that is not UTF-8
+    ],
 )
 def test_what_is_no_message_is_counted_and_dropped(ends: Ends, frames: list[bytes]) -> None:
     receiver, sender = ends

@@ -19,7 +19,7 @@ encode = _encoder.encode
 
 
 def parser(messages: Any) -> Callable[[bytes], Any]:
-    """What turns a frame into one of a union of messages. Raises, when called: WireError."""
+    """What turns a frame into a message, or into one of a union of them. Raises, when called: WireError."""
     decode = msgspec.msgpack.Decoder(messages).decode
 
     def parse(frame: bytes) -> Any:

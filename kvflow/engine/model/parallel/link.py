@@ -15,6 +15,7 @@ import contextlib
 import ipaddress
 import os
 import threading
+from collections.abc import Callable
 from typing import Protocol
 from urllib.parse import urlsplit
 
@@ -23,7 +24,8 @@ import numpy as np
 import torch
 import zmq
 
-from kvflow.protocols.errors import LostError, MisuseError, PeerError
+from kvflow.protocols.errors import LostError, MisuseError, PeerError, WireError
+from kvflow.protocols.wire.codec import encode, parser
 
 MAX_IN_FLIGHT = 4
 _MAX_DIMS = 8
@@ -79,9 +81,8 @@ class _Credit(msgspec.Struct, frozen=True, array_like=True):
     received: int  # frames of that generation, so far
 
 
-_encoder = msgspec.msgpack.Encoder()
-_parse_header = msgspec.msgpack.Decoder(_Header).decode
-_parse_credit = msgspec.msgpack.Decoder(_Credit).decode
+_parse_header: Callable[[bytes], _Header] = parser(_Header)
+_parse_credit: Callable[[bytes], _Credit] = parser(_Credit)
 
 
 class _End:
@@ -175,7 +176,7 @@ class HiddenSender(_End):
         tensor = hidden.detach().to("cpu").contiguous()
         dtype = str(tensor.dtype).removeprefix("torch.")
         header = _Header(self.generation, self.step, self.call, dtype, list(tensor.shape))
-        self._socket.send_multipart([_encoder.encode(header), tensor.view(torch.uint8).numpy().data], copy=False)
+        self._socket.send_multipart([encode(header), tensor.view(torch.uint8).numpy().data], copy=False)
         self._sent += 1
         self.call += 1
 
@@ -216,7 +217,7 @@ class HiddenReceiver(_End):
         into[:] = np.frombuffer(data.buffer, np.uint8)  # copied: kernels may compute other bits where it is not aligned
         self._received += 1
         with contextlib.suppress(zmq.Again):  # the other end has gone
-            self._socket.send(_encoder.encode(_Credit(self.generation, self._received)), zmq.NOBLOCK)
+            self._socket.send(encode(_Credit(self.generation, self._received)), zmq.NOBLOCK)
         return hidden.to(like.device)
 
     def _next(self) -> tuple[_Header, zmq.Frame]:
@@ -239,8 +240,8 @@ class HiddenReceiver(_End):
 
 def _hidden(frames: list[zmq.Frame]) -> tuple[_Header, zmq.Frame] | None:
     try:
-        header = _parse_header(frames[0].buffer)
-    except msgspec.MsgspecError:
+        header = _parse_header(frames[0].bytes)
+    except WireError:
         return None
     fits = len(frames) == 2 and len(header.shape) <= _MAX_DIMS
     return (header, frames[1]) if fits else None
@@ -248,8 +249,8 @@ def _hidden(frames: list[zmq.Frame]) -> tuple[_Header, zmq.Frame] | None:
 
 def _credit(frames: list[zmq.Frame]) -> _Credit | None:
     try:
-        return _parse_credit(frames[0].buffer)
-    except msgspec.MsgspecError:
+        return _parse_credit(frames[0].bytes)
+    except WireError:
         return None
 
 
