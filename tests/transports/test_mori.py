@@ -112,7 +112,10 @@ async def test_other_words_under_the_name_of_a_peer_are_refused_while_it_is_conn
         assert not plane_of(side)._peers
 
 
-@pytest.mark.parametrize("locator", ["", "host:1", "a b", "0" * 40, "~" * 4096, "c-qU$"])
+NESTED = pack_locator(b"\x93\xc4\x01x\x91\xc4\x01y" + b"\x91" * 60_000 + b"\x01")  # deeper than it can be skipped
+
+
+@pytest.mark.parametrize("locator", ["", "host:1", "a b", "0" * 40, "~" * 4096, "c-qU$", NESTED])
 async def test_what_is_no_description_is_refused(locator: str) -> None:
     async with sides() as side:
         with pytest.raises(TransferError, match="no description of a mori engine"):

@@ -38,15 +38,16 @@ import os
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from typing import Any
 
 import msgspec
 
-from kvflow.protocols.errors import LayoutError, MisuseError, TransferError
+from kvflow.protocols.errors import LayoutError, MisuseError, TransferError, WireError
 from kvflow.protocols.pages.layout import PoolLayout
 from kvflow.protocols.ports import PlaneAddress, ProcessIdentity
+from kvflow.protocols.wire.codec import parser
 from kvflow.transports.data.locators import is_name_of, new_name, pack_locator, regions_of, unpack_locator
 from kvflow.transports.data.route import BlockList, Planner
 from kvflow.transports.data.threaded import EnginePlane
@@ -67,6 +68,9 @@ class Description(msgspec.Struct, frozen=True, array_like=True):
 
     engine: bytes
     memory: tuple[bytes, ...]
+
+
+_parse: Callable[[bytes], Description] = parser(Description)
 
 
 class Peer:
@@ -325,10 +329,10 @@ class MoriPlane(EnginePlane[TransfersRoute]):
 def decode_description(locator: str) -> Description:
     """Raises: TransferError for what is none."""
     try:
-        found = msgspec.msgpack.decode(unpack_locator(locator), type=Description)
+        found = _parse(unpack_locator(locator))
         if not 0 < len(found.memory) <= MAX_REGIONS:
             raise ValueError(f"{len(found.memory)} pieces of memory, 1 to {MAX_REGIONS} are expected")
-    except ValueError as error:  # msgspec's errors are ValueErrors
+    except (ValueError, WireError) as error:
         raise TransferError(f"{locator!r:.80} is no description of a mori engine: {error}") from None
     return found
 
