@@ -93,6 +93,14 @@ WRONG: list[tuple[dict[str, Any], str]] = [
 ]
 
 
+def test_a_hand_over_that_is_nested_too_deep_is_refused() -> None:
+    """In a field that this version does not know, and would skip."""
+    good = HandOff(first_token=1, prompt_tokens=PROMPT).encode()
+    deep = bytes([good[0] + 1]) + good[1:] + b"\xa3new" + b"\x91" * 60_000 + b"\x01"
+    with pytest.raises(WireError, match=f"cannot decode a {len(deep)}-byte hand-over: maximum recursion depth"):
+        HandOff.decode(deep)
+
+
 @pytest.mark.parametrize(("fields", "text"), WRONG, ids=[text for _, text in WRONG])
 def test_both_sides_name_the_field_and_its_limit(fields: dict[str, Any], text: str) -> None:
     made = HandOff(first_token=1, prompt_tokens=PROMPT, **fields)

@@ -12,6 +12,7 @@ from kvflow.engine.scheduler.packed_array import PackedArray
 from kvflow.engine.scheduler.params import SamplingParams
 from kvflow.engine.scheduler.prompt_logprobs import PromptLogprobs
 from kvflow.protocols.errors import MisuseError, WireError
+from kvflow.protocols.wire.codec import UNDECODABLE
 
 MAX_HIDDEN_BYTES = 1 << 19  # 32 tokens of 8,192 bfloat16; the whole hand-over is at most 1 MiB
 MAX_DRAFT_ENTRIES = 1 << 12
@@ -49,7 +50,7 @@ class HandOff(msgspec.Struct, frozen=True, tag="handoff.v1", kw_only=True):
         messages bounds them."""
         try:
             found = _DECODER.decode(data)
-        except msgspec.MsgspecError as error:
+        except UNDECODABLE as error:
             raise WireError(f"cannot decode a {len(data)}-byte hand-over: {error}") from None
         if fault := found._fault():
             raise WireError(f"the hand-over's {fault}")

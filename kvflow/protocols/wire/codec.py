@@ -14,6 +14,9 @@ from kvflow.protocols.errors import WireError
 from kvflow.protocols.wire.group import ToLeader, ToMember
 from kvflow.protocols.wire.messages import MAX_FRAME_BYTES, Incarnation, ToDecode, ToPrefill
 
+UNDECODABLE = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
+"""What decoding raises for bytes that are not what they should be: strings of any bytes, nesting of any depth."""
+
 _encoder = msgspec.msgpack.Encoder()
 encode = _encoder.encode
 
@@ -28,7 +31,7 @@ def parser(messages: Any) -> Callable[[bytes], Any]:
             raise WireError(f"frame of {len(frame)} bytes is over the limit of {MAX_FRAME_BYTES}")
         try:
             return decode(frame)
-        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+        except UNDECODABLE as error:
             raise WireError(f"cannot decode a {len(frame)}-byte frame: {error}") from None
 
     return parse
