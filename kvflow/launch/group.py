@@ -10,7 +10,6 @@ import os
 import secrets
 import shutil
 import sys
-import tempfile
 from collections.abc import AsyncGenerator
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
@@ -31,6 +30,7 @@ from kvflow.engine.scheduler.prefill_steps import PrefillSteps
 from kvflow.handlers.group import LeaderShell, MemberShell, OpenRoom
 from kvflow.handlers.rooms import PrefillRoom
 from kvflow.launch.child import ChildEndedError
+from kvflow.launch.meeting import meeting_directory
 from kvflow.launch.parts import Parts, card_of, loaded
 from kvflow.launch.process import Ready, StopSignals, announce
 from kvflow.launch.ranks import RankProcesses, RankSpec
@@ -82,7 +82,7 @@ async def group_over(
             group=f"tcp://{_HERE}:{sockets[0][1]}",
             steps=f"tcp://{_HERE}:{sockets[1][1]}",
             key=f"/dev/fd/{descriptor}",
-            meeting=_meeting_directory(stack),
+            meeting=stack.enter_context(meeting_directory()),
             settings=settings,
         )
         first = _FirstRank(spec, table)
@@ -339,10 +339,3 @@ def _samples(spec: RankSpec) -> bool:
 
 def _life() -> Incarnation:
     return Incarnation(secrets.randbits(63) | 1)
-
-
-def _meeting_directory(stack: AsyncExitStack) -> str:
-    """Where the parts of the model meet: only its owner can enter it."""
-    found = tempfile.mkdtemp(prefix="kvflow-")
-    stack.callback(shutil.rmtree, found, ignore_errors=True)
-    return found

@@ -10,6 +10,8 @@ import signal
 import socket
 import subprocess
 import sys
+import time
+from pathlib import Path
 from typing import Self
 
 import aiohttp
@@ -226,6 +228,37 @@ def test_a_child_dies_with_its_parent_however_that_dies() -> None:
         readable, _, _ = select.select([descriptor], [], [], 10)
         os.close(descriptor)
         assert readable
+
+
+@pytest.mark.parametrize("end", ["block", "_exit", "SIGKILL"])
+def test_the_meeting_directory_of_a_model_goes_with_its_process(end: str, tmp_path: Path) -> None:
+    code = (
+        "import os, pathlib\n"
+        "from kvflow.launch.meeting import meeting_directory\n"
+        "with meeting_directory() as found:\n"
+        "    pathlib.Path(found, 'agreement').touch()\n"
+        "    print(found, oct(os.stat(found).st_mode & 0o777), flush=True)\n"
+        "    how = input()\n"
+        "    os._exit(1) if how == '_exit' else None\n"
+        "print('left', *os.listdir(os.path.dirname(found)))\n"
+    )
+    environment = {**os.environ, "TMPDIR": str(tmp_path)}
+    with subprocess.Popen(
+        [sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment
+    ) as process:
+        assert process.stdout is not None and process.stdin is not None
+        found, mode = process.stdout.readline().split()
+        assert (Path(found).parent, mode, os.listdir(found)) == (tmp_path, "0o700", ["agreement"])
+        if end == "SIGKILL":
+            process.kill()
+        else:
+            process.stdin.write(f"{end}\n")
+            process.stdin.flush()
+        assert process.stdout.read() == ("left\n" if end == "block" else "")
+    until_s = time.monotonic() + 10
+    while os.listdir(tmp_path) and time.monotonic() < until_s:
+        time.sleep(0.01)
+    assert os.listdir(tmp_path) == []
 
 
 def test_every_interface_is_told_as_an_address_peers_can_use() -> None:
