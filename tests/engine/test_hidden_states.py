@@ -41,9 +41,10 @@ async def test_they_are_those_of_one_forward(
         found = await asyncio.gather(
             *(pair.outputs(p, greedy(NEW_TOKENS, hidden_states=a)) for p, a in zip(prompts, asked, strict=True))
         )
+        alone = await pair.outputs(prompts[2], greedy(NEW_TOKENS, **ASKED))  # none of the first chunk's tokens is kept
         await until(lambda: pair.home)
-    assert [[out.token_id for out in outs] for outs in found] == plain
-    for prompt, outs, wanted in zip(prompts, found, asked, strict=True):
+    assert [[out.token_id for out in outs] for outs in (*found, alone)] == [*plain, plain[2]]
+    for prompt, outs, wanted in zip((*prompts, prompts[2]), (*found, alone), (*asked, True), strict=True):
         if not wanted:
             assert all(out.hidden_states is None for out in outs)
             continue

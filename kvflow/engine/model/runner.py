@@ -162,7 +162,8 @@ class Runner:
             if hook is not None:
                 hook.remove()
         if seen:  # side by side, so that every choice of tokens below is one of both
-            logits = torch.cat((logits, seen[0].to(logits.dtype).reshape(*logits.shape[:-1], -1)), dim=-1)
+            hidden = seen[0].to(logits.dtype).reshape(*logits.shape[:-1], seen[0].shape[-1])
+            logits = torch.cat((logits, hidden), dim=-1)
         return logits[:, -1] if ids.shape[0] > 1 else logits[0]
 
 
