@@ -192,7 +192,7 @@ class DecodeEngine(EngineLoop):
         return DecodeRequest(number, sequence, resident, params, limit, admission, adjustments, handoff)
 
     def _first(self, request: DecodeRequest) -> TokenOut:
-        """Prefill's token; unless it is the last one, the sequence joins the batch. Raises: WireError."""
+        """Prefill's token; unless it is the last one, the sequence joins the batch. Raises: WireError, MisuseError."""
         handoff = request.handoff
         handoff.check(request.sequence.prompt_length, request.params, self._model.vocab_size)
         request.sequence.append(handoff.first_token)

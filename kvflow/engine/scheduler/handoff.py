@@ -22,6 +22,9 @@ class HandOff(msgspec.Struct, frozen=True, tag="handoff.v1", kw_only=True):
     """The first token, sampled by prefill from the prompt's last logits, the prompt's token counts, and its
     log-probabilities where they were asked for.
 
+    `sampling` is the `SamplingParams.first_token_digest` of the request that the token was chosen for, where the engine
+    says it: a room pairs two halves by its id and their prompt, and this says that they ask for one thing.
+
     The rest is for engines that decode speculatively, and optional. `hidden_states` [tokens, hidden] are floating-point
     numbers, the model's last ones at the last `tokens` of the prompt. `draft_probabilities` float32 and
     `draft_token_ids` int32 or int64 have one shape, [k] or [steps, k]: the candidates that follow the first token.
@@ -37,6 +40,7 @@ class HandOff(msgspec.Struct, frozen=True, tag="handoff.v1", kw_only=True):
     hidden_states: PackedArray | None = None
     draft_probabilities: PackedArray | None = None
     draft_token_ids: PackedArray | None = None
+    sampling: bytes = b""
 
     def encode(self) -> bytes:
         """Raises: MisuseError naming the field whose dtype, shape or size is wrong."""
@@ -57,8 +61,14 @@ class HandOff(msgspec.Struct, frozen=True, tag="handoff.v1", kw_only=True):
         return found
 
     def check(self, prompt_tokens: int, params: SamplingParams, vocabulary: int) -> None:
-        """Raises: WireError unless it is for a prompt of `prompt_tokens` and holds what `params` ask for."""
+        """Raises: WireError unless it is for a prompt of `prompt_tokens` and holds what `params` ask for; MisuseError
+        where its token was chosen by others."""
         self.check_fits(prompt_tokens, vocabulary)
+        if self.sampling and self.sampling != params.first_token_digest():
+            text = "prefill has chosen the first token by other sampling parameters than those of this request"
+            raise MisuseError(
+                f"{text}: send both legs one body, no room id twice, and serve both with the same --sampling-defaults"
+            )
         if any(not 0 <= token_id < vocabulary for token_id, _ in (*self.top_logprobs, *self.asked_logprobs)):
             raise WireError(f"the hand-over's top logprobs name tokens outside 0..{vocabulary - 1}")
         if tuple(token_id for token_id, _ in self.asked_logprobs) != params.logprob_token_ids:

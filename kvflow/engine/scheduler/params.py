@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import itertools
 import math
 import secrets
@@ -171,6 +172,14 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def greedy(self) -> bool:
         return self.temperature < GREEDY_BELOW or self.top_k == 1
+
+    def first_token_digest(self) -> bytes:
+        """Of all that decides which token is chosen first: two requests for one prompt may share it where these are the
+        same. What only later tokens see, and where the answer ends, is left out."""
+        drawn = None if self.greedy else (self.temperature, self.top_p, max(self.top_k, 0), self.min_p, self.seed)
+        spared = (self.ignore_eos, self.stop_token_ids) if self.min_new_tokens else None
+        decides = drawn, spared, self.repetition_penalty, self.logit_bias, self.bad_words
+        return hashlib.blake2b(msgspec.msgpack.encode(decides), digest_size=8).digest()
 
     def seed_or_random(self) -> int:
         """The given seed, or a random one."""

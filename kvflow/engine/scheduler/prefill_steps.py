@@ -162,6 +162,7 @@ class PrefillSteps:
             prompt_tokens=request.sequence.prompt_length,
             prompt_logprobs=request.scorer.scores if request.scorer else None,
             hidden_states=request.hidden_states,
+            sampling=request.params.first_token_digest(),
         )
         return handoff.encode()
 
