@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import os
 import signal
 import time
@@ -22,6 +23,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("processes"), pytest.mar
 
 Expected = Callable[[str, list[int], int], list[int]]
 TOKENS = 12
+GREEDY: dict[str, Any] = {"temperature": 0, "max_new_tokens": TOKENS, "ignore_eos": True}
 BACK_S = 120.0  # for which a rank may import and load its part once more
 
 
@@ -40,8 +42,11 @@ class Answer(NamedTuple):
 
 
 async def generate(session: aiohttp.ClientSession, url: str, prompt: list[int], tokens: int = TOKENS) -> Answer:
-    sampling = {"temperature": 0, "max_new_tokens": tokens, "ignore_eos": True}
-    async with session.post(f"{url}/generate", json={"input_ids": prompt, "sampling_params": sampling}) as answer:
+    return await post(session, url, {"input_ids": prompt, "sampling_params": {**GREEDY, "max_new_tokens": tokens}})
+
+
+async def post(session: aiohttp.ClientSession, url: str, body: dict[str, Any]) -> Answer:
+    async with session.post(f"{url}/generate", json=body) as answer:
         return Answer(answer.status, msgspec.json.decode(await answer.read()), time.monotonic())
 
 
@@ -115,6 +120,61 @@ async def test_the_ranks_of_a_prefill_give_the_tokens_of_one(
         lines = await gauges(session, prefill)
         assert [lines[f'kvflow_rank_up{{rank="{rank}"}}'] for rank in range(pp * tp)] == [1.0] * (pp * tp)
         assert not any(value for name, value in lines.items() if "tickets" in name or "requests" in name)
+
+
+@pytest.mark.parametrize(
+    ("plane", "family", "pp", "tp"),
+    [("mooncake", "llama", 2, 2), ("nixl", "qwen3_next", 1, 2)],
+    ids=["mooncake", "nixl"],
+)
+async def test_ranks_over_a_plane_between_machines(
+    plane: str, family: str, pp: int, tp: int, tiny: Callable[[str], Path], expected: Expected
+) -> None:
+    """Through staging and with checksums, as on devices; legs that are posted by hand, and one of them wrong."""
+    pytest.importorskip("mooncake.engine" if plane == "mooncake" else "nixl_cu12")
+    moved = {"disaggregation_transfer_backend": plane, "verify_transfers": True, "staging": "always"}
+    chunks = {"chunked_prefill_size": 32, "max_batch_tokens": 64}
+    ranks = {"model_path": str(tiny(family)), "pp": pp, "tp": tp}
+    async with running(**ranks, **chunks, **moved) as fleet, aiohttp.ClientSession() as session:
+        prefill, decode = fleet.prefills[0].url, fleet.decodes[0].url
+        prompts = [prompt_of(n, n) for n in (1, 20, 77, 301)]
+        together = await asyncio.gather(*(generate(session, fleet.url, prompt) for prompt in prompts))
+        for prompt, answer in zip(prompts, together, strict=True):
+            assert answer.tokens == expected(family, prompt, TOKENS), (len(prompt), answer)
+        rooms = itertools.count(1)
+
+        async def legs(at_prefill: dict[str, Any], at_decode: dict[str, Any]) -> list[Answer]:
+            where = {"bootstrap_host": "127.0.0.1", "bootstrap_port": fleet.prefills[0].bootstrap_port}
+            body = {"input_ids": prompts[2], "sampling_params": GREEDY, **where, "bootstrap_room": next(rooms)}
+            urls = ((prefill, at_prefill), (decode, at_decode))
+            return await asyncio.gather(*(post(session, url, {**body, **changes}) for url, changes in urls))
+
+        first, all_of_it = await legs({}, {})
+        assert (first.status, all_of_it.tokens) == (200, expected(family, prompts[2], TOKENS))
+        wrong: list[dict[str, Any]] = [
+            {"input_ids": [1 << 20]}, {"input_ids": prompts[1]}, {"disagg_prefill_dp_rank": 1},
+        ]  # fmt: skip
+        for changes, is_decodes in itertools.product(wrong, (False, True)):
+            began_s = time.monotonic()
+            answers = await (legs({}, changes) if is_decodes else legs(changes, {}))
+            assert [answer.status for answer in answers] == [400, 400], (changes, is_decodes, answers)
+            assert max(answer.at_s for answer in answers) - began_s < 2, "told at once, not by a timer"
+        first, refused = await legs({}, {"sampling_params": {**GREEDY, "temperature": 1.0}})
+        assert (first.status, refused.status) == (200, 400) and "the first token" in str(refused.document)
+
+        async def leaver(number: int) -> None:
+            try:
+                async with asyncio.timeout(0.02 * (number % 8)):
+                    await generate(session, fleet.url, prompt_of(100 + number * 13 % 300, number))
+            except TimeoutError:
+                pass
+
+        await asyncio.gather(*(leaver(number) for number in range(32)))
+        answer = await generate(session, fleet.url, prompts[3])
+        assert answer.tokens == expected(family, prompts[3], TOKENS)
+        assert await all_home(session, prefill, decode)
+        found = await ranks_home(session, prefill)
+        assert [rank for rank in found if rank["internal_errors"]["handler"] or rank["internal_errors"]["step"]] == []
 
 
 @pytest.mark.parametrize(
