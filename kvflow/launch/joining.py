@@ -87,7 +87,7 @@ class _RouterLink:
                 return "", msgspec.json.decode(raw, type=dict[str, Any])
         except TimeoutError:
             return f"no answer within {timeout_s:g} s", {}
-        except (aiohttp.ClientError, OSError, ValueError) as error:
+        except (aiohttp.ClientError, OSError, ValueError, RecursionError) as error:
             return str(error) or type(error).__name__, {}
 
 

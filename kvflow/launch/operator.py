@@ -37,6 +37,6 @@ def declare_dead(url: str, api_key: str, incarnation: str, why: str) -> None:
             document = msgspec.json.decode(answer.read())
     except urllib.error.HTTPError as error:
         raise MisuseError(f"{url} refused ({error.code}): {Failure.read(error.code, error.read()).message}") from None
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise LostError(f"{url}: {error}") from None
     sys.stdout.write(msgspec.json.format(msgspec.json.encode(document), indent=2).decode() + "\n")

@@ -13,6 +13,7 @@ import pytest
 from aiohttp import web
 
 from kvflow.launch import joining
+from kvflow.server.http import operations
 from kvflow.server.router import membership
 from kvflow.server.router.router import Router
 from kvflow.server.router.routes import router_app
@@ -169,6 +170,9 @@ async def test_a_server_of_another_kind_cannot_join(front: Front) -> None:
     async def not_json(_: web.Request) -> web.Response:
         return web.Response(text="<html>")
 
+    async def nested(_: web.Request) -> web.Response:
+        return web.Response(text="[" * 100_000)
+
     async def elsewhere(_: web.Request) -> web.Response:
         raise web.HTTPFound("/elsewhere")
 
@@ -177,6 +181,7 @@ async def test_a_server_of_another_kind_cannot_join(front: Front) -> None:
 
     for handler, status, said in (
         (not_json, 502, "malformed"),
+        (nested, 502, "maximum recursion depth"),
         (elsewhere, 502, "/server_info answered 302"),
         (router, 409, "its disaggregation_mode is None"),
     ):
@@ -218,6 +223,17 @@ async def test_a_worker_that_comes_back_with_another_model_is_left_out_while_oth
     prefill.service.fingerprint = "another model"  # the whole fleet moves on
     prefill.service.unavailable_reason = "restarting"
     await front.checked(prefill_server)
+    assert (await front.checked(decode_server)).up
+
+
+async def test_a_worker_that_answers_nonsense_is_down_and_is_asked_again(
+    front: Front, decode: Role, decode_server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await front.join(decode_server)
+    monkeypatch.setattr(operations, "json_response", lambda _: web.Response(text="[" * 100_000))
+    worker = await front.checked(decode_server)
+    assert not worker.up and "maximum recursion depth" in worker.reason
+    monkeypatch.undo()
     assert (await front.checked(decode_server)).up
 
 

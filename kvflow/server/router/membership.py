@@ -115,7 +115,7 @@ class Membership:
                 return Identity.read(msgspec.json.decode(await answer.read()))
         except TimeoutError:
             raise LostError(f"{url}: /server_info took more than {CHECK_TIMEOUT_S:g} s") from None
-        except (aiohttp.ClientError, OSError, ValueError) as error:
+        except (aiohttp.ClientError, OSError, ValueError, RecursionError) as error:
             raise LostError(f"{url}: {str(error) or type(error).__name__}") from None
 
 

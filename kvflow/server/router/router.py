@@ -214,7 +214,7 @@ class Router(Drainable):
                 method, f"{worker.url}{path}", data=body, timeout=aiohttp.ClientTimeout(total=ASK_TIMEOUT_S)
             ) as answer:
                 return msgspec.json.decode(await answer.read()) if answer.status == 200 else None
-        except (aiohttp.ClientError, OSError, TimeoutError, ValueError):
+        except (aiohttp.ClientError, OSError, TimeoutError, ValueError, RecursionError):
             return None
 
     async def forward(self, worker: Worker, http: web.Request) -> web.Response:

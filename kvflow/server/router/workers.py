@@ -245,7 +245,7 @@ class Workers:
                 await self._ask(worker)
         except TimeoutError:
             worker.mark_down(f"/health took more than {CHECK_TIMEOUT_S:g} s")
-        except (aiohttp.ClientError, OSError, ValueError) as error:
+        except (aiohttp.ClientError, OSError, ValueError, RecursionError) as error:
             worker.mark_down(str(error) or type(error).__name__)
         if worker.usable and before != (worker.up, worker.role):
             self._tell_waiting()
