@@ -76,6 +76,12 @@ def test_booleans_are_words_in_the_environment() -> None:
         ("prefill", {"rendezvous_s": "0"}, {}, ["--rendezvous-s: '0': expected float > 0 and <= 3600"]),
         ("prefill", {"optimistic_prefill": "-1"}, {}, ["--optimistic-prefill: '-1': expected int >= 0 and <= 1000"]),
         ("prefill", {"transfer_rate_limit": "-1"}, {}, ["--transfer-rate-limit: '-1': expected int >= 0"]),
+        (
+            "prefill",
+            {"control_port": "65534", "pp": "2", "tp": "2"},
+            {},
+            ["--control-port: the ranks of this prefill take 65534 to 65537, the last port is 65535"],
+        ),
         ("prefill", {"host": ""}, {}, ["--host: '': expected str of length >= 1"]),
         ("prefill", {"page_size": "many"}, {}, ["--page-size", "many", "int"]),
         ("prefill", {}, {"KVFLOW_PAGE_SIZE": "0"}, ["environment KVFLOW_PAGE_SIZE", ">= 1"]),

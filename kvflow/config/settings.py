@@ -173,7 +173,13 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         ),
     ] = 0
     control_port: Annotated[
-        int, Meta(description="Port of prefill's control endpoint; 0 picks a free one.", ge=0, le=65535)
+        int,
+        Meta(
+            description="Port of prefill's control endpoint, and the ports after it those of its other ranks; 0 picks "
+            "free ones.",
+            ge=0,
+            le=65535,
+        ),
     ] = 0
 
     control_key_file: Annotated[

@@ -36,6 +36,7 @@ from kvflow.protocols.errors import MisuseError
 # Variables that are no settings of a role: the config file, what `up` and a prefill tell their children, what the
 # client of examples/chat.py and `declare-dead` call, the seed of the tests.
 _OTHER_VARIABLES = ("CONFIG", "READY_FD", "PARENT_PID", "RANK", "URL", "SEED")
+_LAST_PORT = 65535
 _PASSED_LIMIT = re.compile(r"^Expected `(int|float)` [<>]")
 _DEVICE = re.compile(r"auto|cpu|cuda(:[0-9]{1,3})?", re.ASCII)
 
@@ -166,6 +167,11 @@ def _check(role: Role, settings: Settings) -> None:
         raise ConfigError(text)
     if not _DEVICE.fullmatch(settings.device):
         raise ConfigError(f"--device: {settings.device!r} is not auto, cpu, cuda or cuda:N")
+    if settings.control_port and (last := settings.control_port + settings.pp * settings.tp - 1) > _LAST_PORT:
+        raise ConfigError(
+            f"--control-port: the ranks of this prefill take {settings.control_port} to {last}, the last port is "
+            f"{_LAST_PORT}; choose a lower one"
+        )
     if settings.pp * settings.tp > 1 and settings.optimistic_prefill:
         raise ConfigError("--optimistic-prefill is for a prefill of one rank; leave it out, or --pp and --tp")
     if settings.kv_events_config:
