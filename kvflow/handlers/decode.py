@@ -290,7 +290,9 @@ class DecodeShell(Shell):
         many."""
         layout = self.endpoint.core.identity.layout
         if wanted > (most := layout.num_pages + bool(layout.num_rows)):
-            raise CapacityError(f"staging of room {room.room}, pages (--staging-bytes)", wanted, most)
+            never = CapacityError(f"staging of room {room.room}, pages (--staging-bytes)", wanted, most)
+            never.code = Code.BAD_REQUEST  # as a prompt that is larger than the pool: no other try helps
+            raise never
         first = next(iter(self._waiting), room.grant)
         try:
             if first != room.grant:
