@@ -128,3 +128,36 @@ def test_a_default_of_host_memory_that_is_too_small_ends_no_start(
 
 def refusing(*_: object) -> None:
     raise MisuseError("too small")
+
+
+@pytest.mark.parametrize(
+    ("plane", "shards", "staging", "staged"),
+    [
+        *(("mooncake", 2, "auto", True), ("nixl", 2, "auto", True), ("mooncake", 4, "auto", True)),
+        *(("mooncake", 0, "auto", False), ("mooncake", 1, "auto", False), ("local", 2, "auto", False)),
+        *(("local", 2, "always", False), ("mooncake", 2, "always", True), ("mooncake", 3, "auto", False)),
+    ],
+)
+def test_slices_that_would_be_tiny_land_in_staging(
+    plane: Any, shards: int, staging: Any, staged: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Of two heads of 32 bytes: what a prefill of two or four shards would write; three cannot have as many each."""
+    settings = Settings(
+        num_pages=4, disaggregation_transfer_backend=plane, disaggregation_prefill_tp=shards, staging=staging
+    )
+    made = pool.make_pool(settings, SLOTS, "model", torch.device("cpu"))
+    with caplog.at_level(logging.INFO):
+        found = pool.make_staging(settings, made, 0)
+    said = f"prefills of {shards} shards would write slices of 32 bytes on average over {plane}" in caplog.text
+    assert said == staged and (found is not None) == (staged or staging == "always")
+    if found is not None:
+        assert len(found.host.layout.components) == len(SLOTS) * (2 if staged else 1)
+        found.close()
+    made.close()
+
+
+def test_slices_of_large_heads_are_written_as_they_are() -> None:
+    settings = Settings(num_pages=2, disaggregation_transfer_backend="nixl", disaggregation_prefill_tp=2)
+    made = pool.make_pool(settings, [StateKind("k", "bfloat16", (2, 4096))], "model", torch.device("cpu"))
+    assert pool.make_staging(settings, made, 0) is None  # 8 KiB each
+    made.close()

@@ -40,12 +40,23 @@ def transfer(
     pairs: Annotated[int, typer.Option(help="Interleaved pairs of each case.", min=2)] = 10,
     order: Annotated[str, typer.Option(help="page_first, layer_first, or both with a comma.")] = "page_first",
     verify: Annotated[bool, typer.Option("--verify", help="What --verify-transfers costs, instead.")] = False,
+    tp: Annotated[
+        str,
+        typer.Option(
+            help="Slices between a prefill and a decode of other widths, through staging or not, instead.",
+            metavar="2:1",
+        ),
+    ] = "",
     peer: Peer = "",
     as_json: AsJson = False,
 ) -> None:
     """Goodput through rooms, divided by the bare data plane on the same page lists (needs 9 GiB of memory)."""
+    from kvflow.bench.slices import bench_slices, widths_of
     from kvflow.bench.transfer import bench_transfer
 
+    if tp:
+        _report(bench_slices(tuple(planes.split(",")), widths_of(tp), pairs, _say), as_json)
+        return
     names, orders = tuple(planes.split(",")), tuple(order.split(","))
     _report(bench_transfer(names, orders, pairs, peer or None, verify, _say), as_json)
 

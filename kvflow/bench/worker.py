@@ -9,6 +9,7 @@ sides.
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 import sys
 import time
@@ -24,7 +25,9 @@ from kvflow.bench.child import Ticker, cpu_s, serve
 from kvflow.bench.raw import TUNE_PAGES, RawWriter, open_raw
 from kvflow.memory.checksum import PageChecksums
 from kvflow.memory.pool import PagedPool
+from kvflow.memory.staging import Staging
 from kvflow.node import DecodeNode, PrefillNode
+from kvflow.protocols.pages.arrange import by_shard
 from kvflow.protocols.pages.layout import PageIndices, PoolLayout, build_layout
 from kvflow.protocols.ports import PlaneAddress
 from kvflow.protocols.wire.ranks import RankInfo, rank_from_json, rank_to_json
@@ -32,6 +35,7 @@ from kvflow.transports.control.curve import read_key
 from kvflow.transports.control.zmq import bind_router, connect_dealer
 from kvflow.transports.data.select import open_plane
 
+SEND_STAGING_BYTES = 64 << 20
 __all__ = ["Worker", "serve", "source_slice"]
 
 
@@ -61,25 +65,47 @@ class Worker:
         control_key_file: str = "",
         verify_transfers: bool = False,
         host: str = "127.0.0.1",
+        widths: tuple[int, int] = (1, 1),
+        staged: bool = False,
     ) -> dict[str, Any]:
+        """`widths`: in how many parts prefill and decode have their heads, page by page, as that many shards would have
+        them; `staged`: slices of a page pass through staging, where they are gathered at prefill or land at decode.
+        """
         streams = [(f"layer.{i}.{x}", "bfloat16", (heads, dim)) for i in range(layers) for x in "kv"]
         layout = build_layout(streams, page_size=page_size, num_pages=pages, order=order)  # type: ignore[arg-type]
+        if widths != (1, 1):
+            logging.disable(logging.WARNING)  # that slices are tiny is what is measured
+        if (width := widths[self.role == "decode"]) > 1:
+            layout = by_shard(layout, width)
         self.pool = await asyncio.to_thread(PagedPool.allocate, layout)
-        data_plane = await asyncio.to_thread(open_plane, plane, self.pool.segment, rate_bytes_per_s, host)
+        staging = await asyncio.to_thread(self._staging, widths) if staged else None
+        segment = (self.pool if staging is None else staging.host).segment
+        data_plane = await asyncio.to_thread(open_plane, plane, segment, rate_bytes_per_s, host)
         key = read_key(control_key_file)
         if self.role == "prefill":
             bind = partial(bind_router, key=key)
-            self.node = PrefillNode(self.pool, data_plane, host=host, bind=bind, verify_transfers=verify_transfers)
+            self.node = PrefillNode(
+                self.pool, data_plane, host=host, bind=bind, verify_transfers=verify_transfers, staging=staging
+            )
             await self.node.start()
             pages_of_all = self.node.pages.take(self.node.pages.free_pages, "bench")
             self.source_pages = np.random.default_rng(5).permutation(pages_of_all)
             return {"ranks": [rank_to_json(self.node.info)], "page_bytes": layout.page_bytes}
         self.ranks = [rank_from_json(rank) for rank in ranks]
         connect = partial(connect_dealer, key=key)
-        self.node = DecodeNode(self.pool, data_plane, connect=connect, verify_transfers=verify_transfers)
+        self.node = DecodeNode(
+            self.pool, data_plane, connect=connect, verify_transfers=verify_transfers, staging=staging
+        )
         await self.node.start()
         self._scatter()
         return {"page_bytes": layout.page_bytes}
+
+    def _staging(self, widths: tuple[int, int]) -> Staging | None:
+        """Where this side's pool has slices of what the other has whole."""
+        prefill, decode = widths
+        if self.role == "prefill":
+            return Staging(self.pool, SEND_STAGING_BYTES) if prefill % decode else None
+        return Staging(self.pool, shards=prefill) if decode % prefill else None
 
     async def verify(self, *, on: bool) -> dict[str, Any]:
         """Rooms opened from now on carry checksums, or none."""

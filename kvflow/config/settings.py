@@ -132,8 +132,8 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     staging: Annotated[
         Literal["auto", "always"],
         Meta(
-            description="Transfers through host memory beside the pool: auto where the pool is on a device, always "
-            "also where it is not."
+            description="Transfers through host memory beside the pool: auto where the pool is on a device, or slices "
+            "of pages would be tiny; always everywhere."
         ),
     ] = "auto"
     staging_bytes: Annotated[
@@ -143,6 +143,9 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
             "a prompt must fit, 256 MiB at prefill.",
             ge=0,
         ),
+    ] = 0
+    disaggregation_prefill_tp: Annotated[
+        int, Meta(description="--tp of decode's prefills, whose slices may be tiny; 0 = not known.", ge=0, le=64)
     ] = 0
     disaggregation_ib_device: Annotated[
         str, Meta(description="RDMA device of the data plane; the number of an NPU for ascend.")
@@ -274,6 +277,7 @@ _PLANE = (
 )
 _WORKER = (*_HTTP, "sse_keepalive_s", "sse_headers_after_s", "sglang_metrics", *_MODEL, *_POOL, *_LOAD, *_PLANE)
 _RETRACT = ("new_token_ratio", "host_memory_bytes", "host_memory_full")
+_RECEIVER = ("max_quarantine_share", "disaggregation_prefill_tp", *_RETRACT)
 _ROUTER = ("poll_s", "retry_timeout_s")
 _SENDER = (
     "pp",
@@ -287,20 +291,12 @@ _SENDER = (
 )
 FIELDS_OF_ROLE: dict[str, tuple[str, ...]] = {
     "prefill": (*_WORKER, *_SENDER, "disaggregation_mode", "disaggregation_bootstrap_port", "control_port", "join"),
-    "decode": (
-        *_WORKER,
-        "disaggregation_mode",
-        "disaggregation_bootstrap_port",
-        "max_quarantine_share",
-        *_RETRACT,
-        "join",
-    ),
+    "decode": (*_WORKER, *_RECEIVER, "disaggregation_mode", "disaggregation_bootstrap_port", "join"),
     "router": (*_HTTP, *_ROUTER, "request_timeout_s", "max_queued_requests", "prefill", "decode"),
     "up": (
         *_WORKER,
         *_SENDER,
-        "max_quarantine_share",
-        *_RETRACT,
+        *_RECEIVER,
         "prefill_workers",
         "decode_workers",
         "start_timeout_s",
@@ -337,6 +333,7 @@ GROUPS: dict[str, tuple[str, ...]] = {
         "transfer_rate_limit",
         "staging",
         "staging_bytes",
+        "disaggregation_prefill_tp",
         "verify_transfers",
         "rendezvous_s",
         "optimistic_prefill",

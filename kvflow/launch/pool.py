@@ -18,8 +18,10 @@ from kvflow.memory.pool import PagedPool
 from kvflow.memory.snapshot import SnapshotStore
 from kvflow.memory.staging import Staging
 from kvflow.protocols.errors import MisuseError
+from kvflow.protocols.pages.arrange import from_shards
 from kvflow.protocols.pages.kinds import ROW, StateKind
 from kvflow.protocols.pages.layout import PoolLayout, build_layout, resized
+from kvflow.transports.data.slices import TINY_BELOW_BYTES, are_tiny
 
 if TYPE_CHECKING:
     import torch
@@ -55,10 +57,23 @@ def make_pool(
 def make_staging(settings: Settings, pool: PagedPool, default_bytes: int) -> Staging | None:
     """Allocate the host memory that transfers pass through, where they do; blocks. `default_bytes`: 0 is as much as the
     pool has. Raises: ConfigError."""
-    if pool.on_host and settings.staging == "auto":
+    shards = _shards_told_apart(settings, pool)
+    if pool.on_host and settings.staging == "auto" and shards == 1:
         return None
     with _one_at_a_time(), _naming("staging_bytes", settings):
-        return Staging(pool, settings.staging_bytes or default_bytes)
+        return Staging(pool, settings.staging_bytes or default_bytes, shards=shards)
+
+
+def _shards_told_apart(settings: Settings, pool: PagedPool) -> int:
+    """Of the prefills that a decode serves, where their slices of its pages would be tiny; else 1."""
+    plane, shards = settings.disaggregation_transfer_backend, settings.disaggregation_prefill_tp
+    if shards < 2 or not are_tiny(plane, blocks := from_shards(pool.layout, shards)):
+        return 1
+    _log.info(
+        "prefills of %d shards would write slices of %d bytes on average over %s, which is fast from %d on: they are "
+        "brought together in staging", shards, blocks.mean_bytes, plane, TINY_BELOW_BYTES[plane]
+    )  # fmt: skip
+    return shards
 
 
 def make_snapshots(settings: Settings, pool: PagedPool) -> SnapshotStore | None:

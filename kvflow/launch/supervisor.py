@@ -108,6 +108,8 @@ class Fleet:
         arguments = [*self._arguments(role), "--port", "0"]
         if role == "prefill":
             arguments += ["--disaggregation-bootstrap-port", "0", "--control-port", "0"]
+        elif not self._settings.disaggregation_prefill_tp:
+            arguments += ["--disaggregation-prefill-tp", str(self._settings.tp)]
         if self._key is not None:
             arguments += ["--control-key-file", f"/dev/fd/{self._key}"]
         return self._child(name, role, arguments)

@@ -3,6 +3,8 @@
 A second pool with the components of the first, page-first, in memory that peers of this machine can open, and pinned
 where the pool is on a device. What is copied between the two comes from the same plan as a transfer.
 
+Where two pools differ in width its bytes have another order, in which slices lie together (`pages.arrange`).
+
 At decode it is what rooms lend: a writer, late or lost, reaches nothing else. A chunk has landed when it has been
 brought to the room's own pages (`StagedArrivals`). At prefill each slice passes through it (`transports.data.staged`).
 """
@@ -20,6 +22,8 @@ from kvflow.memory.checksum import PoolSums, stores_of, sum_places
 from kvflow.memory.copies import copier_for, copy_slices, host_layout
 from kvflow.memory.page_tasks import THREADS, PageTask, PageTasks
 from kvflow.memory.pool import PagedPool
+from kvflow.protocols.errors import MisuseError
+from kvflow.protocols.pages.arrange import by_shard
 from kvflow.protocols.pages.coverage import Served, sends_all, spans_served
 from kvflow.protocols.pages.layout import NO_PLACES, PageIndices, Places, PoolLayout, resized
 from kvflow.protocols.pages.plan import Pairing
@@ -33,17 +37,22 @@ _SCRATCH_BYTES = 1 << 20
 class Staging:
     """The host memory of one pool. It must stay open until the nodes and planes that use it are closed."""
 
-    def __init__(self, pool: PagedPool, size_bytes: int = 0, *, shared: bool = True) -> None:
+    def __init__(self, pool: PagedPool, size_bytes: int = 0, *, shared: bool = True, shards: int = 1) -> None:
         """Allocates it, pre-faulted: make it in a thread. `size_bytes`: of pages and rows; 0, and more than the pool
         has, are as many as the pool has. `shared` lets peers of this machine open it.
 
+        `shards`, at decode: of the prefills. What each of them sends of a page lies in one stretch then, where in the
+        pool it is a slice of every token slot. Prefills of another width are served as well, in smaller blocks.
+
         Raises: LayoutError when there is not enough memory, or it cannot be pinned; MisuseError for a size that holds
-        no page, or no row.
+        no page, or no row, and for `shards` below 1.
         """
+        if shards < 1:
+            raise MisuseError(f"staging for prefills of {shards} shards: there is at least 1")
         whole = resized(pool.layout, num_pages=pool.layout.num_pages, num_rows=pool.layout.num_rows)
         fits = host_layout(whole, size_bytes) if 0 < size_bytes < whole.size_bytes else whole
         self.pool, self._copier = pool, copier_for(pool)
-        self.host = PagedPool.allocate(fits, shared)
+        self.host = PagedPool.allocate(by_shard(fits, shards) if shards > 1 else fits, shared)
         self._out = Pairing(pool.layout, self.host.layout, ("pool", "staging"))
         self._into = Pairing(self.host.layout, pool.layout, ("staging", "pool"))
         self._shares: dict[tuple[Served, ...], Pairing] = {}
@@ -58,13 +67,16 @@ class Staging:
         """See `PagedPool.mapped_by`; of both pools."""
         return (*self.pool.mapped_by, *self.host.mapped_by)
 
-    def copy_out(self, places: PageIndices, staged: PageIndices, stopped: Callable[[], bool]) -> bool:
+    def copy_out(
+        self, places: PageIndices, staged: PageIndices, stopped: Callable[[], bool], out: Pairing | None = None
+    ) -> bool:
         """From the pool into staging, in a thread; indices of both number rows on from the pages (`layout.Places`).
+        `out`: into another order of the bytes of its pages (`pages.arrange`).
 
         Returns whether all was copied; `stopped` is asked before every slice. Raises: TransferError.
         """
         source, target = self.pool.layout.split(places), self.host.layout.split(staged)
-        return copy_slices(self._out, source, target, SLICE_BYTES, stopped, self._copier)
+        return copy_slices(out or self._out, source, target, SLICE_BYTES, stopped, self._copier)
 
     def copy_in(
         self,

@@ -44,8 +44,10 @@ class Station(Worker):
             layers=LAYERS, heads=HEADS, dim=DIM, page_size=PAGE_SIZE, order="page_first", **shape
         )
         self.canary = CanaryPool(self.pool)
+        self.lent = self.canary if self.node.staging is None else CanaryPool(self.node.reached)
         self.sessions: dict[int, PrefillRoom | DecodeRoom] = {}
         self.reused: list[PageIndices] = []
+        self.reused_lent: list[PageIndices] = []  # of staging
         self.running: set[asyncio.Task[None]] = set()
         self.words: dict[str, str] = {}  # the first ones that came with each code in a storm
         core: Any = self.node.shell.endpoint.core
@@ -102,7 +104,7 @@ class Station(Worker):
         """The part of a room's pages that has arrived."""
         session = self.sessions[room]
         assert isinstance(session, DecodeRoom)
-        foreign = self.canary.foreign_bytes(session.pages, word_of(room))
+        foreign = self.lent.foreign_bytes(session.lent, word_of(room))
         return {"moved": float(np.mean(foreign == 0))}
 
     async def adopt(self, *, room: int) -> dict[str, Any]:
@@ -119,13 +121,19 @@ class Station(Worker):
         if len(pages):
             self.canary.mark(pages, whole=True)
             self.reused.append(pages)
+        if self.lent is not self.canary and (free := self.node.reached.pages.free_pages):
+            self.reused_lent.append(self.node.reached.pages.take(free, ("reused", len(self.reused_lent))))
+            self.lent.mark(self.reused_lent[-1], whole=True)
         return {"pages": len(pages)}
 
     async def let_go(self) -> dict[str, Any]:
         """Give back what `reuse` has taken."""
         for number, pages in enumerate(self.reused):
             self.node.pages.give_back(pages, ("reused", number))
+        for number, pages in enumerate(self.reused_lent):
+            self.node.reached.pages.give_back(pages, ("reused", number))
         self.reused.clear()
+        self.reused_lent.clear()
         return {}
 
     async def declare_dead(self, *, incarnation: str) -> dict[str, Any]:
@@ -136,7 +144,9 @@ class Station(Worker):
 
     async def foreign(self) -> dict[str, Any]:
         """Bytes of re-used and adopted pages that are not their owner's any more."""
-        return {"bytes": sum(int(self.canary.foreign_bytes(pages, whole=True).sum()) for pages in self.reused)}
+        found = [self.canary.foreign_bytes(pages, whole=True) for pages in self.reused]
+        found += [self.lent.foreign_bytes(pages, whole=True) for pages in self.reused_lent]
+        return {"bytes": sum(int(each.sum()) for each in found)}
 
     async def rewrite(self, *, word: int) -> dict[str, Any]:
         """Prefill's next use of its source pages; nothing is done while a write still holds one."""
@@ -161,6 +171,8 @@ class Station(Worker):
         home = pages.free_pages if isinstance(node, DecodeNode) else pages.num_pages - pages.held_pages
         ledger = len(node.shell.endpoint.core.ledger) if isinstance(node, DecodeNode) else 0
         left = {"rooms": len(node.shell.endpoint.rooms), "loans": ledger, "quarantined": node.quarantined_pages}
+        if isinstance(node, DecodeNode):
+            left["staged"] = not node.staging_at_rest
         return {**left, "tasks": tasks, "away": pages.num_pages - home, "errors": node.counts.handler_errors}
 
     async def storm(

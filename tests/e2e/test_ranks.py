@@ -16,6 +16,7 @@ import aiohttp
 import msgspec
 import pytest
 
+from kvflow.launch.doctor import nixl_unavailable_reason
 from tests.e2e.fleet import WITHIN_S, all_home, ask, running
 from tests.engine.pair import prompt_of
 
@@ -93,19 +94,24 @@ async def gauges(session: aiohttp.ClientSession, url: str) -> dict[str, float]:
 
 
 @pytest.mark.parametrize(
-    ("family", "pp", "tp"),
+    ("family", "pp", "tp", "plane"),
     [
-        *(("llama", 4, 1), ("llama", 1, 2), ("llama", 2, 2)),
-        *(("deepseek_v3", 2, 1), ("deepseek_v3", 1, 2), ("deepseek_v3", 2, 2)),
+        *(("llama", 4, 1, "local"), ("llama", 1, 2, "mooncake"), ("llama", 2, 2, "nixl")),
+        *(("deepseek_v3", 2, 1, "local"), ("deepseek_v3", 1, 2, "local"), ("deepseek_v3", 2, 2, "local")),
     ],
 )
 async def test_the_ranks_of_a_prefill_give_the_tokens_of_one(
-    family: str, pp: int, tp: int, tiny: Callable[[str], Path], expected: Expected
+    family: str, pp: int, tp: int, plane: str, tiny: Callable[[str], Path], expected: Expected
 ) -> None:
-    """In chunks, several prompts at once, against stock transformers."""
+    """In chunks, several prompts at once, against stock transformers. Over planes that take blocks slices land in
+    staging."""
+    if plane == "mooncake":
+        pytest.importorskip("mooncake.engine")
+    if plane == "nixl" and (reason := nixl_unavailable_reason()):
+        pytest.skip(reason)
     prompts = [prompt_of(n, n) for n in (1, 20, 77, 150, 33, 301, 64)]
     ranks = {"model_path": str(tiny(family)), "pp": pp, "tp": tp, "chunked_prefill_size": 32, "max_batch_tokens": 64}
-    async with running(**ranks) as fleet, aiohttp.ClientSession() as session:
+    async with running(disaggregation_transfer_backend=plane, **ranks) as fleet, aiohttp.ClientSession() as session:
         prefill, decode = fleet.prefills[0].url, fleet.decodes[0].url
         alone = await generate(session, fleet.url, prompts[3])
         together = await asyncio.gather(*(generate(session, fleet.url, prompt) for prompt in prompts))

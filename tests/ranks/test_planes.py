@@ -78,9 +78,12 @@ async def group(
     verify: bool = False,
     rate: float | None = None,
     staged: bool = False,
+    gathers: bool = False,
+    lands: bool = False,
     changed: Callable[[list[StateKind], int], list[StateKind]] | None = None,
 ) -> AsyncIterator[Group]:
-    """`prefill`: stages and shards of each; `rate` in bytes/s of each rank; `changed`: what a rank has instead."""
+    """`prefill`: stages and shards of each; `rate` in bytes/s of each rank; `staged`: on both sides; `gathers`: at
+    prefill; `lands`: at decode, which knows prefill's shards; `changed`: what a rank has instead."""
     stages, shards = prefill
     rows = any(s.kind.unit == "row" for s in streams)
     ranks = [(stage, shard) for stage in range(stages) for shard in range(shards)]
@@ -90,7 +93,7 @@ async def group(
             kinds = shard_of(streams, shard, shards, stage, stages)
             pool = pool_of(kinds if changed is None else changed(kinds, rank), rows, orders[0])
             stack.callback(pool.close)
-            staging = _staging(pool, stack) if staged else None
+            staging = _staging(pool, stack) if staged or gathers else None
             segment = (pool if staging is None else staging.host).segment
             sends = open_plane(plane, segment, rate_limit_bytes_per_s=rate)
             node = PrefillNode(pool, sends, rank=rank, world_size=len(ranks), verify_transfers=verify, staging=staging)
@@ -98,13 +101,13 @@ async def group(
         parts = [kind for shard in range(decode_shards) for kind in shard_of(streams, shard, decode_shards)]
         pool = pool_of(parts, rows, orders[1])
         stack.callback(pool.close)
-        staging = _staging(pool, stack) if staged else None
+        staging = _staging(pool, stack, shards if lands else 1) if staged or lands else None
         decode = DecodeNode(pool, plane, verify_transfers=verify, staging=staging)
         yield Group(prefills, await stack.enter_async_context(decode))
 
 
-def _staging(pool: PagedPool, stack: AsyncExitStack) -> Staging:
-    staging = Staging(pool)
+def _staging(pool: PagedPool, stack: AsyncExitStack, shards: int = 1) -> Staging:
+    staging = Staging(pool, shards=shards)
     stack.callback(staging.close)
     return staging
 

@@ -63,6 +63,15 @@ def test_a_setting_of_several_values_is_several_flags() -> None:
     assert fleet._arguments("router") == ["--allowed-origins", origins[0], "--allowed-origins", origins[1]]
 
 
+@pytest.mark.parametrize(("told", "tp", "passed"), [(0, 1, "1"), (0, 4, "4"), (2, 4, None)])
+def test_a_decode_is_told_the_width_of_its_prefill(told: int, tp: int, passed: str | None) -> None:
+    fleet = Fleet(Settings(disaggregation_prefill_tp=told, tp=tp), {}, quiet=True)
+    arguments = fleet._worker("decode", 0)._arguments
+    flag = "--disaggregation-prefill-tp"
+    assert (arguments[arguments.index(flag) + 1] if flag in arguments else None) == passed
+    assert flag not in fleet._worker("prefill", 0)._arguments
+
+
 @pytest.mark.parametrize("own", ["", "mine"])
 async def test_the_packaged_model_keeps_the_name_it_is_given(own: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """From the environment or the file too: what `kvflow up` passes on as a flag wins over both."""

@@ -39,6 +39,7 @@ class _Segments(NamedTuple):
     target_stride: Addresses
     size: Addresses
     target_buffer: Addresses
+    in_slices: bool
 
 
 class Pairing:
@@ -64,6 +65,8 @@ class Pairing:
         self._pages, self._rows = (_segments(source, target, only, in_rows=in_rows) for in_rows in (False, True))
         self.page_bytes, self.row_bytes = int(self._pages.size.sum()), int(self._rows.size.sum())
         """What is written of each page, and of each row: copies at the target count each."""
+        self.in_slices = self._pages.in_slices or self._rows.in_slices
+        """Some of it is a part of each token slot by itself: the two sides differ in width."""
 
     def check(
         self,
@@ -205,6 +208,7 @@ def _segments(source: PoolLayout, target: PoolLayout, only: Spans | None, *, in_
         target_strides[target_buffer][of],
         size[of],
         target_buffer[of],
+        bool((repeats > 1).any()),
     )
 
 

@@ -32,6 +32,7 @@ class Planner:
         self, source: PoolLayout, target: PoolLayout, *, max_block_bytes: int, target_bases: Addresses | None = None
     ) -> None:
         """`target` may have more than `source`, from other ranks. Raises: LayoutError when the pools do not fit."""
+        self._given = (target, max_block_bytes, target_bases)
         self._pairing = Pairing(source, target, partly=True)
         self._max_block_bytes, self._target_bases = max_block_bytes, target_bases
         self.page_bytes, self.row_bytes = self._pairing.page_bytes, self._pairing.row_bytes
@@ -44,6 +45,11 @@ class Planner:
         if len(at_0.sizes) <= FEW_BLOCKS:
             steps = zip(at_0.sources, at_1.sources, at_0.targets, at_1.targets, at_0.sizes, strict=True)
             self._page = [(s, s1 - s, t, t1 - t, size) for s, s1, t, t1, size in steps]
+
+    def from_source(self, source: PoolLayout) -> Planner:
+        """The same from another source, or from the same in another order."""
+        target, max_block_bytes, target_bases = self._given
+        return Planner(source, target, max_block_bytes=max_block_bytes, target_bases=target_bases)
 
     def check(self, source_pages: PageIndices, target_pages: PageIndices) -> None:
         """Raises: LayoutError for lists of different length, an index outside its pool, or a row onto a page."""

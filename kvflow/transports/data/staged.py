@@ -8,10 +8,14 @@ What fences a peer?             What fences one of the inner plane.
 A write ends when its copies have. While one slice travels the next is copied out, in a thread of its own. Every route
 has memory for a few slices, so a peer that takes no writes keeps no other's. A doubtful block may read that memory
 later: it can only reach target pages that are still on loan, of a room that has failed.
+
+Where the target takes tiny blocks, slices of each token slot, they are gathered in staging in the target's own order,
+so that what lies together there is one block (`slices`, `pages.arrange`).
 """
 
 from __future__ import annotations
 
+import logging
 from concurrent.futures import Future, ThreadPoolExecutor
 
 import numpy as np
@@ -19,11 +23,16 @@ import numpy as np
 from kvflow.aio import in_thread
 from kvflow.memory.staging import SLICE_BYTES, Staging
 from kvflow.protocols.errors import CapacityError, LayoutError, TransferError
+from kvflow.protocols.pages.arrange import as_in, blocks_between
 from kvflow.protocols.pages.layout import NO_PLACES, PageIndices, Places, PoolLayout
+from kvflow.protocols.pages.plan import Pairing
 from kvflow.protocols.ports import DataPlane, PlaneAddress, WriteOutcome
 from kvflow.transports.data.route import PlannedRoute, Planner
+from kvflow.transports.data.slices import are_tiny, remedy
+from kvflow.transports.data.threaded import EnginePlane
 from kvflow.transports.data.write_thread import Assignment, WriteJob
 
+_log = logging.getLogger(__name__)
 _SLICES = 3  # of one route: one that travels, one that is copied, and one that waits
 _ROUTES = 8  # for which a small staging has room
 _WAIT_S = 0.01  # for a copy, which wakes the plane's thread when it ends
@@ -35,6 +44,8 @@ class StagedPlane:
     def __init__(self, inner: DataPlane, staging: Staging) -> None:
         """`inner` is made for the staging's segment; all of the staging is this plane's."""
         self.inner, self._staging = inner, staging
+        if isinstance(inner, EnginePlane):
+            inner.warns_of_slices = False
         self._copying = ThreadPoolExecutor(1, thread_name_prefix="kvflow-staging")
         self._routes: set[StagedRoute] = set()
 
@@ -59,13 +70,31 @@ class StagedPlane:
         try:
             if not isinstance(inner, PlannedRoute):
                 raise LayoutError(f"plane {self.name!r} cannot write from staging")
-            planner = Planner(self._staging.pool.layout.served, layout, max_block_bytes=SLICE_BYTES)
-            route = StagedRoute(inner, planner, self._staging, self._copying, self._routes)
+            ours = self._staging.pool.layout.served
+            planner, out = Planner(ours, layout, max_block_bytes=SLICE_BYTES), self._gather(inner, layout)
+            route = StagedRoute(inner, planner, self._staging, self._copying, self._routes, out)
         except BaseException:
             inner.close()
             raise
         self._routes.add(route)
         return route
+
+    def _gather(self, inner: PlannedRoute, target: PoolLayout) -> Pairing | None:
+        """How slices that would be tiny are copied out, for `inner` to write as larger blocks; None where they need not
+        be, or cannot."""
+        host = self._staging.host.layout.served
+        if not are_tiny(self.name, before := blocks_between(host, target)):
+            return None
+        gathered = as_in(target, host)
+        after = blocks_between(gathered, target)
+        if are_tiny(self.name, after):
+            _log.warning("%s", remedy(self.name, after))
+        if after.mean_bytes <= before.mean_bytes:
+            return None
+        sizes = before.mean_bytes, after.mean_bytes
+        _log.info("slices of %d bytes are written over %s in blocks of %d, from staging", sizes[0], self.name, sizes[1])
+        inner.planner = inner.planner.from_source(gathered)
+        return Pairing(self._staging.pool.layout.served, gathered, ("pool", "staging"))
 
     async def fence(self, writer: PlaneAddress) -> None:
         await self.inner.fence(writer)
@@ -90,11 +119,11 @@ class StagedRoute(PlannedRoute):
 
     def __init__(
         self, inner: PlannedRoute, planner: Planner, staging: Staging, copying: ThreadPoolExecutor,
-        siblings: set[StagedRoute],
+        siblings: set[StagedRoute], out: Pairing | None,
     ) -> None:  # fmt: skip
-        """Raises: TransferError."""
+        """`out`: how slices are copied out, where it is not as the staging does by itself. Raises: TransferError."""
         super().__init__(inner.thread, planner, siblings)
-        self.inner, self.staging, self.copying = inner, staging, copying
+        self.inner, self.staging, self.copying, self._out = inner, staging, copying, out
         layout = staging.host.layout
         most = max(1, layout.num_pages // (_SLICES * _ROUTES))
         self.slice_pages = min(most, max(1, SLICE_BYTES // (layout.page_bytes or 1)))
@@ -134,6 +163,10 @@ class StagedRoute(PlannedRoute):
         found[~in_rows], found[in_rows] = free.pages[:pages], free.rows[:rows] + np.int32(host.num_pages)
         self.places = Places(free.pages[pages:], free.rows[rows:])
         return found
+
+    def copy_out(self, write: Assignment, places: PageIndices, staged: PageIndices) -> Future[bool]:
+        """Raises: RuntimeError when no thread is to be had."""
+        return self.copying.submit(self.staging.copy_out, places, staged, lambda: write.cancelled, self._out)
 
     def give_back(self, staged: PageIndices) -> None:
         more = self.staging.host.layout.split(staged)
@@ -211,7 +244,7 @@ class StagedJob:
                 break
             targets = write.target_pages[self._at : self._at + places.size]
             try:
-                copied = route.copying.submit(route.staging.copy_out, places, staged, lambda: write.cancelled)
+                copied = route.copy_out(write, places, staged)
             except RuntimeError as error:  # no thread is to be had
                 route.give_back(staged)
                 self.error, self._worst = f"no thread copies from the pool: {error}", WriteOutcome.CANCELLED

@@ -12,9 +12,11 @@ from typing import Generic, TypeVar
 
 from kvflow.aio import Threads
 from kvflow.protocols.errors import LayoutError, TransferError
+from kvflow.protocols.pages.arrange import blocks_between
 from kvflow.protocols.pages.layout import PoolLayout
 from kvflow.protocols.ports import PlaneAddress
 from kvflow.transports.data.route import PlannedRoute, Planner
+from kvflow.transports.data.slices import are_tiny, remedy
 from kvflow.transports.data.write_thread import WriteThread
 from kvflow.transports.host.identity import is_seen_alive
 from kvflow.transports.host.inbound import InboundConnections, wait_ended
@@ -84,6 +86,7 @@ class EnginePlane(ThreadedPlane[R]):
     close_grace_s = CLOSE_GRACE_S
     max_block_bytes = 4 << 20
     connects = 4  # at a time
+    warns_of_slices = True  # that are tiny for it
 
     def __init__(self, rate_limit_bytes_per_s: float | None) -> None:
         super().__init__(rate_limit_bytes_per_s)
@@ -99,6 +102,8 @@ class EnginePlane(ThreadedPlane[R]):
         layout.check()
         self._thread.start()
         planner = Planner(ours, layout, max_block_bytes=min(self.max_block_bytes, self._thread.slice_bytes))
+        if self.warns_of_slices and are_tiny(self.name, blocks := blocks_between(ours, layout)):
+            _log.warning("%s", remedy(self.name, blocks))
         process = PeerProcess(address.process)
         try:
             route = await self._open(address, layout, planner, process)
