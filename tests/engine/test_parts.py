@@ -12,12 +12,14 @@ from pathlib import Path
 import msgspec
 import pytest
 import torch
+from torch.distributed import FileStore  # type: ignore[attr-defined]  # public, and not in its stubs
 from transformers import AutoConfig
 
 from kvflow.engine.model.load import LoadedModel, load_model
 from kvflow.engine.model.parallel.agreement import Agreement, ProcessOfRank
 from kvflow.engine.model.parallel.division import split_of
 from kvflow.engine.model.parallel.part import Meeting, ModelPart, own_layers
+from kvflow.engine.model.parallel.shards import _connections, _open_files
 from kvflow.engine.model.probe import Layers
 from kvflow.memory.pool import PagedPool
 from kvflow.protocols.errors import LayoutError, LostError, MisuseError
@@ -275,6 +277,17 @@ def test_shards_that_are_started_again_wait_for_each_other_again(meeting: Meetin
 def wait_for_all(agreements: list[Agreement]) -> None:
     with ThreadPoolExecutor(len(agreements)) as threads:
         list(threads.map(Agreement.wait_for_weights, agreements))
+
+
+def test_what_is_no_connection_is_neither_kept_nor_left_open(tmp_path: Path) -> None:
+    before, store = _open_files(), FileStore(str(tmp_path / "store"), -1)
+    ends = os.pipe()
+    made = _open_files()
+    assert made > before
+    assert _connections(before, store, ModelPart()) == []
+    assert _open_files() == made
+    for end in ends:
+        os.close(end)
 
 
 def test_a_pool_may_hold_the_parts_of_several_shards(llama: LoadedModel) -> None:

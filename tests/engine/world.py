@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import faulthandler
 import itertools
 import multiprocessing
 import os
@@ -209,6 +210,7 @@ class _Running:
 
 
 def _work(jobs: Connection, aborts: Connection) -> None:
+    faulthandler.enable()  # a process that glibc or a signal ends says where it was
     torch.set_num_threads(1)
     threading.Thread(target=_abort, args=(aborts,), daemon=True).start()
     while True:

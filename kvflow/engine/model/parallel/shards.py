@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import os
 import socket
+import stat
 import threading
 from collections.abc import Iterator
 from datetime import timedelta
@@ -95,6 +96,8 @@ def _connections(before: set[int], store: Any, part: ModelPart) -> list[socket.s
     opened: dict[tuple[str, str], socket.socket] = {}
     for number in _open_files() - before:
         with contextlib.suppress(OSError):
+            if not stat.S_ISSOCK(os.fstat(number).st_mode):
+                continue
             found = socket.socket(fileno=os.dup(number))
             try:
                 opened[str(found.getsockname()), str(found.getpeername())] = found
