@@ -172,8 +172,6 @@ def _check(role: Role, settings: Settings) -> None:
             f"--control-port: the ranks of this prefill take {settings.control_port} to {last}, the last port is "
             f"{_LAST_PORT}; choose a lower one"
         )
-    if settings.pp * settings.tp > 1 and settings.optimistic_prefill:
-        raise ConfigError("--optimistic-prefill is for a prefill of one rank; leave it out, or --pp and --tp")
     if settings.kv_events_config:
         raise ConfigError("--kv-events-config: KV events are not available in this version; leave it out")
     if role == "router" and not ((settings.prefill and settings.decode) or settings.api_key):

@@ -113,7 +113,8 @@ class _FirstRank:
         steps = self._steps = self._step_leader(rank.parts, steps_socket)
         engine = self._engine = PrefillEngine(
             model, pool, pool.pages, executor, chunk_tokens=settings.chunked_prefill_size,
-            max_batch_tokens=settings.max_batch_tokens, lockstep=steps, samples=_samples(self._spec),
+            max_batch_tokens=settings.max_batch_tokens, optimistic_tries=settings.optimistic_prefill, lockstep=steps,
+            samples=_samples(self._spec),
         )  # fmt: skip
         leader = LeaderShell(
             GroupLeader(_life(), self._world_size, now=monotonic(), process=own_identity()),
@@ -128,6 +129,7 @@ class _FirstRank:
         def open_room(key: TicketKey, room: RoomId, request: bytes) -> PrefillRoom:
             opened, _ = _open_room(node, room, request)
             service.opened(opened)
+            group.opened(key.ticket, opened)
             return opened
 
         member = _member(self._spec, _life(), key, node, open_room, stack)
@@ -163,6 +165,7 @@ class _FirstRank:
             places=(parts.pool.pages.capacity, parts.pool.layout.num_rows),
             neighbours=parts.model.neighbours,
             on_hello=self._hello,
+            on_opened=self._opened,
             on_token=self._first_token,
             on_broken=self._broken,
             on_ready=self._ready,
@@ -185,6 +188,10 @@ class _FirstRank:
                 hello.rank, self._world_size, info.incarnation, info.control, info.backend, model, info.pool
             )
         )  # fmt: skip
+
+    def _opened(self, rank: int, ticket: int) -> None:
+        if self._group is not None:
+            self._group.opened_at(rank, ticket)
 
     def _first_token(self, ticket: int, token: TokenOut) -> None:
         if self._group is not None:
@@ -229,6 +236,7 @@ async def run_rank(spec: RankSpec) -> None:
             ),
             neighbours=model.neighbours,
             shards=spec.shards,
+            tells_openings=settings.optimistic_prefill > 0,
             eos_ids=model.eos_ids,
         )
 

@@ -39,6 +39,11 @@ def is_home(info: Any) -> bool:
     return info["pages"]["home"] and not (info["quarantine_pages"] or info["rooms"] or host_bytes)
 
 
+def rank_is_home(rank: Any) -> bool:
+    """By what /server_info of a prefill says of one of its ranks, nothing is left there."""
+    return rank["up"] and rank["pages_at_rest"] and not (rank["rooms"] or rank["tickets"] or rank["requests"])
+
+
 async def all_home(session: aiohttp.ClientSession, *urls: str) -> bool:
     """Every page of these roles becomes free, none stays in quarantine, no room is left, within `WITHIN_S`."""
     info: Any = None

@@ -17,7 +17,7 @@ import msgspec
 import pytest
 
 from kvflow.launch.doctor import nixl_unavailable_reason
-from tests.e2e.fleet import WITHIN_S, all_home, ask, running
+from tests.e2e.fleet import WITHIN_S, all_home, ask, rank_is_home, running
 from tests.engine.pair import prompt_of
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("processes"), pytest.mark.timeout(600)]
@@ -51,10 +51,6 @@ async def post(session: aiohttp.ClientSession, url: str, body: dict[str, Any]) -
         return Answer(answer.status, msgspec.json.decode(await answer.read()), time.monotonic())
 
 
-def is_home(rank: Any) -> bool:
-    return rank["up"] and rank["pages_at_rest"] and not (rank["rooms"] or rank["tickets"] or rank["requests"])
-
-
 async def some_served(session: aiohttp.ClientSession, url: str, count: int) -> Any:
     """What /server_info tells once so many rooms have succeeded."""
     async with asyncio.timeout(60):
@@ -79,7 +75,7 @@ async def ranks_home(session: aiohttp.ClientSession, url: str, *, but: AbstractS
             while True:
                 found = (await ask(session, f"{url}/server_info"))["ranks"]
                 mine = [rank for rank in found if rank["rank"] not in but]
-                if all(map(is_home, mine)):
+                if all(rank_is_home(rank) for rank in mine):
                     return found
                 await asyncio.sleep(0.05)
     except TimeoutError:

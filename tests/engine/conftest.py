@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import tempfile
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from kvflow.engine.model.load import LoadedModel, load_model
+from kvflow.engine.model.parallel.part import Meeting, ModelPart
 from tests.engine import tiny_models
+from tests.engine.stages import STAGES
 
 
 @pytest.fixture(scope="session")
@@ -48,3 +52,16 @@ def stock(tiny: Callable[[str], Path]) -> Callable[[str], Any]:
 @pytest.fixture(scope="session")
 def llama(loaded: Callable[..., LoadedModel]) -> LoadedModel:
     return loaded("llama")
+
+
+@pytest.fixture
+def stages(tiny: Callable[[str], Path]) -> Iterator[list[LoadedModel]]:
+    """Both stages of the tiny llama, with a way of hidden states between them, which knows no generation yet."""
+    with tempfile.TemporaryDirectory() as directory, ThreadPoolExecutor(STAGES) as threads:
+        meeting = Meeting(Path(directory))
+        path, parts = str(tiny("llama")), [ModelPart(stage, STAGES) for stage in range(STAGES)]
+        loads = [threads.submit(load_model, path, part=part, meeting=meeting) for part in parts]
+        found = [load.result(60) for load in loads]
+        yield found
+        for model in found:
+            model.neighbours.close()

@@ -25,8 +25,8 @@ RECHECK_S = 0.005  # how often pages are looked for that rooms free without a wo
 STATUS_S = 0.2
 
 
-class MatchedRoom(PrefillRoomPort, Protocol):
-    """A room whose decode is known once it is matched."""
+class FollowedRoom(PrefillRoomPort, Protocol):
+    """`prefix_tokens` is known once it is matched."""
 
     @property
     def prefix_tokens(self) -> int: ...
@@ -36,14 +36,20 @@ class MatchedRoom(PrefillRoomPort, Protocol):
 
 
 class _Followed:
-    """One request of the group at this rank. `request` from the first step that names it."""
+    """One request of the group at this rank. `request` from the first step that names it, while it has places."""
 
-    __slots__ = ("params", "prompt", "request", "room", "started")
+    __slots__ = ("kept", "params", "prompt", "request", "room", "started")
 
-    def __init__(self, room: MatchedRoom, prompt: Prompt, params: SamplingParams) -> None:
+    def __init__(self, room: FollowedRoom, prompt: Prompt, params: SamplingParams) -> None:
         self.room, self.prompt, self.params = room, prompt, params
-        self.started = False
+        self.started = self.kept = False
         self.request: PrefillRequest | None = None
+
+    @property
+    def may_send(self) -> bool:
+        """Started here, so that the group takes notice of what has landed, and at the first rank, which could have
+        taken its places before."""
+        return self.started and self.kept and not self.room.ended
 
 
 class _GenerationOverError(Exception):
@@ -54,30 +60,31 @@ class StepFollower:
     """The steps of one rank that is not the first.
 
     A request's places are taken with the first step that names it, in the order of the steps, which is the same at
-    every rank; they are given back when the first rank says that no further step will, or the generation is over. A
-    request that has failed here is computed all the same until then: the other ranks count on it.
+    every rank; they are given back when the first rank preempts it or says that no further step will name it, or the
+    generation is over. A request that has failed here is computed all the same until then: the other ranks count on it.
+    Nothing of it leaves before the group has started it.
     """
 
     def __init__(
         self, steps: PrefillSteps, socket: ControlSocket, *, hello: wire.Hello,
         status: Callable[[], wire.Status], neighbours: Neighbours,
-        eos_ids: frozenset[int], shards: int = 1, owner: Hashable = "prefill",
+        eos_ids: frozenset[int], shards: int = 1, tells_openings: bool = False, owner: Hashable = "prefill",
     ) -> None:  # fmt: skip
-        """`shards`: ranks of each stage."""
-        self._shards = shards
+        """`shards`: ranks of each stage. `tells_openings`: the first rank may begin requests early."""
+        self._shards, self._tells_openings = shards, tells_openings
         self.steps, self._socket, self._neighbours = steps, socket, neighbours
         self._hello, self._status, self._eos_ids = hello, status, eos_ids
         self._owner = owner
         self.requests: dict[int, _Followed] = {}  # by ticket
         self.failed_steps = self.dropped = 0
-        self._early: set[int] = set()  # dropped before they were opened here
+        self._dropped_ahead: set[int] = set()  # before they were opened here
         self._opened = 0  # the last ticket
         self._generation = self._step = 0
         self._open = self._over = self._stepping = self._finishing = False
         self.unusable: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         """Gets an error when no other generation can begin in this process."""
         self._failed = 0  # the generation in which a step failed here
-        self._queue: deque[wire.Plan | wire.Drop] = deque()
+        self._queue: deque[wire.Plan | wire.Drop | wire.Preempt | wire.Keep] = deque()
         self._wake = asyncio.Event()
         self._tasks: list[asyncio.Task[None]] = []
         self._closing = False
@@ -107,21 +114,33 @@ class StepFollower:
 
     # --- requests
 
-    def add(self, ticket: int, room: MatchedRoom, prompt: Prompt, params: SamplingParams) -> None:
+    def add(self, ticket: int, room: FollowedRoom, prompt: Prompt, params: SamplingParams) -> None:
         """A request has been opened, whose tickets count up."""
         self._opened = max(self._opened, ticket)
-        dropped = ticket in self._early
-        self._early = {early for early in self._early if early > ticket}
+        dropped = ticket in self._dropped_ahead
+        self._dropped_ahead = {ahead for ahead in self._dropped_ahead if ahead > ticket}
         if dropped:
             return
         self.requests[ticket] = _Followed(room, prompt, params)
-        room.on_end(self._wake.set)
+        if self._tells_openings:
+            self._socket.send(wire.encode(wire.Opened(ticket=ticket)))
 
     def started(self, ticket: int) -> None:
         """The group has decided that it starts."""
         if found := self.requests.get(ticket):
             found.started = True
-            self._wake.set()
+            self._send_computed(found)
+
+    def _keep(self, ticket: int) -> None:
+        if found := self.requests.get(ticket):
+            found.kept = True
+            self._send_computed(found)
+
+    def _send_computed(self, found: _Followed) -> None:
+        """What was computed before it could leave."""
+        if found.request is not None and found.may_send:
+            found.request.sent_pages = found.room.prefix_tokens // self.steps.layout.page_size
+            self._send(found.request)
 
     # --- the first rank
 
@@ -145,6 +164,8 @@ class StepFollower:
                 self._end(message.cause, message.failed)
         elif isinstance(message, wire.Plan) and not (self._open and message.generation == self._generation):
             self.dropped += 1
+        elif isinstance(message, wire.Keep) and not self._awaits_preemption(message.ticket):
+            self._keep(message.ticket)  # at once: what is computed need not wait for the steps before it
         else:
             self._queue.append(message)
             self._wake.set()
@@ -206,8 +227,8 @@ class StepFollower:
                 await self._wake.wait()
                 continue
             message = self._queue.popleft()
-            if isinstance(message, wire.Drop):
-                self._drop(message.ticket)
+            if not isinstance(message, wire.Plan):
+                self._apply(message)
                 continue
             if message.generation == self._failed:
                 continue
@@ -232,19 +253,32 @@ class StepFollower:
 
     def _forget(self) -> None:
         """The generation is over, and no step runs: give back what it had taken. Their rooms end by the group."""
-        drops = [message.ticket for message in self._queue if isinstance(message, wire.Drop)]
-        self._queue.clear()
-        for ticket in drops:
-            self._drop(ticket)
+        messages, self._queue = self._queue, deque()
+        for message in messages:
+            if not isinstance(message, wire.Plan):
+                self._apply(message)
         for ticket, found in list(self.requests.items()):
             if found.request is not None:
                 self._drop(ticket)
+
+    def _apply(self, message: wire.Drop | wire.Preempt | wire.Keep) -> None:
+        """What the first rank said between two steps."""
+        if isinstance(message, wire.Drop):
+            self._drop(message.ticket)
+        elif isinstance(message, wire.Keep):
+            self._keep(message.ticket)
+        elif (found := self.requests.get(message.ticket)) and found.request is not None:
+            self.steps.give_back(found.request)
+            found.request = None
+
+    def _awaits_preemption(self, ticket: int) -> bool:
+        return any(isinstance(message, wire.Preempt) and message.ticket == ticket for message in self._queue)
 
     def _drop(self, ticket: int) -> None:
         found = self.requests.pop(ticket, None)
         if found is None:
             if ticket > self._opened:
-                self._early.add(ticket)
+                self._dropped_ahead.add(ticket)
         elif found.request is not None:
             self.steps.give_back(found.request)
 
@@ -265,9 +299,9 @@ class StepFollower:
         for request in requests:
             if request.choice is not None:
                 token = self.steps.token_out(request, request.choice)
-                report = wire.FirstToken(generation=self._generation, ticket=request.ticket, token=token)
+                report = wire.FirstToken(generation=plan.generation, step=plan.step, ticket=request.ticket, token=token)
                 self._socket.send(wire.encode(report))
-            if not self.requests[request.ticket].room.ended:
+            if self.requests[request.ticket].may_send:
                 self._send(request)
 
     def _send(self, request: PrefillRequest) -> None:
@@ -281,16 +315,14 @@ class StepFollower:
             request.room.close(Cause(Code.ENGINE_ERROR, f"sending pages failed: {type(error).__name__}"))
 
     async def _ready(self, ticket: int) -> PrefillRequest:
-        """A request that has started, or has failed, and its places. Raises: WireError, CapacityError."""
+        """A request, and its places. Raises: WireError, CapacityError."""
         found = self.requests.get(ticket)
         if found is None:
             raise WireError(f"a step names request {ticket}, which there is not")
-        while not (found.started or found.room.ended):
-            await self._woken()
         if found.request is None:
             request = self._new_request(ticket, found)
             while max(self.steps.short_of(request)) > 0:
-                await self._woken(RECHECK_S)
+                await self._look_again()
             self.steps.take_places(request)
             found.request = request
         return found.request
@@ -298,18 +330,19 @@ class StepFollower:
     def _new_request(self, ticket: int, found: _Followed) -> PrefillRequest:
         sequence = Sequence((self._owner, ticket), found.prompt, 0, self.steps.layout.page_size)
         request = PrefillRequest(sequence, found.room, found.params, self._eos_ids, ticket=ticket)
-        request.sent_pages = found.room.prefix_tokens // sequence.page_size
+        if found.may_send:
+            request.sent_pages = found.room.prefix_tokens // sequence.page_size
         missing = request.sequence.pages_missing(sequence.prompt_length)
         if missing > self.steps.pages.capacity:
             raise CapacityError("pages for the prompt", missing, self.steps.pages.capacity)
         return request
 
-    async def _woken(self, timeout_s: float | None = None) -> None:
-        """Wait for what changes. Raises: _GenerationOverError."""
+    async def _look_again(self) -> None:
+        """Soon, or when something has changed. Raises: _GenerationOverError."""
         self._check_open()
         self._wake.clear()
         with suppress(TimeoutError):
-            async with asyncio.timeout(timeout_s):
+            async with asyncio.timeout(RECHECK_S):
                 await self._wake.wait()
         self._check_open()
 

@@ -15,6 +15,7 @@ from kvflow.engine.scheduler.params import SamplingParams, TokenOut
 from kvflow.engine.scheduler.prefill import PrefillEngine
 from kvflow.engine.scheduler.prefill_steps import PrefillRequest
 from kvflow.handlers.group import GroupRequest, LeaderShell, MemberShell, RankRequest
+from kvflow.handlers.rooms import PrefillRoom
 from kvflow.protocols.arguments import CheckedPrompt
 from kvflow.protocols.errors import CapacityError, Cause, Code, KvflowError, room_error
 
@@ -22,18 +23,21 @@ log = logging.getLogger("kvflow.engine")
 
 
 class _Asked:
-    """One request of a client. `computing` from its start on this rank."""
+    """One request of a client. `computing` once it is open at this rank, and `started` by the group; `unopened` are the
+    ranks where it is not known to be open."""
 
-    __slots__ = ("computing", "group", "params", "prompt", "token")
+    __slots__ = ("computing", "group", "params", "prompt", "started", "token", "unopened")
 
-    def __init__(self, group: GroupRequest, prompt: Prompt, params: SamplingParams) -> None:
+    def __init__(self, group: GroupRequest, prompt: Prompt, params: SamplingParams, world_size: int) -> None:
         self.group, self.prompt, self.params = group, prompt, params
+        self.unopened = set(range(world_size))
         self.computing: PrefillRequest | None = None
+        self.started = False
         self.token: asyncio.Future[TokenOut] = asyncio.get_running_loop().create_future()
 
 
 class PrefillGroup:
-    """Opens requests at every rank, and gives this rank's engine those that start."""
+    """Opens requests at every rank, and tells this rank's engine of those that are open everywhere, and that start."""
 
     def __init__(self, leader: LeaderShell, member: MemberShell, engine: PrefillEngine, steps: StepLeader) -> None:
         self._leader, self._member, self._engine, self._steps = leader, member, engine, steps
@@ -80,7 +84,7 @@ class PrefillGroup:
         ids = np.ascontiguousarray(prompt, dtype="<u4").tobytes()
         request = wire.GroupPrompt(ids=ids, digest=checked.digest, params=params, deadline_s=deadline_s)
         opened = self._leader.open(room, wire.encode(request))
-        asked = self._asked[opened.ticket] = _Asked(opened, prompt, params)
+        asked = self._asked[opened.ticket] = _Asked(opened, prompt, params, self._leader.leader.world_size)
         on_open(opened)
         serving = asyncio.create_task(self._serve(asked), name=f"kvflow-group-{opened.ticket}")
         self._serving.add(serving)
@@ -124,17 +128,58 @@ class PrefillGroup:
         if not serving.cancelled():
             serving.exception()  # retrieved: its client may have gone
 
+    def opened(self, ticket: int, room: PrefillRoom) -> None:
+        """This rank's half of the room is open. The room ends if the engine does not take it."""
+        asked = self._asked.get(ticket)
+        if asked is None:  # decided already
+            return
+        try:
+            asked.computing = self._engine.expect(room, asked.prompt, asked.params, ticket)
+        except KvflowError as error:
+            room.close(error.cause())
+            return
+
+        def known(first: asyncio.Future[TokenOut | None]) -> None:
+            if first.cancelled():
+                return
+            error = first.exception()
+            if error is None:
+                if (token := first.result()) is not None:
+                    self.first_token(ticket, token)
+            else:
+                cause = error.cause() if isinstance(error, KvflowError) else Cause(Code.ENGINE_ERROR, str(error))
+                room.close(cause)
+
+        asked.computing.first.add_done_callback(known)
+        self.opened_at(0, ticket)
+
+    def opened_at(self, rank: int, ticket: int) -> None:
+        """It is open there. A step names it early only when it is open at all ranks: one that does not know it could
+        not take part."""
+        asked = self._asked.get(ticket)
+        if asked is None:
+            return
+        asked.unopened.discard(rank)
+        if not asked.unopened and asked.computing is not None:
+            self._engine.may_begin(asked.computing)
+
     def first_token(self, ticket: int, token: TokenOut) -> None:
         """The rank that chooses it has done so."""
         asked = self._asked.get(ticket)
-        if asked is not None and not asked.token.done():
+        if asked is None or asked.computing is None:
+            return
+        if not asked.started:
+            asked.computing.told = token
+        elif not asked.token.done():
             asked.token.set_result(token)
 
     def broken(self, cause: Cause) -> None:
         """A generation of steps has ended: what it may have named cannot be completed."""
         for asked in list(self._asked.values()):
-            if asked.computing is not None:
+            computing = asked.computing
+            if computing is not None and (asked.started or self._engine.has_places(computing)):
                 asked.group.close(cause)
+                self._engine.drop(computing)
                 if not asked.token.done():
                     asked.token.set_exception(room_error(cause))
                     asked.token.exception()  # retrieved, so that asyncio does not log it: there may be no reader
@@ -150,20 +195,12 @@ class PrefillGroup:
     def _start(self, started: RankRequest) -> None:
         ticket = started.key.ticket
         asked = self._asked.get(ticket)
-        if asked is None or started.room.ended:  # decided already: no step names it
+        if asked is None or asked.computing is None or started.room.ended:
             return
-        request = self._engine.submit(started.room, asked.prompt, asked.params, started.room.prefix_tokens, ticket)
-        asked.computing = request
-
-        def known(first: asyncio.Future[TokenOut | None]) -> None:
-            if first.cancelled():
-                return
-            error = first.exception()
-            if error is None:
-                if (token := first.result()) is not None:
-                    self.first_token(ticket, token)
-            else:
-                cause = error.cause() if isinstance(error, KvflowError) else Cause(Code.ENGINE_ERROR, str(error))
-                started.room.close(cause)
-
-        request.first.add_done_callback(known)
+        if ticket not in self._leader.leader.requests:  # decided already: no step names it
+            return
+        asked.started = True
+        self._steps.keep(ticket)
+        if asked.computing.told is not None:
+            asked.token.set_result(asked.computing.told)
+        self._engine.matched(asked.computing, started.room.prefix_tokens)

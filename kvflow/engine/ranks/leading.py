@@ -39,19 +39,21 @@ class StepLeader:
 
     def __init__(
         self, socket: ControlSocket, *, world_size: int, shards: int, places: tuple[int, int], neighbours: Neighbours,
-        on_hello: Callable[[wire.Hello], None], on_token: Callable[[int, TokenOut], None],
+        on_hello: Callable[[wire.Hello], None], on_opened: Callable[[int, int], None],
+        on_token: Callable[[int, TokenOut], None],
         on_broken: Callable[[Cause], None], on_ready: Callable[[], None], on_unusable: Callable[[KvflowError], None],
     ) -> None:  # fmt: skip
-        """`shards`: ranks of each stage. `places`: pages and rows of this rank. `on_broken` is called when a generation
-        ends, with why; `on_unusable` when no other can begin in this process."""
+        """`shards`: ranks of each stage. `places`: pages and rows of this rank. `on_opened` is called with a rank and a
+        ticket, `on_broken` when a generation ends, with why; `on_unusable` when no other can begin in this process."""
         self._socket, self._world_size, self._neighbours = socket, world_size, neighbours
         self._shards = shards
         self._places = self._most_places = places
-        self._on_hello, self._on_token, self._on_broken = on_hello, on_token, on_broken
+        self._on_hello, self._on_opened, self._on_token, self._on_broken = on_hello, on_opened, on_token, on_broken
         self._on_ready, self._on_unusable = on_ready, on_unusable
         self._hellos: dict[int, wire.Hello] = {}  # of ranks that are ready, or that take part
         self._ranks: dict[bytes, int] = {}  # by routing id
         self._generation = self._step = 0
+        self._preempted: dict[int, int] = {}  # by ticket, the last step before that
         self._open = self._stepping = False
         self._task: asyncio.Task[None] | None = None
         self.statuses: dict[int, wire.Status] = {}
@@ -98,6 +100,10 @@ class StepLeader:
         )
         self._send_all(wire.Plan(generation=self._generation, step=self._step, rows=planned))
 
+    def preempt(self, request: PrefillRequest) -> None:
+        self._preempted[request.ticket] = self._step
+        self._send_all(wire.Preempt(ticket=request.ticket))
+
     def stepped(self) -> None:
         self._stepping = False
         if self._neighbours.broken:
@@ -110,8 +116,13 @@ class StepLeader:
 
     # --- requests
 
+    def keep(self, ticket: int) -> None:
+        """The group has started it: its places are not taken from it any more."""
+        self._send_all(wire.Keep(ticket=ticket))
+
     def drop(self, ticket: int) -> None:
         """No further step names it."""
+        self._preempted.pop(ticket, None)
         self._send_all(wire.Drop(ticket=ticket))
 
     # --- ranks
@@ -136,6 +147,7 @@ class StepLeader:
             self._on_unusable(error)
             return
         self._generation, self._step, self._open = self._generation + 1, 0, True
+        self._preempted.clear()
         self._send_all(wire.Begin(generation=self._generation))
         log.info("%d ranks are ready: generation %d of steps begins", self._world_size, self._generation)
         self._on_ready()
@@ -184,10 +196,13 @@ class StepLeader:
         elif isinstance(message, wire.Status):
             if message.rank == rank:
                 self.statuses[rank] = message
+        elif isinstance(message, wire.Opened):
+            self._on_opened(rank, message.ticket)
         elif not self._open or message.generation != self._generation:
             self.dropped += 1
         elif isinstance(message, wire.FirstToken):
-            self._on_token(message.ticket, message.token)
+            if message.step > self._preempted.get(message.ticket, 0):  # else it is computed again, perhaps to another
+                self._on_token(message.ticket, message.token)
         else:
             self._end(message.cause, rank)
 

@@ -49,7 +49,10 @@ class Hello(msgspec.Struct, frozen=True, array_like=True, kw_only=True, tag=1):
 
 
 class FirstToken(msgspec.Struct, frozen=True, array_like=True, kw_only=True, tag=2):
+    """Chosen after this step."""
+
     generation: _Number
+    step: _Number
     ticket: _Number
     token: TokenOut
 
@@ -77,6 +80,12 @@ class Status(msgspec.Struct, frozen=True, array_like=True, kw_only=True, tag=4):
     failed_steps: _Count
     handler_errors: _Count
     dropped: _Count  # frames that changed nothing
+
+
+class Opened(msgspec.Struct, frozen=True, array_like=True, gc=False, kw_only=True, tag=5):
+    """This rank has opened the request: a step may name it before the group starts it (`--optimistic-prefill`)."""
+
+    ticket: _Number
 
 
 class Begin(msgspec.Struct, frozen=True, array_like=True, kw_only=True, tag=11):
@@ -107,6 +116,19 @@ class Drop(msgspec.Struct, frozen=True, array_like=True, gc=False, kw_only=True,
     ticket: _Number
 
 
+class Preempt(msgspec.Struct, frozen=True, array_like=True, gc=False, kw_only=True, tag=15):
+    """This request, which the group has not started at the first rank, loses its places and what was computed. A step
+    may name it again, from its beginning."""
+
+    ticket: _Number
+
+
+class Keep(msgspec.Struct, frozen=True, array_like=True, gc=False, kw_only=True, tag=16):
+    """The group has started this request at the first rank: no `Preempt` of it follows. Its pages may leave."""
+
+    ticket: _Number
+
+
 class End(msgspec.Struct, frozen=True, array_like=True, kw_only=True, tag=14):
     """The generation is over: leave the step that runs, forget what it has named. `failed`: the rank whose step has
     failed, if that is why."""
@@ -116,8 +138,8 @@ class End(msgspec.Struct, frozen=True, array_like=True, kw_only=True, tag=14):
     failed: RankNumber | None = None
 
 
-ToFirst = Hello | FirstToken | StepFailed | Status
-ToOthers = Begin | Plan | Drop | End
+ToFirst = Hello | FirstToken | StepFailed | Status | Opened
+ToOthers = Begin | Plan | Drop | End | Preempt | Keep
 encode = codec.encode
 parse_at_first: Callable[[bytes], ToFirst] = codec.parser(ToFirst)
 parse_at_others: Callable[[bytes], ToOthers] = codec.parser(ToOthers)

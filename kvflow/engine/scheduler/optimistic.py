@@ -5,7 +5,8 @@ first. So nothing that runs ever waits for a half that may never come, and there
 were begun early. What is lost is computed again, and a request that has lost its places as often as it may waits for
 its match before it begins once more.
 
-Of one rank only: the ranks of a group take places in the order of their leader's STARTs, which come after the match.
+Over several ranks the first one decides, and the others take and give places back in the order of what it announces: a
+step that names the request, or that it is preempted (`engine/ranks`).
 """
 
 from __future__ import annotations

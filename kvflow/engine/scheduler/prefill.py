@@ -40,6 +40,9 @@ class Lockstep(Protocol):
 
     def announce(self, rows: list[Row], requests: list[PrefillRequest]) -> None: ...
 
+    def preempt(self, request: PrefillRequest) -> None:
+        """It has lost its places here; a step may name it again, from its beginning."""
+
     def stepped(self) -> None:
         """The step that was announced last has ended here."""
 
@@ -73,10 +76,11 @@ class PrefillEngine(EngineLoop):
         )  # fmt: skip
         self._chunk_tokens, self._max_tokens = max(1, chunk_tokens), max(1, max_batch_tokens)
         self._max_rooms = max_batch_rooms or 1 << 30
-        self._unmatched = 0  # requests that wait for decode's half of their room
+        self._unmatched: set[int] = set()  # ids of requests that wait for decode's half of their room
         self._early: OptimisticStarts[PrefillRequest] = OptimisticStarts(optimistic_tries)  # the others hold nothing
         self._waiting: deque[PrefillRequest] = deque()  # for pages
-        self._running: dict[int, PrefillRequest] = {}  # in order of arrival
+        self._running: dict[int, PrefillRequest] = {}  # by id, in order of arrival
+        self._placed: dict[int, PrefillRequest] = {}  # by id: all that have places of the engine's, until `drop`
         self._numbers = itertools.count()
 
     def _fail_all(self, cause: Cause) -> None:
@@ -84,7 +88,7 @@ class PrefillEngine(EngineLoop):
             self._fail(request, room_error(cause))
 
     def load(self) -> EngineLoad:
-        return self._early.load(len(self._running), self._unmatched, len(self._waiting))
+        return self._early.load(len(self._running), len(self._unmatched), len(self._waiting))
 
     @property
     def optimism(self) -> EngineOptimism:
@@ -109,17 +113,10 @@ class PrefillEngine(EngineLoop):
         try:
             self._refuse_when_closing()
             self.check(prompt, params)
-            request = self._new_request(room, prompt, params, owned=into is None)
+            request = self._new_request(room, prompt, params)
             if into is None:
-                self._early.add(request)
-                self._wake.set()
-            self._unmatched += 1
-            try:
-                request.sent_pages = await room.matched() // self._page_size
-            finally:
-                self._unmatched -= 1
-            self._refuse_when_closing()
-            self._enqueue(request, into)
+                self.may_begin(request)
+            self.matched(request, await room.matched(), into)
             first = await request.first
             await room.done()
             if first is None:
@@ -136,29 +133,46 @@ class PrefillEngine(EngineLoop):
                 self.drop(request)
             room.close()
 
-    def submit(
-        self, room: PrefillRoomPort, prompt: Prompt, params: SamplingParams, prefix: int, ticket: int
-    ) -> PrefillRequest:
-        """Compute a checked `prompt` on all ranks, whose room is matched and of which decode has `prefix` tokens, until
-        `drop`. `first` tells of a failure, and of the token where this rank chooses it.
+    def expect(self, room: PrefillRoomPort, prompt: Prompt, params: SamplingParams, ticket: int) -> PrefillRequest:
+        """Compute a checked `prompt` on all ranks once it has `matched`, or when it `may_begin`, until `drop`. `first`
+        tells of a failure, and of the token where this rank chooses it.
 
         Raises: AbortedError when the engine is closing.
         """
         self._refuse_when_closing()
-        request = self._new_request(room, prompt, params, owned=True, ticket=ticket)
+        return self._new_request(room, prompt, params, ticket=ticket)
+
+    def may_begin(self, request: PrefillRequest) -> None:
+        """Before its room is matched, as often as any; no effect after that, or after `drop`."""
+        if id(request) in self._unmatched:
+            self._early.add(request)
+            self._wake.set()
+
+    def matched(self, request: PrefillRequest, prefix: int, into: PageIndices | None = None) -> None:
+        """Decode's half is there, and has `prefix` tokens of the prompt. `into`: as of `prefill`.
+
+        Raises: AbortedError when the engine is closing.
+        """
+        self._unmatched.discard(id(request))
+        self._refuse_when_closing()
         request.sent_pages = prefix // self._page_size
-        self._enqueue(request, None)
-        return request
+        self._enqueue(request, into)
+
+    def has_places(self, request: PrefillRequest) -> bool:
+        """Of the engine's: a step may have named it."""
+        return id(request) in self._placed
 
     def wake(self) -> None:
         """What `lockstep` says has changed."""
         self._wake.set()
 
     def _new_request(
-        self, room: PrefillRoomPort, prompt: Prompt, params: SamplingParams, *, owned: bool, ticket: int = 0
+        self, room: PrefillRoomPort, prompt: Prompt, params: SamplingParams, *, ticket: int = 0
     ) -> PrefillRequest:
         sequence = Sequence(("prefill", next(self._numbers)), prompt, 0, self._page_size)
-        return PrefillRequest(sequence, room, params, self._model.eos_ids, owned=owned, ticket=ticket)
+        request = PrefillRequest(sequence, room, params, self._model.eos_ids, ticket=ticket)
+        self._unmatched.add(id(request))
+        return request
 
     def _enqueue(self, request: PrefillRequest, into: PageIndices | None) -> None:
         """Its room is matched."""
@@ -189,12 +203,15 @@ class PrefillEngine(EngineLoop):
             request.first.set_exception(error)
 
     def drop(self, request: PrefillRequest) -> None:
-        """Forget the request; places that a step or a write still uses become free when it has ended (I13)."""
+        """Forget the request; places that a step or a write still uses become free when it has ended (I13).
+
+        Idempotent."""
+        self._unmatched.discard(id(request))
         self._running.pop(id(request), None)
         self._early.forget(request)
         if request in self._waiting:
             self._waiting.remove(request)
-        if request.owned:
+        if self._placed.pop(id(request), None) is not None:
             self.steps.give_back(request)
         self._wake.set()
 
@@ -203,7 +220,7 @@ class PrefillEngine(EngineLoop):
             self._wake.clear()
             rows: list[Row] = []
             requests: list[PrefillRequest] = []
-            if self._lockstep is None or self._lockstep.ready:
+            if self._is_ready:
                 self._take_places()
                 rows, requests = self._pick()
             if not rows:
@@ -263,30 +280,42 @@ class PrefillEngine(EngineLoop):
 
     def _place(self, request: PrefillRequest) -> bool:
         """Give a request its places, those of early ones too where it has both halves of its room."""
-        if not self._fits_everywhere(request):
-            return False
-        missing, missing_rows = self.steps.short_of(request)
+        missing, missing_rows = self._short_of(request)
         if missing > 0 or missing_rows > 0:
             if request is self._early.first:
                 return False
             losers = self._early.give_way(missing, missing_rows)
-            for loser in losers:
-                del self._running[id(loser)]
-                self.steps.start_again(loser)
-            if not losers:
+            self._preempt(losers)
+            if not losers or not self._is_ready:
                 return False
         self.steps.take_places(request)
-        self._running[id(request)] = request
+        self._running[id(request)] = self._placed[id(request)] = request
         return True
 
-    def _fits_everywhere(self, request: PrefillRequest) -> bool:
-        """Whether each rank has places for it, at the latest when those have ended that no further step names."""
+    def _preempt(self, requests: list[PrefillRequest]) -> None:
+        for request in requests:
+            del self._running[id(request)], self._placed[id(request)]
+            self.steps.start_again(request)
+        if self._lockstep is not None:
+            for request in requests:  # which may tell that a rank is lost, and with it what runs
+                self._lockstep.preempt(request)
+
+    @property
+    def _is_ready(self) -> bool:
+        return self._lockstep is None or self._lockstep.ready
+
+    def _short_of(self, request: PrefillRequest) -> tuple[int, int]:
+        """Pages and rows that are missing for all of its prompt, at the rank that lacks the most. The others may have
+        places of a request until `drop`."""
+        missing, missing_rows = self.steps.short_of(request)
         if self._lockstep is None:
-            return True
+            return missing, missing_rows
         pages, rows = self._lockstep.most_places
-        pages -= sum(running.sequence.page_count for running in self._running.values())
-        missing = request.sequence.pages_missing(request.sequence.prompt_length)
-        return missing <= pages and (self.steps.rows is None or len(self._running) < rows)
+        taken = sum(placed.sequence.page_count for placed in self._placed.values())
+        missing = max(missing, request.sequence.pages_missing(request.sequence.prompt_length) + taken - pages)
+        if self.steps.rows is not None:
+            missing_rows = max(missing_rows, 1 + len(self._placed) - rows)
+        return missing, missing_rows
 
     def _pick(self) -> tuple[list[Row], list[PrefillRequest]]:
         """The rows of one step: a chunk of each of the first prompts in order, within the limits of a step."""

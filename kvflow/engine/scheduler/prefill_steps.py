@@ -34,17 +34,16 @@ class PrefillRequest:
     """One prompt. `first` resolves to its first token once that is known here, to None when its room ends before."""
 
     __slots__ = (
-        *("choice", "draw", "first", "hidden_states", "owned", "params", "queued_at_s", "room", "scorer", "sent_pages"),
-        *("sequence", "ticket"),
+        *("choice", "draw", "first", "hidden_states", "params", "queued_at_s", "room", "scorer", "sent_pages"),
+        *("sequence", "ticket", "told"),
     )
 
     def __init__(
         self, sequence: Sequence, room: PrefillRoomPort, params: SamplingParams, eos_ids: frozenset[int], *,
-        owned: bool = True, ticket: int = 0,
+        ticket: int = 0,
     ) -> None:  # fmt: skip
-        """`owned`: its places are the engine's, to be given back. `ticket`: its number in a group of ranks."""
-        self.sequence, self.room, self.params = sequence, room, params
-        self.owned, self.ticket = owned, ticket
+        """`ticket`: its number in a group of ranks."""
+        self.sequence, self.room, self.params, self.ticket = sequence, room, params, ticket
         self.sent_pages = 0  # with those that decode has already
         self.queued_at_s = time.perf_counter()
         adjustments = adjustments_of(params, sequence, eos_ids)
@@ -61,6 +60,7 @@ class PrefillRequest:
         )
         self.hidden_states: PackedArray | None = None  # at the last token of the prompt
         self.choice: Choice | None = None  # once the prompt is computed, at the rank that chooses
+        self.told: TokenOut | None = None  # by another rank that chooses, before the group has started it
 
     def start_again(self) -> Places:
         """Forget what was computed; returns its places. The same first token will be drawn."""

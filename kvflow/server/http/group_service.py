@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from kvflow.engine.scheduler.params import TokenOut
+from kvflow.engine.scheduler.params import EngineOptimism, TokenOut
 from kvflow.handlers.rooms import PrefillRoom
 from kvflow.node import PrefillNode
 from kvflow.protocols.arguments import check_prompt
@@ -44,6 +44,9 @@ class GroupPrefillService(EngineService[PrefillNode, "PrefillEngine"]):
     @property
     def unavailable_reason(self) -> str:
         return super().unavailable_reason or self._group.unavailable_reason
+
+    def _optimism(self) -> EngineOptimism:
+        return self._engine.optimism
 
     def opened(self, room: PrefillRoom) -> None:
         """This rank's half of a request has been opened."""

@@ -1,0 +1,285 @@
+"""Two stages of one model in one process, each a rank of a prefill over real sockets, nodes and rooms, and a decode."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from collections.abc import AsyncIterator, Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AsyncExitStack, asynccontextmanager
+from time import monotonic
+from typing import Any
+
+from kvflow.engine.model.load import LoadedModel
+from kvflow.engine.ranks import wire
+from kvflow.engine.ranks.following import StepFollower
+from kvflow.engine.ranks.group import PrefillGroup
+from kvflow.engine.ranks.leading import StepLeader
+from kvflow.engine.scheduler.decode import DecodeEngine
+from kvflow.engine.scheduler.params import SamplingParams, TokenOut
+from kvflow.engine.scheduler.prefill import PrefillEngine
+from kvflow.engine.scheduler.prefill_steps import PrefillSteps
+from kvflow.handlers.group import LeaderShell, MemberShell, OpenRoom
+from kvflow.handlers.rooms import PrefillRoom
+from kvflow.memory.pool import PagedPool
+from kvflow.node import DecodeNode, PrefillNode
+from kvflow.protocols.arguments import check_prompt
+from kvflow.protocols.errors import Cause, KvflowError
+from kvflow.protocols.group_leader import GroupLeader
+from kvflow.protocols.group_member import GroupMember, TicketKey
+from kvflow.protocols.limits import Timing
+from kvflow.protocols.pages.layout import build_layout
+from kvflow.protocols.wire.messages import Incarnation, Rank, RoomId
+from kvflow.telemetry.counters import Counts
+from kvflow.transports.control.zmq import bind_router, connect_dealer
+from kvflow.transports.host.identity import wait_dead
+from tests.engine.pair import until
+
+STAGES, PAGE_SIZE, PAGES = 2, 4, 64
+HERE = "127.0.0.1"
+
+
+class Stages:
+    """A prefill of two ranks with `pages` each, and a decode of `PAGES`."""
+
+    def __init__(
+        self, models: list[LoadedModel], whole: LoadedModel, stack: AsyncExitStack, pages: tuple[int, int],
+        rendezvous_s: float,
+    ) -> None:  # fmt: skip
+        self.models, self.whole, self._stack, self._pages = models, whole, stack, pages
+        self._timing = Timing(rendezvous_s=rendezvous_s)
+        self.nodes = [self._node(rank) for rank in range(STAGES)]
+        self.threads = [ThreadPoolExecutor(1) for _ in range(STAGES + 1)]
+        self.members: list[MemberShell] = []
+        self.broken: list[str] = []
+        self._lives = itertools.count(2)
+        layout = build_layout(whole.streams, page_size=PAGE_SIZE, num_pages=PAGES, fingerprint=whole.fingerprint)
+        self.target = PagedPool.allocate(layout, shared=True)
+        stack.callback(self.target.close)
+        self.decode = DecodeNode(self.target, "local")
+        self.decode_engine = DecodeEngine(whole, self.target, self.target.pages, self.threads[STAGES])
+        self.rooms = iter(range(1, 1000))
+
+    def _node(self, rank: int) -> PrefillNode:
+        model, pages = self.models[rank], self._pages[rank]
+        layout = build_layout(model.streams, page_size=PAGE_SIZE, num_pages=pages, fingerprint=model.fingerprint)
+        pool = PagedPool.allocate(layout, shared=False)
+        self._stack.callback(pool.close)
+        return PrefillNode(pool, "local", rank=rank, world_size=STAGES, timing=self._timing)
+
+    async def start(self, **options: int) -> None:
+        (group_socket, self._group_port), (steps_socket, self._steps_port) = bind_router(HERE, 0), bind_router(HERE, 0)
+        self.steps_address = f"tcp://{HERE}:{self._steps_port}"
+        steps = self.steps = StepLeader(
+            steps_socket,
+            world_size=STAGES,
+            shards=1,
+            places=(self._pages[0], 0),
+            neighbours=self.models[0].neighbours,
+            on_hello=lambda hello: None,
+            on_opened=self._on_opened,
+            on_token=self._on_token,
+            on_broken=self._on_broken,
+            on_ready=self._on_ready,
+            on_unusable=lambda error: self.broken.append(str(error)),
+        )
+        self._tells_openings = options.get("optimistic_tries", 0) > 0
+        pool = self.nodes[0].pool
+        self.engine = PrefillEngine(
+            self.models[0], pool, pool.pages, self.threads[0], lockstep=steps, samples=False, **options
+        )
+        leader = GroupLeader(Incarnation(1000), STAGES, now=monotonic())
+        self.leader = LeaderShell(
+            leader, socket=group_socket, refuse_room=self.nodes[0].refuse, wait_dead=wait_dead, counts=Counts(),
+            now=monotonic,
+        )  # fmt: skip
+        await self.decode.start()
+        await self.nodes[0].start()
+        first = self._member(0, 1, self._open_first)
+        self.group = PrefillGroup(self.leader, first, self.engine, steps)
+        await self.engine.start()
+        await steps.start()
+        await self.group.start()
+        await self.decode_engine.start()
+        await self._start_second()
+        self._stack.push_async_callback(self._stop, [group_socket, steps_socket])
+        await until(lambda: not self.group.unavailable_reason)
+
+    async def _start_second(self) -> None:
+        await self.nodes[1].start()
+        life = next(self._lives)
+        self.follower = self._follower(life)
+        second = self._member(1, life, self._open_second)
+        self._passing = asyncio.create_task(self._pass_started(second, self.follower))
+        await self.follower.start()
+
+    async def replace_second(self) -> None:
+        """Rank 1 ends with all that it has, and another process of that rank takes its place."""
+        node, member = self.nodes[1], self.members[1]
+        await self._stop_second(member)
+        assert node.pool.pages.at_rest(), f"left at the rank that has ended: {node.pool.pages.owned()}"
+        self.leader.leader.member_died(member.member.incarnation)
+        self.leader.run()
+        self.steps.lost(1, "rank 1 of the group has died")
+        self.nodes[1] = self._node(1)
+        await self._start_second()
+        await until(lambda: not self.group.unavailable_reason)
+
+    async def _stop_second(self, member: MemberShell) -> None:
+        self._passing.cancel()
+        await self.follower.close()
+        await member.stop()
+        await self.nodes[1].close()
+        member.socket.close()
+        self.dealer.close()
+
+    async def _stop(self, sockets: list[Any]) -> None:
+        await self.group.close()
+        await self.steps.close()
+        await self.engine.close()
+        await self.decode_engine.close()
+        await self.leader.close()
+        for member in self.members:
+            await member.drain(5.0)
+        await self.decode.close()  # first: it may be waiting for a rank to say that it has drained
+        await self._stop_second(self.members[1])
+        await self.members[0].stop()
+        await self.nodes[0].close()
+        for socket in (*sockets, self.members[0].socket):
+            socket.close()
+        for thread in self.threads:
+            thread.shutdown()
+
+    def _on_opened(self, rank: int, ticket: int) -> None:
+        self.group.opened_at(rank, ticket)
+
+    def _on_token(self, ticket: int, token: TokenOut) -> None:
+        self.group.first_token(ticket, token)
+
+    def _on_ready(self) -> None:
+        self.engine.wake()
+
+    def _on_broken(self, cause: Cause) -> None:
+        self.broken.append(str(cause))
+        self.group.broken(cause)
+
+    def _member(self, rank: int, life: int, open_room: OpenRoom) -> MemberShell:
+        member = GroupMember(Incarnation(life), rank, STAGES, now=monotonic())
+        socket = connect_dealer(f"tcp://{HERE}:{self._group_port}", life)
+        shell = MemberShell(
+            member, socket=socket, open_room=open_room, refuse_room=self.nodes[rank].refuse, wait_dead=wait_dead,
+            counts=Counts(), now=monotonic,
+        )  # fmt: skip
+        self.members[rank : rank + 1] = [shell]
+        return shell
+
+    def _follower(self, life: int) -> StepFollower:
+        node, model = self.nodes[1], self.models[1]
+        self.dealer = connect_dealer(self.steps_address, life)
+        info = node.info
+        told = wire.RankLife(incarnation=node.incarnation, control=info.control, backend="local", pool=info.pool)
+        return StepFollower(
+            PrefillSteps(model, node.pool, node.pool.pages, self.threads[1]),
+            self.dealer,
+            hello=wire.Hello(member=Incarnation(life), rank=Rank(1), pages=self._pages[1], rows=0, info=told),
+            status=self._status,
+            neighbours=model.neighbours,
+            tells_openings=self._tells_openings,
+            eos_ids=model.eos_ids,
+        )
+
+    def _status(self) -> wire.Status:
+        return wire.Status(
+            rank=Rank(1), pid=1, pages_free=0, pages_total=PAGES, pages_at_rest=True, pinned_pages=0, rooms={},
+            requests=len(self.follower.requests), tickets=0, bytes_moved=0, failed_steps=0, handler_errors=0, dropped=0,
+        )  # fmt: skip
+
+    def _open_first(self, key: TicketKey, room: RoomId, request: bytes) -> PrefillRoom:
+        asked = wire.parse_prompt(request)
+        opened = self.nodes[0].room(room, asked.checked, deadline_s=asked.deadline_s)
+        self.group.opened(key.ticket, opened)
+        return opened
+
+    def _open_second(self, key: TicketKey, room: RoomId, request: bytes) -> PrefillRoom:
+        asked = wire.parse_prompt(request)
+        opened = self.nodes[1].room(room, asked.checked, deadline_s=asked.deadline_s)
+        self.follower.add(key.ticket, opened, asked.tokens, asked.params)
+        return opened
+
+    async def _pass_started(self, member: MemberShell, follower: StepFollower) -> None:
+        while True:
+            request = await member.started()
+            follower.started(request.key.ticket)
+
+    def prefill(
+        self, room: int, prompt: list[int], params: SamplingParams, deadline_s: float = 60.0
+    ) -> asyncio.Task[TokenOut]:
+        return asyncio.create_task(self.group.prefill(room, prompt, check_prompt(prompt), params, deadline_s))
+
+    async def decoded(
+        self, room: int, prompt: list[int], params: SamplingParams, begin: Callable[[], object] = lambda: None
+    ) -> list[int]:
+        """Decode's half of a request; `begin` is called when it has been admitted. Raises what decode raises."""
+        admission = await self.decode_engine.admit(prompt, params)
+        try:
+            begin()
+            half = await self.decode.room(room, [node.info for node in self.nodes], prompt)
+            return [out.token_id async for out in self.decode_engine.generate(half, prompt, params, admission)]
+        finally:
+            admission.release()
+
+    async def tokens(self, prompt: list[int], params: SamplingParams) -> list[int]:
+        """One request through both ranks and decode. Raises what prefill raises, or decode."""
+        number = next(self.rooms)
+        legs: list[asyncio.Task[TokenOut]] = []
+        try:
+            found = await self.decoded(
+                number, prompt, params, lambda: legs.append(self.prefill(number, prompt, params))
+            )
+            assert (await legs[0]).token_id == found[0]
+        except KvflowError:
+            await asyncio.wait(legs)
+            await legs[0]
+            raise
+        finally:
+            await asyncio.gather(*legs, return_exceptions=True)
+        return found
+
+    async def rest(self) -> None:
+        """Nothing is left of any request, at either rank or at decode, and no frame was wrong."""
+        await self.home()
+        assert not any(shell.counts.handler_errors for shell in [*self.members, self.leader])
+        assert not (self.steps.dropped or self.follower.dropped or self.follower._dropped_ahead)
+
+    async def home(self, within_s: float = 20.0) -> None:
+        """Nothing is left of any request, at either rank or at decode. Raises: AssertionError telling what is."""
+        began_s = monotonic()
+        while (left := self.left) and monotonic() - began_s < within_s:  # noqa: ASYNC110
+            await asyncio.sleep(0.001)
+        assert not left, f"left: {left}"
+
+    @property
+    def left(self) -> dict[str, Any]:
+        engine, nodes = self.engine, self.nodes
+        found = {
+            "pages": [node.pool.pages.owned() for node in nodes if not node.pool.pages.at_rest()],
+            "pages of decode": PAGES - self.target.pages.free_pages,
+            "rooms": [list(node.shell.endpoint.rooms) for node in nodes if node.shell.endpoint.rooms],
+            "requests": (*self.follower.requests, *self.group._asked),
+            "tickets": [key for shell in self.members for key in (*shell.requests, *shell.member.tickets)],
+            "in the engine": [*engine._placed, *engine._unmatched, *engine._running, *engine._waiting],
+            "early": [engine.optimism.holding_now] * bool(engine.optimism.holding_now) + [*engine._early._losses],
+            "preempted": self.steps._preempted,
+        }
+        return {name: what for name, what in found.items() if what}
+
+
+@asynccontextmanager
+async def group(
+    models: list[LoadedModel], whole: LoadedModel, *, pages: tuple[int, int] = (PAGES, PAGES),
+    rendezvous_s: float = Timing().rendezvous_s, **options: int,
+) -> AsyncIterator[Stages]:  # fmt: skip
+    async with AsyncExitStack() as stack:
+        found = Stages(models, whole, stack, pages, rendezvous_s)
+        await found.start(**options)
+        yield found

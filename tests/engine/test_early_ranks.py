@@ -1,0 +1,383 @@
+"""Prompts that several ranks begin before decode's half has come: in one order on all of them, and nothing is left."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable
+from typing import Any, Self
+
+import msgspec
+import pytest
+import torch
+
+from kvflow.engine.model.load import LoadedModel
+from kvflow.engine.model.step import Row
+from kvflow.engine.ranks import wire
+from kvflow.engine.scheduler.params import TokenOut
+from kvflow.engine.scheduler.prefill_steps import PrefillSteps
+from kvflow.handlers.group import MemberShell, RankRequest
+from kvflow.protocols.errors import Cause, Code, KvflowError
+from kvflow.protocols.group_member import TicketKey
+from kvflow.protocols.machines.prefill_room import PrefillPhase
+from tests.engine import tiny_models
+from tests.engine.pair import greedy, prompt_of, until
+from tests.engine.stages import Stages, group
+
+SMALL = 6  # pages of a pool of one prompt of 24 tokens
+
+
+class Early:
+    """One request whose decode comes when the test says so."""
+
+    def __init__(self, ranks: Stages, prompt: list[int]) -> None:
+        self.ranks, self.prompt, self.number = ranks, prompt, next(ranks.rooms)
+        self.leg: asyncio.Task[TokenOut] = ranks.prefill(self.number, prompt, greedy(1))
+
+    async def opened(self) -> Early:
+        """Everywhere."""
+        await until(lambda: self._ticket in self.ranks.follower.requests)
+        return self
+
+    @property
+    def _ticket(self) -> int | None:
+        found = self.ranks.leader.requests.items()
+        return next((ticket for ticket, request in found if request.room == self.number), None)
+
+    @property
+    def ticket(self) -> int:
+        assert self._ticket is not None
+        return self._ticket
+
+    @property
+    def computed(self) -> tuple[int, int]:
+        """Tokens, at either rank."""
+        asked, followed = self.ranks.group._asked[self.ticket], self.ranks.follower.requests[self.ticket]
+        first = asked.computing.sequence.computed if asked.computing else 0
+        return first, followed.request.sequence.computed if followed.request else 0
+
+    @property
+    def phases(self) -> list[PrefillPhase]:
+        """Of its rooms."""
+        found = [shell.requests.values() for shell in self.ranks.members]
+        return [request.room.phase for requests in found for request in requests if request.room.room == self.number]
+
+    async def whole(self) -> None:
+        """It is computed at both ranks, and the first one knows the token."""
+        await until(lambda: self.computed == (len(self.prompt),) * 2)
+        await until(lambda: self.ranks.group._asked[self.ticket].computing.told is not None)  # type: ignore[union-attr]
+
+    def meet(self) -> asyncio.Task[list[int]]:
+        return asyncio.create_task(self.ranks.decoded(self.number, self.prompt, greedy(4)))
+
+
+async def begun(ranks: Stages, tokens: int, salt: int = 0) -> Early:
+    return await Early(ranks, prompt_of(tokens, salt)).opened()
+
+
+def counts(ranks: Stages) -> tuple[int, int, int, int]:
+    found = ranks.engine.optimism
+    return found.starts, found.hits, found.lost, found.holding_now
+
+
+@pytest.fixture
+def expected(stock: Callable[[str], Any]) -> Callable[[list[int]], list[int]]:
+    return lambda prompt: tiny_models.generate(stock("llama"), prompt, 4)
+
+
+async def test_what_is_computed_leaves_every_rank_when_decode_comes(
+    stages: list[LoadedModel], llama: LoadedModel, expected: Callable[[list[int]], list[int]]
+) -> None:
+    async with group(stages, llama, chunk_tokens=10, optimistic_tries=1) as ranks:
+        early = await begun(ranks, 27)
+        await early.whole()
+        assert counts(ranks) == (1, 0, 0, 1) and early.phases == [PrefillPhase.EXPECTED] * 2 and not early.leg.done()
+        load, steps = ranks.engine.load(), ranks.steps._step
+        assert (load.running, load.waiting) == (1, 0)
+        assert await early.meet() == expected(early.prompt)
+        assert (await early.leg).token_id == expected(early.prompt)[0]
+        assert counts(ranks) == (1, 1, 0, 0) and ranks.steps._step == steps == 3, "nothing was computed after it"
+        await ranks.rest()
+
+
+async def test_without_tries_nothing_begins_before_decode_comes(
+    stages: list[LoadedModel], llama: LoadedModel, expected: Callable[[list[int]], list[int]]
+) -> None:
+    async with group(stages, llama) as ranks:
+        early = await begun(ranks, 27)
+        await until(lambda: bool(ranks.follower.requests))
+        assert await ranks.tokens(prompt_of(9), greedy(4)) == expected(prompt_of(9))
+        assert ranks.steps._step == 1 and ranks.engine.load().waiting == 1
+        assert await early.meet() == expected(early.prompt)
+        await early.leg
+        assert counts(ranks) == (0, 0, 0, 0)
+        await ranks.rest()
+
+
+@pytest.mark.parametrize("pages", [(SMALL, SMALL), (SMALL, 40), (40, SMALL)], ids=["equal", "first", "second"])
+async def test_every_rank_gives_places_back_for_whoever_has_both_halves(
+    pages: tuple[int, int], stages: list[LoadedModel], llama: LoadedModel, expected: Callable[[list[int]], list[int]]
+) -> None:
+    """The early prompt has all pages of the smallest pool, whichever rank has that."""
+    async with group(stages, llama, pages=pages, chunk_tokens=10, optimistic_tries=2) as ranks:
+        early = await begun(ranks, 24)
+        await early.whole()
+        assert await ranks.tokens(prompt_of(24, 1), greedy(4)) == expected(prompt_of(24, 1))
+        await until(lambda: counts(ranks) == (2, 0, 1, 1))
+        await early.whole()
+        assert await early.meet() == expected(early.prompt)
+        await early.leg
+        assert counts(ranks) == (2, 1, 1, 0)
+        await ranks.rest()
+
+
+async def test_after_its_last_try_a_prompt_waits_for_its_match(
+    stages: list[LoadedModel], llama: LoadedModel, expected: Callable[[list[int]], list[int]]
+) -> None:
+    async with group(stages, llama, pages=(SMALL, SMALL), optimistic_tries=2) as ranks:
+        early = await begun(ranks, 24)
+        for lost in range(2):
+            await until(lambda lost=lost: counts(ranks) == (lost + 1, 0, lost, 1))  # type: ignore[misc]
+            assert await ranks.tokens(prompt_of(24, lost), greedy(4)) == expected(prompt_of(24, lost))
+        await until(lambda: all(node.pool.pages.at_rest() for node in ranks.nodes))
+        assert counts(ranks) == (2, 0, 2, 0) and ranks.engine._early.first is None
+        assert await early.meet() == expected(early.prompt)
+        await early.leg
+        await ranks.rest()
+
+
+async def test_a_prompt_loses_its_places_when_only_the_other_rank_knows_that_it_has_started(
+    stages: list[LoadedModel], llama: LoadedModel, expected: Callable[[list[int]], list[int]]
+) -> None:
+    """That rank must not send what it has: the first one's word about places comes in the order of the steps."""
+    async with group(stages, llama, pages=(SMALL, SMALL), optimistic_tries=1) as ranks:
+        early = await begun(ranks, 24)
+        await early.whole()
+        held: list[RankRequest] = []
+        start = ranks.group._start
+
+        def hold(started: RankRequest) -> None:
+            (held.append if started.key.ticket == early.ticket else start)(started)
+
+        ranks.group._start = hold  # type: ignore[method-assign]
+        decoded = early.meet()
+        await until(lambda: bool(held) and ranks.follower.requests[early.ticket].started)
+        assert await ranks.tokens(prompt_of(24, 1), greedy(4)) == expected(prompt_of(24, 1))
+        assert counts(ranks) == (1, 0, 1, 0) and early.phases == [PrefillPhase.WAITING_FOR_INPUT] * 2
+        start(held[0])
+        ranks.engine.wake()
+        assert await decoded == expected(early.prompt)
+        await early.leg
+        assert counts(ranks) == (1, 0, 1, 0)
+        await ranks.rest()
+
+
+async def test_a_rank_that_hears_late_of_the_start_sends_then(
+    stages: list[LoadedModel], llama: LoadedModel, expected: Callable[[list[int]], list[int]]
+) -> None:
+    async with group(stages, llama, chunk_tokens=8, optimistic_tries=1) as ranks:
+        early = await begun(ranks, 40)
+        await early.whole()
+        held: list[int] = []
+        started = ranks.follower.started
+        ranks.follower.started = held.append  # type: ignore[method-assign, assignment]
+        decoded = early.meet()
+        await until(lambda: bool(held) and ranks.follower.requests[early.ticket].kept)
+        await until(lambda: early.phases == [PrefillPhase.SUCCESS, PrefillPhase.WAITING_FOR_INPUT])
+        assert not decoded.done()
+        started(held[0])
+        assert await decoded == expected(early.prompt)
+        await early.leg
+        await ranks.rest()
+
+
+async def test_decode_comes_while_another_prompt_is_computed(
+    stages: list[LoadedModel], llama: LoadedModel, expected: Callable[[list[int]], list[int]]
+) -> None:
+    """What a rank has computed leaves at once, though a step runs there."""
+    async with group(stages, llama, optimistic_tries=1) as ranks:
+        early = await begun(ranks, 24)
+        await early.whole()
+        with blocked(ranks.follower.steps) as gate:
+            other = await begun(ranks, 20, 1)
+            await until(gate.entered.is_set)
+            decoded = early.meet()
+            assert await decoded == expected(early.prompt)
+            await early.leg
+        assert await other.meet() == expected(other.prompt)
+        await other.leg
+        await ranks.rest()
+
+
+async def test_the_token_of_a_computation_that_was_lost_is_not_taken(
+    stages: list[LoadedModel], llama: LoadedModel, expected: Callable[[list[int]], list[int]]
+) -> None:
+    """It comes after the places have been taken; what is computed again may choose another one."""
+    async with group(stages, llama, pages=(SMALL, SMALL), optimistic_tries=2) as ranks:
+        socket = ranks.dealer
+        held: list[wire.FirstToken] = []
+        send = socket.send
+
+        def hold(frame: bytes, *rest: Any, **more: Any) -> bool:
+            message = wire.parse_at_first(frame)
+            if isinstance(message, wire.FirstToken) and not held:
+                held.append(message)
+                return True
+            return send(frame, *rest, **more)
+
+        socket.send = hold  # type: ignore[method-assign]
+        taken: list[tuple[int, int]] = []
+        on_token = ranks.steps._on_token
+
+        def take(ticket: int, token: TokenOut) -> None:
+            taken.append((ticket, token.token_id))
+            on_token(ticket, token)
+
+        ranks.steps._on_token = take
+        early = await begun(ranks, 24)
+        await until(lambda: early.computed == (24, 24) and bool(held))
+        assert await ranks.tokens(prompt_of(24, 1), greedy(4)) == expected(prompt_of(24, 1))
+        computing = ranks.group._asked[early.ticket].computing
+        assert computing is not None and counts(ranks)[2] == 1
+        wrong = wire.FirstToken(
+            generation=held[0].generation, step=held[0].step, ticket=early.ticket,
+            token=TokenOut(expected(early.prompt)[0] + 1),
+        )  # fmt: skip
+        send(wire.encode(wrong))
+        send(wire.encode(msgspec.structs.replace(ranks._status(), pid=77)))
+        await until(lambda: ranks.steps.statuses[1].pid == 77)
+        await early.whole()
+        assert [token for ticket, token in taken if ticket == early.ticket] == [expected(early.prompt)[0]]
+        assert await early.meet() == expected(early.prompt)
+        assert (await early.leg).token_id == expected(early.prompt)[0]
+        await ranks.rest()
+
+
+async def test_a_prompt_waits_until_every_rank_has_dropped_what_it_needs(
+    stages: list[LoadedModel], llama: LoadedModel, expected: Callable[[list[int]], list[int]]
+) -> None:
+    """The room of the one before has ended at the first rank, where there are pages enough, and the group has not
+    decided yet: the other rank could not take part in a step, and would not come to read that it may."""
+    async with group(stages, llama, pages=(40, SMALL)) as ranks:
+        votes: list[Callable[[], None]] = []
+        for shell in ranks.members:
+            hold_failures(shell, votes)
+        with blocked(ranks.engine.steps):
+            before = await begun(ranks, 24)
+            decoded = before.meet()
+            await until(lambda: bool(ranks.engine._placed) and ranks.steps._step == 1)
+            [first] = ranks.members[0].requests.values()
+            first.room.close(Cause(Code.ENGINE_ERROR, "planted"))
+            await until(lambda: len(votes) == 2)
+        other = asyncio.create_task(ranks.tokens(prompt_of(24, 1), greedy(4)))
+        await until(lambda: bool(ranks.engine._waiting))
+        for _ in range(50):
+            await asyncio.sleep(0)
+        assert ranks.steps._step == 1
+        for vote in votes:
+            vote()
+        assert await other == expected(prompt_of(24, 1))
+        for leg in (decoded, before.leg):
+            with pytest.raises(KvflowError, match="planted"):
+                await leg
+        await ranks.home()
+
+
+def hold_failures(shell: MemberShell, votes: list[Callable[[], None]]) -> None:
+    """What has failed at this rank is told to the group by `votes`."""
+    failed, released = shell.member.failed, shell.member.released
+
+    def hold(key: TicketKey, cause: Cause) -> None:
+        def vote() -> None:
+            failed(key, cause)
+            released(key)
+            shell.run()
+
+        votes.append(vote)
+
+    shell.member.failed, shell.member.released = hold, lambda key: None  # type: ignore[method-assign]
+
+
+class blocked:  # noqa: N801 - reads as a verb
+    """Steps of one rank wait in its model thread until the block is left."""
+
+    def __init__(self, steps: PrefillSteps) -> None:
+        self._runner = steps.runner
+        self.entered, self._gate = threading.Event(), threading.Event()
+
+    def __enter__(self) -> Self:
+        self._honest = self._runner.forward
+
+        def forward(rows: list[Row]) -> torch.Tensor:
+            self.entered.set()
+            assert self._gate.wait(20)
+            return self._honest(rows)
+
+        self._runner.forward = forward  # type: ignore[method-assign]
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._gate.set()
+        self._runner.forward = self._honest  # type: ignore[method-assign]
+
+
+async def test_decode_never_comes(
+    stages: list[LoadedModel], llama: LoadedModel, expected: Callable[[list[int]], list[int]]
+) -> None:
+    async with group(stages, llama, pages=(SMALL, SMALL), rendezvous_s=1.5, optimistic_tries=1) as ranks:
+        early = await begun(ranks, 24)
+        await early.whole()
+        with pytest.raises(KvflowError) as caught:
+            await early.leg
+        assert caught.value.cause().code is Code.RENDEZVOUS
+        assert await ranks.tokens(prompt_of(24, 1), greedy(4)) == expected(prompt_of(24, 1))
+        await ranks.rest()
+
+
+MOMENTS = ["in a step", "computed", "lost"]
+WAYS = ["its client leaves", "its room ends at one rank", "a step fails", "a rank is lost"]
+
+
+@pytest.mark.parametrize("moment", MOMENTS)
+@pytest.mark.parametrize("way", WAYS)
+async def test_an_end_at_any_moment_leaves_nothing_at_any_rank(
+    moment: str, way: str, stages: list[LoadedModel], llama: LoadedModel, expected: Callable[[list[int]], list[int]]
+) -> None:
+    async with group(stages, llama, pages=(SMALL, SMALL + 2), chunk_tokens=8, optimistic_tries=1) as ranks:
+        gate = blocked(ranks.follower.steps)
+        if moment == "in a step":
+            gate.__enter__()
+        early = await begun(ranks, 24)
+        if moment == "in a step":
+            await until(gate.entered.is_set)
+        else:
+            await early.whole()
+        if moment == "lost":
+            assert await ranks.tokens(prompt_of(20, 1), greedy(4)) == expected(prompt_of(20, 1))
+            assert counts(ranks) == (1, 0, 1, 0)
+        replacing: asyncio.Task[None] | None = None
+        if way == "its client leaves":
+            early.leg.cancel()
+        elif way == "its room ends at one rank":
+            [request] = ranks.members[1].requests.values()
+            request.room.close(Cause(Code.ENGINE_ERROR, "planted"))
+        elif way == "a step fails":
+            ranks.follower._receive(wire.Plan(generation=1, step=99, rows=(wire.PlannedRow(early.ticket, 1, 0),)))
+        elif way == "a rank is lost":
+            replacing = asyncio.create_task(ranks.replace_second())
+            await asyncio.sleep(0)
+        if moment == "in a step":
+            gate.__exit__()
+        if replacing is not None:
+            await replacing
+        if (way, moment) == ("a step fails", "lost"):
+            assert await early.meet() == expected(early.prompt), "it had nothing that a step could have named"
+        await asyncio.wait([early.leg])
+        codes = {"its room ends at one rank": Code.ENGINE_ERROR, "a rank is lost": Code.PEER_LOST}
+        if way in codes:
+            error = early.leg.exception()
+            assert isinstance(error, KvflowError) and error.cause().code is codes[way]
+        await ranks.home()
+        assert await ranks.tokens(prompt_of(24, 2), greedy(4)) == expected(prompt_of(24, 2))
+        await ranks.home()
+        assert not any(shell.counts.handler_errors for shell in [*ranks.members, ranks.leader])

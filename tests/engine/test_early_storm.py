@@ -1,0 +1,176 @@
+"""A storm over two ranks that begin prompts early, in pools of a few prompts, one smaller than the other.
+
+Matches come late or never, clients leave, rooms fail at one rank, a step fails, a rank is replaced. Who has met gets
+its tokens, and in the end no rank has anything of any request. Bugs that are planted are found by it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import re
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from kvflow.engine.model.load import LoadedModel
+from kvflow.engine.ranks import wire
+from kvflow.engine.ranks.following import StepFollower, _Followed
+from kvflow.engine.ranks.leading import StepLeader
+from kvflow.protocols.errors import Cause, Code, KvflowError
+from tests.engine import tiny_models
+from tests.engine.pair import greedy, prompt_of, until
+from tests.engine.stages import Stages, group
+
+LANES = 6
+LENGTHS = (3, 12, 24, 40)
+POOLS = (14, 11)  # pages of 4 tokens
+HOWS = ("meets", "meets", "meets", "leaves", "decode leaves", "fails at a rank", "never")
+BREAKS = {10: "a step fails", 20: "a rank is lost"}  # by the number of the request that comes then
+NEVER_S = 0.3  # for which a request is waited for whose decode does not come
+OF_A_BREAK = {Code.PROTOCOL_ERROR, Code.PEER_LOST, Code.SHUTDOWN}
+
+
+class Storm:
+    def __init__(self, ranks: Stages, chance: random.Random, expected: dict[int, list[int]]) -> None:
+        self.ranks, self.chance, self.expected = ranks, chance, expected
+        self.ended: Counter[str] = Counter()
+        self.breaks = 0
+
+    async def run(self, requests: int) -> None:
+        numbers = iter(range(requests))
+        async with asyncio.TaskGroup() as lanes:
+            for _ in range(LANES):
+                lanes.create_task(self._lane(numbers))
+
+    async def _lane(self, numbers: Any) -> None:
+        for number in numbers:
+            if number in BREAKS:
+                await self._break(BREAKS[number])
+            await self._one(self.chance.choice(HOWS), self.chance.choice(LENGTHS))
+
+    async def _break(self, how: str) -> None:
+        ranks, ended = self.ranks, len(self.ranks.broken)
+        self.breaks += 1
+        if how == "a step fails":
+            row = wire.PlannedRow(1, 1, 0)
+            ranks.follower._receive(wire.Plan(generation=ranks.follower._generation, step=1 << 40, rows=(row,)))
+        else:
+            await ranks.replace_second()
+        await until(lambda: len(ranks.broken) > ended and not ranks.group.unavailable_reason)
+        self.breaks += 1
+
+    async def _turns(self) -> None:
+        for _ in range(self.chance.choice((0, 3, 30, 100, 300))):
+            await asyncio.sleep(0)
+
+    async def _one(self, how: str, length: int) -> None:
+        ranks, prompt, room = self.ranks, prompt_of(length, length), next(self.ranks.rooms)
+        before = self.breaks
+        deadline_s = NEVER_S if how == "never" else 60.0
+        leg = ranks.prefill(room, prompt, greedy(1, priority=self.chance.randrange(3)), deadline_s)
+        await self._turns()
+        half: asyncio.Task[list[int]] | None = None
+        if how == "leaves":
+            leg.cancel()
+        elif how == "fails at a rank":
+            for request in list(ranks.members[self.chance.randrange(2)].requests.values()):
+                if request.room.room == room:
+                    request.room.close(Cause(Code.ENGINE_ERROR, "planted"))
+        if how != "never":
+            half = asyncio.create_task(ranks.decoded(room, prompt, greedy(4)))
+        if how == "decode leaves":
+            await self._turns()
+            assert half is not None
+            half.cancel()
+        results = await asyncio.gather(leg, *([half] if half else []), return_exceptions=True)
+        for result in results:
+            if isinstance(result, BaseException) and not isinstance(result, KvflowError | asyncio.CancelledError):
+                raise result
+        if how == "meets" and any(isinstance(result, KvflowError) for result in results):
+            codes = {result.cause().code for result in results if isinstance(result, KvflowError)}
+            assert self.breaks > before or before % 2, f"room {room} of {length} tokens: {results}"
+            assert codes <= OF_A_BREAK, results
+            how = "meets, and a break"
+        elif how == "meets":
+            assert results[1] == self.expected[length], (results, self.expected[length])
+            assert leg.result().token_id == self.expected[length][0]
+        self.ended[how] += 1
+
+
+async def played(
+    stages: list[LoadedModel], llama: LoadedModel, seed: int, stock: Any, *, requests: int, within_s: float
+) -> tuple[Counter[str], Any]:
+    """How the requests of one storm have ended, and what the engine has counted. Raises what is wrong."""
+    expected = {length: tiny_models.generate(stock, prompt_of(length, length), 4) for length in LENGTHS}
+    async with group(stages, llama, pages=POOLS, chunk_tokens=8, max_batch_tokens=16, optimistic_tries=2) as ranks:
+        storm = Storm(ranks, random.Random(seed), expected)
+        async with asyncio.timeout(within_s):
+            await storm.run(requests)
+        await ranks.home(within_s / 2)
+        assert await ranks.tokens(prompt_of(40, 40), greedy(4)) == expected[40]
+        assert not any(shell.counts.handler_errors for shell in [*ranks.members, ranks.leader])
+        assert len(ranks.broken) == len(BREAKS), ranks.broken
+        return storm.ended, ranks.engine.optimism
+
+
+async def test_a_storm_leaves_nothing_at_any_rank(
+    seed: int, stages: list[LoadedModel], llama: LoadedModel, stock: Callable[[str], Any]
+) -> None:
+    ended, counts = await played(stages, llama, seed, stock("llama"), requests=40, within_s=60)
+    print(f"seed {seed}: {dict(ended)}; {counts.starts} starts, {counts.hits} hits, {counts.lost} lost")
+    assert counts.starts >= counts.hits + counts.lost and counts.holding_now == 0
+    assert ended["meets"]
+
+
+def forget_what_was_preempted(patch: pytest.MonkeyPatch) -> None:
+    apply = StepFollower._apply
+
+    def planted(self: StepFollower, message: Any) -> None:
+        if isinstance(message, wire.Preempt):
+            self.requests[message.ticket].request = None
+        else:
+            apply(self, message)
+
+    patch.setattr(StepFollower, "_apply", planted)
+
+
+def forget_what_has_not_started(patch: pytest.MonkeyPatch) -> None:
+    drop = StepFollower._drop
+
+    def planted(self: StepFollower, ticket: int) -> None:
+        if ticket not in self.requests or self.requests[ticket].started:
+            drop(self, ticket)
+
+    patch.setattr(StepFollower, "_drop", planted)
+
+
+def send_before_the_match(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(_Followed, "may_send", property(lambda self: not self.room.ended))
+
+
+def say_nothing_of_places_taken(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(StepLeader, "preempt", lambda self, request: None)
+
+
+FOUND_BY: dict[Callable[[pytest.MonkeyPatch], None], str] = {
+    forget_what_was_preempted: "left|TimeoutError",  # what waits for the pages stands still
+    forget_what_has_not_started: "left: .*requests",
+    send_before_the_match: "match",
+    say_nothing_of_places_taken: r"room \d+ of|ended: protocol_error",
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("plant", FOUND_BY)
+async def test_a_planted_bug_is_found(
+    plant: Callable[[pytest.MonkeyPatch], None], seed: int, stages: list[LoadedModel], llama: LoadedModel,
+    stock: Callable[[str], Any], monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    plant(monkeypatch)
+    with pytest.raises((AssertionError, KvflowError, TimeoutError, ExceptionGroup)) as found:
+        await played(stages, llama, seed, stock("llama"), requests=60, within_s=10)
+    print(f"seed {seed}: {found.value!r}")
+    assert re.search(FOUND_BY[plant], repr(found.value))
