@@ -43,7 +43,7 @@ async def test_a_storm_of_legs_that_come_before_their_decodes(pp: int, requests:
     chance = random.Random(seed)
     rooms = itertools.count(1)
     async with (
-        running(pp=pp, optimistic_prefill=2, num_pages=24, rendezvous_s=1.5) as fleet,
+        running(pp=pp, optimistic_prefill=2, num_pages=24, rendezvous_s=2.5) as fleet,
         aiohttp.ClientSession() as session,
     ):
         [prefill], [decode] = fleet.prefills, fleet.decodes
@@ -57,7 +57,7 @@ async def test_a_storm_of_legs_that_come_before_their_decodes(pp: int, requests:
             "bootstrap_room": next(rooms),
         }
         early = asyncio.create_task(generate(session, prefill.url, PROMPTS[0], **meeting))
-        async with asyncio.timeout(1):
+        async with asyncio.timeout(WITHIN_S):
             while not (await counted(session, prefill.url))["requests"]:
                 pass
         status, answer = await generate(session, decode.url, PROMPTS[0], **meeting)

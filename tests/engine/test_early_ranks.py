@@ -37,6 +37,7 @@ class Early:
     async def opened(self) -> Early:
         """Everywhere."""
         await until(lambda: self._ticket in self.ranks.follower.requests)
+        await until(lambda: self.ranks.group._asked[self.ticket].computing is not None)
         return self
 
     @property
@@ -331,6 +332,23 @@ async def test_decode_never_comes(
             await early.leg
         assert caught.value.cause().code is Code.RENDEZVOUS
         assert await ranks.tokens(prompt_of(24, 1), greedy(4)) == expected(prompt_of(24, 1))
+        await ranks.rest()
+
+
+async def test_no_step_names_what_a_generation_has_failed(stages: list[LoadedModel], llama: LoadedModel) -> None:
+    """The next one may begin before the clients have their answers."""
+    async with group(stages, llama, optimistic_tries=1) as ranks:
+        early = await begun(ranks, 24)
+        await early.whole()
+        waiting = await begun(ranks, 250, 1)
+        assert ranks.engine.load().waiting == 1, "for pages"
+        ranks.group.broken(Cause(Code.ENGINE_ERROR, "planted"))
+        assert not ranks.engine._placed and not ranks.engine._running
+        with pytest.raises(KvflowError, match="planted"):
+            await early.leg
+        await until(lambda: waiting.computed[0] > 0)
+        waiting.leg.cancel()
+        await asyncio.wait([waiting.leg])
         await ranks.rest()
 
 
