@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 
@@ -12,7 +13,7 @@ from kvflow.config.settings import Settings
 from kvflow.config.sources import ConfigError
 from kvflow.launch import pool
 from kvflow.memory.available import Available
-from kvflow.protocols.errors import MisuseError
+from kvflow.protocols.errors import LayoutError, MisuseError
 from kvflow.protocols.pages.kinds import ROW, StateKind
 
 SLOTS = [StateKind("k", "bfloat16", (2, 16)), StateKind("v", "bfloat16", (2, 16))]  # 128 bytes a token, 2048 a page
@@ -160,4 +161,22 @@ def test_slices_of_large_heads_are_written_as_they_are() -> None:
     settings = Settings(num_pages=2, disaggregation_transfer_backend="nixl", disaggregation_prefill_tp=2)
     made = pool.make_pool(settings, [StateKind("k", "bfloat16", (2, 4096))], "model", torch.device("cpu"))
     assert pool.make_staging(settings, made, 0) is None  # 8 KiB each
+    made.close()
+
+
+def test_without_memory_for_staging_slices_are_written_as_they_are(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It makes them faster, and is not needed; what is asked for is."""
+
+    def refused(*_: Any, **__: Any) -> None:
+        raise LayoutError("no memory for a pool")
+
+    monkeypatch.setattr(pool, "Staging", refused)
+    settings = Settings(num_pages=4, disaggregation_transfer_backend="mooncake", disaggregation_prefill_tp=2)
+    made = pool.make_pool(settings, SLOTS, "model", torch.device("cpu"))
+    assert pool.make_staging(settings, made, 0) is None
+    assert "slices are written as they are: no memory for a pool" in caplog.text
+    with pytest.raises(ConfigError, match="--staging-bytes 0: no memory"):
+        pool.make_staging(msgspec.structs.replace(settings, staging="always"), made, 0)
     made.close()

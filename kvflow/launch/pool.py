@@ -17,7 +17,7 @@ from kvflow.memory.device import HOST, memory_of
 from kvflow.memory.pool import PagedPool
 from kvflow.memory.snapshot import SnapshotStore
 from kvflow.memory.staging import Staging
-from kvflow.protocols.errors import MisuseError
+from kvflow.protocols.errors import LayoutError, MisuseError
 from kvflow.protocols.pages.arrange import from_shards
 from kvflow.protocols.pages.kinds import ROW, StateKind
 from kvflow.protocols.pages.layout import PoolLayout, build_layout, resized
@@ -61,7 +61,13 @@ def make_staging(settings: Settings, pool: PagedPool, default_bytes: int) -> Sta
     if pool.on_host and settings.staging == "auto" and shards == 1:
         return None
     with _one_at_a_time(), _naming("staging_bytes", settings):
-        return Staging(pool, settings.staging_bytes or default_bytes, shards=shards)
+        try:
+            return Staging(pool, settings.staging_bytes or default_bytes, shards=shards)
+        except LayoutError as error:
+            if not pool.on_host or settings.staging == "always":
+                raise
+            _log.warning("slices are written as they are: %s", error)
+            return None
 
 
 def _shards_told_apart(settings: Settings, pool: PagedPool) -> int:
