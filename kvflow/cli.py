@@ -114,14 +114,27 @@ def prefill(given: dict[str, Any], path: str | None) -> None:
 @app.command("prefill-rank", hidden=True)
 def prefill_rank() -> None:
     """One rank of a prefill over several, started by the first one."""
-    from kvflow.launch.ranks import RankSpec
+    from kvflow.launch.ranks import PrefillRankSpec
 
-    spec = RankSpec.from_environment()
+    spec = PrefillRankSpec.from_environment()
     _limit_threads(spec.settings.threads)
     from kvflow.launch import process
     from kvflow.launch.group import run_rank
 
     process.run_role("prefill", lambda _: run_rank(spec), spec.settings)
+
+
+@app.command("decode-rank", hidden=True)
+def decode_rank() -> None:
+    """Another shard of a decode than the first, which starts it."""
+    from kvflow.launch.ranks import DecodeRankSpec
+
+    spec = DecodeRankSpec.from_environment()
+    _limit_threads(spec.settings.threads)
+    from kvflow.launch import process
+    from kvflow.launch.shards import run_shard
+
+    process.run_role("decode", lambda _: run_shard(spec), spec.settings)
 
 
 @app.command()

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from kvflow.config.settings import DEFAULT_PORTS, FIELDS_OF_ROLE, GROUPS, Role, Settings, describe
+from kvflow.config.settings import DEFAULT_PORTS, FIELDS_OF_ROLE, GROUPS, Role, Settings, describe, flag_of
 from kvflow.config.sources import ConfigError, resolve, resolve_other
 from kvflow.launch.process import PARENT_PID, READY_FD
 
@@ -54,6 +54,13 @@ def test_a_device_is_named_as_torch_names_it(wrong: str) -> None:
     assert [resolve("up", {"device": name}, env={}).device for name in ("auto", "cpu", "cuda", "cuda:3")][3] == "cuda:3"
     with pytest.raises(ConfigError, match=f"--device: '{wrong}' is not auto, cpu, cuda or cuda:N"):
         resolve("decode", {**MODEL, "device": wrong}, env={})
+
+
+@pytest.mark.parametrize(("role", "name"), [("prefill", "tp"), ("decode", "tp"), ("up", "decode_tp")])
+def test_shards_run_on_the_cpu_only(role: Role, name: str) -> None:
+    assert getattr(resolve(role, {**MODEL, name: "2", "device": "cpu"}, env={}), name) == 2
+    with pytest.raises(ConfigError, match=f"^{flag_of(name)} 2 with --device cuda:0: shards run on the CPU only"):
+        resolve(role, {**MODEL, name: "2", "device": "cuda:0"}, env={})
 
 
 def test_lists_come_as_repeated_flags_commas_or_arrays(tmp_path: Path) -> None:

@@ -96,8 +96,9 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         int, Meta(description="Stages of prefill: processes, each with some of the model's layers.", ge=1, le=64)
     ] = 1
     tp: Annotated[
-        int, Meta(description="Shards of each stage: processes, each with a share of every layer.", ge=1, le=64)
+        int, Meta(description="Shards of prefill's stages, or of decode: each has a share of every layer.", ge=1, le=64)
     ] = 1
+    decode_tp: Annotated[int, Meta(description="Shards of decode, as --tp of `kvflow decode`.", ge=1, le=64)] = 1
     chunked_prefill_size: Annotated[int, Meta(description="Tokens per prefill chunk.", ge=1, le=1 << 20)] = 512
     max_batch_tokens: Annotated[
         int, Meta(description="Tokens per model step, all rooms together.", ge=1, le=1 << 20)
@@ -291,7 +292,7 @@ _SENDER = (
 )
 FIELDS_OF_ROLE: dict[str, tuple[str, ...]] = {
     "prefill": (*_WORKER, *_SENDER, "disaggregation_mode", "disaggregation_bootstrap_port", "control_port", "join"),
-    "decode": (*_WORKER, *_RECEIVER, "disaggregation_mode", "disaggregation_bootstrap_port", "join"),
+    "decode": (*_WORKER, *_RECEIVER, "tp", "disaggregation_mode", "disaggregation_bootstrap_port", "join"),
     "router": (*_HTTP, *_ROUTER, "request_timeout_s", "max_queued_requests", "prefill", "decode"),
     "up": (
         *_WORKER,
@@ -299,6 +300,7 @@ FIELDS_OF_ROLE: dict[str, tuple[str, ...]] = {
         *_RECEIVER,
         "prefill_workers",
         "decode_workers",
+        "decode_tp",
         "start_timeout_s",
         *_ROUTER,
     ),
@@ -322,7 +324,7 @@ GROUPS: dict[str, tuple[str, ...]] = {
     ),
     "processes": ("prefill_workers", "decode_workers", "start_timeout_s"),
     "routing": ("prefill", "decode", "join", *_ROUTER),
-    "model": (*_MODEL, "pp", "tp", "chunked_prefill_size", "max_batch_tokens"),
+    "model": (*_MODEL, "pp", "tp", "decode_tp", "chunked_prefill_size", "max_batch_tokens"),
     "pool": (*_POOL, *_RETRACT, "max_quarantine_share", "max_pinned_share"),
     "disaggregation": (
         "disaggregation_transfer_backend",

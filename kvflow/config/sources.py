@@ -172,6 +172,11 @@ def _check(role: Role, settings: Settings) -> None:
             f"--control-port: the ranks of this prefill take {settings.control_port} to {last}, the last port is "
             f"{_LAST_PORT}; choose a lower one"
         )
+    for name in ("tp", "decode_tp"):
+        if (shards := getattr(settings, name)) > 1 and settings.device.startswith("cuda"):
+            raise ConfigError(
+                f"{flag_of(name)} {shards} with --device {settings.device}: shards run on the CPU only; leave one out"
+            )
     if settings.kv_events_config:
         raise ConfigError("--kv-events-config: KV events are not available in this version; leave it out")
     if role == "router" and not ((settings.prefill and settings.decode) or settings.api_key):

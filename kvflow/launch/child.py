@@ -28,6 +28,8 @@ class ChildEndedError(KvflowError):
 
     def __init__(self, name: str, status: int, last_line: str = "") -> None:
         how = f"{name} {_how(status)}"
+        if status in (-signal.SIGKILL, -signal.SIGTERM):  # by others: what it wrote last is not why
+            last_line = ""
         if status == 2:  # a usage error: the child's own message is all that its user needs
             how, last_line = name, last_line.partition(_ERROR_MARK)[2] or last_line
         super().__init__(f"{how}: {last_line}" if last_line else how)

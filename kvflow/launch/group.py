@@ -9,7 +9,6 @@ import asyncio
 import os
 import secrets
 import shutil
-import sys
 from collections.abc import AsyncGenerator
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
@@ -29,11 +28,10 @@ from kvflow.engine.scheduler.prefill import PrefillEngine
 from kvflow.engine.scheduler.prefill_steps import PrefillSteps
 from kvflow.handlers.group import LeaderShell, MemberShell, OpenRoom
 from kvflow.handlers.rooms import PrefillRoom
-from kvflow.launch.child import ChildEndedError
 from kvflow.launch.meeting import meeting_directory
 from kvflow.launch.parts import Parts, card_of, loaded
 from kvflow.launch.process import Ready, StopSignals, announce
-from kvflow.launch.ranks import RankProcesses, RankSpec
+from kvflow.launch.ranks import PrefillRankSpec, RankProcesses, end_at_once
 from kvflow.launch.services import Control, bind_control, prefill_node
 from kvflow.node import PrefillNode
 from kvflow.protocols.errors import Cause, KvflowError
@@ -74,7 +72,7 @@ async def group_over(
         sockets = [bind_router(_HERE, 0, key) for _ in range(2)]
         for socket, _ in sockets:
             stack.callback(socket.close)
-        spec = RankSpec(
+        spec = PrefillRankSpec(
             rank=0,
             stages=settings.pp,
             shards=settings.tp,
@@ -86,7 +84,9 @@ async def group_over(
             settings=settings,
         )
         first = _FirstRank(spec, table)
-        processes = RankProcesses(spec, descriptors=(descriptor,), on_lost=first.lost, on_fatal=first.end_at_once)
+        processes = RankProcesses(
+            spec, "prefill-rank", descriptors=(descriptor,), on_lost=first.lost, on_fatal=first.end_at_once
+        )
         stack.push_async_callback(processes.close)
         processes.start()
         rank = await _rank(spec, stack, control)
@@ -96,7 +96,7 @@ async def group_over(
 class _FirstRank:
     """What rank 0 has beside its part of the model: the leader of the group, the steps, the service."""
 
-    def __init__(self, spec: RankSpec, table: RankTable) -> None:
+    def __init__(self, spec: PrefillRankSpec, table: RankTable) -> None:
         self._spec, self._table = spec, table
         self._world_size = spec.stages * spec.shards
         self._complete = asyncio.Event()
@@ -174,7 +174,7 @@ class _FirstRank:
 
     def end_at_once(self, error: BaseException) -> None:
         shutil.rmtree(self._spec.meeting, ignore_errors=True)
-        _end_at_once(error)
+        end_at_once("prefill", error)
 
     def lost(self, rank: int, why: str) -> None:
         """The process of a rank has ended."""
@@ -207,7 +207,7 @@ class _FirstRank:
             self._engine.wake()
 
 
-async def run_rank(spec: RankSpec) -> None:
+async def run_rank(spec: PrefillRankSpec) -> None:
     """One of the other ranks, until a signal stops it, or its group does."""
     async with AsyncExitStack() as stack:
         key = read_key(spec.key)
@@ -266,7 +266,7 @@ async def _end_when_unusable(follower: StepFollower) -> None:
     try:
         await follower.unusable
     except KvflowError as error:
-        _end_at_once(error)
+        end_at_once("prefill", error)
 
 
 async def _pass_started(member: MemberShell, follower: StepFollower) -> None:
@@ -274,15 +274,7 @@ async def _pass_started(member: MemberShell, follower: StepFollower) -> None:
         follower.started((await member.started()).key.ticket)
 
 
-def _end_at_once(error: BaseException | None) -> None:
-    """A rank that cannot go on: a step of its model may wait for ever, so nothing is drained. The kernel ends its
-    children with it."""
-    sys.stderr.write(f"kvflow prefill: error: {' '.join(str(error).split())}\n")
-    sys.stderr.flush()
-    os._exit(error.status if isinstance(error, ChildEndedError) and error.status == 2 else 1)
-
-
-async def _rank(spec: RankSpec, stack: AsyncExitStack, control: Control) -> _Rank:
+async def _rank(spec: PrefillRankSpec, stack: AsyncExitStack, control: Control) -> _Rank:
     """Load this rank's part of the model and start its node. Raises: MisuseError, LostError."""
     settings, rank = spec.settings, spec.rank
     stack.callback(control[0].close)
@@ -295,7 +287,7 @@ async def _rank(spec: RankSpec, stack: AsyncExitStack, control: Control) -> _Ran
 
 
 def _member(
-    spec: RankSpec, life: Incarnation, key: ControlKey | None, node: PrefillNode, open_room: OpenRoom,
+    spec: PrefillRankSpec, life: Incarnation, key: ControlKey | None, node: PrefillNode, open_room: OpenRoom,
     stack: AsyncExitStack,
 ) -> MemberShell:  # fmt: skip
     socket = connect_dealer(spec.group, life, key)
@@ -340,7 +332,7 @@ def _status(of: _Rank, rank: int, requests: int, member: MemberShell, failed_ste
     )
 
 
-def _samples(spec: RankSpec) -> bool:
+def _samples(spec: PrefillRankSpec) -> bool:
     """The first shard of the last stage chooses the first tokens."""
     return spec.rank == (spec.stages - 1) * spec.shards
 

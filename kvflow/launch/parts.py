@@ -38,13 +38,12 @@ class Parts(NamedTuple):
 
 
 @asynccontextmanager
-async def loaded(
+async def loaded_model(
     settings: Settings, part: ModelPart | None = None, meeting: Meeting | None = None
-) -> AsyncGenerator[Parts, None]:
-    """The parts of a worker; the data plane's settings and the device are checked before the model is loaded.
+) -> AsyncGenerator[tuple[LoadedModel, ThreadPoolExecutor], None]:
+    """A model, and the thread of its steps. The device is checked before it is loaded.
 
     `part`: of a model that several processes have, which find each other by `meeting`."""
-    check_plane(settings.disaggregation_transfer_backend, settings.disaggregation_ib_device, reachable(settings.host))
     executor = ThreadPoolExecutor(1, thread_name_prefix="kvflow-model")
     loop = asyncio.get_running_loop()
     try:
@@ -64,17 +63,33 @@ async def loaded(
                 settings.sliding_window_rows, part or WHOLE, meeting,
             )  # fmt: skip
             model = await loop.run_in_executor(executor, load)
+        try:
+            yield model, executor
+        finally:
+            model.neighbours.close()
+    finally:
+        executor.shutdown(wait=False)
+
+
+@asynccontextmanager
+async def loaded(
+    settings: Settings, part: ModelPart | None = None, meeting: Meeting | None = None, *, for_stage: bool = False
+) -> AsyncGenerator[Parts, None]:
+    """The parts of a worker; the data plane's settings are checked before the model is loaded.
+
+    `part`, `meeting`: see `loaded_model`. `for_stage`: the pool is for all shards of the stage."""
+    check_plane(settings.disaggregation_transfer_backend, settings.disaggregation_ib_device, reachable(settings.host))
+    async with loaded_model(settings, part, meeting) as (model, executor):
+        streams = model.streams_of_stage if for_stage else model.streams
+        ring_bytes = model.ring_bytes * (model.part.shards if for_stage else 1)
         allocate = functools.partial(
-            make_pool, settings, model.streams, model.fingerprint, model.device, ring_bytes=model.ring_bytes
-        )
-        pool = await loop.run_in_executor(executor, allocate)
+            make_pool, settings, streams, model.fingerprint, model.device, ring_bytes=ring_bytes
+        )  # fmt: skip
+        pool = await asyncio.get_running_loop().run_in_executor(executor, allocate)
         try:
             yield Parts(model, pool, executor)
         finally:
-            model.neighbours.close()
             pool.close()
-    finally:
-        executor.shutdown(wait=False)
 
 
 @asynccontextmanager

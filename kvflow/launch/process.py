@@ -23,6 +23,7 @@ from aiohttp import web
 
 from kvflow.config.settings import Settings
 from kvflow.launch.logs import set_up_logging
+from kvflow.protocols.errors import KvflowError
 from kvflow.server.http.draining import Drainable
 from kvflow.server.http.listening import listening_on
 
@@ -136,18 +137,31 @@ async def serve_until_stopped(
     ready: Ready,
     drain_timeout_s: float,
     member: AbstractAsyncContextManager[None] | None = None,
+    lost: asyncio.Future[KvflowError] | None = None,
 ) -> None:
     """Announce a role whose parts are running, serve, drain; handlers that are left after the drain are cancelled.
 
-    `member`: entered when it can be reached, left before it drains."""
+    `member`: entered when it can be reached, left before it drains. `lost` gets an error when what is served cannot go
+    on: its requests have ended, and have a moment to say so. Raises: that error.
+    """
     stop = StopSignals()
     async with listening_on(app, made):
         stop.listen()
         _settle()
         announce(ready)
         async with member or contextlib.nullcontext():
-            await stop.requested.wait()
-        await drain_requests(server, stop, drain_timeout_s)
+            await _stopped(stop, lost)
+        cannot_go_on = lost is not None and lost.done()
+        await drain_requests(server, stop, 0.0 if cannot_go_on else drain_timeout_s)
+    if lost is not None and lost.done():
+        raise lost.result()
+
+
+async def _stopped(stop: StopSignals, lost: asyncio.Future[KvflowError] | None) -> None:
+    requested = asyncio.create_task(stop.requested.wait())
+    ends: list[asyncio.Future[Any]] = [requested, *([] if lost is None else [lost])]
+    await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
+    requested.cancel()
 
 
 def run_role(role: str, main: Callable[[Settings], Any], settings: Settings) -> None:

@@ -1,4 +1,4 @@
-"""The other ranks of a prefill, as child processes of the first one: started, watched, and started again."""
+"""The other ranks of a worker, as child processes of the first one: started, watched, and started again."""
 
 from __future__ import annotations
 
@@ -6,7 +6,9 @@ import asyncio
 import logging
 import os
 import re
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Mapping
+from typing import Self
 
 import msgspec
 
@@ -14,7 +16,6 @@ from kvflow.config.settings import Settings
 from kvflow.launch.child import Child, ChildEndedError, first_end, start_together
 
 RANK = "KVFLOW_RANK"  # the environment variable that tells a child what it is
-COMMAND = "prefill-rank"
 START_S = 1800.0  # for which a rank may load its part of the model
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.1, 10.0  # before a rank that has ended is started again
 STEADY_S = 60.0  # a rank that has run for so long may have the first pause again
@@ -23,36 +24,50 @@ log = logging.getLogger("kvflow.serve")
 
 
 class RankSpec(msgspec.Struct, frozen=True, kw_only=True):
-    """What a rank is told by the first one. `group` and `steps` are that one's sockets, `key` the file of their key,
-    `meeting` the directory where the parts of the model meet; `attempt` counts the starts of its stage's shards."""
+    """What a rank is told by the first one. `meeting` is the directory where the parts of the model meet; `attempt`
+    counts the starts of its stage's shards."""
 
     rank: int
     stages: int
     shards: int
     attempt: int
-    group: str
-    steps: str
-    key: str
     meeting: str
     settings: Settings
 
-    @staticmethod
-    def from_environment() -> RankSpec:
+    @classmethod
+    def from_environment(cls) -> Self:
         """Raises: msgspec.MsgspecError, KeyError: only the first rank starts this."""
-        return msgspec.json.decode(os.environ.pop(RANK), type=RankSpec)
+        return msgspec.json.decode(os.environ.pop(RANK), type=cls)
+
+
+class PrefillRankSpec(RankSpec, frozen=True, kw_only=True):
+    """`group` and `steps` are the first rank's sockets, `key` the file of their key."""
+
+    group: str
+    steps: str
+    key: str
+
+
+class DecodeRankSpec(RankSpec, frozen=True, kw_only=True):
+    """`links`: by rank, the descriptor of its connection to the first one, which has none."""
+
+    links: dict[int, int]
 
 
 class RankProcesses:
     """Ranks 1 and up. The shards of one stage cannot work without each other: they are started again together."""
 
     def __init__(
-        self, first: RankSpec, *, descriptors: tuple[int, ...], on_lost: Callable[[int, str], None],
-        on_fatal: Callable[[ChildEndedError], None],
+        self, first: RankSpec, command: str, *, on_lost: Callable[[int, str], None],
+        on_fatal: Callable[[ChildEndedError], None], descriptors: tuple[int, ...] = (),
+        own: Mapping[int, int] | None = None,
     ) -> None:  # fmt: skip
-        """`first` is the spec of the first rank. `on_fatal`: a rank could not be started, or one has ended that the
-        first one cannot do without."""
-        self._first, self._on_lost, self._on_fatal = first, on_lost, on_fatal
+        """`first` is the spec of the first rank, `command` what the others are. `on_fatal`: a rank could not be
+        started, or one has ended that the first one cannot do without. Every rank is given `descriptors`, and the one
+        that `own` has for it."""
+        self._first, self._command, self._on_lost, self._on_fatal = first, command, on_lost, on_fatal
         self._descriptors = (*descriptors, *_inherited(first.settings.control_key_file))
+        self._own = own or {}
         self.children: dict[int, Child] = {}
         self._tasks: list[asyncio.Task[None]] = []
 
@@ -99,10 +114,9 @@ class RankProcesses:
             attempt += 1
 
     def _child(self, rank: int) -> Child:
-        settings = self._first.settings
-        return Child(
-            f"rank-{rank}", COMMAND, [], quiet=False, log_format=settings.log_format, descriptors=self._descriptors
-        )
+        log_format = self._first.settings.log_format
+        descriptors = (*self._descriptors, *([self._own[rank]] if rank in self._own else []))
+        return Child(f"rank-{rank}", self._command, [], quiet=False, log_format=log_format, descriptors=descriptors)
 
     async def _all_started(self, ranks: list[int], attempt: int) -> None:
         """Raises: ChildEndedError."""
@@ -111,6 +125,14 @@ class RankProcesses:
             spec = msgspec.structs.replace(self._first, rank=rank, attempt=attempt)
             starts.append((self.children[rank], {**os.environ, RANK: msgspec.json.encode(spec).decode()}))
         await start_together(starts, START_S)
+
+
+def end_at_once(role: str, error: BaseException) -> None:
+    """A rank that cannot go on: a step of its model may wait for ever, so nothing is drained. The kernel ends its
+    children with it."""
+    sys.stderr.write(f"kvflow {role}: error: {' '.join(str(error).split())}\n")
+    sys.stderr.flush()
+    os._exit(error.status if isinstance(error, ChildEndedError) and error.status == 2 else 1)
 
 
 def _names(ranks: list[int]) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import socket
 from collections.abc import Callable
@@ -15,7 +16,7 @@ from kvflow.launch.joining import WorkerIdentity, member_of
 from kvflow.launch.parts import Parts, loaded
 from kvflow.launch.process import Ready, serve_until_stopped
 from kvflow.launch.services import Control, bind_control, check_decode, decode_over, prefill_over
-from kvflow.protocols.errors import MisuseError
+from kvflow.protocols.errors import KvflowError, MisuseError
 from kvflow.server.http import aborts, generate, openai, operations, role_switch, tokenize
 from kvflow.server.http.app import build_app
 from kvflow.server.http.completion_service import CompletionService
@@ -65,9 +66,22 @@ async def run_decode(settings: Settings, settings_of: SettingsOf | None = None) 
     """`kvflow decode`, until a signal stops it. Raises: MisuseError."""
     with closing(bound_socket(settings.host, settings.port, "--port")) as http:
         check_decode(settings)
+        if settings.tp > 1:
+            await _run_first_shard(settings, http)
+            return
         async with loaded(settings) as parts:
             roles = _Roles("decode", settings, parts, settings_of)
             await _serve(settings, await roles.start_decode(settings), roles, http)
+
+
+async def _run_first_shard(settings: Settings, http: socket.socket) -> None:
+    """A decode over several shards, the others of which are processes that this one starts."""
+    from kvflow.launch.shards import decode_over_shards  # seconds of imports
+
+    async with AsyncExitStack() as stack:
+        service, parts, lost = await stack.enter_async_context(decode_over_shards(settings))
+        roles = _Roles("decode", settings, parts, None)
+        await _serve(settings, _RunningRole(service, None, stack.pop_all()), roles, http, lost)
 
 
 async def run_router(settings: Settings) -> None:
@@ -141,7 +155,7 @@ class _Roles:
         """Start a role beside the one that runs. Raises: MisuseError."""
         settings = self._settings if role == self._own else self._settings_of_other(role)
         if settings.pp * settings.tp > 1:
-            raise MisuseError("a prefill over several ranks (--pp, --tp) neither takes nor leaves its role by a switch")
+            raise MisuseError("a worker over several ranks (--pp, --tp) neither takes nor leaves its role by a switch")
         if role == "prefill":
             return await self.start_prefill(settings, _PrefillPorts.bind(settings, self._bootstrap_port))
         check_decode(settings)
@@ -184,8 +198,13 @@ class _Roles:
         return msgspec.structs.replace(self._settings, **changes)
 
 
-async def _serve(settings: Settings, running: _RunningRole, roles: _Roles, http: socket.socket) -> None:
-    """Serve the worker, in whichever role, until a signal stops it; `running` is closed then."""
+async def _serve(
+    settings: Settings, running: _RunningRole, roles: _Roles, http: socket.socket,
+    lost: asyncio.Future[KvflowError] | None = None,
+) -> None:  # fmt: skip
+    """Serve the worker, in whichever role, until a signal stops it, or something is `lost`; `running` is closed then.
+
+    Raises: what is lost."""
     model = roles.parts.model
     tokenizer = ThreadedTokenizer(model.tokenizer, model.context_length)
     pipeline = CompletionPipeline(
@@ -216,7 +235,7 @@ async def _serve(settings: Settings, running: _RunningRole, roles: _Roles, http:
 
     member = member_of(settings.join, url_of(http, reachable(settings.host)), identity, settings.api_key)
     try:
-        await serve_until_stopped(app, http, pipeline, ready, settings.drain_timeout_s, member)
+        await serve_until_stopped(app, http, pipeline, ready, settings.drain_timeout_s, member, lost)
     finally:
         await switch.close()
         tokenizer.close()

@@ -6,6 +6,7 @@ import asyncio
 import functools
 from collections.abc import AsyncGenerator
 from contextlib import AsyncExitStack, asynccontextmanager
+from typing import TYPE_CHECKING
 
 from kvflow.config.settings import Settings
 from kvflow.launch.parts import Parts, card_of, plane_of, staged
@@ -13,10 +14,15 @@ from kvflow.launch.pool import check_host_memory, make_snapshots
 from kvflow.node import DecodeNode, PrefillNode
 from kvflow.protocols.limits import Bounds, Timing
 from kvflow.server.http.engine_services import DecodeService, PrefillService
+from kvflow.server.http.group_service import ShardedDecodeService
 from kvflow.server.http.listening import reachable
 from kvflow.transports.control.curve import read_key
 from kvflow.transports.control.registry import RegistryClient
 from kvflow.transports.control.zmq import ZmqSocket, bind_router, connect_dealer
+
+if TYPE_CHECKING:
+    from kvflow.engine.ranks.shard_leading import ShardLeader
+    from kvflow.engine.scheduler.decode import DecodeEngine
 
 _PREFILL_STAGING_BYTES = 256 << 20  # slices for some twenty decodes
 Control = tuple[ZmqSocket, int]
@@ -85,6 +91,23 @@ def check_decode(settings: Settings) -> None:
 @asynccontextmanager
 async def decode_over(parts: Parts, settings: Settings) -> AsyncGenerator[DecodeService, None]:
     """A running decode. Raises: MisuseError."""
+    card = card_of(settings, parts.model)
+    async with _decode_engine(parts, settings) as (node, engine):
+        yield DecodeService(card, node, engine, settings.request_timeout_s)
+
+
+@asynccontextmanager
+async def sharded_decode_over(
+    parts: Parts, settings: Settings, shards: ShardLeader
+) -> AsyncGenerator[ShardedDecodeService, None]:
+    """A running decode whose steps other shards run, too. Raises: MisuseError."""
+    card = card_of(settings, parts.model)
+    async with _decode_engine(parts, settings) as (node, engine):
+        yield ShardedDecodeService(card, node, engine, settings.request_timeout_s, shards=shards)
+
+
+@asynccontextmanager
+async def _decode_engine(parts: Parts, settings: Settings) -> AsyncGenerator[tuple[DecodeNode, DecodeEngine], None]:
     from kvflow.engine.scheduler.decode import DecodeEngine
 
     model, pool, executor = parts
@@ -113,4 +136,4 @@ async def decode_over(parts: Parts, settings: Settings) -> AsyncGenerator[Decode
         await node.start()
         stack.push_async_callback(engine.close)
         await engine.start()
-        yield DecodeService(card_of(settings, model), node, engine, settings.request_timeout_s)
+        yield node, engine

@@ -127,8 +127,12 @@ class Fleet:
     def _arguments(self, role: str) -> list[str]:
         """The given flags that this role has too; it reads the environment and the file by itself."""
         arguments = ["--config", self._config] if self._config else []
+        if (
+            role == "decode" and self._settings.decode_tp * self._settings.tp > 1
+        ):  # its own --tp is no matter of prefill
+            arguments += ["--tp", str(self._settings.decode_tp)]
         for name, value in self._given.items():
-            if name in FIELDS_OF_ROLE[role]:
+            if name in FIELDS_OF_ROLE[role] and not (role == "decode" and name == "tp"):
                 if isinstance(value, bool):
                     arguments.append(flag_of(name) if value else f"--no-{flag_of(name)[2:]}")
                 else:

@@ -91,6 +91,19 @@ class PagedPool:
         return cls(_placed(layout, offsets, memory.address), memory=memory)
 
     @classmethod
+    def mapped(cls, layout: PoolLayout, segment: SharedSegment) -> PagedPool:
+        """A pool that another process has allocated, over this process's mapping of it, which is the pool's from here
+        on. The addresses in `layout` are that process's. Raises: LayoutError when it is larger than the segment."""
+        first = layout.buffers[0].address  # where its segment begins
+        layout = _placed(layout, [b.address - first for b in layout.buffers], segment.address)
+        if any(
+            b.address < segment.address or b.address + b.size_bytes > segment.address + segment.size_bytes
+            for b in layout.buffers
+        ):
+            raise LayoutError(f"the buffers of the layout do not lie in {segment!r}")
+        return cls(layout, memory=segment)
+
+    @classmethod
     def wrap(
         cls,
         tensors: Mapping[str, Array],

@@ -124,6 +124,75 @@ async def test_the_ranks_of_a_prefill_give_the_tokens_of_one(
         assert not any(value for name, value in lines.items() if "tickets" in name or "requests" in name)
 
 
+@pytest.mark.parametrize("family", ["llama", "deepseek_v3"])
+async def test_the_shards_of_a_decode_give_the_tokens_of_one(
+    family: str, tiny: Callable[[str], Path], expected: Expected
+) -> None:
+    """In a pool that is short, so that requests are retracted, and with clients that leave."""
+    prompts = [prompt_of(n, n) for n in (1, 20, 77, 150, 33, 301, 64)]
+    short = {"chunked_prefill_size": 32, "max_batch_tokens": 64, "num_pages": 56, "new_token_ratio": 0.0}
+    async with running(model_path=str(tiny(family)), decode_tp=2, **short) as fleet, aiohttp.ClientSession() as session:
+        prefill, decode = fleet.prefills[0].url, fleet.decodes[0].url
+        alone = await generate(session, fleet.url, prompts[3])
+        assert alone.tokens == expected(family, prompts[3], TOKENS), alone
+        together = await asyncio.gather(*(generate(session, fleet.url, prompt, 60) for prompt in prompts))
+        for prompt, answer in zip(prompts, together, strict=True):
+            assert answer.tokens == expected(family, prompt, 60), (len(prompt), answer)
+        info = await ask(session, f"{decode}/server_info")
+        assert info["retraction"]["retracts"] > 0 and info["tp_size"] == 2
+        usual_s = max(answer.at_s for answer in together) - alone.at_s
+
+        async def client(number: int) -> None:
+            try:
+                async with asyncio.timeout(usual_s * number / 16):
+                    await generate(session, fleet.url, prompts[number % 7], 60)
+            except TimeoutError:
+                pass  # its connection is closed
+
+        await asyncio.gather(*(client(number) for number in range(16)))
+        assert await all_home(session, prefill, decode)
+        asked = {"sampling_params": {"temperature": 0, "max_new_tokens": 4, "n": 2, "ignore_eos": True}}
+        more = {"input_ids": prompts[2], "return_logprob": True, "return_hidden_states": "last"}
+        async with session.post(f"{fleet.url}/generate", json={**asked, **more}) as response:
+            assert response.status == 200, await response.text()
+            both = msgspec.json.decode(await response.read())
+        for answer in both:
+            assert answer["output_ids"] == expected(family, prompts[2], 4)
+            found = answer["meta_info"]
+            assert (len(found["output_token_logprobs"]), len(found["hidden_states"])) == (4, 64)
+        assert await all_home(session, prefill, decode)
+        first, second = await ranks_home(session, decode)
+        assert (first["rank"], second["rank"]) == (0, 1) and first["pid"] != second["pid"]
+        lines = await gauges(session, decode)
+        assert [lines[f'kvflow_rank_up{{rank="{rank}"}}'] for rank in range(2)] == [1.0, 1.0]
+        assert first["internal_errors"] == {"handler": 0, "step": 0}
+
+
+async def test_a_shard_of_a_decode_is_killed_in_mid_decode(tiny: Callable[[str], Path]) -> None:
+    """Requests have their error at once, and the decode ends, so that whoever started it starts it again."""
+    slow = {"decode_tp": 2, "retry_timeout_s": 0.0}
+    async with running(model_path=str(tiny("llama")), **slow) as fleet, aiohttp.ClientSession() as session:
+        prefill, decode = fleet.prefills[0].url, fleet.decodes[0]
+        asking = [asyncio.create_task(generate(session, fleet.url, prompt_of(100, i), 400)) for i in range(8)]
+        async with asyncio.timeout(60):
+            while (info := await ask(session, f"{decode.url}/server_info"))["ranks"][1]["requests"] < 8:  # noqa: ASYNC110
+                await asyncio.sleep(0.002)
+        os.kill(info["ranks"][1]["pid"], signal.SIGKILL)
+        killed_s = time.monotonic()
+        answers = await asyncio.gather(*asking)
+        assert {answer.code for answer in answers} == {"peer_lost"}, answers
+        slowest_s = max(answer.at_s for answer in answers) - killed_s
+        status = await decode.process.wait()
+        print(
+            f"8 requests failed, the last after {slowest_s:.3f} s; decode had ended {time.monotonic() - killed_s:.2f} s"
+        )
+        assert slowest_s < 1.0
+        assert status == 1
+        assert decode.last_lines[-1].startswith("kvflow decode: error: shard 1 of the model is gone"), decode.last_lines
+        assert not Path(f"/proc/{info['ranks'][0]['pid']}").exists()
+        assert await all_home(session, prefill)
+
+
 @pytest.mark.parametrize(
     ("plane", "family", "pp", "tp"),
     [("mooncake", "llama", 2, 2), ("nixl", "qwen3_next", 1, 2)],

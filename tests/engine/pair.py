@@ -25,15 +25,18 @@ from kvflow.protocols.pages.layout import Order, PageIndices, build_layout
 class Side:
     """One pool with its owners. Every byte is poison at first: whoever reads what nobody wrote gets NaN."""
 
-    def __init__(self, model: LoadedModel, num_pages: int, page_size: int, order: Order, num_rows: int = 32) -> None:
-        """`num_rows`: of a model that keeps rows."""
+    def __init__(
+        self, model: LoadedModel, num_pages: int, page_size: int, order: Order, num_rows: int = 32, copies: int = 1
+    ) -> None:
+        """`num_rows`: of a model that keeps rows. `copies`: of every stream, for as many shards."""
         rows = num_rows if model.has_rows else 0
-        layout = build_layout(model.streams, page_size=page_size, num_pages=num_pages, num_rows=rows, order=order)
-        self.pool = PagedPool.allocate(layout, shared=False)
+        streams = [kind._replace(replica=n, replicas=copies) for n in range(copies) for kind in model.streams]
+        layout = build_layout(streams, page_size=page_size, num_pages=num_pages, num_rows=rows, order=order)
+        self.pool = PagedPool.allocate(layout, shared=copies > 1)
         self.pages = PageAllocator(num_pages)
         self.places = self.pool.places_over(self.pages)
         for component in layout.components:
-            self.pool.tensor(component.name).fill_(float("nan"))
+            self.pool.tensor(component.name, replica=component.replica).fill_(float("nan"))
 
     def snapshots(self, host_pages: int) -> SnapshotStore:
         layout = self.pool.layout
@@ -103,9 +106,9 @@ class FakeRoom:
         await self.gate.wait()
         source, target = self._source.pool, self._target.pool
         both = source.layout.split(pages), target.layout.split(targets)
-        for component in source.layout.components:
-            s, t = (torch.from_numpy((p.rows if component.in_rows else p.pages).astype(np.int64)) for p in both)
-            target.tensor(component.name)[t] = source.tensor(component.name)[s]
+        for c in target.layout.components:
+            s, t = (torch.from_numpy((p.rows if c.in_rows else p.pages).astype(np.int64)) for p in both)
+            target.tensor(c.name, replica=c.replica)[t] = source.tensor(c.name)[s]
         self._source.places.unhold(pages)
         if handoff is not None and not self._landed.done():
             assert self._sent == self.pages.size
@@ -167,14 +170,15 @@ class EnginePair:
         host_pages, rows = options.pop("host_pages", 0), options.pop("num_rows", 32)
         source_rows = options.pop("source_rows", rows)
         self.source = Side(model, options.pop("source_pages", num_pages), page_size, orders[0], source_rows)
-        self.target = Side(model, num_pages, page_size, orders[1], rows)
+        self.target = Side(model, num_pages, page_size, orders[1], rows, options.pop("copies", 1))
+        decode_model = options.pop("decode_model", model)
         self.source.scatter()
         self.target.scatter()
         self._threads = ThreadPoolExecutor(1), ThreadPoolExecutor(1)  # one for each role, as in two processes
         self.prefill = PrefillEngine(model, self.source.pool, self.source.pages, self._threads[0], **options)
         self.snapshots = self.target.snapshots(host_pages) if host_pages else None
         self.decode = DecodeEngine(
-            model, self.target.pool, self.target.pages, self._threads[1], snapshots=self.snapshots, **decode
+            decode_model, self.target.pool, self.target.pages, self._threads[1], snapshots=self.snapshots, **decode
         )
         self.rooms: list[FakeRoom] = []
         self.on_room: Callable[[FakeRoom], None] = lambda room: None

@@ -72,6 +72,23 @@ def test_a_decode_is_told_the_width_of_its_prefill(told: int, tp: int, passed: s
     assert flag not in fleet._worker("prefill", 0)._arguments
 
 
+@pytest.mark.parametrize(
+    ("given", "prefill", "decode"),
+    [
+        ({}, [], []),
+        ({"tp": 2}, ["--tp", "2"], ["--tp", "1"]),
+        ({"decode_tp": 2}, [], ["--tp", "2"]),
+        ({"tp": 4, "pp": 2, "decode_tp": 2}, ["--tp", "4", "--pp", "2"], ["--tp", "2"]),
+    ],
+)
+def test_each_role_has_its_own_shards(given: dict[str, Any], prefill: list[str], decode: list[str]) -> None:
+    """Also where the environment, which the roles read, has --tp of `up`."""
+    fleet = Fleet(Settings(model_path="m", **given), {"model_path": "m", **given}, quiet=True)
+    assert fleet._arguments("prefill") == ["--model-path", "m", *prefill]
+    found = fleet._arguments("decode")
+    assert sorted(found) == sorted(["--model-path", "m", *decode])
+
+
 @pytest.mark.parametrize("own", ["", "mine"])
 async def test_the_packaged_model_keeps_the_name_it_is_given(own: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """From the environment or the file too: what `kvflow up` passes on as a flag wins over both."""

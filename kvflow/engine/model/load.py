@@ -13,6 +13,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from kvflow.engine.model.device import find_device
 from kvflow.engine.model.identity import fingerprint
+from kvflow.engine.model.parallel.division import of_every_shard
 from kvflow.engine.model.parallel.joining import joined
 from kvflow.engine.model.parallel.neighbours import ALONE, Neighbours
 from kvflow.engine.model.parallel.part import WHOLE, Meeting, ModelPart, own_layers
@@ -79,6 +80,11 @@ class LoadedModel:
     @property
     def streams(self) -> list[StateKind]:
         return kinds_of(self.layers)
+
+    @property
+    def streams_of_stage(self) -> list[StateKind]:
+        """`streams`, and those of all other shards of the stage: for a pool that they have together."""
+        return of_every_shard(self.streams, self.part.shards) if self.part.shards > 1 else self.streams
 
     @property
     def has_rows(self) -> bool:

@@ -72,7 +72,7 @@ class Runner:
         processes of a model are given the same rows, in the same order. Raises: LostError when one of them is gone, or
         the step was aborted.
         """
-        with self._neighbours.step():
+        with self._neighbours.step(rows):
             logits = self._forward_packed(rows) if self._packed else self._forward_each_length(rows)
         return logits if self._neighbours.returns_logits else logits[:0]
 
@@ -102,6 +102,7 @@ class Runner:
     def rest(self) -> None:
         """No step follows soon: let go of what was gathered for the next one."""
         self._ahead, self._memory = None, KeptMemory()
+        self._neighbours.rest()
 
     def _forward_packed(self, rows: list[Row]) -> torch.Tensor:
         step = self._packed_step(rows)

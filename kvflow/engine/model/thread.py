@@ -24,14 +24,18 @@ class ModelThread:
     """The steps of one engine. Pages and rows of a running step are held: those of an aborted request become free when
     it has ended.
 
-    A step has ended when the thread has returned, and its device has run all that the step has queued there.
+    A step has ended when the thread has returned, its device has run all that the step has queued there, and no other
+    process reads or writes for it.
     """
 
     def __init__(
-        self, executor: Executor, places: PageStore, layout: PoolLayout, device: torch.device | None = None
-    ) -> None:
-        """`device`: None where nothing of a step runs on after it has returned."""
+        self, executor: Executor, places: PageStore, layout: PoolLayout, device: torch.device | None = None,
+        wait_for_others: Callable[[], None] | None = None,
+    ) -> None:  # fmt: skip
+        """`device`: None where nothing of a step runs on after it has returned. `wait_for_others` blocks until the
+        other processes that take part in steps over these pages have ended them, or have ended themselves."""
         self._executor, self._places, self._layout, self._device = executor, places, layout, device
+        self._wait_for_others = wait_for_others
 
     async def run(self, sequences: Sequence[sequence.Sequence], work: Callable[[], T]) -> T:
         """Run `work` in the thread, to its end even if this coroutine is cancelled. Raises: what `work` raises."""
@@ -51,3 +55,5 @@ class ModelThread:
                 from kvflow.engine.model.device import wait_for
 
                 wait_for(self._device)
+            if self._wait_for_others is not None:
+                self._wait_for_others()

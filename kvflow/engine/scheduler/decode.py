@@ -61,7 +61,9 @@ class DecodeEngine(EngineLoop):
             model.context_length, model.vocab_size, self._page_size, self._budget.capacity, model.hidden_size,
             whole_prompts=model.whole_prompts,
         )  # fmt: skip
-        self._thread = ModelThread(executor, pool.places_over(pages), pool.layout, self._runner.device)
+        self._thread = ModelThread(
+            executor, pool.places_over(pages), pool.layout, self._runner.device, model.neighbours.wait_for_followers
+        )
         self._max_batch = max_batch
         self._running: dict[int, DecodeRequest] = {}  # by number: in order of arrival
         self._numbers = itertools.count()

@@ -6,7 +6,7 @@ import asyncio
 import logging
 
 from kvflow.aio import run_to_end
-from kvflow.protocols.errors import Cause, Code, room_error
+from kvflow.protocols.errors import Cause, Code, LostError, room_error
 from kvflow.telemetry.histogram import BOOTSTRAP_SECONDS, QUEUE_SECONDS, Histogram
 
 _log = logging.getLogger("kvflow.engine")
@@ -20,6 +20,7 @@ class EngineLoop:
         self._wake = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
         self._closing = False
+        self._closing_cause = Cause(Code.SHUTDOWN, "the engine is closing")
         self.failed_steps = 0
         self.queue_seconds = Histogram(
             sorted({*QUEUE_SECONDS, *BOOTSTRAP_SECONDS})
@@ -34,6 +35,13 @@ class EngineLoop:
         """Accept none from here on, and end every one with `Code.SHUTDOWN`; `close` waits for the running step."""
         self._wake.set()
         self._end_all("the engine is closing")
+
+    def break_off(self, cause: Cause) -> None:
+        """As `end_requests`, because no step can follow: every request, those to come as well, gets `cause`."""
+        if not self._closing:
+            self._closing, self._closing_cause = True, cause
+            self._fail_all(cause)
+        self._wake.set()
 
     async def close(self) -> None:
         """End every request, and return when the running step has ended, even if this coroutine is cancelled (I12)."""
@@ -57,10 +65,13 @@ class EngineLoop:
 
     def _refuse_when_closing(self) -> None:
         if self._closing:
-            raise room_error(Cause(Code.SHUTDOWN, "the engine is closing"))
+            raise room_error(self._closing_cause)
 
     def _failed(self, what: str, error: Exception) -> Cause:
         """Count and log a failure; returns the cause for the requests in it."""
         self.failed_steps += 1
+        if isinstance(error, LostError):  # another process of the model
+            _log.error("%s failed: %s", what, error)
+            return error.cause()
         _log.exception("%s failed", what)
         return Cause(Code.ENGINE_ERROR, f"{what} failed: {type(error).__name__}")

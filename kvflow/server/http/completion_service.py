@@ -49,7 +49,7 @@ class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RankReport(msgspec.Struct, frozen=True, kw_only=True):
-    """The live part of one rank of a prefill over several; what another one has last told, if it is `up`."""
+    """The live part of one rank of a worker over several; what another one has last told, if it is `up`."""
 
     rank: int
     up: bool
@@ -104,7 +104,7 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
     decode_steps: int | None = None
     pp_size: int = 1
     tp_size: int = 1
-    ranks: tuple[RankReport, ...] = ()  # of a prefill over several
+    ranks: tuple[RankReport, ...] = ()  # of a worker over several
 
 
 class CompletionService(Protocol):

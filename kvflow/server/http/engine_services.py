@@ -44,6 +44,11 @@ class RecentRooms:
         if len(self._rooms) > REMEMBERED_ROOMS:
             self._rooms.popitem(last=False)
 
+    def close(self, cause: Cause) -> None:
+        """End those that are open."""
+        for room in list(self._rooms.values()):
+            room.close(cause)
+
     def summaries(self) -> list[dict[str, Any]]:
         """The latest first."""
         return [_summary(room) for room in reversed(self._rooms.values())]

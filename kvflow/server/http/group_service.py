@@ -1,7 +1,8 @@
-"""The completion service of a prefill over several ranks: its first rank's node, and the group of all of them."""
+"""The completion services of workers over several ranks: a prefill's group, and the shards of a decode."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import AsyncGenerator, Callable, Mapping
 from typing import TYPE_CHECKING
 
@@ -9,16 +10,18 @@ import msgspec
 
 from kvflow.engine.scheduler.params import EngineOptimism, TokenOut
 from kvflow.handlers.rooms import PrefillRoom
-from kvflow.node import PrefillNode
+from kvflow.node import DecodeNode, PrefillNode
 from kvflow.protocols.arguments import check_prompt
 from kvflow.protocols.errors import Cause, Code, KvflowError
 from kvflow.protocols.wire.ranks import RankInfo
 from kvflow.server.http.completion_service import GenerationRequest, ModelCard, RankReport, Report
-from kvflow.server.http.engine_services import EngineService
+from kvflow.server.http.engine_services import DecodeService, EngineService
 
 if TYPE_CHECKING:  # importing the engines imports torch
     from kvflow.engine.ranks.group import PrefillGroup
+    from kvflow.engine.ranks.shard_leading import ShardLeader
     from kvflow.engine.ranks.wire import Status
+    from kvflow.engine.scheduler.decode import DecodeEngine
     from kvflow.engine.scheduler.prefill import PrefillEngine
     from kvflow.handlers.group import GroupRequest
 
@@ -112,3 +115,50 @@ def _rank_report(rank: int, status: Status | None) -> RankReport:
         internal_errors={"handler": status.handler_errors, "step": status.failed_steps},
         messages_dropped=status.dropped,
     )
+
+
+class ShardedDecodeService(DecodeService):
+    """As `DecodeService`: requests, rooms and pages are the first shard's, the others run its steps over the same
+    pages."""
+
+    def __init__(
+        self, card: ModelCard, node: DecodeNode, engine: DecodeEngine, timeout_s: float, *, shards: ShardLeader
+    ) -> None:
+        super().__init__(card, node, engine, timeout_s)
+        self._shards = shards
+
+    def break_off(self, cause: Cause) -> None:
+        """No step can follow: end every request with `cause`, at both legs."""
+        self._engine.break_off(cause)
+        self._recent_rooms.close(cause)
+        self._node.leave()
+
+    def report(self) -> Report:
+        whole, shards = super().report(), self._shards
+        mine = RankReport(
+            rank=0,
+            up=True,
+            pid=os.getpid(),
+            pages_free=whole.pages_free,
+            pages_total=whole.pages_total,
+            pages_at_rest=whole.pages_at_rest,
+            rooms=whole.rooms_by_state,
+            requests=whole.running,
+            bytes_moved=whole.bytes_moved,
+            internal_errors=whole.internal_errors,
+        )
+        others = tuple(
+            RankReport(rank=shard.number, up=False)
+            if not shard.is_up
+            else RankReport(
+                rank=shard.number,
+                up=True,
+                pid=shard.pid,
+                pages_free=whole.pages_free,
+                pages_total=whole.pages_total,
+                pages_at_rest=whole.pages_at_rest,
+                requests=shards.sequences,
+            )
+            for shard in shards.shards
+        )
+        return msgspec.structs.replace(whole, tp_size=1 + len(others), ranks=(mine, *others))

@@ -154,7 +154,7 @@ def _optimism(found: EngineOptimism) -> Iterator[Metric]:
 
 
 def _ranks(report: Report) -> Iterator[Metric]:
-    """Of each rank of a prefill over several; without a label, the other names are of the first one."""
+    """Of each rank of a worker over several; without a label, the other names are of the first one."""
     up = GaugeMetricFamily("kvflow_rank_up", "Whether a rank of the group is there.", labels=["rank"])
     rooms = GaugeMetricFamily("kvflow_rank_rooms", "Open rooms of a rank by state.", labels=["rank", "state"])
     errors = CounterMetricFamily(

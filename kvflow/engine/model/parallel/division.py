@@ -7,6 +7,7 @@ others leave it whole on every shard, and latents and states are whole on all of
 from __future__ import annotations
 
 import inspect
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -92,6 +93,18 @@ def split_of(whole: int, mine: int, part: ModelPart) -> Part | None:
         return None
     copies = part.shards // (whole // mine)
     return Part(part.shard // copies * mine, whole, part.shard % copies, copies)
+
+
+def of_every_shard(streams: Sequence[StateKind], shards: int) -> list[StateKind]:
+    """The streams of all shards, one after the other, where those of one are `streams`."""
+    return [_at(kind, shard, shards) for shard in range(shards) for kind in streams]
+
+
+def _at(kind: StateKind, shard: int, shards: int) -> StateKind:
+    entries = int(kind.shape[int(kind.axis)])
+    split = split_of(int(kind.whole) or entries, entries, ModelPart(shard=shard, shards=shards))
+    assert split is not None
+    return kind._replace(start=split.start, replica=split.replica)
 
 
 def _is_part(whole: torch.Tensor, mine: torch.Tensor, split: Part, allowed: float) -> bool:

@@ -6,12 +6,31 @@ import contextlib
 import re
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Protocol
 
 from kvflow.engine.model.parallel.link import HiddenReceiver, HiddenSender, HiddenSink, HiddenSource
 from kvflow.engine.model.parallel.part import ModelPart
 from kvflow.engine.model.parallel.shards import ShardGroup
 from kvflow.engine.model.parallel.stage import StageEnd, passage
+from kvflow.engine.model.step import Row
 from kvflow.protocols.errors import LostError
+
+
+class Followers(Protocol):
+    """The other shards of a model whose engine is in this process: they run the steps of this one."""
+
+    def announce(self, rows: list[Row]) -> None:
+        """This step begins here. Raises: LostError."""
+
+    def rest(self) -> None:
+        """No step follows soon."""
+
+    def failed(self, error: Exception) -> LostError:
+        """A step that was announced, and in which they are, has failed here: none can follow. Returns what to raise."""
+
+    def wait(self) -> None:
+        """Return when each of them has ended every step that was announced, or its process has ended. From any thread;
+        blocks."""
 
 
 class Neighbours:
@@ -22,7 +41,22 @@ class Neighbours:
     ) -> None:
         """`source` is None in the first stage, `sink` in the last, and `shards` where a stage is one process."""
         self._source, self._sink, self._shards = source, sink, shards
+        self._followers: Followers | None = None
         self._aborted = self._broken = False
+
+    def lead(self, followers: Followers) -> None:
+        """From now on, tell them of every step."""
+        self._followers = followers
+
+    def rest(self) -> None:
+        """No step follows soon."""
+        if self._followers is not None:
+            self._followers.rest()
+
+    def wait_for_followers(self) -> None:
+        """Return when no other process reads or writes for a step that has begun here; see `Followers.wait`."""
+        if self._followers is not None:
+            self._followers.wait()
 
     @property
     def returns_logits(self) -> bool:
@@ -65,8 +99,9 @@ class Neighbours:
                 part.close()
 
     @contextlib.contextmanager
-    def step(self) -> Iterator[None]:
-        """Around each step: its forwards receive and send. Raises: LostError for a shard or a stage that is gone."""
+    def step(self, rows: list[Row]) -> Iterator[None]:
+        """Around each step, of `rows`: its forwards receive and send. Raises: LostError for a shard or a stage that is
+        gone."""
         if self._aborted:
             raise LostError("the step was aborted before it began")
         for link in (self._source, self._sink):
@@ -74,14 +109,25 @@ class Neighbours:
                 link.next_step()
         passage.source, passage.sink = self._source, self._sink
         try:
+            if self._followers is not None:
+                self._followers.announce(rows)
             yield
-        except RuntimeError as error:
-            if self._shards is None or "gloo" not in str(error):
+        except Exception as error:
+            lost = self._lost_shard(error)
+            if self._followers is not None:
+                self._broken = True
+                lost = self._followers.failed(lost or error)
+            if lost is None:
                 raise
-            self._broken = True
-            raise LostError(f"a shard of this stage is gone: {_cause(error)}") from error
+            raise lost from error
         finally:
             passage.source = passage.sink = None
+
+    def _lost_shard(self, error: Exception) -> LostError | None:
+        if self._shards is None or not isinstance(error, RuntimeError) or "gloo" not in str(error):
+            return None
+        self._broken = True
+        return LostError(f"a shard of this stage is gone: {_cause(error)}")
 
     def send(self, end: StageEnd) -> None:
         assert self._sink is not None

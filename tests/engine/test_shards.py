@@ -1,0 +1,297 @@
+"""Two shards of a decode in one process, each with all of the model and a copy of every stream: the same steps."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import socket
+import subprocess
+import threading
+from collections.abc import AsyncIterator, Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+import torch
+
+from kvflow.engine.model.load import LoadedModel
+from kvflow.engine.model.parallel.division import of_every_shard
+from kvflow.engine.model.parallel.neighbours import Neighbours
+from kvflow.engine.model.parallel.part import ModelPart
+from kvflow.engine.model.step import Row
+from kvflow.engine.ranks import shard_wire as wire
+from kvflow.engine.ranks.shard_following import ShardFollower
+from kvflow.engine.ranks.shard_leading import ShardLeader
+from kvflow.engine.scheduler.params import SamplingParams
+from kvflow.protocols.errors import KvflowError, LostError
+from kvflow.protocols.limits import Timing
+from kvflow.protocols.pages.kinds import ROW, StateKind
+from kvflow.protocols.pages.layout import PageIndices
+from kvflow.protocols.ports import ProcessIdentity
+from kvflow.transports.host.identity import is_alive, own_identity
+from tests.engine import tiny_models
+from tests.engine.pair import EnginePair, greedy, prompt_of, until
+
+Loaded = Callable[..., LoadedModel]
+
+
+def copy_of(model: LoadedModel, shard: int) -> LoadedModel:
+    """All of the model, over copy number `shard` of two of every stream."""
+
+    def kind(found: StateKind | None) -> StateKind | None:
+        return None if found is None else found._replace(replica=shard, replicas=2)
+
+    layers = tuple(
+        layer
+        and layer._replace(
+            keys=kind(layer.keys),
+            values=kind(layer.values),
+            indexer=kind(layer.indexer),
+            conv=tuple(map(kind, layer.conv)),
+            recurrent=tuple(map(kind, layer.recurrent)),
+        )
+        for layer in model.layers
+    )
+    part = ModelPart(shard=shard, shards=2)
+    return dataclasses.replace(model, layers=layers, part=part, neighbours=Neighbours())
+
+
+@contextlib.contextmanager
+def some_process() -> Iterator[ProcessIdentity]:
+    """What is killed in the place of the second shard's process, which is this one."""
+    with subprocess.Popen(["sleep", "60"]) as child, contextlib.ExitStack() as stack:
+        stack.callback(child.kill)
+        ticks = int(Path(f"/proc/{child.pid}/stat").read_bytes().rpartition(b")")[2].split()[19])
+        yield msgspec.structs.replace(own_identity(), pid=child.pid, start_ticks=ticks)
+
+
+class Shards:
+    """A pair of engines, of which decode has two shards."""
+
+    def __init__(
+        self, pair: EnginePair, leader: ShardLeader, follower: ShardFollower, following: asyncio.Task[None],
+        process: ProcessIdentity, lost: list[LostError],
+    ) -> None:  # fmt: skip
+        """`process` is said to be the second shard's."""
+        self.pair, self.leader, self.follower, self.following = pair, leader, follower, following
+        self.process, self.lost = process, lost
+
+    @property
+    def differing(self) -> list[str]:
+        """The streams of which the shards do not have the same bytes, in places that were used."""
+        pool = self.pair.target.pool
+        names = {component.name for component in pool.layout.components}
+        both = {name: [pool.array(name, replica=shard) for shard in range(2)] for name in names}
+        assert any(np.isfinite(mine).any() for mine, _ in both.values())
+        return [name for name, (mine, other) in both.items() if not np.array_equal(mine, other, equal_nan=True)]
+
+
+@asynccontextmanager
+async def shards(model: LoadedModel, **options: Any) -> AsyncIterator[Shards]:
+    first, second = copy_of(model, 0), copy_of(model, 1)
+    pair = EnginePair(model, decode_model=first, copies=2, orders=("page_first", "page_first"), **options)
+    here, there = (wire.ShardLink(end) for end in socket.socketpair())
+    lost: list[LostError] = []
+    leader = ShardLeader([here], first.neighbours, lost.append)
+    with ThreadPoolExecutor(1) as thread, some_process() as process:
+        follower = ShardFollower(second, there, thread, process)
+        following = asyncio.create_task(follower.run())
+        leader.start()
+        try:
+            await asyncio.to_thread(leader.share, pair.target.pool)
+            first.neighbours.lead(leader)
+            async with pair:
+                yield Shards(pair, leader, follower, following, process, lost)
+        finally:
+            await asyncio.to_thread(leader.close)
+            await asyncio.wait([following])
+            there.close()
+
+
+async def test_both_compute_and_keep_the_same(llama: LoadedModel, stock: Callable[[str], Any]) -> None:
+    """Requests come and go, are retracted to host memory and computed again; in the end the second shard's copy of the
+    pool is that of the first, byte for byte."""
+    prompts = [prompt_of(n, n) for n in (1, 3, 17, 40, 64, 30)]
+    async with shards(llama, page_size=4, num_pages=50, new_token_ratio=0.0, host_pages=20) as both:
+        pair = both.pair
+        found = await asyncio.gather(*(pair.tokens(prompt, greedy(24)) for prompt in prompts))
+        report = pair.decode.retraction
+        assert report.resumes and report.recomputes, report
+        await until(lambda: pair.home)
+        assert not both.leader.sequences and not both.lost
+        assert both.differing == []
+    assert found == [tiny_models.generate(stock("llama"), prompt, 24) for prompt in prompts]
+
+
+@pytest.mark.parametrize("family", ["deepseek_v3", "gpt_oss", "qwen3_next"])
+async def test_every_kind_of_state_is_followed(loaded: Loaded, stock: Callable[[str], Any], family: str) -> None:
+    """Latents, windows in rings, and states in rows; sampled, with all that a request may ask for beside tokens."""
+    model, prompts = loaded(family), [prompt_of(n, n) for n in (5, 21, 40)]
+    asked = greedy(12, logprobs=2, hidden_states=True)
+    async with shards(model, page_size=4) as both:
+        outs = await asyncio.gather(*(both.pair.outputs(prompt, asked) for prompt in prompts))
+        await until(lambda: both.pair.home)  # which is when the second shard has ended the last step, too
+        assert both.differing == []
+    for prompt, found in zip(prompts, outs, strict=True):
+        assert [out.token_id for out in found] == tiny_models.generate(stock(family), prompt, 12)
+        assert all(out.hidden_states is not None and len(out.top_logprobs) == 2 for out in found[1:])
+
+
+def blocked(both: Shards, then: Exception | None = None) -> tuple[threading.Event, threading.Event]:
+    """The second shard waits in the middle of its next steps; returns (entered, gate)."""
+    runner = both.follower._runner
+    assert runner is not None
+    honest, entered, gate = runner.forward, threading.Event(), threading.Event()
+
+    def forward(rows: list[Row]) -> torch.Tensor:
+        entered.set()
+        assert gate.wait(20)
+        if then is not None:
+            raise then
+        return honest(rows)
+
+    runner.forward = forward  # type: ignore[method-assign]
+    return entered, gate
+
+
+async def test_pages_are_held_until_every_shard_has_ended_the_step(llama: LoadedModel) -> None:
+    async with shards(llama) as both:
+        pair, (entered, gate) = both.pair, blocked(both)
+        stream, first = await begun(pair, prompt_of(40), greedy(9))
+        second = await anext(stream)  # the first shard has ended that step
+        assert entered.is_set() and first.finish_reason is second.finish_reason is None
+        await stream.aclose()
+        assert pair.target.pages.returning_pages == 3 and pair.decode.load().running == 0
+        gate.set()
+        await until(pair.target.pages.at_rest)
+        assert both.differing == []
+
+
+async def test_a_shard_that_fails_is_killed_before_its_pages_are_free(
+    llama: LoadedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The request gets one error, and so does whoever comes later."""
+    async with shards(llama) as both:
+        pair, (entered, gate) = both.pair, blocked(both, RuntimeError("planted"))
+        stream, _ = await begun(pair, prompt_of(40), greedy(200))
+        await until(entered.is_set)
+        honest, alive = pair.target.pages.unhold, list[bool]()
+
+        def unhold(pages: PageIndices) -> None:
+            alive.append(is_alive(both.process))
+            honest(pages)
+
+        monkeypatch.setattr(pair.target.pages, "unhold", unhold)
+        gate.set()
+        with pytest.raises(LostError, match="shard 1 of the model is gone"):
+            while True:
+                await anext(stream)
+        await until(pair.target.pages.at_rest)
+        assert alive and not any(alive)
+        pair.decode.break_off(both.lost[0].cause())
+        with pytest.raises(LostError, match="shard 1"):
+            await pair.decode.admit(prompt_of(4), greedy(2))
+        assert not pair.decode.healthy and not both.leader.shards[0].is_up
+        with pytest.raises(RuntimeError, match="planted"):
+            await both.following
+
+
+async def begun(pair: EnginePair, prompt: list[int], params: SamplingParams) -> Any:
+    """A stream of tokens, and its first one."""
+    room = pair.room(prompt)
+    asyncio.ensure_future(pair.prefill.prefill(room.prefill_half, prompt, params))  # noqa: RUF006
+    stream = pair.decode.generate(room, prompt, params)
+    return stream, await anext(stream)
+
+
+async def test_a_step_that_fails_at_the_first_shard_ends_all(
+    llama: LoadedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with shards(llama) as both:
+        monkeypatch.setattr(both.pair.decode._runner._cache.layers[1], "update", lambda *_, **__: 1 / 0)
+        with pytest.raises(LostError, match="a decode step failed at the first shard: ZeroDivisionError"):
+            await both.pair.tokens(prompt_of(4), greedy(4))
+        assert len(both.lost) == 1 and not is_alive(both.process)
+
+
+class Other:
+    """The far end of a leader's link, in the hands of a test."""
+
+    def __init__(self, process: ProcessIdentity, timing: Timing | None = None) -> None:
+        here, self.link = (wire.ShardLink(end) for end in socket.socketpair())
+        self.lost: list[str] = []
+        self.aborted = threading.Event()
+        self.leader = ShardLeader([here], self, lambda error: self.lost.append(str(error)), timing or Timing())
+        self.leader.start()
+        self.link.send(wire.Hello(process))
+
+    def abort(self) -> None:
+        self.aborted.set()
+
+    def close(self) -> None:
+        self.leader.close()
+        self.link.close()
+
+
+@pytest.mark.parametrize(
+    ("frame", "why"),
+    [
+        (b"", "cannot decode a 0-byte frame"),
+        (msgspec.msgpack.encode([12, 1, []]), "cannot decode a 4-byte frame"),
+        (msgspec.msgpack.encode([2, -1]), "cannot decode a 3-byte frame"),
+    ],
+)
+async def test_what_a_shard_must_not_say_ends_it(frame: bytes, why: str) -> None:
+    with some_process() as process, contextlib.closing(Other(process)) as other:
+        other.link._connection.send_bytes(frame)
+        await until(lambda: bool(other.lost))
+        assert why in other.lost[0] and other.aborted.is_set()
+        await until(lambda: not is_alive(process))
+        with pytest.raises(LostError):
+            other.link.receive()
+
+
+async def test_a_silent_shard_is_lost_and_one_that_speaks_is_not() -> None:
+    timing = Timing(heartbeat_s=0.05, lost_after_s=0.6)
+    with some_process() as process, contextlib.closing(Other(process, timing)) as other:
+        for _ in range(16):
+            other.link.send(wire.Alive())
+            assert not other.aborted.wait(0.05)
+        assert other.aborted.wait(10)
+        await until(lambda: not is_alive(process))
+        assert other.lost == ["shard 1 of the model is gone: it was silent for 0.6 s"]
+        other.leader.wait()  # nothing that has been lost is waited for
+        with pytest.raises(LostError, match="silent"):
+            other.leader.announce([])
+
+
+async def test_a_plan_that_cannot_be_meant_ends_the_shard(llama: LoadedModel) -> None:
+    good = wire.PlannedRow(1, 0, np.arange(4).tobytes(), 1, np.zeros(1, np.int32).tobytes(), 9)
+    for rows, why in (
+        ([msgspec.structs.replace(good, capacity=0)], "goes on with sequence 1, which was not in the step before"),
+        ([msgspec.structs.replace(good, pages=b"")], "tokens 0..4 have no place"),
+        ([msgspec.structs.replace(good, tokens=b"")], "tokens 0..0 have no place"),
+        ([msgspec.structs.replace(good, capacity=3)], "tokens 0..4 have no place"),
+        ([msgspec.structs.replace(good, pages=np.array([64], np.int32).tobytes())], "index 64 is outside"),
+    ):
+        async with shards(llama, num_pages=64) as both:
+            with pytest.raises(KvflowError, match=why):
+                both.follower._rows(wire.Plan(1, tuple(rows)))
+
+
+def test_what_the_shards_of_a_model_keep() -> None:
+    """Heads, heads of which two shards have the same, latents, and a ring that is divided along its second axis."""
+    heads = StateKind("k", "float32", (2, 8), whole=4)
+    few = StateKind("v", "float32", (1, 8), start=0, whole=1, replica=0, replicas=2)
+    latent = StateKind("latent", "float32", (1, 24), replica=1, replicas=2)
+    ring = StateKind("ring", "float32", (5, 2, 8), ROW, start=2, whole=4, axis=1)
+    found = of_every_shard([heads, latent, ring], 2)
+    assert [kind.name for kind in found] == ["k", "latent", "ring"] * 2
+    assert [(kind.start, kind.replica) for kind in found] == [(0, 0), (0, 0), (0, 0), (2, 0), (0, 1), (2, 0)]
+    grouped = of_every_shard([few._replace(whole=2)], 4)
+    assert [(kind.start, kind.replica) for kind in grouped] == [(0, 0), (0, 1), (1, 0), (1, 1)]
