@@ -39,6 +39,49 @@ def test_what_does_not_is_left_out(other: dict[str, Any]) -> None:
     assert SamplingParams(**WARM).first_token_digest() == SamplingParams(**{**WARM, **other}).first_token_digest()
 
 
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        ({"temperature": 1, "top_p": 1, "min_p": 0}, {"temperature": 1.0, "top_p": 1.0, "min_p": 0.0}),
+        ({"repetition_penalty": 1}, {"repetition_penalty": 1.0}),
+        ({"logit_bias": ((7, 1), (8, -2.0))}, {"logit_bias": ((8, -2), (7, 1.0))}),
+        ({"bad_words": ((7, 8), (9,))}, {"bad_words": ((9,), (7, 8), (9,))}),
+        ({"min_new_tokens": 1, "stop_token_ids": (4, 5)}, {"min_new_tokens": 2, "stop_token_ids": (5, 4, 4)}),
+    ],
+)
+def test_one_thing_in_other_words_has_one_digest(one: dict[str, Any], other: dict[str, Any]) -> None:
+    """A proxy may write the body of each leg anew."""
+    assert (
+        SamplingParams(**{**WARM, **one}).first_token_digest()
+        == SamplingParams(**{**WARM, **other}).first_token_digest()
+    )
+
+
+def test_a_prefill_that_was_asked_for_exactly_one_token() -> None:
+    """Proxies of vLLM's kind send prefill `max_tokens` and `min_tokens` 1; what a client asked for stays decode's."""
+    leg = SamplingParams(**{**WARM, "max_new_tokens": 1, "min_new_tokens": 1, "stop_token_ids": (4,)})
+    client = SamplingParams(**WARM, stop_token_ids=(4,))
+    assert client.may_take_first_token(leg.first_token_digest())
+    assert client.may_take_first_token(client.first_token_digest())
+    assert not leg.may_take_first_token(client.first_token_digest()), "a token that ends the answer was not asked for"
+    for other in ({"stop_token_ids": (5,)}, {"stop_token_ids": (4,), "seed": 6}):
+        assert not SamplingParams(**{**WARM, **other}).may_take_first_token(leg.first_token_digest())
+
+
+@pytest.mark.parametrize("penalties", [{}, {"repetition_penalty": 1.3, "logit_bias": ((7, 2.0),)}])
+async def test_legs_that_ask_for_one_token_in_other_words_agree(llama: LoadedModel, penalties: dict[str, Any]) -> None:
+    prompt = prompt_of(20)
+    asked = SamplingParams(**{**WARM, **penalties})
+    leg = SamplingParams(**{**WARM, **penalties, "max_new_tokens": 1, "min_new_tokens": 1, "priority": 1})
+    async with EnginePair(llama) as pair:
+        room = pair.room(prompt)
+        prefilled = asyncio.create_task(pair.prefill.prefill(room.prefill_half, prompt, leg))
+        answer = [token async for token in pair.decode.generate(room, prompt, asked)]
+        assert len(answer) == asked.max_new_tokens
+        assert answer[0].token_id == (await prefilled).token_id
+        await until(lambda: pair.home)
+
+
 def test_greedy_requests_draw_nothing() -> None:
     greedy = [SamplingParams(temperature=0.0, seed=1, top_p=0.5), SamplingParams(temperature=0.9, top_k=1)]
     assert len({params.first_token_digest() for params in greedy}) == 1

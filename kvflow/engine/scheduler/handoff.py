@@ -64,7 +64,7 @@ class HandOff(msgspec.Struct, frozen=True, tag="handoff.v1", kw_only=True):
         """Raises: WireError unless it is for a prompt of `prompt_tokens` and holds what `params` ask for; MisuseError
         where its token was chosen by others."""
         self.check_fits(prompt_tokens, vocabulary)
-        if self.sampling and self.sampling != params.first_token_digest():
+        if self.sampling and not params.may_take_first_token(self.sampling):
             text = "prefill has chosen the first token by other sampling parameters than those of this request"
             raise MisuseError(
                 f"{text}: send both legs one body, no room id twice, and serve both with the same --sampling-defaults"

@@ -175,10 +175,24 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
 
     def first_token_digest(self) -> bytes:
         """Of all that decides which token is chosen first: two requests for one prompt may share it where these are the
-        same. What only later tokens see, and where the answer ends, is left out."""
-        drawn = None if self.greedy else (self.temperature, self.top_p, max(self.top_k, 0), self.min_p, self.seed)
-        spared = (self.ignore_eos, self.stop_token_ids) if self.min_new_tokens else None
-        decides = drawn, spared, self.repetition_penalty, self.logit_bias, self.bad_words
+        same. What only later tokens see, and where the answer ends, is left out; and so is what says the same in other
+        words, as proxies that write a body anew for each leg may: the order of entries, 1 for 1.0."""
+        return self._digest(spares_ending=self.min_new_tokens > 0)
+
+    def may_take_first_token(self, digest: bytes) -> bool:
+        """Whether a token that was chosen by what has this `first_token_digest` may be this request's first. Proxies
+        ask prefill for exactly one token (`min_tokens` 1) whatever the client said: then it ends no answer, which is
+        one that could have been drawn here too."""
+        if digest == self.first_token_digest():
+            return True
+        return not self.min_new_tokens and digest == self._digest(spares_ending=True)
+
+    def _digest(self, *, spares_ending: bool) -> bytes:
+        floats = map(float, (self.temperature, self.top_p, self.min_p))
+        drawn = None if self.greedy else (*floats, max(self.top_k, 0), self.seed)
+        spared = (self.ignore_eos, sorted(set(self.stop_token_ids))) if spares_ending else None
+        biases = sorted((token_id, float(bias)) for token_id, bias in self.logit_bias)
+        decides = drawn, spared, float(self.repetition_penalty), biases, sorted(set(self.bad_words))
         return hashlib.blake2b(msgspec.msgpack.encode(decides), digest_size=8).digest()
 
     def seed_or_random(self) -> int:
