@@ -34,7 +34,7 @@ from kvflow.launch.process import Ready, StopSignals, announce
 from kvflow.launch.ranks import PrefillRankSpec, RankProcesses, end_at_once
 from kvflow.launch.services import Control, bind_control, prefill_node
 from kvflow.node import PrefillNode
-from kvflow.protocols.errors import Cause, KvflowError
+from kvflow.protocols.errors import Cause, KvflowError, LostError
 from kvflow.protocols.group_leader import GroupLeader
 from kvflow.protocols.group_member import GroupMember, TicketKey
 from kvflow.protocols.ports import ControlSocket
@@ -249,6 +249,7 @@ async def run_rank(spec: PrefillRankSpec) -> None:
         stack.push_async_callback(follower.close)
         await follower.start()
         starting = asyncio.create_task(_pass_started(member, follower), name="kvflow-group-start")
+        starting.add_done_callback(_end_if_failed)
         stop = StopSignals()
         stop.listen()
         announce(Ready("prefill", f"rank {spec.rank}", os.getpid()))
@@ -267,6 +268,11 @@ async def _end_when_unusable(follower: StepFollower) -> None:
         await follower.unusable
     except KvflowError as error:
         end_at_once("prefill", error)
+
+
+def _end_if_failed(task: asyncio.Task[None]) -> None:
+    if not task.cancelled() and (error := task.exception()) is not None:
+        end_at_once("prefill", LostError(f"{task.get_name()} has ended: {type(error).__name__}: {error}"))
 
 
 async def _pass_started(member: MemberShell, follower: StepFollower) -> None:

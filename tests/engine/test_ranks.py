@@ -56,6 +56,19 @@ async def test_a_step_that_fails_at_one_rank_fails_what_runs_and_no_more(
         await ranks.rest()
 
 
+async def test_a_request_that_cannot_start_ends_and_the_next_one_starts(
+    stages: list[LoadedModel], llama: LoadedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with group(stages, llama) as ranks:
+        with monkeypatch.context() as patched:
+            patched.setattr(ranks.steps, "keep", lambda ticket: 1 // 0)
+            with pytest.raises(RefusedError, match="starting the request failed: ZeroDivisionError"):
+                await asyncio.wait_for(ranks.tokens(prompt_of(9), greedy(2)), 10)
+        await ranks.rest()
+        assert len(await asyncio.wait_for(ranks.tokens(prompt_of(9), greedy(2)), 10)) == 2
+        await ranks.rest()
+
+
 async def test_clients_that_leave_take_their_requests_along(
     stages: list[LoadedModel], llama: LoadedModel, stock: Callable[[str], Any]
 ) -> None:

@@ -95,6 +95,8 @@ class StepFollower:
             asyncio.create_task(self._run(), name="kvflow-steps-run"),
             asyncio.create_task(self._tell(), name="kvflow-steps-status"),
         ]
+        for task in self._tasks:
+            task.add_done_callback(self._ended)
         self._say_hello()
 
     async def close(self) -> None:
@@ -105,12 +107,17 @@ class StepFollower:
         for task in (self._tasks[0], self._tasks[2]) if self._tasks else ():
             task.cancel()
         if self._tasks:
-            await run_to_end(self._tasks[1])
-            await asyncio.wait(self._tasks)
+            await run_to_end(asyncio.ensure_future(asyncio.wait(self._tasks)))
 
-    @property
-    def healthy(self) -> bool:
-        return bool(self._tasks) and not any(task.done() for task in self._tasks)
+    def _ended(self, task: asyncio.Task[None]) -> None:
+        """The first rank hears by the end of this process: without any of them it would wait for ever."""
+        if not task.cancelled() and (error := task.exception()) is not None:
+            log.error("%s ended", task.get_name(), exc_info=error)
+            self._give_up(LostError(f"the steps of this rank have ended: {type(error).__name__}: {error}"))
+
+    def _give_up(self, error: KvflowError) -> None:
+        if not self.unusable.done():
+            self.unusable.set_exception(error)
 
     # --- requests
 
@@ -177,8 +184,7 @@ class StepFollower:
         try:
             self._neighbours.begin(message.generation)
         except KvflowError as error:
-            if not self.unusable.done():
-                self.unusable.set_exception(error)
+            self._give_up(error)
             return
         self._generation, self._step, self._open = message.generation, 0, True
 
@@ -198,8 +204,7 @@ class StepFollower:
 
     def _say_hello(self) -> None:
         if self._neighbours.broken:
-            if not self.unusable.done():
-                self.unusable.set_exception(LostError("the shards of this stage have lost each other"))
+            self._give_up(LostError("the shards of this stage have lost each other"))
             return
         self._socket.send(wire.encode(self._hello))
 

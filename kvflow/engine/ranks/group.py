@@ -191,6 +191,10 @@ class PrefillGroup:
                 self._start(started)
             except KvflowError as error:
                 started.room.close(error.cause())
+            except Exception as error:  # of one request; those that follow are others'
+                log.exception("request %d of the group could not start", started.key.ticket)
+                text = f"starting the request failed: {type(error).__name__}"
+                started.room.close(Cause(Code.ENGINE_ERROR, text))
 
     def _start(self, started: RankRequest) -> None:
         ticket = started.key.ticket

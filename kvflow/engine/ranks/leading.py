@@ -65,6 +65,7 @@ class StepLeader:
 
     async def start(self) -> None:
         self._task = asyncio.create_task(self._read(), name="kvflow-steps-read")
+        self._task.add_done_callback(self._ended)
         self._begin_if_complete()
 
     async def close(self) -> None:
@@ -73,6 +74,11 @@ class StepLeader:
         if self._task is not None:
             self._task.cancel()
             await asyncio.wait([self._task])
+
+    def _ended(self, task: asyncio.Task[None]) -> None:
+        if not task.cancelled() and (error := task.exception()) is not None:
+            log.error("%s ended", task.get_name(), exc_info=error)
+            self._on_unusable(LostError(f"the first rank hears of no other any more: {type(error).__name__}: {error}"))
 
     @property
     def unavailable_reason(self) -> str:
