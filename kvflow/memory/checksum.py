@@ -21,6 +21,7 @@ from kvflow.protocols.pages.components import in_order
 from kvflow.protocols.pages.coverage import Served
 from kvflow.protocols.pages.layout import PageIndices, Places, PoolLayout
 
+SHARES = 128  # plans for what one rank serves that are kept: twice as many as a room has ranks, however peers cut it
 _BREATH_BYTES = 1 << 20  # small blocks are summed with the GIL held: let others have it after so many bytes
 
 
@@ -70,22 +71,25 @@ class PoolSums:
     """Checksums of a pool in host memory, which must stay open: of all that it holds, or of what one rank has sent."""
 
     def __init__(self, layout: PoolLayout) -> None:
-        self._layout, self._stores = layout, stores_of(layout)
-        self._gathered: dict[tuple[Served, ...], GatheredSum | None] = {}
+        self._stores = stores_of(layout)
+        self._gathered = functools.lru_cache(SHARES)(functools.partial(_gathered, layout))
 
     def sum(self, places: Places, served: tuple[Served, ...] | None, cancelled: Callable[[], bool]) -> bytes:
         """In a thread: the checksum that the rank which has `served` has of them; empty when it was cancelled."""
-        if served is not None and served not in self._gathered:
-            as_it_lies = is_as_it_lies(self._layout, served)
-            self._gathered[served] = None if as_it_lies else GatheredSum(self._layout, served)
-        if served is not None and (gathered := self._gathered[served]) is not None:
+        if served is not None and (gathered := self._gathered(served)) is not None:
             return gathered.sum(places, cancelled)
         found = xxh3_64()
         return found.digest() if sum_places(found, self._stores, places, cancelled) else b""
 
     def close(self) -> None:
         """Let go of the memory."""
-        self._stores, self._gathered = Stores([], []), {}
+        self._stores = Stores([], [])
+        self._gathered.cache_clear()
+
+
+def _gathered(layout: PoolLayout, served: tuple[Served, ...]) -> GatheredSum | None:
+    """None where what was served is summed as it lies."""
+    return None if is_as_it_lies(layout, served) else GatheredSum(layout, served)
 
 
 def sum_places(found: xxh3_64, stores: Stores, places: Places, cancelled: Callable[[], bool]) -> bool:

@@ -18,7 +18,7 @@ from queue import SimpleQueue
 import numpy as np
 from xxhash import xxh3_64
 
-from kvflow.memory.checksum import PoolSums, stores_of, sum_places
+from kvflow.memory.checksum import SHARES, PoolSums, stores_of, sum_places
 from kvflow.memory.copies import copier_for, copy_slices, host_layout
 from kvflow.memory.page_tasks import THREADS, PageTask, PageTasks
 from kvflow.memory.pool import PagedPool
@@ -55,7 +55,7 @@ class Staging:
         self.host = PagedPool.allocate(by_shard(fits, shards) if shards > 1 else fits, shared)
         self._out = Pairing(pool.layout, self.host.layout, ("pool", "staging"))
         self._into = Pairing(self.host.layout, pool.layout, ("staging", "pool"))
-        self._shares: dict[tuple[Served, ...], Pairing] = {}
+        self._share = functools.lru_cache(SHARES)(functools.partial(_share, self.host.layout, pool.layout))
         self._copier.pin(self.host)
 
     def __repr__(self) -> str:
@@ -89,10 +89,7 @@ class Staging:
         others send may still be on its way."""
         into = self._into
         if served is not None and not sends_all(self.pool.layout, served):
-            if served not in self._shares:
-                only = spans_served(served)
-                self._shares[served] = Pairing(self.host.layout, self.pool.layout, ("staging", "pool"), only=only)
-            into = self._shares[served]
+            into = self._share(served)
         source, target = self.host.layout.split(staged), self.pool.layout.split(places)
         return copy_slices(into, source, target, SLICE_BYTES, stopped, self._copier)
 
@@ -100,6 +97,10 @@ class Staging:
         """Free it, when nothing copies any more. Idempotent."""
         self._copier.close()
         self.host.close()
+
+
+def _share(host: PoolLayout, pool: PoolLayout, served: tuple[Served, ...]) -> Pairing:
+    return Pairing(host, pool, ("staging", "pool"), only=spans_served(served))
 
 
 class StagedArrivals(PageTasks):

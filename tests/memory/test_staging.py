@@ -6,10 +6,12 @@ import numpy as np
 import pytest
 
 from kvflow.memory import staging as module
-from kvflow.memory.checksum import PageChecksums
+from kvflow.memory.checksum import SHARES, PageChecksums
 from kvflow.memory.pool import PagedPool
 from kvflow.memory.staging import StagedArrivals, StagedChecksums, Staging
 from kvflow.protocols.errors import LayoutError, MisuseError
+from kvflow.protocols.pages.coverage import Served
+from kvflow.protocols.pages.kinds import StateKind
 from kvflow.protocols.pages.layout import Order, PageIndices, Places, build_layout
 from kvflow.protocols.pages.plan import Pairing
 from tests.memory.kinds import KINDS, check_restored, contents, has_rows, layout_of, names_of, overwrite
@@ -119,6 +121,29 @@ def test_more_than_there_is_memory_for_is_refused() -> None:
     layout = build_layout([("k", "float32", (1 << 20,))], page_size=1024, num_pages=1 << 20)
     with pytest.raises(LayoutError, match="no memory for a pool"):
         Staging(PagedPool(layout))
+
+
+async def test_what_peers_say_that_they_serve_is_kept_within_bounds() -> None:
+    """One that cuts its spans otherwise at each registration, say because it is started again and again."""
+    layout = build_layout([StateKind("0.k", "uint8", (32, 2), axis=0)], page_size=2, num_pages=3)
+    pool = PagedPool.allocate(layout, shared=False)
+    staging = Staging(pool, shared=False)
+    arrivals = StagedArrivals(staging, verify=True)
+    one = np.array([1], dtype=np.int32)
+    cuts = [(first, end) for end in range(1, 32) for first in range(end)]
+    assert len(cuts) > 2 * SHARES
+    for first, end in cuts:
+        overwrite(pool, 3)
+        before = pool.array("0.k").copy()
+        staging.host.array("0.k")[...] = 77
+        assert await arrivals.begin(one, one, (Served("0.k", first, end),)).done
+        before[1, :, first:end] = 77
+        assert (pool.array("0.k") == before).all(), (first, end)
+    kept = (staging._share.cache_info(), arrivals._sums._gathered.cache_info())
+    assert [info.currsize for info in kept] == [SHARES, SHARES]
+    await arrivals.close()
+    staging.close()
+    pool.close()
 
 
 async def test_a_cancelled_landing_brings_nothing_and_answers_nothing() -> None:
