@@ -182,6 +182,7 @@ class MemberShell(Shell):
         self.requests: dict[TicketKey, RankRequest] = {}
         self._started: asyncio.Queue[RankRequest] = asyncio.Queue()
         self._watch_task: asyncio.Task[None] | None = None
+        self._refusal = ""  # the last one that was logged
         self.runners = {
             group_member.SendToLeader: self._send,
             group_member.OpenRoom: self._open,
@@ -215,7 +216,18 @@ class MemberShell(Shell):
                 except Exception:
                     self.counts.handler_errors += 1
                     log.exception("a message of the group's leader failed")
+            self._log_refusal()
             self.run()
+
+    def _log_refusal(self) -> None:
+        """Once each time that it is another one: a rank that is refused asks on."""
+        if (refusal := self.member.refusal) == self._refusal:
+            return
+        self._refusal = refusal
+        if refusal:
+            log.warning("rank %d is not in its group, and asks on: %s", self.member.rank, refusal)
+        else:
+            log.info("rank %d is in its group", self.member.rank)
 
     async def _follow(self, key: TicketKey, room: PrefillRoom) -> None:
         """Tell the group what becomes of this rank's room."""

@@ -207,14 +207,15 @@ class GroupMember:
         self._leave(Cause(Code.PEER_LOST, f"rank {self.rank}: the leader of the group has died"), now)
 
     def _on_joined(self, message: wire.Joined, now: float) -> None:
-        self.refusal = message.refusal
         if message.refusal:
             if self.session is None:
+                self.refusal = message.refusal
                 return
             if (message.leader, message.session) != (self.session.leader, self.session.number):
                 self.dropped += 1  # of an earlier question
                 return
             self._leave(Cause(Code.PEER_LOST, f"rank {self.rank} left the group: {message.refusal}"), now)
+            self.refusal = message.refusal
             return
         if message.leader == self._leader and message.session <= self._last_session:
             self.dropped += 1
@@ -222,7 +223,7 @@ class GroupMember:
         if self.session is not None:
             text = f"rank {self.rank} began another session with the leader of the group"
             self._leave(Cause(Code.PEER_LOST, text), now)
-        watched = message.process
+        watched, self.refusal = message.process, ""
         self.session = Session(message.leader, message.session, is_watched=watched is not None)
         if watched is not None:
             self.outbox.append(WatchLeader(watched))

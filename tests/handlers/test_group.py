@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import subprocess
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -308,6 +309,30 @@ async def test_the_death_of_a_stage_is_seen_at_once_and_it_may_come_back() -> No
         await request.decided()
         target.close()
         await g.rest()
+
+
+async def test_a_rank_that_is_refused_says_so_once(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with group(1) as ranks:
+        first, second = ranks.members[0], ranks.start_member(0, 50)  # before the first one has ended
+        answers, receive = [], second.member.receive
+
+        def received(frame: bytes, now: float) -> None:
+            answers.append(frame)
+            receive(frame, now)
+
+        monkeypatch.setattr(second.member, "receive", received)
+        with caplog.at_level(logging.INFO, "kvflow.handlers.group"):
+            await until(lambda: len(answers) == 4)
+            assert len(caplog.records) == 1
+            text = "rank 0 is not in its group, and asks on: rank 0 is taken by another process, until that has been"
+            assert caplog.records[0].levelno == logging.WARNING and caplog.text.count(text) == 1
+            await first.stop()
+            ranks.leader.leader.member_died(first.member.incarnation)
+            ranks.leader.run()
+            await until(lambda: second.member.session is not None)
+            assert caplog.records[-1].message == "rank 0 is in its group"
 
 
 async def test_the_death_of_the_leader_ends_what_it_has_opened() -> None:

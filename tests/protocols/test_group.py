@@ -611,7 +611,23 @@ def test_a_refusal_of_an_earlier_question_ends_no_session() -> None:
     session = member.session
     late = wire.Joined(leader=leader.incarnation, member=member.incarnation, session=0, refusal="rank 1 is taken")
     member.receive(encode(late), group.now)
-    assert member.session is session
+    assert member.session is session and not member.refusal
+
+
+def test_a_rank_knows_why_it_is_not_taken_until_it_is() -> None:
+    group = joined(1)
+    member, leader = group.members[0], group.leader
+    assert leader is not None and member.session is not None
+    said = {"leader": leader.incarnation, "member": member.incarnation}
+    over = wire.Joined(**said, session=member.session.number, refusal="this session is over")
+    member.receive(encode(over), group.now)
+    assert (member.session, member.refusal) == (None, "this session is over")
+    member.receive(encode(wire.Joined(**said, session=0, refusal="rank 0 is taken")), group.now)
+    assert member.refusal == "rank 0 is taken"
+    member.receive(encode(wire.Joined(**said, session=1)), group.now)  # of the session that is over
+    assert (member.session, member.refusal) == (None, "rank 0 is taken")
+    member.receive(encode(wire.Joined(**said, session=2)), group.now)
+    assert member.session is not None and not member.refusal
 
 
 def test_a_rank_votes_for_nothing_of_another_leader() -> None:
