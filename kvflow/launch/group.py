@@ -116,8 +116,9 @@ class _FirstRank:
             max_batch_tokens=settings.max_batch_tokens, optimistic_tries=settings.optimistic_prefill, lockstep=steps,
             samples=_samples(self._spec),
         )  # fmt: skip
+        life = _life()
         leader = LeaderShell(
-            GroupLeader(_life(), self._world_size, now=monotonic(), process=own_identity()),
+            GroupLeader(_life(), self._world_size, now=monotonic(), process=own_identity(), first=life),
             socket=group_socket,
             refuse_room=node.refuse,
             wait_dead=wait_dead,
@@ -132,7 +133,7 @@ class _FirstRank:
             group.opened(key.ticket, opened)
             return opened
 
-        member = _member(self._spec, _life(), key, node, open_room, stack)
+        member = _member(self._spec, life, key, node, open_room, stack)
         group = self._group = PrefillGroup(leader, member, engine, steps)
         service = GroupPrefillService(
             card_of(settings, model),

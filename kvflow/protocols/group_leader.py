@@ -86,12 +86,15 @@ class GroupLeader:
 
     def __init__(
         self, incarnation: Incarnation, world_size: int, *, now: float, timing: Timing | None = None,
-        bounds: Bounds | None = None, process: ProcessIdentity | None = None,
+        bounds: Bounds | None = None, process: ProcessIdentity | None = None, first: Incarnation | None = None,
     ) -> None:  # fmt: skip
-        """`process` is this one, for members that can watch it. Raises: MisuseError."""
+        """`process` is this one, for members that can watch it. `first`: the member beside this leader, the only one
+        that may be rank 0: an earlier process of that rank may live on where it has lost its address. Raises:
+        MisuseError."""
         if not 1 <= world_size <= MAX_RANKS:
             raise MisuseError(f"world_size {world_size} is outside 1..{MAX_RANKS}")
         self.incarnation, self.world_size, self._process = incarnation, world_size, process
+        self._first = first
         self.timing, self._limit = timing or Timing(), (bounds or Bounds()).rooms
         self.members: dict[Rank, Membership] = {}
         self.decisions = 0  # how many there are in the log
@@ -237,6 +240,8 @@ class GroupLeader:
             return f"rank {message.rank} is of a group of {message.world_size}, this one has {self.world_size}"
         if message.rank >= self.world_size:
             return f"rank {message.rank} is outside 0..{self.world_size - 1}"
+        if message.rank == 0 and self._first not in (None, message.member):
+            return "rank 0 is in the leader's own process"
         holder = self.members.get(message.rank)
         if holder is not None and holder.incarnation != message.member:
             return (

@@ -604,6 +604,19 @@ def test_a_join_that_is_repeated_begins_one_session() -> None:
     assert leader.members[Rank(1)].session == 2
 
 
+def test_rank_0_is_the_member_beside_the_leader() -> None:
+    """An earlier process of that rank, which has lost its address, may ask first, and for ever."""
+    mine, earlier = Incarnation(50), Incarnation(40)
+    leader = GroupLeader(Incarnation(1), 2, now=0.0, first=mine)
+    for member in (earlier, mine):
+        asked = wire.Join(**JOIN | {"member": member, "rank": Rank(0)})
+        leader.receive(routing_id(member), encode(asked), 0.0)
+    told, taken = (parse_at_member(c.frame) for c in leader.commands() if isinstance(c, SendToMember))
+    assert told.refusal == "rank 0 is in the leader's own process"
+    assert not taken.refusal
+    assert leader.members[Rank(0)].incarnation == mine
+
+
 def test_a_refusal_of_an_earlier_question_ends_no_session() -> None:
     group = joined(2)
     member, leader = group.members[1], group.leader

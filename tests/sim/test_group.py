@@ -61,6 +61,18 @@ def test_smaller_groups(ranks: int) -> None:
     assert not report["first_violations"]
 
 
+@pytest.mark.parametrize(
+    "seed",
+    [
+        pytest.param(11070, id="a rank that leaves is not back yet"),
+        pytest.param(11323, id="an earlier process of rank 0 asks the new leader first"),
+        pytest.param(19105, id="a refusal without a leg is met by a decode of another request"),
+    ],
+)
+def test_seeds_that_once_broke_something_break_nothing(seed: int) -> None:
+    assert simulate(seed).violation is None
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_more_seeds_in_processes() -> None:

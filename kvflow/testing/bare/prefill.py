@@ -55,7 +55,7 @@ class Prefill(Writer):
         try:
             if job.refused:
                 job.error = job.cause(Code.CAPACITY, "the engine will not have it")
-                return endpoint.refuse_room(job.room, job.error, now)
+                return self.refuse_room(job.room, job.error)
             deadline_at_s = float("inf") if job.deadline_s is None else now + job.deadline_s
             self.oracle.deadline(job.room, deadline_at_s)
             record = endpoint.open_room(
@@ -87,6 +87,11 @@ class Prefill(Writer):
         if job.at is not None and not job.at.told:
             self.close_room(job.at, job.cause(Code.CLIENT_GONE, how))
             self.run()
+
+    def refuse_room(self, room: int, cause: Cause) -> None:
+        """There is no leg of it."""
+        self.oracle.halves.refused_at_prefill(self.incarnation, room, cause)
+        self.endpoint.refuse_room(room, cause, self.clock.now)
 
     def close_room(self, leg: Leg, cause: Cause) -> None:
         self.say(f"room {leg.record.room}: {cause}")

@@ -18,7 +18,7 @@ def left(world: World, *, doubts: bool) -> Iterator[str]:
         if client.asked and not client.told:
             yield f"the client of room {client.room} has no answer"
     stages = [node for node in world.nodes.values() if isinstance(node, Stage) and node.alive]
-    serving = Counter(stage.group for stage in stages if not stage.displaced)
+    serving = Counter(stage.group for stage in stages if not stage.displaced and not stage.leaving)
     for group, count in serving.items():
         if group not in world.lost and (missing := len(world.rules.ranks) - count):
             yield f"{missing} ranks of group {group} are about to start again"

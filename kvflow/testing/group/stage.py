@@ -51,7 +51,9 @@ class Stage(Prefill):
         self._runs = False
         self.lines.members[routing_id(incarnation)] = self
         if rank == 0:
-            self.leader = GroupLeader(incarnation, world_size, now=now, timing=timing, bounds=world.bounds)
+            self.leader = GroupLeader(
+                incarnation, world_size, now=now, timing=timing, bounds=world.bounds, first=incarnation
+            )
             self.lines.leaders[number] = self
             self._alarms.append(Alarm(self, self.leader))
 
@@ -148,7 +150,7 @@ class Stage(Prefill):
             return
         assert job.error is not None
         if not job.refused and job.error.code is not Code.ROOM_IN_USE:
-            self.endpoint.refuse_room(job.room, job.error, self.clock.now)
+            self.refuse_room(job.room, job.error)
         self.rules.failed(self, key)
         self.member.failed(key, job.error)
         self.member.released(key)
@@ -163,7 +165,7 @@ class Stage(Prefill):
         self.close_room(self.by_key[command.key], self.rules.given(command.cause))
 
     def _refuse(self, command: group_member.RefuseRoom) -> None:
-        self.endpoint.refuse_room(command.room, self.rules.given(command.cause), self.clock.now)
+        self.refuse_room(command.room, self.rules.given(command.cause))
 
     def _settled(self, command: group_member.RequestSettled) -> None:
         self.rules.settled(self, command.key, command.cause)

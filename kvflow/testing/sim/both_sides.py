@@ -76,6 +76,7 @@ class BothSides:
         self._halves: dict[tuple[int, int], PrefillRoomRecord] = {}  # (incarnation, room): the engine's latest
         self._legs: dict[tuple[int, int], list[PrefillRoomRecord]] = defaultdict(list)  # and all of them
         self._refusals: dict[int, set[Cause]] = defaultdict(set)  # by room: of requests that decode made no room of
+        self._turned_away: dict[tuple[int, int], set[Cause]] = defaultdict(set)  # (incarnation, room): and prefill
 
     def now_s(self) -> float:
         raise NotImplementedError
@@ -116,6 +117,10 @@ class BothSides:
     def refused_at_decode(self, room: int, cause: Cause) -> None:
         """Decode made no room of a request, and told its legs so."""
         self._refusals[room].add(cause)
+
+    def refused_at_prefill(self, source: int, room: int, cause: Cause) -> None:
+        """Prefill made no room of a request, and keeps that for the decode that comes."""
+        self._turned_away[source, room].add(cause)
 
     def over_at_decode(self, target: int, record: DecodeRoomRecord) -> None:
         halves = [self.engine_half(peer.key.incarnation, record.room) for peer in record.peers]
@@ -198,6 +203,8 @@ class BothSides:
         rooms = [room for room in self.decodes.values() if room.room == decode.room]
         others = [room for room in rooms if room is not decode]
         if cause is not None and cause.code is Code.ROOM_IN_USE and others:
+            return True
+        if cause in self._turned_away[key[0], decode.room]:
             return True
         causes = {room.state.cause for room in rooms} - {None} | self._refusals[decode.room]
         if half.state.cause in causes - {cause}:

@@ -17,6 +17,7 @@ from kvflow.protocols.machines import decode_room, prefill_room
 from kvflow.protocols.machines.decode_room import DecodeEvent, DecodeRoomState
 from kvflow.protocols.machines.prefill_room import PrefillEvent, PrefillPhase, PrefillRoomState
 from kvflow.protocols.ports import WriteOutcome
+from kvflow.protocols.prefill import PrefillEndpoint
 from kvflow.protocols.prefill_core import PrefillCore
 from kvflow.protocols.prefill_peers import DecodePeer
 from kvflow.protocols.prefill_rooms import PrefillRoomRecord
@@ -202,6 +203,7 @@ def _at_decode(endings: Endings) -> Iterator[Swap]:
 
 def _at_prefill(endings: Endings) -> Iterator[Swap]:
     open_room, feed_room, bind = PrefillShell.open, PrefillCore.feed_room, PrefillCore.bind
+    refuse_room = PrefillEndpoint.refuse_room
 
     def opened(self: PrefillShell, *arguments: Any, **named: Any) -> PrefillRoom:
         room = open_room(self, *arguments, **named)
@@ -217,7 +219,12 @@ def _at_prefill(endings: Endings) -> Iterator[Swap]:
         bind(self, record, peer, grant)
         endings.bound(self.identity.incarnation, record)
 
+    def refused(self: PrefillEndpoint, room: int, cause: Cause, now: float) -> None:
+        endings.refused_at_prefill(self.core.identity.incarnation, room, cause)
+        refuse_room(self, room, cause, now)
+
     yield PrefillShell, "open", opened
+    yield PrefillEndpoint, "refuse_room", refused
     yield PrefillCore, "feed_room", fed
     yield PrefillCore, "bind", bound
 
