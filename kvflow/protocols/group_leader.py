@@ -88,13 +88,11 @@ class GroupLeader:
         self, incarnation: Incarnation, world_size: int, *, now: float, timing: Timing | None = None,
         bounds: Bounds | None = None, process: ProcessIdentity | None = None, first: Incarnation | None = None,
     ) -> None:  # fmt: skip
-        """`process` is this one, for members that can watch it. `first`: the member beside this leader, the only one
-        that may be rank 0: an earlier process of that rank may live on where it has lost its address. Raises:
-        MisuseError."""
+        """`process` is this one, for members that can watch it. `first`: the member in it, which alone may be rank 0;
+        an earlier process of that rank may live on without its address. Raises: MisuseError."""
         if not 1 <= world_size <= MAX_RANKS:
             raise MisuseError(f"world_size {world_size} is outside 1..{MAX_RANKS}")
-        self.incarnation, self.world_size, self._process = incarnation, world_size, process
-        self._first = first
+        self.incarnation, self.world_size, self._process, self._first = incarnation, world_size, process, first
         self.timing, self._limit = timing or Timing(), (bounds or Bounds()).rooms
         self.members: dict[Rank, Membership] = {}
         self.decisions = 0  # how many there are in the log
@@ -228,9 +226,8 @@ class GroupLeader:
             self.members[message.rank] = self._by_incarnation[message.member] = known
             if watched is not None:
                 self.outbox.append(WatchMember(message.member, watched))
-        answer = wire.Joined(
-            leader=self.incarnation, member=message.member, session=known.session, process=self._process
-        )
+        life, process = self.incarnation, self._process
+        answer = wire.Joined(leader=life, member=message.member, session=known.session, process=process)
         self._send(message.member, answer)
 
     def _mismatch(self, message: wire.Join) -> str:

@@ -263,7 +263,8 @@ async def test_a_silent_shard_is_lost_and_one_that_speaks_is_not() -> None:
             other.link.send(wire.Alive())
             assert not other.aborted.wait(0.05)
         assert other.aborted.wait(10)
-        await until(lambda: not is_alive(process))
+        await until(lambda: bool(other.lost))
+        assert not is_alive(process)
         assert other.lost == ["shard 1 of the model is gone: it was silent for 0.6 s"]
         other.leader.wait()  # nothing that has been lost is waited for
         with pytest.raises(LostError, match="silent"):
