@@ -11,6 +11,7 @@ from kvflow.memory.copies import HostCopier
 from kvflow.memory.pool import PagedPool
 from kvflow.protocols.pages import arrange
 from kvflow.protocols.pages.arrange import as_in, blocks_between, by_shard, from_shards
+from kvflow.protocols.pages.kinds import ROW, StateKind
 from kvflow.protocols.pages.layout import NO_PLACES, PageIndices, PoolLayout, build_layout, opaque_layout
 from kvflow.protocols.pages.plan import Pairing
 from kvflow.transports.data.slices import are_tiny
@@ -104,6 +105,16 @@ def test_too_many_parts_are_left_together(monkeypatch: pytest.MonkeyPatch) -> No
     layout = layout_of(heads(2, 8))
     monkeypatch.setattr(arrange, "MAX_COMPONENTS", 15)
     assert by_shard(layout, 4) == layout and by_shard(layout, 2) != layout
+
+
+def test_a_pool_of_rows_alone_is_looked_at_by_its_rows() -> None:
+    """A page of it has no bytes, which are no tiny slices."""
+    ring = [Whole(0, StateKind("0.ring", "uint8", (5, 8, 2), ROW, axis=1), 1)]
+    state = [Whole(0, StateKind("0.state", "uint8", (8, 3, 2), ROW))]
+    for streams, blocks in ((ring, (8, True)), (state, (24, False))):
+        assert (
+            blocks_between(layout_of(streams, 2, 1), layout_of(streams)) == blocks == from_shards(layout_of(streams), 2)
+        )
 
 
 def test_only_slices_are_tiny() -> None:

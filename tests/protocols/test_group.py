@@ -23,6 +23,7 @@ from kvflow.protocols.group_member import (
     StartRoom,
     TicketEnded,
     TicketKey,
+    UnwatchLeader,
 )
 from kvflow.protocols.limits import Bounds, Timing
 from kvflow.protocols.machines.ordered import Ordered
@@ -435,6 +436,29 @@ def test_a_rank_that_does_not_belong_here_is_told_why(change: dict[str, Any], re
     assert parse_at_member(answer.frame).refusal == refusal  # type: ignore[union-attr]
 
 
+def test_a_process_is_one_rank() -> None:
+    leader = GroupLeader(Incarnation(1), 2, now=0.0)
+    for rank in (1, 0):
+        leader.receive(routing_id(Incarnation(50)), encode(wire.Join(**JOIN | {"rank": Rank(rank)})), 0.0)
+    answers = [parse_at_member(command.frame) for command in leader.commands() if isinstance(command, SendToMember)]
+    refusals = [answer.refusal for answer in answers if isinstance(answer, wire.Joined)]
+    assert refusals == ["", "this process is rank 1 already, and cannot be rank 0 too"]
+    assert set(leader.members) == {Rank(1)}
+
+
+def test_a_rank_that_has_left_asks_at_once_and_watches_nobody_any_more() -> None:
+    process = ProcessIdentity("machine", "namespace", 7, 1)
+    for watched in (None, process):
+        member = GroupMember(Incarnation(50), 0, 1, now=0.0, timing=TIMING)
+        answer = wire.Joined(leader=Incarnation(1), member=Incarnation(50), session=1, process=watched)
+        member.receive(encode(answer), 3.0)
+        assert member.next_tick() == 3.0 + TIMING.heartbeat_s
+        member.commands()
+        member.leader_gone(3.001)
+        assert member.next_tick() == 3.001
+        assert member.commands() == ([UnwatchLeader()] if watched else [])
+
+
 def test_bad_foreign_and_stale_frames_change_nothing() -> None:
     group = joined(2)
     leader, member = group.leader, group.members[1]
@@ -478,13 +502,14 @@ def test_a_rank_that_votes_out_of_turn_is_out_of_the_group(vote: Vote) -> None:
     group.check_rest()  # it has joined again
 
 
-def test_a_vote_for_a_request_there_is_not() -> None:
+@pytest.mark.parametrize("ticket", [1, 5])  # the next one, and one far from it
+def test_a_vote_for_a_request_there_is_not(ticket: int) -> None:
     group = joined(2)
     leader, member = group.leader, group.members[1]
     assert leader is not None
     assert member.session is not None
     sent = {"leader": leader.incarnation, "member": member.incarnation, "session": member.session.number}
-    frame = encode(wire.RankVote(**sent, seq=0, ticket=Ticket(5), vote=Vote.READY))
+    frame = encode(wire.RankVote(**sent, seq=0, ticket=Ticket(ticket), vote=Vote.READY))
     leader.receive(routing_id(member.incarnation), frame, 0.0)
     assert leader.unavailable_reason == "rank 1 of the group's 2 is missing"
 

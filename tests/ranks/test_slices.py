@@ -118,6 +118,9 @@ async def test_what_would_be_tiny_is_said_and_what_to_do(caplog: pytest.LogCaptu
         async with group("local", streams, (1, 2), 1, gathers=True) as g:  # of no use here: the target is in slices
             await transferred(g, truth, 1, TOKENS)
             assert all(in_slices(g))
+            for node in g.prefills:
+                [route] = node.shell.routes.values()
+                assert isinstance(route, StagedRoute) and route._out is None, "another order would gain nothing"
         assert "slices of 32 bytes are slow over local" in caplog.text and "--disaggregation-prefill-tp" in caplog.text
         caplog.clear()
         async with group("local", streams, (1, 1), 2, gathers=True) as g:
