@@ -6,6 +6,7 @@ import asyncio
 import functools
 import logging
 from collections.abc import Awaitable, Callable, Sequence
+from contextlib import suppress
 from time import monotonic
 from typing import Any
 
@@ -20,7 +21,7 @@ from kvflow.protocols.arguments import CheckedPrompt, TokenIds, check_prompt, pa
 from kvflow.protocols.decode import DecodeEndpoint
 from kvflow.protocols.decode_links import DecodeIdentity
 from kvflow.protocols.decode_rooms import Prompt
-from kvflow.protocols.errors import CapacityError, Cause, KvflowError, MisuseError
+from kvflow.protocols.errors import CapacityError, Cause, KvflowError, LostError, MisuseError
 from kvflow.protocols.limits import Bounds, Timing, check_time
 from kvflow.protocols.pages.layout import PageIndices
 from kvflow.protocols.ports import Checksums, DataPlane, PageStore
@@ -198,7 +199,9 @@ class DecodeNode(Node[DecodeShell]):
         none of number `dp_rank`. Raises: MisuseError."""
         shell, number = self._open_shell, room_id(room)
         every = self._ranks.get(prefill) if isinstance(prefill, str) else prefill
-        groups = None if every is None else groups_to_tell(every, number, dp_rank)
+        groups: list[Sequence[RankInfo]] | None = None
+        with suppress(LostError):  # no rank of its group was known when its registry was last asked
+            groups = None if every is None else groups_to_tell(every, number, dp_rank)
         if isinstance(prefill, str) and not (groups and self._all_linked(groups)):
             told = self._refuse_at(number, prefill, dp_rank, cause)
             shell.spawn(told, f"kvflow-refuse-{number}", of_caller=True)

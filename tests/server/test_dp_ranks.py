@@ -21,7 +21,7 @@ from kvflow.handlers.rooms import DecodeRoom, PrefillRoom
 from kvflow.memory.pool import PagedPool
 from kvflow.node import DecodeNode, PrefillNode
 from kvflow.protocols.arguments import TokenIds
-from kvflow.protocols.errors import Code, KvflowError
+from kvflow.protocols.errors import Cause, Code, KvflowError
 from kvflow.server.http.completion_service import ModelCard
 from kvflow.server.http.engine_services import DecodeService
 from kvflow.testing.pair import small_layout
@@ -152,6 +152,28 @@ async def test_a_group_that_there_is_not_is_refused_at_every_group(groups: Group
         assert error["param"] == "disagg_prefill_dp_rank"
         assert error["message"].startswith("disagg_prefill_dp_rank 2 is outside 0..1, the groups of prefill tcp://")
     assert groups.decode.counts.refusals == {"bad_request": 2}
+
+
+@pytest.mark.parametrize(("known", "named"), [(1, None), (1, 1), (2, None), (2, 1)])
+async def test_a_refusal_reaches_a_group_that_is_new_to_decode(groups: Groups, known: int, named: int | None) -> None:
+    """One that was not there when decode last asked, or that decode has no link to yet."""
+    prefill = f"127.0.0.1:{groups.port}"
+    groups.decode._ranks[prefill] = [node.info for node in groups.prefills[:known]]
+    half = groups.wait_at(1, 7)
+    groups.decode.refuse(7, prefill, Cause(Code.BAD_REQUEST, "the prompt is too long"), dp_rank=named)
+    with pytest.raises(KvflowError, match="the prompt is too long"):
+        await asyncio.wait_for(half.matched(), 5)
+    await half.released()
+
+
+async def test_a_refusal_reaches_the_groups_that_there_are(groups: Groups) -> None:
+    """The one that is named is none, and one that there should be is not there."""
+    half = groups.wait_at(0, 7)
+    [first, _] = [node.info for node in groups.prefills]
+    groups.decode.refuse(7, [first], Cause(Code.BAD_REQUEST, "no such group"), dp_rank=2)
+    with pytest.raises(KvflowError, match="no such group"):
+        await asyncio.wait_for(half.matched(), 5)
+    await half.released()
 
 
 @pytest.mark.parametrize("given", [-1, 1 << 40, "1", True, 0.5, [0]])

@@ -63,14 +63,16 @@ def group_for(ranks: Sequence[RankInfo], room: int, dp_rank: int | None = None) 
 
 
 def groups_to_tell(ranks: Sequence[RankInfo], room: int, dp_rank: int | None) -> list[Sequence[RankInfo]]:
-    """The groups at which the other half of a refused room may wait: its own; all, where the one it names is none.
+    """The groups at which the other half of a refused room may wait: its own; all that are known, where the one it
+    names is none.
 
     Raises: LostError, as `group_for`.
     """
     try:
         return [group_for(ranks, room, dp_rank)]
     except DpRankError:
-        return [group_for(ranks, room, group) for group in range(ranks[0].dp_size)]
+        known = sorted({info.dp_rank for info in ranks})
+        return [group_for(ranks, room, group) for group in known]
 
 
 def check_ranks(ranks: Sequence[RankInfo]) -> None:
