@@ -7,7 +7,6 @@ import threading
 from collections.abc import Callable
 from typing import Any, Self
 
-import msgspec
 import pytest
 import torch
 
@@ -245,8 +244,10 @@ async def test_the_token_of_a_computation_that_was_lost_is_not_taken(
             token=TokenOut(expected(early.prompt)[0] + 1),
         )  # fmt: skip
         send(wire.encode(wrong))
-        send(wire.encode(msgspec.structs.replace(ranks._status(), pid=77)))
-        await until(lambda: ranks.steps.statuses[1].pid == 77)
+        after: list[int] = []
+        ranks.steps._on_opened = lambda rank, ticket: after.append(ticket)
+        send(wire.encode(wire.Opened(ticket=1 << 40)))
+        await until(lambda: after == [1 << 40])
         await early.whole()
         assert [token for ticket, token in taken if ticket == early.ticket] == [expected(early.prompt)[0]]
         assert await early.meet() == expected(early.prompt)
