@@ -180,6 +180,7 @@ class PrefillGroup:
             if computing is not None and (asked.started or self._engine.has_places(computing)):
                 asked.group.close(cause)
                 self._engine.drop(computing)
+                self._steps.drop(asked.group.ticket)  # before a step is announced that needs its places
                 if not asked.token.done():
                     asked.token.set_exception(room_error(cause))
                     asked.token.exception()  # retrieved, so that asyncio does not log it: there may be no reader
