@@ -162,7 +162,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         float,
         Meta(
             description="Seconds that prefill's half of a room waits for a decode that has not announced itself; raise "
-            "it, up to minutes, behind proxies that call decode only after prefill has answered.",
+            "it, up to minutes, behind proxies that call decode late.",
             gt=0,
             le=3600,
         ),
