@@ -67,6 +67,7 @@ def test_smaller_groups(ranks: int) -> None:
         pytest.param(11070, id="a rank that leaves is not back yet"),
         pytest.param(11323, id="an earlier process of rank 0 asks the new leader first"),
         pytest.param(19105, id="a refusal without a leg is met by a decode of another request"),
+        pytest.param(33507, id="the end of a leg is met by the first of two decodes"),
     ],
 )
 def test_seeds_that_once_broke_something_break_nothing(seed: int) -> None:

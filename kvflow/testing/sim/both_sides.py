@@ -216,6 +216,10 @@ class BothSides:
             leg.peer is None and leg in over_at_s and over_at_s[leg] <= over_at_s.get(decode, 0.0) for leg in earlier
         ):
             return True  # that one's end was kept for a decode, which this one has been
+        if half in over_at_s and any(
+            at in self.acked for at, room in self.decodes.items() if at[0] == key[0] and room in others
+        ):
+            return True  # this one's end was, and that decode has had it
         ends = [over_at_s[room] for room in others if room in over_at_s]
         if half in over_at_s and any(end_s <= over_at_s[half] for end_s in ends):
             return True
