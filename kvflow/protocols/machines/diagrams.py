@@ -10,7 +10,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-from kvflow.protocols.machines import decode_room, grants, group, link, peer, prefill_room, residency
+from kvflow.protocols.machines import cached_run, decode_room, grants, group, link, peer, prefill_room, residency
 from kvflow.protocols.machines import loan as loans
 
 MERMAID: dict[str, Callable[[], str]] = {
@@ -23,6 +23,7 @@ MERMAID: dict[str, Callable[[], str]] = {
     "group member": group.MEMBER.mermaid,
     "group leader": group.LEADER.mermaid,
     "residency": residency.TABLE.mermaid,
+    "cached run": cached_run.TABLE.mermaid,
 }
 _PLACE = re.compile(r"(<!-- table: (?P<name>[a-z ]+) -->\n).*?(<!-- end -->)", re.DOTALL)
 

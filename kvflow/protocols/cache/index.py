@@ -1,0 +1,260 @@
+"""What of a prompt is cached, and where: the one door to the index. No clock and no pool of its own."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from kvflow.protocols.cache.hashes import ANY, TOKEN_BYTES, Namespace
+from kvflow.protocols.cache.nodes import PAGED, Node, Root, Run, Tier, common_pages, mend
+from kvflow.protocols.cache.residents import NOTHING, Freed, Gathered, Residents, check_pages, joined
+from kvflow.protocols.cache.writes import Write, Writes
+from kvflow.protocols.errors import MisuseError
+from kvflow.protocols.machines.cached_run import RunKind, RunPhase
+from kvflow.protocols.pages.layout import NO_PLACES, PageIndices
+
+
+class Match(NamedTuple):
+    """The longest cached prefix of a prompt. A node names the prefix that ends with it; it is None for an empty one."""
+
+    num_pages: int = 0  # cached on device or host
+    end: Node | None = None  # where that prefix ends
+    device_pages: PageIndices = NO_PLACES  # int32 [n]: of those, the first n that can be read on the device
+    device_end: Node | None = None
+    snapshot: int | None = None  # the row that holds the state at `end`
+
+
+class Inserted(NamedTuple):
+    """What came of pages that were handed over."""
+
+    end: Node | None
+    duplicates: PageIndices  # not taken: the cache has others for the same tokens, and the caller frees these
+    snapshot_taken: bool
+
+
+class Stats(NamedTuple):
+    """Pages per tier (device, host, storage), those on their way and those that a flush could not free yet included."""
+
+    num_pages: tuple[int, ...]
+    num_evicted: tuple[int, ...]
+    num_nodes: int
+    num_namespaces: int
+    writes_open: int
+    stale_ends: int
+
+
+class PrefixIndex:
+    """One prefix cache. Page numbers are the caller's: the index holds what it was given until it gives it back, as
+    duplicates or as Freed, each exactly once. Time is what the caller says it is, in seconds, and never goes back.
+    """
+
+    def __init__(self, page_size: int, policy: str = "lru", *, needs_snapshot: bool = False) -> None:
+        """`page_size`: tokens of a page. `needs_snapshot`: the model has states, and a prefix is of use only where
+        one was kept. Raises: MisuseError."""
+        if page_size < 1:
+            raise MisuseError(f"page_size {page_size}: at least 1 token is needed")
+        self.page_size, self._page_bytes, self._needs_snapshot = page_size, page_size * TOKEN_BYTES, needs_snapshot
+        self._residents = Residents(policy, self._page_bytes)
+        self._writes = Writes(self._residents)
+        self._now_s = float("-inf")
+
+    def match(self, tokens: bytes, now_s: float, namespace: Namespace = ANY) -> Match:
+        """The longest cached prefix of whole pages of `tokens` (see `hashes.token_bytes`), marked as used now.
+
+        Where a state is needed it ends where there is one; to use no more than what the device has, match its tokens.
+        Raises: MisuseError.
+        """
+        self._check(tokens, now_s)
+        root = self._residents.roots.get(namespace)
+        if root is None:
+            return _MISS
+        path = self._walk(root, tokens)
+        if self._needs_snapshot:
+            while path and path[-1].snapshot is None:
+                path.pop()
+        if not path:
+            return _MISS
+        device: list[PageIndices] = []
+        device_end = None
+        present = RunPhase.PRESENT
+        contiguous = True
+        for node in path:
+            node.used_s = now_s
+            node.hits += 1
+            if contiguous:
+                if node.phase[0] is present:
+                    device.append(node.pages[0])  # type: ignore[arg-type]  # PRESENT has pages
+                    device_end = node
+                else:
+                    contiguous = False
+        end = path[-1]
+        return Match(end.depth, end, joined(device), device_end, end.snapshot)
+
+    def insert(
+        self,
+        tokens: bytes,
+        pages: PageIndices,
+        now_s: float,
+        namespace: Namespace = ANY,
+        *,
+        shared: int = 0,
+        priority: int = 0,
+        snapshot: int | None = None,
+    ) -> Inserted:
+        """Hand over the device pages of a finished request: int32, one for each whole page of `tokens` after the first
+        `shared`, which are the cache's own, matched and locked by the request. `snapshot`: a row with the state at the
+        end of the last page. The array is kept and must not change. Raises: MisuseError, and then nothing was taken.
+        """
+        self._check(tokens, now_s)
+        check_pages(pages)
+        total = len(tokens) // self._page_bytes
+        if shared < 0 or len(pages) != total - shared:
+            raise MisuseError(f"{len(pages)} pages given for {total} pages of tokens, of which {shared} are shared")
+        root = self._residents.roots.get(namespace) or Root(namespace)
+        path = self._walk(root, tokens)
+        self._check_shared(path, shared)
+        duplicates: list[PageIndices] = []
+        gathered = Gathered()  # nothing comes back when pages are given
+        for node in path:
+            node.used_s = now_s
+            if priority > node.priority:
+                node.priority = priority
+            start, stop = node.depth - node.num_pages - shared, node.depth - shared
+            if stop <= 0:
+                continue
+            given = pages[max(start, 0) : stop]
+            if self._residents.feed(node, Tier.DEVICE, RunKind.GIVEN, given, gathered):
+                duplicates.append(given)
+            else:
+                self._residents.offer(node)
+        end = path[-1] if path else root
+        if end.depth < total:
+            end = self._append(end, tokens, pages[end.depth - shared :], now_s, priority)
+            self._residents.roots[namespace] = root
+        if end is root:
+            return Inserted(None, NO_PLACES, False)
+        taken = snapshot is not None and end.snapshot is None
+        if taken:
+            end.snapshot = snapshot
+        return Inserted(end, joined(duplicates), taken)
+
+    def lock(self, node: Node) -> None:
+        """Keep the device pages of the prefix that ends with `node`, as often as it is called. Raises: MisuseError."""
+        above: Node = node
+        while above.parent is not None and above.phase[Tier.DEVICE] is RunPhase.PRESENT:
+            above = above.parent
+        if above is node or not isinstance(above, Root) or node.detached:
+            raise MisuseError("cannot lock a prefix that is not all on the device: match it again")
+        node.locks += 1
+
+    def unlock(self, node: Node) -> Freed:
+        """End one lock. What comes back was flushed meanwhile. Raises: MisuseError."""
+        if not node.locks:
+            raise MisuseError("cannot unlock a prefix that is not locked")
+        node.locks -= 1
+        if node.locks:
+            return NOTHING
+        gathered = Gathered()
+        self._residents.released(node, gathered)
+        return gathered.freed()
+
+    def missing(self, end: Node, source: Tier, target: Tier) -> int:
+        """How many pages of the prefix that ends with `end` a write would copy at most. Raises: MisuseError."""
+        return self._writes.missing(end, source, target)
+
+    def begin_write(
+        self, end: Node, source: Tier, target: Tier, pages: PageIndices = NO_PLACES, *, count: int | None = None
+    ) -> Write:
+        """Begin to copy what `target` lacks of the prefix that ends with `end`: its first len(pages) pages, into
+        `pages` (int32), which are the index's from now on; to storage the first `count`. Its end must be told by `ack`
+        or `fail`, once nothing reads or writes these pages any more. Raises: MisuseError, and then nothing was taken.
+        """
+        return self._writes.begin(end, source, target, pages, len(pages) if count is None else count)
+
+    def ack(self, number: int) -> Freed:
+        """The write has landed. A write that has ended already is counted, and nothing changes."""
+        return self._writes.end(number, RunKind.ACK)
+
+    def fail(self, number: int) -> Freed:
+        """The write has ended, and may have left anything in its target: those pages come back."""
+        return self._writes.end(number, RunKind.FAIL)
+
+    def evict(self, tier: Tier, count: int) -> Freed:
+        """Free `count` pages of device or host, first what the policy names first; fewer if the rest is in use. An end
+        with a snapshot goes as a whole, so it may be more. Raises: MisuseError."""
+        if tier not in PAGED:
+            raise MisuseError("only device and host have pages that can be evicted")
+        gathered = Gathered()
+        self._residents.evict(tier, count, gathered)
+        return gathered.freed()
+
+    def flush(self) -> Freed:
+        """Forget everything: nothing of it is matched any more. Pages that a lock or a write still holds come back
+        when it ends."""
+        gathered = Gathered()
+        self._residents.flush(gathered)
+        return gathered.freed()
+
+    def stats(self) -> Stats:
+        own = self._residents
+        return Stats(
+            tuple(own.num_pages),
+            tuple(own.num_evicted),
+            own.num_nodes,
+            len(own.roots),
+            len(self._writes),
+            self._writes.num_stale,
+        )
+
+    def _walk(self, node: Node, tokens: bytes) -> list[Node]:
+        """The nodes of the longest common path; where the tokens leave a node in its middle it is split."""
+        size, at, last = self._page_bytes, 0, len(tokens) - self._page_bytes
+        path: list[Node] = []
+        while at <= last:
+            child = node.children.get(tokens[at : at + size])
+            if child is None:
+                break
+            if child.frayed:
+                mend(child, size)
+            if not tokens.startswith(child.tokens, at):
+                path.append(self._residents.split(child, common_pages(child, tokens, at, size)))
+                break
+            at += len(child.tokens)
+            path.append(child)
+            node = child
+        return path
+
+    def _append(self, parent: Node, tokens: bytes, pages: PageIndices, now_s: float, priority: int) -> Node:
+        """A new run below `parent`, of all whole pages that are left of `tokens`."""
+        at, run = parent.depth * self._page_bytes, Run()
+        own = tokens[at : at + len(pages) * self._page_bytes]
+        node = Node(parent, run, 0, own, len(pages))
+        run.nodes.append(node)
+        node.used_s, node.priority = now_s, priority
+        parent.children[own[: self._page_bytes]] = node
+        self._residents.num_nodes += 1
+        self._residents.feed(node, Tier.DEVICE, RunKind.GIVEN, pages, Gathered())
+        self._residents.offer(node)
+        return node
+
+    def _check(self, tokens: bytes, now_s: float) -> None:
+        if type(tokens) is not bytes or len(tokens) % TOKEN_BYTES:
+            raise MisuseError(
+                "tokens must be bytes, 4 for each token id: see kvflow.protocols.cache.hashes.token_bytes"
+            )
+        if not now_s >= self._now_s:
+            raise MisuseError(f"time went back from {self._now_s} s to {now_s} s")
+        self._now_s = now_s
+
+    def _check_shared(self, path: list[Node], shared: int) -> None:
+        have = 0
+        for node in path:
+            if have >= shared or node.phase[Tier.DEVICE] is not RunPhase.PRESENT:
+                break
+            have = node.depth
+        if have < shared:
+            raise MisuseError(
+                f"{shared} pages are said to be shared, and the device has {have} of them: lock what you use"
+            )
+
+
+_MISS = Match()

@@ -1,0 +1,35 @@
+"""Which run is evicted first: the one with the smallest key. A key may only grow while its node lives.
+
+lru        the longest unused
+lfu        the least often matched, of these the longest unused
+slru       those matched fewer than two times before all others; the longest unused of each
+priority   the lowest priority, of these the longest unused
+depth      the deepest, of these the longest unused
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from kvflow.protocols.cache.nodes import Node
+from kvflow.protocols.errors import MisuseError
+
+PROTECTED_HITS = 2
+Key = Callable[[Node], Any]
+
+POLICIES: dict[str, Key] = {
+    "lru": lambda node: node.used_s,
+    "lfu": lambda node: (node.hits, node.used_s),
+    "slru": lambda node: (node.hits >= PROTECTED_HITS, node.used_s),
+    "priority": lambda node: (node.priority, node.used_s),
+    "depth": lambda node: (-node.depth, node.used_s),
+}
+
+
+def policy_key(name: str) -> Key:
+    """Raises: MisuseError."""
+    try:
+        return POLICIES[name]
+    except KeyError:
+        raise MisuseError(f"unknown eviction policy {name!r}; use {', '.join(POLICIES)}") from None

@@ -1,0 +1,184 @@
+"""Which nodes are in which tier, and which of them leave it first. O(log n) per node that is taken out."""
+
+from __future__ import annotations
+
+import heapq
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from kvflow.protocols.cache.nodes import PAGED, Node, Root, Tier, split
+from kvflow.protocols.cache.policies import policy_key
+from kvflow.protocols.errors import MisuseError
+from kvflow.protocols.machines.cached_run import TABLE, RunCommand, RunKind, RunPhase
+from kvflow.protocols.pages.layout import NO_PLACES, PageIndices
+
+
+class Freed(NamedTuple):
+    """What the index no longer holds, and the caller gives back to its pools: page numbers, and rows of snapshots."""
+
+    device: PageIndices = NO_PLACES
+    host: PageIndices = NO_PLACES
+    snapshots: tuple[int, ...] = ()
+
+
+NOTHING = Freed()
+
+
+class Gathered:
+    """What becomes one Freed."""
+
+    __slots__ = ("pages", "snapshots")
+
+    def __init__(self) -> None:
+        self.pages: tuple[list[PageIndices], list[PageIndices]] = ([], [])
+        self.snapshots: list[int] = []
+
+    def freed(self) -> Freed:
+        device, host = self.pages
+        return Freed(joined(device), joined(host), tuple(self.snapshots)) if device or host else NOTHING
+
+
+def check_pages(pages: object) -> None:
+    """Raises: MisuseError unless they are int32 [n]."""
+    if not isinstance(pages, np.ndarray):
+        raise MisuseError(f"pages must be a numpy array of int32, not {type(pages).__name__}")
+    if pages.dtype != np.int32 or pages.ndim != 1:
+        raise MisuseError(f"pages must be a numpy array of int32 [n], not {pages.dtype} of shape {pages.shape}")
+
+
+def joined(parts: list[PageIndices]) -> PageIndices:
+    """int32 [n]."""
+    return np.concatenate(parts) if len(parts) > 1 else parts[0] if parts else NO_PLACES
+
+
+class Residents:
+    """Feeds the table of runs, counts, and keeps a queue per tier of what may leave it.
+
+    A queue holds keys of the time they were put there. Keys only grow, so the first one that is still true is the
+    smallest; the others are put back with the new key, once per use at most.
+    """
+
+    def __init__(self, policy: str, page_bytes: int) -> None:
+        """`page_bytes`: of the tokens of one page. Raises: MisuseError."""
+        self._page_bytes = page_bytes
+        self._key = policy_key(policy)
+        self._queues: tuple[list[tuple[Any, int, Node]], ...] = ([], [])
+        self._pushed = 0
+        self.roots: dict[Any, Root] = {}
+        self.num_pages = [0, 0, 0]  # per tier, those on their way included
+        self.num_nodes = 0
+        self.num_evicted = [0, 0]
+
+    def offer(self, node: Node) -> None:
+        """Something about `node` has changed: put it in the queue of every tier that it may leave now."""
+        if node.detached:
+            return
+        for tier in PAGED:
+            if not node.queued & 1 << tier and node.evictable(tier):
+                self._push(node, tier)
+
+    def _push(self, node: Node, tier: Tier) -> None:
+        node.queued |= 1 << tier
+        self._pushed += 1
+        heapq.heappush(self._queues[tier], (self._key(node), self._pushed, node))
+
+    def feed(self, node: Node, tier: Tier, kind: RunKind, pages: PageIndices | None, gathered: Gathered) -> bool:
+        """One event of one node; `pages` are the ones it brings. Return whether they were duplicates and come back."""
+        move = TABLE.moves[node.phase[tier], kind]
+        assert move is not None
+        if RunCommand.RETURN_DUPLICATE in move.commands:
+            return True
+        there = move.phase is not RunPhase.ABSENT
+        if there is (node.phase[tier] is RunPhase.ABSENT):
+            change = 1 if there else -1
+            self.num_pages[tier] += change * node.num_pages
+            if tier is not Tier.STORAGE:
+                assert node.parent is not None
+                node.parent.below[tier] += change
+        if tier is not Tier.STORAGE:
+            if pages is not None:
+                node.pages[tier] = pages
+            if RunCommand.FREE in move.commands:
+                old, node.pages[tier] = node.pages[tier], None
+                assert old is not None
+                gathered.pages[tier].append(old)
+        node.phase[tier] = move.phase
+        return False
+
+    def split(self, node: Node, keep: int, *, fray: bool = False) -> Node:
+        """See `nodes.split`."""
+        self.num_nodes += 1
+        return split(node, keep, self._page_bytes, fray=fray)
+
+    def evict(self, tier: Tier, wanted: int, gathered: Gathered) -> None:
+        """Take `wanted` pages out of a tier, from the ends of leaves; fewer when the others are in use, more when a run
+        ends in a snapshot, which is of no use without its last page."""
+        queue = self._queues[tier]
+        while wanted > 0 and queue:
+            key, _, node = heapq.heappop(queue)
+            node.queued &= ~(1 << tier)
+            if not node.evictable(tier):
+                continue  # it is offered again when that ends
+            if self._key(node) != key:
+                self._push(node, tier)
+                continue
+            if node.num_pages > wanted and node.snapshot is None:
+                self.split(node, node.num_pages - wanted, fray=True)
+            wanted -= node.num_pages
+            self.num_evicted[tier] += node.num_pages
+            parent = node.parent
+            assert parent is not None
+            self.feed(node, tier, RunKind.EVICT, None, gathered)
+            self._prune(node, gathered)
+            self.offer(parent)
+
+    def _prune(self, node: Node, gathered: Gathered) -> None:
+        """Remove `node` if it can be read nowhere; it has no children then."""
+        if node.phase[Tier.DEVICE] is RunPhase.ABSENT and node.phase[Tier.HOST] is RunPhase.ABSENT:
+            self._remove(node, gathered)
+
+    def _remove(self, node: Node, gathered: Gathered) -> None:
+        parent = node.parent
+        assert parent is not None and not node.children
+        if node.phase[Tier.STORAGE] is RunPhase.PRESENT:
+            self.feed(node, Tier.STORAGE, RunKind.EVICT, None, gathered)  # the index forgets it; the store keeps it
+        if node.snapshot is not None:
+            gathered.snapshots.append(node.snapshot)
+            node.snapshot = None
+        del parent.children[node.tokens[: self._page_bytes]]
+        last = node.run.nodes.pop()
+        assert last is node, "the nodes of a run go from its end"
+        node.parent = None
+        self.num_nodes -= 1
+        if not parent.children and isinstance(parent, Root) and self.roots.get(parent.namespace) is parent:
+            del self.roots[parent.namespace]
+
+    def released(self, node: Node, gathered: Gathered) -> None:
+        """A lock or a copy of `node` has ended: it may be evicted again; if flushed, it is freed with what is above."""
+        if not node.detached:
+            self.offer(node)
+            return
+        current: Node | None = node
+        while current is not None and not isinstance(current, Root) and not current.children and not current.held:
+            above = current.parent
+            self._discard(current, gathered)
+            current = above
+
+    def _discard(self, node: Node, gathered: Gathered) -> None:
+        for tier in PAGED:
+            if node.phase[tier] is RunPhase.PRESENT:
+                self.feed(node, tier, RunKind.EVICT, None, gathered)
+        self._remove(node, gathered)
+
+    def flush(self, gathered: Gathered) -> None:
+        """Forget everything; what is in use is freed when that ends."""
+        nodes: list[Node] = list(self.roots.values())
+        for node in nodes:  # it grows meanwhile: each node stands after its parent
+            nodes.extend(node.children.values())
+            node.detached, node.queued = True, 0
+        self.roots = {}
+        self._queues = ([], [])
+        for node in reversed(nodes):
+            if not isinstance(node, Root) and not node.children and not node.held:
+                self._discard(node, gathered)

@@ -1,0 +1,137 @@
+"""The index and the oracle side by side: each call does the same to both, and compares what comes out."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from kvflow.protocols.cache.hashes import Namespace, token_bytes
+from kvflow.protocols.cache.index import Match, PrefixIndex
+from kvflow.protocols.cache.nodes import Node, Tier
+from kvflow.protocols.cache.residents import Freed
+from tests.protocols.cache.oracle import DEVICE, HOST, Key, Oracle
+
+PAGE_SIZE, POOL = 2, 24
+
+
+def tokens(prompt: tuple[int, ...]) -> bytes:
+    return token_bytes([token for page in prompt for token in (7, page)])
+
+
+def array(pages: list[int]) -> np.ndarray[Any, np.dtype[np.int32]]:
+    return np.array(pages, np.int32)
+
+
+class Driver:
+    def __init__(self, policy: str) -> None:
+        self.index, self.oracle = PrefixIndex(PAGE_SIZE, policy), Oracle(policy)
+        self.free = [set(range(POOL)), set(range(POOL))]
+        self.now = 0.0
+        self.locked: list[tuple[Node, Key]] = []
+        self.ended: list[int] = []
+
+    def take(self, tier: int, count: int) -> list[int]:
+        taken = sorted(self.free[tier])[:count]
+        self.free[tier] -= set(taken)
+        return taken
+
+    def give_back(self, tier: int, pages: list[int]) -> None:
+        assert len(set(pages)) == len(pages) and not self.free[tier] & set(pages), "a page came back twice"
+        self.free[tier] |= set(pages)
+
+    def give_all_back(self, freed: Freed, expected: tuple[set[int], set[int]]) -> None:
+        for tier, pages in ((DEVICE, freed.device), (HOST, freed.host)):
+            assert set(pages.tolist()) == expected[tier]
+            self.give_back(tier, pages.tolist())
+
+    def find(self, namespace: Namespace, prompt: tuple[int, ...]) -> tuple[Match, int]:
+        self.now += 1
+        found = self.index.match(tokens(prompt), self.now, namespace)
+        count, device = self.oracle.match(namespace, prompt, self.now)
+        assert (found.num_pages, found.device_pages.tolist()) == (count, device)
+        return found, len(device)
+
+    def insert(self, namespace: Namespace, prompt: tuple[int, ...], priority: int, share: bool) -> None:
+        shared = self.find(namespace, prompt)[1] if share else 0
+        if len(self.free[DEVICE]) < len(prompt):
+            return
+        given = self.take(DEVICE, len(prompt) - shared)
+        self.now += 1
+        inserted = self.index.insert(
+            tokens(prompt), array(given), self.now, namespace, shared=shared, priority=priority
+        )
+        duplicates = self.oracle.insert(namespace, prompt, given, shared, self.now, priority)
+        assert inserted.duplicates.tolist() == duplicates
+        assert inserted.end is not None and inserted.end.depth == len(prompt)
+        self.give_back(DEVICE, duplicates)
+
+    def lock(self, namespace: Namespace, prompt: tuple[int, ...]) -> None:
+        found, count = self.find(namespace, prompt)
+        if found.device_end is not None:
+            self.index.lock(found.device_end)
+            key = self.oracle.prefixes(namespace, prompt)[count - 1]
+            self.oracle.pages[key].locks += 1
+            self.locked.append((found.device_end, key))
+
+    def unlock(self, which: int) -> None:
+        node, key = self.locked.pop(which)
+        self.oracle.pages[key].locks -= 1
+        self.give_all_back(self.index.unlock(node), self.oracle.reap((set(), set())))
+
+    def begin_write(self, namespace: Namespace, prompt: tuple[int, ...], route: tuple[int, int], cut: int) -> None:
+        found, _ = self.find(namespace, prompt)
+        if found.end is None:
+            return
+        source, target = Tier(route[0]), Tier(route[1])
+        keys = self.oracle.missing(self.oracle.prefixes(namespace, prompt)[: found.num_pages], source, target)
+        assert self.index.missing(found.end, source, target) == len(keys)
+        keys = keys[: max(1, len(keys) - cut)]
+        if not keys or (target is not Tier.STORAGE and len(self.free[target]) < len(keys)):
+            return
+        given = [] if target is Tier.STORAGE else self.take(target, len(keys))
+        write = self.index.begin_write(found.end, source, target, array(given), count=len(keys))
+        assert write.source_pages.tolist() == [self.oracle.pages[key].number[source] for key in keys]
+        assert [page for offsets in write.offsets for page in offsets] == [len(key) - 3 for key in keys]
+        self.oracle.begin(write.number, keys, source, target, given)
+
+    def end(self, number: int, landed: bool) -> None:
+        freed = self.index.ack(number) if landed else self.index.fail(number)
+        self.give_all_back(freed, self.oracle.end(number, landed))
+        self.ended.append(number)
+
+    def evict(self, tier: Tier, count: int) -> None:
+        freed = self.index.evict(tier, count)
+        pages = (freed.device, freed.host)[tier].tolist()
+        assert not len((freed.host, freed.device)[tier])
+        self.oracle.evict(tier, pages, exact=count == 1)
+        assert len(pages) == count or not self.oracle.candidates(tier), "something could have been evicted"
+        assert len(pages) <= count
+        self.give_back(tier, pages)
+
+    def flush(self) -> None:
+        self.give_all_back(self.index.flush(), self.oracle.flush())
+
+    def every_page_is_free_or_held(self) -> None:
+        for tier in (DEVICE, HOST):
+            held = self.oracle.held(tier)
+            assert not held & self.free[tier] and len(held) + len(self.free[tier]) == POOL
+            assert self.index.stats().num_pages[tier] == len(held)
+
+    def finish(self) -> None:
+        """At rest nothing is held."""
+        for number in sorted(self.oracle.writes):
+            self.end(number, False)
+        while self.locked:
+            node, key = self.locked.pop()
+            self.oracle.pages[key].locks -= 1
+            self.give_all_back(self.index.unlock(node), self.oracle.reap((set(), set())))
+        for _ in range(2 * POOL):  # neither tier can be emptied first where pages of one lie below those of the other
+            pages = [self.index.evict(tier, POOL) for tier in (Tier.DEVICE, Tier.HOST)]
+            self.give_back(DEVICE, pages[0].device.tolist())
+            self.give_back(HOST, pages[1].host.tolist())
+            if not pages[0].device.size and not pages[1].host.size:
+                break
+        assert [len(pages) for pages in self.free] == [POOL, POOL]
+        stats = self.index.stats()
+        assert (stats.num_pages, stats.num_nodes, stats.num_namespaces, stats.writes_open) == ((0, 0, 0), 0, 0, 0)

@@ -1,0 +1,153 @@
+"""What the index must do, told page by page: a map from whole prefixes to records, with nothing clever in it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from kvflow.protocols.machines.cached_run import RunPhase
+
+ABSENT, ARRIVING, PRESENT = RunPhase.ABSENT, RunPhase.ARRIVING, RunPhase.PRESENT
+DEVICE, HOST, STORAGE = range(3)
+Key = tuple[Any, ...]  # (epoch, namespace, page, page, ...): all tokens up to the end of the last page
+
+
+@dataclass
+class Page:
+    phase: list[RunPhase] = field(default_factory=lambda: [ABSENT, ABSENT, ABSENT])
+    number: list[int] = field(default_factory=lambda: [-1, -1])
+    readers: list[int] = field(default_factory=lambda: [0, 0])
+    used: float = 0.0
+    hits: int = 0
+    priority: int = 0
+    locks: int = 0
+
+
+KEYS = {
+    "lru": lambda key, page: page.used,
+    "lfu": lambda key, page: (page.hits, page.used),
+    "slru": lambda key, page: (page.hits >= 2, page.used),
+    "priority": lambda key, page: (page.priority, page.used),
+    "depth": lambda key, page: (-len(key), page.used),
+}
+
+
+class Oracle:
+    def __init__(self, policy: str) -> None:
+        self.pages: dict[Key, Page] = {}
+        self.epoch = 0
+        self.policy = policy
+        self.writes: dict[int, tuple[list[Key], int, int]] = {}
+
+    def prefixes(self, namespace: object, prompt: tuple[int, ...]) -> list[Key]:
+        return [(self.epoch, namespace, *prompt[: n + 1]) for n in range(len(prompt))]
+
+    def match(self, namespace: object, prompt: tuple[int, ...], now: float) -> tuple[int, list[int]]:
+        found = []
+        for key in self.prefixes(namespace, prompt):
+            if key not in self.pages:
+                break
+            found.append(self.pages[key])
+        device: list[int] = []
+        for page in found:
+            page.used, page.hits = now, page.hits + 1
+        for page in found:
+            if page.phase[DEVICE] is not PRESENT:
+                break
+            device.append(page.number[DEVICE])
+        return len(found), device
+
+    def insert(
+        self, namespace: object, prompt: tuple[int, ...], given: list[int], shared: int, now: float, priority: int
+    ) -> list[int]:
+        duplicates = []
+        for index, key in enumerate(self.prefixes(namespace, prompt)):
+            page = self.pages.setdefault(key, Page())
+            page.used, page.priority = now, max(priority, page.priority)
+            if index < shared:
+                continue
+            if page.phase[DEVICE] is ABSENT:
+                page.phase[DEVICE], page.number[DEVICE] = PRESENT, given[index - shared]
+            else:
+                duplicates.append(given[index - shared])
+        return duplicates
+
+    def missing(self, prefix: list[Key], source: int, target: int) -> list[Key]:
+        pages = self.pages
+        return [k for k in prefix if pages[k].phase[target] is ABSENT and pages[k].phase[source] is PRESENT]
+
+    def begin(self, number: int, keys: list[Key], source: int, target: int, given: list[int]) -> None:
+        for index, key in enumerate(keys):
+            page = self.pages[key]
+            page.phase[target] = ARRIVING
+            page.readers[source] += 1
+            if target != STORAGE:
+                page.number[target] = given[index]
+        self.writes[number] = (keys, source, target)
+
+    def end(self, number: int, landed: bool) -> tuple[set[int], set[int]]:
+        freed: tuple[set[int], set[int]] = (set(), set())
+        keys, source, target = self.writes.pop(number, ([], 0, 0))
+        for key in keys:
+            page = self.pages[key]
+            page.readers[source] -= 1
+            page.phase[target] = PRESENT if landed else ABSENT
+            if not landed and target != STORAGE:
+                freed[target].add(page.number[target])
+        return self.reap(freed)
+
+    def children(self, key: Key) -> list[Page]:
+        return [page for other, page in self.pages.items() if len(other) == len(key) + 1 and other[: len(key)] == key]
+
+    def evictable(self, key: Key, tier: int) -> bool:
+        page, below = self.pages[key], self.children(key)
+        return (
+            key[0] == self.epoch
+            and page.phase[tier] is PRESENT
+            and not page.readers[tier]
+            and not (tier == DEVICE and page.locks)
+            and all(child.phase[tier] is ABSENT for child in below)
+            and (not below or page.phase[1 - tier] is PRESENT)
+        )
+
+    def candidates(self, tier: int) -> list[Key]:
+        return [key for key in self.pages if self.evictable(key, tier)]
+
+    def rank(self, key: Key) -> Any:
+        return KEYS[self.policy](key, self.pages[key])  # type: ignore[no-untyped-call]
+
+    def evict(self, tier: int, freed: list[int], *, exact: bool) -> None:
+        """Apply what was freed, one page after the other, and check that each was allowed to go, and was the first."""
+        left = set(freed)
+        assert len(left) == len(freed)
+        while left:
+            able = self.candidates(tier)
+            gone = [key for key in able if self.pages[key].number[tier] in left]
+            assert gone, f"pages {sorted(left)} were in use, or not leaves"
+            if exact:
+                assert self.rank(gone[0]) == min(self.rank(key) for key in able)
+            for key in gone:
+                page = self.pages[key]
+                left.remove(page.number[tier])
+                page.phase[tier] = ABSENT
+                if page.phase[DEVICE] is ABSENT and page.phase[HOST] is ABSENT:
+                    del self.pages[key]
+
+    def flush(self) -> tuple[set[int], set[int]]:
+        self.epoch += 1
+        return self.reap((set(), set()))
+
+    def reap(self, freed: tuple[set[int], set[int]]) -> tuple[set[int], set[int]]:
+        """Free the flushed pages that nothing at or below them uses any more."""
+        held = [key for key, page in self.pages.items() if page.locks or any(page.readers) or ARRIVING in page.phase]
+        for key in [key for key in self.pages if key[0] < self.epoch]:
+            if not any(other[: len(key)] == key for other in held):
+                page = self.pages.pop(key)
+                for tier in (DEVICE, HOST):
+                    if page.phase[tier] is PRESENT:
+                        freed[tier].add(page.number[tier])
+        return freed
+
+    def held(self, tier: int) -> set[int]:
+        """Page numbers that the index has."""
+        return {page.number[tier] for page in self.pages.values() if page.phase[tier] is not ABSENT}

@@ -1,0 +1,207 @@
+"""Single stories of the index: splits under copies, stale acknowledgements, locks, order, snapshots, bad input."""
+
+from __future__ import annotations
+
+import gc
+import itertools
+
+import numpy as np
+import pytest
+
+from kvflow.protocols.cache.hashes import ANY, Namespace, token_bytes
+from kvflow.protocols.cache.index import PrefixIndex
+from kvflow.protocols.cache.nodes import Tier
+from kvflow.protocols.errors import MisuseError
+
+DEVICE, HOST, STORAGE = Tier
+
+
+def pages(*numbers: int) -> np.ndarray:
+    return np.array(numbers, np.int32)
+
+
+class Cache:
+    """Pages of one token; page numbers on the device are 100 + the order of insertion."""
+
+    def __init__(self, policy: str = "lru", *, needs_snapshot: bool = False) -> None:
+        self.index = PrefixIndex(1, policy, needs_snapshot=needs_snapshot)
+        self.clock = itertools.count()
+        self.next_page = 100
+
+    def insert(self, *ids: int, **keywords):
+        given = np.arange(self.next_page, self.next_page + len(ids), dtype=np.int32)
+        self.next_page += len(ids)
+        return self.index.insert(token_bytes(ids), given, next(self.clock), **keywords)
+
+    def match(self, *ids: int, namespace: Namespace = ANY):
+        return self.index.match(token_bytes(ids), next(self.clock), namespace)
+
+    def back_up(self, *ids: int, at: int = 0):
+        found = self.match(*ids)
+        count = self.index.missing(found.end, DEVICE, HOST)
+        return self.index.begin_write(found.end, DEVICE, HOST, pages(*range(at, at + count)))
+
+
+@pytest.mark.parametrize("order", list(itertools.permutations(range(3))))
+@pytest.mark.parametrize("failing", [None, 0, 1, 2])
+def test_splits_on_both_sides_of_three_pending_copies(order: tuple[int, ...], failing: int | None) -> None:
+    cache = Cache()
+    cache.insert(1, 2, 3, 4, 5, 6)
+    writes = []
+    for length in (2, 4, 6):  # each is what the host lacks so far
+        found = cache.match(*range(1, length + 1))
+        writes.append(cache.index.begin_write(found.end, DEVICE, HOST, pages(length - 2, length - 1)))
+    for fork in ((1, 9), (1, 2, 3, 9), (1, 2, 3, 4, 5, 9)):
+        cache.insert(*fork)
+    assert len(cache.index.evict(DEVICE, 50).device) == 3, "only the forks' ends can go"
+    for number in order:
+        freed = (cache.index.fail if number == failing else cache.index.ack)(writes[number].number)
+        assert sorted(freed.host.tolist()) == ([2 * number, 2 * number + 1] if number == failing else [])
+    hole = [] if failing is None else [100 + 2 * failing, 101 + 2 * failing]
+    end = cache.match(1, 2, 3, 4, 5, 6).end
+    assert cache.index.missing(end, DEVICE, HOST) == len(hole)
+    if hole:  # it is visible, and heals
+        again = cache.index.begin_write(end, DEVICE, HOST, pages(50, 51))
+        assert again.source_pages.tolist() == hole
+        cache.index.ack(again.number)
+    assert len(cache.index.evict(DEVICE, 50).device) == 6
+    found = cache.match(1, 2, 3, 4, 5, 6)
+    assert (found.num_pages, len(found.device_pages)) == (6, 0)
+    load = cache.index.begin_write(found.end, HOST, DEVICE, pages(*range(6)))
+    wanted = [50 + n % 2 if failing is not None and n // 2 == failing else n for n in range(6)]
+    assert load.source_pages.tolist() == wanted
+
+
+def test_a_stale_acknowledgement_changes_nothing_of_a_run_that_was_written_again() -> None:
+    cache = Cache()
+    cache.insert(1, 2)
+    first = cache.back_up(1, 2)
+    assert cache.index.fail(first.number).host.tolist() == [0, 1]
+    assert cache.index.evict(DEVICE, 2).device.tolist() == [100, 101]
+    cache.insert(1, 2)
+    second = cache.back_up(1, 2, at=7)
+    for end in (cache.index.ack, cache.index.fail):
+        assert end(first.number).host.tolist() == []
+    assert not len(cache.index.evict(DEVICE, 2).device), "the second copy still reads these pages"
+    assert cache.index.fail(second.number).host.tolist() == [7, 8]
+    assert cache.index.stats().stale_ends == 2
+
+
+def test_a_flush_holds_what_a_copy_and_a_lock_use_until_they_end() -> None:
+    cache = Cache()
+    locked = cache.insert(1, 2).end
+    cache.insert(1, 2, 3)
+    cache.insert(4)
+    cache.index.lock(locked)
+    write = cache.back_up(1, 2, 3)
+    assert cache.index.flush().device.tolist() == [105]
+    assert cache.match(1, 2, 3).num_pages == 0
+    freed = cache.index.ack(write.number)
+    assert (freed.device.tolist(), freed.host.tolist()) == ([104], [2])
+    freed = cache.index.unlock(locked)
+    assert (freed.device.tolist(), freed.host.tolist()) == ([100, 101], [0, 1])
+    assert cache.index.stats().num_nodes == 0
+
+
+@pytest.mark.parametrize(
+    ("policy", "order"), [("lru", "abcd"), ("lfu", "cbda"), ("slru", "cabd"), ("priority", "cdab")]
+)
+def test_order_of_eviction(policy: str, order: str) -> None:
+    cache = Cache(policy)
+    for name, priority in zip("abcd", (1, 2, 0, 0), strict=True):
+        cache.insert(ord(name), priority=priority)
+    for name in "aaabbcdd":
+        cache.match(ord(name))
+    gone = [int(cache.index.evict(DEVICE, 1).device[0]) for _ in order]
+    assert "".join("abcd"[page - 100] for page in gone) == order
+
+
+def test_by_depth_the_deepest_page_goes_first() -> None:
+    cache = Cache("depth")
+    for prompt in ((1,), (2,), (3,), (4,), (1, 5, 6), (3, 5)):
+        cache.insert(*prompt)  # of the last two, pages 104 and 107 are duplicates
+    gone = [int(cache.index.evict(DEVICE, 1).device[0]) for _ in range(7)]
+    assert gone == [106, 105, 108, 101, 103, 100, 102]
+
+
+def test_snapshots_bound_what_a_model_with_states_matches() -> None:
+    cache = Cache(needs_snapshot=True)
+    assert cache.insert(1, 2, 3, 4, snapshot=7).snapshot_taken
+    assert cache.match(1, 2).num_pages == 0
+    assert cache.insert(1, 2, snapshot=8).snapshot_taken
+    assert not cache.insert(1, 2, snapshot=9).snapshot_taken
+    found = cache.match(1, 2, 9)
+    assert (found.num_pages, found.snapshot) == (2, 8)
+    assert cache.match(1, 2, 3, 4, 5).snapshot == 7
+    freed = cache.index.evict(DEVICE, 1)
+    assert (freed.device.tolist(), freed.snapshots) == ([102, 103], (7,)), "no part of it is of use without its end"
+    assert cache.index.evict(DEVICE, 2).snapshots == (8,)
+
+
+def test_namespaces_share_nothing_and_leave_nothing() -> None:
+    cache = Cache()
+    lora = Namespace(lora="french")
+    cache.insert(1, 2, namespace=lora)
+    assert (cache.match(1, 2).num_pages, cache.match(1, 2, namespace=lora).num_pages) == (0, 2)
+    cache.index.evict(DEVICE, 2)
+    assert cache.index.stats().num_namespaces == 0
+
+
+def test_a_million_tokens_and_a_path_of_many_nodes() -> None:
+    index = PrefixIndex(16)
+    tokens = token_bytes(np.arange(1 << 20) % 50_000)
+    numbers = np.arange(1 << 16, dtype=np.int32)
+    for stop in range(1, 1200):  # as many nodes, one below the other
+        index.insert(tokens[: stop * 64], numbers[stop - 1 : stop], stop, shared=stop - 1)
+    index.insert(tokens, numbers[1199:], 1 << 20, shared=1199)
+    found = index.match(tokens, 1 << 20)
+    assert np.array_equal(found.device_pages, numbers)
+    index.lock(found.device_end)
+    write = index.begin_write(found.end, DEVICE, HOST, numbers)
+    assert not index.flush().device.size
+    assert not index.ack(write.number).device.size
+    freed = index.unlock(found.device_end)
+    assert len(freed.device) == len(freed.host) == 1 << 16
+    index.insert(tokens, numbers, 1 << 20)
+    assert len(index.evict(DEVICE, 1 << 16).device) == 1 << 16
+    del index, found
+    gc.collect()
+
+
+def test_bad_input_is_one_line() -> None:
+    cache = Cache()
+    index, end = cache.index, cache.insert(1, 2).end
+    cache.match(1)
+    gone = cache.insert(5).end
+    index.lock(end)
+    index.evict(DEVICE, 1)
+    cases = [
+        (lambda: PrefixIndex(0), "page_size 0: at least 1 token is needed"),
+        (lambda: PrefixIndex(1, "fifo"), "unknown eviction policy 'fifo'; use lru, lfu, slru, priority, depth"),
+        (lambda: index.match(b"12345", 99), "tokens must be bytes, 4 for each token id"),
+        (lambda: index.match([1], 99), "tokens must be bytes, 4 for each token id"),
+        (lambda: index.match(b"", -1), "time went back from 2 s to -1 s"),
+        (lambda: cache.insert(1, 2, shared=1), "2 pages given for 2 pages of tokens, of which 1 are shared"),
+        (
+            lambda: index.insert(token_bytes([8]), pages(), 99, shared=1),
+            "1 pages are said to be shared, and the device has 0",
+        ),
+        (lambda: index.insert(token_bytes([8]), [1], 99), "pages must be a numpy array of int32, not list"),
+        (lambda: index.insert(token_bytes([8]), pages(1).astype("u8"), 99), "pages must be a numpy array of int32 [n]"),
+        (lambda: index.lock(gone), "cannot lock a prefix that is not all on the device"),
+        (lambda: index.unlock(gone), "cannot unlock a prefix that is not locked"),
+        (
+            lambda: index.begin_write(end, DEVICE, HOST, pages(1, 2, 3)),
+            "a write of 3 pages: host lacks 2 of this prefix",
+        ),
+        (lambda: index.begin_write(end, DEVICE, HOST, pages(1), count=2), "1 pages given for a write of 2"),
+        (lambda: index.begin_write(end, DEVICE, DEVICE, pages(1)), "no copy from device to device"),
+        (lambda: index.missing(gone, DEVICE, HOST), "this prefix is no longer in the cache"),
+        (lambda: index.evict(STORAGE, 1), "only device and host have pages that can be evicted"),
+    ]
+    before = index.stats()
+    for call, text in cases:
+        with pytest.raises(MisuseError) as error:
+            call()
+        assert str(error.value).startswith(text) and "\n" not in str(error.value)
+    assert index.stats() == before

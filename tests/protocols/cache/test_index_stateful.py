@@ -1,0 +1,108 @@
+"""The index against the oracle: any order of inserts, splits, copies, acknowledgements, evictions and flushes."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from kvflow.protocols.cache.hashes import ANY, Namespace
+from kvflow.protocols.cache.nodes import Tier
+from kvflow.protocols.cache.policies import POLICIES
+from tests.protocols.cache.driver import POOL, Driver
+
+PROMPTS = st.lists(st.integers(0, 1), min_size=1, max_size=6).map(tuple)
+NAMESPACES = [ANY, ANY, ANY, Namespace(lora="a")]
+ROUTES = [(0, 1), (0, 1), (1, 0), (0, 2), (1, 2)]
+TIERS = [Tier.DEVICE, Tier.DEVICE, Tier.HOST]
+COUNTS = [1, 1, 2, 5, POOL]
+
+
+class IndexMachine(RuleBasedStateMachine):
+    driver: Driver | None = None
+
+    @initialize(policy=st.sampled_from(sorted(POLICIES)))
+    def start(self, policy: str) -> None:
+        self.driver = Driver(policy)
+
+    @rule(namespace=st.sampled_from(NAMESPACES), prompt=PROMPTS, priority=st.integers(0, 2), share=st.booleans())
+    def insert(self, **arguments) -> None:
+        self.driver.insert(**arguments)
+
+    @rule(namespace=st.sampled_from(NAMESPACES), prompt=PROMPTS)
+    def lock(self, **arguments) -> None:
+        self.driver.lock(**arguments)
+
+    @precondition(lambda self: self.driver.locked)
+    @rule(data=st.data())
+    def unlock(self, data) -> None:
+        self.driver.unlock(data.draw(st.integers(0, len(self.driver.locked) - 1)))
+
+    @rule(namespace=st.sampled_from(NAMESPACES), prompt=PROMPTS, route=st.sampled_from(ROUTES), cut=st.integers(0, 2))
+    def begin_write(self, **arguments) -> None:
+        self.driver.begin_write(**arguments)
+
+    @precondition(lambda self: self.driver.oracle.writes or self.driver.ended)
+    @rule(data=st.data(), landed=st.booleans())
+    def end_write(self, data, landed) -> None:
+        numbers = sorted(self.driver.oracle.writes) + self.driver.ended[-1:]  # the last is stale
+        self.driver.end(data.draw(st.sampled_from(numbers)), landed)
+
+    @rule(tier=st.sampled_from(TIERS), count=st.sampled_from(COUNTS))
+    def evict(self, tier, count) -> None:
+        self.driver.evict(tier, count)
+
+    @rule(really=st.integers(0, 5))
+    def flush(self, really) -> None:
+        if really == 5:
+            self.driver.flush()
+
+    @invariant()
+    def every_page_is_free_or_held(self) -> None:
+        if self.driver is not None:
+            self.driver.every_page_is_free_or_held()
+
+    def teardown(self) -> None:
+        if self.driver is not None:
+            self.driver.finish()
+
+
+IndexMachine.TestCase.settings = settings(max_examples=30, stateful_step_count=30, deadline=None)
+TestIndex = IndexMachine.TestCase
+
+
+@pytest.mark.parametrize("policy", sorted(POLICIES))
+def test_a_long_walk(policy: str, seed: int) -> None:
+    """What short runs do not reach: deep trees, full pools, many copies at once."""
+    rng = random.Random(f"{seed} {policy}")
+    for _ in range(50):
+        driver = Driver(policy)
+        for _ in range(120):
+            step(driver, rng)
+            driver.every_page_is_free_or_held()
+        driver.finish()
+
+
+def step(driver: Driver, rng: random.Random) -> None:
+    namespace, prompt = rng.choice(NAMESPACES), tuple(rng.choices((0, 1), k=rng.randint(1, 6)))
+    kind = rng.randrange(100)
+    writes = sorted(driver.oracle.writes)
+    if kind < 30:
+        driver.insert(namespace, prompt, rng.randrange(3), rng.random() < 0.5)
+    elif kind < 37:
+        driver.lock(namespace, prompt)
+    elif kind < 44 and driver.locked:
+        driver.unlock(rng.randrange(len(driver.locked)))
+    elif kind < 64:
+        driver.begin_write(namespace, prompt, rng.choice(ROUTES), rng.randrange(3))
+    elif kind < 80 and writes:
+        driver.end(rng.choice(writes), rng.random() < 0.7)
+    elif kind < 82 and driver.ended:
+        driver.end(rng.choice(driver.ended), rng.random() < 0.5)
+    elif kind < 99:
+        driver.evict(rng.choice(TIERS), rng.choice(COUNTS))
+    else:
+        driver.flush()
