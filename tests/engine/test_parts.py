@@ -110,7 +110,7 @@ def test_latents_are_held_by_every_shard(two: World, tiny: Tiny, loaded: Loaded)
     assert [annotation(ran.streams[0]) for ran in found] == [(0, 0, 0, 2, 0), (0, 0, 1, 2, 0)]
 
 
-def test_all_parts_choose_one_mode(two: World, tiny: Tiny, tmp_path: Path) -> None:
+def test_all_parts_choose_one_mode(two: World, tmp_path: Path) -> None:
     """Of this lfm2 one stage has attention alone, and would run packed by itself."""
     layer_types = ["conv", "conv", "full_attention", "full_attention"]
     path = tiny_models.build("lfm2", tmp_path, layer_types=layer_types)
@@ -119,9 +119,9 @@ def test_all_parts_choose_one_mode(two: World, tiny: Tiny, tmp_path: Path) -> No
     assert [ran.mode for ran in found] == ["pad", "pad"] and [len(ran.kept) for ran in found] == [2, 4]
 
 
-def test_a_rank_that_cannot_load_is_named_by_the_others(two: World, tiny: Tiny) -> None:
+def test_a_rank_that_cannot_load_is_named_by_the_others(two: World, tmp_path: Path) -> None:
     """The last layers of a nemotron_h may keep nothing."""
-    path = tiny_models.build("nemotron_h", tiny("llama").parent, layers_block_type=["attention"] * 2 + ["mlp"] * 2)
+    path = tiny_models.build("nemotron_h", tmp_path, layers_block_type=["attention"] * 2 + ["mlp"] * 2)
     first, second = two.outcomes(path, 2, 1)
     assert "is not supported: the layers of this stage wrote nothing to its cache" in second
     assert "rank 1 cannot load its part of the model: model" in first

@@ -6,6 +6,7 @@ one token for ever, and parity would mean nothing.
 
 from __future__ import annotations
 
+import zlib
 from pathlib import Path
 from typing import Any
 
@@ -215,8 +216,8 @@ ALL = {**FAMILIES, **CORNERS, **INDEXED, **STATEFUL, **REFUSED}
 
 
 def build(family: str, directory: Path, **changes: Any) -> Path:
-    """Write the family's random model to `directory` / its name, once; returns that path."""
-    target = directory / family
+    """Write the family's random model to `directory`, once; returns its path, which `changes` have a part in."""
+    target = directory / (f"{family}-{zlib.crc32(repr(changes).encode()):08x}" if changes else family)
     if (target / "config.json").is_file():
         return target
     model_type, values = ALL[family]
