@@ -21,6 +21,8 @@ pinned until the copy has ended.
 **Namespaces.** Prompts match only within one `Namespace` (salt, LoRA). Without one the chain of page hashes is the one
 all subscribers know; with one, a digest of it stands where the digest before the first page would: `chain_root`.
 
+**Events.** An index made with `events` records what can be read in each tier from now on, and what cannot: `events`.
+
 **Models with states.** A node may end in a snapshot of a request's row (conv, SSM, ring of a sliding window). An index
 made with `needs_snapshot` matches only up to such a node.
 """

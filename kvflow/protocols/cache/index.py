@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from kvflow.protocols.cache.events import Event, Recorder
 from kvflow.protocols.cache.hashes import ANY, TOKEN_BYTES, Namespace
 from kvflow.protocols.cache.nodes import PAGED, Node, Root, Run, Tier, common_pages, mend
 from kvflow.protocols.cache.residents import NOTHING, Freed, Gathered, Residents, check_pages, joined
@@ -47,13 +48,16 @@ class PrefixIndex:
     duplicates or as Freed, each exactly once. Time is what the caller says it is, in seconds, and never goes back.
     """
 
-    def __init__(self, page_size: int, policy: str = "lru", *, needs_snapshot: bool = False) -> None:
+    def __init__(
+        self, page_size: int, policy: str = "lru", *, needs_snapshot: bool = False, events: bool = False
+    ) -> None:
         """`page_size`: tokens of a page. `needs_snapshot`: the model has states, and a prefix is of use only where
-        one was kept. Raises: MisuseError."""
+        one was kept. `events`: record what comes and goes, for `take_events`. Raises: MisuseError."""
         if page_size < 1:
             raise MisuseError(f"page_size {page_size}: at least 1 token is needed")
         self.page_size, self._page_bytes, self._needs_snapshot = page_size, page_size * TOKEN_BYTES, needs_snapshot
-        self._residents = Residents(policy, self._page_bytes)
+        self._recorder = Recorder(page_size) if events else None
+        self._residents = Residents(policy, self._page_bytes, self._recorder)
         self._writes = Writes(self._residents)
         self._now_s = float("-inf")
 
@@ -205,6 +209,16 @@ class PrefixIndex:
             self._writes.num_stale,
         )
 
+    def take_events(self) -> list[Event]:
+        """What has become readable and what has stopped to be since the last call, in order; nothing where events are
+        off. They are kept until they are taken."""
+        return [] if self._recorder is None else self._recorder.take()
+
+    def snapshot_events(self) -> list[Event]:
+        """What subscribers are told of now, as events for one that knows nothing: parents first. Events that have not
+        been taken yet are in it; take them first."""
+        return [] if self._recorder is None else self._recorder.snapshot(self._residents.roots.values())
+
     def _walk(self, node: Node, tokens: bytes) -> list[Node]:
         """The nodes of the longest common path; where the tokens leave a node in its middle it is split."""
         size, at, last = self._page_bytes, 0, len(tokens) - self._page_bytes
@@ -225,7 +239,7 @@ class PrefixIndex:
 
     def _append(self, parent: Node, tokens: bytes, pages: PageIndices, now_s: float, priority: int) -> Node:
         """A new run below `parent`, of all whole pages that are left of `tokens`."""
-        at, run = parent.depth * self._page_bytes, Run()
+        at, run = parent.depth * self._page_bytes, Run(parent.run.namespace)
         own = tokens[at : at + len(pages) * self._page_bytes]
         node = Node(parent, run, 0, own, len(pages))
         run.nodes.append(node)

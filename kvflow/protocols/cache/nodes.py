@@ -6,6 +6,9 @@ from bisect import bisect_left
 from enum import IntEnum
 from operator import attrgetter
 
+import numpy as np
+from numpy.typing import NDArray
+
 from kvflow.protocols.cache.hashes import Namespace
 from kvflow.protocols.machines.cached_run import RunPhase
 from kvflow.protocols.pages.layout import PageIndices
@@ -24,9 +27,10 @@ _START = attrgetter("start")
 class Run:
     """Pages that were inserted together. Those that are left are a prefix of it, cut into nodes, in order."""
 
-    __slots__ = ("nodes",)
+    __slots__ = ("namespace", "nodes")
 
-    def __init__(self) -> None:
+    def __init__(self, namespace: Namespace) -> None:
+        self.namespace = namespace
         self.nodes: list[Node] = []
 
     def between(self, start: int, stop: int) -> list[Node]:
@@ -40,7 +44,8 @@ class Node:
 
     `children` by the bytes of their first page; `below[tier]`: how many of them are not ABSENT there; `readers[tier]`:
     copies that read it; `depth`: pages from the root to its end; `queued`: a bit per tier whose queue it is in;
-    `frayed`: `tokens` go on after its last page.
+    `frayed`: `tokens` go on after its last page; `told`: a bit per tier in which subscribers know of it; `digests`: its
+    page hashes, once they are needed (big-endian int64 [num_pages, 4]: the first number of each is its event hash).
     """
 
     __slots__ = (
@@ -48,6 +53,7 @@ class Node:
         "children",
         "depth",
         "detached",
+        "digests",
         "frayed",
         "hits",
         "locks",
@@ -62,6 +68,7 @@ class Node:
         "snapshot",
         "start",
         "tokens",
+        "told",
         "used_s",
     )
 
@@ -73,9 +80,10 @@ class Node:
         self.pages: list[PageIndices | None] = [None, None]
         self.readers, self.below = [0, 0], [0, 0]
         self.used_s, self.hits, self.priority = 0.0, 0, 0
-        self.locks, self.queued = 0, 0
+        self.locks, self.queued, self.told = 0, 0, 0
         self.detached = self.frayed = False
         self.snapshot: int | None = None
+        self.digests: NDArray[np.int64] | None = None
 
     def __repr__(self) -> str:
         where = ", ".join(f"{tier.name.lower()} {self.phase[tier].name.lower()}" for tier in Tier)
@@ -106,8 +114,9 @@ class Root(Node):
     __slots__ = ("namespace",)
 
     def __init__(self, namespace: Namespace) -> None:
-        super().__init__(None, Run(), 0, b"", 0)
+        super().__init__(None, Run(namespace), 0, b"", 0)
         self.namespace = namespace
+        self.told = (1 << len(Tier)) - 1  # there is nothing to tell: it is the parent of every first page
 
 
 def split(node: Node, keep: int, page_bytes: int, *, fray: bool = False) -> Node:
@@ -125,6 +134,10 @@ def split(node: Node, keep: int, page_bytes: int, *, fray: bool = False) -> Node
     upper.frayed = shared
     upper.phase, upper.readers = node.phase.copy(), node.readers.copy()
     upper.used_s, upper.hits, upper.priority, upper.detached = node.used_s, node.hits, node.priority, node.detached
+    upper.told = node.told
+    if node.digests is not None:  # copied when the tokens are, so that a short rest does not keep a long array
+        upper.digests = node.digests[:keep].copy() if fray and not shared else node.digests[:keep]
+        node.digests = node.digests[keep:]
     upper.below = [int(node.phase[tier] is not RunPhase.ABSENT) for tier in PAGED]
     for tier in PAGED:
         if (pages := node.pages[tier]) is not None:

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from kvflow.protocols.cache.events import Recorder
 from kvflow.protocols.cache.nodes import PAGED, Node, Root, Tier, split
 from kvflow.protocols.cache.policies import policy_key
 from kvflow.protocols.errors import MisuseError
@@ -59,9 +60,9 @@ class Residents:
     smallest; the others are put back with the new key, once per use at most.
     """
 
-    def __init__(self, policy: str, page_bytes: int) -> None:
-        """`page_bytes`: of the tokens of one page. Raises: MisuseError."""
-        self._page_bytes = page_bytes
+    def __init__(self, policy: str, page_bytes: int, recorder: Recorder | None = None) -> None:
+        """`page_bytes`: of the tokens of one page. `recorder`: hears what comes and goes. Raises: MisuseError."""
+        self._page_bytes, self._recorder = page_bytes, recorder
         self._key = policy_key(policy)
         self._queues: tuple[list[tuple[Any, int, Node]], ...] = ([], [])
         self._pushed = 0
@@ -104,6 +105,8 @@ class Residents:
                 assert old is not None
                 gathered.pages[tier].append(old)
         node.phase[tier] = move.phase
+        if self._recorder is not None:
+            self._recorder.moved(node, tier)
         return False
 
     def split(self, node: Node, keep: int, *, fray: bool = False) -> Node:
@@ -179,6 +182,8 @@ class Residents:
             node.detached, node.queued = True, 0
         self.roots = {}
         self._queues = ([], [])
+        if self._recorder is not None:
+            self._recorder.cleared()
         for node in reversed(nodes):
             if not isinstance(node, Root) and not node.children and not node.held:
                 self._discard(node, gathered)

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any
 
 import numpy as np
 
-from kvflow.protocols.cache.hashes import Namespace, token_bytes
+from kvflow.protocols.cache.hashes import Namespace, chain_root, token_bytes
 from kvflow.protocols.cache.index import Match, PrefixIndex
 from kvflow.protocols.cache.nodes import Node, Tier
 from kvflow.protocols.cache.residents import Freed
 from tests.protocols.cache.oracle import DEVICE, HOST, Key, Oracle
+from tests.protocols.cache.subscriber import Subscriber, block_hash, digest_chain
 
 PAGE_SIZE, POOL = 2, 24
 
@@ -23,9 +25,17 @@ def array(pages: list[int]) -> np.ndarray[Any, np.dtype[np.int32]]:
     return np.array(pages, np.int32)
 
 
+@cache
+def name(key: Key) -> int:
+    """What events call the page, computed from all tokens before it."""
+    ids = [token for page in key[2:] for token in (7, page)]
+    return block_hash(digest_chain(ids, PAGE_SIZE, chain_root(key[1]))[-1])
+
+
 class Driver:
     def __init__(self, policy: str) -> None:
-        self.index, self.oracle = PrefixIndex(PAGE_SIZE, policy), Oracle(policy)
+        self.index, self.oracle = PrefixIndex(PAGE_SIZE, policy, events=True), Oracle(policy)
+        self.subscriber = Subscriber()
         self.free = [set(range(POOL)), set(range(POOL))]
         self.now = 0.0
         self.locked: list[tuple[Node, Key]] = []
@@ -118,6 +128,15 @@ class Driver:
             assert not held & self.free[tier] and len(held) + len(self.free[tier]) == POOL
             assert self.index.stats().num_pages[tier] == len(held)
 
+    def subscribers_know_what_can_be_read(self) -> None:
+        """Who replays the events has the index per tier, less what hangs on nothing there; so has a late joiner."""
+        self.subscriber.replay(self.index.take_events())
+        expected = [{name(key) for key in self.oracle.connected(tier)} for tier in Tier]
+        assert self.subscriber.content() == expected
+        late = Subscriber()
+        late.replay(self.index.snapshot_events())
+        assert late.content() == expected
+
     def finish(self) -> None:
         """At rest nothing is held."""
         for number in sorted(self.oracle.writes):
@@ -133,5 +152,7 @@ class Driver:
             if not pages[0].device.size and not pages[1].host.size:
                 break
         assert [len(pages) for pages in self.free] == [POOL, POOL]
+        self.subscriber.replay(self.index.take_events())
+        assert self.subscriber.content() == [set(), set(), set()]
         stats = self.index.stats()
         assert (stats.num_pages, stats.num_nodes, stats.num_namespaces, stats.writes_open) == ((0, 0, 0), 0, 0, 0)

@@ -148,6 +148,11 @@ class Oracle:
                         freed[tier].add(page.number[tier])
         return freed
 
+    def connected(self, tier: int) -> list[Key]:
+        """Those that can be read in `tier`, as can all pages of the prompt before them."""
+        found = {key for key, page in self.pages.items() if key[0] == self.epoch and page.phase[tier] is PRESENT}
+        return [key for key in found if all(key[:length] in found for length in range(3, len(key)))]
+
     def held(self, tier: int) -> set[int]:
         """Page numbers that the index has."""
         return {page.number[tier] for page in self.pages.values() if page.phase[tier] is not ABSENT}

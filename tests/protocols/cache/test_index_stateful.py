@@ -65,6 +65,11 @@ class IndexMachine(RuleBasedStateMachine):
         if self.driver is not None:
             self.driver.every_page_is_free_or_held()
 
+    @invariant()
+    def subscribers_know_what_can_be_read(self) -> None:
+        if self.driver is not None:
+            self.driver.subscribers_know_what_can_be_read()
+
     def teardown(self) -> None:
         if self.driver is not None:
             self.driver.finish()
@@ -83,6 +88,7 @@ def test_a_long_walk(policy: str, seed: int) -> None:
         for _ in range(120):
             step(driver, rng)
             driver.every_page_is_free_or_held()
+            driver.subscribers_know_what_can_be_read()
         driver.finish()
 
 
