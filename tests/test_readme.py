@@ -43,6 +43,7 @@ LESS = {
     "kvflow bench serve": "--clients 2 --new-tokens 32 --turns 1 --streams 0",
     "kvflow bench abort": "--transfer-backend local --times 3 --pages 32",
     "kvflow bench offload": "--pages 16 --rounds 2",
+    "kvflow bench cache": f"--trace {ROOT / 'tests' / 'bench' / 'small_trace.jsonl'} --rounds 1",
     "kvflow bench overcommit": "--requests 8 --new-tokens 24 --turns 1",
 }
 WAIT = "until curl --silent --fail --output /dev/null localhost:8000/health; do kill -0 $! && sleep 0.2; done"

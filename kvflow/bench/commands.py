@@ -6,12 +6,13 @@ import asyncio
 import json
 import os
 import sys
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 from rich.console import Console
+from rich.table import Table
 
 from kvflow.protocols.errors import MisuseError
 from kvflow.usage import App
@@ -148,10 +149,10 @@ def compare(
 
     Options must be known to every tree; `-- rooms --open N` is measured by the bench of this tree in all of them.
     """
-    from kvflow.bench.compare import bench_compare
+    from kvflow.bench.compare import bench_compare, printed
 
     trees = [str(one) for one in tree]
-    _table(asyncio.run(bench_compare(trees, tuple(planes.split(",")), what, turns, _say)), as_json)
+    _table(asyncio.run(bench_compare(trees, tuple(planes.split(",")), what, turns, _say)), as_json, printed)
 
 
 @app.command()
@@ -164,9 +165,10 @@ def guards(
 
     Needs 12 GiB of memory.
     """
+    from kvflow.bench.compare import printed
     from kvflow.bench.guards import bench_guards
 
-    _table(asyncio.run(bench_guards(tuple(planes.split(",")), turns, _say)), as_json)
+    _table(asyncio.run(bench_guards(tuple(planes.split(",")), turns, _say)), as_json, printed)
 
 
 @app.command()
@@ -195,6 +197,46 @@ def serve(
         trees=tuple(map(str, tree or ())),
     )
     _report(bench_serve(plan, _say), as_json)
+
+
+@app.command()
+def cache(
+    trace: Annotated[
+        str, typer.Option(help="conversation, synthetic (Mooncake's, in --traces), or a file like them.")
+    ] = "conversation",
+    traces: Annotated[
+        Path | None,
+        typer.Option(help="Where NAME_trace.jsonl lie.", metavar="DIR", envvar="KVFLOW_TRACES", file_okay=False),
+    ] = None,
+    requests: Annotated[int, typer.Option(help="Only the first of the trace; 0: all.", min=0)] = 0,
+    page_size: Annotated[int, typer.Option("--page-size", help="Tokens of a page.", min=1)] = 64,
+    capacity: Annotated[int, typer.Option("--capacity-tokens", help="Tokens the cache holds.", min=1)] = 3_000_000,
+    rounds: Annotated[int, typer.Option(help="Interleaved rounds.", min=1)] = 3,
+    curve: Annotated[
+        bool, typer.Option("--capacity-curve", help="Hit rate at 0.1M to 50M tokens instead, beside Mooncake's paper.")
+    ] = False,
+    plot: Annotated[
+        Path | None, typer.Option(help="Also draw that curve here, as SVG.", metavar="FILE", dir_okay=False)
+    ] = None,
+    peer: Annotated[
+        str, typer.Option(help="Folder of the harness of SGLang's compiled tree, interleaved.", metavar="DIR")
+    ] = "",
+    as_json: AsJson = False,
+) -> None:
+    """The prefix index on a trace of prompts: CPU us per request (match, lock, evict, insert) and hit rate.
+
+    And of one eviction among 50,000 leaves, and of one match of 131,072 tokens at depth 1,024.
+    """
+    from kvflow.bench.cache import CachePlan, bench_cache
+    from kvflow.bench.cache_curve import capacity_curve, printed
+    from kvflow.bench.cache_trace import find_trace, read_trace
+
+    if plot is not None and not curve:
+        raise MisuseError("--plot draws the curve of --capacity-curve, which is not asked for")
+    prompts = read_trace(find_trace(trace, traces), requests)
+    if curve:
+        return _table(asyncio.run(capacity_curve(trace, prompts, plot, _say)), as_json, printed)
+    return _report(bench_cache(prompts, CachePlan(page_size, capacity, rounds, peer or None), _say), as_json)
 
 
 @app.command()
@@ -297,9 +339,7 @@ def _say(text: str) -> None:
     Console(stderr=True, highlight=False).print(text)
 
 
-def _table(report: dict[str, Any], as_json: bool) -> None:
-    from kvflow.bench.compare import printed
-
+def _table(report: dict[str, Any], as_json: bool, printed: Callable[[Any], Table]) -> None:
     if as_json:
         typer.echo(json.dumps(report))
     else:

@@ -23,8 +23,30 @@ async def open_peer(harness: str, settings: Mapping[str, str] | None = None, /, 
     return process
 
 
+async def open_radix_peer(harness: str) -> Process:
+    """SGLang's prefix tree with its compiled core, in a process of its own. Raises: MisuseError when not installed."""
+    argv, env = _radix_command(harness)
+    return await Process.spawn(*argv, name="sglang", env=env)
+
+
+def _radix_command(harness: str) -> tuple[list[str], dict[str, str]]:
+    home = _home()
+    python = Path(os.environ.get("RADIX_VENV", str(home / "radix-venv"))) / "bin" / "python"
+    shim, source = Path(harness).resolve() / "shim", os.environ.get("SGB_SRC", str(home / "sglang-src"))
+    if not python.exists() or not (shim / "sitecustomize.py").exists() or not Path(source).is_dir():
+        raise MisuseError(
+            f"no radix harness at {harness} with {python} and {source}: run its run.sh once, or leave --peer out"
+        )
+    driver = str(Path(__file__).with_name("radix_driver.py"))
+    return [str(python), "-W", "ignore", driver], {"PYTHONPATH": f"{shim}:{source}"}
+
+
+def _home() -> Path:
+    return Path(os.environ.get("PEERS_HOME", "~/.cache/kvflow-peers")).expanduser()
+
+
 def _command(harness: str) -> tuple[list[str], dict[str, str]]:
-    home = Path(os.environ.get("PEERS_HOME", "~/.cache/kvflow-peers")).expanduser()
+    home = _home()
     python = Path(os.environ.get("SGB_PY", str(home / "sglang-venv" / "bin" / "python")))
     if not python.exists() or not (Path(harness) / "ctl.py").exists():
         raise MisuseError(f"no SGLang harness at {harness} with {python}: run its install.sh, or leave --peer out")

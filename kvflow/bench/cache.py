@@ -1,0 +1,182 @@
+"""`kvflow bench cache`: CPU time and hit rate of the prefix index on a trace of prompts, beside SGLang's compiled tree.
+
+The protocol is one that radix trees are measured with: every prompt of the trace is matched, the path that was found is
+locked, as much is evicted as the rest needs, the rest is inserted, and the lock is released. There is no pool and no
+model: only the index runs, and its clock is the CPU time of its thread. Tokens are prepared before the clock starts, in
+the form that each index takes them in.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import random
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from kvflow.bench.cache_trace import Prompt
+from kvflow.bench.peer import open_radix_peer
+from kvflow.bench.transfer import quartiles
+from kvflow.protocols.cache.hashes import token_bytes
+from kvflow.protocols.cache.index import PrefixIndex
+from kvflow.protocols.cache.nodes import Tier
+from kvflow.protocols.errors import MisuseError
+
+PARTS = ("match", "lock", "evict", "insert")
+SHAPE_PAGE_SIZE = 16  # of the two cases below
+LEAVES, LEAF_TOKENS, EVICTIONS = 50_000, 32, 20
+DEEP_TOKENS, DEPTH, MATCHES = 131_072, 1_024, 10
+VOCABULARY = 1 << 17
+
+Say = Callable[[str], None]
+Figures = dict[str, Any]
+COMPARED = ("us_per_request", "evict_us", "deep_match_us")
+
+
+class CachePlan(NamedTuple):
+    """`page_size` and `capacity_tokens` in tokens; `rounds` interleaved turns; `peer`: folder of the radix harness."""
+
+    page_size: int = 64
+    capacity_tokens: int = 3_000_000
+    rounds: int = 3
+    peer: str | None = None
+
+
+async def bench_cache(prompts: Sequence[Prompt], plan: CachePlan, say: Say) -> Figures:
+    """Medians over all rounds, and of the ratios round by round. Raises: MisuseError."""
+    if plan.page_size < 1:
+        raise MisuseError(f"--page-size {plan.page_size}: at least 1 token is needed")
+    if plan.capacity_tokens < plan.page_size:
+        raise MisuseError(
+            f"--capacity-tokens {plan.capacity_tokens} is less than one page of {plan.page_size} tokens (--page-size)"
+        )
+    sizes = {"page_size": plan.page_size, "capacity": plan.capacity_tokens // plan.page_size}
+    seen: dict[str, list[Figures]] = {"kvflow": [], "sglang": []}
+    peer = await open_radix_peer(plan.peer) if plan.peer else None
+    try:
+        if peer is not None:
+            await peer.ask("prompts", prompts=prompts)
+        for turn in range(plan.rounds):
+            # The order alternates, so that neither side always runs on the other's heels.
+            for side in ("kvflow", "sglang") if turn % 2 else ("sglang", "kvflow"):
+                if side == "kvflow":
+                    figures = await asyncio.to_thread(measure, prompts, **sizes)
+                elif peer is not None:
+                    figures = await peer.ask("measure", **sizes)
+                else:
+                    continue
+                seen[side].append(summary(figures))
+                told = ", ".join(f"{name} {seen[side][-1][name]:.1f}" for name in COMPARED)
+                say(f"round {turn + 1}, {side}: {told}")
+    finally:
+        if peer is not None:
+            await peer.close()
+    report: Figures = {"plan": {**plan._asdict(), "requests": len(prompts)}, **middle(seen["kvflow"])}
+    if peer is not None:
+        rounds = list(zip(seen["kvflow"], seen["sglang"], strict=True))
+        ratios = {name: [ours[name] / theirs[name] for ours, theirs in rounds] for name in COMPARED}
+        report["ratio"] = {name: quartiles(ratio) for name, ratio in ratios.items()}
+        report["sglang"] = middle(seen["sglang"])
+    return report
+
+
+def measure(prompts: Sequence[Prompt], page_size: int, capacity: int) -> Figures:
+    """What the peer's driver answers to the same, of kvflow's index."""
+    return {**replay(prompts, page_size, capacity), "evict_us": evict_us(), "deep_match_us": deep_match_us()}
+
+
+def replay(prompts: Sequence[Prompt], page_size: int, capacity: int) -> Figures:
+    """CPU seconds of every call by its part, and the share of all tokens that was found cached. `capacity` in pages: of
+    a prompt that is longer only the beginning is cached."""
+    index = PrefixIndex(page_size)
+    match_s, lock_s, evict_s, insert_s = seconds = [list[float]() for _ in PARTS]
+    clock = time.thread_time
+    hits = total = held = 0
+    gc.collect()
+    gc.freeze()
+    for now_s, prompt in enumerate(prompts):
+        ids = prompt.tokens()[: capacity * page_size]
+        tokens, count = token_bytes(ids), len(ids) // page_size
+        numbers = np.arange(count, dtype=np.int32)  # the index does not look at them
+        began_s = clock()
+        found = index.match(tokens, now_s)
+        matched_s = clock()
+        have, end = len(found.device_pages), found.device_end
+        if end is not None:
+            index.lock(end)
+        locked_s = clock()
+        if (excess := held + count - have - capacity) > 0:
+            evicting_s = clock()
+            held -= len(index.evict(Tier.DEVICE, excess).device)
+            evict_s.append(clock() - evicting_s)
+        inserting_s = clock()
+        index.insert(tokens, numbers[have:], now_s, shared=have)
+        inserted_s = clock()
+        if end is not None:
+            index.unlock(end)
+        lock_s.append(clock() - inserted_s + locked_s - matched_s)
+        match_s.append(matched_s - began_s)
+        insert_s.append(inserted_s - inserting_s)
+        held += count - have
+        hits += have
+        total += prompt.num_tokens
+    gc.unfreeze()
+    return {"seconds": dict(zip(PARTS, seconds, strict=True)), "hit_rate": hits * page_size / total}
+
+
+def evict_us() -> float:
+    """CPU us of evicting 32 tokens where 50,000 prompts of as many are cached."""
+    index, draw = PrefixIndex(SHAPE_PAGE_SIZE), random.Random(1)
+    numbers = np.arange(LEAF_TOKENS // SHAPE_PAGE_SIZE, dtype=np.int32)
+    for leaf in range(LEAVES):
+        ids = [leaf] * SHAPE_PAGE_SIZE + [draw.randrange(VOCABULARY) for _ in range(LEAF_TOKENS - SHAPE_PAGE_SIZE)]
+        index.insert(token_bytes(ids), numbers, leaf)
+    began_s = time.thread_time()
+    for _ in range(EVICTIONS):
+        index.evict(Tier.DEVICE, len(numbers))
+    return (time.thread_time() - began_s) / EVICTIONS * 1e6
+
+
+def deep_match_us() -> float:
+    """CPU us of matching a prompt of 131,072 tokens, all cached, by 1,024 prompts of which each continues the last."""
+    index, draw = PrefixIndex(SHAPE_PAGE_SIZE), random.Random(1)
+    tokens = token_bytes([draw.randrange(VOCABULARY) for _ in range(DEEP_TOKENS)])
+    numbers = np.arange(DEEP_TOKENS // SHAPE_PAGE_SIZE, dtype=np.int32)
+    step = len(numbers) // DEPTH
+    for have in range(0, len(numbers), step):
+        prefix = tokens[: (have + step) * len(tokens) // len(numbers)]
+        index.insert(prefix, numbers[have : have + step], have, shared=have)
+    assert index.match(tokens, len(numbers)).num_pages == len(numbers)
+    began_s = time.thread_time()
+    for turn in range(1, MATCHES + 1):
+        index.match(tokens, len(numbers) + turn)
+    return (time.thread_time() - began_s) / MATCHES * 1e6
+
+
+def summary(figures: Figures) -> Figures:
+    """With the seconds of all calls as us per request, and as spreads of each part."""
+    seconds: dict[str, list[float]] = figures["seconds"]
+    parts = {part: spread([call_s * 1e6 for call_s in calls]) for part, calls in seconds.items() if calls}
+    us = sum(map(sum, seconds.values())) / len(seconds["match"]) * 1e6
+    rest = {name: value for name, value in figures.items() if name != "seconds"}
+    return {"us_per_request": us, **rest, "parts_us": parts}
+
+
+def spread(values: list[float]) -> Figures:
+    p50, p99 = np.percentile(values, (50, 99))
+    return {"mean": sum(values) / len(values), "p50": float(p50), "p99": float(p99), "calls": len(values)}
+
+
+def middle(rounds: list[Figures]) -> Figures:
+    """The median of every figure, 4 digits of it behind the point."""
+    first = rounds[0]
+    return {
+        name: middle([figures[name] for figures in rounds])
+        if isinstance(first[name], dict)
+        else round(statistics.median(figures[name] for figures in rounds), 4)
+        for name in first
+    }

@@ -1,0 +1,82 @@
+"""Traces of prompts as Mooncake publishes them: JSON lines with an `input_length` in tokens and `hash_ids`, one for
+each block of 512 tokens. Prompts that begin with the same ids begin with the same tokens."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvflow.protocols.errors import MisuseError
+
+BLOCK_TOKENS = 512
+NAMED = ("conversation", "synthetic")
+PUBLISHED = "the repository kvcache-ai/Mooncake on GitHub, folder FAST25-release/traces"
+TRACES_VARIABLE = "KVFLOW_TRACES"
+_OFFSETS = np.arange(BLOCK_TOKENS, dtype=np.int64)
+
+
+class Prompt(NamedTuple):
+    """`blocks`: the ids of the trace, numbered in the order in which they first occur in it."""
+
+    num_tokens: int
+    blocks: list[int]
+
+    def tokens(self) -> NDArray[np.int64]:
+        """int64 [num_tokens]: ids of tokens; no two blocks have one in common."""
+        spread = np.array(self.blocks, np.int64)[:, None] * BLOCK_TOKENS + _OFFSETS
+        return spread.reshape(-1)[: self.num_tokens]
+
+
+def find_trace(name: str, folder: Path | None) -> Path:
+    """`name`: a file, or the name of a trace that lies in `folder` as NAME_trace.jsonl. Raises: MisuseError."""
+    if name not in NAMED:
+        if not Path(name).is_file():
+            raise MisuseError(f"--trace {name}: no such file, and no known name ({', '.join(NAMED)})")
+        return Path(name)
+    path = None if folder is None else folder / f"{name}_trace.jsonl"
+    if path is None or not path.is_file():
+        missing = f"{path} is not there" if path else f"neither --traces DIR nor {TRACES_VARIABLE} is given"
+        raise MisuseError(f"--trace {name}: {missing}; {name}_trace.jsonl is published in {PUBLISHED}")
+    return path
+
+
+def read_trace(path: Path, limit: int = 0) -> list[Prompt]:
+    """The first `limit` prompts of a file, or all of them (0). Raises: MisuseError, with the line that is wrong."""
+    numbers: dict[int, int] = {}
+    prompts: list[Prompt] = []
+    with path.open("rb") as lines:
+        for number, line in enumerate(lines, 1):
+            if not line.strip():
+                continue
+            if limit and len(prompts) == limit:
+                break
+            try:
+                length, ids = _parse(line)
+            except ValueError as error:
+                raise MisuseError(f"{path}, line {number}: {error}") from None
+            prompts.append(Prompt(length, [numbers.setdefault(one, len(numbers)) for one in ids]))
+    if not prompts:
+        raise MisuseError(f"{path} has no prompts")
+    return prompts
+
+
+def _parse(line: bytes) -> tuple[int, list[int]]:
+    """Raises: ValueError."""
+    try:
+        entry: Any = json.loads(line)
+    except ValueError as error:  # of JSON, or of UTF-8
+        raise ValueError(f"not JSON: {error}") from None
+    if not isinstance(entry, dict):
+        raise ValueError("not a JSON object")
+    length, ids = entry.get("input_length"), entry.get("hash_ids")
+    if type(length) is not int or length < 1:
+        raise ValueError(f"input_length {length!r} is not a number of at least 1")
+    if not isinstance(ids, list) or not all(type(one) is int for one in ids):
+        raise ValueError("hash_ids is not a list of integers")
+    if len(ids) != (needed := -(-length // BLOCK_TOKENS)):
+        raise ValueError(f"{len(ids)} hash_ids for {length} tokens, which are {needed} blocks of {BLOCK_TOKENS}")
+    return length, ids
