@@ -130,6 +130,7 @@ def replay(prompts: Sequence[Prompt], page_size: int, capacity: int) -> Figures:
 
 def evict_us() -> float:
     """CPU us of evicting 32 tokens where 50,000 prompts of as many are cached."""
+    gc.collect()
     index, draw = PrefixIndex(SHAPE_PAGE_SIZE), random.Random(1)
     numbers = np.arange(LEAF_TOKENS // SHAPE_PAGE_SIZE, dtype=np.int32)
     for leaf in range(LEAVES):
@@ -143,6 +144,7 @@ def evict_us() -> float:
 
 def deep_match_us() -> float:
     """CPU us of matching a prompt of 131,072 tokens, all cached, by 1,024 prompts of which each continues the last."""
+    gc.collect()
     index, draw = PrefixIndex(SHAPE_PAGE_SIZE), random.Random(1)
     tokens = token_bytes([draw.randrange(VOCABULARY) for _ in range(DEEP_TOKENS)])
     numbers = np.arange(DEEP_TOKENS // SHAPE_PAGE_SIZE, dtype=np.int32)

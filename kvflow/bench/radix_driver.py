@@ -106,6 +106,7 @@ def replay(prompts: list[Any], page_size: int, capacity: int) -> dict[str, Any]:
 
 
 def evict_us() -> float:
+    gc.collect()
     tree, draw = make_tree(SHAPE_PAGE_SIZE), random.Random(1)
     for leaf in range(LEAVES):
         ids = [leaf] * SHAPE_PAGE_SIZE + [draw.randrange(VOCABULARY) for _ in range(LEAF_TOKENS - SHAPE_PAGE_SIZE)]
@@ -117,6 +118,7 @@ def evict_us() -> float:
 
 
 def deep_match_us() -> float:
+    gc.collect()
     tree, draw = make_tree(SHAPE_PAGE_SIZE), random.Random(1)
     ids = array("q", [draw.randrange(VOCABULARY) for _ in range(DEEP_TOKENS)])
     for end in range(DEEP_TOKENS // DEPTH, DEEP_TOKENS + 1, DEEP_TOKENS // DEPTH):

@@ -220,18 +220,25 @@ class PrefixIndex:
         return [] if self._recorder is None else self._recorder.snapshot(self._residents.roots.values())
 
     def _walk(self, node: Node, tokens: bytes) -> list[Node]:
-        """The nodes of the longest common path; where the tokens leave a node in its middle it is split."""
+        """The nodes of the longest common path; where the tokens leave a node in its middle it is split.
+
+        The child that was taken last is compared first: where prompts go on as others did, that is all there is to do.
+        """
         size, at, last = self._page_bytes, 0, len(tokens) - self._page_bytes
+        same_at = tokens.startswith
         path: list[Node] = []
         while at <= last:
-            child = node.children.get(tokens[at : at + size])
-            if child is None:
-                break
-            if child.frayed:
-                mend(child, size)
-            if not tokens.startswith(child.tokens, at):
-                path.append(self._residents.split(child, common_pages(child, tokens, at, size)))
-                break
+            child = node.taken
+            if child is None or not same_at(child.tokens, at):
+                child = node.children.get(tokens[at : at + size])
+                if child is None:
+                    break
+                if child.frayed:
+                    mend(child, size)
+                if not same_at(child.tokens, at):
+                    path.append(self._residents.split(child, common_pages(child, tokens, at, size)))
+                    break
+                node.taken = child
             at += len(child.tokens)
             path.append(child)
             node = child

@@ -42,7 +42,8 @@ class Run:
 class Node:
     """A handle to one place in the tree, the end of its last page: a split puts another node before it.
 
-    `children` by the bytes of their first page; `below[tier]`: how many of them are not ABSENT there; `readers[tier]`:
+    `children` by the bytes of their first page; `taken`: the one that a prompt was last found in, whole, if it still is
+    as it was then; `below[tier]`: how many of them are not ABSENT there; `readers[tier]`:
     copies that read it; `depth`: pages from the root to its end; `queued`: a bit per tier whose queue it is in;
     `frayed`: `tokens` go on after its last page; `told`: a bit per tier in which subscribers know of it; `digests`: its
     page hashes, once they are needed (big-endian int64 [num_pages, 4]: the first number of each is its event hash).
@@ -67,6 +68,7 @@ class Node:
         "run",
         "snapshot",
         "start",
+        "taken",
         "tokens",
         "told",
         "used_s",
@@ -76,6 +78,7 @@ class Node:
         self.parent, self.run, self.start, self.tokens, self.num_pages = parent, run, start, tokens, num_pages
         self.depth: int = num_pages if parent is None else parent.depth + num_pages
         self.children: dict[bytes, Node] = {}
+        self.taken: Node | None = None
         self.phase = [RunPhase.ABSENT, RunPhase.ABSENT, RunPhase.ABSENT]
         self.pages: list[PageIndices | None] = [None, None]
         self.readers, self.below = [0, 0], [0, 0]
@@ -143,6 +146,8 @@ def split(node: Node, keep: int, page_bytes: int, *, fray: bool = False) -> Node
         if (pages := node.pages[tier]) is not None:
             upper.pages[tier], node.pages[tier] = pages[:keep], pages[keep:]
     parent.children[node.tokens[:page_bytes]] = upper
+    if parent.taken is node:
+        parent.taken = None
     node.run.nodes.insert(bisect_left(node.run.nodes, node.start, key=_START), upper)
     node.parent, node.start, node.num_pages = upper, node.start + keep, node.num_pages - keep
     node.tokens, node.frayed = node.tokens[cut:own], False

@@ -205,3 +205,13 @@ def test_bad_input_is_one_line() -> None:
             call()
         assert str(error.value).startswith(text) and "\n" not in str(error.value)
     assert index.stats() == before
+
+
+def test_pages_that_were_given_with_gaps_come_out_in_order() -> None:
+    cache = Cache()
+    gaps = np.arange(0, 8, dtype=np.int32)[::2]
+    cache.index.insert(token_bytes([1, 2, 3, 4]), gaps, 0)
+    cache.clock = itertools.count(1)
+    cache.insert(1, 2, 9)
+    assert cache.match(1, 2, 3, 4).device_pages.tolist() == [0, 2, 4, 6]
+    assert sorted(cache.index.evict(DEVICE, 9).device.tolist()) == [0, 2, 4, 6, 102]
