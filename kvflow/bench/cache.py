@@ -1,9 +1,9 @@
 """`kvflow bench cache`: CPU time and hit rate of the prefix index on a trace of prompts, beside SGLang's compiled tree.
 
 The protocol is one that radix trees are measured with: every prompt of the trace is matched, the path that was found is
-locked, as much is evicted as the rest needs, the rest is inserted, and the lock is released. There is no pool and no
-model: only the index runs, and its clock is the CPU time of its thread. Tokens are prepared before the clock starts, in
-the form that each index takes them in.
+locked, as much is evicted as the rest needs, the rest is inserted, and the lock is released. With events, these are then
+taken, hashes included; nothing is encoded. There is no pool and no model: only the index runs, and its clock is the CPU
+time of its thread. Tokens are prepared before the clock starts, in the form that each index takes them in.
 """
 
 from __future__ import annotations
@@ -21,12 +21,13 @@ import numpy as np
 from kvflow.bench.cache_trace import Prompt
 from kvflow.bench.peer import open_radix_peer
 from kvflow.bench.transfer import quartiles
+from kvflow.protocols.cache.events import Cleared
 from kvflow.protocols.cache.hashes import token_bytes
 from kvflow.protocols.cache.index import PrefixIndex
 from kvflow.protocols.cache.nodes import Tier
 from kvflow.protocols.errors import MisuseError
 
-PARTS = ("match", "lock", "evict", "insert")
+PARTS = ("match", "lock", "evict", "insert", "events")
 SHAPE_PAGE_SIZE = 16  # of the two cases below
 LEAVES, LEAF_TOKENS, EVICTIONS = 50_000, 32, 20
 DEEP_TOKENS, DEPTH, MATCHES = 131_072, 1_024, 10
@@ -38,10 +39,12 @@ COMPARED = ("us_per_request", "evict_us", "deep_match_us")
 
 
 class CachePlan(NamedTuple):
-    """`page_size` and `capacity_tokens` in tokens; `rounds` interleaved turns; `peer`: folder of the radix harness."""
+    """`page_size` and `capacity_tokens` in tokens; `events`: record KV events, and take them after every request;
+    `rounds` interleaved turns; `peer`: folder of the radix harness."""
 
     page_size: int = 64
     capacity_tokens: int = 3_000_000
+    events: bool = False
     rounds: int = 3
     peer: str | None = None
 
@@ -54,7 +57,8 @@ async def bench_cache(prompts: Sequence[Prompt], plan: CachePlan, say: Say) -> F
         raise MisuseError(
             f"--capacity-tokens {plan.capacity_tokens} is less than one page of {plan.page_size} tokens (--page-size)"
         )
-    sizes = {"page_size": plan.page_size, "capacity": plan.capacity_tokens // plan.page_size}
+    capacity = plan.capacity_tokens // plan.page_size
+    asked: Figures = {"page_size": plan.page_size, "capacity": capacity, "events": plan.events}
     seen: dict[str, list[Figures]] = {"kvflow": [], "sglang": []}
     peer = await open_radix_peer(plan.peer) if plan.peer else None
     try:
@@ -64,9 +68,9 @@ async def bench_cache(prompts: Sequence[Prompt], plan: CachePlan, say: Say) -> F
             # The order alternates, so that neither side always runs on the other's heels.
             for side in ("kvflow", "sglang") if turn % 2 else ("sglang", "kvflow"):
                 if side == "kvflow":
-                    figures = await asyncio.to_thread(measure, prompts, **sizes)
+                    figures = await asyncio.to_thread(measure, prompts, **asked)
                 elif peer is not None:
-                    figures = await peer.ask("measure", **sizes)
+                    figures = await peer.ask("measure", **asked)
                 else:
                     continue
                 seen[side].append(summary(figures))
@@ -84,16 +88,16 @@ async def bench_cache(prompts: Sequence[Prompt], plan: CachePlan, say: Say) -> F
     return report
 
 
-def measure(prompts: Sequence[Prompt], page_size: int, capacity: int) -> Figures:
+def measure(prompts: Sequence[Prompt], page_size: int, capacity: int, events: bool) -> Figures:
     """What the peer's driver answers to the same, of kvflow's index."""
-    return {**replay(prompts, page_size, capacity), "evict_us": evict_us(), "deep_match_us": deep_match_us()}
+    return {**replay(prompts, page_size, capacity, events), "evict_us": evict_us(), "deep_match_us": deep_match_us()}
 
 
-def replay(prompts: Sequence[Prompt], page_size: int, capacity: int) -> Figures:
+def replay(prompts: Sequence[Prompt], page_size: int, capacity: int, events: bool = False) -> Figures:
     """CPU seconds of every call by its part, and the share of all tokens that was found cached. `capacity` in pages: of
     a prompt that is longer only the beginning is cached."""
-    index = PrefixIndex(page_size)
-    match_s, lock_s, evict_s, insert_s = seconds = [list[float]() for _ in PARTS]
+    index = PrefixIndex(page_size, events=events)
+    match_s, lock_s, evict_s, insert_s, events_s = seconds = [list[float]() for _ in PARTS]
     clock = time.thread_time
     hits = total = held = 0
     gc.collect()
@@ -121,6 +125,12 @@ def replay(prompts: Sequence[Prompt], page_size: int, capacity: int) -> Figures:
         lock_s.append(clock() - inserted_s + locked_s - matched_s)
         match_s.append(matched_s - began_s)
         insert_s.append(inserted_s - inserting_s)
+        if events:
+            taking_s = clock()
+            for event in index.take_events():
+                if not isinstance(event, Cleared):
+                    _ = event.hashes  # made when asked for
+            events_s.append(clock() - taking_s)
         held += count - have
         hits += have
         total += prompt.num_tokens

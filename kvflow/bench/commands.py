@@ -211,6 +211,9 @@ def cache(
     requests: Annotated[int, typer.Option(help="Only the first of the trace; 0: all.", min=0)] = 0,
     page_size: Annotated[int, typer.Option("--page-size", help="Tokens of a page.", min=1)] = 64,
     capacity: Annotated[int, typer.Option("--capacity-tokens", help="Tokens the cache holds.", min=1)] = 3_000_000,
+    events: Annotated[
+        bool, typer.Option("--events", help="Record KV events, and take them after each request.")
+    ] = False,
     rounds: Annotated[int, typer.Option(help="Interleaved rounds.", min=1)] = 3,
     curve: Annotated[
         bool, typer.Option("--capacity-curve", help="Hit rate at 0.1M to 50M tokens instead, beside Mooncake's paper.")
@@ -236,7 +239,8 @@ def cache(
     prompts = read_trace(find_trace(trace, traces), requests)
     if curve:
         return _table(asyncio.run(capacity_curve(trace, prompts, plot, _say)), as_json, printed)
-    return _report(bench_cache(prompts, CachePlan(page_size, capacity, rounds, peer or None), _say), as_json)
+    plan = CachePlan(page_size, capacity, events, rounds, peer or None)
+    return _report(bench_cache(prompts, plan, _say), as_json)
 
 
 @app.command()

@@ -53,22 +53,23 @@ class Allocator:
         return True
 
 
-def make_tree(page_size: int) -> Any:
+def make_tree(page_size: int, events: bool = False) -> Any:
     return UnifiedRadixCache(
         CacheInitParams(
             disable=False,
             req_to_token_pool=None,
             token_to_kv_pool_allocator=Allocator(page_size),
             page_size=page_size,
+            enable_kv_cache_events=events,
             tree_components=(ComponentType.FULL,),
             tree_core_backend="rust",
         )
     )
 
 
-def replay(prompts: list[Any], page_size: int, capacity: int) -> dict[str, Any]:
-    tree = make_tree(page_size)
-    seconds: dict[str, list[float]] = {"match": [], "lock": [], "evict": [], "insert": []}
+def replay(prompts: list[Any], page_size: int, capacity: int, events: bool) -> dict[str, Any]:
+    tree = make_tree(page_size, events)
+    seconds: dict[str, list[float]] = {"match": [], "lock": [], "evict": [], "insert": [], "events": []}
     clock = time.thread_time
     hits = total = held = 0
     gc.collect()
@@ -99,6 +100,10 @@ def replay(prompts: list[Any], page_size: int, capacity: int) -> dict[str, Any]:
         seconds["lock"].append(clock() - inserted_s + locked_s - matched_s)
         seconds["match"].append(matched_s - began_s)
         seconds["insert"].append(inserted_s - inserting_s)
+        if events:
+            taking_s = clock()
+            tree.take_events() if hasattr(tree, "take_events") else tree.kv_events.take()
+            seconds["events"].append(clock() - taking_s)
         held += count - have
         hits += have
     gc.unfreeze()

@@ -61,6 +61,12 @@ def test_the_hit_rate_is_that_of_a_plain_lru(page_size: int, share: float, seed:
         assert len(seen["seconds"]["match"]) == len(prompts)
 
 
+def test_events_are_recorded_where_they_are_asked_for() -> None:
+    prompts = read_trace(SMALL)
+    assert replay(prompts, 64, 128)["seconds"]["events"] == []
+    assert len(replay(prompts, 64, 128, True)["seconds"]["events"]) == len(prompts)
+
+
 @pytest.mark.parametrize(("capacity_tokens", "rate"), [(8_192, 0.2015), (65_536, 0.6859), (1_000_000, 0.7636)])
 def test_the_hit_rate_of_a_trace_that_is_kept(capacity_tokens: int, rate: float) -> None:
     assert replay(read_trace(SMALL), 64, capacity_tokens // 64)["hit_rate"] == pytest.approx(rate, abs=5e-5)
@@ -134,9 +140,9 @@ def test_a_named_trace_is_found_where_the_variable_says(tmp_path: Path, monkeypa
 async def test_figures_are_medians_of_all_rounds(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cache, "LEAVES", 100)
     said: list[str] = []
-    report = await bench_cache(read_trace(SMALL, 20), CachePlan(64, 10_000, rounds=2), said.append)
+    report = await bench_cache(read_trace(SMALL, 20), CachePlan(64, 10_000, True, rounds=2), said.append)
     assert report["plan"]["requests"] == 20 and len(said) == 2
-    assert set(report["parts_us"]) == {"match", "lock", "evict", "insert"}
+    assert set(report["parts_us"]) == {"match", "lock", "evict", "insert", "events"}
     for part, calls in report["parts_us"].items():
         assert 0 < calls["p50"] <= calls["p99"]
         assert 0 < calls["calls"] < 20 if part == "evict" else calls["calls"] == 20
