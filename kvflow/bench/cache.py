@@ -1,7 +1,7 @@
 """`kvflow bench cache`: CPU time and hit rate of the prefix index on a trace of prompts, beside SGLang's compiled tree.
 
 The protocol is one that radix trees are measured with: every prompt of the trace is matched, the path that was found is
-locked, as much is evicted as the rest needs, the rest is inserted, and the lock is released. With events, these are then
+locked, as much is evicted as the rest needs, the rest is inserted, and the lock is released. With events, they are then
 taken, hashes included; nothing is encoded. There is no pool and no model: only the index runs, and its clock is the CPU
 time of its thread. Tokens are prepared before the clock starts, in the form that each index takes them in.
 """
