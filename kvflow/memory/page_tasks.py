@@ -34,7 +34,7 @@ class PageTasks:
         """`what` one of them is, for people ("checksum"). It takes `within_s` at most."""
         self._what, self._within_s = what, within_s
         self._running: set[PageTask] = set()
-        self._threads = _DaemonThreads(THREADS, what)
+        self._threads = DaemonThreads(THREADS, what)
 
     def __repr__(self) -> str:
         hung = sum(task.done.done() for task in self._running)
@@ -118,7 +118,7 @@ class PageTask:
         return self._work(lambda: self._cancelled) if self._begun.acquire(blocking=False) else None
 
 
-class _DaemonThreads(Executor):
+class DaemonThreads(Executor):
     """A ThreadPoolExecutor for whose threads the end of the process does not wait. (`aio.Threads` starts one a call: to
     the event loop that costs more than most chunks take.)"""
 

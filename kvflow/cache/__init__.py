@@ -1,0 +1,1 @@
+"""The prefix cache at work: what `protocols.cache` decides about is kept here, tier by tier."""

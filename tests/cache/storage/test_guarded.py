@@ -1,0 +1,314 @@
+"""Calls end in time whatever the store does, and hold what they were given until it has really ended."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import gc
+import threading
+import weakref
+from collections.abc import Callable
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from kvflow.cache.storage.call import Call
+from kvflow.cache.storage.guarded import SLICE_BYTES, GuardedStorage, Limits
+from kvflow.protocols.errors import MisuseError
+from tests.cache.storage.files import QUICK, VALUE_BYTES, FaultyDisk, backend, empty, keys, store, value, values
+
+PER_SLICE = SLICE_BYTES // VALUE_BYTES
+ONE_THREAD = msgspec.structs.replace(QUICK, threads=1, waiting=2)
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    async with asyncio.timeout(20):
+        while not condition():  # noqa: ASYNC110 - what is observed is another thread
+            await asyncio.sleep(0.005)
+
+
+async def ended(call: Call) -> list[bool]:
+    async with asyncio.timeout(20):
+        await asyncio.shield(call.released)
+        return await asyncio.shield(call.done)
+
+
+async def begun(disk: FaultyDisk) -> None:
+    assert await asyncio.to_thread(disk.begun.acquire, timeout=20)
+
+
+async def test_pages_come_back_and_leading_ones_are_counted(tmp_path: Path) -> None:
+    async with store(tmp_path) as pages:
+        assert await ended(pages.put(keys(1, 2, 4), values(1, 2, 4))) == [True] * 3
+        into = empty(4)
+        assert await ended(pages.get(keys(4, 3, 2, 1), into)) == [True, False, True, True]
+        assert [into[n] for n in (0, 2, 3)] == values(4, 2, 1)
+        assert [await pages.exists_prefix(keys(*n)) for n in ((1, 2, 3, 4), (1, 2), (3, 4), ())] == [2, 2, 0, 0]
+        counts = pages.counts
+        assert (counts.stored, counts.not_stored, counts.stored_bytes) == (3, 0, 3 * VALUE_BYTES)
+        assert (counts.read, counts.not_read, counts.absent, counts.read_bytes) == (3, 1, 1, 3 * VALUE_BYTES)
+        assert (counts.errors, counts.trips, counts.refused) == (0, 0, 0)
+        assert await ended(pages.put([], [])) == []
+        assert counts.refused == 0
+
+
+async def test_a_read_that_hangs_is_given_up_and_holds_its_buffers_until_it_returns(tmp_path: Path) -> None:
+    disk = FaultyDisk()
+    limits = msgspec.structs.replace(QUICK, stall_s=0.1)
+    loop = asyncio.get_running_loop()
+    async with store(tmp_path, disk=disk, limits=limits) as pages:
+        assert await ended(pages.put(keys(1), values(1))) == [True]
+        disk.waits["read"] = go = threading.Event()
+        memory = bytearray(VALUE_BYTES)
+        call = pages.get(keys(1), [memoryview(memory)])
+        began_s = loop.time()
+        assert await asyncio.shield(call.done) == [False]
+        assert loop.time() - began_s < 1
+        assert not call.released.done()
+        assert not pages.readable
+        for _ in range(3):  # nobody waits for it again
+            began_s = loop.time()
+            assert await ended(pages.get(keys(1), empty(1))) == [False]
+            assert await pages.exists_prefix(keys(1)) == 0
+            assert loop.time() - began_s < 0.1
+        assert await ended(pages.put(keys(2), values(2))) == [True]  # writing is another matter
+        with pytest.raises(BufferError):
+            memory.clear()
+        assert pages.hung == 1
+        disk.waits.clear()
+        go.set()
+        await ended(call)
+        assert await asyncio.shield(call.done) == [False]  # what was said stays said
+        gc.collect()
+        memory.clear()
+        await until(lambda: pages.readable)
+        assert pages.hung == 0
+        assert await ended(pages.get(keys(1, 2), into := empty(2))) == [True, True]
+        assert into == values(1, 2)
+        assert (pages.counts.stalls, pages.counts.trips, pages.counts.refused) == (1, 1, 6)
+
+
+async def test_a_store_is_left_alone_while_its_threads_hang_even_if_a_probe_works(tmp_path: Path) -> None:
+    disk = FaultyDisk()
+    limits = msgspec.structs.replace(ONE_THREAD, stall_s=0.1)
+    async with store(tmp_path, disk=disk, limits=limits) as pages:
+        disk.waits["rename"] = go = threading.Event()  # a probe renames nothing
+        first, second = (pages.put(keys(n), values(n)) for n in (1, 2))
+        assert await ended(second) == [False]  # it waited for the first, and never began
+        assert not first.released.done()
+        await until(lambda: not pages._writes.breaker.is_open)
+        assert not pages.writable
+        assert await ended(pages.put(keys(3), values(3))) == [False]
+        go.set()
+        await ended(first)
+        await until(lambda: pages.writable)
+        assert await ended(pages.put(keys(3), values(3))) == [True]
+
+
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EIO, errno.EROFS])
+async def test_a_disk_that_cannot_be_written_is_read_on_and_written_again_when_it_can(
+    tmp_path: Path, number: int
+) -> None:
+    disk = FaultyDisk()
+    async with store(tmp_path, disk=disk) as pages:
+        assert await ended(pages.put(keys(0), values(0))) == [True]
+        disk.fails["write"] = number
+        for n in range(QUICK.failures):
+            assert pages.writable
+            assert await ended(pages.put(keys(n, 8), values(n, 8))) == [n == 0, False]
+        assert not pages.writable
+        assert pages.counts.errors == QUICK.failures
+        before = disk.counted["write"]
+        assert await ended(pages.put(keys(5), values(5))) == [False]
+        assert await ended(pages.get(keys(0, 8), into := empty(2))) == [True, False]
+        assert into[0] == value(0)
+        assert await pages.exists_prefix(keys(0, 8)) == 1
+        await until(lambda: disk.counted["write"] >= before + 2)  # probes fail
+        assert not pages.writable
+        disk.fails.clear()
+        await until(lambda: pages.writable)
+        assert await ended(pages.put(keys(5, 8), values(5, 8))) == [True, True]
+        assert await ended(pages.get(keys(5, 8), into)) == [True, True]
+        assert into == values(5, 8)
+        assert pages.counts.trips == 1
+
+
+async def test_a_disk_that_cannot_be_read_is_written_on(tmp_path: Path) -> None:
+    disk = FaultyDisk()
+    async with store(tmp_path, disk=disk) as pages:
+        await ended(pages.put(keys(1), values(1)))
+        disk.fails["read"] = errno.EIO
+        for _ in range(QUICK.failures):
+            assert await ended(pages.get(keys(1), empty(1))) == [False]
+        assert not pages.readable
+        assert "reading left alone" in repr(pages)
+        assert await ended(pages.put(keys(2), values(2))) == [True]
+        disk.fails.clear()
+        await until(lambda: pages.readable)
+        assert await ended(pages.get(keys(1, 2), into := empty(2))) == [True, True]
+        assert into == values(1, 2)
+        assert "left alone" not in repr(pages)
+
+
+async def test_a_slow_disk_is_left_alone_and_what_it_has_read_is_used(tmp_path: Path) -> None:
+    disk = FaultyDisk()
+    limits = msgspec.structs.replace(QUICK, slow_s=0.05, failures=2)
+    async with store(tmp_path, disk=disk, limits=limits) as pages:
+        await ended(pages.put(keys(1), values(1)))
+        for left in (1, 0):
+            disk.waits["read"] = go = threading.Event()
+            call = pages.get(keys(1), into := empty(1))
+            await begun(disk)
+            await asyncio.sleep(0.06)  # as long as the disk takes
+            go.set()
+            assert await ended(call) == [True]
+            assert into == values(1)
+            assert pages.readable == bool(left)
+        disk.waits.clear()
+        await until(lambda: pages.readable)
+        assert (pages.counts.slow, pages.counts.errors, pages.counts.stalls) == (2, 0, 0)
+
+
+async def test_what_is_cancelled_begins_no_further_slice_and_is_awaited(tmp_path: Path) -> None:
+    disk = FaultyDisk()
+    async with store(tmp_path, pages=3 * PER_SLICE, disk=disk, limits=ONE_THREAD) as pages:
+        count = 2 * PER_SLICE
+        disk.waits["write"] = go = threading.Event()
+        one = value(1)
+        running = pages.put(keys(*range(count)), [one] * count)
+        waiting = pages.put(keys(count), values(1))
+        await begun(disk)
+        waiting.cancel()
+        assert waiting.released.done()
+        running.cancel()
+        running.cancel()
+        assert await asyncio.shield(running.done) == [False] * count
+        assert not running.released.done()
+        go.set()
+        await ended(running)
+        assert disk.counted["write"] == PER_SLICE  # the slice that was under way, and no other
+        assert await pages.exists_prefix(keys(*range(count + 1))) == PER_SLICE
+        assert pages.writable
+        assert pages.counts.not_stored == count + 1
+
+
+async def test_a_cancelled_call_that_then_hangs_opens_the_breaker_too(tmp_path: Path) -> None:
+    disk = FaultyDisk()
+    async with store(tmp_path, disk=disk, limits=msgspec.structs.replace(ONE_THREAD, stall_s=0.1)) as pages:
+        disk.waits["write"] = go = threading.Event()
+        call = pages.put(keys(1), values(1))
+        await begun(disk)
+        call.cancel()
+        behind = pages.put(keys(2), values(2))
+        assert await ended(behind) == [False]
+        assert not pages.writable
+        go.set()
+        await ended(call)
+
+
+async def test_too_many_calls_are_refused(tmp_path: Path) -> None:
+    disk = FaultyDisk()
+    async with store(tmp_path, disk=disk, limits=ONE_THREAD) as pages:
+        disk.waits["write"] = go = threading.Event()
+        calls = [pages.put(keys(n), values(n)) for n in range(5)]
+        assert [call.released.done() for call in calls] == [False, False, False, True, True]
+        assert pages.counts.refused == 2
+        go.set()
+        assert [await ended(call) for call in calls] == [[True]] * 3 + [[False]] * 2
+
+
+async def test_a_cancelled_lookup_keeps_no_other_waiting(tmp_path: Path) -> None:
+    async with store(tmp_path) as pages:
+        await ended(pages.put(keys(1), values(1)))
+        asked = [asyncio.ensure_future(pages.exists_prefix(keys(1))) for _ in range(3)]
+        await asyncio.sleep(0)
+        for lookup in asked[:2]:
+            lookup.cancel()
+        assert await asked[2] == 1
+        assert all(lookup.cancelled() for lookup in asked[:2])
+
+
+async def test_close_drains_what_runs(tmp_path: Path) -> None:
+    disk = FaultyDisk()
+    pages = await GuardedStorage.open(backend(tmp_path, disk=disk), QUICK)
+    disk.waits["write"] = go = threading.Event()
+    call = pages.put(keys(1), values(1))
+    await begun(disk)
+    closing = asyncio.ensure_future(pages.close())
+    await until(call.done.done)
+    closing.cancel()  # a cancel skips no drain
+    assert not closing.done()
+    go.set()
+    with pytest.raises(asyncio.CancelledError):
+        await closing
+    assert call.released.done()
+    for ask in (pages.put, pages.get):
+        with pytest.raises(MisuseError, match="the store is closed"):
+            ask(keys(1), empty(1))
+    with pytest.raises(MisuseError, match="the store is closed"):
+        await pages.exists_prefix(keys(1))
+    await pages.close()
+
+
+async def test_close_leaves_what_hangs_alone(tmp_path: Path) -> None:
+    disk = FaultyDisk()
+    pages = await GuardedStorage.open(backend(tmp_path, disk=disk), msgspec.structs.replace(QUICK, close_s=0.1))
+    disk.waits["write"] = go = threading.Event()
+    call = pages.put(keys(1), values(1))
+    await begun(disk)
+    await pages.close()
+    assert not call.released.done()
+    with pytest.raises(MisuseError, match="in use by process"):  # its thread may still write
+        backend(tmp_path).open()
+    go.set()
+    await ended(call)
+    pages._backend.close()
+
+
+async def test_a_store_that_does_not_open_says_why(tmp_path: Path) -> None:
+    async with store(tmp_path):
+        with pytest.raises(MisuseError, match="in use by process"):
+            await GuardedStorage.open(backend(tmp_path), QUICK)
+
+
+async def test_nothing_holds_the_buffers_of_a_call_that_has_ended(tmp_path: Path) -> None:
+    class Memory(bytearray):
+        """One that can be watched."""
+
+    async with store(tmp_path) as pages:
+        memory = Memory(VALUE_BYTES)
+        watched = weakref.ref(memory)
+        call = pages.put(keys(1), [memoryview(memory)])
+        del memory
+        assert await ended(call) == [True]
+        await until(lambda: watched() is None)
+
+
+@pytest.mark.parametrize(
+    ("given", "buffers", "text"),
+    [
+        ([b"short"], empty(1), "a key of 5 bytes is no digest of a page, which has 32"),
+        (keys(1), [], "1 keys and 0 buffers"),
+        (keys(1), empty(1, 10), f"a buffer of 10 bytes: this store's pages have {VALUE_BYTES}"),
+        (keys(1), [memoryview(bytes(VALUE_BYTES))], "a buffer to read into is read-only"),
+        (keys(1), [memoryview(bytearray(2 * VALUE_BYTES))[::2]], "a buffer is not a memoryview of bytes in one piece"),
+    ],
+)
+async def test_misuse_is_named(tmp_path: Path, given: list[bytes], buffers: list[memoryview], text: str) -> None:
+    async with store(tmp_path) as pages:
+        with pytest.raises(MisuseError, match=text):
+            pages.get(given, buffers)
+
+
+@pytest.mark.parametrize(
+    ("field", "wrong", "text"),
+    [
+        ("threads", 0, "threads 0 is below 1"),
+        ("stall_s", 0.0, "stall_s 0.0 is not a number of seconds between 0.001"),
+        ("close_s", -1.0, "close_s -1.0 is not a number of seconds between 0"),
+    ],
+)
+def test_limits_are_checked(field: str, wrong: float, text: str) -> None:
+    with pytest.raises(MisuseError, match=text):
+        Limits(**{field: wrong})  # type: ignore[arg-type]

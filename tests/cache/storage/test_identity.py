@@ -1,0 +1,92 @@
+"""Only what reads the same bytes the same way has the same identity."""
+
+from __future__ import annotations
+
+import gc
+
+import numpy as np
+import pytest
+
+from kvflow.cache.storage.identity import PageViews, identity_of
+from kvflow.memory.copies import host_layout
+from kvflow.memory.pool import PagedPool
+from kvflow.protocols.errors import LayoutError, MisuseError
+from kvflow.protocols.pages.kinds import ROW, StateKind
+from kvflow.protocols.pages.layout import PoolLayout, build_layout, opaque_layout
+
+K, V = StateKind("0.k", "bfloat16", (2, 8)), StateKind("0.v", "bfloat16", (2, 8))
+STATE = StateKind("0.ssm", "float32", (4,), ROW)
+
+
+def layout(
+    *kinds: StateKind, page_size: int = 4, num_pages: int = 3, fingerprint: str = "model", order: str = "page_first"
+) -> PoolLayout:
+    rows = int(any(kind.unit == ROW for kind in kinds))
+    return build_layout(
+        kinds, page_size=page_size, num_pages=num_pages, num_rows=rows, fingerprint=fingerprint, order=order  # type: ignore[arg-type]
+    )  # fmt: skip
+
+
+def test_the_number_of_pages_and_the_order_of_the_device_pool_make_no_difference() -> None:
+    first = identity_of(layout(K, V))
+    assert len(first) == 32
+    assert identity_of(layout(K, V, num_pages=9)) == first
+    assert identity_of(host_layout(layout(K, V, order="layer_first"), 1 << 20)) == first
+    assert identity_of(layout(K, V, STATE)) == first  # of its pages
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        layout(K, V, fingerprint="another model"),
+        layout(K, V, page_size=8),
+        layout(V, K),
+        layout(K),
+        layout(K, V._replace(dtype="float16")),
+        layout(K, V._replace(shape=(4, 4))),
+        layout(K, V._replace(format="transposed")),
+        layout(K._replace(start=2, whole=4), V._replace(start=2, whole=4)),
+        opaque_layout({"0.k": 128, "0.v": 128}, page_size=4, num_pages=3, tag="x", fingerprint="model"),
+    ],
+)
+def test_whatever_reads_other_bytes_is_another(other: PoolLayout) -> None:
+    assert identity_of(other) != identity_of(layout(K, V))
+
+
+def test_rows_and_pages_differ() -> None:
+    both = layout(K, V, STATE)
+    assert identity_of(both, ROW) != identity_of(both)
+    assert identity_of(both, ROW) == identity_of(layout(STATE, K), ROW)
+
+
+def test_a_store_must_know_the_model() -> None:
+    with pytest.raises(MisuseError, match="fingerprint of the pool is empty"):
+        identity_of(layout(K, V, fingerprint=""))
+
+
+def test_a_page_in_pieces_is_refused() -> None:
+    with pytest.raises(LayoutError, match="has it in 2 buffers"):
+        identity_of(layout(K, V, order="layer_first"))
+    pool = PagedPool.allocate(layout(K, V, order="layer_first"), shared=False)
+    with pytest.raises(LayoutError, match="has it in 2 buffers"):
+        PageViews(pool)
+    pool.close()
+
+
+def test_views_are_the_bytes_of_the_pool_and_outlive_it() -> None:
+    pool = PagedPool.allocate(layout(K, V), shared=False)
+    views = PageViews(pool)
+    assert views.value_bytes == pool.layout.page_bytes == 256
+    pool.array("0.k")[1] = 7
+    page = views[1]
+    assert page.nbytes == 256
+    assert np.frombuffer(page, dtype=np.uint16)[:64].tolist() == [7] * 64
+    page[0] = 9
+    assert pool.array("0.k")[1].flat[0] == 9
+    for index in (-1, 3):
+        with pytest.raises(LayoutError, match=rf"page {index} is outside 0\.\.2"):
+            views[index]
+    pool.close()
+    del pool, views
+    gc.collect()
+    assert page[0] == 9
