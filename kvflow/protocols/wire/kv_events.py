@@ -1,0 +1,125 @@
+"""Cache events as the subscribers of vLLM and SGLang read them: msgpack of [ts, events, data_parallel_rank].
+
+An event is a map with its kind under "type", or, in the older form, an array with its kind first. Token ids and hashes
+are laid out by numpy: a request's prompt would otherwise become tens of thousands of Python integers.
+
+**Namespaces.** `lora_name` names the LoRA. `extra_keys` says for each block what else its hash depends on, as vLLM
+does: the LoRA's name, and in the first block of a prompt its salt. The chain of hashes begins with `hashes.chain_root`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from itertools import groupby
+from typing import Any, TypeAlias
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from kvflow.protocols.cache.events import Event, Removed, Stored
+
+MEDIUMS = ("GPU", "CPU", "STORAGE")  # by tier
+ExtraKeys: TypeAlias = list[tuple[str, ...] | None]
+
+_ARRAY_32 = 0xDD  # heads of msgpack: an array, and numbers of fixed size, each big-endian
+_INT_64 = (0xD3, ">i8")
+_UINT_16 = (0xCD, ">u2")
+_UINT_32 = (0xCE, ">u4")
+
+
+class BlockStored(msgspec.Struct, tag="BlockStored", tag_field="type", frozen=True):
+    block_hashes: msgspec.Raw
+    parent_block_hash: int | None
+    token_ids: msgspec.Raw
+    block_size: int
+    lora_id: int | None
+    medium: str
+    lora_name: str | None
+    extra_keys: ExtraKeys | msgspec.UnsetType | None = msgspec.UNSET
+
+
+class BlockRemoved(msgspec.Struct, tag="BlockRemoved", tag_field="type", frozen=True):
+    block_hashes: msgspec.Raw
+    medium: str
+
+
+class AllBlocksCleared(msgspec.Struct, tag="AllBlocksCleared", tag_field="type", frozen=True):
+    pass
+
+
+class PositionalBlockStored(BlockStored, tag="BlockStored", array_like=True, frozen=True):
+    pass
+
+
+class PositionalBlockRemoved(BlockRemoved, tag="BlockRemoved", array_like=True, frozen=True):
+    pass
+
+
+class PositionalAllBlocksCleared(AllBlocksCleared, tag="AllBlocksCleared", array_like=True, frozen=True):
+    pass
+
+
+class BatchEncoder:
+    """Batches of one stream: one block size, one rank, one form."""
+
+    def __init__(self, page_size: int, rank: int = 0, *, positional: bool = False) -> None:
+        """`page_size`: tokens of a block. `positional`: the older form, events as arrays."""
+        self._page_size, self._rank = page_size, rank
+        self._stored = PositionalBlockStored if positional else BlockStored
+        self._removed = PositionalBlockRemoved if positional else BlockRemoved
+        self._cleared = PositionalAllBlocksCleared() if positional else AllBlocksCleared()
+        self._no_keys = None if positional else msgspec.UNSET
+        self._encoder = msgspec.msgpack.Encoder()
+
+    def encode(self, events: Iterable[Event], ts: float) -> bytes:
+        """`ts`: seconds since the epoch."""
+        return self._encoder.encode((ts, list(self._on_the_wire(events)), self._rank))
+
+    def parts(self, events: Iterable[Event]) -> list[msgspec.Raw]:
+        """Encoded events, for `join`: a long batch can be made bit by bit."""
+        return [msgspec.Raw(self._encoder.encode(event)) for event in self._on_the_wire(events)]
+
+    def join(self, parts: list[msgspec.Raw], ts: float) -> bytes:
+        return self._encoder.encode((ts, parts, self._rank))
+
+    def _on_the_wire(self, events: Iterable[Event]) -> Iterable[msgspec.Struct]:
+        for tier, group in groupby(events, key=lambda event: event.tier if isinstance(event, Removed) else None):
+            if tier is None:
+                for event in group:
+                    yield self._stored_event(event) if isinstance(event, Stored) else self._cleared
+            else:  # eviction takes leaves one by one
+                together = [event.digests[:, 0] for event in group if isinstance(event, Removed)]
+                yield self._removed(_packed(np.concatenate(together), *_INT_64), MEDIUMS[tier])
+
+    def _stored_event(self, event: Stored) -> BlockStored:
+        ids = np.frombuffer(event.tokens, "<u4")
+        width = _UINT_16 if int(ids.max()) < 1 << 16 else _UINT_32
+        return self._stored(
+            block_hashes=_packed(event.digests[:, 0], *_INT_64),
+            parent_block_hash=event.parent,
+            token_ids=_packed(ids, *width),
+            block_size=self._page_size,
+            lora_id=None,
+            medium=MEDIUMS[event.tier],
+            lora_name=event.namespace.lora or None,
+            extra_keys=_extra_keys(event) or self._no_keys,
+        )
+
+
+def _extra_keys(event: Stored) -> ExtraKeys:
+    """One entry per block; nothing where no block has any."""
+    salt, lora = event.namespace
+    if not lora and (not salt or event.parent is not None):
+        return []
+    keys: ExtraKeys = [(lora,) if lora else None] * len(event.digests)
+    if salt and event.parent is None:
+        keys[0] = (lora, salt) if lora else (salt,)
+    return keys
+
+
+def _packed(numbers: NDArray[Any], head: int, width: str) -> msgspec.Raw:
+    """A msgpack array of integers, each `head` and then the number as `width`."""
+    packed = np.empty(len(numbers), [("head", "u1"), ("number", width)])
+    packed["head"], packed["number"] = head, numbers
+    return msgspec.Raw(_ARRAY_32.to_bytes() + len(numbers).to_bytes(4, "big") + packed.tobytes())
