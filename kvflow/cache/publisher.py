@@ -1,0 +1,257 @@
+"""Cache events over ZMQ: a PUB socket, and a ROUTER that sends again what a subscriber has missed.
+
+PUB sends [topic, seq, payload]. A replay is asked for from a DEALER with [b"", seq], and answered with
+[b"", topic, seq, payload] for each batch from that number on, and [b"", b"", -1, b""] at the end. [b"", seq,
+b"snapshot"] asks for all that is cached, in one batch, rather than for what has happened. Numbers are 64 bits,
+big-endian. What is sent where batches are not kept any more: `protocols.cache.stream`.
+
+Nothing here waits for a subscriber: PUB drops what a slow one does not take, and its next batch shows that by its
+number; when nothing happens, an empty one comes every `heartbeat_s`. Events that are recorded in one turn of the loop
+share a batch.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Coroutine
+from typing import Any, NamedTuple
+
+import zmq
+import zmq.asyncio
+
+from kvflow.aio import in_turns
+from kvflow.protocols.cache.stream import Batch, EventSource, EventStream, StreamLimits
+from kvflow.protocols.errors import MisuseError
+from kvflow.protocols.limits import LEAST_WAIT_S, check_time
+from kvflow.protocols.wire.kv_events import BatchEncoder
+
+DEFAULT_ADDRESS = "tcp://*:5557"
+END = (-1).to_bytes(8, "big", signed=True)
+SNAPSHOT = b"snapshot"
+QUEUE_BATCHES = 1_000  # per subscriber that does not read: some 60 KB each with prompts of 10,000 tokens
+MAX_REPLAYS = 8  # at a time; others wait
+STALL_S = 5.0  # of a replay that is not read: it is given up, without an end
+RETRY_S = 0.01  # ZMQ tells no one when a certain peer of a ROUTER can take more
+LINGER_MS = 200
+
+
+class PublisherStats(NamedTuple):
+    batches: int  # sent, heartbeats included
+    resets: int  # times that events were recorded faster than they could be sent
+    replays: int  # answered to the end
+    snapshots: int  # of them, those that began with one
+    bad_requests: int
+
+
+class EventPublisher:
+    """Publishes one index. Made and used on one event loop; `close` ends it."""
+
+    def __init__(
+        self,
+        source: EventSource,
+        page_size: int,
+        *,
+        address: str = DEFAULT_ADDRESS,
+        replay_address: str | None = None,
+        topic: str = "",
+        rank: int = 0,
+        positional: bool = False,
+        limits: StreamLimits | None = None,
+        heartbeat_s: float = 5.0,
+        first_seq: int = 0,
+    ) -> None:
+        """Bind "tcp://host:port" on port + `rank`, the replay socket likewise; port * or 0 is any free one. `rank`: of
+        the data-parallel group. `positional`: events as arrays, the older form. Raises: MisuseError.
+        """
+        self._topic, self._heartbeat_s = topic.encode(), check_time("heartbeat_s", heartbeat_s, LEAST_WAIT_S)
+        self._stream = EventStream(
+            source, BatchEncoder(page_size, rank, positional=positional), limits, first_seq=first_seq
+        )
+        self._first_seq, self._loop = first_seq, asyncio.get_running_loop()
+        self._pub: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.PUB)
+        self.address = _bind(self._pub, "address", address, rank)
+        self._router: zmq.asyncio.Socket | None = None
+        self.replay_address: str | None = None
+        if replay_address is not None:
+            self._router = zmq.asyncio.Socket(zmq.Context.instance(), zmq.ROUTER)
+            self._router.setsockopt(zmq.ROUTER_MANDATORY, 1)  # it says what it cannot send
+            self._router.setsockopt(zmq.MAXMSGSIZE, 1024)  # of a request
+            try:
+                self.replay_address = _bind(self._router, "replay_address", replay_address, rank)
+            except MisuseError:
+                self._pub.close(linger=0)
+                raise
+        self._closing = False
+        self._turn: asyncio.Handle | None = None
+        self._slots = asyncio.Semaphore(MAX_REPLAYS)
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._replays = self._snapshots = self._bad_requests = 0
+        self._sent_s = self._loop.time()
+        self._timer = self._loop.call_later(self._heartbeat_s, self._beat)
+        if self._router is not None:
+            self._spawn(self._serve(self._router))
+        self.notify()
+
+    def notify(self) -> None:
+        """The index has changed, or may have: what it has recorded is sent as this turn of the loop ends."""
+        if self._turn is None and not self._closing:
+            self._turn = self._loop.call_soon(self._end_turn)
+
+    def stats(self) -> PublisherStats:
+        batches = self._stream.next_seq - self._first_seq
+        return PublisherStats(batches, self._stream.num_resets, self._replays, self._snapshots, self._bad_requests)
+
+    async def close(self) -> None:
+        """Send what has been recorded, end replays, close the sockets. More than once is once."""
+        if self._closing:
+            return
+        self._closing = True
+        try:
+            await self._settle()
+        finally:
+            self._timer.cancel()
+            if self._turn is not None:
+                self._turn.cancel()
+            self._pub.close(linger=LINGER_MS)
+            for task in self._tasks:
+                task.cancel()
+            if self._tasks:
+                await asyncio.wait(self._tasks)
+            if self._router is not None:
+                self._router.close(linger=LINGER_MS)
+
+    def _end_turn(self) -> None:
+        self._turn = None
+        self._publish()
+        if self._stream.has_waiting:
+            self.notify()
+
+    def _publish(self) -> None:
+        batch = self._stream.next_batch(time.time())
+        if batch is not None:
+            self._send(batch)
+
+    def _send(self, batch: Batch) -> None:
+        self._sent_s = self._loop.time()
+        self._pub.send_multipart(self._frames(batch), zmq.NOBLOCK)  # PUB drops rather than refuse
+
+    def _frames(self, batch: Batch) -> tuple[bytes, bytes, bytes]:
+        return self._topic, batch.seq.to_bytes(8, "big"), batch.payload
+
+    def _beat(self) -> None:
+        now = self._loop.time()
+        if now >= self._sent_s + self._heartbeat_s:
+            self._send(self._stream.heartbeat(time.time()))
+        self._timer = self._loop.call_at(self._sent_s + self._heartbeat_s, self._beat)
+
+    async def _settle(self) -> None:
+        """Until all that has been recorded is sent; when it returns, nothing waits."""
+        self._publish()
+        while self._stream.has_waiting:
+            await asyncio.sleep(0)
+            self._publish()
+
+    async def _serve(self, router: zmq.asyncio.Socket) -> None:
+        while True:
+            await self._slots.acquire()
+            request = await router.recv_multipart()
+            if not _is_request(request):
+                self._bad_requests += 1
+                self._slots.release()
+                continue
+            wants_snapshot = len(request) == 4
+            replay = self._replay(router, request[0], int.from_bytes(request[2], "big"), wants_snapshot)
+            self._spawn(replay).add_done_callback(lambda _: self._slots.release())
+
+    async def _replay(self, router: zmq.asyncio.Socket, client: bytes, start: int, wants_snapshot: bool) -> None:
+        batches = None if wants_snapshot else self._stream.kept_from(start)
+        if batches is None:
+            batches = await self._snapshot(start)
+            self._snapshots += 1
+        async for batch in in_turns(batches):
+            if not await _offer(router, [client, b"", *self._frames(batch)]):
+                return
+        if await _offer(router, [client, b"", b"", END, b""]):
+            self._replays += 1
+
+    async def _snapshot(self, start: int) -> list[Batch]:
+        """All that is cached as batch `start`, then the newest number, from which a subscriber goes on."""
+        await self._settle()
+        events, newest = self._stream.snapshot(), self._stream.next_seq - 1
+        parts = []
+        async for event in in_turns(events):
+            parts.extend(self._stream.encoder.parts([event]))
+        seq = min(start, newest)
+        batches = [Batch(seq, self._stream.encoder.join(parts, time.time()))]
+        if seq < newest:
+            batches.append(Batch(newest, self._stream.encoder.join([], time.time())))
+        return batches
+
+    def _spawn(self, work: Coroutine[None, None, None]) -> asyncio.Task[None]:
+        task = self._loop.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return task
+
+
+async def _offer(router: zmq.asyncio.Socket, frames: list[bytes]) -> bool:
+    """Send to a client of a ROUTER; False if it has gone, or takes nothing for STALL_S."""
+    loop = asyncio.get_running_loop()
+    until_s = loop.time() + STALL_S
+    while True:
+        try:
+            await router.send_multipart(frames, zmq.NOBLOCK)
+        except zmq.Again:
+            if loop.time() >= until_s:
+                return False
+            await asyncio.sleep(RETRY_S)
+        except zmq.ZMQError as error:
+            if error.errno != zmq.EHOSTUNREACH:
+                raise
+            return False
+        else:
+            return True
+
+
+def _is_request(frames: list[bytes]) -> bool:
+    """[client, b"", seq] or [client, b"", seq, b"snapshot"]."""
+    if len(frames) not in (3, 4) or frames[1] or len(frames[2]) != 8:
+        return False
+    return len(frames) == 3 or frames[3] == SNAPSHOT
+
+
+def _bind(socket: zmq.Socket[Any], name: str, address: str, rank: int) -> str:
+    """The address that `socket` is bound to. Raises: MisuseError, with the socket closed."""
+    try:
+        own = rank_address(name, address, rank)
+    except MisuseError:
+        socket.close(linger=0)
+        raise
+    socket.setsockopt(zmq.IPV6, int("[" in own))
+    socket.setsockopt(zmq.SNDHWM, QUEUE_BATCHES)
+    try:
+        socket.bind(own)
+    except zmq.ZMQError as error:
+        socket.close(linger=0)
+        raise MisuseError(f"{name} {own!r}: {zmq.strerror(error.errno or 0)}") from None
+    return str(socket.getsockopt_string(zmq.LAST_ENDPOINT))
+
+
+def rank_address(name: str, address: str, rank: int) -> str:
+    """Of one data-parallel rank: port + rank, and for what has no port a suffix. Raises: MisuseError."""
+    scheme, found, rest = address.partition("://")
+    if not found or scheme not in ("tcp", "ipc", "inproc") or not rest:
+        raise MisuseError(f"{name} {address!r} is not tcp://host:port, ipc://path or inproc://name")
+    if rank < 0:
+        raise MisuseError(f"rank {rank} is negative")
+    if scheme != "tcp":
+        return f"{address}_dp{rank}" if rank else address
+    host, found, port = rest.rpartition(":")
+    if not found or not host or not (port == "*" or port.isdecimal()):
+        raise MisuseError(f"{name} {address!r} is not tcp://host:port")
+    if port == "*" or not int(port):
+        return f"tcp://{host}:*"
+    if int(port) + rank > 65535:
+        raise MisuseError(f"{name} {address!r} of rank {rank}: port {int(port) + rank} is above 65535")
+    return f"tcp://{host}:{int(port) + rank}"

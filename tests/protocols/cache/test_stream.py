@@ -1,0 +1,173 @@
+"""Streams of batches: what a subscriber ends with that loses some, joins late, or asks for what is not kept."""
+
+from __future__ import annotations
+
+import random
+
+import msgspec
+import numpy as np
+import pytest
+
+from kvflow.protocols.cache.hashes import token_bytes
+from kvflow.protocols.cache.index import PrefixIndex
+from kvflow.protocols.cache.nodes import Tier
+from kvflow.protocols.cache.stream import BATCH_BYTES, Batch, EventStream, StreamLimits
+from kvflow.protocols.errors import MisuseError
+from kvflow.protocols.wire.kv_events import BatchEncoder
+from tests.protocols.cache.driver import PAGE_SIZE, Driver, name
+from tests.protocols.cache.subscriber import Subscriber
+from tests.protocols.cache.test_index_stateful import step
+
+
+class Knower(Subscriber):
+    """Applies batches in the order of their numbers; events are about sets, so that some may come twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.last = -1
+
+    def stored(self, medium: str, hashes: list[int], parent: int | None) -> None:
+        for number in hashes:
+            self.blocks[medium][number] = parent
+            parent = number
+
+    def removed(self, medium: str, hashes: list[int]) -> None:
+        for number in hashes:
+            self.blocks[medium].pop(number, None)
+
+    def apply(self, batch: Batch) -> None:
+        self.last = batch.seq
+        for event in kinds(batch, whole=True):
+            if event["type"] == "BlockStored":
+                self.stored(event["medium"], event["block_hashes"], event["parent_block_hash"])
+            elif event["type"] == "BlockRemoved":
+                self.removed(event["medium"], event["block_hashes"])
+            else:
+                self.cleared()
+
+    def ask_again(self, stream: EventStream) -> None:
+        """As a replay goes: what is kept, or a snapshot and the newest number."""
+        batches = stream.kept_from(self.last + 1)
+        if batches is None:
+            newest = stream.next_seq - 1
+            batches = [Batch(newest, stream.encoder.encode(stream.snapshot(), 0.0))]
+        for batch in batches:
+            self.apply(batch)
+
+
+def kinds(batch: Batch, *, whole: bool = False) -> list:
+    events = msgspec.msgpack.decode(batch.payload)[1]
+    return events if whole else [event["type"] for event in events]
+
+
+def index_of(pages: int, page_size: int = 1) -> PrefixIndex:
+    index = PrefixIndex(page_size, events=True)
+    ids = range(pages * page_size)
+    index.insert(token_bytes(list(ids)), np.arange(pages, dtype=np.int32), 0.0)
+    return index
+
+
+def add(index: PrefixIndex, *ids: int) -> None:
+    index.insert(token_bytes(ids), np.arange(len(ids), dtype=np.int32), 9.0)
+
+
+@pytest.mark.parametrize("limits", [StreamLimits(), StreamLimits(3, 1 << 20, 1 << 20), StreamLimits(50, 400, 300)])
+def test_whoever_loses_batches_ends_with_what_is_cached(limits: StreamLimits, seed: int) -> None:
+    """Inserts, copies and evictions in any order; subscribers that lose what they may, and hear of it by a number."""
+    rng = random.Random(f"{seed} {limits}")
+    for _ in range(15):
+        driver = Driver("lru")
+        stream = EventStream(driver.index, BatchEncoder(PAGE_SIZE), limits)
+        faithful, lossy, late = Knower(), Knower(), Knower()
+        for _ in range(100):
+            step(driver, rng)
+            if rng.random() < 0.5:
+                continue  # more in one batch, or more than may wait
+            while (batch := stream.next_batch(0.0)) is not None:
+                assert batch.seq == faithful.last + 1
+                faithful.apply(batch)
+                if rng.random() < 0.5:
+                    continue  # lost on its way
+                if batch.seq != lossy.last + 1:
+                    lossy.ask_again(stream)
+                if batch.seq > lossy.last:
+                    lossy.apply(batch)
+        while (batch := stream.next_batch(0.0)) is not None:
+            faithful.apply(batch)
+        lossy.ask_again(stream)
+        late.ask_again(stream)
+        expected = [{name(key) for key in driver.oracle.connected(tier)} for tier in Tier]
+        assert faithful.content() == expected
+        assert lossy.content() == expected
+        assert late.content() == expected
+
+
+def test_a_stream_begins_with_what_is_there() -> None:
+    stream = EventStream(index_of(3), BatchEncoder(1), first_seq=7)
+    batch = stream.next_batch(0.0)
+    assert batch is not None
+    assert (batch.seq, kinds(batch)) == (7, ["AllBlocksCleared", "BlockStored"])
+    assert stream.next_batch(0.0) is None
+
+
+def test_a_long_wait_is_sent_in_parts() -> None:
+    index = PrefixIndex(512, events=True)
+    stream = EventStream(index, BatchEncoder(512))
+    stream.next_batch(0.0)
+    for prompt in range(20):
+        add_long(index, prompt)
+    sizes = []
+    while (batch := stream.next_batch(0.0)) is not None:
+        sizes.append(len(kinds(batch)))
+    assert sum(sizes) == 20
+    assert max(sizes) <= BATCH_BYTES // (4 * 51_200) + 1
+
+
+def add_long(index: PrefixIndex, prompt: int) -> None:
+    ids = np.arange(51_200, dtype=np.uint32) + prompt
+    index.insert(token_bytes(ids), np.arange(100, dtype=np.int32), float(prompt))
+
+
+def test_events_that_wait_too_long_are_replaced_by_what_is_there() -> None:
+    index = index_of(1)
+    stream = EventStream(index, BatchEncoder(1), StreamLimits(10, 1 << 20, 100))
+    stream.next_batch(0.0)
+    for fork in range(1, 10):
+        add(index, 0, fork)
+    index.evict(Tier.DEVICE, 8)
+    batch = stream.next_batch(0.0)
+    assert batch is not None
+    assert (batch.seq, kinds(batch)) == (1, ["AllBlocksCleared", "BlockStored", "BlockStored"])
+    assert stream.num_resets == 1
+    add(index, 0, 20)
+    batch = stream.next_batch(0.0)
+    assert batch is not None and kinds(batch) == ["BlockStored"], "it goes on with what happens"
+
+
+def test_what_is_kept() -> None:
+    index = index_of(1)
+    stream = EventStream(index, BatchEncoder(1), StreamLimits(kept_batches=3))
+    sent = [stream.next_batch(0.0)]
+    for fork in range(1, 5):
+        add(index, 0, fork)
+        sent.append(stream.next_batch(0.0))
+    assert stream.kept_from(1) is None
+    assert stream.kept_from(2) == sent[2:]
+    assert stream.kept_from(4) == sent[4:]
+    assert stream.kept_from(5) == stream.kept_from(2**64 - 1) == []
+
+
+def test_bytes_are_bounded_too() -> None:
+    index = index_of(1)
+    stream = EventStream(index, BatchEncoder(1), StreamLimits(kept_bytes=1))
+    stream.next_batch(0.0)
+    assert stream.kept_from(0) is not None, "the newest is kept, whatever its size"
+    add(index, 0, 1)
+    stream.next_batch(0.0)
+    assert stream.kept_from(0) is None
+
+
+@pytest.mark.parametrize("limits", [StreamLimits(0), StreamLimits(kept_bytes=0), StreamLimits(waiting_bytes=-1)])
+def test_limits_that_are_none(limits: StreamLimits) -> None:
+    with pytest.raises(MisuseError, match="at least 1"):
+        EventStream(index_of(1), BatchEncoder(1), limits)
