@@ -38,7 +38,8 @@ def _radix_command(harness: str) -> tuple[list[str], dict[str, str]]:
             f"no radix harness at {harness} with {python} and {source}: run its run.sh once, or leave --peer out"
         )
     driver = str(Path(__file__).with_name("radix_driver.py"))
-    return [str(python), "-W", "ignore", driver], {"PYTHONPATH": f"{shim}:{source}"}
+    # -P: beside the driver lie modules with names of the standard library's.
+    return [str(python), "-P", "-W", "ignore", driver], {"PYTHONPATH": f"{shim}:{source}"}
 
 
 def _home() -> Path:
