@@ -149,6 +149,8 @@ class PrefixIndex:
         if above is node or not isinstance(above, Root) or node.detached:
             raise MisuseError("cannot lock a prefix that is not all on the device: match it again")
         node.locks += 1
+        if node.locks == 1:
+            self._residents.pin(node)
 
     def unlock(self, node: Node) -> Freed:
         """End one lock. What comes back was flushed meanwhile. Raises: MisuseError."""
@@ -157,6 +159,7 @@ class PrefixIndex:
         node.locks -= 1
         if node.locks:
             return NOTHING
+        self._residents.unpin(node)
         gathered = Gathered()
         self._residents.released(node, gathered)
         return gathered.freed()
@@ -197,6 +200,12 @@ class PrefixIndex:
         gathered = Gathered()
         self._residents.flush(gathered)
         return gathered.freed()
+
+    @property
+    def evictable_pages(self) -> int:
+        """Pages of the device that `evict` would free. With a host tier it may be fewer: what is on the device alone
+        stays while host pages follow it."""
+        return self._residents.num_pages[Tier.DEVICE] - self._residents.num_pinned
 
     def stats(self) -> Stats:
         own = self._residents

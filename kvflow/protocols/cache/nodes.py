@@ -43,10 +43,11 @@ class Node:
     """A handle to one place in the tree, the end of its last page: a split puts another node before it.
 
     `children` by the bytes of their first page; `taken`: the one that a prompt was last found in, whole, if it still is
-    as it was then; `below[tier]`: how many of them are not ABSENT there; `readers[tier]`:
-    copies that read it; `depth`: pages from the root to its end; `queued`: a bit per tier whose queue it is in;
-    `frayed`: `tokens` go on after its last page; `told`: a bit per tier in which subscribers know of it; `digests`: its
-    page hashes, once they are needed (big-endian int64 [num_pages, 4]: the first number of each is its event hash).
+    as it was then; `below[tier]`: how many of them are not ABSENT there; `readers[tier]`: copies that read it; `pins`:
+    what keeps it on the device, itself or as a parent (see `Residents.pin`); `depth`: pages from the root to its end;
+    `queued`: a bit per tier whose queue it is in; `frayed`: `tokens` go on after its last page; `told`: a bit per tier
+    in which subscribers know of it; `digests`: its page hashes, once they are needed (big-endian int64 [num_pages, 4]:
+    the first number of each is its event hash).
     """
 
     __slots__ = (
@@ -62,6 +63,7 @@ class Node:
         "pages",
         "parent",
         "phase",
+        "pins",
         "priority",
         "queued",
         "readers",
@@ -83,7 +85,7 @@ class Node:
         self.pages: list[PageIndices | None] = [None, None]
         self.readers, self.below = [0, 0], [0, 0]
         self.used_s, self.hits, self.priority = 0.0, 0, 0
-        self.locks, self.queued, self.told = 0, 0, 0
+        self.locks, self.queued, self.pins, self.told = 0, 0, 0, 0
         self.detached = self.frayed = False
         self.snapshot: int | None = None
         self.digests: NDArray[np.int64] | None = None
@@ -142,6 +144,8 @@ def split(node: Node, keep: int, page_bytes: int, *, fray: bool = False) -> Node
         upper.digests = node.digests[:keep].copy() if fray and not shared else node.digests[:keep]
         node.digests = node.digests[keep:]
     upper.below = [int(node.phase[tier] is not RunPhase.ABSENT) for tier in PAGED]
+    reads, arrives = bool(node.readers[Tier.DEVICE]), node.phase[Tier.DEVICE] is RunPhase.ARRIVING
+    upper.pins = bool(node.pins) + reads + arrives
     for tier in PAGED:
         if (pages := node.pages[tier]) is not None:
             upper.pages[tier], node.pages[tier] = pages[:keep], pages[keep:]

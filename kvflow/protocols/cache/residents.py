@@ -73,6 +73,7 @@ class Residents:
         self._pushed = 0
         self.roots: dict[Any, Root] = {}
         self.num_pages = [0, 0, 0]  # per tier, those on their way included
+        self.num_pinned = 0  # pages of the device that cannot be evicted now, even with what is below them
         self.num_nodes = 0
         self.num_evicted = [0, 0]
 
@@ -89,6 +90,31 @@ class Residents:
         self._pushed += 1
         heapq.heappush(self._queues[tier], (self._key(node), self._pushed, node))
 
+    def pin(self, node: Node) -> None:
+        """Something begins to keep `node` on the device: its first lock, its first reader, a copy that writes it. It
+        keeps its parents too, each of which is told once: O(1) per node where the path is in use already."""
+        above: Node | None = node
+        while above is not None and above.parent is not None:
+            above.pins += 1
+            if above.pins > 1:
+                return
+            self._count_pinned(above, 1)
+            above = above.parent
+
+    def unpin(self, node: Node) -> None:
+        """That has ended."""
+        above: Node | None = node
+        while above is not None and above.parent is not None:
+            above.pins -= 1
+            if above.pins:
+                return
+            self._count_pinned(above, -1)
+            above = above.parent
+
+    def _count_pinned(self, node: Node, change: int) -> None:
+        if node.phase[Tier.DEVICE] is not RunPhase.ABSENT:
+            self.num_pinned += change * node.num_pages
+
     def feed(self, node: Node, tier: Tier, kind: RunKind, pages: PageIndices | None, gathered: Gathered) -> bool:
         """One event of one node; `pages` are the ones it brings. Return whether they were duplicates and come back."""
         move = TABLE.moves[node.phase[tier], kind]
@@ -102,6 +128,8 @@ class Residents:
             if tier is not Tier.STORAGE:
                 assert node.parent is not None
                 node.parent.below[tier] += change
+            if tier is Tier.DEVICE and node.pins:
+                self.num_pinned += change * node.num_pages
         if tier is not Tier.STORAGE:
             if pages is not None:
                 node.pages[tier] = pages
@@ -109,7 +137,9 @@ class Residents:
                 old, node.pages[tier] = node.pages[tier], None
                 assert old is not None
                 gathered.pages[tier].append(old)
-        node.phase[tier] = move.phase
+        before, node.phase[tier] = node.phase[tier], move.phase
+        if tier is Tier.DEVICE and RunPhase.ARRIVING in (before, move.phase) and before is not move.phase:
+            (self.unpin if before is RunPhase.ARRIVING else self.pin)(node)
         if self._recorder is not None:
             self._recorder.moved(node, tier)
         return False

@@ -72,6 +72,8 @@ class Writes:
             given = None if target is Tier.STORAGE else pages[at : at + node.num_pages]
             self._residents.feed(node, target, RunKind.BEGIN, given, gathered)
             node.readers[source] += 1
+            if source is Tier.DEVICE and node.readers[source] == 1:
+                self._residents.pin(node)
             at += node.num_pages
         self._begun += 1
         targets = NO_PLACES if target is Tier.STORAGE else pages
@@ -90,6 +92,8 @@ class Writes:
             for node in reversed(piece.run.between(piece.start, piece.stop)):
                 above = node.parent
                 node.readers[write.source] -= 1
+                if write.source is Tier.DEVICE and not node.readers[write.source]:
+                    self._residents.unpin(node)
                 self._residents.feed(node, write.target, kind, None, gathered)
                 self._residents.released(node, gathered)
                 if above is not None and not above.removed and kind is RunKind.FAIL:

@@ -127,6 +127,7 @@ class Driver:
             held = self.oracle.held(tier)
             assert not held & self.free[tier] and len(held) + len(self.free[tier]) == POOL
             assert self.index.stats().num_pages[tier] == len(held)
+        assert self.index.evictable_pages == len(self.oracle.held(DEVICE)) - self.oracle.pinned()
 
     def subscribers_know_what_can_be_read(self) -> None:
         """Who replays the events has the index per tier, less what hangs on nothing there; so has a late joiner."""

@@ -153,6 +153,12 @@ class Oracle:
         found = {key for key, page in self.pages.items() if key[0] == self.epoch and page.phase[tier] is PRESENT}
         return [key for key in found if all(key[:length] in found for length in range(3, len(key)))]
 
+    def pinned(self) -> int:
+        """Pages on the device, or on their way there, at or above one that is locked, read, or written there."""
+        used = [k for k, p in self.pages.items() if p.locks or p.readers[DEVICE] or p.phase[DEVICE] is ARRIVING]
+        above = {key[:count] for key in used for count in range(3, len(key) + 1)}
+        return sum(key in above and page.phase[DEVICE] is not ABSENT for key, page in self.pages.items())
+
     def held(self, tier: int) -> set[int]:
         """Page numbers that the index has."""
         return {page.number[tier] for page in self.pages.values() if page.phase[tier] is not ABSENT}
