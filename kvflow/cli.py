@@ -18,7 +18,8 @@ import typer
 
 import kvflow
 from kvflow.bench.commands import app as bench_commands
-from kvflow.config import settings as config
+from kvflow.config import catalog
+from kvflow.config.settings import Role, Settings
 from kvflow.config.sources import resolve, resolve_other
 from kvflow.protocols.errors import KvflowError, MisuseError
 from kvflow.testing.sim.commands import app as sim_commands
@@ -35,12 +36,12 @@ _METAVARS = {int: "INT", float: "FLOAT", str: "TEXT"}
 
 def _option(name: str, role: str) -> Any:
     """The typer option of one setting; values stay text, so that `config` checks all of them in one way."""
-    kind = config.base_type(name)
-    default = config.default_of(name, role)
+    kind = catalog.base_type(name)
+    default = catalog.default_of(name, role)
     shown = f"default {_shown(default)}, " if default not in ("", (), None) else ""
-    text = f"{config.describe(name)} ({shown}env {config.env_of(name)})"
-    flags = [config.flag_of(name), *(config.flag_of(alias) for alias in config.ALIASES.get(name, ()))]
-    page: dict[str, Any] = {"help": text, "show_default": False, "rich_help_panel": config.group_of(name).capitalize()}
+    text = f"{catalog.describe(name)} ({shown}env {catalog.env_of(name)})"
+    flags = [catalog.flag_of(name), *(catalog.flag_of(alias) for alias in catalog.ALIASES.get(name, ()))]
+    page: dict[str, Any] = {"help": text, "show_default": False, "rich_help_panel": catalog.group_of(name).capitalize()}
     if kind is bool:
         return Annotated[bool | None, typer.Option(f"{flags[0]}/--no-{flags[0][2:]}", **page)]
     if get_origin(kind) is tuple:
@@ -68,7 +69,7 @@ def _with_settings(role: str) -> Callable[[Callable[[dict[str, Any], str | None]
         file_option = Annotated[
             str | None, typer.Option("--config", help="TOML file (env KVFLOW_CONFIG).", metavar="FILE")
         ]
-        names = [name for group in config.GROUPS.values() for name in group if name in config.FIELDS_OF_ROLE[role]]
+        names = [name for group in catalog.GROUPS.values() for name in group if name in catalog.FIELDS_OF_ROLE[role]]
         hints = {name: _option(name, role) for name in names} | {"config": file_option}
         kind = inspect.Parameter.KEYWORD_ONLY
         parameters = [inspect.Parameter(n, kind, default=None, annotation=hint) for n, hint in hints.items()]
@@ -86,10 +87,10 @@ def _run(role: Literal["prefill", "decode", "router"], given: Mapping[str, Any],
     _limit_threads(settings.threads)
     from kvflow.launch import process, roles
 
-    def settings_of(other: config.Role) -> config.Settings:
+    def settings_of(other: Role) -> Settings:
         return resolve_other(other, given, config=path)
 
-    mains: dict[str, Callable[[config.Settings], Awaitable[None]]] = {
+    mains: dict[str, Callable[[Settings], Awaitable[None]]] = {
         "prefill": functools.partial(roles.run_prefill, settings_of=settings_of),
         "decode": functools.partial(roles.run_decode, settings_of=settings_of),
         "router": roles.run_router,

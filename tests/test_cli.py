@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 import kvflow
-from kvflow.config.settings import FIELDS_OF_ROLE, GROUPS, describe, env_of, flag_of
+from kvflow.config.catalog import FIELDS_OF_ROLE, GROUPS, describe, env_of, flag_of
 from kvflow.demo_model import DEMO_MODEL_DIR
 
 COMMANDS = ("prefill", "decode", "router", "up", "demo", "bench", "sim", "doctor", "keygen", "declare-dead")

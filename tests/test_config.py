@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from kvflow.config.settings import DEFAULT_PORTS, FIELDS_OF_ROLE, GROUPS, Role, Settings, describe, flag_of
+from kvflow.config.catalog import FIELDS_OF_ROLE, GROUPS, describe, flag_of
+from kvflow.config.settings import DEFAULT_PORTS, Role, Settings
 from kvflow.config.sources import ConfigError, resolve, resolve_other
 from kvflow.launch.process import PARENT_PID, READY_FD
 

@@ -9,7 +9,7 @@ import kubernetes_validate
 import pytest
 import yaml
 
-from kvflow.config.settings import FIELDS_OF_ROLE
+from kvflow.config.catalog import FIELDS_OF_ROLE
 from kvflow.config.sources import resolve
 from kvflow.demo_model import DEMO_MODEL_DIR
 from kvflow.server.http.app import OPEN_PATHS

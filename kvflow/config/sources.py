@@ -16,21 +16,18 @@ from typing import Any, Literal, get_args, get_origin
 
 import msgspec
 
-from kvflow.config.settings import (
+from kvflow.config.catalog import (
     ALIASES,
     CANONICAL,
-    DEFAULT_PORTS,
-    ENV_PREFIX,
     FIELDS,
     FIELDS_OF_ROLE,
     HINTS,
-    Role,
-    Settings,
     base_type,
     env_of,
     flag_of,
     limits_of,
 )
+from kvflow.config.settings import DEFAULT_PORTS, ENV_PREFIX, Role, Settings
 from kvflow.protocols.errors import MisuseError
 
 # Variables that are no settings of a role: the config file, what `up` and a prefill tell their children, what the
@@ -177,6 +174,9 @@ def _check(role: Role, settings: Settings) -> None:
             raise ConfigError(
                 f"{flag_of(name)} {shards} with --device {settings.device}: shards run on the CPU only; leave one out"
             )
+    if settings.prefix_cache != "off" and settings.pp * settings.tp > 1 and role != "decode":
+        text = f"--prefix-cache {settings.prefix_cache} with --pp {settings.pp} --tp {settings.tp}"
+        raise ConfigError(f"{text}: only a prefill of one rank caches prefixes; leave one out")
     if settings.kv_events_config:
         raise ConfigError("--kv-events-config: KV events are not available in this version; leave it out")
     if role == "router" and not ((settings.prefill and settings.decode) or settings.api_key):

@@ -10,7 +10,8 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 import kvflow
-from kvflow.config.settings import FIELDS, Settings, flag_of
+from kvflow.config.catalog import FIELDS, flag_of
+from kvflow.config.settings import Settings
 from kvflow.config.sources import ConfigError
 from kvflow.memory.available import available_memory
 from kvflow.memory.device import HOST, memory_of

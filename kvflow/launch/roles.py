@@ -11,7 +11,8 @@ from typing import NamedTuple, Self
 
 import msgspec
 
-from kvflow.config.settings import FIELDS_OF_ROLE, Role, Settings
+from kvflow.config.catalog import FIELDS_OF_ROLE
+from kvflow.config.settings import Role, Settings
 from kvflow.launch.joining import WorkerIdentity, member_of
 from kvflow.launch.parts import Parts, loaded
 from kvflow.launch.process import Ready, serve_until_stopped

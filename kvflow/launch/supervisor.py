@@ -17,7 +17,8 @@ from typing import Any, Self
 import aiohttp
 import msgspec
 
-from kvflow.config.settings import FIELDS_OF_ROLE, Settings, flag_of
+from kvflow.config.catalog import FIELDS_OF_ROLE, flag_of
+from kvflow.config.settings import Settings
 from kvflow.demo_model import DEMO_MODEL_DIR
 from kvflow.launch.child import Child, ChildEndedError, first_end, start_together
 from kvflow.launch.process import StopSignals

@@ -24,7 +24,7 @@ import aiohttp
 import msgspec
 from safetensors.torch import load_file, save_file
 
-from kvflow.config.settings import flag_of
+from kvflow.config.catalog import flag_of
 from kvflow.demo_model import DEMO_MODEL_DIR, DEMO_PROMPTS
 from kvflow.launch.child import Child
 from tests.e2e.fleet import ask

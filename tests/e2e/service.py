@@ -11,7 +11,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
 
-from kvflow.config.settings import FIELDS_OF_ROLE, flag_of
+from kvflow.config.catalog import FIELDS_OF_ROLE, flag_of
 from kvflow.demo_model import DEMO_MODEL_DIR
 from kvflow.launch.child import Child
 

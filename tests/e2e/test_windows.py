@@ -11,7 +11,7 @@ from typing import Any
 import aiohttp
 import pytest
 
-from kvflow.config.settings import flag_of
+from kvflow.config.catalog import flag_of
 from kvflow.launch.child import Child
 from tests.e2e.fleet import all_home, ask, running
 
