@@ -269,6 +269,8 @@ class DecodeShell(Shell):
         if room.record is None or room.ended:
             return
         wanted = room.record.num_pages
+        if room.prefix_tokens is not None and not room.record.lent:
+            wanted = room.num_pages = self.endpoint.shorten(room.grant, room.prefix_tokens)
         has_rows = self.endpoint.core.identity.layout.num_rows
         try:
             if self.arrivals is not None and not self._stage(room, wanted):

@@ -85,6 +85,7 @@ class DecodeRoom:
         self._shell = shell
         self.room, self.num_pages = room, num_pages
         self.own_pages: PageIndices | None = None
+        self.prefix_tokens: int | None = None  # as `offer` was told
         self.grant = GrantId(0)
         self.record: DecodeRoomRecord | None = None
         self.pages: PageIndices = NO_PAGES
@@ -155,14 +156,17 @@ class DecodeRoom:
             raise OwnershipError(text) from None
         self.own_pages = self.pages = mine
 
-    def offer(self, pages: Sequence[int] | PageIndices | None = None) -> Self:
+    def offer(self, pages: Sequence[int] | PageIndices | None = None, *, prefix_tokens: int | None = None) -> Self:
         """Of a room that was only announced: its pages are there now, `pages` of the caller's own or those of the
-        node's store. No effect on a room that has ended. Await the room next. Raises: as `DecodeNode.room`."""
+        node's store. `prefix_tokens`: what decode has of the prompt, if that is more than when it was announced, and
+        its pages are the store's. No effect on a room that has ended. Await the room next. Raises: as
+        `DecodeNode.room`."""
         if not self.ended:
             if not self.held_back:
                 raise MisuseError(f"room {self.room}: its pages have been offered already")
             if pages is not None:
                 self.give(pages)
+            self.prefix_tokens = prefix_tokens
             self.held_back = False
             self._shell.offer(self)
         return self

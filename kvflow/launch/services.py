@@ -8,10 +8,12 @@ from collections.abc import AsyncGenerator
 from contextlib import AsyncExitStack, asynccontextmanager
 from typing import TYPE_CHECKING
 
+from kvflow.cache.prefix import PrefixCache
 from kvflow.config.settings import Settings
 from kvflow.launch.parts import Parts, card_of, plane_of, staged
 from kvflow.launch.pool import check_host_memory, make_snapshots
 from kvflow.node import DecodeNode, PrefillNode
+from kvflow.protocols.errors import MisuseError
 from kvflow.protocols.limits import Bounds, Timing
 from kvflow.server.http.engine_services import DecodeService, PrefillService
 from kvflow.server.http.group_service import ShardedDecodeService
@@ -74,12 +76,25 @@ async def prefill_over(parts: Parts, settings: Settings, control: Control) -> As
         engine = PrefillEngine(
             model, pool, pool.pages, executor,
             chunk_tokens=settings.chunked_prefill_size, max_batch_tokens=settings.max_batch_tokens,
-            optimistic_tries=settings.optimistic_prefill,
+            optimistic_tries=settings.optimistic_prefill, cache=prefix_cache(settings, parts, stack),
         )  # fmt: skip
         await node.start()
         stack.push_async_callback(engine.close)
         await engine.start()
         yield PrefillService(card_of(settings, model), node, engine, settings.request_timeout_s)
+
+
+def prefix_cache(settings: Settings, parts: Parts, stack: AsyncExitStack) -> PrefixCache | None:
+    """Of a worker's pool, emptied with `stack`. Raises: MisuseError for a model whose prefixes are of no use."""
+    if settings.prefix_cache == "off":
+        return None
+    model, layout = parts.model, parts.pool.layout
+    if layout.num_rows or model.whole_prompts:
+        why = "keeps a state for each request" if layout.num_rows else "computes every prompt as a whole"
+        raise MisuseError(f"--prefix-cache {settings.prefix_cache}: {settings.model_name} {why}; leave it out")
+    cache = PrefixCache(parts.pool.pages, layout.page_size, settings.prefix_cache)
+    stack.callback(cache.close)
+    return cache
 
 
 def check_decode(settings: Settings) -> None:
@@ -131,7 +146,7 @@ async def _decode_engine(parts: Parts, settings: Settings) -> AsyncGenerator[tup
         engine = DecodeEngine(
             model, pool, pool.pages, executor, max_batch=settings.max_running_requests,
             new_token_ratio=settings.new_token_ratio, snapshots=snapshots,
-            recompute=settings.host_memory_full == "recompute",
+            recompute=settings.host_memory_full == "recompute", cache=prefix_cache(settings, parts, stack),
         )  # fmt: skip
         await node.start()
         stack.push_async_callback(engine.close)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Hashable
 from enum import Enum
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -26,6 +26,17 @@ class Kept(Enum):
     """The key under which `owned()` counts pages that were given back while they were held."""
 
     RETURNING = "returning"
+
+
+class Lender(Protocol):
+    """Who owns pages only as long as nobody else needs them: a cache."""
+
+    @property
+    def evictable_pages(self) -> int:
+        """How many it can give back now."""
+
+    def evict(self, count: int) -> None:
+        """Give `count` pages back, or all that it can."""
 
 
 class _Account:
@@ -61,6 +72,7 @@ class PageAllocator:
         self._next_mark = itertools.count()
         self._spare_marks: list[int] = []  # of owners without a page
         self._returning = 0
+        self.lender: Lender | None = None
         self._held_calls = 0  # hold() page uses not yet ended: 0 lets give_back skip the look at `_holds`
 
     def __repr__(self) -> str:
@@ -81,6 +93,17 @@ class PageAllocator:
 
     @property
     def free_pages(self) -> int:
+        return self._free
+
+    @property
+    def available_pages(self) -> int:
+        """Free pages, and those that `reclaim` could make free; it may find some that a step or a write still reads."""
+        return self._free if self.lender is None else self._free + self.lender.evictable_pages
+
+    def reclaim(self, count: int) -> int:
+        """See that `count` pages are free, if the lender can give as many as are missing; returns how many are free."""
+        if self._free < count <= self.available_pages and self.lender is not None:
+            self.lender.evict(count - self._free)
         return self._free
 
     @property
@@ -218,8 +241,8 @@ class PageAllocator:
         return np.flatnonzero(self._marks == (account.mark if account else _NOBODYS)).astype(np.int32)
 
     def at_rest(self) -> bool:
-        """Every page that can be handed out is free, and nothing is held."""
-        return self._free == self.capacity and not self._held_calls
+        """Every page that can be handed out is free, or cached and unread, and nothing is held."""
+        return self.available_pages == self.capacity and not self._held_calls
 
     def _account(self, owner: Hashable) -> _Account:
         account = self._accounts.get(owner)

@@ -63,6 +63,12 @@ class Resident:
         self._places = Places(np.concatenate((self._places.pages, pages)), self._places.rows)
         self._sizes = (int(self._places.pages.size), self._sizes[1])
 
+    def hand_over(self, count: int) -> None:
+        """The first `count` pages have another owner now, and stay. Raises: MisuseError unless it is RESIDENT."""
+        self._expect(P.RESIDENT)
+        self._places = Places(self._places.pages[count:], self._places.rows)
+        self._sizes = (int(self._places.pages.size), self._sizes[1])
+
     async def retract(self) -> None:
         """Copy everything out, then give pages and rows back. It is AWAY afterwards, or ENDED if it was closed.
 

@@ -121,6 +121,19 @@ class DecodeEndpoint:
             core.announce(record)
         return lease.grant
 
+    def shorten(self, grant: GrantId, prefix_tokens: int) -> int:
+        """The first `prefix_tokens` of the prompt of a room that is not lent yet need not travel: decode has them, as
+        `open_room` may have been told otherwise. Returns how many pages it needs now.
+
+        Raises: MisuseError (after `lend`, no whole pages).
+        """
+        record = self.core.rooms[grant]
+        if record.lent or record.state.phase is not DecodePhase.BOOTSTRAPPING:
+            raise MisuseError(f"room {record.room}: its pages have been lent, with the prefix that was known then")
+        num_pages = pages_wanted(self.core.identity.layout, record.prompt.tokens, prefix_tokens)
+        record.shorten(prefix_tokens, num_pages)
+        return num_pages
+
     def lend(self, grant: GrantId, pages: PageIndices, now: float) -> bool:
         """The pages of a room that is `Linked`: offer them to every rank. False when the room has ended meanwhile, and
         the pages are the caller's again.

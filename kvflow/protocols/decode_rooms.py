@@ -93,6 +93,11 @@ class DecodeRoomRecord:
         self.checks: list[ChunkCheck] = []
         self.story = Story()
 
+    def shorten(self, prefix_tokens: int, num_pages: int) -> None:
+        """Before anything is lent: decode has found more of the prompt than it had when the room was announced."""
+        self.prompt = msgspec.structs.replace(self.prompt, prefix_tokens=prefix_tokens)
+        self.num_pages, self.state = num_pages, opened(num_pages, len(self.peers))
+
     @property
     def phase(self) -> DecodePhase:
         return self.state.phase

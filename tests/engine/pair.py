@@ -11,6 +11,7 @@ from typing import Any, Self
 import numpy as np
 import torch
 
+from kvflow.cache.prefix import PrefixCache
 from kvflow.engine.model.load import LoadedModel
 from kvflow.engine.scheduler.decode import DecodeEngine
 from kvflow.engine.scheduler.params import SamplingParams, TokenOut
@@ -71,10 +72,12 @@ class PrefillHalf:
 class FakeRoom:
     """One room; itself decode's half, `prefill_half` is the other. Writes land while `gate` is open."""
 
-    def __init__(self, source: Side, target: Side, prompt_tokens: int) -> None:
+    def __init__(self, source: Side, target: Side, prompt_tokens: int, prefix_tokens: int = 0) -> None:
         self._source, self._target = source, target
         self._owner: Hashable = ("room", id(self))
-        self.pages: PageIndices = target.places.take_room(target.pool.layout.places_for(prompt_tokens), self._owner)
+        self._prefix_tokens = prefix_tokens
+        places = target.pool.layout.places_for(prompt_tokens, prefix_tokens)
+        self.pages: PageIndices = (target.places.take_room if places else target.places.take)(places, self._owner)
         self.gate = asyncio.Event()
         self.gate.set()
         self.sends: list[tuple[int, bool]] = []
@@ -89,7 +92,7 @@ class FakeRoom:
 
     async def matched(self) -> int:
         self._raise_if_ended()
-        return 0
+        return self._prefix_tokens
 
     def send(self, pages: PageIndices, *, last: bool = False, handoff: bytes = b"") -> None:
         self._raise_if_ended()
@@ -174,6 +177,10 @@ class EnginePair:
         decode_model = options.pop("decode_model", model)
         self.source.scatter()
         self.target.scatter()
+        self.caches: list[PrefixCache] = []
+        if policy := options.pop("cache", ""):
+            self.caches = [PrefixCache(side.pages, page_size, policy) for side in (self.source, self.target)]
+            options["cache"], decode["cache"] = self.caches
         self._threads = ThreadPoolExecutor(1), ThreadPoolExecutor(1)  # one for each role, as in two processes
         self.prefill = PrefillEngine(model, self.source.pool, self.source.pages, self._threads[0], **options)
         self.snapshots = self.target.snapshots(host_pages) if host_pages else None
@@ -197,8 +204,8 @@ class EnginePair:
         for thread in self._threads:
             thread.shutdown()
 
-    def room(self, prompt: list[int]) -> FakeRoom:
-        room = FakeRoom(self.source, self.target, len(prompt))
+    def room(self, prompt: list[int], prefix_tokens: int = 0) -> FakeRoom:
+        room = FakeRoom(self.source, self.target, len(prompt), prefix_tokens)
         self.rooms.append(room)
         self.on_room(room)
         return room
@@ -206,11 +213,12 @@ class EnginePair:
     async def outputs(self, prompt: list[int], params: SamplingParams) -> list[TokenOut]:
         """One request through both engines. Raises what decode raises."""
         admission = await self.decode.admit(prompt, params)
-        room = self.room(prompt)
+        prefix = self.decode.cached(prompt)
+        room = self.room(prompt, 0 if prefix is None else prefix.tokens)
         leg = asyncio.ensure_future(self.prefill.prefill(room.prefill_half, prompt, params))
         found: list[TokenOut] = []
         try:
-            async for out in self.decode.generate(room, prompt, params, admission):
+            async for out in self.decode.generate(room, prompt, params, admission, prefix):
                 found.append(out)
         finally:
             await asyncio.wait([leg])

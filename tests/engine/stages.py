@@ -67,7 +67,7 @@ class Stages:
         self._stack.callback(pool.close)
         return PrefillNode(pool, "local", rank=rank, world_size=STAGES, timing=self._timing)
 
-    async def start(self, **options: int) -> None:
+    async def start(self, **options: Any) -> None:
         (group_socket, self._group_port), (steps_socket, self._steps_port) = bind_router(HERE, 0), bind_router(HERE, 0)
         self.steps_address = f"tcp://{HERE}:{self._steps_port}"
         steps = self.steps = StepLeader(
@@ -277,7 +277,7 @@ class Stages:
 @asynccontextmanager
 async def group(
     models: list[LoadedModel], whole: LoadedModel, *, pages: tuple[int, int] = (PAGES, PAGES),
-    rendezvous_s: float = Timing().rendezvous_s, **options: int,
+    rendezvous_s: float = Timing().rendezvous_s, **options: Any,
 ) -> AsyncIterator[Stages]:  # fmt: skip
     async with AsyncExitStack() as stack:
         found = Stages(models, whole, stack, pages, rendezvous_s)

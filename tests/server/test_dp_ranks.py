@@ -44,6 +44,9 @@ class FirstTokens:
     async def admit(self, *_: object) -> Any:
         return SimpleNamespace(release=lambda: None)
 
+    def cached(self, *_: object) -> None:
+        return None
+
     async def generate(self, room: DecodeRoom, *_: object) -> AsyncGenerator[TokenOut, None]:
         try:
             yield TokenOut(int(await room.landed()), -0.5, (), "length")

@@ -29,7 +29,7 @@ class Waiting:
 
     healthy = True
 
-    async def prefill(self, room: PrefillRoom, *_: object) -> TokenOut:
+    async def prefill(self, room: PrefillRoom, *_: object, **__: object) -> TokenOut:
         async with room:
             await room.matched()
         raise AssertionError("nobody came")

@@ -14,34 +14,41 @@ Prompt = SequenceOf[int] | NDArray[np.integer]
 
 
 class Sequence:
-    """Tokens known so far (`length`), how many of them have their state in the pool (`computed`), the pages for it, and
-    `rows`: the row of a pool that has some, else none.
+    """Tokens known so far (`length`), how many of them have their state in the pool (`computed`), the pages for it, of
+    which the first `shared` are a cache's, and `rows`: the row of a pool that has some, else none.
 
     One thread at a time changes it: the event loop, and the model thread while it has been handed over. Its pages and
     row are changed by the event loop alone, and not meanwhile.
     """
 
-    __slots__ = ("_pages", "computed", "length", "owner", "page_count", "page_size", "prompt_length", "rows", "tokens")
+    __slots__ = (
+        "_pages", "computed", "length", "owner", "page_count", "page_size", "prompt_length", "rows", "shared", "tokens",
+    )  # fmt: skip
 
     def __init__(self, owner: Hashable, prompt: Prompt, max_new_tokens: int, page_size: int) -> None:
         self.owner, self.page_size = owner, page_size
         self.prompt_length = self.length = len(prompt)
         self.tokens: NDArray[np.int64] = np.empty(self.length + max_new_tokens, dtype=np.int64)
         self.tokens[: self.length] = prompt
-        self.computed = 0
+        self.computed = self.shared = 0
         self._pages: PageIndices = np.empty(-(-self.tokens.size // page_size), dtype=np.int32)
         self.page_count = 0
         self.rows: PageIndices = NO_PLACES
 
     @property
     def places(self) -> Places:
-        """All that it holds in the pool; see `pages`."""
-        return Places(self.pages, self.rows)
+        """All that it owns in the pool; see `pages`."""
+        return Places(self._pages[self.shared : self.page_count], self.rows)
 
     @property
     def pages(self) -> PageIndices:
         """A view; valid until the next `add_pages`."""
         return self._pages[: self.page_count]
+
+    def begin_with(self, pages: PageIndices) -> None:
+        """What a cache has of it, and goes on to own: whole pages, computed, before it has any of its own."""
+        self.add_pages(pages)
+        self.shared, self.computed = self.page_count, self.page_count * self.page_size
 
     def add_pages(self, pages: PageIndices) -> None:
         self._pages[self.page_count : self.page_count + pages.size] = pages
@@ -52,9 +59,9 @@ class Sequence:
         self.rows = places.rows if places.rows.size else self.rows
 
     def start_again(self) -> Places:
-        """Forget all that was computed, and where; returns its places, which are to be given back."""
-        places = Places(self.pages.copy(), self.rows)
-        self.computed = self.page_count = 0
+        """Forget all that was computed, and where; returns its own places, which are to be given back."""
+        places = Places(self.places.pages.copy(), self.rows)
+        self.computed = self.page_count = self.shared = 0
         self.rows = NO_PLACES
         return places
 

@@ -79,6 +79,10 @@ class Admission:
         self.taken = min(self.total, self.taken + pages)
         self.row_taken = True
 
+    def has(self, pages: int) -> None:
+        """Record that so many of its pages are there already, and are not taken: it is promised fewer."""
+        self.total, self.base = max(self.taken, self.total - pages), max(0, self.base - pages)
+
     def release(self) -> None:
         """End the promise; call it when the request's pages have been given back."""
         self._budget.forget(self)
@@ -127,7 +131,16 @@ class PageBudget:
     @property
     def spare(self) -> int:
         """Free pages that running requests may grow into: the others are for requests that are about to begin."""
-        return self._pages.free_pages - sum(a.opening for a in self._live)
+        return self._pages.free_pages - self._opening
+
+    @property
+    def _opening(self) -> int:
+        return sum(a.opening for a in self._live)
+
+    def reclaim(self, count: int) -> None:
+        """See that `spare` is `count`, as far as a cache has pages to give."""
+        if self._pages.lender is not None:
+            self._pages.reclaim(min(self._opening + count, self._pages.available_pages))
 
     def check(self, total: int, what: str = "pages for prompt + max_new_tokens") -> None:
         """Raises: CapacityError for a request that can never fit."""
@@ -183,7 +196,7 @@ class PageBudget:
             if len(self._live) >= self._most:
                 break
             asked = self._promised((head,))
-            spare = self._pages.free_pages - self._promised(self._live)
+            spare = self._pages.available_pages - self._promised(self._live)
             rows = self._spare_rows()
             if asked > spare or (rows < 1 and not head.row_taken):
                 if self._live or not (head.taken or self._shortage.lasts()):
@@ -191,6 +204,9 @@ class PageBudget:
                 self._waiting.pop(0)
                 head.granted.set_exception(_never(head, asked, spare, rows))
                 continue
+            self.reclaim(head.opening)
+            if self._pages.lender is not None and self.spare < head.opening:
+                break  # a step or a write still reads cached pages that have been evicted
             self._waiting.pop(0)
             self._live.add(head)
             self._shortage.ended()

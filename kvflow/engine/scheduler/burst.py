@@ -13,6 +13,7 @@ from collections.abc import Callable
 import msgspec
 import torch
 
+from kvflow.cache.prefix import Prefix
 from kvflow.engine.model.runner import Runner
 from kvflow.engine.model.sequence import Sequence
 from kvflow.engine.model.step import Row
@@ -40,16 +41,17 @@ class DecodeRequest:
     """
 
     __slots__ = (
-        "adjustments", "admission", "context", "handoff", "limit", "move", "number", "params", "protected_until",
-        "resident", "seed", "sequence", "tokens",
+        "adjustments", "admission", "context", "handoff", "limit", "move", "number", "params", "prefix",
+        "protected_until", "resident", "seed", "sequence", "tokens",
     )  # fmt: skip
 
     def __init__(
         self, number: int, sequence: Sequence, resident: Resident, params: SamplingParams, limit: int,
-        admission: Admission, adjustments: Adjustments | None, handoff: HandOff,
+        admission: Admission, adjustments: Adjustments | None, handoff: HandOff, prefix: Prefix | None = None,
     ) -> None:  # fmt: skip
+        """`prefix`: the pages that it begins with, and does not own; it keeps them while it is away."""
         self.number, self.sequence, self.params, self.limit, self.admission = number, sequence, params, limit, admission
-        self.resident, self.handoff = resident, handoff
+        self.resident, self.handoff, self.prefix = resident, handoff, prefix
         self.adjustments = adjustments
         self.seed = params.seed_or_random()
         self.context = contextvars.copy_context()  # of its reader: log lines of its moves name its request

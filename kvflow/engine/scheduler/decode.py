@@ -11,7 +11,9 @@ from contextlib import suppress
 from functools import partial
 
 import msgspec
+import numpy as np
 
+from kvflow.cache.prefix import Prefix, PrefixCache
 from kvflow.engine.model.ahead import MOST_STEPS
 from kvflow.engine.model.load import LoadedModel
 from kvflow.engine.model.sequence import Prompt, Sequence
@@ -31,6 +33,7 @@ from kvflow.memory.allocator import PageAllocator
 from kvflow.memory.pool import PagedPool
 from kvflow.memory.residency import Resident
 from kvflow.memory.snapshot import SnapshotStore
+from kvflow.protocols.cache.hashes import ANY, Namespace
 from kvflow.protocols.errors import Cause, Code, KvflowError, room_error
 from kvflow.protocols.machines.residency import ResidencyPhase
 
@@ -44,10 +47,12 @@ class DecodeEngine(EngineLoop):
     def __init__(
         self, model: LoadedModel, pool: PagedPool, pages: PageAllocator, executor: Executor, *, max_batch: int = 256,
         new_token_ratio: float = 1.0, snapshots: SnapshotStore | None = None, recompute: bool = True,
+        cache: PrefixCache | None = None,
     ) -> None:  # fmt: skip
         """`new_token_ratio`: the share of a request's new tokens for which it is promised pages. Below 1.0, requests
         are retracted when the pool runs short: to host memory (`snapshots`), and where that is full or there is none,
-        they are computed again (`recompute`) or end in an error.
+        they are computed again (`recompute`) or end in an error. `cache`: of this pool, for a model without rows; it
+        keeps what requests have computed when they end as they should.
 
         Raises: LayoutError when the pool is not this model's."""
         super().__init__("decode")
@@ -73,7 +78,7 @@ class DecodeEngine(EngineLoop):
             self._runner, model.eos_ids, deliver=self._deliver, is_running=self._is_running, goes_on=self._goes_on,
             one_by_one=model.has_states, chunk=model.chunk,
         )  # fmt: skip
-        self._snapshots = snapshots
+        self._snapshots, self.cache = snapshots, cache
         self._retractions = Retractions(
             self._budget, self._ratio, snapshots, model.eos_ids, recompute=recompute,
             back=self._join, failed=self._fail, moved=self._wake.set,
@@ -135,10 +140,18 @@ class DecodeEngine(EngineLoop):
         self.queue_seconds.observe(time.perf_counter() - started)
         return admission
 
+    def cached(self, prompt: Prompt, namespace: Namespace = ANY) -> Prefix | None:
+        """What is here of a prompt, locked: release it, or pass it to `generate`. Its pages need not travel."""
+        if self.cache is None:
+            return None
+        return self.cache.match(np.asarray(prompt), namespace=namespace)
+
     async def generate(
-        self, room: DecodeRoomPort, prompt: Prompt, params: SamplingParams, admission: Admission | None = None
-    ) -> AsyncGenerator[TokenOut, None]:
-        """Tokens as they come, the first one from prefill. Takes ownership of the room and the admission.
+        self, room: DecodeRoomPort, prompt: Prompt, params: SamplingParams, admission: Admission | None = None,
+        prefix: Prefix | None = None,
+    ) -> AsyncGenerator[TokenOut, None]:  # fmt: skip
+        """Tokens as they come, the first one from prefill. Takes ownership of the room, the admission and the prefix,
+        whose tokens the room was offered without.
 
         Closing the generator, or cancelling its reader, aborts the room or ends the sequence; pages that a step uses
         become free when it has ended. Without an admission, the pages to grow are requested after landing.
@@ -151,6 +164,8 @@ class DecodeEngine(EngineLoop):
             self._refuse_when_closing()
             self.check(prompt, params)
             if admission is not None:
+                if prefix is not None:
+                    admission.has(prefix.pages.size)
                 admission.took(self._layout.split(room.pages).pages.size)
             handoff = HandOff.decode(await room.landed())
             limit = self.limits.new_tokens(prompt, params)
@@ -159,7 +174,7 @@ class DecodeEngine(EngineLoop):
                 taken = self._layout.split(room.pages).pages.size
                 admission = await self._budget.admit(total, taken, base=0, priority=params.priority)
             self._refuse_when_closing()
-            request = self._take_over(number, room, prompt, params, limit, admission, handoff)
+            request = self._take_over(number, room, prompt, params, limit, admission, prefix, handoff)
             out = self._first(request)
             yield out
             while out.finish_reason is None:
@@ -175,23 +190,27 @@ class DecodeEngine(EngineLoop):
         finally:
             if request is not None:
                 self._retire(request)
+            elif prefix is not None:
+                prefix.release()
             room.close(cause)
             if admission is not None:
                 admission.release()
 
     def _take_over(
         self, number: int, room: DecodeRoomPort, prompt: Prompt, params: SamplingParams, limit: int,
-        admission: Admission, handoff: HandOff,
+        admission: Admission, prefix: Prefix | None, handoff: HandOff,
     ) -> DecodeRequest:  # fmt: skip
         """Make the landed pages, and row, a sequence of this engine."""
         owner = ("sequence", number)
         sequence = Sequence(owner, prompt, limit, self._page_size)
         places = self._layout.split(room.keep(owner))
         resident = Resident(owner, places, pages=self._pages, rows=self._rows, store=self._snapshots)
+        if prefix is not None:
+            sequence.begin_with(prefix.pages)
         sequence.add(places)
         sequence.computed = sequence.prompt_length
         adjustments = adjustments_of(params, sequence, self._model.eos_ids)
-        return DecodeRequest(number, sequence, resident, params, limit, admission, adjustments, handoff)
+        return DecodeRequest(number, sequence, resident, params, limit, admission, adjustments, handoff, prefix)
 
     def _first(self, request: DecodeRequest) -> TokenOut:
         """Prefill's token; unless it is the last one, the sequence joins the batch. Raises: WireError, MisuseError."""
@@ -204,9 +223,12 @@ class DecodeEngine(EngineLoop):
             out = msgspec.structs.replace(out, prompt_logprobs=handoff.prompt_logprobs)
         if request.params.hidden_states:
             out = msgspec.structs.replace(out, hidden_states=handoff.hidden_states)
+        if handoff.cached_tokens:
+            out = msgspec.structs.replace(out, cached_tokens=handoff.cached_tokens)
         if out.finish_reason is None:
             self._join(request)
         else:
+            self._keep(request)
             self._let_go(request)
         return out
 
@@ -220,9 +242,19 @@ class DecodeEngine(EngineLoop):
         if request.resident.phase is ResidencyPhase.ENDED:
             return
         request.resident.close()
+        if request.prefix is not None:
+            request.prefix.release()
         if request.move is not None:
             request.move.cancel()
         self._wake.set()  # they are free at the end of the running burst
+
+    def _keep(self, request: DecodeRequest) -> None:
+        """It has ended as it should: the cache takes over the whole pages of what it has computed."""
+        prefix, s, resident = request.prefix, request.sequence, request.resident
+        if self.cache is None or prefix is None or resident.phase is not ResidencyPhase.RESIDENT:
+            return
+        kept = self.cache.keep(s.tokens[: s.computed], s.pages, s.owner, prefix, request.params.priority)
+        resident.hand_over(kept - s.shared)
 
     def _let_go(self, request: DecodeRequest) -> None:
         """It has ended: its reader may be slow, and others wait for what it holds. Idempotent."""
@@ -306,6 +338,7 @@ class DecodeEngine(EngineLoop):
             if not self._is_running(request):
                 continue
             if out.finish_reason is not None:
+                self._keep(request)
                 self._let_go(request)
             self._outgoing.setdefault(request, []).append(out)
         if idle:

@@ -26,9 +26,12 @@ class Growth:
         needed = [request.pages_missing(most_steps) for request in batch]
         if not any(needed):
             return batch, most_steps
+        self._budget.reclaim(sum(needed))
         spare = max(0, self._budget.spare)
         if sum(needed) > spare:
             most_steps, needed = 1, [request.pages_missing(1) for request in batch]
+            self._budget.reclaim(sum(needed))
+            spare = max(0, self._budget.spare)
         ready: list[DecodeRequest] = []
         for request, missing in zip(batch, needed, strict=True):
             if missing > spare:

@@ -87,6 +87,8 @@ class HandOff(msgspec.Struct, frozen=True, tag="handoff.v1", kw_only=True):
         if self.prompt_tokens != prompt_tokens:
             text = f"the hand-over is for a prompt of {self.prompt_tokens} tokens, not {prompt_tokens}"
             raise WireError(text)
+        if not 0 <= self.cached_tokens <= prompt_tokens:
+            raise WireError(f"the hand-over's cached_tokens {self.cached_tokens} are outside 0..{prompt_tokens}")
         if not 0 <= self.first_token < vocabulary:
             raise WireError(f"the hand-over's first token {self.first_token} is outside 0..{vocabulary - 1}")
         if self.draft_token_ids is not None and int(self.draft_token_ids.array().max()) >= vocabulary:

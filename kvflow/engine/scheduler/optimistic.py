@@ -115,5 +115,5 @@ class OptimisticStarts(Generic[R]):
 
 def _are_enough(requests: list[R], pages: int, rows: int) -> bool:
     """Whether they have so many pages and rows between them."""
-    have_pages = sum(request.sequence.page_count for request in requests)
+    have_pages = sum(request.sequence.places.pages.size for request in requests)
     return have_pages >= pages and sum(request.sequence.rows.size for request in requests) >= rows

@@ -211,6 +211,7 @@ class TokenOut(msgspec.Struct, frozen=True):
     asked_logprobs: tuple[tuple[int, float], ...] = ()  # of `logprob_token_ids`
     prompt_logprobs: PromptLogprobs | None = None  # with the first token at decode, where they were asked for
     hidden_states: PackedArray | None = None  # [1, hidden], where they were asked for
+    cached_tokens: int = 0  # with the first token: of the prompt, those that prefill had cached
 
 
 class EngineLoad(msgspec.Struct, frozen=True):

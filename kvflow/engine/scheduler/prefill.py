@@ -10,6 +10,7 @@ from collections import deque
 from concurrent.futures import Executor
 from typing import Protocol
 
+from kvflow.cache.prefix import PrefixCache
 from kvflow.engine.model.load import LoadedModel
 from kvflow.engine.model.sequence import Prompt, Sequence
 from kvflow.engine.model.step import Row
@@ -23,6 +24,7 @@ from kvflow.engine.scheduler.prefill_steps import PrefillRequest, PrefillSteps
 from kvflow.engine.scheduler.rooms import PrefillRoomPort
 from kvflow.memory.allocator import PageAllocator
 from kvflow.memory.pool import PagedPool
+from kvflow.protocols.cache.hashes import ANY, Namespace
 from kvflow.protocols.errors import Cause, Code, KvflowError, room_error
 from kvflow.protocols.pages.layout import PageIndices
 
@@ -62,13 +64,15 @@ class PrefillEngine(EngineLoop):
         self, model: LoadedModel, pool: PagedPool, pages: PageAllocator, executor: Executor, *,
         chunk_tokens: int = 512, max_batch_tokens: int = 512, max_batch_rooms: int | None = None,
         optimistic_tries: int = 0, lockstep: Lockstep | None = None, samples: bool = True,
+        cache: PrefixCache | None = None,
     ) -> None:  # fmt: skip
         """`optimistic_tries`: how often a prompt may begin before its room is matched, see `optimistic`. `lockstep`:
-        this is the first of several ranks; `samples`: it chooses the first tokens.
+        this is the first of several ranks; `samples`: it chooses the first tokens; `cache`: of this pool, for an
+        engine that is the only rank and a model without rows.
 
         Raises: LayoutError when the pool is not this model's."""
         super().__init__("prefill")
-        self.steps = PrefillSteps(model, pool, pages, executor, samples=samples)
+        self.steps = PrefillSteps(model, pool, pages, executor, samples=samples, cache=cache)
         self._model, self._page_size, self._lockstep = model, pool.layout.page_size, lockstep
         self.limits = EngineLimits(
             model.context_length, model.vocab_size, self._page_size, pages.capacity, model.hidden_size,
@@ -91,6 +95,10 @@ class PrefillEngine(EngineLoop):
         return self._early.load(len(self._running), len(self._unmatched), len(self._waiting))
 
     @property
+    def cache(self) -> PrefixCache | None:
+        return self.steps.cache
+
+    @property
     def optimism(self) -> EngineOptimism:
         return self._early.counts
 
@@ -100,12 +108,13 @@ class PrefillEngine(EngineLoop):
         self.limits.check_sampling(prompt, params)
 
     async def prefill(
-        self, room: PrefillRoomPort, prompt: Prompt, params: SamplingParams, *, into: PageIndices | None = None
-    ) -> TokenOut:
+        self, room: PrefillRoomPort, prompt: Prompt, params: SamplingParams, *, into: PageIndices | None = None,
+        namespace: Namespace = ANY,
+    ) -> TokenOut:  # fmt: skip
         """Compute `prompt`, send its pages and row, hand the first token over; returns that token when all have landed.
 
         `into`: places of the caller (pages, and a row as a room has one) to compute in; without it the engine takes its
-        own, and gives them back.
+        own, begins with what the cache has, if it has one, and gives them back, or to the cache, under `namespace`.
         Any error, and a cancellation, closes the room with its cause.
         Raises: MisuseError, CapacityError, the room's error.
         """
@@ -113,12 +122,13 @@ class PrefillEngine(EngineLoop):
         try:
             self._refuse_when_closing()
             self.check(prompt, params)
-            request = self._new_request(room, prompt, params)
+            request = self._new_request(room, prompt, params, namespace=namespace)
             if into is None:
                 self.may_begin(request)
             self.matched(request, await room.matched(), into)
             first = await request.first
             await room.done()
+            self.steps.keep(request)
             if first is None:
                 raise room_error(Cause(Code.CLIENT_GONE, "the room ended before its first token was computed"))
             return first
@@ -167,10 +177,11 @@ class PrefillEngine(EngineLoop):
         self._wake.set()
 
     def _new_request(
-        self, room: PrefillRoomPort, prompt: Prompt, params: SamplingParams, *, ticket: int = 0
-    ) -> PrefillRequest:
+        self, room: PrefillRoomPort, prompt: Prompt, params: SamplingParams, *, ticket: int = 0,
+        namespace: Namespace = ANY,
+    ) -> PrefillRequest:  # fmt: skip
         sequence = Sequence(("prefill", next(self._numbers)), prompt, 0, self._page_size)
-        request = PrefillRequest(sequence, room, params, self._model.eos_ids, ticket=ticket)
+        request = PrefillRequest(sequence, room, params, self._model.eos_ids, ticket=ticket, namespace=namespace)
         self._unmatched.add(id(request))
         return request
 
@@ -274,6 +285,8 @@ class PrefillEngine(EngineLoop):
             if not self._place(request):
                 return
             self._waiting.popleft()
+            if request.cached_tokens:
+                self._send(request)
             self.queue_seconds.observe(time.perf_counter() - request.queued_at_s)
         while (early := self._early.first) is not None and self._place(early):
             self._early.began(early)
@@ -282,11 +295,10 @@ class PrefillEngine(EngineLoop):
         """Give a request its places, those of early ones too where it has both halves of its room."""
         missing, missing_rows = self._short_of(request)
         if missing > 0 or missing_rows > 0:
-            if request is self._early.first:
-                return False
-            losers = self._early.give_way(missing, missing_rows)
+            losers = [] if request is self._early.first else self._early.give_way(missing, missing_rows)
             self._preempt(losers)
-            if not losers or not self._is_ready:
+            if not losers or not self._is_ready or max(self._short_of(request)) > 0:
+                self.steps.forget_prefix(request)
                 return False
         self.steps.take_places(request)
         self._running[id(request)] = self._placed[id(request)] = request

@@ -14,6 +14,7 @@ from functools import partial
 
 import torch
 
+from kvflow.cache.prefix import Prefix, PrefixCache
 from kvflow.engine.model.load import LoadedModel
 from kvflow.engine.model.sequence import Sequence
 from kvflow.engine.model.step import Row
@@ -27,6 +28,7 @@ from kvflow.engine.scheduler.sampling import Choice, Draw, choose
 from kvflow.engine.scheduler.scoring import PromptScorer
 from kvflow.memory.allocator import PageAllocator
 from kvflow.memory.pool import PagedPool
+from kvflow.protocols.cache.hashes import ANY, Namespace
 from kvflow.protocols.pages.layout import Places
 
 
@@ -34,17 +36,21 @@ class PrefillRequest:
     """One prompt. `first` resolves to its first token once that is known here, to None when its room ends before."""
 
     __slots__ = (
-        *("choice", "draw", "first", "hidden_states", "params", "queued_at_s", "room", "scorer", "sent_pages"),
+        *("cached_tokens", "choice", "draw", "first", "hidden_states", "namespace", "params", "prefix"),
+        *("queued_at_s", "room", "scorer", "sent_pages"),
         *("sequence", "ticket", "told"),
     )
 
     def __init__(
         self, sequence: Sequence, room: PrefillRoomPort, params: SamplingParams, eos_ids: frozenset[int], *,
-        ticket: int = 0,
+        ticket: int = 0, namespace: Namespace = ANY,
     ) -> None:  # fmt: skip
-        """`ticket`: its number in a group of ranks."""
+        """`ticket`: its number in a group of ranks; `namespace`: of cached prefixes."""
         self.sequence, self.room, self.params, self.ticket = sequence, room, params, ticket
         self.sent_pages = 0  # with those that decode has already
+        self.namespace = namespace
+        self.prefix: Prefix | None = None  # what the cache has of it, while it has places or looks for some
+        self.cached_tokens = 0  # of the prompt, which were not computed for it
         self.queued_at_s = time.perf_counter()
         adjustments = adjustments_of(params, sequence, eos_ids)
         self.draw = Draw(params, params.seed_or_random(), sequence.prompt_length, adjustments)
@@ -62,6 +68,12 @@ class PrefillRequest:
         self.choice: Choice | None = None  # once the prompt is computed, at the rank that chooses
         self.told: TokenOut | None = None  # by another rank that chooses, before the group has started it
 
+    @property
+    def most_cached(self) -> int:
+        """Tokens of the prompt that need not be computed: of the others logits are wanted, of the last one always."""
+        start = self.params.prompt_logprobs_from
+        return self.sequence.prompt_length - 1 if start is None else min(start, self.sequence.prompt_length - 1)
+
     def start_again(self) -> Places:
         """Forget what was computed; returns its places. The same first token will be drawn."""
         self._begin()
@@ -75,35 +87,62 @@ class PrefillSteps:
     """
 
     def __init__(
-        self, model: LoadedModel, pool: PagedPool, pages: PageAllocator, executor: Executor, *, samples: bool = True
-    ) -> None:
-        """Raises: LayoutError when the pool is not this model's."""
+        self, model: LoadedModel, pool: PagedPool, pages: PageAllocator, executor: Executor, *, samples: bool = True,
+        cache: PrefixCache | None = None,
+    ) -> None:  # fmt: skip
+        """`cache`: of this pool; prompts begin with what it has. Raises: LayoutError when the pool is not this
+        model's."""
         self.runner = model.runner(pool)
         self.layout, self.places, self.pages = pool.layout, pool.places_over(pages), pages
         self.rows = pool.rows if pool.layout.num_rows else None
-        self.samples = samples
+        self.samples, self.cache = samples, cache
         self._eos_ids = model.eos_ids
         self._thread = ModelThread(executor, self.places, pool.layout, self.runner.device)
 
     def short_of(self, request: PrefillRequest) -> tuple[int, int]:
-        """How many pages and rows are missing for all of its prompt, beside the free ones; negative where more are
-        free."""
-        missing = request.sequence.pages_missing(request.sequence.prompt_length) - self.pages.free_pages
+        """How many pages and rows are missing for all of its prompt, beside what the cache has of it and the free ones;
+        negative where more are free."""
+        s = request.sequence
+        if self.cache is not None and request.prefix is None and not s.page_count:
+            request.prefix = self.cache.match(s.tokens[: s.prompt_length], request.most_cached, request.namespace)
+        wanted = s.pages_missing(s.prompt_length) - (0 if request.prefix is None else request.prefix.pages.size)
+        missing = wanted - self.pages.reclaim(wanted)
         return missing, 0 if self.rows is None else 1 - self.rows.free_pages
 
     def take_places(self, request: PrefillRequest) -> None:
-        """All that it needs, which must be free."""
+        """All that it needs, beside what the cache has of it, which must be free."""
         s = request.sequence
+        if request.prefix is not None:
+            s.begin_with(request.prefix.pages)
+            request.cached_tokens = s.computed
         needed = s.pages_missing(s.prompt_length) + (self.rows is not None)
         s.add(self.layout.split(self.places.take_room(needed, s.owner)))
 
     def give_back(self, request: PrefillRequest) -> None:
         """Its places; those that a step or a write still uses become free when it has ended (I13)."""
-        self.places.give_back(self.layout.numbered(request.sequence.places), request.sequence.owner)
+        self._give_back(request, request.sequence.places)
+        self.forget_prefix(request)
+
+    def keep(self, request: PrefillRequest) -> None:
+        """Its room has succeeded, every page of it landed: the cache takes the whole ones over."""
+        s, prefix = request.sequence, request.prefix
+        if self.cache is not None and prefix is not None and s.page_count:
+            tokens = s.tokens[: s.prompt_length]
+            s.shared = self.cache.keep(tokens, s.pages, s.owner, prefix, request.params.priority)
+
+    def forget_prefix(self, request: PrefillRequest) -> None:
+        """It waits: what the cache has of it may be evicted meanwhile. Idempotent."""
+        if request.prefix is not None:
+            request.prefix.release()
+            request.prefix = None
+
+    def _give_back(self, request: PrefillRequest, places: Places) -> None:
+        self.places.give_back(self.layout.numbered(places), request.sequence.owner)
 
     def start_again(self, request: PrefillRequest) -> None:
         """Give its places back, and with them what was computed. Not while a step has it."""
-        self.places.give_back(self.layout.numbered(request.start_again()), request.sequence.owner)
+        self._give_back(request, request.start_again())
+        self.forget_prefix(request)
 
     async def run(self, rows: list[Row], requests: list[PrefillRequest]) -> None:
         """Compute `rows`, one of each of `requests`; then `choice` is there of those that are complete, where this rank
@@ -160,6 +199,7 @@ class PrefillSteps:
             top_logprobs=choice.top_logprobs,
             asked_logprobs=choice.asked_logprobs,
             prompt_tokens=request.sequence.prompt_length,
+            cached_tokens=request.cached_tokens,
             prompt_logprobs=request.scorer.scores if request.scorer else None,
             hidden_states=request.hidden_states,
             sampling=request.params.first_token_digest(),
@@ -170,4 +210,5 @@ class PrefillSteps:
         """The first token, as the caller gets it."""
         params = request.params
         reason, matched = finish(choice.token_id, 1, params.max_new_tokens, params, self._eos_ids)
-        return TokenOut(*choice[:3], reason, matched, choice.asked_logprobs, None, request.hidden_states)
+        asked, hidden = choice.asked_logprobs, request.hidden_states
+        return TokenOut(*choice[:3], reason, matched, asked, None, hidden, request.cached_tokens)

@@ -12,7 +12,6 @@ from kvflow.engine.scheduler.adjustments import adjustments_of
 from kvflow.engine.scheduler.budget import NewTokenRatio, PageBudget
 from kvflow.engine.scheduler.burst import DecodeRequest
 from kvflow.engine.scheduler.params import EngineRetractions
-from kvflow.memory.residency import Resident
 from kvflow.memory.snapshot import SnapshotStore
 from kvflow.protocols.errors import CapacityError, Cause, Code, HostMemoryError, KvflowError, room_error
 from kvflow.protocols.machines.residency import ResidencyPhase
@@ -157,17 +156,20 @@ class Retractions:
         request.admission.took(request.resident.sizes[0])
         request.move = None
         del self._away[request.number]
-        sequence = moved(request.sequence, request.resident, computed=restored)
+        sequence = moved(request, computed=restored)
         _log.debug("resumed after %d tokens%s", request.generated, "" if restored else ", which are computed again")
         request.came_back(sequence, adjustments_of(request.params, sequence, self._eos_ids))
         self._back(request)
 
 
-def moved(old: Sequence, resident: Resident, *, computed: bool) -> Sequence:
+def moved(request: DecodeRequest, *, computed: bool) -> Sequence:
     """The same tokens at other places: a sequence of its own, since steps are planned by the old one."""
+    old = request.sequence
     prompt = old.tokens[: old.prompt_length]
     new = Sequence(old.owner, prompt, old.tokens.size - old.prompt_length, old.page_size)
     new.tokens[: old.length] = old.tokens[: old.length]
-    new.length, new.computed = old.length, old.computed if computed else 0
-    new.add(resident.places)
+    if request.prefix is not None:
+        new.begin_with(request.prefix.pages)
+    new.length, new.computed = old.length, old.computed if computed else new.computed
+    new.add(request.resident.places)
     return new

@@ -26,6 +26,7 @@ class Delta(msgspec.Struct, frozen=True):
     finish: str | None = None
     matched: str | int | None = None
     hidden_states: PackedArray | None = None  # of the last token alone, where they were asked for
+    cached_tokens: int = 0  # with the first one: of the prompt
 
 
 class Completion:
@@ -36,6 +37,7 @@ class Completion:
         self.finish: str | None = None
         self.matched: str | int | None = None
         self.hidden_states: PackedArray | None = None
+        self.cached_tokens = 0  # of the prompt, as soon as the first token is there
         self._texts: list[str] = []
 
     @property
@@ -46,6 +48,7 @@ class Completion:
     def add(self, delta: Delta) -> None:
         self._texts.append(delta.text)
         self.tokens += delta.tokens
+        self.cached_tokens += delta.cached_tokens
         if delta.finish is not None:
             self.finish, self.matched, self.hidden_states = delta.finish, delta.matched, delta.hidden_states
 
@@ -72,17 +75,17 @@ async def detokenize(
                 if (hidden := token.hidden_states) is not None:  # those of a long answer are too many to keep
                     token = msgspec.structs.replace(token, hidden_states=None)
                 if prompt_only:
-                    yield Delta("", (), "length", hidden_states=hidden)
+                    yield Delta("", (), "length", hidden_states=hidden, cached_tokens=token.cached_tokens)
                     continue
                 silent = token.finish_reason == "stop" and not detokenizer.include_stop
                 text = "" if silent else detokenizer.feed(token.token_id)
                 if token.finish_reason is not None:
                     text += detokenizer.finish()
                 if detokenizer.stopped is not None:
-                    yield Delta(text, (token,), "stop", detokenizer.stopped, hidden)
+                    yield Delta(text, (token,), "stop", detokenizer.stopped, hidden, token.cached_tokens)
                     return
                 last = None if token.finish_reason is None else hidden
-                yield Delta(text, (token,), token.finish_reason, token.matched_stop, last)
+                yield Delta(text, (token,), token.finish_reason, token.matched_stop, last, token.cached_tokens)
         except AbortedError as error:
             if error.code is not Code.ABORTED:
                 raise

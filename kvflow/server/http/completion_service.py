@@ -12,9 +12,11 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+from kvflow.cache.prefix import CacheStats
 from kvflow.engine.scheduler.limits import EngineLimits
 from kvflow.engine.scheduler.params import EngineOptimism, EngineRetractions, SamplingParams, TokenOut
 from kvflow.protocols.arguments import CheckedPrompt
+from kvflow.protocols.cache.hashes import ANY, Namespace
 from kvflow.protocols.errors import Cause
 from kvflow.protocols.wire.ranks import PoolShape
 from kvflow.telemetry.counters import TransferMeasures
@@ -45,6 +47,7 @@ class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True):
     prefill_dp_rank: int | None = None  # the group of its ranks that serves the room; `room % dp_size` where None
     prompt: PromptIds
     params: SamplingParams
+    namespace: Namespace = ANY  # of the prefix cache
     checked: CheckedPrompt | None = None  # of a long prompt, see `generation_requests.with_digests`
 
 
@@ -100,6 +103,7 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
     rows_total: int = 0  # 0: the model keeps no state once per request
     rows_by_kind: dict[str, int] = {}
     optimism: EngineOptimism | None = None  # of a prefill
+    cache: CacheStats | None = None  # of prefixes, where they are cached
     retraction: EngineRetractions | None = None  # of a decode, as is what follows
     decode_steps: int | None = None
     pp_size: int = 1
@@ -160,4 +164,4 @@ class CompletionService(Protocol):
         """
 
     async def flush_cache(self) -> None:
-        """Accepted for SGLang's clients; there is no prefix cache to flush."""
+        """Forget every cached prefix; requests that read one keep it until they end."""

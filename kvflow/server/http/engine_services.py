@@ -22,6 +22,7 @@ from kvflow.server.http.completion_service import GenerationRequest, ModelCard, 
 from kvflow.server.http.errors import RequestError
 
 if TYPE_CHECKING:  # importing the engines imports torch
+    from kvflow.cache.prefix import Prefix
     from kvflow.engine.scheduler.budget import Admission
     from kvflow.engine.scheduler.decode import DecodeEngine
     from kvflow.engine.scheduler.prefill import PrefillEngine
@@ -155,6 +156,7 @@ class EngineService(Generic[N, E]):
             rows_free=rows.free_pages if rows else 0,
             rows_total=rows.num_pages if rows else 0,
             rows_by_kind=owned_by_kind(rows) if rows else {},
+            cache=None if self._engine.cache is None else self._engine.cache.stats(),
             optimism=self._optimism(),
             retraction=self._retraction(),
             decode_steps=self._decode_steps(),
@@ -187,7 +189,8 @@ class EngineService(Generic[N, E]):
         """Of a room that decode has withdrawn, prefill's leg has no answer that is read."""
 
     async def flush_cache(self) -> None:
-        return None
+        if (cache := self._engine.cache) is not None:
+            cache.flush()
 
 
 class PrefillService(EngineService[PrefillNode, "PrefillEngine"]):
@@ -214,7 +217,7 @@ class PrefillService(EngineService[PrefillNode, "PrefillEngine"]):
         self._recent_rooms.add(room)
         self._open_rooms[id(request)] = room
         try:
-            first = await self._engine.prefill(room, request.prompt, request.params)
+            first = await self._engine.prefill(room, request.prompt, request.params, namespace=request.namespace)
         finally:
             del self._open_rooms[id(request)]
         if first.finish_reason is None:
@@ -257,17 +260,21 @@ class DecodeService(EngineService[DecodeNode, "DecodeEngine"]):
             raise self._refused_group(request, error) from None
         self._recent_rooms.add(room)
         admission: Admission | None = None
+        prefix: Prefix | None = None
         try:
             admission = await self._admit(request, room)
-            await room.offer()
+            prefix = self._engine.cached(request.prompt, request.namespace)
+            await room.offer(prefix_tokens=None if prefix is None else prefix.tokens)
         except BaseException as error:
             room.close(error.cause() if isinstance(error, KvflowError) else None)
+            if prefix is not None:
+                prefix.release()
             if admission is not None:
                 admission.release()
             if isinstance(error, DpRankError):  # found out when its registry had answered
                 raise self._refused_group(request, error) from None
             raise
-        tokens = self._engine.generate(room, request.prompt, request.params, admission)
+        tokens = self._engine.generate(room, request.prompt, request.params, admission, prefix)
         try:
             async for token in tokens:
                 yield token

@@ -133,7 +133,7 @@ class GenerateCall:
             "id": self.id_of(index),
             "prompt_tokens": len(request.prompt),
             "completion_tokens": len(completion.tokens),
-            "cached_tokens": 0,
+            "cached_tokens": completion.cached_tokens,
             "finish_reason": _finish(completion),
         }
         if (hidden := completion.hidden_states) is not None:

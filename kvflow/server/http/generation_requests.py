@@ -15,6 +15,7 @@ from kvflow.aio import in_thread, in_turns
 from kvflow.engine.scheduler.limits import EngineLimits
 from kvflow.engine.scheduler.params import MAX_LOGIT_BIAS, BadWords, LogitBias, SamplingParams
 from kvflow.protocols.arguments import CheckedPrompt, check_prompt
+from kvflow.protocols.cache.hashes import ANY, Namespace
 from kvflow.protocols.errors import CapacityError, MisuseError
 from kvflow.protocols.wire.messages import MAX_RANKS
 from kvflow.server.http.completion_service import GenerationRequest, PromptIds
@@ -34,6 +35,7 @@ from kvflow.transports.control.registry import registry_address
 DEFAULT_MAX_NEW_TOKENS = 128
 DEFAULT_COMPLETION_TOKENS = 16
 MAX_ID_DIGITS = 10
+MAX_SALT = 512  # characters
 MAX_ANSWER_ID = 512  # characters: every event of a stream repeats it
 MAX_SCORES_BYTES = 1 << 24  # of the log-probabilities of all prompts of a body, packed: a fifth of their JSON
 LONG_PROMPT = 1 << 15  # tokens from here on are hashed in a thread: it costs less than 100 us on the event loop below
@@ -257,9 +259,21 @@ def generation_requests(
         if room in made:
             raise RequestError(f"bootstrap_room: {room} is given twice; every completion needs a room of its own")
         made[room] = GenerationRequest(
-            room=room, prefill=prefill, prefill_dp_rank=body.disagg_prefill_dp_rank, prompt=prompt, params=sampling
-        )
+            room=room, prefill=prefill, prefill_dp_rank=body.disagg_prefill_dp_rank, prompt=prompt, params=sampling,
+            namespace=_namespace(body, i // choices, len(prompts)),
+        )  # fmt: skip
     return list(made.values())
+
+
+def _namespace(body: Rendezvous, index: int, prompts: int) -> Namespace:
+    """What its prompt shares cached pages with. Raises: RequestError."""
+    parts = []
+    for name in ("cache_salt", "extra_key"):
+        part = _of_prompt(name, getattr(body, name), index, prompts, "")
+        if len(part) > MAX_SALT:
+            raise RequestError(f"{name}: {len(part)} characters, limit {MAX_SALT}", param=name)
+        parts.append(part)
+    return Namespace(salt="\0".join(parts)) if any(parts) else ANY
 
 
 def _check_scores(

@@ -11,6 +11,7 @@ from prometheus_client import CollectorRegistry, Counter, Histogram, generate_la
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from kvflow.cache.prefix import CacheStats
 from kvflow.engine.scheduler.params import EngineOptimism, EngineRetractions
 from kvflow.server.http.completion_service import Report
 from kvflow.server.http.errors import Failure, bounded_code
@@ -97,6 +98,8 @@ class Metrics:
                 yield from _optimism(report.optimism)
             if report.retraction is not None:
                 yield from _retraction(report.retraction)
+            if report.cache is not None:
+                yield from _cache(report.cache)
             yield from _rooms(report)
             if report.ranks:
                 yield from _ranks(report)
@@ -204,6 +207,20 @@ def _retraction(found: EngineRetractions) -> Iterator[Metric]:
         ("new_token_ratio", "Share of its new tokens for which a request is promised pages.", found.new_token_ratio),
     ):
         yield GaugeMetricFamily(f"kvflow_{name}", text, value=value)
+
+
+def _cache(found: CacheStats) -> Iterator[Metric]:
+    for name, text, value in (
+        ("cache_pages", "Pages of the pool that hold cached prefixes.", found.pages),
+        ("cache_evictable_pages", "Of them, those that no request reads.", found.evictable_pages),
+    ):
+        yield GaugeMetricFamily(f"kvflow_{name}", text, value=value)
+    for name, text, count in (
+        ("cache_asked_tokens", "Prompt tokens that were looked up in the prefix cache.", found.asked_tokens),
+        ("cache_hit_tokens", "Of them, those that were found.", found.hit_tokens),
+        ("cache_evicted_pages", "Cached pages that gave way to requests.", found.evicted_pages),
+    ):
+        yield CounterMetricFamily(f"kvflow_{name}", text, value=count)
 
 
 def _rooms(report: Report) -> Iterator[Metric]:

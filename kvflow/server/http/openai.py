@@ -74,13 +74,13 @@ class _OpenAICall:
         count = len(completion.tokens) - sum(len(delta.tokens) for delta in deltas)
         for delta, chunk in zip(deltas, chunks, strict=True):
             count += len(delta.tokens)
-            self._count(index, count, chunk)
+            self._count(index, count, chunk, completion.cached_tokens)
         return chunks
 
-    def _count(self, index: int, tokens: int, chunk: dict[str, Any]) -> dict[str, Any]:
+    def _count(self, index: int, tokens: int, chunk: dict[str, Any], cached: int = 0) -> dict[str, Any]:
         """`chunk` with the usage of its choice so far, where the body asks for it."""
         if self._options.continuous_usage_stats:
-            chunk["usage"] = _usage(len(self._requests[index].prompt), tokens)
+            chunk["usage"] = _usage(len(self._requests[index].prompt), tokens, cached)
         return chunk
 
     def closing(self, completions: list[Completion]) -> list[Any]:
@@ -99,16 +99,18 @@ class _OpenAICall:
 
     def _usage(self, completions: list[Completion]) -> dict[str, Any]:
         prompts = sum(len(request.prompt) for request in self._requests[:: self._choices])
-        return _usage(prompts, sum(len(completion.tokens) for completion in completions))
+        cached = sum(completion.cached_tokens for completion in completions[:: self._choices])
+        return _usage(prompts, sum(len(completion.tokens) for completion in completions), cached)
 
 
-def _usage(prompt_tokens: int, completion_tokens: int) -> dict[str, Any]:
-    """Of a prompt that is shared by several choices the tokens count once; without a prefix cache, none is cached."""
+def _usage(prompt_tokens: int, completion_tokens: int, cached_tokens: int) -> dict[str, Any]:
+    """Of a prompt that is shared by several choices the tokens count once, and those that its first one found cached
+    at prefill."""
     return {
         "prompt_tokens": prompt_tokens,
         "completion_tokens": completion_tokens,
         "total_tokens": prompt_tokens + completion_tokens,
-        "prompt_tokens_details": {"cached_tokens": 0},
+        "prompt_tokens_details": {"cached_tokens": cached_tokens},
     }
 
 

@@ -50,6 +50,8 @@ class Rendezvous(Body, frozen=True, kw_only=True):
     routed_dp_rank: Any = None  # these are checked in generation_requests.py too: where one is wrong, the room is read
     data_parallel_rank: Any = None
     disagg_prefill_dp_rank: Any = None
+    cache_salt: str | list[str] | None = None
+    extra_key: str | list[str] | None = None
 
 
 class GenerateSampling(msgspec.Struct, frozen=True, kw_only=True):

@@ -1,8 +1,10 @@
 """The metric names that SGLang's dashboards read, with the labels and buckets they have there (SGLang 0.5).
 
-Where a measure exists under a name of kvflow's own, see there for what it means. `cache_hit_rate` is 0: there is no
-prefix cache. `num_retracted_reqs` are retracted now; SGLang's were in its last log interval. `mamba_usage` is of state
-rows, which not every model has. Milliseconds, MB and GB are SGLang's units: the latter two are 2**20 and 2**30 bytes.
+Where a measure exists under a name of kvflow's own, see there for what it means. `cache_hit_rate` is the share of all
+prompt tokens since the start; SGLang's is that of its last batch. `num_used_tokens` leaves out cached pages that no
+request reads, as there. `num_retracted_reqs` are retracted now; SGLang's were in its last log interval. `mamba_usage`
+is of state rows, which not every model has. Milliseconds, MB and GB are SGLang's units: the latter two are 2**20 and
+2**30 bytes.
 """
 
 from __future__ import annotations
@@ -48,14 +50,16 @@ def _scheduler(report: Report, completions: CompletionMeasures, role: str, model
     values = (model, role, "0", "0", "0")
     early = sum(count for state, count in report.rooms_by_state.items() if state in _BEFORE)
     late = sum(report.rooms_by_state.values()) - early
-    used = (report.pages_total - report.pages_free) * report.pool.page_size
+    cache = report.cache
+    free = report.pages_free + (cache.evictable_pages if cache else 0)
+    used = (report.pages_total - free) * report.pool.page_size
     most = report.pages_total * report.pool.page_size
     retraction = report.retraction or EngineRetractions()
     gauges = {
         "num_running_reqs": report.running,
         "num_queue_reqs": report.waiting,
         "gen_throughput": completions.throughput.per_second(now),
-        "cache_hit_rate": 0.0,
+        "cache_hit_rate": cache.hit_tokens / cache.asked_tokens if cache and cache.asked_tokens else 0.0,
         "num_used_tokens": used,
         "token_usage": used / most if most else 0.0,
         "max_total_num_tokens": most,

@@ -1,0 +1,98 @@
+"""`kvflow up --prefix-cache`: conversations whose turns cost what is new in them, by what official clients see."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import random
+import statistics
+import time
+from typing import Any
+
+import aiohttp
+import msgspec
+import pytest
+
+from tests.e2e.fleet import all_home, ask, running
+
+USERS, TURNS, PAGE_SIZE = 16, 8, 16
+
+
+class Turn:
+    """What one turn of one user was given and got."""
+
+    def __init__(self, prompt: list[int], answer: dict[str, Any], first_token_s: float) -> None:
+        meta = answer["meta_info"]
+        self.prompt_tokens, self.first_token_s = len(prompt), first_token_s
+        self.tokens: list[int] = answer["output_ids"]
+        self.cached_tokens: int = meta["cached_tokens"]
+        assert meta["prompt_tokens"] == len(prompt)
+
+
+async def say(session: aiohttp.ClientSession, url: str, prompt: list[int], count: int) -> Turn:
+    sampling = {"temperature": 0, "max_new_tokens": count, "ignore_eos": True}
+    body = {"input_ids": prompt, "sampling_params": sampling, "stream": True}
+    began, first_s, last = time.monotonic(), 0.0, b""
+    async with session.post(f"{url}/generate", json=body) as stream:
+        assert stream.status == 200, await stream.text()
+        async for line in stream.content:
+            if line.startswith(b"data: {"):
+                first_s, last = first_s or time.monotonic() - began, line[6:]
+    return Turn(prompt, msgspec.json.decode(last), first_s)
+
+
+async def chats(url: str, seed: int) -> list[list[Turn]]:
+    """Every user's turns; all users begin with one system prompt."""
+    dice = random.Random(seed)
+    system = [dice.randrange(10, 900) for _ in range(200)]
+    said = [
+        [[dice.randrange(10, 900) for _ in range(dice.randrange(5, 40))] for _ in range(TURNS)] for _ in range(USERS)
+    ]
+
+    async def chat(user: int) -> list[Turn]:
+        prompt, turns = list(system), []
+        for words in said[user]:
+            prompt += words
+            turns.append(await say(session, url, prompt, 8))
+            prompt += turns[-1].tokens
+        return turns
+
+    async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as session:
+        return await asyncio.gather(*map(chat, range(USERS)))
+
+
+async def moved(session: aiohttp.ClientSession, url: str) -> int:
+    return int((await ask(session, f"{url}/server_info"))["bytes_moved"])
+
+
+@pytest.mark.slow
+@pytest.mark.xdist_group("processes")
+async def test_a_turn_costs_what_is_new_in_it(seed: int) -> None:
+    pool = {"num_pages": 4096, "page_size": PAGE_SIZE}
+    bytes_moved = {}
+    async with aiohttp.ClientSession() as session:
+        async with running(**pool) as fleet:
+            expected = await chats(fleet.url, seed)
+            bytes_moved["off"] = await moved(session, fleet.decodes[0].url)
+        async with running(**pool, prefix_cache="lru") as fleet:
+            found = await chats(fleet.url, seed)
+            bytes_moved["lru"] = await moved(session, fleet.decodes[0].url)
+            urls = [child.url for child in (*fleet.prefills, *fleet.decodes)]
+            assert await all_home(session, *urls)
+            infos = [await ask(session, f"{url}/server_info") for url in urls]
+            assert all(info["pages"]["cache"] == info["prefix_cache"]["pages"] > 0 for info in infos)
+            await session.post(f"{fleet.url}/flush_cache")
+            for url in urls:
+                info = await ask(session, f"{url}/server_info")
+                assert info["pages"]["free"] == info["pages"]["total"] and not info["prefix_cache"]["pages"]
+    assert [[turn.tokens for turn in turns] for turns in found] == [
+        [turn.tokens for turn in turns] for turns in expected
+    ]
+    assert all(turn.cached_tokens == 0 for turns in expected for turn in turns)
+    for turns in found:
+        for before, turn in itertools.pairwise(turns):
+            assert turn.cached_tokens >= before.prompt_tokens // PAGE_SIZE * PAGE_SIZE, "the turn before was not cached"
+    late = [statistics.median(turns[-1].first_token_s for turns in chat) for chat in (expected, found)]
+    print("first token of the last turn, cache off and on:", late, "bytes moved", bytes_moved)
+    # Each turn moves what is new, in whole pages, where all of it moved before.
+    assert bytes_moved["lru"] < 0.5 * bytes_moved["off"]

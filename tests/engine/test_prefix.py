@@ -1,0 +1,163 @@
+"""Prompts that begin alike: what is cached is neither computed nor sent again, and no token is another for it."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+
+import numpy as np
+import pytest
+
+from kvflow.cache.prefix import OWNER
+from kvflow.engine.model.load import LoadedModel
+from kvflow.engine.scheduler.params import SamplingParams
+from kvflow.protocols.cache.hashes import Namespace
+from kvflow.protocols.errors import KvflowError
+from tests.engine.pair import EnginePair, greedy, prompt_of, until
+from tests.engine.test_prefill import watch
+
+
+async def flushed(pair: EnginePair) -> bool:
+    """Every page is free again once the caches forget theirs."""
+    await until(lambda: pair.home)  # a burst may still run
+    for cache in pair.caches:
+        cache.flush()
+    return pair.home and not any(OWNER in side.pages.owned() for side in (pair.source, pair.target))
+
+
+async def test_what_is_cached_is_neither_computed_nor_sent_again(llama: LoadedModel) -> None:
+    prompt = prompt_of(30)
+    async with EnginePair(llama, page_size=4, chunk_tokens=16) as pair:
+        plain = await pair.tokens(prompt, greedy(7))
+        longer = prompt + plain + prompt_of(9, 2)
+        expected = await pair.outputs(longer, greedy(5))
+    async with EnginePair(llama, page_size=4, chunk_tokens=16, cache="lru") as pair:
+        steps: list[list[int]] = []
+        watch(pair, steps)
+        first = await pair.outputs(prompt, greedy(7))
+        assert [out.token_id for out in first] == plain and first[0].cached_tokens == 0
+        steps.clear()
+        found = await pair.outputs(longer, greedy(5))
+        assert [out.token_id for out in found] == [out.token_id for out in expected]
+        # Prefill has the 7 whole pages of the prompt; decode those of all that was fed to it: 36 tokens, 9 pages.
+        assert found[0].cached_tokens == 28 and sum(map(sum, steps)) == len(longer) - 28
+        assert sum(count for count, _ in pair.rooms[-1].sends) == -(-len(longer) // 4) - 9
+        assert await flushed(pair)
+
+
+async def test_a_prompt_that_decode_has_whole_moves_nothing(llama: LoadedModel) -> None:
+    prompt = prompt_of(16)
+    async with EnginePair(llama, page_size=4, cache="lru") as pair:
+        first = await pair.tokens(prompt, greedy(6))
+        again = await pair.outputs(prompt, greedy(6))
+        assert [out.token_id for out in again] == first
+        assert again[0].cached_tokens == 12, "the last token is computed once more: its logits are wanted"
+        assert pair.rooms[-1].sends[-1] == (0, True) and not pair.rooms[-1].pages.size
+        assert await flushed(pair)
+
+
+async def test_namespaces_share_nothing(llama: LoadedModel) -> None:
+    prompt, mine, other = prompt_of(20), Namespace(salt="mine"), Namespace(salt="other")
+    async with EnginePair(llama, page_size=4, cache="lru") as pair:
+        room = pair.room(prompt)
+        await pair.prefill.prefill(room.prefill_half, prompt, greedy(1), namespace=mine)
+        room.close()
+        found = {}
+        for name in (mine, other):
+            room = pair.room(prompt)
+            found[name] = (
+                await pair.prefill.prefill(room.prefill_half, prompt, greedy(1), namespace=name)
+            ).cached_tokens
+            room.close()
+        assert found == {mine: 16, other: 0}
+        assert await flushed(pair)
+
+
+async def test_scores_of_cached_tokens_are_computed(llama: LoadedModel) -> None:
+    prompt = prompt_of(40)
+    for start in (0, 13):
+        params = SamplingParams(temperature=0, max_new_tokens=2, logprobs=2, prompt_logprobs_from=start)
+        async with EnginePair(llama, page_size=4) as pair:
+            expected = (await pair.outputs(prompt, params))[0].prompt_logprobs
+        async with EnginePair(llama, page_size=4, cache="lru") as pair:
+            await pair.tokens(prompt, greedy(2))
+            found = (await pair.outputs(prompt, params))[0]
+            assert found.cached_tokens == start // 4 * 4
+            assert found.prompt_logprobs is not None and expected is not None
+            mine, want = (
+                [s.logprob or 0.0 for s in scores.tokens(prompt)][1:] for scores in (found.prompt_logprobs, expected)
+            )
+            assert len(mine) == 39 - start and np.allclose(mine, want, atol=1e-4)
+            assert await flushed(pair)
+
+
+async def test_pages_of_failed_requests_are_not_cached(llama: LoadedModel) -> None:
+    prompt = prompt_of(30)
+    async with EnginePair(llama, page_size=4, cache="lru") as pair:
+        room = pair.room(prompt)
+        room.gate.clear()  # all of it is computed and nothing lands
+        leg = asyncio.ensure_future(pair.prefill.prefill(room.prefill_half, prompt, greedy(1)))
+        await until(lambda: bool(room.sends) and room.sends[-1][1])
+        room.close()
+        with pytest.raises(KvflowError):
+            await leg
+        assert not pair.caches[0].stats().pages
+        room.gate.set()
+        assert await pair.tokens(prompt, greedy(3))
+        assert await flushed(pair)
+
+
+async def test_a_flush_leaves_alone_who_reads(llama: LoadedModel) -> None:
+    prompt = prompt_of(30)
+    async with EnginePair(llama, page_size=4, cache="lru") as pair:
+        expected = await pair.tokens(prompt, greedy(12))
+        tokens = []
+        admission = await pair.decode.admit(prompt, greedy(12))
+        prefix = pair.decode.cached(prompt)
+        assert prefix is not None and prefix.tokens == 28
+        room = pair.room(prompt, prefix.tokens)
+        leg = asyncio.ensure_future(pair.prefill.prefill(room.prefill_half, prompt, greedy(12)))
+        async for out in pair.decode.generate(room, prompt, greedy(12), admission, prefix):
+            tokens.append(out.token_id)
+            for cache in pair.caches:
+                cache.flush()
+        await leg
+        assert tokens == expected
+        await until(lambda: pair.home)
+        assert not any(cache.stats().pages for cache in pair.caches)
+
+
+@pytest.mark.parametrize(("pages", "options"), [
+    (400, {}),
+    (40, {}),
+    (40, {"new_token_ratio": 0.2, "host_pages": 64}),
+    (40, {"new_token_ratio": 0.2}),
+    (60, {"optimistic_tries": 2}),
+])  # fmt: skip
+@pytest.mark.parametrize("policy", ["lru", "depth"])
+async def test_chats_get_the_tokens_that_they_get_without_a_cache(
+    pages: int, options: dict[str, object], policy: str, llama: LoadedModel, seed: int
+) -> None:
+    """Users whose conversations begin alike and grow, in pools that hold all of them, or hardly two at once."""
+    rng = random.Random(seed)
+    system = prompt_of(21, rng.randrange(100))
+    chats = [system + prompt_of(rng.randrange(1, 12), 10 + user) for user in range(6)]
+    lengths = [[rng.randrange(1, 9) for _ in range(3)] for _ in chats]
+
+    async def talk(pair: EnginePair, user: int) -> list[list[int]]:
+        prompt, answers = list(chats[user]), []
+        for turn, length in enumerate(lengths[user]):
+            answers.append(await pair.tokens(prompt, greedy(length)))
+            prompt += answers[-1] + prompt_of(1 + turn, 50 + user)
+        return answers
+
+    async with EnginePair(llama, page_size=4, num_pages=400) as pair:
+        expected = [await talk(pair, user) for user in range(len(chats))]
+    async with EnginePair(llama, page_size=4, num_pages=pages, cache=policy, **options) as pair:
+        found = await asyncio.gather(*(talk(pair, user) for user in range(len(chats))))
+        assert found == expected
+        hits = [cache.stats().hit_tokens for cache in pair.caches]
+        assert all(hits), "nothing was found in the cache"
+        if pages == 40:
+            assert any(cache.stats().evicted_pages for cache in pair.caches)
+        assert await flushed(pair)
