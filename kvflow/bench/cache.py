@@ -2,8 +2,8 @@
 
 The protocol is one that radix trees are measured with: every prompt of the trace is matched, the path that was found is
 locked, as much is evicted as the rest needs, the rest is inserted, and the lock is released. With events, they are then
-taken, hashes included; nothing is encoded. There is no pool and no model: only the index runs, and its clock is the CPU
-time of its thread. Tokens are prepared before the clock starts, in the form that each index takes them in.
+taken and encoded as their subscribers read them. There is no pool and no model: only the index runs, and its clock is
+the CPU time of its thread. Tokens are prepared before the clock starts, in the form that each index takes them in.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ import numpy as np
 from kvflow.bench.cache_trace import Prompt
 from kvflow.bench.peer import open_radix_peer
 from kvflow.bench.transfer import quartiles
-from kvflow.protocols.cache.events import Cleared
 from kvflow.protocols.cache.hashes import token_bytes
 from kvflow.protocols.cache.index import PrefixIndex
 from kvflow.protocols.cache.nodes import Tier
 from kvflow.protocols.errors import MisuseError
+from kvflow.protocols.wire.kv_events import BatchEncoder
 
 PARTS = ("match", "lock", "evict", "insert", "events")
 SHAPE_PAGE_SIZE = 16  # of the two cases below
@@ -39,7 +39,7 @@ COMPARED = ("us_per_request", "evict_us", "deep_match_us")
 
 
 class CachePlan(NamedTuple):
-    """`page_size` and `capacity_tokens` in tokens; `events`: record KV events, and take them after every request;
+    """`page_size` and `capacity_tokens` in tokens; `events`: record KV events, and encode them after every request;
     `rounds` interleaved turns; `peer`: folder of the radix harness."""
 
     page_size: int = 64
@@ -96,7 +96,7 @@ def measure(prompts: Sequence[Prompt], page_size: int, capacity: int, events: bo
 def replay(prompts: Sequence[Prompt], page_size: int, capacity: int, events: bool = False) -> Figures:
     """CPU seconds of every call by its part, and the share of all tokens that was found cached. `capacity` in pages: of
     a prompt that is longer only the beginning is cached."""
-    index = PrefixIndex(page_size, events=events)
+    index, encoder = PrefixIndex(page_size, events=events), BatchEncoder(page_size)
     match_s, lock_s, evict_s, insert_s, events_s = seconds = [list[float]() for _ in PARTS]
     clock = time.thread_time
     hits = total = held = 0
@@ -127,9 +127,8 @@ def replay(prompts: Sequence[Prompt], page_size: int, capacity: int, events: boo
         insert_s.append(inserted_s - inserting_s)
         if events:
             taking_s = clock()
-            for event in index.take_events():
-                if not isinstance(event, Cleared):
-                    _ = event.hashes  # made when asked for
+            if taken := index.take_events():
+                encoder.encode(taken, now_s)
             events_s.append(clock() - taking_s)
         held += count - have
         hits += have

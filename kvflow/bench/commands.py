@@ -212,7 +212,7 @@ def cache(
     page_size: Annotated[int, typer.Option("--page-size", help="Tokens of a page.", min=1)] = 64,
     capacity: Annotated[int, typer.Option("--capacity-tokens", help="Tokens the cache holds.", min=1)] = 3_000_000,
     events: Annotated[
-        bool, typer.Option("--events", help="Record KV events, and take them after each request.")
+        bool, typer.Option("--events", help="Record KV events, and encode them after each request.")
     ] = False,
     rounds: Annotated[int, typer.Option(help="Interleaved rounds.", min=1)] = 3,
     curve: Annotated[

@@ -17,8 +17,10 @@ import time
 from array import array
 from typing import Any
 
+import msgspec
 import numpy as np
 import torch
+from sglang.srt.disaggregation.kv_events import KVEventBatch
 from sglang.srt.mem_cache.base_prefix_cache import EvictParams, InsertParams, MatchPrefixParams
 from sglang.srt.mem_cache.cache_init_params import CacheInitParams
 from sglang.srt.mem_cache.radix_cache import RadixKey
@@ -69,6 +71,7 @@ def make_tree(page_size: int, events: bool = False) -> Any:
 
 def replay(prompts: list[Any], page_size: int, capacity: int, events: bool) -> dict[str, Any]:
     tree = make_tree(page_size, events)
+    encoder = msgspec.msgpack.Encoder()
     seconds: dict[str, list[float]] = {"match": [], "lock": [], "evict": [], "insert": [], "events": []}
     clock = time.thread_time
     hits = total = held = 0
@@ -102,7 +105,8 @@ def replay(prompts: list[Any], page_size: int, capacity: int, events: bool) -> d
         seconds["insert"].append(inserted_s - inserting_s)
         if events:
             taking_s = clock()
-            tree.take_events() if hasattr(tree, "take_events") else tree.kv_events.take()
+            if taken := tree.take_events():
+                encoder.encode(KVEventBatch(ts=0.0, events=taken))
             seconds["events"].append(clock() - taking_s)
         held += count - have
         hits += have

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import random
 from collections import OrderedDict
@@ -135,6 +136,17 @@ def test_a_named_trace_is_found_where_the_variable_says(tmp_path: Path, monkeypa
     assert find_trace("synthetic", tmp_path) == tmp_path / "synthetic_trace.jsonl"
     monkeypatch.setenv("KVFLOW_TRACES", str(tmp_path))
     assert refused("--trace", "synthetic") == f"{tmp_path}/synthetic_trace.jsonl has no prompts"
+
+
+def test_the_peer_is_asked_the_same() -> None:
+    """Its driver runs where kvflow cannot be imported, and has the sizes of the cases once more."""
+    source = ast.parse(Path(cache.__file__).with_name("radix_driver.py").read_text())
+    sizes: dict[str, int] = {}
+    for line in source.body:
+        if isinstance(line, ast.Assign):
+            exec(compile(ast.Module([line], []), "radix_driver.py", "exec"), {}, sizes)
+    assert len(sizes) == 9 and sizes.pop("BLOCK_TOKENS") == BLOCK_TOKENS
+    assert sizes == {name: getattr(cache, name) for name in sizes}
 
 
 async def test_figures_are_medians_of_all_rounds(monkeypatch: pytest.MonkeyPatch) -> None:
