@@ -19,7 +19,7 @@ from kvflow.protocols.cache.index import PrefixIndex
 from kvflow.protocols.cache.nodes import Tier
 from kvflow.protocols.cache.stream import Batch, StreamLimits
 from kvflow.protocols.errors import MisuseError
-from tests.cache.decoders import DECODERS, apply
+from tests.protocols.cache.decoders import DECODERS, apply
 from tests.protocols.cache.subscriber import Subscriber, block_hash, digest_chain
 from tests.protocols.cache.test_stream import Knower
 

@@ -10,7 +10,7 @@ from kvflow.protocols.cache.events import Cleared, Event, Stored
 
 
 def digest_chain(ids: Iterable[int], page_size: int, previous: bytes = b"") -> list[bytes]:
-    """Page hashes as contracts.md defines them, computed from nothing of kvflow's."""
+    """Page hashes as the wire has them, computed from nothing of kvflow's."""
     tokens, digests = list(ids), []
     for start in range(0, len(tokens) - page_size + 1, page_size):
         page = tokens[start : start + page_size]

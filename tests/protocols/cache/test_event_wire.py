@@ -13,7 +13,7 @@ from kvflow.protocols.cache.hashes import ANY, Namespace, chain_root, token_byte
 from kvflow.protocols.cache.index import PrefixIndex
 from kvflow.protocols.cache.nodes import Tier
 from kvflow.protocols.wire.kv_events import BatchEncoder
-from tests.cache.decoders import DECODERS
+from tests.protocols.cache.decoders import DECODERS
 from tests.protocols.cache.subscriber import block_hash, digest_chain
 
 IDS = [5, 1, 65_536, 2**32 - 1, 0, 7, 8, 9]  # 4 pages of 2
