@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import zmq
 import zmq.asyncio
 
-from kvflow.aio import in_turns
+from kvflow.aio import in_thread, in_turns
 from kvflow.protocols.cache.stream import Batch, EventSource, EventStream, StreamLimits
 from kvflow.protocols.errors import MisuseError
 from kvflow.protocols.limits import LEAST_WAIT_S, check_time
@@ -179,13 +179,14 @@ class EventPublisher:
         """All that is cached as batch `start`, then the newest number, from which a subscriber goes on."""
         await self._settle()
         events, newest = self._stream.snapshot(), self._stream.next_seq - 1
-        parts = []
+        encoder, parts = self._stream.encoder, list[bytes]()
         async for event in in_turns(events):
-            parts.extend(self._stream.encoder.parts([event]))
+            parts.extend(encoder.parts([event]))
         seq = min(start, newest)
-        batches = [Batch(seq, self._stream.encoder.join(parts, time.time()))]
+        now = time.time()
+        batches = [Batch(seq, await in_thread(lambda: encoder.join(parts, now)))]  # 16 MB for 3 million tokens
         if seq < newest:
-            batches.append(Batch(newest, self._stream.encoder.join([], time.time())))
+            batches.append(Batch(newest, encoder.join([], now)))
         return batches
 
     def _spawn(self, work: Coroutine[None, None, None]) -> asyncio.Task[None]:
@@ -201,7 +202,7 @@ async def _offer(router: zmq.asyncio.Socket, frames: list[bytes]) -> bool:
     until_s = loop.time() + STALL_S
     while True:
         try:
-            await router.send_multipart(frames, zmq.NOBLOCK)
+            await router.send_multipart(frames, zmq.NOBLOCK, copy=False)
         except zmq.Again:
             if loop.time() >= until_s:
                 return False

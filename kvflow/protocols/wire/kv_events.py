@@ -22,7 +22,7 @@ from kvflow.protocols.cache.events import Event, Removed, Stored
 MEDIUMS = ("GPU", "CPU", "STORAGE")  # by tier
 ExtraKeys: TypeAlias = list[tuple[str, ...] | None]
 
-_ARRAY_32 = 0xDD  # heads of msgpack: an array, and numbers of fixed size, each big-endian
+_ARRAY_OF_3, _ARRAY_32 = b"\x93", b"\xdd"  # heads of msgpack: arrays, and numbers of fixed size, each big-endian
 _INT_64 = (0xD3, ">i8")
 _UINT_16 = (0xCD, ">u2")
 _UINT_32 = (0xCE, ">u4")
@@ -76,12 +76,14 @@ class BatchEncoder:
         """`ts`: seconds since the epoch."""
         return self._encoder.encode((ts, list(self._on_the_wire(events)), self._rank))
 
-    def parts(self, events: Iterable[Event]) -> list[msgspec.Raw]:
+    def parts(self, events: Iterable[Event]) -> list[bytes]:
         """Encoded events, for `join`: a long batch can be made bit by bit."""
-        return [msgspec.Raw(self._encoder.encode(event)) for event in self._on_the_wire(events)]
+        return [self._encoder.encode(event) for event in self._on_the_wire(events)]
 
-    def join(self, parts: list[msgspec.Raw], ts: float) -> bytes:
-        return self._encoder.encode((ts, parts, self._rank))
+    def join(self, parts: list[bytes], ts: float) -> bytes:
+        """One batch of them; where it is long, other threads can run meanwhile."""
+        head = _ARRAY_OF_3 + self._encoder.encode(ts) + _array_head(len(parts))
+        return b"".join([head, *parts, self._encoder.encode(self._rank)])
 
     def _on_the_wire(self, events: Iterable[Event]) -> Iterable[msgspec.Struct]:
         for tier, group in groupby(events, key=lambda event: event.tier if isinstance(event, Removed) else None):
@@ -122,4 +124,8 @@ def _packed(numbers: NDArray[Any], head: int, width: str) -> msgspec.Raw:
     """A msgpack array of integers, each `head` and then the number as `width`."""
     packed = np.empty(len(numbers), [("head", "u1"), ("number", width)])
     packed["head"], packed["number"] = head, numbers
-    return msgspec.Raw(_ARRAY_32.to_bytes() + len(numbers).to_bytes(4, "big") + packed.tobytes())
+    return msgspec.Raw(_array_head(len(numbers)) + packed.tobytes())
+
+
+def _array_head(count: int) -> bytes:
+    return _ARRAY_32 + count.to_bytes(4, "big")

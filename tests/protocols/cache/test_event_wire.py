@@ -116,4 +116,5 @@ def test_a_batch_made_bit_by_bit_is_the_same() -> None:
     recorded += index.take_events()
     encoder = BatchEncoder(2)
     parts = [part for event in recorded for part in encoder.parts([event])]
-    assert encoder.join(parts, 2.0) == encoder.encode(recorded, 2.0)
+    decode = msgspec.msgpack.decode
+    assert decode(encoder.join(parts, 2.0)) == decode(encoder.encode(recorded, 2.0))
