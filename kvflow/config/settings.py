@@ -99,6 +99,25 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
             "where others need them: the longest or the least often used, those of low priority, the deepest."
         ),
     ] = "off"
+    cache_host_bytes: Annotated[
+        int,
+        Meta(
+            description="Bytes of host memory, taken at the start, that cached pages are copied to, and back from when "
+            "the pool has evicted them; 0 = none. Needs --prefix-cache.",
+            ge=0,
+        ),
+    ] = 0
+    cache_write_policy: Annotated[
+        Literal["write_through", "write_through_selective"],
+        Meta(description="What is copied to the host tier: all that is cached, or what another prompt has found."),
+    ] = "write_through"
+    cache_prefetch_policy: Annotated[
+        Literal["best_effort", "timeout", "wait_complete"],
+        Meta(
+            description="How long a prompt waits for what is copied back for it: not at all, 1 s and a quarter of a "
+            "second for each 1,000 tokens, or until all is there."
+        ),
+    ] = "timeout"
     pp: Annotated[
         int, Meta(description="Stages of prefill: processes, each with some of the model's layers.", ge=1, le=64)
     ] = 1

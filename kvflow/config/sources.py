@@ -177,6 +177,8 @@ def _check(role: Role, settings: Settings) -> None:
     if settings.prefix_cache != "off" and settings.pp * settings.tp > 1 and role != "decode":
         text = f"--prefix-cache {settings.prefix_cache} with --pp {settings.pp} --tp {settings.tp}"
         raise ConfigError(f"{text}: only a prefill of one rank caches prefixes; leave one out")
+    if settings.cache_host_bytes and settings.prefix_cache == "off":
+        raise ConfigError(f"--cache-host-bytes {settings.cache_host_bytes} without --prefix-cache: nothing is cached")
     if settings.kv_events_config:
         raise ConfigError("--kv-events-config: KV events are not available in this version; leave it out")
     if role == "router" and not ((settings.prefill and settings.decode) or settings.api_key):

@@ -8,6 +8,7 @@ from collections.abc import AsyncGenerator
 from contextlib import AsyncExitStack, asynccontextmanager
 from typing import TYPE_CHECKING
 
+from kvflow.cache.host import HostTier
 from kvflow.cache.prefix import PrefixCache
 from kvflow.config.settings import Settings
 from kvflow.launch.parts import Parts, card_of, plane_of, staged
@@ -76,7 +77,8 @@ async def prefill_over(parts: Parts, settings: Settings, control: Control) -> As
         engine = PrefillEngine(
             model, pool, pool.pages, executor,
             chunk_tokens=settings.chunked_prefill_size, max_batch_tokens=settings.max_batch_tokens,
-            optimistic_tries=settings.optimistic_prefill, cache=prefix_cache(settings, parts, stack),
+            optimistic_tries=settings.optimistic_prefill, cache=await prefix_cache(settings, parts, stack),
+            prefetch=settings.cache_prefetch_policy,
         )  # fmt: skip
         await node.start()
         stack.push_async_callback(engine.close)
@@ -84,16 +86,22 @@ async def prefill_over(parts: Parts, settings: Settings, control: Control) -> As
         yield PrefillService(card_of(settings, model), node, engine, settings.request_timeout_s)
 
 
-def prefix_cache(settings: Settings, parts: Parts, stack: AsyncExitStack) -> PrefixCache | None:
-    """Of a worker's pool, emptied with `stack`. Raises: MisuseError for a model whose prefixes are of no use."""
+async def prefix_cache(settings: Settings, parts: Parts, stack: AsyncExitStack) -> PrefixCache | None:
+    """Of a worker's pool, emptied with `stack`. Raises: MisuseError for a model whose prefixes are of no use,
+    LayoutError for host memory that is not there."""
     if settings.prefix_cache == "off":
         return None
     model, layout = parts.model, parts.pool.layout
     if layout.num_rows or model.whole_prompts:
         why = "keeps a state for each request" if layout.num_rows else "computes every prompt as a whole"
         raise MisuseError(f"--prefix-cache {settings.prefix_cache}: {settings.model_name} {why}; leave it out")
-    cache = PrefixCache(parts.pool.pages, layout.page_size, settings.prefix_cache)
-    stack.callback(cache.close)
+    host: HostTier | None = None
+    if settings.cache_host_bytes:
+        allocate = functools.partial(HostTier, parts.pool, settings.cache_host_bytes)
+        host = await asyncio.get_running_loop().run_in_executor(parts.executor, allocate)
+    policy = settings.cache_write_policy
+    cache = PrefixCache(parts.pool.pages, layout.page_size, settings.prefix_cache, host=host, write_policy=policy)
+    stack.push_async_callback(cache.close)
     return cache
 
 
@@ -146,7 +154,8 @@ async def _decode_engine(parts: Parts, settings: Settings) -> AsyncGenerator[tup
         engine = DecodeEngine(
             model, pool, pool.pages, executor, max_batch=settings.max_running_requests,
             new_token_ratio=settings.new_token_ratio, snapshots=snapshots,
-            recompute=settings.host_memory_full == "recompute", cache=prefix_cache(settings, parts, stack),
+            recompute=settings.host_memory_full == "recompute", cache=await prefix_cache(settings, parts, stack),
+            prefetch=settings.cache_prefetch_policy,
         )  # fmt: skip
         await node.start()
         stack.push_async_callback(engine.close)

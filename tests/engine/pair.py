@@ -11,6 +11,7 @@ from typing import Any, Self
 import numpy as np
 import torch
 
+from kvflow.cache.host import HostTier
 from kvflow.cache.prefix import PrefixCache
 from kvflow.engine.model.load import LoadedModel
 from kvflow.engine.scheduler.decode import DecodeEngine
@@ -178,9 +179,17 @@ class EnginePair:
         self.source.scatter()
         self.target.scatter()
         self.caches: list[PrefixCache] = []
+        self.host_tiers: list[HostTier] = []
         if policy := options.pop("cache", ""):
-            self.caches = [PrefixCache(side.pages, page_size, policy) for side in (self.source, self.target)]
+            host_pages_of_cache, more = options.pop("cache_host_pages", 0), options.pop("cache_options", {})
+            for side in (self.source, self.target):
+                limit = host_pages_of_cache * side.pool.layout.page_bytes
+                host = HostTier(side.pool, limit) if limit else None
+                self.host_tiers += [host] if host else []
+                self.caches.append(PrefixCache(side.pages, page_size, policy, host=host, **more))
             options["cache"], decode["cache"] = self.caches
+            decode["prefetch"] = options.get("prefetch", "wait_complete")
+            options["prefetch"] = decode["prefetch"]
         self._threads = ThreadPoolExecutor(1), ThreadPoolExecutor(1)  # one for each role, as in two processes
         self.prefill = PrefillEngine(model, self.source.pool, self.source.pages, self._threads[0], **options)
         self.snapshots = self.target.snapshots(host_pages) if host_pages else None
@@ -201,6 +210,8 @@ class EnginePair:
         await self.decode.close()
         if self.snapshots is not None:
             await self.snapshots.close()
+        for cache in self.caches:
+            await cache.close()
         for thread in self._threads:
             thread.shutdown()
 
@@ -213,6 +224,7 @@ class EnginePair:
     async def outputs(self, prompt: list[int], params: SamplingParams) -> list[TokenOut]:
         """One request through both engines. Raises what decode raises."""
         admission = await self.decode.admit(prompt, params)
+        await self.decode.prefetch(prompt, admission)
         prefix = self.decode.cached(prompt)
         room = self.room(prompt, 0 if prefix is None else prefix.tokens)
         leg = asyncio.ensure_future(self.prefill.prefill(room.prefill_half, prompt, params))

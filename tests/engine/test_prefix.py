@@ -56,6 +56,29 @@ async def test_a_prompt_that_decode_has_whole_moves_nothing(llama: LoadedModel) 
         assert await flushed(pair)
 
 
+async def test_what_was_evicted_comes_back_from_the_host(llama: LoadedModel) -> None:
+    """Every byte of both pools is poison in between."""
+    prompt = prompt_of(30)
+    async with EnginePair(llama, page_size=4) as pair:
+        expected = await pair.tokens(prompt, greedy(7))
+        longer = prompt + expected + prompt_of(9, 2)
+        more = await pair.tokens(longer, greedy(5))
+    async with EnginePair(llama, page_size=4, cache="lru", cache_host_pages=64, num_pages=40) as pair:
+        assert await pair.tokens(prompt, greedy(7)) == expected
+        await until(lambda: [cache.stats().saved_pages for cache in pair.caches] == [7, 9])
+        for cache, side in zip(pair.caches, (pair.source, pair.target), strict=True):
+            await until(lambda side=side: not side.pages.held_pages)  # type: ignore[misc]
+            cache.evict(40)
+            assert side.pages.free_pages == 40 and not cache.stats().pages
+            for component in side.pool.layout.components:
+                side.pool.tensor(component.name).fill_(float("nan"))
+        found = await pair.outputs(longer, greedy(5))
+        assert [out.token_id for out in found] == more and found[0].cached_tokens == 28
+        assert [cache.stats().loaded_pages for cache in pair.caches] == [7, 9]
+        assert await flushed(pair)
+        assert all(tier.pages.at_rest() for tier in pair.host_tiers)
+
+
 async def test_namespaces_share_nothing(llama: LoadedModel) -> None:
     prompt, mine, other = prompt_of(20), Namespace(salt="mine"), Namespace(salt="other")
     async with EnginePair(llama, page_size=4, cache="lru") as pair:
@@ -129,9 +152,13 @@ async def test_a_flush_leaves_alone_who_reads(llama: LoadedModel) -> None:
 
 @pytest.mark.parametrize(("pages", "options"), [
     (400, {}),
-    (40, {}),
-    (40, {"new_token_ratio": 0.2, "host_pages": 64}),
-    (40, {"new_token_ratio": 0.2}),
+    (30, {"cache_host_pages": 400}),
+    (30, {"cache_host_pages": 30}),
+    (30, {"cache_host_pages": 400, "cache_options": {"write_policy": "write_through_selective"}}),
+    (30, {"cache_host_pages": 400, "prefetch": "best_effort", "new_token_ratio": 0.2, "host_pages": 64}),
+    (30, {}),
+    (30, {"new_token_ratio": 0.2, "host_pages": 64}),
+    (30, {"new_token_ratio": 0.2}),
     (60, {"optimistic_tries": 2}),
 ])  # fmt: skip
 @pytest.mark.parametrize("policy", ["lru", "depth"])
@@ -158,6 +185,6 @@ async def test_chats_get_the_tokens_that_they_get_without_a_cache(
         assert found == expected
         hits = [cache.stats().hit_tokens for cache in pair.caches]
         assert all(hits), "nothing was found in the cache"
-        if pages == 40:
+        if pages == 30:
             assert any(cache.stats().evicted_pages for cache in pair.caches)
         assert await flushed(pair)

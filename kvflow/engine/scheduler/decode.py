@@ -26,6 +26,7 @@ from kvflow.engine.scheduler.handoff import HandOff
 from kvflow.engine.scheduler.limits import EngineLimits
 from kvflow.engine.scheduler.loop import EngineLoop
 from kvflow.engine.scheduler.params import EngineLoad, EngineRetractions, SamplingParams, TokenOut
+from kvflow.engine.scheduler.prefetch import PrefetchPolicy, patience_s
 from kvflow.engine.scheduler.retraction import Retractions
 from kvflow.engine.scheduler.rooms import DecodeRoomPort
 from kvflow.engine.scheduler.sampling import Choice
@@ -47,12 +48,13 @@ class DecodeEngine(EngineLoop):
     def __init__(
         self, model: LoadedModel, pool: PagedPool, pages: PageAllocator, executor: Executor, *, max_batch: int = 256,
         new_token_ratio: float = 1.0, snapshots: SnapshotStore | None = None, recompute: bool = True,
-        cache: PrefixCache | None = None,
+        cache: PrefixCache | None = None, prefetch: PrefetchPolicy = "timeout",
     ) -> None:  # fmt: skip
         """`new_token_ratio`: the share of a request's new tokens for which it is promised pages. Below 1.0, requests
         are retracted when the pool runs short: to host memory (`snapshots`), and where that is full or there is none,
         they are computed again (`recompute`) or end in an error. `cache`: of this pool, for a model without rows; it
-        keeps what requests have computed when they end as they should.
+        keeps what requests have computed when they end as they should; `prefetch`: how long a prompt waits for what it
+        loads.
 
         Raises: LayoutError when the pool is not this model's."""
         super().__init__("decode")
@@ -79,6 +81,7 @@ class DecodeEngine(EngineLoop):
             one_by_one=model.has_states, chunk=model.chunk,
         )  # fmt: skip
         self._snapshots, self.cache = snapshots, cache
+        self._prefetch: PrefetchPolicy = prefetch
         self._retractions = Retractions(
             self._budget, self._ratio, snapshots, model.eos_ids, recompute=recompute,
             back=self._join, failed=self._fail, moved=self._wake.set,
@@ -139,6 +142,18 @@ class DecodeEngine(EngineLoop):
         admission = await self._budget.admit(total, base=base, priority=params.priority)
         self.queue_seconds.observe(time.perf_counter() - started)
         return admission
+
+    async def prefetch(self, prompt: Prompt, admission: Admission, namespace: Namespace = ANY) -> None:
+        """Load what the cache has of an admitted prompt outside of the pool, into pages that were promised to it. Call
+        `cached` in the same turn of the loop in which this returns."""
+        cache, limit_s = self.cache, patience_s(self._prefetch, len(prompt))
+        if cache is None or not cache.has_host or limit_s == 0:
+            return
+        with suppress(TimeoutError):
+            async with asyncio.timeout(limit_s):
+                await cache.load(
+                    np.asarray(prompt), namespace=namespace, most_pages=admission.opening, taking=admission.has
+                )
 
     def cached(self, prompt: Prompt, namespace: Namespace = ANY) -> Prefix | None:
         """What is here of a prompt, locked: release it, or pass it to `generate`. Its pages need not travel."""

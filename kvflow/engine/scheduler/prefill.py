@@ -20,6 +20,7 @@ from kvflow.engine.scheduler.limits import EngineLimits
 from kvflow.engine.scheduler.loop import EngineLoop
 from kvflow.engine.scheduler.optimistic import OptimisticStarts, urgency
 from kvflow.engine.scheduler.params import EngineLoad, EngineOptimism, SamplingParams, TokenOut
+from kvflow.engine.scheduler.prefetch import PrefetchPolicy, beside, patience_s
 from kvflow.engine.scheduler.prefill_steps import PrefillRequest, PrefillSteps
 from kvflow.engine.scheduler.rooms import PrefillRoomPort
 from kvflow.memory.allocator import PageAllocator
@@ -64,11 +65,11 @@ class PrefillEngine(EngineLoop):
         self, model: LoadedModel, pool: PagedPool, pages: PageAllocator, executor: Executor, *,
         chunk_tokens: int = 512, max_batch_tokens: int = 512, max_batch_rooms: int | None = None,
         optimistic_tries: int = 0, lockstep: Lockstep | None = None, samples: bool = True,
-        cache: PrefixCache | None = None,
+        cache: PrefixCache | None = None, prefetch: PrefetchPolicy = "timeout",
     ) -> None:  # fmt: skip
         """`optimistic_tries`: how often a prompt may begin before its room is matched, see `optimistic`. `lockstep`:
         this is the first of several ranks; `samples`: it chooses the first tokens; `cache`: of this pool, for an
-        engine that is the only rank and a model without rows.
+        engine that is the only rank and a model without rows; `prefetch`: how long a prompt waits for what it loads.
 
         Raises: LayoutError when the pool is not this model's."""
         super().__init__("prefill")
@@ -86,6 +87,7 @@ class PrefillEngine(EngineLoop):
         self._running: dict[int, PrefillRequest] = {}  # by id, in order of arrival
         self._placed: dict[int, PrefillRequest] = {}  # by id: all that have places of the engine's, until `drop`
         self._numbers = itertools.count()
+        self._prefetch: PrefetchPolicy = prefetch
 
     def _fail_all(self, cause: Cause) -> None:
         for request in [*self._waiting, *self._running.values()]:
@@ -125,7 +127,7 @@ class PrefillEngine(EngineLoop):
             request = self._new_request(room, prompt, params, namespace=namespace)
             if into is None:
                 self.may_begin(request)
-            self.matched(request, await room.matched(), into)
+            self.matched(request, await self._match(request, into), into)
             first = await request.first
             await room.done()
             self.steps.keep(request)
@@ -142,6 +144,14 @@ class PrefillEngine(EngineLoop):
             if request is not None:
                 self.drop(request)
             room.close()
+
+    async def _match(self, request: PrefillRequest, into: PageIndices | None) -> int:
+        """Wait for decode's half, and for what the cache loads meanwhile."""
+        cache, s, matched = self.cache, request.sequence, request.room.matched()
+        if cache is None or not cache.has_host or into is not None:
+            return await matched
+        loading = cache.load(s.tokens[: s.prompt_length], request.most_cached, request.namespace)
+        return await beside(loading, matched, patience_s(self._prefetch, s.prompt_length))
 
     def expect(self, room: PrefillRoomPort, prompt: Prompt, params: SamplingParams, ticket: int) -> PrefillRequest:
         """Compute a checked `prompt` on all ranks once it has `matched`, or when it `may_begin`, until `drop`. `first`

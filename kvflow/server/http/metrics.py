@@ -213,12 +213,18 @@ def _cache(found: CacheStats) -> Iterator[Metric]:
     for name, text, value in (
         ("cache_pages", "Pages of the pool that hold cached prefixes.", found.pages),
         ("cache_evictable_pages", "Of them, those that no request reads.", found.evictable_pages),
+        ("cache_host_pages", "Pages of host memory that hold cached prefixes.", found.host_pages),
+        ("cache_host_limit_pages", "Pages of host memory for them (--cache-host-bytes).", found.host_limit_pages),
     ):
         yield GaugeMetricFamily(f"kvflow_{name}", text, value=value)
     for name, text, count in (
         ("cache_asked_tokens", "Prompt tokens that were looked up in the prefix cache.", found.asked_tokens),
         ("cache_hit_tokens", "Of them, those that were found.", found.hit_tokens),
         ("cache_evicted_pages", "Cached pages that gave way to requests.", found.evicted_pages),
+        ("cache_saved_pages", "Cached pages that were copied to host memory.", found.saved_pages),
+        ("cache_loaded_pages", "Pages that were copied back from host memory.", found.loaded_pages),
+        ("cache_unsaved_pages", "Cached pages for which host memory had no room.", found.unsaved_pages),
+        ("cache_failed_copies", "Copies between tiers that failed or were stopped.", found.failed_copies),
     ):
         yield CounterMetricFamily(f"kvflow_{name}", text, value=count)
 

@@ -1,0 +1,63 @@
+"""The host tier: cached pages in host memory, and the copies between it and an engine's pool, in a thread."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
+from kvflow.aio import run_to_end
+from kvflow.memory.copies import copier_for, copy_slices, host_layout
+from kvflow.memory.pool import PagedPool
+from kvflow.memory.snapshot import DEVICE_SLICE_BYTES, SLICE_BYTES
+from kvflow.protocols.cache.nodes import Tier
+from kvflow.protocols.errors import MisuseError
+from kvflow.protocols.pages.layout import NO_PLACES, PageIndices, Places
+from kvflow.protocols.pages.plan import Pairing
+
+
+class HostTier:
+    """Host memory with the components of a pool, page-first. Used on one event loop."""
+
+    def __init__(self, pool: PagedPool, limit_bytes: int) -> None:
+        """Allocates the memory, pre-faulted: make it in a thread.
+
+        Raises: LayoutError when there is not enough memory, or it cannot be pinned for the pool's device; MisuseError
+        for a limit that holds no page, or a pool with rows.
+        """
+        if pool.layout.num_rows:
+            raise MisuseError("the host tier of the prefix cache holds pages, and this pool has rows")
+        self._copier = copier_for(pool)
+        self.memory = PagedPool.allocate(host_layout(pool.layout, limit_bytes), shared=False)
+        self._copier.pin(self.memory)
+        self.pages = self.memory.pages
+        self._pairings = {
+            Tier.HOST: Pairing(pool.layout, self.memory.layout, ("pool", "host memory")),
+            Tier.DEVICE: Pairing(self.memory.layout, pool.layout, ("host memory", "pool")),
+        }
+        self._slice_bytes = SLICE_BYTES if pool.on_host else DEVICE_SLICE_BYTES
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="kvflow-cache")
+
+    async def copy(self, source: PageIndices, target: PageIndices, to: Tier) -> bool:
+        """Copy pages `source` to pages `target` (int32 [n]) of the tier `to`, device or host. Returns whether all were
+        copied. Nothing of the copy runs on when this has returned or raised, cancelled or not.
+
+        Raises: TransferError.
+        """
+        stop = threading.Event()
+        running = asyncio.get_running_loop().run_in_executor(
+            self._thread, copy_slices, self._pairings[to], Places(source, NO_PLACES), Places(target, NO_PLACES),
+            self._slice_bytes, stop.is_set, self._copier,
+        )  # fmt: skip
+        try:
+            return await asyncio.shield(running)
+        except asyncio.CancelledError:
+            stop.set()
+            await run_to_end(running)
+            raise
+
+    def close(self) -> None:
+        """Free the memory; no copy may run any more."""
+        self._thread.shutdown(wait=True)
+        self._copier.close()
+        self.memory.close()

@@ -1,0 +1,266 @@
+"""The cache of one pool and its host tier: owners, bytes, and copies that are cut off at any moment."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+import numpy as np
+import pytest
+
+from kvflow.cache.host import HostTier
+from kvflow.cache.prefix import OWNER, Prefix, PrefixCache, WritePolicy
+from kvflow.memory.copies import HostCopier
+from kvflow.memory.pool import PagedPool
+from kvflow.protocols.cache.hashes import ANY, Namespace
+from kvflow.protocols.errors import CapacityError, MisuseError, TransferError
+from kvflow.protocols.pages.layout import build_layout
+from kvflow.protocols.pages.plan import Blocks
+from tests.engine.pair import until
+from tests.memory.gate import CopyGate
+
+PAGE_SIZE, PAGES = 2, 12
+
+
+class Bench:
+    """A pool whose pages say which tokens they were computed for."""
+
+    def __init__(self, host_pages: int = 0, write_policy: WritePolicy = "write_through") -> None:
+        layout = build_layout([("k", "int32", (3,)), ("v", "int32", (1,))], page_size=PAGE_SIZE, num_pages=PAGES)
+        self.pool = PagedPool.allocate(layout, shared=False)
+        self.host = HostTier(self.pool, host_pages * layout.page_bytes) if host_pages else None
+        self.cache = PrefixCache(
+            self.pool.pages, PAGE_SIZE, now=iter(range(1 << 30)).__next__, host=self.host, write_policy=write_policy
+        )
+
+    def tokens(self, *pages: int) -> np.ndarray:  # type: ignore[type-arg]
+        return np.array([token for page in pages for token in (page, page + 100)])
+
+    def write(self, page: int, where: int) -> None:
+        for name in ("k", "v"):
+            self.pool.array(name)[where] = page
+
+    def check(self, prefix: Prefix, *pages: int) -> None:
+        """What a prompt was given holds what its tokens say."""
+        assert prefix.pages.size == len(pages)
+        for where, page in zip(prefix.pages, pages, strict=True):
+            assert all((self.pool.array(name)[where] == page).all() for name in ("k", "v"))
+
+    def run(self, *pages: int, namespace: Namespace = ANY) -> Prefix:
+        """One request that computes its prompt, and ends; what it had found is returned, and let go of."""
+        tokens = self.tokens(*pages)
+        prefix = self.cache.match(tokens, namespace=namespace)
+        self.check(prefix, *pages[: prefix.pages.size])
+        missing = len(pages) - prefix.pages.size
+        self.pool.pages.reclaim(missing)
+        own = self.pool.pages.take(missing, "request")
+        for page, where in zip(pages[prefix.pages.size :], own, strict=True):
+            self.write(page, int(where))
+        kept = self.cache.keep(tokens, np.concatenate((prefix.pages, own)), "request", prefix)
+        assert kept == len(pages)
+        prefix.release()
+        return prefix
+
+    def evict_all(self) -> None:
+        """From the device, and poison what was there."""
+        self.cache.evict(PAGES)
+        assert self.pool.pages.free_pages == PAGES
+        for name in ("k", "v"):
+            self.pool.array(name)[:] = -1
+
+    def home(self) -> bool:
+        self.cache.flush()
+        host = self.host is None or (self.host.pages.at_rest() and not self.host.pages.owned())
+        return self.pool.pages.free_pages == PAGES and not self.pool.pages.owned() and host
+
+
+@asynccontextmanager
+async def bench(host_pages: int = 0, write_policy: WritePolicy = "write_through") -> AsyncIterator[Bench]:
+    made = Bench(host_pages, write_policy)
+    try:
+        yield made
+        await until(lambda: not made.cache._copies)
+        assert made.home()
+    finally:
+        await made.cache.close()
+        made.pool.close()
+
+
+async def test_whoever_needs_pages_gets_those_that_nobody_reads() -> None:
+    async with bench() as b:
+        b.run(1, 2, 3, 4)
+        b.run(1, 2, 5)
+        assert b.pool.pages.owned() == {OWNER: 5} and b.pool.pages.available_pages == PAGES and b.pool.pages.at_rest()
+        held = b.cache.match(b.tokens(1, 2, 3, 9))
+        b.check(held, 1, 2, 3)
+        assert b.pool.pages.available_pages == PAGES - 3 and not b.pool.pages.at_rest()
+        assert b.pool.pages.reclaim(PAGES) == PAGES - 5, "nothing is evicted in vain"
+        assert b.pool.pages.reclaim(PAGES - 3) == PAGES - 3
+        taken = b.pool.pages.take(PAGES - 3, "all of it")
+        b.check(held, 1, 2, 3)
+        with pytest.raises(CapacityError):
+            b.pool.pages.take(1, "more")
+        held.release()
+        held.release()
+        assert b.pool.pages.reclaim(3) == 3
+        b.pool.pages.give_back(taken, "all of it")
+
+
+async def test_a_prompt_is_cached_in_whole_pages_and_once() -> None:
+    async with bench() as b:
+        tokens = np.append(b.tokens(1, 2), 7)
+        prefix = b.cache.match(tokens)
+        own = b.pool.pages.take(3, "request")
+        assert b.cache.keep(tokens, own, "request", prefix) == 2
+        b.pool.pages.give_back(own[2:], "request")
+        twice = b.cache.match(b.tokens(1, 2), 3)  # a page and a half
+        assert twice.pages.size == 1
+        own = b.pool.pages.take(1, "request")
+        assert b.cache.keep(b.tokens(1, 2), np.concatenate((twice.pages, own)), "request", twice) == 2
+        assert b.pool.pages.owned() == {OWNER: 2}, "a duplicate is given back"
+        twice.release()
+
+
+async def test_namespaces_are_apart() -> None:
+    async with bench() as b:
+        b.run(1, 2, namespace=Namespace("a"))
+        assert not b.cache.match(b.tokens(1, 2), namespace=Namespace("b")).pages.size
+        assert b.run(1, 2, namespace=Namespace("a")).pages.size == 2
+
+
+async def test_what_the_device_has_lost_is_loaded_from_the_host() -> None:
+    async with bench(host_pages=8) as b:
+        b.run(1, 2, 3, 4)
+        b.run(1, 2, 5)
+        await until(lambda: b.cache.stats().saved_pages == 5)
+        b.evict_all()
+        assert not b.cache.match(b.tokens(1, 2, 5)).pages.size
+        taken: list[int] = []
+        await b.cache.load(b.tokens(1, 2, 5), taking=taken.append)
+        assert taken == [3, -3]
+        prefix = b.cache.match(b.tokens(1, 2, 5))
+        b.check(prefix, 1, 2, 5)
+        prefix.release()
+        await b.cache.load(b.tokens(1, 2, 3, 4), most_pages=1)
+        b.check(found := b.cache.match(b.tokens(1, 2, 3, 4)), 1, 2, 3)
+        found.release()
+        assert b.cache.stats().loaded_pages == 4
+
+
+async def test_selective_write_through_waits_for_a_second_prompt() -> None:
+    async with bench(8, "write_through_selective") as b:
+        b.run(1, 2, 3)
+        assert not b.cache.stats().host_pages
+        b.run(1, 2, 4)
+        await until(lambda: b.cache.stats().saved_pages == 2)
+        assert b.cache.stats().host_pages == 2
+
+
+async def test_a_full_host_tier_takes_what_was_used_last() -> None:
+    async with bench(host_pages=4) as b:
+        for first in (10, 20, 30):
+            b.run(first, first + 1, first + 2)
+            await until(lambda: not b.cache._copies)
+        assert b.cache.stats().host_pages == 4 and not b.cache.stats().unsaved_pages
+        b.evict_all()
+        await b.cache.load(b.tokens(30, 31, 32))
+        b.check(found := b.cache.match(b.tokens(30, 31, 32)), 30, 31, 32)
+        found.release()
+
+
+@pytest.mark.parametrize("loading", [False, True])
+@pytest.mark.parametrize("how", ["cancel", "fail", "flush", "close"])
+async def test_a_copy_that_is_cut_off_leaves_nothing_behind(
+    how: str, loading: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its pages come home when the thread has ended, not before; what it copied is not read."""
+    async with bench(host_pages=8) as b:
+        if loading:
+            b.run(1, 2, 3)
+            await until(lambda: b.cache.stats().saved_pages == 3)
+            b.evict_all()
+        gate = CopyGate(monkeypatch, fails_at=1 if how == "fail" else 0)
+        if loading:
+            work = asyncio.ensure_future(b.cache.load(b.tokens(1, 2, 3)))
+        else:
+            b.run(1, 2, 3)
+            (work,) = b.cache._copies
+        await gate.reached()
+        closing = asyncio.ensure_future(b.cache.close()) if how == "close" else None
+        if how == "cancel":
+            work.cancel()
+        elif how == "flush":
+            b.cache.flush()
+        await asyncio.sleep(0)
+        assert b.host is not None
+        away = b.pool.pages.owned().get(OWNER, 0), b.host.pages.owned().get(OWNER, 0)
+        assert away == (3, 3), "pages came home while a thread copied them"
+        gate.go.set()
+        await asyncio.gather(work, return_exceptions=True)
+        if closing is not None:
+            await closing
+            return
+        await until(lambda: not b.cache._copies)
+        prefix = b.cache.match(b.tokens(1, 2, 3))
+        left = 0 if how == "flush" or (loading and how in ("cancel", "fail")) else 3
+        b.check(prefix, *(1, 2, 3)[:left])
+        prefix.release()
+        assert b.cache.stats().host_pages == (3 if loading and how != "flush" else 0)
+
+
+async def test_rows_have_no_host_tier() -> None:
+    layout = build_layout([("k", "int8", (1,))], page_size=2, num_pages=2)
+    pool = PagedPool.allocate(layout, shared=False)
+    with pytest.raises(MisuseError, match="do not hold a page"):
+        HostTier(pool, 1)
+    pool.close()
+
+
+@pytest.mark.parametrize("write_policy", ["write_through", "write_through_selective"])
+async def test_any_order_of_requests_copies_and_ends(
+    write_policy: WritePolicy, seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What a prompt finds is what was written for its tokens; at rest nothing is away."""
+    rng, faults = random.Random(seed), random.Random(seed + 1)
+    copy = HostCopier.copy
+
+    def failing(blocks: Blocks) -> None:
+        if faults.random() < 0.1:
+            raise TransferError("a copy of this test failed")
+        copy(blocks)
+
+    monkeypatch.setattr(HostCopier, "copy", staticmethod(failing))
+    async with bench(30, write_policy) as b:
+        held: list[tuple[Prefix, tuple[int, ...]]] = []
+        loads: list[asyncio.Task[None]] = []
+
+        for _ in range(600):
+            prompt = tuple(rng.choices((1, 2, 3), k=rng.randint(1, 5)))
+            kind = rng.random()
+            if kind < 0.4 and b.pool.pages.available_pages >= 6:
+                b.run(*prompt)
+            elif kind < 0.55 and len(held) < 2:
+                prefix = b.cache.match(b.tokens(*prompt))
+                held.append((prefix, prompt[: prefix.pages.size]))
+            elif kind < 0.65 and held:
+                prefix, pages = held.pop(rng.randrange(len(held)))
+                b.check(prefix, *pages)
+                prefix.release()
+            elif kind < 0.8:
+                loads.append(asyncio.ensure_future(b.cache.load(b.tokens(*prompt), most_pages=rng.randint(1, 9))))
+            elif kind < 0.85 and loads:
+                loads.pop(rng.randrange(len(loads))).cancel()
+            elif kind < 0.87:
+                b.pool.pages.reclaim(rng.randint(1, PAGES))
+            elif kind < 0.875:
+                b.cache.flush()
+            else:
+                await asyncio.sleep(rng.choice((0, 0.0005, 0.001)))
+            for prefix, pages in held:
+                b.check(prefix, *pages)
+        await asyncio.gather(*loads, return_exceptions=True)
+        for prefix, _ in held:
+            prefix.release()
+        assert b.cache.stats().loaded_pages and b.cache.stats().failed_copies
