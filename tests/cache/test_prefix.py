@@ -35,7 +35,7 @@ class Bench:
             self.pool.pages, PAGE_SIZE, now=iter(range(1 << 30)).__next__, host=self.host, write_policy=write_policy
         )
 
-    def tokens(self, *pages: int) -> np.ndarray:  # type: ignore[type-arg]
+    def tokens(self, *pages: int) -> np.ndarray:
         return np.array([token for page in pages for token in (page, page + 100)])
 
     def write(self, page: int, where: int) -> None:
