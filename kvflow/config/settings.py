@@ -268,6 +268,26 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         ),
     ] = 10.0
 
+    policy: Annotated[
+        Literal["cache_aware", "least_loaded", "round_robin"],
+        Meta(
+            description="Which prefill and which decode get a request: those that were sent most of its prompt before, "
+            "where they have a prefix cache and are not overloaded; the least loaded; or one after another."
+        ),
+    ] = "cache_aware"
+    balance_abs_threshold: Annotated[
+        int,
+        Meta(
+            description="With --policy cache_aware, a worker is overloaded that has more than so many requests more "
+            "than the least loaded one, and more than --balance-rel-threshold times its requests.",
+            ge=0,
+            le=1 << 20,
+        ),
+    ] = 8
+    balance_rel_threshold: Annotated[
+        float, Meta(description="As a factor: see --balance-abs-threshold.", ge=1, le=1e6)
+    ] = 1.5
+
     prefill_workers: Annotated[int, Meta(description="Prefill processes to start.", ge=1, le=64)] = 1
     decode_workers: Annotated[int, Meta(description="Decode processes to start.", ge=1, le=64)] = 1
     start_timeout_s: Annotated[

@@ -29,6 +29,7 @@ from kvflow.server.http.pipeline import CompletionPipeline
 from kvflow.server.http.registry import registry_app
 from kvflow.server.http.role_switch import RoleSwitch
 from kvflow.server.http.tokenizer import ThreadedTokenizer
+from kvflow.server.router.policies import Policy
 from kvflow.server.router.router import Router
 from kvflow.server.router.routes import router_app
 from kvflow.transports.control.registry import RankTable
@@ -96,6 +97,7 @@ async def run_router(settings: Settings) -> None:
         retry_timeout_s=settings.retry_timeout_s,
         max_waiting=settings.max_queued_requests,
         poll_s=settings.poll_s,
+        policy=Policy(settings.policy, settings.balance_abs_threshold, settings.balance_rel_threshold),
     )
     try:
         await router.start()

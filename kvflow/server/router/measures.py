@@ -50,9 +50,15 @@ class RouterMeasures:
         served = CounterMetricFamily(
             "kvflow_router_worker_tries", "Requests sent to a worker, further tries included.", labels=_WORKER_LABELS
         )
+        hits = CounterMetricFamily(
+            "kvflow_router_worker_prefix_hits",
+            "Of those, requests whose prompt begins as one that the worker was sent before.",
+            labels=_WORKER_LABELS,
+        )
         for worker in workers:
             values = (worker.role, worker.url)
             up.add_metric(values, float(worker.up))
             load.add_metric(values, worker.running)
             served.add_metric(values, worker.served)
-        yield from (up, load, served)
+            hits.add_metric(values, worker.prefix_hits)
+        yield from (up, load, served, hits)

@@ -1,4 +1,4 @@
-"""The router role: pairs a prefill and a decode for each request, least loaded first, and relays decode's answer.
+"""The router role: pairs a prefill and a decode for each request, each by the policy, and relays decode's answer.
 
 A request whose client has got no token is tried on another pair where that may help (`legs.py` says when): a worker may
 be stopped, or die, without the loss of what it has not begun to answer.
@@ -10,7 +10,7 @@ import asyncio
 import functools
 import logging
 import secrets
-from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable
+from collections.abc import AsyncGenerator, Awaitable, Callable, Collection, Iterable
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -38,8 +38,10 @@ from kvflow.server.router.legs import (
 )
 from kvflow.server.router.measures import RouterMeasures
 from kvflow.server.router.membership import Membership
+from kvflow.server.router.policies import Policy
+from kvflow.server.router.prompts import Chain, PromptFields
 from kvflow.server.router.tries import Tries
-from kvflow.server.router.workers import NoWorkerError, Worker, Workers
+from kvflow.server.router.workers import ROLES, NoWorkerError, Worker, Workers
 from kvflow.telemetry.requests import CURRENT, name_rooms
 
 _log = logging.getLogger("kvflow.router")
@@ -67,6 +69,7 @@ class Router(Drainable):
         retry_timeout_s: float = 10.0,
         max_waiting: int = 1024,
         poll_s: float = 1.0,
+        policy: Policy = Policy(),  # noqa: B008 # it is frozen
     ) -> None:
         super().__init__()
         headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
@@ -79,7 +82,8 @@ class Router(Drainable):
         self._timeouts: set[asyncio.Timeout] = set()
         self._ending = False
         self.waiting = 0
-        self.workers = Workers(prefill, decode, self._session, poll_s)
+        self.workers = Workers(prefill, decode, self._session, poll_s, policy)
+        self._reads_prompts = policy.reads_prompts
         self.membership = Membership(self.workers, self._session)
         self.measures = RouterMeasures()
         self.metrics = Metrics(families=lambda: self.measures.families(self.workers.all, self.running, self.waiting))
@@ -101,7 +105,9 @@ class Router(Drainable):
         try:
             self.refuse_when_draining()
             raw = await http.read()
-            count = _completions(decoded((await take_apart(raw))[0], _Shape))
+            rest, long_values = await take_apart(raw)
+            shape = decoded(rest, _Shape)
+            count = _completions(shape)
         except KvflowError as error:
             self.metrics.refused(error.code)
             raise
@@ -109,7 +115,9 @@ class Router(Drainable):
         with self.count_running():
             try:
                 async with self._in_time():
-                    return await self._on_some_pair(http, answer, raw, count)
+                    reads = self._reads_prompts and self.workers.cache_prompts()
+                    prompts = await long_values.put_back(shape).chains() if reads else []
+                    return await self._on_some_pair(http, answer, raw, count, prompts)
             except PairFailedError as error:
                 return await answer.fail(error.failure, error.answer)
             except (TimeoutError, NoWorkerError) as error:
@@ -126,13 +134,15 @@ class Router(Drainable):
                 self._timeouts.discard(timeout)
 
     async def _on_some_pair(
-        self, http: web.Request, answer: ClientAnswer, raw: bytes, count: int
+        self, http: web.Request, answer: ClientAnswer, raw: bytes, count: int, prompts: Collection[Chain]
     ) -> web.StreamResponse:
         """Raises: PairFailedError, that of the last try; NoWorkerError."""
         loop = asyncio.get_running_loop()
         tries = Tries(self._retry_s)
         while True:
-            prefill, decode = await self._next_pair(tries)
+            prefill, decode = await self._next_pair(tries, prompts)
+            prefill.send(prompts)
+            decode.send(prompts)
             try:
                 done = await self._on_pair(http, answer, raw, count, prefill, decode)
             except PairFailedError as error:
@@ -152,13 +162,13 @@ class Router(Drainable):
                     decode.mark_lost(str(answer.cut_off), loop.time())
                 return done
 
-    async def _next_pair(self, tries: Tries) -> tuple[Worker, Worker]:
+    async def _next_pair(self, tries: Tries, prompts: Collection[Chain]) -> tuple[Worker, Worker]:
         """The pair for the next try: at once while there is another one, else after a pause, or when a worker comes
         up. Raises: PairFailedError, NoWorkerError where there is to be no further try."""
         may_begin = False
         while True:
             try:
-                prefills, decodes = (self.workers.ranked(role, tries.failed) for role in ("prefill", "decode"))
+                prefills, decodes = (self.workers.ranked(role, tries.failed, prompts) for role in ROLES)
             except NoWorkerError as error:
                 came_up = await self._pause(self.workers.came_up.wait, tries)
                 if not came_up:
@@ -235,12 +245,9 @@ class _Sampling(msgspec.Struct):
     n: Any = None
 
 
-class _Shape(msgspec.Struct):
-    """The fields of a body that say how many completions it asks for; the workers check the others."""
+class _Shape(PromptFields):
+    """The fields of a body that say how many completions it asks for, and of what; the workers check the others."""
 
-    text: Any = None
-    input_ids: Any = None
-    prompt: Any = None
     sampling_params: _Sampling | list[_Sampling] | None = None
     n: Any = None
 

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import itertools
 import logging
 import uuid
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from contextlib import suppress
 from typing import Any
 from urllib.parse import urlsplit
@@ -16,6 +17,9 @@ import msgspec
 
 from kvflow.protocols.errors import Code, KvflowError
 from kvflow.server.http.errors import Failure
+from kvflow.server.router.policies import Policy
+from kvflow.server.router.prefixes import KnownPrefixes
+from kvflow.server.router.prompts import Chain
 
 _log = logging.getLogger("kvflow.router")
 ROLES = ("prefill", "decode")
@@ -23,6 +27,9 @@ CHECK_TIMEOUT_S = 3.0
 DOWN_CHECK_S = 0.25  # between two checks of a worker that is down: one that is back should not wait for its requests
 LEAST_CHECK_S = 0.05  # between two checks of one worker, however many requests ask for them
 FIRST_BACKOFF_S, LONGEST_BACKOFF_S = 0.1, 10.0
+
+
+_turns = itertools.count(1)
 
 
 class NoWorkerError(KvflowError):
@@ -53,6 +60,9 @@ class Worker:
         self.unavailable_reason = "not checked yet"
         self.running = 0
         self.served = 0
+        self.turn = 0  # of its last request, among those of all workers
+        self.known = KnownPrefixes()
+        self.prefix_hits = 0
         self.bootstrap_port: int | None = None
         self.model = ""
         self.fingerprint = ""
@@ -103,10 +113,13 @@ class Worker:
         if identity.role != self.role:
             _log.info("%s is a %s worker now", self.url, identity.role)
             self.role = identity.role
+            self.known.forget()
         self.bootstrap_port, self.model = identity.bootstrap_port, identity.model
         self.fingerprint = identity.fingerprint
         if identity.incarnation != self.incarnation:
             self.mark_served()
+            self.known.forget()
+        self.known.resize(identity.cache_tokens)
         if not self.up or identity.incarnation != self.incarnation:
             _log.info("%s %s is up", self.role, self.url)
         self.incarnation = identity.incarnation
@@ -116,6 +129,12 @@ class Worker:
         """It has one request more."""
         self.running += 1
         self.served += 1
+        self.turn = next(_turns)
+
+    def send(self, prompts: Collection[Chain]) -> None:
+        """It is to get these prompts, and will have them in its cache."""
+        self.prefix_hits += self.known.matched(prompts) > 0
+        self.known.note(prompts)
 
     def end(self) -> None:
         """It has one request less."""
@@ -147,6 +166,7 @@ class Identity(msgspec.Struct, frozen=True):
     model: str
     fingerprint: str
     bootstrap_port: int | None
+    cache_tokens: int  # at most, in its prefix cache; 0 where it has none
 
     @classmethod
     def read(cls, info: Any) -> Identity:
@@ -160,18 +180,35 @@ class Identity(msgspec.Struct, frozen=True):
             model=str(found.get("served_model_name") or found.get("model_path") or ""),
             fingerprint=str(found.get("fingerprint") or ""),
             bootstrap_port=port if isinstance(port, int) else None,
+            cache_tokens=_cache_tokens(found),
         )
+
+
+def _cache_tokens(info: dict[str, Any]) -> int:
+    """Of the pool, and of the host memory behind it."""
+    pages, cache, size = info.get("pages"), info.get("prefix_cache"), info.get("page_size")
+    if not isinstance(pages, dict) or not isinstance(cache, dict):
+        return 0
+    count, behind = pages.get("total"), cache.get("host_limit_pages", 0)
+    if not isinstance(size, int) or not isinstance(count, int) or not isinstance(behind, int):
+        return 0
+    return max(0, (count + behind) * size)
 
 
 class Workers:
     """All workers, each checked in the background every `poll_s`, more often while it is down."""
 
     def __init__(
-        self, prefill: Iterable[str], decode: Iterable[str], session: aiohttp.ClientSession, poll_s: float
+        self,
+        prefill: Iterable[str],
+        decode: Iterable[str],
+        session: aiohttp.ClientSession,
+        poll_s: float,
+        policy: Policy,
     ) -> None:
         self.all = [*(Worker("prefill", url) for url in prefill), *(Worker("decode", url) for url in decode)]
         self._session = session
-        self._poll_s = poll_s
+        self._poll_s, self._policy = poll_s, policy
         self._watches: dict[Worker, asyncio.Task[None]] = {}
         self.came_up = asyncio.Event()  # of the next worker that is new in its role; another one follows then
 
@@ -212,18 +249,25 @@ class Workers:
     def of(self, role: str) -> list[Worker]:
         return [worker for worker in self.all if worker.role == role]
 
-    def ranked(self, role: str, failed: Mapping[Worker, int]) -> list[Worker]:
+    def ranked(self, role: str, failed: Mapping[Worker, int], prompts: Collection[Chain] = ()) -> list[Worker]:
         """The workers for the next try of a request, the best one first: by how often they have failed it, then those
-        that are not in backoff, then by load. Raises: NoWorkerError."""
+        that are not in backoff, then by the policy. Raises: NoWorkerError."""
         choices = [worker for worker in self.of(role) if worker.usable]
         if not choices:
             raise NoWorkerError(role, [worker.reason for worker in self.of(role)])
         now = asyncio.get_running_loop().time()
-        return sorted(choices, key=lambda w: (failed.get(w, 0), w.in_backoff(now), w.running, w.served))
+        trouble = {worker: (failed.get(worker, 0), worker.in_backoff(now)) for worker in choices}
+        fit = min(trouble.values())
+        least = min(worker.running for worker in choices if trouble[worker] == fit)
+        return sorted(choices, key=lambda w: (*trouble[w], *self._policy.order(w, least, prompts)))
 
     def complete(self) -> bool:
         """Whether both roles have a worker that is up."""
         return all(any(worker.usable for worker in self.of(role)) for role in ROLES)
+
+    def cache_prompts(self) -> bool:
+        """Whether any worker has a prefix cache."""
+        return any(worker.known.limit_bytes for worker in self.all)
 
     def _watch_on(self, worker: Worker) -> None:
         self._watches[worker] = asyncio.create_task(self._watch(worker))

@@ -1,0 +1,85 @@
+"""Two prefills and two decodes with prefix caches: conversations by prefix, beside round robin, as official clients."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import statistics
+
+import aiohttp
+import msgspec
+import pytest
+
+from tests.e2e.fleet import all_home, ask
+from tests.e2e.service import Service, serving
+from tests.e2e.test_prefix import Turn, say
+
+USERS, TURNS = 16, 4
+POOL = {"num_pages": 4096, "page_size": 16}
+
+
+async def chats(url: str, seed: int) -> list[Turn]:
+    """Every user's turns: one system prompt for all, a document of each user, then what was said."""
+    dice = random.Random(seed)
+
+    def words(least: int, most: int) -> list[int]:
+        return [dice.randrange(10, 900) for _ in range(dice.randrange(least, most))]
+
+    system = words(60, 70)
+    documents = [words(300, 500) for _ in range(USERS)]
+    said = [[words(5, 40) for _ in range(TURNS)] for _ in range(USERS)]
+
+    async def chat(user: int) -> list[Turn]:
+        prompt, turns = system + documents[user], []
+        for question in said[user]:
+            prompt = prompt + question
+            turns.append(await say(session, url, prompt, 8))
+            prompt = prompt + turns[-1].tokens
+        return turns
+
+    async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as session:
+        return [turn for turns in await asyncio.gather(*map(chat, range(USERS))) for turn in turns]
+
+
+class Counted(msgspec.Struct):
+    """What the workers of a role have looked up in their caches, in tokens."""
+
+    asked: int
+    hits: int
+
+
+async def counted(session: aiohttp.ClientSession, service: Service, role: str) -> Counted:
+    caches = [(await ask(session, f"{service.url(name)}/server_info"))["prefix_cache"] for name in service.names(role)]
+    return Counted(sum(cache["asked_tokens"] for cache in caches), sum(cache["hit_tokens"] for cache in caches))
+
+
+@pytest.mark.slow
+@pytest.mark.xdist_group("processes")
+async def test_conversations_find_their_turns_before(seed: int) -> None:
+    async with serving(1, **POOL) as service:
+        expected = await chats(await service.start_router(), seed)
+    hit_rates: dict[str, dict[str, float]] = {}
+    async with aiohttp.ClientSession() as session, serving(2, **POOL, prefix_cache="lru") as service:
+        for policy in ("cache_aware", "round_robin"):  # what is slower only at first counts against the first
+            url = await service.start_router(policy=policy)
+            before = {role: await counted(session, service, role) for role in ("prefill", "decode")}
+            found = await chats(url, seed)
+            assert [turn.tokens for turn in found] == [turn.tokens for turn in expected]
+            after = {role: await counted(session, service, role) for role in before}
+            hit_rates[policy] = {
+                role: (after[role].hits - old.hits) / (after[role].asked - old.asked) for role, old in before.items()
+            }
+            ttft_ms = 1e3 * statistics.median(turn.first_token_s for turn in found)
+            later_ms = 1e3 * statistics.median(turn.first_token_s for i, turn in enumerate(found) if i % TURNS)
+            rates = ", ".join(f"{role} {rate:.1%}" for role, rate in hit_rates[policy].items())
+            print(f"{policy}: hit rate {rates}; median TTFT {ttft_ms:.1f} ms, of later turns {later_ms:.1f} ms")
+            loads = [
+                (await ask(session, f"{service.url(n)}/server_info"))["bytes_moved"] for n in service.names("decode")
+            ]
+            assert min(loads) > 0, "one decode has it all"
+            assert await all_home(session, *map(service.url, (*service.names("prefill"), *service.names("decode"))))
+            async with session.post(f"{url}/flush_cache") as flushed:
+                assert flushed.status == 200
+            assert service.router is not None and await service.router.stop(10.0) == 0
+    for role in ("prefill", "decode"):
+        assert hit_rates["cache_aware"][role] > hit_rates["round_robin"][role] + 0.15
