@@ -90,7 +90,13 @@ async def bench_cache(prompts: Sequence[Prompt], plan: CachePlan, say: Say) -> F
 
 def measure(prompts: Sequence[Prompt], page_size: int, capacity: int, events: bool) -> Figures:
     """What the peer's driver answers to the same, of kvflow's index."""
-    return {**replay(prompts, page_size, capacity, events), "evict_us": evict_us(), "deep_match_us": deep_match_us()}
+    gc.collect()
+    gc.freeze()
+    try:
+        replayed = replay(prompts, page_size, capacity, events)
+    finally:
+        gc.unfreeze()
+    return {**replayed, "evict_us": evict_us(), "deep_match_us": deep_match_us()}
 
 
 def replay(prompts: Sequence[Prompt], page_size: int, capacity: int, events: bool = False) -> Figures:
@@ -100,8 +106,6 @@ def replay(prompts: Sequence[Prompt], page_size: int, capacity: int, events: boo
     match_s, lock_s, evict_s, insert_s, events_s = seconds = [list[float]() for _ in PARTS]
     clock = time.thread_time
     hits = total = held = 0
-    gc.collect()
-    gc.freeze()
     for now_s, prompt in enumerate(prompts):
         ids = prompt.tokens()[: capacity * page_size]
         tokens, count = token_bytes(ids), len(ids) // page_size
@@ -133,7 +137,6 @@ def replay(prompts: Sequence[Prompt], page_size: int, capacity: int, events: boo
         held += count - have
         hits += have
         total += prompt.num_tokens
-    gc.unfreeze()
     return {"seconds": dict(zip(PARTS, seconds, strict=True)), "hit_rate": hits * page_size / total}
 
 

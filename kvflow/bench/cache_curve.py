@@ -33,6 +33,8 @@ Row = dict[str, Any]
 async def capacity_curve(name: str, prompts: Sequence[Prompt], plot: Path | None, say: Say) -> dict[str, Any]:
     """`name`: of the trace. `plot`: where an SVG is written. Returns {"table": rows, "holds": all within 0.01 of the
     paper's, or None for another trace}. Raises: MisuseError."""
+    if plot is not None and not plot.parent.is_dir():
+        raise MisuseError(f"--plot {plot}: there is no folder {plot.parent}")  # before all is measured
     rows: list[Row] = []
     for millions in MILLIONS:
         blocks = int(millions * 1e6) // BLOCK_TOKENS

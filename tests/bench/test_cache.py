@@ -122,7 +122,10 @@ def test_what_cannot_be_measured_is_refused(tmp_path: Path) -> None:
     assert "run its run.sh once, or leave --peer out" in refused(*here, "--peer", str(tmp_path))
     assert refused(*here, "--plot", "curve.svg").startswith("--plot draws the curve of --capacity-curve")
     nowhere = str(tmp_path / "missing" / "curve.svg")
-    assert refused(*here, "--capacity-curve", "--plot", nowhere) == f"--plot {nowhere}: No such file or directory"
+    assert (
+        refused(*here, "--capacity-curve", "--plot", nowhere)
+        == f"--plot {nowhere}: there is no folder {tmp_path}/missing"
+    )
 
 
 def refused(*arguments: str) -> str:
@@ -208,3 +211,9 @@ def test_the_plain_lru_of_whole_blocks_by_hand() -> None:
     assert block_lru(prompts, 4) == 4 / 8
     assert block_lru(prompts, 3) == 2 / 8
     assert block_lru(prompts, 1) == 0
+
+
+async def test_a_plot_that_cannot_be_written_is_one_line(tmp_path: Path) -> None:
+    with pytest.raises(MisuseError) as caught:
+        await capacity_curve("small", read_trace(SMALL, 5), tmp_path, lambda _: None)
+    assert str(caught.value) == f"--plot {tmp_path}: Is a directory"
