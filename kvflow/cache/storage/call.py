@@ -52,6 +52,7 @@ class Call:
         self._stop = False
         self._slice_began_s: float | None = None  # written in the thread
         self._watch: asyncio.TimerHandle | None = None
+        self.done.add_done_callback(self._answered)
 
     def run(self) -> None:
         """In a thread."""
@@ -90,6 +91,10 @@ class Call:
         """`done`, with what is known by now."""
         if not self.done.done():
             self.done.set_result([result is Result.DONE for result in self.results])
+
+    def _answered(self, done: asyncio.Future[list[bool]]) -> None:
+        if done.cancelled():  # by who awaited it without a shield
+            self.cancel()
 
     def _attempt(self, keys: Sequence[bytes], buffers: Sequence[memoryview]) -> list[Result]:
         try:

@@ -12,7 +12,8 @@ checksum must be right, or the file is removed and the page is not there.
 **fsync.** Not by default: the bytes survive the process anyway, a page that a crash of the machine tears is found by
 its checksum, and a cache may lose pages. The price: an error of the medium that the kernel meets when it writes its
 buffers out is seen by who reads, not by who wrote. With `sync` each file is synced before its rename, and its folder
-after it: what was reported as stored survives a crash of the machine.
+after it: what was reported as stored survives a crash of the machine. That costs some 7 ms a page on a virtual disk,
+and 0.1 ms without.
 
 **One process.** Which files there are, their order of use and their total are in the memory of one process. A second
 one would evict what the first believes to have, and neither would keep to the capacity; so it is refused, by a lock
@@ -37,6 +38,7 @@ from kvflow.cache.storage.record import HEADER_BYTES, flaw_in, header_of
 from kvflow.protocols.errors import MisuseError
 
 BLOCK_BYTES = 4096  # of a file system: files are counted in whole ones
+PAGES_AT_ONCE, SYNCED_AT_ONCE = 64, 4  # some 10 ms, or 30 ms
 _FILE = re.compile(r"([0-9a-f]{64})\.([1-9][0-9]{0,17})")
 _WRITING = re.compile(r"[1-9][0-9]{0,17}")
 log = logging.getLogger("kvflow.storage")
@@ -60,6 +62,7 @@ class FileBackend:
         """`identity` as `identity.identity_of` gives it, of pages of `value_bytes`; files take no more than
         `capacity_bytes`, those that were not used for longest go first. Raises: MisuseError."""
         self.value_bytes, self.identity = value_bytes, identity
+        self.pages_at_once = SYNCED_AT_ONCE if sync else PAGES_AT_ONCE
         file_bytes = -(-(HEADER_BYTES + value_bytes) // BLOCK_BYTES) * BLOCK_BYTES
         if value_bytes < 1 or capacity_bytes < file_bytes:
             raise MisuseError(f"capacity_bytes {capacity_bytes} does not hold one page, which takes {file_bytes} bytes")

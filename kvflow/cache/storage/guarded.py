@@ -24,7 +24,7 @@ from kvflow.memory.page_tasks import DaemonThreads
 from kvflow.protocols.errors import MisuseError
 from kvflow.protocols.limits import check_time
 
-SLICE_BYTES = 8 << 20  # read or written between two looks at whether the call was cancelled
+SLICE_BYTES = 8 << 20  # put or read between two looks at whether the call was cancelled; at least one page
 SLICE_KEYS = 4096  # of a lookup
 log = logging.getLogger("kvflow.storage")
 
@@ -60,7 +60,7 @@ class GuardedStorage:
         self._closed = False
         self._reads = _Side(backend.name, "reading", backend.probe_reads, self.counts, limits)
         self._writes = _Side(backend.name, "writing", backend.probe_writes, self.counts, limits)
-        per_slice = max(1, SLICE_BYTES // self.value_bytes)
+        per_slice = max(1, min(backend.pages_at_once, SLICE_BYTES // self.value_bytes))
         name, threads = backend.name, limits.threads
         self._puts = _Lane(f"{name}-put", threads, self._writes, backend.put, per_slice, self._count_put)
         self._gets = _Lane(f"{name}-get", threads, self._reads, backend.get, per_slice, self._count_get)

@@ -70,6 +70,7 @@ class MooncakeBackend:
     """Implements `port.Backend` over TCP."""
 
     name = "mooncake"
+    pages_at_once = 256
 
     def __init__(
         self, master: str, identity: bytes, value_bytes: int, *, host: str = "127.0.0.1", lent_bytes: int = 0
@@ -87,7 +88,7 @@ class MooncakeBackend:
         self._master, self._host, self._lent_bytes = master, host, lent_bytes
         self._prefix = f"kvflow/{identity.hex()[:32]}/"
         self._record_bytes = HEADER_BYTES + value_bytes
-        self._batch = max(1, BATCH_BYTES // value_bytes)
+        self._batch = max(1, min(self.pages_at_once, BATCH_BYTES // value_bytes))
         self._free: SimpleQueue[NDArray[np.uint8]] = SimpleQueue()
         self._connecting, self._numbers = threading.Lock(), itertools.count(1)
         self._client: Any = None

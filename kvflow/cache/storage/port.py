@@ -56,7 +56,8 @@ class StorageCall(Protocol):
     """One batch that is under way. All of it is used on the event loop it was begun on."""
 
     done: asyncio.Future[list[bool]]
-    """Per key, in their order: whether it was stored, or read whole and right. Never an error. Do not cancel it."""
+    """Per key, in their order: whether it was stored, or read whole and right. Never an error. Who cancels it cancels
+    the call."""
     released: asyncio.Future[None]
     """When nothing touches the buffers any more: with `done`, or later, when a call to a store that hangs returns."""
 
@@ -104,6 +105,8 @@ class Backend(Protocol):
 
     name: str
     value_bytes: int
+    pages_at_once: int
+    """No more are put or read in one call: what takes long is not stopped, or given up, in between."""
 
     def open(self) -> None:
         """Once, before anything else. Raises: MisuseError for what will not change by itself."""

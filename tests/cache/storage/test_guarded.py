@@ -14,11 +14,12 @@ import msgspec
 import pytest
 
 from kvflow.cache.storage.call import Call
-from kvflow.cache.storage.guarded import SLICE_BYTES, GuardedStorage, Limits
+from kvflow.cache.storage.file import PAGES_AT_ONCE
+from kvflow.cache.storage.guarded import GuardedStorage, Limits
 from kvflow.protocols.errors import MisuseError
 from tests.cache.storage.files import QUICK, VALUE_BYTES, FaultyDisk, backend, empty, keys, store, value, values
 
-PER_SLICE = SLICE_BYTES // VALUE_BYTES
+PER_SLICE = PAGES_AT_ONCE
 ONE_THREAD = msgspec.structs.replace(QUICK, threads=1, waiting=2)
 
 
@@ -100,9 +101,12 @@ async def test_a_store_is_left_alone_while_its_threads_hang_even_if_a_probe_work
         await until(lambda: not pages._writes.breaker.is_open)
         assert not pages.writable
         assert await ended(pages.put(keys(3), values(3))) == [False]
+        disk.fails["rename"] = errno.EIO  # late news of the call that was given up
         go.set()
         await ended(first)
         await until(lambda: pages.writable)
+        disk.fails.clear()
+        assert (pages.counts.trips, pages.counts.errors) == (1, 0)
         assert await ended(pages.put(keys(3), values(3))) == [True]
 
 
@@ -191,6 +195,22 @@ async def test_what_is_cancelled_begins_no_further_slice_and_is_awaited(tmp_path
         assert await pages.exists_prefix(keys(*range(count + 1))) == PER_SLICE
         assert pages.writable
         assert pages.counts.not_stored == count + 1
+
+
+async def test_who_cancels_the_answer_cancels_the_call(tmp_path: Path) -> None:
+    disk = FaultyDisk()
+    async with store(tmp_path, disk=disk) as pages:
+        disk.waits["write"] = go = threading.Event()
+        count = 3 * PER_SLICE
+        call = pages.put(keys(*range(count)), [value(1)] * count)
+        await begun(disk)
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(call.done, 0.01)
+        assert not call.released.done()
+        go.set()
+        async with asyncio.timeout(20):
+            await call.released
+        assert await pages.exists_prefix(keys(*range(count))) == PER_SLICE
 
 
 async def test_a_cancelled_call_that_then_hangs_opens_the_breaker_too(tmp_path: Path) -> None:
