@@ -16,6 +16,7 @@ from kvflow.transports.host.names import HostNames
 _PROBE = 3
 _REQUEST = bytes([_PROBE]) + b"{}"
 _MAX_ANSWER_BYTES = 4 << 10  # some 20 in fact
+_PATIENCE_S = 5.0  # the engine hangs up on whoever has said nothing for so long: on us, where our process was held up
 
 
 async def check_answers(session: str, names: HostNames, within_s: float) -> None:
@@ -24,9 +25,18 @@ async def check_answers(session: str, names: HostNames, within_s: float) -> None
     Raises: TransferError when nobody listens there, what listens is no engine, or nothing has come after `within_s`.
     """
     host, _, port = session.rpartition(":")
+    clock = asyncio.get_running_loop().time
     try:
         async with asyncio.timeout(within_s):
-            await _probe(host.removeprefix("[").removesuffix("]"), int(port), names, within_s)
+            while True:
+                began_s = clock()
+                try:
+                    await _probe(host.removeprefix("[").removesuffix("]"), int(port), names, within_s)
+                except EOFError:
+                    if clock() - began_s < _PATIENCE_S:
+                        raise
+                else:
+                    return
     except TimeoutError:
         raise TransferError(f"no mooncake engine answers at {session} within {within_s:g} s") from None
     except (OSError, OverflowError, EOFError, ValueError) as error:

@@ -1,0 +1,61 @@
+"""Asking whether a mooncake engine answers, of listeners that hang up."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+
+import pytest
+
+from kvflow.protocols.errors import TransferError
+from kvflow.transports.data.mooncake import handshake
+from kvflow.transports.host.names import HostNames
+
+PATIENCE_S = 0.1
+ANSWER = bytes([3]) + b"{}"
+
+
+class Listener:
+    """Hangs up on the first `silent` connections, as an engine does on those that say nothing, and answers then."""
+
+    def __init__(self, silent: int, after_s: float) -> None:
+        self.asked, self._silent, self._after_s = 0, silent, after_s
+
+    async def __call__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self.asked += 1
+        await reader.readexactly(8)
+        if self.asked <= self._silent:
+            await asyncio.sleep(self._after_s)
+        else:
+            writer.write(len(ANSWER).to_bytes(8, "little") + ANSWER)
+            await writer.drain()
+        writer.close()
+
+
+@pytest.mark.parametrize(("silent", "after_s", "answers"), [(0, 0.0, True), (2, 2 * PATIENCE_S, True), (2, 0.0, False)])
+async def test_only_who_hangs_up_late_is_asked_again(
+    silent: int, after_s: float, answers: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A process that was held up for 5 s between connecting and asking was hung up on."""
+    monkeypatch.setattr(handshake, "_PATIENCE_S", PATIENCE_S)
+    listener = Listener(silent, after_s)
+    async with await asyncio.start_server(listener, "127.0.0.1", 0) as server:
+        session = f"127.0.0.1:{server.sockets[0].getsockname()[1]}"
+        asking = handshake.check_answers(session, HostNames("test"), 20.0)
+        if answers:
+            await asking
+            assert listener.asked == silent + 1
+        else:
+            with pytest.raises(TransferError, match="no mooncake engine answers"):
+                await asking
+            assert listener.asked == 1
+
+
+async def test_who_always_hangs_up_late_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(handshake, "_PATIENCE_S", PATIENCE_S)
+    listener, began_s = Listener(1 << 30, 2 * PATIENCE_S), time.monotonic()
+    async with await asyncio.start_server(listener, "127.0.0.1", 0) as server:
+        session = f"127.0.0.1:{server.sockets[0].getsockname()[1]}"
+        with pytest.raises(TransferError, match=f"{session} within 0.5 s"):
+            await handshake.check_answers(session, HostNames("test"), 0.5)
+    assert time.monotonic() - began_s >= 0.5 and listener.asked > 1
