@@ -12,6 +12,7 @@ import aiohttp
 import pytest
 
 from kvflow.cache.prefix import CacheStats
+from kvflow.server.http.large_bodies import LARGE_BYTES
 from kvflow.server.router.policies import Policy, PolicyName
 from kvflow.server.router.router import Router
 from kvflow.server.router.routes import router_app
@@ -138,6 +139,20 @@ async def test_workers_without_a_cache_are_chosen_by_load(fronts: Fronts) -> Non
     front = await fronts.make(cache=False)
     homes = Counter([await front.ask(FIRST) for _ in range(6)])
     assert set(homes.values()) == {3} and front.known() == [0] * 4
+
+
+@pytest.mark.parametrize("opened", [b"[", b'{"a":'], ids=["lists", "objects"])
+async def test_a_large_body_that_is_nested_deep_is_400(
+    fronts: Fronts, session: aiohttp.ClientSession, opened: bytes
+) -> None:
+    """As deep as JSON may be: neither the router nor, where the router does not look, a worker fails on it."""
+    front = await fronts.make()
+    deep = opened * 900 + b"1" + (b"]" if opened == b"[" else b"}") * 900
+    raw = b'{"text": "%b", "chat_template_kwargs": %b, "messages": [{}]}' % (b"x" * LARGE_BYTES, deep)
+    prefill = front.router.workers.of("prefill")[0]
+    for url, path in ((front.server.url, "/generate"), (prefill.url, "/v1/chat/completions")):
+        async with session.post(url + path, data=raw) as answer:
+            assert answer.status == 400, await answer.text()
 
 
 async def test_a_cache_that_is_switched_off_is_noticed(fronts: Fronts) -> None:

@@ -90,6 +90,12 @@ async def test_what_separates_prompts_separates_their_hashes(field: Body) -> Non
     assert await chain_of(field | body) == separate
 
 
+async def test_what_is_nested_otherwise_is_another_prompt() -> None:
+    contents: list[Any] = [["a", "b"], [["a"], "b"], [["a", "b"]], ["a", ["b"]], ["ab"], {"a": "b"}, None, 1, 11, True]
+    chains = [await chain_of({"messages": [said("user", one), said("user", "x" * 100)]}) for one in contents]
+    assert len({tuple(chain) for chain in chains}) == len(contents) and all(chains)
+
+
 async def test_a_body_has_as_many_chains_as_prompts(seed: int) -> None:
     texts = [words(seed + i, 200) for i in range(3)]
     assert await chains_of({"text": texts}) == [await chain_of({"text": text}) for text in texts]

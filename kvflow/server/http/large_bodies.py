@@ -51,10 +51,16 @@ class LongValues:
         return msgspec.json.encode(f"{self._name}{index}" if isinstance(value, str) else [*self._numbers, index])
 
     def put_back(self, body: S) -> S:
-        """A decoded body with everything in its place. Prompts are arrays then, uint32 [n], where they are long."""
+        """A decoded body with everything in its place. Prompts are arrays then, uint32 [n], where they are long.
+
+        Raises: RequestError for what is nested too deep.
+        """
         if not self._found:
             return body
-        changed = {name: self._restored(getattr(body, name), name in PROMPTS) for name in body.__struct_fields__}
+        try:
+            changed = {name: self._restored(getattr(body, name), name in PROMPTS) for name in body.__struct_fields__}
+        except RecursionError:
+            raise RequestError("the body is nested too deep") from None
         return msgspec.structs.replace(body, **changed)
 
     def _restored(self, value: Any, as_array: bool) -> Any:

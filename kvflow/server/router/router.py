@@ -108,6 +108,8 @@ class Router(Drainable):
             rest, long_values = await take_apart(raw)
             shape = decoded(rest, _Shape)
             count = _completions(shape)
+            reads = self._reads_prompts and self.workers.cache_prompts()
+            body = long_values.put_back(shape) if reads else None
         except KvflowError as error:
             self.metrics.refused(error.code)
             raise
@@ -115,8 +117,7 @@ class Router(Drainable):
         with self.count_running():
             try:
                 async with self._in_time():
-                    reads = self._reads_prompts and self.workers.cache_prompts()
-                    prompts = await long_values.put_back(shape).chains() if reads else []
+                    prompts = [] if body is None else await body.chains()
                     return await self._on_some_pair(http, answer, raw, count, prompts)
             except PairFailedError as error:
                 return await answer.fail(error.failure, error.answer)
