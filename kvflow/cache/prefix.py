@@ -69,6 +69,15 @@ class Prefix:
         """The cache has not been flushed since; the pages are good either way."""
         return self._epoch == self._cache.epoch
 
+    @property
+    def held(self) -> bool:
+        """It has pages, and is not released."""
+        return self._end is not None
+
+    def again(self, tokens: Tokens) -> Prefix:
+        """What the cache has of `tokens` now, locked."""
+        return self._cache.match(tokens, namespace=self.namespace)
+
     def release(self) -> None:
         """They are not read any more. Idempotent."""
         end, self._end = self._end, None
@@ -98,11 +107,9 @@ class PrefixCache:
 
     def match(self, tokens: Tokens, most_tokens: int | None = None, namespace: Namespace = ANY) -> Prefix:
         """The longest cached prefix of `tokens` in whole pages, of at most `most_tokens`; locked, even if empty."""
-        self._asked += len(tokens)
         whole = (len(tokens) if most_tokens is None else max(0, min(len(tokens), most_tokens))) // self.page_size
         found = self._index.match(_bytes_of(tokens, whole * self.page_size), self._now(), namespace)
         prefix = self._lock(found, namespace)
-        self._hits += prefix.tokens
         if self._needed_hits and prefix.pages.size:
             self._save(found.device_end)
         return prefix
@@ -113,6 +120,11 @@ class PrefixCache:
             return Prefix(self, None, NO_PLACES, namespace)
         self._index.lock(found.device_end)
         return Prefix(self, found.device_end, found.device_pages, namespace)
+
+    def count(self, prompt_tokens: int, prefix: Prefix) -> None:
+        """A request begins with what was found: it may have looked more than once."""
+        self._asked += prompt_tokens
+        self._hits += prefix.tokens
 
     @property
     def has_host(self) -> bool:
@@ -206,6 +218,7 @@ class PrefixCache:
 
     async def close(self) -> None:
         """End every copy, and give everything back, when no request reads it any more."""
+        await asyncio.sleep(0)  # a copy that has not begun would not end its write
         for copying in self._copies:
             copying.cancel()
         await run_to_end(asyncio.gather(*self._copies, return_exceptions=True))

@@ -101,9 +101,13 @@ class PageAllocator:
         return self._free if self.lender is None else self._free + self.lender.evictable_pages
 
     def reclaim(self, count: int) -> int:
-        """See that `count` pages are free, if the lender can give as many as are missing; returns how many are free."""
-        if self._free < count <= self.available_pages and self.lender is not None:
+        """See that `count` pages are free, if the lender can give as many as are missing; returns how many are free.
+        Of pages that a step or a write still reads, others are asked for beside."""
+        while self.lender is not None and self._free < count <= self.available_pages:
+            before = self.lender.evictable_pages
             self.lender.evict(count - self._free)
+            if self.lender.evictable_pages == before:
+                break
         return self._free
 
     @property

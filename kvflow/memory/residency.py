@@ -69,6 +69,18 @@ class Resident:
         self._places = Places(self._places.pages[count:], self._places.rows)
         self._sizes = (int(self._places.pages.size), self._sizes[1])
 
+    def needs(self, pages: int) -> None:
+        """It is to be computed again, in so many pages: what was copied out is of no use any more. Raises: MisuseError
+        unless it is AWAY."""
+        self._expect(P.AWAY)
+        self._free_snapshot()
+        self._sizes = (pages, self._sizes[1])
+
+    @property
+    def copied(self) -> bool:
+        """Its state is in host memory."""
+        return self._snapshot is not None
+
     async def retract(self) -> None:
         """Copy everything out, then give pages and rows back. It is AWAY afterwards, or ENDED if it was closed.
 

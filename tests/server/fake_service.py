@@ -108,6 +108,7 @@ class FakeService:
         self.refused: list[tuple[int, Cause]] = []
         self.requests: list[GenerationRequest] = []
         self.started = asyncio.Event()
+        self.cached_tokens = 0  # of every prompt
         self.held = 0  # how often a token after the first has come to the gate
         self.ended: asyncio.Queue[int] = asyncio.Queue()
         self._meeting = meeting
@@ -138,6 +139,8 @@ class FakeService:
                         raise room_error(self.failure)
                 last = i == most
                 token = self._token(int(request.prompt[-1]) + i, request.params, "length" if last else None)
+                if i == 1:
+                    token = msgspec.structs.replace(token, cached_tokens=self.cached_tokens)
                 if i == 1 and request.params.prompt_logprobs_from is not None:
                     token = msgspec.structs.replace(token, prompt_logprobs=_scores(request))
                 yield token

@@ -11,7 +11,7 @@ import asyncio
 import bisect
 import itertools
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 from kvflow.memory.allocator import PageAllocator
 from kvflow.protocols.errors import CapacityError, KvflowError
@@ -83,6 +83,10 @@ class Admission:
         """Record that so many of its pages are there already, and are not taken: it is promised fewer."""
         self.total, self.base = max(self.taken, self.total - pages), max(0, self.base - pages)
 
+    def lost(self, pages: int) -> None:
+        """Record that so many of its pages are not there any more, while it waits: it is promised them again."""
+        self.total, self.base = self.total + pages, self.base + pages
+
     def release(self) -> None:
         """End the promise; call it when the request's pages have been given back."""
         self._budget.forget(self)
@@ -108,10 +112,12 @@ class PageBudget:
 
     def __init__(
         self, pages: PageAllocator, most: int = 1 << 30, *, rows: PageAllocator | None = None,
-        ratio: NewTokenRatio | None = None, page_size: int = 1,
+        ratio: NewTokenRatio | None = None, page_size: int = 1, let_go: Callable[[], bool] = lambda: False,
     ) -> None:  # fmt: skip
-        """`rows`: of a pool that has some, every request needs one."""
+        """`rows`: of a pool that has some, every request needs one. `let_go`: where nobody runs and pages are missing,
+        one who waits lets go of those that a cache keeps for him; False when none has any."""
         self._pages, self._rows, self._most = pages, rows, most
+        self._let_go = let_go
         self._ratio, self._most_ahead = ratio or NewTokenRatio(), -(-MOST_TOKENS_AHEAD // page_size)
         self.capacity = pages.capacity
         self._live: set[Admission] = set()
@@ -138,9 +144,14 @@ class PageBudget:
         return sum(a.opening for a in self._live)
 
     def reclaim(self, count: int) -> None:
-        """See that `spare` is `count`, as far as a cache has pages to give."""
+        """See that `spare` is `count`, if a cache has as many pages to give; else it gives none."""
         if self._pages.lender is not None:
-            self._pages.reclaim(min(self._opening + count, self._pages.available_pages))
+            self._pages.reclaim(self._opening + count)
+
+    @property
+    def most_spare(self) -> int:
+        """What `spare` is when a cache gives all that it can."""
+        return self._pages.available_pages - self._opening
 
     def check(self, total: int, what: str = "pages for prompt + max_new_tokens") -> None:
         """Raises: CapacityError for a request that can never fit."""
@@ -199,6 +210,8 @@ class PageBudget:
             spare = self._pages.available_pages - self._promised(self._live)
             rows = self._spare_rows()
             if asked > spare or (rows < 1 and not head.row_taken):
+                if asked > spare and not self._live and self._let_go():
+                    continue
                 if self._live or not (head.taken or self._shortage.lasts()):
                     break
                 self._waiting.pop(0)

@@ -63,7 +63,10 @@ class DecodeEngine(EngineLoop):
         self._layout = pool.layout
         self._ratio = NewTokenRatio(new_token_ratio)
         self._rows = pool.rows if pool.layout.num_rows else None
-        self._budget = PageBudget(pages, max_batch, rows=self._rows, ratio=self._ratio, page_size=self._page_size)
+        self._budget = PageBudget(
+            pages, max_batch, rows=self._rows, ratio=self._ratio, page_size=self._page_size,
+            let_go=lambda: self._retractions.let_go(),  # noqa: PLW0108  # they are made below, and know the budget
+        )  # fmt: skip
         self.limits = EngineLimits(
             model.context_length, model.vocab_size, self._page_size, self._budget.capacity, model.hidden_size,
             whole_prompts=model.whole_prompts,
@@ -159,7 +162,9 @@ class DecodeEngine(EngineLoop):
         """What is here of a prompt, locked: release it, or pass it to `generate`. Its pages need not travel."""
         if self.cache is None:
             return None
-        return self.cache.match(np.asarray(prompt), namespace=namespace)
+        prefix = self.cache.match(np.asarray(prompt), namespace=namespace)
+        self.cache.count(len(prompt), prefix)
+        return prefix
 
     async def generate(
         self, room: DecodeRoomPort, prompt: Prompt, params: SamplingParams, admission: Admission | None = None,
@@ -185,7 +190,7 @@ class DecodeEngine(EngineLoop):
             handoff = HandOff.decode(await room.landed())
             limit = self.limits.new_tokens(prompt, params)
             if admission is None:
-                total = self.limits.worst_pages(prompt, limit)
+                total = self.limits.worst_pages(prompt, limit) - (0 if prefix is None else prefix.pages.size)
                 taken = self._layout.split(room.pages).pages.size
                 admission = await self._budget.admit(total, taken, base=0, priority=params.priority)
             self._refuse_when_closing()
@@ -317,7 +322,10 @@ class DecodeEngine(EngineLoop):
             self._leave(victims)
             batch = list(filter(self._is_running, batch)) if victims else batch
         on_the_way = self._budget.admitted > len(self._running)  # it ends in time, or can be retracted when it runs
-        self._growth.fail_stuck(may_come=bool(batch or self._retractions.coming_pages or on_the_way))
+        may_come = bool(batch or self._retractions.coming_pages or on_the_way)
+        if self._growth.short and not may_come and self._retractions.let_go():
+            return self._next_batch()
+        self._growth.fail_stuck(may_come=may_come)
         return batch, most_steps
 
     def _leave(self, victims: list[DecodeRequest]) -> None:

@@ -30,7 +30,7 @@ class Growth:
         spare = max(0, self._budget.spare)
         if sum(needed) > spare:
             most_steps, needed = 1, [request.pages_missing(1) for request in batch]
-            self._budget.reclaim(sum(needed))
+            self._budget.reclaim(min(sum(needed), self._budget.most_spare))
             spare = max(0, self._budget.spare)
         ready: list[DecodeRequest] = []
         for request, missing in zip(batch, needed, strict=True):

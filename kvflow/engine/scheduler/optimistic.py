@@ -14,8 +14,11 @@ from __future__ import annotations
 import bisect
 from typing import Generic, Protocol, TypeVar
 
+import numpy as np
+
 from kvflow.engine.model.sequence import Sequence
 from kvflow.engine.scheduler.params import EngineLoad, EngineOptimism, SamplingParams
+from kvflow.protocols.pages.layout import NO_PLACES, PageIndices
 
 
 class EarlyRequest(Protocol):
@@ -88,22 +91,36 @@ class OptimisticStarts(Generic[R]):
         if request in self._waiting:
             self._waiting.remove(request)
 
-    def give_way(self, pages: int, rows: int) -> list[R]:
+    def give_way(self, pages: int, rows: int, in_use: PageIndices = NO_PLACES) -> list[R]:
         """Those whose places are to be taken from them, so that `pages` more pages and `rows` more rows are free: the
-        ones that have computed the fewest tokens, and none in vain. Empty where all together have too few.
+        ones that have computed the fewest tokens, and none in vain. Empty where all together have too few. `in_use`:
+        of a cache, by others than these.
 
         They begin again if they may. Call it between steps: none of them is in one then (I13).
         """
+        holding = list(self._holding.values())
+
+        def are_enough(chosen: list[R]) -> bool:
+            """Whether they have so many pages and rows between them, with those that a cache keeps for them alone."""
+            if sum(r.sequence.rows.size for r in chosen) < rows:
+                return False
+            missing = pages - sum(r.sequence.places.pages.size for r in chosen)
+            if missing <= 0 or not any(r.sequence.shared for r in chosen):
+                return missing <= 0
+            kept = [_shared(r) for r in holding if r not in chosen]
+            alone = np.setdiff1d(np.concatenate([_shared(r) for r in chosen]), np.concatenate([in_use, *kept]))
+            return int(alone.size) >= missing
+
         chosen: list[R] = []
-        for request in sorted(self._holding.values(), key=lambda r: r.sequence.computed):
-            if _are_enough(chosen, pages, rows):
+        for request in sorted(holding, key=lambda r: r.sequence.computed - r.sequence.shared * r.sequence.page_size):
+            if are_enough(chosen):
                 break
             chosen.append(request)
-        if not _are_enough(chosen, pages, rows):
+        if not are_enough(chosen):
             return []
         for request in reversed(chosen):  # the last ones may be enough without some of the first
             others = [other for other in chosen if other is not request]
-            if _are_enough(others, pages, rows):
+            if are_enough(others):
                 chosen = others
         for request in chosen:
             del self._holding[id(request)]
@@ -113,7 +130,5 @@ class OptimisticStarts(Generic[R]):
         return chosen
 
 
-def _are_enough(requests: list[R], pages: int, rows: int) -> bool:
-    """Whether they have so many pages and rows between them."""
-    have_pages = sum(request.sequence.places.pages.size for request in requests)
-    return have_pages >= pages and sum(request.sequence.rows.size for request in requests) >= rows
+def _shared(request: EarlyRequest) -> PageIndices:
+    return request.sequence.pages[: request.sequence.shared]

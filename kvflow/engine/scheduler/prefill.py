@@ -10,6 +10,8 @@ from collections import deque
 from concurrent.futures import Executor
 from typing import Protocol
 
+import numpy as np
+
 from kvflow.cache.prefix import PrefixCache
 from kvflow.engine.model.load import LoadedModel
 from kvflow.engine.model.sequence import Prompt, Sequence
@@ -27,7 +29,7 @@ from kvflow.memory.allocator import PageAllocator
 from kvflow.memory.pool import PagedPool
 from kvflow.protocols.cache.hashes import ANY, Namespace
 from kvflow.protocols.errors import Cause, Code, KvflowError, room_error
-from kvflow.protocols.pages.layout import PageIndices
+from kvflow.protocols.pages.layout import NO_PLACES, PageIndices
 
 
 class Lockstep(Protocol):
@@ -305,7 +307,9 @@ class PrefillEngine(EngineLoop):
         """Give a request its places, those of early ones too where it has both halves of its room."""
         missing, missing_rows = self._short_of(request)
         if missing > 0 or missing_rows > 0:
-            losers = [] if request is self._early.first else self._early.give_way(missing, missing_rows)
+            losers = []
+            if request is not self._early.first:
+                losers = self._early.give_way(missing, missing_rows, self._read_of_the_cache(request))
             self._preempt(losers)
             if not losers or not self._is_ready or max(self._short_of(request)) > 0:
                 self.steps.forget_prefix(request)
@@ -313,6 +317,13 @@ class PrefillEngine(EngineLoop):
         self.steps.take_places(request)
         self._running[id(request)] = self._placed[id(request)] = request
         return True
+
+    def _read_of_the_cache(self, request: PrefillRequest) -> PageIndices:
+        """What it, and those with both halves of their rooms, read of the cache: it stays, whoever gives way."""
+        if request.prefix is None:
+            return NO_PLACES
+        matched = [r.sequence for r in self._placed.values() if not self._early.holds(r)]
+        return np.concatenate([request.prefix.pages, *(s.pages[: s.shared] for s in matched)])
 
     def _preempt(self, requests: list[PrefillRequest]) -> None:
         for request in requests:

@@ -100,19 +100,21 @@ class PrefillSteps:
         self._thread = ModelThread(executor, self.places, pool.layout, self.runner.device)
 
     def short_of(self, request: PrefillRequest) -> tuple[int, int]:
-        """How many pages and rows are missing for all of its prompt, beside what the cache has of it and the free ones;
-        negative where more are free."""
+        """How many pages and rows are missing for all of its prompt, beside what the cache has of it, what it can give
+        and the free ones; negative where more are free."""
         s = request.sequence
         if self.cache is not None and request.prefix is None and not s.page_count:
             request.prefix = self.cache.match(s.tokens[: s.prompt_length], request.most_cached, request.namespace)
         wanted = s.pages_missing(s.prompt_length) - (0 if request.prefix is None else request.prefix.pages.size)
-        missing = wanted - self.pages.reclaim(wanted)
+        free = self.pages.reclaim(wanted)
+        missing = wanted - free if free >= wanted else max(1, wanted - self.pages.available_pages)
         return missing, 0 if self.rows is None else 1 - self.rows.free_pages
 
     def take_places(self, request: PrefillRequest) -> None:
         """All that it needs, beside what the cache has of it, which must be free."""
         s = request.sequence
-        if request.prefix is not None:
+        if self.cache is not None and request.prefix is not None:
+            self.cache.count(s.prompt_length, request.prefix)
             s.begin_with(request.prefix.pages)
             request.cached_tokens = s.computed
         needed = s.pages_missing(s.prompt_length) + (self.rows is not None)

@@ -90,6 +90,26 @@ class Retractions:
         move.add_done_callback(lambda done: self._ended(done, request))
         self._log_shortage()
 
+    def let_go(self) -> bool:
+        """The one who would come back last, of those that keep pages of a cache, keeps them no more: they may be all
+        that is missing while nobody runs. He computes again what the cache does not have then. False: none keeps any.
+        """
+        waiting = [
+            r
+            for r in self._away.values()
+            if r.resident.phase is ResidencyPhase.AWAY and not r.admission.granted.done() and r.prefix and r.prefix.held
+        ]
+        if not waiting:
+            return False
+        request = max(waiting, key=lambda r: r.admission.place)
+        assert request.prefix is not None
+        count = int(request.prefix.pages.size)
+        request.prefix.release()
+        request.resident.needs(request.resident.sizes[0] + count)
+        request.admission.lost(count)
+        _log.debug("let go of %d cached pages, to be computed again", count)
+        return True
+
     async def close(self) -> None:
         """Stop every move, and return when no copy runs. The requests stay whose they are."""
         for move in self._moves:
@@ -146,6 +166,7 @@ class Retractions:
             _log.debug("retracted, its state to be computed again: %d pages, %d rows", pages, rows)
 
     async def _return(self, request: DecodeRequest) -> None:
+        self._look_again(request)
         restored = await request.resident.resume()
         if request.resident.phase is not ResidencyPhase.RESIDENT:
             return
@@ -160,6 +181,16 @@ class Retractions:
         _log.debug("resumed after %d tokens%s", request.generated, "" if restored else ", which are computed again")
         request.came_back(sequence, adjustments_of(request.params, sequence, self._eos_ids))
         self._back(request)
+
+    def _look_again(self, request: DecodeRequest) -> None:
+        """What is computed again may begin with what the cache has now, unless it has kept its pages there."""
+        prefix, s, resident = request.prefix, request.sequence, request.resident
+        if prefix is None or prefix.held or resident.copied:
+            return
+        request.prefix = found = prefix.again(s.tokens[: s.length - 1])
+        if found.held:
+            resident.needs(resident.sizes[0] - int(found.pages.size))
+            request.admission.has(int(found.pages.size))
 
 
 def moved(request: DecodeRequest, *, computed: bool) -> Sequence:

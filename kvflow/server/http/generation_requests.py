@@ -15,7 +15,7 @@ from kvflow.aio import in_thread, in_turns
 from kvflow.engine.scheduler.limits import EngineLimits
 from kvflow.engine.scheduler.params import MAX_LOGIT_BIAS, BadWords, LogitBias, SamplingParams
 from kvflow.protocols.arguments import CheckedPrompt, check_prompt
-from kvflow.protocols.cache.hashes import ANY, Namespace
+from kvflow.protocols.cache.hashes import Namespace
 from kvflow.protocols.errors import CapacityError, MisuseError
 from kvflow.protocols.wire.messages import MAX_RANKS
 from kvflow.server.http.completion_service import GenerationRequest, PromptIds
@@ -272,8 +272,11 @@ def _namespace(body: Rendezvous, index: int, prompts: int) -> Namespace:
         part = _of_prompt(name, getattr(body, name), index, prompts, "")
         if len(part) > MAX_SALT:
             raise RequestError(f"{name}: {len(part)} characters, limit {MAX_SALT}", param=name)
+        if "\0" in part:  # it stands between the two
+            raise RequestError(f"{name}: it has a NUL character", param=name)
         parts.append(part)
-    return Namespace(salt="\0".join(parts)) if any(parts) else ANY
+    salt, extra = parts
+    return Namespace(salt=f"{salt}\0{extra}" if extra else salt)
 
 
 def _check_scores(

@@ -1,0 +1,149 @@
+"""A pool that cached prefixes fill: who gets their pages, and that nobody waits for them in vain."""
+
+from __future__ import annotations
+
+import asyncio
+
+import numpy as np
+import pytest
+
+from kvflow.cache.prefix import OWNER, PrefixCache
+from kvflow.engine.model.load import LoadedModel
+from kvflow.engine.scheduler.budget import PageBudget
+from kvflow.memory.allocator import PageAllocator
+from tests.engine.pair import EnginePair, greedy, prompt_of, until
+from tests.engine.test_optimistic import Early
+
+PAGE = 4
+
+
+def filled(num_pages: int, *prompts: int) -> tuple[PageAllocator, PrefixCache]:
+    """A pool with cached prompts of so many pages each, which share nothing."""
+    pages = PageAllocator(num_pages)
+    cache = PrefixCache(pages, PAGE)
+    for i, count in enumerate(prompts):
+        tokens = np.arange(count * PAGE) + 1000 * i
+        empty = cache.match(tokens)
+        assert cache.keep(tokens, pages.take(count, i), i, empty) == count
+    return pages, cache
+
+
+def test_of_evicted_pages_that_a_step_still_reads_others_are_asked_for_beside() -> None:
+    pages, cache = filled(10, 3, 5)
+    busy = pages.pages_of(OWNER)[:3]
+    pages.hold(busy)
+    assert pages.reclaim(5) == 5
+    assert pages.returning_pages == 3, "the least recently used went first, and one of them is free"
+    pages.unhold(busy)
+    assert pages.free_pages == 8 and cache.evictable_pages == 2
+    assert pages.reclaim(11) == 8, "nothing is evicted for what can never be free"
+    assert cache.evictable_pages == 2
+
+
+async def test_nothing_is_evicted_for_steps_ahead_that_find_no_pages_anyway(llama: LoadedModel) -> None:
+    pages, cache = filled(10, 4)
+    budget = PageBudget(pages)
+    budget.reclaim(11)
+    assert cache.evictable_pages == 4 and budget.most_spare == 10
+    budget.reclaim(8)
+    assert budget.spare == 8 and cache.evictable_pages == 2
+
+
+async def test_where_nobody_runs_who_waits_lets_go_of_cached_pages() -> None:
+    pages, cache = filled(10, 8)
+    prefix = cache.match(np.arange(8 * PAGE))
+    asked = []
+
+    def let_go() -> bool:
+        asked.append(prefix.held)
+        prefix.release()
+        return asked[-1]
+
+    budget = PageBudget(pages, let_go=let_go)
+    admission = await asyncio.wait_for(budget.admit(6), 5)
+    assert asked == [True] and pages.free_pages >= 6
+    with pytest.raises(TimeoutError):  # one is live: it will free what it has
+        await asyncio.wait_for(budget.admit(6), 0.05)
+    assert asked == [True]
+    admission.release()
+
+
+async def test_requests_that_are_away_do_not_starve_the_one_that_runs(llama: LoadedModel) -> None:
+    """The prefixes of all are locked, each runs on its own, and what it needs is a prefix of who waits for it."""
+    prompts = [prompt_of(48, 3 * i + 1) for i in range(3)]
+    async with EnginePair(llama, page_size=PAGE) as pair:
+        expected = [await pair.tokens(prompt, greedy(60)) for prompt in prompts]
+    small = {"page_size": PAGE, "num_pages": 46, "source_pages": 256, "new_token_ratio": 0.1}
+    for host in ({"host_pages": 200}, {}):
+        async with EnginePair(llama, cache="lru", **small, **host) as pair:
+            for prompt in prompts:
+                await pair.tokens(prompt, greedy(1))
+            async with asyncio.timeout(10):  # half of the time after which who is short would be failed
+                found = await asyncio.gather(*(pair.tokens(prompt, greedy(60)) for prompt in prompts))
+            assert found == expected
+            report = pair.decode.retraction
+            assert report.retracts == report.resumes + report.recomputes and report.recomputes
+            assert pair.caches[1].stats().asked_tokens == 6 * 48, "who comes back is not counted again"
+            await until(lambda: pair.home)
+            for cache in pair.caches:
+                cache.flush()
+            assert pair.target.pages.free_pages == 46
+
+
+@pytest.mark.parametrize(("cached", "early", "matched"), [
+    (40, 44, 60),  # of the early one's 11 pages 10 are cached, and locked by it alone
+    (20, 40, 72),  # the early one's 10, and 5 that nobody reads, are just enough
+])  # fmt: skip
+async def test_nobody_waits_for_an_early_prompt_because_of_cached_pages(
+    cached: int, early: int, matched: int, llama: LoadedModel
+) -> None:
+    options = {"page_size": PAGE, "num_pages": 256, "source_pages": 20, "optimistic_tries": 1}
+    async with EnginePair(llama, cache="lru", **options) as pair:
+        begun = Early(pair)
+        await pair.tokens(prompt_of(cached), greedy(1))
+        begun.steps.clear()
+        shares = early > cached + PAGE - 1 and cached == 40
+        prompt = prompt_of(cached) + prompt_of(early - cached, 7) if shares else prompt_of(early, 7)
+        room, leg = begun.begin(prompt)
+        await until(lambda: begun.computed(early - cached if shares else early))
+        assert begun.counts == (1, 0, 0, 1)
+        async with asyncio.timeout(5):
+            await pair.tokens(prompt_of(matched, 3), greedy(1))
+        assert begun.counts[2] == 1, "it gave way"
+        room.meet()
+        await leg
+        room.close()
+        await until(lambda: pair.home)
+
+
+async def test_a_prompt_that_waits_is_looked_up_once(llama: LoadedModel) -> None:
+    async with EnginePair(llama, page_size=PAGE, num_pages=256, source_pages=12, cache="lru") as pair:
+        blocker = pair.room(prompt_of(40, 5))
+        blocker.gate.clear()
+        leg = asyncio.ensure_future(pair.prefill.prefill(blocker.prefill_half, prompt_of(40, 5), greedy(1)))
+        await until(lambda: bool(blocker.sends) and blocker.sends[-1][1])
+        waits = asyncio.ensure_future(pair.tokens(prompt_of(20), greedy(1)))
+        await until(lambda: pair.prefill.load().waiting == 1)
+        for _ in range(5):
+            pair.prefill.wake()
+            await asyncio.sleep(0)
+        before = pair.caches[0].stats().asked_tokens
+        blocker.gate.set()
+        await leg
+        await waits
+        assert (before, pair.caches[0].stats().asked_tokens) == (40, 60)
+        blocker.close()
+
+
+async def test_without_an_admission_cached_pages_are_not_asked_for_again(llama: LoadedModel) -> None:
+    """The pool has just the pages of one request, and the prefix is most of them."""
+    prompt, params = prompt_of(32), greedy(8)
+    async with EnginePair(llama, page_size=PAGE, num_pages=10, source_pages=64, cache="lru") as pair:
+        expected = await pair.tokens(prompt, params)
+        prefix = pair.decode.cached(prompt)
+        assert prefix is not None and prefix.tokens == 32
+        room = pair.room(prompt, prefix.tokens)
+        leg = asyncio.ensure_future(pair.prefill.prefill(room.prefill_half, prompt, params))
+        found = [out.token_id async for out in pair.decode.generate(room, prompt, params, None, prefix)]
+        await leg
+        assert found == expected
