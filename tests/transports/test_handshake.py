@@ -20,9 +20,17 @@ class Listener:
 
     def __init__(self, silent: int, after_s: float) -> None:
         self.asked, self._silent, self._after_s = 0, silent, after_s
+        self._open = 0
+        self._idle = asyncio.Event()
+
+    async def closed(self) -> None:
+        """Return when no connection is open."""
+        if self._open:
+            await self._idle.wait()
 
     async def __call__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self.asked += 1
+        self._open += 1
         await reader.readexactly(8)
         if self.asked <= self._silent:
             await asyncio.sleep(self._after_s)
@@ -30,6 +38,9 @@ class Listener:
             writer.write(len(ANSWER).to_bytes(8, "little") + ANSWER)
             await writer.drain()
         writer.close()
+        self._open -= 1
+        if not self._open:
+            self._idle.set()
 
 
 @pytest.mark.parametrize(("silent", "after_s", "answers"), [(0, 0.0, True), (2, 2 * PATIENCE_S, True), (2, 0.0, False)])
@@ -58,4 +69,5 @@ async def test_who_always_hangs_up_late_is_given_up(monkeypatch: pytest.MonkeyPa
         session = f"127.0.0.1:{server.sockets[0].getsockname()[1]}"
         with pytest.raises(TransferError, match=f"{session} within 0.5 s"):
             await handshake.check_answers(session, HostNames("test"), 0.5)
+        await listener.closed()
     assert time.monotonic() - began_s >= 0.5 and listener.asked > 1
