@@ -100,6 +100,12 @@ def test_namespaces(namespace: Namespace, lora: str | None, first: Any, later: A
     assert (head["lora_name"], head["extra_keys"], tail.get("extra_keys")) == (lora, first, later)
 
 
+def test_small_token_ids_take_three_bytes() -> None:
+    payloads = [BatchEncoder(2).encode(events(ids)[1], 0.0) for ids in (SMALL, JUST_ABOVE)]
+    assert b"\xcd\xff\xff" in payloads[0] and b"\xce\x00\x01\x00\x00" in payloads[1]
+    assert len(payloads[1]) - len(payloads[0]) == 2 * len(SMALL)
+
+
 def test_leaves_that_are_evicted_together_leave_in_one_event() -> None:
     index, _ = events([1, 2])
     for fork in range(5):

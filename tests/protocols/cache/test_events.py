@@ -216,6 +216,7 @@ def test_pages_are_cut_short_bit_by_bit() -> None:
         cache.index.evict(DEVICE, 1)
         assert cache.index.take_events()[0].hashes == [hashes(*ids)[left]]
     (rest,) = cache.index.snapshot_events()
+    assert cache.index.snapshot_events()[0].digests is rest.digests, "a page is hashed once"
     assert rest.hashes == hashes(0) and len(rest.tokens) == 4
     assert rest.digests.base is None or rest.digests.base.size <= 8, "a page that is left keeps no long array"
 

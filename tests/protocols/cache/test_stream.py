@@ -171,3 +171,56 @@ def test_bytes_are_bounded_too() -> None:
 def test_limits_that_are_none(limits: StreamLimits) -> None:
     with pytest.raises(MisuseError, match="at least 1"):
         EventStream(index_of(1), BatchEncoder(1), limits)
+
+
+def test_what_waits_is_counted_until_it_is_sent() -> None:
+    """A prompt of `add_long` is 208,000 bytes of tokens and hashes."""
+    for more, resets in ((3, 0), (4, 1)):
+        index = PrefixIndex(512, events=True)
+        stream = EventStream(index, BatchEncoder(512), StreamLimits(waiting_bytes=4_500_000))
+        stream.next_batch(0.0)
+        for prompt in range(20 + more):
+            if prompt == 20:
+                batch = stream.next_batch(0.0)
+                assert batch is not None and len(kinds(batch)) == 2
+            add_long(index, prompt)
+        stream.next_batch(0.0)
+        assert (stream.num_resets, stream.has_waiting) == (resets, True)
+
+
+def test_a_long_snapshot_leaves_no_room_behind() -> None:
+    """While it waits more may wait; once it is sent, no more than ever. Every time is counted."""
+    index = index_of(50)
+    stream = EventStream(index, BatchEncoder(1), StreamLimits(waiting_bytes=100))
+    stream.next_batch(0.0)
+    assert not stream.has_waiting
+    for turn in range(1, 4):
+        for fork in range(5):  # of 36 bytes
+            add(index, 100 * turn + fork)
+        stream.next_batch(0.0)
+        assert stream.num_resets == turn
+
+
+def test_as_many_bytes_are_kept_as_may_be() -> None:
+    index = index_of(1)
+    stream = EventStream(index, BatchEncoder(1), StreamLimits(kept_bytes=1_000))
+    sizes = []
+    for fork in range(1, 40):
+        batch = stream.next_batch(0.0)
+        assert batch is not None
+        sizes.append(len(batch.payload))
+        kept = next(batches for seq in range(40) if (batches := stream.kept_from(seq)))
+        total = sum(len(batch.payload) for batch in kept)
+        assert total <= 1_000
+        assert len(kept) == len(sizes) or total + sizes[-len(kept) - 1] > 1_000, "one more could have been kept"
+        add(index, 0, fork)
+    assert sum(sizes) > 2_000
+
+
+def test_a_heartbeat_has_a_number_and_nothing_else() -> None:
+    stream = EventStream(index_of(1), BatchEncoder(1), first_seq=5)
+    assert stream.kept_from(4) is None, "nothing is kept yet"
+    stream.next_batch(0.0)
+    beat = stream.heartbeat(1.0)
+    assert (beat.seq, msgspec.msgpack.decode(beat.payload)) == (6, [1.0, [], 0])
+    assert stream.kept_from(6) == [beat]
