@@ -224,3 +224,15 @@ def test_a_heartbeat_has_a_number_and_nothing_else() -> None:
     beat = stream.heartbeat(1.0)
     assert (beat.seq, msgspec.msgpack.decode(beat.payload)) == (6, [1.0, [], 0])
     assert stream.kept_from(6) == [beat]
+
+
+def test_a_snapshot_longer_than_what_may_wait_is_sent_to_its_end() -> None:
+    index = PrefixIndex(512, events=True)
+    for prompt in range(20):
+        add_long(index, prompt)
+    stream = EventStream(index, BatchEncoder(512), StreamLimits(waiting_bytes=1_000))
+    sizes = []
+    while (batch := stream.next_batch(0.0)) is not None:
+        sizes.append(len(kinds(batch)))
+        assert len(sizes) <= 21
+    assert (sum(sizes), stream.num_resets) == (21, 0)
