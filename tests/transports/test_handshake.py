@@ -22,15 +22,16 @@ class Listener:
         self.asked, self._silent, self._after_s = 0, silent, after_s
         self._open = 0
         self._idle = asyncio.Event()
+        self._idle.set()
 
     async def closed(self) -> None:
         """Return when no connection is open."""
-        if self._open:
-            await self._idle.wait()
+        await self._idle.wait()
 
     async def __call__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self.asked += 1
         self._open += 1
+        self._idle.clear()
         await reader.readexactly(8)
         if self.asked <= self._silent:
             await asyncio.sleep(self._after_s)
