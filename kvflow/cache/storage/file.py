@@ -12,7 +12,7 @@ checksum must be right, or the file is removed and the page is not there.
 **fsync.** Not by default: the bytes survive the process anyway, a page that a crash of the machine tears is found by
 its checksum, and a cache may lose pages. The price: an error of the medium that the kernel meets when it writes its
 buffers out is seen by who reads, not by who wrote. With `sync` each file is synced before its rename, and its folder
-after it: what was reported as stored survives a crash of the machine. That costs some 7 ms a page on a virtual disk,
+after it: what was reported as stored survives a crash of the machine. That costs 1 to 7 ms a page on a virtual disk,
 and 0.1 ms without.
 
 **One process.** Which files there are, their order of use and their total are in the memory of one process. A second
