@@ -57,6 +57,9 @@ class Engine:
     def _release(self) -> None:
         self.promised -= 1
 
+    async def prefetch(self, *_: object) -> None:
+        return None
+
     def cached(self, *_: object) -> None:
         return None
 
