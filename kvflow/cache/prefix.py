@@ -238,7 +238,15 @@ class PrefixCache:
 
     def evict(self, count: int) -> None:
         """Give `count` pages back, or all that nobody reads; the allocator calls this."""
+        least = self.evictable_pages - count
         self._free(self._index.evict(Tier.DEVICE, count))
+        while self._host is not None and (left := self.evictable_pages - max(least, 0)) > 0:
+            # What is on the device alone, as its copy has failed, stays while host pages follow it.
+            freed = self._index.evict(Tier.HOST, left)
+            if not freed.host.size:
+                break
+            self._free(freed)
+            self._free(self._index.evict(Tier.DEVICE, left))
 
     def unlock(self, end: Node) -> None:
         """Of a `Prefix`."""

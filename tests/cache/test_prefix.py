@@ -6,6 +6,7 @@ import asyncio
 import random
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from typing import Any
 
 import numpy as np
 import pytest
@@ -264,3 +265,33 @@ async def test_any_order_of_requests_copies_and_ends(
         for prefix, _ in held:
             prefix.release()
         assert b.cache.stats().loaded_pages and b.cache.stats().failed_copies
+
+
+async def test_a_cache_that_closes_ends_copies_that_have_not_begun() -> None:
+    async with bench(host_pages=6) as b:
+        b.run(1, 2, 3)
+        assert b.cache._copies
+        await b.cache.close()
+        assert b.pool.pages.free_pages == PAGES and not b.pool.pages.owned()
+
+
+async def test_what_host_pages_follow_can_be_evicted_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first pages of a prompt failed to be copied; the others, which a later prompt brought, were copied."""
+    async with bench(host_pages=6) as b:
+        assert b.host is not None
+        honest, fail = b.host.copy, asyncio.Event()
+
+        async def failing(*args: Any) -> bool:
+            await fail.wait()
+            raise TransferError("planted")
+
+        monkeypatch.setattr(b.host, "copy", failing)
+        b.run(1, 2)
+        await asyncio.sleep(0)
+        monkeypatch.setattr(b.host, "copy", honest)
+        b.run(1, 2, 3, 4)
+        await until(lambda: b.cache.stats().saved_pages == 2)
+        fail.set()
+        await until(lambda: b.cache.stats().failed_copies == 1)
+        assert b.pool.pages.available_pages == PAGES
+        assert b.pool.pages.reclaim(PAGES) == PAGES
