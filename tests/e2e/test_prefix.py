@@ -85,6 +85,15 @@ async def test_a_turn_costs_what_is_new_in_it(seed: int) -> None:
             for url in urls:
                 info = await ask(session, f"{url}/server_info")
                 assert info["pages"]["free"] == info["pages"]["total"] and not info["prefix_cache"]["pages"]
+        # A pool that holds half of the conversations, and host memory that holds all of them.
+        async with running(num_pages=140, page_size=PAGE_SIZE, prefix_cache="lru", cache_host_bytes=1 << 26) as fleet:
+            tiered = await chats(fleet.url, seed)
+            urls = [child.url for child in (*fleet.prefills, *fleet.decodes)]
+            assert await all_home(session, *urls)
+            caches = [(await ask(session, f"{url}/server_info"))["prefix_cache"] for url in urls]
+            print("tiers, prefill and decode:", caches)
+            assert all(cache["evicted_pages"] and cache["loaded_pages"] for cache in caches)
+    assert [[turn.tokens for turn in turns] for turns in tiered] == [[turn.tokens for turn in turns] for turns in found]
     assert [[turn.tokens for turn in turns] for turns in found] == [
         [turn.tokens for turn in turns] for turns in expected
     ]
