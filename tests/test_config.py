@@ -97,7 +97,27 @@ def test_booleans_are_words_in_the_environment() -> None:
         ("prefill", {"dtype": "int3"}, {}, ["--dtype", "float32", "bfloat16"]),
         ("prefill", {"disaggregation_transfer_backend": "pigeon"}, {}, ["local", "mooncake"]),
         ("prefill", {"disaggregation_mode": "decode"}, {}, ["--disaggregation-mode", "kvflow prefill"]),
-        ("prefill", {"kv_events_config": "{}"}, {}, ["--kv-events-config", "not available"]),
+        ("prefill", {"kv_events_config": "{}"}, {}, ["--kv-events-config without --prefix-cache"]),
+        (
+            "decode",
+            {"prefix_cache": "lru", "kv_events_config": "{"},
+            {},
+            ["--kv-events-config: Input data was"],
+        ),
+        (
+            "decode",
+            {"prefix_cache": "lru", "kv_events_config": '{"publisher": "kafka"}'},
+            {},
+            ["--kv-events-config: Invalid enum value 'kafka' - at `$.publisher`"],
+        ),
+        (
+            "prefill",
+            {"prefix_cache": "lru", "kv_events_config": '{"endpoint": "tcp://*:99999"}'},
+            {},
+            ["--kv-events-config: endpoint 'tcp://*:99999': the last port is 65535"],
+        ),
+        ("prefill", {"cache_host_bytes": "4096"}, {}, ["--cache-host-bytes 4096 without --prefix-cache"]),
+        ("prefill", {"prefix_cache": "lru", "pp": "2"}, {}, ["--prefix-cache lru with --pp 2 --tp 1"]),
         ("router", {}, {}, ["--prefill", "--decode"]),
         (
             "router",

@@ -19,7 +19,9 @@ from numpy.typing import NDArray
 
 from kvflow.aio import run_to_end, wait_or_cancel
 from kvflow.cache.host import HostTier
+from kvflow.cache.publisher import EventPublisher
 from kvflow.memory.allocator import PageAllocator
+from kvflow.protocols.cache.events import Event
 from kvflow.protocols.cache.hashes import ANY, TOKEN_BYTES, Namespace
 from kvflow.protocols.cache.index import Match, PrefixIndex
 from kvflow.protocols.cache.nodes import Node, Tier
@@ -91,14 +93,17 @@ class PrefixCache:
     def __init__(
         self, pages: PageAllocator, page_size: int, policy: str = "lru", *, now: Callable[[], float] = time.monotonic,
         host: HostTier | None = None, write_policy: WritePolicy = "write_through",
+        events: bool = False,
     ) -> None:  # fmt: skip
         """`pages` are told to ask here for more when they run short. `host`: closed with the cache; `write_policy` says
-        what is copied there: all that is kept, or what a prompt has found since (write_through_selective).
+        what is copied there: all that is kept, or what a prompt has found since (write_through_selective). `events`: it
+        is the `EventSource` of a publisher.
 
         Raises: MisuseError."""
         self.page_size, self.epoch = page_size, 0
         self._pages, self._now = pages, now
-        self._index = PrefixIndex(page_size, policy)
+        self._index = PrefixIndex(page_size, policy, events=events)
+        self.publisher: EventPublisher | None = None  # of its events, told of every change
         self._asked = self._hits = 0
         self._host, self._needed_hits = host, 1 if write_policy == "write_through_selective" else 0
         self._copies: set[asyncio.Task[None]] = set()
@@ -214,7 +219,18 @@ class PrefixCache:
         self._pages.give_back(inserted.duplicates, OWNER)
         if not self._needed_hits:
             self._save(inserted.end)
+        self._tell()
         return whole
+
+    def take_events(self) -> list[Event]:
+        return self._index.take_events()
+
+    def snapshot_events(self) -> list[Event]:
+        return self._index.snapshot_events()
+
+    def _tell(self) -> None:
+        if self.publisher is not None:
+            self.publisher.notify()
 
     async def close(self) -> None:
         """End every copy, and give everything back, when no request reads it any more."""
@@ -272,6 +288,7 @@ class PrefixCache:
         self._pages.give_back(freed.device, OWNER)
         if self._host is not None:
             self._host.pages.give_back(freed.host, OWNER)
+        self._tell()
 
 
 def _bytes_of(tokens: Tokens, count: int) -> bytes:

@@ -102,6 +102,10 @@ class EventPublisher:
         batches = self._stream.next_seq - self._first_seq
         return PublisherStats(batches, self._stream.num_resets, self._replays, self._snapshots, self._bad_requests)
 
+    def describe(self) -> dict[str, Any]:
+        """Where it publishes, by the names of --kv-events-config, and what it has sent."""
+        return {"endpoint": self.address, "replay_endpoint": self.replay_address, **self.stats()._asdict()}
+
     async def close(self) -> None:
         """Send what has been recorded, end replays, close the sockets. More than once is once."""
         if self._closing:

@@ -177,7 +177,13 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     disaggregation_ib_device: Annotated[
         str, Meta(description="RDMA device of the data plane; the number of an NPU for ascend.")
     ] = ""
-    kv_events_config: Annotated[str, Meta(description="KV event publishing; not available in this version.")] = ""
+    kv_events_config: Annotated[
+        str,
+        Meta(
+            description="Publish events of the prefix cache, as vLLM and SGLang do: a JSON object with publisher "
+            "(zmq), endpoint (tcp://*:5557), replay_endpoint, topic, buffer_steps."
+        ),
+    ] = ""
     transfer_rate_limit: Annotated[
         int, Meta(description="Bytes per second that prefill sends at most; 0 = no limit.", ge=0)
     ] = 0

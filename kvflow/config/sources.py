@@ -27,6 +27,7 @@ from kvflow.config.catalog import (
     flag_of,
     limits_of,
 )
+from kvflow.config.kv_events import KvEvents
 from kvflow.config.settings import DEFAULT_PORTS, ENV_PREFIX, Role, Settings
 from kvflow.protocols.errors import MisuseError
 
@@ -153,6 +154,15 @@ def _expected(name: str, error: str) -> str:
     return f"{error[:1].lower()}{error[1:].replace('`', '')}"
 
 
+def _check_events(settings: Settings) -> None:
+    try:
+        KvEvents.parse(settings.kv_events_config)
+    except ValueError as error:
+        raise ConfigError(f"--kv-events-config: {error}") from None
+    if settings.prefix_cache == "off":
+        raise ConfigError("--kv-events-config without --prefix-cache: nothing is cached, and there are no events")
+
+
 def _check(role: Role, settings: Settings) -> None:
     if role in ("prefill", "decode") and not settings.model_path:
         raise ConfigError("no model is given; set --model-path (or KVFLOW_MODEL_PATH)")
@@ -180,7 +190,7 @@ def _check(role: Role, settings: Settings) -> None:
     if settings.cache_host_bytes and settings.prefix_cache == "off":
         raise ConfigError(f"--cache-host-bytes {settings.cache_host_bytes} without --prefix-cache: nothing is cached")
     if settings.kv_events_config:
-        raise ConfigError("--kv-events-config: KV events are not available in this version; leave it out")
+        _check_events(settings)
     if role == "router" and not ((settings.prefill and settings.decode) or settings.api_key):
         raise ConfigError(
             "router needs at least one --prefill URL and one --decode URL, or an --api-key, with which workers join it"

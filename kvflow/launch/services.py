@@ -4,16 +4,21 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import logging
+import time
 from collections.abc import AsyncGenerator
 from contextlib import AsyncExitStack, asynccontextmanager
 from typing import TYPE_CHECKING
 
 from kvflow.cache.host import HostTier
 from kvflow.cache.prefix import PrefixCache
+from kvflow.cache.publisher import EventPublisher
+from kvflow.config.kv_events import KvEvents
 from kvflow.config.settings import Settings
 from kvflow.launch.parts import Parts, card_of, plane_of, staged
 from kvflow.launch.pool import check_host_memory, make_snapshots
 from kvflow.node import DecodeNode, PrefillNode
+from kvflow.protocols.cache.stream import StreamLimits
 from kvflow.protocols.errors import MisuseError
 from kvflow.protocols.limits import Bounds, Timing
 from kvflow.server.http.engine_services import DecodeService, PrefillService
@@ -28,6 +33,7 @@ if TYPE_CHECKING:
     from kvflow.engine.scheduler.decode import DecodeEngine
 
 _PREFILL_STAGING_BYTES = 256 << 20  # slices for some twenty decodes
+_log = logging.getLogger("kvflow.serve")
 Control = tuple[ZmqSocket, int]
 """Prefill's control endpoint and its port."""
 
@@ -100,8 +106,20 @@ async def prefix_cache(settings: Settings, parts: Parts, stack: AsyncExitStack) 
         allocate = functools.partial(HostTier, parts.pool, settings.cache_host_bytes)
         host = await asyncio.get_running_loop().run_in_executor(parts.executor, allocate)
     policy = settings.cache_write_policy
-    cache = PrefixCache(parts.pool.pages, layout.page_size, settings.prefix_cache, host=host, write_policy=policy)
+    told = KvEvents.parse(settings.kv_events_config) if settings.kv_events_config else None
+    cache = PrefixCache(
+        parts.pool.pages, layout.page_size, settings.prefix_cache, host=host, write_policy=policy,
+        events=told is not None,
+    )  # fmt: skip
     stack.push_async_callback(cache.close)
+    if told is not None:
+        cache.publisher = EventPublisher(
+            cache, layout.page_size, address=told.endpoint, replay_address=told.replay_endpoint, topic=told.topic,
+            positional=told.positional, limits=StreamLimits(kept_batches=told.buffer_steps),
+            first_seq=time.time_ns() // 1_000_000 << 16,  # after a restart subscribers see a gap, and ask for a replay
+        )  # fmt: skip
+        stack.push_async_callback(cache.publisher.close)
+        _log.info("events of the prefix cache at %s", cache.publisher.address)
     return cache
 
 

@@ -18,6 +18,7 @@ import aiohttp
 import msgspec
 
 from kvflow.config.catalog import FIELDS_OF_ROLE, flag_of
+from kvflow.config.kv_events import KvEvents
 from kvflow.config.settings import Settings
 from kvflow.demo_model import DEMO_MODEL_DIR
 from kvflow.launch.child import Child, ChildEndedError, first_end, start_together
@@ -111,6 +112,9 @@ class Fleet:
             arguments += ["--disaggregation-bootstrap-port", "0", "--control-port", "0"]
         elif not self._settings.disaggregation_prefill_tp:
             arguments += ["--disaggregation-prefill-tp", str(self._settings.tp)]
+        if (events := self._settings.kv_events_config) and (config := KvEvents.parse(events)) is not None:
+            number = index + (0 if role == "prefill" else self._settings.prefill_workers)
+            arguments += ["--kv-events-config", config.of_worker(number)]
         if self._key is not None:
             arguments += ["--control-key-file", f"/dev/fd/{self._key}"]
         return self._child(name, role, arguments)

@@ -4,16 +4,22 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import json
 import random
 import statistics
 import time
+from contextlib import closing
 from typing import Any
 
 import aiohttp
 import msgspec
 import pytest
+import zmq
+import zmq.asyncio
 
 from tests.e2e.fleet import all_home, ask, running
+from tests.protocols.cache.decoders import VllmKVEventBatch, apply
+from tests.protocols.cache.subscriber import Subscriber, block_hash, digest_chain
 
 USERS, TURNS, PAGE_SIZE = 16, 8, 16
 
@@ -105,3 +111,52 @@ async def test_a_turn_costs_what_is_new_in_it(seed: int) -> None:
     print("first token of the last turn, cache off and on:", late, "bytes moved", bytes_moved)
     # Each turn moves what is new, in whole pages, where all of it moved before.
     assert bytes_moved["lru"] < 0.5 * bytes_moved["off"]
+
+
+@pytest.mark.slow
+@pytest.mark.xdist_group("processes")
+async def test_subscribers_know_what_is_cached() -> None:
+    """The events of a prefill and a decode, as vLLM's subscribers read them: every cached page, per tier."""
+    dice = random.Random(7)
+    prompt = [dice.randrange(10, 900) for _ in range(100)]
+    events = {"endpoint": "tcp://127.0.0.1:*", "replay_endpoint": "tcp://127.0.0.1:*", "topic": "kv"}
+    settings = {"prefix_cache": "lru", "page_size": PAGE_SIZE, "cache_host_bytes": 1 << 24}
+    async with running(**settings, kv_events_config=json.dumps(events)) as fleet, aiohttp.ClientSession() as session:
+        turn = await say(session, fleet.url, prompt, 30)
+        known = [digest_chain(tokens, PAGE_SIZE) for tokens in (prompt, (prompt + turn.tokens)[:-1])]
+        for child, digests in zip((*fleet.prefills, *fleet.decodes), known, strict=True):
+            told = (await ask(session, f"{child.url}/server_info"))["kv_events"]
+            held, newest = await replayed(told["replay_endpoint"])
+            wanted = {block_hash(digest) for digest in digests}
+            assert held == [wanted, wanted, set()], "device and host have it, storage has not"
+            with closing(zmq.asyncio.Context.instance().socket(zmq.SUB)) as live:
+                live.setsockopt(zmq.SUBSCRIBE, b"kv")
+                live.connect(told["endpoint"])
+                await live.recv_multipart()  # a heartbeat: the subscription has arrived
+                await session.post(f"{child.url}/flush_cache")
+                async with asyncio.timeout(20):
+                    while not (batch := await next_batch(live))[1].events:
+                        pass
+                assert [type(event).__name__ for event in batch[1].events] == ["VllmAllBlocksCleared"]
+                assert batch[0] > newest
+
+
+async def next_batch(socket: zmq.asyncio.Socket) -> tuple[int, VllmKVEventBatch]:
+    topic, seq, payload = await socket.recv_multipart()
+    assert topic == b"kv"
+    return int.from_bytes(seq, "big"), msgspec.msgpack.decode(payload, type=VllmKVEventBatch)
+
+
+async def replayed(endpoint: str) -> tuple[list[set[int]], int]:
+    """What a subscriber holds that asks for everything, and the number of the last batch."""
+    subscriber, newest = Subscriber(), -1
+    with closing(zmq.asyncio.Context.instance().socket(zmq.DEALER)) as socket:
+        socket.connect(endpoint)
+        async with asyncio.timeout(20):
+            await socket.send_multipart([b"", (0).to_bytes(8, "big")])
+            while True:
+                _, _, seq, payload = await socket.recv_multipart()
+                if int.from_bytes(seq, "big", signed=True) == -1:
+                    return subscriber.content(), newest
+                newest = int.from_bytes(seq, "big")
+                apply(subscriber, msgspec.msgpack.decode(payload, type=VllmKVEventBatch))

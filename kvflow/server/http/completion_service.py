@@ -104,6 +104,7 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
     rows_by_kind: dict[str, int] = {}
     optimism: EngineOptimism | None = None  # of a prefill
     cache: CacheStats | None = None  # of prefixes, where they are cached
+    kv_events: dict[str, Any] | None = None  # where events of that cache are published, and how many
     retraction: EngineRetractions | None = None  # of a decode, as is what follows
     decode_steps: int | None = None
     pp_size: int = 1

@@ -49,6 +49,7 @@ def server_info(pipeline: CompletionPipeline, host: str, role_switch: RoleSwitch
         },
         "rows": {"free": report.rows_free, "total": report.rows_total, **report.rows_by_kind},
         "prefix_cache": msgspec.to_builtins(report.cache),
+        "kv_events": report.kv_events,
         "optimistic_prefill": msgspec.to_builtins(report.optimism),
         "retraction": msgspec.to_builtins(report.retraction),
         "quarantine_pages": report.quarantine_pages,
