@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from kvflow.config.catalog import FIELDS_OF_ROLE, GROUPS, describe, flag_of
+from kvflow.config.kv_events import KvEvents
 from kvflow.config.settings import DEFAULT_PORTS, Role, Settings
 from kvflow.config.sources import ConfigError, resolve, resolve_other
 from kvflow.launch.process import PARENT_PID, READY_FD
@@ -247,3 +248,13 @@ def test_a_variable_of_another_role_or_purpose_is_left_alone() -> None:
 def test_a_number_that_is_none_is_no_time(value: str) -> None:
     with pytest.raises(ConfigError, match="--request-timeout-s"):
         resolve("decode", {**MODEL, "request_timeout_s": value}, env={})
+
+
+def test_workers_of_one_machine_publish_at_ports_of_their_own() -> None:
+    found = KvEvents.parse('{"endpoint": "tcp://*:5557", "replay_endpoint": "tcp://[::1]:0", "topic": "kv"}')
+    assert found is not None
+    third = KvEvents.parse(found.of_worker(2))
+    assert third is not None and (third.endpoint, third.replay_endpoint) == ("tcp://*:5559", "tcp://[::1]:0")
+    assert third.topic == "kv"
+    for off in ('{"publisher": "null"}', '{"publisher": null}', '{"enable_kv_cache_events": false}'):
+        assert KvEvents.parse(off) is None
