@@ -29,6 +29,14 @@ POOLS: dict[str, dict[str, Any]] = {
     "little host memory": {**SMALL, "new_token_ratio": 0.1, "host_pages": 8},
     "recomputes": {**SMALL, "new_token_ratio": 0.1},
     "optimistic": {**SMALL, "optimistic_tries": 2},
+    "host tier": {**SMALL, "cache_host_pages": 40},
+    "little host tier": {
+        **SMALL,
+        "new_token_ratio": 0.1,
+        "host_pages": 100,
+        "cache_host_pages": 12,
+        "cache_options": {"write_policy": "write_through_selective"},
+    },
 }
 
 
@@ -97,6 +105,11 @@ class Storm:
     async def _read(self, prompt: list[int], count: int, most_read: int, legs: list[asyncio.Task[Any]]) -> list[int]:
         pair, params = self.pair, greedy(count, priority=self.chance.randrange(3))
         admission = await pair.decode.admit(prompt, params)
+        try:
+            await pair.decode.prefetch(prompt, admission)
+        except asyncio.CancelledError:
+            admission.release()
+            raise
         prefix = pair.decode.cached(prompt)
         assert prefix is not None
         room = pair.room(prompt, prefix.tokens)
@@ -144,11 +157,12 @@ async def test_nothing_is_lost_and_nothing_is_wrong(pool: str, llama: LoadedMode
         async with asyncio.timeout(15):
             await storm.run(REQUESTS)
         assert storm.ended["tokens"] and storm.ended["gone"]
-        await until(lambda: pair.home)
+        await until(lambda: pair.home and not any(cache._copies for cache in pair.caches))
         for cache, side in zip(pair.caches, (pair.source, pair.target), strict=True):
             found = cache.stats()
             assert found.pages == found.evictable_pages, "a lock was left"
             assert side.pages.owned() == ({OWNER: found.pages} if found.pages else {})
             cache.flush()
             assert side.pages.free_pages == side.pages.capacity
+        assert all(host.pages.at_rest() and not host.pages.owned() for host in pair.host_tiers)
         assert not pair.decode.retraction.retracted_now
