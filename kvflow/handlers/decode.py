@@ -268,11 +268,11 @@ class DecodeShell(Shell):
         """At once; or, where all of the staging is lent, when others' pages come back: first come first served."""
         if room.record is None or room.ended:
             return
-        wanted = room.record.num_pages
-        if room.prefix_tokens is not None and not room.record.lent:
-            wanted = room.num_pages = self.endpoint.shorten(room.grant, room.prefix_tokens)
         has_rows = self.endpoint.core.identity.layout.num_rows
         try:
+            if room.prefix_tokens is not None and not room.record.lent:
+                room.num_pages = self.endpoint.shorten(room.grant, room.prefix_tokens)
+            wanted = room.record.num_pages
             if self.arrivals is not None and not self._stage(room, wanted):
                 return
             if room.own_pages is None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kvflow.protocols.errors import Code
+from kvflow.protocols.errors import Code, KvflowError, MisuseError
 from kvflow.protocols.wire.messages import Bootstrap, ChunkDone
 from kvflow.testing.pair import PAGE_SIZE, Pair, pair, until
 from tests.handlers.scenes import WHY, assert_same_bytes, code_of
@@ -101,3 +101,46 @@ async def test_every_rank_sends_the_rest() -> None:
         assert await target.landed() == b"handoff" and len(target.pages) == 1
         target.close()
         await p.rest()
+
+
+@pytest.mark.parametrize("pages", [0, 1, 2])
+@pytest.mark.parametrize("linked", [False, True])
+async def test_what_decode_finds_after_it_has_announced_a_room_need_not_travel(
+    kvflow_pair: Pair, pages: int, linked: bool
+) -> None:
+    p, prompt = kvflow_pair, range(2 * PAGE_SIZE)
+    source = p.prefill.room(7, prompt)
+    target = p.decode.announce(7, "sim", prompt)
+    if linked:
+        await until(lambda: source.phase.name == "ANNOUNCED" and target.linked)
+    assert target.num_pages == 2
+    await target.offer(prefix_tokens=pages * PAGE_SIZE)
+    assert await source.matched() == pages * PAGE_SIZE
+    assert target.num_pages == len(target.pages) == 2 - pages
+    sent = p.send_all(source)
+    assert await target.landed() == b"handoff"
+    await source.done()
+    if pages < 2:
+        assert_same_bytes(p, sent, target)
+    target.close()
+    await p.rest()
+
+
+@pytest.mark.parametrize("prefix", [PAGE_SIZE - 1, 3 * PAGE_SIZE, -PAGE_SIZE])
+@pytest.mark.parametrize("linked", [False, True])
+async def test_a_prefix_that_cannot_be_ends_the_room_and_no_other(kvflow_pair: Pair, prefix: int, linked: bool) -> None:
+    p, prompt = kvflow_pair, range(2 * PAGE_SIZE)
+    source, target = p.prefill.room(7, prompt), p.decode.announce(7, "sim", prompt)
+    if linked:
+        await until(lambda: source.phase.name == "ANNOUNCED" and target.linked)
+    with pytest.raises(MisuseError, match="prefix"):
+        await target.offer(prefix_tokens=prefix)
+    with pytest.raises(KvflowError):
+        await source.matched()
+    target.close()
+    other, theirs = p.prefill.room(8, prompt), await p.decode.room(8, "sim", prompt)
+    await other.matched()
+    p.send_all(other)
+    await theirs.landed()
+    theirs.close()
+    await p.rest()
