@@ -4,22 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import functools
-import logging
-import time
 from collections.abc import AsyncGenerator
 from contextlib import AsyncExitStack, asynccontextmanager
 from typing import TYPE_CHECKING
 
-from kvflow.cache.host import HostTier
-from kvflow.cache.prefix import PrefixCache
-from kvflow.cache.publisher import EventPublisher
-from kvflow.config.kv_events import KvEvents
 from kvflow.config.settings import Settings
+from kvflow.launch.caching import prefix_cache
 from kvflow.launch.parts import Parts, card_of, plane_of, staged
 from kvflow.launch.pool import check_host_memory, make_snapshots
 from kvflow.node import DecodeNode, PrefillNode
-from kvflow.protocols.cache.stream import StreamLimits
-from kvflow.protocols.errors import MisuseError
 from kvflow.protocols.limits import Bounds, Timing
 from kvflow.server.http.engine_services import DecodeService, PrefillService
 from kvflow.server.http.group_service import ShardedDecodeService
@@ -33,7 +26,6 @@ if TYPE_CHECKING:
     from kvflow.engine.scheduler.decode import DecodeEngine
 
 _PREFILL_STAGING_BYTES = 256 << 20  # slices for some twenty decodes
-_log = logging.getLogger("kvflow.serve")
 Control = tuple[ZmqSocket, int]
 """Prefill's control endpoint and its port."""
 
@@ -80,47 +72,16 @@ async def prefill_over(parts: Parts, settings: Settings, control: Control) -> As
     async with AsyncExitStack() as stack:
         stack.callback(control[0].close)
         node = await prefill_node(parts, settings, control, stack)
+        cache = await stack.enter_async_context(prefix_cache(settings, parts))
         engine = PrefillEngine(
             model, pool, pool.pages, executor,
             chunk_tokens=settings.chunked_prefill_size, max_batch_tokens=settings.max_batch_tokens,
-            optimistic_tries=settings.optimistic_prefill, cache=await prefix_cache(settings, parts, stack),
-            prefetch=settings.cache_prefetch_policy,
+            optimistic_tries=settings.optimistic_prefill, cache=cache, prefetch=settings.cache_prefetch_policy,
         )  # fmt: skip
         await node.start()
         stack.push_async_callback(engine.close)
         await engine.start()
         yield PrefillService(card_of(settings, model), node, engine, settings.request_timeout_s)
-
-
-async def prefix_cache(settings: Settings, parts: Parts, stack: AsyncExitStack) -> PrefixCache | None:
-    """Of a worker's pool, emptied with `stack`. Raises: MisuseError for a model whose prefixes are of no use,
-    LayoutError for host memory that is not there."""
-    if settings.prefix_cache == "off":
-        return None
-    model, layout = parts.model, parts.pool.layout
-    if layout.num_rows or model.whole_prompts:
-        why = "keeps a state for each request" if layout.num_rows else "computes every prompt as a whole"
-        raise MisuseError(f"--prefix-cache {settings.prefix_cache}: {settings.model_name} {why}; leave it out")
-    host: HostTier | None = None
-    if settings.cache_host_bytes:
-        allocate = functools.partial(HostTier, parts.pool, settings.cache_host_bytes)
-        host = await asyncio.get_running_loop().run_in_executor(parts.executor, allocate)
-    policy = settings.cache_write_policy
-    told = KvEvents.parse(settings.kv_events_config) if settings.kv_events_config else None
-    cache = PrefixCache(
-        parts.pool.pages, layout.page_size, settings.prefix_cache, host=host, write_policy=policy,
-        events=told is not None,
-    )  # fmt: skip
-    stack.push_async_callback(cache.close)
-    if told is not None:
-        cache.publisher = EventPublisher(
-            cache, layout.page_size, address=told.endpoint, replay_address=told.replay_endpoint, topic=told.topic,
-            positional=told.positional, limits=StreamLimits(kept_batches=told.buffer_steps),
-            first_seq=time.time_ns() // 1_000_000 << 16,  # after a restart subscribers see a gap, and ask for a replay
-        )  # fmt: skip
-        stack.push_async_callback(cache.publisher.close)
-        _log.info("events of the prefix cache at %s", cache.publisher.address)
-    return cache
 
 
 def check_decode(settings: Settings) -> None:
@@ -169,11 +130,11 @@ async def _decode_engine(parts: Parts, settings: Settings) -> AsyncGenerator[tup
             staging=staging,
         )
         stack.push_async_callback(node.close)
+        cache = await stack.enter_async_context(prefix_cache(settings, parts))
         engine = DecodeEngine(
             model, pool, pool.pages, executor, max_batch=settings.max_running_requests,
             new_token_ratio=settings.new_token_ratio, snapshots=snapshots,
-            recompute=settings.host_memory_full == "recompute", cache=await prefix_cache(settings, parts, stack),
-            prefetch=settings.cache_prefetch_policy,
+            recompute=settings.host_memory_full == "recompute", cache=cache, prefetch=settings.cache_prefetch_policy,
         )  # fmt: skip
         await node.start()
         stack.push_async_callback(engine.close)

@@ -123,7 +123,7 @@ class EngineService(Generic[N, E]):
         self._node.leave()
 
     def report(self) -> Report:
-        node, load = self._node, self._engine.load()
+        node, load, cache = self._node, self._engine.load(), self._engine.cache
         pages, rows = node.pool.pages, node.pool.rows if node.pool.layout.num_rows else None
         return Report(
             incarnation=node.incarnation,
@@ -156,8 +156,8 @@ class EngineService(Generic[N, E]):
             rows_free=rows.free_pages if rows else 0,
             rows_total=rows.num_pages if rows else 0,
             rows_by_kind=owned_by_kind(rows) if rows else {},
-            cache=None if (cache := self._engine.cache) is None else cache.stats(),
-            kv_events=None if cache is None or (told := cache.publisher) is None else told.describe(),
+            cache=None if cache is None else cache.stats(),
+            kv_events=None if cache is None or cache.publisher is None else cache.publisher.describe(),
             optimism=self._optimism(),
             retraction=self._retraction(),
             decode_steps=self._decode_steps(),

@@ -1,0 +1,73 @@
+"""The prefix cache of a worker, from its settings: tiers behind the pool, and a publisher of what is in them."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import logging
+import time
+from collections.abc import AsyncGenerator
+from contextlib import asynccontextmanager
+
+from kvflow.cache.host import HostTier
+from kvflow.cache.prefix import PrefixCache
+from kvflow.cache.publisher import EventPublisher
+from kvflow.config.kv_events import KvEvents
+from kvflow.config.settings import Settings
+from kvflow.launch.parts import Parts
+from kvflow.protocols.cache.stream import StreamLimits
+from kvflow.protocols.errors import LayoutError, MisuseError
+
+_log = logging.getLogger("kvflow.serve")
+
+
+@asynccontextmanager
+async def prefix_cache(settings: Settings, parts: Parts) -> AsyncGenerator[PrefixCache | None, None]:
+    """Of a worker's pool, which has all of its pages again at the end; None where prefixes are not cached.
+
+    Raises: MisuseError for a model whose prefixes are of no use, host memory that is not there, a port in use.
+    """
+    if settings.prefix_cache == "off":
+        yield None
+        return
+    model, layout = parts.model, parts.pool.layout
+    if layout.num_rows or model.whole_prompts:
+        why = "keeps a state for each request" if layout.num_rows else "computes every prompt as a whole"
+        raise MisuseError(f"--prefix-cache {settings.prefix_cache}: {settings.model_name} {why}; leave it out")
+    told = KvEvents.parse(settings.kv_events_config) if settings.kv_events_config else None
+    cache = PrefixCache(
+        parts.pool.pages, layout.page_size, settings.prefix_cache, host=await _host_tier(settings, parts),
+        write_policy=settings.cache_write_policy, events=told is not None,
+    )  # fmt: skip
+    try:
+        if told is not None:
+            cache.publisher = _publisher(told, cache)
+        yield cache
+    finally:
+        await cache.close()
+        if cache.publisher is not None:
+            await cache.publisher.close()  # when it has told that nothing is cached any more
+
+
+async def _host_tier(settings: Settings, parts: Parts) -> HostTier | None:
+    if not settings.cache_host_bytes:
+        return None
+    allocate = functools.partial(HostTier, parts.pool, settings.cache_host_bytes)
+    try:
+        return await asyncio.get_running_loop().run_in_executor(parts.executor, allocate)
+    except (LayoutError, MisuseError) as error:
+        raise MisuseError(f"--cache-host-bytes {settings.cache_host_bytes}: {error}") from None
+
+
+def _publisher(told: KvEvents, cache: PrefixCache) -> EventPublisher:
+    """Raises: MisuseError naming the address that cannot be bound."""
+    try:
+        publisher = EventPublisher(
+            cache, cache.page_size, address=told.endpoint, replay_address=told.replay_endpoint, topic=told.topic,
+            positional=told.positional, limits=StreamLimits(kept_batches=told.buffer_steps),
+            first_seq=time.time_ns() // 1_000_000 << 16,  # after a restart subscribers see a gap, and ask for a replay
+        )  # fmt: skip
+    except MisuseError as error:
+        raise MisuseError(f"--kv-events-config: {error}") from None
+    _log.info("events of the prefix cache at %s", publisher.address)
+    return publisher
