@@ -79,6 +79,29 @@ async def test_what_was_evicted_comes_back_from_the_host(llama: LoadedModel) -> 
         assert all(tier.pages.at_rest() for tier in pair.host_tiers)
 
 
+async def test_what_was_read_up_to_a_stop_string_is_cached(llama: LoadedModel) -> None:
+    """Its reader closes the tokens, maybe while a step runs: what that step writes is not among the pages kept."""
+    prompt = prompt_of(22)
+    async with EnginePair(llama, page_size=4) as pair:
+        expected = await pair.tokens(prompt, greedy(20))
+    for read in (1, 2, 3, 7, 11):
+        longer = prompt + expected[:read] + prompt_of(9, 2)
+        async with EnginePair(llama, page_size=4) as pair:
+            more = await pair.tokens(longer, greedy(5))
+        async with EnginePair(llama, page_size=4, cache="lru") as pair:
+            admission = await pair.decode.admit(prompt, greedy(20))
+            room = pair.room(prompt)
+            leg = asyncio.ensure_future(pair.prefill.prefill(room.prefill_half, prompt, greedy(20)))
+            tokens = pair.decode.generate(room, prompt, greedy(20), admission, pair.decode.cached(prompt))
+            found = [(await anext(tokens)).token_id for _ in range(read)]
+            await tokens.aclose()
+            await leg
+            assert found == expected[:read]
+            assert pair.caches[1].stats().pages >= (22 + read - 1) // 4
+            assert await pair.tokens(longer, greedy(5)) == more
+            assert await flushed(pair)
+
+
 async def test_namespaces_share_nothing(llama: LoadedModel) -> None:
     prompt, mine, other = prompt_of(20), Namespace(salt="mine"), Namespace(salt="other")
     async with EnginePair(llama, page_size=4, cache="lru") as pair:

@@ -41,8 +41,8 @@ class DecodeRequest:
     """
 
     __slots__ = (
-        "adjustments", "admission", "context", "handoff", "limit", "move", "number", "params", "prefix",
-        "protected_until", "resident", "seed", "sequence", "tokens",
+        "adjustments", "admission", "context", "delivered", "handoff", "limit", "move", "number", "params", "prefix",
+        "protected_until", "resident", "seed", "sequence", "settled", "tokens",
     )  # fmt: skip
 
     def __init__(
@@ -57,6 +57,8 @@ class DecodeRequest:
         self.context = contextvars.copy_context()  # of its reader: log lines of its moves name its request
         self.move: asyncio.Task[None] | None = None  # while it is retracted
         self.protected_until = 0
+        self.delivered = 0  # tokens of steps
+        self.settled = sequence.computed  # tokens whose state is in its pages, also while a step runs
         self.tokens: asyncio.Queue[TokenOut | KvflowError] = asyncio.Queue()
 
     @property
@@ -81,7 +83,13 @@ class DecodeRequest:
     def came_back(self, sequence: Sequence, adjustments: Adjustments | None) -> None:
         """The same tokens, at other places of the pool."""
         self.sequence, self.adjustments = sequence, adjustments
+        self.settled = sequence.computed
         self.protected_until = self.generated + sequence.page_size
+
+    def stepped(self) -> None:
+        """A token of it was delivered: the state of all before it is there."""
+        self.delivered += 1
+        self.settled = self.sequence.prompt_length + self.delivered
 
     def recomputed_row(self, most: int, chunk: Callable[[int, int], int], *, one_by_one: bool) -> Row:
         """Tokens whose state it computes once more, at most `most` where the model lets them be divided so; with them

@@ -207,6 +207,10 @@ class DecodeEngine(EngineLoop):
         except KvflowError as error:
             cause = error.cause()
             raise
+        except (GeneratorExit, asyncio.CancelledError):  # enough was read, up to a stop string, or the client has gone
+            if request is not None:
+                self._keep(request)
+            raise
         finally:
             if request is not None:
                 self._retire(request)
@@ -269,11 +273,12 @@ class DecodeEngine(EngineLoop):
         self._wake.set()  # they are free at the end of the running burst
 
     def _keep(self, request: DecodeRequest) -> None:
-        """It has ended as it should: the cache takes over the whole pages of what it has computed."""
+        """It has ended, and not by an error: the cache takes over the whole pages of what is computed. A step that runs
+        writes behind them."""
         prefix, s, resident = request.prefix, request.sequence, request.resident
         if self.cache is None or prefix is None or resident.phase is not ResidencyPhase.RESIDENT:
             return
-        kept = self.cache.keep(s.tokens[: s.computed], s.pages, s.owner, prefix, request.params.priority)
+        kept = self.cache.keep(s.tokens[: request.settled], s.pages, s.owner, prefix, request.params.priority)
         resident.hand_over(kept - s.shared)
 
     def _let_go(self, request: DecodeRequest) -> None:
@@ -360,6 +365,7 @@ class DecodeEngine(EngineLoop):
         for request, out in itertools.chain.from_iterable(steps):
             if not self._is_running(request):
                 continue
+            request.stepped()
             if out.finish_reason is not None:
                 self._keep(request)
                 self._let_go(request)
