@@ -27,6 +27,7 @@ from kvflow.engine.scheduler.params import EngineLoad, SamplingParams, TokenOut
 from kvflow.engine.scheduler.rooms import DecodeRoomPort, PrefillRoomPort
 from kvflow.memory.pool import PagedPool
 from kvflow.node import DecodeNode, PrefillNode
+from kvflow.protocols.cache.hashes import ANY, Namespace
 from kvflow.protocols.pages.layout import build_layout
 from kvflow.server.http import generate, openai
 from kvflow.server.http.app import build_app
@@ -52,6 +53,7 @@ class _Engine:
 
     healthy = True
     failed_steps = 0
+    cache = None  # of prefixes
 
     def __init__(self, pool: PagedPool) -> None:
         self.pool = pool
@@ -68,7 +70,9 @@ class _Engine:
 class ReadyPrefill(_Engine):
     """Every prompt is computed already: its pages are sent at once."""
 
-    async def prefill(self, room: PrefillRoomPort, prompt: Prompt, params: SamplingParams) -> TokenOut:
+    async def prefill(
+        self, room: PrefillRoomPort, prompt: Prompt, params: SamplingParams, *, namespace: Namespace = ANY
+    ) -> TokenOut:
         self.limits.check_prompt(prompt)
         await room.matched()
         sequence = Sequence(("prefill", id(room)), prompt, 0, 1)
@@ -96,8 +100,14 @@ class PacedDecode(_Engine):
         self.limits.check_prompt(prompt)
         return await self._budget.admit(self.limits.worst_pages(prompt, params.max_new_tokens))
 
+    async def prefetch(self, prompt: Prompt, admission: Admission, namespace: Namespace = ANY) -> None:
+        return None
+
+    def cached(self, prompt: Prompt, namespace: Namespace = ANY) -> None:
+        return None
+
     async def generate(
-        self, room: DecodeRoomPort, prompt: Prompt, params: SamplingParams, admission: Admission
+        self, room: DecodeRoomPort, prompt: Prompt, params: SamplingParams, admission: Admission, prefix: None = None
     ) -> AsyncGenerator[TokenOut, None]:
         admission.took(len(room.pages))
         sequence = Sequence(("sequence", id(room)), prompt, params.max_new_tokens, 1)

@@ -381,6 +381,14 @@ async def _priority(on: Service, body: str, name: str) -> None:
         await on.ask(body, priority=1 << 63)
 
 
+@of("ctg:cache_salt", "ctg:extra_key")
+async def _salts(on: Service, body: str, name: str) -> None:
+    """They say what may be shared (tests/server/test_prefixes.py), never what is generated; both legs check them."""
+    assert text_of(await on.ask(body, **{name: "mine"})) == text_of(await on.ask(body))
+    with pytest.raises((openai.BadRequestError, AssertionError), match=rf"400.*{name}: 513 characters, limit 512"):
+        await on.ask(body, **{name: "a" * 513})
+
+
 @of("ctg:bootstrap_host", "ctg:bootstrap_port", "ctg:bootstrap_room")
 async def _meeting(on: Service, body: str, name: str) -> None:
     """The router's own are the ones that count."""

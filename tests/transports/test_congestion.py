@@ -26,7 +26,7 @@ def test_local_connections_lose_a_paced_algorithm(monkeypatch: pytest.MonkeyPatc
             assert changed >= 2
             near.sendall(b"still open")
             assert far.recv(64) == b"still open"
-            assert len(os.listdir("/proc/self/fd")) == descriptors
+            assert len(os.listdir("/proc/self/fd")) <= descriptors  # what earlier tests have left may be closed
 
 
 def test_other_algorithms_are_the_operators_choice(monkeypatch: pytest.MonkeyPatch) -> None:
