@@ -2,12 +2,12 @@
 
 Its pages are owned by the cache (I1), and whoever reads them holds a `Prefix`, a lock that eviction respects. They are
 evicted only when a request finds too few free pages, so at rest the pool may be full of them. With a host tier, what is
-kept is copied there too (write-through), and what a prompt finds there alone is copied back before it begins.
+kept is copied there too (write-through), and what a prompt finds there alone is copied back before it begins. With a
+storage tier behind it, what has come to the host is stored, and what neither has is read from there.
 """
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import time
 from collections.abc import Callable, Hashable
@@ -17,26 +17,25 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from kvflow.aio import run_to_end, wait_or_cancel
+from kvflow.aio import wait_or_cancel
 from kvflow.cache.host import HostTier
 from kvflow.cache.publisher import EventPublisher
+from kvflow.cache.stored import StorageTier
+from kvflow.cache.tiers import OWNER, TierCounts, Tiers
 from kvflow.memory.allocator import PageAllocator
 from kvflow.protocols.cache.events import Event
 from kvflow.protocols.cache.hashes import ANY, TOKEN_BYTES, Namespace
 from kvflow.protocols.cache.index import Match, PrefixIndex
 from kvflow.protocols.cache.nodes import Node, Tier
 from kvflow.protocols.cache.residents import Freed
-from kvflow.protocols.cache.writes import Write
-from kvflow.protocols.errors import TransferError
 from kvflow.protocols.pages.layout import NO_PLACES, PageIndices
 
-OWNER = ("cache", "prefix")
 WritePolicy = Literal["write_through", "write_through_selective"]
 _log = logging.getLogger("kvflow.cache")
 Tokens = NDArray[np.integer[Any]]
 
 
-class CacheStats(msgspec.Struct, frozen=True, kw_only=True):
+class CacheStats(TierCounts, kw_only=True):
     """What is cached now, and what has happened since the start."""
 
     pages: int
@@ -46,10 +45,6 @@ class CacheStats(msgspec.Struct, frozen=True, kw_only=True):
     evicted_pages: int
     host_pages: int = 0
     host_limit_pages: int = 0
-    saved_pages: int = 0  # copied to the host
-    loaded_pages: int = 0  # copied back
-    failed_copies: int = 0
-    unsaved_pages: int = 0  # kept on the device alone: the host tier was full of what is read or copied
 
 
 class Prefix:
@@ -93,11 +88,11 @@ class PrefixCache:
     def __init__(
         self, pages: PageAllocator, page_size: int, policy: str = "lru", *, now: Callable[[], float] = time.monotonic,
         host: HostTier | None = None, write_policy: WritePolicy = "write_through",
-        events: bool = False,
+        events: bool = False, storage: StorageTier | None = None,
     ) -> None:  # fmt: skip
         """`pages` are told to ask here for more when they run short. `host`: closed with the cache; `write_policy` says
         what is copied there: all that is kept, or what a prompt has found since (write_through_selective). `events`: it
-        is the `EventSource` of a publisher.
+        is the `EventSource` of a publisher. `storage`: behind the host tier, and closed with the cache.
 
         Raises: MisuseError."""
         self.page_size, self.epoch = page_size, 0
@@ -105,9 +100,8 @@ class PrefixCache:
         self._index = PrefixIndex(page_size, policy, events=events)
         self.publisher: EventPublisher | None = None  # of its events, told of every change
         self._asked = self._hits = 0
-        self._host, self._needed_hits = host, 1 if write_policy == "write_through_selective" else 0
-        self._copies: set[asyncio.Task[None]] = set()
-        self._saved = self._loaded = self._failed = self._unsaved = 0
+        self._selective = write_policy == "write_through_selective"
+        self._tiers = None if host is None else Tiers(self._index, host, storage, now=now, free=self._free)
         pages.lender = self
 
     def match(self, tokens: Tokens, most_tokens: int | None = None, namespace: Namespace = ANY) -> Prefix:
@@ -115,8 +109,8 @@ class PrefixCache:
         whole = (len(tokens) if most_tokens is None else max(0, min(len(tokens), most_tokens))) // self.page_size
         found = self._index.match(_bytes_of(tokens, whole * self.page_size), self._now(), namespace)
         prefix = self._lock(found, namespace)
-        if self._needed_hits and prefix.pages.size:
-            self._save(found.device_end)
+        if self._tiers is not None and self._selective and found.device_end is not None:
+            self._tiers.save(found.device_end)
         return prefix
 
     def _lock(self, found: Match, namespace: Namespace) -> Prefix:
@@ -133,21 +127,30 @@ class PrefixCache:
 
     @property
     def has_host(self) -> bool:
-        return self._host is not None
+        return self._tiers is not None
+
+    @property
+    def busy(self) -> bool:
+        """Whether a copy between tiers is under way."""
+        return self._tiers is not None and self._tiers.busy
 
     async def load(
         self, tokens: Tokens, most_tokens: int | None = None, namespace: Namespace = ANY, *, most_pages: int = 1 << 30,
         taking: Callable[[int], None] = lambda count: None,
     ) -> None:  # fmt: skip
-        """Copy to the device what the host alone has of the first `most_tokens` tokens, into at most `most_pages` pages
-        that are free or can be evicted. It is not locked afterwards: `match` follows.
+        """Copy to the device what host or storage alone have of the first `most_tokens` tokens, into at most
+        `most_pages` pages that are free or can be evicted. It is not locked afterwards: `match` follows.
 
         `taking` is called with how many pages are neither free nor cached from here on, and with that number below 0
         when they are. A cancellation stops the copy, and what it has copied is forgotten."""
-        if self._host is None:
+        if (tiers := self._tiers) is None:
             return
         whole = (len(tokens) if most_tokens is None else max(0, min(len(tokens), most_tokens))) // self.page_size
-        found = self._index.match(_bytes_of(tokens, whole * self.page_size), self._now(), namespace)
+        key = _bytes_of(tokens, whole * self.page_size)
+        found = self._index.match(key, self._now(), namespace)
+        if tiers.storage is not None and found.num_pages < whole:
+            await tiers.fetch(key, found, namespace, min(most_pages, self._pages.available_pages))
+            found = self._index.match(key, self._now(), namespace)
         if found.end is None or found.num_pages == found.device_pages.size:
             return
         held = self._lock(found, namespace)  # making room must not evict what it is made for
@@ -159,46 +162,12 @@ class PrefixCache:
                 return
             pages = self._pages.take(wanted, OWNER)
             taking(wanted)
-            copying = self._begin(self._index.begin_write(found.end, Tier.HOST, Tier.DEVICE, pages))
             try:
-                await wait_or_cancel(copying)
+                await wait_or_cancel(tiers.begin(self._index.begin_write(found.end, Tier.HOST, Tier.DEVICE, pages)))
             finally:
                 taking(-wanted)
         finally:
             held.release()
-
-    def _save(self, end: Node | None) -> None:
-        """Begin to copy to the host what it lacks up to here, as far as it has room."""
-        if self._host is None or end is None or not (wanted := self._index.missing(end, Tier.DEVICE, Tier.HOST)):
-            return
-        pages = self._host.pages
-        if pages.free_pages < wanted:
-            self._free(self._index.evict(Tier.HOST, wanted - pages.free_pages))
-        room = min(wanted, pages.free_pages)
-        self._unsaved += wanted - room
-        if room:
-            self._begin(self._index.begin_write(end, Tier.DEVICE, Tier.HOST, pages.take(room, OWNER)))
-
-    def _begin(self, write: Write) -> asyncio.Task[None]:
-        copying = asyncio.get_running_loop().create_task(self._copy(write), name=f"kvflow-cache-copy-{write.number}")
-        self._copies.add(copying)
-        copying.add_done_callback(self._copies.discard)
-        return copying
-
-    async def _copy(self, write: Write) -> None:
-        assert self._host is not None
-        whole = False
-        try:
-            whole = await self._host.copy(write.source_pages, write.target_pages, write.target)
-        except TransferError:
-            _log.exception("a copy of %d cached pages failed", len(write.source_pages))
-        finally:  # nothing of it runs on, cancelled or not
-            self._free(self._index.ack(write.number) if whole else self._index.fail(write.number))
-            self._failed += not whole
-            if whole and write.target is Tier.HOST:
-                self._saved += len(write.source_pages)
-            elif whole:
-                self._loaded += len(write.source_pages)
 
     def keep(self, tokens: Tokens, pages: PageIndices, owner: Hashable, prefix: Prefix, priority: int = 0) -> int:
         """Take the whole pages of `tokens`, which are all computed, over from `owner`; `pages` begins with those of
@@ -217,8 +186,8 @@ class PrefixCache:
             shared=shared, priority=priority,
         )  # fmt: skip
         self._pages.give_back(inserted.duplicates, OWNER)
-        if not self._needed_hits:
-            self._save(inserted.end)
+        if self._tiers is not None and not self._selective and inserted.end is not None:
+            self._tiers.save(inserted.end)
         self._tell()
         return whole
 
@@ -234,18 +203,18 @@ class PrefixCache:
 
     async def close(self) -> None:
         """End every copy, and give everything back, when no request reads it any more."""
-        await asyncio.sleep(0)  # a copy that has not begun would not end its write
-        for copying in self._copies:
-            copying.cancel()
-        await run_to_end(asyncio.gather(*self._copies, return_exceptions=True))
+        if self._tiers is not None:
+            await self._tiers.end()
         self.flush()
         self._pages.lender = None
-        if self._host is not None:
-            self._host.close()
+        if self._tiers is not None:
+            self._tiers.host.close()
 
     def flush(self) -> None:
         """Forget everything; what is locked becomes free when it is released."""
         self.epoch += 1
+        if self._tiers is not None:
+            self._tiers.flushed()
         self._free(self._index.flush())
 
     @property
@@ -256,7 +225,7 @@ class PrefixCache:
         """Give `count` pages back, or all that nobody reads; the allocator calls this."""
         least = self.evictable_pages - count
         self._free(self._index.evict(Tier.DEVICE, count))
-        while self._host is not None and (left := self.evictable_pages - max(least, 0)) > 0:
+        while self._tiers is not None and (left := self.evictable_pages - max(least, 0)) > 0:
             # What is on the device alone, as its copy has failed, stays while host pages follow it.
             freed = self._index.evict(Tier.HOST, left)
             if not freed.host.size:
@@ -269,7 +238,7 @@ class PrefixCache:
         self._free(self._index.unlock(end))
 
     def stats(self) -> CacheStats:
-        found = self._index.stats()
+        found, moved = self._index.stats(), TierCounts() if self._tiers is None else self._tiers.counts
         return CacheStats(
             pages=found.num_pages[Tier.DEVICE],
             evictable_pages=self.evictable_pages,
@@ -277,17 +246,14 @@ class PrefixCache:
             hit_tokens=self._hits,
             evicted_pages=found.num_evicted[Tier.DEVICE],
             host_pages=found.num_pages[Tier.HOST],
-            host_limit_pages=0 if self._host is None else self._host.pages.capacity,
-            saved_pages=self._saved,
-            loaded_pages=self._loaded,
-            failed_copies=self._failed,
-            unsaved_pages=self._unsaved,
+            host_limit_pages=0 if self._tiers is None else self._tiers.host.pages.capacity,
+            **msgspec.structs.asdict(moved),
         )
 
     def _free(self, freed: Freed) -> None:
         self._pages.give_back(freed.device, OWNER)
-        if self._host is not None:
-            self._host.pages.give_back(freed.host, OWNER)
+        if self._tiers is not None:
+            self._tiers.host.pages.give_back(freed.host, OWNER)
         self._tell()
 
 

@@ -4,89 +4,23 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 from typing import Any
 
 import numpy as np
 import pytest
 
 from kvflow.cache.host import HostTier
-from kvflow.cache.prefix import OWNER, Prefix, PrefixCache, WritePolicy
+from kvflow.cache.prefix import Prefix, WritePolicy
+from kvflow.cache.tiers import OWNER
 from kvflow.memory.copies import HostCopier
 from kvflow.memory.pool import PagedPool
-from kvflow.protocols.cache.hashes import ANY, Namespace
+from kvflow.protocols.cache.hashes import Namespace
 from kvflow.protocols.errors import CapacityError, MisuseError, TransferError
 from kvflow.protocols.pages.layout import build_layout
 from kvflow.protocols.pages.plan import Blocks
+from tests.cache.prefix_bench import PAGES, bench
 from tests.engine.pair import until
 from tests.memory.gate import CopyGate
-
-PAGE_SIZE, PAGES = 2, 12
-
-
-class Bench:
-    """A pool whose pages say which tokens they were computed for."""
-
-    def __init__(self, host_pages: int = 0, write_policy: WritePolicy = "write_through") -> None:
-        layout = build_layout([("k", "int32", (3,)), ("v", "int32", (1,))], page_size=PAGE_SIZE, num_pages=PAGES)
-        self.pool = PagedPool.allocate(layout, shared=False)
-        self.host = HostTier(self.pool, host_pages * layout.page_bytes) if host_pages else None
-        self.cache = PrefixCache(
-            self.pool.pages, PAGE_SIZE, now=iter(range(1 << 30)).__next__, host=self.host, write_policy=write_policy
-        )
-
-    def tokens(self, *pages: int) -> np.ndarray:
-        return np.array([token for page in pages for token in (page, page + 100)])
-
-    def write(self, page: int, where: int) -> None:
-        for name in ("k", "v"):
-            self.pool.array(name)[where] = page
-
-    def check(self, prefix: Prefix, *pages: int) -> None:
-        """What a prompt was given holds what its tokens say."""
-        assert prefix.pages.size == len(pages)
-        for where, page in zip(prefix.pages, pages, strict=True):
-            assert all((self.pool.array(name)[where] == page).all() for name in ("k", "v"))
-
-    def run(self, *pages: int, namespace: Namespace = ANY) -> Prefix:
-        """One request that computes its prompt, and ends; what it had found is returned, and let go of."""
-        tokens = self.tokens(*pages)
-        prefix = self.cache.match(tokens, namespace=namespace)
-        self.check(prefix, *pages[: prefix.pages.size])
-        missing = len(pages) - prefix.pages.size
-        self.pool.pages.reclaim(missing)
-        own = self.pool.pages.take(missing, "request")
-        for page, where in zip(pages[prefix.pages.size :], own, strict=True):
-            self.write(page, int(where))
-        kept = self.cache.keep(tokens, np.concatenate((prefix.pages, own)), "request", prefix)
-        assert kept == len(pages)
-        prefix.release()
-        return prefix
-
-    def evict_all(self) -> None:
-        """From the device, and poison what was there."""
-        self.cache.evict(PAGES)
-        assert self.pool.pages.free_pages == PAGES
-        for name in ("k", "v"):
-            self.pool.array(name)[:] = -1
-
-    def home(self) -> bool:
-        self.cache.flush()
-        host = self.host is None or (self.host.pages.at_rest() and not self.host.pages.owned())
-        return self.pool.pages.free_pages == PAGES and not self.pool.pages.owned() and host
-
-
-@asynccontextmanager
-async def bench(host_pages: int = 0, write_policy: WritePolicy = "write_through") -> AsyncIterator[Bench]:
-    made = Bench(host_pages, write_policy)
-    try:
-        yield made
-        await until(lambda: not made.cache._copies)
-        assert made.home()
-    finally:
-        await made.cache.close()
-        made.pool.close()
 
 
 async def test_whoever_needs_pages_gets_those_that_nobody_reads() -> None:
@@ -163,7 +97,7 @@ async def test_a_full_host_tier_takes_what_was_used_last() -> None:
     async with bench(host_pages=4) as b:
         for first in (10, 20, 30):
             b.run(first, first + 1, first + 2)
-            await until(lambda: not b.cache._copies)
+            await until(lambda: not b.cache.busy)
         assert b.cache.stats().host_pages == 4 and not b.cache.stats().unsaved_pages
         b.evict_all()
         await b.cache.load(b.tokens(30, 31, 32))
@@ -187,7 +121,7 @@ async def test_a_copy_that_is_cut_off_leaves_nothing_behind(
             work = asyncio.ensure_future(b.cache.load(b.tokens(1, 2, 3)))
         else:
             b.run(1, 2, 3)
-            (work,) = b.cache._copies
+            (work,) = b.copies
         await gate.reached()
         closing = asyncio.ensure_future(b.cache.close()) if how == "close" else None
         if how == "cancel":
@@ -203,7 +137,7 @@ async def test_a_copy_that_is_cut_off_leaves_nothing_behind(
         if closing is not None:
             await closing
             return
-        await until(lambda: not b.cache._copies)
+        await until(lambda: not b.cache.busy)
         prefix = b.cache.match(b.tokens(1, 2, 3))
         left = 0 if how == "flush" or (loading and how in ("cancel", "fail")) else 3
         b.check(prefix, *(1, 2, 3)[:left])
@@ -270,7 +204,7 @@ async def test_any_order_of_requests_copies_and_ends(
 async def test_a_cache_that_closes_ends_copies_that_have_not_begun() -> None:
     async with bench(host_pages=6) as b:
         b.run(1, 2, 3)
-        assert b.cache._copies
+        assert b.copies
         await b.cache.close()
         assert b.pool.pages.free_pages == PAGES and not b.pool.pages.owned()
 

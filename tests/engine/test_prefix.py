@@ -8,7 +8,7 @@ import random
 import numpy as np
 import pytest
 
-from kvflow.cache.prefix import OWNER
+from kvflow.cache.tiers import OWNER
 from kvflow.engine.model.load import LoadedModel
 from kvflow.engine.scheduler.params import SamplingParams
 from kvflow.protocols.cache.hashes import Namespace

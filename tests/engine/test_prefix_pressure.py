@@ -7,7 +7,8 @@ import asyncio
 import numpy as np
 import pytest
 
-from kvflow.cache.prefix import OWNER, PrefixCache
+from kvflow.cache.prefix import PrefixCache
+from kvflow.cache.tiers import OWNER
 from kvflow.engine.model.load import LoadedModel
 from kvflow.engine.scheduler.budget import PageBudget
 from kvflow.memory.allocator import PageAllocator

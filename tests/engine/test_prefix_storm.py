@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from kvflow.cache.prefix import OWNER
+from kvflow.cache.tiers import OWNER
 from kvflow.engine.model.load import LoadedModel
 from kvflow.protocols.errors import Code, KvflowError
 from tests.engine.pair import EnginePair, greedy, prompt_of, until
@@ -157,7 +157,7 @@ async def test_nothing_is_lost_and_nothing_is_wrong(pool: str, llama: LoadedMode
         async with asyncio.timeout(15):
             await storm.run(REQUESTS)
         assert storm.ended["tokens"] and storm.ended["gone"]
-        await until(lambda: pair.home and not any(cache._copies for cache in pair.caches))
+        await until(lambda: pair.home and not any(cache.busy for cache in pair.caches))
         for cache, side in zip(pair.caches, (pair.source, pair.target), strict=True):
             found = cache.stats()
             assert found.pages == found.evictable_pages, "a lock was left"

@@ -12,16 +12,11 @@ per tier, a tree that hangs together from the first page of its prompts, after e
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any, NamedTuple, TypeAlias
+from typing import NamedTuple, TypeAlias
 
-import numpy as np
-from numpy.typing import NDArray
-
-from kvflow.protocols.cache.hashes import TOKEN_BYTES, Namespace, chain_root, page_hashes
-from kvflow.protocols.cache.nodes import Node, Root, Tier
+from kvflow.protocols.cache.hashes import TOKEN_BYTES, Namespace
+from kvflow.protocols.cache.nodes import Digests, Node, Root, Tier, digests_of
 from kvflow.protocols.machines.cached_run import RunPhase
-
-Digests: TypeAlias = NDArray[np.int64]  # big-endian [pages, 4]: page hashes of 32 bytes
 
 
 class Stored(NamedTuple):
@@ -112,14 +107,7 @@ class Recorder:
     def _stored(self, node: Node, tier: Tier) -> Stored:
         parent = node.parent
         assert parent is not None
-        if node.digests is None:
-            node.digests = self._hash(node, parent)
+        digests = digests_of(node, self._page_size)
         above = None if parent.digests is None else int(parent.digests[-1, 0])
         tokens = node.tokens[: node.num_pages * self._page_bytes] if node.frayed else node.tokens
-        return Stored(tier, node.digests, above, tokens, node.run.namespace)
-
-    def _hash(self, node: Node, parent: Node) -> NDArray[Any]:
-        """Only a root has no digests where its child is told of: whatever is told of has been hashed."""
-        previous = chain_root(node.run.namespace) if parent.digests is None else parent.digests[-1].tobytes()
-        own = node.tokens[: node.num_pages * self._page_bytes]
-        return np.frombuffer(b"".join(page_hashes(own, self._page_size, previous)), ">i8").reshape(-1, 4)
+        return Stored(tier, digests, above, tokens, node.run.namespace)

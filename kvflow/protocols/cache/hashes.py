@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from kvflow.protocols.errors import MisuseError
 
 TOKEN_BYTES = 4
+DIGEST_BYTES = 32
 
 
 class Namespace(NamedTuple):

@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from kvflow.protocols.cache.events import Event, Recorder
-from kvflow.protocols.cache.hashes import ANY, TOKEN_BYTES, Namespace
-from kvflow.protocols.cache.nodes import PAGED, Node, Root, Run, Tier, common_pages, mend
+from kvflow.protocols.cache.hashes import ANY, DIGEST_BYTES, TOKEN_BYTES, Namespace
+from kvflow.protocols.cache.nodes import PAGED, Node, Root, Run, Tier, common_pages, digests_of, mend
 from kvflow.protocols.cache.residents import NOTHING, Freed, Gathered, Residents, check_pages, joined
 from kvflow.protocols.cache.writes import Write, Writes
 from kvflow.protocols.errors import MisuseError
@@ -132,7 +132,7 @@ class PrefixIndex:
                 self._residents.offer(node)
         end = path[-1] if path else root
         if end.depth < total:
-            end = self._append(end, tokens, pages[end.depth - shared :], now_s, priority)
+            end = self._append(end, tokens, pages[end.depth - shared :], now_s, priority, Tier.DEVICE)
             self._residents.roots[namespace] = root
         if end is root:
             return Inserted(None, NO_PLACES, False)
@@ -140,6 +140,52 @@ class PrefixIndex:
         if taken:
             end.snapshot = snapshot
         return Inserted(end, joined(duplicates), taken)
+
+    def insert_stored(
+        self, tokens: bytes, pages: PageIndices, now_s: float, namespace: Namespace = ANY, *, start: int
+    ) -> PageIndices:
+        """Hand over host pages that were read from storage: int32, one for each whole page of `tokens` from page
+        `start` on. Returns those that are not taken: the host has others, or will, or what they follow is gone.
+        Raises: MisuseError, and then nothing was taken."""
+        self._check(tokens, now_s)
+        check_pages(pages)
+        total = len(tokens) // self._page_bytes
+        if start < 0 or len(pages) != total - start:
+            raise MisuseError(f"{len(pages)} pages given for pages {start} to {total} of the tokens")
+        root = self._residents.roots.get(namespace) or Root(namespace)
+        path = self._walk(root, tokens)
+        end = path[-1] if path else root
+        if end.depth < start or not total - start:
+            return pages
+        duplicates: list[PageIndices] = []
+        for node in path:
+            first, stop = node.depth - node.num_pages - start, node.depth - start
+            given = pages[max(first, 0) : max(stop, 0)]
+            if given.size and (first < 0 or self._residents.feed(node, Tier.HOST, RunKind.GIVEN, given, Gathered())):
+                duplicates.append(given)
+            elif given.size:
+                self._from_storage(node)
+        if end.depth < total:
+            end = self._append(end, tokens, pages[end.depth - start :], now_s, 0, Tier.HOST)
+            self._residents.roots[namespace] = root
+            self._from_storage(end)
+        return joined(duplicates)
+
+    def _from_storage(self, node: Node) -> None:
+        """It has come to the host from there."""
+        if node.phase[Tier.STORAGE] is RunPhase.ABSENT:
+            self._residents.feed(node, Tier.STORAGE, RunKind.GIVEN, None, Gathered())
+        self._residents.offer(node)
+
+    def page_hashes(self, end: Node) -> list[bytes]:
+        """The digest of every page up to the end of `end`, of 32 bytes each: the keys of its pages in storage."""
+        path: list[Node] = []
+        node: Node | None = end
+        while node is not None and node.parent is not None:
+            path.append(node)
+            node = node.parent
+        found = b"".join(digests_of(node, self.page_size).tobytes() for node in reversed(path))
+        return [found[at : at + DIGEST_BYTES] for at in range(0, len(found), DIGEST_BYTES)]
 
     def lock(self, node: Node) -> None:
         """Keep the device pages of the prefix that ends with `node`, as often as it is called. Raises: MisuseError."""
@@ -253,7 +299,7 @@ class PrefixIndex:
             node = child
         return path
 
-    def _append(self, parent: Node, tokens: bytes, pages: PageIndices, now_s: float, priority: int) -> Node:
+    def _append(self, parent: Node, tokens: bytes, pages: PageIndices, now_s: float, priority: int, tier: Tier) -> Node:
         """A new run below `parent`, of all whole pages that are left of `tokens`."""
         at, run = parent.depth * self._page_bytes, Run(parent.run.namespace)
         own = tokens[at : at + len(pages) * self._page_bytes]
@@ -262,7 +308,7 @@ class PrefixIndex:
         node.used_s, node.priority = now_s, priority
         parent.children[own[: self._page_bytes]] = node
         self._residents.num_nodes += 1
-        self._residents.feed(node, Tier.DEVICE, RunKind.GIVEN, pages, Gathered())
+        self._residents.feed(node, tier, RunKind.GIVEN, pages, Gathered())
         self._residents.offer(node)
         return node
 

@@ -5,11 +5,12 @@ from __future__ import annotations
 from bisect import bisect_left
 from enum import IntEnum
 from operator import attrgetter
+from typing import TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
-from kvflow.protocols.cache.hashes import Namespace
+from kvflow.protocols.cache.hashes import TOKEN_BYTES, Namespace, chain_root, page_hashes
 from kvflow.protocols.machines.cached_run import RunPhase
 from kvflow.protocols.pages.layout import PageIndices
 
@@ -20,6 +21,7 @@ class Tier(IntEnum):
     STORAGE = 2  # no page numbers here: what is stored is found by page hash
 
 
+Digests: TypeAlias = NDArray[np.int64]  # big-endian [pages, 4]: page hashes of 32 bytes
 PAGED = (Tier.DEVICE, Tier.HOST)
 _START = attrgetter("start")
 
@@ -88,7 +90,7 @@ class Node:
         self.locks, self.queued, self.pins, self.told = 0, 0, 0, 0
         self.detached = self.frayed = False
         self.snapshot: int | None = None
-        self.digests: NDArray[np.int64] | None = None
+        self.digests: Digests | None = None
 
     def __repr__(self) -> str:
         where = ", ".join(f"{tier.name.lower()} {self.phase[tier].name.lower()}" for tier in Tier)
@@ -157,6 +159,16 @@ def split(node: Node, keep: int, page_bytes: int, *, fray: bool = False) -> Node
     node.tokens, node.frayed = node.tokens[cut:own], False
     upper.children[node.tokens[:page_bytes]] = node
     return upper
+
+
+def digests_of(node: Node, page_size: int) -> Digests:
+    """Its page hashes, worked out where they are not known yet; those of its parent are, unless that is a root."""
+    if node.digests is None:
+        above = None if node.parent is None else node.parent.digests
+        previous = chain_root(node.run.namespace) if above is None else above[-1].tobytes()
+        own = node.tokens[: node.num_pages * page_size * TOKEN_BYTES]
+        node.digests = np.frombuffer(b"".join(page_hashes(own, page_size, previous)), ">i8").reshape(-1, 4)
+    return node.digests
 
 
 def mend(node: Node, page_bytes: int) -> None:

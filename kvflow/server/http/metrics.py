@@ -223,6 +223,8 @@ def _cache(found: CacheStats) -> Iterator[Metric]:
         ("cache_evicted_pages", "Cached pages that gave way to requests.", found.evicted_pages),
         ("cache_saved_pages", "Cached pages that were copied to host memory.", found.saved_pages),
         ("cache_loaded_pages", "Pages that were copied back from host memory.", found.loaded_pages),
+        ("cache_stored_pages", "Cached pages that were put into storage.", found.stored_pages),
+        ("cache_fetched_pages", "Pages that were read from storage.", found.fetched_pages),
         ("cache_unsaved_pages", "Cached pages for which host memory had no room.", found.unsaved_pages),
         ("cache_failed_copies", "Copies between tiers that failed or were stopped.", found.failed_copies),
     ):

@@ -1,0 +1,100 @@
+"""A prefix cache over a small pool, whose requests write into their pages which tokens they are for."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+import numpy as np
+
+from kvflow.cache.host import HostTier
+from kvflow.cache.prefix import Prefix, PrefixCache, WritePolicy
+from kvflow.cache.storage.port import Storage
+from kvflow.cache.stored import StorageTier
+from kvflow.memory.pool import PagedPool
+from kvflow.protocols.cache.hashes import ANY, Namespace
+from kvflow.protocols.pages.layout import PoolLayout, build_layout
+from tests.engine.pair import until
+
+PAGE_SIZE, PAGES = 2, 12
+
+
+def layout_of() -> PoolLayout:
+    streams = [("k", "int32", (3,)), ("v", "int32", (1,))]
+    return build_layout(streams, page_size=PAGE_SIZE, num_pages=PAGES, fingerprint="a model")
+
+
+class Bench:
+    """A pool whose pages say which tokens they were computed for."""
+
+    def __init__(
+        self, host_pages: int = 0, write_policy: WritePolicy = "write_through", store: Storage | None = None
+    ) -> None:
+        layout = layout_of()
+        self.pool = PagedPool.allocate(layout, shared=False)
+        self.host = HostTier(self.pool, host_pages * layout.page_bytes) if host_pages else None
+        storage = None if store is None or self.host is None else StorageTier(store, self.host)
+        self.cache = PrefixCache(
+            self.pool.pages, PAGE_SIZE, now=iter(range(1 << 30)).__next__, host=self.host, write_policy=write_policy,
+            storage=storage,
+        )  # fmt: skip
+
+    def tokens(self, *pages: int) -> np.ndarray:
+        return np.array([token for page in pages for token in (page, page + 100)])
+
+    def write(self, page: int, where: int) -> None:
+        for name in ("k", "v"):
+            self.pool.array(name)[where] = page
+
+    def check(self, prefix: Prefix, *pages: int) -> None:
+        """What a prompt was given holds what its tokens say."""
+        assert prefix.pages.size == len(pages)
+        for where, page in zip(prefix.pages, pages, strict=True):
+            assert all((self.pool.array(name)[where] == page).all() for name in ("k", "v"))
+
+    def run(self, *pages: int, namespace: Namespace = ANY) -> Prefix:
+        """One request that computes its prompt, and ends; what it had found is returned, and let go of."""
+        tokens = self.tokens(*pages)
+        prefix = self.cache.match(tokens, namespace=namespace)
+        self.check(prefix, *pages[: prefix.pages.size])
+        missing = len(pages) - prefix.pages.size
+        self.pool.pages.reclaim(missing)
+        own = self.pool.pages.take(missing, "request")
+        for page, where in zip(pages[prefix.pages.size :], own, strict=True):
+            self.write(page, int(where))
+        kept = self.cache.keep(tokens, np.concatenate((prefix.pages, own)), "request", prefix)
+        assert kept == len(pages)
+        prefix.release()
+        return prefix
+
+    def evict_all(self) -> None:
+        """From the device, and poison what was there."""
+        self.cache.evict(PAGES)
+        assert self.pool.pages.free_pages == PAGES
+        for name in ("k", "v"):
+            self.pool.array(name)[:] = -1
+
+    @property
+    def copies(self) -> set[asyncio.Task[None]]:
+        return set() if self.cache._tiers is None else self.cache._tiers._copies
+
+    def home(self) -> bool:
+        self.cache.flush()
+        host = self.host is None or (self.host.pages.at_rest() and not self.host.pages.owned())
+        return self.pool.pages.free_pages == PAGES and not self.pool.pages.owned() and host
+
+
+@asynccontextmanager
+async def bench(
+    host_pages: int = 0, write_policy: WritePolicy = "write_through", store: Storage | None = None
+) -> AsyncIterator[Bench]:
+    """With a `store`, it is closed in the end."""
+    made = Bench(host_pages, write_policy, store)
+    try:
+        yield made
+        await until(lambda: not made.cache.busy)
+        assert made.home()
+    finally:
+        await made.cache.close()
+        made.pool.close()

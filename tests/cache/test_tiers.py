@@ -1,0 +1,214 @@
+"""Cached pages in storage: what comes back is what was stored, whatever the store does, and nothing is lost with it."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import random
+import threading
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from kvflow.cache.storage.file import FileBackend
+from kvflow.cache.storage.guarded import GuardedStorage, Limits
+from kvflow.cache.storage.identity import identity_of
+from kvflow.protocols.cache.hashes import Namespace
+from tests.cache.prefix_bench import PAGE_SIZE, PAGES, Bench, bench, layout_of
+from tests.cache.storage.files import QUICK, FaultyDisk, pages_in
+from tests.engine.pair import until
+
+
+async def opened(path: Path, disk: FaultyDisk | None = None, limits: Limits = QUICK) -> GuardedStorage:
+    layout = layout_of()
+    made = FileBackend(str(path), identity_of(layout), layout.page_bytes, 1 << 20, disk=disk)
+    return await GuardedStorage.open(made, limits)
+
+
+@asynccontextmanager
+async def stored(
+    path: Path, disk: FaultyDisk | None = None, limits: Limits = QUICK, host_pages: int = 20
+) -> AsyncIterator[Bench]:
+    """One life of a process over this directory."""
+    async with bench(host_pages, store=await opened(path, disk, limits)) as made:
+        yield made
+
+
+async def settled(b: Bench) -> None:
+    await until(lambda: not b.cache.busy)
+
+
+async def begun(disk: FaultyDisk) -> None:
+    assert await asyncio.to_thread(disk.begun.acquire, timeout=20)
+
+
+async def found(b: Bench, *pages: int) -> int:
+    """How many pages a prompt finds, after it has loaded what is to be had; each is checked."""
+    await b.cache.load(b.tokens(*pages))
+    prefix = b.cache.match(b.tokens(*pages))
+    b.check(prefix, *pages[: prefix.pages.size])
+    prefix.release()
+    return int(prefix.pages.size)
+
+
+async def test_what_was_stored_is_there_in_the_next_life(tmp_path: Path) -> None:
+    async with stored(tmp_path) as b:
+        b.run(1, 2, 3, 4)
+        b.run(1, 2, 5, namespace=Namespace("salted"))
+        await settled(b)
+        assert b.cache.stats().stored_pages == 7 == len(pages_in(tmp_path))
+    async with stored(tmp_path) as b:
+        assert await found(b, 1, 2, 3, 9) == 3
+        assert b.cache.stats().fetched_pages == 3
+        b.run(1, 2, 3, 9)
+        await settled(b)
+        assert b.cache.stats().stored_pages == 1, "what came from storage is not stored again"
+        assert await found(b, 1, 2, 3, 4) == 4, "what follows on pages that are here"
+        await b.cache.load(b.tokens(1, 2, 5), namespace=Namespace("salted"))
+        prefix = b.cache.match(b.tokens(1, 2, 5), namespace=Namespace("salted"))
+        b.check(prefix, 1, 2, 5)
+        prefix.release()
+        await b.cache.load(b.tokens(1, 2), namespace=Namespace("other"))
+        assert not b.cache.match(b.tokens(1, 2), namespace=Namespace("other")).pages.size
+
+
+async def test_a_hole_is_seen_and_heals(tmp_path: Path) -> None:
+    async with stored(tmp_path) as b:
+        b.run(1, 2, 3, 4)
+        await settled(b)
+    victim = pages_in(tmp_path)[0]
+    data = victim.read_bytes()
+    victim.write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
+    async with stored(tmp_path) as b:
+        assert await found(b, 1, 2, 3, 4) < 4, "a damaged page was read"
+        b.run(1, 2, 3, 4)
+        await settled(b)
+    async with stored(tmp_path) as b:
+        assert await found(b, 1, 2, 3, 4) == 4
+
+
+@pytest.mark.parametrize("fails", ["write", "rename", "read"])
+async def test_a_store_that_fails_is_done_without_and_used_again(tmp_path: Path, fails: str) -> None:
+    disk = FaultyDisk()
+    async with stored(tmp_path, disk) as b:
+        b.run(1, 2)
+        await settled(b)
+        disk.fails[fails] = errno.EIO
+        b.run(1, 2, 3, 4)
+        b.run(5, 6)
+        await settled(b)
+        b.evict_all()
+        assert await found(b, 1, 2, 3, 4) == 4, "the host has it"
+        disk.fails.clear()
+        store = b.cache._tiers.storage.store  # type: ignore[union-attr]
+        await until(lambda: store.writable and store.readable)
+        b.run(1, 2, 3, 4, 7)
+        b.run(5, 6)
+        await settled(b)
+        assert len(pages_in(tmp_path)) == 7, "what could not be stored is stored when it is used again"
+    async with stored(tmp_path) as b:
+        assert await found(b, 1, 2, 3, 4, 7) == 5 and await found(b, 5, 6) == 2
+
+
+async def test_a_read_that_hangs_holds_its_pages_and_nobody_else(tmp_path: Path) -> None:
+    async with stored(tmp_path) as b:
+        b.run(1, 2, 3)
+        await settled(b)
+    disk, limits = FaultyDisk(), msgspec.structs.replace(QUICK, stall_s=0.1)
+    async with stored(tmp_path, disk, limits) as b:
+        assert b.host is not None
+        disk.waits["read"] = go = threading.Event()
+        assert await found(b, 1, 2, 3) == 0
+        assert sum(b.host.pages.owned().values()) == 3, "a thread may write to them"
+        assert await found(b, 1, 2, 3) == 0, "the store is left alone"
+        b.run(1, 2, 3)
+        go.set()
+        disk.waits.clear()
+        await settled(b)
+        await until(lambda: sum(b.host.pages.owned().values()) == 3)  # type: ignore[union-attr]
+
+
+async def test_a_write_that_hangs_holds_its_pages_though_they_are_forgotten(tmp_path: Path) -> None:
+    disk, limits = FaultyDisk(), msgspec.structs.replace(QUICK, stall_s=0.1)
+    async with stored(tmp_path, disk, limits) as b:
+        assert b.host is not None and b.cache._tiers is not None and b.cache._tiers.storage is not None
+        disk.waits["write"] = go = threading.Event()
+        b.run(1, 2, 3)
+        await begun(disk)
+        store = b.cache._tiers.storage.store
+        await until(lambda: not store.writable)
+        b.cache.flush()
+        assert b.cache.busy and sum(b.host.pages.owned().values()) == 3, "a thread reads them"
+        disk.waits.clear()
+        go.set()
+        await until(b.host.pages.at_rest)
+
+
+@pytest.mark.parametrize("how", ["cancel", "flush"])
+async def test_a_read_that_is_cut_off_caches_nothing(tmp_path: Path, how: str) -> None:
+    async with stored(tmp_path) as b:
+        b.run(1, 2, 3)
+        await settled(b)
+    disk = FaultyDisk()
+    async with stored(tmp_path, disk) as b:
+        disk.waits["read"] = go = threading.Event()
+        loading = asyncio.ensure_future(b.cache.load(b.tokens(1, 2, 3)))
+        await begun(disk)
+        if how == "cancel":
+            loading.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await loading
+        else:
+            b.cache.flush()
+        disk.waits.clear()
+        go.set()
+        await asyncio.gather(loading, return_exceptions=True)
+        assert b.host is not None
+        await until(b.host.pages.at_rest)
+        assert not b.cache.stats().host_pages and not b.cache.stats().pages
+        assert await found(b, 1, 2, 3) == 3
+
+
+async def test_a_host_with_little_room_takes_what_fits(tmp_path: Path) -> None:
+    async with stored(tmp_path) as b:
+        b.run(*range(1, 9))
+        await settled(b)
+    async with stored(tmp_path, host_pages=3) as b:
+        assert await found(b, *range(1, 9)) == 3
+        assert await found(b, *range(1, 9)) >= 3
+
+
+async def test_any_order_of_requests_faults_and_lives(tmp_path: Path, seed: int) -> None:
+    """Whatever a prompt finds was written for its tokens, in this life or one before."""
+    rng = random.Random(seed)
+    fetched = 0
+    for _ in range(6):
+        disk = FaultyDisk()
+        async with stored(tmp_path, disk, host_pages=rng.choice((6, 24))) as b:
+            loads: list[asyncio.Task[int]] = []
+            for _ in range(80):
+                prompt = tuple(rng.choices((1, 2, 3), k=rng.randint(1, 6)))
+                kind = rng.random()
+                if kind < 0.4 and b.pool.pages.available_pages >= len(prompt):
+                    b.run(*prompt)
+                elif kind < 0.65:
+                    loads.append(asyncio.ensure_future(found(b, *prompt)))
+                elif kind < 0.7 and loads:
+                    loads.pop(rng.randrange(len(loads))).cancel()
+                elif kind < 0.75:
+                    b.pool.pages.reclaim(rng.randint(1, PAGES))
+                elif kind < 0.76:
+                    b.cache.flush()
+                elif kind < 0.8:
+                    disk.fails = {rng.choice(("write", "rename", "read")): errno.EIO}
+                elif kind < 0.85:
+                    disk.fails = {}
+                else:
+                    await asyncio.sleep(rng.choice((0, 0.001, 0.003)))
+            for ended in await asyncio.gather(*loads, return_exceptions=True):
+                assert isinstance(ended, int | asyncio.CancelledError), ended
+            fetched += b.cache.stats().fetched_pages
+    assert fetched, f"pages of {PAGE_SIZE} tokens never came from storage"
