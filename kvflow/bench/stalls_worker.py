@@ -103,7 +103,7 @@ class PacedDecode(_Engine):
     async def prefetch(self, prompt: Prompt, admission: Admission, namespace: Namespace = ANY) -> None:
         return None
 
-    def cached(self, prompt: Prompt, namespace: Namespace = ANY) -> None:
+    def cached(self, prompt: Prompt, namespace: Namespace = ANY, admission: Admission | None = None) -> None:
         return None
 
     async def generate(

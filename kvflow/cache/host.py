@@ -15,6 +15,8 @@ from kvflow.protocols.errors import MisuseError
 from kvflow.protocols.pages.layout import NO_PLACES, PageIndices, Places
 from kvflow.protocols.pages.plan import Pairing
 
+_PAGED = (Tier.DEVICE, Tier.HOST)
+
 
 class HostTier:
     """Host memory with the components of a pool, page-first. Used on one event loop."""
@@ -36,7 +38,7 @@ class HostTier:
             Tier.DEVICE: Pairing(self.memory.layout, pool.layout, ("host memory", "pool")),
         }
         self._slice_bytes = SLICE_BYTES if pool.on_host else DEVICE_SLICE_BYTES
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="kvflow-cache")
+        self._threads = {to: ThreadPoolExecutor(1, thread_name_prefix=f"kvflow-cache-to-{to.name}") for to in _PAGED}
 
     async def copy(self, source: PageIndices, target: PageIndices, to: Tier) -> bool:
         """Copy pages `source` to pages `target` (int32 [n]) of the tier `to`, device or host. Returns whether all were
@@ -45,19 +47,22 @@ class HostTier:
         Raises: TransferError.
         """
         stop = threading.Event()
-        running = asyncio.get_running_loop().run_in_executor(
-            self._thread, copy_slices, self._pairings[to], Places(source, NO_PLACES), Places(target, NO_PLACES),
+        queued = self._threads[to].submit(
+            copy_slices, self._pairings[to], Places(source, NO_PLACES), Places(target, NO_PLACES),
             self._slice_bytes, stop.is_set, self._copier,
         )  # fmt: skip
+        running = asyncio.wrap_future(queued)
         try:
             return await asyncio.shield(running)
         except asyncio.CancelledError:
             stop.set()
-            await run_to_end(running)
+            if not queued.cancel():  # it has begun
+                await run_to_end(running)
             raise
 
     def close(self) -> None:
         """Free the memory; no copy may run any more."""
-        self._thread.shutdown(wait=True)
+        for thread in self._threads.values():
+            thread.shutdown(wait=True)
         self._copier.close()
         self.memory.close()

@@ -50,10 +50,10 @@ class CacheStats(TierCounts, kw_only=True):
 class Prefix:
     """The cached pages that a prompt begins with; they stay where they are until `release`."""
 
-    __slots__ = ("_cache", "_end", "_epoch", "namespace", "pages")
+    __slots__ = ("_cache", "_epoch", "end", "namespace", "pages")
 
     def __init__(self, cache: PrefixCache, end: Node | None, pages: PageIndices, namespace: Namespace) -> None:
-        self._cache, self._end, self._epoch = cache, end, cache.epoch
+        self._cache, self.end, self._epoch = cache, end, cache.epoch
         self.pages = pages  # int32 [n], the first n of the prompt
         self.namespace = namespace
 
@@ -69,7 +69,7 @@ class Prefix:
     @property
     def held(self) -> bool:
         """It has pages, and is not released."""
-        return self._end is not None
+        return self.end is not None
 
     def again(self, tokens: Tokens) -> Prefix:
         """What the cache has of `tokens` now, locked."""
@@ -77,7 +77,7 @@ class Prefix:
 
     def release(self) -> None:
         """They are not read any more. Idempotent."""
-        end, self._end = self._end, None
+        end, self.end = self.end, None
         if end is not None:
             self._cache.unlock(end)
 
@@ -102,16 +102,13 @@ class PrefixCache:
         self._asked = self._hits = 0
         self._selective = write_policy == "write_through_selective"
         self._tiers = None if host is None else Tiers(self._index, host, storage, now=now, free=self._free)
-        pages.lender = self
+        pages.lenders.append(self)
 
     def match(self, tokens: Tokens, most_tokens: int | None = None, namespace: Namespace = ANY) -> Prefix:
         """The longest cached prefix of `tokens` in whole pages, of at most `most_tokens`; locked, even if empty."""
         whole = (len(tokens) if most_tokens is None else max(0, min(len(tokens), most_tokens))) // self.page_size
-        found = self._index.match(_bytes_of(tokens, whole * self.page_size), self._now(), namespace)
-        prefix = self._lock(found, namespace)
-        if self._tiers is not None and self._selective and found.device_end is not None:
-            self._tiers.save(found.device_end)
-        return prefix
+        key = _bytes_of(tokens, whole * self.page_size)
+        return self._lock(self._look(key, namespace), namespace)
 
     def _lock(self, found: Match, namespace: Namespace) -> Prefix:
         """What of it is on the device."""
@@ -124,6 +121,10 @@ class PrefixCache:
         """A request begins with what was found: it may have looked more than once."""
         self._asked += prompt_tokens
         self._hits += prefix.tokens
+        if prefix.end is not None:
+            self._index.hit(prefix.end)
+            if self._tiers is not None and self._selective:
+                self._tiers.save(prefix.end)
 
     @property
     def has_host(self) -> bool:
@@ -142,32 +143,49 @@ class PrefixCache:
         `most_pages` pages that are free or can be evicted. It is not locked afterwards: `match` follows.
 
         `taking` is called with how many pages are neither free nor cached from here on, and with that number below 0
-        when they are. A cancellation stops the copy, and what it has copied is forgotten."""
-        if (tiers := self._tiers) is None:
+        when they are. A cancellation stops the copy, and what it has copied is forgotten. What goes wrong is logged: a
+        cache that cannot load has not got it."""
+        if self._tiers is None:
             return
+        try:
+            await self._load(self._tiers, tokens, most_tokens, namespace, most_pages, taking)
+        # An error of the cache must not end a request that can do without.
+        except Exception:  # noqa: BLE001
+            _log.exception("loading a cached prefix failed")
+
+    async def _load(
+        self, tiers: Tiers, tokens: Tokens, most_tokens: int | None, namespace: Namespace, most_pages: int,
+        taking: Callable[[int], None],
+    ) -> None:  # fmt: skip
         whole = (len(tokens) if most_tokens is None else max(0, min(len(tokens), most_tokens))) // self.page_size
         key = _bytes_of(tokens, whole * self.page_size)
-        found = self._index.match(key, self._now(), namespace)
+        found = self._look(key, namespace)
         if tiers.storage is not None and found.num_pages < whole:
             await tiers.fetch(key, found, namespace, min(most_pages, self._pages.available_pages))
-            found = self._index.match(key, self._now(), namespace)
+            found = self._look(key, namespace)
+        while found.end is not None and self._index.arrives(found.end):  # another prompt loads it
+            await tiers.a_load()
+            found = self._look(key, namespace)
         if found.end is None or found.num_pages == found.device_pages.size:
             return
         held = self._lock(found, namespace)  # making room must not evict what it is made for
         try:
             wanted = min(most_pages, self._index.missing(found.end, Tier.HOST, Tier.DEVICE))
             wanted = min(wanted, self._pages.available_pages)
-            wanted = min(wanted, self._pages.reclaim(wanted))
+            free = self._pages.reclaim(wanted)
+            if found.end.removed:  # to make room host pages had to go, and these were among them
+                return
+            wanted = min(wanted, free, self._index.missing(found.end, Tier.HOST, Tier.DEVICE))
             if wanted <= 0:
                 return
-            pages = self._pages.take(wanted, OWNER)
+            write = self._index.begin_write(found.end, Tier.HOST, Tier.DEVICE, self._pages.take(wanted, OWNER))
             taking(wanted)
-            try:
-                await wait_or_cancel(tiers.begin(self._index.begin_write(found.end, Tier.HOST, Tier.DEVICE, pages)))
-            finally:
-                taking(-wanted)
+            await wait_or_cancel(tiers.begin(write, ended=lambda: taking(-wanted)))
         finally:
             held.release()
+
+    def _look(self, key: bytes, namespace: Namespace) -> Match:
+        return self._index.match(key, self._now(), namespace, hit=False)
 
     def keep(self, tokens: Tokens, pages: PageIndices, owner: Hashable, prefix: Prefix, priority: int = 0) -> int:
         """Take the whole pages of `tokens`, which are all computed, over from `owner`; `pages` begins with those of
@@ -202,13 +220,16 @@ class PrefixCache:
             self.publisher.notify()
 
     async def close(self) -> None:
-        """End every copy, and give everything back, when no request reads it any more."""
-        if self._tiers is not None:
-            await self._tiers.end()
-        self.flush()
-        self._pages.lender = None
-        if self._tiers is not None:
-            self._tiers.host.close()
+        """End every copy, and give everything back, when no request reads it any more. Idempotent."""
+        try:
+            if self._tiers is not None:
+                await self._tiers.end()
+        finally:
+            self.flush()
+            if self in self._pages.lenders:
+                self._pages.lenders.remove(self)
+            if self._tiers is not None:
+                self._tiers.host.close()
 
     def flush(self) -> None:
         """Forget everything; what is locked becomes free when it is released."""

@@ -49,6 +49,7 @@ class Tiers:
         self.host, self.storage, self.counts = host, storage, TierCounts()
         self._index, self._now, self._free = index, now, free
         self._copies: set[asyncio.Task[None]] = set()
+        self._loads: set[asyncio.Task[None]] = set()  # of them, those to the device
         self._flushes = 0
 
     @property
@@ -71,14 +72,23 @@ class Tiers:
             pages = self.host.pages.take(room, OWNER)
             self.begin(self._index.begin_write(end, Tier.DEVICE, Tier.HOST, pages))
 
-    def begin(self, write: Write, keys: list[bytes] | None = None) -> asyncio.Task[None]:
-        """`keys`: the digests of what is stored."""
+    def begin(
+        self, write: Write, keys: list[bytes] | None = None, ended: Callable[[], None] = lambda: None
+    ) -> asyncio.Task[None]:
+        """`keys`: the digests of what is stored. `ended` is called in the turn of the loop in which the index learns of
+        the end."""
         copying = asyncio.get_running_loop().create_task(
-            self._copy(write, keys), name=f"kvflow-cache-copy-{write.number}"
+            self._copy(write, keys, ended), name=f"kvflow-cache-copy-{write.number}"
         )
-        self._copies.add(copying)
-        copying.add_done_callback(self._copies.discard)
+        for copies in (self._copies, self._loads) if write.target is Tier.DEVICE else (self._copies,):
+            copies.add(copying)
+            copying.add_done_callback(copies.discard)
         return copying
+
+    async def a_load(self) -> None:
+        """Wait until one of the copies to the device that are under way has ended."""
+        if self._loads:
+            await asyncio.wait(self._loads, return_when=asyncio.FIRST_COMPLETED)
 
     async def fetch(self, tokens: bytes, found: Match, namespace: Namespace, most_pages: int) -> None:
         """Read from storage what follows on `found`, at most `most_pages` pages, as far as the host has room.
@@ -138,7 +148,7 @@ class Tiers:
             write = self._index.begin_write(end, Tier.HOST, Tier.STORAGE, count=missing)
             self.begin(write, [digests[page] for offsets in write.offsets for page in offsets])
 
-    async def _copy(self, write: Write, keys: list[bytes] | None) -> None:
+    async def _copy(self, write: Write, keys: list[bytes] | None, ended: Callable[[], None]) -> None:
         whole = False
         try:
             if keys is not None and self.storage is not None:
@@ -149,6 +159,7 @@ class Tiers:
             _log.exception("a copy of %d cached pages failed", len(write.source_pages))
         finally:  # nothing of it runs on, cancelled or not
             self._free(self._index.ack(write.number) if whole else self._index.fail(write.number))
+            ended()
             self._count(write, whole)
             if whole and write.target is Tier.HOST:
                 run, start, stop = write.pieces[-1]

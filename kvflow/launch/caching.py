@@ -44,9 +44,11 @@ async def prefix_cache(settings: Settings, parts: Parts) -> AsyncGenerator[Prefi
             cache.publisher = _publisher(told, cache)
         yield cache
     finally:
-        await cache.close()
-        if cache.publisher is not None:
-            await cache.publisher.close()  # when it has told that nothing is cached any more
+        try:
+            await cache.close()
+        finally:
+            if cache.publisher is not None:
+                await cache.publisher.close()  # when it has told that nothing is cached any more
 
 
 async def _host_tier(settings: Settings, parts: Parts) -> HostTier | None:

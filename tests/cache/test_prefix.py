@@ -10,12 +10,14 @@ import numpy as np
 import pytest
 
 from kvflow.cache.host import HostTier
-from kvflow.cache.prefix import Prefix, WritePolicy
+from kvflow.cache.prefix import Prefix, PrefixCache, WritePolicy
 from kvflow.cache.tiers import OWNER
 from kvflow.memory.copies import HostCopier
 from kvflow.memory.pool import PagedPool
 from kvflow.protocols.cache.hashes import Namespace
+from kvflow.protocols.cache.residents import Freed
 from kvflow.protocols.errors import CapacityError, MisuseError, TransferError
+from kvflow.protocols.pages.kinds import ROW, SLOT, StateKind
 from kvflow.protocols.pages.layout import build_layout
 from kvflow.protocols.pages.plan import Blocks
 from tests.cache.prefix_bench import PAGES, bench
@@ -145,12 +147,16 @@ async def test_a_copy_that_is_cut_off_leaves_nothing_behind(
         assert b.cache.stats().host_pages == (3 if loading and how != "flush" else 0)
 
 
-async def test_rows_have_no_host_tier() -> None:
-    layout = build_layout([("k", "int8", (1,))], page_size=2, num_pages=2)
-    pool = PagedPool.allocate(layout, shared=False)
+async def test_host_memory_that_holds_nothing_is_refused() -> None:
+    pool = PagedPool.allocate(build_layout([("k", "int8", (1,))], page_size=2, num_pages=2), shared=False)
     with pytest.raises(MisuseError, match="do not hold a page"):
         HostTier(pool, 1)
     pool.close()
+    rows = [StateKind("k", "int8", (1,), SLOT), StateKind("state", "int8", (8,), ROW)]
+    with_rows = PagedPool.allocate(build_layout(rows, page_size=2, num_pages=2, num_rows=2), shared=False)
+    with pytest.raises(MisuseError, match="this pool has rows"):
+        HostTier(with_rows, 1 << 20)
+    with_rows.close()
 
 
 @pytest.mark.parametrize("write_policy", ["write_through", "write_through_selective"])
@@ -199,6 +205,83 @@ async def test_any_order_of_requests_copies_and_ends(
         for prefix, _ in held:
             prefix.release()
         assert b.cache.stats().loaded_pages and b.cache.stats().failed_copies
+
+
+async def test_a_prompt_is_counted_once_however_often_it_looks() -> None:
+    async with bench(8, "write_through_selective") as b:
+        b.run(1, 2)
+        for looks in range(5):
+            prefix = b.cache.match(b.tokens(1, 2, 3))
+            assert prefix.end is not None and prefix.tokens == 4
+            hits = [prefix.end.hits]
+            if looks == 4:
+                b.cache.count(6, prefix)
+            hits.append(prefix.end.hits)
+            assert (hits, b.cache.busy) == ([0, int(looks == 4)], looks == 4), "it is worth a copy from then on"
+            prefix.release()
+
+
+async def test_prompts_wait_for_what_another_one_loads(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with bench(host_pages=8) as b:
+        b.run(1, 2, 3)
+        await until(lambda: b.cache.stats().saved_pages == 3)
+        b.evict_all()
+        gate = CopyGate(monkeypatch)
+        loads = [asyncio.ensure_future(b.cache.load(b.tokens(1, 2, 3, n))) for n in range(3)]
+        await gate.reached()
+        await asyncio.sleep(0)
+        assert not any(load.done() for load in loads)
+        gate.go.set()
+        await asyncio.gather(*loads)
+        prefix = b.cache.match(b.tokens(1, 2, 3))
+        b.check(prefix, 1, 2, 3)
+        prefix.release()
+        assert b.cache.stats().loaded_pages == 3
+
+
+async def test_pages_are_promised_again_as_the_copy_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever counts what is available in that turn of the loop must not find them twice."""
+    async with bench(host_pages=8) as b:
+        b.run(1, 2, 3)
+        await until(lambda: b.cache.stats().saved_pages == 3)
+        b.evict_all()
+        taken: list[int] = []
+        honest = b.cache._free
+        seen: list[tuple[int, int]] = []
+
+        def free(freed: Freed) -> None:
+            honest(freed)
+            asyncio.get_running_loop().call_soon(lambda: seen.append((sum(taken), b.pool.pages.available_pages)))
+
+        monkeypatch.setattr(b.cache._tiers, "_free", free)
+        await b.cache.load(b.tokens(1, 2, 3), taking=taken.append)
+        assert taken == [3, -3] and seen == [(0, PAGES)]
+
+
+async def test_a_cache_that_cannot_load_has_not_got_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with bench(host_pages=8) as b:
+        b.run(1, 2, 3)
+        await until(lambda: b.cache.stats().saved_pages == 3)
+        b.evict_all()
+        with monkeypatch.context() as broken:
+            broken.setattr(b.cache._index, "arrives", lambda end: 1 // 0)
+            await b.cache.load(b.tokens(1, 2, 3))
+        assert not b.cache.match(b.tokens(1, 2, 3)).pages.size
+
+
+async def test_a_cache_goes_on_lending_when_the_one_before_it_closes() -> None:
+    """As a worker has two while it exchanges its role."""
+    async with bench() as b:
+        b.run(1, 2, 3)
+        other = PrefixCache(b.pool.pages, 2)
+        assert b.pool.pages.available_pages == PAGES
+        await b.cache.close()
+        tokens, own = b.tokens(4, 5), b.pool.pages.take(2, "request")
+        prefix = other.match(tokens)
+        other.keep(tokens, own, "request", prefix)
+        assert (b.pool.pages.free_pages, b.pool.pages.reclaim(PAGES)) == (PAGES - 2, PAGES)
+        await other.close()
+        assert not b.pool.pages.lenders
 
 
 async def test_a_cache_that_closes_ends_copies_that_have_not_begun() -> None:

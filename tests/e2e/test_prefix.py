@@ -125,6 +125,9 @@ async def test_subscribers_know_what_is_cached() -> None:
         turn = await say(session, fleet.url, prompt, 30)
         known = [digest_chain(tokens, PAGE_SIZE) for tokens in (prompt, (prompt + turn.tokens)[:-1])]
         for child, digests in zip((*fleet.prefills, *fleet.decodes), known, strict=True):
+            async with asyncio.timeout(20):  # a thread copies them to the host
+                while (await ask(session, f"{child.url}/server_info"))["prefix_cache"]["saved_pages"] < len(digests):  # noqa: ASYNC110
+                    await asyncio.sleep(0.02)
             told = (await ask(session, f"{child.url}/server_info"))["kv_events"]
             held, newest = await replayed(told["replay_endpoint"])
             wanted = {block_hash(digest) for digest in digests}

@@ -82,4 +82,4 @@ async def test_conversations_find_their_turns_before(seed: int) -> None:
                 assert flushed.status == 200
             assert service.router is not None and await service.router.stop(10.0) == 0
     for role in ("prefill", "decode"):
-        assert hit_rates["cache_aware"][role] > hit_rates["round_robin"][role] + 0.15
+        assert hit_rates["cache_aware"][role] > hit_rates["round_robin"][role] + 0.05

@@ -322,3 +322,14 @@ async def test_who_finds_no_page_for_one_step_is_short_of_it_and_the_others_step
     growth, (first, second, third) = growing(1, (1, 2), (1, 2), (0, 1))
     assert growth.grow([first, second, third], 8) == ([first, third], 1)
     assert (first.taken, growth.short) == (1, {second: 1})
+
+
+async def test_what_a_request_begins_with_is_promised_to_it_no_more_and_once() -> None:
+    budget = PageBudget(PageAllocator(10))
+    admission = await budget.admit(8, base=6)
+    for _ in range(2):
+        admission.cover(4)
+        assert (admission.opening, admission.total) == (2, 4)
+    admission.cover(1)
+    assert (admission.opening, admission.total) == (5, 7)
+    admission.release()

@@ -128,11 +128,12 @@ async def test_a_prompt_that_waits_is_looked_up_once(llama: LoadedModel) -> None
         for _ in range(5):
             pair.prefill.wake()
             await asyncio.sleep(0)
-        before = pair.caches[0].stats().asked_tokens
+        before, index = pair.caches[0].stats().asked_tokens, pair.caches[0]._index
         blocker.gate.set()
         await leg
         await waits
         assert (before, pair.caches[0].stats().asked_tokens) == (40, 60)
+        assert not any(child.hits for root in index._residents.roots.values() for child in root.children.values())
         blocker.close()
 
 

@@ -65,19 +65,25 @@ class Admission:
     """A promise of pages to one request: `base` at least, `total` at worst, of which it owns `taken` already, and of a
     row where the pool has rows. `release` is idempotent."""
 
-    __slots__ = ("_budget", "away", "base", "granted", "number", "priority", "row_taken", "taken", "total")
+    __slots__ = ("_budget", "away", "base", "covered", "granted", "number", "priority", "row_taken", "taken", "total")
 
     def __init__(self, budget: PageBudget, total: int, taken: int, base: int, priority: int, number: int) -> None:
         self._budget, self.total, self.taken, self.base = budget, total, taken, base
         self.priority, self.number = priority, number
         self.away = False  # it ran, and has been retracted
         self.row_taken = bool(taken)
+        self.covered = 0
         self.granted: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
     def took(self, pages: int) -> None:
         """Record that the request owns that many more pages of the promise, and its row."""
         self.taken = min(self.total, self.taken + pages)
         self.row_taken = True
+
+    def cover(self, pages: int) -> None:
+        """Record what it begins with of a cache, in all; as often as it is said."""
+        self.has(pages - self.covered)
+        self.covered = pages
 
     def has(self, pages: int) -> None:
         """Record that so many of its pages are there already, and are not taken: it is promised fewer."""
@@ -145,7 +151,7 @@ class PageBudget:
 
     def reclaim(self, count: int) -> None:
         """See that `spare` is `count`, if a cache has as many pages to give; else it gives none."""
-        if self._pages.lender is not None:
+        if self._pages.lenders:
             self._pages.reclaim(self._opening + count)
 
     @property
@@ -218,7 +224,7 @@ class PageBudget:
                 head.granted.set_exception(_never(head, asked, spare, rows))
                 continue
             self.reclaim(head.opening)
-            if self._pages.lender is not None and self.spare < head.opening:
+            if self._pages.lenders and self.spare < head.opening:
                 break  # a step or a write still reads cached pages that have been evicted
             self._waiting.pop(0)
             self._live.add(head)

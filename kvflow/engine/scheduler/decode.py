@@ -147,8 +147,7 @@ class DecodeEngine(EngineLoop):
         return admission
 
     async def prefetch(self, prompt: Prompt, admission: Admission, namespace: Namespace = ANY) -> None:
-        """Load what the cache has of an admitted prompt outside of the pool, into pages that were promised to it. Call
-        `cached` in the same turn of the loop in which this returns."""
+        """Load what the cache has of an admitted prompt outside of the pool, into pages that were promised to it."""
         cache, limit_s = self.cache, patience_s(self._prefetch, len(prompt))
         if cache is None or not cache.has_host or limit_s == 0:
             return
@@ -158,12 +157,15 @@ class DecodeEngine(EngineLoop):
                     np.asarray(prompt), namespace=namespace, most_pages=admission.opening, taking=admission.has
                 )
 
-    def cached(self, prompt: Prompt, namespace: Namespace = ANY) -> Prefix | None:
-        """What is here of a prompt, locked: release it, or pass it to `generate`. Its pages need not travel."""
+    def cached(self, prompt: Prompt, namespace: Namespace = ANY, admission: Admission | None = None) -> Prefix | None:
+        """What is here of a prompt, locked: release it, or pass it to `generate`. Its pages need not travel, and
+        `admission` promises them no more."""
         if self.cache is None:
             return None
         prefix = self.cache.match(np.asarray(prompt), namespace=namespace)
         self.cache.count(len(prompt), prefix)
+        if admission is not None:
+            admission.cover(int(prefix.pages.size))
         return prefix
 
     async def generate(
@@ -185,7 +187,7 @@ class DecodeEngine(EngineLoop):
             self.check(prompt, params)
             if admission is not None:
                 if prefix is not None:
-                    admission.has(prefix.pages.size)
+                    admission.cover(int(prefix.pages.size))
                 admission.took(self._layout.split(room.pages).pages.size)
             handoff = HandOff.decode(await room.landed())
             limit = self.limits.new_tokens(prompt, params)

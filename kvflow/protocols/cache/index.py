@@ -61,8 +61,9 @@ class PrefixIndex:
         self._writes = Writes(self._residents)
         self._now_s = float("-inf")
 
-    def match(self, tokens: bytes, now_s: float, namespace: Namespace = ANY) -> Match:
-        """The longest cached prefix of whole pages of `tokens` (see `hashes.token_bytes`), marked as used now.
+    def match(self, tokens: bytes, now_s: float, namespace: Namespace = ANY, *, hit: bool = True) -> Match:
+        """The longest cached prefix of whole pages of `tokens` (see `hashes.token_bytes`), marked as used now, and with
+        `hit` counted as used once more: who looks again and again for one prompt says so once, with `hit`.
 
         Where a state is needed it ends where there is one; to use no more than what the device has, match its tokens.
         Raises: MisuseError.
@@ -83,7 +84,7 @@ class PrefixIndex:
         contiguous = True
         for node in path:
             node.used_s = now_s
-            node.hits += 1
+            node.hits += hit
             if contiguous:
                 if node.phase[0] is present:
                     device.append(node.pages[0])  # type: ignore[arg-type]  # PRESENT has pages
@@ -176,6 +177,22 @@ class PrefixIndex:
         if node.phase[Tier.STORAGE] is RunPhase.ABSENT:
             self._residents.feed(node, Tier.STORAGE, RunKind.GIVEN, None, Gathered())
         self._residents.offer(node)
+
+    def hit(self, end: Node) -> None:
+        """Count every page up to the end of `end` as used once more."""
+        node: Node | None = end
+        while node is not None:
+            node.hits += 1
+            node = node.parent
+
+    def arrives(self, end: Node) -> bool:
+        """Whether a copy writes pages of the prefix that ends with `end` to the device."""
+        node: Node | None = end
+        while node is not None:
+            if node.phase[Tier.DEVICE] is RunPhase.ARRIVING:
+                return True
+            node = node.parent
+        return False
 
     def page_hashes(self, end: Node) -> list[bytes]:
         """The digest of every page up to the end of `end`, of 32 bytes each: the keys of its pages in storage."""
