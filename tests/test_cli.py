@@ -84,7 +84,7 @@ def test_flags_stand_in_groups(role: str) -> None:
         assert {"serving", "model", "pool", "disaggregation", "security"} <= set(groups)
     for group in groups:
         section = shown.partition(f"\n{group.capitalize()}:\n")[2].partition("\n\n")[0].replace(" /\n  ", " / ")
-        flags = set(re.findall(r"^  (--[a-z-]+)", section, re.MULTILINE))
+        flags = set(re.findall(r"^  (--[a-z0-9-]+)", section, re.MULTILINE))
         assert flags == {flag_of(name) for name in set(GROUPS[group]) & set(FIELDS_OF_ROLE[role])}
 
 

@@ -118,6 +118,13 @@ def test_booleans_are_words_in_the_environment() -> None:
             ["--kv-events-config: endpoint 'tcp://*:99999': the last port is 65535"],
         ),
         ("prefill", {"cache_host_bytes": "4096"}, {}, ["--cache-host-bytes 4096 without --prefix-cache"]),
+        ("prefill", {"prefix_cache": "lru", "l3": "file", "l3_dir": "x"}, {}, ["--l3 file needs --cache-host-bytes"]),
+        (
+            "decode",
+            {"prefix_cache": "lru", "cache_host_bytes": "65536", "l3": "file"},
+            {},
+            ["--l3 file needs --l3-dir"],
+        ),
         ("prefill", {"prefix_cache": "lru", "pp": "2"}, {}, ["--prefix-cache lru with --pp 2 --tp 1"]),
         ("router", {}, {}, ["--prefill", "--decode"]),
         (

@@ -20,7 +20,15 @@ _MODEL = (
     "sampling_defaults",
     "threads",
 )
-_CACHE = ("prefix_cache", "cache_host_bytes", "cache_write_policy", "cache_prefetch_policy")
+_CACHE = (
+    "prefix_cache",
+    "cache_host_bytes",
+    "cache_write_policy",
+    "cache_prefetch_policy",
+    "l3",
+    "l3_dir",
+    "l3_bytes",
+)
 _POOL = ("page_size", "num_pages", "pool_bytes", "pool_order", *_CACHE)
 _LOAD = ("max_running_requests", "max_queued_requests", "request_timeout_s", "schedule_low_priority_values_first")
 _PLANE = (

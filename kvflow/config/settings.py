@@ -107,6 +107,19 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
             ge=0,
         ),
     ] = 0
+    l3: Annotated[
+        Literal["off", "file"],
+        Meta(
+            description="Where cached pages are kept that outlive the process: `file` is a directory (--l3-dir). Needs "
+            "--cache-host-bytes, which they pass through."
+        ),
+    ] = "off"
+    l3_dir: Annotated[
+        str, Meta(description="Directory of --l3 file, of this process alone; `kvflow up` makes one for each worker.")
+    ] = ""
+    l3_bytes: Annotated[
+        int, Meta(description="Bytes that --l3 takes at most; the longest unused pages go first.", ge=1 << 12)
+    ] = 10 << 30
     cache_write_policy: Annotated[
         Literal["write_through", "write_through_selective"],
         Meta(description="What is copied to the host tier: all that is cached, or what another prompt has found."),

@@ -189,6 +189,9 @@ def _check(role: Role, settings: Settings) -> None:
         raise ConfigError(f"{text}: only a prefill of one rank caches prefixes; leave one out")
     if settings.cache_host_bytes and settings.prefix_cache == "off":
         raise ConfigError(f"--cache-host-bytes {settings.cache_host_bytes} without --prefix-cache: nothing is cached")
+    if settings.l3 != "off" and not (settings.cache_host_bytes and settings.l3_dir):
+        missing = "--l3-dir" if settings.cache_host_bytes else "--cache-host-bytes"
+        raise ConfigError(f"--l3 {settings.l3} needs {missing}")
     if settings.kv_events_config:
         _check_events(settings)
     if role == "router" and not ((settings.prefill and settings.decode) or settings.api_key):

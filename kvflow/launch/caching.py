@@ -12,6 +12,10 @@ from contextlib import asynccontextmanager
 from kvflow.cache.host import HostTier
 from kvflow.cache.prefix import PrefixCache
 from kvflow.cache.publisher import EventPublisher
+from kvflow.cache.storage.file import FileBackend
+from kvflow.cache.storage.guarded import GuardedStorage
+from kvflow.cache.storage.identity import identity_of
+from kvflow.cache.stored import StorageTier
 from kvflow.config.kv_events import KvEvents
 from kvflow.config.settings import Settings
 from kvflow.launch.parts import Parts
@@ -35,9 +39,16 @@ async def prefix_cache(settings: Settings, parts: Parts) -> AsyncGenerator[Prefi
         why = "keeps a state for each request" if layout.num_rows else "computes every prompt as a whole"
         raise MisuseError(f"--prefix-cache {settings.prefix_cache}: {settings.model_name} {why}; leave it out")
     told = KvEvents.parse(settings.kv_events_config) if settings.kv_events_config else None
+    host = await _host_tier(settings, parts)
+    try:
+        storage = await _storage_tier(settings, host)
+    except BaseException:
+        if host is not None:
+            host.close()
+        raise
     cache = PrefixCache(
-        parts.pool.pages, layout.page_size, settings.prefix_cache, host=await _host_tier(settings, parts),
-        write_policy=settings.cache_write_policy, events=told is not None,
+        parts.pool.pages, layout.page_size, settings.prefix_cache, host=host,
+        write_policy=settings.cache_write_policy, events=told is not None, storage=storage,
     )  # fmt: skip
     try:
         if told is not None:
@@ -59,6 +70,17 @@ async def _host_tier(settings: Settings, parts: Parts) -> HostTier | None:
         return await asyncio.get_running_loop().run_in_executor(parts.executor, allocate)
     except (LayoutError, MisuseError) as error:
         raise MisuseError(f"--cache-host-bytes {settings.cache_host_bytes}: {error}") from None
+
+
+async def _storage_tier(settings: Settings, host: HostTier | None) -> StorageTier | None:
+    if settings.l3 == "off" or host is None:
+        return None
+    layout = host.memory.layout
+    try:
+        backend = FileBackend(settings.l3_dir, identity_of(layout), layout.page_bytes, settings.l3_bytes)
+        return StorageTier(await GuardedStorage.open(backend), host)
+    except (MisuseError, OSError) as error:
+        raise MisuseError(f"--l3 {settings.l3} --l3-dir {settings.l3_dir}: {error}") from None
 
 
 def _publisher(told: KvEvents, cache: PrefixCache) -> EventPublisher:

@@ -112,6 +112,8 @@ class Fleet:
             arguments += ["--disaggregation-bootstrap-port", "0", "--control-port", "0"]
         elif not self._settings.disaggregation_prefill_tp:
             arguments += ["--disaggregation-prefill-tp", str(self._settings.tp)]
+        if self._settings.l3_dir:
+            arguments += ["--l3-dir", os.path.join(self._settings.l3_dir, f"{role}-{index}")]
         if (events := self._settings.kv_events_config) and (config := KvEvents.parse(events)) is not None:
             number = index + (0 if role == "prefill" else self._settings.prefill_workers)
             arguments += ["--kv-events-config", config.of_worker(number)]

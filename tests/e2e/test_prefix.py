@@ -9,6 +9,7 @@ import random
 import statistics
 import time
 from contextlib import closing
+from pathlib import Path
 from typing import Any
 
 import aiohttp
@@ -163,3 +164,32 @@ async def replayed(endpoint: str) -> tuple[list[set[int]], int]:
                     return subscriber.content(), newest
                 newest = int.from_bytes(seq, "big")
                 apply(subscriber, msgspec.msgpack.decode(payload, type=VllmKVEventBatch))
+
+
+@pytest.mark.slow
+@pytest.mark.xdist_group("processes")
+async def test_what_was_cached_outlives_the_processes(tmp_path: Path) -> None:
+    """A fleet that is killed, and the next one over the same directories."""
+    dice = random.Random(11)
+    prompt = [dice.randrange(10, 900) for _ in range(120)]
+    settings = {"prefix_cache": "lru", "page_size": PAGE_SIZE, "cache_host_bytes": 1 << 24, "l3": "file"}
+    async with aiohttp.ClientSession() as session:
+        async with running(**settings, l3_dir=str(tmp_path)) as fleet:
+            first = await say(session, fleet.url, prompt, 20)
+            for child, pages in ((fleet.prefills[0], 7), (fleet.decodes[0], 8)):
+                async with asyncio.timeout(20):
+                    while (await cache_of(session, child.url))["stored_pages"] < pages:  # noqa: ASYNC110
+                        await asyncio.sleep(0.02)
+            for child in (*fleet.prefills, *fleet.decodes):
+                child.kill()
+        async with running(**settings, l3_dir=str(tmp_path)) as fleet:
+            again = await say(session, fleet.url, prompt, 20)
+            assert again.tokens == first.tokens and again.cached_tokens == 112
+            fetched = [
+                (await cache_of(session, child.url))["fetched_pages"] for child in (*fleet.prefills, *fleet.decodes)
+            ]
+            assert fetched == [7, 7]
+
+
+async def cache_of(session: aiohttp.ClientSession, url: str) -> Any:
+    return (await ask(session, f"{url}/server_info"))["prefix_cache"]
