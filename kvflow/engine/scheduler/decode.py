@@ -53,7 +53,7 @@ class DecodeEngine(EngineLoop):
         """`new_token_ratio`: the share of a request's new tokens for which it is promised pages. Below 1.0, requests
         are retracted when the pool runs short: to host memory (`snapshots`), and where that is full or there is none,
         they are computed again (`recompute`) or end in an error. `cache`: of this pool, for a model without rows; it
-        keeps what requests have computed when they end as they should; `prefetch`: how long a prompt waits for what it
+        keeps what requests have computed unless they end in an error; `prefetch`: how long a prompt waits for what it
         loads.
 
         Raises: LayoutError when the pool is not this model's."""

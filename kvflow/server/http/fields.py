@@ -239,7 +239,7 @@ _HARMLESS = (
     Field("prompt_cache_key", "c", "O", "prompts are cached by their tokens", example="a"),
     Field("prompt_cache_options", "c", "O", "`--prefix-cache` says what is cached", example={}),
     Field("prompt_cache_retention", "c", "O", "`--prefix-cache` says what is cached", example="24h"),
-    Field("kv_hints", "g", "S", "no prefix cache", example={}),
+    Field("kv_hints", "g", "S", "`--prefix-cache` says what is cached", example={}),
     Field("include_obfuscation", "o", "O", "nothing is added to events"),
     Field("stream_interval", "cts", "SV", "every token is an event", example=2),
     Field("spaces_between_special_tokens", "cts", "SV", "fast tokenizers add none", example=False),
