@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+from collections.abc import Callable
 
 import numpy as np
 import pytest
@@ -42,6 +43,24 @@ async def test_what_is_cached_is_neither_computed_nor_sent_again(llama: LoadedMo
         # Prefill has the 7 whole pages of the prompt; decode those of all that was fed to it: 36 tokens, 9 pages.
         assert found[0].cached_tokens == 28 and sum(map(sum, steps)) == len(longer) - 28
         assert sum(count for count, _ in pair.rooms[-1].sends) == -(-len(longer) // 4) - 9
+        assert await flushed(pair)
+
+
+@pytest.mark.parametrize("family", ["deepseek_v3", "deepseek_v32", "gpt2", "mixtral"])
+async def test_latents_indexers_and_experts_are_cached_too(family: str, loaded: Callable[[str], LoadedModel]) -> None:
+    async def talk(pair: EnginePair) -> tuple[list[list[int]], list[int]]:
+        prompt, answers, cached = prompt_of(37), [], []
+        for turn in range(3):
+            outputs = await pair.outputs(prompt, greedy(6))
+            answers.append([out.token_id for out in outputs])
+            cached.append(outputs[0].cached_tokens)
+            prompt = prompt + answers[-1] + prompt_of(5 + turn, 9 + turn)
+        return answers, cached
+
+    async with EnginePair(loaded(family), page_size=4, chunk_tokens=16) as pair:
+        expected, _ = await talk(pair)
+    async with EnginePair(loaded(family), page_size=4, chunk_tokens=16, cache="lru") as pair:
+        assert await talk(pair) == (expected, [0, 36, 48])
         assert await flushed(pair)
 
 
