@@ -11,7 +11,7 @@ from tests.protocols.wire import GOOD, to_decode, to_prefill
 
 @pytest.mark.parametrize(
     "messages",
-    [400, pytest.param(4_000, marks=[pytest.mark.slow, pytest.mark.timeout(600)])],
+    [400, pytest.param(2_000, marks=[pytest.mark.slow, pytest.mark.timeout(600)])],
 )
 async def test_both_ends_of_the_link(messages: int, seed: int) -> None:
     report = await run(messages=messages, seed=seed, rooms=100)

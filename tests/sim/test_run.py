@@ -33,8 +33,8 @@ def test_a_half_that_meets_the_refusal_of_an_earlier_request_of_its_number_break
 @pytest.mark.slow
 @pytest.mark.timeout(600)  # a minute of pure computing, on a machine that may have other things to do
 def test_more_seeds_in_processes() -> None:
-    report = simulate_many(range(1000, 3000), jobs=2)
-    assert not report["first_violations"] and report["seeds"] == 2000
+    report = simulate_many(range(1000, 2000), jobs=2)
+    assert not report["first_violations"] and report["seeds"] == 1000
     assert len(report["cells"]["missing"]) <= 18, "the rest are rare: lies, late answers and answers in doubt"
 
 
