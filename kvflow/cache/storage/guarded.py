@@ -183,6 +183,7 @@ class _Side:
         self._name, self._probe, self._asked_s = name, probe, 0.0
         self._timer: asyncio.TimerHandle | None = None
         self._probing: asyncio.Future[None] | None = None
+        self._closed = False
 
     def opened(self) -> None:
         """The breaker has opened: end what waits and what runs, and ask the store again after a while."""
@@ -194,12 +195,15 @@ class _Side:
 
     def close(self) -> asyncio.Future[None] | None:
         """No more probes; what is under way is returned."""
+        self._closed = True
         if self._timer is not None:
             self._timer.cancel()
         probing, self._probing = self._probing, None
         return probing
 
     def _later(self) -> None:
+        if self._closed:
+            return
         self._timer = asyncio.get_running_loop().call_later(self.breaker.pause_s, self._ask)
 
     def _ask(self) -> None:

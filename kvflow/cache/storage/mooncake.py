@@ -200,9 +200,9 @@ class MooncakeBackend:
             memory = self._free.get_nowait()
         except Empty:
             memory = np.zeros(self._batch * self._record_bytes, dtype=np.uint8)
-            _KEPT.append(memory)
             if status := client.register_buffer(memory.ctypes.data, memory.nbytes):
                 raise OSError(f"the engine refuses {memory.nbytes} bytes of memory (status {status})") from None
+            _KEPT.append(memory)
         try:
             yield memory
         finally:

@@ -332,3 +332,20 @@ async def test_misuse_is_named(tmp_path: Path, given: list[bytes], buffers: list
 def test_limits_are_checked(field: str, wrong: float, text: str) -> None:
     with pytest.raises(MisuseError, match=text):
         Limits(**{field: wrong})  # type: ignore[arg-type]
+
+
+async def test_a_closed_store_is_asked_no_more(tmp_path: Path) -> None:
+    """A call that hangs is found to do so after the store was closed."""
+    disk = FaultyDisk()
+    limits = msgspec.structs.replace(QUICK, stall_s=0.2, close_s=0.01)
+    async with store(tmp_path, disk=disk) as pages:
+        assert await ended(pages.put(keys(1), values(1))) == [True]
+    async with store(tmp_path, disk=disk, limits=limits) as pages:
+        disk.waits["read"] = go = threading.Event()
+        call = pages.get(keys(1), empty(1))
+        await begun(disk)
+        await pages.close()
+        await until(lambda: call.is_stalled)
+        assert pages._reads._timer is None, "it would be probed, with its threads gone"
+        go.set()
+        await asyncio.shield(call.released)
