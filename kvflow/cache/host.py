@@ -10,12 +10,10 @@ from kvflow.aio import run_to_end
 from kvflow.memory.copies import copier_for, copy_slices, host_layout
 from kvflow.memory.pool import PagedPool
 from kvflow.memory.snapshot import DEVICE_SLICE_BYTES, SLICE_BYTES
-from kvflow.protocols.cache.nodes import Tier
+from kvflow.protocols.cache.nodes import PAGED, Tier
 from kvflow.protocols.errors import MisuseError
 from kvflow.protocols.pages.layout import NO_PLACES, PageIndices, Places
 from kvflow.protocols.pages.plan import Pairing
-
-_PAGED = (Tier.DEVICE, Tier.HOST)
 
 
 class HostTier:
@@ -38,7 +36,7 @@ class HostTier:
             Tier.DEVICE: Pairing(self.memory.layout, pool.layout, ("host memory", "pool")),
         }
         self._slice_bytes = SLICE_BYTES if pool.on_host else DEVICE_SLICE_BYTES
-        self._threads = {to: ThreadPoolExecutor(1, thread_name_prefix=f"kvflow-cache-to-{to.name}") for to in _PAGED}
+        self._threads = {to: ThreadPoolExecutor(1, thread_name_prefix=f"kvflow-cache-to-{to.name}") for to in PAGED}
 
     async def copy(self, source: PageIndices, target: PageIndices, to: Tier) -> bool:
         """Copy pages `source` to pages `target` (int32 [n]) of the tier `to`, device or host. Returns whether all were

@@ -106,9 +106,7 @@ class PrefixCache:
 
     def match(self, tokens: Tokens, most_tokens: int | None = None, namespace: Namespace = ANY) -> Prefix:
         """The longest cached prefix of `tokens` in whole pages, of at most `most_tokens`; locked, even if empty."""
-        whole = (len(tokens) if most_tokens is None else max(0, min(len(tokens), most_tokens))) // self.page_size
-        key = _bytes_of(tokens, whole * self.page_size)
-        return self._lock(self._look(key, namespace), namespace)
+        return self._lock(self._look(self._key(tokens, most_tokens), namespace), namespace)
 
     def _lock(self, found: Match, namespace: Namespace) -> Prefix:
         """What of it is on the device."""
@@ -157,10 +155,9 @@ class PrefixCache:
         self, tiers: Tiers, tokens: Tokens, most_tokens: int | None, namespace: Namespace, most_pages: int,
         taking: Callable[[int], None],
     ) -> None:  # fmt: skip
-        whole = (len(tokens) if most_tokens is None else max(0, min(len(tokens), most_tokens))) // self.page_size
-        key = _bytes_of(tokens, whole * self.page_size)
+        key = self._key(tokens, most_tokens)
         found = self._look(key, namespace)
-        if tiers.storage is not None and found.num_pages < whole:
+        if tiers.storage is not None and found.num_pages < len(key) // (self.page_size * TOKEN_BYTES):
             await tiers.fetch(key, found, namespace, min(most_pages, self._pages.available_pages))
             found = self._look(key, namespace)
         while found.end is not None and self._index.arrives(found.end):  # another prompt loads it
@@ -184,6 +181,11 @@ class PrefixCache:
         finally:
             held.release()
 
+    def _key(self, tokens: Tokens, most_tokens: int | None = None) -> bytes:
+        """The whole pages of the first `most_tokens` tokens, or of all, as the index has them."""
+        count = len(tokens) if most_tokens is None else max(0, min(len(tokens), most_tokens))
+        return _bytes_of(tokens, count // self.page_size * self.page_size)
+
     def _look(self, key: bytes, namespace: Namespace) -> Match:
         return self._index.match(key, self._now(), namespace, hit=False)
 
@@ -200,8 +202,7 @@ class PrefixCache:
         own = pages[shared:whole].copy()
         self._pages.move(own, owner, OWNER)
         inserted = self._index.insert(
-            _bytes_of(tokens, whole * self.page_size), own, self._now(), prefix.namespace,
-            shared=shared, priority=priority,
+            self._key(tokens), own, self._now(), prefix.namespace, shared=shared, priority=priority
         )  # fmt: skip
         self._pages.give_back(inserted.duplicates, OWNER)
         if self._tiers is not None and not self._selective and inserted.end is not None:

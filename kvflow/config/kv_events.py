@@ -34,7 +34,7 @@ class KvEvents(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         for name in ("endpoint", "replay_endpoint"):
             if (given := getattr(found, name)) is not None:
                 _check(name, given)
-        return found if text and found.enable_kv_cache_events and found.publisher == "zmq" else None
+        return found if found.enable_kv_cache_events and found.publisher == "zmq" else None
 
     def of_worker(self, number: int) -> str:
         """As text, for worker `number` of one machine: ports after those of the workers before it."""

@@ -190,7 +190,8 @@ def _ranks(report: Report) -> Iterator[Metric]:
 
 
 def _retraction(found: EngineRetractions) -> Iterator[Metric]:
-    for name, text, count in (
+    yield from _each(
+        CounterMetricFamily,
         (
             "retracts",
             "Running requests that gave their pages up, each time, because the pool ran short.",
@@ -198,26 +199,26 @@ def _retraction(found: EngineRetractions) -> Iterator[Metric]:
         ),
         ("resumes", "Retracted requests that run again, with their state from host memory.", found.resumes),
         ("recomputes", "Retracted requests that run again, with their state computed once more.", found.recomputes),
-    ):
-        yield CounterMetricFamily(f"kvflow_{name}", text, value=count)
-    for name, text, value in (
+    )
+    yield from _each(
+        GaugeMetricFamily,
         ("retracted_requests", "Requests that are retracted now, and wait for pages.", found.retracted_now),
         ("host_memory_bytes", "Host memory that holds the state of retracted requests.", found.host_bytes_used),
         ("host_memory_limit_bytes", "Host memory that may hold it (--host-memory-bytes).", found.host_bytes_limit),
         ("new_token_ratio", "Share of its new tokens for which a request is promised pages.", found.new_token_ratio),
-    ):
-        yield GaugeMetricFamily(f"kvflow_{name}", text, value=value)
+    )
 
 
 def _cache(found: CacheStats) -> Iterator[Metric]:
-    for name, text, value in (
+    yield from _each(
+        GaugeMetricFamily,
         ("cache_pages", "Pages of the pool that hold cached prefixes.", found.pages),
         ("cache_evictable_pages", "Of them, those that no request reads.", found.evictable_pages),
         ("cache_host_pages", "Pages of host memory that hold cached prefixes.", found.host_pages),
         ("cache_host_limit_pages", "Pages of host memory for them (--cache-host-bytes).", found.host_limit_pages),
-    ):
-        yield GaugeMetricFamily(f"kvflow_{name}", text, value=value)
-    for name, text, count in (
+    )
+    yield from _each(
+        CounterMetricFamily,
         ("cache_asked_tokens", "Prompt tokens that were looked up in the prefix cache.", found.asked_tokens),
         ("cache_hit_tokens", "Of them, those that were found.", found.hit_tokens),
         ("cache_evicted_pages", "Cached pages that gave way to requests.", found.evicted_pages),
@@ -227,8 +228,13 @@ def _cache(found: CacheStats) -> Iterator[Metric]:
         ("cache_fetched_pages", "Pages that were read from storage.", found.fetched_pages),
         ("cache_unsaved_pages", "Cached pages for which host memory had no room.", found.unsaved_pages),
         ("cache_failed_copies", "Copies between tiers that failed or were stopped.", found.failed_copies),
-    ):
-        yield CounterMetricFamily(f"kvflow_{name}", text, value=count)
+    )
+
+
+def _each(family: type[CounterMetricFamily | GaugeMetricFamily], *rows: tuple[str, str, float]) -> Iterator[Metric]:
+    """One family without labels for each name, text and value."""
+    for name, text, value in rows:
+        yield family(f"kvflow_{name}", text, value=value)
 
 
 def _rooms(report: Report) -> Iterator[Metric]:
