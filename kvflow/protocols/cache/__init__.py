@@ -23,6 +23,6 @@ all subscribers know; with one, a digest of it stands where the digest before th
 
 **Events.** An index made with `events` records what can be read in each tier from now on, and what cannot: `events`.
 
-**Models with states.** A node may end in a snapshot of a request's row (conv, SSM, ring of a sliding window). An index
-made with `needs_snapshot` matches only up to such a node.
+**Models with states.** A node may end in a state, what a request keeps beside its pages (conv, SSM, ring of a sliding
+window). An index made with `needs_state` matches only up to such a node: `states`.
 """

@@ -15,13 +15,17 @@ from kvflow.protocols.pages.layout import NO_PLACES, PageIndices
 
 
 class Match(NamedTuple):
-    """The longest cached prefix of a prompt. A node names the prefix that ends with it; it is None for an empty one."""
+    """The longest cached prefix of a prompt. A node names the prefix that ends with it; it is None for an empty one.
+
+    Where a state is needed, both ends have one. `branch_pages`: where the prompt leaves what is cached, and one would
+    be of use if there is none."""
 
     num_pages: int = 0  # cached on device or host
     end: Node | None = None  # where that prefix ends
     device_pages: PageIndices = NO_PLACES  # int32 [n]: of those, the first n that can be read on the device
     device_end: Node | None = None
-    snapshot: int | None = None  # the row that holds the state at `end`
+    state: int | None = None  # at `device_end`
+    branch_pages: int = 0
 
 
 class Inserted(NamedTuple):
@@ -29,7 +33,6 @@ class Inserted(NamedTuple):
 
     end: Node | None
     duplicates: PageIndices  # not taken: the cache has others for the same tokens, and the caller frees these
-    snapshot_taken: bool
 
 
 class Stats(NamedTuple):
@@ -41,6 +44,8 @@ class Stats(NamedTuple):
     num_namespaces: int
     writes_open: int
     stale_ends: int
+    num_states: int = 0
+    num_states_evicted: int = 0
 
 
 class PrefixIndex:
@@ -48,14 +53,12 @@ class PrefixIndex:
     duplicates or as Freed, each exactly once. Time is what the caller says it is, in seconds, and never goes back.
     """
 
-    def __init__(
-        self, page_size: int, policy: str = "lru", *, needs_snapshot: bool = False, events: bool = False
-    ) -> None:
-        """`page_size`: tokens of a page. `needs_snapshot`: the model has states, and a prefix is of use only where
-        one was kept. `events`: record what comes and goes, for `take_events`. Raises: MisuseError."""
+    def __init__(self, page_size: int, policy: str = "lru", *, needs_state: bool = False, events: bool = False) -> None:
+        """`page_size`: tokens of a page. `needs_state`: a prefix is of use only where a state was put. `events`: record
+        what comes and goes, for `take_events`. Raises: MisuseError."""
         if page_size < 1:
             raise MisuseError(f"page_size {page_size}: at least 1 token is needed")
-        self.page_size, self._page_bytes, self._needs_snapshot = page_size, page_size * TOKEN_BYTES, needs_snapshot
+        self.page_size, self._page_bytes, self._needs_state = page_size, page_size * TOKEN_BYTES, needs_state
         self._recorder = Recorder(page_size) if events else None
         self._residents = Residents(policy, self._page_bytes, self._recorder)
         self._writes = Writes(self._residents)
@@ -65,7 +68,6 @@ class PrefixIndex:
         """The longest cached prefix of whole pages of `tokens` (see `hashes.token_bytes`), marked as used now, and with
         `hit` counted as used once more: who looks again and again for one prompt says so once, with `hit`.
 
-        Where a state is needed it ends where there is one; to use no more than what the device has, match its tokens.
         Raises: MisuseError.
         """
         self._check(tokens, now_s)
@@ -73,13 +75,14 @@ class PrefixIndex:
         if root is None:
             return _MISS
         path = self._walk(root, tokens)
-        if self._needs_snapshot:
-            while path and path[-1].snapshot is None:
+        branch_pages = path[-1].depth if path else 0
+        if self._needs_state:
+            while path and path[-1].state is None:
                 path.pop()
         if not path:
-            return _MISS
+            return Match(branch_pages=branch_pages) if branch_pages else _MISS
         device: list[PageIndices] = []
-        device_end = None
+        device_end, usable, needs_state = None, 0, self._needs_state
         present = RunPhase.PRESENT
         contiguous = True
         for node in path:
@@ -88,11 +91,13 @@ class PrefixIndex:
             if contiguous:
                 if node.phase[0] is present:
                     device.append(node.pages[0])  # type: ignore[arg-type]  # PRESENT has pages
-                    device_end = node
+                    if not needs_state or node.state is not None:
+                        device_end, usable = node, len(device)
                 else:
                     contiguous = False
+        state = None if device_end is None else device_end.state
         end = path[-1]
-        return Match(end.depth, end, joined(device), device_end, end.snapshot)
+        return Match(end.depth, end, joined(device[:usable]), device_end, state, branch_pages)
 
     def insert(
         self,
@@ -103,11 +108,10 @@ class PrefixIndex:
         *,
         shared: int = 0,
         priority: int = 0,
-        snapshot: int | None = None,
     ) -> Inserted:
         """Hand over the device pages of a finished request: int32, one for each whole page of `tokens` after the first
-        `shared`, which are the cache's own, matched and locked by the request. `snapshot`: a row with the state at the
-        end of the last page. The array is kept and must not change. Raises: MisuseError, and then nothing was taken.
+        `shared`, which are the cache's own, matched and locked by the request. The array is kept and must not change.
+        Raises: MisuseError, and then nothing was taken.
         """
         self._check(tokens, now_s)
         check_pages(pages)
@@ -136,11 +140,29 @@ class PrefixIndex:
             end = self._append(end, tokens, pages[end.depth - shared :], now_s, priority, Tier.DEVICE)
             self._residents.roots[namespace] = root
         if end is root:
-            return Inserted(None, NO_PLACES, False)
-        taken = snapshot is not None and end.snapshot is None
-        if taken:
-            end.snapshot = snapshot
-        return Inserted(end, joined(duplicates), taken)
+            return Inserted(None, NO_PLACES)
+        return Inserted(end, joined(duplicates))
+
+    def put_state(self, tokens: bytes, state: int, namespace: Namespace = ANY) -> bool:
+        """Keep `state`, a number of the caller's, at the end of the last page of `tokens`, which is cached. Returns
+        whether it is taken: not where there is one, or the pages are not there."""
+        root = self._residents.roots.get(namespace)
+        path = [] if root is None else self._walk(root, tokens)
+        if not path or path[-1].depth * self._page_bytes != len(tokens):
+            return False
+        return self._residents.states.put(path[-1], state)
+
+    def lock_state(self, node: Node) -> None:
+        """Keep the state at the end of `node`, whose pages are locked, as often as called. Raises: MisuseError."""
+        self._residents.states.lock(node)
+
+    def unlock_state(self, node: Node) -> None:
+        """End one lock, before that of its pages. Raises: MisuseError."""
+        self._residents.states.unlock(node)
+
+    def evict_states(self, count: int) -> Freed:
+        """Free `count` states, first what the policy names first; fewer if the rest is locked. Their pages stay."""
+        return Freed(states=self._residents.states.evict(count))
 
     def insert_stored(
         self, tokens: bytes, pages: PageIndices, now_s: float, namespace: Namespace = ANY, *, start: int
@@ -217,8 +239,8 @@ class PrefixIndex:
 
     def unlock(self, node: Node) -> Freed:
         """End one lock. What comes back was flushed meanwhile. Raises: MisuseError."""
-        if not node.locks:
-            raise MisuseError("cannot unlock a prefix that is not locked")
+        if not node.locks or node.locks == node.state_locks:
+            raise MisuseError("cannot unlock a prefix that is not locked, or whose state is")
         node.locks -= 1
         if node.locks:
             return NOTHING
@@ -249,8 +271,8 @@ class PrefixIndex:
         return self._writes.end(number, RunKind.FAIL)
 
     def evict(self, tier: Tier, count: int) -> Freed:
-        """Free `count` pages of device or host, first what the policy names first; fewer if the rest is in use. An end
-        with a snapshot goes as a whole, so it may be more. Raises: MisuseError."""
+        """Free `count` pages of device or host, first what the policy names first; fewer if the rest is in use. A
+        state goes with the last copy of its page. Raises: MisuseError."""
         if tier not in PAGED:
             raise MisuseError("only device and host have pages that can be evicted")
         gathered = Gathered()
@@ -279,6 +301,8 @@ class PrefixIndex:
             len(own.roots),
             len(self._writes),
             self._writes.num_stale,
+            own.states.count,
+            own.states.num_evicted,
         )
 
     def take_events(self) -> list[Event]:

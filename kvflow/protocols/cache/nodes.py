@@ -23,6 +23,7 @@ class Tier(IntEnum):
 
 Digests: TypeAlias = NDArray[np.int64]  # big-endian [pages, 4]: page hashes of 32 bytes
 PAGED = (Tier.DEVICE, Tier.HOST)
+STATE_QUEUED = 1 << len(Tier)
 _START = attrgetter("start")
 
 
@@ -47,9 +48,10 @@ class Node:
     `children` by the bytes of their first page; `taken`: the one that a prompt was last found in, whole, if it still is
     as it was then; `below[tier]`: how many of them are not ABSENT there; `readers[tier]`: copies that read it; `pins`:
     what keeps it on the device, itself or as a parent (see `Residents.pin`); `depth`: pages from the root to its end;
-    `queued`: a bit per tier whose queue it is in; `frayed`: `tokens` go on after its last page; `told`: a bit per tier
-    in which subscribers know of it; `digests`: its page hashes, once they are needed (big-endian int64 [num_pages, 4]:
-    the first number of each is its event hash).
+    `queued`: a bit per tier whose queue it is in, and one for that of states; `state`: what a request keeps beside its
+    pages, at the end of the last one (see `states`); `state_locks`: who reads that; `frayed`: `tokens` go on after its
+    last page; `told`: a bit per tier in which subscribers know of it; `digests`: its page hashes, once they are needed
+    (big-endian int64 [num_pages, 4]: the first number of each is its event hash).
     """
 
     __slots__ = (
@@ -70,8 +72,9 @@ class Node:
         "queued",
         "readers",
         "run",
-        "snapshot",
         "start",
+        "state",
+        "state_locks",
         "taken",
         "tokens",
         "told",
@@ -87,9 +90,9 @@ class Node:
         self.pages: list[PageIndices | None] = [None, None]
         self.readers, self.below = [0, 0], [0, 0]
         self.used_s, self.hits, self.priority = 0.0, 0, 0
-        self.locks, self.queued, self.pins, self.told = 0, 0, 0, 0
+        self.locks, self.queued, self.pins, self.told, self.state_locks = 0, 0, 0, 0, 0
         self.detached = self.frayed = False
-        self.snapshot: int | None = None
+        self.state: int | None = None
         self.digests: Digests | None = None
 
     def __repr__(self) -> str:
@@ -127,7 +130,7 @@ class Root(Node):
 
 
 def split(node: Node, keep: int, page_bytes: int, *, fray: bool = False) -> Node:
-    """Cut the first `keep` pages off `node`, into a new node before it, and return that. Locks and snapshot belong to
+    """Cut the first `keep` pages off `node`, into a new node before it, and return that. Locks and state belong to
     the last page and stay; the copies that are under way name offsets of the run and are not touched.
 
     With `fray` the new node keeps bytes of tokens that are not its own, until `mend`: cutting a long node short bit by

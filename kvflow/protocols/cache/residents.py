@@ -10,17 +10,18 @@ import numpy as np
 from kvflow.protocols.cache.events import Recorder
 from kvflow.protocols.cache.nodes import PAGED, Node, Root, Tier, split
 from kvflow.protocols.cache.policies import policy_key
+from kvflow.protocols.cache.states import States
 from kvflow.protocols.errors import MisuseError
 from kvflow.protocols.machines.cached_run import TABLE, RunCommand, RunKind, RunPhase
 from kvflow.protocols.pages.layout import NO_PLACES, PageIndices
 
 
 class Freed(NamedTuple):
-    """What the index no longer holds, and the caller gives back to its pools: page numbers, and rows of snapshots."""
+    """What the index no longer holds, and the caller gives back to its pools: page numbers, and states."""
 
     device: PageIndices = NO_PLACES
     host: PageIndices = NO_PLACES
-    snapshots: tuple[int, ...] = ()
+    states: tuple[int, ...] = ()
 
 
 NOTHING = Freed()
@@ -29,15 +30,15 @@ NOTHING = Freed()
 class Gathered:
     """What becomes one Freed."""
 
-    __slots__ = ("pages", "snapshots")
+    __slots__ = ("pages", "states")
 
     def __init__(self) -> None:
         self.pages: tuple[list[PageIndices], list[PageIndices]] = ([], [])
-        self.snapshots: list[int] = []
+        self.states: list[int] = []
 
     def freed(self) -> Freed:
         device, host = self.pages
-        return Freed(joined(device), joined(host), tuple(self.snapshots)) if device or host else NOTHING
+        return Freed(joined(device), joined(host), tuple(self.states)) if device or host else NOTHING
 
 
 def check_pages(pages: object) -> None:
@@ -69,6 +70,7 @@ class Residents:
         """`page_bytes`: of the tokens of one page. `recorder`: hears what comes and goes. Raises: MisuseError."""
         self._page_bytes, self._recorder = page_bytes, recorder
         self._key = policy_key(policy)
+        self.states = States(self._key)
         self._queues: tuple[list[tuple[Any, int, Node]], ...] = ([], [])
         self._pushed = 0
         self.roots: dict[Any, Root] = {}
@@ -150,8 +152,7 @@ class Residents:
         return split(node, keep, self._page_bytes, fray=fray)
 
     def evict(self, tier: Tier, wanted: int, gathered: Gathered) -> None:
-        """Take `wanted` pages out of a tier, from the ends of leaves; fewer when the others are in use, more when a run
-        ends in a snapshot, which is of no use without its last page."""
+        """Take `wanted` pages out of a tier, from the ends of leaves; fewer when the others are in use."""
         queue = self._queues[tier]
         while wanted > 0 and queue:
             key, _, node = heapq.heappop(queue)
@@ -161,7 +162,7 @@ class Residents:
             if self._key(node) != key:
                 self._push(node, tier)
                 continue
-            if node.num_pages > wanted and node.snapshot is None:
+            if node.num_pages > wanted:
                 self.split(node, node.num_pages - wanted, fray=True)
             wanted -= node.num_pages
             self.num_evicted[tier] += node.num_pages
@@ -181,9 +182,8 @@ class Residents:
         assert parent is not None and not node.children
         if node.phase[Tier.STORAGE] is RunPhase.PRESENT:
             self.feed(node, Tier.STORAGE, RunKind.EVICT, None, gathered)  # the index forgets it; the store keeps it
-        if node.snapshot is not None:
-            gathered.snapshots.append(node.snapshot)
-            node.snapshot = None
+        if (state := self.states.take(node)) is not None:
+            gathered.states.append(state)
         del parent.children[node.tokens[: self._page_bytes]]
         if parent.taken is node:
             parent.taken = None
@@ -219,6 +219,7 @@ class Residents:
             node.detached, node.queued = True, 0
         self.roots = {}
         self._queues = ([], [])
+        self.states.flush()
         if self._recorder is not None:
             self._recorder.cleared()
         for node in reversed(nodes):

@@ -11,10 +11,10 @@ from kvflow.protocols.cache.hashes import Namespace, chain_root, token_bytes
 from kvflow.protocols.cache.index import Match, PrefixIndex
 from kvflow.protocols.cache.nodes import Node, Tier
 from kvflow.protocols.cache.residents import Freed
-from tests.protocols.cache.oracle import DEVICE, HOST, Key, Oracle
+from tests.protocols.cache.oracle import DEVICE, HOST, Gone, Key, Oracle
 from tests.protocols.cache.subscriber import Subscriber, block_hash, digest_chain
 
-PAGE_SIZE, POOL = 2, 24
+PAGE_SIZE, POOL, STATES = 2, 24, 8
 
 
 def tokens(prompt: tuple[int, ...]) -> bytes:
@@ -33,12 +33,14 @@ def name(key: Key) -> int:
 
 
 class Driver:
-    def __init__(self, policy: str) -> None:
-        self.index, self.oracle = PrefixIndex(PAGE_SIZE, policy, events=True), Oracle(policy)
+    def __init__(self, policy: str, *, needs_state: bool = False) -> None:
+        self.index = PrefixIndex(PAGE_SIZE, policy, needs_state=needs_state, events=True)
+        self.oracle = Oracle(policy, needs_state=needs_state)
+        self.states = set(range(STATES))  # that are free
         self.subscriber = Subscriber()
         self.free = [set(range(POOL)), set(range(POOL))]
         self.now = 0.0
-        self.locked: list[tuple[Node, Key]] = []
+        self.locked: list[tuple[Node, Key, bool]] = []  # and whether its state is locked, too
         self.ended: list[int] = []
 
     def take(self, tier: int, count: int) -> list[int]:
@@ -50,7 +52,13 @@ class Driver:
         assert len(set(pages)) == len(pages) and not self.free[tier] & set(pages), "a page came back twice"
         self.free[tier] |= set(pages)
 
-    def give_all_back(self, freed: Freed, expected: tuple[set[int], set[int]]) -> None:
+    def give_states_back(self, states: tuple[int, ...]) -> None:
+        assert len(set(states)) == len(states) and not self.states & set(states), "a state came back twice"
+        self.states |= set(states)
+
+    def give_all_back(self, freed: Freed, expected: Gone) -> None:
+        assert set(freed.states) == expected[2]
+        self.give_states_back(freed.states)
         for tier, pages in ((DEVICE, freed.device), (HOST, freed.host)):
             assert set(pages.tolist()) == expected[tier]
             self.give_back(tier, pages.tolist())
@@ -58,8 +66,9 @@ class Driver:
     def find(self, namespace: Namespace, prompt: tuple[int, ...]) -> tuple[Match, int]:
         self.now += 1
         found = self.index.match(tokens(prompt), self.now, namespace)
-        count, device = self.oracle.match(namespace, prompt, self.now)
+        count, device, state, cached = self.oracle.match(namespace, prompt, self.now)
         assert (found.num_pages, found.device_pages.tolist()) == (count, device)
+        assert (found.state, found.branch_pages) == (state, cached)
         return found, len(device)
 
     def insert(self, namespace: Namespace, prompt: tuple[int, ...], priority: int, share: bool) -> None:
@@ -76,18 +85,50 @@ class Driver:
         assert inserted.end is not None and inserted.end.depth == len(prompt)
         self.give_back(DEVICE, duplicates)
 
+    def put_state(self, namespace: Namespace, prompt: tuple[int, ...]) -> None:
+        if not self.states:
+            return
+        state = min(self.states)
+        taken = self.index.put_state(tokens(prompt), state, namespace)
+        assert taken == self.oracle.put_state(self.oracle.prefixes(namespace, prompt)[-1], state)
+        if taken:
+            self.states.remove(state)
+
+    def evict_states(self, count: int) -> None:
+        freed = self.index.evict_states(count)
+        assert not freed.device.size and not freed.host.size
+        able = [page for key, page in self.oracle.pages.items() if self.oracle.state_evictable(key, page)]
+        assert len(freed.states) == min(count, len(able))
+        self.oracle.evict_states(set(freed.states), exact=count == 1)
+        self.give_states_back(freed.states)
+
     def lock(self, namespace: Namespace, prompt: tuple[int, ...]) -> None:
         found, count = self.find(namespace, prompt)
         if found.device_end is not None:
             self.index.lock(found.device_end)
             key = self.oracle.prefixes(namespace, prompt)[count - 1]
             self.oracle.pages[key].locks += 1
-            self.locked.append((found.device_end, key))
+            has_state = self.oracle.pages[key].state is not None
+            if has_state:
+                self.index.lock_state(found.device_end)
+                self.oracle.pages[key].state_locks += 1
+            self.locked.append((found.device_end, key, has_state))
 
     def unlock(self, which: int) -> None:
-        node, key = self.locked.pop(which)
+        node, key, has_state = self.locked.pop(which)
+        if has_state:
+            self.index.unlock_state(node)
+            self.oracle.pages[key].state_locks -= 1
         self.oracle.pages[key].locks -= 1
-        self.give_all_back(self.index.unlock(node), self.oracle.reap((set(), set())))
+        self.give_all_back(self.index.unlock(node), self.oracle.reap((set(), set(), set())))
+
+    def unlock_state(self, which: int) -> None:
+        """As a request does that has begun with it, and goes on to read the pages."""
+        node, key, has_state = self.locked[which]
+        if has_state:
+            self.index.unlock_state(node)
+            self.oracle.pages[key].state_locks -= 1
+            self.locked[which] = (node, key, False)
 
     def begin_write(self, namespace: Namespace, prompt: tuple[int, ...], route: tuple[int, int], cut: int) -> None:
         found, _ = self.find(namespace, prompt)
@@ -114,7 +155,8 @@ class Driver:
         freed = self.index.evict(tier, count)
         pages = (freed.device, freed.host)[tier].tolist()
         assert not len((freed.host, freed.device)[tier])
-        self.oracle.evict(tier, pages, exact=count == 1)
+        assert set(freed.states) == self.oracle.evict(tier, pages, exact=count == 1)
+        self.give_states_back(freed.states)
         assert len(pages) == count or not self.oracle.candidates(tier), "something could have been evicted"
         assert len(pages) <= count
         self.give_back(tier, pages)
@@ -127,6 +169,9 @@ class Driver:
             held = self.oracle.held(tier)
             assert not held & self.free[tier] and len(held) + len(self.free[tier]) == POOL
             assert self.index.stats().num_pages[tier] == len(held)
+        states = {page.state for page in self.oracle.pages.values()} - {None}
+        assert not states & self.states and len(states) + len(self.states) == STATES
+        assert self.index.stats().num_states == len(states)
         assert self.index.evictable_pages == len(self.oracle.held(DEVICE)) - self.oracle.pinned()
 
     def subscribers_know_what_can_be_read(self) -> None:
@@ -143,16 +188,16 @@ class Driver:
         for number in sorted(self.oracle.writes):
             self.end(number, False)
         while self.locked:
-            node, key = self.locked.pop()
-            self.oracle.pages[key].locks -= 1
-            self.give_all_back(self.index.unlock(node), self.oracle.reap((set(), set())))
+            self.unlock(-1)
         for _ in range(2 * POOL):  # neither tier can be emptied first where pages of one lie below those of the other
             pages = [self.index.evict(tier, POOL) for tier in (Tier.DEVICE, Tier.HOST)]
+            for freed in pages:
+                self.give_states_back(freed.states)
             self.give_back(DEVICE, pages[0].device.tolist())
             self.give_back(HOST, pages[1].host.tolist())
             if not pages[0].device.size and not pages[1].host.size:
                 break
-        assert [len(pages) for pages in self.free] == [POOL, POOL]
+        assert [len(pages) for pages in self.free] == [POOL, POOL] and len(self.states) == STATES
         self.subscriber.replay(self.index.take_events())
         assert self.subscriber.content() == [set(), set(), set()]
         stats = self.index.stats()

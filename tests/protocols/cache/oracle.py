@@ -9,6 +9,7 @@ from kvflow.protocols.machines.cached_run import RunPhase
 
 ABSENT, ARRIVING, PRESENT = RunPhase.ABSENT, RunPhase.ARRIVING, RunPhase.PRESENT
 DEVICE, HOST, STORAGE = range(3)
+Gone = tuple[set[int], set[int], set[int]]  # pages of device and host, states
 Key = tuple[Any, ...]  # (epoch, namespace, page, page, ...): all tokens up to the end of the last page
 
 
@@ -21,6 +22,8 @@ class Page:
     hits: int = 0
     priority: int = 0
     locks: int = 0
+    state: int | None = None  # at the end of the page
+    state_locks: int = 0
 
 
 KEYS = {
@@ -33,7 +36,8 @@ KEYS = {
 
 
 class Oracle:
-    def __init__(self, policy: str) -> None:
+    def __init__(self, policy: str, *, needs_state: bool = False) -> None:
+        self.needs_state = needs_state
         self.pages: dict[Key, Page] = {}
         self.epoch = 0
         self.policy = policy
@@ -42,20 +46,44 @@ class Oracle:
     def prefixes(self, namespace: object, prompt: tuple[int, ...]) -> list[Key]:
         return [(self.epoch, namespace, *prompt[: n + 1]) for n in range(len(prompt))]
 
-    def match(self, namespace: object, prompt: tuple[int, ...], now: float) -> tuple[int, list[int]]:
-        found = []
+    def match(self, namespace: object, prompt: tuple[int, ...], now: float) -> tuple[int, list[int], int | None, int]:
+        """Pages found, those on the device, the state behind these, and how many are cached, whatever their states."""
+        found: list[Page] = []
         for key in self.prefixes(namespace, prompt):
             if key not in self.pages:
                 break
             found.append(self.pages[key])
-        device: list[int] = []
+        cached = len(found)
+        self.cut(found)
         for page in found:
             page.used, page.hits = now, page.hits + 1
-        for page in found:
-            if page.phase[DEVICE] is not PRESENT:
-                break
-            device.append(page.number[DEVICE])
-        return len(found), device
+        device = found[: next((n for n, page in enumerate(found) if page.phase[DEVICE] is not PRESENT), len(found))]
+        self.cut(device)
+        return len(found), [page.number[DEVICE] for page in device], device[-1].state if device else None, cached
+
+    def cut(self, found: list[Page]) -> None:
+        while self.needs_state and found and found[-1].state is None:
+            found.pop()
+
+    def put_state(self, key: Key, state: int) -> bool:
+        page = self.pages.get(key)
+        if page is None or page.state is not None:
+            return False
+        page.state = state
+        return True
+
+    def evict_states(self, gone: set[int], *, exact: bool) -> None:
+        """Apply it, and check that each was allowed to go, and a single one was the first."""
+        able = [key for key, page in self.pages.items() if self.state_evictable(key, page)]
+        keys = [key for key in able if self.pages[key].state in gone]
+        assert len(keys) == len(gone), "a state was locked, or not there"
+        if exact and keys:
+            assert self.rank(keys[0]) == min(self.rank(key) for key in able)
+        for key in keys:
+            self.pages[key].state = None
+
+    def state_evictable(self, key: Key, page: Page) -> bool:
+        return key[0] == self.epoch and page.state is not None and not page.state_locks
 
     def insert(
         self, namespace: object, prompt: tuple[int, ...], given: list[int], shared: int, now: float, priority: int
@@ -85,8 +113,8 @@ class Oracle:
                 page.number[target] = given[index]
         self.writes[number] = (keys, source, target)
 
-    def end(self, number: int, landed: bool) -> tuple[set[int], set[int]]:
-        freed: tuple[set[int], set[int]] = (set(), set())
+    def end(self, number: int, landed: bool) -> Gone:
+        freed: Gone = (set(), set(), set())
         keys, source, target = self.writes.pop(number, ([], 0, 0))
         for key in keys:
             page = self.pages[key]
@@ -116,9 +144,10 @@ class Oracle:
     def rank(self, key: Key) -> Any:
         return KEYS[self.policy](key, self.pages[key])  # type: ignore[no-untyped-call]
 
-    def evict(self, tier: int, freed: list[int], *, exact: bool) -> None:
-        """Apply what was freed, one page after the other, and check that each was allowed to go, and was the first."""
-        left = set(freed)
+    def evict(self, tier: int, freed: list[int], *, exact: bool) -> set[int]:
+        """Apply what was freed, one page after the other, and check that each was allowed to go, and was the first.
+        Returns the states that went with them."""
+        left, states = set(freed), set()
         assert len(left) == len(freed)
         while left:
             able = self.candidates(tier)
@@ -131,18 +160,22 @@ class Oracle:
                 left.remove(page.number[tier])
                 page.phase[tier] = ABSENT
                 if page.phase[DEVICE] is ABSENT and page.phase[HOST] is ABSENT:
+                    states |= {page.state} - {None}
                     del self.pages[key]
+        return states
 
-    def flush(self) -> tuple[set[int], set[int]]:
+    def flush(self) -> Gone:
         self.epoch += 1
-        return self.reap((set(), set()))
+        return self.reap((set(), set(), set()))
 
-    def reap(self, freed: tuple[set[int], set[int]]) -> tuple[set[int], set[int]]:
+    def reap(self, freed: Gone) -> Gone:
         """Free the flushed pages that nothing at or below them uses any more."""
         held = [key for key, page in self.pages.items() if page.locks or any(page.readers) or ARRIVING in page.phase]
         for key in [key for key in self.pages if key[0] < self.epoch]:
             if not any(other[: len(key)] == key for other in held):
                 page = self.pages.pop(key)
+                if page.state is not None:
+                    freed[2].add(page.state)
                 for tier in (DEVICE, HOST):
                     if page.phase[tier] is PRESENT:
                         freed[tier].add(page.number[tier])

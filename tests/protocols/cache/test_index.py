@@ -1,4 +1,4 @@
-"""Single stories of the index: splits under copies, stale acknowledgements, locks, order, snapshots, bad input."""
+"""Single stories of the index: splits under copies, stale acknowledgements, locks, order, states, bad input."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ def pages(*numbers: int) -> np.ndarray:
 class Cache:
     """Pages of one token; page numbers on the device are 100 + the order of insertion."""
 
-    def __init__(self, policy: str = "lru", *, needs_snapshot: bool = False) -> None:
-        self.index = PrefixIndex(1, policy, needs_snapshot=needs_snapshot)
+    def __init__(self, policy: str = "lru", *, needs_state: bool = False) -> None:
+        self.index = PrefixIndex(1, policy, needs_state=needs_state)
         self.clock = itertools.count()
         self.next_page = 100
 
@@ -124,18 +124,75 @@ def test_by_depth_the_deepest_page_goes_first() -> None:
     assert gone == [106, 105, 108, 101, 103, 100, 102]
 
 
-def test_snapshots_bound_what_a_model_with_states_matches() -> None:
-    cache = Cache(needs_snapshot=True)
-    assert cache.insert(1, 2, 3, 4, snapshot=7).snapshot_taken
-    assert cache.match(1, 2).num_pages == 0
-    assert cache.insert(1, 2, snapshot=8).snapshot_taken
-    assert not cache.insert(1, 2, snapshot=9).snapshot_taken
-    found = cache.match(1, 2, 9)
-    assert (found.num_pages, found.snapshot) == (2, 8)
-    assert cache.match(1, 2, 3, 4, 5).snapshot == 7
+def test_states_bound_what_a_model_with_states_matches() -> None:
+    cache = Cache(needs_state=True)
+    cache.insert(1, 2, 3, 4)
+    found = cache.match(1, 2, 3, 4)
+    assert (found.num_pages, found.end, found.device_pages.size, found.branch_pages) == (0, None, 0, 4)
+    assert cache.index.put_state(token_bytes([1, 2, 3, 4]), 7)
+    assert (cache.match(1, 2).num_pages, cache.match(1, 2).branch_pages) == (0, 2)
+    assert cache.index.put_state(token_bytes([1, 2]), 8), "a state is put into the middle of what was inserted at once"
+    assert not cache.index.put_state(token_bytes([1, 2]), 9), "it has one"
+    assert not cache.index.put_state(token_bytes([1, 2, 5]), 9), "nothing is cached there"
+    assert not cache.index.put_state(token_bytes([1, 2]), 9, Namespace("other"))
+    found = cache.match(1, 2, 3, 9)
+    assert (found.num_pages, found.state, found.branch_pages) == (2, 8, 3)
+    assert cache.match(1, 2, 3, 4, 5).state == 7, "a split leaves it where it was"
+
+
+def test_a_state_goes_with_its_page_or_before_it() -> None:
+    cache = Cache(needs_state=True)
+    cache.insert(1, 2, 3, 4)
+    for length in (2, 4):
+        assert cache.index.put_state(token_bytes(range(1, length + 1)), length)
     freed = cache.index.evict(DEVICE, 1)
-    assert (freed.device.tolist(), freed.snapshots) == ([102, 103], (7,)), "no part of it is of use without its end"
-    assert cache.index.evict(DEVICE, 2).snapshots == (8,)
+    assert (freed.device.tolist(), freed.states) == ([103], (4,))
+    assert (cache.match(1, 2, 3).num_pages, cache.match(1, 2, 3).branch_pages) == (2, 3), "the other pages stay"
+    assert cache.index.evict_states(5).states == (2,)
+    assert cache.index.stats().num_pages[DEVICE] == 3 and cache.match(1, 2, 3).num_pages == 0
+    assert cache.index.put_state(token_bytes([1, 2]), 2), "it may be put again"
+
+
+def test_a_state_stays_as_long_as_one_tier_has_its_page() -> None:
+    cache = Cache(needs_state=True)
+    cache.insert(1, 2)
+    assert cache.index.put_state(token_bytes([1, 2]), 5)
+    cache.index.ack(cache.back_up(1, 2).number)
+    assert cache.index.evict(DEVICE, 2).states == ()
+    found = cache.match(1, 2)
+    assert (found.num_pages, found.device_pages.size, found.state) == (2, 0, None), "to be loaded first"
+    cache.index.ack(cache.index.begin_write(found.end, HOST, DEVICE, pages(0, 1)).number)
+    assert cache.match(1, 2).state == 5
+
+
+def test_the_device_has_what_ends_in_a_state_there() -> None:
+    cache = Cache(needs_state=True)
+    cache.insert(1, 2, 3, 4)
+    for length in (1, 4):
+        assert cache.index.put_state(token_bytes(range(1, length + 1)), length)
+    cache.index.ack(cache.back_up(1, 2, 3, 4).number)
+    cache.index.evict(DEVICE, 1)
+    found = cache.match(1, 2, 3, 4)
+    assert (found.num_pages, found.device_pages.tolist(), found.state) == (4, [100], 1)
+
+
+def test_a_locked_state_stays_and_its_pages_with_it() -> None:
+    cache = Cache(needs_state=True)
+    end = cache.insert(1).end
+    with pytest.raises(MisuseError, match="cannot lock a state"):
+        cache.index.lock_state(end)
+    assert cache.index.put_state(token_bytes([1]), 3)
+    with pytest.raises(MisuseError, match="cannot lock a state"):
+        cache.index.lock_state(end)
+    cache.index.lock(end)
+    cache.index.lock_state(end)
+    assert cache.index.evict_states(1).states == () and cache.index.flush().states == ()
+    with pytest.raises(MisuseError, match="or whose state is"):
+        cache.index.unlock(end)
+    cache.index.unlock_state(end)
+    with pytest.raises(MisuseError, match="cannot unlock a state"):
+        cache.index.unlock_state(end)
+    assert cache.index.unlock(end).states == (3,), "it was flushed meanwhile"
 
 
 def test_namespaces_share_nothing_and_leave_nothing() -> None:

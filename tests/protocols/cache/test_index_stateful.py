@@ -24,9 +24,9 @@ COUNTS = [1, 1, 2, 5, POOL]
 class IndexMachine(RuleBasedStateMachine):
     driver: Driver | None = None
 
-    @initialize(policy=st.sampled_from(sorted(POLICIES)))
-    def start(self, policy: str) -> None:
-        self.driver = Driver(policy)
+    @initialize(policy=st.sampled_from(sorted(POLICIES)), needs_state=st.booleans())
+    def start(self, policy: str, needs_state: bool) -> None:
+        self.driver = Driver(policy, needs_state=needs_state)
 
     @rule(namespace=st.sampled_from(NAMESPACES), prompt=PROMPTS, priority=st.integers(0, 2), share=st.booleans())
     def insert(self, **arguments) -> None:
@@ -40,6 +40,19 @@ class IndexMachine(RuleBasedStateMachine):
     @rule(data=st.data())
     def unlock(self, data) -> None:
         self.driver.unlock(data.draw(st.integers(0, len(self.driver.locked) - 1)))
+
+    @rule(namespace=st.sampled_from(NAMESPACES), prompt=PROMPTS)
+    def put_state(self, **arguments) -> None:
+        self.driver.put_state(**arguments)
+
+    @precondition(lambda self: self.driver.locked)
+    @rule(data=st.data())
+    def unlock_state(self, data) -> None:
+        self.driver.unlock_state(data.draw(st.integers(0, len(self.driver.locked) - 1)))
+
+    @rule(count=st.integers(1, 3))
+    def evict_states(self, count) -> None:
+        self.driver.evict_states(count)
 
     @rule(namespace=st.sampled_from(NAMESPACES), prompt=PROMPTS, route=st.sampled_from(ROUTES), cut=st.integers(0, 2))
     def begin_write(self, **arguments) -> None:
@@ -84,7 +97,7 @@ def test_a_long_walk(policy: str, seed: int) -> None:
     """What short runs do not reach: deep trees, full pools, many copies at once."""
     rng = random.Random(f"{seed} {policy}")
     for _ in range(50):
-        driver = Driver(policy)
+        driver = Driver(policy, needs_state=rng.random() < 0.5)
         for _ in range(120):
             step(driver, rng)
             driver.every_page_is_free_or_held()
@@ -96,11 +109,17 @@ def step(driver: Driver, rng: random.Random) -> None:
     namespace, prompt = rng.choice(NAMESPACES), tuple(rng.choices((0, 1), k=rng.randint(1, 6)))
     kind = rng.randrange(100)
     writes = sorted(driver.oracle.writes)
-    if kind < 30:
+    if kind < 6:
+        driver.put_state(namespace, prompt)
+    elif kind < 9:
+        driver.evict_states(rng.choice((1, 1, 2)))
+    elif kind < 11 and driver.locked:
+        driver.unlock_state(rng.randrange(len(driver.locked)))
+    elif kind < 34:
         driver.insert(namespace, prompt, rng.randrange(3), rng.random() < 0.5)
-    elif kind < 37:
+    elif kind < 41:
         driver.lock(namespace, prompt)
-    elif kind < 44 and driver.locked:
+    elif kind < 47 and driver.locked:
         driver.unlock(rng.randrange(len(driver.locked)))
     elif kind < 64:
         driver.begin_write(namespace, prompt, rng.choice(ROUTES), rng.randrange(3))
