@@ -125,6 +125,12 @@ def test_booleans_are_words_in_the_environment() -> None:
             {},
             ["--l3 file needs --l3-dir"],
         ),
+        (
+            "decode",
+            {"prefix_cache": "lru", "cache_host_bytes": "65536", "l3": "mooncake"},
+            {},
+            ["--l3 mooncake needs --mooncake-master"],
+        ),
         ("prefill", {"prefix_cache": "lru", "pp": "2"}, {}, ["--prefix-cache lru with --pp 2 --tp 1"]),
         ("router", {}, {}, ["--prefill", "--decode"]),
         (

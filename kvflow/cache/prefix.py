@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 from kvflow.aio import wait_or_cancel
 from kvflow.cache.host import HostTier
 from kvflow.cache.publisher import EventPublisher
+from kvflow.cache.storage.port import StorageState
 from kvflow.cache.stored import StorageTier
 from kvflow.cache.tiers import OWNER, TierCounts, Tiers
 from kvflow.memory.allocator import PageAllocator
@@ -45,6 +46,7 @@ class CacheStats(TierCounts, kw_only=True):
     evicted_pages: int
     host_pages: int = 0
     host_limit_pages: int = 0
+    storage: StorageState | None = None
 
 
 class Prefix:
@@ -269,6 +271,7 @@ class PrefixCache:
             evicted_pages=found.num_evicted[Tier.DEVICE],
             host_pages=found.num_pages[Tier.HOST],
             host_limit_pages=0 if self._tiers is None else self._tiers.host.pages.capacity,
+            storage=None if self._tiers is None or self._tiers.storage is None else self._tiers.storage.state(),
             **msgspec.structs.asdict(moved),
         )
 

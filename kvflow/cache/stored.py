@@ -5,9 +5,11 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 
+import msgspec
+
 from kvflow.cache.host import HostTier
 from kvflow.cache.storage.identity import PageViews
-from kvflow.cache.storage.port import Storage, StorageCall
+from kvflow.cache.storage.port import Storage, StorageCall, StorageState
 from kvflow.protocols.pages.layout import PageIndices
 
 
@@ -30,6 +32,11 @@ class StorageTier:
     def get(self, keys: Sequence[bytes], pages: PageIndices) -> StorageCall:
         """Begin to read pages into host pages (int32 [n]), which may be written to until it is `released`."""
         return self.store.get(keys, self._buffers(pages))
+
+    def state(self) -> StorageState:
+        store = self.store
+        counts = msgspec.structs.asdict(store.counts)
+        return StorageState(name=store.name, readable=store.readable, writable=store.writable, **counts)
 
     def _buffers(self, pages: PageIndices) -> list[memoryview]:
         return [self._views[page] for page in pages.tolist()]

@@ -28,6 +28,10 @@ _CACHE = (
     "l3",
     "l3_dir",
     "l3_bytes",
+    "mooncake_master",
+    "mooncake_metadata_server",
+    "mooncake_global_segment_size",
+    "mooncake_local_buffer_size",
 )
 _POOL = ("page_size", "num_pages", "pool_bytes", "pool_order", *_CACHE)
 _LOAD = ("max_running_requests", "max_queued_requests", "request_timeout_s", "schedule_low_priority_values_first")

@@ -108,18 +108,42 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         ),
     ] = 0
     l3: Annotated[
-        Literal["off", "file"],
+        Literal["off", "file", "mooncake"],
         Meta(
-            description="Where cached pages are kept that outlive the process: `file` is a directory (--l3-dir). Needs "
-            "--cache-host-bytes, which they pass through."
+            description="Where cached pages are kept that outlive the process: `file` is a directory (--l3-dir), "
+            "`mooncake` a Mooncake Store (--mooncake-master). Needs --cache-host-bytes, which they pass through."
         ),
     ] = "off"
     l3_dir: Annotated[
         str, Meta(description="Directory of --l3 file, of this process alone; `kvflow up` makes one for each worker.")
     ] = ""
     l3_bytes: Annotated[
-        int, Meta(description="Bytes that --l3 takes at most; the longest unused pages go first.", ge=1 << 12)
+        int, Meta(description="Bytes that --l3 file takes at most; the longest unused pages go first.", ge=1 << 12)
     ] = 10 << 30
+    mooncake_master: Annotated[
+        str,
+        Meta(
+            description="host:port of the mooncake_master of --l3 mooncake; `kvflow up` without it starts one of its "
+            "own."
+        ),
+    ] = ""
+    mooncake_metadata_server: Annotated[
+        str,
+        Meta(
+            description="Metadata server of all clients of that store: P2PHANDSHAKE (they ask each other), or its URL.",
+            min_length=1,
+        ),
+    ] = "P2PHANDSHAKE"
+    mooncake_global_segment_size: Annotated[
+        int,
+        Meta(
+            description="Bytes of memory that this worker lends to that store, for pages of any worker; 0 = none.",
+            ge=0,
+        ),
+    ] = 1 << 30
+    mooncake_local_buffer_size: Annotated[
+        int, Meta(description="Bytes of memory that the client of that store takes for itself.", ge=1 << 20)
+    ] = 16 << 20
     cache_write_policy: Annotated[
         Literal["write_through", "write_through_selective"],
         Meta(description="What is copied to the host tier: all that is cached, or what another prompt has found."),

@@ -163,6 +163,16 @@ def _check_events(settings: Settings) -> None:
         raise ConfigError("--kv-events-config without --prefix-cache: nothing is cached, and there are no events")
 
 
+def _check_storage(role: Role, settings: Settings) -> None:
+    flag = f"--l3 {settings.l3}"
+    if not settings.cache_host_bytes:
+        raise ConfigError(f"{flag} needs --cache-host-bytes")
+    if settings.l3 == "file" and not settings.l3_dir:
+        raise ConfigError(f"{flag} needs --l3-dir")
+    if settings.l3 == "mooncake" and not settings.mooncake_master and role != "up":
+        raise ConfigError(f"{flag} needs --mooncake-master, the host:port of a mooncake_master")
+
+
 def _check(role: Role, settings: Settings) -> None:
     if role in ("prefill", "decode") and not settings.model_path:
         raise ConfigError("no model is given; set --model-path (or KVFLOW_MODEL_PATH)")
@@ -189,9 +199,8 @@ def _check(role: Role, settings: Settings) -> None:
         raise ConfigError(f"{text}: only a prefill of one rank caches prefixes; leave one out")
     if settings.cache_host_bytes and settings.prefix_cache == "off":
         raise ConfigError(f"--cache-host-bytes {settings.cache_host_bytes} without --prefix-cache: nothing is cached")
-    if settings.l3 != "off" and not (settings.cache_host_bytes and settings.l3_dir):
-        missing = "--l3-dir" if settings.cache_host_bytes else "--cache-host-bytes"
-        raise ConfigError(f"--l3 {settings.l3} needs {missing}")
+    if settings.l3 != "off":
+        _check_storage(role, settings)
     if settings.kv_events_config:
         _check_events(settings)
     if role == "router" and not ((settings.prefill and settings.decode) or settings.api_key):

@@ -15,12 +15,16 @@ from kvflow.cache.publisher import EventPublisher
 from kvflow.cache.storage.file import FileBackend
 from kvflow.cache.storage.guarded import GuardedStorage
 from kvflow.cache.storage.identity import identity_of
+from kvflow.cache.storage.mooncake import MooncakeBackend
+from kvflow.cache.storage.port import Backend
 from kvflow.cache.stored import StorageTier
 from kvflow.config.kv_events import KvEvents
 from kvflow.config.settings import Settings
 from kvflow.launch.parts import Parts
 from kvflow.protocols.cache.stream import StreamLimits
 from kvflow.protocols.errors import LayoutError, MisuseError
+from kvflow.protocols.pages.layout import PoolLayout
+from kvflow.server.http.listening import reachable
 
 _log = logging.getLogger("kvflow.serve")
 
@@ -75,12 +79,22 @@ async def _host_tier(settings: Settings, parts: Parts) -> HostTier | None:
 async def _storage_tier(settings: Settings, host: HostTier | None) -> StorageTier | None:
     if settings.l3 == "off" or host is None:
         return None
-    layout = host.memory.layout
+    where = f"--l3-dir {settings.l3_dir}" if settings.l3 == "file" else f"--mooncake-master {settings.mooncake_master}"
     try:
-        backend = FileBackend(settings.l3_dir, identity_of(layout), layout.page_bytes, settings.l3_bytes)
-        return StorageTier(await GuardedStorage.open(backend), host)
+        return StorageTier(await GuardedStorage.open(_backend(settings, host.memory.layout)), host)
     except (MisuseError, OSError) as error:
-        raise MisuseError(f"--l3 {settings.l3} --l3-dir {settings.l3_dir}: {error}") from None
+        raise MisuseError(f"--l3 {settings.l3} {where}: {error}") from None
+
+
+def _backend(settings: Settings, layout: PoolLayout) -> Backend:
+    identity = identity_of(layout)
+    if settings.l3 == "file":
+        return FileBackend(settings.l3_dir, identity, layout.page_bytes, settings.l3_bytes)
+    return MooncakeBackend(
+        settings.mooncake_master, identity, layout.page_bytes, host=reachable(settings.host),
+        lent_bytes=settings.mooncake_global_segment_size, metadata_server=settings.mooncake_metadata_server,
+        local_bytes=settings.mooncake_local_buffer_size,
+    )  # fmt: skip
 
 
 def _publisher(told: KvEvents, cache: PrefixCache) -> EventPublisher:

@@ -19,6 +19,8 @@ from rich.markup import escape
 import kvflow
 from kvflow.config.sources import unknown_variables
 from kvflow.extras import CORE, EXTRAS
+from kvflow.launch.mooncake_master import NAME as MASTER
+from kvflow.launch.mooncake_master import find_program
 from kvflow.transports.data.ascend import missing_for_ascend
 
 MOONCAKE_WHEELS = (
@@ -57,6 +59,7 @@ def findings() -> list[Finding]:
         _mooncake_wheels(),
         *(_library(name, package) for name, package in LIBRARIES),
         _mooncake(),
+        _mooncake_store(),
         _nixl(),
         _plane("ascend"),
         _plane("mori"),
@@ -67,15 +70,16 @@ def findings() -> list[Finding]:
     ]
 
 
-def mooncake_unavailable_reason() -> str | None:
-    """Why the mooncake data plane cannot be used here, in one line; None when it can."""
+def mooncake_unavailable_reason(module: str = "mooncake.engine") -> str | None:
+    """Why the mooncake data plane, or another `module` of the package, cannot be used here, in one line; None when it
+    can."""
     if importlib.util.find_spec("mooncake") is None:
         return "mooncake is not installed: pip install 'kvflow[mooncake]'"
     wheels = _mooncake_wheels()
     if not wheels.ok:
         return f"{wheels.detail}: {wheels.advice}"
     missing = [package for name, package in LIBRARIES if not ctypes.util.find_library(name)]
-    if not (reason := _import_error("mooncake.engine")):
+    if not (reason := _import_error(module)):
         return None
     advice = f": apt-get install -y {' '.join(missing)}" if missing else ""
     return f"mooncake cannot be loaded ({reason}){advice}"
@@ -197,6 +201,14 @@ def _library(name: str, package: str) -> Finding:
 def _mooncake() -> Finding:
     reason = mooncake_unavailable_reason()
     return Finding("mooncake data plane", reason is None, reason or "can be loaded", False, reason or "")
+
+
+def _mooncake_store() -> Finding:
+    """Of `--l3 mooncake`."""
+    reason, program = mooncake_unavailable_reason("mooncake.store"), find_program()
+    detail = reason or (f"can be loaded; {program}" if program else f"can be loaded; no {MASTER} to start")
+    advice = "pip install 'kvflow[mooncake]', whose mooncake_master `kvflow up --l3 mooncake` starts"
+    return Finding("mooncake store", reason is None and program is not None, detail, False, reason or advice)
 
 
 def _nixl() -> Finding:

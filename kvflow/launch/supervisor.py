@@ -22,6 +22,7 @@ from kvflow.config.kv_events import KvEvents
 from kvflow.config.settings import Settings
 from kvflow.demo_model import DEMO_MODEL_DIR
 from kvflow.launch.child import Child, ChildEndedError, first_end, start_together
+from kvflow.launch.mooncake_master import NAME, MooncakeMaster
 from kvflow.launch.process import StopSignals
 from kvflow.server.http.listening import bound_socket
 from kvflow.transports.control.curve import open_new_key
@@ -45,6 +46,7 @@ class Fleet:
         self.prefills: list[Child] = []
         self.decodes: list[Child] = []
         self.router: Child | None = None
+        self.store: MooncakeMaster | None = None  # of its own, where it has one
         self._key: int | None = None  # an open descriptor
 
     @property
@@ -57,10 +59,14 @@ class Fleet:
         return self.router.url if self.router else ""
 
     async def start(self) -> None:
-        """Return when all roles are up and healthy. Raises: ChildEndedError, TimeoutError."""
+        """Return when all roles are up and healthy. Raises: ChildEndedError, TimeoutError; MisuseError for a program
+        that is not there."""
         settings = self._settings
         if not settings.control_key_file:
             self._key = open_new_key()
+        if settings.l3 == "mooncake" and not settings.mooncake_master:
+            self.store = MooncakeMaster()
+            await self.store.start()
         self.prefills = [self._worker("prefill", i) for i in range(settings.prefill_workers)]
         self.decodes = [self._worker("decode", i) for i in range(settings.decode_workers)]
         await self._start_together([*self.prefills, *self.decodes])
@@ -75,7 +81,8 @@ class Fleet:
         return await first_end(self.children)
 
     async def stop(self, forced: asyncio.Event | None = None) -> None:
-        """Stop the router first, so that no new request arrives, then all workers; once `forced` is set, kill all."""
+        """Stop the router first, so that no new request arrives, then all workers, then their store; once `forced` is
+        set, kill all roles."""
         timeout_s = self._settings.drain_timeout_s + KILL_AFTER_S
         killing = asyncio.create_task(self._kill_when(forced or asyncio.Event()))
         try:
@@ -84,6 +91,8 @@ class Fleet:
             await asyncio.gather(*(child.stop(timeout_s) for child in (*self.prefills, *self.decodes)))
         finally:
             killing.cancel()
+            if self.store is not None:
+                await self.store.stop()
             key, self._key = self._key, None
             if key is not None:
                 os.close(key)
@@ -114,6 +123,8 @@ class Fleet:
             arguments += ["--disaggregation-prefill-tp", str(self._settings.tp)]
         if self._settings.l3_dir:
             arguments += ["--l3-dir", os.path.join(self._settings.l3_dir, f"{role}-{index}")]
+        if self.store is not None:
+            arguments += ["--mooncake-master", self.store.address]
         if (events := self._settings.kv_events_config) and (config := KvEvents.parse(events)) is not None:
             number = index + (0 if role == "prefill" else self._settings.prefill_workers)
             arguments += ["--kv-events-config", config.of_worker(number)]
@@ -212,5 +223,7 @@ async def _run_until_one_ends(fleet: Fleet) -> ChildEndedError:
     await fleet.start()
     for child in fleet.children:
         sys.stdout.write(f"{child.name:<10} {child.url}  pid {child.process.pid}\n")
+    if fleet.store is not None:
+        sys.stdout.write(f"{NAME} {fleet.store.address}  pid {fleet.store.pid}\n")
     sys.stdout.flush()
     return await fleet.wait_for_end()

@@ -280,17 +280,27 @@ async def test_up_ends_together_when_one_role_is_killed() -> None:
             os.kill(pid, 0)
 
 
+WITH_STORE = ("--prefix-cache", "lru", "--cache-host-bytes", str(1 << 24), "--l3", "mooncake")
+
+
 @pytest.mark.parametrize(
-    "number", [*(pytest.param(n, marks=pytest.mark.slow) for n in (signal.SIGINT, signal.SIGTERM)), signal.SIGKILL]
+    ("number", "more"),
+    [
+        pytest.param(signal.SIGINT, (), marks=pytest.mark.slow),
+        pytest.param(signal.SIGTERM, WITH_STORE, marks=pytest.mark.slow),
+        (signal.SIGKILL, ()),
+    ],
 )
-async def test_up_leaves_no_orphan(number: signal.Signals) -> None:
+async def test_up_leaves_no_orphan(number: signal.Signals, more: tuple[str, ...]) -> None:
+    if more:
+        pytest.importorskip("mooncake")
     command = (sys.executable, "-m", "kvflow.cli", "up", "--port", "0", "--num-pages", "64", "--decode-workers", "2")
     process = await asyncio.create_subprocess_exec(
-        *command, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.DEVNULL
+        *command, *more, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.DEVNULL
     )
     assert process.stdout is not None
     async with asyncio.timeout(60):
-        lines = [(await process.stdout.readline()).decode() for _ in range(4)]
+        lines = [(await process.stdout.readline()).decode() for _ in range(5 if more else 4)]
         descriptors = [os.pidfd_open(int(line.split()[-1])) for line in lines]
         process.send_signal(number)
         status = await process.wait()

@@ -39,11 +39,11 @@ async def counted(session: aiohttp.ClientSession, url: str) -> dict[str, float]:
 @pytest.mark.parametrize(("pp", "requests"), [(1, 120), (2, 72)])
 async def test_a_storm_of_legs_that_come_before_their_decodes(pp: int, requests: int, seed: int) -> None:
     """A pool of some two prompts. Who meets gets its tokens; who does not is told at the rendezvous; nothing leaks, at
-    any rank. (Where two decodes leave at once, most of so small a pool waits for proof: no reason here to refuse.)"""
+    any rank."""
     chance = random.Random(seed)
     rooms = itertools.count(1)
     async with (
-        running(pp=pp, optimistic_prefill=2, num_pages=24, rendezvous_s=2.5, max_quarantine_share=1.0) as fleet,
+        running(pp=pp, optimistic_prefill=2, num_pages=24, rendezvous_s=2.5) as fleet,
         aiohttp.ClientSession() as session,
     ):
         [prefill], [decode] = fleet.prefills, fleet.decodes

@@ -56,7 +56,7 @@ class GuardedStorage:
     def __init__(self, backend: Backend, limits: Limits) -> None:
         """For `open`, which every user calls."""
         self._backend, self._limits = backend, limits
-        self.value_bytes, self.counts = backend.value_bytes, StorageCounts()
+        self.name, self.value_bytes, self.counts = backend.name, backend.value_bytes, StorageCounts()
         self._closed = False
         self._reads = _Side(backend.name, "reading", backend.probe_reads, self.counts, limits)
         self._writes = _Side(backend.name, "writing", backend.probe_writes, self.counts, limits)

@@ -44,7 +44,8 @@ from kvflow.cache.storage.record import HEADER_BYTES, flaw_in, header_of
 from kvflow.protocols.errors import MisuseError
 
 BATCH_BYTES = 8 << 20  # of pages that pass through one piece of memory; at least one
-LOCAL_BYTES = 16 << 20  # that the client takes for itself
+LOCAL_BYTES = 16 << 20
+PEER_TO_PEER = "P2PHANDSHAKE"  # clients ask each other: no metadata server
 CONNECT_S, ASK_S = 0.5, 10.0
 NO_ROOM, NOT_READY, NOT_FOUND = -200, -703, -704
 OTHER_SIZE, UNREADABLE = -600, -800  # what its key stands for cannot be read by us, now or ever
@@ -60,8 +61,8 @@ _KEPT: list[NDArray[np.uint8]] = []
 _ASK = """
 import os, sys
 from mooncake.store import MooncakeDistributedStore
-master, host, size = sys.argv[1:]
-os._exit(bool(MooncakeDistributedStore().setup(host, "P2PHANDSHAKE", 0, int(size), "tcp", "", master)))
+master, host, metadata, size = sys.argv[1:]
+os._exit(bool(MooncakeDistributedStore().setup(host, metadata, 0, int(size), "tcp", "", master)))
 """
 log = logging.getLogger("kvflow.storage")
 
@@ -73,19 +74,22 @@ class MooncakeBackend:
     pages_at_once = 256
 
     def __init__(
-        self, master: str, identity: bytes, value_bytes: int, *, host: str = "127.0.0.1", lent_bytes: int = 0
-    ) -> None:
+        self, master: str, identity: bytes, value_bytes: int, *, host: str = "127.0.0.1", lent_bytes: int = 0,
+        metadata_server: str = PEER_TO_PEER, local_bytes: int = LOCAL_BYTES,
+    ) -> None:  # fmt: skip
         """`master` is its host:port, `host` the address at which other clients reach this process, `identity` as
         `identity.identity_of` gives it, of pages of `value_bytes`. This process lends `lent_bytes` to the store: pages
-        of any process lie there, and are gone with it.
+        of any process lie there, and are gone with it. `metadata_server`: of the transfer engine, one for all clients;
+        `local_bytes`: that the client takes for itself.
 
         Raises: MisuseError.
         """
-        self._address = _parsed(master)
+        self._address = parsed_address(master)
         if value_bytes < 1 or lent_bytes < 0:
             raise MisuseError(f"value_bytes {value_bytes} is below 1, or lent_bytes {lent_bytes} below 0")
         self.value_bytes, self.identity = value_bytes, identity
         self._master, self._host, self._lent_bytes = master, host, lent_bytes
+        self._metadata_server, self._local_bytes = metadata_server, local_bytes
         self._prefix = f"kvflow/{identity.hex()[:32]}/"
         self._record_bytes = HEADER_BYTES + value_bytes
         self._batch = max(1, min(self.pages_at_once, BATCH_BYTES // value_bytes))
@@ -224,21 +228,24 @@ class MooncakeBackend:
     def _connect(self) -> Any:
         try:
             socket.create_connection(self._address, CONNECT_S).close()
-            arguments = [sys.executable, "-c", _ASK, self._master, self._host, str(LOCAL_BYTES)]
+            where = (self._master, self._host, self._metadata_server, str(self._local_bytes))
+            arguments = [sys.executable, "-c", _ASK, *where]
             asked = subprocess.run(arguments, timeout=ASK_S, capture_output=True, check=False)
         except (OSError, subprocess.TimeoutExpired) as error:
             raise OSError(f"the master {self._master} does not answer: {error}") from None
         if asked.returncode:
             raise OSError(f"the master {self._master} takes no clients (a child that tried ended {asked.returncode})")
         client = importlib.import_module("mooncake.store").MooncakeDistributedStore()
-        status = client.setup(self._host, "P2PHANDSHAKE", self._lent_bytes, LOCAL_BYTES, "tcp", "", self._master)
+        status = client.setup(
+            self._host, self._metadata_server, self._lent_bytes, self._local_bytes, "tcp", "", self._master
+        )
         if status:
             raise OSError(f"the master {self._master} refuses us (status {status})")
         return client
 
 
-def _parsed(master: str) -> tuple[str, int]:
-    """Raises: MisuseError."""
+def parsed_address(master: str) -> tuple[str, int]:
+    """Host and port. Raises: MisuseError."""
     host, _, port = master.rpartition(":")
     if not host or not port.isascii() or not port.isdigit() or not 0 < int(port) < 1 << 16:
         raise MisuseError(f"master {master!r} is not host:port with a port in 1..65535")

@@ -52,6 +52,14 @@ class StorageCounts(msgspec.Struct):
     """How often a breaker has opened."""
 
 
+class StorageState(StorageCounts, kw_only=True):
+    """What a store has done, and whether it is asked now."""
+
+    name: str
+    readable: bool
+    writable: bool
+
+
 class StorageCall(Protocol):
     """One batch that is under way. All of it is used on the event loop it was begun on."""
 
@@ -69,6 +77,8 @@ class StorageCall(Protocol):
 class Storage(Protocol):
     """A store of pages of one identity, for one event loop. None of its calls raises for what the store does."""
 
+    name: str
+    """Of its kind."""
     value_bytes: int
     """Of one page."""
     counts: StorageCounts

@@ -229,6 +229,19 @@ def _cache(found: CacheStats) -> Iterator[Metric]:
         ("cache_unsaved_pages", "Cached pages for which host memory had no room.", found.unsaved_pages),
         ("cache_failed_copies", "Copies between tiers that failed or were stopped.", found.failed_copies),
     )
+    if (storage := found.storage) is not None:
+        yield from _each(
+            GaugeMetricFamily,
+            ("cache_storage_readable", "1 while storage (--l3) is read; 0 while it is left alone.", storage.readable),
+            ("cache_storage_writable", "1 while storage is written to; 0 while it is left alone.", storage.writable),
+        )
+        yield from _each(
+            CounterMetricFamily,
+            ("cache_storage_errors", "Calls in which storage had an error.", storage.errors),
+            ("cache_storage_stalls", "Calls to storage that were given up, as they did not end.", storage.stalls),
+            ("cache_storage_trips", "How often storage was left alone from then on.", storage.trips),
+            ("cache_storage_damaged_pages", "Pages that were not as they were stored.", storage.damaged),
+        )
 
 
 def _each(family: type[CounterMetricFamily | GaugeMetricFamily], *rows: tuple[str, str, float]) -> Iterator[Metric]:
