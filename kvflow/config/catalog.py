@@ -47,7 +47,14 @@ _PLANE = (
 _WORKER = (*_HTTP, "sse_keepalive_s", "sse_headers_after_s", "sglang_metrics", *_MODEL, *_POOL, *_LOAD, *_PLANE)
 _RETRACT = ("new_token_ratio", "host_memory_bytes", "host_memory_full")
 _RECEIVER = ("max_quarantine_share", "disaggregation_prefill_tp", *_RETRACT)
-_ROUTER = ("poll_s", "retry_timeout_s", "policy", "balance_abs_threshold", "balance_rel_threshold")
+_ROUTER = (
+    "poll_s",
+    "retry_timeout_s",
+    "policy",
+    "tokenizer_path",
+    "balance_abs_threshold",
+    "balance_rel_threshold",
+)
 _SENDER = (
     "pp",
     "tp",

@@ -327,6 +327,14 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
             le=1 << 20,
         ),
     ] = 8
+    tokenizer_path: Annotated[
+        str,
+        Meta(
+            description="Directory or Hugging Face name of the workers' tokenizer, with which --policy cache_aware "
+            "finds a text in what workers publish with --kv-events-config. Without it their events count for prompts "
+            "of token ids alone, and a text is matched with those that a worker was sent before."
+        ),
+    ] = ""
     balance_rel_threshold: Annotated[
         float, Meta(description="As a factor: see --balance-abs-threshold.", ge=1, le=1e6)
     ] = 1.5

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 import socket
 from collections.abc import Callable
@@ -34,6 +35,7 @@ from kvflow.server.router.router import Router
 from kvflow.server.router.routes import router_app
 from kvflow.transports.control.registry import RankTable
 
+_log = logging.getLogger("kvflow.launch")
 SettingsOf = Callable[[Role], Settings]
 """The settings of a worker's other role, read when it is to switch to that. Raises: ConfigError."""
 
@@ -88,6 +90,7 @@ async def _run_first_shard(settings: Settings, http: socket.socket) -> None:
 
 async def run_router(settings: Settings) -> None:
     """`kvflow router`, until a signal stops it."""
+    tokenizer = _routing_tokenizer(settings.tokenizer_path) if settings.tokenizer_path else None
     http = bound_socket(settings.host, settings.port, "--port")
     router = Router(
         settings.prefill,
@@ -98,6 +101,7 @@ async def run_router(settings: Settings) -> None:
         max_waiting=settings.max_queued_requests,
         poll_s=settings.poll_s,
         policy=Policy(settings.policy, settings.balance_abs_threshold, settings.balance_rel_threshold),
+        encoder=tokenizer,
     )
     try:
         await router.start()
@@ -106,6 +110,18 @@ async def run_router(settings: Settings) -> None:
         await serve_until_stopped(app, http, router, ready, settings.drain_timeout_s)
     finally:
         await router.close()
+        if tokenizer is not None:
+            tokenizer.close()
+
+
+def _routing_tokenizer(path: str) -> ThreadedTokenizer | None:
+    """None where there is none, as a model may have none. Raises: MisuseError."""
+    from kvflow.engine.model.tokenizer import load_tokenizer  # imports torch
+
+    found = load_tokenizer(path, path)
+    if found is None:
+        _log.warning("--tokenizer-path %r: no tokenizer is there; events count for prompts of token ids alone", path)
+    return None if found is None else ThreadedTokenizer(found)
 
 
 class _PrefillPorts(NamedTuple):

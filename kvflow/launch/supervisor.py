@@ -72,6 +72,8 @@ class Fleet:
         await self._start_together([*self.prefills, *self.decodes])
         urls = [f for child in (*self.prefills, *self.decodes) for f in (f"--{child.role}", child.url)]
         arguments = [*self._arguments("router"), "--port", str(settings.port), *urls]
+        if settings.kv_events_config and settings.policy == "cache_aware" and not settings.tokenizer_path:
+            arguments += ["--tokenizer-path", settings.model_path]
         self.router = self._child("router", "router", arguments)
         await self._start_together([self.router])
         await self._healthy()

@@ -1,4 +1,4 @@
-"""Two prefills and two decodes with prefix caches: conversations by prefix, beside round robin, as official clients."""
+"""Two prefills and two decodes with prefix caches: conversations by their cache events, beside round robin."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import statistics
 import aiohttp
 import msgspec
 import pytest
+from prometheus_client.parser import text_string_to_metric_families
 
 from tests.e2e.fleet import all_home, ask
 from tests.e2e.service import Service, serving
@@ -16,6 +17,7 @@ from tests.e2e.test_prefix import Turn, say
 
 USERS, TURNS = 16, 4
 POOL = {"num_pages": 4096, "page_size": 16}
+EVENTS = '{"endpoint": "tcp://127.0.0.1:*", "replay_endpoint": "tcp://127.0.0.1:*"}'
 
 
 async def chats(url: str, seed: int) -> list[Turn]:
@@ -53,15 +55,32 @@ async def counted(session: aiohttp.ClientSession, service: Service, role: str) -
     return Counted(sum(cache["asked_tokens"] for cache in caches), sum(cache["hit_tokens"] for cache in caches))
 
 
+async def followed(session: aiohttp.ClientSession, url: str, workers: int) -> None:
+    """This router knows the caches of so many workers by their events."""
+    async with asyncio.timeout(20):
+        while True:
+            async with session.get(f"{url}/metrics") as answer:
+                families = text_string_to_metric_families(await answer.text())
+                samples = [sample for family in families for sample in family.samples]
+            if sum(s.value for s in samples if s.name == "kvflow_router_worker_events_followed") == workers:
+                return
+
+
 @pytest.mark.slow
 @pytest.mark.xdist_group("processes")
 async def test_conversations_find_their_turns_before(seed: int) -> None:
     async with serving(1, **POOL) as service:
         expected = await chats(await service.start_router(), seed)
     hit_rates: dict[str, dict[str, float]] = {}
-    async with aiohttp.ClientSession() as session, serving(2, **POOL, prefix_cache="lru") as service:
-        for policy in ("cache_aware", "round_robin"):  # what is slower only at first counts against the first
-            url = await service.start_router(policy=policy)
+    async with (
+        aiohttp.ClientSession() as session,
+        serving(2, **POOL, prefix_cache="lru", kv_events_config=EVENTS) as service,
+    ):
+        for policy in ("cache_aware", "again", "round_robin"):  # what is slower only at first counts against the first
+            # Another router, which has sent nothing, knows from the workers' events who has which conversation.
+            url = await service.start_router(policy="cache_aware" if policy == "again" else policy)
+            if policy != "round_robin":
+                await followed(session, url, 4)
             before = {role: await counted(session, service, role) for role in ("prefill", "decode")}
             found = await chats(url, seed)
             assert [turn.tokens for turn in found] == [turn.tokens for turn in expected]
@@ -78,8 +97,10 @@ async def test_conversations_find_their_turns_before(seed: int) -> None:
             ]
             assert min(loads) > 0, "one decode has it all"
             assert await all_home(session, *map(service.url, (*service.names("prefill"), *service.names("decode"))))
-            async with session.post(f"{url}/flush_cache") as flushed:
-                assert flushed.status == 200
+            if policy != "cache_aware":
+                async with session.post(f"{url}/flush_cache") as flushed:
+                    assert flushed.status == 200
             assert service.router is not None and await service.router.stop(10.0) == 0
     for role in ("prefill", "decode"):
         assert hit_rates["cache_aware"][role] > hit_rates["round_robin"][role] + 0.05
+        assert hit_rates["again"][role] > 0.9

@@ -13,6 +13,7 @@ import pytest
 
 from kvflow.cache.prefix import CacheStats
 from kvflow.server.http.large_bodies import LARGE_BYTES
+from kvflow.server.router.cache_view import Prompts
 from kvflow.server.router.policies import Policy, PolicyName
 from kvflow.server.router.router import Router
 from kvflow.server.router.routes import router_app
@@ -53,7 +54,7 @@ class Front:
 
     def known(self) -> list[int]:
         """How many chunks of prompts each worker is known to have."""
-        return [len(worker.known) for worker in self.router.workers.all]
+        return [len(worker.cache.prefixes) for worker in self.router.workers.all]
 
     def ask_workers_who_they_are(self) -> None:
         for one in self.router.workers.all:
@@ -103,7 +104,7 @@ async def test_prefill_and_decode_are_chosen_each_by_its_own_memory(fronts: Fron
     front = await fronts.make()
     prefill, decode = await front.ask(FIRST)
     for one in front.router.workers.of("prefill"):
-        one.known.forget()
+        one.cache.forget()
     found = [await front.ask(FIRST) for _ in range(3)]
     assert found == [(1 - prefill, decode)] * 3, "the prefill that was sent less; from then on the same"
 
@@ -194,14 +195,14 @@ async def test_an_overloaded_worker_is_passed_over(fronts: Fronts) -> None:
 def worker(running: int, *chains: list[int], turn: int = 0) -> Worker:
     made = Worker("prefill", "http://a")
     made.running, made.turn = running, turn
-    made.known.resize(1 << 16)
-    made.known.note(chains)
+    made.cache.prefixes.resize(1 << 16)
+    made.cache.prefixes.note(chains)
     return made
 
 
 def first_of(policy: Policy, workers: list[Worker], prompt: list[int]) -> int:
     least = min(one.running for one in workers)
-    return min(range(len(workers)), key=lambda i: policy.order(workers[i], least, [prompt]))
+    return min(range(len(workers)), key=lambda i: policy.order(workers[i], least, Prompts([prompt], {})))
 
 
 @pytest.mark.parametrize(
@@ -228,11 +229,11 @@ def test_another_role_is_another_memory() -> None:
     info = {"disaggregation_mode": "prefill", "incarnation": "1", "page_size": 16, "prefix_cache": {"pages": 0}}
     turned = Worker("prefill", "http://a", follows=True)
     turned.mark_up(Identity.read(info | {"pages": {"total": 64}}))
-    turned.send([[1, 2]])
+    turned.send(Prompts([[1, 2]], {}))
     turned.mark_up(Identity.read(info | {"pages": {"total": 64}}))
-    assert turned.known.matched([[1, 2]]) == 2 and turned.known.limit_bytes == 64 * 16 * 4
+    assert turned.cache.prefixes.matched([[1, 2]]) == 2 and turned.cache.prefixes.limit_bytes == 64 * 16 * 4
     turned.mark_up(Identity.read(info | {"pages": {"total": 64}, "disaggregation_mode": "decode"}))
-    assert len(turned.known) == 0
+    assert len(turned.cache.prefixes) == 0
 
 
 @pytest.mark.parametrize(

@@ -5,11 +5,10 @@ from __future__ import annotations
 import threading
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from kvflow.engine.model.device import find_device
 from kvflow.engine.model.identity import fingerprint
@@ -24,6 +23,7 @@ from kvflow.engine.model.quiet import Progress, explained, quiet
 from kvflow.engine.model.runner import Runner, hidden_size_of
 from kvflow.engine.model.selftest import Mode
 from kvflow.engine.model.source import locate
+from kvflow.engine.model.tokenizer import load_tokenizer
 from kvflow.engine.model.windows import SLIDING_WINDOW_ROWS, choose_rings
 from kvflow.memory.pool import PagedPool
 from kvflow.protocols.errors import MisuseError
@@ -147,7 +147,7 @@ def load_model(
         refuse_by_config(config, name)
         check_plan(config, part, name, where)
         model = _weights(source, name, dtype, where, *_class_for(config, part, name))
-        tokenizer = _tokenizer(source, name)
+        tokenizer = load_tokenizer(source, name)
         report("self-test", 0.0)
         with explained(f"model {name!r} cannot be probed"):
             layers = probe(model, name)
@@ -226,19 +226,6 @@ def _weights(
         raise MisuseError(f"model {name!r}: the checkpoint lacks {len(missing)} weights, {missing[0]!r} among them")
     with explained(f"model {name!r} does not fit on {device}"):
         return model.eval().to(device)
-
-
-def _tokenizer(source: str, name: str) -> Any:
-    here = Path(source)
-    if here.is_dir() and not any(here.glob("tokenizer*")) and not (here / "vocab.json").is_file():
-        return None
-    try:
-        with explained(f"model {name!r}: the tokenizer cannot be loaded"):
-            return AutoTokenizer.from_pretrained(source)
-    except MisuseError:
-        if not here.is_dir():
-            return None
-        raise
 
 
 def _eos_ids(model: Any) -> frozenset[int]:

@@ -129,3 +129,50 @@ def _packed(numbers: NDArray[Any], head: int, width: str) -> msgspec.Raw:
 
 def _array_head(count: int) -> bytes:
     return _ARRAY_32 + count.to_bytes(4, "big")
+
+
+class StoredBlocks(msgspec.Struct, tag="BlockStored", tag_field="type", frozen=True):
+    """What a reader of a stream needs of BlockStored to know which blocks there are."""
+
+    block_hashes: list[int]
+    block_size: int
+    medium: str | None = None
+
+
+class RemovedBlocks(msgspec.Struct, tag="BlockRemoved", tag_field="type", frozen=True):
+    block_hashes: list[int]
+    medium: str | None = None
+
+
+class _PositionalStored(msgspec.Struct, tag="BlockStored", array_like=True, frozen=True):
+    block_hashes: list[int]
+    parent_block_hash: int | None
+    token_ids: msgspec.Raw
+    block_size: int
+    lora_id: int | None
+    medium: str | None = None
+
+
+class _PositionalRemoved(RemovedBlocks, tag="BlockRemoved", array_like=True, frozen=True):
+    pass
+
+
+BlockEvent: TypeAlias = StoredBlocks | RemovedBlocks | AllBlocksCleared
+_MAPS = msgspec.msgpack.Decoder(tuple[float, list[StoredBlocks | RemovedBlocks | AllBlocksCleared], int | None])
+_ARRAYS = msgspec.msgpack.Decoder(
+    tuple[float, list[_PositionalStored | _PositionalRemoved | PositionalAllBlocksCleared], int | None]
+)
+
+
+def read_batch(payload: bytes | memoryview) -> list[BlockEvent]:
+    """The events of a batch, in either form. Raises: msgspec.DecodeError."""
+    try:
+        return list(_MAPS.decode(payload)[1])
+    except msgspec.ValidationError:
+        events = _ARRAYS.decode(payload)[1]
+    return [
+        StoredBlocks(event.block_hashes, event.block_size, event.medium)
+        if isinstance(event, _PositionalStored)
+        else event
+        for event in events
+    ]

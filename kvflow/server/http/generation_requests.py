@@ -275,8 +275,12 @@ def _namespace(body: Rendezvous, index: int, prompts: int) -> Namespace:
         if "\0" in part:  # it stands between the two
             raise RequestError(f"{name}: it has a NUL character", param=name)
         parts.append(part)
-    salt, extra = parts
-    return Namespace(salt=f"{salt}\0{extra}" if extra else salt)
+    return namespace_of(*parts)
+
+
+def namespace_of(salt: str, extra_key: str) -> Namespace:
+    """Of a request's `cache_salt` and `extra_key`, each "" where it has none."""
+    return Namespace(salt=f"{salt}\0{extra_key}" if extra_key else salt)
 
 
 def _check_scores(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 import uuid
 from collections import defaultdict
-from typing import Any
+from typing import Any, Protocol
 
 from aiohttp import web
 
@@ -25,7 +25,7 @@ from kvflow.server.http.generation_requests import (
 from kvflow.server.http.growing import GrowingArray, GrowingText
 from kvflow.server.http.pipeline import CompletionPipeline
 from kvflow.server.http.responses import json_response
-from kvflow.server.http.schemas import ChatRequest, CompletionRequest, StreamOptions, TokenizeRequest
+from kvflow.server.http.schemas import ChatRequest, CompletionRequest, StreamOptions
 from kvflow.server.http.text_logprobs import TextLogprobs, TokenBytes
 from kvflow.telemetry.requests import CURRENT
 
@@ -169,7 +169,15 @@ class ChatCall(_OpenAICall):
         return {**_spelled(self._token_bytes(token.token_id), token.logprob), "top_logprobs": top}
 
 
-def template_variables(body: ChatRequest | TokenizeRequest) -> dict[str, Any]:
+class TemplateFields(Protocol):
+    @property
+    def reasoning_effort(self) -> Any: ...
+
+    @property
+    def chat_template_kwargs(self) -> Any: ...
+
+
+def template_variables(body: TemplateFields) -> dict[str, Any]:
     """What the chat template sees beside the messages."""
     effort = {} if body.reasoning_effort is None else {"reasoning_effort": body.reasoning_effort}
     return {**effort, **(body.chat_template_kwargs or {})}

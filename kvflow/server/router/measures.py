@@ -52,7 +52,20 @@ class RouterMeasures:
         )
         hits = CounterMetricFamily(
             "kvflow_router_worker_prefix_hits",
-            "Of those, requests whose prompt begins as one that the worker was sent before.",
+            "Of those, requests whose prompt begins with what the worker has in its cache, as far as is known.",
+            labels=_WORKER_LABELS,
+        )
+        followed = GaugeMetricFamily(
+            "kvflow_router_worker_events_followed",
+            "1 for a worker whose cache is known by the events that it publishes.",
+            labels=_WORKER_LABELS,
+        )
+        blocks = GaugeMetricFamily(
+            "kvflow_router_worker_cached_blocks", "Blocks in its cache, by its events.", labels=_WORKER_LABELS
+        )
+        gaps = CounterMetricFamily(
+            "kvflow_router_worker_event_gaps",
+            "Times that events were missed and asked for again.",
             labels=_WORKER_LABELS,
         )
         for worker in workers:
@@ -61,4 +74,8 @@ class RouterMeasures:
             load.add_metric(values, worker.running)
             served.add_metric(values, worker.served)
             hits.add_metric(values, worker.prefix_hits)
-        yield from (up, load, served, hits)
+            if (feed := worker.cache.feed) is not None:
+                followed.add_metric(values, float(feed.live))
+                blocks.add_metric(values, len(feed.blocks))
+                gaps.add_metric(values, feed.gaps)
+        yield from (up, load, served, hits, followed, blocks, gaps)

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
 from typing import Literal, Protocol
 
 import msgspec
 
-from kvflow.server.router.prefixes import KnownPrefixes
-from kvflow.server.router.prompts import Chain
+from kvflow.server.router.cache_view import CacheView, Prompts
 
 PolicyName = Literal["cache_aware", "least_loaded", "round_robin"]
 
@@ -19,7 +17,7 @@ class Loaded(Protocol):
     running: int  # requests
     served: int  # requests since the router knows it
     turn: int  # of its last request, among those of all workers
-    known: KnownPrefixes
+    cache: CacheView
 
 
 class Policy(msgspec.Struct, frozen=True):
@@ -37,13 +35,13 @@ class Policy(msgspec.Struct, frozen=True):
     def reads_prompts(self) -> bool:
         return self.name == "cache_aware"
 
-    def order(self, worker: Loaded, least_running: int, prompts: Collection[Chain]) -> tuple[int, ...]:
+    def order(self, worker: Loaded, least_running: int, prompts: Prompts) -> tuple[int, ...]:
         """A key to sort workers by, the best first; `least_running`: the requests of the least loaded one."""
         if self.name == "round_robin":
             return (worker.turn,)
         matched = 0
-        if self.reads_prompts and prompts and not self.is_overloaded(worker.running, least_running):
-            matched = worker.known.matched(prompts)
+        if self.reads_prompts and prompts.chains and not self.is_overloaded(worker.running, least_running):
+            matched = worker.cache.matched(prompts)
         return (-matched, worker.running, worker.served)
 
     def is_overloaded(self, running: int, least_running: int) -> bool:

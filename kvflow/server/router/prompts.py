@@ -22,6 +22,7 @@ import numpy as np
 # or less matters little, 1 KiB, which keeps the time and the memory of the longest prompts small.
 FINE_BYTES, COARSE_BYTES = 64, 1024
 FINE_CHUNKS = 1024
+CHUNK_TOKENS = FINE_BYTES // 4  # about
 _STEP_BYTES = 1 << 16  # between two turns of the loop: some 300 us
 _PIECE_CHARACTERS = 1 << 14
 
@@ -45,6 +46,7 @@ class PromptFields(msgspec.Struct):
     extra_key: Any = None
     chat_template_kwargs: Any = None
     reasoning_effort: Any = None
+    add_special_tokens: Any = None
 
     async def chains(self) -> list[Chain]:
         """The hashes of each prompt, shortest beginning first. A value that a worker will refuse has none."""
@@ -52,7 +54,7 @@ class PromptFields(msgspec.Struct):
         common = (self.model, self.cache_salt, self.extra_key, self.chat_template_kwargs, self.reasoning_effort)
         await _hash_all(root, _pieces(common))
         found = []
-        for prompt in self._prompts():
+        for prompt in self._streams():
             chain = _Hashing(root.of_all)
             try:
                 await _hash_all(chain, prompt)
@@ -61,14 +63,18 @@ class PromptFields(msgspec.Struct):
             found.append(chain.hashes)
         return found
 
-    def _prompts(self) -> Iterator[Iterator[bytes]]:
-        if isinstance(self.messages, list):
-            yield (piece for message in self.messages for piece in _pieces(message))
+    def prompts(self) -> list[Any]:
+        """Those that are no conversation: each a text or token ids, or what a worker will refuse."""
         for value in (self.input_ids, self.text, self.prompt):
             if value is not None:
                 several = isinstance(value, list) and bool(value) and not isinstance(value[0], int)
-                yield from map(_prompt, value if several else [value])
-                return
+                return value if several else [value]
+        return []
+
+    def _streams(self) -> Iterator[Iterator[bytes]]:
+        if isinstance(self.messages, list):
+            yield (piece for message in self.messages for piece in _pieces(message))
+        yield from map(_prompt, self.prompts())
 
 
 class _Hashing:

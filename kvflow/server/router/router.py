@@ -10,8 +10,8 @@ import asyncio
 import functools
 import logging
 import secrets
-from collections.abc import AsyncGenerator, Awaitable, Callable, Collection, Iterable
-from contextlib import asynccontextmanager
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from typing import Any
 
 import aiohttp
@@ -27,6 +27,7 @@ from kvflow.server.http.large_bodies import take_apart
 from kvflow.server.http.metrics import Metrics
 from kvflow.server.http.schemas import MAX_COMPLETIONS, decoded
 from kvflow.server.router.answer import ClientAnswer
+from kvflow.server.router.cache_view import NO_PROMPTS, Prompts
 from kvflow.server.router.legs import (
     Leg,
     LegFailedError,
@@ -39,7 +40,8 @@ from kvflow.server.router.legs import (
 from kvflow.server.router.measures import RouterMeasures
 from kvflow.server.router.membership import Membership
 from kvflow.server.router.policies import Policy
-from kvflow.server.router.prompts import Chain, PromptFields
+from kvflow.server.router.prompts import PromptFields
+from kvflow.server.router.tokens import Encoder, block_hashes
 from kvflow.server.router.tries import Tries
 from kvflow.server.router.workers import ROLES, NoWorkerError, Worker, Workers
 from kvflow.telemetry.requests import CURRENT, name_rooms
@@ -56,7 +58,8 @@ class Router(Drainable):
     """One router over the workers at these URLs; `api_key` is the workers' key. `close` closes every leg.
 
     A request whose client has got no token is tried on one pair after another, and waits `retry_timeout_s` in all for
-    one that is back; at most `max_waiting` requests do so at a time.
+    one that is back; at most `max_waiting` requests do so at a time. `encoder` is the model's tokenizer: with it the
+    cache events of workers say who has a text, which else only prompts of token ids are matched with.
     """
 
     def __init__(
@@ -70,6 +73,7 @@ class Router(Drainable):
         max_waiting: int = 1024,
         poll_s: float = 1.0,
         policy: Policy = Policy(),  # noqa: B008 # it is frozen
+        encoder: Encoder | None = None,
     ) -> None:
         super().__init__()
         headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
@@ -83,7 +87,7 @@ class Router(Drainable):
         self._ending = False
         self.waiting = 0
         self.workers = Workers(prefill, decode, self._session, poll_s, policy)
-        self._reads_prompts = policy.reads_prompts
+        self._reads_prompts, self._encoder = policy.reads_prompts, encoder
         self.membership = Membership(self.workers, self._session)
         self.measures = RouterMeasures()
         self.metrics = Metrics(families=lambda: self.measures.families(self.workers.all, self.running, self.waiting))
@@ -117,7 +121,7 @@ class Router(Drainable):
         with self.count_running():
             try:
                 async with self._in_time():
-                    prompts = [] if body is None else await body.chains()
+                    prompts = NO_PROMPTS if body is None else await self._prompts(body)
                     return await self._on_some_pair(http, answer, raw, count, prompts)
             except PairFailedError as error:
                 return await answer.fail(error.failure, error.answer)
@@ -135,17 +139,16 @@ class Router(Drainable):
                 self._timeouts.discard(timeout)
 
     async def _on_some_pair(
-        self, http: web.Request, answer: ClientAnswer, raw: bytes, count: int, prompts: Collection[Chain]
+        self, http: web.Request, answer: ClientAnswer, raw: bytes, count: int, prompts: Prompts
     ) -> web.StreamResponse:
         """Raises: PairFailedError, that of the last try; NoWorkerError."""
         loop = asyncio.get_running_loop()
         tries = Tries(self._retry_s)
         while True:
             prefill, decode = await self._next_pair(tries, prompts)
-            prefill.send(prompts)
-            decode.send(prompts)
             try:
-                done = await self._on_pair(http, answer, raw, count, prefill, decode)
+                with _sent(prompts, prefill, decode):
+                    done = await self._on_pair(http, answer, raw, count, prefill, decode)
             except PairFailedError as error:
                 if isinstance(error, LegFailedError):
                     error.worker.mark_lost(str(error), loop.time())
@@ -163,7 +166,10 @@ class Router(Drainable):
                     decode.mark_lost(str(answer.cut_off), loop.time())
                 return done
 
-    async def _next_pair(self, tries: Tries, prompts: Collection[Chain]) -> tuple[Worker, Worker]:
+    async def _prompts(self, body: PromptFields) -> Prompts:
+        return Prompts(await body.chains(), await block_hashes(body, self.workers.block_sizes(), self._encoder))
+
+    async def _next_pair(self, tries: Tries, prompts: Prompts) -> tuple[Worker, Worker]:
         """The pair for the next try: at once while there is another one, else after a pause, or when a worker comes
         up. Raises: PairFailedError, NoWorkerError where there is to be no further try."""
         may_begin = False
@@ -240,6 +246,18 @@ class Router(Drainable):
                 return copied(answer, await answer.read())
         except (aiohttp.ClientError, OSError, TimeoutError):
             return Failure(502, str(Code.PEER_LOST), f"the {worker.role} worker did not answer").response()
+
+
+@contextmanager
+def _sent(prompts: Prompts, *workers: Worker) -> Iterator[None]:
+    """While they have not answered, they are about to have them."""
+    expected = [worker.send(prompts) for worker in workers]
+    try:
+        yield
+    finally:
+        for one in expected:
+            if one is not None:
+                one.settle()
 
 
 class _Sampling(msgspec.Struct):

@@ -68,7 +68,7 @@ def _of_workers(router: Router) -> list[web.RouteDef]:
     async def flush(_: web.Request) -> web.StreamResponse:
         await asyncio.gather(*(router.ask(worker, "/flush_cache", "POST") for worker in router.workers.all))
         for worker in router.workers.all:
-            worker.known.forget()
+            worker.cache.forget()
         return web.Response(text="Cache flushed.\n")
 
     async def abort(http: web.Request) -> web.StreamResponse:

@@ -7,7 +7,7 @@ import functools
 import itertools
 import logging
 import uuid
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from typing import Any
 from urllib.parse import urlsplit
@@ -17,9 +17,9 @@ import msgspec
 
 from kvflow.protocols.errors import Code, KvflowError
 from kvflow.server.http.errors import Failure
+from kvflow.server.router.cache_view import NO_PROMPTS, CacheView, Expected, Prompts
+from kvflow.server.router.feed import Source, source_of
 from kvflow.server.router.policies import Policy
-from kvflow.server.router.prefixes import KnownPrefixes
-from kvflow.server.router.prompts import Chain
 
 _log = logging.getLogger("kvflow.router")
 ROLES = ("prefill", "decode")
@@ -61,7 +61,7 @@ class Worker:
         self.running = 0
         self.served = 0
         self.turn = 0  # of its last request, among those of all workers
-        self.known = KnownPrefixes()
+        self.cache = CacheView(self.url)
         self.prefix_hits = 0
         self.bootstrap_port: int | None = None
         self.model = ""
@@ -113,13 +113,14 @@ class Worker:
         if identity.role != self.role:
             _log.info("%s is a %s worker now", self.url, identity.role)
             self.role = identity.role
-            self.known.forget()
+            self.cache.forget()
         self.bootstrap_port, self.model = identity.bootstrap_port, identity.model
         self.fingerprint = identity.fingerprint
         if identity.incarnation != self.incarnation:
             self.mark_served()
-            self.known.forget()
-        self.known.resize(identity.cache_tokens)
+            self.cache.begin_anew()
+        self.cache.prefixes.resize(identity.cache_tokens)
+        self.cache.follow(identity.events)
         if not self.up or identity.incarnation != self.incarnation:
             _log.info("%s %s is up", self.role, self.url)
         self.incarnation = identity.incarnation
@@ -131,10 +132,10 @@ class Worker:
         self.served += 1
         self.turn = next(_turns)
 
-    def send(self, prompts: Collection[Chain]) -> None:
-        """It is to get these prompts, and will have them in its cache."""
-        self.prefix_hits += self.known.matched(prompts) > 0
-        self.known.note(prompts)
+    def send(self, prompts: Prompts) -> Expected | None:
+        """It is to get these prompts, and will have them in its cache; to be settled when they are answered."""
+        self.prefix_hits += self.cache.matched(prompts) > 0
+        return self.cache.expect(prompts)
 
     def end(self) -> None:
         """It has one request less."""
@@ -167,10 +168,11 @@ class Identity(msgspec.Struct, frozen=True):
     fingerprint: str
     bootstrap_port: int | None
     cache_tokens: int  # at most, in its prefix cache; 0 where it has none
+    events: Source | None  # of that cache
 
     @classmethod
-    def read(cls, info: Any) -> Identity:
-        """Of anything that may stand there."""
+    def read(cls, info: Any, url: str = "") -> Identity:
+        """Of anything that may stand there; `url` is the worker's."""
         found = info if isinstance(info, dict) else {}
         port = found.get("disaggregation_bootstrap_port")
         return cls(
@@ -181,6 +183,7 @@ class Identity(msgspec.Struct, frozen=True):
             fingerprint=str(found.get("fingerprint") or ""),
             bootstrap_port=port if isinstance(port, int) else None,
             cache_tokens=_cache_tokens(found),
+            events=source_of(url, found.get("kv_events"), found.get("page_size")),
         )
 
 
@@ -222,6 +225,7 @@ class Workers:
         for watch in self._watches.values():
             watch.cancel()
         await asyncio.gather(*self._watches.values(), return_exceptions=True)
+        await asyncio.gather(*(worker.cache.close() for worker in self.all))
 
     async def add(self, worker: Worker) -> None:
         """Return after a first check of it; further ones follow."""
@@ -243,13 +247,14 @@ class Workers:
 
     def _forget(self, worker: Worker) -> None:
         self._watches.pop(worker).cancel()
+        worker.cache.follow(None)
         self.all.remove(worker)
         _log.info("%s %s has left", worker.role, worker.url)
 
     def of(self, role: str) -> list[Worker]:
         return [worker for worker in self.all if worker.role == role]
 
-    def ranked(self, role: str, failed: Mapping[Worker, int], prompts: Collection[Chain] = ()) -> list[Worker]:
+    def ranked(self, role: str, failed: Mapping[Worker, int], prompts: Prompts = NO_PROMPTS) -> list[Worker]:
         """The workers for the next try of a request, the best one first: by how often they have failed it, then those
         that are not in backoff, then by the policy. Raises: NoWorkerError."""
         choices = [worker for worker in self.of(role) if worker.usable]
@@ -267,7 +272,11 @@ class Workers:
 
     def cache_prompts(self) -> bool:
         """Whether any worker has a prefix cache."""
-        return any(worker.known.limit_bytes for worker in self.all)
+        return any(worker.cache.caches for worker in self.all)
+
+    def block_sizes(self) -> set[int]:
+        """Of the workers whose cache events are followed."""
+        return {size for worker in self.all if (size := worker.cache.block_size) is not None}
 
     def _watch_on(self, worker: Worker) -> None:
         self._watches[worker] = asyncio.create_task(self._watch(worker))
@@ -308,7 +317,7 @@ class Workers:
             if info.status != 200:
                 worker.mark_down(f"/server_info answered {info.status}")
                 return
-            identity = Identity.read(msgspec.json.decode(await info.read()))
+            identity = Identity.read(msgspec.json.decode(await info.read()), worker.url)
         if other := self._replaced_model(worker, identity):
             worker.mark_down(other)
             return

@@ -1,0 +1,28 @@
+"""The tokenizer that lies beside a model."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from transformers import AutoTokenizer
+
+from kvflow.engine.model.quiet import explained
+from kvflow.protocols.errors import MisuseError
+
+
+def load_tokenizer(source: str, name: str) -> Any | None:
+    """From a directory or a Hugging Face name; None where a model has none. `name` is for errors.
+
+    Raises: MisuseError for one that cannot be loaded.
+    """
+    here = Path(source)
+    if here.is_dir() and not any(here.glob("tokenizer*")) and not (here / "vocab.json").is_file():
+        return None
+    try:
+        with explained(f"model {name!r}: the tokenizer cannot be loaded"):
+            return AutoTokenizer.from_pretrained(source)
+    except MisuseError:
+        if not here.is_dir():
+            return None
+        raise

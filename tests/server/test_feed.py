@@ -1,0 +1,405 @@
+"""A router that follows the cache events of its workers: real publishers over ZMQ, before them real indexes."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import AsyncIterator, Callable
+from contextlib import AsyncExitStack
+from typing import Any
+
+import aiohttp
+import msgspec
+import numpy as np
+import pytest
+import zmq
+
+from kvflow.cache.prefix import CacheStats
+from kvflow.cache.publisher import EventPublisher
+from kvflow.protocols.cache.hashes import ANY, Namespace, token_bytes
+from kvflow.protocols.cache.index import PrefixIndex
+from kvflow.protocols.cache.nodes import Tier
+from kvflow.protocols.cache.stream import StreamLimits
+from kvflow.protocols.errors import MisuseError
+from kvflow.protocols.wire.kv_events import AllBlocksCleared, RemovedBlocks, StoredBlocks, read_batch
+from kvflow.server.http.large_bodies import take_apart
+from kvflow.server.http.schemas import decoded
+from kvflow.server.http.tokenizer import ThreadedTokenizer
+from kvflow.server.router import blocks as blocks_module
+from kvflow.server.router import feed as feed_module
+from kvflow.server.router.blocks import KnownBlocks
+from kvflow.server.router.feed import BlockFeed, Source, source_of
+from kvflow.server.router.policies import Policy
+from kvflow.server.router.prompts import PromptFields
+from kvflow.server.router.router import Router
+from kvflow.server.router.routes import router_app
+from kvflow.server.router.tokens import MAX_CHARACTERS, block_hashes
+from tests.protocols.cache.subscriber import block_hash, digest_chain
+from tests.server.fake_service import FakeService, Meeting, Role, served
+from tests.server.test_measures import labelled, scrape
+
+WITHIN_S = 20.0
+PAGE = 16
+FREE = "tcp://127.0.0.1:*"
+
+
+class Cache:
+    """One worker's index and publisher."""
+
+    def __init__(self, page_size: int = PAGE, **keywords: Any) -> None:
+        self.index = PrefixIndex(page_size, events=True)
+        self._now = 0.0
+        given: dict[str, Any] = {"address": FREE, "replay_address": FREE, "heartbeat_s": 0.02} | keywords
+        self.publisher = EventPublisher(self.index, page_size, **given)
+
+    @property
+    def source(self) -> Source:
+        found = source_of("http://127.0.0.1:1", self.publisher.describe(), self.index.page_size)
+        assert found is not None
+        return found
+
+    def insert(self, ids: list[int], namespace: Namespace = ANY) -> None:
+        self._now += 1
+        pages = np.arange(len(ids) // self.index.page_size, dtype=np.int32)
+        self.index.insert(token_bytes(ids), pages, self._now, namespace)
+        self.publisher.notify()
+
+    def to_host(self, ids: list[int]) -> None:
+        self._now += 1
+        end = self.index.match(token_bytes(ids), self._now).end
+        assert end is not None
+        pages = np.arange(len(ids) // self.index.page_size, dtype=np.int32)
+        write = self.index.begin_write(end, Tier.DEVICE, Tier.HOST, count=len(pages), pages=pages)
+        self.index.ack(write.number)
+        self.publisher.notify()
+
+    def evict(self, pages: int) -> None:
+        self.index.evict(Tier.DEVICE, pages)
+        self.publisher.notify()
+
+
+@pytest.fixture
+async def stack() -> AsyncIterator[AsyncExitStack]:
+    async with AsyncExitStack() as stack:
+        yield stack
+
+
+def cache(stack: AsyncExitStack, **keywords: Any) -> Cache:
+    made = Cache(**keywords)
+    stack.push_async_callback(made.publisher.close)
+    return made
+
+
+def follow(stack: AsyncExitStack, source: Source) -> BlockFeed:
+    made = BlockFeed("http://worker", source)
+    stack.push_async_callback(made.close)
+    return made
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    async with asyncio.timeout(WITHIN_S):
+        while not condition():  # noqa: ASYNC110
+            await asyncio.sleep(0.005)
+
+
+def hashes_of(ids: list[int], size: int = PAGE) -> list[int]:
+    return [block_hash(digest) for digest in digest_chain(ids, size)]
+
+
+PROMPT = [i % 50 for i in range(4 * PAGE + 3)]
+
+
+async def test_what_was_cached_before_and_what_comes(stack: AsyncExitStack) -> None:
+    worker = cache(stack)
+    worker.insert(PROMPT[: 2 * PAGE])
+    feed = follow(stack, worker.source)
+    await until(lambda: feed.live)
+    assert feed.blocks.matched(hashes_of(PROMPT)) == 2
+    worker.insert(PROMPT)
+    await until(lambda: feed.blocks.matched(hashes_of(PROMPT)) == 4)
+    worker.to_host(PROMPT)
+    worker.evict(4)
+    worker.insert([7] * PAGE)
+    await until(lambda: feed.blocks.matched(hashes_of([7] * PAGE)) == 1)
+    assert feed.blocks.matched(hashes_of(PROMPT)) == 4, "host memory has them"
+    worker.index.flush()
+    worker.publisher.notify()
+    await until(lambda: len(feed.blocks) == 0)
+    assert feed.live and feed.gaps == 0
+
+
+@pytest.mark.parametrize("positional", [False, True])
+async def test_either_form_of_events(stack: AsyncExitStack, positional: bool) -> None:
+    worker = cache(stack, positional=positional)
+    worker.insert(PROMPT)
+    feed = follow(stack, worker.source)
+    await until(lambda: feed.blocks.matched(hashes_of(PROMPT)) == 4)
+    worker.evict(1)
+    await until(lambda: feed.blocks.matched(hashes_of(PROMPT)) == 3)
+
+
+async def test_without_a_replay_socket_it_learns_as_it_goes(stack: AsyncExitStack) -> None:
+    worker = cache(stack, replay_address=None)
+    worker.insert(PROMPT)
+    await asyncio.sleep(0)
+    feed = follow(stack, worker.source)
+    await until(lambda: feed.live)
+    assert len(feed.blocks) in (0, 4), "4 where the first batch came in time"
+    worker.insert([9] * PAGE)
+    await until(lambda: feed.blocks.matched(hashes_of([9] * PAGE)) == 1)
+
+
+async def test_what_was_missed_is_asked_for(stack: AsyncExitStack, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every third batch gets lost on its way."""
+    worker = cache(stack, limits=StreamLimits(kept_batches=2))
+    feed = follow(stack, worker.source)
+    await until(lambda: feed.live)
+    sent = worker.publisher._send
+    monkeypatch.setattr(worker.publisher, "_send", lambda batch: batch.seq % 3 and sent(batch))
+    prompts = [[n] * PAGE for n in range(1, 40)]
+    for prompt in prompts:
+        worker.insert(prompt)
+        await asyncio.sleep(0.001)
+    worker.evict(20)
+    await until(lambda: len(feed.blocks) == 19)
+    monkeypatch.undo()
+    assert feed.gaps > 0 and feed.live
+    expected = {n for n, prompt in enumerate(prompts) if feed.blocks.matched(hashes_of(prompt))}
+    assert expected == set(range(20, 39)), "the least recently used went first"
+
+
+async def test_another_life_of_a_publisher(stack: AsyncExitStack, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its numbers begin anew. (Where they have come as far as the old ones before anything arrives, the worker's
+    incarnation tells: a router follows that one from its beginning.)"""
+    monkeypatch.setattr(feed_module, "PAUSE_S", 0.01)
+    first = Cache(first_seq=1_000_000)
+    first.insert(PROMPT)
+    feed = follow(stack, first.source)
+    await until(lambda: feed.blocks.matched(hashes_of(PROMPT)) == 4 and feed._last_live > 0)
+    addresses = {"address": first.publisher.address, "replay_address": first.publisher.replay_address}
+    await first.publisher.close()
+    second = await again(stack, **addresses)
+    second.insert([3] * PAGE)
+    await until(lambda: feed.blocks.matched(hashes_of([3] * PAGE)) == 1)
+    await until(lambda: feed.blocks.matched(hashes_of(PROMPT)) == 0)
+
+
+async def again(stack: AsyncExitStack, **addresses: Any) -> Cache:
+    async with asyncio.timeout(WITHIN_S):
+        while True:
+            try:
+                return cache(stack, **addresses)
+            except MisuseError:  # the port is not free yet
+                await asyncio.sleep(0.01)
+
+
+@pytest.mark.parametrize("frames", [[b"one"], [b"", b"short", b""], [b"", bytes(8), b"\xc1"], [b"", bytes(8), b"\x90"]])
+async def test_what_is_no_stream_is_not_followed(
+    stack: AsyncExitStack, frames: list[bytes], caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(feed_module, "PAUSE_S", 0.001)
+    socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.PUB)
+    stack.callback(socket.close, 0)
+    socket.bind("tcp://127.0.0.1:*")
+    feed = follow(stack, Source(socket.getsockopt_string(zmq.LAST_ENDPOINT), None, PAGE))
+    async with asyncio.timeout(WITHIN_S):
+        while sum("are not followed" in text for text in caplog.messages) == 0:
+            socket.send_multipart(frames)
+            await asyncio.sleep(0.005)
+        for _ in range(10):
+            socket.send_multipart(frames)
+            await asyncio.sleep(0.005)
+    assert not feed.live and sum("are not followed" in text for text in caplog.messages) == 1, "said once"
+
+
+async def test_silence_ends_what_is_known(stack: AsyncExitStack, monkeypatch: pytest.MonkeyPatch) -> None:
+    worker = cache(stack, heartbeat_s=3600)
+    worker.insert(PROMPT)
+    feed = follow(stack, worker.source)
+    await until(lambda: feed.live)
+    monkeypatch.setattr(feed_module, "SILENCE_S", 0.01)
+    monkeypatch.setattr(feed_module, "PAUSE_S", 3600)
+    worker.insert([9] * PAGE)
+    await until(lambda: not feed.live)
+    assert len(feed.blocks) == 0
+
+
+def test_blocks_on_several_media() -> None:
+    known = KnownBlocks()
+    known.apply(StoredBlocks([1, 2, 3], PAGE, "GPU"))
+    known.apply(StoredBlocks([1, 2], PAGE, "CPU"))
+    known.apply(RemovedBlocks([1, 2, 3], "GPU"))
+    assert [known.matched([1, 2, 3]), known.matched([3])] == [2, 0]
+    known.apply(RemovedBlocks([1, 7], "STORAGE"))
+    assert known.matched([1]) == 1
+    known.expect([5, 6])
+    known.expect([5])
+    known.apply(AllBlocksCleared())
+    assert [known.matched([5, 6]), known.matched([1])] == [2, 0]
+    known.settle([5, 6])
+    assert [known.matched([5, 6])] == [1]
+    known.settle([5])
+    assert known.matched([5]) == 0
+
+
+def test_a_worker_cannot_fill_the_router(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(blocks_module, "MAX_BLOCKS", 10)
+    known = KnownBlocks()
+    for start in range(0, 40, 8):
+        known.apply(StoredBlocks(list(range(start, start + 8)), PAGE, "GPU"))
+    assert len(known) == 10
+
+
+def test_events_of_neither_form_are_refused() -> None:
+    for payload in (b"", b"\x93", msgspec.msgpack.encode([1.0, [{"type": "Other"}], 0])):
+        with pytest.raises(msgspec.DecodeError):
+            read_batch(payload)
+
+
+@pytest.mark.parametrize(
+    ("endpoint", "expected"),
+    [
+        ("tcp://0.0.0.0:5557", "tcp://worker:5557"),
+        ("tcp://[::]:5557", "tcp://worker:5557"),
+        ("tcp://10.0.0.1:5557", "tcp://10.0.0.1:5557"),
+        ("ipc:///tmp/a", None), ("tcp://a:b", None), (5, None), (None, None),
+    ],
+)  # fmt: skip
+def test_where_a_worker_publishes(endpoint: object, expected: str | None) -> None:
+    found = source_of("http://worker:30000", {"endpoint": endpoint, "replay_endpoint": None}, PAGE)
+    assert (found and found.endpoint) == expected
+    assert source_of("http://worker:30000", None, PAGE) is None
+    assert source_of("http://worker:30000", {"endpoint": "tcp://a:1"}, None) is None
+
+
+async def blocks_of(body: dict[str, Any], encoder: ThreadedTokenizer | None = None) -> dict[int, list[list[int]]]:
+    rest, long_values = await take_apart(msgspec.json.encode(body))
+    return await block_hashes(long_values.put_back(decoded(rest, PromptFields)), [4, PAGE], encoder)
+
+
+@pytest.mark.parametrize("length", [0, 3, 4, 70, 30_000])
+async def test_blocks_are_those_of_the_index(length: int, seed: int) -> None:
+    dice = random.Random(seed)
+    ids = [dice.randrange(1 << 31) for _ in range(length)]
+    for fields, namespace in (
+        ({}, ANY),
+        ({"cache_salt": "a"}, Namespace("a")),
+        ({"extra_key": "b"}, Namespace("\0b")),
+        ({"cache_salt": ["a"], "extra_key": "b"}, Namespace("a\0b")),
+    ):
+        found = await blocks_of({"input_ids": ids, **fields})
+        for size in (4, PAGE):
+            index = PrefixIndex(size, events=True)
+            index.insert(token_bytes(ids), np.arange(length // size, dtype=np.int32), 0.0, namespace)
+            events = [digest for event in index.take_events() for digest in getattr(event, "digests", ())]
+            assert found[size] == [[int(digest[0]) for digest in events]]
+
+
+async def test_several_prompts_have_blocks_of_their_own() -> None:
+    found = await blocks_of({"prompt": [[1] * 8, [2] * 4], "cache_salt": ["x", ""]})
+    assert [len(one) for one in found[4]] == [2, 1] and found[4][1] == hashes_of([2] * 4, 4)
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        {}, {"text": "no tokenizer"}, {"messages": [{"role": "user", "content": "none"}]}, {"input_ids": [-1, 2]},
+        {"input_ids": [1 << 40]}, {"input_ids": ["a"]}, {"input_ids": [1] * 8, "cache_salt": 5},
+        {"input_ids": [[1] * 8, "text"]}, {"input_ids": {"a": 1}}, {"input_ids": 5},
+    ],
+)  # fmt: skip
+async def test_what_has_no_blocks(body: dict[str, Any]) -> None:
+    assert await blocks_of(body) == {}
+
+
+class Words:
+    """As much of a tokenizer of transformers as encoding needs: a character is a token."""
+
+    chat_template = "all that was said"
+
+    def get_vocab(self) -> dict[str, int]:
+        return {"a": 1}
+
+    def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
+        return [1] * add_special_tokens + [ord(one) for one in text]
+
+    def apply_chat_template(
+        self, messages: list[dict[str, str]], *, tokenize: bool = True, **keywords: Any
+    ) -> dict[str, list[int]]:
+        assert tokenize
+        return {"input_ids": self.encode("".join(one["content"] for one in messages), add_special_tokens=True)}
+
+
+async def test_texts_by_the_tokenizer() -> None:
+    encoder = ThreadedTokenizer(Words())
+    try:
+        expected = hashes_of([1, *map(ord, "to be or not to be")], 4)
+        for body in (
+            {"text": "to be or not to be"},
+            {"prompt": "to be or not to be"},
+            {"messages": [{"role": "user", "content": "to be or not"}, {"role": "user", "content": " to be"}]},
+        ):
+            assert (await blocks_of(body, encoder))[4] == [expected]
+        bare = await blocks_of({"prompt": ["to be"], "add_special_tokens": False}, encoder)
+        assert bare[4] == [hashes_of([*map(ord, "to be")], 4)]
+        for refused in (
+            {"text": "x" * (MAX_CHARACTERS + 1)},
+            {"messages": [{"role": 1}]},
+            {"messages": "none"},
+            {"messages": [{"role": "user", "content": "x"}], "chat_template_kwargs": {"tokenize": True}},
+            {"messages": [{"role": "user", "content": "x"}], "chat_template_kwargs": 5},
+        ):
+            assert await blocks_of(refused, encoder) == {}
+    finally:
+        encoder.close()
+
+
+async def test_a_new_router_finds_what_workers_have(
+    meeting: Meeting, session: aiohttp.ClientSession, stack: AsyncExitStack
+) -> None:
+    """Two pairs of fakes, of which the second has the prompt; what they publish is real."""
+    caches = [cache(stack) for _ in range(4)]
+    stats = CacheStats(pages=0, evictable_pages=0, asked_tokens=0, hit_tokens=0, evicted_pages=0)
+    services, urls = [], []
+    for name, worker in zip(("prefill", "prefill", "decode", "decode"), caches, strict=True):
+        services.append(FakeService(name, meeting))
+        services[-1].changed_report = {"cache": stats, "pages_total": 4096, "kv_events": worker.publisher.describe()}
+        urls.append((await stack.enter_async_context(served(Role(services[-1]).app))).url)
+    prompt = PROMPT[: 3 * PAGE]
+    caches[1].insert(prompt)
+    caches[3].insert(prompt[: 2 * PAGE])
+    router = Router(urls[:2], urls[2:], poll_s=3600, retry_timeout_s=0, policy=Policy("cache_aware"))
+    stack.push_async_callback(router.close)
+    await router.start()
+    front = await stack.enter_async_context(served(router_app(router)))
+    await until(lambda: all(worker.cache.block_size == PAGE for worker in router.workers.all))
+
+    async def ask(ids: list[int]) -> list[int]:
+        before = [len(service.requests) for service in services]
+        body = {"input_ids": ids, "sampling_params": {"max_new_tokens": 2}}
+        async with session.post(front.make_url("/generate"), json=body) as answer:
+            assert answer.status == 200, await answer.text()
+        return [len(service.requests) - n for service, n in zip(services, before, strict=True)]
+
+    for _ in range(3):  # though the others are less loaded
+        assert await ask([*prompt, 5, 6]) == [0, 1, 0, 1]
+    caches[1].evict(3)
+    caches[0].insert(prompt)
+    first, second = router.workers.of("prefill")
+    assert first.cache.feed is not None and second.cache.feed is not None
+    blocks = first.cache.feed.blocks, second.cache.feed.blocks
+    await until(lambda: (len(blocks[0]), len(blocks[1])) == (3, 0))
+    assert await ask([*prompt, 5, 6]) == [1, 0, 0, 1], "what was evicted is not there, whatever it was sent before"
+    assert not any(one._expected for one in blocks)
+
+    followed = labelled(await scrape(session, front), "kvflow_router_worker_events_followed")
+    assert list(followed.values()) == [1] * 4
+    cached = labelled(await scrape(session, front), "kvflow_router_worker_cached_blocks")
+    assert list(cached.values()) == [3, 0, 0, 2]
+    before = first.cache.feed
+    services[0].incarnation += 1
+    first.check_due.set()
+    await until(lambda: first.cache.feed is not None and first.cache.feed is not before and first.cache.feed.live)
+    services[0].changed_report = {"cache": stats, "pages_total": 4096}  # it publishes no more
+    first.check_due.set()
+    await until(lambda: first.cache.feed is None)
