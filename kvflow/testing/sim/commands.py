@@ -32,10 +32,11 @@ def sim(
     plant: Annotated[str, typer.Option(help="With this planted bug, or 'all': hunt it and print the first seed.")] = "",
     plants: Annotated[bool, typer.Option("--plants", help="List the planted bugs.")] = False,
     exhaust: Annotated[
-        bool, typer.Option("--exhaust", help="Walk everything two rooms and their link, or a few ranks, can do.")
+        bool,
+        typer.Option("--exhaust", help="Walk everything two rooms and their link, a few ranks, or a cache can do."),
     ] = False,
     bounds: Annotated[
-        str, typer.Option(help="With --exhaust: small, wide, group, full, or one world; 'list' prints them.")
+        str, typer.Option(help="With --exhaust: small, wide, group, cache, full, or one world; 'list' prints them.")
     ] = "",
     bare: Annotated[bool, typer.Option("--bare", help="Endpoints alone: no event loop, more seeds a second.")] = False,
     group: Annotated[

@@ -1,4 +1,4 @@
-"""Breadth first through every state of a small group, and whether each can come to rest."""
+"""Breadth first through every state of a small group, or of a small cache, and whether each can come to rest."""
 
 from __future__ import annotations
 
@@ -7,17 +7,19 @@ from collections.abc import Callable
 from time import monotonic
 from typing import Any
 
+from kvflow.testing.walk.cache import CacheWorld
+from kvflow.testing.walk.cache_worlds import CacheBounds
 from kvflow.testing.walk.group import GroupWorld
 from kvflow.testing.walk.group_worlds import GroupBounds
 
 
-def walk(bounds: GroupBounds, say: Callable[[str], None] = lambda _: None) -> dict[str, Any]:
+def walk(bounds: GroupBounds | CacheBounds, say: Callable[[str], None] = lambda _: None) -> dict[str, Any]:
     """Every state, and whether each can come to rest by what happens by itself. A violation stands in the report as
     `broken`, with the `path` to it."""
     began = monotonic()
-    world = GroupWorld(bounds)
+    world: Any = GroupWorld(bounds) if isinstance(bounds, GroupBounds) else CacheWorld(bounds)
     start = world.start()
-    number = {start: 0}
+    number: dict[Any, int] = {start: 0}
     came: list[tuple[int, str]] = [(0, "")]
     fair: list[tuple[int, int]] = []
     waiting = deque([start])

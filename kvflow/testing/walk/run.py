@@ -1,8 +1,10 @@
-"""Everything that two or three machines and their link can do, or a small group of ranks: `kvflow sim --exhaust`.
+"""Everything that two or three machines and their link can do, or a small group of ranks, or a small prefix cache:
+`kvflow sim --exhaust`.
 
 What runs are the shipped endpoints (`protocols.decode.DecodeEndpoint`, `protocols.prefill.PrefillEndpoint`), restored
-from a key, fed one event, and read (`shelf`, `decode_side`, `prefill_side`), and those of a group (`group`). Worlds are
-small and many, because their product explodes: see `worlds` and `group_worlds`.
+from a key, fed one event, and read (`shelf`, `decode_side`, `prefill_side`), those of a group (`group`), and the prefix
+index (`cache`). Worlds are small and many, because their product explodes: see `worlds`, `group_worlds` and
+`cache_worlds`.
 """
 
 from __future__ import annotations
@@ -18,11 +20,15 @@ from unittest.mock import patch
 
 from kvflow.protocols import decode, prefill
 from kvflow.protocols.errors import MisuseError
-from kvflow.protocols.machines import decode_room, grants, group, link, peer, prefill_room
+from kvflow.protocols.machines import cached_run, decode_room, grants, group, link, peer, prefill_room
 from kvflow.protocols.machines import loan as loans
 from kvflow.protocols.machines.tables import ERROR, Moves, Table
 from kvflow.testing.walk import group_search
+from kvflow.testing.walk.cache_plants import PLANTS as PLANTS_OF_A_CACHE
+from kvflow.testing.walk.cache_worlds import WORLDS as OF_A_CACHE
+from kvflow.testing.walk.cache_worlds import CacheBounds
 from kvflow.testing.walk.group_worlds import WORLDS as OF_A_GROUP
+from kvflow.testing.walk.group_worlds import GroupBounds
 from kvflow.testing.walk.plants import PLANTS
 from kvflow.testing.walk.search import Walk
 from kvflow.testing.walk.world import Bounds
@@ -37,13 +43,17 @@ TABLES: dict[str, Table[Any, Any, Any]] = {
     "grants": grants.TABLE,
     "group_member": group.MEMBER,
     "group_leader": group.LEADER,
+    "cached_run": cached_run.TABLE,
 }
-_GROUP = "group-"  # begins the name of a group's world
-_GROUPS = tuple(_GROUP + name for name in OF_A_GROUP)
-ALL_SETS = SETS | {"group": _GROUPS, "full": SETS["full"] + _GROUPS}
-TEXTS = {name: world.text for name, world in WORLDS.items()} | {
-    _GROUP + name: text for name, (text, _) in OF_A_GROUP.items()
+_GROUP = "group-"  # begins the name of a group's world, the next one that of a cache's
+_CACHE = "cache-"
+_OTHERS: dict[str, tuple[str, GroupBounds | CacheBounds]] = {
+    **{_GROUP + name: world for name, world in OF_A_GROUP.items()},
+    **{_CACHE + name: world for name, world in OF_A_CACHE.items()},
 }
+_GROUPS, _CACHES = (tuple(name for name in _OTHERS if name.startswith(kind)) for kind in (_GROUP, _CACHE))
+ALL_SETS = SETS | {"group": _GROUPS, "cache": _CACHES, "full": SETS["full"] + _GROUPS + _CACHES}
+TEXTS = {name: world.text for name, world in WORLDS.items()} | {name: text for name, (text, _) in _OTHERS.items()}
 
 
 class Watched(Moves[Any, Any, Any]):
@@ -116,7 +126,7 @@ def run(bounds: str = "", plant: str = "", say: Callable[[str], None] = lambda _
 def _walk_named(name: str, say: Callable[[str], None]) -> dict[str, Any]:
     if name in WORLDS:
         return walk(WORLDS[name].bounds, say)
-    _, bounds = OF_A_GROUP[name.removeprefix(_GROUP)]
+    _, bounds = _OTHERS[name]
     return group_search.walk(bounds, say)
 
 
@@ -164,7 +174,8 @@ def watched() -> Iterator[dict[str, Watched]]:
 def _planted(name: str) -> Any:
     if not name:
         return nullcontext()
-    for plant in PLANTS:
-        if plant.name == name:
-            return plant.install()
-    raise MisuseError(f"no plant {name!r} in the tables; there are: {', '.join(plant.name for plant in PLANTS)}")
+    known = {plant.name: plant.install for plant in PLANTS}
+    known |= {plant.name: plant.install for plant in PLANTS_OF_A_CACHE}
+    if name not in known:
+        raise MisuseError(f"no plant {name!r} of the walk; there are: {', '.join(known)}")
+    return known[name]()

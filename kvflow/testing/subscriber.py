@@ -1,0 +1,62 @@
+"""A subscriber of cache events that knows nothing but the contract, and hashes that are computed without kvflow's."""
+
+from __future__ import annotations
+
+import hashlib
+import struct
+from collections.abc import Iterable
+
+from kvflow.protocols.cache.events import Cleared, Event, Stored
+from kvflow.protocols.cache.nodes import Tier
+
+
+def digests_of_prompt(tokens: Iterable[int], page_size: int) -> list[bytes]:
+    """The digest of every whole page: SHA-256 over the one before it and the page's tokens."""
+    ids, found, previous = list(tokens), list[bytes](), b""
+    for start in range(0, len(ids) - page_size + 1, page_size):
+        page = struct.pack(f"<{page_size}I", *ids[start : start + page_size])
+        previous = hashlib.sha256(previous + page).digest()
+        found.append(previous)
+    return found
+
+
+def block_hash(digest: bytes) -> int:
+    """What events call a page."""
+    return int.from_bytes(digest[:8], "big", signed=True)
+
+
+class Subscriber:
+    """Which blocks are where: of each tier a map from a block's hash to its parent's."""
+
+    def __init__(self) -> None:
+        self.blocks: tuple[dict[int, int | None], ...] = ({}, {}, {})
+
+    def replay(self, events: Iterable[Event]) -> None:
+        """Raises: AssertionError for what a stream must not do (I10)."""
+        for event in events:
+            if isinstance(event, Cleared):
+                for held in self.blocks:
+                    held.clear()
+            elif isinstance(event, Stored):
+                self._stored(event.tier, event.hashes, event.parent)
+            else:
+                self._removed(event.tier, event.hashes)
+
+    def _stored(self, tier: Tier, hashes: list[int], parent: int | None) -> None:
+        held = self.blocks[tier]
+        for number in hashes:
+            if parent is not None and parent not in held:
+                raise AssertionError(f"I10: {tier.name.lower()}: a child is told of before its parent")
+            if number in held:
+                raise AssertionError(f"I10: {tier.name.lower()}: a page is told of twice")
+            held[number] = parent
+            parent = number
+
+    def _removed(self, tier: Tier, hashes: list[int]) -> None:
+        held = self.blocks[tier]
+        for number in hashes:
+            if number not in held:
+                raise AssertionError(f"I10: {tier.name.lower()}: a page is removed that was not told of")
+            if number in held.values():
+                raise AssertionError(f"I10: {tier.name.lower()}: a parent is removed before its child")
+            del held[number]
