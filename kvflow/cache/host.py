@@ -6,34 +6,37 @@ import asyncio
 import threading
 from concurrent.futures import ThreadPoolExecutor
 
+import msgspec
+
 from kvflow.aio import run_to_end
 from kvflow.memory.copies import copier_for, copy_slices, host_layout
 from kvflow.memory.pool import PagedPool
 from kvflow.memory.snapshot import DEVICE_SLICE_BYTES, SLICE_BYTES
 from kvflow.protocols.cache.nodes import PAGED, Tier
 from kvflow.protocols.errors import MisuseError
-from kvflow.protocols.pages.layout import NO_PLACES, PageIndices, Places
+from kvflow.protocols.pages.layout import NO_PLACES, PageIndices, Places, PoolLayout
 from kvflow.protocols.pages.plan import Pairing
 
 
 class HostTier:
-    """Host memory with the components of a pool, page-first. Used on one event loop."""
+    """Host memory with what a pool keeps in pages, page-first. Used on one event loop."""
 
     def __init__(self, pool: PagedPool, limit_bytes: int) -> None:
         """Allocates the memory, pre-faulted: make it in a thread.
 
         Raises: LayoutError when there is not enough memory, or it cannot be pinned for the pool's device; MisuseError
-        for a limit that holds no page, or a pool with rows.
+        for a limit that holds no page, or a pool whose pages hold nothing.
         """
-        if pool.layout.num_rows:
-            raise MisuseError("the host tier of the prefix cache holds pages, and this pool has rows")
+        layout = _without_rows(pool.layout)
+        if not layout.page_bytes:
+            raise MisuseError("the host tier of the prefix cache holds pages, and those of this pool hold nothing")
         self._copier = copier_for(pool)
-        self.memory = PagedPool.allocate(host_layout(pool.layout, limit_bytes), shared=False)
+        self.memory = PagedPool.allocate(host_layout(layout, limit_bytes), shared=False)
         self._copier.pin(self.memory)
         self.pages = self.memory.pages
         self._pairings = {
-            Tier.HOST: Pairing(pool.layout, self.memory.layout, ("pool", "host memory")),
-            Tier.DEVICE: Pairing(self.memory.layout, pool.layout, ("host memory", "pool")),
+            Tier.HOST: Pairing(layout, self.memory.layout, ("pool", "host memory")),
+            Tier.DEVICE: Pairing(self.memory.layout, layout, ("host memory", "pool")),
         }
         self._slice_bytes = SLICE_BYTES if pool.on_host else DEVICE_SLICE_BYTES
         self._threads = {to: ThreadPoolExecutor(1, thread_name_prefix=f"kvflow-cache-to-{to.name}") for to in PAGED}
@@ -64,3 +67,9 @@ class HostTier:
             thread.shutdown(wait=True)
         self._copier.close()
         self.memory.close()
+
+
+def _without_rows(layout: PoolLayout) -> PoolLayout:
+    """Its pages, where they are."""
+    pages = tuple(c for c in layout.components if not c.in_rows)
+    return msgspec.structs.replace(layout, components=pages, num_rows=0)

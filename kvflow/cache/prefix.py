@@ -4,13 +4,16 @@ Its pages are owned by the cache (I1), and whoever reads them holds a `Prefix`, 
 evicted only when a request finds too few free pages, so at rest the pool may be full of them. With a host tier, what is
 kept is copied there too (write-through), and what a prompt finds there alone is copied back before it begins. With a
 storage tier behind it, what has come to the host is stored, and what neither has is read from there.
+
+Where requests keep a state beside their pages, a prefill's cache keeps copies of it (`states`), and a prompt begins
+with what ends in one. A decode's keeps none: a row comes whole from prefill, whatever pages are here already.
 """
 
 from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Mapping
 from typing import Any, Literal
 
 import msgspec
@@ -20,6 +23,7 @@ from numpy.typing import NDArray
 from kvflow.aio import wait_or_cancel
 from kvflow.cache.host import HostTier
 from kvflow.cache.publisher import EventPublisher
+from kvflow.cache.states import StateStore
 from kvflow.cache.storage.port import StorageState
 from kvflow.cache.stored import StorageTier
 from kvflow.cache.tiers import OWNER, TierCounts, Tiers
@@ -29,7 +33,7 @@ from kvflow.protocols.cache.hashes import ANY, TOKEN_BYTES, Namespace
 from kvflow.protocols.cache.index import Match, PrefixIndex
 from kvflow.protocols.cache.nodes import Node, Tier
 from kvflow.protocols.cache.residents import Freed
-from kvflow.protocols.pages.layout import NO_PLACES, PageIndices
+from kvflow.protocols.pages.layout import PageIndices
 
 WritePolicy = Literal["write_through", "write_through_selective"]
 _log = logging.getLogger("kvflow.cache")
@@ -47,17 +51,23 @@ class CacheStats(TierCounts, kw_only=True):
     host_pages: int = 0
     host_limit_pages: int = 0
     storage: StorageState | None = None
+    states: int = 0
+    limit_states: int = 0
+    evicted_states: int = 0
 
 
 class Prefix:
     """The cached pages that a prompt begins with; they stay where they are until `release`."""
 
-    __slots__ = ("_cache", "_epoch", "end", "namespace", "pages")
+    __slots__ = ("_cache", "_epoch", "branch_pages", "end", "namespace", "pages", "state")
 
-    def __init__(self, cache: PrefixCache, end: Node | None, pages: PageIndices, namespace: Namespace) -> None:
-        self._cache, self.end, self._epoch = cache, end, cache.epoch
-        self.pages = pages  # int32 [n], the first n of the prompt
+    def __init__(self, cache: PrefixCache, found: Match, namespace: Namespace) -> None:
+        self._cache, self.end, self._epoch = cache, found.device_end, cache.epoch
+        self.pages = found.device_pages  # int32 [n], the first n of the prompt
         self.namespace = namespace
+        self.branch_pages = found.branch_pages  # where a state would be of use, see `Match`
+        self.state = found.state if cache.states is not None else None
+        """The slot of the store with the state at its end, until `release_state`."""
 
     @property
     def tokens(self) -> int:
@@ -79,9 +89,16 @@ class Prefix:
 
     def release(self) -> None:
         """They are not read any more. Idempotent."""
+        self.release_state()
         end, self.end = self.end, None
         if end is not None:
             self._cache.unlock(end)
+
+    def release_state(self) -> None:
+        """It has been copied to the request's own row. Idempotent."""
+        state, self.state = self.state, None
+        if state is not None and self.end is not None:
+            self._cache.unlock_state(self.end)
 
 
 class PrefixCache:
@@ -90,16 +107,18 @@ class PrefixCache:
     def __init__(
         self, pages: PageAllocator, page_size: int, policy: str = "lru", *, now: Callable[[], float] = time.monotonic,
         host: HostTier | None = None, write_policy: WritePolicy = "write_through",
-        events: bool = False, storage: StorageTier | None = None,
+        events: bool = False, storage: StorageTier | None = None, states: StateStore | None = None,
     ) -> None:  # fmt: skip
         """`pages` are told to ask here for more when they run short. `host`: closed with the cache; `write_policy` says
         what is copied there: all that is kept, or what a prompt has found since (write_through_selective). `events`: it
         is the `EventSource` of a publisher. `storage`: behind the host tier, and closed with the cache.
+        `states`: prompts begin only with what ends in one of these; closed with the cache.
 
         Raises: MisuseError."""
         self.page_size, self.epoch = page_size, 0
         self._pages, self._now = pages, now
-        self._index = PrefixIndex(page_size, policy, events=events)
+        self._index = PrefixIndex(page_size, policy, needs_state=states is not None, events=events)
+        self.states = states
         self.publisher: EventPublisher | None = None  # of its events, told of every change
         self._asked = self._hits = 0
         self._selective = write_policy == "write_through_selective"
@@ -112,10 +131,12 @@ class PrefixCache:
 
     def _lock(self, found: Match, namespace: Namespace) -> Prefix:
         """What of it is on the device."""
-        if found.device_end is None:
-            return Prefix(self, None, NO_PLACES, namespace)
-        self._index.lock(found.device_end)
-        return Prefix(self, found.device_end, found.device_pages, namespace)
+        prefix = Prefix(self, found, namespace)
+        if found.device_end is not None:
+            self._index.lock(found.device_end)
+            if prefix.state is not None:
+                self._index.lock_state(found.device_end)
+        return prefix
 
     def count(self, prompt_tokens: int, prefix: Prefix) -> None:
         """A request begins with what was found: it may have looked more than once."""
@@ -159,7 +180,8 @@ class PrefixCache:
     ) -> None:  # fmt: skip
         key = self._key(tokens, most_tokens)
         found = self._look(key, namespace)
-        if tiers.storage is not None and found.num_pages < len(key) // (self.page_size * TOKEN_BYTES):
+        stateless = self.states is None  # else what storage has is of no use: no state is stored with it
+        if tiers.storage is not None and stateless and found.num_pages < len(key) // (self.page_size * TOKEN_BYTES):
             await tiers.fetch(key, found, namespace, min(most_pages, self._pages.available_pages))
             found = self._look(key, namespace)
         while found.end is not None and self._index.arrives(found.end):  # another prompt loads it
@@ -212,6 +234,25 @@ class PrefixCache:
         self._tell()
         return whole
 
+    def take_state(self, owner: Hashable) -> int | None:
+        """A slot for a state that `owner` computes; one that is cached makes way. None where all are in use."""
+        assert self.states is not None
+        slots = self.states.slots
+        if not slots.free_pages:
+            self._free(self._index.evict_states(1))
+        return int(slots.take(1, owner)[0]) if slots.free_pages else None
+
+    def keep_states(self, tokens: Tokens, states: Mapping[int, int], owner: Hashable, prefix: Prefix) -> None:
+        """Take over the slots of `states` from `owner`, by the number of tokens before each: whole pages, which `keep`
+        has taken. Those for which others have brought one meanwhile become free."""
+        assert self.states is not None
+        for count, state in states.items():
+            slot = np.array([state], np.int32)
+            self.states.slots.move(slot, owner, OWNER)
+            key = self._key(tokens, count)
+            if not (prefix.is_current and self._index.put_state(key, state, prefix.namespace)):
+                self.states.free((state,), OWNER)
+
     def take_events(self) -> list[Event]:
         return self._index.take_events()
 
@@ -233,6 +274,8 @@ class PrefixCache:
                 self._pages.lenders.remove(self)
             if self._tiers is not None:
                 self._tiers.host.close()
+            if self.states is not None:
+                self.states.close()
 
     def flush(self) -> None:
         """Forget everything; what is locked becomes free when it is released."""
@@ -261,6 +304,10 @@ class PrefixCache:
         """Of a `Prefix`."""
         self._free(self._index.unlock(end))
 
+    def unlock_state(self, end: Node) -> None:
+        """Of a `Prefix`."""
+        self._index.unlock_state(end)
+
     def stats(self) -> CacheStats:
         found, moved = self._index.stats(), TierCounts() if self._tiers is None else self._tiers.counts
         return CacheStats(
@@ -272,6 +319,9 @@ class PrefixCache:
             host_pages=found.num_pages[Tier.HOST],
             host_limit_pages=0 if self._tiers is None else self._tiers.host.pages.capacity,
             storage=None if self._tiers is None or self._tiers.storage is None else self._tiers.storage.state(),
+            states=found.num_states,
+            limit_states=0 if self.states is None else self.states.slots.capacity,
+            evicted_states=found.num_states_evicted,
             **msgspec.structs.asdict(moved),
         )
 
@@ -279,6 +329,8 @@ class PrefixCache:
         self._pages.give_back(freed.device, OWNER)
         if self._tiers is not None:
             self._tiers.host.pages.give_back(freed.host, OWNER)
+        if self.states is not None:
+            self.states.free(freed.states, OWNER)
         self._tell()
 
 

@@ -13,6 +13,7 @@ import torch
 
 from kvflow.cache.host import HostTier
 from kvflow.cache.prefix import PrefixCache
+from kvflow.cache.states import StateStore
 from kvflow.engine.model.load import LoadedModel
 from kvflow.engine.scheduler.decode import DecodeEngine
 from kvflow.engine.scheduler.params import SamplingParams, TokenOut
@@ -182,11 +183,14 @@ class EnginePair:
         self.host_tiers: list[HostTier] = []
         if policy := options.pop("cache", ""):
             host_pages_of_cache, more = options.pop("cache_host_pages", 0), options.pop("cache_options", {})
+            limit = options.pop("cache_states", 32) * self.source.pool.layout.row_bytes
+            states = StateStore(self.source.pool, limit) if limit else None
             for side in (self.source, self.target):
                 limit = host_pages_of_cache * side.pool.layout.page_bytes
                 host = HostTier(side.pool, limit) if limit else None
                 self.host_tiers += [host] if host else []
-                self.caches.append(PrefixCache(side.pages, page_size, policy, host=host, **more))
+                kept = states if side is self.source else None
+                self.caches.append(PrefixCache(side.pages, page_size, policy, host=host, states=kept, **more))
             options["cache"], decode["cache"] = self.caches
             decode["prefetch"] = options.get("prefetch", "wait_complete")
             options["prefetch"] = decode["prefetch"]
@@ -244,7 +248,9 @@ class EnginePair:
     @property
     def home(self) -> bool:
         away = 0 if self.snapshots is None else self.snapshots.used_bytes
-        return self.source.places.at_rest() and self.target.places.at_rest() and not away
+        states = [cache.states.slots for cache in self.caches if cache.states is not None]
+        used = sum(slots.num_pages - slots.free_pages for slots in states) - sum(c.stats().states for c in self.caches)
+        return self.source.places.at_rest() and self.target.places.at_rest() and not away and not used
 
 
 def prompt_of(length: int, salt: int = 0) -> list[int]:

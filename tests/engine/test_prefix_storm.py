@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import random
 from collections import Counter
+from collections.abc import Callable
 from contextlib import aclosing
 from typing import Any
 
@@ -38,6 +39,9 @@ POOLS: dict[str, dict[str, Any]] = {
         "cache_options": {"write_policy": "write_through_selective"},
     },
 }
+
+
+STATEFUL_POOLS = ("retracts", "little host memory", "recomputes", "optimistic", "host tier")
 
 
 def prompts() -> list[list[int]]:
@@ -149,10 +153,21 @@ async def expected_of(model: LoadedModel) -> list[list[int]]:
 
 @pytest.mark.parametrize("pool", POOLS)
 async def test_nothing_is_lost_and_nothing_is_wrong(pool: str, llama: LoadedModel, seed: int) -> None:
-    expected = await expected_of(llama)
+    await storm_over(llama, pool, seed)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("pool", STATEFUL_POOLS)
+async def test_states_are_neither_lost_nor_mixed_up(pool: str, loaded: Callable[[str], LoadedModel], seed: int) -> None:
+    """Of a model that keeps one for each request, in a cache that has slots for a few."""
+    await storm_over(loaded("lfm2"), pool, seed)
+
+
+async def storm_over(model: LoadedModel, pool: str, seed: int) -> None:
+    expected = await expected_of(model)
     chance = random.Random(f"{seed} {pool}")
     policy = chance.choice(["lru", "lfu", "slru", "priority", "depth"])
-    async with EnginePair(llama, cache=policy, **POOLS[pool]) as pair:
+    async with EnginePair(model, cache=policy, cache_states=5, **POOLS[pool]) as pair:
         storm = Storm(pair, chance, expected)
         async with asyncio.timeout(15):
             await storm.run(REQUESTS)
@@ -164,5 +179,6 @@ async def test_nothing_is_lost_and_nothing_is_wrong(pool: str, llama: LoadedMode
             assert side.pages.owned() == ({OWNER: found.pages} if found.pages else {})
             cache.flush()
             assert side.pages.free_pages == side.pages.capacity
+            assert cache.states is None or cache.states.slots.free_pages == 5
         assert all(host.pages.at_rest() and not host.pages.owned() for host in pair.host_tiers)
         assert not pair.decode.retraction.retracted_now

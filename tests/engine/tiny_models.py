@@ -200,6 +200,20 @@ STATEFUL: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
 }
+MORE_STATEFUL: dict[str, tuple[str, dict[str, Any]]] = {
+    "granitemoehybrid": (
+        "granitemoehybrid",
+        {
+            **BASE,
+            **SSM,
+            "layer_types": ["mamba", "attention"] * 2,
+            "num_local_experts": 4,
+            "num_experts_per_tok": 2,
+            "shared_intermediate_size": 64,
+            "position_embedding_type": "rope",
+        },
+    ),
+}
 REFUSED: dict[str, tuple[str, dict[str, Any]]] = {
     "minimax": (
         "minimax",
@@ -212,7 +226,7 @@ REFUSED: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
 }
-ALL = {**FAMILIES, **CORNERS, **INDEXED, **STATEFUL, **REFUSED}
+ALL = {**FAMILIES, **CORNERS, **INDEXED, **STATEFUL, **MORE_STATEFUL, **REFUSED}
 
 
 def build(family: str, directory: Path, **changes: Any) -> Path:

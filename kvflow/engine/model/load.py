@@ -103,6 +103,11 @@ class LoadedModel:
         kinds = [kind for layer in self.layers if layer and layer.ring for kind in layer.kinds]
         return sum(unit_bytes(kind.dtype, [int(n) for n in kind.shape]) for kind in kinds)
 
+    @property
+    def fewest_tokens(self) -> int:
+        """Of a prompt that may be computed at once, see `chunk`."""
+        return 2 if self.has_states else 1
+
     def chunk(self, remaining: int, most: int) -> int:
         """How many of a prompt's `remaining` tokens are computed at once: `most`, but all of a prompt that cannot be
         divided.

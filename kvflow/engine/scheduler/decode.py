@@ -52,9 +52,8 @@ class DecodeEngine(EngineLoop):
     ) -> None:  # fmt: skip
         """`new_token_ratio`: the share of a request's new tokens for which it is promised pages. Below 1.0, requests
         are retracted when the pool runs short: to host memory (`snapshots`), and where that is full or there is none,
-        they are computed again (`recompute`) or end in an error. `cache`: of this pool, for a model without rows; it
-        keeps what requests have computed unless they end in an error; `prefetch`: how long a prompt waits for what it
-        loads.
+        they are computed again (`recompute`) or end in an error. `cache`: of this pool; it keeps the pages of
+        what requests have computed unless they end in an error; `prefetch`: how long a prompt waits for what it loads.
 
         Raises: LayoutError when the pool is not this model's."""
         super().__init__("decode")
@@ -276,11 +275,15 @@ class DecodeEngine(EngineLoop):
 
     def _keep(self, request: DecodeRequest) -> None:
         """It has ended, and not by an error: the cache takes over the whole pages of what is computed. A step that runs
-        writes behind them."""
+        writes behind them.
+
+        A model with states may compute a token that it has generated with other numbers than prefill (nemotron_h: K by
+        0.05 of 8), so of such a one these are pages of the prompt."""
         prefix, s, resident = request.prefix, request.sequence, request.resident
         if self.cache is None or prefix is None or resident.phase is not ResidencyPhase.RESIDENT:
             return
-        kept = self.cache.keep(s.tokens[: request.settled], s.pages, s.owner, prefix, request.params.priority)
+        end = s.prompt_length if self._model.has_states else request.settled
+        kept = self.cache.keep(s.tokens[:end], s.pages, s.owner, prefix, request.params.priority)
         resident.hand_over(kept - s.shared)
 
     def _let_go(self, request: DecodeRequest) -> None:

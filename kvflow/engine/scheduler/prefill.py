@@ -71,9 +71,9 @@ class PrefillEngine(EngineLoop):
     ) -> None:  # fmt: skip
         """`optimistic_tries`: how often a prompt may begin before its room is matched, see `optimistic`. `lockstep`:
         this is the first of several ranks; `samples`: it chooses the first tokens; `cache`: of this pool, for an
-        engine that is the only rank and a model without rows; `prefetch`: how long a prompt waits for what it loads.
+        engine that is the only rank, see `PrefillSteps`; `prefetch`: how long a prompt waits for what it loads.
 
-        Raises: LayoutError when the pool is not this model's."""
+        Raises: LayoutError when the pool is not this model's, MisuseError for a cache that is not for this model."""
         super().__init__("prefill")
         self.steps = PrefillSteps(model, pool, pages, executor, samples=samples, cache=cache)
         self._model, self._page_size, self._lockstep = model, pool.layout.page_size, lockstep
@@ -193,7 +193,10 @@ class PrefillEngine(EngineLoop):
         namespace: Namespace = ANY,
     ) -> PrefillRequest:  # fmt: skip
         sequence = Sequence(("prefill", next(self._numbers)), prompt, 0, self._page_size)
-        request = PrefillRequest(sequence, room, params, self._model.eos_ids, ticket=ticket, namespace=namespace)
+        model = self._model
+        request = PrefillRequest(
+            sequence, room, params, model.eos_ids, ticket=ticket, namespace=namespace, fewest_tokens=model.fewest_tokens
+        )
         self._unmatched.add(id(request))
         return request
 
@@ -366,7 +369,7 @@ class PrefillEngine(EngineLoop):
             if request.scorer is not None and not to_score:
                 continue
             most = min(self._chunk_tokens, left if request.scorer is None else min(left, to_score))
-            count = self._model.chunk(remaining, most)
+            count = self.steps.chunk(request, most)
             if count > left and rows:
                 break
             logits = int(count == remaining)

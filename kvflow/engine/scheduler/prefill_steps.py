@@ -23,12 +23,14 @@ from kvflow.engine.scheduler.adjustments import adjustments_of
 from kvflow.engine.scheduler.handoff import HandOff
 from kvflow.engine.scheduler.packed_array import PackedArray
 from kvflow.engine.scheduler.params import SamplingParams, TokenOut, finish
+from kvflow.engine.scheduler.prefill_states import PromptStates, StepCopies
 from kvflow.engine.scheduler.rooms import PrefillRoomPort
 from kvflow.engine.scheduler.sampling import Choice, Draw, choose
 from kvflow.engine.scheduler.scoring import PromptScorer
 from kvflow.memory.allocator import PageAllocator
 from kvflow.memory.pool import PagedPool
 from kvflow.protocols.cache.hashes import ANY, Namespace
+from kvflow.protocols.errors import MisuseError
 from kvflow.protocols.pages.layout import Places
 
 
@@ -36,20 +38,22 @@ class PrefillRequest:
     """One prompt. `first` resolves to its first token once that is known here, to None when its room ends before."""
 
     __slots__ = (
-        *("cached_tokens", "choice", "draw", "first", "hidden_states", "namespace", "params", "prefix"),
-        *("queued_at_s", "room", "scorer", "sent_pages"),
-        *("sequence", "ticket", "told"),
+        *("cached_tokens", "choice", "draw", "fewest_tokens", "first", "hidden_states", "namespace", "params"),
+        *("prefix", "queued_at_s", "room", "scorer", "sent_pages", "sequence", "states", "ticket", "told"),
     )
 
     def __init__(
         self, sequence: Sequence, room: PrefillRoomPort, params: SamplingParams, eos_ids: frozenset[int], *,
-        ticket: int = 0, namespace: Namespace = ANY,
+        ticket: int = 0, namespace: Namespace = ANY, fewest_tokens: int = 1,
     ) -> None:  # fmt: skip
-        """`ticket`: its number in a group of ranks; `namespace`: of cached prefixes."""
+        """`ticket`: its number in a group of ranks; `namespace`: of cached prefixes; `fewest_tokens`: that the model
+        computes at once."""
         self.sequence, self.room, self.params, self.ticket = sequence, room, params, ticket
         self.sent_pages = 0  # with those that decode has already
         self.namespace = namespace
         self.prefix: Prefix | None = None  # what the cache has of it, while it has places or looks for some
+        self.fewest_tokens = fewest_tokens
+        self.states: dict[int, int] = {}  # slots of the cache's store that it owns, by the tokens before the state
         self.cached_tokens = 0  # of the prompt, which were not computed for it
         self.queued_at_s = time.perf_counter()
         adjustments = adjustments_of(params, sequence, eos_ids)
@@ -71,8 +75,8 @@ class PrefillRequest:
     @property
     def most_cached(self) -> int:
         """Tokens of the prompt that need not be computed: of the others logits are wanted, of the last one always."""
-        start = self.params.prompt_logprobs_from
-        return self.sequence.prompt_length - 1 if start is None else min(start, self.sequence.prompt_length - 1)
+        start, most = self.params.prompt_logprobs_from, self.sequence.prompt_length - self.fewest_tokens
+        return most if start is None else min(start, most)
 
     def start_again(self) -> Places:
         """Forget what was computed; returns its places. The same first token will be drawn."""
@@ -90,13 +94,20 @@ class PrefillSteps:
         self, model: LoadedModel, pool: PagedPool, pages: PageAllocator, executor: Executor, *, samples: bool = True,
         cache: PrefixCache | None = None,
     ) -> None:  # fmt: skip
-        """`cache`: of this pool; prompts begin with what it has. Raises: LayoutError when the pool is not this
-        model's."""
+        """`cache`: of this pool, with states if the pool has rows; prompts begin with what it has.
+
+        Raises: LayoutError when the pool is not this model's, MisuseError for a cache that is not for this model."""
+        if cache is not None and (model.whole_prompts or (cache.states is None and pool.layout.num_rows)):
+            what = "computes every prompt as a whole" if model.whole_prompts else "needs a cache with states"
+            raise MisuseError(f"prefixes of {model.name} cannot be cached so: the model {what}")
         self.runner = model.runner(pool)
         self.layout, self.places, self.pages = pool.layout, pool.places_over(pages), pages
         self.rows = pool.rows if pool.layout.num_rows else None
         self.samples, self.cache = samples, cache
-        self._eos_ids = model.eos_ids
+        self._eos_ids, self._chunk = model.eos_ids, model.chunk
+        self._states: PromptStates | None = None
+        if cache is not None and cache.states is not None:
+            self._states = PromptStates(cache, cache.states, model.fewest_tokens, self.runner.device)
         self._thread = ModelThread(executor, self.places, pool.layout, self.runner.device)
 
     def short_of(self, request: PrefillRequest) -> tuple[int, int]:
@@ -123,7 +134,6 @@ class PrefillSteps:
     def give_back(self, request: PrefillRequest) -> None:
         """Its places; those that a step or a write still uses become free when it has ended (I13)."""
         self._give_back(request, request.sequence.places)
-        self.forget_prefix(request)
 
     def keep(self, request: PrefillRequest) -> None:
         """Its room has succeeded, every page of it landed: the cache takes the whole ones over."""
@@ -131,6 +141,8 @@ class PrefillSteps:
         if self.cache is not None and prefix is not None and s.page_count:
             tokens = s.tokens[: s.prompt_length]
             s.shared = self.cache.keep(tokens, s.pages, s.owner, prefix, request.params.priority)
+            if self._states is not None:
+                self._states.keep(request)
 
     def forget_prefix(self, request: PrefillRequest) -> None:
         """It waits: what the cache has of it may be evicted meanwhile. Idempotent."""
@@ -140,19 +152,41 @@ class PrefillSteps:
 
     def _give_back(self, request: PrefillRequest, places: Places) -> None:
         self.places.give_back(self.layout.numbered(places), request.sequence.owner)
+        if self._states is not None:
+            self._states.give_back(request)
+        self.forget_prefix(request)
 
     def start_again(self, request: PrefillRequest) -> None:
         """Give its places back, and with them what was computed. Not while a step has it."""
         self._give_back(request, request.start_again())
-        self.forget_prefix(request)
+
+    def chunk(self, request: PrefillRequest, most: int) -> int:
+        """How many tokens of it to compute at once, about `most`."""
+        if self._states is not None and request.prefix is not None:
+            return self._states.chunk(request, most, self._chunk)
+        return self._chunk(request.sequence.prompt_length - request.sequence.computed, most)
 
     async def run(self, rows: list[Row], requests: list[PrefillRequest]) -> None:
         """Compute `rows`, one of each of `requests`; then `choice` is there of those that are complete, where this rank
         chooses. Raises: whatever the model raises."""
-        choices = await self._thread.run([r.sequence for r in rows], partial(self._step, rows, requests))
+        sequences = [r.sequence for r in rows]
+        if self._states is None:
+            choices = await self._thread.run(sequences, partial(self._step, rows, requests))
+        else:
+            with self._states.step(rows, requests) as copies:
+                choices = await self._thread.run(sequences, partial(self._step_with, copies, rows, requests))
         for row, request in zip(rows, requests, strict=True):
             request.sequence.computed += row.new
             request.choice = choices.get(id(request))
+
+    def _step_with(
+        self, copies: StepCopies, rows: list[Row], requests: list[PrefillRequest]
+    ) -> dict[int, Choice]:  # fmt: skip
+        """In the model thread."""
+        copies.before()
+        choices = self._step(rows, requests)
+        copies.after()
+        return choices
 
     def _step(self, rows: list[Row], requests: list[PrefillRequest]) -> dict[int, Choice]:
         """In the model thread."""

@@ -101,14 +101,17 @@ class Retractions:
         ]
         if not waiting:
             return False
-        request = max(waiting, key=lambda r: r.admission.place)
+        self._let_go_of(max(waiting, key=lambda r: r.admission.place))
+        return True
+
+    def _let_go_of(self, request: DecodeRequest) -> None:
+        """The cached pages that it keeps: they are to be computed again, or found once more."""
         assert request.prefix is not None
         count = int(request.prefix.pages.size)
         request.prefix.release()
         request.resident.needs(request.resident.sizes[0] + count)
         request.admission.lost(count)
         _log.debug("let go of %d cached pages, to be computed again", count)
-        return True
 
     async def close(self) -> None:
         """Stop every move, and return when no copy runs. The requests stay whose they are."""
@@ -163,6 +166,8 @@ class Retractions:
                 error.args = (f"{text} {error.asked} {error.what}, of which {error.limit} are free",)
                 raise
             request.resident.drop()
+            if rows and request.prefix is not None and request.prefix.held:
+                self._let_go_of(request)  # they are of no use without the state at their end, which is lost
             _log.debug("retracted, its state to be computed again: %d pages, %d rows", pages, rows)
 
     async def _return(self, request: DecodeRequest) -> None:
@@ -183,11 +188,12 @@ class Retractions:
         self._back(request)
 
     def _look_again(self, request: DecodeRequest) -> None:
-        """What is computed again may begin with what the cache has now, unless it has kept its pages there."""
+        """What is computed again may begin with what the cache has now, unless it has kept its pages there; where it
+        has lost a state, it begins with nothing: the cache of a decode has none."""
         prefix, s, resident = request.prefix, request.sequence, request.resident
         if prefix is None or prefix.held or resident.copied:
             return
-        request.prefix = found = prefix.again(s.tokens[: s.length - 1])
+        request.prefix = found = prefix.again(s.tokens[: 0 if resident.sizes[1] else s.length - 1])
         if found.held:
             resident.needs(resident.sizes[0] - int(found.pages.size))
             request.admission.has(int(found.pages.size))

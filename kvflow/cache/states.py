@@ -1,0 +1,72 @@
+"""States of prompts at page boundaries: copies of rows in host memory, which later prompts begin with.
+
+They are copied in the model's thread, as a part of a step: so no other step changes a row meanwhile, and a step that is
+awaited has ended with its copies (I13).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+
+import msgspec
+import numpy as np
+
+from kvflow.memory.allocator import PageAllocator
+from kvflow.memory.copies import copier_for, copy_slices
+from kvflow.memory.pool import PagedPool
+from kvflow.memory.snapshot import DEVICE_SLICE_BYTES, SLICE_BYTES
+from kvflow.protocols.errors import MisuseError
+from kvflow.protocols.pages.layout import MAX_ROWS, NO_PLACES, PageIndices, Places, resized
+from kvflow.protocols.pages.plan import Pairing
+
+
+class StateStore:
+    """Host memory for states of one pool's rows, in slots: `slots` says whose each is. The caller holds those that a
+    copy uses."""
+
+    def __init__(self, pool: PagedPool, limit_bytes: int, most: int = MAX_ROWS) -> None:
+        """Allocates the memory, pre-faulted: make it in a thread. `most`: more states than that are of no use.
+
+        Raises: LayoutError when there is not enough memory, or it cannot be pinned for the pool's device; MisuseError
+        for a limit that holds no state, or a pool without rows."""
+        row_bytes = pool.layout.row_bytes
+        if not row_bytes:
+            raise MisuseError("the pool has no rows: its requests keep no states")
+        count = min(limit_bytes // row_bytes, most, MAX_ROWS)
+        if count < 1:
+            raise MisuseError(f"{limit_bytes} bytes do not hold the state of one request, which is {row_bytes} bytes")
+        rows = tuple(c for c in pool.layout.components if c.in_rows)
+        layout = msgspec.structs.replace(pool.layout, components=rows)
+        self._copier = copier_for(pool)
+        self.memory = PagedPool.allocate(resized(layout, num_pages=1, num_rows=count), shared=False)
+        self._copier.pin(self.memory)
+        self.slots = PageAllocator(count, unit="state")
+        self._out = Pairing(layout, self.memory.layout, ("pool", "host memory"))
+        self._in = Pairing(self.memory.layout, layout, ("host memory", "pool"))
+        self._slice_bytes = SLICE_BYTES if pool.on_host else DEVICE_SLICE_BYTES
+
+    def save(self, row: PageIndices, slot: int) -> None:
+        """Copy the one `row` of the pool to a slot; nothing may write to it meanwhile. Raises: TransferError."""
+        self._copy(self._out, row, _one(slot))
+
+    def restore(self, slot: int, row: PageIndices) -> None:
+        """Copy a slot to the one `row` of the pool. Raises: TransferError."""
+        self._copy(self._in, _one(slot), row)
+
+    def free(self, states: tuple[int, ...], owner: Hashable) -> None:
+        """Give slots back; those of a step that runs become free when it has ended."""
+        if states:
+            self.slots.give_back(np.array(states, np.int32), owner)
+
+    def close(self) -> None:
+        """Free the memory; no copy may run any more."""
+        self._copier.close()
+        self.memory.close()
+
+    def _copy(self, pairing: Pairing, source: PageIndices, target: PageIndices) -> None:
+        places = Places(NO_PLACES, source), Places(NO_PLACES, target)
+        copy_slices(pairing, *places, self._slice_bytes, lambda: False, self._copier)
+
+
+def _one(slot: int) -> PageIndices:
+    return np.array([slot], np.int32)

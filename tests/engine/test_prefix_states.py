@@ -1,0 +1,238 @@
+"""Prefixes of models that keep a state for each request: usable where a copy of the state is, and never without."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from kvflow.cache.states import StateStore
+from kvflow.engine.model.load import LoadedModel, load_model
+from kvflow.engine.scheduler.prefill import PrefillEngine
+from kvflow.memory.pool import PagedPool
+from kvflow.protocols.errors import KvflowError, MisuseError
+from kvflow.protocols.pages.kinds import ROW, SLOT, StateKind
+from kvflow.protocols.pages.layout import build_layout
+from tests.engine.pair import EnginePair, greedy, prompt_of, until
+from tests.engine.test_prefill import watch
+from tests.engine.test_prefix import flushed
+
+HOW: dict[str, Any] = {"page_size": 4, "chunk_tokens": 16}
+Loaded = Callable[[str], LoadedModel]
+
+
+def store_of(pair: EnginePair) -> StateStore:
+    store = pair.caches[0].states
+    assert store is not None
+    return store
+
+
+async def talk(pair: EnginePair) -> tuple[list[list[int]], list[int]]:
+    """Three turns of one conversation, then two prompts that begin as it did, and leave it at one place."""
+    prompt = prompt_of(37)
+    prompts = [prompt_of(37), [], [], prompt[:29] + prompt_of(9, 3), prompt[:29] + prompt_of(6, 4)]
+    answers, cached = [], []
+    for turn, given in enumerate(prompts):
+        outputs = await pair.outputs(given or prompt, greedy(6))
+        answers.append([out.token_id for out in outputs])
+        cached.append(outputs[0].cached_tokens)
+        prompt = prompt + answers[-1] + prompt_of(5 + turn, 9 + turn)
+    return answers, cached
+
+
+async def check(model: LoadedModel) -> None:
+    async with EnginePair(model, **HOW) as pair:
+        expected, _ = await talk(pair)
+    assert len({tuple(answer) for answer in expected}) == 5
+    async with EnginePair(model, **HOW, cache="lru") as pair:
+        answers, cached = await talk(pair)
+        assert answers == expected
+        # Of 37 tokens a model with states computes no last one alone. The second prompt has 48: 12 whole pages. The
+        # fourth shares 28 tokens with what is cached, where there is a state after 16, and leaves one after 28.
+        assert cached == [0, 32 if model.has_states else 36, 48, 16, 28]
+        assert pair.caches[0].stats().states and await flushed(pair)
+        assert store_of(pair).slots.free_pages == 32
+
+
+@pytest.mark.parametrize(
+    "family", ["qwen3_next", "falcon_h1", "lfm2", "bamba", "granitemoehybrid", "nemotron_h", "mamba2"]
+)
+async def test_a_conversation_goes_on_from_its_last_state(family: str, loaded: Loaded) -> None:
+    await check(loaded(family))
+
+
+@pytest.mark.parametrize("family", ["gpt_oss", "gemma3"])
+@pytest.mark.parametrize("rings", ["always", "never"])
+async def test_a_conversation_goes_on_from_its_windows(family: str, rings: str, tiny: Callable[[str], Path]) -> None:
+    """In rows they are states; in pages every prefix has what its windows need."""
+    model = load_model(str(tiny(family)), attention="packed", sliding_window_rows=rings)
+    assert model.has_rows == (rings == "always")
+    if model.has_rows:
+        await check(model)
+        return
+    async with EnginePair(model, **HOW) as pair:
+        expected, _ = await talk(pair)
+    async with EnginePair(model, **HOW, cache="lru") as pair:
+        assert await talk(pair) == (expected, [0, 36, 48, 28, 28])
+        assert await flushed(pair)
+
+
+async def test_a_prompt_is_divided_where_a_state_is_of_use(loaded: Loaded) -> None:
+    """At ends of pages where it has to be divided anyway, before its last page ends, and where it leaves others."""
+    async with EnginePair(loaded("lfm2"), page_size=4, chunk_tokens=18, cache="lru") as pair:
+        steps: list[list[int]] = []
+        watch(pair, steps)
+        await pair.tokens(prompt_of(40), greedy(1))
+        assert steps == [[16], [16], [4], [4]], "18 tokens are no whole pages"
+        assert pair.caches[0].stats().states == 4
+        steps.clear()
+        await pair.tokens(prompt_of(25) + prompt_of(8, 1), greedy(1))
+        assert steps == [[8], [4], [5]], "24 tokens are cached, and there is a state after 16"
+        assert await flushed(pair)
+
+
+async def test_what_was_evicted_is_computed_again(loaded: Loaded) -> None:
+    """A store of one state has that of the prompt that came last."""
+    async with EnginePair(loaded("lfm2"), **HOW, cache="lru", cache_states=1) as pair:
+        found = [(await pair.outputs(prompt_of(30, salt), greedy(2)))[0].cached_tokens for salt in (0, 0, 1, 0, 0)]
+        assert found == [0, 28, 0, 0, 28]
+        stats = pair.caches[0].stats()
+        assert (stats.states, stats.limit_states, stats.pages) == (1, 1, 14) and stats.evicted_states >= 2
+        assert await flushed(pair)
+
+
+@pytest.mark.parametrize("rings", [False, True])
+@pytest.mark.parametrize("what", ["zeroed", "swapped"])
+async def test_a_wrong_state_shows(what: str, rings: bool, loaded: Loaded, tiny: Callable[[str], Path]) -> None:
+    """So what is right above is read."""
+    model = (
+        load_model(str(tiny("gpt_oss")), attention="packed", sliding_window_rows="always") if rings else loaded("lfm2")
+    )
+    prompt = prompt_of(30)
+    async with EnginePair(model, **HOW, cache="lru") as pair:
+        expected = await pair.tokens(prompt, greedy(8))
+        assert await pair.tokens(prompt, greedy(8)) == expected
+        await pair.tokens(prompt_of(30, 7), greedy(1))
+        memory = store_of(pair).memory
+        for component in memory.layout.components:
+            stream = memory.array(component.name)
+            stream[:] = 0 if what == "zeroed" else np.roll(stream, 2, axis=0)
+        outputs = await pair.outputs(prompt, greedy(8))
+        assert outputs[0].cached_tokens == 28 and [out.token_id for out in outputs] != expected
+        assert await flushed(pair)
+
+
+async def test_pages_come_back_from_the_host_for_a_state_that_is_there(loaded: Loaded) -> None:
+    """Every byte of both pools, rows too, is poison in between."""
+    model, prompt = loaded("lfm2"), prompt_of(30)
+    async with EnginePair(model, **HOW) as pair:
+        expected = await pair.tokens(prompt, greedy(7))
+        longer = prompt + expected + prompt_of(9, 2)
+        more = await pair.tokens(longer, greedy(5))
+    async with EnginePair(model, **HOW, cache="lru", cache_host_pages=64, num_pages=40) as pair:
+        assert await pair.tokens(prompt, greedy(7)) == expected
+        await until(lambda: [cache.stats().saved_pages for cache in pair.caches] == [7, 7])
+        for cache, side in zip(pair.caches, (pair.source, pair.target), strict=True):
+            await until(lambda side=side: not side.pages.held_pages)  # type: ignore[misc]
+            cache.evict(40)
+            assert side.pages.free_pages == 40 and not cache.stats().pages
+            for component in side.pool.layout.components:
+                side.pool.tensor(component.name).fill_(float("nan"))
+        outputs = await pair.outputs(longer, greedy(5))
+        assert [out.token_id for out in outputs] == more and outputs[0].cached_tokens == 28
+        assert [cache.stats().loaded_pages for cache in pair.caches] == [7, 7]
+        assert await flushed(pair)
+
+
+@pytest.mark.parametrize("host", [{"host_pages": 64}, {}], ids=["comes back", "is computed again"])
+async def test_who_is_retracted_has_his_state(host: dict[str, int], loaded: Loaded) -> None:
+    """Without host memory the row is lost, and with it what the cached pages are good for."""
+    model, prompt = loaded("qwen3_next"), prompt_of(30)
+    async with EnginePair(model, **HOW) as pair:
+        expected = await pair.tokens(prompt, greedy(12))
+    async with EnginePair(model, **HOW, cache="lru", new_token_ratio=0.5, **host) as pair:
+        await pair.tokens(prompt, greedy(2))
+        for step in (2, 5):
+            admission = await pair.decode.admit(prompt, greedy(12))
+            prefix = pair.decode.cached(prompt, admission=admission)
+            assert prefix is not None and prefix.tokens == 28
+            room = pair.room(prompt, prefix.tokens)
+            leg = asyncio.ensure_future(pair.prefill.prefill(room.prefill_half, prompt, greedy(12)))
+            found = []
+            async for out in pair.decode.generate(room, prompt, greedy(12), admission, prefix):
+                found.append(out.token_id)
+                if len(found) == step:
+                    pair.decode.retract_all()
+            await leg
+            assert found == expected
+        report = pair.decode.retraction
+        assert (report.resumes, report.recomputes) == ((2, 0) if host else (0, 2))
+        assert await flushed(pair)
+
+
+async def test_states_of_failed_rooms_are_not_cached(loaded: Loaded) -> None:
+    prompt = prompt_of(30)
+    async with EnginePair(loaded("lfm2"), **HOW, cache="lru") as pair:
+        room = pair.room(prompt)
+        room.gate.clear()  # all of it is computed and nothing lands
+        leg = asyncio.ensure_future(pair.prefill.prefill(room.prefill_half, prompt, greedy(1)))
+        await until(lambda: bool(room.sends) and room.sends[-1][1])
+        assert store_of(pair).slots.free_pages == 32 - 2
+        room.close()
+        with pytest.raises(KvflowError):
+            await leg
+        assert not pair.caches[0].stats().states and store_of(pair).slots.free_pages == 32
+        room.gate.set()
+        assert (await pair.outputs(prompt, greedy(3)))[0].cached_tokens == 0
+        assert await flushed(pair)
+
+
+async def test_slots_of_a_running_step_are_not_used_again(loaded: Loaded) -> None:
+    """Its request is dropped meanwhile (I13)."""
+    async with EnginePair(loaded("lfm2"), **HOW, cache="lru") as pair:
+        await pair.tokens(prompt_of(30), greedy(1))
+        slots, steps = store_of(pair).slots, list[list[int]]()
+        seen: list[tuple[int, int]] = []
+        legs: list[asyncio.Task[Any]] = []
+        loop = asyncio.get_running_loop()
+
+        async def drop() -> None:
+            legs[0].cancel()
+            pair.caches[0].flush()
+            await asyncio.gather(*legs, return_exceptions=True)
+            seen.append((slots.held_pages, slots.returning_pages))
+
+        watch(pair, steps, lambda: asyncio.run_coroutine_threadsafe(drop(), loop).result(10))
+        prompt = prompt_of(30) + prompt_of(9, 1)
+        room = pair.room(prompt)
+        legs.append(asyncio.ensure_future(pair.prefill.prefill(room.prefill_half, prompt, greedy(1))))
+        await until(lambda: bool(seen))
+        assert seen == [(2, 2)], "one is read, the other written"
+        await until(lambda: slots.free_pages == 32 and pair.source.places.at_rest())
+        room.close()
+
+
+async def test_caches_that_would_do_without_states_are_refused(loaded: Loaded) -> None:
+    async with EnginePair(loaded("lfm2"), **HOW, cache="lru") as pair:
+        side, executor = pair.source, pair._threads[0]
+        with pytest.raises(MisuseError, match="needs a cache with states"):
+            PrefillEngine(loaded("lfm2"), side.pool, side.pages, executor, cache=pair.caches[1])
+    async with EnginePair(loaded("jamba"), **HOW) as jamba:
+        with pytest.raises(MisuseError, match="computes every prompt as a whole"):
+            PrefillEngine(loaded("jamba"), jamba.source.pool, jamba.source.pages, executor, cache=pair.caches[0])
+
+
+def test_memory_for_no_state_is_refused() -> None:
+    kinds = [StateKind("k", "int8", (1,), SLOT), StateKind("state", "int8", (8,), ROW)]
+    pool = PagedPool.allocate(build_layout(kinds, page_size=2, num_pages=2, num_rows=2), shared=False)
+    with pytest.raises(MisuseError, match="7 bytes do not hold the state of one request, which is 8 bytes"):
+        StateStore(pool, 7)
+    pool.close()
+    pool = PagedPool.allocate(build_layout(kinds[:1], page_size=2, num_pages=2), shared=False)
+    with pytest.raises(MisuseError, match="the pool has no rows"):
+        StateStore(pool, 7)
+    pool.close()
