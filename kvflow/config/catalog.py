@@ -23,6 +23,7 @@ _MODEL = (
 _CACHE = (
     "prefix_cache",
     "cache_host_bytes",
+    "cache_state_bytes",
     "cache_write_policy",
     "cache_prefetch_policy",
     "l3",

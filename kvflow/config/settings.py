@@ -107,6 +107,14 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
             ge=0,
         ),
     ] = 0
+    cache_state_bytes: Annotated[
+        int,
+        Meta(
+            description="Host memory at most, taken at the start of a prefill with --prefix-cache whose model keeps a "
+            "state for each request: for copies of states at ends of pages, where later prompts go on.",
+            ge=0,
+        ),
+    ] = 1 << 30
     l3: Annotated[
         Literal["off", "file", "mooncake"],
         Meta(

@@ -12,6 +12,7 @@ from contextlib import asynccontextmanager
 from kvflow.cache.host import HostTier
 from kvflow.cache.prefix import PrefixCache
 from kvflow.cache.publisher import EventPublisher
+from kvflow.cache.states import StateStore
 from kvflow.cache.storage.file import FileBackend
 from kvflow.cache.storage.guarded import GuardedStorage
 from kvflow.cache.storage.identity import identity_of
@@ -30,29 +31,37 @@ _log = logging.getLogger("kvflow.serve")
 
 
 @asynccontextmanager
-async def prefix_cache(settings: Settings, parts: Parts) -> AsyncGenerator[PrefixCache | None, None]:
-    """Of a worker's pool, which has all of its pages again at the end; None where prefixes are not cached.
+async def prefix_cache(
+    settings: Settings, parts: Parts, *, computes: bool = False
+) -> AsyncGenerator[PrefixCache | None, None]:  # fmt: skip
+    """Of a worker's pool, which has all of its pages again at the end; None where prefixes are not cached. `computes`:
+    prompts, which may have to go on from a state.
 
     Raises: MisuseError for a model whose prefixes are of no use, host memory that is not there, a port in use.
     """
     if settings.prefix_cache == "off":
         yield None
         return
-    model, layout = parts.model, parts.pool.layout
-    if layout.num_rows or model.whole_prompts:
-        why = "keeps a state for each request" if layout.num_rows else "computes every prompt as a whole"
-        raise MisuseError(f"--prefix-cache {settings.prefix_cache}: {settings.model_name} {why}; leave it out")
+    layout = parts.pool.layout
+    if parts.model.whole_prompts:
+        text = f"{settings.model_name} ({parts.model.model_type}) computes every prompt as a whole; leave it out"
+        raise MisuseError(f"--prefix-cache {settings.prefix_cache}: {text}")
+    has_states = computes and layout.num_rows > 0
     told = KvEvents.parse(settings.kv_events_config) if settings.kv_events_config else None
     host = await _host_tier(settings, parts)
+    states: StateStore | None = None
     try:
-        storage = await _storage_tier(settings, host)
+        if has_states:
+            states = await _states(settings, parts, layout.num_pages + (0 if host is None else host.pages.capacity))
+        storage = await _storage_tier(settings, host, has_states=has_states)
     except BaseException:
-        if host is not None:
-            host.close()
+        for memory in (host, states):
+            if memory is not None:
+                memory.close()
         raise
     cache = PrefixCache(
         parts.pool.pages, layout.page_size, settings.prefix_cache, host=host,
-        write_policy=settings.cache_write_policy, events=told is not None, storage=storage,
+        write_policy=settings.cache_write_policy, events=told is not None, storage=storage, states=states,
     )  # fmt: skip
     try:
         if told is not None:
@@ -76,8 +85,23 @@ async def _host_tier(settings: Settings, parts: Parts) -> HostTier | None:
         raise MisuseError(f"--cache-host-bytes {settings.cache_host_bytes}: {error}") from None
 
 
-async def _storage_tier(settings: Settings, host: HostTier | None) -> StorageTier | None:
+async def _states(settings: Settings, parts: Parts, most: int) -> StateStore:
+    """`most`: pages, at whose ends they are."""
+    allocate = functools.partial(StateStore, parts.pool, settings.cache_state_bytes, most)
+    try:
+        return await asyncio.get_running_loop().run_in_executor(parts.executor, allocate)
+    except (LayoutError, MisuseError) as error:
+        raise MisuseError(f"--cache-state-bytes {settings.cache_state_bytes}: {error}") from None
+
+
+async def _storage_tier(settings: Settings, host: HostTier | None, *, has_states: bool) -> StorageTier | None:
     if settings.l3 == "off" or host is None:
+        return None
+    if has_states:
+        _log.warning(
+            "--l3 %s: this prefill leaves it out: prompts of %s go on from states, and states are not stored",
+            settings.l3, settings.model_name
+        )  # fmt: skip
         return None
     where = f"--l3-dir {settings.l3_dir}" if settings.l3 == "file" else f"--mooncake-master {settings.mooncake_master}"
     try:

@@ -72,7 +72,7 @@ async def prefill_over(parts: Parts, settings: Settings, control: Control) -> As
     async with AsyncExitStack() as stack:
         stack.callback(control[0].close)
         node = await prefill_node(parts, settings, control, stack)
-        cache = await stack.enter_async_context(prefix_cache(settings, parts))
+        cache = await stack.enter_async_context(prefix_cache(settings, parts, computes=True))
         engine = PrefillEngine(
             model, pool, pool.pages, executor,
             chunk_tokens=settings.chunked_prefill_size, max_batch_tokens=settings.max_batch_tokens,

@@ -17,7 +17,7 @@ from kvflow.memory.pool import PagedPool
 from kvflow.protocols.cache.hashes import Namespace
 from kvflow.protocols.cache.residents import Freed
 from kvflow.protocols.errors import CapacityError, MisuseError, TransferError
-from kvflow.protocols.pages.kinds import ROW, SLOT, StateKind
+from kvflow.protocols.pages.kinds import ROW, StateKind
 from kvflow.protocols.pages.layout import build_layout
 from kvflow.protocols.pages.plan import Blocks
 from tests.cache.prefix_bench import PAGES, bench
@@ -152,11 +152,11 @@ async def test_host_memory_that_holds_nothing_is_refused() -> None:
     with pytest.raises(MisuseError, match="do not hold a page"):
         HostTier(pool, 1)
     pool.close()
-    rows = [StateKind("k", "int8", (1,), SLOT), StateKind("state", "int8", (8,), ROW)]
-    with_rows = PagedPool.allocate(build_layout(rows, page_size=2, num_pages=2, num_rows=2), shared=False)
-    with pytest.raises(MisuseError, match="this pool has rows"):
-        HostTier(with_rows, 1 << 20)
-    with_rows.close()
+    rows = [StateKind("state", "int8", (8,), ROW)]
+    all_rows = PagedPool.allocate(build_layout(rows, page_size=2, num_pages=2, num_rows=2), shared=False)
+    with pytest.raises(MisuseError, match="those of this pool hold nothing"):
+        HostTier(all_rows, 1 << 20)
+    all_rows.close()
 
 
 @pytest.mark.parametrize("write_policy", ["write_through", "write_through_selective"])

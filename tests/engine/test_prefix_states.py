@@ -11,8 +11,11 @@ import numpy as np
 import pytest
 
 from kvflow.cache.states import StateStore
+from kvflow.config.sources import resolve
 from kvflow.engine.model.load import LoadedModel, load_model
 from kvflow.engine.scheduler.prefill import PrefillEngine
+from kvflow.launch.caching import prefix_cache
+from kvflow.launch.parts import Parts
 from kvflow.memory.pool import PagedPool
 from kvflow.protocols.errors import KvflowError, MisuseError
 from kvflow.protocols.pages.kinds import ROW, SLOT, StateKind
@@ -224,6 +227,43 @@ async def test_caches_that_would_do_without_states_are_refused(loaded: Loaded) -
     async with EnginePair(loaded("jamba"), **HOW) as jamba:
         with pytest.raises(MisuseError, match="computes every prompt as a whole"):
             PrefillEngine(loaded("jamba"), jamba.source.pool, jamba.source.pages, executor, cache=pair.caches[0])
+
+
+@pytest.mark.parametrize(
+    ("family", "given", "message"),
+    [
+        ("jamba", {}, r"--prefix-cache lru: \S+ \(jamba\) computes every prompt as a whole; leave it out"),
+        ("lfm2", {"cache_state_bytes": 5}, "--cache-state-bytes 5: 5 bytes do not hold the state of one request"),
+        ("mamba2", {"cache_host_bytes": 1 << 20}, "--cache-host-bytes 1048576: .* those of this pool hold nothing"),
+    ],
+)
+async def test_what_a_prefill_cannot_cache_is_said_in_one_line(
+    family: str, given: dict[str, Any], message: str, loaded: Loaded
+) -> None:
+    model = loaded(family)
+    async with EnginePair(model, **HOW) as pair:
+        settings = resolve("prefill", {"model_path": model.name, "prefix_cache": "lru", **given}, env={})
+        with pytest.raises(MisuseError, match=message) as refused:
+            async with prefix_cache(settings, Parts(model, pair.source.pool, pair._threads[0]), computes=True):
+                pass
+        assert "\n" not in str(refused.value)
+
+
+async def test_a_prefill_leaves_storage_out_and_a_decode_keeps_no_states(
+    loaded: Loaded, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = loaded("lfm2")
+    given = {"model_path": model.name, "prefix_cache": "lru", "cache_host_bytes": 1 << 20, "l3": "file"}
+    settings = resolve("prefill", {**given, "l3_dir": str(tmp_path), "l3_bytes": 1 << 20}, env={})
+    async with EnginePair(model, **HOW) as pair:
+        executor = pair._threads[0]
+        async with prefix_cache(settings, Parts(model, pair.source.pool, executor), computes=True) as found:
+            assert found is not None and found.states is not None and found.stats().storage is None
+            assert found.stats().limit_states == 256 + found.stats().host_limit_pages, "one for each page"
+        assert "states are not stored" in caplog.text
+        settings = resolve("decode", {"model_path": model.name, "prefix_cache": "lru"}, env={})
+        async with prefix_cache(settings, Parts(model, pair.target.pool, executor)) as found:
+            assert found is not None and found.states is None
 
 
 def test_memory_for_no_state_is_refused() -> None:

@@ -6,23 +6,29 @@ that ends where it leaves what is cached, and others at ends of pages as far as 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import torch
 
-from kvflow.cache.prefix import PrefixCache
+from kvflow.cache.prefix import Prefix, PrefixCache
 from kvflow.cache.states import StateStore
+from kvflow.engine.model import sequence
 from kvflow.engine.model.device import wait_for
 from kvflow.engine.model.step import Row
 from kvflow.protocols.pages.layout import PageIndices
 
-if TYPE_CHECKING:
-    from kvflow.engine.scheduler.prefill_steps import PrefillRequest
-
 _SHARE = 4  # a prompt keeps at most one in so many of the store's slots
+
+
+class CachedRequest(Protocol):
+    """What is asked of an engine's request."""
+
+    sequence: sequence.Sequence
+    prefix: Prefix | None
+    states: dict[int, int]
 
 
 class _Copy(NamedTuple):
@@ -57,7 +63,7 @@ class PromptStates:
         self._cache, self._store, self._fewest, self._device = cache, store, fewest, device
         self._page_size = cache.page_size
 
-    def chunk(self, request: PrefillRequest, most: int, chunk: Callable[[int, int], int]) -> int:
+    def chunk(self, request: CachedRequest, most: int, chunk: Callable[[int, int], int]) -> int:
         """How many tokens of it to compute at once, about `most`; `chunk`: of the model."""
         s, size = request.sequence, self._page_size
         at = s.computed
@@ -70,7 +76,7 @@ class PromptStates:
             return in_pages - at
         return count
 
-    def _next_end(self, request: PrefillRequest) -> int:
+    def _next_end(self, request: CachedRequest) -> int:
         """The next token before which its prompt has to be divided, or its end."""
         s = request.sequence
         last = self._last(request)
@@ -80,12 +86,12 @@ class PromptStates:
                 return end
         return s.prompt_length
 
-    def _last(self, request: PrefillRequest) -> int:
+    def _last(self, request: CachedRequest) -> int:
         """Tokens of the pages that end before the last chunk."""
         return (request.sequence.prompt_length - self._fewest) // self._page_size * self._page_size
 
     @contextmanager
-    def step(self, rows: list[Row], requests: list[PrefillRequest]) -> Iterator[StepCopies]:
+    def step(self, rows: list[Row], requests: Sequence[CachedRequest]) -> Iterator[StepCopies]:
         """What is copied by a step of `rows`, one of each of `requests`, which has ended when this does. Its slots are
         held (I13): a request may be dropped meanwhile."""
         copies = StepCopies(self._store, [], [], self._device)
@@ -107,7 +113,7 @@ class PromptStates:
         for prefix in begun:
             prefix.release_state()
 
-    def _slot_for(self, request: PrefillRequest, end: int) -> int | None:
+    def _slot_for(self, request: CachedRequest, end: int) -> int | None:
         """For the state before token `end`, if it is of use. Its earlier ones make way where slots are short."""
         s, states = request.sequence, request.states
         if end % self._page_size or self._last(request) < end < s.prompt_length:
@@ -121,14 +127,14 @@ class PromptStates:
             states[end] = slot
         return slot
 
-    def keep(self, request: PrefillRequest) -> None:
+    def keep(self, request: CachedRequest) -> None:
         """Its pages are the cache's now."""
         s, prefix = request.sequence, request.prefix
         states, request.states = request.states, {}
         assert prefix is not None
         self._cache.keep_states(s.tokens[: s.prompt_length], states, s.owner, prefix)
 
-    def give_back(self, request: PrefillRequest) -> None:
+    def give_back(self, request: CachedRequest) -> None:
         """It has ended, or begins again. Idempotent."""
         states, request.states = request.states, {}
         self._store.free(tuple(states.values()), request.sequence.owner)

@@ -216,12 +216,15 @@ def _cache(found: CacheStats) -> Iterator[Metric]:
         ("cache_evictable_pages", "Of them, those that no request reads.", found.evictable_pages),
         ("cache_host_pages", "Pages of host memory that hold cached prefixes.", found.host_pages),
         ("cache_host_limit_pages", "Pages of host memory for them (--cache-host-bytes).", found.host_limit_pages),
+        ("cache_states", "Copies of states at ends of cached pages.", found.states),
+        ("cache_limit_states", "Room for such copies (--cache-state-bytes).", found.limit_states),
     )
     yield from _each(
         CounterMetricFamily,
         ("cache_asked_tokens", "Prompt tokens that were looked up in the prefix cache.", found.asked_tokens),
         ("cache_hit_tokens", "Of them, those that were found.", found.hit_tokens),
         ("cache_evicted_pages", "Cached pages that gave way to requests.", found.evicted_pages),
+        ("cache_evicted_states", "Copies of states that gave way to others.", found.evicted_states),
         ("cache_saved_pages", "Cached pages that were copied to host memory.", found.saved_pages),
         ("cache_loaded_pages", "Pages that were copied back from host memory.", found.loaded_pages),
         ("cache_stored_pages", "Cached pages that were put into storage.", found.stored_pages),
