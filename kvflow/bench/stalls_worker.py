@@ -100,7 +100,12 @@ class PacedDecode(_Engine):
         self.limits.check_prompt(prompt)
         return await self._budget.admit(self.limits.worst_pages(prompt, params.max_new_tokens))
 
-    async def prefetch(self, prompt: Prompt, admission: Admission, namespace: Namespace = ANY) -> None:
+    def begin_fetch(self, prompt: Prompt, namespace: Namespace = ANY) -> None:
+        return None
+
+    async def prefetch(
+        self, prompt: Prompt, admission: Admission, namespace: Namespace = ANY, fetching: None = None
+    ) -> None:
         return None
 
     def cached(self, prompt: Prompt, namespace: Namespace = ANY, admission: Admission | None = None) -> None:

@@ -35,7 +35,8 @@ from kvflow.protocols.cache.nodes import Node, Tier
 from kvflow.protocols.cache.residents import Freed
 from kvflow.protocols.pages.layout import PageIndices
 
-WritePolicy = Literal["write_through", "write_through_selective"]
+WritePolicy = Literal["write_through", "write_through_selective", "write_back"]
+_ROUNDS = 8
 _log = logging.getLogger("kvflow.cache")
 Tokens = NDArray[np.integer[Any]]
 
@@ -110,9 +111,9 @@ class PrefixCache:
         events: bool = False, storage: StorageTier | None = None, states: StateStore | None = None,
     ) -> None:  # fmt: skip
         """`pages` are told to ask here for more when they run short. `host`: closed with the cache; `write_policy` says
-        what is copied there: all that is kept, or what a prompt has found since (write_through_selective). `events`: it
-        is the `EventSource` of a publisher. `storage`: behind the host tier, and closed with the cache.
-        `states`: prompts begin only with what ends in one of these; closed with the cache.
+        what is copied there: all that is kept, what a prompt has found since (write_through_selective), or what is
+        about to be evicted (write_back). `events`: it is the `EventSource` of a publisher. `storage`: behind the host
+        tier, and closed with the cache. `states`: prompts begin only with what ends in one of these; closed with it.
 
         Raises: MisuseError."""
         self.page_size, self.epoch = page_size, 0
@@ -121,8 +122,12 @@ class PrefixCache:
         self.states = states
         self.publisher: EventPublisher | None = None  # of its events, told of every change
         self._asked = self._hits = 0
-        self._selective = write_policy == "write_through_selective"
-        self._tiers = None if host is None else Tiers(self._index, host, storage, now=now, free=self._free)
+        self._write_policy = write_policy
+        self._tiers = (
+            None
+            if host is None
+            else Tiers(self._index, host, storage, device_pages=pages.capacity, now=now, free=self._free)
+        )
         pages.lenders.append(self)
 
     def match(self, tokens: Tokens, most_tokens: int | None = None, namespace: Namespace = ANY) -> Prefix:
@@ -144,7 +149,7 @@ class PrefixCache:
         self._hits += prefix.tokens
         if prefix.end is not None:
             self._index.hit(prefix.end)
-            if self._tiers is not None and self._selective:
+            if self._tiers is not None and self._write_policy == "write_through_selective":
                 self._tiers.save(prefix.end)
 
     @property
@@ -156,12 +161,29 @@ class PrefixCache:
         """Whether a copy between tiers is under way."""
         return self._tiers is not None and self._tiers.busy
 
+    @property
+    def leaving_pages(self) -> int:
+        """Pages that are being copied to the host so that they can be evicted."""
+        return 0 if self._tiers is None else self._tiers.leaving_pages
+
+    async def fetch(self, tokens: Tokens, most_tokens: int | None = None, namespace: Namespace = ANY) -> None:
+        """Read what storage alone has of the first `most_tokens` tokens into host memory. A cancellation stops it, and
+        raises at once; what has come by then is good. What goes wrong is logged."""
+        if self._tiers is None:
+            return
+        try:
+            await self._fetch(self._tiers, self._key(tokens, most_tokens), namespace, self._pages.capacity)
+        # An error of the cache must not end a request that can do without.
+        except Exception:  # noqa: BLE001
+            _log.exception("reading a cached prefix from storage failed")
+
     async def load(
         self, tokens: Tokens, most_tokens: int | None = None, namespace: Namespace = ANY, *, most_pages: int = 1 << 30,
-        taking: Callable[[int], None] = lambda count: None,
+        taking: Callable[[int], None] = lambda count: None, from_storage: bool = True,
     ) -> None:  # fmt: skip
-        """Copy to the device what host or storage alone have of the first `most_tokens` tokens, into at most
-        `most_pages` pages that are free or can be evicted. It is not locked afterwards: `match` follows.
+        """Copy to the device what the host alone has of the first `most_tokens` tokens, and storage unless
+        `from_storage` is false, into at most `most_pages` pages that are free or can be evicted. It is not locked
+        afterwards: `match` follows.
 
         `taking` is called with how many pages are neither free nor cached from here on, and with that number below 0
         when they are. A cancellation stops the copy, and what it has copied is forgotten. What goes wrong is logged: a
@@ -169,21 +191,26 @@ class PrefixCache:
         if self._tiers is None:
             return
         try:
-            await self._load(self._tiers, tokens, most_tokens, namespace, most_pages, taking)
+            key = self._key(tokens, most_tokens)
+            if from_storage:
+                await self._fetch(self._tiers, key, namespace, min(most_pages, self._pages.available_pages))
+            await self._load(self._tiers, key, namespace, most_pages, taking)
         # An error of the cache must not end a request that can do without.
         except Exception:  # noqa: BLE001
             _log.exception("loading a cached prefix failed")
 
-    async def _load(
-        self, tiers: Tiers, tokens: Tokens, most_tokens: int | None, namespace: Namespace, most_pages: int,
-        taking: Callable[[int], None],
-    ) -> None:  # fmt: skip
-        key = self._key(tokens, most_tokens)
+    async def _fetch(self, tiers: Tiers, key: bytes, namespace: Namespace, most_pages: int) -> None:
+        """From storage to the host."""
+        if tiers.storage is None or self.states is not None:  # no state is stored with pages, which are of no use then
+            return
         found = self._look(key, namespace)
-        stateless = self.states is None  # else what storage has is of no use: no state is stored with it
-        if tiers.storage is not None and stateless and found.num_pages < len(key) // (self.page_size * TOKEN_BYTES):
-            await tiers.fetch(key, found, namespace, min(most_pages, self._pages.available_pages))
-            found = self._look(key, namespace)
+        if found.num_pages < len(key) // (self.page_size * TOKEN_BYTES):
+            await tiers.fetch(key, found, namespace, most_pages)
+
+    async def _load(
+        self, tiers: Tiers, key: bytes, namespace: Namespace, most_pages: int, taking: Callable[[int], None]
+    ) -> None:
+        found = self._look(key, namespace)
         while found.end is not None and self._index.arrives(found.end):  # another prompt loads it
             await tiers.a_load()
             found = self._look(key, namespace)
@@ -194,6 +221,11 @@ class PrefixCache:
             wanted = min(most_pages, self._index.missing(found.end, Tier.HOST, Tier.DEVICE))
             wanted = min(wanted, self._pages.available_pages)
             free = self._pages.reclaim(wanted)
+            for _ in range(_ROUNDS):  # pages leave once they have been copied; others may be quicker to take them
+                if free >= wanted or not tiers.leaving_pages:
+                    break
+                await tiers.a_copy()
+                free = self._pages.reclaim(wanted)
             if found.end.removed:  # to make room host pages had to go, and these were among them
                 return
             wanted = min(wanted, free, self._index.missing(found.end, Tier.HOST, Tier.DEVICE))
@@ -221,7 +253,10 @@ class PrefixCache:
         Raises: OwnershipError when they are not `owner`'s (nothing is taken).
         """
         whole, shared = len(tokens) // self.page_size, int(prefix.pages.size)
-        if whole <= shared or not prefix.is_current:
+        if not prefix.is_current:
+            return shared
+        if whole <= shared:
+            self._save(prefix.end)  # what a copy, or the store, lacks of it
             return shared
         own = pages[shared:whole].copy()
         self._pages.move(own, owner, OWNER)
@@ -229,10 +264,14 @@ class PrefixCache:
             self._key(tokens), own, self._now(), prefix.namespace, shared=shared, priority=priority
         )  # fmt: skip
         self._pages.give_back(inserted.duplicates, OWNER)
-        if self._tiers is not None and not self._selective and inserted.end is not None:
-            self._tiers.save(inserted.end)
+        self._save(inserted.end)
         self._tell()
         return whole
+
+    def _save(self, end: Node | None) -> None:
+        """With write_through, what has been kept."""
+        if self._tiers is not None and self._write_policy == "write_through" and end is not None:
+            self._tiers.save(end)
 
     def take_state(self, owner: Hashable) -> int | None:
         """A slot for a state that `owner` computes; one that is cached makes way. None where all are in use."""
@@ -289,7 +328,10 @@ class PrefixCache:
         return self._index.evictable_pages
 
     def evict(self, count: int) -> None:
-        """Give `count` pages back, or all that nobody reads; the allocator calls this."""
+        """Give `count` pages back, or all that nobody reads; the allocator calls this. With write_back what the host
+        lacks follows when it is asked for again, and has been copied meanwhile: `leaving_pages`."""
+        if self._tiers is not None and self._write_policy == "write_back" and self._tiers.make_way(count):
+            return
         least = self.evictable_pages - count
         self._free(self._index.evict(Tier.DEVICE, count))
         while self._tiers is not None and (left := self.evictable_pages - max(least, 0)) > 0:

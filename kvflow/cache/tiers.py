@@ -2,25 +2,39 @@
 
 A copy names a run of pages (`protocols.cache.writes`): splits, evictions and flushes meanwhile change nothing. Its
 pages come home when nothing reads or writes them any more, which may be long after a store has begun to hang.
+
+What waits to be copied cannot be evicted, so no more than three quarters of a tier wait; what is more stays where it
+is, counted, until it is used again.
+
+**write_back.** Pages leave the device when they are needed, and only after a copy has landed. `make_way` frees at once
+what the host has too, in the order of the policy, and begins to copy the rest: with all that comes before it in its
+prompts, so that a parent comes before its child. Who needs pages asks again. What cannot be copied (the host is full of
+what is read, or a copy has failed) is given up then.
+
+**A store loses pages**, to its own evictions, to the death of who held them. So before what follows is stored, the
+store is asked for what it is said to have; from the first page that it lacks on everything is stored again.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
+from typing import Any
 
 import msgspec
 
 from kvflow.aio import run_to_end
 from kvflow.cache.host import HostTier
+from kvflow.cache.storage.port import Storage
 from kvflow.cache.stored import StorageTier
 from kvflow.protocols.cache.hashes import TOKEN_BYTES, Namespace, chain_root, page_hashes
 from kvflow.protocols.cache.index import Match, PrefixIndex
 from kvflow.protocols.cache.nodes import Node, Tier
-from kvflow.protocols.cache.residents import Freed
+from kvflow.protocols.cache.residents import NOTHING, Freed
 from kvflow.protocols.cache.writes import Write
 from kvflow.protocols.errors import TransferError
+from kvflow.protocols.machines.cached_run import RunPhase
 from kvflow.protocols.pages.layout import NO_PLACES
 
 OWNER = ("cache", "prefix")
@@ -34,7 +48,9 @@ class TierCounts(msgspec.Struct, kw_only=True):
     loaded_pages: int = 0  # copied back
     stored_pages: int = 0  # put into storage
     fetched_pages: int = 0  # read from there
-    unsaved_pages: int = 0  # kept on the device alone: the host was full of what is read or copied
+    unsaved_pages: int = 0  # on the device alone, or lost with it: the host was full, or too much waited for a copy
+    unstored_pages: int = 0  # not put into storage: too much waited for that
+    lost_pages: int = 0  # that storage turned out to lack, and those that follow them
     failed_copies: int = 0  # that failed, or were cut off
 
 
@@ -42,15 +58,26 @@ class Tiers:
     """The copies of one index. Used on one event loop."""
 
     def __init__(
-        self, index: PrefixIndex, host: HostTier, storage: StorageTier | None, *, now: Callable[[], float],
-        free: Callable[[Freed], None],
+        self, index: PrefixIndex, host: HostTier, storage: StorageTier | None, *, device_pages: int,
+        now: Callable[[], float], free: Callable[[Freed], None],
     ) -> None:  # fmt: skip
-        """`free` is called with what the index gives back, even if it is nothing, after each change of it."""
+        """`device_pages`: how many the device has; `free` is called with what the index gives back, even if it is
+        nothing, after each change of it."""
         self.host, self.storage, self.counts = host, storage, TierCounts()
         self._index, self._now, self._free = index, now, free
         self._copies: set[asyncio.Task[None]] = set()
         self._loads: set[asyncio.Task[None]] = set()  # of them, those to the device
         self._flushes = 0
+        self._waiting = [0, 0, 0]  # pages of copies that have not ended, by the tier they go to
+        self._most_waiting = (1 << 62, *(max(1, pages * 3 // 4) for pages in (device_pages, host.pages.capacity)))
+        self._leaving: dict[int, int] = {}  # by number of write: pages of the device that can go when it has landed
+        self._given_up = 0  # pages of such writes that have failed
+        self._asking = False  # storage, for what it has
+
+    @property
+    def leaving_pages(self) -> int:
+        """Pages of the device that can be evicted when the copies have landed which are under way."""
+        return sum(self._leaving.values())
 
     @property
     def busy(self) -> bool:
@@ -66,34 +93,78 @@ class Tiers:
         if not wanted:
             self._store(end)
             return
-        room = self._room(wanted)
-        self.counts.unsaved_pages += wanted - room
-        if room:
-            pages = self.host.pages.take(room, OWNER)
-            self.begin(self._index.begin_write(end, Tier.DEVICE, Tier.HOST, pages))
+        write = self._save(end, min(wanted, self._may_wait(Tier.HOST)))
+        self.counts.unsaved_pages += wanted - (0 if write is None else len(write.source_pages))
+
+    def make_way(self, count: int) -> bool:
+        """For write_back: free `count` pages of the device, now what the host has too, and the others when they are
+        asked for again once they have been copied. False when nothing could be done."""
+        freed, uncopied = self._index.evict_copied(count)
+        self._free(freed)
+        left = count - freed.device.size
+        lost = min(left, self._given_up)
+        for end in uncopied:
+            wanted = self._index.missing(end, Tier.DEVICE, Tier.HOST)
+            waits = self._waiting[Tier.HOST] and wanted > self._may_wait(Tier.HOST)
+            if self.leaving_pages + lost >= left or waits:
+                break
+            write = self._save(end, wanted)
+            if write is not None and end.readers[Tier.DEVICE]:
+                self._leaving[write.number] = end.num_pages
+            elif end.evictable(Tier.DEVICE):  # there is no room for it
+                lost += end.num_pages
+        if lost:
+            gone = self._index.evict(Tier.DEVICE, min(lost, left))
+            self.counts.unsaved_pages += gone.device.size
+            self._given_up = max(0, self._given_up - gone.device.size)
+            self._free(gone)
+            return True
+        return bool(freed.device.size or self._leaving)
+
+    def _save(self, end: Node, wanted: int) -> Write | None:
+        """Begin to copy the first `wanted` pages that the host lacks, as far as it has room."""
+        if wanted <= 0 or not (room := self._room(wanted)):
+            return None
+        write = self._index.begin_write(end, Tier.DEVICE, Tier.HOST, self.host.pages.take(room, OWNER))
+        self.begin(write)
+        return write
+
+    def _may_wait(self, target: Tier) -> int:
+        """How many pages more."""
+        return max(0, self._most_waiting[target] - self._waiting[target])
 
     def begin(
         self, write: Write, keys: list[bytes] | None = None, ended: Callable[[], None] = lambda: None
     ) -> asyncio.Task[None]:
         """`keys`: the digests of what is stored. `ended` is called in the turn of the loop in which the index learns of
         the end."""
-        copying = asyncio.get_running_loop().create_task(
-            self._copy(write, keys, ended), name=f"kvflow-cache-copy-{write.number}"
-        )
-        for copies in (self._copies, self._loads) if write.target is Tier.DEVICE else (self._copies,):
-            copies.add(copying)
-            copying.add_done_callback(copies.discard)
+        self._waiting[write.target] += len(write.source_pages)
+        copying = self._spawn(self._copy(write, keys, ended), f"kvflow-cache-copy-{write.number}")
+        if write.target is Tier.DEVICE:
+            self._loads.add(copying)
+            copying.add_done_callback(self._loads.discard)
         return copying
+
+    def _spawn(self, work: Coroutine[Any, Any, None], name: str) -> asyncio.Task[None]:
+        task = asyncio.get_running_loop().create_task(work, name=name)
+        self._copies.add(task)
+        task.add_done_callback(self._copies.discard)
+        return task
 
     async def a_load(self) -> None:
         """Wait until one of the copies to the device that are under way has ended."""
         if self._loads:
             await asyncio.wait(self._loads, return_when=asyncio.FIRST_COMPLETED)
 
+    async def a_copy(self) -> None:
+        """Wait until one of the copies that are under way has ended."""
+        if self._copies:
+            await asyncio.wait(self._copies, return_when=asyncio.FIRST_COMPLETED)
+
     async def fetch(self, tokens: bytes, found: Match, namespace: Namespace, most_pages: int) -> None:
         """Read from storage what follows on `found`, at most `most_pages` pages, as far as the host has room.
 
-        A cancellation ends the call to the store, and raises at once."""
+        A cancellation ends the call to the store, and raises at once; what has come by then is good."""
         assert self.storage is not None
         store, host, flushes = self.storage.store, self.host.pages, self._flushes
         if not store.readable:
@@ -107,21 +178,17 @@ class Tiers:
         if not pages.size:
             return
         call = self.storage.get(keys[: pages.size], pages)
-        good = 0
         try:
-            read = await asyncio.shield(call.done)
-            if call.released.done() and flushes == self._flushes:
-                good = read.index(False) if False in read else len(read)
-        except asyncio.CancelledError:
-            call.cancel()
-            raise
+            await asyncio.shield(call.done)
         finally:
-            left = pages[good:]
+            call.cancel()  # where this was: then what has come by now is known
+            read = call.done.result() if flushes == self._flushes else [False]
+            good = read.index(False) if False in read else len(read)
+            left, taken = pages[good:], pages[:good].copy()
             call.released.add_done_callback(lambda _: host.give_back(left, OWNER))
-        whole = tokens[: (start + good) * size]
-        taken = pages[:good].copy()
-        self._free(Freed(host=self._index.insert_stored(whole, taken, self._now(), namespace, start=start)))
-        self.counts.fetched_pages += good
+            whole = tokens[: (start + good) * size]
+            self._free(Freed(host=self._index.insert_stored(whole, taken, self._now(), namespace, start=start)))
+            self.counts.fetched_pages += good
 
     async def end(self) -> None:
         """End every copy, and close the store. What hangs in it is left alone: it keeps its memory."""
@@ -143,9 +210,36 @@ class Tiers:
         """Begin to store what storage lacks up to `end`, of what the host has."""
         if self.storage is None or not self.storage.store.writable or end.removed or end.detached:
             return
-        if missing := self._index.missing(end, Tier.HOST, Tier.STORAGE):
+        if self.storage.store.readable and not self._asking and (stored := _stored_pages(end)):
+            self._asking = True
+            self._spawn(self._ask(self.storage.store, end, stored), "kvflow-cache-ask")
+        else:
+            self._put(end)
+
+    async def _ask(self, store: Storage, end: Node, stored: list[int]) -> None:
+        """Whether the store has what it is said to have up to `end`; then store what it lacks."""
+        try:
+            if not store.readable:
+                return
+            digests, before = self._index.page_hashes(end), _troubles(store)
+            count = await store.exists_prefix([digests[page] for page in stored])
+        finally:
+            self._asking = False
+        if end.removed or end.detached:
+            return
+        if count < len(stored) and _troubles(store) == before:  # else it could not say
+            self.counts.lost_pages += self._index.lost(end, stored[count])
+            self._free(NOTHING)
+        if store.writable:
+            self._put(end)
+
+    def _put(self, end: Node) -> None:
+        missing = self._index.missing(end, Tier.HOST, Tier.STORAGE)
+        count = min(missing, self._may_wait(Tier.STORAGE))
+        self.counts.unstored_pages += missing - count
+        if count:
             digests = self._index.page_hashes(end)
-            write = self._index.begin_write(end, Tier.HOST, Tier.STORAGE, count=missing)
+            write = self._index.begin_write(end, Tier.HOST, Tier.STORAGE, count=count)
             self.begin(write, [digests[page] for offsets in write.offsets for page in offsets])
 
     async def _copy(self, write: Write, keys: list[bytes] | None, ended: Callable[[], None]) -> None:
@@ -158,6 +252,9 @@ class Tiers:
         except TransferError:
             _log.exception("a copy of %d cached pages failed", len(write.source_pages))
         finally:  # nothing of it runs on, cancelled or not
+            self._waiting[write.target] -= len(write.source_pages)
+            left = self._leaving.pop(write.number, 0)
+            self._given_up += 0 if whole else left
             self._free(self._index.ack(write.number) if whole else self._index.fail(write.number))
             ended()
             self._count(write, whole)
@@ -176,3 +273,20 @@ class Tiers:
             self.counts.saved_pages += count
         else:
             self.counts.stored_pages += count
+
+
+def _stored_pages(end: Node) -> list[int]:
+    """Which pages up to `end` count as stored, ascending."""
+    found: list[range] = []
+    node: Node | None = end
+    while node is not None:
+        if node.phase[Tier.STORAGE] is RunPhase.PRESENT:
+            found.append(range(node.depth - node.num_pages, node.depth))
+        node = node.parent
+    return [page for pages in reversed(found) for page in pages]
+
+
+def _troubles(store: Storage) -> tuple[int, ...]:
+    """It changes with every call that the store could not answer."""
+    counts = store.counts
+    return counts.errors, counts.stalls, counts.refused, counts.trips

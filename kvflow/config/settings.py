@@ -153,14 +153,18 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         int, Meta(description="Bytes of memory that the client of that store takes for itself.", ge=1 << 20)
     ] = 16 << 20
     cache_write_policy: Annotated[
-        Literal["write_through", "write_through_selective"],
-        Meta(description="What is copied to the host tier: all that is cached, or what another prompt has found."),
+        Literal["write_through", "write_through_selective", "write_back"],
+        Meta(
+            description="What is copied to the host tier: all that is cached, what another prompt has found, or what "
+            "must leave the pool, which waits for it."
+        ),
     ] = "write_through"
     cache_prefetch_policy: Annotated[
         Literal["best_effort", "timeout", "wait_complete"],
         Meta(
-            description="How long a prompt waits for what is copied back for it: not at all, 1 s and a quarter of a "
-            "second for each 1,000 tokens, or until all is there."
+            description="How long a prompt waits for what is copied back for it: 1 s and a quarter of a second for "
+            "each 1,000 tokens, or until all is there; best_effort takes what --l3 has brought by the time its turn "
+            "comes."
         ),
     ] = "timeout"
     pp: Annotated[

@@ -29,15 +29,16 @@ class Bench:
     """A pool whose pages say which tokens they were computed for."""
 
     def __init__(
-        self, host_pages: int = 0, write_policy: WritePolicy = "write_through", store: Storage | None = None
-    ) -> None:
+        self, host_pages: int = 0, write_policy: WritePolicy = "write_through", store: Storage | None = None,
+        *, events: bool = False,
+    ) -> None:  # fmt: skip
         layout = layout_of()
         self.pool = PagedPool.allocate(layout, shared=False)
         self.host = HostTier(self.pool, host_pages * layout.page_bytes) if host_pages else None
         storage = None if store is None or self.host is None else StorageTier(store, self.host)
         self.cache = PrefixCache(
             self.pool.pages, PAGE_SIZE, now=iter(range(1 << 30)).__next__, host=self.host, write_policy=write_policy,
-            storage=storage,
+            storage=storage, events=events,
         )  # fmt: skip
 
     def tokens(self, *pages: int) -> np.ndarray:
@@ -91,10 +92,11 @@ class Bench:
 
 @asynccontextmanager
 async def bench(
-    host_pages: int = 0, write_policy: WritePolicy = "write_through", store: Storage | None = None
-) -> AsyncIterator[Bench]:
+    host_pages: int = 0, write_policy: WritePolicy = "write_through", store: Storage | None = None,
+    *, events: bool = False,
+) -> AsyncIterator[Bench]:  # fmt: skip
     """With a `store`, it is closed in the end."""
-    made = Bench(host_pages, write_policy, store)
+    made = Bench(host_pages, write_policy, store, events=events)
     try:
         yield made
         await until(lambda: not made.cache.busy)

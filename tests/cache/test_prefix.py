@@ -159,7 +159,7 @@ async def test_host_memory_that_holds_nothing_is_refused() -> None:
     all_rows.close()
 
 
-@pytest.mark.parametrize("write_policy", ["write_through", "write_through_selective"])
+@pytest.mark.parametrize("write_policy", ["write_through", "write_through_selective", "write_back"])
 async def test_any_order_of_requests_copies_and_ends(
     write_policy: WritePolicy, seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -6,9 +6,10 @@ import asyncio
 import errno
 import random
 import threading
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -16,10 +17,14 @@ import pytest
 from kvflow.cache.storage.file import FileBackend
 from kvflow.cache.storage.guarded import GuardedStorage, Limits
 from kvflow.cache.storage.identity import identity_of
+from kvflow.cache.storage.port import Result
 from kvflow.protocols.cache.hashes import Namespace
+from kvflow.protocols.cache.nodes import Tier
 from tests.cache.prefix_bench import PAGE_SIZE, PAGES, Bench, bench, layout_of
 from tests.cache.storage.files import QUICK, FaultyDisk, pages_in
 from tests.engine.pair import until
+from tests.memory.gate import CopyGate
+from tests.protocols.cache.subscriber import Subscriber
 
 
 async def opened(path: Path, disk: FaultyDisk | None = None, limits: Limits = QUICK) -> GuardedStorage:
@@ -170,6 +175,136 @@ async def test_a_read_that_is_cut_off_caches_nothing(tmp_path: Path, how: str) -
         await until(b.host.pages.at_rest)
         assert not b.cache.stats().host_pages and not b.cache.stats().pages
         assert await found(b, 1, 2, 3) == 3
+
+
+async def test_what_the_store_has_lost_is_stored_again(tmp_path: Path) -> None:
+    """It evicts by itself; what follows is no use without it. Subscribers hear of it."""
+    layout = layout_of()
+    file_bytes = 4096
+    backend = FileBackend(str(tmp_path), identity_of(layout), layout.page_bytes, 6 * file_bytes)
+    async with bench(20, store=await GuardedStorage.open(backend, QUICK), events=True) as b:
+        subscriber = Subscriber()
+        for prompt in ((1, 2, 3, 4), (5, 6, 7, 8)):
+            b.run(*prompt)
+            await settled(b)
+        assert len(pages_in(tmp_path)) == 6
+        subscriber.replay(b.cache.take_events())
+        assert len(subscriber.content()[Tier.STORAGE]) == 8, "nobody has noticed"
+        b.run(1, 2, 3, 4, 9)
+        await settled(b)
+        assert b.cache.stats().lost_pages == 4
+        subscriber.replay(b.cache.take_events())
+        assert len(subscriber.content()[Tier.STORAGE]) == 4 + 5
+    async with stored(tmp_path) as b:
+        assert await found(b, 1, 2, 3, 4, 9) == 5
+
+
+async def test_a_store_that_cannot_say_has_lost_nothing(tmp_path: Path) -> None:
+    async with stored(tmp_path) as b:
+        b.run(1, 2, 3)
+        await settled(b)
+        assert b.cache._tiers is not None and b.cache._tiers.storage is not None
+        backend = b.cache._tiers.storage.store._backend  # type: ignore[attr-defined]
+        backend.exists = lambda keys: [Result.FAILED] * len(keys)
+        b.run(1, 2, 3, 4)
+        await settled(b)
+        counts = b.cache.stats()
+        assert (counts.lost_pages, counts.stored_pages, len(pages_in(tmp_path))) == (0, 4, 4)
+
+
+async def test_no_more_than_a_share_waits_for_a_copy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    disk = FaultyDisk()
+    async with stored(tmp_path, disk) as b:
+        gate = CopyGate(monkeypatch)
+        for first in (10, 20, 30):
+            b.run(*range(first, first + 4))
+        assert b.cache.stats().unsaved_pages == PAGES // 4
+        assert b.pool.pages.available_pages == PAGES // 4, "what waits for its copy"
+        disk.waits["write"] = go = threading.Event()
+        gate.go.set()
+        await begun(disk)
+        for first in (40, 50):
+            await until(lambda: b.pool.pages.reclaim(4) >= 4)
+            b.run(*range(first, first + 4))
+            await until(lambda: not b.cache._tiers._waiting[Tier.HOST])  # type: ignore[union-attr]
+        counts = b.cache.stats()
+        assert counts.host_pages == 17 and counts.unstored_pages == 2, "three quarters of the host wait for the store"
+        disk.waits.clear()
+        go.set()
+        await settled(b)
+        b.run(*range(50, 54))
+        await settled(b)
+        assert len(pages_in(tmp_path)) == 17, "what is left out is written when it is used again"
+
+
+class OneByOne(FaultyDisk):
+    """Reads of it hang from the third on, until `go`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.go = threading.Event()
+
+    def read(self, path: str, header: bytearray, value: memoryview) -> int:
+        if self.counted.get("read", 0) == 2:
+            self.begun.release()
+            assert self.go.wait(30)
+        return super().read(path, header, value)
+
+
+async def test_who_does_not_wait_takes_what_has_come(tmp_path: Path) -> None:
+    """best_effort: the pages of a call that has not ended come home when it has."""
+    async with stored(tmp_path) as b:
+        b.run(1, 2, 3, 4, 5)
+        await settled(b)
+    layout, disk = layout_of(), OneByOne()
+    backend = FileBackend(str(tmp_path), identity_of(layout), layout.page_bytes, 1 << 20, disk=disk)
+    backend.pages_at_once = 1
+    async with bench(20, store=await GuardedStorage.open(backend, QUICK)) as b:
+        assert b.host is not None
+        fetching = asyncio.ensure_future(b.cache.fetch(b.tokens(1, 2, 3, 4, 5)))
+        await begun(disk)
+        await until(lambda: b.cache.stats().storage.read == 0)  # type: ignore[union-attr]
+        fetching.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await fetching
+        assert b.cache.stats().fetched_pages == 2
+        assert sum(b.host.pages.owned().values()) == 5, "a thread may write to the others"
+        await b.cache.load(b.tokens(1, 2, 3, 4, 5), from_storage=False)
+        prefix = b.cache.match(b.tokens(1, 2, 3, 4, 5))
+        b.check(prefix, 1, 2)
+        prefix.release()
+        disk.go.set()
+        await until(lambda: sum(b.host.pages.owned().values()) == 2)  # type: ignore[union-attr]
+
+
+async def test_no_more_is_asked_for_than_could_be_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a long prompt: what the device and the host could hold, what is there, and what the host has room for."""
+    async with stored(tmp_path) as b:
+        b.run(*range(1, 9))
+        await settled(b)
+    async with stored(tmp_path, host_pages=6) as b:
+        assert b.cache._tiers is not None and b.cache._tiers.storage is not None and b.host is not None
+        store, asked = b.cache._tiers.storage.store, list[int]()
+
+        def counting(call: Callable[..., Any]) -> Callable[..., Any]:
+            def counted(keys: list[bytes], *rest: Any) -> Any:
+                asked.append(len(keys))
+                return call(keys, *rest)
+
+            return counted
+
+        monkeypatch.setattr(store, "exists_prefix", counting(store.exists_prefix))
+        monkeypatch.setattr(store, "get", counting(store.get))
+        taken = b.host.pages.take(2, "somebody")
+        long = b.tokens(*range(1, 30))
+        await b.cache.load(long, most_pages=3)
+        assert asked == [3, 3]
+        await b.cache.load(long)
+        assert asked[2:] == [6, 4], "pages on the device make way on the host"
+        b.host.pages.give_back(taken, "somebody")
+        asked.clear()
+        await b.cache.load(b.tokens(40, 41))
+        assert asked == [2], "nothing is read that is not there"
 
 
 async def test_a_host_with_little_room_takes_what_fits(tmp_path: Path) -> None:

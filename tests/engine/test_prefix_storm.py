@@ -31,6 +31,13 @@ POOLS: dict[str, dict[str, Any]] = {
     "recomputes": {**SMALL, "new_token_ratio": 0.1},
     "optimistic": {**SMALL, "optimistic_tries": 2},
     "host tier": {**SMALL, "cache_host_pages": 40},
+    "write back": {
+        **SMALL,
+        "new_token_ratio": 0.1,
+        "host_pages": 100,
+        "cache_host_pages": 40,
+        "cache_options": {"write_policy": "write_back"},
+    },
     "little host tier": {
         **SMALL,
         "new_token_ratio": 0.1,

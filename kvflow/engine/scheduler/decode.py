@@ -26,7 +26,7 @@ from kvflow.engine.scheduler.handoff import HandOff
 from kvflow.engine.scheduler.limits import EngineLimits
 from kvflow.engine.scheduler.loop import EngineLoop
 from kvflow.engine.scheduler.params import EngineLoad, EngineRetractions, SamplingParams, TokenOut
-from kvflow.engine.scheduler.prefetch import PrefetchPolicy, patience_s
+from kvflow.engine.scheduler.prefetch import PrefetchPolicy, bring, stopped
 from kvflow.engine.scheduler.retraction import Retractions
 from kvflow.engine.scheduler.rooms import DecodeRoomPort
 from kvflow.engine.scheduler.sampling import Choice
@@ -145,16 +145,22 @@ class DecodeEngine(EngineLoop):
         self.queue_seconds.observe(time.perf_counter() - started)
         return admission
 
-    async def prefetch(self, prompt: Prompt, admission: Admission, namespace: Namespace = ANY) -> None:
+    def begin_fetch(self, prompt: Prompt, namespace: Namespace = ANY) -> asyncio.Task[None] | None:
+        """With best_effort what storage has comes to the host while the request waits to be admitted. Pass it to
+        `prefetch`, or cancel it."""
+        if self.cache is None or not self.cache.has_host or self._prefetch != "best_effort":
+            return None
+        return asyncio.create_task(self.cache.fetch(np.asarray(prompt), namespace=namespace))
+
+    async def prefetch(
+        self, prompt: Prompt, admission: Admission, namespace: Namespace = ANY,
+        fetching: asyncio.Task[None] | None = None,
+    ) -> None:  # fmt: skip
         """Load what the cache has of an admitted prompt outside of the pool, into pages that were promised to it."""
-        cache, limit_s = self.cache, patience_s(self._prefetch, len(prompt))
-        if cache is None or not cache.has_host or limit_s == 0:
-            return
-        with suppress(TimeoutError):
-            async with asyncio.timeout(limit_s):
-                await cache.load(
-                    np.asarray(prompt), namespace=namespace, most_pages=admission.opening, taking=admission.has
-                )
+        await stopped(fetching)
+        if self.cache is not None and self.cache.has_host:
+            pages = {"most_pages": admission.opening, "taking": admission.has}
+            await bring(self.cache, self._prefetch, np.asarray(prompt), None, namespace, **pages)
 
     def cached(self, prompt: Prompt, namespace: Namespace = ANY, admission: Admission | None = None) -> Prefix | None:
         """What is here of a prompt, locked: release it, or pass it to `generate`. Its pages need not travel, and
@@ -327,12 +333,13 @@ class DecodeEngine(EngineLoop):
             self._ratio.rest()
         candidates = list(self._running.values())[: self._max_batch]
         batch, most_steps = self._growth.grow(candidates, MOST_STEPS)
-        if self._growth.short:
+        leaving = 0 if self.cache is None else self.cache.leaving_pages
+        if self._growth.short and not leaving:
             victims = self._retractions.victims(self._running.values(), self._growth.short)
             self._leave(victims)
             batch = list(filter(self._is_running, batch)) if victims else batch
         on_the_way = self._budget.admitted > len(self._running)  # it ends in time, or can be retracted when it runs
-        may_come = bool(batch or self._retractions.coming_pages or on_the_way)
+        may_come = bool(batch or self._retractions.coming_pages or leaving or on_the_way)
         if self._growth.short and not may_come and self._retractions.let_go():
             return self._next_batch()
         self._growth.fail_stuck(may_come=may_come)

@@ -1,12 +1,18 @@
-"""What the cache brings to the device for one request before it begins, and how long the request waits for it."""
+"""What the cache brings to the device for one request before it begins, and how long the request waits for it.
+
+With best_effort it waits for no store: what has come from there by the time its turn comes is good. What is on the host
+is copied to the device all the same, which takes milliseconds."""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Coroutine
+from contextlib import suppress
 from typing import Any, Literal, TypeVar
 
 from kvflow.aio import run_to_end
+from kvflow.cache.prefix import PrefixCache, Tokens
+from kvflow.protocols.cache.hashes import Namespace
 
 T = TypeVar("T")
 PrefetchPolicy = Literal["best_effort", "timeout", "wait_complete"]
@@ -15,22 +21,53 @@ TIMEOUT_S, TIMEOUT_PER_TOKEN_S = 1.0, 0.00025  # of SGLang's hierarchical cache
 
 def patience_s(policy: PrefetchPolicy, tokens: int) -> float | None:
     """How long a request with a prompt of `tokens` waits for nothing else; None: as long as it takes."""
-    if policy == "wait_complete":
-        return None
-    return 0.0 if policy == "best_effort" else TIMEOUT_S + tokens * TIMEOUT_PER_TOKEN_S
+    return None if policy == "wait_complete" else TIMEOUT_S + tokens * TIMEOUT_PER_TOKEN_S
+
+
+async def bring(
+    cache: PrefixCache,
+    policy: PrefetchPolicy,
+    tokens: Tokens,
+    most_tokens: int | None,
+    namespace: Namespace,
+    **how: Any,
+) -> None:
+    """`PrefixCache.load`, with `how` it is told, for as long as the policy waits; with best_effort from the host."""
+    with suppress(TimeoutError):
+        async with asyncio.timeout(patience_s(policy, len(tokens))):
+            await cache.load(tokens, most_tokens, namespace, from_storage=policy != "best_effort", **how)
+
+
+async def bring_beside(
+    other: Awaitable[T], cache: PrefixCache, policy: PrefetchPolicy, tokens: Tokens, most_tokens: int | None,
+    namespace: Namespace,
+) -> T:  # fmt: skip
+    """`bring`, while `other` is waited for anyway. Raises: what `other` raises."""
+    wanted = tokens, most_tokens, namespace
+    if policy != "best_effort":
+        return await beside(cache.load(*wanted), other, patience_s(policy, len(tokens)))
+    found = await beside(cache.fetch(*wanted), other, 0.0)
+    await bring(cache, policy, *wanted)
+    return found
+
+
+async def stopped(task: asyncio.Task[None] | None) -> None:
+    """Cancel what is done without, and drain it (I12)."""
+    if task is not None:
+        task.cancel()
+        await run_to_end(asyncio.gather(task, return_exceptions=True))
 
 
 async def beside(loading: Coroutine[Any, Any, None], other: Awaitable[T], limit_s: float | None) -> T:
     """Wait for `other`, and at most `limit_s` longer for `loading`. It has ended when this returns or raises: what did
     not come in time is stopped, and drained. Raises: what `other` raises."""
-    task = asyncio.ensure_future(loading)
+    task = asyncio.create_task(loading)
     try:
         found = await other
         if not task.done():
             await asyncio.wait([task], timeout=limit_s)
     finally:
-        task.cancel()
-        await run_to_end(asyncio.gather(task, return_exceptions=True))
+        await stopped(task)
     if not task.cancelled() and (error := task.exception()) is not None:
         raise error
     return found

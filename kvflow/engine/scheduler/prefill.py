@@ -22,7 +22,7 @@ from kvflow.engine.scheduler.limits import EngineLimits
 from kvflow.engine.scheduler.loop import EngineLoop
 from kvflow.engine.scheduler.optimistic import OptimisticStarts, urgency
 from kvflow.engine.scheduler.params import EngineLoad, EngineOptimism, SamplingParams, TokenOut
-from kvflow.engine.scheduler.prefetch import PrefetchPolicy, beside, patience_s
+from kvflow.engine.scheduler.prefetch import PrefetchPolicy, bring_beside
 from kvflow.engine.scheduler.prefill_steps import PrefillRequest, PrefillSteps
 from kvflow.engine.scheduler.rooms import PrefillRoomPort
 from kvflow.memory.allocator import PageAllocator
@@ -152,8 +152,8 @@ class PrefillEngine(EngineLoop):
         cache, s, matched = self.cache, request.sequence, request.room.matched()
         if cache is None or not cache.has_host or into is not None:
             return await matched
-        loading = cache.load(s.tokens[: s.prompt_length], request.most_cached, request.namespace)
-        return await beside(loading, matched, patience_s(self._prefetch, s.prompt_length))
+        wanted = s.tokens[: s.prompt_length], request.most_cached, request.namespace
+        return await bring_beside(matched, cache, self._prefetch, *wanted)
 
     def expect(self, room: PrefillRoomPort, prompt: Prompt, params: SamplingParams, ticket: int) -> PrefillRequest:
         """Compute a checked `prompt` on all ranks once it has `matched`, or when it `may_begin`, until `drop`. `first`

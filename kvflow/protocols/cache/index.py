@@ -279,6 +279,18 @@ class PrefixIndex:
         self._residents.evict(tier, count, gathered)
         return gathered.freed()
 
+    def evict_copied(self, count: int) -> tuple[Freed, list[Node]]:
+        """Free `count` pages of the device, as `evict`, but only what the host has too. Where it has not, the ends of
+        the prefixes that would have gone are returned, to be copied: nothing leaves before that."""
+        gathered, uncopied = Gathered(), list[Node]()
+        self._residents.evict(Tier.DEVICE, count, gathered, uncopied)
+        return gathered.freed(), uncopied
+
+    def lost(self, end: Node, first: int) -> int:
+        """Storage turns out to lack page `first` of the prefix that ends with `end`: nothing from there on counts as
+        stored any more, in no prompt that goes on from there. Returns how many pages have counted as stored."""
+        return self._residents.lost(end, first)
+
     def flush(self) -> Freed:
         """Forget everything: nothing of it is matched any more. Pages that a lock or a write still holds come back
         when it ends."""

@@ -151,8 +151,9 @@ class Residents:
         self.num_nodes += 1
         return split(node, keep, self._page_bytes, fray=fray)
 
-    def evict(self, tier: Tier, wanted: int, gathered: Gathered) -> None:
-        """Take `wanted` pages out of a tier, from the ends of leaves; fewer when the others are in use."""
+    def evict(self, tier: Tier, wanted: int, gathered: Gathered, uncopied: list[Node] | None = None) -> None:
+        """Take `wanted` pages out of a tier, from the ends of leaves; fewer when the others are in use. With
+        `uncopied`, of the device: what the host lacks stays, and is added to it as if it had gone."""
         queue = self._queues[tier]
         while wanted > 0 and queue:
             key, _, node = heapq.heappop(queue)
@@ -161,6 +162,10 @@ class Residents:
                 continue  # it is offered again when that ends
             if self._key(node) != key:
                 self._push(node, tier)
+                continue
+            if uncopied is not None and node.phase[Tier.HOST] is not RunPhase.PRESENT:
+                uncopied.append(node)
+                wanted -= node.num_pages
                 continue
             if node.num_pages > wanted:
                 self.split(node, node.num_pages - wanted, fray=True)
@@ -171,6 +176,26 @@ class Residents:
             self.feed(node, tier, RunKind.EVICT, None, gathered)
             self._prune(node, gathered)
             self.offer(parent)
+        for node in uncopied or ():
+            self.offer(node)
+
+    def lost(self, end: Node, first: int) -> int:
+        """See PrefixIndex.lost."""
+        top: Node | None = None
+        above: Node | None = end
+        while above is not None and above.depth > first:
+            top, above = above, above.parent
+        if top is None:
+            return 0
+        if (kept := first - (top.depth - top.num_pages)) > 0:
+            self.split(top, kept)
+        nodes = [top]
+        for node in nodes:  # it grows meanwhile: each node stands after its parent
+            nodes.extend(node.children.values())
+        gone = [node for node in reversed(nodes) if node.phase[Tier.STORAGE] is RunPhase.PRESENT]
+        for node in gone:
+            self.feed(node, Tier.STORAGE, RunKind.EVICT, None, Gathered())  # it has no pages here
+        return sum(node.num_pages for node in gone)
 
     def _prune(self, node: Node, gathered: Gathered) -> None:
         """Remove `node` if it can be read nowhere; it has no children then."""

@@ -262,12 +262,15 @@ class DecodeService(EngineService[DecodeNode, "DecodeEngine"]):
         self._recent_rooms.add(room)
         admission: Admission | None = None
         prefix: Prefix | None = None
+        fetching = self._engine.begin_fetch(request.prompt, request.namespace)
         try:
             admission = await self._admit(request, room)
-            await self._engine.prefetch(request.prompt, admission, request.namespace)
+            await self._engine.prefetch(request.prompt, admission, request.namespace, fetching)
             prefix = self._engine.cached(request.prompt, request.namespace, admission)
             await room.offer(prefix_tokens=None if prefix is None else prefix.tokens)
         except BaseException as error:
+            if fetching is not None:
+                fetching.cancel()
             room.close(error.cause() if isinstance(error, KvflowError) else None)
             if prefix is not None:
                 prefix.release()

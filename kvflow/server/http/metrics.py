@@ -229,7 +229,9 @@ def _cache(found: CacheStats) -> Iterator[Metric]:
         ("cache_loaded_pages", "Pages that were copied back from host memory.", found.loaded_pages),
         ("cache_stored_pages", "Cached pages that were put into storage.", found.stored_pages),
         ("cache_fetched_pages", "Pages that were read from storage.", found.fetched_pages),
-        ("cache_unsaved_pages", "Cached pages for which host memory had no room.", found.unsaved_pages),
+        ("cache_unsaved_pages", "Cached pages that were not copied to host memory: no room.", found.unsaved_pages),
+        ("cache_unstored_pages", "Cached pages that were not stored: too many waited.", found.unstored_pages),
+        ("cache_lost_pages", "Pages that storage had lost, and those behind them.", found.lost_pages),
         ("cache_failed_copies", "Copies between tiers that failed or were stopped.", found.failed_copies),
     )
     if (storage := found.storage) is not None:

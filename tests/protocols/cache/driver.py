@@ -11,6 +11,7 @@ from kvflow.protocols.cache.hashes import Namespace, chain_root, token_bytes
 from kvflow.protocols.cache.index import Match, PrefixIndex
 from kvflow.protocols.cache.nodes import Node, Tier
 from kvflow.protocols.cache.residents import Freed
+from kvflow.protocols.machines.cached_run import RunPhase
 from tests.protocols.cache.oracle import DEVICE, HOST, Gone, Key, Oracle
 from tests.protocols.cache.subscriber import Subscriber, block_hash, digest_chain
 
@@ -160,6 +161,36 @@ class Driver:
         assert len(pages) == count or not self.oracle.candidates(tier), "something could have been evicted"
         assert len(pages) <= count
         self.give_back(tier, pages)
+
+    def evict_copied(self, count: int, wanted: int) -> None:
+        """As write_back does: what the host has goes, and a copy of the rest begins, of `wanted` pages at most."""
+        pages = self.oracle.pages
+        freed, ends = self.index.evict_copied(count)
+        assert not freed.host.size
+        copied = {page.number[DEVICE] for page in pages.values() if page.phase[HOST] is RunPhase.PRESENT}
+        assert set(freed.device.tolist()) <= copied, "a page went that nobody else has"
+        self.oracle.evict(DEVICE, freed.device.tolist(), exact=False)
+        self.give_back(DEVICE, freed.device.tolist())
+        lonely = [key for key in self.oracle.candidates(DEVICE) if pages[key].phase[HOST] is not RunPhase.PRESENT]
+        kept = {int(end.pages[DEVICE][-1]) for end in ends}
+        assert len(kept) == len(ends) and kept <= {pages[key].number[DEVICE] for key in lonely}
+        assert freed.device.size + sum(end.num_pages for end in ends) >= count or len(kept) == len(lonely)
+        for end in ends:
+            (key,) = [key for key in lonely if pages[key].number[DEVICE] == int(end.pages[DEVICE][-1])]
+            prefix = [key[:length] for length in range(3, len(key) + 1)]
+            keys = self.oracle.missing(prefix, Tier.DEVICE, Tier.HOST)[:wanted]
+            if len(self.free[HOST]) < len(keys):
+                return
+            given = self.take(HOST, len(keys))
+            write = self.index.begin_write(end, Tier.DEVICE, Tier.HOST, array(given))
+            self.oracle.begin(write.number, keys, Tier.DEVICE, Tier.HOST, given)
+
+    def lose(self, namespace: Namespace, prompt: tuple[int, ...], first: int) -> None:
+        """Storage has evicted a page by itself."""
+        found, _ = self.find(namespace, prompt)
+        if found.end is not None:
+            lost = self.oracle.lose(self.oracle.prefixes(namespace, prompt)[: found.num_pages], first)
+            assert self.index.lost(found.end, first) == lost
 
     def flush(self) -> None:
         self.give_all_back(self.index.flush(), self.oracle.flush())

@@ -124,6 +124,14 @@ class Oracle:
                 freed[target].add(page.number[target])
         return self.reap(freed)
 
+    def lose(self, prefix: list[Key], first: int) -> int:
+        """How many pages have counted as stored."""
+        after = [] if first >= len(prefix) else [k for k in self.pages if k[: len(prefix[first])] == prefix[first]]
+        stored = [key for key in after if self.pages[key].phase[STORAGE] is PRESENT]
+        for key in stored:
+            self.pages[key].phase[STORAGE] = ABSENT
+        return len(stored)
+
     def children(self, key: Key) -> list[Page]:
         return [page for other, page in self.pages.items() if len(other) == len(key) + 1 and other[: len(key)] == key]
 

@@ -68,6 +68,14 @@ class IndexMachine(RuleBasedStateMachine):
     def evict(self, tier, count) -> None:
         self.driver.evict(tier, count)
 
+    @rule(count=st.sampled_from(COUNTS), wanted=st.integers(1, 9))
+    def evict_copied(self, count, wanted) -> None:
+        self.driver.evict_copied(count, wanted)
+
+    @rule(namespace=st.sampled_from(NAMESPACES), prompt=PROMPTS, first=st.integers(0, 3))
+    def lose(self, **arguments) -> None:
+        self.driver.lose(**arguments)
+
     @rule(really=st.integers(0, 5))
     def flush(self, really) -> None:
         if really == 5:
@@ -127,6 +135,10 @@ def step(driver: Driver, rng: random.Random) -> None:
         driver.end(rng.choice(writes), rng.random() < 0.7)
     elif kind < 82 and driver.ended:
         driver.end(rng.choice(driver.ended), rng.random() < 0.5)
+    elif kind < 88:
+        driver.evict_copied(rng.choice(COUNTS), rng.randint(1, 9))
+    elif kind < 90:
+        driver.lose(namespace, prompt, rng.randrange(4))
     elif kind < 99:
         driver.evict(rng.choice(TIERS), rng.choice(COUNTS))
     else:
