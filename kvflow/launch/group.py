@@ -168,6 +168,7 @@ class _FirstRank:
             on_hello=self._hello,
             on_opened=self._opened,
             on_token=self._first_token,
+            on_agreed=self._agreed,
             on_broken=self._broken,
             on_ready=self._ready,
             on_unusable=self.end_at_once,
@@ -197,6 +198,10 @@ class _FirstRank:
     def _first_token(self, ticket: int, token: TokenOut) -> None:
         if self._group is not None:
             self._group.first_token(ticket, token)
+
+    def _agreed(self, ticket: int, tokens: int) -> None:
+        if self._group is not None:
+            self._group.agreed(ticket, tokens)
 
     def _broken(self, cause: Cause) -> None:
         if self._group is not None:

@@ -10,6 +10,7 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from time import monotonic
 from typing import Any
 
+from kvflow.cache.prefix import PrefixCache
 from kvflow.engine.model.load import LoadedModel
 from kvflow.engine.ranks import wire
 from kvflow.engine.ranks.following import StepFollower
@@ -24,6 +25,7 @@ from kvflow.handlers.rooms import PrefillRoom
 from kvflow.memory.pool import PagedPool
 from kvflow.node import DecodeNode, PrefillNode
 from kvflow.protocols.arguments import check_prompt
+from kvflow.protocols.cache.hashes import ANY, Namespace
 from kvflow.protocols.errors import Cause, KvflowError
 from kvflow.protocols.group_leader import GroupLeader
 from kvflow.protocols.group_member import GroupMember, TicketKey
@@ -44,11 +46,12 @@ class Stages:
 
     def __init__(
         self, models: list[LoadedModel], whole: LoadedModel, stack: AsyncExitStack, pages: tuple[int, int],
-        rendezvous_s: float,
+        rendezvous_s: float, caches: bool,
     ) -> None:  # fmt: skip
         self.models, self.whole, self._stack, self._pages = models, whole, stack, pages
         self._timing = Timing(rendezvous_s=rendezvous_s)
         self.nodes = [self._node(rank) for rank in range(STAGES)]
+        self.caches = [PrefixCache(n.pool.pages, PAGE_SIZE) for n in self.nodes] if caches else [None] * STAGES
         self.threads = [ThreadPoolExecutor(1) for _ in range(STAGES + 1)]
         self.members: list[MemberShell] = []
         self.broken: list[str] = []
@@ -79,6 +82,7 @@ class Stages:
             on_hello=lambda hello: None,
             on_opened=self._on_opened,
             on_token=self._on_token,
+            on_agreed=self._on_agreed,
             on_broken=self._on_broken,
             on_ready=self._on_ready,
             on_unusable=lambda error: self.broken.append(str(error)),
@@ -86,8 +90,9 @@ class Stages:
         self._tells_openings = options.get("optimistic_tries", 0) > 0
         pool = self.nodes[0].pool
         self.engine = PrefillEngine(
-            self.models[0], pool, pool.pages, self.threads[0], lockstep=steps, samples=False, **options
-        )
+            self.models[0], pool, pool.pages, self.threads[0], lockstep=steps, samples=False, cache=self.caches[0],
+            **options,
+        )  # fmt: skip
         leader = GroupLeader(Incarnation(1000), STAGES, now=monotonic())
         self.leader = LeaderShell(
             leader, socket=group_socket, refuse_room=self.nodes[0].refuse, wait_dead=wait_dead, counts=Counts(),
@@ -122,6 +127,8 @@ class Stages:
         self.leader.run()
         self.steps.lost(1, "rank 1 of the group has died")
         self.nodes[1] = self._node(1)
+        if self.caches[1] is not None:
+            self.caches[1] = PrefixCache(self.nodes[1].pool.pages, PAGE_SIZE)
         await self._start_second()
         await until(lambda: not self.group.unavailable_reason)
 
@@ -156,6 +163,9 @@ class Stages:
     def _on_token(self, ticket: int, token: TokenOut) -> None:
         self.group.first_token(ticket, token)
 
+    def _on_agreed(self, ticket: int, tokens: int) -> None:
+        self.group.agreed(ticket, tokens)
+
     def _on_ready(self) -> None:
         self.engine.wake()
 
@@ -179,7 +189,7 @@ class Stages:
         info = node.info
         told = wire.RankLife(incarnation=node.incarnation, control=info.control, backend="local", pool=info.pool)
         return StepFollower(
-            PrefillSteps(model, node.pool, node.pool.pages, self.threads[1]),
+            PrefillSteps(model, node.pool, node.pool.pages, self.threads[1], cache=self.caches[1]),
             self.dealer,
             hello=wire.Hello(member=Incarnation(life), rank=Rank(1), pages=self._pages[1], rows=0, info=told),
             status=self._status,
@@ -203,7 +213,7 @@ class Stages:
     def _open_second(self, key: TicketKey, room: RoomId, request: bytes) -> PrefillRoom:
         asked = wire.parse_prompt(request)
         opened = self.nodes[1].room(room, asked.checked, deadline_s=asked.deadline_s)
-        self.follower.add(key.ticket, opened, asked.tokens, asked.params)
+        self.follower.add(key.ticket, opened, asked.tokens, asked.params, asked.namespace)
         return opened
 
     async def _pass_started(self, member: MemberShell, follower: StepFollower) -> None:
@@ -212,9 +222,12 @@ class Stages:
             follower.started(request.key.ticket)
 
     def prefill(
-        self, room: int, prompt: list[int], params: SamplingParams, deadline_s: float = 60.0
+        self, room: int, prompt: list[int], params: SamplingParams, deadline_s: float = 60.0, namespace: Namespace = ANY
     ) -> asyncio.Task[TokenOut]:
-        return asyncio.create_task(self.group.prefill(room, prompt, check_prompt(prompt), params, deadline_s))
+        checked = check_prompt(prompt)
+        return asyncio.create_task(
+            self.group.prefill(room, prompt, checked, params, deadline_s, namespace=namespace)
+        )  # fmt: skip
 
     async def decoded(
         self, room: int, prompt: list[int], params: SamplingParams, begin: Callable[[], object] = lambda: None
@@ -270,16 +283,18 @@ class Stages:
             "in the engine": [*engine._placed, *engine._unmatched, *engine._running, *engine._waiting],
             "early": [engine.optimism.holding_now] * bool(engine.optimism.holding_now) + [*engine._early._losses],
             "preempted": self.steps._preempted,
+            "questions": self.steps._hits._numbers,
+            "short": engine._beginnings._short,
         }
         return {name: what for name, what in found.items() if what}
 
 
 @asynccontextmanager
 async def group(
-    models: list[LoadedModel], whole: LoadedModel, *, pages: tuple[int, int] = (PAGES, PAGES),
+    models: list[LoadedModel], whole: LoadedModel, *, pages: tuple[int, int] = (PAGES, PAGES), caches: bool = False,
     rendezvous_s: float = Timing().rendezvous_s, **options: Any,
 ) -> AsyncIterator[Stages]:  # fmt: skip
     async with AsyncExitStack() as stack:
-        found = Stages(models, whole, stack, pages, rendezvous_s)
+        found = Stages(models, whole, stack, pages, rendezvous_s, caches)
         await found.start(**options)
         yield found

@@ -381,7 +381,7 @@ async def test_an_end_at_any_moment_leaves_nothing_at_any_rank(
             [request] = ranks.members[1].requests.values()
             request.room.close(Cause(Code.ENGINE_ERROR, "planted"))
         elif way == "a step fails":
-            ranks.follower._receive(wire.Plan(generation=1, step=99, rows=(wire.PlannedRow(early.ticket, 1, 0),)))
+            ranks.follower._receive(wire.Plan(generation=1, step=99, rows=(wire.PlannedRow(early.ticket, 0, 1, 0),)))
         elif way == "a rank is lost":
             replacing = asyncio.create_task(ranks.replace_second())
             await asyncio.sleep(0)

@@ -15,9 +15,11 @@ from typing import Any
 
 import pytest
 
+from kvflow.cache.tiers import OWNER as CACHED
 from kvflow.engine.model.load import LoadedModel
 from kvflow.engine.ranks import wire
-from kvflow.engine.ranks.following import StepFollower, _Followed
+from kvflow.engine.ranks.followed import Followed
+from kvflow.engine.ranks.following import StepFollower
 from kvflow.engine.ranks.leading import StepLeader
 from kvflow.protocols.errors import Cause, Code, KvflowError
 from tests.engine import tiny_models
@@ -31,6 +33,11 @@ HOWS = ("meets", "meets", "meets", "leaves", "decode leaves", "fails at a rank",
 BREAKS = {10: "a step fails", 20: "a rank is lost"}  # by the number of the request that comes then
 NEVER_S = 0.3  # for which a request is waited for whose decode does not come
 OF_A_BREAK = {Code.PROTOCOL_ERROR, Code.PEER_LOST, Code.SHUTDOWN}
+
+
+def prompt_in(length: int, caches: bool) -> list[int]:
+    """With caches, one that begins like the others."""
+    return [*prompt_of(10, 1), *prompt_of(length, length)][:length] if caches else prompt_of(length, length)
 
 
 class Storm:
@@ -47,8 +54,18 @@ class Storm:
             for _ in range(LANES):
                 lanes.create_task(self._lane(numbers))
 
+    def _weather(self) -> None:
+        """What happens to the caches: they forget, or one of them loses more than the others."""
+        what, pages = self.chance.random(), self.chance.randrange(1, 6)
+        cache = self.chance.choice(self.ranks.caches)
+        if cache is not None and what < 0.1:
+            self.ranks.engine.flush()
+        elif cache is not None and what < 0.5:
+            cache.evict(pages)
+
     async def _lane(self, numbers: Any) -> None:
         for number in numbers:
+            self._weather()
             if number in self._breaks:
                 await self._break(self._breaks[number])
             await self._one(self.chance.choice(HOWS), self.chance.choice(LENGTHS))
@@ -57,7 +74,7 @@ class Storm:
         ranks, ended = self.ranks, len(self.ranks.broken)
         self.breaks += 1
         if how == "a step fails":
-            row = wire.PlannedRow(1, 1, 0)
+            row = wire.PlannedRow(1, 0, 1, 0)
             ranks.follower._receive(wire.Plan(generation=ranks.follower._generation, step=1 << 40, rows=(row,)))
         else:
             await ranks.replace_second()
@@ -69,7 +86,8 @@ class Storm:
             await asyncio.sleep(0)
 
     async def _one(self, how: str, length: int) -> None:
-        ranks, prompt, room = self.ranks, prompt_of(length, length), next(self.ranks.rooms)
+        ranks, room = self.ranks, next(self.ranks.rooms)
+        prompt = prompt_in(length, ranks.caches[0] is not None)
         before = self.breaks
         deadline_s = NEVER_S if how == "never" else 60.0
         leg = ranks.prefill(room, prompt, greedy(1, priority=self.chance.randrange(3)), deadline_s)
@@ -111,21 +129,24 @@ async def played(
     *,
     requests: int,
     within_s: float,
+    caches: bool = False,
+    tries: int = 2,
 ) -> tuple[Counter[str], Any]:
     """How the requests of one storm have ended, and what the engine has counted. Raises what is wrong."""
-    expected = {length: tiny_models.generate(stock, prompt_of(length, length), 4) for length in LENGTHS}
-    async with group(stages, llama, pages=POOLS, chunk_tokens=8, max_batch_tokens=16, optimistic_tries=2) as ranks:
+    expected = {length: tiny_models.generate(stock, prompt_in(length, caches), 4) for length in LENGTHS}
+    options: dict[str, Any] = {"chunk_tokens": 8, "max_batch_tokens": 16, "optimistic_tries": tries}
+    async with group(stages, llama, pages=POOLS, caches=caches, **options) as ranks:
         storm = Storm(ranks, random.Random(seed), expected, breaks)
         try:
             async with asyncio.timeout(within_s):
                 await storm.run(requests)
         except TimeoutError:
             placed = {request.ticket for request in ranks.engine._placed.values()}
-            kept = {owner[1] for owner in ranks.nodes[1].pool.pages.owned()} - placed  # type: ignore[index]
+            kept = {owner[1] for owner in ranks.nodes[1].pool.pages.owned() if owner != CACHED} - placed  # type: ignore[index]
             assert not kept, f"it stands still: the second rank kept the places of {kept}"
             raise
         await ranks.home(within_s / 2)
-        assert await ranks.tokens(prompt_of(40, 40), greedy(4)) == expected[40]
+        assert await ranks.tokens(prompt_in(40, caches), greedy(4)) == expected[40]
         assert not any(shell.counts.handler_errors for shell in [*ranks.members, ranks.leader])
         assert len(ranks.broken) == len(breaks), ranks.broken
         return storm.ended, ranks.engine.optimism
@@ -163,7 +184,7 @@ def forget_what_has_not_started(patch: pytest.MonkeyPatch) -> None:
 
 
 def send_before_the_match(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(_Followed, "may_send", property(lambda self: not self.room.ended))
+    patch.setattr(Followed, "may_send", property(lambda self: not self.room.ended))
 
 
 def say_nothing_of_places_taken(patch: pytest.MonkeyPatch) -> None:

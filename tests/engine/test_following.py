@@ -108,7 +108,7 @@ async def test_a_first_rank_that_hears_nothing_any_more_is_unusable() -> None:
     neighbours: Any = SimpleNamespace(begin=nothing, abort=nothing, broken=False)
     steps = StepLeader(
         socket, world_size=2, shards=1, places=(1, 0), neighbours=neighbours, on_hello=nothing, on_opened=nothing,
-        on_token=nothing, on_broken=nothing, on_ready=nothing, on_unusable=told.append,
+        on_token=nothing, on_agreed=nothing, on_broken=nothing, on_ready=nothing, on_unusable=told.append,
     )  # fmt: skip
     await steps.start()
     socket.frames.put_nowait(OSError("the socket was closed"))

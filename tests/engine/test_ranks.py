@@ -129,7 +129,7 @@ def test_requests_of_a_group_are_checked_where_they_arrive() -> None:
     broken[3]["temperature"] = -1.0
     with pytest.raises(MisuseError, match="temperature"):
         wire.parse_prompt(wire.encode(broken))
-    row = wire.PlannedRow(1, 1, 0)
+    row = wire.PlannedRow(1, 0, 1, 0)
     for plan in (wire.Plan(generation=1, step=1, rows=()), wire.Plan(generation=0, step=1, rows=(row,))):
         with pytest.raises(WireError):
             wire.parse_at_others(wire.encode(plan))

@@ -7,49 +7,24 @@ import logging
 from collections import deque
 from collections.abc import Callable, Hashable
 from contextlib import suppress
-from typing import Protocol
 
 from kvflow.aio import run_to_end
 from kvflow.engine.model.sequence import Prompt, Sequence
 from kvflow.engine.model.step import Row
 from kvflow.engine.ranks import wire
+from kvflow.engine.ranks.followed import Followed, FollowedRoom
 from kvflow.engine.ranks.leading import Neighbours
 from kvflow.engine.scheduler.params import SamplingParams
 from kvflow.engine.scheduler.prefill_steps import PrefillRequest, PrefillSteps
-from kvflow.engine.scheduler.rooms import PrefillRoomPort
+from kvflow.protocols.cache.hashes import ANY, Namespace
 from kvflow.protocols.errors import CapacityError, Cause, Code, KvflowError, LostError, WireError
 from kvflow.protocols.ports import ControlSocket
 
 log = logging.getLogger("kvflow.engine")
 RECHECK_S = 0.005  # how often pages are looked for that rooms free without a word
 STATUS_S = 0.2
-
-
-class FollowedRoom(PrefillRoomPort, Protocol):
-    """`prefix_tokens` is known once it is matched."""
-
-    @property
-    def prefix_tokens(self) -> int: ...
-
-    @property
-    def ended(self) -> bool: ...
-
-
-class _Followed:
-    """One request of the group at this rank. `request` from the first step that names it, while it has places."""
-
-    __slots__ = ("kept", "params", "prompt", "request", "room", "started")
-
-    def __init__(self, room: FollowedRoom, prompt: Prompt, params: SamplingParams) -> None:
-        self.room, self.prompt, self.params = room, prompt, params
-        self.started = self.kept = False
-        self.request: PrefillRequest | None = None
-
-    @property
-    def may_send(self) -> bool:
-        """Started here, so that the group takes notice of what has landed, and at the first rank, which could have
-        taken its places before."""
-        return self.started and self.kept and not self.room.ended
+_Between = wire.Drop | wire.Preempt | wire.Keep | wire.Find | wire.Flush
+"""What the first rank says between steps."""
 
 
 class _GenerationOverError(Exception):
@@ -62,7 +37,8 @@ class StepFollower:
     A request's places are taken with the first step that names it, in the order of the steps, which is the same at
     every rank; they are given back when the first rank preempts it or says that no further step will name it, or the
     generation is over. A request that has failed here is computed all the same until then: the other ranks count on it.
-    Nothing of it leaves before the group has started it.
+    Nothing of it leaves before the group has started it. What the cache has of it is locked when the first rank asks;
+    the step that names it first says how much of that all ranks have.
     """
 
     def __init__(
@@ -75,7 +51,7 @@ class StepFollower:
         self.steps, self._socket, self._neighbours = steps, socket, neighbours
         self._hello, self._status, self._eos_ids = hello, status, eos_ids
         self._owner = owner
-        self.requests: dict[int, _Followed] = {}  # by ticket
+        self.requests: dict[int, Followed] = {}  # by ticket
         self.failed_steps = self.dropped = 0
         self._dropped_ahead: set[int] = set()  # before they were opened here
         self._opened = 0  # the last ticket
@@ -84,7 +60,7 @@ class StepFollower:
         self.unusable: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         """Gets an error when no other generation can begin in this process."""
         self._failed = 0  # the generation in which a step failed here
-        self._queue: deque[wire.Plan | wire.Drop | wire.Preempt | wire.Keep] = deque()
+        self._queue: deque[wire.Plan | _Between] = deque()
         self._wake = asyncio.Event()
         self._tasks: list[asyncio.Task[None]] = []
         self._closing = False
@@ -121,14 +97,16 @@ class StepFollower:
 
     # --- requests
 
-    def add(self, ticket: int, room: FollowedRoom, prompt: Prompt, params: SamplingParams) -> None:
+    def add(
+        self, ticket: int, room: FollowedRoom, prompt: Prompt, params: SamplingParams, namespace: Namespace = ANY
+    ) -> None:
         """A request has been opened, whose tickets count up."""
         self._opened = max(self._opened, ticket)
         dropped = ticket in self._dropped_ahead
         self._dropped_ahead = {ahead for ahead in self._dropped_ahead if ahead > ticket}
         if dropped:
             return
-        self.requests[ticket] = _Followed(room, prompt, params)
+        self.requests[ticket] = Followed(room, prompt, params, namespace)
         if self._tells_openings:
             self._socket.send(wire.encode(wire.Opened(ticket=ticket)))
 
@@ -143,7 +121,7 @@ class StepFollower:
             found.kept = True
             self._send_computed(found)
 
-    def _send_computed(self, found: _Followed) -> None:
+    def _send_computed(self, found: Followed) -> None:
         """What was computed before it could leave."""
         if found.request is not None and found.may_send:
             found.request.sent_pages = found.room.prefix_tokens // self.steps.layout.page_size
@@ -169,7 +147,7 @@ class StepFollower:
         elif isinstance(message, wire.End):
             if message.generation == self._generation:
                 self._end(message.cause, message.failed)
-        elif isinstance(message, wire.Plan) and not (self._open and message.generation == self._generation):
+        elif isinstance(message, wire.Plan | wire.Find) and not (self._open and message.generation == self._generation):
             self.dropped += 1
         elif isinstance(message, wire.Keep) and not self._awaits_preemption(message.ticket):
             self._keep(message.ticket)  # at once: what is computed need not wait for the steps before it
@@ -260,18 +238,22 @@ class StepFollower:
         """The generation is over, and no step runs: give back what it had taken. Their rooms end by the group."""
         messages, self._queue = self._queue, deque()
         for message in messages:
-            if not isinstance(message, wire.Plan):
+            if not isinstance(message, wire.Plan | wire.Find):
                 self._apply(message)
         for ticket, found in list(self.requests.items()):
             if found.request is not None:
                 self._drop(ticket)
 
-    def _apply(self, message: wire.Drop | wire.Preempt | wire.Keep) -> None:
+    def _apply(self, message: _Between) -> None:
         """What the first rank said between two steps."""
         if isinstance(message, wire.Drop):
-            self._drop(message.ticket)
+            self._drop(message.ticket, succeeded=message.succeeded)
         elif isinstance(message, wire.Keep):
             self._keep(message.ticket)
+        elif isinstance(message, wire.Find):
+            self._find(message)
+        elif isinstance(message, wire.Flush):
+            self._flush()
         elif (found := self.requests.get(message.ticket)) and found.request is not None:
             self.steps.give_back(found.request)
             found.request = None
@@ -279,12 +261,30 @@ class StepFollower:
     def _awaits_preemption(self, ticket: int) -> bool:
         return any(isinstance(message, wire.Preempt) and message.ticket == ticket for message in self._queue)
 
-    def _drop(self, ticket: int) -> None:
+    def _find(self, message: wire.Find) -> None:
+        """In the order of the steps: what they have left is cached, and what is locked fits beside all others."""
+        found, tokens = self.requests.get(message.ticket), 0
+        if found is not None and found.request is None:
+            found.request = self._new_request(message.ticket, found)
+            tokens = self.steps.find(found.request, message.tokens)
+        self._socket.send(wire.encode(wire.Found(number=message.number, tokens=tokens)))
+
+    def _flush(self) -> None:
+        if self.steps.cache is not None:
+            self.steps.cache.flush()
+        for found in self.requests.values():
+            if found.request is not None and not found.request.sequence.page_count:
+                self.steps.give_back(found.request)
+                found.request = None
+
+    def _drop(self, ticket: int, *, succeeded: bool = False) -> None:
         found = self.requests.pop(ticket, None)
         if found is None:
             if ticket > self._opened:
                 self._dropped_ahead.add(ticket)
         elif found.request is not None:
+            if succeeded:
+                self.steps.keep(found.request)
             self.steps.give_back(found.request)
 
     async def _execute(self, plan: wire.Plan) -> None:
@@ -294,7 +294,7 @@ class StepFollower:
             raise WireError(f"step {plan.step} of generation {plan.generation} came instead of {self._step}")
         if len({row.ticket for row in plan.rows}) != len(plan.rows):
             raise WireError(f"step {plan.step} names a request twice")
-        requests = [await self._ready(row.ticket) for row in plan.rows]
+        requests = [await self._ready(row) for row in plan.rows]
         rows = [_row(planned, request) for planned, request in zip(plan.rows, requests, strict=True)]
         self._stepping = True
         try:
@@ -319,27 +319,39 @@ class StepFollower:
             log.exception("sending pages failed")
             request.room.close(Cause(Code.ENGINE_ERROR, f"sending pages failed: {type(error).__name__}"))
 
-    async def _ready(self, ticket: int) -> PrefillRequest:
+    async def _ready(self, row: wire.PlannedRow) -> PrefillRequest:
         """A request, and its places. Raises: WireError, CapacityError."""
-        found = self.requests.get(ticket)
+        found = self.requests.get(row.ticket)
         if found is None:
-            raise WireError(f"a step names request {ticket}, which there is not")
-        if found.request is None:
-            request = self._new_request(ticket, found)
-            while max(self.steps.short_of(request)) > 0:
-                await self._look_again()
-            self.steps.take_places(request)
-            found.request = request
-        return found.request
+            raise WireError(f"a step names request {row.ticket}, which there is not")
+        request = found.request = found.request or self._new_request(row.ticket, found)
+        if not request.sequence.page_count:
+            await self._take_places(request, row.start)
+            if found.may_send and request.cached_tokens:
+                self._send(request)
+        if request.sequence.computed != row.start:
+            text = f"a step begins at token {row.start} of request {row.ticket}, and this rank at"
+            raise WireError(f"{text} {request.sequence.computed}")
+        return request
 
-    def _new_request(self, ticket: int, found: _Followed) -> PrefillRequest:
-        sequence = Sequence((self._owner, ticket), found.prompt, 0, self.steps.layout.page_size)
-        request = PrefillRequest(sequence, found.room, found.params, self._eos_ids, ticket=ticket)
-        if found.may_send:
-            request.sent_pages = found.room.prefix_tokens // sequence.page_size
-        missing = request.sequence.pages_missing(sequence.prompt_length)
+    async def _take_places(self, request: PrefillRequest, start: int) -> None:
+        """All that it needs, beside what is cached of its first `start` tokens. Raises: CapacityError."""
+        self.steps.agree(request, start)
+        missing = request.sequence.pages_missing(request.sequence.prompt_length)
         if missing > self.steps.pages.capacity:
             raise CapacityError("pages for the prompt", missing, self.steps.pages.capacity)
+        while max(self.steps.short_of(request)) > 0:
+            await self._look_again()
+        self.steps.take_places(request)
+        self.steps.count(request)
+
+    def _new_request(self, ticket: int, found: Followed) -> PrefillRequest:
+        sequence = Sequence((self._owner, ticket), found.prompt, 0, self.steps.layout.page_size)
+        request = PrefillRequest(
+            sequence, found.room, found.params, self._eos_ids, ticket=ticket, namespace=found.namespace
+        )
+        if found.may_send:
+            request.sent_pages = found.room.prefix_tokens // sequence.page_size
         return request
 
     async def _look_again(self) -> None:

@@ -17,6 +17,7 @@ from kvflow.engine.scheduler.prefill_steps import PrefillRequest
 from kvflow.handlers.group import GroupRequest, LeaderShell, MemberShell, RankRequest
 from kvflow.handlers.rooms import PrefillRoom
 from kvflow.protocols.arguments import CheckedPrompt
+from kvflow.protocols.cache.hashes import ANY, Namespace
 from kvflow.protocols.errors import CapacityError, Cause, Code, KvflowError, room_error
 
 log = logging.getLogger("kvflow.engine")
@@ -26,10 +27,12 @@ class _Asked:
     """One request of a client. `computing` once it is open at this rank, and `started` by the group; `unopened` are the
     ranks where it is not known to be open."""
 
-    __slots__ = ("computing", "group", "params", "prompt", "started", "token", "unopened")
+    __slots__ = ("computing", "group", "namespace", "params", "prompt", "started", "token", "unopened")
 
-    def __init__(self, group: GroupRequest, prompt: Prompt, params: SamplingParams, world_size: int) -> None:
-        self.group, self.prompt, self.params = group, prompt, params
+    def __init__(
+        self, group: GroupRequest, prompt: Prompt, params: SamplingParams, namespace: Namespace, world_size: int
+    ) -> None:
+        self.group, self.prompt, self.params, self.namespace = group, prompt, params, namespace
         self.unopened = set(range(world_size))
         self.computing: PrefillRequest | None = None
         self.started = False
@@ -69,9 +72,10 @@ class PrefillGroup:
 
     async def prefill(
         self, room: int, prompt: Prompt, checked: CheckedPrompt, params: SamplingParams, deadline_s: float,
-        on_open: Callable[[GroupRequest], None] = lambda request: None,
+        on_open: Callable[[GroupRequest], None] = lambda request: None, *, namespace: Namespace = ANY,
     ) -> TokenOut:  # fmt: skip
         """Compute `prompt` on all ranks and send its pages; returns the first token when all have landed everywhere.
+        Where ranks have caches, it begins with what all of them have under `namespace`.
 
         A cancellation ends it on all ranks. Raises: MisuseError, CapacityError, LostError while a rank is missing: then
         decode's half has been refused. Later by what failed it, once for the group.
@@ -82,9 +86,11 @@ class PrefillGroup:
             self.refuse(room, error.cause())
             raise
         ids = np.ascontiguousarray(prompt, dtype="<u4").tobytes()
-        request = wire.GroupPrompt(ids=ids, digest=checked.digest, params=params, deadline_s=deadline_s)
+        request = wire.GroupPrompt(
+            ids=ids, digest=checked.digest, params=params, deadline_s=deadline_s, namespace=namespace
+        )
         opened = self._leader.open(room, wire.encode(request))
-        asked = self._asked[opened.ticket] = _Asked(opened, prompt, params, self._leader.leader.world_size)
+        asked = self._asked[opened.ticket] = _Asked(opened, prompt, params, namespace, self._leader.leader.world_size)
         on_open(opened)
         serving = asyncio.create_task(self._serve(asked), name=f"kvflow-group-{opened.ticket}")
         self._serving.add(serving)
@@ -111,17 +117,20 @@ class PrefillGroup:
 
     async def _serve(self, asked: _Asked) -> TokenOut:
         """Until it is decided, and nothing of it is left to be done here."""
-        ticket = asked.group.ticket
+        ticket, succeeded = asked.group.ticket, False
         try:
             await asked.group.decided()
+            succeeded = True
             return await asked.token
         finally:
             asked.group.close()
             del self._asked[ticket]
             if asked.computing is not None:
+                if succeeded:
+                    self._engine.steps.keep(asked.computing)
                 self._engine.drop(asked.computing)
             asked.token.cancel()
-            self._steps.drop(ticket)
+            self._steps.drop(ticket, succeeded=succeeded)
 
     def _forget(self, serving: asyncio.Task[TokenOut]) -> None:
         self._serving.discard(serving)
@@ -134,7 +143,7 @@ class PrefillGroup:
         if asked is None:  # decided already
             return
         try:
-            asked.computing = self._engine.expect(room, asked.prompt, asked.params, ticket)
+            asked.computing = self._engine.expect(room, asked.prompt, asked.params, ticket, asked.namespace)
         except KvflowError as error:
             room.close(error.cause())
             return
@@ -172,6 +181,12 @@ class PrefillGroup:
             asked.computing.told = token
         elif not asked.token.done():
             asked.token.set_result(token)
+
+    def agreed(self, ticket: int, tokens: int) -> None:
+        """All ranks have that much of its prompt cached."""
+        asked = self._asked.get(ticket)
+        if asked is not None and asked.computing is not None:
+            self._engine.agreed(asked.computing, tokens)
 
     def broken(self, cause: Cause) -> None:
         """A generation of steps has ended: what it may have named cannot be completed."""

@@ -9,6 +9,7 @@ from typing import Protocol
 
 from kvflow.engine.model.step import Row
 from kvflow.engine.ranks import wire
+from kvflow.engine.ranks.hits import HitVotes
 from kvflow.engine.scheduler.params import TokenOut
 from kvflow.engine.scheduler.prefill_steps import PrefillRequest
 from kvflow.protocols.errors import Cause, Code, KvflowError, LostError, WireError
@@ -40,16 +41,18 @@ class StepLeader:
     def __init__(
         self, socket: ControlSocket, *, world_size: int, shards: int, places: tuple[int, int], neighbours: Neighbours,
         on_hello: Callable[[wire.Hello], None], on_opened: Callable[[int, int], None],
-        on_token: Callable[[int, TokenOut], None],
+        on_token: Callable[[int, TokenOut], None], on_agreed: Callable[[int, int], None],
         on_broken: Callable[[Cause], None], on_ready: Callable[[], None], on_unusable: Callable[[KvflowError], None],
     ) -> None:  # fmt: skip
         """`shards`: ranks of each stage. `places`: pages and rows of this rank. `on_opened` is called with a rank and a
-        ticket, `on_broken` when a generation ends, with why; `on_unusable` when no other can begin in this process."""
+        ticket, `on_agreed` with a ticket and how many tokens of its prompt all ranks have cached, `on_broken` when a
+        generation ends, with why; `on_unusable` when no other can begin in this process."""
         self._socket, self._world_size, self._neighbours = socket, world_size, neighbours
         self._shards = shards
         self._places = self._most_places = places
         self._on_hello, self._on_opened, self._on_token, self._on_broken = on_hello, on_opened, on_token, on_broken
-        self._on_ready, self._on_unusable = on_ready, on_unusable
+        self._on_agreed, self._on_ready, self._on_unusable = on_agreed, on_ready, on_unusable
+        self._hits = HitVotes(world_size)
         self._hellos: dict[int, wire.Hello] = {}  # of ranks that are ready, or that take part
         self._ranks: dict[bytes, int] = {}  # by routing id
         self._generation = self._step = 0
@@ -102,13 +105,24 @@ class StepLeader:
         self._step += 1
         self._stepping = True
         planned = tuple(
-            wire.PlannedRow(request.ticket, row.new, row.logits) for row, request in zip(rows, requests, strict=True)
+            wire.PlannedRow(request.ticket, row.sequence.computed, row.new, row.logits)
+            for row, request in zip(rows, requests, strict=True)
         )
         self._send_all(wire.Plan(generation=self._generation, step=self._step, rows=planned))
 
     def preempt(self, request: PrefillRequest) -> None:
         self._preempted[request.ticket] = self._step
+        self._hits.drop(request.ticket)
         self._send_all(wire.Preempt(ticket=request.ticket))
+
+    def find(self, request: PrefillRequest, tokens: int) -> None:
+        number = self._hits.ask(request.ticket, tokens)
+        find = wire.Find(generation=self._generation, number=number, ticket=request.ticket, tokens=tokens)
+        self._send_all(find)
+
+    def flush(self) -> None:
+        self._hits.clear()
+        self._send_all(wire.Flush())
 
     def stepped(self) -> None:
         self._stepping = False
@@ -126,10 +140,11 @@ class StepLeader:
         """The group has started it: its places are not taken from it any more."""
         self._send_all(wire.Keep(ticket=ticket))
 
-    def drop(self, ticket: int) -> None:
-        """No further step names it."""
+    def drop(self, ticket: int, *, succeeded: bool = False) -> None:
+        """No further step names it. `succeeded`: at every rank, by the group's decision."""
         self._preempted.pop(ticket, None)
-        self._send_all(wire.Drop(ticket=ticket))
+        self._hits.drop(ticket)
+        self._send_all(wire.Drop(ticket=ticket, succeeded=succeeded))
 
     # --- ranks
 
@@ -170,6 +185,7 @@ class StepLeader:
         end = wire.End(generation=self._generation, cause=cause, failed=None if failed is None else Rank(failed))
         self._send_all(end)
         self._hellos.clear()  # each says when nothing of it is left there
+        self._hits.clear()
         self._on_broken(cause)
 
     def _send_all(self, message: wire.ToOthers) -> None:
@@ -204,6 +220,9 @@ class StepLeader:
                 self.statuses[rank] = message
         elif isinstance(message, wire.Opened):
             self._on_opened(rank, message.ticket)
+        elif isinstance(message, wire.Found):
+            if (agreed := self._hits.answer(rank, message.number, message.tokens)) is not None:
+                self._on_agreed(*agreed)
         elif not self._open or message.generation != self._generation:
             self.dropped += 1
         elif isinstance(message, wire.FirstToken):

@@ -14,8 +14,10 @@ import msgspec
 import numpy as np
 from msgspec import Meta
 
+from kvflow.cache.prefix import CacheStats
 from kvflow.engine.scheduler.params import SamplingParams, TokenOut
 from kvflow.protocols.arguments import CheckedPrompt
+from kvflow.protocols.cache.hashes import ANY, Namespace
 from kvflow.protocols.errors import Cause, WireError
 from kvflow.protocols.wire import codec
 from kvflow.protocols.wire.messages import Life, RankNumber
@@ -80,12 +82,20 @@ class Status(msgspec.Struct, frozen=True, array_like=True, kw_only=True, tag=4):
     failed_steps: _Count
     handler_errors: _Count
     dropped: _Count  # frames that changed nothing
+    cache: CacheStats | None = None  # of its prefix cache
 
 
 class Opened(msgspec.Struct, frozen=True, array_like=True, gc=False, kw_only=True, tag=5):
     """This rank has opened the request: a step may name it before the group starts it (`--optimistic-prefill`)."""
 
     ticket: _Number
+
+
+class Found(msgspec.Struct, frozen=True, array_like=True, gc=False, kw_only=True, tag=6):
+    """The answer to `Find`: so many tokens of the prompt are in the cache of this rank, locked for it."""
+
+    number: _Number
+    tokens: _Tokens
 
 
 class Begin(msgspec.Struct, frozen=True, array_like=True, kw_only=True, tag=11):
@@ -95,9 +105,11 @@ class Begin(msgspec.Struct, frozen=True, array_like=True, kw_only=True, tag=11):
 
 
 class PlannedRow(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """The next `count` tokens of a prompt, and logits of the last `logits` of them."""
+    """The `count` tokens of a prompt from its token `start` on, and logits of the last `logits` of them. What is before
+    `start` was in earlier steps, or is in the cache of every rank."""
 
     ticket: _Number
+    start: _Tokens
     count: Annotated[int, Meta(ge=1, le=MAX_PROMPT)]
     logits: _Tokens
 
@@ -111,9 +123,10 @@ class Plan(msgspec.Struct, frozen=True, array_like=True, kw_only=True, tag=12):
 
 
 class Drop(msgspec.Struct, frozen=True, array_like=True, gc=False, kw_only=True, tag=13):
-    """No further step names this request."""
+    """No further step names this request. `succeeded`: the group has decided so, and the cache may keep its pages."""
 
     ticket: _Number
+    succeeded: bool = False
 
 
 class Preempt(msgspec.Struct, frozen=True, array_like=True, gc=False, kw_only=True, tag=15):
@@ -129,6 +142,20 @@ class Keep(msgspec.Struct, frozen=True, array_like=True, gc=False, kw_only=True,
     ticket: _Number
 
 
+class Find(msgspec.Struct, frozen=True, array_like=True, gc=False, kw_only=True, tag=17):
+    """How many of the first `tokens` tokens of this request's prompt are in your cache? Lock them for it, until a step,
+    `Drop` or `Preempt` names it, or the generation is over. `number`: of the question, for the answer."""
+
+    generation: _Number
+    number: _Number
+    ticket: _Number
+    tokens: _Tokens
+
+
+class Flush(msgspec.Struct, frozen=True, array_like=True, gc=False, tag=18):
+    """Forget all that is cached. What was found for a request that no step has named yet is forgotten with it."""
+
+
 class End(msgspec.Struct, frozen=True, array_like=True, kw_only=True, tag=14):
     """The generation is over: leave the step that runs, forget what it has named. `failed`: the rank whose step has
     failed, if that is why."""
@@ -138,8 +165,8 @@ class End(msgspec.Struct, frozen=True, array_like=True, kw_only=True, tag=14):
     failed: RankNumber | None = None
 
 
-ToFirst = Hello | FirstToken | StepFailed | Status | Opened
-ToOthers = Begin | Plan | Drop | End | Preempt | Keep
+ToFirst = Hello | FirstToken | StepFailed | Status | Opened | Found
+ToOthers = Begin | Plan | Drop | End | Preempt | Keep | Find | Flush
 encode = codec.encode
 parse_at_first: Callable[[bytes], ToFirst] = codec.parser(ToFirst)
 parse_at_others: Callable[[bytes], ToOthers] = codec.parser(ToOthers)
@@ -153,6 +180,7 @@ class GroupPrompt(msgspec.Struct, frozen=True, array_like=True, tag=21):
     digest: Annotated[bytes, Meta(min_length=32, max_length=32)]
     params: SamplingParams
     deadline_s: Annotated[float, Meta(gt=0)]
+    namespace: Namespace = ANY  # of cached prefixes
 
     @property
     def tokens(self) -> np.ndarray[Any, np.dtype[np.uint32]]:

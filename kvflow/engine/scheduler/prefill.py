@@ -8,7 +8,6 @@ import itertools
 import time
 from collections import deque
 from concurrent.futures import Executor
-from typing import Protocol
 
 import numpy as np
 
@@ -17,8 +16,10 @@ from kvflow.engine.model.load import LoadedModel
 from kvflow.engine.model.sequence import Prompt, Sequence
 from kvflow.engine.model.step import Row
 from kvflow.engine.scheduler import scoring
+from kvflow.engine.scheduler.beginnings import Beginnings
 from kvflow.engine.scheduler.budget import RECHECK_S
 from kvflow.engine.scheduler.limits import EngineLimits
+from kvflow.engine.scheduler.lockstep import Lockstep
 from kvflow.engine.scheduler.loop import EngineLoop
 from kvflow.engine.scheduler.optimistic import OptimisticStarts, urgency
 from kvflow.engine.scheduler.params import EngineLoad, EngineOptimism, SamplingParams, TokenOut
@@ -30,29 +31,6 @@ from kvflow.memory.pool import PagedPool
 from kvflow.protocols.cache.hashes import ANY, Namespace
 from kvflow.protocols.errors import Cause, Code, KvflowError, room_error
 from kvflow.protocols.pages.layout import NO_PLACES, PageIndices
-
-
-class Lockstep(Protocol):
-    """The ranks that run each step too, after they have been told of it."""
-
-    @property
-    def ready(self) -> bool:
-        """All of them are there: a step may be announced."""
-
-    @property
-    def most_places(self) -> tuple[int, int]:
-        """Pages and rows of the smallest pool among them."""
-
-    def announce(self, rows: list[Row], requests: list[PrefillRequest]) -> None: ...
-
-    def preempt(self, request: PrefillRequest) -> None:
-        """It has lost its places here; a step may name it again, from its beginning."""
-
-    def stepped(self) -> None:
-        """The step that was announced last has ended here."""
-
-    def break_off(self, cause: Cause) -> None:
-        """A step failed here: the others wait for what will not come."""
 
 
 class PrefillEngine(EngineLoop):
@@ -70,13 +48,14 @@ class PrefillEngine(EngineLoop):
         cache: PrefixCache | None = None, prefetch: PrefetchPolicy = "timeout",
     ) -> None:  # fmt: skip
         """`optimistic_tries`: how often a prompt may begin before its room is matched, see `optimistic`. `lockstep`:
-        this is the first of several ranks; `samples`: it chooses the first tokens; `cache`: of this pool, for an
-        engine that is the only rank, see `PrefillSteps`; `prefetch`: how long a prompt waits for what it loads.
+        this is the first of several ranks; `samples`: it chooses the first tokens; `cache`: of this pool, see
+        `PrefillSteps`; `prefetch`: how long a prompt waits for what it loads.
 
         Raises: LayoutError when the pool is not this model's, MisuseError for a cache that is not for this model."""
         super().__init__("prefill")
         self.steps = PrefillSteps(model, pool, pages, executor, samples=samples, cache=cache)
         self._model, self._page_size, self._lockstep = model, pool.layout.page_size, lockstep
+        self._beginnings = Beginnings(self.steps, lockstep, self._begins)
         self.limits = EngineLimits(
             model.context_length, model.vocab_size, self._page_size, pages.capacity, model.hidden_size,
             whole_prompts=model.whole_prompts,
@@ -155,14 +134,16 @@ class PrefillEngine(EngineLoop):
         wanted = s.tokens[: s.prompt_length], request.most_cached, request.namespace
         return await bring_beside(matched, cache, self._prefetch, *wanted)
 
-    def expect(self, room: PrefillRoomPort, prompt: Prompt, params: SamplingParams, ticket: int) -> PrefillRequest:
+    def expect(
+        self, room: PrefillRoomPort, prompt: Prompt, params: SamplingParams, ticket: int, namespace: Namespace = ANY
+    ) -> PrefillRequest:
         """Compute a checked `prompt` on all ranks once it has `matched`, or when it `may_begin`, until `drop`. `first`
         tells of a failure, and of the token where this rank chooses it.
 
         Raises: AbortedError when the engine is closing.
         """
         self._refuse_when_closing()
-        return self._new_request(room, prompt, params, ticket=ticket)
+        return self._new_request(room, prompt, params, ticket=ticket, namespace=namespace)
 
     def may_begin(self, request: PrefillRequest) -> None:
         """Before its room is matched, as often as any; no effect after that, or after `drop`."""
@@ -183,6 +164,22 @@ class PrefillEngine(EngineLoop):
     def has_places(self, request: PrefillRequest) -> bool:
         """Of the engine's: a step may have named it."""
         return id(request) in self._placed
+
+    def agreed(self, request: PrefillRequest, tokens: int) -> None:
+        """Every rank has the first `tokens` tokens of it cached, as `lockstep` was asked: it begins after them."""
+        self._beginnings.agreed(request, tokens)
+
+    def flush(self) -> None:
+        """Forget what is cached, on every rank."""
+        if self.cache is not None:
+            self.cache.flush()
+            self._beginnings.flushed(list(self._placed.values()))
+
+    def _begins(self, request: PrefillRequest) -> None:
+        """It has its places, and steps may name it."""
+        if request.cached_tokens and id(request) in self._running and not self._early.holds(request):
+            self._send(request)
+        self._wake.set()
 
     def wake(self) -> None:
         """What `lockstep` says has changed."""
@@ -207,7 +204,8 @@ class PrefillEngine(EngineLoop):
             self._running[id(request)] = request
         elif self._early.matched(request):
             self.queue_seconds.observe(0.0)
-            self._send(request)
+            if not request.is_asking:
+                self._send(request)
         else:
             request.queued_at_s = time.perf_counter()
             self._waiting.insert(bisect.bisect_right(self._waiting, urgency(request), key=urgency), request)
@@ -237,6 +235,7 @@ class PrefillEngine(EngineLoop):
         self._early.forget(request)
         if request in self._waiting:
             self._waiting.remove(request)
+        self._beginnings.forget(request)
         if self._placed.pop(id(request), None) is not None:
             self.steps.give_back(request)
         self._wake.set()
@@ -254,7 +253,7 @@ class PrefillEngine(EngineLoop):
                 await self._sleep()
                 continue
             if self._lockstep is not None:
-                self._lockstep.announce(rows, requests)
+                self._announce(self._lockstep, rows, requests)
             try:
                 await self.steps.run(rows, requests)
             # The loop serves all requests: a failed step ends those in it, and is counted.
@@ -266,6 +265,11 @@ class PrefillEngine(EngineLoop):
             for request in requests:
                 if id(request) in self._running and not self._early.holds(request):
                     self._send(request)
+
+    def _announce(self, lockstep: Lockstep, rows: list[Row], requests: list[PrefillRequest]) -> None:
+        for request in requests:
+            request.is_announced = True
+        lockstep.announce(rows, requests)
 
     def _step_failed(self, requests: list[PrefillRequest], error: Exception) -> None:
         lockstep = self._lockstep
@@ -281,7 +285,7 @@ class PrefillEngine(EngineLoop):
 
     async def _sleep(self) -> None:
         """Wait for a wake-up; rooms free pages without one, so with requests that wait for pages, poll."""
-        if not self._waiting and self._early.first is None:
+        if not self._waiting and not self._beginnings.are_short and self._early.first is None:
             await self._wake.wait()
             return
         wake = asyncio.ensure_future(self._wake.wait())
@@ -292,7 +296,8 @@ class PrefillEngine(EngineLoop):
 
     def _take_places(self) -> None:
         """In order of priority and arrival: a prompt gets all of its pages, and a row, at once, or waits."""
-        while self._waiting:
+        self._beginnings.take_missing()
+        while self._waiting and self._is_ready:
             request = self._waiting[0]
             if request.first.done():
                 self._waiting.popleft()
@@ -300,11 +305,11 @@ class PrefillEngine(EngineLoop):
             if not self._place(request):
                 return
             self._waiting.popleft()
-            if request.cached_tokens:
-                self._send(request)
             self.queue_seconds.observe(time.perf_counter() - request.queued_at_s)
-        while (early := self._early.first) is not None and self._place(early):
+            self._beginnings.placed(request)
+        while self._is_ready and (early := self._early.first) is not None and self._place(early):
             self._early.began(early)
+            self._beginnings.placed(early)
 
     def _place(self, request: PrefillRequest) -> bool:
         """Give a request its places, those of early ones too where it has both halves of its room."""
@@ -331,6 +336,7 @@ class PrefillEngine(EngineLoop):
     def _preempt(self, requests: list[PrefillRequest]) -> None:
         for request in requests:
             del self._running[id(request)], self._placed[id(request)]
+            self._beginnings.forget(request)
             self.steps.start_again(request)
         if self._lockstep is not None:
             for request in requests:  # which may tell that a rank is lost, and with it what runs
@@ -347,7 +353,7 @@ class PrefillEngine(EngineLoop):
         if self._lockstep is None:
             return missing, missing_rows
         pages, rows = self._lockstep.most_places
-        taken = sum(placed.sequence.page_count for placed in self._placed.values())
+        taken = sum(-(-placed.sequence.prompt_length // self._page_size) for placed in self._placed.values())
         missing = max(missing, request.sequence.pages_missing(request.sequence.prompt_length) + taken - pages)
         if self.steps.rows is not None:
             missing_rows = max(missing_rows, 1 + len(self._placed) - rows)
@@ -362,7 +368,7 @@ class PrefillEngine(EngineLoop):
         for request in order:
             s = request.sequence
             remaining = s.prompt_length - s.computed
-            if not remaining:
+            if not remaining or request.is_asking:
                 continue  # computed; its last chunk has been queued
             if not left or len(rows) == self._max_rooms:
                 break

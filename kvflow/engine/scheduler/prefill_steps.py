@@ -38,8 +38,9 @@ class PrefillRequest:
     """One prompt. `first` resolves to its first token once that is known here, to None when its room ends before."""
 
     __slots__ = (
-        *("cached_tokens", "choice", "draw", "fewest_tokens", "first", "hidden_states", "namespace", "params"),
-        *("prefix", "queued_at_s", "room", "scorer", "sent_pages", "sequence", "states", "ticket", "told"),
+        *("agreed", "cached_tokens", "choice", "draw", "fewest_tokens", "first", "hidden_states", "is_announced"),
+        *("is_asking", "namespace", "params", "prefix", "queued_at_s", "room", "scorer", "sent_pages", "sequence"),
+        *("states", "ticket", "told"),
     )
 
     def __init__(
@@ -51,6 +52,8 @@ class PrefillRequest:
         self.sequence, self.room, self.params, self.ticket = sequence, room, params, ticket
         self.sent_pages = 0  # with those that decode has already
         self.namespace = namespace
+        self.agreed: int | None = None  # tokens that every rank has cached, once that is known
+        self.is_asking = False  # it has places, and no step may name it until that is known
         self.prefix: Prefix | None = None  # what the cache has of it, while it has places or looks for some
         self.fewest_tokens = fewest_tokens
         self.states: dict[int, int] = {}  # slots of the cache's store that it owns, by the tokens before the state
@@ -69,6 +72,7 @@ class PrefillRequest:
             else PromptScorer(self.sequence, start, params.logprobs or 0, params.logprob_token_ids)
         )
         self.hidden_states: PackedArray | None = None  # at the last token of the prompt
+        self.is_announced = False  # a step has named it
         self.choice: Choice | None = None  # once the prompt is computed, at the rank that chooses
         self.told: TokenOut | None = None  # by another rank that chooses, before the group has started it
 
@@ -76,7 +80,7 @@ class PrefillRequest:
     def most_cached(self) -> int:
         """Tokens of the prompt that need not be computed: of the others logits are wanted, of the last one always."""
         start, most = self.params.prompt_logprobs_from, self.sequence.prompt_length - self.fewest_tokens
-        return most if start is None else min(start, most)
+        return min(most if known is None else known for known in (most, start, self.agreed))
 
     def start_again(self) -> Places:
         """Forget what was computed; returns its places. The same first token will be drawn."""
@@ -115,7 +119,7 @@ class PrefillSteps:
         and the free ones; negative where more are free."""
         s = request.sequence
         if self.cache is not None and request.prefix is None and not s.page_count:
-            request.prefix = self.cache.match(s.tokens[: s.prompt_length], request.most_cached, request.namespace)
+            request.prefix = self._match(self.cache, request)
         wanted = s.pages_missing(s.prompt_length) - (0 if request.prefix is None else request.prefix.pages.size)
         free = self.pages.reclaim(wanted)
         missing = wanted - free if free >= wanted else max(1, wanted - self.pages.available_pages)
@@ -124,12 +128,36 @@ class PrefillSteps:
     def take_places(self, request: PrefillRequest) -> None:
         """All that it needs, beside what the cache has of it, which must be free."""
         s = request.sequence
-        if self.cache is not None and request.prefix is not None:
-            self.cache.count(s.prompt_length, request.prefix)
+        if request.prefix is not None:
             s.begin_with(request.prefix.pages)
             request.cached_tokens = s.computed
         needed = s.pages_missing(s.prompt_length) + (self.rows is not None)
         s.add(self.layout.split(self.places.take_room(needed, s.owner)))
+
+    def count(self, request: PrefillRequest) -> None:
+        """It begins with what the cache has of it."""
+        if self.cache is not None and request.prefix is not None:
+            self.cache.count(request.sequence.prompt_length, request.prefix)
+
+    def find(self, request: PrefillRequest, most_tokens: int) -> int:
+        """Lock what the cache has of its first `most_tokens` tokens, for one without places; returns how many that
+        are."""
+        request.agreed = most_tokens
+        if self.cache is not None:
+            request.prefix = self._match(self.cache, request)
+        return 0 if request.prefix is None else request.prefix.tokens
+
+    def agree(self, request: PrefillRequest, tokens: int) -> None:
+        """Every rank has its first `tokens` tokens: keep no more locked. For one without places."""
+        request.agreed = tokens
+        longer = request.prefix
+        if self.cache is not None and longer is not None and longer.tokens > tokens:
+            request.prefix = self._match(self.cache, request)  # before the longer one can be evicted
+            longer.release()
+
+    def _match(self, cache: PrefixCache, request: PrefillRequest) -> Prefix:
+        s = request.sequence
+        return cache.match(s.tokens[: s.prompt_length], request.most_cached, request.namespace)
 
     def give_back(self, request: PrefillRequest) -> None:
         """Its places; those that a step or a write still uses become free when it has ended (I13)."""

@@ -1,0 +1,67 @@
+"""How much of a prompt is in the caches of all ranks: as much as in that of the rank that has the least.
+
+The caches of ranks differ: pools of other sizes, copies that failed, a rank that was started again. So the first rank
+asks before the first step of a request, and each rank locks what it answers with.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+
+class Agreed(NamedTuple):
+    """The first `tokens` tokens of the prompt of that ticket are locked at every rank."""
+
+    ticket: int
+    tokens: int
+
+
+class _Question:
+    __slots__ = ("missing", "ticket", "tokens")
+
+    def __init__(self, ticket: int, tokens: int, missing: set[int]) -> None:
+        self.ticket, self.tokens, self.missing = ticket, tokens, missing
+
+
+class HitVotes:
+    """The questions that not every rank has answered. One costs as much as it has answers."""
+
+    def __init__(self, world_size: int) -> None:
+        self._others = range(1, world_size)
+        self._questions: dict[int, _Question] = {}  # by number
+        self._numbers: dict[int, int] = {}  # by ticket
+        self._last = 0
+
+    def __len__(self) -> int:
+        return len(self._questions)
+
+    def ask(self, ticket: int, tokens: int) -> int:
+        """The first rank has locked `tokens` tokens. Returns the number of the question; an earlier one about that
+        ticket is over."""
+        self.drop(ticket)
+        self._last += 1
+        self._questions[self._last] = _Question(ticket, tokens, set(self._others))
+        self._numbers[ticket] = self._last
+        return self._last
+
+    def answer(self, rank: int, number: int, tokens: int) -> Agreed | None:
+        """What is agreed, if this was the last answer; one that comes late, or twice, changes nothing."""
+        question = self._questions.get(number)
+        if question is None or rank not in question.missing:
+            return None
+        question.missing.discard(rank)
+        question.tokens = min(question.tokens, tokens)
+        if question.missing:
+            return None
+        self.drop(question.ticket)
+        return Agreed(question.ticket, question.tokens)
+
+    def drop(self, ticket: int) -> None:
+        """Nobody waits for it any more. Idempotent."""
+        if (number := self._numbers.pop(ticket, None)) is not None:
+            del self._questions[number]
+
+    def clear(self) -> None:
+        """A rank is lost, and with it every answer."""
+        self._questions.clear()
+        self._numbers.clear()

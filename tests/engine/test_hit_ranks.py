@@ -1,0 +1,377 @@
+"""The prefix caches of two ranks: a prompt begins where both can, whatever one of them has alone."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvflow.cache.prefix import PrefixCache
+from kvflow.engine.model.load import LoadedModel
+from kvflow.engine.ranks import wire
+from kvflow.engine.ranks.following import StepFollower
+from kvflow.engine.ranks.hits import Agreed, HitVotes
+from kvflow.engine.ranks.leading import StepLeader
+from kvflow.engine.scheduler.beginnings import Beginnings
+from kvflow.engine.scheduler.prefill import PrefillEngine
+from kvflow.engine.scheduler.prefill_steps import PrefillSteps
+from kvflow.protocols.cache.hashes import Namespace
+from kvflow.protocols.errors import Cause, Code, KvflowError
+from tests.engine import tiny_models
+from tests.engine.pair import greedy, prompt_of, until
+from tests.engine.stages import PAGE_SIZE, Stages, group
+from tests.engine.test_early_storm import played
+
+PROMPT = prompt_of(30, 1)
+WHOLE = 28  # tokens of its whole pages
+
+
+# --- votes
+
+
+@given(
+    own=st.integers(0, 9),
+    answers=st.lists(st.integers(0, 9), min_size=1, max_size=5),
+    order=st.randoms(use_true_random=False),
+)
+def test_the_rank_that_has_the_least_decides_in_any_order(own: int, answers: list[int], order: Any) -> None:
+    votes = HitVotes(len(answers) + 1)
+    number = votes.ask(7, own)
+    ranks = list(range(1, len(answers) + 1))
+    order.shuffle(ranks)
+    for rank in ranks[:-1]:
+        assert votes.answer(rank, number, answers[rank - 1]) is None
+        assert votes.answer(rank, number, 0) is None, "the first answer holds"
+    assert votes.answer(ranks[-1], number, answers[ranks[-1] - 1]) == Agreed(7, min(own, *answers))
+    assert not len(votes)
+
+
+def test_answers_that_nobody_waits_for_change_nothing() -> None:
+    votes = HitVotes(3)
+    first = votes.ask(7, 12)
+    assert votes.answer(1, first, 4) is None
+    second = votes.ask(7, 8)  # it was preempted, and begins again
+    assert votes.answer(2, first, 4) is None, "of the question before"
+    assert votes.answer(1, second, 8) is None
+    assert votes.answer(9, second, 0) is None, "no rank of this group"
+    assert votes.answer(2, second, 12) == Agreed(7, 8)
+    third = votes.ask(7, 8)
+    votes.drop(7)
+    votes.drop(7)
+    assert votes.answer(1, third, 8) is votes.answer(2, third, 8) is None
+    votes.ask(8, 4)
+    votes.clear()
+    assert not len(votes)
+
+
+# --- two ranks
+
+
+def cached(ranks: Stages) -> list[int]:
+    found = [cache.stats().pages for cache in ranks.caches if cache is not None]
+    assert len(found) == 2
+    return found
+
+
+def cache_at(ranks: Stages, rank: int) -> PrefixCache:
+    cache = ranks.caches[rank]
+    assert cache is not None
+    return cache
+
+
+async def tokens_and_cached(ranks: Stages, prompt: list[int], **options: Any) -> tuple[list[int], int]:
+    """Its tokens, and how many of its prompt were cached."""
+    room, legs = next(ranks.rooms), []
+    found = await ranks.decoded(
+        room, prompt, greedy(4), lambda: legs.append(ranks.prefill(room, prompt, greedy(4), **options))
+    )
+    first = await legs[0]
+    assert first.token_id == found[0]
+    return found, first.cached_tokens
+
+
+@pytest.mark.parametrize("tries", [0, 2])
+async def test_a_prompt_begins_with_what_both_ranks_have(
+    tries: int, stages: list[LoadedModel], llama: LoadedModel, stock: Callable[[str], Any]
+) -> None:
+    expected = tiny_models.generate(stock("llama"), PROMPT, 4)
+    async with group(stages, llama, caches=True, optimistic_tries=tries, chunk_tokens=8) as ranks:
+        for cached_before in (0, WHOLE):
+            assert await tokens_and_cached(ranks, PROMPT) == (expected, cached_before)
+        await ranks.rest()
+        assert cached(ranks) == [WHOLE // PAGE_SIZE] * 2
+        for rank, left in ((1, 3), (0, 2)):  # the other one has more
+            cache_at(ranks, rank).evict(WHOLE // PAGE_SIZE - left)
+            assert await tokens_and_cached(ranks, PROMPT) == (expected, left * PAGE_SIZE)
+            await ranks.rest()
+            assert cached(ranks) == [WHOLE // PAGE_SIZE] * 2, "both have it again"
+        cache_at(ranks, 1).evict(99)
+        assert await tokens_and_cached(ranks, PROMPT) == (expected, 0)
+        longer = [*PROMPT[:20], *prompt_of(20, 2)]
+        assert await tokens_and_cached(ranks, longer) == (tiny_models.generate(stock("llama"), longer, 4), 20)
+        assert (await tokens_and_cached(ranks, PROMPT, namespace=Namespace("salt")))[1] == 0
+        assert (await tokens_and_cached(ranks, PROMPT, namespace=Namespace("salt")))[1] == WHOLE
+        ranks.engine.flush()
+        assert await tokens_and_cached(ranks, PROMPT) == (expected, 0)
+        await ranks.rest()
+        stats = [cache_at(ranks, rank).stats() for rank in range(2)]
+        assert stats[0].asked_tokens == stats[1].asked_tokens and stats[0].hit_tokens == stats[1].hit_tokens > 0
+        assert [stat.pages - stat.evictable_pages for stat in stats] == [0, 0]
+
+
+async def test_both_lose_what_is_flushed_before_its_first_step(
+    stages: list[LoadedModel], llama: LoadedModel, stock: Callable[[str], Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At whatever moment: while the ranks are asked, when one has answered, and when all have."""
+    expected = tiny_models.generate(stock("llama"), PROMPT, 4)
+    async with group(stages, llama, caches=True) as ranks:
+
+        def flush_at(where: type, name: str, *, before: bool) -> None:
+            original = getattr(where, name)
+
+            def planted(self: Any, *args: Any, **kwargs: Any) -> Any:
+                monkeypatch.setattr(where, name, original)
+                if before:
+                    ranks.engine.flush()
+                    return original(self, *args, **kwargs)
+                result = original(self, *args, **kwargs)
+                ranks.engine.flush()
+                return result
+
+            monkeypatch.setattr(where, name, planted)
+
+        for where, name, before, found in (
+            (StepLeader, "find", False, 0),
+            (PrefillEngine, "agreed", True, 0),
+            (Beginnings, "_begin", False, 0),
+            (StepLeader, "announce", False, WHOLE),
+        ):
+            assert (await tokens_and_cached(ranks, PROMPT))[0] == expected
+            await ranks.rest()
+            flush_at(where, name, before=before)
+            assert await tokens_and_cached(ranks, PROMPT) == (expected, found), (where, name)
+            await ranks.rest()
+            assert len(set(cached(ranks))) == 1
+
+
+async def fails_without_a_trace(ranks: Stages, end: Callable[[int], Any]) -> None:
+    """A request of which `end`, called with its room once both ranks compute, ends a part."""
+    room = next(ranks.rooms)
+    half = asyncio.create_task(ranks.decoded(room, PROMPT, greedy(4)))
+    leg = ranks.prefill(room, PROMPT, greedy(4))
+    end(room)
+    results = await asyncio.gather(leg, half, return_exceptions=True)
+    assert all(isinstance(result, KvflowError) for result in results), results
+    await ranks.home()
+
+
+async def test_pages_of_a_room_that_failed_enter_no_cache(
+    stages: list[LoadedModel], llama: LoadedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It fails at one rank after its last chunk has landed at the other."""
+    async with group(stages, llama, caches=True) as ranks:
+        for failing in range(2):
+
+            def close_at_last(room: int, failing: int = failing) -> None:
+                original = PrefillSteps.send
+
+                def planted(self: PrefillSteps, request: Any) -> None:
+                    original(self, request)
+                    mine = self is (ranks.engine.steps, ranks.follower.steps)[failing]
+                    if mine and request.sequence.computed == request.sequence.prompt_length:
+                        request.room.close(Cause(Code.ENGINE_ERROR, "planted"))
+
+                monkeypatch.setattr(PrefillSteps, "send", planted)
+
+            await fails_without_a_trace(ranks, close_at_last)
+            monkeypatch.undo()
+            assert cached(ranks) == [0, 0]
+
+
+async def test_a_rank_that_does_not_answer_holds_nothing_once_the_client_has_left(
+    stages: list[LoadedModel], llama: LoadedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with group(stages, llama, caches=True) as ranks:
+        await tokens_and_cached(ranks, PROMPT)
+        await ranks.rest()
+        answers: list[bytes] = []
+        send = ranks.dealer.send
+        held: Any = lambda frame, *args, **kwargs: (  # noqa: E731
+            answers.append(frame) or True
+            if isinstance(wire.parse_at_first(frame), wire.Found)
+            else send(frame, *args, **kwargs)
+        )
+        monkeypatch.setattr(ranks.dealer, "send", held)
+        room = next(ranks.rooms)
+        half = asyncio.create_task(ranks.decoded(room, PROMPT, greedy(4)))
+        leg = ranks.prefill(room, PROMPT, greedy(4))
+        await until(lambda: bool(answers))
+        assert [cache_at(ranks, rank).evictable_pages for rank in range(2)] == [0, 0], "locked at both"
+        assert not any(request.is_announced for request in ranks.engine._placed.values())
+        other = prompt_of(9, 5)  # has nothing cached: nobody is asked
+        assert (await tokens_and_cached(ranks, other))[1] == 0
+        leg.cancel()
+        await asyncio.gather(leg, half, return_exceptions=True)
+        monkeypatch.undo()
+        send(answers[0])  # late
+        assert (await tokens_and_cached(ranks, PROMPT))[1] == WHOLE
+        await ranks.rest()
+
+
+async def test_a_rank_that_is_lost_between_its_answer_and_the_step(
+    stages: list[LoadedModel], llama: LoadedModel, stock: Callable[[str], Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected = tiny_models.generate(stock("llama"), PROMPT, 4)
+    async with group(stages, llama, caches=True) as ranks:
+        await tokens_and_cached(ranks, PROMPT)
+        await ranks.rest()
+        told: list[int] = []
+        monkeypatch.setattr(PrefillEngine, "agreed", lambda self, request, tokens: told.append(tokens))
+        room = next(ranks.rooms)
+        half = asyncio.create_task(ranks.decoded(room, PROMPT, greedy(4)))
+        leg = ranks.prefill(room, PROMPT, greedy(4))
+        await until(lambda: bool(told))
+        monkeypatch.undo()
+        await ranks.replace_second()
+        results = await asyncio.gather(leg, half, return_exceptions=True)
+        assert all(isinstance(result, KvflowError) for result in results), results
+        await ranks.home()
+        assert cached(ranks) == [WHOLE // PAGE_SIZE, 0], "the new process has nothing"
+        assert await tokens_and_cached(ranks, PROMPT) == (expected, 0)
+        assert await tokens_and_cached(ranks, PROMPT) == (expected, WHOLE)
+        await ranks.home()
+
+
+# --- storms
+
+
+@pytest.mark.parametrize("tries", [0, 2])
+async def test_a_storm_over_caches_leaves_no_lock(
+    tries: int, seed: int, stages: list[LoadedModel], llama: LoadedModel, stock: Callable[[str], Any],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    shorter: list[int] = []
+    start_again = PrefillSteps.start_again
+
+    def counted(self: PrefillSteps, request: Any) -> None:
+        if request.is_asking:
+            shorter.append(request.agreed)
+        start_again(self, request)
+
+    monkeypatch.setattr(PrefillSteps, "start_again", counted)
+    breaks = {70: "a rank is lost"}
+    ended, _ = await played(
+        stages, llama, seed, stock("llama"), breaks, requests=80, within_s=60, caches=True, tries=tries
+    )
+    print(f"seed {seed}: {dict(ended)}; {len(shorter)} began with less than the first rank had: {shorter}")
+    assert ended["meets"]
+
+
+# --- planted bugs: what finds them is checked on every run
+
+
+async def unlike_caches(ranks: Stages) -> None:
+    """Either rank has more than the other, and a third one, of which only the answer is there, less than both."""
+    await tokens_and_cached(ranks, PROMPT)
+    for rank in range(2):
+        await ranks.rest()
+        cache_at(ranks, rank).evict(99)
+        assert (await tokens_and_cached(ranks, PROMPT))[1] == 0
+    await ranks.rest()
+    answer = HitVotes.answer
+
+    def of_three(self: HitVotes, rank: int, number: int, tokens: int) -> Agreed | None:
+        return answer(self, rank, number, min(tokens, 12))
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(HitVotes, "answer", of_three)
+        assert (await tokens_and_cached(ranks, PROMPT))[1] == 12
+    await ranks.rest()
+
+
+async def left_before_a_step(ranks: Stages) -> None:
+    """A client that leaves when the ranks have locked what they have, and none has begun."""
+    await tokens_and_cached(ranks, PROMPT)
+    await ranks.rest()
+    with pytest.MonkeyPatch.context() as patch:
+        told: list[int] = []
+        patch.setattr(PrefillEngine, "agreed", lambda self, request, tokens: told.append(tokens))
+        room = next(ranks.rooms)
+        half = asyncio.create_task(ranks.decoded(room, PROMPT, greedy(4)))
+        leg = ranks.prefill(room, PROMPT, greedy(4))
+        await until(lambda: bool(told))
+        assert [cache_at(ranks, rank).evictable_pages for rank in range(2)] == [0, 0], "locked at both"
+    leg.cancel()
+    await asyncio.gather(leg, half, return_exceptions=True)
+    await ranks.home(0.5)
+
+
+def begin_with_ones_own(patch: pytest.MonkeyPatch) -> None:
+    """The second rank."""
+    patch.setattr(PrefillSteps, "agree", lambda self, request, tokens: setattr(request, "agreed", None))
+
+
+def begin_where_the_first_rank_does(patch: pytest.MonkeyPatch) -> None:
+    answer = HitVotes.answer
+
+    def planted(self: HitVotes, rank: int, number: int, tokens: int) -> Agreed | None:
+        return answer(self, rank, number, 1 << 20)
+
+    patch.setattr(HitVotes, "answer", planted)
+
+
+def forget_a_lock(patch: pytest.MonkeyPatch) -> None:
+    drop = StepFollower._drop
+
+    def planted(self: StepFollower, ticket: int, **how: Any) -> None:
+        found = self.requests.get(ticket)
+        if found is not None and found.request is not None and not found.request.sequence.page_count:
+            found.request = None
+        drop(self, ticket, **how)
+
+    patch.setattr(StepFollower, "_drop", planted)
+
+
+def lock_no_more(patch: pytest.MonkeyPatch) -> None:
+    """What was found may be evicted before the step."""
+    find = PrefillSteps.find
+
+    def planted(self: PrefillSteps, request: Any, most_tokens: int) -> int:
+        found = find(self, request, most_tokens)
+        self.forget_prefix(request)
+        return found
+
+    patch.setattr(PrefillSteps, "find", planted)
+
+
+FOUND_BY: dict[Callable[[pytest.MonkeyPatch], None], tuple[Callable[[Stages], Any], str]] = {
+    begin_with_ones_own: (unlike_caches, "a step begins at token 0 of request 2, and this rank at 28"),
+    begin_where_the_first_rank_does: (unlike_caches, "a step begins at token 28 of request 3, and this rank at 0"),
+    forget_a_lock: (left_before_a_step, "left: "),
+    lock_no_more: (left_before_a_step, "locked at both"),
+}
+
+
+@pytest.mark.parametrize("scenario", [unlike_caches, left_before_a_step])
+async def test_what_finds_planted_bugs_finds_none_in_what_is_there(
+    scenario: Callable[[Stages], Any], stages: list[LoadedModel], llama: LoadedModel
+) -> None:
+    async with group(stages, llama, caches=True) as ranks:
+        await scenario(ranks)
+
+
+@pytest.mark.parametrize("plant", FOUND_BY)
+async def test_a_planted_bug_is_found(
+    plant: Callable[[pytest.MonkeyPatch], None], stages: list[LoadedModel], llama: LoadedModel,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    plant(monkeypatch)
+    scenario, text = FOUND_BY[plant]
+    async with group(stages, llama, caches=True) as ranks:
+        with pytest.raises((AssertionError, KvflowError), match=re.escape(text)):
+            await scenario(ranks)
