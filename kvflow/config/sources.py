@@ -194,9 +194,6 @@ def _check(role: Role, settings: Settings) -> None:
             raise ConfigError(
                 f"{flag_of(name)} {shards} with --device {settings.device}: shards run on the CPU only; leave one out"
             )
-    if settings.prefix_cache != "off" and settings.pp * settings.tp > 1 and role != "decode":
-        text = f"--prefix-cache {settings.prefix_cache} with --pp {settings.pp} --tp {settings.tp}"
-        raise ConfigError(f"{text}: only a prefill of one rank caches prefixes; leave one out")
     if settings.cache_host_bytes and settings.prefix_cache == "off":
         raise ConfigError(f"--cache-host-bytes {settings.cache_host_bytes} without --prefix-cache: nothing is cached")
     if settings.l3 != "off":

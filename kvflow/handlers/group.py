@@ -32,6 +32,10 @@ opened them. Raises: KvflowError; the shell then refuses decode's half."""
 RefuseRoom = Callable[[RoomId, Cause], None]
 """This rank's `PrefillNode.refuse`: its half of a room will never come, and decode is told why."""
 
+IsReady = Callable[[PrefillRoom, bytes], Awaitable[None]]
+"""Returns once this rank can begin: decode's half is there, and whatever else the request waits for here. It is given
+what the leader was. Raises: KvflowError by what ended the room."""
+
 _LEAVING = Cause(Code.SHUTDOWN, "the leader of the group is shutting down")
 
 
@@ -174,11 +178,12 @@ class MemberShell(Shell):
 
     def __init__(
         self, member: GroupMember, *, socket: ControlSocket, open_room: OpenRoom, refuse_room: RefuseRoom,
-        wait_dead: WaitDead, counts: Counts, now: Callable[[], float],
+        wait_dead: WaitDead, counts: Counts, now: Callable[[], float], ready: IsReady | None = None,
     ) -> None:  # fmt: skip
+        """`ready`: without it, a rank is ready once the room is matched."""
         super().__init__(member, member.timing, counts, now)
         self.member, self.socket, self._wait_dead = member, socket, wait_dead
-        self._open_room, self._refuse_room = open_room, refuse_room
+        self._open_room, self._refuse_room, self._ready = open_room, refuse_room, ready
         self.requests: dict[TicketKey, RankRequest] = {}
         self._started: asyncio.Queue[RankRequest] = asyncio.Queue()
         self._watch_task: asyncio.Task[None] | None = None
@@ -229,10 +234,12 @@ class MemberShell(Shell):
         else:
             log.info("rank %d is in its group", self.member.rank)
 
-    async def _follow(self, key: TicketKey, room: PrefillRoom) -> None:
+    async def _follow(self, request: RankRequest) -> None:
         """Tell the group what becomes of this rank's room."""
-        member = self.member
+        member, key, room = self.member, request.key, request.room
         try:
+            if self._ready is not None:
+                await self._ready(room, request.request)
             await room.matched()
             member.matched(key)
             self.run()
@@ -272,8 +279,8 @@ class MemberShell(Shell):
             self.member.failed(command.key, error.cause())
             self.member.released(command.key)
             return
-        self.requests[command.key] = RankRequest(command.key, room, command.request)
-        self.spawn(self._follow(command.key, room), f"kvflow-group-room-{command.room}")
+        request = self.requests[command.key] = RankRequest(command.key, room, command.request)
+        self.spawn(self._follow(request), f"kvflow-group-room-{command.room}")
 
     def _start(self, command: group_member.StartRoom) -> None:
         self._started.put_nowait(self.requests[command.key])

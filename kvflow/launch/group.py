@@ -6,6 +6,7 @@ All are processes of one machine. They share a new key, which no file holds, for
 from __future__ import annotations
 
 import asyncio
+import functools
 import os
 import secrets
 import shutil
@@ -17,24 +18,27 @@ from typing import NamedTuple
 
 import msgspec
 
+from kvflow.cache.prefix import PrefixCache
 from kvflow.config.settings import Settings
 from kvflow.engine.model.parallel.part import Meeting, ModelPart
 from kvflow.engine.ranks import wire
 from kvflow.engine.ranks.following import StepFollower
 from kvflow.engine.ranks.group import PrefillGroup
 from kvflow.engine.ranks.leading import StepLeader
+from kvflow.engine.ranks.loading import ready
 from kvflow.engine.scheduler.params import TokenOut
 from kvflow.engine.scheduler.prefill import PrefillEngine
 from kvflow.engine.scheduler.prefill_steps import PrefillSteps
 from kvflow.handlers.group import LeaderShell, MemberShell, OpenRoom
 from kvflow.handlers.rooms import PrefillRoom
+from kvflow.launch.caching import prefix_cache
 from kvflow.launch.meeting import meeting_directory
 from kvflow.launch.parts import Parts, card_of, loaded
 from kvflow.launch.process import Ready, StopSignals, announce
 from kvflow.launch.ranks import PrefillRankSpec, RankProcesses, end_at_once
 from kvflow.launch.services import Control, bind_control, prefill_node
 from kvflow.node import PrefillNode
-from kvflow.protocols.errors import Cause, KvflowError, LostError
+from kvflow.protocols.errors import Cause, KvflowError, LostError, MisuseError
 from kvflow.protocols.group_leader import GroupLeader
 from kvflow.protocols.group_member import GroupMember, TicketKey
 from kvflow.protocols.ports import ControlSocket
@@ -56,6 +60,8 @@ class _Rank(NamedTuple):
 
     node: PrefillNode
     parts: Parts
+    cache: PrefixCache | None
+    settings: Settings
 
 
 @asynccontextmanager
@@ -109,12 +115,12 @@ class _FirstRank:
         stack: AsyncExitStack,
     ) -> GroupPrefillService:  # fmt: skip
         """Returns once all ranks are there."""
-        settings, node, (model, pool, executor) = self._spec.settings, rank.node, rank.parts
+        settings, node, (model, pool, executor) = rank.settings, rank.node, rank.parts
         steps = self._steps = self._step_leader(rank.parts, steps_socket)
         engine = self._engine = PrefillEngine(
             model, pool, pool.pages, executor, chunk_tokens=settings.chunked_prefill_size,
             max_batch_tokens=settings.max_batch_tokens, optimistic_tries=settings.optimistic_prefill, lockstep=steps,
-            samples=_samples(self._spec),
+            samples=_samples(self._spec), cache=rank.cache,
         )  # fmt: skip
         life = _life()
         leader = LeaderShell(
@@ -133,7 +139,7 @@ class _FirstRank:
             group.opened(key.ticket, opened)
             return opened
 
-        member = _member(self._spec, life, key, node, open_room, stack)
+        member = _member(self._spec, life, key, rank, open_room, stack)
         group = self._group = PrefillGroup(leader, member, engine, steps)
         service = GroupPrefillService(
             card_of(settings, model),
@@ -226,7 +232,7 @@ async def run_rank(spec: PrefillRankSpec) -> None:
         stack.callback(socket.close)
         info = node.info
         follower = StepFollower(
-            PrefillSteps(model, pool, pool.pages, executor, samples=_samples(spec)),
+            PrefillSteps(model, pool, pool.pages, executor, samples=_samples(spec), cache=rank.cache),
             socket,
             hello=wire.Hello(
                 member=life,
@@ -248,10 +254,10 @@ async def run_rank(spec: PrefillRankSpec) -> None:
 
         def open_room(key: TicketKey, room: RoomId, request: bytes) -> PrefillRoom:
             opened, prompt = _open_room(node, room, request)
-            follower.add(key.ticket, opened, prompt.tokens, prompt.params)
+            follower.add(key.ticket, opened, prompt.tokens, prompt.params, prompt.namespace)
             return opened
 
-        member = _member(spec, life, key, node, open_room, stack)
+        member = _member(spec, life, key, rank, open_room, stack)
         stack.push_async_callback(follower.close)
         await follower.start()
         starting = asyncio.create_task(_pass_started(member, follower), name="kvflow-group-start")
@@ -288,18 +294,33 @@ async def _pass_started(member: MemberShell, follower: StepFollower) -> None:
 
 async def _rank(spec: PrefillRankSpec, stack: AsyncExitStack, control: Control) -> _Rank:
     """Load this rank's part of the model and start its node. Raises: MisuseError, LostError."""
-    settings, rank = spec.settings, spec.rank
+    settings, rank = _settings_of_rank(spec), spec.rank
     stack.callback(control[0].close)
     part = ModelPart(rank // spec.shards, spec.stages, rank % spec.shards, spec.shards)
     meeting = Meeting(Path(spec.meeting), spec.attempt)
     parts = await stack.enter_async_context(loaded(settings, part, meeting))
     node = await prefill_node(parts, settings, control, stack, rank=rank, world_size=part.ranks)
+    if settings.prefix_cache != "off" and parts.pool.layout.num_rows:
+        text = f"--prefix-cache {settings.prefix_cache} with --pp {spec.stages} --tp {spec.shards}"
+        raise MisuseError(f"{text}: {settings.model_name} keeps a state for each request; leave it out")
+    cache = await stack.enter_async_context(prefix_cache(settings, parts))
     await node.start()
-    return _Rank(node, parts)
+    return _Rank(node, parts, cache, settings)
+
+
+def _settings_of_rank(spec: PrefillRankSpec) -> Settings:
+    """Its own directory for what it stores, since each has its own part of every page; the first one tells what is
+    cached."""
+    settings = spec.settings
+    return msgspec.structs.replace(
+        settings,
+        l3_dir=settings.l3_dir and os.path.join(settings.l3_dir, f"rank-{spec.rank}"),
+        kv_events_config="" if spec.rank else settings.kv_events_config,
+    )
 
 
 def _member(
-    spec: PrefillRankSpec, life: Incarnation, key: ControlKey | None, node: PrefillNode, open_room: OpenRoom,
+    spec: PrefillRankSpec, life: Incarnation, key: ControlKey | None, rank: _Rank, open_room: OpenRoom,
     stack: AsyncExitStack,
 ) -> MemberShell:  # fmt: skip
     socket = connect_dealer(spec.group, life, key)
@@ -309,10 +330,11 @@ def _member(
         GroupMember(life, spec.rank, world_size, now=monotonic(), process=own_identity()),
         socket=socket,
         open_room=open_room,
-        refuse_room=node.refuse,
+        refuse_room=rank.node.refuse,
         wait_dead=wait_dead,
-        counts=node.counts,
+        counts=rank.node.counts,
         now=monotonic,
+        ready=functools.partial(ready, rank.cache, rank.settings.cache_prefetch_policy),
     )
     stack.push_async_callback(shell.stop)
     return shell
@@ -341,6 +363,7 @@ def _status(of: _Rank, rank: int, requests: int, member: MemberShell, failed_ste
         failed_steps=failed_steps,
         handler_errors=node.counts.handler_errors,
         dropped=dropped + sum(node.counts.dropped.values()),
+        cache=None if of.cache is None else of.cache.stats(),
     )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import itertools
 from collections.abc import AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -10,12 +11,14 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from time import monotonic
 from typing import Any
 
+from kvflow.cache.host import HostTier
 from kvflow.cache.prefix import PrefixCache
 from kvflow.engine.model.load import LoadedModel
 from kvflow.engine.ranks import wire
 from kvflow.engine.ranks.following import StepFollower
 from kvflow.engine.ranks.group import PrefillGroup
 from kvflow.engine.ranks.leading import StepLeader
+from kvflow.engine.ranks.loading import ready
 from kvflow.engine.scheduler.decode import DecodeEngine
 from kvflow.engine.scheduler.params import SamplingParams, TokenOut
 from kvflow.engine.scheduler.prefill import PrefillEngine
@@ -46,12 +49,13 @@ class Stages:
 
     def __init__(
         self, models: list[LoadedModel], whole: LoadedModel, stack: AsyncExitStack, pages: tuple[int, int],
-        rendezvous_s: float, caches: bool,
+        rendezvous_s: float, caches: bool, host_pages: int,
     ) -> None:  # fmt: skip
         self.models, self.whole, self._stack, self._pages = models, whole, stack, pages
         self._timing = Timing(rendezvous_s=rendezvous_s)
         self.nodes = [self._node(rank) for rank in range(STAGES)]
-        self.caches = [PrefixCache(n.pool.pages, PAGE_SIZE) for n in self.nodes] if caches else [None] * STAGES
+        self._host_pages = host_pages
+        self.caches = [self._cache(n) if caches else None for n in self.nodes]
         self.threads = [ThreadPoolExecutor(1) for _ in range(STAGES + 1)]
         self.members: list[MemberShell] = []
         self.broken: list[str] = []
@@ -62,6 +66,11 @@ class Stages:
         self.decode = DecodeNode(self.target, "local")
         self.decode_engine = DecodeEngine(whole, self.target, self.target.pages, self.threads[STAGES])
         self.rooms = iter(range(1, 1000))
+
+    def _cache(self, node: PrefillNode) -> PrefixCache:
+        pool, count = node.pool, self._host_pages
+        host = HostTier(pool, count * pool.layout.page_bytes) if count else None
+        return PrefixCache(pool.pages, PAGE_SIZE, host=host)
 
     def _node(self, rank: int) -> PrefillNode:
         model, pages = self.models[rank], self._pages[rank]
@@ -128,7 +137,8 @@ class Stages:
         self.steps.lost(1, "rank 1 of the group has died")
         self.nodes[1] = self._node(1)
         if self.caches[1] is not None:
-            self.caches[1] = PrefixCache(self.nodes[1].pool.pages, PAGE_SIZE)
+            await self.caches[1].close()
+            self.caches[1] = self._cache(self.nodes[1])
         await self._start_second()
         await until(lambda: not self.group.unavailable_reason)
 
@@ -152,6 +162,9 @@ class Stages:
         await self._stop_second(self.members[1])
         await self.members[0].stop()
         await self.nodes[0].close()
+        for cache in self.caches:
+            if cache is not None:
+                await cache.close()
         for socket in (*sockets, self.members[0].socket):
             socket.close()
         for thread in self.threads:
@@ -178,7 +191,7 @@ class Stages:
         socket = connect_dealer(f"tcp://{HERE}:{self._group_port}", life)
         shell = MemberShell(
             member, socket=socket, open_room=open_room, refuse_room=self.nodes[rank].refuse, wait_dead=wait_dead,
-            counts=Counts(), now=monotonic,
+            counts=Counts(), now=monotonic, ready=functools.partial(ready, self.caches[rank], "wait_complete"),
         )  # fmt: skip
         self.members[rank : rank + 1] = [shell]
         return shell
@@ -292,9 +305,9 @@ class Stages:
 @asynccontextmanager
 async def group(
     models: list[LoadedModel], whole: LoadedModel, *, pages: tuple[int, int] = (PAGES, PAGES), caches: bool = False,
-    rendezvous_s: float = Timing().rendezvous_s, **options: Any,
+    host_pages: int = 0, rendezvous_s: float = Timing().rendezvous_s, **options: Any,
 ) -> AsyncIterator[Stages]:  # fmt: skip
     async with AsyncExitStack() as stack:
-        found = Stages(models, whole, stack, pages, rendezvous_s, caches)
+        found = Stages(models, whole, stack, pages, rendezvous_s, caches, host_pages)
         await found.start(**options)
         yield found

@@ -51,7 +51,7 @@ class Beginnings:
             return
         self._lockstep.flush()
         for request in placed:
-            if not request.is_announced and request.cached_tokens:
+            if not request.has_begun and request.cached_tokens:
                 request.agreed, request.is_asking = 0, True
                 self._take_fewer(request)
 

@@ -253,7 +253,7 @@ class PrefillEngine(EngineLoop):
                 await self._sleep()
                 continue
             if self._lockstep is not None:
-                self._announce(self._lockstep, rows, requests)
+                self._lockstep.announce(rows, requests)
             try:
                 await self.steps.run(rows, requests)
             # The loop serves all requests: a failed step ends those in it, and is counted.
@@ -265,11 +265,6 @@ class PrefillEngine(EngineLoop):
             for request in requests:
                 if id(request) in self._running and not self._early.holds(request):
                     self._send(request)
-
-    def _announce(self, lockstep: Lockstep, rows: list[Row], requests: list[PrefillRequest]) -> None:
-        for request in requests:
-            request.is_announced = True
-        lockstep.announce(rows, requests)
 
     def _step_failed(self, requests: list[PrefillRequest], error: Exception) -> None:
         lockstep = self._lockstep
@@ -384,6 +379,7 @@ class PrefillEngine(EngineLoop):
                 to_score -= min(to_score, count)
             rows.append(Row(s, count, logits))
             requests.append(request)
+            request.has_begun = True
             left -= min(left, count)
         return rows, requests
 

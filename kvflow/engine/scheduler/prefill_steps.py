@@ -34,11 +34,17 @@ from kvflow.protocols.errors import MisuseError
 from kvflow.protocols.pages.layout import Places
 
 
+def most_cached(prompt_length: int, params: SamplingParams, fewest_tokens: int = 1) -> int:
+    """Tokens of a prompt that need not be computed: of the others logits are wanted, of the last one always."""
+    start, most = params.prompt_logprobs_from, prompt_length - fewest_tokens
+    return most if start is None else min(start, most)
+
+
 class PrefillRequest:
     """One prompt. `first` resolves to its first token once that is known here, to None when its room ends before."""
 
     __slots__ = (
-        *("agreed", "cached_tokens", "choice", "draw", "fewest_tokens", "first", "hidden_states", "is_announced"),
+        *("agreed", "cached_tokens", "choice", "draw", "fewest_tokens", "first", "has_begun", "hidden_states"),
         *("is_asking", "namespace", "params", "prefix", "queued_at_s", "room", "scorer", "sent_pages", "sequence"),
         *("states", "ticket", "told"),
     )
@@ -72,15 +78,15 @@ class PrefillRequest:
             else PromptScorer(self.sequence, start, params.logprobs or 0, params.logprob_token_ids)
         )
         self.hidden_states: PackedArray | None = None  # at the last token of the prompt
-        self.is_announced = False  # a step has named it
+        self.has_begun = False  # a step has named it
         self.choice: Choice | None = None  # once the prompt is computed, at the rank that chooses
         self.told: TokenOut | None = None  # by another rank that chooses, before the group has started it
 
     @property
     def most_cached(self) -> int:
-        """Tokens of the prompt that need not be computed: of the others logits are wanted, of the last one always."""
-        start, most = self.params.prompt_logprobs_from, self.sequence.prompt_length - self.fewest_tokens
-        return min(most if known is None else known for known in (most, start, self.agreed))
+        """Tokens of the prompt that need not be computed."""
+        most = most_cached(self.sequence.prompt_length, self.params, self.fewest_tokens)
+        return most if self.agreed is None else min(most, self.agreed)
 
     def start_again(self) -> Places:
         """Forget what was computed; returns its places. The same first token will be drawn."""

@@ -67,6 +67,7 @@ class RankReport(msgspec.Struct, frozen=True, kw_only=True):
     bytes_moved: int = 0
     internal_errors: dict[str, int] = {}
     messages_dropped: int = 0
+    cache: CacheStats | None = None
 
 
 class Report(msgspec.Struct, frozen=True, kw_only=True):

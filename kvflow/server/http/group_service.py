@@ -66,8 +66,9 @@ class GroupPrefillService(EngineService[PrefillNode, "PrefillEngine"]):
         try:
             checked = request.checked or check_prompt(request.prompt)
             first = await self._group.prefill(
-                request.room, request.prompt, checked, request.params, self._timeout_s, on_open
-            )
+                request.room, request.prompt, checked, request.params, self._timeout_s, on_open,
+                namespace=request.namespace,
+            )  # fmt: skip
         except KvflowError as error:
             if not was_opened:
                 self._node.counts.room_refused(error.cause())
@@ -84,6 +85,10 @@ class GroupPrefillService(EngineService[PrefillNode, "PrefillEngine"]):
 
     def refuse(self, room: int, prefill: str, cause: Cause, dp_rank: int | None = None) -> None:
         self._group.refuse(room, cause)
+
+    async def flush_cache(self) -> None:
+        """On every rank."""
+        self._engine.flush()
 
     def end_requests(self) -> None:
         for opened in list(self._open.values()):
@@ -114,6 +119,7 @@ def _rank_report(rank: int, status: Status | None) -> RankReport:
         bytes_moved=status.bytes_moved,
         internal_errors={"handler": status.handler_errors, "step": status.failed_steps},
         messages_dropped=status.dropped,
+        cache=status.cache,
     )
 
 

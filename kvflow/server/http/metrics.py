@@ -174,6 +174,16 @@ def _ranks(report: Report) -> Iterator[Metric]:
         )
     }
     moved = CounterMetricFamily("kvflow_rank_transfer_bytes", "KV bytes of a rank that have landed.", labels=["rank"])
+    cache = {  # by the field of `CacheStats`
+        field: family(f"kvflow_rank_cache_{field}", text, labels=["rank"])
+        for family, field, text in (
+            (GaugeMetricFamily, "pages", "Pages of a rank's pool that hold cached prefixes."),
+            (GaugeMetricFamily, "host_pages", "Pages of a rank's host memory that hold cached prefixes."),
+            (CounterMetricFamily, "hit_tokens", "Prompt tokens that all ranks had cached when a rank began."),
+            (CounterMetricFamily, "evicted_pages", "Cached pages of a rank that gave way to requests."),
+            (CounterMetricFamily, "failed_copies", "Copies between a rank's tiers that failed or were stopped."),
+        )
+    }
     for rank in report.ranks:
         number = [str(rank.rank)]
         up.add_metric(number, rank.up)
@@ -186,7 +196,10 @@ def _ranks(report: Report) -> Iterator[Metric]:
         for where, count in rank.internal_errors.items():
             errors.add_metric([*number, where], count)
         moved.add_metric(number, rank.bytes_moved)
-    yield from (up, rooms, errors, *gauges.values(), moved)
+        if rank.cache is not None:
+            for field, cached in cache.items():
+                cached.add_metric(number, getattr(rank.cache, field))
+    yield from (up, rooms, errors, *gauges.values(), moved, *cache.values())
 
 
 def _retraction(found: EngineRetractions) -> Iterator[Metric]:

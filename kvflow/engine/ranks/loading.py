@@ -1,0 +1,20 @@
+"""What a rank waits for before it is ready for a request: decode's half, and what its cache brings to the device."""
+
+from __future__ import annotations
+
+from kvflow.cache.prefix import PrefixCache
+from kvflow.engine.ranks import wire
+from kvflow.engine.scheduler.prefetch import PrefetchPolicy, beside, patience_s
+from kvflow.engine.scheduler.prefill_steps import most_cached
+from kvflow.handlers.rooms import PrefillRoom
+
+
+async def ready(cache: PrefixCache | None, prefetch: PrefetchPolicy, room: PrefillRoom, request: bytes) -> None:
+    """`request`: as the leader of the group was given it. Raises: the room's error."""
+    if cache is None or not cache.has_host:
+        await room.matched()
+        return
+    asked = wire.parse_prompt(request)
+    count = len(asked.tokens)
+    loading = cache.load(asked.tokens, most_cached(count, asked.params), asked.namespace)
+    await beside(loading, room.matched(), patience_s(prefetch, count))
