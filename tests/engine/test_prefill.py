@@ -186,7 +186,8 @@ async def test_a_failing_step_ends_its_requests_and_nothing_else(llama: LoadedMo
         room.close()
         pair.prefill.steps.runner.forward = honest  # type: ignore[method-assign]
         assert len(await pair.tokens(prompt_of(30), greedy(3))) == 3
-        assert pair.home and pair.prefill.failed_steps == 1 and pair.prefill.healthy
+        await until(lambda: pair.home)
+        assert pair.prefill.failed_steps == 1 and pair.prefill.healthy
 
 
 @pytest.mark.parametrize(
