@@ -32,6 +32,9 @@ async def test_a_conversation_goes_on_from_its_last_state(
             cached.append(found.cached_tokens)
             prompt = prompt + found.tokens + prompt_of(5, turn)
         assert cached == [0, 32, 48], "of 37 and of 50 tokens, what ends two tokens or more before the last"
+        whole = prompt_of(48)  # in whole pages, all of which decode has the second time: its row comes alone
+        tokens = [(await say(session, fleet.url, whole, NEW)).tokens for _ in range(2)]
+        assert tokens == [expected("qwen3_next", whole, NEW)] * 2
         urls = [child.url for child in (*fleet.prefills, *fleet.decodes)]
         assert await all_home(session, *urls)
         prefill, decode = [(await ask(session, f"{url}/server_info")) for url in urls]

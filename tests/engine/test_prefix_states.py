@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import asyncio
+import random
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from kvflow.cache.states import StateStore
 from kvflow.config.sources import resolve
 from kvflow.engine.model.load import LoadedModel, load_model
 from kvflow.engine.scheduler.prefill import PrefillEngine
+from kvflow.engine.scheduler.prefill_states import PromptStates
 from kvflow.launch.caching import prefix_cache
 from kvflow.launch.parts import Parts
 from kvflow.memory.pool import PagedPool
@@ -105,6 +110,18 @@ async def test_what_was_evicted_is_computed_again(loaded: Loaded) -> None:
         assert found == [0, 28, 0, 0, 28]
         stats = pair.caches[0].stats()
         assert (stats.states, stats.limit_states, stats.pages) == (1, 1, 14) and stats.evicted_states >= 2
+        assert await flushed(pair)
+
+
+async def test_a_prompt_that_decode_has_whole_moves_its_row(loaded: Loaded) -> None:
+    """Pages of a prefix are enough at decode: the state comes with the last chunk."""
+    prompt = prompt_of(32)
+    async with EnginePair(loaded("qwen3_next"), **HOW, cache="lru") as pair:
+        first = await pair.tokens(prompt, greedy(9))
+        assert pair.caches[1].stats().pages == 8, "numbers of generated tokens may be others than those of a prompt's"
+        again = await pair.outputs(prompt, greedy(9))
+        assert [out.token_id for out in again] == first and again[0].cached_tokens == 28
+        assert pair.rooms[-1].sends[-1] == (1, True) and pair.rooms[-1].pages.size == 1
         assert await flushed(pair)
 
 
@@ -276,3 +293,29 @@ def test_memory_for_no_state_is_refused() -> None:
     with pytest.raises(MisuseError, match="the pool has no rows"):
         StateStore(pool, 7)
     pool.close()
+
+
+@pytest.mark.parametrize("fewest", [1, 2])
+def test_every_prompt_is_divided_into_chunks_that_the_model_takes(fewest: int, seed: int) -> None:
+    """None is too short or too long, and its last page has a state wherever it may have one."""
+    rng = random.Random(seed)
+    model: Any = SimpleNamespace(whole_prompts=False, has_states=fewest == 2)
+    for _ in range(3000):
+        size, length, most = rng.choice((1, 2, 3, 4, 16)), rng.randint(1, 60), rng.randint(1, 20)
+        last = max(0, (length - fewest) // size * size)
+        begin, branch = (rng.randint(0, last // size) for _ in range(2))
+        cache: Any = SimpleNamespace(page_size=size)
+        states = PromptStates(cache, cache, fewest, torch.device("cpu"))
+        prefix = SimpleNamespace(branch_pages=max(begin, branch))
+        sequence = SimpleNamespace(prompt_length=length, computed=begin * size)
+        request: Any = SimpleNamespace(sequence=sequence, prefix=prefix)
+        ends = [sequence.computed]
+        while sequence.computed < length:
+            count = states.chunk(request, most, partial(LoadedModel.chunk, model))
+            assert min(fewest, length) <= count <= max(most, fewest + 1), (size, length, most, ends)
+            sequence.computed += count
+            ends.append(sequence.computed)
+        assert sequence.computed == length
+        near = {prefix.branch_pages * size} - set(range(last - fewest + 1, last))  # too near to the last one
+        for end in ({last} | near) - set(range(begin * size + fewest)):
+            assert end in ends, (size, length, most, prefix.branch_pages, ends)
