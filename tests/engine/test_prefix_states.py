@@ -122,6 +122,8 @@ async def test_a_prompt_that_decode_has_whole_moves_its_row(loaded: Loaded) -> N
         again = await pair.outputs(prompt, greedy(9))
         assert [out.token_id for out in again] == first and again[0].cached_tokens == 28
         assert pair.rooms[-1].sends[-1] == (1, True) and pair.rooms[-1].pages.size == 1
+        one_more = (await pair.outputs(prompt_of(33), greedy(1)))[0]
+        assert one_more.cached_tokens == 28, "there is a state after 32, and no token is computed alone"
         assert await flushed(pair)
 
 

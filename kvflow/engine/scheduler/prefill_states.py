@@ -114,9 +114,9 @@ class PromptStates:
             prefix.release_state()
 
     def _slot_for(self, request: CachedRequest, end: int) -> int | None:
-        """For the state before token `end`, if it is of use. Its earlier ones make way where slots are short."""
+        """For the state before token `end`, if a page ends there. Its earlier ones make way where slots are short."""
         s, states = request.sequence, request.states
-        if end % self._page_size or self._last(request) < end < s.prompt_length:
+        if end % self._page_size:
             return None
         slot = None
         if len(states) < max(1, self._store.slots.capacity // _SHARE):
