@@ -113,6 +113,20 @@ async def test_what_was_evicted_is_computed_again(loaded: Loaded) -> None:
         assert await flushed(pair)
 
 
+async def test_a_long_prompt_leaves_slots_to_others(loaded: Loaded) -> None:
+    """It has 7 ends of chunks, and the last two of them stay."""
+    async with EnginePair(loaded("lfm2"), **HOW, cache="lru", cache_states=8) as pair:
+        for salt, length in enumerate((30, 30, 30, 110)):
+            await pair.tokens(prompt_of(length, salt), greedy(1))
+        stats = pair.caches[0].stats()
+        assert (stats.states, stats.evicted_states) == (8, 0)
+        found = [
+            (await pair.outputs(prompt_of(n, salt), greedy(1)))[0].cached_tokens for salt, n in ((0, 30), (3, 110))
+        ]
+        assert found == [28, 108]
+        assert await flushed(pair)
+
+
 async def test_a_prompt_that_decode_has_whole_moves_its_row(loaded: Loaded) -> None:
     """Pages of a prefix are enough at decode: the state comes with the last chunk."""
     prompt = prompt_of(32)
