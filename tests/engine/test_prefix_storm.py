@@ -48,7 +48,7 @@ POOLS: dict[str, dict[str, Any]] = {
 }
 
 
-STATEFUL_POOLS = ("retracts", "little host memory", "recomputes", "optimistic", "host tier")
+STATEFUL_POOLS = ("retracts", "little host memory", "recomputes", "optimistic", "host tier", "write back")
 
 
 def prompts() -> list[list[int]]:
