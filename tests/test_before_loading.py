@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
@@ -30,6 +31,16 @@ async def test_a_device_that_is_not_there(run: Role, tmp_path: Path) -> None:
     """The folder holds no model, which would be noticed next."""
     assert str(tmp_path) in await refusal_of(run, tmp_path, device="cpu")
     assert "--device cuda:999: it is not there; torch" in await refusal_of(run, tmp_path, device="cuda:999")
+
+
+async def test_a_store_that_cannot_be(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    store = {"prefix_cache": "lru", "cache_host_bytes": 1 << 20, "l3": "mooncake"}
+    told = await refusal_of(run_prefill, tmp_path, **store, mooncake_master="nowhere")
+    assert told.startswith("--l3 mooncake --mooncake-master nowhere: master 'nowhere' is not host:port")
+    real = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "mooncake" else real(name))
+    told = await refusal_of(run_decode, tmp_path, **store, mooncake_master="127.0.0.1:50051")
+    assert told.endswith("mooncake is not installed: pip install 'kvflow[mooncake]'")
 
 
 async def test_host_memory_that_is_not_there(tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, NamedTuple
 
+from kvflow.cache.storage.mooncake import check_usable
 from kvflow.config.settings import Settings
 from kvflow.engine.scheduler.params import SamplingParams
 from kvflow.launch.loading import LoadingProgress
@@ -75,10 +76,15 @@ async def loaded_model(
 async def loaded(
     settings: Settings, part: ModelPart | None = None, meeting: Meeting | None = None, *, for_stage: bool = False
 ) -> AsyncGenerator[Parts, None]:
-    """The parts of a worker; the data plane's settings are checked before the model is loaded.
+    """The parts of a worker; settings of the data plane and of storage are checked before the model is loaded.
 
     `part`, `meeting`: see `loaded_model`. `for_stage`: the pool is for all shards of the stage."""
     check_plane(settings.disaggregation_transfer_backend, settings.disaggregation_ib_device, reachable(settings.host))
+    if settings.l3 == "mooncake":
+        try:
+            check_usable(settings.mooncake_master)
+        except MisuseError as error:
+            raise MisuseError(f"--l3 mooncake --mooncake-master {settings.mooncake_master}: {error}") from None
     async with loaded_model(settings, part, meeting) as (model, executor):
         streams = model.streams_of_stage if for_stage else model.streams
         ring_bytes = model.ring_bytes * (model.part.shards if for_stage else 1)

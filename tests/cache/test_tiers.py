@@ -14,6 +14,7 @@ from typing import Any
 import msgspec
 import pytest
 
+from kvflow.cache.prefix import WritePolicy
 from kvflow.cache.storage.file import FileBackend
 from kvflow.cache.storage.guarded import GuardedStorage, Limits
 from kvflow.cache.storage.identity import identity_of
@@ -35,10 +36,11 @@ async def opened(path: Path, disk: FaultyDisk | None = None, limits: Limits = QU
 
 @asynccontextmanager
 async def stored(
-    path: Path, disk: FaultyDisk | None = None, limits: Limits = QUICK, host_pages: int = 20
-) -> AsyncIterator[Bench]:
+    path: Path, disk: FaultyDisk | None = None, limits: Limits = QUICK, host_pages: int = 20,
+    write_policy: WritePolicy = "write_through",
+) -> AsyncIterator[Bench]:  # fmt: skip
     """One life of a process over this directory."""
-    async with bench(host_pages, store=await opened(path, disk, limits)) as made:
+    async with bench(host_pages, write_policy, await opened(path, disk, limits)) as made:
         yield made
 
 
@@ -316,13 +318,14 @@ async def test_a_host_with_little_room_takes_what_fits(tmp_path: Path) -> None:
         assert await found(b, *range(1, 9)) >= 3
 
 
-async def test_any_order_of_requests_faults_and_lives(tmp_path: Path, seed: int) -> None:
+@pytest.mark.parametrize("write_policy", ["write_through", "write_back"])
+async def test_any_order_of_requests_faults_and_lives(tmp_path: Path, write_policy: WritePolicy, seed: int) -> None:
     """Whatever a prompt finds was written for its tokens, in this life or one before."""
     rng = random.Random(seed)
     fetched = 0
     for _ in range(6):
         disk = FaultyDisk()
-        async with stored(tmp_path, disk, host_pages=rng.choice((6, 24))) as b:
+        async with stored(tmp_path, disk, host_pages=rng.choice((6, 24)), write_policy=write_policy) as b:
             loads: list[asyncio.Task[int]] = []
             for _ in range(80):
                 prompt = tuple(rng.choices((1, 2, 3), k=rng.randint(1, 6)))

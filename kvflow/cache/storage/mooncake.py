@@ -24,6 +24,7 @@ given to another page meanwhile, a process that died while it put.
 from __future__ import annotations
 
 import importlib
+import importlib.util
 import itertools
 import logging
 import os
@@ -58,6 +59,7 @@ _ENVIRONMENT = {
 """Read by the engine when it is loaded."""
 _KEPT: list[NDArray[np.uint8]] = []
 """What a late transfer may still reach."""
+_NOT_INSTALLED = "mooncake is not installed: pip install 'kvflow[mooncake]'"
 _ASK = """
 import os, sys
 from mooncake.store import MooncakeDistributedStore
@@ -84,7 +86,7 @@ class MooncakeBackend:
 
         Raises: MisuseError.
         """
-        self._address = parsed_address(master)
+        self._address = _parsed(master)
         if value_bytes < 1 or lent_bytes < 0:
             raise MisuseError(f"value_bytes {value_bytes} is below 1, or lent_bytes {lent_bytes} below 0")
         self.value_bytes, self.identity = value_bytes, identity
@@ -107,7 +109,7 @@ class MooncakeBackend:
         try:
             importlib.import_module("mooncake.store")
         except ModuleNotFoundError as error:
-            raise MisuseError("mooncake is not installed: pip install 'kvflow[mooncake]'") from error
+            raise MisuseError(_NOT_INSTALLED) from error
         except ImportError as error:
             raise MisuseError(
                 f"mooncake cannot be loaded ({error}): apt install libibverbs1 libnuma1 libcurl4"
@@ -244,7 +246,15 @@ class MooncakeBackend:
         return client
 
 
-def parsed_address(master: str) -> tuple[str, int]:
+def check_usable(master: str) -> None:
+    """What can be known before anything is allocated. Raises: MisuseError for an address that is none, or a package
+    that is not installed."""
+    _parsed(master)
+    if importlib.util.find_spec("mooncake") is None:
+        raise MisuseError(_NOT_INSTALLED)
+
+
+def _parsed(master: str) -> tuple[str, int]:
     """Host and port. Raises: MisuseError."""
     host, _, port = master.rpartition(":")
     if not host or not port.isascii() or not port.isdigit() or not 0 < int(port) < 1 << 16:
