@@ -36,7 +36,7 @@ from kvflow.protocols.cache.residents import Freed
 from kvflow.protocols.pages.layout import PageIndices
 
 WritePolicy = Literal["write_through", "write_through_selective", "write_back"]
-_ROUNDS = 8
+_ROUNDS = 8  # of waiting for pages that leave, see `_load`
 _log = logging.getLogger("kvflow.cache")
 Tokens = NDArray[np.integer[Any]]
 

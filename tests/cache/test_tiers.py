@@ -197,6 +197,11 @@ async def test_what_the_store_has_lost_is_stored_again(tmp_path: Path) -> None:
         assert b.cache.stats().lost_pages == 4
         subscriber.replay(b.cache.take_events())
         assert len(subscriber.content()[Tier.STORAGE]) == 4 + 5
+        b.run(5, 6, 7, 8, 1)
+        await settled(b)
+        assert b.cache.stats().lost_pages == 8, "it is asked each time"
+        b.run(1, 2, 3, 4, 9)
+        await settled(b)
     async with stored(tmp_path) as b:
         assert await found(b, 1, 2, 3, 4, 9) == 5
 
