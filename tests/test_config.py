@@ -131,7 +131,6 @@ def test_booleans_are_words_in_the_environment() -> None:
             {},
             ["--l3 mooncake needs --mooncake-master"],
         ),
-        ("prefill", {"prefix_cache": "lru", "pp": "2"}, {}, ["--prefix-cache lru with --pp 2 --tp 1"]),
         ("router", {}, {}, ["--prefill", "--decode"]),
         (
             "router",

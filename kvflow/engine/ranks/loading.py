@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from kvflow.cache.prefix import PrefixCache
 from kvflow.engine.ranks import wire
-from kvflow.engine.scheduler.prefetch import PrefetchPolicy, beside, patience_s
+from kvflow.engine.scheduler.prefetch import PrefetchPolicy, bring_beside
 from kvflow.engine.scheduler.prefill_steps import most_cached
 from kvflow.handlers.rooms import PrefillRoom
 
@@ -15,6 +15,5 @@ async def ready(cache: PrefixCache | None, prefetch: PrefetchPolicy, room: Prefi
         await room.matched()
         return
     asked = wire.parse_prompt(request)
-    count = len(asked.tokens)
-    loading = cache.load(asked.tokens, most_cached(count, asked.params), asked.namespace)
-    await beside(loading, room.matched(), patience_s(prefetch, count))
+    most_tokens = most_cached(len(asked.tokens), asked.params)
+    await bring_beside(room.matched(), cache, prefetch, asked.tokens, most_tokens, asked.namespace)
