@@ -82,7 +82,7 @@ class PrefixIndex:
         if not path:
             return Match(branch_pages=branch_pages) if branch_pages else _MISS
         device: list[PageIndices] = []
-        device_end, usable, needs_state = None, 0, self._needs_state
+        device_end: Node | None = None
         present = RunPhase.PRESENT
         contiguous = True
         for node in path:
@@ -91,13 +91,16 @@ class PrefixIndex:
             if contiguous:
                 if node.phase[0] is present:
                     device.append(node.pages[0])  # type: ignore[arg-type]  # PRESENT has pages
-                    if not needs_state or node.state is not None:
-                        device_end, usable = node, len(device)
+                    device_end = node
                 else:
                     contiguous = False
+        if self._needs_state:
+            while device_end is not None and device_end.state is None:
+                device.pop()
+                device_end = device_end.parent if device else None
         state = None if device_end is None else device_end.state
         end = path[-1]
-        return Match(end.depth, end, joined(device[:usable]), device_end, state, branch_pages)
+        return Match(end.depth, end, joined(device), device_end, state, branch_pages)
 
     def insert(
         self,
