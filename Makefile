@@ -34,6 +34,7 @@ prove: setup
 	$(BIN)/kvflow sim --plant all $(ARGS)
 	$(BIN)/kvflow sim --bare --plant all $(ARGS)
 	$(BIN)/kvflow sim --group 4 --plant all $(ARGS)
+	$(BIN)/kvflow sim --cache --plant all $(ARGS)
 
 mutants: setup
 	$(BIN)/python -m tests.proof.mutants $(ARGS)

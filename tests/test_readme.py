@@ -35,6 +35,7 @@ QUICK = [command for command in OTHERS if "--seed 7" in command]
 LESS = {
     "kvflow sim --seeds": "--seeds 0:40",
     "kvflow sim --bare": "--seeds 0:300",
+    "kvflow sim --cache": "--seeds 0:20",
     "kvflow sim --group": "--seeds 0:60",
     "kvflow sim --exhaust": "--bounds eviction",
     "kvflow bench transfer": "--transfer-backend local --pairs 2",

@@ -35,6 +35,7 @@ class Member:
         self.name, self.process, self.node, self.plane, self.seen, self.group = name, process, node, plane, seen, group
         self.tasks: list[asyncio.Task[None]] = []
         self.snapshots: Snapshots | None = None  # of a decode
+        self.cache: Any = None  # a `cached.NodeCache`, where there are some
         self.leaving = False
 
     @property
@@ -137,6 +138,8 @@ class Cluster:
                 await member.snapshots.close()
             if tasks := [task for task in member.tasks if not task.done()]:
                 await asyncio.wait(tasks)
+            if member.cache is not None:
+                await member.cache.close()
             self.loop.soon(self._left, member)
 
         member.process.run(asyncio.ensure_future, close())

@@ -48,12 +48,15 @@ def sim(
             metavar="RANKS",
         ),
     ] = 0,
+    cache: Annotated[bool, typer.Option("--cache", help="Whole nodes with prefix caches, whose tiers fail.")] = False,
     jobs: Annotated[int, typer.Option(help="Processes that share the seeds.", min=1)] = 1,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object on stdout.")] = False,
 ) -> None:
     """Exit status 1 when an invariant broke, or a plant was not found."""
+    if (chosen := bare + bool(group) + cache) > 1:
+        raise MisuseError(f"{chosen} of --bare, --group and --cache are given: choose one")
     if plants:
-        return _list_plants(bare, group, as_json)
+        return _list_plants(bare, group, cache, as_json)
     if exhaust:
         from kvflow.testing.walk import run
 
@@ -61,15 +64,16 @@ def sim(
             return _list_worlds(run.ALL_SETS, run.TEXTS, as_json)
         return _report(run.run(bounds, plant, _say), as_json)
     if seed is not None:
-        return _one(seed, plant, trace, bare, group, as_json)
+        return _one(seed, plant, trace, bare, group, cache, as_json)
     if plant:
-        return _hunt(plant, seeds, bare, group, as_json)
+        return _hunt(plant, seeds, bare, group, cache, as_json)
     from kvflow.testing.sim.report import simulate_many
 
-    return _report(simulate_many(_range(seeds or "0:1000"), jobs, say=_say, bare=bare, group=group), as_json)
+    found = simulate_many(_range(seeds or "0:1000"), jobs, say=_say, bare=bare, group=group, cache=cache)
+    return _report(found, as_json)
 
 
-def _one(seed: int, plant: str, trace: bool, bare: bool, group: int, as_json: bool) -> None:
+def _one(seed: int, plant: str, trace: bool, bare: bool, group: int, cache: bool, as_json: bool) -> None:
     from kvflow.testing.sim.report import described
 
     simulate: Callable[..., Outcome]
@@ -78,6 +82,9 @@ def _one(seed: int, plant: str, trace: bool, bare: bool, group: int, as_json: bo
         from kvflow.testing.group.run import simulate as simulate_group
 
         simulate = partial(simulate_group, ranks=group)
+    elif cache:
+        from kvflow.testing.cached.plants import planted
+        from kvflow.testing.cached.run import simulate
     elif bare:
         from kvflow.testing.bare.plants import planted
         from kvflow.testing.bare.run import simulate
@@ -92,17 +99,22 @@ def _one(seed: int, plant: str, trace: bool, bare: bool, group: int, as_json: bo
         outcome = simulate(seed, tell=tell if trace else None)
     report: dict[str, Any] = {"seed": seed, "violations": 0, "faults": dict(outcome.faults), "steps": outcome.steps}
     if outcome.violation is not None:
-        report |= {"violations": 1, **described(outcome, plant, bare=bare, group=group)}
+        report |= {"violations": 1, **described(outcome, plant, bare=bare, group=group, cache=cache)}
     _report(report, as_json)
 
 
-def _hunt(plant: str, seeds: str, bare: bool, group: int, as_json: bool) -> None:
+def _hunt(plant: str, seeds: str, bare: bool, group: int, cache: bool, as_json: bool) -> None:
     hunt: Callable[..., dict[str, Any]]
     if group:
         from kvflow.testing.group.plants import all_plants
         from kvflow.testing.group.plants import hunt as hunt_in_group
 
         hunt = partial(hunt_in_group, ranks=group)
+    elif cache:
+        from kvflow.testing.cached.plants import all_plants
+        from kvflow.testing.cached.plants import hunt as hunt_cached
+
+        hunt = hunt_cached
     elif bare:
         from kvflow.testing.bare.plants import all_plants
         from kvflow.testing.bare.plants import hunt as hunt_bare
@@ -130,9 +142,11 @@ def _hunt(plant: str, seeds: str, bare: bool, group: int, as_json: bool) -> None
         raise typer.Exit(1)
 
 
-def _list_plants(bare: bool, group: int, as_json: bool) -> None:
+def _list_plants(bare: bool, group: int, cache: bool, as_json: bool) -> None:
     if group:
         from kvflow.testing.group.plants import all_plants
+    elif cache:
+        from kvflow.testing.cached.plants import all_plants
     elif bare:
         from kvflow.testing.bare.plants import all_plants
     else:

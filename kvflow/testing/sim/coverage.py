@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
-from kvflow.protocols.machines import decode_room, grants, group, link, loan, peer, prefill_room, residency
+from kvflow.protocols.machines import cached_run, decode_room, grants, group, link, loan, peer, prefill_room, residency
 from kvflow.protocols.machines.tables import ERROR, Moves, Table
 from kvflow.testing.sim.swap import swapped
 
@@ -23,6 +23,7 @@ TABLES: dict[str, AnyTable] = {
 TABLES_OF_NODES = TABLES | {"residency": residency.TABLE}
 """Endpoints are all of the protocol; whole nodes also have requests that leave the device and come back."""
 TABLES_OF_GROUPS = TABLES | {"group member": group.MEMBER, "group leader": group.LEADER}
+TABLES_OF_CACHES = TABLES | {"cached run": cached_run.TABLE}
 
 Cell = tuple[str, int, int]
 """Table, phase, kind."""
@@ -31,7 +32,7 @@ Cell = tuple[str, int, int]
 @contextmanager
 def covered(visits: Counter[Cell]) -> Iterator[None]:
     """Count every look into the tables."""
-    tables = (TABLES_OF_NODES | TABLES_OF_GROUPS).items()
+    tables = (TABLES_OF_NODES | TABLES_OF_GROUPS | TABLES_OF_CACHES).items()
     counts = {name: [[0 for _ in table.kinds] for _ in table.phases] for name, table in tables}
     with ExitStack() as swaps:
         for name, table in tables:

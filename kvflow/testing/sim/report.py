@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
-from kvflow.testing.sim.coverage import TABLES, TABLES_OF_GROUPS, TABLES_OF_NODES, Cell, report
+from kvflow.testing.sim.coverage import TABLES, TABLES_OF_CACHES, TABLES_OF_GROUPS, TABLES_OF_NODES, Cell, report
 from kvflow.testing.sim.faults import KINDS, ON_COPIES
 from kvflow.testing.sim.outcome import Outcome
 from kvflow.testing.sim.plants import planted
@@ -27,17 +27,19 @@ def simulate_many(
     *,
     bare: bool = False,
     group: int = 0,
+    cache: bool = False,
 ) -> dict[str, Any]:
-    """Play `seeds`, of whole nodes or of bare endpoints, or of one group of so many ranks; the report counts, and tells
-    how to replay each violation."""
+    """Play `seeds`, of whole nodes, with prefix caches or without, or of bare endpoints, or of one group of so many
+    ranks; the report counts, and tells how to replay each violation."""
     bare = bare or bool(group)
+    tables = TABLES_OF_CACHES if cache else TABLES_OF_GROUPS if group else TABLES if bare else TABLES_OF_NODES
     visits: Counter[Cell] = Counter()
     faults: Counter[str] = Counter(dict.fromkeys(KINDS if bare else (*KINDS, *ON_COPIES), 0))
     endings: Counter[str] = Counter()
     violations: list[dict[str, Any]] = []
     steps: list[int] = []
     cpu_s, few_faults, rooms, rooms_min, nodes_min = 0.0, 0, 0, 1 << 30, 1 << 30
-    for outcomes, cells in _batches(seeds, jobs, plant, bare, group):
+    for outcomes, cells in _batches(seeds, jobs, plant, bare, group, cache):
         visits.update(cells)
         for outcome in outcomes:
             faults.update(outcome.faults)
@@ -48,7 +50,7 @@ def simulate_many(
             rooms += outcome.rooms
             rooms_min, nodes_min = min(rooms_min, outcome.rooms), min(nodes_min, outcome.nodes)
             if outcome.violation is not None:
-                violations.append(described(outcome, plant, bare=bare, group=group))
+                violations.append(described(outcome, plant, bare=bare, group=group, cache=cache))
                 say(f"seed {outcome.seed}: {outcome.violation.invariant}: {outcome.violation.text}")
         if len(steps) % 1000 == 0:
             say(f"{len(steps)} of {len(seeds)} seeds, {len(violations)} violations")
@@ -62,7 +64,7 @@ def simulate_many(
         "steps_per_s": round(sum(steps) / cpu_s),
         "seeds_per_s": round(len(seeds) / cpu_s, 1),  # of CPU time, on one core
         "rooms": rooms,
-        "cells": report(visits, TABLES_OF_GROUPS if group else TABLES if bare else TABLES_OF_NODES),
+        "cells": report(visits, tables),
         "endings": dict(endings.most_common()),
         "seeds_with_fewer_than_2_fault_kinds": few_faults,
         "min_rooms": rooms_min,
@@ -71,18 +73,20 @@ def simulate_many(
     }
 
 
-def described(outcome: Outcome, plant: str = "", *, bare: bool = False, group: int = 0) -> dict[str, Any]:
+def described(
+    outcome: Outcome, plant: str = "", *, bare: bool = False, group: int = 0, cache: bool = False
+) -> dict[str, Any]:
     assert outcome.violation is not None
-    how = f" --group {group}" if group else " --bare" * bare
+    how = f" --group {group}" if group else " --bare" * bare + " --cache" * cache
     replay = f"kvflow sim{how} --seed {outcome.seed} --trace" + (f" --plant {plant!r}" if plant else "")
     return {"seed": outcome.seed, **outcome.violation._asdict(), "replay": replay}
 
 
 def _batches(
-    seeds: Sequence[int], jobs: int, plant: str, bare: bool, group: int
+    seeds: Sequence[int], jobs: int, plant: str, bare: bool, group: int, cache: bool
 ) -> Iterator[tuple[list[Outcome], Counter[Cell]]]:
     batches = [seeds[start : start + BATCH] for start in range(0, len(seeds), BATCH)]
-    play = partial(_play_bare if bare else _play, plant=plant)
+    play = partial(_play_cached if cache else _play_bare if bare else _play, plant=plant)
     if group:
         play = partial(_play_group, plant=plant, ranks=group)
     if jobs == 1:
@@ -105,6 +109,15 @@ def _play_bare(seeds: Sequence[int], plant: str) -> tuple[list[Outcome], Counter
     visits: Counter[Cell] = Counter()
     with planted_bare(plant):
         return [simulate_bare(seed, visits=visits) for seed in seeds], visits
+
+
+def _play_cached(seeds: Sequence[int], plant: str) -> tuple[list[Outcome], Counter[Cell]]:
+    from kvflow.testing.cached.plants import planted as planted_cached
+    from kvflow.testing.cached.run import simulate as simulate_cached
+
+    visits: Counter[Cell] = Counter()
+    with planted_cached(plant):
+        return [simulate_cached(seed, visits=visits) for seed in seeds], visits
 
 
 def _play_group(seeds: Sequence[int], plant: str, ranks: int) -> tuple[list[Outcome], Counter[Cell]]:

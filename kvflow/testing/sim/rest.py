@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from kvflow.cache.tiers import OWNER
 from kvflow.node import DecodeNode, PrefillNode
 from kvflow.protocols.machines.loan import LoanPhase
 from kvflow.protocols.ports import WriteOutcome
@@ -75,7 +76,7 @@ def _left_at_decode(member: Member, oracle: Oracle, doubts: bool) -> list[str]:
         found.append(f"{name}: {len(core.ledger)} loans, {loans} of links that are known")
     if handles := node.shell.rooms.keys() - in_doubt:
         found.append(f"{name}: handles of grants {sorted(handles)}")
-    out = books.out
+    out = books.out - books.owners.count(OWNER)  # what is cached is at rest
     inherited = node._inheritance.left() if doubts and node._inheritance is not None else []
     lent += sum({id(loan.pages): len(loan.pages) for loan in inherited}.values())
     if out > lent or node.quarantined_pages != out:

@@ -38,11 +38,13 @@ PROBES, PROBE_CHUNKS = 6, (1, 1)  # good rooms for every pair, pages of their ch
 class Run:
     """One scenario on one cluster."""
 
+    make_cluster: type[Cluster] = Cluster
+
     def __init__(
         self, loop: VirtualLoop, faults: Faults, scenario: Scenario, scheduler: Scheduler, oracle: Oracle
     ) -> None:
         self.loop, self.faults, self.scenario, self.scheduler, self.oracle = loop, faults, scenario, scheduler, oracle
-        self.cluster = Cluster(loop, oracle, faults, scenario.variety)
+        self.cluster = self.make_cluster(loop, oracle, faults, scenario.variety)
         self.endings = Endings(oracle, forgetful=_forgetful(scenario))
         self._places: list[Member] = []  # who is in each place now
         self._probe_room = 1_000_000
@@ -58,7 +60,7 @@ class Run:
             self.loop.later(accident.at_s, self._happen, accident)
         await asyncio.sleep(FAULTS_END_S)
         await self._two_kinds_at_least()
-        self._calm()
+        self.calm()
         await self._until_rest(SETTLE_S, "with the faults over", doubts=True)
         await asyncio.sleep(RECOVER_S)  # links that were given up come back with a heartbeat
         if self.scenario.variety.fences == LATE:
@@ -68,6 +70,7 @@ class Run:
             await self._probe()
         await self._until_rest(REST_S, "after one more room", doubts=True)
         self._check_counts()
+        self.at_the_end()
         self.cluster.tell_lies()
         await asyncio.sleep(RECOVER_S)
         for member in self.cluster.members:
@@ -213,7 +216,7 @@ class Run:
             self._happen(Accident(0.0, kind, up[-1], 0.2))
             await asyncio.sleep(0.25)
 
-    def _calm(self) -> None:
+    def calm(self) -> None:
         """No more faults: what was dropped stays lost, what is late stays late, but nothing new goes wrong."""
         self.oracle.trace(lambda: "calm")
         self.faults.calm()
@@ -228,11 +231,22 @@ class Run:
 
     async def _until_rest(self, patience_s: float, when: str, *, doubts: bool) -> None:
         deadline_s = self.loop.time() + patience_s
-        while still := left(self.cluster.members, self.oracle, doubts=doubts):
+        while still := self.still_left(doubts=doubts):
             if self.loop.time() >= deadline_s:
                 return self.oracle.broken("I5", f"{when}, after {patience_s:g} s: {'; '.join(still)}")
             await asyncio.sleep(0.1)
         return None
+
+    def still_left(self, *, doubts: bool) -> list[str]:
+        """What is not at rest, in words."""
+        return left(self.cluster.members, self.oracle, doubts=doubts)
+
+    def counted(self) -> dict[str, int]:
+        """What else the report is to count."""
+        return {}
+
+    def at_the_end(self) -> None:
+        """Nothing is under way, and every node that lives has shown that it works."""
 
     async def _probe(self) -> None:
         """The next good room works, for every pair that lives (I7)."""
@@ -278,19 +292,38 @@ def simulate(
     tell: Callable[[float, str, str], None] | None = None,
 ) -> Outcome:
     """Play one seed. `tell(virtual time, who, what)` hears the story."""
-    begun = process_time()
     rng = random.Random(seed)
     loop = VirtualLoop(rng)
     faults = Faults(rng, copies=True)
     scenario = draw(rng, faults)
+
+    def make_run(oracle: Oracle) -> Run:
+        return Run(loop, faults, scenario, scheduler or PlainScheduler(), oracle)
+
+    return played(seed, loop, faults, scenario, Oracle, make_run, visits=visits, tell=tell)
+
+
+def played(
+    seed: int,
+    loop: VirtualLoop,
+    faults: Faults,
+    scenario: Scenario,
+    make_oracle: Callable[[VirtualLoop, Callable[[str], None] | None], Oracle],
+    make_run: Callable[[Oracle], Run],
+    *,
+    visits: Counter[Cell] | None = None,
+    tell: Callable[[float, str, str], None] | None = None,
+) -> Outcome:
+    """What has been drawn, to its end."""
+    begun = process_time()
 
     def line(what: str) -> None:
         assert tell is not None
         process = current_process()
         tell(loop.time(), process.name if process else "", what)
 
-    oracle = Oracle(loop, None if tell is None else line)
-    run = Run(loop, faults, scenario, scheduler or PlainScheduler(), oracle)
+    oracle = make_oracle(loop, None if tell is None else line)
+    run = make_run(oracle)
     try:
         with covered(Counter() if visits is None else visits), observed(run.endings), _logged(oracle), _plenty():
             loop.play(run.play())
@@ -312,7 +345,7 @@ def simulate(
         virtual_s,
         process_time() - begun,
         faults.struck,
-        run.endings.count,
+        {**run.endings.count, **run.counted()},
         len(scenario.requests),
         sum(scenario.groups) + scenario.decodes,
     )

@@ -101,7 +101,7 @@ def _request(rng: random.Random, room: int, groups: int, decodes: int) -> Reques
     return Request(
         room,
         prompt,
-        _chunks(rng, pages),
+        draw_chunks(rng, pages),
         rng.randrange(groups),
         rng.randrange(decodes),
         prefill,
@@ -136,7 +136,8 @@ def _retracted(rng: random.Random, request: Request, leg: Leg) -> list[Request]:
     return [request._replace(decode=leg._replace(ends=(after_s, "close"))), again]
 
 
-def _chunks(rng: random.Random, pages: int) -> list[int]:
+def draw_chunks(rng: random.Random, pages: int) -> list[int]:
+    """Pages of each chunk of a prompt."""
     chunks: list[int] = []
     while pages:
         chunks.append(rng.randint(1, min(pages, 3)))

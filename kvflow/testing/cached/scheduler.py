@@ -1,0 +1,191 @@
+"""What an engine with prefix caches does with rooms: it finds, locks, loads, computes what is missing, and keeps it."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import numpy as np
+
+from kvflow.aio import in_thread
+from kvflow.cache.prefix import Prefix
+from kvflow.handlers.rooms import DecodeRoom, PrefillRoom
+from kvflow.node import DecodeNode, PrefillNode
+from kvflow.protocols.errors import Cause, Code, KvflowError
+from kvflow.protocols.pages.layout import PageIndices
+from kvflow.testing.cached.node_cache import NodeCache
+from kvflow.testing.cached.texts import Texts
+from kvflow.testing.sim.engine import Job
+from kvflow.testing.sim.pages import books_of
+from kvflow.testing.sim.variety import PAGE_SIZE
+
+PRESSED = 0.15  # the share of requests after which everything is evicted that can be
+LOAD_S = 0.15  # a request waits so long for what is loaded
+
+
+class CachingScheduler:
+    """Every job at once, with the cache of its node. Only what a room that has succeeded has is kept."""
+
+    def __init__(self, texts: Texts, caches: dict[int, NodeCache], counts: Counter[str], rng: random.Random) -> None:
+        """`caches` by the identity of their node."""
+        self._texts, self._caches, self._counts, self._rng = texts, caches, counts, rng
+        self._promised: Counter[int] = Counter()  # pages of rooms that have not got theirs yet, by node
+
+    async def prefill(self, node: PrefillNode, job: Job) -> None:
+        if job.refused:
+            return node.refuse(job.room, Cause(Code.CAPACITY, "the engine will not have it"))
+        mine, prompt, owner = self._caches[id(node)], np.array(job.prompt), object()
+        total = -(-len(job.prompt) // PAGE_SIZE)
+        async with node.room(job.room, job.prompt, deadline_s=job.deadline_s) as room:
+            job.close = room.close
+            await self._load(mine, job.prompt, len(job.prompt) - 1)
+            had = await room.matched()
+            with self._found(mine, job.prompt, len(job.prompt) - 1) as prefix:
+                cached = kept = int(prefix.pages.size)
+                node.pool.pages.reclaim(total - cached)
+                try:
+                    own = node.pages.take_room(total - cached, owner)
+                except KvflowError as error:
+                    room.close(error.cause())
+                    raise
+                pages = np.concatenate([prefix.pages, own])
+                try:
+                    sent, at = -(-had // PAGE_SIZE), 0
+                    for number, count in enumerate(self._chunks(job, total)):
+                        if number == job.fails_at:
+                            kept = self.engine_failed(node, job, room, pages, owner, prefix)
+                            return None
+                        at += count
+                        await in_thread(self._model_step(node, job, pages, max(at - count, cached), at))
+                        if at == total or at > sent:
+                            last = at == total
+                            room.send(pages[sent:at], last=last, handoff=job.handoff if last else b"")
+                            sent = max(at, sent)
+                    await room.done()
+                    mine.check(prefix, job.prompt, "after use")
+                    kept = mine.cache.keep(prompt, pages, owner, prefix)
+                    self._press(node)
+                    job.succeeded = True
+                finally:
+                    node.pages.give_back(pages[kept:], owner)
+        return None
+
+    async def decode(self, node: DecodeNode, job: Job) -> None:
+        if job.refused:
+            return node.refuse(job.room, job.ranks(), Cause(Code.CAPACITY, "decode will not have it"))
+        mine, prompt = self._caches[id(node)], np.array(job.prompt)
+        if job.offers_after_s is None:
+            await self._load(mine, job.prompt, len(job.prompt))
+        with self._found(mine, job.prompt, len(job.prompt)) as prefix, self._room_made(node, job, prefix):
+            open_room = node.room if job.offers_after_s is None else node.announce
+            opened = open_room(
+                job.room, job.ranks(), job.prompt, deadline_s=job.deadline_s, prefix_tokens=prefix.tokens
+            )
+            job.close = opened.close
+            if job.topples is not None:
+                opened.on_end(job.topples)
+            if job.offers_after_s is not None:
+                try:
+                    await asyncio.sleep(job.offers_after_s)
+                except asyncio.CancelledError:
+                    opened.close()
+                    raise
+                opened.offer()
+            try:
+                async with opened as room:
+                    await room.landed()
+                    await self._generate(node, job, room, prefix, prompt)
+            except KvflowError:
+                self.room_failed(node, job, opened, prefix)
+                raise
+        return None
+
+    async def _generate(self, node: DecodeNode, job: Job, room: DecodeRoom, prefix: Prefix, prompt: np.ndarray) -> None:
+        mine, owner, kept = self._caches[id(node)], object(), 0
+        own, cached = room.keep(owner), int(prefix.pages.size)
+        try:
+            await asyncio.sleep(job.kept_s)
+            mine.check(prefix, job.prompt, "after use")
+            kept = mine.cache.keep(prompt, np.concatenate([prefix.pages, own]), owner, prefix) - cached
+            self._press(node)
+            job.succeeded = True
+        finally:
+            node.pages.give_back(own[kept:], owner)
+
+    # --- what must not be kept: bugs are planted here
+
+    def room_failed(self, node: DecodeNode, job: Job, room: DecodeRoom, prefix: Prefix) -> None:
+        """Its pages are the room's: who writes to them still may."""
+        self._counts["rooms that failed"] += 1
+
+    def engine_failed(
+        self, node: PrefillNode, job: Job, room: PrefillRoom, pages: PageIndices, owner: object, prefix: Prefix
+    ) -> int:
+        """Some of its pages may not be computed. Returns how many of them are the cache's now."""
+        room.close(Cause(Code.ENGINE_ERROR, "the engine broke down"))
+        return int(prefix.pages.size)
+
+    # --- parts of both
+
+    def _press(self, node: PrefillNode | DecodeNode) -> None:
+        """Sometimes pages are wanted at once: what was kept is being copied then."""
+        if self._rng.random() < PRESSED:
+            node.pool.pages.reclaim(node.pool.pages.available_pages)
+
+    async def _load(self, mine: NodeCache, prompt: list[int], most_tokens: int) -> None:
+        if mine.cache.has_host:
+            loading = asyncio.ensure_future(mine.cache.load(np.array(prompt), most_tokens))
+            try:
+                await asyncio.wait_for(loading, LOAD_S)
+            except TimeoutError:
+                self._counts["loads that took too long"] += 1
+
+    @contextmanager
+    def _found(self, mine: NodeCache, prompt: list[int], most_tokens: int) -> Iterator[Prefix]:
+        """What the device has of it, locked."""
+        self._texts.add(prompt)
+        prefix = mine.cache.match(np.array(prompt), most_tokens)
+        try:
+            mine.cache.count(len(prompt), prefix)
+            self._counts["prompts"] += 1
+            self._counts["cached pages used"] += int(prefix.pages.size)
+            mine.check(prefix, prompt, "when found")
+            yield prefix
+        finally:
+            prefix.release()
+
+    @contextmanager
+    def _room_made(self, node: DecodeNode, job: Job, prefix: Prefix) -> Iterator[None]:
+        """As an admission does: pages that were promised to others are not there."""
+        wanted, mine = -(-len(job.prompt) // PAGE_SIZE) - int(prefix.pages.size), self._promised
+        pages = node.pool.pages
+        pages.reclaim(min(mine[id(node)] + wanted, pages.available_pages))
+        mine[id(node)] += wanted
+        try:
+            yield
+        finally:
+            mine[id(node)] -= wanted
+
+    @staticmethod
+    def _chunks(job: Job, total: int) -> list[int]:
+        counts = list(job.chunks)
+        if sum(counts) != total:
+            raise AssertionError(f"room {job.room}: chunks of {counts} pages for a prompt of {total}")
+        return counts
+
+    def _model_step(self, node: PrefillNode, job: Job, pages: PageIndices, first: int, end: int) -> Callable[[], None]:
+        """Computes the prompt's pages from number `first` to `end`; call it in a thread. It reads those before."""
+        books, digests = books_of(node.pages), self._texts.add(job.prompt)
+        for page in pages[:end].tolist():
+            books.readers[page] += 1
+
+        def compute() -> None:
+            for index in range(first, end):
+                books.bytes.fill(int(pages[index]), digests[index], 0)
+            for page in pages[:end].tolist():
+                books.readers[page] -= 1
+
+        return compute
