@@ -34,9 +34,9 @@ FOUND_BY = {
     "source of a copy let go": (1, "I13"),
     "failed write keeps its pages": (2, "I5"),
     "eviction not told": (0, "I10"),
-    "torn file accepted": (3, "I10"),
+    "torn file accepted": (12, "I10"),
     "doubtful page cached": (0, "I2"),
-    "failed prompt cached": (0, "I10"),
+    "failed prompt cached": (4, "I10"),
 }
 
 

@@ -42,7 +42,7 @@ def draw_plan(rng: random.Random) -> CachePlan:
     host_pages = rng.choice((0, 6, 16, 40, 40))
     return CachePlan(
         rng.choice(("lru", "lru", "lfu", "slru", "priority", "depth")),
-        rng.choice(("write_through", "write_through", "write_through_selective")),
+        rng.choice(("write_through", "write_through", "write_through_selective", "write_back")),
         host_pages,
         bool(host_pages) and rng.random() < 0.7,
     )
