@@ -176,9 +176,9 @@ def forget_what_was_preempted(patch: pytest.MonkeyPatch) -> None:
 def forget_what_has_not_started(patch: pytest.MonkeyPatch) -> None:
     drop = StepFollower._drop
 
-    def planted(self: StepFollower, ticket: int) -> None:
+    def planted(self: StepFollower, ticket: int, **how: Any) -> None:
         if ticket not in self.requests or self.requests[ticket].started:
-            drop(self, ticket)
+            drop(self, ticket, **how)
 
     patch.setattr(StepFollower, "_drop", planted)
 
