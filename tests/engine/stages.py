@@ -12,7 +12,7 @@ from time import monotonic
 from typing import Any
 
 from kvflow.cache.host import HostTier
-from kvflow.cache.prefix import PrefixCache
+from kvflow.cache.prefix import PrefixCache, WritePolicy
 from kvflow.engine.model.load import LoadedModel
 from kvflow.engine.ranks import wire
 from kvflow.engine.ranks.following import StepFollower
@@ -50,11 +50,12 @@ class Stages:
     def __init__(
         self, models: list[LoadedModel], whole: LoadedModel, stack: AsyncExitStack, pages: tuple[int, int],
         rendezvous_s: float, caches: bool, host_pages: int,
+        write_policy: WritePolicy,
     ) -> None:  # fmt: skip
         self.models, self.whole, self._stack, self._pages = models, whole, stack, pages
         self._timing = Timing(rendezvous_s=rendezvous_s)
         self.nodes = [self._node(rank) for rank in range(STAGES)]
-        self._host_pages = host_pages
+        self._host_pages, self._write_policy = host_pages, write_policy
         self.caches = [self._cache(n) if caches else None for n in self.nodes]
         self.threads = [ThreadPoolExecutor(1) for _ in range(STAGES + 1)]
         self.members: list[MemberShell] = []
@@ -70,7 +71,7 @@ class Stages:
     def _cache(self, node: PrefillNode) -> PrefixCache:
         pool, count = node.pool, self._host_pages
         host = HostTier(pool, count * pool.layout.page_bytes) if count else None
-        return PrefixCache(pool.pages, PAGE_SIZE, host=host)
+        return PrefixCache(pool.pages, PAGE_SIZE, host=host, write_policy=self._write_policy)
 
     def _node(self, rank: int) -> PrefillNode:
         model, pages = self.models[rank], self._pages[rank]
@@ -305,9 +306,10 @@ class Stages:
 @asynccontextmanager
 async def group(
     models: list[LoadedModel], whole: LoadedModel, *, pages: tuple[int, int] = (PAGES, PAGES), caches: bool = False,
-    host_pages: int = 0, rendezvous_s: float = Timing().rendezvous_s, **options: Any,
+    host_pages: int = 0, write_policy: WritePolicy = "write_through", rendezvous_s: float = Timing().rendezvous_s,
+    **options: Any,
 ) -> AsyncIterator[Stages]:  # fmt: skip
     async with AsyncExitStack() as stack:
-        found = Stages(models, whole, stack, pages, rendezvous_s, caches, host_pages)
+        found = Stages(models, whole, stack, pages, rendezvous_s, caches, host_pages, write_policy)
         await found.start(**options)
         yield found

@@ -131,10 +131,11 @@ async def played(
     within_s: float,
     caches: bool = False,
     tries: int = 2,
+    **options: Any,
 ) -> tuple[Counter[str], Any]:
     """How the requests of one storm have ended, and what the engine has counted. Raises what is wrong."""
     expected = {length: tiny_models.generate(stock, prompt_in(length, caches), 4) for length in LENGTHS}
-    options: dict[str, Any] = {"chunk_tokens": 8, "max_batch_tokens": 16, "optimistic_tries": tries}
+    options |= {"chunk_tokens": 8, "max_batch_tokens": 16, "optimistic_tries": tries}
     async with group(stages, llama, pages=POOLS, caches=caches, **options) as ranks:
         storm = Storm(ranks, random.Random(seed), expected, breaks)
         try:

@@ -287,11 +287,18 @@ async def test_a_rank_that_is_lost_between_its_answer_and_the_step(
 
 # --- storms
 
+STORMS: dict[str, dict[str, Any]] = {
+    "all are matched first": {"tries": 0},
+    "some begin early": {"tries": 2},
+    "host memory": {"tries": 2, "host_pages": 24},
+    "little host memory": {"tries": 0, "host_pages": 6, "write_policy": "write_back"},
+}
+
 
 @pytest.mark.slow
-@pytest.mark.parametrize("tries", [0, 2])
+@pytest.mark.parametrize("how", STORMS)
 async def test_a_storm_over_caches_leaves_no_lock(
-    tries: int, seed: int, stages: list[LoadedModel], llama: LoadedModel, stock: Callable[[str], Any],
+    how: str, seed: int, stages: list[LoadedModel], llama: LoadedModel, stock: Callable[[str], Any],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
     shorter: list[int] = []
@@ -305,7 +312,7 @@ async def test_a_storm_over_caches_leaves_no_lock(
     monkeypatch.setattr(PrefillSteps, "start_again", counted)
     breaks = {50: "a rank is lost"}
     ended, _ = await played(
-        stages, llama, seed, stock("llama"), breaks, requests=60, within_s=60, caches=True, tries=tries
+        stages, llama, seed, stock("llama"), breaks, requests=60, within_s=60, caches=True, **STORMS[how]
     )
     print(f"seed {seed}: {dict(ended)}; {len(shorter)} began with less than the first rank had: {shorter}")
     assert ended["meets"]
