@@ -23,6 +23,7 @@ from kvflow.testing.sim.pages import books_of
 from kvflow.testing.sim.variety import PAGE_SIZE
 
 PRESSED = 0.15  # the share of requests after which everything is evicted that can be
+MAKE_ROOM_S, MAKE_ROOM_TURNS = 0.5, 50
 LOAD_S = 0.15  # a request waits so long for what is loaded
 
 
@@ -79,7 +80,8 @@ class CachingScheduler:
         mine, prompt = self._caches[id(node)], np.array(job.prompt)
         if job.offers_after_s is None:
             await self._load(mine, job.prompt, len(job.prompt))
-        with self._found(mine, job.prompt, len(job.prompt)) as prefix, self._room_made(node, job, prefix):
+        with self._found(mine, job.prompt, len(job.prompt)) as prefix, self._promise(node, job, prefix):
+            await self._make_room(node)
             open_room = node.room if job.offers_after_s is None else node.announce
             opened = open_room(
                 job.room, job.ranks(), job.prompt, deadline_s=job.deadline_s, prefix_tokens=prefix.tokens
@@ -158,16 +160,23 @@ class CachingScheduler:
             prefix.release()
 
     @contextmanager
-    def _room_made(self, node: DecodeNode, job: Job, prefix: Prefix) -> Iterator[None]:
+    def _promise(self, node: DecodeNode, job: Job, prefix: Prefix) -> Iterator[None]:
         """As an admission does: pages that were promised to others are not there."""
-        wanted, mine = -(-len(job.prompt) // PAGE_SIZE) - int(prefix.pages.size), self._promised
-        pages = node.pool.pages
-        pages.reclaim(min(mine[id(node)] + wanted, pages.available_pages))
-        mine[id(node)] += wanted
+        wanted = -(-len(job.prompt) // PAGE_SIZE) - int(prefix.pages.size)
+        self._promised[id(node)] += wanted
         try:
             yield
         finally:
-            mine[id(node)] -= wanted
+            self._promised[id(node)] -= wanted
+
+    async def _make_room(self, node: DecodeNode) -> None:
+        """With write_back pages become free when they have been copied."""
+        pages, cache = node.pool.pages, self._caches[id(node)].cache
+        for _ in range(MAKE_ROOM_TURNS):
+            wanted = min(self._promised[id(node)], pages.available_pages)
+            if pages.reclaim(wanted) >= wanted or not cache.busy:
+                return
+            await asyncio.sleep(MAKE_ROOM_S / MAKE_ROOM_TURNS)
 
     @staticmethod
     def _chunks(job: Job, total: int) -> list[int]:
