@@ -14,7 +14,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Hashable, Mapping
-from typing import Any, Literal
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -28,6 +28,7 @@ from kvflow.cache.storage.port import StorageState
 from kvflow.cache.stored import StorageTier
 from kvflow.cache.tiers import OWNER, TierCounts, Tiers
 from kvflow.memory.allocator import PageAllocator
+from kvflow.protocols.cache.choices import WritePolicy
 from kvflow.protocols.cache.events import Event
 from kvflow.protocols.cache.hashes import ANY, TOKEN_BYTES, Namespace
 from kvflow.protocols.cache.index import Match, PrefixIndex
@@ -35,7 +36,6 @@ from kvflow.protocols.cache.nodes import Node, Tier
 from kvflow.protocols.cache.residents import Freed
 from kvflow.protocols.pages.layout import PageIndices
 
-WritePolicy = Literal["write_through", "write_through_selective", "write_back"]
 _ROUNDS = 8  # of waiting for pages that leave, see `_load`
 _log = logging.getLogger("kvflow.cache")
 Tokens = NDArray[np.integer[Any]]

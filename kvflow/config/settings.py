@@ -10,6 +10,7 @@ from typing import Annotated, Literal
 import msgspec
 from msgspec import Meta
 
+from kvflow.protocols.cache.choices import EvictionPolicy, PrefetchPolicy, WritePolicy
 from kvflow.protocols.limits import Timing
 
 Role = Literal["prefill", "decode", "router", "up"]
@@ -93,7 +94,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         "page_first"
     )
     prefix_cache: Annotated[
-        Literal["off", "lru", "lfu", "slru", "priority", "depth"],
+        Literal["off", EvictionPolicy],
         Meta(
             description="Pages that ended requests leave in the pool for prompts that begin alike, and which go first "
             "where others need them: the longest or the least often used, those of low priority, the deepest."
@@ -153,14 +154,14 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         int, Meta(description="Bytes of memory that the client of that store takes for itself.", ge=1 << 20)
     ] = 16 << 20
     cache_write_policy: Annotated[
-        Literal["write_through", "write_through_selective", "write_back"],
+        WritePolicy,
         Meta(
             description="What is copied to the host tier: all that is cached, what another prompt has found, or what "
             "must leave the pool, which waits for it."
         ),
     ] = "write_through"
     cache_prefetch_policy: Annotated[
-        Literal["best_effort", "timeout", "wait_complete"],
+        PrefetchPolicy,
         Meta(
             description="How long a prompt waits for what is copied back for it: 1 s and a quarter of a second for "
             "each 1,000 tokens, or until all is there; best_effort takes what --l3 has brought by the time its turn "

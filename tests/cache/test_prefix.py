@@ -10,10 +10,11 @@ import numpy as np
 import pytest
 
 from kvflow.cache.host import HostTier
-from kvflow.cache.prefix import Prefix, PrefixCache, WritePolicy
+from kvflow.cache.prefix import Prefix, PrefixCache
 from kvflow.cache.tiers import OWNER
 from kvflow.memory.copies import HostCopier
 from kvflow.memory.pool import PagedPool
+from kvflow.protocols.cache.choices import WritePolicy
 from kvflow.protocols.cache.hashes import Namespace
 from kvflow.protocols.cache.residents import Freed
 from kvflow.protocols.errors import CapacityError, MisuseError, TransferError

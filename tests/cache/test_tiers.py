@@ -14,11 +14,11 @@ from typing import Any
 import msgspec
 import pytest
 
-from kvflow.cache.prefix import WritePolicy
 from kvflow.cache.storage.file import FileBackend
 from kvflow.cache.storage.guarded import GuardedStorage, Limits
 from kvflow.cache.storage.identity import identity_of
 from kvflow.cache.storage.port import Result
+from kvflow.protocols.cache.choices import WritePolicy
 from kvflow.protocols.cache.hashes import Namespace
 from kvflow.protocols.cache.nodes import Tier
 from tests.cache.prefix_bench import PAGE_SIZE, PAGES, Bench, bench, layout_of

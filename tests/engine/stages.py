@@ -12,7 +12,7 @@ from time import monotonic
 from typing import Any
 
 from kvflow.cache.host import HostTier
-from kvflow.cache.prefix import PrefixCache, WritePolicy
+from kvflow.cache.prefix import PrefixCache
 from kvflow.engine.model.load import LoadedModel
 from kvflow.engine.ranks import wire
 from kvflow.engine.ranks.following import StepFollower
@@ -28,6 +28,7 @@ from kvflow.handlers.rooms import PrefillRoom
 from kvflow.memory.pool import PagedPool
 from kvflow.node import DecodeNode, PrefillNode
 from kvflow.protocols.arguments import check_prompt
+from kvflow.protocols.cache.choices import WritePolicy
 from kvflow.protocols.cache.hashes import ANY, Namespace
 from kvflow.protocols.errors import Cause, KvflowError
 from kvflow.protocols.group_leader import GroupLeader

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from kvflow.cache.prefix import PrefixCache
 from kvflow.engine.ranks import wire
-from kvflow.engine.scheduler.prefetch import PrefetchPolicy, bring_beside
+from kvflow.engine.scheduler.prefetch import bring_beside
 from kvflow.engine.scheduler.prefill_steps import most_cached
 from kvflow.handlers.rooms import PrefillRoom
+from kvflow.protocols.cache.choices import PrefetchPolicy
 
 
 async def ready(cache: PrefixCache | None, prefetch: PrefetchPolicy, room: PrefillRoom, request: bytes) -> None:

@@ -26,7 +26,7 @@ from kvflow.engine.scheduler.handoff import HandOff
 from kvflow.engine.scheduler.limits import EngineLimits
 from kvflow.engine.scheduler.loop import EngineLoop
 from kvflow.engine.scheduler.params import EngineLoad, EngineRetractions, SamplingParams, TokenOut
-from kvflow.engine.scheduler.prefetch import PrefetchPolicy, bring, stopped
+from kvflow.engine.scheduler.prefetch import bring, stopped
 from kvflow.engine.scheduler.retraction import Retractions
 from kvflow.engine.scheduler.rooms import DecodeRoomPort
 from kvflow.engine.scheduler.sampling import Choice
@@ -34,6 +34,7 @@ from kvflow.memory.allocator import PageAllocator
 from kvflow.memory.pool import PagedPool
 from kvflow.memory.residency import Resident
 from kvflow.memory.snapshot import SnapshotStore
+from kvflow.protocols.cache.choices import PrefetchPolicy
 from kvflow.protocols.cache.hashes import ANY, Namespace
 from kvflow.protocols.errors import Cause, Code, KvflowError, room_error
 from kvflow.protocols.machines.residency import ResidencyPhase

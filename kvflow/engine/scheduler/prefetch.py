@@ -8,14 +8,14 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Coroutine
 from contextlib import suppress
-from typing import Any, Literal, TypeVar
+from typing import Any, TypeVar
 
 from kvflow.aio import run_to_end
 from kvflow.cache.prefix import PrefixCache, Tokens
+from kvflow.protocols.cache.choices import PrefetchPolicy
 from kvflow.protocols.cache.hashes import Namespace
 
 T = TypeVar("T")
-PrefetchPolicy = Literal["best_effort", "timeout", "wait_complete"]
 TIMEOUT_S, TIMEOUT_PER_TOKEN_S = 1.0, 0.00025  # of SGLang's hierarchical cache
 
 

@@ -23,11 +23,12 @@ from kvflow.engine.scheduler.lockstep import Lockstep
 from kvflow.engine.scheduler.loop import EngineLoop
 from kvflow.engine.scheduler.optimistic import OptimisticStarts, urgency
 from kvflow.engine.scheduler.params import EngineLoad, EngineOptimism, SamplingParams, TokenOut
-from kvflow.engine.scheduler.prefetch import PrefetchPolicy, bring_beside
+from kvflow.engine.scheduler.prefetch import bring_beside
 from kvflow.engine.scheduler.prefill_steps import PrefillRequest, PrefillSteps
 from kvflow.engine.scheduler.rooms import PrefillRoomPort
 from kvflow.memory.allocator import PageAllocator
 from kvflow.memory.pool import PagedPool
+from kvflow.protocols.cache.choices import PrefetchPolicy
 from kvflow.protocols.cache.hashes import ANY, Namespace
 from kvflow.protocols.errors import Cause, Code, KvflowError, room_error
 from kvflow.protocols.pages.layout import NO_PLACES, PageIndices

@@ -12,13 +12,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from kvflow.protocols.cache.choices import EvictionPolicy
 from kvflow.protocols.cache.nodes import Node
 from kvflow.protocols.errors import MisuseError
 
 PROTECTED_HITS = 2
 Key = Callable[[Node], Any]
 
-POLICIES: dict[str, Key] = {
+POLICIES: dict[EvictionPolicy, Key] = {
     "lru": lambda node: node.used_s,
     "lfu": lambda node: (node.hits, node.used_s),
     "slru": lambda node: (node.hits >= PROTECTED_HITS, node.used_s),
@@ -30,6 +31,6 @@ POLICIES: dict[str, Key] = {
 def policy_key(name: str) -> Key:
     """Raises: MisuseError."""
     try:
-        return POLICIES[name]
+        return POLICIES[name]  # type: ignore[index]  # any text may come
     except KeyError:
         raise MisuseError(f"unknown eviction policy {name!r}; use {', '.join(POLICIES)}") from None

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from kvflow.protocols.cache.choices import EvictionPolicy
 from kvflow.protocols.cache.hashes import token_bytes
 from kvflow.protocols.cache.index import PrefixIndex
 from kvflow.protocols.cache.nodes import Node, Root, Run, Tier
@@ -20,7 +21,7 @@ from kvflow.testing.subscriber import Subscriber, block_hash, digests_of_prompt
 from kvflow.testing.walk.cache_worlds import Prompt
 
 POOL = 16  # pages of device and host: more than are ever needed
-POLICY = "lru"
+POLICY: EvictionPolicy = "lru"
 
 
 class Copy(NamedTuple):
