@@ -116,7 +116,7 @@ class PrefixCache:
         tier, and closed with the cache. `states`: prompts begin only with what ends in one of these; closed with it.
 
         Raises: MisuseError."""
-        self.page_size, self.epoch = page_size, 0
+        self.page_size = page_size
         self._pages, self._now = pages, now
         self._index = PrefixIndex(page_size, policy, needs_state=states is not None, events=events)
         self.states = states
@@ -318,10 +318,12 @@ class PrefixCache:
 
     def flush(self) -> None:
         """Forget everything; what is locked becomes free when it is released."""
-        self.epoch += 1
-        if self._tiers is not None:
-            self._tiers.flushed()
         self._free(self._index.flush())
+
+    @property
+    def epoch(self) -> int:
+        """How often it has been flushed."""
+        return self._index.epoch
 
     @property
     def evictable_pages(self) -> int:

@@ -67,7 +67,6 @@ class Tiers:
         self._index, self._now, self._free = index, now, free
         self._copies: set[asyncio.Task[None]] = set()
         self._loads: set[asyncio.Task[None]] = set()  # of them, those to the device
-        self._flushes = 0
         self._waiting = [0, 0, 0]  # pages of copies that have not ended, by the tier they go to
         self._most_waiting = (1 << 62, *(max(1, pages * 3 // 4) for pages in (device_pages, host.pages.capacity)))
         self._leaving: dict[int, int] = {}  # by number of write: pages of the device that can go when it has landed
@@ -82,10 +81,6 @@ class Tiers:
     @property
     def busy(self) -> bool:
         return bool(self._copies)
-
-    def flushed(self) -> None:
-        """What is read from storage now is for prompts from before that: it is not cached."""
-        self._flushes += 1
 
     def save(self, end: Node) -> None:
         """Begin to copy to the host what it lacks up to `end`, as far as it has room; then to storage."""
@@ -166,7 +161,7 @@ class Tiers:
 
         A cancellation ends the call to the store, and raises at once; what has come by then is good."""
         assert self.storage is not None
-        store, host, flushes = self.storage.store, self.host.pages, self._flushes
+        store, host, epoch = self.storage.store, self.host.pages, self._index.epoch
         if not store.readable:
             return
         start, size = found.num_pages, self._index.page_size * TOKEN_BYTES
@@ -182,7 +177,7 @@ class Tiers:
             await asyncio.shield(call.done)
         finally:
             call.cancel()  # where this was: then what has come by now is known
-            read = call.done.result() if flushes == self._flushes else [False]
+            read = call.done.result() if epoch == self._index.epoch else [False]  # flushed: it was for earlier prompts
             good = read.index(False) if False in read else len(read)
             left, taken = pages[good:], pages[:good].copy()
             call.released.add_done_callback(lambda _: host.give_back(left, OWNER))

@@ -63,6 +63,8 @@ class PrefixIndex:
         self._residents = Residents(policy, self._page_bytes, self._recorder)
         self._writes = Writes(self._residents)
         self._now_s = float("-inf")
+        self.epoch = 0
+        """How often it has been flushed: what was matched in another epoch is not in it any more."""
 
     def match(self, tokens: bytes, now_s: float, namespace: Namespace = ANY, *, hit: bool = True) -> Match:
         """The longest cached prefix of whole pages of `tokens` (see `hashes.token_bytes`), marked as used now, and with
@@ -297,6 +299,7 @@ class PrefixIndex:
     def flush(self) -> Freed:
         """Forget everything: nothing of it is matched any more. Pages that a lock or a write still holds come back
         when it ends."""
+        self.epoch += 1
         gathered = Gathered()
         self._residents.flush(gathered)
         return gathered.freed()
