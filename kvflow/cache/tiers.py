@@ -34,7 +34,6 @@ from kvflow.protocols.cache.nodes import Node, Tier
 from kvflow.protocols.cache.residents import NOTHING, Freed
 from kvflow.protocols.cache.writes import Write
 from kvflow.protocols.errors import TransferError
-from kvflow.protocols.machines.cached_run import RunPhase
 from kvflow.protocols.pages.layout import NO_PLACES
 
 OWNER = ("cache", "prefix")
@@ -205,7 +204,7 @@ class Tiers:
         """Begin to store what storage lacks up to `end`, of what the host has."""
         if self.storage is None or not self.storage.store.writable or end.removed or end.detached:
             return
-        if self.storage.store.readable and not self._asking and (stored := _stored_pages(end)):
+        if self.storage.store.readable and not self._asking and (stored := self._index.stored_pages(end)):
             self._asking = True
             self._spawn(self._ask(self.storage.store, end, stored), "kvflow-cache-ask")
         else:
@@ -268,17 +267,6 @@ class Tiers:
             self.counts.saved_pages += count
         else:
             self.counts.stored_pages += count
-
-
-def _stored_pages(end: Node) -> list[int]:
-    """Which pages up to `end` count as stored, ascending."""
-    found: list[range] = []
-    node: Node | None = end
-    while node is not None:
-        if node.phase[Tier.STORAGE] is RunPhase.PRESENT:
-            found.append(range(node.depth - node.num_pages, node.depth))
-        node = node.parent
-    return [page for pages in reversed(found) for page in pages]
 
 
 def _troubles(store: Storage) -> tuple[int, ...]:

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 from kvflow.protocols.cache.events import Event, Recorder
 from kvflow.protocols.cache.hashes import ANY, DIGEST_BYTES, TOKEN_BYTES, Namespace
-from kvflow.protocols.cache.nodes import PAGED, Node, Root, Run, Tier, common_pages, digests_of, mend
+from kvflow.protocols.cache.nodes import PAGED, Node, Root, Run, Tier, common_pages, digests_of, mend, upwards
 from kvflow.protocols.cache.residents import NOTHING, Freed, Gathered, Residents, check_pages, joined
 from kvflow.protocols.cache.writes import Write, Writes
 from kvflow.protocols.errors import MisuseError
@@ -207,28 +207,23 @@ class PrefixIndex:
 
     def hit(self, end: Node) -> None:
         """Count every page up to the end of `end` as used once more."""
-        node: Node | None = end
-        while node is not None:
+        for node in upwards(end):
             node.hits += 1
-            node = node.parent
 
     def arrives(self, end: Node) -> bool:
         """Whether a copy writes pages of the prefix that ends with `end` to the device."""
-        node: Node | None = end
-        while node is not None:
-            if node.phase[Tier.DEVICE] is RunPhase.ARRIVING:
-                return True
-            node = node.parent
-        return False
+        return any(node.phase[Tier.DEVICE] is RunPhase.ARRIVING for node in upwards(end))
+
+    def stored_pages(self, end: Node) -> list[int]:
+        """Which pages up to the end of `end` count as stored, ascending."""
+        stored = (node for node in upwards(end) if node.phase[Tier.STORAGE] is RunPhase.PRESENT)
+        found = [range(node.depth - node.num_pages, node.depth) for node in stored]
+        return [page for pages in reversed(found) for page in pages]
 
     def page_hashes(self, end: Node) -> list[bytes]:
         """The digest of every page up to the end of `end`, of 32 bytes each: the keys of its pages in storage."""
-        path: list[Node] = []
-        node: Node | None = end
-        while node is not None and node.parent is not None:
-            path.append(node)
-            node = node.parent
-        found = b"".join(digests_of(node, self.page_size).tobytes() for node in reversed(path))
+        path = [*upwards(end)][::-1]
+        found = b"".join(digests_of(node, self.page_size).tobytes() for node in path)
         return [found[at : at + DIGEST_BYTES] for at in range(0, len(found), DIGEST_BYTES)]
 
     def lock(self, node: Node) -> None:

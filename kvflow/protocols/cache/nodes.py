@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_left
+from collections.abc import Iterator
 from enum import IntEnum
 from operator import attrgetter
 from typing import TypeAlias
@@ -127,6 +128,14 @@ class Root(Node):
         super().__init__(None, Run(namespace), 0, b"", 0)
         self.namespace = namespace
         self.told = (1 << len(Tier)) - 1  # there is nothing to tell: it is the parent of every first page
+
+
+def upwards(end: Node) -> Iterator[Node]:
+    """The nodes of the prefix that ends with `end`, the last one first, without the root."""
+    node = end
+    while node.parent is not None:
+        yield node
+        node = node.parent
 
 
 def split(node: Node, keep: int, page_bytes: int, *, fray: bool = False) -> Node:

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from kvflow.protocols.cache.events import Recorder
-from kvflow.protocols.cache.nodes import PAGED, Node, Root, Tier, split
+from kvflow.protocols.cache.nodes import PAGED, Node, Root, Tier, split, upwards
 from kvflow.protocols.cache.policies import policy_key
 from kvflow.protocols.cache.states import States
 from kvflow.protocols.errors import MisuseError
@@ -95,23 +95,19 @@ class Residents:
     def pin(self, node: Node) -> None:
         """Something begins to keep `node` on the device: its first lock, its first reader, a copy that writes it. It
         keeps its parents too, each of which is told once: O(1) per node where the path is in use already."""
-        above: Node | None = node
-        while above is not None and above.parent is not None:
+        for above in upwards(node):
             above.pins += 1
             if above.pins > 1:
                 return
             self._count_pinned(above, 1)
-            above = above.parent
 
     def unpin(self, node: Node) -> None:
         """That has ended."""
-        above: Node | None = node
-        while above is not None and above.parent is not None:
+        for above in upwards(node):
             above.pins -= 1
             if above.pins:
                 return
             self._count_pinned(above, -1)
-            above = above.parent
 
     def _count_pinned(self, node: Node, change: int) -> None:
         if node.phase[Tier.DEVICE] is not RunPhase.ABSENT:

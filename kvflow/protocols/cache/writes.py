@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from kvflow.protocols.cache.nodes import PAGED, Node, Root, Run, Tier
+from kvflow.protocols.cache.nodes import PAGED, Node, Run, Tier, upwards
 from kvflow.protocols.cache.residents import NOTHING, Freed, Gathered, Residents, check_pages, joined
 from kvflow.protocols.errors import MisuseError
 from kvflow.protocols.machines.cached_run import RunKind, RunPhase
@@ -108,10 +108,5 @@ class Writes:
             )
         if end.removed or end.detached:
             raise MisuseError("this prefix is no longer in the cache: match it again, and lock it while it is used")
-        found = []
-        node: Node | None = end
-        while node is not None and not isinstance(node, Root):
-            if node.phase[target] is RunPhase.ABSENT and node.phase[source] is RunPhase.PRESENT:
-                found.append(node)
-            node = node.parent
-        return found[::-1]
+        there, lacking = RunPhase.PRESENT, RunPhase.ABSENT
+        return [n for n in upwards(end) if n.phase[target] is lacking and n.phase[source] is there][::-1]

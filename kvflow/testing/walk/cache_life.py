@@ -13,7 +13,7 @@ import numpy as np
 from kvflow.protocols.cache.choices import EvictionPolicy
 from kvflow.protocols.cache.hashes import token_bytes
 from kvflow.protocols.cache.index import PrefixIndex
-from kvflow.protocols.cache.nodes import Node, Root, Run, Tier
+from kvflow.protocols.cache.nodes import Node, Root, Run, Tier, upwards
 from kvflow.protocols.cache.policies import POLICIES, policy_key
 from kvflow.protocols.cache.residents import Freed
 from kvflow.protocols.pages.layout import PageIndices
@@ -136,12 +136,7 @@ class _Pickler(pickle.Pickler):
 
 def path_of(node: Node) -> Prompt:
     """The prompt that ends with it."""
-    parts: list[Prompt] = []
-    current: Node | None = node
-    while current is not None and current.parent is not None:
-        own = np.frombuffer(current.tokens, "<u4")[: current.num_pages]
-        parts.append(tuple(own.tolist()))
-        current = current.parent
+    parts = [np.frombuffer(part.tokens, "<u4")[: part.num_pages].tolist() for part in upwards(node)]
     return tuple(page for part in reversed(parts) for page in part)
 
 

@@ -189,11 +189,16 @@ class Driver:
         """Storage has evicted a page by itself."""
         found, _ = self.find(namespace, prompt)
         if found.end is not None:
-            lost = self.oracle.lose(self.oracle.prefixes(namespace, prompt)[: found.num_pages], first)
+            prefix = self.oracle.prefixes(namespace, prompt)[: found.num_pages]
+            phases = [self.oracle.pages[key].phase[Tier.STORAGE] for key in prefix]
+            stored = [number for number, phase in enumerate(phases) if phase is RunPhase.PRESENT]
+            assert self.index.stored_pages(found.end) == stored
+            lost = self.oracle.lose(prefix, first)
             assert self.index.lost(found.end, first) == lost
 
     def flush(self) -> None:
         self.give_all_back(self.index.flush(), self.oracle.flush())
+        assert self.index.epoch == self.oracle.epoch
 
     def every_page_is_free_or_held(self) -> None:
         for tier in (DEVICE, HOST):
