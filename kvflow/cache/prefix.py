@@ -128,7 +128,7 @@ class PrefixCache:
             if host is None
             else Tiers(self._index, host, storage, device_pages=pages.capacity, now=now, free=self._free)
         )
-        pages.lenders.append(self)
+        pages.reclaimables.append(self)
 
     def match(self, tokens: Tokens, most_tokens: int | None = None, namespace: Namespace = ANY) -> Prefix:
         """The longest cached prefix of `tokens` in whole pages, of at most `most_tokens`; locked, even if empty."""
@@ -212,7 +212,7 @@ class PrefixCache:
     ) -> None:
         found = self._look(key, namespace)
         while found.end is not None and self._index.arrives(found.end):  # another prompt loads it
-            await tiers.a_load()
+            await tiers.wait_for_load()
             found = self._look(key, namespace)
         if found.end is None or found.num_pages == found.device_pages.size:
             return
@@ -224,7 +224,7 @@ class PrefixCache:
             for _ in range(_ROUNDS):  # pages leave once they have been copied; others may be quicker to take them
                 if free >= wanted or not tiers.leaving_pages:
                     break
-                await tiers.a_copy()
+                await tiers.wait_for_copy()
                 free = self._pages.reclaim(wanted)
             if found.end.removed:  # to make room host pages had to go, and these were among them
                 return
@@ -309,8 +309,8 @@ class PrefixCache:
                 await self._tiers.end()
         finally:
             self.flush()
-            if self in self._pages.lenders:
-                self._pages.lenders.remove(self)
+            if self in self._pages.reclaimables:
+                self._pages.reclaimables.remove(self)
             if self._tiers is not None:
                 self._tiers.host.close()
             if self.states is not None:

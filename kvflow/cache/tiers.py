@@ -145,13 +145,13 @@ class Tiers:
         task.add_done_callback(self._copies.discard)
         return task
 
-    async def a_load(self) -> None:
-        """Wait until one of the copies to the device that are under way has ended."""
+    async def wait_for_load(self) -> None:
+        """Return when one of the copies to the device that are under way has ended; at once where there is none."""
         if self._loads:
             await asyncio.wait(self._loads, return_when=asyncio.FIRST_COMPLETED)
 
-    async def a_copy(self) -> None:
-        """Wait until one of the copies that are under way has ended."""
+    async def wait_for_copy(self) -> None:
+        """Return when one of the copies that are under way has ended; at once where there is none."""
         if self._copies:
             await asyncio.wait(self._copies, return_when=asyncio.FIRST_COMPLETED)
 

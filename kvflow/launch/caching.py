@@ -47,7 +47,7 @@ async def prefix_cache(
         text = f"{settings.model_name} ({parts.model.model_type}) computes every prompt as a whole; leave it out"
         raise MisuseError(f"--prefix-cache {settings.prefix_cache}: {text}")
     has_states = computes and layout.num_rows > 0
-    told = KvEvents.parse(settings.kv_events_config) if settings.kv_events_config else None
+    config = KvEvents.parse(settings.kv_events_config) if settings.kv_events_config else None
     host = await _host_tier(settings, parts)
     states: StateStore | None = None
     try:
@@ -61,11 +61,11 @@ async def prefix_cache(
         raise
     cache = PrefixCache(
         parts.pool.pages, layout.page_size, settings.prefix_cache, host=host,
-        write_policy=settings.cache_write_policy, events=told is not None, storage=storage, states=states,
+        write_policy=settings.cache_write_policy, events=config is not None, storage=storage, states=states,
     )  # fmt: skip
     try:
-        if told is not None:
-            cache.publisher = _publisher(told, cache)
+        if config is not None:
+            cache.publisher = _publisher(config, cache)
         yield cache
     finally:
         try:
@@ -121,12 +121,12 @@ def _backend(settings: Settings, layout: PoolLayout) -> Backend:
     )  # fmt: skip
 
 
-def _publisher(told: KvEvents, cache: PrefixCache) -> EventPublisher:
+def _publisher(config: KvEvents, cache: PrefixCache) -> EventPublisher:
     """Raises: MisuseError naming the address that cannot be bound."""
     try:
         publisher = EventPublisher(
-            cache, cache.page_size, address=told.endpoint, replay_address=told.replay_endpoint, topic=told.topic,
-            positional=told.positional, limits=StreamLimits(kept_batches=told.buffer_steps),
+            cache, cache.page_size, address=config.endpoint, replay_address=config.replay_endpoint, topic=config.topic,
+            positional=config.positional, limits=StreamLimits(kept_batches=config.buffer_steps),
             first_seq=time.time_ns() // 1_000_000 << 16,  # after a restart subscribers see a gap, and ask for a replay
         )  # fmt: skip
     except MisuseError as error:

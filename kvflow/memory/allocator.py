@@ -28,7 +28,7 @@ class Kept(Enum):
     RETURNING = "returning"
 
 
-class Lender(Protocol):
+class Reclaimable(Protocol):
     """Who owns pages only as long as nobody else needs them: a cache."""
 
     @property
@@ -72,7 +72,7 @@ class PageAllocator:
         self._next_mark = itertools.count()
         self._spare_marks: list[int] = []  # of owners without a page
         self._returning = 0
-        self.lenders: list[Lender] = []  # two while a worker exchanges its role
+        self.reclaimables: list[Reclaimable] = []  # two while a worker exchanges its role
         self._held_calls = 0  # hold() page uses not yet ended: 0 lets give_back skip the look at `_holds`
 
     def __repr__(self) -> str:
@@ -98,16 +98,16 @@ class PageAllocator:
     @property
     def available_pages(self) -> int:
         """Free pages, and those that `reclaim` could make free; it may find some that a step or a write still reads."""
-        return self._free + sum(lender.evictable_pages for lender in self.lenders) if self.lenders else self._free
+        return self._free + sum(r.evictable_pages for r in self.reclaimables) if self.reclaimables else self._free
 
     def reclaim(self, count: int) -> int:
-        """See that `count` pages are free, if the lenders can give as many as are missing; returns how many are free.
+        """See that `count` pages are free, if `reclaimables` have as many as are missing. Returns how many are free.
         Of pages that a step or a write still reads, others are asked for beside."""
-        for lender in self.lenders:
+        for owner in self.reclaimables:
             while self._free < count <= self.available_pages:
-                before = lender.evictable_pages
-                lender.evict(count - self._free)
-                if lender.evictable_pages == before:
+                before = owner.evictable_pages
+                owner.evict(count - self._free)
+                if owner.evictable_pages == before:
                     break
         return self._free
 

@@ -270,7 +270,7 @@ async def test_a_cache_that_cannot_load_has_not_got_it(monkeypatch: pytest.Monke
         assert not b.cache.match(b.tokens(1, 2, 3)).pages.size
 
 
-async def test_a_cache_goes_on_lending_when_the_one_before_it_closes() -> None:
+async def test_a_cache_goes_on_giving_pages_when_the_one_before_it_closes() -> None:
     """As a worker has two while it exchanges its role."""
     async with bench() as b:
         b.run(1, 2, 3)
@@ -282,7 +282,7 @@ async def test_a_cache_goes_on_lending_when_the_one_before_it_closes() -> None:
         other.keep(tokens, own, "request", prefix)
         assert (b.pool.pages.free_pages, b.pool.pages.reclaim(PAGES)) == (PAGES - 2, PAGES)
         await other.close()
-        assert not b.pool.pages.lenders
+        assert not b.pool.pages.reclaimables
 
 
 async def test_a_cache_that_closes_ends_copies_that_have_not_begun() -> None:

@@ -55,12 +55,12 @@ async def test_where_nobody_runs_who_waits_lets_go_of_cached_pages() -> None:
     prefix = cache.match(np.arange(8 * PAGE))
     asked = []
 
-    def let_go() -> bool:
+    def release_cached() -> bool:
         asked.append(prefix.held)
         prefix.release()
         return asked[-1]
 
-    budget = PageBudget(pages, let_go=let_go)
+    budget = PageBudget(pages, release_cached=release_cached)
     admission = await asyncio.wait_for(budget.admit(6), 5)
     assert asked == [True] and pages.free_pages >= 6
     with pytest.raises(TimeoutError):  # one is live: it will free what it has

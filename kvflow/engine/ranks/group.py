@@ -178,7 +178,7 @@ class PrefillGroup:
         if asked is None or asked.computing is None:
             return
         if not asked.started:
-            asked.computing.told = token
+            asked.computing.early_token = token
         elif not asked.token.done():
             asked.token.set_result(token)
 
@@ -221,6 +221,6 @@ class PrefillGroup:
             return
         asked.started = True
         self._steps.keep(ticket)
-        if asked.computing.told is not None:
-            asked.token.set_result(asked.computing.told)
+        if asked.computing.early_token is not None:
+            asked.token.set_result(asked.computing.early_token)
         self._engine.matched(asked.computing, started.room.prefix_tokens)

@@ -86,12 +86,9 @@ class Admission:
         self.covered = pages
 
     def has(self, pages: int) -> None:
-        """Record that so many of its pages are there already, and are not taken: it is promised fewer."""
+        """Record that so many of its pages are there already, and are not taken: it is promised fewer. Below 0: that
+        they are not there any more, and are promised again."""
         self.total, self.base = max(self.taken, self.total - pages), max(0, self.base - pages)
-
-    def lost(self, pages: int) -> None:
-        """Record that so many of its pages are not there any more, while it waits: it is promised them again."""
-        self.total, self.base = self.total + pages, self.base + pages
 
     def release(self) -> None:
         """End the promise; call it when the request's pages have been given back."""
@@ -118,12 +115,12 @@ class PageBudget:
 
     def __init__(
         self, pages: PageAllocator, most: int = 1 << 30, *, rows: PageAllocator | None = None,
-        ratio: NewTokenRatio | None = None, page_size: int = 1, let_go: Callable[[], bool] = lambda: False,
+        ratio: NewTokenRatio | None = None, page_size: int = 1, release_cached: Callable[[], bool] = lambda: False,
     ) -> None:  # fmt: skip
-        """`rows`: of a pool that has some, every request needs one. `let_go`: where nobody runs and pages are missing,
-        one who waits lets go of those that a cache keeps for him; False when none has any."""
+        """`rows`: of a pool that has some, every request needs one. `release_cached`: where nobody runs and pages are
+        missing, one request that waits unlocks those that it has cached; False when none has any."""
         self._pages, self._rows, self._most = pages, rows, most
-        self._let_go = let_go
+        self._release_cached = release_cached
         self._ratio, self._most_ahead = ratio or NewTokenRatio(), -(-MOST_TOKENS_AHEAD // page_size)
         self.capacity = pages.capacity
         self._live: set[Admission] = set()
@@ -151,7 +148,7 @@ class PageBudget:
 
     def reclaim(self, count: int) -> None:
         """See that `spare` is `count`, if a cache has as many pages to give; else it gives none."""
-        if self._pages.lenders:
+        if self._pages.reclaimables:
             self._pages.reclaim(self._opening + count)
 
     @property
@@ -216,7 +213,7 @@ class PageBudget:
             spare = self._pages.available_pages - self._promised(self._live)
             rows = self._spare_rows()
             if asked > spare or (rows < 1 and not head.row_taken):
-                if asked > spare and not self._live and self._let_go():
+                if asked > spare and not self._live and self._release_cached():
                     continue
                 if self._live or not (head.taken or self._shortage.lasts()):
                     break
@@ -224,7 +221,7 @@ class PageBudget:
                 head.granted.set_exception(_never(head, asked, spare, rows))
                 continue
             self.reclaim(head.opening)
-            if self._pages.lenders and self.spare < head.opening:
+            if self._pages.reclaimables and self.spare < head.opening:
                 break  # a step or a write still reads cached pages that have been evicted
             self._waiting.pop(0)
             self._live.add(head)

@@ -65,7 +65,7 @@ class DecodeEngine(EngineLoop):
         self._rows = pool.rows if pool.layout.num_rows else None
         self._budget = PageBudget(
             pages, max_batch, rows=self._rows, ratio=self._ratio, page_size=self._page_size,
-            let_go=lambda: self._retractions.let_go(),  # noqa: PLW0108  # they are made below, and know the budget
+            release_cached=lambda: self._retractions.release_cached(),  # noqa: PLW0108  # made below
         )  # fmt: skip
         self.limits = EngineLimits(
             model.context_length, model.vocab_size, self._page_size, self._budget.capacity, model.hidden_size,
@@ -341,7 +341,7 @@ class DecodeEngine(EngineLoop):
             batch = list(filter(self._is_running, batch)) if victims else batch
         on_the_way = self._budget.admitted > len(self._running)  # it ends in time, or can be retracted when it runs
         may_come = bool(batch or self._retractions.coming_pages or leaving or on_the_way)
-        if self._growth.short and not may_come and self._retractions.let_go():
+        if self._growth.short and not may_come and self._retractions.release_cached():
             return self._next_batch()
         self._growth.fail_stuck(may_come=may_come)
         return batch, most_steps

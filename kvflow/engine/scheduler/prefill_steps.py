@@ -44,9 +44,9 @@ class PrefillRequest:
     """One prompt. `first` resolves to its first token once that is known here, to None when its room ends before."""
 
     __slots__ = (
-        *("agreed", "cached_tokens", "choice", "draw", "fewest_tokens", "first", "has_begun", "hidden_states"),
-        *("is_asking", "namespace", "params", "prefix", "queued_at_s", "room", "scorer", "sent_pages", "sequence"),
-        *("states", "ticket", "told"),
+        *("agreed", "cached_tokens", "choice", "draw", "early_token", "fewest_tokens", "first", "has_begun"),
+        *("hidden_states", "is_asking", "namespace", "params", "prefix", "queued_at_s", "room", "scorer"),
+        *("sent_pages", "sequence", "states", "ticket"),
     )
 
     def __init__(
@@ -80,7 +80,7 @@ class PrefillRequest:
         self.hidden_states: PackedArray | None = None  # at the last token of the prompt
         self.has_begun = False  # a step has named it
         self.choice: Choice | None = None  # once the prompt is computed, at the rank that chooses
-        self.told: TokenOut | None = None  # by another rank that chooses, before the group has started it
+        self.early_token: TokenOut | None = None  # by another rank that chooses, before the group has started it
 
     @property
     def most_cached(self) -> int:

@@ -90,10 +90,10 @@ class Retractions:
         move.add_done_callback(lambda done: self._ended(done, request))
         self._log_shortage()
 
-    def let_go(self) -> bool:
-        """The one who would come back last, of those that keep pages of a cache, keeps them no more: they may be all
-        that is missing while nobody runs. He computes again what the cache does not have then. False: none keeps any.
-        """
+    def release_cached(self) -> bool:
+        """The request that would come back last, of those that keep pages of a cache, keeps them no more: they may be
+        all that is missing while nobody runs. It computes again what the cache does not have then. False: none keeps
+        any."""
         waiting = [
             r
             for r in self._away.values()
@@ -101,17 +101,17 @@ class Retractions:
         ]
         if not waiting:
             return False
-        self._let_go_of(max(waiting, key=lambda r: r.admission.place))
+        self._release_prefix(max(waiting, key=lambda r: r.admission.place))
         return True
 
-    def _let_go_of(self, request: DecodeRequest) -> None:
+    def _release_prefix(self, request: DecodeRequest) -> None:
         """The cached pages that it keeps: they are to be computed again, or found once more."""
         assert request.prefix is not None
         count = int(request.prefix.pages.size)
         request.prefix.release()
         request.resident.needs(request.resident.sizes[0] + count)
-        request.admission.lost(count)
-        _log.debug("let go of %d cached pages, to be computed again", count)
+        request.admission.has(-count)
+        _log.debug("released %d cached pages, to be computed again", count)
 
     async def close(self) -> None:
         """Stop every move, and return when no copy runs. The requests stay whose they are."""
@@ -167,7 +167,7 @@ class Retractions:
                 raise
             request.resident.drop()
             if rows and request.prefix is not None and request.prefix.held:
-                self._let_go_of(request)  # they are of no use without the state at their end, which is lost
+                self._release_prefix(request)  # they are of no use without the state at their end, which is lost
             _log.debug("retracted, its state to be computed again: %d pages, %d rows", pages, rows)
 
     async def _return(self, request: DecodeRequest) -> None:

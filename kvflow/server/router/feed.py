@@ -63,15 +63,15 @@ class BlockFeed:
         await asyncio.wait([self._task])
 
     async def _run(self) -> None:
-        told = ""
+        logged = ""
         while True:
             try:
                 await self._follow()
             except (TimeoutError, FeedError, zmq.ZMQError) as error:
                 reason = str(error) or "nothing has come for too long"
-                if self.live or reason != told:
+                if self.live or reason != logged:
                     _log.warning("cache events of %s are not followed: %s", self._name, reason)
-                told = reason
+                logged = reason
             self._forget()
             await asyncio.sleep(PAUSE_S)
 
