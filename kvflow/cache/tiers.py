@@ -69,7 +69,7 @@ class Tiers:
         self._waiting = [0, 0, 0]  # pages of copies that have not ended, by the tier they go to
         self._most_waiting = (1 << 62, *(max(1, pages * 3 // 4) for pages in (device_pages, host.pages.capacity)))
         self._leaving: dict[int, int] = {}  # by number of write: pages of the device that can go when it has landed
-        self._given_up = 0  # pages of such writes that have failed
+        self._given_up = 0  # pages of such writes that have failed since somebody asked for pages
         self._asking = False  # storage, for what it has
 
     @property
@@ -96,7 +96,7 @@ class Tiers:
         freed, uncopied = self._index.evict_copied(count)
         self._free(freed)
         left = count - freed.device.size
-        lost = min(left, self._given_up)
+        lost, self._given_up = min(left, self._given_up), 0
         for end in uncopied:
             wanted = self._index.missing(end, Tier.DEVICE, Tier.HOST)
             waits = self._waiting[Tier.HOST] and wanted > self._may_wait(Tier.HOST)
@@ -110,9 +110,8 @@ class Tiers:
         if lost:
             gone = self._index.evict(Tier.DEVICE, min(lost, left))
             self.counts.unsaved_pages += gone.device.size
-            self._given_up = max(0, self._given_up - gone.device.size)
             self._free(gone)
-            return True
+            freed = freed if freed.device.size else gone
         return bool(freed.device.size or self._leaving)
 
     def _save(self, end: Node, wanted: int) -> Write | None:

@@ -127,3 +127,29 @@ async def test_who_reads_a_page_keeps_it_while_it_is_copied(monkeypatch: pytest.
         b.check(prefix, 1, 2, 3)
         prefix.release()
         assert b.pool.pages.reclaim(PAGES) == PAGES
+
+
+async def test_a_page_that_is_on_the_device_alone_goes_with_what_follows_it_on_the_host(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Also where more copies have failed than pages could be given up."""
+    async with bench(30, "write_back") as b:
+        b.run(21, 22, 23)
+        with monkeypatch.context() as patch:
+            gate = CopyGate(patch, fails_at=1)
+            b.pool.pages.reclaim(PAGES)
+            gate.go.set()
+            await until(lambda: not b.cache.busy)
+        prefix = b.cache.match(b.tokens(21, 22, 23))
+        b.run(*range(21, 28))  # what is read is copied with it after all
+        await made_free(b, PAGES - 3)
+        prefix.release()
+        await made_free(b, PAGES)
+        b.run(1, 2, 3)
+        b.run(1, 2, 4)
+        b.run(*range(31, 35))
+        gate = CopyGate(monkeypatch, fails_at=1)  # of 1, 2 and 3; that of 4 lands
+        b.pool.pages.reclaim(PAGES)
+        gate.go.set()
+        await until(lambda: not b.cache.busy)
+        await made_free(b, PAGES)
