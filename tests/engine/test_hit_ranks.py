@@ -285,6 +285,28 @@ async def test_a_rank_that_is_lost_between_its_answer_and_the_step(
         await ranks.home()
 
 
+async def test_a_flush_that_finds_a_rank_gone_begins_nothing_anew(
+    stages: list[LoadedModel], llama: LoadedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with group(stages, llama, caches=True) as ranks:
+        await tokens_and_cached(ranks, PROMPT)
+        await ranks.rest()
+        told: list[int] = []
+        monkeypatch.setattr(PrefillEngine, "agreed", lambda self, request, tokens: told.append(tokens))
+        room = next(ranks.rooms)
+        half = asyncio.create_task(ranks.decoded(room, PROMPT, greedy(4)))
+        leg = ranks.prefill(room, PROMPT, greedy(4))
+        await until(lambda: bool(told))
+        monkeypatch.undo()
+        with monkeypatch.context() as patch:
+            patch.setattr(ranks.steps._socket, "send", lambda frame, peer: False)
+            ranks.engine.flush()
+        results = await asyncio.gather(leg, half, return_exceptions=True)
+        assert all(isinstance(result, KvflowError) for result in results), results
+        await ranks.replace_second()
+        await ranks.home()
+
+
 # --- storms
 
 STORMS: dict[str, dict[str, Any]] = {

@@ -49,8 +49,8 @@ class Beginnings:
         """The cache has been. Of `placed`, those that no step has named begin without it, at every rank."""
         if self._lockstep is None:
             return
-        self._lockstep.flush()
-        for request in placed:
+        self._lockstep.flush()  # which may tell that a rank is lost, and drop some
+        for request in list(placed):
             if not request.has_begun and request.cached_tokens:
                 request.agreed, request.is_asking = 0, True
                 self._take_fewer(request)

@@ -174,7 +174,7 @@ class PrefillEngine(EngineLoop):
         """Forget what is cached, on every rank."""
         if self.cache is not None:
             self.cache.flush()
-            self._beginnings.flushed(list(self._placed.values()))
+            self._beginnings.flushed(self._placed.values())
 
     def _begins(self, request: PrefillRequest) -> None:
         """It has its places, and steps may name it."""
