@@ -193,7 +193,17 @@ async def again(stack: AsyncExitStack, **addresses: Any) -> Cache:
                 await asyncio.sleep(0.01)
 
 
-@pytest.mark.parametrize("frames", [[b"one"], [b"", b"short", b""], [b"", bytes(8), b"\xc1"], [b"", bytes(8), b"\x90"]])
+NO_TEXT = b"\x93\xca\0\0\0\0\x91\x81\xa4type\xa2\xff\xfe\xc0"
+TOO_DEEP = b"\x93\xca\0\0\0\0\x91\x82\xa4type\xb1AllBlocksCleared\xa1x" + b"\x91" * 100_000 + b"\x90\xc0"
+
+
+@pytest.mark.parametrize(
+    "frames",
+    [
+        [b"one"], [b"", b"short", b""], [b"", bytes(8), b"\xc1"], [b"", bytes(8), b"\x90"], [b"", bytes(8), NO_TEXT],
+        [b"", bytes(8), TOO_DEEP],
+    ],
+)  # fmt: skip
 async def test_what_is_no_stream_is_not_followed(
     stack: AsyncExitStack, frames: list[bytes], caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -345,6 +355,7 @@ async def test_texts_by_the_tokenizer() -> None:
         for refused in (
             {"text": "x" * (MAX_CHARACTERS + 1)},
             {"messages": [{"role": 1}]},
+            {"messages": [1]},
             {"messages": "none"},
             {"messages": [{"role": "user", "content": "x"}], "chat_template_kwargs": {"tokenize": True}},
             {"messages": [{"role": "user", "content": "x"}], "chat_template_kwargs": 5},

@@ -165,7 +165,7 @@ _ARRAYS = msgspec.msgpack.Decoder(
 
 
 def read_batch(payload: bytes | memoryview) -> list[BlockEvent]:
-    """The events of a batch, in either form. Raises: msgspec.DecodeError."""
+    """The events of a batch, in either form. Raises: msgspec.DecodeError, UnicodeDecodeError, RecursionError."""
     try:
         return list(_MAPS.decode(payload)[1])
     except msgspec.ValidationError:

@@ -130,7 +130,7 @@ class BlockFeed:
     async def _apply(self, seq: int, payload: bytes) -> None:
         try:
             events = read_batch(payload)
-        except msgspec.DecodeError as error:
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
             raise FeedError(f"batch {seq}: {error}") from None
         async for event in in_turns(events):
             self.blocks.apply(event)
