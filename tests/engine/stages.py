@@ -133,6 +133,7 @@ class Stages:
         """Rank 1 ends with all that it has, and another process of that rank takes its place."""
         node, member = self.nodes[1], self.members[1]
         await self._stop_second(member)
+        self._fence(node)
         assert node.pool.pages.at_rest(), f"left at the rank that has ended: {node.pool.pages.owned()}"
         self.leader.leader.member_died(member.member.incarnation)
         self.leader.run()
@@ -143,6 +144,15 @@ class Stages:
             self.caches[1] = self._cache(self.nodes[1])
         await self._start_second()
         await until(lambda: not self.group.unavailable_reason)
+
+    def _fence(self, node: PrefillNode) -> None:
+        """Tell decode what it would see of a process that ends: this one goes on, and nothing else proves the end of
+        what was lent to the node while it closed, and was never read there."""
+        shell = self.decode.shell
+        for peer in list(shell.endpoint.peers):
+            if peer.key.incarnation == node.incarnation:
+                shell.endpoint.writer_died(peer.key, monotonic())
+        shell.run()
 
     async def _stop_second(self, member: MemberShell) -> None:
         self._passing.cancel()
