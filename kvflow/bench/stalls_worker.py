@@ -96,16 +96,11 @@ class PacedDecode(_Engine):
 
     pause_s = 0.001
 
-    async def admit(self, prompt: Prompt, params: SamplingParams) -> Admission:
+    async def admit(self, prompt: Prompt, params: SamplingParams, namespace: Namespace = ANY) -> Admission:
         self.limits.check_prompt(prompt)
         return await self._budget.admit(self.limits.worst_pages(prompt, params.max_new_tokens))
 
-    def begin_fetch(self, prompt: Prompt, namespace: Namespace = ANY) -> None:
-        return None
-
-    async def prefetch(
-        self, prompt: Prompt, admission: Admission, namespace: Namespace = ANY, fetching: None = None
-    ) -> None:
+    async def prefetch(self, prompt: Prompt, admission: Admission, namespace: Namespace = ANY) -> None:
         return None
 
     def cached(self, prompt: Prompt, namespace: Namespace = ANY, admission: Admission | None = None) -> None:

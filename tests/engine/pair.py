@@ -227,9 +227,8 @@ class EnginePair:
 
     async def outputs(self, prompt: list[int], params: SamplingParams) -> list[TokenOut]:
         """One request through both engines. Raises what decode raises."""
-        fetching = self.decode.begin_fetch(prompt)
         admission = await self.decode.admit(prompt, params)
-        await self.decode.prefetch(prompt, admission, fetching=fetching)
+        await self.decode.prefetch(prompt, admission)
         prefix = self.decode.cached(prompt)
         room = self.room(prompt, 0 if prefix is None else prefix.tokens)
         leg = asyncio.ensure_future(self.prefill.prefill(room.prefill_half, prompt, params))

@@ -149,3 +149,46 @@ async def test_without_an_admission_cached_pages_are_not_asked_for_again(llama: 
         found = [out.token_id async for out in pair.decode.generate(room, prompt, params, None, prefix)]
         await leg
         assert found == expected
+
+
+class SlowStore:
+    """In the place of `PrefixCache.fetch`: it brings nothing, and ends when it was cancelled and `may_end`."""
+
+    def __init__(self) -> None:
+        self.reads: list[asyncio.Task[None]] = []
+        self.cancelled, self.may_end = asyncio.Event(), asyncio.Event()
+
+    async def fetch(self, *_: object, **__: object) -> None:
+        task = asyncio.current_task()
+        assert task is not None
+        self.reads.append(task)
+        try:
+            await asyncio.Event().wait()
+        finally:
+            self.cancelled.set()
+            await self.may_end.wait()
+
+
+@pytest.mark.parametrize("leaves", ["", "in the queue", "once admitted"])
+async def test_with_best_effort_storage_is_read_while_a_request_waits_and_no_longer(
+    leaves: str, llama: LoadedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    options = {"cache": "lru", "cache_host_pages": 8, "prefetch": "best_effort", "num_pages": 8}
+    async with EnginePair(llama, page_size=PAGE, **options) as pair:
+        store, budget = SlowStore(), pair.decode._budget
+        first = await pair.decode.admit(prompt_of(20), greedy(4))
+        monkeypatch.setattr(pair.decode.cache, "fetch", store.fetch)
+        waiting = asyncio.ensure_future(pair.decode.admit(prompt_of(20), greedy(4)))
+        await until(lambda: bool(store.reads))
+        if leaves != "in the queue":
+            first.release()
+            await store.cancelled.wait()
+            assert budget.admitted == 1 and not waiting.done(), "what is read is drained first"
+        if leaves:
+            waiting.cancel()
+        store.may_end.set()
+        await asyncio.wait([waiting, store.reads[0]], timeout=20)
+        assert store.reads[0].cancelled() and waiting.cancelled() is bool(leaves)
+        for admission in (first, *(() if leaves else (waiting.result(),))):
+            admission.release()
+        assert not budget.admitted and not budget.waiting

@@ -43,13 +43,11 @@ class Engine:
         self.free = asyncio.Event()
         self.refusal: KvflowError | None = None
         self.promised = 0
-        self.fetching: asyncio.Task[None] = asyncio.create_task(asyncio.sleep(0))
-        self.reads = False
 
     def load(self) -> EngineLoad:
         return EngineLoad(0, 0)
 
-    async def admit(self, prompt: Sequence[int], params: SamplingParams) -> Any:
+    async def admit(self, *_: object) -> Any:
         if self.refusal is not None:
             raise self.refusal
         await self.free.wait()
@@ -58,12 +56,6 @@ class Engine:
 
     def _release(self) -> None:
         self.promised -= 1
-
-    def begin_fetch(self, *_: object) -> asyncio.Task[None] | None:
-        if not self.reads:
-            return None
-        self.fetching = asyncio.create_task(asyncio.sleep(60))
-        return self.fetching
 
     async def prefetch(self, *_: object) -> None:
         return None
@@ -141,23 +133,6 @@ async def test_a_decode_that_will_have_no_pages_says_so_to_both_legs(patient: Pa
             await waiting
         assert caught.value.code is Code.CAPACITY
     await patient.rest()
-
-
-async def test_a_request_that_ends_in_the_queue_reads_no_more_of_what_is_cached(patient: Pair) -> None:
-    service, engine = serving(patient)
-    engine.reads = True
-    asking = asyncio.create_task(decoded(service, 7))
-    source = await announced(patient, 7)
-    assert not engine.fetching.done()
-    asking.cancel()
-    await asyncio.wait([asking, engine.fetching], timeout=20)
-    assert asking.cancelled() and engine.fetching.cancelled()
-    source.close()
-    engine.refusal = CapacityError("pages", 9, 4)
-    with pytest.raises(CapacityError):
-        await decoded(service, 8)
-    await asyncio.wait([engine.fetching], timeout=20)
-    assert engine.fetching.cancelled()
 
 
 @pytest.mark.parametrize("turns", range(6))

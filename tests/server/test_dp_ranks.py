@@ -44,9 +44,6 @@ class FirstTokens:
     async def admit(self, *_: object) -> Any:
         return SimpleNamespace(release=lambda: None)
 
-    def begin_fetch(self, *_: object) -> None:
-        return None
-
     async def prefetch(self, *_: object) -> None:
         return None
 

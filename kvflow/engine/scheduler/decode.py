@@ -26,7 +26,7 @@ from kvflow.engine.scheduler.handoff import HandOff
 from kvflow.engine.scheduler.limits import EngineLimits
 from kvflow.engine.scheduler.loop import EngineLoop
 from kvflow.engine.scheduler.params import EngineLoad, EngineRetractions, SamplingParams, TokenOut
-from kvflow.engine.scheduler.prefetch import bring, stopped
+from kvflow.engine.scheduler.prefetch import begin_fetch, bring, stopped
 from kvflow.engine.scheduler.retraction import Retractions
 from kvflow.engine.scheduler.rooms import DecodeRoomPort
 from kvflow.engine.scheduler.sampling import Choice
@@ -131,8 +131,9 @@ class DecodeEngine(EngineLoop):
         self.limits.check_sampling(prompt, params)
         self._budget.check(self.limits.worst_pages(prompt, self.limits.new_tokens(prompt, params)))
 
-    async def admit(self, prompt: Prompt, params: SamplingParams) -> Admission:
-        """Wait until the pages of the request's worst case can be promised; open its room after that.
+    async def admit(self, prompt: Prompt, params: SamplingParams, namespace: Namespace = ANY) -> Admission:
+        """Wait until the pages of the request's worst case can be promised; open its room after that. With best_effort
+        what storage has of it comes to the host meanwhile.
 
         The caller releases the admission, or passes it to `generate`.
         Raises: MisuseError, CapacityError for a request that can never run.
@@ -142,26 +143,27 @@ class DecodeEngine(EngineLoop):
         started = time.perf_counter()
         total = self.limits.worst_pages(prompt, self.limits.new_tokens(prompt, params))
         base = self.limits.worst_pages(prompt, 1)
-        admission = await self._budget.admit(total, base=base, priority=params.priority)
-        self.queue_seconds.observe(time.perf_counter() - started)
+        fetching = begin_fetch(self.cache, self._prefetch, np.asarray(prompt), namespace)
+        admission: Admission | None = None
+        try:
+            admission = await self._budget.admit(total, base=base, priority=params.priority)
+            self.queue_seconds.observe(time.perf_counter() - started)
+            await stopped(fetching)
+        except BaseException:
+            if fetching is not None:
+                fetching.cancel()
+            if admission is not None:
+                admission.release()
+            raise
         return admission
 
-    def begin_fetch(self, prompt: Prompt, namespace: Namespace = ANY) -> asyncio.Task[None] | None:
-        """With best_effort what storage has comes to the host while the request waits to be admitted. Pass it to
-        `prefetch`, or cancel it."""
-        if self.cache is None or not self.cache.has_host or self._prefetch != "best_effort":
-            return None
-        return asyncio.create_task(self.cache.fetch(np.asarray(prompt), namespace=namespace))
-
-    async def prefetch(
-        self, prompt: Prompt, admission: Admission, namespace: Namespace = ANY,
-        fetching: asyncio.Task[None] | None = None,
-    ) -> None:  # fmt: skip
+    async def prefetch(self, prompt: Prompt, admission: Admission, namespace: Namespace = ANY) -> None:
         """Load what the cache has of an admitted prompt outside of the pool, into pages that were promised to it."""
-        await stopped(fetching)
         if self.cache is not None and self.cache.has_host:
-            pages = {"most_pages": admission.opening, "taking": admission.has}
-            await bring(self.cache, self._prefetch, np.asarray(prompt), None, namespace, **pages)
+            await bring(
+                self.cache, self._prefetch, np.asarray(prompt), None, namespace,
+                most_pages=admission.opening, taking=admission.has,
+            )  # fmt: skip
 
     def cached(self, prompt: Prompt, namespace: Namespace = ANY, admission: Admission | None = None) -> Prefix | None:
         """What is here of a prompt, locked: release it, or pass it to `generate`. Its pages need not travel, and

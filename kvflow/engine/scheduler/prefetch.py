@@ -51,6 +51,15 @@ async def bring_beside(
     return found
 
 
+def begin_fetch(
+    cache: PrefixCache | None, policy: PrefetchPolicy, tokens: Tokens, namespace: Namespace
+) -> asyncio.Task[None] | None:
+    """With best_effort what storage has comes to the host from here on, until it is cancelled or `stopped`."""
+    if cache is None or not cache.has_host or policy != "best_effort":
+        return None
+    return asyncio.create_task(cache.fetch(tokens, namespace=namespace))
+
+
 async def stopped(task: asyncio.Task[None] | None) -> None:
     """Cancel what is done without, and drain it (I12)."""
     if task is not None:

@@ -262,15 +262,12 @@ class DecodeService(EngineService[DecodeNode, "DecodeEngine"]):
         self._recent_rooms.add(room)
         admission: Admission | None = None
         prefix: Prefix | None = None
-        fetching = self._engine.begin_fetch(request.prompt, request.namespace)
         try:
             admission = await self._admit(request, room)
-            await self._engine.prefetch(request.prompt, admission, request.namespace, fetching)
+            await self._engine.prefetch(request.prompt, admission, request.namespace)
             prefix = self._engine.cached(request.prompt, request.namespace, admission)
             await room.offer(prefix_tokens=None if prefix is None else prefix.tokens)
         except BaseException as error:
-            if fetching is not None:
-                fetching.cancel()
             room.close(error.cause() if isinstance(error, KvflowError) else None)
             if prefix is not None:
                 prefix.release()
@@ -298,7 +295,7 @@ class DecodeService(EngineService[DecodeNode, "DecodeEngine"]):
 
     async def _admit(self, request: GenerationRequest, room: DecodeRoom) -> Admission:
         """Wait for a place in the batch and a promise of pages, until the room ends. Raises: KvflowError."""
-        waiting = asyncio.ensure_future(self._engine.admit(request.prompt, request.params))
+        waiting = asyncio.ensure_future(self._engine.admit(request.prompt, request.params, request.namespace))
 
         def stop_waiting() -> None:
             waiting.cancel()
