@@ -118,13 +118,7 @@ class PrefixIndex:
         `shared`, which are the cache's own, matched and locked by the request. The array is kept and must not change.
         Raises: MisuseError, and then nothing was taken.
         """
-        self._check(tokens, now_s)
-        check_pages(pages)
-        total = len(tokens) // self._page_bytes
-        if shared < 0 or len(pages) != total - shared:
-            raise MisuseError(f"{len(pages)} pages given for {total} pages of tokens, of which {shared} are shared")
-        root = self._residents.roots.get(namespace) or Root(namespace)
-        path = self._walk(root, tokens)
+        root, path, total = self._given(tokens, pages, now_s, namespace, shared)
         self._check_shared(path, shared)
         duplicates: list[PageIndices] = []
         gathered = Gathered()  # nothing comes back when pages are given
@@ -175,13 +169,7 @@ class PrefixIndex:
         """Hand over host pages that were read from storage: int32, one for each whole page of `tokens` from page
         `start` on. Returns those that are not taken: the host has others, or will, or what they follow is gone.
         Raises: MisuseError, and then nothing was taken."""
-        self._check(tokens, now_s)
-        check_pages(pages)
-        total = len(tokens) // self._page_bytes
-        if start < 0 or len(pages) != total - start:
-            raise MisuseError(f"{len(pages)} pages given for pages {start} to {total} of the tokens")
-        root = self._residents.roots.get(namespace) or Root(namespace)
-        path = self._walk(root, tokens)
+        root, path, total = self._given(tokens, pages, now_s, namespace, start)
         end = path[-1] if path else root
         if end.depth < start or not total - start:
             return pages
@@ -352,6 +340,19 @@ class PrefixIndex:
             path.append(child)
             node = child
         return path
+
+    def _given(
+        self, tokens: bytes, pages: PageIndices, now_s: float, namespace: Namespace, start: int
+    ) -> tuple[Root, list[Node], int]:
+        """Where pages belong that are handed over from page `start` of the tokens on: a root, which may be new, what
+        is cached of the tokens, and how many pages they have. Raises: MisuseError."""
+        self._check(tokens, now_s)
+        check_pages(pages)
+        total = len(tokens) // self._page_bytes
+        if start < 0 or len(pages) != total - start:
+            raise MisuseError(f"{len(pages)} pages given for pages {start} to {total} of the tokens")
+        root = self._residents.roots.get(namespace) or Root(namespace)
+        return root, self._walk(root, tokens), total
 
     def _append(self, parent: Node, tokens: bytes, pages: PageIndices, now_s: float, priority: int, tier: Tier) -> Node:
         """A new run below `parent`, of all whole pages that are left of `tokens`."""

@@ -238,7 +238,7 @@ def test_bad_input_is_one_line() -> None:
         (lambda: index.match(b"12345", 99), "tokens must be bytes, 4 for each token id"),
         (lambda: index.match([1], 99), "tokens must be bytes, 4 for each token id"),
         (lambda: index.match(b"", -1), "time went back from 2 s to -1 s"),
-        (lambda: cache.insert(1, 2, shared=1), "2 pages given for 2 pages of tokens, of which 1 are shared"),
+        (lambda: cache.insert(1, 2, shared=1), "2 pages given for pages 1 to 2 of the tokens"),
         (
             lambda: index.insert(token_bytes([8]), pages(), 99, shared=1),
             "1 pages are said to be shared, and the device has 0",
