@@ -6,8 +6,9 @@ import asyncio
 import functools
 import logging
 import time
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Callable
 from contextlib import asynccontextmanager
+from typing import TypeVar
 
 from kvflow.cache.host import HostTier
 from kvflow.cache.prefix import PrefixCache
@@ -28,6 +29,7 @@ from kvflow.protocols.pages.layout import PoolLayout
 from kvflow.server.http.listening import reachable
 
 _log = logging.getLogger("kvflow.serve")
+T = TypeVar("T")
 
 
 @asynccontextmanager
@@ -75,23 +77,25 @@ async def prefix_cache(
                 await cache.publisher.close()  # when it has told that nothing is cached any more
 
 
-async def _host_tier(settings: Settings, parts: Parts) -> HostTier | None:
-    if not settings.cache_host_bytes:
-        return None
-    allocate = functools.partial(HostTier, parts.pool, settings.cache_host_bytes)
+async def _allocated(parts: Parts, allocate: Callable[[], T], setting: str) -> T:
+    """Host memory, taken in a thread. Raises: MisuseError that names the setting."""
     try:
         return await asyncio.get_running_loop().run_in_executor(parts.executor, allocate)
     except (LayoutError, MisuseError) as error:
-        raise MisuseError(f"--cache-host-bytes {settings.cache_host_bytes}: {error}") from None
+        raise MisuseError(f"{setting}: {error}") from None
+
+
+async def _host_tier(settings: Settings, parts: Parts) -> HostTier | None:
+    if not (size := settings.cache_host_bytes):
+        return None
+    return await _allocated(parts, functools.partial(HostTier, parts.pool, size), f"--cache-host-bytes {size}")
 
 
 async def _states(settings: Settings, parts: Parts, most: int) -> StateStore:
     """`most`: pages, at whose ends they are."""
-    allocate = functools.partial(StateStore, parts.pool, settings.cache_state_bytes, most)
-    try:
-        return await asyncio.get_running_loop().run_in_executor(parts.executor, allocate)
-    except (LayoutError, MisuseError) as error:
-        raise MisuseError(f"--cache-state-bytes {settings.cache_state_bytes}: {error}") from None
+    size = settings.cache_state_bytes
+    allocate = functools.partial(StateStore, parts.pool, size, most)
+    return await _allocated(parts, allocate, f"--cache-state-bytes {size}")
 
 
 async def _storage_tier(settings: Settings, host: HostTier | None, *, has_states: bool) -> StorageTier | None:
