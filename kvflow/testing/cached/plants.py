@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from typing import Any
 
 import numpy as np
@@ -11,11 +11,10 @@ import numpy as np
 from kvflow.cache.storage import file as files
 from kvflow.handlers.rooms import DecodeRoom, PrefillRoom
 from kvflow.node import DecodeNode, PrefillNode
-from kvflow.protocols.errors import MisuseError
 from kvflow.testing.cached.run import simulate
 from kvflow.testing.cached.scheduler import CachingScheduler
 from kvflow.testing.sim.pages import books_of
-from kvflow.testing.sim.plants import Plant, hunted
+from kvflow.testing.sim.plants import Plant, hunted, installed
 from kvflow.testing.sim.swap import swapped
 from kvflow.testing.walk.cache_plants import PLANTS as OF_THE_INDEX
 
@@ -84,12 +83,7 @@ def all_plants() -> tuple[Plant, ...]:
 
 def planted(name: str) -> Installed:
     """The plant of that name, installed; nothing for an empty one. Raises: MisuseError."""
-    if not name:
-        return nullcontext()
-    known = {plant.name: plant for plant in PLANTS}
-    if name not in known:
-        raise MisuseError(f"no plant {name!r} of a cache; there are: {', '.join(known)}")
-    return known[name].install()
+    return installed(name, PLANTS, "a cache")
 
 
 def hunt(name: str, seeds: Sequence[int], say: Callable[[str], None] = lambda _: None) -> dict[str, Any]:

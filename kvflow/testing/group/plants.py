@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
 
-from kvflow.protocols.errors import Cause, MisuseError, WireError
+from kvflow.protocols.errors import Cause, WireError
 from kvflow.protocols.group_leader import GroupLeader, Membership, RequestDecided
 from kvflow.protocols.group_member import GroupMember, Session
 from kvflow.protocols.machines import group as tables
@@ -18,7 +18,7 @@ from kvflow.protocols.wire.codec import parse_at_leader, routing_id
 from kvflow.protocols.wire.group import Ticket, Vote
 from kvflow.protocols.wire.messages import RoomId
 from kvflow.testing.group.run import RANKS, simulate
-from kvflow.testing.sim.plants import Plant, hunted
+from kvflow.testing.sim.plants import Plant, hunted, installed
 from kvflow.testing.sim.swap import swapped, swapped_cells
 
 Installed = AbstractContextManager[object]
@@ -140,12 +140,7 @@ def all_plants() -> tuple[Plant, ...]:
 
 def planted(name: str) -> Installed:
     """The plant of that name, installed; nothing for an empty one. Raises: MisuseError."""
-    if not name:
-        return nullcontext()
-    known = {plant.name: plant for plant in PLANTS}
-    if name not in known:
-        raise MisuseError(f"no plant {name!r} of a group; there are: {', '.join(known)}")
-    return known[name].install()
+    return installed(name, PLANTS, "a group")
 
 
 def hunt(

@@ -67,11 +67,16 @@ def all_plants() -> tuple[Plant, ...]:
 
 def planted(name: str) -> AbstractContextManager[object]:
     """The plant of that name, installed; nothing for an empty one. Raises: MisuseError."""
+    return installed(name, all_plants())
+
+
+def installed(name: str, plants: Sequence[Plant], of: str = "") -> AbstractContextManager[object]:
+    """As `planted`, one of these `plants`. `of`: what they are of, for the error. Raises: MisuseError."""
     if not name:
         return nullcontext()
-    known = {plant.name: plant for plant in all_plants()}
+    known = {plant.name: plant for plant in plants}
     if name not in known:
-        raise MisuseError(f"no plant {name!r}; there are: {', '.join(known)}")
+        raise MisuseError(f"no plant {name!r}{of and f' of {of}'}; there are: {', '.join(known)}")
     return known[name].install()
 
 
