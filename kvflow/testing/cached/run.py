@@ -27,7 +27,7 @@ from kvflow.testing.sim.outcome import Outcome
 from kvflow.testing.sim.scenario import PROMPT_PAGES_MAX, Accident, Request, Scenario, draw, draw_chunks
 from kvflow.testing.sim.swap import swapped
 from kvflow.testing.sim.times import FAULTS_END_S
-from kvflow.testing.sim.variety import NUM_PAGES, PAGE_SIZE
+from kvflow.testing.sim.variety import NUM_PAGES, PAGE_SIZE, Variety
 
 SHAPES = (((1,), 1), ((1,), 1), ((1,), 2), ((1, 1), 1), ((1, 1), 2))
 """No ranks: they would have to agree on what is cached."""
@@ -48,12 +48,12 @@ class CachedOracle(Oracle):
 class CachingCluster(Cluster):
     """Nodes with caches. A place keeps its plan, and its folder, from life to life."""
 
-    def __init__(self, *arguments: Any) -> None:
-        super().__init__(*arguments)
+    def __init__(self, loop: VirtualLoop, oracle: Oracle, faults: Faults, variety: Variety, rng: random.Random) -> None:
+        super().__init__(loop, oracle, faults, variety)
         self.texts, self.counts, self.workers = Texts(), Counter[str](), list[Worker]()
         self.caches: dict[int, NodeCache] = {}
         self._folder = empty_folder()
-        self.rng, self.disk_faults = random.Random(), DiskFaults(random.Random(), Counter())
+        self.rng, self.disk_faults = rng, DiskFaults(rng, faults.struck)
         self._plans: dict[str, CachePlan] = {}
 
     def _join(self, name: str, *parts: Any) -> Member:
@@ -93,18 +93,12 @@ class CachedRun(plain.Run):
     """Beside what happens to nodes: caches are flushed, evicted from, and their files spoiled."""
 
     cluster: CachingCluster
-    make_cluster = CachingCluster
 
     def __init__(self, loop: VirtualLoop, faults: Faults, scenario: Scenario, oracle: CachedOracle, rng: random.Random):
-        super().__init__(loop, faults, scenario, CachingScheduler(Texts(), {}, Counter(), rng), oracle)
-        cluster = self.cluster
-        self.scheduler = CachingScheduler(cluster.texts, cluster.caches, cluster.counts, rng)
-        oracle.texts, cluster.rng, cluster.disk_faults, self._rng = (
-            cluster.texts,
-            rng,
-            DiskFaults(rng, faults.struck),
-            rng,
-        )
+        cluster = CachingCluster(loop, oracle, faults, scenario.variety, rng)
+        scheduler = CachingScheduler(cluster.texts, cluster.caches, cluster.counts, rng)
+        super().__init__(loop, faults, scenario, scheduler, oracle, cluster)
+        oracle.texts, self._rng = cluster.texts, rng
         for _ in range(rng.randint(3, 12)):
             act = rng.choice((self._evict, self._evict, self._evict, self._flush, self._spoil))
             loop.later(rng.uniform(0.1, FAULTS_END_S), act)
@@ -156,7 +150,7 @@ class CachedRun(plain.Run):
                 self.oracle.broken("I5", "; ".join(left))
 
 
-def told_apart(rng: random.Random, scenario: Scenario) -> Scenario:
+def with_caches(rng: random.Random, scenario: Scenario) -> Scenario:
     """The scenario with prompts that begin alike, of requests that do not leave the device."""
     library = Library(rng, PROMPT_PAGES_MAX)
     requests = [_with_prompt(rng, request, library.draw()) for request in scenario.requests]
@@ -189,7 +183,7 @@ def simulate(
     rng = random.Random(seed)
     loop, faults = VirtualLoop(rng), Faults(rng, copies=True)
     mine = random.Random(f"cache {seed}")
-    scenario = told_apart(mine, draw(rng, faults, SHAPES))
+    scenario = with_caches(mine, draw(rng, faults, SHAPES))
 
     def make_run(oracle: Oracle) -> plain.Run:
         assert isinstance(oracle, CachedOracle)

@@ -38,13 +38,13 @@ PROBES, PROBE_CHUNKS = 6, (1, 1)  # good rooms for every pair, pages of their ch
 class Run:
     """One scenario on one cluster."""
 
-    make_cluster: type[Cluster] = Cluster
-
     def __init__(
-        self, loop: VirtualLoop, faults: Faults, scenario: Scenario, scheduler: Scheduler, oracle: Oracle
-    ) -> None:
+        self, loop: VirtualLoop, faults: Faults, scenario: Scenario, scheduler: Scheduler, oracle: Oracle,
+        cluster: Cluster | None = None,
+    ) -> None:  # fmt: skip
+        """`cluster`: a plain one, unless it is given."""
         self.loop, self.faults, self.scenario, self.scheduler, self.oracle = loop, faults, scenario, scheduler, oracle
-        self.cluster = self.make_cluster(loop, oracle, faults, scenario.variety)
+        self.cluster = cluster or Cluster(loop, oracle, faults, scenario.variety)
         self.endings = Endings(oracle, forgetful=_forgetful(scenario))
         self._places: list[Member] = []  # who is in each place now
         self._probe_room = 1_000_000
