@@ -12,6 +12,7 @@ import zmq
 import zmq.asyncio
 
 from kvflow.aio import in_turns
+from kvflow.cache.publisher import END, SNAPSHOT
 from kvflow.protocols.wire.kv_events import read_batch
 from kvflow.server.router.blocks import KnownBlocks
 
@@ -20,7 +21,6 @@ SILENCE_S = 20.0  # four heartbeats of a publisher
 REPLAY_S = 10.0  # between two messages of a replay
 PAUSE_S = 2.0  # before the next try, after one has failed
 MAX_MESSAGE_BYTES = 256 << 20
-_END = (-1).to_bytes(8, "big", signed=True)
 
 
 class Source(NamedTuple):
@@ -83,7 +83,7 @@ class BlockFeed:
         """Raises: TimeoutError, FeedError, ZMQError."""
         with _connected(zmq.SUB, self.source.endpoint) as subscriber:
             if self.source.replay_endpoint is not None:
-                await self._catch_up(0, b"snapshot")
+                await self._catch_up(0, SNAPSHOT)
                 self._live()
             while True:
                 async with asyncio.timeout(SILENCE_S):
@@ -123,7 +123,7 @@ class BlockFeed:
                     frames = await dealer.recv_multipart()
                 if not frames or frames[0]:
                     raise FeedError("a replay that is none")
-                if len(frames) == 4 and frames[2] == _END:
+                if len(frames) == 4 and frames[2] == END:
                     return
                 await self._apply(*_numbered(frames[1:]))
 
