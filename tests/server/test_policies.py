@@ -229,7 +229,8 @@ def test_another_role_is_another_memory() -> None:
     info = {"disaggregation_mode": "prefill", "incarnation": "1", "page_size": 16, "prefix_cache": {"pages": 0}}
     turned = Worker("prefill", "http://a", follows=True)
     turned.mark_up(Identity.read(info | {"pages": {"total": 64}}))
-    turned.send(Prompts([[1, 2]], {}))
+    with turned.sent(Prompts([[1, 2]], {})):
+        pass
     turned.mark_up(Identity.read(info | {"pages": {"total": 64}}))
     assert turned.cache.prefixes.matched([[1, 2]]) == 2 and turned.cache.prefixes.limit_bytes == 64 * 16 * 4
     turned.mark_up(Identity.read(info | {"pages": {"total": 64}, "disaggregation_mode": "decode"}))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import NamedTuple
 
 from kvflow.server.router.blocks import BlockHashes
@@ -57,15 +59,21 @@ class CacheView:
             return size * sum(map(self.feed.blocks.matched, prompts.blocks[size]))
         return CHUNK_TOKENS * self.prefixes.matched(prompts.chains)
 
-    def expect(self, prompts: Prompts) -> Expected | None:
-        """The worker is sent these prompts. What is returned is to be settled when they are answered."""
+    @contextmanager
+    def expecting(self, prompts: Prompts) -> Iterator[None]:
+        """The worker is sent these prompts: until they are answered it is about to have them."""
         self.prefixes.note(prompts.chains)
-        if self.feed is None or (hashes := prompts.blocks.get(self.feed.source.block_size)) is None:
-            return None
-        expected = Expected(self.feed, hashes)
+        feed = self.feed  # which may be another one by then
+        if feed is None or (hashes := prompts.blocks.get(feed.source.block_size)) is None:
+            yield
+            return
         for one in hashes:
-            self.feed.blocks.expect(one)
-        return expected
+            feed.blocks.expect(one)
+        try:
+            yield
+        finally:
+            for one in hashes:
+                feed.blocks.settle(one)
 
     def forget(self) -> None:
         """Its cache is empty, which its events say by themselves."""
@@ -75,12 +83,3 @@ class CacheView:
         """It is another process, and its cache another one."""
         self.forget()
         self.follow(None)
-
-
-class Expected(NamedTuple):
-    feed: BlockFeed
-    hashes: list[BlockHashes]
-
-    def settle(self) -> None:
-        for one in self.hashes:
-            self.feed.blocks.settle(one)

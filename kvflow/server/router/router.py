@@ -10,8 +10,8 @@ import asyncio
 import functools
 import logging
 import secrets
-from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Iterator
-from contextlib import asynccontextmanager, contextmanager
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable
+from contextlib import asynccontextmanager
 from typing import Any
 
 import aiohttp
@@ -147,7 +147,7 @@ class Router(Drainable):
         while True:
             prefill, decode = await self._next_pair(tries, prompts)
             try:
-                with _sent(prompts, prefill, decode):
+                with prefill.sent(prompts), decode.sent(prompts):
                     done = await self._on_pair(http, answer, raw, count, prefill, decode)
             except PairFailedError as error:
                 if isinstance(error, LegFailedError):
@@ -246,18 +246,6 @@ class Router(Drainable):
                 return copied(answer, await answer.read())
         except (aiohttp.ClientError, OSError, TimeoutError):
             return Failure(502, str(Code.PEER_LOST), f"the {worker.role} worker did not answer").response()
-
-
-@contextmanager
-def _sent(prompts: Prompts, *workers: Worker) -> Iterator[None]:
-    """While they have not answered, they are about to have them."""
-    expected = [worker.send(prompts) for worker in workers]
-    try:
-        yield
-    finally:
-        for one in expected:
-            if one is not None:
-                one.settle()
 
 
 class _Sampling(msgspec.Struct):

@@ -8,7 +8,7 @@ import itertools
 import logging
 import uuid
 from collections.abc import Callable, Iterable, Mapping
-from contextlib import suppress
+from contextlib import AbstractContextManager, suppress
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -17,7 +17,7 @@ import msgspec
 
 from kvflow.protocols.errors import Code, KvflowError
 from kvflow.server.http.errors import Failure
-from kvflow.server.router.cache_view import NO_PROMPTS, CacheView, Expected, Prompts
+from kvflow.server.router.cache_view import NO_PROMPTS, CacheView, Prompts
 from kvflow.server.router.feed import Source, source_of
 from kvflow.server.router.policies import Policy
 
@@ -132,10 +132,10 @@ class Worker:
         self.served += 1
         self.turn = next(_turns)
 
-    def send(self, prompts: Prompts) -> Expected | None:
-        """It is to get these prompts, and will have them in its cache; to be settled when they are answered."""
+    def sent(self, prompts: Prompts) -> AbstractContextManager[None]:
+        """It gets these prompts now, and will have them in its cache. The block ends when they are answered."""
         self.prefix_hits += self.cache.matched(prompts) > 0
-        return self.cache.expect(prompts)
+        return self.cache.expecting(prompts)
 
     def end(self) -> None:
         """It has one request less."""
