@@ -7,10 +7,11 @@ import pytest
 from kvflow.protocols.errors import MisuseError
 from kvflow.protocols.machines.cached_run import TABLE, RunKind, RunPhase
 from kvflow.testing.walk import run
+from kvflow.testing.walk.breadth_first import walk
+from kvflow.testing.walk.cache import CacheWorld
 from kvflow.testing.walk.cache_life import Life
 from kvflow.testing.walk.cache_plants import PLANTS, CachePlant
 from kvflow.testing.walk.cache_worlds import WORLDS
-from kvflow.testing.walk.group_search import walk
 
 NOT_WALKED_HERE = {"writes", "stored", "through", "loaded", "locked", "stale"}
 """`kvflow sim --exhaust --bounds cache` does, in about a minute and a half."""
@@ -20,7 +21,7 @@ AT_LEAST = {"evicted": 7_000, "flushed": 3_000}
 @pytest.mark.slow
 @pytest.mark.parametrize("name", AT_LEAST)
 def test_nothing_is_broken(name: str) -> None:
-    report = walk(WORLDS[name][1])
+    report = walk(CacheWorld(WORLDS[name][1]))
     print(name, report)
     assert not report["violations"], report
     assert report["states"] >= AT_LEAST[name]
@@ -44,7 +45,7 @@ def test_two_writes_and_two_splits_break_nothing_in_any_order() -> None:
 @pytest.mark.parametrize("plant", PLANTS, ids=lambda plant: plant.name)
 def test_a_planted_bug_is_found(plant: CachePlant) -> None:
     with plant.install():
-        report = walk(plant.bounds)
+        report = walk(CacheWorld(plant.bounds))
     print(plant.name, report.get("broken"), report.get("path"))
     assert report["violations"] == 1, "the walk has not found it"
     assert report["broken"].split(":")[0] == plant.invariant
@@ -56,15 +57,13 @@ def test_a_plant_can_be_named_and_is_gone_afterwards() -> None:
     report = run.run("cache-small", "failed copy taken for one")
     assert report["violations"] == 1 and report["worlds"][0]["path"]
     assert dict(TABLE.moves) == before
-    assert walk(WORLDS["small"][1]._replace(splits=0))["violations"] == 0
+    assert walk(CacheWorld(WORLDS["small"][1]._replace(splits=0)))["violations"] == 0
     with pytest.raises(MisuseError, match="child before parent"):
         run.run("cache-small", "tulip")
 
 
 def test_a_state_that_was_frozen_goes_on_as_before() -> None:
     """Its fingerprint is the same, and what names a node still does."""
-    from kvflow.testing.walk.cache import CacheWorld
-
     world = CacheWorld(WORLDS["locked"][1])
     found = [step() for text, _, step in world.acts(world.start()) if "reads" in text]
     assert len(found) == 2

@@ -15,7 +15,8 @@ from kvflow.protocols.machines import group as tables
 from kvflow.protocols.machines.group import LeaderKind, LeaderPhase, MemberCommand, MemberKind, MemberPhase
 from kvflow.protocols.machines.tables import Move
 from kvflow.protocols.wire.group import Vote
-from kvflow.testing.walk.group_search import walk
+from kvflow.testing.walk.breadth_first import walk
+from kvflow.testing.walk.group import GroupWorld
 from kvflow.testing.walk.group_worlds import WORLDS, GroupBounds
 
 QUICK = ("loss", "failure-loss", "silence", "refused")
@@ -24,7 +25,7 @@ Plant = Callable[[], AbstractContextManager[Any]]
 
 @pytest.mark.parametrize("name", [n if n in QUICK else pytest.param(n, marks=pytest.mark.slow) for n in WORLDS])
 def test_nothing_is_broken(name: str) -> None:
-    report = walk(WORLDS[name][1])
+    report = walk(GroupWorld(WORLDS[name][1]))
     print(name, report)
     assert not report["violations"], report
     assert report["states"] > 2_000
@@ -132,7 +133,7 @@ PLANTS: dict[str, tuple[Plant, GroupBounds, str]] = {
 def test_a_planted_bug_is_found(name: str) -> None:
     install, bounds, wanted = PLANTS[name]
     with install():
-        report = walk(bounds)
+        report = walk(GroupWorld(bounds))
     print(name, report.get("broken"), report.get("path"))
     assert report["violations"] == 1
     assert wanted in report["broken"]

@@ -1,30 +1,38 @@
-"""Breadth first through every state of a small group, or of a small cache, and whether each can come to rest."""
+"""Breadth first through every state of a small world, and whether each can come to rest."""
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Hashable, Iterator
 from time import monotonic
-from typing import Any
+from typing import Any, Protocol, TypeVar
 
-from kvflow.testing.walk.cache import CacheWorld
-from kvflow.testing.walk.cache_worlds import CacheBounds
-from kvflow.testing.walk.group import GroupWorld
-from kvflow.testing.walk.group_worlds import GroupBounds
+S = TypeVar("S", bound=Hashable)
 
 
-def walk(bounds: GroupBounds | CacheBounds, say: Callable[[str], None] = lambda _: None) -> dict[str, Any]:
+class World(Protocol[S]):
+    """Of which states are walked that are equal where they go on alike."""
+
+    def start(self) -> S: ...
+
+    def acts(self, state: S) -> Iterator[tuple[str, bool, Callable[[], S]]]:
+        """(what can happen, whether it does so by itself in the end, the state after it)."""
+
+    def rests(self, state: S) -> bool:
+        """Nothing is under way."""
+
+
+def walk(world: World[S], say: Callable[[str], None] = lambda _: None) -> dict[str, Any]:
     """Every state, and whether each can come to rest by what happens by itself. A violation stands in the report as
     `broken`, with the `path` to it."""
     began = monotonic()
-    world: Any = GroupWorld(bounds) if isinstance(bounds, GroupBounds) else CacheWorld(bounds)
     start = world.start()
-    number: dict[Any, int] = {start: 0}
+    number = {start: 0}
     came: list[tuple[int, str]] = [(0, "")]
     fair: list[tuple[int, int]] = []
     waiting = deque([start])
     steps = 0
-    report: dict[str, Any] = {"bounds": bounds._asdict(), "violations": 0}
+    report: dict[str, Any] = {"violations": 0}
     while waiting:
         state = waiting.popleft()
         source = number[state]

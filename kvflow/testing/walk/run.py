@@ -23,10 +23,13 @@ from kvflow.protocols.errors import MisuseError
 from kvflow.protocols.machines import cached_run, decode_room, grants, group, link, peer, prefill_room
 from kvflow.protocols.machines import loan as loans
 from kvflow.protocols.machines.tables import ERROR, Moves, Table
-from kvflow.testing.walk import group_search
+from kvflow.testing.walk import breadth_first
+from kvflow.testing.walk.breadth_first import World
+from kvflow.testing.walk.cache import CacheWorld
 from kvflow.testing.walk.cache_plants import PLANTS as PLANTS_OF_A_CACHE
 from kvflow.testing.walk.cache_worlds import WORLDS as OF_A_CACHE
 from kvflow.testing.walk.cache_worlds import CacheBounds
+from kvflow.testing.walk.group import GroupWorld
 from kvflow.testing.walk.group_worlds import WORLDS as OF_A_GROUP
 from kvflow.testing.walk.group_worlds import GroupBounds
 from kvflow.testing.walk.plants import PLANTS
@@ -127,7 +130,8 @@ def _walk_named(name: str, say: Callable[[str], None]) -> dict[str, Any]:
     if name in WORLDS:
         return walk(WORLDS[name].bounds, say)
     _, bounds = _OTHERS[name]
-    return group_search.walk(bounds, say)
+    world: World[Any] = GroupWorld(bounds) if isinstance(bounds, GroupBounds) else CacheWorld(bounds)
+    return {"bounds": bounds._asdict(), **breadth_first.walk(world, say)}
 
 
 def walk(bounds: Bounds, say: Callable[[str], None] = lambda _: None) -> dict[str, Any]:
