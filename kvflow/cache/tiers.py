@@ -205,17 +205,19 @@ class Tiers:
             return
         if self.storage.store.readable and not self._asking and (stored := self._index.stored_pages(end)):
             self._asking = True
-            self._spawn(self._ask(self.storage.store, end, stored), "kvflow-cache-ask")
+            digests = self._index.page_hashes(end)  # it may have gone by the first step of the task
+            asking = self._ask(self.storage.store, end, stored, [digests[page] for page in stored])
+            self._spawn(asking, "kvflow-cache-ask")
         else:
             self._put(end)
 
-    async def _ask(self, store: Storage, end: Node, stored: list[int]) -> None:
-        """Whether the store has what it is said to have up to `end`; then store what it lacks."""
+    async def _ask(self, store: Storage, end: Node, stored: list[int], keys: list[bytes]) -> None:
+        """Whether the store has the pages `stored`, as it is said to have, up to `end`; then store what it lacks."""
         try:
             if not store.readable:
                 return
-            digests, before = self._index.page_hashes(end), _troubles(store)
-            count = await store.exists_prefix([digests[page] for page in stored])
+            before = _troubles(store)
+            count = await store.exists_prefix(keys)
         finally:
             self._asking = False
         if end.removed or end.detached:

@@ -219,6 +219,22 @@ async def test_a_store_that_cannot_say_has_lost_nothing(tmp_path: Path) -> None:
         assert (counts.lost_pages, counts.stored_pages, len(pages_in(tmp_path))) == (0, 4, 4)
 
 
+async def test_what_has_gone_before_the_store_is_asked_is_not_asked_for(tmp_path: Path) -> None:
+    async with stored(tmp_path) as b:
+        b.run(1, 2, 3)
+        await settled(b)
+        b.run(1, 2, 3)
+        [asking] = b.copies
+        b.evict_all()
+        assert b.cache._tiers is not None
+        b.cache._tiers._room(20)
+        assert not b.cache.stats().host_pages
+        await asking
+        b.run(1, 2, 3)
+        await settled(b)
+        assert await found(b, 1, 2, 3) == 3
+
+
 async def test_no_more_than_a_share_waits_for_a_copy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     disk = FaultyDisk()
     async with stored(tmp_path, disk) as b:
