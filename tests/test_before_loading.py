@@ -8,11 +8,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from huggingface_hub import constants
 
 from kvflow.config.settings import Settings
 from kvflow.config.sources import ConfigError
 from kvflow.launch import pool
-from kvflow.launch.roles import run_decode, run_prefill
+from kvflow.launch.roles import run_decode, run_prefill, run_router
 from kvflow.memory.available import Available
 from kvflow.protocols.errors import MisuseError
 
@@ -37,10 +38,21 @@ async def test_a_store_that_cannot_be(tmp_path: Path, monkeypatch: pytest.Monkey
     store = {"prefix_cache": "lru", "cache_host_bytes": 1 << 20, "l3": "mooncake"}
     told = await refusal_of(run_prefill, tmp_path, **store, mooncake_master="nowhere")
     assert told.startswith("--l3 mooncake --mooncake-master nowhere: master 'nowhere' is not host:port")
+    told = await refusal_of(run_prefill, tmp_path, **store, mooncake_master="http://127.0.0.1:50051")
+    assert "master 'http://127.0.0.1:50051' is not host:port" in told
     real = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "mooncake" else real(name))
     told = await refusal_of(run_decode, tmp_path, **store, mooncake_master="127.0.0.1:50051")
     assert told.endswith("mooncake is not installed: pip install 'kvflow[mooncake]'")
+
+
+async def test_a_tokenizer_that_cannot_be(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "tokenizer.json").write_text("{")
+    with pytest.raises(MisuseError, match=r"--tokenizer-path: .*the tokenizer cannot be loaded"):
+        await run_router(Settings(tokenizer_path=str(tmp_path)))
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)  # its own client would go on for a minute
+    with pytest.raises(MisuseError, match=r"--tokenizer-path: .*neither a directory nor in the cache.*HF_HUB_OFFLINE"):
+        await run_router(Settings(tokenizer_path="nobody/nothing"))
 
 
 async def test_host_memory_that_is_not_there(tmp_path: Path) -> None:

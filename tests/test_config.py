@@ -131,6 +131,28 @@ def test_booleans_are_words_in_the_environment() -> None:
             {},
             ["--l3 mooncake needs --mooncake-master"],
         ),
+        ("prefill", {"cache_state_bytes": "5"}, {}, ["--cache-state-bytes 5 without --prefix-cache: it has no effect"]),
+        (
+            "decode",
+            {"prefix_cache": "lru", "cache_write_policy": "write_back"},
+            {},
+            ["--cache-write-policy write_back without --cache-host-bytes: it has no effect"],
+        ),
+        ("up", {}, {"KVFLOW_L3_DIR": "x"}, ["--l3-dir x without --l3 file: it has no effect"]),
+        (
+            "up",
+            {"prefix_cache": "lru", "cache_host_bytes": "65536", "l3": "file", "l3_dir": "x", "mooncake_master": "a:1"},
+            {},
+            ["--mooncake-master a:1 without --l3 mooncake: it has no effect"],
+        ),
+        ("up", {"tokenizer_path": "m"}, {}, ["--tokenizer-path m without --kv-events-config: it has no effect"]),
+        (
+            "router",
+            {"api_key": "k", "tokenizer_path": "m", "policy": "round_robin"},
+            {},
+            ["--tokenizer-path m without --policy cache_aware: it has no effect"],
+        ),
+        ("router", {"tokenizer_path": "/nowhere"}, {}, ["--tokenizer-path '/nowhere' does not exist"]),
         ("router", {}, {}, ["--prefill", "--decode"]),
         (
             "router",

@@ -327,8 +327,8 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     policy: Annotated[
         Literal["cache_aware", "least_loaded", "round_robin"],
         Meta(
-            description="Which prefill and which decode get a request: those that were sent most of its prompt before, "
-            "where they have a prefix cache and are not overloaded; the least loaded; or one after another."
+            description="Which prefill and which decode get a request: those that have most of its prompt in their "
+            "prefix caches, and are not overloaded; the least loaded; or one after another."
         ),
     ] = "cache_aware"
     balance_abs_threshold: Annotated[

@@ -35,7 +35,9 @@ from kvflow.protocols.errors import MisuseError
 # client of examples/chat.py and `declare-dead` call, the seed of the tests.
 _OTHER_VARIABLES = ("CONFIG", "READY_FD", "PARENT_PID", "RANK", "URL", "SEED")
 _LAST_PORT = 65535
+_BALANCE = ("balance_abs_threshold", "balance_rel_threshold")
 _PASSED_LIMIT = re.compile(r"^Expected `(int|float)` [<>]")
+_LOCAL = ("/", "./", "../", "~")  # begins what can be no name on a hub
 _DEVICE = re.compile(r"auto|cpu|cuda(:[0-9]{1,3})?", re.ASCII)
 
 
@@ -173,12 +175,34 @@ def _check_storage(role: Role, settings: Settings) -> None:
         raise ConfigError(f"{flag} needs --mooncake-master, the host:port of a mooncake_master")
 
 
+def _check_effect(role: Role, settings: Settings) -> None:
+    """Refuse what is given, and would change nothing."""
+    store = tuple(name for name in FIELDS if name.startswith("mooncake_"))
+    for needed, is_there, names in (
+        ("--prefix-cache", settings.prefix_cache != "off", ("cache_state_bytes",)),
+        ("--cache-host-bytes", settings.cache_host_bytes > 0, ("cache_write_policy", "cache_prefetch_policy")),
+        ("--l3 file", settings.l3 == "file", ("l3_dir", "l3_bytes")),
+        ("--l3 mooncake", settings.l3 == "mooncake", store),
+        ("--policy cache_aware", settings.policy == "cache_aware", ("tokenizer_path", *_BALANCE)),
+        ("--kv-events-config", role != "up" or bool(settings.kv_events_config), ("tokenizer_path",)),
+    ):
+        for name in names:
+            if not is_there and (value := getattr(settings, name)) != FIELDS[name].default:
+                raise ConfigError(f"{flag_of(name)} {value} without {needed}: it has no effect; leave it out")
+
+
+def _is_missing(path: str) -> bool:
+    return path.startswith(_LOCAL) and not Path(path).expanduser().is_dir()
+
+
 def _check(role: Role, settings: Settings) -> None:
     if role in ("prefill", "decode") and not settings.model_path:
         raise ConfigError("no model is given; set --model-path (or KVFLOW_MODEL_PATH)")
     model = settings.model_path
-    if role != "router" and model.startswith(("/", "./", "../", "~")) and not Path(model).expanduser().is_dir():
+    if role != "router" and _is_missing(model):
         raise ConfigError(f"model path {model!r} does not exist or is not a directory")
+    if _is_missing(settings.tokenizer_path):
+        raise ConfigError(f"--tokenizer-path {settings.tokenizer_path!r} does not exist or is not a directory")
     if settings.disaggregation_mode and settings.disaggregation_mode != role:
         text = f"--disaggregation-mode {settings.disaggregation_mode} does not match `kvflow {role}`; leave it out"
         raise ConfigError(text)
@@ -200,6 +224,7 @@ def _check(role: Role, settings: Settings) -> None:
         _check_storage(role, settings)
     if settings.kv_events_config:
         _check_events(settings)
+    _check_effect(role, settings)
     if role == "router" and not ((settings.prefill and settings.decode) or settings.api_key):
         raise ConfigError(
             "router needs at least one --prefill URL and one --decode URL, or an --api-key, with which workers join it"

@@ -116,9 +116,12 @@ async def run_router(settings: Settings) -> None:
 
 def _routing_tokenizer(path: str) -> ThreadedTokenizer | None:
     """None where there is none, as a model may have none. Raises: MisuseError."""
-    from kvflow.engine.model.tokenizer import load_tokenizer  # imports torch
+    from kvflow.engine.model.tokenizer import find_tokenizer  # imports torch
 
-    found = load_tokenizer(path, path)
+    try:
+        found = find_tokenizer(path)
+    except MisuseError as error:
+        raise MisuseError(f"--tokenizer-path: {error}") from None
     if found is None:
         _log.warning("--tokenizer-path %r: no tokenizer is there; events count for prompts of token ids alone", path)
     return None if found is None else ThreadedTokenizer(found)

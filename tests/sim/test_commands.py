@@ -64,3 +64,10 @@ def test_worlds_are_listed_and_a_group_is_walked() -> None:
 def test_a_range_that_is_none_is_refused(seeds: str) -> None:
     with pytest.raises(MisuseError, match="--seeds"):
         run("--seeds", seeds)
+
+
+def test_what_would_have_no_effect_is_refused() -> None:
+    with pytest.raises(MisuseError, match="--bounds cache is of --exhaust"):
+        run("--bounds", "cache")
+    with pytest.raises(MisuseError, match="--cache is of seeds, and --exhaust plays none"):
+        run("--exhaust", "--cache")

@@ -257,6 +257,6 @@ def check_usable(master: str) -> None:
 def _parsed(master: str) -> tuple[str, int]:
     """Host and port. Raises: MisuseError."""
     host, _, port = master.rpartition(":")
-    if not host or not port.isascii() or not port.isdigit() or not 0 < int(port) < 1 << 16:
+    if not host or "/" in host or not port.isascii() or not port.isdigit() or not 0 < int(port) < 1 << 16:
         raise MisuseError(f"master {master!r} is not host:port with a port in 1..65535")
     return host.strip("[]"), int(port)

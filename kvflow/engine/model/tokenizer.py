@@ -8,6 +8,7 @@ from typing import Any
 from transformers import AutoTokenizer
 
 from kvflow.engine.model.quiet import explained
+from kvflow.engine.model.source import locate
 from kvflow.protocols.errors import MisuseError
 
 
@@ -26,3 +27,12 @@ def load_tokenizer(source: str, name: str) -> Any | None:
         if not here.is_dir():
             return None
         raise
+
+
+def find_tokenizer(name: str) -> Any | None:
+    """Without its model, for whom `name` is a directory or a Hugging Face name; None where there is none.
+
+    Raises: MisuseError for one that cannot be loaded, or a hub that does not answer.
+    """
+    here = Path(name).expanduser()
+    return load_tokenizer(str(here) if here.is_dir() else locate(name), name)

@@ -55,6 +55,11 @@ def sim(
     """Exit status 1 when an invariant broke, or a plant was not found."""
     if (chosen := bare + bool(group) + cache) > 1:
         raise MisuseError(f"{chosen} of --bare, --group and --cache are given: choose one")
+    of_seeds = {"--bare": bare, "--group": group, "--cache": cache, "--seeds": seeds, "--seed": seed is not None}
+    if bounds and not exhaust:
+        raise MisuseError(f"--bounds {bounds} is of --exhaust, which is not given")
+    if exhaust and (given := [name for name, value in of_seeds.items() if value]):
+        raise MisuseError(f"{given[0]} is of seeds, and --exhaust plays none: leave one out")
     if plants:
         return _list_plants(bare, group, cache, as_json)
     if exhaust:
