@@ -34,6 +34,7 @@ from kvflow.protocols.errors import Cause, KvflowError
 from kvflow.protocols.group_leader import GroupLeader
 from kvflow.protocols.group_member import GroupMember, TicketKey
 from kvflow.protocols.limits import Timing
+from kvflow.protocols.machines.link import LinkPhase
 from kvflow.protocols.pages.layout import build_layout
 from kvflow.protocols.wire.messages import Incarnation, Rank, RoomId
 from kvflow.telemetry.counters import Counts
@@ -150,7 +151,7 @@ class Stages:
         what was lent to the node while it closed, and was never read there."""
         shell = self.decode.shell
         for peer in list(shell.endpoint.peers):
-            if peer.key.incarnation == node.incarnation:
+            if peer.key.incarnation == node.incarnation and peer.phase in (LinkPhase.UP, LinkPhase.SILENT):
                 shell.endpoint.writer_died(peer.key, monotonic())
         shell.run()
 
