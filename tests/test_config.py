@@ -11,6 +11,7 @@ from kvflow.config.kv_events import KvEvents
 from kvflow.config.settings import DEFAULT_PORTS, Role, Settings
 from kvflow.config.sources import ConfigError, resolve, resolve_other
 from kvflow.launch.process import PARENT_PID, READY_FD
+from kvflow.protocols.errors import MisuseError
 
 MODEL = {"model_path": "m"}
 
@@ -288,7 +289,14 @@ def test_workers_of_one_machine_publish_at_ports_of_their_own() -> None:
     found = KvEvents.parse('{"endpoint": "tcp://*:5557", "replay_endpoint": "tcp://[::1]:0", "topic": "kv"}')
     assert found is not None
     third = KvEvents.parse(found.of_worker(2))
-    assert third is not None and (third.endpoint, third.replay_endpoint) == ("tcp://*:5559", "tcp://[::1]:0")
+    assert third is not None and (third.endpoint, third.replay_endpoint) == ("tcp://*:5559", "tcp://[::1]:*")
     assert third.topic == "kv"
+    last = KvEvents.parse('{"endpoint": "tcp://*:65533"}')
+    assert last is not None and last.of_worker(2)
+    with pytest.raises(
+        MisuseError,
+        match=r"--kv-events-config: endpoint 'tcp://\*:65533': the last port is 65535, and number 3 would take",
+    ):
+        last.of_worker(3)
     for off in ('{"publisher": "null"}', '{"publisher": null}', '{"enable_kv_cache_events": false}'):
         assert KvEvents.parse(off) is None

@@ -21,6 +21,7 @@ import zmq
 import zmq.asyncio
 
 from kvflow.aio import in_thread, in_turns
+from kvflow.protocols.cache.addresses import numbered_address
 from kvflow.protocols.cache.stream import Batch, EventSource, EventStream, StreamLimits
 from kvflow.protocols.errors import MisuseError
 from kvflow.protocols.limits import LEAST_WAIT_S, check_time
@@ -229,7 +230,7 @@ def _is_request(frames: list[bytes]) -> bool:
 def _bind(socket: zmq.Socket[Any], name: str, address: str, rank: int) -> str:
     """The address that `socket` is bound to. Raises: MisuseError, with the socket closed."""
     try:
-        own = rank_address(name, address, rank)
+        own = numbered_address(name, address, rank)
     except MisuseError:
         socket.close(linger=0)
         raise
@@ -241,22 +242,3 @@ def _bind(socket: zmq.Socket[Any], name: str, address: str, rank: int) -> str:
         socket.close(linger=0)
         raise MisuseError(f"{name} {own!r}: {zmq.strerror(error.errno or 0)}") from None
     return str(socket.getsockopt_string(zmq.LAST_ENDPOINT))
-
-
-def rank_address(name: str, address: str, rank: int) -> str:
-    """Of one data-parallel rank: port + rank, and for what has no port a suffix. Raises: MisuseError."""
-    scheme, found, rest = address.partition("://")
-    if not found or scheme not in ("tcp", "ipc", "inproc") or not rest:
-        raise MisuseError(f"{name} {address!r} is not tcp://host:port, ipc://path or inproc://name")
-    if rank < 0:
-        raise MisuseError(f"rank {rank} is negative")
-    if scheme != "tcp":
-        return f"{address}_dp{rank}" if rank else address
-    host, found, port = rest.rpartition(":")
-    if not found or not host or not (port == "*" or port.isdecimal()):
-        raise MisuseError(f"{name} {address!r} is not tcp://host:port")
-    if port == "*" or not int(port):
-        return f"tcp://{host}:*"
-    if int(port) + rank > 65535:
-        raise MisuseError(f"{name} {address!r} of rank {rank}: port {int(port) + rank} is above 65535")
-    return f"tcp://{host}:{int(port) + rank}"

@@ -7,6 +7,9 @@ from typing import Annotated, Literal
 import msgspec
 from msgspec import Meta
 
+from kvflow.protocols.cache.addresses import numbered_address
+from kvflow.protocols.errors import MisuseError
+
 Count = Annotated[int, Meta(ge=1, le=1 << 40)]
 
 
@@ -26,35 +29,29 @@ class KvEvents(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @staticmethod
     def parse(text: str) -> KvEvents | None:
-        """None where nothing is to be published. Raises: ValueError that says what is wrong."""
+        """None where nothing is to be published. Raises: MisuseError."""
         try:
             found = msgspec.json.decode(text, type=KvEvents)
         except msgspec.DecodeError as error:
-            raise ValueError(str(error)) from None
+            raise MisuseError(str(error)) from None
         for name in ("endpoint", "replay_endpoint"):
             if (given := getattr(found, name)) is not None:
-                _check(name, given)
+                _own_address(name, given, 0)
         return found if found.enable_kv_cache_events and found.publisher == "zmq" else None
 
     def of_worker(self, number: int) -> str:
-        """As text, for worker `number` of one machine: ports after those of the workers before it."""
-        replay = self.replay_endpoint
-        moved = msgspec.structs.replace(
-            self,
-            endpoint=_moved(self.endpoint, number),
-            replay_endpoint=None if replay is None else _moved(replay, number),
-        )
-        return msgspec.json.encode(moved).decode()
+        """As text, for worker `number` of one machine: ports after those of the workers before it. Raises: MisuseError
+        where there is none left."""
+        moved = {
+            name: _own_address(f"--kv-events-config: {name}", address, number)
+            for name in ("endpoint", "replay_endpoint")
+            if (address := getattr(self, name)) is not None
+        }
+        return msgspec.json.encode(msgspec.structs.replace(self, **moved)).decode()
 
 
-def _check(name: str, address: str) -> None:
-    host, _, port = address.rpartition(":")
-    if not host.startswith("tcp://") or len(host) == len("tcp://") or not (port == "*" or port.isdecimal()):
-        raise ValueError(f"{name} {address!r} is not tcp://host:port")
-    if port != "*" and int(port) > 65535:
-        raise ValueError(f"{name} {address!r}: the last port is 65535")
-
-
-def _moved(address: str, number: int) -> str:
-    host, _, port = address.rpartition(":")
-    return address if port == "*" or port == "0" else f"{host}:{int(port) + number}"
+def _own_address(name: str, address: str, number: int) -> str:
+    """Of TCP only: subscribers may be on other machines. Raises: MisuseError."""
+    if not address.startswith("tcp://"):
+        raise MisuseError(f"{name} {address!r} is not tcp://host:port")
+    return numbered_address(name, address, number)

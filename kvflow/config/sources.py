@@ -159,7 +159,7 @@ def _expected(name: str, error: str) -> str:
 def _check_events(settings: Settings) -> None:
     try:
         KvEvents.parse(settings.kv_events_config)
-    except ValueError as error:
+    except MisuseError as error:
         raise ConfigError(f"--kv-events-config: {error}") from None
     if settings.prefix_cache == "off":
         raise ConfigError("--kv-events-config without --prefix-cache: nothing is cached, and there are no events")

@@ -60,7 +60,7 @@ class Fleet:
 
     async def start(self) -> None:
         """Return when all roles are up and healthy. Raises: ChildEndedError, TimeoutError; MisuseError for a program
-        that is not there."""
+        that is not there, or a port."""
         settings = self._settings
         if not settings.control_key_file:
             self._key = open_new_key()

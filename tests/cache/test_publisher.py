@@ -13,7 +13,8 @@ import zmq
 import zmq.asyncio
 
 from kvflow.cache import publisher as module
-from kvflow.cache.publisher import EventPublisher, rank_address
+from kvflow.cache.publisher import EventPublisher
+from kvflow.protocols.cache.addresses import numbered_address
 from kvflow.protocols.cache.hashes import token_bytes
 from kvflow.protocols.cache.index import PrefixIndex
 from kvflow.protocols.cache.nodes import Tier
@@ -390,7 +391,7 @@ async def test_many_replays_at_once(start: Start, connect: Connect) -> None:
     ],
 )
 def test_addresses_of_ranks(address: str, rank: int, own: str) -> None:
-    assert rank_address("address", address, rank) == own
+    assert numbered_address("address", address, rank) == own
 
 
 @pytest.mark.parametrize(
@@ -399,7 +400,7 @@ def test_addresses_of_ranks(address: str, rank: int, own: str) -> None:
         ({"address": "5557"}, "address '5557' is not tcp://"),
         ({"address": "tcp://*"}, "address 'tcp://[*]' is not tcp://host:port"),
         ({"address": "tcp://*:x"}, "is not tcp://host:port"),
-        ({"address": "tcp://*:65535", "rank": 1}, "port 65536 is above 65535"),
+        ({"address": "tcp://*:65535", "rank": 1}, "the last port is 65535, and number 1 would take 65536"),
         ({"rank": -1}, "rank -1 is negative"),
         ({"replay_address": "udp://*:5558"}, "replay_address 'udp://[*]:5558' is not"),
         ({"heartbeat_s": 0.0}, "heartbeat_s 0.0 is not"),

@@ -1,0 +1,28 @@
+"""Where cache events are published: one address is configured, and each rank or worker of a machine has its own."""
+
+from __future__ import annotations
+
+from kvflow.protocols.errors import MisuseError
+
+LAST_PORT = 65535
+
+
+def numbered_address(name: str, address: str, number: int) -> str:
+    """That of rank or worker `number`: port + number, where * or 0 is any free one; for what has no port a suffix.
+    `name`: of the setting. Raises: MisuseError."""
+    scheme, found, rest = address.partition("://")
+    if not found or scheme not in ("tcp", "ipc", "inproc") or not rest:
+        raise MisuseError(f"{name} {address!r} is not tcp://host:port, ipc://path or inproc://name")
+    if number < 0:
+        raise MisuseError(f"rank {number} is negative")
+    if scheme != "tcp":
+        return f"{address}_dp{number}" if number else address
+    host, found, port = rest.rpartition(":")
+    if not found or not host or not (port == "*" or port.isdecimal()):
+        raise MisuseError(f"{name} {address!r} is not tcp://host:port")
+    if port == "*" or not int(port):
+        return f"tcp://{host}:*"
+    if int(port) + number > LAST_PORT:
+        more = f", and number {number} would take {int(port) + number}" if number else ""
+        raise MisuseError(f"{name} {address!r}: the last port is {LAST_PORT}{more}")
+    return f"tcp://{host}:{int(port) + number}"
