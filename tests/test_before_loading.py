@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import importlib.util
+import json
+import socket
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
@@ -59,6 +61,17 @@ async def test_host_memory_that_is_not_there(tmp_path: Path) -> None:
     told = await refusal_of(run_decode, tmp_path, host_memory_bytes=HUGE)
     assert f"--host-memory-bytes {HUGE}: " in told and "bytes are available (" in told
     assert str(tmp_path) in await refusal_of(run_decode, tmp_path, host_memory_bytes=HUGE, new_token_ratio=1.0)
+
+
+@pytest.mark.parametrize("run", [run_prefill, run_decode])
+async def test_a_prefix_cache_that_cannot_be(run: Role, tmp_path: Path) -> None:
+    told = await refusal_of(run, tmp_path, prefix_cache="lru", cache_host_bytes=HUGE)
+    assert told.startswith(f"--cache-host-bytes {HUGE}: ") and "bytes are available (" in told
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        address = f"tcp://127.0.0.1:{taken.getsockname()[1]}"
+        for events in ({"endpoint": address}, {"endpoint": "tcp://*:*", "replay_endpoint": address}):
+            told = await refusal_of(run, tmp_path, prefix_cache="lru", kv_events_config=json.dumps(events))
+            assert told == f"--kv-events-config: {address} is in use"
 
 
 def test_a_default_of_host_memory_that_is_not_there_is_no_reason(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -132,6 +132,21 @@ def test_booleans_are_words_in_the_environment() -> None:
             {},
             ["--l3 mooncake needs --mooncake-master"],
         ),
+        (
+            "up",
+            {
+                "prefix_cache": "lru",
+                "kv_events_config": '{"endpoint": "tcp://*:5557", "replay_endpoint": "tcp://*:5558"}',
+            },
+            {},
+            ["--kv-events-config: 2 workers take ports 5557 to 5558 for endpoint, and 5558 to 5559 for replay_"],
+        ),
+        (
+            "up",
+            {"prefix_cache": "lru", "decode_workers": "3", "kv_events_config": '{"endpoint": "tcp://*:65533"}'},
+            {},
+            ["--kv-events-config: endpoint 'tcp://*:65533': the last port is 65535, and number 3 would take 65536"],
+        ),
         ("prefill", {"cache_state_bytes": "5"}, {}, ["--cache-state-bytes 5 without --prefix-cache: it has no effect"]),
         (
             "decode",
@@ -295,7 +310,7 @@ def test_workers_of_one_machine_publish_at_ports_of_their_own() -> None:
     assert last is not None and last.of_worker(2)
     with pytest.raises(
         MisuseError,
-        match=r"--kv-events-config: endpoint 'tcp://\*:65533': the last port is 65535, and number 3 would take",
+        match=r"endpoint 'tcp://\*:65533': the last port is 65535, and number 3 would take",
     ):
         last.of_worker(3)
     for off in ('{"publisher": "null"}', '{"publisher": null}', '{"enable_kv_cache_events": false}'):

@@ -39,11 +39,23 @@ class KvEvents(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
                 _own_address(name, given, 0)
         return found if found.enable_kv_cache_events and found.publisher == "zmq" else None
 
+    def check_workers(self, count: int) -> None:
+        """Whether so many workers of one machine have ports of their own. Raises: MisuseError."""
+        self.of_worker(count - 1)
+        if self.replay_endpoint is None:
+            return
+        first, other = (address.rpartition(":")[2] for address in (self.endpoint, self.replay_endpoint))
+        if first.isdecimal() and other.isdecimal() and abs(int(first) - int(other)) < count and int(first):
+            raise MisuseError(
+                f"{count} workers take ports {first} to {int(first) + count - 1} for endpoint, and {other} to "
+                f"{int(other) + count - 1} for replay_endpoint: choose two that are {count} apart"
+            )
+
     def of_worker(self, number: int) -> str:
         """As text, for worker `number` of one machine: ports after those of the workers before it. Raises: MisuseError
         where there is none left."""
         moved = {
-            name: _own_address(f"--kv-events-config: {name}", address, number)
+            name: _own_address(name, address, number)
             for name in ("endpoint", "replay_endpoint")
             if (address := getattr(self, name)) is not None
         }

@@ -156,9 +156,11 @@ def _expected(name: str, error: str) -> str:
     return f"{error[:1].lower()}{error[1:].replace('`', '')}"
 
 
-def _check_events(settings: Settings) -> None:
+def _check_events(role: Role, settings: Settings) -> None:
     try:
-        KvEvents.parse(settings.kv_events_config)
+        config = KvEvents.parse(settings.kv_events_config)
+        if config is not None and role == "up":
+            config.check_workers(settings.prefill_workers + settings.decode_workers)
     except MisuseError as error:
         raise ConfigError(f"--kv-events-config: {error}") from None
     if settings.prefix_cache == "off":
@@ -223,7 +225,7 @@ def _check(role: Role, settings: Settings) -> None:
     if settings.l3 != "off":
         _check_storage(role, settings)
     if settings.kv_events_config:
-        _check_events(settings)
+        _check_events(role, settings)
     _check_effect(role, settings)
     if role == "router" and not ((settings.prefill and settings.decode) or settings.api_key):
         raise ConfigError(

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import functools
 import logging
+import socket
 import time
 from collections.abc import AsyncGenerator, Callable
 from contextlib import asynccontextmanager
@@ -23,6 +25,7 @@ from kvflow.cache.stored import StorageTier
 from kvflow.config.kv_events import KvEvents
 from kvflow.config.settings import Settings
 from kvflow.launch.parts import Parts
+from kvflow.memory.available import available_memory
 from kvflow.protocols.cache.stream import StreamLimits
 from kvflow.protocols.errors import LayoutError, MisuseError
 from kvflow.protocols.pages.layout import PoolLayout
@@ -30,6 +33,29 @@ from kvflow.server.http.listening import reachable
 
 _log = logging.getLogger("kvflow.serve")
 T = TypeVar("T")
+
+
+def check_cache(settings: Settings) -> None:
+    """What can be known before a model is loaded. Raises: MisuseError for host memory that is not there, or a port in
+    use."""
+    available = available_memory()
+    if available is not None and settings.cache_host_bytes > available.size_bytes:
+        raise MisuseError(f"--cache-host-bytes {settings.cache_host_bytes}: {available}")
+    config = KvEvents.parse(settings.kv_events_config) if settings.kv_events_config else None
+    for address in () if config is None else (config.endpoint, config.replay_endpoint or ""):
+        host, _, port = address.removeprefix("tcp://").rpartition(":")
+        if port.isdecimal() and _is_taken("0.0.0.0" if host == "*" else host.strip("[]"), int(port)):
+            raise MisuseError(f"--kv-events-config: {address} is in use")
+
+
+def _is_taken(host: str, port: int) -> bool:
+    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((host, port))
+        except OSError as error:  # the name of an interface, which ZeroMQ takes, too, is none that can be bound to here
+            return error.errno == errno.EADDRINUSE
+    return False
 
 
 @asynccontextmanager

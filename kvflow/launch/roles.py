@@ -14,6 +14,7 @@ import msgspec
 
 from kvflow.config.catalog import FIELDS_OF_ROLE
 from kvflow.config.settings import Role, Settings
+from kvflow.launch.caching import check_cache
 from kvflow.launch.joining import WorkerIdentity, member_of
 from kvflow.launch.parts import Parts, loaded
 from kvflow.launch.process import Ready, serve_until_stopped
@@ -46,6 +47,7 @@ async def run_prefill(settings: Settings, settings_of: SettingsOf | None = None)
         closing(bound_socket(settings.host, settings.port, "--port")) as http,
         closing(_PrefillPorts.bind(settings)) as ports,  # a port in use is refused before a model is loaded
     ):
+        check_cache(settings)
         if settings.pp * settings.tp > 1:
             await _run_first_rank(settings, http, ports)
             return
@@ -69,6 +71,7 @@ async def _run_first_rank(settings: Settings, http: socket.socket, ports: _Prefi
 async def run_decode(settings: Settings, settings_of: SettingsOf | None = None) -> None:
     """`kvflow decode`, until a signal stops it. Raises: MisuseError."""
     with closing(bound_socket(settings.host, settings.port, "--port")) as http:
+        check_cache(settings)
         check_decode(settings)
         if settings.tp > 1:
             await _run_first_shard(settings, http)
