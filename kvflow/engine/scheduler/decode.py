@@ -7,7 +7,6 @@ import itertools
 import time
 from collections.abc import AsyncGenerator
 from concurrent.futures import Executor
-from contextlib import suppress
 from functools import partial
 
 import msgspec
@@ -355,12 +354,7 @@ class DecodeEngine(EngineLoop):
 
     async def _sleep(self) -> None:
         """Wait for a wake-up; rooms free pages without one, so with requests that are short of pages, poll."""
-        if not self._growth.short:
-            await self._wake.wait()
-            return
-        with suppress(TimeoutError):
-            async with asyncio.timeout(RECHECK_S):
-                await self._wake.wait()
+        await self._wait(RECHECK_S if self._growth.short else None)
 
     def _is_running(self, request: DecodeRequest) -> bool:
         return request.number in self._running

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from contextlib import suppress
 
 from kvflow.aio import run_to_end
 from kvflow.protocols.errors import Cause, Code, LostError, room_error
@@ -55,6 +56,12 @@ class EngineLoop:
 
     async def _run(self) -> None:
         raise NotImplementedError
+
+    async def _wait(self, at_most_s: float | None) -> None:
+        """Until `_wake` is set, or so many seconds have passed."""
+        with suppress(TimeoutError):
+            async with asyncio.timeout(at_most_s):
+                await self._wake.wait()
 
     def _fail_all(self, cause: Cause) -> None:
         raise NotImplementedError

@@ -281,14 +281,8 @@ class PrefillEngine(EngineLoop):
 
     async def _sleep(self) -> None:
         """Wait for a wake-up; rooms free pages without one, so with requests that wait for pages, poll."""
-        if not self._waiting and not self._beginnings.are_short and self._early.first is None:
-            await self._wake.wait()
-            return
-        wake = asyncio.ensure_future(self._wake.wait())
-        try:
-            await asyncio.wait([wake], timeout=RECHECK_S)
-        finally:
-            wake.cancel()
+        short = self._waiting or self._beginnings.are_short or self._early.first is not None
+        await self._wait(RECHECK_S if short else None)
 
     def _take_places(self) -> None:
         """In order of priority and arrival: a prompt gets all of its pages, and a row, at once, or waits."""
