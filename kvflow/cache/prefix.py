@@ -123,11 +123,14 @@ class PrefixCache:
         self.publisher: EventPublisher | None = None  # of its events, told of every change
         self._asked = self._hits = 0
         self._write_policy = write_policy
-        self._tiers = (
-            None
-            if host is None
-            else Tiers(self._index, host, storage, device_pages=pages.capacity, now=now, free=self._free)
-        )
+        self.on_copied: Callable[[], None] = lambda: None
+        """Called when pages that are evicted by write_back have been copied: who waits for them asks again."""
+        self._tiers: Tiers | None = None
+        if host is not None:
+            self._tiers = Tiers(
+                self._index, host, storage, device_pages=pages.capacity, now=now, free=self._free,
+                on_copied=lambda: self.on_copied(),  # noqa: PLW0108  # it is set later
+            )  # fmt: skip
         pages.reclaimables.append(self)
 
     def match(self, tokens: Tokens, most_tokens: int | None = None, namespace: Namespace = ANY) -> Prefix:

@@ -58,12 +58,12 @@ class Tiers:
 
     def __init__(
         self, index: PrefixIndex, host: HostTier, storage: StorageTier | None, *, device_pages: int,
-        now: Callable[[], float], free: Callable[[Freed], None],
+        now: Callable[[], float], free: Callable[[Freed], None], on_copied: Callable[[], None],
     ) -> None:  # fmt: skip
         """`device_pages`: how many the device has; `free` is called with what the index gives back, even if it is
-        nothing, after each change of it."""
+        nothing, after each change of it; `on_copied` when a copy has ended that `leaving_pages` waited for."""
         self.host, self.storage, self.counts = host, storage, TierCounts()
-        self._index, self._now, self._free = index, now, free
+        self._index, self._now, self._free, self._on_copied = index, now, free, on_copied
         self._copies: set[asyncio.Task[None]] = set()
         self._loads: set[asyncio.Task[None]] = set()  # of them, those to the device
         self._waiting = [0, 0, 0]  # pages of copies that have not ended, by the tier they go to
@@ -252,6 +252,8 @@ class Tiers:
             self._given_up += 0 if whole else left
             self._free(self._index.ack(write.number) if whole else self._index.fail(write.number))
             ended()
+            if left:
+                self._on_copied()
             self._count(write, whole)
             if whole and write.target is Tier.HOST:
                 run, start, stop = write.pieces[-1]

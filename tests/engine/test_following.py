@@ -43,7 +43,7 @@ class Follower:
     def __init__(self) -> None:
         socket: Any = Socket()
         self.socket = socket
-        steps: Any = SimpleNamespace(runner=SimpleNamespace(rest=lambda: None), give_back=self._give_back)
+        steps: Any = SimpleNamespace(cache=None, runner=SimpleNamespace(rest=lambda: None), give_back=self._give_back)
         hello: Any = SimpleNamespace(rank=1)
         neighbours: Any = SimpleNamespace(begin=lambda generation: None, abort=lambda **_: None, broken=False)
         self.steps = StepFollower(

@@ -10,6 +10,9 @@ import pytest
 from kvflow.cache.prefix import PrefixCache
 from kvflow.cache.tiers import OWNER
 from kvflow.engine.model.load import LoadedModel
+from kvflow.engine.scheduler import budget as budget_module
+from kvflow.engine.scheduler import decode as decode_module
+from kvflow.engine.scheduler import prefill as prefill_module
 from kvflow.engine.scheduler.budget import PageBudget
 from kvflow.memory.allocator import PageAllocator
 from tests.engine.pair import EnginePair, greedy, prompt_of, until
@@ -192,3 +195,22 @@ async def test_with_best_effort_storage_is_read_while_a_request_waits_and_no_lon
         for admission in (first, *(() if leaves else (waiting.result(),))):
             admission.release()
         assert not budget.admitted and not budget.waiting
+
+
+async def test_with_write_back_a_request_begins_when_pages_have_left(
+    llama: LoadedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The end of a copy wakes whoever waits for its pages, at both roles; nothing is polled for them."""
+    for module in (budget_module, decode_module, prefill_module):
+        monkeypatch.setattr(module, "RECHECK_S", 3600.0)
+    options = {"cache": "lru", "cache_host_pages": 64, "num_pages": 16, "cache_options": {"write_policy": "write_back"}}
+    async with EnginePair(llama, page_size=PAGE, **options) as pair:
+        first, second = prompt_of(40, 1), prompt_of(40, 2)
+        expected = await pair.tokens(first, greedy(4))
+        await until(lambda: pair.home)
+        async with asyncio.timeout(20):
+            await pair.tokens(second, greedy(4))
+        await until(lambda: pair.home)
+        assert all(cache.stats().saved_pages for cache in pair.caches)
+        async with asyncio.timeout(20):
+            assert await pair.tokens(first, greedy(4)) == expected

@@ -62,6 +62,8 @@ class StepFollower:
         self._failed = 0  # the generation in which a step failed here
         self._queue: deque[wire.Plan | _Between] = deque()
         self._wake = asyncio.Event()
+        if steps.cache is not None:
+            steps.cache.on_copied = self._wake.set
         self._tasks: list[asyncio.Task[None]] = []
         self._closing = False
 

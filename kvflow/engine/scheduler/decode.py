@@ -88,6 +88,8 @@ class DecodeEngine(EngineLoop):
             self._budget, self._ratio, snapshots, model.eos_ids, recompute=recompute,
             back=self._join, failed=self._fail, moved=self._wake.set,
         )  # fmt: skip
+        if cache is not None:
+            cache.on_copied = self._wake.set
         self._retract_all = False
         self._growth = Growth(self._budget, pages, self._fail)
         self.steps = 0

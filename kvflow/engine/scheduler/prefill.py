@@ -70,6 +70,8 @@ class PrefillEngine(EngineLoop):
         self._placed: dict[int, PrefillRequest] = {}  # by id: all that have places of the engine's, until `drop`
         self._numbers = itertools.count()
         self._prefetch: PrefetchPolicy = prefetch
+        if cache is not None:
+            cache.on_copied = self._wake.set
 
     def _fail_all(self, cause: Cause) -> None:
         for request in [*self._waiting, *self._running.values()]:
