@@ -65,7 +65,7 @@ class Early:
     async def whole(self) -> None:
         """It is computed at both ranks, and the first one knows the token."""
         await until(lambda: self.computed == (len(self.prompt),) * 2)
-        await until(lambda: self.ranks.group._asked[self.ticket].computing.told is not None)  # type: ignore[union-attr]
+        await until(lambda: self.ranks.group._asked[self.ticket].computing.early_token is not None)  # type: ignore[union-attr]
 
     def meet(self) -> asyncio.Task[list[int]]:
         return asyncio.create_task(self.ranks.decoded(self.number, self.prompt, greedy(4)))
