@@ -16,7 +16,7 @@ import zmq
 
 from kvflow.cache.prefix import CacheStats
 from kvflow.cache.publisher import EventPublisher
-from kvflow.protocols.cache.hashes import ANY, Namespace, token_bytes
+from kvflow.protocols.cache.hashes import ANY, TOKEN_BYTES, Namespace, token_bytes
 from kvflow.protocols.cache.index import PrefixIndex
 from kvflow.protocols.cache.nodes import Tier
 from kvflow.protocols.cache.stream import StreamLimits
@@ -27,6 +27,7 @@ from kvflow.server.http.schemas import decoded
 from kvflow.server.http.tokenizer import ThreadedTokenizer
 from kvflow.server.router import blocks as blocks_module
 from kvflow.server.router import feed as feed_module
+from kvflow.server.router import tokens as tokens_module
 from kvflow.server.router.blocks import KnownBlocks
 from kvflow.server.router.feed import BlockFeed, Source, source_of
 from kvflow.server.router.policies import Policy
@@ -303,6 +304,22 @@ async def test_blocks_are_those_of_the_index(length: int, seed: int) -> None:
             index.insert(token_bytes(ids), np.arange(length // size, dtype=np.int32), 0.0, namespace)
             events = [digest for event in index.take_events() for digest in getattr(event, "digests", ())]
             assert found[size] == [[int(digest[0]) for digest in events]]
+
+
+@pytest.mark.parametrize("size", [1, 16, 1024])
+async def test_no_turn_of_the_loop_hashes_more_than_a_piece(size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    turns: list[tuple[int, int]] = []
+    real = tokens_module.page_hashes
+
+    def counted(tokens: bytes, page_size: int, previous: bytes) -> list[bytes]:
+        turns.append((len(tokens), len(tokens) // page_size // TOKEN_BYTES))
+        return real(tokens, page_size, previous)
+
+    monkeypatch.setattr(tokens_module, "page_hashes", counted)
+    ids = list(range(1 << 15))
+    found = await block_hashes(PromptFields(input_ids=ids), [size], None)
+    assert found[size] == [hashes_of(ids, size)]
+    assert max(size for size, _ in turns) <= 1 << 16 and max(blocks for _, blocks in turns) <= 1 << 10
 
 
 async def test_several_prompts_have_blocks_of_their_own() -> None:
