@@ -132,7 +132,7 @@ async def test_both_lose_what_is_flushed_before_its_first_step(
 ) -> None:
     """At whatever moment: while the ranks are asked, when one has answered, and when all have."""
     expected = tiny_models.generate(stock("llama"), PROMPT, 4)
-    async with group(stages, llama, caches=True) as ranks:
+    async with group(stages, llama, caches=True, chunk_tokens=8) as ranks:
 
         def flush_at(where: type, name: str, *, before: bool) -> None:
             original = getattr(where, name)
@@ -148,6 +148,10 @@ async def test_both_lose_what_is_flushed_before_its_first_step(
 
             monkeypatch.setattr(where, name, planted)
 
+        flush_at(StepLeader, "announce", before=False)
+        assert await tokens_and_cached(ranks, PROMPT) == (expected, 0), "flushed between its steps"
+        await ranks.rest()
+        assert cached(ranks) == [0, 0]
         for where, name, before, found in (
             (StepLeader, "find", False, 0),
             (PrefillEngine, "agreed", True, 0),
