@@ -52,7 +52,7 @@ class Stages:
     def __init__(
         self, models: list[LoadedModel], whole: LoadedModel, stack: AsyncExitStack, pages: tuple[int, int],
         rendezvous_s: float, caches: bool, host_pages: int,
-        write_policy: WritePolicy,
+        write_policy: WritePolicy, decode_caches: bool,
     ) -> None:  # fmt: skip
         self.models, self.whole, self._stack, self._pages = models, whole, stack, pages
         self._timing = Timing(rendezvous_s=rendezvous_s)
@@ -67,7 +67,10 @@ class Stages:
         self.target = PagedPool.allocate(layout, shared=True)
         stack.callback(self.target.close)
         self.decode = DecodeNode(self.target, "local")
-        self.decode_engine = DecodeEngine(whole, self.target, self.target.pages, self.threads[STAGES])
+        self.decode_cache = PrefixCache(self.target.pages, PAGE_SIZE) if decode_caches else None
+        self.decode_engine = DecodeEngine(
+            whole, self.target, self.target.pages, self.threads[STAGES], cache=self.decode_cache
+        )  # fmt: skip
         self.rooms = iter(range(1, 1000))
 
     def _cache(self, node: PrefillNode) -> PrefixCache:
@@ -175,7 +178,7 @@ class Stages:
         await self._stop_second(self.members[1])
         await self.members[0].stop()
         await self.nodes[0].close()
-        for cache in self.caches:
+        for cache in (*self.caches, self.decode_cache):
             if cache is not None:
                 await cache.close()
         for socket in (*sockets, self.members[0].socket):
@@ -262,8 +265,9 @@ class Stages:
         admission = await self.decode_engine.admit(prompt, params)
         try:
             begin()
-            half = await self.decode.room(room, [node.info for node in self.nodes], prompt)
-            return [out.token_id async for out in self.decode_engine.generate(half, prompt, params, admission)]
+            infos, prefix = [node.info for node in self.nodes], self.decode_engine.cached(prompt, admission=admission)
+            half = await self.decode.room(room, infos, prompt, prefix_tokens=prefix.tokens if prefix else 0)
+            return [out.token_id async for out in self.decode_engine.generate(half, prompt, params, admission, prefix)]
         finally:
             admission.release()
 
@@ -302,7 +306,7 @@ class Stages:
         engine, nodes = self.engine, self.nodes
         found = {
             "pages": [node.pool.pages.owned() for node in nodes if not node.pool.pages.at_rest()],
-            "pages of decode": PAGES - self.target.pages.free_pages,
+            "pages of decode": PAGES - self.target.pages.available_pages,
             "rooms": [list(node.shell.endpoint.rooms) for node in nodes if node.shell.endpoint.rooms],
             "requests": (*self.follower.requests, *self.group._asked),
             "tickets": [key for shell in self.members for key in (*shell.requests, *shell.member.tickets)],
@@ -319,9 +323,9 @@ class Stages:
 async def group(
     models: list[LoadedModel], whole: LoadedModel, *, pages: tuple[int, int] = (PAGES, PAGES), caches: bool = False,
     host_pages: int = 0, write_policy: WritePolicy = "write_through", rendezvous_s: float = Timing().rendezvous_s,
-    **options: Any,
+    decode_caches: bool = False, **options: Any,
 ) -> AsyncIterator[Stages]:  # fmt: skip
     async with AsyncExitStack() as stack:
-        found = Stages(models, whole, stack, pages, rendezvous_s, caches, host_pages, write_policy)
+        found = Stages(models, whole, stack, pages, rendezvous_s, caches, host_pages, write_policy, decode_caches)
         await found.start(**options)
         yield found

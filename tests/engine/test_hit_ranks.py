@@ -127,6 +127,42 @@ async def test_a_prompt_begins_with_what_both_ranks_have(
         assert [stat.pages - stat.evictable_pages for stat in stats] == [0, 0]
 
 
+@pytest.mark.parametrize("tries", [0, 2])
+async def test_ranks_send_what_decode_lacks(
+    tries: int, stages: list[LoadedModel], llama: LoadedModel, stock: Callable[[str], Any]
+) -> None:
+    """Of prompts of whole pages and others, whoever has more of them."""
+    async with group(stages, llama, caches=True, decode_caches=True, optimistic_tries=tries, chunk_tokens=8) as ranks:
+        for length in (1, 4, 5, 16, 17, 30):
+            prompt = prompt_of(length, length)
+            expected, whole = tiny_models.generate(stock("llama"), prompt, 4), (length - 1) // PAGE_SIZE * PAGE_SIZE
+            cold, warm = await tokens_and_cached(ranks, prompt), await tokens_and_cached(ranks, prompt)
+            assert (cold, warm) == ((expected, 0), (expected, whole))
+            ranks.engine.flush()
+            assert await tokens_and_cached(ranks, prompt) == (expected, 0)
+            assert ranks.decode_cache is not None
+            ranks.decode_cache.flush()
+            assert await tokens_and_cached(ranks, prompt) == (expected, whole)
+        await ranks.rest()
+
+
+async def test_who_has_lost_its_places_asks_again(
+    stages: list[LoadedModel], llama: LoadedModel, stock: Callable[[str], Any]
+) -> None:
+    expected, other = tiny_models.generate(stock("llama"), PROMPT, 4), prompt_of(24, 5)
+    async with group(stages, llama, caches=True, optimistic_tries=2, pages=(10, 10)) as ranks:
+        await tokens_and_cached(ranks, PROMPT)
+        await ranks.rest()
+        room = next(ranks.rooms)
+        leg = ranks.prefill(room, PROMPT, greedy(4))
+        await until(lambda: any(request.has_begun for request in ranks.engine._placed.values()))
+        await tokens_and_cached(ranks, other)
+        assert ranks.engine.optimism.lost == 1
+        assert await ranks.decoded(room, PROMPT, greedy(4)) == expected
+        await leg
+        await ranks.rest()
+
+
 async def test_both_lose_what_is_flushed_before_its_first_step(
     stages: list[LoadedModel], llama: LoadedModel, stock: Callable[[str], Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
