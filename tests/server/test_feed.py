@@ -16,7 +16,7 @@ import zmq
 
 from kvflow.cache.prefix import CacheStats
 from kvflow.cache.publisher import EventPublisher
-from kvflow.protocols.cache.hashes import ANY, TOKEN_BYTES, Namespace, token_bytes
+from kvflow.protocols.cache.hashes import ANY, TOKEN_BYTES, Namespace, page_hashes, token_bytes
 from kvflow.protocols.cache.index import PrefixIndex
 from kvflow.protocols.cache.nodes import Tier
 from kvflow.protocols.cache.stream import StreamLimits
@@ -309,7 +309,7 @@ async def test_blocks_are_those_of_the_index(length: int, seed: int) -> None:
 @pytest.mark.parametrize("size", [1, 16, 1024])
 async def test_no_turn_of_the_loop_hashes_more_than_a_piece(size: int, monkeypatch: pytest.MonkeyPatch) -> None:
     turns: list[tuple[int, int]] = []
-    real = tokens_module.page_hashes
+    real = page_hashes
 
     def counted(tokens: bytes, page_size: int, previous: bytes) -> list[bytes]:
         turns.append((len(tokens), len(tokens) // page_size // TOKEN_BYTES))
