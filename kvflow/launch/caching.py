@@ -22,6 +22,7 @@ from kvflow.cache.storage.identity import identity_of
 from kvflow.cache.storage.mooncake import MooncakeBackend
 from kvflow.cache.storage.port import Backend
 from kvflow.cache.stored import StorageTier
+from kvflow.config.catalog import FIELDS
 from kvflow.config.kv_events import KvEvents
 from kvflow.config.settings import Settings
 from kvflow.launch.parts import Parts
@@ -75,6 +76,9 @@ async def prefix_cache(
         text = f"{settings.model_name} ({parts.model.model_type}) computes every prompt as a whole; leave it out"
         raise MisuseError(f"--prefix-cache {settings.prefix_cache}: {text}")
     has_states = computes and layout.num_rows > 0
+    if computes and not has_states and settings.cache_state_bytes != FIELDS["cache_state_bytes"].default:
+        given = settings.cache_state_bytes
+        _log.warning("--cache-state-bytes %d: %s keeps no states, it has no effect", given, settings.model_name)
     config = KvEvents.parse(settings.kv_events_config) if settings.kv_events_config else None
     host = await _host_tier(settings, parts)
     states: StateStore | None = None

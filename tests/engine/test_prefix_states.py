@@ -299,6 +299,18 @@ async def test_a_prefill_leaves_storage_out_and_a_decode_keeps_no_states(
             assert found is not None and found.states is None
 
 
+async def test_memory_for_states_of_a_model_without_any_is_said_to_be_of_no_use(
+    loaded: Loaded, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = loaded("llama")
+    async with EnginePair(model, **HOW) as pair:
+        for given, lines in ({}, 0), ({"cache_state_bytes": 5}, 1):
+            settings = resolve("prefill", {"model_path": model.name, "prefix_cache": "lru", **given}, env={})
+            async with prefix_cache(settings, Parts(model, pair.source.pool, pair._threads[0]), computes=True) as found:
+                assert found is not None and found.states is None
+            assert caplog.text.count("--cache-state-bytes 5: ") == lines
+
+
 def test_memory_for_no_state_is_refused() -> None:
     kinds = [StateKind("k", "int8", (1,), SLOT), StateKind("state", "int8", (8,), ROW)]
     pool = PagedPool.allocate(build_layout(kinds, page_size=2, num_pages=2, num_rows=2), shared=False)
