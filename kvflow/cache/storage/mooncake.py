@@ -232,11 +232,17 @@ class MooncakeBackend:
             socket.create_connection(self._address, CONNECT_S).close()
             where = (self._master, self._host, self._metadata_server, str(self._local_bytes))
             arguments = [sys.executable, "-c", _ASK, *where]
-            asked = subprocess.run(arguments, timeout=ASK_S, capture_output=True, check=False)
-        except (OSError, subprocess.TimeoutExpired) as error:
+            status = subprocess.run(arguments, timeout=ASK_S, capture_output=True, check=False).returncode
+        except subprocess.TimeoutExpired:
+            status = None
+        except OSError as error:
             raise OSError(f"the master {self._master} does not answer: {error}") from None
-        if asked.returncode:
-            raise OSError(f"the master {self._master} takes no clients (a child that tried ended {asked.returncode})")
+        if status != 0:
+            ended = f"has not ended within {ASK_S:g} s" if status is None else f"ended with status {status}"
+            raise OSError(
+                f"nobody can be a client of the master {self._master} with the metadata server "
+                f"{self._metadata_server}: a child that tried to {ended}"
+            )
         client = importlib.import_module("mooncake.store").MooncakeDistributedStore()
         status = client.setup(
             self._host, self._metadata_server, self._lent_bytes, self._local_bytes, "tcp", "", self._master

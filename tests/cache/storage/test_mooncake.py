@@ -16,6 +16,7 @@ import msgspec
 import numpy as np
 import pytest
 
+from kvflow.cache.storage import mooncake
 from kvflow.cache.storage.call import Call
 from kvflow.cache.storage.guarded import GuardedStorage, Limits
 from kvflow.cache.storage.mooncake import MooncakeBackend
@@ -230,6 +231,15 @@ async def test_a_master_that_comes_later_is_found(master: Master) -> None:
         await until(lambda: pages.writable and pages.readable)
         assert await ended(pages.put(keys(1), values(1))) == [True]
         assert await pages.exists_prefix(keys(1)) == 1
+
+
+def test_a_metadata_server_that_does_not_answer_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(mooncake, "ASK_S", 0.2)
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        address = f"127.0.0.1:{silent.getsockname()[1]}"
+        store = MooncakeBackend(address, IDENTITY, SIZE, metadata_server="http://nowhere:1/metadata")
+        with pytest.raises(OSError, match=r"metadata server http://nowhere:1/metadata: a child .* within 0\.2 s$"):
+            store.probe_reads()
 
 
 @pytest.mark.parametrize("address", ["", "127.0.0.1", "127.0.0.1:", ":50051", "127.0.0.1:0", "127.0.0.1:65536", "a:b"])
