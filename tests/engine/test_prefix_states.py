@@ -26,6 +26,7 @@ from kvflow.protocols.errors import KvflowError, MisuseError
 from kvflow.protocols.pages.kinds import ROW, SLOT, StateKind
 from kvflow.protocols.pages.layout import build_layout
 from tests.engine.pair import EnginePair, greedy, prompt_of, until
+from tests.engine.test_optimistic import LateRoom
 from tests.engine.test_prefill import watch
 from tests.engine.test_prefix import flushed
 
@@ -250,6 +251,26 @@ async def test_slots_of_a_running_step_are_not_used_again(loaded: Loaded) -> Non
         assert seen == [(2, 2)], "one is read, the other written"
         await until(lambda: slots.free_pages == 32 and pair.source.places.at_rest())
         room.close()
+
+
+async def test_who_gives_way_has_his_slots_no_more(loaded: Loaded) -> None:
+    """A prompt that has begun before its room was matched, where a prompt has one slot."""
+    model = loaded("lfm2")
+    early, other, params = prompt_of(30, 1), prompt_of(30, 2), greedy(4)
+    async with EnginePair(model, **HOW) as pair:
+        expected = [await pair.tokens(prompt, params) for prompt in (early, other)]
+    async with EnginePair(model, **HOW, cache="lru", cache_states=4, source_pages=12, optimistic_tries=2) as pair:
+        slots, room = store_of(pair).slots, LateRoom(pair.source, pair.target, len(early)).expect()
+        leg = asyncio.ensure_future(pair.prefill.prefill(room.prefill_half, early, params))
+        await until(lambda: slots.free_pages == 3)
+        assert await pair.tokens(other, params) == expected[1]
+        assert pair.prefill.optimism.lost == 1
+        room.meet()
+        found = [out.token_id async for out in pair.decode.generate(room, early, params)]
+        assert found == expected[0]
+        await leg
+        assert [await pair.tokens(prompt, params) for prompt in (early, other)] == expected
+        await until(lambda: pair.home)
 
 
 async def test_caches_that_would_do_without_states_are_refused(loaded: Loaded) -> None:
