@@ -32,8 +32,10 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from itertools import compress
 from queue import Empty, SimpleQueue
 from typing import Any
 
@@ -48,6 +50,7 @@ BATCH_BYTES = 8 << 20  # of pages that pass through one piece of memory; at leas
 LOCAL_BYTES = 16 << 20
 PEER_TO_PEER = "P2PHANDSHAKE"  # clients ask each other: no metadata server
 CONNECT_S, ASK_S = 0.5, 10.0
+MORE_LOOKS, LOOK_S = 5, 0.01
 NO_ROOM, NOT_READY, NOT_FOUND = -200, -703, -704
 OTHER_SIZE, UNREADABLE = -600, -800  # what its key stands for cannot be read by us, now or ever
 _ENVIRONMENT = {
@@ -158,11 +161,12 @@ class MooncakeBackend:
                 record[:HEADER_BYTES] = np.frombuffer(header_of(self.identity, key, buffer), dtype=np.uint8)
                 record[HEADER_BYTES:] = np.frombuffer(buffer, dtype=np.uint8)
             codes = client.batch_put_from(names, *self._places(memory, len(keys)))
-        there = iter(client.batch_is_exist([name for name, code in zip(names, codes, strict=True) if code == 0]))
-        results = {NO_ROOM: Result.ABSENT, NOT_READY: Result.ABSENT}
+        put = [code in (0, NOT_READY) for code in codes]
+        there = iter(_found(client, list(compress(names, put))))
         found = {1: Result.DONE, 0: Result.ABSENT}
         return [
-            found.get(next(there), Result.FAILED) if code == 0 else results.get(code, Result.FAILED) for code in codes
+            found.get(next(there), Result.FAILED) if is_put else Result.ABSENT if code == NO_ROOM else Result.FAILED
+            for code, is_put in zip(codes, put, strict=True)
         ]
 
     def _get(self, client: Any, keys: Sequence[bytes], buffers: Sequence[memoryview]) -> list[Result]:
@@ -266,3 +270,15 @@ def _parsed(master: str) -> tuple[str, int]:
     if not host or "/" in host or not port.isascii() or not port.isdigit() or not 0 < int(port) < 1 << 16:
         raise MisuseError(f"master {master!r} is not host:port with a port in 1..65535")
     return host.strip("[]"), int(port)
+
+
+def _found(client: Any, names: list[str]) -> list[int]:
+    """Whether they are there, as the client says it. A page that another client puts at the same time, as prefill and
+    decode do of one prompt, is there when that one has written it: so a few looks."""
+    found: list[int] = client.batch_is_exist(names)
+    for _ in range(MORE_LOOKS):
+        if 0 not in found:
+            break
+        time.sleep(LOOK_S)
+        found = client.batch_is_exist(names)
+    return found
