@@ -18,7 +18,7 @@ from kvflow.protocols.errors import Cause, Code, KvflowError
 from kvflow.protocols.pages.layout import PageIndices
 from kvflow.testing.cached.node_cache import NodeCache
 from kvflow.testing.cached.texts import Texts
-from kvflow.testing.sim.engine import Job
+from kvflow.testing.sim.engine import Job, opened
 from kvflow.testing.sim.pages import books_of
 from kvflow.testing.sim.variety import PAGE_SIZE
 
@@ -82,26 +82,13 @@ class CachingScheduler:
             await self._load(mine, job.prompt, len(job.prompt))
         with self._found(mine, job.prompt, len(job.prompt)) as prefix, self._promise(node, job, prefix):
             await self._make_room(node)
-            open_room = node.room if job.offers_after_s is None else node.announce
-            opened = open_room(
-                job.room, job.ranks(), job.prompt, deadline_s=job.deadline_s, prefix_tokens=prefix.tokens
-            )
-            job.close = opened.close
-            if job.topples is not None:
-                opened.on_end(job.topples)
-            if job.offers_after_s is not None:
-                try:
-                    await asyncio.sleep(job.offers_after_s)
-                except asyncio.CancelledError:
-                    opened.close()
-                    raise
-                opened.offer()
+            room = await opened(node, job, prefix.tokens)
             try:
-                async with opened as room:
+                async with room:
                     await room.landed()
                     await self._generate(node, job, room, prefix, prompt)
             except KvflowError:
-                self.room_failed(node, job, opened, prefix)
+                self.room_failed(node, job, room, prefix)
                 raise
         return None
 

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from kvflow.aio import in_thread
+from kvflow.handlers.rooms import DecodeRoom
 from kvflow.node import DecodeNode, PrefillNode
 from kvflow.protocols.errors import Cause, Code, KvflowError
 from kvflow.protocols.pages.layout import PageIndices
@@ -109,19 +110,7 @@ class PlainScheduler:
     async def decode(self, node: DecodeNode, job: Job) -> None:
         if job.refused:
             return node.refuse(job.room, job.ranks(), Cause(Code.CAPACITY, "decode will not have it"))
-        open_room = node.room if job.offers_after_s is None else node.announce
-        opened = open_room(job.room, job.ranks(), job.prompt, deadline_s=job.deadline_s)
-        job.close = opened.close
-        if job.topples is not None:
-            opened.on_end(job.topples)
-        if job.offers_after_s is not None:
-            try:
-                await asyncio.sleep(job.offers_after_s)
-            except asyncio.CancelledError:
-                opened.close()
-                raise
-            opened.offer()
-        async with opened as room:
+        async with await opened(node, job) as room:
             handoff = await room.landed()
             if (residence := job.residence) is not None:
                 job.close = lambda _: residence.abort()
@@ -135,3 +124,20 @@ class PlainScheduler:
             finally:
                 node.pages.give_back(pages, owner)
         return None
+
+
+async def opened(node: DecodeNode, job: Job, prefix_tokens: int = 0) -> DecodeRoom:
+    """Decode's half of the room, which has offered its pages, late where the job says so."""
+    open_room = node.room if job.offers_after_s is None else node.announce
+    room = open_room(job.room, job.ranks(), job.prompt, deadline_s=job.deadline_s, prefix_tokens=prefix_tokens)
+    job.close = room.close
+    if job.topples is not None:
+        room.on_end(job.topples)
+    if job.offers_after_s is not None:
+        try:
+            await asyncio.sleep(job.offers_after_s)
+        except asyncio.CancelledError:
+            room.close()
+            raise
+        room.offer()
+    return room
