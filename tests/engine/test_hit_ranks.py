@@ -301,6 +301,18 @@ async def test_a_rank_that_does_not_answer_holds_nothing_once_the_client_has_lef
         await ranks.rest()
 
 
+async def agreed_on(ranks: Stages, monkeypatch: pytest.MonkeyPatch) -> tuple[asyncio.Task[Any], asyncio.Task[Any]]:
+    """Both legs of a request whose ranks have answered how much they have of it, and no step has named it."""
+    agreed: list[int] = []
+    monkeypatch.setattr(PrefillEngine, "agreed", lambda self, request, tokens: agreed.append(tokens))
+    room = next(ranks.rooms)
+    half = asyncio.create_task(ranks.decoded(room, PROMPT, greedy(4)))
+    leg = ranks.prefill(room, PROMPT, greedy(4))
+    await until(lambda: bool(agreed))
+    monkeypatch.undo()
+    return leg, half
+
+
 async def test_a_rank_that_is_lost_between_its_answer_and_the_step(
     stages: list[LoadedModel], llama: LoadedModel, stock: Callable[[str], Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -308,13 +320,7 @@ async def test_a_rank_that_is_lost_between_its_answer_and_the_step(
     async with group(stages, llama, caches=True) as ranks:
         await tokens_and_cached(ranks, PROMPT)
         await ranks.rest()
-        told: list[int] = []
-        monkeypatch.setattr(PrefillEngine, "agreed", lambda self, request, tokens: told.append(tokens))
-        room = next(ranks.rooms)
-        half = asyncio.create_task(ranks.decoded(room, PROMPT, greedy(4)))
-        leg = ranks.prefill(room, PROMPT, greedy(4))
-        await until(lambda: bool(told))
-        monkeypatch.undo()
+        leg, half = await agreed_on(ranks, monkeypatch)
         await ranks.replace_second()
         results = await asyncio.gather(leg, half, return_exceptions=True)
         assert all(isinstance(result, KvflowError) for result in results), results
@@ -331,13 +337,7 @@ async def test_a_flush_that_finds_a_rank_gone_begins_nothing_anew(
     async with group(stages, llama, caches=True) as ranks:
         await tokens_and_cached(ranks, PROMPT)
         await ranks.rest()
-        told: list[int] = []
-        monkeypatch.setattr(PrefillEngine, "agreed", lambda self, request, tokens: told.append(tokens))
-        room = next(ranks.rooms)
-        half = asyncio.create_task(ranks.decoded(room, PROMPT, greedy(4)))
-        leg = ranks.prefill(room, PROMPT, greedy(4))
-        await until(lambda: bool(told))
-        monkeypatch.undo()
+        leg, half = await agreed_on(ranks, monkeypatch)
         with monkeypatch.context() as patch:
             patch.setattr(ranks.steps._socket, "send", lambda frame, peer: False)
             ranks.engine.flush()
