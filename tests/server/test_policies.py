@@ -14,10 +14,11 @@ import pytest
 from kvflow.cache.prefix import CacheStats
 from kvflow.server.http.large_bodies import LARGE_BYTES
 from kvflow.server.router.cache_view import Prompts
+from kvflow.server.router.kvflow_engine import read_identity
 from kvflow.server.router.policies import Policy, PolicyName
 from kvflow.server.router.router import Router
 from kvflow.server.router.routes import router_app
-from kvflow.server.router.workers import Identity, Worker
+from kvflow.server.router.workers import Worker
 from tests.server.fake_service import FakeService, Meeting, Role, Server, served
 from tests.server.test_measures import labelled, scrape
 
@@ -228,12 +229,12 @@ def test_among_equals_the_least_loaded() -> None:
 def test_another_role_is_another_memory() -> None:
     info = {"disaggregation_mode": "prefill", "incarnation": "1", "page_size": 16, "prefix_cache": {"pages": 0}}
     turned = Worker("prefill", "http://a", follows=True)
-    turned.mark_up(Identity.read(info | {"pages": {"total": 64}}))
+    turned.mark_up(read_identity(info | {"pages": {"total": 64}}))
     with turned.sent(Prompts([[1, 2]], {})):
         pass
-    turned.mark_up(Identity.read(info | {"pages": {"total": 64}}))
+    turned.mark_up(read_identity(info | {"pages": {"total": 64}}))
     assert turned.cache.prefixes.matched([[1, 2]]) == 2 and turned.cache.prefixes.limit_bytes == 64 * 16 * 4
-    turned.mark_up(Identity.read(info | {"pages": {"total": 64}, "disaggregation_mode": "decode"}))
+    turned.mark_up(read_identity(info | {"pages": {"total": 64}, "disaggregation_mode": "decode"}))
     assert len(turned.cache.prefixes) == 0
 
 
@@ -245,6 +246,6 @@ def test_another_role_is_another_memory() -> None:
 )  # fmt: skip
 def test_a_worker_that_says_nothing_of_a_cache_has_none(changes: dict[str, Any]) -> None:
     info = {"disaggregation_mode": "prefill", "page_size": 16, "prefix_cache": {"pages": 0}, "pages": {"total": 64}}
-    assert Identity.read(info).cache_tokens == 1024
-    assert Identity.read(info | {"prefix_cache": {"host_limit_pages": 36}}).cache_tokens == 1600
-    assert Identity.read(info | changes).cache_tokens == 0
+    assert read_identity(info).cache_tokens == 1024
+    assert read_identity(info | {"prefix_cache": {"host_limit_pages": 36}}).cache_tokens == 1600
+    assert read_identity(info | changes).cache_tokens == 0

@@ -21,7 +21,7 @@ class _Decode:
     """A decode whose stream comes in the pieces of a list; where that has an error, it is lost there."""
 
     def __init__(self, pieces: list[bytes | LegFailedError]) -> None:
-        self.decode = self
+        self.decode, self.headers = self, dict[str, str]()
         self._pieces = iter(pieces)
 
     async def read(self) -> bytes:
@@ -63,7 +63,7 @@ def test_events_are_relayed_whole_however_they_come(lost: bool, data: st.DataObj
     async def relayed() -> None:
         answer = ClientAnswer(None, RouterMeasures())  # type: ignore[arg-type]
         answer._stream = Out()
-        await answer.relay(_Decode(pieces), None, {})  # type: ignore[arg-type]
+        await answer.relay(_Decode(pieces), None)  # type: ignore[arg-type]
 
     asyncio.run(relayed())
     seen = b"".join(written)

@@ -15,9 +15,10 @@ from aiohttp import web
 
 from kvflow.protocols.errors import Cause, Code
 from kvflow.server.http.listening import bound_socket, listening_on
+from kvflow.server.router.kvflow_engine import read_identity
 from kvflow.server.router.router import Router
 from kvflow.server.router.routes import router_app
-from kvflow.server.router.workers import LONGEST_BACKOFF_S, Identity, Worker
+from kvflow.server.router.workers import LONGEST_BACKOFF_S, Worker
 from tests.server.fake_service import FakeService, Meeting, Role, Server, served
 
 Session = aiohttp.ClientSession
@@ -391,7 +392,7 @@ async def test_a_client_that_leaves_while_its_request_waits_is_forgotten(
 
 async def test_the_backoff_of_a_worker_that_loses_every_connection_grows() -> None:
     worker = Worker("decode", "http://127.0.0.1:1")
-    healthy = Identity.read({"disaggregation_mode": "decode", "incarnation": "a"})
+    healthy = read_identity({"disaggregation_mode": "decode", "incarnation": "a"})
     worker.mark_up(healthy)
     backoffs = []
     for _ in range(20):
@@ -408,7 +409,7 @@ async def test_a_worker_in_backoff_is_used_where_there_is_no_other(
 ) -> None:
     async with routed([prefill_server], [decode_server, spare_server]) as r:
         worker = r.worker(decode_server)
-        identity = Identity.read({"disaggregation_mode": "decode", "incarnation": worker.incarnation})
+        identity = read_identity({"disaggregation_mode": "decode", "incarnation": worker.incarnation})
         for _ in range(10):
             worker.mark_lost("reset", asyncio.get_running_loop().time())
         worker.mark_up(identity)

@@ -13,7 +13,7 @@ import pytest
 from aiohttp import web
 
 from kvflow.protocols.errors import Cause, Code
-from kvflow.server.router import legs
+from kvflow.server.router import legs, pairs
 from kvflow.server.router.router import Router
 from kvflow.server.router.routes import router_app
 from kvflow.server.router.workers import Worker
@@ -132,7 +132,7 @@ async def test_when_decode_refuses_prefills_leg_is_dropped(
 async def test_prefills_echo_of_decodes_failure_does_not_hide_it(
     server: Server, prefill: Role, session: Session, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(legs, "ROOT_CAUSE_WAIT_S", 0.05)
+    monkeypatch.setattr(pairs, "ROOT_CAUSE_WAIT_S", 0.05)
     prefill.service.failure = Cause(Code.CLIENT_GONE, "decode aborted")
     status, answer = await post(session, server)
     assert status == 502
@@ -259,7 +259,7 @@ async def test_a_failed_write_followed_by_a_cancellation_still_drops_both_legs(
     held = [legs.Leg(session, one, "/generate", body, {"Content-Type": "application/json"}) for one in (other, worker)]
 
     async def handler() -> None:
-        async with legs.both_legs(*held) as both:
+        async with pairs.together(held[0], held[1], {}) as both:
             await both.answer()
             task = asyncio.current_task()
             assert task is not None

@@ -11,15 +11,9 @@ from aiohttp import web
 from kvflow.protocols.errors import Code
 from kvflow.server.http.errors import Failure
 from kvflow.server.http.growing import write
-from kvflow.server.router.legs import (
-    LegFailedError,
-    Pair,
-    PairFailedError,
-    error_in,
-    split_silence,
-    stream_headers,
-)
+from kvflow.server.router.legs import LegFailedError, PairFailedError, error_in, split_silence, stream_headers
 from kvflow.server.router.measures import RouterMeasures
+from kvflow.server.router.pairs import Pair
 from kvflow.telemetry.requests import name_error
 
 
@@ -33,13 +27,13 @@ class ClientAnswer:
         self._stream: web.StreamResponse | None = None
         self.cut_off: LegFailedError | None = None  # what ended a stream that had its first token
 
-    async def relay(self, pair: Pair, answer: aiohttp.ClientResponse, room: dict[str, str]) -> web.StreamResponse:
+    async def relay(self, pair: Pair, answer: aiohttp.ClientResponse) -> web.StreamResponse:
         """Relay decode's stream, event by event; a decode that is lost after the first token becomes an error event.
 
         Raises: PairFailedError before the first token.
         """
         if self._stream is None:
-            self._stream = web.StreamResponse(headers={**stream_headers(answer), **room})
+            self._stream = web.StreamResponse(headers={**stream_headers(answer), **pair.headers})
             await self._stream.prepare(self._http)
         out = self._stream
         piece = await self._until_first_token(out, pair)

@@ -21,7 +21,8 @@ import msgspec
 
 from kvflow.protocols.errors import LostError
 from kvflow.server.http.errors import ConflictError, OverloadError, RequestError
-from kvflow.server.router.workers import CHECK_TIMEOUT_S, ROLES, Identity, Worker, Workers
+from kvflow.server.router.identity import Identify, Identity
+from kvflow.server.router.workers import CHECK_TIMEOUT_S, ROLES, Worker, Workers
 
 PATH = "/workers"
 MAX_WORKERS = 1024
@@ -40,8 +41,8 @@ class JoinRequest(msgspec.Struct, frozen=True):
 class Membership:
     """Who joins and who leaves."""
 
-    def __init__(self, workers: Workers, session: aiohttp.ClientSession) -> None:
-        self._workers, self._session = workers, session
+    def __init__(self, workers: Workers, session: aiohttp.ClientSession, identify: Identify) -> None:
+        self._workers, self._session, self._identify = workers, session, identify
         self._removed: OrderedDict[str, str] = OrderedDict()  # the incarnation that left, by URL
         self._one_at_a_time = asyncio.Lock()
 
@@ -89,7 +90,7 @@ class Membership:
     async def _join_anew(self, url: str, role: str | None) -> Worker:
         if len(self._workers.all) >= MAX_WORKERS:
             raise OverloadError("workers of this router", len(self._workers.all) + 1, MAX_WORKERS)
-        identity = await self._identity(url)
+        identity = await self._identity(url, role)
         if identity.role not in ROLES:
             raise ConflictError(f"{url} is not a worker of a pair: its disaggregation_mode is {identity.role!r}")
         if role not in (None, identity.role):
@@ -103,19 +104,14 @@ class Membership:
         await self._workers.add(worker)
         return worker
 
-    async def _identity(self, url: str) -> Identity:
-        """What a worker says of itself. Raises: LostError."""
+    async def _identity(self, url: str, role: str | None) -> Identity:
+        """What a worker says of itself. Raises: LostError, RequestError."""
         try:
-            async with (
-                asyncio.timeout(CHECK_TIMEOUT_S),
-                self._session.get(f"{url}/server_info", allow_redirects=False) as answer,
-            ):
-                if answer.status != 200:
-                    raise LostError(f"{url}: /server_info answered {answer.status}")
-                return Identity.read(msgspec.json.decode(await answer.read()))
+            async with asyncio.timeout(CHECK_TIMEOUT_S):
+                return await self._identify(self._session, url, role, None)
         except TimeoutError:
-            raise LostError(f"{url}: /server_info took more than {CHECK_TIMEOUT_S:g} s") from None
-        except (aiohttp.ClientError, OSError, ValueError, RecursionError) as error:
+            raise LostError(f"{url}: who it is took more than {CHECK_TIMEOUT_S:g} s") from None
+        except (LostError, aiohttp.ClientError, OSError, ValueError, RecursionError) as error:
             raise LostError(f"{url}: {str(error) or type(error).__name__}") from None
 
 

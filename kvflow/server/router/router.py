@@ -9,47 +9,41 @@ from __future__ import annotations
 import asyncio
 import functools
 import logging
-import secrets
-from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Iterator
 from contextlib import asynccontextmanager
 from typing import Any
 
 import aiohttp
 import msgspec
 from aiohttp import web
+from prometheus_client.core import Metric
 from yarl import URL
 
 from kvflow.protocols.errors import Code, KvflowError
 from kvflow.server.http.access import REQUEST_ID_HEADER
 from kvflow.server.http.draining import Drainable
-from kvflow.server.http.errors import Failure, RequestError, failure_of
+from kvflow.server.http.errors import Failure, failure_of
 from kvflow.server.http.large_bodies import take_apart
 from kvflow.server.http.metrics import Metrics
-from kvflow.server.http.schemas import MAX_COMPLETIONS, decoded
 from kvflow.server.router.answer import ClientAnswer
 from kvflow.server.router.cache_view import NO_PROMPTS, Prompts
-from kvflow.server.router.legs import (
-    Leg,
-    LegFailedError,
-    PairFailedError,
-    bootstrap_fields,
-    both_legs,
-    copied,
-    with_fields,
-)
+from kvflow.server.router.engines import Completion, Engine, Forwarded
+from kvflow.server.router.kvflow_engine import KvflowEngine
+from kvflow.server.router.legs import LegFailedError, PairFailedError, copied
 from kvflow.server.router.measures import RouterMeasures
 from kvflow.server.router.membership import Membership
+from kvflow.server.router.pairs import Pair
 from kvflow.server.router.policies import Policy
 from kvflow.server.router.prompts import PromptFields
 from kvflow.server.router.tokens import Encoder, block_hashes
 from kvflow.server.router.tries import Tries
 from kvflow.server.router.workers import ROLES, NoWorkerError, Worker, Workers
-from kvflow.telemetry.requests import CURRENT, name_rooms
+from kvflow.telemetry.requests import CURRENT
 
 _log = logging.getLogger("kvflow.router")
 CONNECT_TIMEOUT_S = 5.0
 ASK_TIMEOUT_S = 5.0  # for a worker's answer to anything but a completion
-ROOM_HEADER = "X-Kvflow-Room"
+_JSON = {"Content-Type": "application/json"}
 _FORWARDED = ("Authorization", "traceparent", "tracestate")
 _ENDED = Failure(503, "shutdown", "this router is shutting down, and the request did not finish in time")
 
@@ -59,7 +53,8 @@ class Router(Drainable):
 
     A request whose client has got no token is tried on one pair after another, and waits `retry_timeout_s` in all for
     one that is back; at most `max_waiting` requests do so at a time. `encoder` is the model's tokenizer: with it the
-    cache events of workers say who has a text, which else only prompts of token ids are matched with.
+    cache events of workers say who has a text, which else only prompts of token ids are matched with. `engine`: what
+    the workers are, kvflow's own where it is left out.
     """
 
     def __init__(
@@ -74,11 +69,13 @@ class Router(Drainable):
         poll_s: float = 1.0,
         policy: Policy = Policy(),  # noqa: B008 # it is frozen
         encoder: Encoder | None = None,
+        engine: Engine | None = None,
     ) -> None:
         super().__init__()
+        self.engine: Engine = engine or KvflowEngine()
         headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
         timeout = aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_TIMEOUT_S)
-        connector = aiohttp.TCPConnector(limit=0)
+        connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=self.engine.keepalive_s)
         self._session = aiohttp.ClientSession(
             headers=headers, timeout=timeout, connector=connector, read_bufsize=1 << 18
         )
@@ -86,11 +83,15 @@ class Router(Drainable):
         self._timeouts: set[asyncio.Timeout] = set()
         self._ending = False
         self.waiting = 0
-        self.workers = Workers(prefill, decode, self._session, poll_s, policy)
+        self.workers = Workers(prefill, decode, self._session, poll_s, policy, self.engine.identify)
         self._reads_prompts, self._encoder = policy.reads_prompts, encoder
-        self.membership = Membership(self.workers, self._session)
+        self.membership = Membership(self.workers, self._session, self.engine.identify)
         self.measures = RouterMeasures()
-        self.metrics = Metrics(families=lambda: self.measures.families(self.workers.all, self.running, self.waiting))
+        self.metrics = Metrics(families=self._families)
+
+    def _families(self) -> Iterator[Metric]:
+        yield from self.measures.families(self.workers.all, self.running, self.waiting)
+        yield from self.engine.families()
 
     async def start(self) -> None:
         await self.workers.start()
@@ -110,10 +111,9 @@ class Router(Drainable):
             self.refuse_when_draining()
             raw = await http.read()
             rest, long_values = await take_apart(raw)
-            shape = decoded(rest, _Shape)
-            count = _completions(shape)
+            completion = self.engine.read(rest)
             reads = self._reads_prompts and self.workers.cache_prompts()
-            body = long_values.put_back(shape) if reads else None
+            body = long_values.put_back(completion.fields) if reads else None
         except KvflowError as error:
             self.metrics.refused(error.code)
             raise
@@ -122,7 +122,8 @@ class Router(Drainable):
             try:
                 async with self._in_time():
                     prompts = NO_PROMPTS if body is None else await self._prompts(body)
-                    return await self._on_some_pair(http, answer, raw, count, prompts)
+                    request = Forwarded(self._session, http.path, raw, _forwarded_headers(http) | _JSON)
+                    return await self._on_some_pair(request, answer, completion, prompts)
             except PairFailedError as error:
                 return await answer.fail(error.failure, error.answer)
             except (TimeoutError, NoWorkerError) as error:
@@ -139,16 +140,17 @@ class Router(Drainable):
                 self._timeouts.discard(timeout)
 
     async def _on_some_pair(
-        self, http: web.Request, answer: ClientAnswer, raw: bytes, count: int, prompts: Prompts
+        self, request: Forwarded, answer: ClientAnswer, completion: Completion, prompts: Prompts
     ) -> web.StreamResponse:
         """Raises: PairFailedError, that of the last try; NoWorkerError."""
         loop = asyncio.get_running_loop()
-        tries = Tries(self._retry_s)
+        tries = Tries(self._retry_s, self.engine.retried)
         while True:
             prefill, decode = await self._next_pair(tries, prompts)
             try:
                 with prefill.sent(prompts), decode.sent(prompts):
-                    done = await self._on_pair(http, answer, raw, count, prefill, decode)
+                    async with completion.put_to(request, prefill, decode) as pair:
+                        done = await _relayed(pair, answer)
             except PairFailedError as error:
                 if isinstance(error, LegFailedError):
                     error.worker.mark_lost(str(error), loop.time())
@@ -206,24 +208,6 @@ class Router(Drainable):
             tries.left_s -= asyncio.get_running_loop().time() - began_s
         return True
 
-    async def _on_pair(
-        self, http: web.Request, answer: ClientAnswer, raw: bytes, count: int, prefill: Worker, decode: Worker
-    ) -> web.StreamResponse:
-        """Raises: PairFailedError."""
-        rooms = [secrets.randbits(63) for _ in range(count)]
-        body = with_fields(raw, bootstrap_fields(prefill, rooms))
-        headers = {name: http.headers[name] for name in _FORWARDED if name in http.headers}
-        headers |= {"Content-Type": "application/json", REQUEST_ID_HEADER: CURRENT.get().request_id}
-        name_rooms(rooms)
-        legs = [Leg(self._session, worker, http.path, body, headers) for worker in (prefill, decode)]
-        room_header = {ROOM_HEADER: ",".join(map(str, rooms))}
-        async with both_legs(*legs) as pair:
-            found = await pair.answer()
-            if not isinstance(found, web.Response):
-                return await answer.relay(pair, found, room_header)
-            found.headers.update(room_header)
-            return found
-
     async def ask(self, worker: Worker, path: str, method: str = "GET", body: bytes | None = None) -> Any:
         """The JSON answer of a worker; None when it cannot be reached, or answers with an error."""
         try:
@@ -237,8 +221,7 @@ class Router(Drainable):
     async def forward(self, worker: Worker, http: web.Request) -> web.Response:
         """One worker's answer to this request, whatever its status; 502 when it cannot be reached."""
         url, timeout = f"{worker.url}{http.rel_url.raw_path_qs}", aiohttp.ClientTimeout(total=ASK_TIMEOUT_S)
-        headers = {name: http.headers[name] for name in _FORWARDED if name in http.headers}
-        headers[REQUEST_ID_HEADER] = CURRENT.get().request_id
+        headers = _forwarded_headers(http)
         try:
             async with self._session.request(
                 http.method, URL(url, encoded=True), data=await http.read(), headers=headers, timeout=timeout
@@ -248,27 +231,16 @@ class Router(Drainable):
             return Failure(502, str(Code.PEER_LOST), f"the {worker.role} worker did not answer").response()
 
 
-class _Sampling(msgspec.Struct):
-    n: Any = None
+async def _relayed(pair: Pair, answer: ClientAnswer) -> web.StreamResponse:
+    """Decode's answer, once the client has it where it is a stream. Raises: PairFailedError."""
+    found = await pair.answer()
+    if not isinstance(found, web.Response):
+        return await answer.relay(pair, found)
+    found.headers.update(pair.headers)
+    return found
 
 
-class _Shape(PromptFields):
-    """The fields of a body that say how many completions it asks for, and of what; the workers check the others."""
-
-    sampling_params: _Sampling | list[_Sampling] | None = None
-    n: Any = None
-
-
-def _completions(shape: _Shape) -> int:
-    """How many rooms a body needs: prompts times choices."""
-    prompts = 1
-    for value in (shape.text, shape.input_ids, shape.prompt):
-        if isinstance(value, list) and value and not isinstance(value[0], int):
-            prompts = len(value)
-    sampling = shape.sampling_params
-    if isinstance(sampling, list):
-        sampling = sampling[0] if sampling else None
-    choices = (sampling.n if sampling else None) or shape.n or 1
-    if not isinstance(choices, int) or isinstance(choices, bool) or not 1 <= prompts * choices <= MAX_COMPLETIONS:
-        raise RequestError(f"n: {choices!r} times {prompts} prompts is outside 1..{MAX_COMPLETIONS} completions")
-    return prompts * choices
+def _forwarded_headers(http: web.Request) -> dict[str, str]:
+    """Those of a client's request that its worker gets too."""
+    headers = {name: http.headers[name] for name in _FORWARDED if name in http.headers}
+    return headers | {REQUEST_ID_HEADER: CURRENT.get().request_id}

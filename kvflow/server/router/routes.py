@@ -7,7 +7,7 @@ from collections.abc import Collection
 
 from aiohttp import web
 
-from kvflow.server.http import aborts, tokenize
+from kvflow.server.http import aborts
 from kvflow.server.http.app import build_app
 from kvflow.server.http.errors import Failure
 from kvflow.server.http.responses import json_response
@@ -19,8 +19,8 @@ from kvflow.server.router.workers import ROLES
 
 def routes(router: Router) -> list[web.RouteDef]:
     """All routes of a router but those by which workers join and leave."""
-    completions = ("/generate", "/v1/chat/completions", "/v1/completions")
-    return [*(web.post(path, router.serve) for path in completions), *_own(router), *_of_workers(router)]
+    found = [*(web.post(path, router.serve) for path in router.engine.completions), *_own(router), *_of_decode(router)]
+    return [*found, *_operations(router)] if router.engine.has_operations else found
 
 
 def _own(router: Router) -> list[web.RouteDef]:
@@ -52,14 +52,17 @@ def _own(router: Router) -> list[web.RouteDef]:
     ]
 
 
-_OF_A_MODEL = ("/v1/models", "/v1/models/{model:.+}", "/model_info", "/get_model_info")
+def _of_decode(router: Router) -> list[web.RouteDef]:
+    """What the router asks any decode for."""
 
-
-def _of_workers(router: Router) -> list[web.RouteDef]:
-    """What the router asks one worker for, or all of them."""
-
-    async def from_decode(http: web.Request) -> web.StreamResponse:
+    async def forward(http: web.Request) -> web.StreamResponse:
         return await router.forward(router.workers.ranked("decode", {})[0], http)
+
+    return [web.route(method, path, forward) for method, path in router.engine.of_decode]
+
+
+def _operations(router: Router) -> list[web.RouteDef]:
+    """What the router asks all workers for."""
 
     async def load(_: web.Request) -> web.StreamResponse:
         answers = await asyncio.gather(*(router.ask(worker, "/get_load") for worker in router.workers.all))
@@ -90,8 +93,6 @@ def _of_workers(router: Router) -> list[web.RouteDef]:
         return json_response(sides) if sides else Failure(404, "unknown_room", "no worker knows this room").response()
 
     return [
-        *(web.get(path, from_decode) for path in _OF_A_MODEL),
-        *(web.post(path, from_decode) for path in tokenize.PATHS),
         web.get("/get_load", load),
         web.post("/flush_cache", flush),
         web.post(aborts.PATH, abort),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import random
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from kvflow.server.router.legs import PairFailedError
 from kvflow.server.router.workers import Worker
@@ -15,10 +15,11 @@ FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.05, 1.0
 
 
 class Tries:
-    """At most `MOST_TRIES`, with pauses of `left_s` in all; the tries themselves may take their time."""
+    """At most `MOST_TRIES`, with pauses of `left_s` in all; the tries themselves may take their time. `retried`: after
+    which statuses there may be another one."""
 
-    def __init__(self, left_s: float) -> None:
-        self.left_s = left_s
+    def __init__(self, left_s: float, retried: Collection[int]) -> None:
+        self.left_s, self._retried = left_s, retried
         self.failed: Counter[Worker] = Counter()
         self.error: PairFailedError | None = None
         self._pairs: set[tuple[Worker, Worker]] = set()
@@ -29,7 +30,7 @@ class Tries:
         self.failed.update((prefill, decode))
         self._pairs.add((prefill, decode))
         self.error = error
-        if not error.may_retry or self.failed.total() >= 2 * MOST_TRIES:
+        if not error.may_retry(self._retried) or self.failed.total() >= 2 * MOST_TRIES:
             raise error
 
     def untried(self, prefills: Sequence[Worker], decodes: Sequence[Worker]) -> tuple[Worker, Worker] | None:

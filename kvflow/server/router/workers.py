@@ -13,12 +13,11 @@ from typing import Any
 from urllib.parse import urlsplit
 
 import aiohttp
-import msgspec
 
 from kvflow.protocols.errors import Code, KvflowError
 from kvflow.server.http.errors import Failure
 from kvflow.server.router.cache_view import NO_PROMPTS, CacheView, Prompts
-from kvflow.server.router.feed import Source, source_of
+from kvflow.server.router.identity import Identify, Identity, NotServingError
 from kvflow.server.router.policies import Policy
 
 _log = logging.getLogger("kvflow.router")
@@ -64,6 +63,7 @@ class Worker:
         self.cache = CacheView(self.url)
         self.prefix_hits = 0
         self.bootstrap_port: int | None = None
+        self.identity: Identity | None = None  # at the last check that found it up
         self.model = ""
         self.fingerprint = ""
         self.incarnation = ""
@@ -114,6 +114,7 @@ class Worker:
             _log.info("%s is a %s worker now", self.url, identity.role)
             self.role = identity.role
             self.cache.forget()
+        self.identity = identity
         self.bootstrap_port, self.model = identity.bootstrap_port, identity.model
         self.fingerprint = identity.fingerprint
         if identity.incarnation != self.incarnation:
@@ -158,46 +159,6 @@ class Worker:
         return {"url": self.url, "role": self.role, **state}
 
 
-class Identity(msgspec.Struct, frozen=True):
-    """What a worker's /server_info says of it."""
-
-    role: str | None  # its disaggregation_mode
-    started_as: str | None
-    incarnation: str
-    model: str
-    fingerprint: str
-    bootstrap_port: int | None
-    cache_tokens: int  # at most, in its prefix cache; 0 where it has none
-    events: Source | None  # of that cache
-
-    @classmethod
-    def read(cls, info: Any, url: str = "") -> Identity:
-        """Of anything that may stand there; `url` is the worker's."""
-        found = info if isinstance(info, dict) else {}
-        port = found.get("disaggregation_bootstrap_port")
-        return cls(
-            role=found.get("disaggregation_mode"),
-            started_as=found.get("started_as"),
-            incarnation=str(found.get("incarnation", "")),
-            model=str(found.get("served_model_name") or found.get("model_path") or ""),
-            fingerprint=str(found.get("fingerprint") or ""),
-            bootstrap_port=port if isinstance(port, int) else None,
-            cache_tokens=_cache_tokens(found),
-            events=source_of(url, found.get("kv_events"), found.get("page_size")),
-        )
-
-
-def _cache_tokens(info: dict[str, Any]) -> int:
-    """Of the pool, and of the host memory behind it."""
-    pages, cache, size = info.get("pages"), info.get("prefix_cache"), info.get("page_size")
-    if not isinstance(pages, dict) or not isinstance(cache, dict):
-        return 0
-    count, behind = pages.get("total"), cache.get("host_limit_pages", 0)
-    if not isinstance(size, int) or not isinstance(count, int) or not isinstance(behind, int):
-        return 0
-    return max(0, (count + behind) * size)
-
-
 class Workers:
     """All workers, each checked in the background every `poll_s`, more often while it is down."""
 
@@ -208,10 +169,11 @@ class Workers:
         session: aiohttp.ClientSession,
         poll_s: float,
         policy: Policy,
+        identify: Identify,
     ) -> None:
         self.all = [*(Worker("prefill", url) for url in prefill), *(Worker("decode", url) for url in decode)]
         self._session = session
-        self._poll_s, self._policy = poll_s, policy
+        self._poll_s, self._policy, self._identify = poll_s, policy, identify
         self._watches: dict[Worker, asyncio.Task[None]] = {}
         self.came_up = asyncio.Event()  # of the next worker that is new in its role; another one follows then
 
@@ -298,7 +260,7 @@ class Workers:
                 await self._ask(worker)
         except TimeoutError:
             worker.mark_down(f"/health took more than {CHECK_TIMEOUT_S:g} s")
-        except (aiohttp.ClientError, OSError, ValueError, RecursionError) as error:
+        except (NotServingError, aiohttp.ClientError, OSError, ValueError, RecursionError) as error:
             worker.mark_down(str(error) or type(error).__name__)
         if worker.usable and before != (worker.up, worker.role):
             self._tell_waiting()
@@ -313,11 +275,8 @@ class Workers:
                 reason = Failure.read(health.status, await health.read()).message
                 worker.mark_down(f"/health answered {health.status}: {reason}")
                 return
-        async with self._session.get(f"{worker.url}/server_info") as info:
-            if info.status != 200:
-                worker.mark_down(f"/server_info answered {info.status}")
-                return
-            identity = Identity.read(msgspec.json.decode(await info.read()), worker.url)
+        known = worker.identity if worker.up else None
+        identity = await self._identify(self._session, worker.url, worker.role, known)
         if other := self._replaced_model(worker, identity):
             worker.mark_down(other)
             return

@@ -1,0 +1,53 @@
+"""What a router finds out of a worker by asking it."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable
+from typing import Any, Protocol
+
+import aiohttp
+import msgspec
+
+from kvflow.protocols.errors import LostError
+from kvflow.server.router.feed import Source
+
+
+class NotServingError(LostError):
+    """A worker that answers, but cannot serve; the text says why."""
+
+
+class Identity(msgspec.Struct, frozen=True):
+    """What a worker is. Empty texts: its engine does not say."""
+
+    role: str | None
+    started_as: str | None
+    incarnation: str
+    model: str
+    fingerprint: str
+    bootstrap_port: int | None
+    cache_tokens: int  # at most, in its prefix cache; 0 where it has none
+    events: Source | None  # of that cache
+
+
+class Identify(Protocol):
+    """Asks the worker at `url` what it is.
+
+    `role`: what it is taken for, None where it has to say that itself. `known`: what it was at the last check, None
+    where it was down then.
+
+    Raises: NotServingError, RequestError where the role is not known, and what a request and the decoding of its answer
+    raise (aiohttp.ClientError, OSError, ValueError, RecursionError).
+    """
+
+    def __call__(
+        self, session: aiohttp.ClientSession, url: str, role: str | None, known: Identity | None
+    ) -> Awaitable[Identity]: ...
+
+
+async def ask(session: aiohttp.ClientSession, url: str, path: str, hint: str = "") -> Any:
+    """The JSON that the worker at `url` has at `path`; `hint`: what a 404 there may mean. Raises: as `Identify`."""
+    async with session.get(f"{url}{path}", allow_redirects=False) as answer:
+        if answer.status != 200:
+            meaning = f": {hint}" if hint and answer.status == 404 else ""
+            raise NotServingError(f"{path} answered {answer.status}{meaning}")
+        return msgspec.json.decode(await answer.read())

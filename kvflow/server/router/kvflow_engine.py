@@ -1,0 +1,140 @@
+"""kvflow's own workers: both legs get the same body and the same rooms, at once."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import AsyncGenerator, Iterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import aiohttp
+import msgspec
+from prometheus_client.core import Metric
+
+from kvflow.server.http import tokenize
+from kvflow.server.http.draining import ROLE_HEADER
+from kvflow.server.http.errors import RequestError
+from kvflow.server.http.schemas import MAX_COMPLETIONS, decoded
+from kvflow.server.router.engines import Forwarded
+from kvflow.server.router.feed import source_of
+from kvflow.server.router.identity import Identity, ask
+from kvflow.server.router.legs import Leg, with_fields
+from kvflow.server.router.pairs import Pair, together
+from kvflow.server.router.prompts import PromptFields
+from kvflow.server.router.workers import Worker
+from kvflow.telemetry.requests import name_rooms
+
+ROOM_HEADER = "X-Kvflow-Room"
+_OF_A_MODEL = ("/v1/models", "/v1/models/{model:.+}", "/model_info", "/get_model_info")
+
+
+class KvflowEngine:
+    """Implements `engines.Engine`."""
+
+    completions = ("/generate", "/v1/chat/completions", "/v1/completions")
+    of_decode = (*(("GET", path) for path in _OF_A_MODEL), *(("POST", path) for path in tokenize.PATHS))
+    has_operations = True
+    retried = frozenset({502, 503})
+    keepalive_s = 15.0
+
+    async def identify(
+        self, session: aiohttp.ClientSession, url: str, role: str | None, known: Identity | None
+    ) -> Identity:
+        """Implements `identity.Identify`."""
+        hint = "it is not a worker of kvflow; a router in front of vLLM servers is started with --engine vllm"
+        return read_identity(await ask(session, url, "/server_info", hint), url)
+
+    def read(self, body: bytes) -> KvflowCompletion:
+        """Raises: RequestError (400)."""
+        return KvflowCompletion(decoded(body, _Fields))
+
+    def families(self) -> Iterator[Metric]:
+        yield from ()
+
+
+class KvflowCompletion:
+    """Implements `engines.Completion`."""
+
+    def __init__(self, fields: _Fields) -> None:
+        """Raises: RequestError (400)."""
+        self.fields = fields
+        self._rooms = _room_count(fields)
+
+    @asynccontextmanager
+    async def put_to(self, request: Forwarded, prefill: Worker, decode: Worker) -> AsyncGenerator[Pair, None]:
+        rooms = [secrets.randbits(63) for _ in range(self._rooms)]
+        name_rooms(rooms)
+        body = with_fields(request.raw, bootstrap_fields(prefill, rooms))
+
+        def leg(worker: Worker) -> Leg:
+            headers = {**request.headers, ROLE_HEADER: worker.role}
+            return Leg(request.session, worker, request.path, body, headers)
+
+        room_header = {ROOM_HEADER: ",".join(map(str, rooms))}
+        async with together(leg(prefill), leg(decode), room_header) as pair:
+            yield pair
+
+
+class _Sampling(msgspec.Struct):
+    n: Any = None
+
+
+class _Fields(PromptFields):
+    """The fields of a body that say how many completions it asks for, and of what; the workers check the others."""
+
+    sampling_params: _Sampling | list[_Sampling] | None = None
+    n: Any = None
+
+
+def _room_count(fields: _Fields) -> int:
+    """How many rooms a body needs: prompts times choices. Raises: RequestError (400)."""
+    prompts = 1
+    for value in (fields.text, fields.input_ids, fields.prompt):
+        if isinstance(value, list) and value and not isinstance(value[0], int):
+            prompts = len(value)
+    sampling = fields.sampling_params
+    if isinstance(sampling, list):
+        sampling = sampling[0] if sampling else None
+    choices = (sampling.n if sampling else None) or fields.n or 1
+    if not isinstance(choices, int) or isinstance(choices, bool) or not 1 <= prompts * choices <= MAX_COMPLETIONS:
+        raise RequestError(f"n: {choices!r} times {prompts} prompts is outside 1..{MAX_COMPLETIONS} completions")
+    return prompts * choices
+
+
+def bootstrap_fields(prefill: Worker, rooms: list[int]) -> dict[str, Any]:
+    """The fields that give both legs the same room; lists for several rooms."""
+    if len(rooms) == 1:
+        return {"bootstrap_host": prefill.host, "bootstrap_port": prefill.bootstrap_port, "bootstrap_room": rooms[0]}
+    count = len(rooms)
+    return {
+        "bootstrap_host": [prefill.host] * count,
+        "bootstrap_port": [prefill.bootstrap_port] * count,
+        "bootstrap_room": rooms,
+    }
+
+
+def read_identity(info: Any, url: str = "") -> Identity:
+    """Of anything that may stand in a /server_info; `url` is the worker's."""
+    found = info if isinstance(info, dict) else {}
+    port = found.get("disaggregation_bootstrap_port")
+    return Identity(
+        role=found.get("disaggregation_mode"),
+        started_as=found.get("started_as"),
+        incarnation=str(found.get("incarnation", "")),
+        model=str(found.get("served_model_name") or found.get("model_path") or ""),
+        fingerprint=str(found.get("fingerprint") or ""),
+        bootstrap_port=port if isinstance(port, int) else None,
+        cache_tokens=_cache_tokens(found),
+        events=source_of(url, found.get("kv_events"), found.get("page_size")),
+    )
+
+
+def _cache_tokens(info: dict[str, Any]) -> int:
+    """Of the pool, and of the host memory behind it."""
+    pages, cache, size = info.get("pages"), info.get("prefix_cache"), info.get("page_size")
+    if not isinstance(pages, dict) or not isinstance(cache, dict):
+        return 0
+    count, behind = pages.get("total"), cache.get("host_limit_pages", 0)
+    if not isinstance(size, int) or not isinstance(count, int) or not isinstance(behind, int):
+        return 0
+    return max(0, (count + behind) * size)
