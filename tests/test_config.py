@@ -168,6 +168,25 @@ def test_booleans_are_words_in_the_environment() -> None:
             {},
             ["--tokenizer-path m without --policy cache_aware: it has no effect"],
         ),
+        ("router", {"api_key": "k", "engine": "sglang"}, {}, ["--engine", "'sglang'"]),
+        (
+            "router",
+            {"api_key": "k", "legs": "together"},
+            {},
+            ["--legs together without --engine vllm: it has no effect"],
+        ),
+        (
+            "router",
+            {"api_key": "k", "engine": "vllm", "tokenizer_path": "m"},
+            {},
+            ["--tokenizer-path m without --engine kvflow: it has no effect"],
+        ),
+        (
+            "router",
+            {"engine": "vllm", "prefill": ("http://a", "http://b"), "decode": ("http://b",)},
+            {},
+            ["'http://b' is given as --prefill and as --decode: a vLLM server is one of them"],
+        ),
         ("router", {"tokenizer_path": "/nowhere"}, {}, ["--tokenizer-path '/nowhere' does not exist"]),
         ("router", {}, {}, ["--prefill", "--decode"]),
         (

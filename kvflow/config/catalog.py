@@ -69,7 +69,7 @@ _SENDER = (
 FIELDS_OF_ROLE: dict[str, tuple[str, ...]] = {
     "prefill": (*_WORKER, *_SENDER, "disaggregation_mode", "disaggregation_bootstrap_port", "control_port", "join"),
     "decode": (*_WORKER, *_RECEIVER, "tp", "disaggregation_mode", "disaggregation_bootstrap_port", "join"),
-    "router": (*_HTTP, *_ROUTER, "request_timeout_s", "max_queued_requests", "prefill", "decode"),
+    "router": (*_HTTP, *_ROUTER, "request_timeout_s", "max_queued_requests", "prefill", "decode", "engine", "legs"),
     "up": (
         *_WORKER,
         *_SENDER,
@@ -99,7 +99,7 @@ GROUPS: dict[str, tuple[str, ...]] = {
         "access_log",
     ),
     "processes": ("prefill_workers", "decode_workers", "start_timeout_s"),
-    "routing": ("prefill", "decode", "join", *_ROUTER),
+    "routing": ("prefill", "decode", "engine", "legs", "join", *_ROUTER),
     "model": (*_MODEL, "pp", "tp", "decode_tp", "chunked_prefill_size", "max_batch_tokens"),
     "pool": (*_POOL, *_RETRACT, "max_quarantine_share", "max_pinned_share"),
     "disaggregation": (

@@ -309,6 +309,17 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
     prefill: Annotated[tuple[str, ...], Meta(description="URL of a prefill worker (repeat for more).")] = ()
     decode: Annotated[tuple[str, ...], Meta(description="URL of a decode worker (repeat for more).")] = ()
+    engine: Annotated[
+        Literal["kvflow", "vllm"],
+        Meta(description="What the router's workers are: kvflow's own, or vLLM servers with a KV connector."),
+    ] = "kvflow"
+    legs: Annotated[
+        Literal["sequential", "together"],
+        Meta(
+            description="With --engine vllm, in which order both are asked: decode when prefill has answered, as any "
+            "connector needs it; or both at once, where prefill has kvflow's connector."
+        ),
+    ] = "sequential"
     join: Annotated[
         tuple[str, ...],
         Meta(description="URL of a router to join, and to leave before the drain (repeat for more)."),

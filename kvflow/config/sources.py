@@ -186,6 +186,8 @@ def _check_effect(role: Role, settings: Settings) -> None:
         ("--l3 file", settings.l3 == "file", ("l3_dir", "l3_bytes")),
         ("--l3 mooncake", settings.l3 == "mooncake", store),
         ("--policy cache_aware", settings.policy == "cache_aware", ("tokenizer_path", *_BALANCE)),
+        ("--engine vllm", settings.engine == "vllm", ("legs",)),
+        ("--engine kvflow", settings.engine == "kvflow", ("tokenizer_path",)),
         ("--kv-events-config", role != "up" or bool(settings.kv_events_config), ("tokenizer_path",)),
     ):
         for name in names:
@@ -231,6 +233,8 @@ def _check(role: Role, settings: Settings) -> None:
         raise ConfigError(
             "router needs at least one --prefill URL and one --decode URL, or an --api-key, with which workers join it"
         )
+    if settings.engine == "vllm" and (both := set(settings.prefill) & set(settings.decode)):
+        raise ConfigError(f"{min(both)!r} is given as --prefill and as --decode: a vLLM server is one of them")
     for name in ("prefill", "decode", "join"):
         for url in getattr(settings, name):
             if not url.startswith(("http://", "https://")):

@@ -31,9 +31,11 @@ from kvflow.server.http.pipeline import CompletionPipeline
 from kvflow.server.http.registry import registry_app
 from kvflow.server.http.role_switch import RoleSwitch
 from kvflow.server.http.tokenizer import ThreadedTokenizer
+from kvflow.server.router.kvflow_engine import KvflowEngine
 from kvflow.server.router.policies import Policy
 from kvflow.server.router.router import Router
 from kvflow.server.router.routes import router_app
+from kvflow.server.router.vllm_engine import VllmEngine
 from kvflow.transports.control.registry import RankTable
 
 _log = logging.getLogger("kvflow.launch")
@@ -105,6 +107,7 @@ async def run_router(settings: Settings) -> None:
         poll_s=settings.poll_s,
         policy=Policy(settings.policy, settings.balance_abs_threshold, settings.balance_rel_threshold),
         encoder=tokenizer,
+        engine=VllmEngine(settings.legs) if settings.engine == "vllm" else KvflowEngine(),
     )
     try:
         await router.start()

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvflow.server.router.answer import ClientAnswer
-from kvflow.server.router.legs import LegFailedError
+from kvflow.server.router.legs import LegFailedError, error_in, split_opening
 from kvflow.server.router.measures import RouterMeasures
 from kvflow.server.router.workers import Worker
 
@@ -70,3 +70,36 @@ def test_events_are_relayed_whole_however_they_come(lost: bool, data: st.DataObj
     assert seen.startswith(whole)
     assert seen[len(whole) :].startswith(b'data: {"error"' if lost else b"")
     assert lost or seen == raw
+
+
+OPENING = b'data: {"choices": [{"index": 0, "delta": {"role": "assistant", "content": ""}, "finish_reason": null}]}\n\n'
+
+
+@pytest.mark.parametrize(
+    "rest",
+    [
+        b"",
+        b"data: [DONE]\n\n",
+        b"data: {no\n\n",
+        b": ka\n\n",
+        b'data: {"choices": []}\n\n',
+        b'data: {"choices": [{"text": ""}]}\n\n',
+        b'data: {"choices": [{"delta": {"content": "a"}}]}\n\n',
+        b'data: {"choices": [{"delta": {"role": "assistant", "content": "a"}}]}\n\n',
+        b'data: {"choices": [{"delta": {"tool_calls": []}}]}\n\n',
+        b'data: {"choices": [{"delta": {"content": ""}, "finish_reason": "length"}]}\n\n',
+        b'data: {"error": {"message": "Internal server error", "code": 500}}\n\n',
+        OPENING[:-1],
+    ],
+)
+@pytest.mark.parametrize("count", [0, 1, 3])
+def test_what_says_who_speaks_is_no_token(count: int, rest: bytes) -> None:
+    assert split_opening(OPENING * count + rest) == (OPENING * count, rest)
+
+
+@pytest.mark.parametrize(
+    ("code", "status"), [(b"503", 503), (b'"peer_lost"', 502), (b"200", 500), (b"5030", 500), (b"null", 0)]
+)
+def test_an_error_event_has_the_status_of_its_code(code: bytes, status: int) -> None:
+    failure = error_in(b'data: {"error": {"message": "no", "code": %b}}\n\n' % code)
+    assert (failure.status if failure else 0) == status

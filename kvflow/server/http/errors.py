@@ -100,6 +100,7 @@ class _ErrorBody(msgspec.Struct):
 
 
 _CODES = frozenset(Code)
+_ERROR_STATUSES = frozenset(map(str, range(400, 600)))
 _KNOWN_CODES = {
     *_CODES,
     "unauthorized",
@@ -129,6 +130,8 @@ class Failure(msgspec.Struct, frozen=True):
             return cls(status or 500, "", "no reason given")
         code = str(told.code or "")
         known = STATUS_OF_CODE[Code(code)] if code in _CODES else 500
+        if code in _ERROR_STATUSES:  # as vLLM and others have it
+            known = int(code)
         return cls(status or known, code, told.message[:MAX_CAUSE_TEXT], told.param)
 
     @property

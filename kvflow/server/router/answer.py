@@ -11,7 +11,14 @@ from aiohttp import web
 from kvflow.protocols.errors import Code
 from kvflow.server.http.errors import Failure
 from kvflow.server.http.growing import write
-from kvflow.server.router.legs import LegFailedError, PairFailedError, error_in, split_silence, stream_headers
+from kvflow.server.router.legs import (
+    LegFailedError,
+    PairFailedError,
+    error_in,
+    split_opening,
+    split_silence,
+    stream_headers,
+)
 from kvflow.server.router.measures import RouterMeasures
 from kvflow.server.router.pairs import Pair
 from kvflow.telemetry.requests import name_error
@@ -59,19 +66,25 @@ class ClientAnswer:
         return out
 
     async def _until_first_token(self, out: web.StreamResponse, pair: Pair) -> bytes:
-        """Relay empty lines and comments; returns what has come with the first token."""
-        rest = b""
+        """Relay empty lines and comments; returns what has come with the first token, and what opens a chat."""
+        opening, rest = b"", b""
         while b"\n\n" not in rest:
             piece = await pair.first()
             if not piece:
                 raise LegFailedError(pair.decode.worker, "its stream ended before the first token")
-            silence, rest = split_silence(rest + piece)
-            if silence:
-                await out.write(silence)
+            rest += piece
+            passed = True
+            while passed:
+                silence, rest = split_silence(rest)
+                if silence:
+                    await out.write(silence)
+                opened, rest = split_opening(rest)
+                opening += opened
+                passed = bool(silence or opened)
         if failure := error_in(rest):
             raise PairFailedError(failure)
         self._measures.first_token(self._arrived_at_s)
-        return rest
+        return opening + rest
 
     async def fail(self, failure: Failure, answer: web.Response | None = None) -> web.StreamResponse:
         """The error that ends a request, an event where a stream has begun; `answer` is how a worker has put it."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Mapping
 from typing import Any, Protocol
 
 import aiohttp
@@ -44,10 +44,10 @@ class Identify(Protocol):
     ) -> Awaitable[Identity]: ...
 
 
-async def ask(session: aiohttp.ClientSession, url: str, path: str, hint: str = "") -> Any:
-    """The JSON that the worker at `url` has at `path`; `hint`: what a 404 there may mean. Raises: as `Identify`."""
+async def ask(session: aiohttp.ClientSession, url: str, path: str, meanings: Mapping[int, str]) -> Any:
+    """The JSON that the worker at `url` has at `path`; `meanings`: of other statuses. Raises: as `Identify`."""
     async with session.get(f"{url}{path}", allow_redirects=False) as answer:
         if answer.status != 200:
-            meaning = f": {hint}" if hint and answer.status == 404 else ""
-            raise NotServingError(f"{path} answered {answer.status}{meaning}")
+            meaning = meanings.get(answer.status, "")
+            raise NotServingError(f"{path} answered {answer.status}" + (f": {meaning}" if meaning else ""))
         return msgspec.json.decode(await answer.read())

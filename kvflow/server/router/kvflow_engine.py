@@ -25,6 +25,7 @@ from kvflow.server.router.workers import Worker
 from kvflow.telemetry.requests import name_rooms
 
 ROOM_HEADER = "X-Kvflow-Room"
+_NOT_KVFLOW = "it is not a worker of kvflow; a router in front of vLLM servers is started with --engine vllm"
 _OF_A_MODEL = ("/v1/models", "/v1/models/{model:.+}", "/model_info", "/get_model_info")
 
 
@@ -41,8 +42,7 @@ class KvflowEngine:
         self, session: aiohttp.ClientSession, url: str, role: str | None, known: Identity | None
     ) -> Identity:
         """Implements `identity.Identify`."""
-        hint = "it is not a worker of kvflow; a router in front of vLLM servers is started with --engine vllm"
-        return read_identity(await ask(session, url, "/server_info", hint), url)
+        return read_identity(await ask(session, url, "/server_info", {404: _NOT_KVFLOW}), url)
 
     def read(self, body: bytes) -> KvflowCompletion:
         """Raises: RequestError (400)."""

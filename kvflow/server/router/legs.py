@@ -38,15 +38,12 @@ class PairFailedError(LostError):
     def __init__(self, failure: Failure, answer: web.Response | None = None) -> None:
         super().__init__(failure.message)
         self.failure, self.answer = failure, answer or failure.response()
+        self.passes = failure.code in _PASSING
+        """Whether the same pair may serve the request later."""
 
     def may_retry(self, statuses: Collection[int]) -> bool:
         """Whether another pair may serve the request, which it may after these statuses."""
         return self.failure.status in statuses or self.failure.code == Code.RENDEZVOUS
-
-    @property
-    def passes(self) -> bool:
-        """Whether the same pair may serve the request later."""
-        return self.failure.code in _PASSING
 
 
 class LegFailedError(PairFailedError):
@@ -135,6 +132,35 @@ def split_silence(start: bytes) -> tuple[bytes, bytes]:
         else:
             break
     return start[:cut], start[cut:]
+
+
+def split_opening(events: bytes) -> tuple[bytes, bytes]:
+    """The complete events that a chat may begin with before there is a token of it, and the rest."""
+    cut = 0
+    while (end := events.find(b"\n\n", cut)) >= 0 and _is_opening(events[cut:end]):
+        cut = end + 2
+    return events[:cut], events[cut:]
+
+
+def _is_opening(event: bytes) -> bool:
+    """Whether it says who speaks and nothing else: vLLM sends this before it looks whether there is an error."""
+    try:
+        choices = msgspec.json.decode(event.removeprefix(b"data:"), type=_Chunk).choices
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        return False
+    return bool(choices) and all(
+        one.finish_reason is None and one.delta.keys() <= {"role", "content"} and not one.delta.get("content")
+        for one in choices
+    )
+
+
+class _Choice(msgspec.Struct):
+    delta: dict[str, Any]
+    finish_reason: Any = None
+
+
+class _Chunk(msgspec.Struct):
+    choices: list[_Choice]
 
 
 def error_in(event: bytes) -> Failure | None:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Mapping
-from contextlib import asynccontextmanager
+from collections.abc import AsyncGenerator, Callable, Collection, Mapping
+from contextlib import asynccontextmanager, nullcontext
 from typing import Any, Protocol
 
 import aiohttp
@@ -13,6 +13,7 @@ from aiohttp import web
 from kvflow.protocols.errors import Code
 from kvflow.server.http.errors import Failure
 from kvflow.server.router.legs import Leg, PairFailedError, check
+from kvflow.server.router.workers import Worker
 
 ROOT_CAUSE_WAIT_S = 2.0
 
@@ -25,7 +26,11 @@ class Pair(Protocol):
 
     @property
     def decode(self) -> Leg:
-        """The leg whose answer the client gets; only once `answer` has returned."""
+        """The leg whose answer the client gets, once `answer` has returned."""
+
+    @property
+    def asked(self) -> Collection[Worker]:
+        """The workers that it has asked."""
 
     async def answer(self) -> aiohttp.ClientResponse | web.Response:
         """Decode's stream once it has begun, or its complete answer. Raises: PairFailedError."""
@@ -39,6 +44,7 @@ class TogetherPair:
 
     def __init__(self, prefill: Leg, decode: Leg, headers: Mapping[str, str]) -> None:
         self.prefill, self.decode, self.headers = prefill, decode, headers
+        self.asked = (prefill.worker, decode.worker)
         self._prefilling = asyncio.create_task(prefill.complete())
         self._decoding = asyncio.create_task(decode.begin())
 
@@ -91,12 +97,61 @@ class TogetherPair:
 @asynccontextmanager
 async def together(prefill: Leg, decode: Leg, headers: Mapping[str, str]) -> AsyncGenerator[TogetherPair, None]:
     """Begin both legs; leaving closes both. `headers`: for the client's answer."""
-    for leg in (prefill, decode):
-        leg.worker.begin()
-    pair = TogetherPair(prefill, decode, headers)
-    try:
-        yield pair
-    finally:
-        for leg in (prefill, decode):
-            leg.worker.end()
-        pair.close()
+    with prefill.worker.busy(), decode.worker.busy():
+        pair = TogetherPair(prefill, decode, headers)
+        try:
+            yield pair
+        finally:
+            pair.close()
+
+
+class SequentialPair:
+    """Decode is asked once prefill has answered, with what that has answered; a prefill may be left out."""
+
+    def __init__(self, prefill: Leg | None, ask_decode: Callable[[web.Response], Leg]) -> None:
+        """`ask_decode`: from prefill's complete answer, or an empty one; it may raise PairFailedError."""
+        self.headers: Mapping[str, str] = {}
+        self._legs = [] if prefill is None else [prefill]
+        self._prefill, self._ask_decode = prefill, ask_decode
+
+    @property
+    def decode(self) -> Leg:
+        return self._legs[-1]
+
+    @property
+    def asked(self) -> Collection[Worker]:
+        return [leg.worker for leg in self._legs]
+
+    async def answer(self) -> aiohttp.ClientResponse | web.Response:
+        """Raises: PairFailedError."""
+        answer = web.Response()
+        if self._prefill is not None:
+            answer = await self._prefill.complete()
+            check(answer)
+        self._legs.append(self._ask_decode(answer))
+        found = await self.decode.begin()
+        if isinstance(found, web.Response):
+            check(found)
+        return found
+
+    async def first(self) -> bytes:
+        """Raises: PairFailedError."""
+        return await self.decode.read()
+
+    def close(self) -> None:
+        """Close both connections. No await here, as in TogetherPair."""
+        for leg in self._legs:
+            leg.close()
+
+
+@asynccontextmanager
+async def sequential(
+    prefill: Leg | None, decode: Worker, ask_decode: Callable[[web.Response], Leg]
+) -> AsyncGenerator[SequentialPair, None]:
+    """Leaving closes both legs. Prefill is counted as busy to the end: decode reads from it after its answer."""
+    with prefill.worker.busy() if prefill is not None else nullcontext(), decode.busy():
+        pair = SequentialPair(prefill, ask_decode)
+        try:
+            yield pair
+        finally:
+            pair.close()

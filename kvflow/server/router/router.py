@@ -154,18 +154,18 @@ class Router(Drainable):
             except PairFailedError as error:
                 if isinstance(error, LegFailedError):
                     error.worker.mark_lost(str(error), loop.time())
-                elif error.passes:  # which of the two drains or is gone, a check tells
+                elif error.passes or error.failure.status == 500:  # which drains, or is gone or broken, a check tells
                     prefill.check_due.set()
                     decode.check_due.set()
                 tries.note(error, prefill, decode)
                 self.metrics.retried(error.failure.code)
                 _log.info("not served by %s and %s, trying again: %s", prefill.url, decode.url, error.failure.summary)
             else:
-                prefill.mark_served()
-                if answer.cut_off is None:
-                    decode.mark_served()
-                else:
-                    decode.mark_lost(str(answer.cut_off), loop.time())
+                for worker in pair.asked:
+                    if worker is decode and answer.cut_off is not None:
+                        worker.mark_lost(str(answer.cut_off), loop.time())
+                    else:
+                        worker.mark_served()
                 return done
 
     async def _prompts(self, body: PromptFields) -> Prompts:

@@ -7,8 +7,8 @@ import functools
 import itertools
 import logging
 import uuid
-from collections.abc import Callable, Iterable, Mapping
-from contextlib import AbstractContextManager, suppress
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, suppress
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -26,6 +26,7 @@ CHECK_TIMEOUT_S = 3.0
 DOWN_CHECK_S = 0.25  # between two checks of a worker that is down: one that is back should not wait for its requests
 LEAST_CHECK_S = 0.05  # between two checks of one worker, however many requests ask for them
 FIRST_BACKOFF_S, LONGEST_BACKOFF_S = 0.1, 10.0
+_NOT_CHECKED = "not checked yet"
 
 
 _turns = itertools.count(1)
@@ -56,13 +57,14 @@ class Worker:
         self.url = url.rstrip("/")
         self.up = False
         self.leaving = False  # it gets no more requests, and is forgotten when it has none
-        self.unavailable_reason = "not checked yet"
+        self.unavailable_reason = _NOT_CHECKED
         self.running = 0
         self.served = 0
         self.turn = 0  # of its last request, among those of all workers
         self.cache = CacheView(self.url)
         self.prefix_hits = 0
         self.bootstrap_port: int | None = None
+        self.learned: object = None  # by its engine of its answers, since it is up
         self.identity: Identity | None = None  # at the last check that found it up
         self.model = ""
         self.fingerprint = ""
@@ -89,9 +91,10 @@ class Worker:
 
     def mark_down(self, reason: str) -> None:
         """Take no more requests until the next successful check."""
-        if self.up:
+        if self.up or self.unavailable_reason == _NOT_CHECKED:
             _log.warning("%s %s is down: %s", self.role, self.url, reason)
         self.up, self.unavailable_reason = False, reason
+        self.learned = None
 
     def mark_lost(self, reason: str, now: float) -> None:
         """A connection to it failed or ended early: it is down until a check succeeds, and in backoff then."""
@@ -127,22 +130,23 @@ class Worker:
         self.incarnation = identity.incarnation
         self.up, self.unavailable_reason = True, ""
 
-    def begin(self) -> None:
-        """It has one request more."""
+    @contextmanager
+    def busy(self) -> Iterator[None]:
+        """It has one request more until the block ends."""
         self.running += 1
         self.served += 1
         self.turn = next(_turns)
+        try:
+            yield
+        finally:
+            self.running -= 1
+            if self.leaving and not self.running:
+                self._on_idle()
 
     def sent(self, prompts: Prompts) -> AbstractContextManager[None]:
         """It gets these prompts now, and will have them in its cache. The block ends when they are answered."""
         self.prefix_hits += self.cache.matched(prompts) > 0
         return self.cache.expecting(prompts)
-
-    def end(self) -> None:
-        """It has one request less."""
-        self.running -= 1
-        if self.leaving and not self.running:
-            self._on_idle()
 
     def leave(self, on_idle: Callable[[], None]) -> None:
         """Get no more requests; `on_idle` is called when it has none."""
