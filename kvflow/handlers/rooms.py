@@ -7,7 +7,7 @@ from collections.abc import Callable, Generator, Hashable, Sequence
 from typing import Any, Generic, Protocol, Self, TypeVar
 
 from kvflow.handlers.verify import ChunkVerifier
-from kvflow.protocols.arguments import NO_PAGES, own_pages, page_indices
+from kvflow.protocols.arguments import NO_PAGES, own_pages, page_indices, pages_wanted
 from kvflow.protocols.decode_rooms import DecodeRoomRecord
 from kvflow.protocols.errors import Cause, Code, KvflowError, MisuseError, OwnershipError, room_error
 from kvflow.protocols.machines.decode_room import TERMINAL, DecodePhase, DecodeRoomState
@@ -80,10 +80,11 @@ class DecodeRoom:
     """One room at decode. Await it, or use it as an async context manager: then it is open, and at the end nothing of
     it is left behind."""
 
-    def __init__(self, shell: DecodeSide, room: RoomId, num_pages: int) -> None:
-        """`num_pages`: what it will need. They are taken from the node's store unless `give` brings them."""
+    def __init__(self, shell: DecodeSide, room: RoomId, tokens: int, num_pages: int) -> None:
+        """`num_pages`: what it will need for a prompt of `tokens`. They are taken from the node's store unless `give`
+        brings them."""
         self._shell = shell
-        self.room, self.num_pages = room, num_pages
+        self.room, self.tokens, self.num_pages = room, tokens, num_pages
         self.own_pages: PageIndices | None = None
         self.prefix_tokens: int | None = None  # as `offer` was told
         self.grant = GrantId(0)
@@ -158,13 +159,14 @@ class DecodeRoom:
 
     def offer(self, pages: Sequence[int] | PageIndices | None = None, *, prefix_tokens: int | None = None) -> Self:
         """Of a room that was only announced: its pages are there now, `pages` of the caller's own or those of the
-        node's store. `prefix_tokens`: what decode has of the prompt, if that is more than when it was announced, and
-        its pages are the store's. No effect on a room that has ended. Await the room next. Raises: as
-        `DecodeNode.room`."""
+        node's store. `prefix_tokens`: what decode has of the prompt, if that is more than when it was announced. No
+        effect on a room that has ended. Await the room next. Raises: as `DecodeNode.room`."""
         if not self.ended:
             if not self.held_back:
                 raise MisuseError(f"room {self.room}: its pages have been offered already")
             if pages is not None:
+                if prefix_tokens is not None:
+                    self.num_pages = pages_wanted(self._shell.layout, self.tokens, prefix_tokens)
                 self.give(pages)
             self.prefix_tokens = prefix_tokens
             self.held_back = False

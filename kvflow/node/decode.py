@@ -245,7 +245,7 @@ class DecodeNode(Node[DecodeShell]):
             raise MisuseError(f"prefill {prefill!r}: this node was given no resolve()")
         else:
             ranks = self._known(prefill, number, dp_rank)
-        agreed, handle = Prompt(tokens, digest, prefix_tokens), DecodeRoom(shell, number, wanted)
+        agreed, handle = Prompt(tokens, digest, prefix_tokens), DecodeRoom(shell, number, tokens, wanted)
         if pages is not None:
             handle.give(pages)
         handle.held_back = held_back

@@ -85,9 +85,13 @@ class DecodeThread(NodeThread[DecodeNode, DecodeRoom, DecodeThreadRoom]):
         self._post_open(handle, lambda node: opened(node.announce), NO_PAGES)
         return handle
 
-    def offer_pages(self, room: DecodeThreadRoom, pages: Sequence[int] | PageIndices) -> None:
+    def offer_pages(
+        self, room: DecodeThreadRoom, pages: Sequence[int] | PageIndices, prefix_tokens: int | None
+    ) -> None:
         """Called by rooms. The pages are busy when it returns, unless the room has ended."""
-        mine = own_pages(pages, self.pool.layout, room.room, room.num_pages)
+        layout = self.pool.layout
+        wanted = room.num_pages if prefix_tokens is None else pages_wanted(layout, room.tokens, prefix_tokens)
+        mine = own_pages(pages, layout, room.room, wanted)
         self.check_places(mine)
         with self._lock:
             if room.offered:
@@ -95,9 +99,9 @@ class DecodeThread(NodeThread[DecodeNode, DecodeRoom, DecodeThreadRoom]):
             if room.error is not None:
                 return
             thread = self._running()
-            room.pages, room.offered = mine, True
+            room.pages, room.num_pages, room.offered = mine, wanted, True
             self.pages.hold(mine)
-            if not thread.post(partial(self._offer, room, mine)):
+            if not thread.post(partial(self._offer, room, mine, prefix_tokens)):
                 self.pages.unhold(mine)
 
     def refuse(self, room: int, *, prefill: str | Sequence[RankInfo], cause: Cause, dp_rank: int | None = None) -> None:
@@ -120,7 +124,8 @@ class DecodeThread(NodeThread[DecodeNode, DecodeRoom, DecodeThreadRoom]):
         self._running()
         number, ids = room_id(room), np.array(prompt)  # a copy: the caller may change its own meanwhile
         tokens, _ = check_prompt(ids)
-        handle = DecodeThreadRoom(self, number, pages_wanted(self.pool.layout, tokens, prefix_tokens), context)
+        wanted = pages_wanted(self.pool.layout, tokens, prefix_tokens)
+        handle = DecodeThreadRoom(self, number, tokens, wanted, context)
         ranks = self._prefill(prefill)
         if deadline_s is not None:
             check_time("deadline_s", deadline_s)
@@ -150,10 +155,10 @@ class DecodeThread(NodeThread[DecodeNode, DecodeRoom, DecodeThreadRoom]):
         assert self._node is not None
         self._node.refuse(room, prefill, cause, dp_rank=dp_rank)
 
-    def _offer(self, room: DecodeThreadRoom, pages: PageIndices) -> None:
+    def _offer(self, room: DecodeThreadRoom, pages: PageIndices, prefix_tokens: int | None) -> None:
         try:
             if (handle := self._rooms.get(room)) is not None:  # the node holds them by itself from here on
-                handle.offer(pages)
+                handle.offer(pages, prefix_tokens=prefix_tokens)
         finally:
             self.pages.unhold(pages)
 

@@ -48,7 +48,9 @@ class RoomEvent(msgspec.Struct, Generic[R], frozen=True):
 class DecodeSide(Protocol):
     """What a room asks of the node thread it was opened by."""
 
-    def offer_pages(self, room: DecodeThreadRoom, pages: Sequence[int] | PageIndices) -> None: ...
+    def offer_pages(
+        self, room: DecodeThreadRoom, pages: Sequence[int] | PageIndices, prefix_tokens: int | None
+    ) -> None: ...
 
     def close_room(self, room: DecodeThreadRoom, cause: Cause) -> None: ...
 
@@ -56,9 +58,9 @@ class DecodeSide(Protocol):
 class DecodeThreadRoom(ThreadRoom):
     """One room at decode, over pages of the engine's own."""
 
-    def __init__(self, side: DecodeSide, room: int, num_pages: int, context: Any) -> None:
+    def __init__(self, side: DecodeSide, room: int, tokens: int, num_pages: int, context: Any) -> None:
         super().__init__(room, context)
-        self._side, self.num_pages = side, num_pages  # what it needs
+        self._side, self.tokens, self.num_pages = side, tokens, num_pages  # of its prompt, and what it needs
         self.pages: PageIndices = NO_PAGES
         self.offered = False  # its pages are lent, or will be
         self.handoff: bytes | None = None  # prefill's, once it has landed
@@ -72,10 +74,11 @@ class DecodeThreadRoom(ThreadRoom):
         """Every page is there."""
         return self.handoff is not None
 
-    def offer(self, pages: Sequence[int] | PageIndices) -> None:
-        """Of a room that was only announced: `num_pages` pages of the engine's own, busy from here on. No effect on a
-        room that has ended. Raises: MisuseError."""
-        self._side.offer_pages(self, pages)
+    def offer(self, pages: Sequence[int] | PageIndices, *, prefix_tokens: int | None = None) -> None:
+        """Of a room that was only announced: `num_pages` pages of the engine's own, busy from here on; fewer, where the
+        first `prefix_tokens` of the prompt have been found meanwhile. No effect on a room that has ended. Raises:
+        MisuseError."""
+        self._side.offer_pages(self, pages, prefix_tokens)
 
     def close(self, cause: Cause | None = None) -> None:
         """Abort it, unless it has ended; any number of times. Its pages are the engine's again when it is released."""

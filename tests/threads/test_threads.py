@@ -383,3 +383,22 @@ def test_a_room_is_announced_before_its_pages_are_there() -> None:
         gone.offer([1, 2, 3])
         wait_for(decode, "released", gone)
         assert decode.pages.at_rest()
+
+
+@pytest.mark.parametrize("prefix_tokens", [0, PAGE_SIZE, len(PROMPT)])
+def test_what_is_found_of_a_prompt_after_its_announcement_does_not_travel(prefix_tokens: int) -> None:
+    with engines() as (prefill, decode):
+        sending = prefill.open(7, prompt=PROMPT)
+        room = decode.announce(7, prefill=[prefill.info], prompt=PROMPT)
+        with pytest.raises(kvflow.MisuseError, match="prefix_tokens 1 is neither a whole number of"):
+            room.offer([9, 4], prefix_tokens=1)
+        mine = [9, 4, 7][-(-prefix_tokens // PAGE_SIZE) :]
+        with pytest.raises(kvflow.MisuseError, match=f"room 7: {len(mine) + 1} pages given, its prompt needs"):
+            room.offer([*mine, 11], prefix_tokens=prefix_tokens)
+        room.offer(mine, prefix_tokens=prefix_tokens)
+        assert room.num_pages == len(mine)
+        wait_for(prefill, "matched", sending)
+        assert sending.prefix_tokens == prefix_tokens and sending.left == len(mine)
+        sending.send([3, 1, 2][: len(mine)], last=True)
+        wait_for(decode, "landed", room)
+        wait_for(decode, "released", room)
