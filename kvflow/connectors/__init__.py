@@ -1,0 +1,1 @@
+"""kvflow inside other people's engines."""

@@ -1,0 +1,39 @@
+"""kvflow as a KV connector of vLLM: prefill's blocks are written into decode's, and no block is used again unproven.
+
+    vllm serve MODEL --kv-transfer-config '{"kv_connector": "KvflowConnector", "kv_role": "kv_producer"}'    # prefill
+    vllm serve MODEL --kv-transfer-config '{"kv_connector": "KvflowConnector", "kv_role": "kv_consumer"}'    # decode
+
+vLLM finds the connector by itself where kvflow is installed beside it (an entry point of `vllm.general_plugins`); where
+plugins are off, `"kv_connector_module_path": "kvflow.connectors.vllm"` names it. What can be set: `settings.py`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+NAME = "KvflowConnector"
+
+
+def register() -> None:
+    """What vLLM calls once in each of its processes. It loads nothing until the connector is asked for."""
+    from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+
+    from kvflow.connectors.vllm.version import is_supported
+
+    if NAME not in KVConnectorFactory._registry:  # plugins are loaded more than once in some processes
+        KVConnectorFactory.register_connector(NAME, __name__, NAME)
+    if is_supported():
+        from kvflow.connectors.vllm.frontend import install
+
+        install()
+
+
+def __getattr__(name: str) -> Any:
+    if name != NAME:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from kvflow.connectors.vllm.version import check_version
+
+    check_version()
+    from kvflow.connectors.vllm.connector import KvflowConnector
+
+    return KvflowConnector

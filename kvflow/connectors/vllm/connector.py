@@ -1,0 +1,199 @@
+"""`KvflowConnector`: vLLM's interface, each call handed to the half that it is for.
+
+vLLM makes one in the scheduler's process and one in each worker's. They talk through vLLM only: `StepMeta` with every
+step, `StepNews` with its output.
+"""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorBase_V1,
+    KVConnectorMetadata,
+    KVConnectorRole,
+    KVConnectorTransferResults,
+    KVConnectorWorkerMetadata,
+    SupportsHMA,
+)
+from vllm.v1.metrics.cache_hit_source import CacheHitSource
+
+from kvflow.connectors.vllm.decode_scheduler import DecodeScheduler
+from kvflow.connectors.vllm.memory import check_groups, shared_allocation
+from kvflow.connectors.vllm.messages import StepMeta, StepNews
+from kvflow.connectors.vllm.params import FromPrefill, ToDecode, read_params
+from kvflow.connectors.vllm.prefill_scheduler import PrefillScheduler
+from kvflow.connectors.vllm.settings import Settings
+from kvflow.connectors.vllm.stats import KvflowPromMetrics, KvflowStats
+from kvflow.connectors.vllm.workers import Workers
+from kvflow.memory.shared import SharedSegment
+from kvflow.protocols.errors import MisuseError
+
+KVConnectorMetadata.register(StepMeta)
+KVConnectorWorkerMetadata.register(StepNews)
+_IDLE_WAIT_S = 0.005  # of a step without a model: vLLM makes one after the other while a request waits for us
+
+
+class KvflowConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
+    """Prefill, decode, or both, by vLLM's `kv_role`."""
+
+    _cache_hit_source = CacheHitSource.P2P
+
+    def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
+        """Raises: MisuseError for settings that cannot be, and a KV cache that kvflow does not move."""
+        super().__init__(vllm_config, role, kv_cache_config)
+        self._settings = Settings.read(self._kv_transfer_config.kv_connector_extra_config)
+        self._block_size = check_groups(kv_cache_config)
+        parallel = vllm_config.parallel_config
+        self._ranks = parallel.tensor_parallel_size * parallel.pipeline_parallel_size
+        self._prefill: PrefillScheduler | None = None
+        self._decode: DecodeScheduler | None = None
+        self._workers: Workers | None = None
+        self._segments: list[SharedSegment] = []
+        if role is KVConnectorRole.SCHEDULER:
+            self._make_schedulers(parallel)
+
+    def _make_schedulers(self, parallel: Any) -> None:
+        if self._kv_transfer_config.is_kv_producer:
+            address = {
+                "do_remote_prefill": True,
+                "do_remote_decode": False,
+                "remote_engine_id": self._kv_transfer_config.engine_id,
+                "remote_block_ids": [],
+                "remote_host": self._settings.host,
+                "remote_port": self._bootstrap_port,
+                "tp_size": parallel.tensor_parallel_size,
+                "pp_size": parallel.pipeline_parallel_size,
+            }
+            self._prefill = PrefillScheduler(self._block_size, address)
+        if self._kv_transfer_config.is_kv_consumer:
+            self._decode = DecodeScheduler(self._block_size, self._ranks)
+
+    @property
+    def _bootstrap_port(self) -> int:
+        """Of this engine's rank 0."""
+        return self._settings.bootstrap_port + self._vllm_config.parallel_config.data_parallel_index * self._ranks
+
+    # --- in the scheduler
+
+    def bind_kv_cache_manager(self, kv_cache_manager: Any) -> None:
+        super().bind_kv_cache_manager(kv_cache_manager)
+        if self._prefill is not None:
+            self._prefill.block_ids_of = kv_cache_manager.get_block_ids
+        if self._decode is not None:
+            self._decode.block_pool = kv_cache_manager.block_pool
+
+    def on_new_request(self, request: Any) -> None:
+        try:
+            asked = read_params(request.kv_transfer_params)
+        except MisuseError as error:  # the API server has refused it, unless plugins are off there
+            log.error("request %s is served without a transfer: %s", request.request_id, error)
+            return
+        if isinstance(asked, ToDecode) and self._prefill is not None:
+            self._prefill.new_request(request, asked)
+        elif isinstance(asked, FromPrefill) and self._decode is not None:
+            self._decode.new_request(request, asked)
+
+    def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int, bool]:
+        count = 0 if self._decode is None else self._decode.tokens_to_load(request, num_computed_tokens)
+        return count, count > 0
+
+    def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
+        if self._decode is not None:
+            self._decode.allocated(request, blocks.get_block_ids(), num_external_tokens)
+
+    def build_connector_meta(self, scheduler_output: Any) -> StepMeta:
+        meta = StepMeta(idle=not scheduler_output.total_num_scheduled_tokens)
+        if self._prefill is not None:
+            self._prefill.build_meta(meta, scheduler_output)
+        if self._decode is not None:
+            self._decode.build_meta(meta)
+        return meta
+
+    def update_connector_output(self, connector_output: Any) -> None:
+        if self._decode is not None:
+            news = connector_output.kv_connector_worker_meta or StepNews()
+            self._decode.update(news, connector_output.finished_recving or set())
+
+    def request_finished_all_groups(
+        self, request: Any, block_ids: tuple[list[int], ...]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        if self._decode is not None:
+            self._decode.finished(request)
+        return (False, None) if self._prefill is None else self._prefill.finished(request, block_ids)
+
+    def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
+        return self.request_finished_all_groups(request, (block_ids,))
+
+    def has_pending_push_work(self) -> bool:
+        """vLLM goes on making steps while blocks wait for proof: it comes with a step."""
+        return self._decode is not None and self._decode.quarantined_blocks > 0
+
+    # --- in a worker
+
+    def get_mem_pool_context(self) -> AbstractContextManager[None] | None:
+        is_target = self._kv_transfer_config.is_kv_consumer
+        if self._settings.transfer_backend == "local" and is_target:
+            return shared_allocation(self._segments)
+        return None
+
+    def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
+        self._workers = Workers.start(
+            self._vllm_config,
+            self._settings,
+            kv_caches,
+            block_size=self._block_size,
+            bootstrap_port=self._bootstrap_port,
+            segment=self._segments[0] if self._segments else None,
+        )
+
+    def handle_preemptions(self, kv_connector_metadata: StepMeta) -> None:
+        if self._workers is not None:
+            self._workers.preempt(kv_connector_metadata)
+
+    def bind_connector_metadata(self, connector_metadata: StepMeta) -> None:
+        super().bind_connector_metadata(connector_metadata)
+        if self._workers is not None:
+            self._workers.begin(connector_metadata)
+
+    def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None: ...
+
+    def wait_for_layer_load(self, layer_name: str) -> None: ...
+
+    def save_kv_layer(self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: Any, **kwargs: Any) -> None: ...
+
+    def wait_for_save(self) -> None:
+        if self._workers is not None:
+            self._workers.computed(self._get_connector_metadata())
+
+    def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
+        if self._workers is None:
+            return KVConnectorTransferResults()
+        meta = self._get_connector_metadata()
+        return KVConnectorTransferResults(*self._workers.finished(meta, _IDLE_WAIT_S if meta.idle else 0.0))
+
+    def build_connector_worker_meta(self) -> StepNews | None:
+        return None if self._workers is None else self._workers.take_news()
+
+    def get_kv_connector_stats(self) -> KvflowStats | None:
+        data = None if self._workers is None else self._workers.take_stats()
+        return None if data is None else KvflowStats(data)
+
+    def shutdown(self) -> None:
+        if self._workers is not None:
+            self._workers.close()
+            self._workers = None
+
+    # --- metrics
+
+    @classmethod
+    def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> KvflowStats:
+        return KvflowStats(data)
+
+    @classmethod
+    def build_prom_metrics(
+        cls, vllm_config: Any, metric_types: Any, labelnames: list[str], per_engine_labelvalues: Any
+    ) -> KvflowPromMetrics:
+        return KvflowPromMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)

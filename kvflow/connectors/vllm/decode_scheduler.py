@@ -1,0 +1,140 @@
+"""Decode's half in vLLM's scheduler: what is to be loaded, into which blocks, and which blocks wait for proof.
+
+A load that has failed is over for vLLM at once: the request fails, or computes its prompt in other blocks. Until every
+worker says that nothing can write into the old ones any more, one more reference keeps them out of the pool. It is taken
+before vLLM is told: a worker that has told us of a failure waits for our word (`StepMeta.held`).
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from kvflow.connectors.vllm.frontend import REASON, encode_reason
+from kvflow.connectors.vllm.messages import Offer, OpenTarget, StepMeta, StepNews
+from kvflow.connectors.vllm.params import FromPrefill
+from kvflow.protocols.errors import Cause, Code
+
+log = logging.getLogger(__name__)
+
+
+class _Load:
+    """One request, from its arrival until its blocks are there, or will never be."""
+
+    def __init__(self, request: Any, params: FromPrefill) -> None:
+        self.request, self.params = request, params
+        self.is_offered = False
+        self.blocks: Sequence[int] = ()  # what prefill may write
+
+
+class _Quarantine:
+    """Blocks of a load that has failed. `left`: workers whose part of them may still be written."""
+
+    def __init__(self, blocks: Sequence[Any]) -> None:
+        self.blocks, self.left = blocks, 0
+
+
+class DecodeScheduler:
+    """Requests with `do_remote_prefill`, from their arrival until their blocks are there, or proven free."""
+
+    def __init__(self, block_size: int, ranks: int) -> None:
+        """`ranks`: workers of this engine; each loads its part from prefill's worker of the same number."""
+        self._block_size, self._ranks = block_size, ranks
+        self._loads: dict[str, _Load] = {}
+        self._quarantine: dict[str, _Quarantine] = {}
+        self._by_room: dict[int, str] = {}
+        self._next = StepMeta()  # what the next step tells the workers
+        self.block_pool: Any = None  # vLLM's
+
+    @property
+    def quarantined_blocks(self) -> int:
+        return sum(len(found.blocks) for found in self._quarantine.values())
+
+    def new_request(self, request: Any, params: FromPrefill) -> None:
+        name = request.request_id
+        if request.prompt_token_ids is None:
+            log.warning("request %s has embeddings for a prompt: it is computed here", name)
+            return
+        if params.room in self._by_room:  # n > 1, or several prompts of one request: prefill has computed one of them
+            log.info("request %s names the room of request %s: it is computed here", name, self._by_room[params.room])
+            return
+        self._loads[name], self._by_room[params.room] = _Load(request, params), name
+        refusal = None
+        if params.ranks != self._ranks:
+            text = f"prefill has {params.ranks} workers (tensor times pipeline parallel), decode has {self._ranks}"
+            refusal = Cause(Code.REFUSED, f"{text}: both must have as many")
+        prefill = [params.registry(rank) for rank in range(params.ranks)]
+        prompt = np.array(request.prompt_token_ids, np.uint32)
+        self._next.targets.append(OpenTarget(name, params.room, prefill, prompt, refusal))
+
+    def tokens_to_load(self, request: Any, num_computed_tokens: int) -> int:
+        """How much of the prompt prefill has beyond what this engine's prefix cache has. Without side effects."""
+        load = self._loads.get(request.request_id)
+        if load is None or load.is_offered:
+            return 0
+        # The last token is computed here in any case, and at most a block with it: then nothing needs to travel.
+        rest = request.num_prompt_tokens - num_computed_tokens
+        has_all_before_last = (
+            num_computed_tokens >= (request.num_prompt_tokens - 1) // self._block_size * self._block_size
+        )
+        return 0 if has_all_before_last and num_computed_tokens else rest
+
+    def allocated(self, request: Any, block_ids: tuple[list[int], ...], num_external_tokens: int) -> None:
+        name = request.request_id
+        load = self._loads.get(name)
+        if load is None or load.is_offered:
+            return
+        load.is_offered = True
+        tokens = request.num_prompt_tokens
+        if not num_external_tokens:  # prefill is told that it may forget the prompt
+            self._next.offers[name] = Offer((), tokens, waited_for=False)
+            self._forget(name)
+            return
+        prefix = tokens - num_external_tokens
+        load.blocks = block_ids[0][prefix // self._block_size : -(-tokens // self._block_size)]
+        self._next.offers[name] = Offer(load.blocks, prefix, waited_for=True)
+
+    def build_meta(self, meta: StepMeta) -> None:
+        meta.targets, meta.offers, meta.held = self._next.targets, self._next.offers, self._next.held
+        meta.abandoned = self._next.abandoned
+        self._next = StepMeta()
+
+    def finished(self, request: Any) -> None:
+        """It is over for vLLM, which keeps blocks that are being loaded until they are reported."""
+        if self._loads.get(request.request_id) is not None:
+            self._forget(request.request_id)
+            self._next.abandoned.append(request.request_id)
+
+    def update(self, news: StepNews, received: set[str]) -> None:
+        """What the workers have told with a step: of `received` requests nothing more is to come."""
+        for name, count in news.failures.items():
+            load = self._loads.get(name)
+            if load is not None:
+                load.request.trace_headers = {
+                    **(load.request.trace_headers or {}),
+                    REASON: encode_reason(news.failed[name]),
+                }
+                self._hold(name, load.blocks, count)
+        for name, count in news.released.items():
+            found = self._quarantine.get(name)
+            if found is not None:
+                found.left -= count
+                if not found.left:
+                    self.block_pool.free_blocks(reversed(self._quarantine.pop(name).blocks))
+        for name in received:
+            self._forget(name)
+
+    def _hold(self, name: str, block_ids: Sequence[int], workers: int) -> None:
+        if name not in self._quarantine:
+            blocks = [self.block_pool.blocks[block] for block in block_ids]
+            self.block_pool.touch(blocks)
+            self._quarantine[name] = _Quarantine(blocks)
+        self._quarantine[name].left += workers
+        self._next.held.append(name)
+
+    def _forget(self, name: str) -> None:
+        if (load := self._loads.pop(name, None)) is not None:
+            del self._by_room[load.params.room]

@@ -1,0 +1,206 @@
+"""Decode's half in a worker: lends vLLM's blocks to prefill, and tells vLLM what has landed, failed and is proven free."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from typing import Any
+
+from kvflow.connectors.vllm.messages import Offer, OpenTarget, StepMeta, StepNews
+from kvflow.connectors.vllm.transfers import Transfers
+from kvflow.connectors.vllm.worker import WorkerSide
+from kvflow.protocols.errors import Cause, Code, KvflowError
+from kvflow.threads.decode import DecodeThread
+from kvflow.threads.rooms import DecodeThreadRoom, RoomEvent
+
+log = logging.getLogger(__name__)
+
+
+class _Target:
+    """One request's load, from its announcement until nothing can write into its blocks."""
+
+    def __init__(self, what: OpenTarget) -> None:
+        self.request, self.what = what.request, what
+        self.room: DecodeThreadRoom | None = None
+        self.offer: Offer | None = None
+        self.cause: Cause | None = None  # why it failed
+        self.is_told = False  # the scheduler's half knows of it
+        self.is_held = False  # and keeps the blocks: vLLM may be told
+        self.is_abandoned = False  # over for vLLM, which waits for the blocks
+        self.is_released = False  # nothing can write any more
+        self.opened_at_s = time.monotonic()
+
+
+class DecodeWorker(WorkerSide[DecodeThread]):
+    """The requests of one worker."""
+
+    def __init__(
+        self,
+        thread: DecodeThread,
+        stats: Transfers,
+        wake: Callable[[], None],
+        *,
+        rank: int,
+        load_deadline_s: float | None,
+    ) -> None:
+        """`rank`: of this worker; it loads from prefill's worker of the same number."""
+        super().__init__(thread, stats, wake)
+        self._rank, self._deadline_s = rank, load_deadline_s
+        self._targets: dict[str, _Target] = {}
+        self._received: set[str] = set()
+        self._failed: set[str] = set()
+        self._news = StepNews()
+
+    @property
+    def is_busy(self) -> bool:
+        return bool(self._targets or self._received)
+
+    @property
+    def quarantined_blocks(self) -> int:
+        """Of loads that have ended, and that may still be written."""
+        with self._lock:
+            return sum(
+                len(target.offer.blocks)
+                for target in self._targets.values()
+                if target.offer is not None and (target.cause is not None or target.is_abandoned)
+            )
+
+    def begin(self, meta: StepMeta) -> None:
+        """Before a step: loads that begin, blocks that are there for them, requests that are over."""
+        with self._lock:
+            for what in meta.targets:
+                self._open(what, meta.offers.pop(what.request, None))
+            for name, offer in meta.offers.items():
+                if (target := self._targets.get(name)) is not None:
+                    self._offer(target, offer)
+            for name in meta.held:
+                if (target := self._targets.get(name)) is not None and not target.is_abandoned:
+                    target.is_held = True
+                    self._report(target)
+            for name in meta.abandoned:
+                if (target := self._targets.get(name)) is not None:
+                    self._abandon(target)
+
+    def finished(self) -> tuple[set[str], set[str]]:
+        """Ids of the requests that vLLM need not wait for any longer, and those of them whose blocks never came."""
+        with self._lock:
+            found = self._received, self._failed
+            self._received, self._failed = set(), set()
+        return found
+
+    def take_news(self) -> StepNews | None:
+        with self._lock:
+            news, self._news = self._news, StepNews()
+        return news if news.failures or news.released else None
+
+    # --- all below holds the lock
+
+    def _open(self, what: OpenTarget, offer: Offer | None) -> None:
+        target = self._targets[what.request] = _Target(what)
+        prefill = what.prefill[min(self._rank, len(what.prefill) - 1)]
+        try:
+            if what.refusal is not None:
+                for registry in what.prefill if self._rank == 0 else ():
+                    self.thread.refuse(what.room, prefill=registry, cause=what.refusal)
+                target.offer = offer
+                self._never(target, what.refusal)
+                return
+            if offer is None:
+                target.room = self.thread.announce(
+                    what.room, prefill=prefill, prompt=what.prompt, deadline_s=self._deadline_s, context=target
+                )
+                return
+            target.offer = offer
+            target.room = self.thread.open(
+                what.room,
+                prefill=prefill,
+                prompt=what.prompt,
+                pages=offer.blocks,
+                prefix_tokens=offer.prefix_tokens,
+                deadline_s=self._deadline_s,
+                context=target,
+            )
+        except KvflowError as error:
+            self._never(target, error.cause())
+
+    def _offer(self, target: _Target, offer: Offer) -> None:
+        target.offer = offer
+        if target.cause is not None:  # it failed while it was only announced
+            self._tell(target)
+            return
+        assert target.room is not None
+        try:
+            target.room.offer(offer.blocks, prefix_tokens=offer.prefix_tokens)
+        except KvflowError as error:
+            target.room.close(error.cause())
+
+    def _never(self, target: _Target, cause: Cause) -> None:
+        """There is no room, and nothing was lent."""
+        target.is_released = True
+        self._fail(target, cause)
+
+    def _fail(self, target: _Target, cause: Cause) -> None:
+        if target.cause is None:
+            target.cause = cause
+            if not target.is_abandoned:
+                self.stats.failed(cause.code)
+                log.warning("request %s: its blocks do not come from prefill: %s", target.request, cause)
+        self._tell(target)
+
+    def _tell(self, target: _Target) -> None:
+        """Of a failure, once vLLM waits for the blocks."""
+        if target.is_abandoned or target.offer is None or target.is_told or target.cause is None:
+            return
+        if not target.offer.waited_for:
+            self._drop(target)
+            return
+        target.is_told = True
+        self._news.failed[target.request] = target.cause
+        self._news.failures[target.request] = 1
+        if target.is_released:
+            self._news.released[target.request] = 1
+
+    def _report(self, target: _Target) -> None:
+        self._received.add(target.request)
+        self._failed.add(target.request)
+        if target.is_released:
+            self._drop(target)
+
+    def _abandon(self, target: _Target) -> None:
+        if target.is_held:  # vLLM waits no longer
+            return
+        target.is_abandoned = True
+        if target.room is not None:
+            target.room.close(Cause(Code.CLIENT_GONE, "the request is over at decode"))
+        if target.is_released:
+            self._end(target)
+
+    def _handle(self, event: RoomEvent[Any]) -> None:
+        target: _Target = event.room.context
+        if event.kind == "landed":
+            assert target.room is not None
+            self.stats.received(len(target.room.pages), time.monotonic() - target.opened_at_s)
+        elif event.kind == "failed":
+            assert event.error is not None
+            self._fail(target, event.error.cause())
+        elif event.kind == "released":
+            target.is_released = True
+            self._released(target)
+
+    def _released(self, target: _Target) -> None:
+        if target.is_told:
+            self._news.released[target.request] = 1
+        if target.is_held:
+            self._drop(target)
+        elif target.cause is None or target.is_abandoned:
+            self._end(target)
+
+    def _end(self, target: _Target) -> None:
+        """Landed, or over at both ends: vLLM may go on with the blocks, if it waits for them."""
+        if target.offer is not None and target.offer.waited_for:
+            self._received.add(target.request)
+        self._drop(target)
+
+    def _drop(self, target: _Target) -> None:
+        self._targets.pop(target.request, None)

@@ -1,0 +1,83 @@
+"""What vLLM's API server does with our part of a request: refuse what is wrong with it, and say why a load failed.
+
+vLLM has no hook for either: a failed load is "Internal server error" to its client, and what is wrong in
+`kv_transfer_params` is found only by the scheduler, where nobody can be told. So two of its methods are wrapped, those of
+the version that `version.py` names.
+"""
+
+from __future__ import annotations
+
+from functools import wraps
+from http import HTTPStatus
+from typing import Any
+
+from kvflow.connectors.vllm.params import ToDecode, read_params
+from kvflow.protocols.errors import Cause, Code, MisuseError
+from kvflow.server.http.errors import STATUS_OF_CODE
+
+REASON = "kvflow-failed"  # in a request's trace headers: the one thing of it that vLLM sends with an error
+
+
+def encode_reason(cause: Cause) -> str:
+    return f"{cause.code} {cause.text}"
+
+
+def read_reason(text: str) -> Cause:
+    code, _, rest = text.partition(" ")
+    return Cause(Code(code), rest)
+
+
+def install() -> None:
+    """Wrap them, once in a process."""
+    from vllm.v1.engine.input_processor import InputProcessor
+    from vllm.v1.engine.output_processor import OutputProcessor
+
+    if not hasattr(InputProcessor.process_inputs, "__wrapped__"):
+        InputProcessor.process_inputs = _checking(InputProcessor.process_inputs)
+        OutputProcessor.process_outputs = _telling(OutputProcessor.process_outputs)
+
+
+def _checking(process_inputs: Any) -> Any:
+    from vllm.exceptions import VLLMValidationError
+
+    @wraps(process_inputs)
+    def checked(self: Any, request_id: str, prompt: Any, params: Any, *args: Any, **kwargs: Any) -> Any:
+        transfer = self.vllm_config.kv_transfer_config
+        extra = getattr(params, "extra_args", None) or {}
+        if transfer is not None and transfer.has_connector("KvflowConnector") and "kv_transfer_params" in extra:
+            try:
+                asked = read_params(extra["kv_transfer_params"])
+                _check_role(asked, transfer)
+            except MisuseError as error:
+                raise VLLMValidationError(str(error), parameter="kv_transfer_params") from None
+            if isinstance(asked, ToDecode):
+                params.n = 1  # of a prompt's computation; its answer's text is nobody's
+        return process_inputs(self, request_id, prompt, params, *args, **kwargs)
+
+    return checked
+
+
+def _check_role(asked: object, transfer: Any) -> None:
+    if asked is None:
+        return
+    if isinstance(asked, ToDecode) and not transfer.is_kv_producer:
+        raise MisuseError(f"kv_transfer_params: do_remote_decode is for a prefill, and this is a {transfer.kv_role}")
+    if not isinstance(asked, ToDecode) and not transfer.is_kv_consumer:
+        raise MisuseError(f"kv_transfer_params: do_remote_prefill is for a decode, and this is a {transfer.kv_role}")
+
+
+def _telling(process_outputs: Any) -> Any:
+    from vllm.exceptions import GracefulHTTPError
+
+    @wraps(process_outputs)
+    def telling(self: Any, engine_core_outputs: list[Any], *args: Any, **kwargs: Any) -> Any:
+        for output in engine_core_outputs:
+            text = (output.trace_headers or {}).get(REASON) if output.finish_reason is not None else None
+            state = self.request_states.get(output.request_id) if text else None
+            if text and state is not None and state.queue is not None and str(output.finish_reason) == "error":
+                cause = read_reason(text)
+                status = HTTPStatus(STATUS_OF_CODE.get(cause.code, 500))
+                state.queue.put(GracefulHTTPError(f"kvflow: {cause}", status))
+        return process_outputs(self, engine_core_outputs, *args, **kwargs)
+
+    return telling

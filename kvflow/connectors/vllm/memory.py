@@ -1,0 +1,99 @@
+"""vLLM's KV cache as a pool of ours: one page a block, its inner layout vLLM's own affair."""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+from collections.abc import Generator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, UniformTypeKVCacheSpecs
+
+from kvflow.connectors.vllm.version import SUPPORTED
+from kvflow.engine.model.identity import config_digest, weights_digest
+from kvflow.memory.pool import PagedPool
+from kvflow.memory.shared import SharedSegment
+from kvflow.protocols.errors import KvflowError, MisuseError
+
+log = logging.getLogger(__name__)
+
+
+def check_groups(config: KVCacheConfig) -> int:
+    """The tokens of a block. Raises: MisuseError for a cache in which a block is more than its prompt's tokens."""
+    groups = config.kv_cache_groups
+    if len(groups) != 1:
+        kinds = ", ".join(type(group.kv_cache_spec).__name__ for group in groups)
+        raise MisuseError(
+            f"the KV cache has {len(groups)} groups ({kinds}), and kvflow's connector moves one: where they are layers "
+            f"with a sliding window beside others, --disable-hybrid-kv-cache-manager makes them one"
+        )
+    spec = groups[0].kv_cache_spec
+    inner = list(spec.kv_cache_specs.values()) if isinstance(spec, UniformTypeKVCacheSpecs) else [spec]
+    for each in inner:
+        if not isinstance(each, FullAttentionSpec):
+            raise MisuseError(
+                f"kvflow's connector moves the KV cache of full attention, and this model's is a {type(each).__name__}"
+            )
+    return int(spec.block_size)
+
+
+@contextmanager
+def shared_allocation(found: list[SharedSegment]) -> Generator[None]:
+    """While vLLM allocates its KV cache: in a segment that a prefill of this machine can write into, left in `found`."""
+    with _InSegment(found):
+        yield
+
+
+class _InSegment(TorchFunctionMode):
+    """vLLM allocates the whole cache as one `torch.zeros` of bytes (v1/worker/utils.py, allocate_kv_cache)."""
+
+    def __init__(self, found: list[SharedSegment]) -> None:
+        super().__init__()
+        self._found = found
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func is not torch.zeros or kwargs.get("dtype") is not torch.int8 or self._found:
+            return func(*args, **kwargs)
+        if torch.device(kwargs.get("device") or "cpu").type != "cpu":
+            raise MisuseError("transfer_backend local: the KV cache is not in host memory, the only kind it copies")
+        (size,) = args
+        self._found.append(SharedSegment.create(size))
+        return torch.frombuffer(self._found[0].memory, dtype=torch.int8, count=size)
+
+
+def pool_over(
+    caches: Mapping[str, torch.Tensor], block_size: int, *, tag: str, fingerprint: str, segment: SharedSegment | None
+) -> PagedPool:
+    """`caches`: vLLM's layers by name, each [blocks, ...], a block of each contiguous. Raises: LayoutError."""
+    shapes = sorted(
+        {f"{'x'.join(map(str, t.shape[1:]))} {str(t.dtype).removeprefix('torch.')}" for t in caches.values()}
+    )
+    inner = shapes[0] if len(shapes) == 1 else hashlib.sha256(" ".join(shapes).encode()).hexdigest()[:12]
+    # Layers that share a cache (cross-layer KV sharing) are the same bytes: once is enough.
+    distinct: dict[int, str] = {}
+    for name, cache in caches.items():
+        distinct.setdefault(cache.data_ptr(), name)
+    return PagedPool.wrap(
+        {name: caches[name] for name in distinct.values()},
+        block_size,
+        tag=f"vLLM {SUPPORTED} {tag} {inner}",
+        fingerprint=fingerprint,
+        segment=segment,
+    )
+
+
+def model_fingerprint(model_config: Any, cache_dtype: str) -> str:
+    """Whose KV cache it is: architecture and types to be read, configuration and weights as digests."""
+    name = model_config.model
+    config = model_config.hf_config.to_dict()
+    what = (config.get("architectures") or ["?"])[0]
+    try:
+        weights = weights_digest(name)
+    except (KvflowError, OSError, ValueError) as error:
+        log.warning("two models of one configuration cannot be told apart here (set fingerprint): %s", error)
+        weights = "unread"
+    return f"{what[:80]} {model_config.dtype} cache {cache_dtype} config {config_digest(config)} weights {weights}"

@@ -1,0 +1,90 @@
+"""What vLLM carries between the two halves of a connector: from the scheduler's process to every worker's before a
+step, and back with the step's output. One machine's own processes; vLLM pickles them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvflow.protocols.errors import Cause
+
+Prompt = NDArray[np.uint32]
+
+
+@dataclass
+class OpenSource:
+    """Prefill's half of a room begins."""
+
+    request: str
+    room: int
+    prompt: Prompt
+
+
+@dataclass
+class Computed:
+    """Prefill: these are the request's blocks when the step is over, from its first; only full ones unless it is all."""
+
+    blocks: Sequence[int]
+    is_all: bool
+
+
+@dataclass
+class OpenTarget:
+    """Decode's half of a room begins; without `blocks` it is only announced.
+
+    `refusal`: why nothing can be loaded; the worker tells prefill, and vLLM.
+    """
+
+    request: str
+    room: int
+    prefill: Sequence[str]
+    prompt: Prompt
+    refusal: Cause | None = None
+
+
+@dataclass
+class Offer:
+    """Decode: the blocks for the prompt after its first `prefix_tokens`. `waited_for`: vLLM waits for them."""
+
+    blocks: Sequence[int]
+    prefix_tokens: int
+    waited_for: bool
+
+
+@dataclass
+class StepMeta:
+    """All that a step tells the workers. Keys are ids of requests."""
+
+    sources: list[OpenSource] = field(default_factory=list)
+    computed: dict[str, Computed] = field(default_factory=dict)
+    preempted: list[str] = field(default_factory=list)
+    sent: dict[str, bool] = field(default_factory=dict)  # prefill: it is over for vLLM; True: it was aborted
+    targets: list[OpenTarget] = field(default_factory=list)
+    offers: dict[str, Offer] = field(default_factory=dict)
+    held: list[str] = field(default_factory=list)  # decode: blocks of loads that failed are kept; vLLM may be told
+    abandoned: list[str] = field(default_factory=list)  # decode: it is over for vLLM
+    idle: bool = False  # no model runs in this step: the engine only waits for us
+
+
+@dataclass
+class StepNews:
+    """What workers tell the scheduler's half, beside what vLLM asks for."""
+
+    failed: dict[str, Cause] = field(default_factory=dict)  # the first cause counts
+    failures: dict[str, int] = field(default_factory=dict)  # at how many workers
+    released: dict[str, int] = field(default_factory=dict)  # of those: at how many nothing can write any more
+
+    def aggregate(self, other: StepNews) -> StepNews:
+        """What two workers tell."""
+        return StepNews(
+            other.failed | self.failed,
+            _added(self.failures, other.failures),
+            _added(self.released, other.released),
+        )
+
+
+def _added(ours: dict[str, int], theirs: dict[str, int]) -> dict[str, int]:
+    return {name: ours.get(name, 0) + theirs.get(name, 0) for name in ours | theirs}

@@ -1,0 +1,92 @@
+"""`kv_transfer_params`, the field by which a proxy tells vLLM what a request is to fetch, or to leave for a decode.
+
+One after the other (the contract of vLLM's and llm-d's proxies): prefill is asked with `{"do_remote_decode": true}`, and
+what it answers with is copied, whatever it is, into the request for decode. Both at once: the proxy draws the room's
+number itself and gives it to both legs, and decode also `remote_host` and `remote_port`; the pages then stream while
+prefill computes.
+"""
+
+from __future__ import annotations
+
+import secrets
+from typing import Any
+
+import msgspec
+
+from kvflow.protocols.errors import MisuseError
+from kvflow.transports.control.registry import registry_address
+
+ROOM = "kvflow_room"
+MAX_ROOM = (1 << 53) - 1  # proxies read numbers of JSON as doubles
+_FIELD = "kv_transfer_params"
+
+
+class ToDecode(msgspec.Struct, frozen=True):
+    """Prefill's leg. Without a room of the proxy's, one is drawn when the prompt has been computed."""
+
+    room: int | None
+
+
+class FromPrefill(msgspec.Struct, frozen=True):
+    """Decode's leg: where the prompt's blocks come from. `prefill` is the registry of its rank 0, "host:port"."""
+
+    room: int
+    host: str
+    port: int
+    ranks: int
+
+    def registry(self, rank: int) -> str:
+        """Of the rank of that number: each has one of its own."""
+        return registry_address(self.host, self.port + rank)
+
+
+def read_params(params: object) -> ToDecode | FromPrefill | None:
+    """What one request's `kv_transfer_params` ask for; None for nothing. Fields that other connectors use are ignored.
+
+    Raises: MisuseError naming the field.
+    """
+    if params is None:
+        return None
+    if not isinstance(params, dict):
+        raise MisuseError(f"{_FIELD}: {type(params).__name__} is not an object")
+    to_decode, from_prefill = _flag(params, "do_remote_decode"), _flag(params, "do_remote_prefill")
+    if to_decode and from_prefill:
+        raise MisuseError(
+            f"{_FIELD}: do_remote_decode and do_remote_prefill are both true: a request is one leg of two"
+        )
+    if to_decode:
+        return ToDecode(None if params.get(ROOM) is None else _number(params, ROOM, 1, MAX_ROOM))
+    if not from_prefill:
+        return None
+    host = params.get("remote_host")
+    if not isinstance(host, str) or not host:
+        raise MisuseError(
+            f"{_FIELD}: remote_host {host!r} is not a host name or IP address: copy what prefill answered"
+        )
+    ranks = 1 if params.get("tp_size") is None else _number(params, "tp_size", 1, 1024)
+    ranks *= 1 if params.get("pp_size") is None else _number(params, "pp_size", 1, 1024)
+    found = FromPrefill(
+        _number(params, ROOM, 1, MAX_ROOM), host, _number(params, "remote_port", 1, 65_536 - ranks), ranks
+    )
+    found.registry(0)
+    return found
+
+
+def draw_room() -> int:
+    return secrets.randbelow(MAX_ROOM) + 1
+
+
+def _flag(params: dict[str, Any], name: str) -> bool:
+    value = params.get(name)
+    if value is not None and not isinstance(value, bool):
+        raise MisuseError(f"{_FIELD}: {name} {value!r} is neither true nor false")
+    return bool(value)
+
+
+def _number(params: dict[str, Any], name: str, least: int, most: int) -> int:
+    value = params.get(name)
+    if isinstance(value, float) and value.is_integer():
+        value = int(value)
+    if not isinstance(value, int) or isinstance(value, bool) or not least <= value <= most:
+        raise MisuseError(f"{_FIELD}: {name} {value!r} is not a whole number from {least} to {most}")
+    return value

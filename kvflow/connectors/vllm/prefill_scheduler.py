@@ -1,0 +1,71 @@
+"""Prefill's half in vLLM's scheduler: which requests leave their blocks to a decode, and which blocks are computed."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import numpy as np
+
+from kvflow.connectors.vllm.messages import Computed, OpenSource, StepMeta
+from kvflow.connectors.vllm.params import ROOM, ToDecode, draw_room
+
+log = logging.getLogger(__name__)
+_COMPUTED = ("FINISHED_LENGTH_CAPPED", "FINISHED_STOPPED")  # of vLLM's RequestStatus
+
+
+class PrefillScheduler:
+    """Requests with `do_remote_decode`, from their arrival until vLLM is done with them."""
+
+    def __init__(self, block_size: int, address: dict[str, Any]) -> None:
+        """`address`: what a decode needs to find this engine, for prefill's answer."""
+        self._block_size, self._address = block_size, address
+        self._streaming: dict[str, Any] = {}  # requests whose room the proxy named: they are sent as they are computed
+        self._rooms: dict[str, int] = {}
+        self._next = StepMeta()  # what the next step tells the workers
+        self.block_ids_of: Any = None  # vLLM's: from a request's id to its blocks, group by group
+
+    def new_request(self, request: Any, params: ToDecode) -> None:
+        name = request.request_id
+        if request.prompt_token_ids is None:
+            log.warning("request %s has embeddings for a prompt: kvflow cannot hand it to a decode", name)
+            return
+        self._rooms[name] = params.room or draw_room()
+        if params.room is not None:
+            self._streaming[name] = request
+            self._open(request, params.room)
+
+    def build_meta(self, meta: StepMeta, output: Any) -> None:
+        """Add what the workers must know of the step that vLLM has just planned."""
+        meta.sources, meta.computed, meta.sent = self._next.sources, self._next.computed, self._next.sent
+        self._next = StepMeta()
+        if not self._streaming:
+            return
+        meta.preempted = [name for name in output.preempted_req_ids or () if name in self._streaming]
+        for name, count in output.num_scheduled_tokens.items():
+            request = self._streaming.get(name)
+            if request is None:
+                continue
+            computed = request.num_computed_tokens + count  # when this step is over
+            is_all = computed >= request.num_prompt_tokens
+            full = self._blocks_of(request) if is_all else computed // self._block_size
+            meta.computed[name] = Computed(self.block_ids_of(name)[0][:full], is_all)
+
+    def finished(self, request: Any, block_ids: tuple[list[int], ...]) -> tuple[bool, dict[str, Any] | None]:
+        """Whether vLLM must keep the request's blocks until it is reported as sent, and what its answer carries."""
+        name = request.request_id
+        room, streams = self._rooms.pop(name, None), self._streaming.pop(name, None) is not None
+        was_computed = request.status.name in _COMPUTED
+        if room is None or not (streams or was_computed):
+            return False, None
+        if not streams:
+            self._open(request, room)
+            self._next.computed[name] = Computed(block_ids[0][: self._blocks_of(request)], is_all=True)
+        self._next.sent[name] = not was_computed
+        return True, self._address | {ROOM: room} if was_computed else None
+
+    def _open(self, request: Any, room: int) -> None:
+        self._next.sources.append(OpenSource(request.request_id, room, np.array(request.prompt_token_ids, np.uint32)))
+
+    def _blocks_of(self, request: Any) -> int:
+        return int(-(-request.num_prompt_tokens // self._block_size))

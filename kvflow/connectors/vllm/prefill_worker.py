@@ -1,0 +1,137 @@
+"""Prefill's half in a worker: sends blocks to decode as they are computed, and tells vLLM when nothing reads them."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from kvflow.connectors.vllm.messages import OpenSource, StepMeta
+from kvflow.connectors.vllm.transfers import Transfers
+from kvflow.connectors.vllm.worker import WorkerSide
+from kvflow.protocols.errors import Cause, Code, KvflowError
+from kvflow.threads.prefill import PrefillThread
+from kvflow.threads.rooms import PrefillThreadRoom, RoomEvent
+
+log = logging.getLogger(__name__)
+_PREEMPTION_S = 0.2  # how long a step waits for writes that read blocks which it is about to overwrite
+
+
+class _Source:
+    """One request's blocks, from the opening of its room until nothing reads them."""
+
+    def __init__(self, request: str) -> None:
+        self.request = request
+        self.room: PrefillThreadRoom | None = None
+        self.blocks: Sequence[int] = ()
+        self.is_all = False
+        self.sent = 0  # blocks, those that decode had among them
+        self.is_over = False  # vLLM waits to hear that its blocks are free
+        self.opened_at_s = time.monotonic()
+
+
+class PrefillWorker(WorkerSide[PrefillThread]):
+    """The requests of one worker."""
+
+    def __init__(
+        self, thread: PrefillThread, stats: Transfers, wake: Callable[[], None], *, source_deadline_s: float
+    ) -> None:
+        super().__init__(thread, stats, wake)
+        self._deadline_s, self._block_size = source_deadline_s, thread.pool.layout.page_size
+        self._sources: dict[str, _Source] = {}
+        self._done: set[str] = set()  # of those that are over: vLLM may have the blocks
+
+    @property
+    def is_busy(self) -> bool:
+        return bool(self._sources)
+
+    def begin(self, meta: StepMeta) -> None:
+        """Before a step: the rooms that begin with it."""
+        with self._lock:
+            for what in meta.sources:
+                self._open(what)
+
+    def preempt(self, meta: StepMeta) -> None:
+        """Before a step that overwrites blocks of requests which vLLM has preempted: wait until no write reads them.
+
+        A write that takes longer is ended, and with it its room: what it may still read reaches pages that decode then
+        never uses.
+        """
+        for name in meta.preempted:
+            with self._lock:
+                source = self._sources.get(name)
+                blocks = source.blocks[: source.sent] if source is not None else ()
+            if source is None or source.room is None:
+                continue
+            if not self.thread.wait_released(blocks, _PREEMPTION_S):
+                source.room.close(Cause(Code.CAPACITY, "prefill preempted the request while its blocks were sent"))
+            with self._lock:
+                source.blocks, source.is_all = (), False
+
+    def computed(self, meta: StepMeta) -> None:
+        """After a step: what can be sent now."""
+        with self._lock:
+            for name, computed in meta.computed.items():
+                if (source := self._sources.get(name)) is not None:
+                    source.blocks, source.is_all = computed.blocks, computed.is_all
+                    self._send(source)
+
+    def finished(self, meta: StepMeta) -> set[str]:
+        """Ids of the requests whose blocks vLLM may use for others."""
+        with self._lock:
+            for name, was_aborted in meta.sent.items():
+                source = self._sources.get(name)
+                if source is None:  # its room ended before the request did
+                    self._done.add(name)
+                    continue
+                source.is_over = True
+                if was_aborted and source.room is not None:
+                    source.room.close()
+            done, self._done = self._done, set()
+        return done
+
+    def _open(self, what: OpenSource) -> None:
+        source = self._sources[what.request] = _Source(what.request)
+        try:
+            source.room = self.thread.open(what.room, prompt=what.prompt, rendezvous_s=self._deadline_s, context=source)
+        except KvflowError as error:
+            log.warning("request %s: room %d cannot be opened: %s", what.request, what.room, error)
+            self._end(source)
+
+    def _send(self, source: _Source) -> None:
+        room = source.room
+        if room is None or not room.matched or room.last_sent or room.error is not None:
+            return
+        assert room.prefix_tokens is not None
+        first = max(source.sent, -(-room.prefix_tokens // self._block_size))
+        chunk = source.blocks[first:]
+        if not chunk and not source.is_all:
+            return
+        try:
+            room.send(chunk, last=source.is_all)
+        except KvflowError as error:
+            log.warning("request %s: %s", source.request, error)
+            room.close(error.cause())
+            return
+        source.sent = max(first, len(source.blocks))
+
+    def _handle(self, event: RoomEvent[Any]) -> None:
+        source: _Source = event.room.context
+        if event.kind == "matched":
+            self._send(source)
+        elif event.kind == "done":
+            blocks = source.sent - -(-(event.room.prefix_tokens or 0) // self._block_size)
+            self.stats.sent(blocks, time.monotonic() - source.opened_at_s)
+        elif event.kind == "failed":
+            assert event.error is not None
+            self.stats.failed(event.error.code)
+            log.warning("request %s: its blocks were not sent: %s", source.request, event.error)
+        elif event.kind == "released":
+            self._end(source)
+
+    def _end(self, source: _Source) -> None:
+        if self._sources.get(source.request) is source:
+            del self._sources[source.request]
+        if source.is_over:
+            self._done.add(source.request)

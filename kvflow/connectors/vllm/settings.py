@@ -1,0 +1,83 @@
+"""What can be set in `kv_connector_extra_config`."""
+
+from __future__ import annotations
+
+from typing import Any, Self
+
+import msgspec
+
+from kvflow.protocols.errors import MisuseError
+from kvflow.protocols.limits import Bounds, Timing, check_time
+from kvflow.transports.data.select import check_plane
+
+_FIELD = "kv_connector_extra_config"
+
+
+class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """One vLLM instance's. Times are seconds."""
+
+    transfer_backend: str = "mooncake"
+    """The data plane: local (one machine), mooncake, nixl, ascend or mori; the same on both sides."""
+    host: str = "127.0.0.1"
+    """Where the other side reaches this one."""
+    bootstrap_port: int = 8998
+    """Of a prefill: decodes find rank r at this port + r. A data-parallel engine takes the ports behind those of the
+    engines before it."""
+    ib_device: str = ""
+    """RDMA device; empty for TCP."""
+    verify_transfers: bool = False
+    """A checksum with every chunk: set it on both sides."""
+    control_key_file: str = ""
+    """The key of `kvflow keygen` that a prefill and its decodes share; empty: no encryption and no check of who asks."""
+    api_key: str = ""
+    """What decodes need to ask a prefill's registry; empty: nothing."""
+    source_deadline_s: float = 30.0
+    """How long a prefill keeps the blocks of a prompt for a decode that has not asked for them. One that has is waited
+    for as long as it lives."""
+    load_deadline_s: float | None = None
+    """How long a decode waits for a prompt's blocks; None: as long as prefill lives."""
+    lost_after_s: float = Timing().lost_after_s
+    """Without a sign of life for so long the other side is lost: requests fail, their blocks wait for proof."""
+    quarantine_share: float = Bounds().quarantine_share
+    """Of decode's blocks: while more of them wait for proof, nothing is loaded."""
+    status_port: int = 0
+    """Of rank 0; rank r answers GET /health and /metrics at this port + r. 0: nowhere."""
+    fingerprint: str = ""
+    """Which model this is, for weights that kvflow cannot read; compared as it is. Empty: worked out from the files."""
+    rate_limit_bytes_per_s: float | None = None
+    """Of this prefill's writes; for tests."""
+
+    @classmethod
+    def read(cls, extra: dict[str, Any]) -> Self:
+        """Raises: MisuseError naming the field and its limits."""
+        try:
+            found = msgspec.convert(extra, cls)
+        except msgspec.ValidationError as error:
+            names = ", ".join(cls.__struct_fields__)
+            raise MisuseError(f"{_FIELD}: {error}; it may have {names}") from None
+        try:
+            found.check()
+        except MisuseError as error:
+            raise MisuseError(f"{_FIELD}: {error}") from None
+        return found
+
+    def check(self) -> None:
+        """Raises: MisuseError."""
+        check_plane(self.transfer_backend, self.ib_device, self.host)
+        check_time("source_deadline_s", self.source_deadline_s)
+        if self.load_deadline_s is not None:
+            check_time("load_deadline_s", self.load_deadline_s)
+        for name, least in (("bootstrap_port", 1), ("status_port", 0)):
+            if not least <= getattr(self, name) < 1 << 16:
+                raise MisuseError(f"{name} {getattr(self, name)} is outside {least}..65535")
+        if self.rate_limit_bytes_per_s is not None and not self.rate_limit_bytes_per_s > 0:
+            raise MisuseError(f"rate_limit_bytes_per_s {self.rate_limit_bytes_per_s} is not above 0")
+        self.timing, self.bounds  # noqa: B018 - what they refuse is refused here
+
+    @property
+    def timing(self) -> Timing:
+        return Timing(lost_after_s=self.lost_after_s)
+
+    @property
+    def bounds(self) -> Bounds:
+        return Bounds(quarantine_share=self.quarantine_share)

@@ -1,0 +1,53 @@
+"""What one worker moved, counted as it happens."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+LISTS = ("sent_seconds", "sent_bytes", "received_seconds", "received_bytes")
+
+
+def no_transfers() -> dict[str, Any]:
+    """Seconds and bytes of each prompt by direction, failures by code, and the blocks that wait for proof, by worker,
+    where their number has changed."""
+    return {name: [] for name in LISTS} | {"failed": {}, "quarantine": {}}
+
+
+class Transfers:
+    """Where one worker counts; any thread."""
+
+    def __init__(self, block_bytes: int, worker: str) -> None:
+        self._block_bytes, self._worker = block_bytes, worker
+        self._lock = threading.Lock()
+        self._data = no_transfers()
+        self._quarantine = 0
+
+    def sent(self, blocks: int, seconds: float) -> None:
+        self._moved("sent", blocks, seconds)
+
+    def received(self, blocks: int, seconds: float) -> None:
+        self._moved("received", blocks, seconds)
+
+    def failed(self, code: str) -> None:
+        with self._lock:
+            failed = self._data["failed"]
+            failed[str(code)] = failed.get(str(code), 0) + 1
+
+    def quarantine(self, blocks: int) -> None:
+        with self._lock:
+            if blocks != self._quarantine:
+                self._quarantine = self._data["quarantine"][self._worker] = blocks
+
+    def take(self) -> dict[str, Any] | None:
+        """What has happened since it was last taken; None for nothing."""
+        with self._lock:
+            if not any(self._data.values()):
+                return None
+            found, self._data = self._data, no_transfers()
+        return found
+
+    def _moved(self, way: str, blocks: int, seconds: float) -> None:
+        with self._lock:
+            self._data[f"{way}_seconds"].append(seconds)
+            self._data[f"{way}_bytes"].append(blocks * self._block_bytes)

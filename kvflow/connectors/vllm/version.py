@@ -1,0 +1,25 @@
+"""Which vLLM this connector was written for. Its connector interface is experimental and changes with each release."""
+
+from __future__ import annotations
+
+from kvflow.protocols.errors import MisuseError
+
+SUPPORTED = "0.32"
+
+
+def is_supported() -> bool:
+    """Whether the vLLM that is installed is one of `SUPPORTED`, of any patch level and build."""
+    import vllm
+
+    return str(vllm.__version__).split("+")[0].split(".")[:2] == SUPPORTED.split(".")
+
+
+def check_version() -> None:
+    """Raises: MisuseError naming both versions."""
+    if not is_supported():
+        import vllm
+
+        raise MisuseError(
+            f"this kvflow has a connector for vLLM {SUPPORTED}.x, and vLLM {vllm.__version__} is installed: install "
+            f"vllm~={SUPPORTED}.0, or a kvflow that names this version"
+        )

@@ -1,0 +1,58 @@
+"""What both roles share in a worker: a node in a thread of its own, and a thread that follows its events.
+
+The events are handled as they come, not step by step: a step of the model may take longer than a transfer.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable
+from typing import Any, Generic, TypeVar
+
+from kvflow.connectors.vllm.transfers import Transfers
+from kvflow.threads.decode import DecodeThread
+from kvflow.threads.prefill import PrefillThread
+from kvflow.threads.rooms import RoomEvent
+
+log = logging.getLogger(__name__)
+T = TypeVar("T", PrefillThread, DecodeThread)
+_POLL_S = 1.0
+
+
+class WorkerSide(Generic[T]):
+    """The lock is around all that a side knows of its requests: vLLM's thread and the follower both change it."""
+
+    def __init__(self, thread: T, stats: Transfers, wake: Callable[[], None]) -> None:
+        """`wake` is called when vLLM has something to hear."""
+        self.thread, self.stats, self._wake = thread, stats, wake
+        self._lock = threading.Lock()
+        self._closed = False
+        self._follower = threading.Thread(target=self._follow, name=f"kvflow-{thread.role}-events", daemon=True)
+
+    def start(self) -> None:
+        """Raises: what the node raises."""
+        self.thread.start()
+        self._follower.start()
+
+    def close(self) -> None:
+        """End every room, then the node. Blocks whose loans are unproven stay busy until the process ends."""
+        unproven = self.thread.close()
+        if unproven:
+            log.warning(
+                "%d loans of blocks are without proof: this process must end before they are used", len(unproven)
+            )
+        self._closed = True
+        self._follower.join()
+
+    def _follow(self) -> None:
+        while not self._closed:
+            events = self.thread.poll(timeout_s=_POLL_S)
+            with self._lock:
+                for event in events:
+                    self._handle(event)
+            if events:
+                self._wake()
+
+    def _handle(self, event: RoomEvent[Any]) -> None:
+        raise NotImplementedError
