@@ -6,6 +6,7 @@ step, `StepNews` with its output.
 
 from __future__ import annotations
 
+import logging
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -31,6 +32,7 @@ from kvflow.connectors.vllm.workers import Workers
 from kvflow.memory.shared import SharedSegment
 from kvflow.protocols.errors import MisuseError
 
+log = logging.getLogger("vllm.kvflow")
 KVConnectorMetadata.register(StepMeta)
 KVConnectorWorkerMetadata.register(StepNews)
 _IDLE_WAIT_S = 0.005  # of a step without a model: vLLM makes one after the other while a request waits for us
@@ -47,7 +49,7 @@ class KvflowConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self._settings = Settings.read(self._kv_transfer_config.kv_connector_extra_config)
         self._block_size = check_groups(kv_cache_config)
         parallel = vllm_config.parallel_config
-        self._ranks = parallel.tensor_parallel_size * parallel.pipeline_parallel_size
+        self._ranks: int = parallel.tensor_parallel_size * parallel.pipeline_parallel_size
         self._prefill: PrefillScheduler | None = None
         self._decode: DecodeScheduler | None = None
         self._workers: Workers | None = None
@@ -74,7 +76,8 @@ class KvflowConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     @property
     def _bootstrap_port(self) -> int:
         """Of this engine's rank 0."""
-        return self._settings.bootstrap_port + self._vllm_config.parallel_config.data_parallel_index * self._ranks
+        engine: int = self._vllm_config.parallel_config.data_parallel_index
+        return self._settings.bootstrap_port + engine * self._ranks
 
     # --- in the scheduler
 

@@ -1,8 +1,8 @@
 """Decode's half in vLLM's scheduler: what is to be loaded, into which blocks, and which blocks wait for proof.
 
 A load that has failed is over for vLLM at once: the request fails, or computes its prompt in other blocks. Until every
-worker says that nothing can write into the old ones any more, one more reference keeps them out of the pool. It is taken
-before vLLM is told: a worker that has told us of a failure waits for our word (`StepMeta.held`).
+worker says that nothing can write into the old ones any more, one more reference keeps them out of the pool. It is
+taken before vLLM is told: a worker that has told us of a failure waits for our word (`StepMeta.held`).
 """
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ from kvflow.connectors.vllm.messages import Offer, OpenTarget, StepMeta, StepNew
 from kvflow.connectors.vllm.params import FromPrefill
 from kvflow.protocols.errors import Cause, Code
 
-log = logging.getLogger(__name__)
+USED_ROOMS = 4096  # remembered: a room has one life
+log = logging.getLogger("vllm.kvflow")
 
 
 class _Load:
@@ -45,7 +46,7 @@ class DecodeScheduler:
         self._block_size, self._ranks = block_size, ranks
         self._loads: dict[str, _Load] = {}
         self._quarantine: dict[str, _Quarantine] = {}
-        self._by_room: dict[int, str] = {}
+        self._used: dict[int, None] = {}  # numbers of the latest rooms
         self._next = StepMeta()  # what the next step tells the workers
         self.block_pool: Any = None  # vLLM's
 
@@ -58,10 +59,12 @@ class DecodeScheduler:
         if request.prompt_token_ids is None:
             log.warning("request %s has embeddings for a prompt: it is computed here", name)
             return
-        if params.room in self._by_room:  # n > 1, or several prompts of one request: prefill has computed one of them
-            log.info("request %s names the room of request %s: it is computed here", name, self._by_room[params.room])
+        if params.room in self._used:  # n > 1, several prompts of one request, or it is asked once more
+            log.info("request %s: room %d has been used before: its prompt is computed here", name, params.room)
             return
-        self._loads[name], self._by_room[params.room] = _Load(request, params), name
+        self._loads[name], self._used[params.room] = _Load(request, params), None
+        while len(self._used) > USED_ROOMS:
+            del self._used[next(iter(self._used))]
         refusal = None
         if params.ranks != self._ranks:
             text = f"prefill has {params.ranks} workers (tensor times pipeline parallel), decode has {self._ranks}"
@@ -75,12 +78,11 @@ class DecodeScheduler:
         load = self._loads.get(request.request_id)
         if load is None or load.is_offered:
             return 0
+        tokens, size = request.num_prompt_tokens, self._block_size
         # The last token is computed here in any case, and at most a block with it: then nothing needs to travel.
-        rest = request.num_prompt_tokens - num_computed_tokens
-        has_all_before_last = (
-            num_computed_tokens >= (request.num_prompt_tokens - 1) // self._block_size * self._block_size
-        )
-        return 0 if has_all_before_last and num_computed_tokens else rest
+        if num_computed_tokens and num_computed_tokens >= (tokens - 1) // size * size:
+            return 0
+        return int(tokens - num_computed_tokens)
 
     def allocated(self, request: Any, block_ids: tuple[list[int], ...], num_external_tokens: int) -> None:
         name = request.request_id
@@ -91,7 +93,7 @@ class DecodeScheduler:
         tokens = request.num_prompt_tokens
         if not num_external_tokens:  # prefill is told that it may forget the prompt
             self._next.offers[name] = Offer((), tokens, waited_for=False)
-            self._forget(name)
+            del self._loads[name]
             return
         prefix = tokens - num_external_tokens
         load.blocks = block_ids[0][prefix // self._block_size : -(-tokens // self._block_size)]
@@ -104,8 +106,7 @@ class DecodeScheduler:
 
     def finished(self, request: Any) -> None:
         """It is over for vLLM, which keeps blocks that are being loaded until they are reported."""
-        if self._loads.get(request.request_id) is not None:
-            self._forget(request.request_id)
+        if self._loads.pop(request.request_id, None) is not None:
             self._next.abandoned.append(request.request_id)
 
     def update(self, news: StepNews, received: set[str]) -> None:
@@ -113,10 +114,8 @@ class DecodeScheduler:
         for name, count in news.failures.items():
             load = self._loads.get(name)
             if load is not None:
-                load.request.trace_headers = {
-                    **(load.request.trace_headers or {}),
-                    REASON: encode_reason(news.failed[name]),
-                }
+                headers = load.request.trace_headers or {}
+                load.request.trace_headers = {**headers, REASON: encode_reason(news.failed[name])}
                 self._hold(name, load.blocks, count)
         for name, count in news.released.items():
             found = self._quarantine.get(name)
@@ -125,7 +124,7 @@ class DecodeScheduler:
                 if not found.left:
                     self.block_pool.free_blocks(reversed(self._quarantine.pop(name).blocks))
         for name in received:
-            self._forget(name)
+            self._loads.pop(name, None)
 
     def _hold(self, name: str, block_ids: Sequence[int], workers: int) -> None:
         if name not in self._quarantine:
@@ -134,7 +133,3 @@ class DecodeScheduler:
             self._quarantine[name] = _Quarantine(blocks)
         self._quarantine[name].left += workers
         self._next.held.append(name)
-
-    def _forget(self, name: str) -> None:
-        if (load := self._loads.pop(name, None)) is not None:
-            del self._by_room[load.params.room]

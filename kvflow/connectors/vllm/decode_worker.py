@@ -1,4 +1,4 @@
-"""Decode's half in a worker: lends vLLM's blocks to prefill, and tells vLLM what has landed, failed and is proven free."""
+"""Decode's half in a worker: lends vLLM's blocks to prefill, and tells vLLM what has landed, failed, is proven free."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from kvflow.protocols.errors import Cause, Code, KvflowError
 from kvflow.threads.decode import DecodeThread
 from kvflow.threads.rooms import DecodeThreadRoom, RoomEvent
 
-log = logging.getLogger(__name__)
+log = logging.getLogger("vllm.kvflow")
 
 
 class _Target:
@@ -75,7 +75,8 @@ class DecodeWorker(WorkerSide[DecodeThread]):
                 if (target := self._targets.get(name)) is not None:
                     self._offer(target, offer)
             for name in meta.held:
-                if (target := self._targets.get(name)) is not None and not target.is_abandoned:
+                target = self._targets.get(name)
+                if target is not None and target.is_told and not (target.is_held or target.is_abandoned):
                     target.is_held = True
                     self._report(target)
             for name in meta.abandoned:

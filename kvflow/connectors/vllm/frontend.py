@@ -1,8 +1,8 @@
 """What vLLM's API server does with our part of a request: refuse what is wrong with it, and say why a load failed.
 
 vLLM has no hook for either: a failed load is "Internal server error" to its client, and what is wrong in
-`kv_transfer_params` is found only by the scheduler, where nobody can be told. So two of its methods are wrapped, those of
-the version that `version.py` names.
+`kv_transfer_params` is found only by the scheduler, where nobody can be told. So two of its methods are wrapped, those
+of the version that `version.py` names.
 """
 
 from __future__ import annotations

@@ -18,7 +18,7 @@ from kvflow.memory.pool import PagedPool
 from kvflow.memory.shared import SharedSegment
 from kvflow.protocols.errors import KvflowError, MisuseError
 
-log = logging.getLogger(__name__)
+log = logging.getLogger("vllm.kvflow")
 
 
 def check_groups(config: KVCacheConfig) -> int:
@@ -42,7 +42,7 @@ def check_groups(config: KVCacheConfig) -> int:
 
 @contextmanager
 def shared_allocation(found: list[SharedSegment]) -> Generator[None]:
-    """While vLLM allocates its KV cache: in a segment that a prefill of this machine can write into, left in `found`."""
+    """While vLLM allocates its KV cache: in a segment, left in `found`, that prefills here can write into."""
     with _InSegment(found):
         yield
 
@@ -69,10 +69,8 @@ def pool_over(
     caches: Mapping[str, torch.Tensor], block_size: int, *, tag: str, fingerprint: str, segment: SharedSegment | None
 ) -> PagedPool:
     """`caches`: vLLM's layers by name, each [blocks, ...], a block of each contiguous. Raises: LayoutError."""
-    shapes = sorted(
-        {f"{'x'.join(map(str, t.shape[1:]))} {str(t.dtype).removeprefix('torch.')}" for t in caches.values()}
-    )
-    inner = shapes[0] if len(shapes) == 1 else hashlib.sha256(" ".join(shapes).encode()).hexdigest()[:12]
+    kinds = sorted({f"{'x'.join(map(str, t.shape[1:]))} {t.dtype}" for t in caches.values()})
+    inner = kinds[0] if len(kinds) == 1 else hashlib.sha256(" ".join(kinds).encode()).hexdigest()[:12]
     # Layers that share a cache (cross-layer KV sharing) are the same bytes: once is enough.
     distinct: dict[int, str] = {}
     for name, cache in caches.items():

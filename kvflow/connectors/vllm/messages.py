@@ -25,7 +25,7 @@ class OpenSource:
 
 @dataclass
 class Computed:
-    """Prefill: these are the request's blocks when the step is over, from its first; only full ones unless it is all."""
+    """Prefill: the request's blocks when the step is over, from its first; only full ones unless it is all."""
 
     blocks: Sequence[int]
     is_all: bool

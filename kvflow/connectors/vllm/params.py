@@ -1,9 +1,9 @@
 """`kv_transfer_params`, the field by which a proxy tells vLLM what a request is to fetch, or to leave for a decode.
 
-One after the other (the contract of vLLM's and llm-d's proxies): prefill is asked with `{"do_remote_decode": true}`, and
-what it answers with is copied, whatever it is, into the request for decode. Both at once: the proxy draws the room's
-number itself and gives it to both legs, and decode also `remote_host` and `remote_port`; the pages then stream while
-prefill computes.
+One after the other (the contract of vLLM's and llm-d's proxies): prefill is asked with `{"do_remote_decode": true}`,
+and what it answers with is copied, whatever it is, into the request for decode. Both at once: the proxy draws the
+room's number itself and gives it to both legs, and decode also `remote_host` and `remote_port`; the pages then stream
+while prefill computes.
 """
 
 from __future__ import annotations
@@ -51,18 +51,14 @@ def read_params(params: object) -> ToDecode | FromPrefill | None:
         raise MisuseError(f"{_FIELD}: {type(params).__name__} is not an object")
     to_decode, from_prefill = _flag(params, "do_remote_decode"), _flag(params, "do_remote_prefill")
     if to_decode and from_prefill:
-        raise MisuseError(
-            f"{_FIELD}: do_remote_decode and do_remote_prefill are both true: a request is one leg of two"
-        )
+        raise MisuseError(f"{_FIELD}: do_remote_decode and do_remote_prefill are both true: a request is one leg")
     if to_decode:
         return ToDecode(None if params.get(ROOM) is None else _number(params, ROOM, 1, MAX_ROOM))
     if not from_prefill:
         return None
     host = params.get("remote_host")
     if not isinstance(host, str) or not host:
-        raise MisuseError(
-            f"{_FIELD}: remote_host {host!r} is not a host name or IP address: copy what prefill answered"
-        )
+        raise MisuseError(f"{_FIELD}: remote_host {host!r} is not a host name or IP address: copy prefill's answer")
     ranks = 1 if params.get("tp_size") is None else _number(params, "tp_size", 1, 1024)
     ranks *= 1 if params.get("pp_size") is None else _number(params, "pp_size", 1, 1024)
     found = FromPrefill(

@@ -10,7 +10,7 @@ import numpy as np
 from kvflow.connectors.vllm.messages import Computed, OpenSource, StepMeta
 from kvflow.connectors.vllm.params import ROOM, ToDecode, draw_room
 
-log = logging.getLogger(__name__)
+log = logging.getLogger("vllm.kvflow")
 _COMPUTED = ("FINISHED_LENGTH_CAPPED", "FINISHED_STOPPED")  # of vLLM's RequestStatus
 
 

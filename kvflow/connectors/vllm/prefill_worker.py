@@ -14,7 +14,7 @@ from kvflow.protocols.errors import Cause, Code, KvflowError
 from kvflow.threads.prefill import PrefillThread
 from kvflow.threads.rooms import PrefillThreadRoom, RoomEvent
 
-log = logging.getLogger(__name__)
+log = logging.getLogger("vllm.kvflow")
 _PREEMPTION_S = 0.2  # how long a step waits for writes that read blocks which it is about to overwrite
 
 

@@ -28,7 +28,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     verify_transfers: bool = False
     """A checksum with every chunk: set it on both sides."""
     control_key_file: str = ""
-    """The key of `kvflow keygen` that a prefill and its decodes share; empty: no encryption and no check of who asks."""
+    """The key of `kvflow keygen` that a prefill and its decodes share; empty: no encryption, and anybody may ask."""
     api_key: str = ""
     """What decodes need to ask a prefill's registry; empty: nothing."""
     source_deadline_s: float = 30.0

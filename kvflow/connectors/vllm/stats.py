@@ -12,7 +12,7 @@ from kvflow.connectors.vllm.transfers import LISTS, no_transfers
 _SECONDS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 30, 60)
 
 
-class KvflowStats(KVConnectorStats):
+class KvflowStats(KVConnectorStats):  # type: ignore[misc]
     """What has happened since it was last taken; `data` is that of `transfers.Transfers`."""
 
     def __init__(self, data: dict[str, Any] | None = None) -> None:
@@ -48,7 +48,7 @@ class KvflowStats(KVConnectorStats):
         return shown
 
 
-class KvflowPromMetrics(KVConnectorPromMetrics):
+class KvflowPromMetrics(KVConnectorPromMetrics):  # type: ignore[misc]
     """The same at vLLM's /metrics, as `vllm:kvflow_*`."""
 
     def __init__(self, vllm_config: Any, metric_types: Any, labelnames: list[str], per_engine_labelvalues: Any) -> None:

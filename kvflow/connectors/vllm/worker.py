@@ -15,7 +15,7 @@ from kvflow.threads.decode import DecodeThread
 from kvflow.threads.prefill import PrefillThread
 from kvflow.threads.rooms import RoomEvent
 
-log = logging.getLogger(__name__)
+log = logging.getLogger("vllm.kvflow")
 T = TypeVar("T", PrefillThread, DecodeThread)
 _POLL_S = 1.0
 
@@ -25,7 +25,8 @@ class WorkerSide(Generic[T]):
 
     def __init__(self, thread: T, stats: Transfers, wake: Callable[[], None]) -> None:
         """`wake` is called when vLLM has something to hear."""
-        self.thread, self.stats, self._wake = thread, stats, wake
+        self.thread: T = thread
+        self.stats, self._wake = stats, wake
         self._lock = threading.Lock()
         self._closed = False
         self._follower = threading.Thread(target=self._follow, name=f"kvflow-{thread.role}-events", daemon=True)
