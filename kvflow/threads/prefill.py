@@ -39,20 +39,17 @@ class PrefillThread(NodeThread[PrefillNode, PrefillRoom, PrefillThreadRoom]):
         *,
         pages: ExternalPages | None = None,
         registry_port: int | None = None,
-        api_key: str = "",
         loop_factory: LoopFactory | None = None,
         **options: Any,
     ) -> None:
         """`options` are those of `PrefillNode`: host, port, rank, timing, bounds, verify_transfers ...
 
-        `registry_port` (0: a free one): answer there for this rank, so that decodes find it as `registry`, "host:port";
-        with an `api_key`, those that send it.
+        `registry_port` (0: a free one): answer there for this rank, so that decodes find it as `registry`, "host:port".
         `loop_factory`: `uvloop.new_event_loop`, where uvloop is installed.
         """
         super().__init__(pool, pages, loop_factory)
         self._make_node = partial(PrefillNode, pool, plane, pages=self.pages, **options)
         self._host, self._registry_port = options.get("host", "127.0.0.1"), registry_port
-        self._api_key = api_key
         self._numbers: set[int] = set()  # of rooms that are not released
         self._stack = AsyncExitStack()
         self.registry = ""
@@ -123,7 +120,7 @@ class PrefillThread(NodeThread[PrefillNode, PrefillRoom, PrefillThreadRoom]):
         table = RankTable()
         table.put(self._node.info)
         try:
-            port = await self._stack.enter_async_context(serve_ranks(table, self._host, self._registry_port, self._api_key))
+            port = await self._stack.enter_async_context(serve_ranks(table, self._host, self._registry_port))
         except BaseException:
             await self._node.close()
             self._closed = True

@@ -3,11 +3,14 @@
 One after the other (the contract of vLLM's and llm-d's proxies): prefill is asked with `{"do_remote_decode": true}`,
 and what it answers with is copied, whatever it is, into the request for decode. Both at once: the proxy draws the
 room's number itself and gives it to both legs, and decode also `remote_host` and `remote_port`; the pages then stream
-while prefill computes.
+while prefill computes. Proxies for vLLM's MooncakeConnector do so in words of their own, which are understood, too:
+`transfer_id` for the room, `remote_bootstrap_addr` for the address.
 """
 
 from __future__ import annotations
 
+import hashlib
+import re
 import secrets
 from typing import Any
 
@@ -19,6 +22,8 @@ from kvflow.transports.control.registry import registry_address
 ROOM = "kvflow_room"
 MAX_ROOM = (1 << 53) - 1  # proxies read numbers of JSON as doubles
 _FIELD = "kv_transfer_params"
+_TRANSFER, _BOOTSTRAP = "transfer_id", "remote_bootstrap_addr"
+_ADDRESS = re.compile(r"(?:http://)?(?P<host>\[[^\]]+\]|[^:/\[\]]+):(?P<port>[0-9]{1,5})/?", re.ASCII)
 
 
 class ToDecode(msgspec.Struct, frozen=True):
@@ -53,23 +58,46 @@ def read_params(params: object) -> ToDecode | FromPrefill | None:
     if to_decode and from_prefill:
         raise MisuseError(f"{_FIELD}: do_remote_decode and do_remote_prefill are both true: a request is one leg")
     if to_decode:
-        return ToDecode(None if params.get(ROOM) is None else _number(params, ROOM, 1, MAX_ROOM))
+        is_named = params.get(ROOM) is not None or params.get(_TRANSFER) is not None
+        return ToDecode(_room(params) if is_named else None)
     if not from_prefill:
         return None
+    if params.get(_BOOTSTRAP) is not None:
+        return _from_mooncake(params)
     host = params.get("remote_host")
     if not isinstance(host, str) or not host:
         raise MisuseError(f"{_FIELD}: remote_host {host!r} is not a host name or IP address: copy prefill's answer")
     ranks = 1 if params.get("tp_size") is None else _number(params, "tp_size", 1, 1024)
     ranks *= 1 if params.get("pp_size") is None else _number(params, "pp_size", 1, 1024)
-    found = FromPrefill(
-        _number(params, ROOM, 1, MAX_ROOM), host, _number(params, "remote_port", 1, 65_536 - ranks), ranks
-    )
-    found.registry(0)
-    return found
+    return _checked(_room(params), host, _number(params, "remote_port", 1, 65_536 - ranks), ranks)
 
 
 def draw_room() -> int:
     return secrets.randbelow(MAX_ROOM) + 1
+
+
+def _from_mooncake(params: dict[str, Any]) -> FromPrefill:
+    address = params[_BOOTSTRAP]
+    found = _ADDRESS.fullmatch(address) if isinstance(address, str) else None
+    if found is None:
+        raise MisuseError(f"{_FIELD}: {_BOOTSTRAP} {address!r} is not http://HOST:PORT")
+    return _checked(_room(params), found["host"].strip("[]"), int(found["port"]), 1)
+
+
+def _checked(room: int, host: str, port: int, ranks: int) -> FromPrefill:
+    found = FromPrefill(room, host, port, ranks)
+    found.registry(0)
+    return found
+
+
+def _room(params: dict[str, Any]) -> int:
+    """Its number; of a `transfer_id` a digest of it."""
+    name = params.get(_TRANSFER)
+    if params.get(ROOM) is not None or name is None:
+        return _number(params, ROOM, 1, MAX_ROOM)
+    if not isinstance(name, str) or not name:
+        raise MisuseError(f"{_FIELD}: {_TRANSFER} {name!r} is not a text")
+    return int.from_bytes(hashlib.sha256(name.encode()).digest()[:8], "big") % MAX_ROOM + 1
 
 
 def _flag(params: dict[str, Any], name: str) -> bool:

@@ -21,8 +21,8 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     host: str = "127.0.0.1"
     """Where the other side reaches this one."""
     bootstrap_port: int = 8998
-    """Of a prefill: decodes find rank r at this port + r. A data-parallel engine takes the ports behind those of the
-    engines before it."""
+    """Of a prefill: decodes find rank r at this port + r, where /health and /metrics are, too. A data-parallel engine
+    takes the ports behind those of the engines before it."""
     ib_device: str = ""
     """RDMA device; empty for TCP."""
     verify_transfers: bool = False
@@ -41,7 +41,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     quarantine_share: float = Bounds().quarantine_share
     """Of decode's blocks: while more of them wait for proof, nothing is loaded."""
     status_port: int = 0
-    """Of rank 0; rank r answers GET /health and /metrics at this port + r. 0: nowhere."""
+    """Of a decode: rank r answers GET /health and /metrics at this port + r. 0: nowhere."""
     fingerprint: str = ""
     """Which model this is, for weights that kvflow cannot read; compared as it is. Empty: worked out from the files."""
     rate_limit_bytes_per_s: float | None = None

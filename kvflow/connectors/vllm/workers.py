@@ -16,8 +16,10 @@ from kvflow.connectors.vllm.memory import model_fingerprint, pool_over
 from kvflow.connectors.vllm.messages import StepMeta, StepNews
 from kvflow.connectors.vllm.prefill_worker import PrefillWorker
 from kvflow.connectors.vllm.settings import Settings
+from kvflow.connectors.vllm.status import StatusServer
 from kvflow.connectors.vllm.transfers import Transfers
 from kvflow.memory.external import ExternalPages
+from kvflow.memory.pool import PagedPool
 from kvflow.memory.shared import SharedSegment
 from kvflow.threads.decode import DecodeThread
 from kvflow.threads.prefill import PrefillThread
@@ -33,9 +35,15 @@ class Workers:
     """What one worker has. Every method is called by vLLM's own thread."""
 
     def __init__(
-        self, prefill: PrefillWorker | None, decode: DecodeWorker | None, stats: Transfers, wake: threading.Event
+        self,
+        prefill: PrefillWorker | None,
+        decode: DecodeWorker | None,
+        status: StatusServer,
+        transfers: Transfers,
+        wake: threading.Event,
     ) -> None:
-        self._prefill, self._decode, self._stats, self._wake = prefill, decode, stats, wake
+        self._prefill, self._decode, self._status = prefill, decode, status
+        self._transfers, self._wake = transfers, wake
 
     @classmethod
     def start(
@@ -49,57 +57,37 @@ class Workers:
         segment: SharedSegment | None,
     ) -> Self:
         """`bootstrap_port`: of rank 0 of this engine. Raises: KvflowError."""
-        config, cache = vllm_config.kv_transfer_config, vllm_config.cache_config
-        tensor, pipeline = get_tp_group(), get_pp_group()
-        rank = pipeline.rank_in_group * tensor.world_size + tensor.rank_in_group
-        ranks = tensor.world_size * pipeline.world_size
-        place = f"{next(iter(caches.values())).device.type} {cache.get_resolved_kv_cache_layout()}"
-        pool = pool_over(
-            caches,
-            block_size,
-            tag=f"{place} rank {rank} of {ranks}",
-            fingerprint=settings.fingerprint or model_fingerprint(vllm_config.model_config, cache.cache_dtype),
-            segment=segment,
-        )
+        config, rank = vllm_config.kv_transfer_config, _rank()
+        pool = _pool(vllm_config, settings, caches, block_size, segment)
         pages, wake = ExternalPages(pool.layout.num_pages), threading.Event()
-        stats = Transfers(pool.layout.page_bytes, f"{vllm_config.parallel_config.data_parallel_index}.{rank}")
-        options: dict[str, Any] = {
-            "pages": pages,
-            "host": settings.host,
-            "timing": settings.timing,
-            "bounds": settings.bounds,
-            "verify_transfers": settings.verify_transfers,
-        }
-        key = read_key(settings.control_key_file)
+        engine = vllm_config.parallel_config.data_parallel_index
+        transfers = Transfers(pool.layout.page_bytes, f"{engine}.{rank}")
+        options = _options(settings, pages)
         prefill = decode = None
         if config.is_kv_producer:
-            plane = open_plane(
-                settings.transfer_backend, None, settings.rate_limit_bytes_per_s, settings.host, settings.ib_device
+            options_of_prefill = options | {"model": _model_name(vllm_config.model_config)}
+            prefill = PrefillWorker(
+                _prefill_thread(pool, settings, options_of_prefill),
+                transfers,
+                wake.set,
+                source_deadline_s=settings.source_deadline_s,
             )
-            source = PrefillThread(
-                pool,
-                plane,
-                registry_port=bootstrap_port + rank,
-                api_key=settings.api_key,
-                model=_model_name(vllm_config.model_config),
-                bind=partial(bind_router, key=key),
-                **options,
-            )
-            prefill = PrefillWorker(source, stats, wake.set, source_deadline_s=settings.source_deadline_s)
             prefill.start()
         if config.is_kv_consumer:
-            plane = open_plane(settings.transfer_backend, segment, None, settings.host, settings.ib_device)
-            target = DecodeThread(
-                pool,
-                plane,
-                resolve=RegistryClient(settings.api_key).resolve,
-                connect=partial(connect_dealer, key=key),
-                **options,
-            )
-            decode = DecodeWorker(target, stats, wake.set, rank=rank, load_deadline_s=settings.load_deadline_s)
+            thread = _decode_thread(pool, settings, segment, options)
+            decode = DecodeWorker(thread, transfers, wake.set, rank=rank, load_deadline_s=settings.load_deadline_s)
             decode.start()
+        status = StatusServer(
+            None if prefill is None else prefill.thread,
+            None if decode is None else decode.thread,
+            engine=config.engine_id,
+            dp_rank=engine,
+        )
+        if prefill is not None or settings.status_port:
+            port = bootstrap_port if prefill is not None else settings.status_port
+            status.start(settings.host, port + rank, settings.api_key)
         log.info("kvflow: %r, over %s, %s", pool, settings.transfer_backend, config.kv_role)
-        return cls(prefill, decode, stats, wake)
+        return cls(prefill, decode, status, transfers, wake)
 
     def begin(self, meta: StepMeta) -> None:
         self._wake.clear()
@@ -134,10 +122,11 @@ class Workers:
 
     def take_stats(self) -> dict[str, Any] | None:
         if self._decode is not None:
-            self._stats.quarantine(self._decode.quarantined_blocks)
-        return self._stats.take()
+            self._transfers.quarantine(self._decode.quarantined_blocks)
+        return self._transfers.take()
 
     def close(self) -> None:
+        self._status.close()
         for side in (self._prefill, self._decode):
             if side is not None:
                 side.close()
@@ -146,3 +135,52 @@ class Workers:
 def _model_name(model_config: Any) -> str:
     served = model_config.served_model_name
     return str(served[0] if isinstance(served, list) else served or model_config.model)
+
+
+def _rank() -> int:
+    """Of this worker in its engine."""
+    tensor, pipeline = get_tp_group(), get_pp_group()
+    return int(pipeline.rank_in_group * tensor.world_size + tensor.rank_in_group)
+
+
+def _pool(
+    vllm_config: Any,
+    settings: Settings,
+    caches: Mapping[str, torch.Tensor],
+    block_size: int,
+    segment: SharedSegment | None,
+) -> PagedPool:
+    cache, ranks = vllm_config.cache_config, get_tp_group().world_size * get_pp_group().world_size
+    place = f"{next(iter(caches.values())).device.type} {cache.get_resolved_kv_cache_layout().name}"
+    return pool_over(
+        caches,
+        block_size,
+        tag=f"{place} rank {_rank()} of {ranks}",
+        fingerprint=settings.fingerprint or model_fingerprint(vllm_config.model_config, cache.cache_dtype),
+        segment=segment,
+    )
+
+
+def _options(settings: Settings, pages: ExternalPages) -> dict[str, Any]:
+    """Of both nodes."""
+    return {
+        "pages": pages,
+        "host": settings.host,
+        "timing": settings.timing,
+        "bounds": settings.bounds,
+        "verify_transfers": settings.verify_transfers,
+    }
+
+
+def _prefill_thread(pool: PagedPool, settings: Settings, options: dict[str, Any]) -> PrefillThread:
+    rate, device = settings.rate_limit_bytes_per_s, settings.ib_device
+    plane = open_plane(settings.transfer_backend, None, rate, settings.host, device)
+    return PrefillThread(pool, plane, bind=partial(bind_router, key=read_key(settings.control_key_file)), **options)
+
+
+def _decode_thread(
+    pool: PagedPool, settings: Settings, segment: SharedSegment | None, options: dict[str, Any]
+) -> DecodeThread:
+    plane = open_plane(settings.transfer_backend, segment, None, settings.host, settings.ib_device)
+    connect = partial(connect_dealer, key=read_key(settings.control_key_file))
+    return DecodeThread(pool, plane, resolve=RegistryClient(settings.api_key).resolve, connect=connect, **options)

@@ -20,6 +20,7 @@ from kvflow.protocols.machines.decode_room import DecodePhase
 from kvflow.protocols.wire.ranks import DpRankError, RankInfo
 from kvflow.server.http.completion_service import GenerationRequest, ModelCard, Report
 from kvflow.server.http.errors import RequestError
+from kvflow.server.http.node_report import node_report
 
 if TYPE_CHECKING:  # importing the engines imports torch
     from kvflow.cache.prefix import Prefix
@@ -125,31 +126,14 @@ class EngineService(Generic[N, E]):
     def report(self) -> Report:
         node, load, cache = self._node, self._engine.load(), self._engine.cache
         pages, rows = node.pool.pages, node.pool.rows if node.pool.layout.num_rows else None
-        return Report(
-            incarnation=node.incarnation,
-            control_endpoint=node.control,
-            data_plane=node.plane.name,
-            fingerprint=node.pool.layout.fingerprint,
-            pool=node.shape,
-            pages_free=pages.free_pages,
-            pages_total=pages.num_pages,
-            pages_by_kind=owned_by_kind(pages),
-            pages_at_rest=pages.at_rest() and (rows is None or rows.at_rest()) and node.staging_at_rest,
-            quarantine_pages=node.quarantined_pages,
-            quarantine_limit_pages=node.quarantine_limit,
-            pinned_pages=node.pinned_pages,
-            pinned_limit_pages=node.pinned_limit,
-            peers_by_phase=node.peers_by_phase(),
-            peers_declared_dead=node.counts.declared_dead,
-            rooms_by_state=node.rooms_by_phase(),
-            rooms_ended=dict(node.counts.endings),
-            rooms_failed={(where, str(code)): count for (where, code), count in node.counts.failures.items()},
-            requests_refused={str(code): count for code, count in node.counts.refusals.items()},
-            transfers=node.counts.transfers,
+        return msgspec.structs.replace(
+            node_report(
+                node,
+                pages_free=pages.free_pages,
+                pages_by_kind=owned_by_kind(pages),
+                at_rest=pages.at_rest() and (rows is None or rows.at_rest()) and node.staging_at_rest,
+            ),
             queue_seconds=self._engine.queue_seconds,
-            bytes_moved=node.counts.bytes_moved,
-            chunks_mismatched=node.counts.mismatched,
-            messages_dropped=node.counts.dropped,
             internal_errors={"handler": node.counts.handler_errors, "step": self._engine.failed_steps},
             running=load.running,
             waiting=load.waiting,

@@ -93,14 +93,13 @@ class Metrics:
         if self._report is not None:
             report = self._report()
             refusals.update(report.requests_refused)
-            yield from _memory(report)
+            yield from node_families(report)
             if report.optimism is not None:
                 yield from _optimism(report.optimism)
             if report.retraction is not None:
                 yield from _retraction(report.retraction)
             if report.cache is not None:
                 yield from _cache(report.cache)
-            yield from _rooms(report)
             if report.ranks:
                 yield from _ranks(report)
             yield from _completions(self.completions, report)
@@ -119,6 +118,12 @@ class _Scrape(Collector):
 
     def collect(self) -> Iterator[Metric]:
         return self._collect()
+
+
+def node_families(report: Report) -> Iterator[Metric]:
+    """What a node has and moves, whatever engine it serves."""
+    yield from _memory(report)
+    yield from _rooms(report)
 
 
 def _memory(report: Report) -> Iterator[Metric]:

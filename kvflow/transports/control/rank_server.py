@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import hmac
 import logging
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Callable, Mapping
 from contextlib import asynccontextmanager
 from http import HTTPStatus
 from http.client import HTTPException, HTTPMessage, parse_headers
@@ -27,12 +27,20 @@ MAX_BODY_BYTES = 64 << 10
 MAX_CONNECTIONS = 256
 REQUEST_S = 5.0
 log = logging.getLogger("kvflow.registry")
+Document = Callable[[], tuple[HTTPStatus, str, bytes]]
+"""Status, content type, body."""
 
 
 @asynccontextmanager
-async def serve_ranks(table: RankTable, host: str, port: int = 0, api_key: str = "") -> AsyncGenerator[int, None]:
-    """Serve until the block ends; yields the port, a free one for 0. Raises: MisuseError (the port cannot be bound)."""
-    connections = _Connections(table, api_key)
+async def serve_ranks(
+    table: RankTable, host: str, port: int = 0, api_key: str = "", *, documents: Mapping[str, Document] | None = None
+) -> AsyncGenerator[int, None]:
+    """Serve until the block ends; yields the port, a free one for 0. Raises: MisuseError (the port cannot be bound).
+
+    `documents`: what else can be got, by path; each is made in a thread. One at "/health" takes the place of ours, and
+    needs no key either.
+    """
+    connections = _Connections(table, api_key, documents or {})
     try:
         server = await asyncio.start_server(connections.accept, host, port, limit=MAX_HEAD_BYTES)
     except (OSError, OverflowError) as error:
@@ -53,8 +61,8 @@ class _Refused(Exception):  # noqa: N818 - becomes an HTTP answer
 class _Connections:
     """The connections of one registry."""
 
-    def __init__(self, table: RankTable, api_key: str) -> None:
-        self._table = table
+    def __init__(self, table: RankTable, api_key: str, documents: Mapping[str, Document]) -> None:
+        self._table, self._documents = table, documents
         self._key = f"Bearer {api_key}".encode() if api_key else b""
         self._open: set[asyncio.Task[None]] = set()
 
@@ -88,32 +96,34 @@ class _Connections:
             writer.transport.abort()
 
     async def _answer(self, reader: asyncio.StreamReader) -> bytes:
-        status = HTTPStatus.OK
         try:
-            document = await self._document(reader)
+            status, kind, body = await self._document(reader)
         except _Refused as refused:
-            status, document = refused.status, {"error": {"message": str(refused)}}
-        body = msgspec.json.encode(document)
+            status, kind, body = _json({"error": {"message": str(refused)}}, refused.status)
         head = (
-            f"HTTP/1.1 {status.value} {status.phrase}\r\nContent-Type: application/json\r\n"
+            f"HTTP/1.1 {status.value} {status.phrase}\r\nContent-Type: {kind}\r\n"
             f"Content-Length: {len(body)}\r\nConnection: close\r\n\r\n"
         )
         return head.encode() + body
 
-    async def _document(self, reader: asyncio.StreamReader) -> dict[str, Any]:
+    async def _document(self, reader: asyncio.StreamReader) -> tuple[HTTPStatus, str, bytes]:
         method, path, headers = await _head(reader)
+        made = self._documents.get(path) if method == "GET" else None
         if (method, path) == ("GET", "/health"):
-            return {"status": "ok"}
+            return _json({"status": "ok"}) if made is None else await asyncio.to_thread(made)
         given = (headers["Authorization"] or "").encode("utf-8", "surrogateescape")
         if self._key and not hmac.compare_digest(given, self._key):
             raise _Refused(HTTPStatus.UNAUTHORIZED, "missing or wrong API key")
         if (method, path) == ("GET", "/ranks"):
-            return {"ranks": [rank_to_json(info) for info in self._table.all()]}
+            return _json({"ranks": [rank_to_json(info) for info in self._table.all()]})
         if method == "PUT" and path.startswith("/ranks/"):
-            return self._put(path.removeprefix("/ranks/"), await _body(reader, headers))
+            return _json(self._put(path.removeprefix("/ranks/"), await _body(reader, headers)))
+        if made is not None:
+            return await asyncio.to_thread(made)
+        more = "".join(f", GET {path}" for path in self._documents if path != "/health")
         raise _Refused(
             HTTPStatus.NOT_FOUND,
-            f"{method} {path[:80]} is not a route; there are GET /health, GET /ranks and PUT /ranks/RANK",
+            f"{method} {path[:80]} is not a route; there are GET /health, GET /ranks{more} and PUT /ranks/RANK",
         )
 
     def _put(self, rank: str, body: bytes) -> dict[str, Any]:
@@ -128,6 +138,10 @@ class _Connections:
         except PeerError as error:
             raise _Refused(HTTPStatus.CONFLICT, str(error)) from None
         return {"ranks": len(self._table.all())}
+
+
+def _json(document: dict[str, Any], status: HTTPStatus = HTTPStatus.OK) -> tuple[HTTPStatus, str, bytes]:
+    return status, "application/json", msgspec.json.encode(document)
 
 
 async def _head(reader: asyncio.StreamReader) -> tuple[str, str, HTTPMessage]:

@@ -1,0 +1,111 @@
+"""What a worker says of itself over HTTP: how decodes find it, whether it can serve, and kvflow's own metrics."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import AsyncExitStack
+from functools import partial
+from http import HTTPStatus
+
+import msgspec
+from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
+from prometheus_client.core import Metric
+from prometheus_client.registry import Collector
+
+from kvflow.node import DecodeNode, PrefillNode
+from kvflow.server.http.completion_service import Report
+from kvflow.server.http.metrics import node_families
+from kvflow.server.http.node_report import node_report
+from kvflow.threads.decode import DecodeThread
+from kvflow.threads.loop import LoopThread
+from kvflow.threads.prefill import PrefillThread
+from kvflow.transports.control.rank_server import Document, serve_ranks
+from kvflow.transports.control.registry import RankTable
+
+Thread = PrefillThread | DecodeThread
+_JSON = "application/json"
+
+
+class StatusServer:
+    """One worker's, on a loop of its own: a node whose loop stands still is seen to be so.
+
+    GET /ranks (of a prefill), /health (503 while it cannot serve), /metrics (of one that is both: prefill's, and
+    /metrics/decode), and /query, where proxies for vLLM's MooncakeConnector look for the id of a prefill's engine.
+    """
+
+    def __init__(
+        self, prefill: PrefillThread | None, decode: DecodeThread | None, *, engine: str, dp_rank: int = 0
+    ) -> None:
+        self._threads: list[Thread] = [thread for thread in (prefill, decode) if thread is not None]
+        self._table = RankTable()
+        if prefill is not None:
+            self._table.put(prefill.info)
+        self._documents: dict[str, Document] = {
+            "/health": self._health,
+            "/query": lambda: _answer({str(dp_rank): {"engine_id": engine}}),
+        }
+        for thread in self._threads:
+            scrape = partial(_scraped, thread)
+            self._documents |= {f"/metrics/{thread.role}": scrape} | {
+                "/metrics": self._documents.get("/metrics", scrape)
+            }
+        self._stack = AsyncExitStack()
+        self._loop: LoopThread | None = None
+
+    def start(self, host: str, port: int, api_key: str = "") -> int:
+        """Returns the port. Raises: MisuseError (the port cannot be bound)."""
+        serving = serve_ranks(self._table, host, port, api_key, documents=self._documents)
+        self._loop = LoopThread("kvflow-status")
+        try:
+            return self._loop.call(lambda: self._stack.enter_async_context(serving))
+        except BaseException:
+            self._loop.stop()
+            raise
+
+    def close(self) -> None:
+        if self._loop is not None:
+            self._loop.call(self._stack.aclose)
+            self._loop.stop()
+            self._loop = None
+
+    def _health(self) -> tuple[HTTPStatus, str, bytes]:
+        why = ""
+        found: dict[str, int] = {}
+        for thread in self._threads:
+            reason, report = _state(thread)
+            why = why or reason
+            if thread.role == "decode":
+                found |= {"quarantined_blocks": report.quarantine_pages, "limit": report.quarantine_limit_pages}
+            else:
+                found |= {"pinned_blocks": report.pinned_pages}
+        status = HTTPStatus.SERVICE_UNAVAILABLE if why else HTTPStatus.OK
+        return _answer({"status": why or "ok", **found}, status)
+
+
+class _Families(Collector):
+    def __init__(self, report: Report) -> None:
+        self._report = report
+
+    def collect(self) -> Iterator[Metric]:
+        return node_families(self._report)
+
+
+def _scraped(thread: Thread) -> tuple[HTTPStatus, str, bytes]:
+    registry = CollectorRegistry()
+    registry.register(_Families(_state(thread)[1]))
+    return HTTPStatus.OK, CONTENT_TYPE_LATEST, generate_latest(registry)
+
+
+def _state(thread: Thread) -> tuple[str, Report]:
+    """Why it cannot serve, or "", and what it has. "Free" are blocks that no transfer uses; of others, vLLM knows."""
+    busy, total = thread.pages.busy_pages, thread.pages.num_pages
+
+    def of(node: PrefillNode | DecodeNode) -> tuple[str, Report]:
+        report = node_report(node, pages_free=total - busy, pages_by_kind={"transfer": busy}, at_rest=not busy)
+        return node.unavailable_reason, report
+
+    return thread.ask(of)
+
+
+def _answer(document: object, status: HTTPStatus = HTTPStatus.OK) -> tuple[HTTPStatus, str, bytes]:
+    return status, _JSON, msgspec.json.encode(document)
