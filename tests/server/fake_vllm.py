@@ -159,8 +159,9 @@ class FakeVllm:
         params = body.get("kv_transfer_params") or {}
         if not (self.connector and params.get("do_remote_decode")):
             return None
-        found = {
+        found: dict[str, Any] = {
             "do_remote_prefill": True,
+            "remote_prefill_cached_tokens": len(self.bodies),  # vLLM's scheduler adds it, of each request
             "do_remote_decode": False,
             "remote_host": "10.0.0.7",
             "remote_port": self.port,

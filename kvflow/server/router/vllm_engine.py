@@ -101,7 +101,7 @@ class VllmEngine:
         alone = CounterMetricFamily("kvflow_router_decoded_alone", text, labels=["reason"])
         yield labelled(alone, self._decoded_alone)
 
-    def address_of(self, prefill: Worker) -> dict[str, Any] | None:
+    def address_of(self, prefill: Worker) -> _Address | None:
         """By what decode finds this prefill, if both are to be asked at once."""
         learned = prefill.learned
         return learned.address if self._together and isinstance(learned, _Learned) and not learned.varies else None
@@ -114,7 +114,7 @@ class VllmEngine:
         if params is not None:
             if not isinstance(prefill.learned, _Learned):
                 prefill.learned = _Learned()
-            prefill.learned.note(params)
+            prefill.learned.note(_Address.read(params))
             return
         self.note_alone("no_params")
         if prefill.url not in self._without_params:
@@ -155,12 +155,12 @@ class VllmCompletion:
 
 @asynccontextmanager
 async def _put_together(
-    request: Forwarded, prefill: Worker, decode: Worker, address: dict[str, Any]
+    request: Forwarded, prefill: Worker, decode: Worker, address: _Address
 ) -> AsyncGenerator[Pair, None]:
     room = secrets.randbelow(MAX_ROOM) + 1
     name_rooms([room])
     ours = {"do_remote_decode": True, "do_remote_prefill": False, "kvflow_room": room}
-    legs = _prefill_leg(request, prefill, ours), _decode_leg(request, decode, address | {"kvflow_room": room})
+    legs = _prefill_leg(request, prefill, ours), _decode_leg(request, decode, address.params(room))
     try:
         async with together(*legs, {ROOM_HEADER: str(room)}) as pair:
             yield pair
@@ -233,38 +233,50 @@ def _params_in(answer: web.Response, prefill: Worker) -> msgspec.Raw | None:
     return None if bytes(params) == b"null" else params
 
 
-class _Learned:
-    """By what decodes find a prefill, of its answers since it is up."""
+class _Address(msgspec.Struct, frozen=True):
+    """By what decodes find a prefill with kvflow's connector.
 
-    def __init__(self) -> None:
-        self.address: dict[str, Any] | None = None  # an answer of kvflow's connector; None after a failure
-        self.varies = False  # several engines behind one URL: which of them gets a request is not known before
-        self._last: dict[str, Any] | None = None
+    These are fields of its answers. Others are of one request each: the room, and how much of the prompt was cached,
+    which vLLM adds.
+    """
 
-    def note(self, params: msgspec.Raw) -> None:
-        """It has answered with these."""
-        self.address = _address_in(params)
-        self.varies |= self._last is not None and self._last != self.address
-        self._last = self.address
-
-
-class _KvflowParams(msgspec.Struct):
-    """What only kvflow's connector has all of."""
-
-    kvflow_room: int
     remote_host: str
     remote_port: int
+    tp_size: int = 1
+    pp_size: int = 1
+
+    @classmethod
+    def read(cls, params: msgspec.Raw) -> _Address | None:
+        """None where another connector has answered."""
+        try:
+            msgspec.json.decode(params, type=_Room)
+            return msgspec.json.decode(params, type=cls)
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+            return None
+
+    def params(self, room: int) -> dict[str, Any]:
+        """Of decode's leg."""
+        fields = msgspec.structs.asdict(self)
+        return {"do_remote_prefill": True, "do_remote_decode": False, "kvflow_room": room, **fields}
 
 
-def _address_in(params: msgspec.Raw) -> dict[str, Any] | None:
-    """Without the room, which is of one request."""
-    try:
-        msgspec.json.decode(params, type=_KvflowParams)
-        found: dict[str, Any] = msgspec.json.decode(params)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
-        return None
-    del found["kvflow_room"]
-    return found
+class _Room(msgspec.Struct):
+    kvflow_room: int
+
+
+class _Learned:
+    """What a prefill's answers have told since it is up."""
+
+    def __init__(self) -> None:
+        self.address: _Address | None = None  # None after a failure
+        self.varies = False  # several engines behind one URL: which of them gets a request is not known before
+        self._last: _Address | None = None
+
+    def note(self, address: _Address | None) -> None:
+        """It has answered with this one."""
+        self.address = address
+        self.varies |= self._last is not None and self._last != address
+        self._last = address
 
 
 class _Model(msgspec.Struct):
