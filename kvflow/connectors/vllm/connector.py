@@ -24,7 +24,7 @@ from vllm.v1.metrics.cache_hit_source import CacheHitSource
 from kvflow.connectors.vllm.decode_scheduler import DecodeScheduler
 from kvflow.connectors.vllm.memory import check_groups, shared_allocation
 from kvflow.connectors.vllm.messages import StepMeta, StepNews
-from kvflow.connectors.vllm.params import FromPrefill, ToDecode, read_params
+from kvflow.connectors.vllm.params import WORKERS, FromPrefill, ToDecode, read_params
 from kvflow.connectors.vllm.prefill_scheduler import PrefillScheduler
 from kvflow.connectors.vllm.settings import Settings
 from kvflow.connectors.vllm.stats import KvflowPromMetrics, KvflowStats
@@ -54,6 +54,11 @@ class KvflowConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self._decode: DecodeScheduler | None = None
         self._workers: Workers | None = None
         self._segments: list[SharedSegment] = []
+        if self._settings.decode_workers not in (None, 1, self._ranks):
+            raise MisuseError(
+                f"kv_connector_extra_config: decode_workers {self._settings.decode_workers} is neither 1 nor the "
+                f"number of workers here, {self._ranks}"
+            )
         if role is KVConnectorRole.SCHEDULER:
             self._make_schedulers(parallel)
 
@@ -67,7 +72,7 @@ class KvflowConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
                 "remote_host": self._settings.host,
                 "remote_port": self._bootstrap_port,
                 "tp_size": parallel.tensor_parallel_size,
-                "pp_size": parallel.pipeline_parallel_size,
+                WORKERS: self._settings.decode_workers or self._ranks,
             }
             self._prefill = PrefillScheduler(self._block_size, address)
         if self._kv_transfer_config.is_kv_consumer:

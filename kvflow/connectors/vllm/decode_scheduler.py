@@ -41,9 +41,9 @@ class _Quarantine:
 class DecodeScheduler:
     """Requests with `do_remote_prefill`, from their arrival until their blocks are there, or proven free."""
 
-    def __init__(self, block_size: int, ranks: int) -> None:
-        """`ranks`: workers of this engine; each loads its part from prefill's worker of the same number."""
-        self._block_size, self._ranks = block_size, ranks
+    def __init__(self, block_size: int, workers: int) -> None:
+        """`workers`: of this engine; of several, each loads its part from prefill's worker of the same number."""
+        self._block_size, self._workers = block_size, workers
         self._loads: dict[str, _Load] = {}
         self._quarantine: dict[str, _Quarantine] = {}
         self._used: dict[int, None] = {}  # numbers of the latest rooms
@@ -66,10 +66,10 @@ class DecodeScheduler:
         while len(self._used) > USED_ROOMS:
             del self._used[next(iter(self._used))]
         refusal = None
-        if params.ranks != self._ranks:
-            text = f"prefill has {params.ranks} workers (tensor times pipeline parallel), decode has {self._ranks}"
-            refusal = Cause(Code.REFUSED, f"{text}: both must have as many")
-        prefill = [params.registry(rank) for rank in range(params.ranks)]
+        if params.workers not in (None, self._workers):
+            text = f"prefill is for decodes of {params.workers} workers (tensor times pipeline parallel)"
+            refusal = Cause(Code.REFUSED, f"{text}, and this one has {self._workers}: see its decode_workers")
+        prefill = [params.registry(rank) for rank in range(self._workers)]
         prompt = np.array(request.prompt_token_ids, np.uint32)
         self._next.targets.append(OpenTarget(name, params.room, prefill, prompt, refusal))
 

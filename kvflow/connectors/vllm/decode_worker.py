@@ -99,11 +99,10 @@ class DecodeWorker(WorkerSide[DecodeThread]):
 
     def _open(self, what: OpenTarget, offer: Offer | None) -> None:
         target = self._targets[what.request] = _Target(what)
-        prefill = what.prefill[min(self._rank, len(what.prefill) - 1)]
+        prefill = what.prefill[self._rank]
         try:
             if what.refusal is not None:
-                for registry in what.prefill if self._rank == 0 else ():
-                    self.thread.refuse(what.room, prefill=registry, cause=what.refusal)
+                self.thread.refuse(what.room, prefill=prefill, cause=what.refusal)
                 target.offer = offer
                 self._never(target, what.refusal)
                 return

@@ -67,7 +67,15 @@ def _check_role(asked: object, transfer: Any) -> None:
 
 
 def _telling(process_outputs: Any) -> Any:
-    from vllm.exceptions import GracefulHTTPError
+    from vllm.exceptions import GenerationError, GracefulHTTPError
+
+    class TransferError(GracefulHTTPError, GenerationError):  # type: ignore[misc]
+        """An answer of its own status, also in a stream; one line in the log."""
+
+        def __init__(self, cause: Cause) -> None:
+            status = HTTPStatus(STATUS_OF_CODE.get(cause.code, 500))
+            super().__init__(f"kvflow: {cause}", status)
+            self.status_code = status
 
     @wraps(process_outputs)
     def telling(self: Any, engine_core_outputs: list[Any], *args: Any, **kwargs: Any) -> Any:
@@ -75,9 +83,7 @@ def _telling(process_outputs: Any) -> Any:
             text = (output.trace_headers or {}).get(REASON) if output.finish_reason is not None else None
             state = self.request_states.get(output.request_id) if text else None
             if text and state is not None and state.queue is not None and str(output.finish_reason) == "error":
-                cause = read_reason(text)
-                status = HTTPStatus(STATUS_OF_CODE.get(cause.code, 500))
-                state.queue.put(GracefulHTTPError(f"kvflow: {cause}", status))
+                state.queue.put(TransferError(read_reason(text)))
         return process_outputs(self, engine_core_outputs, *args, **kwargs)
 
     return telling

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import hashlib
 import logging
 from collections.abc import Generator, Mapping
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.overrides import TorchFunctionMode
@@ -65,22 +64,56 @@ class _InSegment(TorchFunctionMode):
         return torch.frombuffer(self._found[0].memory, dtype=torch.int8, count=size)
 
 
+class Heads(NamedTuple):
+    """The K/V heads of a model whose layers are split over `shards` workers, of which this is number `shard`.
+
+    `total` heads; fewer than shards, or none of their own (MLA: 0), and several shards have the same.
+    """
+
+    total: int
+    shard: int
+    shards: int
+
+    def part(self, heads: int, axis: int) -> dict[str, int]:
+        """Which part of a layer's cache this shard has, `heads` heads along `axis`: fields of `components.Part`."""
+        if not self.total:
+            return {"replica": self.shard, "replicas": self.shards}
+        copies = max(1, heads * self.shards // self.total)
+        start, copy = divmod(self.shard, copies)
+        return {"start": start * heads, "whole": self.total, "replica": copy, "replicas": copies, "axis": axis}
+
+
 def pool_over(
-    caches: Mapping[str, torch.Tensor], block_size: int, *, tag: str, fingerprint: str, segment: SharedSegment | None
+    caches: Mapping[str, torch.Tensor],
+    block_size: int,
+    *,
+    layout: str,
+    fingerprint: str,
+    segment: SharedSegment | None,
+    heads: Heads | None = None,
 ) -> PagedPool:
-    """`caches`: vLLM's layers by name, each [blocks, ...], a block of each contiguous. Raises: LayoutError."""
-    kinds = sorted({f"{'x'.join(map(str, t.shape[1:]))} {t.dtype}" for t in caches.values()})
-    inner = kinds[0] if len(kinds) == 1 else hashlib.sha256(" ".join(kinds).encode()).hexdigest()[:12]
+    """`caches`: vLLM's layers by name, each [blocks, heads, slots, width] in any order of memory, a block of each
+    contiguous. `layout`: what else two of them must have in common. `heads`: of a worker whose decode has all workers'
+    parts in one; otherwise each has its counterpart. Raises: LayoutError."""
     # Layers that share a cache (cross-layer KV sharing) are the same bytes: once is enough.
     distinct: dict[int, str] = {}
     for name, cache in caches.items():
         distinct.setdefault(cache.data_ptr(), name)
+    streams, parts = {}, {}
+    for name in distinct.values():
+        cache = caches[name]
+        order = sorted(range(1, cache.dim()), key=cache.stride, reverse=True)  # of its dimensions in memory
+        streams[name] = cache.permute(0, *order)
+        if heads is not None:
+            parts[name] = heads.part(cache.shape[1], order.index(1))
     return PagedPool.wrap(
-        {name: caches[name] for name in distinct.values()},
+        {},
         block_size,
-        tag=f"vLLM {SUPPORTED} {tag} {inner}",
+        per_page=streams,
+        formats=dict.fromkeys(streams, f"vLLM {SUPPORTED} {layout}"),
         fingerprint=fingerprint,
         segment=segment,
+        parts=parts,
     )
 
 

@@ -19,7 +19,7 @@ import msgspec
 from kvflow.protocols.errors import MisuseError
 from kvflow.transports.control.registry import registry_address
 
-ROOM = "kvflow_room"
+ROOM, WORKERS = "kvflow_room", "kvflow_decode_workers"
 MAX_ROOM = (1 << 53) - 1  # proxies read numbers of JSON as doubles
 _FIELD = "kv_transfer_params"
 _TRANSFER, _BOOTSTRAP = "transfer_id", "remote_bootstrap_addr"
@@ -33,12 +33,13 @@ class ToDecode(msgspec.Struct, frozen=True):
 
 
 class FromPrefill(msgspec.Struct, frozen=True):
-    """Decode's leg: where the prompt's blocks come from. `prefill` is the registry of its rank 0, "host:port"."""
+    """Decode's leg: where the prompt's blocks come from. `port` is that of prefill's rank 0."""
 
     room: int
     host: str
     port: int
-    ranks: int
+    workers: int | None = None
+    """How many a decode of this prefill must have; None where nobody has said."""
 
     def registry(self, rank: int) -> str:
         """Of the rank of that number: each has one of its own."""
@@ -67,9 +68,8 @@ def read_params(params: object) -> ToDecode | FromPrefill | None:
     host = params.get("remote_host")
     if not isinstance(host, str) or not host:
         raise MisuseError(f"{_FIELD}: remote_host {host!r} is not a host name or IP address: copy prefill's answer")
-    ranks = 1 if params.get("tp_size") is None else _number(params, "tp_size", 1, 1024)
-    ranks *= 1 if params.get("pp_size") is None else _number(params, "pp_size", 1, 1024)
-    return _checked(_room(params), host, _number(params, "remote_port", 1, 65_536 - ranks), ranks)
+    workers = None if params.get(WORKERS) is None else _number(params, WORKERS, 1, 1024)
+    return _checked(FromPrefill(_room(params), host, _number(params, "remote_port", 1, 65_535), workers))
 
 
 def draw_room() -> int:
@@ -81,11 +81,10 @@ def _from_mooncake(params: dict[str, Any]) -> FromPrefill:
     found = _ADDRESS.fullmatch(address) if isinstance(address, str) else None
     if found is None:
         raise MisuseError(f"{_FIELD}: {_BOOTSTRAP} {address!r} is not http://HOST:PORT")
-    return _checked(_room(params), found["host"].strip("[]"), int(found["port"]), 1)
+    return _checked(FromPrefill(_room(params), found["host"].strip("[]"), int(found["port"])))
 
 
-def _checked(room: int, host: str, port: int, ranks: int) -> FromPrefill:
-    found = FromPrefill(room, host, port, ranks)
+def _checked(found: FromPrefill) -> FromPrefill:
     found.registry(0)
     return found
 

@@ -25,6 +25,9 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     takes the ports behind those of the engines before it."""
     ib_device: str = ""
     """RDMA device; empty for TCP."""
+    decode_workers: int | None = None
+    """Of a prefill with several workers, by tensor or pipeline parallelism: how many its decodes have: 1, which then has
+    all of their parts, or as many (None), each the counterpart of one."""
     verify_transfers: bool = False
     """A checksum with every chunk: set it on both sides."""
     control_key_file: str = ""

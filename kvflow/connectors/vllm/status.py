@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import logging
 from collections.abc import Iterator
 from contextlib import AsyncExitStack
 from functools import partial
@@ -13,6 +15,7 @@ from prometheus_client.core import Metric
 from prometheus_client.registry import Collector
 
 from kvflow.node import DecodeNode, PrefillNode
+from kvflow.protocols.errors import LostError, WireError
 from kvflow.server.http.completion_service import Report
 from kvflow.server.http.metrics import node_families
 from kvflow.server.http.node_report import node_report
@@ -20,10 +23,12 @@ from kvflow.threads.decode import DecodeThread
 from kvflow.threads.loop import LoopThread
 from kvflow.threads.prefill import PrefillThread
 from kvflow.transports.control.rank_server import Document, serve_ranks
-from kvflow.transports.control.registry import RankTable
+from kvflow.transports.control.registry import RankTable, RegistryClient
 
 Thread = PrefillThread | DecodeThread
 _JSON = "application/json"
+_AGAIN_S = 0.5
+log = logging.getLogger("vllm.kvflow")
 
 
 class StatusServer:
@@ -50,6 +55,7 @@ class StatusServer:
                 "/metrics": self._documents.get("/metrics", scrape)
             }
         self._stack = AsyncExitStack()
+        self._tasks: list[asyncio.Task[None]] = []
         self._loop: LoopThread | None = None
 
     def start(self, host: str, port: int, api_key: str = "") -> int:
@@ -62,11 +68,33 @@ class StatusServer:
             self._loop.stop()
             raise
 
+    def join(self, leader: str, api_key: str) -> None:
+        """Have the registry of rank 0, "host:port", know this rank, too: now, or as soon as it answers."""
+        assert self._loop is not None
+        (info,) = self._table.all()
+
+        async def register() -> None:
+            client = RegistryClient(api_key)
+            while True:
+                try:
+                    return await client.register(leader, info)
+                except (LostError, WireError) as error:
+                    log.info("rank %d waits for the registry of rank 0 at %s: %s", info.rank, leader, error)
+                    await asyncio.sleep(_AGAIN_S)
+
+        self._loop.post(lambda: self._tasks.append(asyncio.get_running_loop().create_task(register())))
+
     def close(self) -> None:
         if self._loop is not None:
-            self._loop.call(self._stack.aclose)
+            self._loop.call(self._close)
             self._loop.stop()
             self._loop = None
+
+    async def _close(self) -> None:
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self._stack.aclose()
 
     def _health(self) -> tuple[HTTPStatus, str, bytes]:
         why = ""

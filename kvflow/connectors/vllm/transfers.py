@@ -21,7 +21,7 @@ class Transfers:
         self._block_bytes, self._worker = block_bytes, worker
         self._lock = threading.Lock()
         self._data = no_transfers()
-        self._quarantine = 0
+        self._quarantine: int | None = None  # as last told
 
     def sent(self, blocks: int, seconds: float) -> None:
         self._moved("sent", blocks, seconds)

@@ -12,7 +12,7 @@ import torch
 from vllm.distributed.parallel_state import get_pp_group, get_tp_group
 
 from kvflow.connectors.vllm.decode_worker import DecodeWorker
-from kvflow.connectors.vllm.memory import model_fingerprint, pool_over
+from kvflow.connectors.vllm.memory import Heads, model_fingerprint, pool_over
 from kvflow.connectors.vllm.messages import StepMeta, StepNews
 from kvflow.connectors.vllm.prefill_worker import PrefillWorker
 from kvflow.connectors.vllm.settings import Settings
@@ -24,7 +24,7 @@ from kvflow.memory.shared import SharedSegment
 from kvflow.threads.decode import DecodeThread
 from kvflow.threads.prefill import PrefillThread
 from kvflow.transports.control.curve import read_key
-from kvflow.transports.control.registry import RegistryClient
+from kvflow.transports.control.registry import RegistryClient, registry_address
 from kvflow.transports.control.zmq import bind_router, connect_dealer
 from kvflow.transports.data.select import open_plane
 
@@ -65,9 +65,11 @@ class Workers:
         options = _options(settings, pages)
         prefill = decode = None
         if config.is_kv_producer:
-            options_of_prefill = options | {"model": _model_name(vllm_config.model_config)}
+            more: dict[str, Any] = {"model": _model_name(vllm_config.model_config)}
+            if _is_in_one(vllm_config, settings):
+                more |= {"rank": rank, "world_size": get_tp_group().world_size * get_pp_group().world_size}
             prefill = PrefillWorker(
-                _prefill_thread(pool, settings, options_of_prefill),
+                _prefill_thread(pool, settings, options | more),
                 transfers,
                 wake.set,
                 source_deadline_s=settings.source_deadline_s,
@@ -86,6 +88,8 @@ class Workers:
         if prefill is not None or settings.status_port:
             port = bootstrap_port if prefill is not None else settings.status_port
             status.start(settings.host, port + rank, settings.api_key)
+            if rank and _is_in_one(vllm_config, settings):
+                status.join(registry_address(settings.host, port), settings.api_key)
         log.info("kvflow: %r, over %s, %s", pool, settings.transfer_backend, config.kv_role)
         return cls(prefill, decode, status, transfers, wake)
 
@@ -151,14 +155,27 @@ def _pool(
     segment: SharedSegment | None,
 ) -> PagedPool:
     cache, ranks = vllm_config.cache_config, get_tp_group().world_size * get_pp_group().world_size
-    place = f"{next(iter(caches.values())).device.type} {cache.get_resolved_kv_cache_layout().name}"
+    layout = f"{next(iter(caches.values())).device.type} {cache.get_resolved_kv_cache_layout().name}"
+    in_one = _is_in_one(vllm_config, settings)
     return pool_over(
         caches,
         block_size,
-        tag=f"{place} rank {_rank()} of {ranks}",
+        layout=layout if in_one or ranks == 1 else f"{layout}, worker {_rank()} of {ranks}",
+        heads=_heads(vllm_config.model_config) if in_one else None,
         fingerprint=settings.fingerprint or model_fingerprint(vllm_config.model_config, cache.cache_dtype),
         segment=segment,
     )
+
+
+def _is_in_one(vllm_config: Any, settings: Settings) -> bool:
+    """This worker is one of several of a prefill, and its decodes have one that has all of their parts."""
+    ranks = get_tp_group().world_size * get_pp_group().world_size
+    return bool(vllm_config.kv_transfer_config.is_kv_producer and settings.decode_workers == 1 and ranks > 1)
+
+
+def _heads(model_config: Any) -> Heads:
+    total = 0 if model_config.use_mla else model_config.get_total_num_kv_heads()
+    return Heads(total, get_tp_group().rank_in_group, get_tp_group().world_size)
 
 
 def _options(settings: Settings, pages: ExternalPages) -> dict[str, Any]:
