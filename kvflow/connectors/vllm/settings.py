@@ -26,8 +26,8 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     ib_device: str = ""
     """RDMA device; empty for TCP."""
     decode_workers: int | None = None
-    """Of a prefill with several workers, by tensor or pipeline parallelism: how many its decodes have: 1, which then has
-    all of their parts, or as many (None), each the counterpart of one."""
+    """Of a prefill with several workers, by tensor or pipeline parallelism: how many its decodes have: 1, which has all
+    of their parts, or as many (None), each the counterpart of one."""
     verify_transfers: bool = False
     """A checksum with every chunk: set it on both sides."""
     control_key_file: str = ""
@@ -35,8 +35,8 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     api_key: str = ""
     """What decodes need to ask a prefill's registry; empty: nothing."""
     source_deadline_s: float = 30.0
-    """How long a prefill keeps the blocks of a prompt for a decode that has not asked for them. One that has is waited
-    for as long as it lives."""
+    """How long a prefill keeps the blocks of a prompt for a decode that has not asked for them, and a decode's half of a
+    room for its own. One that has asked is waited for as long as it lives."""
     load_deadline_s: float | None = None
     """How long a decode waits for a prompt's blocks; None: as long as prefill lives."""
     lost_after_s: float = Timing().lost_after_s
@@ -79,7 +79,8 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
     @property
     def timing(self) -> Timing:
-        return Timing(lost_after_s=self.lost_after_s)
+        # A step of the model may stand between the two legs of a request that are posted at once.
+        return Timing(lost_after_s=self.lost_after_s, rendezvous_s=self.source_deadline_s)
 
     @property
     def bounds(self) -> Bounds:
