@@ -35,7 +35,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     api_key: str = ""
     """What decodes need to ask a prefill's registry; empty: nothing."""
     source_deadline_s: float = 30.0
-    """How long a prefill keeps the blocks of a prompt for a decode that has not asked for them, and a decode's half of a
+    """How long a prefill keeps the blocks of a prompt for a decode that has not asked for them, and decode's half of a
     room for its own. One that has asked is waited for as long as it lives."""
     load_deadline_s: float | None = None
     """How long a decode waits for a prompt's blocks; None: as long as prefill lives."""
