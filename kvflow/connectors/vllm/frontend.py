@@ -15,6 +15,7 @@ from kvflow.connectors.vllm.params import ToDecode, read_params
 from kvflow.protocols.errors import Cause, Code, MisuseError
 from kvflow.server.http.errors import STATUS_OF_CODE
 
+CLIENT_CLOSED_REQUEST = 499  # the other leg's client has left
 REASON = "kvflow-failed"  # in a request's trace headers: the one thing of it that vLLM sends with an error
 
 
@@ -25,6 +26,12 @@ def encode_reason(cause: Cause) -> str:
 def read_reason(text: str) -> Cause:
     code, _, rest = text.partition(" ")
     return Cause(Code(code), rest)
+
+
+def _status(cause: Cause) -> HTTPStatus:
+    """Of an answer; 502 where kvflow's own servers say 499, which HTTPStatus does not know."""
+    found = STATUS_OF_CODE.get(cause.code, 500)
+    return HTTPStatus.BAD_GATEWAY if found == CLIENT_CLOSED_REQUEST else HTTPStatus(found)
 
 
 def install() -> None:
@@ -73,7 +80,7 @@ def _telling(process_outputs: Any) -> Any:
         """An answer of its own status, also in a stream; one line in the log."""
 
         def __init__(self, cause: Cause) -> None:
-            status = HTTPStatus(STATUS_OF_CODE.get(cause.code, 500))
+            status = _status(cause)
             super().__init__(f"kvflow: {cause}", status)
             self.status_code = status
 

@@ -242,8 +242,7 @@ class _Address(msgspec.Struct, frozen=True):
 
     remote_host: str
     remote_port: int
-    tp_size: int = 1
-    pp_size: int = 1
+    kvflow_decode_workers: int = 1
 
     @classmethod
     def read(cls, params: msgspec.Raw) -> _Address | None:
