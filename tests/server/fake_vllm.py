@@ -167,7 +167,7 @@ class FakeVllm:
             "remote_port": self.port,
         }
         if self.connector == "kvflow":
-            sizes = {"remote_engine_id": "e", "tp_size": 2, "pp_size": 1}
+            sizes = {"remote_engine_id": "e", "tp_size": 2, "kvflow_decode_workers": 2}
             return {**found, "kvflow_room": params.get("kvflow_room", ROOM_OF_PREFILL), **sizes}
         return {
             **found,

@@ -34,7 +34,7 @@ async def test_the_first_request_tells_where_decodes_find_a_prefill(session: Ses
         assert first == {"do_remote_decode": True, "do_remote_prefill": False, "kvflow_room": room}
         assert second == {
             "do_remote_prefill": True, "do_remote_decode": False, "kvflow_room": room, "remote_host": "10.0.0.7",
-            "remote_port": 5600, "tp_size": 2, "pp_size": 1,
+            "remote_port": 5600, "kvflow_decode_workers": 2,
         }  # fmt: skip
         assert 1 <= room <= (1 << 53) - 1
     assert p.params[1] != p.params[2], "each request has its own room"
