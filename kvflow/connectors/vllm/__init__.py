@@ -23,9 +23,10 @@ def register() -> None:
     if NAME not in KVConnectorFactory._registry:  # plugins are loaded more than once in some processes
         KVConnectorFactory.register_connector(NAME, __name__, NAME)
     if is_supported():
-        from kvflow.connectors.vllm.frontend import install
+        from kvflow.connectors.vllm import few_cores, frontend
 
-        install()
+        frontend.install()
+        few_cores.install()
 
 
 def __getattr__(name: str) -> Any:
