@@ -1,0 +1,28 @@
+"""Why a load failed, on its way to decode's client."""
+
+from __future__ import annotations
+
+from http import HTTPStatus
+
+import pytest
+
+from kvflow.connectors.vllm.frontend import _status, encode_reason, read_reason
+from kvflow.protocols.errors import Cause, Code
+
+
+@pytest.mark.parametrize("text", ["", "prefill is gone", " two  spaces\nand a line "])
+@pytest.mark.parametrize("code", list(Code))
+def test_a_cause_survives_as_text(code: Code, text: str) -> None:
+    assert read_reason(encode_reason(Cause(code, text))) == Cause(code, text)
+
+
+@pytest.mark.parametrize("code", list(Code))
+def test_every_cause_has_a_status_that_vllm_can_send(code: Code) -> None:
+    """`HTTPStatus(499)` would raise in vLLM's output loop, which ends the server."""
+    status = _status(Cause(code))
+    assert isinstance(status, HTTPStatus) and 400 <= status < 600
+
+
+def test_prefills_client_is_not_decodes() -> None:
+    assert _status(Cause(Code.CLIENT_GONE)) is _status(Cause(Code.ABORTED)) is HTTPStatus.BAD_GATEWAY
+    assert _status(Cause(Code.CAPACITY)) is HTTPStatus.SERVICE_UNAVAILABLE
