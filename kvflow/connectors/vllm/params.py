@@ -79,13 +79,16 @@ def draw_room() -> int:
 def _from_mooncake(params: dict[str, Any]) -> FromPrefill:
     address = params[_BOOTSTRAP]
     found = _ADDRESS.fullmatch(address) if isinstance(address, str) else None
-    if found is None:
+    if found is None or not 1 <= int(found["port"]) <= 65_535:
         raise MisuseError(f"{_FIELD}: {_BOOTSTRAP} {address!r} is not http://HOST:PORT")
     return _checked(FromPrefill(_room(params), found["host"].strip("[]"), int(found["port"])))
 
 
 def _checked(found: FromPrefill) -> FromPrefill:
-    found.registry(0)
+    try:
+        found.registry(0)
+    except MisuseError as error:
+        raise MisuseError(f"{_FIELD}: {error}") from None
     return found
 
 

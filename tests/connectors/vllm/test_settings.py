@@ -1,0 +1,45 @@
+"""`kv_connector_extra_config`: what it may have, and what is said of the rest."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from kvflow.connectors.vllm.settings import Settings
+from kvflow.protocols.errors import MisuseError
+
+
+def test_what_is_set_is_read() -> None:
+    found = Settings.read(
+        {"transfer_backend": "local", "source_deadline_s": 5, "lost_after_s": 2.5, "quarantine_share": 0.25}
+    )
+    assert found.source_deadline_s == 5.0 and found.load_deadline_s is None and found.bootstrap_port == 8998
+    assert found.timing.lost_after_s == 2.5 and found.bounds.quarantine_share == 0.25
+
+
+@pytest.mark.parametrize(
+    ("extra", "text"),
+    [
+        ({"bootstrap_prot": 1}, "unknown field `bootstrap_prot`; it may have transfer_backend, host, bootstrap_port"),
+        ({"transfer_backend": "tcp"}, "no data plane 'tcp'; there are: local"),
+        ({"ib_device": "mlx5_0"}, "the local data plane has no use for one"),
+        ({"bootstrap_port": 0}, "bootstrap_port 0 is outside 1..65535"),
+        ({"bootstrap_port": 65536}, "bootstrap_port 65536 is outside"),
+        ({"bootstrap_port": "8998"}, "Expected `int`, got `str` - at `$.bootstrap_port`"),
+        ({"status_port": -1}, "status_port -1 is outside 0..65535"),
+        ({"source_deadline_s": -1}, "source_deadline_s -1.0 is not a number of seconds"),
+        ({"source_deadline_s": float("nan")}, "source_deadline_s nan is not"),
+        ({"source_deadline_s": None}, "$.source_deadline_s"),
+        ({"load_deadline_s": 1e9}, "load_deadline_s 1000000000.0 is not"),
+        ({"lost_after_s": 0}, "lost_after_s 0.0 is not"),
+        ({"quarantine_share": 1.5}, "quarantine_share 1.5"),
+        ({"rate_limit_bytes_per_s": 0}, "rate_limit_bytes_per_s 0.0 is not above 0"),
+        ({"rate_limit_bytes_per_s": float("nan")}, "rate_limit_bytes_per_s nan is not above 0"),
+        ({"verify_transfers": 1}, "$.verify_transfers"),
+    ],
+)
+def test_what_is_wrong_names_itself(extra: dict[str, Any], text: str) -> None:
+    with pytest.raises(MisuseError) as raised:
+        Settings.read({"transfer_backend": "local", **extra})
+    assert str(raised.value).startswith("kv_connector_extra_config: ") and text in str(raised.value)
