@@ -56,6 +56,7 @@ class NodeThread(Generic[N, A, R]):
         self._news = threading.Condition()
         self._unproven: Sequence[UnprovenLoan] = ()
         self._closing = self._closed = False
+        self._over = False  # closed, and nothing more can happen
 
     def __repr__(self) -> str:
         state = "closed" if self._closing else "new" if self._thread is None else "running"
@@ -88,6 +89,9 @@ class NodeThread(Generic[N, A, R]):
             if self._node is not None and not self._closed:
                 self._unproven = self._thread.call(self._close)
             self._thread.stop()
+        with self._news:
+            self._over = True
+            self._news.notify_all()
         return self._unproven
 
     def __enter__(self) -> Self:
@@ -99,14 +103,14 @@ class NodeThread(Generic[N, A, R]):
     # --- what the engine asks
 
     def poll(self, timeout_s: float = 0.0) -> list[RoomEvent[R]]:
-        """What has happened since the last call, in order; waits up to `timeout_s` for the first.
+        """What has happened since the last call, in order; waits up to `timeout_s` for the first, unless it is closed.
 
         Raises: MisuseError (what is not a time).
         """
         check_time("timeout_s", timeout_s)
         with self._news:
             if timeout_s > 0:
-                self._news.wait_for(lambda: self._events, timeout_s)
+                self._news.wait_for(lambda: self._events or self._over, timeout_s)
             found = list(self._events)
             self._events.clear()
         return found

@@ -99,11 +99,11 @@ class DecodeWorker(WorkerSide[DecodeThread]):
 
     def _open(self, what: OpenTarget, offer: Offer | None) -> None:
         target = self._targets[what.request] = _Target(what)
+        target.offer = offer
         prefill = what.prefill[self._rank]
         try:
             if what.refusal is not None:
                 self.thread.refuse(what.room, prefill=prefill, cause=what.refusal)
-                target.offer = offer
                 self._never(target, what.refusal)
                 return
             if offer is None:
@@ -111,7 +111,6 @@ class DecodeWorker(WorkerSide[DecodeThread]):
                     what.room, prefill=prefill, prompt=what.prompt, deadline_s=self._deadline_s, context=target
                 )
                 return
-            target.offer = offer
             target.room = self.thread.open(
                 what.room,
                 prefill=prefill,

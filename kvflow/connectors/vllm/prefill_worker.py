@@ -61,13 +61,12 @@ class PrefillWorker(WorkerSide[PrefillThread]):
         for name in meta.preempted:
             with self._lock:
                 source = self._sources.get(name)
-                blocks = source.blocks[: source.sent] if source is not None else ()
-            if source is None or source.room is None:
-                continue
+                if source is None or source.room is None:
+                    continue
+                # Forgotten before the wait: decode's half may come meanwhile, and would be sent them.
+                blocks, source.blocks, source.is_all = source.blocks[: source.sent], (), False
             if not self.thread.wait_released(blocks, _PREEMPTION_S):
                 source.room.close(Cause(Code.CAPACITY, "prefill preempted the request while its blocks were sent"))
-            with self._lock:
-                source.blocks, source.is_all = (), False
 
     def computed(self, meta: StepMeta) -> None:
         """After a step: what can be sent now."""

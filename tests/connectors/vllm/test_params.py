@@ -53,7 +53,7 @@ def test_both_legs_at_once() -> None:
     asked = {"do_remote_prefill": True, "kvflow_room": 5, "remote_host": "prefill-0.prefill", "remote_port": 9000}
     found = read_params(asked)
     assert found == FromPrefill(5, "prefill-0.prefill", 9000, None)
-    assert isinstance(found, FromPrefill) and found.registry(0) == "prefill-0.prefill:9000"
+    assert found.registry(0) == "prefill-0.prefill:9000"
 
 
 def test_words_of_mooncakes_proxies() -> None:
@@ -92,7 +92,7 @@ def test_whole_numbers_may_be_written_as_floats() -> None:
     floats = {"kvflow_room": float(MAX_ROOM), "remote_port": 8998.0, "kvflow_decode_workers": 2.0}
     found = read_params(ANSWER | floats)
     assert found == FromPrefill(MAX_ROOM, "10.0.0.7", 8998, 2)
-    assert isinstance(found, FromPrefill) and type(found.room) is type(found.port) is int
+    assert type(found.room) is type(found.port) is int
 
 
 def test_rooms_are_drawn_from_what_a_double_can_hold() -> None:

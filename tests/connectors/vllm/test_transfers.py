@@ -43,7 +43,12 @@ def test_quarantine_is_told_when_it_changes() -> None:
 
 def test_any_thread_may_count() -> None:
     transfers, found = Transfers(1, "0.0"), 0
-    threads = [threading.Thread(target=lambda: [transfers.sent(1, 0.0) for _ in range(500)]) for _ in range(4)]
+
+    def count() -> None:
+        for _ in range(500):
+            transfers.sent(1, 0.0)
+
+    threads = [threading.Thread(target=count) for _ in range(4)]
     for thread in threads:
         thread.start()
     while any(thread.is_alive() for thread in threads):

@@ -1,0 +1,187 @@
+"""The worker halves of one prefill and one decode, over real nodes, stepped as vLLM's worker steps them."""
+
+from __future__ import annotations
+
+import pickle
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from time import monotonic
+from typing import Any
+
+import numpy as np
+
+import kvflow
+from kvflow.connectors.vllm.decode_worker import DecodeWorker
+from kvflow.connectors.vllm.messages import Computed, Offer, OpenSource, OpenTarget, StepMeta
+from kvflow.connectors.vllm.prefill_worker import PrefillWorker
+from kvflow.connectors.vllm.transfers import Transfers
+from kvflow.protocols.limits import Timing
+
+PAGES, PAGE_SIZE, PATIENCE_S = 32, 4, 20.0
+PROMPT = np.arange(10, dtype=np.uint32)  # 2.5 blocks
+NAME, ROOM = "request", 7
+
+
+class Gate:
+    """What stands between a prefill and its writes: while it is shut, none ends, and none can be cancelled."""
+
+    def __init__(self) -> None:
+        self.open, self.reached = threading.Event(), threading.Event()
+        self.open.set()
+
+
+class _GatedJob:
+    def __init__(self, job: Any, gate: Gate) -> None:
+        self._job, self._gate = job, gate
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._job, name)
+
+    def advance(self, max_bytes: int, cancelled: bool) -> int:
+        self._gate.reached.set()
+        self._gate.open.wait(PATIENCE_S)
+        return int(self._job.advance(max_bytes, cancelled))
+
+
+class GatedPlane(kvflow.LocalPlane):
+    def __init__(self, gate: Gate) -> None:
+        super().__init__(None)
+        self._gate = gate
+
+    def _open(self, *args: Any) -> Any:
+        route: Any = super()._open(*args)
+        begin = route.begin
+        route.write_at_once = lambda write: False
+        route.begin = lambda write: _GatedJob(begin(write), self._gate)
+        return route
+
+
+def new_pool(first: int = 0, page_bytes: int = 64) -> kvflow.PagedPool:
+    """Page p holds first + p everywhere, or 0 without `first`."""
+    kinds = [("k", "uint8", (page_bytes // PAGE_SIZE,))]
+    pool = kvflow.PagedPool.allocate(kvflow.build_layout(kinds, page_size=PAGE_SIZE, num_pages=PAGES), shared=True)
+    if first:
+        pool.array("k")[:] = np.arange(first, first + PAGES, dtype=np.uint8)[:, None, None]
+    return pool
+
+
+class Pair:
+    """Counts what the halves report, request by request."""
+
+    def __init__(self, prefill: PrefillWorker, decode: DecodeWorker, wake: threading.Event, gate: Gate) -> None:
+        self.prefill, self.decode, self.gate, self._wake = prefill, decode, gate, wake
+        self.sent: Counter[str] = Counter()
+        self.received: Counter[str] = Counter()
+        self.failed: Counter[str] = Counter()  # of those received
+        self.failures: Counter[str] = Counter()
+        self.released: Counter[str] = Counter()
+        self.causes: dict[str, kvflow.Cause] = {}
+
+    def step_prefill(self, **meta: Any) -> None:
+        told: StepMeta = pickle.loads(pickle.dumps(StepMeta(**meta)))
+        self.prefill.preempt(told)
+        self.prefill.begin(told)
+        self.prefill.computed(told)
+        self.sent.update(self.prefill.finished(told))
+
+    def step_decode(self, **meta: Any) -> None:
+        self.decode.begin(pickle.loads(pickle.dumps(StepMeta(**meta))))
+        received, failed = self.decode.finished()
+        assert failed <= received
+        self.received.update(received)
+        self.failed.update(failed)
+        if (news := self.decode.take_news()) is not None:
+            self.failures.update(news.failures)
+            self.released.update(news.released)
+            self.causes |= news.failed
+
+    def until(self, condition: Callable[[], object]) -> None:
+        """Step both, with nothing to tell them, as events come."""
+        deadline = monotonic() + PATIENCE_S
+        while not condition():
+            assert monotonic() < deadline, f"it did not happen within {PATIENCE_S:g} s: {vars(self)}"
+            self._wake.clear()
+            self.step_prefill()
+            self.step_decode()
+            if not condition():
+                self._wake.wait(0.05)
+
+    def until_rest(self) -> None:
+        self.until(lambda: not (self.prefill.is_busy or self.decode.is_busy))
+        self.step_prefill()
+        self.step_decode()
+
+    # --- what the scheduler's halves would tell them
+
+    def source(self, room: int = ROOM, name: str = NAME) -> OpenSource:
+        return OpenSource(name, room, PROMPT)
+
+    def target(self, room: int = ROOM, name: str = NAME, refusal: kvflow.Cause | None = None) -> OpenTarget:
+        return OpenTarget(name, room, [self.prefill.thread.registry], PROMPT, refusal)
+
+    def send_all(self, *blocks: int, was_aborted: bool = False) -> None:
+        """A sequential prefill's request is over."""
+        computed = {NAME: Computed(blocks, True)}
+        self.step_prefill(sources=[self.source()], computed=computed, sent={NAME: was_aborted})
+
+    def load(self, *blocks: int, prefix_tokens: int = 0) -> None:
+        offer = Offer(blocks, prefix_tokens, waited_for=True)
+        self.step_decode(targets=[self.target()], offers={NAME: offer})
+
+    def hold(self) -> None:
+        """Decode fails, tells so, and is told that its blocks are held: vLLM hears of the failure."""
+        self.until(lambda: self.failures[NAME])
+        assert not self.received[NAME], "vLLM was told before anybody held the blocks"
+        self.step_decode(held=[NAME])
+
+    @property
+    def source_pages(self) -> Any:
+        return self.prefill.thread.pool.array("k")[:, 0, 0]
+
+    @property
+    def target_pages(self) -> Any:
+        return self.decode.thread.pool.array("k")[:, 0, 0]
+
+    def room(self) -> Any:
+        return self.prefill._sources[NAME].room
+
+
+@contextmanager
+def pair(
+    *, source_deadline_s: float = 30.0, load_deadline_s: float | None = None, lost_after_s: float = 5.0
+) -> Iterator[Pair]:
+    """Prefill's page p holds p + 1. At the end both are at rest, and each request was reported at most once."""
+    source, target, wake, gate = new_pool(1), new_pool(), threading.Event(), Gate()
+    timing = Timing(lost_after_s=lost_after_s, heartbeat_s=lost_after_s / 4)
+    prefill = PrefillWorker(
+        kvflow.PrefillThread(source, GatedPlane(gate), registry_port=0, timing=timing),
+        Transfers(64, "0.0"),
+        wake.set,
+        source_deadline_s=source_deadline_s,
+    )
+    resolve = kvflow.RegistryClient().resolve
+    decode = DecodeWorker(
+        kvflow.DecodeThread(target, "local", resolve=resolve, timing=timing),
+        Transfers(64, "0.0"),
+        wake.set,
+        rank=0,
+        load_deadline_s=load_deadline_s,
+    )
+    prefill.start()
+    decode.start()
+    found = Pair(prefill, decode, wake, gate)
+    try:
+        yield found
+        gate.open.set()
+        found.until_rest()
+        for counter in (found.sent, found.received, found.failed, found.failures, found.released):
+            assert all(count == 1 for count in counter.values()), vars(found)
+        assert found.failures == found.released, "news that do not balance"
+        assert prefill.thread.pages.at_rest() and decode.thread.pages.at_rest()
+        assert decode.quarantined_blocks == 0
+    finally:
+        gate.open.set()
+        decode.close()
+        prefill.close()

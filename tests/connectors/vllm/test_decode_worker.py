@@ -1,0 +1,259 @@
+"""Decode's worker half: what becomes of a load at every moment of its life, and what is reported of it."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+
+import kvflow
+from kvflow.connectors.vllm.messages import Offer
+from kvflow.protocols.errors import Cause, Code
+from tests.connectors.vllm.halves import NAME, PAGES, ROOM, Pair, pair
+
+
+def fail_at_prefill(each: Pair) -> None:
+    each.step_prefill(sources=[each.source()], sent={NAME: True})
+
+
+def test_one_leg_after_the_other() -> None:
+    with pair() as each:
+        each.send_all(3, 1, 2)
+        assert not each.sent
+        each.load(9, 4, 7)
+        assert sorted(each.decode.thread.pages.busy(range(PAGES))) == [4, 7, 9]
+        each.until_rest()
+        assert list(each.target_pages[[9, 4, 7]]) == [4, 2, 3] and each.target_pages.sum() == 9
+        assert each.received == each.sent == {NAME: 1} and not each.failed and not each.failures
+        moved = each.decode.stats.take()
+        assert moved is not None and moved["received_bytes"] == [3 * 64]
+
+
+def test_a_room_that_is_announced_first() -> None:
+    with pair() as each:
+        each.step_decode(targets=[each.target()])
+        each.send_all(3, 1, 2)
+        each.step_decode(offers={NAME: Offer([9, 4, 7], 0, waited_for=True)})
+        each.until_rest()
+        assert list(each.target_pages[[9, 4, 7]]) == [4, 2, 3] and each.received == {NAME: 1} and not each.failed
+
+
+@pytest.mark.parametrize(("prefix_tokens", "blocks"), [(4, [9, 4]), (8, [9]), (10, [])])
+@pytest.mark.parametrize("is_announced", [False, True])
+def test_what_decode_has_does_not_travel(prefix_tokens: int, blocks: list[int], is_announced: bool) -> None:
+    offers = {NAME: Offer(blocks, prefix_tokens, waited_for=bool(blocks))}
+    with pair() as each:
+        if is_announced:
+            each.step_decode(targets=[each.target()])
+            each.step_decode(offers=offers)
+        else:
+            each.step_decode(targets=[each.target()], offers=offers)
+        each.send_all(3, 1, 2)
+        each.until_rest()
+        assert list(each.target_pages[blocks]) == [2, 3][2 - len(blocks) :]
+        assert each.sent == {NAME: 1} and each.received == ({NAME: 1} if blocks else {})
+        moved = each.prefill.stats.take()
+        assert moved is not None and moved["sent_bytes"] == [64 * len(blocks)]
+
+
+@pytest.mark.parametrize("is_sent", [False, True])
+def test_it_is_over_while_only_announced(is_sent: bool) -> None:
+    """vLLM waits for nothing then; prefill hears of it."""
+    with pair() as each:
+        each.step_decode(targets=[each.target()])
+        if is_sent:
+            each.send_all(3, 1, 2)
+        each.step_decode(abandoned=[NAME])
+        if not is_sent:
+            each.until(lambda: not each.decode.is_busy)
+            each.send_all(3, 1, 2)
+        each.until_rest()
+        assert each.sent == {NAME: 1} and not each.received and not each.failures
+
+
+def test_it_is_over_at_once() -> None:
+    with pair() as each:
+        offers = {NAME: Offer([9, 4, 7], 0, waited_for=True)}
+        each.step_decode(targets=[each.target()], offers=offers, abandoned=[NAME])
+        each.until_rest()
+        assert each.received == {NAME: 1} and not each.failed and not each.failures
+
+
+def test_it_is_over_while_it_is_written() -> None:
+    """vLLM has its blocks back when nothing writes them, and no sooner."""
+    with pair() as each:
+        each.gate.open.clear()
+        each.send_all(3, 1, 2)
+        each.load(9, 4, 7)
+        assert each.gate.reached.wait(20)
+        each.step_decode(abandoned=[NAME])
+        each.until(lambda: each.decode._targets[NAME].cause is not None)
+        assert not each.received and each.decode.quarantined_blocks == 3
+        assert sorted(each.decode.thread.pages.busy(range(PAGES))) == [4, 7, 9]
+        each.gate.open.set()
+        each.until_rest()
+        assert each.received == {NAME: 1} and not each.failed and not each.failures
+
+
+def test_it_is_over_when_it_has_landed() -> None:
+    with pair() as each:
+        each.send_all(3, 1, 2)
+        each.load(9, 4, 7)
+        each.until(lambda: not each.decode._targets)
+        each.step_decode(abandoned=[NAME])
+        assert each.received == {NAME: 1} and not each.failed
+
+
+def test_it_fails_while_only_announced() -> None:
+    with pair() as each:
+        fail_at_prefill(each)
+        each.step_decode(targets=[each.target()])
+        each.until(lambda: each.decode._targets[NAME].cause is not None)
+        assert not each.failures, "nobody waits for it yet"
+        each.step_decode(offers={NAME: Offer([9, 4, 7], 0, waited_for=True)})
+        each.hold()
+        each.until_rest()
+        assert each.received == each.failed == {NAME: 1} and each.causes[NAME].code == Code.CLIENT_GONE
+
+
+def test_it_fails_while_only_announced_and_is_over_or_has_all() -> None:
+    with pair() as each:
+        for offers, abandoned in (({}, [NAME]), ({NAME: Offer((), 10, waited_for=False)}, [])):
+            fail_at_prefill(each)
+            each.step_decode(targets=[each.target()])
+            each.until(lambda: each.decode._targets[NAME].cause is not None)
+            each.step_decode(offers=offers, abandoned=abandoned)
+            each.until_rest()
+            each.sent.clear()
+        assert not each.received and not each.failures
+
+
+def test_it_is_over_after_it_was_told_and_before_it_is_held() -> None:
+    with pair() as each:
+        fail_at_prefill(each)
+        each.load(9, 4, 7)
+        each.until(lambda: each.failures[NAME] and each.released[NAME])
+        each.step_decode(abandoned=[NAME])
+        each.until_rest()
+        assert each.received == {NAME: 1} and not each.failed
+
+
+@pytest.mark.parametrize("is_over", [False, True])
+def test_held_blocks_are_released_when_nothing_writes_them(is_over: bool) -> None:
+    with pair(load_deadline_s=0.1) as each:
+        each.gate.open.clear()
+        each.send_all(3, 1, 2)
+        each.load(9, 4, 7)
+        each.hold()
+        assert each.received == each.failed == {NAME: 1} and each.causes[NAME].code == Code.DEADLINE
+        assert not each.released and each.decode.quarantined_blocks == 3
+        if is_over:
+            each.step_decode(abandoned=[NAME])
+        each.step_decode(held=[NAME])
+        assert not each.released and list(each.decode.thread.pages.busy([4])) == [4]
+        each.gate.open.set()
+        each.until_rest()
+        assert each.received == each.failed == each.failures == each.released == {NAME: 1}
+
+
+@pytest.mark.parametrize("is_announced", [False, True])
+def test_what_is_refused_is_told_to_both_sides(is_announced: bool) -> None:
+    refusal = Cause(Code.REFUSED, "prefill is for decodes of 2 workers")
+    offers = {NAME: Offer([9, 4, 7], 0, waited_for=True)}
+    with pair() as each:
+        each.send_all(3, 1, 2)
+        targets = [each.target(refusal=refusal)]
+        if is_announced:
+            each.step_decode(targets=targets)
+            each.step_decode(offers=offers)
+        else:
+            each.step_decode(targets=targets, offers=offers)
+        each.hold()
+        each.until_rest()
+        assert each.causes == {NAME: refusal} and each.failed == each.sent == {NAME: 1}
+        assert not each.target_pages.any()
+
+
+@pytest.mark.parametrize("refusal", [None, Cause(Code.REFUSED, "too many workers")])
+def test_what_a_node_will_not_take_fails(refusal: Cause | None) -> None:
+    """A misuse is raised at once: also then vLLM hears of it, which waits for the blocks."""
+    with pair() as each:
+        target = each.target(room=-1, refusal=refusal)
+        each.step_decode(targets=[target], offers={NAME: Offer([9, 4, 7], 0, waited_for=True)})
+        each.hold()
+        assert each.causes[NAME].code == Code.BAD_REQUEST and "room id -1" in each.causes[NAME].text
+        each.until_rest()
+        assert each.failed == {NAME: 1}
+
+
+def test_an_offer_that_does_not_fit_fails() -> None:
+    with pair() as each:
+        each.step_decode(targets=[each.target()])
+        each.step_decode(offers={NAME: Offer([9], 0, waited_for=True)})
+        each.hold()
+        each.until_rest()
+        assert "1 pages given, its prompt needs 3" in each.causes[NAME].text and each.failed == {NAME: 1}
+
+
+def test_a_room_that_is_in_use_fails() -> None:
+    with pair() as each:
+        each.load(9, 4, 7)
+        offer = Offer([1, 2, 3], 0, waited_for=True)
+        each.step_decode(targets=[each.target(name="again")], offers={"again": offer})
+        each.until(lambda: each.failures["again"])
+        assert each.causes["again"].code == Code.ROOM_IN_USE
+        each.step_decode(held=["again"])
+        each.send_all(3, 1, 2)
+        each.until_rest()
+        assert list(each.target_pages[[9, 4, 7]]) == [4, 2, 3] and each.target_pages.sum() == 9
+        assert each.failed == {"again": 1} and each.received == {NAME: 1, "again": 1}
+
+
+def test_a_prefill_that_is_closed() -> None:
+    with pair(lost_after_s=0.8) as each:
+        each.step_prefill(sources=[each.source()])
+        each.load(9, 4, 7)
+        each.until(lambda: each.room().matched)
+        each.prefill.close()
+        each.hold()
+        each.until_rest()
+        assert each.causes[NAME].code in (Code.SHUTDOWN, Code.PEER_LOST) and each.failed == {NAME: 1}
+
+
+def test_a_prefill_that_is_silent() -> None:
+    """Its loop stands still in the middle of a write, and so its link is lost; what it may write is held for it."""
+    awake = threading.Event()
+    with pair(lost_after_s=0.3) as each:
+        each.gate.open.clear()
+        each.send_all(3, 1, 2)
+        each.load(9, 4, 7)
+        assert each.gate.reached.wait(20)
+        loop = each.prefill.thread._running()
+        loop.post(lambda: (awake.wait(20), None)[1])
+        each.hold()
+        assert each.causes[NAME].code == Code.PEER_LOST and not each.released
+        assert sorted(each.decode.thread.pages.busy(range(PAGES))) == [4, 7, 9] and each.failed == {NAME: 1}
+        awake.set()
+        each.gate.open.set()
+        each.until_rest()
+        assert each.released == {NAME: 1}
+
+
+def test_a_prefill_that_is_not_there() -> None:
+    with pair() as each:
+        target = each.target()
+        target.prefill = ["127.0.0.1:1"]
+        each.step_decode(targets=[target], offers={NAME: Offer([9, 4, 7], 0, waited_for=True)})
+        each.hold()
+        each.until_rest()
+        assert each.causes[NAME].code == Code.PEER_LOST
+
+
+def test_closing_ends_what_is_under_way() -> None:
+    with pair() as each:
+        each.load(9, 4, 7)
+        room = each.decode._targets[NAME].room
+        each.decode.close()
+        assert room is not None and isinstance(room.error, kvflow.AbortedError) and room.released
+        assert each.decode.thread.pages.at_rest() and room.room == ROOM
+        each.hold()

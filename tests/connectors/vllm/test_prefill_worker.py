@@ -1,0 +1,195 @@
+"""Prefill's worker half: what is sent and when, and when vLLM may use the blocks for others."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+
+from kvflow.connectors.vllm import prefill_worker
+from kvflow.connectors.vllm.messages import Computed, Offer, StepMeta
+from kvflow.protocols.errors import Code
+from kvflow.threads.rooms import RoomEvent
+from tests.connectors.vllm.halves import NAME, PAGES, Pair, pair
+
+
+def computed(*blocks: int, is_all: bool = False) -> dict[str, Computed]:
+    return {NAME: Computed(blocks, is_all)}
+
+
+def busy_sources(each: Pair) -> list[int]:
+    return sorted(each.prefill.thread.pages.busy(range(PAGES)))
+
+
+def test_blocks_stream_as_they_are_computed() -> None:
+    with pair() as each:
+        each.step_prefill(sources=[each.source()])
+        each.load(9, 4, 7)
+        each.until(lambda: each.room().matched)
+        each.step_prefill(computed=computed(3))
+        each.until(lambda: each.target_pages[9] == 4)
+        assert not each.received and each.room().left == 2
+        each.step_prefill(computed=computed(3))  # a step that fills no block
+        each.step_prefill(computed=computed(3, 1, 2, is_all=True))
+        each.until_rest()
+        assert list(each.target_pages[[9, 4, 7]]) == [4, 2, 3] and each.received == {NAME: 1}
+        assert not each.sent, "vLLM has not asked yet"
+        each.step_prefill(sent={NAME: False})
+        assert each.sent == {NAME: 1}
+
+
+def test_what_was_computed_before_decode_came_is_sent_when_it_comes() -> None:
+    with pair() as each:
+        each.step_prefill(sources=[each.source()], computed=computed(3, 1))
+        each.load(9, 4, 7)
+        each.until(lambda: each.target_pages[4] == 2)
+        each.step_prefill(computed=computed(3, 1, 2, is_all=True), sent={NAME: False})
+        each.until_rest()
+        assert list(each.target_pages[[9, 4, 7]]) == [4, 2, 3] and each.sent == {NAME: 1}
+
+
+def test_blocks_stay_until_nothing_reads_them() -> None:
+    with pair() as each:
+        each.gate.open.clear()
+        each.load(9, 4, 7)
+        each.send_all(3, 1, 2)
+        assert each.gate.reached.wait(20)
+        each.step_decode(abandoned=[NAME])
+        each.until(lambda: each.room().error is not None)
+        each.step_prefill()
+        assert not each.sent and busy_sources(each) == [1, 2, 3]
+        each.gate.open.set()
+        each.until_rest()
+        assert each.sent == {NAME: 1}
+
+
+@pytest.mark.parametrize("has_started", [False, True])
+def test_vllm_aborts_the_request(has_started: bool) -> None:
+    with pair() as each:
+        each.step_prefill(sources=[each.source()])
+        each.load(9, 4, 7)
+        if has_started:
+            each.until(lambda: each.room().matched)
+            each.step_prefill(computed=computed(3))
+        each.step_prefill(sent={NAME: True})
+        each.hold()
+        each.until_rest()
+        assert each.sent == each.failed == {NAME: 1}
+
+
+def test_no_decode_comes_before_the_deadline() -> None:
+    with pair(source_deadline_s=0.1) as each:
+        each.send_all(3, 1, 2)
+        each.until_rest()
+        assert each.sent == {NAME: 1}
+        moved = each.prefill.stats.take()
+        assert moved is not None and moved["failed"] == {Code.RENDEZVOUS: 1}
+        each.load(9, 4, 7)  # too late: it is told so, and does not wait for prefill's end
+        each.hold()
+        each.until_rest()
+        assert each.failed == {NAME: 1} and not each.target_pages.any()
+
+
+def test_one_that_decode_has_announced_is_kept_for_it() -> None:
+    with pair(source_deadline_s=0.1) as each:
+        each.step_decode(targets=[each.target()])
+        each.send_all(3, 1, 2)
+        other = each.source(room=8, name="other")  # its deadline passes later than the first's would
+        each.step_prefill(sources=[other], sent={"other": False})
+        each.until(lambda: each.sent["other"])
+        assert not each.sent[NAME]
+        each.step_decode(offers={NAME: Offer([9, 4, 7], 0, waited_for=True)})
+        each.until_rest()
+        assert each.received == {NAME: 1} and each.sent == {NAME: 1, "other": 1} and not each.failed
+
+
+def test_a_room_that_is_in_use_is_not_sent() -> None:
+    with pair() as each:
+        each.step_prefill(sources=[each.source()])
+        again = each.source(name="again")
+        each.step_prefill(sources=[again], computed={"again": Computed([5, 6, 8], True)}, sent={"again": False})
+        assert each.sent == {"again": 1}
+        each.load(9, 4, 7)
+        each.step_prefill(computed=computed(3, 1, 2, is_all=True), sent={NAME: False})
+        each.until_rest()
+        assert list(each.target_pages[[9, 4, 7]]) == [4, 2, 3] and each.sent == {NAME: 1, "again": 1}
+
+
+def test_too_few_blocks_fail_the_room() -> None:
+    """A request that has lost its blocks before it ended: nothing is sent in their stead."""
+    with pair() as each:
+        each.load(9, 4, 7)
+        each.send_all()
+        each.hold()
+        each.until_rest()
+        assert "chunk of 0 pages, 3 of decode's are left" in each.causes[NAME].text
+        assert each.failed == each.sent == {NAME: 1}
+
+
+# --- preemption
+
+
+def test_what_was_sent_before_a_preemption_is_not_sent_again() -> None:
+    with pair() as each:
+        each.step_prefill(sources=[each.source()])
+        each.load(9, 4, 7)
+        each.until(lambda: each.room().matched)
+        each.step_prefill(computed=computed(3, 1))
+        each.step_prefill(preempted=[NAME])
+        assert not busy_sources(each) and each.room().error is None
+        each.source_pages[[3, 1]] = 99  # others' now
+        each.step_prefill(computed=computed(10))
+        each.step_prefill(computed=computed(10, 11))
+        each.step_prefill(computed=computed(10, 11, 12, is_all=True), sent={NAME: False})
+        each.until_rest()
+        assert list(each.target_pages[[9, 4, 7]]) == [4, 2, 13] and each.received == {NAME: 1} and not each.failed
+
+
+def test_a_write_that_outlasts_a_preemption_ends_its_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(prefill_worker, "_PREEMPTION_S", 0.02)
+    with pair() as each:
+        each.step_prefill(sources=[each.source()])
+        each.load(9, 4, 7)
+        each.until(lambda: each.room().matched)
+        each.gate.open.clear()
+        each.step_prefill(computed=computed(3, 1, 2, is_all=True))
+        assert each.gate.reached.wait(20)
+        each.step_prefill(preempted=[NAME])
+        each.source_pages[[3, 1, 2]] = 99
+        each.gate.open.set()  # whatever it reads now
+        each.hold()
+        assert each.failed == each.received == {NAME: 1} and each.causes[NAME].code == Code.CAPACITY
+        each.step_prefill(sent={NAME: False})
+        each.until_rest()
+        assert each.sent == {NAME: 1} and each.decode.stats.take() is not None
+
+
+def test_decodes_half_comes_in_the_middle_of_a_preemption(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Blocks that are waited for must not be sent meanwhile."""
+    with pair() as each:
+        each.step_prefill(sources=[each.source()], computed=computed(3, 1, 2, is_all=True))
+        wait_released, handle, handled = each.prefill.thread.wait_released, each.prefill._handle, list[object]()
+
+        def waits(blocks: Sequence[int], timeout_s: float | None = None) -> bool:
+            released = wait_released(blocks, timeout_s)
+            each.load(9, 4, 7)
+            each.until(lambda: each.room().matched)
+            each.until(lambda: handled)
+            return released
+
+        def handles(event: RoomEvent[Any]) -> None:
+            handle(event)
+            handled.append(event)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(each.prefill, "_handle", handles)
+            patch.setattr(each.prefill.thread, "wait_released", waits)
+            each.gate.open.clear()
+            each.prefill.preempt(StepMeta(preempted=[NAME]))
+        assert not busy_sources(each)
+        each.source_pages[[3, 1, 2]] = 99
+        each.gate.open.set()
+        each.step_prefill(computed=computed(10, 11, 12, is_all=True), sent={NAME: False})
+        each.until_rest()
+        assert list(each.target_pages[[9, 4, 7]]) == [11, 12, 13] and each.received == {NAME: 1} and not each.failed
