@@ -11,11 +11,10 @@ import logging
 from collections.abc import Sequence
 from typing import Any
 
-import numpy as np
-
 from kvflow.connectors.vllm.frontend import REASON, encode_reason
 from kvflow.connectors.vllm.messages import Offer, OpenTarget, StepMeta, StepNews
 from kvflow.connectors.vllm.params import FromPrefill
+from kvflow.connectors.vllm.prompts import prompt_of
 from kvflow.protocols.errors import Cause, Code
 
 USED_ROOMS = 4096  # remembered: a room has one life
@@ -70,8 +69,7 @@ class DecodeScheduler:
             text = f"prefill is for decodes of {params.workers} workers (tensor times pipeline parallel)"
             refusal = Cause(Code.REFUSED, f"{text}, and this one has {self._workers}: see its decode_workers")
         prefill = [params.registry(rank) for rank in range(self._workers)]
-        prompt = np.array(request.prompt_token_ids, np.uint32)
-        self._next.targets.append(OpenTarget(name, params.room, prefill, prompt, refusal))
+        self._next.targets.append(OpenTarget(name, params.room, prefill, prompt_of(request), refusal))
 
     def tokens_to_load(self, request: Any, num_computed_tokens: int) -> int:
         """How much of the prompt prefill has beyond what this engine's prefix cache has. Without side effects."""

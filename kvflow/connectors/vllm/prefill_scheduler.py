@@ -5,10 +5,9 @@ from __future__ import annotations
 import logging
 from typing import Any
 
-import numpy as np
-
 from kvflow.connectors.vllm.messages import Computed, OpenSource, StepMeta
 from kvflow.connectors.vllm.params import ROOM, ToDecode, draw_room
+from kvflow.connectors.vllm.prompts import prompt_of
 
 log = logging.getLogger("vllm.kvflow")
 _COMPUTED = ("FINISHED_LENGTH_CAPPED", "FINISHED_STOPPED")  # of vLLM's RequestStatus
@@ -65,7 +64,7 @@ class PrefillScheduler:
         return True, self._address | {ROOM: room} if was_computed else None
 
     def _open(self, request: Any, room: int) -> None:
-        self._next.sources.append(OpenSource(request.request_id, room, np.array(request.prompt_token_ids, np.uint32)))
+        self._next.sources.append(OpenSource(request.request_id, room, prompt_of(request)))
 
     def _blocks_of(self, request: Any) -> int:
         return int(-(-request.num_prompt_tokens // self._block_size))

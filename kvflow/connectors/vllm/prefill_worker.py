@@ -67,6 +67,7 @@ class PrefillWorker(WorkerSide[PrefillThread]):
                 blocks, source.blocks, source.is_all = source.blocks[: source.sent], (), False
             if not self.thread.wait_released(blocks, _PREEMPTION_S):
                 source.room.close(Cause(Code.CAPACITY, "prefill preempted the request while its blocks were sent"))
+                self.thread.ask(lambda _: None)  # the node knows of it: from here on the room cannot succeed
 
     def computed(self, meta: StepMeta) -> None:
         """After a step: what can be sent now."""

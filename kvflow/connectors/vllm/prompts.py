@@ -1,0 +1,21 @@
+"""What both halves of a room must agree on: the prompt, and what else its KV cache depends on."""
+
+from __future__ import annotations
+
+from hashlib import sha256
+from typing import Any
+
+import numpy as np
+
+from kvflow.connectors.vllm.messages import Prompt
+
+
+def prompt_of(request: Any) -> Prompt:
+    """The token ids of a vLLM request, uint32 [n]. An adapter and media (whose place only is in the ids) are folded into
+    the first of them: with others the two halves never meet."""
+    ids = np.array(request.prompt_token_ids, np.uint32)
+    adapter = request.lora_request.lora_name if request.lora_request is not None else ""
+    media = [feature.identifier for feature in request.mm_features or ()]
+    if adapter or media:
+        ids[0] ^= np.frombuffer(sha256(repr((adapter, media)).encode()).digest()[:4], np.uint32)[0]
+    return ids
