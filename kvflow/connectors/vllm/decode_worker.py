@@ -142,7 +142,7 @@ class DecodeWorker(WorkerSide[DecodeThread]):
     def _fail(self, target: _Target, cause: Cause) -> None:
         if target.cause is None:
             target.cause = cause
-            if not target.is_abandoned:
+            if not target.is_abandoned and (target.offer is None or target.offer.waited_for):
                 self.stats.failed(cause.code)
                 log.warning("request %s: its blocks do not come from prefill: %s", target.request, cause)
         self._tell(target)

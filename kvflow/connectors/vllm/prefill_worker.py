@@ -125,6 +125,8 @@ class PrefillWorker(WorkerSide[PrefillThread]):
             self.stats.sent(blocks, time.monotonic() - source.opened_at_s)
         elif event.kind == "failed":
             assert event.error is not None
+            if event.error.code is Code.CLIENT_GONE:  # here or at decode
+                return
             self.stats.failed(event.error.code)
             log.warning("request %s: its blocks were not sent: %s", source.request, event.error)
         elif event.kind == "released":
