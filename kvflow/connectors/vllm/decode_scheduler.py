@@ -34,7 +34,8 @@ class _Quarantine:
     """Blocks of a load that has failed. `left`: workers whose part of them may still be written."""
 
     def __init__(self, blocks: Sequence[Any]) -> None:
-        self.blocks, self.left = blocks, 0
+        self.blocks = blocks
+        self.left: set[int] = set()
 
 
 class DecodeScheduler:
@@ -109,25 +110,25 @@ class DecodeScheduler:
 
     def update(self, news: StepNews, received: set[str]) -> None:
         """What the workers have told with a step: of `received` requests nothing more is to come."""
-        for name, count in news.failures.items():
+        for name, workers in news.failures.items():
             load = self._loads.get(name)
             if load is not None:
                 headers = load.request.trace_headers or {}
                 load.request.trace_headers = {**headers, REASON: encode_reason(news.failed[name])}
-                self._hold(name, load.blocks, count)
-        for name, count in news.released.items():
+                self._hold(name, load.blocks, workers)
+        for name, workers in news.released.items():
             found = self._quarantine.get(name)
             if found is not None:
-                found.left -= count
+                found.left -= workers
                 if not found.left:
                     self.block_pool.free_blocks(reversed(self._quarantine.pop(name).blocks))
         for name in received:
             self._loads.pop(name, None)
 
-    def _hold(self, name: str, block_ids: Sequence[int], workers: int) -> None:
+    def _hold(self, name: str, block_ids: Sequence[int], workers: set[int]) -> None:
         if name not in self._quarantine:
             blocks = [self.block_pool.blocks[block] for block in block_ids]
             self.block_pool.touch(blocks)
             self._quarantine[name] = _Quarantine(blocks)
-        self._quarantine[name].left += workers
-        self._next.held.append(name)
+        self._quarantine[name].left |= workers
+        self._next.held.setdefault(name, set()).update(workers)

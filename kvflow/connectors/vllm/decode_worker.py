@@ -74,9 +74,9 @@ class DecodeWorker(WorkerSide[DecodeThread]):
             for name, offer in meta.offers.items():
                 if (target := self._targets.get(name)) is not None:
                     self._offer(target, offer)
-            for name in meta.held:
-                target = self._targets.get(name)
-                if target is not None and target.is_told and not (target.is_held or target.is_abandoned):
+            for name, workers in meta.held.items():
+                target = self._targets.get(name) if self._rank in workers else None
+                if target is not None and not (target.is_held or target.is_abandoned):
                     target.is_held = True
                     self._report(target)
             for name in meta.abandoned:
@@ -156,9 +156,9 @@ class DecodeWorker(WorkerSide[DecodeThread]):
             return
         target.is_told = True
         self._news.failed[target.request] = target.cause
-        self._news.failures[target.request] = 1
+        self._news.failures[target.request] = {self._rank}
         if target.is_released:
-            self._news.released[target.request] = 1
+            self._news.released[target.request] = {self._rank}
 
     def _report(self, target: _Target) -> None:
         self._received.add(target.request)
@@ -189,7 +189,7 @@ class DecodeWorker(WorkerSide[DecodeThread]):
 
     def _released(self, target: _Target) -> None:
         if target.is_told:
-            self._news.released[target.request] = 1
+            self._news.released[target.request] = {self._rank}
         if target.is_held:
             self._drop(target)
         elif target.cause is None or target.is_abandoned:

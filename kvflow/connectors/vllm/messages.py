@@ -64,7 +64,8 @@ class StepMeta:
     sent: dict[str, bool] = field(default_factory=dict)  # prefill: it is over for vLLM; True: it was aborted
     targets: list[OpenTarget] = field(default_factory=list)
     offers: dict[str, Offer] = field(default_factory=dict)
-    held: list[str] = field(default_factory=list)  # decode: blocks of loads that failed are kept; vLLM may be told
+    held: dict[str, set[int]] = field(default_factory=dict)
+    """Decode: loads that failed, and the workers at which they did: the blocks are kept, and these may tell vLLM."""
     abandoned: list[str] = field(default_factory=list)  # decode: it is over for vLLM
     idle: bool = False  # no model runs in this step: the engine only waits for us
 
@@ -74,8 +75,8 @@ class StepNews:
     """What workers tell the scheduler's half, beside what vLLM asks for."""
 
     failed: dict[str, Cause] = field(default_factory=dict)  # the first cause counts
-    failures: dict[str, int] = field(default_factory=dict)  # at how many workers
-    released: dict[str, int] = field(default_factory=dict)  # of those: at how many nothing can write any more
+    failures: dict[str, set[int]] = field(default_factory=dict)  # at which workers
+    released: dict[str, set[int]] = field(default_factory=dict)  # of those: where nothing can write any more
 
     def aggregate(self, other: StepNews) -> StepNews:
         """What two workers tell."""
@@ -86,5 +87,5 @@ class StepNews:
         )
 
 
-def _added(ours: dict[str, int], theirs: dict[str, int]) -> dict[str, int]:
-    return {name: ours.get(name, 0) + theirs.get(name, 0) for name in ours | theirs}
+def _added(ours: dict[str, set[int]], theirs: dict[str, set[int]]) -> dict[str, set[int]]:
+    return {name: ours.get(name, set()) | theirs.get(name, set()) for name in ours | theirs}

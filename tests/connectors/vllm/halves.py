@@ -93,8 +93,8 @@ class Pair:
         self.received.update(received)
         self.failed.update(failed)
         if (news := self.decode.take_news()) is not None:
-            self.failures.update(news.failures)
-            self.released.update(news.released)
+            self.failures.update(news.failures.keys())
+            self.released.update(news.released.keys())
             self.causes |= news.failed
 
     def until(self, condition: Callable[[], object]) -> None:
@@ -134,7 +134,7 @@ class Pair:
         """Decode fails, tells so, and is told that its blocks are held: vLLM hears of the failure."""
         self.until(lambda: self.failures[NAME])
         assert not self.received[NAME], "vLLM was told before anybody held the blocks"
-        self.step_decode(held=[NAME])
+        self.step_decode(held={NAME: {0}})
 
     @property
     def source_pages(self) -> Any:

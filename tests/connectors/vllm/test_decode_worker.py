@@ -149,7 +149,7 @@ def test_held_blocks_are_released_when_nothing_writes_them(is_over: bool) -> Non
         assert not each.released and each.decode.quarantined_blocks == 3
         if is_over:
             each.step_decode(abandoned=[NAME])
-        each.step_decode(held=[NAME])
+        each.step_decode(held={NAME: {0}})
         assert not each.released and list(each.decode.thread.pages.busy([4])) == [4]
         each.gate.open.set()
         each.until_rest()
@@ -202,7 +202,7 @@ def test_a_room_that_is_in_use_fails() -> None:
         each.step_decode(targets=[each.target(name="again")], offers={"again": offer})
         each.until(lambda: each.failures["again"])
         assert each.causes["again"].code == Code.ROOM_IN_USE
-        each.step_decode(held=["again"])
+        each.step_decode(held={"again": {0}})
         each.send_all(3, 1, 2)
         each.until_rest()
         assert list(each.target_pages[[9, 4, 7]]) == [4, 2, 3] and each.target_pages.sum() == 9
@@ -257,3 +257,16 @@ def test_closing_ends_what_is_under_way() -> None:
         assert room is not None and isinstance(room.error, kvflow.AbortedError) and room.released
         assert each.decode.thread.pages.at_rest() and room.room == ROOM
         each.hold()
+
+
+def test_blocks_held_for_another_worker_are_not_held_for_this_one() -> None:
+    """Its own failure is not counted yet: vLLM would free what may still be written."""
+    with pair(load_deadline_s=0.05) as each:
+        each.gate.open.clear()
+        each.send_all(3, 1, 2)
+        each.load(9, 4, 7)
+        each.until(lambda: each.failures[NAME])
+        each.step_decode(held={NAME: {1}})
+        assert not each.received
+        each.step_decode(held={NAME: {0, 1}})
+        assert each.received == each.failed == {NAME: 1}

@@ -1,0 +1,349 @@
+"""A stand-in for vLLM's engine that keeps its rules where connectors are concerned: a pool with reference counts,
+blocks kept for transfers, the outputs of several workers made one, and steps that are planned before the last one's
+output is known. The rules are those of vLLM 0.32 (v1/core/sched/scheduler.py)."""
+
+from __future__ import annotations
+
+import pickle
+from collections import Counter, deque
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from enum import Enum, auto
+from typing import Any
+
+import numpy as np
+
+from kvflow.connectors.vllm.messages import StepMeta, StepNews
+from tests.connectors.vllm.halves import PAGE_SIZE, PAGES
+
+
+class Status(Enum):
+    WAITING = auto()
+    WAITING_FOR_REMOTE_KVS = auto()
+    RUNNING = auto()
+    PREEMPTED = auto()
+    FINISHED_LENGTH_CAPPED = auto()
+    FINISHED_ABORTED = auto()
+    FINISHED_ERROR = auto()
+
+
+class Request:
+    def __init__(self, name: str, tokens: int, number: int) -> None:
+        self.request_id, self.num_prompt_tokens, self.num_computed_tokens = name, tokens, 0
+        self.prompt_token_ids = [number, *range(tokens - 1)]
+        self.lora_request, self.mm_features = None, ()
+        self.trace_headers: dict[str, str] | None = None
+        self.status, self.lives = Status.WAITING, 0  # a preemption begins another life
+        self.blocks: list[Block] = []
+        self.steps_left, self.hit = 2, 0
+        # What its tokens leave in the cache: no two neighbours alike, nothing 0.
+        self.content = ((np.arange(tokens) * 7 + number * 31) % 250 + 1).astype(np.uint8)
+
+    @property
+    def is_finished(self) -> bool:
+        return self.status.name.startswith("FINISHED")
+
+    @property
+    def block_ids(self) -> list[int]:
+        return [block.block_id for block in self.blocks]
+
+
+@dataclass(eq=False)
+class Block:
+    block_id: int
+    ref_cnt: int = 0
+
+
+class BlockPool:
+    def __init__(self) -> None:
+        self.blocks = [Block(n) for n in range(PAGES)]
+        self.free = deque(self.blocks)
+
+    def touch(self, blocks: Sequence[Block]) -> None:
+        for block in blocks:
+            if not block.ref_cnt:
+                self.free.remove(block)
+            block.ref_cnt += 1
+
+    def free_blocks(self, blocks: Iterable[Block]) -> None:
+        for block in blocks:
+            block.ref_cnt -= 1
+            assert block.ref_cnt >= 0, f"block {block.block_id} is freed twice"
+            if not block.ref_cnt:
+                self.free.appendleft(block)  # used again at once
+
+    def take(self, count: int) -> list[Block] | None:
+        if count > len(self.free):
+            return None
+        found = [self.free[n] for n in range(count)]
+        self.touch(found)
+        return found
+
+
+@dataclass
+class Step:
+    meta: bytes  # as vLLM carries it to each worker
+    counts: dict[str, int] = field(default_factory=dict)
+    ends: dict[str, tuple[int, int]] = field(default_factory=dict)  # request: its life, tokens when the step is over
+    preempted_req_ids: set[str] = field(default_factory=set)
+    outputs: list[Any] = field(default_factory=list)
+
+    @property
+    def num_scheduled_tokens(self) -> dict[str, int]:
+        return self.counts
+
+
+class Engine:
+    """One of either role; `half` is the connector's in the scheduler, `workers` those in the workers."""
+
+    def __init__(self, half: Any, workers: Sequence[Any]) -> None:
+        self.half, self.workers, self.pool = half, workers, BlockPool()
+        self.requests: dict[str, Request] = {}
+        self.steps: deque[Step] = deque()
+        self.ended: dict[str, str] = {}
+
+    def add(self, request: Request, params: Any) -> None:
+        self.requests[request.request_id] = request
+        self.half.new_request(request, params)
+
+    def abort(self, name: str) -> None:
+        request = self.requests.get(name)
+        if request is not None and not request.is_finished:
+            self.finish(request, Status.FINISHED_ABORTED)
+
+    def finish(self, request: Request, status: Status, delay: bool = False) -> Any:
+        assert request.request_id not in self.ended, "it ends twice"
+        request.status, self.ended[request.request_id] = status, status.name
+        delay_too, answer = self._connector_finished(request)
+        if not (delay or delay_too):
+            self.free(request)
+        return answer
+
+    def free(self, request: Request) -> None:
+        assert request.is_finished
+        self.release(request)
+        del self.requests[request.request_id]
+
+    def release(self, request: Request) -> None:
+        self.pool.free_blocks(reversed(request.blocks))
+        request.blocks = []
+
+    def execute(self) -> bool:
+        """Run the oldest step that has not run, at all workers."""
+        for step in self.steps:
+            if not step.outputs:
+                step.outputs = [self._run(worker, step, pickle.loads(step.meta)) for worker in self.workers]
+                return True
+        return False
+
+    def process(self) -> bool:
+        """Take the oldest step's output, if it has run."""
+        if not self.steps or not self.steps[0].outputs:
+            return False
+        self._process(self.steps.popleft())
+        return True
+
+    def write(self, request: Request, first: int, end: int, into: Sequence[int]) -> None:
+        """What the model does with tokens `first`..`end` at every worker."""
+        for worker in self.workers:
+            cache = worker.thread.pool.array("k")
+            for token in range(first, end):
+                cache[into[token // PAGE_SIZE], token % PAGE_SIZE] = request.content[token]
+
+    def check_content(self, request: Request) -> None:
+        where = np.array(request.block_ids)
+        for n, worker in enumerate(self.workers):
+            slots = worker.thread.pool.array("k")[where].reshape(len(where) * PAGE_SIZE, -1)
+            found = slots[: request.num_prompt_tokens]
+            assert (found == request.content[:, None]).all(), f"{request.request_id}: wrong bytes at worker {n}"
+
+    def _connector_finished(self, request: Request) -> tuple[bool, Any]:
+        raise NotImplementedError
+
+    def _run(self, worker: Any, step: Step, meta: StepMeta) -> Any:
+        raise NotImplementedError
+
+    def _process(self, step: Step) -> None:
+        raise NotImplementedError
+
+
+class PrefillEngine(Engine):
+    def __init__(self, half: Any, workers: Sequence[Any]) -> None:
+        super().__init__(half, workers)
+        half.block_ids_of = lambda name: (self.requests[name].block_ids,)
+        self.answers: dict[str, Any] = {}
+        self.preemptions = 0
+        self._remaining: Counter[str] = Counter()
+
+    def schedule(self, count: int, preempts: bool) -> None:
+        """`count` tokens of each request."""
+        step = Step(b"")
+        active = [request for request in self.requests.values() if not request.is_finished]
+        running = [request for request in active if request.status is Status.RUNNING]
+        if preempts and running:
+            self._preempt(running[-1], step)
+        for request in active:
+            if request.num_computed_tokens >= request.num_prompt_tokens:
+                continue
+            if request.request_id in step.preempted_req_ids:
+                continue
+            end = min(request.num_prompt_tokens, request.num_computed_tokens + count)
+            more = self.pool.take(-(-end // PAGE_SIZE) - len(request.blocks))
+            if more is None:
+                continue
+            request.blocks += more
+            request.status = Status.RUNNING
+            step.counts[request.request_id] = end - request.num_computed_tokens
+            step.ends[request.request_id] = request.lives, end
+        meta = StepMeta()
+        self.half.build_meta(meta, step)
+        step.meta = pickle.dumps((meta, {name: self.requests[name].block_ids for name in step.counts}))
+        for name, tokens in step.counts.items():
+            self.requests[name].num_computed_tokens += tokens
+        self.steps.append(step)
+
+    def _preempt(self, request: Request, step: Step) -> None:
+        self.release(request)
+        request.status, request.num_computed_tokens = Status.PREEMPTED, 0
+        request.lives += 1
+        step.preempted_req_ids.add(request.request_id)
+        self.preemptions += 1
+
+    def _connector_finished(self, request: Request) -> tuple[bool, Any]:
+        found: tuple[bool, Any] = self.half.finished(request, (request.block_ids,))
+        return found
+
+    def _run(self, worker: Any, step: Step, meta: Any) -> Any:
+        told, blocks = meta
+        worker.preempt(told)
+        worker.begin(told)
+        for name, (_, end) in step.ends.items():  # also of requests that were aborted meanwhile
+            if (request := self.requests.get(name)) is not None:
+                cache = worker.thread.pool.array("k")
+                for token in range(end - step.counts[name], end):
+                    cache[blocks[name][token // PAGE_SIZE], token % PAGE_SIZE] = request.content[token]
+        worker.computed(told)
+        return worker.finished(told)
+
+    def _process(self, step: Step) -> None:
+        for name, (life, end) in step.ends.items():
+            request = self.requests.get(name)
+            if request is None or request.is_finished or life != request.lives:  # a connector that hands blocks over
+                continue
+            if end == request.num_prompt_tokens:
+                self.answers[name] = self.finish(request, Status.FINISHED_LENGTH_CAPPED)
+        for name in _all_told(step.outputs, self._remaining):
+            self.free(self.requests[name])
+
+
+class DecodeEngine(Engine):
+    def __init__(self, half: Any, workers: Sequence[Any], *, recomputes: bool) -> None:
+        super().__init__(half, workers)
+        half.block_pool = self.pool
+        self._recomputes = recomputes
+        self._remaining: Counter[str] = Counter()
+        self._failed_pending: set[str] = set()
+        self._received: set[str] = set()
+        self._failed: set[str] = set()
+        self.loaded = self.failures = 0
+
+    def schedule(self) -> None:
+        for request in list(self.requests.values()):
+            if request.status is Status.WAITING_FOR_REMOTE_KVS and request.request_id in self._received:
+                self._promote(request)
+            if request.status is Status.WAITING:
+                self._admit(request)
+            elif request.status is Status.RUNNING:
+                request.steps_left -= 1
+                self.check_content(request)
+                if not request.steps_left:
+                    self.finish(request, Status.FINISHED_LENGTH_CAPPED)
+        meta = StepMeta()
+        self.half.build_meta(meta)
+        self.steps.append(Step(pickle.dumps(meta)))
+
+    def abort(self, name: str) -> None:
+        request = self.requests.get(name)
+        if request is not None and not request.is_finished:
+            self._finish(request, Status.FINISHED_ABORTED)
+
+    def _finish(self, request: Request, status: Status) -> None:
+        delay, name = False, request.request_id
+        if request.status is Status.WAITING_FOR_REMOTE_KVS:
+            delay = name not in self._received
+            self._received.discard(name)
+            self._failed.discard(name)
+        self.finish(request, status, delay)
+
+    def _promote(self, request: Request) -> None:
+        name = request.request_id
+        self._received.remove(name)
+        request.status = Status.WAITING
+        if name in self._failed:
+            self._failed.remove(name)
+            self.release(request)
+        else:
+            self.check_content(request)
+            self.loaded += 1
+            request.status = Status.RUNNING
+
+    def _admit(self, request: Request) -> None:
+        tokens = request.num_prompt_tokens
+        cached = request.hit * PAGE_SIZE
+        external = self.half.tokens_to_load(request, cached)
+        blocks = self.pool.take(-(-tokens // PAGE_SIZE))
+        if blocks is None:
+            return
+        request.blocks = blocks
+        self.half.allocated(request, (request.block_ids,), external)
+        self.write(request, 0, tokens - external, request.block_ids)
+        request.status = Status.WAITING_FOR_REMOTE_KVS if external else Status.RUNNING
+
+    def _connector_finished(self, request: Request) -> tuple[bool, Any]:
+        self.half.finished(request)
+        return False, None
+
+    def _run(self, worker: Any, step: Step, meta: Any) -> Any:
+        worker.begin(meta)
+        received, failed = worker.finished()
+        return received, failed, worker.take_news()
+
+    def _process(self, step: Step) -> None:
+        received = _all_told([output[0] for output in step.outputs], self._remaining)
+        for output in step.outputs:
+            self._failed_pending |= output[1]
+        failed = self._failed_pending & received
+        self._failed_pending -= failed
+        for name in failed:
+            request = self.requests[name]
+            if request.status is not Status.WAITING_FOR_REMOTE_KVS:
+                continue
+            self.failures += 1
+            if self._recomputes:
+                self._failed.add(name)
+            else:
+                assert request.trace_headers, "its client is not told why"
+                self._finish(request, Status.FINISHED_ERROR)
+        news = [output[2] for output in step.outputs if output[2] is not None]
+        told = news[0] if news else StepNews()
+        for more in news[1:]:
+            told = told.aggregate(more)
+        self.half.update(told, received)
+        for name in received:
+            request = self.requests[name]
+            if request.status is Status.WAITING_FOR_REMOTE_KVS:
+                self._received.add(name)
+            else:
+                self.free(request)
+
+
+def _all_told(outputs: Sequence[set[str]], remaining: Counter[str]) -> set[str]:
+    """As `KVOutputAggregator`: what the last of the workers has told."""
+    found = set()
+    for names in outputs:
+        for name in names:
+            remaining[name] += 1
+            if remaining[name] == len(outputs):
+                found.add(name)
+                del remaining[name]
+    return found
