@@ -30,12 +30,12 @@ class Completion(Protocol):
     @property
     def fields(self) -> PromptFields: ...
 
-    def put_to(self, request: Forwarded, prefill: Worker, decode: Worker) -> AbstractAsyncContextManager[Pair]:
+    def open_pair(self, request: Forwarded, prefill: Worker, decode: Worker) -> AbstractAsyncContextManager[Pair]:
         """One try: within the block both workers are asked. Leaving it closes what has not answered."""
 
 
 class Engine(Protocol):
-    """One kind of workers."""
+    """One kind of worker."""
 
     has_operations: bool
     """Whether workers have kvflow's own routes for load, caches, aborts and rooms."""
@@ -47,19 +47,19 @@ class Engine(Protocol):
         """Asks a worker what it is."""
 
     @property
-    def completions(self) -> Collection[str]:
+    def completion_paths(self) -> Collection[str]:
         """The paths of requests that a pair serves."""
 
     @property
-    def of_decode(self) -> Collection[tuple[str, str]]:
-        """Methods and paths of what any decode answers by itself."""
+    def decode_routes(self) -> Collection[tuple[str, str]]:
+        """Methods and paths of what the router forwards to any decode."""
 
     @property
-    def retried(self) -> Collection[int]:
+    def retried_statuses(self) -> Collection[int]:
         """Statuses after which another pair may serve a request that has no token."""
 
     def read(self, body: bytes) -> Completion:
         """Of a body without its long values (`large_bodies.py`). Raises: RequestError (400)."""
 
     def families(self) -> Iterator[Metric]:
-        """Metrics that other engines have not."""
+        """Metrics that other engines do not have."""

@@ -32,10 +32,10 @@ _OF_A_MODEL = ("/v1/models", "/v1/models/{model:.+}", "/model_info", "/get_model
 class KvflowEngine:
     """Implements `engines.Engine`."""
 
-    completions = ("/generate", "/v1/chat/completions", "/v1/completions")
-    of_decode = (*(("GET", path) for path in _OF_A_MODEL), *(("POST", path) for path in tokenize.PATHS))
+    completion_paths = ("/generate", "/v1/chat/completions", "/v1/completions")
+    decode_routes = (*(("GET", path) for path in _OF_A_MODEL), *(("POST", path) for path in tokenize.PATHS))
     has_operations = True
-    retried = frozenset({502, 503})
+    retried_statuses = frozenset({502, 503})
     keepalive_s = 15.0
 
     async def identify(
@@ -61,7 +61,7 @@ class KvflowCompletion:
         self._rooms = _room_count(fields)
 
     @asynccontextmanager
-    async def put_to(self, request: Forwarded, prefill: Worker, decode: Worker) -> AsyncGenerator[Pair, None]:
+    async def open_pair(self, request: Forwarded, prefill: Worker, decode: Worker) -> AsyncGenerator[Pair, None]:
         rooms = [secrets.randbits(63) for _ in range(self._rooms)]
         name_rooms(rooms)
         body = with_fields(request.raw, bootstrap_fields(prefill, rooms))

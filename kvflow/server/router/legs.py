@@ -8,7 +8,7 @@ answer a request may be tried again:
 - after status 504 with code "rendezvous": the other leg never came.
 
 Not after an error of the request (4xx) or of the model (500), which another pair would repeat, and not after a deadline
-(504): the request has had its time. Where an engine says otherwise of a status, `Engine.retried` has it.
+(504): the request has had its time. Where an engine says otherwise of a status, `Engine.retried_statuses` has it.
 """
 
 from __future__ import annotations

@@ -110,7 +110,7 @@ class Membership:
             async with asyncio.timeout(CHECK_TIMEOUT_S):
                 return await self._identify(self._session, url, role, None)
         except TimeoutError:
-            raise LostError(f"{url}: who it is took more than {CHECK_TIMEOUT_S:g} s") from None
+            raise LostError(f"{url}: it has not said what it is within {CHECK_TIMEOUT_S:g} s") from None
         except (LostError, aiohttp.ClientError, OSError, ValueError, RecursionError) as error:
             raise LostError(f"{url}: {str(error) or type(error).__name__}") from None
 

@@ -144,12 +144,12 @@ class Router(Drainable):
     ) -> web.StreamResponse:
         """Raises: PairFailedError, that of the last try; NoWorkerError."""
         loop = asyncio.get_running_loop()
-        tries = Tries(self._retry_s, self.engine.retried)
+        tries = Tries(self._retry_s, self.engine.retried_statuses)
         while True:
             prefill, decode = await self._next_pair(tries, prompts)
             try:
                 with prefill.sent(prompts), decode.sent(prompts):
-                    async with completion.put_to(request, prefill, decode) as pair:
+                    async with completion.open_pair(request, prefill, decode) as pair:
                         done = await _relayed(pair, answer)
             except PairFailedError as error:
                 if isinstance(error, LegFailedError):

@@ -19,8 +19,9 @@ from kvflow.server.router.workers import ROLES
 
 def routes(router: Router) -> list[web.RouteDef]:
     """All routes of a router but those by which workers join and leave."""
-    found = [*(web.post(path, router.serve) for path in router.engine.completions), *_own(router), *_of_decode(router)]
-    return [*found, *_operations(router)] if router.engine.has_operations else found
+    completions = [web.post(path, router.serve) for path in router.engine.completion_paths]
+    operations = _operations(router) if router.engine.has_operations else []
+    return [*completions, *_own(router), *_forwarded(router), *operations]
 
 
 def _own(router: Router) -> list[web.RouteDef]:
@@ -52,13 +53,13 @@ def _own(router: Router) -> list[web.RouteDef]:
     ]
 
 
-def _of_decode(router: Router) -> list[web.RouteDef]:
-    """What the router asks any decode for."""
+def _forwarded(router: Router) -> list[web.RouteDef]:
+    """What any decode answers."""
 
     async def forward(http: web.Request) -> web.StreamResponse:
         return await router.forward(router.workers.ranked("decode", {})[0], http)
 
-    return [web.route(method, path, forward) for method, path in router.engine.of_decode]
+    return [web.route(method, path, forward) for method, path in router.engine.decode_routes]
 
 
 def _operations(router: Router) -> list[web.RouteDef]:

@@ -54,10 +54,10 @@ _REMOTE_DECODE = {
 class VllmEngine:
     """Implements `engines.Engine`."""
 
-    completions = (CHAT, "/v1/completions")
-    of_decode = (("GET", "/v1/models"), ("GET", "/version"), ("POST", "/tokenize"), ("POST", "/detokenize"))
+    completion_paths = (CHAT, "/v1/completions")
+    decode_routes = (("GET", "/v1/models"), ("GET", "/version"), ("POST", "/tokenize"), ("POST", "/detokenize"))
     has_operations = False
-    retried = frozenset({500, 502, 503, 504})  # what vLLM says of a transfer that has failed, or taken too long
+    retried_statuses = frozenset({500, 502, 503, 504})  # vLLM's for a transfer that has failed or taken too long
     keepalive_s = 4.0  # vLLM closes after 5 s (VLLM_HTTP_TIMEOUT_KEEP_ALIVE)
 
     def __init__(self, legs: LegOrder = "sequential") -> None:
@@ -119,10 +119,11 @@ class VllmEngine:
         self.note_alone("no_params")
         if prefill.url not in self._without_params:
             self._without_params.add(prefill.url)
-            text = (
+            _log.warning(
                 "prefill %s has answered without kv_transfer_params, so decode computes that prompt again: either it "
+                "is too short for its connector, or there is no --kv-transfer-config",
+                prefill.url,
             )
-            _log.warning(text + "is too short for its connector, or there is no --kv-transfer-config", prefill.url)
 
 
 class VllmCompletion:
@@ -137,12 +138,12 @@ class VllmCompletion:
         self._engine = engine
         self._alone = _alone(fields)
 
-    def put_to(self, request: Forwarded, prefill: Worker, decode: Worker) -> AbstractAsyncContextManager[Pair]:
+    def open_pair(self, request: Forwarded, prefill: Worker, decode: Worker) -> AbstractAsyncContextManager[Pair]:
         if self._alone:
             self._engine.note_alone(self._alone)
             return sequential(None, decode, lambda _: _decode_leg(request, decode, None))
         if (address := self._engine.address_of(prefill)) is not None:
-            return _put_together(request, prefill, decode, address)
+            return _open_together(request, prefill, decode, address)
         leg = _prefill_leg(request, prefill, _REMOTE_DECODE)
 
         def ask_decode(answer: web.Response) -> Leg:
@@ -154,7 +155,7 @@ class VllmCompletion:
 
 
 @asynccontextmanager
-async def _put_together(
+async def _open_together(
     request: Forwarded, prefill: Worker, decode: Worker, address: _Address
 ) -> AsyncGenerator[Pair, None]:
     room = secrets.randbelow(MAX_ROOM) + 1
@@ -201,7 +202,7 @@ class _Fields(PromptFields):
 
 
 def _alone(fields: _Fields) -> str:
-    """Why decode has to compute the prompt itself; empty where it has not."""
+    """Why decode has to compute the prompt itself; empty where prefill can."""
     prompts = fields.prompt
     if isinstance(prompts, list) and len(prompts) > 1 and not isinstance(prompts[0], int):
         return "completions"  # vLLM answers with the params of the first prompt
@@ -214,7 +215,7 @@ def _alone(fields: _Fields) -> str:
     if fields.use_beam_search:
         return "beam_search"  # vLLM passes no params on
     if fields.truncate_prompt_tokens == -1:
-        return "truncation"  # to a length that follows from max_tokens, which both legs have not in common
+        return "truncation"  # to a length that follows from max_tokens, in which the two legs differ
     return ""
 
 
