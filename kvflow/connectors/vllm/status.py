@@ -9,7 +9,6 @@ from contextlib import AsyncExitStack
 from functools import partial
 from http import HTTPStatus
 
-import msgspec
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
 from prometheus_client.core import Metric
 from prometheus_client.registry import Collector
@@ -22,11 +21,10 @@ from kvflow.server.http.node_report import node_report
 from kvflow.threads.decode import DecodeThread
 from kvflow.threads.loop import LoopThread
 from kvflow.threads.prefill import PrefillThread
-from kvflow.transports.control.rank_server import Document, serve_ranks
+from kvflow.transports.control.rank_server import Answer, Document, json_answer, serve_ranks
 from kvflow.transports.control.registry import RankTable, RegistryClient
 
 Thread = PrefillThread | DecodeThread
-_JSON = "application/json"
 _AGAIN_S = 0.5
 log = logging.getLogger("vllm.kvflow")
 
@@ -47,13 +45,12 @@ class StatusServer:
             self._table.put(prefill.info)
         self._documents: dict[str, Document] = {
             "/health": self._health,
-            "/query": lambda: _answer({str(dp_rank): {"engine_id": engine}}),
+            "/query": lambda: json_answer({str(dp_rank): {"engine_id": engine}}),
         }
         for thread in self._threads:
             scrape = partial(_scraped, thread)
-            self._documents |= {f"/metrics/{thread.role}": scrape} | {
-                "/metrics": self._documents.get("/metrics", scrape)
-            }
+            self._documents[f"/metrics/{thread.role}"] = scrape
+            self._documents.setdefault("/metrics", scrape)
         self._stack = AsyncExitStack()
         self._tasks: list[asyncio.Task[None]] = []
         self._loop: LoopThread | None = None
@@ -96,7 +93,7 @@ class StatusServer:
         await asyncio.gather(*self._tasks, return_exceptions=True)
         await self._stack.aclose()
 
-    def _health(self) -> tuple[HTTPStatus, str, bytes]:
+    def _health(self) -> Answer:
         why = ""
         found: dict[str, int] = {}
         for thread in self._threads:
@@ -107,7 +104,7 @@ class StatusServer:
             else:
                 found |= {"pinned_blocks": report.pinned_pages}
         status = HTTPStatus.SERVICE_UNAVAILABLE if why else HTTPStatus.OK
-        return _answer({"status": why or "ok", **found}, status)
+        return json_answer({"status": why or "ok", **found}, status)
 
 
 class _Families(Collector):
@@ -118,7 +115,7 @@ class _Families(Collector):
         return node_families(self._report)
 
 
-def _scraped(thread: Thread) -> tuple[HTTPStatus, str, bytes]:
+def _scraped(thread: Thread) -> Answer:
     registry = CollectorRegistry()
     registry.register(_Families(_state(thread)[1]))
     return HTTPStatus.OK, CONTENT_TYPE_LATEST, generate_latest(registry)
@@ -133,7 +130,3 @@ def _state(thread: Thread) -> tuple[str, Report]:
         return node.unavailable_reason, report
 
     return thread.ask(of)
-
-
-def _answer(document: object, status: HTTPStatus = HTTPStatus.OK) -> tuple[HTTPStatus, str, bytes]:
-    return status, _JSON, msgspec.json.encode(document)

@@ -27,8 +27,9 @@ MAX_BODY_BYTES = 64 << 10
 MAX_CONNECTIONS = 256
 REQUEST_S = 5.0
 log = logging.getLogger("kvflow.registry")
-Document = Callable[[], tuple[HTTPStatus, str, bytes]]
+Answer = tuple[HTTPStatus, str, bytes]
 """Status, content type, body."""
+Document = Callable[[], Answer]
 
 
 @asynccontextmanager
@@ -99,27 +100,27 @@ class _Connections:
         try:
             status, kind, body = await self._document(reader)
         except _Refused as refused:
-            status, kind, body = _json({"error": {"message": str(refused)}}, refused.status)
+            status, kind, body = json_answer({"error": {"message": str(refused)}}, refused.status)
         head = (
             f"HTTP/1.1 {status.value} {status.phrase}\r\nContent-Type: {kind}\r\n"
             f"Content-Length: {len(body)}\r\nConnection: close\r\n\r\n"
         )
         return head.encode() + body
 
-    async def _document(self, reader: asyncio.StreamReader) -> tuple[HTTPStatus, str, bytes]:
+    async def _document(self, reader: asyncio.StreamReader) -> Answer:
         method, path, headers = await _head(reader)
-        made = self._documents.get(path) if method == "GET" else None
+        document = self._documents.get(path) if method == "GET" else None
         if (method, path) == ("GET", "/health"):
-            return _json({"status": "ok"}) if made is None else await asyncio.to_thread(made)
+            return json_answer({"status": "ok"}) if document is None else await asyncio.to_thread(document)
         given = (headers["Authorization"] or "").encode("utf-8", "surrogateescape")
         if self._key and not hmac.compare_digest(given, self._key):
             raise _Refused(HTTPStatus.UNAUTHORIZED, "missing or wrong API key")
         if (method, path) == ("GET", "/ranks"):
-            return _json({"ranks": [rank_to_json(info) for info in self._table.all()]})
+            return json_answer({"ranks": [rank_to_json(info) for info in self._table.all()]})
         if method == "PUT" and path.startswith("/ranks/"):
-            return _json(self._put(path.removeprefix("/ranks/"), await _body(reader, headers)))
-        if made is not None:
-            return await asyncio.to_thread(made)
+            return json_answer(self._put(path.removeprefix("/ranks/"), await _body(reader, headers)))
+        if document is not None:
+            return await asyncio.to_thread(document)
         more = "".join(f", GET {path}" for path in self._documents if path != "/health")
         raise _Refused(
             HTTPStatus.NOT_FOUND,
@@ -140,7 +141,8 @@ class _Connections:
         return {"ranks": len(self._table.all())}
 
 
-def _json(document: dict[str, Any], status: HTTPStatus = HTTPStatus.OK) -> tuple[HTTPStatus, str, bytes]:
+def json_answer(document: dict[str, Any], status: HTTPStatus = HTTPStatus.OK) -> Answer:
+    """`document` as an answer."""
     return status, "application/json", msgspec.json.encode(document)
 
 
