@@ -126,15 +126,16 @@ class EngineService(Generic[N, E]):
     def report(self) -> Report:
         node, load, cache = self._node, self._engine.load(), self._engine.cache
         pages, rows = node.pool.pages, node.pool.rows if node.pool.layout.num_rows else None
+        report = node_report(
+            node,
+            pages_free=pages.free_pages,
+            pages_by_kind=owned_by_kind(pages),
+            at_rest=pages.at_rest() and (rows is None or rows.at_rest()) and node.staging_at_rest,
+        )
         return msgspec.structs.replace(
-            node_report(
-                node,
-                pages_free=pages.free_pages,
-                pages_by_kind=owned_by_kind(pages),
-                at_rest=pages.at_rest() and (rows is None or rows.at_rest()) and node.staging_at_rest,
-            ),
+            report,
             queue_seconds=self._engine.queue_seconds,
-            internal_errors={"handler": node.counts.handler_errors, "step": self._engine.failed_steps},
+            internal_errors=report.internal_errors | {"step": self._engine.failed_steps},
             running=load.running,
             waiting=load.waiting,
             rows_free=rows.free_pages if rows else 0,
