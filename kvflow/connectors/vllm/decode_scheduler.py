@@ -24,8 +24,8 @@ log = logging.getLogger("vllm.kvflow")
 class _Load:
     """One request, from its arrival until its blocks are there, or will never be."""
 
-    def __init__(self, request: Any, params: FromPrefill) -> None:
-        self.request, self.params = request, params
+    def __init__(self, request: Any) -> None:
+        self.request = request
         self.is_offered = False
         self.blocks: Sequence[int] = ()  # what prefill may write
 
@@ -62,7 +62,7 @@ class DecodeScheduler:
         if params.room in self._used:  # n > 1, several prompts of one request, or it is asked once more
             log.info("request %s: room %d has been used before: its prompt is computed here", name, params.room)
             return
-        self._loads[name], self._used[params.room] = _Load(request, params), None
+        self._loads[name], self._used[params.room] = _Load(request), None
         while len(self._used) > USED_ROOMS:
             del self._used[next(iter(self._used))]
         refusal = None
@@ -91,12 +91,12 @@ class DecodeScheduler:
         load.is_offered = True
         tokens = request.num_prompt_tokens
         if not num_external_tokens:  # prefill is told that it may forget the prompt
-            self._next.offers[name] = Offer((), tokens, waited_for=False)
+            self._next.offers[name] = Offer((), tokens)
             del self._loads[name]
             return
         prefix = tokens - num_external_tokens
         load.blocks = block_ids[0][prefix // self._block_size : -(-tokens // self._block_size)]
-        self._next.offers[name] = Offer(load.blocks, prefix, waited_for=True)
+        self._next.offers[name] = Offer(load.blocks, prefix)
 
     def build_meta(self, meta: StepMeta) -> None:
         meta.targets, meta.offers, meta.held = self._next.targets, self._next.offers, self._next.held

@@ -21,7 +21,7 @@ class _Target:
     """One request's load, from its announcement until nothing can write into its blocks."""
 
     def __init__(self, what: OpenTarget) -> None:
-        self.request, self.what = what.request, what
+        self.request = what.request
         self.room: DecodeThreadRoom | None = None
         self.offer: Offer | None = None
         self.cause: Cause | None = None  # why it failed
@@ -142,7 +142,7 @@ class DecodeWorker(WorkerSide[DecodeThread]):
     def _fail(self, target: _Target, cause: Cause) -> None:
         if target.cause is None:
             target.cause = cause
-            if not target.is_abandoned and (target.offer is None or target.offer.waited_for):
+            if not target.is_abandoned and (target.offer is None or target.offer.is_waited_for):
                 self.stats.failed(cause.code)
                 log.warning("request %s: its blocks do not come from prefill: %s", target.request, cause)
         self._tell(target)
@@ -151,7 +151,7 @@ class DecodeWorker(WorkerSide[DecodeThread]):
         """Of a failure, once vLLM waits for the blocks."""
         if target.is_abandoned or target.offer is None or target.is_told or target.cause is None:
             return
-        if not target.offer.waited_for:
+        if not target.offer.is_waited_for:
             self._drop(target)
             return
         target.is_told = True
@@ -197,7 +197,7 @@ class DecodeWorker(WorkerSide[DecodeThread]):
 
     def _end(self, target: _Target) -> None:
         """Landed, or over at both ends: vLLM may go on with the blocks, if it waits for them."""
-        if target.offer is not None and target.offer.waited_for:
+        if target.offer is not None and target.offer.is_waited_for:
             self._received.add(target.request)
         self._drop(target)
 

@@ -33,9 +33,10 @@ class Computed:
 
 @dataclass
 class OpenTarget:
-    """Decode's half of a room begins; without `blocks` it is only announced.
+    """Decode's half of a room begins; without an `Offer` in the same step it is only announced.
 
-    `refusal`: why nothing can be loaded; the worker tells prefill, and vLLM.
+    `prefill`: the registries of its workers, "host:port", by number. `refusal`: why nothing can be
+    loaded; the worker tells prefill, and vLLM.
     """
 
     request: str
@@ -47,11 +48,15 @@ class OpenTarget:
 
 @dataclass
 class Offer:
-    """Decode: the blocks for the prompt after its first `prefix_tokens`. `waited_for`: vLLM waits for them."""
+    """Decode: the blocks for the prompt after its first `prefix_tokens`; none where it has all that it can use."""
 
     blocks: Sequence[int]
     prefix_tokens: int
-    waited_for: bool
+
+    @property
+    def is_waited_for(self) -> bool:
+        """Whether vLLM waits for them."""
+        return bool(self.blocks)
 
 
 @dataclass
@@ -64,8 +69,8 @@ class StepMeta:
     sent: dict[str, bool] = field(default_factory=dict)  # prefill: it is over for vLLM; True: it was aborted
     targets: list[OpenTarget] = field(default_factory=list)
     offers: dict[str, Offer] = field(default_factory=dict)
+    # decode: the blocks of loads that failed are kept; the workers at which they did may tell vLLM
     held: dict[str, set[int]] = field(default_factory=dict)
-    """Decode: loads that failed, and the workers at which they did: the blocks are kept, and these may tell vLLM."""
     abandoned: list[str] = field(default_factory=list)  # decode: it is over for vLLM
     idle: bool = False  # no model runs in this step: the engine only waits for us
 
@@ -82,10 +87,10 @@ class StepNews:
         """What two workers tell."""
         return StepNews(
             other.failed | self.failed,
-            _added(self.failures, other.failures),
-            _added(self.released, other.released),
+            _joined(self.failures, other.failures),
+            _joined(self.released, other.released),
         )
 
 
-def _added(ours: dict[str, set[int]], theirs: dict[str, set[int]]) -> dict[str, set[int]]:
+def _joined(ours: dict[str, set[int]], theirs: dict[str, set[int]]) -> dict[str, set[int]]:
     return {name: ours.get(name, set()) | theirs.get(name, set()) for name in ours | theirs}

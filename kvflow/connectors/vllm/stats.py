@@ -7,7 +7,7 @@ from typing import Any
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
 from vllm.v1.metrics.utils import create_metric_per_engine
 
-from kvflow.connectors.vllm.transfers import LISTS, no_transfers
+from kvflow.connectors.vllm.transfers import LISTS, WAYS, no_transfers
 
 _SECONDS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 30, 60)
 
@@ -35,7 +35,7 @@ class KvflowStats(KVConnectorStats):  # type: ignore[misc]
     def reduce(self) -> dict[str, int | float]:
         """For vLLM's periodic log line."""
         shown: dict[str, int | float] = {}
-        for way in ("sent", "received"):
+        for way in WAYS:
             seconds, size = self.data[f"{way}_seconds"], self.data[f"{way}_bytes"]
             if seconds:
                 shown[f"prompts {way}"] = len(seconds)
@@ -53,7 +53,6 @@ class KvflowPromMetrics(KVConnectorPromMetrics):  # type: ignore[misc]
 
     def __init__(self, vllm_config: Any, metric_types: Any, labelnames: list[str], per_engine_labelvalues: Any) -> None:
         super().__init__(vllm_config, metric_types, labelnames, per_engine_labelvalues)
-        self._labels = labelnames
         self._seconds = {
             way: self._per_engine(
                 self._histogram_cls(
@@ -63,7 +62,7 @@ class KvflowPromMetrics(KVConnectorPromMetrics):  # type: ignore[misc]
                     labelnames=labelnames,
                 )
             )
-            for way in ("sent", "received")
+            for way in WAYS
         }
         self._bytes = {
             way: self._per_engine(
@@ -71,7 +70,7 @@ class KvflowPromMetrics(KVConnectorPromMetrics):  # type: ignore[misc]
                     name=f"vllm:kvflow_{way}_bytes", documentation=f"KV cache {way}.", labelnames=labelnames
                 )
             )
-            for way in ("sent", "received")
+            for way in WAYS
         }
         self._failed_family = self._counter_cls(
             name="vllm:kvflow_failed_prompts",
@@ -88,7 +87,7 @@ class KvflowPromMetrics(KVConnectorPromMetrics):  # type: ignore[misc]
         return create_metric_per_engine(metric, self.per_engine_labelvalues)
 
     def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
-        for way in ("sent", "received"):
+        for way in WAYS:
             for seconds in transfer_stats_data[f"{way}_seconds"]:
                 self._seconds[way][engine_idx].observe(seconds)
             self._bytes[way][engine_idx].inc(sum(transfer_stats_data[f"{way}_bytes"]))

@@ -5,7 +5,8 @@ from __future__ import annotations
 import threading
 from typing import Any
 
-LISTS = ("sent_seconds", "sent_bytes", "received_seconds", "received_bytes")
+WAYS = ("sent", "received")
+LISTS = tuple(f"{way}_{what}" for way in WAYS for what in ("seconds", "bytes"))
 
 
 def no_transfers() -> dict[str, Any]:

@@ -127,7 +127,7 @@ class Pair:
         self.step_prefill(sources=[self.source()], computed=computed, sent={NAME: was_aborted})
 
     def load(self, *blocks: int, prefix_tokens: int = 0) -> None:
-        offer = Offer(blocks, prefix_tokens, waited_for=True)
+        offer = Offer(blocks, prefix_tokens)
         self.step_decode(targets=[self.target()], offers={NAME: offer})
 
     def hold(self) -> None:

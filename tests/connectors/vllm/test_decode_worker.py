@@ -33,7 +33,7 @@ def test_a_room_that_is_announced_first() -> None:
     with pair() as each:
         each.step_decode(targets=[each.target()])
         each.send_all(3, 1, 2)
-        each.step_decode(offers={NAME: Offer([9, 4, 7], 0, waited_for=True)})
+        each.step_decode(offers={NAME: Offer([9, 4, 7], 0)})
         each.until_rest()
         assert list(each.target_pages[[9, 4, 7]]) == [4, 2, 3] and each.received == {NAME: 1} and not each.failed
 
@@ -41,7 +41,7 @@ def test_a_room_that_is_announced_first() -> None:
 @pytest.mark.parametrize(("prefix_tokens", "blocks"), [(4, [9, 4]), (8, [9]), (10, [])])
 @pytest.mark.parametrize("is_announced", [False, True])
 def test_what_decode_has_does_not_travel(prefix_tokens: int, blocks: list[int], is_announced: bool) -> None:
-    offers = {NAME: Offer(blocks, prefix_tokens, waited_for=bool(blocks))}
+    offers = {NAME: Offer(blocks, prefix_tokens)}
     with pair() as each:
         if is_announced:
             each.step_decode(targets=[each.target()])
@@ -73,7 +73,7 @@ def test_it_is_over_while_only_announced(is_sent: bool) -> None:
 
 def test_it_is_over_at_once() -> None:
     with pair() as each:
-        offers = {NAME: Offer([9, 4, 7], 0, waited_for=True)}
+        offers = {NAME: Offer([9, 4, 7], 0)}
         each.step_decode(targets=[each.target()], offers=offers, abandoned=[NAME])
         each.until_rest()
         assert each.received == {NAME: 1} and not each.failed and not each.failures
@@ -110,7 +110,7 @@ def test_it_fails_while_only_announced() -> None:
         each.step_decode(targets=[each.target()])
         each.until(lambda: each.decode._targets[NAME].cause is not None)
         assert not each.failures, "nobody waits for it yet"
-        each.step_decode(offers={NAME: Offer([9, 4, 7], 0, waited_for=True)})
+        each.step_decode(offers={NAME: Offer([9, 4, 7], 0)})
         each.hold()
         each.until_rest()
         assert each.received == each.failed == {NAME: 1} and each.causes[NAME].code == Code.CLIENT_GONE
@@ -118,7 +118,7 @@ def test_it_fails_while_only_announced() -> None:
 
 def test_it_fails_while_only_announced_and_is_over_or_has_all() -> None:
     with pair() as each:
-        for offers, abandoned in (({}, [NAME]), ({NAME: Offer((), 10, waited_for=False)}, [])):
+        for offers, abandoned in (({}, [NAME]), ({NAME: Offer((), 10)}, [])):
             fail_at_prefill(each)
             each.step_decode(targets=[each.target()])
             each.until(lambda: each.decode._targets[NAME].cause is not None)
@@ -159,7 +159,7 @@ def test_held_blocks_are_released_when_nothing_writes_them(is_over: bool) -> Non
 @pytest.mark.parametrize("is_announced", [False, True])
 def test_what_is_refused_is_told_to_both_sides(is_announced: bool) -> None:
     refusal = Cause(Code.REFUSED, "prefill is for decodes of 2 workers")
-    offers = {NAME: Offer([9, 4, 7], 0, waited_for=True)}
+    offers = {NAME: Offer([9, 4, 7], 0)}
     with pair() as each:
         each.send_all(3, 1, 2)
         targets = [each.target(refusal=refusal)]
@@ -179,7 +179,7 @@ def test_what_a_node_will_not_take_fails(refusal: Cause | None) -> None:
     """A misuse is raised at once: also then vLLM hears of it, which waits for the blocks."""
     with pair() as each:
         target = each.target(room=-1, refusal=refusal)
-        each.step_decode(targets=[target], offers={NAME: Offer([9, 4, 7], 0, waited_for=True)})
+        each.step_decode(targets=[target], offers={NAME: Offer([9, 4, 7], 0)})
         each.hold()
         assert each.causes[NAME].code == Code.BAD_REQUEST and "room id -1" in each.causes[NAME].text
         each.until_rest()
@@ -189,7 +189,7 @@ def test_what_a_node_will_not_take_fails(refusal: Cause | None) -> None:
 def test_an_offer_that_does_not_fit_fails() -> None:
     with pair() as each:
         each.step_decode(targets=[each.target()])
-        each.step_decode(offers={NAME: Offer([9], 0, waited_for=True)})
+        each.step_decode(offers={NAME: Offer([9], 0)})
         each.hold()
         each.until_rest()
         assert "1 pages given, its prompt needs 3" in each.causes[NAME].text and each.failed == {NAME: 1}
@@ -198,7 +198,7 @@ def test_an_offer_that_does_not_fit_fails() -> None:
 def test_a_room_that_is_in_use_fails() -> None:
     with pair() as each:
         each.load(9, 4, 7)
-        offer = Offer([1, 2, 3], 0, waited_for=True)
+        offer = Offer([1, 2, 3], 0)
         each.step_decode(targets=[each.target(name="again")], offers={"again": offer})
         each.until(lambda: each.failures["again"])
         assert each.causes["again"].code == Code.ROOM_IN_USE
@@ -243,7 +243,7 @@ def test_a_prefill_that_is_not_there() -> None:
     with pair() as each:
         target = each.target()
         target.prefill = ["127.0.0.1:1"]
-        each.step_decode(targets=[target], offers={NAME: Offer([9, 4, 7], 0, waited_for=True)})
+        each.step_decode(targets=[target], offers={NAME: Offer([9, 4, 7], 0)})
         each.hold()
         each.until_rest()
         assert each.causes[NAME].code == Code.PEER_LOST

@@ -99,7 +99,7 @@ def test_one_that_decode_has_announced_is_kept_for_it() -> None:
         each.step_prefill(sources=[other], sent={"other": False})
         each.until(lambda: each.sent["other"])
         assert not each.sent[NAME]
-        each.step_decode(offers={NAME: Offer([9, 4, 7], 0, waited_for=True)})
+        each.step_decode(offers={NAME: Offer([9, 4, 7], 0)})
         each.until_rest()
         assert each.received == {NAME: 1} and each.sent == {NAME: 1, "other": 1} and not each.failed
 
