@@ -1,4 +1,4 @@
-"""`KvflowConnector`: vLLM's interface, each call handed to the half that it is for.
+"""`KvflowConnector`: vLLM's interface, each call handed to the side and the role that it is for.
 
 vLLM makes one in the scheduler's process and one in each worker's. They talk through vLLM only: `StepMeta` with every
 step, `StepNews` with its output.
@@ -28,7 +28,7 @@ from kvflow.connectors.vllm.params import WORKERS, FromPrefill, ToDecode, read_p
 from kvflow.connectors.vllm.prefill_scheduler import PrefillScheduler
 from kvflow.connectors.vllm.settings import Settings
 from kvflow.connectors.vllm.stats import KvflowPromMetrics, KvflowStats
-from kvflow.connectors.vllm.workers import Workers
+from kvflow.connectors.vllm.worker_sides import WorkerSides
 from kvflow.memory.shared import SharedSegment
 from kvflow.protocols.errors import MisuseError
 
@@ -52,7 +52,7 @@ class KvflowConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self._ranks: int = parallel.tensor_parallel_size * parallel.pipeline_parallel_size
         self._prefill: PrefillScheduler | None = None
         self._decode: DecodeScheduler | None = None
-        self._workers: Workers | None = None
+        self._worker: WorkerSides | None = None
         self._segments: list[SharedSegment] = []
         if self._settings.decode_workers not in (None, 1, self._ranks):
             raise MisuseError(
@@ -148,7 +148,7 @@ class KvflowConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         return None
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
-        self._workers = Workers.start(
+        self._worker = WorkerSides.start(
             self._vllm_config,
             self._settings,
             kv_caches,
@@ -158,13 +158,13 @@ class KvflowConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         )
 
     def handle_preemptions(self, kv_connector_metadata: StepMeta) -> None:
-        if self._workers is not None:
-            self._workers.preempt(kv_connector_metadata)
+        if self._worker is not None:
+            self._worker.preempt(kv_connector_metadata)
 
     def bind_connector_metadata(self, connector_metadata: StepMeta) -> None:
         super().bind_connector_metadata(connector_metadata)
-        if self._workers is not None:
-            self._workers.begin(connector_metadata)
+        if self._worker is not None:
+            self._worker.begin(connector_metadata)
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None: ...
 
@@ -173,26 +173,26 @@ class KvflowConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     def save_kv_layer(self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: Any, **kwargs: Any) -> None: ...
 
     def wait_for_save(self) -> None:
-        if self._workers is not None:
-            self._workers.computed(self._get_connector_metadata())
+        if self._worker is not None:
+            self._worker.computed(self._get_connector_metadata())
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
-        if self._workers is None:
+        if self._worker is None:
             return KVConnectorTransferResults()
         meta = self._get_connector_metadata()
-        return KVConnectorTransferResults(*self._workers.finished(meta, _IDLE_WAIT_S if meta.idle else 0.0))
+        return KVConnectorTransferResults(*self._worker.finished(meta, _IDLE_WAIT_S if meta.idle else 0.0))
 
     def build_connector_worker_meta(self) -> StepNews | None:
-        return None if self._workers is None else self._workers.take_news()
+        return None if self._worker is None else self._worker.take_news()
 
     def get_kv_connector_stats(self) -> KvflowStats | None:
-        data = None if self._workers is None else self._workers.take_stats()
+        data = None if self._worker is None else self._worker.take_stats()
         return None if data is None else KvflowStats(data)
 
     def shutdown(self) -> None:
-        if self._workers is not None:
-            self._workers.close()
-            self._workers = None
+        if self._worker is not None:
+            self._worker.close()
+            self._worker = None
 
     # --- metrics
 

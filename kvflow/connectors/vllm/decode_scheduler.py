@@ -1,4 +1,4 @@
-"""Decode's half in vLLM's scheduler: what is to be loaded, into which blocks, and which blocks wait for proof.
+"""Decode in vLLM's scheduler: what is to be loaded, into which blocks, and which blocks wait for proof.
 
 A load that has failed is over for vLLM at once: the request fails, or computes its prompt in other blocks. Until every
 worker says that nothing can write into the old ones any more, one more reference keeps them out of the pool. It is

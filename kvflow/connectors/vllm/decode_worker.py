@@ -1,4 +1,4 @@
-"""Decode's half in a worker: lends vLLM's blocks to prefill, and tells vLLM what has landed, failed, is proven free."""
+"""Decode in a worker: lends vLLM's blocks to prefill, and tells vLLM what has landed, failed, is proven free."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 from kvflow.connectors.vllm.messages import Offer, OpenTarget, StepMeta, StepNews
 from kvflow.connectors.vllm.transfers import Transfers
-from kvflow.connectors.vllm.worker import WorkerSide
+from kvflow.connectors.vllm.worker_side import WorkerSide
 from kvflow.protocols.errors import Cause, Code, KvflowError
 from kvflow.threads.decode import DecodeThread
 from kvflow.threads.rooms import DecodeThreadRoom, RoomEvent
@@ -25,7 +25,7 @@ class _Target:
         self.room: DecodeThreadRoom | None = None
         self.offer: Offer | None = None
         self.cause: Cause | None = None  # why it failed
-        self.is_told = False  # the scheduler's half knows of it
+        self.is_told = False  # the scheduler side knows of it
         self.is_held = False  # and keeps the blocks: vLLM may be told
         self.is_abandoned = False  # over for vLLM, which waits for the blocks
         self.is_released = False  # nothing can write any more

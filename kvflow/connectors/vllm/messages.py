@@ -1,4 +1,4 @@
-"""What vLLM carries between the two halves of a connector: from the scheduler's process to every worker's before a
+"""What vLLM carries between the two sides of a connector: from the scheduler's process to every worker's before a
 step, and back with the step's output. One machine's own processes; vLLM pickles them."""
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ class StepMeta:
 
 @dataclass
 class StepNews:
-    """What workers tell the scheduler's half, beside what vLLM asks for."""
+    """What workers tell the scheduler side, beside what vLLM asks for."""
 
     failed: dict[str, Cause] = field(default_factory=dict)  # the first cause counts
     failures: dict[str, set[int]] = field(default_factory=dict)  # at which workers

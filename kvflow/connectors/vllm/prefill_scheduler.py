@@ -1,4 +1,4 @@
-"""Prefill's half in vLLM's scheduler: which requests leave their blocks to a decode, and which blocks are computed."""
+"""Prefill in vLLM's scheduler: which requests leave their blocks to a decode, and which blocks are computed."""
 
 from __future__ import annotations
 

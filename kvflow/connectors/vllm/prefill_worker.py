@@ -1,4 +1,4 @@
-"""Prefill's half in a worker: sends blocks to decode as they are computed, and tells vLLM when nothing reads them."""
+"""Prefill in a worker: sends blocks to decode as they are computed, and tells vLLM when nothing reads them."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 from kvflow.connectors.vllm.messages import OpenSource, StepMeta
 from kvflow.connectors.vllm.transfers import Transfers
-from kvflow.connectors.vllm.worker import WorkerSide
+from kvflow.connectors.vllm.worker_side import WorkerSide
 from kvflow.protocols.errors import Cause, Code, KvflowError
 from kvflow.threads.prefill import PrefillThread
 from kvflow.threads.rooms import PrefillThreadRoom, RoomEvent

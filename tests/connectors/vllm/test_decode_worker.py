@@ -1,4 +1,4 @@
-"""Decode's worker half: what becomes of a load at every moment of its life, and what is reported of it."""
+"""Decode in a worker: what becomes of a load at every moment of its life, and what is reported of it."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 import kvflow
 from kvflow.connectors.vllm.messages import Offer
 from kvflow.protocols.errors import Cause, Code
-from tests.connectors.vllm.halves import NAME, PAGES, ROOM, Pair, pair
+from tests.connectors.vllm.worker_pair import NAME, PAGES, ROOM, Pair, pair
 
 
 def fail_at_prefill(each: Pair) -> None:

@@ -1,4 +1,4 @@
-"""Both halves of the connector, in scheduler and workers, against vLLM's rules: random arrivals, aborts, preemptions,
+"""Both sides of the connector, in scheduler and workers, against vLLM's rules: random arrivals, aborts, preemptions,
 frozen writers and deadlines over real nodes. What a run meets depends on its seed and on the machine's clock."""
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from kvflow.connectors.vllm.prefill_scheduler import PrefillScheduler
 from kvflow.connectors.vllm.prefill_worker import PrefillWorker
 from kvflow.connectors.vllm.transfers import Transfers
 from kvflow.protocols.limits import Timing
-from tests.connectors.vllm.halves import PAGE_SIZE, Gate, GatedPlane, new_pool
 from tests.connectors.vllm.vllm_rules import DecodeEngine, Engine, PrefillEngine, Request
+from tests.connectors.vllm.worker_pair import PAGE_SIZE, Gate, GatedPlane, new_pool
 
 REQUESTS, PATIENCE_S = 25, 20.0
 TIMING = Timing(rendezvous_s=0.1)
@@ -132,7 +132,7 @@ class Game:
         engines = (self.prefill, self.decode)
         return not (
             any(engine.requests or any(worker.is_busy for worker in engine.workers) for engine in engines)
-            or self.decode.half.quarantined_blocks
+            or self.decode.scheduler.quarantined_blocks
         )
 
     def _check_rest(self) -> None:
@@ -140,8 +140,8 @@ class Game:
             assert len(engine.pool.free) == len(engine.pool.blocks)
             assert not engine._remaining, "some workers told of what others did not"
             assert all(worker.thread.pages.at_rest() for worker in engine.workers)
-        assert not (self.decode.half._loads or self.decode.half._quarantine)
-        assert not (self.prefill.half._rooms or self.prefill.half._streaming)
+        assert not (self.decode.scheduler._loads or self.decode.scheduler._quarantine)
+        assert not (self.prefill.scheduler._rooms or self.prefill.scheduler._streaming)
         assert len(self.prefill.ended) == REQUESTS
 
 

@@ -1,4 +1,4 @@
-"""Prefill's worker half: what is sent and when, and when vLLM may use the blocks for others."""
+"""Prefill in a worker: what is sent and when, and when vLLM may use the blocks for others."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from kvflow.connectors.vllm import prefill_worker
 from kvflow.connectors.vllm.messages import Computed, Offer, StepMeta
 from kvflow.protocols.errors import Code
 from kvflow.threads.rooms import RoomEvent
-from tests.connectors.vllm.halves import NAME, PAGES, Pair, pair
+from tests.connectors.vllm.worker_pair import NAME, PAGES, Pair, pair
 
 
 def computed(*blocks: int, is_all: bool = False) -> dict[str, Computed]:

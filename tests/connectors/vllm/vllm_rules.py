@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from kvflow.connectors.vllm.messages import StepMeta, StepNews
-from tests.connectors.vllm.halves import PAGE_SIZE, PAGES
+from tests.connectors.vllm.worker_pair import PAGE_SIZE, PAGES
 
 
 class Status(Enum):
@@ -94,17 +94,17 @@ class Step:
 
 
 class Engine:
-    """One of either role; `half` is the connector's in the scheduler, `workers` those in the workers."""
+    """One of either role; `scheduler` is the connector's side there, `workers` those in the workers."""
 
-    def __init__(self, half: Any, workers: Sequence[Any]) -> None:
-        self.half, self.workers, self.pool = half, workers, BlockPool()
+    def __init__(self, scheduler: Any, workers: Sequence[Any]) -> None:
+        self.scheduler, self.workers, self.pool = scheduler, workers, BlockPool()
         self.requests: dict[str, Request] = {}
         self.steps: deque[Step] = deque()
         self.ended: dict[str, str] = {}
 
     def add(self, request: Request, params: Any) -> None:
         self.requests[request.request_id] = request
-        self.half.new_request(request, params)
+        self.scheduler.new_request(request, params)
 
     def abort(self, name: str) -> None:
         request = self.requests.get(name)
@@ -168,9 +168,9 @@ class Engine:
 
 
 class PrefillEngine(Engine):
-    def __init__(self, half: Any, workers: Sequence[Any]) -> None:
-        super().__init__(half, workers)
-        half.block_ids_of = lambda name: (self.requests[name].block_ids,)
+    def __init__(self, scheduler: Any, workers: Sequence[Any]) -> None:
+        super().__init__(scheduler, workers)
+        scheduler.block_ids_of = lambda name: (self.requests[name].block_ids,)
         self.answers: dict[str, Any] = {}
         self.preemptions = 0
         self._remaining: Counter[str] = Counter()
@@ -196,7 +196,7 @@ class PrefillEngine(Engine):
             step.counts[request.request_id] = end - request.num_computed_tokens
             step.ends[request.request_id] = request.lives, end
         meta = StepMeta()
-        self.half.build_meta(meta, step)
+        self.scheduler.build_meta(meta, step)
         step.meta = pickle.dumps((meta, {name: self.requests[name].block_ids for name in step.counts}))
         for name, tokens in step.counts.items():
             self.requests[name].num_computed_tokens += tokens
@@ -210,7 +210,7 @@ class PrefillEngine(Engine):
         self.preemptions += 1
 
     def _connector_finished(self, request: Request) -> tuple[bool, Any]:
-        found: tuple[bool, Any] = self.half.finished(request, (request.block_ids,))
+        found: tuple[bool, Any] = self.scheduler.finished(request, (request.block_ids,))
         return found
 
     def _run(self, worker: Any, step: Step, meta: Any) -> Any:
@@ -237,9 +237,9 @@ class PrefillEngine(Engine):
 
 
 class DecodeEngine(Engine):
-    def __init__(self, half: Any, workers: Sequence[Any], *, recomputes: bool) -> None:
-        super().__init__(half, workers)
-        half.block_pool = self.pool
+    def __init__(self, scheduler: Any, workers: Sequence[Any], *, recomputes: bool) -> None:
+        super().__init__(scheduler, workers)
+        scheduler.block_pool = self.pool
         self._recomputes = recomputes
         self._remaining: Counter[str] = Counter()
         self._failed_pending: set[str] = set()
@@ -259,7 +259,7 @@ class DecodeEngine(Engine):
                 if not request.steps_left:
                     self.finish(request, Status.FINISHED_LENGTH_CAPPED)
         meta = StepMeta()
-        self.half.build_meta(meta)
+        self.scheduler.build_meta(meta)
         self.steps.append(Step(pickle.dumps(meta)))
 
     def abort(self, name: str) -> None:
@@ -290,17 +290,17 @@ class DecodeEngine(Engine):
     def _admit(self, request: Request) -> None:
         tokens = request.num_prompt_tokens
         cached = request.hit * PAGE_SIZE
-        external = self.half.tokens_to_load(request, cached)
+        external = self.scheduler.tokens_to_load(request, cached)
         blocks = self.pool.take(-(-tokens // PAGE_SIZE))
         if blocks is None:
             return
         request.blocks = blocks
-        self.half.allocated(request, (request.block_ids,), external)
+        self.scheduler.allocated(request, (request.block_ids,), external)
         self.write(request, 0, tokens - external, request.block_ids)
         request.status = Status.WAITING_FOR_REMOTE_KVS if external else Status.RUNNING
 
     def _connector_finished(self, request: Request) -> tuple[bool, Any]:
-        self.half.finished(request)
+        self.scheduler.finished(request)
         return False, None
 
     def _run(self, worker: Any, step: Step, meta: Any) -> Any:
@@ -328,7 +328,7 @@ class DecodeEngine(Engine):
         told = news[0] if news else StepNews()
         for more in news[1:]:
             told = told.aggregate(more)
-        self.half.update(told, received)
+        self.scheduler.update(told, received)
         for name in received:
             request = self.requests[name]
             if request.status is Status.WAITING_FOR_REMOTE_KVS:

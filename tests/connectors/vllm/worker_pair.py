@@ -1,4 +1,4 @@
-"""The worker halves of one prefill and one decode, over real nodes, stepped as vLLM's worker steps them."""
+"""The worker sides of one prefill and one decode, over real nodes, stepped as vLLM's worker steps them."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def new_pool(first: int = 0, page_bytes: int = 64) -> kvflow.PagedPool:
 
 
 class Pair:
-    """Counts what the halves report, request by request."""
+    """Counts what the sides report, request by request."""
 
     def __init__(self, prefill: PrefillWorker, decode: DecodeWorker, wake: threading.Event, gate: Gate) -> None:
         self.prefill, self.decode, self.gate, self._wake = prefill, decode, gate, wake
@@ -113,7 +113,7 @@ class Pair:
         self.step_prefill()
         self.step_decode()
 
-    # --- what the scheduler's halves would tell them
+    # --- what the scheduler sides would tell them
 
     def source(self, room: int = ROOM, name: str = NAME) -> OpenSource:
         return OpenSource(name, room, PROMPT)

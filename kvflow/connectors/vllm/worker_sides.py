@@ -1,4 +1,4 @@
-"""The halves of one worker process over one pool: prefill's, decode's, or both."""
+"""The sides of one worker process over one pool: prefill's, decode's, or both."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ from kvflow.transports.data.select import open_plane
 log = logging.getLogger("vllm.kvflow")
 
 
-class Workers:
-    """What one worker has. Every method is called by vLLM's own thread."""
+class WorkerSides:
+    """Of one worker. Every method is called by vLLM's own thread."""
 
     def __init__(
         self,
