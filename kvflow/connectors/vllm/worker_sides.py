@@ -6,7 +6,7 @@ import logging
 import threading
 from collections.abc import Mapping
 from functools import partial
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
 import torch
 from vllm.distributed.parallel_state import get_pp_group, get_tp_group
@@ -57,17 +57,17 @@ class WorkerSides:
         segment: SharedSegment | None,
     ) -> Self:
         """`bootstrap_port`: of rank 0 of this engine. Raises: KvflowError."""
-        config, rank = vllm_config.kv_transfer_config, _rank()
-        pool = _pool(vllm_config, settings, caches, block_size, segment)
+        config, place = vllm_config.kv_transfer_config, _place(vllm_config, settings)
+        pool = _pool(vllm_config, settings, place, caches, block_size, segment)
         pages, wake = ExternalPages(pool.layout.num_pages), threading.Event()
         engine = vllm_config.parallel_config.data_parallel_index
-        transfers = Transfers(pool.layout.page_bytes, f"{engine}.{rank}")
+        transfers = Transfers(pool.layout.page_bytes, f"{engine}.{place.rank}")
         options = _options(settings, pages)
         prefill = decode = None
         if config.is_kv_producer:
             more: dict[str, Any] = {"model": _model_name(vllm_config.model_config)}
-            if _is_in_one(vllm_config, settings):
-                more |= {"rank": rank, "world_size": get_tp_group().world_size * get_pp_group().world_size}
+            if place.is_joined:
+                more |= {"rank": place.rank, "world_size": place.ranks}
             prefill = PrefillWorker(
                 _prefill_thread(pool, settings, options | more),
                 transfers,
@@ -77,7 +77,9 @@ class WorkerSides:
             prefill.start()
         if config.is_kv_consumer:
             thread = _decode_thread(pool, settings, segment, options)
-            decode = DecodeWorker(thread, transfers, wake.set, rank=rank, load_deadline_s=settings.load_deadline_s)
+            decode = DecodeWorker(
+                thread, transfers, wake.set, rank=place.rank, load_deadline_s=settings.load_deadline_s
+            )
             decode.start()
         status = StatusServer(
             None if prefill is None else prefill.thread,
@@ -87,8 +89,8 @@ class WorkerSides:
         )
         if prefill is not None or settings.status_port:
             port = bootstrap_port if prefill is not None else settings.status_port
-            status.start(settings.host, port + rank, settings.api_key)
-            if rank and _is_in_one(vllm_config, settings):
+            status.start(settings.host, port + place.rank, settings.api_key)
+            if place.rank and place.is_joined:
                 status.join(registry_address(settings.host, port), settings.api_key)
         log.info("kvflow: %r, over %s, %s", pool, settings.transfer_backend, config.kv_role)
         return cls(prefill, decode, status, transfers, wake)
@@ -141,36 +143,45 @@ def _model_name(model_config: Any) -> str:
     return str(served[0] if isinstance(served, list) else served or model_config.model)
 
 
-def _rank() -> int:
-    """Of this worker in its engine."""
+class _Place(NamedTuple):
+    """Which of its engine's workers this one is: number `rank` of `ranks`.
+
+    `is_joined`: it is one of several of a prefill, and its decodes have one worker each, which has all of their parts.
+    """
+
+    rank: int
+    ranks: int
+    is_joined: bool
+
+
+def _place(vllm_config: Any, settings: Settings) -> _Place:
     tensor, pipeline = get_tp_group(), get_pp_group()
-    return int(pipeline.rank_in_group * tensor.world_size + tensor.rank_in_group)
+    rank = pipeline.rank_in_group * tensor.world_size + tensor.rank_in_group
+    ranks = tensor.world_size * pipeline.world_size
+    is_producer = vllm_config.kv_transfer_config.is_kv_producer
+    return _Place(rank, ranks, is_producer and settings.decode_workers == 1 and ranks > 1)
 
 
 def _pool(
     vllm_config: Any,
     settings: Settings,
+    place: _Place,
     caches: Mapping[str, torch.Tensor],
     block_size: int,
     segment: SharedSegment | None,
 ) -> PagedPool:
-    cache, ranks = vllm_config.cache_config, get_tp_group().world_size * get_pp_group().world_size
+    cache = vllm_config.cache_config
     layout = f"{next(iter(caches.values())).device.type} {cache.get_resolved_kv_cache_layout().name}"
-    in_one = _is_in_one(vllm_config, settings)
+    if place.ranks > 1 and not place.is_joined:  # its counterpart alone has the same part
+        layout += f", worker {place.rank} of {place.ranks}"
     return pool_over(
         caches,
         block_size,
-        layout=layout if in_one or ranks == 1 else f"{layout}, worker {_rank()} of {ranks}",
-        heads=_heads(vllm_config.model_config) if in_one else None,
+        layout=layout,
+        heads=_heads(vllm_config.model_config) if place.is_joined else None,
         fingerprint=settings.fingerprint or model_fingerprint(vllm_config.model_config, cache.cache_dtype),
         segment=segment,
     )
-
-
-def _is_in_one(vllm_config: Any, settings: Settings) -> bool:
-    """This worker is one of several of a prefill, and its decodes have one that has all of their parts."""
-    ranks = get_tp_group().world_size * get_pp_group().world_size
-    return bool(vllm_config.kv_transfer_config.is_kv_producer and settings.decode_workers == 1 and ranks > 1)
 
 
 def _heads(model_config: Any) -> Heads:
