@@ -66,12 +66,12 @@ class StepMeta:
     sources: list[OpenSource] = field(default_factory=list)
     computed: dict[str, Computed] = field(default_factory=dict)
     preempted: list[str] = field(default_factory=list)
-    sent: dict[str, bool] = field(default_factory=dict)  # prefill: it is over for vLLM; True: it was aborted
+    finished: dict[str, bool] = field(default_factory=dict)  # prefill: requests, and whether they were aborted
     targets: list[OpenTarget] = field(default_factory=list)
     offers: dict[str, Offer] = field(default_factory=dict)
     # decode: the blocks of loads that failed are kept; the workers at which they did may tell vLLM
     held: dict[str, set[int]] = field(default_factory=dict)
-    abandoned: list[str] = field(default_factory=list)  # decode: it is over for vLLM
+    abandoned: list[str] = field(default_factory=list)  # decode: requests that ended before their load did
     idle: bool = False  # no model runs in this step: the engine only waits for us
 
 

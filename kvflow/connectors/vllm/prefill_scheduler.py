@@ -36,7 +36,7 @@ class PrefillScheduler:
 
     def build_meta(self, meta: StepMeta, output: Any) -> None:
         """Add what the workers must know of the step that vLLM has just planned."""
-        meta.sources, meta.computed, meta.sent = self._next.sources, self._next.computed, self._next.sent
+        meta.sources, meta.computed, meta.finished = self._next.sources, self._next.computed, self._next.finished
         self._next = StepMeta()
         if not self._streaming:
             return
@@ -60,7 +60,7 @@ class PrefillScheduler:
         if not streams:
             self._open(request, room)
             self._next.computed[name] = Computed(block_ids[0][: self._blocks_of(request)], is_all=True)
-        self._next.sent[name] = not was_computed
+        self._next.finished[name] = not was_computed
         return True, self._address | {ROOM: room} if was_computed else None
 
     def _open(self, request: Any, room: int) -> None:

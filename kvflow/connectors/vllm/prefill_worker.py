@@ -80,7 +80,7 @@ class PrefillWorker(WorkerSide[PrefillThread]):
     def finished(self, meta: StepMeta) -> set[str]:
         """Ids of the requests whose blocks vLLM may use for others."""
         with self._lock:
-            for name, was_aborted in meta.sent.items():
+            for name, was_aborted in meta.finished.items():
                 source = self._sources.get(name)
                 if source is None:  # its room ended before the request did
                     self._done.add(name)

@@ -13,7 +13,7 @@ from tests.connectors.vllm.worker_pair import NAME, PAGES, ROOM, Pair, pair
 
 
 def fail_at_prefill(each: Pair) -> None:
-    each.step_prefill(sources=[each.source()], sent={NAME: True})
+    each.step_prefill(sources=[each.source()], finished={NAME: True})
 
 
 def test_one_leg_after_the_other() -> None:

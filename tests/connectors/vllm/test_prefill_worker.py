@@ -35,7 +35,7 @@ def test_blocks_stream_as_they_are_computed() -> None:
         each.until_rest()
         assert list(each.target_pages[[9, 4, 7]]) == [4, 2, 3] and each.received == {NAME: 1}
         assert not each.sent, "vLLM has not asked yet"
-        each.step_prefill(sent={NAME: False})
+        each.step_prefill(finished={NAME: False})
         assert each.sent == {NAME: 1}
 
 
@@ -44,7 +44,7 @@ def test_what_was_computed_before_decode_came_is_sent_when_it_comes() -> None:
         each.step_prefill(sources=[each.source()], computed=computed(3, 1))
         each.load(9, 4, 7)
         each.until(lambda: each.target_pages[4] == 2)
-        each.step_prefill(computed=computed(3, 1, 2, is_all=True), sent={NAME: False})
+        each.step_prefill(computed=computed(3, 1, 2, is_all=True), finished={NAME: False})
         each.until_rest()
         assert list(each.target_pages[[9, 4, 7]]) == [4, 2, 3] and each.sent == {NAME: 1}
 
@@ -72,7 +72,7 @@ def test_vllm_aborts_the_request(has_started: bool) -> None:
         if has_started:
             each.until(lambda: each.room().matched)
             each.step_prefill(computed=computed(3))
-        each.step_prefill(sent={NAME: True})
+        each.step_prefill(finished={NAME: True})
         each.hold()
         each.until_rest()
         assert each.sent == each.failed == {NAME: 1}
@@ -96,7 +96,7 @@ def test_one_that_decode_has_announced_is_kept_for_it() -> None:
         each.step_decode(targets=[each.target()])
         each.send_all(3, 1, 2)
         other = each.source(room=8, name="other")  # its deadline passes later than the first's would
-        each.step_prefill(sources=[other], sent={"other": False})
+        each.step_prefill(sources=[other], finished={"other": False})
         each.until(lambda: each.sent["other"])
         assert not each.sent[NAME]
         each.step_decode(offers={NAME: Offer([9, 4, 7], 0)})
@@ -108,10 +108,10 @@ def test_a_room_that_is_in_use_is_not_sent() -> None:
     with pair() as each:
         each.step_prefill(sources=[each.source()])
         again = each.source(name="again")
-        each.step_prefill(sources=[again], computed={"again": Computed([5, 6, 8], True)}, sent={"again": False})
+        each.step_prefill(sources=[again], computed={"again": Computed([5, 6, 8], True)}, finished={"again": False})
         assert each.sent == {"again": 1}
         each.load(9, 4, 7)
-        each.step_prefill(computed=computed(3, 1, 2, is_all=True), sent={NAME: False})
+        each.step_prefill(computed=computed(3, 1, 2, is_all=True), finished={NAME: False})
         each.until_rest()
         assert list(each.target_pages[[9, 4, 7]]) == [4, 2, 3] and each.sent == {NAME: 1, "again": 1}
 
@@ -141,7 +141,7 @@ def test_what_was_sent_before_a_preemption_is_not_sent_again() -> None:
         each.source_pages[[3, 1]] = 99  # others' now
         each.step_prefill(computed=computed(10))
         each.step_prefill(computed=computed(10, 11))
-        each.step_prefill(computed=computed(10, 11, 12, is_all=True), sent={NAME: False})
+        each.step_prefill(computed=computed(10, 11, 12, is_all=True), finished={NAME: False})
         each.until_rest()
         assert list(each.target_pages[[9, 4, 7]]) == [4, 2, 13] and each.received == {NAME: 1} and not each.failed
 
@@ -160,7 +160,7 @@ def test_a_write_that_outlasts_a_preemption_ends_its_room(monkeypatch: pytest.Mo
         each.gate.open.set()  # whatever it reads now
         each.hold()
         assert each.failed == each.received == {NAME: 1} and each.causes[NAME].code == Code.CAPACITY
-        each.step_prefill(sent={NAME: False})
+        each.step_prefill(finished={NAME: False})
         each.until_rest()
         assert each.sent == {NAME: 1} and each.decode.stats.take() is not None
 
@@ -190,6 +190,6 @@ def test_decodes_half_comes_in_the_middle_of_a_preemption(monkeypatch: pytest.Mo
         assert not busy_sources(each)
         each.source_pages[[3, 1, 2]] = 99
         each.gate.open.set()
-        each.step_prefill(computed=computed(10, 11, 12, is_all=True), sent={NAME: False})
+        each.step_prefill(computed=computed(10, 11, 12, is_all=True), finished={NAME: False})
         each.until_rest()
         assert list(each.target_pages[[9, 4, 7]]) == [11, 12, 13] and each.received == {NAME: 1} and not each.failed

@@ -124,7 +124,7 @@ class Pair:
     def send_all(self, *blocks: int, was_aborted: bool = False) -> None:
         """A sequential prefill's request is over."""
         computed = {NAME: Computed(blocks, True)}
-        self.step_prefill(sources=[self.source()], computed=computed, sent={NAME: was_aborted})
+        self.step_prefill(sources=[self.source()], computed=computed, finished={NAME: was_aborted})
 
     def load(self, *blocks: int, prefix_tokens: int = 0) -> None:
         offer = Offer(blocks, prefix_tokens)
