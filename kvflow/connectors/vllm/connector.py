@@ -97,7 +97,8 @@ class KvflowConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         try:
             asked = read_params(request.kv_transfer_params)
         except MisuseError as error:  # the API server has refused it, unless plugins are off there
-            log.error("request %s is served without a transfer: %s", request.request_id, error)
+            if not request.abort_immediately:  # so vLLM tells us of what it has refused
+                log.error("request %s is served without a transfer: %s", request.request_id, error)
             return
         if isinstance(asked, ToDecode) and self._prefill is not None:
             self._prefill.new_request(request, asked)

@@ -22,6 +22,7 @@ from kvflow.transports.control.registry import registry_address
 ROOM, WORKERS = "kvflow_room", "kvflow_decode_workers"
 MAX_ROOM = (1 << 53) - 1  # proxies read numbers of JSON as doubles
 _FIELD = "kv_transfer_params"
+_SHOWN = 80  # characters of a wrong value
 _TRANSFER, _BOOTSTRAP = "transfer_id", "remote_bootstrap_addr"
 _ADDRESS = re.compile(r"(?:http://)?(?P<host>\[[^\]]+\]|[^:/\[\]]+):(?P<port>[0-9]{1,5})/?", re.ASCII)
 
@@ -67,7 +68,9 @@ def read_params(params: object) -> ToDecode | FromPrefill | None:
         return _from_mooncake(params)
     host = params.get("remote_host")
     if not isinstance(host, str) or not host:
-        raise MisuseError(f"{_FIELD}: remote_host {host!r} is not a host name or IP address: copy prefill's answer")
+        raise MisuseError(
+            f"{_FIELD}: remote_host {_shown(host)} is not a host name or IP address: copy prefill's answer"
+        )
     workers = None if params.get(WORKERS) is None else _number(params, WORKERS, 1, 1024)
     return _checked(FromPrefill(_room(params), host, _number(params, "remote_port", 1, 65_535), workers))
 
@@ -80,7 +83,7 @@ def _from_mooncake(params: dict[str, Any]) -> FromPrefill:
     address = params[_BOOTSTRAP]
     found = _ADDRESS.fullmatch(address) if isinstance(address, str) else None
     if found is None or not 1 <= int(found["port"]) <= 65_535:
-        raise MisuseError(f"{_FIELD}: {_BOOTSTRAP} {address!r} is not http://HOST:PORT")
+        raise MisuseError(f"{_FIELD}: {_BOOTSTRAP} {_shown(address)} is not http://HOST:PORT")
     return _checked(FromPrefill(_room(params), found["host"].strip("[]"), int(found["port"])))
 
 
@@ -97,15 +100,19 @@ def _room(params: dict[str, Any]) -> int:
     name = params.get(_TRANSFER)
     if params.get(ROOM) is not None or name is None:
         return _number(params, ROOM, 1, MAX_ROOM)
-    if not isinstance(name, str) or not name:
-        raise MisuseError(f"{_FIELD}: {_TRANSFER} {name!r} is not a text")
-    return int.from_bytes(hashlib.sha256(name.encode()).digest()[:8], "big") % MAX_ROOM + 1
+    try:
+        encoded = name.encode() if isinstance(name, str) else b""
+    except UnicodeEncodeError:  # half a surrogate pair, which JSON can write
+        encoded = b""
+    if not encoded:
+        raise MisuseError(f"{_FIELD}: {_TRANSFER} {_shown(name)} is not a text")
+    return int.from_bytes(hashlib.sha256(encoded).digest()[:8], "big") % MAX_ROOM + 1
 
 
 def _flag(params: dict[str, Any], name: str) -> bool:
     value = params.get(name)
     if value is not None and not isinstance(value, bool):
-        raise MisuseError(f"{_FIELD}: {name} {value!r} is neither true nor false")
+        raise MisuseError(f"{_FIELD}: {name} {_shown(value)} is neither true nor false")
     return bool(value)
 
 
@@ -114,5 +121,14 @@ def _number(params: dict[str, Any], name: str, least: int, most: int) -> int:
     if isinstance(value, float) and value.is_integer():
         value = int(value)
     if not isinstance(value, int) or isinstance(value, bool) or not least <= value <= most:
-        raise MisuseError(f"{_FIELD}: {name} {value!r} is not a whole number from {least} to {most}")
+        raise MisuseError(f"{_FIELD}: {name} {_shown(value)} is not a whole number from {least} to {most}")
     return value
+
+
+def _shown(value: object) -> str:
+    """In a refusal: a value may be megabytes."""
+    try:
+        text = repr(value)
+    except ValueError:  # an integer of more digits than Python writes
+        return "of thousands of digits"
+    return text if len(text) <= _SHOWN else text[:_SHOWN] + "..."

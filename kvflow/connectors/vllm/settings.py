@@ -8,6 +8,7 @@ import msgspec
 
 from kvflow.protocols.errors import MisuseError
 from kvflow.protocols.limits import Bounds, Timing, check_time
+from kvflow.transports.control.registry import RegistryClient, registry_address
 from kvflow.transports.data.select import check_plane
 
 _FIELD = "kv_connector_extra_config"
@@ -66,7 +67,9 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
     def check(self) -> None:
         """Raises: MisuseError."""
+        self._check_host()
         check_plane(self.transfer_backend, self.ib_device, self.host)
+        RegistryClient(self.api_key)  # refuses a key that no HTTP header can carry
         check_time("source_deadline_s", self.source_deadline_s)
         if self.load_deadline_s is not None:
             check_time("load_deadline_s", self.load_deadline_s)
@@ -76,6 +79,14 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         if self.rate_limit_bytes_per_s is not None and not self.rate_limit_bytes_per_s > 0:
             raise MisuseError(f"rate_limit_bytes_per_s {self.rate_limit_bytes_per_s} is not above 0")
         self.timing, self.bounds  # noqa: B018 - what they refuse is refused here
+
+    def _check_host(self) -> None:
+        try:
+            registry_address(self.host, self.bootstrap_port)
+        except MisuseError as error:
+            raise MisuseError(f"host: {error}") from None
+        if self.host.strip("[]") in ("0.0.0.0", "::"):
+            raise MisuseError(f"host {self.host}: the other side cannot reach that; name an address of this machine")
 
     @property
     def timing(self) -> Timing:

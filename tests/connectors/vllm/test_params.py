@@ -132,13 +132,18 @@ def test_rooms_are_drawn_from_what_a_double_can_hold() -> None:
         ({"remote_bootstrap_addr": "http://10.0.0.7:0"}, "remote_bootstrap_addr 'http://10.0.0.7:0' is not"),
         ({"kvflow_room": None, "transfer_id": 7}, "transfer_id 7 is not a text"),
         ({"kvflow_room": None, "transfer_id": ""}, "transfer_id '' is not a text"),
+        ({"kvflow_room": None, "transfer_id": "x\ud800"}, r"transfer_id 'x\ud800' is not a text"),
+        ({"kvflow_room": "x" * 10_000}, "xxx... is not a whole number"),
+        ({"remote_host": ["x"] * 10_000}, "... is not a host name"),
+        ({"remote_bootstrap_addr": "x" * 10_000}, "xxx... is not http://HOST:PORT"),
+        ({"kvflow_room": 10**5000}, "kvflow_room of thousands of digits is not"),
     ],
 )
 def test_what_is_wrong_names_itself(change: dict[str, Any], text: str) -> None:
     with pytest.raises(MisuseError) as raised:
         read_params(ANSWER | change)
     assert str(raised.value).startswith("kv_transfer_params: ") and text in str(raised.value)
-    assert "\n" not in str(raised.value)
+    assert "\n" not in str(raised.value) and len(str(raised.value)) < 250
 
 
 @pytest.mark.parametrize("params", [[], "x", 7, True])
