@@ -6,12 +6,14 @@
 VENV ?= .venv
 BIN := $(VENV)/bin
 DONE := $(VENV)/.setup-done
+VLLM_VENV ?= .venv-vllm
+VLLM_DONE := $(VLLM_VENV)/.setup-done
 CODE := kvflow tests $(wildcard examples)
 ARGS ?=
 WORKERS ?= 2
 export PYTHON TORCH_INDEX
 
-.PHONY: setup demo test slow prove mutants check format lint types workflows bench gpu clean
+.PHONY: setup demo test slow vllm prove mutants check format lint types workflows bench gpu clean
 
 setup: $(DONE)
 
@@ -28,7 +30,14 @@ test: setup
 # One by one: they freeze and kill whole fleets and measure growth. With ARGS="-n 2 --dist loadgroup" those that need
 # the machine for themselves (xdist_group "processes") still run one at a time.
 slow: setup
-	$(BIN)/python -m pytest -m "slow and not gpu" $(ARGS)
+	$(BIN)/python -m pytest -m "slow and not gpu and not vllm" $(ARGS)
+
+# `vllm serve` runs in an environment of its own: its pins are not ours.
+vllm: setup $(VLLM_DONE)
+	KVFLOW_VLLM_VENV=$(abspath $(VLLM_VENV)) $(BIN)/python -m pytest -m vllm $(ARGS)
+
+$(VLLM_DONE): pyproject.toml .ci/vllm-requirements.txt .ci/setup-vllm
+	.ci/setup-vllm $(VLLM_VENV)
 
 prove: setup
 	$(BIN)/kvflow sim --plant all $(ARGS)
@@ -66,5 +75,5 @@ gpu: setup
 	$(BIN)/python -m pytest -m gpu $(ARGS)
 
 clean:
-	rm -rf $(VENV) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
+	rm -rf $(VENV) $(VLLM_VENV) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
 	find kvflow tests -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -23,7 +23,7 @@ PACKAGE_DATA = [
     "py.typed",
     *("demo_model/" + name for name in ("config.json", "model.safetensors", "tokenizer.json", "PROVENANCE.md")),
 ]
-NOT_SOURCE = shutil.ignore_patterns(".git", ".venv", ".*_cache", ".hypothesis", "__pycache__", "dist", "*.egg-info")
+NOT_SOURCE = shutil.ignore_patterns(".git", ".venv*", ".*_cache", ".hypothesis", "__pycache__", "dist", "*.egg-info")
 CORE_DISTRIBUTIONS = ("msgspec", "numpy", "pyzmq", "xxhash")
 # One process makes the build, so that it is made once.
 pytestmark = [pytest.mark.timeout(300), pytest.mark.xdist_group("build")]

@@ -1,0 +1,162 @@
+"""What tests ask of vLLM servers, by either order of the legs, and what the servers say of themselves."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import re
+import secrets
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import aiohttp
+
+from tests.vllm.servers import BLOCK, MODEL, Server
+
+TIE = 2e-3  # of two log-probabilities in float32, summed in another order
+_WAIT_S = 30.0
+Prompt = list[int]
+T = TypeVar("T")
+
+
+@dataclass
+class Answer:
+    status: int
+    body: dict[str, Any]
+
+    @property
+    def tokens(self) -> list[int]:
+        assert self.status == 200, self.text
+        found: list[int] = self.body["choices"][0]["token_ids"]
+        return found
+
+    @property
+    def text(self) -> str:
+        """Of an error."""
+        error = self.body.get("error", self.body)
+        return f"{self.status}: {error.get('message', error)}"
+
+
+def new_session() -> aiohttp.ClientSession:
+    return aiohttp.ClientSession(
+        timeout=aiohttp.ClientTimeout(total=300), connector=aiohttp.TCPConnector(limit=0, force_close=True)
+    )
+
+
+def random_prompt(rng: random.Random, length: int) -> Prompt:
+    return [rng.randrange(3, 4000) for _ in range(length)]
+
+
+def random_prompts(rng: random.Random, count: int, longest: int) -> list[Prompt]:
+    """Of all lengths, those at the edges of blocks among them; a third of them shares a beginning with others."""
+    shared = random_prompt(rng, longest // 2)
+    edges = [1, 2, BLOCK - 1, BLOCK, BLOCK + 1, 2 * BLOCK, longest]
+    prompts = []
+    for number in range(count):
+        length = edges[number] if number < len(edges) else rng.randrange(1, longest + 1)
+        own = random_prompt(rng, length)
+        if number % 3 == 0 and number >= len(edges):
+            begin = shared[: rng.choice([BLOCK, 100, 10 * BLOCK, len(shared)])]
+            own = (begin + own)[:length]
+        prompts.append(own)
+    rng.shuffle(prompts)
+    return prompts
+
+
+def body_of(prompt: Prompt, count: int, params: object = None, **fields: Any) -> dict[str, Any]:
+    found = {"model": MODEL, "prompt": prompt, "max_tokens": count, "temperature": 0, "ignore_eos": True}
+    found |= {"return_token_ids": True, **fields}
+    return found if params is None else found | {"kv_transfer_params": params}
+
+
+async def ask(
+    session: aiohttp.ClientSession, url: str, prompt: Prompt, count: int, params: object = None, **fields: Any
+) -> Answer:
+    body = body_of(prompt, count, params, **fields)
+    async with session.post(f"{url}/v1/completions", json=body) as answer:
+        return Answer(answer.status, await answer.json())
+
+
+async def ask_prefill(session: aiohttp.ClientSession, prefill: Server, prompt: Prompt) -> dict[str, Any]:
+    """The first leg of two that follow each other. Returns what decode is to be given."""
+    answer = await ask(session, prefill.url, prompt, 1, {"do_remote_decode": True})
+    assert answer.status == 200, answer.text
+    params: dict[str, Any] = answer.body["kv_transfer_params"]
+    return params
+
+
+async def one_after_the_other(
+    session: aiohttp.ClientSession, prefill: Server, decode: Server, prompt: Prompt, count: int
+) -> Answer:
+    return await ask(session, decode.url, prompt, count, await ask_prefill(session, prefill, prompt))
+
+
+class BothLegs:
+    """Both legs at once, each a task that can be cancelled."""
+
+    def __init__(
+        self, session: aiohttp.ClientSession, prefill: Server, decode: Server, prompt: Prompt, count: int
+    ) -> None:
+        room = secrets.randbelow((1 << 53) - 1) + 1
+        first = {"do_remote_decode": True, "kvflow_room": room}
+        address = {"remote_host": "127.0.0.1", "remote_port": prefill.bootstrap_port}
+        second = {"do_remote_prefill": True, "kvflow_room": room, **address}
+        self.prefill = asyncio.create_task(ask(session, prefill.url, prompt, 1, first))
+        self.decode = asyncio.create_task(ask(session, decode.url, prompt, count, second))
+
+    async def answer(self) -> Answer:
+        """Decode's, when the other leg has ended, too. Raises: CancelledError for one that was cancelled."""
+        with suppress(asyncio.CancelledError, aiohttp.ClientError):
+            await self.prefill
+        return await self.decode
+
+
+async def at_once(count: int, jobs: Sequence[Callable[[], Awaitable[T]]]) -> list[T]:
+    """Results of all jobs in their order, so many of them at a time."""
+    gate = asyncio.Semaphore(count)
+
+    async def gated(job: Callable[[], Awaitable[T]]) -> T:
+        async with gate:
+            return await job()
+
+    return list(await asyncio.gather(*map(gated, jobs)))
+
+
+async def is_tie(session: aiohttp.ClientSession, single: Server, prompt: Prompt, a: list[int], b: list[int]) -> bool:
+    """Whether two answers part where one vLLM gives both tokens the same log-probability, as far as float32 goes."""
+    if len(a) != len(b):
+        return False
+    where = next(n for n, (x, y) in enumerate(zip(a, b, strict=True)) if x != y)
+    answer = await ask(session, single.url, prompt + a[:where], 1, logprobs=2, return_tokens_as_token_ids=True)
+    top: dict[str, float] = answer.body["choices"][0]["logprobs"]["top_logprobs"][0]
+    high, low = sorted(top.values())[-2:][::-1]
+    return {f"token_id:{a[where]}", f"token_id:{b[where]}"} <= set(top) and high - low < TIE
+
+
+async def measure(session: aiohttp.ClientSession, url: str, name: str) -> float:
+    """Sum of a metric's samples over their labels; 0 where there are none yet."""
+    async with session.get(f"{url}/metrics") as answer:
+        text = await answer.text()
+    return sum(float(value) for value in re.findall(rf"^{re.escape(name)}(?:{{[^}}]*}})? (\S+)$", text, re.M))
+
+
+async def eventually(what: Callable[[], Awaitable[bool]], why: str, timeout_s: float = _WAIT_S) -> None:
+    """Ask until it is so. Raises: AssertionError."""
+    ends_at = time.monotonic() + timeout_s
+    while not await what():
+        assert time.monotonic() < ends_at, f"{why}: not within {timeout_s:g} s"
+        await asyncio.sleep(0.1)
+
+
+async def is_empty(session: aiohttp.ClientSession, server: Server) -> bool:
+    """No block in use or in quarantine; vLLM says so with a step, so one is made."""
+    answer = await ask(session, server.url, [5, 6, 7], 1, cache_salt=secrets.token_hex(8))
+    assert answer.status == 200, answer.text
+    found = [
+        await measure(session, server.url, f"vllm:{name}")
+        for name in ("kv_cache_usage_perc", "kvflow_quarantined_blocks")
+    ]
+    return not any(found)

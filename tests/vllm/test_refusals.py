@@ -1,0 +1,81 @@
+"""What does not fit together is refused, and whoever can mend it is told why: in the client's answer, or at start."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import pytest
+
+from tests.vllm.asking import ask, ask_prefill, eventually, is_empty, one_after_the_other
+from tests.vllm.conftest import Fleet
+from tests.vllm.servers import BLOCK, Server, stop_all
+
+pytestmark = [pytest.mark.slow, pytest.mark.vllm, pytest.mark.timeout(480)]
+Session = aiohttp.ClientSession
+PROMPT = list(range(5, 5 + 3 * BLOCK))
+FROM_PREFILL = {"do_remote_prefill": True, "kvflow_room": 7, "remote_host": "127.0.0.1", "remote_port": 8998}
+
+
+@pytest.mark.parametrize(
+    ("leg", "params", "field"),
+    [
+        ("prefill", {"do_remote_decode": 1}, "do_remote_decode"),
+        ("prefill", {"do_remote_decode": True, "do_remote_prefill": True}, "do_remote_prefill"),
+        ("prefill", {"do_remote_decode": True, "kvflow_room": 1 << 53}, "kvflow_room"),
+        ("prefill", FROM_PREFILL, "do_remote_prefill"),
+        ("decode", {"do_remote_decode": True}, "do_remote_decode"),
+        ("decode", FROM_PREFILL | {"kvflow_room": None}, "kvflow_room"),
+        ("decode", FROM_PREFILL | {"remote_host": ""}, "remote_host"),
+        ("decode", FROM_PREFILL | {"remote_port": 65536}, "remote_port"),
+        ("decode", FROM_PREFILL | {"tp_size": "two"}, "tp_size"),
+        ("decode", FROM_PREFILL | {"remote_bootstrap_addr": "nowhere"}, "remote_bootstrap_addr"),
+    ],
+)  # fmt: skip
+async def test_a_wrong_field_is_named(
+    session: Session, fleet: Fleet, leg: str, params: dict[str, Any], field: str
+) -> None:
+    answer = await ask(session, getattr(fleet, leg).url, PROMPT, 1, params)
+    assert answer.status == 400 and f"kv_transfer_params: {field}" in answer.text, answer.text
+
+
+@pytest.mark.parametrize(("prefill", "reason"), [("large_blocks", "64"), ("slow_prefill", "weights")])
+async def test_a_prefill_that_does_not_fit_is_refused(
+    session: Session, fleet: Fleet, prefill: str, reason: str
+) -> None:
+    """Its blocks are of another size; it has other weights."""
+    for _ in range(2):  # before and after both know each other
+        answer = await one_after_the_other(session, getattr(fleet, prefill), fleet.decode, PROMPT, 4)
+        assert answer.status == 502 and "kvflow" in answer.text and reason in answer.text, answer.text
+    for server in (getattr(fleet, prefill), fleet.decode):
+        await eventually(partial(is_empty, session, server), f"{server.name} gives everything back")
+
+
+async def test_a_prefill_that_is_not_there_is_an_error_soon(session: Session, fleet: Fleet) -> None:
+    params = await ask_prefill(session, fleet.prefill, PROMPT)
+    answer = await ask(session, fleet.decode.url, PROMPT, 4, params | {"remote_port": 1})
+    assert answer.status >= 500 and "127.0.0.1:1" in answer.text, answer.text
+
+
+def test_a_vllm_that_cannot_serve_says_why(model_of: Callable[[int], Path], logs: Path, tmp_path: Path) -> None:
+    """Another version than the connector is for; settings that cannot be."""
+    version = "import sys, types\nsys.modules['vllm._version'] = types.ModuleType('vllm._version')\n"
+    version += "vars(sys.modules['vllm._version']).update(__version__='0.33.0', __version_tuple__=(0, 33, 0))\n"
+    (tmp_path / "sitecustomize.py").write_text(version)
+    path = {"PYTHONPATH": f"{tmp_path}:{Path(__file__).parents[2]}"}
+    servers = [
+        Server("prefill", model_of(1), logs, name="other_version", environment=path),
+        Server("prefill", model_of(1), logs, name="bad_field", bootstrap_prot=1),
+    ]
+    said = "vLLM 0.32.x, and vLLM 0.33.0 is installed", "unknown field `bootstrap_prot`"
+    try:
+        for server in servers:
+            server.start()
+        for text, server in zip(said, servers, strict=True):
+            assert server.wait_end() != 0
+            assert text in server.log.read_text(), server.tail()
+    finally:
+        stop_all(servers)

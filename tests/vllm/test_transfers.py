@@ -1,0 +1,142 @@
+"""A prefill and a decode of vLLM with kvflow between them answer what one vLLM answers, whoever leaves meanwhile."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import random
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager, suppress
+from functools import partial
+
+import aiohttp
+import openai
+import pytest
+
+from kvflow.launch.child import Child
+from tests.vllm.asking import (
+    Answer,
+    BothLegs,
+    Prompt,
+    ask,
+    ask_prefill,
+    at_once,
+    eventually,
+    is_empty,
+    is_tie,
+    measure,
+    one_after_the_other,
+    random_prompt,
+    random_prompts,
+)
+from tests.vllm.conftest import Fleet
+from tests.vllm.servers import BLOCK, MODEL
+
+pytestmark = [pytest.mark.slow, pytest.mark.vllm, pytest.mark.timeout(480)]
+Session = aiohttp.ClientSession
+COUNT = 24  # tokens of an answer
+MOVED = "kvflow_transfer_bytes_total"
+
+
+async def assert_same(session: Session, fleet: Fleet, prompts: list[Prompt], got: list[list[int]]) -> None:
+    answers = await at_once(8, [partial(ask, session, fleet.single.url, p, COUNT) for p in prompts])
+    for prompt, ours, answer in zip(prompts, got, answers, strict=True):
+        if ours != answer.tokens:
+            assert len(ours) == COUNT
+            assert await is_tie(session, fleet.single, prompt, ours, answer.tokens), (len(prompt), ours, answer.tokens)
+
+
+@asynccontextmanager
+async def routed(fleet: Fleet, legs: str) -> AsyncIterator[str]:
+    """URL of a router in front of the fast pair."""
+    words = ["--engine", "vllm", "--legs", legs, "--prefill", fleet.prefill.url, "--decode", fleet.decode.url]
+    router = Child("router", "router", [*words, "--port", "0"], quiet=True)
+    try:
+        await router.start(os.environ, 60)
+        yield router.url
+    finally:
+        await router.stop(20)
+
+
+@pytest.mark.parametrize("legs", ["sequential", "together"])
+async def test_greedy_answers_through_the_router_are_those_of_one_vllm(
+    session: Session, fleet: Fleet, legs: str, seed: int
+) -> None:
+    prompts = random_prompts(random.Random(f"{seed} {legs}"), 30, 1500)
+    before = await measure(session, fleet.decode.status_url, MOVED)
+    async with routed(fleet, legs) as url, openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="none") as client:
+
+        async def complete(prompt: Prompt) -> list[int]:
+            tokens: list[int] = []
+            fields = {"ignore_eos": True, "return_token_ids": True}
+            stream = await client.completions.create(
+                model=MODEL, prompt=prompt, max_tokens=COUNT, temperature=0, stream=True, extra_body=fields
+            )
+            async for chunk in stream:
+                for choice in chunk.choices:
+                    tokens += (choice.model_extra or {}).get("token_ids") or []
+            return tokens
+
+        got = await at_once(8, [partial(complete, p) for p in prompts])
+        assert not await measure(session, url, "kvflow_router_decoded_alone_total")
+    await assert_same(session, fleet, prompts, got)
+    # They share beginnings, which decode has from the first on; most of the rest has to come from prefill.
+    page_bytes = await measure(session, fleet.decode.status_url, "kvflow_pool_bytes")
+    page_bytes /= await measure(session, fleet.decode.status_url, "kvflow_pool_pages")
+    moved_pages = (await measure(session, fleet.decode.status_url, MOVED) - before) / page_bytes
+    all_pages = sum(-(-len(prompt) // BLOCK) for prompt in prompts)
+    assert all_pages / 2 < moved_pages < all_pages
+
+
+async def test_a_prompt_that_decode_has_cached_moves_nothing(session: Session, fleet: Fleet, seed: int) -> None:
+    prompt = random_prompt(random.Random(seed), 10 * BLOCK + 7)
+    first = await one_after_the_other(session, fleet.prefill, fleet.decode, prompt, COUNT)
+    moved = await measure(session, fleet.decode.status_url, MOVED)
+    again = await one_after_the_other(session, fleet.prefill, fleet.decode, prompt, COUNT)
+    together = await BothLegs(session, fleet.prefill, fleet.decode, prompt, COUNT).answer()
+    assert await measure(session, fleet.decode.status_url, MOVED) == moved > 0
+    await assert_same(session, fleet, [prompt] * 3, [first.tokens, again.tokens, together.tokens])
+
+
+async def test_requests_that_are_cut_off_leave_the_others_alone_and_nothing_behind(
+    session: Session, fleet: Fleet, seed: int
+) -> None:
+    rng = random.Random(seed)
+    prompts = [random_prompt(rng, rng.randrange(100, 1500)) for _ in range(40)]
+    cuts = [rng.choice(["prefill", "decode", "both"]) if n % 3 == 0 else "" for n in range(40)]
+    moments = [rng.random() * 2.5 for _ in prompts]  # seconds: about what a request takes
+
+    async def together(prompt: Prompt, cut: str, moment: float) -> Answer | None:
+        legs = BothLegs(session, fleet.prefill, fleet.decode, prompt, COUNT)
+        if cut:
+            await asyncio.wait([legs.decode], timeout=moment)
+            for leg in ("prefill", "decode") if cut == "both" else (cut,):
+                getattr(legs, leg).cancel()
+        with suppress(asyncio.CancelledError):
+            return await legs.answer()
+        return None
+
+    async def sequential(prompt: Prompt, cut: str, moment: float) -> Answer | None:
+        if not cut:
+            return await one_after_the_other(session, fleet.prefill, fleet.decode, prompt, COUNT)
+        if cut == "both":  # decode is never asked
+            await ask_prefill(session, fleet.prefill, prompt)
+            return None
+        with suppress(TimeoutError):
+            async with asyncio.timeout(moment if cut == "prefill" else None):
+                params = await ask_prefill(session, fleet.prefill, prompt)
+            async with asyncio.timeout(moment):
+                return await ask(session, fleet.decode.url, prompt, COUNT, params)
+        return None
+
+    jobs = [
+        lambda way=together if n % 2 else sequential, case=case: way(*case)
+        for n, case in enumerate(zip(prompts, cuts, moments, strict=True))
+    ]
+    answers = await at_once(8, jobs)
+    whole = [(prompt, answer) for prompt, answer, cut in zip(prompts, answers, cuts, strict=True) if not cut]
+    await assert_same(session, fleet, [prompt for prompt, _ in whole], [answer.tokens for _, answer in whole])
+    assert sum(answer is None for answer in answers) >= 4, "too few were cut off in time"
+    for server in (fleet.prefill, fleet.decode):
+        await eventually(partial(is_empty, session, server), f"{server.name} gives everything back")
+        assert not await measure(session, server.status_url, "kvflow_rooms")
