@@ -19,7 +19,7 @@ from typing import Any
 import psutil
 
 ROOT = Path(__file__).parents[2]
-VENV = Path(os.environ.get("KVFLOW_VLLM_VENV") or ROOT / ".venv-vllm")
+VENV = Path(os.environ.get("TEST_VLLM_VENV") or ROOT / ".venv-vllm")
 MODEL = "tiny"  # as the servers call it
 BLOCK = 32
 START_S = 300.0

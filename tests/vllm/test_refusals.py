@@ -24,14 +24,13 @@ FROM_PREFILL = {"do_remote_prefill": True, "kvflow_room": 7, "remote_host": "127
     ("leg", "params", "field"),
     [
         ("prefill", {"do_remote_decode": 1}, "do_remote_decode"),
-        ("prefill", {"do_remote_decode": True, "do_remote_prefill": True}, "do_remote_prefill"),
+        ("prefill", {"do_remote_decode": True, "do_remote_prefill": True}, "do_remote_decode"),
         ("prefill", {"do_remote_decode": True, "kvflow_room": 1 << 53}, "kvflow_room"),
         ("prefill", FROM_PREFILL, "do_remote_prefill"),
         ("decode", {"do_remote_decode": True}, "do_remote_decode"),
         ("decode", FROM_PREFILL | {"kvflow_room": None}, "kvflow_room"),
         ("decode", FROM_PREFILL | {"remote_host": ""}, "remote_host"),
         ("decode", FROM_PREFILL | {"remote_port": 65536}, "remote_port"),
-        ("decode", FROM_PREFILL | {"tp_size": "two"}, "tp_size"),
         ("decode", FROM_PREFILL | {"remote_bootstrap_addr": "nowhere"}, "remote_bootstrap_addr"),
     ],
 )  # fmt: skip
