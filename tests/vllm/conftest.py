@@ -15,7 +15,7 @@ from tests.vllm.servers import VENV, Server, start_all, stop_all
 
 SOURCE_DEADLINE_S = 5.0
 LOST_AFTER_S = 4.5  # with 2 s a loaded machine has been taken for a lost peer
-SLOW_BYTES_PER_S = 2e6
+SLOW_BYTES_PER_S = 1e6
 _FLEET = pytest.StashKey["Fleet"]()
 
 

@@ -25,6 +25,7 @@ BLOCK = 32
 START_S = 300.0
 STOP_S = 20.0
 _ENVIRONMENT = {
+    "KVFLOW_VLLM_FEW_CORES": "1",
     "PYTHONPATH": str(ROOT),  # this tree, wherever the environment's kvflow was installed from
     "HF_HUB_OFFLINE": "1",
     "VLLM_NO_USAGE_STATS": "1",
