@@ -38,9 +38,9 @@ class PrefillScheduler:
         """Add what the workers must know of the step that vLLM has just planned."""
         meta.sources, meta.computed, meta.finished = self._next.sources, self._next.computed, self._next.finished
         self._next = StepMeta()
-        if not self._streaming:
-            return
-        meta.preempted = [name for name in output.preempted_req_ids or () if name in self._streaming]
+        # Also those that have ended since: vLLM may have given their blocks away already.
+        mine = self._streaming.keys() | meta.sent.keys()
+        meta.preempted = [name for name in output.preempted_req_ids or () if name in mine]
         for name, count in output.num_scheduled_tokens.items():
             request = self._streaming.get(name)
             if request is None:
