@@ -223,7 +223,7 @@ def test_a_prefill_that_is_closed() -> None:
 def test_a_prefill_that_is_silent() -> None:
     """Its loop stands still in the middle of a write, and so its link is lost; what it may write is held for it."""
     awake = threading.Event()
-    with pair(lost_after_s=0.3) as each:
+    with pair(lost_after_s=0.8) as each:
         each.gate.open.clear()
         each.send_all(3, 1, 2)
         each.load(9, 4, 7)

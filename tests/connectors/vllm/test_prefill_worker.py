@@ -11,7 +11,7 @@ from kvflow.connectors.vllm import prefill_worker
 from kvflow.connectors.vllm.messages import Computed, Offer, StepMeta
 from kvflow.protocols.errors import Code
 from kvflow.threads.rooms import RoomEvent
-from tests.connectors.vllm.worker_pair import NAME, PAGES, Pair, pair
+from tests.connectors.vllm.worker_pair import NAME, PAGES, ROOM, Pair, pair
 
 
 def computed(*blocks: int, is_all: bool = False) -> dict[str, Computed]:
@@ -94,6 +94,7 @@ def test_no_decode_comes_before_the_deadline() -> None:
 def test_one_that_decode_has_announced_is_kept_for_it() -> None:
     with pair(source_deadline_s=0.1) as each:
         each.step_decode(targets=[each.target()])
+        each.until(lambda: each.prefill.thread.ask(lambda node: ROOM in node.shell.endpoint.core.rendezvous.announced))
         each.send_all(3, 1, 2)
         other = each.source(room=8, name="other")  # its deadline passes later than the first's would
         each.step_prefill(sources=[other], finished={"other": False})
