@@ -39,7 +39,7 @@ class PrefillScheduler:
         meta.sources, meta.computed, meta.finished = self._next.sources, self._next.computed, self._next.finished
         self._next = StepMeta()
         # Also those that have ended since: vLLM may have given their blocks away already.
-        mine = self._streaming.keys() | meta.sent.keys()
+        mine = self._streaming.keys() | meta.finished.keys()
         meta.preempted = [name for name in output.preempted_req_ids or () if name in mine]
         for name, count in output.num_scheduled_tokens.items():
             request = self._streaming.get(name)
