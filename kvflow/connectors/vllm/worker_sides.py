@@ -107,8 +107,11 @@ class WorkerSides:
             self._prefill.preempt(meta)
 
     def computed(self, meta: StepMeta) -> None:
-        if self._prefill is not None:
-            self._prefill.computed(meta)
+        if self._prefill is None or not meta.computed:
+            return
+        if not self._prefill.thread.pool.on_host:  # the device may still be writing what the step computes
+            torch.accelerator.synchronize()
+        self._prefill.computed(meta)
 
     def finished(self, meta: StepMeta, wait_s: float) -> tuple[set[str], set[str], set[str]]:
         """Ids of requests that are sent, received, and of those received whose blocks never came. Waits up to `wait_s`
