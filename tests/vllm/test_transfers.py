@@ -35,6 +35,7 @@ from tests.vllm.servers import BLOCK, MODEL
 pytestmark = [pytest.mark.slow, pytest.mark.vllm, pytest.mark.timeout(480)]
 Session = aiohttp.ClientSession
 COUNT = 24  # tokens of an answer
+LONG = 500  # of one whose client leaves before it ends
 MOVED = "kvflow_transfer_bytes_total"
 
 
@@ -103,11 +104,12 @@ async def test_requests_that_are_cut_off_leave_the_others_alone_and_nothing_behi
 ) -> None:
     rng = random.Random(seed)
     prompts = [random_prompt(rng, rng.randrange(100, 1500)) for _ in range(40)]
-    cuts = [rng.choice(["prefill", "decode", "both"]) if n % 3 == 0 else "" for n in range(40)]
-    moments = [rng.random() * 2.5 for _ in prompts]  # seconds: about what a request takes
+    cuts = ["" if n % 3 else ("prefill", "decode", "both")[n // 3 % 3] for n in range(40)]
+    moments = [rng.random() * 2.5 for _ in prompts]  # seconds: about what a request takes on two cores
 
     async def together(prompt: Prompt, cut: str, moment: float) -> Answer | None:
-        legs = BothLegs(session, fleet.prefill, fleet.decode, prompt, COUNT)
+        count = LONG if cut in ("decode", "both") else COUNT
+        legs = BothLegs(session, fleet.prefill, fleet.decode, prompt, count)
         if cut:
             await asyncio.wait([legs.decode], timeout=moment)
             for leg in ("prefill", "decode") if cut == "both" else (cut,):
@@ -125,8 +127,10 @@ async def test_requests_that_are_cut_off_leave_the_others_alone_and_nothing_behi
         with suppress(TimeoutError):
             async with asyncio.timeout(moment if cut == "prefill" else None):
                 params = await ask_prefill(session, fleet.prefill, prompt)
-            async with asyncio.timeout(moment):
+            if cut == "prefill":  # it was over sooner
                 return await ask(session, fleet.decode.url, prompt, COUNT, params)
+            async with asyncio.timeout(moment):
+                return await ask(session, fleet.decode.url, prompt, LONG, params)
         return None
 
     jobs = [
@@ -134,9 +138,15 @@ async def test_requests_that_are_cut_off_leave_the_others_alone_and_nothing_behi
         for n, case in enumerate(zip(prompts, cuts, moments, strict=True))
     ]
     answers = await at_once(8, jobs)
-    whole = [(prompt, answer) for prompt, answer, cut in zip(prompts, answers, cuts, strict=True) if not cut]
-    await assert_same(session, fleet, [prompt for prompt, _ in whole], [answer.tokens for _, answer in whole])
-    assert sum(answer is None for answer in answers) >= 4, "too few were cut off in time"
+    left = [answer is None for answer, cut in zip(answers, cuts, strict=True) if cut in ("decode", "both")]
+    assert sum(left) > len(left) / 2, "too few left before their answers ended"
+    served = [
+        (prompt, answer.tokens)
+        for prompt, answer, cut in zip(prompts, answers, cuts, strict=True)
+        if answer and (not cut or (cut == "prefill" and answer.status == 200))
+    ]
+    assert len(served) >= cuts.count("")
+    await assert_same(session, fleet, [prompt for prompt, _ in served], [tokens for _, tokens in served])
     for server in (fleet.prefill, fleet.decode):
         await eventually(partial(is_empty, session, server), f"{server.name} gives everything back")
         assert not await measure(session, server.status_url, "kvflow_rooms")
