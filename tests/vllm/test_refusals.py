@@ -76,5 +76,6 @@ def test_a_vllm_that_cannot_serve_says_why(model_of: Callable[[int], Path], logs
         for text, server in zip(said, servers, strict=True):
             assert server.wait_end() != 0
             assert text in server.log.read_text(), server.tail()
+        assert "(EngineCore" not in servers[1].log.read_text(), "it was told only when the engine had been started"
     finally:
         stop_all(servers)

@@ -11,14 +11,12 @@ from __future__ import annotations
 
 from typing import Any
 
-NAME = "KvflowConnector"
+from kvflow.connectors.vllm.version import NAME, check_version, is_supported
 
 
 def register() -> None:
     """What vLLM calls once in each of its processes. It loads nothing until the connector is asked for."""
     from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
-
-    from kvflow.connectors.vllm.version import is_supported
 
     if NAME not in KVConnectorFactory._registry:  # plugins are loaded more than once in some processes
         KVConnectorFactory.register_connector(NAME, __name__, NAME)
@@ -32,8 +30,6 @@ def register() -> None:
 def __getattr__(name: str) -> Any:
     if name != NAME:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from kvflow.connectors.vllm.version import check_version
-
     check_version()
     from kvflow.connectors.vllm.connector import KvflowConnector
 

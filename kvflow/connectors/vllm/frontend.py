@@ -1,8 +1,8 @@
-"""What vLLM's API server does with our part of a request: refuse what is wrong with it, and say why a load failed.
+"""What vLLM's API server does with our settings and our part of a request: refuse what is wrong, say why a load failed.
 
-vLLM has no hook for either: a failed load is "Internal server error" to its client, and what is wrong in
-`kv_transfer_params` is found only by the scheduler, where nobody can be told. So two of its methods are wrapped, those
-of the version that `version.py` names.
+vLLM has no hook for either: a failed load is "Internal server error" to its client; what is wrong in
+`kv_transfer_params` is found only by the scheduler, where nobody can be told, and what is wrong with the settings only
+when the model has been loaded. So three of its methods are wrapped, those of the version that `version.py` names.
 """
 
 from __future__ import annotations
@@ -12,6 +12,8 @@ from http import HTTPStatus
 from typing import Any
 
 from kvflow.connectors.vllm.params import ToDecode, read_params
+from kvflow.connectors.vllm.settings import Settings
+from kvflow.connectors.vllm.version import NAME
 from kvflow.protocols.errors import Cause, Code, MisuseError
 from kvflow.server.http.errors import STATUS_OF_CODE
 
@@ -40,8 +42,21 @@ def install() -> None:
     from vllm.v1.engine.output_processor import OutputProcessor
 
     if not hasattr(InputProcessor.process_inputs, "__wrapped__"):
+        InputProcessor.__init__ = _starting(InputProcessor.__init__)
         InputProcessor.process_inputs = _checking(InputProcessor.process_inputs)
         OutputProcessor.process_outputs = _telling(OutputProcessor.process_outputs)
+
+
+def _starting(init: Any) -> Any:
+    @wraps(init)
+    def started(self: Any, vllm_config: Any, *args: Any, **kwargs: Any) -> None:
+        """Before the engine is started. Raises: MisuseError."""
+        transfer = vllm_config.kv_transfer_config
+        if transfer is not None and transfer.kv_connector == NAME:
+            Settings.read(transfer.kv_connector_extra_config)
+        init(self, vllm_config, *args, **kwargs)
+
+    return started
 
 
 def _checking(process_inputs: Any) -> Any:
@@ -51,7 +66,7 @@ def _checking(process_inputs: Any) -> Any:
     def checked(self: Any, request_id: str, prompt: Any, params: Any, *args: Any, **kwargs: Any) -> Any:
         transfer = self.vllm_config.kv_transfer_config
         extra = getattr(params, "extra_args", None) or {}
-        if transfer is not None and transfer.has_connector("KvflowConnector") and "kv_transfer_params" in extra:
+        if transfer is not None and transfer.has_connector(NAME) and "kv_transfer_params" in extra:
             try:
                 asked = read_params(extra["kv_transfer_params"])
                 _check_role(asked, transfer)

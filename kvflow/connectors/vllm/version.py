@@ -1,9 +1,13 @@
-"""Which vLLM this connector was written for. Its connector interface is experimental and changes with each release."""
+"""Which vLLM this connector was written for, and what it is called there.
+
+vLLM's connector interface is experimental and changes with each release.
+"""
 
 from __future__ import annotations
 
 from kvflow.protocols.errors import MisuseError
 
+NAME = "KvflowConnector"  # in --kv-transfer-config
 SUPPORTED = "0.32"
 
 
