@@ -58,12 +58,14 @@ class StatusServer:
     def start(self, host: str, port: int, api_key: str = "") -> int:
         """Returns the port. Raises: MisuseError (the port cannot be bound)."""
         serving = serve_ranks(self._table, host, port, api_key, documents=self._documents)
-        self._loop = LoopThread("kvflow-status")
+        loop = LoopThread("kvflow-status")
         try:
-            return self._loop.call(lambda: self._stack.enter_async_context(serving))
+            found = loop.call(lambda: self._stack.enter_async_context(serving))
         except BaseException:
-            self._loop.stop()
+            loop.stop()
             raise
+        self._loop = loop
+        return found
 
     def join(self, leader: str, api_key: str) -> None:
         """Have the registry of rank 0, "host:port", know this rank, too: now, or as soon as it answers."""

@@ -21,6 +21,7 @@ from kvflow.connectors.vllm.transfers import Transfers
 from kvflow.memory.external import ExternalPages
 from kvflow.memory.pool import PagedPool
 from kvflow.memory.shared import SharedSegment
+from kvflow.protocols.errors import MisuseError
 from kvflow.threads.decode import DecodeThread
 from kvflow.threads.prefill import PrefillThread
 from kvflow.transports.control.curve import read_key
@@ -87,13 +88,18 @@ class WorkerSides:
             engine=config.engine_id,
             dp_rank=engine,
         )
-        if prefill is not None or settings.status_port:
-            port = bootstrap_port if prefill is not None else settings.status_port
-            status.start(settings.host, port + place.rank, settings.api_key)
-            if place.rank and place.is_joined:
-                status.join(registry_address(settings.host, port), settings.api_key)
+        sides = cls(prefill, decode, status, transfers, wake)
+        name = "status_port" if prefill is None else "bootstrap_port"
+        try:
+            if port := settings.status_port if prefill is None else bootstrap_port:
+                status.start(settings.host, port + place.rank, settings.api_key)
+                if place.rank and place.is_joined:
+                    status.join(registry_address(settings.host, port), settings.api_key)
+        except MisuseError as error:
+            sides.close()
+            raise MisuseError(f"kv_connector_extra_config: {name} of worker {place.rank}: {error}") from None
         log.info("kvflow: %r, over %s, %s", pool, settings.transfer_backend, config.kv_role)
-        return cls(prefill, decode, status, transfers, wake)
+        return sides
 
     def begin(self, meta: StepMeta) -> None:
         self._wake.clear()

@@ -1,0 +1,94 @@
+"""What a worker answers over HTTP, over real nodes, asked by a client of its own kind and by aiohttp."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
+
+import aiohttp
+import pytest
+
+import kvflow
+from kvflow.connectors.vllm.messages import Offer
+from kvflow.connectors.vllm.status import StatusServer
+from tests.connectors.vllm.worker_pair import NAME, Pair, pair
+
+KEY = "sesame"
+
+
+@pytest.fixture
+def each() -> Iterator[Pair]:
+    with pair(lost_after_s=60) as found:
+        yield found
+
+
+@asynccontextmanager
+async def served(each: Pair, *roles: str, api_key: str = "") -> AsyncIterator[str]:
+    """URL of the status server of a worker with these roles."""
+    prefill = each.prefill.thread if "prefill" in roles else None
+    server = StatusServer(prefill, each.decode.thread if "decode" in roles else None, engine="e-1", dp_rank=2)
+    port = server.start("127.0.0.1", 0, api_key)
+    try:
+        yield f"http://127.0.0.1:{port}"
+    finally:
+        server.close()
+
+
+@pytest.fixture
+async def session() -> AsyncIterator[aiohttp.ClientSession]:
+    async with aiohttp.ClientSession() as found:
+        yield found
+
+
+async def test_a_decode_finds_the_prefill_and_a_proxy_its_engine(each: Pair, session: aiohttp.ClientSession) -> None:
+    async with served(each, "prefill") as url:
+        (info,) = await kvflow.RegistryClient().resolve(url.removeprefix("http://"))
+        assert info == each.prefill.thread.info
+        async with session.get(f"{url}/query") as answer:
+            assert await answer.json() == {"2": {"engine_id": "e-1"}}
+        async with session.get(f"{url}/elsewhere") as answer:
+            assert answer.status == 404 and "GET /metrics" in await answer.text()
+
+
+async def test_a_key_is_needed_for_all_but_health(each: Pair, session: aiohttp.ClientSession) -> None:
+    async with served(each, "prefill", api_key=KEY) as url:
+        for path, status in (("/health", 200), ("/ranks", 401), ("/query", 401), ("/metrics", 401)):
+            async with session.get(url + path) as answer:
+                assert answer.status == status, path
+            async with session.get(url + path, headers={"Authorization": f"Bearer {KEY}"}) as answer:
+                assert answer.status == 200, path
+
+
+async def test_health_counts_what_is_lent_and_metrics_are_of_each_role(
+    each: Pair, session: aiohttp.ClientSession
+) -> None:
+    each.gate.open.clear()
+    each.step_prefill(sources=[each.source()])
+    each.step_decode(targets=[each.target()], offers={NAME: Offer([9, 4, 7], 0)})
+    async with served(each, "prefill", "decode") as url:
+        async with session.get(f"{url}/health") as answer:
+            found = await answer.json()
+        assert answer.status == 200 and found["status"] == "ok" and found["quarantined_blocks"] == 0
+        texts = {}
+        for path in ("", "/prefill", "/decode"):
+            async with session.get(f"{url}/metrics{path}") as answer:
+                assert answer.status == 200 and answer.content_type == "text/plain"
+                texts[path] = await answer.text()
+        assert 'kvflow_pages{owner="transfer"} 3.0' in texts["/decode"].splitlines(), texts["/decode"]
+        assert texts[""] == texts["/prefill"] != texts["/decode"]
+    each.gate.open.set()
+    each.step_decode(abandoned=[NAME])
+    each.step_prefill(finished={NAME: True})
+
+
+def test_a_port_that_is_taken_is_refused_and_nothing_is_left(each: Pair) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        server = StatusServer(None, each.decode.thread, engine="e-1")
+        with pytest.raises(kvflow.MisuseError, match=f"127.0.0.1:{port}"):
+            server.start("127.0.0.1", port)
+        server.close()
+    server = StatusServer(None, each.decode.thread, engine="e-1")
+    assert server.start("127.0.0.1", 0) > 0
+    server.close()
