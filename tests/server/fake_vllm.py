@@ -17,6 +17,7 @@ from typing import Any, Literal
 
 from aiohttp import web
 
+from kvflow.connectors.vllm.params import prefill_answer
 from kvflow.server.router.router import Router
 from kvflow.server.router.routes import router_app
 from kvflow.server.router.vllm_engine import VllmEngine
@@ -167,8 +168,8 @@ class FakeVllm:
             "remote_port": self.port,
         }
         if self.connector == "kvflow":
-            sizes = {"remote_engine_id": "e", "tp_size": 2, "kvflow_decode_workers": 2}
-            return {**found, "kvflow_room": params.get("kvflow_room", ROOM_OF_PREFILL), **sizes}
+            answer = prefill_answer("10.0.0.7", self.port, engine="e", workers=2, tensor_parallel=2)
+            return {**found, **answer, "kvflow_room": params.get("kvflow_room", ROOM_OF_PREFILL)}
         return {
             **found,
             "remote_block_ids": [[3, 1, 4]],

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import json
-from typing import Any
+from typing import Any, Literal
 
 import aiohttp
 import pytest
 
+from kvflow.connectors.vllm.params import FromPrefill, ToDecode, read_params
 from tests.server.fake_service import Server, served
 from tests.server.fake_vllm import ROOM_OF_PREFILL, FakeVllm, Fleet, fleet
 from tests.server.test_vllm_router import BODY, post, text_of
@@ -39,6 +40,21 @@ async def test_the_first_request_tells_where_decodes_find_a_prefill(session: Ses
         assert 1 <= room <= (1 << 53) - 1
     assert p.params[1] != p.params[2], "each request has its own room"
     assert [body["max_tokens"] for body in p.bodies + d.bodies] == [1, 1, 1, 3, 3, 3]
+
+
+async def test_the_connector_reads_what_the_router_writes(session: Session) -> None:
+    """In both orders of the legs; and the router reads what the connector answers."""
+    orders: tuple[Literal["sequential", "together"], ...] = ("sequential", "together")
+    for legs in orders:
+        p, d = pair()
+        async with fleet([p], [d], legs) as r:
+            for _ in range(2):
+                await post(session, r)
+        for n, (first, second) in enumerate(zip(p.params, d.params, strict=True)):
+            is_named = legs == "together" and n > 0
+            room = first["kvflow_room"] if is_named else ROOM_OF_PREFILL
+            assert read_params(first) == ToDecode(room if is_named else None)
+            assert read_params(second) == FromPrefill(room, "10.0.0.7", 5600, 2)
 
 
 async def test_decode_is_asked_while_prefill_computes(session: Session) -> None:

@@ -24,7 +24,7 @@ from vllm.v1.metrics.cache_hit_source import CacheHitSource
 from kvflow.connectors.vllm.decode_scheduler import DecodeScheduler
 from kvflow.connectors.vllm.memory import check_groups, shared_allocation
 from kvflow.connectors.vllm.messages import StepMeta, StepNews
-from kvflow.connectors.vllm.params import WORKERS, FromPrefill, ToDecode, read_params
+from kvflow.connectors.vllm.params import FromPrefill, ToDecode, prefill_answer, read_params
 from kvflow.connectors.vllm.prefill_scheduler import PrefillScheduler
 from kvflow.connectors.vllm.settings import Settings
 from kvflow.connectors.vllm.stats import KvflowPromMetrics, KvflowStats
@@ -64,17 +64,14 @@ class KvflowConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     def _make_schedulers(self, parallel: Any) -> None:
         if self._kv_transfer_config.is_kv_producer:
-            address = {
-                "do_remote_prefill": True,
-                "do_remote_decode": False,
-                "remote_engine_id": self._kv_transfer_config.engine_id,
-                "remote_block_ids": [],
-                "remote_host": self._settings.host,
-                "remote_port": self._bootstrap_port,
-                "tp_size": parallel.tensor_parallel_size,
-                WORKERS: self._settings.decode_workers or self._ranks,
-            }
-            self._prefill = PrefillScheduler(self._block_size, address)
+            answer = prefill_answer(
+                self._settings.host,
+                self._bootstrap_port,
+                engine=self._kv_transfer_config.engine_id,
+                workers=self._settings.decode_workers or self._ranks,
+                tensor_parallel=parallel.tensor_parallel_size,
+            )
+            self._prefill = PrefillScheduler(self._block_size, answer)
         if self._kv_transfer_config.is_kv_consumer:
             self._decode = DecodeScheduler(self._block_size, self._ranks)
 

@@ -75,6 +75,20 @@ def read_params(params: object) -> ToDecode | FromPrefill | None:
     return _checked(FromPrefill(_room(params), host, _number(params, "remote_port", 1, 65_535), workers))
 
 
+def prefill_answer(host: str, port: int, *, engine: str, workers: int, tensor_parallel: int) -> dict[str, Any]:
+    """What every answer of a prefill says to its decode, which also gets the room: `read_params` reads it there."""
+    return {
+        "do_remote_prefill": True,
+        "do_remote_decode": False,
+        "remote_engine_id": engine,
+        "remote_block_ids": [],
+        "remote_host": host,
+        "remote_port": port,
+        "tp_size": tensor_parallel,
+        WORKERS: workers,
+    }
+
+
 def draw_room() -> int:
     return secrets.randbelow(MAX_ROOM) + 1
 

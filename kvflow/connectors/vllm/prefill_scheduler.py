@@ -16,9 +16,9 @@ _COMPUTED = ("FINISHED_LENGTH_CAPPED", "FINISHED_STOPPED")  # of vLLM's RequestS
 class PrefillScheduler:
     """Requests with `do_remote_decode`, from their arrival until vLLM is done with them."""
 
-    def __init__(self, block_size: int, address: dict[str, Any]) -> None:
-        """`address`: what a decode needs to find this engine, for prefill's answer."""
-        self._block_size, self._address = block_size, address
+    def __init__(self, block_size: int, answer: dict[str, Any]) -> None:
+        """`answer`: what each request's answer tells its decode besides the room (`params.prefill_answer`)."""
+        self._block_size, self._answer = block_size, answer
         self._streaming: dict[str, Any] = {}  # requests whose room the proxy named: they are sent as they are computed
         self._rooms: dict[str, int] = {}
         self._next = StepMeta()  # what the next step tells the workers
@@ -61,7 +61,7 @@ class PrefillScheduler:
             self._open(request, room)
             self._next.computed[name] = Computed(block_ids[0][: self._blocks_of(request)], is_all=True)
         self._next.finished[name] = not was_computed
-        return True, self._address | {ROOM: room} if was_computed else None
+        return True, self._answer | {ROOM: room} if was_computed else None
 
     def _open(self, request: Any, room: int) -> None:
         self._next.sources.append(OpenSource(request.request_id, room, prompt_of(request)))
