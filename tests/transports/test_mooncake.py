@@ -75,6 +75,25 @@ async def test_a_cancelled_write_waits_for_a_frozen_receiver_at_little_cost() ->
     await side.close()
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(120)
+async def test_a_receiver_that_was_frozen_for_long_proves_its_pages_when_it_goes_on() -> None:
+    """By itself the engine gives up after 30 s, and nobody could ever say where its blocks have gone."""
+    side = Side("mooncake", "page_first", None)
+    side.fill(1)
+    async with spawned("mooncake") as peer:
+        route = await side.plane.connect(peer.address, peer.layout)
+        assert await asyncio.shield(route.write(pages(0), pages(0)).done) is WriteOutcome.LANDED
+        await freeze(peer.process.pid)
+        write = route.write(EVERYTHING, EVERYTHING)
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(asyncio.shield(write.done), 33)
+        peer.process.send_signal(signal.SIGCONT)
+        assert await asyncio.wait_for(asyncio.shield(write.done), 10) is WriteOutcome.LANDED, write.error
+        assert await bytes_of(peer, EVERYTHING) == side.pool.pages_bytes(EVERYTHING).tobytes()
+    await side.close()
+
+
 def _begun(write: Write) -> bool:
     assert isinstance(write, ThreadWrite)
     return write.job is not None
