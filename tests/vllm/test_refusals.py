@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -60,22 +61,29 @@ async def test_a_prefill_that_is_not_there_is_an_error_soon(session: Session, fl
 
 
 def test_a_vllm_that_cannot_serve_says_why(model_of: Callable[[int], Path], logs: Path, tmp_path: Path) -> None:
-    """Another version than the connector is for; settings that cannot be."""
+    """Another version than the connector is for; a port that is taken; settings that cannot be."""
     version = "import sys, types\nsys.modules['vllm._version'] = types.ModuleType('vllm._version')\n"
     version += "vars(sys.modules['vllm._version']).update(__version__='0.33.0', __version_tuple__=(0, 33, 0))\n"
     (tmp_path / "sitecustomize.py").write_text(version)
     path = {"PYTHONPATH": f"{tmp_path}:{Path(__file__).parents[2]}"}
-    servers = [
-        Server("prefill", model_of(1), logs, name="other_version", environment=path),
-        Server("prefill", model_of(1), logs, name="bad_field", bootstrap_prot=1),
-    ]
-    said = "vLLM 0.32.x, and vLLM 0.33.0 is installed", "unknown field `bootstrap_prot`"
-    try:
-        for server in servers:
-            server.start()
-        for text, server in zip(said, servers, strict=True):
-            assert server.wait_end() != 0
-            assert text in server.log.read_text(), server.tail()
-        assert "(EngineCore" not in servers[1].log.read_text(), "it was told only when the engine had been started"
-    finally:
-        stop_all(servers)
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        servers = [
+            Server("prefill", model_of(1), logs, name="other_version", environment=path),
+            Server("prefill", model_of(1), logs, name="taken_port", bootstrap_port=port),
+            Server("prefill", model_of(1), logs, name="bad_field", bootstrap_prot=1),
+        ]
+        said = (
+            "vLLM 0.32.x, and vLLM 0.33.0 is installed",
+            f"bootstrap_port of worker 0: the registry cannot listen on 127.0.0.1:{port}",
+            "unknown field `bootstrap_prot`",
+        )
+        try:
+            for server in servers:
+                server.start()
+            for text, server in zip(said, servers, strict=True):
+                assert server.wait_end() != 0
+                assert text in server.log.read_text(), server.tail()
+            assert "(EngineCore" not in servers[2].log.read_text(), "it was told only when the engine had been started"
+        finally:
+            stop_all(servers)

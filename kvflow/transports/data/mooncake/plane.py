@@ -54,10 +54,10 @@ MAX_SESSIONS = 16_384
 _ANSWER_S, _CONNECT_S = 12.0, 10.0
 _QUESTIONS = 256  # at a time: a descriptor each
 _SESSION = re.compile(r"[A-Za-z0-9_.:\[\]-]{1,255}:[0-9]{1,5}\Z", re.ASCII)
-# Read by the engine when it is imported. A peer that reaches its default limit of queued transfers stays wedged. One that
-# reads nothing for 30 s it gives up, and then nobody can say where the blocks under way have gone: pages lent to it would
-# wait for its process to end. A machine that is moved, or a debugger, may take longer, and then they land as they should;
-# until they have, or the kernel has given the connection up, our pages wait, too.
+# Read by the engine when it is imported. A peer that reaches its default limit of queued transfers stays wedged. One
+# that reads nothing for 30 s it gives up, and then nobody can say where the blocks under way have gone: pages lent to
+# it would wait for its process to end. A machine that is moved, or a debugger, may take longer, and then they land as
+# they should; until they have, or the kernel has given the connection up, our pages wait, too.
 _ENVIRONMENT = {
     "MC_TCP_PROGRESS_TIMEOUT_SEC": "600",
     "MC_TCP_STATUS_TIMEOUT_SEC": "600",
