@@ -53,7 +53,7 @@ class _Group(TyperGroup):
 
     def format_options(self, ctx: Any, formatter: Any) -> None:
         _write_options(formatter, self.get_params(ctx), ctx)
-        commands = [(name, self.commands[name]) for name in self.list_commands(ctx)]
+        commands = [(name, self.commands[name]) for name in self.list_commands(ctx) if not self.commands[name].hidden]
         if commands:
             rows = [(name, c.short_help or inspect.cleandoc(c.help or "").split("\n\n")[0]) for name, c in commands]
             _write_section(formatter, "Commands", rows, max(len(name) for name, _ in rows))

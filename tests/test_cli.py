@@ -104,6 +104,16 @@ def test_as_a_module_it_calls_itself_so(module: str) -> None:
     assert done.stdout.startswith(f"Usage: python -m {module} up [OPTIONS]\n")
 
 
+@pytest.mark.parametrize("command", ["prefill-rank", "decode-rank"])
+def test_a_command_for_a_worker_s_own_ranks_is_hidden_and_says_who_starts_it(command: str) -> None:
+    assert command not in run("--help").stdout
+    done = run(command)
+    assert done.returncode == 2 and done.stderr.count("\n") == 1, done.stderr
+    assert "KVFLOW_RANK is not set; the first rank of a worker starts this command" in done.stderr
+    garbled = run(command, before="import os; os.environ['KVFLOW_RANK'] = '{}'")
+    assert garbled.returncode == 2 and "KVFLOW_RANK cannot be read" in garbled.stderr
+
+
 def test_version() -> None:
     assert run("--version").stdout == f"kvflow {kvflow.__version__}\n"
 

@@ -14,6 +14,7 @@ import msgspec
 
 from kvflow.config.settings import Settings
 from kvflow.launch.child import Child, ChildEndedError, first_end, start_together
+from kvflow.protocols.errors import MisuseError
 
 RANK = "KVFLOW_RANK"  # the environment variable that tells a child what it is
 START_S = 1800.0  # for which a rank may load its part of the model
@@ -36,8 +37,15 @@ class RankSpec(msgspec.Struct, frozen=True, kw_only=True):
 
     @classmethod
     def from_environment(cls) -> Self:
-        """Raises: msgspec.MsgspecError, KeyError: only the first rank starts this."""
-        return msgspec.json.decode(os.environ.pop(RANK), type=cls)
+        """Raises: MisuseError where the first rank has not started this process."""
+        text = os.environ.pop(RANK, "")
+        try:
+            return msgspec.json.decode(text, type=cls)
+        except msgspec.DecodeError as error:
+            found = f"cannot be read: {error}" if text else "is not set"
+            raise MisuseError(
+                f"{RANK} {found}; the first rank of a worker starts this command, start that one (--pp, --tp)"
+            ) from None
 
 
 class PrefillRankSpec(RankSpec, frozen=True, kw_only=True):

@@ -149,6 +149,16 @@ async def test_polled_routes_are_for_debugging(decode_server: Server, session: S
     assert [line["level"] for line in lines.access("/v1/models")] == ["INFO"]
 
 
+async def test_a_worker_that_joins_again_and_again_is_for_debugging(
+    server: Server, session: Session, lines: Lines
+) -> None:
+    async with session.get(server.make_url("/workers")) as answer:
+        assert answer.status == 200
+    async with session.post(server.make_url("/workers"), json={"url": "http://127.0.0.1:1"}) as answer:
+        assert answer.status == 403
+    assert [line["level"] for line in lines.access("/workers")] == ["DEBUG", "INFO"], "what is refused is no poll"
+
+
 HOSTILE = [
     "a\tb c", 'quote" and \\', "ümläut-\xff", "x" * 8000, "(request forged, room 1)", "\x7f\x80\x1b[31m", " ", "%0a%0d",
 ]  # fmt: skip

@@ -447,3 +447,18 @@ async def test_a_worker_that_cannot_join_says_so_once_and_tries_on(
             assert await asyncio.wait_for(asked.get(), 5) == "POST"
     lines = [line for line in caplog.messages if "cannot join" in line]
     assert lines == [f"cannot join the router {server.url}, trying on: 403: no key here"]
+
+
+async def test_a_worker_that_stays_down_is_logged_again_for_another_reason(
+    decode: Role, decode_server: Server, prefill_server: Server, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A reason that differs in its numbers alone is no other one: those change at every check."""
+    reasons = ["3 pages in quarantine", "4 pages in quarantine", "the engine has stopped", "the engine has stopped"]
+    async with routed(prefill_server, decodes=(decode_server,)) as front:
+        for reason in reasons:
+            decode.service.unavailable_reason = reason
+            assert reason in (await front.checked(decode_server)).reason
+        lines = [text.partition("is down: ")[2] for text in caplog.messages if "is down" in text]
+        assert [line.rpartition(": ")[2] for line in lines] == [reasons[0], reasons[2]]
+        front.worker(decode_server).mark_lost("connection reset by peer", 0.0)
+        assert reasons[2] in front.worker(decode_server).reason, "requests of before it was down say less than a check"

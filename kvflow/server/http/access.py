@@ -12,9 +12,13 @@ from aiohttp import web
 from kvflow.telemetry.requests import CURRENT, NO_REQUEST, RequestTrace, clean_request_id
 
 REQUEST_ID_HEADER = "X-Request-ID"
-# Asked every second by routers and scrapers: their lines are for debugging, unless something is wrong.
+# Routers, scrapers and workers that join (`--join`) repeat these every second or two: their lines are for debugging,
+# unless something is wrong. The router's own log names every worker that is new to it.
 POLLED_PATHS = frozenset(
-    {"/livez", "/health", "/health_generate", "/metrics", "/server_info", "/get_server_info", "/get_load", "/get_loads"}
+    {
+        *("/livez", "/health", "/health_generate", "/metrics", "/server_info", "/get_server_info", "/get_load"),
+        *("/get_loads", "/workers"),
+    }
 )
 CLIENT_GONE_STATUS = 499  # in log lines only: the client cannot read it any more
 MAX_PATH = 256

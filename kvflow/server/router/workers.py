@@ -6,6 +6,7 @@ import asyncio
 import functools
 import itertools
 import logging
+import re
 import uuid
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, suppress
@@ -27,6 +28,7 @@ DOWN_CHECK_S = 0.25  # between two checks of a worker that is down: one that is 
 LEAST_CHECK_S = 0.05  # between two checks of one worker, however many requests ask for them
 FIRST_BACKOFF_S, LONGEST_BACKOFF_S = 0.1, 10.0
 _NOT_CHECKED = "not checked yet"
+_NUMBERS = re.compile(r"[0-9]+")
 
 
 _turns = itertools.count(1)
@@ -91,7 +93,8 @@ class Worker:
 
     def mark_down(self, reason: str) -> None:
         """Take no more requests until the next successful check."""
-        if self.up or self.unavailable_reason == _NOT_CHECKED:
+        # Reasons count pages and seconds: one that differs in its numbers alone would fill the log at every check.
+        if self.up or _NUMBERS.sub("", reason) != _NUMBERS.sub("", self.unavailable_reason):
             _log.warning("%s %s is down: %s", self.role, self.url, reason)
         self.up, self.unavailable_reason = False, reason
         self.learned = None
@@ -100,7 +103,8 @@ class Worker:
         """A connection to it failed or ended early: it is down until a check succeeds, and in backoff then."""
         self._backoff_until_s = now + min(FIRST_BACKOFF_S * 2**self._losses, LONGEST_BACKOFF_S)
         self._losses = min(self._losses + 1, 16)
-        self.mark_down(reason)
+        if self.up:  # the reason of the last check says more than what each request of a worker that is down has met
+            self.mark_down(reason)
         self.check_due.set()
 
     def mark_served(self) -> None:
