@@ -74,7 +74,8 @@ async def test_a_prompt_of_more_pages_than_an_offer_may_have(kvflow_pair: Pair) 
     """Prefill would drop the offer as malformed, and both legs would wait for their deadlines."""
     p = kvflow_pair
     prompt = np.zeros(4 * MAX_PAGES_PER_ROOM + 1, dtype=np.uint32)
-    text = rf"pages of one room \(of 4 tokens each\): asked for {MAX_PAGES_PER_ROOM + 1}, limit {MAX_PAGES_PER_ROOM}"
+    most = 4 * MAX_PAGES_PER_ROOM
+    text = rf"tokens of one room, in whole pages: asked for {most + 4}, limit {most}"
     with pytest.raises(kvflow.CapacityError, match=text):
         p.decode.room(7, p.ranks, prompt)
     await p.rest()

@@ -11,7 +11,9 @@ import torch
 
 from kvflow.config.settings import Settings
 from kvflow.config.sources import ConfigError
+from kvflow.engine.scheduler.limits import EngineLimits
 from kvflow.launch import pool
+from kvflow.launch.parts import described, say_what_fits
 from kvflow.memory.available import Available
 from kvflow.protocols.errors import LayoutError, MisuseError
 from kvflow.protocols.pages.kinds import ROW, StateKind
@@ -55,6 +57,33 @@ def test_fewer_rows_than_requests_are_told(caplog: pytest.LogCaptureFixture) -> 
         assert not caplog.records
         sizes([*SLOTS, *ROWS], pool_bytes=1 << 17)
     assert "204 rows of 320 bytes" in caplog.text and "--max-running-requests is 256" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("streams", "said"),
+    [
+        (SLOTS, "160 tokens, in 10 pages of 16: 20480 bytes, bfloat16, on cpu"),
+        (
+            [*SLOTS, *ROWS],
+            "160 tokens, in 10 pages of 16 and 34 rows for states: 31360 bytes, bfloat16, float32, on cpu",
+        ),
+    ],
+)
+def test_a_role_says_how_large_its_pool_is(streams: list[StateKind], said: str) -> None:
+    settings = Settings(num_pages=10, max_running_requests=32)
+    made = pool.make_pool(settings, streams, "model", torch.device("cpu"))
+    try:
+        assert described(made) == f"the KV pool holds {said}"
+    finally:
+        made.close()
+
+
+def test_a_pool_below_the_context_is_told(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO, "kvflow.serve"):
+        say_what_fits(EngineLimits(4096, 512, 16, 256))
+        assert not caplog.records, "prompt and completion fill the context"
+        say_what_fits(EngineLimits(4096, 512, 16, 8))
+    assert "context of 4096 tokens: prompt and completion have 129 at most" in caplog.text
 
 
 @pytest.mark.parametrize(

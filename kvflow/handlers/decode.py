@@ -291,8 +291,10 @@ class DecodeShell(Shell):
         """Take pages of staging for it; False when it waits for them. Raises: CapacityError when there will never be as
         many."""
         layout = self.endpoint.core.identity.layout
-        if wanted > (most := layout.num_pages + bool(layout.num_rows)):
-            never = CapacityError(f"staging of room {room.room}, pages (--staging-bytes)", wanted, most)
+        has_row = bool(layout.num_rows)
+        if wanted > layout.num_pages + has_row:
+            what = f"tokens of room {room.room} in staging, in whole pages (--staging-bytes)"
+            never = CapacityError(what, (wanted - has_row) * layout.page_size, layout.num_pages * layout.page_size)
             never.code = Code.BAD_REQUEST  # as a prompt that is larger than the pool: no other try helps
             raise never
         first = next(iter(self._waiting), room.grant)

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from kvflow.cache.storage.mooncake import check_usable
 from kvflow.config.settings import Settings
+from kvflow.engine.scheduler.limits import EngineLimits
 from kvflow.engine.scheduler.params import SamplingParams
 from kvflow.launch.loading import LoadingProgress
 from kvflow.launch.pool import make_pool, make_staging
@@ -92,10 +93,31 @@ async def loaded(
             make_pool, settings, streams, model.fingerprint, model.device, ring_bytes=ring_bytes
         )  # fmt: skip
         pool = await asyncio.get_running_loop().run_in_executor(executor, allocate)
+        _log.info("%s", described(pool))
         try:
             yield Parts(model, pool, executor)
         finally:
             pool.close()
+
+
+def described(pool: PagedPool) -> str:
+    """The pool in one line of the log."""
+    layout = pool.layout
+    rows = f" and {layout.num_rows} rows for states" if layout.num_rows else ""
+    return (
+        f"the KV pool holds {layout.num_pages * layout.page_size} tokens, in {layout.num_pages} pages of "
+        f"{layout.page_size}{rows}: {layout.size_bytes} bytes, {layout.dtypes}, on {pool.device}"
+    )
+
+
+def say_what_fits(limits: EngineLimits) -> None:
+    """Warn where the pool cuts the model's context short."""
+    if limits.max_tokens < limits.context_length:
+        text = (
+            "the KV pool is smaller than the model's context of %d tokens: prompt and completion have %d at most, "
+            "raise --num-pages or --pool-bytes for more"
+        )
+        _log.warning(text, limits.context_length, limits.max_tokens)
 
 
 @asynccontextmanager

@@ -16,7 +16,7 @@ from kvflow.config.catalog import FIELDS_OF_ROLE
 from kvflow.config.settings import Role, Settings
 from kvflow.launch.caching import check_cache
 from kvflow.launch.joining import WorkerIdentity, member_of
-from kvflow.launch.parts import Parts, loaded
+from kvflow.launch.parts import Parts, loaded, say_what_fits
 from kvflow.launch.process import Ready, serve_until_stopped
 from kvflow.launch.services import Control, bind_control, check_decode, decode_over, prefill_over
 from kvflow.protocols.errors import KvflowError, MisuseError
@@ -234,6 +234,7 @@ async def _serve(
 
     Raises: what is lost."""
     model = roles.parts.model
+    say_what_fits(running.service.limits)
     tokenizer = ThreadedTokenizer(model.tokenizer, model.context_length)
     pipeline = CompletionPipeline(
         running.service,

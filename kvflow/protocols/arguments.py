@@ -55,7 +55,8 @@ def pages_wanted(layout: PoolLayout, tokens: int, prefix_tokens: int) -> int:
             f"{tokens} tokens of the prompt"
         )
     if (wanted := layout.places_for(tokens, prefix_tokens)) > MAX_PAGES_PER_ROOM:
-        raise CapacityError(f"pages of one room (of {layout.page_size} tokens each)", wanted, MAX_PAGES_PER_ROOM)
+        most = MAX_PAGES_PER_ROOM * layout.page_size
+        raise CapacityError("tokens of one room, in whole pages", wanted * layout.page_size, most)
     return wanted
 
 

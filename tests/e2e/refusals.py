@@ -52,8 +52,9 @@ class Case(NamedTuple):
 
 BRIEF: Mapping[str, Any] = {"rendezvous_s": 5.0}  # the default
 SLOW: Mapping[str, Any] = {"transfer_rate_limit": 1 << 17}
+POOL_TOO_SMALL = "prompt tokens in the KV pool (--num-pages, --pool-bytes): asked for 3"  # hundred and some
 CASES = (
-    Case("decode's pool too small", "pages for the prompt: asked for 22, limit 8", decode={"num_pages": 8}),
+    Case("decode's pool too small", POOL_TOO_SMALL, decode={"num_pages": 8}),
     Case("page size", "page_size: prefill 16, decode 32", decode={"page_size": 32}),
     Case("dtype", "k dtype: prefill float32, decode bfloat16", decode={"dtype": "bfloat16"}),
     Case("model", "model fingerprint: prefill 'LlamaForCausalLM", decode={"model_path": "another"}),
@@ -62,7 +63,7 @@ CASES = (
         "data planes differ: prefill local, decode mooncake",
         decode={"disaggregation_transfer_backend": "mooncake"},
     ),
-    Case("prefill's pool too small", "pages for the prompt: asked for 22, limit 8", prefill={"num_pages": 8}),
+    Case("prefill's pool too small", POOL_TOO_SMALL, prefill={"num_pages": 8}),
     Case("decode draining", "shutting down", victim="decode", fault="draining"),
     Case("prefill draining", "shutting down", victim="prefill", fault="draining"),
     Case("decode gone", "nothing more came for 5", BRIEF, NONE, "decode", "gone", 6.0),

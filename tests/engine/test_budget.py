@@ -84,7 +84,7 @@ async def test_who_sits_on_pages_is_ended_when_nobody_can_free_any() -> None:
     pages = PageAllocator(10)
     budget = PageBudget(pages)
     pages.take(10, "rooms")
-    with pytest.raises(CapacityError, match="pages to grow"):
+    with pytest.raises(CapacityError, match="free pool tokens to grow"):
         await budget.admit(7, taken=5)
     budget.close(AbortedError())
 

@@ -65,12 +65,15 @@ async def test_new_tokens_are_cut_to_the_context(llama: LoadedModel) -> None:
 async def test_what_can_never_run_is_refused_at_once(llama: LoadedModel) -> None:
     async with EnginePair(llama, num_pages=8) as pair:
         for prompt, params, said in (
-            (prompt_of(200), greedy(1), "pages for the prompt: asked for 13, limit 8"),
-            (prompt_of(100), greedy(60), "prompt . max_new_tokens: asked for 10, limit 8"),
+            (prompt_of(200), greedy(1), "prompt tokens in the KV pool .*: asked for 200, limit 128"),
+            (prompt_of(100), greedy(60), r"prompt \+ max_new_tokens in the KV pool .*: asked for 160, limit 129"),
         ):
             with pytest.raises(CapacityError, match=said):
                 await pair.decode.admit(prompt, params)
+        assert pair.decode.limits.max_tokens == 129, "8 pages, and the last token, which is never fed back"
         assert len(await pair.tokens(prompt_of(100), greedy(29))) == 29, "8 pages exactly"
+        with pytest.raises(CapacityError, match="asked for 130, limit 129"):
+            await pair.decode.admit(prompt_of(100), greedy(30))
         await until(lambda: pair.home)
 
 

@@ -16,12 +16,12 @@ from kvflow.engine.ranks import wire
 from kvflow.engine.scheduler.params import TokenOut
 from kvflow.engine.scheduler.prefill_steps import PrefillSteps
 from kvflow.handlers.group import MemberShell, RankRequest
-from kvflow.protocols.errors import Cause, Code, KvflowError
+from kvflow.protocols.errors import CapacityError, Cause, Code, KvflowError
 from kvflow.protocols.group_member import TicketKey
 from kvflow.protocols.machines.prefill_room import PrefillPhase
 from tests.engine import tiny_models
 from tests.engine.pair import greedy, prompt_of, until
-from tests.engine.stages import Stages, group
+from tests.engine.stages import PAGE_SIZE, Stages, group
 
 SMALL = 6  # pages of a pool of one prompt of 24 tokens
 
@@ -261,6 +261,9 @@ async def test_a_prompt_waits_until_every_rank_has_dropped_what_it_needs(
     """The room of the one before has ended at the first rank, where there are pages enough, and the group has not
     decided yet: the other rank could not take part in a step, and would not come to read that it may."""
     async with group(stages, llama, pages=(40, SMALL)) as ranks:
+        assert ranks.group.limits.max_tokens == SMALL * PAGE_SIZE + 1, "by the smallest pool of all ranks"
+        with pytest.raises(CapacityError, match=f"limit {SMALL * PAGE_SIZE}"):
+            await ranks.prefill(1, prompt_of(SMALL * PAGE_SIZE + 1), greedy(1))
         votes: list[Callable[[], None]] = []
         for shell in ranks.members:
             hold_failures(shell, votes)

@@ -198,7 +198,7 @@ async def test_a_failing_step_ends_its_requests_and_nothing_else(llama: LoadedMo
         ([-1], MisuseError, "token id -1 is outside the model's vocabulary, 0..511"),
         ([1.5], MisuseError, "integers"),
         (prompt_of(512), CapacityError, "asked for 512, limit 511"),
-        (prompt_of(300), CapacityError, "pages for the prompt: asked for 19, limit 16"),
+        (prompt_of(300), CapacityError, "prompt tokens in the KV pool .*: asked for 300, limit 256"),
     ],
 )
 async def test_prompts_that_cannot_be_are_refused_and_decode_is_told(

@@ -108,7 +108,7 @@ async def test_what_a_rank_must_not_say_changes_nothing(stages: list[LoadedModel
         assert ranks.steps.ready and not ranks.broken
         ranks.follower._receive(wire.Drop(ticket=5))  # it overtakes the request's opening
         await until(lambda: ranks.follower._dropped_ahead == {5})
-        with pytest.raises(CapacityError, match="pages for the prompt"):
+        with pytest.raises(CapacityError, match="prompt tokens in the KV pool"):
             await ranks.prefill(1, prompt_of(PAGES * PAGE_SIZE + 1), greedy(1))
 
 

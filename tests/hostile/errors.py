@@ -33,7 +33,7 @@ GOOD = {"temperature": 0, "max_new_tokens": 4, "ignore_eos": True}
 # by kind: the prompt, what prefill is asked for, the words of its reason
 KINDS: dict[str, tuple[list[int], dict[str, Any], str]] = {
     "bad_request": ([1] * 40, {**GOOD, "temperature": -1}, "temperature"),
-    "too_long": ([1] * 600, GOOD, "pages for the prompt: asked for 38, limit 32"),
+    "too_long": ([1] * 600, GOOD, "prompt tokens in the KV pool (--num-pages, --pool-bytes): asked for 600, limit 512"),
     "engine_error": ([7] * 300, GOOD, "prefill step failed: RuntimeError"),
 }
 

@@ -178,7 +178,7 @@ async def test_stops(
         ({"text": None, "input_ids": [100]}, "token id 100 is outside the model's vocabulary, 0..99"),
         ({"text": None, "input_ids": [-1]}, "input_ids"),
         ({"text": None, "input_ids": [1] * 128}, "asked for 128, limit 127"),
-        ({"text": None, "input_ids": [1] * 60, "sampling_params": {"max_new_tokens": 6}}, "asked for 65, limit 64"),
+        ({"text": None, "input_ids": [1] * 60, "sampling_params": {"max_new_tokens": 6}}, "asked for 66, limit 65"),
         ({"sampling_params": {"max_new_tokens": -1}}, "max_new_tokens"),
         ({"sampling_params": {"max_new_tokens": 127}}, "asked for 129, limit 128"),
         ({"sampling_params": {"temperature": -1}}, "temperature"),

@@ -120,7 +120,9 @@ async def test_server_info(prefill_server: Server, session: Session, path: str) 
     assert info["incarnation"] == "0000000000000abc"
     assert info["control_endpoint"] == "tcp://127.0.0.1:1"
     assert info["data_plane"] == "fake"
-    assert info["pool"] == {"page_size": 16, "num_pages": 4, "page_bytes": 1024, "components": 2}
+    shape = {"page_size": 16, "num_pages": 4, "page_bytes": 1024, "components": 2}
+    assert info["pool"] == {**shape, "tokens": 64, "bytes": 4608, "dtype": "bfloat16", "device": "cpu"}
+    assert info["max_model_len"] == 65, "less than the model's context, as the pool is smaller"
     assert info["pages"] == {"free": 3, "total": 4, "home": False, "room": 1}
     assert info["rows"] == {"free": 6, "total": 8, "sequence": 2}
     assert info["retraction"] is None

@@ -23,7 +23,7 @@ async def post(session: Session, server: Server, path: str, body: dict[str, Any]
 async def test_there_and_back(server: Server, session: Session, prefix: str) -> None:
     for text, ids, count in (("w7 w9", [7, 9], 2), (["w7", "w1 w2"], [[7], [1, 2]], [1, 2])):
         status, answer = await post(session, server, f"{prefix}/tokenize", {"model": "fake", "prompt": text})
-        assert (status, answer) == (200, {"tokens": ids, "count": count, "max_model_len": 128})
+        assert (status, answer) == (200, {"tokens": ids, "count": count, "max_model_len": 65})
         status, back = await post(session, server, f"{prefix}/detokenize", {"tokens": ids})
         assert (status, back) == (200, {"text": text, "prompt": text})
 
@@ -32,7 +32,7 @@ async def test_a_conversation_as_its_completion_would_see_it(server: Server, ses
     messages = [{"role": "user", "content": "w1"}]
     body = {"messages": messages, "chat_template_kwargs": {"lead": "w9"}, "return_token_strs": True}
     _, answer = await post(session, server, "/tokenize", body)
-    assert answer == {"tokens": [9, 1], "token_strs": ["w9", "w1"], "count": 2, "max_model_len": 128}
+    assert answer == {"tokens": [9, 1], "token_strs": ["w9", "w1"], "count": 2, "max_model_len": 65}
     chat = {"messages": messages, "chat_template_kwargs": {"lead": "w9"}, "max_tokens": 1}
     assert (await post(session, server, "/v1/chat/completions", chat))[0] == 200
     assert decode.service.requests[0].prompt == answer["tokens"]

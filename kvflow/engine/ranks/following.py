@@ -341,7 +341,8 @@ class StepFollower:
         self.steps.agree(request, start)
         missing = request.sequence.pages_missing(request.sequence.prompt_length)
         if missing > self.steps.pages.capacity:
-            raise CapacityError("pages for the prompt", missing, self.steps.pages.capacity)
+            size = self.steps.layout.page_size
+            raise CapacityError("prompt tokens in this rank's pool", missing * size, self.steps.pages.capacity * size)
         while max(self.steps.short_of(request)) > 0:
             await self._look_again()
         self.steps.take_places(request)

@@ -11,6 +11,7 @@ import numpy as np
 from kvflow.engine.model.sequence import Prompt
 from kvflow.engine.ranks import wire
 from kvflow.engine.ranks.leading import StepLeader
+from kvflow.engine.scheduler.limits import EngineLimits
 from kvflow.engine.scheduler.params import SamplingParams, TokenOut
 from kvflow.engine.scheduler.prefill import PrefillEngine
 from kvflow.engine.scheduler.prefill_steps import PrefillRequest
@@ -18,7 +19,7 @@ from kvflow.handlers.group import GroupRequest, LeaderShell, MemberShell, RankRe
 from kvflow.handlers.rooms import PrefillRoom
 from kvflow.protocols.arguments import CheckedPrompt
 from kvflow.protocols.cache.hashes import ANY, Namespace
-from kvflow.protocols.errors import CapacityError, Cause, Code, KvflowError, room_error
+from kvflow.protocols.errors import Cause, Code, KvflowError, room_error
 
 log = logging.getLogger("kvflow.engine")
 
@@ -67,6 +68,11 @@ class PrefillGroup:
         return self._leader.leader.unavailable_reason or self._steps.unavailable_reason
 
     @property
+    def limits(self) -> EngineLimits:
+        """What one request may ask for: the smallest pool of all ranks has to hold its prompt."""
+        return self._engine.limits.within(self._steps.most_places[0])
+
+    @property
     def running(self) -> int:
         return len(self._asked)
 
@@ -111,9 +117,7 @@ class PrefillGroup:
     def _check(self, prompt: Prompt, params: SamplingParams) -> None:
         """Raises: MisuseError, CapacityError."""
         self._engine.check(prompt, params)
-        pages, most = -(-len(prompt) // self._engine.steps.layout.page_size), self._steps.most_places[0]
-        if pages > most:
-            raise CapacityError("pages for the prompt at each rank", pages, most)
+        self.limits.check_prompt(prompt)
 
     async def _serve(self, asked: _Asked) -> TokenOut:
         """Until it is decided, and nothing of it is left to be done here."""

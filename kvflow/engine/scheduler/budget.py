@@ -122,7 +122,7 @@ class PageBudget:
         self._pages, self._rows, self._most = pages, rows, most
         self._release_cached = release_cached
         self._ratio, self._most_ahead = ratio or NewTokenRatio(), -(-MOST_TOKENS_AHEAD // page_size)
-        self.capacity = pages.capacity
+        self.capacity, self._page_size = pages.capacity, page_size
         self._live: set[Admission] = set()
         self._waiting: list[Admission] = []  # in order of their places
         self._numbers = itertools.count()
@@ -156,10 +156,9 @@ class PageBudget:
         """What `spare` is when a cache gives all that it can."""
         return self._pages.available_pages - self._opening
 
-    def check(self, total: int, what: str = "pages for prompt + max_new_tokens") -> None:
-        """Raises: CapacityError for a request that can never fit."""
-        if total > self.capacity:
-            raise CapacityError(what, total, self.capacity)
+    def shortage(self, what: str, asked: int, free: int) -> CapacityError:
+        """The error of a request that is short of pages. It speaks of the tokens that they hold, as clients do."""
+        return CapacityError(what, asked * self._page_size, max(0, free) * self._page_size)
 
     async def admit(self, total: int, taken: int = 0, *, base: int | None = None, priority: int = 0) -> Admission:
         """Wait until `base` pages (`total`, by default) and a share of the others can be promised, in order of priority
@@ -169,7 +168,8 @@ class PageBudget:
         is left that could free more (its own pages may be all that the next one needs), and after `STUCK_S` without
         a running request in which too few pages have come back.
         """
-        self.check(total)
+        if total > self.capacity:
+            raise self.shortage("tokens of prompt + max_new_tokens, in whole pages", total, self.capacity)
         admission = Admission(self, total, taken, total if base is None else base, priority, next(self._numbers))
         self._enqueue(admission)
         try:
@@ -218,7 +218,7 @@ class PageBudget:
                 if self._live or not (head.taken or self._shortage.lasts()):
                     break
                 self._waiting.pop(0)
-                head.granted.set_exception(_never(head, asked, spare, rows))
+                head.granted.set_exception(self._never(head, asked, spare, rows))
                 continue
             self.reclaim(head.opening)
             if self._pages.reclaimables and self.spare < head.opening:
@@ -246,6 +246,13 @@ class PageBudget:
         self._timer = None
         self.grant()
 
+    def _never(self, head: Admission, asked: int, spare: int, rows: int) -> CapacityError:
+        if head.taken:
+            return self.shortage("free pool tokens to grow", asked, spare)
+        if asked > spare:
+            return self.shortage("free pool tokens, and no running request will free more", asked, spare)
+        return CapacityError("free rows, and no running request will free more", 1, max(0, rows))
+
     def close(self, error: KvflowError) -> None:
         """Admit no more requests; the waiting ones raise `error`."""
         if self._timer is not None:
@@ -255,11 +262,3 @@ class PageBudget:
         for admission in waiting:
             if not admission.granted.done():
                 admission.granted.set_exception(error)
-
-
-def _never(head: Admission, asked: int, spare: int, rows: int) -> CapacityError:
-    if head.taken:
-        return CapacityError("pages to grow", asked, max(0, spare))
-    if asked > spare:
-        return CapacityError("free pages, and no running request will free more", asked, max(0, spare))
-    return CapacityError("free rows, and no running request will free more", 1, max(0, rows))

@@ -130,7 +130,7 @@ class DecodeEngine(EngineLoop):
         """Raises: MisuseError, CapacityError for a request that `admit` and `generate` would refuse."""
         self.limits.check_prompt(prompt)
         self.limits.check_sampling(prompt, params)
-        self._budget.check(self.limits.worst_pages(prompt, self.limits.new_tokens(prompt, params)))
+        self.limits.check_total(len(prompt) + self.limits.new_tokens(prompt, params))
 
     async def admit(self, prompt: Prompt, params: SamplingParams, namespace: Namespace = ANY) -> Admission:
         """Wait until the pages of the request's worst case can be promised; open its room after that. With best_effort

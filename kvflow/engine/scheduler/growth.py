@@ -7,7 +7,7 @@ from collections.abc import Callable
 from kvflow.engine.scheduler.budget import PageBudget, Shortage
 from kvflow.engine.scheduler.burst import DecodeRequest
 from kvflow.memory.allocator import PageAllocator
-from kvflow.protocols.errors import CapacityError, KvflowError
+from kvflow.protocols.errors import KvflowError
 
 
 class Growth:
@@ -49,8 +49,8 @@ class Growth:
             self._shortage.ended()
         elif self._shortage.lasts():
             for request, missing in self.short.items():
-                what = "free pages to grow, and no running request will free more"
-                self._failed(request, CapacityError(what, missing, max(0, self._budget.spare)))
+                what = "free pool tokens to grow, and no running request will free more"
+                self._failed(request, self._budget.shortage(what, missing, self._budget.spare))
             self.short = {}
 
     def _take(self, request: DecodeRequest, count: int) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 
 import numpy as np
@@ -13,6 +14,7 @@ from kvflow.engine.scheduler.prompt_logprobs import MAX_BYTES, size_bytes
 from kvflow.protocols.errors import CapacityError, MisuseError
 from kvflow.protocols.wire.messages import MAX_PAGES_PER_ROOM
 
+_POOL = "the KV pool (--num-pages, --pool-bytes)"
 MAX_LOGITS_BYTES = 1 << 30  # of one prompt, as float32, where all of it is computed in one step
 
 
@@ -26,8 +28,21 @@ class EngineLimits:
         """`hidden_size`: of the model's last hidden states; 0 where they are not to be had. `whole_prompts`: the caller
         computes each prompt in one step, and with it the logits of all tokens that are scored."""
         self.context_length, self.pool_tokens = context_length, page_size * num_pages
-        self._vocabulary, self._page_size, self._num_pages = vocab_size, page_size, num_pages
+        self._vocabulary, self._page_size = vocab_size, page_size
         self._hidden_size, self._whole_prompts = hidden_size, whole_prompts
+
+    @property
+    def max_tokens(self) -> int:
+        """The most tokens that a prompt and its completion have together, by the model's context and by the pool.
+
+        The pool holds one less than this: the last token of a completion is never fed back."""
+        return min(self.context_length, self.pool_tokens + 1)
+
+    def within(self, num_pages: int) -> EngineLimits:
+        """The same limits where some rank's pool has only `num_pages`."""
+        found = copy.copy(self)
+        found.pool_tokens = min(self.pool_tokens, self._page_size * num_pages)
+        return found
 
     def check_prompt(self, prompt: Prompt) -> None:
         """Raises: MisuseError (empty, unknown token ids), CapacityError (longer than the context or the pool)."""
@@ -36,8 +51,8 @@ class EngineLimits:
         if len(prompt) >= self.context_length:
             text = "prompt tokens (the model's context must hold one new token too)"
             raise CapacityError(text, len(prompt), self.context_length - 1)
-        if (pages := self.worst_pages(prompt, 1)) > (most := min(self._num_pages, MAX_PAGES_PER_ROOM)):
-            raise CapacityError("pages for the prompt", pages, most)
+        if len(prompt) > (most := min(self.pool_tokens, MAX_PAGES_PER_ROOM * self._page_size)):
+            raise CapacityError(f"prompt tokens in {_POOL}", len(prompt), most)
         ids = np.asarray(prompt)
         if ids.ndim != 1 or ids.dtype.kind not in "iu":
             raise MisuseError(f"prompt: token ids must be a flat list of integers, not {ids.ndim}-d {ids.dtype}")
@@ -52,8 +67,13 @@ class EngineLimits:
             raise CapacityError(
                 "tokens of the model's context for prompt + max_new_tokens", wanted, self.context_length
             )
-        if generates and (pages := self.worst_pages(prompt, max(1, params.max_new_tokens))) > self._num_pages:
-            raise CapacityError("pages for prompt + max_new_tokens", pages, self._num_pages)
+        if generates:
+            self.check_total(len(prompt) + max(1, params.max_new_tokens))
+
+    def check_total(self, tokens: int) -> None:
+        """Check that decode's pool holds a prompt and its new tokens, `tokens` in all. Raises: CapacityError."""
+        if tokens > self.max_tokens:
+            raise CapacityError(f"tokens of prompt + max_new_tokens in {_POOL}", tokens, self.max_tokens)
 
     def check_sampling(self, prompt: Prompt, params: SamplingParams) -> None:
         """Raises: MisuseError for token ids that the model does not have, bad words that may leave none, a position

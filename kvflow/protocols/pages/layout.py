@@ -80,6 +80,11 @@ class PoolLayout(msgspec.Struct, frozen=True, array_like=True):
     def size_bytes(self) -> int:
         return sum(b.size_bytes for b in self.buffers)
 
+    @property
+    def dtypes(self) -> str:
+        """The dtypes of all components, each once: "bfloat16", or "bfloat16, float32" with states of another one."""
+        return ", ".join(dict.fromkeys(c.dtype for c in self.components))
+
     def count_of(self, part: Component | Buffer) -> int:
         """How many pages, or rows, a component or buffer has."""
         return self.num_rows if part.in_rows else self.num_pages

@@ -78,6 +78,9 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
     data_plane: str
     fingerprint: str = ""  # of the model whose KV the pool holds
     pool: PoolShape
+    pool_bytes: int  # its rows included
+    pool_dtype: str
+    pool_device: str
     pages_free: int
     pages_total: int
     pages_by_kind: dict[str, int] = {}

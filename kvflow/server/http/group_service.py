@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
+from kvflow.engine.scheduler.limits import EngineLimits
 from kvflow.engine.scheduler.params import EngineOptimism, TokenOut
 from kvflow.handlers.rooms import PrefillRoom
 from kvflow.node import DecodeNode, PrefillNode
@@ -47,6 +48,10 @@ class GroupPrefillService(EngineService[PrefillNode, "PrefillEngine"]):
     @property
     def unavailable_reason(self) -> str:
         return super().unavailable_reason or self._group.unavailable_reason
+
+    @property
+    def limits(self) -> EngineLimits:
+        return self._group.limits
 
     def _optimism(self) -> EngineOptimism:
         return self._engine.optimism

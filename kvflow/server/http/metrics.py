@@ -130,9 +130,7 @@ def _memory(report: Report) -> Iterator[Metric]:
     pages = GaugeMetricFamily("kvflow_pages", "Pages of the KV pool by owner.", labels=["owner"])
     yield labelled(pages, {"free": report.pages_free, **report.pages_by_kind})
     yield GaugeMetricFamily("kvflow_pool_pages", "Pages of the KV pool.", value=report.pages_total)
-    yield GaugeMetricFamily(
-        "kvflow_pool_bytes", "Bytes of the KV pool.", value=report.pages_total * report.pool.page_bytes
-    )
+    yield GaugeMetricFamily("kvflow_pool_bytes", "Bytes of the KV pool, its rows included.", value=report.pool_bytes)
     if report.rows_total:
         rows = GaugeMetricFamily("kvflow_rows", "State rows of the pool by owner; a request has one.", labels=["owner"])
         yield labelled(rows, {"free": report.rows_free, **report.rows_by_kind})

@@ -281,7 +281,7 @@ def routes(pipeline: CompletionPipeline) -> list[web.RouteDef]:
     def entry() -> dict[str, Any]:
         card = pipeline.service.card
         about = {"id": name, "object": "model", "created": began, "owned_by": "kvflow", "root": card.path}
-        return {**about, "max_model_len": card.context_length}
+        return {**about, "max_model_len": pipeline.service.limits.max_tokens}
 
     async def models(_: web.Request) -> web.StreamResponse:
         return json_response({"object": "list", "data": [entry()]})

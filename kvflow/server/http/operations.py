@@ -29,7 +29,7 @@ def server_info(pipeline: CompletionPipeline, host: str, role_switch: RoleSwitch
         "disaggregation_bootstrap_port": role_switch.bootstrap_port,
         "disaggregation_transfer_backend": report.data_plane,
         "page_size": report.pool.page_size,
-        "max_model_len": card.context_length,
+        "max_model_len": service.limits.max_tokens,
         "version": kvflow.__version__,
         "role": service.role,
         "model": card.name,
@@ -40,7 +40,13 @@ def server_info(pipeline: CompletionPipeline, host: str, role_switch: RoleSwitch
         "control_endpoint": report.control_endpoint,
         "data_plane": report.data_plane,
         "incarnation": f"{report.incarnation:016x}",
-        "pool": msgspec.to_builtins(report.pool),
+        "pool": {
+            **msgspec.to_builtins(report.pool),
+            "tokens": report.pages_total * report.pool.page_size,
+            "bytes": report.pool_bytes,
+            "dtype": report.pool_dtype,
+            "device": report.pool_device,
+        },
         "pages": {
             "free": report.pages_free,
             "total": report.pages_total,
@@ -95,7 +101,7 @@ def _description(pipeline: CompletionPipeline, host: str, role_switch: RoleSwitc
                 "is_generation": True,
                 "model_type": card.model_type,
                 "architectures": list(card.architectures),
-                "max_context_length": card.context_length,
+                "max_context_length": pipeline.service.limits.max_tokens,
             }
         )
 

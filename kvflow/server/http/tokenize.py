@@ -37,7 +37,8 @@ def routes(pipeline: CompletionPipeline) -> list[web.RouteDef]:
             if body.return_token_strs:
                 texts.add([tokenizer.token_text(one) async for one in in_turns(ids.tolist())])
         several = isinstance(body.prompt, list)
-        answer: dict[str, Any] = {"count": counts if several else counts[0], "max_model_len": card.context_length}
+        most = pipeline.service.limits.max_tokens
+        answer: dict[str, Any] = {"count": counts if several else counts[0], "max_model_len": most}
         answer["tokens"] = tokens if several else tokens.only()
         if body.return_token_strs:
             answer["token_strs"] = texts if several else texts.only()
