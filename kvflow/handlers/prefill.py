@@ -33,6 +33,21 @@ class _OpenWrite(NamedTuple):
     room: PrefillRoom
 
 
+class _EndedWrite:
+    """Implements `protocols.ports.Write`: one that moves no byte, because its chunk has no pages or the plane refused
+    it."""
+
+    landed_bytes = total_bytes = 0
+
+    def __init__(self, outcome: WriteOutcome, error: str = "") -> None:
+        self.error = error
+        self.done: asyncio.Future[WriteOutcome] = asyncio.get_running_loop().create_future()
+        self.done.set_result(outcome)
+
+    def cancel(self) -> None:
+        """It has ended already."""
+
+
 class PrefillShell(Shell):
     """One prefill endpoint on the event loop: its socket, routes, writes, and the rooms its engine holds."""
 
@@ -198,23 +213,26 @@ class PrefillShell(Shell):
         self._watches[command.peer] = self.spawn(self._watch(command), f"kvflow-watch-{command.peer:016x}")
 
     def _start_write(self, command: c.StartWrite) -> None:
-        """The pages are held already; a write that the plane refuses has ended without a byte."""
+        """The pages are held already."""
         room = self.rooms[command.serial]
+        write = self._begin_write(command, room)
+        self._writes[command.write] = _OpenWrite(write, command.source_pages, room)
+        room.writes[command.write] = write
+        # A future calls back in a later turn, also when it is done already. So a room never ends inside of the engine's
+        # own `send`, while the engine still acts on what it has sent.
+        write.done.add_done_callback(functools.partial(self._write_ended, command.write))
+
+    def _begin_write(self, command: c.StartWrite, room: PrefillRoom) -> Write:
+        if not command.source_pages.size:
+            return _EndedWrite(WriteOutcome.LANDED)
         try:
             write: Write = self.routes[command.peer].write(command.source_pages, command.target_pages)
         except Exception as error:
             if not isinstance(error, KvflowError):
                 self.counts.handler_errors += 1
                 log.exception("a write of room %d could not be started", room.room, extra=about(room))
-            self.pages.unhold(command.source_pages)
-            self.endpoint.write_ended(command.write, WriteOutcome.CANCELLED, self.now(), error=str(error))
-            return
-        if self.checksums is not None:
-            write = ChecksummedWrite(write, self.checksums.begin(command.source_pages))
-        self._writes[command.write] = _OpenWrite(write, command.source_pages, room)
-        room.writes[command.write] = write
-        # Also where it has ended already: the room must not end inside of the engine's own `send`.
-        write.done.add_done_callback(functools.partial(self._write_ended, command.write))
+            return _EndedWrite(WriteOutcome.CANCELLED, str(error))
+        return write if self.checksums is None else ChecksummedWrite(write, self.checksums.begin(command.source_pages))
 
     def _write_ended(self, number: int, done: asyncio.Future[WriteOutcome]) -> None:
         write, source_pages, room = self._writes.pop(number)

@@ -9,7 +9,7 @@ from typing import Any, Generic, Protocol, Self, TypeVar
 from kvflow.handlers.verify import ChunkVerifier
 from kvflow.protocols.arguments import NO_PAGES, own_pages, page_indices, pages_wanted
 from kvflow.protocols.decode_rooms import DecodeRoomRecord
-from kvflow.protocols.errors import Cause, Code, KvflowError, MisuseError, OwnershipError, room_error
+from kvflow.protocols.errors import Cause, Code, KvflowError, MisuseError, OwnershipError
 from kvflow.protocols.machines.decode_room import TERMINAL, DecodePhase, DecodeRoomState
 from kvflow.protocols.machines.prefill_room import PrefillPhase, PrefillRoomState
 from kvflow.protocols.machines.story import Line
@@ -331,7 +331,7 @@ class PrefillRoom:
 
     def send(self, pages: Sequence[int] | PageIndices, *, last: bool = False, handoff: bytes = b"") -> None:
         """Queue one chunk: our `pages` (list or int32 [n]) go onto the next n target pages, and are held until the
-        write has ended.
+        write has ended. The room never ends inside of this call, also where n is 0 or the data plane refuses the write.
 
         The last chunk carries the hand-over, which reaches decode's `landed`. Only full pages before the last chunk.
         Of a pool with rows its last entry is the request's row: row r is `num_pages + r` (`pool.layout.numbered`).
@@ -341,8 +341,6 @@ class PrefillRoom:
         """
         indices = page_indices(pages, self._shell.num_pages, f"room {self.room}")
         self._shell.send_chunk(self, indices, last, handoff)
-        if self.record.ended and self.phase is not PrefillPhase.SUCCESS:
-            raise room_error(self.cause or Cause(Code.SHUTDOWN))
 
     async def done(self) -> None:
         """Wait until every write has landed. Raises: KvflowError by what ended the room."""

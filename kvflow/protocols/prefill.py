@@ -146,7 +146,8 @@ class PrefillEndpoint:
         now: float,
         checked: bool = False,
     ) -> None:
-        """Our `source_pages` (int32 [n]) go onto the next n of decode's pages; `StartWrite` follows.
+        """Our `source_pages` (int32 [n]) go onto the next n of decode's pages; `StartWrite` follows, also where n is 0:
+        the room ends with `write_ended`, never inside of this call.
 
         Raises: MisuseError (before matched, after the last chunk, other than the pages that are left, a hand-over
         before the last chunk), CapacityError (hand-over too large): nothing was queued; the room's own error once it
@@ -159,8 +160,6 @@ class PrefillEndpoint:
             layout.check_places(source_pages, last=last)
         record.chunks.append(Chunk(core.write_id(), record.state.queued, source_pages, last, handoff))
         core.feed_room(record, PrefillEvent(PrefillKind.CHUNK_QUEUED, last=last), now)
-        if not len(source_pages):  # it has landed already
-            core.settle_chunks(record, now)
 
     def check_chunk(self, record: PrefillRoomRecord, source_pages: PageIndices, last: bool, handoff_bytes: int) -> None:
         """Raises: what `queue_chunk` raises."""

@@ -249,15 +249,12 @@ def _tell_matched(core: PrefillCore, record: PrefillRoomRecord, now: float) -> N
 
 
 def _start_write(core: PrefillCore, record: PrefillRoomRecord, now: float) -> None:
-    """The newest chunk; one without pages has landed already."""
+    """The newest chunk."""
     chunk = record.chunks[-1]
     if record.moving_at_s is None:
         record.moving_at_s = now
     targets = record.target_pages[record.placed : record.placed + chunk.num_pages]
     record.placed += chunk.num_pages
-    if not chunk.num_pages:
-        chunk.outcome = WriteOutcome.LANDED
-        return
     assert record.peer is not None
     core.writes[chunk.write] = (record, chunk)
     core.outbox.append(StartWrite(chunk.write, record.serial, record.peer.incarnation, chunk.source_pages, targets))

@@ -43,6 +43,19 @@ async def test_the_rest_travels(kvflow_pair: Pair, tokens: int, prefix: int, pag
     assert p.decode.counts.endings == p.prefill.counts.endings == {"success": 1}
 
 
+async def test_a_room_of_no_pages_ends_after_its_engines_send(kvflow_pair: Pair) -> None:
+    p, ended = kvflow_pair, list[bool]()
+    source = p.prefill.room(7, range(8))
+    target = await p.decode.room(7, "sim", range(8), prefix_tokens=8)
+    await source.matched()
+    source.on_end(lambda: ended.append(source.ended))
+    p.send_all(source)
+    assert not source.ended and not ended
+    await source.done()
+    assert ended == [True] and await target.landed() == b"handoff"
+    target.close()
+
+
 @pytest.mark.parametrize("lost", [Bootstrap, ChunkDone], ids=lambda kind: kind.__name__)
 async def test_a_room_of_no_pages_survives_a_lost_message(kvflow_pair: Pair, lost: type) -> None:
     p = kvflow_pair

@@ -205,9 +205,13 @@ async def test_a_write_the_plane_refuses_fails_the_room_and_leaves_nothing_behin
     mine = p.prefill.pages.take(5, "engine")
     (route,) = p.prefill.shell.routes.values()
     write, route.write = route.write, _refuse  # type: ignore[method-assign]
+    ended: list[bool] = []
+    source.on_end(lambda: ended.append(source.ended))
+    source.send(mine, last=True)
+    assert not source.ended and not ended, "it ended inside of its engine's send"
     with pytest.raises(TransferError, match="planned badly"):
-        source.send(mine, last=True)
-    assert not p.prefill.pool.pages.held_pages and source.phase.name == "ABORTED"
+        await source.done()
+    assert not p.prefill.pool.pages.held_pages and source.phase.name == "ABORTED" and ended == [True]
     with pytest.raises(TransferError, match="planned badly"):
         await target.landed()
     route.write = write  # type: ignore[method-assign]

@@ -37,6 +37,7 @@ FOUND_BY = {
     "torn file accepted": (12, "I10"),
     "doubtful page cached": (0, "I2"),
     "failed prompt cached": (4, "I10"),
+    "chunk without pages lands at once": (1, "I4"),
 }
 
 

@@ -17,7 +17,7 @@ class PrefillRoomPort(Protocol):
 
     def send(self, pages: PageIndices, *, last: bool = False, handoff: bytes = b"") -> None:
         """Queue one chunk, whole pages only except for the last, which ends with the row where the pool has rows; they
-        are held until their write has ended."""
+        are held until their write has ended. The room does not end inside of this call."""
 
     async def done(self) -> None:
         """Return when every write has landed."""

@@ -124,6 +124,8 @@ class Prefill(Writer):
         last = end == len(leg.pages)
         handoff = handoff_of(leg.job.digest) if last else b""
         self.endpoint.queue_chunk(leg.record, np.array(chunk, np.int32), last=last, handoff=handoff, now=self.clock.now)
+        if leg.record.ended:
+            self.oracle.broken("I4", f"room {leg.record.room} ends inside of its engine's own call")
         if not last:
             self.compute(leg)
         return self.run()

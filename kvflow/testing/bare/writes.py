@@ -36,7 +36,8 @@ class PacedWrite(Write):
         super().__init__(command.write, key, leg, sources, target.pages, targets)
         self.source = source
         self.cancelled = False
-        self.fault = source.world.faults.of_write()
+        # A chunk without pages passes no data plane, so nothing of one can fail it.
+        self.fault = source.world.faults.of_write() if sources else ""
         if self.fault == "stuck" and source.world.freezes():
             self.fault = "frozen"
         self.pace_s = SLOW_PAGE_S if self.fault == "slow" else PAGE_S
@@ -57,7 +58,7 @@ class PacedWrite(Write):
     def _slice(self) -> None:
         """The page that was under way lands; a cancelled write ends with it."""
         source = self.source
-        if source.clock.now < source.stalled_until_s:
+        if self.targets and source.clock.now < source.stalled_until_s:
             return source.wait(STALL_LOOK_S, self._slice)
         if self.next < self.stops_at:
             self._land_page()

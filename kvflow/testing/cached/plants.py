@@ -17,6 +17,7 @@ from kvflow.testing.sim.pages import books_of
 from kvflow.testing.sim.plants import Plant, hunted, installed
 from kvflow.testing.sim.swap import swapped
 from kvflow.testing.walk.cache_plants import PLANTS as OF_THE_INDEX
+from kvflow.testing.walk.plants import PLANTS as OF_THE_WALK
 
 Installed = AbstractContextManager[object]
 
@@ -74,6 +75,11 @@ PLANTS = (
     Plant("torn file accepted", "a file of the right length is a page", _torn_file_accepted, "I10"),
     Plant("doubtful page cached", "pages of a room that failed are kept", _doubtful_page_cached, "I2"),
     Plant("failed prompt cached", "pages that were not computed are kept", _failed_prompt_cached, "I10"),
+    *(
+        Plant(p.name, p.text, p.install, p.invariant)
+        for p in OF_THE_WALK
+        if p.name == "chunk without pages lands at once"
+    ),
 )
 
 

@@ -203,7 +203,12 @@ def _at_decode(endings: Endings) -> Iterator[Swap]:
 
 def _at_prefill(endings: Endings) -> Iterator[Swap]:
     open_room, feed_room, bind = PrefillShell.open, PrefillCore.feed_room, PrefillCore.bind
-    refuse_room = PrefillEndpoint.refuse_room
+    refuse_room, send = PrefillEndpoint.refuse_room, PrefillRoom.send
+
+    def sent(self: PrefillRoom, *arguments: Any, **named: Any) -> None:
+        send(self, *arguments, **named)
+        if self.ended:
+            endings.broken("I4", f"room {self.room} ends inside of its engine's own send()")
 
     def opened(self: PrefillShell, *arguments: Any, **named: Any) -> PrefillRoom:
         room = open_room(self, *arguments, **named)
@@ -223,6 +228,7 @@ def _at_prefill(endings: Endings) -> Iterator[Swap]:
         endings.refused_at_prefill(self.core.identity.incarnation, room, cause)
         refuse_room(self, room, cause, now)
 
+    yield PrefillRoom, "send", sent
     yield PrefillShell, "open", opened
     yield PrefillEndpoint, "refuse_room", refused
     yield PrefillCore, "feed_room", fed

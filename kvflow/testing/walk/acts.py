@@ -303,6 +303,9 @@ class Acts:
                 partial(PrefillSide.write_ended, number=number, outcome=WriteOutcome.LANDED),
                 fair=True,
             )
+            # A chunk without pages passes no data plane, so nothing of one can stop it.
+            if not write.pages:
+                continue
             may(
                 f"has write {number} end in doubt",
                 partial(PrefillSide.write_ended, number=number, outcome=WriteOutcome.UNPROVEN),

@@ -18,6 +18,8 @@ from kvflow.protocols.machines.link import LinkCommand, LinkKind, LinkPhase
 from kvflow.protocols.machines.loan import LoanKind, LoanPhase
 from kvflow.protocols.machines.peer import PeerCommand, PeerKind, PeerPhase
 from kvflow.protocols.machines.tables import IGNORE, Move
+from kvflow.protocols.ports import WriteOutcome
+from kvflow.protocols.prefill import PrefillEndpoint
 from kvflow.protocols.wire import messages as wire
 from kvflow.testing.walk.plants_tables import (
     _RETURN,
@@ -101,6 +103,17 @@ _leave = DecodeEndpoint.leave
 def _leaves_ajar(endpoint: DecodeEndpoint, now: float) -> None:
     _leave(endpoint, now)
     endpoint._leaving = None
+
+
+_queue_chunk = PrefillEndpoint.queue_chunk
+
+
+def lands_at_once(endpoint: PrefillEndpoint, record: Any, source_pages: Any, **how: Any) -> None:
+    """The write of a chunk without pages ends before `queue_chunk` returns, and with the last one its room."""
+    _queue_chunk(endpoint, record, source_pages, **how)
+    if not len(source_pages):
+        write = endpoint.outbox.pop().write  # type: ignore[union-attr]  # it is the StartWrite
+        endpoint.write_ended(write, WriteOutcome.LANDED, how["now"])
 
 
 def _not_again(*_: object) -> None:
@@ -275,6 +288,13 @@ ENDPOINTS: tuple[Plant, ...] = (
         _cells(link, {(LinkPhase.UP, LinkKind.SILENCE_DUE): Move(LinkPhase.SILENT, (LinkCommand.SEND_REGISTER,))}),
         "rest",
         TINY._replace(crashes=1, fences=False),
+    ),
+    Plant(
+        "chunk without pages lands at once",
+        "the room of a prompt that decode has whole ends inside of its engine's send",
+        _attribute(PrefillEndpoint, "queue_chunk", lands_at_once),
+        "I4",
+        TINY._replace(chunks=0),
     ),
 )
 """In endpoints, links, peers and grants."""

@@ -89,7 +89,7 @@ class Prefill(NamedTuple):
             return 0
         found = self.late
         for write in self.writes:
-            found |= 1 << write.grant
+            found |= bool(write.pages) << write.grant
         return found
 
 
@@ -205,6 +205,8 @@ class PrefillSide:
             self.endpoint.queue_chunk(record, source, last=last, handoff=b"hand-over" if last else b"", now=0.0)
         except MisuseError as error:
             raise ViolationError(f"I8: a chunk that decode's pages have room for is refused: {error}") from None
+        if record.ended:
+            raise ViolationError("I4: a room ends inside of its engine's own call")
 
     def close_room(self, room: int) -> None:
         self.endpoint.close_room(self.core.rooms[RoomId(room)], LATER, 0.0)
@@ -276,10 +278,11 @@ class PrefillSide:
     def _start_write(self, command: c.StartWrite) -> None:
         if not self.routes.get(command.peer):
             raise ViolationError("I2: a write is started without a route")
-        grant, offset = divmod(int(command.target_pages[0]), GRANT_PAGES)
-        if command.source_pages.tolist() != [page % GRANT_PAGES for page in command.target_pages.tolist()]:
+        targets = command.target_pages.tolist()
+        if command.source_pages.tolist() != [page % GRANT_PAGES for page in targets]:
             raise ViolationError("I8: pages are written to another place of the prompt")
-        self.writes[command.write] = Write(command.peer, grant, 1 << offset)
+        grant = self.core.writes[command.write][0].grant
+        self.writes[command.write] = Write(command.peer, grant, sum(1 << page % GRANT_PAGES for page in targets))
 
     def _cancel_write(self, command: c.CancelWrite) -> None:
         self.writes[command.write] = self.writes[command.write]._replace(cancelled=True)
