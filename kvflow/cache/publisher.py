@@ -25,7 +25,7 @@ from kvflow.protocols.cache.addresses import numbered_address
 from kvflow.protocols.cache.stream import Batch, EventSource, EventStream, StreamLimits
 from kvflow.protocols.errors import MisuseError
 from kvflow.protocols.limits import LEAST_WAIT_S, check_time
-from kvflow.protocols.wire.kv_events import BatchEncoder
+from kvflow.protocols.wire.kv_events import VLLM_MEDIA, BatchEncoder, Media
 
 DEFAULT_ADDRESS = "tcp://*:5557"
 END = (-1).to_bytes(8, "big", signed=True)
@@ -58,16 +58,22 @@ class EventPublisher:
         topic: str = "",
         rank: int = 0,
         positional: bool = False,
+        media: Media = VLLM_MEDIA,
         limits: StreamLimits | None = None,
         heartbeat_s: float = 5.0,
         first_seq: int = 0,
     ) -> None:
         """Bind "tcp://host:port" on port + `rank`, the replay socket likewise; port * or 0 is any free one. `rank`: of
-        the data-parallel group. `positional`: events as arrays, the older form. Raises: MisuseError.
+        the data-parallel group. `positional`: events as arrays, the older form. `media`: the names of the tiers.
+
+        Raises: MisuseError.
         """
         self._topic, self._heartbeat_s = topic.encode(), check_time("heartbeat_s", heartbeat_s, LEAST_WAIT_S)
         self._stream = EventStream(
-            source, BatchEncoder(page_size, rank, positional=positional), limits, first_seq=first_seq
+            source,
+            BatchEncoder(page_size, rank, positional=positional, media=media),
+            limits,
+            first_seq=first_seq,
         )
         self._first_seq, self._loop = first_seq, asyncio.get_running_loop()
         self._pub: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.PUB)

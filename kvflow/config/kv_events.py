@@ -9,13 +9,15 @@ from msgspec import Meta
 
 from kvflow.protocols.cache.addresses import numbered_address
 from kvflow.protocols.errors import MisuseError
+from kvflow.protocols.wire.kv_events import Dialect
 
 Count = Annotated[int, Meta(ge=1, le=1 << 40)]
 
 
 class KvEvents(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Where events of the prefix cache go. `hwm` and `max_queue_size` are accepted: what a subscriber does not take is
-    dropped, and announced, by limits of kvflow's own. `positional` (kvflow's): events as arrays, the older form."""
+    dropped, and announced, by limits of kvflow's own. Two fields are kvflow's: `positional`, events as arrays, which is
+    the older form; `dialect`, by whose names events call the media of the tiers."""
 
     publisher: Literal["zmq", "null"] | None = "zmq"
     enable_kv_cache_events: bool = True
@@ -26,6 +28,7 @@ class KvEvents(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     max_queue_size: Count = 100_000
     topic: str = ""
     positional: bool = False
+    dialect: Dialect = "vllm"
 
     @staticmethod
     def parse(text: str) -> KvEvents | None:

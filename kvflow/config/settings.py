@@ -231,7 +231,8 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         str,
         Meta(
             description="Publish events of the prefix cache, as vLLM and SGLang do: a JSON object with publisher "
-            "(zmq), endpoint (tcp://*:5557), replay_endpoint, topic, buffer_steps."
+            "(zmq), endpoint (tcp://*:5557), replay_endpoint, topic, buffer_steps, and dialect (vllm, or sglang, which "
+            "dynamo reads, too): by whose names events call the media."
         ),
     ] = ""
     transfer_rate_limit: Annotated[

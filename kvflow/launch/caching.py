@@ -30,6 +30,7 @@ from kvflow.memory.available import available_memory
 from kvflow.protocols.cache.stream import StreamLimits
 from kvflow.protocols.errors import LayoutError, MisuseError
 from kvflow.protocols.pages.layout import PoolLayout
+from kvflow.protocols.wire.kv_events import media_of
 from kvflow.server.http.listening import reachable
 
 _log = logging.getLogger("kvflow.serve")
@@ -97,7 +98,7 @@ async def prefix_cache(
     )  # fmt: skip
     try:
         if config is not None:
-            cache.publisher = _publisher(config, cache)
+            cache.publisher = _publisher(config, cache, shared_storage=settings.l3 == "mooncake")
         yield cache
     finally:
         try:
@@ -155,12 +156,13 @@ def _backend(settings: Settings, layout: PoolLayout) -> Backend:
     )  # fmt: skip
 
 
-def _publisher(config: KvEvents, cache: PrefixCache) -> EventPublisher:
+def _publisher(config: KvEvents, cache: PrefixCache, *, shared_storage: bool) -> EventPublisher:
     """Raises: MisuseError naming the address that cannot be bound."""
     try:
         publisher = EventPublisher(
             cache, cache.page_size, address=config.endpoint, replay_address=config.replay_endpoint, topic=config.topic,
-            positional=config.positional, limits=StreamLimits(kept_batches=config.buffer_steps),
+            positional=config.positional, media=media_of(config.dialect, shared_storage=shared_storage),
+            limits=StreamLimits(kept_batches=config.buffer_steps),
             first_seq=time.time_ns() // 1_000_000 << 16,  # after a restart subscribers see a gap, and ask for a replay
         )  # fmt: skip
     except MisuseError as error:

@@ -6,7 +6,7 @@ import asyncio
 import random
 from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack
-from typing import Any
+from typing import Any, get_args
 
 import aiohttp
 import msgspec
@@ -21,7 +21,14 @@ from kvflow.protocols.cache.index import PrefixIndex
 from kvflow.protocols.cache.nodes import Tier
 from kvflow.protocols.cache.stream import StreamLimits
 from kvflow.protocols.errors import MisuseError
-from kvflow.protocols.wire.kv_events import AllBlocksCleared, RemovedBlocks, StoredBlocks, read_batch
+from kvflow.protocols.wire.kv_events import (
+    AllBlocksCleared,
+    Dialect,
+    RemovedBlocks,
+    StoredBlocks,
+    media_of,
+    read_batch,
+)
 from kvflow.server.http.large_bodies import take_apart
 from kvflow.server.http.schemas import decoded
 from kvflow.server.http.tokenizer import ThreadedTokenizer
@@ -251,6 +258,38 @@ def test_blocks_on_several_media() -> None:
     assert [known.matched([5, 6])] == [1]
     known.settle([5])
     assert known.matched([5]) == 0
+
+
+@pytest.mark.parametrize(("host", "storage"), [("CPU", "STORAGE"), ("CPU_PINNED", "DISK"), ("CPU_PINNED", "EXTERNAL")])
+def test_the_media_of_both_dialects_are_tiers(host: str, storage: str) -> None:
+    known = KnownBlocks()
+    for medium in ("GPU", host, storage):
+        known.apply(StoredBlocks([1], PAGE, medium))
+    for medium in (storage, "GPU", host):
+        assert known.matched([1]) == 1
+        known.apply(RemovedBlocks([1], medium))
+    assert known.matched([1]) == 0
+
+
+def test_media_that_are_one_tier_in_both_dialects_are_one_here() -> None:
+    known = KnownBlocks()
+    for stored, removed in (("CPU", "CPU_PINNED"), ("DISK", "STORAGE")):
+        known.apply(StoredBlocks([1], PAGE, stored))
+        known.apply(RemovedBlocks([1], removed))
+        assert known.matched([1]) == 0
+
+
+@pytest.mark.parametrize("dialect", get_args(Dialect))
+async def test_either_dialect(stack: AsyncExitStack, dialect: Dialect) -> None:
+    worker = cache(stack, media=media_of(dialect))
+    worker.insert(PROMPT)
+    worker.to_host(PROMPT)
+    feed = follow(stack, worker.source)
+    await until(lambda: feed.blocks.matched(hashes_of(PROMPT)) == 4)
+    worker.evict(4)
+    worker.insert([7] * PAGE)
+    await until(lambda: feed.blocks.matched(hashes_of([7] * PAGE)) == 1)
+    assert feed.blocks.matched(hashes_of(PROMPT)) == 4, "host memory has them"
 
 
 def test_a_worker_cannot_fill_the_router(monkeypatch: pytest.MonkeyPatch) -> None:

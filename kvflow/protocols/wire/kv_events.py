@@ -3,6 +3,10 @@
 An event is a map with its kind under "type", or, in the older form, an array with its kind first. Token ids and hashes
 are laid out by numpy: a request's prompt would otherwise become tens of thousands of Python integers.
 
+**Media.** An event names its tier by `medium`, and each world of subscribers has names of its own (`media_of`). A name
+that a subscriber does not know is worse than none: SGLang's router drops such a store, and takes such a removal for one
+of all tiers; older routers of dynamo take either for the device's.
+
 **Namespaces.** `lora_name` names the LoRA. `extra_keys` says for each block what else its hash depends on, as vLLM
 does: the LoRA's name, and in the first block of a prompt its salt. The chain of hashes begins with `hashes.chain_root`.
 """
@@ -11,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from itertools import groupby
-from typing import Any, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 import msgspec
 import numpy as np
@@ -19,13 +23,23 @@ from numpy.typing import NDArray
 
 from kvflow.protocols.cache.events import Event, Removed, Stored
 
-MEDIUMS = ("GPU", "CPU", "STORAGE")  # by tier
+Dialect: TypeAlias = Literal["vllm", "sglang"]
+Media: TypeAlias = tuple[str, str, str]  # by tier
+VLLM_MEDIA: Media = ("GPU", "CPU", "STORAGE")
 ExtraKeys: TypeAlias = list[tuple[str, ...] | None]
 
 _ARRAY_OF_3, _ARRAY_32 = b"\x93", b"\xdd"  # heads of msgpack: arrays, and numbers of fixed size, each big-endian
 _INT_64 = (0xD3, ">i8")
 _UINT_16 = (0xCD, ">u2")
 _UINT_32 = (0xCE, ">u4")
+
+
+def media_of(dialect: Dialect, *, shared_storage: bool = False) -> Media:
+    """How the subscribers of a dialect call the tiers. `shared_storage`: other workers read what is stored, too, which
+    SGLang tells from a worker's own disk."""
+    if dialect == "vllm":
+        return VLLM_MEDIA
+    return ("GPU", "CPU_PINNED", "EXTERNAL" if shared_storage else "DISK")
 
 
 class BlockStored(msgspec.Struct, tag="BlockStored", tag_field="type", frozen=True):
@@ -61,11 +75,11 @@ class PositionalAllBlocksCleared(AllBlocksCleared, tag="AllBlocksCleared", array
 
 
 class BatchEncoder:
-    """Batches of one stream: one block size, one rank, one form."""
+    """Batches of one stream: one block size, one rank, one form, one set of names for media."""
 
-    def __init__(self, page_size: int, rank: int = 0, *, positional: bool = False) -> None:
+    def __init__(self, page_size: int, rank: int = 0, *, positional: bool = False, media: Media = VLLM_MEDIA) -> None:
         """`page_size`: tokens of a block. `positional`: the older form, events as arrays."""
-        self._page_size, self._rank = page_size, rank
+        self._page_size, self._rank, self._media = page_size, rank, media
         self._stored = PositionalBlockStored if positional else BlockStored
         self._removed = PositionalBlockRemoved if positional else BlockRemoved
         self._cleared = PositionalAllBlocksCleared() if positional else AllBlocksCleared()
@@ -92,7 +106,7 @@ class BatchEncoder:
                     yield self._stored_event(event) if isinstance(event, Stored) else self._cleared
             else:  # eviction takes leaves one by one
                 together = [event.digests[:, 0] for event in group if isinstance(event, Removed)]
-                yield self._removed(_packed(np.concatenate(together), *_INT_64), MEDIUMS[tier])
+                yield self._removed(_packed(np.concatenate(together), *_INT_64), self._media[tier])
 
     def _stored_event(self, event: Stored) -> BlockStored:
         ids = np.frombuffer(event.tokens, "<u4")
@@ -103,7 +117,7 @@ class BatchEncoder:
             token_ids=_packed(ids, *width),
             block_size=self._page_size,
             lora_id=None,
-            medium=MEDIUMS[event.tier],
+            medium=self._media[event.tier],
             lora_name=event.namespace.lora or None,
             extra_keys=_extra_keys(event) or self._no_keys,
         )

@@ -136,6 +136,33 @@ DECODERS: dict[str, tuple[msgspec.msgpack.Decoder[Any], bool]] = {
 }
 
 
+# The media of each world: vLLM's `MEDIUM_*` (kv_events.py, 0.32), SGLang's `StorageMedium` (kv_events.py, 0.5).
+MEDIA = {"vllm": ("GPU", "CPU", "STORAGE"), "sglang": ("GPU", "CPU_PINNED", "DISK", "EXTERNAL")}
+
+
+class SglangRouterBlocks:
+    """Where a worker has its blocks, as SGLang's router counts it: a store on a medium that it does not know is
+    dropped, and a removal there removes the block from all media."""
+
+    def __init__(self) -> None:
+        self.media: dict[int, set[str]] = {}
+
+    def apply(self, batch: Any) -> None:
+        known = MEDIA["sglang"]
+        for event in batch.events:
+            if hasattr(event, "token_ids"):
+                for number in event.block_hashes if event.medium in known else ():
+                    self.media.setdefault(number, set()).add(event.medium)
+            elif hasattr(event, "block_hashes"):
+                for number in event.block_hashes:
+                    self.media.get(number, set()).difference_update({event.medium} if event.medium in known else known)
+            else:
+                self.media.clear()
+
+    def content(self) -> dict[int, set[str]]:
+        return {number: media for number, media in self.media.items() if media}
+
+
 def apply(subscriber: Subscriber, batch: Any) -> None:
     for event in batch.events:
         if hasattr(event, "token_ids"):

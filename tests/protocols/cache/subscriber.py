@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import struct
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from kvflow.protocols.cache.events import Cleared, Event, Stored
 
@@ -27,8 +27,8 @@ def block_hash(digest: bytes) -> int:
 class Subscriber:
     """Which blocks are where. Everything a stream must not do is an assertion."""
 
-    def __init__(self) -> None:
-        self.blocks: dict[str, dict[int, int | None]] = {"GPU": {}, "CPU": {}, "STORAGE": {}}  # to the parent's hash
+    def __init__(self, media: Sequence[str] = ("GPU", "CPU", "STORAGE")) -> None:
+        self.blocks: dict[str, dict[int, int | None]] = {medium: {} for medium in media}  # to the parent's hash
         self.num_stored = 0
 
     def stored(self, medium: str, hashes: list[int], parent: int | None) -> None:

@@ -12,9 +12,9 @@ from kvflow.protocols.cache.events import CLEARED, Event
 from kvflow.protocols.cache.hashes import ANY, Namespace, chain_root, token_bytes
 from kvflow.protocols.cache.index import PrefixIndex
 from kvflow.protocols.cache.nodes import Tier
-from kvflow.protocols.wire.kv_events import BatchEncoder
-from tests.protocols.cache.decoders import DECODERS
-from tests.protocols.cache.subscriber import block_hash, digest_chain
+from kvflow.protocols.wire.kv_events import BatchEncoder, Dialect, media_of
+from tests.protocols.cache.decoders import DECODERS, MEDIA, SglangRouterBlocks, apply
+from tests.protocols.cache.subscriber import Subscriber, block_hash, digest_chain
 
 IDS = [5, 1, 65_536, 2**32 - 1, 0, 7, 8, 9]  # 4 pages of 2
 SMALL = [5, 1, 65_535, 9]
@@ -124,3 +124,47 @@ def test_a_batch_made_bit_by_bit_is_the_same() -> None:
     parts = [part for event in recorded for part in encoder.parts([event])]
     decode = msgspec.msgpack.decode
     assert decode(encoder.join(parts, 2.0)) == decode(encoder.encode(recorded, 2.0))
+
+
+def through_the_tiers() -> tuple[PrefixIndex, list[Event]]:
+    """Four pages that go to the host and to storage and leave the host again; two of them are forgotten then."""
+    index, recorded = events(SMALL + SMALL)
+    end = index.match(token_bytes(SMALL + SMALL), 1.0).end
+    assert end is not None
+    pages = np.arange(4, dtype=np.int32)
+    index.ack(index.begin_write(end, Tier.DEVICE, Tier.HOST, pages).number)
+    index.ack(index.begin_write(end, Tier.HOST, Tier.STORAGE, count=4).number)
+    index.evict(Tier.HOST, 4)
+    index.evict(Tier.DEVICE, 2)
+    return index, recorded + index.take_events()
+
+
+@pytest.mark.parametrize("shared", [False, True])
+@pytest.mark.parametrize("name", DECODERS)
+def test_every_world_gets_media_that_it_knows(name: str, shared: bool) -> None:
+    decoder, positional = DECODERS[name]
+    dialect: Dialect = "vllm" if name.startswith("vllm") else "sglang"
+    media = media_of(dialect, shared_storage=shared)
+    assert set(media) <= set(MEDIA[dialect]) and len(set(media)) == len(Tier)
+    index, recorded = through_the_tiers()
+    expected, subscriber = Subscriber(), Subscriber(media)
+    expected.replay(index.snapshot_events())
+    assert [len(held) for held in expected.content()] == [2, 0, 2]
+    apply(subscriber, decoder.decode(BatchEncoder(2, positional=positional, media=media).encode(recorded, 0.0)))
+    assert subscriber.content() == expected.content()
+
+
+@pytest.mark.parametrize("positional", [False, True])
+def test_sglang_s_router_knows_what_stays_when_pages_leave_the_host(positional: bool) -> None:
+    decoder, _ = DECODERS["sglang positional" if positional else "sglang"]
+    _, recorded = through_the_tiers()
+    first, second, *_ = (block_hash(digest) for digest in digest_chain(SMALL + SMALL, 2))
+
+    def told(dialect: Dialect) -> dict[int, set[str]]:
+        encoder, router = BatchEncoder(2, positional=positional, media=media_of(dialect)), SglangRouterBlocks()
+        router.apply(decoder.decode(encoder.encode(recorded, 0.0)))
+        return router.content()
+
+    both = {"GPU", "DISK"}
+    assert told("sglang") == {first: both, second: both}
+    assert told("vllm") == {}, "by vLLM's names a removal from the host is one from the device"
