@@ -250,8 +250,8 @@ def stalls(
 ) -> None:
     """How long both roles' event loops stand still under the largest legal requests, beside an idle ticker.
 
-    Answers of 4,000 tokens with top-20 log-probabilities, a prompt of 131,072 tokens, the largest Bootstrap, 8 MiB of
-    text.
+    Answers of 4,000 tokens with top-20 log-probabilities or 64 stop strings, a prompt of 131,072 tokens, the largest
+    Bootstrap, 8 MiB of text.
     """
     from kvflow.bench.stalls import bench_stalls
 

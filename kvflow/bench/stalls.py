@@ -14,9 +14,11 @@ from typing import Any
 import aiohttp
 import msgspec
 import numpy as np
+from tokenizers import Tokenizer
 
 from kvflow.bench.pair import Process
 from kvflow.demo_model import DEMO_MODEL_DIR
+from kvflow.engine.scheduler.stops import MAX_STOP_CHARACTERS, MAX_STOPS
 from kvflow.protocols.wire.messages import MAX_PAGES_PER_ROOM
 from kvflow.server.http.app import MAX_BODY_BYTES
 
@@ -36,16 +38,29 @@ def cases() -> list[Case]:
     many = {"sampling_params": {"max_new_tokens": STREAM_TOKENS}, **logprobs}
     few = {"sampling_params": {"max_new_tokens": 2}, "stream": True}
     completion = {"prompt": [1], "logprobs": 20, "max_tokens": STREAM_TOKENS}
+    token, stops = _near_misses()
+    matched = {"prompt": [1], "max_tokens": STREAM_TOKENS, "logit_bias": {token: 100}, "stop": stops}
     spare = MAX_BODY_BYTES - 4096
     return [
         ("4,000 tokens, top-20, /generate stream", "/generate", {"input_ids": [1], "stream": True, **many}),
         ("4,000 tokens, top-20, /generate", "/generate", {"input_ids": [1], **many}),
         ("4,000 tokens, top-20, completions stream", "/v1/completions", {**completion, "stream": True}),
         ("4,000 tokens, top-20, completions", "/v1/completions", completion),
+        ("4,000 tokens, 64 stop strings nearly met", "/v1/completions", matched),
         ("prompt of 131,072 tokens", "/generate", {"input_ids": ids[:PROMPT_TOKENS], **few}),
         ("largest Bootstrap: 524,288 pages", "/generate", {"input_ids": ids, **few}),
         ("8 MiB of text", "/generate", {"text": ("Once upon a time. " * (spare // 18)), **few}),
     ]
+
+
+def _near_misses() -> tuple[int, list[str]]:
+    """The demo model's token of most spaces, and as many stop strings as may be given, each as long as they may be. A
+    text of that token meets every one of them but for its last character."""
+    tokenizer = Tokenizer.from_file(str(DEMO_MODEL_DIR / "tokenizer.json"))
+    texts = {token: tokenizer.decode([token]) for token in range(tokenizer.get_vocab_size())}
+    longest = max(texts, key=lambda token: 0 if texts[token].strip(" ") else len(texts[token]))
+    spaces = " " * (MAX_STOP_CHARACTERS // MAX_STOPS - 1)
+    return longest, [spaces + chr(0x4E00 + number) for number in range(MAX_STOPS)]
 
 
 async def bench_stalls(rounds: int, say: Callable[[str], None]) -> dict[str, Any]:

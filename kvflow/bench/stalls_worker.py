@@ -92,7 +92,8 @@ class ReadyPrefill(_Engine):
 
 
 class PacedDecode(_Engine):
-    """A token whenever the loop has had a turn and `pause_s` have passed."""
+    """A token whenever the loop has had a turn and `pause_s` have passed: the one with the largest bias, if the request
+    names one, or the next of 512."""
 
     pause_s = 0.001
 
@@ -111,12 +112,14 @@ class PacedDecode(_Engine):
     ) -> AsyncGenerator[TokenOut, None]:
         admission.took(len(room.pages))
         sequence = Sequence(("sequence", id(room)), prompt, params.max_new_tokens, 1)
+        biased, _ = max(params.logit_bias, key=lambda entry: entry[1], default=(None, 0))
         try:
             await room.landed()
             sequence.add_pages(room.keep(sequence.owner))
             for number in range(1, params.max_new_tokens + 1):
                 last = number == params.max_new_tokens
-                yield TokenOut(number % 512, -0.5, TOP[: params.logprobs or 0], "length" if last else None)
+                token = number % 512 if biased is None else biased
+                yield TokenOut(token, -0.5, TOP[: params.logprobs or 0], "length" if last else None)
                 await asyncio.sleep(self.pause_s)
         finally:
             self.pool.pages.give_back(sequence.pages, sequence.owner)

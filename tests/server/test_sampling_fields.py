@@ -113,6 +113,38 @@ async def test_bad_values_are_named_and_end_both_legs(
 
 
 @pytest.mark.parametrize(
+    ("stop", "text"),
+    [
+        (["x"] * 65, "stop: 65 strings, limit 64"),
+        ("x" * 2049, "stop: 2049 characters in all strings, limit 2048"),
+        (["x" * 2000, "y" * 49], "stop: 2049 characters in all strings, limit 2048"),
+    ],
+)
+@pytest.mark.parametrize(
+    ("path", "document"),
+    [
+        ("/generate", {"text": "w1"}),
+        ("/v1/completions", {"prompt": "w1"}),
+        ("/v1/chat/completions", {"messages": CHAT}),
+    ],
+)
+async def test_more_stop_strings_than_the_limit_are_named_and_end_both_legs(
+    prefill: Role,
+    prefill_server: Server,
+    session: aiohttp.ClientSession,
+    path: str,
+    document: dict[str, Any],
+    stop: Any,
+    text: str,
+) -> None:
+    given = {"sampling_params": {"stop": stop}} if path == "/generate" else {"stop": stop}
+    status, answer = await post(session, prefill_server, {**document, **META, **given}, path)
+    assert (status, answer["error"]["param"], answer["error"]["message"]) == (400, "stop", text)
+    ((room, cause),) = prefill.service.refused
+    assert (room, cause.code) == (7, Code.BAD_REQUEST)
+
+
+@pytest.mark.parametrize(
     ("path", "document"),
     [
         ("/generate", {"text": ["w1", "w2"], "sampling_params": {"n": 2, "max_new_tokens": 1}}),
@@ -165,7 +197,7 @@ async def test_what_a_body_says_once_is_checked_once(
     rooms = [7, 8, 9, 10]
     for room in rooms:
         meeting.of(room).set_result(None)
-    sampling = {"n": 2, "seed": 3, "logit_bias": {"7": 1}}
+    sampling = {"n": 2, "seed": 3, "logit_bias": {"7": 1}, "stop": ["w70"]}
     document: dict[str, Any] = {"bootstrap_host": ["127.0.0.1"] * 4, "bootstrap_room": rooms}
     if path == "/generate":
         document |= {"input_ids": [[1], [2]], "sampling_params": {**sampling, "max_new_tokens": 1}}
@@ -176,6 +208,8 @@ async def test_what_a_body_says_once_is_checked_once(
     assert (status, len(params), {one.seed for one in params}) == (200, 4, {3, 4})
     assert [one.logit_bias for one in params] == [((7, 1.0),)] * 4
     assert len({id(one.logit_bias) for one in params}) == 1
+    assert [one.stop for one in params] == [("w70",)] * 4
+    assert len({id(one.stop) for one in params}) == 1
     if path != "/generate":
         assert [one.bad_words for one in params] == [((5,),)] * 4
         assert len({id(one.bad_words) for one in params}) == 1

@@ -9,7 +9,7 @@ import numpy as np
 
 from kvflow.engine.model.sequence import Prompt
 from kvflow.engine.scheduler.handoff import MAX_HIDDEN_BYTES
-from kvflow.engine.scheduler.params import MAX_STOPS, BadWords, LogitBias, SamplingParams
+from kvflow.engine.scheduler.params import MAX_STOP_IDS, BadWords, LogitBias, SamplingParams
 from kvflow.engine.scheduler.prompt_logprobs import MAX_BYTES, size_bytes
 from kvflow.protocols.errors import CapacityError, MisuseError
 from kvflow.protocols.wire.messages import MAX_PAGES_PER_ROOM
@@ -85,7 +85,7 @@ class EngineLimits:
         self._check_ids("token_ids_logprob", params.logprob_token_ids)
         self._check_ids("logit_bias", LogitBias(params.logit_bias).extent)
         self._check_ids("bad_words", BadWords(params.bad_words).extent)
-        if params.bad_words and len(params.bad_words) + MAX_STOPS >= self._vocabulary:
+        if params.bad_words and len(params.bad_words) + MAX_STOP_IDS >= self._vocabulary:
             text = (
                 f"bad_words: {len(params.bad_words)} of them may leave none of {self._vocabulary} tokens to choose from"
             )

@@ -13,12 +13,13 @@ import msgspec
 
 from kvflow.engine.scheduler.packed_array import PackedArray
 from kvflow.engine.scheduler.prompt_logprobs import PromptLogprobs
+from kvflow.engine.scheduler.stops import StopStrings
 from kvflow.protocols.errors import MisuseError
 
 FinishReason = Literal["stop", "length"]
 
 MAX_TOP_LOGPROBS = 128
-MAX_STOPS = 64
+MAX_STOP_IDS = 64
 MAX_LOGIT_BIAS = 4096
 MAX_BAD_WORD_TOKENS = 8192  # of all bad words together
 MAX_BIAS = 100
@@ -132,11 +133,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
             raise MisuseError(f"max_new_tokens {self.max_new_tokens} is below 0")
         if self.logprobs is not None and not 0 <= self.logprobs <= MAX_TOP_LOGPROBS:
             raise MisuseError(f"logprobs {self.logprobs} is outside 0..{MAX_TOP_LOGPROBS}")
-        for name, entries in (("stop", self.stop), ("stop_token_ids", self.stop_token_ids)):
-            if len(entries) > MAX_STOPS:
-                raise MisuseError(f"{name}: {len(entries)} entries, limit {MAX_STOPS}")
-        if "" in self.stop:
-            raise MisuseError("stop: an empty string ends every completion at once; leave it out")
+        if len(self.stop_token_ids) > MAX_STOP_IDS:
+            raise MisuseError(f"stop_token_ids: {len(self.stop_token_ids)} entries, limit {MAX_STOP_IDS}")
         if not 0 <= self.min_new_tokens <= self.max_new_tokens:
             limit = f"0..{self.max_new_tokens} (max_new_tokens)"
             raise MisuseError(f"min_new_tokens (min_tokens) {self.min_new_tokens} is outside {limit}")
@@ -150,6 +148,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
         if not -MAX_PRIORITY - 1 <= self.priority <= MAX_PRIORITY:
             raise MisuseError(f"priority {self.priority} is outside {-MAX_PRIORITY - 1}..{MAX_PRIORITY}")
         # Checked once, however many requests share them.
+        msgspec.structs.force_setattr(self, "stop", StopStrings(self.stop))
         msgspec.structs.force_setattr(self, "logit_bias", LogitBias(self.logit_bias))
         msgspec.structs.force_setattr(self, "bad_words", BadWords(self.bad_words))
 

@@ -8,6 +8,7 @@ from typing import Any
 from tokenizers import Tokenizer
 from tokenizers.decoders import DecodeStream
 
+from kvflow.engine.scheduler.stops import StopStrings
 from kvflow.protocols.errors import MisuseError
 
 
@@ -30,8 +31,8 @@ class TextStream:
         self._tokenizer = backend
         self._special = skip_special_tokens
         self._decoder = DecodeStream(skip_special_tokens=skip_special_tokens)
-        self._stop = tuple(stop)
-        self._hold = max((len(s) for s in self._stop), default=1) - 1
+        self._stop = StopStrings(stop)
+        self._state = 0  # of the stop strings, after the text that was searched
         self._unsearched = min_tokens
         self.include_stop = include_stop
         self._pending = ""  # decoded, and held back
@@ -64,21 +65,20 @@ class TextStream:
 
     def _release(self, piece: str) -> str:
         self._pending += piece
-        hits = [(at, s) for s in self._stop if (at := self._pending.find(s)) >= 0]
-        if hits:
-            at, self.stopped = min(hits, key=lambda hit: hit[0])
-            end = at + len(self.stopped) if self.include_stop else at
-            text, self._pending = self._pending[:end], ""
-            return text
-        keep = self._held_length()
-        cut = len(self._pending) - keep
+        state = self._state
+        for character in piece:
+            state = self._stop.after(state, character)
+            if self._stop.complete(state):
+                return self._end()
+        self._state = state
+        cut = len(self._pending) - self._stop.held(state)
         text, self._pending = self._pending[:cut], self._pending[cut:]
         return text
 
-    def _held_length(self) -> int:
-        """Length of the longest suffix of the pending text that is a prefix of a stop string."""
-        for length in range(min(self._hold, len(self._pending)), 0, -1):
-            end = self._pending[-length:]
-            if any(s.startswith(end) for s in self._stop):
-                return length
-        return 0
+    def _end(self) -> str:
+        """The text up to the stop string that begins first; of two that begin there, the one that was named first."""
+        hits = [(at, s) for s in self._stop if (at := self._pending.find(s)) >= 0]
+        at, self.stopped = min(hits, key=lambda hit: hit[0])
+        end = at + len(self.stopped) if self.include_stop else at
+        text, self._pending = self._pending[:end], ""
+        return text

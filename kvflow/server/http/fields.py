@@ -68,7 +68,7 @@ _WORKS = (
     Field("extra_key", "ctg", "S", "as `cache_salt`, beside it"),
     Field("seed", "cts", "OSVK", "choice i draws with seed + i; in sampling_params another name of `sampling_seed`"),
     Field("sampling_seed", "s", "S"),
-    Field("stop", "cts", "OSV"),
+    Field("stop", "cts", "OSV", "at most 64 strings, 2048 characters in all"),
     Field("stop_token_ids", "cts", "SV"),
     Field("no_stop_trim", "cts", "S", "the text ends with what ended it"),
     Field("include_stop_str_in_output", "ct", "V", "as `no_stop_trim`"),

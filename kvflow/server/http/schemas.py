@@ -11,6 +11,8 @@ from typing import Annotated, Any, ClassVar, Literal, TypeVar
 import msgspec
 from msgspec import Meta
 
+from kvflow.engine.scheduler.stops import StopStrings
+from kvflow.protocols.errors import MisuseError
 from kvflow.server.http.errors import RequestError
 from kvflow.server.http.fields import BODIES, refused_in
 
@@ -254,7 +256,10 @@ def parse(raw: bytes, kind: type[T]) -> T:
     return request
 
 
-def stops_of(stop: str | list[str] | None) -> tuple[str, ...]:
-    """Stop strings as a tuple; empty ones, which some clients send to mean "none", are left out."""
+def stops_of(stop: str | list[str] | None) -> StopStrings:
+    """Stop strings; empty ones, which some clients send to mean "none", are left out. Raises: RequestError."""
     stops = (stop,) if isinstance(stop, str) else tuple(stop or ())
-    return tuple(s for s in stops if s)
+    try:
+        return StopStrings(s for s in stops if s)
+    except MisuseError as error:
+        raise RequestError(str(error), param="stop") from None
