@@ -1,4 +1,7 @@
-"""Log lines of a role, as text or as JSON: every line of a request names it, and no line can be forged by a peer."""
+"""Log lines of a role, as text or as JSON: every line of a request names it, and no line can be forged by a peer.
+
+Messages and tracebacks are cut to a size that no request decides: both may repeat what a client has sent.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +10,7 @@ import logging
 import re
 import sys
 import time
+import traceback
 from datetime import UTC, datetime
 from types import TracebackType
 from typing import Any, Literal
@@ -19,6 +23,9 @@ LogFormat = Literal["text", "json"]
 # What could end a line, or move a terminal's cursor: C0, DEL, C1, the Unicode line ends, lone surrogates.
 _CONTROL = re.compile("[\x00-\x1f\x7f-\x9f\u2028\u2029\ud800-\udfff]")
 _SHOWN_ROOMS = 8
+MAX_MESSAGE = 4096  # characters
+MAX_TRACEBACK = 16_384  # characters
+_MAX_FRAMES = 32  # of one exception
 
 
 def printable(text: str) -> str:
@@ -38,6 +45,19 @@ class RequestFields(logging.Filter):
         return True
 
 
+def _cut(text: str, most: int) -> str:
+    """`text`, or its two ends around the number of characters that are left out."""
+    if len(text) <= most:
+        return text
+    return f"{text[: most // 2]} ... {len(text) - most} characters left out ... {text[-(most // 2) :]}"
+
+
+def _formatted(exc_info: tuple[type[BaseException], BaseException, TracebackType | None]) -> str:
+    """A traceback of bounded size. Its innermost calls are shown: an endless recursion has thousands of them."""
+    found = traceback.TracebackException(*exc_info, limit=-_MAX_FRAMES, compact=True)
+    return _cut("".join(found.format()).removesuffix("\n"), MAX_TRACEBACK)
+
+
 class TextFormatter(logging.Formatter):
     """`time level logger: message (request ID, room N)`; what follows in a traceback is indented."""
 
@@ -47,10 +67,11 @@ class TextFormatter(logging.Formatter):
         if rooms:
             more = f" and {len(rooms) - _SHOWN_ROOMS} more" if len(rooms) > _SHOWN_ROOMS else ""
             about.append(f"room {', '.join(map(str, rooms[:_SHOWN_ROOMS]))}{more}")
-        line = f"{self.formatTime(record)} {record.levelname[0]} {record.name}: {printable(record.getMessage())}"
+        message = printable(_cut(record.getMessage(), MAX_MESSAGE))
+        line = f"{self.formatTime(record)} {record.levelname[0]} {record.name}: {message}"
         line += f" ({', '.join(about)})" if about else ""
-        if record.exc_info:
-            trace = self.formatException(record.exc_info).splitlines()
+        if record.exc_info and record.exc_info[0]:
+            trace = _formatted(record.exc_info).splitlines()
             line = "\n    ".join([line, *map(printable, trace)])
         return line
 
@@ -68,15 +89,15 @@ class JsonFormatter(logging.Formatter):
             "level": record.levelname.lower(),
             "logger": record.name,
             "role": self._role,
-            "message": record.getMessage(),
+            "message": _cut(record.getMessage(), MAX_MESSAGE),
         }
         if request_id := getattr(record, "request_id", ""):
             document["request_id"] = request_id
         if rooms := getattr(record, "rooms", ()):
             document["rooms"] = list(rooms)
         document.update(getattr(record, "fields", {}))
-        if record.exc_info:
-            document["traceback"] = self.formatException(record.exc_info)
+        if record.exc_info and record.exc_info[0]:
+            document["traceback"] = _formatted(record.exc_info)
         return encoded(document)
 
 

@@ -76,6 +76,37 @@ def test_every_event_is_one_line_that_names_its_request(
     assert starts[2].endswith("(request other, room 0, 1, 2, 3, 4, 5, 6, 7 and 12 more)")
 
 
+def _nested(depth: int, text: str) -> None:
+    if depth:
+        _nested_beside(depth - 1, text)
+    raise ValueError(text)
+
+
+def _nested_beside(depth: int, text: str) -> None:
+    """Two functions by turns: Python shortens a traceback only where one frame repeats."""
+    try:
+        _nested(depth, text)
+    except ValueError as error:
+        raise ValueError(text) from error
+
+
+@pytest.mark.parametrize("log_format", ["text", "json"])
+@pytest.mark.parametrize(("depth", "text"), [(400, "deep"), (0, "x" * 1_000_000), (40, "y" * 20_000)])
+def test_no_error_decides_how_much_is_logged(
+    capsys: pytest.CaptureFixture[str], log_format: LogFormat, depth: int, text: str
+) -> None:
+    set_up_logging("info", log_format=log_format, role="decode")
+    log = logging.getLogger("kvflow.test")
+    try:
+        _nested(depth, text)
+    except ValueError as error:
+        log.exception("failed: %s", error)
+    found = capsys.readouterr().err
+    assert len(found) < 30_000
+    assert "failed: " in found and "characters left out" in found
+    assert found.rstrip('"}\n').endswith(text[-100:])
+
+
 def test_the_last_words_of_a_process_are_json_too(capsys: pytest.CaptureFixture[str]) -> None:
     set_up_logging("info", log_format="json", role="prefill")
     try:

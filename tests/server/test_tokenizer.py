@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 from transformers import PreTrainedTokenizerFast
 
@@ -42,4 +44,22 @@ async def test_a_tokenizer_that_cuts_texts_by_itself_is_left_to_transformers(fas
     cutting.backend_tokenizer.enable_truncation(8)
     tokenizer = ThreadedTokenizer(cutting, 400)
     assert len(await tokenizer.encode(TEXT, param="text")) == len(fast.encode(TEXT))
+    tokenizer.close()
+
+
+@pytest.mark.parametrize("place", ["message", "variable"])
+async def test_what_is_nested_too_deep_for_a_template_is_refused(fast: PreTrainedTokenizerFast, place: str) -> None:
+    fast.chat_template = "{{ messages }}"
+    deep: Any = "x"
+    for _ in range(900):
+        deep = [deep]
+    message, variables = {"role": "user", "content": "x"}, {}
+    if place == "message":
+        message["y"] = deep
+    else:
+        variables["y"] = deep
+    tokenizer = ThreadedTokenizer(fast, 400)
+    with pytest.raises(RequestError, match="nested too deep") as caught:
+        await tokenizer.encode_chat([message], variables)
+    assert caught.value.param == "messages"
     tokenizer.close()

@@ -99,7 +99,7 @@ async def _response(request: web.Request, handler: Handler, trace: RequestTrace)
     except (KvflowError, web.HTTPException, TimeoutError) as error:
         failure = failure_of(error)
     except Exception as error:  # noqa: BLE001 - the server must go on; logged, and counted as a 500
-        _log.exception("request %s failed", request.path)
+        _log.exception("request %s failed", shown_path(request))
         failure = failure_of(error)
     trace.error = failure.summary
     response = failure.response()

@@ -160,9 +160,9 @@ def bounded_code(code: str) -> str:
 def failure_of(error: BaseException) -> Failure:
     """Status, code and message of anything a handler may raise."""
     if isinstance(error, RequestError):
-        return Failure(error.status, error.reason, str(error), error.param)
+        return Failure(error.status, error.reason, str(error)[:MAX_CAUSE_TEXT], error.param)
     if isinstance(error, KvflowError):
-        return Failure(STATUS_OF_CODE.get(error.code, 500), str(error.code), str(error))
+        return Failure(STATUS_OF_CODE.get(error.code, 500), str(error.code), str(error)[:MAX_CAUSE_TEXT])
     if isinstance(error, web.HTTPException):
         return Failure(error.status, f"http_{error.status}", error.text or error.reason)
     if isinstance(error, TimeoutError):

@@ -24,6 +24,7 @@ from aiohttp import web
 from kvflow.engine.scheduler.prompt_logprobs import PromptLogprobs
 from kvflow.protocols.errors import AbortedError, Cause, Code, KvflowError
 from kvflow.server.http.aborts import ABORT, RunningChoices
+from kvflow.server.http.access import shown_path
 from kvflow.server.http.completion import Completion, Delta, detokenize
 from kvflow.server.http.completion_service import CompletionService, GenerationRequest
 from kvflow.server.http.draining import ROLE_HEADER, Drainable, refusal
@@ -225,7 +226,7 @@ class CompletionPipeline(Drainable):
                 if not events.response.prepared:
                     raise
                 if not isinstance(error, KvflowError | TimeoutError):
-                    _log.exception("stream of %s failed", http.path)
+                    _log.exception("stream of %s failed", shown_path(http))
                 failure = failure_of(error)
                 self.metrics.stream_failed(failure)
                 meter.failed = True

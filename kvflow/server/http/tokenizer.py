@@ -108,7 +108,7 @@ class ThreadedTokenizer:
                     tuple(tokenizer.encode(prefix + word.lstrip(), add_special_tokens=False)) for prefix in ("", " ")
                 )
                 if not plain:
-                    raise RequestError(f"bad_words: {word!r} has no tokens; leave it out", param="bad_words")
+                    raise RequestError(f"bad_words: {word[:40]!r} has no tokens; leave it out", param="bad_words")
                 found.append(plain)
                 if inside[0] != plain[0] and len(inside) == len(plain):
                     found.append(inside)
@@ -145,7 +145,9 @@ class ThreadedTokenizer:
 
         try:
             return await self._run(render)
-        except (ValueError, TypeError, KeyError, _template_error()) as error:
+        except RecursionError:
+            raise RequestError("messages: they are nested too deep for the chat template", param="messages") from None
+        except (ValueError, TypeError, LookupError, ArithmeticError, AttributeError, _template_error()) as error:
             raise RequestError(f"the chat template refused the messages: {error}", param="messages") from None
 
     def _check_length(self, characters: int, param: str) -> None:
@@ -226,7 +228,7 @@ def _check_variables(tokenizer: Any, variables: Mapping[str, Any]) -> None:
     known = inspect.signature(tokenizer.apply_chat_template).parameters if variables else {}
     for name in variables:
         if name in known and name != "documents":
-            text = f"chat_template_kwargs: {name!r} is an argument of the tokenizer and no variable of a template"
+            text = f"chat_template_kwargs: {name[:40]!r} is an argument of the tokenizer and no variable of a template"
             raise RequestError(text, param="chat_template_kwargs")
 
 
