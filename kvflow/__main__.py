@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 
 from kvflow.extras import missing_extra
@@ -9,6 +10,8 @@ from kvflow.extras import missing_extra
 
 def main() -> None:
     """Exit status 2 when a package of an extra is missing."""
+    # Libraries start Python processes too, `multiprocessing` among them: they would import from the working directory.
+    os.environ["PYTHONSAFEPATH"] = "1"
     try:
         from kvflow.cli import main as run
 

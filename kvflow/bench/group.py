@@ -111,7 +111,7 @@ async def group_of(ranks: int) -> AsyncIterator[Ranks]:
     processes: list[Process] = []
     try:
         for rank in range(ranks):
-            processes.append(await Process.spawn(sys.executable, "-m", WORKER, name=f"rank {rank}"))
+            processes.append(await Process.spawn(sys.executable, "-P", "-m", WORKER, name=f"rank {rank}"))
         group = Ranks(processes)
         await group.setup()
         yield group

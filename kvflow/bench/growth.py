@@ -115,7 +115,7 @@ class OpenRooms:
 
 @asynccontextmanager
 async def open_rooms(plan: Growth, count: int) -> AsyncIterator[OpenRooms]:
-    command, env = worker_command(plan.tree, WORKER) if plan.tree else ([sys.executable, "-m", WORKER], {})
+    command, env = worker_command(plan.tree, WORKER) if plan.tree else ([sys.executable, "-P", "-m", WORKER], {})
     sides = [await Process.spawn(*command, role, name=role, env=env) for role in ("prefill", "decode")]
     try:
         rooms = OpenRooms(sides[0], sides[1], plan, count)

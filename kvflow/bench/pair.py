@@ -84,7 +84,7 @@ class WorkerPair:
         """
         env = {"PYTHONPATH": tree, "PYTHONDONTWRITEBYTECODE": "1", "PYTHONSAFEPATH": "1"} if tree else {}
         prefill, decode = [
-            await Process.spawn(sys.executable, "-m", module, role, name=role, env=env)
+            await Process.spawn(sys.executable, "-P", "-m", module, role, name=role, env=env)
             for role in ("prefill", "decode")
         ]
         ready = await prefill.ask("setup", plane=plane, ranks=[], **shape)

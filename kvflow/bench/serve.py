@@ -195,7 +195,7 @@ def _places(values: list[float]) -> dict[str, float]:
 
 @asynccontextmanager
 async def _process(module: str) -> AsyncIterator[Process]:
-    process = await Process.spawn(sys.executable, "-m", f"kvflow.bench.{module}", name=module)
+    process = await Process.spawn(sys.executable, "-P", "-m", f"kvflow.bench.{module}", name=module)
     try:
         yield process
     finally:
@@ -209,7 +209,7 @@ async def serving(model: str, threads: int, tree: str = "", arguments: tuple[str
     if tree:
         env |= {"PYTHONPATH": tree, "PYTHONDONTWRITEBYTECODE": "1", "PYTHONSAFEPATH": "1"}
     child = await asyncio.create_subprocess_exec(
-        sys.executable, "-m", "kvflow.cli", "up", "--port", "0", "--model-path", model, "--log-level", "warning",
+        sys.executable, "-P", "-m", "kvflow.cli", "up", "--port", "0", "--model-path", model, "--log-level", "warning",
         *arguments, stdout=asyncio.subprocess.PIPE, env=env,
     )  # fmt: skip
     try:

@@ -71,7 +71,8 @@ async def bench_stalls(rounds: int, say: Callable[[str], None]) -> dict[str, Any
     `child.StallTicker`).
     """
     workers = {
-        role: await Process.spawn(sys.executable, "-m", "kvflow.bench.stalls_worker", role, name=role) for role in ROLES
+        role: await Process.spawn(sys.executable, "-P", "-m", "kvflow.bench.stalls_worker", role, name=role)
+        for role in ROLES
     }
     found: dict[str, dict[str, dict[str, float]]] = {}
     try:

@@ -117,7 +117,7 @@ async def _stock(plan: Plan) -> list[list[int]]:
     """What stock transformers generates, from a process of its own. Raises: DemoError."""
     request = {"model": plan.model, "dtype": DTYPE, "prompts": plan.prompts, "new_tokens": plan.new_tokens}
     process = await asyncio.create_subprocess_exec(
-        sys.executable, "-m", "kvflow.demo.stock",
+        sys.executable, "-P", "-m", "kvflow.demo.stock",
         stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE,
         env={**os.environ, "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")},
     )  # fmt: skip

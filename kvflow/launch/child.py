@@ -77,7 +77,7 @@ class Child:
         reading, writing = os.pipe()
         try:
             self._process = await asyncio.create_subprocess_exec(
-                sys.executable, "-m", "kvflow.cli", self.role, *self._arguments,
+                sys.executable, "-P", "-m", "kvflow.cli", self.role, *self._arguments,
                 stdin=asyncio.subprocess.DEVNULL,
                 stdout=sys.stderr,
                 stderr=asyncio.subprocess.PIPE,

@@ -133,7 +133,7 @@ def _import_error(module: str) -> str:
     that loads it."""
     try:
         probe = subprocess.run(
-            [sys.executable, "-c", f"import {module}"],
+            [sys.executable, "-P", "-c", f"import {module}"],
             capture_output=True, text=True, timeout=IMPORT_TIMEOUT_S, check=False,
         )  # fmt: skip
     except subprocess.TimeoutExpired:

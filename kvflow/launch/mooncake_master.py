@@ -125,7 +125,7 @@ class MooncakeMaster:
             "--metrics_host=127.0.0.1", "--enable_metric_reporting=false", "--logtostderr", "--minloglevel=1",
         ]  # fmt: skip
         self._process = process = await asyncio.create_subprocess_exec(
-            sys.executable, "-c", _EXEC, str(os.getpid()), self._program, *options,
+            sys.executable, "-P", "-c", _EXEC, str(os.getpid()), self._program, *options,
             stdin=asyncio.subprocess.DEVNULL,
             stdout=asyncio.subprocess.DEVNULL,
             stderr=asyncio.subprocess.PIPE,

@@ -235,7 +235,7 @@ class MooncakeBackend:
         try:
             socket.create_connection(self._address, CONNECT_S).close()
             where = (self._master, self._host, self._metadata_server, str(self._local_bytes))
-            arguments = [sys.executable, "-c", _ASK, *where]
+            arguments = [sys.executable, "-P", "-c", _ASK, *where]
             status = subprocess.run(arguments, timeout=ASK_S, capture_output=True, check=False).returncode
         except subprocess.TimeoutExpired:
             status = None

@@ -106,7 +106,17 @@ async def spawned(
     the address others reach it at."""
     gc.collect()  # an engine that is garbage cannot be freed by a forked child, which has none of its threads
     process = await asyncio.create_subprocess_exec(
-        *(*prefix, sys.executable, "-m", "kvflow.testing.conformance.process", plane, order, str(rate or 0), host),
+        *(
+            *prefix,
+            sys.executable,
+            "-P",
+            "-m",
+            "kvflow.testing.conformance.process",
+            plane,
+            order,
+            str(rate or 0),
+            host,
+        ),
         env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
         stdin=asyncio.subprocess.PIPE,
         stdout=asyncio.subprocess.PIPE,
