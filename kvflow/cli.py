@@ -223,7 +223,9 @@ def declare_dead(
         typer.Argument(help="The prefill's incarnation, as GET /peers of the decode shows it.", metavar="INCARNATION"),
     ],
     url: Annotated[str, typer.Option("--url", help="URL of the decode.", metavar="URL", envvar="KVFLOW_URL")],
-    api_key: Annotated[str, typer.Option("--api-key", help="API key of the decode.", envvar="KVFLOW_API_KEY")] = "",
+    admin_api_key: Annotated[
+        str, typer.Option("--admin-api-key", help="The operator's key of the decode.", envvar="KVFLOW_ADMIN_API_KEY")
+    ] = "",
     why: Annotated[str, typer.Option("--why", help="Reason, for the decode's log.")] = "no reason given",
 ) -> None:
     """Assure a decode that a prefill writes no more.
@@ -233,7 +235,7 @@ def declare_dead(
     """
     from kvflow.launch.operator import declare_dead
 
-    declare_dead(url, api_key, incarnation, why)
+    declare_dead(url, admin_api_key, incarnation, why)
 
 
 def _print_version(wanted: bool) -> None:

@@ -12,7 +12,7 @@ import yaml
 from kvflow.config.catalog import FIELDS_OF_ROLE
 from kvflow.config.sources import resolve
 from kvflow.demo_model import DEMO_MODEL_DIR
-from kvflow.server.http.app import OPEN_PATHS
+from kvflow.server.http.authorization import ROUTES, Access
 from tests.shells import ROOT
 
 FILES = sorted((ROOT / "examples/kubernetes").glob("*.yaml"))
@@ -67,8 +67,8 @@ def settings_of(role: str) -> Any:
         flag.removeprefix("--").replace("-", "_"): value for flag, value in zip(args[::2], args[1::2], strict=True)
     }
     assert given.keys() <= set(FIELDS_OF_ROLE[role])
-    assert {entry["name"] for entry in container["env"]} >= {"KVFLOW_API_KEY"}
-    given |= {"api_key": "k"} | ({"model_path": str(DEMO_MODEL_DIR)} if role != "router" else {})
+    assert {entry["name"] for entry in container["env"]} >= {"KVFLOW_API_KEY", "KVFLOW_ADMIN_API_KEY"}
+    given |= {"api_key": "k", "admin_api_key": "a"} | ({"model_path": str(DEMO_MODEL_DIR)} if role != "router" else {})
     return resolve(role, given, env={})  # type: ignore[arg-type]
 
 
@@ -88,7 +88,7 @@ def test_the_flags_are_those_of_the_role_and_say_what_the_manifest_says(role: st
     assert grace_s >= before_s + settings.drain_timeout_s + 10
     for probe in ("startupProbe", "livenessProbe", "readinessProbe"):
         asked = container[probe]["httpGet"]
-        assert asked["port"] in ports and asked["path"] in OPEN_PATHS  # a kubelet has no key
+        assert asked["port"] in ports and f"GET {asked['path']}" in ROUTES[Access.OPEN]  # a kubelet has no key
     assert container["readinessProbe"]["httpGet"]["path"] == "/health"
     assert container["livenessProbe"]["httpGet"]["path"] == "/livez"
 
@@ -105,7 +105,9 @@ def test_a_worker_joins_the_router_and_finds_its_files(role: str) -> None:
     assert settings.control_key_file == f"{mounts['control-key']}/{item['path']}"
     assert container_of(role)["args"][1] == mounts["model"]
     page = (ROOT / "examples/kubernetes/README.md").read_text()
-    assert f"--from-file={item['key']}=" in page and "--from-literal=api-key=" in page
+    assert f"--from-file={item['key']}=" in page and all(
+        f"--from-literal={key}=" in page for key in ("api-key", "admin-api-key")
+    )
 
 
 def test_prefill_and_decode_would_fit_together() -> None:

@@ -150,7 +150,7 @@ class StallsWorker:
             self._stack.push_async_callback(prefill.close)
             bootstrap = bound_socket("127.0.0.1", 0, "--port")
             bootstrap_port = bootstrap.getsockname()[1]
-            registry = registry_app(RankTable(), Metrics(), "")
+            registry = registry_app(RankTable(), Metrics())
             await self._stack.enter_async_context(listening_on(registry, bootstrap))
             await RegistryClient().register(f"127.0.0.1:{bootstrap_port}", prefill.info)
             service = PrefillService(card, prefill, ReadyPrefill(pool), 60.0)  # type: ignore[arg-type]

@@ -9,7 +9,10 @@ from msgspec import Meta
 
 from kvflow.config.settings import DEFAULT_PORTS, ENV_PREFIX, Settings
 
-_HTTP = ("host", "port", "api_key", "allowed_origins", "log_level", "log_format", "access_log", "drain_timeout_s")
+_HTTP = (
+    *("host", "port", "api_key", "admin_api_key", "allowed_origins"),
+    *("log_level", "log_format", "access_log", "drain_timeout_s"),
+)
 _MODEL = (
     "model_path",
     "served_model_name",
@@ -117,7 +120,7 @@ GROUPS: dict[str, tuple[str, ...]] = {
         "optimistic_prefill",
         "kv_events_config",
     ),
-    "security": ("api_key", "allowed_origins", "control_key_file"),
+    "security": ("api_key", "admin_api_key", "allowed_origins", "control_key_file"),
 }
 _GROUP_OF = {name: group for group, names in GROUPS.items() for name in names}
 if ungrouped := set(Settings.__struct_fields__) - _GROUP_OF.keys():

@@ -23,7 +23,20 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
     host: Annotated[str, Meta(description="Address to listen on.", min_length=1)] = "127.0.0.1"
     port: Annotated[int, Meta(description="HTTP port; 0 picks a free one.", ge=0, le=65535)] = 0
-    api_key: Annotated[str, Meta(description="Bearer key that every call but /livez, /health and /metrics needs.")] = ""
+    api_key: Annotated[
+        str,
+        Meta(
+            description="Bearer key that clients need for all but /livez, /health and /metrics; it opens no route for "
+            "operators."
+        ),
+    ] = ""
+    admin_api_key: Annotated[
+        str,
+        Meta(
+            description="Bearer key of the operator, the same at router and workers: for the routes by which workers "
+            "join, roles are switched, caches flushed, requests aborted and listed, and peers declared dead."
+        ),
+    ] = ""
     allowed_origins: Annotated[
         tuple[str, ...], Meta(description="Origin whose pages may call this server (repeat for more; * = any).")
     ] = ()

@@ -35,6 +35,7 @@ from kvflow.protocols.errors import MisuseError
 # client of examples/chat.py and `declare-dead` call, the seed of the tests.
 _OTHER_VARIABLES = ("CONFIG", "READY_FD", "PARENT_PID", "RANK", "URL", "SEED")
 _LAST_PORT = 65535
+_SECRETS = ("api_key", "admin_api_key")
 _BALANCE = ("balance_abs_threshold", "balance_rel_threshold")
 _PASSED_LIMIT = re.compile(r"^Expected `(int|float)` [<>]")
 _LOCAL = ("/", "./", "../", "~")  # begins what can be no name on a hub
@@ -142,7 +143,7 @@ def _convert(name: str, value: Any, source: str) -> Any:
     try:
         return msgspec.convert(value, hint, strict=not from_text)
     except msgspec.ValidationError as error:
-        shown = "***" if name == "api_key" else repr(value)
+        shown = "***" if name in _SECRETS else repr(value)
         raise ConfigError(f"{source}: {shown}: {_expected(name, str(error))}") from None
 
 
@@ -229,10 +230,13 @@ def _check(role: Role, settings: Settings) -> None:
     if settings.kv_events_config:
         _check_events(role, settings)
     _check_effect(role, settings)
-    if role == "router" and not ((settings.prefill and settings.decode) or settings.api_key):
+    if role == "router" and not ((settings.prefill and settings.decode) or settings.admin_api_key):
         raise ConfigError(
-            "router needs at least one --prefill URL and one --decode URL, or an --api-key, with which workers join it"
+            "router needs at least one --prefill URL and one --decode URL, or an --admin-api-key, with which workers "
+            "join it"
         )
+    if settings.api_key and settings.api_key == settings.admin_api_key:
+        raise ConfigError("--admin-api-key is the --api-key: every client would be an operator; give them two keys")
     if settings.engine == "vllm" and (both := set(settings.prefill) & set(settings.decode)):
         raise ConfigError(f"{min(both)!r} is given as --prefill and as --decode: a vLLM server is one of them")
     for name in ("prefill", "decode", "join"):

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import aiohttp
 import msgspec
 
+from kvflow.server.http.authorization import bearer
 from kvflow.server.http.errors import Failure
 from kvflow.server.router.membership import PATH
 
@@ -93,12 +94,12 @@ class _RouterLink:
 
 @asynccontextmanager
 async def member_of(
-    routers: Sequence[str], url: str, identity: Callable[[], WorkerIdentity], api_key: str
+    routers: Sequence[str], url: str, identity: Callable[[], WorkerIdentity], key: str
 ) -> AsyncGenerator[None, None]:
-    """Within the block the worker at `url` is a member of these routers, as soon as each of them answers."""
+    """Within the block the worker at `url` is a member of these routers, as soon as each of them answers. `key` is
+    that of the routers' operator."""
     async with AsyncExitStack() as stack:
-        headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
-        session = await stack.enter_async_context(aiohttp.ClientSession(headers=headers))
+        session = await stack.enter_async_context(aiohttp.ClientSession(headers=bearer(key)))
         links = [_RouterLink(session, router, url, identity) for router in routers]
         leaving = asyncio.Event()
         memberships = [asyncio.create_task(link.keep_joined(leaving)) for link in links]

@@ -11,6 +11,7 @@ from typing import Any
 import msgspec
 
 from kvflow.protocols.errors import LostError, MisuseError
+from kvflow.server.http.authorization import bearer
 from kvflow.server.http.errors import Failure
 
 TIMEOUT_S = 10.0
@@ -21,14 +22,15 @@ class _NoRedirects(urllib.request.HTTPRedirectHandler):
         return None
 
 
-def declare_dead(url: str, api_key: str, incarnation: str, why: str) -> None:
-    """`kvflow declare-dead`: print the peers that are left. Raises: MisuseError (refused), LostError (no answer)."""
+def declare_dead(url: str, key: str, incarnation: str, why: str) -> None:
+    """`kvflow declare-dead`: print the peers that are left. `key` is the operator's.
+
+    Raises: MisuseError (refused), LostError (no answer).
+    """
     path = f"/peers/{urllib.parse.quote(incarnation, safe='')}/declare_dead?{urllib.parse.urlencode({'why': why})}"
     if not url.startswith(("http://", "https://")):
         raise MisuseError(f"--url: {url!r} is not an http:// or https:// URL")
-    request = urllib.request.Request(url.rstrip("/") + path, method="POST")
-    if api_key:
-        request.add_header("Authorization", f"Bearer {api_key}")
+    request = urllib.request.Request(url.rstrip("/") + path, method="POST", headers=bearer(key))
     opener = urllib.request.build_opener(
         urllib.request.ProxyHandler({}), _NoRedirects
     )  # the key is for this server only

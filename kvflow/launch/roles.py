@@ -22,6 +22,7 @@ from kvflow.launch.services import Control, bind_control, check_decode, decode_o
 from kvflow.protocols.errors import KvflowError, MisuseError
 from kvflow.server.http import aborts, generate, openai, operations, role_switch, tokenize
 from kvflow.server.http.app import build_app
+from kvflow.server.http.authorization import Keys
 from kvflow.server.http.completion_service import CompletionService
 from kvflow.server.http.engine_services import PrefillService
 from kvflow.server.http.group_service import GroupPrefillService
@@ -100,7 +101,7 @@ async def run_router(settings: Settings) -> None:
     router = Router(
         settings.prefill,
         settings.decode,
-        api_key=settings.api_key,
+        keys=_keys_of(settings),
         request_timeout_s=settings.request_timeout_s,
         retry_timeout_s=settings.retry_timeout_s,
         max_waiting=settings.max_queued_requests,
@@ -112,7 +113,7 @@ async def run_router(settings: Settings) -> None:
     try:
         await router.start()
         ready = Ready("router", url_of(http, settings.host), os.getpid())
-        app = router_app(router, settings.api_key, settings.allowed_origins)
+        app = router_app(router, settings.allowed_origins)
         await serve_until_stopped(app, http, router, ready, settings.drain_timeout_s)
     finally:
         await router.close()
@@ -131,6 +132,10 @@ def _routing_tokenizer(path: str) -> ThreadedTokenizer | None:
     if found is None:
         _log.warning("--tokenizer-path %r: no tokenizer is there; events count for prompts of token ids alone", path)
     return None if found is None else ThreadedTokenizer(found)
+
+
+def _keys_of(settings: Settings) -> Keys:
+    return Keys(settings.api_key, settings.admin_api_key)
 
 
 class _PrefillPorts(NamedTuple):
@@ -207,7 +212,7 @@ class _Roles:
         async with stack:
             table.put(service.rank)
             self._bootstrap_port = ports.bootstrap.getsockname()[1]
-            registry = registry_app(table, self.metrics, self._settings.api_key)
+            registry = registry_app(table, self.metrics, _keys_of(self._settings))
             await stack.enter_async_context(listening_on(registry, ports.bootstrap))
             return _RunningRole(service, self._bootstrap_port, stack.pop_all())
 
@@ -253,16 +258,17 @@ async def _serve(
         *openai.routes(pipeline),
         *tokenize.routes(pipeline),
         *aborts.routes(pipeline.choices),
-        *operations.routes(pipeline, host=settings.host, has_api_key=bool(settings.api_key), role_switch=switch),
-        *role_switch.routes(switch, has_api_key=bool(settings.api_key)),
+        *operations.routes(pipeline, host=settings.host, role_switch=switch),
+        *role_switch.routes(switch),
     ]
-    app = build_app(routes, roles.metrics, settings.api_key, settings.allowed_origins)
+    keys = _keys_of(settings)
+    app = build_app(routes, roles.metrics, keys, settings.allowed_origins)
     ready = Ready(switch.role, url_of(http, settings.host), os.getpid(), switch.bootstrap_port)
 
     def identity() -> WorkerIdentity:
         return WorkerIdentity(switch.role, f"{pipeline.service.report().incarnation:016x}", switch.bootstrap_port)
 
-    member = member_of(settings.join, url_of(http, reachable(settings.host)), identity, settings.api_key)
+    member = member_of(settings.join, url_of(http, reachable(settings.host)), identity, keys.of_operator)
     try:
         await serve_until_stopped(app, http, pipeline, ready, settings.drain_timeout_s, member, lost)
     finally:

@@ -17,7 +17,7 @@ from typing import Any, Self
 import aiohttp
 import msgspec
 
-from kvflow.config.catalog import FIELDS_OF_ROLE, flag_of
+from kvflow.config.catalog import FIELDS_OF_ROLE, env_of, flag_of
 from kvflow.config.kv_events import KvEvents
 from kvflow.config.settings import Settings
 from kvflow.demo_model import DEMO_MODEL_DIR
@@ -31,7 +31,16 @@ KILL_AFTER_S = 5.0
 _log = logging.getLogger("kvflow.up")
 # Set by the supervisor itself, or not to be visible in a process list.
 _OWN_FIELDS = frozenset(
-    {"port", "api_key", "disaggregation_bootstrap_port", "control_port", "disaggregation_mode", "prefill", "decode"}
+    {
+        "port",
+        "api_key",
+        "admin_api_key",
+        "disaggregation_bootstrap_port",
+        "control_port",
+        "disaggregation_mode",
+        "prefill",
+        "decode",
+    }
 )
 
 
@@ -164,8 +173,9 @@ class Fleet:
 
     async def _start_together(self, children: list[Child]) -> None:
         environment = dict(os.environ)
-        if self._settings.api_key:
-            environment["KVFLOW_API_KEY"] = self._settings.api_key
+        for name in ("api_key", "admin_api_key"):
+            if key := getattr(self._settings, name):
+                environment[env_of(name)] = key
         await start_together([(child, environment) for child in children], self._settings.start_timeout_s)
 
     async def _healthy(self) -> None:

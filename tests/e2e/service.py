@@ -14,6 +14,7 @@ from typing import Any
 from kvflow.config.catalog import FIELDS_OF_ROLE, flag_of
 from kvflow.demo_model import DEMO_MODEL_DIR
 from kvflow.launch.child import Child
+from kvflow.server.http.authorization import NO_KEYS, Keys
 
 START_S = 120.0
 
@@ -28,10 +29,11 @@ class Service:
     """Prefills and decodes, as many of each, at ports of their own, which they keep when they are restarted."""
 
     def __init__(self, pairs: int, **changes: Any) -> None:
-        """`api_key` is for all of them; other changes are settings of those workers that have them."""
+        """`keys` are for all of them; other changes are settings of those workers that have them."""
         common = {"model_path": str(DEMO_MODEL_DIR), "num_pages": 512, "dtype": "float32", "drain_timeout_s": 60}
-        self.api_key = str(changes.pop("api_key", ""))
-        self._environment = {**os.environ, **({"KVFLOW_API_KEY": self.api_key} if self.api_key else {})}
+        self.keys: Keys = changes.pop("keys", NO_KEYS)
+        given = {"KVFLOW_API_KEY": self.keys.api, "KVFLOW_ADMIN_API_KEY": self.keys.admin}
+        self._environment = {**os.environ, **{name: key for name, key in given.items() if key}}
         self._flags = {**common, **changes}
         self._ports: dict[str, tuple[int, int]] = {}
         self._own: dict[str, dict[str, Any]] = {}

@@ -20,13 +20,14 @@ from prometheus_client.parser import text_string_to_metric_families
 from transformers import AutoTokenizer
 
 from kvflow.demo_model import DEMO_MODEL_DIR, DEMO_PROMPTS
+from kvflow.server.http.authorization import Keys, bearer
 from tests.e2e.service import START_S, Service, free_port, serving
 from tests.e2e.sglang import router_over
 from tests.engine import tiny_models
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("processes"), pytest.mark.timeout(900)]
 
-KEY = "sesame"
+KEYS = Keys("sesame", "open sesame")
 CLIENTS, REQUESTS, FEWER_REQUESTS, TOKENS = 8, 1000, 400, 24
 REST_S = 20.0
 Disturb = Callable[[], Awaitable[None]]
@@ -152,7 +153,8 @@ class Operator:
         self.left: list[str] = []
 
     async def call(self, method: str, url: str, body: Any = None) -> tuple[int, Any]:
-        async with self._session.request(method, url, json=body) as answer:
+        key = bearer(self._service.keys.of_operator)
+        async with self._session.request(method, url, json=body, headers=key) as answer:
             return answer.status, msgspec.json.decode(await answer.read())
 
     async def served(self, name: str, count: int) -> None:
@@ -255,7 +257,7 @@ async def test_a_fleet_that_changes_under_load_answers_every_request_rightly(pro
     if plane == "mooncake":
         pytest.importorskip("mooncake")
         least = FEWER_REQUESTS
-    async with serving(api_key=KEY, disaggregation_transfer_backend=plane) as service, session_with(KEY) as session:
+    async with serving(keys=KEYS, disaggregation_transfer_backend=plane) as service, session_with(KEYS.api) as session:
         router = await service.start_router()
         operator = Operator(session, service, router)
 
@@ -282,7 +284,7 @@ async def test_a_fleet_that_changes_under_load_answers_every_request_rightly(pro
 
 
 async def test_the_official_client_sees_a_fleet_that_changes_as_one_server(prompts: list[Prompt]) -> None:
-    async with serving(api_key=KEY) as service, session_with(KEY) as session:
+    async with serving(keys=KEYS) as service, session_with(KEYS.api) as session:
         router = await service.start_router()
         operator = Operator(session, service, router)
 
@@ -293,7 +295,7 @@ async def test_the_official_client_sees_a_fleet_that_changes_as_one_server(promp
             await operator.leave("prefill-1")
             await operator.switch("decode-0", "prefill")
 
-        async with openai.AsyncOpenAI(base_url=f"{router}/v1", api_key=KEY, max_retries=0) as client:
+        async with openai.AsyncOpenAI(base_url=f"{router}/v1", api_key=KEYS.api, max_retries=0) as client:
             ended = await under_load(OpenAIClient(client, prompts), FEWER_REQUESTS, disturb)
         told("the openai client", ended)
         only_the_killed_lose(ended, operator.killed)
@@ -334,7 +336,7 @@ async def test_behind_sglang_router_workers_join_leave_and_come_back(prompts: li
 async def test_a_role_that_cannot_start_leaves_the_old_one_and_a_busy_worker_keeps_its_own(
     prompts: list[Prompt],
 ) -> None:
-    async with serving(1, api_key=KEY) as service, session_with(KEY) as session:
+    async with serving(1, keys=KEYS) as service, session_with(KEYS.api) as session:
         router = await service.start_router()
         operator, client = Operator(session, service, router), Client(session, router, prompts)
         switch = f"{service.url('decode-0')}/switch_role"
@@ -368,7 +370,7 @@ async def test_a_router_that_is_restarted_while_a_worker_drains_does_not_get_it(
     port = free_port()
     router = f"http://127.0.0.1:{port}"
     slow = {"join": router, "transfer_rate_limit": 1 << 17}
-    async with serving(1, api_key=KEY, **slow) as service, session_with(KEY) as session:
+    async with serving(1, keys=KEYS, **slow) as service, session_with(KEYS.api) as session:
         operator = Operator(session, service, router)
 
         async def until_known(*roles: str) -> None:

@@ -36,7 +36,8 @@ async def health(session: aiohttp.ClientSession, url: str) -> tuple[int, str]:
 async def declare_dead(url: str, key: str, incarnation: str) -> tuple[int | None, str]:
     process = await asyncio.create_subprocess_exec(
         sys.executable, "-m", "kvflow.cli", "declare-dead", "--url", url, "--why", "it burnt down", incarnation,
-        env={**os.environ, "KVFLOW_API_KEY": key}, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.STDOUT,
+        env={**os.environ, "KVFLOW_ADMIN_API_KEY": key},
+        stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.STDOUT,
     )  # fmt: skip
     out, _ = await process.communicate()
     return process.returncode, out.decode()
@@ -57,7 +58,7 @@ async def busy(session: aiohttp.ClientSession, prefills: list[Child]) -> tuple[C
 async def test_a_frozen_prefill_of_this_host_is_ended_and_not_declared_dead(tmp_path: Path) -> None:
     write_key(str(tmp_path / "key"))
     limits = {"prefill_workers": 2, "max_quarantine_share": 0.0, "transfer_rate_limit": 1 << 17, "num_pages": 512}
-    keys = {"api_key": KEY, "control_key_file": str(tmp_path / "key")}
+    keys = {"api_key": "clients", "admin_api_key": KEY, "control_key_file": str(tmp_path / "key")}
     async with (
         running(**limits, **keys) as fleet,
         aiohttp.ClientSession(headers={"Authorization": f"Bearer {KEY}"}) as session,

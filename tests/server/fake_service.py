@@ -22,6 +22,7 @@ from kvflow.protocols.errors import Cause, Code, MisuseError, room_error
 from kvflow.protocols.wire.ranks import PoolShape
 from kvflow.server.http import aborts, generate, openai, operations, role_switch, tokenize
 from kvflow.server.http.app import build_app
+from kvflow.server.http.authorization import NO_KEYS, Keys
 from kvflow.server.http.completion_service import GenerationRequest, ModelCard, Report
 from kvflow.server.http.listening import bound_socket, listening_on
 from kvflow.server.http.metrics import Metrics
@@ -243,7 +244,9 @@ class RunningFake:
 class Role:
     """A fake service behind the real routes."""
 
-    def __init__(self, service: FakeService, *, api_key: str = "", bootstrap_port: int = 8998, **options: Any) -> None:
+    def __init__(
+        self, service: FakeService, *, keys: Keys = NO_KEYS, bootstrap_port: int = 8998, **options: Any
+    ) -> None:
         self.service = service
         self.other: RunningFake | Exception | None = None
         self.metrics = Metrics(service.report, role=service.role, model="m", sglang=True)
@@ -256,15 +259,10 @@ class Role:
             *openai.routes(self.pipeline),
             *tokenize.routes(self.pipeline),
             *aborts.routes(self.pipeline.choices),
-            *operations.routes(
-                self.pipeline,
-                host="127.0.0.1",
-                has_api_key=bool(api_key),
-                role_switch=self.role_switch,
-            ),
-            *role_switch.routes(self.role_switch, has_api_key=bool(api_key)),
+            *operations.routes(self.pipeline, host="127.0.0.1", role_switch=self.role_switch),
+            *role_switch.routes(self.role_switch),
         ]
-        self.app: web.Application = build_app(routes, self.metrics, api_key)
+        self.app: web.Application = build_app(routes, self.metrics, keys)
 
     async def start_other(self, role: str) -> RunningFake:
         """For the role switch: as set by a test."""

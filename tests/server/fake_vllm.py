@@ -219,14 +219,14 @@ class Fleet:
 @asynccontextmanager
 async def fleet(
     prefills: list[FakeVllm], decodes: list[FakeVllm], legs: Literal["sequential", "together"] = "sequential",
-    api_key: str = "", **options: Any,
+    **options: Any,
 ) -> AsyncIterator[Fleet]:  # fmt: skip
     """Everything runs within the block."""
     async with AsyncExitStack() as stack:
         at = {fake: await stack.enter_async_context(served(fake.app)) for fake in (*prefills, *decodes)}
         urls = ([at[fake].url for fake in fakes] for fakes in (prefills, decodes))
         options = {"poll_s": 3600, "retry_timeout_s": 5, **options}
-        router = Router(*urls, engine=VllmEngine(legs), api_key=api_key, **options)
+        router = Router(*urls, engine=VllmEngine(legs), **options)
         stack.push_async_callback(router.close)
         await router.start()
-        yield Fleet(router, await stack.enter_async_context(served(router_app(router, api_key))), at)
+        yield Fleet(router, await stack.enter_async_context(served(router_app(router))), at)

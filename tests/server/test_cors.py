@@ -9,6 +9,7 @@ import pytest
 
 from kvflow.config.sources import resolve
 from kvflow.server.http.app import build_app
+from kvflow.server.http.authorization import Keys
 from kvflow.server.http.metrics import Metrics
 from kvflow.server.http.operations import routes
 from tests.server.fake_service import FakeService, Meeting, Role, served
@@ -23,8 +24,8 @@ PREFLIGHT = {
 
 def app_of(meeting: Meeting, origins: tuple[str, ...]) -> Any:
     role = Role(FakeService("decode", meeting))
-    listed = routes(role.pipeline, host="h", has_api_key=True, role_switch=role.role_switch)
-    return build_app(listed, Metrics(), "sesame", origins)
+    listed = routes(role.pipeline, host="h", role_switch=role.role_switch)
+    return build_app(listed, Metrics(), Keys("sesame"), origins)
 
 
 @pytest.mark.parametrize(

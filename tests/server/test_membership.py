@@ -14,6 +14,7 @@ from aiohttp import web
 
 from kvflow.launch import joining
 from kvflow.server.http import operations
+from kvflow.server.http.authorization import Keys
 from kvflow.server.router import membership
 from kvflow.server.router.router import Router
 from kvflow.server.router.routes import router_app
@@ -56,11 +57,11 @@ async def routed(
     *prefills: Server, decodes: tuple[Server, ...] = (), key: str = KEY, retry_s: float = 0
 ) -> AsyncIterator[Front]:
     urls = [server.url for server in prefills], [server.url for server in decodes]
-    router = Router(*urls, api_key=key, retry_timeout_s=retry_s, poll_s=3600)
+    router = Router(*urls, keys=Keys(admin=key), retry_timeout_s=retry_s, poll_s=3600)
     headers = {"Authorization": f"Bearer {key}"} if key else {}
     try:
         await router.start()
-        async with served(router_app(router, key)) as server, aiohttp.ClientSession(headers=headers) as session:
+        async with served(router_app(router)) as server, aiohttp.ClientSession(headers=headers) as session:
             yield Front(router, server, session)
     finally:
         await router.close()
@@ -355,7 +356,7 @@ async def test_a_router_that_was_restarted_is_joined_again_but_not_by_who_has_be
 ) -> None:
     monkeypatch.setattr(joining, "JOIN_EVERY_S", 0.01)
     key = {"Authorization": f"Bearer {KEY}"}
-    routers: list[Router] = [Router([], [], api_key=KEY, poll_s=3600) for _ in range(2)]
+    routers: list[Router] = [Router([], [], keys=Keys(admin=KEY), poll_s=3600) for _ in range(2)]
 
     answering: list[Server] = []
 
@@ -372,8 +373,8 @@ async def test_a_router_that_was_restarted_is_joined_again_but_not_by_who_has_be
     try:
         async with (
             aiohttp.ClientSession() as session,
-            served(router_app(first, KEY)) as one,
-            served(router_app(second, KEY)) as other,
+            served(router_app(first)) as one,
+            served(router_app(second)) as other,
             served(address) as fixed,
         ):
             answering.append(one)

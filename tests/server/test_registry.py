@@ -16,6 +16,7 @@ import pytest
 
 from kvflow.protocols.errors import LostError, MisuseError, PeerError, WireError
 from kvflow.protocols.wire.ranks import PoolShape, RankInfo, check_ranks, group_for, rank_from_json, rank_to_json
+from kvflow.server.http.authorization import Keys
 from kvflow.server.http.metrics import Metrics
 from kvflow.server.http.registry import registry_app
 from kvflow.transports.control import rank_server
@@ -33,7 +34,7 @@ async def table() -> RankTable:
 
 @asynccontextmanager
 async def application(table: RankTable, api_key: str = "") -> AsyncIterator[Server]:
-    async with served(registry_app(table, Metrics(), api_key)) as server:
+    async with served(registry_app(table, Metrics(), Keys(admin=api_key))) as server:
         yield server
 
 

@@ -11,8 +11,9 @@ import pytest
 
 from kvflow.protocols.errors import MisuseError
 from kvflow.server.http import role_switch
+from kvflow.server.http.authorization import Keys
 from kvflow.server.http.errors import ConflictError
-from tests.server.fake_service import FakeService, Meeting, Role, RunningFake, Server, served
+from tests.server.fake_service import FakeService, Meeting, Role, RunningFake, Server
 
 AT_REST = {"pages_free": 4, "pages_at_rest": True, "rooms_by_state": {}, "running": 0, "waiting": 0}
 KEY = "sesame"
@@ -21,7 +22,7 @@ KEY = "sesame"
 @pytest.fixture
 async def decode(meeting: Meeting) -> Role:
     """At rest, with a prefill that it could become."""
-    role = Role(FakeService("decode", meeting), api_key=KEY)
+    role = Role(FakeService("decode", meeting), keys=Keys(admin=KEY))
     role.service.changed_report = AT_REST
     turned = FakeService("prefill", meeting)
     turned.incarnation = 0xDEF
@@ -219,12 +220,3 @@ async def test_bad_bodies_name_the_field(
 ) -> None:
     status, answer = await switch(session, decode_server, **body)
     assert status == 400 and said in answer["error"]["message"]
-
-
-async def test_without_a_key_the_role_stays(meeting: Meeting) -> None:
-    role = Role(FakeService("decode", meeting))
-    role.service.changed_report = AT_REST
-    async with served(role.app) as server, aiohttp.ClientSession() as session:
-        status, answer = await switch(session, server)
-        assert (status, answer["error"]["code"]) == (403, "forbidden")
-        assert role.role_switch.role == "decode"

@@ -51,8 +51,8 @@ async def test_a_line_longer_than_the_reader_holds_does_not_end_it() -> None:
 
 async def test_what_the_user_can_mend_is_told_without_ceremony(capfd: pytest.CaptureFixture[str]) -> None:
     child = Child("router", "router", ["--port", "0"], quiet=False)
-    text = "router needs at least one --prefill URL and one --decode URL, or an --api-key, with which workers join it"
-    with pytest.raises(ChildEndedError, match=f"^router: {text}$"):
+    needed = "at least one --prefill URL and one --decode URL, or an --admin-api-key, with which workers join it"
+    with pytest.raises(ChildEndedError, match=f"^router: router needs {needed}$"):
         await child.start(os.environ, 30)
     assert capfd.readouterr().err == ""
 

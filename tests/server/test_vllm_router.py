@@ -13,6 +13,7 @@ import openai
 import pytest
 from aiohttp import web
 
+from kvflow.server.http.authorization import Keys
 from kvflow.server.router.router import Router
 from kvflow.server.router.routes import router_app
 from kvflow.server.router.vllm_engine import CHAT, VllmEngine
@@ -331,6 +332,6 @@ async def test_a_router_of_kvflow_s_workers_tells_of_the_other_engine(p: FakeVll
 
 async def test_a_key_that_vllm_does_not_take(p: FakeVllm, d: FakeVllm, session: Session) -> None:
     p.api_key, d.api_key = "other", "ours"
-    async with fleet([p], [d], api_key="ours") as r:
+    async with fleet([p], [d], keys=Keys("ours")) as r:
         assert "its API key is not the router's --api-key" in r.worker(p).reason
         assert r.worker(d).up

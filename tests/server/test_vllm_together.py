@@ -10,6 +10,7 @@ import aiohttp
 import pytest
 
 from kvflow.connectors.vllm.params import FromPrefill, ToDecode, read_params
+from kvflow.server.http.authorization import Keys
 from tests.server.fake_service import Server, served
 from tests.server.fake_vllm import ROOM_OF_PREFILL, FakeVllm, Fleet, fleet
 from tests.server.test_vllm_router import BODY, post, text_of
@@ -145,7 +146,7 @@ KEY = {"Authorization": "Bearer key"}
 
 async def test_a_vllm_joins_as_what_its_operator_says(session: Session) -> None:
     p, d, late = FakeVllm(), FakeVllm(), FakeVllm()
-    async with served(late.app) as server, fleet([p], [d], api_key="key") as r:
+    async with served(late.app) as server, fleet([p], [d], keys=Keys(admin="key")) as r:
         status, said = await join(session, r, server.url)
         assert (status, said) == (
             400, "worker_type: give prefill or decode: a vLLM server does not say which of them it is",
@@ -161,7 +162,7 @@ async def test_a_vllm_joins_as_what_its_operator_says(session: Session) -> None:
 async def test_a_server_that_may_not_join(session: Session, decode_server: Server) -> None:
     p, d, other = FakeVllm(), FakeVllm(), FakeVllm()
     other.model = "another"
-    async with served(other.app) as server, fleet([p], [d], api_key="key") as r:
+    async with served(other.app) as server, fleet([p], [d], keys=Keys(admin="key")) as r:
         status, said = await join(session, r, server.url, worker_type="decode")
         assert (status, "another model" in said) == (409, True)
         status, said = await join(session, r, decode_server.url, worker_type="decode")

@@ -1,9 +1,8 @@
-"""The aiohttp application around the routes: request ids, errors as bodies, the bearer key, metrics, body time-outs."""
+"""The aiohttp application around the routes: request ids, errors as bodies, bearer keys, metrics, body time-outs."""
 
 from __future__ import annotations
 
 import asyncio
-import hmac
 import logging
 import time
 from collections.abc import Collection, Iterable
@@ -22,6 +21,7 @@ from kvflow.server.http.access import (
     shown_path,
     traced,
 )
+from kvflow.server.http.authorization import NO_KEYS, Keys, authorized, check_routes
 from kvflow.server.http.cors import AllowOrigin, cross_origin
 from kvflow.server.http.errors import Failure, failure_of
 from kvflow.server.http.metrics import Metrics
@@ -32,21 +32,21 @@ MAX_BODY_BYTES = 8 << 20  # a million tokens; see large_bodies.py
 BODY_TIMEOUT_S = 60.0
 IDLE_TIMEOUT_S = 120.0  # of a connection without a complete request head; longer than routers keep theirs open
 BODIES_PER_TURN = 4  # requests that go on in one turn of the event loop, where many arrive at once
-OPEN_PATHS = frozenset({"/health", "/health_generate", "/livez", "/metrics"})
 _log = logging.getLogger("kvflow.http")
 
 
 def build_app(
-    routes: Iterable[web.RouteDef], metrics: Metrics, api_key: str = "", origins: Collection[str] = ()
+    routes: Iterable[web.RouteDef], metrics: Metrics, keys: Keys = NO_KEYS, origins: Collection[str] = ()
 ) -> web.Application:
     """The application with the middlewares every role has. Pages of `origins` may call it ("*": all of them)."""
-    between = [*([cross_origin(origins)] if origins else []), *([_authorized(api_key)] if api_key else [])]
+    between = [*([cross_origin(origins)] if origins else []), authorized(keys)]
     middlewares = [_answered(metrics), *between, _with_body(Turnstile(BODIES_PER_TURN))]
     app = web.Application(middlewares=middlewares, client_max_size=MAX_BODY_BYTES)
     app.on_response_prepare.append(echo_request_id)
     if origins:
         app.on_response_prepare.append(AllowOrigin(origins))
     app.add_routes([*routes, web.get("/livez", _livez)])
+    check_routes(app)
     return app
 
 
@@ -105,22 +105,6 @@ async def _response(request: web.Request, handler: Handler, trace: RequestTrace)
     response = failure.response()
     response.headers.update(headers)
     return response
-
-
-def _authorized(api_key: str) -> Middleware:
-    """401 without the bearer key, except on the open paths."""
-    expected = f"Bearer {api_key}".encode()
-
-    @web.middleware
-    async def checked(request: web.Request, handler: Handler) -> web.StreamResponse:
-        given = request.headers.get("Authorization", "").encode("utf-8", "surrogateescape")
-        if request.path not in OPEN_PATHS and not hmac.compare_digest(given, expected):
-            return Failure(
-                401, "unauthorized", "the API key is missing or wrong; send `Authorization: Bearer KEY`"
-            ).response()
-        return await handler(request)
-
-    return checked
 
 
 def _with_body(turnstile: Turnstile) -> Middleware:

@@ -73,15 +73,13 @@ def server_info(pipeline: CompletionPipeline, host: str, role_switch: RoleSwitch
     }
 
 
-def routes(
-    pipeline: CompletionPipeline, *, host: str, has_api_key: bool, role_switch: RoleSwitch
-) -> list[web.RouteDef]:
-    """Everything but completions. `host` is shown in /server_info; without an API key no peer can be declared dead."""
+def routes(pipeline: CompletionPipeline, *, host: str, role_switch: RoleSwitch) -> list[web.RouteDef]:
+    """Everything but completions. `host` is shown in /server_info."""
     return [
         *_description(pipeline, host, role_switch),
         *_state(pipeline),
         *_rooms(pipeline),
-        *_peers(pipeline, has_api_key),
+        *_peers(pipeline),
     ]
 
 
@@ -169,16 +167,13 @@ def _rooms(pipeline: CompletionPipeline) -> list[web.RouteDef]:
     return [web.get("/rooms", rooms), web.get("/rooms/{room}", story)]
 
 
-def _peers(pipeline: CompletionPipeline, has_api_key: bool) -> list[web.RouteDef]:
+def _peers(pipeline: CompletionPipeline) -> list[web.RouteDef]:
     """The nodes of the other role, and an operator's declaration that one of them is dead."""
 
     async def peers(_: web.Request) -> web.StreamResponse:
         return json_response({"peers": list(pipeline.service.peers())})
 
     async def declare_dead(http: web.Request) -> web.StreamResponse:
-        if not has_api_key:  # with one, the middleware of `app` has checked it
-            text = "this server has no API key; start it with --api-key to allow declaring peers dead"
-            return Failure(403, "forbidden", text).response()
         try:
             incarnation = int(http.match_info["incarnation"], 16)
         except ValueError:

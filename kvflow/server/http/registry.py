@@ -11,13 +11,14 @@ from aiohttp import web
 from kvflow.protocols.errors import PeerError, WireError
 from kvflow.protocols.wire.ranks import rank_from_json, rank_to_json
 from kvflow.server.http.app import build_app
+from kvflow.server.http.authorization import NO_KEYS, Keys
 from kvflow.server.http.errors import Failure, RequestError
 from kvflow.server.http.metrics import Metrics
 from kvflow.server.http.responses import json_response
 from kvflow.transports.control.registry import RankTable
 
 
-def registry_app(table: RankTable, metrics: Metrics, api_key: str = "") -> web.Application:
+def registry_app(table: RankTable, metrics: Metrics, keys: Keys = NO_KEYS) -> web.Application:
     """The registry as an application of its own port."""
 
     async def put(http: web.Request) -> web.StreamResponse:
@@ -28,7 +29,7 @@ def registry_app(table: RankTable, metrics: Metrics, api_key: str = "") -> web.A
         if http.match_info["rank"] != str(info.rank):
             raise RequestError(f"the body is of rank {info.rank}, the path is /ranks/{http.match_info['rank'][:20]}")
         try:
-            table.register(info, is_trusted=bool(api_key))
+            table.register(info, is_trusted=bool(keys.admin))
         except PeerError as error:
             return Failure(409, "conflict", str(error)).response()
         return json_response({"ranks": len(table.all())})
@@ -40,4 +41,4 @@ def registry_app(table: RankTable, metrics: Metrics, api_key: str = "") -> web.A
         return json_response({"status": "ok"})
 
     routes = [web.put("/ranks/{rank}", put), web.get("/ranks", get), web.get("/health", health)]
-    return build_app(routes, metrics, api_key)
+    return build_app(routes, metrics, keys)

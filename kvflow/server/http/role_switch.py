@@ -20,7 +20,7 @@ from aiohttp import web
 
 from kvflow.protocols.errors import Code, KvflowError
 from kvflow.server.http.completion_service import CompletionService
-from kvflow.server.http.errors import ConflictError, Failure
+from kvflow.server.http.errors import ConflictError
 from kvflow.server.http.pipeline import CompletionPipeline
 from kvflow.server.http.responses import json_response
 from kvflow.server.http.schemas import decoded
@@ -189,13 +189,10 @@ def _retrieve(task: asyncio.Task[float]) -> None:
         task.exception()
 
 
-def routes(role_switch: RoleSwitch, *, has_api_key: bool) -> list[web.RouteDef]:
-    """Without an API key the role stays what it is."""
+def routes(role_switch: RoleSwitch) -> list[web.RouteDef]:
+    """The route of the switch."""
 
     async def switch(http: web.Request) -> web.StreamResponse:
-        if not has_api_key:  # with one, the middleware of `app` has checked it
-            text = "this server has no API key; start it with --api-key to allow switching its role"
-            return Failure(403, "forbidden", text).response()
         request = decoded(await http.read(), SwitchRequest)
         return json_response(await role_switch.switch(request.role, request.drain_timeout_s))
 

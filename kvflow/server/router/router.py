@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import functools
 import logging
-from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Iterator
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Iterator, Mapping
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -19,8 +19,9 @@ from aiohttp import web
 from prometheus_client.core import Metric
 from yarl import URL
 
-from kvflow.protocols.errors import Code, KvflowError
+from kvflow.protocols.errors import Code, KvflowError, RefusedError
 from kvflow.server.http.access import REQUEST_ID_HEADER
+from kvflow.server.http.authorization import NO_KEYS, Keys, bearer
 from kvflow.server.http.draining import Drainable
 from kvflow.server.http.errors import Failure, failure_of
 from kvflow.server.http.large_bodies import take_apart
@@ -44,12 +45,13 @@ _log = logging.getLogger("kvflow.router")
 CONNECT_TIMEOUT_S = 5.0
 ASK_TIMEOUT_S = 5.0  # for a worker's answer to anything but a completion
 _JSON = {"Content-Type": "application/json"}
+_NO_HEADERS: Mapping[str, str] = {}
 _FORWARDED = ("Authorization", "traceparent", "tracestate")
 _ENDED = Failure(503, "shutdown", "this router is shutting down, and the request did not finish in time")
 
 
 class Router(Drainable):
-    """One router over the workers at these URLs; `api_key` is the workers' key. `close` closes every leg.
+    """One router over the workers at these URLs; `keys` are the workers', and its own. `close` closes every leg.
 
     A request whose client has got no token is tried on one pair after another, and waits `retry_timeout_s` in all for
     one that is back; at most `max_waiting` requests do so at a time. `encoder` is the model's tokenizer: with it the
@@ -62,7 +64,7 @@ class Router(Drainable):
         prefill: Iterable[str],
         decode: Iterable[str],
         *,
-        api_key: str = "",
+        keys: Keys = NO_KEYS,
         request_timeout_s: float = 600.0,
         retry_timeout_s: float = 10.0,
         max_waiting: int = 1024,
@@ -73,7 +75,8 @@ class Router(Drainable):
     ) -> None:
         super().__init__()
         self.engine: Engine = engine or KvflowEngine()
-        headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
+        self.keys = keys
+        headers = bearer(keys.api)
         timeout = aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_TIMEOUT_S)
         connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=self.engine.keepalive_s)
         self._session = aiohttp.ClientSession(
@@ -208,15 +211,32 @@ class Router(Drainable):
             tries.left_s -= asyncio.get_running_loop().time() - began_s
         return True
 
-    async def ask(self, worker: Worker, path: str, method: str = "GET", body: bytes | None = None) -> Any:
-        """The JSON answer of a worker; None when it cannot be reached, or answers with an error."""
+    async def ask(
+        self,
+        worker: Worker,
+        path: str,
+        method: str = "GET",
+        body: bytes | None = None,
+        headers: Mapping[str, str] = _NO_HEADERS,
+    ) -> Any:
+        """The JSON answer of a worker; None when it cannot be reached, or answers with an error. Raises: RefusedError
+        where it has another key."""
+        timeout = aiohttp.ClientTimeout(total=ASK_TIMEOUT_S)
         try:
             async with self._session.request(
-                method, f"{worker.url}{path}", data=body, timeout=aiohttp.ClientTimeout(total=ASK_TIMEOUT_S)
+                method, f"{worker.url}{path}", data=body, headers=headers, timeout=timeout
             ) as answer:
-                return msgspec.json.decode(await answer.read()) if answer.status == 200 else None
+                raw = await answer.read()
+                if answer.status in (401, 403):
+                    reason = Failure.read(answer.status, raw).message
+                    raise RefusedError(f"{worker.role} {worker.url} has other keys than this router: {reason}")
+                return msgspec.json.decode(raw) if answer.status == 200 else None
         except (aiohttp.ClientError, OSError, TimeoutError, ValueError, RecursionError):
             return None
+
+    async def ask_as_operator(self, worker: Worker, path: str, method: str = "GET", body: bytes | None = None) -> Any:
+        """As `ask`, on a route for operators."""
+        return await self.ask(worker, path, method, body, bearer(self.keys.of_operator))
 
     async def forward(self, worker: Worker, http: web.Request) -> web.Response:
         """One worker's answer to this request, whatever its status; 502 when it cannot be reached."""

@@ -70,7 +70,8 @@ def _operations(router: Router) -> list[web.RouteDef]:
         return json_response([entry for answer in answers for entry in (answer or [])])
 
     async def flush(_: web.Request) -> web.StreamResponse:
-        await asyncio.gather(*(router.ask(worker, "/flush_cache", "POST") for worker in router.workers.all))
+        workers = router.workers.all
+        await asyncio.gather(*(router.ask_as_operator(worker, "/flush_cache", "POST") for worker in workers))
         for worker in router.workers.all:
             worker.cache.forget()
         return web.Response(text="Cache flushed.\n")
@@ -81,14 +82,15 @@ def _operations(router: Router) -> list[web.RouteDef]:
         decoded(raw, aborts.AbortRequest)
         found: dict[str, int] = {}
         for role in ("decode", "prefill"):
-            asked = (router.ask(worker, aborts.PATH, "POST", raw) for worker in router.workers.of(role))
+            workers = router.workers.of(role)
+            asked = (router.ask_as_operator(worker, aborts.PATH, "POST", raw) for worker in workers)
             found[role] = sum(answer["aborted"] for answer in await asyncio.gather(*asked) if answer)
         return json_response({"aborted": max(found.values())})
 
     async def story(http: web.Request) -> web.StreamResponse:
         sides = {}
         for worker in router.workers.all:
-            answer = await router.ask(worker, http.path)
+            answer = await router.ask_as_operator(worker, http.path)
             if answer is not None:
                 sides[worker.role] = answer
         return json_response(sides) if sides else Failure(404, "unknown_room", "no worker knows this room").response()
@@ -101,7 +103,6 @@ def _operations(router: Router) -> list[web.RouteDef]:
     ]
 
 
-def router_app(router: Router, api_key: str = "", origins: Collection[str] = ()) -> web.Application:
-    """The router as an application; `origins` as in `build_app`."""
-    found = [*routes(router), *worker_routes.routes(router, has_api_key=bool(api_key))]
-    return build_app(found, router.metrics, api_key, origins)
+def router_app(router: Router, origins: Collection[str] = ()) -> web.Application:
+    """The router as an application, with the keys that its workers have; `origins` as in `build_app`."""
+    return build_app([*routes(router), *worker_routes.routes(router)], router.metrics, router.keys, origins)

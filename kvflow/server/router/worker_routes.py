@@ -12,8 +12,8 @@ from kvflow.server.router.router import Router
 from kvflow.server.router.workers import ROLES, Worker
 
 
-def routes(router: Router, *, has_api_key: bool) -> list[web.RouteDef]:
-    """Without an API key no worker can join or leave: one that joins is sent what clients ask."""
+def routes(router: Router) -> list[web.RouteDef]:
+    """Those of a router of any engine."""
     membership = router.membership
 
     async def all_workers(_: web.Request) -> web.StreamResponse:
@@ -26,8 +26,6 @@ def routes(router: Router, *, has_api_key: bool) -> list[web.RouteDef]:
         return _unknown(http) if worker is None else json_response(described(worker))
 
     async def join(http: web.Request) -> web.StreamResponse:
-        if not has_api_key:
-            return _forbidden()
         worker = await membership.join(decoded(await http.read(), JoinRequest))
         location = f"{PATH}/{worker.id}"
         answer = _accepted(worker, worker.reason or "it gets requests", url=worker.url, location=location)
@@ -35,8 +33,6 @@ def routes(router: Router, *, has_api_key: bool) -> list[web.RouteDef]:
         return answer
 
     async def leave(http: web.Request) -> web.StreamResponse:
-        if not has_api_key:
-            return _forbidden()
         worker = membership.find(http.match_info["worker_id"])
         if worker is None:
             return _unknown(http)
@@ -53,11 +49,6 @@ def routes(router: Router, *, has_api_key: bool) -> list[web.RouteDef]:
 
 def _accepted(worker: Worker, message: str, **more: str) -> web.Response:
     return json_response({"status": "accepted", "worker_id": worker.id, **more, "message": message}, 202)
-
-
-def _forbidden() -> web.Response:
-    text = "this router has no API key; start it with --api-key to let workers join and leave"
-    return Failure(403, "forbidden", text).response()
 
 
 def _unknown(http: web.Request) -> web.Response:
