@@ -1,4 +1,4 @@
-"""A chat through kvflow with the official OpenAI client. Start `kvflow up` first.
+"""A chat through kvflow with the official OpenAI client (`pip install openai`). Start `kvflow up` first.
 
 python examples/chat.py "What is a class?"            (KVFLOW_URL, default http://127.0.0.1:8000)
 """

@@ -1,4 +1,6 @@
-"""What a speculative decoder gets beside the pages: hidden states and draft candidates. Run it with no arguments.
+"""What a speculative decoder gets beside the pages: hidden states and draft candidates.
+
+    python examples/speculative_hand_over.py
 
 `kvflow.HandOff` carries them from an engine's prefill to its decode, with their dtypes and shapes, checked on both
 sides. Its arrays are bytes of their own: prefill's buffers may be overwritten by the next request at once, and what
