@@ -226,12 +226,15 @@ class DecodeShell(Shell):
         self.run()
 
     async def close(self) -> list[UnprovenLoan]:
-        """Wait for the answers of prefills about their loans, then hang up. Call `leave` first.
+        """Wait for the answers of prefills about their loans, say goodbye, then hang up. Call `leave` first.
 
         Returns what could not be proven: its pages must not be used until every writer named is known to have ended.
         """
         core = self.endpoint.core
         await self.wait_while(lambda: core.proof_may_come, self.timing.lost_after_s)
+        self.endpoint.part(self.now())
+        self.run()
+        await self.wait_while(lambda: bool(self.endpoint.unparted(self.now())), 2 * self.timing.heartbeat_s)
         self.endpoint.close(self.now())
         self.run()
         await self.stop()

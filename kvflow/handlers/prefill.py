@@ -150,8 +150,8 @@ class PrefillShell(Shell):
             refusal = f"internal error: {type(error).__name__}"
         if refusal:
             self.endpoint.route_refused(peer, refusal, self.now())
-        else:
-            self.endpoint.route_opened(peer, self.now())
+        elif not self.endpoint.route_opened(peer, self.now()):
+            self.routes.pop(peer).close()
         self.run()
 
     async def _watch(self, command: c.WatchProcess) -> None:
@@ -186,6 +186,18 @@ class PrefillShell(Shell):
     def _unconfirmed(self) -> list[DecodePeer]:
         """Once per room that was open at `leave`, and whose decode is there and has not confirmed its end."""
         return [peer for peer, grant in self._last_grants if peer.is_up and peer.grants.last_messages(grant)]
+
+    async def part(self) -> None:
+        """Say goodbye to decodes, and wait until they have acknowledged it, or two heartbeats are overdue.
+
+        Call it once: after `drain`, or where that has left writes, when the data plane is closed and has ended them."""
+        await self.wait_while(lambda: bool(self.endpoint.rooms), 2 * self.timing.heartbeat_s)
+        self.endpoint.part(self.now())
+        self.run()
+        await self.wait_while(lambda: bool(self.endpoint.unparted(self.now())), 2 * self.timing.heartbeat_s)
+        if left := self.endpoint.unparted(self.now()):
+            names = ", ".join(f"{peer.incarnation:016x}" for peer in left)
+            log.warning("the goodbye is not acknowledged by decode %s: what it has lent here may stay on loan", names)
 
     async def close(self) -> None:
         """Stop the tasks; the data plane must be closed, so that no write runs. The socket stays the caller's."""

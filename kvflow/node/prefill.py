@@ -170,10 +170,16 @@ class PrefillNode(Node[PrefillShell]):
         ]
 
     async def _close(self) -> None:
-        if self._shell is not None:
-            await self._shell.drain(self.timing.lost_after_s)
-        await self._close_memory()  # what a frozen peer still holds up ends here, unproven
-        if self._shell is not None:
-            await self._shell.close()
+        if (shell := self._shell) is None:
+            await self._close_memory()
+        else:
+            await shell.drain(self.timing.lost_after_s)
+            drained = not shell.endpoint.rooms
+            if drained:
+                await shell.part()
+            await self._close_memory()  # what a frozen peer still holds up ends here, unproven
+            if not drained:
+                await shell.part()
+            await shell.close()
         if self._socket is not None:
             self._socket.close()

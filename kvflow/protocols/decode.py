@@ -263,6 +263,21 @@ class DecodeEndpoint:
         self.core.add_task(Task("close", self.rooms, None, self._leaving))
         self.core.work(TICK_WORK, now)
 
+    def part(self, now: float) -> None:
+        """Say goodbye to every prefill, until it acknowledges that: call it after `leave`, when no proof is awaited any
+        more. Prefill then forgets this decode; it is asked nothing afterwards."""
+        for peer in list(self.peers):
+            self.core.feed_link(peer, LinkKind.LEAVE, now, self._leaving)
+        self.core.work(TICK_WORK, now)
+
+    def unparted(self, now: float) -> list[PrefillPeer]:
+        """Prefills that have been heard of lately, and have not acknowledged the goodbye yet."""
+        return [
+            peer
+            for peer in self.peers
+            if peer.phase is LinkPhase.PARTING and now < peer.received_at_s + self.core.timing.lost_after_s
+        ]
+
     def close(self, now: float) -> None:
         """Hang up everywhere. Rooms that still wait for proof end; their loans stay in the ledger, unproven."""
         self.leave(now)

@@ -30,7 +30,7 @@ from kvflow.protocols.machines.decode_room import DecodeCommand as RoomCommand
 from kvflow.protocols.machines.decode_room import DecodeEvent, DecodeKind, DecodePhase, step
 from kvflow.protocols.machines.ledger import Change, Lease, Ledger
 from kvflow.protocols.machines.link import LinkCommand, LinkKind, LinkPhase
-from kvflow.protocols.machines.loan import LoanCommand, LoanKind, LoanPhase
+from kvflow.protocols.machines.loan import WRITABLE, LoanCommand, LoanKind, LoanPhase
 from kvflow.protocols.ports import Observer
 from kvflow.protocols.wire import messages as wire
 from kvflow.protocols.wire.messages import GrantId
@@ -123,6 +123,8 @@ class DecodeCore:
                 if kind is LinkKind.ACCEPTED or not peer.asked_again:
                     peer.asked_again = True
                     self.for_each_loan(peer, "ask")
+            elif command is LinkCommand.PART:
+                self.for_each_loan(peer, "part", peer.cause)
             else:  # END_LOANS
                 self.for_each_loan(peer, "fenced")
         self.deadlines.set(Timer("link", peer.key), self.links.due_at_s(peer))
@@ -173,7 +175,7 @@ class DecodeCore:
 
     def drop_if_idle(self, peer: PrefillPeer, now: float) -> None:
         """A link that cannot be used and owes nothing: the next room opens a new one."""
-        if peer.phase <= LinkPhase.UP or self.ledger.owes(peer):
+        if peer.phase <= LinkPhase.PARTING or self.ledger.owes(peer):
             return
         self.links.feed(peer, LinkKind.CLOSED, now, self.ledger.settled_below(peer))
         self.links.drop(peer)
@@ -295,6 +297,19 @@ def _lose(core: DecodeCore, task: Task, grant: GrantId, now: float) -> None:
         core.feed_loan(lease, task.peer, LoanKind.SOURCE_LOST, now)
 
 
+def _part(core: DecodeCore, task: Task, grant: GrantId, now: float) -> None:
+    """Prefill's goodbye is for every grant what RoomFailed, and then AbortAck, would be."""
+    peer = task.peer
+    assert peer is not None
+    record = core.rooms.get(grant)
+    if record is not None:
+        core.feed_room(record, DecodeEvent(DecodeKind.ROOM_FAILED, cause=task.cause), now)
+    lease = core.ledger.find(peer, grant)
+    if lease is not None:
+        drained = grant not in peer.unproven or lease.loans[peer] not in WRITABLE
+        core.feed_loan(lease, peer, LoanKind.DRAINED if drained else LoanKind.UNPROVEN, now)
+
+
 def _loan_task(kind: LoanKind, phases: tuple[LoanPhase, ...]) -> Callable[[DecodeCore, Task, GrantId, float], None]:
     """Feed `kind` to a loan that is still in one of `phases`."""
 
@@ -319,4 +334,5 @@ _TASKS: dict[str, Callable[[DecodeCore, Task, GrantId, float], None]] = {
     "fenced": _loan_task(LoanKind.FENCED, (LoanPhase.DOUBTFUL,)),
     "repeat": _loan_task(LoanKind.REPEAT_DUE, (LoanPhase.RECALLED, LoanPhase.WITHDRAWN)),
     "close": _close,
+    "part": _part,
 }

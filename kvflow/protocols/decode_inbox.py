@@ -94,6 +94,17 @@ def _on_resync(core: DecodeCore, peer: PrefillPeer, message: wire.Resync, now: f
             core.links.send(peer, record.bootstrap(peer, core.identity.incarnation))
 
 
+def _on_goodbye(core: DecodeCore, peer: PrefillPeer, message: wire.Goodbye, now: float) -> None:
+    """This prefill has closed: nothing that was lent to it will be written any more, but for what it names (I2, I6)."""
+    peer.unproven, peer.asked_again = frozenset(message.unproven), False
+    cause = Cause(Code.SHUTDOWN, f"prefill at {peer.info.control} has shut down")
+    core.feed_link(peer, LinkKind.GOODBYE, now, cause)
+
+
+def _on_goodbye_ack(core: DecodeCore, peer: PrefillPeer, message: wire.GoodbyeAck, now: float) -> None:
+    core.feed_link(peer, LinkKind.ACKNOWLEDGED, now)
+
+
 def _room_of(core: DecodeCore, peer: PrefillPeer, message: wire.ChunkDone | wire.RoomFailed) -> DecodeRoomRecord | None:
     record = core.rooms.get(message.grant)
     if record is None or record.room != message.room or peer not in record.peers:
@@ -108,4 +119,6 @@ HANDLERS: dict[type, Callable[[DecodeCore, PrefillPeer, Any, float], None]] = {
     wire.RoomFailed: _on_room_failed,
     wire.AbortAck: _on_abort_ack,
     wire.Resync: _on_resync,
+    wire.Goodbye: _on_goodbye,
+    wire.GoodbyeAck: _on_goodbye_ack,
 }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import msgspec
 
@@ -17,6 +18,8 @@ from kvflow.protocols.wire.codec import encode
 from kvflow.protocols.wire.messages import (
     WIRE_VERSION,
     Abort,
+    Goodbye,
+    GoodbyeAck,
     GrantId,
     Heartbeat,
     Incarnation,
@@ -40,7 +43,7 @@ class PrefillPeer:
 
     __slots__ = (
         *("address", "asked_again", "cause", "fresh_from", "received_at_s", "info", "key", "phase", "repeat_after_s"),
-        *("sent_at_s", "served", "tried_at_s", "used_at_s"),
+        *("sent_at_s", "served", "tried_at_s", "unproven", "used_at_s"),
     )
 
     def __init__(self, info: RankInfo, now: float, fresh_from: GrantId, repeat_after_s: float) -> None:
@@ -50,6 +53,7 @@ class PrefillPeer:
         self.asked_again = False  # loans in doubt have been asked for in this silence
         self.fresh_from = fresh_from
         self.address: PlaneAddress | None = None  # of the writer, once it has accepted
+        self.unproven: frozenset[GrantId] = frozenset()  # what its goodbye proves nothing about
         self.served: tuple[Served, ...] | None = None  # what of our pool it sends, as it said when it accepted
         self.repeat_after_s = repeat_after_s
         self.received_at_s = self.sent_at_s = self.tried_at_s = self.used_at_s = now
@@ -133,10 +137,7 @@ class DecodeLinks:
                 self._register(peer, now)
             elif command is LinkCommand.SEND_HEARTBEAT:
                 peer.sent_at_s = now
-                beat = Heartbeat(
-                    source=peer.key.incarnation, target=self._identity.incarnation, settled_below=settled_below
-                )
-                self.send(peer, beat)
+                self.send(peer, Heartbeat(settled_below=settled_below, **self._lives(peer)))
             elif command is LinkCommand.REDIAL:
                 peer.tried_at_s = now
                 self._outbox += (HangUp(peer.key), Dial(peer.key))
@@ -144,16 +145,22 @@ class DecodeLinks:
                 # One watch per link, from its first day: a writer's death ends rooms at once and proves loans ended.
                 if peer.address is not None:
                     self._outbox.append(WatchWriter(peer.key, peer.address))
+            elif command is LinkCommand.SEND_GOODBYE:
+                peer.sent_at_s = now
+                self.send(peer, Goodbye(**self._lives(peer)))
+            elif command is LinkCommand.ACKNOWLEDGE:
+                self.send(peer, GoodbyeAck(**self._lives(peer)))
             elif command is LinkCommand.HANG_UP:
-                if left is LinkPhase.SILENT:  # prefill must not keep what is settled for a decode that will not ask
-                    last = Heartbeat(
-                        source=peer.key.incarnation, target=self._identity.incarnation, settled_below=settled_below
-                    )
-                    self.send(peer, last)
+                # Prefill must not keep what is settled for a decode that will not ask. A goodbye says as much.
+                if left is LinkPhase.SILENT and kind not in (LinkKind.LEAVE, LinkKind.GOODBYE):
+                    self.send(peer, Heartbeat(settled_below=settled_below, **self._lives(peer)))
                 self._outbox.append(HangUp(peer.key))
             else:
                 theirs.append(command)
         return theirs
+
+    def _lives(self, peer: PrefillPeer) -> dict[str, Any]:
+        return {"source": peer.key.incarnation, "target": self._identity.incarnation}
 
     def drop(self, peer: PrefillPeer) -> None:
         """A link that is gone and owes nothing."""
@@ -184,6 +191,8 @@ class DecodeLinks:
             return min(peer.received_at_s + timing.register_s, peer.sent_at_s + timing.repeat_after_s)
         if peer.phase is LinkPhase.UP:
             return min(peer.received_at_s + timing.lost_after_s, peer.sent_at_s + timing.heartbeat_s)
+        if peer.phase is LinkPhase.PARTING:
+            return peer.sent_at_s + timing.repeat_after_s
         if peer.phase is LinkPhase.SILENT:
             return min(peer.tried_at_s + timing.lost_after_s, peer.sent_at_s + timing.heartbeat_s)
         return float("inf")
@@ -202,6 +211,8 @@ class DecodeLinks:
                 text = f"{at} was silent for {timing.lost_after_s:g} s"
                 return LinkKind.SILENCE_DUE, Cause(Code.PEER_LOST, text)
             repeat_s = timing.heartbeat_s
+        elif peer.phase is LinkPhase.PARTING:
+            repeat_s = timing.repeat_after_s
         elif peer.phase is LinkPhase.SILENT:
             if now >= peer.tried_at_s + timing.lost_after_s:
                 return LinkKind.REDIAL_DUE, None

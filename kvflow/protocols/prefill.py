@@ -19,7 +19,7 @@ from kvflow.protocols.machines.rendezvous import Side
 from kvflow.protocols.pages.layout import PageIndices
 from kvflow.protocols.ports import Observer, WriteOutcome
 from kvflow.protocols.prefill_core import PrefillCore, Task, Timer
-from kvflow.protocols.prefill_inbox import DRAINS, HANDLERS, note_alive, on_register, on_room_of_refused
+from kvflow.protocols.prefill_inbox import DRAINS, HANDLERS, note_alive, on_goodbye, on_register, on_room_of_refused
 from kvflow.protocols.prefill_peers import DecodePeer, PrefillIdentity
 from kvflow.protocols.prefill_rooms import Chunk, PrefillRoomRecord
 from kvflow.protocols.wire import messages as wire
@@ -211,6 +211,9 @@ class PrefillEndpoint:
             core.answer_register(message.target, message.source, "another incarnation serves here now")
         elif type(message) is wire.Register:
             on_register(core, message, now, sender_address)
+        elif type(message) is wire.Goodbye:
+            on_goodbye(core, message, now)
+            core.work(TICK_WORK, now)
         elif peer is None and isinstance(message, wire.Announce | wire.Abort):
             on_room_of_refused(core, message, now)
         elif peer is None or type(message) not in _READ_IN[peer.phase]:
@@ -219,12 +222,15 @@ class PrefillEndpoint:
             note_alive(core, peer, now)
             HANDLERS[type(message)](core, peer, message, now)
 
-    def route_opened(self, incarnation: Incarnation, now: float) -> None:
-        """The data plane can reach a decode's pool."""
+    def route_opened(self, incarnation: Incarnation, now: float) -> bool:
+        """The data plane can reach a decode's pool. False when that decode has left meanwhile: close the route."""
         peer = self.core.peers.get(incarnation)
-        if peer is not None and peer.phase is PeerPhase.OPENING:
+        if peer is None:
+            return False
+        if peer.phase is PeerPhase.OPENING:
             self.core.feed_peer(peer, PeerKind.ROUTE_OPENED, now)
             note_alive(self.core, peer, now)
+        return True
 
     def route_refused(self, incarnation: Incarnation, reason: str, now: float) -> None:
         """It cannot: the decode hears why, and nothing is kept of it, since strangers may come with a new name each
@@ -237,7 +243,7 @@ class PrefillEndpoint:
     def peer_died(self, incarnation: Incarnation, now: float) -> None:
         """A decode's process has ended: its rooms end, and when their writes have ended `CloseRoute` follows."""
         peer = self.core.peers.get(incarnation)
-        if peer is not None and peer.phase in (PeerPhase.UP, PeerPhase.SILENT):
+        if peer is not None and peer.phase in (PeerPhase.UP, PeerPhase.SILENT, PeerPhase.PARTING):
             cause = Cause(Code.PEER_LOST, f"decode {incarnation:016x} died")
             self.core.feed_peer(peer, PeerKind.DIED, now, cause)
             self.core.work(TICK_WORK, now)
@@ -250,6 +256,21 @@ class PrefillEndpoint:
         for room, found in list(core.rendezvous.announced.items()):
             core.refuse_grant(found.peer, room, found.grant, core.leaving)
         core.work(TICK_WORK, now)
+
+    def part(self, now: float) -> None:
+        """Say goodbye to every decode, until it acknowledges that: call it after `leave`, when no write runs any more.
+        Whatever has not ended by then is named, so that nothing is proven about it."""
+        for peer in list(self.peers):
+            if peer.phase in (PeerPhase.OPENING, PeerPhase.UP, PeerPhase.SILENT):
+                self.core.feed_peer(peer, PeerKind.LEAVE, now)
+
+    def unparted(self, now: float) -> list[DecodePeer]:
+        """Decodes that have been heard of lately, and have not acknowledged the goodbye yet."""
+        return [
+            peer
+            for peer in self.peers
+            if peer.phase is PeerPhase.PARTING and now < peer.received_at_s + self.core.timing.lost_after_s
+        ]
 
     def credit_stall(self, late_s: float, now: float) -> None:
         """The shell stood still for this long: what peers sent meanwhile is unread, so their silence does not count;
@@ -281,10 +302,14 @@ class PrefillEndpoint:
         if timer.kind == "outcomes":
             core.rendezvous.expire(now)
             core.deadlines.set(timer, core.rendezvous.next_expiry_s())
+        elif timer.kind == "goodbye":
+            peer = core.peers[Incarnation(timer.key)]
+            if peer.phase is PeerPhase.PARTING:
+                core.feed_peer(peer, PeerKind.REPEAT_DUE, now)
         elif timer.kind == "silence":
             peer = core.peers[Incarnation(timer.key)]
             if peer.phase is not PeerPhase.UP:
-                return  # it has died, and its last writes are awaited
+                return  # it has gone, and its last writes are awaited, or it parts
             if (due_at_s := peer.received_at_s + core.timing.lost_after_s) > now:
                 core.deadlines.set(timer, due_at_s)
             else:
@@ -304,5 +329,6 @@ _READ_IN: dict[PeerPhase, Collection[type]] = {
     PeerPhase.OPENING: (wire.Announce, wire.Abort, wire.Heartbeat),  # what needs no route
     PeerPhase.UP: HANDLERS,
     PeerPhase.SILENT: HANDLERS,
-    PeerPhase.DEAD: (),
+    PeerPhase.PARTING: HANDLERS,
+    PeerPhase.GONE: (),
 }

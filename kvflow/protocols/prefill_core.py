@@ -38,14 +38,15 @@ from kvflow.protocols.prefill_peers import DecodePeer, PrefillIdentity
 from kvflow.protocols.prefill_rooms import Chunk, PrefillRoomRecord
 from kvflow.protocols.wire import messages as wire
 from kvflow.protocols.wire.codec import encode, routing_id
-from kvflow.protocols.wire.messages import MAX_TEXT, WIRE_VERSION, GrantId, Incarnation, RoomId
+from kvflow.protocols.wire.messages import MAX_TEXT, MAX_UNPROVEN, WIRE_VERSION, GrantId, Incarnation, RoomId
 
 _NO_GRANT = GrantId(0)
 _NO_CAUSE = Cause(Code.PEER_LOST)  # of what ends no room
 
 
 class Timer(msgspec.Struct, frozen=True, gc=False):
-    """What a deadline is for. `key`: a room id for "room", an incarnation for "silence", 0 for "outcomes"."""
+    """What a deadline is for. `key`: a room id for "room", an incarnation for "silence" and "goodbye", 0 for
+    "outcomes"."""
 
     kind: str
     key: int
@@ -72,6 +73,8 @@ class PrefillCore:
         # of decodes that were forgotten: no grant below begins again, should
         # what they once sent still arrive
         self.displaced: OrderedDict[Incarnation, GrantId] = OrderedDict()
+        # Decodes that have parted: they ask for nothing any more, so what they once sent begins nothing again.
+        self.parted: OrderedDict[Incarnation, None] = OrderedDict()
         self.rendezvous: Rendezvous[DecodePeer] = Rendezvous(bounds.ended_halves)
         self.writes: dict[int, tuple[PrefillRoomRecord, Chunk]] = {}
         self.deadlines: Deadlines[Timer] = Deadlines()
@@ -111,12 +114,21 @@ class PrefillCore:
         )
         self.outbox.append(SendToDecode(routing_id(target), encode(answer)))
 
+    def say_goodbye(self, target: Incarnation, unproven: tuple[GrantId, ...]) -> None:
+        """Withheld from a decode for which more is unproven than a message may name: it would prove too much."""
+        if len(unproven) <= MAX_UNPROVEN:
+            goodbye = wire.Goodbye(unproven=unproven, **self.lives(target))
+            self.outbox.append(SendToDecode(routing_id(target), encode(goodbye)))
+
     def header(self, room: RoomId, grant: GrantId, peer: DecodePeer) -> dict[str, Any]:
         me = self.identity
         return {"room": room, "grant": grant, "rank": me.rank, "source": me.incarnation, "target": peer.incarnation}
 
     def between(self, peer: DecodePeer) -> dict[str, Any]:
-        return {"source": self.identity.incarnation, "target": peer.incarnation}
+        return self.lives(peer.incarnation)
+
+    def lives(self, target: Incarnation) -> dict[str, Any]:
+        return {"source": self.identity.incarnation, "target": target}
 
     # --- rooms
 
@@ -216,7 +228,7 @@ class PrefillCore:
             self.deadlines.set(Timer("silence", peer.incarnation), now + self.timing.lost_after_s)
         for command in move.commands:
             _PEER_RUN[command](self, peer, cause, now)
-        if peer.phase is PeerPhase.DEAD and not peer.grants.rooms:
+        if peer.phase is PeerPhase.GONE and not peer.grants.rooms:
             self.feed_peer(peer, PeerKind.IDLE, now)
 
     def remember_grants(self, peer: DecodePeer) -> None:
@@ -225,6 +237,13 @@ class PrefillCore:
         self.displaced[peer.incarnation] = peer.grants.seen_below
         if len(self.displaced) > self.bounds.closed_grants:
             self.displaced.popitem(last=False)
+
+    def remember_parted(self, incarnation: Incarnation) -> None:
+        """This decode asks for nothing any more: whatever it still sends is late."""
+        self.parted[incarnation] = None
+        self.displaced.pop(incarnation, None)
+        if len(self.parted) > self.bounds.closed_grants:
+            self.parted.popitem(last=False)
 
     def work(self, limit: float, now: float) -> None:
         while self.tasks and limit > 0:
@@ -294,7 +313,7 @@ def _send(core: PrefillCore, record: PrefillRoomRecord, message: wire.Message) -
     peer = record.peer
     assert peer is not None
     record.sent.append(message)
-    if peer.phase is not PeerPhase.DEAD:
+    if peer.phase is not PeerPhase.GONE:
         core.outbox.append(SendToDecode(peer.routing_id, encode(message), type(message) is wire.AbortAck))
 
 
@@ -323,7 +342,7 @@ def _end(core: PrefillCore, record: PrefillRoomRecord, now: float) -> None:
     core.outbox.append(RoomReleased(record.serial))
     if peer is not None:
         peer.grants.end(record.grant, tuple(record.sent))
-        if peer.phase is PeerPhase.DEAD and not peer.grants.rooms:
+        if peer.phase is PeerPhase.GONE and not peer.grants.rooms:
             core.feed_peer(peer, PeerKind.IDLE, now)
 
 
@@ -380,7 +399,13 @@ def _forget(core: PrefillCore, peer: DecodePeer, cause: Cause, now: float) -> No
     if peer.grants.seen_below > peer.fresh_from:  # else nothing is kept of a stranger
         core.remember_grants(peer)
     core.deadlines.cancel(Timer("silence", peer.incarnation))
+    core.deadlines.cancel(Timer("goodbye", peer.incarnation))
     del core.peers[peer.incarnation]
+
+
+def _say_goodbye(core: PrefillCore, peer: DecodePeer, cause: Cause, now: float) -> None:
+    core.say_goodbye(peer.incarnation, peer.grants.unproven())
+    core.deadlines.set(Timer("goodbye", peer.incarnation), now + core.timing.repeat_after_s)
 
 
 _PEER_RUN: dict[PeerCommand, Callable[[PrefillCore, DecodePeer, Cause, float], None]] = {
@@ -391,4 +416,5 @@ _PEER_RUN: dict[PeerCommand, Callable[[PrefillCore, DecodePeer, Cause, float], N
     PeerCommand.LOSE_ROOMS: _lose_rooms,
     PeerCommand.CLOSE_ROUTE: _close_route,
     PeerCommand.FORGET: _forget,
+    PeerCommand.SEND_GOODBYE: _say_goodbye,
 }

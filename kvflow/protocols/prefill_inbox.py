@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from kvflow.protocols.commands import OpenRoute
+from kvflow.protocols.commands import OpenRoute, SendToDecode
 from kvflow.protocols.errors import CapacityError, Cause, Code, KvflowError, MisuseError, PeerError
 from kvflow.protocols.machines.grants import GrantCommand, GrantKind
 from kvflow.protocols.machines.peer import PeerKind, PeerPhase
@@ -17,6 +17,7 @@ from kvflow.protocols.prefill_core import PrefillCore
 from kvflow.protocols.prefill_peers import DecodePeer
 from kvflow.protocols.prefill_rooms import PrefillRoomRecord, pinned_pages
 from kvflow.protocols.wire import messages as wire
+from kvflow.protocols.wire.codec import encode, routing_id
 from kvflow.protocols.wire.messages import WIRE_VERSION
 
 DRAINS = "room {} is in use: writes of the last room of that id still run"
@@ -26,7 +27,9 @@ def on_register(core: PrefillCore, message: wire.Register, now: float, sender_ad
     """A decode says who it is; the way into its pool is opened by the shell."""
     peer = core.peers.get(message.target)
     seen_below = core.displaced.get(message.target, message.fresh_from)  # before making place pushes it out
-    if message.wire_version != WIRE_VERSION:
+    if message.target in core.parted:
+        core.observer.message_dropped("stale")
+    elif message.wire_version != WIRE_VERSION:
         core.answer_register(
             message.target, message.source, f"wire version {message.wire_version}, this prefill speaks {WIRE_VERSION}"
         )
@@ -35,6 +38,8 @@ def on_register(core: PrefillCore, message: wire.Register, now: float, sender_ad
         peer.fresh_from = max(peer.fresh_from, message.fresh_from)
         _end_withdrawn(core, peer, peer.grants.begin_from(message.fresh_from), now)
         core.feed_peer(peer, PeerKind.REGISTERED, now)
+    elif core.leaving is not None:  # nothing was begun for it, and nothing will be
+        core.say_goodbye(message.target, ())
     elif core.unavailable_reason:
         core.answer_register(message.target, message.source, core.unavailable_reason)
     elif len(core.peers) >= core.bounds.targets and not _make_place(core, core.peers.values(), now):
@@ -93,6 +98,30 @@ def note_alive(core: PrefillCore, peer: DecodePeer, now: float) -> None:
     peer.received_at_s = now
     if peer.phase is PeerPhase.SILENT:
         core.feed_peer(peer, PeerKind.HEARD, now)
+
+
+def on_goodbye(core: PrefillCore, message: wire.Goodbye, now: float) -> None:
+    """This decode closes. It is answered as often as it asks, also when it has been forgotten."""
+    peer = core.peers.get(message.target)
+    core.outbox.append(SendToDecode(routing_id(message.target), encode(wire.GoodbyeAck(**core.lives(message.target)))))
+    if peer is not None and peer.phase is not PeerPhase.GONE:
+        note_alive(core, peer, now)
+        _part(core, peer, now)
+    elif message.target in core.displaced:
+        core.remember_parted(message.target)
+
+
+def _on_goodbye_ack(core: PrefillCore, peer: DecodePeer, message: wire.GoodbyeAck, now: float) -> None:
+    if peer.phase is PeerPhase.PARTING:
+        _part(core, peer, now)
+    else:
+        core.observer.message_dropped("stale")
+
+
+def _part(core: PrefillCore, peer: DecodePeer, now: float) -> None:
+    core.remember_parted(peer.incarnation)
+    cause = core.leaving or Cause(Code.SHUTDOWN, f"decode {peer.incarnation:016x} has shut down")
+    core.feed_peer(peer, PeerKind.PARTED, now, cause)
 
 
 def on_room_of_refused(core: PrefillCore, message: wire.Announce | wire.Abort, now: float) -> None:
@@ -162,6 +191,7 @@ HANDLERS: dict[type, Callable[[PrefillCore, DecodePeer, Any, float], None]] = {
     wire.Abort: _on_grant(GrantKind.ABORT),
     wire.Resync: _on_resync,
     wire.Heartbeat: _on_heartbeat,
+    wire.GoodbyeAck: _on_goodbye_ack,
 }
 
 

@@ -208,7 +208,7 @@ async def test_closing_decode_while_prefill_does_not_answer(kvflow_pair: Pair) -
     await closing
     assert target.ended and not node.shell.endpoint.rooms
     assert ledger(node).quarantined_pages == 5 == 64 - node.pages.free_pages
-    assert await code_of(source.done()) is Code.PEER_LOST
+    assert await code_of(source.done()) is Code.SHUTDOWN, "decode has said goodbye"
 
 
 async def test_closing_decode_waits_for_no_prefill_that_never_answered(kvflow_pair: Pair) -> None:

@@ -30,6 +30,8 @@ from kvflow.protocols.wire.messages import (
     Belief,
     Bootstrap,
     ChunkDone,
+    Goodbye,
+    GoodbyeAck,
     GrantId,
     Heartbeat,
     Message,
@@ -83,6 +85,7 @@ def to_prefill(p: Pair, stranger: DecodeNode) -> dict[str, Make]:
         ),
         "Heartbeat": lambda r, i: Heartbeat(**lives(r)),
         "Register": lambda r, i: Register(**mine, **lives(r)),
+        "GoodbyeAck": lambda r, i: GoodbyeAck(**lives(r)),
     }
 
 
@@ -107,6 +110,8 @@ def to_decode(p: Pair) -> dict[str, Make]:
         "ChunkDone": lambda r, i: ChunkDone(seq=i % 3, **chunk, **header(r, i)),
         "RoomFailed": lambda r, i: RoomFailed(cause=WHY, **header(r, i)),
         "Resync": lambda r, i: Resync(rooms=(Belief(RoomId(i), GrantId((1 << 32) + i), 0),), **lives),
+        "Goodbye": lambda r, i: Goodbye(source=secrets.randbits(62) | 1, target=you),
+        "GoodbyeAck": lambda r, i: GoodbyeAck(**lives),
         "Registered": lambda r, i: Registered(wire_version=WIRE_VERSION, rank=Rank(0), refusal="", asked=me, **lives),
     }
 

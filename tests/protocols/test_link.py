@@ -14,7 +14,13 @@ P, K, C = LinkPhase, LinkKind, LinkCommand
 CELLS = list(itertools.product(P, K))
 PROOF = {K.DIED, K.DECLARED_DEAD}  # the writer writes no more: proven, or an operator's word
 DUE = {K.REPEAT_DUE, K.SILENCE_DUE, K.REGISTER_DUE, K.REDIAL_DUE}
-ALIVE = (P.REGISTERING, P.UP, P.SILENT)
+ALIVE = (P.REGISTERING, P.UP, P.PARTING, P.SILENT)
+SENT_AGAIN = {
+    P.UP: C.SEND_HEARTBEAT,
+    P.PARTING: C.SEND_GOODBYE,
+    P.REGISTERING: C.SEND_REGISTER,
+    P.SILENT: C.SEND_REGISTER,
+}
 
 
 def expected(phase: LinkPhase, kind: LinkKind) -> object:
@@ -31,7 +37,15 @@ def expected(phase: LinkPhase, kind: LinkKind) -> object:
     if kind is K.HEARD:  # only an accepting answer to Register changes anything
         return IGNORE
     if kind is K.REPEAT_DUE:
-        return Move(phase, (C.SEND_HEARTBEAT if phase is P.UP else C.SEND_REGISTER,))
+        return Move(phase, (SENT_AGAIN[phase],))
+    if kind is K.GOODBYE:  # whatever the link is: it is prefill's last word
+        return Move(P.GONE, (C.ACKNOWLEDGE, C.HANG_UP, C.PART))
+    if kind is K.ACKNOWLEDGED and phase is not P.PARTING:
+        return IGNORE
+    if kind is K.LEAVE and phase in (P.REGISTERING, P.SILENT):  # once: no answer can be expected
+        return Move(P.GONE, (C.SEND_GOODBYE, C.HANG_UP, C.LOSE_ROOMS))
+    if phase is P.PARTING and kind in (K.ACCEPTED, K.REFUSED, K.LEAVE):
+        return IGNORE
     return {
         (P.REGISTERING, K.ACCEPTED): Move(P.UP, (C.WATCH_WRITER, C.START_ROOMS)),
         (P.REGISTERING, K.REFUSED): Move(P.GONE, (C.HANG_UP, C.LOSE_ROOMS)),
@@ -39,6 +53,8 @@ def expected(phase: LinkPhase, kind: LinkKind) -> object:
         (P.UP, K.ACCEPTED): IGNORE,
         (P.UP, K.REFUSED): IGNORE,
         (P.UP, K.SILENCE_DUE): Move(P.SILENT, (C.LOSE_ROOMS, C.SEND_REGISTER)),
+        (P.UP, K.LEAVE): Move(P.PARTING, (C.SEND_GOODBYE,)),
+        (P.PARTING, K.ACKNOWLEDGED): Move(P.GONE, (C.HANG_UP, C.LOSE_ROOMS)),
         (P.SILENT, K.ACCEPTED): Move(P.UP, (C.ASK_LOANS,)),
         (P.SILENT, K.REFUSED): Move(P.SILENT, (C.ASK_LOANS,)),
         (P.SILENT, K.REDIAL_DUE): Move(P.SILENT, (C.REDIAL, C.SEND_REGISTER)),
@@ -59,7 +75,9 @@ def test_rules(phase: LinkPhase, kind: LinkKind) -> None:
     leaves = phase in ALIVE and cell.phase is P.GONE
     assert (C.HANG_UP in cell.commands) == leaves, "the socket goes with the link: it has this decode's routing id"
     falls_silent = phase is P.UP and cell.phase is P.SILENT
-    assert (C.LOSE_ROOMS in cell.commands) == (leaves or falls_silent), "its rooms end as soon as it is not up"
+    loses_rooms = bool({C.LOSE_ROOMS, C.PART} & set(cell.commands))
+    assert loses_rooms == (leaves or falls_silent), "its rooms end as soon as it is not up"
+    assert (C.PART in cell.commands) == (leaves and kind is K.GOODBYE), "proof is prefill's own word, and no other"
     assert (C.START_ROOMS in cell.commands) == (phase is P.REGISTERING and cell.phase is P.UP)
     assert (C.WATCH_WRITER in cell.commands) == (C.START_ROOMS in cell.commands), "watched before a page is lent to it"
     if cell.phase is P.SILENT:

@@ -25,6 +25,8 @@ from kvflow.protocols.wire.messages import (
     Belief,
     Bootstrap,
     ChunkDone,
+    Goodbye,
+    GoodbyeAck,
     Heartbeat,
     Message,
     Register,
@@ -49,7 +51,7 @@ def changed(kind: type, **fields: object) -> Any:
 def test_every_message_stands_in_a_union() -> None:
     assert set(ALL) == set(GOOD)
     assert set(get_args(messages.ToPrefill)) | set(get_args(messages.ToDecode)) == set(ALL)
-    assert set(get_args(messages.ToPrefill)) & set(get_args(messages.ToDecode)) == {Resync, Heartbeat}
+    assert set(get_args(messages.ToPrefill)) & set(get_args(messages.ToDecode)) == BOTH_WAYS
 
 
 @pytest.mark.parametrize("kind", ALL, ids=lambda kind: kind.__name__)
@@ -76,6 +78,7 @@ def test_room_is_any_u64(kind: type, room: int) -> None:
 
 
 OF_A_ROOM = (Announce, Bootstrap, ChunkDone, RoomFailed, Abort, AbortAck)
+BOTH_WAYS = {Resync, Heartbeat, Goodbye, GoodbyeAck}
 BOUNDS = ((Register, "fresh_from"), (Heartbeat, "settled_below"))
 LIMITS: list[tuple[type, str, Any, Any]] = [
     *((kind, name, U64, 0) for kind in ALL for name in ("source", "target")),

@@ -12,7 +12,8 @@ from tests.protocols.cells import check_cell
 
 P, K, C = PeerPhase, PeerKind, PeerCommand
 CELLS = list(itertools.product(P, K))
-HAS_ROUTE = (P.UP, P.SILENT, P.DEAD)
+HAS_ROUTE = (P.UP, P.SILENT, P.PARTING, P.GONE)
+GOODBYE = Move(P.PARTING, (C.SEND_GOODBYE,))
 
 
 def expected(phase: PeerPhase, kind: PeerKind) -> object:
@@ -23,13 +24,20 @@ def expected(phase: PeerPhase, kind: PeerKind) -> object:
             P.OPENING: Move(P.OPENING, (C.SEND_HEARTBEAT,)),
             P.UP: Move(P.UP, (C.SEND_ACCEPTED,)),
             P.SILENT: ERROR,  # it is heard first
+            P.PARTING: GOODBYE,  # it has not received the last one
         }.get(phase, IGNORE)
     if kind is K.HEARD:  # by a silent peer only; an open one has nothing to do about it
         return Move(P.UP) if phase is P.SILENT else ERROR
-    if kind is K.IDLE:  # the last room of a dead one has ended
-        return Move(P.FORGOTTEN, (C.CLOSE_ROUTE, C.FORGET)) if phase is P.DEAD else ERROR
+    if kind is K.IDLE:  # the last room of one that is gone has ended
+        return Move(P.FORGOTTEN, (C.CLOSE_ROUTE, C.FORGET)) if phase is P.GONE else ERROR
     if kind is K.DIED:  # observed once, of a process whose memory is mapped
-        return Move(P.DEAD, (C.LOSE_ROOMS,)) if phase in (P.UP, P.SILENT) else ERROR
+        return Move(P.GONE, (C.LOSE_ROOMS,)) if phase in (P.UP, P.SILENT, P.PARTING) else ERROR
+    if kind is K.PARTED:  # a silent one is heard first
+        return Move(P.GONE, (C.LOSE_ROOMS,)) if phase in (P.OPENING, P.UP, P.PARTING) else ERROR
+    if kind is K.LEAVE:  # said to whoever may have lent something
+        return GOODBYE if phase in (P.OPENING, P.UP, P.SILENT) else ERROR
+    if kind is K.REPEAT_DUE:
+        return GOODBYE if phase is P.PARTING else ERROR
     return {
         (P.OPENING, K.ROUTE_OPENED): Move(P.UP, (C.WATCH_PROCESS, C.SEND_ACCEPTED)),
         (P.OPENING, K.ROUTE_REFUSED): Move(P.FORGOTTEN, (C.SEND_REFUSED, C.LOSE_ROOMS, C.FORGET)),
@@ -52,6 +60,6 @@ def test_rules(phase: PeerPhase, kind: PeerKind) -> None:
     assert (C.FORGET in cell.commands) == forgotten
     assert (C.CLOSE_ROUTE in cell.commands) == (forgotten and phase in HAS_ROUTE), "with the peer, and never before"
     assert (C.SEND_ACCEPTED in cell.commands) == (cell.phase is P.UP and kind is not K.HEARD)
-    if phase is P.UP and cell.phase in (P.SILENT, P.DEAD):
+    if phase is P.UP and cell.phase in (P.SILENT, P.GONE):
         assert C.LOSE_ROOMS in cell.commands, "its rooms end with it"
     assert (C.WATCH_PROCESS in cell.commands) == (phase is P.OPENING and cell.phase is P.UP), "one watch a peer"

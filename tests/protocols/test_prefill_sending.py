@@ -296,7 +296,7 @@ class TestRoomsThatEndWhileTheyWrite:
         )
         assert second.ended
         assert prefill.hear(beat(), announce(9, 9)) == [] and prefill.counts.stale == 2
-        assert prefill.register() == [] and [p.phase for p in prefill.endpoint.peers] == [PeerPhase.DEAD]
+        assert prefill.register() == [] and [p.phase for p in prefill.endpoint.peers] == [PeerPhase.GONE]
         prefill.endpoint.peer_died(DECODE, prefill.now)
         assert prefill.asked() == []
         assert prefill.ended(1) == [RoomReleased(1), CloseRoute(DECODE)], "the route last: no write runs on it"

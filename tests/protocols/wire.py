@@ -19,6 +19,8 @@ from kvflow.protocols.wire.messages import (
     Belief,
     Bootstrap,
     ChunkDone,
+    Goodbye,
+    GoodbyeAck,
     Heartbeat,
     Message,
     Register,
@@ -45,6 +47,8 @@ GOOD: dict[type, Any] = {
     AbortAck: AbortAck(rank=0, drained=True, **_ROOM),
     Resync: Resync(rooms=(Belief(7, 1, 0),), **_LIVES),
     Heartbeat: Heartbeat(**_LIVES),
+    Goodbye: Goodbye(unproven=(3,), **_LIVES),
+    GoodbyeAck: GoodbyeAck(**_LIVES),
 }
 
 
@@ -83,6 +87,8 @@ to_prefill: dict[type, st.SearchStrategy[Message]] = {
     Abort: st.builds(Abort, cause=causes, **header),
     Resync: st.builds(Resync, rooms=st.lists(beliefs, max_size=5).map(tuple), **lives),
     Heartbeat: st.builds(Heartbeat, settled_below=counts, **lives),
+    Goodbye: st.builds(Goodbye, unproven=st.lists(ids, max_size=5).map(tuple), **lives),
+    GoodbyeAck: st.builds(GoodbyeAck, **lives),
 }
 to_decode: dict[type, st.SearchStrategy[Message]] = {
     Registered: st.builds(
@@ -108,4 +114,6 @@ to_decode: dict[type, st.SearchStrategy[Message]] = {
     AbortAck: st.builds(AbortAck, rank=ranks, drained=st.booleans(), **header),
     Resync: to_prefill[Resync],
     Heartbeat: to_prefill[Heartbeat],
+    Goodbye: to_prefill[Goodbye],
+    GoodbyeAck: to_prefill[GoodbyeAck],
 }

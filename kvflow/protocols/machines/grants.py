@@ -177,6 +177,10 @@ class GrantTable(Generic[R]):
         """Nothing is open or announced, and no ended grant is in doubt: this decode can be forgotten (I2)."""
         return not self._unsettled
 
+    def unproven(self) -> tuple[GrantId, ...]:
+        """Grants of which something may still be written, ascending: open ones, and those that ended in doubt."""
+        return tuple(sorted(grant for grant in self._unsettled if self._phases[grant] is not P.ANNOUNCED))
+
     def feed(self, grant: GrantId, kind: GrantKind) -> tuple[GrantCommand, ...]:
         """The one place that changes a grant's phase. Returns what to do now."""
         before = self._phases.get(grant)

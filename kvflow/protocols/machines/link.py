@@ -2,6 +2,7 @@
 
 Rooms are opened on a link that is REGISTERING or UP. Silence ends rooms and leaves loans waiting for proof; a silent
 link registers again and again, because prefill may have forgotten this decode, and is UP as soon as it is accepted.
+A prefill that closes says goodbye: its word ends the loans. A decode that closes says goodbye so that it is forgotten.
 """
 
 from __future__ import annotations
@@ -14,8 +15,9 @@ from kvflow.protocols.machines.tables import ERROR, IGNORE, Cell, Move, Table, r
 class LinkPhase(IntEnum):
     REGISTERING = 0
     UP = 1
-    SILENT = 2  # no heartbeat for too long; it may come back as the same incarnation
-    GONE = 3  # refused, replaced by another incarnation, dead or declared dead: never used again
+    PARTING = 2  # this decode has said goodbye, and repeats it until it is acknowledged
+    SILENT = 3  # no heartbeat for too long; it may come back as the same incarnation
+    GONE = 4  # refused, replaced by another incarnation, dead, declared dead or parted: never used again
 
 
 class LinkKind(IntEnum):
@@ -29,7 +31,10 @@ class LinkKind(IntEnum):
     REDIAL_DUE = 7  # still silent for another `lost_after_s`
     DIED = 8  # observed by the data plane's fence
     DECLARED_DEAD = 9  # by an operator
-    CLOSED = 10  # this node is closing, or the link is idle and its place is needed
+    CLOSED = 10  # this node is closed, or the link is idle and its place is needed
+    LEAVE = 11  # this node closes, and says goodbye
+    GOODBYE = 12  # prefill closes: it writes nothing any more
+    ACKNOWLEDGED = 13  # prefill has received our goodbye
 
 
 class LinkCommand(IntEnum):
@@ -42,15 +47,22 @@ class LinkCommand(IntEnum):
     REDIAL = 6
     HANG_UP = 7  # else the socket would compete with the next link's for this decode's routing id
     END_LOANS = 8  # proven, or an operator's word: the writer writes no more
+    SEND_GOODBYE = 9
+    ACKNOWLEDGE = 10
+    PART = 11  # rooms end, and so do loans, but for those that prefill's goodbye names
 
 
 P, K, C = LinkPhase, LinkKind, LinkCommand
 _GONE = Move(P.GONE, (C.HANG_UP, C.LOSE_ROOMS))
 _DEAD = Move(P.GONE, (C.HANG_UP, C.LOSE_ROOMS, C.END_LOANS))
+# What cannot be expected to be acknowledged is said once.
+_LEFT = Move(P.GONE, (C.SEND_GOODBYE, C.HANG_UP, C.LOSE_ROOMS))
 _ENDS: dict[LinkKind, Cell[LinkPhase, LinkCommand]] = {
     K.REPLACED: _GONE,
     K.DECLARED_DEAD: _DEAD,
     K.CLOSED: _GONE,
+    K.GOODBYE: Move(P.GONE, (C.ACKNOWLEDGE, C.HANG_UP, C.PART)),
+    K.ACKNOWLEDGED: IGNORE,
 }
 
 TABLE: Table[LinkPhase, LinkKind, LinkCommand] = Table(
@@ -65,6 +77,7 @@ TABLE: Table[LinkPhase, LinkKind, LinkCommand] = Table(
             K.HEARD: IGNORE,  # prefill is opening its way here; `register_s` counts from the last of them
             K.REPEAT_DUE: Move(P.REGISTERING, (C.SEND_REGISTER,)),
             K.REGISTER_DUE: _GONE,
+            K.LEAVE: _LEFT,
         },
         P.UP: rest(K, ERROR)
         | _ENDS
@@ -75,6 +88,18 @@ TABLE: Table[LinkPhase, LinkKind, LinkCommand] = Table(
             K.HEARD: IGNORE,
             K.REPEAT_DUE: Move(P.UP, (C.SEND_HEARTBEAT,)),
             K.SILENCE_DUE: Move(P.SILENT, (C.LOSE_ROOMS, C.SEND_REGISTER)),
+            K.LEAVE: Move(P.PARTING, (C.SEND_GOODBYE,)),
+        },
+        P.PARTING: rest(K, ERROR)
+        | _ENDS
+        | {
+            K.DIED: _DEAD,
+            K.ACCEPTED: IGNORE,
+            K.REFUSED: IGNORE,
+            K.HEARD: IGNORE,
+            K.LEAVE: IGNORE,
+            K.REPEAT_DUE: Move(P.PARTING, (C.SEND_GOODBYE,)),
+            K.ACKNOWLEDGED: _GONE,
         },
         P.SILENT: rest(K, ERROR)
         | _ENDS
@@ -85,10 +110,12 @@ TABLE: Table[LinkPhase, LinkKind, LinkCommand] = Table(
             K.HEARD: IGNORE,  # only an accepting answer says that it knows this decode
             K.REPEAT_DUE: Move(P.SILENT, (C.SEND_REGISTER,)),
             K.REDIAL_DUE: Move(P.SILENT, (C.REDIAL, C.SEND_REGISTER)),
+            K.LEAVE: _LEFT,
         },
         P.GONE: rest(K, ERROR)
         | {
             **dict.fromkeys((K.ACCEPTED, K.REFUSED, K.REPLACED, K.HEARD, K.CLOSED), IGNORE),
+            **dict.fromkeys((K.LEAVE, K.GOODBYE, K.ACKNOWLEDGED), IGNORE),
             K.DIED: Move(P.GONE, (C.END_LOANS,)),
             K.DECLARED_DEAD: Move(P.GONE, (C.END_LOANS,)),
         },

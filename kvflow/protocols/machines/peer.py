@@ -1,7 +1,8 @@
 """Prefill's end of the link to one decode incarnation: the way into its pool, from opening to its end.
 
 A decode is kept through silence, because what its rooms still need may be asked for later. It is forgotten when its
-process has died, or when its place is needed while it is silent and nothing of it is open or in doubt.
+process has died, when it has said goodbye or has acknowledged ours, or when its place is needed while it is silent and
+nothing of it is open.
 """
 
 from __future__ import annotations
@@ -15,8 +16,9 @@ class PeerPhase(IntEnum):
     OPENING = 0  # the route into its pool is being opened
     UP = 1
     SILENT = 2
-    DEAD = 3  # its process has ended; its rooms are, and then its route is closed
-    FORGOTTEN = 4
+    PARTING = 3  # this prefill has said goodbye, and repeats it until it is acknowledged
+    GONE = 4  # its process has ended, or it asks for nothing any more; its rooms end, and then its route is closed
+    FORGOTTEN = 5
 
 
 class PeerKind(IntEnum):
@@ -28,6 +30,9 @@ class PeerKind(IntEnum):
     DIED = 5
     IDLE = 6  # none of its grants is open any more
     DISPLACED = 7  # its place is needed
+    LEAVE = 8  # this prefill closes, and says goodbye
+    REPEAT_DUE = 9  # the goodbye is not acknowledged
+    PARTED = 10  # it has said goodbye, or has acknowledged ours: it asks for nothing any more
 
 
 class PeerCommand(IntEnum):
@@ -38,9 +43,12 @@ class PeerCommand(IntEnum):
     LOSE_ROOMS = 4
     CLOSE_ROUTE = 5
     FORGET = 6
+    SEND_GOODBYE = 7
 
 
 P, K, C = PeerPhase, PeerKind, PeerCommand
+_GONE = Move(P.GONE, (C.LOSE_ROOMS,))
+_SAY_GOODBYE = Move(P.PARTING, (C.SEND_GOODBYE,))
 
 TABLE: Table[PeerPhase, PeerKind, PeerCommand] = Table(
     P,
@@ -51,22 +59,34 @@ TABLE: Table[PeerPhase, PeerKind, PeerCommand] = Table(
             K.REGISTERED: Move(P.OPENING, (C.SEND_HEARTBEAT,)),
             K.ROUTE_OPENED: Move(P.UP, (C.WATCH_PROCESS, C.SEND_ACCEPTED)),
             K.ROUTE_REFUSED: Move(P.FORGOTTEN, (C.SEND_REFUSED, C.LOSE_ROOMS, C.FORGET)),
+            K.LEAVE: _SAY_GOODBYE,
+            K.PARTED: _GONE,  # a route that is opened later is closed at once
         },
         P.UP: rest(K, ERROR)
         | {
             K.REGISTERED: Move(P.UP, (C.SEND_ACCEPTED,)),
             K.SILENCE_DUE: Move(P.SILENT, (C.LOSE_ROOMS,)),
-            K.DIED: Move(P.DEAD, (C.LOSE_ROOMS,)),
+            K.DIED: _GONE,
+            K.LEAVE: _SAY_GOODBYE,
+            K.PARTED: _GONE,
         },
         P.SILENT: rest(K, ERROR)
         | {
             K.HEARD: Move(P.UP),  # whatever it says, Register too
-            K.DIED: Move(P.DEAD, (C.LOSE_ROOMS,)),
+            K.DIED: _GONE,
             K.DISPLACED: Move(P.FORGOTTEN, (C.CLOSE_ROUTE, C.FORGET)),
+            K.LEAVE: _SAY_GOODBYE,  # it may come back in time to receive it
         },
-        P.DEAD: rest(K, ERROR)
+        P.PARTING: rest(K, ERROR)
         | {
-            K.REGISTERED: IGNORE,  # sent before it died
+            K.REGISTERED: _SAY_GOODBYE,  # it has not received the last one
+            K.REPEAT_DUE: _SAY_GOODBYE,
+            K.DIED: _GONE,
+            K.PARTED: _GONE,
+        },
+        P.GONE: rest(K, ERROR)
+        | {
+            K.REGISTERED: IGNORE,  # sent before its end
             K.IDLE: Move(P.FORGOTTEN, (C.CLOSE_ROUTE, C.FORGET)),  # a route is closed when no write runs on it
         },
         P.FORGOTTEN: rest(K, ERROR),

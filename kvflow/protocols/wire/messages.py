@@ -10,6 +10,8 @@ Wire history
         do not hold for it.
     3   Component.start and what follows it: a prefill may have a part of decode's pool. Registered.served: decode must
         check that all ranks together have all of it; one of before would not, so a prefill refuses it.
+    4   Goodbye and GoodbyeAck: a node that closes ends what the other one holds for it. An older node counts both as
+        malformed, and would keep its loans for ever.
 
 Arrays grow at the end only: a reader ignores elements it does not know, and a new element has a default. What cannot
 be expressed that way takes a new version; `Register` carries it, and a prefill with another version refuses with both.
@@ -31,7 +33,7 @@ from kvflow.protocols.pages.coverage import Served
 from kvflow.protocols.pages.layout import MAX_COMPONENTS, PoolLayout
 from kvflow.protocols.ports import PlaneAddress
 
-WIRE_VERSION = 3
+WIRE_VERSION = 4
 
 MAX_FRAME_BYTES = 8 << 20
 # Work on so many pages at once takes the event loop some 3 ms. A context of a million tokens needs pages of 2 tokens.
@@ -39,6 +41,7 @@ MAX_PAGES_PER_ROOM = 1 << 19
 MAX_HANDOFF_BYTES = 1 << 20
 MAX_BELIEFS = 4096
 MAX_RANKS = 1024
+MAX_UNPROVEN = 1 << 17
 MAX_TEXT = 4096
 
 RoomId = NewType("RoomId", int)
@@ -203,6 +206,39 @@ class Heartbeat(msgspec.Struct, frozen=True, array_like=True, gc=False, kw_only=
     settled_below: GrantBound = GrantId(0)
 
 
-Message = Register | Registered | Announce | Bootstrap | ChunkDone | RoomFailed | Abort | AbortAck | Resync | Heartbeat
-ToPrefill = Register | Announce | Bootstrap | Abort | Resync | Heartbeat
-ToDecode = Registered | ChunkDone | RoomFailed | AbortAck | Resync | Heartbeat
+class Goodbye(msgspec.Struct, frozen=True, array_like=True, kw_only=True, tag=11):
+    """Both ways, repeated until acknowledged: this incarnation closes, and begins nothing with the other one any more.
+
+    From prefill it is proof for every grant of this decode, also for one that prefill has never received: each write
+    that was submitted has landed, and none will be submitted. It proves nothing about the grants in `unproven`.
+    From decode it says that decode asks about no grant any more.
+    """
+
+    source: Life
+    target: Life
+    unproven: Annotated[tuple[Grant, ...], Meta(max_length=MAX_UNPROVEN)] = ()
+
+
+class GoodbyeAck(msgspec.Struct, frozen=True, array_like=True, gc=False, kw_only=True, tag=12):
+    """Both ways: the other one's Goodbye has come. Proves nothing about writes."""
+
+    source: Life
+    target: Life
+
+
+Message = (
+    Register
+    | Registered
+    | Announce
+    | Bootstrap
+    | ChunkDone
+    | RoomFailed
+    | Abort
+    | AbortAck
+    | Resync
+    | Heartbeat
+    | Goodbye
+    | GoodbyeAck
+)
+ToPrefill = Register | Announce | Bootstrap | Abort | Resync | Heartbeat | Goodbye | GoodbyeAck
+ToDecode = Registered | ChunkDone | RoomFailed | AbortAck | Resync | Heartbeat | Goodbye | GoodbyeAck

@@ -12,7 +12,7 @@ from kvflow.protocols.errors import Cause, Code
 from kvflow.protocols.ports import WriteOutcome
 from kvflow.protocols.prefill_rooms import PrefillRoomRecord
 from kvflow.protocols.wire.codec import parse_at_decode
-from kvflow.protocols.wire.messages import AbortAck, ChunkDone
+from kvflow.protocols.wire.messages import AbortAck, ChunkDone, Goodbye
 from kvflow.testing.bare.clock import Clock
 from kvflow.testing.bare.holds import Leg, Room, Who, Write, key_of
 from kvflow.testing.bare.job import handoff_of
@@ -55,6 +55,8 @@ class Oracle:
         self.rooms: dict[Promise, Room] = {}
         self.writes: dict[Promise, list[Write]] = {}
         self.acked: set[Promise] = set()
+        self.goodbyes: dict[tuple[int, int], frozenset[int]] = {}  # source and target, and what it is said not to prove
+        self.left: set[tuple[int, int]] = set()  # those that were acknowledged
         self.stopped: set[int] = set()  # rooms, a write of which has stopped short
         self.damaged = False  # bytes, on purpose
         self.over_at_s: dict[Record, float] = {}
@@ -83,7 +85,7 @@ class Oracle:
 
     def write_began(self, write: Write) -> None:
         key, writers = write.key, write.home.writers
-        if key in self.acked:
+        if key in self.acked or key[:2] in self.goodbyes:
             self.broken("I6", f"{key} is closed, and a write begins")
         earlier = self.writes.setdefault(key, [])
         for other in earlier:
@@ -112,6 +114,28 @@ class Oracle:
         elif kind is AbortAck:
             assert isinstance(message, AbortAck)
             self._acknowledged((message.source, message.target, message.grant), message.drained)
+        elif kind is Goodbye:
+            assert isinstance(message, Goodbye)
+            self._goodbye(message)
+
+    def _goodbye(self, message: Goodbye) -> None:
+        pair, unproven = (message.source, message.target), frozenset(message.unproven)
+        self.goodbyes[pair] = unproven
+        for key, writes in self.writes.items():
+            if key[:2] != pair or key[2] in unproven:
+                continue
+            if any(write.outcome is None for write in writes):
+                self.broken("I12", f"{key}: goodbye is said while a write of it runs")
+            if any(write.outcome is WriteOutcome.UNPROVEN for write in writes):
+                self.broken("I2", f"{key}: goodbye is said, and a write of it may still land")
+
+    def parted(self, node: Who, decodes: Iterable[int]) -> None:
+        """They have acknowledged its goodbye, or have said goodbye themselves."""
+        self.left.update((node.incarnation, decode) for decode in decodes)
+
+    def settled(self, key: Promise) -> bool:
+        """The goodbye of its source has ended this loan."""
+        return key[:2] in self.left and key[2] not in self.goodbyes.get(key[:2], (key[2],))
 
     def _acknowledged(self, key: Promise, drained: bool) -> None:
         self.acked.add(key)

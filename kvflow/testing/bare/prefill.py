@@ -178,7 +178,8 @@ class Prefill(Writer):
         else:
             self.routes.add(peer)
             self.world.wire.disturbed(self.control, self.world.nodes[peer])  # only now the link is up
-            self.endpoint.route_opened(peer, self.clock.now)
+            if not self.endpoint.route_opened(peer, self.clock.now):
+                self.routes.discard(peer)
         self.run()
 
     # --- the end
@@ -186,6 +187,15 @@ class Prefill(Writer):
     def look_again(self, until_s: float) -> None:
         if self.endpoint.rooms and self.clock.now < until_s:
             return self.wait(CLOSE_LOOK_S, self.look_again, until_s)
+        self.endpoint.part(self.clock.now)
+        self.run()
+        return self._look_last(self.clock.now + 2 * self.world.timing.heartbeat_s)
+
+    def _look_last(self, until_s: float) -> None:
+        """Wait until decodes have acknowledged the goodbye."""
+        if self.endpoint.unparted(self.clock.now) and self.clock.now < until_s:
+            return self.wait(CLOSE_LOOK_S, self._look_last, until_s)
+        self.oracle.parted(self, self.endpoint.core.parted)
         return self.world.kill(self, "has left")
 
     def died(self) -> None:
@@ -196,7 +206,7 @@ class Prefill(Writer):
 
     def _send(self, command: c.SendToDecode) -> None:
         frame = command.frame
-        if 3 < frame[1] < 8:  # the tag: a word about a room
+        if 3 < frame[1] < 8 or frame[1] == 11:  # the tag: a word about a room, or about all of them
             self.oracle.said(self, frame)
         decode = self.world.by_peer_id.get(command.peer_id)
         if decode is not None and self.world.wire.lines.get((self.control, decode.incarnation)):

@@ -99,6 +99,8 @@ def frozen(key: Promise, world: World) -> bool:
 def _doubtful(key: Promise, world: World) -> bool:
     """Proof is truly missing: the writer cannot say, or cannot be asked, and it lives as far as can be known."""
     source = world.nodes[key[0]]
+    if world.oracle.settled(key):
+        return False
     if not source.alive:
         return world.clock.now < source.proven_at_s + FENCE_SLACK_S
     doubt = any(write.outcome is WriteOutcome.UNPROVEN for write in world.oracle.writes.get(key, ()))

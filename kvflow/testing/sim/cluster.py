@@ -147,6 +147,8 @@ class Cluster:
     def _left(self, member: Member) -> None:
         if member.alive:
             self.oracle.trace(lambda: f"{member.name} has left")
+            if isinstance(member.node, PrefillNode):
+                self.oracle.parted(member.node.incarnation, member.node.shell.endpoint.core.parted)
             self.loop.kill(member.process)
             self.wire.unplug(member.process)
 

@@ -8,6 +8,7 @@ from kvflow.protocols.wire.codec import encode
 from kvflow.protocols.wire.messages import (
     WIRE_VERSION,
     Announce,
+    Goodbye,
     GrantId,
     Heartbeat,
     Incarnation,
@@ -32,7 +33,7 @@ def from_long_ago(source: Incarnation, peer: DecodePeer) -> list[bytes]:
 
 
 def another_life(target: Incarnation, peer: PrefillPeer) -> list[bytes]:
-    """The next life of a prefill answers, and right behind it comes what its last life has said."""
+    """The next life of a prefill says goodbye, then answers, and right behind it comes what its last life has said."""
     own = peer.key.incarnation
 
     def answers(source: Incarnation, refusal: str) -> Message:
@@ -47,5 +48,6 @@ def another_life(target: Incarnation, peer: PrefillPeer) -> list[bytes]:
         )
 
     next_life = Incarnation(own ^ 1)
-    said = (answers(next_life, "another life"), answers(own, ""), answers(own, "busy"))
+    goodbye = Goodbye(source=next_life, target=target)
+    said = (goodbye, answers(next_life, "another life"), answers(own, ""), answers(own, "busy"))
     return [encode(message) for message in (*said, Heartbeat(source=own, target=target))]

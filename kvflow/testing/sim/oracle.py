@@ -4,12 +4,12 @@ I12, I13). The handlers' own books are never asked whether they are right.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, NamedTuple
 
 from kvflow.memory.pool import PagedPool
 from kvflow.protocols.ports import WriteOutcome
-from kvflow.protocols.wire.messages import AbortAck, Bootstrap, ChunkDone, Message
+from kvflow.protocols.wire.messages import AbortAck, Bootstrap, ChunkDone, Goodbye, Message
 from kvflow.testing.sim.content import content, handoff_of
 from kvflow.testing.sim.loop import Process, VirtualLoop, current_process
 from kvflow.testing.sim.outcome import Violation
@@ -81,6 +81,8 @@ class Oracle:
         self.by_address: dict[str, Seen] = {}  # of a data plane
         self.writes: dict[Key, list[Write]] = {}
         self.acked: set[Key] = set()
+        self.goodbyes: dict[tuple[int, int], frozenset[int]] = {}  # source and target, and what it is said not to prove
+        self.left: set[tuple[int, int]] = set()  # those that were acknowledged
         self.link_disturbed_at_s: dict[tuple[str, bytes], float] = {}  # per link: when something last happened to it
         self.garbage: set[bytes] = set()  # frames that are no message
         self.writing: PrefillRoomRecord | None = None  # whose write is being started
@@ -110,7 +112,7 @@ class Oracle:
         self.trace(
             lambda: f"write {write.sources} -> {write.targets} of grant {key.grant}, {running.fault or 'no fault'}"
         )
-        if key in self.acked:
+        if key in self.acked or key[:2] in self.goodbyes:
             self.broken("I6", f"{key} is closed, and a write begins")
         if any(page in other.targets for other in earlier for page in write.targets):
             self.broken("I3", f"{key}: {write.targets} are written again under the same grant")
@@ -179,6 +181,8 @@ class Oracle:
             self._chunk_said(Key(message.source, message.target, message.grant), message)
         elif type(message) is AbortAck:
             self._ack_said(Key(message.source, message.target, message.grant), message)
+        elif type(message) is Goodbye and not frame.to_prefill:
+            self._goodbye_said(message)
         elif type(message) is Bootstrap:
             for page in memoryview(message.pages).cast("i"):
                 if grant_of(owner := sender.books.owners[page]) != message.grant:
@@ -209,6 +213,25 @@ class Oracle:
                 self.broken("I12", f"{key}: acknowledged while a write of it runs")
             elif message.drained and write.outcome is WriteOutcome.UNPROVEN:
                 self.broken("I2", f"{key}: said to be drained, and a write of it may still land")
+
+    def _goodbye_said(self, message: Goodbye) -> None:
+        pair, unproven = (message.source, message.target), frozenset(message.unproven)
+        self.goodbyes[pair] = unproven
+        for key, writes in self.writes.items():
+            if key[:2] != pair or key.grant in unproven:
+                continue
+            if any(write.outcome is None for write in writes):
+                self.broken("I12", f"{key}: goodbye is said while a write of it runs")
+            if any(write.outcome is WriteOutcome.UNPROVEN for write in writes):
+                self.broken("I2", f"{key}: goodbye is said, and a write of it may still land")
+
+    def parted(self, source: int, decodes: Iterable[int]) -> None:
+        """They have acknowledged its goodbye, or have said goodbye themselves."""
+        self.left.update((source, decode) for decode in decodes)
+
+    def settled(self, key: Key) -> bool:
+        """The goodbye of its source has ended this loan."""
+        return key[:2] in self.left and key.grant not in self.goodbyes.get(key[:2], (key.grant,))
 
     def received(self, process: Process | None, frames: list[bytes]) -> None:
         if self.garbage:

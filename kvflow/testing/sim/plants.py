@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 from kvflow.protocols.errors import MisuseError
 from kvflow.testing.sim import plants_decode as d
+from kvflow.testing.sim import plants_goodbye as g
 from kvflow.testing.sim import plants_prefill as p
 from kvflow.testing.sim import plants_residency, plants_tables
 from kvflow.testing.sim.outcome import Outcome
@@ -56,6 +57,24 @@ PLANTS = (
     Plant("dropped from one table", "an ended room leaves its grant open", p.grave_of_one_room, "I5"),
     Plant("ack for another life", "prefill acknowledges what its predecessor was asked", p.ack_for_another_life, "I6"),
     Plant("prompts not compared", "prefill matches halves by room alone", p.prompts_not_compared, "I8"),
+    Plant(
+        "goodbye before the drain",
+        "prefill says goodbye as it begins to leave, and names nothing",
+        g.goodbye_before_the_drain,
+        "I2",
+    ),
+    Plant(
+        "goodbye of another incarnation taken as proof",
+        "the goodbye of a prefill's successor ends loans of its predecessor",
+        g.goodbye_of_another_incarnation,
+        "I2",
+    ),
+    Plant(
+        "goodbye proves what it names",
+        "decode ends the loans that prefill cannot vouch for",
+        g.goodbye_proves_what_it_names,
+        "I2",
+    ),
     Plant("garbage ends the loop", "prefill's reader dies of a malformed frame", p.garbage_ends_the_loop, "I7"),
 )
 

@@ -87,6 +87,8 @@ def _left_at_decode(member: Member, oracle: Oracle, doubts: bool) -> list[str]:
 def _doubtful(key: Key, oracle: Oracle) -> bool:
     """Proof is truly missing: the writer cannot say, or cannot be asked, and it lives as far as can be known."""
     source = oracle.by_incarnation[key.source]
+    if oracle.settled(key):
+        return False
     if source.ended:
         return oracle.loop.time() < source.proven_at_s + FENCE_SLACK_S
     doubt = any(write.outcome is WriteOutcome.UNPROVEN for write in oracle.writes.get(key, ()))

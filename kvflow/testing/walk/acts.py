@@ -35,6 +35,7 @@ from kvflow.testing.walk.world import (
 )
 
 AGED = -1e9
+_SENT_AGAIN = {LinkPhase.UP: "sends a heartbeat", LinkPhase.PARTING: "says goodbye again"}
 
 
 class Acts:
@@ -151,6 +152,8 @@ class Acts:
         if not value.left:
             may("begins to leave", DecodeSide.leave, Price.LEAVE)
         elif not value.closed:
+            if any(link.phase is not LinkPhase.PARTING for link in endpoint.peers):
+                may("says goodbye", DecodeSide.part)
             may("closes", DecodeSide.close, fair=True)
         return found
 
@@ -184,8 +187,9 @@ class Acts:
             if phase is LinkPhase.GONE:
                 continue
             kind = "beat" if phase is LinkPhase.UP else "repeat"
-            text = "sends a heartbeat" if phase is LinkPhase.UP else "registers again"
-            every(kind, life, text, partial(_repeat, timer=timer))
+            every(kind, life, _SENT_AGAIN.get(phase, "registers again"), partial(_repeat, timer=timer))
+            if phase is LinkPhase.PARTING:
+                continue
             kind = "repeat" if phase is LinkPhase.SILENT else "long"
             text = "redials" if phase is LinkPhase.SILENT else "has heard nothing of prefill for too long"
             every(kind, life, text, partial(_long, timer=timer))
@@ -291,6 +295,9 @@ class Acts:
             may("works off one task", lambda s: s.endpoint.tick(0.0), fair=True)
         if not value.left:
             may("begins to leave", PrefillSide.leave, Price.LEAVE)
+        elif not value.parted:
+            price = Price.DOUBT if value.writes else Price.NOTHING  # its patience has ended
+            may("says goodbye", PrefillSide.part, price, fair=not value.writes)
         self._prefill_timers(value, endpoint, over, beats, may)
         return found
 
@@ -340,6 +347,8 @@ class Acts:
                 price = Price.NOTHING if lost else Price.SILENCE
                 text = f"has heard nothing of decode {timer.key} for too long"
                 may(text, partial(_silent, timer=timer), price, fair=lost)
+            elif timer.kind == "goodbye":
+                may("says goodbye again", partial(PrefillSide.due, timer=timer), fair=True)
             elif timer.kind == "room":
                 record = core.rooms[timer.key]
                 waits_for_decode = record.phase is PrefillPhase.EXPECTED

@@ -208,6 +208,9 @@ class DecodeSide:
         self.put(left=True)
         self.endpoint.leave(0.0)
 
+    def part(self) -> None:
+        self.endpoint.part(0.0)
+
     def close(self) -> None:
         self.put(closed=True)
         self.endpoint.close(0.0)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from contextlib import AbstractContextManager, ExitStack
 from typing import Any
 
-from kvflow.protocols import decode_core, prefill_inbox
+from kvflow.protocols import decode_core, decode_inbox, prefill_inbox
 from kvflow.protocols.decode import DecodeEndpoint
 from kvflow.protocols.decode_links import DecodeLinks
 from kvflow.protocols.decode_rooms import ChunkCheck
@@ -43,6 +43,13 @@ def _refusal_accepted() -> AbstractContextManager[object]:
     stack.enter_context(_cells(link, {(LinkPhase.REGISTERING, LinkKind.REFUSED): move})())
     stack.enter_context(_attribute(DecodeLinks, "check_coverage", lambda *_: "")())
     return stack
+
+
+_hear_goodbye = decode_inbox.HANDLERS[wire.Goodbye]
+
+
+def _believes_all(core: Any, peer: Any, message: wire.Goodbye, now: float) -> None:
+    _hear_goodbye(core, peer, wire.Goodbye(source=message.source, target=message.target), now)
 
 
 def _abort_forgotten() -> AbstractContextManager[object]:
@@ -155,8 +162,8 @@ ENDPOINTS: tuple[Plant, ...] = (
         _cells(
             peer,
             {
-                (PeerPhase.UP, PeerKind.DIED): Move(PeerPhase.DEAD, (PeerCommand.LOSE_ROOMS, PeerCommand.CLOSE_ROUTE)),
-                (PeerPhase.DEAD, PeerKind.IDLE): Move(PeerPhase.FORGOTTEN, (PeerCommand.FORGET,)),
+                (PeerPhase.UP, PeerKind.DIED): Move(PeerPhase.GONE, (PeerCommand.LOSE_ROOMS, PeerCommand.CLOSE_ROUTE)),
+                (PeerPhase.GONE, PeerKind.IDLE): Move(PeerPhase.FORGOTTEN, (PeerCommand.FORGET,)),
             },
         ),
         "I2",
@@ -269,6 +276,27 @@ ENDPOINTS: tuple[Plant, ...] = (
         TINY._replace(leaves=1),
     ),
     Plant(
+        "goodbye names nothing",
+        "prefill says goodbye and vouches for writes that may still land",
+        _attribute(GrantTable, "unproven", lambda self: ()),
+        "I2",
+        TINY._replace(leaves=1, doubts=1),
+    ),
+    Plant(
+        "goodbye ends every loan",
+        "decode ends the loans that prefill cannot vouch for",
+        lambda: _item(decode_inbox.HANDLERS, wire.Goodbye, _believes_all),
+        "I2",
+        TINY._replace(leaves=1, doubts=1),
+    ),
+    Plant(
+        "goodbye without its loans",
+        "decode hangs up at a goodbye, and leaves the loans as they are",
+        lambda: _item(decode_core._TASKS, "part", _not_again),
+        "rest",
+        TINY._replace(leaves=1),
+    ),
+    Plant(
         "leaving still opens",
         "decode opens rooms while it shuts down",
         _attribute(DecodeEndpoint, "leave", _leaves_ajar),
@@ -278,7 +306,7 @@ ENDPOINTS: tuple[Plant, ...] = (
     Plant(
         "decode's death unseen",
         "rooms of a decode that died go on",
-        _cells(peer, {(PeerPhase.UP, PeerKind.DIED): Move(PeerPhase.DEAD)}),
+        _cells(peer, {(PeerPhase.UP, PeerKind.DIED): Move(PeerPhase.GONE)}),
         "rest",
         TINY._replace(crashes=1),
     ),

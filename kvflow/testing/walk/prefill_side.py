@@ -65,6 +65,8 @@ class Prefill(NamedTuple):
     other: Other = Other.ABSENT
     stalled: bool = False
     left: bool = False
+    parted: bool = False  # it has said goodbye
+    named: bool = False  # and has named a grant that it proves nothing about
     # what follows from the endpoint
     knows: bool = False  # decode is registered and up, and its heartbeats are answered
     silent: bool = False  # decode is taken for silent
@@ -230,7 +232,8 @@ class PrefillSide:
     def route(self, peer: Incarnation, *, opened: bool) -> None:
         if opened:
             self.routes[peer] = True
-            self.endpoint.route_opened(peer, 0.0)
+            if not self.endpoint.route_opened(peer, 0.0):
+                del self.routes[peer]
         else:
             del self.routes[peer]
             self.endpoint.route_refused(peer, "no way", 0.0)
@@ -246,6 +249,11 @@ class PrefillSide:
     def leave(self) -> None:
         self.put(left=True)
         self.endpoint.leave(0.0)
+
+    def part(self) -> None:
+        peer = self.core.peers.get(DECODE)
+        self.put(parted=True, named=peer is not None and bool(peer.grants.unproven()))
+        self.endpoint.part(0.0)
 
     # --- what it asks its shell to do
 

@@ -154,7 +154,7 @@ class Tables:
 
     def _cannot_know(self, prefill: Prefill) -> bool:
         """Alive, and it cannot prove where its writes went; or dead, and the data plane proves nothing."""
-        return prefill.doubts or (prefill.gone and not self.bounds.fences)
+        return prefill.doubts or prefill.named or (prefill.gone and not self.bounds.fences)
 
     # --- what can happen
 

@@ -1,0 +1,211 @@
+"""Nodes that close in a process that lives on: what they had to do with each other ends by their word (I2, I5, I6).
+
+The data plane is the local one, whose fence is the end of the process: here that proves nothing, as after a switch of
+roles.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+import pytest
+
+from kvflow.memory.pool import PagedPool
+from kvflow.protocols.errors import Code
+from kvflow.protocols.machines.link import LinkPhase
+from kvflow.protocols.wire.messages import Bootstrap, Goodbye, GoodbyeAck, Heartbeat
+from kvflow.testing.pair import Pair, pair, until
+from kvflow.transports.data.fake import Fault
+from kvflow.transports.data.local import LocalPlane
+from tests.handlers.scenes import PROMPT, all_read, code_of, every_rank_writes, known, ledger, links, matched, success
+
+
+def local(pool: PagedPool) -> LocalPlane:
+    return LocalPlane(pool.segment)
+
+
+@asynccontextmanager
+async def living(**options: int) -> AsyncIterator[Pair]:
+    """Nodes whose process does not end with them."""
+    async with pair(open_plane=local, **options) as p:  # type: ignore[arg-type]
+        yield p
+
+
+async def linked(p: Pair) -> None:
+    await success(p, 1)
+    await p.rest()
+
+
+async def forgotten(p: Pair) -> None:
+    """Decode has its pages, and knows nothing of the prefill that has closed."""
+    await p.rest()
+    assert not links(p.decode) and not p.decode.quarantined_pages
+
+
+async def test_what_is_still_in_the_socket_when_prefill_closes() -> None:
+    """A Bootstrap that prefill has never received, and a room that is only announced."""
+    async with living() as p:
+        await linked(p)
+        p.network.hold(Bootstrap)
+        lent = await p.decode.room(7, "sim", PROMPT)
+        announced = p.decode.announce(8, "sim", PROMPT)
+        await all_read()
+        await p.prefills.pop().close()
+        p.network.release()
+        assert await code_of(lent.landed()) is await code_of(announced.landed()) is Code.SHUTDOWN
+        await forgotten(p)
+
+
+async def test_a_prefill_that_comes_back_at_its_address_serves() -> None:
+    """As a worker that was made a decode, and is a prefill again."""
+    async with living() as p:
+        await linked(p)
+        p.network.hold(Bootstrap)
+        lent = await p.decode.room(7, "sim", PROMPT)
+        port = int(p.prefill.control.rsplit(":", 1)[1])
+        await p.prefills.pop().close()
+        p.network.release()
+        assert await code_of(lent.landed()) is Code.SHUTDOWN
+        await p.add_prefill(port)
+        await success(p, 9)
+        await p.rest()
+        assert [peer.phase for peer in links(p.decode)] == [LinkPhase.UP]
+
+
+@pytest.mark.parametrize("lost", [Goodbye, GoodbyeAck])
+async def test_a_goodbye_of_prefill_or_its_answer_is_lost(lost: type) -> None:
+    """The first is said again. Decode has hung up when it answers, so the second is waited for a while only."""
+    async with living() as p:
+        await linked(p)
+        p.network.hold(Bootstrap)
+        await p.decode.room(7, "sim", PROMPT)
+        await all_read()
+        p.network.drop(lost)
+        await p.prefills.pop().close()
+        assert p.network.seen["Goodbye"] == (2 if lost is Goodbye else 1)
+        await forgotten(p)
+
+
+async def test_a_decode_that_was_silent_hears_it_when_it_comes_back() -> None:
+    """Its loan has been in doubt since."""
+    async with living() as p:
+        await linked(p)
+        p.network.hold(Bootstrap)
+        lent = await p.decode.room(7, "sim", PROMPT)
+        p.network.cut()
+        p.clock(p.decode).advance(p.timing.lost_after_s + 1)
+        assert await code_of(lent.landed()) is Code.PEER_LOST
+        await until(lambda: p.decode.quarantined_pages == len(lent.pages))
+        p.network.mend()
+        await p.prefills.pop().close()
+        await forgotten(p)
+
+
+async def test_one_rank_of_a_group_closes() -> None:
+    """The other one is asked for its proof, as at any end of a room."""
+    async with living(ranks=2) as p:
+        await success_of_two(p)
+        p.network.hold(Bootstrap)
+        lent = await p.decode.room(7, "sim", PROMPT)
+        await all_read()
+        await p.prefills.pop().close()
+        p.network.release()
+        assert await code_of(lent.landed()) is Code.SHUTDOWN
+        await p.rest()
+        assert [peer.info.rank for peer in links(p.decode)] == [0]
+
+
+async def success_of_two(p: Pair) -> None:
+    sources = [node.room(1, PROMPT) for node in p.prefills]
+    target = await p.decode.room(1, "sim", PROMPT)
+    for node, source in zip(p.prefills, sources, strict=True):
+        await source.matched()
+        p.send_all(source, node=node)
+    await target.landed()
+    target.close()
+    await p.rest()
+
+
+async def test_a_write_in_doubt_stays_on_loan() -> None:
+    """All else that was lent there is free at once."""
+    async with pair() as p:
+        source, target = await matched(p)
+        p.plane(p.prefill).script(Fault.LATE)
+        p.send_all(source)
+        assert await code_of(target.landed()) is Code.TRANSFER_ERROR
+        p.network.hold(Bootstrap)
+        lent = await p.decode.room(8, "sim", PROMPT)
+        await all_read()
+        await p.prefill.shell.drain(0)
+        await p.prefill.shell.part()
+        assert await code_of(lent.landed()) is Code.SHUTDOWN
+        assert p.decode.quarantined_pages == len(target.pages) == 64 - p.decode.pages.free_pages
+        (line,) = p.decode.peers()
+        assert line["phase"] == "gone" and line["loans"] == 1 and not known(p.prefill)
+        p.network.release()
+
+
+async def test_writes_that_do_not_drain_are_named() -> None:
+    """Patience ends while they run: what they become is not known, until the plane has ended them."""
+    async with pair(ranks=1) as p:
+        (source,), target = await every_rank_writes(p)
+        prefill = p.prefill
+        prefill.leave()
+        prefill.shell.endpoint.part(prefill.shell.now())
+        prefill.shell.run()
+        await until(lambda: links(p.decode)[0].phase is LinkPhase.GONE)
+        assert p.decode.quarantined_pages == len(target.pages) and len(ledger(p.decode)) == 1
+        assert await code_of(source.done()) is Code.SHUTDOWN
+        p.plane(prefill).release()
+
+
+# --- decode closes
+
+
+async def test_a_decode_that_closes_is_forgotten_at_once() -> None:
+    async with living() as p:
+        await linked(p)
+        (peer,) = known(p.prefill)
+        route = p.prefill.shell.routes[peer.incarnation]
+        await p.decodes.pop().close()
+        assert not known(p.prefill) and not p.prefill.shell.routes and route.closed  # type: ignore[attr-defined]
+        assert not p.prefill.shell.endpoint.core.deadlines
+
+
+async def test_a_decode_that_closes_with_an_announced_room_ends_the_engines_half() -> None:
+    async with living() as p:
+        await linked(p)
+        p.decode.announce(7, "sim", PROMPT)
+        source = p.prefill.room(7, PROMPT)
+        await all_read()
+        await p.decodes.pop().close()
+        assert await code_of(source.matched()) is Code.SHUTDOWN
+        await p.rest()
+
+
+@pytest.mark.parametrize("lost", [Goodbye, GoodbyeAck])
+async def test_a_goodbye_of_decode_that_is_lost_is_said_again(lost: type) -> None:
+    async with living() as p:
+        await linked(p)
+        p.network.drop(lost)
+        await p.decodes.pop().close()
+        assert p.network.seen["Goodbye"] == 2 and not known(p.prefill)
+
+
+async def test_a_decode_does_not_wait_for_a_prefill_that_does_not_answer() -> None:
+    async with living() as p:
+        await linked(p)
+        p.network.drop(Goodbye, times=1 << 30)
+        p.network.drop(Heartbeat, times=1 << 30)
+        await p.decodes.pop().close()
+        assert p.network.seen["Goodbye"] >= 2 and known(p.prefill)
+        p.network.mend()
+
+
+async def test_both_close_at_once() -> None:
+    async with living() as p:
+        await linked(p)
+        p.decode.leave(), p.prefill.leave()
+        for node in (p.decodes.pop(), p.prefills.pop()):
+            await node.close()
