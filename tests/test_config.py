@@ -99,6 +99,14 @@ def test_booleans_are_words_in_the_environment() -> None:
         ("prefill", {"dtype": "int3"}, {}, ["--dtype", "float32", "bfloat16"]),
         ("prefill", {"disaggregation_transfer_backend": "pigeon"}, {}, ["local", "mooncake"]),
         ("prefill", {"disaggregation_mode": "decode"}, {}, ["--disaggregation-mode", "kvflow prefill"]),
+        (
+            "decode",
+            {"kv_events_key_file": "k"},
+            {},
+            ["--kv-events-key-file k without --kv-events"],
+        ),
+        ("router", {"api_key": "k"}, {}, ["or an --admin-api-key, with which workers join it"]),
+        ("router", {"api_key": "k", "admin_api_key": "k"}, {}, ["--admin-api-key is the --api-key"]),
         ("prefill", {"kv_events_config": "{}"}, {}, ["--kv-events-config without --prefix-cache"]),
         (
             "decode",
@@ -244,8 +252,9 @@ def test_a_missing_file_is_an_error() -> None:
         resolve("decode", MODEL, env={}, config="/nowhere/kvflow.toml")
 
 
-def test_an_api_key_is_never_shown(tmp_path: Path) -> None:
-    path = write(tmp_path, "api_key = 12345\n")
+@pytest.mark.parametrize("name", ["api_key", "admin_api_key"])
+def test_a_key_is_never_shown(tmp_path: Path, name: str) -> None:
+    path = write(tmp_path, f"{name} = 12345\n")
     with pytest.raises(ConfigError) as caught:
         resolve("decode", MODEL, env={}, config=path)
     assert "12345" not in str(caught.value)

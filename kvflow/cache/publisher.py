@@ -5,6 +5,9 @@ PUB sends [topic, seq, payload]. A replay is asked for from a DEALER with [b"", 
 b"snapshot"] asks for all that is cached, in one batch, rather than for what has happened. Numbers are 64 bits,
 big-endian. What is sent where batches are not kept any more: `protocols.cache.stream`.
 
+**Events are prompts**: the token ids of whatever is cached, and salts. Whoever connects reads them, so the address is
+the loopback's where no other one is asked for, and a key (CURVE, `kvflow keygen`) shuts out who has none.
+
 Nothing here waits for a subscriber: PUB drops what a slow one does not take, and its next batch shows that by its
 number; when nothing happens, an empty one comes every `heartbeat_s`. Events that are recorded in one turn of the loop
 share a batch.
@@ -21,13 +24,13 @@ import zmq
 import zmq.asyncio
 
 from kvflow.aio import in_thread, in_turns
-from kvflow.protocols.cache.addresses import numbered_address
+from kvflow.protocols.cache.addresses import DEFAULT_ADDRESS, numbered_address
 from kvflow.protocols.cache.stream import Batch, EventSource, EventStream, StreamLimits
 from kvflow.protocols.errors import MisuseError
 from kvflow.protocols.limits import LEAST_WAIT_S, check_time
 from kvflow.protocols.wire.kv_events import VLLM_MEDIA, BatchEncoder, Media
+from kvflow.transports.control.curve import ControlKey
 
-DEFAULT_ADDRESS = "tcp://*:5557"
 END = (-1).to_bytes(8, "big", signed=True)
 SNAPSHOT = b"snapshot"
 QUEUE_BATCHES = 1_000  # per subscriber that does not read: some 60 KB each with prompts of 10,000 tokens
@@ -59,12 +62,14 @@ class EventPublisher:
         rank: int = 0,
         positional: bool = False,
         media: Media = VLLM_MEDIA,
+        key: ControlKey | None = None,
         limits: StreamLimits | None = None,
         heartbeat_s: float = 5.0,
         first_seq: int = 0,
     ) -> None:
         """Bind "tcp://host:port" on port + `rank`, the replay socket likewise; port * or 0 is any free one. `rank`: of
         the data-parallel group. `positional`: events as arrays, the older form. `media`: the names of the tiers.
+        `key`: subscribers without it get nothing, and what they are sent is encrypted.
 
         Raises: MisuseError.
         """
@@ -76,19 +81,22 @@ class EventPublisher:
             first_seq=first_seq,
         )
         self._first_seq, self._loop = first_seq, asyncio.get_running_loop()
-        self._pub: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.PUB)
-        self.address = _bind(self._pub, "address", address, rank)
+        context = zmq.Context() if key else zmq.Context.instance()
+        self._pub: zmq.Socket[bytes] = context.socket(zmq.PUB)
         self._router: zmq.asyncio.Socket | None = None
-        self.replay_address: str | None = None
         if replay_address is not None:
-            self._router = zmq.asyncio.Socket(zmq.Context.instance(), zmq.ROUTER)
+            self._router = zmq.asyncio.Socket(context, zmq.ROUTER)
             self._router.setsockopt(zmq.ROUTER_MANDATORY, 1)  # it says what it cannot send
             self._router.setsockopt(zmq.MAXMSGSIZE, 1024)  # of a request
-            try:
+        self._authentication = key.arm_server(*self._sockets()) if key else None
+        self.replay_address: str | None = None
+        try:
+            self.address = _bind(self._pub, "address", address, rank)
+            if self._router is not None and replay_address is not None:
                 self.replay_address = _bind(self._router, "replay_address", replay_address, rank)
-            except MisuseError:
-                self._pub.close(linger=0)
-                raise
+        except MisuseError:
+            self._close_sockets(0)
+            raise
         self._closing = False
         self._turn: asyncio.Handle | None = None
         self._slots = asyncio.Semaphore(MAX_REPLAYS)
@@ -111,7 +119,9 @@ class EventPublisher:
 
     def describe(self) -> dict[str, Any]:
         """Where it publishes, by the names of --kv-events-config, and what it has sent."""
-        return {"endpoint": self.address, "replay_endpoint": self.replay_address, **self.stats()._asdict()}
+        needs_key = self._authentication is not None
+        addresses = {"endpoint": self.address, "replay_endpoint": self.replay_address}
+        return {**addresses, "needs_key": needs_key, **self.stats()._asdict()}
 
     async def close(self) -> None:
         """Send what has been recorded, end replays, close the sockets. More than once is once."""
@@ -124,13 +134,20 @@ class EventPublisher:
             self._timer.cancel()
             if self._turn is not None:
                 self._turn.cancel()
-            self._pub.close(linger=LINGER_MS)
             for task in self._tasks:
                 task.cancel()
             if self._tasks:
                 await asyncio.wait(self._tasks)
-            if self._router is not None:
-                self._router.close(linger=LINGER_MS)
+            self._close_sockets(LINGER_MS)
+
+    def _sockets(self) -> list[zmq.Socket[Any]]:
+        return [self._pub, *([self._router] if self._router is not None else [])]
+
+    def _close_sockets(self, linger_ms: int) -> None:
+        if self._authentication is not None:
+            self._authentication.close()
+        for socket in self._sockets():
+            socket.close(linger=linger_ms)
 
     def _end_turn(self) -> None:
         self._turn = None
@@ -234,17 +251,12 @@ def _is_request(frames: list[bytes]) -> bool:
 
 
 def _bind(socket: zmq.Socket[Any], name: str, address: str, rank: int) -> str:
-    """The address that `socket` is bound to. Raises: MisuseError, with the socket closed."""
-    try:
-        own = numbered_address(name, address, rank)
-    except MisuseError:
-        socket.close(linger=0)
-        raise
+    """The address that `socket` is bound to. Raises: MisuseError."""
+    own = numbered_address(name, address, rank)
     socket.setsockopt(zmq.IPV6, int("[" in own))
     socket.setsockopt(zmq.SNDHWM, QUEUE_BATCHES)
     try:
         socket.bind(own)
     except zmq.ZMQError as error:
-        socket.close(linger=0)
         raise MisuseError(f"{name} {own!r}: {zmq.strerror(error.errno or 0)}") from None
     return str(socket.getsockopt_string(zmq.LAST_ENDPOINT))

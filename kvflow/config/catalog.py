@@ -45,6 +45,7 @@ _PLANE = (
     "staging",
     "staging_bytes",
     "kv_events_config",
+    "kv_events_key_file",
     "verify_transfers",
     "control_key_file",
 )
@@ -72,7 +73,11 @@ _SENDER = (
 FIELDS_OF_ROLE: dict[str, tuple[str, ...]] = {
     "prefill": (*_WORKER, *_SENDER, "disaggregation_mode", "disaggregation_bootstrap_port", "control_port", "join"),
     "decode": (*_WORKER, *_RECEIVER, "tp", "disaggregation_mode", "disaggregation_bootstrap_port", "join"),
-    "router": (*_HTTP, *_ROUTER, "request_timeout_s", "max_queued_requests", "prefill", "decode", "engine", "legs"),
+    "router": (
+        *_HTTP,
+        *_ROUTER,
+        *("request_timeout_s", "max_queued_requests", "prefill", "decode", "engine", "legs", "kv_events_key_file"),
+    ),
     "up": (
         *_WORKER,
         *_SENDER,
@@ -120,7 +125,7 @@ GROUPS: dict[str, tuple[str, ...]] = {
         "optimistic_prefill",
         "kv_events_config",
     ),
-    "security": ("api_key", "admin_api_key", "allowed_origins", "control_key_file"),
+    "security": ("api_key", "admin_api_key", "kv_events_key_file", "allowed_origins", "control_key_file"),
 }
 _GROUP_OF = {name: group for group, names in GROUPS.items() for name in names}
 if ungrouped := set(Settings.__struct_fields__) - _GROUP_OF.keys():

@@ -7,21 +7,24 @@ from typing import Annotated, Literal
 import msgspec
 from msgspec import Meta
 
-from kvflow.protocols.cache.addresses import numbered_address
+from kvflow.protocols.cache.addresses import DEFAULT_ADDRESS, numbered_address
+from kvflow.protocols.cache.choices import Dialect
 from kvflow.protocols.errors import MisuseError
-from kvflow.protocols.wire.kv_events import Dialect
 
 Count = Annotated[int, Meta(ge=1, le=1 << 40)]
 
 
 class KvEvents(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Where events of the prefix cache go. `hwm` and `max_queue_size` are accepted: what a subscriber does not take is
-    dropped, and announced, by limits of kvflow's own. Two fields are kvflow's: `positional`, events as arrays, which is
-    the older form; `dialect`, by whose names events call the media of the tiers."""
+    """Where events of the prefix cache go: to this machine alone, where no other address is given.
+
+    `hwm` and `max_queue_size` are accepted: what a subscriber does not take is dropped, and announced, by limits of
+    kvflow's own. Two fields are kvflow's: `positional`, events as arrays, which is the older form; `dialect`, by whose
+    names events call the media of the tiers.
+    """
 
     publisher: Literal["zmq", "null"] | None = "zmq"
     enable_kv_cache_events: bool = True
-    endpoint: str = "tcp://*:5557"
+    endpoint: str = DEFAULT_ADDRESS
     replay_endpoint: str | None = None
     buffer_steps: Count = 10_000
     hwm: Count = 100_000

@@ -244,8 +244,15 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         str,
         Meta(
             description="Publish events of the prefix cache, as vLLM and SGLang do: a JSON object with publisher "
-            "(zmq), endpoint (tcp://*:5557), replay_endpoint, topic, buffer_steps, and dialect (vllm, or sglang, which "
-            "dynamo reads, too): by whose names events call the media."
+            "(zmq), endpoint (tcp://127.0.0.1:5557), replay_endpoint, topic, buffer_steps, and dialect (vllm, or "
+            "sglang, which dynamo reads, too): by whose names events call the media."
+        ),
+    ] = ""
+    kv_events_key_file: Annotated[
+        str,
+        Meta(
+            description="File of `kvflow keygen`, the same at workers and router: cache events are sent to subscribers "
+            "that have it (CURVE), and to no others."
         ),
     ] = ""
     transfer_rate_limit: Annotated[

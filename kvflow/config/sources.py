@@ -190,6 +190,7 @@ def _check_effect(role: Role, settings: Settings) -> None:
         ("--engine vllm", settings.engine == "vllm", ("legs",)),
         ("--engine kvflow", settings.engine == "kvflow", ("tokenizer_path",)),
         ("--kv-events-config", role != "up" or bool(settings.kv_events_config), ("tokenizer_path",)),
+        ("--kv-events-config", role == "router" or bool(settings.kv_events_config), ("kv_events_key_file",)),
     ):
         for name in names:
             if not is_there and (value := getattr(settings, name)) != FIELDS[name].default:

@@ -27,22 +27,25 @@ from kvflow.config.kv_events import KvEvents
 from kvflow.config.settings import Settings
 from kvflow.launch.parts import Parts
 from kvflow.memory.available import available_memory
+from kvflow.protocols.cache.addresses import is_loopback
 from kvflow.protocols.cache.stream import StreamLimits
 from kvflow.protocols.errors import LayoutError, MisuseError
 from kvflow.protocols.pages.layout import PoolLayout
 from kvflow.protocols.wire.kv_events import media_of
 from kvflow.server.http.listening import reachable
+from kvflow.transports.control.curve import read_key
 
 _log = logging.getLogger("kvflow.serve")
 T = TypeVar("T")
 
 
 def check_cache(settings: Settings) -> None:
-    """What can be known before a model is loaded. Raises: MisuseError for host memory that is not there, or a port in
-    use."""
+    """What can be known before a model is loaded. Raises: MisuseError for host memory that is not there, a port in use,
+    or a key file that holds no key."""
     available = available_memory()
     if available is not None and settings.cache_host_bytes > available.size_bytes:
         raise MisuseError(f"--cache-host-bytes {settings.cache_host_bytes}: {available}")
+    read_key(settings.kv_events_key_file)
     config = KvEvents.parse(settings.kv_events_config) if settings.kv_events_config else None
     for address in () if config is None else (config.endpoint, config.replay_endpoint or ""):
         host, _, port = address.removeprefix("tcp://").rpartition(":")
@@ -98,7 +101,7 @@ async def prefix_cache(
     )  # fmt: skip
     try:
         if config is not None:
-            cache.publisher = _publisher(config, cache, shared_storage=settings.l3 == "mooncake")
+            cache.publisher = _publisher(config, settings, cache)
         yield cache
     finally:
         try:
@@ -156,16 +159,24 @@ def _backend(settings: Settings, layout: PoolLayout) -> Backend:
     )  # fmt: skip
 
 
-def _publisher(config: KvEvents, cache: PrefixCache, *, shared_storage: bool) -> EventPublisher:
-    """Raises: MisuseError naming the address that cannot be bound."""
+def _publisher(config: KvEvents, settings: Settings, cache: PrefixCache) -> EventPublisher:
+    """Raises: MisuseError naming the address that cannot be bound, or the key file."""
+    key = read_key(settings.kv_events_key_file)
+    media = media_of(config.dialect, shared_storage=settings.l3 == "mooncake")
     try:
         publisher = EventPublisher(
             cache, cache.page_size, address=config.endpoint, replay_address=config.replay_endpoint, topic=config.topic,
-            positional=config.positional, media=media_of(config.dialect, shared_storage=shared_storage),
+            positional=config.positional, media=media, key=key,
             limits=StreamLimits(kept_batches=config.buffer_steps),
             first_seq=time.time_ns() // 1_000_000 << 16,  # after a restart subscribers see a gap, and ask for a replay
         )  # fmt: skip
     except MisuseError as error:
         raise MisuseError(f"--kv-events-config: {error}") from None
     _log.info("events of the prefix cache at %s", publisher.address)
+    bound = [address for address in (publisher.address, publisher.replay_address) if address is not None]
+    if key is None and not all(map(is_loopback, bound)):
+        _log.warning(
+            "cache events hold prompts, and other machines can read them without a key at %s; give "
+            "--kv-events-key-file, or bind them to the loopback", " and ".join(bound)
+        )  # fmt: skip
     return publisher

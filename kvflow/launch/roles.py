@@ -37,6 +37,7 @@ from kvflow.server.router.policies import Policy
 from kvflow.server.router.router import Router
 from kvflow.server.router.routes import router_app
 from kvflow.server.router.vllm_engine import VllmEngine
+from kvflow.transports.control.curve import read_key
 from kvflow.transports.control.registry import RankTable
 
 _log = logging.getLogger("kvflow.launch")
@@ -96,6 +97,7 @@ async def _run_first_shard(settings: Settings, http: socket.socket) -> None:
 
 async def run_router(settings: Settings) -> None:
     """`kvflow router`, until a signal stops it."""
+    events_key = read_key(settings.kv_events_key_file)
     tokenizer = _routing_tokenizer(settings.tokenizer_path) if settings.tokenizer_path else None
     http = bound_socket(settings.host, settings.port, "--port")
     router = Router(
@@ -108,7 +110,7 @@ async def run_router(settings: Settings) -> None:
         poll_s=settings.poll_s,
         policy=Policy(settings.policy, settings.balance_abs_threshold, settings.balance_rel_threshold),
         encoder=tokenizer,
-        engine=VllmEngine(settings.legs) if settings.engine == "vllm" else KvflowEngine(),
+        engine=VllmEngine(settings.legs) if settings.engine == "vllm" else KvflowEngine(events_key),
     )
     try:
         await router.start()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Coroutine
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -14,12 +15,14 @@ import zmq.asyncio
 
 from kvflow.cache import publisher as module
 from kvflow.cache.publisher import EventPublisher
-from kvflow.protocols.cache.addresses import numbered_address
+from kvflow.config.kv_events import KvEvents
+from kvflow.protocols.cache.addresses import DEFAULT_ADDRESS, is_loopback, numbered_address
 from kvflow.protocols.cache.hashes import token_bytes
 from kvflow.protocols.cache.index import PrefixIndex
 from kvflow.protocols.cache.nodes import Tier
 from kvflow.protocols.cache.stream import Batch, StreamLimits
 from kvflow.protocols.errors import MisuseError
+from kvflow.transports.control.curve import ControlKey, read_key, write_key
 from tests.protocols.cache.decoders import DECODERS, apply
 from tests.protocols.cache.subscriber import Subscriber, block_hash, digest_chain
 from tests.protocols.cache.test_stream import Knower
@@ -83,7 +86,7 @@ async def start() -> AsyncIterator[Start]:
 async def connect() -> AsyncIterator[Connect]:
     sockets = []
 
-    def connect(kind: int, address: str | None, **options: int) -> zmq.asyncio.Socket:
+    def connect(kind: int, address: str | None, **options: Any) -> zmq.asyncio.Socket:
         assert address is not None
         socket = zmq.asyncio.Socket(zmq.Context.instance(), kind)
         sockets.append(socket)
@@ -416,3 +419,60 @@ async def test_a_port_that_is_taken(start: Start) -> None:
     cache = await start()
     with pytest.raises(MisuseError, match=f"replay_address '{cache.publisher.address}': Address already in use"):
         Cache(replay_address=cache.publisher.address)
+
+
+async def test_who_has_the_key_is_sent_events_and_nobody_else(
+    start: Start, connect: Connect, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neither live nor again: a stranger's requests do not arrive, and its subscription gets no batch."""
+    keys = []
+    for name in ("ours", "other"):
+        write_key(str(tmp_path / name))
+        keys.append(read_key(str(tmp_path / name)))
+    ours, other = keys
+    assert ours is not None and other is not None
+    cache = await start(key=ours)
+    assert cache.publisher.describe()["needs_key"] is True
+
+    def curve(key: ControlKey) -> dict[str, Any]:
+        return {"CURVE_SERVERKEY": key.public, "CURVE_PUBLICKEY": key.public, "CURVE_SECRETKEY": key.secret}
+
+    strangers = [
+        connect(kind, address, **options)
+        for options in ({}, curve(other), curve(other) | {"CURVE_SERVERKEY": ours.public})
+        for kind, address in ((zmq.SUB, cache.publisher.address), (zmq.DEALER, cache.publisher.replay_address))
+    ]
+    for socket in strangers[1::2]:
+        await socket.send_multipart([b"", u64(0), b"snapshot"])
+    sub = connect(zmq.SUB, cache.publisher.address, **curve(ours))
+    dealer = connect(zmq.DEALER, cache.publisher.replay_address, **curve(ours))
+    await receive(sub)
+    cache.insert(1, 2)
+    assert [event["token_ids"] for event in events_of(await receive_event(sub))] == [[1, 2]]
+    assert await ask(dealer, u64(0), b"snapshot")
+    for _ in range(5):
+        await receive(sub)
+    assert cache.publisher.stats().snapshots == 1, "the replays of strangers were answered"
+    assert not any([await socket.poll(0) for socket in strangers])
+
+
+async def test_a_publisher_with_a_key_whose_port_is_taken_leaves_nothing(start: Start, tmp_path: Path) -> None:
+    taken = await start()
+    write_key(str(tmp_path / "key"))
+    with pytest.raises(MisuseError, match="replay_address"):
+        await start(replay_address=taken.publisher.address, key=read_key(str(tmp_path / "key")))
+
+
+LOOPBACK = ("tcp://127.0.0.1:5557", "tcp://127.8.0.1:*", "tcp://[::1]:5557", "tcp://localhost:1", "tcp://lo:1")
+ELSEWHERE = ("tcp://*:1", "tcp://0.0.0.0:1", "tcp://[::]:1", "tcp://10.0.0.1:1", "tcp://eth0:1", "tcp://worker:1")
+
+
+@pytest.mark.parametrize("address", [*LOOPBACK, *ELSEWHERE])
+def test_which_addresses_other_machines_reach(address: str) -> None:
+    assert is_loopback(address) is (address in LOOPBACK)
+
+
+def test_without_an_address_events_stay_on_the_machine() -> None:
+    config = KvEvents.parse("{}")
+    assert config is not None and is_loopback(config.endpoint) and config.replay_endpoint is None
+    assert is_loopback(DEFAULT_ADDRESS)

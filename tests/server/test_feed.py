@@ -6,6 +6,7 @@ import asyncio
 import random
 from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack
+from pathlib import Path
 from typing import Any, get_args
 
 import aiohttp
@@ -16,6 +17,7 @@ import zmq
 
 from kvflow.cache.prefix import CacheStats
 from kvflow.cache.publisher import EventPublisher
+from kvflow.protocols.cache.choices import Dialect
 from kvflow.protocols.cache.hashes import ANY, TOKEN_BYTES, Namespace, page_hashes, token_bytes
 from kvflow.protocols.cache.index import PrefixIndex
 from kvflow.protocols.cache.nodes import Tier
@@ -23,7 +25,6 @@ from kvflow.protocols.cache.stream import StreamLimits
 from kvflow.protocols.errors import MisuseError
 from kvflow.protocols.wire.kv_events import (
     AllBlocksCleared,
-    Dialect,
     RemovedBlocks,
     StoredBlocks,
     media_of,
@@ -42,6 +43,7 @@ from kvflow.server.router.prompts import PromptFields
 from kvflow.server.router.router import Router
 from kvflow.server.router.routes import router_app
 from kvflow.server.router.tokens import MAX_CHARACTERS, block_hashes
+from kvflow.transports.control.curve import ControlKey, read_key, write_key
 from tests.protocols.cache.subscriber import block_hash, digest_chain
 from tests.server.fake_service import FakeService, Meeting, Role, served
 from tests.server.test_measures import labelled, scrape
@@ -290,6 +292,42 @@ async def test_either_dialect(stack: AsyncExitStack, dialect: Dialect) -> None:
     worker.insert([7] * PAGE)
     await until(lambda: feed.blocks.matched(hashes_of([7] * PAGE)) == 1)
     assert feed.blocks.matched(hashes_of(PROMPT)) == 4, "host memory has them"
+
+
+async def test_events_that_need_a_key(
+    stack: AsyncExitStack, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(feed_module, "REPLAY_S", 0.2)
+    write_key(str(tmp_path / "key"))
+    write_key(str(tmp_path / "other"))
+    key, other = (read_key(str(tmp_path / name)) for name in ("key", "other"))
+    worker = cache(stack, key=key)
+    worker.insert(PROMPT)
+
+    def followed_with(key: ControlKey | None) -> BlockFeed:
+        source = source_of("http://127.0.0.1:1", worker.publisher.describe(), PAGE, key)
+        assert source is not None
+        return follow(stack, source)
+
+    feed = followed_with(key)
+    await until(lambda: feed.live)
+    assert feed.blocks.matched(hashes_of(PROMPT)) == 4
+    for given, reason in (
+        (None, "it sends them to holders of a key (--kv-events-key-file) alone"),
+        (other, "nothing has come for too long, as where it has another key (--kv-events-key-file)"),
+    ):
+        stranger = followed_with(given)
+        async with asyncio.timeout(WITHIN_S):
+            while not any(text.endswith(reason) for text in caplog.messages):  # noqa: ASYNC110
+                await asyncio.sleep(0.005)
+        assert not stranger.live and len(stranger.blocks) == 0
+
+
+async def test_a_key_is_shown_to_no_worker_that_needs_none(stack: AsyncExitStack, tmp_path: Path) -> None:
+    write_key(str(tmp_path / "key"))
+    worker = cache(stack)
+    found = source_of("http://127.0.0.1:1", worker.publisher.describe(), PAGE, read_key(str(tmp_path / "key")))
+    assert found == worker.source and found.key is None
 
 
 def test_a_worker_cannot_fill_the_router(monkeypatch: pytest.MonkeyPatch) -> None:

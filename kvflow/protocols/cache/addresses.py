@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from ipaddress import ip_address
+
 from kvflow.protocols.errors import MisuseError
 
+DEFAULT_ADDRESS = "tcp://127.0.0.1:5557"  # vLLM's and SGLang's port; theirs is open to every interface
 LAST_PORT = 65535
 
 
@@ -26,3 +29,12 @@ def numbered_address(name: str, address: str, number: int) -> str:
         more = f", and number {number} would take {int(port) + number}" if number else ""
         raise MisuseError(f"{name} {address!r}: the last port is {LAST_PORT}{more}")
     return f"tcp://{host}:{int(port) + number}"
+
+
+def is_loopback(address: str) -> bool:
+    """Whether only processes of this machine reach a "tcp://host:port" that is bound."""
+    host = address.removeprefix("tcp://").rpartition(":")[0].strip("[]")
+    try:
+        return ip_address(host).is_loopback
+    except ValueError:
+        return host in ("localhost", "lo")

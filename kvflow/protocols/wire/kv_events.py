@@ -15,15 +15,15 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from itertools import groupby
-from typing import Any, Literal, TypeAlias
+from typing import Any, TypeAlias
 
 import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+from kvflow.protocols.cache.choices import Dialect
 from kvflow.protocols.cache.events import Event, Removed, Stored
 
-Dialect: TypeAlias = Literal["vllm", "sglang"]
 Media: TypeAlias = tuple[str, str, str]  # by tier
 VLLM_MEDIA: Media = ("GPU", "CPU", "STORAGE")
 ExtraKeys: TypeAlias = list[tuple[str, ...] | None]

@@ -15,20 +15,24 @@ from kvflow.aio import in_turns
 from kvflow.cache.publisher import END, SNAPSHOT
 from kvflow.protocols.wire.kv_events import read_batch
 from kvflow.server.router.blocks import KnownBlocks
+from kvflow.transports.control.curve import ControlKey
 
 _log = logging.getLogger("kvflow.router")
 SILENCE_S = 20.0  # four heartbeats of a publisher
 REPLAY_S = 10.0  # between two messages of a replay
 PAUSE_S = 2.0  # before the next try, after one has failed
 MAX_MESSAGE_BYTES = 256 << 20
+_OTHER_KEY = ", as where it has another key (--kv-events-key-file)"
 
 
 class Source(NamedTuple):
-    """Where a worker publishes: ZMQ addresses, and the tokens of a block."""
+    """Where a worker publishes: ZMQ addresses, the tokens of a block, whether a key is needed there, and which."""
 
     endpoint: str
     replay_endpoint: str | None
     block_size: int
+    needs_key: bool = False
+    key: ControlKey | None = None
 
 
 class FeedError(Exception):
@@ -68,7 +72,7 @@ class BlockFeed:
             try:
                 await self._follow()
             except (TimeoutError, FeedError, zmq.ZMQError) as error:
-                reason = str(error) or "nothing has come for too long"
+                reason = str(error) or "nothing has come for too long" + self.source.needs_key * _OTHER_KEY
                 if self.live or reason != logged:
                     _log.warning("cache events of %s are not followed: %s", self._name, reason)
                 logged = reason
@@ -81,7 +85,9 @@ class BlockFeed:
 
     async def _follow(self) -> None:
         """Raises: TimeoutError, FeedError, ZMQError."""
-        with _connected(zmq.SUB, self.source.endpoint) as subscriber:
+        if self.source.needs_key and self.source.key is None:
+            raise FeedError("it sends them to holders of a key (--kv-events-key-file) alone")
+        with self._connected(zmq.SUB, self.source.endpoint) as subscriber:
             if self.source.replay_endpoint is not None:
                 await self._catch_up(0, SNAPSHOT)
                 self._live()
@@ -116,7 +122,7 @@ class BlockFeed:
     async def _catch_up(self, start: int, *kind: bytes) -> None:
         """Apply every batch from `start` on, or what stands for them. Raises: TimeoutError, FeedError."""
         assert self.source.replay_endpoint is not None
-        with _connected(zmq.DEALER, self.source.replay_endpoint) as dealer:
+        with self._connected(zmq.DEALER, self.source.replay_endpoint) as dealer:
             await dealer.send_multipart([b"", start.to_bytes(8, "big"), *kind])
             while True:
                 async with asyncio.timeout(REPLAY_S):
@@ -136,6 +142,18 @@ class BlockFeed:
             self.blocks.apply(event)
         self._next_seq = seq + 1
 
+    def _connected(self, kind: int, address: str) -> zmq.asyncio.Socket:
+        socket = zmq.asyncio.Socket(zmq.Context.instance(), kind)
+        socket.setsockopt(zmq.LINGER, 0)
+        socket.setsockopt(zmq.MAXMSGSIZE, MAX_MESSAGE_BYTES)
+        socket.setsockopt(zmq.IPV6, int("[" in address))
+        if kind == zmq.SUB:
+            socket.setsockopt(zmq.SUBSCRIBE, b"")
+        if self.source.key is not None:
+            self.source.key.arm_client(socket)
+        socket.connect(address)
+        return socket
+
 
 def _numbered(frames: list[bytes]) -> tuple[int, bytes]:
     if len(frames) != 3 or len(frames[1]) != 8:
@@ -143,24 +161,15 @@ def _numbered(frames: list[bytes]) -> tuple[int, bytes]:
     return int.from_bytes(frames[1], "big"), frames[2]
 
 
-def _connected(kind: int, address: str) -> zmq.asyncio.Socket:
-    socket = zmq.asyncio.Socket(zmq.Context.instance(), kind)
-    socket.setsockopt(zmq.LINGER, 0)
-    socket.setsockopt(zmq.MAXMSGSIZE, MAX_MESSAGE_BYTES)
-    socket.setsockopt(zmq.IPV6, int("[" in address))
-    if kind == zmq.SUB:
-        socket.setsockopt(zmq.SUBSCRIBE, b"")
-    socket.connect(address)
-    return socket
-
-
-def source_of(url: str, events: object, block_size: object) -> Source | None:
-    """Where the worker at `url` publishes, by `kv_events` and `page_size` of its /server_info; None if nowhere."""
+def source_of(url: str, events: object, block_size: object, key: ControlKey | None = None) -> Source | None:
+    """Where the worker at `url` publishes, by `kv_events` and `page_size` of its /server_info; None if nowhere. `key`:
+    of all workers that need one."""
     if not isinstance(events, dict) or not isinstance(block_size, int) or block_size < 1:
         return None
     host = urlsplit(url).hostname or "127.0.0.1"
     endpoint, replay = (_reached(events.get(name), host) for name in ("endpoint", "replay_endpoint"))
-    return None if endpoint is None else Source(endpoint, replay, block_size)
+    needs_key = events.get("needs_key") is True
+    return None if endpoint is None else Source(endpoint, replay, block_size, needs_key, key if needs_key else None)
 
 
 def _reached(address: object, host: str) -> str | None:

@@ -23,6 +23,7 @@ from kvflow.server.router.pairs import Pair, together
 from kvflow.server.router.prompts import PromptFields
 from kvflow.server.router.workers import Worker
 from kvflow.telemetry.requests import name_rooms
+from kvflow.transports.control.curve import ControlKey
 
 ROOM_HEADER = "X-Kvflow-Room"
 _NOT_KVFLOW = "it is not a worker of kvflow; a router in front of vLLM servers is started with --engine vllm"
@@ -38,11 +39,15 @@ class KvflowEngine:
     retried_statuses = frozenset({502, 503})
     keepalive_s = 15.0
 
+    def __init__(self, events_key: ControlKey | None = None) -> None:
+        """`events_key`: of the workers' cache events, where they need one."""
+        self._events_key = events_key
+
     async def identify(
         self, session: aiohttp.ClientSession, url: str, role: str | None, known: Identity | None
     ) -> Identity:
         """Implements `identity.Identify`."""
-        return read_identity(await ask(session, url, "/server_info", {404: _NOT_KVFLOW}), url)
+        return read_identity(await ask(session, url, "/server_info", {404: _NOT_KVFLOW}), url, self._events_key)
 
     def read(self, body: bytes) -> KvflowCompletion:
         """Raises: RequestError (400)."""
@@ -113,7 +118,7 @@ def bootstrap_fields(prefill: Worker, rooms: list[int]) -> dict[str, Any]:
     }
 
 
-def read_identity(info: Any, url: str = "") -> Identity:
+def read_identity(info: Any, url: str = "", events_key: ControlKey | None = None) -> Identity:
     """Of anything that may stand in a /server_info; `url` is the worker's."""
     found = info if isinstance(info, dict) else {}
     port = found.get("disaggregation_bootstrap_port")
@@ -125,7 +130,7 @@ def read_identity(info: Any, url: str = "") -> Identity:
         fingerprint=str(found.get("fingerprint") or ""),
         bootstrap_port=port if isinstance(port, int) else None,
         cache_tokens=_cache_tokens(found),
-        events=source_of(url, found.get("kv_events"), found.get("page_size")),
+        events=source_of(url, found.get("kv_events"), found.get("page_size"), events_key),
     )
 
 

@@ -1,4 +1,5 @@
-"""CURVE for the control link: one key for a whole deployment, in a file that every prefill and decode is given.
+"""CURVE for the control link: one key for a whole deployment, in a file that every prefill and decode is given. Cache
+events can have such a key, too, which their subscribers are given.
 
 A peer without the key is rejected in ZMQ's handshake: none of its frames reaches our code. The key pair is the server's
 identity at prefill and the client's at decode, so each side authenticates the other, and all frames are encrypted. The
@@ -11,6 +12,8 @@ import hmac
 import logging
 import os
 import stat
+import threading
+from typing import Any, NamedTuple
 
 import msgspec
 import zmq
@@ -19,6 +22,17 @@ from zmq.auth.asyncio import AsyncioAuthenticator
 from kvflow.protocols.errors import MisuseError
 
 _log = logging.getLogger(__name__)
+
+
+class Authentication(NamedTuple):
+    """The authenticator that demands the key from every client of some sockets."""
+
+    authenticator: AsyncioAuthenticator
+
+    def close(self) -> None:
+        context = self.authenticator.context  # the authenticator's own; `term` blocks for the sockets' linger
+        self.authenticator.stop()
+        threading.Thread(target=context.term, name="kvflow-zmq-term", daemon=True).start()
 
 
 class ControlKey(msgspec.Struct, frozen=True):
@@ -31,19 +45,20 @@ class ControlKey(msgspec.Struct, frozen=True):
         """Whether a client has the key; `zmq.auth` expects this name."""
         return hmac.compare_digest(client, self.public)
 
-    def arm_server(self, socket: zmq.Socket[bytes]) -> AsyncioAuthenticator:
-        """Demand the key from every client of `socket`. Call it before the bind, and `stop` what it returns in the end.
+    def arm_server(self, *sockets: zmq.Socket[Any]) -> Authentication:
+        """Demand the key from every client of these. Call it before the bind, and `close` what it returns in the end.
 
-        The context must be the socket's own: ZMQ has one authenticator per context.
+        The context must be theirs alone: ZMQ has one authenticator per context.
         """
-        authenticator = AsyncioAuthenticator(socket.context)
+        authenticator = AsyncioAuthenticator(sockets[0].context)
         authenticator.start()
         authenticator.configure_curve_callback(credentials_provider=self)
-        socket.setsockopt(zmq.CURVE_SERVER, 1)
-        socket.setsockopt(zmq.CURVE_SECRETKEY, self.secret)
-        return authenticator
+        for socket in sockets:
+            socket.setsockopt(zmq.CURVE_SERVER, 1)
+            socket.setsockopt(zmq.CURVE_SECRETKEY, self.secret)
+        return Authentication(authenticator)
 
-    def arm_client(self, socket: zmq.Socket[bytes]) -> None:
+    def arm_client(self, socket: zmq.Socket[Any]) -> None:
         socket.setsockopt(zmq.CURVE_SERVERKEY, self.public)
         socket.setsockopt(zmq.CURVE_PUBLICKEY, self.public)
         socket.setsockopt(zmq.CURVE_SECRETKEY, self.secret)

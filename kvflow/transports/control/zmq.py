@@ -8,16 +8,13 @@ edge-triggered, and a send or a look at the connections can consume the edge, so
 from __future__ import annotations
 
 import asyncio
-import threading
-from typing import NamedTuple
 
 import zmq
-from zmq.auth.asyncio import AsyncioAuthenticator
 
 from kvflow.protocols.errors import MisuseError
 from kvflow.protocols.wire.codec import routing_id
 from kvflow.protocols.wire.messages import MAX_FRAME_BYTES, Incarnation
-from kvflow.transports.control.curve import ControlKey
+from kvflow.transports.control.curve import Authentication, ControlKey
 from kvflow.transports.control.packing import Incoming, Outgoing
 from kvflow.transports.control.tcp_connections import TcpConnections
 from kvflow.transports.host.address import bracketed
@@ -41,7 +38,7 @@ class ZmqSocket:
         *,
         router: bool,
         handshakes: _Handshakes | None = None,
-        authentication: _Authentication | None = None,
+        authentication: Authentication | None = None,
     ) -> None:
         """`connections` are those of `socket` to `port`."""
         self._socket, self.connections = socket, connections
@@ -115,17 +112,6 @@ class ZmqSocket:
                 self._wake()
 
 
-class _Authentication(NamedTuple):
-    """The authenticator that demands the key from every client of a ROUTER."""
-
-    authenticator: AsyncioAuthenticator
-
-    def close(self) -> None:
-        context = self.authenticator.context  # the authenticator's own; `term` blocks for the socket's linger
-        self.authenticator.stop()
-        threading.Thread(target=context.term, name="kvflow-zmq-term", daemon=True).start()
-
-
 class _Handshakes:
     """How the handshakes of a DEALER's connections went."""
 
@@ -150,7 +136,7 @@ def bind_router(host: str, port: int, key: ControlKey | None = None) -> tuple[Zm
     Raises: MisuseError (port taken).
     """
     socket = _socket(zmq.ROUTER, zmq.Context() if key else zmq.Context.instance(), ipv6=":" in host)
-    authentication = _Authentication(key.arm_server(socket)) if key else None
+    authentication = key.arm_server(socket) if key else None
     socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
     socket.setsockopt(zmq.ROUTER_HANDOVER, 1)  # a decode that reconnects takes over its own routing id
     connections = TcpConnections(socket)
