@@ -62,7 +62,8 @@ class SlowChecksums(PageChecksums):
 
     async def close(self) -> None:
         if running := [slow.released for slow in self.begun if not slow.released.done()]:
-            await asyncio.wait(running)
+            # A test that has failed does not end them, and its failure is to be seen.
+            await asyncio.wait(running, timeout=10)
 
 
 def verify(node: PrefillNode | DecodeNode, kind: type[PageChecksums] = PageChecksums) -> PageChecksums:
@@ -421,6 +422,31 @@ async def test_a_checksum_at_prefill_that_does_not_come_back_ends_the_room_on_bo
     assert p.prefill.pool.pages.held_pages == held <= len(pages) and not waiting.done(), "a thread may read them"
     sums.release(sums.begun[0])
     await waiting
+    await p.rest()
+
+
+async def test_a_room_is_released_when_its_last_write_has_ended_too(p: Pair) -> None:
+    """A checksum that hung has come back, and a write of the same room still reads its pages."""
+    sums = verify(p.prefill, SlowChecksums)
+    assert isinstance(sums, SlowChecksums)
+    plane = p.plane(p.prefill)
+    plane.hold()
+    source, target = await matched(p)
+    p.send_all(source, chunks=2)
+    first, second = sums.begun
+    plane.step(len(first.pages))
+    sums.give_up(first)
+    with pytest.raises(KvflowError, match="longer than 120 s"):
+        await source.done()
+    sums.release(first)
+    waiting = asyncio.ensure_future(source.released())
+    for _ in range(10):
+        await asyncio.sleep(0)
+    assert not waiting.done(), "the second chunk is being written"
+    plane.release()
+    await sums.end(second)
+    await waiting
+    await target.released()
     await p.rest()
 
 

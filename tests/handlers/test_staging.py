@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -143,6 +144,20 @@ async def test_rooms_wait_for_staging_in_order(little: Pair) -> None:
         target.close()
     await p.rest()
     assert not p.decode.shell._waiting
+
+
+async def test_staging_of_a_room_in_which_nothing_has_come_goes_to_the_next(little: Pair) -> None:
+    p = little
+    _, first = await opened(p, 1)
+    source, second = p.prefill.room(2, PROMPT), p.decode.room(2, "sim", PROMPT)
+    await until(lambda: len(p.decode.shell._waiting) == 1)
+    first.close()
+    await asyncio.wait_for(source.matched(), 20)
+    pages = p.send_all(source)
+    await second.landed()
+    assert same_bytes(p, pages, second)
+    second.close()
+    await p.rest()
 
 
 async def test_a_room_that_waits_meets_its_deadline(little: Pair) -> None:

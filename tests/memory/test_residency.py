@@ -89,6 +89,17 @@ async def test_dropped_state_is_not_brought_back() -> None:
         assert (w.request.places.pages.size, w.request.places.rows.size) == (3, 1)
 
 
+async def test_only_what_is_away_is_computed_again() -> None:
+    async with world() as w:
+        with pytest.raises(MisuseError, match="is not away"):
+            w.request.needs(2)
+        await w.request.retract()
+        w.request.needs(2)
+        assert (w.store.used_bytes, w.request.sizes) == (0, (2, 1))
+        assert not await w.request.resume()
+        assert w.request.places.pages.size == 2
+
+
 async def test_host_memory_is_full() -> None:
     async with world(host_pages=2) as w:
         before = w.state()

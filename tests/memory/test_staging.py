@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
+
 import numpy as np
 import pytest
 
+from kvflow.memory import page_tasks
 from kvflow.memory import staging as module
 from kvflow.memory.checksum import SHARES, PageChecksums
 from kvflow.memory.pool import PagedPool
@@ -14,6 +17,7 @@ from kvflow.protocols.pages.coverage import Served
 from kvflow.protocols.pages.kinds import StateKind
 from kvflow.protocols.pages.layout import Order, PageIndices, Places, build_layout
 from kvflow.protocols.pages.plan import Pairing
+from tests.memory.gate import CopyGate
 from tests.memory.kinds import KINDS, check_restored, contents, has_rows, layout_of, names_of, overwrite
 from tests.memory.test_snapshot import forgetting
 
@@ -161,4 +165,20 @@ async def test_a_cancelled_landing_brings_nothing_and_answers_nothing() -> None:
     assert arrivals._bring(lent, lent, None, lambda: True) == b""
     await arrivals.close()
     staging.close()
+    pool.close()
+
+
+async def test_scratch_that_a_hanging_thread_reads_stays_where_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(page_tasks, "CLOSE_S", 0.01)
+    pool, gate = made("mha"), CopyGate(monkeypatch)
+    checksums = StagedChecksums(pool)
+    task = checksums.begin(pool.layout.numbered(places("mha", (1,), ())))
+    await gate.reached()
+    await checksums.close()
+    assert not task.released.done() and not any("closed" in repr(scratch.host) for scratch in checksums._made)
+    gate.go.set()
+    await asyncio.wait_for(task.released, 20)
+    assert task.error == ""
+    for scratch in checksums._made:
+        scratch.close()
     pool.close()

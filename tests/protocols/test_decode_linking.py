@@ -252,6 +252,16 @@ class TestWhichRanks:
         assert told[:3] == [HangUp(OTHER_KEY), StopWatch(OTHER_KEY), Dial(key_of(third))]
         assert len(decode.core.links.peers) == 2
 
+    def test_nothing_is_kept_of_prefills_that_are_gone(self) -> None:
+        """Each restart of a prefill is another peer."""
+        decode = LoneDecode(bounds=Bounds(links=2))
+        for incarnation in range(300, 310):
+            decode.up((rank_info(incarnation=incarnation),))
+            decode.now += 1
+        kept = decode.core.links
+        assert len(kept.peers) == len(kept.coverage) == 2
+        assert {peer.key for peers in kept.coverage for peer in peers} == set(kept.peers)
+
     def test_one_that_owes_nothing_is_found_beside_one_that_does(self) -> None:
         decode = LoneDecode(bounds=Bounds(links=2)).up(ELSEWHERE)
         decode.lent(8, ELSEWHERE)

@@ -65,6 +65,21 @@ class TestPinned:
         assert pinned(prefill) == 1
         assert prefill.matched(11, 4).phase is PrefillPhase.WAITING_FOR_INPUT
 
+    def test_a_refused_decode_says_nothing_of_what_another_has_announced(self) -> None:
+        prefill = LonePrefill(bounds=Bounds(pinned_share=2 / 16)).up(DECODE, OTHER_DECODE)
+        prefill.send(prefill.matched(), 1, 3, 4, last=True)
+        prefill.hear(abort(7, 1))
+        prefill.hear(announce(8, 1, OTHER_DECODE))
+        cause = Cause(Code.CAPACITY, "pages held by writes to this decode that do not end: asked for 3, limit 2")
+        assert prefill.hear(bootstrap(8, 2)) == [failed(cause, 8, 2), ack(8, 2)]
+        engine = prefill.open(8)
+        assert not engine.ended
+        prefill.hear(bootstrap(8, 1, OTHER_DECODE))
+        assert engine.phase is PrefillPhase.WAITING_FOR_INPUT
+        prefill.close(engine)
+        prefill.hear(abort(8, 1, OTHER_DECODE))
+        assert not prefill.open(8).ended, "the next room of that number is not told what became of the refused one"
+
     def test_without_a_limit_none_is_refused(self, prefill: LonePrefill) -> None:
         record = prefill.matched()
         prefill.send(record, 1, 3, 4, last=True)

@@ -13,6 +13,7 @@ from tests.protocols.alone import (
     DECODE,
     OTHER_DECODE,
     START,
+    TIMING,
     LonePrefill,
     ack,
     announce,
@@ -54,6 +55,17 @@ def test_its_own_standstill_is_nobodys_silence(prefill: LonePrefill, late_s: flo
     assert phase(prefill) is PeerPhase.UP
     prefill.tick(0.1)
     assert phase(prefill) is PeerPhase.SILENT
+
+
+@pytest.mark.parametrize(("waited_s", "credit_s"), [(1.0, 1.0), (1.5, 1.5), (2.0, 1.5)])
+def test_a_room_that_waits_is_given_the_standstill_and_a_heartbeat(
+    prefill: LonePrefill, waited_s: float, credit_s: float
+) -> None:
+    """But no more than it has waited."""
+    record = prefill.open(8)
+    prefill.now += waited_s
+    prefill.endpoint.credit_stall(0.5, prefill.now)
+    assert record.deadline_at_s == START + TIMING.rendezvous_s + credit_s
 
 
 def test_announcements_of_a_silent_decode_are_void_and_only_its_own(prefill: LonePrefill) -> None:

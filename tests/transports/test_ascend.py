@@ -9,7 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from kvflow.protocols.errors import MisuseError, TransferError
+from kvflow.memory.pool import PagedPool
+from kvflow.protocols.errors import LayoutError, MisuseError, TransferError
+from kvflow.protocols.pages.layout import build_layout
 from kvflow.testing.conformance.station import Side
 from kvflow.transports.data import ascend
 from kvflow.transports.data.ascend import AscendPlane, check_ascend, missing_for_ascend
@@ -50,6 +52,27 @@ def test_an_engine_that_does_not_start_is_told() -> None:
 class _Refusing(stub_ascend.TransferEngine):
     def initialize(self, local_hostname: str, metadata_server: str, protocol: str, device_name: str) -> int:
         return -1
+
+
+class _Full(stub_ascend.TransferEngine):
+    """It has place for three regions."""
+
+    def register_memory(self, buffer_addr: int, capacity: int) -> int:
+        return -1 if len(self.registered) >= 3 else super().register_memory(buffer_addr, capacity)
+
+
+async def test_of_a_pool_that_cannot_be_registered_whole_nothing_stays_registered() -> None:
+    """A peer that guesses an address could write there, and the pool may be given to another plane."""
+    plane = AscendPlane(make_engine=_Full, set_device=stub_ascend.set_device)
+    (engine,) = plane._engines
+    before = dict(engine.registered)
+    streams = [(name, "uint8", (8,)) for name in "abcd"]
+    pool = PagedPool.allocate(build_layout(streams, page_size=4, num_pages=2, order="layer_first"), shared=False)
+    with pytest.raises(LayoutError, match="ascend cannot register buffer"):
+        plane.export(pool.layout)
+    assert engine.registered == before
+    await plane.close()
+    pool.close()
 
 
 @pytest.mark.parametrize("device", ["mlx5_0", "-1", "1.5", "4096"])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import select
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Self
@@ -61,6 +62,24 @@ async def test_both_ways_in_order_by_routing_id(host: str) -> None:
         for frame in frames:
             assert router.send(frame, FIVE)
         assert await take(dealer, len(frames)) == [(b"", frame) for frame in frames]
+
+
+async def test_a_turn_that_sends_wakes_who_waits_for_what_came_in_it() -> None:
+    """The descriptor tells once that something came, and sending takes the news away."""
+    async with link() as (router, dealer):
+        dealer.send(b"hello")
+        await take(router, 1)
+        receiving = asyncio.create_task(router.receive())
+        await until(lambda: router._waiting is not None)
+        dealer.send(b"news", at_once=True)
+        # In one turn of the loop, which has not looked yet. ZMQ takes the news at a send, but not at each.
+        assert select.select([router._socket.fileno()], [], [], 10)[0]
+        while select.select([router._socket.fileno()], [], [], 0)[0]:
+            router.send(b"answer", FIVE, at_once=True)
+        for _ in range(4):
+            await asyncio.sleep(0)
+        assert receiving.done(), "it waits until connections are looked at, a moment later"
+        assert receiving.result() == [(FIVE, b"news")]
 
 
 @pytest.mark.parametrize("at_once", [False, True], ids=["packed", "one by one"])
