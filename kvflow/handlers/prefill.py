@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import functools
 import logging
 from collections.abc import Callable
@@ -14,7 +15,7 @@ from kvflow.handlers.rooms import PrefillRoom
 from kvflow.handlers.shell import Shell, fenced
 from kvflow.handlers.verify import ChecksummedWrite
 from kvflow.protocols import commands as c
-from kvflow.protocols.errors import Cause, KvflowError, room_error
+from kvflow.protocols.errors import CapacityError, Cause, KvflowError, room_error
 from kvflow.protocols.pages.layout import PageIndices
 from kvflow.protocols.ports import Checksums, ControlSocket, DataPlane, PageStore, Route, Write, WriteOutcome
 from kvflow.protocols.prefill import PrefillEndpoint
@@ -23,6 +24,7 @@ from kvflow.protocols.wire.messages import GrantId, Incarnation
 from kvflow.telemetry.counters import Counts
 
 log = logging.getLogger(__name__)
+_SHORT = (errno.EMFILE, errno.ENFILE, errno.ENOMEM)
 
 
 class _OpenWrite(NamedTuple):
@@ -46,6 +48,15 @@ class _EndedWrite:
 
     def cancel(self) -> None:
         """It has ended already."""
+
+
+def _is_short(error: BaseException | None) -> bool:
+    """Another decode's route holds what there is too little of."""
+    while error is not None:
+        if isinstance(error, CapacityError) or (isinstance(error, OSError) and error.errno in _SHORT):
+            return True
+        error = error.__cause__
+    return False
 
 
 class PrefillShell(Shell):
@@ -139,17 +150,19 @@ class PrefillShell(Shell):
 
     async def _connect(self, command: c.OpenRoute) -> None:
         """Open the way into a decode's pool. The decode must be told something, whatever goes wrong."""
-        peer, refusal = command.peer, ""
+        peer, refusal, refuse = command.peer, "", self.endpoint.route_refused
         try:
             self.routes[peer] = await self.plane.connect(command.address, command.layout)
         except KvflowError as error:
             refusal = str(error) or type(error).__name__
+            if _is_short(error):
+                refuse = self.endpoint.route_short
         except Exception as error:
             self.counts.handler_errors += 1
             log.exception("cannot open the way to decode %016x", peer)
             refusal = f"internal error: {type(error).__name__}"
         if refusal:
-            self.endpoint.route_refused(peer, refusal, self.now())
+            refuse(peer, refusal, self.now())
         elif not self.endpoint.route_opened(peer, self.now()):
             self.routes.pop(peer).close()
         self.run()

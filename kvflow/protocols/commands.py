@@ -138,7 +138,8 @@ class SendToDecode(msgspec.Struct, frozen=True, gc=False):
 
 
 class OpenRoute(msgspec.Struct, frozen=True):
-    """Connect the data plane to a decode's pool, then call `route_opened` or `route_refused`."""
+    """Connect the data plane to a decode's pool, then call `route_opened`, `route_refused` or `route_short`. Where
+    `route_opened` returns False, close the route."""
 
     peer: Incarnation
     address: PlaneAddress

@@ -372,13 +372,17 @@ class DecodeEndpoint:
         return tuple(peers)
 
     def _make_place(self, now: float) -> None:
-        """Hang up the link that has been idle for longest where there are too many. Raises: CapacityError."""
+        """Where there are too many, hang up the link that has been idle for longest; where none is idle, one that is
+        lost: its loans wait for the fence then, and for an operator. Links that are hung up do not count. Raises:
+        CapacityError."""
         core = self.core
-        if len(core.links.peers) < self.bounds.links:
+        open_ = [peer for peer in self.peers if peer.phase is not LinkPhase.GONE]
+        if len(open_) < self.bounds.links:
             return
-        idle = [peer for peer in self.peers if not core.ledger.owes(peer)]
+        idle = [peer for peer in open_ if not core.ledger.owes(peer)]
+        idle = idle or [peer for peer in open_ if peer.phase is LinkPhase.SILENT]
         if not idle:
-            raise CapacityError("links to prefill ranks", len(core.links.peers) + 1, self.bounds.links)
+            raise CapacityError("links to prefill ranks", len(open_) + 1, self.bounds.links)
         core.feed_link(min(idle, key=lambda peer: peer.used_at_s), LinkKind.CLOSED, now)
 
     def _lease(self, room: int, peers: tuple[PrefillPeer, ...], now: float) -> Lease[PrefillPeer]:

@@ -164,7 +164,8 @@ class DataPlane(Protocol):
     async def connect(self, address: PlaneAddress, layout: PoolLayout) -> Route:
         """Open the way from our pool into the peer's, as it exported them; slow work runs in a thread.
 
-        Raises: LayoutError (the pools do not fit), TransferError (the peer cannot be reached).
+        Raises: LayoutError (the pools do not fit), TransferError (the peer cannot be reached). Where something of ours
+        is short that another peer's route holds, a CapacityError or the system's OSError (EMFILE ...) is its cause.
         """
 
     async def fence(self, writer: PlaneAddress) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Mapping
 
 from kvflow.protocols.arguments import check_chunk
-from kvflow.protocols.commands import PrefillCommand
+from kvflow.protocols.commands import OpenRoute, PrefillCommand
 from kvflow.protocols.errors import Cause, Code, MisuseError, RoomInUseError, WireError, room_error
 from kvflow.protocols.limits import Bounds, Timing
 from kvflow.protocols.machines.grants import GrantKind
@@ -239,6 +239,19 @@ class PrefillEndpoint:
         if peer is not None and peer.phase is PeerPhase.OPENING:
             self.core.feed_peer(peer, PeerKind.ROUTE_REFUSED, now, Cause(Code.REFUSED, reason))
             self.core.work(TICK_WORK, now)
+
+    def route_short(self, incarnation: Incarnation, reason: str, now: float) -> None:
+        """Something of which this machine has only so much is short for a way into a decode's pool: descriptors,
+        memory, staging. A decode that is lost gives way, and `OpenRoute` follows again; where there is none, it is
+        refused."""
+        core = self.core
+        peer = core.peers.get(incarnation)
+        if peer is None or peer.phase is not PeerPhase.OPENING:
+            return
+        if core.make_place(list(self.peers), now):
+            core.outbox.append(OpenRoute(incarnation, peer.address, peer.layout))
+        else:
+            self.route_refused(incarnation, reason, now)
 
     def peer_died(self, incarnation: Incarnation, now: float) -> None:
         """A decode's process has ended: its rooms end, and when their writes have ended `CloseRoute` follows."""

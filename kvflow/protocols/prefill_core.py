@@ -73,6 +73,8 @@ class PrefillCore:
         # of decodes that were forgotten: no grant below begins again, should
         # what they once sent still arrive
         self.displaced: OrderedDict[Incarnation, GrantId] = OrderedDict()
+        # Of some of those, grants whose writes may still land: to say otherwise would end loans without proof (I2).
+        self.in_doubt: dict[Incarnation, tuple[GrantId, ...]] = {}
         # Decodes that have parted: they ask for nothing any more, so what they once sent begins nothing again.
         self.parted: OrderedDict[Incarnation, None] = OrderedDict()
         self.rendezvous: Rendezvous[DecodePeer] = Rendezvous(bounds.ended_halves)
@@ -238,10 +240,29 @@ class PrefillCore:
         if len(self.displaced) > self.bounds.closed_grants:
             self.displaced.popitem(last=False)
 
+    def make_place(self, among: Iterable[DecodePeer], now: float) -> bool:
+        """Forget a decode that is lost and of which nothing is open: on another host its death may never be observed.
+        False when there is none, or when too much that may still land would have to be remembered."""
+        found = [(len(peer.grants.unproven()), peer) for peer in among if peer.displaceable]
+        if not found:
+            return False
+        doubts, peer = min(found, key=lambda one: one[0])
+        if doubts and doubts + sum(map(len, self.in_doubt.values())) > self.bounds.closed_grants:
+            return False
+        self.remember_grants(peer)
+        self.remember_doubts(peer)
+        self.feed_peer(peer, PeerKind.DISPLACED, now)
+        return True
+
+    def remember_doubts(self, peer: DecodePeer) -> None:
+        if doubts := peer.grants.unproven():
+            self.in_doubt[peer.incarnation] = doubts
+
     def remember_parted(self, incarnation: Incarnation) -> None:
         """This decode asks for nothing any more: whatever it still sends is late."""
         self.parted[incarnation] = None
         self.displaced.pop(incarnation, None)
+        self.in_doubt.pop(incarnation, None)
         if len(self.parted) > self.bounds.closed_grants:
             self.parted.popitem(last=False)
 
@@ -369,6 +390,7 @@ def _accept(core: PrefillCore, peer: DecodePeer, cause: Cause, now: float) -> No
 
 def _refuse(core: PrefillCore, peer: DecodePeer, cause: Cause, now: float) -> None:
     core.answer_register(peer.incarnation, core.identity.incarnation, cause.text)
+    core.remember_doubts(peer)
     core.refused[peer.incarnation] = cause
     if len(core.refused) > core.bounds.targets:
         core.refused.popitem(last=False)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
 from kvflow.protocols.commands import OpenRoute, SendToDecode
@@ -39,20 +39,20 @@ def on_register(core: PrefillCore, message: wire.Register, now: float, sender_ad
         _end_withdrawn(core, peer, peer.grants.begin_from(message.fresh_from), now)
         core.feed_peer(peer, PeerKind.REGISTERED, now)
     elif core.leaving is not None:  # nothing was begun for it, and nothing will be
-        core.say_goodbye(message.target, ())
+        core.say_goodbye(message.target, core.in_doubt.get(message.target, ()))
     elif core.unavailable_reason:
         core.answer_register(message.target, message.source, core.unavailable_reason)
-    elif len(core.peers) >= core.bounds.targets and not _make_place(core, core.peers.values(), now):
+    elif len(core.peers) >= core.bounds.targets and not core.make_place(core.peers.values(), now):
         core.answer_register(message.target, message.source, f"{core.bounds.targets} decodes are registered already")
-    elif len(siblings := _of_process(core, message)) >= core.bounds.decodes_per_process and not _make_place(
-        core, siblings, now
+    elif len(siblings := _of_process(core, message)) >= core.bounds.decodes_per_process and not core.make_place(
+        siblings, now
     ):
         refusal = f"{len(siblings)} decodes of process {message.address.process.pid} are registered already"
         core.answer_register(message.target, message.source, refusal)
     elif (
         (sender := sender_address())
         and len(neighbours := _at_address(core, sender)) >= core.bounds.decodes_per_address
-        and not _make_place(core, neighbours, now)
+        and not core.make_place(neighbours, now)
     ):
         limit = core.bounds.decodes_per_address
         refusal = f"{len(neighbours)} decodes at {sender} are registered already, of at most {limit} for one address"
@@ -60,6 +60,7 @@ def on_register(core: PrefillCore, message: wire.Register, now: float, sender_ad
     else:
         peer = core.peers[message.target] = DecodePeer(message, core.bounds.closed_grants, now, sender)
         peer.grants.begin_from(seen_below)
+        peer.grants.remember_doubts(core.in_doubt.pop(message.target, ()))
         core.displaced.pop(message.target, None)
         if refusal := peer.mismatch(core.identity):
             core.feed_peer(peer, PeerKind.ROUTE_REFUSED, now, Cause(Code.REFUSED, refusal))
@@ -83,17 +84,6 @@ def _at_address(core: PrefillCore, sender_address: str) -> list[DecodePeer]:
     return [peer for peer in core.peers.values() if peer.sender_address == sender_address]
 
 
-def _make_place(core: PrefillCore, among: Iterable[DecodePeer], now: float) -> bool:
-    """Forget a decode that is silent and has nothing left to ask for (its death may never be observed when it runs on
-    another host). False when there is none."""
-    for peer in among:
-        if peer.displaceable:
-            core.remember_grants(peer)
-            core.feed_peer(peer, PeerKind.DISPLACED, now)
-            return True
-    return False
-
-
 def note_alive(core: PrefillCore, peer: DecodePeer, now: float) -> None:
     peer.received_at_s = now
     if peer.phase is PeerPhase.SILENT:
@@ -107,7 +97,7 @@ def on_goodbye(core: PrefillCore, message: wire.Goodbye, now: float) -> None:
     if peer is not None and peer.phase is not PeerPhase.GONE:
         note_alive(core, peer, now)
         _part(core, peer, now)
-    elif message.target in core.displaced:
+    elif message.target in core.displaced or message.target in core.in_doubt:
         core.remember_parted(message.target)
 
 

@@ -57,8 +57,8 @@ class DecodePeer:
 
     @property
     def displaceable(self) -> bool:
-        """It may be forgotten, because nothing of it is open, and nothing that ended may still land (I2)."""
-        return self.phase is PeerPhase.SILENT and self.grants.all_settled
+        """It may be forgotten, because it is lost and nothing of it is open. What may still land is remembered (I2)."""
+        return self.phase is PeerPhase.SILENT and self.grants.all_ended
 
     def mismatch(self, identity: PrefillIdentity) -> str:
         """Why pages cannot move from our pool into this peer's; empty when they can."""

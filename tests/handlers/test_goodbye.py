@@ -6,18 +6,23 @@ roles.
 
 from __future__ import annotations
 
+import errno
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
 import pytest
 
 from kvflow.memory.pool import PagedPool
-from kvflow.protocols.errors import Code
+from kvflow.protocols.errors import Code, TransferError
 from kvflow.protocols.machines.link import LinkPhase
+from kvflow.protocols.pages.layout import PoolLayout
+from kvflow.protocols.ports import PlaneAddress
+from kvflow.protocols.wire.codec import routing_id
 from kvflow.protocols.wire.messages import Bootstrap, Goodbye, GoodbyeAck, Heartbeat
 from kvflow.testing.pair import Pair, pair, until
+from kvflow.transports.control.memory import LOST
 from kvflow.transports.data.fake import Fault
-from kvflow.transports.data.local import LocalPlane
+from kvflow.transports.data.local import LocalPlane, LocalRoute
 from tests.handlers.scenes import PROMPT, all_read, code_of, every_rank_writes, known, ledger, links, matched, success
 
 
@@ -209,3 +214,61 @@ async def test_both_close_at_once() -> None:
         p.decode.leave(), p.prefill.leave()
         for node in (p.decodes.pop(), p.prefills.pop()):
             await node.close()
+
+
+# --- decodes that vanish without a word, and whose death cannot be observed
+
+
+async def vanish(p: Pair) -> None:
+    """The newest decode is out of reach, and prefill takes it for lost."""
+    node = p.decodes.pop()
+    p.network.rules.insert(0, lambda frame: LOST if frame.peer == routing_id(node.incarnation) else None)
+    p.clock(p.prefill).advance(p.timing.lost_after_s + 1)
+    await until(lambda: not any(peer.is_up for peer in known(p.prefill)))
+
+
+async def one_room(p: Pair, room: int) -> None:
+    source = p.prefill.room(room, PROMPT)
+    target = p.decodes[-1].room(room, "sim", PROMPT)
+    await source.matched()
+    p.send_all(source)
+    await target.landed()
+    target.close()
+    await source.done()
+
+
+async def test_shares_of_the_staging_that_lost_decodes_hold_go_to_new_ones() -> None:
+    async with living(source_staging_bytes=0) as p:
+        closing = []
+        await one_room(p, 0)
+        for room in range(1, 20):
+            closing.append(p.decode)
+            await vanish(p)
+            await p.add_decode()
+            await one_room(p, room)
+        assert len(known(p.prefill)) < 12, "the staging is divided into so many shares"
+        for node in closing:
+            await node.close()
+
+
+class FewDescriptors(LocalPlane):
+    """There are enough for one route."""
+
+    async def connect(self, address: PlaneAddress, layout: PoolLayout) -> LocalRoute:
+        if self._routes:
+            raise TransferError("cannot open the pool") from OSError(errno.EMFILE, "Too many open files")
+        return await super().connect(address, layout)
+
+
+async def test_descriptors_that_lost_decodes_hold_go_to_new_ones() -> None:
+    async with pair(open_plane=lambda pool: FewDescriptors(pool.segment)) as p:
+        await one_room(p, 0)
+        lost = p.decode
+        await vanish(p)
+        await p.add_decode()
+        await one_room(p, 1)
+        assert [peer.incarnation for peer in known(p.prefill)] == [p.decode.incarnation]
+        third = await p.add_decode()
+        refused = third.room(3, "sim", PROMPT)
+        assert await code_of(refused.landed()) is Code.REFUSED, "none that is up gives way"
+        await lost.close()

@@ -6,6 +6,7 @@ import pytest
 
 from kvflow.protocols.commands import (
     Dial,
+    FreePages,
     HangUp,
     Linked,
     StopWatch,
@@ -14,6 +15,7 @@ from kvflow.protocols.commands import (
 from kvflow.protocols.errors import CapacityError, Cause, Code, LostError, PeerError
 from kvflow.protocols.limits import Bounds, Timing
 from kvflow.protocols.machines.link import LinkPhase
+from kvflow.protocols.wire.messages import GrantId
 from tests.protocols.alone import (
     AT,
     ELSEWHERE,
@@ -261,6 +263,24 @@ class TestWhichRanks:
         kept = decode.core.links
         assert len(kept.peers) == len(kept.coverage) == 2
         assert {peer.key for peers in kept.coverage for peer in peers} == set(kept.peers)
+
+    def test_one_that_is_lost_makes_place_where_none_is_idle_and_its_loans_wait_for_the_fence(self) -> None:
+        other = (rank_info(incarnation=OTHER_PREFILL, control=OTHER_KEY.control),)
+        decode = LoneDecode(bounds=Bounds(links=2)).up().up(other)
+        decode.lent(8)
+        decode.tick(4)
+        decode.lent(9, other)
+        decode.hear(beat(source=OTHER_PREFILL), key=OTHER_KEY)
+        decode.tick(1)
+        decode.tick()
+        (third,) = ELSEWHERE
+        told = decode.do(lambda: decode.open(10, (third,)))
+        assert HangUp(KEY) in told and Dial(key_of(third)) in told
+        assert link(decode) is LinkPhase.GONE and decode.core.ledger.quarantined_pages == 3
+        with pytest.raises(CapacityError, match="links to prefill ranks: asked for 3, limit 2"):
+            decode.open(11, (rank_info(incarnation=404, control="tcp://more:1"),))
+        decode.endpoint.writer_died(KEY, decode.now)
+        assert FreePages(GrantId(3)) in decode.asked()
 
     def test_one_that_owes_nothing_is_found_beside_one_that_does(self) -> None:
         decode = LoneDecode(bounds=Bounds(links=2)).up(ELSEWHERE)

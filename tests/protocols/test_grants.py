@@ -106,8 +106,8 @@ def test_an_evicted_grant_in_doubt_is_never_called_drained() -> None:
     closed(table, 2)
     assert table.phase(GrantId(1)) is P.BELOW_DOUBTFUL
     assert not table.is_drained(GrantId(1)) and table.is_drained(GrantId(2))
-    assert not table.all_settled
-    assert table.settle(GrantId(3)) == [] and table.all_settled and table.is_drained(GrantId(1))
+    assert table.unproven() == (1,) and table.all_ended
+    assert table.settle(GrantId(3)) == [] and not table.unproven() and table.is_drained(GrantId(1))
     assert table.settle(GrantId(3)) == [], "decode says so with every heartbeat"
     closed(table, 3, drained=False)
     closed(table, 4)
@@ -141,16 +141,26 @@ def test_a_new_table_begins_where_decode_says() -> None:
     table: GrantTable[str] = GrantTable(8, GrantId(5))
     assert table.phase(GrantId(4)) is P.BELOW and table.phase(GrantId(5)) is P.UNKNOWN
     assert table.feed(GrantId(4), K.ANNOUNCE) == (C.REFUSE_STALE,)
-    assert table.settle(GrantId(5)) == [] and table.all_settled
+    assert table.settle(GrantId(5)) == [] and table.all_ended
+
+
+def test_doubts_of_a_decode_that_was_forgotten_are_doubts_when_it_is_back() -> None:
+    table: GrantTable[str] = GrantTable(8, GrantId(1))
+    table.remember_doubts((GrantId(2), GrantId(4)))
+    assert table.unproven() == (2, 4) and not table.is_drained(GrantId(2)) and table.is_drained(GrantId(3))
+    assert table.feed(GrantId(4), K.BOOTSTRAP) == table.feed(GrantId(1), K.BOOTSTRAP) == (C.REFUSE_STALE,)
+    assert table.phase(GrantId(5)) is P.UNKNOWN and table.seen_below == 5
+    assert table.settle(GrantId(5)) == [] and not table.unproven()
 
 
 def test_a_withdrawn_announcement_has_no_messages_and_is_remembered() -> None:
     table: GrantTable[str] = GrantTable(8, GrantId(1))
     table.feed(GrantId(1), K.ANNOUNCE)
-    assert not table.all_settled
+    table.announcements.add(GrantId(1), RoomId(7))
+    assert not table.all_ended and not table.unproven(), "nothing was offered"
     assert table.feed(GrantId(1), K.ABORT) == (C.END_OTHER_HALF, C.ACKNOWLEDGE)
     table.end(GrantId(1), ())
-    assert table.all_settled and table.remembered == 1 and table.last_messages(GrantId(1)) == ()
+    assert table.all_ended and table.remembered == 1 and table.last_messages(GrantId(1)) == ()
     assert table.feed(GrantId(1), K.BOOTSTRAP) == (C.RESEND,), "its pages came late: it does not begin"
 
 
@@ -193,8 +203,9 @@ def test_the_memory_agrees_with_itself(data: st.DataObject) -> None:
         phases = {number: table.phase(GrantId(number)) for number in range(1, 6)}
         assert table.remembered == sum(phase in ENDED for phase in phases.values()) <= 2
         assert set(table.rooms) == {number for number, phase in phases.items() if phase is P.OPEN}
-        unsettled = [phase for phase in phases.values() if phase in (*BEGUN, *DOUBT)]
-        assert table.all_settled == (not unsettled)
+        assert table.all_ended == (not any(phase in BEGUN for phase in phases.values()))
+        unproven = [number for number, phase in phases.items() if phase in (P.OPEN, *DOUBT)]
+        assert table.unproven() == tuple(unproven)
         announced = [number for number, phase in phases.items() if phase is P.ANNOUNCED]
         assert table.announcements.rooms == {GrantId(number): RoomId(number) for number in announced}
         assert all(phase is not P.UNKNOWN for number, phase in phases.items() if number < table.low_water)

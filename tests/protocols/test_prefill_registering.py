@@ -29,6 +29,7 @@ from tests.protocols.alone import (
     announce,
     ask,
     beat,
+    between,
     bootstrap,
     failed,
     register,
@@ -250,8 +251,8 @@ class TestPlacesAreBounded:
         prefill.tick(5)
         assert prefill.register(fourth)[0] == CloseRoute(DECODE), "a silent one makes place"
 
-    @pytest.mark.parametrize("doubt", [True, False])
-    def test_a_silent_decode_is_displaced_only_when_nothing_of_it_can_still_land(self, doubt: bool) -> None:
+    @pytest.mark.parametrize("doubt", [False, True])
+    def test_a_silent_decode_makes_place_and_what_can_still_land_is_remembered(self, doubt: bool) -> None:
         prefill = LonePrefill(bounds=self.BOUNDS).up(DECODE)
         record = prefill.matched()
         prefill.send(record, 1)
@@ -260,13 +261,61 @@ class TestPlacesAreBounded:
         prefill.up(OTHER_DECODE)
         prefill.tick(5)
         prefill.hear(beat(target=OTHER_DECODE))
-        if doubt:
-            assert refusal(prefill, THIRD_DECODE) == "2 decodes are registered already"
-        else:
-            assert prefill.register(THIRD_DECODE) == [
-                CloseRoute(DECODE),
-                OpenRoute(THIRD_DECODE, named_by(THIRD_DECODE), LAYOUT),
-            ]
+        assert prefill.register(THIRD_DECODE) == [
+            CloseRoute(DECODE),
+            OpenRoute(THIRD_DECODE, named_by(THIRD_DECODE), LAYOUT),
+        ]
+        assert prefill.core.in_doubt == ({DECODE: (1,)} if doubt else {})
+        prefill.up(THIRD_DECODE).tick(5)
+        assert prefill.register(DECODE, fresh_from=2)[0] == CloseRoute(OTHER_DECODE)
+        prefill.up(DECODE)
+        assert prefill.hear(abort()) == [ack(drained=not doubt)], "it is back, and asks what became of its loan"
+        assert not prefill.core.in_doubt
+        assert prefill.core.peers[DECODE].grants.unproven() == ((1,) if doubt else ()), "as it was before"
+
+    def test_one_that_has_no_doubts_makes_place_first_and_only_so_many_are_remembered(self) -> None:
+        prefill = LonePrefill(bounds=Bounds(targets=2, closed_grants=1)).up(DECODE, OTHER_DECODE)
+        prefill.send(prefill.matched(), 1)
+        prefill.ended(1, WriteOutcome.UNPROVEN)
+        prefill.tick(5)
+        assert prefill.register(THIRD_DECODE)[0] == CloseRoute(OTHER_DECODE)
+        prefill.up(THIRD_DECODE)
+        prefill.hear(bootstrap(8, 1, THIRD_DECODE))
+        record = prefill.open(8)
+        prefill.send(record, 1)
+        prefill.ended(2, WriteOutcome.UNPROVEN)
+        prefill.tick(5)
+        prefill.up(OTHER_DECODE)
+        assert prefill.core.in_doubt == {DECODE: (1,)}
+        prefill.tick(5)
+        assert prefill.register(DECODE, fresh_from=2)[0] == CloseRoute(OTHER_DECODE)
+        prefill.up(DECODE).tick(5)
+        prefill.up(OTHER_DECODE).tick(5)
+        prefill.core.in_doubt[wire.Incarnation(5)] = (wire.GrantId(9),)
+        prefill.up(wire.Incarnation(111))
+        assert refusal(prefill, wire.Incarnation(112)) == "2 decodes are registered already"
+
+    def test_a_displaced_decode_whose_route_is_refused_when_it_comes_back(self) -> None:
+        prefill = LonePrefill().up()
+        prefill.core.in_doubt[OTHER_DECODE] = (wire.GrantId(3),)
+        prefill.register(OTHER_DECODE, layout=SMALLER)
+        assert prefill.core.in_doubt == {OTHER_DECODE: (3,)}
+        prefill.endpoint.leave(prefill.now)
+        named = wire.Goodbye(unproven=(wire.GrantId(3),), **between(OTHER_DECODE))
+        assert prefill.register(OTHER_DECODE) == [named]
+
+    def test_a_lost_decode_gives_way_to_one_for_which_something_else_is_short(self) -> None:
+        prefill = LonePrefill().up(DECODE, OTHER_DECODE)
+        prefill.tick(5)
+        prefill.register(THIRD_DECODE)
+        again = OpenRoute(THIRD_DECODE, named_by(THIRD_DECODE), LAYOUT)
+        for gone in (DECODE, OTHER_DECODE):
+            prefill.endpoint.route_short(THIRD_DECODE, "no staging is left", prefill.now)
+            assert prefill.asked() == [CloseRoute(gone), again]
+        prefill.endpoint.route_short(THIRD_DECODE, "no staging is left", prefill.now)
+        assert prefill.asked() == [registered("no staging is left", THIRD_DECODE)]
+        prefill.endpoint.route_short(THIRD_DECODE, "no staging is left", prefill.now)
+        assert prefill.asked() == [] and not prefill.core.peers
 
     def test_what_a_displaced_decode_sent_earlier_does_not_begin_when_it_is_back(self) -> None:
         prefill = LonePrefill(bounds=self.BOUNDS).up(DECODE, OTHER_DECODE)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from bisect import bisect_left, insort
 from collections import OrderedDict
+from collections.abc import Iterable
 from enum import IntEnum
 from typing import Generic, TypeVar
 
@@ -173,13 +174,19 @@ class GrantTable(Generic[R]):
         return len(self._sent)
 
     @property
-    def all_settled(self) -> bool:
-        """Nothing is open or announced, and no ended grant is in doubt: this decode can be forgotten (I2)."""
-        return not self._unsettled
+    def all_ended(self) -> bool:
+        """Nothing is open or announced; some that have ended may be in doubt."""
+        return not self.rooms and not self.announcements.rooms
 
     def unproven(self) -> tuple[GrantId, ...]:
         """Grants of which something may still be written, ascending: open ones, and those that ended in doubt."""
         return tuple(sorted(grant for grant in self._unsettled if self._phases[grant] is not P.ANNOUNCED))
+
+    def remember_doubts(self, grants: Iterable[GrantId]) -> None:
+        """This decode was forgotten while some writes for these grants might still land: that is so for ever (I2)."""
+        for grant in grants:
+            self.begin_from(GrantId(grant + 1))
+            self._enter(grant, P.BELOW_DOUBTFUL)
 
     def feed(self, grant: GrantId, kind: GrantKind) -> tuple[GrantCommand, ...]:
         """The one place that changes a grant's phase. Returns what to do now."""

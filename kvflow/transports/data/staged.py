@@ -146,7 +146,7 @@ class StagedRoute(PlannedRoute):
             raise TransferError(
                 f"no staging is left for another decode ({error}; {len(self._siblings)} have some): raise "
                 f"--staging-bytes"
-            ) from None
+            ) from error
 
     def begin(self, write: Assignment) -> StagedJob:
         return StagedJob(self, write)
