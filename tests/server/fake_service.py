@@ -99,6 +99,7 @@ class FakeService:
         self.unavailable_reason = ""
         self.incarnation = 0xABC
         self.fingerprint = "fake model"
+        self.data_plane = "fake"
         self.changed_report: dict[str, Any] = {}
         self.dead: list[tuple[int, str]] = []
         self.limits = EngineLimits(128, 100, 1, pool_tokens, 4)
@@ -186,7 +187,7 @@ class FakeService:
         return Report(
             incarnation=self.incarnation,
             control_endpoint="tcp://127.0.0.1:1",
-            data_plane="fake",
+            data_plane=self.data_plane,
             fingerprint=self.fingerprint,
             pool=PoolShape(16, 4, 1024, 2),
             pool_bytes=4608,

@@ -5,14 +5,16 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from typing import Any
 
 import aiohttp
 import pytest
 from aiohttp import web
+from aiohttp.typedefs import Handler
 
 from kvflow.launch import joining
+from kvflow.protocols.wire.messages import WIRE_VERSION
 from kvflow.server.http import operations
 from kvflow.server.http.authorization import Keys
 from kvflow.server.router import membership
@@ -463,3 +465,116 @@ async def test_a_worker_that_stays_down_is_logged_again_for_another_reason(
         assert [line.rpartition(": ")[2] for line in lines] == [reasons[0], reasons[2]]
         front.worker(decode_server).mark_lost("connection reset by peer", 0.0)
         assert reasons[2] in front.worker(decode_server).reason, "requests of before it was down say less than a check"
+
+
+@pytest.fixture
+async def fleet_of() -> AsyncIterator[Any]:
+    """Starts fake workers that differ in their model, their data plane or their wire version."""
+    async with AsyncExitStack() as stack:
+        meeting = Meeting()
+
+        async def start(role: str, model: str = "a", plane: str = "fake", wire: int = 3) -> tuple[Server, FakeService]:
+            service = FakeService(role, meeting)
+            service.fingerprint, service.data_plane = model, plane
+            app = Role(service).app
+            app.middlewares.append(_says_its_wire_version(wire))
+            return await stack.enter_async_context(served(app)), service
+
+        yield start
+
+
+def _says_its_wire_version(version: int) -> Any:
+    @web.middleware
+    async def changed(request: web.Request, handler: Handler) -> web.StreamResponse:
+        answer = await handler(request)
+        if request.path != "/server_info" or not isinstance(answer, web.Response) or not isinstance(answer.body, bytes):
+            return answer
+        return web.json_response({**json.loads(answer.body), "wire_version": version})
+
+    return changed
+
+
+def served_by(services: list[FakeService]) -> list[int]:
+    return [len(service.requests) for service in services]
+
+
+async def test_static_workers_of_another_model_than_most_are_left_out(fleet_of: Any) -> None:
+    """A request was answered by one model or the other, as the policy had it."""
+    (p, prefill), (other, stray), (d, decode) = (
+        await fleet_of("prefill", "b"), await fleet_of("prefill", "a"), await fleet_of("decode", "b"),
+    )  # fmt: skip
+    async with routed(other, p, decodes=(d,)) as front:
+        assert [(await front.ask())[0] for _ in range(4)] == [200] * 4
+        assert served_by([stray, prefill, decode]) == [0, 4, 4]
+        reason = front.worker(other).reason
+        assert reason == "it serves 'fake' (a), and other workers here 'fake' (b)"
+        assert not (await front.checked(other)).up, "while the others serve theirs"
+        entry = next(one for one in (await front.call("GET", "/workers"))[1]["workers"] if one["url"] == other.url)
+        assert (entry["is_healthy"], entry["reason"]) == (False, reason)
+
+
+async def test_a_worker_of_another_model_that_was_there_first_does_not_keep_out_a_pair(fleet_of: Any) -> None:
+    (stray, _), (p, prefill), (d, decode) = (
+        await fleet_of("prefill", "a"), await fleet_of("prefill", "b"), await fleet_of("decode", "b"),
+    )  # fmt: skip
+    prefill.unavailable_reason = decode.unavailable_reason = "loading"
+    async with routed(stray, p, decodes=(d,)) as front:
+        assert front.worker(stray).up
+        prefill.unavailable_reason = decode.unavailable_reason = ""
+        for server in (p, d):
+            assert (await front.checked(server)).up
+        assert (await front.ask())[0] == 200 and served_by([prefill, decode]) == [1, 1]
+        assert front.router.workers.trouble(front.worker(stray)) == (
+            "no decode here fits it: it has model fingerprint 'a' and not 'b'"
+        )
+        assert not (await front.checked(stray)).up
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "part"),
+    [
+        ({"wire": 3}, {"wire": 4}, "it has wire version 3 and not 4"),
+        ({"plane": "local"}, {"plane": "mooncake"}, "it has data plane 'local' and not 'mooncake'"),
+    ],
+)
+async def test_only_workers_that_fit_serve_a_request_together(
+    fleet_of: Any, old: dict[str, Any], new: dict[str, Any], part: str
+) -> None:
+    """While a fleet is upgraded there are both: half of the requests failed, at the link."""
+    workers = [await fleet_of(role, **traits) for role in ("prefill", "decode") for traits in (old, new)]
+    servers, services = [server for server, _ in workers], [service for _, service in workers]
+    async with routed(*servers[:2], decodes=tuple(servers[2:])) as front:
+        for _ in range(6):
+            assert (await front.ask())[0] == 200
+        prefill_old, prefill_new, decode_old, decode_new = served_by(services)
+        assert (prefill_old, prefill_new) == (decode_old, decode_new) and prefill_old and prefill_new
+        services[2].unavailable_reason = "its machine is off"
+        await front.checked(servers[2])
+        assert part in front.router.workers.trouble(front.worker(servers[0]))
+        before = served_by(services)
+        for _ in range(4):
+            assert (await front.ask())[0] == 200
+        assert served_by(services) == [before[0], before[1] + 4, before[2], before[3] + 4]
+        front.worker(servers[1]).mark_down("it restarts")  # nobody fits anybody
+        status, answer = await front.ask()
+        assert status == 503 and part.rpartition(" and not ")[0].removeprefix("it has ") in answer["error"]["message"]
+        status, answer = await front.call("GET", "/health")
+        assert status == 503 and part in answer["error"]["message"]
+        await front.checked(servers[1])
+        assert (await front.ask())[0] == 200
+
+
+async def test_a_joining_worker_that_fits_nobody_is_told_so(front: Front, fleet_of: Any) -> None:
+    assert (await front.join((await fleet_of("prefill", wire=3))[0]))[0] == 202
+    server, _ = await fleet_of("decode", wire=4)
+    status, answer = await front.join(server)
+    assert (status, answer["message"]) == (202, "no prefill here fits it: it has wire version 4 and not 3")
+    assert (await front.ask())[0] == 503
+    assert (await front.join((await fleet_of("prefill", wire=4))[0]))[1]["message"] == "it gets requests"
+    assert (await front.ask())[0] == 200
+
+
+async def test_a_worker_says_its_wire_version(front: Front, decode_server: Server) -> None:
+    await front.join(decode_server)
+    identity = front.worker(decode_server).identity
+    assert identity is not None and (identity.wire_version, identity.data_plane) == (WIRE_VERSION, "fake")

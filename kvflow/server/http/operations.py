@@ -6,6 +6,7 @@ import msgspec
 from aiohttp import web
 
 import kvflow
+from kvflow.protocols.wire.messages import WIRE_VERSION
 from kvflow.server.http.errors import Failure, RequestError
 from kvflow.server.http.pipeline import CompletionPipeline
 from kvflow.server.http.responses import json_response
@@ -39,6 +40,7 @@ def server_info(pipeline: CompletionPipeline, host: str, role_switch: RoleSwitch
         "host": host,
         "control_endpoint": report.control_endpoint,
         "data_plane": report.data_plane,
+        "wire_version": WIRE_VERSION,
         "incarnation": f"{report.incarnation:016x}",
         "pool": {
             **msgspec.to_builtins(report.pool),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Awaitable, Mapping
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import aiohttp
 import msgspec
@@ -14,6 +14,21 @@ from kvflow.server.router.feed import Source
 
 class NotServingError(LostError):
     """A worker that answers, but cannot serve; the text says why."""
+
+
+class Traits(NamedTuple):
+    """What a prefill and a decode must have in common to serve a request together. Empty: its engine does not say."""
+
+    fingerprint: str = ""
+    wire_version: int | None = None
+    data_plane: str = ""
+
+    def conflict_with(self, other: Traits) -> str:
+        """In what two workers do not fit together; empty where they do."""
+        for name, mine, theirs in zip(("model fingerprint", "wire version", "data plane"), self, other, strict=True):
+            if mine and theirs and mine != theirs:
+                return f"{name} {mine!r} and not {theirs!r}"
+        return ""
 
 
 class Identity(msgspec.Struct, frozen=True):
@@ -27,6 +42,12 @@ class Identity(msgspec.Struct, frozen=True):
     bootstrap_port: int | None
     cache_tokens: int  # at most, in its prefix cache; 0 where it has none
     events: Source | None  # of that cache
+    wire_version: int | None = None  # of the control link
+    data_plane: str = ""
+
+    @property
+    def traits(self) -> Traits:
+        return Traits(self.fingerprint, self.wire_version, self.data_plane)
 
 
 class Identify(Protocol):

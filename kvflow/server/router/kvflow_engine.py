@@ -121,7 +121,7 @@ def bootstrap_fields(prefill: Worker, rooms: list[int]) -> dict[str, Any]:
 def read_identity(info: Any, url: str = "", events_key: ControlKey | None = None) -> Identity:
     """Of anything that may stand in a /server_info; `url` is the worker's."""
     found = info if isinstance(info, dict) else {}
-    port = found.get("disaggregation_bootstrap_port")
+    port, wire_version = found.get("disaggregation_bootstrap_port"), found.get("wire_version")
     return Identity(
         role=found.get("disaggregation_mode"),
         started_as=found.get("started_as"),
@@ -131,6 +131,8 @@ def read_identity(info: Any, url: str = "", events_key: ControlKey | None = None
         bootstrap_port=port if isinstance(port, int) else None,
         cache_tokens=_cache_tokens(found),
         events=source_of(url, found.get("kv_events"), found.get("page_size"), events_key),
+        wire_version=wire_version if isinstance(wire_version, int) else None,
+        data_plane=str(found.get("data_plane") or ""),
     )
 
 

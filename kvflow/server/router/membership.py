@@ -128,8 +128,8 @@ def _checked_url(given: str) -> str:
     return url
 
 
-def described(worker: Worker) -> dict[str, Any]:
-    """An entry of GET /workers: sglang_router's keys first, then kvflow's own."""
+def described(worker: Worker, trouble: str) -> dict[str, Any]:
+    """An entry of GET /workers: sglang_router's keys first, then kvflow's own. `trouble`: why it gets no requests."""
     return {
         "id": worker.id,
         "url": worker.url,
@@ -141,5 +141,5 @@ def described(worker: Worker) -> dict[str, Any]:
         "bootstrap_port": worker.bootstrap_port,
         "leaving": worker.leaving,
         "incarnation": worker.incarnation,
-        "reason": worker.reason,
+        "reason": trouble,
     }

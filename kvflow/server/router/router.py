@@ -37,7 +37,7 @@ from kvflow.server.router.pairs import Pair
 from kvflow.server.router.policies import Policy
 from kvflow.server.router.prompts import PromptFields
 from kvflow.server.router.tokens import Encoder, block_hashes
-from kvflow.server.router.tries import Tries
+from kvflow.server.router.tries import Tries, fitting
 from kvflow.server.router.workers import ROLES, NoWorkerError, Worker, Workers
 from kvflow.telemetry.requests import CURRENT
 
@@ -189,7 +189,7 @@ class Router(Drainable):
             if (pair := tries.untried(prefills, decodes)) is not None:
                 return pair
             if may_begin:
-                return prefills[0], decodes[0]
+                return next(fitting(prefills, decodes))  # each of them fits one of the others
             assert tries.error is not None
             may_begin = await self._pause(functools.partial(asyncio.sleep, tries.pause_s()), tries)
             if not may_begin:

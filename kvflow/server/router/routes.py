@@ -31,14 +31,15 @@ def _own(router: Router) -> list[web.RouteDef]:
         if router.draining:
             return Failure(503, "draining", "this router is shutting down").response()
         if not router.workers.complete():
-            down = [worker for worker in router.workers.all if not worker.usable]
             missing = [f"no {role} worker is known" for role in ROLES if not router.workers.of(role)]
-            reasons = "; ".join([*missing, *(f"{w.role} {w.url}: {w.reason}" for w in down)])
+            troubles = router.workers.troubles()
+            told = (f"{worker.role} {worker.url}: {trouble}" for worker, trouble in troubles.items() if trouble)
+            reasons = "; ".join([*missing, *told])
             return Failure(503, "no_workers", reasons).response()
         return json_response({"status": "ok"})
 
     async def info(_: web.Request) -> web.StreamResponse:
-        summaries = [worker.summary() for worker in router.workers.all]
+        summaries = [worker.summary(trouble) for worker, trouble in router.workers.troubles().items()]
         model = next((worker.model for worker in router.workers.of("decode") if worker.model), "")
         state = {"draining": router.draining, "running": router.running, "waiting": router.waiting}
         return json_response({"role": "router", "served_model_name": model, **state, "workers": summaries})

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import random
 from collections import Counter
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
 
 from kvflow.server.router.legs import PairFailedError
 from kvflow.server.router.workers import Worker
@@ -40,7 +40,7 @@ class Tries:
         Raises: the last error, where the same pairs would repeat it.
         """
         if len(self._pairs) < len(prefills) + len(decodes):
-            for pair in itertools.product(prefills, decodes):
+            for pair in fitting(prefills, decodes):
                 if pair not in self._pairs:
                     return pair
         if self.error is not None and not self.error.passes:
@@ -52,3 +52,8 @@ class Tries:
         pause_s = min(FIRST_PAUSE_S * 2**self._pauses, LONGEST_PAUSE_S)
         self._pauses += 1
         return random.uniform(pause_s / 2, pause_s)
+
+
+def fitting(prefills: Sequence[Worker], decodes: Sequence[Worker]) -> Iterator[tuple[Worker, Worker]]:
+    """The pairs that can serve a request together, those of the first prefill first."""
+    return (pair for pair in itertools.product(prefills, decodes) if pair[0].fits(pair[1]))

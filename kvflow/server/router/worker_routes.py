@@ -18,17 +18,19 @@ def routes(router: Router) -> list[web.RouteDef]:
 
     async def all_workers(_: web.Request) -> web.StreamResponse:
         counts = {f"{role}_count": len(router.workers.of(role)) for role in ROLES}
-        found = [described(worker) for worker in router.workers.all]
+        found = [described(worker, trouble) for worker, trouble in router.workers.troubles().items()]
         return json_response({"workers": found, "total": len(found), "stats": {**counts, "regular_count": 0}})
 
     async def one(http: web.Request) -> web.StreamResponse:
         worker = membership.find(http.match_info["worker_id"])
-        return _unknown(http) if worker is None else json_response(described(worker))
+        return _unknown(http) if worker is None else json_response(described(worker, router.workers.trouble(worker)))
 
     async def join(http: web.Request) -> web.StreamResponse:
         worker = await membership.join(decoded(await http.read(), JoinRequest))
         location = f"{PATH}/{worker.id}"
-        answer = _accepted(worker, worker.reason or "it gets requests", url=worker.url, location=location)
+        answer = _accepted(
+            worker, router.workers.trouble(worker) or "it gets requests", url=worker.url, location=location
+        )
         answer.headers["Location"] = location
         return answer
 

@@ -8,7 +8,7 @@ import itertools
 import logging
 import re
 import uuid
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, suppress
 from typing import Any
 from urllib.parse import urlsplit
@@ -18,11 +18,12 @@ import aiohttp
 from kvflow.protocols.errors import Code, KvflowError
 from kvflow.server.http.errors import Failure
 from kvflow.server.router.cache_view import NO_PROMPTS, CacheView, Prompts
-from kvflow.server.router.identity import Identify, Identity, NotServingError
+from kvflow.server.router.identity import Identify, Identity, NotServingError, Traits
 from kvflow.server.router.policies import Policy
 
 _log = logging.getLogger("kvflow.router")
 ROLES = ("prefill", "decode")
+_OTHER = {"prefill": "decode", "decode": "prefill"}
 CHECK_TIMEOUT_S = 3.0
 DOWN_CHECK_S = 0.25  # between two checks of a worker that is down: one that is back should not wait for its requests
 LEAST_CHECK_S = 0.05  # between two checks of one worker, however many requests ask for them
@@ -83,13 +84,22 @@ class Worker:
 
     @property
     def reason(self) -> str:
-        """Why it gets no requests; empty when it does."""
+        """Why it cannot get requests; empty when it can."""
         return self.unavailable_reason or ("it leaves this router" if self.leaving else "")
 
     @property
     def usable(self) -> bool:
-        """Whether it gets requests."""
+        """Whether it gets requests, with workers of the other role that fit it."""
         return self.up and not self.leaving
+
+    @property
+    def traits(self) -> Traits:
+        """What a worker of the other role must have, too, to serve requests with it."""
+        return Traits() if self.identity is None else self.identity.traits
+
+    def fits(self, other: Worker) -> bool:
+        """Whether the two of them can serve a request."""
+        return not self.traits.conflict_with(other.traits)
 
     def mark_down(self, reason: str) -> None:
         """Take no more requests until the next successful check."""
@@ -161,9 +171,9 @@ class Worker:
     def in_backoff(self, now: float) -> bool:
         return now < self._backoff_until_s
 
-    def summary(self) -> dict[str, Any]:
-        """The entry in the router's /server_info."""
-        state = {"up": self.up, "leaving": self.leaving, "running": self.running, "trouble": self.reason}
+    def summary(self, trouble: str) -> dict[str, Any]:
+        """The entry in the router's /server_info. `trouble`: why it gets no requests."""
+        state = {"up": self.up, "leaving": self.leaving, "running": self.running, "trouble": trouble}
         return {"url": self.url, "role": self.role, **state}
 
 
@@ -187,8 +197,14 @@ class Workers:
 
     async def start(self) -> None:
         """Return after a first check of all workers; further ones follow."""
-        await asyncio.gather(*(self._check(worker) for worker in self.all))
-        for worker in self.all:
+        found = dict(zip(self.all, await asyncio.gather(*map(self._found, self.all)), strict=True))
+        model = _model_of_most(found)
+        for worker, identity in found.items():  # those of that model first: the others are left out
+            if isinstance(identity, Identity) and identity.fingerprint == model:
+                self._take(worker, identity)
+        for worker, identity in found.items():
+            if not worker.usable:
+                self._take(worker, identity)
             self._watch_on(worker)
 
     async def close(self) -> None:
@@ -227,9 +243,9 @@ class Workers:
     def ranked(self, role: str, failed: Mapping[Worker, int], prompts: Prompts = NO_PROMPTS) -> list[Worker]:
         """The workers for the next try of a request, the best one first: by how often they have failed it, then those
         that are not in backoff, then by the policy. Raises: NoWorkerError."""
-        choices = [worker for worker in self.of(role) if worker.usable]
+        choices = self._paired(role)
         if not choices:
-            raise NoWorkerError(role, [worker.reason for worker in self.of(role)])
+            raise NoWorkerError(role, [why for worker, why in self.troubles().items() if worker.role == role])
         now = asyncio.get_running_loop().time()
         trouble = {worker: (failed.get(worker, 0), worker.in_backoff(now)) for worker in choices}
         fit = min(trouble.values())
@@ -237,8 +253,29 @@ class Workers:
         return sorted(choices, key=lambda w: (*trouble[w], *self._policy.order(w, least, prompts)))
 
     def complete(self) -> bool:
-        """Whether both roles have a worker that is up."""
-        return all(any(worker.usable for worker in self.of(role)) for role in ROLES)
+        """Whether there is a prefill and a decode that can serve requests together."""
+        return all(self._usable(role) and self._paired(role) for role in ROLES)
+
+    def troubles(self) -> dict[Worker, str]:
+        """Why each worker gets no requests; empty for those that do."""
+        others = {role: self._traits(_OTHER[role]) for role in ROLES}
+        return {worker: _trouble(worker, others[worker.role]) for worker in self.all}
+
+    def trouble(self, worker: Worker) -> str:
+        """That of one worker."""
+        return _trouble(worker, self._traits(_OTHER[worker.role]))
+
+    def _usable(self, role: str) -> list[Worker]:
+        return [worker for worker in self.of(role) if worker.usable]
+
+    def _traits(self, role: str) -> set[Traits]:
+        return {worker.traits for worker in self._usable(role)}
+
+    def _paired(self, role: str) -> list[Worker]:
+        """The workers of a role that get requests: those that fit one of the other role, or all where that has none."""
+        others = self._traits(_OTHER[role])
+        alike = {one for one in self._traits(role) if not others or not all(map(one.conflict_with, others))}
+        return [worker for worker in self._usable(role) if worker.traits in alike]
 
     def cache_prompts(self) -> bool:
         """Whether any worker has a prefix cache."""
@@ -262,38 +299,73 @@ class Workers:
             await self._check(worker)
 
     async def _check(self, worker: Worker) -> None:
-        before = (worker.up, worker.role)
+        self._take(worker, await self._found(worker))
+
+    async def _found(self, worker: Worker) -> Identity | str:
+        """What a worker is now, or why it cannot serve."""
         try:
             async with asyncio.timeout(CHECK_TIMEOUT_S):
-                await self._ask(worker)
+                return await self._ask(worker)
         except TimeoutError:
-            worker.mark_down(f"/health took more than {CHECK_TIMEOUT_S:g} s")
+            return f"/health took more than {CHECK_TIMEOUT_S:g} s"
         except (NotServingError, aiohttp.ClientError, OSError, ValueError, RecursionError) as error:
-            worker.mark_down(str(error) or type(error).__name__)
-        if worker.usable and before != (worker.up, worker.role):
+            return str(error) or type(error).__name__
+
+    async def _ask(self, worker: Worker) -> Identity | str:
+        """Raises: as `Identify`."""
+        async with self._session.get(f"{worker.url}/health") as health:
+            if health.status != 200:
+                reason = Failure.read(health.status, await health.read()).message
+                return f"/health answered {health.status}: {reason}"
+        known = worker.identity if worker.up else None
+        return await self._identify(self._session, worker.url, worker.role, known)
+
+    def _take(self, worker: Worker, found: Identity | str) -> None:
+        """Note the outcome of a check."""
+        before = (worker.usable, worker.role, worker.traits)
+        if isinstance(found, str):
+            worker.mark_down(found)
+        elif other := self._other_model(worker, found):
+            worker.mark_down(other)
+        else:
+            worker.mark_up(found)
+        if worker.usable and before != (True, worker.role, worker.traits):
+            if trouble := self.trouble(worker):
+                _log.warning("%s %s gets no requests: %s", worker.role, worker.url, trouble)
             self._tell_waiting()
 
     def _tell_waiting(self) -> None:
         came_up, self.came_up = self.came_up, asyncio.Event()
         came_up.set()
 
-    async def _ask(self, worker: Worker) -> None:
-        async with self._session.get(f"{worker.url}/health") as health:
-            if health.status != 200:
-                reason = Failure.read(health.status, await health.read()).message
-                worker.mark_down(f"/health answered {health.status}: {reason}")
-                return
-        known = worker.identity if worker.up else None
-        identity = await self._identify(self._session, worker.url, worker.role, known)
-        if other := self._replaced_model(worker, identity):
-            worker.mark_down(other)
-            return
-        worker.mark_up(identity)
-
-    def _replaced_model(self, worker: Worker, identity: Identity) -> str:
-        """What is wrong with a worker that has come back with another model than it had, while others serve that."""
+    def _other_model(self, worker: Worker, identity: Identity) -> str:
+        """What is wrong with a worker of another model than it had, while others serve that, or than a prefill and a
+        decode of this router serve: a request would be answered by the one or the other."""
         before, now = worker.fingerprint, identity.fingerprint
-        if not before or before == now:
+        others = [one for one in self.all if one is not worker and one.usable and one.fingerprint]
+        if before and before != now and any(one.fingerprint == before for one in others):
+            return f"it has another model now: fingerprint {now!r} instead of {before!r}"
+        prefills, decodes = ({one.fingerprint: one for one in others if one.role == role} for role in ROLES)
+        served = {fingerprint: one for fingerprint, one in decodes.items() if fingerprint in prefills}
+        if not now or not served or now in served:
             return ""
-        stays = any(one.usable and one.fingerprint == before for one in self.all if one is not worker)
-        return f"it has another model now: fingerprint {now!r} instead of {before!r}" if stays else ""
+        fingerprint, one = next(iter(served.items()))
+        return f"it serves {identity.model!r} ({now}), and other workers here {one.model!r} ({fingerprint})"
+
+
+def _trouble(worker: Worker, others: Collection[Traits]) -> str:
+    """`others`: what the workers of the other role have that are up."""
+    conflicts = [worker.traits.conflict_with(traits) for traits in others]
+    if worker.reason or not conflicts or not all(conflicts):
+        return worker.reason
+    return f"no {_OTHER[worker.role]} here fits it: it has {conflicts[0]}"
+
+
+def _model_of_most(found: Mapping[Worker, Identity | str]) -> str:
+    """The fingerprint that the router's workers have at the start: one that both roles have, if there is one, and of
+    those the one that most have; the first one of equals."""
+    roles: dict[str, list[str]] = {}
+    for worker, identity in found.items():
+        if isinstance(identity, Identity) and identity.fingerprint:
+            roles.setdefault(identity.fingerprint, []).append(identity.role or worker.role)
+    return max(roles, key=lambda model: (len(set(roles[model])), len(roles[model])), default="")
