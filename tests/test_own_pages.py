@@ -118,7 +118,7 @@ async def test_pages_without_proof_stay_busy_until_the_next_node_has_it() -> Non
         await sending.matched()
         sending.send([1, 2, 3], last=True)
         (loan,) = await p.decode.close()
-        assert list(loan.pages) == MINE and loan.owner is None
+        assert list(loan.pages) == MINE and loan.incarnation == p.prefill.incarnation
         assert len(targets.busy(MINE)) == 3
         heir = DecodeNode(
             p.decode.pool, FakePlane(p.planes), connect=p.network.connect, pages=targets, timing=p.decode.timing

@@ -5,9 +5,10 @@ from __future__ import annotations
 import asyncio
 import functools
 import logging
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 
 from kvflow.handlers.connections import Connect, Connections
+from kvflow.handlers.earlier import EarlierShell, check_unseen, log_declared
 from kvflow.handlers.room_log import about, follow
 from kvflow.handlers.room_log import log as room_log
 from kvflow.handlers.rooms import DecodeRoom
@@ -19,7 +20,7 @@ from kvflow.protocols.decode_rooms import Prompt
 from kvflow.protocols.errors import CapacityError, Cause, Code, KvflowError, MisuseError, room_error
 from kvflow.protocols.machines.decode_room import DecodePhase
 from kvflow.protocols.pages.layout import NO_PLACES, PoolLayout
-from kvflow.protocols.ports import Arrivals, Checksums, DataPlane, PageStore, UnprovenLoan
+from kvflow.protocols.ports import Arrivals, Checksums, DataPlane, PageStore, Quarantine, UnprovenLoan
 from kvflow.protocols.wire.messages import GrantId, Incarnation
 from kvflow.protocols.wire.ranks import RankInfo
 from kvflow.telemetry.counters import Counts
@@ -53,14 +54,19 @@ class DecodeShell(Shell):
         connect: Connect,
         counts: Counts,
         now: Callable[[], float],
+        stores: Sequence[tuple[Quarantine, PageStore]],
         checksums: Checksums | None = None,
         arrivals: Arrivals | None = None,
     ) -> None:
-        """With `arrivals`, prefill writes into pages of staging, and `pages` are out of any peer's reach."""
+        """With `arrivals`, prefill writes into pages of staging, and `pages` are out of any peer's reach.
+
+        `stores`: `pages` and the quarantine of their pool, and the same of the staging, where there is one.
+        """
         super().__init__(endpoint, endpoint.core.timing, counts, now)
         self.endpoint, self.pages, self.plane = endpoint, pages, plane
         self.checksums, self.arrivals = checksums, arrivals
         self.lent = pages if arrivals is None else arrivals.lent  # who owns what peers write into
+        self.quarantine, self._lent_quarantine = stores[0][0], stores[-1][0]
         self._waiting: dict[GrantId, DecodeRoom] = {}  # for pages of staging, in order
         self.rooms: dict[GrantId, DecodeRoom] = {}  # open ones, and ended ones whose pages are not free
         self.connections = Connections(self, endpoint, plane, connect)
@@ -79,6 +85,7 @@ class DecodeShell(Shell):
             c.QuarantinePages: self._quarantine,
             c.FreePages: self._free,
         }
+        self.earlier = EarlierShell(self, endpoint.earlier, plane, stores)
 
     # --- rooms
 
@@ -196,18 +203,10 @@ class DecodeShell(Shell):
     def declare_dead(self, incarnation: int, why: str) -> None:
         """See `DecodeEndpoint.declare_dead`. Raises: also MisuseError for a process that is seen to run."""
         for peer in self.endpoint.peers:
-            address = peer.address
-            if peer.key.incarnation == incarnation and address is not None and self.plane.sees_alive(address):
-                pid = address.process.pid
-                raise MisuseError(
-                    f"prefill {incarnation:016x} runs: it is process {pid} of this host, and may still write; end that "
-                    f"process (kill -9 {pid}), and its loans end by proof"
-                )
-        loans, pages = self.endpoint.declare_dead(Incarnation(incarnation), why, self.now())
-        log.warning(
-            "prefill %016x is declared dead (%s): %d loans end without proof, %d pages leave quarantine",
-            incarnation, why, loans, pages,
-        )  # fmt: skip
+            if peer.key.incarnation == incarnation and peer.address is not None:
+                check_unseen(self.plane, incarnation, peer.address)
+        self.earlier.check_unseen(incarnation)
+        log_declared(incarnation, why, self.endpoint.declare_dead(Incarnation(incarnation), why, self.now()))
         self.run()
 
     def tick(self, now: float) -> None:
@@ -238,20 +237,40 @@ class DecodeShell(Shell):
         self.endpoint.close(self.now())
         self.run()
         await self.stop()
-        left = []
+        self.earlier.leave()
+        left = [loan for room in self.rooms.values() for loan in self._unproven(room)]
+        self._lent_quarantine.add(left, self.lent)
         for room in self.rooms.values():
-            assert room.record is not None
-            own = room.own_pages is not None and self.arrivals is None
-            owner, held_in = (None, self.pages) if own else (room.owner, None)
-            writers = [peer.address for peer in room.record.lease.loans if peer.address is not None]
-            left += [UnprovenLoan(writer, room.lent, owner, held_in) for writer in writers]
-            if self.arrivals is not None:  # what may still be written is not what the room's user has
-                if room.own_pages is None:
-                    self.pages.give_back(room.pages, room.owner)
-                room.pages_freed()
+            self._abandon(room)
         self.rooms.clear()
         self._waiting.clear()
         return left
+
+    def _unproven(self, room: DecodeRoom) -> Iterator[UnprovenLoan]:
+        assert room.record is not None
+        lender = self.endpoint.core.identity.incarnation
+        for peer in room.record.lease.loans:
+            yield UnprovenLoan(
+                writer=peer.address,
+                incarnation=peer.key.incarnation,
+                control=peer.key.control,
+                rank=peer.info.rank,
+                room=room.room,
+                lease=(lender, room.grant),
+                pages=room.lent,
+            )
+
+    def _abandon(self, room: DecodeRoom) -> None:
+        """The node has closed: what was lent is the quarantine's now, and what was not goes back."""
+        if self.arrivals is not None:  # what may still be written is not what the room's user has
+            self.lent.give_back(room.lent, room.owner)
+            if room.own_pages is None:
+                self.pages.give_back(room.pages, room.owner)
+            room.pages_freed()
+        elif room.own_pages is not None:
+            self.pages.unhold(room.own_pages)
+        else:
+            self.pages.give_back(room.pages, room.owner)
 
     # --- commands
 
@@ -281,6 +300,8 @@ class DecodeShell(Shell):
             if room.own_pages is None:
                 take = self.pages.take_room if has_rows else self.pages.take
                 room.pages = take(wanted, room.owner)
+            if self.quarantine.leases:  # a store of somebody's own may know nothing of it
+                self.quarantine.check(room.pages)
             if self.arrivals is None:
                 room.lent = room.pages
             self.endpoint.lend(room.grant, room.lent, self.now())
@@ -370,7 +391,10 @@ class DecodeShell(Shell):
             room.owner = owner
 
     def _free(self, command: c.FreePages) -> None:
-        room = self.rooms[command.grant]
+        room = self.rooms.get(command.grant)
+        if room is None:
+            self.earlier.free(command)
+            return
         if self.arrivals is not None:
             self._return_lent(room)
         if room.own_pages is None and len(room.pages):

@@ -6,9 +6,10 @@ import asyncio
 import errno
 import functools
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
+from kvflow.handlers.earlier import EarlierShell, log_declared
 from kvflow.handlers.room_log import about, follow
 from kvflow.handlers.room_log import log as room_log
 from kvflow.handlers.rooms import PrefillRoom
@@ -17,7 +18,16 @@ from kvflow.handlers.verify import ChecksummedWrite
 from kvflow.protocols import commands as c
 from kvflow.protocols.errors import CapacityError, Cause, KvflowError, room_error
 from kvflow.protocols.pages.layout import PageIndices
-from kvflow.protocols.ports import Checksums, ControlSocket, DataPlane, PageStore, Route, Write, WriteOutcome
+from kvflow.protocols.ports import (
+    Checksums,
+    ControlSocket,
+    DataPlane,
+    PageStore,
+    Quarantine,
+    Route,
+    Write,
+    WriteOutcome,
+)
 from kvflow.protocols.prefill import PrefillEndpoint
 from kvflow.protocols.prefill_peers import DecodePeer
 from kvflow.protocols.wire.messages import GrantId, Incarnation
@@ -71,9 +81,13 @@ class PrefillShell(Shell):
         socket: ControlSocket,
         counts: Counts,
         now: Callable[[], float],
+        stores: Sequence[tuple[Quarantine, PageStore]],
         checksums: Checksums | None = None,
     ) -> None:
-        """With `checksums` every chunk tells decode the checksum of its source pages."""
+        """With `checksums` every chunk tells decode the checksum of its source pages.
+
+        `stores`: `pages` and the quarantine of their pool, and the same of the staging, where there is one.
+        """
         core = endpoint.core
         super().__init__(endpoint, core.timing, counts, now)
         self.endpoint, self.pages, self.plane, self.socket = endpoint, pages, plane, socket
@@ -96,6 +110,9 @@ class PrefillShell(Shell):
             c.RoomStopped: self._stopped,
             c.RoomReleased: self._released,
         }
+        self.quarantine = stores[0][0]
+        self.earlier = EarlierShell(self, endpoint.earlier, plane, stores)
+        self.runners[c.FreePages] = self.earlier.free
         self.spawn(self._read(), "kvflow-prefill-read")
 
     # --- rooms
@@ -120,6 +137,7 @@ class PrefillShell(Shell):
     def send_chunk(self, room: PrefillRoom, pages: PageIndices, last: bool, handoff: bytes) -> None:
         """Held before the endpoint is told: pages that are not the engine's must not be waited for."""
         self.endpoint.check_chunk(room.record, pages, last, len(handoff))
+        self.quarantine.check(pages)
         self.pages.hold(pages)
         try:
             self.endpoint.queue_chunk(room.record, pages, last=last, handoff=handoff, now=self.now(), checked=True)
@@ -133,6 +151,12 @@ class PrefillShell(Shell):
         self.run()
 
     # --- peers
+
+    def declare_dead(self, incarnation: int, why: str) -> None:
+        """See `PrefillEndpoint.declare_dead`. Raises: also MisuseError for a process that is seen to run."""
+        self.earlier.check_unseen(incarnation)
+        log_declared(incarnation, why, self.endpoint.declare_dead(Incarnation(incarnation)))
+        self.run()
 
     async def _read(self) -> None:
         """Consume messages until cancelled; what goes wrong with one is counted, the loop goes on (I7)."""
@@ -215,6 +239,7 @@ class PrefillShell(Shell):
     async def close(self) -> None:
         """Stop the tasks; the data plane must be closed, so that no write runs. The socket stays the caller's."""
         await self.stop()
+        self.earlier.leave()
         for route in self.routes.values():
             route.close()
         self.routes.clear()

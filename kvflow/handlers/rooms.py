@@ -14,7 +14,7 @@ from kvflow.protocols.machines.decode_room import TERMINAL, DecodePhase, DecodeR
 from kvflow.protocols.machines.prefill_room import PrefillPhase, PrefillRoomState
 from kvflow.protocols.machines.story import Line
 from kvflow.protocols.pages.layout import PageIndices, PoolLayout
-from kvflow.protocols.ports import PageStore, Write
+from kvflow.protocols.ports import PageStore, Quarantine, Write
 from kvflow.protocols.prefill_rooms import PrefillRoomRecord
 from kvflow.protocols.wire.messages import GrantId, RoomId
 from kvflow.telemetry.requests import CURRENT
@@ -67,6 +67,7 @@ class DecodeSide(Protocol):
     """What a room asks of the shell it was opened by."""
 
     pages: PageStore
+    quarantine: Quarantine  # of the pool of `pages`
 
     @property
     def layout(self) -> PoolLayout: ...
@@ -145,11 +146,13 @@ class DecodeRoom:
     def give(self, pages: Sequence[int] | PageIndices) -> None:
         """Pages of the caller's own, held in the node's store from here on until nothing can touch them.
 
-        Raises: MisuseError (another number of pages, or a second time), OwnershipError (pages the store cannot hold).
+        Raises: MisuseError (another number of pages, or a second time), OwnershipError (pages the store cannot hold, or
+        that a writer of an earlier node over the pool may still write into).
         """
         if self.own_pages is not None or not self.held_back:
             raise MisuseError(f"room {self.room}: its pages have been given already")
         mine = own_pages(pages, self._shell.layout, self.room, self.num_pages)
+        self._shell.quarantine.check(mine)
         try:
             self._shell.pages.hold(mine)
         except OwnershipError as error:
@@ -335,9 +338,9 @@ class PrefillRoom:
 
         The last chunk carries the hand-over, which reaches decode's `landed`. Only full pages before the last chunk.
         Of a pool with rows its last entry is the request's row: row r is `num_pages + r` (`pool.layout.numbered`).
-        Raises: MisuseError (before matched, after the last chunk, more pages than decode lent, a page outside the pool
-        or that has no owner, a hand-over before the last chunk): nothing was queued; the room's own error once it has
-        ended.
+        Raises: MisuseError (before matched, after the last chunk, more pages than decode lent, a page outside the pool,
+        that has no owner or is in quarantine, a hand-over before the last chunk): nothing was queued; the room's own
+        error once it has ended.
         """
         indices = page_indices(pages, self._shell.num_pages, f"room {self.room}")
         self._shell.send_chunk(self, indices, last, handoff)

@@ -1,12 +1,16 @@
 """The owners of every page of one pool (I1), and the deferred return of pages that are still in use (I13).
 
-Every page is in exactly one place: reserved, free, owned, or returning (given back while held). Used on the event loop
-only, so nothing here locks. One page costs a few microseconds, 2,048 pages well under a millisecond.
+Every page is in exactly one place: reserved, free, owned, or returning (given back while held, or withheld). One page
+costs a few microseconds, 2,048 pages well under a millisecond.
+
+An allocator belongs to one event loop. What changes it locks all the same, for a few tens of nanoseconds: a node that
+closes in another thread may leave pages here that are to be withheld, and have the proof that frees them.
 """
 
 from __future__ import annotations
 
 import itertools
+import threading
 from collections.abc import Hashable
 from enum import Enum
 from typing import Any, Protocol
@@ -23,7 +27,7 @@ Index = NDArray[np.integer[Any]] | slice
 
 
 class Kept(Enum):
-    """The key under which `owned()` counts pages that were given back while they were held."""
+    """The key under which `owned()` counts pages that were given back while they were held, or are withheld."""
 
     RETURNING = "returning"
 
@@ -73,6 +77,7 @@ class PageAllocator:
         self._spare_marks: list[int] = []  # of owners without a page
         self._returning = 0
         self.reclaimables: list[Reclaimable] = []  # two while a worker exchanges its role
+        self._lock = threading.Lock()
         self._held_calls = 0  # hold() page uses not yet ended: 0 lets give_back skip the look at `_holds`
 
     def __repr__(self) -> str:
@@ -118,23 +123,24 @@ class PageAllocator:
 
     @property
     def returning_pages(self) -> int:
-        """Pages given back that wait for their last hold to end."""
+        """Pages without an owner that wait for their last hold to end: given back while they were held, or withheld."""
         return self._returning
 
     def take(self, count: int, owner: Hashable) -> PageIndices:
         """`count` free pages, now owned by `owner`. Raises: CapacityError (nothing is taken)."""
-        if count > self._free or count < 0:
-            raise CapacityError(f"{self._unit}s", count, self._free)
-        top = self._free
-        pages: PageIndices = self._stack[top - count : top][::-1].copy()
-        if count >= MANY_PAGES and not ascends(pages):
-            pages.sort()
-        if count:
-            account = self._account(owner)
-            self._marks[pages if count < MANY_PAGES else _where(pages)[0]] = account.mark
-            account.count += count
-            self._free = top - count
-        return pages
+        with self._lock:
+            if count > self._free or count < 0:
+                raise CapacityError(f"{self._unit}s", count, self._free)
+            top = self._free
+            pages: PageIndices = self._stack[top - count : top][::-1].copy()
+            if count >= MANY_PAGES and not ascends(pages):
+                pages.sort()
+            if count:
+                account = self._account(owner)
+                self._marks[pages if count < MANY_PAGES else _where(pages)[0]] = account.mark
+                account.count += count
+                self._free = top - count
+            return pages
 
     def take_room(self, count: int, owner: Hashable) -> PageIndices:
         """Raises: CapacityError (nothing is taken)."""
@@ -142,87 +148,110 @@ class PageAllocator:
 
     def move(self, pages: PageIndices, owner: Hashable, new_owner: Hashable) -> None:
         """Change the owner. Raises: OwnershipError when a page is not `owner`'s (nothing is moved)."""
-        pages, where = self._owned_by(pages, owner)
-        if not pages.size:
-            return
-        if pages.size == self._accounts[owner].count and new_owner not in self._accounts:  # all that it has
-            self._accounts[new_owner] = self._accounts.pop(owner)
-            return
-        account = self._account(new_owner)
-        self._marks[where] = account.mark
-        account.count += pages.size
-        self._debit(owner, pages.size)
+        with self._lock:
+            pages, where = self._owned_by(pages, owner)
+            if not pages.size:
+                return
+            if pages.size == self._accounts[owner].count and new_owner not in self._accounts:  # all that it has
+                self._accounts[new_owner] = self._accounts.pop(owner)
+                return
+            account = self._account(new_owner)
+            self._marks[where] = account.mark
+            account.count += pages.size
+            self._debit(owner, pages.size)
 
     def give_back(self, pages: PageIndices, owner: Hashable) -> None:
         """Return pages to the free list; those that are held follow when their last hold ends (I13).
 
         Raises: OwnershipError for pages that are free already, named twice, or somebody else's (nothing is given back).
         """
-        pages, where = self._owned_by(pages, owner)
-        count = pages.size
-        if not count:
-            return
-        if self._held_calls and (self._holds[where] > 0).any():
-            busy = self._holds[pages] > 0
-            kept, pages = pages[busy], pages[~busy]
-            self._marks[kept if kept.size < MANY_PAGES else _where(kept)[0]] = _RETURNING
-            self._returning += kept.size
-            where = pages if pages.size < MANY_PAGES else _where(pages)[0]
-        self._free_now(pages, where)
-        self._debit(owner, count)
+        with self._lock:
+            pages, where = self._owned_by(pages, owner)
+            count = pages.size
+            if not count:
+                return
+            if self._held_calls and (self._holds[where] > 0).any():
+                busy = self._holds[pages] > 0
+                kept, pages = pages[busy], pages[~busy]
+                self._marks[kept if kept.size < MANY_PAGES else _where(kept)[0]] = _RETURNING
+                self._returning += kept.size
+                where = pages if pages.size < MANY_PAGES else _where(pages)[0]
+            self._free_now(pages, where)
+            self._debit(owner, count)
 
     def hold(self, pages: PageIndices) -> None:
         """A reader or writer that cannot be stopped uses these pages. Counted; a page may be named more than once.
 
         Raises: OwnershipError for pages without an owner (nothing is held).
         """
-        pages = self._checked(pages)
-        if pages.size == 1:  # the common case of tiny rooms: scalars are several times cheaper than arrays of one
-            page = int(pages[0])
-            if self._marks[page] in (_FREE, _RETURNING):
-                raise OwnershipError(f"hold: {self._unit} {page} has no owner")
-            self._holds[page] += 1
-            self._held_calls += 1
-            return
-        where, once = _where(pages) if pages.size >= MANY_PAGES else (pages, False)
-        marks = self._marks[where]
-        if (ownerless := (marks == _FREE) | (marks == _RETURNING)).any():
-            raise OwnershipError(f"hold: {self._unit} {self._named(where, ownerless)} has no owner")
-        if once:
-            self._holds[where] += 1
-        else:
-            np.add.at(self._holds, pages, 1)
-        self._held_calls += pages.size
+        with self._lock:
+            pages = self._checked(pages)
+            if pages.size == 1:  # the common case of tiny rooms: scalars are several times cheaper than arrays of one
+                page = int(pages[0])
+                if self._marks[page] in (_FREE, _RETURNING):
+                    raise OwnershipError(f"hold: {self._unit} {page} has no owner")
+                self._holds[page] += 1
+                self._held_calls += 1
+                return
+            where, once = _where(pages) if pages.size >= MANY_PAGES else (pages, False)
+            marks = self._marks[where]
+            if (ownerless := (marks == _FREE) | (marks == _RETURNING)).any():
+                raise OwnershipError(f"hold: {self._unit} {self._named(where, ownerless)} has no owner")
+            if once:
+                self._holds[where] += 1
+            else:
+                np.add.at(self._holds, pages, 1)
+            self._held_calls += pages.size
 
     def unhold(self, pages: PageIndices) -> None:
         """That use has ended; pages given back meanwhile become free. Raises: OwnershipError when it was not held."""
-        pages = self._checked(pages)
-        if pages.size == 1 and not self._returning:
-            page = int(pages[0])
-            if not self._holds[page]:
-                raise OwnershipError(f"unhold: {self._unit} {page} is not held that often")
-            self._holds[page] -= 1
-            self._held_calls -= 1
-            return
-        where, once = _where(pages) if pages.size >= MANY_PAGES else (pages, False)
-        if once:
-            left = self._holds[where] - np.int32(1)
-        else:
-            np.subtract.at(self._holds, pages, 1)
-            left = self._holds[where]
-        if (left < 0).any():
-            if not once:
-                np.add.at(self._holds, pages, 1)
-            raise OwnershipError(f"unhold: {self._unit} {self._named(where, left < 0)} is not held that often")
-        if once:
-            self._holds[where] = left
-        self._held_calls -= pages.size
-        if self._returning:
-            found = np.arange(where.start, where.stop) if isinstance(where, slice) else where
-            ended = np.sort(found[(left == 0) & (self._marks[where] == _RETURNING)]).astype(np.int32)
-            ready = ended[np.diff(ended, prepend=-1) != 0]
-            self._returning -= ready.size
-            self._free_now(ready, ready if ready.size < MANY_PAGES else _where(ready)[0])
+        with self._lock:
+            pages = self._checked(pages)
+            if pages.size == 1 and not self._returning:
+                page = int(pages[0])
+                if not self._holds[page]:
+                    raise OwnershipError(f"unhold: {self._unit} {page} is not held that often")
+                self._holds[page] -= 1
+                self._held_calls -= 1
+                return
+            where, once = _where(pages) if pages.size >= MANY_PAGES else (pages, False)
+            if once:
+                left = self._holds[where] - np.int32(1)
+            else:
+                np.subtract.at(self._holds, pages, 1)
+                left = self._holds[where]
+            if (left < 0).any():
+                if not once:
+                    np.add.at(self._holds, pages, 1)
+                raise OwnershipError(f"unhold: {self._unit} {self._named(where, left < 0)} is not held that often")
+            if once:
+                self._holds[where] = left
+            self._held_calls -= pages.size
+            if self._returning:
+                found = np.arange(where.start, where.stop) if isinstance(where, slice) else where
+                ended = np.sort(found[(left == 0) & (self._marks[where] == _RETURNING)]).astype(np.int32)
+                ready = ended[np.diff(ended, prepend=-1) != 0]
+                self._returning -= ready.size
+                self._free_now(ready, ready if ready.size < MANY_PAGES else _where(ready)[0])
+
+    def withhold(self, pages: PageIndices) -> None:
+        """Keep pages from every new owner until they are unheld: free ones leave the free list, and those of an owner
+        do not come back to it. Counted, as `hold`. May be called from any thread.
+
+        Raises: OwnershipError for a page outside the pool (nothing is withheld).
+        """
+        with self._lock:
+            pages = self._checked(pages)
+            free = np.unique(pages[self._marks[pages] == _FREE])
+            if free.size:
+                stack = self._stack[: self._free]
+                stack = stack[~np.isin(stack, free)]
+                self._stack[: stack.size] = stack
+                self._free = stack.size
+                self._marks[free] = _RETURNING
+                self._returning += free.size
+            np.add.at(self._holds, pages, 1)
+            self._held_calls += pages.size
 
     def owned(self) -> dict[Hashable, int]:
         """Pages per owner; those on their way back stand under `Kept.RETURNING`. With the free ones: the pool."""

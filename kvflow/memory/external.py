@@ -18,7 +18,8 @@ class ExternalPages:
 
     `node = DecodeNode(pool, plane, pages=ExternalPages(pool.layout.num_pages))`: every room is opened over pages of the
     engine's (`room(..., pages=mine)`). A page is busy while a peer may write into it, a write reads it, or a checksum
-    does; the engine gives a page to somebody else when it is busy no more. Every method may be called from any thread.
+    does; the engine gives a page to somebody else when it is busy no more. Pages that an earlier node over the pool has
+    lent, and whose writer may still write, are busy from the start. Every method may be called from any thread.
     """
 
     def __init__(self, num_pages: int) -> None:
@@ -102,6 +103,10 @@ class ExternalPages:
                 self._count(found, 1)
                 raise OwnershipError(f"unhold: page {counted[wrong][0]} is not in use")
             self._changed.notify_all()
+
+    def withhold(self, pages: PageIndices) -> None:
+        """These pages are in use, once more each, by a writer of an earlier node. Raises: as `hold`."""
+        self.hold(pages)
 
     def _count(self, pages: PageIndices, more: int) -> PageIndices:
         """Add to the uses of `pages`; returns them, many in ascending order: `np.add.at` takes 150 ms for a million."""

@@ -68,6 +68,12 @@ class PlaceAllocator:
         self.pages.unhold(both.pages)
         self._or_undo(lambda: self.rows.unhold(both.rows), lambda: self.pages.hold(both.pages))
 
+    def withhold(self, pages: PageIndices) -> None:
+        """Raises: OwnershipError for a place outside the pool (nothing is withheld)."""
+        both = self._split(pages)
+        self.pages.withhold(both.pages)
+        self.rows.withhold(both.rows)
+
     def owned(self) -> dict[Hashable, int]:
         """Pages and rows per owner."""
         found = self.pages.owned()

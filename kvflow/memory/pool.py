@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from kvflow.memory.allocator import PageAllocator
 from kvflow.memory.device import HOST, memory_on, misplaced, stream_in
 from kvflow.memory.places import PlaceAllocator
+from kvflow.memory.quarantine import PoolQuarantine
 from kvflow.memory.shared import SharedSegment
 from kvflow.memory.streams import Fields, describe, streams_of
 from kvflow.protocols.errors import LayoutError, MisuseError
@@ -40,8 +41,8 @@ _BITS = {
 class PagedPool:
     """Owns (`allocate`) or borrows (`wrap`) the bytes of one pool. `layout.buffers` carry this process's addresses.
 
-    `unproven`: a decode node that is closed leaves here the loans whose end it could not prove, and the next node over
-    this pool takes them over. The pages of each stay with their owner in `pages`.
+    `quarantine`: a decode node that is closed leaves here the loans whose end it could not prove, and every node over
+    this pool watches their writers. Until then no store that a node over this pool uses hands out one of their pages.
     """
 
     def __init__(
@@ -55,7 +56,7 @@ class PagedPool:
     ) -> None:
         """`allocate` and `wrap` call this: `memory` belongs to the pool and is closed with it, `segment` does not."""
         self.layout = layout
-        self.unproven: list[UnprovenLoan] = []
+        self.quarantine = PoolQuarantine(layout)
         self.device = device
         """Where every buffer lies: "cpu", or a device as torch names it ("cuda:0")."""
         self._memory, self._segment = memory, segment
@@ -64,6 +65,7 @@ class PagedPool:
         self._components = by_name(layout.components)
         self._pages: PageAllocator | None = None
         self._rows: PageAllocator | None = None
+        self._places: PageAllocator | PlaceAllocator | None = None
         self._closed = False
 
     @classmethod
@@ -155,25 +157,36 @@ class PagedPool:
         )
 
     @property
+    def unproven(self) -> list[UnprovenLoan]:
+        """The loans of nodes that were closed, and whose end is not proven yet."""
+        return self.quarantine.loans
+
+    @property
     def pages(self) -> PageAllocator:
         """Who owns which page, made when first asked for: nodes made one after the other over one pool share it."""
-        if self._pages is None:
-            self._pages = PageAllocator(self.layout.num_pages)
-        return self._pages
+        places = self.places
+        return places if isinstance(places, PageAllocator) else places.pages
 
     @property
     def rows(self) -> PageAllocator:
         """Who owns which row, as `pages`. Raises: LayoutError for a pool without rows."""
-        if self._rows is None:
-            if not self.layout.num_rows:
-                raise LayoutError("the pool has no rows: none of its streams is kept once per request")
-            self._rows = PageAllocator(self.layout.num_rows, unit="row")
-        return self._rows
+        places = self.places
+        if isinstance(places, PageAllocator):
+            raise LayoutError("the pool has no rows: none of its streams is kept once per request")
+        return places.rows
 
     @property
     def places(self) -> PageAllocator | PlaceAllocator:
         """Who owns what a room holds: `pages`, and where the pool has rows, `pages` and `rows` as one store."""
-        return self.places_over(self.pages)
+        if self._places is None:
+            self._pages = self._pages or PageAllocator(self.layout.num_pages)
+            if self.layout.num_rows:
+                self._rows = self._rows or PageAllocator(self.layout.num_rows, unit="row")
+                self._places = PlaceAllocator(self.layout, self._pages, self._rows)
+            else:
+                self._places = self._pages
+            self.quarantine.keep_out_of(self._places, always=True)
+        return self._places
 
     def places_over(self, pages: PageAllocator) -> PageAllocator | PlaceAllocator:
         """`places`, where `pages` counts the pages in place of the pool's own."""

@@ -17,7 +17,7 @@ from kvflow.memory.staging import Staging
 from kvflow.protocols.errors import MisuseError
 from kvflow.protocols.limits import Bounds, Timing
 from kvflow.protocols.pages.layout import PoolLayout
-from kvflow.protocols.ports import Arrivals, Checksums, DataPlane, PageStore, PlaneAddress, UnprovenLoan
+from kvflow.protocols.ports import Arrivals, Checksums, DataPlane, PageStore, PlaneAddress, Quarantine, UnprovenLoan
 from kvflow.protocols.wire.messages import Incarnation
 from kvflow.protocols.wire.ranks import PoolShape
 from kvflow.telemetry.counters import Counts
@@ -57,6 +57,7 @@ class Node(Generic[S]):
         self.plane: DataPlane = plane_for(self.reached, plane, receives=self.role == "decode", host=host)
         self._checksums: Checksums | None = self._sums() if verify_transfers else None
         self.pages: PageStore = pages or pool.places
+        pool.quarantine.keep_out_of(self.pages)
         self.timing, self.bounds = timing or Timing(), bounds or Bounds()
         self.incarnation = Incarnation(secrets.randbits(63) | 1 if incarnation is None else incarnation)
         if not 0 < self.incarnation < 1 << 64:
@@ -73,6 +74,18 @@ class Node(Generic[S]):
     def _sums(self) -> Checksums | None:
         """Of the pool's pages, where transfers are verified."""
         return PageChecksums(self.pool, self._moved(self.pool.layout))
+
+    @property
+    def _stores(self) -> list[tuple[Quarantine, PageStore]]:
+        """What this node hands out, and lends or sends from, with the quarantine of each pool."""
+        found: list[tuple[Quarantine, PageStore]] = [(self.pool.quarantine, self.pages)]
+        if self.staging is not None:
+            found.append((self.reached.quarantine, self.reached.places))
+        return found
+
+    def _unproven_loans(self) -> list[UnprovenLoan]:
+        pools = [self.pool] if self.staging is None else [self.pool, self.reached]
+        return [loan for pool in pools for loan in pool.unproven]
 
     def __repr__(self) -> str:
         state = "closed" if self._closing is not None else "new" if self._shell is None else "running"
@@ -112,13 +125,14 @@ class Node(Generic[S]):
 
     @property
     def quarantined_pages(self) -> int:
-        """Pages lent by rooms that have ended, without proof yet that nothing writes into them."""
-        return 0
+        """Pages lent by rooms that have ended, or by earlier nodes over this pool, without proof yet that nothing
+        writes into them."""
+        return self.shell.endpoint.core.ledger.quarantined_pages
 
     @property
     def quarantine_limit(self) -> int:
-        """With more pages in quarantine no room is opened."""
-        return 0
+        """With more pages in quarantine a decode opens no room, and either role calls itself unavailable."""
+        return self.shell.endpoint.core.ledger.quarantine_limit
 
     @property
     def staging_at_rest(self) -> bool:
@@ -141,8 +155,35 @@ class Node(Generic[S]):
         return ""
 
     def peers(self) -> list[dict[str, Any]]:
-        """The nodes this one knows, a line each: incarnation, phase, when last heard, what is open with it."""
+        """The nodes this one knows, a line each: incarnation, phase, when last heard, what is open with it. Prefills
+        that owe loans of nodes that were closed over this pool are in the phase "earlier": no link leads to them."""
         raise NotImplementedError
+
+    def _earlier_writers(self) -> list[dict[str, Any]]:
+        earlier, lines = self.shell.endpoint.earlier, []
+        for writer in earlier.writers.values():
+            loans, pages = earlier.owed_by(writer)
+            lines.append(
+                {
+                    "incarnation": f"{writer.incarnation:016x}",
+                    "control": writer.control,
+                    "rank": writer.rank,
+                    "phase": "earlier",
+                    "heard_ago_s": None,
+                    "loans": loans,
+                    "quarantine_pages": pages,
+                }
+            )
+        return lines
+
+    def declare_dead(self, incarnation: int, why: str) -> None:
+        """An operator's word that a prefill incarnation writes no more: the only end of a loan without proof.
+
+        Its rooms end, its pages leave quarantine, and it is never linked again. If the word is wrong, what that process
+        still writes corrupts the pages' next owner. Raises: MisuseError (not linked here and without a loan, or seen to
+        run on this host).
+        """
+        self.shell.declare_dead(incarnation, why)
 
     def peers_by_phase(self) -> dict[str, int]:
         return dict(Counter(str(line["phase"]) for line in self.peers()))
@@ -159,8 +200,9 @@ class Node(Generic[S]):
     async def close(self) -> Sequence[UnprovenLoan]:
         """End and drain every room, then the data plane; idempotent. The pool stays the caller's.
 
-        Returns the loans of a decode whose end could not be proven. Their pages must not be used: they keep their owner
-        in the pool's allocator, and the next decode node over this pool waits for their proof (`PagedPool.unproven`).
+        Returns the loans whose end could not be proven, this node's own and those of earlier nodes over its pool. Their
+        pages must not be used: every node over this pool withholds them, and watches their writers until there is proof
+        (`PagedPool.unproven`).
         Cancelling it, once or several times, does not stop it: the cancellation is passed on when all has ended (I12).
         """
         if self._closing is None:

@@ -12,7 +12,6 @@ from typing import Any
 
 from kvflow.handlers.connections import Connect
 from kvflow.handlers.decode import DecodeShell
-from kvflow.handlers.inheritance import Inheritance
 from kvflow.handlers.rooms import DecodeRoom
 from kvflow.memory.pool import PagedPool
 from kvflow.memory.staging import StagedArrivals, Staging
@@ -21,7 +20,7 @@ from kvflow.protocols.arguments import CheckedPrompt, TokenIds, check_prompt, pa
 from kvflow.protocols.decode import DecodeEndpoint
 from kvflow.protocols.decode_links import DecodeIdentity
 from kvflow.protocols.decode_rooms import Prompt
-from kvflow.protocols.errors import CapacityError, Cause, KvflowError, LostError, MisuseError
+from kvflow.protocols.errors import Cause, KvflowError, LostError, MisuseError
 from kvflow.protocols.limits import Bounds, Timing, check_time
 from kvflow.protocols.pages.layout import PageIndices
 from kvflow.protocols.ports import Checksums, DataPlane, PageStore
@@ -84,7 +83,6 @@ class DecodeNode(Node[DecodeShell]):
         self._resolve, self._connect = resolve, connect
         self._ranks: dict[str, Sequence[RankInfo]] = {}
         self._asking: dict[str, asyncio.Future[Sequence[RankInfo]]] = {}
-        self._inheritance: Inheritance | None = None
 
     def _sums(self) -> Checksums | None:
         return super()._sums() if self.staging is None else None  # its `StagedArrivals` sum what has landed
@@ -94,21 +92,9 @@ class DecodeNode(Node[DecodeShell]):
         return self.staging is None or self.reached.places.at_rest()
 
     @property
-    def quarantined_pages(self) -> int:
-        return self.shell.endpoint.core.ledger.quarantined_pages
-
-    @property
-    def quarantine_limit(self) -> int:
-        return self.shell.endpoint.core.ledger.quarantine_limit
-
-    @property
     def unavailable_reason(self) -> str:
         """Above the limit of its quarantine a decode opens no room."""
-        try:
-            self.shell.endpoint.core.ledger.check_quarantine()
-        except CapacityError as error:
-            return str(error)
-        return ""
+        return self.shell.endpoint.core.ledger.excess
 
     def peers(self) -> list[dict[str, Any]]:
         return [
@@ -122,15 +108,7 @@ class DecodeNode(Node[DecodeShell]):
                 "quarantine_pages": owed[1],
             }
             for peer in self.shell.endpoint.peers
-        ]
-
-    def declare_dead(self, incarnation: int, why: str) -> None:
-        """An operator's word that a prefill incarnation writes no more: the only end of a loan without proof.
-
-        Its rooms end, its pages leave quarantine, and it is never linked again. If the word is wrong, what that process
-        still writes corrupts the pages' next owner. Raises: MisuseError (not linked here, or seen to run on this host).
-        """
-        self.shell.declare_dead(incarnation, why)
+        ] + self._earlier_writers()
 
     async def start(self) -> None:
         self._check_start()
@@ -151,10 +129,10 @@ class DecodeNode(Node[DecodeShell]):
             connect=self._connect,
             counts=self.counts,
             now=self._now,
+            stores=self._stores,
             checksums=self._checksums,
             arrivals=self._arrivals,
         )
-        self._inheritance = Inheritance(self._shell, self.reached.unproven)
 
     def room(
         self,
@@ -286,9 +264,8 @@ class DecodeNode(Node[DecodeShell]):
     async def _close(self) -> None:
         """Lent pages come back where a living prefill can prove them; the rest stays with the pool, unproven."""
         if self._shell is not None:
-            left = await self._shell.close()
-            self._unproven = left + (self._inheritance.left() if self._inheritance is not None else [])
-            self.reached.unproven.extend(self._unproven)
+            await self._shell.close()
+            self._unproven = self._unproven_loans()
         for asking in (questions := list(self._asking.values())):
             asking.cancel()
         await asyncio.gather(*questions, return_exceptions=True)

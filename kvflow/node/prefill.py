@@ -114,6 +114,7 @@ class PrefillNode(Node[PrefillShell]):
             socket=self._socket,
             counts=self.counts,
             now=self._now,
+            stores=self._stores,
             checksums=self._checksums,
         )
 
@@ -153,9 +154,10 @@ class PrefillNode(Node[PrefillShell]):
 
     @property
     def unavailable_reason(self) -> str:
-        shell = self.shell
-        shell.endpoint.note_stall(self.plane.stalled_s)
-        return shell.endpoint.unavailable_reason
+        """Also while more of its pool is in quarantine than its limit: prompts compute in what is left."""
+        endpoint = self.shell.endpoint
+        endpoint.note_stall(self.plane.stalled_s)
+        return endpoint.unavailable_reason or endpoint.core.ledger.excess
 
     def peers(self) -> list[dict[str, Any]]:
         return [
@@ -167,7 +169,7 @@ class PrefillNode(Node[PrefillShell]):
                 "pinned_pages": pinned_pages(self.shell.endpoint.core.writes.values(), peer),
             }
             for peer in self.shell.endpoint.peers
-        ]
+        ] + self._earlier_writers()
 
     async def _close(self) -> None:
         if (shell := self._shell) is None:
@@ -181,5 +183,6 @@ class PrefillNode(Node[PrefillShell]):
             if not drained:
                 await shell.part()
             await shell.close()
+            self._unproven = self._unproven_loans()
         if self._socket is not None:
             self._socket.close()

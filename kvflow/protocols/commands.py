@@ -55,6 +55,22 @@ class StopWatch(msgspec.Struct, frozen=True, gc=False):
     peer: PeerKey
 
 
+class WatchEarlierWriter(msgspec.Struct, frozen=True):
+    """Await the data plane's fence for a writer to which an earlier node over this pool lent pages, then call
+    `earlier_writer_died`. Both endpoints ask for it."""
+
+    writer: int
+    address: PlaneAddress
+
+
+class StopEarlierWatch(msgspec.Struct, frozen=True):
+    """This writer's loans have all ended: end its watch, if there is one, and tell other nodes over the pool."""
+
+    writer: int
+    incarnation: Incarnation
+    address: PlaneAddress | None
+
+
 class Linked(msgspec.Struct, frozen=True, gc=False):
     """Every rank of the room is registered: take its pages and call `lend`, or `close_room` when there are none."""
 
@@ -106,7 +122,8 @@ class QuarantinePages(msgspec.Struct, frozen=True, gc=False):
 
 
 class FreePages(msgspec.Struct, frozen=True, gc=False):
-    """Nothing can write into the room's pages any more. The only way back for a page that was lent."""
+    """Nothing can write into the room's pages any more. The only way back for a page that was lent, by this node or
+    by an earlier one over the same pool."""
 
     grant: GrantId
 
@@ -117,6 +134,8 @@ DecodeCommand = (
     | HangUp
     | WatchWriter
     | StopWatch
+    | WatchEarlierWriter
+    | StopEarlierWatch
     | Linked
     | VerifyChunk
     | StopVerifying
@@ -212,4 +231,7 @@ PrefillCommand = (
     | RoomDone
     | RoomStopped
     | RoomReleased
+    | WatchEarlierWriter
+    | StopEarlierWatch
+    | FreePages
 )

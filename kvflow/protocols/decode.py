@@ -14,6 +14,7 @@ from kvflow.protocols.decode_core import DecodeCore, Task, Timer
 from kvflow.protocols.decode_inbox import HANDLERS, on_registered
 from kvflow.protocols.decode_links import DecodeIdentity, PrefillPeer
 from kvflow.protocols.decode_rooms import DecodeRoomRecord, Prompt
+from kvflow.protocols.earlier import EarlierLoans
 from kvflow.protocols.errors import CapacityError, Cause, Code, KvflowError, MisuseError, WireError, room_error
 from kvflow.protocols.limits import Bounds, Timing
 from kvflow.protocols.machines.decode_room import DecodeEvent, DecodeKind, DecodePhase
@@ -71,6 +72,11 @@ class DecodeEndpoint:
     @property
     def peers(self) -> Iterable[PrefillPeer]:
         return self.core.links.peers.values()
+
+    @property
+    def earlier(self) -> EarlierLoans:
+        """The loans of earlier nodes over the same pool."""
+        return self.core.earlier
 
     # --- rooms
 
@@ -233,17 +239,17 @@ class DecodeEndpoint:
     def declare_dead(self, incarnation: Incarnation, why: str, now: float) -> tuple[int, int]:
         """An operator's word that a prefill writes no more: the only end of a loan without proof.
 
-        Its rooms and loans end, and it is never linked again. If the word is wrong, what that process still writes
-        lands in pages that belong to others by then. Returns how many loans end, and how many pages leave quarantine.
-        Raises: MisuseError when it is not known here.
+        Its rooms and loans end, those of earlier nodes among them, and it is never linked again. If the word is wrong,
+        what that process still writes lands in pages that belong to others by then. Returns how many loans end, and
+        how many pages leave quarantine. Raises: MisuseError when it is not known here.
         """
         core = self.core
         found = [peer for peer in self.peers if peer.key.incarnation == incarnation]
-        if not found:
-            raise MisuseError(f"no prefill {incarnation:016x} is linked here")
+        if not found and not core.earlier.of(incarnation):
+            raise MisuseError(f"no prefill {incarnation:016x} is linked here, and none of that incarnation owes a loan")
         core.observer.peer_declared_dead()
         core.links.declared_dead.add(incarnation)
-        loans = pages = 0
+        loans, pages = core.earlier.declare_dead(incarnation)
         for peer in found:
             cause = Cause(Code.PEER_LOST, f"prefill at {peer.info.control} was declared dead: {why}")
             for grant in core.ledger.grants_of(peer):  # should it live, it is told to stop
@@ -296,7 +302,7 @@ class DecodeEndpoint:
 
     def next_tick(self) -> float:
         """When `tick` may next be worth calling; infinity while nothing is due."""
-        return float("-inf") if self.core.tasks else self.core.deadlines.not_before_s
+        return float("-inf") if self.core.work_left else self.core.deadlines.not_before_s
 
     def tick(self, now: float) -> None:
         """Deadlines, repetition, silence. A tick does a bounded amount of work; `next_tick` says when more is due."""

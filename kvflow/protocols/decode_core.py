@@ -23,6 +23,7 @@ from kvflow.protocols.commands import (
 )
 from kvflow.protocols.decode_links import DecodeIdentity, DecodeLinks, PrefillPeer
 from kvflow.protocols.decode_rooms import DecodeRoomRecord
+from kvflow.protocols.earlier import EarlierLoans
 from kvflow.protocols.errors import Cause, Code
 from kvflow.protocols.limits import Bounds, Timing
 from kvflow.protocols.machines.deadlines import Deadlines
@@ -67,6 +68,7 @@ class DecodeCore:
         self.outbox: list[DecodeCommand] = []
         self.links = DecodeLinks(identity, timing, bounds, self.outbox)
         self.ledger: Ledger[PrefillPeer] = Ledger(int(bounds.quarantine_share * identity.layout.num_pages))
+        self.earlier = EarlierLoans(self.ledger, self.outbox, self.take_grant)
         self.rooms: dict[GrantId, DecodeRoomRecord] = {}
         self.deadlines: Deadlines[Timer] = Deadlines()
         self.tasks: deque[Task] = deque()
@@ -199,6 +201,18 @@ class DecodeCore:
             if not task.grants:
                 self.tasks.popleft()
             _TASKS[task.run](self, task, grant, now)
+        self.earlier.work(limit)
+
+    @property
+    def work_left(self) -> bool:
+        """`work` has more to do."""
+        return bool(self.tasks or self.earlier.tasks)
+
+    def take_grant(self) -> GrantId:
+        """The next grant, for pages of an earlier node: it is no room's."""
+        grant = self.next_grant
+        self.next_grant = GrantId(grant + 1)
+        return grant
 
     # --- time
 

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Hashable
+from collections.abc import Collection, Hashable, Sequence
 from enum import Enum, IntEnum
-from typing import Annotated, NamedTuple, Protocol
+from typing import Annotated, Protocol
 
 import msgspec
 
@@ -51,17 +51,24 @@ class PlaneAddress(msgspec.Struct, frozen=True, array_like=True):
     owner: int = 0
 
 
-class UnprovenLoan(NamedTuple):
-    """Pages that a writer, lost or frozen, may still write into. Only proof that it has ended makes them usable again.
+LeaseId = tuple[int, int]
+"""Names one room's pages for every node over a pool: the incarnation of the decode that lent them, and its grant."""
 
-    `owner` is under what they stand in the pool's allocator; None for pages of the caller's own, which stay held in
-    the store `held_in`.
+
+class UnprovenLoan(msgspec.Struct, frozen=True, kw_only=True, eq=False, gc=False):
+    """Pages that a writer, lost or frozen, may still write into: a loan that outlived the node that lent them.
+
+    Only proof that the writer has ended makes them usable again, or an operator's word for it. Every rank of a room
+    has a loan of its own, over the same pages.
     """
 
-    writer: PlaneAddress
+    writer: PlaneAddress | None  # None where it has named none: then only an operator's word ends the loan
+    incarnation: int  # of the writer, as its control endpoint and its rank are
+    control: str
+    rank: int
+    room: int
+    lease: LeaseId
     pages: PageIndices
-    owner: Hashable | None
-    held_in: PageStore | None = None
 
 
 class RoomEnding(msgspec.Struct, frozen=True, kw_only=True, gc=False):
@@ -281,3 +288,47 @@ class PageStore(Protocol):
 
     def unhold(self, pages: PageIndices) -> None:
         """That use has ended. Raises: OwnershipError when it was not held."""
+
+    def withhold(self, pages: PageIndices) -> None:
+        """Keep these pages from every new owner until they are unheld, whoever has them now. Counted, as `hold`.
+
+        Another node over the pool calls it, and then `unhold`, possibly from a thread of its own.
+        Raises: OwnershipError for a page outside the pool (nothing is withheld).
+        """
+
+
+class Heir(Protocol):
+    """A node that runs over a pool, as the other nodes over it see one. Called from any thread."""
+
+    def inherit(self, quarantine: Quarantine, loans: Sequence[UnprovenLoan]) -> None:
+        """Another node has closed, and left these loans."""
+
+    def writer_ended(self, incarnation: int, writer: PlaneAddress | None) -> None:
+        """Another node has the proof, or an operator's word, that this writer writes no more."""
+
+
+class Quarantine(Protocol):
+    """The loans that outlived the nodes over one pool. Every method may be called from any thread."""
+
+    @property
+    def leases(self) -> Collection[LeaseId]:
+        """The names of the pages whose loans have not all ended."""
+
+    def check(self, pages: PageIndices) -> None:
+        """Raises: OwnershipError for pages that a writer of an earlier node may still write into."""
+
+    def join(self, heir: Heir, store: PageStore) -> list[UnprovenLoan]:
+        """A node runs over the pool, and hands out pages of `store`. Returns the loans that it is to watch."""
+
+    def leave(self, heir: Heir) -> None:
+        """The node runs no more. Idempotent."""
+
+    def add(self, loans: Sequence[UnprovenLoan], lender: PageStore) -> None:
+        """A node closes with these loans, whose pages `lender` has not given back: no store hands them out from here
+        on, and every node that runs watches their writers."""
+
+    def free(self, lease: LeaseId) -> None:
+        """Every loan of these pages has ended: stores may hand them out again. No effect the second time."""
+
+    def forget(self, incarnation: int, writer: PlaneAddress | None) -> None:
+        """All loans of this writer have ended, and what they alone kept was freed. Other nodes are told."""

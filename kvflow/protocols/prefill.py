@@ -10,6 +10,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 
 from kvflow.protocols.arguments import check_chunk
 from kvflow.protocols.commands import OpenRoute, PrefillCommand
+from kvflow.protocols.earlier import EarlierLoans
 from kvflow.protocols.errors import Cause, Code, MisuseError, RoomInUseError, WireError, room_error
 from kvflow.protocols.limits import Bounds, Timing
 from kvflow.protocols.machines.grants import GrantKind
@@ -64,6 +65,11 @@ class PrefillEndpoint:
     @property
     def peers(self) -> Iterable[DecodePeer]:
         return self.core.peers.values()
+
+    @property
+    def earlier(self) -> EarlierLoans:
+        """The loans of decodes that were closed over the same pool."""
+        return self.core.earlier
 
     @property
     def unavailable_reason(self) -> str:
@@ -261,6 +267,15 @@ class PrefillEndpoint:
             self.core.feed_peer(peer, PeerKind.DIED, now, cause)
             self.core.work(TICK_WORK, now)
 
+    def declare_dead(self, incarnation: Incarnation) -> tuple[int, int]:
+        """An operator's word that a prefill writes no more, to which an earlier node over this pool has lent pages: see
+        `DecodeEndpoint.declare_dead`. Raises: MisuseError when none of that incarnation owes a loan."""
+        earlier = self.core.earlier
+        if not earlier.of(incarnation):
+            raise MisuseError(f"no prefill {incarnation:016x} owes a loan of an earlier node over this pool")
+        self.core.observer.peer_declared_dead()
+        return earlier.declare_dead(incarnation)
+
     def leave(self, now: float) -> None:
         """Open no room from here on, and end all; `rooms` is empty when their writes have ended."""
         core = self.core
@@ -298,7 +313,7 @@ class PrefillEndpoint:
 
     def next_tick(self) -> float:
         """When `tick` may next be worth calling; infinity while nothing is due."""
-        return float("-inf") if self.core.tasks else self.core.deadlines.not_before_s
+        return float("-inf") if self.core.work_left else self.core.deadlines.not_before_s
 
     def tick(self, now: float) -> None:
         """Deadlines and silence. A tick does a bounded amount of work; `next_tick` says when more is due."""

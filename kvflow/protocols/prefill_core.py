@@ -23,9 +23,11 @@ from kvflow.protocols.commands import (
     StartWrite,
     WatchProcess,
 )
+from kvflow.protocols.earlier import EarlierLoans, EarlierWriter
 from kvflow.protocols.errors import Cause, Code
 from kvflow.protocols.limits import Bounds, Timing
 from kvflow.protocols.machines.deadlines import Deadlines
+from kvflow.protocols.machines.ledger import Ledger
 from kvflow.protocols.machines.peer import TABLE as PEER_TABLE
 from kvflow.protocols.machines.peer import PeerCommand, PeerKind, PeerPhase
 from kvflow.protocols.machines.prefill_room import PrefillCommand as RoomCommand
@@ -67,6 +69,10 @@ class PrefillCore:
     def __init__(self, identity: PrefillIdentity, observer: Observer, timing: Timing, bounds: Bounds) -> None:
         self.identity, self.observer, self.timing, self.bounds = identity, observer, timing, bounds
         self.outbox: list[PrefillCommand] = []
+        # A prefill lends nothing: its ledger has the loans of decodes that were closed over the same pool.
+        self.ledger: Ledger[EarlierWriter] = Ledger(int(bounds.quarantine_share * identity.layout.num_pages))
+        self.earlier = EarlierLoans(self.ledger, self.outbox, self._take_grant)
+        self._last_grant = _NO_GRANT
         self.rooms: dict[RoomId, PrefillRoomRecord] = {}
         self.peers: dict[Incarnation, DecodePeer] = {}
         self.refused: OrderedDict[Incarnation, Cause] = OrderedDict()  # for announcements that follow a refusal
@@ -275,6 +281,17 @@ class PrefillCore:
                 self.tasks.popleft()
             if not room.ended:
                 self.feed_room(room, PrefillEvent(task.kind, cause=task.cause), now)
+        self.earlier.work(limit)
+
+    @property
+    def work_left(self) -> bool:
+        """`work` has more to do."""
+        return bool(self.tasks or self.earlier.tasks)
+
+    def _take_grant(self) -> GrantId:
+        """A name for pages of an earlier node."""
+        self._last_grant = GrantId(self._last_grant + 1)
+        return self._last_grant
 
     def add_task(self, task: Task) -> None:
         if task.rooms:

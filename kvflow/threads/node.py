@@ -46,6 +46,7 @@ class NodeThread(Generic[N, A, R]):
     def __init__(self, pool: PagedPool, pages: ExternalPages | None, loop_factory: LoopFactory | None) -> None:
         self.pool, self.num_pages = pool, pool.layout.num_places
         self.pages = pages or ExternalPages(self.num_pages)
+        pool.quarantine.keep_out_of(self.pages)
         self._loop_factory = loop_factory
         self._thread: LoopThread | None = None
         self._node: N | None = None
@@ -137,9 +138,11 @@ class NodeThread(Generic[N, A, R]):
     # --- on the caller's thread
 
     def check_places(self, pages: PageIndices, *, last: bool = True) -> None:
-        """Raises: LayoutError unless a pool's row, where it has rows, is the last place of a room."""
+        """Raises: LayoutError unless a pool's row, where it has rows, is the last place of a room; OwnershipError for
+        pages that a writer of an earlier node over the pool may still write into."""
         if (layout := self.pool.layout).num_rows:
             layout.check_places(pages, last=last)
+        self.pool.quarantine.check(pages)
 
     def _running(self) -> LoopThread:
         if self._thread is None:

@@ -7,6 +7,7 @@ import signal
 import numpy as np
 import pytest
 
+from kvflow.memory.external import ExternalPages
 from kvflow.memory.pool import PagedPool
 from kvflow.node import DecodeNode
 from kvflow.protocols.pages.layout import build_layout
@@ -24,7 +25,8 @@ PAGES = 64  # 2 MiB: a quarter of a second
 MINE = 0xAA
 
 
-async def test_the_thawed_writer_finds_its_pages_kept() -> None:
+@pytest.mark.parametrize("own", [True, False], ids=["the pool's store", "another store"])
+async def test_the_thawed_writer_finds_its_pages_kept(own: bool) -> None:
     streams = [(f"layer.{i}.{kv}", "bfloat16", (HEADS, DIM)) for i in range(LAYERS) for kv in "kv"]
     layout = build_layout(streams, page_size=PAGE_SIZE, num_pages=NUM_PAGES, order="page_first")
     pool = PagedPool.allocate(layout)
@@ -43,9 +45,13 @@ async def test_the_thawed_writer_finds_its_pages_kept() -> None:
             assert pool.pages_bytes(room.pages).any(axis=1).mean() < 0.9
         (loan,) = await first.close()
         assert list(loan.pages) == list(room.pages)
-        async with DecodeNode(pool, LocalPlane(pool.segment), timing=TIMING) as heir:
+        pages = None if own else ExternalPages(NUM_PAGES)
+        async with DecodeNode(pool, LocalPlane(pool.segment), timing=TIMING, pages=pages) as heir:
             assert heir.quarantined_pages == PAGES
-            mine = heir.pages.take(heir.pages.free_pages, "the next user")
+            if pages is None:
+                mine = heir.pages.take(heir.pages.free_pages, "the next user")
+            else:
+                mine = np.setdiff1d(np.arange(NUM_PAGES, dtype=np.int32), pages.busy(range(NUM_PAGES)))
             assert len(mine) == NUM_PAGES - PAGES
             fill(pool, mine, MINE)
             prefill.signal(signal.SIGCONT)
@@ -59,7 +65,8 @@ async def test_the_thawed_writer_finds_its_pages_kept() -> None:
             assert heir.quarantined_pages == PAGES, "it lives: nothing is proven"
             prefill.signal(signal.SIGKILL)
             await here(lambda: not heir.quarantined_pages)
-            heir.pages.give_back(mine, "the next user")
-            assert pool.pages.at_rest()
+            if pages is None:
+                heir.pages.give_back(mine, "the next user")
+            assert pool.pages.at_rest() and (pages is None or pages.at_rest())
         assert not pool.unproven
     pool.close()

@@ -18,7 +18,7 @@ from kvflow.protocols.errors import LayoutError
 from kvflow.protocols.pages.differences import differences
 from kvflow.protocols.pages.kinds import StateKind
 from kvflow.protocols.pages.layout import PageIndices, PoolLayout, build_layout
-from kvflow.protocols.ports import PlaneAddress, ProcessIdentity, UnprovenLoan, WriteOutcome
+from kvflow.protocols.ports import WriteOutcome
 from kvflow.transports.data.local import LocalPlane
 
 KINDS: dict[str, Callable[[Any], Any]] = {"numpy": lambda array: array, "torch": torch.from_numpy}
@@ -249,13 +249,7 @@ def small() -> PoolLayout:
 def test_a_pool_keeps_its_own_books() -> None:
     pool = PagedPool.allocate(small(), shared=False)
     assert (pool.unproven, pool.pages.num_pages) == ([], 8)
-    lent = pool.pages.take(3, "loan 1")
-    writer = PlaneAddress("local", "fd:3", ProcessIdentity("boot", "ns", 1, 2))
-    pool.unproven.append(UnprovenLoan(writer, lent, "loan 1"))
-    (loan,) = pool.unproven
-    assert pool.pages.pages_of(loan.owner).tolist() == loan.pages.tolist()
-    pool.pages.give_back(loan.pages, loan.owner)
-    assert pool.pages.at_rest()
+    assert pool.places is pool.pages and pool.pages.at_rest()
 
 
 def test_pools_say_what_they_are() -> None:

@@ -70,7 +70,7 @@ async def test_a_prefill_whose_data_plane_hangs_is_in_trouble() -> None:
         p.plane(p.prefill).stalled_s = float("inf")
         assert service.unavailable_reason == "the worker of the fake data plane has died"
         p.plane(p.prefill).stalled_s = 0.0
-        with pytest.raises(MisuseError, match="lends no pages"):
+        with pytest.raises(MisuseError, match="no prefill 0000000000000001 owes a loan"):
             service.declare_dead(1, "why")
 
 

@@ -13,7 +13,9 @@ import pytest
 import uvloop
 
 import kvflow
+from kvflow.protocols.errors import OwnershipError
 from kvflow.protocols.limits import Timing
+from kvflow.protocols.ports import PlaneAddress, ProcessIdentity, UnprovenLoan
 from kvflow.threads.node import NodeThread
 from kvflow.transports.control.memory import Network
 from kvflow.transports.data.fake import FakeNetwork, FakePlane, Fault
@@ -195,6 +197,35 @@ def test_a_loan_without_proof_is_returned_and_its_pages_stay_busy() -> None:
         assert list(loan.pages) == [0, 1, 2]
     assert room.error is not None and not room.released
     assert not decode.wait_released([1], timeout_s=0.0) and "3 busy" in repr(decode)
+    following = kvflow.DecodeThread(target, "local")  # over the same pool, with a store of its own
+    assert following.pages.busy(range(PAGES)).tolist() == [0, 1, 2]
+
+
+def test_pages_of_an_earlier_node_are_busy_until_its_loans_end() -> None:
+    """Another node over either pool closes in another thread, while these run."""
+    writer = PlaneAddress("elsewhere", "", ProcessIdentity("boot", "ns", 1, 1))
+    lent = np.array([1], dtype=np.int32)
+    loan = UnprovenLoan(writer=writer, incarnation=9, control="tcp://x:1", rank=0, room=3, lease=(5, 1), pages=lent)
+    with engines() as (prefill, decode):
+        for side in (prefill, decode):
+            side.pool.quarantine.add([loan], kvflow.ExternalPages(PAGES))
+            assert side.pages.busy([0, 1, 2]).tolist() == [1]
+            assert side.pool.pages.free_pages == PAGES - 1
+        with pytest.raises(OwnershipError, match="page 1 is in quarantine"):
+            decode.open(7, prefill=[prefill.info], prompt=PROMPT, pages=[0, 1, 2])
+        with pytest.raises(OwnershipError, match="page 1 is in quarantine"):
+            decode.announce(6, prefill=[prefill.info], prompt=PROMPT).offer([0, 1, 2])
+        assert decode.pages.busy(range(PAGES)).tolist() == [1]
+        sending = prefill.open(8, prompt=PROMPT)
+        room = decode.open(8, prefill=[prefill.info], prompt=PROMPT, pages=[0, 2, 3])
+        wait_for(prefill, "matched", sending)
+        with pytest.raises(OwnershipError, match="page 1 is in quarantine"):
+            sending.send([0, 1, 2], last=True)
+        sending.send([2, 3, 4], last=True)
+        wait_for(decode, "landed", room)
+        for side in (prefill, decode):
+            side.ask(lambda node: node.declare_dead(9, "it is off"))
+            assert side.wait_released([1], PATIENCE_S) and not side.pool.unproven
 
 
 def test_refusals_reach_the_other_side() -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Hashable
+from collections.abc import Hashable, Iterable
 from typing import Any, Generic, TypeVar
 
 import msgspec
@@ -61,6 +61,15 @@ class Ledger(Generic[S]):
         if self.quarantined_pages > self.quarantine_limit:
             raise QuarantineError(self.quarantined_pages, self.quarantine_limit)
 
+    @property
+    def excess(self) -> str:
+        """Why no room is opened, in words; empty while the quarantine is within its share of the pool."""
+        try:
+            self.check_quarantine()
+        except QuarantineError as error:
+            return str(error)
+        return ""
+
     def open(self, lease: Lease[S], source: S) -> None:
         """A loan that is announced; its pages follow with LEND. Grants are opened in ascending order."""
         lease.loans[source] = LoanPhase.ANNOUNCED
@@ -69,6 +78,15 @@ class Ledger(Generic[S]):
             loans = self._by_source[source] = OrderedDict()
         loans[lease.grant] = lease
         self._count += 1
+
+    def inherit(self, lease: Lease[S], sources: Iterable[S], cause: Cause) -> None:
+        """The loans of a room of an earlier node over the pool: every one is in doubt from the beginning, and the
+        pages are in quarantine."""
+        for source in sources:
+            self.open(lease, source)
+            lease.loans[source] = LoanPhase.DOUBTFUL
+        lease.cause, lease.room_ended = cause, True
+        self.quarantined_pages += lease.num_pages
 
     def find(self, source: S, grant: GrantId) -> Lease[S] | None:
         """The lease of a loan that has not ended."""

@@ -163,7 +163,7 @@ class CompletionService(Protocol):
         """The nodes of the other role that this one knows, one entry each."""
 
     def declare_dead(self, incarnation: int, why: str) -> None:
-        """Record an operator's assurance that a prefill writes no more (see `DecodeNode.declare_dead`).
+        """Record an operator's assurance that a prefill writes no more (see `Node.declare_dead`).
 
         Raises: MisuseError.
         """

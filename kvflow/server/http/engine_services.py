@@ -169,7 +169,8 @@ class EngineService(Generic[N, E]):
         return self._node.peers()
 
     def declare_dead(self, incarnation: int, why: str) -> None:
-        raise RequestError(f"a {self.role} lends no pages; declare a prefill dead at the decodes that it served")
+        """A prefill is told of one, too: it may have become one, over pages that it lent as a decode."""
+        self._node.declare_dead(incarnation, why)
 
     def abort(self, request: GenerationRequest) -> None:
         """Of a room that decode has withdrawn, prefill's leg has no answer that is read."""
@@ -226,9 +227,6 @@ class DecodeService(EngineService[DecodeNode, "DecodeEngine"]):
 
     def _decode_steps(self) -> int:
         return self._engine.steps
-
-    def declare_dead(self, incarnation: int, why: str) -> None:
-        self._node.declare_dead(incarnation, why)
 
     async def tokens(self, request: GenerationRequest) -> AsyncGenerator[TokenOut, None]:
         if not request.prefill:

@@ -22,6 +22,9 @@ UNSEEN = {
     "failed slice retried": "it is in the data plane",
     "failed handle taken for landed": "it is in the data plane",
     "garbage ends the loop": "there is no task that reads",
+    "earlier loans forgotten": "stores are a shell's",
+    "earlier writer unwatched": "each decode has a pool of its own; tests/protocols/test_earlier.py joins two",
+    "close taken for proof": "it is in the shell's watches",
 } | {plant.name: "no request leaves a device" for plant in plants_residency.PLANTS}
 """Of the whole-node simulator, in what is not here; each of those before "source let go" has a likeness in a table."""
 

@@ -17,10 +17,10 @@ from kvflow.testing.sim.faults import Faults
 from kvflow.testing.sim.lies import another_life, from_long_ago
 from kvflow.testing.sim.loop import Process, VirtualLoop
 from kvflow.testing.sim.oracle import Oracle, Seen
-from kvflow.testing.sim.pages import Books, watch
+from kvflow.testing.sim.pages import Books, another_store, watch
 from kvflow.testing.sim.plane import PacedPlane
 from kvflow.testing.sim.snapshots import Snapshots
-from kvflow.testing.sim.variety import NEVER, Variety
+from kvflow.testing.sim.variety import Variety
 from kvflow.testing.sim.wire import Wire
 from kvflow.transports.control.memory import Frame
 from kvflow.transports.data.fake import FakeNetwork
@@ -102,16 +102,19 @@ class Cluster:
         return self._join(name, process, node, plane, books, group)
 
     def start_decode(self, number: int, after: Member | None = None) -> Member:
-        """`after`: over the pool of a node that was closed; what it could not prove is inherited."""
+        """`after`: over the pool of a node that was closed; what it could not prove is inherited. Every other one has
+        another store of pages."""
         name = f"decode {number}"
         process, pool, plane, books = self._parts(name, after)
+        incarnation = self._incarnation()
         node = DecodeNode(
             pool,
             plane,
+            pages=another_store(pool) if after is not None and incarnation & 2 else None,
             timing=self.variety.timing,
             bounds=self.variety.bounds,
             verify_transfers=self.variety.verify,
-            incarnation=self._incarnation(),
+            incarnation=incarnation,
             connect=self.wire.connect,
             now=self.loop.time,
         )
@@ -157,9 +160,9 @@ class Cluster:
         dead = {m.node.incarnation for m in self.members if not m.alive}
         for member in [member for member in self.living(DecodeNode) if member.up]:
             assert isinstance(member.node, DecodeNode)
-            for peer in list(member.node.shell.endpoint.peers):
-                if peer.key.incarnation in dead:
-                    member.process.run(member.node.declare_dead, peer.key.incarnation, "it was seen to die")
+            known = {int(line["incarnation"], 16) for line in member.node.peers()}
+            for incarnation in sorted(known & dead):
+                member.process.run(member.node.declare_dead, incarnation, "it was seen to die")
 
     def tell_lies(self) -> None:
         """On every link that is up: see `lies`."""
@@ -183,7 +186,7 @@ class Cluster:
         self.oracle.trace(lambda: f"{member.name} starts again")
         node = member.node
         if isinstance(node, DecodeNode):
-            inherits = member.leaving and not member.seen.books.lost and self.variety.fences != NEVER
+            inherits = member.leaving and not member.seen.books.lost
             return self.start_decode(member.group, member if inherits else None)
         port = int(node.control.rsplit(":", 1)[1])
         return self.start_prefill(member.group, node.info.rank, node.info.world_size, port)

@@ -30,6 +30,8 @@ class Books:
         self.owners: list[Hashable | None] = [None] * layout.num_places
         self.writers = [0] * layout.num_places  # writes that may still land there, proven or not
         self.readers = [0] * layout.num_places  # model steps, copies, and writes that have it as their source
+        self.withheld: set[int] = set()  # their last owner stands here until they are free
+        self.stores: dict[int, WatchedPages] = {}  # that nodes use now: of pages, and of rows, by their first place
         self.lost = False  # with the process: what still lands there hurts no one
 
     @property
@@ -44,10 +46,24 @@ class Books:
 def watch(pool: PagedPool, who: str, judge: Judge, fails: Callable[[], bool], whole: PoolLayout | None = None) -> Books:
     """Replace the allocators of a pool, of which nothing has been taken. `whole`: what it is one rank's share of."""
     books, layout = Books(pool, whole), pool.layout
+    pool._places = None  # made of these when it is asked for
     pool._pages = WatchedPages("page", layout.num_pages, 0, who, judge, books, fails)
     if layout.num_rows:
         pool._rows = WatchedPages("row", layout.num_rows, layout.num_pages, who, judge, books, fails)
     return books
+
+
+def another_store(pool: PagedPool) -> PageStore:
+    """A store for the next node over a pool that is watched, which knows nothing of the last one's but what the node
+    tells it. The engine of the next node uses it, too."""
+    assert isinstance(pool._pages, WatchedPages)
+    pages = pool._pages = pool._pages.again()
+    if not isinstance(pool._rows, WatchedPages):
+        pool._places = pages
+        return pages
+    rows = pool._rows = pool._rows.again()
+    places = pool._places = PlaceAllocator(pool.layout, pages, rows)
+    return places
 
 
 def books_of(store: PageStore) -> Books:
@@ -65,7 +81,12 @@ class WatchedPages(PageAllocator):
     ) -> None:
         """`first`: the place of number 0."""
         super().__init__(count, unit=unit)
+        books.stores[first] = self
         self.books, self._first, self._who, self._judge, self._fails = books, first, who, judge, fails
+
+    def again(self) -> WatchedPages:
+        """Another one in its place, with the same books."""
+        return WatchedPages(self._unit, self.num_pages, self._first, self._who, self._judge, self.books, self._fails)
 
     def take(self, count: int, owner: Hashable) -> PageIndices:
         if self._fails():
@@ -90,9 +111,13 @@ class WatchedPages(PageAllocator):
         self._guard(super().give_back, pages, owner)
         owners = self.books.owners
         for place in self._places(pages):
-            if owners[place] is not None:
+            if owners[place] is not None and place not in self.books.withheld:
                 owners[place] = Kept.RETURNING
         self._count()
+
+    def withhold(self, pages: PageIndices) -> None:
+        super().withhold(pages)
+        self.books.withheld.update(self._places(pages))
 
     def unhold(self, pages: PageIndices) -> None:
         self._guard(super().unhold, pages)
@@ -107,6 +132,7 @@ class WatchedPages(PageAllocator):
             if books.readers[place]:
                 self._broken("I13", f"{books.name(place)} is free while it is read or computed")
             books.owners[place] = None
+            books.withheld.discard(place)
 
     def _places(self, indices: PageIndices) -> list[int]:
         found: list[int] = (indices + self._first).tolist() if self._first else indices.tolist()
@@ -120,6 +146,8 @@ class WatchedPages(PageAllocator):
             raise
 
     def _count(self) -> None:
+        if self.books.stores[self._first] is not self:
+            return  # of a node that was closed: only what it withholds comes back to it
         unowned = self.books.owners[self._first : self._first + self.num_pages].count(None)
         if unowned != self.free_pages:
             self._broken("I1", f"{self.free_pages} {self._unit}s free, {unowned} unowned")

@@ -75,6 +75,21 @@ PLANTS = (
         g.goodbye_proves_what_it_names,
         "I2",
     ),
+    Plant(
+        "earlier loans forgotten",
+        "the next node over a pool hands out what an earlier one lent, from another store",
+        d.earlier_loans_forgotten,
+        "I1",
+    ),
+    Plant(
+        "earlier writer unwatched",
+        "the death of an earlier node's writer is not seen",
+        d.earlier_writer_unwatched,
+        "I5",
+    ),
+    Plant(
+        "close taken for proof", "an earlier node's loans end when the next one starts", d.close_taken_for_proof, "I2"
+    ),
     Plant("garbage ends the loop", "prefill's reader dies of a malformed frame", p.garbage_ends_the_loop, "I7"),
 )
 

@@ -7,12 +7,15 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 from kvflow.handlers.decode import DecodeShell
+from kvflow.handlers.earlier import EarlierShell
 from kvflow.handlers.rooms import DecodeRoom
+from kvflow.memory.quarantine import PoolQuarantine
 from kvflow.protocols import decode_inbox
-from kvflow.protocols.commands import QuarantinePages
+from kvflow.protocols.commands import QuarantinePages, WatchEarlierWriter
 from kvflow.protocols.decode_core import DecodeCore
 from kvflow.protocols.decode_links import PrefillPeer
 from kvflow.protocols.decode_rooms import DecodeRoomRecord
+from kvflow.protocols.earlier import EarlierLoans
 from kvflow.protocols.errors import Cause, Code
 from kvflow.protocols.machines import decode_room
 from kvflow.protocols.machines.decode_room import DecodeEvent, DecodeKind, DecodePhase, DecodeRoomState
@@ -115,3 +118,22 @@ def handoff_slot_shared() -> Installed:
         return slots.get(current_process(), b"")
 
     return swapped(DecodeRoomRecord, "handoff", property(read, write))
+
+
+def earlier_loans_forgotten() -> Installed:
+    return swapped(PoolQuarantine, "_withhold", lambda *_: None)
+
+
+def earlier_writer_unwatched() -> Installed:
+    return swapped(EarlierLoans, "writer_died", lambda *_: None)
+
+
+def close_taken_for_proof() -> Installed:
+    """The next node takes the last one's end for the end of its writers."""
+    original = EarlierShell._watch_writer
+
+    def watch_writer(shell: EarlierShell, command: WatchEarlierWriter) -> None:
+        original(shell, command)
+        shell._loans.writer_died(command.writer)
+
+    return swapped(EarlierShell, "_watch_writer", watch_writer)

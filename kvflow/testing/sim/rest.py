@@ -72,13 +72,18 @@ def _left_at_decode(member: Member, oracle: Oracle, doubts: bool) -> list[str]:
                 in_doubt.add(grant)
             else:
                 found.append(f"{name}: a loan of grant {grant} is {phase.name} without reason")
+    for earlier, loan in {loan.lease: loan for loan in node.pool.unproven}.items():  # of nodes before this one
+        source = oracle.by_incarnation[loan.incarnation]
+        if doubts and (not source.ended or oracle.loop.time() < source.proven_at_s + FENCE_SLACK_S):
+            lent += len(loan.pages)
+        else:
+            found.append(f"{name}: an earlier node's loan {earlier} is there without reason")
+    loans += len(node.pool.unproven)
     if len(core.ledger) != loans:
-        found.append(f"{name}: {len(core.ledger)} loans, {loans} of links that are known")
+        found.append(f"{name}: {len(core.ledger)} loans, {loans} of writers that are known")
     if handles := node.shell.rooms.keys() - in_doubt:
         found.append(f"{name}: handles of grants {sorted(handles)}")
     out = books.out - books.owners.count(OWNER)  # what is cached is at rest
-    inherited = node._inheritance.left() if doubts and node._inheritance is not None else []
-    lent += sum({id(loan.pages): len(loan.pages) for loan in inherited}.values())
     if out > lent or node.quarantined_pages != out:
         found.append(f"{name}: {node.quarantined_pages} pages in quarantine, pages of {set(books.owners) - {None}}")
     return found

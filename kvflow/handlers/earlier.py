@@ -1,0 +1,120 @@
+"""A shell's part for loans of earlier nodes over the same pool: watches of their writers, and pages that come back."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import logging
+import threading
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+
+from kvflow.handlers.shell import Shell, fenced
+from kvflow.protocols import commands as c
+from kvflow.protocols.earlier import EarlierLoans
+from kvflow.protocols.errors import MisuseError
+from kvflow.protocols.ports import DataPlane, LeaseId, PageStore, PlaneAddress, Quarantine, UnprovenLoan
+from kvflow.protocols.wire.messages import GrantId
+
+log = logging.getLogger(__name__)
+
+
+class EarlierShell:
+    """The part of a shell that belongs to `endpoint.earlier`. Implements `protocols.ports.Heir`."""
+
+    def __init__(
+        self, shell: Shell, loans: EarlierLoans, plane: DataPlane, stores: Sequence[tuple[Quarantine, PageStore]]
+    ) -> None:
+        """`stores`: what the node hands out, and the quarantine of the pool that it belongs to; two with staging."""
+        self._shell, self._loans, self._plane = shell, loans, plane
+        self._quarantines = [quarantine for quarantine, _ in stores]
+        self._loop, self._thread = asyncio.get_running_loop(), threading.get_ident()
+        self._leases: dict[GrantId, tuple[Quarantine, LeaseId]] = {}
+        self._watches: dict[int, asyncio.Task[None]] = {}  # by number of the writer
+        self._left = False
+        shell.runners |= {c.WatchEarlierWriter: self._watch_writer, c.StopEarlierWatch: self._stop_watch}
+        for quarantine, store in stores:
+            self._take_over(quarantine, quarantine.join(self, store))
+
+    def leave(self) -> None:
+        """The node closes: what is still without proof stays in the quarantines. Idempotent."""
+        self._left = True
+        for quarantine in self._quarantines:
+            quarantine.leave(self)
+
+    def free(self, command: c.FreePages) -> None:
+        """The pages of a room that an earlier node lent come back."""
+        quarantine, lease = self._leases.pop(command.grant)
+        quarantine.free(lease)
+
+    def check_unseen(self, incarnation: int) -> None:
+        """Raises: MisuseError for a writer that is to be declared dead, and is seen to run on this host."""
+        for writer in self._loans.of(incarnation):
+            if writer.address is not None:
+                check_unseen(self._plane, incarnation, writer.address)
+
+    # --- called by quarantines, from any thread
+
+    def inherit(self, quarantine: Quarantine, loans: Sequence[UnprovenLoan]) -> None:
+        self._on_loop(functools.partial(self._take_over, quarantine, loans))
+
+    def writer_ended(self, incarnation: int, writer: PlaneAddress | None) -> None:
+        self._on_loop(functools.partial(self._writer_ended, incarnation, writer))
+
+    def _on_loop(self, call: Callable[[], None]) -> None:
+        if threading.get_ident() == self._thread:
+            call()
+            return
+        with suppress(RuntimeError):  # the loop is closed, and the node with it
+            self._loop.call_soon_threadsafe(call)
+
+    # --- on the loop
+
+    def _take_over(self, quarantine: Quarantine, loans: Sequence[UnprovenLoan]) -> None:
+        if loans and not self._left:
+            self._leases |= {grant: (quarantine, lease) for grant, lease in self._loans.inherit(loans).items()}
+            self._shell.run()
+
+    def _writer_ended(self, incarnation: int, address: PlaneAddress | None) -> None:
+        if not self._left and (writer := self._loans.find(incarnation, address)) is not None:
+            self._loans.writer_died(writer.number)
+            self._shell.run()
+
+    def _watch_writer(self, command: c.WatchEarlierWriter) -> None:
+        writer = self._loans.writers[command.writer]
+        self._watches[command.writer] = self._shell.spawn(self._watch(command), f"kvflow-fence-{writer.control}")
+
+    async def _watch(self, command: c.WatchEarlierWriter) -> None:
+        shell = self._shell
+        if command.address.backend != self._plane.name:
+            return  # another kind of plane knows nothing of how its writes may linger
+        if await fenced(self._plane, command.address, shell.timing, shell.counts):
+            self._loans.writer_died(command.writer)
+            shell.run()
+
+    def _stop_watch(self, command: c.StopEarlierWatch) -> None:
+        task = self._watches.pop(command.writer, None)
+        if task is not None and task is not asyncio.current_task():
+            task.cancel()
+        for quarantine in self._quarantines:
+            quarantine.forget(command.incarnation, command.address)
+
+
+def check_unseen(plane: DataPlane, incarnation: int, address: PlaneAddress) -> None:
+    """Raises: MisuseError for a writer that is to be declared dead, and is seen to run on this host."""
+    if plane.sees_alive(address):
+        pid = address.process.pid
+        raise MisuseError(
+            f"prefill {incarnation:016x} runs: it is process {pid} of this host, and may still write; end that "
+            f"process (kill -9 {pid}), and its loans end by proof"
+        )
+
+
+def log_declared(incarnation: int, why: str, ended: tuple[int, int]) -> None:
+    """`ended`: how many loans, and how many pages they kept in quarantine."""
+    log.warning(
+        "prefill %016x is declared dead (%s): %d loans end without proof, %d pages leave quarantine",
+        incarnation,
+        why,
+        *ended,
+    )

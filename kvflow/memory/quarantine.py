@@ -1,0 +1,146 @@
+"""What outlived the nodes over one pool: loans without proof, and the stores that must not hand out their pages.
+
+It belongs to the pool, not to a store of pages: the next node over the pool may well have another store.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Iterable, Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvflow.protocols.errors import OwnershipError
+from kvflow.protocols.pages.layout import PageIndices, PoolLayout
+from kvflow.protocols.ports import Heir, LeaseId, PageStore, PlaneAddress, UnprovenLoan
+
+log = logging.getLogger(__name__)
+
+
+class _Lease:
+    """The pages of one room, the loans of them that have not ended, and the stores that withhold them."""
+
+    __slots__ = ("loans", "pages", "stores")
+
+    def __init__(self, pages: PageIndices) -> None:
+        self.pages = pages
+        self.loans: list[UnprovenLoan] = []
+        self.stores: list[PageStore] = []
+
+    def is_withheld_in(self, store: PageStore) -> bool:
+        return any(other is store for other in self.stores)
+
+
+class PoolQuarantine:
+    """Implements `protocols.ports.Quarantine`. One lock guards it: nodes over one pool may run in several threads."""
+
+    def __init__(self, layout: PoolLayout) -> None:
+        self._layout = layout
+        self._lock = threading.RLock()
+        self.leases: dict[LeaseId, _Lease] = {}
+        self._named: NDArray[np.int32] | None = None  # how many leases name each place; made with the first of them
+        self._own: list[PageStore] = []  # of the pool itself
+        self._heirs: list[tuple[Heir, PageStore]] = []  # the nodes that run, and what they hand out
+
+    def __repr__(self) -> str:
+        return f"<PoolQuarantine of {len(self.leases)} leases, {len(self._heirs)} nodes>"
+
+    @property
+    def loans(self) -> list[UnprovenLoan]:
+        """Every loan whose end is not proven."""
+        with self._lock:
+            return [loan for lease in self.leases.values() for loan in lease.loans]
+
+    def check(self, pages: PageIndices) -> None:
+        """Raises: OwnershipError, which names the page, the writer and what to do."""
+        if not self.leases:
+            return
+        with self._lock:
+            if self._named is None or not (kept := self._named[pages] > 0).any():
+                return
+            place = int(np.asarray(pages)[kept][0])
+            loan = next(
+                lease.loans[0] for lease in self.leases.values() if lease.loans and place in lease.pages.tolist()
+            )
+        text = f"page {place}" if place < self._layout.num_pages else f"row {place - self._layout.num_pages}"
+        raise OwnershipError(
+            f"{text} is in quarantine: an earlier node over this pool lent it to prefill {loan.incarnation:016x} at "
+            f"{loan.control}, which may still write into it; use another one until that process is proven to have "
+            f"ended, or end its loans with declare_dead({loan.incarnation:#x}, why)"
+        )
+
+    # --- stores
+
+    def keep_out_of(self, store: PageStore, *, always: bool = False) -> None:
+        """A node is about to hand out pages of `store`: it withholds those in quarantine. With `always` it is the
+        pool's own, which may be used without a node."""
+        with self._lock:
+            if always:
+                self._own.append(store)
+            self._withhold(store, self.leases.values())
+
+    def _withhold(self, store: PageStore, leases: Iterable[_Lease]) -> None:
+        fresh = [lease for lease in leases if not lease.is_withheld_in(store)]
+        if not fresh:
+            return
+        try:
+            store.withhold(np.concatenate([lease.pages for lease in fresh]))
+        except OwnershipError as error:  # it knows fewer pages than the pool has; `check` refuses the others by name
+            log.warning("%r cannot withhold the pages of %d earlier rooms: %s", store, len(fresh), error)
+            return
+        for lease in fresh:
+            lease.stores.append(store)
+
+    # --- nodes
+
+    def join(self, heir: Heir, store: PageStore) -> list[UnprovenLoan]:
+        with self._lock:
+            self._heirs.append((heir, store))
+            self.keep_out_of(store)
+            return self.loans
+
+    def leave(self, heir: Heir) -> None:
+        with self._lock:
+            self._heirs = [(other, store) for other, store in self._heirs if other is not heir]
+
+    def add(self, loans: Sequence[UnprovenLoan], lender: PageStore) -> None:
+        if not loans:
+            return
+        with self._lock:
+            fresh: dict[LeaseId, _Lease] = {}
+            for loan in loans:
+                lease = fresh.get(loan.lease) or fresh.setdefault(loan.lease, _Lease(loan.pages))
+                lease.loans.append(loan)
+            every = np.concatenate([lease.pages for lease in fresh.values()])
+            lender.withhold(every)
+            for lease in fresh.values():
+                lease.stores.append(lender)
+            if self._named is None:
+                self._named = np.zeros(self._layout.num_places, dtype=np.int32)
+            np.add.at(self._named, every, 1)
+            self.leases |= fresh
+            for store in (*self._own, *(store for _, store in self._heirs)):
+                self._withhold(store, fresh.values())
+            heirs = [heir for heir, _ in self._heirs]
+        for heir in heirs:
+            heir.inherit(self, loans)
+
+    def free(self, lease: LeaseId) -> None:
+        with self._lock:
+            found = self.leases.pop(lease, None)
+            if found is None:
+                return
+            assert self._named is not None
+            np.subtract.at(self._named, found.pages, 1)
+            for store in found.stores:
+                store.unhold(found.pages)
+
+    def forget(self, incarnation: int, writer: PlaneAddress | None) -> None:
+        with self._lock:
+            for lease in self.leases.values():
+                lease.loans = [o for o in lease.loans if (o.incarnation, o.writer) != (incarnation, writer)]
+            heirs = [heir for heir, _ in self._heirs]
+        for heir in heirs:
+            heir.writer_ended(incarnation, writer)

@@ -1,0 +1,124 @@
+"""Loans of earlier nodes over the same pool: pages that a lost writer may still reach although their node is closed.
+
+The next node over the pool, of either role, takes them into its own ledger as loans of a writer that it is not linked
+to. They end as every loan in doubt ends: by the data plane's fence, or by an operator's word.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from kvflow.protocols.commands import FreePages, StopEarlierWatch, WatchEarlierWriter
+from kvflow.protocols.errors import Cause, Code
+from kvflow.protocols.machines.ledger import Lease, Ledger
+from kvflow.protocols.machines.loan import LoanKind
+from kvflow.protocols.ports import LeaseId, PlaneAddress, UnprovenLoan
+from kvflow.protocols.wire.messages import GrantId, Incarnation, RoomId
+
+_CAUSE = Cause(Code.PEER_LOST, "an earlier node over this pool closed without proof that the writer has ended")
+
+
+class EarlierWriter:
+    """One writer that an earlier node lent pages to."""
+
+    __slots__ = ("address", "control", "incarnation", "number", "rank")
+
+    def __init__(self, number: int, loan: UnprovenLoan) -> None:
+        self.number, self.incarnation, self.address = number, Incarnation(loan.incarnation), loan.writer
+        self.control, self.rank = loan.control, loan.rank
+
+    def __repr__(self) -> str:
+        return f"<EarlierWriter {self.incarnation:016x} at {self.control}>"
+
+
+class EarlierLoans:
+    """The part of an endpoint that decides about them. Commands go to the endpoint's outbox."""
+
+    def __init__(self, ledger: Ledger[Any], outbox: list[Any], take_grant: Callable[[], GrantId]) -> None:
+        """`ledger` is the endpoint's own: the sources of its other loans are never looked at here, nor these there."""
+        self._ledger, self._outbox, self._take_grant = ledger, outbox, take_grant
+        self._by_name: dict[tuple[int, PlaneAddress | None], EarlierWriter] = {}
+        self.writers: dict[int, EarlierWriter] = {}  # those whose loans have not ended, by number
+        self._last_number = 0
+        self.tasks: deque[tuple[EarlierWriter, deque[GrantId]]] = deque()  # of writers that have ended
+
+    def inherit(self, loans: Sequence[UnprovenLoan]) -> dict[GrantId, LeaseId]:
+        """Take over `loans`, and ask for one watch of every writer. Returns the grants under which their pages stand
+        here: `FreePages` names them."""
+        leases: dict[LeaseId, dict[EarlierWriter, UnprovenLoan]] = {}
+        for loan in loans:
+            leases.setdefault(loan.lease, {})[self._writer(loan)] = loan
+        granted: dict[GrantId, LeaseId] = {}
+        for name, by_writer in leases.items():
+            loan = next(iter(by_writer.values()))
+            lease: Lease[EarlierWriter] = Lease(self._take_grant(), RoomId(loan.room))
+            lease.num_pages = len(loan.pages)
+            self._ledger.inherit(lease, by_writer, _CAUSE)
+            granted[lease.grant] = name
+        return granted
+
+    def _writer(self, loan: UnprovenLoan) -> EarlierWriter:
+        writer = self._by_name.get((loan.incarnation, loan.writer))
+        if writer is None:
+            self._last_number += 1
+            writer = EarlierWriter(self._last_number, loan)
+            self.writers[writer.number] = self._by_name[loan.incarnation, loan.writer] = writer
+            if writer.address is not None:
+                self._outbox.append(WatchEarlierWriter(writer.number, writer.address))
+        return writer
+
+    def find(self, incarnation: int, address: PlaneAddress | None) -> EarlierWriter | None:
+        return self._by_name.get((incarnation, address))
+
+    def of(self, incarnation: int) -> list[EarlierWriter]:
+        return [writer for writer in self.writers.values() if writer.incarnation == incarnation]
+
+    def owed_by(self, writer: EarlierWriter) -> tuple[int, int]:
+        """Its loans, and the pages that they keep in quarantine."""
+        return self._ledger.owed_by(writer)
+
+    def declare_dead(self, incarnation: int) -> tuple[int, int]:
+        """An operator's word. Returns how many loans end, and how many pages they keep in quarantine."""
+        loans = pages = 0
+        for writer in self.of(incarnation):
+            owed = self.owed_by(writer)
+            loans, pages = loans + owed[0], pages + owed[1]
+            self._end(writer)
+        return loans, pages
+
+    def writer_died(self, number: int) -> None:
+        """The data plane's fence: no write of this writer can reach our pool any more. `tick` ends its loans."""
+        if (writer := self.writers.get(number)) is not None:
+            self._end(writer)
+
+    def _end(self, writer: EarlierWriter) -> None:
+        """A second word for it changes nothing."""
+        if all(other is not writer for other, _ in self.tasks):
+            self.tasks.append((writer, deque(self._ledger.grants_of(writer))))
+
+    def work(self, limit: float) -> None:
+        """End up to `limit` loans of writers that have ended."""
+        while self.tasks and limit > 0:
+            limit -= 1
+            writer, grants = self.tasks[0]
+            self._end_loan(writer, grants.popleft())
+            if not grants:
+                self.tasks.popleft()
+                self._drop_if_idle(writer)
+
+    def _end_loan(self, writer: EarlierWriter, grant: GrantId) -> None:
+        lease = self._ledger.find(writer, grant)
+        assert lease is not None
+        if self._ledger.feed(lease, writer, LoanKind.FENCED).freed:
+            self._outbox.append(FreePages(grant))
+
+    def _drop_if_idle(self, writer: EarlierWriter) -> None:
+        """Another node may have closed meanwhile, and left more of this writer's."""
+        if self._ledger.owes(writer):
+            self._end(writer)
+            return
+        self._ledger.forget_source(writer)
+        del self.writers[writer.number], self._by_name[writer.incarnation, writer.address]
+        self._outbox.append(StopEarlierWatch(writer.number, writer.incarnation, writer.address))
