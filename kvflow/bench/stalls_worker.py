@@ -101,10 +101,7 @@ class PacedDecode(_Engine):
         self.limits.check_prompt(prompt)
         return await self._budget.admit(self.limits.worst_pages(prompt, params.max_new_tokens))
 
-    async def prefetch(self, prompt: Prompt, admission: Admission, namespace: Namespace = ANY) -> None:
-        return None
-
-    def cached(self, prompt: Prompt, namespace: Namespace = ANY, admission: Admission | None = None) -> None:
+    async def cached(self, prompt: Prompt, namespace: Namespace = ANY, admission: Admission | None = None) -> None:
         return None
 
     async def generate(

@@ -183,24 +183,33 @@ class PrefixCache:
     async def load(
         self, tokens: Tokens, most_tokens: int | None = None, namespace: Namespace = ANY, *, most_pages: int = 1 << 30,
         taking: Callable[[int], None] = lambda count: None, from_storage: bool = True,
-    ) -> None:  # fmt: skip
-        """Copy to the device what the host alone has of the first `most_tokens` tokens, and storage unless
-        `from_storage` is false, into at most `most_pages` pages that are free or can be evicted. It is not locked
-        afterwards: `match` follows.
+        locked: Callable[[Prefix], None] = lambda prefix: None,
+    ) -> Prefix:  # fmt: skip
+        """`match`, once what the host alone has of the first `most_tokens` tokens has been copied to the device, and
+        what storage alone has unless `from_storage` is false, into at most `most_pages` pages that are free or can be
+        evicted. It is locked from the moment at which it can be read: nothing comes between.
 
         `taking` is called with how many pages are neither free nor cached from here on, and with that number below 0
-        when they are. A cancellation stops the copy, and what it has copied is forgotten. What goes wrong is logged: a
-        cache that cannot load has not got it."""
+        when they are; `locked` in the same turn of the loop, with what is locked then. A cancellation stops the copy,
+        and what it has copied is forgotten. What goes wrong is logged: a cache that cannot load has not got it."""
+        key = self._key(tokens, most_tokens)
+        if self._tiers is not None:
+            try:
+                if from_storage:
+                    await self._fetch(self._tiers, key, namespace, min(most_pages, self._pages.available_pages))
+                if (loaded := await self._load(self._tiers, key, namespace, most_pages, taking, locked)) is not None:
+                    return loaded
+            # An error of the cache must not end a request that can do without.
+            except Exception:  # noqa: BLE001
+                _log.exception("loading a cached prefix failed")
+        return self._lock(self._look(key, namespace), namespace)
+
+    def lacks(self, tokens: Tokens, most_tokens: int | None = None, namespace: Namespace = ANY) -> bool:
+        """True where `load` would copy some of it from the host to the device, or waits for a prompt that does."""
         if self._tiers is None:
-            return
-        try:
-            key = self._key(tokens, most_tokens)
-            if from_storage:
-                await self._fetch(self._tiers, key, namespace, min(most_pages, self._pages.available_pages))
-            await self._load(self._tiers, key, namespace, most_pages, taking)
-        # An error of the cache must not end a request that can do without.
-        except Exception:  # noqa: BLE001
-            _log.exception("loading a cached prefix failed")
+            return False
+        found = self._look(self._key(tokens, most_tokens), namespace)
+        return found.num_pages > found.device_pages.size
 
     async def _fetch(self, tiers: Tiers, key: bytes, namespace: Namespace, most_pages: int) -> None:
         """From storage to the host."""
@@ -211,14 +220,16 @@ class PrefixCache:
             await tiers.fetch(key, found, namespace, most_pages)
 
     async def _load(
-        self, tiers: Tiers, key: bytes, namespace: Namespace, most_pages: int, taking: Callable[[int], None]
-    ) -> None:
+        self, tiers: Tiers, key: bytes, namespace: Namespace, most_pages: int, taking: Callable[[int], None],
+        locked: Callable[[Prefix], None],
+    ) -> Prefix | None:  # fmt: skip
+        """What is there then, where a copy was needed and has ended."""
         found = self._look(key, namespace)
         while found.end is not None and self._index.arrives(found.end):  # another prompt loads it
             await tiers.wait_for_load()
             found = self._look(key, namespace)
         if found.end is None or found.num_pages == found.device_pages.size:
-            return
+            return None
         held = self._lock(found, namespace)  # making room must not evict what it is made for
         try:
             wanted = min(most_pages, self._index.missing(found.end, Tier.HOST, Tier.DEVICE))
@@ -230,13 +241,27 @@ class PrefixCache:
                 await tiers.wait_for_copy()
                 free = self._pages.reclaim(wanted)
             if found.end.removed:  # to make room host pages had to go, and these were among them
-                return
+                return None
             wanted = min(wanted, free, self._index.missing(found.end, Tier.HOST, Tier.DEVICE))
             if wanted <= 0:
-                return
+                return None
             write = self._index.begin_write(found.end, Tier.HOST, Tier.DEVICE, self._pages.take(wanted, OWNER))
             taking(wanted)
-            await wait_or_cancel(tiers.begin(write, ended=lambda: taking(-wanted)))
+            loaded: list[Prefix] = []
+
+            def ended() -> None:
+                """Others may evict pages in the turns of the loop before this coroutine goes on."""
+                taking(-wanted)
+                loaded.append(self._lock(self._look(key, namespace), namespace))
+                locked(loaded[0])
+
+            try:
+                await wait_or_cancel(tiers.begin(write, ended=ended))
+            except BaseException:
+                for prefix in loaded:
+                    prefix.release()
+                raise
+            return loaded[0]
         finally:
             held.release()
 

@@ -178,7 +178,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         Meta(
             description="How long a prompt waits for what is copied back for it: 1 s and a quarter of a second for "
             "each 1,000 tokens, or until all is there; best_effort takes what --l3 has brought by the time its turn "
-            "comes."
+            "comes. What host memory has is loaded in its turn, and held until it begins."
         ),
     ] = "timeout"
     pp: Annotated[

@@ -250,6 +250,7 @@ async def run_rank(spec: PrefillRankSpec) -> None:
             shards=spec.shards,
             tells_openings=settings.optimistic_prefill > 0,
             eos_ids=model.eos_ids,
+            prefetch=settings.cache_prefetch_policy,
         )
 
         def open_room(key: TicketKey, room: RoomId, request: bytes) -> PrefillRoom:

@@ -76,12 +76,12 @@ async def test_what_the_device_has_lost_is_loaded_from_the_host() -> None:
         b.evict_all()
         assert not b.cache.match(b.tokens(1, 2, 5)).pages.size
         taken: list[int] = []
-        await b.cache.load(b.tokens(1, 2, 5), taking=taken.append)
+        (await b.cache.load(b.tokens(1, 2, 5), taking=taken.append)).release()
         assert taken == [3, -3]
         prefix = b.cache.match(b.tokens(1, 2, 5))
         b.check(prefix, 1, 2, 5)
         prefix.release()
-        await b.cache.load(b.tokens(1, 2, 3, 4), most_pages=1)
+        (await b.cache.load(b.tokens(1, 2, 3, 4), most_pages=1)).release()
         b.check(found := b.cache.match(b.tokens(1, 2, 3, 4)), 1, 2, 3)
         found.release()
         assert b.cache.stats().loaded_pages == 4
@@ -103,7 +103,7 @@ async def test_a_full_host_tier_takes_what_was_used_last() -> None:
             await until(lambda: not b.cache.busy)
         assert b.cache.stats().host_pages == 4 and not b.cache.stats().unsaved_pages
         b.evict_all()
-        await b.cache.load(b.tokens(30, 31, 32))
+        (await b.cache.load(b.tokens(30, 31, 32))).release()
         b.check(found := b.cache.match(b.tokens(30, 31, 32)), 30, 31, 32)
         found.release()
 
@@ -120,8 +120,9 @@ async def test_a_copy_that_is_cut_off_leaves_nothing_behind(
             await until(lambda: b.cache.stats().saved_pages == 3)
             b.evict_all()
         gate = CopyGate(monkeypatch, fails_at=1 if how == "fail" else 0)
+        work: asyncio.Task[Any]
         if loading:
-            work = asyncio.ensure_future(b.cache.load(b.tokens(1, 2, 3)))
+            work = asyncio.create_task(b.cache.load(b.tokens(1, 2, 3)))
         else:
             b.run(1, 2, 3)
             (work,) = b.copies
@@ -136,7 +137,9 @@ async def test_a_copy_that_is_cut_off_leaves_nothing_behind(
         away = b.pool.pages.owned().get(OWNER, 0), b.host.pages.owned().get(OWNER, 0)
         assert away == (3, 3), "pages came home while a thread copied them"
         gate.go.set()
-        await asyncio.gather(work, return_exceptions=True)
+        await asyncio.wait([work])
+        if loading and not work.cancelled():
+            work.result().release()
         if closing is not None:
             await closing
             return
@@ -178,6 +181,11 @@ async def test_any_order_of_requests_copies_and_ends(
         held: list[tuple[Prefix, tuple[int, ...]]] = []
         loads: list[asyncio.Task[None]] = []
 
+        async def loaded(prompt: tuple[int, ...], most_pages: int) -> None:
+            found = await b.cache.load(b.tokens(*prompt), most_pages=most_pages)
+            b.check(found, *prompt[: found.pages.size])
+            found.release()
+
         for _ in range(600):
             prompt = tuple(rng.choices((1, 2, 3), k=rng.randint(1, 5)))
             kind = rng.random()
@@ -191,7 +199,7 @@ async def test_any_order_of_requests_copies_and_ends(
                 b.check(prefix, *pages)
                 prefix.release()
             elif kind < 0.8:
-                loads.append(asyncio.ensure_future(b.cache.load(b.tokens(*prompt), most_pages=rng.randint(1, 9))))
+                loads.append(asyncio.ensure_future(loaded(prompt, rng.randint(1, 9))))
             elif kind < 0.85 and loads:
                 loads.pop(rng.randrange(len(loads))).cancel()
             elif kind < 0.87:
@@ -233,7 +241,9 @@ async def test_prompts_wait_for_what_another_one_loads(monkeypatch: pytest.Monke
         await asyncio.sleep(0)
         assert not any(load.done() for load in loads)
         gate.go.set()
-        await asyncio.gather(*loads)
+        for loaded in await asyncio.gather(*loads):
+            b.check(loaded, 1, 2, 3)
+            loaded.release()
         prefix = b.cache.match(b.tokens(1, 2, 3))
         b.check(prefix, 1, 2, 3)
         prefix.release()
@@ -255,8 +265,9 @@ async def test_pages_are_promised_again_as_the_copy_ends(monkeypatch: pytest.Mon
             asyncio.get_running_loop().call_soon(lambda: seen.append((sum(taken), b.pool.pages.available_pages)))
 
         monkeypatch.setattr(b.cache._tiers, "_free", free)
-        await b.cache.load(b.tokens(1, 2, 3), taking=taken.append)
-        assert taken == [3, -3] and seen == [(0, PAGES)]
+        loading = b.cache.load(b.tokens(1, 2, 3), taking=taken.append, locked=lambda p: taken.append(p.pages.size))
+        (await loading).release()
+        assert taken == [3, -3, 3] and seen == [(3, PAGES - 3)]
 
 
 async def test_a_cache_that_cannot_load_has_not_got_it(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -266,7 +277,7 @@ async def test_a_cache_that_cannot_load_has_not_got_it(monkeypatch: pytest.Monke
         b.evict_all()
         with monkeypatch.context() as broken:
             broken.setattr(b.cache._index, "arrives", lambda end: 1 // 0)
-            await b.cache.load(b.tokens(1, 2, 3))
+            (await b.cache.load(b.tokens(1, 2, 3))).release()
         assert not b.cache.match(b.tokens(1, 2, 3)).pages.size
 
 

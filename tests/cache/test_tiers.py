@@ -54,7 +54,7 @@ async def begun(disk: FaultyDisk) -> None:
 
 async def found(b: Bench, *pages: int) -> int:
     """How many pages a prompt finds, after it has loaded what is to be had; each is checked."""
-    await b.cache.load(b.tokens(*pages))
+    (await b.cache.load(b.tokens(*pages))).release()
     prefix = b.cache.match(b.tokens(*pages))
     b.check(prefix, *pages[: prefix.pages.size])
     prefix.release()
@@ -74,11 +74,11 @@ async def test_what_was_stored_is_there_in_the_next_life(tmp_path: Path) -> None
         await settled(b)
         assert b.cache.stats().stored_pages == 1, "what came from storage is not stored again"
         assert await found(b, 1, 2, 3, 4) == 4, "what follows on pages that are here"
-        await b.cache.load(b.tokens(1, 2, 5), namespace=Namespace("salted"))
+        (await b.cache.load(b.tokens(1, 2, 5), namespace=Namespace("salted"))).release()
         prefix = b.cache.match(b.tokens(1, 2, 5), namespace=Namespace("salted"))
         b.check(prefix, 1, 2, 5)
         prefix.release()
-        await b.cache.load(b.tokens(1, 2), namespace=Namespace("other"))
+        (await b.cache.load(b.tokens(1, 2), namespace=Namespace("other"))).release()
         assert not b.cache.match(b.tokens(1, 2), namespace=Namespace("other")).pages.size
 
 
@@ -292,7 +292,7 @@ async def test_who_does_not_wait_takes_what_has_come(tmp_path: Path) -> None:
             await fetching
         assert b.cache.stats().fetched_pages == 2
         assert sum(b.host.pages.owned().values()) == 5, "a thread may write to the others"
-        await b.cache.load(b.tokens(1, 2, 3, 4, 5), from_storage=False)
+        (await b.cache.load(b.tokens(1, 2, 3, 4, 5), from_storage=False)).release()
         prefix = b.cache.match(b.tokens(1, 2, 3, 4, 5))
         b.check(prefix, 1, 2)
         prefix.release()
@@ -320,13 +320,13 @@ async def test_no_more_is_asked_for_than_could_be_used(tmp_path: Path, monkeypat
         monkeypatch.setattr(store, "get", counting(store.get))
         taken = b.host.pages.take(2, "somebody")
         long = b.tokens(*range(1, 30))
-        await b.cache.load(long, most_pages=3)
+        (await b.cache.load(long, most_pages=3)).release()
         assert asked == [3, 3]
-        await b.cache.load(long)
+        (await b.cache.load(long)).release()
         assert asked[2:] == [6, 4], "pages on the device make way on the host"
         b.host.pages.give_back(taken, "somebody")
         asked.clear()
-        await b.cache.load(b.tokens(40, 41))
+        (await b.cache.load(b.tokens(40, 41))).release()
         assert asked == [2], "nothing is read that is not there"
 
 

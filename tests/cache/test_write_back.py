@@ -20,7 +20,7 @@ async def made_free(b: Bench, count: int) -> None:
 
 
 async def load(b: Bench, *pages: int) -> None:
-    await b.cache.load(b.tokens(*pages))
+    (await b.cache.load(b.tokens(*pages))).release()
     prefix = b.cache.match(b.tokens(*pages))
     b.check(prefix, *pages)
     prefix.release()

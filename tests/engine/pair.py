@@ -228,8 +228,7 @@ class EnginePair:
     async def outputs(self, prompt: list[int], params: SamplingParams) -> list[TokenOut]:
         """One request through both engines. Raises what decode raises."""
         admission = await self.decode.admit(prompt, params)
-        await self.decode.prefetch(prompt, admission)
-        prefix = self.decode.cached(prompt)
+        prefix = await self.decode.cached(prompt, admission=admission)
         room = self.room(prompt, 0 if prefix is None else prefix.tokens)
         leg = asyncio.ensure_future(self.prefill.prefill(room.prefill_half, prompt, params))
         found: list[TokenOut] = []

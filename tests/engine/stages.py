@@ -225,6 +225,7 @@ class Stages:
             neighbours=model.neighbours,
             tells_openings=self._tells_openings,
             eos_ids=model.eos_ids,
+            prefetch="wait_complete",
         )
 
     def _status(self) -> wire.Status:
@@ -265,7 +266,8 @@ class Stages:
         admission = await self.decode_engine.admit(prompt, params)
         try:
             begin()
-            infos, prefix = [node.info for node in self.nodes], self.decode_engine.cached(prompt, admission=admission)
+            infos = [node.info for node in self.nodes]
+            prefix = await self.decode_engine.cached(prompt, admission=admission)
             half = await self.decode.room(room, infos, prompt, prefix_tokens=prefix.tokens if prefix else 0)
             return [out.token_id async for out in self.decode_engine.generate(half, prompt, params, admission, prefix)]
         finally:

@@ -63,7 +63,7 @@ class Follower:
     def drop(self) -> None:
         room: Any = SimpleNamespace(ended=False)
         self.steps.add(1, room, np.arange(3), SamplingParams())
-        self.steps.requests[1].request = object()  # type: ignore[assignment]
+        self.steps.requests[1].request = SimpleNamespace(ticket=1)  # type: ignore[assignment]
         self.socket.frames.put_nowait(wire.encode(wire.Drop(ticket=1)))
 
     def lose_status(self) -> None:

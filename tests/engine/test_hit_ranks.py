@@ -29,6 +29,7 @@ from tests.engine import tiny_models
 from tests.engine.pair import greedy, prompt_of, until
 from tests.engine.stages import PAGE_SIZE, Stages, group
 from tests.engine.test_early_storm import played
+from tests.memory.gate import CopyGate
 
 PROMPT = prompt_of(30, 1)
 WHOLE = 28  # tokens of its whole pages
@@ -205,7 +206,7 @@ async def test_both_lose_what_is_flushed_before_its_first_step(
 async def test_each_rank_loads_what_it_has_in_host_memory(
     stages: list[LoadedModel], llama: LoadedModel, stock: Callable[[str], Any]
 ) -> None:
-    """Before it is ready: so a pool that has lost a prefix is no reason for the others to compute theirs."""
+    """When the first rank asks: so a pool that has lost a prefix is no reason for the others to compute theirs."""
     expected = tiny_models.generate(stock("llama"), PROMPT, 4)
     async with group(stages, llama, caches=True, host_pages=32) as ranks:
         await tokens_and_cached(ranks, PROMPT)
@@ -216,6 +217,61 @@ async def test_each_rank_loads_what_it_has_in_host_memory(
             assert await tokens_and_cached(ranks, PROMPT) == (expected, WHOLE)
             assert cache_at(ranks, rank).stats().loaded_pages == WHOLE // PAGE_SIZE
             await ranks.rest()
+
+
+async def test_prompts_that_queue_lose_nothing_of_what_the_hosts_of_both_ranks_have(
+    stages: list[LoadedModel], llama: LoadedModel
+) -> None:
+    """Either pool has room for one prompt."""
+    prompts = [prompt_of(30, salt) for salt in range(6)]
+    async with group(stages, llama, caches=True, host_pages=64, pages=(12, 13), chunk_tokens=8) as ranks:
+        expected = [(await tokens_and_cached(ranks, prompt))[0] for prompt in prompts]
+        await ranks.rest()
+        for rank in range(2):
+            await until(lambda rank=rank: not cache_at(ranks, rank).busy)  # type: ignore[misc]
+            cache_at(ranks, rank).evict(99)
+        found = await asyncio.gather(*(tokens_and_cached(ranks, prompt) for prompt in prompts))
+        assert found == [(tokens, WHOLE) for tokens in expected]
+        await ranks.rest()
+        stats = [cache_at(ranks, rank).stats() for rank in range(2)]
+        assert [stat.loaded_pages for stat in stats] == [len(prompts) * WHOLE // PAGE_SIZE] * 2
+        assert [stat.pages - stat.evictable_pages for stat in stats] == [0, 0]
+
+
+@pytest.mark.parametrize("how", ["the client leaves", "flush", "the rank ends"])
+async def test_a_rank_that_loads_for_a_request_that_ends_holds_nothing(
+    how: str, stages: list[LoadedModel], llama: LoadedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with group(stages, llama, caches=True, host_pages=32) as ranks:
+        expected, _ = await tokens_and_cached(ranks, PROMPT)
+        await until(lambda: not cache_at(ranks, 1).busy)
+        cache_at(ranks, 1).evict(99)
+        gate = CopyGate(monkeypatch)
+        room = next(ranks.rooms)
+        half = asyncio.create_task(ranks.decoded(room, PROMPT, greedy(4)))
+        leg = ranks.prefill(room, PROMPT, greedy(4))
+        await gate.reached()
+        ending = None
+        if how == "the client leaves":
+            leg.cancel()
+        elif how == "flush":
+            ranks.engine.flush()
+        else:
+            ending = asyncio.create_task(ranks.replace_second())
+        await until(lambda: not ranks.follower._loads._running)
+        gate.go.set()
+        results = await asyncio.gather(leg, half, return_exceptions=True)
+        if how == "flush":
+            assert results[1] == expected
+        else:
+            assert all(isinstance(result, KvflowError | asyncio.CancelledError) for result in results), results
+        if ending is not None:
+            await ending
+        await ranks.home()
+        for rank in range(2):
+            await until(lambda rank=rank: not cache_at(ranks, rank).busy)  # type: ignore[misc]
+            assert cache_at(ranks, rank).stats().pages == cache_at(ranks, rank).evictable_pages
+        assert (await tokens_and_cached(ranks, PROMPT))[0] == expected
 
 
 def test_what_ranks_store_is_not_taken_for_one_anothers(stages: list[LoadedModel], llama: LoadedModel) -> None:
@@ -447,14 +503,13 @@ def forget_a_lock(patch: pytest.MonkeyPatch) -> None:
 
 def lock_no_more(patch: pytest.MonkeyPatch) -> None:
     """What was found may be evicted before the step."""
-    find = PrefillSteps.find
+    answer = StepFollower._answer
 
-    def planted(self: PrefillSteps, request: Any, most_tokens: int) -> int:
-        found = find(self, request, most_tokens)
-        self.forget_prefix(request)
-        return found
+    def planted(self: StepFollower, request: Any) -> None:
+        answer(self, request)
+        self.steps.forget_prefix(request)
 
-    patch.setattr(PrefillSteps, "find", planted)
+    patch.setattr(StepFollower, "_answer", planted)
 
 
 FOUND_BY: dict[Callable[[pytest.MonkeyPatch], None], tuple[Callable[[Stages], Any], str]] = {

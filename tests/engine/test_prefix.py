@@ -111,7 +111,7 @@ async def test_what_was_read_up_to_a_stop_string_is_cached(llama: LoadedModel) -
             admission = await pair.decode.admit(prompt, greedy(20))
             room = pair.room(prompt)
             leg = asyncio.ensure_future(pair.prefill.prefill(room.prefill_half, prompt, greedy(20)))
-            tokens = pair.decode.generate(room, prompt, greedy(20), admission, pair.decode.cached(prompt))
+            tokens = pair.decode.generate(room, prompt, greedy(20), admission, await pair.decode.cached(prompt))
             found = [(await anext(tokens)).token_id for _ in range(read)]
             await tokens.aclose()
             await leg
@@ -178,7 +178,7 @@ async def test_a_flush_leaves_alone_who_reads(llama: LoadedModel) -> None:
         expected = await pair.tokens(prompt, greedy(12))
         tokens = []
         admission = await pair.decode.admit(prompt, greedy(12))
-        prefix = pair.decode.cached(prompt)
+        prefix = await pair.decode.cached(prompt)
         assert prefix is not None and prefix.tokens == 28
         room = pair.room(prompt, prefix.tokens)
         leg = asyncio.ensure_future(pair.prefill.prefill(room.prefill_half, prompt, greedy(12)))

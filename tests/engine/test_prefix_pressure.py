@@ -145,7 +145,7 @@ async def test_without_an_admission_cached_pages_are_not_asked_for_again(llama: 
     prompt, params = prompt_of(32), greedy(8)
     async with EnginePair(llama, page_size=PAGE, num_pages=10, source_pages=64, cache="lru") as pair:
         expected = await pair.tokens(prompt, params)
-        prefix = pair.decode.cached(prompt)
+        prefix = await pair.decode.cached(prompt)
         assert prefix is not None and prefix.tokens == 32
         room = pair.room(prompt, prefix.tokens)
         leg = asyncio.ensure_future(pair.prefill.prefill(room.prefill_half, prompt, params))

@@ -195,7 +195,7 @@ async def test_who_is_retracted_has_his_state(host: dict[str, int], loaded: Load
         await pair.tokens(prompt, greedy(2))
         for step in (2, 5):
             admission = await pair.decode.admit(prompt, greedy(12))
-            prefix = pair.decode.cached(prompt, admission=admission)
+            prefix = await pair.decode.cached(prompt, admission=admission)
             assert prefix is not None and prefix.tokens == 28
             room = pair.room(prompt, prefix.tokens)
             leg = asyncio.ensure_future(pair.prefill.prefill(room.prefill_half, prompt, greedy(12)))

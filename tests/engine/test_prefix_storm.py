@@ -117,11 +117,10 @@ class Storm:
         pair, params = self.pair, greedy(count, priority=self.chance.randrange(3))
         admission = await pair.decode.admit(prompt, params)
         try:
-            await pair.decode.prefetch(prompt, admission)
+            prefix = await pair.decode.cached(prompt, admission=admission)
         except asyncio.CancelledError:
             admission.release()
             raise
-        prefix = pair.decode.cached(prompt)
         assert prefix is not None
         room = pair.room(prompt, prefix.tokens)
         if self.chance.random() < 0.3:

@@ -53,7 +53,7 @@ class Nodes:
         engine, params = self.landing, greedy(NEW_TOKENS)
         admission = await engine.admit(prompt, params)
         try:
-            prefix = engine.cached(prompt, admission=admission)
+            prefix = await engine.cached(prompt, admission=admission)
             assert prefix is not None
             half = await self.decode.room(room, [self.prefill.info], prompt, prefix_tokens=prefix.tokens)
             return [out.token_id async for out in engine.generate(half, prompt, params, admission, prefix)]

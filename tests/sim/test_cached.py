@@ -25,17 +25,18 @@ from tests.sim.both import (
 )
 
 FOUND_BY = {
-    "ack publishes the node of the time": (2, "I5"),
-    "child before parent": (1, "I10"),
+    "ack publishes the node of the time": (12, "I5"),
+    "child before parent": (4, "I10"),
     "event at enqueue": (0, "I10"),
-    "lock not copied at split": (2, "I5"),
-    "readers not copied at split": (2, "I5"),
+    "lock not copied at split": (6, "I5"),
+    "readers not copied at split": (12, "I5"),
     "failed copy taken for one": (1, "I10"),
     "source of a copy let go": (1, "I13"),
     "failed write keeps its pages": (2, "I5"),
     "eviction not told": (0, "I10"),
-    "torn file accepted": (12, "I10"),
+    "torn file accepted": (1, "I10"),
     "doubtful page cached": (0, "I2"),
+    "loaded pages not held": (1, "I14"),
     "failed prompt cached": (4, "I10"),
     "chunk without pages lands at once": (1, "I4"),
 }

@@ -16,6 +16,8 @@ from kvflow.engine.ranks.followed import Followed, FollowedRoom
 from kvflow.engine.ranks.leading import Neighbours
 from kvflow.engine.scheduler.params import SamplingParams
 from kvflow.engine.scheduler.prefill_steps import PrefillRequest, PrefillSteps
+from kvflow.engine.scheduler.turn import Loads
+from kvflow.protocols.cache.choices import PrefetchPolicy
 from kvflow.protocols.cache.hashes import ANY, Namespace
 from kvflow.protocols.errors import CapacityError, Cause, Code, KvflowError, LostError, WireError
 from kvflow.protocols.ports import ControlSocket
@@ -37,21 +39,25 @@ class StepFollower:
     A request's places are taken with the first step that names it, in the order of the steps, which is the same at
     every rank; they are given back when the first rank preempts it or says that no further step will name it, or the
     generation is over. A request that has failed here is computed all the same until then: the other ranks count on it.
-    Nothing of it leaves before the group has started it. What the cache has of it is locked when the first rank asks;
-    the step that names it first says how much of that all ranks have.
+    Nothing of it leaves before the group has started it. What the cache has of it is loaded from the host and locked
+    when the first rank asks; the step that names it first says how much of that all ranks have.
     """
 
     def __init__(
         self, steps: PrefillSteps, socket: ControlSocket, *, hello: wire.Hello,
         status: Callable[[], wire.Status], neighbours: Neighbours,
         eos_ids: frozenset[int], shards: int = 1, tells_openings: bool = False, owner: Hashable = "prefill",
+        prefetch: PrefetchPolicy = "timeout",
     ) -> None:  # fmt: skip
-        """`shards`: ranks of each stage. `tells_openings`: the first rank may begin requests early."""
+        """`shards`: ranks of each stage. `tells_openings`: the first rank may begin requests early. `prefetch`: how
+        long an answer to the first rank waits for what is loaded."""
         self._shards, self._tells_openings = shards, tells_openings
         self.steps, self._socket, self._neighbours = steps, socket, neighbours
         self._hello, self._status, self._eos_ids = hello, status, eos_ids
         self._owner = owner
         self.requests: dict[int, Followed] = {}  # by ticket
+        self._loads = Loads(steps, prefetch, self._answer)
+        self._questions: dict[int, int] = {}  # of what is being loaded, by ticket: the numbers that answers name
         self.failed_steps = self.dropped = 0
         self._dropped_ahead: set[int] = set()  # before they were opened here
         self._opened = 0  # the last ticket
@@ -86,6 +92,7 @@ class StepFollower:
             task.cancel()
         if self._tasks:
             await run_to_end(asyncio.ensure_future(asyncio.wait(self._tasks)))
+        await self._loads.close()
 
     def _ended(self, task: asyncio.Task[None]) -> None:
         """The first rank hears by the end of this process: without any of them it would wait for ever."""
@@ -256,28 +263,45 @@ class StepFollower:
             self._find(message)
         elif isinstance(message, wire.Flush):
             self._flush()
-        elif (found := self.requests.get(message.ticket)) and found.request is not None:
-            self.steps.give_back(found.request)
-            found.request = None
+        elif found := self.requests.get(message.ticket):
+            self._give_back(found)
 
     def _awaits_preemption(self, ticket: int) -> bool:
         return any(isinstance(message, wire.Preempt) and message.ticket == ticket for message in self._queue)
 
     def _find(self, message: wire.Find) -> None:
-        """In the order of the steps: what they have left is cached, and what is locked fits beside all others."""
-        found, tokens = self.requests.get(message.ticket), 0
-        if found is not None and found.request is None:
-            found.request = self._new_request(message.ticket, found)
-            tokens = self.steps.find(found.request, message.tokens)
-        self._socket.send(wire.encode(wire.Found(number=message.number, tokens=tokens)))
+        """In the order of the steps: what they have left is cached, and what is locked fits beside all others, as does
+        what is loaded."""
+        found = self.requests.get(message.ticket)
+        if found is None or found.request is not None:
+            self._socket.send(wire.encode(wire.Found(number=message.number, tokens=0)))
+            return
+        found.request = request = self._new_request(message.ticket, found)
+        self.steps.find(request, message.tokens)
+        self._questions[message.ticket] = message.number
+        if not self._loads.begin(request):
+            self._answer(request)
+
+    def _answer(self, request: PrefillRequest) -> None:
+        """It holds what the cache has of it."""
+        tokens = 0 if request.prefix is None else request.prefix.tokens
+        number = self._questions.pop(request.ticket)
+        self._socket.send(wire.encode(wire.Found(number=number, tokens=tokens)))
+
+    def _give_back(self, found: Followed) -> None:
+        """Its places, or what it holds of the cache; nothing more is loaded for it. Idempotent."""
+        request, found.request = found.request, None
+        if request is not None:
+            self._loads.stop(request)
+            self._questions.pop(request.ticket, None)
+            self.steps.give_back(request)
 
     def _flush(self) -> None:
         if self.steps.cache is not None:
             self.steps.cache.flush()
         for found in self.requests.values():
             if found.request is not None and not found.request.sequence.page_count:
-                self.steps.give_back(found.request)
-                found.request = None
+                self._give_back(found)
 
     def _drop(self, ticket: int, *, succeeded: bool = False) -> None:
         found = self.requests.pop(ticket, None)
@@ -287,7 +311,7 @@ class StepFollower:
         elif found.request is not None:
             if succeeded:
                 self.steps.keep(found.request)
-            self.steps.give_back(found.request)
+            self._give_back(found)
 
     async def _execute(self, plan: wire.Plan) -> None:
         """Run one step. Raises: PeerError for one that cannot be meant, whatever the model raises."""
@@ -327,6 +351,8 @@ class StepFollower:
         if found is None:
             raise WireError(f"a step names request {row.ticket}, which there is not")
         request = found.request = found.request or self._new_request(row.ticket, found)
+        if self._loads.is_running(request):
+            raise WireError(f"a step names request {row.ticket}, and this rank has not said yet what it has of it")
         if not request.sequence.page_count:
             await self._take_places(request, row.start)
             if found.may_send and request.cached_tokens:

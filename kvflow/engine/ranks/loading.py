@@ -1,10 +1,10 @@
-"""What a rank waits for before it is ready for a request: decode's half, and what its cache brings to the device."""
+"""What a rank waits for before it is ready for a request: decode's half, and what storage has of its prompt."""
 
 from __future__ import annotations
 
 from kvflow.cache.prefix import PrefixCache
 from kvflow.engine.ranks import wire
-from kvflow.engine.scheduler.prefetch import bring_beside
+from kvflow.engine.scheduler.prefetch import fetch_beside
 from kvflow.engine.scheduler.prefill_steps import most_cached
 from kvflow.handlers.rooms import PrefillRoom
 from kvflow.protocols.cache.choices import PrefetchPolicy
@@ -17,4 +17,4 @@ async def ready(cache: PrefixCache | None, prefetch: PrefetchPolicy, room: Prefi
         return
     asked = wire.parse_prompt(request)
     most_tokens = most_cached(len(asked.tokens), asked.params)
-    await bring_beside(room.matched(), cache, prefetch, asked.tokens, most_tokens, asked.namespace)
+    await fetch_beside(room.matched(), cache, prefetch, asked.tokens, most_tokens, asked.namespace)

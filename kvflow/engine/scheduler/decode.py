@@ -158,21 +158,24 @@ class DecodeEngine(EngineLoop):
             raise
         return admission
 
-    async def prefetch(self, prompt: Prompt, admission: Admission, namespace: Namespace = ANY) -> None:
-        """Load what the cache has of an admitted prompt outside of the pool, into pages that were promised to it."""
-        if self.cache is not None and self.cache.has_host:
-            await bring(
-                self.cache, self._prefetch, np.asarray(prompt), None, namespace,
-                most_pages=admission.opening, taking=admission.has,
-            )  # fmt: skip
-
-    def cached(self, prompt: Prompt, namespace: Namespace = ANY, admission: Admission | None = None) -> Prefix | None:
-        """What is here of a prompt, locked: release it, or pass it to `generate`. Its pages need not travel, and
-        `admission` promises them no more."""
-        if self.cache is None:
+    async def cached(
+        self, prompt: Prompt, namespace: Namespace = ANY, admission: Admission | None = None
+    ) -> Prefix | None:
+        """What the cache has of a prompt, locked: release it, or pass it to `generate`. Its pages need not travel, and
+        `admission` promises them no more. What the host alone has is loaded first, into pages promised to `admission`,
+        and so is what storage alone has, as long as the policy waits."""
+        cache, tokens = self.cache, np.asarray(prompt)
+        if cache is None:
             return None
-        prefix = self.cache.match(np.asarray(prompt), namespace=namespace)
-        self.cache.count(len(prompt), prefix)
+        if admission is None or not cache.has_host:
+            prefix = cache.match(tokens, namespace=namespace)
+        else:
+            prefix = await bring(
+                cache, self._prefetch, tokens, None, namespace, most_pages=admission.opening, taking=admission.has,
+                from_storage=self._prefetch != "best_effort",
+                locked=lambda prefix: admission.cover(int(prefix.pages.size)),
+            )  # fmt: skip
+        cache.count(len(prompt), prefix)
         if admission is not None:
             admission.cover(int(prefix.pages.size))
         return prefix

@@ -1,7 +1,9 @@
-"""What the cache brings to the device for one request before it begins, and how long the request waits for it.
+"""What the cache brings for one request before it begins, and how long the request waits for it.
 
-With best_effort it waits for no store: what has come from there by the time its turn comes is good. What is on the host
-is copied to the device all the same, which takes milliseconds."""
+What a store has comes to the host while the request waits for something else anyway. What is on the host is copied to
+the device when the request's turn has come, and is locked from then on: copied earlier, it would be evicted for those
+whose turn comes first. With best_effort a request waits for no store: what has come from there by the time its turn
+comes is good."""
 
 from __future__ import annotations
 
@@ -11,7 +13,7 @@ from contextlib import suppress
 from typing import Any, TypeVar
 
 from kvflow.aio import run_to_end
-from kvflow.cache.prefix import PrefixCache, Tokens
+from kvflow.cache.prefix import Prefix, PrefixCache, Tokens
 from kvflow.protocols.cache.choices import PrefetchPolicy
 from kvflow.protocols.cache.hashes import Namespace
 
@@ -31,24 +33,22 @@ async def bring(
     most_tokens: int | None,
     namespace: Namespace,
     **how: Any,
-) -> None:
-    """`PrefixCache.load`, with `how` it is told, for as long as the policy waits; with best_effort from the host."""
+) -> Prefix:
+    """`PrefixCache.load`, with `how` it is told, for as long as the policy waits; what is there then is locked."""
     with suppress(TimeoutError):
         async with asyncio.timeout(patience_s(policy, len(tokens))):
-            await cache.load(tokens, most_tokens, namespace, from_storage=policy != "best_effort", **how)
+            return await cache.load(tokens, most_tokens, namespace, **how)
+    return cache.match(tokens, most_tokens, namespace)
 
 
-async def bring_beside(
+async def fetch_beside(
     other: Awaitable[T], cache: PrefixCache, policy: PrefetchPolicy, tokens: Tokens, most_tokens: int | None,
     namespace: Namespace,
 ) -> T:  # fmt: skip
-    """`bring`, while `other` is waited for anyway. Raises: what `other` raises."""
-    wanted = tokens, most_tokens, namespace
-    if policy != "best_effort":
-        return await beside(cache.load(*wanted), other, patience_s(policy, len(tokens)))
-    found = await beside(cache.fetch(*wanted), other, 0.0)
-    await bring(cache, policy, *wanted)
-    return found
+    """Wait for `other`, while what storage has comes to the host; for that alone as long as the policy says. Raises:
+    what `other` raises."""
+    limit_s = 0.0 if policy == "best_effort" else patience_s(policy, len(tokens))
+    return await beside(cache.fetch(tokens, most_tokens, namespace), other, limit_s)
 
 
 def begin_fetch(

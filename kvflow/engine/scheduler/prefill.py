@@ -23,9 +23,10 @@ from kvflow.engine.scheduler.lockstep import Lockstep
 from kvflow.engine.scheduler.loop import EngineLoop
 from kvflow.engine.scheduler.optimistic import OptimisticStarts, urgency
 from kvflow.engine.scheduler.params import EngineLoad, EngineOptimism, SamplingParams, TokenOut
-from kvflow.engine.scheduler.prefetch import bring_beside
+from kvflow.engine.scheduler.prefetch import fetch_beside
 from kvflow.engine.scheduler.prefill_steps import PrefillRequest, PrefillSteps
 from kvflow.engine.scheduler.rooms import PrefillRoomPort
+from kvflow.engine.scheduler.turn import Turn
 from kvflow.memory.allocator import PageAllocator
 from kvflow.memory.pool import PagedPool
 from kvflow.protocols.cache.choices import PrefetchPolicy
@@ -70,8 +71,16 @@ class PrefillEngine(EngineLoop):
         self._placed: dict[int, PrefillRequest] = {}  # by id: all that have places of the engine's, until `drop`
         self._numbers = itertools.count()
         self._prefetch: PrefetchPolicy = prefetch
+        self._turn = Turn(self.steps, prefetch, self._wake.set)
         if cache is not None:
             cache.on_copied = self._wake.set
+
+    async def close(self) -> None:
+        """End every request, and return when neither a step nor a copy runs, even if this coroutine is cancelled."""
+        try:
+            await super().close()
+        finally:
+            await self._turn.close()
 
     def _fail_all(self, cause: Cause) -> None:
         for request in [*self._waiting, *self._running.values()]:
@@ -130,12 +139,12 @@ class PrefillEngine(EngineLoop):
             room.close()
 
     async def _match(self, request: PrefillRequest, into: PageIndices | None) -> int:
-        """Wait for decode's half, and for what the cache loads meanwhile."""
+        """Wait for decode's half, and for what storage has meanwhile."""
         cache, s, matched = self.cache, request.sequence, request.room.matched()
         if cache is None or not cache.has_host or into is not None:
             return await matched
         wanted = s.tokens[: s.prompt_length], request.most_cached, request.namespace
-        return await bring_beside(matched, cache, self._prefetch, *wanted)
+        return await fetch_beside(matched, cache, self._prefetch, *wanted)
 
     def expect(
         self, room: PrefillRoomPort, prompt: Prompt, params: SamplingParams, ticket: int, namespace: Namespace = ANY
@@ -241,6 +250,8 @@ class PrefillEngine(EngineLoop):
         self._beginnings.forget(request)
         if self._placed.pop(id(request), None) is not None:
             self.steps.give_back(request)
+        else:
+            self._turn.over(request)
         self._wake.set()
 
     async def _run(self) -> None:
@@ -304,7 +315,9 @@ class PrefillEngine(EngineLoop):
             self._beginnings.placed(early)
 
     def _place(self, request: PrefillRequest) -> bool:
-        """Give a request its places, those of early ones too where it has both halves of its room."""
+        """Give the first of a queue its places, those of early ones too where it has both halves of its room."""
+        if not self._turn.comes(request):
+            return False
         missing, missing_rows = self._short_of(request)
         if missing > 0 or missing_rows > 0:
             losers = []
@@ -312,9 +325,12 @@ class PrefillEngine(EngineLoop):
                 losers = self._early.give_way(missing, missing_rows, self._read_of_the_cache(request))
             self._preempt(losers)
             if not losers or not self._is_ready or max(self._short_of(request)) > 0:
-                self.steps.forget_prefix(request)
+                self._turn.over(request)
                 return False
+        if not self._turn.begins(request):
+            return False
         self.steps.take_places(request)
+        self._turn.taken(request)
         self._running[id(request)] = self._placed[id(request)] = request
         return True
 

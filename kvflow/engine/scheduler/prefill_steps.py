@@ -23,12 +23,14 @@ from kvflow.engine.scheduler.adjustments import adjustments_of
 from kvflow.engine.scheduler.handoff import HandOff
 from kvflow.engine.scheduler.packed_array import PackedArray
 from kvflow.engine.scheduler.params import SamplingParams, TokenOut, finish
+from kvflow.engine.scheduler.prefetch import bring
 from kvflow.engine.scheduler.prefill_states import PromptStates, StepCopies
 from kvflow.engine.scheduler.rooms import PrefillRoomPort
 from kvflow.engine.scheduler.sampling import Choice, Draw, choose
 from kvflow.engine.scheduler.scoring import PromptScorer
 from kvflow.memory.allocator import PageAllocator
 from kvflow.memory.pool import PagedPool
+from kvflow.protocols.cache.choices import PrefetchPolicy
 from kvflow.protocols.cache.hashes import ANY, Namespace
 from kvflow.protocols.errors import MisuseError
 from kvflow.protocols.pages.layout import Places
@@ -145,13 +147,26 @@ class PrefillSteps:
         if self.cache is not None and request.prefix is not None:
             self.cache.count(request.sequence.prompt_length, request.prefix)
 
-    def find(self, request: PrefillRequest, most_tokens: int) -> int:
-        """Lock what the cache has of its first `most_tokens` tokens, for one without places; returns how many that
-        are."""
+    def find(self, request: PrefillRequest, most_tokens: int) -> None:
+        """Lock what the cache has of its first `most_tokens` tokens, for one without places."""
         request.agreed = most_tokens
         if self.cache is not None:
             request.prefix = self._match(self.cache, request)
-        return 0 if request.prefix is None else request.prefix.tokens
+
+    def lacks(self, request: PrefillRequest) -> bool:
+        """True where the host alone has something of it that need not be computed."""
+        s, cache = request.sequence, self.cache
+        return cache is not None and cache.lacks(s.tokens[: s.prompt_length], request.most_cached, request.namespace)
+
+    async def load(self, request: PrefillRequest, policy: PrefetchPolicy) -> None:
+        """Copy that to the device, and lock what the cache has of it then. For one without places."""
+        assert self.cache is not None
+        s = request.sequence
+        prefix = await bring(
+            self.cache, policy, s.tokens[: s.prompt_length], request.most_cached, request.namespace, from_storage=False
+        )
+        self.forget_prefix(request)
+        request.prefix = prefix
 
     def agree(self, request: PrefillRequest, tokens: int) -> None:
         """Every rank has its first `tokens` tokens: keep no more locked. For one without places."""

@@ -247,8 +247,7 @@ class DecodeService(EngineService[DecodeNode, "DecodeEngine"]):
         prefix: Prefix | None = None
         try:
             admission = await self._admit(request, room)
-            await self._engine.prefetch(request.prompt, admission, request.namespace)
-            prefix = self._engine.cached(request.prompt, request.namespace, admission)
+            prefix = await self._engine.cached(request.prompt, request.namespace, admission)
             await room.offer(prefix_tokens=None if prefix is None else prefix.tokens)
         except BaseException as error:
             room.close(error.cause() if isinstance(error, KvflowError) else None)

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from kvflow.cache.prefix import Prefix, PrefixCache
 from kvflow.cache.storage import file as files
 from kvflow.handlers.rooms import DecodeRoom, PrefillRoom
 from kvflow.node import DecodeNode, PrefillNode
@@ -57,6 +58,18 @@ def _failed_prompt_cached() -> Installed:
     return swapped(CachingScheduler, "engine_failed", engine_failed)
 
 
+def _loaded_not_held() -> Installed:
+    """What was loaded for a prompt may be evicted until the prompt's turn comes."""
+    original = PrefixCache.load
+
+    async def load(self: PrefixCache, *arguments: Any, **named: Any) -> Prefix:
+        prefix = await original(self, *arguments, **named)
+        prefix.release()
+        return prefix
+
+    return swapped(PrefixCache, "load", load)
+
+
 _BREAKS = {
     "ack publishes the node of the time": "I5",
     "child before parent": "I10",
@@ -74,6 +87,7 @@ PLANTS = (
     *(Plant(p.name, p.text, p.install, _BREAKS[p.name]) for p in OF_THE_INDEX if p.name in _BREAKS),
     Plant("torn file accepted", "a file of the right length is a page", _torn_file_accepted, "I10"),
     Plant("doubtful page cached", "pages of a room that failed are kept", _doubtful_page_cached, "I2"),
+    Plant("loaded pages not held", "what is loaded for a prompt is not locked", _loaded_not_held, "I14"),
     Plant("failed prompt cached", "pages that were not computed are kept", _failed_prompt_cached, "I10"),
     *(
         Plant(p.name, p.text, p.install, p.invariant)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 import random
 from collections import Counter
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import AsyncExitStack, asynccontextmanager, contextmanager, suppress
 
 import numpy as np
 
@@ -25,6 +25,7 @@ from kvflow.testing.sim.variety import PAGE_SIZE
 PRESSED = 0.15  # the share of requests after which everything is evicted that can be
 MAKE_ROOM_S, MAKE_ROOM_TURNS = 0.5, 50
 LOAD_S = 0.15  # a request waits so long for what is loaded
+MOST_TURN_S = 0.05  # and at most so long after that for its turn, while others evict what nobody holds
 
 
 class CachingScheduler:
@@ -42,9 +43,9 @@ class CachingScheduler:
         total = -(-len(job.prompt) // PAGE_SIZE)
         async with node.room(job.room, job.prompt, deadline_s=job.deadline_s) as room:
             job.close = room.close
-            await self._load(mine, job.prompt, len(job.prompt) - 1)
+            await self._fetch(mine, job.prompt, len(job.prompt) - 1)
             had = await room.matched()
-            with self._found(mine, job.prompt, len(job.prompt) - 1) as prefix:
+            async with self._found(mine, job.prompt, len(job.prompt) - 1) as prefix:
                 cached = kept = int(prefix.pages.size)
                 node.pool.pages.reclaim(total - cached)
                 try:
@@ -78,9 +79,9 @@ class CachingScheduler:
         if job.refused:
             return node.refuse(job.room, job.ranks(), Cause(Code.CAPACITY, "decode will not have it"))
         mine, prompt = self._caches[id(node)], np.array(job.prompt)
-        if job.offers_after_s is None:
-            await self._load(mine, job.prompt, len(job.prompt))
-        with self._found(mine, job.prompt, len(job.prompt)) as prefix, self._promise(node, job, prefix):
+        async with AsyncExitStack() as stack:
+            prefix = await stack.enter_async_context(self._found(mine, job.prompt, len(job.prompt)))
+            stack.enter_context(self._promise(node, job, prefix))
             await self._make_room(node)
             room = await opened(node, job, prefix.tokens)
             try:
@@ -124,20 +125,29 @@ class CachingScheduler:
         if self._rng.random() < PRESSED:
             node.pool.pages.reclaim(node.pool.pages.available_pages)
 
-    async def _load(self, mine: NodeCache, prompt: list[int], most_tokens: int) -> None:
-        if mine.cache.has_host:
-            loading = asyncio.ensure_future(mine.cache.load(np.array(prompt), most_tokens))
-            try:
-                await asyncio.wait_for(loading, LOAD_S)
-            except TimeoutError:
-                self._counts["loads that took too long"] += 1
+    async def _fetch(self, mine: NodeCache, prompt: list[int], most_tokens: int) -> None:
+        """From storage, while a prompt waits for its room."""
+        with suppress(TimeoutError):
+            async with asyncio.timeout(LOAD_S):
+                await mine.cache.fetch(np.array(prompt), most_tokens)
 
-    @contextmanager
-    def _found(self, mine: NodeCache, prompt: list[int], most_tokens: int) -> Iterator[Prefix]:
-        """What the device has of it, locked."""
-        self._texts.add(prompt)
-        prefix = mine.cache.match(np.array(prompt), most_tokens)
+    async def _load(self, mine: NodeCache, prompt: list[int], most_tokens: int) -> Prefix:
+        """What can be on the device in time, locked."""
+        tokens = np.array(prompt)
         try:
+            async with asyncio.timeout(LOAD_S):
+                return await mine.cache.load(tokens, most_tokens)
+        except TimeoutError:
+            self._counts["loads that took too long"] += 1
+        return mine.cache.match(tokens, most_tokens)
+
+    @asynccontextmanager
+    async def _found(self, mine: NodeCache, prompt: list[int], most_tokens: int) -> AsyncIterator[Prefix]:
+        """What was loaded, or is on the device, held from then on."""
+        self._texts.add(prompt)
+        prefix = await self._load(mine, prompt, most_tokens)
+        try:
+            await asyncio.sleep(self._rng.uniform(0, MOST_TURN_S))
             mine.cache.count(len(prompt), prefix)
             self._counts["prompts"] += 1
             self._counts["cached pages used"] += int(prefix.pages.size)

@@ -1,0 +1,265 @@
+"""What the host has of prompts that queue: each loads in its turn, holds it until it begins, and blocks nobody else."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Callable
+from contextlib import AbstractContextManager, ExitStack, nullcontext
+from typing import Any
+
+import pytest
+
+from kvflow.engine.model.load import LoadedModel
+from kvflow.engine.scheduler import prefill as prefill_module
+from kvflow.engine.scheduler.prefill import PrefillEngine
+from kvflow.engine.scheduler.prefill_steps import PrefillRequest
+from kvflow.engine.scheduler.turn import Turn
+from kvflow.protocols.cache.choices import PrefetchPolicy
+from kvflow.protocols.errors import Cause, Code, KvflowError
+from kvflow.testing.sim.swap import swapped
+from tests.engine.pair import EnginePair, FakeRoom, greedy, prompt_of, until
+from tests.memory.gate import CopyGate
+
+PAGE, WHOLE, LENGTH = 4, 20, 23
+PROMPTS = [prompt_of(LENGTH, salt) for salt in range(14)]
+STANDS_STILL = 40  # looks at the queue, in which nothing has changed and nothing runs that could change it
+
+
+def small_pair(model: LoadedModel, pages: int = 8, **options: Any) -> EnginePair:
+    """Prefill's pool has room for one prompt, and the host for all of them."""
+    return EnginePair(model, page_size=PAGE, source_pages=pages, cache="lru", cache_host_pages=200, **options)
+
+
+async def only_on_the_host(pair: EnginePair) -> None:
+    """Every prompt has been computed, and is on prefill's host alone."""
+    for prompt in PROMPTS:
+        await pair.outputs(prompt, greedy(1))
+    await until(lambda: pair.home and not any(cache.busy for cache in pair.caches))
+    source = pair.source.pages
+    assert source.reclaim(source.capacity) == source.capacity
+    pair.caches[1].flush()
+
+
+async def cached_tokens(pair: EnginePair, prompt: list[int], priority: int = 0) -> int:
+    return (await pair.outputs(prompt, greedy(2, priority=priority)))[0].cached_tokens
+
+
+def holders(engine: PrefillEngine) -> list[PrefillRequest]:
+    """Requests that hold pages of the cache, and have no places."""
+    waiting = [*engine._waiting, *engine._early._waiting]
+    return [r for r in waiting if not r.sequence.page_count and r.prefix is not None and r.prefix.held]
+
+
+@pytest.mark.parametrize("policy", ["best_effort", "timeout", "wait_complete"])
+async def test_prompts_that_queue_lose_nothing_of_what_the_host_has(policy: PrefetchPolicy, llama: LoadedModel) -> None:
+    async with small_pair(llama, prefetch=policy) as pair:
+        await only_on_the_host(pair)
+        before = pair.caches[0].stats().loaded_pages
+        found = await asyncio.gather(*(cached_tokens(pair, prompt) for prompt in PROMPTS))
+        assert found == [WHOLE] * len(PROMPTS)
+        assert pair.caches[0].stats().loaded_pages - before == len(PROMPTS) * WHOLE // PAGE, "each is loaded once"
+
+
+async def test_who_comes_before_takes_the_turn_and_both_have_their_pages(
+    llama: LoadedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with small_pair(llama) as pair:
+        await only_on_the_host(pair)
+        gate = CopyGate(monkeypatch)
+        later = asyncio.create_task(cached_tokens(pair, PROMPTS[0]))
+        await gate.reached()
+        first = asyncio.create_task(cached_tokens(pair, PROMPTS[1], priority=1))
+        await until(lambda: len(pair.prefill._waiting) == 2)
+        gate.go.set()
+        done, _ = await asyncio.wait([first, later], return_when=asyncio.FIRST_COMPLETED)
+        assert done == {first} and first.result() == await later == WHOLE
+
+
+@pytest.mark.parametrize("how", ["prefill is cancelled", "decode aborts", "the engine closes", "flush"])
+async def test_who_ends_while_it_loads_holds_nothing(
+    how: str, llama: LoadedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with small_pair(llama) as pair:
+        await only_on_the_host(pair)
+        gate = CopyGate(monkeypatch)
+        room = pair.room(PROMPTS[0])
+        leg = asyncio.create_task(pair.prefill.prefill(room.prefill_half, PROMPTS[0], greedy(1)))
+        await gate.reached()
+        closing = None
+        if how == "prefill is cancelled":
+            leg.cancel()
+        elif how == "decode aborts":
+            room.close(Cause(Code.DEADLINE, "it took too long"))
+        elif how == "flush":
+            pair.prefill.flush()
+        else:
+            closing = asyncio.create_task(pair.prefill.close())
+        await asyncio.sleep(0)
+        assert not pair.source.places.at_rest(), "a thread copies into its pages"
+        gate.go.set()
+        (answer,) = await asyncio.gather(leg, return_exceptions=True)
+        room.close()
+        if closing is not None:
+            await closing
+        assert isinstance(answer, asyncio.CancelledError | KvflowError) is (how != "flush")
+        await until(lambda: pair.home)
+        cache = pair.caches[0]
+        assert cache.stats().pages == cache.evictable_pages and not holders(pair.prefill)
+        if closing is None:
+            assert await cached_tokens(pair, PROMPTS[1]) == (0 if how == "flush" else WHOLE)
+
+
+async def test_an_early_prompt_that_loads_gives_way_to_one_that_is_matched(
+    llama: LoadedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with small_pair(llama, optimistic_tries=1) as pair:
+        await only_on_the_host(pair)
+        gate = CopyGate(monkeypatch)
+        room, matched = pair.room(PROMPTS[0]), asyncio.Event()
+        _matches_later(room, matched)
+        early = asyncio.create_task(pair.prefill.prefill(room.prefill_half, PROMPTS[0], greedy(1)))
+        await gate.reached()
+        other = asyncio.create_task(cached_tokens(pair, PROMPTS[1]))
+        await until(lambda: len(pair.prefill._waiting) == 1)
+        gate.go.set()
+        assert await other == WHOLE
+        matched.set()
+        assert (await early).cached_tokens == WHOLE
+        room.close()
+
+
+def _matches_later(room: FakeRoom, when: asyncio.Event) -> None:
+    match = room.prefill_half.matched
+
+    async def matched() -> int:
+        await when.wait()
+        return await match()
+
+    room.prefill_half.matched = matched
+
+
+# --- any order, and bugs planted into it
+
+
+class Queue:
+    """Prompts of which the host has all, of any priority, at any moment; some leave. `broken`: rules, by name."""
+
+    def __init__(self, pair: EnginePair, seed: int) -> None:
+        self._pair, self._chance = pair, random.Random(seed)
+        self.broken: set[str] = set()
+        self._looks: list[Any] = []
+
+    async def play(self) -> None:
+        look = PrefillEngine._take_places
+
+        def looked(engine: PrefillEngine) -> None:
+            look(engine)
+            self._look(engine)
+
+        with swapped(PrefillEngine, "_take_places", looked):
+            clients = [asyncio.create_task(self._client(prompt)) for prompt in PROMPTS]
+            await asyncio.wait(clients)
+        for client in clients:
+            if not client.cancelled() and client.exception() is not None and not self.broken:
+                raise AssertionError from client.exception()
+
+    def _look(self, engine: PrefillEngine) -> None:
+        if len(holders(engine)) > 1:
+            self.broken.add("one holder")
+        assert engine.cache is not None
+        state = len(engine._waiting), engine.cache.stats()
+        moves = engine._running or engine.cache.busy or not engine._waiting
+        self._looks = [state] if moves or self._looks[-1:] != [state] else [*self._looks, state]
+        if len(self._looks) > STANDS_STILL:
+            self.broken.add("progress")
+            engine.end_requests()
+
+    async def _client(self, prompt: list[int]) -> None:
+        await self._turns()
+        pair, params = self._pair, greedy(1, priority=self._chance.randrange(3))
+        room, matched = pair.room(prompt), asyncio.Event()
+        _matches_later(room, matched)
+        leg = asyncio.create_task(pair.prefill.prefill(room.prefill_half, prompt, params))
+        leaves = self._chance.random() < 0.2
+        try:
+            await self._turns()
+            matched.set()
+            if leaves:
+                await self._turns()
+                leg.cancel()
+            (answer,) = await asyncio.gather(leg, return_exceptions=True)
+        finally:
+            room.close()
+        if not isinstance(answer, BaseException) and answer.cached_tokens != WHOLE:
+            self.broken.add("hits")
+        elif isinstance(answer, Exception) and not self.broken:
+            raise answer
+
+    async def _turns(self) -> None:
+        for _ in range(self._chance.choice((0, 1, 5, 20, 60))):
+            await asyncio.sleep(0)
+
+
+def _keeps_what_it_has() -> AbstractContextManager[object]:
+    """A prompt that cannot begin keeps what it has loaded locked."""
+
+    def over(self: Turn, request: PrefillRequest) -> None:
+        self.taken(request)
+
+    return swapped(Turn, "over", over)
+
+
+def _loads_at_once() -> AbstractContextManager[object]:
+    """A prompt loads when it comes, and holds nothing until its turn."""
+    match = PrefillEngine._match
+
+    async def matched(self: PrefillEngine, request: PrefillRequest, into: Any) -> int:
+        assert self.cache is not None
+        prefix = await self.cache.load(request.sequence.tokens[:LENGTH], request.most_cached)
+        prefix.release()
+        return await match(self, request, into)
+
+    stack = ExitStack()
+    stack.enter_context(swapped(PrefillEngine, "_match", matched))
+    stack.enter_context(swapped(Turn, "begins", lambda self, request: True))
+    return stack
+
+
+PLANTS: dict[str, tuple[Callable[[], AbstractContextManager[object]], str]] = {
+    "waiting prompts keep what they have loaded": (_keeps_what_it_has, "progress"),
+    "prompts load before their turn": (_loads_at_once, "hits"),
+}
+
+
+async def _broken(model: LoadedModel, seed: int, plant: AbstractContextManager[object], tries: int) -> set[str]:
+    async with small_pair(model, optimistic_tries=tries) as pair:
+        await only_on_the_host(pair)
+        queue = Queue(pair, seed)
+        with plant:
+            await queue.play()
+        if not queue.broken:
+            await until(lambda: pair.home)
+            assert all(cache.stats().pages == cache.evictable_pages for cache in pair.caches)
+        return queue.broken
+
+
+@pytest.fixture(autouse=True)
+def _quick_looks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(prefill_module, "RECHECK_S", 0.001)
+
+
+@pytest.mark.parametrize("tries", [0, 2])
+async def test_any_order_of_prompts_ends_with_every_hit(tries: int, llama: LoadedModel, seed: int) -> None:
+    assert await _broken(llama, seed, nullcontext(), tries) == set()
+
+
+@pytest.mark.parametrize("name", PLANTS)
+async def test_a_planted_bug_is_found(name: str, llama: LoadedModel) -> None:
+    install, rule = PLANTS[name]
+    found = set[str]()
+    for seed in range(8):
+        found = await _broken(llama, seed, install(), 0)
+        if found:
+            break
+    assert rule in found
