@@ -193,13 +193,13 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         int, Meta(description="Tokens per model step, all rooms together.", ge=1, le=1 << 20)
     ] = 2048
     max_running_requests: Annotated[
-        int, Meta(description="Requests served at once; further ones wait.", ge=1, le=1 << 20)
+        int, Meta(description="Completions served at once; further ones wait.", ge=1, le=1 << 20)
     ] = 256
     max_queued_requests: Annotated[
         int,
         Meta(
-            description="Requests that may wait besides those being served (at a router: for a worker that is up); "
-            "further ones are answered 503.",
+            description="Completions (prompts times n) that may wait besides those being served, at a router requests "
+            "that may wait for a worker that is up; further ones are answered 503.",
             ge=0,
             le=1 << 20,
         ),

@@ -101,6 +101,33 @@ async def test_more_than_the_most_running_requests_are_refused(meeting: Meeting,
         assert (await asyncio.wait_for(first, 5)).status == 200
 
 
+async def test_completions_are_counted_and_not_bodies(meeting: Meeting, session: Session) -> None:
+    role = Role(FakeService("decode", meeting), max_requests=5)
+    host = {"bootstrap_host": "h"}
+
+    async def post(server: Server, rooms: list[int], prompts: str | list[str], n: int = 1) -> tuple[int, Any]:
+        body = {"text": prompts, "bootstrap_room": rooms, "sampling_params": {"n": n}, **host}
+        async with session.post(server.make_url("/generate"), json=body) as answer:
+            return answer.status, json.loads(await answer.read())
+
+    async with served(role.app) as server:
+        first = asyncio.create_task(post(server, [1, 2, 3, 4], ["w1", "w2"], 2))
+        await asyncio.wait_for(role.service.started.wait(), 5)
+        assert (await get(session, server, "/get_load"))[1][0]["num_reqs"] == 4
+        status, answer = await post(server, [5, 6], ["w1", "w2"])
+        assert (status, answer["error"]["code"]) == (503, "capacity")
+        assert "completions that run or wait: asked for 6, limit 5" in answer["error"]["message"]
+        assert {room for room, _ in role.service.refused} == {5, 6}
+        for room in (1, 2, 3, 4, 7, 8):
+            meeting.of(room).set_result(None)
+        assert (await asyncio.wait_for(first, 5))[0] == 200
+        assert (role.pipeline.running, role.pipeline.idle.is_set()) == (0, True)
+        assert (await post(server, [7, 8], ["w1", "w2"]))[0] == 200
+        status, answer = await post(server, list(range(11, 17)), "w1", 6)
+        assert (status, answer["error"]["code"]) == (400, "bad_request")
+        assert "asks for 6 completions" in answer["error"]["message"]
+
+
 async def test_a_request_that_takes_too_long_is_504(meeting: Meeting, session: Session) -> None:
     role = Role(FakeService("decode", meeting), request_timeout_s=0.5)
     async with served(role.app) as server:

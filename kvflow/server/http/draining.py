@@ -53,14 +53,14 @@ class Drainable:
         raise NotImplementedError
 
     @contextmanager
-    def count_running(self) -> Iterator[None]:
-        """Count one more running request until the block ends."""
-        self.running += 1
+    def count_running(self, count: int = 1) -> Iterator[None]:
+        """Count so many more running requests until the block ends."""
+        self.running += count
         self.idle.clear()
         try:
             yield
         finally:
-            self.running -= 1
+            self.running -= count
             if not self.running:
                 self.idle.set()
 

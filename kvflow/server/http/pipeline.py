@@ -43,6 +43,7 @@ _log = logging.getLogger("kvflow.http")
 B = TypeVar("B", bound=Rendezvous)
 ANY_MODEL = "default"  # what SGLang's clients ask for when they name no model
 ERROR_EVENT_TIMEOUT_S = 1.0  # for the last event of a stream that fails
+_COMPLETIONS = "completions that run or wait"
 _ABORTED = Cause(Code.ABORTED, "ended by /abort_request before it began")
 
 
@@ -99,7 +100,7 @@ class CompletionPipeline(Drainable):
         self.tokenizer = tokenizer
         self.metrics = metrics
         self.choices = RunningChoices()
-        self.max_requests = max_requests  # running and queued
+        self.max_requests = max_requests  # completions that run or wait; a body may ask for many
         self._bootstrap_port, self._low_priority_first = bootstrap_port, low_priority_first
         self._timeout_s = request_timeout_s
         self._longest_silence_s = headers_after_s
@@ -126,10 +127,15 @@ class CompletionPipeline(Drainable):
             self._refuse(call.body, error)
             raise
         ends = asyncio.get_running_loop().time() + self._timeout_s
-        with self.count_running(), RequestMeter(self.metrics.completions, arrived, stream=call.stream) as meter:
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(self.count_running())
+            meter = stack.enter_context(RequestMeter(self.metrics.completions, arrived, stream=call.stream))
             async with asyncio.timeout_at(ends):
                 try:
-                    requests = await with_digests(await call.generation_requests(self))
+                    requests = await call.generation_requests(self)
+                    self._check_room_for(len(requests))
+                    stack.enter_context(self.count_running(len(requests) - 1))
+                    requests = await with_digests(requests)
                     detokenizers = [self.tokenizer.detokenizer(request.params) for request in requests]
                 except KvflowError as error:
                     self._refuse(call.body, error)
@@ -178,7 +184,16 @@ class CompletionPipeline(Drainable):
         if http.headers.get(ROLE_HEADER, self.service.role) != self.service.role:
             raise refusal(f"this worker is a {self.service.role} now")
         if self.running >= self.max_requests:
-            raise OverloadError("requests that run or wait", self.running + 1, self.max_requests)
+            raise OverloadError(_COMPLETIONS, self.running + 1, self.max_requests)
+
+    def _check_room_for(self, completions: int) -> None:
+        """Raises: OverloadError for a body whose completions are too many beside the others, of which it counts as one
+        so far; RequestError where they are too many even alone."""
+        if completions > self.max_requests:
+            limit = f"limit {self.max_requests} (--max-running-requests and --max-queued-requests together)"
+            raise RequestError(f"the body asks for {completions} completions (prompts times n), {limit}")
+        if (total := self.running - 1 + completions) > self.max_requests:
+            raise OverloadError(_COMPLETIONS, total, self.max_requests)
 
     def _refuse(self, body: Rendezvous, error: KvflowError) -> None:
         self.metrics.refused(error.code)
