@@ -132,7 +132,7 @@ class GenerateCall:
         meta: dict[str, Any] = {
             "id": self.id_of(index),
             "prompt_tokens": len(request.prompt),
-            "completion_tokens": len(completion.tokens),
+            "completion_tokens": completion.generated,
             "cached_tokens": completion.cached_tokens,
             "finish_reason": _finish(completion),
         }
@@ -160,7 +160,7 @@ def _finish(completion: Completion) -> dict[str, Any] | None:
     if completion.finish is None:
         return None
     if completion.finish == "length":
-        return {"type": "length", "length": len(completion.tokens)}
+        return {"type": "length", "length": completion.generated}
     if completion.finish == ABORT:
         return {"type": ABORT, "message": "ended by /abort_request"}
     return {"type": completion.finish, "matched": completion.matched}

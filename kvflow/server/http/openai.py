@@ -71,7 +71,7 @@ class _OpenAICall:
     def events(self, index: int, deltas: list[Delta], completion: Completion) -> list[Any]:
         """One chunk per delta."""
         chunks = [self._event(index, delta) for delta in deltas]
-        count = len(completion.tokens) - sum(len(delta.tokens) for delta in deltas)
+        count = completion.generated - sum(len(delta.tokens) for delta in deltas)
         for delta, chunk in zip(deltas, chunks, strict=True):
             count += len(delta.tokens)
             self._count(index, count, chunk, completion.cached_tokens)
@@ -100,7 +100,7 @@ class _OpenAICall:
     def _usage(self, completions: list[Completion]) -> dict[str, Any]:
         prompts = sum(len(request.prompt) for request in self._requests[:: self._choices])
         cached = sum(completion.cached_tokens for completion in completions[:: self._choices])
-        return _usage(prompts, sum(len(completion.tokens) for completion in completions), cached)
+        return _usage(prompts, sum(completion.generated for completion in completions), cached)
 
 
 def _usage(prompt_tokens: int, completion_tokens: int, cached_tokens: int) -> dict[str, Any]:
