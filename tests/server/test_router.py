@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import io
 import json
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AsyncExitStack
@@ -13,6 +14,8 @@ import pytest
 from aiohttp import web
 
 from kvflow.protocols.errors import Cause, Code
+from kvflow.server.http.app import MAX_BODY_BYTES
+from kvflow.server.http.large_bodies import MAX_REST_BYTES
 from kvflow.server.router import legs, pairs
 from kvflow.server.router.router import Router
 from kvflow.server.router.routes import router_app
@@ -87,6 +90,34 @@ async def test_several_rooms_for_several_completions(server: Server, decode: Rol
     assert status == 200
     assert [answer["output_ids"] for answer in answers] == [[2], [2], [3], [3]]
     assert len({request.room for request in decode.service.requests}) == 4
+
+
+@pytest.mark.parametrize("longest", [False, True], ids=["many short values", "one long value"])
+async def test_workers_take_what_their_router_takes(
+    prefill_server: Server, decode_server: Server, session: Session, longest: bool
+) -> None:
+    """The rooms of many completions make a body larger on its way. `user` is a field that nobody reads."""
+    limit = MAX_BODY_BYTES if longest else MAX_REST_BYTES
+    least = {"prompt": "w1", "n": 128, "max_tokens": 1}
+
+    def body(size: int) -> io.BytesIO:
+        user = "x" if longest else ["x", *["y" * 200] * ((size - 100) // 204)]
+        short = json.dumps({**least, "user": user}).encode()
+        return io.BytesIO(short.replace(b'x"', b"x" * (size - len(short) + 1) + b'"', 1))
+
+    router = Router([prefill_server.url], [decode_server.url], retry_timeout_s=0, poll_s=3600)
+    await router.start()
+    headers = {"Content-Type": "application/json"}
+    async with AsyncExitStack() as stack:
+        stack.push_async_callback(router.close)
+        server = await stack.enter_async_context(served(router_app(router)))
+        for size, wanted in ((limit, 200), (limit + 1, 413 if longest else 400), (limit, 200)):
+            url = server.make_url("/v1/completions")
+            async with session.post(url, data=body(size), headers=headers) as answer:
+                found = json.loads(await answer.read())
+            assert answer.status == wanted, found
+        assert all(worker.up for worker in router.workers.all)
+        assert [worker.served for worker in router.workers.all] == [2, 2]
 
 
 async def test_the_least_loaded_worker_gets_the_request(

@@ -24,6 +24,7 @@ from kvflow.server.http.access import (
 from kvflow.server.http.authorization import NO_KEYS, Keys, authorized, check_routes
 from kvflow.server.http.cors import AllowOrigin, cross_origin
 from kvflow.server.http.errors import Failure, failure_of
+from kvflow.server.http.large_bodies import MAX_ADDED_BYTES
 from kvflow.server.http.metrics import Metrics
 from kvflow.server.http.responses import json_response
 from kvflow.telemetry.requests import RequestTrace
@@ -36,12 +37,18 @@ _log = logging.getLogger("kvflow.http")
 
 
 def build_app(
-    routes: Iterable[web.RouteDef], metrics: Metrics, keys: Keys = NO_KEYS, origins: Collection[str] = ()
+    routes: Iterable[web.RouteDef],
+    metrics: Metrics,
+    keys: Keys = NO_KEYS,
+    origins: Collection[str] = (),
+    *,
+    max_body_bytes: int = MAX_BODY_BYTES + MAX_ADDED_BYTES,
 ) -> web.Application:
-    """The application with the middlewares every role has. Pages of `origins` may call it ("*": all of them)."""
+    """The application with the middlewares every role has. Pages of `origins` may call it ("*": all of them). A worker
+    takes what a router has taken, and has added to it."""
     between = [*([cross_origin(origins)] if origins else []), authorized(keys)]
     middlewares = [_answered(metrics), *between, _with_body(Turnstile(BODIES_PER_TURN))]
-    app = web.Application(middlewares=middlewares, client_max_size=MAX_BODY_BYTES)
+    app = web.Application(middlewares=middlewares, client_max_size=max_body_bytes)
     app.on_response_prepare.append(echo_request_id)
     if origins:
         app.on_response_prepare.append(AllowOrigin(origins))

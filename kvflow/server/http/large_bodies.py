@@ -22,6 +22,8 @@ from kvflow.server.http.errors import RequestError
 LARGE_BYTES = 1 << 16  # a body from here on is taken apart
 LONG_BYTES = 1 << 8  # a string or array from here on is cut out
 MAX_REST_BYTES = 1 << 19  # of all that is shorter, which is decoded at once: some 4 ms
+# What a router adds to a body: the rooms of as many completions as it may ask for, and where their prefill is.
+MAX_ADDED_BYTES = 1 << 13
 MAX_VALUES = 1 << 18  # strings and lists of a large body: each is a step of Python. No prompt that fits comes near it
 PROMPTS = frozenset({"input_ids", "prompt", "tokens"})
 _STEP_BYTES = 1 << 15  # some 200 us
@@ -77,8 +79,9 @@ class LongValues:
         return self.put_back(value) if isinstance(value, msgspec.Struct) else value
 
 
-async def take_apart(raw: bytes) -> tuple[bytes, LongValues]:
-    """`raw` with markers for its long values. What is no JSON stays as it is: decoding the result tells.
+async def take_apart(raw: bytes, added_bytes: int = 0) -> tuple[bytes, LongValues]:
+    """`raw` with markers for its long values. What is no JSON stays as it is: decoding the result tells. So many of its
+    bytes may be those that a router has added.
 
     Raises: RequestError for more strings and lists than MAX_VALUES, or more bytes without a long one.
     """
@@ -86,7 +89,7 @@ async def take_apart(raw: bytes) -> tuple[bytes, LongValues]:
     if len(raw) >= LARGE_BYTES:
         await found.scan()
     rest = found.condensed()
-    if len(rest) > MAX_REST_BYTES:
+    if len(rest) > MAX_REST_BYTES + added_bytes:
         text = f"the body has {len(rest)} bytes beside strings and lists of token ids of {LONG_BYTES} bytes and more"
         raise RequestError(f"{text}, limit {MAX_REST_BYTES}")
     return rest, found.values

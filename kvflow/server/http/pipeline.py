@@ -30,7 +30,7 @@ from kvflow.server.http.completion_service import CompletionService, GenerationR
 from kvflow.server.http.draining import ROLE_HEADER, Drainable, refusal
 from kvflow.server.http.errors import Failure, OverloadError, RequestError, UnknownModelError, failure_of
 from kvflow.server.http.generation_requests import RequestLimits, rooms_of, with_digests
-from kvflow.server.http.large_bodies import take_apart
+from kvflow.server.http.large_bodies import MAX_ADDED_BYTES, take_apart
 from kvflow.server.http.measures import RequestMeter
 from kvflow.server.http.metrics import Metrics
 from kvflow.server.http.responses import long_json_response
@@ -163,7 +163,7 @@ class CompletionPipeline(Drainable):
         """A body as `kind`. A body that is refused may still name a room whose other leg waits: that room is ended."""
         raw = await http.read()
         try:
-            raw, long_values = await take_apart(raw)
+            raw, long_values = await take_apart(raw, MAX_ADDED_BYTES)
             body = long_values.put_back(parse(raw, kind))
             self.check_model(getattr(body, "model", None))
             return body

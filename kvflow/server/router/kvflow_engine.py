@@ -107,15 +107,9 @@ def _room_count(fields: _Fields) -> int:
 
 
 def bootstrap_fields(prefill: Worker, rooms: list[int]) -> dict[str, Any]:
-    """The fields that give both legs the same room; lists for several rooms."""
-    if len(rooms) == 1:
-        return {"bootstrap_host": prefill.host, "bootstrap_port": prefill.bootstrap_port, "bootstrap_room": rooms[0]}
-    count = len(rooms)
-    return {
-        "bootstrap_host": [prefill.host] * count,
-        "bootstrap_port": [prefill.bootstrap_port] * count,
-        "bootstrap_room": rooms,
-    }
+    """The fields that give both legs the same rooms, and all of them one prefill: at most MAX_ADDED_BYTES of JSON."""
+    room = rooms[0] if len(rooms) == 1 else rooms
+    return {"bootstrap_host": prefill.host, "bootstrap_port": prefill.bootstrap_port, "bootstrap_room": room}
 
 
 def read_identity(info: Any, url: str = "", events_key: ControlKey | None = None) -> Identity:

@@ -8,7 +8,7 @@ from collections.abc import Collection
 from aiohttp import web
 
 from kvflow.server.http import aborts
-from kvflow.server.http.app import build_app
+from kvflow.server.http.app import MAX_BODY_BYTES, build_app
 from kvflow.server.http.errors import Failure
 from kvflow.server.http.responses import json_response
 from kvflow.server.http.schemas import decoded
@@ -106,4 +106,5 @@ def _operations(router: Router) -> list[web.RouteDef]:
 
 def router_app(router: Router, origins: Collection[str] = ()) -> web.Application:
     """The router as an application, with the keys that its workers have; `origins` as in `build_app`."""
-    return build_app([*routes(router), *worker_routes.routes(router)], router.metrics, router.keys, origins)
+    found = [*routes(router), *worker_routes.routes(router)]
+    return build_app(found, router.metrics, router.keys, origins, max_body_bytes=MAX_BODY_BYTES)
