@@ -11,7 +11,7 @@ from collections.abc import Callable
 
 from kvflow.protocols.pages.coverage import Served
 from kvflow.protocols.pages.layout import PageIndices
-from kvflow.protocols.ports import Arrivals, Checksums, ChecksumTask, PageStore, Write, WriteOutcome
+from kvflow.protocols.ports import Arrivals, Checksums, ChecksumTask, PageStore, Pending, Write, WriteOutcome
 
 
 class ChecksummedWrite:
@@ -32,7 +32,7 @@ class ChecksummedWrite:
         return self._task.done.result()
 
     @property
-    def released(self) -> asyncio.Future[None]:
+    def released(self) -> Pending[None]:
         """Resolves when the sum reads the source pages no more."""
         return self._task.released
 

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Collection, Hashable, Sequence
+from collections.abc import Callable, Collection, Generator, Hashable, Sequence
 from enum import Enum, IntEnum
-from typing import Annotated, Protocol
+from typing import Annotated, Any, Protocol, TypeVar
 
 import msgspec
 
@@ -14,6 +13,23 @@ from kvflow.protocols.pages.coverage import Served
 from kvflow.protocols.pages.layout import PageIndices, PoolLayout
 
 Word = Annotated[str, msgspec.Meta(max_length=4096)]
+T_co = TypeVar("T_co", covariant=True)
+
+
+class Pending(Protocol[T_co]):
+    """The result of work under way, as far as ports need one: every `asyncio.Future` is such a result. Nobody cancels
+    it; a coroutine that awaits it does so through `asyncio.shield`."""
+
+    def done(self) -> bool:
+        """True when the result is there."""
+
+    def result(self) -> T_co:
+        """The result, once it is there."""
+
+    def add_done_callback(self, fn: Callable[[Any], object], /) -> None:
+        """Call `fn` with this object, on the event loop, when the result is there."""
+
+    def __await__(self) -> Generator[Any, None, T_co]: ...
 
 
 class WriteOutcome(Enum):
@@ -118,9 +134,8 @@ class Write(Protocol):
         cancellation."""
 
     @property
-    def done(self) -> asyncio.Future[WriteOutcome]:
-        """Resolves, on the event loop, when nothing of this write runs any more. Never an exception; never cancel it
-        (await it through `asyncio.shield`)."""
+    def done(self) -> Pending[WriteOutcome]:
+        """Resolves, on the event loop, when nothing of this write runs any more. Never an exception."""
 
     def cancel(self) -> None:
         """Submit nothing more; `done` resolves when what was submitted has ended. Idempotent, returns at once."""
@@ -192,18 +207,17 @@ class ChecksumTask(Protocol):
     """One checksum under way."""
 
     @property
-    def done(self) -> asyncio.Future[bytes]:
+    def done(self) -> Pending[bytes]:
         """Resolves, on the event loop, to the checksum, or to nothing when it was cancelled, failed, or took too long.
-        Never an exception; never cancel it."""
+        Never an exception."""
 
     @property
     def error(self) -> str:
         """Why there is no checksum, once `done`; empty when there is one, and when it was cancelled."""
 
     @property
-    def released(self) -> asyncio.Future[None]:
-        """Resolves when nothing reads the pages any more: with `done`, or later where a thread hangs. Never cancel
-        it."""
+    def released(self) -> Pending[None]:
+        """Resolves when nothing reads the pages any more: with `done`, or later where a thread hangs."""
 
     def cancel(self) -> None:
         """Stop soon. Idempotent, returns at once."""

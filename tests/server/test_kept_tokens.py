@@ -54,12 +54,10 @@ def test_no_token_is_kept_but_as_the_json_of_an_answer(kind: str, stream: bool, 
     tracemalloc.start()
     try:
         before, _ = tracemalloc.get_traced_memory()
-        for _ in range(TOKENS):
-            delta = some_delta(chooser)
+        for delta in (some_delta(chooser) for _ in range(TOKENS)):
             completion.add(delta)
             call.add(0, delta)
             call.events(0, [delta], completion)
-        del delta
         kept = tracemalloc.get_traced_memory()[0] - before
     finally:
         tracemalloc.stop()

@@ -4,6 +4,7 @@ that is not so."""
 from __future__ import annotations
 
 import asyncio
+import contextlib
 
 import msgspec
 import numpy as np
@@ -64,7 +65,8 @@ async def frozen_receiver(bench: Bench) -> str:
         outcome = await asyncio.wait_for(asyncio.shield(beside.done), WITHIN_S)
         require(outcome is WriteOutcome.LANDED, f"a frozen peer held up another's write: {outcome}, {beside.error}")
         write.cancel()
-        await asyncio.wait([write.done], timeout=_SHOWN_S)
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(asyncio.shield(write.done), _SHOWN_S)
         ended = write.done.done()
         told = write.landed_bytes
         if ended:
