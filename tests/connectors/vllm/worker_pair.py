@@ -150,11 +150,14 @@ class Pair:
 
 @contextmanager
 def pair(
-    *, source_deadline_s: float = 30.0, load_deadline_s: float | None = None, lost_after_s: float = 5.0
+    *, source_deadline_s: float = 30.0, load_deadline_s: float | None = None, lost_after_s: float = 60.0
 ) -> Iterator[Pair]:
-    """Prefill's page p holds p + 1. At the end both are at rest, and each request was reported at most once."""
+    """Prefill's page p holds p + 1. At the end both are at rest, and each request was reported at most once.
+
+    Sides that get no CPU for `lost_after_s` take each other for lost, and then a request fails: only a test of that has
+    a short one."""
     source, target, wake, gate = new_pool(1), new_pool(), threading.Event(), Gate()
-    timing = Timing(lost_after_s=lost_after_s, heartbeat_s=lost_after_s / 4)
+    timing = Timing(lost_after_s=lost_after_s, heartbeat_s=min(1.0, lost_after_s / 4))
     prefill = PrefillWorker(
         kvflow.PrefillThread(source, GatedPlane(gate), registry_port=0, timing=timing),
         Transfers(64, "0.0"),
