@@ -21,7 +21,6 @@ from tests.e2e.fleet import all_home, running
 from tests.e2e.test_prefix import Turn, cache_of, say
 
 PAGE_SIZE, TOKENS = 16, 8
-LONGEST_S = 1.0  # that a call to a dead store may take
 _MASTER = """
 import asyncio
 from kvflow.launch.mooncake_master import MooncakeMaster
@@ -117,9 +116,6 @@ class Users:
             assert turn.tokens == self._expected.setdefault(tuple(prompt), turn.tokens)
         return turns
 
-    async def worst_s(self, prompts: list[list[int]]) -> float:
-        return max(turn.first_token_s for turn in await self.ask(prompts))
-
     async def stores(self) -> list[Any]:
         children = (*self._fleet.prefills, *self._fleet.decodes)
         return [await cache_of(self._session, child.url) for child in children]
@@ -165,11 +161,14 @@ async def test_serving_goes_on_without_the_store_and_with_it_when_it_is_back(
         assert all(cache["fetched_pages"] >= 12 for cache in await users.stores())
         await users.forget()
 
+        before = [cache["storage"]["stalls"] for cache in await users.stores()]
         pid, killed_s = fleet.store.pid, time.monotonic()
         os.kill(pid, signal.SIGKILL)
-        worst_s = [await users.worst_s(users.prompts)]
+        await users.ask(users.prompts)
         dead = await users.until_stores(lambda caches: not any(c["storage"]["readable"] for c in caches))
-        worst_s.append(await users.worst_s(users.new_prompts(4)))
+        await users.ask(users.new_prompts(4))
+        waited = [cache["storage"]["stalls"] - n for cache, n in zip(await users.stores(), before, strict=True)]
+        assert max(waited) <= 2, "of each role one read and one write at most wait for a store that is gone"
         async with session.get(f"{fleet.prefills[0].url}/metrics") as answer:
             metrics = await answer.text()
         assert fleet.store.pid == pid, "the master was back before it was asked for"
@@ -194,6 +193,5 @@ async def test_serving_goes_on_without_the_store_and_with_it_when_it_is_back(
         await users.ask(users.prompts)
         healed = await users.stores()
         assert all(cache["fetched_pages"] > n for cache, n in zip(healed, fetched, strict=True))
-        print(f"the slowest first token without a master: {max(worst_s):.3f} s; again: {healed}")
-        assert max(worst_s) < 2 * LONGEST_S, "both roles wait for the store at most once"
+        print("again:", healed)
         assert await all_home(session, *(child.url for child in (*fleet.prefills, *fleet.decodes)))

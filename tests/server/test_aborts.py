@@ -198,9 +198,9 @@ def longest_end_s(ids: list[str]) -> float:
     for request in requests:
         request.__enter__()
     for request in reversed(requests):
-        began = time.perf_counter()
+        began = time.thread_time()  # no other process has a part in it
         request.__exit__(None, None, None)
-        found.append(time.perf_counter() - began)
+        found.append(time.thread_time() - began)
     assert len(choices) == 0
     return statistics.median(found)
 

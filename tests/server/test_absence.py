@@ -192,7 +192,7 @@ async def test_a_decode_that_does_not_fit_and_refuses_besides_ends_the_other_leg
         source = p.prefill.room(7, PROMPT)
         p.decode.refuse(7, "sim", Cause(Code.BAD_REQUEST, "temperature -1 is below 0"))
         with pytest.raises(KvflowError, match="temperature -1 is below 0"):
-            await asyncio.wait_for(source.matched(), 2)
+            await asyncio.wait_for(source.matched(), 20)
         await p.rest()
 
 

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import os
-import resource
 import shutil
 import signal
 import subprocess
 import threading
-import time
 from collections.abc import Iterator
 
 import msgspec
@@ -63,10 +61,9 @@ async def test_a_cancelled_write_waits_for_a_frozen_receiver_at_little_cost() ->
         )
         stuck.cancel()
         await until(lambda: _pause_s(stuck) == route.pause_s / 2)  # its pages wait for what is under way
-        used, began = _cpu_s(), time.monotonic()
         with pytest.raises(TimeoutError):  # what was submitted may land at any time: nothing is proven
             await asyncio.wait_for(asyncio.shield(stuck.done), 0.5)
-        assert _cpu_s() - used < 0.2 * (time.monotonic() - began)
+        assert _pause_s(stuck) == route.pause_s / 2  # it is looked at no more often
         peer.process.send_signal(signal.SIGCONT)
         assert await asyncio.wait_for(asyncio.shield(stuck.done), 10) in (WriteOutcome.CANCELLED, WriteOutcome.LANDED)
         assert await asyncio.wait_for(asyncio.shield(write.done), 10) in (WriteOutcome.CANCELLED, WriteOutcome.LANDED)
@@ -102,11 +99,6 @@ def _begun(write: Write) -> bool:
 def _pause_s(write: Write) -> float:
     assert isinstance(write, ThreadWrite) and write.job is not None
     return write.job.pause_s
-
-
-def _cpu_s() -> float:
-    used = resource.getrusage(resource.RUSAGE_SELF)
-    return used.ru_utime + used.ru_stime
 
 
 async def test_a_plane_with_a_frozen_peer_closes_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:

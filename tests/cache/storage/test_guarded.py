@@ -57,22 +57,18 @@ async def test_pages_come_back_and_leading_ones_are_counted(tmp_path: Path) -> N
 async def test_a_read_that_hangs_is_given_up_and_holds_its_buffers_until_it_returns(tmp_path: Path) -> None:
     disk = FaultyDisk()
     limits = msgspec.structs.replace(QUICK, stall_s=0.1)
-    loop = asyncio.get_running_loop()
     async with store(tmp_path, disk=disk, limits=limits) as pages:
         assert await ended(pages.put(keys(1), values(1))) == [True]
         disk.waits["read"] = go = threading.Event()
         memory = bytearray(VALUE_BYTES)
         call = pages.get(keys(1), [memoryview(memory)])
-        began_s = loop.time()
-        assert await asyncio.shield(call.done) == [False]
-        assert loop.time() - began_s < 1
+        assert await asyncio.shield(call.done) == [False]  # though the disk hangs on
         assert not call.released.done()
         assert not pages.readable
         for _ in range(3):  # nobody waits for it again
-            began_s = loop.time()
             assert await ended(pages.get(keys(1), empty(1))) == [False]
             assert await pages.exists_prefix(keys(1)) == 0
-            assert loop.time() - began_s < 0.1
+            assert pages.counts.stalls == 1
         assert await ended(pages.put(keys(2), values(2))) == [True]  # writing is another matter
         with pytest.raises(BufferError):
             memory.clear()

@@ -32,7 +32,6 @@ DONE, ABSENT, DAMAGED = Result.DONE, Result.ABSENT, Result.DAMAGED
 PATIENT = Limits(slow_s=10, stall_s=10, pause_s=0.1, max_pause_s=0.4)
 USUAL = msgspec.structs.replace(Limits(), pause_s=0.1, max_pause_s=0.4)
 """The waits that users have; asked again more often than they do."""
-CALL_PATH_S = 1.0
 
 pytest.importorskip("mooncake")
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("processes")]
@@ -158,30 +157,24 @@ def test_a_full_store_takes_no_more_and_returns_nothing_wrong(master: Master) ->
 
 async def test_serving_goes_on_without_a_master_and_with_it_when_it_is_back(master: Master) -> None:
     master.start()
-    loop = asyncio.get_running_loop()
     calls: list[Call] = []
 
-    async def read(pages: GuardedStorage, into: list[memoryview]) -> float:
-        """As a request does: a lookup, and what it finds. How long it took."""
-        began_s = loop.time()
+    async def read(pages: GuardedStorage, into: list[memoryview]) -> None:
+        """As a request does: a lookup, and what it finds."""
         assert await pages.exists_prefix(keys(0, 1)) == 0
         calls.append(pages.get(keys(*range(8)), into))
         assert not any(await asyncio.shield(calls[-1].done))
-        return loop.time() - began_s
 
-    async def write(pages: GuardedStorage, number: int) -> float:
-        began_s = loop.time()
+    async def write(pages: GuardedStorage, number: int) -> None:
         calls.append(pages.put(keys(number), values(number)))
         assert await asyncio.shield(calls[-1].done) == [False]
-        return loop.time() - began_s
 
     async with store(master, USUAL) as pages:
         assert await ended(pages.put(keys(*range(8)), values(*range(8)))) == [True] * 8
-        took_s: list[float] = []
         for _ in range(2):
             master.kill()
             for n in range(30):  # each with buffers of its own: those of the others are held
-                took_s += await asyncio.gather(read(pages, empty(8, SIZE)), write(pages, 100 + n))
+                await asyncio.gather(read(pages, empty(8, SIZE)), write(pages, 100 + n))
             assert not pages.readable
             assert not pages.writable
             master.start()
@@ -195,21 +188,17 @@ async def test_serving_goes_on_without_a_master_and_with_it_when_it_is_back(mast
             assert into == values(*range(8))
         for call in calls:
             await ended(call)
-        print(f"worst of {len(took_s)} without a master: {max(took_s):.3f} s; {pages.counts}")
-        assert max(took_s) < CALL_PATH_S
+        assert pages.counts.stalls <= 2 * 2, "one read and one write of each time without a master may wait for it"
 
 
 async def test_a_frozen_master_keeps_buffers_and_nobody_waiting(master: Master) -> None:
     master.start()
-    loop = asyncio.get_running_loop()
     async with store(master, USUAL) as pages:
         assert await ended(pages.put(keys(1), values(1))) == [True]
         master.send(signal.SIGSTOP)
-        began_s = loop.time()
         call = pages.get(keys(1), into := empty(1, SIZE))
         assert await asyncio.shield(call.done) == [False]
         assert await pages.exists_prefix(keys(1)) == 0
-        assert loop.time() - began_s < CALL_PATH_S
         assert not call.released.done()
         master.send(signal.SIGCONT)
         await ended(call)
@@ -219,14 +208,12 @@ async def test_a_frozen_master_keeps_buffers_and_nobody_waiting(master: Master) 
 
 
 async def test_a_master_that_comes_later_is_found(master: Master) -> None:
-    loop = asyncio.get_running_loop()
-    began_s = loop.time()
     async with store(master, PATIENT) as pages:
         for n in range(PATIENT.failures):
             assert await ended(pages.put(keys(n), values(n))) == [False]
             assert await pages.exists_prefix(keys(n)) == 0
         assert not pages.writable
-        assert loop.time() - began_s < 5
+        assert pages.counts.stalls == 0
         master.start()
         await until(lambda: pages.writable and pages.readable)
         assert await ended(pages.put(keys(1), values(1))) == [True]

@@ -1,0 +1,54 @@
+"""How often a request is tried: so many times, with pauses of so long in all, and at once where a worker stays."""
+
+from __future__ import annotations
+
+import asyncio
+
+import aiohttp
+import pytest
+
+from kvflow.protocols.errors import Cause, Code
+from kvflow.server.http.errors import Failure
+from kvflow.server.router.legs import PairFailedError
+from kvflow.server.router.tries import MOST_TRIES, Tries
+from kvflow.server.router.workers import Worker
+from tests.server.fake_service import Meeting, Role, Server
+from tests.server.test_retries import post, routed
+
+
+def test_no_request_is_tried_more_often_than_the_limit() -> None:
+    tries = Tries(3600, {503})
+    prefill, decode = Worker("prefill", "http://a"), Worker("decode", "http://b")
+    failed = PairFailedError(Failure(503, str(Code.SHUTDOWN), "it drains"))
+    for _ in range(MOST_TRIES - 1):
+        tries.note(failed, prefill, decode)
+    with pytest.raises(PairFailedError) as caught:
+        tries.note(failed, prefill, decode)
+    assert caught.value is failed
+
+
+async def test_pauses_are_bounded_in_all_and_not_one_by_one(
+    prefill_server: Server, decode: Role, decode_server: Server, session: aiohttp.ClientSession
+) -> None:
+    """The longest pause is a second: with that much in all there is time for six tries, and not for the limit."""
+    decode.service.failure = Cause(Code.PEER_LOST, "its prefill is away")
+    async with routed([prefill_server], [decode_server], retry_timeout_s=1.0) as r:
+        status, answer = await post(session, r.server)
+        assert (status, answer["error"]["code"]) == (502, "peer_lost")
+        assert 1 < len(decode.service.requests) < MOST_TRIES / 2
+
+
+async def test_a_request_that_waits_is_served_by_a_worker_that_stays_after_all(
+    meeting: Meeting, prefill_server: Server, decode: Role, decode_server: Server, session: aiohttp.ClientSession
+) -> None:
+    async with routed([prefill_server], [decode_server], retry_timeout_s=3600) as r:
+        worker = r.worker(decode_server)
+        with worker.busy():  # a request keeps it from being forgotten
+            r.router.workers.leave(worker)
+            asking = asyncio.create_task(post(session, r.server))
+            async with asyncio.timeout(20):
+                while not r.router.waiting:  # noqa: ASYNC110
+                    await asyncio.sleep(0.01)
+            r.router.workers.stay(worker)
+            status, _ = await asyncio.wait_for(asking, 20)
+        assert status == 200
