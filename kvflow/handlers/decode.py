@@ -79,6 +79,7 @@ class DecodeShell(Shell):
             c.Linked: self._linked,
             c.VerifyChunk: self._verify,
             c.StopVerifying: self._stop_verifying,
+            c.RoomBegun: self._begun,
             c.RoomLanded: self._landed,
             c.RoomFailed: self._failed,
             c.RoomEnded: self._ended_room,
@@ -360,6 +361,9 @@ class DecodeShell(Shell):
         room = self.rooms[command.grant]
         if room.verifier is not None:
             room.verifier.cancel()
+
+    def _begun(self, command: c.RoomBegun) -> None:
+        self.rooms[command.grant].when_begun.give(True)
 
     def _landed(self, command: c.RoomLanded) -> None:
         self.rooms[command.grant].tell_landed(command.handoff)

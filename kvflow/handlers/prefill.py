@@ -146,6 +146,10 @@ class PrefillShell(Shell):
             raise
         self.run()
 
+    def begin_room(self, room: PrefillRoom) -> None:
+        self.endpoint.begin_room(room.record)
+        self.run()
+
     def close_prefill_room(self, room: PrefillRoom, cause: Cause) -> None:
         self.endpoint.close_room(room.record, cause, self.now())
         self.run()

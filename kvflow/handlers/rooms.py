@@ -96,6 +96,7 @@ class DecodeRoom:
         self.verifier: ChunkVerifier | None = None
         self.opening: asyncio.Task[None] | None = None
         self.refused: Cause | None = None  # it ended before the endpoint knew of it
+        self.when_begun: Answer[bool] = Answer()
         self.when_opened: Answer[None] = Answer()
         self.when_landed: Answer[bytes] = Answer()
         self.when_released: Answer[None] = Answer()
@@ -135,6 +136,11 @@ class DecodeRoom:
     def story(self) -> Sequence[Line]:
         return () if self.record is None else self.record.story.lines()
 
+    async def begun(self) -> bool:
+        """Of a room that was announced: wait until prefill has a place for the whole prompt, so that pages offered from
+        here on wait for no other room. False when they are offered sooner. Raises: as `opened`."""
+        return await self.when_begun.get() if self.held_back or self.when_begun.given else False
+
     async def opened(self) -> Self:
         """Wait until every rank is registered and the pages are offered.
 
@@ -173,6 +179,7 @@ class DecodeRoom:
                 self.give(pages)
             self.prefix_tokens = prefix_tokens
             self.held_back = False
+            self.when_begun.give(False)
             self._shell.offer(self)
         return self
 
@@ -237,6 +244,8 @@ class DecodeRoom:
         self.when_landed.give(handoff)
 
     def tell_failed(self, error: KvflowError) -> None:
+        if self.held_back:
+            self.when_begun.give(None, error)
         self.when_opened.give(None, error)
         self.when_landed.give(None, error)
 
@@ -254,6 +263,8 @@ class DecodeRoom:
 
 class PrefillSide(Protocol):
     """What a room asks of the shell it was opened by."""
+
+    def begin_room(self, room: PrefillRoom) -> None: ...
 
     def send_chunk(self, room: PrefillRoom, pages: PageIndices, last: bool, handoff: bytes) -> None: ...
 
@@ -324,6 +335,11 @@ class PrefillRoom:
 
     def story(self) -> Sequence[Line]:
         return self.record.story.lines()
+
+    def begin(self) -> None:
+        """The engine has a place for the whole prompt, or is sure to get it whatever other rooms do: a decode that
+        waits for that is told. Any number of times."""
+        self._shell.begin_room(self)
 
     async def matched(self) -> int:
         """Wait for decode's half. Returns the number of prompt tokens decode already has.

@@ -95,6 +95,12 @@ class StopVerifying(msgspec.Struct, frozen=True, gc=False):
     grant: GrantId
 
 
+class RoomBegun(msgspec.Struct, frozen=True, gc=False):
+    """Every rank has a place for the whole prompt of a room that was announced: its pages may be lent."""
+
+    grant: GrantId
+
+
 class RoomLanded(msgspec.Struct, frozen=True, gc=False):
     """Every page from every rank is there: the room's user may read them."""
 
@@ -139,6 +145,7 @@ DecodeCommand = (
     | Linked
     | VerifyChunk
     | StopVerifying
+    | RoomBegun
     | RoomLanded
     | RoomFailed
     | RoomEnded

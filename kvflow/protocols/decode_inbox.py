@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from kvflow.protocols.commands import PeerKey, VerifyChunk
+from kvflow.protocols.commands import PeerKey, RoomBegun, VerifyChunk
 from kvflow.protocols.decode_core import DecodeCore
 from kvflow.protocols.decode_links import PrefillPeer
 from kvflow.protocols.decode_rooms import ChunkCheck, DecodeRoomRecord
@@ -38,6 +38,18 @@ def on_registered(core: DecodeCore, peer: PrefillPeer, message: wire.Registered,
 def _on_heartbeat(core: DecodeCore, peer: PrefillPeer, message: wire.Heartbeat, now: float) -> None:
     peer.received_at_s = now
     core.feed_link(peer, LinkKind.HEARD, now)
+
+
+def _on_begun(core: DecodeCore, peer: PrefillPeer, message: wire.Begun, now: float) -> None:
+    """The room's user is told once, when the last rank has begun."""
+    record = _room_of(core, peer, message)
+    if record is None:
+        return
+    everyone = (1 << len(record.peers)) - 1
+    begun = record.begun | 1 << record.peers.index(peer)
+    if begun == everyone != record.begun:
+        core.outbox.append(RoomBegun(record.grant))
+    record.begun = begun
 
 
 def _on_chunk_done(core: DecodeCore, peer: PrefillPeer, message: wire.ChunkDone, now: float) -> None:
@@ -105,7 +117,9 @@ def _on_goodbye_ack(core: DecodeCore, peer: PrefillPeer, message: wire.GoodbyeAc
     core.feed_link(peer, LinkKind.ACKNOWLEDGED, now)
 
 
-def _room_of(core: DecodeCore, peer: PrefillPeer, message: wire.ChunkDone | wire.RoomFailed) -> DecodeRoomRecord | None:
+def _room_of(
+    core: DecodeCore, peer: PrefillPeer, message: wire.Begun | wire.ChunkDone | wire.RoomFailed
+) -> DecodeRoomRecord | None:
     record = core.rooms.get(message.grant)
     if record is None or record.room != message.room or peer not in record.peers:
         core.observer.message_dropped("stale")
@@ -115,6 +129,7 @@ def _room_of(core: DecodeCore, peer: PrefillPeer, message: wire.ChunkDone | wire
 
 HANDLERS: dict[type, Callable[[DecodeCore, PrefillPeer, Any, float], None]] = {
     wire.Heartbeat: _on_heartbeat,
+    wire.Begun: _on_begun,
     wire.ChunkDone: _on_chunk_done,
     wire.RoomFailed: _on_room_failed,
     wire.AbortAck: _on_abort_ack,

@@ -55,7 +55,18 @@ class DecodeRoomRecord:
     """Everything the endpoint knows about one open room (I5). Its users may read it, and keep it after its end."""
 
     __slots__ = (
-        *("checks", "deadline_at_s", "grant", "handoff", "lease", "lent", "linked", "num_pages", "opened_at_s"),
+        *(
+            "begun",
+            "checks",
+            "deadline_at_s",
+            "grant",
+            "handoff",
+            "lease",
+            "lent",
+            "linked",
+            "num_pages",
+            "opened_at_s",
+        ),
         *(
             "moving_at_s",
             "packed_pages",
@@ -85,6 +96,7 @@ class DecodeRoomRecord:
         self.packed_pages = b""
         self.linked = False  # the shell was asked for pages
         self.lent = False  # and has brought them
+        self.begun = 0  # bit per rank that has a place for the whole prompt
         self.ready_at_s: float | None = None
         self.moving_at_s: float | None = None
         self.deadline_at_s, self.opened_at_s, self.progress_at_s = deadline_at_s, now, now

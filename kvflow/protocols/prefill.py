@@ -127,6 +127,12 @@ class PrefillEndpoint:
             core.set_deadline(record)
         return record
 
+    def begin_room(self, record: PrefillRoomRecord) -> None:
+        """The engine has a place for the whole prompt, or is sure to get it: pages that decode lends from here on wait
+        for no other room. Decode is told as soon as it has announced the room; any number of times."""
+        record.begun = True
+        self.core.tell_begun(record)
+
     def refuse_room(self, room: int, cause: Cause, now: float) -> None:
         """The engine's half of a room will never come: decode's is told why, now or when it comes."""
         core, number = self.core, wire.room_id(room)

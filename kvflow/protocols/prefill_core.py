@@ -155,6 +155,12 @@ class PrefillCore:
         record.peer, record.grant = peer, grant
         peer.grants.rooms[grant] = record
 
+    def tell_begun(self, record: PrefillRoomRecord) -> None:
+        """To a decode that has announced the room and has lent nothing yet; it does not wait after that."""
+        if record.begun and record.phase is PrefillPhase.ANNOUNCED:
+            assert record.peer is not None
+            self.send(record.peer, wire.Begun(**self.header(record.room, record.grant, record.peer)))
+
     def offer(self, record: PrefillRoomRecord, message: wire.Bootstrap, pages: PageIndices, now: float) -> None:
         """Decode's half is here: which pages, for which prompt."""
         record.target_pages, record.prefix_tokens = pages, message.prefix_tokens

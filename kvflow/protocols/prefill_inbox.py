@@ -200,6 +200,7 @@ def _expect(core: PrefillCore, peer: DecodePeer, message: wire.Announce, now: fl
         peer.grants.feed(grant, GrantKind.JOIN)
         core.bind(record, peer, grant)
         core.feed_room(record, PrefillEvent(PrefillKind.ANNOUNCED), now)
+        core.tell_begun(record)
     elif record is not None or message.room in core.rendezvous.announced:
         core.refuse_grant(peer, message.room, grant, _in_use(core, message, record, now))
     elif cause := core.rendezvous.take(message.room, Side.DECODE):
@@ -288,10 +289,15 @@ def _in_use(
     return cause
 
 
-def _tell_room(core: PrefillCore, peer: DecodePeer, message: wire.Bootstrap | wire.Abort, now: float) -> None:
-    """The room that answers for this grant: its pages come, once; or decode has ended it."""
+def _tell_room(
+    core: PrefillCore, peer: DecodePeer, message: wire.Announce | wire.Bootstrap | wire.Abort, now: float
+) -> None:
+    """The room that answers for this grant: its pages come, once; or decode has ended it, or asks again whether it has
+    begun."""
     record = peer.grants.rooms[message.grant]
-    if isinstance(message, wire.Abort):
+    if isinstance(message, wire.Announce):
+        core.tell_begun(record)
+    elif isinstance(message, wire.Abort):
         core.feed_room(record, PrefillEvent(PrefillKind.ABORT_RECEIVED, cause=message.cause), now)
     elif record.bootstrap is None and record.room == message.room:
         try:

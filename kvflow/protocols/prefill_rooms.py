@@ -37,7 +37,17 @@ class PrefillRoomRecord:
     """Everything the endpoint knows about one open room (I5). Its users may read it, and keep it after its end."""
 
     __slots__ = (
-        *("bootstrap", "chunks", "deadline_at_s", "grant", "opened_at_s", "own_deadline_at_s", "peer", "placed"),
+        *(
+            "begun",
+            "bootstrap",
+            "chunks",
+            "deadline_at_s",
+            "grant",
+            "opened_at_s",
+            "own_deadline_at_s",
+            "peer",
+            "placed",
+        ),
         *(
             "moving_at_s",
             "prefix_tokens",
@@ -64,6 +74,7 @@ class PrefillRoomRecord:
         self.own_deadline_at_s = float("inf")
         self.prompt: tuple[int, bytes] | None = None  # token count and digest: the engine's half
         self.bootstrap: tuple[int, bytes] | None = None  # and decode's
+        self.begun = False  # the engine has a place for the whole prompt
         self.peer: DecodePeer | None = None
         self.grant = GrantId(0)
         self.prefix_tokens = 0

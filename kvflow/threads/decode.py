@@ -164,6 +164,8 @@ class DecodeThread(NodeThread[DecodeNode, DecodeRoom, DecodeThreadRoom]):
 
     async def _follow(self, room: DecodeThreadRoom, handle: DecodeRoom) -> None:
         try:
+            if await handle.begun():
+                self._tell(RoomEvent("begun", room))
             await handle.opened()
             self._tell(RoomEvent("opened", room))
             handoff = await handle.landed()

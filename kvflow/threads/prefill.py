@@ -96,6 +96,10 @@ class PrefillThread(NodeThread[PrefillNode, PrefillRoom, PrefillThreadRoom]):
         number = room_id(room)
         self._running().post(partial(self._refuse, number, cause))
 
+    def begin_room(self, room: PrefillThreadRoom) -> None:
+        """Called by rooms."""
+        self._running().post(partial(self._begin, room))
+
     def send_chunk(self, room: PrefillThreadRoom, pages: PageIndices, last: bool, handoff: bytes) -> None:
         """Called by rooms. The pages are busy when it returns."""
         with self._lock:
@@ -136,6 +140,10 @@ class PrefillThread(NodeThread[PrefillNode, PrefillRoom, PrefillThreadRoom]):
             return  # its connections are gone
         assert self._node is not None
         self._node.refuse(room, cause)
+
+    def _begin(self, room: PrefillThreadRoom) -> None:
+        if (handle := self._rooms.get(room)) is not None:
+            handle.begin()
 
     def _send(self, room: PrefillThreadRoom, pages: PageIndices, last: bool, handoff: bytes) -> None:
         handle = self._rooms.get(room)

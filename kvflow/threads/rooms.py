@@ -30,6 +30,7 @@ R = TypeVar("R", bound=ThreadRoom)
 class RoomEvent(msgspec.Struct, Generic[R], frozen=True):
     """Something has happened to a room.
 
+    begun     decode, of a room that was only announced: prefill has a place for the whole prompt
     opened    decode: every rank is registered and the pages are lent
     landed    decode: every page is there; `handoff` is prefill's, and the pages may be read
     matched   prefill: decode's half is here, send() may be called; decode has the first `prefix_tokens` of the prompt
@@ -38,7 +39,7 @@ class RoomEvent(msgspec.Struct, Generic[R], frozen=True):
     released  either: nothing touches its pages any more; the last event of a room
     """
 
-    kind: Literal["opened", "landed", "matched", "done", "failed", "released"]
+    kind: Literal["begun", "opened", "landed", "matched", "done", "failed", "released"]
     room: R
     prefix_tokens: int = 0
     handoff: bytes = b""
@@ -90,6 +91,8 @@ class PrefillSide(Protocol):
 
     num_pages: int
 
+    def begin_room(self, room: PrefillThreadRoom) -> None: ...
+
     def send_chunk(self, room: PrefillThreadRoom, pages: PageIndices, last: bool, handoff: bytes) -> None: ...
 
     def close_room(self, room: PrefillThreadRoom, cause: Cause) -> None: ...
@@ -114,6 +117,10 @@ class PrefillThreadRoom(ThreadRoom):
     def matched(self) -> bool:
         """Decode's half is here: send() may be called."""
         return self.prefix_tokens is not None
+
+    def begin(self) -> None:
+        """See `PrefillRoom.begin`."""
+        self._side.begin_room(self)
 
     def send(self, pages: Sequence[int] | PageIndices, *, last: bool = False, handoff: bytes = b"") -> None:
         """Queue one chunk; returns at once. See `PrefillRoom.send`.

@@ -8,7 +8,7 @@ import pytest
 
 from kvflow.protocols.errors import Code
 from kvflow.protocols.pages.layout import pack_pages
-from kvflow.protocols.wire.messages import Abort, Announce, Bootstrap
+from kvflow.protocols.wire.messages import Abort, Announce, Begun, Bootstrap
 from kvflow.testing.pair import Pair, pair, until
 from tests.handlers.scenes import PROMPT, WHY, code_of, header, known, success, to_prefill
 
@@ -98,6 +98,38 @@ async def test_a_partner_that_falls_silent_is_waited_for_no_longer(kvflow_pair: 
     p.network.mend()
     assert await code_of(target.landed()) is Code.PEER_LOST  # told when it asks again
     await p.rest()
+
+
+@pytest.mark.parametrize("lost", [0, 3])
+async def test_a_decode_may_wait_until_prefill_has_begun(kvflow_pair: Pair, lost: int) -> None:
+    p = kvflow_pair
+    p.network.drop(Begun, times=lost)
+    source = p.prefill.room(7, PROMPT)
+    target = p.decode.announce(7, "sim", PROMPT)
+    await until(lambda: source.phase.name == "ANNOUNCED")
+    assert not target.when_begun.given
+    source.begin()
+    assert await target.begun()
+    await target.offer()
+    await source.matched()
+    p.send_all(source)
+    await target.landed()
+    target.close()
+
+
+@pytest.mark.parametrize("how", ["lent", "refused"])
+async def test_the_wait_for_prefill_ends_with_what_comes_first(kvflow_pair: Pair, how: str) -> None:
+    p = kvflow_pair
+    source = p.prefill.room(7, PROMPT)
+    target = p.decode.announce(7, "sim", PROMPT)
+    await until(lambda: source.phase.name == "ANNOUNCED")
+    if how == "lent":
+        await target.offer()
+        assert not await target.begun()
+    else:
+        source.close(WHY)
+        assert await code_of(target.begun()) is WHY.code
+    target.close()
 
 
 async def test_a_lost_announcement_is_repeated_while_there_are_no_pages(kvflow_pair: Pair) -> None:

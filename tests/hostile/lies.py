@@ -90,6 +90,7 @@ def of_prefill(n: Nodes, me: Incarnation, address: PlaneAddress, room: int, gran
     accepted = {"wire_version": WIRE_VERSION, "rank": 0, "refusal": "", "address": address, "asked": me}
     return [
         wire.Registered(served=served_of(n.decode.pool.layout), **accepted, **lives),  # type: ignore[arg-type]
+        wire.Begun(**header),
         wire.ChunkDone(seq=0, pages=2, last=True, handoff=b"h", **header),
         wire.RoomFailed(cause=GONE, **header),
         wire.AbortAck(drained=False, **header),

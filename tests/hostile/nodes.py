@@ -21,6 +21,7 @@ from kvflow.protocols.wire.messages import (
     Abort,
     AbortAck,
     Announce,
+    Begun,
     ChunkDone,
     Heartbeat,
     Register,
@@ -134,7 +135,7 @@ class Nodes:
         peer = peers.get(message.source)
         if peer is None or getattr(message, "rank", peer.info.rank) != peer.info.rank:
             return "foreign"
-        return "stale" if isinstance(message, ChunkDone | RoomFailed | AbortAck) else "taken"
+        return "stale" if isinstance(message, Begun | ChunkDone | RoomFailed | AbortAck) else "taken"
 
     def number(self) -> int:
         """Of a room that nobody has had."""

@@ -27,6 +27,7 @@ from kvflow.protocols.wire.messages import (
     Abort,
     AbortAck,
     Announce,
+    Begun,
     Belief,
     Bootstrap,
     ChunkDone,
@@ -107,6 +108,7 @@ def to_decode(p: Pair) -> dict[str, Make]:
     chunk: dict[str, Any] = {"pages": 1, "last": True, "handoff": b"h" * 100}
     return {
         "AbortAck": lambda r, i: AbortAck(drained=i % 2 == 0, **header(r, i)),
+        "Begun": lambda r, i: Begun(**header(r, i)),
         "ChunkDone": lambda r, i: ChunkDone(seq=i % 3, **chunk, **header(r, i)),
         "RoomFailed": lambda r, i: RoomFailed(cause=WHY, **header(r, i)),
         "Resync": lambda r, i: Resync(rooms=(Belief(RoomId(i), GrantId((1 << 32) + i), 0),), **lives),

@@ -229,6 +229,10 @@ def chunk_done(
     return wire.ChunkDone(**more, **head(room, grant, **fields))
 
 
+def begun(room: int = 7, grant: int = 1, rank: int = RANK, **fields: Any) -> wire.Begun:
+    return wire.Begun(rank=Rank(rank), **head(room, grant, **fields))
+
+
 def failed(cause: Cause, room: int = 7, grant: int = 1, rank: int = RANK, **fields: Any) -> wire.RoomFailed:
     return wire.RoomFailed(cause=cause, rank=Rank(rank), **head(room, grant, **fields))
 

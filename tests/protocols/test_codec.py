@@ -18,6 +18,7 @@ from kvflow.protocols.wire.messages import (
     Abort,
     AbortAck,
     Announce,
+    Begun,
     Bootstrap,
     ChunkDone,
     Heartbeat,
@@ -48,7 +49,7 @@ def test_round_trip(kind: type, made: st.SearchStrategy[Message], decode: Any, d
 @pytest.mark.parametrize(
     ("kind", "decode"),
     [
-        *((kind, parse_at_prefill) for kind in (Registered, ChunkDone, RoomFailed, AbortAck)),
+        *((kind, parse_at_prefill) for kind in (Registered, Begun, ChunkDone, RoomFailed, AbortAck)),
         *((kind, parse_at_decode) for kind in (Announce, Bootstrap, Abort)),
     ],
     ids=lambda value: value.__name__,
@@ -59,7 +60,7 @@ def test_a_message_for_the_other_side_is_refused(kind: type, decode: Any) -> Non
 
 
 @pytest.mark.parametrize("decode", BOTH, ids=lambda value: value.__name__)
-@pytest.mark.parametrize("tag", [0, 11, -1, 2**64 - 1, "3", None, 3.0, [3], b"3"], ids=repr)
+@pytest.mark.parametrize("tag", [0, 14, -1, 2**64 - 1, "3", None, 3.0, [3], b"3"], ids=repr)
 def test_unknown_tags(decode: Any, tag: object) -> None:
     body = msgspec.msgpack.decode(encode(GOOD[Heartbeat]))
     with pytest.raises(WireError):

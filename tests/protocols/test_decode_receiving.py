@@ -7,6 +7,7 @@ import pytest
 from kvflow.protocols.commands import (
     FreePages,
     Linked,
+    RoomBegun,
     RoomEnded,
     RoomFailed,
     RoomLanded,
@@ -35,6 +36,7 @@ from tests.protocols.alone import (
     announce,
     ask,
     beat,
+    begun,
     bootstrap,
     chunk_done,
     done,
@@ -95,6 +97,24 @@ class TestOpening:
             decode.open(10)
         sent = [command for command in decode.asked() if isinstance(command, tuple)]
         assert len(sent) == 1 and sent[0][1].cause.code is Code.CAPACITY
+
+
+class TestBeginning:
+    def test_it_is_told_once(self, decode: LoneDecode) -> None:
+        grant = decode.open()
+        decode.asked()
+        assert decode.hear(begun(grant=grant)) == [RoomBegun(grant)]
+        assert decode.hear(begun(grant=grant)) == [], "repeated"
+        assert decode.hear(begun(room=8, grant=grant)) == decode.hear(begun(grant=grant + 1)) == []
+        assert decode.counts.dropped["stale"] == 2
+
+    def test_every_rank_has_to_say_so(self) -> None:
+        decode = LoneDecode().up(size=2)
+        grant = decode.open(ranks=TWO)
+        decode.hear(registered(source=OTHER_PREFILL, rank=1, size=2, fresh_from=grant), key=OTHER_KEY)
+        mine, theirs = begun(grant=grant), begun(grant=grant, rank=1, source=OTHER_PREFILL)
+        assert decode.hear(mine, mine) == []
+        assert decode.hear(theirs, key=OTHER_KEY) == [RoomBegun(grant)]
 
 
 class TestLending:

@@ -53,6 +53,8 @@ def answer(phase: GrantPhase, kind: GrantKind) -> object:
     if phase in BELOW:
         return Move(phase, (C.REFUSE_STALE,))
     if kind is K.ANNOUNCE:
+        if phase is P.OPEN:
+            return Move(P.OPEN, (C.TELL_ROOM,))
         return Move(P.ANNOUNCED, (C.EXPECT,)) if phase is P.UNKNOWN else IGNORE
     return Move(P.OPEN, (C.TELL_ROOM if phase is P.OPEN else C.ADMIT,))
 

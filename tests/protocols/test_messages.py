@@ -22,6 +22,7 @@ from kvflow.protocols.wire.messages import (
     Abort,
     AbortAck,
     Announce,
+    Begun,
     Belief,
     Bootstrap,
     ChunkDone,
@@ -77,15 +78,15 @@ def test_room_is_any_u64(kind: type, room: int) -> None:
     assert read(changed(kind, room=room)) == changed(kind, room=room)
 
 
-OF_A_ROOM = (Announce, Bootstrap, ChunkDone, RoomFailed, Abort, AbortAck)
+OF_A_ROOM = (Announce, Begun, Bootstrap, ChunkDone, RoomFailed, Abort, AbortAck)
 BOTH_WAYS = {Resync, Heartbeat, Goodbye, GoodbyeAck}
 BOUNDS = ((Register, "fresh_from"), (Heartbeat, "settled_below"))
 LIMITS: list[tuple[type, str, Any, Any]] = [
     *((kind, name, U64, 0) for kind in ALL for name in ("source", "target")),
     *((kind, "grant", U64, 0) for kind in OF_A_ROOM),
     *((kind, "room", U64, -1) for kind in OF_A_ROOM),
-    *((kind, "rank", MAX_RANKS - 1, MAX_RANKS) for kind in (Registered, ChunkDone, RoomFailed, AbortAck)),
-    *((kind, "rank", 0, -1) for kind in (Registered, ChunkDone, RoomFailed, AbortAck)),
+    *((kind, "rank", MAX_RANKS - 1, MAX_RANKS) for kind in (Registered, Begun, ChunkDone, RoomFailed, AbortAck)),
+    *((kind, "rank", 0, -1) for kind in (Registered, Begun, ChunkDone, RoomFailed, AbortAck)),
     (Registered, "refusal", "x" * MAX_TEXT, "x" * (MAX_TEXT + 1)),
     (Bootstrap, "pages", b"\0" * 4 * MAX_PAGES_PER_ROOM, b"\0" * (4 * MAX_PAGES_PER_ROOM + 1)),
     (Bootstrap, "prompt_digest", b"x" * 32, b"x" * 31),

@@ -23,6 +23,7 @@ from tests.protocols.alone import (
     announce,
     ask,
     beat,
+    begun,
     bootstrap,
     failed,
 )
@@ -45,6 +46,25 @@ class TestMeeting:
         assert prefill.hear(bootstrap(prefix=4, pages=(7, 2))) == [RoomMatched(record.serial, 4)]
         assert record.target_pages.tolist() == [7, 2] and not record.half
         assert prefill.core.rooms == {7: record} and prefill.counts.rooms_opened == 1
+
+    @pytest.mark.parametrize("first", ["engine", "decode"])
+    def test_decode_hears_that_the_engine_has_begun(self, prefill: LonePrefill, first: str) -> None:
+        """Once it has announced the room, and again when it repeats that; not after it has lent its pages."""
+        told = prefill.hear(announce()) if first == "decode" else []
+        record = prefill.open()
+        assert told + prefill.asked() == []
+        prefill.endpoint.begin_room(record)
+        told = prefill.asked() if first == "decode" else prefill.asked() + prefill.hear(announce())
+        assert told == [begun()]
+        assert prefill.hear(announce()) == [begun()], "the first may have been lost"
+        assert prefill.hear(bootstrap()) == [RoomMatched(record.serial, 0)]
+        prefill.endpoint.begin_room(record)
+        assert prefill.asked() == prefill.hear(announce()) == []
+
+    def test_a_decode_that_lends_at_once_need_not_hear_it(self, prefill: LonePrefill) -> None:
+        record = prefill.matched()
+        prefill.endpoint.begin_room(record)
+        assert prefill.asked() == []
 
     def test_pages_without_an_announcement(self, prefill: LonePrefill) -> None:
         record = prefill.open()

@@ -16,6 +16,7 @@ from kvflow.protocols.wire.messages import (
     Abort,
     AbortAck,
     Announce,
+    Begun,
     Belief,
     Bootstrap,
     ChunkDone,
@@ -40,6 +41,7 @@ GOOD: dict[type, Any] = {
     Register: Register(wire_version=WIRE_VERSION, layout=LAYOUT, address=ADDRESS, fresh_from=0, **_LIVES),
     Registered: Registered(wire_version=WIRE_VERSION, rank=0, refusal="", address=ADDRESS, **_LIVES),
     Announce: Announce(**_ROOM),
+    Begun: Begun(rank=0, **_ROOM),
     Bootstrap: Bootstrap(pages=b"\0\0\0\0", prompt_tokens=4, prompt_digest=b"d" * 32, **_ROOM),
     ChunkDone: ChunkDone(rank=0, seq=0, pages=1, last=True, handoff=b"h", **_ROOM),
     RoomFailed: RoomFailed(rank=0, cause=CAUSE, **_ROOM),
@@ -100,6 +102,7 @@ to_decode: dict[type, st.SearchStrategy[Message]] = {
         asked=rooms,
         **lives,
     ),
+    Begun: st.builds(Begun, rank=ranks, **header),
     ChunkDone: st.builds(
         ChunkDone,
         rank=ranks,

@@ -416,6 +416,24 @@ def test_a_room_is_announced_before_its_pages_are_there() -> None:
         assert decode.pages.at_rest()
 
 
+def test_a_decode_is_told_that_prefill_has_begun() -> None:
+    with engines() as (prefill, decode):
+        sending = prefill.open(7, prompt=PROMPT)
+        room = decode.announce(7, prefill=[prefill.info], prompt=PROMPT)
+        at_once = decode.open(8, prefill=[prefill.info], prompt=PROMPT, pages=[1, 2, 3])
+        assert wait_for(decode, "opened", at_once)[1] == [], "its pages were lent: nothing is waited for"
+        sending.begin()
+        _, sooner = wait_for(decode, "begun", room)
+        assert "opened" not in sooner
+        room.offer([9, 4, 7])
+        wait_for(decode, "opened", room)
+        sending.close()
+        sending.begin()
+        for each in (room, at_once):
+            each.close()
+            wait_for(decode, "released", each)
+
+
 @pytest.mark.parametrize("prefix_tokens", [0, PAGE_SIZE, len(PROMPT)])
 def test_what_is_found_of_a_prompt_after_its_announcement_does_not_travel(prefix_tokens: int) -> None:
     with engines() as (prefill, decode):

@@ -75,7 +75,7 @@ TABLE: Table[GrantPhase, GrantKind, GrantCommand] = Table(
         },
         P.OPEN: rest(K, ERROR)
         | {
-            K.ANNOUNCE: IGNORE,
+            K.ANNOUNCE: Move(P.OPEN, (C.TELL_ROOM,)),  # a repetition: it may have missed that the room has begun
             K.BOOTSTRAP: Move(P.OPEN, (C.TELL_ROOM,)),  # the pages of a room that was announced, or a repetition
             K.ABORT: Move(P.OPEN, (C.TELL_ROOM,)),
             K.ASK: Move(P.OPEN, (C.RESEND,)),

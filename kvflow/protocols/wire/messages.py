@@ -12,6 +12,7 @@ Wire history
         check that all ranks together have all of it; one of before would not, so a prefill refuses it.
     4   Goodbye and GoodbyeAck: a node that closes ends what the other one holds for it. An older node counts both as
         malformed, and would keep its loans for ever.
+        Begun: a decode may hold its pages back until every rank has sent it; an older prefill never does.
 
 Arrays grow at the end only: a reader ignores elements it does not know, and a new element has a default. What cannot
 be expressed that way takes a new version; `Register` carries it, and a prefill with another version refuses with both.
@@ -197,6 +198,17 @@ class Resync(msgspec.Struct, frozen=True, array_like=True, kw_only=True, tag=8):
     rooms: Annotated[tuple[Belief, ...], Meta(max_length=MAX_BELIEFS)]
 
 
+class Begun(msgspec.Struct, frozen=True, array_like=True, gc=False, kw_only=True, tag=13):
+    """prefill -> decode: the engine's half of an announced room has a place for its whole prompt, so pages that decode
+    lends from here on wait for no other room. Sent again with every repetition of the announcement."""
+
+    room: Room
+    grant: Grant
+    source: Life
+    target: Life
+    rank: RankNumber
+
+
 class Heartbeat(msgspec.Struct, frozen=True, array_like=True, gc=False, kw_only=True, tag=9):
     """Both ways. From decode: every grant of this pair below `settled_below` has ended there, and nothing of it need be
     sent again."""
@@ -230,6 +242,7 @@ Message = (
     Register
     | Registered
     | Announce
+    | Begun
     | Bootstrap
     | ChunkDone
     | RoomFailed
@@ -241,4 +254,4 @@ Message = (
     | GoodbyeAck
 )
 ToPrefill = Register | Announce | Bootstrap | Abort | Resync | Heartbeat | Goodbye | GoodbyeAck
-ToDecode = Registered | ChunkDone | RoomFailed | AbortAck | Resync | Heartbeat | Goodbye | GoodbyeAck
+ToDecode = Registered | Begun | ChunkDone | RoomFailed | AbortAck | Resync | Heartbeat | Goodbye | GoodbyeAck
